@@ -1,0 +1,241 @@
+"""Where a script runs: command line, errors, device, precision, ranks. One place for each of those decisions.
+
+- `script(main)` runs a main function with the exit codes and one-line errors that every script here has
+- `parse_args(Config, ...)` turns a dataclass of constants into a command line
+- `Runtime.setup(...)` decides device, dtype, torch.compile and distributed, and says why
+- `peak_flops(name)` knows the dense 16-bit peak of common GPUs, for MFU
+
+This file knows nothing of models, data or checkpoints.
+"""
+
+import contextlib
+import errno
+import io
+import os
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+class UserError(Exception):
+    """Something the user gave is wrong: `error: what, and what to do` on one line, and exit code 2."""
+
+
+class Stopped(Exception):
+    """A signal ended the run in good order; `signum` decides the exit code (130 for SIGINT, 143 for SIGTERM)."""
+
+    def __init__(self, signum: int):
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+
+
+def script(main: Callable[[], None]) -> None:
+    """Run `main` and end the process: 0 done, 2 for bad usage or input, 128 + n after signal n."""
+    try:
+        main()
+    except UserError as e:
+        fail(str(e))
+    except Stopped as e:
+        sys.exit(128 + e.signum)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    except BrokenPipeError:  # the reader of our output went away, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except OSError as e:
+        if e.errno != errno.ENOSPC:
+            raise
+        fail(f"no space left on the device of {e.filename or 'the output directory'}; free some, then start again")
+
+
+def fail(message: str) -> None:
+    """Print `error: message` on one line of stderr, on the first rank only, and exit with code 2."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        print("error: " + " ".join(message.split()), file=sys.stderr)
+    sys.exit(2)
+
+
+def parse_args(config_type, args: list[str] | None = None, default=None, prog: str | None = None, description=None):
+    """Fill the dataclass `config_type` from the command line; the comments behind its fields are the help.
+
+    `default` is an instance whose values replace the dataclass's own. Raises UserError where tyro would print a box.
+    """
+    import tyro
+
+    stderr = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(stderr):
+            return tyro.cli(
+                config_type,
+                args=sys.argv[1:] if args is None else args,
+                default=default,
+                prog=prog or os.path.basename(sys.argv[0]),
+                description=description,
+                config=(tyro.conf.FlagCreatePairsOff,),
+            )
+    except SystemExit as e:
+        if e.code in (0, None):
+            raise
+        raise UserError(_first_sentence(stderr.getvalue())) from None
+
+
+def _first_sentence(box: str) -> str:
+    """The message of tyro's error box, without the frame, plus the option that it thinks was meant."""
+    lines = [line.strip("│ ").strip() for line in box.splitlines() if not line.startswith(("╭", "╰"))]
+    rules = [i for i, line in enumerate(lines) if set(line) == {"─"}] or [len(lines)]
+    message = " ".join(lines[: rules[0]]).removesuffix(" .").rstrip(".")
+    meant = re.search(r"Perhaps you meant:\s+(--[\w-]+)", " ".join(lines))
+    return f"{message}; {'did you mean ' + meant[1] + '?' if meant else 'see --help'}"
+
+
+# The dense peak of the tensor cores in FLOP/s for 16-bit inputs with fp32 accumulation, from NVIDIA's data sheets.
+# The first name that is part of the device's name counts, so that longer names come first.
+PEAK_FLOPS = (
+    ("GB200", 2500e12), ("B200", 2250e12), ("GH200", 989e12), ("H200", 989e12), ("H100 NVL", 835e12),
+    ("H100 PCIe", 756e12), ("H100", 989e12), ("A100", 312e12), ("L40S", 362e12), ("L4", 121e12), ("A40", 150e12),
+    ("A10G", 70e12), ("A10", 125e12), ("A6000", 155e12), ("RTX 5090", 209e12), ("RTX 4090", 165e12),
+    ("RTX 3090", 71e12), ("V100", 125e12), ("T4", 65e12),
+)  # fmt: skip
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense 16-bit peak in FLOP/s of a GPU by its name, None where it is unknown (MFU is then n/a)."""
+    words = re.sub(r"[-_]", " ", device_name).split()
+    for name, flops in PEAK_FLOPS:
+        parts = name.split()
+        if any(words[i : i + len(parts)] == parts for i in range(len(words))):
+            return flops
+    return None
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """The machine as one process of a run sees it."""
+
+    device: "torch.device"  # noqa: F821 - torch is imported late, so that --help and usage errors are quick
+    dtype: "torch.dtype"  # noqa: F821 - of matrix products; weights are kept in fp32
+    compile: bool
+    rank: int
+    world_size: int
+    why: str  # how device, dtype and compile were chosen, for the first line of a run
+
+    @classmethod
+    def setup(cls, device: str = "auto", dtype: str = "auto", compile: str = "off") -> "Runtime":
+        """Decide for this process, join the process group under torchrun, choose matmul precision.
+
+        Raises UserError for a device, a dtype or a compiler that is not there.
+        """
+        import torch
+
+        rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        if device.startswith("cuda") and not torch.cuda.is_available():
+            raise UserError(f"--device {device}: this PyTorch ({torch.__version__}) sees no CUDA GPU; use --device cpu")
+        if device == "mps" and not torch.backends.mps.is_available():
+            raise UserError("--device mps: this PyTorch sees no Apple GPU; use --device cpu")
+        if device == "cuda":
+            device = f"cuda:{int(os.environ.get('LOCAL_RANK', 0))}"
+        device = torch.device(device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        if world_size > 1 and not torch.distributed.is_initialized():
+            torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        torch.set_float32_matmul_precision("high")  # TF32 for what is left in fp32
+        dtype, why_dtype = _choose_dtype(dtype, device)
+        compile_on, why_compile = _choose_compile(compile, device)
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        threads = f" with {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+        why = f"{name}{threads}, {why_dtype}, {why_compile}" + (f", {world_size} ranks" if world_size > 1 else "")
+        return cls(device, dtype, compile_on, rank, world_size, why)
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def autocast(self):
+        """The context of every forward pass."""
+        import torch
+
+        return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
+
+    def synchronize(self) -> None:
+        """Wait for the device, so that a clock read afterwards is true."""
+        import torch
+
+        if self.device.type in ("cuda", "mps"):
+            getattr(torch, self.device.type).synchronize()
+
+    def sum(self, tensor):
+        """`tensor` summed over all ranks, in place. Gloo knows no AVG, so means are sums, divided."""
+        import torch.distributed as dist
+
+        if self.world_size > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
+        return tensor
+
+    def barrier(self) -> None:
+        import torch.distributed as dist
+
+        if self.world_size > 1:
+            dist.barrier()
+
+    def peak_memory(self) -> int:
+        """Peak bytes: of the GPU's allocator, else resident memory of the process."""
+        import torch
+
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        try:
+            import resource
+        except ImportError:  # Windows
+            return 0
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+    def peak_flops(self) -> float | None:
+        import torch
+
+        return peak_flops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
+
+    def print(self, *args, **kwargs) -> None:
+        """print, on the first rank only and without tearing a progress bar."""
+        from tqdm import tqdm
+
+        if self.is_main:
+            tqdm.write(" ".join(map(str, args)), **kwargs)
+
+
+def _choose_dtype(dtype: str, device) -> tuple["torch.dtype", str]:  # noqa: F821
+    import torch
+
+    if dtype != "auto":
+        return getattr(torch, dtype), dtype
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        if major >= 8:
+            return torch.bfloat16, f"bfloat16 (compute capability {major}.{minor})"
+        return torch.float16, f"float16 (compute capability {major}.{minor} is below 8.0, so no bfloat16)"
+    if device.type == "cpu" and _cpu_has_bf16():
+        return torch.bfloat16, "bfloat16 (the processor multiplies it natively)"
+    return torch.float32, f"float32 ({device.type} has no fast 16-bit format here)"
+
+
+def _cpu_has_bf16() -> bool:
+    """AVX512-BF16 or AMX. The emulation that other processors would use is slower than fp32."""
+    import torch
+
+    return any(getattr(torch.cpu, f, bool)() for f in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+
+
+def _choose_compile(compile: str, device) -> tuple[bool, str]:
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compile == "on" and device.type == "cpu" and not compiler:
+        raise UserError("--compile on needs a C++ compiler (g++ or clang++) on the PATH; install one, or --compile off")
+    if compile == "auto":
+        # on a CPU it costs half a minute and gains little over bf16; on MPS it has given NaN (pytorch 171764)
+        return device.type == "cuda" and compiler is not None, "compile " + ("on" if device.type == "cuda" else "off")
+    return compile == "on", f"compile {compile}"
