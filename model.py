@@ -157,7 +157,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         # x (N, C) and weight (V, C) in the dtype of the matrix product, targets (N,) int64
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
         grad_x, grad_w = [], None
-        for xc, tc in zip(x.split(chunk), targets.split(chunk)):
+        for xc, tc in zip(x.split(chunk), targets.split(chunk), strict=True):
             logits = (xc @ weight.T).float()  # (chunk, V)
             valid = tc >= 0
             safe = tc.clamp(min=0)[:, None]
