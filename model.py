@@ -28,7 +28,7 @@ import torch.nn as nn
 from torch.nn import functional as F
 
 IGNORE_INDEX = -100  # a target that is not scored, as in PyTorch and Hugging Face; every negative one is ignored
-LOSS_CHUNK = 2**25  # logits alive at once in the loss: 32M, 128 MB in fp32
+LOSS_CHUNK = {"cpu": 2**19, "cuda": 2**27}  # logits alive at once in the loss: what caches hold, what keeps a GPU busy
 
 
 @dataclass
@@ -245,7 +245,7 @@ class GPT(nn.Module):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weight = x.to(dtype), weight.to(dtype)
         with torch.autocast(x.device.type, enabled=False):
-            chunk = max(LOSS_CHUNK // weight.size(0), 1)
+            chunk = max(LOSS_CHUNK.get(x.device.type, 2**25) // weight.size(0), 512)
             return LinearCrossEntropy.apply(x, weight, targets, chunk, torch.is_grad_enabled())
 
     def num_params(self) -> int:
