@@ -218,8 +218,8 @@ def load_model(model: str, dropout: float = 0.0, attention: str = "flash") -> GP
         raise UserError(str(e)) from e
     except (OSError, RuntimeError) as e:  # huggingface_hub's own errors are OSErrors, those of its client RuntimeErrors
         raise UserError(
-            f"{model} is no local directory, and could not be had from the hub ({type(e).__name__}); check the name, or "
-            "download it where there is a network: huggingface-cli download " + model
+            f"{model} is no local directory, and could not be had from the hub ({type(e).__name__}); check the name, "
+            f"or download it where there is a network: hf download {model}"
         ) from e
 
 

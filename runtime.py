@@ -1,9 +1,10 @@
-"""Where a script runs: command line, errors, device, precision, ranks. One place for each of those decisions.
+"""Where a script runs and what it reports: command line, errors, device, precision, ranks, log. One place for each.
 
 - `script(main)` runs a main function with the exit codes and one-line errors that every script here has
 - `parse_args(Config, ...)` turns a dataclass of constants into a command line
 - `Runtime.setup(...)` decides device, dtype, torch.compile and distributed, and says why
 - `peak_flops(name)` knows the dense 16-bit peak of common GPUs, for MFU
+- `RunLog` is what a run tells: log.jsonl, samples.txt, learning_curve.png, tensorboard or wandb
 
 This file knows nothing of models, data or checkpoints.
 """
@@ -11,13 +12,17 @@ This file knows nothing of models, data or checkpoints.
 import contextlib
 import errno
 import io
+import json
+import math
 import os
 import re
 import shutil
 import signal
+import statistics
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 
 class UserError(Exception):
@@ -239,3 +244,166 @@ def _choose_compile(compile: str, device) -> tuple[bool, str]:
         # on a CPU it costs half a minute and gains little over bf16; on MPS it has given NaN (pytorch 171764)
         return device.type == "cuda" and compiler is not None, "compile " + ("on" if device.type == "cuda" else "off")
     return compile == "on", f"compile {compile}"
+
+
+class RunLog:
+    """log.jsonl, samples.txt and learning_curve.png of a run, and the lines in the terminal; the first rank only."""
+
+    def __init__(self, out_dir: Path, rt: Runtime, config):
+        self.out_dir, self.rt = out_dir, rt
+        self.path = out_dir / "log.jsonl"
+        self.records: list[dict] = []
+        self.peak_flops = rt.peak_flops() and rt.peak_flops() * rt.world_size
+        self.tracker = open_tracker(config, rt)
+
+    def open(self, step: int) -> None:
+        """Keep what was logged up to `step`; what a killed run logged after its last checkpoint comes again."""
+        if not self.rt.is_main:
+            return
+        if self.path.exists():
+            self.records = [record for record in read_log(self.path) if record["step"] <= step]
+        text = "".join(json.dumps(record) + "\n" for record in self.records)
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text(text)
+        temporary.replace(self.path)
+        samples = [sample_entry(record) for record in self.records if record["kind"] == "sample"]
+        (self.out_dir / "samples.txt").write_text("".join(samples))
+
+    def _append(self, record: dict) -> None:
+        self.records.append(record)
+        if not self.rt.is_main:
+            return
+        with open(self.path, "a") as f:
+            f.write(json.dumps(record) + "\n")
+        if self.tracker:
+            self.tracker(record)
+
+    def step(self, step, loss, lr, grad_norm, dt, tokens_per_sec, mfu, skipped) -> None:
+        record = dict(step=step, kind="train", loss=loss, lr=lr, grad_norm=grad_norm, dt_ms=round(dt * 1e3, 2),
+                      tokens_per_sec=round(tokens_per_sec, 1), mfu=mfu and round(mfu, 4))  # fmt: skip
+        self._append(record | ({"skipped": True} if skipped else {}))
+
+    def record(self, step: int, record: dict) -> None:
+        """Log an evaluation, show it, and draw the curve anew."""
+        self._append({"step": step, **record})
+        if not self.rt.is_main:
+            return
+        if record["kind"] == "sample":
+            with open(self.out_dir / "samples.txt", "a") as f:
+                f.write(sample_entry(self.records[-1]))
+            self.rt.print(f"step {step}: sample: " + record["text"].strip()[:300].replace("\n", "\n    "))
+        else:
+            numbers = ", ".join(
+                f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in record.items() if k != "kind"
+            )
+            self.rt.print(f"step {step}: {record['kind']} {numbers}")
+            draw_curve(self.records, self.out_dir / "learning_curve.png")
+
+    def close(self) -> None:
+        if self.rt.is_main:
+            draw_curve(self.records, self.out_dir / "learning_curve.png")
+
+    def median_tokens_per_sec(self) -> float:
+        return statistics.median(r["tokens_per_sec"] for r in self.records if r["kind"] == "train")
+
+
+def sample_entry(record: dict) -> str:
+    return f"--- step {record['step']}\n{record['text']}\n\n"
+
+
+def read_log(path: Path) -> Iterator[dict]:
+    """The records of a log.jsonl; a last line that was cut off by a kill is left out."""
+    for line in path.read_text().splitlines():
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            return
+
+
+def draw_curve(records: list[dict], path: Path) -> None:
+    """Training loss, raw and smoothed, validation loss and learning rate; HellaSwag below when there is some."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    kinds = {kind: [r for r in records if r["kind"] == kind] for kind in ("train", "val", "hellaswag")}
+    if not kinds["train"]:
+        return
+    figure, axes = plt.subplots(
+        1 + bool(kinds["hellaswag"]), 1, figsize=(9, 5 + 3 * bool(kinds["hellaswag"])), squeeze=False
+    )
+    top = axes[0, 0]
+    steps = [r["step"] for r in kinds["train"]]
+    losses = [r["loss"] for r in kinds["train"]]
+    smooth, alpha = [losses[0]], min(0.2, 20 / len(losses))
+    for loss in losses[1:]:
+        smooth.append(smooth[-1] + alpha * (loss - smooth[-1]) if math.isfinite(loss) else smooth[-1])
+    top.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label="train")
+    top.plot(steps, smooth, color="tab:blue", label="train, smoothed")
+    if kinds["val"]:
+        val_steps, val_losses = zip(*((r["step"], r["loss"]) for r in kinds["val"]), strict=True)
+        top.plot(
+            val_steps,
+            val_losses,
+            "o-",
+            color="tab:red",
+            markersize=4,
+            label=f"validation, {val_losses[-1]:.3f} at last",
+        )
+    top.set(xlabel="step", ylabel="loss (nats per token)")
+    top.set_ylim(top=min(top.get_ylim()[1], max(losses[0], 1) * 1.05))
+    top.grid(alpha=0.3)
+    right = top.twinx()
+    right.plot(
+        steps, [r["lr"] for r in kinds["train"]], color="tab:gray", linestyle="--", linewidth=0.8, label="learning rate"
+    )
+    right.set_ylabel("learning rate")
+    right.set_ylim(bottom=0)
+    lines = top.get_lines() + right.get_lines()
+    top.legend(lines, [line.get_label() for line in lines], loc="upper right")
+    if kinds["hellaswag"]:
+        bottom = axes[1, 0]
+        for key in ("acc_norm", "acc"):
+            bottom.plot(
+                [r["step"] for r in kinds["hellaswag"]],
+                [r[key] for r in kinds["hellaswag"]],
+                "o-",
+                markersize=4,
+                label=key,
+            )
+        bottom.axhline(0.2955, color="tab:red", linestyle="--", linewidth=0.8, label="GPT-2 124M")
+        bottom.axhline(0.337, color="tab:green", linestyle="--", linewidth=0.8, label="GPT-3 124M")
+        bottom.set(xlabel="step", ylabel="HellaSwag accuracy")
+        bottom.grid(alpha=0.3)
+        bottom.legend()
+    figure.tight_layout()
+    figure.savefig(path.with_suffix(".tmp.png"), dpi=120)
+    path.with_suffix(".tmp.png").replace(path)
+    plt.close(figure)
+
+
+def open_tracker(config, rt: Runtime) -> Callable[[dict], None] | None:
+    """A function that passes a log record on to tensorboard or wandb, which are imported only when asked for."""
+    if config.report_to == "none" or not rt.is_main:
+        return None
+    try:
+        if config.report_to == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
+
+            writer = SummaryWriter(config.out_dir)
+            put = lambda name, value, step: writer.add_scalar(name, value, step)  # noqa: E731
+        else:
+            import wandb
+
+            wandb.init(project="gpt2", dir=config.out_dir, name=Path(config.out_dir).name, config=asdict(config))
+            put = lambda name, value, step: wandb.log({name: value}, step=step)  # noqa: E731
+    except ImportError as e:
+        raise UserError(f"--report_to {config.report_to}: {e}; pip install {config.report_to}") from e
+
+    def report(record: dict) -> None:
+        for key, value in record.items():
+            if isinstance(value, int | float) and key != "step":
+                put(f"{record['kind']}/{key}", value, record["step"])
+
+    return report

@@ -1,0 +1,560 @@
+"""Pretrain GPT-2: constants, then one loop that reads top to bottom.
+
+    python train_gpt2.py tiny                                # a small GPT on input.txt, two minutes on 2 CPU cores
+    python train_gpt2.py                                     # GPT-2 124M on FineWeb-Edu shards, one device
+    torchrun --standalone --nproc_per_node=8 train_gpt2.py   # the same run on 8 GPUs
+    python train_gpt2.py gpt2-medium --micro_batch_size 16   # another recipe, another constant
+    python train_gpt2.py --resume                            # go on from the newest sound checkpoint
+
+Writes OUT_DIR (out/RECIPE): config.json, log.jsonl, learning_curve.png, samples.txt, and checkpoints step_NNNNNN/ that
+transformers opens as they are. Data, checkpoints and the machine are the business of data.py, checkpoint.py and
+runtime.py.
+"""
+
+import json
+import math
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from tqdm import tqdm
+
+from checkpoint import (
+    CheckpointWriter,
+    checkpoint_steps,
+    load_model,
+    load_train_state,
+    newest_sound,
+    snapshot,
+)
+from data import (
+    Batches,
+    TokenStream,
+    data_tokenizer,
+    find_shards,
+    prefetch,
+    prepare_text,
+    training_batches,
+    validation_batches,
+)
+from model import GPT, GPTConfig
+from runtime import RunLog, Runtime, Stopped, UserError, parse_args, script
+
+
+@dataclass
+class Config:
+    # where things are
+    data: str = "edu_fineweb10B"  # directory of shards (see fineweb.py), or a .txt file
+    tokenizer: str = "gpt2"  # gpt2, a tokenizer.json, or train: a BPE of vocab_size tokens, trained on the .txt
+    out_dir: str = ""  # where the run is written; out/RECIPE when empty
+    resume: bool = False  # go on from the newest sound checkpoint of out_dir, or start when there is none
+    overwrite: bool = False  # replace the run that out_dir holds
+    init_from: str = ""  # checkpoint directory or hub id (gpt2) to start from instead of random weights
+    # model
+    n_layer: int = 12  # blocks
+    n_head: int = 12  # attention heads a block
+    n_embd: int = 768  # channels
+    sequence_length: int = 1024  # tokens of context
+    vocab_size: int = 50304  # 50257, padded to a multiple of 128 for the tensor cores
+    dropout: float = 0.0  # 0 for one epoch of pretraining; 0.1 and more when data is scarce
+    attention: Literal["flash", "naive"] = "flash"  # scaled_dot_product_attention, or the explicit formula
+    # batch and schedule
+    total_batch_size: int = 524_288  # tokens per optimizer step, over all ranks and micro-steps
+    micro_batch_size: int = 0  # sequences per forward pass and rank; 0 finds the largest that fits
+    max_steps: int = 19_073  # optimizer steps: one epoch of 10B tokens
+    warmup_steps: int = 715  # linear warmup: 375M tokens, as GPT-3
+    max_lr: float = 6e-4  # peak learning rate
+    min_lr: float = 6e-5  # where the schedule ends
+    lr_schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: warmup, stable, linear decay
+    decay_fraction: float = 0.5  # share of the steps in which wsd decays
+    # optimizer
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for the blocks' matrices, AdamW for the rest
+    muon_lr: float = 0.02  # peak learning rate of Muon's matrices
+    weight_decay: float = 0.1  # on tensors of two or more dimensions
+    beta1: float = 0.9  # AdamW
+    beta2: float = 0.95  # AdamW
+    eps: float = 1e-8  # AdamW
+    grad_clip: float = 1.0  # largest gradient norm; 0 for no clipping
+    max_bad_steps: int = 20  # stop after this many steps in a row without a finite gradient
+    seed: int = 1337  # of weights, data order and samples
+    shuffle: bool = True  # permute the windows of every epoch; off is file order
+    # along the way, in steps; 0 is never
+    eval_interval: int = 250  # validation loss
+    eval_steps: int = 20  # total_batch_size tokens of validation at a time; 0 for the whole split
+    hellaswag_interval: int = 1000  # HellaSwag accuracy
+    sample_interval: int = 250  # a sample of text
+    sample_prompt: str = "Hello, I'm a language model,"  # what it starts with; empty for the start of a document
+    sample_tokens: int = 128  # its length
+    checkpoint_interval: int = 1000  # a checkpoint; the last step always writes one
+    keep_checkpoints: int = 3  # how many of the newest stay, besides the one of the lowest validation loss; 0 for all
+    # machine
+    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: cuda, else mps, else cpu
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of matrix products; weights stay fp32
+    compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: on a GPU
+    report_to: Literal["none", "tensorboard", "wandb"] = "none"  # besides log.jsonl
+
+
+RECIPES = {
+    "gpt2": Config(),  # Radford et al. 2019 in size, Brown et al. 2020 (table 2.1) in hyperparameters
+    "gpt2-medium": Config(n_layer=24, n_head=16, n_embd=1024, max_lr=3e-4, min_lr=3e-5),
+    "gpt2-large": Config(n_layer=36, n_head=20, n_embd=1280, max_lr=2.5e-4, min_lr=2.5e-5),
+    "gpt2-xl": Config(n_layer=48, n_head=25, n_embd=1600, max_lr=2e-4, min_lr=2e-5, total_batch_size=1_048_576),
+    # GPT-2 unchanged, fewer tokens: Muon on the hidden matrices, and a schedule that decays for half the run
+    "speedrun": Config(optimizer="muon", lr_schedule="wsd", max_steps=9_536, warmup_steps=256, max_lr=3e-3, min_lr=0.0),
+    # chosen by measurement for two minutes on 2 CPU cores
+    "tiny": Config(
+        data="input.txt", tokenizer="train", vocab_size=1024, n_layer=4, n_head=2, n_embd=128, sequence_length=256,
+        total_batch_size=2048, micro_batch_size=8, max_steps=1000, warmup_steps=20, max_lr=3e-3, min_lr=0.0,
+        lr_schedule="wsd", decay_fraction=0.6, optimizer="muon", eval_interval=250, eval_steps=0, hellaswag_interval=0,
+        sample_interval=500, sample_prompt="", checkpoint_interval=500,
+    ),
+}  # fmt: skip
+
+
+def main() -> None:
+    recipe, config = read_command_line(sys.argv[1:])
+    rt = Runtime.setup(config.device, config.dtype, config.compile)
+    check(config, rt)
+    checkpoint = open_run(config, rt)
+    tokenizer, train_stream, val_stream = open_data(config, rt)
+    model = build_model(config, checkpoint, tokenizer).to(rt.device)
+    rt.print(f"{recipe}: {model.num_params():,} parameters on {rt.why}")
+
+    forward = wrap(model, rt)
+    optimizers = model.configure_optimizers(
+        config.weight_decay, config.max_lr, (config.beta1, config.beta2), config.eps, config.optimizer, config.muon_lr
+    )
+    config.micro_batch_size = config.micro_batch_size or find_micro_batch_size(forward, config, rt)
+    rows = config.total_batch_size // config.sequence_length  # sequences per step
+    batches = Batches(train_stream, config.sequence_length, config.seed, config.shuffle, rt.rank, rt.world_size)
+    passes = config.max_steps * rows / batches.windows
+    rt.print(
+        f"data: {len(train_stream):,} training tokens, read {passes:.2g} times; {len(val_stream):,} validation tokens; "
+        f"{rows} sequences a step, {config.micro_batch_size} at a time on each of {rt.world_size} ranks"
+    )
+
+    def steps_from(step: int) -> Iterator:
+        plan = lambda s: (s * rows, rows)  # noqa: E731
+        return training_batches(batches, plan, step, config.max_steps, config.micro_batch_size)
+
+    token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(rt.device)
+
+    def evaluations(step: int) -> Iterator[dict]:
+        if due(step, config.eval_interval, config.max_steps):
+            yield dict(kind="val", **validate(forward, val_stream, token_bytes, config, rt))
+        if due(step, config.sample_interval, 0) and rt.is_main:
+            yield dict(kind="sample", text=sample(model, tokenizer, config, rt, step)[0])
+
+    log = RunLog(Path(config.out_dir), rt, config)
+
+    def save() -> Callable[[Path], None]:
+        copy = model_copy(model)
+        return lambda path: save_model(path, copy, tokenizer)
+
+    train(config, rt, log, model, forward, optimizers, steps_from, evaluations, checkpoint, save)
+    if rt.is_main:
+        finish(recipe, config, rt, log, model, tokenizer)
+
+
+# ------------------------------------------------------------------------------------------------------ the loop
+
+
+def train(
+    config,
+    rt: Runtime,
+    log: RunLog,
+    model: GPT,
+    forward: Callable,
+    optimizers: list,
+    steps_from: Callable[[int], Iterator],
+    evaluations: Callable[[int], Iterator[dict]],
+    checkpoint: Path | None,
+    save: Callable,
+) -> None:
+    """Optimizer steps until `config.max_steps`; pretraining and finetuning both run through here.
+
+    `steps_from(step)` yields the micro-batches of each step, tuples of arguments for `forward`, whose second one is the
+    targets. `evaluations(step)` yields the log records that are due after a step. `save()` returns a function that
+    writes the model of this moment into a directory. `checkpoint` is one to go on from.
+    Raises Stopped after a signal, and UserError after too many bad steps, each with a checkpoint on the disk.
+    """
+    scaler = torch.amp.GradScaler(rt.device.type, enabled=rt.dtype == torch.float16)
+    writer = CheckpointWriter(Path(config.out_dir), config.keep_checkpoints)
+    start = resume(checkpoint, optimizers, scaler, rt) if checkpoint else 0
+    log.open(start)
+    flops_per_token = model.estimate_flops(config.sequence_length)
+    batches = prefetch(steps_from(start), rt.device)
+    bad_steps, val_loss, saved = 0, None, start if checkpoint else -1
+
+    def save_checkpoint(step: int) -> None:
+        nonlocal saved
+        if rt.is_main and step != saved:
+            metrics = {} if val_loss is None else {"val_loss": val_loss}
+            writer.save(step, save(), training_state(step, optimizers, scaler, config), metrics, announce=rt.print)
+            saved = step
+
+    with StopSignals() as signals, progress_bar(start, config.max_steps, rt) as bar:
+        for step, batch in enumerate(batches, start=start + 1):
+            began = time.perf_counter()
+            lr = set_learning_rates(optimizers, step, config)
+            # the loss is a mean over the targets of the whole step, however they are spread over ranks and micro-steps
+            n_targets = rt.sum(sum((micro[1] >= 0).sum() for micro in batch)) / rt.world_size
+            loss = torch.zeros((), device=rt.device)
+            for i, micro in enumerate(batch):
+                if rt.world_size > 1:  # exchange gradients in the last backward pass only; set before the forward pass
+                    forward.require_backward_grad_sync = i == len(batch) - 1
+                with rt.autocast():
+                    _, micro_loss = forward(*micro, n_targets=n_targets)
+                scaler.scale(micro_loss).backward()
+                loss += micro_loss.detach()
+            for optimizer in optimizers:
+                scaler.unscale_(optimizer)
+            params = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+            grad_norm = torch.nn.utils.clip_grad_norm_(params, config.grad_clip or math.inf)
+            loss, stop = (rt.sum(torch.stack([loss, signals.flag(rt.device)])) / rt.world_size).tolist()
+            good = math.isfinite(loss) and math.isfinite(grad_norm := grad_norm.item())
+            for optimizer in optimizers:
+                if good:
+                    scaler.step(optimizer)
+                optimizer.zero_grad(set_to_none=True)
+            scaler.update()
+
+            rt.synchronize()
+            dt = time.perf_counter() - began
+            tokens_per_sec = config.total_batch_size / dt
+            mfu = tokens_per_sec * flops_per_token / peak if (peak := log.peak_flops) else None
+            log.step(step, loss, lr, grad_norm, dt, tokens_per_sec, mfu, skipped=not good)
+            bar.set_postfix_str(f"loss {loss:.3f}, {tokens_per_sec:,.0f} tok/s" + (f", MFU {mfu:.0%}" if mfu else ""))
+            bar.update()
+
+            bad_steps = 0 if good else bad_steps + 1
+            if bad_steps >= config.max_bad_steps:
+                writer.wait()
+                raise UserError(
+                    f"no finite loss or gradient in {bad_steps} steps, up to step {step}; the last checkpoint is "
+                    f"{newest_sound(Path(config.out_dir))}: lower --max_lr, or use --dtype float32, and --resume"
+                )
+            for record in evaluations(step):
+                val_loss = record["loss"] if record["kind"] == "val" else val_loss
+                log.record(step, record)
+            if stop:
+                save_checkpoint(step)
+                writer.wait()
+                raise Stopped(signals.signum or signal.SIGTERM)
+            if due(step, config.checkpoint_interval, config.max_steps):
+                save_checkpoint(step)
+    writer.wait()
+    log.close()
+
+
+def due(step: int, interval: int, max_steps: int) -> bool:
+    """Every `interval` steps, and at the end; never for 0."""
+    return interval > 0 and (step % interval == 0 or step == max_steps)
+
+
+def learning_rate(step: int, config) -> float:
+    """Learning rate of step 1 .. max_steps: linear warmup, then a cosine, or a plateau and a line, to min_lr."""
+    if step <= config.warmup_steps:
+        return config.max_lr * step / config.warmup_steps
+    progress = (step - config.warmup_steps) / max(config.max_steps - config.warmup_steps, 1)  # 0 .. 1
+    if config.lr_schedule == "cosine":
+        share = 0.5 * (1 + math.cos(math.pi * progress))
+    else:
+        share = min(1.0, (1 - progress) / config.decay_fraction)
+    return config.min_lr + share * (config.max_lr - config.min_lr)
+
+
+def set_learning_rates(optimizers: list, step: int, config) -> float:
+    """Every parameter group follows the same curve, scaled to its own peak."""
+    lr = learning_rate(step, config)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * lr / config.max_lr
+    return lr
+
+
+def training_state(step: int, optimizers: list, scaler, config) -> dict:
+    """All that the next step depends on, besides the weights; the data order follows from the step."""
+    rng = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        rng["cuda"] = torch.cuda.get_rng_state()
+    states = [optimizer.state_dict() for optimizer in optimizers]
+    return snapshot(
+        dict(step=step, optimizers=states, scaler=scaler.state_dict(), rng=rng, loader=step, config=asdict(config))
+    )
+
+
+def resume(checkpoint: Path, optimizers: list, scaler, rt: Runtime) -> int:
+    """Put optimizers, scaler and random numbers where they were; returns the step."""
+    state = load_train_state(checkpoint)
+    if len(state["optimizers"]) != len(optimizers):
+        raise UserError(
+            f"{checkpoint} was trained with another --optimizer; resume with the one in its run's config.json"
+        )
+    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
+    scaler.load_state_dict(state["scaler"])
+    torch.set_rng_state(state["rng"]["cpu"])
+    if rt.device.type == "cuda" and "cuda" in state["rng"]:
+        torch.cuda.set_rng_state(state["rng"]["cuda"])
+    rt.print(f"resuming from {checkpoint}")
+    return state["step"]
+
+
+class StopSignals:
+    """Turns SIGINT and SIGTERM into a flag that is read once per step; a second SIGINT ends the process at once."""
+
+    def __enter__(self):
+        self.signum = 0
+        self._before = {s: signal.signal(s, self._remember) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def _remember(self, signum, frame) -> None:
+        self.signum = signum
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def flag(self, device) -> torch.Tensor:
+        return torch.tensor(float(self.signum != 0), device=device)
+
+    def __exit__(self, *exc) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+
+
+def progress_bar(start: int, max_steps: int, rt: Runtime):
+    return tqdm(total=max_steps, initial=start, unit="step", disable=not rt.is_main, dynamic_ncols=True)
+
+
+# ------------------------------------------------------------------------------------- what happens along the way
+
+
+def validate(forward, stream, token_bytes, config, rt: Runtime) -> dict:
+    """Mean loss in nats per token and bits per byte over the validation split, the same tokens for every world size."""
+    limit = config.eval_steps * config.total_batch_size
+    batches = validation_batches(stream, config.sequence_length, config.micro_batch_size, limit, rt.rank, rt.world_size)
+    module = getattr(forward, "module", forward)  # DDP has nothing to exchange here
+    module.eval()
+    totals = torch.zeros(3, dtype=torch.float64, device="cpu" if rt.device.type == "mps" else rt.device)
+    with torch.no_grad(), rt.autocast():
+        for micro in prefetch(([batch] for batch in batches), rt.device):
+            idx, targets = micro[0]
+            _, nats = module(idx, targets, n_targets=torch.ones((), device=rt.device))
+            scored = targets[targets >= 0]
+            totals += torch.stack([nats, torch.tensor(len(scored)).to(nats), token_bytes[scored].sum().to(nats)]).to(
+                totals
+            )
+    module.train()
+    nats, tokens, n_bytes = rt.sum(totals).tolist()
+    return dict(loss=nats / tokens, bpb=nats / math.log(2) / max(n_bytes, 1))
+
+
+def sample(model, tokenizer, config, rt: Runtime, seed: int, num_samples: int = 1) -> list[str]:
+    """Text after `sample_prompt`, with a random stream of its own, so that sampling does not change training."""
+    generator = torch.Generator(rt.device).manual_seed(config.seed + seed)
+    prompt = tokenizer.encode_ordinary(config.sample_prompt) or [tokenizer.eot_token]
+    rows = [[] for _ in range(num_samples)]
+    with rt.autocast():
+        for tokens in model.generate(
+            [prompt] * num_samples, config.sample_tokens, top_k=50, stop_token=tokenizer.eot_token,
+            n_tokens=len(tokenizer), generator=generator,
+        ):  # fmt: skip
+            for row, token in zip(rows, tokens, strict=True):
+                row.append(token)
+    rows = [row[: row.index(tokenizer.eot_token)] if tokenizer.eot_token in row else row for row in rows]
+    return [config.sample_prompt + tokenizer.decode(row) for row in rows]
+
+
+# ------------------------------------------------------------------------------------------------- before and after
+
+
+def read_command_line(argv: list[str]) -> tuple[str, Config]:
+    """The recipe, by its name in the first word, with the constants that the other words change."""
+    recipe, args = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else ("gpt2", argv)
+    if recipe not in RECIPES:
+        raise UserError(f"there is no recipe {recipe}; the recipes are {', '.join(RECIPES)}")
+    prog = "train_gpt2.py " + recipe
+    config = parse_args(Config, args, replace(RECIPES[recipe]), prog, f"{__doc__}\nRecipes: {', '.join(RECIPES)}.")
+    config.out_dir = config.out_dir or f"out/{recipe}"
+    return recipe, config
+
+
+def check(config: Config, rt: Runtime) -> None:
+    """Refuse what cannot work, before anything is written. Raises UserError."""
+    positive = (
+        "n_layer",
+        "n_head",
+        "n_embd",
+        "sequence_length",
+        "vocab_size",
+        "total_batch_size",
+        "max_steps",
+        "max_lr",
+    )
+    for name in positive:
+        if getattr(config, name) <= 0:
+            raise UserError(f"--{name} must be positive, not {getattr(config, name)}")
+    if config.n_embd % config.n_head:
+        raise UserError(
+            f"--n_embd {config.n_embd} is not divisible by --n_head {config.n_head}; heads share the channels"
+        )
+    if not 0 <= config.dropout < 1:
+        raise UserError(f"--dropout must be in [0, 1), not {config.dropout}")
+    unit = config.sequence_length * max(config.micro_batch_size, 1) * rt.world_size
+    if config.total_batch_size % unit:
+        nearest = max(config.total_batch_size // unit, 1) * unit
+        raise UserError(
+            f"--total_batch_size {config.total_batch_size} is not divisible by {unit} = sequence_length "
+            f"{config.sequence_length} x micro_batch_size {max(config.micro_batch_size, 1)} x {rt.world_size} ranks; "
+            f"{nearest} is"
+        )
+
+
+def open_run(config: Config, rt: Runtime) -> Path | None:
+    """Make the run directory; returns the checkpoint to resume from. Raises UserError rather than overwrite a run."""
+    out_dir = Path(config.out_dir)
+    if out_dir.exists() and not out_dir.is_dir():
+        raise UserError(f"--out_dir {out_dir} is a file; give a directory")
+    holds_run = (out_dir / "log.jsonl").exists() or bool(checkpoint_steps(out_dir))
+    if holds_run and not (config.resume or config.overwrite):
+        raise UserError(
+            f"{out_dir} already holds a run; --resume continues it, --overwrite replaces it, --out_dir avoids it"
+        )
+    rt.barrier()  # every rank has looked before the first one changes anything
+    if rt.is_main:
+        if holds_run and config.overwrite and not config.resume:
+            for path in [*out_dir.glob("step_*"), *out_dir.glob("*.jsonl"), *out_dir.glob("samples.txt")]:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        out_dir.mkdir(parents=True, exist_ok=True)
+    rt.barrier()
+    checkpoint = newest_sound(out_dir) if config.resume else None
+    if config.resume and checkpoint is None and checkpoint_steps(out_dir):
+        raise UserError(f"no checkpoint of {out_dir} is undamaged; --overwrite starts again")
+    if rt.is_main:
+        (out_dir / "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
+    return checkpoint
+
+
+def open_data(config: Config, rt: Runtime) -> tuple:
+    """(tokenizer, training stream, validation stream) of a shard directory, or of a .txt that is tokenized first."""
+    if config.data.endswith(".txt"):
+        cache = Path(config.out_dir).parent / "cache"
+        if rt.is_main:
+            prepare_text(config.data, config.tokenizer, config.vocab_size, cache)
+        rt.barrier()
+        shards = prepare_text(config.data, config.tokenizer, config.vocab_size, cache)
+    else:
+        shards = Path(config.data)
+    train_paths, val_paths = find_shards(str(shards), "train"), find_shards(str(shards), "val")
+    tokenizer = data_tokenizer(shards, config.tokenizer)
+    if len(tokenizer) > config.vocab_size:
+        raise UserError(
+            f"the tokenizer has {len(tokenizer)} tokens, but vocab_size is {config.vocab_size}; "
+            f"use --vocab_size {-(-len(tokenizer) // 128) * 128}"
+        )
+    return tokenizer, TokenStream(train_paths, config.vocab_size), TokenStream(val_paths, config.vocab_size)
+
+
+def build_model(config: Config, checkpoint: Path | None, tokenizer) -> GPT:
+    """Random weights, those of `init_from`, or those of the checkpoint to resume from; `config` takes on its sizes."""
+    torch.manual_seed(config.seed)
+    source = str(checkpoint) if checkpoint else config.init_from
+    sizes = ("n_layer", "n_head", "n_embd", "sequence_length", "vocab_size")
+    if not source:
+        return GPT(
+            GPTConfig(dropout=config.dropout, attention=config.attention, **{k: getattr(config, k) for k in sizes})
+        )
+    model = load_model(source, config.dropout, config.attention)
+    if len(tokenizer) > model.config.vocab_size:
+        raise UserError(
+            f"{source} has {model.config.vocab_size} tokens, the data's tokenizer {len(tokenizer)}; they differ"
+        )
+    if config.sequence_length > model.config.sequence_length:
+        raise UserError(
+            f"{source} was made for {model.config.sequence_length} tokens; --sequence_length may not exceed it"
+        )
+    for name in ("n_layer", "n_head", "n_embd", "vocab_size"):
+        if checkpoint and getattr(config, name) != getattr(model.config, name):
+            raise UserError(
+                f"{source} has {name} {getattr(model.config, name)}, not {getattr(config, name)}; --resume keeps sizes"
+            )
+        setattr(config, name, getattr(model.config, name))
+    return model
+
+
+def wrap(model: GPT, rt: Runtime) -> Callable:
+    """The model as the loop calls it: compiled and distributed where that is on; shapes never change."""
+    forward = torch.compile(model, dynamic=False) if rt.compile else model
+    if rt.world_size > 1:
+        ids = [rt.device.index] if rt.device.type == "cuda" else None
+        forward = torch.nn.parallel.DistributedDataParallel(forward, device_ids=ids, gradient_as_bucket_view=True)
+    return forward
+
+
+def find_micro_batch_size(forward, config, rt: Runtime) -> int:
+    """The largest number of sequences per forward pass that fits: halved until nothing runs out of memory.
+
+    It divides the sequences of a step on each rank; all ranks agree on the smallest. On a CPU, where memory is not the
+    limit, it is the one that keeps about 4096 tokens at once in the caches.
+    """
+    rows = config.total_batch_size // config.sequence_length // rt.world_size
+    sizes = [n for n in range(min(rows, 256), 0, -1) if rows % n == 0]
+    if rt.device.type == "cpu":
+        return next((n for n in sizes if n * config.sequence_length <= 4096), 1)
+    rng = torch.get_rng_state()
+    for size in sizes:
+        idx = torch.randint(config.vocab_size, (size, config.sequence_length), device=rt.device)
+        try:
+            with rt.autocast():
+                _, loss = forward(idx, idx)
+            loss.backward()
+            fits = 1
+        except torch.OutOfMemoryError:
+            fits = 0
+        forward.zero_grad(set_to_none=True)
+        if rt.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if int(rt.sum(torch.tensor(fits, device=rt.device))) == rt.world_size:
+            torch.set_rng_state(rng)
+            rt.print(f"micro_batch_size {size} fits: {rt.peak_memory() / 2**30:.1f} GiB at its peak")
+            return size
+    raise UserError("not even one sequence fits into the memory; use a smaller model or --sequence_length")
+
+
+def model_copy(model: GPT) -> GPT:
+    """The model as it is now, in CPU memory, for a writer that works while training goes on."""
+    with torch.device("meta"):
+        copy = GPT(model.config)
+    copy.load_state_dict(snapshot(model.state_dict()), assign=True)
+    return copy
+
+
+def save_model(path: Path, model: GPT, tokenizer) -> None:
+    model.save_pretrained(path, tokenizer.eot_token, len(tokenizer))
+    tokenizer.save(path)
+
+
+def finish(recipe: str, config: Config, rt: Runtime, log: RunLog, model: GPT, tokenizer) -> None:
+    """What was reached, four samples, and where to go from here."""
+    val = [r for r in log.records if r["kind"] == "val"]
+    for text in sample(model, tokenizer, config, rt, config.max_steps, num_samples=4):
+        log.record(config.max_steps, dict(kind="sample", text=text))
+    if val:
+        print(f"\nvalidation loss {val[-1]['loss']:.4f} nats per token, {val[-1]['bpb']:.4f} bits per byte")
+    print(f"{log.median_tokens_per_sec():,.0f} tokens/s, {rt.peak_memory() / 2**30:.2f} GiB of memory at the peak")
+    last = checkpoint_steps(Path(config.out_dir))[-1][1]
+    print(
+        f"\nNow try:\n  python sample.py {last} --num_samples 3      # more text\n"
+        f"  open {config.out_dir}/learning_curve.png                 # how it went\n"
+        f"  python train_gpt2.py {recipe} --resume --max_steps {2 * config.max_steps}    # train on\n"
+        f"  python bpe/try_tokenizer.py                              # what it reads instead of letters"
+    )
+
+
+if __name__ == "__main__":
+    script(main)
