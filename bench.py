@@ -66,9 +66,8 @@ def table(seconds: dict[str, list[float]], work: float, unit: str) -> list[dict]
         )
     width = max(len(row["name"]) for row in rows)
     for row in rows:
-        print(
-            f"{row['name']:<{width}}  {row['rate']:>12,.1f} {unit}  ({row['low']:,.1f} to {row['high']:,.1f})  x {row['ratio']:.2f}"
-        )
+        spread = f"({row['low']:,.1f} to {row['high']:,.1f})"
+        print(f"{row['name']:<{width}}  {row['rate']:>12,.1f} {unit}  {spread}  x {row['ratio']:.2f}")
     return rows
 
 

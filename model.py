@@ -269,7 +269,7 @@ class GPT(nn.Module):
         peak as `initial_lr`, for the schedule.
         """
         params = {name: p for name, p in self.named_parameters() if p.requires_grad}
-        hidden = {n for n, p in params.items() if ".h." in n and p.dim() == 2} if optimizer == "muon" else set()
+        hidden = [n for n, p in params.items() if ".h." in n and p.dim() == 2] if optimizer == "muon" else []
         groups = [
             dict(params=[p for n, p in params.items() if p.dim() >= 2 and n not in hidden], weight_decay=weight_decay),
             dict(params=[p for n, p in params.items() if p.dim() < 2], weight_decay=0.0),

@@ -1,0 +1,126 @@
+"""Text from any checkpoint: MODEL is a checkpoint directory, a run directory (its newest checkpoint) or a hub id.
+
+    python sample.py out/tiny                                        # a document from its start
+    python sample.py out/gpt2/step_019073 "Hello, I'm a language model,"
+    python sample.py gpt2 "The capital of France is" --num_samples 3 --temperature 0.8
+    python sample.py gpt2 --adapter out/lora/adapter --chat          # a conversation, after lora_finetune.py
+
+Tokens appear as they are generated, characters always whole; a text ends at `<|endoftext|>` or after --max_new_tokens.
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+import tyro
+
+from checkpoint import load_model, load_tokenizer
+from runtime import Runtime, UserError, parse_args, script
+
+
+@dataclass
+class Config:
+    model: Annotated[str, tyro.conf.Positional]  # checkpoint directory, run directory, or hub id such as gpt2
+    prompt: Annotated[str, tyro.conf.Positional] = ""  # what the text starts with; empty for the start of a document
+    num_samples: int = 1  # how many texts
+    max_new_tokens: int = 200  # the longest continuation, in tokens
+    temperature: float = 1.0  # 0 always takes the likeliest token; higher is wilder
+    top_k: int = 50  # draw from the k likeliest tokens; 0 for all
+    top_p: float = 1.0  # draw from the likeliest tokens that have this probability together
+    seed: int = 1337  # of the random draws; -1 for another one each time
+    adapter: str = ""  # directory of a LoRA adapter for this model
+    chat: bool = False  # hold a conversation in the terminal
+    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: cuda, else mps, else cpu
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto: fp32 on a CPU, 16 bits on a GPU
+
+
+def main() -> None:
+    config = parse_args(Config, description=__doc__)
+    check(config)
+    rt = Runtime.setup(config.device, config.dtype)
+    if config.dtype == "auto" and rt.device.type == "cpu":
+        rt = Runtime.setup("cpu", "float32")
+    model, tokenizer = load_model(config.model), load_tokenizer(config.model)
+    if len(tokenizer) > model.config.vocab_size:
+        raise UserError(
+            f"the tokenizer of {config.model} has {len(tokenizer)} tokens and its model {model.config.vocab_size}; "
+            "put the tokenizer.json beside it that it was trained with"
+        )
+    if config.adapter:
+        from lora_finetune import load_adapter
+
+        model = load_adapter(model, config.adapter)
+    model.to(rt.device)
+    generator = torch.Generator(rt.device)
+    generator.manual_seed(config.seed) if config.seed >= 0 else generator.seed()
+    if config.chat:
+        chat(model, tokenizer, config, rt, generator)
+        return
+    for number in range(config.num_samples):
+        if config.num_samples > 1:
+            print(f"--- sample {number + 1}")
+        print(config.prompt, end="", flush=True)
+        for text in stream(model, tokenizer, config.prompt, config, rt, generator):
+            print(text, end="", flush=True)
+        print()
+
+
+def check(config: Config) -> None:
+    """Raises UserError for values that no text can be drawn with."""
+    if config.temperature < 0:
+        raise UserError(f"--temperature must be 0 or more, not {config.temperature}")
+    if not 0 < config.top_p <= 1:
+        raise UserError(f"--top_p must be in (0, 1], not {config.top_p}")
+    for name in ("top_k", "max_new_tokens", "num_samples"):
+        if getattr(config, name) < 0:
+            raise UserError(f"--{name} must be 0 or more, not {getattr(config, name)}")
+
+
+def stream(model, tokenizer, prompt: str, config: Config, rt: Runtime, generator) -> Iterator[str]:
+    """The continuation of a prompt, in pieces of whole characters, up to `<|endoftext|>`."""
+    ids = tokenizer.encode_ordinary(prompt) or [0 if tokenizer.eot_token is None else tokenizer.eot_token]
+    decoder = tokenizer.stream_decoder()
+    steps = model.generate(
+        [ids], config.max_new_tokens, temperature=config.temperature, top_k=config.top_k, top_p=config.top_p,
+        stop_token=tokenizer.eot_token, n_tokens=len(tokenizer), generator=generator,
+    )  # fmt: skip
+    with rt.autocast():
+        for (token,) in steps:
+            if token != tokenizer.eot_token:
+                yield decoder.push([token])
+    yield decoder.flush()
+
+
+def chat(model, tokenizer, config: Config, rt: Runtime, generator) -> None:
+    """A conversation in the prompt form that lora_finetune.py trains on; ends with an empty line or Ctrl-D.
+
+    Earlier turns stay in the context as long as they fit; then the oldest is forgotten.
+    """
+    from lora_finetune import prompt_of
+
+    room = model.config.sequence_length - config.max_new_tokens
+    turns: list[str] = []
+    print("Say something; an empty line ends the conversation.", file=sys.stderr)
+    while (message := read_line()).strip():
+        turns.append(prompt_of(message.strip()))
+        while len(turns) > 1 and len(tokenizer.encode_ordinary("".join(turns))) > room:
+            turns.pop(0)
+        answer = ""
+        for text in stream(model, tokenizer, "".join(turns), config, rt, generator):
+            print(text.lstrip() if not answer else text, end="", flush=True)
+            answer += text
+        print()
+        turns[-1] += answer + "\n"
+
+
+def read_line() -> str:
+    try:
+        return input("> ")
+    except EOFError:
+        return ""
+
+
+if __name__ == "__main__":
+    script(main)
