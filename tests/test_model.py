@@ -1,0 +1,264 @@
+"""The model against transformers, closed forms and naive versions."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from model import GPT, IGNORE_INDEX, SIZES, GPTConfig, LinearCrossEntropy, sample_tokens
+
+warnings.filterwarnings("ignore")
+
+SMALL = dict(sequence_length=32, vocab_size=211, n_layer=2, n_head=2, n_embd=32)
+
+
+def small(**kwargs) -> GPT:
+    torch.manual_seed(0)
+    return GPT(GPTConfig(**{**SMALL, **kwargs})).eval()
+
+
+def tokens(*shape, seed=0, vocab=211):
+    return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(seed))
+
+
+# ---- against transformers
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_logits_equal_those_of_transformers_in_both_directions(size, tmp_path):
+    shape = SIZES[size] | {"n_layer": 2}
+    torch.manual_seed(0)
+    theirs = GPT2LMHeadModel(GPT2Config(vocab_size=500, n_positions=64, bos_token_id=1, eos_token_id=1, **shape)).eval()
+    theirs.save_pretrained(tmp_path / "theirs")
+    idx = tokens(2, 64, vocab=500)
+    with torch.no_grad():
+        ours = GPT.from_pretrained(tmp_path / "theirs").eval()
+        assert (ours(idx)[0] - theirs(idx).logits).abs().max() < 1e-4
+        made = GPT(GPTConfig(sequence_length=64, vocab_size=500, **shape)).eval()
+        made.save_pretrained(tmp_path / "ours", eos_token_id=1)
+        read = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
+        assert (made(idx)[0] - read(idx).logits).abs().max() < 1e-4
+
+
+def test_hub_files_without_prefix_and_with_masks_and_a_head_copy_are_read(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    model = small()
+    model.save_pretrained(tmp_path)
+    state = {k.removeprefix("transformer."): v for k, v in load_file(tmp_path / "model.safetensors").items()}
+    state |= {"h.0.attn.bias": torch.ones(1, 1, 32, 32), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+    state["lm_head.weight"] = state["wte.weight"].clone()
+    save_file(state, tmp_path / "model.safetensors")
+    idx = tokens(1, 8)
+    assert torch.equal(GPT.from_pretrained(tmp_path)(idx)[0], model(idx)[0])
+
+
+def test_the_tied_head_is_stored_once(tmp_path):
+    from safetensors.torch import load_file
+
+    small().save_pretrained(tmp_path)
+    names = load_file(tmp_path / "model.safetensors").keys()
+    assert "lm_head.weight" not in names and "transformer.wte.weight" in names
+
+
+def test_a_checkpoint_of_another_architecture_is_refused(tmp_path):
+    theirs = GPT2LMHeadModel(
+        GPT2Config(vocab_size=50, n_positions=8, n_layer=1, n_head=1, n_embd=8, activation_function="relu")
+    )
+    theirs.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="activation_function is 'relu'"):
+        GPT.from_pretrained(tmp_path)
+
+
+def test_missing_or_extra_tensors_are_refused(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    small().save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    save_file({k: v for k, v in state.items() if "ln_f" not in k}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="ln_f"):
+        GPT.from_pretrained(tmp_path)
+    save_file(state | {"_orig_mod.extra": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="_orig_mod"):
+        GPT.from_pretrained(tmp_path)
+
+
+# ---- numbers that are known
+
+
+def test_gpt2_has_124439808_parameters():
+    with torch.device("meta"):
+        assert GPT(GPTConfig()).num_params() == 124_439_808
+
+
+def test_parameter_groups_of_the_padded_124m():
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocab_size=50304))
+    (adamw,) = model.configure_optimizers(0.1, 1e-3)
+    counts = [(len(g["params"]), sum(p.numel() for p in g["params"]), g["weight_decay"]) for g in adamw.param_groups]
+    assert counts == [(50, 124_354_560, 0.1), (98, 121_344, 0.0)]
+
+
+def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest():
+    model = small()
+    adamw, muon = model.configure_optimizers(0.1, 1e-3, optimizer="muon")
+    blocks = {id(p) for n, p in model.named_parameters() if ".h." in n and p.dim() == 2}
+    assert {id(p) for g in muon.param_groups for p in g["params"]} == blocks
+    everything = sorted(id(p) for o in (adamw, muon) for g in o.param_groups for p in g["params"])
+    assert everything == sorted(id(p) for p in model.parameters())
+
+
+def test_loss_at_initialization_is_near_that_of_a_uniform_guess():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(sequence_length=128, vocab_size=50304, n_layer=2, n_head=4, n_embd=256))
+    _, loss = model(tokens(4, 128, vocab=50304), tokens(4, 128, seed=1, vocab=50304))
+    assert abs(loss.item() - math.log(50304)) < 0.3
+
+
+def test_residual_projections_start_smaller():
+    torch.manual_seed(0)
+    block = GPT(GPTConfig(n_layer=8, vocab_size=64, sequence_length=8)).transformer.h[3]
+    assert block.mlp.c_fc.weight.std().item() == pytest.approx(0.02, rel=0.02)
+    assert block.attn.c_attn.weight.std().item() == pytest.approx(0.02, rel=0.02)
+    for proj in (block.attn.c_proj, block.mlp.c_proj):
+        assert proj.weight.std().item() == pytest.approx(0.02 / math.sqrt(16), rel=0.02)
+        assert not proj.bias.any()
+
+
+def test_flops_follow_the_stated_formula():
+    with torch.device("meta"):
+        model = GPT(GPTConfig())
+    matmul_params = 124_439_808 - 1024 * 768
+    assert model.estimate_flops() == 6 * matmul_params + 12 * 12 * 768 * 1024
+
+
+# ---- attention and loss against naive versions
+
+
+def test_naive_attention_equals_scaled_dot_product_attention():
+    flash, naive = small(), small(attention="naive")
+    idx, targets = tokens(3, 32), tokens(3, 32, seed=1)
+    losses = [model(idx, targets)[1] for model in (flash, naive)]
+    for loss in losses:
+        loss.backward()
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
+    for p, q in zip(flash.parameters(), naive.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 1000])
+def test_chunked_loss_and_gradients_equal_cross_entropy(chunk):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 16, generator=generator, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(50, 16, generator=generator, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(50, (64,), generator=generator)
+    targets[::5] = IGNORE_INDEX
+    loss = LinearCrossEntropy.apply(x, weight, targets, chunk, True)
+    grads = torch.autograd.grad(3 * loss, (x, weight))
+    expected = F.cross_entropy((x @ weight.T).float(), targets, reduction="sum")
+    expected_grads = torch.autograd.grad(3 * expected, (x, weight))
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    for grad, want in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(grad, want, rtol=1e-5, atol=1e-5)
+
+
+def test_ignored_targets_do_not_count():
+    model, idx, targets = small(), tokens(1, 8), tokens(1, 8, seed=1)
+    targets[:, 3:] = IGNORE_INDEX
+    expected = F.cross_entropy(model(idx)[0][0, :3], targets[0, :3])
+    assert model(idx, targets)[1].item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_gradients_do_not_depend_on_the_micro_batch_size():
+    model, idx, targets = small(), tokens(8, 32), tokens(8, 32, seed=1)
+    grads = {}
+    for size in (1, 2, 4, 8):
+        model.zero_grad()
+        for x, y in zip(idx.split(size), targets.split(size), strict=True):
+            model(x, y, n_targets=idx.numel())[1].backward()
+        grads[size] = torch.cat([p.grad.flatten() for p in model.parameters()])
+    for size in (1, 2, 4):
+        assert (grads[size] - grads[8]).norm() < 1e-5 * grads[8].norm()
+
+
+def test_the_future_does_not_leak():
+    model, idx = small(), tokens(1, 32)
+    changed = idx.clone()
+    changed[:, 20:] = (changed[:, 20:] + 1) % 211
+    before, after = model(idx)[0], model(changed)[0]
+    assert torch.equal(before[:, :20], after[:, :20]) and not torch.equal(before[:, 20:], after[:, 20:])
+
+
+# ---- generation
+
+
+def greedy_by_hand(model, prompt, n):
+    row = list(prompt)
+    for _ in range(n):
+        window = torch.tensor([row[-model.config.sequence_length :]])
+        row.append(model(window)[0][0, -1].argmax().item())
+    return row[len(prompt) :]
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_greedy_tokens_of_unequal_prompts_equal_the_naive_loop_past_the_window_too(use_cache):
+    model = small()
+    with torch.no_grad():
+        model.transformer.wpe.weight.mul_(10)
+        model.transformer.ln_f.weight.normal_()  # or the tied embedding makes a random model repeat its last token
+        prompts = [tokens(n, seed=n).tolist() for n in (1, 5, 30, 50)]
+        steps = list(model.generate(prompts, 40, temperature=0, use_cache=use_cache))
+        for i, prompt in enumerate(prompts):
+            expected = greedy_by_hand(model, prompt, 40)
+            assert [step[i] for step in steps] == expected
+            assert len(set(expected)) > 5  # else this proves nothing
+
+
+def test_a_row_stops_at_the_stop_token_and_the_others_go_on():
+    model = small()
+    prompts = [[1, 2, 3], [4, 5]]
+    free = list(model.generate(prompts, 20, temperature=0))
+    stop = free[4][0]
+    steps = list(model.generate(prompts, 20, temperature=0, stop_token=stop))
+    first = [step[0] for step in free].index(stop)
+    assert all(step[0] == stop for step in steps[first:])
+    seen = [step[1] for step in free]
+    until = seen.index(stop) if stop in seen else len(seen)
+    assert [step[1] for step in steps][:until] == seen[:until]
+
+
+def test_padded_ids_are_never_generated():
+    model = small()
+    with torch.no_grad():
+        model.transformer.wte.weight[200:] *= 50
+    ids = {
+        i
+        for step in model.generate([[1]] * 8, 24, n_tokens=200, generator=torch.Generator().manual_seed(0))
+        for i in step
+    }
+    assert max(ids) < 200
+
+
+def test_generation_leaves_the_training_mode_as_it_was():
+    model = small().train()
+    list(model.generate([[1]], 2))
+    assert model.training
+
+
+def test_sampling_follows_the_distribution():
+    logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).repeat(20_000, 1)
+    generator = torch.Generator().manual_seed(0)
+
+    def frequencies(**kwargs):
+        return torch.bincount(sample_tokens(logits, generator=generator, **kwargs), minlength=4) / len(logits)
+
+    torch.testing.assert_close(frequencies(), torch.tensor([0.5, 0.3, 0.15, 0.05]), atol=0.02, rtol=0)
+    torch.testing.assert_close(frequencies(top_k=2), torch.tensor([0.625, 0.375, 0, 0]), atol=0.02, rtol=0)
+    torch.testing.assert_close(frequencies(top_p=0.8), torch.tensor([0.625, 0.375, 0, 0]), atol=0.02, rtol=0)
+    torch.testing.assert_close(frequencies(top_p=0.81), torch.tensor([10 / 19, 6 / 19, 3 / 19, 0]), atol=0.02, rtol=0)
+    squared = torch.tensor([0.25, 0.09, 0.0225, 0.0025])
+    torch.testing.assert_close(frequencies(temperature=0.5), squared / squared.sum(), atol=0.02, rtol=0)
+    assert frequencies(temperature=0)[0] == 1
