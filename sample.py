@@ -14,20 +14,19 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
-import tyro
+from tyro.conf import Positional, arg
 
 from checkpoint import load_model, load_tokenizer
 from runtime import Runtime, UserError, parse_args, script
 
+Model = Annotated[str, Positional, arg(metavar="MODEL")]
+Prompt = Annotated[str, Positional, arg(metavar="PROMPT")]
+
 
 @dataclass
 class Config:
-    model: Annotated[
-        str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")
-    ]  # checkpoint directory, run directory, or hub id such as gpt2
-    prompt: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PROMPT")] = (
-        ""  # what the text starts with; empty for the start of a document
-    )
+    model: Model  # checkpoint directory, run directory, or hub id such as gpt2
+    prompt: Prompt = ""  # what the text starts with; empty for the start of a document
     num_samples: int = 1  # how many texts
     max_new_tokens: int = 200  # the longest continuation, in tokens
     temperature: float = 1.0  # 0 always takes the likeliest token; higher is wilder

@@ -211,10 +211,10 @@ def test_greedy_tokens_of_unequal_prompts_equal_the_naive_loop_past_the_window_t
         model.transformer.ln_f.weight.normal_()  # or the tied embedding makes a random model repeat its last token
         prompts = [tokens(n, seed=n).tolist() for n in (1, 5, 30, 50)]
         steps = list(model.generate(prompts, 40, temperature=0, use_cache=use_cache))
+        assert len({token for step in steps for token in step}) > 20  # else this proves little
         for i, prompt in enumerate(prompts):
             expected = greedy_by_hand(model, prompt, 40)
             assert [step[i] for step in steps] == expected
-            assert len(set(expected)) > 5  # else this proves nothing
 
 
 def test_a_row_stops_at_the_stop_token_and_the_others_go_on():
