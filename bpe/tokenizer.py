@@ -6,9 +6,9 @@ most often becomes a new token, everywhere at once. The list of these merges is 
 merges in their order on the chunks of a new text, and decoding joins the bytes of the ids.
 
     tok = Tokenizer.train(open("input.txt"), vocab_size=1024)
-    ids = tok.encode("Hello, world")            # special tokens in the text raise, unless allowed
+    ids = tok.encode("Hello, world")            # a special token in the text raises, unless it is allowed
     tok.decode(ids)                             # "Hello, world"
-    tok.save("out/tokenizer")                   # a directory for transformers.AutoTokenizer; .tiktoken in it
+    tok.save("out/tokenizer")                   # a directory for transformers.AutoTokenizer, with a .tiktoken in it
     tok = Tokenizer.load("out/tokenizer")       # or a tokenizer.json, a .tiktoken, vocab.json + merges.txt, "gpt2"
     tok.to_tiktoken(), tok.to_transformers()    # the same ids from other libraries
 
@@ -17,21 +17,23 @@ This file knows nothing of models, shards or command lines.
 
 import base64
 import codecs
+import contextlib
+import gc
 import hashlib
 import heapq
 import json
 import multiprocessing
 import os
 import re
+import signal
 import tempfile
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import chain
-from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +45,7 @@ from runtime import UserError
 ENDOFTEXT = "<|endoftext|>"
 BLOCK = 2**20  # characters that are split, counted or sent to a worker at a time
 CACHED_CHUNKS = 2**18  # distinct chunks whose ids the encoder remembers
+LONG_CHUNK = 64  # bytes from which a chunk is encoded with linked lists, and characters from which it is not cached
 
 # GPT-2 shows bytes as characters that can be printed and are not spaces, and numbers them in the order of those
 # characters: first the printable ones of Latin-1 as themselves, then the other bytes as U+0100, U+0101, ...
@@ -62,11 +65,20 @@ PATTERNS = {
     ),
     "cl100k": (
         r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*+"
-        r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+        r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s",
         r"'(?i:[sdmt]|ll|ve|re)|[^\r\nA-Za-z0-9]?[A-Za-z]+|[0-9]{1,3}| ?[^\t-\r A-Za-z0-9]+[\r\n]*"
-        r"|[\t-\r ]*[\r\n]+|[\t-\r ]+(?![^\t-\r ])|[\t-\r ]+",
+        r"|[\t-\r ]+\Z|[\t-\r ]*[\r\n]|[\t-\r ]+(?![^\t-\r ])|[\t-\r ]",
         r"(?<=[\p{L}\p{N}])(?=\s)|(?<=\S)(?= )",
     ),
+}
+
+# Other spellings of these patterns, which split every text in the same way.
+SPELLINGS = {
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+": "gpt2",
+    r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+": "gpt2",
+    r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s": "gpt2",
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
+    r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s": "cl100k",
 }
 
 
@@ -77,31 +89,33 @@ class Splitter:
     """Cuts text into chunks, which merges never cross."""
 
     def __init__(self, pattern: str):
-        """`pattern` is a key of PATTERNS or a regular expression. Raises ValueError for one that does not compile."""
-        ascii_twin = cut = None
-        for known, *fast in PATTERNS.values():
-            if pattern == known:
-                ascii_twin, cut = fast
+        """Raises ValueError for a regular expression that does not compile, or that has a capturing group."""
         try:
             compiled = regex.compile(pattern)
         except regex.error as e:
             raise ValueError(f"the split pattern {pattern!r} does not compile: {e}") from None
         if compiled.groups:
             raise ValueError(f"the split pattern {pattern!r} has a capturing group; write (?:...) instead of (...)")
+        _, ascii_twin, cut = next((known for known in PATTERNS.values() if known[0] == pattern), (None, None, None))
         self.find = compiled.findall
         self.find_ascii = re.compile(ascii_twin).findall if ascii_twin else self.find
         self.cut = regex.compile(cut) if cut else None
+        self.last_cut = regex.compile(cut, regex.REVERSE) if cut else None
 
     def split(self, text: str) -> list[str]:
-        return (self.find_ascii if text.isascii() else self.find)(text)
+        """The chunks of `text`. Raises ValueError if the pattern does not match all of it."""
+        chunks = (self.find_ascii if text.isascii() else self.find)(text)
+        if not self.cut and sum(map(len, chunks)) < len(text):
+            raise ValueError("the split pattern leaves out some of the text; end it with an alternative such as |.|\\n")
+        return chunks
 
     def blocks(self, text: str) -> Iterator[str]:
-        """Parts of about BLOCK characters that together have the same chunks as `text`."""
+        """Parts of about BLOCK characters that together have the chunks of `text`."""
         start = 0
         while self.cut and len(text) - start > BLOCK and (cut := self.cut.search(text, start + BLOCK)):
             yield text[start : cut.start()]
             start = cut.start()
-        yield text[start:] if start else text
+        yield text[start:]
 
 
 @lru_cache
@@ -111,12 +125,12 @@ def splitter(pattern: str) -> Splitter:
 
 @lru_cache
 def any_of(specials: tuple[str, ...]) -> re.Pattern:
-    """Matches the longest of `specials`."""
+    """Matches one of `specials`, the longest if one begins another."""
     return re.compile("(" + "|".join(map(re.escape, sorted(specials, key=len, reverse=True))) + ")")
 
 
 def valid_unicode(text: str) -> str:
-    """`text` with lone surrogates, which have no UTF-8 form, replaced."""
+    """`text`, with U+FFFD for lone surrogates, which have no UTF-8 form."""
     try:
         text.encode()
         return text
@@ -124,24 +138,15 @@ def valid_unicode(text: str) -> str:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-# ---- training
+# ---- training: counting
 
 
-def count_chunks(texts: list[str], pattern: str, specials: tuple[str, ...]) -> Counter[str]:
-    """How often each chunk occurs in `texts`; special tokens in them are left out. Runs in worker processes."""
-    counts, split = Counter(), splitter(pattern)
-    for text in texts:
-        parts = any_of(specials).split(text)[::2] if any(s in text for s in specials) else [text]
-        for block in chain.from_iterable(map(split.blocks, parts)):
-            counts.update(split.split(block))
-    return counts
-
-
-def batches(texts: Iterable[str], pattern: str) -> Iterator[list[str]]:
-    """Lists of about BLOCK characters; a longer text is cut where its chunks stay the same."""
+def batches(texts: Iterable[str], pattern: str, specials: tuple[str, ...]) -> Iterator[list[str]]:
+    """The texts in lists of about BLOCK characters, long ones cut where it does no harm, special tokens left out."""
     batch, size = [], 0
-    for text in texts:
-        for block in splitter(pattern).blocks(text) if len(text) > BLOCK else (text,):
+    for text in map(valid_unicode, texts):
+        parts = any_of(specials).split(text)[::2] if any(s in text for s in specials) else [text]
+        for block in chain.from_iterable(map(splitter(pattern).blocks, parts)):
             batch.append(block)
             size += len(block)
             if size >= BLOCK:
@@ -150,26 +155,43 @@ def batches(texts: Iterable[str], pattern: str) -> Iterator[list[str]]:
     yield batch
 
 
+def count_chunks(texts: list[str], pattern: str) -> Counter[str]:
+    """How often each chunk occurs; runs in worker processes."""
+    return Counter(chain.from_iterable(map(splitter(pattern).split, texts)))
+
+
 def count_in_parallel(texts, pattern: str, specials: tuple[str, ...], workers: int, progress: bool) -> Counter[str]:
-    """`count_chunks` over all texts. The first batches are counted here, so that small corpora start no process;
-    then `workers - 1` processes get what they can take, and this process counts what they cannot."""
+    """`count_chunks` over all texts.
+
+    The first batches are counted here, so that a small corpus starts no process. Then `workers - 1` processes get
+    what they can take, and what they cannot is counted here, so that no more than a few batches are in memory.
+    """
     counts, pending, pool = Counter(), set(), None
     bar = tqdm(desc="count chunks", unit="char", unit_scale=True, disable=not progress, leave=False)
     try:
-        for n, batch in enumerate(batches(texts, pattern)):
+        for n, batch in enumerate(batches(texts, pattern, specials)):
             if n == 2 and workers > 1:
-                pool = ProcessPoolExecutor(workers - 1, mp_context=multiprocessing.get_context("spawn"))
+                pool = ProcessPoolExecutor(
+                    workers - 1,
+                    mp_context=multiprocessing.get_context("spawn"),  # fork would copy locks that threads may hold
+                    initializer=signal.signal,
+                    initargs=(signal.SIGINT, signal.SIG_IGN),  # Ctrl-C is the business of this process
+                )
             if pool and len(pending) < 2 * (workers - 1):
-                pending.add(pool.submit(count_chunks, batch, pattern, specials))
+                pending.add(pool.submit(count_chunks, batch, pattern))
             else:
-                counts.update(count_chunks(batch, pattern, specials))
-            pending = _collect(pending, counts, wait=False)
+                counts.update(count_chunks(batch, pattern))
+            done = {future for future in pending if future.done()}
+            pending -= done
+            for future in done:
+                counts.update(future.result())
             bar.update(sum(map(len, batch)))
-        _collect(pending, counts, wait=True)
+        for future in pending:
+            counts.update(future.result())
     except BrokenProcessPool:
         raise UserError(
-            "a worker process of Tokenizer.train ended early; call it under `if __name__ == '__main__':`, "
-            "or with workers=1"
+            "a worker process of Tokenizer.train ended early; train with workers=1, or, in a script, call it under "
+            "`if __name__ == '__main__':`"
         ) from None
     finally:
         bar.close()
@@ -178,52 +200,60 @@ def count_in_parallel(texts, pattern: str, specials: tuple[str, ...], workers: i
     return counts
 
 
-def _collect(pending: set[Future], counts: Counter, wait: bool) -> set[Future]:
-    done = {f for f in pending if wait or f.done()}
-    for future in done:
-        counts.update(future.result())
-    return pending - done
+def encode_chunks(counts: dict[str, int], longest: int | None) -> dict[bytes, int]:
+    """Counted chunks as bytes, in an order that does not depend on who counted them, cut to `longest` bytes each."""
+    chunks = {chunk.encode(): counts[chunk] for chunk in sorted(counts)}
+    if longest is None:
+        return chunks
+    cut = Counter()
+    for chunk, count in chunks.items():
+        for i in range(0, len(chunk), longest):
+            cut[chunk[i : i + longest]] += count
+    return cut
 
 
-PAIR_SHIFT = 32  # a pair of ids is one integer, first << 32 | second, which sorts as the pair does
+# ---- training: merging
+
+PAIR_SHIFT = 32  # a pair of ids is one integer, first << 32 | second, so that pairs sort as these integers do
+PAIR_MASK = (1 << PAIR_SHIFT) - 1
 
 
 class Corpus:
     """The distinct chunks as one long row of symbols, with the count and the places of every adjacent pair.
 
-    A symbol is an id, -1 between chunks and where a merge has swallowed one; `next` and `previous` skip those. Places
-    of a pair are found once, when its second symbol comes into being, and are checked when the pair is merged, since
-    other merges may have broken it up in the meantime. So no merge ever looks at more than its own places.
+    A symbol is an id, or -1 between chunks and where a merge has swallowed one; `next` and `previous` skip the latter.
+    The places of a pair are noted when the later of its symbols comes into being, and checked when the pair is
+    merged, since another merge may have broken it up in between. So a merge looks at its own places only.
     """
 
     def __init__(self, chunks: dict[bytes, int]):
         lengths = np.fromiter(map(len, chunks), np.int64, len(chunks))
-        at = np.arange(lengths.sum()) + np.repeat(np.arange(1, len(chunks) + 1), lengths)  # leave gaps between chunks
+        at = np.arange(lengths.sum()) + np.repeat(np.arange(1, len(chunks) + 1), lengths)  # a gap before each chunk
         size = len(at) + len(chunks) + 1
         symbols, counts = np.full(size, -1, np.int32), np.zeros(size, np.int64)
         symbols[at] = np.frombuffer(b"".join(chunks).translate(BYTE_TO_ID), np.uint8)
         counts[at] = np.repeat(np.fromiter(chunks.values(), np.int64, len(chunks)), lengths)
-        self._index_pairs(symbols, counts)
+        self._find_pairs(symbols, counts)
         numbers = list(range(size + 1))
         self.symbols, self.counts = symbols.tolist(), counts.tolist()
         self.next, self.previous = numbers[1:], [0, *numbers[: size - 1]]
 
-    def _index_pairs(self, symbols, counts) -> None:
-        first = np.flatnonzero((symbols[:-1] >= 0) & (symbols[1:] >= 0))
-        pairs = (symbols[first] << 8 | symbols[first + 1]).astype(np.uint16)
+    def _find_pairs(self, symbols: np.ndarray, counts: np.ndarray) -> None:
+        places = np.flatnonzero((symbols[:-1] >= 0) & (symbols[1:] >= 0))  # of the first symbol of each pair
+        pairs = (symbols[places] << 8 | symbols[places + 1]).astype(np.uint16)
         order = np.argsort(pairs, kind="stable")
-        pairs, first = pairs[order], first[order]
-        starts = np.flatnonzero(np.diff(pairs, prepend=-1))
-        totals = np.add.reduceat(counts[first], starts) if len(starts) else starts
+        pairs, places = pairs[order], places[order]
+        starts = np.flatnonzero(np.diff(pairs.astype(np.int32), prepend=-1))
+        totals = np.add.reduceat(counts[places], starts) if len(starts) else starts
         keys = [(p >> 8) << PAIR_SHIFT | p & 255 for p in pairs[starts].tolist()]
         self.pair_count = dict(zip(keys, totals.tolist(), strict=True))
-        self.pair_places = dict(zip(keys, np.split(first, starts[1:]), strict=False))
+        self.pair_places = dict(zip(keys, np.split(places, starts[1:]), strict=False))
 
     def merge(self, pair: int, new: int) -> list[int]:
-        """Replace `pair` by the symbol `new` everywhere, from left to right; returns the pairs that come into being."""
-        a, b = pair >> PAIR_SHIFT, pair & (1 << PAIR_SHIFT) - 1
+        """Replace `pair` by the symbol `new` everywhere, from left to right; returns the pairs with `new` in them."""
+        a, b = pair >> PAIR_SHIFT, pair & PAIR_MASK
         symbols, counts, following, previous = self.symbols, self.counts, self.next, self.previous
-        left_count, left_places, right_count, right_places = {}, {}, {}, {}  # by the neighbour's symbol
+        left_count, left_places, right_count, right_places = {}, {}, {}, {}  # by the symbol on that side
         places = self.pair_places.pop(pair)
         for i in places if isinstance(places, list) else places.tolist():
             if symbols[i] != a:
@@ -231,7 +261,7 @@ class Corpus:
             j = following[i]
             if symbols[j] != b:
                 continue
-            h, k, count = previous[i], following[j], counts[i]
+            h, k, count = previous[i], following[j], counts[i]  # x a b y stand at h i j k
             symbols[i], symbols[j] = new, -1
             following[i], previous[k] = k, i
             if (x := symbols[h]) >= 0:
@@ -246,64 +276,67 @@ class Corpus:
                     right_places[y].append(i)
                 else:
                     right_count[y], right_places[y] = count, [i]
-        del self.pair_count[pair]
-        return self._recount(pair, new, left_count, left_places, right_count, right_places)
-
-    def _recount(self, pair, new, left_count, left_places, right_count, right_places) -> list[int]:
-        """Every x,a (b,y) beside the merged a,b has become x,new (new,y)."""
-        a, b = pair >> PAIR_SHIFT, pair & (1 << PAIR_SHIFT) - 1
-        pair_count, pair_places, created = self.pair_count, self.pair_places, []
+        # b,y has become new,y, and x,a has become x,new; the right side first, since in a b a b the first merge
+        # makes new,a, which the second one breaks up
+        created, pair_count, pair_places = [], self.pair_count, self.pair_places
         for y, count in right_count.items():
-            broken, made = b << PAIR_SHIFT | y, new << PAIR_SHIFT | y
-            if broken != pair:
-                pair_count[broken] -= count
-            pair_count[made], pair_places[made] = count, right_places[y]
-            created.append(made)
-        for x, count in left_count.items():  # after the right side: in abab the second merge breaks up new,a
-            broken, made = x << PAIR_SHIFT | a, x << PAIR_SHIFT | new
-            if broken != pair:
-                pair_count[broken] -= count
-            pair_count[made], pair_places[made] = count, left_places[x]
-            created.append(made)
+            pair_count[b << PAIR_SHIFT | y] -= count
+            created.append(new << PAIR_SHIFT | y)
+            pair_count[created[-1]], pair_places[created[-1]] = count, right_places[y]
+        for x, count in left_count.items():
+            pair_count[x << PAIR_SHIFT | a] -= count
+            created.append(x << PAIR_SHIFT | new)
+            pair_count[created[-1]], pair_places[created[-1]] = count, left_places[x]
+        del pair_count[pair]
         return created
 
 
 def find_merges(chunks: dict[bytes, int], n_merges: int, tie_break: str, progress: bool) -> list[tuple[int, int]]:
-    """The first `n_merges` merges (or all there are) of counted chunks, as pairs of ids; merge i makes id 256 + i.
+    """The first `n_merges` merges of counted chunks, or all there are, as pairs of ids; merge i makes id 256 + i.
 
-    The heap holds (-count, order among equal counts, pair). Counts of a pair only fall after it has come into being,
-    so an entry that is out of date can stay until it reaches the top.
+    A heap holds (-count, order among equal counts, pair). The count of a pair can only fall once the pair is there,
+    so that an entry may stay, out of date, until it reaches the top.
     """
-    corpus = Corpus(chunks)
-    mask = (1 << PAIR_SHIFT) - 1
-    counts, merges = corpus.pair_count, []
-    token_order = [chr(255 - b) + "\u0100" for b in BYTE_ORDER]  # sorts bytes from the greatest to the least
+    corpus, merges = Corpus(chunks), []
+    counts = corpus.pair_count
+    order = [chr(255 - b) + "\u0100" for b in BYTE_ORDER]  # of tokens as strings: the greatest bytes come first
 
     def entry(pair: int) -> tuple:
         if tie_break == "lowest_id":
             return -counts[pair], pair
-        return -counts[pair], token_order[pair >> PAIR_SHIFT] + token_order[pair & mask], pair
+        return -counts[pair], order[pair >> PAIR_SHIFT] + order[pair & PAIR_MASK], pair
 
     heap = list(map(entry, counts))
     heapq.heapify(heap)
     bar = tqdm(total=n_merges, desc="merge", unit="merge", disable=not progress, leave=False)
     while heap and len(merges) < n_merges:
         count, pair = -heap[0][0], heap[0][-1]
-        if counts[pair] != count:
+        if count != counts[pair]:
             heapq.heapreplace(heap, entry(pair)) if counts[pair] else heapq.heappop(heap)
             continue
         heapq.heappop(heap)
-        new = 256 + len(merges)
-        a, b = pair >> PAIR_SHIFT, pair & mask
-        merges.append((a, b))
-        token_order.append(token_order[a][:-1] + token_order[b])
-        for created in corpus.merge(pair, new):
+        a, b = pair >> PAIR_SHIFT, pair & PAIR_MASK
+        for created in corpus.merge(pair, 256 + len(merges)):
             if counts[created]:
                 heapq.heappush(heap, entry(created))
+        merges.append((a, b))
+        order.append(order[a][:-1] + order[b])
         if len(merges) % 256 == 0:
             bar.update(256)
     bar.close()
     return merges
+
+
+@contextlib.contextmanager
+def without_gc():
+    """Training makes millions of lists, none of them in a cycle; looking for cycles would take a fifth of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 # ---- the tokenizer
@@ -317,7 +350,7 @@ class ChunkCache(dict):
 
     def __missing__(self, chunk: str) -> list[int]:
         ids = self.encode_chunk(chunk)
-        if len(chunk) <= 64:
+        if len(chunk) <= LONG_CHUNK:
             if len(self) >= CACHED_CHUNKS:
                 self.clear()
             self[chunk] = ids
@@ -327,8 +360,8 @@ class ChunkCache(dict):
 class Tokenizer:
     """A byte-level BPE tokenizer: merges, a split pattern and special tokens.
 
-    Attributes: `pattern`, a regular expression; `merges`, pairs of bytes in their order; `vocab`, id -> bytes, special
-    tokens included; `special_tokens`, name -> id.
+    Attributes: `merges`, pairs of byte strings in their order; `vocab`, id -> bytes, special tokens included;
+    `special_tokens`, name -> id; `pattern`, a regular expression.
     """
 
     def __init__(
@@ -338,39 +371,32 @@ class Tokenizer:
         special_tokens: Collection[str] | dict[str, int] = (ENDOFTEXT,),
         ids: dict[bytes, int] | None = None,
     ):
-        """Ids are those of GPT-2's layout: bytes, merges, special tokens; `ids` gives other ones to bytes and merges.
-
-        Raises ValueError for merges in an impossible order, for a pattern that does not compile, for ids used twice.
+        """By default ids are laid out as GPT-2's: bytes, merges, special tokens. `ids` gives other ones to the tokens
+        that are not special. Raises ValueError for merges in an impossible order and for ids that clash.
         """
         self.merges = [(a, b) for a, b in merges]
         self.pattern = PATTERNS[pattern][0] if pattern in PATTERNS else pattern
-        self._splitter = splitter(self.pattern)
-        tokens = [bytes([b]) for b in BYTE_ORDER]  # in the order of ranks: bytes first, then merges
-        rank = {token: i for i, token in enumerate(tokens)}
+        self._rank = {bytes([b]): i for i, b in enumerate(BYTE_ORDER)}  # token -> rank: bytes first, then as merged
         self._merge_rank = {}  # (rank, rank) -> rank
-        for a, b in self.merges:
-            if a not in rank or b not in rank or a + b in rank:
-                raise ValueError(f"merge {len(tokens) - 256}, {a!r} + {b!r}, uses a token that no earlier merge makes")
-            self._merge_rank[rank[a], rank[b]] = rank[a + b] = len(tokens)
-            tokens.append(a + b)
+        for n, (a, b) in enumerate(self.merges):
+            if a not in self._rank or b not in self._rank:
+                raise ValueError(f"merge {n} of {a!r} and {b!r} uses a token that no earlier merge makes")
+            self._merge_rank[self._rank[a], self._rank[b]] = self._rank.setdefault(a + b, len(self._rank))
         if ids is None:
-            self._ids, self.vocab = None, dict(enumerate(tokens))  # id and rank are the same
-        else:
-            if missing := [token for token in tokens if token not in ids]:
-                raise ValueError(f"{len(missing)} tokens have no id, the first is {missing[0]!r}")
-            self._ids = [ids[token] for token in tokens]
-            self.vocab = {i: token for token, i in sorted(ids.items(), key=itemgetter(1))}
-            if self._ids == list(range(len(tokens))):
-                self._ids = None
+            ids = self._rank
+        if missing := [token for token in self._rank if token not in ids]:
+            raise ValueError(f"{len(missing)} tokens are not in the vocabulary, for instance {missing[0]!r}")
+        self._ids = [ids[token] for token in self._rank]  # rank -> id
+        if self._ids == list(range(len(self._ids))):
+            self._ids = None  # the usual case: they are the same
+        self.vocab = {i: token for token, i in sorted(ids.items(), key=lambda item: item[1])}
         if not isinstance(special_tokens, dict):
-            special_tokens = {s: len(self.vocab) + i for i, s in enumerate(dict.fromkeys(special_tokens))}
-        self.special_tokens = dict(sorted(special_tokens.items(), key=itemgetter(1)))
-        if taken := [s for s, i in self.special_tokens.items() if self.vocab.get(i, s.encode()) != s.encode()]:
-            raise ValueError(f"the id of the special token {taken[0]!r} belongs to another token")
-        if "" in self.special_tokens:
-            raise ValueError("a special token is an empty string")
+            special_tokens = {s: max(self.vocab) + 1 + i for i, s in enumerate(dict.fromkeys(special_tokens))}
+        self.special_tokens = dict(sorted(special_tokens.items(), key=lambda item: item[1]))
         self.vocab |= {i: s.encode() for s, i in self.special_tokens.items()}
-        self._cache = ChunkCache(self._encode_chunk)
+        if len(self.vocab) < len(ids) + len(special_tokens) or "" in special_tokens:
+            raise ValueError("two tokens have the same id, or a special token is empty")
+        self._splitter, self._cache = splitter(self.pattern), ChunkCache(self._encode_chunk)
 
     @classmethod
     def train(
@@ -388,45 +414,42 @@ class Tokenizer:
         """Learn merges from an iterable of texts, which is read once and never held as a whole.
 
         `vocab_size` counts the 256 bytes, the merges and the special tokens, which get the last ids and are cut out of
-        the texts. Among pairs of equal count, `tie_break="lowest_id"` merges the one with the lowest ids, as the
-        `tokenizers` library does, and `"greatest_bytes"` the lexicographically greatest pair of byte strings.
-        `workers` is the number of processes that count chunks (default: all cores). Chunks longer than
-        `max_chunk_bytes` are cut. A corpus with too few pairs gives a smaller vocabulary, and a warning.
+        the texts. `pattern` is "gpt2", "cl100k" (GPT-4) or a regular expression. Among pairs of equal count,
+        `tie_break="lowest_id"` takes the one with the lowest ids, as the `tokenizers` library does, and
+        `"greatest_bytes"` the lexicographically greatest pair of byte strings. `workers` processes count chunks (all
+        cores by default). Chunks longer than `max_chunk_bytes` are cut. A corpus that has too few pairs gives a
+        smaller vocabulary, and a warning. Raises ValueError for a vocabulary that has no room for the bytes.
         """
         if isinstance(texts, str | bytes):
             raise TypeError("texts must be an iterable of strings, such as [text], and not one string")
         if tie_break not in ("lowest_id", "greatest_bytes"):
             raise ValueError(f"tie_break is {tie_break!r}; choose lowest_id or greatest_bytes")
-        if isinstance(special_tokens, str):
-            special_tokens = (special_tokens,)
-        specials = tuple(dict.fromkeys(special_tokens))
-        n_merges = vocab_size - 256 - len(specials)
-        if n_merges < 0:
+        specials = (special_tokens,) if isinstance(special_tokens, str) else tuple(dict.fromkeys(special_tokens))
+        smallest = 256 + len(specials)
+        if vocab_size < smallest:
             raise ValueError(
-                f"vocab_size {vocab_size} is too small: 256 bytes and {len(specials)} special tokens "
-                f"need {256 + len(specials)}"
+                f"vocab_size {vocab_size} is too small: 256 bytes and {len(specials)} special tokens make {smallest}"
             )
-        empty = cls((), pattern, specials)
-        counts = count_in_parallel(texts, empty.pattern, specials, workers or cpu_count(), progress)
-        merges = find_merges(_to_bytes(counts, max_chunk_bytes), n_merges, tie_break, progress)
-        if len(merges) < n_merges:
+        pattern = cls((), pattern, specials).pattern  # every complaint before the work
+        with without_gc():
+            counts = count_in_parallel(texts, pattern, specials, workers or cpu_count(), progress)
+            pairs = find_merges(encode_chunks(counts, max_chunk_bytes), vocab_size - smallest, tie_break, progress)
+        if smallest + len(pairs) < vocab_size:
             warnings.warn(
-                f"the corpus has no more pairs to merge: the vocabulary stops at {256 + len(merges) + len(specials)} "
-                f"tokens, short of the {vocab_size} asked for",
+                f"the corpus has no more pairs to merge: the vocabulary stops at {smallest + len(pairs)} tokens, "
+                f"short of the {vocab_size} asked for",
                 stacklevel=2,
             )
         tokens = [bytes([b]) for b in BYTE_ORDER]
-        for a, b in merges:
-            tokens.append(tokens[a] + tokens[b])
-        return cls([(tokens[a], tokens[b]) for a, b in merges], pattern, specials)
+        tokens.extend(tokens[a] + tokens[b] for a, b in pairs)
+        return cls([(tokens[a], tokens[b]) for a, b in pairs], pattern, specials)
 
     # ---- encoding
 
     def encode_ordinary(self, text: str) -> list[int]:
         """Ids of `text`; special tokens in it are text like any other."""
-        text = valid_unicode(text)
-        blocks = (self._splitter.split(block) for block in self._splitter.blocks(text))
-        return list(chain.from_iterable(map(self._cache.__getitem__, chain.from_iterable(blocks))))
+        chunks = chain.from_iterable(map(self._splitter.split, self._splitter.blocks(valid_unicode(text))))
+        return list(chain.from_iterable(map(self._cache.__getitem__, chunks)))
 
     def encode(
         self,
@@ -435,30 +458,23 @@ class Tokenizer:
         allowed_special: str | Collection[str] = (),
         disallowed_special: str | Collection[str] = "all",
     ) -> list[int]:
-        """Ids of `text`. Special tokens in `allowed_special` (a collection or "all") become their ids.
+        """Ids of `text`. Special tokens in `allowed_special` (a collection, or "all") become their ids.
 
-        Any other special token in the text raises ValueError, since text from outside should not be able to end a
+        Any other special token in the text raises ValueError, since a text from outside should not be able to end a
         document; with `disallowed_special=()` it is encoded as ordinary text. The rules are tiktoken's.
         """
-        allowed = self._check_special(text, allowed_special, disallowed_special)
-        if not any(s in text for s in allowed):
-            return self.encode_ordinary(text)
-        parts = any_of(allowed).split(text)  # text, special, text, ..., text
-        for i, part in enumerate(parts):
-            parts[i] = [self.special_tokens[part]] if i % 2 else self.encode_ordinary(part)
-        return list(chain.from_iterable(parts))
-
-    def _check_special(self, text: str, allowed, disallowed) -> tuple[str, ...]:
-        allowed = tuple(self.special_tokens) if allowed == "all" else tuple(allowed)
-        if unknown := set(allowed) - set(self.special_tokens):
-            raise ValueError(f"{unknown.pop()!r} is not a special token of this tokenizer")
-        for special in set(self.special_tokens) - set(allowed) if disallowed == "all" else disallowed:
+        allowed = tuple(self.special_tokens) if allowed_special == "all" else tuple(allowed_special)
+        for special in set(self.special_tokens) - set(allowed) if disallowed_special == "all" else disallowed_special:
             if special in text:
                 raise ValueError(
                     f"the text holds the special token {special!r}; pass allowed_special={{{special!r}}} to encode it "
                     "as one token, or disallowed_special=() to encode it as ordinary text"
                 )
-        return allowed
+        if not any(s in text for s in allowed):
+            return self.encode_ordinary(text)
+        parts = any_of(allowed).split(text)  # text, special token, text, ..., text
+        encoded = ([self.special_tokens[s]] if i % 2 else self.encode_ordinary(s) for i, s in enumerate(parts))
+        return list(chain.from_iterable(encoded))
 
     def encode_batch(
         self,
@@ -468,18 +484,14 @@ class Tokenizer:
         allowed_special: str | Collection[str] = (),
         disallowed_special: str | Collection[str] = "all",
     ) -> list[list[int]]:
-        """Ids of every text, in threads of tiktoken, where it can hold this vocabulary; the ids are the same."""
+        """`encode` for every text, in threads of tiktoken; without it, or where it cannot hold these ids, here."""
         texts = list(texts)
+        allowed = set(self.special_tokens if allowed_special == "all" else allowed_special)
         try:
-            encoding = self._tiktoken
+            encode = partial(self._tiktoken.encode_batch, texts, num_threads=num_threads)
         except (ImportError, ValueError):
-            return [
-                self.encode(t, allowed_special=allowed_special, disallowed_special=disallowed_special) for t in texts
-            ]
-        allowed = allowed_special if allowed_special == "all" else set(allowed_special)
-        return encoding.encode_batch(
-            texts, num_threads=num_threads, allowed_special=allowed, disallowed_special=disallowed_special
-        )
+            return [self.encode(t, allowed_special=allowed, disallowed_special=disallowed_special) for t in texts]
+        return encode(allowed_special=allowed, disallowed_special=disallowed_special)
 
     def encode_iterable(
         self,
@@ -488,67 +500,59 @@ class Tokenizer:
         allowed_special: str | Collection[str] = (),
         disallowed_special: str | Collection[str] = "all",
     ) -> Iterator[int]:
-        """Ids of the texts joined together, one by one, such as those of an open file.
+        """Ids of all texts joined, such as the lines of an open file, one by one.
 
-        Memory is about BLOCK characters, if the pattern is one of PATTERNS; with another one the whole text is read.
+        Holds about BLOCK characters at a time, if the pattern is one of PATTERNS; otherwise the whole text.
         """
-        options = dict(allowed_special=allowed_special, disallowed_special=disallowed_special)
+        encode = partial(self.encode, allowed_special=allowed_special, disallowed_special=disallowed_special)
         waiting, size = [], 0
         for text in texts:
             waiting.append(text)
             size += len(text)
             if size >= BLOCK and self._splitter.cut:
-                ready, rest = self._cut_off("".join(waiting), allowed_special)
-                yield from self.encode(ready, **options)
-                waiting, size = [rest], 0  # not len(rest): a text without a place to cut is not searched every time
-        yield from self.encode("".join(waiting), **options)
+                text = "".join(waiting)
+                cut = self._settled(text)
+                yield from encode(text[:cut])
+                waiting, size = [text[cut:]], 0
+        yield from encode("".join(waiting))
 
-    def _cut_off(self, text: str, allowed_special) -> tuple[str, str]:
-        """`text` in two: a part whose ids are settled, and the rest, whose chunks depend on what follows."""
-        end = len(text)
-        for special in self.special_tokens:  # one may have begun
-            for length in range(min(len(special) - 1, len(text)), 0, -1):
-                if text.endswith(special[:length]):
-                    end = min(end, len(text) - length)
-                    break
-        start = 0
-        for match in any_of(tuple(self.special_tokens)).finditer(text) if self.special_tokens else ():
-            start = match.end()  # never cut inside of a special token
-        cut = max((m.start() for m in self._splitter.cut.finditer(text, max(start, end - 4096), end)), default=0)
-        if cut <= start:
-            cut = max((m.start() for m in self._splitter.cut.finditer(text, start, end)), default=start)
-        return text[:cut], text[cut:]
+    def _settled(self, text: str) -> int:
+        """Length of the part of `text` whose ids do not depend on what may follow."""
+        start, end = 0, len(text)
+        if self.special_tokens:  # never cut inside of one, not even of one that may have only begun
+            start = max((m.end() for m in any_of(tuple(self.special_tokens)).finditer(text)), default=0)
+            begun = {special[:n] for special in self.special_tokens for n in range(1, len(special))}
+            end -= max((len(s) for s in begun if text.endswith(s)), default=0)
+        cut = self._splitter.last_cut.search(text, start, max(start, end))
+        return cut.start() if cut else start
 
     def _encode_chunk(self, chunk: str) -> list[int]:
         ranks = self._merge(chunk.encode())
         return ranks if self._ids is None else [self._ids[r] for r in ranks]
 
     def _merge(self, chunk: bytes) -> list[int]:
-        """The ranks of a chunk after all merges."""
-        parts = list(chunk.translate(BYTE_TO_ID))
-        if len(parts) > 64:
+        """The ranks that a chunk is left with after all merges, in their order."""
+        parts, merge_rank = list(chunk.translate(BYTE_TO_ID)), self._merge_rank
+        if len(parts) > LONG_CHUNK:
             return self._merge_long(parts)
-        merge_rank, never = self._merge_rank, len(self._merge_rank) + 256
+        never = len(self._rank)
         while len(parts) > 1:
-            new = min(merge_rank.get(pair, never) for pair in zip(parts, parts[1:], strict=False))
-            if new == never:
+            ranks = [merge_rank.get(pair, never) for pair in zip(parts, parts[1:], strict=False)]
+            if (new := min(ranks)) == never:
                 break
-            i = 0
-            while i < len(parts) - 1:
-                if merge_rank.get((parts[i], parts[i + 1])) == new:
-                    parts[i : i + 2] = [new]
-                i += 1
+            i = ranks.index(new)
+            parts[i : i + 2] = [new]
         return parts
 
     def _merge_long(self, parts: list[int]) -> list[int]:
-        """The same in linear time: like training, with the places of every merge that is due, lowest rank first."""
-        merge_rank = self._merge_rank
-        following, previous = list(range(1, len(parts) + 1)), list(range(-1, len(parts)))
-        parts.append(-1)  # ends the chunk, and is what previous = -1 sees
-        places: dict[int, list[int]] = {}
+        """The same without looking at the whole chunk for every merge: as in training, with the places of each."""
+        merge_rank, size = self._merge_rank, len(parts)
+        following, previous = list(range(1, size + 1)), list(range(-1, size))
+        parts.append(-1)  # stands behind the last part, and before the first one, whose previous is -1
+        places = defaultdict(list)
         for i, pair in enumerate(zip(parts, parts[1:], strict=False)):
             if pair in merge_rank:
-                places.setdefault(merge_rank[pair], []).append(i)
+                places[merge_rank[pair]].append(i)
         due = list(places)
         heapq.heapify(due)
         while due:
@@ -556,17 +560,17 @@ class Tokenizer:
             for i in places.pop(new):
                 j = following[i]
                 if merge_rank.get((parts[i], parts[j])) != new:
-                    continue
+                    continue  # broken up by an earlier merge
                 h, k = previous[i], following[j]
                 parts[i], parts[j] = new, -1
                 following[i], previous[k] = k, i
-                for at, pair in ((h, (parts[h], new)), (i, (new, parts[k]))):
-                    if (rank := merge_rank.get(pair)) is not None:
+                for place, pair in ((h, (parts[h], new)), (i, (new, parts[k]))):
+                    if pair in merge_rank:
+                        rank = merge_rank[pair]
                         if rank not in places:
-                            places[rank] = []
                             heapq.heappush(due, rank)
-                        places[rank].append(at)
-        return [p for p in parts if p >= 0]
+                        places[rank].append(place)
+        return [part for part in parts if part >= 0]
 
     # ---- decoding
 
@@ -578,7 +582,7 @@ class Tokenizer:
             raise ValueError(f"id {e} is not in this vocabulary of {self.n_vocab} tokens") from None
 
     def decode(self, ids: Iterable[int], errors: str = "replace") -> str:
-        """The text of `ids`; bytes that are not UTF-8 become U+FFFD, or raise with errors="strict"."""
+        """The text of `ids`; what is not UTF-8 becomes U+FFFD, or raises with errors="strict"."""
         return self.decode_bytes(ids).decode("utf-8", errors)
 
     def stream_decoder(self) -> "StreamDecoder":
@@ -597,13 +601,10 @@ class Tokenizer:
     def __repr__(self) -> str:
         return f"Tokenizer({self.n_vocab} tokens, {len(self.merges)} merges, special tokens {self.special_tokens})"
 
-    def __getstate__(self) -> dict:
-        """For pickle and copy: without the cache and what other libraries have built."""
-        return {k: v for k, v in self.__dict__.items() if k not in ("_cache", "_splitter", "_tiktoken")}
-
-    def __setstate__(self, state: dict) -> None:
-        self.__dict__ |= state
-        self._splitter, self._cache = splitter(self.pattern), ChunkCache(self._encode_chunk)
+    def __reduce__(self):
+        """For pickle and copy, without the cache and without what other libraries have built."""
+        ordinary = {token: i for i, token in self.vocab.items() if i not in set(self.special_tokens.values())}
+        return Tokenizer, (self.merges, self.pattern, self.special_tokens, ordinary)
 
     @property
     def eot_token(self) -> int | None:
@@ -612,25 +613,25 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 over pattern, merges, ids and special tokens: two tokenizers of one fingerprint give the same ids."""
-        content = [self.pattern, [[a.hex(), b.hex()] for a, b in self.merges], self._ids, self.special_tokens]
-        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+        """sha256 over pattern, merges, ids and special tokens; equal fingerprints, equal ids."""
+        merges = [[a.hex(), b.hex()] for a, b in self.merges]
+        content = json.dumps([self.pattern, merges, self._ids, list(self.special_tokens.items())])
+        return hashlib.sha256(content.encode()).hexdigest()
 
     def token_bytes(self) -> np.ndarray:
-        """(n_vocab,) int64: the number of bytes of text that each id stands for, 0 for special tokens."""
+        """(n_vocab,) int64: how many bytes of text each id stands for, 0 for special tokens."""
         lengths = np.zeros(self.n_vocab, np.int64)
-        for i, token in self.vocab.items():
-            lengths[i] = len(token)
+        lengths[list(self.vocab)] = list(map(len, self.vocab.values()))
         lengths[list(self.special_tokens.values())] = 0
         return lengths
 
-    # ---- formats
+    # ---- files
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write `path`, a tokenizer.json with everything in it, and a .tiktoken file beside it.
+        """Write `path`, a Hugging Face tokenizer.json with everything in it, and a .tiktoken file beside it.
 
-        Where `path` is a directory, it gets tokenizer.json, tokenizer.tiktoken and tokenizer_config.json, which is
-        what transformers.AutoTokenizer.from_pretrained(path) reads.
+        A directory gets tokenizer.json, tokenizer.tiktoken and tokenizer_config.json, and is what
+        transformers.AutoTokenizer.from_pretrained reads.
         """
         path = Path(path)
         if path.suffix != ".json":
@@ -639,12 +640,10 @@ class Tokenizer:
             path = path / "tokenizer.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         _write(path, _dump(self._to_json()))
-        try:
-            ranks = self._tiktoken_ranks()
-        except ValueError:  # tiktoken has no form for these ids
-            return
-        lines = (base64.b64encode(token).decode() + f" {rank}\n" for token, rank in ranks.items())
-        _write(path.with_suffix(".tiktoken"), "".join(lines))
+        with contextlib.suppress(ValueError):  # tiktoken has no form for these ids
+            ranks = self._tiktoken_ranks().items()
+            lines = (f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks)
+            _write(path.with_suffix(".tiktoken"), "".join(lines))
 
     @classmethod
     def load(
@@ -653,74 +652,65 @@ class Tokenizer:
         pattern: str | None = None,
         special_tokens: Collection[str] | dict[str, int] | None = None,
     ) -> "Tokenizer":
-        """Read a tokenizer.json (ours, or any byte-level BPE one of Hugging Face), a .tiktoken file, vocab.json with
-        merges.txt beside it, a directory with one of these, or an encoding of tiktoken by its name, such as "gpt2".
+        """Read a tokenizer.json (ours, or any byte-level BPE of Hugging Face), a .tiktoken file, vocab.json with
+        merges.txt beside it, a directory that holds one of these, or an encoding of tiktoken by name, such as "gpt2".
 
-        A .tiktoken file holds neither pattern nor special tokens: they come from the arguments, else from a
-        tokenizer.json of the same name beside it, else they are GPT-2's pattern and <|endoftext|> as the next id.
-        Raises UserError for a file that is missing, damaged, or not a byte-level BPE.
+        A .tiktoken file has no pattern and no special tokens: they are the arguments, else those of the .json file of
+        the same name, else GPT-2's pattern, and <|endoftext|> as the next id. Raises UserError for a file that is
+        missing, damaged, or no byte-level BPE.
         """
         file = _find_file(Path(path))
+        if file is None and str(path) in TIKTOKEN_FILES:
+            return cls.from_tiktoken(str(path))
         if file is None:
-            if str(path) in TIKTOKEN_FILES:
-                return cls.from_tiktoken(str(path))
             raise UserError(
-                f"no tokenizer at {path}; give a directory with a tokenizer.json, a tokenizer.json, a .tiktoken file, "
-                f"or one of {', '.join(TIKTOKEN_FILES)}"
+                f"no tokenizer at {path}; give a directory, a tokenizer.json, a .tiktoken file, or one of "
+                + ", ".join(TIKTOKEN_FILES)
             )
         try:
             if file.suffix == ".tiktoken":
                 return cls._from_ranks(_read_tiktoken(file), *_beside_tiktoken(file, pattern, special_tokens))
+            content = json.loads(file.read_text(encoding="utf-8"))
             if file.name == "vocab.json":
-                vocab = json.loads(file.read_text(encoding="utf-8"))
-                merges = (file.parent / "merges.txt").read_text(encoding="utf-8").splitlines()
-                merges = [m for m in merges if m and not m.startswith("#version")]
-                return cls._from_json(dict(model=dict(vocab=vocab, merges=merges), pre_tokenizer=BYTE_LEVEL))
-            return cls._from_json(json.loads(file.read_text(encoding="utf-8")))
+                lines = file.with_name("merges.txt").read_text(encoding="utf-8").splitlines()
+                merges = [line for line in lines if line and not line.startswith("#version")]
+                content = dict(model=dict(vocab=content, merges=merges), pre_tokenizer=BYTE_LEVEL)
+            return cls._from_json(content)
         except (ValueError, KeyError, TypeError, AttributeError, OSError) as e:
-            reason = f"it has no {e}" if isinstance(e, KeyError) else e
-            raise UserError(f"cannot read the tokenizer {file}: {reason}; write or download it again") from None
+            raise UserError(f"cannot use the tokenizer {file}: {e}; download or train it again") from None
 
     @classmethod
     def from_tiktoken(cls, encoding) -> "Tokenizer":
-        """`encoding` is a tiktoken.Encoding or the name of one. Raises UserError where its files cannot be had."""
+        """`encoding` is a tiktoken.Encoding, or the name of one. Raises UserError where its files cannot be had."""
         if isinstance(encoding, str):
             encoding = _get_encoding(encoding)
         return cls._from_ranks(encoding._mergeable_ranks, encoding._pat_str, dict(encoding._special_tokens))
 
     def to_tiktoken(self, name: str = "bpe"):
-        """A tiktoken.Encoding with the same ids. Raises ValueError where ids are not in the order of merges."""
+        """A tiktoken.Encoding with the same ids. Raises ValueError where the ids are not in the order of merges."""
         import tiktoken
 
-        return tiktoken.Encoding(
-            name,
-            pat_str=self.pattern,
-            mergeable_ranks=self._tiktoken_ranks(),
-            special_tokens=self.special_tokens,
-        )
-
-    def to_transformers(self):
-        """A transformers.PreTrainedTokenizerFast with the same ids (there special tokens are always allowed)."""
-        from tokenizers import Tokenizer as HFTokenizer
-        from transformers import PreTrainedTokenizerFast
-
-        config = self._transformers_config()
-        del config["tokenizer_class"]
-        backend = HFTokenizer.from_str(_dump(self._to_json()))
-        return PreTrainedTokenizerFast(tokenizer_object=backend, **config)
+        ranks = self._tiktoken_ranks()
+        return tiktoken.Encoding(name, pat_str=self.pattern, mergeable_ranks=ranks, special_tokens=self.special_tokens)
 
     @cached_property
     def _tiktoken(self):
         return self.to_tiktoken()
 
+    def to_transformers(self):
+        """A transformers.PreTrainedTokenizerFast with the same ids; it takes special tokens in a text for allowed."""
+        from tokenizers import Tokenizer as Backend
+        from transformers import PreTrainedTokenizerFast
+
+        config = self._transformers_config()
+        del config["tokenizer_class"]
+        return PreTrainedTokenizerFast(tokenizer_object=Backend.from_str(_dump(self._to_json())), **config)
+
     def _tiktoken_ranks(self) -> dict[bytes, int]:
-        ids = self._ids or range(256 + len(self.merges))
-        tokens = [bytes([b]) for b in BYTE_ORDER] + [a + b for a, b in self.merges]
-        if any(i >= j for i, j in zip(ids[256:], ids[257:], strict=False)):
-            raise ValueError(
-                "tiktoken takes ids for ranks, and the ids of this tokenizer are not in the order of merges"
-            )
-        return dict(zip(tokens, ids, strict=True))
+        ids = self._ids or list(range(len(self._rank)))
+        if ids[256:] != sorted(ids[256:]):
+            raise ValueError("tiktoken merges in the order of ids, which this tokenizer does not")
+        return dict(zip(self._rank, ids, strict=True))
 
     def _transformers_config(self) -> dict:
         config = dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False)
@@ -734,115 +724,96 @@ class Tokenizer:
         if self.pattern != PATTERNS["gpt2"][0]:
             split = dict(type="Split", pattern=dict(Regex=self.pattern), behavior="Isolated", invert=False)
             pre_tokenizer = dict(type="Sequence", pretokenizers=[split, BYTE_LEVEL | dict(use_regex=False)])
-        added = [
-            dict(id=i, content=s, single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
-            for s, i in self.special_tokens.items()
-        ]
-        ordinary = {i: t for i, t in self.vocab.items() if i not in set(self.special_tokens.values())}
-        model = dict(
-            type="BPE",
-            dropout=None,
-            unk_token=None,
-            continuing_subword_prefix=None,
-            end_of_word_suffix=None,
-            fuse_unk=False,
-            byte_fallback=False,
-            ignore_merges=False,
-            vocab={_show(token): i for i, token in ordinary.items()},
-            merges=[[_show(a), _show(b)] for a, b in self.merges],
-        )
+        special_ids = set(self.special_tokens.values())
+        vocab = {_show(token): i for i, token in self.vocab.items() if i not in special_ids}
+        flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
+        options = dict(dropout=None, unk_token=None, continuing_subword_prefix=None, end_of_word_suffix=None)
+        options |= dict(fuse_unk=False, byte_fallback=False, ignore_merges=False)
+        merges = [[_show(a), _show(b)] for a, b in self.merges]
         return dict(
             version="1.0",
             truncation=None,
             padding=None,
-            added_tokens=added,
+            added_tokens=[dict(id=i, content=s) | flags for s, i in self.special_tokens.items()],
             normalizer=None,
             pre_tokenizer=pre_tokenizer,
             post_processor=None,
             decoder=BYTE_LEVEL,
-            model=model,
+            model=dict(type="BPE") | options | dict(vocab=self.special_tokens | vocab, merges=merges),
         )
 
     @classmethod
     def _from_json(cls, content: dict) -> "Tokenizer":
-        """From a tokenizer.json. Raises ValueError for what would give other ids here than in Hugging Face."""
-        model = content["model"]
-        if model.get("type", "BPE") != "BPE" or content.get("normalizer") or model.get("dropout"):
-            raise ValueError("it is not a plain BPE, it has a normalizer, or it has dropout")
-        if model.get("byte_fallback") or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
-            raise ValueError("it is a BPE of characters and not of bytes")
-        merges = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
+        """From a tokenizer.json. Raises ValueError for one that gives other ids in Hugging Face than it would here."""
+        if not isinstance(content, dict) or not {"model", "pre_tokenizer"} <= set(content):
+            raise ValueError("it has no model or no pre_tokenizer")
+        model, added = content["model"], content.get("added_tokens", ())
+        if model.get("type", "BPE") != "BPE" or content.get("normalizer"):
+            raise ValueError("it is no BPE, or it has a normalizer")
+        if used := [k for k in ("dropout", "byte_fallback", "ignore_merges", "end_of_word_suffix") if model.get(k)]:
+            raise ValueError(f"it uses {used[0]}, which byte-level BPE as here does not have")
+        if any(token.get("lstrip") or token.get("rstrip") for token in added):
+            raise ValueError("one of its special tokens swallows the spaces beside it")
+        merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
         merges = [(_unshow(a), _unshow(b)) for a, b in merges]
-        made = {bytes([b]) for b in range(256)} | {a + b for a, b in merges}
-        special = {t["content"]: t["id"] for t in content.get("added_tokens", ())}
-        if strips := [t["content"] for t in content.get("added_tokens", ()) if t.get("lstrip") or t.get("rstrip")]:
-            raise ValueError(f"its special token {strips[0]!r} swallows the spaces beside it")
-        if "added_tokens" not in content:  # vocab.json: what is neither a byte nor a merge is special
-            special = {t: i for t, i in model["vocab"].items() if _unshow(t, strict=False) not in made}
-        ids = {_unshow(t): i for t, i in model["vocab"].items() if t not in special}
+        if "added_tokens" in content:
+            special = {token["content"]: token["id"] for token in added}
+        else:  # a vocab.json, where all that is neither a byte nor merged is special
+            made = set(BYTE_TO_CHAR.values()) | {_show(a + b) for a, b in merges}
+            special = {token: i for token, i in model["vocab"].items() if token not in made}
+        ids = {_unshow(token): i for token, i in model["vocab"].items() if special.get(token) != i}
         return cls(merges, _pattern_of(content["pre_tokenizer"]), special, ids)
 
     @classmethod
     def _from_ranks(cls, ranks: dict[bytes, int], pattern: str, special_tokens) -> "Tokenizer":
-        """From tiktoken's form: the two halves of a token are what the merges before it make of its bytes."""
+        """From tiktoken's form, without merges: the halves of a token are what the merges before it make of it."""
         tok = cls((), special_tokens=())
         merges, tokens = [], [bytes([b]) for b in BYTE_ORDER]
-        for token in sorted((t for t in ranks if len(t) > 1), key=ranks.__getitem__):
+        for token in sorted((token for token in ranks if len(token) > 1), key=ranks.__getitem__):
             halves = tok._merge(token)
             if len(halves) != 2:
                 raise ValueError(f"the token {token!r} is not made of two earlier tokens")
-            tok._merge_rank[tuple(halves)] = len(tokens)
+            tok._merge_rank[tuple(halves)] = tok._rank[token] = len(tokens)
             merges.append((tokens[halves[0]], tokens[halves[1]]))
             tokens.append(token)
-        if not isinstance(special_tokens, dict):
-            special_tokens = {s: max(ranks.values(), default=0) + 1 + i for i, s in enumerate(special_tokens)}
-        return cls(merges, EQUIVALENT.get(pattern, pattern), special_tokens, ranks)
+        return cls(merges, SPELLINGS.get(pattern, pattern), special_tokens, ranks)
 
 
 class StreamDecoder:
-    """Text from ids as they come; bytes of a character that is not complete wait for the rest of it."""
+    """Text from ids as they come; the bytes of an unfinished character wait for the rest of it."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, ids: int | Iterable[int]) -> str:
-        return self.utf8.decode(self.tokenizer.decode_bytes([ids] if isinstance(ids, int) else ids))
+        return self.utf8.decode(self.tokenizer.decode_bytes([ids] if isinstance(ids, int | np.integer) else ids))
 
     def flush(self) -> str:
-        """What is left at the end: "", or U+FFFD for a character that was never completed."""
+        """What is left at the end: "", or U+FFFD for a character that was never finished."""
         return self.utf8.decode(b"", final=True)
 
 
-# ---- helpers of the formats
+# ---- helpers
 
 BYTE_LEVEL = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
 
-# The files behind the encodings of tiktoken, with their sha256, from tiktoken_ext.openai_public.
-_BLOB = "https://openaipublic.blob.core.windows.net/"
+# What tiktoken downloads for an encoding, and its sha256 (tiktoken_ext/openai_public.py).
+BLOB = "https://openaipublic.blob.core.windows.net/"
 TIKTOKEN_FILES = {
     "gpt2": {
-        f"{_BLOB}gpt-2/encodings/main/vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-        f"{_BLOB}gpt-2/encodings/main/encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+        "gpt-2/encodings/main/vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+        "gpt-2/encodings/main/encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     },
     "r50k_base": {
-        f"{_BLOB}encodings/r50k_base.tiktoken": "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930",
+        "encodings/r50k_base.tiktoken": "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930",
     },
     "cl100k_base": {
-        f"{_BLOB}encodings/cl100k_base.tiktoken": "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7",
+        "encodings/cl100k_base.tiktoken": "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7",
     },
     "o200k_base": {
-        f"{_BLOB}encodings/o200k_base.tiktoken": "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d",
+        "encodings/o200k_base.tiktoken": "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d",
     },
-}
-
-# Other spellings of known patterns, which split every text in the same way.
-EQUIVALENT = {
-    r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+""": PATTERNS["gpt2"][0],
-    r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+""": PATTERNS["gpt2"][0],
-    r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s""": PATTERNS["gpt2"][0],
-    r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"""
-    r"""|\s+(?!\S)|\s+""": PATTERNS["cl100k"][0],
 }
 
 
@@ -850,30 +821,16 @@ def cpu_count() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _to_bytes(counts: dict[str, int], longest: int | None) -> dict[bytes, int]:
-    """Chunks as bytes, in an order that does not depend on how they were counted, none longer than `longest`."""
-    chunks = {chunk.encode(): counts[chunk] for chunk in sorted(counts)}
-    if longest is None or all(len(chunk) <= longest for chunk in chunks):
-        return chunks
-    cut = Counter()
-    for chunk, count in chunks.items():
-        for i in range(0, len(chunk), longest):
-            cut[chunk[i : i + longest]] += count
-    return cut
-
-
 def _show(token: bytes) -> str:
     """Bytes in GPT-2's printable characters."""
     return "".join(map(BYTE_TO_CHAR.__getitem__, token))
 
 
-def _unshow(token: str, strict: bool = True) -> bytes | None:
+def _unshow(token: str) -> bytes:
     try:
         return bytes(map(CHAR_TO_BYTE.__getitem__, token))
     except KeyError:
-        if strict:
-            raise ValueError(f"{token!r} is not written in GPT-2's byte characters") from None
-        return None
+        raise ValueError(f"the token {token!r} is not written in GPT-2's characters for bytes") from None
 
 
 def _dump(content: dict) -> str:
@@ -889,60 +846,58 @@ def _write(path: Path, content: str) -> None:
 
 def _find_file(path: Path) -> Path | None:
     if path.is_dir():
-        names = [path / "tokenizer.json", path / "vocab.json", *sorted(path.glob("*.tiktoken"))]
-        return next((file for file in names if file.is_file()), None)
-    return path.with_name("vocab.json") if path.name == "merges.txt" else path if path.is_file() else None
+        candidates = [path / "tokenizer.json", path / "vocab.json", *sorted(path.glob("*.tiktoken"))]
+    else:
+        candidates = [path.with_name("vocab.json") if path.name == "merges.txt" else path]
+    return next((file for file in candidates if file.is_file()), None)
 
 
 def _read_tiktoken(file: Path) -> dict[bytes, int]:
-    ranks = {}
-    for line in file.read_bytes().splitlines():
-        if line:
-            token, rank = line.split()
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
-    return ranks
+    pairs = (line.split() for line in file.read_bytes().splitlines() if line)
+    return {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
 
 
 def _beside_tiktoken(file: Path, pattern, special_tokens) -> tuple[str, Collection[str] | dict[str, int]]:
-    """Pattern and special tokens of a .tiktoken file, as `Tokenizer.load` finds them."""
-    if (whole := file.with_suffix(".json")).is_file() and (pattern is None or special_tokens is None):
+    """Pattern and special tokens of a .tiktoken file, as `Tokenizer.load` describes."""
+    if (whole := file.with_suffix(".json")).is_file() and None in (pattern, special_tokens):
         beside = Tokenizer.load(whole)
         pattern = beside.pattern if pattern is None else pattern
         special_tokens = beside.special_tokens if special_tokens is None else special_tokens
     return pattern or "gpt2", (ENDOFTEXT,) if special_tokens is None else special_tokens
 
 
-def _pattern_of(pre_tokenizer: dict) -> str:
-    """The split pattern of a tokenizer.json. Raises ValueError where it is not one pattern."""
-    parts = pre_tokenizer["pretokenizers"] if pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]
-    byte_level = parts[-1]
-    if byte_level["type"] != "ByteLevel" or byte_level["add_prefix_space"]:
-        raise ValueError("it is not byte-level, or it adds a space in front of a text")
-    if len(parts) == 1 and byte_level.get("use_regex", True):
+def _pattern_of(pre_tokenizer: dict | None) -> str:
+    """The split pattern of a tokenizer.json. Raises ValueError where it is not one regular expression."""
+    parts = (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer])
+    *splits, byte_level = [part or {} for part in parts]
+    if byte_level.get("type") != "ByteLevel" or byte_level.get("add_prefix_space"):
+        raise ValueError("it is not byte-level, or it puts a space in front of every text")
+    if not splits and byte_level.get("use_regex", True):
         return "gpt2"
-    if len(parts) != 2 or byte_level.get("use_regex", True) or parts[0]["type"] != "Split":
+    if len(splits) != 1 or byte_level.get("use_regex", True) or "Regex" not in splits[0].get("pattern", ()):
         raise ValueError("it does not split text by one regular expression")
-    pattern = parts[0]["pattern"]["Regex"]
-    return EQUIVALENT.get(pattern, pattern)
+    pattern = splits[0]["pattern"]["Regex"]
+    if splits[0]["behavior"] == "Removed" and splits[0]["invert"] or splits[0]["behavior"] == "Isolated":
+        return SPELLINGS.get(pattern, pattern)
+    raise ValueError("it drops or joins some of the text that its pattern finds")
 
 
 def _get_encoding(name: str):
+    """tiktoken's encoding, or a UserError that says which file is missing and where it belongs."""
     import tiktoken
 
     try:
         return tiktoken.get_encoding(name)
-    except Exception as e:  # of requests, of the cache, of the check of the sum: all mean that the file is not there
+    except Exception as e:  # of requests, of the check of the sum, of the file system: the file cannot be had
         if name not in TIKTOKEN_FILES:
-            raise UserError(
-                f"tiktoken has no encoding {name!r} ({e}); choose from {', '.join(TIKTOKEN_FILES)}"
-            ) from None
-        files = TIKTOKEN_FILES[name]
+            raise UserError(f"tiktoken has no encoding {name!r}; choose from {', '.join(TIKTOKEN_FILES)}") from None
         folder = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
-        folder = folder or os.path.join(tempfile.gettempdir(), "data-gym-cache")
-        places = {address: os.path.join(folder, hashlib.sha1(address.encode()).hexdigest()) for address in files}
-        address = next((a for a, place in places.items() if not os.path.exists(place)), next(iter(files)))
+        folder = Path(folder or os.path.join(tempfile.gettempdir(), "data-gym-cache"))
+        needed = [(BLOB + f, folder / hashlib.sha1((BLOB + f).encode()).hexdigest()) for f in TIKTOKEN_FILES[name]]
+        address, place = next((item for item in needed if not item[1].exists()), needed[0])
+        checksum = TIKTOKEN_FILES[name][address.removeprefix(BLOB)]
         raise UserError(
-            f"the {name} encoding needs {address} (sha256 {files[address]}), which is not in the cache and cannot be "
-            f"downloaded ({type(e).__name__}); fetch it elsewhere, store it as {places[address]}, and set "
-            f"TIKTOKEN_CACHE_DIR={folder}; or use a tokenizer.json, for which no network is needed"
+            f"the {name} encoding needs {address} (sha256 {checksum}), which is not in the cache and could not be "
+            f"downloaded ({type(e).__name__}); fetch it elsewhere, store it as {place}, and set "
+            f"TIKTOKEN_CACHE_DIR={folder}; or use a tokenizer.json, which needs no network"
         ) from None
