@@ -1,0 +1,91 @@
+"""What several test files need: running a script as a user does, and small runs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# a GPT of a few thousand parameters, in fp32 so that figures do not depend on the processor
+SMALL = dict(
+    n_layer=2, n_head=2, n_embd=32, sequence_length=32, vocab_size=384, total_batch_size=256, micro_batch_size=8,
+    max_steps=40, warmup_steps=4, eval_interval=10, eval_steps=2, sample_interval=20, sample_tokens=8,
+    checkpoint_interval=5, dtype="float32", compile="off", device="cpu",
+)  # fmt: skip
+
+
+def arguments(**kwargs) -> list[str]:
+    """Command-line flags; True is a plain switch."""
+    words = []
+    for name, value in kwargs.items():
+        words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    return words
+
+
+def environment(**extra) -> dict:
+    return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"} | extra
+
+
+def command(script: str, *args, **kwargs) -> list[str]:
+    return [sys.executable, str(ROOT / script), *map(str, args), *arguments(**kwargs)]
+
+
+def run_script(script: str, *args, cwd=None, timeout=240, env=None, **kwargs) -> subprocess.CompletedProcess:
+    """Run a script of the project to its end and return what it printed; it may fail."""
+    return subprocess.run(
+        command(script, *args, **kwargs),
+        cwd=cwd,
+        env=env or environment(),
+        timeout=timeout,
+        capture_output=True,
+        text=True,
+    )
+
+
+def succeed(*args, **kwargs) -> subprocess.CompletedProcess:
+    result = run_script(*args, **kwargs)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result
+
+
+def assert_user_error(result: subprocess.CompletedProcess, *words: str) -> None:
+    """Exit code 2, no traceback, and exactly one line on stderr that starts with `error:` and holds the words."""
+    assert result.returncode == 2, (result.returncode, result.stderr[-2000:])
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and "Traceback" not in result.stderr, result.stderr[-2000:]
+    for word in words:
+        assert word in lines[0], (word, lines[0])
+
+
+def text_file(path: Path, n_bytes: int = 40_000) -> Path:
+    path.write_text((ROOT / "input.txt").read_text()[:n_bytes])
+    return path
+
+
+def log_of(out_dir: Path, kind: str) -> list[dict]:
+    records = [json.loads(line) for line in (Path(out_dir) / "log.jsonl").read_text().splitlines()]
+    return [record for record in records if record["kind"] == kind]
+
+
+def losses(out_dir: Path) -> list[tuple[int, float, float]]:
+    """(step, loss, grad_norm) of every training step, and the validation losses: what an exact resume repeats."""
+    train = [(r["step"], r["loss"], r["grad_norm"]) for r in log_of(out_dir, "train")]
+    return train + [(r["step"], r["loss"], r["bpb"]) for r in log_of(out_dir, "val")]
+
+
+def run_inline(main, argv: list, capsys, monkeypatch) -> SimpleNamespace:
+    """Run a script's main function in this process: quicker than a new one, with the same exit codes and output."""
+    from runtime import script
+
+    monkeypatch.setattr(sys, "argv", ["script.py", *map(str, argv)])
+    capsys.readouterr()
+    try:
+        script(main)
+        code = 0
+    except SystemExit as e:
+        code = e.code
+    out = capsys.readouterr()
+    return SimpleNamespace(returncode=code, stdout=out.out, stderr=out.err)

@@ -1,0 +1,403 @@
+"""Pretraining as a user meets it: what a run leaves behind, exact resumption, and clear errors."""
+
+import json
+import math
+import random
+import signal
+import subprocess
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import train_gpt2
+from checkpoint import SUMS, checkpoint_steps, damage, newest_sound
+from model import GPT
+from tests.helpers import (
+    SMALL,
+    arguments,
+    assert_user_error,
+    command,
+    environment,
+    log_of,
+    losses,
+    run_inline,
+    succeed,
+    text_file,
+)
+from train_gpt2 import RECIPES, Config, learning_rate
+
+
+def small_args(tmp_path: Path, out="run", **changes) -> list[str]:
+    data = tmp_path / "text.txt"
+    if not data.exists():
+        text_file(data)
+    return ["tiny", *arguments(**{**SMALL, "data": data, "out_dir": tmp_path / out, **changes})]
+
+
+@pytest.fixture
+def train(tmp_path, capsys, monkeypatch):
+    """Train a small GPT in this process: train(out="run", max_steps=3, ...)."""
+
+    def run(**changes):
+        torch.manual_seed(0)
+        return run_inline(train_gpt2.main, small_args(tmp_path, **changes), capsys, monkeypatch)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """One run of 40 steps in a process of its own, shared by the tests that only look at what it left."""
+    tmp_path = tmp_path_factory.mktemp("finished")
+    result = succeed("train_gpt2.py", *small_args(tmp_path, keep_checkpoints=0))
+    return tmp_path, result
+
+
+# ---- what a run leaves behind
+
+
+def test_a_run_learns_and_leaves_everything_that_it_should(finished):
+    tmp_path, result = finished
+    run = tmp_path / "run"
+    train = log_of(run, "train")
+    assert [r["step"] for r in train] == list(range(1, 41))
+    assert set(train[0]) == {"step", "kind", "loss", "lr", "grad_norm", "dt_ms", "tokens_per_sec", "mfu"}
+    val = log_of(run, "val")
+    assert [r["step"] for r in val] == [10, 20, 30, 40] and val[-1]["loss"] < train[0]["loss"] - 1
+    assert json.loads((run / "config.json").read_text())["n_embd"] == 32
+    assert (run / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    assert (run / "samples.txt").read_text().count("--- step") == 2 + 4  # two on the way, four at the end
+    assert [step for step, _ in checkpoint_steps(run)] == list(range(5, 41, 5))
+    assert not list(run.glob(".*"))  # nothing half written
+    assert "bits per byte" in result.stdout and "Now try:" in result.stdout
+
+
+def test_transformers_opens_a_checkpoint_with_the_same_logits_and_ids(finished):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from bpe.tokenizer import Tokenizer
+
+    path = checkpoint_steps(finished[0] / "run")[-1][1]
+    ours, theirs = GPT.from_pretrained(path).eval(), AutoModelForCausalLM.from_pretrained(path).eval()
+    tokenizer, theirs_tokenizer = Tokenizer.load(path), AutoTokenizer.from_pretrained(path)
+    text = "HESTER:\nThe tide comes twice, naïve 潮汐 🌊 friend.\n\n  Two  spaces"
+    ids = tokenizer.encode_ordinary(text)
+    assert theirs_tokenizer(text)["input_ids"] == ids
+    assert theirs_tokenizer.decode(ids) == text
+    idx = torch.tensor([ids[:32]])
+    with torch.no_grad():
+        assert (ours(idx)[0] - theirs(idx).logits).abs().max() < 1e-4
+    out = theirs.generate(torch.tensor([[tokenizer.eot_token]]), max_new_tokens=20, do_sample=True)
+    assert out.max() < len(tokenizer)  # ids of the padded vocabulary are suppressed there, too
+
+
+def test_train_state_is_plain_and_weights_only(finished):
+    path = checkpoint_steps(finished[0] / "run")[-1][1]
+    state = torch.load(path / "train_state.pt", weights_only=True)
+    assert state["step"] == 40 and state["config"]["n_layer"] == 2
+    assert {"optimizers", "rng", "scaler", "loader"} <= set(state)
+
+
+def test_checksums_are_those_of_sha256sum(finished):
+    path = checkpoint_steps(finished[0] / "run")[-1][1]
+    assert subprocess.run(["sha256sum", "-c", "--quiet", SUMS], cwd=path).returncode == 0
+
+
+def test_old_checkpoints_go_and_the_best_stays(train, tmp_path):
+    train(max_steps=12, checkpoint_interval=2, eval_interval=2, keep_checkpoints=2, max_lr=1e-3)
+    val = {r["step"]: r["loss"] for r in log_of(tmp_path / "run", "val")}
+    kept = {step for step, _ in checkpoint_steps(tmp_path / "run")}
+    assert kept == {10, 12} | {min(val, key=val.get)}
+
+
+def test_bits_per_byte_is_the_loss_of_the_whole_text_over_its_bytes(finished):
+    from bpe.tokenizer import Tokenizer
+
+    run = finished[0] / "run"
+    path = checkpoint_steps(run)[-1][1]
+    text = (finished[0] / "text.txt").read_text()
+    held_out = text[int(len(text) * 0.9) :]
+    model, tokenizer = GPT.from_pretrained(path).eval(), Tokenizer.load(path)
+    ids = torch.tensor([tokenizer.eot_token] + tokenizer.encode_ordinary(held_out))
+    ids = ids[: 2 * 256 + 1]  # eval_steps x total_batch_size
+    nats = 0.0
+    with torch.no_grad():
+        for i in range(0, len(ids) - 1, 32):
+            x, y = ids[i : i + 32][: len(ids) - 1 - i], ids[i + 1 : i + 33]
+            nats += torch.nn.functional.cross_entropy(model(x[None])[0][0], y, reduction="sum").item()
+    n_bytes = len(tokenizer.decode(ids[1:].tolist()).encode())
+    last = log_of(run, "val")[-1]
+    assert last["loss"] == pytest.approx(nats / (len(ids) - 1), rel=1e-5)
+    assert last["bpb"] == pytest.approx(nats / math.log(2) / n_bytes, rel=1e-5)
+
+
+# ---- the schedule
+
+
+def test_cosine_schedule_at_its_corners():
+    config = Config(max_steps=110, warmup_steps=10, max_lr=1.0, min_lr=0.1)
+    assert learning_rate(1, config) == pytest.approx(0.1)
+    assert learning_rate(10, config) == pytest.approx(1.0)
+    assert learning_rate(60, config) == pytest.approx(0.55)
+    assert learning_rate(110, config) == pytest.approx(0.1)
+
+
+def test_wsd_schedule_is_flat_and_then_a_line():
+    config = Config(max_steps=100, warmup_steps=0, max_lr=1.0, min_lr=0.0, lr_schedule="wsd", decay_fraction=0.4)
+    assert [learning_rate(s, config) for s in (1, 30, 60)] == [1.0, 1.0, 1.0]
+    assert learning_rate(80, config) == pytest.approx(0.5)
+    assert learning_rate(100, config) == 0.0
+
+
+def test_recipes_have_the_sizes_of_gpt2():
+    from model import SIZES
+
+    for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "speedrun"):
+        size = SIZES.get(name, SIZES["gpt2"])
+        assert {k: asdict(RECIPES[name])[k] for k in size} == size
+
+
+# ---- interruption
+
+
+def kill_at_random(process: subprocess.Popen, run: Path, rng: random.Random, while_saving: bool) -> bool:
+    """SIGKILL after a random number of further steps, or in the middle of a save; False if the run ended before."""
+    log = run / "log.jsonl"
+    seen = log.read_text().count('"train"') if log.exists() else 0
+    target, deadline = seen + rng.randint(1, 7), time.time() + 120
+    while time.time() < deadline:
+        if process.poll() is not None:
+            return False
+        saving = any(run.glob(".step_*.tmp/*"))
+        steps = log.read_text().count('"train"') if log.exists() else 0
+        if saving if while_saving else (steps >= target or steps < seen):
+            break
+        time.sleep(0.0005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    return True
+
+
+def interrupted_run(tmp_path: Path, kills: int) -> tuple[int, int]:
+    """Train with kills and --resume until done; returns (kills in all, kills in the middle of a save)."""
+    rng = random.Random(0)
+    done = saving = 0
+    for i in range(100):
+        args = command("train_gpt2.py", *small_args(tmp_path, out="killed", keep_checkpoints=0, resume=True))
+        process = subprocess.Popen(args, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        if done >= kills:
+            assert process.wait(240) == 0
+            break
+        if kill_at_random(process, tmp_path / "killed", rng, while_saving=i % 3 == 1):
+            done += 1
+            saving += any((tmp_path / "killed").glob(".step_*.tmp"))
+        elif (tmp_path / "killed" / "step_000040").exists():
+            break
+    return done, saving
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.slow)])
+def test_killed_and_resumed_equals_undisturbed_bit_for_bit(finished, tmp_path, kills):
+    (tmp_path / "text.txt").write_bytes((finished[0] / "text.txt").read_bytes())
+    done, saving = interrupted_run(tmp_path, kills)
+    assert done >= min(kills, 3) and saving >= 1
+    assert losses(tmp_path / "killed") == losses(finished[0] / "run")
+    weights = [
+        (path / "step_000040" / "model.safetensors").read_bytes() for path in (tmp_path / "killed", finished[0] / "run")
+    ]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize("signum, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_run_with_a_checkpoint(tmp_path, signum, code):
+    args = small_args(tmp_path, max_steps=100_000, checkpoint_interval=0, eval_interval=0, sample_interval=0)
+    process = subprocess.Popen(
+        command("train_gpt2.py", *args), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    log = tmp_path / "run" / "log.jsonl"
+    while not (log.exists() and log.read_text().count("\n") > 3):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    process.send_signal(signum)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == code and "Traceback" not in err
+    ((step, path),) = checkpoint_steps(tmp_path / "run")
+    assert damage(path) is None and step == log_of(tmp_path / "run", "train")[-1]["step"]
+
+
+def test_dropout_resumes_exactly_too(train, tmp_path):
+    train(out="one", dropout=0.2, max_steps=12, sample_interval=5)
+    train(out="two", dropout=0.2, max_steps=12, sample_interval=5)
+    assert losses(tmp_path / "one") == losses(tmp_path / "two")
+    for path in [p for step, p in checkpoint_steps(tmp_path / "two") if step > 5]:
+        import shutil
+
+        shutil.rmtree(path)
+    train(out="two", dropout=0.2, max_steps=12, sample_interval=5, resume=True)
+    assert losses(tmp_path / "one") == losses(tmp_path / "two")
+
+
+def test_a_step_with_a_non_finite_gradient_changes_no_weight(train, tmp_path, monkeypatch):
+    real = torch.nn.utils.clip_grad_norm_
+    calls = []
+
+    def poisoned(params, *args):
+        calls.append(0)
+        if len(calls) == 3:
+            params[0].grad[0] = math.inf
+        return real(params, *args)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", poisoned)
+    train(max_steps=3, checkpoint_interval=1)
+    paths = dict(checkpoint_steps(tmp_path / "run"))
+    read = {step: (path / "model.safetensors").read_bytes() for step, path in paths.items()}
+    assert read[1] != read[2] and read[2] == read[3]
+    assert [r.get("skipped") for r in log_of(tmp_path / "run", "train")] == [None, None, True]
+
+
+def test_too_many_bad_steps_stop_the_run_and_name_the_last_checkpoint(train, monkeypatch):
+    real = torch.nn.utils.clip_grad_norm_
+    calls = []
+
+    def poisoned(params, *args):
+        calls.append(0)
+        if len(calls) > 6:
+            params[0].grad[0] = math.nan
+        return real(params, *args)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", poisoned)
+    assert_user_error(train(max_bad_steps=4), "4 steps", "step_000005", "--resume")
+
+
+# ---- damaged and missing things
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(train, tmp_path):
+    train(max_steps=10)
+    newest = tmp_path / "run" / "step_000010"
+    for file in sorted(newest.iterdir()):
+        original = file.read_bytes()
+        file.write_bytes(original[: len(original) // 2] + b"\xff" + original[len(original) // 2 + 1 :])
+        assert damage(newest) and newest_sound(tmp_path / "run") == tmp_path / "run" / "step_000005", file
+        file.write_bytes(original)
+    assert damage(newest) is None
+    (newest / "model.safetensors").write_bytes((newest / "model.safetensors").read_bytes()[:-100])
+    result = train(max_steps=12, resume=True)
+    assert result.returncode == 0 and "passing over" in result.stderr and "step_000005" in result.stdout + result.stderr
+
+
+def test_a_truncated_checkpoint_given_by_name_offers_the_one_before(train, tmp_path, capsys, monkeypatch):
+    import sample
+
+    train(max_steps=10)
+    newest = tmp_path / "run" / "step_000010"
+    (newest / "model.safetensors").write_bytes((newest / "model.safetensors").read_bytes()[:-100])
+    assert_user_error(run_inline(sample.main, [newest], capsys, monkeypatch), "model.safetensors", "step_000005")
+    assert run_inline(sample.main, [tmp_path / "run", "--max_new_tokens", 3], capsys, monkeypatch).returncode == 0
+
+
+def test_a_run_is_never_overwritten_silently(train, tmp_path):
+    train(max_steps=5)
+    before = (tmp_path / "run" / "log.jsonl").read_bytes()
+    assert_user_error(train(max_steps=5), "--resume", "--overwrite")
+    assert (tmp_path / "run" / "log.jsonl").read_bytes() == before
+    assert train(max_steps=3, overwrite=True).returncode == 0
+    assert [step for step, _ in checkpoint_steps(tmp_path / "run")] == [3]
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (dict(data="nowhere.txt"), ["nowhere.txt"]),
+        (dict(data="nowhere"), ["nowhere", "fineweb.py"]),
+        (dict(total_batch_size=250), ["250", "256"]),
+        (dict(n_head=3), ["n_embd 32", "n_head 3"]),
+        (dict(max_steps=0), ["max_steps"]),
+        (dict(tokenizer="nowhere.json"), ["nowhere.json"]),
+        (dict(init_from="./nowhere"), ["./nowhere"]),
+        (dict(max_stepz=3), ["max-steps"]),
+        (dict(dtype="int8"), ["int8"]),
+    ],
+)
+def test_bad_arguments_give_one_line(train, tmp_path, changes, words):
+    assert_user_error(train(**changes), *words)
+    assert not (tmp_path / "run" / "log.jsonl").exists()
+
+
+def test_an_unknown_recipe_names_the_known_ones(capsys, monkeypatch):
+    assert_user_error(run_inline(train_gpt2.main, ["gpt3"], capsys, monkeypatch), "gpt3", "tiny", "gpt2-xl")
+
+
+def test_text_that_is_empty_too_short_or_not_text(train, tmp_path):
+    for content, words in ((b"", ["empty"]), (b"\xff\xfe\x00", ["UTF-8"]), (b"Too short. " * 9, ["sequence_length"])):
+        (tmp_path / "bad.txt").write_bytes(content)
+        assert_user_error(train(data=tmp_path / "bad.txt"), *words)
+
+
+def shards(directory: Path, train=4000, val=1000, vocab=256, seed=0) -> Path:
+    directory.mkdir(parents=True)
+    rng = np.random.default_rng(seed)
+    for name, n in (("val_000000", val), ("train_000001", train)):
+        np.save(directory / f"x_{name}.npy", rng.integers(vocab, size=n, dtype=np.uint16))
+    return directory
+
+
+@pytest.fixture
+def byte_tokenizer(tmp_path):
+    from bpe.tokenizer import Tokenizer
+
+    Tokenizer.train(["ab"], 257).save(tmp_path / "bytes.json")
+    return tmp_path / "bytes.json"
+
+
+def test_shards_without_a_manifest_are_read(train, tmp_path, byte_tokenizer):
+    assert train(data=shards(tmp_path / "shards"), tokenizer=byte_tokenizer, max_steps=3).returncode == 0
+
+
+def test_damaged_shards_give_one_line(train, tmp_path, byte_tokenizer):
+    directory = shards(tmp_path / "shards")
+    path = directory / "x_train_000001.npy"
+    sound = path.read_bytes()
+    path.write_bytes(sound[:-100])
+    assert_user_error(train(data=directory, tokenizer=byte_tokenizer), "x_train_000001.npy")
+    tokens = np.load(directory / "x_val_000000.npy")
+    tokens[500] = 60_000
+    np.save(path, tokens)
+    assert_user_error(
+        train(data=directory, tokenizer=byte_tokenizer), "x_train_000001.npy", "60000", "384", "tokenizer"
+    )
+    np.save(path, tokens.astype(np.float32))
+    assert_user_error(train(data=directory, tokenizer=byte_tokenizer), "float32")
+
+
+def test_training_goes_on_from_another_checkpoint(train, tmp_path):
+    train(out="first", max_steps=20)
+    start = tmp_path / "first" / "step_000020"
+    train(out="second", max_steps=1, init_from=start, max_lr=1e-9)
+    first, second = log_of(tmp_path / "first", "train"), log_of(tmp_path / "second", "train")
+    assert second[0]["loss"] < first[-1]["loss"] + 0.2 < first[0]["loss"] - 0.4
+
+
+def test_compiled_training_evaluates_and_samples_without_recompiling(train, tmp_path):
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = train(out="compiled", compile="on", max_steps=8, eval_interval=2, sample_interval=2)
+    assert compiled.returncode == 0
+    # one graph to train and one to evaluate, whatever happens in between
+    assert counters["stats"]["unique_graphs"] == 2 and not counters["recompiles"]
+    train(out="eager", max_steps=8, eval_interval=2, sample_interval=2)
+    pairs = zip(log_of(tmp_path / "compiled", "train"), log_of(tmp_path / "eager", "train"), strict=True)
+    for a, b in pairs:
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+
+
+def test_config_is_replaced_not_changed():
+    before = asdict(RECIPES["tiny"])
+    train_gpt2.read_command_line(["tiny", "--max_steps", "3"])
+    assert asdict(RECIPES["tiny"]) == before and replace(RECIPES["tiny"], max_steps=3).max_steps == 3
