@@ -212,13 +212,13 @@ class GPT(nn.Module):
     def hidden(self, idx, positions=None, mask=None, cache=None):
         """The final hidden states, after `ln_f`.
 
-        idx (B, T) int64; positions (T,) or (B, T) int64, by default 0 .. T-1; mask broadcastable to (B, H, T, S)
-        bool, True where a query may look, by default causal. Returns (B, T, C).
+        idx (B, T) int64; positions (T,) or (B, T) int64, by default 0 .. T-1, which must fit; mask broadcastable to
+        (B, H, T, S) bool, True where a query may look, by default causal. Returns (B, T, C).
         """
         T = idx.size(1)
-        if T > self.config.sequence_length:
-            raise ValueError(f"{T} tokens do not fit into the sequence length {self.config.sequence_length}")
         if positions is None:
+            if T > self.config.sequence_length:
+                raise ValueError(f"{T} tokens do not fit into the sequence length {self.config.sequence_length}")
             positions = torch.arange(T, device=idx.device)
         x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(positions))  # (B, T, C)
         for block in self.transformer.h:
