@@ -15,10 +15,11 @@ Everything that is compared runs in one process tree, in turn, several times; a 
 import json
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 import torch
@@ -32,6 +33,9 @@ class Config:
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: cuda, else mps, else cpu
     data: str = ""  # files to measure on, where a command needs some; each command says which
     json: str = ""  # write the figures to this file
+    batch_size: int = 16  # ladder and train: sequences per step
+    rung: int = -1  # ladder: measure this rung alone, in this process
+    png: str = "ladder.png"  # ladder: the figure
 
 
 def interleave(contestants: dict[str, Callable[[], None]], repeats: int, rt: Runtime) -> dict[str, list[float]]:
@@ -113,7 +117,147 @@ def sample(config: Config, rt: Runtime) -> list[dict]:
     return table(interleave(contestants, config.repeats, rt), 4 * n, "tokens/s")
 
 
-COMMANDS = {"sample": sample}
+@dataclass
+class Rung:
+    """One way to run a training step; each rung of the ladder changes one thing of the rung before."""
+
+    name: str
+    tf32: bool = False
+    bf16: bool = False
+    compile: bool = False
+    attention: str = "naive"
+    padded: bool = False  # vocabulary padded to a multiple of 128
+    fused: bool = False  # fused AdamW
+    chunked: bool = False  # the loss of model.py, instead of all logits in fp32
+
+    def step(self, shape: dict, batch_size: int, rt: Runtime) -> tuple[Callable[[], None], int]:
+        """(a function that makes one optimizer step, the model's FLOPs per token) at this rung."""
+        from model import GPT, GPTConfig
+
+        torch.manual_seed(0)
+        torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
+        vocab = -(-shape["vocab_size"] // 128) * 128 if self.padded else shape["vocab_size"]
+        model = GPT(GPTConfig(**shape | dict(vocab_size=vocab, attention=self.attention))).to(rt.device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=self.fused, foreach=not self.fused)
+        tokens = torch.randint(shape["vocab_size"], (batch_size, shape["sequence_length"] + 1), device=rt.device)
+        idx, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+        def whole_loss(idx, targets):
+            logits, _ = model(idx)
+            return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+        loss_of = (lambda idx, targets: model(idx, targets)[1]) if self.chunked else whole_loss
+        loss_of = torch.compile(loss_of) if self.compile else loss_of
+
+        def step() -> None:
+            with torch.autocast(rt.device.type, dtype=torch.bfloat16, enabled=self.bf16):
+                loss = loss_of(idx, targets)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        return step, model.estimate_flops()
+
+
+def rungs(rt: Runtime) -> list[Rung]:
+    """fp32 first, then one change a rung. A CPU has no TF32, and there torch.compile, which may need minutes, is last."""
+    cuda = rt.device.type == "cuda"
+    changes = [
+        ("fp32, all by hand", {}),
+        ("bf16 autocast", dict(bf16=True)),
+        ("flash attention", dict(attention="flash")),
+    ]
+    changes += [("vocabulary padded to 128", dict(padded=True)), ("fused AdamW", dict(fused=True))]
+    changes += [("chunked loss", dict(chunked=True))]
+    changes.insert(2 if cuda else len(changes), ("torch.compile", dict(compile=True)))
+    if cuda:
+        changes.insert(1, ("TF32", dict(tf32=True)))
+    ladder, settings = [], {}
+    for name, change in changes:
+        settings |= change
+        ladder.append(Rung(name, **settings))
+    return ladder
+
+
+def bench_shape(rt: Runtime) -> dict:
+    """GPT-2 124M on a GPU; on a CPU a model that a step of takes about a second."""
+    if rt.device.type == "cuda":
+        return dict(n_layer=12, n_head=12, n_embd=768, sequence_length=1024, vocab_size=50257)
+    return dict(n_layer=6, n_head=6, n_embd=384, sequence_length=256, vocab_size=1000)
+
+
+def ladder(config: Config, rt: Runtime) -> list[dict]:
+    """One training step, rung by rung: ms, tokens/s, MFU, peak memory; each rung in a process of its own."""
+    shape = bench_shape(rt)
+    if config.rung >= 0:
+        step, flops = rungs(rt)[config.rung].step(shape, config.batch_size, rt)
+        seconds = interleave({"step": step}, config.repeats, rt)["step"]
+        print(json.dumps(dict(seconds=seconds, flops=flops, memory=rt.peak_memory())))
+        sys.exit(0)
+    tokens = config.batch_size * shape["sequence_length"]
+    print(f"{shape}, batch size {config.batch_size}\n")
+    print(f"{'':<26}{'ms/step':>10}{'tokens/s':>12}{'MFU':>7}{'GiB':>7}{'x before':>10}{'x first':>9}")
+    rows = []
+    for number, rung in enumerate(rungs(rt)):
+        words = [sys.executable, __file__, "ladder", "--rung", number, "--repeats", config.repeats]
+        words += ["--batch_size", config.batch_size, "--device", rt.device.type]
+        done = subprocess.run(list(map(str, words)), capture_output=True, text=True)
+        if done.returncode:
+            print(f"{rung.name:<26} failed: {done.stderr.strip().splitlines()[-1]}")
+            continue
+        found = json.loads(done.stdout.splitlines()[-1])
+        rate = tokens / statistics.median(found["seconds"])
+        peak = rt.peak_flops()
+        row = dict(name=rung.name, ms=1e3 * tokens / rate, tokens_per_sec=rate, gib=found["memory"] / 2**30)
+        row |= dict(mfu=peak and rate * found["flops"] / peak, seconds=found["seconds"])
+        row |= dict(over_before=rate / (rows[-1]["tokens_per_sec"] if rows else rate))
+        row |= dict(over_first=rate / (rows[0]["tokens_per_sec"] if rows else rate))
+        rows.append(row)
+        mfu = f"{row['mfu']:.1%}" if peak else "n/a"
+        print(
+            f"{rung.name:<26}{row['ms']:>10.1f}{rate:>12,.0f}{mfu:>7}{row['gib']:>7.2f}"
+            f"{row['over_before']:>10.2f}{row['over_first']:>9.2f}"
+        )
+    draw_ladder(rows, config.png, machine(rt)["device"])
+    return rows
+
+
+def draw_ladder(rows: list[dict], path: str, device: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 0.5 * len(rows) + 1.2))
+    bars = axes.barh([row["name"] for row in rows], [row["tokens_per_sec"] for row in rows], color="tab:blue")
+    axes.bar_label(bars, [f" {row['tokens_per_sec']:,.0f}  (x {row['over_first']:.1f})" for row in rows])
+    axes.set(xlabel=f"tokens/s on {device}", xlim=(0, 1.25 * max(row["tokens_per_sec"] for row in rows)))
+    axes.invert_yaxis()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    print(f"\ndrawn in {path}")
+
+
+def train(config: Config, rt: Runtime) -> list[dict]:
+    """A training step of this project against the plain one: eager, all logits at once, fp32 on a CPU, bf16 on a GPU."""
+    shape = bench_shape(rt)
+    cuda = rt.device.type == "cuda"
+    plain = Rung("plain eager " + ("bf16" if cuda else "fp32"), tf32=cuda, bf16=cuda, attention="flash", fused=cuda)
+    contestants = {plain.name: plain}
+    if cuda:
+        contestants["plain with torch.compile"] = replace(plain, compile=True)
+    else:
+        contestants["plain with bf16 autocast"] = replace(plain, bf16=True)
+    auto = Runtime.setup(rt.device.type)
+    ours = Rung("", True, auto.dtype == torch.bfloat16, auto.compile, "flash", True, True, True)
+    contestants["this project"] = ours
+    steps = {name: rung.step(shape, config.batch_size, rt)[0] for name, rung in contestants.items()}
+    print(f"{shape}, batch size {config.batch_size}")
+    return table(interleave(steps, config.repeats, rt), config.batch_size * shape["sequence_length"], "tokens/s")
+
+
+COMMANDS = {"ladder": ladder, "train": train, "sample": sample}
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 - `script(main)` runs a main function with the exit codes and one-line errors that every script here has
 - `parse_args(Config, ...)` turns a dataclass of constants into a command line
 - `Runtime.setup(...)` decides device, dtype, torch.compile and distributed, and says why
+- `write_atomically(path, fill)` makes a directory that appears whole or not at all; `sha256`, `flush`
 - `peak_flops(name)` knows the dense 16-bit peak of common GPUs, for MFU
 - `RunLog` is what a run tells: log.jsonl, samples.txt, learning_curve.png, tensorboard or wandb
 
@@ -11,6 +12,7 @@ This file knows nothing of models, data or checkpoints.
 
 import contextlib
 import errno
+import hashlib
 import io
 import json
 import math
@@ -94,6 +96,44 @@ def _first_sentence(box: str) -> str:
     message = " ".join(lines[: rules[0]]).removesuffix(" .").rstrip(".")
     meant = re.search(r"Perhaps you meant:\s+(--[\w-]+)", " ".join(lines))
     return f"{message}; {'did you mean ' + meant[1] + '?' if meant else 'see --help'}"
+
+
+def sha256(path: Path) -> str:
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def write_atomically(path: Path, fill: Callable[[Path], None]) -> None:
+    """Make the directory `path` by filling a hidden one beside it, flushing it to the disk and renaming it.
+
+    Whatever interrupts this, `path` is either absent or complete.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        fill(temporary)
+        for file in temporary.iterdir():
+            flush(file)
+        flush(temporary)
+        if path.exists():  # the same step again, after a resume from an earlier one
+            shutil.rmtree(path)
+        temporary.rename(path)
+        flush(path.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def flush(path: Path) -> None:
+    """Wait until a file or a directory's names are on the disk."""
+    if os.name == "nt" and path.is_dir():  # Windows cannot open a directory
+        return
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 # The dense peak of the tensor cores in FLOP/s for 16-bit inputs with fp32 accumulation, from NVIDIA's data sheets.
@@ -217,8 +257,8 @@ class Runtime:
 
 
 def _keep_freed_memory() -> None:
-    """Let glibc reuse large blocks. By default each activation is mapped from the system anew, and a fifth of a training
-    step goes into page faults; elsewhere than on Linux with glibc this does nothing."""
+    """Let glibc reuse large blocks. By default each activation is mapped from the system anew, and up to a fifth of a
+    training step goes into page faults. Without glibc this does nothing."""
     import ctypes
 
     M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # mallopt(3)
