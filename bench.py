@@ -161,7 +161,7 @@ class Rung:
 
 
 def rungs(rt: Runtime) -> list[Rung]:
-    """fp32 first, then one change a rung. A CPU has no TF32, and there torch.compile, which may need minutes, is last."""
+    """fp32 first, then one change a rung. A CPU has no TF32, and torch.compile, slow to start there, is last."""
     cuda = rt.device.type == "cuda"
     changes = [
         ("fp32, all by hand", {}),
@@ -240,7 +240,7 @@ def draw_ladder(rows: list[dict], path: str, device: str) -> None:
 
 
 def train(config: Config, rt: Runtime) -> list[dict]:
-    """A training step of this project against the plain one: eager, all logits at once, fp32 on a CPU, bf16 on a GPU."""
+    """This project's training step against the plain one: eager, all logits at once, fp32 on a CPU, bf16 on a GPU."""
     shape = bench_shape(rt)
     cuda = rt.device.type == "cuda"
     plain = Rung("plain eager " + ("bf16" if cuda else "fp32"), tf32=cuda, bf16=cuda, attention="flash", fused=cuda)
