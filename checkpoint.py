@@ -11,9 +11,7 @@ MODEL, as every script takes it, is a checkpoint directory, a run directory (its
 This file knows nothing of training: the state that it stores is a dict that somebody else fills and reads.
 """
 
-import hashlib
 import json
-import os
 import pickle
 import re
 import shutil
@@ -26,7 +24,7 @@ from pathlib import Path
 import torch
 
 from model import GPT
-from runtime import UserError
+from runtime import UserError, sha256, write_atomically
 
 SUMS = "SHA256SUMS"
 
@@ -63,43 +61,6 @@ def newest_sound(run_dir: Path) -> Path | None:
             return path
         print(f"warning: passing over the damaged checkpoint {path}: {problem}", file=sys.stderr)
     return None
-
-
-def sha256(path: Path) -> str:
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
-
-
-def write_atomically(path: Path, fill: Callable[[Path], None]) -> None:
-    """Make the directory `path` by filling a hidden one beside it, flushing it to the disk and renaming it.
-
-    Whatever interrupts this, `path` is either absent or complete.
-    """
-    temporary = path.with_name(f".{path.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir(parents=True)
-        fill(temporary)
-        for file in temporary.iterdir():
-            _flush(file)
-        _flush(temporary)
-        if path.exists():  # the same step again, after a resume from an earlier one
-            shutil.rmtree(path)
-        temporary.rename(path)
-        _flush(path.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
-def _flush(path: Path) -> None:
-    if os.name == "nt" and path.is_dir():  # Windows cannot open a directory
-        return
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 class CheckpointWriter:
