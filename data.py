@@ -9,7 +9,8 @@
   of the same global batch, so that the order depends neither on the number of ranks nor on interruptions
 - text: `prepare_text` turns a .txt file into shards of the same kind, once
 
-This file knows nothing of models, devices other than the one that batches go to, or optimizers.
+This file knows nothing of models, devices other than the one that batches go to, or optimizers. It imports torch where
+batches are made and not before, so that processes that only write shards stay small.
 """
 
 import glob
@@ -17,32 +18,34 @@ import hashlib
 import json
 import mmap
 import queue
+import re
 import shutil
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-from checkpoint import sha256, write_atomically
-from model import IGNORE_INDEX
-from runtime import UserError
+from runtime import UserError, sha256, write_atomically
+
+if TYPE_CHECKING:
+    import torch
 
 BIN_MAGIC, BIN_HEADER = 20240520, 256  # llm.c: 256 int32 of header, magic, version, number of tokens, then uint16
 SCAN_TOKENS = 2**25  # how many tokens of a split are checked before the first step; the others when they are read
+RELEASE_EVERY = 64  # steps after which the pages that were read are given back
 
 
 def find_shards(data: str, split: str) -> list[Path]:
     """The shards of a split in a directory, or of a glob, in file order. Raises UserError when there are none."""
-    if Path(data).is_dir():
-        names = [p for end in ("npy", "bin") for p in Path(data).glob(f"*_{split}_*.{end}")]
-    else:
-        names = [Path(p) for p in glob.glob(data) if f"_{split}_" in Path(p).name]
-    if not names:
+    paths = map(Path, glob.glob(f"{glob.escape(data)}/*" if Path(data).is_dir() else data))
+    found = sorted(p for p in paths if re.search(rf"_{split}(_.*)?\.(npy|bin)$", p.name) and p.name[0] != ".")
+    if not found:
         what = f"{data} holds no *_{split}_*.npy or .bin shard" if Path(data).is_dir() else f"there is no {data}"
         raise UserError(f"{what}; write shards with: python fineweb.py --out_dir {data}")
-    return sorted(names)
+    return found
 
 
 def open_shard(path: Path) -> np.ndarray:
@@ -67,50 +70,76 @@ def open_shard(path: Path) -> np.ndarray:
 class TokenStream:
     """The shards of one split as one long sequence of tokens, checked against the manifest and the vocabulary.
 
-    Raises UserError if a shard is damaged, differs from `manifest.json`, or has a token >= vocab_size.
+    Raises UserError if a shard is damaged, missing, differs from `manifest.json`, or has a token >= vocab_size.
     """
 
     def __init__(self, paths: list[Path], vocab_size: int):
         self.paths, self.vocab_size = paths, vocab_size
-        self.shards = [open_shard(path) for path in paths]
-        self.starts = np.cumsum([0] + [len(shard) for shard in self.shards])  # first token of each shard, and the end
+        self._maps = [open_shard(path) for path in paths]
+        self.shards = [np.asarray(m) for m in self._maps]  # plain arrays: slicing a np.memmap is slow
+        self.starts = np.cumsum([0] + [len(shard) for shard in self.shards]).tolist()  # of each shard, and the end
         self._check_manifest()
         share = max(SCAN_TOKENS // len(paths), 1)
         for start, shard in zip(self.starts, self.shards, strict=False):
-            self.read(int(start), min(len(shard), share))
+            self.read(start, min(len(shard), share))
         self.release()
 
     def __len__(self) -> int:
-        return int(self.starts[-1])
+        return self.starts[-1]
 
     def _check_manifest(self) -> None:
-        manifest = read_manifest(self.paths[0].parent)
-        counts = {entry["file"]: entry["tokens"] for entry in manifest.get("shards", [])}
+        directory = self.paths[0].parent
+        listed = {entry["file"]: entry["tokens"] for entry in read_manifest(directory).get("shards", [])}
+        if lost := [name for name in listed if not (directory / name).exists()]:
+            raise UserError(f"shard {directory / lost[0]} is listed in manifest.json and missing; write it again")
         for path, shard in zip(self.paths, self.shards, strict=True):
-            if path.name in counts and counts[path.name] != len(shard):
+            if listed and listed.get(path.name) != len(shard):
+                found = f"{listed[path.name]} tokens" if path.name in listed else "no such shard"
                 raise UserError(
-                    f"shard {path} has {len(shard)} tokens and manifest.json says {counts[path.name]}; it is truncated "
-                    "or was written by another run: write it again with fineweb.py"
+                    f"shard {path} has {len(shard)} tokens and manifest.json says {found}; it is truncated "
+                    "or was written by another run: write it again with fineweb.py, or remove it"
                 )
 
     def read(self, start: int, n: int) -> np.ndarray:
-        """Tokens start .. start + n as a new array, across shards where need be."""
-        first = int(np.searchsorted(self.starts, start, side="right")) - 1
-        parts = []
-        while n > 0:
-            part = self.shards[first][start - self.starts[first] :][:n]
+        """Tokens start .. start + n as a new array (n,) int64."""
+        return self.windows([start], n)[0]
+
+    def windows(self, starts: list[int], n: int) -> np.ndarray:
+        """Tokens start .. start + n of every start, as a new array (len(starts), n) int64, across shards where need be.
+
+        Raises UserError for a token that the vocabulary does not have.
+        """
+        out = np.empty((len(starts), n), np.int64)
+        for row, start in zip(out, starts, strict=True):
+            shard = bisect_right(self.starts, start) - 1
+            begin = start - self.starts[shard]
+            if begin + n <= len(self.shards[shard]):
+                row[:] = self.shards[shard][begin : begin + n]
+            else:
+                self._read_across(row, shard, begin)
+        if out.size and out.max() >= self.vocab_size:
+            self._refuse(starts[int(out.max(1).argmax())], n)
+        return out
+
+    def _read_across(self, row: np.ndarray, shard: int, begin: int) -> None:
+        done = 0
+        while done < len(row):
+            part = self.shards[shard][begin : begin + len(row) - done]
+            row[done : done + len(part)] = part
+            done, shard, begin = done + len(part), shard + 1, 0
+
+    def _refuse(self, start: int, n: int) -> None:
+        for path, shard, first in zip(self.paths, self.shards, self.starts, strict=False):
+            part = shard[max(start - first, 0) : max(start + n - first, 0)]
             if len(part) and part.max() >= self.vocab_size:
                 raise UserError(
-                    f"shard {self.paths[first]} has token {part.max()}, but vocab_size is {self.vocab_size}; "
+                    f"shard {path} has token {part.max()}, but vocab_size is {self.vocab_size}; "
                     "was it written with another tokenizer?"
                 )
-            parts.append(part)
-            start, n, first = start + len(part), n - len(part), first + 1
-        return np.concatenate(parts)
 
     def release(self) -> None:
         """Give the pages that were read back to the system, so that resident memory stays flat."""
-        for shard in self.shards:
+        for shard in self._maps:
             if hasattr(shard, "_mmap") and hasattr(mmap, "MADV_DONTNEED"):
                 shard._mmap.madvise(mmap.MADV_DONTNEED)
 
@@ -130,41 +159,65 @@ class Batches:
         self._orders: dict[int, np.ndarray] = {}
 
     def order(self, epoch: int) -> np.ndarray:
-        """The permutation of all windows in this epoch: a function of (seed, epoch)."""
+        """The permutation of all windows in this epoch, (windows,) uint32: a function of (seed, epoch)."""
         if epoch not in self._orders:
             while len(self._orders) >= 2:  # a batch spans two epochs at most, unless an epoch is tiny
                 self._orders.pop(min(self._orders))
-            order = np.arange(self.windows, dtype=np.uint32)
-            if self.shuffle:
-                np.random.Generator(np.random.PCG64([self.seed, epoch])).shuffle(order)
-            self._orders[epoch] = order
+            self._orders[epoch] = (
+                permutation(self.windows, self.seed, epoch) if self.shuffle else np.arange(self.windows)
+            )
         return self._orders[epoch]
 
     def global_batch(self, position: int, rows: int) -> list[int]:
         """The windows of a global batch of `rows` sequences that starts at `position`."""
-        return [int(self.order(p // self.windows)[p % self.windows]) for p in range(position, position + rows)]
+        batch = []
+        while len(batch) < rows:
+            epoch, at = divmod(position + len(batch), self.windows)
+            batch += self.order(epoch)[at : at + rows - len(batch)].tolist()
+        return batch
 
-    def local(self, position: int, rows: int, micro_rows: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def local(self, position: int, rows: int, micro_rows: int) -> "Iterator[tuple[torch.Tensor, torch.Tensor]]":
         """This rank's micro-batches of that global batch: (idx, targets), each (micro_rows, T) int64."""
-        share = rows // self.world_size
-        windows = self.global_batch(position, rows)[self.rank * share : (self.rank + 1) * share]
-        for i in range(0, share, micro_rows):
+        first, last = (rows * rank // self.world_size for rank in (self.rank, self.rank + 1))
+        windows = self.global_batch(position, rows)[first:last]
+        for i in range(0, len(windows), micro_rows):
             yield self.pack(windows[i : i + micro_rows])
 
-    def pack(self, windows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens = np.stack([self.stream.read(w * self.T, self.T + 1) for w in windows])
-        tokens = torch.from_numpy(tokens.astype(np.int64))
+    def pack(self, windows: list[int]) -> "tuple[torch.Tensor, torch.Tensor]":
+        import torch
+
+        tokens = torch.from_numpy(self.stream.windows([w * self.T for w in windows], self.T + 1))  # (rows, T + 1)
         return tokens[:, :-1], tokens[:, 1:]
+
+
+def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
+    """A permutation of 0 .. n-1 as (n,) uint32.
+
+    Every number is put behind the random bits of PCG64, whose stream NumPy keeps for good, as it does not that of
+    Generator.shuffle; sorting then is the permutation. It is also faster.
+    """
+    bits = max(n - 1, 1).bit_length()
+    keys = np.random.PCG64([seed, epoch]).random_raw(n)
+    keys >>= np.uint64(bits)
+    keys <<= np.uint64(bits)
+    keys |= np.arange(n, dtype=np.uint64)
+    keys.sort()
+    keys &= np.uint64(2**bits - 1)
+    return keys.astype(np.uint32)
 
 
 def validation_batches(
     stream: TokenStream, sequence_length: int, micro_rows: int, max_tokens: int, rank=0, world_size=1
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+) -> "Iterator[tuple[torch.Tensor, torch.Tensor]]":
     """Every token of a split once, as a target, in windows dealt out to the ranks; `max_tokens` > 0 is a limit.
 
     Yields (idx, targets) of one shape, (micro_rows, T) int64, so that compiled code sees no other; what is too short is
     padded with ignored targets. The union over ranks is the same for every world size.
     """
+    import torch
+
+    from model import IGNORE_INDEX
+
     T = sequence_length
     n = len(stream) - 1 if max_tokens <= 0 else min(len(stream) - 1, max_tokens)
     windows = range(-(-n // T))[rank::world_size]
@@ -172,19 +225,23 @@ def validation_batches(
         idx = torch.zeros(micro_rows, T, dtype=torch.long)
         targets = torch.full((micro_rows, T), IGNORE_INDEX)
         for row, w in enumerate(windows[i : i + micro_rows]):
-            tokens = torch.from_numpy(stream.read(w * T, min(T, n - w * T) + 1).astype(np.int64))
+            tokens = torch.from_numpy(stream.read(w * T, min(T, n - w * T) + 1))
             idx[row, : len(tokens) - 1], targets[row, : len(tokens) - 1] = tokens[:-1], tokens[1:]
         yield idx, targets
     stream.release()
 
 
-def prefetch(batches: Iterator, device: torch.device, depth: int = 2) -> Iterator:
+def prefetch(batches: Iterator, device: "torch.device", depth: int = 2) -> Iterator:
     """Run an iterator of lists of tensor tuples `depth` items ahead in a thread, and move them to the device.
 
-    On CUDA they go through pinned memory, asynchronously. An error of the thread is raised where its item was due.
+    On CUDA the thread copies them through pinned memory, on a stream of its own, so that they arrive while the device
+    computes. An error of the thread is raised where its item was due.
     """
+    import torch
+
     items: queue.Queue = queue.Queue(maxsize=depth)
     stop = threading.Event()
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def put(item) -> None:
         while not stop.is_set():
@@ -193,12 +250,17 @@ def prefetch(batches: Iterator, device: torch.device, depth: int = 2) -> Iterato
             except queue.Full:
                 continue
 
+    def move(batch: list[tuple]) -> tuple[list[tuple], "torch.cuda.Event | None"]:
+        if stream is None:
+            return [tuple(t.to(device) for t in micro) for micro in batch], None
+        with torch.cuda.stream(stream):
+            moved = [tuple(t.pin_memory().to(device, non_blocking=True) for t in micro) for micro in batch]
+            return moved, stream.record_event()
+
     def work() -> None:
         try:
             for batch in batches:
-                if device.type == "cuda":
-                    batch = [tuple(t.pin_memory() for t in micro) for micro in batch]
-                put(batch)
+                put(move(batch))
                 if stop.is_set():
                     return
             put(StopIteration())
@@ -208,7 +270,12 @@ def prefetch(batches: Iterator, device: torch.device, depth: int = 2) -> Iterato
     threading.Thread(target=work, name="prefetch", daemon=True).start()
     try:
         while not isinstance(item := items.get(), BaseException):
-            yield [tuple(t.to(device, non_blocking=True) for t in micro) for micro in item]
+            batch, copied = item
+            if copied is not None:
+                torch.cuda.current_stream(device).wait_event(copied)
+                for t in (t for micro in batch for t in micro):
+                    t.record_stream(torch.cuda.current_stream(device))  # its memory is in use until this stream is done
+            yield batch
         if not isinstance(item, StopIteration):
             raise item
     finally:
@@ -217,12 +284,12 @@ def prefetch(batches: Iterator, device: torch.device, depth: int = 2) -> Iterato
 
 def training_batches(
     batches: Batches, plan: Callable[[int], tuple[int, int]], start_step: int, max_steps: int, micro_rows: int
-) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+) -> "Iterator[list[tuple[torch.Tensor, torch.Tensor]]]":
     """The micro-batches of each step; plan(step) is (position, rows) of its global batch."""
     for step in range(start_step, max_steps):
         position, rows = plan(step)
         yield list(batches.local(position, rows, micro_rows))
-        if step % 64 == 63:
+        if step % RELEASE_EVERY == RELEASE_EVERY - 1:
             batches.stream.release()
 
 
