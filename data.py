@@ -304,11 +304,17 @@ def read_manifest(directory: Path) -> dict:
         raise UserError(f"{path} is damaged: {e}; remove it, or write the shards again with fineweb.py") from e
 
 
+def documents(text: str) -> list[str]:
+    """The pieces of a text that two or more blank lines separate; with those lines, so that they join to the text."""
+    return [piece for piece in re.split(r"(?<=\n\n\n)(?!\n)", text) if piece]
+
+
 def prepare_text(text_file: str, tokenizer: str, vocab_size: int, cache: Path) -> Path:
     """Shards of a text file: the first 90% of its characters to train on, the last 10% to validate. Made once.
 
     `tokenizer` is `train`, for a BPE of `vocab_size` tokens trained on the training part, or as in `load_tokenizer`.
-    Returns the shard directory below `cache`, which also holds `tokenizer.json` and `manifest.json`.
+    Two blank lines end a document. Returns the shard directory below `cache`, which also holds `tokenizer.json` and
+    `manifest.json`.
     """
     from bpe.tokenizer import Tokenizer
 
@@ -329,13 +335,15 @@ def prepare_text(text_file: str, tokenizer: str, vocab_size: int, cache: Path) -
     split = int(len(text) * 0.9)
     parts = {"val": text[split:], "train": text[:split]}
     tok = Tokenizer.train([parts["train"]], vocab_size) if tokenizer == "train" else load_tokenizer(tokenizer)
+    if tok.eot_token is None:
+        raise UserError(f"--tokenizer {tokenizer} has no <|endoftext|> to start documents with; train one that has")
 
     def fill(path: Path) -> None:
         shards = []
         for number, (name, part) in enumerate(parts.items()):
-            ids = np.array([tok.eot_token] + tok.encode_ordinary(part), dtype=shard_dtype(len(tok)))
+            ids = [i for document in documents(part) for i in (tok.eot_token, *tok.encode_ordinary(document))]
             file = path / f"text_{name}_{number:06d}.npy"
-            np.save(file, ids)
+            np.save(file, np.array(ids, dtype=shard_dtype(len(tok))))
             shards.append(dict(file=file.name, tokens=len(ids), sha256=sha256(file)))
         tok.save(path / "tokenizer.json")
         manifest = dict(source=Path(text_file).name, tokenizer=tok.fingerprint, shards=shards)

@@ -122,14 +122,15 @@ def test_bits_per_byte_is_the_loss_of_the_whole_text_over_its_bytes(finished):
     text = (finished[0] / "text.txt").read_text()
     held_out = text[int(len(text) * 0.9) :]
     model, tokenizer = GPT.from_pretrained(path).eval(), Tokenizer.load(path)
-    ids = torch.tensor([tokenizer.eot_token] + tokenizer.encode_ordinary(held_out))
-    ids = ids[: 2 * 256 + 1]  # eval_steps x total_batch_size
+    pieces = [piece + "\n\n\n" for piece in held_out.split("\n\n\n")]  # documents, which the corpus separates so
+    ids = [i for piece in pieces for i in [tokenizer.eot_token] + tokenizer.encode_ordinary(piece)]
+    ids = torch.tensor(ids[: 2 * 256 + 1])  # eval_steps x total_batch_size
     nats = 0.0
     with torch.no_grad():
         for i in range(0, len(ids) - 1, 32):
             x, y = ids[i : i + 32][: len(ids) - 1 - i], ids[i + 1 : i + 33]
             nats += torch.nn.functional.cross_entropy(model(x[None])[0][0], y, reduction="sum").item()
-    n_bytes = len(tokenizer.decode(ids[1:].tolist()).encode())
+    n_bytes = len(tokenizer.decode([i for i in ids[1:].tolist() if i != tokenizer.eot_token]).encode())
     last = log_of(run, "val")[-1]
     assert last["loss"] == pytest.approx(nats / (len(ids) - 1), rel=1e-5)
     assert last["bpb"] == pytest.approx(nats / math.log(2) / n_bytes, rel=1e-5)
@@ -330,6 +331,14 @@ def test_bad_arguments_give_one_line(train, tmp_path, changes, words):
 
 def test_an_unknown_recipe_names_the_known_ones(capsys, monkeypatch):
     assert_user_error(run_inline(train_gpt2.main, ["gpt3"], capsys, monkeypatch), "gpt3", "tiny", "gpt2-xl")
+
+
+def test_documents_join_to_the_text():
+    from data import documents
+
+    text = "One\n\n\nTwo\n\nstill two\n\n\n\nThree\n\n\n"
+    assert documents(text) == ["One\n\n\n", "Two\n\nstill two\n\n\n\n", "Three\n\n\n"]
+    assert documents("\n\n\nA") == ["\n\n\n", "A"] and documents("") == []
 
 
 def test_text_that_is_empty_too_short_or_not_text(train, tmp_path):
