@@ -28,7 +28,7 @@ import re
 import signal
 import tempfile
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -316,11 +316,11 @@ def find_merges(chunks: dict[bytes, int], n_merges: int, tie_break: str, progres
             continue
         heapq.heappop(heap)
         a, b = pair >> PAIR_SHIFT, pair & PAIR_MASK
+        order.append(order[a][:-1] + order[b])
         for created in corpus.merge(pair, 256 + len(merges)):
             if counts[created]:
                 heapq.heappush(heap, entry(created))
         merges.append((a, b))
-        order.append(order[a][:-1] + order[b])
         if len(merges) % 256 == 0:
             bar.update(256)
     bar.close()
@@ -372,16 +372,17 @@ class Tokenizer:
         ids: dict[bytes, int] | None = None,
     ):
         """By default ids are laid out as GPT-2's: bytes, merges, special tokens. `ids` gives other ones to the tokens
-        that are not special. Raises ValueError for merges in an impossible order and for ids that clash.
+        that are not special. Raises ValueError for merges of unknown tokens and for ids that clash.
         """
         self.merges = [(a, b) for a, b in merges]
         self.pattern = PATTERNS[pattern][0] if pattern in PATTERNS else pattern
         self._rank = {bytes([b]): i for i, b in enumerate(BYTE_ORDER)}  # token -> rank: bytes first, then as merged
-        self._merge_rank = {}  # (rank, rank) -> rank
-        for n, (a, b) in enumerate(self.merges):
-            if a not in self._rank or b not in self._rank:
-                raise ValueError(f"merge {n} of {a!r} and {b!r} uses a token that no earlier merge makes")
-            self._merge_rank[self._rank[a], self._rank[b]] = self._rank.setdefault(a + b, len(self._rank))
+        for a, b in self.merges:
+            self._rank.setdefault(a + b, len(self._rank))
+        try:
+            self._merge_rank = {(self._rank[a], self._rank[b]): self._rank[a + b] for a, b in self.merges}
+        except KeyError as e:
+            raise ValueError(f"a merge uses the token {e}, which is neither a byte nor made by a merge") from None
         if ids is None:
             ids = self._rank
         if missing := [token for token in self._rank if token not in ids]:
@@ -545,31 +546,26 @@ class Tokenizer:
         return parts
 
     def _merge_long(self, parts: list[int]) -> list[int]:
-        """The same without looking at the whole chunk for every merge: as in training, with the places of each."""
+        """The same in n log n: a linked list, and a heap of rank and place of all merges that may be due."""
         merge_rank, size = self._merge_rank, len(parts)
         following, previous = list(range(1, size + 1)), list(range(-1, size))
         parts.append(-1)  # stands behind the last part, and before the first one, whose previous is -1
-        places = defaultdict(list)
-        for i, pair in enumerate(zip(parts, parts[1:], strict=False)):
-            if pair in merge_rank:
-                places[merge_rank[pair]].append(i)
-        due = list(places)
+        pairs = enumerate(zip(parts, parts[1:], strict=False))
+        due = [merge_rank[pair] << PAIR_SHIFT | i for i, pair in pairs if pair in merge_rank]
         heapq.heapify(due)
         while due:
-            new = heapq.heappop(due)
-            for i in places.pop(new):
-                j = following[i]
-                if merge_rank.get((parts[i], parts[j])) != new:
-                    continue  # broken up by an earlier merge
-                h, k = previous[i], following[j]
-                parts[i], parts[j] = new, -1
-                following[i], previous[k] = k, i
-                for place, pair in ((h, (parts[h], new)), (i, (new, parts[k]))):
-                    if pair in merge_rank:
-                        rank = merge_rank[pair]
-                        if rank not in places:
-                            heapq.heappush(due, rank)
-                        places[rank].append(place)
+            entry = heapq.heappop(due)
+            new, i = entry >> PAIR_SHIFT, entry & PAIR_MASK
+            j = following[i]
+            if merge_rank.get((parts[i], parts[j])) != new:
+                continue  # broken up by an earlier merge
+            h, k = previous[i], following[j]
+            parts[i], parts[j] = new, -1
+            following[i], previous[k] = k, i
+            if (rank := merge_rank.get((parts[h], new))) is not None:
+                heapq.heappush(due, rank << PAIR_SHIFT | h)
+            if (rank := merge_rank.get((new, parts[k]))) is not None:
+                heapq.heappush(due, rank << PAIR_SHIFT | i)
         return [part for part in parts if part >= 0]
 
     # ---- decoding

@@ -1,0 +1,460 @@
+"""Training and encoding: merges and ids are those of the `tokenizers` library, of tiktoken, and of ten slow lines."""
+
+import copy
+import json
+import multiprocessing
+import os
+import pickle
+import random
+import unicodedata
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import regex
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as HFTokenizer
+
+from bpe import tokenizer as module
+from bpe.tokenizer import BYTE_ORDER, ENDOFTEXT, PATTERNS, SPELLINGS, Tokenizer
+from runtime import UserError
+
+pytestmark = pytest.mark.filterwarnings("ignore:the corpus has no more pairs")  # small corpora have few
+ROOT = Path(__file__).resolve().parent.parent
+CODE = (ROOT / "model.py").read_text()[:20_000]
+TEXTS = {
+    "english": [(ROOT / "input.txt").read_text()[:40_000], "It's I'll we've they're I'd IT'S ''s 'tis  two  spaces \n"],
+    "chinese": [
+        (ROOT / "bpe/manual.txt").read_text(encoding="utf-8")[:12_000],
+        "全角　空格，中文 English 混排。\n\n第二段",
+    ],
+    "code": [
+        CODE,
+        "for i in range(10):\n\tprint(f'{i:>3}', end='\\n')\r\n\r\n    return x ** 2 != 1_000_000  # ok\n\n\n",
+    ],
+    "emoji": ["👩‍👩‍👧‍👦 🏳️‍🌈 👍🏽👍🏽 🇨🇳🇫🇷 😀😀😀 e\u0301 café ﷺ ½ ² Ⅷ ٣ \u200b\ufeff\x00\x1c\x1f\x85\xa0\u3000" * 20],
+    "random bytes": [random.Random(n).randbytes(3000).decode("utf-8", "replace") for n in range(3)],
+}
+
+
+# ---- oracles
+
+
+def naive_merges(chunks: Counter[bytes], n_merges: int, tie_break: str) -> list[tuple[bytes, bytes]]:
+    """The definition of BPE: count all pairs again for every merge."""
+    words = [([bytes([b]) for b in chunk], count) for chunk, count in chunks.items()]
+    ids, merges = {bytes([b]): i for i, b in enumerate(BYTE_ORDER)}, []
+    while len(merges) < n_merges:
+        counts = Counter()
+        for word, count in words:
+            for pair in zip(word, word[1:], strict=False):
+                counts[pair] += count
+        if not counts:
+            break
+        if tie_break == "lowest_id":
+            a, b = min(counts, key=lambda pair: (-counts[pair], ids[pair[0]], ids[pair[1]]))
+        else:
+            a, b = max(counts, key=lambda pair: (counts[pair], pair))
+        words = [(naive_merge(word, a, b), count) for word, count in words]
+        merges.append((a, b))
+        ids.setdefault(a + b, len(ids))
+    return merges
+
+
+def naive_merge(word: list[bytes], a: bytes, b: bytes) -> list[bytes]:
+    merged = []
+    for token in word:
+        if token == b and merged and merged[-1] == a:
+            merged[-1] = a + b
+        else:
+            merged.append(token)
+    # "a a a" must become "aa a": a token that was just made is never `a`, since a + b is longer
+    return merged
+
+
+def naive_chunks(texts: list[str], pattern: str) -> Counter[bytes]:
+    return Counter(chunk.encode() for text in texts for chunk in regex.findall(PATTERNS[pattern][0], text))
+
+
+def naive_encode(tok: Tokenizer, text: str) -> list[int]:
+    ids = {token: i for i, token in tok.vocab.items() if i not in tok.special_tokens.values()}
+    encoded = []
+    for chunk in regex.findall(tok.pattern, text):
+        word = [bytes([b]) for b in chunk.encode()]
+        for a, b in tok.merges:
+            if a in word:
+                word = naive_merge(word, a, b)
+        encoded += [ids[token] for token in word]
+    return encoded
+
+
+def hugging_face(texts: list[str], vocab_size: int, pattern: str = "gpt2") -> HFTokenizer:
+    """A tokenizer trained by the `tokenizers` library, without special tokens."""
+    tok = HFTokenizer(models.BPE())
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern == "gpt2")
+    split = pre_tokenizers.Split(Regex(PATTERNS[pattern][0]), "isolated")
+    tok.pre_tokenizer = byte_level if pattern == "gpt2" else pre_tokenizers.Sequence([split, byte_level])
+    tok.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[], initial_alphabet=alphabet, show_progress=False
+    )
+    tok.train_from_iterator(texts, trainer)
+    return tok
+
+
+def hugging_face_merges(texts, vocab_size, pattern="gpt2") -> list[tuple[bytes, bytes]]:
+    merges = json.loads(hugging_face(texts, vocab_size, pattern).to_str())["model"]["merges"]
+    return [tuple(bytes(map(module.CHAR_TO_BYTE.__getitem__, part)) for part in pair) for pair in merges]
+
+
+@pytest.fixture(scope="module")
+def tok() -> Tokenizer:
+    return Tokenizer.train([t for texts in TEXTS.values() for t in texts], 2000, special_tokens=(ENDOFTEXT, "<|end|>"))
+
+
+# ---- training
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("name", TEXTS)
+def test_merges_are_those_of_the_tokenizers_library(name, pattern):
+    ours = Tokenizer.train(TEXTS[name], 1200, pattern, special_tokens=())
+    assert ours.merges == hugging_face_merges(TEXTS[name], 1200, pattern)
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_merges_are_those_of_a_naive_trainer_for_greatest_bytes(name):
+    texts = [text[:4000] for text in TEXTS[name]]
+    ours = Tokenizer.train(texts, 360, special_tokens=(), tie_break="greatest_bytes")
+    assert ours.merges == naive_merges(naive_chunks(texts, "gpt2"), 104, "greatest_bytes")
+
+
+few_letters = st.text(alphabet="ab  cé中\n'", max_size=40)  # a small alphabet makes ties and overlaps such as aaa
+# libraries know different versions of Unicode; of what has long been assigned they agree whether it is a letter
+any_letters = st.text(
+    st.characters(exclude_categories=("Cs", "Cn")).filter(lambda c: unicodedata.ucd_3_2_0.category(c) != "Cn"),
+    max_size=60,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(few_letters, max_size=6), st.sampled_from(["lowest_id", "greatest_bytes"]))
+def test_merges_are_those_of_a_naive_trainer_on_generated_texts(texts, tie_break):
+    ours = Tokenizer.train(texts, 300, special_tokens=(), tie_break=tie_break)
+    assert ours.merges == naive_merges(naive_chunks(texts, "gpt2"), 44, tie_break)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(few_letters | any_letters, min_size=1, max_size=6))
+def test_merges_are_those_of_the_tokenizers_library_on_generated_texts(texts):
+    assert Tokenizer.train(texts, 290, special_tokens=()).merges == hugging_face_merges(texts, 290)
+
+
+def test_special_tokens_come_last_and_take_no_part_in_merges():
+    texts = [ENDOFTEXT.join(["one two"] * 50), "<|my token|>" * 50]
+    tok = Tokenizer.train(texts, 262, special_tokens=(ENDOFTEXT, "<|my token|>"))
+    assert tok.special_tokens == {ENDOFTEXT: 260, "<|my token|>": 261} and tok.n_vocab == len(tok.vocab) == 262
+    assert tok.merges == Tokenizer.train(["one two"] * 50, 260, special_tokens=()).merges
+
+
+def test_a_vocabulary_that_the_corpus_cannot_reach_stops_and_says_where():
+    with pytest.warns(UserWarning, match="stops at 261 tokens, short of the 5000"):
+        tok = Tokenizer.train(["abcd abcd"], 5000)
+    assert [a + b for a, b in tok.merges] == [b"ab", b"cd", b"abcd", b" abcd"] and tok.eot_token == 260
+
+
+@pytest.mark.parametrize("texts", [[], [""], [ENDOFTEXT]])
+def test_an_empty_corpus_gives_the_bytes(texts):
+    with pytest.warns(UserWarning, match="stops at 257 tokens"):
+        tok = Tokenizer.train(texts, 300)
+    assert tok.decode(tok.encode("né")) == "né" and tok.merges == []
+
+
+def test_a_vocabulary_without_room_for_the_bytes_is_an_error():
+    with pytest.raises(ValueError, match="vocab_size 256 is too small: 256 bytes and 1 special tokens make 257"):
+        Tokenizer.train(["text"], 256)
+
+
+@pytest.mark.parametrize(
+    "kwargs, message",
+    [
+        (dict(tie_break="random"), "choose lowest_id or greatest_bytes"),
+        (dict(pattern="(unclosed"), "does not compile"),
+        (dict(pattern=r"(\w+)|\W+"), "capturing group"),
+        (dict(pattern=r"\w+"), "leaves out some of the text"),
+    ],
+)
+def test_options_that_make_no_sense_are_errors(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        Tokenizer.train(["some text"], 300, **kwargs)
+
+
+def test_one_string_instead_of_an_iterable_is_an_error():
+    with pytest.raises(TypeError, match="iterable of strings"):
+        Tokenizer.train("some text", 300)
+
+
+def test_a_generator_is_read_once_and_counts_do_not_overflow(monkeypatch):
+    """2**31 and more of one pair, as a corpus of terabytes has."""
+    monkeypatch.setattr(module, "count_in_parallel", lambda *args: Counter({"ab": 2**40, "bc": 2**40 + 1, "b": 1}))
+    assert Tokenizer.train(iter(()), 257, special_tokens=()).merges == [(b"b", b"c")]
+
+
+def test_processes_count_what_one_process_counts(monkeypatch):
+    monkeypatch.setattr(module, "BLOCK", 2000)  # many batches from little text
+    texts = [*TEXTS["english"], *TEXTS["chinese"], *TEXTS["code"], *TEXTS["emoji"]] * 3
+    pattern = PATTERNS["gpt2"][0]
+    parallel = module.count_in_parallel(texts, pattern, (), 3, False)
+    assert (
+        parallel
+        == module.count_in_parallel(texts, pattern, (), 1, False)
+        == Counter(chunk for text in texts for chunk in regex.findall(pattern, text))
+    )
+
+
+def test_training_does_not_depend_on_the_order_of_texts():
+    texts = TEXTS["english"][0].split("\n")
+    assert Tokenizer.train(texts, 500).merges == Tokenizer.train(texts[::-1], 500).merges
+
+
+def test_long_chunks_can_be_cut():
+    tok = Tokenizer.train(["a" * 1000], 259, special_tokens=(), max_chunk_bytes=8)
+    assert [len(a + b) for a, b in tok.merges] == [2, 4, 8]
+
+
+def test_a_million_letters_without_a_space():
+    text = "a" * 1_000_000
+    tok = Tokenizer.train([text], 300)
+    assert [len(a + b) for a, b in tok.merges[:19]] == [2**n for n in range(1, 20)]
+    ids = Tokenizer(tok.merges[:4]).encode(text)
+    assert ids == [259] * 62500
+    mixed = "".join(random.Random(0).choices("ab", k=300_000))
+    tok = Tokenizer.train([mixed[:3000]], 320)
+    assert tok.encode(mixed) == tok.to_tiktoken().encode(mixed)
+
+
+def test_a_line_of_20_megabytes():
+    """It is worked on in blocks, whose chunks are those of the whole line."""
+    words = TEXTS["english"][0].split()
+    copies = 20_000_000 // len(" ".join(words)) + 1
+    line = " ".join(words * copies)
+    blocks = list(module.splitter(PATTERNS["gpt2"][0]).blocks(line))
+    assert "".join(blocks) == line and max(map(len, blocks)) < module.BLOCK + 100
+    once = Counter(regex.findall(PATTERNS["gpt2"][0], " " + " ".join(words)))
+    expected = Counter({chunk: n * copies for chunk, n in once.items()})
+    expected.subtract([" " + words[0]])  # the first word of the line has no space before it
+    expected.update([words[0]])
+    assert module.count_in_parallel([line], PATTERNS["gpt2"][0], (), 1, False) == expected
+    tok = Tokenizer.train([line], 600, workers=1)
+    assert tok.decode(tok.encode(line)) == line
+
+
+# ---- splitting
+
+odd_characters = " \n\r\t\x0b\x1c\x85\xa0\u3000\u2003abSsIlLvVeErRdDmMtT''1²½٣Ⅷ中é\u0301_!.😀\u200bſ\ufffd\x00"
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.text(alphabet=odd_characters, max_size=24))
+def test_every_spelling_of_a_pattern_splits_alike(text):
+    for name, (pattern, ascii_twin, cut) in PATTERNS.items():
+        chunks = regex.findall(pattern, text)
+        assert module.splitter(pattern).split(text) == chunks
+        for spelling in (s for s, of in SPELLINGS.items() if of == name):
+            assert regex.findall(spelling, text) == chunks
+        ascii_text = text.encode("ascii", "ignore").decode()
+        assert regex.findall(pattern, ascii_text) == regex.findall(ascii_twin, ascii_text)
+        for place in (m.start() for m in regex.finditer(cut, text)):
+            assert regex.findall(pattern, text[:place]) + regex.findall(pattern, text[place:]) == chunks
+
+
+# ---- encoding
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_ids_are_those_of_a_naive_encoder(tok, name):
+    for text in TEXTS[name]:
+        assert tok.encode(text[:3000]) == naive_encode(tok, text[:3000])
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("name", TEXTS)
+def test_ids_agree_with_tiktoken_and_transformers_and_decode_to_the_text(name, pattern):
+    tok = Tokenizer.train(TEXTS[name], 1000, pattern)
+    theirs, transformers = tok.to_tiktoken(), tok.to_transformers()
+    for text in [*TEXTS[name], *TEXTS["emoji"], ENDOFTEXT.join(TEXTS[name])]:
+        ids = tok.encode(text, allowed_special="all")
+        assert ids == theirs.encode(text, allowed_special="all") == transformers(text)["input_ids"]
+        assert tok.decode(ids) == text == transformers.decode(ids)
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=any_letters | st.text(alphabet=odd_characters, max_size=60))
+def test_every_text_comes_back(tok, text):
+    ids = tok.encode(text, disallowed_special=())
+    assert tok.decode(ids, errors="strict") == text
+    assert ids == tok._tiktoken.encode(text, disallowed_special=())
+
+
+def test_chunks_longer_than_the_cutoff_are_merged_in_the_same_way(tok):
+    texts = ["".join(random.Random(n).choices("the ans", k=80)).replace(" ", "e") for n in range(50)]
+    for text in texts + ["中文没有空格" * 30, "a" * 65, "=" * 127, "ab" * 40]:
+        assert len(text.encode()) > module.LONG_CHUNK
+        assert tok.encode(text) == naive_encode(tok, text)
+
+
+def test_special_tokens_follow_the_rules_of_tiktoken(tok):
+    text = f"one{ENDOFTEXT}two<|end|>{ENDOFTEXT}"
+    theirs = tok.to_tiktoken()
+    with pytest.raises(ValueError, match="holds the special token"):
+        tok.encode(text)
+    with pytest.raises(ValueError, match=r"<\|end\|>"):
+        tok.encode(text, allowed_special={ENDOFTEXT})
+    for options in (
+        dict(allowed_special="all"),
+        dict(allowed_special={ENDOFTEXT}, disallowed_special=()),
+        dict(disallowed_special=()),
+        dict(disallowed_special=["not there"]),
+    ):
+        assert tok.encode(text, **options) == theirs.encode(text, **options)
+    assert tok.encode_ordinary(text) == theirs.encode_ordinary(text)
+    assert tok.encode(text, allowed_special="all").count(tok.eot_token) == 2
+
+
+def test_of_two_special_tokens_the_longer_one_counts():
+    tok = Tokenizer((), special_tokens=("<|a|>", "<|a|><|b|>"))
+    assert tok.encode("<|a|><|b|><|a|>", allowed_special="all") == [257, 256]
+
+
+def test_encode_batch_is_encode_for_each(tok):
+    texts = [text[:2000] for texts in TEXTS.values() for text in texts] + ["", ENDOFTEXT, "\ud800 lone surrogate"]
+    expected = [tok.encode(text, allowed_special="all") for text in texts]
+    assert tok.encode_batch(texts, allowed_special="all", num_threads=3) == expected
+    with pytest.raises(ValueError):
+        tok.encode_batch(texts)
+
+
+@pytest.mark.parametrize("pattern", [*PATTERNS, r"\s+|\S+"])
+def test_encode_iterable_gives_the_ids_of_the_whole(monkeypatch, pattern):
+    monkeypatch.setattr(module, "BLOCK", 64)
+    specials = (ENDOFTEXT, "<a b>")
+    text = "\n".join(t[:1500] for texts in TEXTS.values() for t in texts) + f"<a b> x{ENDOFTEXT}y <a b" * 20
+    tok = Tokenizer.train([text], 600, pattern, specials)
+    for seed in range(5):
+        rng, pieces, start = random.Random(seed), [], 0
+        while start < len(text):
+            size = rng.choice([1, 2, 7, 50, 300])
+            pieces.append(text[start : start + size])
+            start += size
+        options = dict(allowed_special={"<a b>"}, disallowed_special=())
+        assert list(tok.encode_iterable(pieces, **options)) == tok.encode(text, **options)
+    with pytest.raises(ValueError, match="special token"):
+        list(tok.encode_iterable(pieces))
+
+
+def test_encode_iterable_streams(tok):
+    """Ids come before the input has ended."""
+
+    def endless():
+        while True:
+            yield TEXTS["english"][0]
+
+    ids = tok.encode_iterable(endless())
+    assert tok.decode([next(ids) for _ in range(100)]) in TEXTS["english"][0]
+
+
+# ---- decoding
+
+
+@settings(max_examples=200, deadline=None)
+@given(ids=st.lists(st.integers(0, 1999) | st.integers(90, 255), max_size=40), sizes=st.lists(st.integers(0, 3)))
+def test_streaming_decode_equals_whole_decode(tok, ids, sizes):
+    """Also for ids that are no valid UTF-8, and however they come."""
+    decoder, shown, start = tok.stream_decoder(), "", 0
+    for size in sizes:
+        shown += decoder.push(ids[start : start + size])
+        start += size
+    assert shown + decoder.push(ids[start:]) + decoder.flush() == tok.decode(ids)
+
+
+def test_streaming_decode_never_shows_half_a_character():
+    tok = Tokenizer((), special_tokens=())
+    decoder = tok.stream_decoder()
+    shown = [decoder.push(i) for i in tok.encode("é中😀!")]
+    assert shown == ["", "é", "", "", "中", "", "", "", "😀", "!"]
+    assert decoder.flush() == ""
+    decoder.push(tok.encode("😀")[:2])
+    assert decoder.flush() == "\ufffd"
+
+
+def test_decoding_what_is_not_utf8_replaces_or_raises(tok):
+    half = [BYTE_ORDER.index("中".encode()[0])]
+    assert tok.decode(half) == "\ufffd"
+    with pytest.raises(UnicodeDecodeError):
+        tok.decode(half, errors="strict")
+
+
+def test_an_id_outside_the_vocabulary_is_an_error(tok):
+    with pytest.raises(ValueError, match="id 50303 is not in this vocabulary of 2000 tokens"):
+        tok.decode([0, 50303])
+
+
+# ---- attributes
+
+
+def test_base_ids_are_laid_out_as_in_gpt2(tok):
+    assert tok.vocab[0] == b"!" and tok.vocab[220] == b" " and tok.vocab[198] == b"\n"
+    assert b"".join(tok.vocab[i] for i in range(256)) == BYTE_ORDER
+    assert all(tok.vocab[256 + i] == a + b for i, (a, b) in enumerate(tok.merges))
+
+
+def test_token_bytes_counts_the_bytes_of_text(tok):
+    text = TEXTS["chinese"][0]
+    assert tok.token_bytes()[tok.encode(text)].sum() == len(text.encode())
+    assert tok.token_bytes()[tok.eot_token] == 0 and len(tok.token_bytes()) == len(tok)
+
+
+def test_fingerprint_is_of_the_content(tok):
+    same = Tokenizer(tok.merges, tok.pattern, tok.special_tokens)
+    others = [
+        Tokenizer(tok.merges[:-1], tok.pattern, tok.special_tokens),
+        Tokenizer(tok.merges, "cl100k", tok.special_tokens),
+        Tokenizer(tok.merges, tok.pattern, (ENDOFTEXT,)),
+    ]
+    assert same.fingerprint == tok.fingerprint
+    assert len({t.fingerprint for t in [tok, *others]}) == 4
+
+
+def test_a_tokenizer_survives_pickle_and_a_new_process(tok):
+    tok.encode_batch(["warm the caches"])
+    for clone in (copy.deepcopy(tok), pickle.loads(pickle.dumps(tok))):
+        assert clone.fingerprint == tok.fingerprint and clone.vocab == tok.vocab
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply(tok.encode, ("in another process",)) == tok.encode("in another process")
+
+
+def test_a_merge_of_unknown_tokens_is_an_error():
+    with pytest.raises(ValueError, match="b'ab', which is neither a byte nor made by a merge"):
+        Tokenizer([(b"ab", b"c"), (b"b", b"c")])
+
+
+def test_ids_used_twice_are_an_error():
+    with pytest.raises(ValueError, match="same id"):
+        Tokenizer((), special_tokens={ENDOFTEXT: 5})
+
+
+def test_a_worker_that_dies_is_one_clear_error(monkeypatch):
+    monkeypatch.setattr(module, "BLOCK", 100)
+    monkeypatch.setattr(module, "count_chunks", _die)
+    with pytest.raises(UserError, match="worker process"):
+        Tokenizer.train(["some text " * 50] * 20, 300, workers=2)
+
+
+def _die(texts, pattern):
+    """A count_chunks that ends a worker process; in this process it counts."""
+    if multiprocessing.parent_process() is not None:
+        os._exit(1)
+    return Counter(chunk for text in texts for chunk in regex.findall(pattern, text))
