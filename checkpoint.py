@@ -4,14 +4,16 @@
                            train_state.pt, metrics.json, SHA256SUMS
 
 A checkpoint is written to a hidden directory, flushed to the disk, and renamed; `SHA256SUMS` (check it by hand with
-`sha256sum -c SHA256SUMS`) then tells a sound one from one that was damaged later. Writing happens in a background
-thread on a copy of the state, so that training goes on. Nothing is ever unpickled beyond plain tensors and containers.
+`sha256sum -c SHA256SUMS`) then tells a sound one from one that was damaged later. Copying the state and writing the
+copy happen in a background thread: training waits for the copy, where it is not ready, before it changes a weight, and
+never for the disk. Nothing is ever unpickled beyond plain tensors and containers.
 
 MODEL, as every script takes it, is a checkpoint directory, a run directory (its newest sound checkpoint), or a hub id.
 This file knows nothing of training: the state that it stores is a dict that somebody else fills and reads.
 """
 
 import json
+import math
 import pickle
 import re
 import shutil
@@ -53,9 +55,9 @@ def damage(path: Path) -> str | None:
     return None
 
 
-def newest_sound(run_dir: Path) -> Path | None:
-    """The newest undamaged checkpoint of a run; says on stderr which ones it passes over."""
-    for _, path in reversed(checkpoint_steps(run_dir)):
+def newest_sound(run_dir: Path, before: float = math.inf) -> Path | None:
+    """The newest undamaged checkpoint of a run, of a step < `before`; says on stderr which ones it passes over."""
+    for path in [path for step, path in reversed(checkpoint_steps(run_dir)) if step < before]:
         problem = damage(path)
         if problem is None:
             return path
@@ -66,40 +68,58 @@ def newest_sound(run_dir: Path) -> Path | None:
 class CheckpointWriter:
     """Writes the checkpoints of one run in the background, one at a time, and removes old ones.
 
-    The newest `keep` stay, and the one with the lowest validation loss. An error of the thread is raised by the next
-    `save` or by `wait`.
+    The newest `keep` stay, and the one with the lowest validation loss. An error of the thread sets `failed`, and is
+    raised by the next `save` or by `wait`.
     """
 
     def __init__(self, run_dir: Path, keep: int):
         self.run_dir, self.keep = Path(run_dir), keep
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._copied = threading.Event()
+        self._copied.set()
         for leftover in self.run_dir.glob(".step_*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
 
-    def save(self, step: int, export: Callable[[Path], None], train_state: dict, metrics: dict, announce=print) -> None:
-        """Start writing `step_NNNNNN`. `export(dir)` writes the model and tokenizer files; it and `train_state` must
-        refer to copies (see `snapshot`) that training no longer touches. `announce` hears of it once it is durable."""
+    def save(self, step: int, copy: Callable[[], Callable], train_state: dict, metrics: dict, announce=print) -> None:
+        """Start writing `step_NNNNNN`. `copy()` copies the weights and returns `export(dir)`, which writes the model
+        and tokenizer files. It runs in the thread, and `train_state` is copied there: the caller may go on reading
+        both, and calls `wait_for_copy` before it changes them. `announce` hears of the checkpoint once it is durable.
+        """
         self.wait()
         path = self.run_dir / f"step_{step:06d}"
 
-        def fill(directory: Path):
+        def fill(directory: Path, export: Callable[[Path], None], state: dict):
             export(directory)
-            torch.save(train_state, directory / "train_state.pt")
+            torch.save(state, directory / "train_state.pt")
             (directory / "metrics.json").write_text(json.dumps({"step": step, **metrics}) + "\n")
             sums = [f"{sha256(file)}  {file.name}\n" for file in sorted(directory.iterdir())]
             (directory / SUMS).write_text("".join(sums))
 
         def work():
             try:
-                write_atomically(path, fill)
+                with side_stream():
+                    export, state = copy(), snapshot(train_state)
+                self._copied.set()
+                write_atomically(path, lambda directory: fill(directory, export, state))
                 self._prune()
                 announce(f"saved {path}")
             except BaseException as e:
                 self._error = e
+            finally:
+                self._copied.set()
 
+        self._copied.clear()
         self._thread = threading.Thread(target=work, name="checkpoint writer")
         self._thread.start()
+
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
+
+    def wait_for_copy(self) -> None:
+        """Until the checkpoint under way no longer needs the state that it was given."""
+        self._copied.wait()
 
     def wait(self) -> None:
         """Until the checkpoint under way is on the disk. Raises UserError if it could not be written."""
@@ -128,6 +148,11 @@ def _val_loss(path: Path) -> float | None:
         return json.loads((path / "metrics.json").read_text()).get("val_loss")
     except (OSError, ValueError):
         return None
+
+
+def side_stream():
+    """Copies made under this context overlap with computation on a GPU; elsewhere it does nothing."""
+    return torch.cuda.stream(torch.cuda.Stream() if torch.cuda.is_available() else None)
 
 
 def snapshot(state):

@@ -13,6 +13,7 @@ runtime.py.
 
 import json
 import math
+import shlex
 import shutil
 import signal
 import sys
@@ -180,8 +181,9 @@ def train(
     """Optimizer steps until `config.max_steps`; pretraining and finetuning both run through here.
 
     `steps_from(step)` yields the micro-batches of each step, tuples of arguments for `forward`, whose second one is the
-    targets. `evaluations(step)` yields the log records that are due after a step. `save()` returns a function that
-    writes the model of this moment into a directory. `checkpoint` is one to go on from.
+    targets. `evaluations(step)` yields the log records that are due after a step. `save()` copies the model of this
+    moment and returns a function that writes the copy into a directory; it runs in another thread while the next
+    gradients are computed, so that it may read the model only. `checkpoint` is one to go on from.
     Raises Stopped after a signal, and UserError after too many bad steps, each with a checkpoint on the disk.
     """
     scaler = torch.amp.GradScaler(rt.device.type, enabled=rt.dtype == torch.float16)
@@ -196,7 +198,7 @@ def train(
         nonlocal saved
         if rt.is_main and step != saved:
             metrics = {} if val_loss is None else {"val_loss": val_loss}
-            writer.save(step, save(), training_state(step, optimizers, scaler, config), metrics, announce=rt.print)
+            writer.save(step, save, training_state(step, optimizers, scaler, config), metrics, announce=rt.print)
             saved = step
 
     with StopSignals() as signals, progress_bar(start, config.max_steps, rt) as bar:
@@ -219,6 +221,7 @@ def train(
             grad_norm = torch.nn.utils.clip_grad_norm_(params, config.grad_clip or math.inf)
             loss, stop = (rt.sum(torch.stack([loss, signals.flag(rt.device)])) / rt.world_size).tolist()
             good = math.isfinite(loss) and math.isfinite(grad_norm := grad_norm.item())
+            writer.wait_for_copy()
             for optimizer in optimizers:
                 if good:
                     scaler.step(optimizer)
@@ -285,9 +288,7 @@ def training_state(step: int, optimizers: list, scaler, config) -> dict:
     if torch.cuda.is_available():
         rng["cuda"] = torch.cuda.get_rng_state()
     states = [optimizer.state_dict() for optimizer in optimizers]
-    return snapshot(
-        dict(step=step, optimizers=states, scaler=scaler.state_dict(), rng=rng, loader=step, config=asdict(config))
-    )
+    return dict(step=step, optimizers=states, scaler=scaler.state_dict(), rng=rng, loader=step, config=asdict(config))
 
 
 def resume(checkpoint: Path, optimizers: list, scaler, rt: Runtime) -> int:
@@ -530,7 +531,11 @@ def model_copy(model: GPT) -> GPT:
     """The model as it is now, in CPU memory, for a writer that works while training goes on."""
     with torch.device("meta"):
         copy = GPT(model.config)
-    copy.load_state_dict(snapshot(model.state_dict()), assign=True)
+    state = model.state_dict()
+    state["lm_head.weight"] = None  # tied: copied once
+    state = snapshot(state)
+    state["lm_head.weight"] = state["transformer.wte.weight"]
+    copy.load_state_dict(state, assign=True)
     return copy
 
 
@@ -547,12 +552,13 @@ def finish(recipe: str, config: Config, rt: Runtime, log: RunLog, model: GPT, to
     if val:
         print(f"\nvalidation loss {val[-1]['loss']:.4f} nats per token, {val[-1]['bpb']:.4f} bits per byte")
     print(f"{log.median_tokens_per_sec():,.0f} tokens/s, {rt.peak_memory() / 2**30:.2f} GiB of memory at the peak")
-    last = checkpoint_steps(Path(config.out_dir))[-1][1]
+    words = [word for word in sys.argv[1:] if word not in ("--resume", "--overwrite")]
     print(
-        f"\nNow try:\n  python sample.py {last} --num_samples 3      # more text\n"
-        f"  open {config.out_dir}/learning_curve.png                 # how it went\n"
-        f"  python train_gpt2.py {recipe} --resume --max_steps {2 * config.max_steps}    # train on\n"
-        f"  python bpe/try_tokenizer.py                              # what it reads instead of letters"
+        "\nNow try:\n"
+        f"  python sample.py {config.out_dir} --num_samples 3    # more text\n"
+        f"  {config.out_dir}/learning_curve.png    # how it went\n"
+        f"  python train_gpt2.py {shlex.join(words)} --resume --max_steps {2 * config.max_steps}    # train on\n"
+        "  python bpe/try_tokenizer.py    # what it reads instead of letters"
     )
 
 
