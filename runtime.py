@@ -15,7 +15,6 @@ import errno
 import hashlib
 import io
 import json
-import math
 import os
 import re
 import shutil
@@ -374,6 +373,11 @@ def read_log(path: Path) -> Iterator[dict]:
             return
 
 
+def smoothed(values: list[float], reach: int) -> list[float]:
+    """Running median over `reach` neighbours on either side: unlike an average, it does not lag or follow a spike."""
+    return [statistics.median(values[max(i - reach, 0) : i + reach + 1]) for i in range(len(values))]
+
+
 def draw_curve(records: list[dict], path: Path) -> None:
     """Training loss, raw and smoothed, validation loss and learning rate; HellaSwag below when there is some."""
     import matplotlib
@@ -390,9 +394,7 @@ def draw_curve(records: list[dict], path: Path) -> None:
     top = axes[0, 0]
     steps = [r["step"] for r in kinds["train"]]
     losses = [r["loss"] for r in kinds["train"]]
-    smooth, alpha = [losses[0]], min(0.2, 20 / len(losses))
-    for loss in losses[1:]:
-        smooth.append(smooth[-1] + alpha * (loss - smooth[-1]) if math.isfinite(loss) else smooth[-1])
+    smooth = smoothed(losses, min(max(len(losses) // 50, 1), 50))
     top.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label="train")
     top.plot(steps, smooth, color="tab:blue", label="train, smoothed")
     if kinds["val"]:
