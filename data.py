@@ -7,6 +7,7 @@
   straddle two shards, so nothing is dropped between them
 - batch: a pure function of (seed, position), where position counts the windows seen so far. Every rank takes its slice
   of the same global batch, so that the order depends neither on the number of ranks nor on interruptions
+- manifest: `manifest.json` beside the shards says where they come from and what is in them; `verify` checks all of it
 - text: `prepare_text` turns a .txt file into shards of the same kind, once
 
 This file knows nothing of models, devices other than the one that batches go to, or optimizers. It imports torch where
@@ -15,6 +16,7 @@ batches are made and not before, so that processes that only write shards stay s
 
 import glob
 import hashlib
+import io
 import json
 import mmap
 import queue
@@ -22,13 +24,16 @@ import re
 import shutil
 import threading
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from tqdm import tqdm
 
-from runtime import UserError, sha256, write_atomically
+from runtime import UserError, flush, sha256, write_atomically
 
 if TYPE_CHECKING:
     import torch
@@ -177,17 +182,27 @@ class Batches:
         return batch
 
     def local(self, position: int, rows: int, micro_rows: int) -> "Iterator[tuple[torch.Tensor, torch.Tensor]]":
-        """This rank's micro-batches of that global batch: (idx, targets), each (micro_rows, T) int64."""
-        first, last = (rows * rank // self.world_size for rank in (self.rank, self.rank + 1))
-        windows = self.global_batch(position, rows)[first:last]
-        for i in range(0, len(windows), micro_rows):
-            yield self.pack(windows[i : i + micro_rows])
+        """This rank's micro-batches of that global batch: (idx, targets), each (micro_rows, T) int64.
 
-    def pack(self, windows: list[int]) -> "tuple[torch.Tensor, torch.Tensor]":
+        Every rank gets as many, of one shape; rows that are left over are padding, with ignored targets.
+        """
+        share = -(-rows // self.world_size)
+        windows = self.global_batch(position, rows)[self.rank * share : (self.rank + 1) * share]
+        for i in range(0, share, micro_rows):
+            yield self.pack(windows[i : i + micro_rows], micro_rows)
+
+    def pack(self, windows: list[int], rows: int) -> "tuple[torch.Tensor, torch.Tensor]":
         import torch
 
+        from model import IGNORE_INDEX
+
         tokens = torch.from_numpy(self.stream.windows([w * self.T for w in windows], self.T + 1))  # (rows, T + 1)
-        return tokens[:, :-1], tokens[:, 1:]
+        if len(windows) == rows:
+            return tokens[:, :-1], tokens[:, 1:]
+        idx = torch.zeros(rows, self.T, dtype=torch.long)
+        targets = torch.full((rows, self.T), IGNORE_INDEX)
+        idx[: len(windows)], targets[: len(windows)] = tokens[:, :-1], tokens[:, 1:]
+        return idx, targets
 
 
 def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
@@ -293,15 +308,107 @@ def training_batches(
             batches.stream.release()
 
 
-def read_manifest(directory: Path) -> dict:
+# --------------------------------------------------------------------------------------------------- the manifest
+
+
+def read_manifest(directory: Path, suffix: str = "") -> dict:
     """`manifest.json` of a shard directory; {} where there is none. Raises UserError for a damaged one."""
-    path = Path(directory) / "manifest.json"
+    path = Path(directory) / f"manifest{suffix}.json"
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:
         return {}
     except (json.JSONDecodeError, UnicodeDecodeError) as e:
         raise UserError(f"{path} is damaged: {e}; remove it, or write the shards again with fineweb.py") from e
+
+
+def save_manifest(directory: Path, manifest: dict, suffix: str = "") -> None:
+    """Replace the manifest, which is on the disk when this returns; an interruption leaves the old one."""
+    path = Path(directory) / f"manifest{suffix}.json"
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(manifest, indent=2) + "\n")
+    flush(temporary)
+    temporary.replace(path)
+    flush(path.parent)
+
+
+def merge_manifests(directory: str) -> None:
+    """One manifest.json for the shards that several ranks have written. Raises UserError if something is missing."""
+    parts = [read_manifest(Path(directory), p.stem[8:]) for p in sorted(Path(directory).glob("manifest-*.json"))]
+    ranks, world_size = [part["rank"] for part in parts], parts[0]["world_size"] if parts else 1
+    if ranks != list(range(world_size)):
+        raise UserError(f"{directory} has the manifests of ranks {ranks} of {world_size}; copy all of them there")
+    for part in parts:
+        if "next" in part:
+            raise UserError(f"rank {part['rank']} is not done; give its command again, and merge after that")
+        if other := [k for k in ("commit", "files_sha256", "tokenizer", "text_field") if part[k] != parts[0][k]]:
+            raise UserError(f"ranks 0 and {part['rank']} differ in {other[0]}; write the shards of one of them again")
+    merged = parts[0] | dict(rank=0, world_size=1, shards=[entry for part in parts for entry in part["shards"]])
+    merged |= {key: sum(part[key] for part in parts) for key in ("tokens", "documents", "bytes")}
+    merged |= dict(skipped=dict(sum((Counter(part["skipped"]) for part in parts), Counter())))
+    save_manifest(Path(directory), merged)
+    print(f"{directory}: {summary(merged)}")
+
+
+def summary(manifest: dict) -> str:
+    skipped = ", ".join(f"{n:,} ({reason})" for reason, n in manifest["skipped"].items())
+    return (
+        f"{manifest['tokens']:,} tokens in {len(manifest['shards'])} shards, {manifest['documents']:,} documents, "
+        f"{manifest['bytes'] / max(manifest['tokens'], 1):.2f} bytes per token, skipped documents: {skipped or 'none'}"
+    )
+
+
+def verify(directory: Path) -> str:
+    """Check files, counts, checksums, ids and tokenizer against the manifest; returns its summary. Raises UserError."""
+    manifest = read_manifest(directory)
+    if not manifest:
+        ranks = (
+            "merge those of its ranks first" if list(directory.glob("manifest-*.json")) else "nothing to compare with"
+        )
+        raise UserError(f"there is no {directory}/manifest.json: {ranks}")
+    if "next" in manifest:
+        raise UserError(f"{directory} is not complete: {summary(manifest)}; the command that began it goes on")
+    tok = load_tokenizer(str(directory / "tokenizer.json"))
+    problems = [] if tok.fingerprint == manifest["tokenizer"] else [f"{directory}/tokenizer.json is another tokenizer"]
+    listed = {entry["file"] for entry in manifest["shards"]}
+    strays = [p for split in ("train", "val") for p in directory.glob(f"*_{split}_*.npy") if p.name not in listed]
+    problems += [f"{path} is not in manifest.json" for path in sorted(strays)]
+    totals = Counter()
+    with ThreadPoolExecutor() as pool:
+        checks = pool.map(lambda entry: check_shard(directory / entry["file"], entry, tok), manifest["shards"])
+        for problem, counts in tqdm(checks, total=len(listed), unit="shard", disable=None):
+            problems += [problem] if problem else []
+            totals += counts
+    if wrong := [k for k in ("tokens", "documents", "bytes") if totals[k] != manifest.get(k, totals[k])]:
+        problems.append(f"manifest.json counts {manifest[wrong[0]]} {wrong[0]}, and there are {totals[wrong[0]]}")
+    if problems:
+        more = f" (and {len(problems) - 1} more problems)" if len(problems) > 1 else ""
+        raise UserError(f"{problems[0]}{more}; remove {directory} and write it again, or copy the sound file there")
+    return summary(manifest)
+
+
+def check_shard(path: Path, entry: dict, tok) -> tuple[str, Counter]:
+    """(what is wrong with a shard or "", its counts)"""
+    try:
+        tokens = open_shard(path)
+    except UserError as e:
+        return str(e), Counter()
+    if len(tokens) != entry["tokens"]:
+        return f"shard {path} has {len(tokens)} tokens, and manifest.json says {entry['tokens']}", Counter()
+    if sha256(path) != entry["sha256"]:
+        return f"shard {path} is not what was written: its sha256 differs from manifest.json", Counter()
+    often = np.zeros(0, np.int64)  # how often each id occurs
+    for i in range(0, len(tokens), 2**22):
+        here = np.bincount(tokens[i : i + 2**22], minlength=len(often))
+        here[: len(often)] += often
+        often = here
+    if len(often) > len(tok):
+        return f"shard {path} has token {len(often) - 1}, and its tokenizer only {len(tok)}", Counter()
+    n_bytes = int(often @ tok.token_bytes()[: len(often)])
+    return "", Counter(tokens=len(tokens), documents=int(often[tok.eot_token : tok.eot_token + 1].sum()), bytes=n_bytes)
+
+
+# ----------------------------------------------------------------------------------------------- text and tokenizers
 
 
 def documents(text: str) -> list[str]:
@@ -352,6 +459,14 @@ def prepare_text(text_file: str, tokenizer: str, vocab_size: int, cache: Path) -
     shutil.rmtree(directory, ignore_errors=True)
     write_atomically(directory, fill)
     return directory
+
+
+def npy_header(n: int, dtype: np.dtype) -> bytes:
+    """What np.save writes before the data of an array (n,); as long for every n."""
+    header = io.BytesIO()
+    fields = dict(descr=np.lib.format.dtype_to_descr(dtype), fortran_order=False, shape=(n,))
+    np.lib.format.write_array_header_1_0(header, fields)
+    return header.getvalue()
 
 
 def shard_dtype(n_vocab: int) -> type:
