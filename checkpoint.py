@@ -65,6 +65,14 @@ def newest_sound(run_dir: Path, before: float = math.inf) -> Path | None:
     return None
 
 
+def remove_after(checkpoint: Path) -> None:
+    """Remove the checkpoints of a run that are newer than this one, newest first."""
+    for _, path in reversed(checkpoint_steps(checkpoint.parent)):
+        if path == checkpoint:
+            return
+        shutil.rmtree(path)
+
+
 class CheckpointWriter:
     """Writes the checkpoints of one run in the background, one at a time, and removes old ones.
 

@@ -5,6 +5,7 @@
 - `Runtime.setup(...)` decides device, dtype, torch.compile and distributed, and says why
 - `write_atomically(path, fill)` makes a directory that appears whole or not at all; `sha256`, `flush`
 - `peak_flops(name)` knows the dense 16-bit peak of common GPUs, for MFU
+- `StopSignals` and `SpikeDetector` notice what a training loop has to react to
 - `RunLog` is what a run tells: log.jsonl, samples.txt, learning_curve.png, tensorboard or wandb
 
 This file knows nothing of models, data or checkpoints.
@@ -21,6 +22,7 @@ import shutil
 import signal
 import statistics
 import sys
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -297,6 +299,76 @@ def _choose_compile(compile: str, device) -> tuple[bool, str]:
         # on a CPU it costs half a minute and gains little over bf16; on MPS it has given NaN (pytorch 171764)
         return device.type == "cuda" and compiler is not None, "compile " + ("on" if device.type == "cuda" else "off")
     return compile == "on", f"compile {compile}"
+
+
+class StopSignals:
+    """Turns SIGINT and SIGTERM into a flag that is read once per step; a second SIGINT ends the process at once."""
+
+    def __enter__(self):
+        self.signum = 0
+        self._before = {s: signal.signal(s, self._remember) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def _remember(self, signum, frame) -> None:
+        self.signum = signum
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def __exit__(self, *exc) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+
+
+class SpikeDetector:
+    """Notices a loss that has jumped: PATIENCE steps in a row that lie `threshold` above the median of the good ones.
+
+    One such step alone is an odd batch, and passes by itself. Nothing is a spike while the median rests on fewer than
+    MIN_LOSSES losses, or with a threshold of 0.
+    """
+
+    WINDOW, MIN_LOSSES, PATIENCE, MAX_RETURNS = 100, 20, 3, 3
+
+    def __init__(self, threshold: float):
+        self.threshold = threshold
+        self.losses: deque[float] = deque(maxlen=self.WINDOW)
+        self.high = 0  # steps in a row
+        self.returns: Counter[Path] = Counter()
+
+    def median(self) -> float:
+        return statistics.median(self.losses)
+
+    def add(self, loss: float) -> bool:
+        """Take note of a step's loss; True for a spike."""
+        if 0 < self.threshold and self.MIN_LOSSES <= len(self.losses) and loss > self.median() + self.threshold:
+            self.high += 1
+        else:
+            self.high = 0
+            self.losses.append(loss)
+        return self.high >= self.PATIENCE
+
+    def suspect(self, step: int) -> int:
+        """The first step that may have spoilt the weights, if the spike was noticed at `step`: the one before it."""
+        return step - self.PATIENCE
+
+    def accept(self) -> None:
+        """Let the high losses be the normal ones from here on."""
+        self.losses.clear()
+        self.high = 0
+
+    def count(self, checkpoint: Path) -> None:
+        """Raises UserError for one return too many to the same checkpoint: other data then does not help."""
+        self.returns[checkpoint] += 1
+        if self.returns[checkpoint] > self.MAX_RETURNS:
+            raise UserError(
+                f"the loss jumps again after {self.MAX_RETURNS} returns to {checkpoint}, each with other data; lower "
+                "--max_lr and --resume, or accept the jump with --spike_threshold 0"
+            )
+
+    def state_dict(self) -> dict:
+        return dict(losses=list(self.losses), high=self.high)
+
+    def load_state_dict(self, state: dict) -> None:
+        self.losses = deque(state["losses"], maxlen=self.WINDOW)
+        self.high = state["high"]
 
 
 class RunLog:

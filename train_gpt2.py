@@ -11,6 +11,7 @@ transformers opens as they are. Data, checkpoints and the machine are the busine
 runtime.py.
 """
 
+import inspect
 import json
 import math
 import shlex
@@ -20,10 +21,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
+import torch.utils.checkpoint
 from tqdm import tqdm
 
 from checkpoint import (
@@ -32,6 +35,7 @@ from checkpoint import (
     load_model,
     load_train_state,
     newest_sound,
+    remove_after,
     snapshot,
 )
 from data import (
@@ -45,7 +49,7 @@ from data import (
     validation_batches,
 )
 from model import GPT, GPTConfig
-from runtime import RunLog, Runtime, Stopped, UserError, parse_args, script
+from runtime import RunLog, Runtime, SpikeDetector, Stopped, StopSignals, UserError, parse_args, script
 
 
 @dataclass
@@ -68,6 +72,8 @@ class Config:
     # batch and schedule
     total_batch_size: int = 524_288  # tokens per optimizer step, over all ranks and micro-steps
     micro_batch_size: int = 0  # sequences per forward pass and rank; 0 finds the largest that fits
+    batch_ramp: int = 0  # tokens over which the batch grows linearly to its full size (Brown et al. 2020); 0 for none
+    batch_ramp_from: int = 32_768  # tokens per optimizer step where that starts
     max_steps: int = 19_073  # optimizer steps: one epoch of 10B tokens
     warmup_steps: int = 715  # linear warmup: 375M tokens, as GPT-3
     max_lr: float = 6e-4  # peak learning rate
@@ -83,6 +89,7 @@ class Config:
     eps: float = 1e-8  # AdamW
     grad_clip: float = 1.0  # largest gradient norm; 0 for no clipping
     max_bad_steps: int = 20  # stop after this many steps in a row without a finite gradient
+    spike_threshold: float = 1.0  # a loss this far above its running median goes back to a checkpoint; 0 for never
     seed: int = 1337  # of weights, data order and samples
     shuffle: bool = True  # permute the windows of every epoch; off is file order
     # along the way, in steps; 0 is never
@@ -98,6 +105,8 @@ class Config:
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: cuda, else mps, else cpu
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of matrix products; weights stay fp32
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: on a GPU
+    shard: Literal["none", "optimizer"] = "none"  # optimizer: divide the optimizer's state over the ranks (ZeRO-1)
+    activation_checkpointing: bool = False  # recompute activations: memory for a third more time
     report_to: Literal["none", "tensorboard", "wandb"] = "none"  # besides log.jsonl
 
 
@@ -127,22 +136,25 @@ def main() -> None:
     model = build_model(config, checkpoint, tokenizer).to(rt.device)
     rt.print(f"{recipe}: {model.num_params():,} parameters on {rt.why}")
 
+    if config.activation_checkpointing:
+        checkpoint_activations(model)
     forward = wrap(model, rt)
     optimizers = model.configure_optimizers(
         config.weight_decay, config.max_lr, (config.beta1, config.beta2), config.eps, config.optimizer, config.muon_lr
     )
+    optimizers = shard_optimizers(optimizers, rt) if config.shard == "optimizer" else optimizers
     config.micro_batch_size = config.micro_batch_size or find_micro_batch_size(forward, config, rt)
     rows = config.total_batch_size // config.sequence_length  # sequences per step
     batches = Batches(train_stream, config.sequence_length, config.seed, config.shuffle, rt.rank, rt.world_size)
-    passes = config.max_steps * rows / batches.windows
+    plan = batch_plan(config)
+    passes = plan(config.max_steps)[0] / batches.windows
     rt.print(
         f"data: {len(train_stream):,} training tokens, read {passes:.2g} times; {len(val_stream):,} validation tokens; "
         f"{rows} sequences a step, {config.micro_batch_size} at a time on each of {rt.world_size} ranks"
     )
 
     def steps_from(step: int) -> Iterator:
-        plan = lambda s: (s * rows, rows)  # noqa: E731
-        return training_batches(batches, plan, step, config.max_steps, config.micro_batch_size)
+        return training_batches(batches, plan, step, step + config.max_steps, config.micro_batch_size)
 
     token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(rt.device)
 
@@ -158,7 +170,9 @@ def main() -> None:
         copy = model_copy(model)
         return lambda path: save_model(path, copy, tokenizer)
 
-    train(config, rt, log, model, forward, optimizers, steps_from, evaluations, checkpoint, save)
+    train(
+        config, rt, log, model, forward, optimizers, steps_from, evaluations, checkpoint, save, config.spike_threshold
+    )
     if rt.is_main:
         finish(recipe, config, rt, log, model, tokenizer)
 
@@ -177,6 +191,7 @@ def train(
     evaluations: Callable[[int], Iterator[dict]],
     checkpoint: Path | None,
     save: Callable,
+    spike_threshold: float = 0.0,
 ) -> None:
     """Optimizer steps until `config.max_steps`; pretraining and finetuning both run through here.
 
@@ -184,76 +199,126 @@ def train(
     targets. `evaluations(step)` yields the log records that are due after a step. `save()` copies the model of this
     moment and returns a function that writes the copy into a directory; it runs in another thread while the next
     gradients are computed, so that it may read the model only. `checkpoint` is one to go on from.
+    Every rank comes to the same decisions, because they rest on sums over the ranks alone.
     Raises Stopped after a signal, and UserError after too many bad steps, each with a checkpoint on the disk.
     """
     scaler = torch.amp.GradScaler(rt.device.type, enabled=rt.dtype == torch.float16)
+    spikes = SpikeDetector(spike_threshold)
     writer = CheckpointWriter(Path(config.out_dir), config.keep_checkpoints)
-    start = resume(checkpoint, optimizers, scaler, rt) if checkpoint else 0
-    log.open(start)
+    # the loader's step is ahead of the optimizers' by the steps whose data was left out
+    step, loader = resume(checkpoint, optimizers, scaler, spikes, rt) if checkpoint else (0, 0)
+    log.open(step)
     flops_per_token = model.estimate_flops(config.sequence_length)
-    batches = prefetch(steps_from(start), rt.device)
-    bad_steps, val_loss, saved = 0, None, start if checkpoint else -1
+    batches = prefetch(steps_from(loader), rt.device)
+    bad_steps, val_loss, saved = 0, None, step if checkpoint else -1
 
-    def save_checkpoint(step: int) -> None:
+    def save_checkpoint() -> None:
         nonlocal saved
-        if rt.is_main and step != saved:
+        if step != saved:
+            state = training_state(step, loader, optimizers, scaler, spikes, config, rt)
             metrics = {} if val_loss is None else {"val_loss": val_loss}
-            writer.save(step, save, training_state(step, optimizers, scaler, config), metrics, announce=rt.print)
+            if rt.is_main:
+                writer.save(step, save, state, metrics, announce=rt.print)
             saved = step
 
-    with StopSignals() as signals, progress_bar(start, config.max_steps, rt) as bar:
-        for step, batch in enumerate(batches, start=start + 1):
+    with StopSignals() as signals, progress_bar(step, config.max_steps, rt) as bar:
+        while step < config.max_steps:
+            step, loader, batch = step + 1, loader + 1, next(batches)
             began = time.perf_counter()
+            torch.manual_seed(config.seed + step * rt.world_size + rt.rank)  # other dropout on each rank, known by step
             lr = set_learning_rates(optimizers, step, config)
-            # the loss is a mean over the targets of the whole step, however they are spread over ranks and micro-steps
-            n_targets = rt.sum(sum((micro[1] >= 0).sum() for micro in batch)) / rt.world_size
-            loss = torch.zeros((), device=rt.device)
-            for i, micro in enumerate(batch):
-                if rt.world_size > 1:  # exchange gradients in the last backward pass only; set before the forward pass
-                    forward.require_backward_grad_sync = i == len(batch) - 1
-                with rt.autocast():
-                    _, micro_loss = forward(*micro, n_targets=n_targets)
-                scaler.scale(micro_loss).backward()
-                loss += micro_loss.detach()
+            n_targets, n_tokens = count(batch, rt)
+            loss = backward(forward, batch, n_targets, scaler, rt)
             for optimizer in optimizers:
                 scaler.unscale_(optimizer)
             params = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
             grad_norm = torch.nn.utils.clip_grad_norm_(params, config.grad_clip or math.inf)
-            loss, stop = (rt.sum(torch.stack([loss, signals.flag(rt.device)])) / rt.world_size).tolist()
-            good = math.isfinite(loss) and math.isfinite(grad_norm := grad_norm.item())
+            stop = loss.new_tensor(signals.signum != 0 or writer.failed)
+            loss, grad_norm, stop = (rt.sum(torch.stack([loss, grad_norm, stop])) / rt.world_size).tolist()
+            good = math.isfinite(loss) and math.isfinite(grad_norm)
             writer.wait_for_copy()
             for optimizer in optimizers:
                 if good:
-                    scaler.step(optimizer)
+                    with rt.autocast():  # tells Muon the precision of its matrix products
+                        scaler.step(optimizer)
                 optimizer.zero_grad(set_to_none=True)
-            scaler.update()
+            scaler.update(None if good else scaler.get_scale() / 2)
 
             rt.synchronize()
             dt = time.perf_counter() - began
-            tokens_per_sec = config.total_batch_size / dt
+            tokens_per_sec = n_tokens.item() / dt
             mfu = tokens_per_sec * flops_per_token / peak if (peak := log.peak_flops) else None
             log.step(step, loss, lr, grad_norm, dt, tokens_per_sec, mfu, skipped=not good)
             bar.set_postfix_str(f"loss {loss:.3f}, {tokens_per_sec:,.0f} tok/s" + (f", MFU {mfu:.0%}" if mfu else ""))
-            bar.update()
+            bar.update(step - bar.n)
 
             bad_steps = 0 if good else bad_steps + 1
             if bad_steps >= config.max_bad_steps:
                 writer.wait()
                 raise UserError(
                     f"no finite loss or gradient in {bad_steps} steps, up to step {step}; the last checkpoint is "
-                    f"{newest_sound(Path(config.out_dir))}: lower --max_lr, or use --dtype float32, and --resume"
+                    f"{agree_on_checkpoint(config, rt)}: lower --max_lr, or use --dtype float32, and --resume"
                 )
+            if good and spikes.add(loss):
+                back = roll_back(step, loss, model, optimizers, scaler, spikes, writer, log, config, rt)
+                if back is not None:
+                    step = saved = back
+                    continue
             for record in evaluations(step):
                 val_loss = record["loss"] if record["kind"] == "val" else val_loss
                 log.record(step, record)
             if stop:
-                save_checkpoint(step)
-                writer.wait()
+                try:
+                    save_checkpoint()
+                    writer.wait()
+                finally:
+                    rt.barrier()  # torchrun ends every rank once one has ended
                 raise Stopped(signals.signum or signal.SIGTERM)
             if due(step, config.checkpoint_interval, config.max_steps):
-                save_checkpoint(step)
+                save_checkpoint()
     writer.wait()
     log.close()
+
+
+def count(batch: list[tuple], rt: Runtime) -> torch.Tensor:
+    """(2,) int64: the targets of a step that count, and the tokens of the rows that have any, over all ranks."""
+    scored = [micro[1] >= 0 for micro in batch]
+    return rt.sum(sum(torch.stack([s.sum(), s.any(dim=1).sum() * s.size(1)]) for s in scored))
+
+
+def backward(forward: Callable, batch: list[tuple], n_targets: torch.Tensor, scaler, rt: Runtime) -> torch.Tensor:
+    """Gradients of the mean over a step's `n_targets`, however they are spread over ranks and micro-batches.
+
+    Returns this rank's loss, whose mean over the ranks is the step's: DDP takes means as well.
+    """
+    loss = torch.zeros((), device=rt.device)
+    for i, micro in enumerate(batch):
+        if rt.world_size > 1:  # exchange gradients in the last backward pass only; set before the forward pass
+            forward.require_backward_grad_sync = i == len(batch) - 1
+        with rt.autocast():
+            _, micro_loss = forward(*micro, n_targets=n_targets / rt.world_size)
+        scaler.scale(micro_loss).backward()
+        loss += micro_loss.detach()
+    return loss
+
+
+def batch_plan(config: Config) -> Callable[[int], tuple[int, int]]:
+    """plan(step): the position and the size of a step's global batch, in sequences, for any number of ranks.
+
+    During the ramp the size is a line in the tokens seen so far, in multiples of its first value.
+    """
+    full, ramp = config.total_batch_size // config.sequence_length, config.batch_ramp // config.sequence_length
+    first = min(max(config.batch_ramp_from // config.sequence_length, 1), full)
+    starts, sizes = [0], []
+    while starts[-1] < ramp:
+        sizes.append((first + (full - first) * starts[-1] // ramp) // first * first)
+        starts.append(starts[-1] + sizes[-1])
+
+    def plan(step: int) -> tuple[int, int]:
+        past = step - len(sizes)
+        return (starts[step], sizes[step]) if past < 0 else (starts[-1] + past * full, full)
+
+    return plan
 
 
 def due(step: int, interval: int, max_steps: int) -> bool:
@@ -282,17 +347,24 @@ def set_learning_rates(optimizers: list, step: int, config) -> float:
     return lr
 
 
-def training_state(step: int, optimizers: list, scaler, config) -> dict:
-    """All that the next step depends on, besides the weights; the data order follows from the step."""
+def training_state(step: int, loader: int, optimizers: list, scaler, spikes, config, rt: Runtime) -> dict:
+    """All that the next step depends on, besides the weights; the data order follows from the loader's step.
+
+    Every rank takes part, because sharded optimizers are put together; the result is the first one's.
+    """
     rng = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         rng["cuda"] = torch.cuda.get_rng_state()
-    states = [optimizer.state_dict() for optimizer in optimizers]
-    return dict(step=step, optimizers=states, scaler=scaler.state_dict(), rng=rng, loader=step, config=asdict(config))
+    for optimizer in optimizers:
+        if hasattr(optimizer, "consolidate_state_dict"):
+            optimizer.consolidate_state_dict(to=0)
+    states = [optimizer.state_dict() for optimizer in optimizers] if rt.is_main else []
+    return dict(step=step, loader=loader, optimizers=states, scaler=scaler.state_dict(), spikes=spikes.state_dict(),
+                rng=rng, config=asdict(config))  # fmt: skip
 
 
-def resume(checkpoint: Path, optimizers: list, scaler, rt: Runtime) -> int:
-    """Put optimizers, scaler and random numbers where they were; returns the step."""
+def resume(checkpoint: Path, optimizers: list, scaler, spikes, rt: Runtime) -> tuple[int, int]:
+    """Put optimizers, scaler and random numbers where they were; returns the step and that of the loader."""
     state = load_train_state(checkpoint)
     if len(state["optimizers"]) != len(optimizers):
         raise UserError(
@@ -304,28 +376,46 @@ def resume(checkpoint: Path, optimizers: list, scaler, rt: Runtime) -> int:
     torch.set_rng_state(state["rng"]["cpu"])
     if rt.device.type == "cuda" and "cuda" in state["rng"]:
         torch.cuda.set_rng_state(state["rng"]["cuda"])
+    spikes.load_state_dict(state["spikes"])
     rt.print(f"resuming from {checkpoint}")
-    return state["step"]
+    return state["step"], state["loader"]
 
 
-class StopSignals:
-    """Turns SIGINT and SIGTERM into a flag that is read once per step; a second SIGINT ends the process at once."""
+def agree_on_checkpoint(config, rt: Runtime, before: float = math.inf) -> Path | None:
+    """The newest sound checkpoint, which the first rank chooses for all. Raises UserError if others cannot see it."""
+    path = newest_sound(Path(config.out_dir), before) if rt.is_main else None
+    step = int(rt.sum(torch.tensor(int(path.name.removeprefix("step_")) if path else 0, device=rt.device)))
+    path = Path(config.out_dir) / f"step_{step:06d}" if step else None
+    seeing = int(rt.sum(torch.tensor(int(path is None or path.is_dir()), device=rt.device)))
+    if seeing < rt.world_size:
+        raise UserError(f"{path} is seen by {seeing} of {rt.world_size} ranks; put --out_dir where all nodes see it")
+    return path
 
-    def __enter__(self):
-        self.signum = 0
-        self._before = {s: signal.signal(s, self._remember) for s in (signal.SIGINT, signal.SIGTERM)}
-        return self
 
-    def _remember(self, signum, frame) -> None:
-        self.signum = signum
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+def roll_back(
+    step: int, loss: float, model: GPT, optimizers: list, scaler, spikes, writer, log: RunLog, config, rt: Runtime
+) -> int | None:
+    """After a spike: put everything where it was at the newest checkpoint from before it, and return its step.
 
-    def flag(self, device) -> torch.Tensor:
-        return torch.tensor(float(self.signum != 0), device=device)
-
-    def __exit__(self, *exc) -> None:
-        for signum, handler in self._before.items():
-            signal.signal(signum, handler)
+    Reading goes on where it is, so that all data since then is left out, as in PaLM (Chowdhery et al. 2022, section
+    5.1). Returns None where there is no checkpoint yet. Raises UserError if this does not help.
+    """
+    writer.wait()
+    rt.barrier()
+    checkpoint = agree_on_checkpoint(config, rt, before=spikes.suspect(step))
+    if checkpoint is None:
+        rt.print(f"step {step}: the loss has jumped to {loss:.3f}, and there is no earlier checkpoint to go back to")
+        return spikes.accept()
+    spikes.count(checkpoint)
+    if rt.is_main:
+        remove_after(checkpoint)
+    rt.barrier()
+    median = spikes.median()
+    model.load_state_dict(load_model(str(checkpoint)).state_dict())
+    back, _ = resume(checkpoint, optimizers, scaler, spikes, rt)
+    log.open(back)
+    log.record(back, {"kind": "rollback", "from_step": step, "loss": loss, "median": median})
+    return back
 
 
 def progress_bar(start: int, max_steps: int, rt: Runtime):
@@ -387,17 +477,7 @@ def read_command_line(argv: list[str]) -> tuple[str, Config]:
 
 def check(config: Config, rt: Runtime) -> None:
     """Refuse what cannot work, before anything is written. Raises UserError."""
-    positive = (
-        "n_layer",
-        "n_head",
-        "n_embd",
-        "sequence_length",
-        "vocab_size",
-        "total_batch_size",
-        "max_steps",
-        "max_lr",
-    )
-    for name in positive:
+    for name in "n_layer n_head n_embd sequence_length vocab_size total_batch_size max_steps max_lr".split():
         if getattr(config, name) <= 0:
             raise UserError(f"--{name} must be positive, not {getattr(config, name)}")
     if config.n_embd % config.n_head:
@@ -433,7 +513,7 @@ def open_run(config: Config, rt: Runtime) -> Path | None:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         out_dir.mkdir(parents=True, exist_ok=True)
     rt.barrier()
-    checkpoint = newest_sound(out_dir) if config.resume else None
+    checkpoint = agree_on_checkpoint(config, rt) if config.resume else None
     if config.resume and checkpoint is None and checkpoint_steps(out_dir):
         raise UserError(f"no checkpoint of {out_dir} is undamaged; --overwrite starts again")
     if rt.is_main:
@@ -497,6 +577,27 @@ def wrap(model: GPT, rt: Runtime) -> Callable:
     return forward
 
 
+def checkpoint_activations(model: GPT) -> None:
+    """Keep only the input of each block for the backward pass, which computes the rest again (Chen et al. 2016)."""
+    for block in model.transformer.h:
+        block.forward = partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)
+
+
+def shard_optimizers(optimizers: list, rt: Runtime) -> list:
+    """Optimizers that keep the state of this rank's share of the parameters only, and exchange the new parameters:
+    stage 1 of ZeRO (Rajbhandari et al. 2020). In a checkpoint the state is whole again."""
+    if rt.world_size == 1:
+        return optimizers
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def shard(optimizer):
+        known = inspect.signature(type(optimizer)).parameters
+        constants = {name: value for name, value in optimizer.defaults.items() if name in known}
+        return ZeroRedundancyOptimizer(optimizer.param_groups, type(optimizer), **constants)
+
+    return [shard(optimizer) for optimizer in optimizers]
+
+
 def find_micro_batch_size(forward, config, rt: Runtime) -> int:
     """The largest number of sequences per forward pass that fits: halved until nothing runs out of memory.
 
@@ -507,24 +608,34 @@ def find_micro_batch_size(forward, config, rt: Runtime) -> int:
     sizes = [n for n in range(min(rows, 256), 0, -1) if rows % n == 0]
     if rt.device.type == "cpu":
         return next((n for n in sizes if n * config.sequence_length <= 4096), 1)
-    rng = torch.get_rng_state()
     for size in sizes:
-        idx = torch.randint(config.vocab_size, (size, config.sequence_length), device=rt.device)
-        try:
-            with rt.autocast():
-                _, loss = forward(idx, idx)
-            loss.backward()
-            fits = 1
-        except torch.OutOfMemoryError:
-            fits = 0
-        forward.zero_grad(set_to_none=True)
-        if rt.device.type == "cuda":
-            torch.cuda.empty_cache()
-        if int(rt.sum(torch.tensor(fits, device=rt.device))) == rt.world_size:
-            torch.set_rng_state(rng)
+        fits = torch.tensor(int(has_memory_for(size, forward, config, rt)), device=rt.device)
+        if int(rt.sum(fits)) == rt.world_size:
             rt.print(f"micro_batch_size {size} fits: {rt.peak_memory() / 2**30:.1f} GiB at its peak")
             return size
     raise UserError("not even one sequence fits into the memory; use a smaller model or --sequence_length")
+
+
+def has_memory_for(size: int, forward, config, rt: Runtime) -> bool:
+    """Try one forward and backward pass of `size` sequences, with the optimizer's state, which is not there yet."""
+    rng = torch.get_rng_state()
+    forward.require_backward_grad_sync = False  # of DDP: a rank that is out of memory would keep the others waiting
+    idx = torch.randint(config.vocab_size, (size, config.sequence_length), device=rt.device)
+    shares = rt.world_size if config.shard == "optimizer" else 1
+    try:
+        moments = [torch.empty(2 * p.numel() // shares, device=rt.device) for p in forward.parameters()]
+        with rt.autocast():
+            _, loss = forward(idx, idx)
+        loss.backward()
+        del loss, moments
+        return True
+    except torch.OutOfMemoryError:
+        return False
+    finally:
+        forward.zero_grad(set_to_none=True)
+        torch.set_rng_state(rng)
+        if rt.device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def model_copy(model: GPT) -> GPT:
