@@ -33,7 +33,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import cached_property, lru_cache, partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -291,13 +291,13 @@ class Corpus:
         return created
 
 
-def find_merges(chunks: dict[bytes, int], n_merges: int, tie_break: str, progress: bool) -> list[tuple[int, int]]:
-    """The first `n_merges` merges of counted chunks, or all there are, as pairs of ids; merge i makes id 256 + i.
+def find_merges(chunks: dict[bytes, int], tie_break: str) -> Iterator[tuple[int, int, int]]:
+    """Yields (id, id, count) of one merge after the other, as long as there are pairs; merge i makes id 256 + i.
 
     A heap holds (-count, order among equal counts, pair). The count of a pair can only fall once the pair is there,
     so that an entry may stay, out of date, until it reaches the top.
     """
-    corpus, merges = Corpus(chunks), []
+    corpus, new = Corpus(chunks), 256
     counts = corpus.pair_count
     order = [chr(255 - b) + "\u0100" for b in BYTE_ORDER]  # of tokens as strings: the greatest bytes come first
 
@@ -308,23 +308,19 @@ def find_merges(chunks: dict[bytes, int], n_merges: int, tie_break: str, progres
 
     heap = list(map(entry, counts))
     heapq.heapify(heap)
-    bar = tqdm(total=n_merges, desc="merge", unit="merge", disable=not progress, leave=False)
-    while heap and len(merges) < n_merges:
+    while heap:
         count, pair = -heap[0][0], heap[0][-1]
         if count != counts[pair]:
             heapq.heapreplace(heap, entry(pair)) if counts[pair] else heapq.heappop(heap)
             continue
         heapq.heappop(heap)
         a, b = pair >> PAIR_SHIFT, pair & PAIR_MASK
+        yield a, b, count
         order.append(order[a][:-1] + order[b])
-        for created in corpus.merge(pair, 256 + len(merges)):
+        for created in corpus.merge(pair, new):
             if counts[created]:
                 heapq.heappush(heap, entry(created))
-        merges.append((a, b))
-        if len(merges) % 256 == 0:
-            bar.update(256)
-    bar.close()
-    return merges
+        new += 1
 
 
 @contextlib.contextmanager
@@ -411,6 +407,7 @@ class Tokenizer:
         workers: int | None = None,
         max_chunk_bytes: int | None = None,
         progress: bool = False,
+        on_merge: Callable[[bytes, bytes, int], None] | None = None,
     ) -> "Tokenizer":
         """Learn merges from an iterable of texts, which is read once and never held as a whole.
 
@@ -418,8 +415,9 @@ class Tokenizer:
         the texts. `pattern` is "gpt2", "cl100k" (GPT-4) or a regular expression. Among pairs of equal count,
         `tie_break="lowest_id"` takes the one with the lowest ids, as the `tokenizers` library does, and
         `"greatest_bytes"` the lexicographically greatest pair of byte strings. `workers` processes count chunks (all
-        cores by default). Chunks longer than `max_chunk_bytes` are cut. A corpus that has too few pairs gives a
-        smaller vocabulary, and a warning. Raises ValueError for a vocabulary that has no room for the bytes.
+        cores by default). Chunks longer than `max_chunk_bytes` are cut. `progress` shows bars, and `on_merge` is
+        called with each merge and the count of its pair. A corpus that has too few pairs gives a smaller vocabulary,
+        and a warning. Raises ValueError for a vocabulary that has no room for the bytes.
         """
         if isinstance(texts, str | bytes):
             raise TypeError("texts must be an iterable of strings, such as [text], and not one string")
@@ -429,21 +427,25 @@ class Tokenizer:
         smallest = 256 + len(specials)
         if vocab_size < smallest:
             raise ValueError(
-                f"vocab_size {vocab_size} is too small: 256 bytes and {len(specials)} special tokens make {smallest}"
+                f"vocab_size {vocab_size} is too small: the 256 bytes and the special tokens alone are {smallest}"
             )
         pattern = cls((), pattern, specials).pattern  # every complaint before the work
         with without_gc():
             counts = count_in_parallel(texts, pattern, specials, workers or cpu_count(), progress)
-            pairs = find_merges(encode_chunks(counts, max_chunk_bytes), vocab_size - smallest, tie_break, progress)
-        if smallest + len(pairs) < vocab_size:
+            found = islice(find_merges(encode_chunks(counts, max_chunk_bytes), tie_break), vocab_size - smallest)
+            tokens, merges = [bytes([b]) for b in BYTE_ORDER], []
+            for a, b, count in tqdm(found, "merge", vocab_size - smallest, disable=not progress, leave=False):
+                merges.append((tokens[a], tokens[b]))
+                tokens.append(tokens[a] + tokens[b])
+                if on_merge:
+                    on_merge(tokens[a], tokens[b], count)
+        if smallest + len(merges) < vocab_size:
             warnings.warn(
-                f"the corpus has no more pairs to merge: the vocabulary stops at {smallest + len(pairs)} tokens, "
+                f"the corpus has no more pairs to merge: the vocabulary stops at {smallest + len(merges)} tokens, "
                 f"short of the {vocab_size} asked for",
                 stacklevel=2,
             )
-        tokens = [bytes([b]) for b in BYTE_ORDER]
-        tokens.extend(tokens[a] + tokens[b] for a, b in pairs)
-        return cls([(tokens[a], tokens[b]) for a, b in pairs], pattern, specials)
+        return cls(merges, pattern, specials)
 
     # ---- encoding
 
@@ -811,6 +813,12 @@ TIKTOKEN_FILES = {
         "encodings/o200k_base.tiktoken": "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d",
     },
 }
+
+
+def visible(token: bytes) -> str:
+    """A token for people to read: spaces and line ends as signs, bytes that are no whole character as \\x escapes."""
+    text = token.decode("utf-8", "backslashreplace").replace(" ", "␣").replace("\n", "⏎").replace("\t", "⇥")
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def cpu_count() -> int:

@@ -1,0 +1,262 @@
+"""Train a byte-pair tokenizer and look at what it has learned.
+
+    python bpe/train.py                                               # 1024 tokens on bpe/manual.txt, a second
+    python bpe/train.py --input input.txt bpe/manual.txt --vocab_size 4096 --out out/bpe4k
+    python bpe/train.py --input "texts/*.parquet" --vocab_size 32768 --max_bytes 2_000_000_000 --out out/bpe32k
+    python bpe/train.py --input HuggingFaceFW/fineweb-edu:sample-10BT --vocab_size 50257 --max_bytes 1_000_000_000
+
+Prints merges as they are found, how well the vocabulary compresses text that it has not seen, and its longest tokens.
+Writes OUT: tokenizer.json, tokenizer.tiktoken and tokenizer_config.json, for `--tokenizer OUT` of the other scripts
+and for transformers.AutoTokenizer. The algorithm is in tokenizer.py; this file only reads, reports and saves.
+"""
+
+import glob
+import itertools
+import json
+import os
+import re
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bpe.tokenizer import BLOCK, ENDOFTEXT, Tokenizer, visible
+from runtime import UserError, parse_args, script
+
+
+@dataclass
+class Config:
+    input: tuple[str, ...] = ()  # files (.txt, .parquet, .jsonl), globs, directories, hub data sets; bpe/manual.txt
+    text_field: str = "text"  # the column or key of the text, in .parquet, .jsonl and hub data sets
+    max_bytes: int = 0  # stop reading after so many bytes of text; 0 for all
+    errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: an error, or U+FFFD
+    vocab_size: int = 1024  # 256 bytes, the merges and the special tokens
+    pattern: str = "gpt2"  # how text is split before: gpt2, cl100k (GPT-4), or a regular expression
+    special_tokens: tuple[str, ...] = (ENDOFTEXT,)  # they get the last ids and take no part in merges
+    tie_break: Literal["lowest_id", "greatest_bytes"] = "lowest_id"  # which of two pairs of equal count is merged
+    max_chunk_bytes: int = 0  # cut longer chunks, for text without spaces; 0 for never
+    workers: int = 0  # processes that count; 0 for one a core
+    show: int = 40  # merges to print: the first ones, then fewer and fewer
+    out: str = "out/bpe"  # directory of the tokenizer
+
+
+HELD_OUT = 2**20  # characters that are kept for measuring, at most
+
+
+# ---- reading
+
+
+def read_texts(config: Config) -> Iterator[str]:
+    """All texts of all inputs; a .txt file comes in blocks of whole lines. Raises UserError."""
+    for source in config.input or (str(Path(__file__).with_name("manual.txt")),):
+        for path in find_files(source):
+            if path.suffix == ".parquet":
+                yield from read_parquet(path, config.text_field)
+            elif path.suffix == ".jsonl":
+                yield from read_jsonl(path, config.text_field, config.errors)
+            else:
+                yield from read_lines(path, config.errors)
+        if is_hub_id(source):
+            yield from read_hub(source, config.text_field)
+
+
+def find_files(source: str) -> list[Path]:
+    path = Path(source)
+    if path.is_dir():
+        files = sorted(p for p in path.rglob("*") if p.suffix in (".txt", ".parquet", ".jsonl"))
+    else:
+        files = [path] if path.exists() else sorted(Path(p) for p in glob.glob(source, recursive=True))
+    if not files and not is_hub_id(source):
+        raise UserError(
+            f"--input {source}: no such file; give .txt, .parquet or .jsonl files, or OWNER/NAME of the hub"
+        )
+    return files
+
+
+def is_hub_id(source: str) -> bool:
+    """OWNER/NAME or OWNER/NAME:CONFIG, where there is no such file."""
+    return bool(re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", source)) and not (
+        os.path.exists(source) or source.endswith((".txt", ".parquet", ".jsonl"))
+    )
+
+
+def read_lines(path: Path, errors: str) -> Iterator[str]:
+    start = 0
+    with open(path, "rb") as f:
+        while lines := f.readlines(BLOCK):
+            block = b"".join(lines)
+            try:
+                yield block.decode("utf-8", errors)
+            except UnicodeDecodeError as e:
+                at = start + e.start
+                raise UserError(
+                    f"{path} is not UTF-8 at byte {at}; convert it, as with iconv -t UTF-8, or use --errors replace"
+                ) from None
+            start += len(block)
+
+
+def read_parquet(path: Path, text_field: str) -> Iterator[str]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            if text_field not in file.schema_arrow.names:
+                names = ", ".join(file.schema_arrow.names)
+                raise UserError(f"{path} has no column {text_field!r}; choose --text_field from {names}")
+            for batch in file.iter_batches(batch_size=1000, columns=[text_field]):
+                yield from filter(None, batch.column(0).to_pylist())
+    except pyarrow.ArrowException as e:
+        raise UserError(f"cannot read {path}: {e}; is it a whole Parquet file?") from None
+
+
+def read_jsonl(path: Path, text_field: str, errors: str) -> Iterator[str]:
+    lines = (block.removesuffix("\n").split("\n") for block in read_lines(path, errors))
+    for n, line in enumerate(itertools.chain.from_iterable(lines), 1):
+        try:
+            if line.strip():
+                yield json.loads(line)[text_field]
+        except (ValueError, KeyError, TypeError) as e:
+            reason = f"no {e}" if isinstance(e, KeyError) else e
+            raise UserError(f"{path}, line {n}: {reason}; every line must be an object with {text_field!r}") from None
+
+
+def read_hub(source: str, text_field: str) -> Iterator[str]:
+    from datasets import load_dataset
+
+    name, _, subset = source.partition(":")
+    try:
+        rows = load_dataset(name, subset or None, split="train", streaming=True)
+        for row in rows:
+            yield row[text_field]
+    except Exception as e:  # of the network, of the hub, of the data set
+        reason = f"{type(e).__name__}: {e}".splitlines()[0]
+        raise UserError(
+            f"--input {source}: there is no such file, and the hub gives no such data set ({reason}); check the name, "
+            "the network and --text_field"
+        ) from None
+
+
+def limit(texts: Iterator[str], max_bytes: int) -> Iterator[str]:
+    """Texts up to `max_bytes` bytes in all, the last one cut; 0 for all."""
+    left = max_bytes or sys.maxsize
+    for text in texts:
+        data = text.encode("utf-8", "replace")
+        yield text if len(data) <= left else data[:left].decode("utf-8", "ignore")
+        left -= len(data)
+        if left <= 0:
+            return
+
+
+class Split:
+    """Passes texts on for training, and keeps up to HELD_OUT characters in `held_out`: every tenth text, or the last
+    tenth of each when there are fewer than ten."""
+
+    def __init__(self, texts: Iterator[str]):
+        self.texts, self.held_out, self.train_bytes = texts, [], 0
+
+    def __iter__(self) -> Iterator[str]:
+        first = list(itertools.islice(self.texts, 10))
+        if not any(first):
+            raise UserError("the input holds no text; give --input something to learn from")
+        for text in self.end_of_each(first) if len(first) < 10 else self.every_tenth(first):
+            self.train_bytes += len(text.encode("utf-8", "replace"))
+            yield text
+
+    def end_of_each(self, texts: list[str]) -> Iterator[str]:
+        for text in texts:
+            cut = max(len(text) - HELD_OUT // len(texts), len(text) * 9 // 10)
+            cut = text.find("\n", cut) + 1 or cut
+            self.held_out.append(text[cut:])
+            yield text[:cut]
+
+    def every_tenth(self, first: list[str]) -> Iterator[str]:
+        size = 0
+        for n, text in enumerate(itertools.chain(first, self.texts)):
+            if n % 10 == 9 and size < HELD_OUT:
+                self.held_out.append(text)
+                size += len(text)
+            else:
+                yield text
+
+
+# ---- reporting
+
+
+class MergePrinter:
+    """Prints about `show` merges as they are found: half of them one after the other, then with growing gaps."""
+
+    def __init__(self, n_merges: int, show: int):
+        self.n, first = 0, (show + 1) // 2
+        rest = show - first
+        steps = (first * (max(n_merges, 1) / max(first, 1)) ** (k / max(rest, 1)) for k in range(1, rest + 1))
+        self.chosen = set(range(1, first + 1)) | set(map(round, steps))
+
+    def __call__(self, a: bytes, b: bytes, count: int) -> None:
+        from tqdm import tqdm
+
+        if self.n == 0:
+            tqdm.write("  merge       count     the most frequent pair of neighbours  →  a new token")
+        self.n += 1
+        if self.n in self.chosen:
+            tqdm.write(f"{self.n:>7,}  {count:>10,} x   {visible(a)} + {visible(b)}  →  {visible(a + b)}")
+
+
+def compression(tok: Tokenizer, texts: list[str]) -> Iterator[tuple[int, float, float]]:
+    """(vocabulary size, bytes a token, characters a token) of the first merges of `tok`, in doubling numbers."""
+    n_bytes, n_chars = sum(len(t.encode("utf-8", "replace")) for t in texts), sum(map(len, texts))
+    sizes = [256 * 2**n for n in range(20) if 256 * 2**n < 256 + len(tok.merges)]
+    for size in [*sizes, 256 + len(tok.merges)]:
+        part = Tokenizer(tok.merges[: size - 256], tok.pattern, special_tokens=())
+        n_tokens = sum(len(part.encode_ordinary(text)) for text in texts)
+        yield size, n_bytes / n_tokens, n_chars / n_tokens
+
+
+def report(tok: Tokenizer, held_out: list[str]) -> None:
+    if any(held_out):
+        print(f"\ncompression of {sum(map(len, held_out)):,} characters that were held out")
+        print(" vocabulary  bytes/token  characters/token")
+        for size, bytes_per_token, chars_per_token in compression(tok, held_out):
+            print(f"{size:>11,}  {bytes_per_token:>11.2f}  {chars_per_token:>16.2f}")
+    tokens = sorted((a + b for a, b in tok.merges), key=lambda token: (-len(token), token))
+    print("\nlongest tokens\n  " + "  ".join(map(visible, tokens[:20])))
+
+
+def main() -> None:
+    config = parse_args(Config, description=__doc__)
+    sys.stdout.reconfigure(errors="replace")  # a terminal that has no Chinese still shows the rest
+    texts = Split(limit(read_texts(config), config.max_bytes))
+    began = time.perf_counter()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            tok = Tokenizer.train(
+                texts,
+                config.vocab_size,
+                config.pattern,
+                config.special_tokens,
+                config.tie_break,
+                workers=config.workers or None,
+                max_chunk_bytes=config.max_chunk_bytes or None,
+                progress=sys.stderr.isatty(),
+                on_merge=MergePrinter(config.vocab_size - 256 - len(config.special_tokens), config.show),
+            )
+        except ValueError as e:
+            raise UserError(f"{e}; see --help") from None
+    seconds = time.perf_counter() - began
+    for warning in caught:
+        print(f"note: {warning.message}")
+    print(f"\n{len(tok):,} tokens from {texts.train_bytes:,} bytes in {seconds:.2f} s")
+    report(tok, texts.held_out)
+    tok.save(config.out)
+    print(f"\nwrote {config.out}: tokenizer.json, tokenizer.tiktoken, tokenizer_config.json")
+    print(f"next: python bpe/try_tokenizer.py --tokenizer {config.out}")
+
+
+if __name__ == "__main__":
+    script(main)
