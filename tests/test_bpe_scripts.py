@@ -1,0 +1,264 @@
+"""bpe/train.py, bpe/try_tokenizer.py and bpe/README.md as a reader meets them."""
+
+import contextlib
+import io
+import json
+import re
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import tiktoken
+from PIL import Image
+from transformers import AutoTokenizer
+
+from bpe import train, try_tokenizer
+from bpe.tokenizer import Tokenizer, visible
+from tests.helpers import ROOT, assert_user_error, environment, run_inline, succeed
+
+MANUAL = (ROOT / "bpe/manual.txt").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def run_train(tmp_path, capsys, monkeypatch):
+    """bpe/train.py in this process: run_train("--input", file, ...); the tokenizer goes to tmp_path / "out"."""
+    return lambda *argv: run_inline(train.main, ["--out", tmp_path / "out", *argv], capsys, monkeypatch)
+
+
+@pytest.fixture
+def run_try(tmp_path, capsys, monkeypatch):
+    return lambda *argv: run_inline(try_tokenizer.main, argv, capsys, monkeypatch)
+
+
+def has_gpt2() -> bool:
+    try:
+        return bool(tiktoken.get_encoding("gpt2"))
+    except Exception:
+        return False
+
+
+needs_gpt2 = pytest.mark.skipif(not has_gpt2(), reason="needs the GPT-2 vocabulary in tiktoken's cache")
+
+
+# ---- the corpus
+
+
+def test_the_chinese_corpus_is_long_and_does_not_repeat_itself():
+    paragraphs = [line for line in MANUAL.split("\n") if len(line) > 20]
+    assert len(MANUAL) > 20_000 and len(MANUAL.encode()) > 60_000
+    assert len(set(paragraphs)) == len(paragraphs) > 400
+    assert len(re.findall(r"[\u4e00-\u9fff]", MANUAL)) > 0.8 * len(MANUAL)
+
+
+# ---- train.py
+
+
+def test_the_default_run_as_a_user_starts_it(tmp_path):
+    """In another directory, so that nothing depends on where it is started."""
+    out = succeed("bpe/train.py", cwd=tmp_path).stdout
+    tok = Tokenizer.load(tmp_path / "out/bpe")
+    assert len(tok) == 1024 and tok.eot_token == 1023
+    printed = re.findall(r"^ *([\d,]+) +([\d,]+) x   (.*) \+ (.*)  →  (.*)$", out, re.M)
+    assert len(printed) >= 36
+    for n, _, a, b, ab in printed:
+        first, second = tok.merges[int(n.replace(",", "")) - 1]
+        assert (a, b, ab) == (visible(first), visible(second), visible(first + second))
+    counts = [int(row[1].replace(",", "")) for row in printed]
+    assert counts == sorted(counts, reverse=True)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out/bpe")("研究生")["input_ids"] == tok.encode("研究生")
+
+
+def test_compression_is_measured_on_text_that_was_held_out(run_train, tmp_path):
+    out = run_train().stdout
+    tok = Tokenizer.load(tmp_path / "out")
+    split = train.Split(iter([MANUAL]))
+    trained, held_out = "".join(split), "".join(split.held_out)
+    assert trained + held_out == MANUAL and 0.08 < len(held_out) / len(MANUAL) < 0.12
+    assert Tokenizer.train([trained], 1024).merges == tok.merges
+    n = len(tok.encode(held_out))
+    table = re.findall(r"^ +([\d,]+) +([\d.]+) +([\d.]+)$", out, re.M)
+    assert table[0][:2] == ("256", "1.00")
+    assert table[-1] == ("1,023", f"{len(held_out.encode()) / n:.2f}", f"{len(held_out) / n:.2f}")
+
+
+def test_of_many_texts_every_tenth_is_held_out(monkeypatch):
+    texts = [f"text {n}" for n in range(95)]
+    split = train.Split(iter(texts))
+    assert list(split) == [t for n, t in enumerate(texts) if n % 10 != 9] and split.held_out == texts[9::10]
+    monkeypatch.setattr(train, "HELD_OUT", 12)  # characters: reached with the second text
+    split = train.Split(iter(texts))
+    assert len(list(split)) == 93 and len(split.held_out) == 2
+
+
+def test_all_kinds_of_files_give_the_same_tokenizer(run_train, tmp_path):
+    texts = MANUAL.split("\n\n")[:200]
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    pyarrow.parquet.write_table(pyarrow.table({"body": texts, "n": range(200)}), folder / "a.parquet")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"body": t}) + "\n" for t in texts), encoding="utf-8")
+    prints = set()
+    for source in (folder, folder / "*.parquet", tmp_path / "a.jsonl"):
+        result = run_train("--input", source, "--text_field", "body", "--vocab-size", "600")
+        assert result.returncode == 0, result.stderr
+        prints.add(Tokenizer.load(tmp_path / "out").fingerprint)
+    kept = [text for n, text in enumerate(texts) if n % 10 != 9]
+    assert prints == {Tokenizer.train(kept, 600).fingerprint}
+
+
+def test_max_bytes_is_where_reading_stops(run_train, tmp_path):
+    (tmp_path / "a.txt").write_text(MANUAL, encoding="utf-8")
+    run_train("--input", tmp_path / "a.txt", "--max_bytes", "9_999", "--vocab_size", "400")
+    (tmp_path / "b.txt").write_bytes(MANUAL.encode()[:9999].decode("utf-8", "ignore").encode())
+    tok = Tokenizer.load(tmp_path / "out")
+    run_train("--input", tmp_path / "b.txt", "--vocab_size", "400")
+    assert Tokenizer.load(tmp_path / "out").fingerprint == tok.fingerprint
+
+
+def test_a_corpus_that_is_too_small_ends_well_and_says_so(run_train, tmp_path):
+    (tmp_path / "a.txt").write_text("a small corpus\n")
+    result = run_train("--input", tmp_path / "a.txt", "--vocab_size", "5000")
+    assert result.returncode == 0 and re.search(r"note: .* stops at \d+ tokens, short of the 5000", result.stdout)
+
+
+def test_options_reach_the_trainer(run_train, tmp_path):
+    specials = ["<|user|>", "<|end|>"]
+    run_train(
+        "--vocab_size", "500", "--pattern", "cl100k", "--tie_break", "greatest_bytes", "--special_tokens", *specials,
+        "--max_chunk_bytes", "9",
+    )  # fmt: skip
+    trained = list(train.Split(iter([MANUAL])))
+    expected = Tokenizer.train(trained, 500, "cl100k", specials, "greatest_bytes", max_chunk_bytes=9)
+    assert Tokenizer.load(tmp_path / "out").fingerprint == expected.fingerprint
+
+
+@pytest.mark.parametrize(
+    "argv, content, words",
+    [
+        (["--input", "nowhere.txt"], None, ["nowhere.txt: no such file"]),
+        (["--input", "FILE.txt"], b"", ["holds no text"]),
+        (["--input", "FILE.txt"], "研究生".encode("gb18030"), ["is not UTF-8 at byte 0", "--errors replace"]),
+        (["--input", "FILE.parquet"], b"not parquet", ["cannot read", "FILE.parquet"]),
+        (["--input", "FILE.jsonl"], b'{"text": "a"}\n{"text": \n', ["FILE.jsonl, line 2"]),
+        (["--input", "FILE.jsonl"], b'{"text": "a"}\n{"body": "b"}\n', ["line 2: no 'text'"]),
+        (["--vocab_size", "256"], None, ["vocab_size 256 is too small"]),
+        (["--pattern", "("], None, ["does not compile"]),
+        (["--vocab_sise", "300"], None, ["did you mean --vocab-size?"]),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(run_train, tmp_path, monkeypatch, argv, content, words):
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        Path(argv[-1]).write_bytes(content)
+    assert_user_error(run_train(*argv), *words)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_column_is_named_beside_those_there_are(run_train, tmp_path):
+    pyarrow.parquet.write_table(pyarrow.table({"body": ["a"], "id": [1]}), tmp_path / "a.parquet")
+    assert_user_error(run_train("--input", tmp_path / "a.parquet"), "no column 'text'", "body, id")
+
+
+def test_bytes_that_are_no_utf8_can_be_replaced(run_train, tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"valid \xff\xfe and more text " * 50)
+    assert run_train("--input", tmp_path / "a.txt", "--errors", "replace", "--vocab_size", "280").returncode == 0
+    assert Tokenizer.load(tmp_path / "out").decode([0]) == "!"
+
+
+# ---- try_tokenizer.py
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer")
+    Tokenizer.train([MANUAL], 800).save(path / "zh")
+    Tokenizer.train([(ROOT / "input.txt").read_text()[:50_000]], 800).save(path / "en")
+    return path
+
+
+def test_two_tokenizers_side_by_side(run_try, saved):
+    result = run_try("--tokenizer", saved / "zh", "--compare", saved / "en")
+    assert result.returncode == 0, result.stderr
+    for name in ("zh", "en"):
+        tok = Tokenizer.load(saved / name)
+        for text in (try_tokenizer.ENGLISH, try_tokenizer.CHINESE):
+            n = len(tok.encode(text))
+            line = f"{saved / name} (800 tokens): {n} tokens, {len(text.encode()) / n:.2f} bytes"
+            assert line in result.stdout
+    with Image.open(saved / "zh" / "tokens.png") as picture:
+        assert picture.width > 1000 and len(picture.convert("RGB").getcolors(1 << 20)) > len(try_tokenizer.COLORS)
+
+
+def test_tokens_are_shown_as_text_with_dots_for_parts_of_characters():
+    tok = Tokenizer((), special_tokens=())
+    assert try_tokenizer.split_up("x", tok, "a中\n").pieces == ["a", "·", "·", "中", "⏎"]
+    tok = Tokenizer.train([MANUAL], 800)
+    pieces = try_tokenizer.split_up("x", tok, MANUAL[:500]).pieces
+    assert "".join(p for p in pieces if p != "·") == MANUAL[:500].replace("\n", "⏎")
+
+
+def test_colour_is_for_terminals(run_try, saved):
+    argv = ["--tokenizer", saved / "zh", "--compare", saved / "en"]
+    assert "\x1b[" not in run_try(*argv).stdout and "\x1b[48;2;" in run_try(*argv, "--color", "on").stdout
+
+
+def test_a_picture_without_a_chinese_font_shows_code_points(saved, monkeypatch):
+    monkeypatch.setattr(try_tokenizer, "chinese_font", lambda: None)
+    result = try_tokenizer.split_up("x", Tokenizer.load(saved / "zh"), "中a")
+    assert try_tokenizer.draw([result], saved / "points.png") is None
+    assert try_tokenizer.code_point("中") == "4e2d" and try_tokenizer.code_point("a") == "a"
+
+
+def test_pieces_are_laid_out_in_rows():
+    places, rows = try_tokenizer.lay_out(["a" * 90, "中中", "中", "b"])
+    assert places == [(0, 0), (90, 0), (94, 0), (0, 1)] and rows == 2
+
+
+def test_without_a_tokenizer_the_error_names_the_script_that_makes_one(run_try, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert_user_error(run_try(), "no tokenizer at out/bpe yet", "python bpe/train.py")
+
+
+def test_without_gpt2_the_other_tokenizer_is_still_shown(saved, tmp_path):
+    """With an empty cache and no network: a proxy that refuses every connection."""
+    env = environment(TIKTOKEN_CACHE_DIR=str(tmp_path), HTTPS_PROXY="http://127.0.0.1:9")
+    result = succeed("bpe/try_tokenizer.py", tokenizer=saved / "zh", png=tmp_path / "x.png", env=env)
+    assert "note: without GPT-2's tokenizer" in result.stdout and "800 tokens" in result.stdout
+
+
+@needs_gpt2
+def test_beside_gpt2(run_try, saved):
+    result = run_try("--tokenizer", saved / "zh")
+    assert "gpt2 (50,257 tokens): 34 tokens" in result.stdout and "of its 50,000 merges" in result.stdout
+
+
+# ---- README.md
+
+
+def run_readme(runs) -> int:
+    """Run the code of the README in one namespace and compare with what it says is printed."""
+    text, namespace, n = (ROOT / "bpe/README.md").read_text(encoding="utf-8"), {}, 0
+    for code, expected in re.findall(r"```python\n(.*?)```(?:\n```text\n(.*?)```)?", text, re.S):
+        if runs(code):
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                exec(code, namespace)
+            assert printed.getvalue() == expected
+            n += 1
+    return n
+
+
+def test_the_code_of_the_readme_that_needs_no_download(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert run_readme(lambda code: "gpt2" not in code and "pieces(" not in code) >= 3
+
+
+@needs_gpt2
+def test_the_code_of_the_readme(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert run_readme(lambda code: True) == 12
+
+
+def test_the_readme_answers_ten_questions():
+    text = (ROOT / "bpe/README.md").read_text(encoding="utf-8")
+    assert re.findall(r"^### (\d+)\. .*\?$", text, re.M) == [str(n) for n in range(1, 11)]
