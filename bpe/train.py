@@ -3,7 +3,7 @@
     python bpe/train.py                                               # 1024 tokens on bpe/manual.txt, a second
     python bpe/train.py --input input.txt bpe/manual.txt --vocab_size 4096 --out out/bpe4k
     python bpe/train.py --input "texts/*.parquet" --vocab_size 32768 --max_bytes 2_000_000_000 --out out/bpe32k
-    python bpe/train.py --input HuggingFaceFW/fineweb-edu:sample-10BT --vocab_size 50257 --max_bytes 1_000_000_000
+    python bpe/train.py --input HuggingFaceFW/fineweb-edu/sample/10BT --vocab_size 50257 --max_bytes 1_000_000_000
 
 Prints merges as they are found, how well the vocabulary compresses text that it has not seen, and its longest tokens.
 Writes OUT: tokenizer.json, tokenizer.tiktoken and tokenizer_config.json, for `--tokenizer OUT` of the other scripts
@@ -79,10 +79,11 @@ def find_files(source: str) -> list[Path]:
 
 
 def is_hub_id(source: str) -> bool:
-    """OWNER/NAME or OWNER/NAME:CONFIG, where there is no such file."""
-    return bool(re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", source)) and not (
-        os.path.exists(source) or source.endswith((".txt", ".parquet", ".jsonl"))
+    """OWNER/NAME or OWNER/NAME/FOLDER, where there is no such file."""
+    named = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)+", source) and not source.endswith(
+        (".txt", ".parquet", ".jsonl")
     )
+    return bool(named) and not os.path.exists(source)
 
 
 def read_lines(path: Path, errors: str) -> Iterator[str]:
@@ -129,10 +130,9 @@ def read_jsonl(path: Path, text_field: str, errors: str) -> Iterator[str]:
 def read_hub(source: str, text_field: str) -> Iterator[str]:
     from datasets import load_dataset
 
-    name, _, subset = source.partition(":")
+    owner, name, *folder = source.split("/")
     try:
-        rows = load_dataset(name, subset or None, split="train", streaming=True)
-        for row in rows:
+        for row in load_dataset(f"{owner}/{name}", data_dir="/".join(folder) or None, split="train", streaming=True):
             yield row[text_field]
     except Exception as e:  # of the network, of the hub, of the data set
         reason = f"{type(e).__name__}: {e}".splitlines()[0]

@@ -165,6 +165,20 @@ def test_bytes_that_are_no_utf8_can_be_replaced(run_train, tmp_path):
     assert Tokenizer.load(tmp_path / "out").decode([0]) == "!"
 
 
+def test_a_data_set_of_the_hub_is_streamed(run_train, tmp_path, monkeypatch):
+    texts, asked = MANUAL.split("\n\n"), []
+
+    def load_dataset(*args, **kwargs):
+        asked.append((args, kwargs))
+        return ({"text": text} for text in texts)
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    run_train("--input", "owner/name/some/folder", "--max_bytes", "30_000", "--vocab_size", "400")
+    assert asked == [(("owner/name",), dict(data_dir="some/folder", split="train", streaming=True))]
+    kept = list(train.Split(train.limit(iter(texts), 30_000)))
+    assert Tokenizer.load(tmp_path / "out").fingerprint == Tokenizer.train(kept, 400).fingerprint
+
+
 # ---- try_tokenizer.py
 
 

@@ -174,7 +174,7 @@ def test_an_empty_corpus_gives_the_bytes(texts):
 
 
 def test_a_vocabulary_without_room_for_the_bytes_is_an_error():
-    with pytest.raises(ValueError, match="vocab_size 256 is too small: 256 bytes and 1 special tokens make 257"):
+    with pytest.raises(ValueError, match="vocab_size 256 is too small: .* are 257"):
         Tokenizer.train(["text"], 256)
 
 
