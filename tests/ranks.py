@@ -1,0 +1,107 @@
+"""Train several times in the process group of torchrun, for the tests; no test in itself.
+
+    torchrun --nproc_per_node=2 tests/ranks.py '[{"args": ["tiny", "--out_dir", "x"], "fault": "inf before exchange"}]'
+
+After each run it writes `ranks.json` into the run directory: a checksum of the weights of every rank. `fault` is
+something that goes wrong on the last rank, in step FAULT_STEP; `start` is a run of which a copy, up to step 10, is made
+before.
+"""
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import train_gpt2
+from checkpoint import remove_after
+from model import LinearCrossEntropy
+
+FAULT_STEP = 3
+
+
+def inf_before_exchange(steps: list):
+    """The first micro-batch has an infinite gradient, which the exchange of gradients hands to all ranks."""
+    real = LinearCrossEntropy.backward
+
+    def backward(ctx, grad):
+        grad_x, *others = real(ctx, grad)
+        if steps[-1:] == [FAULT_STEP]:
+            steps.append(None)
+            grad_x = grad_x * math.inf
+        return grad_x, *others
+
+    LinearCrossEntropy.backward = staticmethod(backward)
+    return lambda: setattr(LinearCrossEntropy, "backward", staticmethod(real))
+
+
+def inf_after_exchange(steps: list):
+    """Memory has gone wrong: this rank's own copy of a gradient is infinite, the others' are finite."""
+    real = torch.nn.utils.clip_grad_norm_
+
+    def clip_grad_norm_(params, *args):
+        if steps[-1:] == [FAULT_STEP]:
+            params[0].grad[0] = math.inf
+        return real(params, *args)
+
+    torch.nn.utils.clip_grad_norm_ = clip_grad_norm_
+    return lambda: setattr(torch.nn.utils, "clip_grad_norm_", real)
+
+
+FAULTS = {"inf before exchange": inf_before_exchange, "inf after exchange": inf_after_exchange}
+
+
+def checksum(model) -> str:
+    digest = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def copy_of_run(start: str, out_dir: Path) -> None:
+    shutil.copytree(start, out_dir)
+    remove_after(out_dir / "step_000010")
+
+
+def run(args: list[str], fault: str | None = None, start: str | None = None) -> None:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    out_dir = Path(args[args.index("--out_dir") + 1])
+    if start and rank == 0:
+        copy_of_run(start, out_dir)
+    steps, models = [], []
+    real_train, real_rates = train_gpt2.train, train_gpt2.set_learning_rates
+
+    def train(config, rt, log, model, *others):
+        models.append(model)
+        return real_train(config, rt, log, model, *others)
+
+    def set_learning_rates(optimizers, step, config):
+        steps.append(step)
+        return real_rates(optimizers, step, config)
+
+    train_gpt2.train, train_gpt2.set_learning_rates = train, set_learning_rates
+    undo = FAULTS[fault](steps) if fault and rank == world_size - 1 else lambda: None
+    if dist.is_initialized():
+        dist.barrier()
+    sys.argv = ["train_gpt2.py", *args]
+    try:
+        train_gpt2.main()
+    finally:
+        undo()
+        train_gpt2.train, train_gpt2.set_learning_rates = real_train, real_rates
+    ranks = [None] * world_size
+    dist.all_gather_object(ranks, checksum(models[0]))
+    if rank == 0:
+        (out_dir / "ranks.json").write_text(json.dumps(ranks))
+
+
+if __name__ == "__main__":
+    for job in json.loads(sys.argv[1]):
+        run(**job)
+    dist.destroy_process_group()

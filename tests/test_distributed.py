@@ -1,0 +1,273 @@
+"""Several ranks: the same losses and weights as one process, whatever their number and the interruptions."""
+
+import contextlib
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import train_gpt2
+from checkpoint import checkpoint_steps, load_train_state
+from data import Batches, TokenStream
+from model import GPT, GPTConfig
+from runtime import Runtime, UserError
+from tests.helpers import ROOT, SMALL, arguments, environment, log_of, text_file
+from tests.ranks import FAULTS, copy_of_run
+from train_gpt2 import Config, batch_plan, find_micro_batch_size
+
+# 24 sequences a step: 6, 3 and 2 micro-steps on 1, 2 and 3 ranks
+STEP = SMALL | dict(
+    optimizer="adamw",
+    total_batch_size=768,
+    micro_batch_size=4,
+    max_steps=20,
+    eval_interval=20,
+    sample_interval=0,
+    keep_checkpoints=0,
+)
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+
+def args(folder: Path, out: str, **changes) -> list[str]:
+    return ["tiny", *arguments(**{**STEP, "data": folder / "text.txt", "out_dir": folder / out, **changes})]
+
+
+def on_ranks(n: int, jobs: list[dict], timeout=240) -> None:
+    """Run jobs one after the other on n ranks; see ranks.py."""
+    command = [*TORCHRUN, "--standalone", f"--nproc_per_node={n}", str(ROOT / "tests" / "ranks.py"), json.dumps(jobs)]
+    result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=timeout)
+    assert result.returncode == 0, result.stderr[result.stderr.find("Traceback") :][:3000]
+
+
+def alone(folder: Path, out: str, **changes) -> None:
+    """One process, this one, with one thread as the ranks have."""
+    threads, argv = torch.get_num_threads(), sys.argv
+    torch.set_num_threads(1)
+    try:
+        sys.argv = ["train_gpt2.py", *args(folder, out, **changes)]
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            train_gpt2.main()
+    finally:
+        torch.set_num_threads(threads)
+        sys.argv = argv
+
+
+def loss_of(run: Path) -> dict:
+    """{(kind, step): loss} of training and validation."""
+    return {(kind, r["step"]): r["loss"] for kind in ("train", "val") for r in log_of(run, kind)}
+
+
+def same_losses(run: Path, reference: Path, rel=1e-5) -> None:
+    assert loss_of(run) == pytest.approx(loss_of(reference), rel=rel)
+
+
+def weights_of(run: Path, step: int = 20) -> dict[str, torch.Tensor]:
+    """The weights of a checkpoint by name, but for the bias of the keys: it shifts all scores of a query alike, so that
+    its gradient is zero but for rounding, and AdamW makes steps of a full learning rate out of that."""
+    state = GPT.from_pretrained(run / f"step_{step:06d}").state_dict()
+    for name in [name for name in state if name.endswith("c_attn.bias")]:
+        q, _, v = state.pop(name).chunk(3)
+        state |= {name + ".q": q, name + ".v": v}
+    return state
+
+
+def same_weights(run: Path, reference: Path, rel=1e-5) -> None:
+    ours, theirs = weights_of(run), weights_of(reference)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert (ours[name] - theirs[name]).norm() <= rel * theirs[name].norm(), name
+
+
+RUNS = {
+    "adamw": dict(optimizer="adamw"),
+    "muon": dict(optimizer="muon"),
+    "adamw-sharded": dict(optimizer="adamw", shard="optimizer"),
+    "muon-sharded": dict(optimizer="muon", shard="optimizer", activation_checkpointing=True),
+    "ramp": dict(optimizer="adamw", batch_ramp=5000, batch_ramp_from=160),  # 5 rows and more: not divisible by ranks
+}
+SOURCES = ["1-adamw", "2-adamw", "2-adamw-sharded"]
+TARGETS = {"1-plain": dict(), "2-ddp": dict(), "2-sharded": dict(shard="optimizer")}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """One process: every run of RUNS, on the same global batches as the ranks."""
+    folder = tmp_path_factory.mktemp("ranks")
+    text_file(folder / "text.txt")
+    for name in ("adamw", "muon", "ramp"):
+        alone(folder, f"1-{name}", **RUNS[name])
+    for name in ("adamw", "muon"):
+        (folder / f"1-{name}-sharded").symlink_to(folder / f"1-{name}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder):
+    def job(out: str, fault=None, start=None, **changes) -> dict:
+        return dict(args=args(folder, out, **changes), fault=fault, start=start and str(folder / start))
+
+    jobs = [job(f"2-{name}", **changes) for name, changes in RUNS.items()]
+    jobs += [job(fault, fault, max_steps=5, checkpoint_interval=1, eval_interval=0) for fault in FAULTS]
+    jobs += [
+        job(f"{source}-to-{target}", start=source, resume=True, **changes)
+        for source in SOURCES
+        for target, changes in TARGETS.items()
+        if target.startswith("2-")
+    ]
+    on_ranks(2, jobs)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def three_ranks(folder):
+    on_ranks(3, [dict(args=args(folder, f"3-{name}", **RUNS[name])) for name in ("adamw", "muon-sharded", "ramp")])
+    return folder
+
+
+# ---- one process, two and three ranks
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_ranks_train_as_one_process_does(two_ranks, name):
+    same_losses(two_ranks / f"2-{name}", two_ranks / f"1-{name}")
+    same_weights(two_ranks / f"2-{name}", two_ranks / f"1-{name}")
+    assert len(set(json.loads((two_ranks / f"2-{name}" / "ranks.json").read_text()))) == 1
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon-sharded", "ramp"])
+def test_three_ranks_train_as_one_process_does(three_ranks, name):
+    same_losses(three_ranks / f"3-{name}", three_ranks / f"1-{name}")
+    same_weights(three_ranks / f"3-{name}", three_ranks / f"1-{name}")
+    assert len(set(json.loads((three_ranks / f"3-{name}" / "ranks.json").read_text()))) == 1
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_sharded_optimizer_is_whole_in_a_checkpoint(two_ranks, name):
+    runs = [two_ranks / run / "step_000020" for run in (f"1-{name}", f"2-{name}-sharded")]
+    assert {p.name for p in runs[0].iterdir()} == {p.name for p in runs[1].iterdir()}
+    for ours, theirs in zip(*(load_train_state(path)["optimizers"] for path in runs), strict=True):
+        assert ours["param_groups"] == theirs["param_groups"] and ours["state"].keys() == theirs["state"].keys()
+        for i, state in ours["state"].items():
+            for key, value in state.items():
+                assert (value - theirs["state"][i][key]).norm() <= 1e-4 * value.norm() + 1e-9, (i, key)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("source", SOURCES)
+def test_any_checkpoint_goes_on_anywhere(two_ranks, source, target):
+    out = two_ranks / f"{source}-to-{target}"
+    if target.startswith("1-"):
+        copy_of_run(two_ranks / source, out)
+        alone(two_ranks, out.name, resume=True, **TARGETS[target])
+    same_losses(out, two_ranks / "1-adamw")
+    same_weights(out, two_ranks / "1-adamw")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", [*TARGETS, "1-compiled", "2-compiled"])
+def test_compiled_checkpoints_go_on_anywhere_and_others_in_compiled_runs(two_ranks, target):
+    changes = TARGETS.get(target, dict(compile="on"))
+    source = two_ranks / "1-compiled"
+    if not source.exists():
+        alone(two_ranks, source.name, compile="on")
+    for start in [source] if target in TARGETS else [source, *(two_ranks / name for name in SOURCES)]:
+        out = two_ranks / f"{start.name}-to-{target}"
+        if target.startswith("1-"):
+            copy_of_run(start, out)
+            alone(two_ranks, out.name, resume=True, **changes)
+        else:
+            on_ranks(2, [dict(args=args(two_ranks, out.name, resume=True, **changes), start=str(start))])
+        same_losses(out, two_ranks / "1-adamw")
+        same_weights(out, two_ranks / "1-adamw")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_infinite_gradient_on_one_rank_changes_no_weight_on_any(two_ranks, fault):
+    run = two_ranks / fault
+    files = [(path / "model.safetensors").read_bytes() for _, path in checkpoint_steps(run)]
+    assert files[0] != files[1] and files[1] == files[2] and files[2] != files[3]
+    assert [r.get("skipped", False) for r in log_of(run, "train")] == [False, False, True, False, False]
+    assert [r["skipped_steps"] for r in log_of(run, "train")] == [0, 0, 1, 1, 1]
+    assert log_of(run, "train")[2]["grad_norm"] is None
+    assert len(set(json.loads((run / "ranks.json").read_text()))) == 1
+
+
+# ---- the order of the data
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("rows", [1, 7, 24])
+def test_every_window_of_a_batch_is_scored_once_by_some_rank(tmp_path, world_size, rows):
+    np.save(tmp_path / "x_train_000000.npy", np.arange(1000, dtype=np.uint16))
+    stream = TokenStream([tmp_path / "x_train_000000.npy"], 1000)
+    found, shapes = [], []
+    for rank in range(world_size):
+        batches = Batches(stream, 10, 0, True, rank, world_size)
+        micro = list(batches.local(30, rows, 4))
+        shapes.append([tuple(idx.shape) for idx, _ in micro])
+        for idx, targets in micro:
+            found += idx[:, 0][targets[:, 0] >= 0].tolist()
+            assert ((targets == idx + 1) | (targets < 0)).all()
+    assert sorted(found) == sorted(10 * w for w in batches.global_batch(30, rows))
+    assert all(s == shapes[0] for s in shapes) and set(shapes[0]) == {(4, 10)}
+
+
+def test_the_batch_grows_as_a_line_in_the_tokens_seen():
+    config = Config(batch_ramp=2**32)  # 4B tokens, as GPT-3's smallest model
+    plan = batch_plan(config)
+    n = next(step for step in range(10**6) if plan(step)[1] == 512)
+    positions, sizes = zip(*(plan(step) for step in range(n + 3)), strict=True)
+    assert sizes[0] == 32 and sizes[-1] == 512 and all(size % 32 == 0 for size in sizes)
+    assert list(positions) == [0, *np.cumsum(sizes)[:-1]]  # nothing is left out, nothing comes twice
+    for position, size in zip(positions[:n], sizes, strict=False):
+        line = 32 + (512 - 32) * position * 1024 / 2**32
+        assert line - 32 < size <= line
+    assert positions[n] * 1024 == pytest.approx(2**32, rel=0.08)  # the last 32 come when the line is complete
+
+
+def test_without_a_ramp_every_batch_is_full():
+    assert [batch_plan(Config())(step) for step in (0, 1, 1000)] == [(0, 512), (512, 512), (512_000, 512)]
+
+
+# ---- what ranks have to agree on
+
+
+def test_the_largest_batch_that_fits_every_rank_is_taken(monkeypatch):
+    tried = []
+    monkeypatch.setattr(train_gpt2, "has_memory_for", lambda size, *_: tried.append(size) or size <= 20)
+    others = iter([True, True, False, False, True])  # of the other rank, which has less memory left
+    rt = SimpleNamespace(world_size=2, device=SimpleNamespace(type="cuda"), print=print, peak_memory=lambda: 2**30)
+    rt.sum = lambda fits: fits + next(others)
+    monkeypatch.setattr(train_gpt2.torch, "tensor", lambda x, device: x)
+    size = find_micro_batch_size(None, Config(total_batch_size=96 * 1024), rt)  # 48 sequences a rank
+    assert tried == [48, 24, 16, 12, 8] and size == 8
+
+
+def test_running_out_of_memory_is_noticed_and_leaves_nothing_behind():
+    model = GPT(GPTConfig(sequence_length=32, vocab_size=64, n_layer=1, n_head=2, n_embd=16))
+    rt = Runtime.setup("cpu", "float32")
+    config = Config(sequence_length=32, vocab_size=64)
+    before = torch.get_rng_state()
+
+    def forward(idx, targets):
+        if len(idx) > 5:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return model(idx, targets)
+
+    forward.parameters, forward.zero_grad = model.parameters, model.zero_grad
+    assert [train_gpt2.has_memory_for(size, forward, config, rt) for size in (6, 5)] == [False, True]
+    assert all(p.grad is None for p in model.parameters()) and (torch.get_rng_state() == before).all()
+
+
+def test_nodes_that_do_not_share_the_run_directory_are_told_so(tmp_path):
+    rt = SimpleNamespace(is_main=False, world_size=2, device="cpu")
+    sums = iter([500, 1])  # the first rank has found step 500, and sees it
+    rt.sum = lambda tensor: next(sums)
+    with pytest.raises(UserError, match="step_000500.*1 of 2 ranks"):
+        train_gpt2.agree_on_checkpoint(Config(out_dir=str(tmp_path)), rt)
