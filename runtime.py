@@ -11,11 +11,13 @@
 This file knows nothing of models, data or checkpoints.
 """
 
+import atexit
 import contextlib
 import errno
 import hashlib
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -44,6 +46,8 @@ def script(main: Callable[[], None]) -> None:
     """Run `main` and end the process: 0 done, 2 for bad usage or input, 128 + n after signal n."""
     try:
         main()
+        if (distributed := sys.modules.get("torch.distributed")) and distributed.is_initialized():
+            distributed.destroy_process_group()
     except UserError as e:
         fail(str(e))
     except Stopped as e:
@@ -189,7 +193,8 @@ class Runtime:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if world_size > 1 and not torch.distributed.is_initialized():
-            torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+            on_gpu = device.type == "cuda"
+            torch.distributed.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
         torch.set_float32_matmul_precision("high")  # TF32 for what is left in fp32
         if device.type == "cpu":
             _keep_freed_memory()
@@ -378,6 +383,7 @@ class RunLog:
         self.out_dir, self.rt = out_dir, rt
         self.path = out_dir / "log.jsonl"
         self.records: list[dict] = []
+        self.skipped_steps = 0
         self.peak_flops = rt.peak_flops() and rt.peak_flops() * rt.world_size
         self.tracker = open_tracker(config, rt)
 
@@ -387,6 +393,7 @@ class RunLog:
             return
         if self.path.exists():
             self.records = [record for record in read_log(self.path) if record["step"] <= step]
+        self.skipped_steps = sum("skipped" in record for record in self.records)
         text = "".join(json.dumps(record) + "\n" for record in self.records)
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text(text)
@@ -404,8 +411,13 @@ class RunLog:
             self.tracker(record)
 
     def step(self, step, loss, lr, grad_norm, dt, tokens_per_sec, mfu, skipped) -> None:
+        """Log a training step; `skipped` if it changed no weight. Numbers that are not finite become null, as JSON has
+        none of them."""
+        self.skipped_steps += skipped
+        loss, grad_norm = (x if math.isfinite(x) else None for x in (loss, grad_norm))
         record = dict(step=step, kind="train", loss=loss, lr=lr, grad_norm=grad_norm, dt_ms=round(dt * 1e3, 2),
-                      tokens_per_sec=round(tokens_per_sec, 1), mfu=mfu and round(mfu, 4))  # fmt: skip
+                      tokens_per_sec=round(tokens_per_sec, 1), mfu=mfu and round(mfu, 4),
+                      memory_gib=round(self.rt.peak_memory() / 2**30, 3), skipped_steps=self.skipped_steps)  # fmt: skip
         self._append(record | ({"skipped": True} if skipped else {}))
 
     def record(self, step: int, record: dict) -> None:
@@ -458,6 +470,7 @@ def draw_curve(records: list[dict], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     kinds = {kind: [r for r in records if r["kind"] == kind] for kind in ("train", "val", "hellaswag")}
+    kinds["train"] = [r for r in kinds["train"] if "skipped" not in r]
     if not kinds["train"]:
         return
     figure, axes = plt.subplots(
@@ -520,6 +533,7 @@ def open_tracker(config, rt: Runtime) -> Callable[[dict], None] | None:
             from torch.utils.tensorboard import SummaryWriter
 
             writer = SummaryWriter(config.out_dir)
+            atexit.register(writer.close)
             put = lambda name, value, step: writer.add_scalar(name, value, step)  # noqa: E731
         else:
             import wandb

@@ -65,7 +65,7 @@ def test_a_run_learns_and_leaves_everything_that_it_should(finished):
     run = tmp_path / "run"
     train = log_of(run, "train")
     assert [r["step"] for r in train] == list(range(1, 41))
-    assert set(train[0]) == {"step", "kind", "loss", "lr", "grad_norm", "dt_ms", "tokens_per_sec", "mfu"}
+    assert {"step", "kind", "loss", "lr", "grad_norm", "dt_ms", "tokens_per_sec", "mfu"} <= set(train[0])
     val = log_of(run, "val")
     assert [r["step"] for r in val] == [10, 20, 30, 40] and val[-1]["loss"] < train[0]["loss"] - 1
     assert json.loads((run / "config.json").read_text())["n_embd"] == 32
