@@ -158,20 +158,19 @@ class LinearCrossEntropy(torch.autograd.Function):
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
         grad_x, grad_w = [], None
         for xc, tc in zip(x.split(chunk), targets.split(chunk), strict=True):
-            logits = (xc @ weight.T).float()  # (chunk, V)
-            valid = tc >= 0
+            log_probs = F.log_softmax(xc @ weight.T, dim=-1, dtype=torch.float32)  # (chunk, V)
+            valid = (tc >= 0)[:, None]  # (chunk, 1)
             safe = tc.clamp(min=0)[:, None]
-            log_norm = torch.logsumexp(logits, dim=-1, keepdim=True)  # (chunk, 1)
-            loss = loss + torch.where(valid[:, None], log_norm - logits.gather(1, safe), 0.0).sum()
+            loss = loss - torch.where(valid, log_probs.gather(1, safe), 0.0).sum()
             if not need_grad:
                 continue
-            # d loss / d logits = softmax(logits) - one_hot(target)
-            dlogits = (logits - log_norm).exp().scatter_add(1, safe, -torch.ones_like(log_norm))
-            dlogits = (dlogits * valid[:, None]).to(weight.dtype)
-            grad_x.append(dlogits @ weight)
+            # d loss / d logits = softmax(logits) - one_hot(target), in place: passes over (chunk, V) are what costs
+            dlogits = log_probs.exp_().scatter_add_(1, safe, -torch.ones_like(safe, dtype=torch.float32))
+            dlogits = dlogits.to(weight.dtype)
+            grad_x.append((dlogits @ weight) * valid)
             if ctx.needs_input_grad[1]:
-                gw = dlogits.T @ xc
-                grad_w = gw.float() if grad_w is None else grad_w + gw
+                gw = dlogits.T @ (xc * valid)
+                grad_w = gw.float() if grad_w is None else grad_w.add_(gw)
         if need_grad:
             ctx.save_for_backward(torch.cat(grad_x), grad_w)
         return loss
@@ -245,7 +244,7 @@ class GPT(nn.Module):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weight = x.to(dtype), weight.to(dtype)
         with torch.autocast(x.device.type, enabled=False):
-            chunk = max(LOSS_CHUNK.get(x.device.type, 2**25) // weight.size(0), 512)
+            chunk = max(LOSS_CHUNK.get(x.device.type, 2**25) // weight.size(0), 256)
             return LinearCrossEntropy.apply(x, weight, targets, chunk, torch.is_grad_enabled())
 
     def num_params(self) -> int:
