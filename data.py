@@ -250,7 +250,7 @@ def prefetch(batches: Iterator, device: "torch.device", depth: int = 2) -> Itera
     """Run an iterator of lists of tensor tuples `depth` items ahead in a thread, and move them to the device.
 
     On CUDA the thread copies them through pinned memory, on a stream of its own, so that they arrive while the device
-    computes. An error of the thread is raised where its item was due.
+    computes. An error of the thread is raised where its item was due. Close the iterator if you leave it early.
     """
     import torch
 
@@ -282,7 +282,8 @@ def prefetch(batches: Iterator, device: "torch.device", depth: int = 2) -> Itera
         except BaseException as e:
             put(e)
 
-    threading.Thread(target=work, name="prefetch", daemon=True).start()
+    thread = threading.Thread(target=work, name="prefetch", daemon=True)
+    thread.start()
     try:
         while not isinstance(item := items.get(), BaseException):
             batch, copied = item
@@ -295,6 +296,7 @@ def prefetch(batches: Iterator, device: "torch.device", depth: int = 2) -> Itera
             raise item
     finally:
         stop.set()
+        thread.join()  # a thread that is inside torch when Python ends aborts the process
 
 
 def training_batches(

@@ -47,6 +47,7 @@ def script(main: Callable[[], None]) -> None:
     try:
         main()
         if (distributed := sys.modules.get("torch.distributed")) and distributed.is_initialized():
+            distributed.barrier()  # Gloo drops its last tensors in the meantime: doing so while Python ends would abort
             distributed.destroy_process_group()
     except UserError as e:
         fail(str(e))

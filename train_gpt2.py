@@ -20,6 +20,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -209,7 +210,6 @@ def train(
     step, loader = resume(checkpoint, optimizers, scaler, spikes, rt) if checkpoint else (0, 0)
     log.open(step)
     flops_per_token = model.estimate_flops(config.sequence_length)
-    batches = prefetch(steps_from(loader), rt.device)
     bad_steps, val_loss, saved = 0, None, step if checkpoint else -1
 
     def save_checkpoint() -> None:
@@ -221,7 +221,11 @@ def train(
                 writer.save(step, save, state, metrics, announce=rt.print)
             saved = step
 
-    with StopSignals() as signals, progress_bar(step, config.max_steps, rt) as bar:
+    with (
+        StopSignals() as signals,
+        progress_bar(step, config.max_steps, rt) as bar,
+        closing(prefetch(steps_from(loader), rt.device)) as batches,
+    ):
         while step < config.max_steps:
             step, loader, batch = step + 1, loader + 1, next(batches)
             began = time.perf_counter()

@@ -104,4 +104,5 @@ def run(args: list[str], fault: str | None = None, start: str | None = None) -> 
 if __name__ == "__main__":
     for job in json.loads(sys.argv[1]):
         run(**job)
+    dist.barrier()
     dist.destroy_process_group()
