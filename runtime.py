@@ -250,6 +250,18 @@ class Runtime:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
 
+    def reset_peak_memory(self) -> None:
+        """Count the peak from here on, where the system can forget the old one: CUDA and Linux."""
+        import ctypes
+
+        import torch
+
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)  # what was freed is still resident
+            Path("/proc/self/clear_refs").write_text("5")  # proc_pid_clear_refs(5)
+
     def peak_flops(self) -> float | None:
         import torch
 

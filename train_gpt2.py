@@ -155,13 +155,17 @@ def main() -> None:
     )
 
     def steps_from(step: int) -> Iterator:
-        return training_batches(batches, plan, step, step + config.max_steps, config.micro_batch_size)
+        return training_batches(batches, plan, step, sys.maxsize, config.micro_batch_size)
 
     token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(rt.device)
 
     def evaluations(step: int) -> Iterator[dict]:
         if due(step, config.eval_interval, config.max_steps):
-            yield dict(kind="val", **validate(forward, val_stream, token_bytes, config, rt))
+            limit = config.eval_steps * config.total_batch_size
+            batches = validation_batches(
+                val_stream, config.sequence_length, config.micro_batch_size, limit, rt.rank, rt.world_size
+            )
+            yield dict(kind="val", **validate(forward, batches, token_bytes, rt))
         if due(step, config.sample_interval, 0) and rt.is_main:
             yield dict(kind="sample", text=sample(model, tokenizer, config, rt, step)[0])
 
@@ -193,14 +197,15 @@ def train(
     checkpoint: Path | None,
     save: Callable,
     spike_threshold: float = 0.0,
+    flops_per_token: float | None = None,
 ) -> None:
     """Optimizer steps until `config.max_steps`; pretraining and finetuning both run through here.
 
-    `steps_from(step)` yields the micro-batches of each step, tuples of arguments for `forward`, whose second one is the
-    targets. `evaluations(step)` yields the log records that are due after a step. `save()` copies the model of this
-    moment and returns a function that writes the copy into a directory; it runs in another thread while the next
-    gradients are computed, so that it may read the model only. `checkpoint` is one to go on from.
-    Every rank comes to the same decisions, because they rest on sums over the ranks alone.
+    `steps_from(step)` yields the micro-batches of each step, without end where spikes make it skip some: tuples of
+    arguments for `forward`, whose second one is the targets. `evaluations(step)` yields the log records that are due
+    after a step. `save()` copies the model of this moment and returns a function that writes the copy into a directory;
+    it runs in another thread while the next gradients are computed, so that it may read the model only. `checkpoint`
+    is one to go on from. Every rank comes to the same decisions, because they rest on sums over the ranks alone.
     Raises Stopped after a signal, and UserError after too many bad steps, each with a checkpoint on the disk.
     """
     scaler = torch.amp.GradScaler(rt.device.type, enabled=rt.dtype == torch.float16)
@@ -209,7 +214,7 @@ def train(
     # the loader's step is ahead of the optimizers' by the steps whose data was left out
     step, loader = resume(checkpoint, optimizers, scaler, spikes, rt) if checkpoint else (0, 0)
     log.open(step)
-    flops_per_token = model.estimate_flops(config.sequence_length)
+    flops_per_token = flops_per_token or model.estimate_flops(config.sequence_length)
     bad_steps, val_loss, saved = 0, None, step if checkpoint else -1
 
     def save_checkpoint() -> None:
@@ -429,17 +434,15 @@ def progress_bar(start: int, max_steps: int, rt: Runtime):
 # ------------------------------------------------------------------------------------- what happens along the way
 
 
-def validate(forward, stream, token_bytes, config, rt: Runtime) -> dict:
-    """Mean loss in nats per token and bits per byte over the validation split, the same tokens for every world size."""
-    limit = config.eval_steps * config.total_batch_size
-    batches = validation_batches(stream, config.sequence_length, config.micro_batch_size, limit, rt.rank, rt.world_size)
+def validate(forward, batches, token_bytes, rt: Runtime) -> dict:
+    """Mean loss in nats per token and bits per byte over the micro-batches of all ranks, as `train` takes them."""
     module = getattr(forward, "module", forward)  # DDP has nothing to exchange here
     module.eval()
     totals = torch.zeros(3, dtype=torch.float64, device="cpu" if rt.device.type == "mps" else rt.device)
     with torch.no_grad(), rt.autocast():
         for micro in prefetch(([batch] for batch in batches), rt.device):
-            idx, targets = micro[0]
-            _, nats = module(idx, targets, n_targets=torch.ones((), device=rt.device))
+            targets = micro[0][1]
+            _, nats = module(*micro[0], n_targets=torch.ones((), device=rt.device))
             scored = targets[targets >= 0]
             totals += torch.stack([nats, torch.tensor(len(scored)).to(nats), token_bytes[scored].sum().to(nats)]).to(
                 totals
@@ -572,9 +575,9 @@ def build_model(config: Config, checkpoint: Path | None, tokenizer) -> GPT:
     return model
 
 
-def wrap(model: GPT, rt: Runtime) -> Callable:
-    """The model as the loop calls it: compiled and distributed where that is on; shapes never change."""
-    forward = torch.compile(model, dynamic=False) if rt.compile else model
+def wrap(model: torch.nn.Module, rt: Runtime, dynamic: bool = False) -> Callable:
+    """The model as the loop calls it: compiled and distributed where that is on. Shapes change only if `dynamic`."""
+    forward = torch.compile(model, dynamic=dynamic) if rt.compile else model
     if rt.world_size > 1:
         ids = [rt.device.index] if rt.device.type == "cuda" else None
         forward = torch.nn.parallel.DistributedDataParallel(forward, device_ids=ids, gradient_as_bucket_view=True)
@@ -627,7 +630,8 @@ def has_memory_for(size: int, forward, config, rt: Runtime) -> bool:
     idx = torch.randint(config.vocab_size, (size, config.sequence_length), device=rt.device)
     shares = rt.world_size if config.shard == "optimizer" else 1
     try:
-        moments = [torch.empty(2 * p.numel() // shares, device=rt.device) for p in forward.parameters()]
+        trained = [p for p in forward.parameters() if p.requires_grad]
+        moments = [torch.empty(2 * p.numel() // shares, device=rt.device) for p in trained]
         with rt.autocast():
             _, loss = forward(idx, idx)
         loss.backward()
