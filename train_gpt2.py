@@ -415,10 +415,10 @@ def roll_back(
     if checkpoint is None:
         rt.print(f"step {step}: the loss has jumped to {loss:.3f}, and there is no earlier checkpoint to go back to")
         return spikes.accept()
-    spikes.count(checkpoint)
     if rt.is_main:
         remove_after(checkpoint)
     rt.barrier()
+    spikes.count(checkpoint)
     median = spikes.median()
     model.load_state_dict(load_model(str(checkpoint)).state_dict())
     back, _ = resume(checkpoint, optimizers, scaler, spikes, rt)

@@ -1,0 +1,443 @@
+"""What goes wrong in long runs: non-finite numbers, loss spikes, full disks, damage, kills; and what is logged."""
+
+import json
+import math
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import runtime
+import train_gpt2
+from checkpoint import CheckpointWriter, checkpoint_steps, damage, load_train_state, newest_sound
+from model import GPT, GPTConfig
+from runtime import SpikeDetector, UserError
+from tests.helpers import (
+    SMALL,
+    arguments,
+    assert_user_error,
+    command,
+    environment,
+    log_of,
+    losses,
+    run_inline,
+    text_file,
+)
+
+
+@pytest.fixture
+def train(tmp_path, capsys, monkeypatch):
+    """Train a small GPT in this process: train(out="run", max_steps=3, ...)."""
+
+    def run(out="run", **changes):
+        data = tmp_path / "text.txt"
+        if "data" not in changes and not data.exists():
+            text_file(data)
+        options = {**SMALL, "data": data, "out_dir": tmp_path / out, "sample_interval": 0, **changes}
+        return run_inline(train_gpt2.main, ["tiny", *arguments(**options)], capsys, monkeypatch)
+
+    return run
+
+
+def weights(run: Path, step: int) -> bytes:
+    return (run / f"step_{step:06d}" / "model.safetensors").read_bytes()
+
+
+# ---- loss spikes
+
+
+def test_a_spike_is_three_steps_in_a_row_above_the_median():
+    detector = SpikeDetector(1.0)
+    for i in range(50):
+        assert not detector.add(3.0 + 0.5 * (i % 2))
+    assert not any([detector.add(9.0), detector.add(9.0), detector.add(3.0)])  # an odd batch or two pass by themselves
+    assert [detector.add(4.4) for _ in range(3)] == [False, False, True]
+    assert detector.median() == 3.0 or detector.median() == 3.25  # high losses do not become normal
+
+
+def test_nothing_is_a_spike_at_the_start_or_without_a_threshold():
+    detector = SpikeDetector(1.0)
+    assert not any(detector.add(loss) for loss in range(19))
+    detector = SpikeDetector(0.0)
+    assert not any(detector.add(loss) for loss in [3.0] * 50 + [math.inf] * 5)
+
+
+def test_the_state_of_a_detector_goes_on_where_it_was():
+    one, two = SpikeDetector(1.0), SpikeDetector(1.0)
+    for loss in [3.0] * 30 + [9.0, 9.0]:
+        one.add(loss)
+    two.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    assert two.add(9.0)
+
+
+STEP_TOKENS, SHIFT = SMALL["total_batch_size"], 20 + 7  # the spike shows in step 27, and step 20 is the last good one
+
+
+def spiky_shards(directory: Path, bad_steps: range, left_out: range = range(0)) -> Path:
+    """Shards of 8 different tokens that a model learns at once, but for the steps whose tokens it has never seen."""
+    directory.mkdir()
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(8, size=60 * STEP_TOKENS + 1, dtype=np.uint16)
+    for step in bad_steps:
+        tokens[step * STEP_TOKENS : (step + 1) * STEP_TOKENS] = rng.integers(100, 250, STEP_TOKENS)
+    tokens[::STEP_TOKENS] = 0  # the last target of a step is the first token of the next
+    steps = [tokens[i * STEP_TOKENS : (i + 1) * STEP_TOKENS] for i in range(60) if i not in left_out]
+    np.save(directory / "x_train_000001.npy", np.concatenate(steps))
+    np.save(directory / "x_val_000000.npy", tokens[:1000])
+    from bpe.tokenizer import Tokenizer
+
+    Tokenizer.train(["ab"], 257).save(directory / "tokenizer.json")
+    return directory
+
+
+SPIKY = dict(shuffle=True, optimizer="adamw", eval_interval=40, keep_checkpoints=0, max_lr=1e-2)
+
+
+def spiky_args(directory: Path, **changes) -> dict:
+    options = {**SPIKY, "data": directory, "tokenizer": directory / "tokenizer.json", **changes}
+    return {k: v for k, v in options.items() if k != "shuffle"} | {"no-shuffle": True}
+
+
+def test_a_spike_goes_back_to_a_good_checkpoint_and_leaves_its_data_out(train, tmp_path):
+    spiky = spiky_args(spiky_shards(tmp_path / "spiky", range(24, 27)))
+    result = train(out="spiky-run", **spiky)
+    assert result.returncode == 0
+    reference = spiky_args(spiky_shards(tmp_path / "clean", range(0), left_out=range(20, 27)))
+    train(out="clean-run", **reference)
+    assert losses(tmp_path / "spiky-run") == losses(tmp_path / "clean-run")
+    assert weights(tmp_path / "spiky-run", 40) == weights(tmp_path / "clean-run", 40)
+    (rollback,) = log_of(tmp_path / "spiky-run", "rollback")
+    assert rollback["step"] == 20 and rollback["from_step"] == 27 and rollback["loss"] > rollback["median"] + 1
+    assert "rollback" in result.stdout
+    assert load_train_state(tmp_path / "spiky-run" / "step_000040")["loader"] == 47
+
+
+@pytest.mark.parametrize("kept", [20, 30])
+def test_a_rollback_is_resumed_exactly(train, tmp_path, kept):
+    """Killed after the rollback, before and after the next checkpoint."""
+    import shutil
+
+    spiky = spiky_args(spiky_shards(tmp_path / "spiky", range(24, 27)))
+    train(**spiky)
+    before = losses(tmp_path / "run")
+    for step, path in checkpoint_steps(tmp_path / "run"):
+        if step > kept:
+            shutil.rmtree(path)
+    assert train(resume=True, **spiky).returncode == 0
+    assert losses(tmp_path / "run") == before
+
+
+def test_spikes_that_other_data_does_not_cure_stop_the_run(train, tmp_path):
+    spiky = spiky_args(spiky_shards(tmp_path / "spiky", range(24, 60)))
+    newest = "step_000015"  # the jump comes again right after step 20, so that this one is suspect, too
+    assert_user_error(train(**spiky), "3 returns", newest, "--max_lr")
+    assert newest_sound(tmp_path / "run") == tmp_path / "run" / newest  # the spoilt ones are gone
+
+
+def test_a_spike_without_a_checkpoint_is_reported_and_passed(train, tmp_path):
+    spiky = spiky_args(spiky_shards(tmp_path / "spiky", range(24, 60)), checkpoint_interval=0)
+    result = train(**spiky)
+    assert result.returncode == 0 and "no earlier checkpoint" in result.stdout
+    assert [step for step, _ in checkpoint_steps(tmp_path / "run")] == []
+    assert [r["step"] for r in log_of(tmp_path / "run", "train")] == list(range(1, 41))
+
+
+# ---- disks
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 4 MB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs is not permitted here")
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
+
+
+def test_a_full_disk_gives_one_line_and_loses_no_checkpoint(train, tmp_path, small_disk):
+    result = train(out="disk/run", keep_checkpoints=0, checkpoint_interval=1, eval_interval=0)
+    assert_user_error(result, "No space left", "--resume", str(newest_sound(small_disk / "run")))
+    steps = [step for step, _ in checkpoint_steps(small_disk / "run")]
+    assert steps == list(range(1, len(steps) + 1)) and len(steps) >= 1
+    assert all(damage(path) is None for _, path in checkpoint_steps(small_disk / "run"))
+    assert not list((small_disk / "run").glob(".*"))  # what did not fit is gone
+    assert len(log_of(small_disk / "run", "train")) < 40  # it does not go on without being able to save
+    subprocess.run(["mount", "-o", "remount,size=50m", small_disk], check=True)
+    assert train(out="disk/run", keep_checkpoints=0, eval_interval=0, resume=True).returncode == 0
+
+
+def test_a_disk_that_the_log_has_filled_gives_one_line(train, small_disk):
+    (small_disk / "run").mkdir()
+    train(out="disk/run", max_steps=1, keep_checkpoints=0)
+    try:
+        (small_disk / "ballast").write_bytes(bytes(8 * 2**20))
+    except OSError:
+        pass
+    assert_user_error(train(out="disk/run", resume=True, max_steps=10), "o space left")
+    assert damage(small_disk / "run" / "step_000001") is None
+
+
+def test_any_flipped_byte_of_any_file_is_noticed(train, tmp_path):
+    train(max_steps=1)
+    path = tmp_path / "run" / "step_000001"
+    rng = random.Random(0)
+    for file in sorted(path.iterdir()):
+        original = file.read_bytes()
+        for position in {0, len(original) - 1, *(rng.randrange(len(original)) for _ in range(10))}:
+            flipped = bytearray(original)
+            flipped[position] ^= 1 << rng.randrange(8)
+            file.write_bytes(flipped)
+            assert damage(path), (file.name, position)
+        file.write_bytes(original)
+    assert damage(path) is None
+
+
+# ---- saving in the background
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(train, tmp_path, monkeypatch):
+    """A write that waits for training to log another step would never end if training waited for it."""
+    real, waited = train_gpt2.save_model, []
+
+    def save_model(path, model, tokenizer):
+        step = int(path.name.removeprefix(".step_").removesuffix(".tmp"))
+        deadline = time.time() + 60
+        while step < 4 and len(log_of(tmp_path / "run", "train")) <= step and time.time() < deadline:
+            time.sleep(0.001)
+        waited.append(time.time() < deadline)
+        real(path, model, tokenizer)
+
+    monkeypatch.setattr(train_gpt2, "save_model", save_model)
+    assert train(max_steps=4, checkpoint_interval=2, eval_interval=0).returncode == 0
+    assert waited == [True, True]
+
+
+def test_weights_wait_for_the_copy_of_them(train, tmp_path, monkeypatch):
+    train(out="quick", max_steps=6, checkpoint_interval=2, keep_checkpoints=0)
+    real = train_gpt2.model_copy
+
+    def slow(model):
+        time.sleep(0.2)  # several steps of this small model
+        return real(model)
+
+    monkeypatch.setattr(train_gpt2, "model_copy", slow)
+    train(out="slow", max_steps=6, checkpoint_interval=2, keep_checkpoints=0)
+    for step in (2, 4, 6):
+        assert weights(tmp_path / "quick", step) == weights(tmp_path / "slow", step)
+        states = [load_train_state(tmp_path / out / f"step_{step:06d}")["optimizers"] for out in ("quick", "slow")]
+        for a, b in zip(*states, strict=True):
+            for i in a["state"]:
+                assert all(torch.equal(a["state"][i][key], b["state"][i][key]) for key in a["state"][i])
+
+
+def test_a_failed_write_is_known_before_the_next_save(tmp_path):
+    def copy():
+        raise OSError(28, "No space left on device")
+
+    writer = CheckpointWriter(tmp_path, 0)
+    writer.save(1, copy, {}, {})
+    writer._thread.join()
+    assert writer.failed
+    writer.wait_for_copy()  # it does not hang either
+    with pytest.raises(UserError, match="No space left"):
+        writer.wait()
+    assert not writer.failed
+
+
+# ---- precision
+
+
+DTYPES = ["bfloat16", "float16"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_half_precision_trains_as_single_precision_does(train, tmp_path, dtype):
+    for name in ("float32", dtype):
+        assert train(out=name, dtype=name, max_steps=50, checkpoint_interval=0).returncode == 0
+    for ours, single in zip(log_of(tmp_path / dtype, "train"), log_of(tmp_path / "float32", "train"), strict=True):
+        assert ours["loss"] == pytest.approx(single["loss"], rel=0.01), ours["step"]
+    ours, single = log_of(tmp_path / dtype, "val")[-1], log_of(tmp_path / "float32", "val")[-1]
+    assert ours["loss"] == pytest.approx(single["loss"], rel=3e-3)
+
+
+def test_the_scale_of_fp16_halves_after_a_bad_step_and_is_resumed(train, tmp_path, monkeypatch):
+    real, calls = torch.nn.utils.clip_grad_norm_, []
+
+    def poisoned(params, *args):
+        calls.append([p.grad.abs().max().item() for p in params])
+        if len(calls) == 3:
+            params[0].grad[0] = math.inf
+        return real(params, *args)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", poisoned)
+    train(dtype="float16", max_steps=4, checkpoint_interval=2)
+    scales = [load_train_state(path)["scaler"]["scale"] for _, path in checkpoint_steps(tmp_path / "run")]
+    assert scales[1] == scales[0] / 2
+    assert max(map(max, calls)) < 100  # unscaled before they are clipped: the scale is 65536
+    weights_before = weights(tmp_path / "run", 4)
+    train(dtype="float16", max_steps=6, checkpoint_interval=2, resume=True)
+    assert load_train_state(tmp_path / "run" / "step_000006")["scaler"]["scale"] == scales[1]
+    assert weights(tmp_path / "run", 6) != weights_before
+
+
+@pytest.mark.parametrize("capability, dtype", [((7, 0), "float16"), ((7, 5), "float16"), ((8, 0), "bfloat16")])
+def test_the_precision_follows_from_the_gpu_and_says_why(monkeypatch, capability, dtype):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    chosen, why = runtime._choose_dtype("auto", torch.device("cuda"))
+    assert chosen == getattr(torch, dtype) and f"{capability[0]}.{capability[1]}" in why
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_precisions_agree_on_a_gpu(train, tmp_path, dtype):
+    size = dict(device="cuda", n_layer=6, n_head=6, n_embd=384, sequence_length=256, total_batch_size=8192)
+    size |= dict(micro_batch_size=0, max_steps=50, checkpoint_interval=0, warmup_steps=10, max_lr=1e-3)
+    for name in ("float32", dtype):
+        result = train(out=name, dtype=name, **size)
+        assert "micro_batch_size 32 fits" in result.stdout and "GiB at its peak" in result.stdout
+    for ours, single in zip(log_of(tmp_path / dtype, "train"), log_of(tmp_path / "float32", "train"), strict=True):
+        assert ours["loss"] == pytest.approx(single["loss"], rel=0.02), ours["step"]
+
+
+# ---- memory
+
+
+def test_activation_checkpointing_changes_memory_and_no_number(train, tmp_path):
+    for out, switch in (("plain", {}), ("checkpointed", dict(activation_checkpointing=True))):
+        assert train(out=out, max_steps=6, dropout=0.1, **switch).returncode == 0
+    assert losses(tmp_path / "plain") == losses(tmp_path / "checkpointed")
+    saved = {}
+    for switch in (False, True):
+        model = GPT(GPTConfig(sequence_length=64, vocab_size=64, n_layer=4, n_head=2, n_embd=32))
+        if switch:
+            train_gpt2.checkpoint_activations(model)
+        idx, sizes = torch.zeros(2, 64, dtype=torch.long), {}
+
+        def pack(tensor, sizes=sizes):
+            sizes[tensor.data_ptr()] = tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(idx, idx)
+        saved[switch] = sum(sizes.values()) - sum(p.numel() for p in model.parameters() if p.data_ptr() in sizes)
+    assert saved[True] < saved[False] / 4
+
+
+# ---- what is logged
+
+
+def test_a_bad_step_is_counted_and_the_log_stays_json(train, tmp_path, monkeypatch):
+    real, calls = torch.nn.utils.clip_grad_norm_, []
+
+    def poisoned(params, *args):
+        calls.append(0)
+        if len(calls) in (2, 4):
+            params[0].grad[0] = math.nan
+        return real(params, *args)
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", poisoned)
+    train(max_steps=5)
+    lines = (tmp_path / "run" / "log.jsonl").read_text().splitlines()
+    records = [json.loads(line, parse_constant=refuse) for line in lines]
+    assert [r["skipped_steps"] for r in records if r["kind"] == "train"] == [0, 1, 1, 2, 2]
+    assert all(0 < r["memory_gib"] < 100 for r in records if r["kind"] == "train")
+    train(max_steps=7, resume=True)
+    assert log_of(tmp_path / "run", "train")[-1]["skipped_steps"] == 2
+
+
+def test_tensorboard_gets_every_number(train, tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    assert train(max_steps=4, report_to="tensorboard", eval_interval=2).returncode == 0
+    events = EventAccumulator(str(tmp_path / "run"))
+    events.Reload()
+    logged = log_of(tmp_path / "run", "train")
+    for key in ("loss", "lr", "grad_norm", "tokens_per_sec", "memory_gib", "skipped_steps"):
+        assert [e.value for e in events.Scalars(f"train/{key}")] == pytest.approx([r[key] for r in logged], rel=1e-5)
+    assert [e.step for e in events.Scalars("val/loss")] == [2, 4]
+
+
+def test_wandb_gets_every_number(train, tmp_path, monkeypatch):
+    seen = []
+    fake = types.ModuleType("wandb")
+    fake.init = lambda **options: seen.append(options)
+    fake.log = lambda numbers, step: seen.append((step, numbers))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    assert train(max_steps=2, report_to="wandb").returncode == 0
+    assert seen[0]["config"]["n_embd"] == 32 and seen[0]["dir"] == str(tmp_path / "run")
+    logged = {(step, *item) for step, numbers in seen[1:] for item in numbers.items()}
+    for r in log_of(tmp_path / "run", "train"):
+        assert (r["step"], "train/loss", r["loss"]) in logged and (r["step"], "train/skipped_steps", 0) in logged
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_missing_tracker_says_what_to_install(train, monkeypatch, name):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert_user_error(train(report_to=name), f"pip install {name}")
+
+
+# ---- kills
+
+
+@pytest.mark.slow
+def test_thirty_kills_lose_no_announced_checkpoint_and_no_bit(train, tmp_path):
+    """SIGKILL at random moments, every third in the middle of a save; what was announced as saved is there, sound, and
+    the losses and the weights at the end are those of a run that nobody disturbed."""
+    options = dict(max_steps=150, checkpoint_interval=3, keep_checkpoints=0, eval_interval=50)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    assert train(out="undisturbed", **options).returncode == 0
+    torch.set_num_threads(threads)
+    run, rng = tmp_path / "killed", random.Random(1)
+    changes = {**SMALL, "data": tmp_path / "text.txt", "out_dir": run, "sample_interval": 0, "resume": True, **options}
+    announced, kills, in_saves = set(), 0, 0
+    for attempt in range(60):
+        process = subprocess.Popen(
+            command("train_gpt2.py", "tiny", **changes), env=environment(), stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        lines: list[str] = []
+        reader = threading.Thread(target=lambda p=process, out=lines: out.extend(p.stdout))
+        reader.start()
+        if kills < 30:
+            start = len(list(run.glob("step_*")))
+            while process.poll() is None and len(list(run.glob("step_*"))) <= start and attempt % 5:
+                time.sleep(0.001)  # one kill in five comes before the first new checkpoint, even during the start
+            until = time.time() + rng.random() * (0.3 if attempt % 5 else 8)
+            while process.poll() is None and time.time() < until:
+                if attempt % 3 == 1 and any(run.glob(".step_*.tmp/*")):
+                    break
+                time.sleep(0.0002)
+        else:
+            process.wait(300)
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            kills += 1
+        process.wait()
+        reader.join()
+        process.stderr.close()
+        in_saves += any(run.glob(".step_*.tmp"))
+        announced |= {line.split()[-1] for line in lines if line.startswith("saved ")}
+        for path in announced:
+            assert damage(Path(path)) is None, path
+        if process.returncode == 0:
+            break
+    assert kills == 30 and in_saves >= 3, (kills, in_saves)
+    assert losses(run) == losses(tmp_path / "undisturbed")
+    assert weights(run, 150) == weights(tmp_path / "undisturbed", 150)
+    print(f"{kills} kills, {in_saves} in the middle of a save, {len(announced)} announced checkpoints, all sound")
