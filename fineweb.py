@@ -3,8 +3,8 @@
     python fineweb.py                                          # FineWeb-Edu sample-10BT -> edu_fineweb10B/
     python fineweb.py --dry_run                                # what that reads, writes and needs
     python fineweb.py --verify                                 # every shard against its checksum
-    python fineweb.py --source roneneldan/TinyStories          # another dataset: OWNER/NAME[/FOLDER or /GLOB]
-    python fineweb.py --source "corpus/*.jsonl.gz" --tokenizer tokenizer.json --out_dir corpus_shards
+    python fineweb.py --source roneneldan/TinyStories --out_dir stories       # a dataset: OWNER/NAME[/FOLDER or /GLOB]
+    python fineweb.py --source corpus/*.jsonl.gz --tokenizer tokenizer.json --out_dir corpus_shards     # local files
     srun --ntasks=8 python fineweb.py                          # 8 machines, each an eighth of the files
 
     source -> files -> units (row groups, or lines of a few MB) -> tokens, by workers -> shards, by one writer
@@ -51,6 +51,7 @@ from runtime import Stopped, UserError, flush, parse_args, script, sha256
 KINDS = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".txt", ".txt.gz", ".txt.zst")
 UNIT_BYTES = 2**22  # text of a unit: large against the cost of a message, small against the memory
 SLOT_TOKENS = 2**21  # room for the tokens of a unit in shared memory; what is more goes through a pipe
+LOCK_SECONDS = 10  # how long to wait for a run that is being stopped
 SLOTS = 4  # for each worker: one is filled, others wait for their turn to be written
 TOKENS_PER_SECOND = 5e6  # of one worker; this and the next are for the plan only
 TOKENS_PER_BYTE = {".parquet": 0.35, ".gz": 0.6, ".zst": 0.7, ".jsonl": 0.22, ".txt": 0.23}  # of English files
@@ -62,7 +63,7 @@ class Config:
     revision: str = "main"  # of the hub's dataset: a branch, a tag or a commit
     text_field: str = "text"  # the column, or the key, that holds a document; in a .txt two blank lines end one
     tokenizer: str = "gpt2"  # gpt2, or a tokenizer.json
-    out_dir: str = ""  # where shards go; edu_fineweb10B for FineWeb-Edu, else NAME_shards
+    out_dir: str = "edu_fineweb10B"  # where shards go
     shard_size: int = 100_000_000  # tokens of a shard; the first shard is the validation split
     limit_tokens: int = 0  # stop after so many tokens; 0 for the whole source
     workers: int = 0  # processes that read and tokenize; 0 for one on each core
@@ -91,7 +92,7 @@ def main() -> None:
     config.rank, config.world_size = find_rank(config.rank, config.world_size)
     os.environ.pop("RANK", None)  # runtime.fail speaks for rank 0 only, but here every rank has files of its own
     signal.signal(signal.SIGTERM, stop)
-    out_dir = Path(config.out_dir or default_out_dir(config.source[0]))
+    out_dir = Path(config.out_dir)
     if config.verify:
         print(f"{out_dir} is sound: {verify(out_dir)}")
     else:
@@ -112,6 +113,8 @@ def make_shards(config: Config, out_dir: Path) -> None:
     source = find_source(config.source, manifest.get("commit") or config.revision)
     compare(manifest, source.identity(), out_dir)
     files = source.share(config.rank, config.world_size)
+    if manifest["next"]["bytes"] != sum(file.bytes for file in files[: manifest["next"]["file"]]):
+        raise UserError(f"files that shards of {out_dir} were made of have changed since; remove it, and start again")
     print_plan(config, source, files, manifest, out_dir)
     if config.dry_run:
         return
@@ -156,6 +159,8 @@ def check(config: Config, tok: Tokenizer) -> None:
     for name, least in dict(shard_size=1, downloads=1, limit_tokens=0, workers=0).items():
         if getattr(config, name) < least:
             raise UserError(f"--{name} must be at least {least}, and is {getattr(config, name)}")
+    if config.source != Config.source and config.out_dir == Config.out_dir:
+        raise UserError(f"{config.out_dir} is for FineWeb-Edu; give an --out_dir for the shards of {config.source[0]}")
     if tok.eot_token is None:
         raise UserError(f"{config.tokenizer} has no <|endoftext|> to put before documents; train one with it")
 
@@ -172,24 +177,13 @@ def find_rank(rank: int, world_size: int) -> tuple[int, int]:
     return rank, world_size
 
 
-def default_out_dir(source: str) -> str:
-    if is_fineweb(source):
-        return "edu_fineweb10B"
-    name = source.split("/")[1] if on_hub(source) else Path(source).name.split(".")[0]
-    return (re.sub(r"[^\w.-]", "", name) or "text") + "_shards"
-
-
-def is_fineweb(source: str) -> bool:
-    return source.lower().startswith("huggingfacefw/fineweb-edu")
-
-
 @contextmanager
 def only_one(path: Path):
     """Two runs into one directory would spoil each other's shards. The lock of a killed run is free again."""
     from filelock import FileLock, Timeout
 
     try:
-        with FileLock(path, timeout=10):
+        with FileLock(path, timeout=LOCK_SECONDS):
             yield
     except Timeout:
         raise UserError(f"another fineweb.py writes to {path.parent}; wait for it, or give another --out_dir") from None
@@ -212,7 +206,7 @@ class Source(NamedTuple):
 
     def identity(self) -> dict:
         """What must stay the same between a run and the one that goes on with it."""
-        names = json.dumps([(file.name, file.bytes) for file in self.files])
+        names = json.dumps([file.name for file in self.files])
         return dict(commit=self.commit, files=len(self.files), files_sha256=hashlib.sha256(names.encode()).hexdigest())
 
     def share(self, rank: int, world_size: int) -> list[SourceFile]:
@@ -259,7 +253,7 @@ def hub_source(source: str, revision: str) -> Source:
     owner, name, *rest = source.strip("/").split("/")
     repo, folder = f"{owner}/{name}", "/".join(rest)
     ask = lambda: HfApi().dataset_info(repo, revision=revision, files_metadata=True, timeout=60)  # noqa: E731
-    info = patiently(ask, f"the list of files of {repo}", attempts=3)
+    info = patiently(ask, f"the file list of {repo}", attempts=3)
     found = [s for s in info.siblings or [] if s.rfilename.endswith(KINDS)]
     chosen = [s for s in found if any(fnmatch.fnmatch(s.rfilename, p) for p in (folder or "*", f"{folder}/*"))]
     chosen = [s for s in chosen if "train" in s.rfilename] or chosen
@@ -292,7 +286,7 @@ def patiently(call: Callable, what: str, attempts: int = 6):
             reason = f"HTTP {status}" if status else f"{type(e).__name__}: {e}".splitlines()[0]
             if status in (401, 403, 404):
                 raise UserError(
-                    f"{constants.ENDPOINT} has no {what} for you ({reason}); check the name and --revision, log in with "
+                    f"{constants.ENDPOINT} does not give {what} ({reason}); check the name and --revision, log in with "
                     "`hf auth login`, or give local files that exist"
                 ) from e
             if attempt == attempts - 1:
@@ -528,8 +522,8 @@ class Worker:
 
     here: "Worker"  # the one of this process
 
-    def __init__(self, memory, tok: Tokenizer, text_field: str):
-        self.slots = np.frombuffer(memory, shard_dtype(len(tok))).reshape(-1, SLOT_TOKENS)
+    def __init__(self, memory, n_slots: int, tok: Tokenizer, text_field: str):
+        self.slots = np.frombuffer(memory, shard_dtype(len(tok))).reshape(n_slots, -1)
         self.text_field, self.encode, self.blocks = text_field, encoder(tok), splitter(tok.pattern).blocks
         self.eot = np.array([tok.eot_token])
         self.path, self.file, self.batches, self.at = None, None, None, None
@@ -637,8 +631,9 @@ class Workers:
         context = multiprocessing.get_context(config.start_method)
         dtype = np.dtype(shard_dtype(len(tok)))
         memory = context.RawArray("B", self.n * SLOTS * SLOT_TOKENS * dtype.itemsize)
-        self.slots = np.frombuffer(memory, dtype).reshape(-1, SLOT_TOKENS)
-        self.pool = ProcessPoolExecutor(self.n, context, start_worker, (memory, tok, config.text_field))
+        self.slots = np.frombuffer(memory, dtype).reshape(self.n * SLOTS, -1)
+        arguments = (memory, len(self.slots), tok, config.text_field)
+        self.pool = ProcessPoolExecutor(self.n, context, start_worker, arguments)
         self.pool.submit(int)  # starts processes before there are threads, which a fork would not copy
 
     def __enter__(self) -> "Workers":
@@ -653,28 +648,28 @@ class Workers:
         Raises UserError for a file that cannot be read.
         """
         free, pending, more = list(range(len(self.slots))), deque(), True
-        while more or pending:
-            unit = True
-            while more and unit and free:
-                if (unit := next(units, END)) is END:
-                    more = False
-                elif unit:
-                    slot = free.pop()
-                    pending.append((unit, slot, self.pool.submit(fill, unit, slot)))
-            if not pending:
-                time.sleep(0.02)  # the file is still on its way
-                continue
-            unit, slot, future = pending.popleft()
-            try:
+        try:
+            while more or pending:
+                unit = True
+                while more and unit and free:
+                    if (unit := next(units, END)) is END:
+                        more = False
+                    elif unit:
+                        slot = free.pop()
+                        pending.append((unit, slot, self.pool.submit(fill, unit, slot)))
+                if not pending:
+                    time.sleep(0.02)  # the file is still on its way
+                    continue
+                unit, slot, future = pending.popleft()
                 n, rest, skipped = future.result()
-            except BrokenProcessPool:
-                raise UserError(
-                    f"one of {self.n} worker processes was ended, perhaps for lack of memory; the same command goes "
-                    "on, and needs less of it with fewer --workers"
-                ) from None
-            tokens = self.slots[slot, :n]
-            yield unit, np.concatenate([tokens, np.frombuffer(rest, tokens.dtype)]) if rest else tokens, skipped
-            free.append(slot)
+                tokens = self.slots[slot, :n]
+                yield unit, np.concatenate([tokens, np.frombuffer(rest, tokens.dtype)]) if rest else tokens, skipped
+                free.append(slot)
+        except BrokenProcessPool:
+            raise UserError(
+                f"one of {self.n} worker processes was ended, perhaps for lack of memory; the same command goes on, "
+                "and needs less of it with fewer --workers"
+            ) from None
 
 
 END = object()
@@ -697,8 +692,8 @@ class Shards:
         )
         self.name = shard_name(config, out_dir)
         self.dtype, self.eot = np.dtype(shard_dtype(len(tok))), tok.eot_token
-        self.bytes_of = tok.token_bytes().astype(np.uint16)
-        self.file, self.filled, self.counts = None, 0, Counter()
+        self.token_bytes = tok.token_bytes()
+        self.file, self.filled, self.often = None, 0, np.zeros(len(tok), np.int64)  # often: of each id in this shard
         self.skipped = Counter(manifest["skipped"])
         self.finishing: Future | None = None
         for leftover in out_dir.glob(f".{self.name}_*.tmp"):
@@ -718,7 +713,8 @@ class Shards:
             self._append(part)
             done += len(part)
             if self.filled == shard_size:
-                self._complete(dict(file=unit.file, unit=unit.number, skip=done))
+                n_bytes = sum(f.bytes for f in self.fetched.files[: unit.file])
+                self._complete(dict(file=unit.file, bytes=n_bytes, unit=unit.number, skip=done))
         self.skipped += skipped
 
     def _append(self, part: np.ndarray) -> None:
@@ -733,19 +729,18 @@ class Shards:
         self.file.write(part.data)
         self.hash.update(part.data)
         self.filled += len(part)
-        self.counts["documents"] += int(np.count_nonzero(part == self.eot))
-        self.counts["bytes"] += int(self.bytes_of[part].sum(dtype=np.int64))
+        self.often += np.bincount(part, minlength=len(self.often))
 
     def _complete(self, following: dict) -> None:
         """Count the shard, and have it finished in the background once the one before is."""
         self._wait()
         self.manifest["shards"].append(dict(file=self.path.name, tokens=self.filled, sha256=self.hash.hexdigest()))
         self.manifest["tokens"] += self.filled
-        for key in ("documents", "bytes"):
-            self.manifest[key] += self.counts[key]
+        self.manifest["documents"] += int(self.often[self.eot])
+        self.manifest["bytes"] += int(self.often @ self.token_bytes)
         self.manifest |= dict(skipped=dict(sorted(self.skipped.items())), next=following)
         self.finishing = in_thread(self._finish, self.file, self.path, json.loads(json.dumps(self.manifest)))
-        self.file, self.filled, self.counts = None, 0, Counter()
+        self.file, self.filled, self.often[:] = None, 0, 0
 
     def _finish(self, file, path: Path, manifest: dict) -> None:
         with file:
@@ -780,7 +775,7 @@ class Shards:
 def shard_name(config: Config, out_dir: Path) -> str:
     """What shards are called before _val_ or _train_, and cannot be mistaken for these."""
     name = re.sub(r"[^A-Za-z0-9.]+", "-", out_dir.resolve().name.removesuffix("_shards")).strip("-.") or "text"
-    return ("edufineweb" if is_fineweb(config.source[0]) else name) + config.suffix
+    return name.replace("edu-fineweb10B", "edufineweb") + config.suffix
 
 
 def open_manifest(config: Config, out_dir: Path, tok: Tokenizer) -> dict:
@@ -798,9 +793,10 @@ def open_manifest(config: Config, out_dir: Path, tok: Tokenizer) -> dict:
                     f"{out_dir / entry['file']} is missing; put it back, or remove {out_dir} and start again"
                 )
         return manifest
+    begin = dict(file=0, bytes=0, unit=0, skip=0)  # behind what is complete: file, bytes before it, unit, token in it
     if found := list(out_dir.glob(f"{shard_name(config, out_dir)}_*.npy")):
         raise UserError(f"{found[0]} belongs to no manifest.json; give another --out_dir, or remove the shards there")
-    return identity | dict(tokens=0, documents=0, bytes=0, skipped={}, shards=[], next=dict(file=0, unit=0, skip=0))
+    return identity | dict(tokens=0, documents=0, bytes=0, skipped={}, shards=[], next=begin)
 
 
 def compare(manifest: dict, identity: dict, out_dir: Path) -> None:
@@ -839,8 +835,8 @@ def print_plan(config: Config, source: Source, files: list[SourceFile], manifest
         print(f"resume  behind {len(manifest['shards'])} complete shards, {manifest['tokens']:,} tokens")
     if for_shards + for_files > free:
         raise UserError(
-            f"{out_dir} needs about {size(for_shards + for_files)}, and its disk has {size(free)} free; free some, give "
-            "a smaller --limit_tokens, or an --out_dir on another disk"
+            f"{out_dir} needs about {size(for_shards + for_files)}, and its disk has {size(free)} free; free some, "
+            "give a smaller --limit_tokens, or an --out_dir on another disk"
         )
 
 
@@ -876,7 +872,7 @@ class Progress:
         self.left = min(shards.tokens / part, self.limit) - shards.tokens
         self.all.total = shards.tokens + self.left
         self.all.set_postfix_str(
-            f"{shards.manifest['documents'] + shards.counts['documents']:,} documents", refresh=False
+            f"{shards.manifest['documents'] + int(shards.often[shards.eot]):,} documents", refresh=False
         )
         self.all.update(shards.tokens - self.all.n)
         self.shard_bar.update(shards.filled - self.shard_bar.n)

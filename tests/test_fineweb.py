@@ -1,0 +1,776 @@
+"""Sharding: the same bytes as a plain loop, however the work is split, interrupted or fetched; clear errors."""
+
+import gzip
+import hashlib
+import http.server
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import fineweb
+from bpe.tokenizer import Tokenizer
+from data import TokenStream, documents, find_shards, merge_manifests, read_manifest, verify
+from fineweb import Config, Worker, make_shards, units_of
+from runtime import UserError
+from tests.helpers import ROOT, assert_user_error, command, environment, run_script, succeed
+
+SHARD = 20_000  # tokens
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory) -> Path:
+    """A tokenizer.json with 600 tokens."""
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    text = (ROOT / "input.txt").read_text()
+    Tokenizer.train([text[:100_000]], 600).save(path)
+    return path
+
+
+def make_documents(n: int, seed: int = 0) -> list[str]:
+    """Pieces of prose of very different lengths, an empty one, other alphabets, and a special token as plain text."""
+    text, rng = (ROOT / "input.txt").read_text(), random.Random(seed)
+    docs = []
+    for _ in range(n):
+        start = rng.randrange(len(text) - 9000)
+        docs.append(text[start : start + int(8000 * rng.random() ** 3)])
+    docs[1], docs[2], docs[3] = "", "数据是一切的开始。\u3000 naïve 🙂", "ends <|endoftext|> early"
+    return docs
+
+
+def write_parquet(path: Path, docs: list, rows: int = 100) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = pa.table({"text": pa.array(docs, pa.string()), "id": list(range(len(docs)))})
+    pq.write_table(table, path, row_group_size=rows)
+    return path
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory, tokenizer) -> tuple[Path, list[str]]:
+    """A folder of 12 parquet files, and their documents."""
+    folder, docs = tmp_path_factory.mktemp("corpus"), make_documents(480)
+    for i in range(12):
+        write_parquet(folder / f"part_{i:02d}.parquet", docs[40 * i : 40 * (i + 1)], rows=15)
+    return folder, docs
+
+
+def plain_shards(
+    docs: list[str], tok: Tokenizer, shard_size: int = SHARD, limit: int | None = None
+) -> list[np.ndarray]:
+    """The oracle: all tokens in a list, with the Python encoder, cut into pieces."""
+    tokens = [i for doc in docs for i in (tok.eot_token, *tok.encode_ordinary(doc))][:limit]
+    return [np.array(tokens[i : i + shard_size], np.uint16) for i in range(0, len(tokens), shard_size)]
+
+
+def shard_paths(out_dir: Path) -> list[Path]:
+    return find_shards(str(out_dir), "val") + find_shards(str(out_dir), "train")
+
+
+def assert_shards(out_dir: Path, expected: list[np.ndarray]) -> None:
+    """The files are those that np.save writes, and nothing else is left behind."""
+    paths = shard_paths(out_dir)
+    assert len(paths) == len(expected)
+    for i, (path, tokens) in enumerate(zip(paths, expected, strict=True)):
+        assert path.name.endswith(f"_{'train' if i else 'val'}_{i:06d}.npy")
+        np.save(out_dir / "expected.npy", tokens)
+        assert path.read_bytes() == (out_dir / "expected.npy").read_bytes(), path
+        (out_dir / "expected.npy").unlink()
+    assert not list(out_dir.glob(".*.tmp")) and not (out_dir / ".downloads").exists()
+
+
+def options(source, out_dir, tokenizer, **kwargs) -> dict:
+    return dict(source=source, out_dir=out_dir, tokenizer=tokenizer, shard_size=SHARD, workers=2) | kwargs
+
+
+def run_here(source, out_dir, tokenizer, **kwargs) -> dict:
+    """make_shards in this process; returns the manifest."""
+    kwargs = dict(workers=1, shard_size=SHARD, rank=0, world_size=1) | kwargs
+    source = source if isinstance(source, tuple) else (str(source),)
+    make_shards(Config(source=source, tokenizer=str(tokenizer), out_dir=str(out_dir), **kwargs), Path(out_dir))
+    return read_manifest(out_dir)
+
+
+# ------------------------------------------------------------------------------------------------------ the same bytes
+
+
+@pytest.mark.parametrize(
+    "method, workers", [("fork", 1), ("spawn", 2), ("fork", 4), ("spawn", 1), ("fork", 2), ("spawn", 4)]
+)
+def test_shards_are_those_of_the_plain_loop(corpus, tokenizer, tmp_path, method, workers):
+    folder, docs = corpus
+    out_dir = tmp_path / "shards"
+    result = succeed("fineweb.py", **options(folder, out_dir, tokenizer, workers=workers, start_method=method))
+    tok = Tokenizer.load(tokenizer)
+    expected = plain_shards(docs, tok)
+    assert_shards(out_dir, expected)
+    manifest = read_manifest(out_dir)
+    assert manifest["tokens"] == sum(map(len, expected)) and manifest["documents"] == len(docs)
+    assert manifest["bytes"] == sum(len(doc.encode()) for doc in docs) and manifest["skipped"] == {}
+    for entry, path in zip(manifest["shards"], shard_paths(out_dir), strict=True):
+        assert entry["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert manifest["tokenizer"] == tok.fingerprint == Tokenizer.load(out_dir / "tokenizer.json").fingerprint
+    assert f"{manifest['tokens']:,} tokens in {len(expected)} shards" in result.stdout
+
+
+def test_gpt2_shards_are_those_of_tiktoken(corpus, tmp_path):
+    try:
+        import tiktoken
+
+        encoding = tiktoken.get_encoding("gpt2")
+    except Exception as e:
+        pytest.skip(f"the GPT-2 vocabulary is neither cached nor downloadable: {type(e).__name__}")
+    folder, docs = corpus
+    run_here(folder, tmp_path / "shards", "gpt2", start_method="fork" if sys.platform == "linux" else "spawn")
+    tokens = [i for doc in docs for i in (50256, *encoding.encode_ordinary(doc))]
+    assert np.concatenate([np.load(path) for path in shard_paths(tmp_path / "shards")]).tolist() == tokens
+
+
+def test_limit_tokens_stops_at_exactly_that_token(corpus, tokenizer, tmp_path):
+    folder, docs = corpus
+    limit = 2 * SHARD + 777
+    manifest = run_here(folder, tmp_path / "shards", tokenizer, limit_tokens=limit)
+    assert_shards(tmp_path / "shards", plain_shards(docs, Tokenizer.load(tokenizer), limit=limit))
+    assert manifest["tokens"] == limit
+
+
+def test_a_vocabulary_beyond_16_bits_makes_uint32_shards(corpus, tmp_path):
+    folder, docs = corpus
+    tok = Tokenizer([], special_tokens={"<|endoftext|>": 70_000})
+    tok.save(tmp_path / "wide.json")
+    run_here(folder / "part_00.parquet", tmp_path / "shards", tmp_path / "wide.json", shard_size=10**6)
+    tokens = np.load(find_shards(str(tmp_path / "shards"), "val")[0])
+    expected = [i for doc in docs[:40] for i in (70_000, *tok.encode_ordinary(doc))]
+    assert tokens.dtype == np.uint32 and tokens.tolist() == expected
+
+
+# ---------------------------------------------------------------------------------------------------- units and formats
+
+
+def fill_all(path: Path, tok: Tokenizer, slot_tokens: int = 2**20) -> tuple[list[int], dict]:
+    """Tokens and skipped documents of a file, unit after unit, in this process."""
+    worker, tokens, skipped = Worker(bytearray(4 * slot_tokens), 2, tok, "text"), [], {}
+    for number, unit in enumerate(units_of(path, 0, "text", tok.pattern)):
+        used, rest, why = worker.fill(unit, number % 2)
+        tokens += worker.slots[number % 2, :used].tolist() + np.frombuffer(rest, worker.slots.dtype).tolist()
+        skipped = {key: skipped.get(key, 0) + why[key] for key in (*skipped, *why)}
+    return tokens, skipped
+
+
+@pytest.mark.parametrize("unit_bytes", [500, 20_000, 10**9])
+@pytest.mark.parametrize("kind", ["parquet", "one_group.parquet", "jsonl", "jsonl.gz", "jsonl.zst"])
+def test_every_format_gives_the_same_tokens_however_it_is_cut(tokenizer, tmp_path, monkeypatch, kind, unit_bytes):
+    monkeypatch.setattr(fineweb, "UNIT_BYTES", unit_bytes)
+    docs, tok, path = make_documents(60), Tokenizer.load(tokenizer), tmp_path / f"docs.{kind}"
+    lines = "".join(json.dumps({"id": 1, "text": doc}, ensure_ascii=i % 2 == 0) + "\n" for i, doc in enumerate(docs))
+    if kind.endswith("parquet"):
+        write_parquet(path, docs, rows=7 if kind == "parquet" else 1000)
+    elif kind.endswith("zst"):
+        with pa.output_stream(str(path), compression="zstd") as f:
+            f.write(lines.encode())
+    else:
+        path.write_bytes(gzip.compress(lines.encode()) if kind.endswith("gz") else lines.encode())
+    n = len(units_of(path, 0, "text", tok.pattern))
+    assert n == 1 if unit_bytes == 10**9 else n > 3
+    expected = [i for doc in docs for i in (tok.eot_token, *tok.encode_ordinary(doc))]
+    assert fill_all(path, tok)[0] == expected
+
+
+@pytest.mark.parametrize("pattern", ["gpt2", "cl100k", r"\S+|\s+"])
+def test_a_long_text_has_the_tokens_that_it_has_as_a_whole(tmp_path, monkeypatch, pattern):
+    monkeypatch.setattr(fineweb, "UNIT_BYTES", 3000)
+    text = (
+        (ROOT / "input.txt").read_text()[:40_000]
+        + "\n\n\n\n中文也一样，\u3000没有空格的句子很长。\n" * 300
+        + "the end  \n"
+    )
+    tok = Tokenizer.train([text], 400, pattern)
+    path = tmp_path / "long.txt"
+    path.write_bytes(text.encode())
+    n = len(units_of(path, 0, "text", tok.pattern))
+    assert (
+        n > 10 if pattern in ("gpt2", "cl100k") else n == 1
+    )  # where chunks may end in an unknown pattern, nobody knows
+    pieces = documents(text)
+    assert len(pieces) > 1
+    assert fill_all(path, tok)[0] == [i for piece in pieces for i in (tok.eot_token, *tok.encode_ordinary(piece))]
+
+
+def test_tokens_that_do_not_fit_into_a_slot_are_not_lost(tokenizer, tmp_path):
+    tok, docs = Tokenizer.load(tokenizer), make_documents(60)
+    path = write_parquet(tmp_path / "docs.parquet", docs)
+    expected = [i for doc in docs for i in (tok.eot_token, *tok.encode_ordinary(doc))]
+    assert len(expected) > 5000 and fill_all(path, tok, slot_tokens=1000)[0] == expected
+
+
+def test_documents_without_text_are_skipped_and_counted(tokenizer, tmp_path):
+    tok, path = Tokenizer.load(tokenizer), tmp_path / "docs.jsonl"
+    lone = '"a lone \\ud800 surrogate"'
+    lines = [
+        '{"text": "one"}',
+        "",
+        '{"text": null}',
+        '{"text": 5}',
+        '{"other": 1}',
+        "{broken",
+        "[1]",
+        f'{{"text": {lone}}}',
+    ]
+    path.write_bytes("\r\n".join(lines).encode() + b'\n{"text": "\xff"}\n{"text": "last"}')
+    tokens, skipped = fill_all(path, tok)
+    texts = ["one", "a lone \ufffd surrogate", "last"]
+    assert tokens == [i for text in texts for i in (tok.eot_token, *tok.encode_ordinary(text))]
+    assert skipped == {"no text": 3, "broken line": 3}
+    path = write_parquet(tmp_path / "docs.parquet", ["one", None, "last"])
+    assert fill_all(path, tok)[1] == {"no text": 1}
+
+
+# -------------------------------------------------------------------------------------------------------- interruptions
+
+
+@pytest.fixture(scope="session")
+def long_corpus(tmp_path_factory) -> Path:
+    """Enough to be at work for some seconds: 40 files of half a million characters."""
+    folder = tmp_path_factory.mktemp("long")
+    for i in range(40):
+        write_parquet(folder / f"part_{i:02d}.parquet", make_documents(250, seed=i))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def long_shards(long_corpus, tokenizer, tmp_path_factory) -> Path:
+    out_dir = tmp_path_factory.mktemp("long_shards") / "shards"
+    succeed("fineweb.py", **options(long_corpus, out_dir, tokenizer, shard_size=100_000))
+    return out_dir
+
+
+def assert_same_files(out_dir: Path, expected: Path) -> None:
+    assert [p.name for p in shard_paths(out_dir)] == [p.name for p in shard_paths(expected)]
+    assert not list(out_dir.glob(".*.tmp"))
+    for ours, theirs in zip(shard_paths(out_dir), shard_paths(expected), strict=True):
+        assert ours.read_bytes() == theirs.read_bytes()
+    assert read_manifest(out_dir) == read_manifest(expected)
+
+
+def count_shards(out_dir: Path) -> int:
+    return len(list(out_dir.glob("*.npy")))
+
+
+def has_more_shards(out_dir: Path, n: int, process: subprocess.Popen) -> bool:
+    return count_shards(out_dir) > n or process.poll() is not None
+
+
+def children_of(pid: int) -> list[int]:
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        found += [int(child) for child in task.read_text().split()]
+    return found
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] in "ZX"
+    except OSError:
+        return True
+
+
+def wait_until(condition, timeout: float = 20.0) -> bool:
+    end = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_five_kills_at_random_moments_change_nothing(long_corpus, long_shards, tokenizer, tmp_path, method):
+    out_dir, rng, orphans = tmp_path / "shards", random.Random(method), []
+    words = options(long_corpus, out_dir, tokenizer, shard_size=100_000, start_method=method)
+    for attempt in range(5):
+        process = subprocess.Popen(command("fineweb.py", **words), env=environment(), stdout=subprocess.DEVNULL)
+        if attempt != 2:  # somewhere in the middle of the work, however fast the machine is; else while it starts
+            wait_until(partial(has_more_shards, out_dir, count_shards(out_dir) + 3, process))
+        time.sleep(rng.uniform(0, 0.1))
+        orphans += children_of(process.pid)
+        process.kill()
+        process.wait()
+    killed = count_shards(out_dir)
+    assert wait_until(lambda: all(map(gone, orphans))), "workers outlive the process that started them"
+    succeed("fineweb.py", **words)
+    assert 16 <= killed < count_shards(out_dir), "the kills came before or after the work"
+    assert_same_files(out_dir, long_shards)
+
+
+@pytest.mark.parametrize("signum, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_it_in_good_order(long_corpus, long_shards, tokenizer, tmp_path, signum, code):
+    out_dir = tmp_path / "shards"
+    words = options(long_corpus, out_dir, tokenizer, shard_size=100_000, start_method="fork")
+    process = subprocess.Popen(
+        command("fineweb.py", **words), env=environment(), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
+    assert wait_until(partial(has_more_shards, out_dir, 1, process))
+    process.send_signal(signum)
+    assert process.wait(timeout=20) == code
+    message = process.stderr.read()
+    assert "the same command goes on" in message and "Traceback" not in message
+    result = succeed("fineweb.py", **words)
+    assert "resume  behind" in result.stdout
+    assert_same_files(out_dir, long_shards)
+
+
+def test_a_killed_worker_is_reported_and_loses_nothing(long_corpus, long_shards, tokenizer, tmp_path):
+    out_dir = tmp_path / "shards"
+    words = options(long_corpus, out_dir, tokenizer, shard_size=100_000, start_method="fork")
+    process = subprocess.Popen(
+        command("fineweb.py", **words), env=environment(), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
+    assert wait_until(partial(has_more_shards, out_dir, 1, process))
+    os.kill(children_of(process.pid)[0], signal.SIGKILL)
+    assert process.wait(timeout=20) == 2
+    assert "error: one of 2 worker processes was ended" in process.stderr.read()
+    succeed("fineweb.py", **words)
+    assert_same_files(out_dir, long_shards)
+
+
+def test_a_complete_directory_is_left_alone(long_corpus, long_shards, tokenizer):
+    before = {path: path.stat().st_mtime_ns for path in long_shards.iterdir()}
+    result = succeed("fineweb.py", **options(long_corpus, long_shards, tokenizer, shard_size=100_000))
+    assert "is complete" in result.stdout
+    assert {path: path.stat().st_mtime_ns for path in long_shards.iterdir()} == before
+
+
+def test_a_disk_that_is_full_costs_nothing_that_was_complete(corpus, tokenizer, tmp_path, monkeypatch):
+    """The disk is full when the third shard is flushed."""
+    (folder, docs), out_dir, flushed, fsync = corpus, tmp_path / "shards", [], os.fsync
+
+    def fsync_until_full(fd: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{fd}") if os.path.exists("/proc/self/fd") else ""
+        flushed.append(path)
+        if sum(path.endswith(".npy.tmp") for path in flushed) == 3:
+            raise OSError(28, "No space left on device")
+        fsync(fd)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync_until_full)
+        with pytest.raises(UserError, match="no space left .* 2 complete shards with 40,000 tokens are safe"):
+            run_here(folder, out_dir, tokenizer)
+    run_here(folder, out_dir, tokenizer)
+    assert_shards(out_dir, plain_shards(docs, Tokenizer.load(tokenizer)))
+
+
+def test_a_small_disk_is_reported_before_or_when_it_is_full(corpus, tokenizer, tmp_path):
+    folder, docs = corpus
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", disk], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"no small file system can be mounted here: {mounted.stderr.strip()}")
+    try:
+        result = run_script("fineweb.py", **options(folder, disk / "shards", tokenizer, shard_size=10**6))
+        assert_user_error(result, "needs about" if "needs" in result.stderr else "no space left")
+        subprocess.run(["mount", "-o", "remount,size=1m", disk], check=True)
+        filler = disk / "filler"
+        filler.write_bytes(bytes(500_000))
+        result = run_script("fineweb.py", **options(folder, disk / "shards", tokenizer))
+        assert_user_error(result, "needs about" if "needs" in result.stderr else "no space left")
+        subprocess.run(["mount", "-o", "remount,size=9m", disk], check=True)
+        succeed("fineweb.py", **options(folder, disk / "shards", tokenizer))
+        assert_shards(disk / "shards", plain_shards(docs, Tokenizer.load(tokenizer)))
+    finally:
+        subprocess.run(["umount", disk], check=False)
+
+
+def test_two_runs_do_not_write_into_one_directory(corpus, tokenizer, tmp_path, monkeypatch):
+    from filelock import FileLock
+
+    monkeypatch.setattr(fineweb, "LOCK_SECONDS", 0.1)
+    (tmp_path / "shards").mkdir()
+    with FileLock(tmp_path / "shards" / ".lock"), pytest.raises(UserError, match="another fineweb.py writes to"):
+        run_here(corpus[0], tmp_path / "shards", tokenizer)
+
+
+# --------------------------------------------------------------------------------------------- what is wrong, in a line
+
+
+def test_a_truncated_file_is_named_and_what_came_before_it_is_kept(corpus, tokenizer, tmp_path):
+    (folder, docs), out_dir = corpus, tmp_path / "shards"
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    broken = copy / "part_09.parquet"
+    broken.write_bytes(broken.read_bytes()[:-100])
+    result = run_script("fineweb.py", **options(copy, out_dir, tokenizer))
+    assert_user_error(result, "part_09.parquet cannot be read", "cut short")
+    complete = len(read_manifest(out_dir)["shards"])
+    assert complete > 2
+    shutil.copy(folder / broken.name, broken)
+    result = succeed("fineweb.py", **options(copy, out_dir, tokenizer))
+    assert f"resume  behind {complete} complete shards" in result.stdout
+    assert_shards(out_dir, plain_shards(docs, Tokenizer.load(tokenizer)))
+
+
+def test_damage_inside_a_file_is_reported_by_its_worker(corpus, tokenizer, tmp_path):
+    path = shutil.copy(corpus[0] / "part_00.parquet", tmp_path / "damaged.parquet")
+    data = bytearray(Path(path).read_bytes())
+    data[4:3000] = os.urandom(2996)
+    Path(path).write_bytes(data)
+    with pytest.raises(UserError, match="damaged.parquet cannot be read"):
+        run_here(path, tmp_path / "shards", tokenizer)
+
+
+def test_a_compressed_file_that_is_cut_short(tokenizer, tmp_path):
+    path = tmp_path / "docs.jsonl.gz"
+    lines = "".join(json.dumps({"text": doc}) + "\n" for doc in make_documents(60))
+    path.write_bytes(gzip.compress(lines.encode())[:-1000])
+    with pytest.raises(UserError, match="docs.jsonl.gz cannot be read"):
+        run_here(path, tmp_path / "shards", tokenizer)
+
+
+def test_a_wrong_text_field_is_answered_with_those_there_are(corpus, tokenizer, tmp_path):
+    with pytest.raises(UserError, match="no column 'body' of text; give --text_field one of text"):
+        run_here(corpus[0], tmp_path / "a", tokenizer, text_field="body")
+    with pytest.raises(UserError, match="no column 'id' of text"):
+        run_here(corpus[0], tmp_path / "b", tokenizer, text_field="id")
+    path = tmp_path / "docs.jsonl"
+    path.write_text('{"content": "x", "id": 1}\n')
+    with pytest.raises(UserError, match="no 'text' in its first line; give --text_field one of content, id"):
+        run_here(path, tmp_path / "c", tokenizer)
+    path.write_text('[{"text": "x"}]\n')
+    with pytest.raises(UserError, match="the first line of .*docs.jsonl is no JSON object"):
+        run_here(path, tmp_path / "d", tokenizer)
+
+
+def test_sources_that_are_not_there(tokenizer, tmp_path):
+    (tmp_path / "empty").mkdir()
+    for source in ("missing.parquet", "nowhere/missing.parquet", str(tmp_path / "empty"), "./nothing/*.jsonl"):
+        with pytest.raises(UserError, match=f"--source {re.escape(source)}: .* no .parquet, .jsonl"):
+            run_here(source, tmp_path / "shards", tokenizer)
+    (tmp_path / "x.txt").touch()
+    with pytest.raises(UserError, match="there is no document"):
+        run_here(tmp_path / "x.txt", tmp_path / "shards", tokenizer)
+
+
+@pytest.mark.parametrize("change", [dict(shard_size=10_000), dict(text_field="id"), dict(limit_tokens=5), "tokenizer"])
+def test_another_run_is_not_mixed_into_a_directory(corpus, tokenizer, tmp_path, change):
+    (tmp_path / "manifest.json").write_text("{}")
+    run_here(corpus[0] / "part_00.parquet", tmp_path / "shards", tokenizer)
+    before = {path: path.read_bytes() for path in (tmp_path / "shards").glob("*")}
+    if change == "tokenizer":
+        Tokenizer.train(["another text"], 260).save(tmp_path / "other.json")
+        tokenizer, change = tmp_path / "other.json", {}
+    with pytest.raises(UserError, match="holds shards of a run with .* give another --out_dir"):
+        run_here(corpus[0] / "part_00.parquet", tmp_path / "shards", tokenizer, **change)
+    assert {path: path.read_bytes() for path in (tmp_path / "shards").glob("*")} == before
+
+
+def test_shards_of_others_are_not_overwritten(corpus, tokenizer, tmp_path):
+    np.save(tmp_path / "shards_train_000001.npy", np.zeros(5, np.uint16))
+    out_dir = tmp_path / "shards"
+    out_dir.mkdir()
+    shutil.move(tmp_path / "shards_train_000001.npy", out_dir)
+    with pytest.raises(UserError, match="belongs to no manifest.json"):
+        run_here(corpus[0], out_dir, tokenizer)
+
+
+def test_usage_errors_are_one_line(tokenizer, tmp_path):
+    assert_user_error(run_script("fineweb.py", shard_size=0, tokenizer=tokenizer), "--shard_size must be at least 1")
+    assert_user_error(run_script("fineweb.py", source="a.txt", tokenizer=tokenizer), "give an --out_dir")
+    assert_user_error(run_script("fineweb.py", tokenizer="nowhere.json"), "nowhere.json")
+    assert_user_error(run_script("fineweb.py", rank=2, world_size=2), "--rank 2 is not below --world_size 2")
+    assert_user_error(run_script("fineweb.py", verify=True, out_dir=tmp_path), "manifest.json")
+
+
+def test_dry_run_says_what_it_needs_and_writes_nothing(corpus, tokenizer, tmp_path):
+    result = succeed("fineweb.py", **options(corpus[0], tmp_path / "shards", tokenizer, dry_run=True))
+    assert "12 files" in result.stdout and "are free" in result.stdout and "tokens" in result.stdout
+    assert not (tmp_path / "shards").exists()
+
+
+# ------------------------------------------------------------------------------------------------------------ --verify
+
+
+@pytest.fixture
+def written(corpus, tokenizer, tmp_path) -> Path:
+    run_here(corpus[0] / "part_00.parquet", tmp_path / "shards", tokenizer, shard_size=5000, start_method="spawn")
+    return tmp_path / "shards"
+
+
+def test_verify_finds_whatever_is_wrong(written):
+    assert "tokens in" in verify(written)
+    path, manifest = find_shards(str(written), "train")[0], (written / "manifest.json").read_text()
+    sound = path.read_bytes()
+
+    def problem() -> str:
+        with pytest.raises(UserError) as error:
+            verify(written)
+        path.write_bytes(sound)
+        (written / "manifest.json").write_text(manifest)
+        return str(error.value)
+
+    path.write_bytes(sound[:-7] + bytes([sound[-7] ^ 1]) + sound[-6:])
+    assert f"{path} is not what was written" in problem()
+    path.write_bytes(sound[:-10])
+    assert f"{path} cannot be read" in problem()
+    path.unlink()
+    assert f"{path} cannot be read" in problem()
+    np.save(path, np.load(path)[:100])
+    assert f"{path} has 100 tokens, and manifest.json says 5000" in problem()
+    for key in ("tokens", "documents", "bytes"):
+        changed = json.loads(manifest)
+        changed[key] += 1
+        (written / "manifest.json").write_text(json.dumps(changed))
+        assert f"manifest.json counts {changed[key]} {key}" in problem()
+    shutil.copy(path, written / "stray_train_000009.npy")
+    assert "stray_train_000009.npy is not in manifest.json" in problem()
+    (written / "stray_train_000009.npy").unlink()
+    (written / "manifest.json").write_text("{ cut")
+    assert "manifest.json is damaged" in problem()
+    (written / "manifest.json").write_text(json.dumps(json.loads(manifest) | dict(next={})))
+    assert "is not complete" in problem()
+    Tokenizer.train(["another text"], 260).save(written / "tokenizer.json")
+    assert "tokenizer.json is another tokenizer" in problem()
+
+
+# ------------------------------------------------------------------------------------------------------- several ranks
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_share_the_files_and_their_manifests_merge(corpus, tokenizer, tmp_path, world_size):
+    (folder, docs), out_dir, tok = corpus, tmp_path / "shards", Tokenizer.load(tokenizer)
+    for rank in reversed(range(world_size)):
+        if rank == 0:
+            with pytest.raises(UserError, match="copy all of them there"):
+                merge_manifests(str(out_dir))
+        run_here(folder, out_dir, tokenizer, rank=rank, world_size=world_size)
+    with pytest.raises(UserError, match="merge those of its ranks first"):
+        verify(out_dir)
+    merge_manifests(str(out_dir))
+    verify(out_dir)
+    parts = [docs[480 * rank // world_size : 480 * (rank + 1) // world_size] for rank in range(world_size)]
+    expected = [shard for part in parts for shard in plain_shards(part, tok)]
+    paths = [out_dir / entry["file"] for entry in read_manifest(out_dir)["shards"]]
+    assert [np.load(path).tolist() for path in paths] == [shard.tolist() for shard in expected]
+    assert len(find_shards(str(out_dir), "val")) == 1
+    train = TokenStream(find_shards(str(out_dir), "train"), 600)
+    assert train.read(0, len(train)).tolist() == np.concatenate(expected[1:]).tolist()
+    with pytest.raises(UserError, match="12 files cannot be shared by 13 ranks"):
+        run_here(folder, tmp_path / "other", tokenizer, rank=0, world_size=13)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        dict(RANK="1", WORLD_SIZE="3"),
+        dict(SLURM_PROCID="1", SLURM_NTASKS="3"),
+        dict(SLURM_PROCID="1", SLURM_STEP_NUM_TASKS="3", SLURM_NTASKS="8"),
+    ],
+)
+def test_ranks_come_from_torchrun_and_slurm(corpus, tokenizer, tmp_path, variables):
+    words = options(corpus[0], tmp_path / "shards", tokenizer, dry_run=True)
+    result = succeed("fineweb.py", **words, env=environment(**variables))
+    assert "rank 1 of 3" in result.stdout and "4 files" in result.stdout
+    words["source"] = "nowhere.parquet"
+    assert_user_error(run_script("fineweb.py", **words, env=environment(**variables)), "nowhere.parquet")  # not silent
+    result = succeed("fineweb.py", **words | dict(source=corpus[0]), rank=0, world_size=1, env=environment(**variables))
+    assert "12 files" in result.stdout
+
+
+# ------------------------------------------------------------------------------------------------------------- the hub
+
+
+class Hub(http.server.ThreadingHTTPServer):
+    """As much of the hub's protocol as a download of a dataset needs, with the hub's moods.
+
+    The files are below `folder`, and behind a redirect, as on the real hub. The first `busy` requests are answered with
+    429 and Retry-After; the first download of a file in `cut` ends after 3000 bytes, with the connection.
+    """
+
+    COMMIT = "0123456789abcdef0123456789abcdef01234567"
+    daemon_threads = True
+
+    def __init__(self, folder: Path, busy: int = 0, cut: tuple[str, ...] = ()):
+        super().__init__(("127.0.0.1", 0), HubRequest)
+        self.folder, self.busy, self.cut = folder, busy, cut
+        self.requests: list[tuple[str, str | None, int]] = []  # path, Range, status
+        self.now = self.most = 0
+        self.lock = threading.Lock()
+
+    def __enter__(self):
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *exc):
+        self.shutdown()
+        self.server_close()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class HubRequest(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args):
+        pass
+
+    def answer(self, status: int, body: bytes = b"", **headers) -> None:
+        self.server.requests.append((self.path, self.headers.get("Range"), status))
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        if "Content_Length" not in headers:
+            self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self):
+        hub = self.server
+        with hub.lock:
+            hub.busy -= 1
+            busy = hub.busy >= 0
+        if busy:
+            return self.answer(429, b"slow down", Retry_After="1")
+        if self.path.startswith(
+            ("/api/datasets/some/corpus/revision/main", f"/api/datasets/some/corpus/revision/{hub.COMMIT}")
+        ):
+            files = sorted(path for path in hub.folder.rglob("*") if path.is_file())
+            siblings = [
+                dict(rfilename=str(path.relative_to(hub.folder)), size=path.stat().st_size, blobId="0",
+                     lfs=dict(sha256=hashlib.sha256(path.read_bytes()).hexdigest(), size=path.stat().st_size,
+                              pointerSize=130))
+                for path in files
+            ]  # fmt: skip
+            body = json.dumps(dict(id="some/corpus", sha=hub.COMMIT, siblings=siblings)).encode()
+            return self.answer(200, body, Content_Type="application/json")
+        prefix = f"/datasets/some/corpus/resolve/{hub.COMMIT}/"
+        if self.path.startswith(prefix):
+            return self.answer(302, Location=f"{hub.url}/blob/{self.path.removeprefix(prefix)}")
+        if self.path.startswith("/blob/"):
+            return self.send_file(hub.folder / self.path.removeprefix("/blob/"))
+        self.answer(404, X_Error_Code="RepoNotFound")
+
+    def send_file(self, path: Path) -> None:
+        hub, data, span = self.server, path.read_bytes(), self.headers.get("Range")
+        start = int(span.removeprefix("bytes=").split("-")[0]) if span else 0
+        with hub.lock:
+            first = not any(p == self.path for p, _, _ in hub.requests)
+            hub.now += 1
+            hub.most = max(hub.most, hub.now)
+        try:
+            body, broken = data[start:], first and path.name in hub.cut
+            headers = dict(Content_Range=f"bytes {start}-{len(data) - 1}/{len(data)}") if span else {}
+            headers |= dict(Content_Length=str(len(body)))
+            self.answer(206 if span else 200, body[:3000] if broken else body, **headers)
+            if broken:
+                self.close_connection = True
+                self.wfile.flush()
+                self.connection.shutdown(socket.SHUT_RDWR)
+            time.sleep(0.02)
+        finally:
+            with hub.lock:
+                hub.now -= 1
+
+
+@pytest.fixture(scope="session")
+def dataset(corpus, tmp_path_factory) -> Path:
+    """The corpus as a dataset of the hub, besides files that are not meant."""
+    folder = tmp_path_factory.mktemp("dataset")
+    shutil.copytree(corpus[0], folder / "sample" / "10BT")
+    write_parquet(folder / "data" / "train-00000.parquet", ["another text"])
+    write_parquet(folder / "data" / "test-00000.parquet", ["for a test"])
+    (folder / "README.md").write_text("# a dataset")
+    (folder / "license.txt").write_text("free")
+    return folder
+
+
+def hub_environment(hub_url: str, home: Path) -> dict:
+    return environment(HF_ENDPOINT=hub_url, HF_HUB_OFFLINE="0", HF_HOME=str(home), HF_HUB_DISABLE_TELEMETRY="1")
+
+
+def test_a_busy_hub_that_drops_connections_gives_the_same_shards(corpus, dataset, tokenizer, tmp_path):
+    out_dir = tmp_path / "shards"
+    words = options("some/corpus/sample/10BT", out_dir, tokenizer)
+    with Hub(dataset, busy=2, cut=("part_03.parquet", "part_08.parquet")) as hub:
+        began = time.monotonic()
+        result = succeed("fineweb.py", **words, env=hub_environment(hub.url, tmp_path / "home"))
+        took = time.monotonic() - began
+    assert_shards(out_dir, plain_shards(corpus[1], Tokenizer.load(tokenizer)))
+    assert read_manifest(out_dir)["commit"] == hub.COMMIT
+    assert [status for _, _, status in hub.requests].count(429) == 2 and took > 2, (
+        "Retry-After asks for a second each time"
+    )
+    downloads = Counter(path.rpartition("/")[2] for path, _, _ in hub.requests if path.startswith("/blob/"))
+    assert len(downloads) == 12 and [name for name in downloads if downloads[name] > 1] == sorted(hub.cut)
+    assert hub.most <= 2, "more connections at a time than asked for"
+    assert not list(out_dir.rglob("*.part")) and "429" in result.stderr
+
+
+def test_a_killed_download_goes_on_from_where_it_was(corpus, dataset, tokenizer, tmp_path):
+    out_dir = tmp_path / "shards"
+    words = options("some/corpus/sample/10BT", out_dir, tokenizer, keep_downloads=True, workers=1)
+    part = out_dir / ".downloads" / "sample" / "10BT" / "part_00.parquet.part"
+    part.parent.mkdir(parents=True)
+    whole = (dataset / "sample" / "10BT" / "part_00.parquet").read_bytes()
+    part.write_bytes(whole[:5000])
+    part.with_name("part_01.parquet.part").write_bytes(bytes(7000))  # of another file: the checksum will tell
+    with Hub(dataset) as hub:
+        succeed("fineweb.py", **words, env=hub_environment(hub.url, tmp_path / "home"))
+    spans = {path.rpartition("/")[2]: span for path, span, _ in hub.requests if path.startswith("/blob/")}
+    assert spans["part_00.parquet"] == "bytes=5000-" and spans["part_02.parquet"] is None
+    assert len(list(part.parent.iterdir())) == 12
+    shutil.rmtree(out_dir / ".downloads")
+    assert_shards(out_dir, plain_shards(corpus[1], Tokenizer.load(tokenizer)))
+
+
+def test_fetched_files_are_deleted_once_they_are_used(corpus, dataset, tokenizer, tmp_path):
+    """An interrupted run keeps what it still needs, and does not fetch again what it is done with."""
+    out_dir = tmp_path / "shards"
+    words = options("some/corpus/sample/10BT", out_dir, tokenizer, shard_size=3000, downloads=1, workers=1)
+    with Hub(dataset) as hub:
+        env = hub_environment(hub.url, tmp_path / "home")
+        process = subprocess.Popen(command("fineweb.py", **words), env=env, stdout=subprocess.DEVNULL)
+        wait_until(partial(has_more_shards, out_dir, 25, process))
+        process.kill()
+        process.wait()
+        first = read_manifest(out_dir)["next"]["file"]
+        hub.requests.clear()
+        succeed("fineweb.py", **words, env=env)
+    fetched = {path.rpartition("/")[2] for path, _, _ in hub.requests if path.startswith("/blob/")}
+    assert first > 0 and not fetched & {f"part_{i:02d}.parquet" for i in range(first)}
+    assert_shards(out_dir, plain_shards(corpus[1], Tokenizer.load(tokenizer), 3000))
+
+
+def test_the_training_split_of_a_dataset_is_chosen(dataset, tokenizer, tmp_path):
+    with Hub(dataset) as hub:
+        env = hub_environment(hub.url, tmp_path / "home")
+        succeed("fineweb.py", **options("some/corpus", tmp_path / "shards", tokenizer), env=env)
+        tok = Tokenizer.load(tokenizer)
+        [shard] = find_shards(str(tmp_path / "shards"), "val")
+        assert np.load(shard).tolist() == [tok.eot_token, *tok.encode_ordinary("another text")]
+        result = run_script("fineweb.py", **options("some/corpus/nowhere", tmp_path / "other", tokenizer), env=env)
+        assert_user_error(result, "no data file in nowhere", "sample/10BT")
+        result = run_script("fineweb.py", **options("no/body", tmp_path / "other", tokenizer), env=env)
+        assert_user_error(result, "no/body", "HTTP 404")
+
+
+def test_no_network_is_one_line_and_loses_nothing(corpus, dataset, tokenizer, tmp_path):
+    out_dir = tmp_path / "shards"
+    words = options("some/corpus/sample/10BT", out_dir, tokenizer, shard_size=3000)
+    nowhere = hub_environment("http://127.0.0.1:9", tmp_path / "home")
+    assert_user_error(run_script("fineweb.py", **words, env=nowhere), "http://127.0.0.1:9", "HF_ENDPOINT")
+    assert not out_dir.exists()
