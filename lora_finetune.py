@@ -1,0 +1,957 @@
+"""Finetune GPT-2 on instructions: LoRA (Hu et al. 2021), or all weights. Constants, then functions, then `main`.
+
+    python lora_finetune.py --base gpt2 --lora_dim 8            # adapters of rank 8, on Alpaca
+    python lora_finetune.py --base out/tiny --data rows.json    # a checkpoint of ours, another file of rows
+    python lora_finetune.py --base gpt2 --lora_dim 0            # all weights, for comparison
+    python lora_finetune.py --base gpt2 --adapter out/lora/adapter --merge out/merged   # one plain model of both
+    python lora_finetune.py sweep --base gpt2                   # ranks 1 to 32 and full: a table, curves, answers
+
+A projection y = x W^T + b of a block keeps W and b, and gains a bypass of rank r:
+
+    x ──┬── W (frozen) ──────────────────────(+)── y        A (r, in)  Kaiming uniform
+        └── dropout ── A ── B ── * alpha / r ──┘            B (out, r) zero, so that y starts as the base's
+
+Writes OUT_DIR (out/lora): config.json, log.jsonl, learning_curve.png, samples.txt, checkpoints step_NNNNNN/, and at the
+end adapter/, which peft opens. The training loop is that of train_gpt2.py; tokens in the log are answer tokens.
+This file knows nothing of devices, ranks or how checkpoints get to the disk.
+"""
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn as nn
+from torch.nn import functional as F
+
+import train_gpt2
+from checkpoint import SUMS, checkpoint_steps, damage, find_model, load_model, load_tokenizer, newest_sound, snapshot
+from data import permutation
+from model import GPT, IGNORE_INDEX
+from runtime import RunLog, Runtime, Stopped, UserError, parse_args, read_log, script, smoothed, write_atomically
+
+TARGETS = ("c_attn", "attn.c_proj", "c_fc", "mlp.c_proj")  # all projections of a block
+RANKS = (1, 2, 4, 8, 16, 32, 0)
+ALPACA = "https://raw.githubusercontent.com/tatsu-lab/stanford_alpaca/main/alpaca_data.json"
+# Padded tokens that cost as much as one more micro-batch: what reading the weights takes on a CPU, what launching the
+# kernels takes on a GPU.
+MICRO_BATCH_COST = {"cpu": 64, "cuda": 4096}
+
+
+@dataclass
+class Config:
+    # where things are
+    base: str = "gpt2"  # what to finetune: checkpoint directory, run directory or hub id
+    data: str = "alpaca_data.json"  # .json or .jsonl with instruction, input, output, or with messages
+    out_dir: str = ""  # where the run is written; out/lora when empty, out/lora_sweep for the sweep
+    resume: bool = False  # go on from the newest sound checkpoint of out_dir, or start when there is none
+    overwrite: bool = False  # replace the run that out_dir holds
+    adapter: str = ""  # adapter to start from, ours or peft's; its rank, alpha and targets count
+    merge: str = ""  # write base and adapter as one plain model here: after training, or at once with --adapter
+    # adapter
+    lora_dim: int = 8  # rank r of the bypasses; 0 trains all weights instead
+    lora_alpha: float = 16.0  # the bypass is scaled by alpha / r
+    lora_dropout: float = 0.0  # on the input of the bypass
+    targets: tuple[str, ...] = TARGETS  # projections that get one
+    rslora: bool = False  # scale by alpha / sqrt(r) (Kalajdzievski 2023)
+    lora_plus: float = 1.0  # learning rate of B over that of A; LoRA+ (Hayou et al. 2024) takes 16
+    ranks: tuple[int, ...] = RANKS  # of the sweep; 0 is full finetuning
+    # data
+    sequence_length: int = 0  # longest example in tokens; 0 for the base's context
+    val_rows: int = 1000  # held out for validation, chosen by the seed; at most a tenth of all
+    # batch and schedule
+    batch_size: int = 32  # examples per optimizer step, over all ranks and micro-steps
+    micro_batch_size: int = 0  # full-length examples that fit into a forward pass of a rank; 0 finds out
+    epochs: float = 3.0  # passes over the training rows
+    max_steps: int = 0  # optimizer steps; 0 for as many as the epochs need
+    warmup_steps: int = 0  # linear warmup; 0 for 3% of the steps
+    max_lr: float = 0.0  # peak learning rate; 0 for 1e-3 with LoRA, 1e-4 for all weights
+    min_lr: float = 0.0  # where the schedule ends
+    lr_schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: warmup, stable, linear decay
+    decay_fraction: float = 0.5  # share of the steps in which wsd decays
+    # optimizer
+    weight_decay: float = 0.01  # AdamW, on tensors of two dimensions
+    beta1: float = 0.9  # AdamW
+    beta2: float = 0.999  # AdamW
+    eps: float = 1e-8  # AdamW
+    grad_clip: float = 1.0  # largest gradient norm; 0 for no clipping
+    max_bad_steps: int = 20  # stop after this many steps in a row without a finite gradient
+    dropout: float = 0.0  # of the base, on embeddings, attention and residual branches
+    seed: int = 1337  # of the adapter, the split, the data order and the samples
+    # along the way, in steps; 0 is never
+    eval_interval: int = 100  # validation loss
+    sample_interval: int = 0  # an answer to sample_prompt
+    sample_prompt: str = "BEGINNING OF CONVERSATION: USER: Give three tips for a good meal. ASSISTANT:"
+    sample_tokens: int = 128  # the longest answer
+    checkpoint_interval: int = 500  # a checkpoint; the last step always writes one
+    keep_checkpoints: int = 2  # how many of the newest stay, besides the one of the lowest validation loss; 0 for all
+    # machine
+    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: cuda, else mps, else cpu
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of matrix products; trained weights stay fp32
+    compile: Literal["auto", "on", "off"] = "off"  # torch.compile, with dynamic shapes: examples differ in length
+    report_to: Literal["none", "tensorboard", "wandb"] = "none"  # besides log.jsonl
+
+
+# -------------------------------------------------------------------------------------------------------- the method
+
+
+class LowRankLinear(torch.autograd.Function):
+    """x W^T + b + s (x A^T) B^T, for frozen W and b.
+
+    The same as three products written out, with nothing as large as x or y in between: the bypass is added in place,
+    forward and backward. All tensors in one dtype; x (N, in).
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, A, B, scale: float):
+        h = x @ A.T  # (N, r)
+        ctx.save_for_backward(x, weight, A, B, h)
+        ctx.scale = scale
+        return F.linear(x, weight, bias).addmm_(h, B.T, alpha=scale)  # (N, out)
+
+    @staticmethod
+    def backward(ctx, grad_y):
+        x, weight, A, B, h = ctx.saved_tensors
+        grad_h = (grad_y @ B) * ctx.scale  # (N, r)
+        grad_x = (grad_y @ weight).addmm_(grad_h, A) if ctx.needs_input_grad[0] else None  # none below the first one
+        grad_B = (h.T @ grad_y).T * ctx.scale  # in this order: a tall thin product is slow on a CPU
+        return grad_x, None, None, grad_h.T @ x, grad_B, None
+
+
+class LoRALinear(nn.Module):
+    """A frozen nn.Linear with a bypass of rank r (Hu et al. 2021, section 4.1)."""
+
+    def __init__(self, linear: nn.Linear, r: int, alpha: float, dropout: float = 0.0, rslora: bool = False):
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+        device = linear.weight.device
+        self.lora_A = nn.Parameter(torch.empty(r, linear.in_features, device=device))
+        self.lora_B = nn.Parameter(torch.zeros(linear.out_features, r, device=device))
+        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
+        self.scale = alpha / (math.sqrt(r) if rslora else r)
+        self.dropout = dropout
+        self.register_buffer("unmerged", None, persistent=False)  # the base's weight, while merged
+
+    def forward(self, x):
+        if self.unmerged is not None:
+            return F.linear(x, self.weight, self.bias)
+        if self.dropout and self.training:
+            bypass = F.linear(F.linear(F.dropout(x, self.dropout), self.lora_A), self.lora_B)
+            return F.linear(x, self.weight, self.bias) + bypass * self.scale
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        tensors = (t.to(dtype) for t in (x.flatten(0, -2), self.weight, self.bias, self.lora_A, self.lora_B))
+        return LowRankLinear.apply(*tensors, self.scale).unflatten(0, x.shape[:-1])
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Add the bypass to the weight: in fp64, so that fp32 is rounded once. Merging again changes nothing."""
+        if self.unmerged is None:
+            if self.weight.dtype != torch.float32:
+                raise ValueError(f"the weight is {self.weight.dtype}; merge into fp32 weights")
+            self.unmerged = self.weight.data
+            delta = self.lora_B.cpu().double() @ self.lora_A.cpu().double() * self.scale  # (out, in)
+            self.weight.data = (self.weight.cpu().double() + delta).to(self.weight)
+
+    def unmerge(self) -> None:
+        """Put the base's own weight back, bit for bit, since it was kept."""
+        if self.unmerged is not None:
+            self.weight.data, self.unmerged = self.unmerged, None
+
+
+def target_names(model: GPT, targets) -> list[str]:
+    """The modules that `targets`, names or their endings, mean. Raises UserError for what cannot be adapted."""
+    for target in targets:
+        if target.split(".")[-1] in ("wte", "lm_head"):
+            raise UserError(
+                f"--targets {target}: wte and lm_head are one tied matrix, and a bypass on one would untie them "
+                "(and could not be merged); choose from " + ", ".join(TARGETS)
+            )
+        if target not in (*TARGETS, "c_proj"):
+            raise UserError(f"--targets {target}: there is no such projection; choose from {', '.join(TARGETS)}")
+    ends = tuple(f".{target}" for target in targets)
+    return [name for name, module in model.named_modules() if name.endswith(ends) and hasattr(module, "weight")]
+
+
+def add_lora(model: GPT, names: list[str], r: int, alpha: float, dropout: float = 0.0, rslora: bool = False) -> GPT:
+    """Freeze `model` and give the modules `names` a bypass, in place. Without an adapter yet nothing changes."""
+    model.requires_grad_(False)
+    for name in names:
+        parent, _, child = name.rpartition(".")
+        linear = model.get_submodule(name)
+        setattr(model.get_submodule(parent), child, LoRALinear(linear, r, alpha, dropout, rslora))
+    return model
+
+
+def lora_modules(model: GPT) -> dict[str, LoRALinear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
+
+
+def merge(model: GPT) -> GPT:
+    """Add every bypass to its weight, for inference without overhead. Idempotent."""
+    for module in lora_modules(model).values():
+        module.merge()
+    return model
+
+
+def unmerge(model: GPT) -> GPT:
+    """Undo `merge`; the base's weights come back bit for bit. Idempotent."""
+    for module in lora_modules(model).values():
+        module.unmerge()
+    return model
+
+
+def remove_lora(model: GPT) -> GPT:
+    """Turn the adapted modules into plain nn.Linear again, with the weights that they have: merged or not."""
+    for name, module in lora_modules(model).items():
+        parent, _, child = name.rpartition(".")
+        linear = nn.Linear(module.weight.size(1), module.weight.size(0), device="meta")
+        linear.weight, linear.bias = module.weight, module.bias
+        setattr(model.get_submodule(parent), child, linear)
+    return model
+
+
+def cast_frozen(model: GPT, dtype: torch.dtype) -> None:
+    """Cast frozen matrices to the dtype of the matrix products once, instead of in every forward pass.
+
+    The output projection gets a copy of its own, since `wte`, to which it is tied, is looked up in fp32: the numbers
+    are those of autocast, bit for bit.
+    """
+    for module in lora_modules(model).values():
+        for p in (module.weight, module.bias):
+            p.data = p.data.to(dtype)
+    plain = (m for m in model.transformer.h.modules() if isinstance(m, nn.Linear))
+    for p in (p for m in plain for p in m.parameters() if not p.requires_grad):
+        p.data = p.data.to(dtype)
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.data.to(dtype), requires_grad=False)
+
+
+def lora_parameters(model: GPT, names: list[str], r: int) -> int:
+    """Trainable parameters of rank r: r (in + out) for every module."""
+    return r * sum(sum(model.get_submodule(name).weight.shape) for name in names)
+
+
+def parameter_table(model: GPT, names: list[str], total: int, ranks) -> str:
+    """Rank, trainable parameters, and their share of base (`total`) and adapter together."""
+    counts = [(r or "full", lora_parameters(model, names, r) if r else total, total * (r > 0)) for r in ranks]
+    lines = [f"{r:>6}  {n:>13,}  {n / (n + rest):>8.3%}" for r, n, rest in counts]
+    return "\n".join([f"{'rank':>6}  {'trainable':>13}  {'share':>8}", *lines])
+
+
+# ------------------------------------------------------------------------------------------------------ adapter files
+
+
+def fingerprint(model: GPT) -> str:
+    """sha256 over names, shapes and fp32 values of a plain model: equal for equal weights, however they are stored."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        if name != "lm_head.weight":
+            digest.update(f"{name} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().float().cpu().contiguous().numpy())
+    return digest.hexdigest()
+
+
+def peft_name(name: str, factor: str) -> str:
+    """The name of a factor, A or B, of the module `name` in peft's files; the shapes are the same."""
+    return f"base_model.model.{name}.lora_{factor}.weight"
+
+
+def adapter_tensors(model: GPT) -> dict[str, torch.Tensor]:
+    """The adapter's tensors under peft's names: those in training, not copies."""
+    modules = lora_modules(model).items()
+    return {peft_name(n, f): getattr(m, f"lora_{f}").detach() for n, m in modules for f in "AB"}
+
+
+def write_adapter(path: Path, tensors: dict[str, torch.Tensor], config: Config, base: str, base_sha256: str) -> None:
+    """`adapter_config.json` and `adapter_model.safetensors`, as peft reads them. The fingerprint of the base is in the
+    header of the latter, where peft does not mind it."""
+    from safetensors.torch import save_file
+
+    settings = dict(
+        peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=base, r=config.lora_dim,
+        lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout, target_modules=list(config.targets),
+        fan_in_fan_out=True, bias="none", use_rslora=config.rslora, inference_mode=True,
+    )  # fmt: skip
+    (path / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    tensors = {name: tensor.float().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt", "base_sha256": base_sha256})
+
+
+def find_adapter(adapter: str) -> Path:
+    """The directory with the adapter: the one given, or that of a run's result or newest checkpoint."""
+    path = Path(adapter)
+    for directory in (path, path / "adapter", newest_sound(path) if path.is_dir() else None):
+        if directory is not None and (directory / "adapter_config.json").is_file():
+            return directory
+    raise UserError(
+        f"there is no adapter in {adapter}; give a directory with adapter_config.json, such as out/lora/adapter"
+    )
+
+
+def read_adapter(adapter: str) -> tuple[dict, dict[str, torch.Tensor], str | None]:
+    """(settings, tensors, sha256 of the base or None) of an adapter, ours or peft's. Raises UserError."""
+    from safetensors import SafetensorError, safe_open
+
+    path = find_adapter(adapter)
+    if (path / SUMS).exists() and (problem := damage(path)):
+        raise UserError(f"{path} is damaged: {problem}; take an earlier checkpoint of its run")
+    try:
+        settings = json.loads((path / "adapter_config.json").read_text())
+        with safe_open(path / "adapter_model.safetensors", "pt") as f:
+            tensors, metadata = {name: f.get_tensor(name) for name in f.keys()}, f.metadata() or {}
+        float(settings["lora_alpha"]) / int(settings["r"])
+    except FileNotFoundError:
+        raise UserError(
+            f"{path} has no adapter_model.safetensors; adapters in pickled .bin files are not read"
+        ) from None
+    except (ValueError, KeyError, TypeError, ZeroDivisionError, SafetensorError) as e:
+        raise UserError(f"the adapter {path} is damaged ({type(e).__name__}: {e}); write or download it again") from e
+    plain = dict(peft_type="LORA", bias="none", use_dora=False, lora_bias=False, modules_to_save=None)
+    for key, value in plain.items():
+        if settings.get(key, value) != value:
+            raise UserError(f"the adapter {path} is none that this code computes: {key} is {settings[key]!r}")
+    for key in ("rank_pattern", "alpha_pattern"):
+        if settings.get(key):
+            raise UserError(f"the adapter {path} has a {key}; only one rank and alpha for all modules are read")
+    return settings, tensors, metadata.get("base_sha256")
+
+
+def load_adapter(model: GPT, adapter: str | Path) -> GPT:
+    """Put an adapter of ours or of peft onto `model`, a plain base in fp32, in place; returns it, all but A, B frozen.
+
+    `adapter` is a directory with adapter_config.json and adapter_model.safetensors, or a run directory.
+    Raises UserError if it is damaged, of another shape, or was trained on another base.
+    """
+    settings, tensors, base_sha256 = read_adapter(str(adapter))
+    r = int(settings["r"])
+    linears = {name: m for name, m in model.named_modules() if name.endswith(tuple(f".{t}" for t in TARGETS))}
+    names = [name for name in linears if peft_name(name, "A") in tensors]
+    shapes = {peft_name(n, "A"): (r, linears[n].in_features) for n in names}
+    shapes |= {peft_name(n, "B"): (linears[n].out_features, r) for n in names}
+    for name in sorted(tensors.keys() | shapes):
+        found = tuple(tensors[name].shape) if name in tensors else "missing"
+        if found != shapes.get(name):
+            expected = f"{shapes[name]} on this base" if name in shapes else "nothing on this base"
+            raise UserError(
+                f"the adapter {adapter} is of another shape: {name} is {found}, and {expected}; choose its base"
+            )
+    if not names:
+        raise UserError(f"the adapter {adapter} holds no tensors; it was not saved completely, so train it again")
+    if base_sha256 and base_sha256 != fingerprint(model):
+        raise UserError(
+            f"the adapter {adapter} was trained on another base, {settings.get('base_model_name_or_path')} with sha256 "
+            f"{base_sha256[:12]}; this one has {fingerprint(model)[:12]}"
+        )
+    add_lora(model, names, r, float(settings["lora_alpha"]), settings.get("lora_dropout") or 0.0,
+             settings.get("use_rslora", False))  # fmt: skip
+    with torch.no_grad():
+        for name, module in lora_modules(model).items():
+            module.lora_A.copy_(tensors[peft_name(name, "A")])
+            module.lora_B.copy_(tensors[peft_name(name, "B")])
+    return model
+
+
+def adopt_adapter(config: Config, model: GPT, adapter: str) -> GPT:
+    """`load_adapter`, with the constants that follow from it: rank, alpha, dropout and targets."""
+    settings, tensors, _ = read_adapter(adapter)
+    load_adapter(model, adapter)
+    config.lora_dim, config.lora_alpha = int(settings["r"]), float(settings["lora_alpha"])
+    config.lora_dropout, config.rslora = settings.get("lora_dropout") or 0.0, settings.get("use_rslora", False)
+    config.targets = tuple(t for t in TARGETS if any(f".{t}.lora_A" in name for name in tensors))
+    return model
+
+
+# --------------------------------------------------------------------------------------------------------------- data
+
+
+def prompt_of(instruction: str, input: str = "") -> str:
+    """What the model reads before it answers."""
+    return f"BEGINNING OF CONVERSATION: {user_turn(instruction, input)}"
+
+
+def user_turn(instruction: str, input: str = "") -> str:
+    return f"USER: {' '.join(part for part in (instruction.strip(), input.strip()) if part)} ASSISTANT:"
+
+
+def chat_pieces(messages: list[dict]) -> list[tuple[str, bool]]:
+    """A conversation as texts, and whether each is an answer, which <|endoftext|> follows.
+
+    `messages` are dicts of `role`, system, user or assistant, and `content`. What the system says becomes part of the
+    user's next turn.
+    """
+    pieces, said = [], []
+    for message in messages:
+        if message["role"] == "assistant":
+            pieces.append((message["content"].strip(), True))
+        elif message["role"] == "system":
+            said.append(message["content"])
+        else:
+            start = user_turn if pieces else prompt_of
+            pieces.append((start(" ".join([*said, message["content"]])), False))
+            said = []
+    return pieces
+
+
+def chat_ids(tokenizer, messages: list[dict]) -> list[int]:
+    """The tokens of a conversation; one that ends with the user is ready for the answer."""
+    ids = []
+    for text, is_answer in chat_pieces(messages):
+        ids += tokenizer.encode_ordinary(text) + [tokenizer.eot_token] * is_answer
+    return ids
+
+
+def read_rows(path: str) -> list[list[dict]]:
+    """The conversations of a .json or .jsonl file, as messages. Raises UserError that names the row and the field."""
+    if path == Config.data and not Path(path).exists():
+        download(ALPACA, Path(path))
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        if text.lstrip().startswith("["):
+            rows = json.loads(text)
+        else:
+            rows = []
+            for line in text.splitlines():
+                rows += [json.loads(line)] if line.strip() else []
+    except FileNotFoundError:
+        raise UserError(f"there is no {path}; --data takes a .json or .jsonl file of rows") from None
+    except json.JSONDecodeError as e:
+        where = f"row {len(rows) + 1}" if "rows" in locals() else f"line {e.lineno}, column {e.colno}"
+        raise UserError(f"{path} is not JSON at {where}: {e.msg}; correct it, or write it again") from None
+    except (UnicodeDecodeError, IsADirectoryError) as e:
+        raise UserError(f"{path} is not a text file ({e}); --data takes a .json or .jsonl file of rows") from None
+    return [messages_of(row, f"row {number} of {path}") for number, row in enumerate(rows, start=1)]
+
+
+def messages_of(row, where: str) -> list[dict]:
+    """One row as messages. Raises UserError for a field that is missing or is no text."""
+    if not isinstance(row, dict):
+        raise UserError(f"{where} is a {type(row).__name__}; a row is an object with instruction, input and output")
+    if "messages" not in row:
+        for field in ("instruction", "output"):
+            if not isinstance(row.get(field), str):
+                what = "is no text" if field in row else "is missing"
+                raise UserError(f"{where}: {field} {what}; rows have instruction, input and output, or messages")
+        said = [row["instruction"].strip(), (row.get("input") or "").strip()]
+        return [dict(role="user", content=" ".join(filter(None, said))), dict(role="assistant", content=row["output"])]
+    messages = row["messages"]
+    for i, message in enumerate(messages if isinstance(messages, list) else [None]):
+        fine = isinstance(message, dict) and isinstance(message.get("content"), str)
+        if not fine or message.get("role") not in ("system", "user", "assistant"):
+            raise UserError(f"{where}: messages need a role (system, user, assistant) and a content of text each")
+        if message["role"] == "assistant" and (i == 0 or messages[i - 1]["role"] != "user"):
+            raise UserError(f"{where}: message {i + 1} of the assistant does not follow one of the user")
+    return messages
+
+
+def download(url: str, path: Path) -> None:
+    """Fetch a file once, whole or not at all. Raises UserError."""
+    import urllib.request
+
+    part = path.with_name(path.name + ".part")
+    try:
+        with urllib.request.urlopen(url, timeout=30) as response, open(part, "wb") as f:
+            shutil.copyfileobj(response, f)
+    except OSError as e:
+        part.unlink(missing_ok=True)
+        raise UserError(
+            f"{path} is not here, and {url} cannot be fetched ({e}); put it here, or give --data FILE"
+        ) from e
+    part.replace(path)
+
+
+class Example(NamedTuple):
+    """Inputs and targets of one conversation, or of a window of a long one; -100 where no answer is predicted."""
+
+    idx: np.ndarray  # (T,) int32
+    targets: np.ndarray  # (T,) int32
+
+
+def encode_rows(rows: list[list[dict]], tokenizer, sequence_length: int) -> tuple[list[Example], dict[str, int]]:
+    """Examples of all rows that have an answer, and counts of what is special: empty, long, examples.
+
+    A row longer than `sequence_length` becomes windows that overlap by half; each of its answer tokens is a target in
+    one of them.
+    """
+    pieces = [chat_pieces(messages) for messages in rows]
+    texts = [text for row in pieces for text, _ in row]
+    ids = iter(tokenizer.encode_batch(texts, disallowed_special=()))
+    examples, counts = [], dict(rows=len(rows), empty=0, long=0, longest=0)
+    for row in pieces:
+        tokens, scored = [], []
+        for text, is_answer in row:
+            part = next(ids) + [tokenizer.eot_token] * is_answer
+            tokens += part
+            scored += [is_answer and bool(text)] * len(part)
+        if not any(scored) or not all(text for text, _ in row):
+            counts["empty"] += 1
+            continue
+        tokens = np.array(tokens, dtype=np.int32)
+        targets = np.where(scored, tokens, IGNORE_INDEX)[1:].astype(np.int32)
+        counts["longest"] = max(counts["longest"], len(targets))
+        counts["long"] += len(targets) > sequence_length
+        examples += windows(tokens[:-1], targets, sequence_length)
+    return examples, counts
+
+
+def windows(idx: np.ndarray, targets: np.ndarray, T: int) -> list[Example]:
+    """Parts of at most T tokens, each half a window further, that score every target once."""
+    parts = [Example(idx[:T], targets[:T])]
+    for end in range(T + T // 2, len(idx) + T // 2, T // 2):
+        part = targets[end - T : end].copy()
+        part[: T - T // 2] = IGNORE_INDEX  # scored in the window before
+        parts.append(Example(idx[end - T : end], part))
+    return [part for part in parts if (part.targets >= 0).any()]
+
+
+def split_rows(rows: list, val_rows: int, seed: int) -> tuple[list, list]:
+    """(training rows, validation rows), chosen by the seed alone; at most a tenth is held out."""
+    order = permutation(len(rows), seed, 2**31)  # an epoch that training never comes to
+    n_val = min(val_rows, len(rows) // 10)
+    return [rows[i] for i in order[n_val:]], [rows[i] for i in order[:n_val]]
+
+
+def cut_by_length(lengths: list[int], limit: int, cost: int) -> list[range]:
+    """Cut ascending lengths into micro-batches with the fewest padded tokens plus `cost` for each; optimal, by dynamic
+    programming. None has more than `limit` tokens, unless it is a single example."""
+    best, cuts = [0], [0]
+    for end in range(1, len(lengths) + 1):
+        best.append(math.inf)
+        cuts.append(end - 1)
+        for start in range(end - 1, -1, -1):
+            size = (end - start) * lengths[end - 1]
+            if size > limit and start < end - 1:
+                break
+            if best[start] + size + cost < best[end]:
+                best[end], cuts[end] = best[start] + size + cost, start
+    parts, end = [], len(lengths)
+    while end:
+        parts.append(range(cuts[end], end))
+        end = cuts[end]
+    return parts
+
+
+def collate(examples: list[Example]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(idx (B, T), targets (1, M), places (1, M)), int64: padded inputs, and the targets with where they belong.
+
+    Padding is on the right, where no real token sees it under the causal mask.
+    """
+    T = max(len(example.idx) for example in examples)
+    idx, targets, places = torch.zeros(len(examples), T, dtype=torch.long), [], []
+    for row, example in enumerate(examples):
+        idx[row, : len(example.idx)] = torch.from_numpy(example.idx)
+        (scored,) = np.nonzero(example.targets >= 0)
+        targets.append(example.targets[scored])
+        places.append(row * T + scored)
+    return idx, *(torch.from_numpy(np.concatenate(part).astype(np.int64))[None] for part in (targets, places))
+
+
+def micro_batches(examples: list[Example], limit: int, cost: int, rank: int = 0, world_size: int = 1) -> list[tuple]:
+    """One rank's micro-batches of a global batch: examples in order of length are dealt out to the ranks, and then cut
+    into micro-batches of about one length."""
+    share = sorted(examples, key=lambda example: len(example.idx))[rank::world_size]
+    parts = cut_by_length([len(example.idx) for example in share], limit, cost)
+    return [collate([share[i] for i in part]) for part in parts]
+
+
+def training_batches(examples: list[Example], step: int, batch_size: int, seed: int, cut: Callable) -> Iterator[list]:
+    """The micro-batches of each step from `step` on. The global batch is a function of (seed, step) alone; every epoch
+    is another permutation of all examples."""
+    n, order = len(examples), lru_cache(maxsize=2)(permutation)
+    while True:
+        positions = range(step * batch_size, (step + 1) * batch_size)
+        yield cut([examples[order(n, seed, p // n)[p % n]] for p in positions])
+        step += 1
+
+
+# ----------------------------------------------------------------------------------------------------------- training
+
+
+class AnswerLoss(nn.Module):
+    """What the training loop calls: the model and its loss on answers; the head computes no other position."""
+
+    def __init__(self, gpt: GPT):
+        super().__init__()
+        self.gpt = gpt
+
+    def forward(self, idx, targets, places=None, n_targets=1.0):
+        """idx (B, T); targets (1, M) with their places (1, M) in the B * T positions. Returns (None, loss)."""
+        x = self.gpt.hidden(idx).flatten(0, 1)  # (B * T, C)
+        if places is not None:
+            x = x.index_select(0, places[0])  # (M, C)
+        return None, self.gpt.sum_loss(x, targets.flatten()) / n_targets
+
+
+def main() -> None:
+    words = sys.argv[1:]
+    sweeping = words[:1] == ["sweep"]
+    config = parse_args(Config, words[sweeping:], prog="lora_finetune.py" + " sweep" * sweeping, description=__doc__)
+    config.out_dir = config.out_dir or ("out/lora_sweep" if sweeping else "out/lora")
+    check(config)
+    if sweeping:
+        sweep(config)
+    elif config.merge and config.adapter:
+        merge_to_directory(config, config.adapter, Path(config.merge))
+    else:
+        finetune(config)
+
+
+def finetune(config: Config) -> None:
+    rt = Runtime.setup(config.device, config.dtype, config.compile)
+    tokenizer = load_tokenizer(config.base)
+    model = load_base(config, rt)
+    train_set, val_set, about = open_data(config, tokenizer, model)
+    plan(config, len(train_set))
+    checkpoint = train_gpt2.open_run(config, rt)
+    base, base_sha256, total = find_model(config.base), fingerprint(model), model.num_params()
+    model = adapt(config, model, checkpoint, rt)
+    names, trainable = list(lora_modules(model)), sum(p.numel() for p in model.parameters() if p.requires_grad)
+    rt.print(f"{base}: {total:,} parameters, {trainable:,} of them trained, on {rt.why}\n{about}")
+    if config.lora_dim:
+        ranks = sorted({*RANKS[:-1], config.lora_dim})
+        rt.print(parameter_table(model, names, total, [*ranks, 0]))
+        if rt.dtype != torch.float32:
+            cast_frozen(model, rt.dtype)
+    model.to(rt.device)
+
+    forward = train_gpt2.wrap(AnswerLoss(model), rt, dynamic=True)
+    optimizers = make_optimizers(model, config)
+    limit = config.sequence_length * (config.micro_batch_size or find_micro_batch_size(forward, model, config, rt))
+    cost = MICRO_BATCH_COST.get(rt.device.type, 1024)
+    cut = lambda examples: micro_batches(examples, limit, cost, rt.rank, rt.world_size)  # noqa: E731
+    val_batches = cut(val_set)
+    token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(rt.device)
+
+    def evaluations(step: int) -> Iterator[dict]:
+        if train_gpt2.due(step, config.eval_interval, config.max_steps) and val_set:
+            yield dict(kind="val", **train_gpt2.validate(forward, val_batches, token_bytes, rt))
+        if train_gpt2.due(step, config.sample_interval, config.max_steps) and rt.is_main:
+            yield dict(kind="sample", text=train_gpt2.sample(model, tokenizer, config, rt, step)[0])
+
+    def save() -> Callable[[Path], None]:
+        if not config.lora_dim:
+            copy = train_gpt2.model_copy(model)
+            return lambda path: train_gpt2.save_model(path, copy, tokenizer)
+        tensors = snapshot(adapter_tensors(model))
+        return lambda path: write_adapter(path, tensors, config, base, base_sha256)
+
+    log = RunLog(Path(config.out_dir), rt, config)
+    rt.reset_peak_memory()
+    if checkpoint is None:
+        log.open(-1)
+        for record in evaluations(0):  # where the base stands
+            log.record(0, record)
+    train_gpt2.train(
+        config, rt, log, model, forward, optimizers,
+        lambda step: training_batches(train_set, step, config.batch_size, config.seed, cut),
+        evaluations, checkpoint, save, flops_per_token=flops_per_answer_token(model, train_set, config.lora_dim),
+    )  # fmt: skip
+    if rt.is_main:
+        finish(config, log, save())
+        if config.merge:
+            merge_to_directory(config, config.out_dir, Path(config.merge))
+
+
+def check(config: Config) -> None:
+    """Refuse what cannot work, before anything is loaded. Raises UserError."""
+    for name in ("lora_dim", "epochs", "max_steps", "warmup_steps", "max_lr", "sequence_length", "val_rows"):
+        if getattr(config, name) < 0:
+            raise UserError(f"--{name} must not be negative, but it is {getattr(config, name)}")
+    for name in ("lora_alpha", "batch_size", "lora_plus"):
+        if getattr(config, name) <= 0:
+            raise UserError(f"--{name} must be positive, not {getattr(config, name)}")
+    for name in ("dropout", "lora_dropout"):
+        if not 0 <= getattr(config, name) < 1:
+            raise UserError(f"--{name} must be in [0, 1), not {getattr(config, name)}")
+    if config.adapter and not config.lora_dim:
+        raise UserError("--adapter continues an adapter, and --lora_dim 0 trains none; merge it first, with --merge")
+    if config.merge and not config.lora_dim:
+        raise UserError("--merge adds an adapter to its base, and --lora_dim 0 trains none; its checkpoints are plain")
+    if not config.ranks or min(config.ranks) < 0:
+        raise UserError("--ranks takes ranks from 1 on, and 0 for full finetuning, such as --ranks 1 8 0")
+    if config.merge and Path(config.merge).exists() and not config.overwrite:
+        raise UserError(f"--merge {config.merge} already exists; --overwrite replaces it, another name avoids it")
+
+
+def load_base(config: Config, rt: Runtime) -> GPT:
+    # Examples are short. In bf16 on a CPU, plain matrix products then take a third of the time of its flash kernel.
+    naive = rt.device.type == "cpu" and rt.dtype == torch.bfloat16
+    return load_model(config.base, config.dropout, "naive" if naive else "flash")
+
+
+def open_data(config: Config, tokenizer, model: GPT) -> tuple[list[Example], list[Example], str]:
+    """(training examples, validation examples, one line about them); `config` takes on the sequence length."""
+    context, vocab_size = model.config.sequence_length, model.config.vocab_size
+    if config.sequence_length > context:
+        raise UserError(f"{config.base} was made for {context} tokens; --sequence_length may not exceed it")
+    if len(tokenizer) > vocab_size or tokenizer.eot_token is None:
+        raise UserError(f"the tokenizer of {config.base} needs <|endoftext|> and at most {vocab_size} tokens")
+    config.sequence_length = config.sequence_length or context
+    train_rows, val_rows = split_rows(read_rows(config.data), config.val_rows, config.seed)
+    train_set, counts = encode_rows(train_rows, tokenizer, config.sequence_length)
+    val_set, val_counts = encode_rows(val_rows, tokenizer, config.sequence_length)
+    counts = {key: (max if key == "longest" else sum)((n, val_counts[key])) for key, n in counts.items()}
+    if not train_set:
+        raise UserError(
+            f"{config.data} has {counts['rows']} rows, and none with an instruction and an answer to train on"
+        )
+    about = f"data: {counts['rows']:,} rows: {len(train_set):,} examples to train on, {len(val_set):,} to validate"
+    if counts["empty"]:
+        about += f"; {counts['empty']:,} empty rows are left out"
+    if counts["long"]:
+        about += (
+            f"; {counts['long']:,} are longer than {config.sequence_length} tokens (up to {counts['longest']:,}) "
+            "and are read in overlapping windows"
+        )
+    return train_set, val_set, about
+
+
+def plan(config: Config, n_examples: int) -> None:
+    """Settle the constants that follow from the number of examples, or from LoRA or not."""
+    config.max_steps = config.max_steps or max(round(config.epochs * n_examples / config.batch_size), 1)
+    config.warmup_steps = config.warmup_steps or math.ceil(0.03 * config.max_steps)
+    config.max_lr = config.max_lr or (1e-3 if config.lora_dim else 1e-4)
+
+
+def adapt(config: Config, model: GPT, checkpoint: Path | None, rt: Runtime) -> GPT:
+    """The model to train: the base with a new adapter, with that of a checkpoint or of --adapter, or as it is."""
+    if config.batch_size < rt.world_size:
+        raise UserError(f"--batch_size {config.batch_size} is less than one example for each of {rt.world_size} ranks")
+    if not config.lora_dim:
+        return load_model(str(checkpoint), config.dropout, model.config.attention) if checkpoint else model
+    if checkpoint and not (checkpoint / "adapter_config.json").exists():
+        raise UserError(f"{checkpoint} is of full finetuning; resume with --lora_dim 0")
+    if checkpoint and read_adapter(str(checkpoint))[0]["r"] != config.lora_dim and not config.adapter:
+        raise UserError(f"{checkpoint} has another rank than --lora_dim {config.lora_dim}; --resume keeps it")
+    if checkpoint or config.adapter:
+        return adopt_adapter(config, model, str(checkpoint or config.adapter))
+    torch.manual_seed(config.seed)
+    names = target_names(model, config.targets)
+    return add_lora(model, names, config.lora_dim, config.lora_alpha, config.lora_dropout, config.rslora)
+
+
+def make_optimizers(model: GPT, config: Config) -> list:
+    """[AdamW]. LoRA+ gives B a learning rate of its own."""
+    betas = (config.beta1, config.beta2)
+    optimizers = model.configure_optimizers(config.weight_decay, config.max_lr, betas, config.eps)
+    group = optimizers[0].param_groups[0]
+    if config.lora_dim and config.lora_plus != 1:
+        B = {id(module.lora_B) for module in lora_modules(model).values()}
+        faster = group | dict(params=[p for p in group["params"] if id(p) in B])
+        faster["initial_lr"] *= config.lora_plus
+        group["params"] = [p for p in group["params"] if id(p) not in B]
+        optimizers[0].add_param_group(faster)
+    return optimizers
+
+
+def find_micro_batch_size(forward, model: GPT, config: Config, rt: Runtime) -> int:
+    """Full-length examples that fit into one forward pass, found as in pretraining."""
+    T = config.sequence_length
+    size = config.batch_size - config.batch_size % rt.world_size
+    like = train_gpt2.Config(sequence_length=T, total_batch_size=size * T, vocab_size=model.config.vocab_size)
+    return train_gpt2.find_micro_batch_size(forward, like, rt)
+
+
+def flops_per_answer_token(model: GPT, examples: list[Example], lora_dim: int) -> float:
+    """Floating-point operations per answer token, forward and backward, for MFU: as in `GPT.estimate_flops`, but blocks
+    run on prompts too, the head on answers only, and a frozen weight has no gradient (4 instead of 6 each)."""
+    c, per_weight = model.config, 4 if lora_dim else 6
+    tokens, squares = (sum(len(example.idx) ** power for example in examples) for power in (1, 2))
+    answers = sum(int((example.targets >= 0).sum()) for example in examples)
+    blocks = per_weight * sum(p.numel() for p in model.transformer.h.parameters())
+    head = per_weight * c.vocab_size * c.n_embd
+    return (blocks * tokens + 12 * c.n_layer * c.n_embd * squares) / answers + head
+
+
+def finish(config: Config, log: RunLog, export: Callable[[Path], None]) -> None:
+    """Write the adapter, say what was reached and where to go from here."""
+    out_dir = Path(config.out_dir)
+    result = str(checkpoint_steps(out_dir)[-1][1])
+    if config.lora_dim:
+        write_atomically(out_dir / "adapter", export)
+        result = f"{config.base} --adapter {out_dir / 'adapter'}"
+    val = [r["loss"] for r in log.records if r["kind"] == "val"]
+    if val:
+        print(f"\nvalidation loss {val[0]:.4f} before, {val[-1]:.4f} after, {min(val):.4f} at best (nats a token)")
+    print(f"{log.median_tokens_per_sec():,.0f} answer tokens/s")
+    print(f"\nNow try:\n  python sample.py {result} --chat\n  {out_dir / 'learning_curve.png'}    # how it went")
+
+
+def merge_to_directory(config: Config, adapter: str, out: Path) -> None:
+    """Write base and adapter as one plain model, merged in fp32, and say how far its logits are from the unmerged."""
+    tokenizer = load_tokenizer(config.base)
+    model = load_adapter(load_model(config.base), adapter).eval()
+    idx = torch.randint(len(tokenizer), (4, min(64, model.config.sequence_length)))
+    with torch.no_grad():
+        before = model(idx)[0]
+        model = remove_lora(merge(model))
+        difference = (model(idx)[0] - before).abs().max()
+    write_atomically(out, lambda path: train_gpt2.save_model(path, model, tokenizer))
+    print(f"merged {adapter} into {config.base}: {out}; logits differ by {difference:.1e} at most")
+
+
+# -------------------------------------------------------------------------------------------------------------- sweep
+
+PROMPTS = (
+    "Give three tips for a good meal.",
+    "Write a poem about a delicious night.",
+    "Write a tweet describing your capabilities.",
+    "Write three opinions of an alien visiting Earth.",
+    "Explain what a computer is to a child.",
+    "Name five animals that can swim.",
+    "Rewrite the sentence in the past tense. I go to the market and buy bread.",
+    "What is the capital of France?",
+    "Write a short letter to a friend who is ill.",
+    "List the steps of making tea.",
+    "Which of these is a fruit: carrot, apple, onion?",
+    "Describe the sea in one sentence.",
+    "Suggest a name for a bakery and say why.",
+    "Why do people sleep?",
+)
+
+
+def sweep(config: Config) -> None:
+    """Finetune with every rank from the same seed, each in a process of its own, so that their memory can be compared;
+    then write sweep.md (the table), sweep.png (the curves) and samples.md (the answers)."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UserError("the sweep starts its runs itself; start it without torchrun")
+    out_dir = Path(config.out_dir)
+    runs = {(f"r = {r}" if r else "full"): (r, out_dir / (f"r{r}" if r else "full")) for r in config.ranks}
+    for r, run_dir in runs.values():
+        run_in_process(command_line(config, lora_dim=r, out_dir=str(run_dir)))
+    names = target_names(base := load_model(config.base), config.targets)
+    total, rows, logs = base.num_params(), [], {}
+    for label, (r, run_dir) in runs.items():
+        logs[label] = list(read_log(run_dir / "log.jsonl"))
+        trainable = lora_parameters(base, names, r) if r else total
+        rows.append(summary_row(label, trainable, trainable / (trainable + (total if r else 0)), logs[label], run_dir))
+    table = markdown_table(rows)
+    (out_dir / "sweep.md").write_text(table)
+    draw_sweep(logs, out_dir / "sweep.png")
+    write_samples(config, runs, out_dir / "samples.md")
+    print(f"\n{table}\n{out_dir}/sweep.md, {out_dir}/sweep.png and {out_dir}/samples.md hold table, curves and answers")
+
+
+def command_line(config: Config, **changes) -> list[str]:
+    """The words of a command that runs this script with `config`, but for `changes`."""
+    words = [sys.executable, __file__]
+    for field in fields(Config):
+        value = changes.get(field.name, getattr(config, field.name))
+        if field.name == "ranks" or value == field.default:
+            continue
+        values = [] if value is True else value if isinstance(value, tuple) else [value]
+        words += [f"--{field.name}", *map(str, values)]
+    return words
+
+
+def run_in_process(words: list[str]) -> None:
+    """Run a command to its end and pass SIGINT and SIGTERM on to it, so that it can write its checkpoint first."""
+    process = subprocess.Popen(words, start_new_session=True)  # or Ctrl-C would reach it twice
+    before = {s: signal.signal(s, lambda s, _: process.send_signal(s)) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        code = process.wait()
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+    if code > 128:
+        raise Stopped(code - 128)
+    if code:
+        sys.exit(code)  # its own message is on the terminal
+
+
+def summary_row(label: str, trainable: int, share: float, log: list[dict], run_dir: Path) -> dict:
+    train = [r for r in log if r["kind"] == "train"]
+    val = [r["loss"] for r in log if r["kind"] == "val"]
+    adapter = run_dir / "adapter" / "adapter_model.safetensors"
+    file = adapter if adapter.exists() else checkpoint_steps(run_dir)[-1][1] / "model.safetensors"
+    return {
+        "variant": label,
+        "trainable": f"{trainable:,}",
+        "share": f"{share:.3%}",
+        "peak memory (GiB)": f"{max(r['memory_gib'] for r in train):.2f}",
+        "answer tokens/s": f"{np.median([r['tokens_per_sec'] for r in train]):,.0f}",
+        "loss before": f"{val[0]:.4f}" if val else "",
+        "best loss": f"{min(val):.4f}" if val else "",
+        "final loss": f"{val[-1]:.4f}" if val else "",
+        "file (bytes)": f"{file.stat().st_size:,}",
+    }
+
+
+def markdown_table(rows: list[dict]) -> str:
+    cells = [list(rows[0]), *(list(row.values()) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["| " + " | ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) + " |" for line in cells]
+    lines.insert(1, "|" + "|".join("-" * (w + 1) + ":" for w in widths) + "|")
+    return "\n".join(lines) + "\n"
+
+
+def draw_sweep(logs: dict[str, list[dict]], path: Path) -> None:
+    """Validation and smoothed training loss of every variant over steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5.5))
+    colors = plt.get_cmap("viridis")(np.linspace(0.0, 0.9, len(logs)))
+    for color, (label, log) in zip(colors, logs.items(), strict=True):
+        style = dict(color="black", linestyle="--") if label == "full" else dict(color=color)
+        val = [(r["step"], r["loss"]) for r in log if r["kind"] == "val"]
+        train = [(r["step"], r["loss"]) for r in log if r["kind"] == "train" and r["loss"] is not None]
+        if val:
+            left.plot(*zip(*val, strict=True), marker="o", markersize=3, label=f"{label}: {val[-1][1]:.3f}", **style)
+        steps, losses = zip(*train, strict=True)
+        right.plot(steps, smoothed(losses, 1 + len(losses) // 20), linewidth=1.2, label=label, **style)
+    left.set(xlabel="step", ylabel="loss (nats per answer token)", title="validation, and where it ended")
+    right.set(xlabel="step", title="training, smoothed")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def write_samples(config: Config, runs: dict[str, tuple[int, Path]], path: Path) -> None:
+    """The answers of the base and of every variant, as it was saved, to PROMPTS."""
+    rt = Runtime.setup(config.device, config.dtype)
+    tokenizer = load_tokenizer(config.base)
+    found = {"base": answers(load_model(config.base).to(rt.device), tokenizer, config, rt)}
+    for label, (r, run_dir) in runs.items():
+        model = load_adapter(load_model(config.base), run_dir / "adapter") if r else load_model(str(run_dir))
+        found[label] = answers(model.to(rt.device), tokenizer, config, rt)
+    sections = [f"# What {config.base} and its finetuned variants answer\n"]
+    for i, prompt in enumerate(PROMPTS):
+        cells = {label: texts[i].replace("|", "\\|").replace("\n", "<br>") for label, texts in found.items()}
+        lines = [f"| {label} | {text} |" for label, text in cells.items()]
+        sections.append("\n".join([f"## {prompt}\n", "| variant | answer |", "|---|---|", *lines]) + "\n")
+    path.write_text("\n".join(sections), encoding="utf-8")
+
+
+def answers(model: GPT, tokenizer, config: Config, rt: Runtime) -> list[str]:
+    """An answer to each of PROMPTS, all at once, drawn with the run's seed."""
+    prompts = [tokenizer.encode_ordinary(prompt_of(prompt)) for prompt in PROMPTS]
+    generator = torch.Generator(rt.device).manual_seed(config.seed)
+    rows = [[] for _ in prompts]
+    with rt.autocast():
+        for tokens in model.generate(
+            prompts, config.sample_tokens, temperature=0.7, top_k=40, stop_token=tokenizer.eot_token,
+            n_tokens=len(tokenizer), generator=generator,
+        ):  # fmt: skip
+            for row, token in zip(rows, tokens, strict=True):
+                row.append(token)
+    return [tokenizer.decode([t for t in row if t != tokenizer.eot_token]).strip() for row in rows]
+
+
+if __name__ == "__main__":
+    script(main)
