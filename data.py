@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 BIN_MAGIC, BIN_HEADER = 20240520, 256  # llm.c: 256 int32 of header, magic, version, number of tokens, then uint16
 SCAN_TOKENS = 2**25  # how many tokens of a split are checked before the first step; the others when they are read
-RELEASE_EVERY = 64  # steps after which the pages that were read are given back
+RELEASE_AFTER = 512  # windows; reading one maps 64 KB of a file into memory, which then are given back
 
 
 def find_shards(data: str, split: str) -> list[Path]:
@@ -82,12 +82,14 @@ class TokenStream:
         self.paths, self.vocab_size = paths, vocab_size
         self._maps = [open_shard(path) for path in paths]
         self.shards = [np.asarray(m) for m in self._maps]  # plain arrays: slicing a np.memmap is slow
+        self._unreleased = 0
         self.starts = np.cumsum([0] + [len(shard) for shard in self.shards]).tolist()  # of each shard, and the end
         self._check_manifest()
         share = max(SCAN_TOKENS // len(paths), 1)
         for start, shard in zip(self.starts, self.shards, strict=False):
-            self.read(start, min(len(shard), share))
-        self.release()
+            if shard[:share].max(initial=0) >= vocab_size:
+                self._refuse(start, share)
+            self.release()
 
     def __len__(self) -> int:
         return self.starts[-1]
@@ -115,6 +117,9 @@ class TokenStream:
         Raises UserError for a token that the vocabulary does not have.
         """
         out = np.empty((len(starts), n), np.int64)
+        self._unreleased += len(starts)
+        if self._unreleased > RELEASE_AFTER:
+            self.release()
         for row, start in zip(out, starts, strict=True):
             shard = bisect_right(self.starts, start) - 1
             begin = start - self.starts[shard]
@@ -144,6 +149,7 @@ class TokenStream:
 
     def release(self) -> None:
         """Give the pages that were read back to the system, so that resident memory stays flat."""
+        self._unreleased = 0
         for shard in self._maps:
             if hasattr(shard, "_mmap") and hasattr(mmap, "MADV_DONTNEED"):
                 shard._mmap.madvise(mmap.MADV_DONTNEED)
@@ -243,7 +249,6 @@ def validation_batches(
             tokens = torch.from_numpy(stream.read(w * T, min(T, n - w * T) + 1))
             idx[row, : len(tokens) - 1], targets[row, : len(tokens) - 1] = tokens[:-1], tokens[1:]
         yield idx, targets
-    stream.release()
 
 
 def prefetch(batches: Iterator, device: "torch.device", depth: int = 2) -> Iterator:
@@ -306,8 +311,6 @@ def training_batches(
     for step in range(start_step, max_steps):
         position, rows = plan(step)
         yield list(batches.local(position, rows, micro_rows))
-        if step % RELEASE_EVERY == RELEASE_EVERY - 1:
-            batches.stream.release()
 
 
 # --------------------------------------------------------------------------------------------------- the manifest
