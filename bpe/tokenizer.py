@@ -22,19 +22,20 @@ import gc
 import hashlib
 import heapq
 import json
-import multiprocessing
 import os
 import re
 import signal
+import subprocess
+import sys
 import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, lru_cache, partial
 from itertools import chain, islice
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import regex
@@ -156,8 +157,43 @@ def batches(texts: Iterable[str], pattern: str, specials: tuple[str, ...]) -> It
 
 
 def count_chunks(texts: list[str], pattern: str) -> Counter[str]:
-    """How often each chunk occurs; runs in worker processes."""
+    """How often each chunk occurs."""
     return Counter(chain.from_iterable(map(splitter(pattern).split, texts)))
+
+
+class CountingProcess:
+    """`count_chunks` in a process of its own, with JSON through pipes.
+
+    multiprocessing would do, but its children run the main script again before they start: in a training script that
+    imports torch this takes longer than most of the counting, and one without a main guard would train in each child.
+    """
+
+    def __init__(self, pattern: str):
+        path, code = str(Path(__file__).parent.parent), "from bpe.tokenizer import answer_counts; answer_counts()"
+        words = [sys.executable, "-c", f"import sys; sys.path.insert(0, {path!r}); {code}"]
+        self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.pattern = pattern
+
+    def count(self, texts: list[str]) -> dict[str, int]:
+        """Counts here if the process has died, which is slower but no reason to stop."""
+        try:
+            self.process.stdin.write(json.dumps([texts, self.pattern]).encode() + b"\n")
+            self.process.stdin.flush()
+            return json.loads(self.process.stdout.readline())
+        except (OSError, ValueError):
+            return count_chunks(texts, self.pattern)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.process.communicate()
+
+
+def answer_counts() -> None:
+    """The main loop of a CountingProcess; ends with its input, and so with the process that started it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the business of that process
+    for line in sys.stdin.buffer:
+        sys.stdout.write(json.dumps(count_chunks(*json.loads(line))) + "\n")
+        sys.stdout.flush()
 
 
 def count_in_parallel(texts, pattern: str, specials: tuple[str, ...], workers: int, progress: bool) -> Counter[str]:
@@ -166,19 +202,25 @@ def count_in_parallel(texts, pattern: str, specials: tuple[str, ...], workers: i
     The first batches are counted here, so that a small corpus starts no process. Then `workers - 1` processes get
     what they can take, and what they cannot is counted here, so that no more than a few batches are in memory.
     """
-    counts, pending, pool = Counter(), set(), None
+    counts, pending, processes, idle = Counter(), set(), [], SimpleQueue()
+
+    def count_elsewhere(batch: list[str]) -> dict[str, int]:
+        process = idle.get()
+        try:
+            return process.count(batch)
+        finally:
+            idle.put(process)
+
     bar = tqdm(desc="count chunks", unit="char", unit_scale=True, disable=not progress, leave=False)
+    threads = ThreadPoolExecutor(max(workers - 1, 1))  # they only wait for the processes
     try:
         for n, batch in enumerate(batches(texts, pattern, specials)):
-            if n == 2 and workers > 1:
-                pool = ProcessPoolExecutor(
-                    workers - 1,
-                    mp_context=multiprocessing.get_context("spawn"),  # fork would copy locks that threads may hold
-                    initializer=signal.signal,
-                    initargs=(signal.SIGINT, signal.SIG_IGN),  # Ctrl-C is the business of this process
-                )
-            if pool and len(pending) < 2 * (workers - 1):
-                pending.add(pool.submit(count_chunks, batch, pattern))
+            if n == 2:
+                processes += [CountingProcess(pattern) for _ in range(workers - 1)]
+                for process in processes:
+                    idle.put(process)
+            if len(pending) < 2 * len(processes):
+                pending.add(threads.submit(count_elsewhere, batch))
             else:
                 counts.update(count_chunks(batch, pattern))
             done = {future for future in pending if future.done()}
@@ -188,15 +230,11 @@ def count_in_parallel(texts, pattern: str, specials: tuple[str, ...], workers: i
             bar.update(sum(map(len, batch)))
         for future in pending:
             counts.update(future.result())
-    except BrokenProcessPool:
-        raise UserError(
-            "a worker process of Tokenizer.train ended early; train with workers=1, or, in a script, call it under "
-            "`if __name__ == '__main__':`"
-        ) from None
     finally:
         bar.close()
-        if pool:
-            pool.shutdown(cancel_futures=True)
+        threads.shutdown(cancel_futures=True)
+        for process in processes:
+            process.close()
     return counts
 
 

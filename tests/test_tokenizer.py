@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import pickle
 import random
+import subprocess
+import sys
 import unicodedata
 from collections import Counter
 from pathlib import Path
@@ -19,7 +21,6 @@ from tokenizers import Tokenizer as HFTokenizer
 
 from bpe import tokenizer as module
 from bpe.tokenizer import BYTE_ORDER, ENDOFTEXT, PATTERNS, SPELLINGS, Tokenizer
-from runtime import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore:the corpus has no more pairs")  # small corpora have few
 ROOT = Path(__file__).resolve().parent.parent
@@ -446,15 +447,18 @@ def test_ids_used_twice_are_an_error():
         Tokenizer((), special_tokens={ENDOFTEXT: 5})
 
 
-def test_a_worker_that_dies_is_one_clear_error(monkeypatch):
-    monkeypatch.setattr(module, "BLOCK", 100)
-    monkeypatch.setattr(module, "count_chunks", _die)
-    with pytest.raises(UserError, match="worker process"):
-        Tokenizer.train(["some text " * 50] * 20, 300, workers=2)
+def test_work_of_a_process_that_dies_is_done_here(monkeypatch):
+    monkeypatch.setattr(module, "BLOCK", 2000)
+    texts = TEXTS["english"][0].split("\n\n") * 4
+    monkeypatch.setattr(module.sys, "executable", "/bin/false" if os.name == "posix" else "where.exe")
+    assert Tokenizer.train(texts, 500, workers=3).merges == Tokenizer.train(texts, 500, workers=1).merges
 
 
-def _die(texts, pattern):
-    """A count_chunks that ends a worker process; in this process it counts."""
-    if multiprocessing.parent_process() is not None:
-        os._exit(1)
-    return Counter(chunk for text in texts for chunk in regex.findall(pattern, text))
+def test_a_script_without_a_main_guard_trains_once(tmp_path):
+    """Worker processes do not run the script again."""
+    script = "print('started'); from bpe import tokenizer; tokenizer.BLOCK = 1000\n"
+    script += "tok = tokenizer.Tokenizer.train(['some text or other'] * 9999, 260, workers=3); print(len(tok))\n"
+    (tmp_path / "script.py").write_text(script)
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    out = subprocess.run([sys.executable, tmp_path / "script.py"], env=env, capture_output=True, text=True, timeout=60)
+    assert out.stdout == "started\n260\n" and not out.stderr
