@@ -12,16 +12,25 @@ Everything that is compared runs in one process tree, in turn, several times; a 
 `--json FILE` keeps all figures together with the machine's description.
 """
 
+import contextlib
+import functools
+import io
 import json
+import multiprocessing
 import platform
+import re
+import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 
 from runtime import Runtime, UserError, parse_args, script
@@ -257,7 +266,162 @@ def train(config: Config, rt: Runtime) -> list[dict]:
     return table(interleave(steps, config.repeats, rt), config.batch_size * shape["sequence_length"], "tokens/s")
 
 
-COMMANDS = {"ladder": ladder, "train": train, "sample": sample}
+# ---------------------------------------------------------------------------------------------------------------- data
+
+
+def data(config: Config, rt: Runtime) -> list[dict]:
+    """Sharding with GPT-2's tokenizer in 2 processes, eight times over the .parquet files below --data (by default one
+    made of input.txt), and reading 64 x 1024 tokens at a time from 100 shards."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        return shard_figures(config, rt, Path(folder)) + loader_figures(config, rt, Path(folder))
+
+
+def shard_figures(config: Config, rt: Runtime, folder: Path) -> list[dict]:
+    import datasets
+
+    import fineweb
+
+    files = parquet_files(config.data, folder)
+    rows = datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=str(folder / "cache"))
+    texts, buffer = list(rows["text"]), np.empty(10**8, np.uint16)
+    n = sum(map(len, gpt2().encode_ordinary_batch(texts))) + len(texts)
+    halves = [texts[::2], texts[1::2]]
+
+    def plain() -> None:
+        used = 0
+        with multiprocessing.Pool(2) as pool:
+            for tokens in pool.imap(plain_tokens, rows, chunksize=16):
+                buffer[used : used + len(tokens)] = tokens
+                used += len(tokens)
+        assert used == n
+
+    def encode_alone() -> None:
+        processes = [multiprocessing.Process(target=encode_texts, args=(half,)) for half in halves]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+
+    def ours() -> None:
+        shutil.rmtree(folder / "shards", ignore_errors=True)
+        options = dict(
+            source=tuple(files), rank=0, world_size=1, workers=2, start_method=multiprocessing.get_start_method()
+        )
+        with contextlib.redirect_stdout(io.StringIO()):
+            fineweb.make_shards(fineweb.Config(out_dir="shards", **options), folder / "shards")
+
+    contestants = {
+        "the plain loop: Pool(2).imap over load_dataset": plain,
+        "2 processes that only call encode_ordinary_batch": encode_alone,
+        "fineweb.py, from start to end": ours,
+    }
+    measured = table(interleave(contestants, config.repeats, rt), n, "tokens/s")
+    words = ["--source", *files, "--out_dir", str(folder / "memory"), "--workers", "2"]
+    peak = peak_memory([sys.executable, fineweb.__file__, *words])
+    print(f"all its processes together need {peak / 2**20:,.0f} MiB at the peak, shards having 100M tokens\n")
+    return measured + [dict(name="peak memory", rate=peak / 2**20, unit="MiB")]
+
+
+def parquet_files(source: str, folder: Path) -> list[str]:
+    """Every file eight times, under names of its own."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    files = sorted(Path(source).rglob("*.parquet")) if source else [folder / "input.parquet"]
+    if not files:
+        raise UserError(f"--data {source}: there is no .parquet file below it")
+    if not source:
+        text = Path(__file__).with_name("input.txt").read_text()
+        pieces = [text[i : i + 2000] for i in range(0, len(text), 2000)] * 20
+        pq.write_table(pa.table({"text": pieces}), files[0], row_group_size=1000)
+    copies = [(folder / f"copy_{i}_{file.name}", file) for i in range(8) for file in files]
+    for copy, file in copies:
+        copy.symlink_to(file.resolve())
+    return [str(copy) for copy, _ in copies]
+
+
+@functools.cache
+def gpt2():
+    import tiktoken
+
+    return tiktoken.get_encoding("gpt2")
+
+
+def plain_tokens(row: dict) -> np.ndarray:
+    tokens = np.array([gpt2().eot_token, *gpt2().encode_ordinary(row["text"])])
+    assert (0 <= tokens).all() and (tokens < 2**16).all()
+    return tokens.astype(np.uint16)
+
+
+def encode_texts(texts: list[str]) -> None:
+    for i in range(0, len(texts), 1000):
+        gpt2().encode_ordinary_batch(texts[i : i + 1000], num_threads=1)
+
+
+def peak_memory(command: list[str]) -> int:
+    """Bytes of a command and its children at the worst moment, shared ones counted once; 0 elsewhere than on Linux."""
+    peak, process = 0, subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while process.poll() is None:
+        total, pids = 0, [process.pid]
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                pids += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+                sizes = Path(f"/proc/{pid}/smaps_rollup").read_text()
+                total += int(re.search(r"^Pss:\s+(\d+)", sizes, re.MULTILINE)[1]) * 1024
+        peak = max(peak, total)
+        time.sleep(0.05)
+    return peak
+
+
+def loader_figures(config: Config, rt: Runtime, folder: Path) -> list[dict]:
+    from data import Batches, TokenStream, find_shards, prefetch, training_batches
+
+    rng, rows, steps = np.random.default_rng(0), 64, 400
+    for i in range(100):
+        np.save(folder / f"x_train_{i:06d}.npy", rng.integers(0, 50257, 2_000_000, dtype=np.uint16))
+    paths = find_shards(str(folder), "train")
+    began = time.perf_counter()
+    stream = TokenStream(paths, 50304)
+    next(Batches(stream, 1024, 0, True).local(0, rows, rows))
+    start_up = time.perf_counter() - began
+
+    def read(shuffle: bool, wrap=lambda batches: batches) -> None:
+        batches = Batches(stream, 1024, 0, shuffle)
+        for _ in wrap(training_batches(batches, lambda step: (step * rows, rows), 0, steps, rows)):
+            pass
+
+    def plain() -> None:
+        """A shard is read as a whole, and converted; batches are slices of it, in file order."""
+        shard, position = -1, 0
+        tokens = torch.empty(0)
+        for _ in range(steps):
+            if position + rows * 1024 + 1 > len(tokens):
+                shard, position = (shard + 1) % len(paths), 0
+                tokens = torch.tensor(np.load(paths[shard]).astype(np.int32), dtype=torch.long)
+            piece = tokens[position : position + rows * 1024 + 1]
+            piece[:-1].view(rows, 1024), piece[1:].view(rows, 1024)
+            position += rows * 1024
+
+    source = np.load(paths[0])[: rows * 1025].reshape(rows, 1025)
+
+    def copy() -> None:
+        for _ in range(steps):
+            source.astype(np.int64)
+
+    contestants = {
+        "the plain loader: whole shards, file order": plain,
+        "this project, shuffled": lambda: read(True),
+        "this project, file order": lambda: read(False),
+        "this project, shuffled, in the thread": lambda: read(True, lambda b: prefetch(b, torch.device("cpu"))),
+        "copying to int64 and nothing else": copy,
+    }
+    measured = table(interleave(contestants, config.repeats, rt), steps * rows * 1024, "tokens/s")
+    print(f"start-up, from 100 shards to the first batch: {start_up:.3f} s")
+    return measured + [dict(name="start-up", rate=start_up, unit="s")]
+
+
+COMMANDS = {"ladder": ladder, "train": train, "data": data, "sample": sample}
 
 
 def main() -> None:
