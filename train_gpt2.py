@@ -121,9 +121,9 @@ RECIPES = {
     # chosen by measurement for two minutes on 2 CPU cores
     "tiny": Config(
         data="input.txt", tokenizer="train", vocab_size=1024, n_layer=4, n_head=2, n_embd=128, sequence_length=64,
-        total_batch_size=2048, micro_batch_size=32, max_steps=1300, warmup_steps=26, max_lr=3e-3, min_lr=0.0,
-        lr_schedule="wsd", decay_fraction=0.4, optimizer="muon", eval_interval=325, eval_steps=0, hellaswag_interval=0,
-        sample_interval=650, sample_prompt="", checkpoint_interval=650,
+        total_batch_size=2048, micro_batch_size=32, max_steps=950, warmup_steps=20, max_lr=3e-3, min_lr=0.0,
+        lr_schedule="wsd", decay_fraction=0.4, optimizer="muon", eval_interval=190, eval_steps=0, hellaswag_interval=0,
+        sample_interval=475, sample_prompt="", checkpoint_interval=475,
     ),
 }  # fmt: skip
 
