@@ -194,8 +194,7 @@ class Runtime:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if world_size > 1 and not torch.distributed.is_initialized():
-            on_gpu = device.type == "cuda"
-            torch.distributed.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+            _join_ranks(device, rank, world_size)
         torch.set_float32_matmul_precision("high")  # TF32 for what is left in fp32
         if device.type == "cpu":
             _keep_freed_memory()
@@ -273,6 +272,28 @@ class Runtime:
 
         if self.is_main:
             tqdm.write(" ".join(map(str, args)), **kwargs)
+
+
+def _join_ranks(device, rank: int, world_size: int) -> None:
+    """Make the process group: NCCL between GPUs, Gloo between processors.
+
+    torchrun keeps one store for all its restarts, where ranks could find the addresses of those that were killed. On
+    one node each restart therefore gets its own part of it; several nodes do not count restarts alike, and need
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun.
+    """
+    import torch.distributed as dist
+
+    store, _, _ = next(dist.rendezvous("env://", rank, world_size))
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":
+        store = dist.PrefixStore("restart " + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    on_gpu = device.type == "cuda"
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        device_id=device if on_gpu else None,
+    )
 
 
 def _keep_freed_memory() -> None:

@@ -3,8 +3,12 @@
 import contextlib
 import io
 import json
+import os
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +17,7 @@ import pytest
 import torch
 
 import train_gpt2
-from checkpoint import checkpoint_steps, load_train_state
+from checkpoint import checkpoint_steps, damage, load_train_state
 from data import Batches, TokenStream
 from model import GPT, GPTConfig
 from runtime import Runtime, UserError
@@ -271,3 +275,121 @@ def test_nodes_that_do_not_share_the_run_directory_are_told_so(tmp_path):
     rt.sum = lambda tensor: next(sums)
     with pytest.raises(UserError, match="step_000500.*1 of 2 ranks"):
         train_gpt2.agree_on_checkpoint(Config(out_dir=str(tmp_path)), rt)
+
+
+# ---- kills and restarts, on several ranks and on two nodes
+
+
+def torchrun(folder: Path, out: str, *options: str, prefix=(), **changes) -> subprocess.Popen:
+    """Start train_gpt2.py under torchrun, in a process group of its own."""
+    command = [*prefix, *TORCHRUN, *options, str(ROOT / "train_gpt2.py"), *args(folder, out, **changes)]
+    return subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def wait_for_step(run: Path, step: int, process: subprocess.Popen) -> None:
+    while not (run / "log.jsonl").exists() or f'"step": {step}, "kind": "train"' not in (run / "log.jsonl").read_text():
+        assert process.poll() is None, process.communicate()[0][-3000:]
+        time.sleep(0.005)
+
+
+def workers(process: subprocess.Popen) -> list[int]:
+    """Process ids of the ranks, which are the children of torchrun, by rank."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    environments = {int(pid): Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in children}
+    ranks = {int(v.removeprefix(b"RANK=")): pid for pid, e in environments.items() for v in e if v.startswith(b"RANK=")}
+    return [ranks[rank] for rank in sorted(ranks)]
+
+
+LONG = dict(max_steps=60, checkpoint_interval=10, eval_interval=60)
+
+
+@pytest.fixture(scope="module")
+def long_run(folder):
+    """What an undisturbed run of one process does."""
+    alone(folder, "long", **LONG)
+    return folder
+
+
+@pytest.mark.slow
+def test_started_on_three_ranks_killed_resumed_on_two_and_on_one(long_run):
+    run = long_run / "3-2-1"
+    for ranks, shard, step in ((3, "none", 23), (2, "optimizer", 43), (1, "none", None)):
+        process = torchrun(
+            long_run, run.name, "--standalone", f"--nproc_per_node={ranks}", resume=True, shard=shard, **LONG
+        )
+        if step is None:
+            assert process.wait(120) == 0
+        else:
+            wait_for_step(run, step, process)
+            for pid in [*workers(process), process.pid]:
+                os.kill(pid, signal.SIGKILL)
+            process.wait()
+        process.stdout.close()
+    same_losses(run, long_run / "long")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_is_restarted_by_torchrun_from_the_last_checkpoint(long_run, rank):
+    run = long_run / f"restarted-{rank}"
+    process = torchrun(
+        long_run, run.name, "--standalone", "--nproc_per_node=2", "--max-restarts=3", resume=True, **LONG
+    )
+    wait_for_step(run, 25, process)
+    os.kill(workers(process)[rank], signal.SIGKILL)
+    out, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, out[-3000:]
+    assert "resuming from" in out
+    same_losses(run, long_run / "long")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_to_torchrun_ends_all_ranks_with_a_checkpoint(long_run, signum, code):
+    run = long_run / f"signal-{signum}"
+    process = torchrun(long_run, run.name, "--standalone", "--nproc_per_node=2", **(LONG | dict(max_steps=10**6)))
+    wait_for_step(run, 25, process)
+    process.send_signal(signum)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode != 0
+    step, path = checkpoint_steps(run)[-1]
+    assert damage(path) is None and step == log_of(run, "train")[-1]["step"] and step > 20
+    assert not any(path.name == f"step_{step:06d}.tmp" for path in run.iterdir())
+
+
+@pytest.fixture
+def two_nodes():
+    """Two network namespaces that share one cable, and nothing else."""
+    names, addresses = ("gpt-node-0", "gpt-node-1"), ("10.213.7.1", "10.213.7.2")
+    if not shutil.which("ip") or subprocess.run(["ip", "netns", "add", names[0]], capture_output=True).returncode:
+        pytest.skip("network namespaces are not permitted here")
+    subprocess.run(["ip", "netns", "add", names[1]], check=True)
+    subprocess.run(["ip", "link", "add", "gptv0", "netns", names[0], "type", "veth", "peer", "name", "gptv1",
+                    "netns", names[1]], check=True)  # fmt: skip
+    for name, device, address in zip(names, ("gptv0", "gptv1"), addresses, strict=True):
+        for words in (f"addr add {address}/30 dev {device}", f"link set {device} up", "link set lo up"):
+            subprocess.run(["ip", "-n", name, *words.split()], check=True)
+    yield list(zip(names, ("gptv0", "gptv1"), addresses, strict=True))
+    for name in names:
+        subprocess.run(["ip", "netns", "del", name], check=True)
+
+
+@pytest.mark.slow
+def test_two_nodes_train_as_one_process_does(long_run, two_nodes):
+    head = two_nodes[0][2]
+    processes = [
+        torchrun(
+            long_run, "two-nodes", "--nnodes=2", "--nproc_per_node=2", "--rdzv_id=7", "--rdzv_backend=c10d",
+            f"--rdzv_endpoint={head}:29501", f"--local_addr={address}", f"--rdzv_conf=is_host={int(address == head)}",
+            prefix=["ip", "netns", "exec", name, "env", f"GLOO_SOCKET_IFNAME={device}"],
+            shard="optimizer", micro_batch_size=2, **LONG,
+        )
+        for name, device, address in two_nodes
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=240)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert "4 ranks" in outputs[0] + outputs[1]
+    same_losses(long_run / "two-nodes", long_run / "long")
