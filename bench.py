@@ -266,6 +266,96 @@ def train(config: Config, rt: Runtime) -> list[dict]:
     return table(interleave(steps, config.repeats, rt), config.batch_size * shape["sequence_length"], "tokens/s")
 
 
+def lora(config: Config, rt: Runtime) -> list[dict]:
+    """LoRA steps of 32 Alpaca examples on 124M, r = 8, AdamW, against peft on transformers in micro-batches of 8 padded
+    to their longest. --data is alpaca_data.json. The rate counts answer tokens."""
+    import lora_finetune as lf
+    from bpe.tokenizer import Tokenizer
+    from model import GPT, GPTConfig
+
+    rows = lf.read_rows(config.data or lf.Config.data)[:2000]
+    examples, _ = lf.encode_rows(lf.split_rows(rows, 0, 0)[0][:64], Tokenizer.from_tiktoken("gpt2"), 1024)
+    examples = examples[:32]
+    torch.manual_seed(0)
+    base = GPT(GPTConfig())
+    names = lf.target_names(base, lf.TARGETS)
+    micros = lf.micro_batches(examples, 2**14, lf.MICRO_BATCH_COST[rt.device.type])
+    padded, real = sum(micro[0].numel() for micro in micros), sum(len(example.idx) for example in examples)
+    n_targets = sum(micro[1].numel() for micro in micros)
+    print(f"{real} tokens, {n_targets} of them answers; padded tokens for each real one: {padded / real:.2f} here")
+
+    def ours(dtype: torch.dtype) -> Callable[[], float]:
+        naive = rt.device.type == "cpu" and dtype == torch.bfloat16  # as lora_finetune.load_base decides
+        model = GPT(GPTConfig(attention="naive" if naive else "flash"))
+        model.load_state_dict(base.state_dict())
+        lf.add_lora(model, names, 8, 16.0)
+        if dtype != torch.float32:
+            lf.cast_frozen(model, dtype)
+        forward = lf.AnswerLoss(model.to(rt.device))
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, fused=True)
+
+        def step() -> float:
+            loss = 0.0
+            for micro in micros:
+                with torch.autocast(rt.device.type, dtype=dtype, enabled=dtype != torch.float32):
+                    _, micro_loss = forward(*(t.to(rt.device) for t in micro), n_targets=n_targets)
+                micro_loss.backward()
+                loss += micro_loss.item()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return step
+
+    half = Runtime.setup(config.device).dtype  # the 16-bit format that is fast here, or fp32
+    like = half if rt.device.type == "cuda" else torch.float32
+    steps = {f"peft, {like}": peft_step(base, examples, like, rt)}
+    steps |= {f"this project, {dtype}": ours(dtype) for dtype in dict.fromkeys((torch.float32, half))}
+    print("first losses:", ", ".join(f"{name} {step():.4f}" for name, step in steps.items()))
+    return table(interleave(steps, config.repeats, rt), n_targets, "answer tokens/s")
+
+
+def peft_step(base, examples: list, dtype: torch.dtype, rt: Runtime) -> Callable[[], float]:
+    """The plain loop: peft on GPT2LMHeadModel, 8 examples at a time, padded to the longest of them."""
+    import tempfile
+
+    from peft import LoraConfig, get_peft_model
+    from transformers import GPT2LMHeadModel
+
+    from lora_finetune import TARGETS
+
+    with tempfile.TemporaryDirectory() as directory:
+        base.save_pretrained(directory)
+        reference = GPT2LMHeadModel.from_pretrained(directory)
+    settings = LoraConfig(r=8, lora_alpha=16, target_modules=list(TARGETS), fan_in_fan_out=True, task_type="CAUSAL_LM")
+    reference = get_peft_model(reference, settings).to(rt.device)
+    optimizer = torch.optim.AdamW([p for p in reference.parameters() if p.requires_grad], lr=1e-3, fused=True)
+    n_targets = sum(int((example.targets >= 0).sum()) for example in examples)
+    pad = lambda rows, value: torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)  # noqa: E731
+    micros = []
+    for eight in (examples[i : i + 8] for i in range(0, len(examples), 8)):
+        ids = [torch.tensor([*e.idx, max(e.targets[-1], 0)]) for e in eight]  # transformers shifts the labels itself
+        labels = [torch.tensor([-100, *e.targets]) for e in eight]
+        micros.append((pad(ids, 0), pad([torch.ones_like(row) for row in ids], 0), pad(labels, -100)))
+    masks = [mask for _, mask, _ in micros]
+    print(f"{sum(mask.numel() for mask in masks) / sum(int(mask.sum()) for mask in masks):.2f} with peft")
+
+    def step() -> float:
+        loss = 0.0
+        for micro in micros:
+            idx, mask, labels = (t.to(rt.device) for t in micro)
+            with torch.autocast(rt.device.type, dtype=dtype, enabled=dtype != torch.float32):
+                mean = reference(input_ids=idx, attention_mask=mask, labels=labels).loss
+            micro_loss = mean * ((labels >= 0).sum() / n_targets)
+            micro_loss.backward()
+            loss += micro_loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
 # ---------------------------------------------------------------------------------------------------------------- data
 
 
@@ -421,7 +511,7 @@ def loader_figures(config: Config, rt: Runtime, folder: Path) -> list[dict]:
     return measured + [dict(name="start-up", rate=start_up, unit="s")]
 
 
-COMMANDS = {"ladder": ladder, "train": train, "data": data, "sample": sample}
+COMMANDS = {"ladder": ladder, "train": train, "lora": lora, "data": data, "sample": sample}
 
 
 def main() -> None:
