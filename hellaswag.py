@@ -1,0 +1,469 @@
+"""HellaSwag (Zellers et al. 2019): which of four endings does a model find likeliest? The accuracy of any checkpoint.
+
+    python hellaswag.py gpt2                            # MODEL: a checkpoint, a run directory (its newest), a hub id
+    python hellaswag.py out/gpt2/step_019073 --limit 500 --show 3
+    python hellaswag.py out/tiny --data hellaswag_val.jsonl --style harness --json scores.json
+    torchrun --standalone --nproc_per_node=8 hellaswag.py gpt2-xl
+
+Two ways to make text of a row and to normalize, both in use, with different numbers:
+
+- completion: context + " " + ending, acc_norm per token; what nanoGPT-style scripts report
+- harness: EleutherAI's lm-evaluation-harness: activity label, no brackets, acc_norm per character
+
+acc takes the ending with the largest log-likelihood, acc_norm the one with the largest after dividing by its length.
+GPT-2 124M has 0.2859 and 0.2955 as completion, 0.2892 and 0.3114 in the harness.
+
+Every context is computed once. It and its endings lie side by side in one row, a tree that the mask cuts into its
+branches, and positions count along the branches; of five tokens and endings of 3, 2, 2 and 1 these are fed (the last
+token of an ending predicts nothing):
+
+    token      c0 c1 c2 c3 c4 | a0 a1 | b0 | d0
+    position    0  1  2  3  4 |  5  6 |  5 |  5
+    end         9  9  9  9  9 |  7  7 |  8 |  9      token j is seen by the tokens j .. end[j] - 1 of its row
+
+Rows of like length share a batch, and logits exist for the scored positions only, a chunk at a time.
+train_gpt2.py imports this file; it knows nothing of training.
+"""
+
+import json
+import math
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
+from typing import Annotated, Literal
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import numpy as np
+import torch
+import tyro
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from checkpoint import load_model, load_tokenizer
+from model import GPT, LOSS_CHUNK
+from runtime import Runtime, UserError, parse_args, script
+
+URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_{split}.jsonl"
+ROWS = {"train": 39_905, "val": 10_042, "test": 10_003}
+FOLDER = Path("data")  # where downloads go
+ATTEMPTS = 3  # at a download whose connection breaks; each goes on where the last one ended
+BATCH_TOKENS = {"cpu": 2**9, "cuda": 2**15}  # padded tokens in a batch: what caches hold, what keeps a GPU busy
+MULTIPLE = {"cuda": 8}  # rows are padded to a multiple, for which CUDA's attention needs no copy of the mask
+
+
+@dataclass
+class Config:
+    model: Annotated[str, tyro.conf.Positional]  # checkpoint directory, run directory, or hub id such as gpt2
+    data: str = ""  # a local .jsonl in HellaSwag's format; downloaded once when empty
+    split: Literal["train", "val", "test"] = "val"  # what to download; the labels of test are not public
+    limit: int = 0  # only the first rows; 0 for all
+    style: Literal["both", "completion", "harness"] = "both"  # how a row becomes text, see above
+    show: int = 0  # print this many examples with the losses of their endings
+    json: str = ""  # write scores and log-likelihoods to this file
+    batch_tokens: int = 0  # tokens in a batch; 0 for what suits the device. Scores do not depend on it
+    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: cuda, else mps, else cpu
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto: 16 bits where the device has them
+
+
+def main() -> None:
+    config = parse_args(Config, description=__doc__)
+    for name in ("limit", "show", "batch_tokens"):
+        if getattr(config, name) < 0:
+            raise UserError(f"--{name} must be 0 or more, not {getattr(config, name)}")
+    rt = Runtime.setup(config.device, config.dtype)
+    rows = load_rows(config.data, config.split, rt)[: config.limit or None]
+    model, tokenizer = load_model(config.model).to(rt.device), load_tokenizer(config.model)
+    rt.print(f"{config.model}: {model.num_params():,} parameters on {rt.why}; {len(rows):,} rows")
+    results = {}
+    for style in STYLES if config.style == "both" else [config.style]:
+        task = prepare(rows, tokenizer, model.config, style)
+        results[style] = evaluate(model, task, rt, config.batch_tokens, progress=True)
+        for number in range(min(config.show, len(rows))):
+            rt.print(show(task, results[style], number))
+    for style, result in results.items():
+        rt.print(summary(style, result))
+    if config.json and rt.is_main:
+        write_json(config, rt, results)
+
+
+# ------------------------------------------------------------------------------------------------------------ data
+
+
+def load_rows(data: str, split: str, rt: Runtime) -> list[dict]:
+    """The rows of a local file, or of a split that the first rank downloads. Raises UserError, on all ranks alike."""
+    path, error = Path(data), None
+    if not data:
+        path = FOLDER / f"hellaswag_{split}.jsonl"
+        if rt.is_main:
+            try:
+                fetch(split, path)
+            except UserError as e:
+                error = e
+        if rt.sum(torch.tensor(float(error is not None), device=rt.device)):
+            raise error or UserError("the first rank could not download HellaSwag")
+    return read_rows(path)
+
+
+def read_rows(path: Path) -> list[dict]:
+    """A HellaSwag .jsonl, every row checked. Raises UserError that names the line."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise UserError(f"there is no {path}; --data takes a .jsonl file in HellaSwag's format") from None
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f"{path} cannot be read: {e}; --data takes a .jsonl file in HellaSwag's format") from None
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                rows.append(check_row(json.loads(line)))
+            except ValueError as e:
+                raise UserError(f"{path} line {number} is no row of HellaSwag: {e}; repair or remove it") from None
+    if not rows:
+        raise UserError(f"{path} has no rows; --data takes a .jsonl file in HellaSwag's format")
+    return rows
+
+
+def check_row(row) -> dict:
+    """The row, with its label as an int, or None where there is none. Raises ValueError."""
+    if not isinstance(row, dict):
+        raise ValueError("it is not a JSON object")
+    for name in ("ctx", "ctx_a", "ctx_b", "activity_label"):
+        if not isinstance(row.get(name), str):
+            raise ValueError(f"{name} is {row.get(name)!r}, not a text")
+    endings = row.get("endings")
+    if not (isinstance(endings, list) and len(endings) == 4 and all(isinstance(e, str) and e for e in endings)):
+        raise ValueError("endings is not a list of four texts")
+    label = row.get("label")
+    if label not in (None, "", 0, 1, 2, 3, "0", "1", "2", "3") or isinstance(label, bool):
+        raise ValueError(f"label is {label!r}, not 0, 1, 2 or 3")
+    return row | {"label": None if label in (None, "") else int(label)}
+
+
+def fetch(split: str, path: Path) -> None:
+    """Download a split unless it is there; `path` appears when it is whole and has been checked. Raises UserError."""
+    url, found = URL.format(split=split), ""
+    if path.exists():
+        try:
+            count = len(read_rows(path))
+            if count == ROWS[split]:
+                return
+            found = f" ({path} has {count:,} rows instead of {ROWS[split]:,})"
+        except UserError as e:
+            found = f" ({e})"
+    part = path.with_suffix(".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        download(url, part)
+    except (OSError, HTTPException) as e:
+        raise UserError(
+            f"HellaSwag cannot be downloaded: {e}{found}; fetch {url} where there is a network and put it at {path}, "
+            "or give a file with --data"
+        ) from None
+    try:
+        count = len(read_rows(part))
+    except UserError as e:
+        count = str(e)
+    if count != ROWS[split]:
+        part.unlink()
+        raise UserError(f"{url} gave {count} rows instead of {ROWS[split]:,}; start again, or give a file with --data")
+    part.replace(path)
+
+
+def download(url: str, part: Path) -> None:
+    """Fetch `url` into `part`, going on where an earlier attempt ended. Raises OSError or HTTPException."""
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            if transfer(url, part):
+                return
+            raise ConnectionError(f"the connection broke after {part.stat().st_size:,} bytes")
+        except HTTPError as e:
+            if e.code != 416:  # Range Not Satisfiable: what is here is no beginning of what is there
+                raise
+            part.unlink()
+        except (ConnectionError, TimeoutError, HTTPException):
+            if attempt == ATTEMPTS:
+                raise
+    raise ConnectionError("the server refuses to send the file from its start")
+
+
+def transfer(url: str, part: Path) -> bool:
+    """One attempt; whether all bytes have come."""
+    have = part.stat().st_size if part.exists() else 0
+    request = Request(url, headers={"Range": f"bytes={have}-"} if have else {})
+    with urlopen(request, timeout=30) as response:
+        if response.status != 206:  # the whole file, whatever was asked for
+            have = 0
+        length = response.headers["Content-Length"]
+        total = None if length is None else have + int(length)
+        bar = tqdm(desc=part.stem, initial=have, total=total, unit="B", unit_scale=True, dynamic_ncols=True)
+        with open(part, "ab" if have else "wb") as f, bar:
+            while block := response.read(2**16):
+                f.write(block)
+                bar.update(len(block))
+    return total is None or part.stat().st_size == total
+
+
+def validation_task(data: str, tokenizer, model_config, rt: Runtime) -> "Task | None":
+    """What the training loop scores; None, after one warning, where there is no file and no network to have it from."""
+    try:
+        rows = load_rows(data, "val", rt)
+    except UserError as e:
+        if data:
+            raise
+        rt.print(f"warning: training goes on without HellaSwag: {e}", file=sys.stderr)
+        return None
+    return prepare(rows, tokenizer, model_config, "completion")
+
+
+# ------------------------------------------------------------------------------------------- from rows to tokens
+
+
+def completion(row: dict) -> tuple[str, list[str]]:
+    return row["ctx"], row["endings"]
+
+
+def harness(row: dict) -> tuple[str, list[str]]:
+    """The text of lm-evaluation-harness, task hellaswag, version 1."""
+    context = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
+    return clean(context), [clean(ending) for ending in row["endings"]]
+
+
+def clean(text: str) -> str:
+    """Without the brackets that WikiHow's articles left behind."""
+    text = text.strip().replace(" [title]", ". ")
+    return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
+
+
+def encode_apart(tokenizer, context: str, endings: list[str]) -> tuple[list[int], list[list[int]]]:
+    return tokenizer.encode_ordinary(context), [tokenizer.encode_ordinary(" " + ending) for ending in endings]
+
+
+def encode_together(tokenizer, context: str, endings: list[str]) -> tuple[list[int], list[list[int]]]:
+    """Tokens of the context, and what the context and an ending have beyond those; spaces go to the ending."""
+    stripped = context.rstrip()
+    ids = tokenizer.encode_ordinary(stripped)
+    whole = [tokenizer.encode_ordinary(f"{context} {ending}") for ending in endings]
+    return ids, [tokens[len(ids) :] for tokens in whole]
+
+
+STYLES = {"completion": (completion, encode_apart, "token"), "harness": (harness, encode_together, "character")}
+
+
+@dataclass
+class Tree:
+    """A row of the model's input: a context and some endings of it, and the tokens to score. See the top."""
+
+    inputs: np.ndarray  # (3, T) tokens, positions and ends
+    queries: np.ndarray  # (Q,) the tokens whose next token is scored, each once
+    scored: np.ndarray  # (3, S) which query, the token to score there, and the ending that it belongs to
+
+    def __len__(self) -> int:
+        return self.inputs.shape[1]
+
+
+@dataclass
+class Task:
+    """All rows in one style, ready to score; ending k of row i has number 4 i + k."""
+
+    style: str
+    texts: list[tuple[str, list[str]]]  # context and endings
+    labels: np.ndarray  # (N,), -1 where unknown
+    lengths: np.ndarray  # (N, 4), what acc_norm divides by
+    trees: list[Tree]  # longest first
+
+
+def prepare(rows: list[dict], tokenizer, model_config, style: str) -> Task:
+    """Rows as text and tokens. Raises UserError if tokenizer and model do not fit, or an ending fits no window."""
+    if len(tokenizer) > model_config.vocab_size:
+        raise UserError(
+            f"the tokenizer has {len(tokenizer)} tokens and the model {model_config.vocab_size}; "
+            "put the tokenizer.json beside it that it was trained with"
+        )
+    to_text, encode, unit = STYLES[style]
+    texts, lengths, trees = [to_text(row) for row in rows], [], []
+    for number, (context, endings) in enumerate(texts):
+        context_ids, ending_ids = encode(tokenizer, context, endings)
+        context_ids = context_ids or [tokenizer.eot_token or 0]  # something has to predict the first token
+        if not all(0 < len(ids) <= model_config.sequence_length for ids in ending_ids):
+            raise UserError(
+                f"row {number + 1} of HellaSwag has an ending of {max(map(len, ending_ids))} tokens with this "
+                f"tokenizer, and the model takes 1 to {model_config.sequence_length}; leave the row out"
+            )
+        lengths.append([len(e) for e in (ending_ids if unit == "token" else endings)])
+        trees.extend(make_trees(context_ids, ending_ids, 4 * number, model_config.sequence_length))
+    labels = [-1 if row["label"] is None else row["label"] for row in rows]
+    return Task(style, texts, np.array(labels), np.array(lengths), sorted(trees, key=len, reverse=True))
+
+
+def make_trees(context: list[int], endings: list[list[int]], first: int, window: int) -> list[Tree]:
+    """One tree, or a tree for each ending when the window is too short: then each has a context cut by its own length,
+    from the left. `first` is the number of the first ending."""
+    if len(context) + max(map(len, endings)) - 1 <= window:
+        return [make_tree(context, endings, first)]
+    return [make_tree(context[-(window + 1 - len(e)) :], [e], first + k) for k, e in enumerate(endings)]
+
+
+def make_tree(context: list[int], endings: list[list[int]], first: int) -> Tree:
+    n = len(context)
+    tokens, positions, ends = list(context), list(range(n)), [0] * n
+    path, scored = [], []  # path: where the tokens of the ending before this one are
+    for k in sorted(range(len(endings)), key=endings.__getitem__):  # those that begin alike follow one another
+        fed = endings[k][:-1]
+        shared = 0
+        while shared < min(len(path), len(fed)) and tokens[path[shared]] == fed[shared]:
+            shared += 1
+        for node in path[shared:]:
+            ends[node] = len(tokens)
+        path = path[:shared] + list(range(len(tokens), len(tokens) + len(fed) - shared))
+        tokens += fed[shared:]
+        positions += range(n + shared, n + len(fed))
+        ends += [0] * (len(fed) - shared)
+        # the context's last token predicts the first token of an ending, and every token of it the next one
+        scored += [(node - n + 1, token, first + k) for node, token in zip([n - 1, *path], endings[k], strict=True)]
+    ends = [end or len(tokens) for end in ends]
+    inputs = np.array([tokens, positions, ends])
+    return Tree(inputs, np.arange(n - 1, len(tokens)), np.array(sorted(scored)).T)
+
+
+# --------------------------------------------------------------------------------------------------------- scoring
+
+
+def batches(trees: list[Tree], batch_tokens: int, multiple: int) -> Iterator[list[Tree]]:
+    """Runs of trees, which are sorted by length, with at most `batch_tokens` tokens, padding included."""
+    start = 0
+    while start < len(trees):
+        length = -(-len(trees[start]) // multiple) * multiple
+        stop = start + max(batch_tokens // length, 1)
+        yield trees[start:stop]
+        start = stop
+
+
+def collate(trees: list[Tree], multiple: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens, positions and ends of all trees, (3, B, T), padded with tokens that see only themselves; the queries
+    (Q,), as places in the flattened batch; and what is scored, (3, S), which counts through these queries."""
+    T = -(-max(map(len, trees)) // multiple) * multiple
+    inputs = np.zeros((3, len(trees), T), dtype=np.int64)
+    inputs[2] = np.arange(1, T + 1)
+    queries, scored, n_queries = [], [], 0
+    for b, tree in enumerate(trees):
+        inputs[:, b, : len(tree)] = tree.inputs
+        queries.append(tree.queries + b * T)
+        scored.append(tree.scored + [[n_queries], [0], [0]])
+        n_queries += len(tree.queries)
+    return inputs, np.concatenate(queries), np.concatenate(scored, axis=1)
+
+
+def log_likelihoods(model: GPT, inputs: torch.Tensor, queries: torch.Tensor, scored: torch.Tensor) -> torch.Tensor:
+    """Log-likelihoods (S,) fp32 of the scored tokens of a batch as `collate` makes it."""
+    idx, positions, ends = inputs  # (B, T) each
+    i = torch.arange(idx.size(1), device=idx.device)
+    mask = (i <= i[:, None]) & (i[:, None] < ends[:, None])  # (B, T, T): query, key
+    x = model.hidden(idx, positions, mask[:, None]).flatten(0, 1)[queries].float()  # (Q, C)
+    # Logits exist for a slice of the vocabulary at a time, small enough for a CPU's caches, and are fp32 in every
+    # precision: GPT-2's lie around -100, where bf16 has steps of 0.5.
+    weight, (query, token) = model.lm_head.weight, scored
+    size = max(LOSS_CHUNK.get(x.device.type, 2**25) // len(x), 512)
+    log_norm, chosen = x.new_full((len(x),), -math.inf), x.new_zeros(len(token))
+    with torch.autocast(x.device.type, enabled=False):
+        for start in range(0, len(weight), size):
+            logits = F.linear(x, weight[start : start + size])  # (Q, size)
+            log_norm = torch.logaddexp(log_norm, logits.logsumexp(dim=-1))
+            inside = (start <= token) & (token < start + size)
+            chosen = torch.where(inside, logits[query, (token - start).clamp(0, logits.size(1) - 1)], chosen)
+    return chosen - log_norm[query]
+
+
+@torch.no_grad()
+def evaluate(model: GPT, task: Task, rt: Runtime, batch_tokens: int = 0, progress: bool = False) -> dict:
+    """What `score` makes of the log-likelihoods; the same on every rank. Works in the middle of training: `model` is
+    the plain module, whose mode is left as it was, so that its compiled and distributed wrappers notice nothing."""
+    trees, sums = task.trees[rt.rank :: rt.world_size], np.zeros(task.lengths.size)
+    multiple = MULTIPLE.get(rt.device.type, 1)
+    batch_tokens = batch_tokens or BATCH_TOKENS.get(rt.device.type, 2**13)
+    total, hidden = sum(map(len, trees)), not (progress and rt.is_main)
+    training = model.training
+    model.eval()
+    with rt.autocast(), tqdm(total=total, unit="tok", unit_scale=True, desc=task.style, disable=hidden) as bar:
+        for batch in batches(trees, batch_tokens, multiple):
+            inputs, queries, scored = collate(batch, multiple)
+            logps = log_likelihoods(model, *(torch.from_numpy(a).to(rt.device) for a in (inputs, queries, scored[:2])))
+            sums += np.bincount(scored[2], weights=logps.cpu().numpy(), minlength=len(sums))
+            bar.update(sum(map(len, batch)))
+            if not hidden:
+                bar.set_postfix_str(running(task, sums))
+    model.train(training)
+    sums = rt.sum(torch.from_numpy(sums).to("cpu" if rt.device.type == "mps" else rt.device))
+    return score(task, sums.cpu().numpy())
+
+
+def running(task: Task, sums: np.ndarray) -> str:
+    """Accuracies over the rows that have been scored so far."""
+    known = (sums.reshape(-1, 4) < 0).all(axis=1) & (task.labels >= 0)
+    if not known.any():
+        return ""
+    right, right_norm = (predictions == task.labels for predictions in predict(task, sums))
+    return f"acc {right[known].mean():.4f}, acc_norm {right_norm[known].mean():.4f}"
+
+
+def predict(task: Task, sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The likeliest ending of each row, (N,), by the sum and by the normalized sum of log-likelihoods."""
+    sums = sums.reshape(-1, 4)
+    with np.errstate(divide="ignore"):  # an ending that is empty without its brackets has no characters
+        return sums.argmax(axis=1), (sums / task.lengths).argmax(axis=1)
+
+
+def score(task: Task, sums: np.ndarray) -> dict:
+    """acc and acc_norm with their standard errors (None without labels), the number of rows n, and for each row the
+    log-likelihoods of its endings and both predictions."""
+    predictions, predictions_norm = predict(task, sums)
+    known = task.labels >= 0
+    result = dict(acc=None, acc_stderr=None, acc_norm=None, acc_norm_stderr=None, n=int(known.sum()))
+    if known.any():
+        for name, guesses in (("acc", predictions), ("acc_norm", predictions_norm)):
+            p = float((guesses == task.labels)[known].mean())
+            result[name] = p
+            result[f"{name}_stderr"] = math.sqrt(p * (1 - p) / max(result["n"] - 1, 1))  # of a mean of zeros and ones
+    return result | dict(
+        normalized_by=STYLES[task.style][2],
+        log_likelihoods=sums.reshape(-1, 4).tolist(),
+        predictions=predictions.tolist(),
+        predictions_norm=predictions_norm.tolist(),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- output
+
+
+def summary(style: str, result: dict) -> str:
+    if not result["n"]:
+        return f"{style:<11} no labels, so no accuracy; --json writes the predictions"
+    acc, norm = (f"{result[k]:.4f} ± {result[f'{k}_stderr']:.4f}" for k in ("acc", "acc_norm"))
+    return f"{style:<11} acc {acc}   acc_norm {norm} (per {result['normalized_by']})   N {result['n']:,}"
+
+
+def show(task: Task, result: dict, number: int) -> str:
+    """A row with the loss of each ending, in all and per unit of length; > marks the prediction, * the truth."""
+    context, endings = task.texts[number]
+    lines = [f"\n{task.style}, row {number + 1}: {context}", f"    sum     per {result['normalized_by']}"]
+    for k, ending in enumerate(endings):
+        loss = -result["log_likelihoods"][number][k]
+        marks = ">" if k == result["predictions_norm"][number] else " ", "*" if k == task.labels[number] else " "
+        lines.append(f"{marks[0]}{marks[1]} {loss:<7.2f} {loss / max(task.lengths[number, k], 1):<10.4f} {ending}")
+    return "\n".join(lines)
+
+
+def write_json(config: Config, rt: Runtime, results: dict) -> None:
+    head = dict(model=config.model, data=config.data or f"hellaswag_{config.split}", dtype=str(rt.dtype).split(".")[-1])
+    try:
+        Path(config.json).write_text(json.dumps(head | dict(styles=results)) + "\n")
+    except OSError as e:
+        raise UserError(f"--json {config.json} cannot be written: {e.strerror}; give another file") from None
+
+
+if __name__ == "__main__":
+    script(main)
