@@ -92,6 +92,7 @@ def main() -> None:
     config.rank, config.world_size = find_rank(config.rank, config.world_size)
     os.environ.pop("RANK", None)  # runtime.fail speaks for rank 0 only, but here every rank has files of its own
     signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs without one
     out_dir = Path(config.out_dir)
     if config.verify:
         print(f"{out_dir} is sound: {verify(out_dir)}")
@@ -568,7 +569,7 @@ class Worker:
 
     def _column(self, unit: Unit) -> pa.Array | pa.ChunkedArray:
         if unit.path != self.path:
-            self.path, self.file, self.at = unit.path, pq.ParquetFile(unit.path), None
+            self.path, self.file, self.at = unit.path, open_parquet(unit.path), None
         options = dict(columns=[self.text_field], use_threads=False)
         if not unit.rows:
             return self.file.read_row_groups(list(range(unit.start, unit.end)), **options).column(0)
@@ -587,6 +588,11 @@ class Worker:
             self.path, self.file = unit.path, open_text(unit.path)
         self.file.seek(unit.start)
         return self.file.read(-1 if unit.end is None else unit.end - unit.start)
+
+
+def open_parquet(path: str) -> pq.ParquetFile:
+    """Read it as a stream: by default the compressed bytes of a whole row group are in memory."""
+    return pq.ParquetFile(path, buffer_size=2**20, pre_buffer=False)
 
 
 def text_of(line: bytes, text_field: str) -> tuple[str | None, str]:
