@@ -30,6 +30,7 @@ import torch
 import torch.utils.checkpoint
 from tqdm import tqdm
 
+import hellaswag
 from checkpoint import (
     CheckpointWriter,
     checkpoint_steps,
@@ -97,6 +98,7 @@ class Config:
     eval_interval: int = 250  # validation loss
     eval_steps: int = 20  # total_batch_size tokens of validation at a time; 0 for the whole split
     hellaswag_interval: int = 1000  # HellaSwag accuracy
+    hellaswag_data: str = ""  # a local copy of its validation split; downloaded once when empty
     sample_interval: int = 250  # a sample of text
     sample_prompt: str = "Hello, I'm a language model,"  # what it starts with; empty for the start of a document
     sample_tokens: int = 128  # its length
@@ -159,6 +161,10 @@ def main() -> None:
 
     token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(rt.device)
 
+    hellaswag_task = None
+    if config.hellaswag_interval:
+        hellaswag_task = hellaswag.validation_task(config.hellaswag_data, tokenizer, model.config, rt)
+
     def evaluations(step: int) -> Iterator[dict]:
         if due(step, config.eval_interval, config.max_steps):
             limit = config.eval_steps * config.total_batch_size
@@ -166,6 +172,9 @@ def main() -> None:
                 val_stream, config.sequence_length, config.micro_batch_size, limit, rt.rank, rt.world_size
             )
             yield dict(kind="val", **validate(forward, batches, token_bytes, rt))
+        if hellaswag_task and due(step, config.hellaswag_interval, config.max_steps):
+            result = hellaswag.evaluate(model, hellaswag_task, rt)
+            yield dict(kind="hellaswag", acc=result["acc"], acc_norm=result["acc_norm"], n=result["n"])
         if due(step, config.sample_interval, 0) and rt.is_main:
             yield dict(kind="sample", text=sample(model, tokenizer, config, rt, step)[0])
 

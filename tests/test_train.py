@@ -136,6 +136,32 @@ def test_bits_per_byte_is_the_loss_of_the_whole_text_over_its_bytes(finished):
     assert last["bpb"] == pytest.approx(nats / math.log(2) / n_bytes, rel=1e-5)
 
 
+def hellaswag_rows(path: Path, n: int = 7) -> Path:
+    row = dict(ctx="He", ctx_a="He", ctx_b="", activity_label="To", endings=["is", "was here", "a", "go on"])
+    path.write_text("".join(json.dumps(row | {"label": i % 4}) + "\n" for i in range(n)))
+    return path
+
+
+def test_hellaswag_is_scored_on_the_way_and_changes_nothing(train, tmp_path):
+    rows = hellaswag_rows(tmp_path / "rows.jsonl")
+    train(out="with", max_steps=8, hellaswag_interval=3, hellaswag_data=rows)
+    train(out="without", max_steps=8)
+    scores = log_of(tmp_path / "with", "hellaswag")
+    assert [(r["step"], r["n"]) for r in scores] == [(3, 7), (6, 7), (8, 7)]
+    # all rows are the same, so that one guess is right for the rows whose label it is: two of seven, or one
+    assert all(r[key] in (2 / 7, 1 / 7) for r in scores for key in ("acc", "acc_norm"))
+    assert losses(tmp_path / "with") == losses(tmp_path / "without")
+
+
+def test_training_goes_on_without_hellaswag_when_it_cannot_be_had(train, tmp_path, monkeypatch):
+    import hellaswag
+
+    monkeypatch.setattr(hellaswag, "URL", "http://127.0.0.1:9/{split}")
+    monkeypatch.setattr(hellaswag, "FOLDER", tmp_path)
+    result = train(max_steps=2, hellaswag_interval=1)
+    assert result.returncode == 0 and "without HellaSwag" in result.stdout + result.stderr
+
+
 # ---- the schedule
 
 
