@@ -17,6 +17,7 @@ import functools
 import io
 import json
 import multiprocessing
+import os
 import platform
 import re
 import shutil
@@ -511,7 +512,120 @@ def loader_figures(config: Config, rt: Runtime, folder: Path) -> list[dict]:
     return measured + [dict(name="start-up", rate=start_up, unit="s")]
 
 
-COMMANDS = {"ladder": ladder, "train": train, "lora": lora, "data": data, "sample": sample}
+def bpe(config: Config, rt: Runtime) -> list[dict]:
+    """Tokenizer training and encoding against other libraries, on the texts of --data (input.txt when empty)."""
+    from bpe import train
+    from bpe.tokenizer import Tokenizer
+
+    texts = list(train.read_texts(train.Config(input=(config.data or "input.txt",))))
+    n_bytes = sum(len(text.encode()) for text in texts)
+    vocab_size = 32_768 if n_bytes > 10e6 else 1024
+    mb = n_bytes / 1e6
+    print(f"{len(texts):,} texts, {mb:.1f} MB, vocabulary of {vocab_size:,}\n\ntraining")
+    trainers = bpe_trainers(texts, vocab_size)
+    rows = table(interleave(trainers, config.repeats, rt), mb, "MB/s")
+    tok, theirs = Tokenizer.train(texts, vocab_size), trainers["tokenizers"]()
+    print(f"the same merges as tokenizers: {'yes' if same_merges(tok, theirs) else 'NO'}")
+
+    print("\nencoding, on one core unless it says threads")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    tiktoken, transformers = tok.to_tiktoken(), tok.to_transformers()
+    encoders = {
+        "tiktoken": lambda: [tiktoken.encode_ordinary(text) for text in texts],
+        "transformers, fast": lambda: [transformers(text)["input_ids"] for text in texts],
+        "this project, nothing cached": lambda: encode_all(cold(tok), texts),
+        "this project": lambda: encode_all(tok, texts),
+        "this project, encode_batch in threads": lambda: tok.encode_batch(texts, disallowed_special=()),
+    }
+    rows += table(interleave(encoders, config.repeats, rt), mb, "MB/s")
+
+    print("\npeak memory of all processes while training, MB")
+    for name, code in BPE_MEMORY.items():
+        rows.append(dict(name=f"memory of {name}", unit="MB", rate=training_memory(code, config.data, vocab_size)))
+        print(f"{name:<14}{rows[-1]['rate']:>7,.0f}")
+    return rows
+
+
+def bpe_trainers(texts: list[str], vocab_size: int) -> dict[str, Callable]:
+    """Trainers by name; those of packages that are not installed are left out."""
+    from tokenizers import Tokenizer as HFTokenizer
+    from tokenizers import models, pre_tokenizers, trainers
+
+    from bpe.tokenizer import PATTERNS, Tokenizer
+
+    def hugging_face() -> HFTokenizer:
+        tok = HFTokenizer(models.BPE())
+        tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=False)
+        tok.train_from_iterator(texts, trainer)
+        return tok
+
+    found = {"tokenizers": hugging_face}
+    try:
+        import rustbpe
+
+        pattern = PATTERNS["gpt2"][0]
+        found["rustbpe"] = lambda: rustbpe.Tokenizer().train_from_iterator(iter(texts), vocab_size - 1, pattern=pattern)
+    except ImportError:
+        pass
+    try:
+        import bpeasy
+
+        found["bpeasy"] = lambda: bpeasy.train_bpe(iter(texts), PATTERNS["gpt2"][0], 10_000, vocab_size - 1)
+    except ImportError:
+        pass
+    found["this project, one process"] = lambda: Tokenizer.train(texts, vocab_size, workers=1)
+    found["this project"] = lambda: Tokenizer.train(texts, vocab_size)
+    return found
+
+
+def same_merges(tok, theirs) -> bool:
+    from bpe.tokenizer import CHAR_TO_BYTE
+
+    merges = json.loads(theirs.to_str())["model"]["merges"]
+    return tok.merges == [tuple(bytes(map(CHAR_TO_BYTE.get, part)) for part in pair) for pair in merges]
+
+
+def cold(tok):
+    tok._cache.clear()
+    return tok
+
+
+def encode_all(tok, texts: list[str]) -> None:
+    for text in texts:
+        tok.encode_ordinary(text)
+
+
+BPE_MEMORY = {  # each in a process of its own, reading as it goes
+    "tokenizers": (
+        "from tokenizers import Tokenizer, models, pre_tokenizers, trainers\n"
+        "tok = Tokenizer(models.BPE()); tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)\n"
+        "tok.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size, show_progress=False))\n"
+    ),
+    "this project": "from bpe.tokenizer import Tokenizer\nTokenizer.train(texts, vocab_size)\n",
+}
+
+
+def training_memory(code: str, data: str, vocab_size: int) -> float:
+    """MB of a training in a new process and of the workers that it starts (the largest, times their number)."""
+    code = (
+        f"import resource, sys\nsys.path.insert(0, {str(os.path.dirname(os.path.abspath(__file__)))!r})\n"
+        f"from bpe import train\ntexts = train.read_texts(train.Config(input=({data or 'input.txt'!r},)))\n"
+        f"vocab_size = {vocab_size}\n"
+        f"{code}"
+        "from bpe.tokenizer import cpu_count\n"
+        "own, child = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))\n"
+        "print(own + child * (cpu_count() - 1))\n"
+    )
+    # by way of a small process, since on Linux the peak of a process begins with what its parent had
+    between = "import subprocess, sys; subprocess.run(sys.argv[1:], check=True)"
+    words = [sys.executable, "-c", between, sys.executable, "-c", code]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    return int(done.stdout.split()[-1]) * (1 if sys.platform == "darwin" else 1024) / 1e6
+
+
+COMMANDS = {"ladder": ladder, "train": train, "bpe": bpe, "lora": lora, "data": data, "sample": sample}
 
 
 def main() -> None:
