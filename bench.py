@@ -512,6 +512,56 @@ def loader_figures(config: Config, rt: Runtime, folder: Path) -> list[dict]:
     return measured + [dict(name="start-up", rate=start_up, unit="s")]
 
 
+def hellaswag(config: Config, rt: Runtime) -> list[dict]:
+    """Scoring rows of HellaSwag (--data FILE.jsonl, by default downloaded) with a random 124M model: 40 rows on a CPU;
+    on a GPU all of them, of which the loop over single rows takes 500. Tokenizing counts on both sides."""
+    from bpe.tokenizer import Tokenizer
+    from hellaswag import evaluate, load_rows, prepare
+    from model import GPT, GPTConfig
+
+    torch.manual_seed(0)
+    model = GPT(GPTConfig()).to(rt.device).eval()
+    tokenizer = Tokenizer.from_tiktoken("gpt2")
+    rows = load_rows(config.data, "val", rt)
+    rows, few = (rows, rows[:500]) if rt.device.type == "cuda" else (rows[:40], rows[:40])
+    runtimes = {"fp32": rt}
+    if (dtype := Runtime.setup(config.device).dtype) != torch.float32:
+        runtimes[str(dtype).removeprefix("torch.")] = replace(rt, dtype=dtype)
+    contestants = {}
+    for name, runtime in runtimes.items():
+        contestants[f"one row at a time, {name}"] = functools.partial(score_one_by_one, model, tokenizer, few, runtime)
+        contestants[f"this project, {name}"] = lambda runtime=runtime: evaluate(
+            model, prepare(rows, tokenizer, model.config, "completion"), runtime
+        )
+    seconds = interleave(contestants, config.repeats, rt)
+    for name in seconds:
+        if name.startswith("one row"):  # as if it had done all rows
+            seconds[name] = [s * len(rows) / len(few) for s in seconds[name]]
+    return table(seconds, len(rows), "rows/s")
+
+
+@torch.no_grad()
+def score_one_by_one(model, tokenizer, rows: list[dict], rt: Runtime) -> list[list[float]]:
+    """HellaSwag as a plain loop has it: the context with each ending, four padded rows, all logits; summed losses."""
+    losses = []
+    for row in rows:
+        context = tokenizer.encode_ordinary(row["ctx"])
+        endings = [tokenizer.encode_ordinary(" " + ending) for ending in row["endings"]]
+        idx = torch.zeros(4, len(context) + max(map(len, endings)), dtype=torch.long)
+        scored = torch.zeros(idx.shape)
+        for k, ending in enumerate(endings):
+            idx[k, : len(context) + len(ending)] = torch.tensor(context + ending)
+            scored[k, len(context) : len(context) + len(ending)] = 1
+        idx, scored = idx.to(rt.device), scored.to(rt.device)
+        with rt.autocast():
+            logits, _ = model(idx)  # (4, T, V)
+        loss = torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1).float(), idx[:, 1:].flatten(), reduction="none"
+        )
+        losses.append((loss.view(4, -1) * scored[:, 1:]).sum(dim=1).tolist())
+    return losses
+
+
 def bpe(config: Config, rt: Runtime) -> list[dict]:
     """Tokenizer training and encoding against other libraries, on the texts of --data (input.txt when empty)."""
     from bpe import train
@@ -625,7 +675,15 @@ def training_memory(code: str, data: str, vocab_size: int) -> float:
     return int(done.stdout.split()[-1]) * (1 if sys.platform == "darwin" else 1024) / 1e6
 
 
-COMMANDS = {"ladder": ladder, "train": train, "bpe": bpe, "lora": lora, "data": data, "sample": sample}
+COMMANDS = {
+    "ladder": ladder,
+    "train": train,
+    "bpe": bpe,
+    "lora": lora,
+    "data": data,
+    "hellaswag": hellaswag,
+    "sample": sample,
+}
 
 
 def main() -> None:
