@@ -245,8 +245,7 @@ def encode_apart(tokenizer, context: str, endings: list[str]) -> tuple[list[int]
 
 def encode_together(tokenizer, context: str, endings: list[str]) -> tuple[list[int], list[list[int]]]:
     """Tokens of the context, and what the context and an ending have beyond those; spaces go to the ending."""
-    stripped = context.rstrip()
-    ids = tokenizer.encode_ordinary(stripped)
+    ids = tokenizer.encode_ordinary(context.rstrip())
     whole = [tokenizer.encode_ordinary(f"{context} {ending}") for ending in endings]
     return ids, [tokens[len(ids) :] for tokens in whole]
 
@@ -278,7 +277,7 @@ class Task:
 
 
 def prepare(rows: list[dict], tokenizer, model_config, style: str) -> Task:
-    """Rows as text and tokens. Raises UserError if tokenizer and model do not fit, or an ending fits no window."""
+    """Rows as text and tokens. Raises UserError if the tokenizer has tokens that the model does not know."""
     if len(tokenizer) > model_config.vocab_size:
         raise UserError(
             f"the tokenizer has {len(tokenizer)} tokens and the model {model_config.vocab_size}; "
@@ -289,11 +288,6 @@ def prepare(rows: list[dict], tokenizer, model_config, style: str) -> Task:
     for number, (context, endings) in enumerate(texts):
         context_ids, ending_ids = encode(tokenizer, context, endings)
         context_ids = context_ids or [tokenizer.eot_token or 0]  # something has to predict the first token
-        if not all(0 < len(ids) <= model_config.sequence_length for ids in ending_ids):
-            raise UserError(
-                f"row {number + 1} of HellaSwag has an ending of {max(map(len, ending_ids))} tokens with this "
-                f"tokenizer, and the model takes 1 to {model_config.sequence_length}; leave the row out"
-            )
         lengths.append([len(e) for e in (ending_ids if unit == "token" else endings)])
         trees.extend(make_trees(context_ids, ending_ids, 4 * number, model_config.sequence_length))
     labels = [-1 if row["label"] is None else row["label"] for row in rows]
@@ -301,11 +295,17 @@ def prepare(rows: list[dict], tokenizer, model_config, style: str) -> Task:
 
 
 def make_trees(context: list[int], endings: list[list[int]], first: int, window: int) -> list[Tree]:
-    """One tree, or a tree for each ending when the window is too short: then each has a context cut by its own length,
-    from the left. `first` is the number of the first ending."""
+    """One tree if it fits into the window. Else one for each ending, with as much of the context as fits before it, cut
+    from the left; an ending longer than the window is scored in pieces. `first` is the number of the first ending."""
     if len(context) + max(map(len, endings)) - 1 <= window:
         return [make_tree(context, endings, first)]
-    return [make_tree(context[-(window + 1 - len(e)) :], [e], first + k) for k, e in enumerate(endings)]
+    trees = []
+    for k, ending in enumerate(endings):
+        for start in range(0, len(ending), window):
+            piece = ending[start : start + window]
+            before = (context + ending[:start])[-(window + 1 - len(piece)) :]
+            trees.append(make_tree(before, [piece], first + k))
+    return trees
 
 
 def make_tree(context: list[int], endings: list[list[int]], first: int) -> Tree:
