@@ -119,21 +119,19 @@ def make_shards(config: Config, out_dir: Path) -> None:
     print_plan(config, source, files, manifest, out_dir)
     if config.dry_run:
         return
-    out_dir.mkdir(parents=True, exist_ok=True)
-    with only_one(out_dir / f".lock{config.suffix}"):
-        manifest = open_manifest(config, out_dir, tok) | source.identity()  # again: now nobody else changes it
-        try:
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        with only_one(out_dir / f".lock{config.suffix}"):
+            manifest = open_manifest(config, out_dir, tok) | source.identity()  # again: now nobody else changes it
             write_shards(config, source, files, manifest, out_dir, tok)
-        except OSError as e:
-            if e.errno != errno.ENOSPC:
-                raise
-            raise UserError(
-                f"no space left on the disk of {out_dir}; {complete_shards(config, out_dir)}: free some, and the same "
-                "command goes on"
-            ) from e
-        except (KeyboardInterrupt, Stopped):
-            print(f"stopped; {complete_shards(config, out_dir)}, and the same command goes on", file=sys.stderr)
-            raise
+    except OSError as e:
+        reason = "no space left on the disk of" if e.errno in (errno.ENOSPC, errno.EDQUOT) else f"{e.strerror or e}:"
+        raise UserError(
+            f"{reason} {out_dir}; {complete_shards(config, out_dir)}: mend that, and the same command goes on"
+        ) from e
+    except (KeyboardInterrupt, Stopped):
+        print(f"stopped; {complete_shards(config, out_dir)}, and the same command goes on", file=sys.stderr)
+        raise
     print(f"{out_dir}: {summary(manifest)}")
     if len(manifest["shards"]) == 1 and config.world_size == 1:
         print(f"all of it is the validation split; for one to train on, too: --shard_size {manifest['tokens'] // 10}")
@@ -160,6 +158,8 @@ def check(config: Config, tok: Tokenizer) -> None:
     for name, least in dict(shard_size=1, downloads=1, limit_tokens=0, workers=0).items():
         if getattr(config, name) < least:
             raise UserError(f"--{name} must be at least {least}, and is {getattr(config, name)}")
+    if Path(config.out_dir).is_file():
+        raise UserError(f"--out_dir {config.out_dir} is a file; give a directory")
     if config.source != Config.source and config.out_dir == Config.out_dir:
         raise UserError(f"{config.out_dir} is for FineWeb-Edu; give an --out_dir for the shards of {config.source[0]}")
     if tok.eot_token is None:

@@ -491,6 +491,8 @@ def test_usage_errors_are_one_line(tokenizer, tmp_path):
     assert_user_error(run_script("fineweb.py", source="a.txt", tokenizer=tokenizer), "give an --out_dir")
     assert_user_error(run_script("fineweb.py", tokenizer="nowhere.json"), "nowhere.json")
     assert_user_error(run_script("fineweb.py", rank=2, world_size=2), "--rank 2 is not below --world_size 2")
+    words = dict(source=tokenizer, out_dir=tokenizer, tokenizer=tokenizer)
+    assert_user_error(run_script("fineweb.py", **words), "is a file; give a directory")
     assert_user_error(run_script("fineweb.py", verify=True, out_dir=tmp_path), "manifest.json")
 
 
