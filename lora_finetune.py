@@ -38,7 +38,7 @@ from torch.nn import functional as F
 import train_gpt2
 from checkpoint import SUMS, checkpoint_steps, damage, find_model, load_model, load_tokenizer, newest_sound, snapshot
 from data import permutation
-from model import GPT, IGNORE_INDEX
+from model import GPT, IGNORE_INDEX, GPTConfig
 from runtime import RunLog, Runtime, Stopped, UserError, parse_args, read_log, script, smoothed, write_atomically
 
 TARGETS = ("c_attn", "attn.c_proj", "c_fc", "mlp.c_proj")  # all projections of a block
@@ -291,12 +291,12 @@ def write_adapter(path: Path, tensors: dict[str, torch.Tensor], config: Config, 
 def find_adapter(adapter: str) -> Path:
     """The directory with the adapter: the one given, or that of a run's result or newest checkpoint."""
     path = Path(adapter)
-    for directory in (path, path / "adapter", newest_sound(path) if path.is_dir() else None):
-        if directory is not None and (directory / "adapter_config.json").is_file():
+    for directory in (path, path / "adapter"):
+        if (directory / "adapter_config.json").is_file():
             return directory
-    raise UserError(
-        f"there is no adapter in {adapter}; give a directory with adapter_config.json, such as out/lora/adapter"
-    )
+    if path.is_dir() and (newest := newest_sound(path)) and (newest / "adapter_config.json").is_file():
+        return newest
+    raise UserError(f"{adapter} holds no adapter; give a directory with adapter_config.json, such as out/lora/adapter")
 
 
 def read_adapter(adapter: str) -> tuple[dict, dict[str, torch.Tensor], str | None]:
@@ -312,9 +312,7 @@ def read_adapter(adapter: str) -> tuple[dict, dict[str, torch.Tensor], str | Non
             tensors, metadata = {name: f.get_tensor(name) for name in f.keys()}, f.metadata() or {}
         float(settings["lora_alpha"]) / int(settings["r"])
     except FileNotFoundError:
-        raise UserError(
-            f"{path} has no adapter_model.safetensors; adapters in pickled .bin files are not read"
-        ) from None
+        raise UserError(f"{path} has no adapter_model.safetensors; pickled .bin adapters are not read") from None
     except (ValueError, KeyError, TypeError, ZeroDivisionError, SafetensorError) as e:
         raise UserError(f"the adapter {path} is damaged ({type(e).__name__}: {e}); write or download it again") from e
     plain = dict(peft_type="LORA", bias="none", use_dora=False, lora_bias=False, modules_to_save=None)
@@ -362,14 +360,12 @@ def load_adapter(model: GPT, adapter: str | Path) -> GPT:
     return model
 
 
-def adopt_adapter(config: Config, model: GPT, adapter: str) -> GPT:
-    """`load_adapter`, with the constants that follow from it: rank, alpha, dropout and targets."""
+def adopt_settings(config: Config, adapter: str) -> None:
+    """Give `config` the constants that follow from an adapter: rank, alpha, dropout, scaling and targets."""
     settings, tensors, _ = read_adapter(adapter)
-    load_adapter(model, adapter)
     config.lora_dim, config.lora_alpha = int(settings["r"]), float(settings["lora_alpha"])
     config.lora_dropout, config.rslora = settings.get("lora_dropout") or 0.0, settings.get("use_rslora", False)
     config.targets = tuple(t for t in TARGETS if any(f".{t}.lora_A" in name for name in tensors))
-    return model
 
 
 # --------------------------------------------------------------------------------------------------------------- data
@@ -413,23 +409,21 @@ def chat_ids(tokenizer, messages: list[dict]) -> list[int]:
 
 def read_rows(path: str) -> list[list[dict]]:
     """The conversations of a .json or .jsonl file, as messages. Raises UserError that names the row and the field."""
-    if path == Config.data and not Path(path).exists():
-        download(ALPACA, Path(path))
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise UserError(f"there is no {path}; --data takes a .json or .jsonl file of rows") from None
+    except (UnicodeDecodeError, IsADirectoryError) as e:
+        raise UserError(f"{path} is not a text file ({e}); --data takes a .json or .jsonl file of rows") from None
+    rows, line = [], 0
+    try:
         if text.lstrip().startswith("["):
             rows = json.loads(text)
         else:
-            rows = []
-            for line in text.splitlines():
-                rows += [json.loads(line)] if line.strip() else []
-    except FileNotFoundError:
-        raise UserError(f"there is no {path}; --data takes a .json or .jsonl file of rows") from None
+            for line, row in enumerate(text.split("\n"), start=1):  # noqa: B007 - the line of an error
+                rows += [json.loads(row)] if row.strip() else []
     except json.JSONDecodeError as e:
-        where = f"row {len(rows) + 1}" if "rows" in locals() else f"line {e.lineno}, column {e.colno}"
-        raise UserError(f"{path} is not JSON at {where}: {e.msg}; correct it, or write it again") from None
-    except (UnicodeDecodeError, IsADirectoryError) as e:
-        raise UserError(f"{path} is not a text file ({e}); --data takes a .json or .jsonl file of rows") from None
+        raise UserError(f"{path} is not JSON in line {line or e.lineno}: {e.msg}; correct it there") from None
     return [messages_of(row, f"row {number} of {path}") for number, row in enumerate(rows, start=1)]
 
 
@@ -438,35 +432,36 @@ def messages_of(row, where: str) -> list[dict]:
     if not isinstance(row, dict):
         raise UserError(f"{where} is a {type(row).__name__}; a row is an object with instruction, input and output")
     if "messages" not in row:
-        for field in ("instruction", "output"):
-            if not isinstance(row.get(field), str):
-                what = "is no text" if field in row else "is missing"
+        said = {"input": ""} | {field: text for field, text in row.items() if text is not None}
+        for field in ("instruction", "input", "output"):
+            if not isinstance(said.get(field), str):
+                what = "is no text" if field in said else "is missing"
                 raise UserError(f"{where}: {field} {what}; rows have instruction, input and output, or messages")
-        said = [row["instruction"].strip(), (row.get("input") or "").strip()]
-        return [dict(role="user", content=" ".join(filter(None, said))), dict(role="assistant", content=row["output"])]
-    messages = row["messages"]
-    for i, message in enumerate(messages if isinstance(messages, list) else [None]):
+        user = " ".join(filter(None, (said["instruction"].strip(), said["input"].strip())))
+        return [dict(role="user", content=user), dict(role="assistant", content=said["output"])]
+    before = None
+    for message in row["messages"] if isinstance(row["messages"], list) else [None]:
         fine = isinstance(message, dict) and isinstance(message.get("content"), str)
         if not fine or message.get("role") not in ("system", "user", "assistant"):
             raise UserError(f"{where}: messages need a role (system, user, assistant) and a content of text each")
-        if message["role"] == "assistant" and (i == 0 or messages[i - 1]["role"] != "user"):
-            raise UserError(f"{where}: message {i + 1} of the assistant does not follow one of the user")
-    return messages
+        if message["role"] == "assistant" and before != "user":
+            raise UserError(f"{where}: the assistant speaks after {before or 'nobody'}, and can only answer the user")
+        before = message["role"]
+    return row["messages"]
 
 
 def download(url: str, path: Path) -> None:
-    """Fetch a file once, whole or not at all. Raises UserError."""
+    """Fetch a file, whole or not at all. Raises UserError."""
+    import http.client
     import urllib.request
 
     part = path.with_name(path.name + ".part")
     try:
         with urllib.request.urlopen(url, timeout=30) as response, open(part, "wb") as f:
             shutil.copyfileobj(response, f)
-    except OSError as e:
+    except (OSError, http.client.HTTPException) as e:
         part.unlink(missing_ok=True)
-        raise UserError(
-            f"{path} is not here, and {url} cannot be fetched ({e}); put it here, or give --data FILE"
-        ) from e
+        raise UserError(f"{url} cannot be fetched ({e}); save it as {path}, or give --data FILE") from e
     part.replace(path)
 
 
@@ -478,24 +473,22 @@ class Example(NamedTuple):
 
 
 def encode_rows(rows: list[list[dict]], tokenizer, sequence_length: int) -> tuple[list[Example], dict[str, int]]:
-    """Examples of all rows that have an answer, and counts of what is special: empty, long, examples.
+    """Examples of all rows with something asked and answered, and how many rows were empty or long.
 
     A row longer than `sequence_length` becomes windows that overlap by half; each of its answer tokens is a target in
     one of them.
     """
-    pieces = [chat_pieces(messages) for messages in rows]
-    texts = [text for row in pieces for text, _ in row]
-    ids = iter(tokenizer.encode_batch(texts, disallowed_special=()))
-    examples, counts = [], dict(rows=len(rows), empty=0, long=0, longest=0)
+    full = [row for row in rows if row and all(m["content"].strip() for m in row)]
+    full = [row for row in full if any(m["role"] == "assistant" for m in row)]
+    pieces = [chat_pieces(row) for row in full]
+    ids = iter(tokenizer.encode_batch([text for row in pieces for text, _ in row], disallowed_special=()))
+    examples, counts = [], dict(rows=len(rows), empty=len(rows) - len(full), long=0, longest=0)
     for row in pieces:
         tokens, scored = [], []
-        for text, is_answer in row:
+        for _, is_answer in row:
             part = next(ids) + [tokenizer.eot_token] * is_answer
             tokens += part
-            scored += [is_answer and bool(text)] * len(part)
-        if not any(scored) or not all(text for text, _ in row):
-            counts["empty"] += 1
-            continue
+            scored += [is_answer] * len(part)
         tokens = np.array(tokens, dtype=np.int32)
         targets = np.where(scored, tokens, IGNORE_INDEX)[1:].astype(np.int32)
         counts["longest"] = max(counts["longest"], len(targets))
@@ -585,7 +578,7 @@ class AnswerLoss(nn.Module):
         self.gpt = gpt
 
     def forward(self, idx, targets, places=None, n_targets=1.0):
-        """idx (B, T); targets (1, M) with their places (1, M) in the B * T positions. Returns (None, loss)."""
+        """idx (B, T); targets (1, M) and places (1, M), theirs among the B * T positions. Returns (None, loss)."""
         x = self.gpt.hidden(idx).flatten(0, 1)  # (B * T, C)
         if places is not None:
             x = x.index_select(0, places[0])  # (M, C)
@@ -608,20 +601,23 @@ def main() -> None:
 
 def finetune(config: Config) -> None:
     rt = Runtime.setup(config.device, config.dtype, config.compile)
-    tokenizer = load_tokenizer(config.base)
+    if config.adapter:
+        adopt_settings(config, config.adapter)
+    tokenizer, base = load_tokenizer(config.base), find_model(config.base)
     model = load_base(config, rt)
-    train_set, val_set, about = open_data(config, tokenizer, model)
-    plan(config, len(train_set))
+    train_set, val_set, about = open_data(config, tokenizer, model.config, rt)
+    settle(config, len(train_set))
+    names = target_names(model, config.targets)
     checkpoint = train_gpt2.open_run(config, rt)
-    base, base_sha256, total = find_model(config.base), fingerprint(model), model.num_params()
-    model = adapt(config, model, checkpoint, rt)
-    names, trainable = list(lora_modules(model)), sum(p.numel() for p in model.parameters() if p.requires_grad)
-    rt.print(f"{base}: {total:,} parameters, {trainable:,} of them trained, on {rt.why}\n{about}")
+    base_sha256, total = fingerprint(model) if config.lora_dim else "", model.num_params()
+    model = adapt(config, model, names, checkpoint, rt)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    rt.print(f"{base}: {total:,} parameters, {trained:,} of them trained, on {rt.why}\n{about}")
     if config.lora_dim:
         ranks = sorted({*RANKS[:-1], config.lora_dim})
-        rt.print(parameter_table(model, names, total, [*ranks, 0]))
-        if rt.dtype != torch.float32:
-            cast_frozen(model, rt.dtype)
+        rt.print(parameter_table(model, list(lora_modules(model)), total, [*ranks, 0]))
+    if config.lora_dim and rt.dtype != torch.float32:
+        cast_frozen(model, rt.dtype)
     model.to(rt.device)
 
     forward = train_gpt2.wrap(AnswerLoss(model), rt, dynamic=True)
@@ -633,17 +629,17 @@ def finetune(config: Config) -> None:
     token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(rt.device)
 
     def evaluations(step: int) -> Iterator[dict]:
-        if train_gpt2.due(step, config.eval_interval, config.max_steps) and val_set:
+        if val_set and train_gpt2.due(step, config.eval_interval, config.max_steps):
             yield dict(kind="val", **train_gpt2.validate(forward, val_batches, token_bytes, rt))
-        if train_gpt2.due(step, config.sample_interval, config.max_steps) and rt.is_main:
+        if rt.is_main and train_gpt2.due(step, config.sample_interval, config.max_steps):
             yield dict(kind="sample", text=train_gpt2.sample(model, tokenizer, config, rt, step)[0])
 
     def save() -> Callable[[Path], None]:
-        if not config.lora_dim:
-            copy = train_gpt2.model_copy(model)
-            return lambda path: train_gpt2.save_model(path, copy, tokenizer)
-        tensors = snapshot(adapter_tensors(model))
-        return lambda path: write_adapter(path, tensors, config, base, base_sha256)
+        if config.lora_dim:
+            tensors = snapshot(adapter_tensors(model))
+            return lambda path: write_adapter(path, tensors, config, base, base_sha256)
+        copy = train_gpt2.model_copy(model)
+        return lambda path: train_gpt2.save_model(path, copy, tokenizer)
 
     log = RunLog(Path(config.out_dir), rt, config)
     rt.reset_peak_memory()
@@ -657,9 +653,7 @@ def finetune(config: Config) -> None:
         evaluations, checkpoint, save, flops_per_token=flops_per_answer_token(model, train_set, config.lora_dim),
     )  # fmt: skip
     if rt.is_main:
-        finish(config, log, save())
-        if config.merge:
-            merge_to_directory(config, config.out_dir, Path(config.merge))
+        finish(config, log, save)
 
 
 def check(config: Config) -> None:
@@ -677,6 +671,8 @@ def check(config: Config) -> None:
         raise UserError("--adapter continues an adapter, and --lora_dim 0 trains none; merge it first, with --merge")
     if config.merge and not config.lora_dim:
         raise UserError("--merge adds an adapter to its base, and --lora_dim 0 trains none; its checkpoints are plain")
+    if not config.targets:
+        raise UserError(f"--targets names no projection; choose from {', '.join(TARGETS)}")
     if not config.ranks or min(config.ranks) < 0:
         raise UserError("--ranks takes ranks from 1 on, and 0 for full finetuning, such as --ranks 1 8 0")
     if config.merge and Path(config.merge).exists() and not config.overwrite:
@@ -689,54 +685,54 @@ def load_base(config: Config, rt: Runtime) -> GPT:
     return load_model(config.base, config.dropout, "naive" if naive else "flash")
 
 
-def open_data(config: Config, tokenizer, model: GPT) -> tuple[list[Example], list[Example], str]:
-    """(training examples, validation examples, one line about them); `config` takes on the sequence length."""
-    context, vocab_size = model.config.sequence_length, model.config.vocab_size
-    if config.sequence_length > context:
-        raise UserError(f"{config.base} was made for {context} tokens; --sequence_length may not exceed it")
-    if len(tokenizer) > vocab_size or tokenizer.eot_token is None:
-        raise UserError(f"the tokenizer of {config.base} needs <|endoftext|> and at most {vocab_size} tokens")
-    config.sequence_length = config.sequence_length or context
-    train_rows, val_rows = split_rows(read_rows(config.data), config.val_rows, config.seed)
-    train_set, counts = encode_rows(train_rows, tokenizer, config.sequence_length)
-    val_set, val_counts = encode_rows(val_rows, tokenizer, config.sequence_length)
-    counts = {key: (max if key == "longest" else sum)((n, val_counts[key])) for key, n in counts.items()}
+def open_data(config: Config, tokenizer, shape: GPTConfig, rt: Runtime) -> tuple[list[Example], list[Example], str]:
+    """(training examples, validation examples, a line about them); `config` takes on the sequence length."""
+    if config.sequence_length > shape.sequence_length:
+        raise UserError(f"{config.base} was made for {shape.sequence_length} tokens; --sequence_length is more")
+    if len(tokenizer) > shape.vocab_size or tokenizer.eot_token is None:
+        raise UserError(f"the tokenizer of {config.base} needs <|endoftext|> and at most {shape.vocab_size} tokens")
+    config.sequence_length = config.sequence_length or shape.sequence_length
+    if config.data == Config.data and not Path(config.data).exists() and rt.is_main:
+        download(ALPACA, Path(config.data))
+    rt.barrier()
+    parts = split_rows(read_rows(config.data), config.val_rows, config.seed)
+    (train_set, counts), (val_set, more) = (encode_rows(rows, tokenizer, config.sequence_length) for rows in parts)
+    n_rows, empty, long = (counts[key] + more[key] for key in ("rows", "empty", "long"))
     if not train_set:
-        raise UserError(
-            f"{config.data} has {counts['rows']} rows, and none with an instruction and an answer to train on"
-        )
-    about = f"data: {counts['rows']:,} rows: {len(train_set):,} examples to train on, {len(val_set):,} to validate"
-    if counts["empty"]:
-        about += f"; {counts['empty']:,} empty rows are left out"
-    if counts["long"]:
+        raise UserError(f"{config.data} has {n_rows} rows, none of them with an instruction and an answer to train on")
+    about = f"data: {n_rows:,} rows: {len(train_set):,} examples to train on, {len(val_set):,} to validate"
+    if empty:
+        about += f"; empty and left out: {empty:,} rows"
+    if long:
+        longest = max(counts["longest"], more["longest"])
         about += (
-            f"; {counts['long']:,} are longer than {config.sequence_length} tokens (up to {counts['longest']:,}) "
-            "and are read in overlapping windows"
+            f"; longer than {config.sequence_length} tokens (up to {longest:,}), and so read in overlapping windows: "
+            f"{long:,} rows"
         )
     return train_set, val_set, about
 
 
-def plan(config: Config, n_examples: int) -> None:
-    """Settle the constants that follow from the number of examples, or from LoRA or not."""
+def settle(config: Config, n_examples: int) -> None:
+    """Fill in the constants that follow from the number of examples, or from LoRA or not."""
     config.max_steps = config.max_steps or max(round(config.epochs * n_examples / config.batch_size), 1)
     config.warmup_steps = config.warmup_steps or math.ceil(0.03 * config.max_steps)
     config.max_lr = config.max_lr or (1e-3 if config.lora_dim else 1e-4)
 
 
-def adapt(config: Config, model: GPT, checkpoint: Path | None, rt: Runtime) -> GPT:
+def adapt(config: Config, model: GPT, names: list[str], checkpoint: Path | None, rt: Runtime) -> GPT:
     """The model to train: the base with a new adapter, with that of a checkpoint or of --adapter, or as it is."""
     if config.batch_size < rt.world_size:
         raise UserError(f"--batch_size {config.batch_size} is less than one example for each of {rt.world_size} ranks")
+    if checkpoint:
+        adapted = (checkpoint / "adapter_config.json").exists()
+        r = int(read_adapter(str(checkpoint))[0]["r"]) if adapted else 0
+        if r != config.lora_dim:
+            raise UserError(f"{checkpoint} has --lora_dim {r}, not {config.lora_dim}; --resume keeps it")
     if not config.lora_dim:
         return load_model(str(checkpoint), config.dropout, model.config.attention) if checkpoint else model
-    if checkpoint and not (checkpoint / "adapter_config.json").exists():
-        raise UserError(f"{checkpoint} is of full finetuning; resume with --lora_dim 0")
-    if checkpoint and read_adapter(str(checkpoint))[0]["r"] != config.lora_dim and not config.adapter:
-        raise UserError(f"{checkpoint} has another rank than --lora_dim {config.lora_dim}; --resume keeps it")
     if checkpoint or config.adapter:
-        return adopt_adapter(config, model, str(checkpoint or config.adapter))
+        return load_adapter(model, checkpoint or config.adapter)
     torch.manual_seed(config.seed)
-    names = target_names(model, config.targets)
     return add_lora(model, names, config.lora_dim, config.lora_alpha, config.lora_dropout, config.rslora)
 
 
@@ -773,17 +769,19 @@ def flops_per_answer_token(model: GPT, examples: list[Example], lora_dim: int) -
     return (blocks * tokens + 12 * c.n_layer * c.n_embd * squares) / answers + head
 
 
-def finish(config: Config, log: RunLog, export: Callable[[Path], None]) -> None:
+def finish(config: Config, log: RunLog, save: Callable) -> None:
     """Write the adapter, say what was reached and where to go from here."""
     out_dir = Path(config.out_dir)
     result = str(checkpoint_steps(out_dir)[-1][1])
     if config.lora_dim:
-        write_atomically(out_dir / "adapter", export)
+        write_atomically(out_dir / "adapter", save())
         result = f"{config.base} --adapter {out_dir / 'adapter'}"
     val = [r["loss"] for r in log.records if r["kind"] == "val"]
     if val:
         print(f"\nvalidation loss {val[0]:.4f} before, {val[-1]:.4f} after, {min(val):.4f} at best (nats a token)")
     print(f"{log.median_tokens_per_sec():,.0f} answer tokens/s")
+    if config.merge:
+        merge_to_directory(config, config.out_dir, Path(config.merge))
     print(f"\nNow try:\n  python sample.py {result} --chat\n  {out_dir / 'learning_curve.png'}    # how it went")
 
 
@@ -797,7 +795,7 @@ def merge_to_directory(config: Config, adapter: str, out: Path) -> None:
         model = remove_lora(merge(model))
         difference = (model(idx)[0] - before).abs().max()
     write_atomically(out, lambda path: train_gpt2.save_model(path, model, tokenizer))
-    print(f"merged {adapter} into {config.base}: {out}; logits differ by {difference:.1e} at most")
+    print(f"wrote {out}: {config.base} with {adapter} merged in; logits differ by at most {difference:.1e}")
 
 
 # -------------------------------------------------------------------------------------------------------------- sweep
