@@ -166,11 +166,13 @@ def fetch(split: str, path: Path) -> None:
         ) from None
     try:
         count = len(read_rows(part))
-    except UserError as e:
-        count = str(e)
+    except UserError:
+        count = 0
     if count != ROWS[split]:
         part.unlink()
-        raise UserError(f"{url} gave {count} rows instead of {ROWS[split]:,}; start again, or give a file with --data")
+        raise UserError(
+            f"{url} gave {count:,} rows instead of {ROWS[split]:,}; start again, or give a file with --data"
+        )
     part.replace(path)
 
 
@@ -182,7 +184,7 @@ def download(url: str, part: Path) -> None:
                 return
             raise ConnectionError(f"the connection broke after {part.stat().st_size:,} bytes")
         except HTTPError as e:
-            if e.code != 416:  # Range Not Satisfiable: what is here is no beginning of what is there
+            if e.code != 416 or not part.exists():  # Range Not Satisfiable: part is no beginning of what is there
                 raise
             part.unlink()
         except (ConnectionError, TimeoutError, HTTPException):

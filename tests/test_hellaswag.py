@@ -1,0 +1,509 @@
+"""HellaSwag: scores equal a loop over single sequences and lm-evaluation-harness; bad input is one clear line."""
+
+import functools
+import http.server
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+import hellaswag
+from bpe.tokenizer import Tokenizer
+from hellaswag import STYLES, evaluate, harness, make_tree, make_trees, prepare, read_rows
+from model import GPT, GPTConfig
+from runtime import Runtime, UserError
+from tests.helpers import ROOT, SMALL, arguments, assert_user_error, environment, log_of, run_inline, text_file
+
+WINDOW = 48
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+
+
+def make_rows(n: int, seed: int = 0) -> list[dict]:
+    """Rows in HellaSwag's format, out of the words of input.txt: long and short, with brackets and double spaces."""
+    rng = random.Random(seed)
+    words = (ROOT / "input.txt").read_text()[:20_000].split()
+    text = lambda low, high: " ".join(rng.choices(words, k=rng.randint(low, high)))  # noqa: E731
+    rows = []
+    for number in range(n):
+        ctx_a, ctx_b = text(3, 25) + ".", rng.choice(["", text(1, 3)])
+        endings = [text(1, 12) for _ in range(4)]
+        if number % 3 == 0:
+            ctx_a = f"[header] {text(2, 4)} [title] {ctx_a} [step] {text(2, 9)}"
+            endings = [f"{e} [substeps] {text(1, 4)}  {text(1, 2)}." for e in endings]
+        if number % 5 == 0:
+            endings[1] = endings[0] + " " + text(1, 3)
+        row = dict(ind=number, activity_label=text(1, 3), ctx_a=ctx_a, ctx_b=ctx_b, ctx=f"{ctx_a} {ctx_b}".strip())
+        rows.append(row | dict(endings=endings, label=rng.randrange(4), split="val", source_id=f"made~{number}"))
+    return rows
+
+
+def write_rows(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.train([(ROOT / "input.txt").read_text()[:50_000]], 400)
+
+
+def make_model(vocab_size: int, window: int = WINDOW) -> GPT:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, sequence_length=window, vocab_size=vocab_size))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(3)  # a fresh model finds all tokens nearly alike
+    return model
+
+
+@pytest.fixture(scope="module")
+def model() -> GPT:
+    return make_model(400)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(model, tokenizer, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoint")
+    model.save_pretrained(path, tokenizer.eot_token, len(tokenizer))
+    tokenizer.save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def rt() -> Runtime:
+    return Runtime.setup("cpu", "float32")
+
+
+@torch.no_grad()
+def one_by_one(model: GPT, tokenizer, rows: list[dict], style: str) -> tuple[np.ndarray, np.ndarray]:
+    """(N, 4) summed log-likelihoods and numbers of tokens; one unpadded sequence at a time, window after window."""
+    to_text, encode, _ = STYLES[style]
+    window, sums, counts = model.config.sequence_length, [], []
+    for row in rows:
+        context, endings = encode(tokenizer, *to_text(row))
+        for ending in endings:
+            total = 0.0
+            for start in range(0, len(ending), window):
+                piece = ending[start : start + window]
+                ids = torch.tensor((context + ending[: start + len(piece)])[-(window + 1) :])
+                logits = model(ids[None, :-1])[0][0, -len(piece) :]
+                total += F.log_softmax(logits.double(), dim=-1)[range(len(piece)), piece].sum().item()
+            sums.append(total)
+            counts.append(len(ending))
+    return np.array(sums).reshape(-1, 4), np.array(counts).reshape(-1, 4)
+
+
+def assert_equal_one_by_one(model, tokenizer, rows, style, rt, batch_tokens=0) -> None:
+    """Sums and averages within 1e-4, both predictions identical."""
+    sums, counts = one_by_one(model, tokenizer, rows, style)
+    result = evaluate(model, prepare(rows, tokenizer, model.config, style), rt, batch_tokens)
+    np.testing.assert_allclose(result["log_likelihoods"], sums, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(result["log_likelihoods"] / counts, sums / counts, rtol=0, atol=1e-4)
+    units = [[len(e) for e in STYLES["harness"][0](row)[1]] for row in rows] if style == "harness" else counts
+    labels = np.array([row["label"] for row in rows])
+    for name, guesses in (("acc", sums.argmax(1)), ("acc_norm", (sums / units).argmax(1))):
+        assert result["predictions" + name[3:]] == guesses.tolist()
+        assert result[name] == pytest.approx(np.mean(guesses == labels))
+
+
+# --------------------------------------------------------------------------------------------------------- scoring
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 100, 5000])
+@pytest.mark.parametrize("style", STYLES)
+def test_batched_scores_equal_one_sequence_at_a_time(model, tokenizer, rt, style, batch_tokens):
+    rows = make_rows(25)
+    lengths = [len(tokenizer.encode_ordinary(row["ctx"])) for row in rows]
+    assert min(lengths) < WINDOW < max(lengths)  # some contexts are cut, some are not
+    assert_equal_one_by_one(model, tokenizer, rows, style, rt, batch_tokens)
+
+
+def test_a_tree_shares_the_context_and_what_endings_have_in_common():
+    tree = make_tree([10, 11, 12], [[1, 2, 3], [4, 5], [6], [1, 2, 7, 8]], first=20)
+    tokens, positions, ends = tree.inputs.tolist()
+    assert tokens == [10, 11, 12, 1, 2, 7, 4]
+    assert positions == [0, 1, 2, 3, 4, 5, 3]
+    assert ends == [7, 7, 7, 6, 6, 6, 7]
+    by_ending = {k: [] for k in range(20, 24)}
+    for query, token, owner in tree.scored.T:
+        by_ending[owner].append((int(tree.queries[query]), int(token)))
+    # where each token is predicted: after the context, then after the one before it
+    assert by_ending == {
+        20: [(2, 1), (3, 2), (4, 3)], 21: [(2, 4), (6, 5)], 22: [(2, 6)], 23: [(2, 1), (3, 2), (4, 7), (5, 8)],
+    }  # fmt: skip
+
+
+def test_the_context_is_cut_from_the_left_and_the_ending_never():
+    (tree, *others) = make_trees(list(range(100, 150)), [[1, 2, 3, 4], [5], [6, 7], [8]], first=0, window=10)
+    assert tree.inputs[0].tolist() == [143, 144, 145, 146, 147, 148, 149, 1, 2, 3]
+    assert tree.scored[1].tolist() == [1, 2, 3, 4]
+    assert others[0].inputs[0].tolist() == list(range(140, 150))
+
+
+def test_a_row_that_just_fits_stays_whole_and_one_more_token_splits_it():
+    assert len(make_trees([1] * 7, [[2] * 4] * 4, 0, window=10)) == 1
+    assert len(make_trees([1] * 8, [[2] * 4] * 4, 0, window=10)) == 4
+
+
+def test_endings_longer_than_the_window_count_with_every_token():
+    trees = make_trees([1, 2], [list(range(10, 35)), [3], [4], [5]], first=0, window=10)
+    scored = [int(token) for tree in trees for token, owner in tree.scored[1:].T if owner == 0]
+    assert scored == list(range(10, 35))
+    assert max(map(len, trees)) <= 10
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_endings_of_one_token_and_equal_endings(model, tokenizer, rt, style):
+    rows = [row | dict(endings=["a", "b", "a", "the"]) for row in make_rows(3)]
+    assert_equal_one_by_one(model, tokenizer, rows, style, rt)
+
+
+def test_an_empty_context_is_predicted_from_the_start_of_a_document(model, tokenizer, rt):
+    rows = [row | dict(ctx="") for row in make_rows(2)]
+    result = evaluate(model, prepare(rows, tokenizer, model.config, "completion"), rt)
+    ids = tokenizer.encode_ordinary(" " + rows[0]["endings"][0])
+    with torch.no_grad():
+        logits = model(torch.tensor([[tokenizer.eot_token, *ids[:-1]]]))[0][0]
+    expected = F.log_softmax(logits, dim=-1)[range(len(ids)), ids].sum().item()
+    assert result["log_likelihoods"][0][0] == pytest.approx(expected, abs=1e-4)
+
+
+def test_16_bits_agree_with_32(model, tokenizer):
+    task = prepare(make_rows(8), tokenizer, model.config, "completion")
+    full, half = (evaluate(model, task, Runtime.setup("cpu", d))["log_likelihoods"] for d in ("float32", "bfloat16"))
+    np.testing.assert_allclose(half, full, rtol=0.03)
+
+
+def test_standard_errors_are_those_of_the_mean(model, tokenizer, rt):
+    rows = make_rows(21)
+    result = evaluate(model, prepare(rows, tokenizer, model.config, "completion"), rt)
+    right = np.array(result["predictions"]) == [row["label"] for row in rows]
+    assert 0 < right.sum() < 21
+    assert result["acc_stderr"] == pytest.approx(right.std(ddof=1) / np.sqrt(21))
+
+
+def test_scoring_leaves_mode_gradients_and_random_numbers_alone(model, tokenizer, rt):
+    task = prepare(make_rows(3), tokenizer, model.config, "completion")
+    rng = torch.get_rng_state()
+    for training in (True, False):
+        model.train(training)
+        evaluate(model, task, rt)
+        assert all(module.training == training for module in model.modules())
+    assert torch.equal(rng, torch.get_rng_state()) and all(p.grad is None for p in model.parameters())
+
+
+# ------------------------------------------------------------------------------------------------------ the harness
+
+
+def test_harness_text_is_label_context_and_no_brackets():
+    row = dict(activity_label="Baking", ctx_a="Mix [header] it. [title] Stir it.", ctx_b="the Cook",
+               endings=["adds  an egg.", " [substeps] Wait. [step] Eat."])  # fmt: skip
+    assert harness(row) == ("Baking: Mix it.. Stir it. The cook", ["adds an egg.", " Wait. Eat."])
+
+
+def test_texts_equal_those_of_lm_eval():
+    utils = pytest.importorskip("lm_eval.tasks.hellaswag.utils", reason="needs lm_eval: pip install lm_eval[hf]")
+    from datasets import Dataset
+
+    rows = make_rows(30)
+    docs = utils.process_docs(Dataset.from_list(rows))
+    assert [harness(row) for row in rows] == [(doc["query"], doc["choices"]) for doc in docs]
+
+
+TASK = """
+task: hellaswag_local
+dataset_path: json
+dataset_kwargs: {data_files: {validation: %s}}
+output_type: multiple_choice
+validation_split: validation
+process_docs: !function local.process_docs
+doc_to_text: "{{query}}"
+doc_to_target: "{{label}}"
+doc_to_choice: choices
+metric_list: [{metric: acc}, {metric: acc_norm}]
+"""
+
+
+def test_scores_equal_those_of_lm_eval(checkpoint, model, tokenizer, rt, tmp_path, monkeypatch):
+    """--model hf on the same directory and the same rows, some of which are too long for the window."""
+    lm_eval = pytest.importorskip("lm_eval", reason="needs lm_eval: pip install lm_eval[hf]")
+    from lm_eval.tasks import TaskManager
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    rows = make_rows(40)
+    (tmp_path / "local.yaml").write_text(TASK % write_rows(tmp_path / "rows.jsonl", rows))
+    (tmp_path / "local.py").write_text("from lm_eval.tasks.hellaswag.utils import process_docs  # noqa: F401\n")
+    theirs = lm_eval.simple_evaluate(
+        model="hf", model_args=f"pretrained={checkpoint},dtype=float32", tasks=["hellaswag_local"], device="cpu",
+        batch_size=8, task_manager=TaskManager(include_path=str(tmp_path)), bootstrap_iters=0,
+    )  # fmt: skip
+    ours = evaluate(model, prepare(rows, tokenizer, model.config, "harness"), rt)
+    for name in ("acc", "acc_norm"):
+        assert ours[name] == pytest.approx(theirs["results"]["hellaswag_local"][f"{name},none"], abs=1e-12)
+    samples = sorted(theirs["samples"]["hellaswag_local"], key=lambda sample: sample["doc_id"])
+    sums = [[response[0][0] for response in sample["resps"]] for sample in samples]
+    np.testing.assert_allclose(ours["log_likelihoods"], sums, atol=1e-3)
+
+
+# ------------------------------------------------------------------------------------------------- the command line
+
+
+@pytest.fixture
+def run(checkpoint, capsys, monkeypatch):
+    """hellaswag.py on the small checkpoint, in this process."""
+    return lambda *words, model=checkpoint, **options: run_inline(
+        hellaswag.main, [model, *words, *arguments(device="cpu", dtype="float32", **options)], capsys, monkeypatch
+    )
+
+
+def test_both_styles_are_reported_by_name_and_written_as_json(run, tmp_path, model, tokenizer, rt):
+    rows = make_rows(9)
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    result = run(data=data, limit=7, json=tmp_path / "scores.json")
+    assert result.returncode == 0, result.stderr
+    scores = json.loads((tmp_path / "scores.json").read_text())["styles"]
+    assert list(scores) == ["completion", "harness"]
+    for style in STYLES:
+        assert scores[style] == evaluate(model, prepare(rows[:7], tokenizer, model.config, style), rt)
+        (line,) = (line for line in result.stdout.splitlines() if line.startswith(style + " "))
+        assert f"acc {scores[style]['acc']:.4f} ± " in line and line.endswith("N 7")
+    assert "per token" in result.stdout and "per character" in result.stdout
+
+
+def test_show_prints_losses_prediction_and_truth(run, tmp_path):
+    rows = make_rows(4)
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    result = run(data=data, show=2, style="completion", json=tmp_path / "scores.json")
+    scores = json.loads((tmp_path / "scores.json").read_text())["styles"]["completion"]
+    block = result.stdout.split("row 2: ")[1].splitlines()
+    assert block[0] == rows[1]["ctx"]
+    for k, line in enumerate(block[2:6]):
+        assert line.endswith(rows[1]["endings"][k]) and f"{-scores['log_likelihoods'][1][k]:.2f}" in line
+        assert (">" in line[:2], "*" in line[:2]) == (scores["predictions_norm"][1] == k, rows[1]["label"] == k)
+    assert "row 3" not in result.stdout
+
+
+def test_rows_without_labels_are_predicted_but_not_counted(run, tmp_path):
+    data = write_rows(tmp_path / "rows.jsonl", [{k: v for k, v in r.items() if k != "label"} for r in make_rows(3)])
+    result = run(data=data, style="harness", json=tmp_path / "scores.json")
+    scores = json.loads((tmp_path / "scores.json").read_text())["styles"]["harness"]
+    assert scores["acc"] is None and scores["n"] == 0 and len(scores["predictions"]) == 3
+    assert "no labels" in result.stdout
+
+
+BAD = {
+    "not JSON": ("{", "line 2"),
+    "a list": ("[]", "not a JSON object"),
+    "three endings": (dict(endings=["a", "b", "c"]), "four texts"),
+    "an ending that is no text": (dict(endings=["a", "b", "c", 4]), "four texts"),
+    "an empty ending": (dict(endings=["a", "b", "c", ""]), "four texts"),
+    "a label out of range": (dict(label=4), "label is 4"),
+    "no context": (dict(ctx=None), "ctx is None"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_malformed_row_is_named_with_its_line(run, tmp_path, what):
+    change, words = BAD[what]
+    good = make_rows(1)[0]
+    bad = change if isinstance(change, str) else json.dumps(good | change)
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps(good) + "\n" + bad + "\n")
+    assert_user_error(run(data=data), "line 2", words)
+
+
+def test_labels_may_be_digits_and_lines_blank(tmp_path):
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n" + json.dumps(make_rows(1)[0] | dict(label="2")) + "\n\n")
+    assert [row["label"] for row in read_rows(data)] == [2]
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n", b"\xff\xfe\x00"])
+def test_an_empty_or_unreadable_file_is_one_line(run, tmp_path, content):
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    assert_user_error(run(data=tmp_path / "rows.jsonl"), "rows.jsonl")
+
+
+def test_bad_usage_is_one_line(run, tmp_path):
+    data = write_rows(tmp_path / "rows.jsonl", make_rows(1))
+    assert_user_error(run(data=tmp_path / "absent.jsonl"), "there is no", "absent.jsonl")
+    assert_user_error(run(data=data, limit=-1), "--limit")
+    assert_user_error(run(data=data, json=tmp_path / "no" / "folder.json"), "folder.json")
+    assert_user_error(run(data=data, model=tmp_path / "nowhere"), "nowhere")
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(run, tokenizer, tmp_path):
+    make_model(300).save_pretrained(tmp_path / "small")
+    tokenizer.save(tmp_path / "small")
+    data = write_rows(tmp_path / "rows.jsonl", make_rows(1))
+    assert_user_error(run(data=data, model=tmp_path / "small"), "tokenizer has 400 tokens", "300")
+
+
+# ---------------------------------------------------------------------------------------------------- the download
+
+
+class Server(http.server.BaseHTTPRequestHandler):
+    """Serves `content`; breaks off after `breaks` bytes, once for each; knows ranges only with `ranges`;
+    answers with the status `refuses` if there is one."""
+
+    def do_GET(self):
+        site = self.server.site
+        wanted = self.headers["Range"]
+        site.requests.append(wanted)
+        start = int(wanted[6:-1]) if wanted and site.ranges else 0
+        if site.refuses or start and start >= len(site.content):
+            self.send_error(site.refuses or 416)
+            return
+        body = site.content[start:]
+        self.send_response(206 if start else 200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body[: site.breaks.pop(0)] if site.breaks else body)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A server in the place of the official one, whose val split has 20 rows, and a folder for downloads."""
+    content = "".join(json.dumps(row) + "\n" for row in make_rows(20)).encode()
+    site = SimpleNamespace(content=content, breaks=[], ranges=True, refuses=0, requests=[])
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    server.site = site
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(hellaswag, "URL", f"http://127.0.0.1:{server.server_port}/hellaswag_{{split}}.jsonl")
+    monkeypatch.setattr(hellaswag, "ROWS", {"val": 20})
+    monkeypatch.setattr(hellaswag, "FOLDER", tmp_path / "data")
+    site.path = tmp_path / "data" / "hellaswag_val.jsonl"
+    site.part = site.path.with_suffix(".part")
+    site.load = functools.partial(hellaswag.load_rows, "", "val", Runtime.setup("cpu", "float32"))
+    yield site
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_download_is_made_once(site):
+    assert len(site.load()) == len(site.load()) == 20
+    assert site.path.read_bytes() == site.content and len(site.requests) == 1 and not site.part.exists()
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_a_broken_download_is_resumed_or_begun_again(site, ranges):
+    site.breaks, site.ranges = [1000, 500], ranges
+    assert len(site.load()) == 20
+    assert site.path.read_bytes() == site.content
+    assert site.requests == [None, "bytes=1000-", "bytes=1500-" if ranges else "bytes=500-"]
+
+
+def test_a_download_that_keeps_breaking_leaves_no_file_and_goes_on_later(site):
+    site.breaks = [300, 300, 300]
+    with pytest.raises(UserError, match="broke after 900 bytes"):
+        site.load()
+    assert not site.path.exists()
+    assert len(site.load()) == 20 and site.requests[-1] == "bytes=900-"
+
+
+@pytest.mark.parametrize("leftover", ["all of it", "something else", "more than there is"])
+def test_a_leftover_part_is_never_used_unchecked(site, leftover):
+    site.part.parent.mkdir()
+    parts = {"all of it": site.content, "something else": b"x" * 700, "more than there is": site.content * 2}
+    site.part.write_bytes(parts[leftover])
+    if leftover == "something else":
+        with pytest.raises(UserError, match="instead of 20"):
+            site.load()
+    assert len(site.load()) == 20 and site.path.read_bytes() == site.content
+
+
+def test_a_truncated_file_is_replaced(site):
+    site.path.parent.mkdir()
+    site.path.write_bytes(site.content[:3000])
+    assert len(site.load()) == 20 and site.path.read_bytes() == site.content
+
+
+@pytest.mark.parametrize("content", [b"<html>log in first</html>", b"", None])
+def test_something_else_than_the_rows_is_refused(site, content):
+    site.content = site.content[: site.content.rindex(b"\n", 0, -1)] if content is None else content
+    with pytest.raises(UserError, match="instead of 20"):
+        site.load()
+    assert not site.path.exists() and not site.part.exists()
+
+
+def test_a_refusal_of_the_server_is_told(site):
+    site.refuses = 416
+    with pytest.raises(UserError, match=f"HTTP Error 416.*put it at {site.path}"):
+        site.load()
+
+
+def test_without_a_network_one_line_says_where_to_put_which_file(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(hellaswag, "URL", "http://127.0.0.1:9/hellaswag_{split}.jsonl")
+    monkeypatch.setattr(hellaswag, "FOLDER", tmp_path / "data")
+    assert_user_error(
+        run(), "http://127.0.0.1:9/hellaswag_val.jsonl", str(tmp_path / "data" / "hellaswag_val.jsonl"), "--data"
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- ranks
+
+
+@pytest.mark.parametrize("n", [1, 7])
+def test_two_ranks_score_as_one(checkpoint, tmp_path, n):
+    data = write_rows(tmp_path / "rows.jsonl", make_rows(n))
+    words = [str(ROOT / "hellaswag.py"), str(checkpoint), *arguments(data=data, device="cpu", dtype="float32")]
+    for name, launcher in (("one", [sys.executable]), ("two", TORCHRUN)):
+        command = [*launcher, *words, "--json", str(tmp_path / name)]
+        subprocess.run(command, env=environment(), check=True, capture_output=True, timeout=240)
+    one, two = (json.loads((tmp_path / name).read_text())["styles"] for name in ("one", "two"))
+    for style in STYLES:
+        np.testing.assert_allclose(one[style].pop("log_likelihoods"), two[style].pop("log_likelihoods"), atol=1e-5)
+    assert one == two
+
+
+@pytest.mark.slow
+def test_training_on_two_ranks_with_compile_scores_as_one_process(tmp_path):
+    """What two compiled ranks log for 7 rows is what one process finds in the checkpoint; nothing is recompiled."""
+    data, text = write_rows(tmp_path / "rows.jsonl", make_rows(7)), text_file(tmp_path / "text.txt")
+    options = SMALL | dict(data=text, out_dir=tmp_path / "out", max_steps=6, compile="on", checkpoint_interval=2)
+    options |= dict(hellaswag_interval=2, hellaswag_data=data, max_lr=0.03, keep_checkpoints=0)
+    command = [*TORCHRUN, str(ROOT / "train_gpt2.py"), "tiny", *arguments(**options)]
+    env = environment(TORCH_LOGS="recompiles")
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "Recompiling" not in result.stderr
+    records = log_of(tmp_path / "out", "hellaswag")
+    assert [record["step"] for record in records] == [2, 4, 6]
+    for record in records:
+        checkpoint = tmp_path / "out" / f"step_{record['step']:06d}"
+        words = arguments(data=data, dtype="float32", device="cpu", style="completion", json=tmp_path / "scores.json")
+        command = [sys.executable, str(ROOT / "hellaswag.py"), str(checkpoint), *words]
+        subprocess.run(command, env=environment(), check=True, capture_output=True, timeout=240)
+        scores = json.loads((tmp_path / "scores.json").read_text())["styles"]["completion"]
+        assert record == dict(step=record["step"], kind="hellaswag") | {k: scores[k] for k in ("acc", "acc_norm", "n")}
+
+
+# ----------------------------------------------------------------------------------------------------- the real rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("style", STYLES)
+def test_124m_on_real_rows_equals_one_sequence_at_a_time(rt, style):
+    """Needs the file that HELLASWAG_DATA names, and GPT-2's vocabulary."""
+    if not os.environ.get("HELLASWAG_DATA"):
+        pytest.skip("HELLASWAG_DATA names no hellaswag_val.jsonl")
+    try:
+        tokenizer = Tokenizer.from_tiktoken("gpt2")
+    except UserError as e:
+        pytest.skip(str(e))
+    torch.manual_seed(0)
+    rows = read_rows(Path(os.environ["HELLASWAG_DATA"]))[:500]
+    assert_equal_one_by_one(GPT(GPTConfig()).eval(), tokenizer, rows, style, rt)
