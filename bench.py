@@ -312,8 +312,11 @@ def lora(config: Config, rt: Runtime) -> list[dict]:
     like = half if rt.device.type == "cuda" else torch.float32
     steps = {f"peft, {like}": peft_step(base, examples, like, rt)}
     steps |= {f"this project, {dtype}": ours(dtype) for dtype in dict.fromkeys((torch.float32, half))}
-    print("first losses:", ", ".join(f"{name} {step():.4f}" for name, step in steps.items()))
-    return table(interleave(steps, config.repeats, rt), n_targets, "answer tokens/s")
+    losses = {name: [] for name in steps}
+    runs = {name: lambda name=name: losses[name].append(steps[name]()) for name in steps}
+    rows = table(interleave(runs, config.repeats, rt), n_targets, "answer tokens/s")
+    print("first losses:", ", ".join(f"{name} {values[0]:.4f}" for name, values in losses.items()))
+    return rows
 
 
 def peft_step(base, examples: list, dtype: torch.dtype, rt: Runtime) -> Callable[[], float]:
