@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import hellaswag
 from bpe.tokenizer import Tokenizer
-from hellaswag import STYLES, evaluate, harness, make_tree, make_trees, prepare, read_rows
+from hellaswag import STYLES, encode_together, evaluate, harness, make_tree, make_trees, prepare, read_rows
 from model import GPT, GPTConfig
 from runtime import Runtime, UserError
 from tests.helpers import ROOT, SMALL, arguments, assert_user_error, environment, log_of, run_inline, text_file
@@ -234,13 +234,16 @@ metric_list: [{metric: acc}, {metric: acc_norm}]
 
 
 def test_scores_equal_those_of_lm_eval(checkpoint, model, tokenizer, rt, tmp_path, monkeypatch):
-    """--model hf on the same directory and the same rows, some of which are too long for the window."""
+    """--model hf on the same directory and the same rows, some of which are too long for the window, though no ending
+    is: the harness refuses those."""
     lm_eval = pytest.importorskip("lm_eval", reason="needs lm_eval: pip install lm_eval[hf]")
     from lm_eval.tasks import TaskManager
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    rows = make_rows(40)
+    tokens = {row["ind"]: encode_together(tokenizer, *harness(row)) for row in make_rows(80)}
+    rows = [row for row in make_rows(80) if max(map(len, tokens[row["ind"]][1])) <= WINDOW]
+    assert len(rows) > 30 and max(len(tokens[row["ind"]][0]) for row in rows) > WINDOW
     (tmp_path / "local.yaml").write_text(TASK % write_rows(tmp_path / "rows.jsonl", rows))
     (tmp_path / "local.py").write_text("from lm_eval.tasks.hellaswag.utils import process_docs  # noqa: F401\n")
     theirs = lm_eval.simple_evaluate(
