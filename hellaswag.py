@@ -387,7 +387,7 @@ def evaluate(model: GPT, task: Task, rt: Runtime, batch_tokens: int = 0, progres
     trees, sums = task.trees[rt.rank :: rt.world_size], np.zeros(task.lengths.size)
     multiple = MULTIPLE.get(rt.device.type, 1)
     batch_tokens = batch_tokens or BATCH_TOKENS.get(rt.device.type, 2**13)
-    total, hidden = sum(map(len, trees)), not (progress and rt.is_main)
+    total, hidden = sum(map(len, trees)), None if progress and rt.is_main else True  # None: where there is a terminal
     training = model.training
     model.eval()
     with rt.autocast(), tqdm(total=total, unit="tok", unit_scale=True, desc=task.style, disable=hidden) as bar:
@@ -395,9 +395,9 @@ def evaluate(model: GPT, task: Task, rt: Runtime, batch_tokens: int = 0, progres
             inputs, queries, scored = collate(batch, multiple)
             logps = log_likelihoods(model, *(torch.from_numpy(a).to(rt.device) for a in (inputs, queries, scored[:2])))
             sums += np.bincount(scored[2], weights=logps.cpu().numpy(), minlength=len(sums))
+            if not bar.disable:
+                bar.set_postfix_str(running(task, sums), refresh=False)
             bar.update(sum(map(len, batch)))
-            if not hidden:
-                bar.set_postfix_str(running(task, sums))
     model.train(training)
     sums = rt.sum(torch.from_numpy(sums).to("cpu" if rt.device.type == "mps" else rt.device))
     return score(task, sums.cpu().numpy())
