@@ -75,6 +75,8 @@ def main() -> None:
         if getattr(config, name) < 0:
             raise UserError(f"--{name} must be 0 or more, not {getattr(config, name)}")
     rt = Runtime.setup(config.device, config.dtype)
+    if config.json and rt.is_main:
+        write_json(config, rt, {})  # now, while nothing is lost if that is impossible
     rows = load_rows(config.data, config.split, rt)[: config.limit or None]
     model, tokenizer = load_model(config.model).to(rt.device), load_tokenizer(config.model)
     rt.print(f"{config.model}: {model.num_params():,} parameters on {rt.why}; {len(rows):,} rows")
