@@ -8,7 +8,18 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from model import GPT, IGNORE_INDEX, SIZES, GPTConfig, LinearCrossEntropy, sample_tokens
+from model import (
+    GPT,
+    IGNORE_INDEX,
+    SIZES,
+    Float8Product,
+    GPTConfig,
+    LinearCrossEntropy,
+    Muon,
+    orthogonalized,
+    sample_tokens,
+    use_float8,
+)
 
 warnings.filterwarnings("ignore")
 
@@ -262,3 +273,82 @@ def test_sampling_follows_the_distribution():
     squared = torch.tensor([0.25, 0.09, 0.0225, 0.0025])
     torch.testing.assert_close(frequencies(temperature=0.5), squared / squared.sum(), atol=0.02, rtol=0)
     assert frequencies(temperature=0)[0] == 1
+
+
+# ---- optimizer and 8-bit products
+
+
+def test_muon_steps_as_torch_does_in_bf16():
+    torch.manual_seed(0)
+    shapes = [(48, 16), (16, 16), (48, 16), (16, 64), (64, 16)]
+    ours, theirs = ([torch.nn.Parameter(torch.ones(s) / 10) for s in shapes] for _ in range(2))
+    options = dict(lr=0.02, weight_decay=0.1)
+    optimizers = Muon(ours, **options), torch.optim.Muon(theirs, **options)
+    for _ in range(5):
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad = torch.randn(a.shape)
+            b.grad = a.grad.clone()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            optimizers[0].step()
+        optimizers[1].step()
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a - 0.1).abs().max() > 0.02  # it did move
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-4)  # bf16 sums in another order
+
+
+def test_muon_makes_singular_values_one():
+    torch.manual_seed(0)
+    matrices = [torch.randn(24, 40) for _ in range(3)]
+    for matrix in orthogonalized(matrices, (3.4445, -4.775, 2.0315), 5, 1e-7):
+        values = torch.linalg.svdvals(matrix)
+        assert values.min() > 0.6 and values.max() < 1.3  # what five iterations of this polynomial are made for
+
+
+def test_8_bit_products_are_exact_for_what_8_bits_hold():
+    torch.manual_seed(0)
+    x = torch.randint(-1, 2, (32, 48)).float().requires_grad_()
+    weight = torch.randint(-1, 2, (64, 48)).float().requires_grad_()
+    grad = torch.randint(-1, 2, (32, 64)).float()
+    Float8Product.apply(x, weight).backward(grad.bfloat16())
+    y = Float8Product.apply(x, weight)
+    torch.testing.assert_close(y.float(), x @ weight.T, rtol=1e-2, atol=1e-3)  # of bf16, which the result is in
+    torch.testing.assert_close(x.grad, grad @ weight, rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(weight.grad, grad.T @ x, rtol=1e-2, atol=1e-3)
+
+
+def test_8_bit_products_are_close_and_serve_training_only():
+    torch.manual_seed(0)
+    model = small()
+    idx = tokens(32)[None]
+    expected, _ = model.eval()(idx)
+    names = list(model.state_dict())
+    use_float8(model)
+    assert list(model.state_dict()) == names
+    torch.testing.assert_close(model.eval()(idx)[0], expected, rtol=0, atol=0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        close, _ = model.train()(idx)
+    error = (close.float() - expected).norm() / expected.norm()
+    assert 1e-4 < error < 0.05
+
+
+def test_8_bit_products_refuse_sizes_that_the_hardware_refuses():
+    model = GPT(GPTConfig(sequence_length=8, vocab_size=64, n_layer=1, n_head=2, n_embd=24))
+    with pytest.raises(ValueError, match="multiples of 16"):
+        use_float8(model)
+
+
+def test_compiled_generation_makes_the_same_tokens_with_one_graph():
+    from torch._dynamo.utils import counters
+
+    model = small()
+    with torch.no_grad():
+        model.transformer.wpe.weight.mul_(10)
+        model.transformer.ln_f.weight.normal_()
+    prompts = [tokens(n, seed=n).tolist() for n in (1, 5, 20)]
+    eager = list(model.generate(prompts, 40, temperature=0))  # past the window
+    model.compile_generation()
+    torch._dynamo.reset()
+    counters.clear()
+    assert list(model.generate(prompts, 40, temperature=0)) == eager
+    assert list(model.generate([p + [7] for p in prompts], 9, temperature=0)) != eager
+    assert counters["stats"]["unique_graphs"] == 1
