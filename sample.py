@@ -36,13 +36,14 @@ class Config:
     adapter: str = ""  # directory of a LoRA adapter for this model
     chat: bool = False  # hold a conversation in the terminal
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: cuda, else mps, else cpu
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto: fp32 on a CPU, 16 bits on a GPU
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of weights; auto: fp32 on a CPU, else 16 bits
+    compile: bool = False  # compile the step of a token: half a minute first, then faster; for long texts and chats
 
 
 def main() -> None:
     config = parse_args(Config, description=__doc__)
     check(config)
-    rt = Runtime.setup(config.device, config.dtype)
+    rt = Runtime.setup(config.device, config.dtype, "on" if config.compile else "off")
     if config.dtype == "auto" and rt.device.type == "cpu":
         rt = Runtime.setup("cpu", "float32")
     model, tokenizer = load_model(config.model), load_tokenizer(config.model)
@@ -55,17 +56,19 @@ def main() -> None:
         from lora_finetune import load_adapter
 
         model = load_adapter(model, config.adapter)
-    model.to(rt.device)
+    model.to(rt.device, rt.dtype)
+    if config.compile:
+        model.compile_generation()
     generator = torch.Generator(rt.device)
     generator.manual_seed(config.seed) if config.seed >= 0 else generator.seed()
     if config.chat:
-        chat(model, tokenizer, config, rt, generator)
+        chat(model, tokenizer, config, generator)
         return
     for number in range(config.num_samples):
         if config.num_samples > 1:
             print(f"--- sample {number + 1}")
         print(config.prompt, end="", flush=True)
-        for text in stream(model, tokenizer, config.prompt, config, rt, generator):
+        for text in stream(model, tokenizer, config.prompt, config, generator):
             print(text, end="", flush=True)
         print()
 
@@ -81,7 +84,7 @@ def check(config: Config) -> None:
             raise UserError(f"--{name} must be 0 or more, not {getattr(config, name)}")
 
 
-def stream(model, tokenizer, prompt: str, config: Config, rt: Runtime, generator) -> Iterator[str]:
+def stream(model, tokenizer, prompt: str, config: Config, generator) -> Iterator[str]:
     """The continuation of a prompt, in pieces of whole characters, up to `<|endoftext|>`."""
     ids = tokenizer.encode_ordinary(prompt) or [0 if tokenizer.eot_token is None else tokenizer.eot_token]
     decoder = tokenizer.stream_decoder()
@@ -89,14 +92,13 @@ def stream(model, tokenizer, prompt: str, config: Config, rt: Runtime, generator
         [ids], config.max_new_tokens, temperature=config.temperature, top_k=config.top_k, top_p=config.top_p,
         stop_token=tokenizer.eot_token, n_tokens=len(tokenizer), generator=generator,
     )  # fmt: skip
-    with rt.autocast():
-        for (token,) in steps:
-            if token != tokenizer.eot_token:
-                yield decoder.push([token])
+    for (token,) in steps:
+        if token != tokenizer.eot_token:
+            yield decoder.push([token])
     yield decoder.flush()
 
 
-def chat(model, tokenizer, config: Config, rt: Runtime, generator) -> None:
+def chat(model, tokenizer, config: Config, generator) -> None:
     """A conversation in the prompt form that lora_finetune.py trains on; ends with an empty line or Ctrl-D.
 
     Earlier turns stay in the context as long as they fit; then the oldest is forgotten.
@@ -111,7 +113,7 @@ def chat(model, tokenizer, config: Config, rt: Runtime, generator) -> None:
         while len(turns) > 1 and len(tokenizer.encode_ordinary("".join(turns))) > room:
             turns.pop(0)
         answer = ""
-        for text in stream(model, tokenizer, "".join(turns), config, rt, generator):
+        for text in stream(model, tokenizer, "".join(turns), config, generator):
             print(text.lstrip() if not answer else text, end="", flush=True)
             answer += text
         print()
