@@ -104,9 +104,11 @@ class CheckpointWriter:
             sums = [f"{sha256(file)}  {file.name}\n" for file in sorted(directory.iterdir())]
             (directory / SUMS).write_text("".join(sums))
 
+        stream = side_stream()
+
         def work():
             try:
-                with side_stream():
+                with torch.cuda.stream(stream):
                     export, state = copy(), snapshot(train_state)
                 self._copied.set()
                 write_atomically(path, lambda directory: fill(directory, export, state))
@@ -159,8 +161,12 @@ def _val_loss(path: Path) -> float | None:
 
 
 def side_stream():
-    """Copies made under this context overlap with computation on a GPU; elsewhere it does nothing."""
-    return torch.cuda.stream(torch.cuda.Stream() if torch.cuda.is_available() else None)
+    """A stream for copies that overlap with the computation to come and wait for that of before; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    return stream
 
 
 def snapshot(state):

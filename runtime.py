@@ -24,6 +24,7 @@ import shutil
 import signal
 import statistics
 import sys
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -215,6 +216,29 @@ class Runtime:
 
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
 
+    @property
+    def steps_ahead(self) -> int:
+        """Training steps that may be under way before the figures of the first one are read: a GPU that waits for the
+        processor to read them is idle, a processor has nothing to wait for."""
+        return int(self.device.type == "cuda")
+
+    def fetch(self, tensor) -> Callable[[], list[float]]:
+        """Start to copy a small tensor off the device; the function that this returns waits for it, and for all work
+        before it, but not for what the device was given since."""
+        import torch
+
+        if self.device.type != "cuda":
+            return tensor.tolist
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+
+        def wait() -> list[float]:
+            copied.synchronize()
+            return host.tolist()
+
+        return wait
+
     def synchronize(self) -> None:
         """Wait for the device, so that a clock read afterwards is true."""
         import torch
@@ -338,6 +362,58 @@ def _choose_compile(compile: str, device) -> tuple[bool, str]:
         # on a CPU it costs half a minute and gains little over bf16; on MPS it has given NaN (pytorch 171764)
         return device.type == "cuda" and compiler is not None, "compile " + ("on" if device.type == "cuda" else "off")
     return compile == "on", f"compile {compile}"
+
+
+def choose_attention(attention: str, rt: Runtime, sequence_length: int) -> str:
+    """ "flash" or "naive" where `attention` is "auto": what is faster to train with, as measured.
+
+    On processors PyTorch's fused kernel is slow in 16 bits, for lack of a fast backward pass: three times the time of
+    the formula at 64 tokens, 1.6 times at 1024, where the formula begins to cost memory.
+    """
+    if attention != "auto":
+        return attention
+    return "naive" if rt.device.type == "cpu" and rt.dtype.itemsize == 2 and sequence_length <= 1024 else "flash"
+
+
+def choose_attention_kernel(rt: Runtime, shape: tuple[int, int, int, int]) -> str:
+    """Leave scaled_dot_product_attention its fastest fused kernel for `shape` (B, H, T, D), forward and backward, by
+    measurement: it differs between GPUs and versions. Returns the kernel's name, "" where there is no choice."""
+    import torch
+    from torch.nn.attention import sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    B, H, T, D = shape
+    q, k, v = (torch.randn(B, T, H, D, device=rt.device, dtype=rt.dtype).transpose(1, 2) for _ in range(3))
+    q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+    seconds, kernels = {}, attention_kernels(rt.device.type)
+    for name, (backend, _) in kernels.items():
+        with contextlib.suppress(RuntimeError), sdpa_kernel(backend):  # not every GPU has every kernel
+            for run in range(6):
+                if run == 1:  # the first one warms up
+                    rt.synchronize()
+                    began = time.perf_counter()
+                scaled_dot_product_attention(q, k, v, is_causal=True).backward(v)
+            rt.synchronize()
+            seconds[name] = time.perf_counter() - began
+    if not seconds:
+        return ""
+    fastest = min(seconds, key=seconds.get)
+    for name, (_, enable) in kernels.items():
+        enable(name == fastest)
+    return fastest
+
+
+def attention_kernels(device_type: str) -> dict[str, tuple]:
+    """{name: (backend, function that turns it on or off)} of the fused kernels to choose from."""
+    import torch
+    from torch.nn.attention import SDPBackend
+
+    if device_type != "cuda":
+        return {}
+    return {
+        "flash": (SDPBackend.FLASH_ATTENTION, torch.backends.cuda.enable_flash_sdp),
+        "cudnn": (SDPBackend.CUDNN_ATTENTION, torch.backends.cuda.enable_cudnn_sdp),
+    }
 
 
 class StopSignals:

@@ -19,6 +19,7 @@ import shutil
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
@@ -50,8 +51,19 @@ from data import (
     training_batches,
     validation_batches,
 )
-from model import GPT, GPTConfig
-from runtime import RunLog, Runtime, SpikeDetector, Stopped, StopSignals, UserError, parse_args, script
+from model import GPT, GPTConfig, use_float8
+from runtime import (
+    RunLog,
+    Runtime,
+    SpikeDetector,
+    Stopped,
+    StopSignals,
+    UserError,
+    choose_attention,
+    choose_attention_kernel,
+    parse_args,
+    script,
+)
 
 
 @dataclass
@@ -70,7 +82,7 @@ class Config:
     sequence_length: int = 1024  # tokens of context
     vocab_size: int = 50304  # 50257, padded to a multiple of 128 for the tensor cores
     dropout: float = 0.0  # 0 for one epoch of pretraining; 0.1 and more when data is scarce
-    attention: Literal["flash", "naive"] = "flash"  # scaled_dot_product_attention, or the explicit formula
+    attention: Literal["auto", "flash", "naive"] = "auto"  # scaled_dot_product_attention, or the formula spelled out
     # batch and schedule
     total_batch_size: int = 524_288  # tokens per optimizer step, over all ranks and micro-steps
     micro_batch_size: int = 0  # sequences per forward pass and rank; 0 finds the largest that fits
@@ -107,6 +119,7 @@ class Config:
     # machine
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: cuda, else mps, else cpu
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of matrix products; weights stay fp32
+    fp8: bool = False  # the blocks' products in 8 bits while training: Hopper, Ada and newer GPUs
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: on a GPU
     shard: Literal["none", "optimizer"] = "none"  # optimizer: divide the optimizer's state over the ranks (ZeRO-1)
     activation_checkpointing: bool = False  # recompute activations: memory for a third more time
@@ -136,11 +149,17 @@ def main() -> None:
     check(config, rt)
     checkpoint = open_run(config, rt)
     tokenizer, train_stream, val_stream = open_data(config, rt)
-    model = build_model(config, checkpoint, tokenizer).to(rt.device)
+    model = build_model(config, checkpoint, tokenizer, rt).to(rt.device)
     rt.print(f"{recipe}: {model.num_params():,} parameters on {rt.why}")
 
+    if config.fp8:
+        use_float8(model)
     if config.activation_checkpointing:
         checkpoint_activations(model)
+    if model.config.attention == "flash":
+        shape = (config.micro_batch_size or 16, config.n_head, config.sequence_length, config.n_embd // config.n_head)
+        if kernel := choose_attention_kernel(rt, shape):
+            rt.print(f"attention: {kernel} is the fastest kernel here")
     forward = wrap(model, rt)
     optimizers = model.configure_optimizers(
         config.weight_decay, config.max_lr, (config.beta1, config.beta2), config.eps, config.optimizer, config.muon_lr
@@ -193,6 +212,9 @@ def main() -> None:
 
 # ------------------------------------------------------------------------------------------------------ the loop
 
+# constants whose steps are finished and logged before anything else happens
+PAUSES = ("eval_interval", "hellaswag_interval", "sample_interval", "checkpoint_interval")
+
 
 def train(
     config,
@@ -224,7 +246,8 @@ def train(
     step, loader = resume(checkpoint, optimizers, scaler, spikes, rt) if checkpoint else (0, 0)
     log.open(step)
     flops_per_token = flops_per_token or model.estimate_flops(config.sequence_length)
-    bad_steps, val_loss, saved = 0, None, step if checkpoint else -1
+    val_loss, saved = None, step if checkpoint else -1
+    launched: deque[tuple] = deque()  # steps that the device may still be working at, with what they will report
 
     def save_checkpoint() -> None:
         nonlocal saved
@@ -240,9 +263,9 @@ def train(
         progress_bar(step, config.max_steps, rt) as bar,
         closing(prefetch(steps_from(loader), rt.device)) as batches,
     ):
+        watch = Watch(config, rt, log, spikes, writer, flops_per_token, bar)
         while step < config.max_steps:
             step, loader, batch = step + 1, loader + 1, next(batches)
-            began = time.perf_counter()
             torch.manual_seed(config.seed + step * rt.world_size + rt.rank)  # other dropout on each rank, known by step
             lr = set_learning_rates(optimizers, step, config)
             n_targets, n_tokens = count(batch, rt)
@@ -252,37 +275,23 @@ def train(
             params = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
             grad_norm = torch.nn.utils.clip_grad_norm_(params, config.grad_clip or math.inf)
             stop = loss.new_tensor(signals.signum != 0 or writer.failed)
-            loss, grad_norm, stop = (rt.sum(torch.stack([loss, grad_norm, stop])) / rt.world_size).tolist()
-            good = math.isfinite(loss) and math.isfinite(grad_norm)
+            figures = rt.sum(torch.stack([loss, grad_norm, stop])) / rt.world_size
             writer.wait_for_copy()
-            for optimizer in optimizers:
-                if good:
-                    with rt.autocast():  # tells Muon the precision of its matrix products
-                        scaler.step(optimizer)
-                optimizer.zero_grad(set_to_none=True)
-            scaler.update(None if good else scaler.get_scale() / 2)
+            update(optimizers, ~figures.isfinite().all(), scaler, rt)
+            launched.append((step, lr, rt.fetch(torch.stack([*figures, n_tokens.float()]))))
 
-            rt.synchronize()
-            dt = time.perf_counter() - began
-            tokens_per_sec = n_tokens.item() / dt
-            mfu = tokens_per_sec * flops_per_token / peak if (peak := log.peak_flops) else None
-            log.step(step, loss, lr, grad_norm, dt, tokens_per_sec, mfu, skipped=not good)
-            bar.set_postfix_str(f"loss {loss:.3f}, {tokens_per_sec:,.0f} tok/s" + (f", MFU {mfu:.0%}" if mfu else ""))
-            bar.update(step - bar.n)
-
-            bad_steps = 0 if good else bad_steps + 1
-            if bad_steps >= config.max_bad_steps:
-                writer.wait()
-                raise UserError(
-                    f"no finite loss or gradient in {bad_steps} steps, up to step {step}; the last checkpoint is "
-                    f"{agree_on_checkpoint(config, rt)}: lower --max_lr, or use --dtype float32, and --resume"
-                )
-            if good and spikes.add(loss):
-                back = roll_back(step, loss, model, optimizers, scaler, spikes, writer, log, config, rt)
+            due_now = (due(step, getattr(config, name, 0), config.max_steps) for name in PAUSES)
+            pause = step == config.max_steps or any(due_now)
+            spike = stop = False
+            while len(launched) > (0 if pause or stop else rt.steps_ahead) and not spike:
+                spike, stop = watch(*launched.popleft())
+            if spike:
+                back = roll_back(*watch.spiked_at, model, optimizers, scaler, spikes, writer, log, config, rt)
                 if back is not None:
                     step = saved = back
+                    launched.clear()
                     continue
-            for record in evaluations(step):
+            for record in evaluations(step) if pause else ():
                 val_loss = record["loss"] if record["kind"] == "val" else val_loss
                 log.record(step, record)
             if stop:
@@ -294,8 +303,62 @@ def train(
                 raise Stopped(signals.signum or signal.SIGTERM)
             if due(step, config.checkpoint_interval, config.max_steps):
                 save_checkpoint()
+            if pause:
+                watch.restart()
     writer.wait()
     log.close()
+
+
+class Watch:
+    """Reads what the steps report once they are finished, logs it, and says what it calls for."""
+
+    def __init__(self, config, rt: Runtime, log: RunLog, spikes: SpikeDetector, writer, flops_per_token: float, bar):
+        self.config, self.rt, self.log, self.spikes, self.writer = config, rt, log, spikes, writer
+        self.flops_per_token, self.bar = flops_per_token, bar
+        self.bad_steps = 0  # in a row
+        self.restart()
+
+    def restart(self) -> None:
+        """Do not count the time until now towards the next step."""
+        self.clock = time.perf_counter()
+
+    def __call__(self, step: int, lr: float, fetch: Callable[[], list[float]]) -> tuple[bool, bool]:
+        """Wait for a step and log it; returns (has the loss jumped?, shall the run end?).
+
+        `fetch` gives loss, gradient norm, stop flag and number of tokens, each of them over all ranks. Raises UserError
+        after too many bad steps.
+        """
+        loss, grad_norm, stop, n_tokens = fetch()
+        now = time.perf_counter()
+        dt, self.clock = now - self.clock, now
+        good = math.isfinite(loss) and math.isfinite(grad_norm)
+        rate = n_tokens / dt
+        mfu = rate * self.flops_per_token / peak if (peak := self.log.peak_flops) else None
+        self.log.step(step, loss, lr, grad_norm, dt, rate, mfu, skipped=not good)
+        self.bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tok/s" + (f", MFU {mfu:.0%}" if mfu else ""))
+        self.bar.update(step - self.bar.n)
+        self.bad_steps = 0 if good else self.bad_steps + 1
+        if self.bad_steps >= self.config.max_bad_steps:
+            self.writer.wait()
+            raise UserError(
+                f"no finite loss or gradient in {self.bad_steps} steps, up to step {step}; the last checkpoint is "
+                f"{agree_on_checkpoint(self.config, self.rt)}: lower --max_lr, or use --dtype float32, and --resume"
+            )
+        self.spiked_at = (step, loss)
+        return good and self.spikes.add(loss), stop > 0
+
+
+def update(optimizers: list, bad: torch.Tensor, scaler, rt: Runtime) -> None:
+    """A step of every optimizer, which changes nothing if `bad`, a scalar of bool, is True. The processor does not wait
+    for the GPU to know: AdamW and Muon look at `found_inf` themselves."""
+    for optimizer in optimizers:
+        getattr(optimizer, "optim", optimizer).found_inf = bad.float()  # ZeRO keeps the real one in `optim`
+        if rt.device.type != "mps" or not bad:  # there, do not rely on the kernel
+            with rt.autocast():  # tells Muon the precision of its matrix products
+                optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    if scaler.is_enabled():  # all ranks halve the scale, also where only one has seen the infinity
+        scaler.update(scaler.get_scale() / 2 if bad else None)
 
 
 def count(batch: list[tuple], rt: Runtime) -> torch.Tensor:
@@ -500,6 +563,11 @@ def check(config: Config, rt: Runtime) -> None:
         raise UserError(
             f"--n_embd {config.n_embd} is not divisible by --n_head {config.n_head}; heads share the channels"
         )
+    if config.fp8:
+        if rt.dtype != torch.bfloat16 or (rt.device.type == "cuda" and torch.cuda.get_device_capability() < (8, 9)):
+            raise UserError(f"--fp8 needs bfloat16 and a GPU of compute capability 8.9 or more; this is {rt.why}")
+        if config.n_embd % 16:
+            raise UserError(f"--fp8 needs an --n_embd that is a multiple of 16, not {config.n_embd}")
     if not 0 <= config.dropout < 1:
         raise UserError(f"--dropout must be in [0, 1), not {config.dropout}")
     unit = config.sequence_length * max(config.micro_batch_size, 1) * rt.world_size
@@ -557,16 +625,15 @@ def open_data(config: Config, rt: Runtime) -> tuple:
     return tokenizer, TokenStream(train_paths, config.vocab_size), TokenStream(val_paths, config.vocab_size)
 
 
-def build_model(config: Config, checkpoint: Path | None, tokenizer) -> GPT:
+def build_model(config: Config, checkpoint: Path | None, tokenizer, rt: Runtime) -> GPT:
     """Random weights, those of `init_from`, or those of the checkpoint to resume from; `config` takes on its sizes."""
     torch.manual_seed(config.seed)
     source = str(checkpoint) if checkpoint else config.init_from
+    attention = choose_attention(config.attention, rt, config.sequence_length)
     sizes = ("n_layer", "n_head", "n_embd", "sequence_length", "vocab_size")
     if not source:
-        return GPT(
-            GPTConfig(dropout=config.dropout, attention=config.attention, **{k: getattr(config, k) for k in sizes})
-        )
-    model = load_model(source, config.dropout, config.attention)
+        return GPT(GPTConfig(dropout=config.dropout, attention=attention, **{k: getattr(config, k) for k in sizes}))
+    model = load_model(source, config.dropout, attention)
     if len(tokenizer) > model.config.vocab_size:
         raise UserError(
             f"{source} has {model.config.vocab_size} tokens, the data's tokenizer {len(tokenizer)}; they differ"
@@ -624,12 +691,24 @@ def find_micro_batch_size(forward, config, rt: Runtime) -> int:
     sizes = [n for n in range(min(rows, 256), 0, -1) if rows % n == 0]
     if rt.device.type == "cpu":
         return next((n for n in sizes if n * config.sequence_length <= 4096), 1)
-    for size in sizes:
-        fits = torch.tensor(int(has_memory_for(size, forward, config, rt)), device=rt.device)
-        if int(rt.sum(fits)) == rt.world_size:
-            rt.print(f"micro_batch_size {size} fits: {rt.peak_memory() / 2**30:.1f} GiB at its peak")
-            return size
-    raise UserError("not even one sequence fits into the memory; use a smaller model or --sequence_length")
+
+    peaks = {}  # bytes, by size
+
+    def fits(size: int, forward) -> bool:
+        rt.reset_peak_memory()
+        mine = torch.tensor(int(has_memory_for(size, forward, config, rt)), device=rt.device)
+        peaks[size] = rt.peak_memory()
+        return int(rt.sum(mine)) == rt.world_size
+
+    # a size that fits uncompiled fits compiled, too, which takes a minute to see; perhaps even the next larger one does
+    uncompiled = getattr(getattr(forward, "module", forward), "_orig_mod", forward)
+    largest = next((i for i, size in enumerate(sizes) if fits(size, uncompiled)), len(sizes))
+    if largest > 0 and uncompiled is not forward and fits(sizes[largest - 1], forward):
+        largest -= 1
+    if largest == len(sizes):
+        raise UserError("not even one sequence fits into the memory; use a smaller model or --sequence_length")
+    rt.print(f"micro_batch_size {sizes[largest]} fits: {peaks[sizes[largest]] / 2**30:.1f} GiB at its peak")
+    return sizes[largest]
 
 
 def has_memory_for(size: int, forward, config, rt: Runtime) -> bool:

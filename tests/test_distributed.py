@@ -246,11 +246,29 @@ def test_the_largest_batch_that_fits_every_rank_is_taken(monkeypatch):
     tried = []
     monkeypatch.setattr(train_gpt2, "has_memory_for", lambda size, *_: tried.append(size) or size <= 20)
     others = iter([True, True, False, False, True])  # of the other rank, which has less memory left
-    rt = SimpleNamespace(world_size=2, device=SimpleNamespace(type="cuda"), print=print, peak_memory=lambda: 2**30)
+    rt = SimpleNamespace(world_size=2, device=SimpleNamespace(type="cuda"), print=print)
+    rt.peak_memory, rt.reset_peak_memory = lambda: 2**30, lambda: None
     rt.sum = lambda fits: fits + next(others)
     monkeypatch.setattr(train_gpt2.torch, "tensor", lambda x, device: x)
     size = find_micro_batch_size(None, Config(total_batch_size=96 * 1024), rt)  # 48 sequences a rank
     assert tried == [48, 24, 16, 12, 8] and size == 8
+
+
+@pytest.mark.parametrize("compiled_limit, size", [(47, 24), (48, 48)])
+def test_a_compiled_model_is_tried_with_one_size_more_than_fits_uncompiled(monkeypatch, compiled_limit, size):
+    uncompiled, tried = object(), []
+    forward = SimpleNamespace(_orig_mod=uncompiled)
+
+    def has_memory_for(size, model, *_):
+        tried.append((size, model is forward))
+        return size <= (compiled_limit if model is forward else 24)
+
+    monkeypatch.setattr(train_gpt2, "has_memory_for", has_memory_for)
+    rt = SimpleNamespace(world_size=1, device=SimpleNamespace(type="cuda"), print=print, sum=lambda fits: fits)
+    rt.peak_memory, rt.reset_peak_memory = lambda: 2**30, lambda: None
+    monkeypatch.setattr(train_gpt2.torch, "tensor", lambda x, device: x)
+    assert find_micro_batch_size(forward, Config(total_batch_size=48 * 1024), rt) == size
+    assert tried == [(48, False), (24, False), (48, True)]
 
 
 def test_running_out_of_memory_is_noticed_and_leaves_nothing_behind():

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import train_gpt2
-from checkpoint import SUMS, checkpoint_steps, damage, newest_sound
-from model import GPT
+from checkpoint import SUMS, checkpoint_steps, damage, load_train_state, newest_sound
+from model import GPT, GPTConfig
 from tests.helpers import (
     SMALL,
     arguments,
@@ -268,7 +268,20 @@ def test_dropout_resumes_exactly_too(train, tmp_path):
     assert losses(tmp_path / "one") == losses(tmp_path / "two")
 
 
-def test_a_step_with_a_non_finite_gradient_changes_no_weight(train, tmp_path, monkeypatch):
+def test_figures_that_are_read_a_step_later_change_nothing(train, tmp_path, monkeypatch):
+    for ahead in (0, 1):
+        monkeypatch.setattr(train_gpt2.Runtime, "steps_ahead", ahead)
+        train(out=f"run-{ahead}", keep_checkpoints=0)
+    assert losses(tmp_path / "run-0") == losses(tmp_path / "run-1")
+    records = [[(r["step"], r["kind"]) for r in map(json.loads, open(tmp_path / f"run-{ahead}" / "log.jsonl"))]
+               for ahead in (0, 1)]  # fmt: skip
+    assert records[0] == records[1]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_step_with_a_non_finite_gradient_changes_no_weight(train, tmp_path, monkeypatch, optimizer, ahead):
+    monkeypatch.setattr(train_gpt2.Runtime, "steps_ahead", ahead)
     real = torch.nn.utils.clip_grad_norm_
     calls = []
 
@@ -279,11 +292,26 @@ def test_a_step_with_a_non_finite_gradient_changes_no_weight(train, tmp_path, mo
         return real(params, *args)
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", poisoned)
-    train(max_steps=3, checkpoint_interval=1)
+    train(max_steps=3, checkpoint_interval=1, optimizer=optimizer)
     paths = dict(checkpoint_steps(tmp_path / "run"))
     read = {step: (path / "model.safetensors").read_bytes() for step, path in paths.items()}
     assert read[1] != read[2] and read[2] == read[3]
+    states = [load_train_state(path)["optimizers"] for path in paths.values()]
+    assert_equal(states[1], states[2], but=("lr",))
     assert [r.get("skipped") for r in log_of(tmp_path / "run", "train")] == [None, None, True]
+
+
+def assert_equal(a, b, but: tuple = ()) -> None:
+    """Nested states are the same, tensors bit for bit, except for the keys `but`."""
+    if isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a.keys() - set(but):
+            assert_equal(a[key], b[key], but)
+    elif isinstance(a, list | tuple):
+        for x, y in zip(a, b, strict=True):
+            assert_equal(x, y, but)
+    else:
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
 def test_too_many_bad_steps_stop_the_run_and_name_the_last_checkpoint(train, monkeypatch):
@@ -436,3 +464,67 @@ def test_config_is_replaced_not_changed():
     before = asdict(RECIPES["tiny"])
     train_gpt2.read_command_line(["tiny", "--max_steps", "3"])
     assert asdict(RECIPES["tiny"]) == before and replace(RECIPES["tiny"], max_steps=3).max_steps == 3
+
+
+# ---- faster paths
+
+
+FASTER = {
+    "fused attention, loss in chunks, two micro-batches, fused AdamW": dict(),
+    "compiled": dict(compile="on"),
+    "spelled-out attention": dict(attention="naive"),
+    "activations computed again": dict(activation_checkpointing=True),
+    "8-bit products": dict(fp8=True, dtype="bfloat16"),
+}
+
+
+def plain_losses(seed: int, dtype: torch.dtype, batches: list, config: Config) -> list[float]:
+    """The plain recipe, eager: attention spelled out, all logits at once, one batch, a loop over torch's AdamW."""
+    torch.manual_seed(seed)
+    sizes = {k: getattr(config, k) for k in ("n_layer", "n_head", "n_embd", "sequence_length", "vocab_size")}
+    model = GPT(GPTConfig(attention="naive", **sizes))
+    groups = [[p for p in model.parameters() if (p.dim() >= 2) is decayed] for decayed in (True, False)]
+    optimizer = torch.optim.AdamW(
+        [dict(params=groups[0], weight_decay=config.weight_decay), dict(params=groups[1], weight_decay=0.0)],
+        betas=(config.beta1, config.beta2), foreach=False, fused=False,
+    )  # fmt: skip
+    found = []
+    for step, (idx, targets) in enumerate(batches, start=1):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, config)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+            logits, _ = model(idx)
+        loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("path", FASTER)
+def test_faster_paths_have_the_loss_curve_of_the_plain_one(train, tmp_path, monkeypatch, path, dtype):
+    """Within 1e-5 in fp32, and in bf16 within what two seeds of the plain recipe differ by."""
+    options = dict(max_steps=50, optimizer="adamw", micro_batch_size=4, eval_interval=0, dtype=dtype) | FASTER[path]
+    if "fp8" in options and dtype == "float32":
+        pytest.skip("8-bit products go with bf16")
+    batches, real = [], train_gpt2.backward
+
+    def backward(forward, batch, *others):
+        batches.append(tuple(torch.cat(parts).clone() for parts in zip(*batch, strict=True)))
+        return real(forward, batch, *others)
+
+    monkeypatch.setattr(train_gpt2, "backward", backward)
+    assert train(**options).returncode == 0
+    ours = [r["loss"] for r in log_of(tmp_path / "run", "train")]
+    config = Config(**json.loads((tmp_path / "run" / "config.json").read_text()))
+    plain = plain_losses(config.seed, getattr(torch, dtype), batches, config)
+    assert plain[-1] < plain[0] - 0.5
+    if dtype == "float32":
+        assert ours == pytest.approx(plain, rel=1e-5)
+    else:
+        other = plain_losses(config.seed + 1, getattr(torch, dtype), batches, config)
+        between_seeds = np.median(np.abs(np.subtract(plain, other)))
+        assert np.abs(np.subtract(ours, plain)).max() < between_seeds
