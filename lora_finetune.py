@@ -61,7 +61,7 @@ class Config:
     merge: str = ""  # write base and adapter as one plain model here: after training, or at once with --adapter
     # adapter
     lora_dim: int = 8  # rank r of the bypasses; 0 trains all weights instead
-    lora_alpha: float = 16.0  # the bypass is scaled by alpha / r
+    lora_alpha: float = 0.0  # the bypass is scaled by alpha / r; 0 for 2 r
     lora_dropout: float = 0.0  # on the input of the bypass
     targets: tuple[str, ...] = TARGETS  # projections that get one
     rslora: bool = False  # scale by alpha / sqrt(r) (Kalajdzievski 2023)
@@ -87,10 +87,11 @@ class Config:
     eps: float = 1e-8  # AdamW
     grad_clip: float = 1.0  # largest gradient norm; 0 for no clipping
     max_bad_steps: int = 20  # stop after this many steps in a row without a finite gradient
+    spike_threshold: float = 2.0  # a loss this far above its running median goes back to a checkpoint; 0 for never
     dropout: float = 0.0  # of the base, on embeddings, attention and residual branches
     seed: int = 1337  # of the adapter, the split, the data order and the samples
     # along the way, in steps; 0 is never
-    eval_interval: int = 100  # validation loss
+    eval_interval: int = -1  # validation loss; -1 for ten times in all
     sample_interval: int = 0  # an answer to sample_prompt
     sample_prompt: str = "BEGINNING OF CONVERSATION: USER: Give three tips for a good meal. ASSISTANT:"
     sample_tokens: int = 128  # the longest answer
@@ -242,11 +243,16 @@ def lora_parameters(model: GPT, names: list[str], r: int) -> int:
     return r * sum(sum(model.get_submodule(name).weight.shape) for name in names)
 
 
+def trainable_share(model: GPT, names: list[str], total: int, r: int) -> tuple[int, float]:
+    """(trainable parameters of rank r, their share of base, `total`, and adapter together); 0 is full finetuning."""
+    n = lora_parameters(model, names, r)
+    return (n, n / (total + n)) if r else (total, 1.0)
+
+
 def parameter_table(model: GPT, names: list[str], total: int, ranks) -> str:
-    """Rank, trainable parameters, and their share of base (`total`) and adapter together."""
-    counts = [(r or "full", lora_parameters(model, names, r) if r else total, total * (r > 0)) for r in ranks]
-    lines = [f"{r:>6}  {n:>13,}  {n / (n + rest):>8.3%}" for r, n, rest in counts]
-    return "\n".join([f"{'rank':>6}  {'trainable':>13}  {'share':>8}", *lines])
+    lines = [(r or "full", *trainable_share(model, names, total, r)) for r in ranks]
+    rows = [f"{r:>6}  {n:>13,}  {share:>8.3%}" for r, n, share in lines]
+    return "\n".join([f"{'rank':>6}  {'trainable':>13}  {'share':>8}", *rows])
 
 
 # ------------------------------------------------------------------------------------------------------ adapter files
@@ -353,10 +359,15 @@ def load_adapter(model: GPT, adapter: str | Path) -> GPT:
         )
     add_lora(model, names, r, float(settings["lora_alpha"]), settings.get("lora_dropout") or 0.0,
              settings.get("use_rslora", False))  # fmt: skip
-    with torch.no_grad():
-        for name, module in lora_modules(model).items():
-            module.lora_A.copy_(tensors[peft_name(name, "A")])
-            module.lora_B.copy_(tensors[peft_name(name, "B")])
+    return copy_factors(model, tensors)
+
+
+@torch.no_grad()
+def copy_factors(model: GPT, tensors: dict[str, torch.Tensor]) -> GPT:
+    """Give an adapted model the factors of an adapter of its shape, in place."""
+    for name, module in lora_modules(model).items():
+        module.lora_A.copy_(tensors[peft_name(name, "A")])
+        module.lora_B.copy_(tensors[peft_name(name, "B")])
     return model
 
 
@@ -641,6 +652,9 @@ def finetune(config: Config) -> None:
         copy = train_gpt2.model_copy(model)
         return lambda path: train_gpt2.save_model(path, copy, tokenizer)
 
+    def restore(path: Path) -> None:
+        copy_factors(model, read_adapter(str(path))[1])
+
     log = RunLog(Path(config.out_dir), rt, config)
     rt.reset_peak_memory()
     if checkpoint is None:
@@ -650,7 +664,8 @@ def finetune(config: Config) -> None:
     train_gpt2.train(
         config, rt, log, model, forward, optimizers,
         lambda step: training_batches(train_set, step, config.batch_size, config.seed, cut),
-        evaluations, checkpoint, save, flops_per_token=flops_per_answer_token(model, train_set, config.lora_dim),
+        evaluations, checkpoint, save, config.spike_threshold,
+        flops_per_answer_token(model, train_set, config.lora_dim), restore if config.lora_dim else None,
     )  # fmt: skip
     if rt.is_main:
         finish(config, log, save)
@@ -658,10 +673,10 @@ def finetune(config: Config) -> None:
 
 def check(config: Config) -> None:
     """Refuse what cannot work, before anything is loaded. Raises UserError."""
-    for name in ("lora_dim", "epochs", "max_steps", "warmup_steps", "max_lr", "sequence_length", "val_rows"):
+    for name in "lora_dim lora_alpha epochs max_steps warmup_steps max_lr sequence_length val_rows".split():
         if getattr(config, name) < 0:
             raise UserError(f"--{name} must not be negative, but it is {getattr(config, name)}")
-    for name in ("lora_alpha", "batch_size", "lora_plus"):
+    for name in ("batch_size", "lora_plus"):
         if getattr(config, name) <= 0:
             raise UserError(f"--{name} must be positive, not {getattr(config, name)}")
     for name in ("dropout", "lora_dropout"):
@@ -716,6 +731,8 @@ def settle(config: Config, n_examples: int) -> None:
     """Fill in the constants that follow from the number of examples, or from LoRA or not."""
     config.max_steps = config.max_steps or max(round(config.epochs * n_examples / config.batch_size), 1)
     config.warmup_steps = config.warmup_steps or math.ceil(0.03 * config.max_steps)
+    config.eval_interval = max(config.max_steps // 10, 1) if config.eval_interval < 0 else config.eval_interval
+    config.lora_alpha = config.lora_alpha or 2 * config.lora_dim
     config.max_lr = config.max_lr or (1e-3 if config.lora_dim else 1e-4)
 
 
@@ -824,15 +841,17 @@ def sweep(config: Config) -> None:
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UserError("the sweep starts its runs itself; start it without torchrun")
     out_dir = Path(config.out_dir)
+    model = load_model(config.base)
+    names, total = target_names(model, config.targets), model.num_params()
+    counts = {r: trainable_share(model, names, total, r) for r in config.ranks}
+    del model
     runs = {(f"r = {r}" if r else "full"): (r, out_dir / (f"r{r}" if r else "full")) for r in config.ranks}
-    for r, run_dir in runs.values():
-        run_in_process(command_line(config, lora_dim=r, out_dir=str(run_dir)))
-    names = target_names(base := load_model(config.base), config.targets)
-    total, rows, logs = base.num_params(), [], {}
+    rows, logs = [], {}
     for label, (r, run_dir) in runs.items():
+        run_in_process(command_line(config, lora_dim=r, out_dir=str(run_dir)))
         logs[label] = list(read_log(run_dir / "log.jsonl"))
-        trainable = lora_parameters(base, names, r) if r else total
-        rows.append(summary_row(label, trainable, trainable / (trainable + (total if r else 0)), logs[label], run_dir))
+        rows.append(summary_row(label, *counts[r], logs[label], run_dir))
+        print(", ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
     table = markdown_table(rows)
     (out_dir / "sweep.md").write_text(table)
     draw_sweep(logs, out_dir / "sweep.png")
@@ -854,7 +873,8 @@ def command_line(config: Config, **changes) -> list[str]:
 
 def run_in_process(words: list[str]) -> None:
     """Run a command to its end and pass SIGINT and SIGTERM on to it, so that it can write its checkpoint first."""
-    process = subprocess.Popen(words, start_new_session=True)  # or Ctrl-C would reach it twice
+    # in a session of its own, or Ctrl-C would reach it twice; its progress and its errors are on stderr
+    process = subprocess.Popen(words, start_new_session=True, stdout=subprocess.DEVNULL)
     before = {s: signal.signal(s, lambda s, _: process.send_signal(s)) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
         code = process.wait()
@@ -900,8 +920,8 @@ def draw_sweep(logs: dict[str, list[dict]], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5.5))
-    colors = plt.get_cmap("viridis")(np.linspace(0.0, 0.9, len(logs)))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5.5), sharey=True)
+    colors = plt.get_cmap("turbo")(np.linspace(0.1, 0.9, len(logs)))
     for color, (label, log) in zip(colors, logs.items(), strict=True):
         style = dict(color="black", linestyle="--") if label == "full" else dict(color=color)
         val = [(r["step"], r["loss"]) for r in log if r["kind"] == "val"]
@@ -912,6 +932,10 @@ def draw_sweep(logs: dict[str, list[dict]], path: Path) -> None:
         right.plot(steps, smoothed(losses, 1 + len(losses) // 20), linewidth=1.2, label=label, **style)
     left.set(xlabel="step", ylabel="loss (nats per answer token)", title="validation, and where it ended")
     right.set(xlabel="step", title="training, smoothed")
+    later = [r["loss"] for log in logs.values() for r in log if r["kind"] == "val" and r["step"]]
+    if later:  # variants differ in what comes after the first drop, which all have
+        margin = 0.1 * (max(later) - min(later)) or 0.1
+        left.set_ylim(min(later) - margin, max(later) + margin)
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.legend()

@@ -229,6 +229,7 @@ def train(
     save: Callable,
     spike_threshold: float = 0.0,
     flops_per_token: float | None = None,
+    restore: Callable[[Path], None] | None = None,
 ) -> None:
     """Optimizer steps until `config.max_steps`; pretraining and finetuning both run through here.
 
@@ -236,12 +237,14 @@ def train(
     arguments for `forward`, whose second one is the targets. `evaluations(step)` yields the log records that are due
     after a step. `save()` copies the model of this moment and returns a function that writes the copy into a directory;
     it runs in another thread while the next gradients are computed, so that it may read the model only. `checkpoint`
-    is one to go on from. Every rank comes to the same decisions, because they rest on sums over the ranks alone.
-    Raises Stopped after a signal, and UserError after too many bad steps, each with a checkpoint on the disk.
+    is one to go on from; `restore(checkpoint)` puts the weights of one back, where it is not a whole model. Every rank
+    comes to the same decisions, because they rest on sums over the ranks alone. Raises Stopped after a signal, and
+    UserError after too many bad steps, each with a checkpoint on the disk.
     """
     scaler = torch.amp.GradScaler(rt.device.type, enabled=rt.dtype == torch.float16)
     spikes = SpikeDetector(spike_threshold)
     writer = CheckpointWriter(Path(config.out_dir), config.keep_checkpoints)
+    restore = restore or (lambda path: model.load_state_dict(load_model(str(path)).state_dict()))
     # the loader's step is ahead of the optimizers' by the steps whose data was left out
     step, loader = resume(checkpoint, optimizers, scaler, spikes, rt) if checkpoint else (0, 0)
     log.open(step)
@@ -286,7 +289,7 @@ def train(
             while len(launched) > (0 if pause or stop else rt.steps_ahead) and not spike:
                 spike, stop = watch(*launched.popleft())
             if spike:
-                back = roll_back(*watch.spiked_at, model, optimizers, scaler, spikes, writer, log, config, rt)
+                back = roll_back(*watch.spiked_at, restore, optimizers, scaler, spikes, writer, log, config, rt)
                 if back is not None:
                     step = saved = back
                     launched.clear()
@@ -474,7 +477,7 @@ def agree_on_checkpoint(config, rt: Runtime, before: float = math.inf) -> Path |
 
 
 def roll_back(
-    step: int, loss: float, model: GPT, optimizers: list, scaler, spikes, writer, log: RunLog, config, rt: Runtime
+    step: int, loss: float, restore, optimizers: list, scaler, spikes, writer, log: RunLog, config, rt: Runtime
 ) -> int | None:
     """After a spike: put everything where it was at the newest checkpoint from before it, and return its step.
 
@@ -492,7 +495,7 @@ def roll_back(
     rt.barrier()
     spikes.count(checkpoint)
     median = spikes.median()
-    model.load_state_dict(load_model(str(checkpoint)).state_dict())
+    restore(checkpoint)
     back, _ = resume(checkpoint, optimizers, scaler, spikes, rt)
     log.open(back)
     log.record(back, {"kind": "rollback", "from_step": step, "loss": loss, "median": median})
