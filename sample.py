@@ -53,9 +53,9 @@ def main() -> None:
             "put the tokenizer.json beside it that it was trained with"
         )
     if config.adapter:
-        from lora_finetune import load_adapter
+        from lora_finetune import load_adapter, merge, remove_lora
 
-        model = load_adapter(model, config.adapter)
+        model = remove_lora(merge(load_adapter(model, config.adapter)))
     model.to(rt.device, rt.dtype)
     if config.compile:
         model.compile_generation()
@@ -68,7 +68,7 @@ def main() -> None:
         if config.num_samples > 1:
             print(f"--- sample {number + 1}")
         print(config.prompt, end="", flush=True)
-        for text in stream(model, tokenizer, config.prompt, config, generator):
+        for text in stream(model, tokenizer, tokenizer.encode_ordinary(config.prompt), config, generator):
             print(text, end="", flush=True)
         print()
 
@@ -84,9 +84,9 @@ def check(config: Config) -> None:
             raise UserError(f"--{name} must be 0 or more, not {getattr(config, name)}")
 
 
-def stream(model, tokenizer, prompt: str, config: Config, generator) -> Iterator[str]:
+def stream(model, tokenizer, ids: list[int], config: Config, generator) -> Iterator[str]:
     """The continuation of a prompt, in pieces of whole characters, up to `<|endoftext|>`."""
-    ids = tokenizer.encode_ordinary(prompt) or [0 if tokenizer.eot_token is None else tokenizer.eot_token]
+    ids = ids or [0 if tokenizer.eot_token is None else tokenizer.eot_token]
     decoder = tokenizer.stream_decoder()
     steps = model.generate(
         [ids], config.max_new_tokens, temperature=config.temperature, top_k=config.top_k, top_p=config.top_p,
@@ -103,21 +103,21 @@ def chat(model, tokenizer, config: Config, generator) -> None:
 
     Earlier turns stay in the context as long as they fit; then the oldest is forgotten.
     """
-    from lora_finetune import prompt_of
+    from lora_finetune import chat_ids
 
     room = model.config.sequence_length - config.max_new_tokens
-    turns: list[str] = []
+    messages: list[dict] = []
     print("Say something; an empty line ends the conversation.", file=sys.stderr)
-    while (message := read_line()).strip():
-        turns.append(prompt_of(message.strip()))
-        while len(turns) > 1 and len(tokenizer.encode_ordinary("".join(turns))) > room:
-            turns.pop(0)
+    while said := read_line().strip():
+        messages.append(dict(role="user", content=said))
+        while len(messages) > 1 and len(chat_ids(tokenizer, messages)) > room:
+            del messages[:2]
         answer = ""
-        for text in stream(model, tokenizer, "".join(turns), config, generator):
-            print(text.lstrip() if not answer else text, end="", flush=True)
-            answer += text
+        for text in stream(model, tokenizer, chat_ids(tokenizer, messages), config, generator):
+            answer += (piece := text if answer else text.lstrip())
+            print(piece, end="", flush=True)
         print()
-        turns[-1] += answer + "\n"
+        messages.append(dict(role="assistant", content=answer))
 
 
 def read_line() -> str:
