@@ -34,7 +34,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -141,7 +141,7 @@ def write_shards(config: Config, source, files: list, manifest: dict, out_dir: P
     """The pipeline: files -> units -> tokens -> shards. Fills in `manifest`."""
     folder = out_dir / f".downloads{config.suffix}"
     tok.save(out_dir / "tokenizer.json")
-    with Workers(config, tok) as workers, Progress(config, files, manifest) as progress:
+    with closing(Workers(config, tok)) as workers, closing(Progress(config, files, manifest)) as progress:
         fetched = Fetched(config, source, files, folder, tok.pattern)
         shards = Shards(config, out_dir, manifest, tok, fetched, progress)
         for unit, tokens, skipped in workers.run(fetched.units(manifest["next"])):
@@ -278,9 +278,8 @@ def patiently(call: Callable, what: str, attempts: int = 6):
         try:
             return call()
         except Exception as e:
-            if isinstance(e, OSError) and e.errno == errno.ENOSPC:
-                raise
-            if not isinstance(e, OSError) and not type(e).__module__.startswith("httpx"):
+            of_network = isinstance(e, OSError) or type(e).__module__.startswith("httpx")
+            if not of_network or getattr(e, "errno", 0) == errno.ENOSPC:
                 raise
             response = getattr(e, "response", None)
             status = getattr(response, "status_code", 0)
@@ -527,32 +526,26 @@ class Worker:
         self.slots = np.frombuffer(memory, shard_dtype(len(tok))).reshape(n_slots, -1)
         self.text_field, self.encode, self.blocks = text_field, encoder(tok), splitter(tok.pattern).blocks
         self.eot = np.array([tok.eot_token])
-        self.path, self.file, self.batches, self.at = None, None, None, None
+        self.path, self.file = None, None
+        self.group, self.row, self.batches = None, 0, None  # how far into a row group that is read in parts
 
     def fill(self, unit: Unit, slot: int) -> tuple[int, bytes, Counter]:
         """Put the tokens of a unit into a slot: (how many, those for which there is no room, skipped documents)."""
-        tokens, used, rest, skipped = self.slots[slot], 0, [], Counter()
-
-        def put(ids: np.ndarray) -> None:
-            nonlocal used
-            n = min(len(ids), len(tokens) - used)
-            tokens[used : used + n] = ids[:n]
-            used += n
-            if n < len(ids):
-                rest.append(ids[n:].astype(tokens.dtype))
-
+        room, ids, skipped = self.slots[slot], [self.eot[:0]], Counter()
         try:
             for text, reason in self.documents(unit):
                 if text is None:
                     skipped[reason] += 1
                     continue
                 if reason != CONTINUED:
-                    put(self.eot)
-                for block in self.blocks(valid_unicode(text)):
-                    put(self.encode(block))
+                    ids.append(self.eot)
+                ids += map(self.encode, self.blocks(valid_unicode(text)))
         except (pa.ArrowException, OSError, ValueError) as e:
             raise unreadable(unit.path, e) from None
-        return used, b"".join(rest), skipped
+        tokens = np.concatenate(ids, dtype=room.dtype, casting="unsafe")
+        n = min(len(tokens), len(room))
+        room[:n] = tokens[:n]
+        return n, tokens[n:].tobytes(), skipped
 
     def documents(self, unit: Unit) -> Iterator[tuple[str | None, str]]:
         """(text, "") of every document, (text, CONTINUED) of the rest of one, (None, reason) of one to be skipped."""
@@ -569,17 +562,16 @@ class Worker:
 
     def _column(self, unit: Unit) -> pa.Array | pa.ChunkedArray:
         if unit.path != self.path:
-            self.path, self.file, self.at = unit.path, open_parquet(unit.path), None
+            self.path, self.file, self.group = unit.path, open_parquet(unit.path), None
         options = dict(columns=[self.text_field], use_threads=False)
         if not unit.rows:
             return self.file.read_row_groups(list(range(unit.start, unit.end)), **options).column(0)
-        if self.at is None or self.at[0] != unit.start or self.at[1] > unit.row:
+        if self.group != unit.start or self.row > unit.row:
             self.batches = self.file.iter_batches(unit.rows, row_groups=[unit.start], **options)
-            self.at = unit.start, 0
+            self.group, self.row = unit.start, 0
         for batch in self.batches:
-            row = self.at[1]
-            self.at = unit.start, row + len(batch)
-            if row == unit.row:
+            self.row += len(batch)
+            if self.row > unit.row:
                 return batch.column(0)
         raise ValueError(f"row group {unit.start} has fewer rows than it says")
 
@@ -642,10 +634,7 @@ class Workers:
         self.pool = ProcessPoolExecutor(self.n, context, start_worker, arguments)
         self.pool.submit(int)  # starts processes before there are threads, which a fork would not copy
 
-    def __enter__(self) -> "Workers":
-        return self
-
-    def __exit__(self, *exc) -> None:
+    def close(self) -> None:
         self.pool.shutdown(cancel_futures=True)
 
     def run(self, units: Iterator[Unit | None]) -> Iterator[tuple[Unit, np.ndarray, Counter]]:
@@ -689,13 +678,8 @@ class Shards:
     place in the source behind it. What came later is written again after an interruption."""
 
     def __init__(self, config: Config, out_dir: Path, manifest: dict, tok: Tokenizer, fetched: Fetched, progress):
-        self.config, self.out_dir, self.manifest, self.fetched, self.progress = (
-            config,
-            out_dir,
-            manifest,
-            fetched,
-            progress,
-        )
+        self.config, self.out_dir, self.manifest = config, out_dir, manifest
+        self.fetched, self.progress = fetched, progress
         self.name = shard_name(config, out_dir)
         self.dtype, self.eot = np.dtype(shard_dtype(len(tok))), tok.eot_token
         self.token_bytes = tok.token_bytes()
@@ -793,11 +777,9 @@ def open_manifest(config: Config, out_dir: Path, tok: Tokenizer) -> dict:
     )  # fmt: skip
     if manifest := read_manifest(out_dir, config.suffix):
         compare(manifest, identity, out_dir)
-        for entry in manifest["shards"]:
-            if not (out_dir / entry["file"]).exists():
-                raise UserError(
-                    f"{out_dir / entry['file']} is missing; put it back, or remove {out_dir} and start again"
-                )
+        for path in (out_dir / entry["file"] for entry in manifest["shards"]):
+            if not path.exists():
+                raise UserError(f"{path} is missing; put it back, or remove {out_dir} and start again")
         return manifest
     begin = dict(file=0, bytes=0, unit=0, skip=0)  # behind what is complete: file, bytes before it, unit, token in it
     if found := list(out_dir.glob(f"{shard_name(config, out_dir)}_*.npy")):
@@ -864,10 +846,7 @@ class Progress:
         self.all = tqdm(desc="all", initial=self.first, **options)
         self.shard_bar = tqdm(desc="shard", total=config.shard_size, leave=False, **options)
 
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, *exc) -> None:
+    def close(self) -> None:
         self.shard_bar.close()
         self.all.close()
 
@@ -877,9 +856,8 @@ class Progress:
         self.rate = (shards.tokens - self.first) / (time.monotonic() - self.began)
         self.left = min(shards.tokens / part, self.limit) - shards.tokens
         self.all.total = shards.tokens + self.left
-        self.all.set_postfix_str(
-            f"{shards.manifest['documents'] + int(shards.often[shards.eot]):,} documents", refresh=False
-        )
+        n_documents = shards.manifest["documents"] + int(shards.often[shards.eot])
+        self.all.set_postfix_str(f"{n_documents:,} documents", refresh=False)
         self.all.update(shards.tokens - self.all.n)
         self.shard_bar.update(shards.filled - self.shard_bar.n)
 
