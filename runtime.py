@@ -60,6 +60,8 @@ def script(main: Callable[[], None]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except OSError as e:
+        if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and e.filename:
+            fail(f"{e.filename}: {e.strerror}; change its permissions, or give another path")
         if e.errno != errno.ENOSPC:
             raise
         fail(f"no space left on the device of {e.filename or 'the output directory'}; free some, then start again")
