@@ -39,7 +39,18 @@ import train_gpt2
 from checkpoint import SUMS, checkpoint_steps, damage, find_model, load_model, load_tokenizer, newest_sound, snapshot
 from data import permutation
 from model import GPT, IGNORE_INDEX, GPTConfig
-from runtime import RunLog, Runtime, Stopped, UserError, parse_args, read_log, script, smoothed, write_atomically
+from runtime import (
+    RunLog,
+    Runtime,
+    Stopped,
+    UserError,
+    choose_attention,
+    parse_args,
+    read_log,
+    script,
+    smoothed,
+    write_atomically,
+)
 
 TARGETS = ("c_attn", "attn.c_proj", "c_fc", "mlp.c_proj")  # all projections of a block
 RANKS = (1, 2, 4, 8, 16, 32, 0)
@@ -250,9 +261,16 @@ def trainable_share(model: GPT, names: list[str], total: int, r: int) -> tuple[i
 
 
 def parameter_table(model: GPT, names: list[str], total: int, ranks) -> str:
-    lines = [(r or "full", *trainable_share(model, names, total, r)) for r in ranks]
-    rows = [f"{r:>6}  {n:>13,}  {share:>8.3%}" for r, n, share in lines]
-    return "\n".join([f"{'rank':>6}  {'trainable':>13}  {'share':>8}", *rows])
+    counts = {r or "full": trainable_share(model, names, total, r) for r in ranks}
+    return markdown_table([dict(rank=f"{r}", trainable=f"{n:,}", share=f"{p:.3%}") for r, (n, p) in counts.items()])
+
+
+def markdown_table(rows: list[dict]) -> str:
+    cells = [list(rows[0]), *(list(row.values()) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["| " + " | ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) + " |" for line in cells]
+    lines.insert(1, "|" + "|".join("-" * (w + 1) + ":" for w in widths) + "|")
+    return "\n".join(lines) + "\n"
 
 
 # ------------------------------------------------------------------------------------------------------ adapter files
@@ -382,13 +400,13 @@ def adopt_settings(config: Config, adapter: str) -> None:
 # --------------------------------------------------------------------------------------------------------------- data
 
 
-def prompt_of(instruction: str, input: str = "") -> str:
+def prompt_of(text: str) -> str:
     """What the model reads before it answers."""
-    return f"BEGINNING OF CONVERSATION: {user_turn(instruction, input)}"
+    return f"BEGINNING OF CONVERSATION: {user_turn(text)}"
 
 
-def user_turn(instruction: str, input: str = "") -> str:
-    return f"USER: {' '.join(part for part in (instruction.strip(), input.strip()) if part)} ASSISTANT:"
+def user_turn(text: str) -> str:
+    return f"USER: {text.strip()} ASSISTANT:"
 
 
 def chat_pieces(messages: list[dict]) -> list[tuple[str, bool]]:
@@ -602,6 +620,8 @@ def main() -> None:
     config = parse_args(Config, words[sweeping:], prog="lora_finetune.py" + " sweep" * sweeping, description=__doc__)
     config.out_dir = config.out_dir or ("out/lora_sweep" if sweeping else "out/lora")
     check(config)
+    if sweeping and (config.merge or config.adapter):
+        raise UserError("the sweep trains adapters of several ranks; --adapter and --merge are for a single one")
     if sweeping:
         sweep(config)
     elif config.merge and config.adapter:
@@ -615,7 +635,7 @@ def finetune(config: Config) -> None:
     if config.adapter:
         adopt_settings(config, config.adapter)
     tokenizer, base = load_tokenizer(config.base), find_model(config.base)
-    model = load_base(config, rt)
+    model = load_model(config.base, config.dropout, choose_attention("auto", rt, config.sequence_length))
     train_set, val_set, about = open_data(config, tokenizer, model.config, rt)
     settle(config, len(train_set))
     names = target_names(model, config.targets)
@@ -692,12 +712,6 @@ def check(config: Config) -> None:
         raise UserError("--ranks takes ranks from 1 on, and 0 for full finetuning, such as --ranks 1 8 0")
     if config.merge and Path(config.merge).exists() and not config.overwrite:
         raise UserError(f"--merge {config.merge} already exists; --overwrite replaces it, another name avoids it")
-
-
-def load_base(config: Config, rt: Runtime) -> GPT:
-    # Examples are short. In bf16 on a CPU, plain matrix products then take a third of the time of its flash kernel.
-    naive = rt.device.type == "cpu" and rt.dtype == torch.bfloat16
-    return load_model(config.base, config.dropout, "naive" if naive else "flash")
 
 
 def open_data(config: Config, tokenizer, shape: GPTConfig, rt: Runtime) -> tuple[list[Example], list[Example], str]:
@@ -882,6 +896,7 @@ def run_in_process(words: list[str]) -> None:
         for signum, handler in before.items():
             signal.signal(signum, handler)
     if code > 128:
+        print("stopped; the same command with --resume goes on", file=sys.stderr)
         raise Stopped(code - 128)
     if code:
         sys.exit(code)  # its own message is on the terminal
@@ -903,14 +918,6 @@ def summary_row(label: str, trainable: int, share: float, log: list[dict], run_d
         "final loss": f"{val[-1]:.4f}" if val else "",
         "file (bytes)": f"{file.stat().st_size:,}",
     }
-
-
-def markdown_table(rows: list[dict]) -> str:
-    cells = [list(rows[0]), *(list(row.values()) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["| " + " | ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) + " |" for line in cells]
-    lines.insert(1, "|" + "|".join("-" * (w + 1) + ":" for w in widths) + "|")
-    return "\n".join(lines) + "\n"
 
 
 def draw_sweep(logs: dict[str, list[dict]], path: Path) -> None:
@@ -961,18 +968,11 @@ def write_samples(config: Config, runs: dict[str, tuple[int, Path]], path: Path)
 
 
 def answers(model: GPT, tokenizer, config: Config, rt: Runtime) -> list[str]:
-    """An answer to each of PROMPTS, all at once, drawn with the run's seed."""
-    prompts = [tokenizer.encode_ordinary(prompt_of(prompt)) for prompt in PROMPTS]
-    generator = torch.Generator(rt.device).manual_seed(config.seed)
-    rows = [[] for _ in prompts]
-    with rt.autocast():
-        for tokens in model.generate(
-            prompts, config.sample_tokens, temperature=0.7, top_k=40, stop_token=tokenizer.eot_token,
-            n_tokens=len(tokenizer), generator=generator,
-        ):  # fmt: skip
-            for row, token in zip(rows, tokens, strict=True):
-                row.append(token)
-    return [tokenizer.decode([t for t in row if t != tokenizer.eot_token]).strip() for row in rows]
+    """An answer to each of PROMPTS, drawn with the run's seed."""
+    options = dict(temperature=0.7, top_k=40)
+    prompts = map(prompt_of, PROMPTS)
+    texts = train_gpt2.complete(model, tokenizer, prompts, config.sample_tokens, rt, config.seed, **options)
+    return [text.strip() for text in texts]
 
 
 if __name__ == "__main__":

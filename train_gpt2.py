@@ -529,18 +529,19 @@ def validate(forward, batches, token_bytes, rt: Runtime) -> dict:
 
 def sample(model, tokenizer, config, rt: Runtime, seed: int, num_samples: int = 1) -> list[str]:
     """Text after `sample_prompt`, with a random stream of its own, so that sampling does not change training."""
-    generator = torch.Generator(rt.device).manual_seed(config.seed + seed)
-    prompt = tokenizer.encode_ordinary(config.sample_prompt) or [tokenizer.eot_token]
-    rows = [[] for _ in range(num_samples)]
+    prompts = [config.sample_prompt] * num_samples
+    texts = complete(model, tokenizer, prompts, config.sample_tokens, rt, config.seed + seed, top_k=50)
+    return [config.sample_prompt + text for text in texts]
+
+
+def complete(model, tokenizer, prompts: list[str], max_tokens: int, rt: Runtime, seed: int, **options) -> list[str]:
+    """What `model.generate` with `options` writes after each prompt, up to `<|endoftext|>`; all prompts at once."""
+    generator = torch.Generator(rt.device).manual_seed(seed)
+    ids = [tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token] for prompt in prompts]
+    options |= dict(stop_token=tokenizer.eot_token, n_tokens=len(tokenizer), generator=generator)
     with rt.autocast():
-        for tokens in model.generate(
-            [prompt] * num_samples, config.sample_tokens, top_k=50, stop_token=tokenizer.eot_token,
-            n_tokens=len(tokenizer), generator=generator,
-        ):  # fmt: skip
-            for row, token in zip(rows, tokens, strict=True):
-                row.append(token)
-    rows = [row[: row.index(tokenizer.eot_token)] if tokenizer.eot_token in row else row for row in rows]
-    return [config.sample_prompt + tokenizer.decode(row) for row in rows]
+        rows = zip(*model.generate(ids, max_tokens, **options), strict=True)
+        return [tokenizer.decode([t for t in row if t != tokenizer.eot_token]) for row in rows]
 
 
 # ------------------------------------------------------------------------------------------------- before and after

@@ -176,7 +176,8 @@ def test_trainable_parameters_on_gpt2(r, count):
     names = lf.target_names(model, lf.TARGETS)
     total = model.num_params()
     assert lf.lora_parameters(model, names, r) == count and total == 124_439_808
-    assert f"{r}  {count:>13,}  {count / (total + count):>8.3%}" in lf.parameter_table(model, names, total, [r, 0])
+    (line,) = lf.parameter_table(model, names, total, [r]).splitlines()[2:]
+    assert line.replace("|", " ").split() == [f"{r}", f"{count:,}", f"{count / (total + count):.3%}"]
     lf.add_lora(model, names, r, 16.0)
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == count
 
@@ -358,8 +359,9 @@ def encode(rows: list[dict], tokenizer, sequence_length=1000):
 
 
 def test_the_prompt_form():
-    assert lf.prompt_of("Add.", "1 and 2") == "BEGINNING OF CONVERSATION: USER: Add. 1 and 2 ASSISTANT:"
-    assert lf.prompt_of(" Hello. ") == "BEGINNING OF CONVERSATION: USER: Hello. ASSISTANT:"
+    for instruction, input, said in (("Add.", "1 and 2", "Add. 1 and 2"), (" Hello. ", "", "Hello.")):
+        ((text, _), _) = lf.chat_pieces(lf.messages_of(row(instruction, "3", input), ""))
+        assert text == lf.prompt_of(said) == f"BEGINNING OF CONVERSATION: USER: {said} ASSISTANT:"
 
 
 def test_answers_and_their_end_are_targets_and_nothing_else_is(tokenizer):
@@ -728,6 +730,13 @@ def test_long_rows_are_reported(finetune):
         (dict(targets="wte"), "tied"),
         (dict(lora_dim=0, adapter="x"), "merge it first"),
         (dict(lora_rank=3), "lora_rank"),
+        pytest.param(
+            dict(out="/sys/kernel/run"),
+            "/sys/kernel/run: ",
+            marks=pytest.mark.skipif(
+                sys.platform != "linux", reason="needs a directory that not even root can write to"
+            ),
+        ),
     ],
 )
 def test_wrong_usage_is_one_clear_line(finetune, tmp_path, changes, words):
