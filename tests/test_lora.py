@@ -227,7 +227,8 @@ def test_peft_loads_our_adapter(tmp_path, on_disk, targets, rslora, recwarn):
     save_adapter(model, tmp_path / "adapter", targets=targets, rslora=rslora)
     theirs = PeftModel.from_pretrained(transformers_model(on_disk), tmp_path / "adapter")
     assert (logits(model, tokens(2, 30)) - logits(theirs, tokens(2, 30))).abs().max() < 1e-4
-    assert not [w for w in recwarn if "adapter" in str(w.message)]  # neither missing nor unexpected keys
+    # neither missing nor unexpected keys, nor settings that it has to correct
+    assert not [w for w in recwarn if "adapter" in str(w.message) or "fan_in" in str(w.message)]
 
 
 @pytest.mark.parametrize("targets,rslora", [(list(lf.TARGETS), False), (["c_attn"], True), (["c_proj", "c_fc"], False)])
@@ -509,6 +510,18 @@ def test_every_epoch_has_each_example_once_in_another_order():
     first, second = ([next(batches) for _ in range(3)] for _ in range(2))
     assert sorted(sum(first, [])) == sorted(sum(second, [])) == examples and first != second
     assert next(lf.training_batches(examples, 4, 4, seed=3, cut=lambda batch: batch)) == second[1]  # resumable
+
+
+def test_constants_follow_from_the_number_of_examples_and_the_rank_unless_they_are_given():
+    derived = ("max_steps", "warmup_steps", "eval_interval", "lora_alpha", "max_lr")
+    for constants, expected in (
+        (dict(lora_dim=4), (49, 2, 4, 8, 1e-3)),  # 3 epochs of 520 examples, 32 a step; 3%, a tenth, 2 r
+        (dict(lora_dim=0), (49, 2, 4, 0, 1e-4)),
+        (found := dict(zip(derived, (7, 3, 0, 5.0, 0.01), strict=True)), tuple(found.values())),
+    ):
+        config = lf.Config(**constants)
+        lf.settle(config, 520)
+        assert tuple(getattr(config, name) for name in derived) == expected
 
 
 @pytest.mark.parametrize(
