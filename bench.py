@@ -2,6 +2,7 @@
 
     python bench.py ladder      # fp32 -> TF32 -> bf16 -> compile -> flash attention -> padded vocabulary -> ...
     python bench.py train       # this project's training step against the plain recipe
+    python bench.py speedrun    # tokens that the recipe speedrun needs, against those of the recipe gpt2
     python bench.py bpe         # tokenizer training and encoding against tokenizers and tiktoken
     python bench.py data        # sharding and the loader
     python bench.py hellaswag   # batched scoring against one example at a time
@@ -34,7 +35,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from runtime import Runtime, UserError, parse_args, script
+from runtime import Runtime, UserError, choose_attention, choose_attention_kernel, parse_args, script
 
 
 @dataclass
@@ -44,8 +45,11 @@ class Config:
     data: str = ""  # files to measure on, where a command needs some; each command says which
     json: str = ""  # write the figures to this file
     batch_size: int = 16  # ladder and train: sequences per step
+    size: str = ""  # ladder and train: gpt2, gpt2-medium, gpt2-large, gpt2-xl; gpt2 on a GPU, a small one on a CPU
     rung: int = -1  # ladder: measure this rung alone, in this process
     png: str = "ladder.png"  # ladder: the figure
+    steps: int = 1000  # speedrun: optimizer steps of the recipe gpt2
+    share: float = 0.65  # speedrun: its tokens, as a share of those
 
 
 def interleave(contestants: dict[str, Callable[[], None]], repeats: int, rt: Runtime) -> dict[str, list[float]]:
@@ -91,7 +95,7 @@ def machine(rt: Runtime) -> dict:
 
 
 def sample(config: Config, rt: Runtime) -> list[dict]:
-    """Generation from a 124M model in fp32: 4 sequences, 128 new tokens."""
+    """Generation of 128 tokens from a 124M model: 4 sequences in fp32 on a CPU, 1 and 64 in bf16 on a GPU."""
     import warnings
 
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -99,32 +103,37 @@ def sample(config: Config, rt: Runtime) -> list[dict]:
     from model import GPT, GPTConfig
 
     warnings.simplefilter("ignore")
+    cuda, n, rows = rt.device.type == "cuda", 128, []
+    dtype = torch.bfloat16 if cuda else torch.float32
     torch.manual_seed(0)
-    model = GPT(GPTConfig()).to(rt.device).eval()
-    reference = GPT2LMHeadModel(GPT2Config()).to(rt.device).eval()
-    prompts = torch.randint(50257, (4, 16)).tolist()
-    idx = torch.tensor(prompts, device=rt.device)
-    n = 128
+    model, compiled = (GPT(GPTConfig()).to(rt.device, dtype).eval() for _ in range(2))
+    compiled.compile_generation()
+    reference = GPT2LMHeadModel(GPT2Config()).to(rt.device, dtype).eval()
+    for batch_size in (1, 64) if cuda else (4,):
+        prompts = torch.randint(50257, (batch_size, 16)).tolist()
+        idx = torch.tensor(prompts, device=rt.device)
 
-    def recompute() -> None:
-        x = idx
-        with torch.no_grad():
-            for _ in range(n):
-                x = torch.cat([x, model(x)[0][:, -1].argmax(-1, keepdim=True)], dim=1)
+        def recompute(idx=idx) -> None:
+            x = idx
+            with torch.no_grad():
+                for _ in range(n):
+                    x = torch.cat([x, model(x)[0][:, -1].argmax(-1, keepdim=True)], dim=1)
 
-    contestants = {
-        "recomputing the context": recompute,
-        "transformers generate": lambda: reference.generate(
-            idx,
-            attention_mask=torch.ones_like(idx),
-            max_new_tokens=n,
-            min_new_tokens=n,
-            do_sample=False,
-            pad_token_id=0,
-        ),
-        "this project": lambda: list(model.generate(prompts, n, temperature=0)),
-    }
-    return table(interleave(contestants, config.repeats, rt), 4 * n, "tokens/s")
+        def generate(idx=idx) -> None:
+            mask = torch.ones_like(idx)
+            reference.generate(idx, attention_mask=mask, max_new_tokens=n, min_new_tokens=n, do_sample=False,
+                               pad_token_id=0)  # fmt: skip
+
+        contestants = {
+            "recomputing the context": recompute,
+            "transformers generate": generate,
+            "this project": lambda prompts=prompts: list(model.generate(prompts, n, temperature=0)),
+            "this project, compiled": lambda prompts=prompts: list(compiled.generate(prompts, n, temperature=0)),
+        }
+        print(f"batch size {batch_size}, {dtype}")
+        found = table(interleave(contestants, config.repeats, rt), batch_size * n, "tokens/s")
+        rows += [row | dict(batch_size=batch_size) for row in found]
+    return rows
 
 
 @dataclass
@@ -139,18 +148,25 @@ class Rung:
     padded: bool = False  # vocabulary padded to a multiple of 128
     fused: bool = False  # fused AdamW
     chunked: bool = False  # the loss of model.py, instead of all logits in fp32
+    kernel: bool = False  # the fastest of the attention kernels, instead of PyTorch's choice
+    fp8: bool = False  # the blocks' products in FP8
 
     def step(self, shape: dict, batch_size: int, rt: Runtime) -> tuple[Callable[[], None], int]:
         """(a function that makes one optimizer step, the model's FLOPs per token) at this rung."""
-        from model import GPT, GPTConfig
+        from model import GPT, GPTConfig, use_float8
 
         torch.manual_seed(0)
         torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
         vocab = -(-shape["vocab_size"] // 128) * 128 if self.padded else shape["vocab_size"]
         model = GPT(GPTConfig(**shape | dict(vocab_size=vocab, attention=self.attention))).to(rt.device)
+        if self.fp8:
+            use_float8(model)
+        if self.kernel:
+            head_size = shape["n_embd"] // shape["n_head"]
+            attention_shape = (batch_size, shape["n_head"], shape["sequence_length"], head_size)
+            choose_attention_kernel(replace(rt, dtype=torch.bfloat16), attention_shape)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=self.fused, foreach=not self.fused)
         tokens = torch.randint(shape["vocab_size"], (batch_size, shape["sequence_length"] + 1), device=rt.device)
-        idx, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
         def whole_loss(idx, targets):
             logits, _ = model(idx)
@@ -159,10 +175,11 @@ class Rung:
         loss_of = (lambda idx, targets: model(idx, targets)[1]) if self.chunked else whole_loss
         loss_of = torch.compile(loss_of) if self.compile else loss_of
 
-        def step() -> None:
-            with torch.autocast(rt.device.type, dtype=torch.bfloat16, enabled=self.bf16):
-                loss = loss_of(idx, targets)
-            loss.backward()
+        def step(n_micro: int = 1) -> None:
+            for rows in tokens.chunk(n_micro):
+                with torch.autocast(rt.device.type, dtype=torch.bfloat16, enabled=self.bf16):
+                    loss = loss_of(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+                (loss / n_micro).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -171,18 +188,20 @@ class Rung:
 
 
 def rungs(rt: Runtime) -> list[Rung]:
-    """fp32 first, then one change a rung. A CPU has no TF32, and torch.compile, slow to start there, is last."""
-    cuda = rt.device.type == "cuda"
-    changes = [
-        ("fp32, all by hand", {}),
-        ("bf16 autocast", dict(bf16=True)),
-        ("flash attention", dict(attention="flash")),
-    ]
-    changes += [("vocabulary padded to 128", dict(padded=True)), ("fused AdamW", dict(fused=True))]
-    changes += [("chunked loss", dict(chunked=True))]
-    changes.insert(2 if cuda else len(changes), ("torch.compile", dict(compile=True)))
-    if cuda:
-        changes.insert(1, ("TF32", dict(tf32=True)))
+    """fp32 first, then one change a rung. A CPU has no TF32, its fused attention is slow in bf16, and torch.compile,
+    slow to start there, is last."""
+    last = [("vocabulary padded to 128", dict(padded=True)), ("fused AdamW", dict(fused=True)),
+            ("chunked loss", dict(chunked=True))]  # fmt: skip
+    if rt.device.type == "cuda":
+        changes = [("fp32, all by hand", {}), ("TF32", dict(tf32=True)), ("bf16 autocast", dict(bf16=True)),
+                   ("torch.compile", dict(compile=True)), ("flash attention", dict(attention="flash")), *last,
+                   ("fastest attention kernel", dict(kernel=True))]  # fmt: skip
+        if torch.cuda.get_device_capability() >= (8, 9):
+            changes += [("FP8", dict(fp8=True))]
+    else:
+        changes = [("fp32, all by hand", {}), ("flash attention", dict(attention="flash")),
+                   ("bf16 autocast", dict(bf16=True)), ("attention by hand again", dict(attention="naive")), *last,
+                   ("torch.compile", dict(compile=True))]  # fmt: skip
     ladder, settings = [], {}
     for name, change in changes:
         settings |= change
@@ -190,16 +209,20 @@ def rungs(rt: Runtime) -> list[Rung]:
     return ladder
 
 
-def bench_shape(rt: Runtime) -> dict:
+def bench_shape(config: Config, rt: Runtime) -> dict:
     """GPT-2 124M on a GPU; on a CPU a model that a step of takes about a second."""
-    if rt.device.type == "cuda":
-        return dict(n_layer=12, n_head=12, n_embd=768, sequence_length=1024, vocab_size=50257)
+    from model import SIZES
+
+    if rt.device.type == "cuda" or config.size:
+        if (config.size or "gpt2") not in SIZES:
+            raise UserError(f"there is no --size {config.size}; there are {', '.join(SIZES)}")
+        return SIZES[config.size or "gpt2"] | dict(sequence_length=1024, vocab_size=50257)
     return dict(n_layer=6, n_head=6, n_embd=384, sequence_length=256, vocab_size=1000)
 
 
 def ladder(config: Config, rt: Runtime) -> list[dict]:
     """One training step, rung by rung: ms, tokens/s, MFU, peak memory; each rung in a process of its own."""
-    shape = bench_shape(rt)
+    shape = bench_shape(config, rt)
     if config.rung >= 0:
         step, flops = rungs(rt)[config.rung].step(shape, config.batch_size, rt)
         seconds = interleave({"step": step}, config.repeats, rt)["step"]
@@ -212,6 +235,7 @@ def ladder(config: Config, rt: Runtime) -> list[dict]:
     for number, rung in enumerate(rungs(rt)):
         words = [sys.executable, __file__, "ladder", "--rung", number, "--repeats", config.repeats]
         words += ["--batch_size", config.batch_size, "--device", rt.device.type]
+        words += ["--size", config.size] if config.size else []
         done = subprocess.run(list(map(str, words)), capture_output=True, text=True)
         if done.returncode:
             print(f"{rung.name:<26} failed: {done.stderr.strip().splitlines()[-1]}")
@@ -250,21 +274,111 @@ def draw_ladder(rows: list[dict], path: str, device: str) -> None:
 
 
 def train(config: Config, rt: Runtime) -> list[dict]:
-    """This project's training step against the plain one: eager, all logits at once, fp32 on a CPU, bf16 on a GPU."""
-    shape = bench_shape(rt)
-    cuda = rt.device.type == "cuda"
+    """This project's training step against the plain one: eager, all logits at once, fp32 on a CPU, bf16 on a GPU.
+
+    What does not fit into the memory makes its step in two micro-batches, or four.
+    """
+    shape, cuda = bench_shape(config, rt), rt.device.type == "cuda"
     plain = Rung("plain eager " + ("bf16" if cuda else "fp32"), tf32=cuda, bf16=cuda, attention="flash", fused=cuda)
-    contestants = {plain.name: plain}
-    if cuda:
-        contestants["plain with torch.compile"] = replace(plain, compile=True)
-    else:
-        contestants["plain with bf16 autocast"] = replace(plain, bf16=True)
     auto = Runtime.setup(rt.device.type)
-    ours = Rung("", True, auto.dtype == torch.bfloat16, auto.compile, "flash", True, True, True)
-    contestants["this project"] = ours
-    steps = {name: rung.step(shape, config.batch_size, rt)[0] for name, rung in contestants.items()}
+    attention = choose_attention("auto", auto, shape["sequence_length"])
+    ours = Rung("this project", True, auto.dtype == torch.bfloat16, auto.compile, attention, True, True, True, cuda)
+    if cuda:
+        lineup = [plain, replace(plain, name="plain with torch.compile", compile=True), ours]
+        if torch.cuda.get_device_capability() >= (8, 9):
+            lineup.append(replace(ours, name="this project, FP8", fp8=True))
+    else:
+        lineup = [plain, replace(plain, name="plain with bf16 autocast", bf16=True), ours]
+    steps = {}
+    for rung in lineup:
+        step, flops = rung.step(shape, config.batch_size, rt)
+        n_micro = next(n for n in (1, 2, 4, 8, config.batch_size) if fits(lambda n=n, step=step: step(n)))
+        steps[rung.name + (f", {n_micro} micro-batches" if n_micro > 1 else "")] = functools.partial(step, n_micro)
     print(f"{shape}, batch size {config.batch_size}")
-    return table(interleave(steps, config.repeats, rt), config.batch_size * shape["sequence_length"], "tokens/s")
+    rows = table(interleave(steps, config.repeats, rt), config.batch_size * shape["sequence_length"], "tokens/s")
+    if peak := rt.peak_flops():
+        for row in rows:
+            row["mfu"] = row["rate"] * flops / peak
+            print(f"{row['name']}: MFU {row['mfu']:.1%}")
+    return rows
+
+
+def fits(step: Callable[[], None]) -> bool:
+    try:
+        step()
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return False
+    return True
+
+
+SPEEDRUNS = {  # what each line changes in which recipe
+    "gpt2, AdamW at 1e-3": ("gpt2", dict(max_lr=1e-3, min_lr=1e-4)),
+    "gpt2, AdamW at 3e-3": ("gpt2", dict(max_lr=3e-3, min_lr=3e-4)),
+    "gpt2, AdamW at 1e-2": ("gpt2", dict(max_lr=1e-2, min_lr=1e-3)),
+    "speedrun": ("speedrun", {}),
+    "AdamW instead of Muon": ("speedrun", dict(optimizer="adamw")),
+    "Muon at 0.01": ("speedrun", dict(muon_lr=0.01)),
+    "Muon at 0.04": ("speedrun", dict(muon_lr=0.04)),
+    "AdamW for the rest at 1e-3": ("speedrun", dict(max_lr=1e-3)),
+    "cosine": ("speedrun", dict(lr_schedule="cosine")),
+    "decay in the last quarter": ("speedrun", dict(decay_fraction=0.25)),
+    "decay in the last three quarters": ("speedrun", dict(decay_fraction=0.75)),
+    "batch ramp over 250k tokens": ("speedrun", dict(batch_ramp=250_000)),
+}
+
+
+def speedrun(config: Config, rt: Runtime) -> list[dict]:
+    """Validation loss of a small GPT: the optimizer of the recipe gpt2, at three learning rates, against the recipe
+    speedrun, and each of its choices undone, with --share of the tokens. --data is a .txt; --repeats counts seeds.
+    """
+    from concurrent.futures import ThreadPoolExecutor
+
+    from train_gpt2 import RECIPES, batch_plan
+
+    shape = dict(n_layer=4, n_head=2, n_embd=128, sequence_length=64, vocab_size=1024, total_batch_size=2048)
+    runs = [(name, seed) for seed in range(config.repeats) for name in SPEEDRUNS]
+    folder = Path(tempfile.mkdtemp())
+
+    def final_loss(run: tuple[str, int]) -> float:
+        (name, seed), (recipe, changes) = run, SPEEDRUNS[run[0]]
+        steps = config.steps if recipe == "gpt2" else round(config.share * config.steps)
+        options = shape | dict(seed=seed, data=config.data or "input.txt", tokenizer="train", max_steps=steps)
+        options |= dict(warmup_steps=steps * RECIPES[recipe].warmup_steps // RECIPES[recipe].max_steps)
+        options |= dict(eval_interval=steps, eval_steps=50, device=rt.device.type, hellaswag_interval=0)
+        options |= dict(sample_interval=0, checkpoint_interval=0) | changes
+        if "batch_ramp" in changes:  # the same tokens in more steps
+            plan = batch_plan(replace(RECIPES[recipe], **shape, batch_ramp=changes["batch_ramp"], batch_ramp_from=512))
+            options["max_steps"] = next(n for n in range(steps, 9 * steps) if plan(n)[0] * 64 >= steps * 2048)
+            options |= dict(batch_ramp_from=512, eval_interval=options["max_steps"])
+        out_dir = folder / f"{seed}-{list(SPEEDRUNS).index(name)}"
+        words = [sys.executable, "train_gpt2.py", recipe, "--out_dir", str(out_dir)]
+        words += [word for key, value in options.items() for word in (f"--{key}", str(value))]
+        threads = {"OMP_NUM_THREADS": "1"} if rt.device.type == "cpu" else {}
+        done = subprocess.run(
+            words, cwd=Path(__file__).parent, env=os.environ | threads, capture_output=True, text=True
+        )
+        if done.returncode:
+            raise UserError(f"{name}: {done.stderr.strip().splitlines()[-1]}")
+        records = map(json.loads, (out_dir / "log.jsonl").read_text().splitlines())
+        shutil.rmtree(out_dir)
+        return [record["loss"] for record in records if record["kind"] == "val"][-1]
+
+    losses = {name: [] for name in SPEEDRUNS}
+    with ThreadPoolExecutor(os.cpu_count() if rt.device.type == "cpu" else 1) as pool:
+        first = final_loss(runs[0])  # alone, because it trains the tokenizer for all
+        for (name, _), loss in zip(runs, [first, *pool.map(final_loss, runs[1:])], strict=True):
+            losses[name].append(loss)
+    shutil.rmtree(folder)
+    best = min(statistics.mean(losses[name]) for name, (recipe, _) in SPEEDRUNS.items() if recipe == "gpt2")
+    print(f"{shape}, {config.steps} steps\n{'':<34}{'tokens':>9}  validation loss, nats per token: mean (all seeds)")
+    rows = []
+    for name, values in losses.items():
+        tokens = config.steps * 2048 * (1 if SPEEDRUNS[name][0] == "gpt2" else config.share)
+        mean = statistics.mean(values)
+        rows.append(dict(name=name, tokens=tokens, losses=values, mean=mean, over_best=mean - best))
+        print(f"{name:<34}{tokens:>9,.0f}  {mean:.4f} {mean - best:+.4f} ({', '.join(f'{v:.4f}' for v in values)})")
+    return rows
 
 
 def lora(config: Config, rt: Runtime) -> list[dict]:
@@ -699,6 +813,7 @@ COMMANDS = {
     "data": data,
     "hellaswag": hellaswag,
     "sample": sample,
+    "speedrun": speedrun,
 }
 
 
