@@ -400,7 +400,7 @@ def lora(config: Config, rt: Runtime) -> list[dict]:
     print(f"{real} tokens, {n_targets} of them answers; padded tokens for each real one: {padded / real:.2f} here")
 
     def ours(dtype: torch.dtype) -> Callable[[], float]:
-        naive = rt.device.type == "cpu" and dtype == torch.bfloat16  # as lora_finetune.load_base decides
+        naive = rt.device.type == "cpu" and dtype == torch.bfloat16  # as runtime.choose_attention decides
         model = GPT(GPTConfig(attention="naive" if naive else "flash"))
         model.load_state_dict(base.state_dict())
         lf.add_lora(model, names, 8, 16.0)
