@@ -384,10 +384,11 @@ def verify(directory: Path) -> str:
         for problem, counts in tqdm(checks, total=len(listed), unit="shard", disable=None):
             problems += [problem] if problem else []
             totals += counts
-    if wrong := [k for k in ("tokens", "documents", "bytes") if totals[k] != manifest.get(k, totals[k])]:
+    wrong = [k for k in ("tokens", "documents", "bytes") if totals[k] != manifest.get(k, totals[k])]
+    if wrong and not problems:
         problems.append(f"manifest.json counts {manifest[wrong[0]]} {wrong[0]}, and there are {totals[wrong[0]]}")
     if problems:
-        more = f" (and {len(problems) - 1} more problems)" if len(problems) > 1 else ""
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise UserError(f"{problems[0]}{more}; remove {directory} and write it again, or copy the sound file there")
     return summary(manifest)
 
