@@ -696,6 +696,8 @@ def check(config: Config) -> None:
     for name in "lora_dim lora_alpha epochs max_steps warmup_steps max_lr sequence_length val_rows".split():
         if getattr(config, name) < 0:
             raise UserError(f"--{name} must not be negative, but it is {getattr(config, name)}")
+    if config.sequence_length == 1:
+        raise UserError("--sequence_length 1 has no room for a question and an answer; 0 takes the base's context")
     for name in ("batch_size", "lora_plus"):
         if getattr(config, name) <= 0:
             raise UserError(f"--{name} must be positive, not {getattr(config, name)}")

@@ -124,6 +124,7 @@ def read_line() -> str:
     try:
         return input("> ")
     except EOFError:
+        print(file=sys.stderr)
         return ""
 
 

@@ -737,6 +737,7 @@ def test_long_rows_are_reported(finetune):
         (dict(base="absent/"), "absent"),
         (dict(adapter="absent"), "absent holds no adapter"),
         (dict(sequence_length=1000), "was made for 128 tokens"),
+        (dict(sequence_length=1), "--sequence_length 1 has no room"),
         (dict(lora_dim=-1), "--lora_dim must not be negative"),
         (dict(lora_alpha=-1), "--lora_alpha must not be negative"),
         (dict(lora_dropout=1.0), "--lora_dropout must be in [0, 1)"),
