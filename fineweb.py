@@ -301,7 +301,8 @@ def patiently(call: Callable, what: str, attempts: int = 6):
 
 
 def fetch(file: SourceFile, source: Source, folder: Path) -> Path:
-    """The local path of a file; one of the hub is downloaded, from where an earlier attempt broke off."""
+    """The local path of a file; one of the hub is downloaded, from where an earlier attempt broke off (hf_hub_download
+    would begin again)."""
     if file.path:
         return file.path
     from huggingface_hub import hf_hub_url, try_to_load_from_cache
