@@ -43,7 +43,7 @@ import tyro
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from checkpoint import load_model, load_tokenizer
+from checkpoint import find_model, load_model, load_tokenizer
 from model import GPT, LOSS_CHUNK
 from runtime import Runtime, UserError, parse_args, script
 
@@ -78,6 +78,7 @@ def main() -> None:
     if config.json and rt.is_main:
         write_json(config, rt, {})  # now, while nothing is lost if that is impossible
     rows = load_rows(config.data, config.split, rt)[: config.limit or None]
+    config.model = find_model(config.model)  # a run that goes on meanwhile would have a newer one later
     model, tokenizer = load_model(config.model).to(rt.device), load_tokenizer(config.model)
     rt.print(f"{config.model}: {model.num_params():,} parameters on {rt.why}; {len(rows):,} rows")
     results = {}

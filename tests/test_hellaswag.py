@@ -5,6 +5,7 @@ import http.server
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ import hellaswag
 from bpe.tokenizer import Tokenizer
 from hellaswag import STYLES, encode_together, evaluate, harness, make_tree, make_trees, prepare, read_rows
 from model import GPT, GPTConfig
-from runtime import Runtime, UserError
+from runtime import Runtime, UserError, sha256
 from tests.helpers import ROOT, SMALL, arguments, assert_user_error, environment, log_of, run_inline, text_file
 
 WINDOW = 48
@@ -294,6 +295,17 @@ def test_show_prints_losses_prediction_and_truth(run, tmp_path):
         assert line.endswith(rows[1]["endings"][k]) and f"{-scores['log_likelihoods'][1][k]:.2f}" in line
         assert (">" in line[:2], "*" in line[:2]) == (scores["predictions_norm"][1] == k, rows[1]["label"] == k)
     assert "row 3" not in result.stdout
+
+
+def test_of_a_run_directory_the_newest_checkpoint_is_scored_and_named(run, checkpoint, tmp_path):
+    for step in (5, 10):
+        shutil.copytree(checkpoint, tmp_path / f"step_{step:06d}")
+        sums = "".join(f"{sha256(p)}  {p.name}\n" for p in checkpoint.iterdir())
+        (tmp_path / f"step_{step:06d}" / "SHA256SUMS").write_text(sums)
+    data = write_rows(tmp_path / "rows.jsonl", make_rows(2))
+    result = run(data=data, model=tmp_path, json=tmp_path / "scores.json")
+    newest = str(tmp_path / "step_000010")
+    assert newest in result.stdout and json.loads((tmp_path / "scores.json").read_text())["model"] == newest
 
 
 def test_rows_without_labels_are_predicted_but_not_counted(run, tmp_path):
