@@ -405,7 +405,7 @@ def test_a_missing_tracker_says_what_to_install(train, monkeypatch, name):
 def test_thirty_kills_lose_no_announced_checkpoint_and_no_bit(train, tmp_path):
     """SIGKILL at random moments, every third in the middle of a save; what was announced as saved is there, sound, and
     the losses and the weights at the end are those of a run that nobody disturbed."""
-    options = dict(max_steps=150, checkpoint_interval=3, keep_checkpoints=0, eval_interval=50)
+    options = dict(max_steps=300, checkpoint_interval=3, keep_checkpoints=0, eval_interval=50)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     assert train(out="undisturbed", **options).returncode == 0
@@ -422,10 +422,12 @@ def test_thirty_kills_lose_no_announced_checkpoint_and_no_bit(train, tmp_path):
         reader = threading.Thread(target=lambda p=process, out=lines: out.extend(p.stdout))
         reader.start()
         if kills < 30:
-            start = len(list(run.glob("step_*")))
-            while process.poll() is None and len(list(run.glob("step_*"))) <= start and attempt % 5:
+            start, until = len(list(run.glob("step_*"))), time.time() + rng.random() * 8
+            while process.poll() is None and len(list(run.glob("step_*"))) <= start:
                 time.sleep(0.001)  # one kill in five comes before the first new checkpoint, even during the start
-            until = time.time() + rng.random() * (0.3 if attempt % 5 else 8)
+                if attempt % 5 == 0 and time.time() > until:
+                    break
+            until = time.time() + rng.random() * (0.3 if attempt % 5 else 0)
             while process.poll() is None and time.time() < until:
                 if attempt % 3 == 1 and any(run.glob(".step_*.tmp/*")):
                     break
@@ -446,5 +448,5 @@ def test_thirty_kills_lose_no_announced_checkpoint_and_no_bit(train, tmp_path):
             break
     assert kills == 30 and in_saves >= 3, (kills, in_saves)
     assert losses(run) == losses(tmp_path / "undisturbed")
-    assert weights(run, 150) == weights(tmp_path / "undisturbed", 150)
+    assert weights(run, 300) == weights(tmp_path / "undisturbed", 300)
     print(f"{kills} kills, {in_saves} in the middle of a save, {len(announced)} announced checkpoints, all sound")
