@@ -134,7 +134,8 @@ def make_shards(config: Config, out_dir: Path) -> None:
         raise
     print(f"{out_dir}: {summary(manifest)}")
     if len(manifest["shards"]) == 1 and config.world_size == 1:
-        print(f"all of it is the validation split; for one to train on, too: --shard_size {manifest['tokens'] // 10}")
+        tenth = -(-manifest["tokens"] // 10)
+        print(f"all of it is the validation split; for one to train on, too: --shard_size {tenth}")
 
 
 def write_shards(config: Config, source, files: list, manifest: dict, out_dir: Path, tok: Tokenizer) -> None:
@@ -375,10 +376,10 @@ def is_text(name: str) -> bool:
 def parquet_parts(path: Path, text_field: str) -> list[tuple]:
     """Small row groups together, (first, behind the last); large ones in parts, (group, group + 1, row, rows)."""
     meta = pq.read_metadata(path)
-    schema = meta.schema.to_arrow_schema()
-    texts = [field.name for field in schema if pa.types.is_string(field.type) or pa.types.is_large_string(field.type)]
+    texts = [field.name for field in meta.schema.to_arrow_schema() if holds_text(field.type)]
     if text_field not in texts:
-        raise UserError(f"{path} has no column {text_field!r} of text; give --text_field one of {', '.join(texts)}")
+        remedy = f"--text_field one of {', '.join(texts)}" if texts else "another --source"
+        raise UserError(f"{path} has no column {text_field!r} of text; give {remedy}")
     column = [meta.schema.column(i).path for i in range(len(meta.schema))].index(text_field)
     parts, start, size = [], 0, 0
     for group in range(meta.num_row_groups):
@@ -392,6 +393,11 @@ def parquet_parts(path: Path, text_field: str) -> list[tuple]:
             parts += [(group, group + 1, row, step) for row in range(0, rows, step)]
             start, size = group + 1, 0
     return parts + ([(start, meta.num_row_groups)] if start < meta.num_row_groups else [])
+
+
+def holds_text(column: pa.DataType) -> bool:
+    column = column.value_type if pa.types.is_dictionary(column) else column
+    return pa.types.is_string(column) or pa.types.is_large_string(column)
 
 
 def text_parts(path: Path, find_end: Callable[[io.BufferedIOBase, int], int | None]) -> list[tuple]:
@@ -757,7 +763,9 @@ class Shards:
             self._complete(self.manifest["next"])
         self._wait()
         if not self.manifest["shards"]:
-            raise UserError(f"there is no document in the source; skipped: {dict(self.skipped) or 'none'}")
+            raise UserError(
+                f"there is no document in {self.manifest['source']}; skipped: {dict(self.skipped) or 'none'}"
+            )
         self.manifest |= dict(skipped=dict(sorted(self.skipped.items())))
         del self.manifest["next"]
         save_manifest(self.out_dir, self.manifest, self.config.suffix)

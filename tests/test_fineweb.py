@@ -172,12 +172,14 @@ def fill_all(path: Path, tok: Tokenizer, slot_tokens: int = 2**20) -> tuple[list
 
 
 @pytest.mark.parametrize("unit_bytes", [500, 20_000, 10**9])
-@pytest.mark.parametrize("kind", ["parquet", "one_group.parquet", "jsonl", "jsonl.gz", "jsonl.zst"])
+@pytest.mark.parametrize("kind", ["parquet", "one_group.parquet", "words.parquet", "jsonl", "jsonl.gz", "jsonl.zst"])
 def test_every_format_gives_the_same_tokens_however_it_is_cut(tokenizer, tmp_path, monkeypatch, kind, unit_bytes):
     monkeypatch.setattr(fineweb, "UNIT_BYTES", unit_bytes)
     docs, tok, path = make_documents(60), Tokenizer.load(tokenizer), tmp_path / f"docs.{kind}"
     lines = "".join(json.dumps({"id": 1, "text": doc}, ensure_ascii=i % 2 == 0) + "\n" for i, doc in enumerate(docs))
-    if kind.endswith("parquet"):
+    if kind == "words.parquet":
+        pq.write_table(pa.table({"text": pa.array(docs).dictionary_encode()}), path, row_group_size=7)
+    elif kind.endswith("parquet"):
         write_parquet(path, docs, rows=7 if kind == "parquet" else 1000)
     elif kind.endswith("zst"):
         with pa.output_stream(str(path), compression="zstd") as f:
@@ -445,6 +447,9 @@ def test_a_wrong_text_field_is_answered_with_those_there_are(corpus, tokenizer, 
         run_here(corpus[0], tmp_path / "a", tokenizer, text_field="body")
     with pytest.raises(UserError, match="no column 'id' of text"):
         run_here(corpus[0], tmp_path / "b", tokenizer, text_field="id")
+    pq.write_table(pa.table({"text": [1, 2]}), tmp_path / "numbers.parquet")
+    with pytest.raises(UserError, match="no column 'text' of text; give another --source"):
+        run_here(tmp_path / "numbers.parquet", tmp_path / "e", tokenizer)
     path = tmp_path / "docs.jsonl"
     path.write_text('{"content": "x", "id": 1}\n')
     with pytest.raises(UserError, match="no 'text' in its first line; give --text_field one of content, id"):
