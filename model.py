@@ -304,7 +304,8 @@ class GPT(nn.Module):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weight = x.to(dtype), weight.to(dtype)
         with torch.autocast(x.device.type, enabled=False):
-            chunk = max(LOSS_CHUNK.get(x.device.type, 2**25) // weight.size(0), 256)
+            chunk = LOSS_CHUNK.get(x.device.type, 2**25) // weight.size(0)
+            chunk = max(chunk // 256 * 256, 256)  # whole tiles of the tensor cores
             return LinearCrossEntropy.apply(x, weight, targets, chunk, torch.is_grad_enabled())
 
     def num_params(self) -> int:

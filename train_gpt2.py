@@ -135,10 +135,10 @@ RECIPES = {
     "speedrun": Config(optimizer="muon", lr_schedule="wsd", max_steps=9_536, warmup_steps=256, max_lr=3e-3, min_lr=0.0),
     # chosen by measurement for two minutes on 2 CPU cores
     "tiny": Config(
-        data="input.txt", tokenizer="train", vocab_size=1024, n_layer=4, n_head=2, n_embd=128, sequence_length=64,
-        total_batch_size=2048, micro_batch_size=32, max_steps=950, warmup_steps=20, max_lr=3e-3, min_lr=0.0,
-        lr_schedule="wsd", decay_fraction=0.4, optimizer="muon", eval_interval=190, eval_steps=0, hellaswag_interval=0,
-        sample_interval=475, sample_prompt="", checkpoint_interval=475,
+        data="input.txt", tokenizer="train", vocab_size=1024, n_layer=4, n_head=2, n_embd=128, sequence_length=128,
+        total_batch_size=2048, max_steps=1200, warmup_steps=20, max_lr=3e-3, min_lr=0.0,
+        lr_schedule="wsd", decay_fraction=0.4, optimizer="muon", eval_interval=200, eval_steps=0, hellaswag_interval=0,
+        sample_interval=600, sample_prompt="", checkpoint_interval=600,
     ),
 }  # fmt: skip
 
@@ -518,10 +518,9 @@ def validate(forward, batches, token_bytes, rt: Runtime) -> dict:
         for micro in prefetch(([batch] for batch in batches), rt.device):
             targets = micro[0][1]
             _, nats = module(*micro[0], n_targets=torch.ones((), device=rt.device))
-            scored = targets[targets >= 0]
-            totals += torch.stack([nats, torch.tensor(len(scored)).to(nats), token_bytes[scored].sum().to(nats)]).to(
-                totals
-            )
+            scored = targets >= 0
+            n_bytes = torch.where(scored, token_bytes[targets.clamp(min=0)], 0).sum()
+            totals += torch.stack([nats, scored.sum().to(nats), n_bytes.to(nats)]).to(totals)
     module.train()
     nats, tokens, n_bytes = rt.sum(totals).tolist()
     return dict(loss=nats / tokens, bpb=nats / math.log(2) / max(n_bytes, 1))
@@ -599,7 +598,10 @@ def open_run(config: Config, rt: Runtime) -> Path | None:
         if holds_run and config.overwrite and not config.resume:
             for path in [*out_dir.glob("step_*"), *out_dir.glob("*.jsonl"), *out_dir.glob("samples.txt")]:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-        out_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            out_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise UserError(f"--out_dir {out_dir} cannot be made: {e.strerror}; give another one") from e
     rt.barrier()
     checkpoint = agree_on_checkpoint(config, rt) if config.resume else None
     if config.resume and checkpoint is None and checkpoint_steps(out_dir):

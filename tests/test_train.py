@@ -355,6 +355,10 @@ def test_a_truncated_checkpoint_given_by_name_offers_the_one_before(train, tmp_p
     assert run_inline(sample.main, [tmp_path / "run", "--max_new_tokens", 3], capsys, monkeypatch).returncode == 0
 
 
+def test_a_run_directory_that_cannot_be_made_gives_one_line(train):
+    assert_user_error(train(out="text.txt/run"), "--out_dir", "cannot be made")
+
+
 def test_a_run_is_never_overwritten_silently(train, tmp_path):
     train(max_steps=5)
     before = (tmp_path / "run" / "log.jsonl").read_bytes()
