@@ -91,6 +91,9 @@ def table(seconds: dict[str, list[float]], work: float, unit: str) -> list[dict]
 
 def machine(rt: Runtime) -> dict:
     name = torch.cuda.get_device_name() if rt.device.type == "cuda" else platform.processor() or platform.machine()
+    if rt.device.type == "cpu" and os.path.exists("/proc/cpuinfo"):
+        found = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
+        name = found[1] if found else name
     return dict(device=name, threads=torch.get_num_threads(), torch=torch.__version__, python=platform.python_version())
 
 
@@ -266,7 +269,7 @@ def draw_ladder(rows: list[dict], path: str, device: str) -> None:
     figure, axes = plt.subplots(figsize=(8, 0.5 * len(rows) + 1.2))
     bars = axes.barh([row["name"] for row in rows], [row["tokens_per_sec"] for row in rows], color="tab:blue")
     axes.bar_label(bars, [f" {row['tokens_per_sec']:,.0f}  (x {row['over_first']:.1f})" for row in rows])
-    axes.set(xlabel=f"tokens/s on {device}", xlim=(0, 1.25 * max(row["tokens_per_sec"] for row in rows)))
+    axes.set(xlabel=f"training, tokens/s on {device}", xlim=(0, 1.25 * max(row["tokens_per_sec"] for row in rows)))
     axes.invert_yaxis()
     figure.tight_layout()
     figure.savefig(path, dpi=120)
@@ -314,22 +317,23 @@ def fits(step: Callable[[], None]) -> bool:
 
 SPEEDRUNS = {  # what each line changes in which recipe
     "gpt2, AdamW at 1e-3": ("gpt2", dict(max_lr=1e-3, min_lr=1e-4)),
+    "gpt2, AdamW at 2e-3": ("gpt2", dict(max_lr=2e-3, min_lr=2e-4)),
     "gpt2, AdamW at 3e-3": ("gpt2", dict(max_lr=3e-3, min_lr=3e-4)),
-    "gpt2, AdamW at 1e-2": ("gpt2", dict(max_lr=1e-2, min_lr=1e-3)),
+    "gpt2, AdamW at 5e-3": ("gpt2", dict(max_lr=5e-3, min_lr=5e-4)),
     "speedrun": ("speedrun", {}),
     "AdamW instead of Muon": ("speedrun", dict(optimizer="adamw")),
-    "Muon at 0.01": ("speedrun", dict(muon_lr=0.01)),
-    "Muon at 0.04": ("speedrun", dict(muon_lr=0.04)),
-    "AdamW for the rest at 1e-3": ("speedrun", dict(max_lr=1e-3)),
+    "Muon at 0.01, not 0.02": ("speedrun", dict(muon_lr=0.01)),
+    "Muon at 0.04, not 0.02": ("speedrun", dict(muon_lr=0.04)),
+    "the rest at 1e-3, not 3e-3": ("speedrun", dict(max_lr=1e-3)),
     "cosine": ("speedrun", dict(lr_schedule="cosine")),
     "decay in the last quarter": ("speedrun", dict(decay_fraction=0.25)),
     "decay in the last three quarters": ("speedrun", dict(decay_fraction=0.75)),
-    "batch ramp over 250k tokens": ("speedrun", dict(batch_ramp=250_000)),
+    "no batch ramp": ("speedrun", dict(ramp=False)),
 }
 
 
 def speedrun(config: Config, rt: Runtime) -> list[dict]:
-    """Validation loss of a small GPT: the optimizer of the recipe gpt2, at three learning rates, against the recipe
+    """Validation loss of a small GPT: the optimizer of the recipe gpt2, at four learning rates, against the recipe
     speedrun, and each of its choices undone, with --share of the tokens. --data is a .txt; --repeats counts seeds.
     """
     from concurrent.futures import ThreadPoolExecutor
@@ -343,14 +347,18 @@ def speedrun(config: Config, rt: Runtime) -> list[dict]:
     def final_loss(run: tuple[str, int]) -> float:
         (name, seed), (recipe, changes) = run, SPEEDRUNS[run[0]]
         steps = config.steps if recipe == "gpt2" else round(config.share * config.steps)
-        options = shape | dict(seed=seed, data=config.data or "input.txt", tokenizer="train", max_steps=steps)
+        tokens, first = steps * shape["total_batch_size"], shape["total_batch_size"] // 4
+        options = shape | dict(seed=seed, data=config.data or "input.txt", tokenizer="train")
         options |= dict(warmup_steps=steps * RECIPES[recipe].warmup_steps // RECIPES[recipe].max_steps)
-        options |= dict(eval_interval=steps, eval_steps=50, device=rt.device.type, hellaswag_interval=0)
+        options |= dict(eval_steps=50, device=rt.device.type, hellaswag_interval=0)
         options |= dict(sample_interval=0, checkpoint_interval=0) | changes
-        if "batch_ramp" in changes:  # the same tokens in more steps
-            plan = batch_plan(replace(RECIPES[recipe], **shape, batch_ramp=changes["batch_ramp"], batch_ramp_from=512))
-            options["max_steps"] = next(n for n in range(steps, 9 * steps) if plan(n)[0] * 64 >= steps * 2048)
-            options |= dict(batch_ramp_from=512, eval_interval=options["max_steps"])
+        if options.pop("ramp", recipe == "speedrun"):  # the same tokens in more steps, from a quarter of the batch on
+            options |= dict(batch_ramp=tokens // 5, batch_ramp_from=first)
+        else:
+            options |= dict(batch_ramp=0)
+        plan = batch_plan(replace(RECIPES[recipe], **{k: v for k, v in options.items() if "batch" in k or "seq" in k}))
+        steps = next(n for n in range(steps, 2 * steps) if plan(n)[0] * shape["sequence_length"] >= tokens)
+        options |= dict(max_steps=steps, eval_interval=steps)
         out_dir = folder / f"{seed}-{list(SPEEDRUNS).index(name)}"
         words = [sys.executable, "train_gpt2.py", recipe, "--out_dir", str(out_dir)]
         words += [word for key, value in options.items() for word in (f"--{key}", str(value))]

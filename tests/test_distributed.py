@@ -46,7 +46,8 @@ def on_ranks(n: int, jobs: list[dict], timeout=240) -> None:
     """Run jobs one after the other on n ranks; see ranks.py."""
     command = [*TORCHRUN, "--standalone", f"--nproc_per_node={n}", str(ROOT / "tests" / "ranks.py"), json.dumps(jobs)]
     result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=timeout)
-    assert result.returncode == 0, result.stderr[result.stderr.find("Traceback") :][:3000]
+    first = min((i for word in ("Traceback", "terminate") if (i := result.stderr.find(word)) >= 0), default=0)
+    assert result.returncode == 0, result.stderr[first:][:3000]
 
 
 def alone(folder: Path, out: str, **changes) -> None:
