@@ -46,7 +46,8 @@ from runtime import UserError
 ENDOFTEXT = "<|endoftext|>"
 BLOCK = 2**20  # characters that are split, counted or sent to a worker at a time
 CACHED_CHUNKS = 2**18  # distinct chunks whose ids the encoder remembers
-LONG_CHUNK = 64  # bytes from which a chunk is encoded with linked lists, and characters from which it is not cached
+CACHED_LENGTH = 64  # characters of the longest chunk that it remembers
+LONG_CHUNK = 24  # bytes from which the encoder merges with a heap; below, a simple loop is faster
 
 # GPT-2 shows bytes as characters that can be printed and are not spaces, and numbers them in the order of those
 # characters: first the printable ones of Latin-1 as themselves, then the other bytes as U+0100, U+0101, ...
@@ -384,7 +385,7 @@ class ChunkCache(dict):
 
     def __missing__(self, chunk: str) -> list[int]:
         ids = self.encode_chunk(chunk)
-        if len(chunk) <= LONG_CHUNK:
+        if len(chunk) <= CACHED_LENGTH:
             if len(self) >= CACHED_CHUNKS:
                 self.clear()
             self[chunk] = ids
