@@ -7,6 +7,7 @@
     python bench.py data        # sharding and the loader
     python bench.py hellaswag   # batched scoring against one example at a time
     python bench.py lora        # finetuning against peft
+    python bench.py save        # what a checkpoint in the background costs the training loop
     python bench.py sample      # generation with and without the cache, and transformers' generate
 
 Everything that is compared runs in one process tree, in turn, several times; a table shows medians and their ratios.
@@ -313,6 +314,66 @@ def fits(step: Callable[[], None]) -> bool:
         torch.cuda.empty_cache()
         return False
     return True
+
+
+def save(config: Config, rt: Runtime) -> list[dict]:
+    """How long the training loop of a 124M model is held up by a checkpoint that is written in the background: copying
+    starts, and the optimizer waits for its end; against writing it at once. The disk is that of the current directory.
+    """
+    from checkpoint import CheckpointWriter
+    from model import GPT, GPTConfig
+    from runtime import SpikeDetector
+    from train_gpt2 import RECIPES, model_copy, training_state
+
+    model = GPT(GPTConfig(vocab_size=50304)).to(rt.device)
+    optimizers = model.configure_optimizers(0.1, 6e-4)
+    scaler, spikes = torch.amp.GradScaler(rt.device.type, enabled=False), SpikeDetector(1.0)
+    idx = torch.randint(50257, (1, 512), device=rt.device)
+    auto = Runtime.setup(rt.device.type)
+
+    def step(writer: CheckpointWriter | None) -> tuple[float, float]:
+        """Seconds of a step, and of its waiting for the copy."""
+        rt.synchronize()
+        began, waited = time.perf_counter(), 0.0
+        with auto.autocast():
+            _, loss = model(idx, idx)
+        loss.backward()
+        if writer is not None:
+            rt.synchronize()
+            waiting = time.perf_counter()
+            writer.wait_for_copy()
+            waited = time.perf_counter() - waiting
+        optimizers[0].step()
+        optimizers[0].zero_grad(set_to_none=True)
+        rt.synchronize()
+        return time.perf_counter() - began, waited
+
+    def copy() -> Callable[[Path], None]:
+        return model_copy(model).save_pretrained
+
+    step(None)
+    found = {"written at once": [], "held up": [], "step": [], "step during a write": []}
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        writer = CheckpointWriter(Path(folder), keep=1)
+        for number in range(1, 2 * config.repeats + 1):
+            state = training_state(number, number, optimizers, scaler, spikes, RECIPES["gpt2"], rt)
+            found["step"].append(step(None)[0])
+            began = time.perf_counter()
+            writer.save(number, copy, state, {}, announce=lambda line: None)
+            started = time.perf_counter() - began
+            if number % 2:
+                writer.wait()
+                found["written at once"].append(time.perf_counter() - began)
+            else:
+                seconds, waited = step(writer)
+                found["held up"].append(started + waited)
+                found["step during a write"].append(seconds)
+                writer.wait()
+    whole = statistics.median(found["written at once"])
+    for name, values in found.items():
+        median = statistics.median(values)
+        print(f"{name:<20} {median:8.4f} s  ({min(values):.4f} to {max(values):.4f})  {median / whole:.2%} of writing")
+    return [dict(name=name, seconds=values) for name, values in found.items()]
 
 
 SPEEDRUNS = {  # what each line changes in which recipe
@@ -821,6 +882,7 @@ COMMANDS = {
     "data": data,
     "hellaswag": hellaswag,
     "sample": sample,
+    "save": save,
     "speedrun": speedrun,
 }
 
