@@ -37,7 +37,7 @@ class Config:
     chat: bool = False  # hold a conversation in the terminal
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: cuda, else mps, else cpu
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of weights; auto: fp32 on a CPU, else 16 bits
-    compile: bool = False  # compile the step of a token: half a minute first, then faster; for long texts and chats
+    compile: bool = False  # compile the step of a token: for long texts on a GPU; on a CPU it is slower
 
 
 def main() -> None:

@@ -279,7 +279,7 @@ def train(
                 scaler.unscale_(optimizer)
             params = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
             grad_norm = torch.nn.utils.clip_grad_norm_(params, config.grad_clip or math.inf)
-            stop = loss.new_tensor(signals.signum != 0 or writer.failed)
+            stop = loss.new_full((), signals.signum != 0 or writer.failed)  # new_tensor would wait for the GPU
             figures = rt.sum(torch.stack([loss, grad_norm, stop])) / rt.world_size
             writer.wait_for_copy()
             update(optimizers, ~figures.isfinite().all(), scaler, rt)
