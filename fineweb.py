@@ -16,6 +16,7 @@ command goes on behind the last complete shard, and the result is the same to th
 This file knows nothing of models or training; data.py reads what it writes.
 """
 
+import _thread
 import errno
 import fnmatch
 import glob
@@ -515,7 +516,7 @@ def in_thread(work: Callable, *args) -> Future:
         except BaseException as e:
             future.set_exception(e)
 
-    threading.Thread(target=run, daemon=True).start()
+    _thread.start_new_thread(run, ())  # a signal in the middle of Thread.start would leave a traceback on the terminal
     return future
 
 
