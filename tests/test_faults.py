@@ -304,6 +304,41 @@ def test_the_precision_follows_from_the_gpu_and_says_why(monkeypatch, capability
     assert chosen == getattr(torch, dtype) and f"{capability[0]}.{capability[1]}" in why
 
 
+@pytest.mark.parametrize("slow, fastest", [("one", "two"), ("two", "one")])
+def test_the_fastest_attention_kernel_is_left_on(monkeypatch, slow, fastest):
+    from torch.nn.attention import SDPBackend
+
+    on, real = {}, torch.nn.functional.scaled_dot_product_attention
+    backends = {"one": SDPBackend.FLASH_ATTENTION, "two": SDPBackend.MATH, "absent": SDPBackend.CUDNN_ATTENTION}
+    kernels = {name: (backend, lambda value, name=name: on.update({name: value})) for name, backend in backends.items()}
+    monkeypatch.setattr(runtime, "attention_kernels", lambda device_type: kernels)
+
+    def attention(*args, **kwargs):
+        flash, cudnn = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled()
+        if cudnn:
+            raise RuntimeError("No available kernel")
+        time.sleep(0.01 * (("one" if flash else "two") == slow))
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+    rt = runtime.Runtime.setup("cpu", "float32")
+    assert runtime.choose_attention_kernel(rt, (2, 2, 16, 8)) == fastest
+    assert on == {name: name == fastest for name in backends}
+
+
+def test_where_there_is_one_attention_kernel_there_is_no_choice():
+    assert runtime.choose_attention_kernel(runtime.Runtime.setup("cpu", "float32"), (2, 2, 16, 8)) == ""
+
+
+@pytest.mark.parametrize(
+    "dtype, length, expected", [("bfloat16", 64, "naive"), ("bfloat16", 4096, "flash"), ("float32", 64, "flash")]
+)
+def test_attention_follows_from_the_precision_on_a_processor(dtype, length, expected):
+    rt = runtime.Runtime.setup("cpu", dtype)
+    assert runtime.choose_attention("auto", rt, length) == expected
+    assert [runtime.choose_attention(given, rt, length) for given in ("flash", "naive")] == ["flash", "naive"]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_precisions_agree_on_a_gpu(train, tmp_path, dtype):
