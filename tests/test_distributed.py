@@ -64,8 +64,9 @@ def alone(folder: Path, out: str, **changes) -> None:
 
 
 def loss_of(run: Path) -> dict:
-    """{(kind, step): loss} of training and validation."""
-    return {(kind, r["step"]): r["loss"] for kind in ("train", "val") for r in log_of(run, kind)}
+    """{(kind, step): loss} of training and validation, and {("bpb", step): bits per byte}."""
+    losses = {(kind, r["step"]): r["loss"] for kind in ("train", "val") for r in log_of(run, kind)}
+    return losses | {("bpb", r["step"]): r["bpb"] for r in log_of(run, "val")}
 
 
 def same_losses(run: Path, reference: Path, rel=1e-5) -> None:

@@ -142,6 +142,20 @@ def hellaswag_rows(path: Path, n: int = 7) -> Path:
     return path
 
 
+def test_targets_that_do_not_count_add_neither_loss_nor_bytes():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(sequence_length=16, vocab_size=64, n_layer=1, n_head=2, n_embd=16))
+    idx, targets, token_bytes = torch.randint(64, (3, 16)), torch.randint(64, (3, 16)), torch.arange(1, 65)
+    targets[:, ::3] = -1
+    found = train_gpt2.validate(model, [(idx, targets)], token_bytes, train_gpt2.Runtime.setup("cpu", "float32"))
+    with torch.no_grad():
+        logits, _ = model(idx)
+    scored = targets >= 0
+    nats = torch.nn.functional.cross_entropy(logits[scored], targets[scored], reduction="sum").item()
+    assert found["loss"] == pytest.approx(nats / scored.sum().item(), rel=1e-5)
+    assert found["bpb"] == pytest.approx(nats / math.log(2) / token_bytes[targets[scored]].sum().item(), rel=1e-5)
+
+
 def test_hellaswag_is_scored_on_the_way_and_changes_nothing(train, tmp_path):
     rows = hellaswag_rows(tmp_path / "rows.jsonl")
     train(out="with", max_steps=8, hellaswag_interval=3, hellaswag_data=rows)
@@ -380,6 +394,8 @@ def test_a_run_is_never_overwritten_silently(train, tmp_path):
         (dict(init_from="./nowhere"), ["./nowhere"]),
         (dict(max_stepz=3), ["max-steps"]),
         (dict(dtype="int8"), ["int8"]),
+        (dict(fp8=True), ["--fp8", "bfloat16", "float32"]),
+        (dict(fp8=True, dtype="bfloat16", n_embd=40), ["--fp8", "multiple of 16", "40"]),
     ],
 )
 def test_bad_arguments_give_one_line(train, tmp_path, changes, words):
