@@ -13,9 +13,6 @@ This file knows nothing of models, data or checkpoints.
 
 import atexit
 import contextlib
-import errno
-import hashlib
-import io
 import json
 import math
 import os
@@ -30,120 +27,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-
-class UserError(Exception):
-    """Something the user gave is wrong: `error: what, and what to do` on one line, and exit code 2."""
-
-
-class Stopped(Exception):
-    """A signal ended the run in good order; `signum` decides the exit code (130 for SIGINT, 143 for SIGTERM)."""
-
-    def __init__(self, signum: int):
-        super().__init__(signal.Signals(signum).name)
-        self.signum = signum
-
-
-def script(main: Callable[[], None]) -> None:
-    """Run `main` and end the process: 0 done, 2 for bad usage or input, 128 + n after signal n."""
-    try:
-        main()
-        if (distributed := sys.modules.get("torch.distributed")) and distributed.is_initialized():
-            distributed.barrier()  # Gloo drops its last tensors in the meantime: doing so while Python ends would abort
-            distributed.destroy_process_group()
-    except UserError as e:
-        fail(str(e))
-    except Stopped as e:
-        sys.exit(128 + e.signum)
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
-    except BrokenPipeError:  # the reader of our output went away, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
-    except OSError as e:
-        if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and e.filename:
-            fail(f"{e.filename}: {e.strerror}; change its permissions, or give another path")
-        if e.errno != errno.ENOSPC:
-            raise
-        fail(f"no space left on the device of {e.filename or 'the output directory'}; free some, then start again")
-
-
-def fail(message: str) -> None:
-    """Print `error: message` on one line of stderr, on the first rank only, and exit with code 2."""
-    if int(os.environ.get("RANK", 0)) == 0:
-        print("error: " + " ".join(message.split()), file=sys.stderr)
-    sys.exit(2)
-
-
-def parse_args(config_type, args: list[str] | None = None, default=None, prog: str | None = None, description=None):
-    """Fill the dataclass `config_type` from the command line; the comments behind its fields are the help.
-
-    `default` is an instance whose values replace the dataclass's own. Raises UserError where tyro would print a box.
-    """
-    import tyro
-
-    stderr = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(stderr):
-            return tyro.cli(
-                config_type,
-                args=sys.argv[1:] if args is None else args,
-                default=default,
-                prog=prog or os.path.basename(sys.argv[0]),
-                description=description,
-                config=(tyro.conf.FlagCreatePairsOff,),
-            )
-    except SystemExit as e:
-        if e.code in (0, None):
-            raise
-        raise UserError(_first_sentence(stderr.getvalue())) from None
-
-
-def _first_sentence(box: str) -> str:
-    """The message of tyro's error box, without the frame, plus the option that it thinks was meant."""
-    lines = [line.strip("│ ").strip() for line in box.splitlines() if not line.startswith(("╭", "╰"))]
-    rules = [i for i, line in enumerate(lines) if set(line) == {"─"}] or [len(lines)]
-    message = " ".join(lines[: rules[0]]).removesuffix(" .").rstrip(".")
-    meant = re.search(r"Perhaps you meant:\s+(--[\w-]+)", " ".join(lines))
-    return f"{message}; {'did you mean ' + meant[1] + '?' if meant else 'see --help'}"
-
-
-def sha256(path: Path) -> str:
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
-
-
-def write_atomically(path: Path, fill: Callable[[Path], None]) -> None:
-    """Make the directory `path` by filling a hidden one beside it, flushing it to the disk and renaming it.
-
-    Whatever interrupts this, `path` is either absent or complete.
-    """
-    temporary = path.with_name(f".{path.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir(parents=True)
-        fill(temporary)
-        for file in temporary.iterdir():
-            flush(file)
-        flush(temporary)
-        if path.exists():  # the same step again, after a resume from an earlier one
-            shutil.rmtree(path)
-        temporary.rename(path)
-        flush(path.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
-def flush(path: Path) -> None:
-    """Wait until a file or a directory's names are on the disk."""
-    if os.name == "nt" and path.is_dir():  # Windows cannot open a directory
-        return
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
+from cli import Stopped, UserError, fail, flush, parse_args, script, sha256, write_atomically  # noqa: F401
 
 # The dense peak of the tensor cores in FLOP/s for 16-bit inputs with fp32 accumulation, from NVIDIA's data sheets.
 # The first name that is part of the device's name counts, so that longer names come first.

@@ -78,7 +78,7 @@ def losses(out_dir: Path) -> list[tuple[int, float, float]]:
 
 def run_inline(main, argv: list, capsys, monkeypatch) -> SimpleNamespace:
     """Run a script's main function in this process: quicker than a new one, with the same exit codes and output."""
-    from runtime import script
+    from cli import script
 
     monkeypatch.setattr(sys, "argv", ["script.py", *map(str, argv)])
     capsys.readouterr()

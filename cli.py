@@ -1,0 +1,241 @@
+"""What every door needs before it does anything: command line, checked constants, one-line errors, whole files.
+
+- `script(main)` runs a main function with the exit codes and one-line errors that every door has
+- `parse_args(Config, ...)` turns a frozen dataclass of constants into a command line, and checks every range
+- `Positive`, `Count`, `Fraction`, ...: the types of constants, each of which says what range it allows
+- `replace_file`, `write_atomically`, `read_json`: a file or directory that is there is whole
+
+This file knows nothing of torch, models or data; a worker process that imports it stays small.
+"""
+
+import contextlib
+import errno
+import hashlib
+import io
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+
+class UserError(Exception):
+    """Something the user gave is wrong: `error: what, and what to do` on one line, and exit code 2."""
+
+
+class Stopped(Exception):
+    """A signal ended the run in good order; `signum` decides the exit code (130 for SIGINT, 143 for SIGTERM)."""
+
+    def __init__(self, signum: int):
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+
+
+def script(main: Callable[[], None]) -> None:
+    """Run `main` and end the process: 0 done, 2 for bad usage or input, 128 + n after signal n."""
+    try:
+        main()
+        if (distributed := sys.modules.get("torch.distributed")) and distributed.is_initialized():
+            distributed.barrier()  # Gloo still sends its last tensors; ending Python in the middle of that aborts
+            distributed.destroy_process_group()
+    except Stopped as e:
+        sys.exit(128 + e.signum)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    except BrokenPipeError:  # the reader of our output went away, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except (UserError, OSError, MemoryError, RuntimeError) as e:
+        if (message := explain(e)) is None:
+            raise
+        fail(message)
+
+
+def explain(e: BaseException) -> str | None:
+    """What to tell the user about an error; None for one that is ours, whose traceback should be seen."""
+    if isinstance(e, UserError):
+        return str(e)
+    if isinstance(e, OSError) and e.errno is not None:
+        place = e.filename or "the output"
+        if e.errno in (errno.ENOSPC, errno.EDQUOT):
+            return f"no space left on the disk of {place}; free some, then give the same command again"
+        if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            return f"{place}: {e.strerror}; change its permissions, or give another path"
+        return f"{place}: {e.strerror}; give another path, or mend that one"
+    if isinstance(e, MemoryError) or type(e).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(e):
+        return f"out of memory ({str(e).splitlines()[0] if str(e) else 'in Python'}); use a smaller model or batch"
+    return None
+
+
+def fail(message: str) -> None:
+    """Print `error: message` on one line of stderr and exit with code 2. Each rank says its own error."""
+    rank = os.environ.get("RANK", "0")
+    who = "" if rank == "0" else f"rank {rank}: "
+    print(f"error: {who}" + " ".join(message.split()), file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+# ------------------------------------------------------------------------------------------------------- constants
+
+
+@dataclass(frozen=True)
+class Range:
+    """The values that a constant may have. `nan` and infinities never are; `above` leaves out `low` itself."""
+
+    low: float
+    high: float
+    above: bool = False
+    below: bool = False
+
+    def check(self, name: str, value: float) -> None:
+        """Raises UserError for a value outside."""
+        inside = self.low < value if self.above else self.low <= value
+        inside = inside and (value < self.high if self.below else value <= self.high)
+        if not (inside and math.isfinite(value)):
+            low, high = "(" if self.above else "[", ")" if self.below else "]"
+            raise UserError(f"--{name} must be in {low}{self.low:,g}, {self.high:,g}{high}, not {value}")
+
+
+Positive = Annotated[int, Range(1, 1e9)]  # sizes, steps, sequences
+Count = Annotated[int, Range(0, 1e9)]  # the same, where 0 has a meaning of its own
+Tokens = Annotated[int, Range(0, 1e15)]  # amounts of data; 0 has a meaning of its own
+Seed = Annotated[int, Range(0, 2**63 - 1)]
+PositiveFloat = Annotated[float, Range(0, 1e9, above=True)]
+NonNegative = Annotated[float, Range(0, 1e9)]
+Fraction = Annotated[float, Range(0, 1)]  # 0 and 1 included
+Probability = Annotated[float, Range(0, 1, below=True)]  # of dropout: 1 would leave nothing
+
+
+def check_ranges(config: Any) -> None:
+    """Raises UserError for the first field of a dataclass that is outside the Range in its annotation."""
+    hints = get_type_hints(type(config), include_extras=True)
+    for field in fields(config):
+        value = getattr(config, field.name)
+        for limits in (extra for extra in getattr(hints[field.name], "__metadata__", ()) if isinstance(extra, Range)):
+            for one in value if isinstance(value, tuple) else (value,):
+                limits.check(field.name, one)
+
+
+def parse_args(config_type, args: list[str] | None = None, default=None, prog: str | None = None, description=None):
+    """Fill the dataclass `config_type` from the command line; the comments behind its fields are the help.
+
+    `default` is an instance whose values replace the dataclass's own. Raises UserError where tyro would print a box,
+    and for a constant outside its range.
+    """
+    import tyro
+
+    stderr = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(stderr):
+            config = tyro.cli(
+                config_type,
+                args=sys.argv[1:] if args is None else args,
+                default=default,
+                prog=prog or os.path.basename(sys.argv[0]),
+                description=description,
+                config=(tyro.conf.FlagCreatePairsOff,),
+            )
+    except SystemExit as e:
+        if e.code in (0, None):
+            raise
+        raise UserError(first_sentence(stderr.getvalue())) from None
+    check_ranges(config)
+    return config
+
+
+def first_sentence(box: str) -> str:
+    """The message of tyro's error box, without the frame, plus the option that it thinks was meant."""
+    lines = [line.strip("│ ").strip() for line in box.splitlines() if not line.startswith(("╭", "╰"))]
+    rules = [i for i, line in enumerate(lines) if set(line) == {"─"}] or [len(lines)]
+    message = " ".join(lines[: rules[0]]).removesuffix(" .").rstrip(".")
+    meant = re.search(r"Perhaps you meant:\s+(--[\w-]+)", " ".join(lines))
+    return f"{message}; {'did you mean ' + meant[1] + '?' if meant else 'see --help'}"
+
+
+# ----------------------------------------------------------------------------------------------------- whole files
+
+
+def sha256(path: Path) -> str:
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or the names in a directory, are on the disk."""
+    if os.name == "nt" and path.is_dir():  # Windows cannot open a directory
+        return
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Write a file whole or not at all: under a name of this process first, flushed, then renamed over `path`."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        part.write_bytes(content.encode() if isinstance(content, str) else content)
+        flush(part)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    flush(path.parent)
+
+
+def write_atomically(path: Path, fill: Callable[[Path], None]) -> None:
+    """Make the directory `path` by filling a hidden one beside it, flushing it to the disk and renaming it.
+
+    Whatever interrupts this, `path` is the old directory, the new one, or (for the moment between two renames) absent
+    while both are there under hidden names; never a part of either.
+    """
+    temporary, old = (path.with_name(f".{path.name}.{os.getpid()}.{kind}") for kind in ("tmp", "old"))
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        fill(temporary)
+        for file in temporary.iterdir():
+            flush(file)
+        flush(temporary)
+        if path.exists():
+            path.rename(old)
+        temporary.rename(path)
+        flush(path.parent)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        if old.exists() and not path.exists():
+            old.rename(path)
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file. Raises FileNotFoundError where there is none, UserError for whatever is wrong in it."""
+    try:
+        return json.loads(path.read_bytes().decode("utf-8-sig"))
+    except FileNotFoundError:
+        raise
+    except (ValueError, RecursionError, OSError) as e:  # ValueError: not UTF-8, not JSON, or a number of 5,000 digits
+        reason = e.strerror if isinstance(e, OSError) else e
+        raise UserError(f"{path} cannot be read as JSON: {reason}; it is damaged, or another kind of file") from None
+
+
+@contextlib.contextmanager
+def only_one(lock: Path, what: str, seconds: float = 10) -> Iterator[None]:
+    """Hold a lock file while the block runs, so that two processes do not write to one place.
+
+    The lock of a process that was killed is free again; one that is just ending is waited for. Raises UserError when
+    another process keeps it: `what` names the place, for instance "run directory out/tiny".
+    """
+    from filelock import FileLock, Timeout
+
+    try:
+        with FileLock(lock, timeout=seconds):
+            yield
+    except Timeout:
+        raise UserError(f"another process writes to the {what}; wait until it ends, or use another one") from None
