@@ -1,0 +1,402 @@
+"""Documents of the Hugging Face hub or of files, for the scripts that read text: fineweb.py and bpe/train.py.
+
+    source -> files -> units -> documents
+
+- source: files, folders, globs, or OWNER/NAME[/FOLDER or /GLOB] of a dataset of the hub
+- file: .parquet, .jsonl or .txt, plain or compressed; those of the hub are downloaded a little before they are used
+- unit: a part of a file with about UNIT_BYTES of text, so that memory does not grow with the size of files
+- document: a row, a line, or the text up to two blank lines
+
+This file knows nothing of tokens, shards, models or torch.
+"""
+
+import codecs
+import errno
+import fnmatch
+import glob
+import json
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from tqdm import tqdm
+
+from cli import UserError, sha256
+
+# The kinds of files, and how many bytes of English text a byte of each holds. A dataset of the hub often comes in
+# several kinds: the first of them here is taken.
+KINDS = {
+    ".parquet": 1.5, ".jsonl": 0.95, ".jsonl.gz": 2.6, ".jsonl.zst": 3.0, ".json.gz": 2.6,
+    ".txt": 1.0, ".txt.gz": 2.6, ".txt.zst": 3.0,
+}  # fmt: skip
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+UNIT_BYTES = 2**22  # large against the cost of handing a unit to a process, small against its memory
+LONGEST = 2**30  # bytes of text without a place to cut: such a file is not what its name says
+AS_STREAM = dict(buffer_size=2**20, pre_buffer=False)  # by default the bytes of a whole row group are in memory
+
+# Two blank lines, which end with \n or \r\n. Possessive, or a run of millions would be remembered for backtracking.
+BLANK_LINES = re.compile(r"\n\r?\n(?:\r?\n)++")
+AFTER_BLANK_LINES = re.compile(r"(?:(?<=\n\n\n)|(?<=\n\r\n\r\n))(?=[^\r\n])")
+
+
+def kind_of(name: str) -> str:
+    """`.jsonl.gz` of `a/b.jsonl.gz`; empty for a file of no kind that can be read."""
+    return next((kind for kind in KINDS if name.endswith(kind)), "")
+
+
+# ------------------------------------------------------------------------------------------------ source -> files
+
+
+class SourceFile(NamedTuple):
+    name: str  # a local path, or the path in the dataset
+    bytes: int  # 0 where the hub does not say
+    version: str  # of a local file the time of its last change in ns; of the hub, the hash of its content
+
+    @property
+    def sha256(self) -> str:
+        """Of a large file of the hub; small ones have a hash of another kind, and local files none."""
+        return self.version if len(self.version) == 64 else ""
+
+
+class Source(NamedTuple):
+    files: list[SourceFile]
+    repo: str = ""  # OWNER/NAME on the hub; empty for local files
+    commit: str = ""
+
+
+def find_source(patterns: tuple[str, ...], revision: str = "main") -> Source:
+    """The files of local paths, folders and globs, or of a dataset of the hub at `revision`. Raises UserError."""
+    if len(patterns) == 1 and on_hub(patterns[0]):
+        return hub_source(patterns[0], revision)
+    return Source([local_file(path) for pattern in patterns for path in local_paths(pattern)])
+
+
+def on_hub(pattern: str) -> bool:
+    """Is it OWNER/NAME, perhaps with more after it, and no local file or folder?"""
+    name = re.match(r"[\w-][\w.-]*/[\w-][\w.-]*(?=/|$)", pattern)
+    here = os.path.exists(pattern) or glob.glob(pattern, recursive=True)
+    return name is not None and not here and not kind_of(name[0])
+
+
+def local_paths(pattern: str) -> list[Path]:
+    """The files of a path, a folder (with all below it) or a glob, sorted. Raises UserError."""
+    found = [pattern] if os.path.exists(pattern) else sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
+    files = [file for path in map(Path, found) for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
+    files = [file for file in files if kind_of(file.name) and file.is_file()]
+    if not files:
+        raise UserError(
+            f"{pattern or 'the empty name'}: no such file, or none with a name that ends in {', '.join(KINDS)}; "
+            "give files, a folder, a quoted glob, or OWNER/NAME of a dataset of the hub"
+        )
+    return files
+
+
+def local_file(path: Path) -> SourceFile:
+    stat = path.stat()
+    return SourceFile(str(path), stat.st_size, str(stat.st_mtime_ns))
+
+
+def hub_source(name: str, revision: str) -> Source:
+    """The files of a dataset of the hub, of one kind, of its training split if it has one. Raises UserError."""
+    from huggingface_hub import HfApi
+
+    owner, dataset, *rest = name.strip("/").split("/")
+    repo, folder = f"{owner}/{dataset}", "/".join(rest)
+    ask = partial(HfApi().dataset_info, repo, revision=revision, files_metadata=True, timeout=60)
+    info = patiently(ask, f"the list of files of {repo}", attempts=3)
+    known = [f for f in info.siblings or [] if kind_of(f.rfilename) and not {"/", ".."} & {*Path(f.rfilename).parts}]
+    chosen = [f for f in known if any(fnmatch.fnmatch(f.rfilename, p) for p in (folder or "*", f"{folder}/*"))]
+    chosen = [f for f in chosen if "train" in f.rfilename] or chosen
+    chosen = next(filter(None, ([f for f in chosen if kind_of(f.rfilename) == kind] for kind in KINDS)), [])
+    if not chosen:
+        folders = ", ".join(sorted({os.path.dirname(f.rfilename) or "." for f in known})[:9]) or "no folder"
+        raise UserError(f"{repo} has no data file in {folder or '.'}; it has some in {folders}: add one to its name")
+    hashes = [getattr(f.lfs, "sha256", None) or f.blob_id or "" for f in chosen]
+    files = [SourceFile(f.rfilename, f.size or 0, h) for f, h in zip(chosen, hashes, strict=True)]
+    return Source(sorted(files), repo, info.sha)
+
+
+def patiently(call: Callable, what: str, attempts: int = 6):
+    """`call()`; again where the hub is busy or the network fails, after as long as the hub asks for; then UserError."""
+    from huggingface_hub.constants import ENDPOINT
+
+    for attempt in range(attempts):
+        try:
+            return call()
+        except Exception as e:  # which classes there are has changed with the versions of the hub's library
+            of_network = isinstance(e, OSError) or type(e).__module__.startswith("httpx")
+            not_understood = isinstance(e, ValueError | KeyError | TypeError)  # a name, or what was answered
+            if getattr(e, "errno", 0) in (errno.ENOSPC, errno.EDQUOT) or not (of_network or not_understood):
+                raise
+            response = getattr(e, "response", None)
+            status = getattr(response, "status_code", 0)
+            reason = f"HTTP {status}" if status else f"{type(e).__name__}: {e}".splitlines()[0]
+            if not_understood or status in (401, 403, 404) or attempt == attempts - 1:
+                raise UserError(
+                    f"cannot get {what} from {ENDPOINT} ({reason}); check the name, the revision and the network, log "
+                    "in with `hf auth login`, set HF_ENDPOINT to a mirror, or give local files that exist"
+                ) from e
+            after = response.headers.get("Retry-After", "") if response is not None else ""
+            pause = int(after) if after.isdigit() else 2**attempt
+            tqdm.write(f"{what}: {reason}; again in {pause} s", file=sys.stderr)
+            time.sleep(pause)
+
+
+# ------------------------------------------------------------------------------------------------ files on this disk
+
+
+def arriving(source: Source, folder: Path, first: int = 0, ahead: int = 0) -> Iterator[Path]:
+    """The files from number `first` on, each as soon as it is on this disk. Raises UserError.
+
+    While one of the hub is in use, `ahead` more are downloaded to `folder`, as many at a time.
+    """
+    if not source.repo:
+        yield from (Path(file.name) for file in source.files[first:])
+        return
+    coming = [Future() for _ in source.files]
+    room = threading.Semaphore(ahead + 1)
+    numbers = iter(range(first, len(coming)))
+
+    def work() -> None:
+        while room.acquire() and (number := next(numbers, None)) is not None:
+            try:
+                coming[number].set_result(download(source, source.files[number], folder))
+            except BaseException as e:
+                coming[number].set_exception(e)
+
+    for _ in range(max(ahead, 1)):  # daemons: a script that was stopped does not wait for its downloads
+        threading.Thread(target=work, daemon=True).start()
+    for future in coming[first:]:
+        yield future.result()
+        room.release()
+
+
+def download(source: Source, file: SourceFile, folder: Path) -> Path:
+    """The path on this disk of a file of the hub, whose hash it has. A download resumes where an earlier one broke off;
+    hf_hub_download would start over, since it deletes what it has when it fails."""
+    from huggingface_hub import hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import build_hf_headers, disable_progress_bars
+
+    place = dict(repo_id=source.repo, filename=file.name, repo_type="dataset", revision=source.commit)
+    path = folder / file.name
+    for there in (path, try_to_load_from_cache(**place)):
+        if isinstance(there, str | Path) and has_hash(Path(there), file):
+            return Path(there)
+    disable_progress_bars()  # its bars would tear apart ours
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+
+    def get() -> None:
+        with open(part, "ab") as f:
+            if not file.sha256 or f.tell() > file.bytes > 0:  # no hash would tell what the beginning belongs to
+                f.truncate(0)
+            size = dict(resume_size=f.tell(), expected_size=file.bytes or None)
+            http_get(hf_hub_url(**place), f, headers=build_hf_headers(), **size)
+        if file.sha256 and not has_hash(part, file):
+            part.unlink()
+            raise OSError(f"{file.name} arrived damaged")
+
+    patiently(get, file.name)
+    part.replace(path)
+    return path
+
+
+def has_hash(path: Path, file: SourceFile) -> bool:
+    return bool(file.sha256) and path.is_file() and sha256(path) == file.sha256
+
+
+def discard(source: Source, folder: Path, n: int) -> None:
+    """Delete what was downloaded of the first n files."""
+    for file in source.files[:n] if source.repo else []:
+        (folder / file.name).unlink(missing_ok=True)
+
+
+# ------------------------------------------------------------------------------------------------ files -> units
+
+
+class Unit(NamedTuple):
+    """A part of a file: what a worker process turns into tokens at once."""
+
+    path: Path
+    at: int  # where it begins: a row of a .parquet, in other files a byte of the text
+    content: range | list[str | None] | bytes  # row groups that are still to be read, rows, or whole lines or a text
+    done: float  # the fraction of the file that ends with this unit
+    continued: bool = False  # its first document began in the unit before
+
+
+def units_of(path: Path, text_field: str, cut: re.Pattern | None = None, at: int = 0) -> Iterator[Unit]:
+    """The units of a file from `at` on, where a unit began earlier.
+
+    `cut` matches where a document in a .txt may be cut without harm; None cuts it between documents only.
+    Raises UserError if the file is damaged or has no such field.
+    """
+    with readable(path):
+        if kind_of(path.name) == ".parquet":
+            yield from parquet_units(path, text_field, at)
+        elif is_txt(path):
+            for unit in stream_units(path, at, partial(end_of_match, pattern=cut or AFTER_BLANK_LINES)):
+                yield unit._replace(continued=cut is not None and unit.at > 0)
+        else:
+            for unit in stream_units(path, at, lambda block: block.find(b"\n") + 1):
+                if unit.at == 0:
+                    check_keys(unit, text_field)
+                yield unit
+
+
+def is_txt(path: Path) -> bool:
+    return kind_of(path.name).startswith(".txt")
+
+
+@contextmanager
+def readable(path: Path, at: int = 0) -> Iterator[None]:
+    """Whatever is wrong with a file becomes one UserError. `at` is the byte where the part under way begins."""
+    try:
+        yield
+    except UnicodeDecodeError as e:
+        raise UserError(f"cannot read {path}: not UTF-8 at byte {at + e.start}; convert it with iconv -t UTF-8") from e
+    except (pa.ArrowException, OSError, ValueError, EOFError) as e:
+        remedy = "it is damaged, cut short or of another kind: get it again, or leave it out"
+        raise UserError(f"cannot read {path}: {e}; {remedy}") from e
+
+
+def parquet_units(path: Path, text_field: str, at: int) -> Iterator[Unit]:
+    """Small row groups together, for the workers to read. A large one is read here, in parts: that is possible from its
+    first row on only, and every worker would read all of it."""
+    with pq.ParquetFile(path, **AS_STREAM) as file:
+        column, total = text_column(file, path, text_field), max(file.metadata.num_rows, 1)
+        groups, size, begin, row = range(0), 0, 0, 0  # of the unit to come: row groups, bytes, first row
+        for group in range(file.num_row_groups):
+            meta = file.metadata.row_group(group)
+            n_bytes, end = meta.column(column).total_uncompressed_size, row + meta.num_rows
+            in_parts = n_bytes > 2 * UNIT_BYTES or row < at < end
+            if groups and (in_parts or size + n_bytes > UNIT_BYTES):
+                yield Unit(path, begin, groups, row / total)
+                groups = range(0)
+            if in_parts:
+                step = max(meta.num_rows * UNIT_BYTES // n_bytes, 1)
+                for batch in file.iter_batches(step, row_groups=[group], columns=[text_field], use_threads=False):
+                    row, batch = max(row, min(at, row + len(batch))), batch.slice(max(at - row, 0))
+                    if len(batch):
+                        yield Unit(path, row, batch.column(0).to_pylist(), (row + len(batch)) / total)
+                        row += len(batch)
+            elif end > at:  # what is before was written before an interruption
+                if not groups:
+                    groups, size, begin = range(group, group), 0, row
+                groups, size = range(groups.start, group + 1), size + n_bytes
+            row = end
+        if groups:
+            yield Unit(path, begin, groups, 1.0)
+
+
+def text_column(file: pq.ParquetFile, path: Path, text_field: str) -> int:
+    """The number of the column `text_field`. Raises UserError if there is none with text."""
+    is_text = re.compile(r"(dictionary<values=)?(large_)?string").match
+    texts = [field.name for field in file.schema_arrow if is_text(str(field.type))]
+    if text_field not in texts:
+        remedy = f"--text_field one of {', '.join(texts)}" if texts else "another file"
+        raise UserError(f"{path} has no column {text_field!r} of text; give {remedy}")
+    return [file.schema.column(i).path for i in range(len(file.schema))].index(text_field)
+
+
+def stream_units(path: Path, at: int, place: Callable[[bytes], int]) -> Iterator[Unit]:
+    """Parts of a text, plain or compressed, cut at the first place in each block; `place` finds it, or says 0."""
+    with open(path, "rb") as raw:
+        size = os.fstat(raw.fileno()).st_size
+        compression = COMPRESSIONS.get(path.suffix)
+        stream = pa.input_stream(raw, compression=compression) if compression else raw
+        if not compression:
+            raw.seek(at)
+        for n in range(0, at if compression else 0, UNIT_BYTES):  # this one can only be read from its first byte on
+            stream.read(min(at - n, UNIT_BYTES))
+        unit = bytearray()
+        while block := stream.read(UNIT_BYTES):
+            end = place(block) if unit else 0  # never in the first block, whose unit would be tiny
+            unit += block[: end or None]
+            if end:
+                yield Unit(path, at, bytes(unit), raw.tell() / size)
+                at += len(unit)
+                unit = bytearray(block[end:])
+            elif len(unit) > LONGEST:
+                raise ValueError(f"a line or document of more than {LONGEST:,} bytes")
+        if unit:
+            yield Unit(path, at, bytes(unit), 1.0)
+
+
+def end_of_match(block: bytes, pattern: re.Pattern) -> int:
+    """Where the first match ends, in bytes; 0 if there is none."""
+    text = block.decode("utf-8", "surrogateescape")  # up to 3 bytes are left of a character from the block before
+    match = pattern.search(text, 4)
+    return len(text[: match.end()].encode("utf-8", "surrogateescape")) if match else 0
+
+
+def check_keys(unit: Unit, text_field: str) -> None:
+    """Does the first line have the field? Raises UserError, which names those that it has."""
+    line = text_bytes(unit).lstrip().partition(b"\n")[0] or b"{}"
+    try:
+        keys = json.loads(line).keys()
+    except (ValueError, AttributeError, RecursionError):
+        raise UserError(f"the first line of {unit.path} is no JSON object, and every line has to be one") from None
+    if keys and text_field not in keys:
+        names = ", ".join(keys)
+        raise UserError(f"{unit.path} has no {text_field!r} in its first line; give --text_field one of {names}")
+
+
+# ------------------------------------------------------------------------------------------------ units -> documents
+
+
+def documents_of(unit: Unit, text_field: str) -> Iterator[tuple[str | None, str]]:
+    """(text, "") of every document, and (None, reason) of one to be skipped. Raises UserError for a damaged file."""
+    with readable(unit.path, unit.at):
+        if not isinstance(unit.content, bytes):
+            yield from ((text, "" if text is not None else "no text") for text in texts_of(unit, text_field))
+        elif is_txt(unit.path):
+            yield from ((text, "") for text in documents(text_bytes(unit).decode()))
+        else:
+            lines = text_bytes(unit).split(b"\n")  # not splitlines: a JSON string may hold U+2028
+            yield from (text_of(line, text_field) for line in lines if line.strip())
+
+
+def text_bytes(unit: Unit) -> bytes:
+    """A byte order mark in front is no part of the text."""
+    return unit.content if unit.at else unit.content.removeprefix(codecs.BOM_UTF8)
+
+
+def documents(text: str) -> list[str]:
+    """The pieces of a text that two or more blank lines separate; with those lines, so that they join to the text."""
+    ends = [match.end() for match in BLANK_LINES.finditer(text)]
+    return [text[start:end] for start, end in pairwise([0, *ends, len(text)]) if start < end]
+
+
+def text_of(line: bytes, text_field: str, errors: str = "strict") -> tuple[str | None, str]:
+    """(text, "") of a line of a .jsonl, or (None, reason)."""
+    try:
+        text = json.loads(line.decode("utf-8", errors)).get(text_field)
+    except (ValueError, AttributeError, RecursionError):
+        return None, "broken line"
+    return (text, "") if isinstance(text, str) else (None, "no text")
+
+
+def texts_of(unit: Unit, text_field: str) -> list[str | None]:
+    """The rows of a unit of a .parquet, read now if it names row groups."""
+    if isinstance(unit.content, list):
+        return unit.content
+    file = open_parquet(unit.path, local_file(unit.path).version)
+    return file.read_row_groups(list(unit.content), columns=[text_field], use_threads=False).column(0).to_pylist()
+
+
+@lru_cache(maxsize=1)
+def open_parquet(path: Path, version: str) -> pq.ParquetFile:
+    """A file stays open for the units to come: to read its list of 700 row groups takes longer than to read one."""
+    return pq.ParquetFile(path, **AS_STREAM)

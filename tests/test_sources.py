@@ -1,0 +1,291 @@
+"""Reading text: the same documents from every format, however it is cut; one line for whatever is wrong with a file."""
+
+import gzip
+import json
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import sources
+from cli import UserError
+from sources import documents, documents_of, find_source, units_of
+from tests.helpers import ROOT
+
+KINDS = ["parquet", "one_group.parquet", "words.parquet", "jsonl", "jsonl.gz", "jsonl.zst", "json.gz"]
+
+
+def make_documents(n: int = 60, seed: int = 0) -> list[str]:
+    """Pieces of prose of very different lengths, an empty one, other alphabets, ends of lines of all kinds."""
+    text, rng = (ROOT / "input.txt").read_text(), random.Random(seed)
+    starts = [rng.randrange(len(text) - 9000) for _ in range(n)]
+    docs = [text[start : start + int(8000 * rng.random() ** 3)] for start in starts]
+    docs[1:5] = [
+        "",
+        "数据是一切的开始。\u3000 naïve 🙂",
+        "a line\u2028the same\x85line\r of JSON\x0c",
+        "ends <|endoftext|> early",
+    ]
+    return docs
+
+
+def compress(path: Path, data: bytes) -> Path:
+    if path.suffix == ".zst":
+        with pa.output_stream(str(path), compression="zstd") as f:
+            f.write(data)
+    else:
+        path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+def write(path: Path, docs: list[str]) -> Path:
+    """A file of the kind that its name says."""
+    if path.name.endswith("words.parquet"):
+        pq.write_table(pa.table({"text": pa.array(docs).dictionary_encode()}), path, row_group_size=7)
+    elif path.suffix == ".parquet":
+        rows = 1000 if path.name.endswith("one_group.parquet") else 7
+        pq.write_table(pa.table({"text": docs, "id": list(range(len(docs)))}), path, row_group_size=rows)
+    else:
+        lines = [json.dumps({"id": 1, "text": doc}, ensure_ascii=i % 2 == 0) + "\n" for i, doc in enumerate(docs)]
+        compress(path, "".join(lines).encode())
+    return path
+
+
+def read(path: Path, at: int = 0, **options) -> tuple[list[str], list[str]]:
+    """All documents of a file from `at` on, and the reasons for which others were skipped."""
+    docs, reasons = [], []
+    for unit in units_of(path, "text", at=at, **options):
+        texts = [text for text, reason in documents_of(unit, "text") if not reason]
+        reasons += [reason for text, reason in documents_of(unit, "text") if text is None]
+        docs += [docs.pop() + texts.pop(0), *texts] if unit.continued and docs else texts
+    return docs, reasons
+
+
+# ---------------------------------------------------------------------------------------------------- same documents
+
+
+@pytest.mark.parametrize("unit_bytes", [500, 20_000, 10**9])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_format_gives_the_same_documents_however_it_is_cut(tmp_path, monkeypatch, kind, unit_bytes):
+    monkeypatch.setattr(sources, "UNIT_BYTES", unit_bytes)
+    docs = make_documents()
+    path = write(tmp_path / f"docs.{kind}", docs)
+    assert read(path) == (docs, [])
+    n = len(list(units_of(path, "text")))
+    assert n == 1 if unit_bytes == 10**9 else n > 3
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "txt", "txt.zst"])
+def test_reading_resumes_where_any_unit_began(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(sources, "UNIT_BYTES", 10_000)
+    path = tmp_path / f"docs.{kind}"
+    if "txt" in kind:
+        compress(path, "\n\n\n".join(make_documents()).encode())
+    else:
+        write(path, make_documents())
+    units = list(units_of(path, "text"))
+    n_documents = [len(list(documents_of(unit, "text"))) for unit in units]
+    docs = read(path)[0]
+    assert len(units) > 4 and [unit.done for unit in units] == sorted(unit.done for unit in units)
+    for i, unit in enumerate(units):
+        assert read(path, at=unit.at)[0] == docs[sum(n_documents[:i]) :]
+
+
+def test_reading_resumes_where_a_unit_began_even_if_units_are_larger_now(tmp_path, monkeypatch):
+    path, docs = write(tmp_path / "one_group.parquet", make_documents()), make_documents()
+    monkeypatch.setattr(sources, "UNIT_BYTES", 10_000)
+    starts = [unit.at for unit in units_of(path, "text")]
+    monkeypatch.setattr(sources, "UNIT_BYTES", 15_000)
+    assert len(starts) > 5 and all(read(path, at=start)[0] == docs[start:] for start in starts)
+
+
+@pytest.mark.parametrize("kind", ["one_group.parquet", "parquet", "jsonl.gz", "txt"])
+def test_no_unit_is_much_larger_than_it_should_be(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(sources, "UNIT_BYTES", 30_000)
+    docs = make_documents(400)
+    path = tmp_path / f"docs.{kind}"
+    write(path, docs) if kind != "txt" else path.write_text("\n\n\n\n".join(docs))
+    sizes = [sum(len(text.encode()) for text, _ in documents_of(unit, "text")) for unit in units_of(path, "text")]
+    assert len(sizes) > 10 and max(sizes) < 4 * 30_000
+
+
+# ---------------------------------------------------------------------------------------------------------- .txt files
+
+
+@given(st.text(alphabet="a \r\n\u3000中", max_size=60))
+@example("a\n\n\n\nb\n\nc\n\n\n")
+@example("\r\n\r\n\r\na\r\n\r\n\r\n\r\nb")
+def test_two_blank_lines_end_a_document(text):
+    pieces = documents(text)
+    assert "".join(pieces) == text and "" not in pieces
+    unix = re.sub(r"\r\n", "\n", text)
+    expected = [piece for piece in re.split(r"(?<=\n\n\n)(?!\n)", unix) if piece]
+    assert [re.sub(r"\r\n", "\n", piece) for piece in pieces] == expected
+
+
+def test_millions_of_blank_lines_are_read_at_once():
+    assert documents("a" + "\n" * 3_000_000 + "b") == ["a" + "\n" * 3_000_000, "b"]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_long_text_is_cut_between_documents_where_nothing_else_is_known(tmp_path, monkeypatch, end):
+    monkeypatch.setattr(sources, "UNIT_BYTES", 5_000)
+    text = f"{end * 3}".join(make_documents()).replace("\r\n", "\n").replace("\n", end)
+    path = compress(tmp_path / "docs.txt", text.encode())
+    assert len(list(units_of(path, "text"))) > 10
+    assert read(path)[0] == documents(text)
+
+
+@pytest.mark.parametrize("cut", [r"(?<=\S)(?=\s)", "\n"])
+def test_a_long_text_is_cut_where_it_does_no_harm(tmp_path, monkeypatch, cut):
+    """In the middle of a document, which the next unit continues, and never in the middle of a character."""
+    monkeypatch.setattr(sources, "UNIT_BYTES", 500)
+    text = "中文也一样，\u3000没有空格的句子很长。🙂 naïve\n" * 400 + "\n\n\nA new document"
+    path = compress(tmp_path / "docs.txt", text.encode())
+    units = list(units_of(path, "text", re.compile(cut)))
+    assert len(units) > 20 and all(unit.content.decode() for unit in units)
+    if cut != "\n":  # which may be in the middle of blank lines
+        assert read(path, cut=re.compile(cut))[0] == documents(text)
+
+
+@pytest.mark.parametrize("name", ["docs.txt", "docs.txt.gz", "docs.jsonl", "docs.jsonl.zst"])
+def test_a_byte_order_mark_is_no_text(tmp_path, name):
+    data = b"one" if "txt" in name else b'{"text": "one"}\r\n{"text": "two"}\r\n'
+    path = compress(tmp_path / name, b"\xef\xbb\xbf" + data)
+    assert read(path) == (["one"] if "txt" in name else ["one", "two"], [])
+
+
+# ------------------------------------------------------------------------------------------------------ what is wrong
+
+
+def test_lines_without_text_are_skipped_with_the_reason(tmp_path):
+    deep = "[" * 100_000 + "]" * 100_000
+    lines = [
+        '{"text": "one"}', "", '{"text": null}', '{"text": 5}', '{"other": 1}', "{broken", "[1]",
+        f'{{"text": {deep}}}', f'{{"text": {"9" * 5000}}}', '{"text": "a lone \\ud800 surrogate"}', '{"text": NaN}',
+    ]  # fmt: skip
+    path = tmp_path / "docs.jsonl"
+    path.write_bytes("\r\n".join(lines).encode() + b'\n{"text": "\xff"}\n{"text": "last"}')
+    docs, reasons = read(path)
+    assert docs == ["one", "a lone \ud800 surrogate", "last"]
+    assert sorted(reasons) == ["broken line"] * 5 + ["no text"] * 4
+    assert read(write(tmp_path / "docs.parquet", ["one", None, "last"])) == (["one", "last"], ["no text"])
+
+
+def test_a_wrong_text_field_is_answered_with_those_there_are(tmp_path):
+    path = tmp_path / "docs.parquet"
+    pq.write_table(pa.table({"body": ["x"], "title": ["y"], "id": [1], "tags": [["a"]]}), path)
+    with pytest.raises(UserError, match="no column 'text' of text; give --text_field one of body, title$"):
+        read(path)
+    pq.write_table(pa.table({"text": [1, 2]}), path)
+    with pytest.raises(UserError, match="no column 'text' of text; give another file"):
+        read(path)
+    path = tmp_path / "docs.jsonl"
+    for content in ('{"content": "x", "id": 1}\n', '\ufeff\n{"content": "x", "id": 1}'):
+        path.write_text(content)
+        with pytest.raises(UserError, match="no 'text' in its first line; give --text_field one of content, id"):
+            read(path)
+    for content in ('[{"text": "x"}]\n', "[" * 100_000, "prose"):
+        path.write_text(content)
+        with pytest.raises(UserError, match="the first line of .*docs.jsonl is no JSON object"):
+            read(path)
+
+
+def test_a_line_without_an_end_does_not_fill_the_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "UNIT_BYTES", 1000)
+    monkeypatch.setattr(sources, "LONGEST", 10_000)
+    path = tmp_path / "docs.jsonl"
+    path.write_text('{"text": "' + "x" * 50_000 + '"}')
+    with pytest.raises(UserError, match="docs.jsonl: a line or document of more than 10,000 bytes"):
+        read(path)
+
+
+def test_text_in_another_encoding_is_named_with_the_byte(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "UNIT_BYTES", 1000)
+    path = tmp_path / "docs.txt"
+    path.write_bytes(b"word " * 1000 + "研究生".encode("gb18030"))
+    with pytest.raises(UserError, match="docs.txt: not UTF-8 at byte 5000; convert it"):
+        read(path, cut=re.compile(r"(?<=\S)(?=\s)"))
+
+
+def damaged(whole: bytes, rng: random.Random) -> dict[str, bytes]:
+    flips = {}
+    for _ in range(40):
+        i = rng.randrange(len(whole))
+        flips[f"byte {i} flipped"] = whole[:i] + bytes([whole[i] ^ 1 << rng.randrange(8)]) + whole[i + 1 :]
+    n = len(whole)
+    return flips | {
+        "empty": b"", "one byte": whole[:1], "half": whole[: n // 2], "cut short": whole[:-5], "zeros": bytes(n),
+        "another format": b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n" * 50, "UTF-16": "text".encode("utf-16") * 50,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "txt", "txt.gz", "txt.zst"])
+def test_a_damaged_file_gives_documents_or_one_error_with_its_name(tmp_path, kind):
+    rng, path = random.Random(kind), tmp_path / f"docs.{kind}"
+    docs = make_documents(20)
+    whole = (compress(path, "\n\n\n".join(docs).encode()) if "txt" in kind else write(path, docs)).read_bytes()
+    for what, data in damaged(whole, rng).items():
+        path.write_bytes(data)
+        try:
+            assert all(isinstance(doc, str) for doc in read(path)[0]), what
+        except UserError as e:
+            assert str(path) in str(e), what
+
+
+@pytest.mark.parametrize("name", ["docs.jsonl", "docs.parquet", "docs.txt.gz"])
+def test_a_directory_with_the_name_of_a_file_is_a_folder(tmp_path, name):
+    (tmp_path / name).mkdir()
+    with pytest.raises(UserError, match="no such file"):
+        find_source((str(tmp_path / name),))
+    (tmp_path / name / "a.txt").write_text("text")
+    assert [Path(file.name).name for file in find_source((str(tmp_path / name),)).files] == ["a.txt"]
+
+
+# ------------------------------------------------------------------------------------------------------- which files
+
+
+def test_files_folders_and_globs_are_found_in_order(tmp_path):
+    for name in ("b.txt", "a.jsonl.gz", "sub/c.parquet", "sub/readme.md", "d.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+
+    def names(*patterns: str) -> list[str]:
+        return [str(Path(f.name).relative_to(tmp_path)) for f in find_source(tuple(map(str, patterns))).files]
+
+    assert names(tmp_path) == ["a.jsonl.gz", "b.txt", "sub/c.parquet"]
+    assert names(tmp_path / "b.txt", tmp_path / "*.gz") == ["b.txt", "a.jsonl.gz"]
+    assert names(f"{tmp_path}/**/*.parquet") == ["sub/c.parquet"]
+
+
+@pytest.mark.parametrize(
+    "pattern", ["", "missing.parquet", "nowhere/missing.parquet", "./nothing/*.jsonl", "x" * 5000, "a\nb"]
+)
+def test_a_source_that_is_not_there_is_named(tmp_path, monkeypatch, pattern):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as error:
+        find_source((pattern,))
+    assert (pattern or "the empty name") in str(error.value) and "OWNER/NAME" in str(error.value)
+
+
+def test_a_file_that_changes_has_another_version(tmp_path):
+    path = tmp_path / "docs.txt"
+    path.write_text("one")
+    before = find_source((str(path),)).files
+    assert find_source((str(path),)).files == before
+    path.write_text("two")
+    assert find_source((str(path),)).files != before
+
+
+def test_importing_it_imports_no_torch_and_nothing_of_the_project_but_the_command_line():
+    code = "import sys; sys.path.insert(0, '.'); import sources; print(*sys.modules)"
+    modules = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    ours = {path.stem for path in ROOT.glob("*.py")} | {"bpe", "torch", "datasets", "huggingface_hub"}
+    assert ours & set(modules.split()) == {"sources", "cli"}
