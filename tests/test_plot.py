@@ -1,0 +1,231 @@
+"""Curves: what is read from a damaged log, where points stand, and that no log stops a picture."""
+
+import json
+import math
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import plot
+from cli import UserError
+from tests.helpers import ROOT, assert_user_error, environment, run_inline
+
+PNG = b"\x89PNG"
+
+
+def train_records(n: int, **changes) -> list[dict]:
+    """A smooth run of `n` steps as it stands in log.jsonl, with a validation at its end."""
+    records = [
+        dict(step=step, kind="train", loss=3 + 1 / step, lr=1e-3, grad_norm=1.0, dt_ms=500.0, tokens=100 * step)
+        for step in range(1, n + 1)
+    ]
+    return [record | changes for record in records] + [dict(step=n, kind="val", loss=3.25, bpb=1.0)]
+
+
+def hellaswag_records(n: int) -> list[dict]:
+    return [dict(step=step, kind="hellaswag", acc=0.26, acc_norm=0.27, n=500) for step in range(1, n + 1, 5)]
+
+
+def run_record(**changes) -> dict:
+    return dict(step=0, kind="run", parameters=124_439_808, flops_per_token=10.0) | changes
+
+
+def write_log(path, records) -> None:
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+@pytest.fixture
+def door(capsys, monkeypatch, tmp_path):
+    """Run plot.py in this process and in tmp_path."""
+    monkeypatch.chdir(tmp_path)
+    return lambda *args: run_inline(plot.main, list(args), capsys, monkeypatch)
+
+
+def is_drawn(runs: dict, path, x="steps") -> bool:
+    plot.draw(runs, path, x)
+    return path.read_bytes().startswith(PNG)
+
+
+# ------------------------------------------------------------------------------------------------ reading a log
+
+
+def test_a_log_is_read_as_it_was_written(tmp_path):
+    records = [run_record(), *train_records(5)]
+    write_log(tmp_path, records)
+    assert plot.read_log(tmp_path / "log.jsonl") == records
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b'{"step": 3, "ki', b"\xff\xfe\x00", b"[" * 100_000, b"null", b'["step"]', b'{"step": 3}', b'{"kind": "val"}',
+     b'{"step": "3", "kind": "val"}', b'{"step": true, "kind": "val"}', b'{"step": 1e400, "kind": "val"}',
+     b'{"step": 3, "kind": null}', b'{"step": ' + b"9" * 5000 + b', "kind": "val"}'],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("place", [0, 2, 4])
+def test_a_damaged_line_is_left_out_wherever_it_is_and_named_in_one_warning(tmp_path, capsys, line, place):
+    good = [json.dumps(record).encode() for record in train_records(3)]
+    (tmp_path / "log.jsonl").write_bytes(b"\n".join(good[:place] + [line] + good[place:]))
+    assert plot.read_log(tmp_path / "log.jsonl") == train_records(3)
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert "log.jsonl" in warning and f"line {place + 1}" in warning
+
+
+def test_text_with_line_separators_other_than_newline_stays_one_record(tmp_path):
+    record = dict(step=1, kind="sample", text="a\u2028b\x85c\x0bd")
+    (tmp_path / "log.jsonl").write_text(json.dumps(record, ensure_ascii=False) + "\r\n", encoding="utf-8-sig")
+    assert plot.read_log(tmp_path / "log.jsonl") == [record]
+
+
+@settings(max_examples=60)
+@given(content=st.binary(max_size=300))
+def test_no_content_of_a_log_raises(tmp_path_factory, content):
+    path = tmp_path_factory.mktemp("log") / "log.jsonl"
+    path.write_bytes(content)
+    assert isinstance(plot.read_log(path), list)
+
+
+@pytest.mark.parametrize("name", ["absent.jsonl", "."])
+def test_a_log_that_is_not_there_is_the_users_error(tmp_path, name):
+    with pytest.raises(UserError):
+        plot.read_log(tmp_path / name)
+
+
+# ---------------------------------------------------------------------------------------------- where points stand
+
+
+def test_thinned_columns_hold_the_lowest_the_median_and_the_highest_of_their_points():
+    n = 20 * plot.COLUMNS
+    x, y = np.arange(n, dtype=float), np.random.default_rng(0).normal(size=n)
+    thin_x, low, median, high = plot.thin(x, y)
+    assert len(thin_x) <= plot.COLUMNS and low.min() == y.min() and high.max() == y.max()
+    for i, start in enumerate(thin_x):
+        end = thin_x[i + 1] if i + 1 < len(thin_x) else n
+        points = sorted(y[int(start) : int(end)])
+        assert (low[i], high[i]) == (points[0], points[-1]) and median[i] == statistics.median_low(points)
+
+
+def test_few_points_are_drawn_one_by_one():
+    x, y = np.arange(100.0), np.random.default_rng(0).normal(size=100)
+    for values in zip(plot.thin(x, y), (x, y, y, y), strict=True):
+        np.testing.assert_array_equal(*values)
+
+
+def test_smoothing_keeps_the_first_value_and_passes_over_a_lone_spike():
+    y = np.concatenate([[9.0], np.ones(200)])
+    y[100] = 50.0
+    smooth = plot.smoothed(y)
+    assert len(smooth) == len(y) and smooth[0] == 9.0 and set(smooth[3:]) == {1.0}
+
+
+@pytest.mark.parametrize("x, expected", [("steps", 4), ("tokens", 400), ("seconds", 2.0), ("flops", 4000)])
+def test_an_evaluation_stands_where_the_training_step_of_its_number_stands(x, expected):
+    figures = plot.figures_of([run_record(), *train_records(9)])
+    assert plot.position(figures, x, "run")(np.array([0, 4])).tolist() == [0, expected]
+
+
+def test_the_time_of_a_skipped_step_counts():
+    records = [dict(r, loss=None, grad_norm=None, skipped=True) if r["step"] == 2 else r for r in train_records(4)]
+    assert plot.position(plot.figures_of(records), "seconds", "run")(4) == 2.0
+
+
+@pytest.mark.parametrize(
+    "parameters, names",
+    [(957_184, []), (124_439_808, ["GPT-2 124M", "GPT-3 Small"]), (354_823_168, ["GPT-3 Medium"]),
+     (774_030_080, ["GPT-3 Large"]), (1_557_611_200, ["GPT-2 XL", "GPT-3 XL"]), (math.nan, [])],
+)  # fmt: skip
+def test_published_models_are_those_of_the_runs_own_size(parameters, names):
+    assert [name for name, _, _ in plot.published([parameters])] == names
+
+
+# -------------------------------------------------------------------------------------------------------- pictures
+
+
+@pytest.mark.parametrize("n", [1, 2, 3000])
+@pytest.mark.parametrize("hellaswag", [False, True])
+def test_runs_of_every_length_are_drawn(tmp_path, n, hellaswag):
+    records = train_records(n) + hellaswag * hellaswag_records(n)
+    assert is_drawn({"run": records}, tmp_path / "a.png")
+    assert is_drawn({"new": [run_record(), *records], "old": train_records(7)}, tmp_path / "b.png")
+
+
+@pytest.mark.parametrize("value", [None, math.nan, math.inf, -math.inf, 0, -1, 1e300, 10**400, "word", [1], True])
+def test_no_figure_of_a_log_stops_the_picture(tmp_path, value):
+    sound = [run_record(), *train_records(8), *hellaswag_records(8)]
+    spoilt = [{key: r[key] if key in ("step", "kind") else value for key in r} for r in sound]
+    once = [bad if bad["step"] == 6 else good for good, bad in zip(sound, spoilt, strict=True)]
+    assert is_drawn({"run": once}, tmp_path / "a.png")
+    assert is_drawn({"spoilt": spoilt, "sound": sound}, tmp_path / "b.png")
+
+
+@pytest.mark.parametrize("label", ["_hidden", "$\\frac{$", "字", "a\nb", "\udcff", ""])
+def test_any_name_of_a_directory_can_be_drawn(tmp_path, label):
+    assert is_drawn({label: train_records(3), "other": train_records(3)}, tmp_path / "a.png")
+
+
+def test_nothing_is_drawn_where_there_is_no_loss(tmp_path):
+    plot.draw({"run": [run_record()]}, tmp_path / "a.png")
+    assert not list(tmp_path.iterdir())
+
+
+def test_threads_that_draw_at_once_make_the_pictures_of_one(tmp_path):
+    runs = [{"run": train_records(n)} for n in (5, 500)] * 2
+    for i, run in enumerate(runs):
+        plot.draw(run, tmp_path / f"alone{i}.png")
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(plot.draw, runs, [tmp_path / f"together{i}.png" for i in range(4)]))
+    for i in range(4):
+        assert (tmp_path / f"alone{i}.png").read_bytes() == (tmp_path / f"together{i}.png").read_bytes()
+
+
+def test_the_records_that_were_given_stay_as_they_were(tmp_path):
+    records = list(reversed(train_records(5)))
+    plot.draw({"run": records}, tmp_path / "a.png")
+    assert records == list(reversed(train_records(5)))
+
+
+# -------------------------------------------------------------------------------------------------------- the door
+
+
+@pytest.mark.parametrize(
+    "x, suffix, start",
+    [("steps", "png", PNG), ("tokens", "png", PNG), ("seconds", "pdf", b"%PDF"), ("flops", "svg", b"<?xml")],
+)
+def test_runs_given_as_directory_or_log_are_drawn_over_every_x(door, tmp_path, x, suffix, start):
+    for name in ("one", "two"):
+        write_log(tmp_path / name, [run_record(), *train_records(20), *hellaswag_records(20)])
+    result = door("one", "two/log.jsonl", "--x", x, "--out", f"curves.{suffix}")
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / f"curves.{suffix}").read_bytes().startswith(start)
+
+
+@pytest.mark.parametrize("x, missing", [("tokens", "tokens"), ("flops", "flops_per_token")])
+def test_a_log_that_does_not_say_what_x_needs_is_refused_in_one_line(door, tmp_path, x, missing):
+    old = train_records(5) if x == "flops" else train_records(5, tokens=None)
+    write_log(tmp_path / "old", old)
+    assert_user_error(door("old", "--x", x), "old", missing, "--x steps")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [[], ["absent"], ["empty"], ["run", "--x", "years"], ["run", "--out", "a.bmp"], ["run", "--out", ""],
+     ["run", "--out", "no/such/a.png"], ["run", "--out", "dir.png"], ["x" * 300], ["run"] * 13, [""]],
+    ids=str,
+)  # fmt: skip
+def test_wrong_usage_is_one_line(door, tmp_path, args):
+    write_log(tmp_path / "run", train_records(3))
+    write_log(tmp_path / "empty", [])
+    (tmp_path / "dir.png").mkdir()
+    assert_user_error(door(*args))
+
+
+def test_a_training_process_that_imports_it_loads_neither_torch_nor_matplotlib():
+    code = "import sys, plot; assert not {'torch', 'matplotlib'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), check=True)
