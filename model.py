@@ -22,10 +22,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
+
+import optim
 
 IGNORE_INDEX = -100  # a target that is not scored, as in PyTorch and Hugging Face; every negative one is ignored
 LOSS_CHUNK = {"cpu": 2**19, "cuda": 2**27}  # logits alive at once in the loss: what caches hold, what keeps a GPU busy
@@ -322,25 +325,11 @@ class GPT(nn.Module):
         return 6 * N + 12 * self.config.n_layer * self.config.n_embd * T
 
     def configure_optimizers(self, weight_decay, lr, betas=(0.9, 0.95), eps=1e-8, optimizer="adamw", muon_lr=0.02):
-        """A list of optimizers over the trainable parameters: [AdamW], or [AdamW, Muon] for `optimizer="muon"`.
-
-        Tensors of two or more dimensions are decayed, biases and LayerNorm are not. With Muon (Jordan 2024) the
-        matrices of the blocks go to Muon; embeddings, which are lookups, stay with AdamW. Each group remembers its
-        peak as `initial_lr`, for the schedule.
-        """
-        params = {name: p for name, p in self.named_parameters() if p.requires_grad}
-        hidden = [n for n, p in params.items() if ".h." in n and p.dim() == 2] if optimizer == "muon" else []
-        groups = [
-            dict(params=[p for n, p in params.items() if p.dim() >= 2 and n not in hidden], weight_decay=weight_decay),
-            dict(params=[p for n, p in params.items() if p.dim() < 2], weight_decay=0.0),
-        ]
-        fused = all(p.device.type in ("cuda", "cpu", "mps") for p in params.values())
-        optimizers = [torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=fused)]
-        if hidden:
-            optimizers.append(Muon([params[n] for n in hidden], lr=muon_lr, weight_decay=weight_decay))
-        for group in (group for opt in optimizers for group in opt.param_groups):
-            group["initial_lr"] = group["lr"]
-        return optimizers
+        """The torch optimizers of `optim.make_optimizer`, for callers that do not use it yet."""
+        config = SimpleNamespace(optimizer=optimizer, max_lr=lr, muon_lr=muon_lr, weight_decay=weight_decay,
+                                 beta1=betas[0], beta2=betas[1], eps=eps, shard="none")  # fmt: skip
+        rt = SimpleNamespace(device=self.lm_head.weight.device, dtype=torch.float32, world_size=1)
+        return optim.make_optimizer(self, config, rt).optimizers
 
     # ---- generation
 
@@ -486,54 +475,6 @@ class GPT(nn.Module):
             for name, p in expected.items():  # views of the parameters, so that this fills the model
                 p.copy_(state[name])
         return gpt
-
-
-class Muon(torch.optim.Muon):
-    """torch's Muon (Jordan 2024), with three differences.
-
-    - Matrices of one shape are orthogonalized together, in one batched product instead of a dozen small ones.
-    - The iteration runs in bf16 under autocast only, else in the gradient's own precision. torch always takes bf16,
-      which is slow on processors that emulate it, and in an fp32 run makes the last bit of a gradient, which depends on
-      how the batch is spread over ranks, a relative 1e-4 of the loss after 20 steps.
-    - `found_inf`, a scalar tensor, is 1 for a step that must change nothing, as in torch's fused AdamW: the processor
-      need not wait for the GPU to know.
-    """
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            beta, good = group["momentum"], 1.0 - getattr(self, "found_inf", group["params"][0].new_zeros(()))
-            shapes: dict[tuple, list] = {}
-            for p in (p for p in group["params"] if p.grad is not None):
-                if "momentum_buffer" not in self.state[p]:
-                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-                grad = torch.where(good > 0, p.grad, 0.0)
-                momentum = self.state[p]["momentum_buffer"].lerp_(grad, (1 - beta) * good)
-                update = grad.lerp(momentum, beta) if group["nesterov"] else momentum
-                shapes.setdefault(tuple(p.shape), []).append((p, update))
-            for (rows, columns), pairs in shapes.items():
-                params, updates = zip(*pairs, strict=True)
-                updates = orthogonalized(updates, group["ns_coefficients"], group["ns_steps"], group["eps"])
-                lr = group["lr"] * good
-                for p, update in zip(params, updates, strict=True):
-                    p.mul_(1 - lr * group["weight_decay"])
-                    p.addcmul_(update.to(p.dtype), lr * math.sqrt(max(1, rows / columns)), value=-1)
-
-
-def orthogonalized(matrices, coefficients, steps: int, eps: float) -> torch.Tensor:
-    """Singular values of `matrices`, N of one shape, brought close to 1 by the quintic Newton-Schulz iteration."""
-    a, b, c = coefficients
-    device = matrices[0].device.type
-    dtype = torch.bfloat16 if torch.is_autocast_enabled(device) else matrices[0].dtype
-    with torch.autocast(device, enabled=False):
-        x = torch.stack([matrix.to(dtype) for matrix in matrices])
-        wide = x.size(1) <= x.size(2)
-        x = x if wide else x.mT
-        x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=eps)  # the largest singular value is then 1 at most
-        for _ in range(steps):
-            gram = x @ x.mT
-            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x if wide else x.mT
 
 
 def is_conv1d(name: str) -> bool:

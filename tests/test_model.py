@@ -15,8 +15,6 @@ from model import (
     Float8Product,
     GPTConfig,
     LinearCrossEntropy,
-    Muon,
-    orthogonalized,
     sample_tokens,
     use_float8,
 )
@@ -103,23 +101,6 @@ def test_missing_or_extra_tensors_are_refused(tmp_path):
 def test_gpt2_has_124439808_parameters():
     with torch.device("meta"):
         assert GPT(GPTConfig()).num_params() == 124_439_808
-
-
-def test_parameter_groups_of_the_padded_124m():
-    with torch.device("meta"):
-        model = GPT(GPTConfig(vocab_size=50304))
-    (adamw,) = model.configure_optimizers(0.1, 1e-3)
-    counts = [(len(g["params"]), sum(p.numel() for p in g["params"]), g["weight_decay"]) for g in adamw.param_groups]
-    assert counts == [(50, 124_354_560, 0.1), (98, 121_344, 0.0)]
-
-
-def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest():
-    model = small()
-    adamw, muon = model.configure_optimizers(0.1, 1e-3, optimizer="muon")
-    blocks = {id(p) for n, p in model.named_parameters() if ".h." in n and p.dim() == 2}
-    assert {id(p) for g in muon.param_groups for p in g["params"]} == blocks
-    everything = sorted(id(p) for o in (adamw, muon) for g in o.param_groups for p in g["params"])
-    assert everything == sorted(id(p) for p in model.parameters())
 
 
 def test_loss_at_initialization_is_near_that_of_a_uniform_guess():
@@ -275,33 +256,7 @@ def test_sampling_follows_the_distribution():
     assert frequencies(temperature=0)[0] == 1
 
 
-# ---- optimizer and 8-bit products
-
-
-def test_muon_steps_as_torch_does_in_bf16():
-    torch.manual_seed(0)
-    shapes = [(48, 16), (16, 16), (48, 16), (16, 64), (64, 16)]
-    ours, theirs = ([torch.nn.Parameter(torch.ones(s) / 10) for s in shapes] for _ in range(2))
-    options = dict(lr=0.02, weight_decay=0.1)
-    optimizers = Muon(ours, **options), torch.optim.Muon(theirs, **options)
-    for _ in range(5):
-        for a, b in zip(ours, theirs, strict=True):
-            a.grad = torch.randn(a.shape)
-            b.grad = a.grad.clone()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            optimizers[0].step()
-        optimizers[1].step()
-    for a, b in zip(ours, theirs, strict=True):
-        assert (a - 0.1).abs().max() > 0.02  # it did move
-        torch.testing.assert_close(a, b, rtol=0, atol=2e-4)  # bf16 sums in another order
-
-
-def test_muon_makes_singular_values_one():
-    torch.manual_seed(0)
-    matrices = [torch.randn(24, 40) for _ in range(3)]
-    for matrix in orthogonalized(matrices, (3.4445, -4.775, 2.0315), 5, 1e-7):
-        values = torch.linalg.svdvals(matrix)
-        assert values.min() > 0.6 and values.max() < 1.3  # what five iterations of this polynomial are made for
+# ---- 8-bit products
 
 
 def test_8_bit_products_are_exact_for_what_8_bits_hold():

@@ -1,0 +1,360 @@
+"""Schedules, optimizers and skipped steps against torch's own, the singular value decomposition, and closed forms."""
+
+import io
+import math
+from copy import deepcopy
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from model import GPT, GPTConfig
+from optim import LossScale, Muon, adamw, decay_groups, learning_rate, make_optimizer, orthogonalized
+from optim import Optimizer as LoopOptimizer
+
+
+@dataclass(frozen=True)
+class Settings:
+    optimizer: str = "muon"
+    max_lr: float = 1e-3
+    muon_lr: float = 0.02
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    shard: str = "none"
+    max_steps: int = 110
+    warmup_steps: int = 10
+    min_lr: float = 1e-4
+    lr_schedule: str = "cosine"
+    decay_fraction: float = 0.4
+
+
+@dataclass(frozen=True)
+class Machine:
+    dtype: torch.dtype = torch.float32
+    device: torch.device = torch.device("cpu")
+    world_size: int = 1
+
+
+def small() -> GPT:
+    torch.manual_seed(0)
+    return GPT(GPTConfig(sequence_length=16, vocab_size=61, n_layer=2, n_head=2, n_embd=32))
+
+
+def train(model: GPT, optimizer: LoopOptimizer, steps: range, finite: bool = True) -> None:
+    for step in steps:
+        idx = torch.randint(61, (4, 16), generator=torch.Generator().manual_seed(step))
+        optimizer.set_lr(1e-3 / step)
+        optimizer.scale(model(idx, idx)[1]).backward()
+        optimizer.clip_grad_norm(1.0)
+        if not finite:
+            for i, p in enumerate(model.parameters()):
+                p.grad.fill_((math.nan, math.inf, -math.inf)[i % 3])
+        optimizer.step(torch.tensor(finite))
+
+
+def through_a_file(state: dict) -> dict:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def tensors_of(state) -> list[torch.Tensor]:
+    if isinstance(state, torch.Tensor):
+        return [state.clone()]
+    if isinstance(state, dict):
+        state = list(state.values())
+    return [t for part in state for t in tensors_of(part)] if isinstance(state, list | tuple) else []
+
+
+def equal(a, b) -> bool:
+    a, b = tensors_of(a), tensors_of(b)
+    return len(a) == len(b) > 0 and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+# ---- which parameter goes where, and how fast
+
+
+def test_parameter_groups_of_the_padded_124m():
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocab_size=50304))
+    rt = Machine(device=torch.device("meta"))
+    groups = make_optimizer(model, Settings(optimizer="adamw"), rt).param_groups()
+    counts = [(len(g["params"]), sum(p.numel() for p in g["params"]), g["weight_decay"]) for g in groups]
+    assert counts == [(50, 124_354_560, 0.1), (98, 121_344, 0.0)]
+
+
+@pytest.mark.parametrize("qkv_apart", [False, True])
+def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest(qkv_apart):
+    model = small()
+    rest, muon = make_optimizer(model, Settings(), Machine(), qkv_apart).optimizers
+    blocks = {id(p) for n, p in model.named_parameters() if ".h." in n and p.dim() == 2}
+    assert {id(p) for g in muon.param_groups for p in g["params"]} == blocks
+    everything = sorted(id(p) for o in (rest, muon) for g in o.param_groups for p in g["params"])
+    assert everything == sorted(id(p) for p in model.parameters())
+
+
+def test_what_is_frozen_is_in_no_group():
+    model = small()
+    model.transformer.wpe.weight.requires_grad_(False)
+    groups = make_optimizer(model, Settings(optimizer="adamw"), Machine()).param_groups()
+    assert id(model.transformer.wpe.weight) not in {id(p) for g in groups for p in g["params"]}
+
+
+def test_every_group_follows_the_schedule_scaled_to_its_own_peak():
+    optimizer = make_optimizer(small(), Settings(max_lr=1e-3, muon_lr=0.02), Machine())
+    optimizer.set_lr(0.25e-3)
+    assert [g["lr"] for g in optimizer.param_groups()] == pytest.approx([0.25e-3, 0.25e-3, 0.005])
+    optimizer.set_lr(1e-3)
+    assert [g["lr"] for g in optimizer.param_groups()] == pytest.approx([1e-3, 1e-3, 0.02])
+
+
+def test_a_group_with_a_rate_of_its_own_keeps_its_ratio():
+    p, q = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    groups = [dict(params=[p]), dict(params=[q], lr=0.016)]
+    optimizer = LoopOptimizer([adamw(groups, Settings(), Machine())], 1e-3, Machine())
+    optimizer.set_lr(0.5e-3)
+    assert [g["lr"] for g in optimizer.param_groups()] == pytest.approx([0.0005, 0.008])
+
+
+def test_the_schedules_at_their_corners():
+    cosine = Settings(max_lr=1.0, min_lr=0.1, warmup_steps=10, max_steps=110)
+    assert [learning_rate(s, cosine) for s in (1, 10, 60, 110)] == pytest.approx([0.1, 1.0, 0.55, 0.1])
+    wsd = replace(cosine, min_lr=0.0, warmup_steps=0, max_steps=100, lr_schedule="wsd")
+    assert [learning_rate(s, wsd) for s in (1, 30, 60, 80, 100)] == pytest.approx([1.0, 1.0, 1.0, 0.5, 0.0])
+
+
+# ---- the step
+
+
+def test_adamw_steps_as_torch_does():
+    ours, theirs = small(), small()
+    optimizer = make_optimizer(ours, Settings(optimizer="adamw"), Machine())
+    plain = torch.optim.AdamW(decay_groups(theirs.parameters(), 0.1), 1e-3, (0.9, 0.95), foreach=False, fused=False)
+    for step in range(1, 6):
+        idx = torch.randint(61, (4, 16), generator=torch.Generator().manual_seed(step))
+        for model in (ours, theirs):
+            model(idx, idx)[1].backward()
+        optimizer.clip_grad_norm(0.5)
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        optimizer.step(torch.tensor(True))
+        plain.step()
+        plain.zero_grad()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_step_that_is_not_finite_changes_nothing(name, dtype):
+    model = small()
+    optimizer = make_optimizer(model, Settings(optimizer=name), Machine(dtype))
+    train(model, optimizer, range(1, 4))
+    before = tensors_of([model.state_dict(), optimizer.state_dict()])
+    train(model, optimizer, range(4, 5), finite=False)
+    assert equal(before, [model.state_dict(), optimizer.state_dict()])
+    assert all(p.grad is None for p in model.parameters())
+    train(model, optimizer, range(5, 6))
+    assert not equal(before, [model.state_dict(), optimizer.state_dict()])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_first_step_that_is_not_finite_leaves_no_trace(dtype):
+    runs = []
+    for bad_steps in (0, 1):
+        model = small()
+        optimizer = make_optimizer(model, Settings(), Machine(dtype))
+        train(model, optimizer, range(9, 9 + bad_steps), finite=False)
+        train(model, optimizer, range(1, 4))
+        runs.append(model.state_dict())
+    assert equal(*runs)
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the operators for which a host waits until a GPU is done."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_no_operator_of_a_step_waits_for_the_device(name, dtype):
+    model = small()
+    optimizer = make_optimizer(model, Settings(optimizer=name), Machine(dtype))
+    idx = torch.randint(61, (4, 16))
+    with HostReads() as reads:
+        torch.ones(()).item()
+        assert reads.count == 1  # it does see them
+        for _ in range(2):
+            optimizer.set_lr(1e-3)
+            optimizer.scale(model(idx, idx)[1]).backward()
+            norm = optimizer.clip_grad_norm(1.0)
+            optimizer.step(norm.isfinite())
+    assert reads.count == 1
+
+
+# ---- fp16
+
+
+def test_gradients_of_fp16_are_unscaled_before_they_are_clipped():
+    norms = []
+    for dtype in (torch.float32, torch.float16):
+        model = small()
+        optimizer = make_optimizer(model, Settings(), Machine(dtype))
+        idx = torch.randint(61, (4, 16), generator=torch.Generator().manual_seed(0))
+        loss = optimizer.scale(model(idx, idx)[1])
+        loss.backward()
+        norms.append(optimizer.clip_grad_norm(0.0).item())
+    assert loss.item() > 2**16 and norms[0] == pytest.approx(norms[1], rel=1e-6)
+
+
+def test_the_loss_scale_moves_as_that_of_torch(monkeypatch):
+    monkeypatch.setattr(LossScale, "GROW_AFTER", 3)
+    ours, theirs = LossScale("cpu"), torch.amp.GradScaler("cpu", growth_interval=3)
+    p = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([p], lr=0.0)
+    theirs.scale(torch.ones(1))
+    for finite in (1, 1, 1, 1, 0, 1, 1, 0, 1, 1, 1, 1, 1, 1, 0, 0):
+        p.grad = torch.full((1,), 1.0 if finite else math.inf)
+        theirs.step(optimizer)
+        theirs.update()
+        ours.update(torch.tensor(bool(finite)))
+        assert ours.scale.item() == theirs.get_scale()
+
+
+# ---- what a checkpoint brings back
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_training_goes_on_from_a_state_bit_for_bit(name, dtype):
+    model = small()
+    optimizer = make_optimizer(model, Settings(optimizer=name), Machine(dtype))
+    train(model, optimizer, range(1, 4))
+    state, weights = through_a_file(optimizer.state_dict()), deepcopy(model.state_dict())
+    train(model, optimizer, range(4, 7))
+    again = small()
+    again.load_state_dict(weights)
+    other = make_optimizer(again, Settings(optimizer=name), Machine(dtype))
+    other.load_state_dict(state)
+    train(again, other, range(4, 7))
+    assert equal(model.state_dict(), again.state_dict())
+
+
+def test_the_constants_of_now_win_over_those_of_the_state():
+    model = small()
+    optimizer = make_optimizer(model, Settings(), Machine())
+    train(model, optimizer, range(1, 3))
+    state = through_a_file(optimizer.state_dict())
+    now = Settings(max_lr=5e-4, muon_lr=0.01, weight_decay=0.03, beta1=0.8, beta2=0.99, eps=1e-6)
+    other = make_optimizer(model, now, Machine())
+    other.load_state_dict(state)
+    other.set_lr(now.max_lr)
+    decayed, plain, muon = other.param_groups()
+    assert (decayed["lr"], muon["lr"]) == (5e-4, 0.01)
+    assert (decayed["weight_decay"], plain["weight_decay"], muon["weight_decay"]) == (0.03, 0.0, 0.03)
+    assert tuple(decayed["betas"]) == (0.8, 0.99) and decayed["eps"] == 1e-6
+
+
+def moments(state: dict, optimizer: int = 0) -> dict:
+    return state["optimizers"][optimizer]["state"]
+
+
+DAMAGE = {
+    "no dict": lambda s: [],
+    "nothing in it": lambda s: {},
+    "one optimizer": lambda s: s | {"optimizers": s["optimizers"][:1]},
+    "optimizers of another type": lambda s: s | {"optimizers": 3},
+    "another order": lambda s: s | {"optimizers": s["optimizers"][::-1]},
+    "no groups": lambda s: s["optimizers"][0].pop("param_groups"),
+    "a group less": lambda s: s["optimizers"][0]["param_groups"].pop(),
+    "a tensor less in a group": lambda s: s["optimizers"][0]["param_groups"][0]["params"].pop(),
+    "a tensor without state": lambda s: moments(s).pop(0),
+    "a tensor too many": lambda s: moments(s).update({999: moments(s)[0]}),
+    "names instead of numbers": lambda s: moments(s).update({"wte": moments(s).pop(0)}),
+    "no moment": lambda s: moments(s)[0].pop("exp_avg"),
+    "another moment": lambda s: moments(s, 1)[0].update(exp_avg=torch.zeros(1)),
+    "another shape": lambda s: moments(s)[0].update(exp_avg=torch.zeros(3, 5)),
+    "a moment of integers": lambda s: moments(s)[0].update(exp_avg=moments(s)[0]["exp_avg"].int()),
+    "a moment that is no tensor": lambda s: moments(s)[0].update(exp_avg=0.5),
+    "a scale of nan": lambda s: s["scaler"].update(scale=math.nan),
+    "a scale of zero": lambda s: s["scaler"].update(scale=0.0),
+    "a scale of words": lambda s: s["scaler"].update(scale="large"),
+    "half a scale": lambda s: s["scaler"].pop("good_steps"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(kind):
+    model = small()
+    optimizer = make_optimizer(model, Settings(), Machine(torch.float16))
+    train(model, optimizer, range(1, 3))
+    state = through_a_file(optimizer.state_dict())
+    before = through_a_file(optimizer.state_dict())
+    train(model, make_optimizer(model, Settings(), Machine(torch.float16)), range(7, 8))
+    changed = DAMAGE[kind](state)
+    with pytest.raises(ValueError):
+        optimizer.load_state_dict(changed if kind in list(DAMAGE)[:5] else state)
+    after = optimizer.state_dict()
+    assert equal(before, after) and before["scaler"] == after["scaler"]
+
+
+# ---- Muon
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 1e-3)])
+def test_muon_steps_as_torch_does(dtype, tolerance, monkeypatch):
+    torch.manual_seed(0)
+    shapes = [(48, 16), (16, 16), (48, 16), (16, 64), (64, 16)]
+    ours, theirs = ([torch.nn.Parameter(torch.ones(s) / 10) for s in shapes] for _ in range(2))
+    optimizers = Muon(ours, 0.02, 0.1, dtype=dtype), torch.optim.Muon(theirs, 0.02, 0.1)
+    if dtype == torch.float32:
+        monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # keep torch's from rounding
+    for _ in range(5):
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad = torch.randn(a.shape)
+            b.grad = a.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a - 0.1).abs().max() > 0.02  # it did move
+        torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
+
+
+def test_q_k_and_v_apart_equal_three_separate_matrices():
+    torch.manual_seed(0)
+    fused = torch.nn.Parameter(torch.randn(48, 16))
+    apart = [torch.nn.Parameter(part.clone()) for part in fused.detach().split(16)]
+    together = Muon([dict(params=[fused], parts=3)], dtype=torch.float32)
+    separate = Muon(apart, dtype=torch.float32)
+    for _ in range(4):
+        fused.grad = torch.randn(48, 16)
+        for p, grad in zip(apart, fused.grad.split(16), strict=True):
+            p.grad = grad.clone()
+        together.step()
+        separate.step()
+    torch.testing.assert_close(fused, torch.cat(apart), rtol=1e-5, atol=1e-6)
+    whole = Muon([torch.nn.Parameter(torch.cat(apart).detach())], dtype=torch.float32)
+    whole.param_groups[0]["params"][0].grad = fused.grad
+    whole.step()
+    assert not torch.allclose(whole.param_groups[0]["params"][0], fused, atol=1e-2)  # fused, it is another step
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (32, 32)])
+def test_muon_makes_singular_values_one_and_leaves_the_directions(shape, dtype):
+    torch.manual_seed(0)
+    matrices = torch.randn(3, *shape) * torch.tensor([1e-6, 1.0, 1e6])[:, None, None]  # whatever their size
+    for matrix, result in zip(matrices, orthogonalized(matrices, dtype).float(), strict=True):
+        u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+        inside = u.T @ result @ v.T  # diagonal, were it exact
+        values = inside.diagonal()[s > 0.01 * s[0]]
+        assert values.min() > 0.6 and values.max() < 1.3  # what five iterations of this polynomial are made for
+        assert (inside - inside.diagonal().diag()).abs().max() < (1e-3 if dtype == torch.float32 else 0.1)
