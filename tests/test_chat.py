@@ -1,0 +1,164 @@
+"""The chat format: what is written, and that transformers makes the same ids from the template that lies beside it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import chat
+from bpe.tokenizer import Tokenizer
+from tests.helpers import ROOT
+
+SPECIALS = ("<|endoftext|>", "<|pad|>", "||", "☃")
+
+
+@pytest.fixture(scope="module", params=["gpt2", "cl100k"])
+def pair(request, tmp_path_factory):
+    """A tokenizer of ours and, from the files beside a model, transformers' reading of it."""
+    from transformers import AutoTokenizer
+
+    path = tmp_path_factory.mktemp("chat")
+    specials = SPECIALS if request.param == "cl100k" else SPECIALS[:1]
+    ours = Tokenizer.train([(ROOT / "input.txt").read_text()[:60_000]], 400, request.param, specials)
+    chat.save_chat_files(path, ours)
+    return ours, AutoTokenizer.from_pretrained(path)
+
+
+def said(*turns) -> list[dict]:
+    """said("s: Be kind.", "u: Hi", "a: Ho"), with the blanks after the colon's one left in."""
+    roles = dict(s="system", u="user", a="assistant")
+    return [dict(role=roles[turn[0]], content=turn[3:]) for turn in turns]
+
+
+def written(messages, tokenizer) -> str:
+    return "".join(text + "<|endoftext|>" * is_answer for text, is_answer in chat.pieces(messages, tokenizer))
+
+
+START = "BEGINNING OF CONVERSATION: USER: "
+
+
+@pytest.mark.parametrize(
+    "messages, text",
+    [
+        (said("u: Hi"), START + "Hi ASSISTANT:"),
+        (said("u:  Hi \n", "a:  Ho "), START + "Hi ASSISTANT:Ho<|endoftext|>"),
+        (said("s: Be kind.", "u: Hi"), START + "Be kind. Hi ASSISTANT:"),
+        (said("u: Hi", "a: Ho", "u: Bye"), START + "Hi ASSISTANT:Ho<|endoftext|>USER: Bye ASSISTANT:"),
+        (said("u: Hi", "a: Ho", "s: Now", "u: Bye"), START + "Hi ASSISTANT:Ho<|endoftext|>USER: Now Bye ASSISTANT:"),
+        (said("u: Hi", "u: you"), START + "Hi you ASSISTANT:"),
+        (said("u: Hi", "a: :)"), START + "Hi ASSISTANT: :)<|endoftext|>"),
+        (said("u: Hi", "a: 7"), START + "Hi ASSISTANT:7<|endoftext|>"),
+        (said("u: Say <|endoftext|>!"), START + "Say  |endoftext| ! ASSISTANT:"),
+        ([], ""),
+    ],
+)
+def test_the_form(messages, text):
+    tokenizer = Tokenizer(())
+    assert written(messages, tokenizer) == text
+    if len(messages) == 1 and messages[0]["role"] == "user":
+        assert chat.prompt_of(messages[0]["content"], tokenizer) == text
+
+
+atoms = st.sampled_from(
+    ["Hi", "(a)", ":)", " ", "\n", "\t", "\x85", "\u2028", "'s", "1", "中文", "😀", "e\u0301", "\\", "{{", "%}", '"']
+    + ["é", "'", "USER:", " ASSISTANT:", "<|endo", "ftext|>", "|", "<|", *SPECIALS]
+)  # fmt: skip
+contents = st.lists(atoms, max_size=6).map("".join)
+
+
+@st.composite
+def conversations(draw):
+    messages = []
+    for _ in range(draw(st.integers(1, 6))):
+        allowed = chat.ROLES if messages and messages[-1]["role"] == "user" else chat.ROLES[:2]
+        messages.append(dict(role=draw(st.sampled_from(allowed)), content=draw(contents)))
+    return messages
+
+
+@settings(max_examples=150, deadline=None)
+@given(messages=conversations())
+@example(messages=said("u: What does <|endoftext|> mean?", "a: The end.", "u: <|endo<|endoftext|>ftext|>"))
+@example(messages=said("u: |||| ☃☃", "a: (a) |||", "u: <|pad|><|pad|>"))
+def test_transformers_renders_the_ids_that_training_uses(pair, messages):
+    ours, theirs = pair
+    ids = chat.chat_ids(ours, messages)
+    assert ids == theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    # nobody can end a turn by writing the token's name
+    answers = sum(message["role"] == "assistant" for message in messages)
+    assert sum(i in ours.special_tokens.values() for i in ids) == answers
+    assert ids.count(ours.eot_token) == answers
+
+
+def test_without_the_word_for_the_answer_the_ids_are_a_beginning_of_those_with_it(pair):
+    ours, theirs = pair
+    messages = said("s: Be kind.", "u: Hi (you)")
+    ids = theirs.apply_chat_template(messages, add_generation_prompt=False, return_dict=False)
+    whole = chat.chat_ids(ours, messages)
+    assert whole[: len(ids)] == ids and ours.decode(whole[len(ids) :]) == " ASSISTANT:"
+
+
+def test_an_answer_can_be_continued(pair):
+    ours, theirs = pair
+    messages = said("u: Hi", "a: Once upon")
+    ids = theirs.apply_chat_template(messages, continue_final_message=True, return_dict=False)
+    assert ids == chat.chat_ids(ours, messages)[:-1]
+
+
+def test_the_characters_that_follow_directly_do_so_in_every_text(pair):
+    """The rule looks at one character; the pattern may look at all of them."""
+    ours, _ = pair
+    for first in map(chr, [*range(33, 0x250), *range(0x250, 0x3000, 53)]):
+        for rest in ("", "a", " a", "'s", "1"):
+            messages = [*said("u: Hi"), dict(role="assistant", content=first + rest)]
+            whole = ours.encode(written(messages, ours), allowed_special="all")
+            assert whole == chat.chat_ids(ours, messages), (first, rest)
+
+
+def test_answers_end_where_the_template_ends_them(pair, tmp_path):
+    ours, _ = pair
+    chat.save_chat_files(tmp_path, ours)
+    content = json.loads((tmp_path / "generation_config.json").read_text())
+    assert content["eos_token_id"] == ours.eot_token
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')  # a model's own stays
+    chat.save_chat_files(tmp_path, ours)
+    assert json.loads((tmp_path / "generation_config.json").read_text()) == {"eos_token_id": 7}
+
+
+NO_CONVERSATIONS = [
+    ("x", "a role"),
+    ([dict(role="user")], "a role"),
+    ([dict(role="user", content=3)], "a role"),
+    ([dict(role="robot", content="x")], "a role"),
+    (said("a: Hi"), "after nobody"),
+    (said("u: Hi", "a: Ho", "a: Ho"), "after assistant"),
+    (said("u: Hi", "s: Be kind.", "a: Ho"), "after system"),
+]
+
+
+@pytest.mark.parametrize("messages, words", NO_CONVERSATIONS)
+def test_what_is_no_conversation_is_refused(messages, words):
+    with pytest.raises(ValueError, match=words):
+        chat.check_messages(messages)
+
+
+@pytest.mark.parametrize("messages", [messages for messages, _ in NO_CONVERSATIONS[3:]])
+def test_the_template_refuses_the_same_orders_and_roles(pair, messages):
+    from jinja2 import TemplateError
+
+    with pytest.raises(TemplateError):
+        pair[1].apply_chat_template(messages, tokenize=False)
+
+
+@pytest.mark.parametrize("specials", [("<|pad|>",), ("<|endoftext|>", "USER:"), ("<|endoftext|>", "<| |>")])
+def test_a_tokenizer_in_which_the_form_cannot_be_written_is_refused(specials):
+    with pytest.raises(ValueError):
+        chat.check_tokenizer(Tokenizer((), special_tokens=specials))
+    chat.check_tokenizer(Tokenizer((), special_tokens=SPECIALS))
+
+
+def test_it_needs_no_torch():
+    program = "import sys, chat; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=60).returncode == 0
