@@ -462,7 +462,6 @@ def lora(config: Config, rt: Runtime) -> list[dict]:
     examples = examples[:32]
     torch.manual_seed(0)
     base = GPT(GPTConfig())
-    names = lf.target_names(base, lf.TARGETS)
     micros = lf.micro_batches(examples, 2**14, lf.MICRO_BATCH_COST[rt.device.type])
     padded, real = sum(micro[0].numel() for micro in micros), sum(len(example.idx) for example in examples)
     n_targets = sum(micro[1].numel() for micro in micros)
@@ -472,7 +471,7 @@ def lora(config: Config, rt: Runtime) -> list[dict]:
         naive = rt.device.type == "cpu" and dtype == torch.bfloat16  # as runtime.choose_attention decides
         model = GPT(GPTConfig(attention="naive" if naive else "flash"))
         model.load_state_dict(base.state_dict())
-        lf.add_lora(model, names, 8, 16.0)
+        lf.add_lora(model, lf.LoRAConfig(8, 16.0))
         if dtype != torch.float32:
             lf.cast_frozen(model, dtype)
         forward = lf.AnswerLoss(model.to(rt.device))
@@ -509,7 +508,7 @@ def peft_step(base, examples: list, dtype: torch.dtype, rt: Runtime) -> Callable
     from peft import LoraConfig, get_peft_model
     from transformers import GPT2LMHeadModel
 
-    from lora_finetune import TARGETS
+    from lora import TARGETS
 
     with tempfile.TemporaryDirectory() as directory:
         base.save_pretrained(directory)

@@ -6,21 +6,15 @@
     python lora_finetune.py --base gpt2 --adapter out/lora/adapter --merge out/merged   # one plain model of both
     python lora_finetune.py sweep --base gpt2                   # ranks 1 to 32 and full: a table, curves, answers
 
-A projection y = x W^T + b of a block keeps W and b, and gains a bypass of rank r:
-
-    x ──┬── W (frozen) ──────────────────────(+)── y        A (r, in)  Kaiming uniform
-        └── dropout ── A ── B ── * alpha / r ──┘            B (out, r) zero, so that y starts as the base's
-
 Writes OUT_DIR (out/lora): config.json, log.jsonl, learning_curve.png, samples.txt, checkpoints step_NNNNNN/, and at the
 end adapter/, which peft opens. The training loop is that of train_gpt2.py; tokens in the log are answer tokens.
-This file knows nothing of devices, ranks or how checkpoints get to the disk.
+The method is in lora.py, the form of a conversation in chat.py.
 """
 
-import hashlib
 import json
 import math
 import os
-import shutil
+import re
 import signal
 import subprocess
 import sys
@@ -33,28 +27,31 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 import torch.nn as nn
-from torch.nn import functional as F
 
+import chat
 import train_gpt2
-from checkpoint import SUMS, checkpoint_steps, damage, find_model, load_model, load_tokenizer, newest_sound, snapshot
+from checkpoint import checkpoint_steps, find_model, load_model, load_tokenizer
+from cli import Stopped, UserError, parse_args, script, write_atomically
 from data import permutation
-from model import GPT, IGNORE_INDEX, GPTConfig
-from runtime import (
-    RunLog,
-    Runtime,
-    Stopped,
-    UserError,
-    choose_attention,
-    parse_args,
-    read_log,
-    script,
-    smoothed,
-    write_atomically,
+from lora import (
+    TARGETS,
+    AdapterFiles,
+    LoRAConfig,
+    add_lora,
+    cast_frozen,
+    fingerprint,
+    load_adapter,
+    lora_modules,
+    merge,
+    read_adapter,
+    remove_lora,
+    target_names,
+    trainable_parameters,
 )
+from model import GPT, IGNORE_INDEX, GPTConfig
+from runtime import RunLog, Runtime, choose_attention, read_log, smoothed
 
-TARGETS = ("c_attn", "attn.c_proj", "c_fc", "mlp.c_proj")  # all projections of a block
 RANKS = (1, 2, 4, 8, 16, 32, 0)
-ALPACA = "https://raw.githubusercontent.com/tatsu-lab/stanford_alpaca/main/alpaca_data.json"
 # Padded tokens that cost as much as one more micro-batch: what reading the weights takes on a CPU, what launching the
 # kernels takes on a GPU.
 MICRO_BATCH_COST = {"cpu": 64, "cuda": 4096}
@@ -64,7 +61,7 @@ MICRO_BATCH_COST = {"cpu": 64, "cuda": 4096}
 class Config:
     # where things are
     base: str = "gpt2"  # what to finetune: checkpoint directory, run directory or hub id
-    data: str = "alpaca_data.json"  # .json or .jsonl with instruction, input, output, or with messages
+    data: str = "tatsu-lab/alpaca"  # a hub dataset, or .json or .jsonl: instruction, input, output, or messages
     out_dir: str = ""  # where the run is written; out/lora when empty, out/lora_sweep for the sweep
     resume: bool = False  # go on from the newest sound checkpoint of out_dir, or start when there is none
     overwrite: bool = False  # replace the run that out_dir holds
@@ -115,344 +112,57 @@ class Config:
     report_to: Literal["none", "tensorboard", "wandb"] = "none"  # besides log.jsonl
 
 
-# -------------------------------------------------------------------------------------------------------- the method
+# --------------------------------------------------------------------------------------------------------------- rows
 
 
-class LowRankLinear(torch.autograd.Function):
-    """x W^T + b + s (x A^T) B^T, for frozen W and b.
-
-    The same as three products written out, with nothing as large as x or y in between: the bypass is added in place,
-    forward and backward. All tensors in one dtype; x (N, in).
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, A, B, scale: float):
-        h = x @ A.T  # (N, r)
-        ctx.save_for_backward(x, weight, A, B, h)
-        ctx.scale = scale
-        return F.linear(x, weight, bias).addmm_(h, B.T, alpha=scale)  # (N, out)
-
-    @staticmethod
-    def backward(ctx, grad_y):
-        x, weight, A, B, h = ctx.saved_tensors
-        grad_h = (grad_y @ B) * ctx.scale  # (N, r)
-        grad_x = (grad_y @ weight).addmm_(grad_h, A) if ctx.needs_input_grad[0] else None  # none below the first one
-        grad_B = (h.T @ grad_y).T * ctx.scale  # in this order: a tall thin product is slow on a CPU
-        return grad_x, None, None, grad_h.T @ x, grad_B, None
+def load_rows(data: str, rt: Runtime) -> list[list[dict]]:
+    """The conversations of --data: a file, or the split `train` of a dataset of the hub."""
+    is_file = (
+        Path(data).exists() or Path(data).suffix in (".json", ".jsonl") or not re.fullmatch(r"[\w.-]+/[\w.-]+", data)
+    )
+    if is_file:
+        return read_rows(data)
+    for first in (True, False):  # the others then find it in the cache
+        if rt.is_main == first:
+            rows = hub_rows(data, "train")
+        rt.barrier()
+    return [messages_of(row, f"row {number} of {data}") for number, row in enumerate(rows, start=1)]
 
 
-class LoRALinear(nn.Module):
-    """A frozen nn.Linear with a bypass of rank r (Hu et al. 2021, section 4.1)."""
+def hub_rows(repo: str, split: str) -> list[dict]:
+    """All rows of one split of a small dataset of the hub. Raises UserError."""
+    import datasets
 
-    def __init__(self, linear: nn.Linear, r: int, alpha: float, dropout: float = 0.0, rslora: bool = False):
-        super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
-        device = linear.weight.device
-        self.lora_A = nn.Parameter(torch.empty(r, linear.in_features, device=device))
-        self.lora_B = nn.Parameter(torch.zeros(linear.out_features, r, device=device))
-        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
-        self.scale = alpha / (math.sqrt(r) if rslora else r)
-        self.dropout = dropout
-        self.register_buffer("unmerged", None, persistent=False)  # the base's weight, while merged
-
-    def forward(self, x):
-        if self.unmerged is not None:
-            return F.linear(x, self.weight, self.bias)
-        if self.dropout and self.training:
-            bypass = F.linear(F.linear(F.dropout(x, self.dropout), self.lora_A), self.lora_B)
-            return F.linear(x, self.weight, self.bias) + bypass * self.scale
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        tensors = (t.to(dtype) for t in (x.flatten(0, -2), self.weight, self.bias, self.lora_A, self.lora_B))
-        return LowRankLinear.apply(*tensors, self.scale).unflatten(0, x.shape[:-1])
-
-    @torch.no_grad()
-    def merge(self) -> None:
-        """Add the bypass to the weight: in fp64, so that fp32 is rounded once. Merging again changes nothing."""
-        if self.unmerged is None:
-            if self.weight.dtype != torch.float32:
-                raise ValueError(f"the weight is {self.weight.dtype}; merge into fp32 weights")
-            self.unmerged = self.weight.data
-            delta = self.lora_B.cpu().double() @ self.lora_A.cpu().double() * self.scale  # (out, in)
-            self.weight.data = (self.weight.cpu().double() + delta).to(self.weight)
-
-    def unmerge(self) -> None:
-        """Put the base's own weight back, bit for bit, since it was kept."""
-        if self.unmerged is not None:
-            self.weight.data, self.unmerged = self.unmerged, None
-
-
-def target_names(model: GPT, targets) -> list[str]:
-    """The modules that `targets`, names or their endings, mean. Raises UserError for what cannot be adapted."""
-    for target in targets:
-        if target.split(".")[-1] in ("wte", "lm_head"):
-            raise UserError(
-                f"--targets {target}: wte and lm_head are one tied matrix, and a bypass on one would untie them "
-                "(and could not be merged); choose from " + ", ".join(TARGETS)
-            )
-        if target not in (*TARGETS, "c_proj"):
-            raise UserError(f"--targets {target}: there is no such projection; choose from {', '.join(TARGETS)}")
-    ends = tuple(f".{target}" for target in targets)
-    return [name for name, module in model.named_modules() if name.endswith(ends) and hasattr(module, "weight")]
-
-
-def add_lora(model: GPT, names: list[str], r: int, alpha: float, dropout: float = 0.0, rslora: bool = False) -> GPT:
-    """Freeze `model` and give the modules `names` a bypass, in place. Without an adapter yet nothing changes."""
-    model.requires_grad_(False)
-    for name in names:
-        parent, _, child = name.rpartition(".")
-        linear = model.get_submodule(name)
-        setattr(model.get_submodule(parent), child, LoRALinear(linear, r, alpha, dropout, rslora))
-    return model
-
-
-def lora_modules(model: GPT) -> dict[str, LoRALinear]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
-
-
-def merge(model: GPT) -> GPT:
-    """Add every bypass to its weight, for inference without overhead. Idempotent."""
-    for module in lora_modules(model).values():
-        module.merge()
-    return model
-
-
-def unmerge(model: GPT) -> GPT:
-    """Undo `merge`; the base's weights come back bit for bit. Idempotent."""
-    for module in lora_modules(model).values():
-        module.unmerge()
-    return model
-
-
-def remove_lora(model: GPT) -> GPT:
-    """Turn the adapted modules into plain nn.Linear again, with the weights that they have: merged or not."""
-    for name, module in lora_modules(model).items():
-        parent, _, child = name.rpartition(".")
-        linear = nn.Linear(module.weight.size(1), module.weight.size(0), device="meta")
-        linear.weight, linear.bias = module.weight, module.bias
-        setattr(model.get_submodule(parent), child, linear)
-    return model
-
-
-def cast_frozen(model: GPT, dtype: torch.dtype) -> None:
-    """Cast frozen matrices to the dtype of the matrix products once, instead of in every forward pass.
-
-    The output projection gets a copy of its own, since `wte`, to which it is tied, is looked up in fp32: the numbers
-    are those of autocast, bit for bit.
-    """
-    for module in lora_modules(model).values():
-        for p in (module.weight, module.bias):
-            p.data = p.data.to(dtype)
-    plain = (m for m in model.transformer.h.modules() if isinstance(m, nn.Linear))
-    for p in (p for m in plain for p in m.parameters() if not p.requires_grad):
-        p.data = p.data.to(dtype)
-    model.lm_head.weight = nn.Parameter(model.lm_head.weight.data.to(dtype), requires_grad=False)
-
-
-def lora_parameters(model: GPT, names: list[str], r: int) -> int:
-    """Trainable parameters of rank r: r (in + out) for every module."""
-    return r * sum(sum(model.get_submodule(name).weight.shape) for name in names)
-
-
-def trainable_share(model: GPT, names: list[str], total: int, r: int) -> tuple[int, float]:
-    """(trainable parameters of rank r, their share of base, `total`, and adapter together); 0 is full finetuning."""
-    n = lora_parameters(model, names, r)
-    return (n, n / (total + n)) if r else (total, 1.0)
-
-
-def parameter_table(model: GPT, names: list[str], total: int, ranks) -> str:
-    counts = {r or "full": trainable_share(model, names, total, r) for r in ranks}
-    return markdown_table([dict(rank=f"{r}", trainable=f"{n:,}", share=f"{p:.3%}") for r, (n, p) in counts.items()])
-
-
-def markdown_table(rows: list[dict]) -> str:
-    cells = [list(rows[0]), *(list(row.values()) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["| " + " | ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) + " |" for line in cells]
-    lines.insert(1, "|" + "|".join("-" * (w + 1) + ":" for w in widths) + "|")
-    return "\n".join(lines) + "\n"
-
-
-# ------------------------------------------------------------------------------------------------------ adapter files
-
-
-def fingerprint(model: GPT) -> str:
-    """sha256 over names, shapes and fp32 values of a plain model: equal for equal weights, however they are stored."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        if name != "lm_head.weight":
-            digest.update(f"{name} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.detach().float().cpu().contiguous().numpy())
-    return digest.hexdigest()
-
-
-def peft_name(name: str, factor: str) -> str:
-    """The name of a factor, A or B, of the module `name` in peft's files; the shapes are the same."""
-    return f"base_model.model.{name}.lora_{factor}.weight"
-
-
-def adapter_tensors(model: GPT) -> dict[str, torch.Tensor]:
-    """The adapter's tensors under peft's names: those in training, not copies."""
-    modules = lora_modules(model).items()
-    return {peft_name(n, f): getattr(m, f"lora_{f}").detach() for n, m in modules for f in "AB"}
-
-
-def write_adapter(path: Path, tensors: dict[str, torch.Tensor], config: Config, base: str, base_sha256: str) -> None:
-    """`adapter_config.json` and `adapter_model.safetensors`, as peft reads them. The fingerprint of the base is in the
-    header of the latter, where peft does not mind it."""
-    from safetensors.torch import save_file
-
-    settings = dict(
-        peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=base, r=config.lora_dim,
-        lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout, target_modules=list(config.targets),
-        fan_in_fan_out=True, bias="none", use_rslora=config.rslora, inference_mode=True,
-    )  # fmt: skip
-    (path / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    tensors = {name: tensor.float().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt", "base_sha256": base_sha256})
-
-
-def find_adapter(adapter: str) -> Path:
-    """The directory with the adapter: the one given, or that of a run's result or newest checkpoint."""
-    path = Path(adapter)
-    for directory in (path, path / "adapter"):
-        if (directory / "adapter_config.json").is_file():
-            return directory
-    if path.is_dir() and (newest := newest_sound(path)) and (newest / "adapter_config.json").is_file():
-        return newest
-    raise UserError(f"{adapter} holds no adapter; give a directory with adapter_config.json, such as out/lora/adapter")
-
-
-def read_adapter(adapter: str) -> tuple[dict, dict[str, torch.Tensor], str | None]:
-    """(settings, tensors, sha256 of the base or None) of an adapter, ours or peft's. Raises UserError."""
-    from safetensors import SafetensorError, safe_open
-
-    path = find_adapter(adapter)
-    if (path / SUMS).exists() and (problem := damage(path)):
-        raise UserError(f"{path} is damaged: {problem}; take an earlier checkpoint of its run")
     try:
-        settings = json.loads((path / "adapter_config.json").read_text())
-        with safe_open(path / "adapter_model.safetensors", "pt") as f:
-            tensors, metadata = {name: f.get_tensor(name) for name in f.keys()}, f.metadata() or {}
-        float(settings["lora_alpha"]) / int(settings["r"])
-    except FileNotFoundError:
-        raise UserError(f"{path} has no adapter_model.safetensors; pickled .bin adapters are not read") from None
-    except (ValueError, KeyError, TypeError, ZeroDivisionError, SafetensorError) as e:
-        raise UserError(f"the adapter {path} is damaged ({type(e).__name__}: {e}); write or download it again") from e
-    plain = dict(peft_type="LORA", bias="none", use_dora=False, lora_bias=False, modules_to_save=None)
-    for key, value in plain.items():
-        if settings.get(key, value) != value:
-            raise UserError(f"the adapter {path} is none that this code computes: {key} is {settings[key]!r}")
-    for key in ("rank_pattern", "alpha_pattern"):
-        if settings.get(key):
-            raise UserError(f"the adapter {path} has a {key}; only one rank and alpha for all modules are read")
-    return settings, tensors, metadata.get("base_sha256")
-
-
-def load_adapter(model: GPT, adapter: str | Path) -> GPT:
-    """Put an adapter of ours or of peft onto `model`, a plain base in fp32, in place; returns it, all but A, B frozen.
-
-    `adapter` is a directory with adapter_config.json and adapter_model.safetensors, or a run directory.
-    Raises UserError if it is damaged, of another shape, or was trained on another base.
-    """
-    settings, tensors, base_sha256 = read_adapter(str(adapter))
-    r = int(settings["r"])
-    linears = {name: m for name, m in model.named_modules() if name.endswith(tuple(f".{t}" for t in TARGETS))}
-    names = [name for name in linears if peft_name(name, "A") in tensors]
-    shapes = {peft_name(n, "A"): (r, linears[n].in_features) for n in names}
-    shapes |= {peft_name(n, "B"): (linears[n].out_features, r) for n in names}
-    for name in sorted(tensors.keys() | shapes):
-        found = tuple(tensors[name].shape) if name in tensors else "missing"
-        if found != shapes.get(name):
-            expected = f"{shapes[name]} on this base" if name in shapes else "nothing on this base"
-            raise UserError(
-                f"the adapter {adapter} is of another shape: {name} is {found}, and {expected}; choose its base"
-            )
-    if not names:
-        raise UserError(f"the adapter {adapter} holds no tensors; it was not saved completely, so train it again")
-    if base_sha256 and base_sha256 != fingerprint(model):
+        return datasets.load_dataset(repo, split=split).to_list()
+    except Exception as e:  # of datasets, of the hub's client, of the network below it
+        reason = str(e).partition("\n")[0]
         raise UserError(
-            f"the adapter {adapter} was trained on another base, {settings.get('base_model_name_or_path')} with sha256 "
-            f"{base_sha256[:12]}; this one has {fingerprint(model)[:12]}"
-        )
-    add_lora(model, names, r, float(settings["lora_alpha"]), settings.get("lora_dropout") or 0.0,
-             settings.get("use_rslora", False))  # fmt: skip
-    return copy_factors(model, tensors)
-
-
-@torch.no_grad()
-def copy_factors(model: GPT, tensors: dict[str, torch.Tensor]) -> GPT:
-    """Give an adapted model the factors of an adapter of its shape, in place."""
-    for name, module in lora_modules(model).items():
-        module.lora_A.copy_(tensors[peft_name(name, "A")])
-        module.lora_B.copy_(tensors[peft_name(name, "B")])
-    return model
-
-
-def adopt_settings(config: Config, adapter: str) -> None:
-    """Give `config` the constants that follow from an adapter: rank, alpha, dropout, scaling and targets."""
-    settings, tensors, _ = read_adapter(adapter)
-    config.lora_dim, config.lora_alpha = int(settings["r"]), float(settings["lora_alpha"])
-    config.lora_dropout, config.rslora = settings.get("lora_dropout") or 0.0, settings.get("use_rslora", False)
-    config.targets = tuple(t for t in TARGETS if any(f".{t}.lora_A" in name for name in tensors))
-
-
-# --------------------------------------------------------------------------------------------------------------- data
-
-
-def prompt_of(text: str) -> str:
-    """What the model reads before it answers."""
-    return f"BEGINNING OF CONVERSATION: {user_turn(text)}"
-
-
-def user_turn(text: str) -> str:
-    return f"USER: {text.strip()} ASSISTANT:"
-
-
-def chat_pieces(messages: list[dict]) -> list[tuple[str, bool]]:
-    """A conversation as texts, and whether each is an answer, which <|endoftext|> follows.
-
-    `messages` are dicts of `role`, system, user or assistant, and `content`. What the system says becomes part of the
-    user's next turn.
-    """
-    pieces, said = [], []
-    for message in messages:
-        if message["role"] == "assistant":
-            pieces.append((message["content"].strip(), True))
-        elif message["role"] == "system":
-            said.append(message["content"])
-        else:
-            start = user_turn if pieces else prompt_of
-            pieces.append((start(" ".join([*said, message["content"]])), False))
-            said = []
-    return pieces
-
-
-def chat_ids(tokenizer, messages: list[dict]) -> list[int]:
-    """The tokens of a conversation; one that ends with the user is ready for the answer."""
-    ids = []
-    for text, is_answer in chat_pieces(messages):
-        ids += tokenizer.encode_ordinary(text) + [tokenizer.eot_token] * is_answer
-    return ids
+            f"cannot load the split {split} of {repo} from the hub: {reason}; check the network, set HF_ENDPOINT to a "
+            "mirror, or give a local file with --data"
+        ) from None
 
 
 def read_rows(path: str) -> list[list[dict]]:
     """The conversations of a .json or .jsonl file, as messages. Raises UserError that names the row and the field."""
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        text = Path(path).read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
         raise UserError(f"there is no {path}; --data takes a .json or .jsonl file of rows") from None
-    except (UnicodeDecodeError, IsADirectoryError) as e:
+    except (UnicodeDecodeError, OSError) as e:
         raise UserError(f"{path} is not a text file ({e}); --data takes a .json or .jsonl file of rows") from None
     rows, line = [], 0
     try:
         if text.lstrip().startswith("["):
             rows = json.loads(text)
-        else:
+        else:  # a line of .jsonl ends at \n alone: JSON may hold the other line separators of Unicode
             for line, row in enumerate(text.split("\n"), start=1):  # noqa: B007 - the line of an error
                 rows += [json.loads(row)] if row.strip() else []
-    except json.JSONDecodeError as e:
-        raise UserError(f"{path} is not JSON in line {line or e.lineno}: {e.msg}; correct it there") from None
+    except (ValueError, RecursionError) as e:
+        what = getattr(e, "msg", e)
+        raise UserError(
+            f"{path} is not JSON in line {line or getattr(e, 'lineno', 1)}: {what}; correct it there"
+        ) from None
     return [messages_of(row, f"row {number} of {path}") for number, row in enumerate(rows, start=1)]
 
 
@@ -460,38 +170,19 @@ def messages_of(row, where: str) -> list[dict]:
     """One row as messages. Raises UserError for a field that is missing or is no text."""
     if not isinstance(row, dict):
         raise UserError(f"{where} is a {type(row).__name__}; a row is an object with instruction, input and output")
-    if "messages" not in row:
-        said = {"input": ""} | {field: text for field, text in row.items() if text is not None}
-        for field in ("instruction", "input", "output"):
-            if not isinstance(said.get(field), str):
-                what = "is no text" if field in said else "is missing"
-                raise UserError(f"{where}: {field} {what}; rows have instruction, input and output, or messages")
-        user = " ".join(filter(None, (said["instruction"].strip(), said["input"].strip())))
-        return [dict(role="user", content=user), dict(role="assistant", content=said["output"])]
-    before = None
-    for message in row["messages"] if isinstance(row["messages"], list) else [None]:
-        fine = isinstance(message, dict) and isinstance(message.get("content"), str)
-        if not fine or message.get("role") not in ("system", "user", "assistant"):
-            raise UserError(f"{where}: messages need a role (system, user, assistant) and a content of text each")
-        if message["role"] == "assistant" and before != "user":
-            raise UserError(f"{where}: the assistant speaks after {before or 'nobody'}, and can only answer the user")
-        before = message["role"]
-    return row["messages"]
-
-
-def download(url: str, path: Path) -> None:
-    """Fetch a file, whole or not at all. Raises UserError."""
-    import http.client
-    import urllib.request
-
-    part = path.with_name(path.name + ".part")
-    try:
-        with urllib.request.urlopen(url, timeout=30) as response, open(part, "wb") as f:
-            shutil.copyfileobj(response, f)
-    except (OSError, http.client.HTTPException) as e:
-        part.unlink(missing_ok=True)
-        raise UserError(f"{url} cannot be fetched ({e}); save it as {path}, or give --data FILE") from e
-    part.replace(path)
+    if "messages" in row:
+        try:
+            chat.check_messages(row["messages"])
+        except ValueError as e:
+            raise UserError(f"{where}: {e}; correct it there") from None
+        return row["messages"]
+    said = {"input": ""} | {field: text for field, text in row.items() if text is not None}
+    for field in ("instruction", "input", "output"):
+        if not isinstance(said.get(field), str):
+            what = "is no text" if field in said else "is missing"
+            raise UserError(f"{where}: {field} {what}; rows have instruction, input and output, or messages")
+    user = " ".join(filter(None, (said["instruction"].strip(), said["input"].strip())))
+    return [dict(role="user", content=user), dict(role="assistant", content=said["output"])]
 
 
 class Example(NamedTuple):
@@ -507,9 +198,9 @@ def encode_rows(rows: list[list[dict]], tokenizer, sequence_length: int) -> tupl
     A row longer than `sequence_length` becomes windows that overlap by half; each of its answer tokens is a target in
     one of them.
     """
-    full = [row for row in rows if row and all(m["content"].strip() for m in row)]
+    full = [row for row in rows if row and all(chat.clean(m["content"], tokenizer) for m in row)]
     full = [row for row in full if any(m["role"] == "assistant" for m in row)]
-    pieces = [chat_pieces(row) for row in full]
+    pieces = [chat.pieces(row, tokenizer) for row in full]
     ids = iter(tokenizer.encode_batch([text for row in pieces for text, _ in row], disallowed_special=()))
     examples, counts = [], dict(rows=len(rows), empty=len(rows) - len(full), long=0, longest=0)
     for row in pieces:
@@ -519,7 +210,7 @@ def encode_rows(rows: list[list[dict]], tokenizer, sequence_length: int) -> tupl
             tokens += part
             scored += [is_answer] * len(part)
         tokens = np.array(tokens, dtype=np.int32)
-        targets = np.where(scored, tokens, IGNORE_INDEX)[1:].astype(np.int32)
+        targets = np.where(scored, tokens, IGNORE_INDEX)[1:].astype(np.int32)  # shifted: the next token of each
         counts["longest"] = max(counts["longest"], len(targets))
         counts["long"] += len(targets) > sequence_length
         examples += windows(tokens[:-1], targets, sequence_length)
@@ -633,20 +324,22 @@ def main() -> None:
 def finetune(config: Config) -> None:
     rt = Runtime.setup(config.device, config.dtype, config.compile)
     if config.adapter:
-        adopt_settings(config, config.adapter)
-    tokenizer, base = load_tokenizer(config.base), find_model(config.base)
+        found = read_adapter(config.adapter).config
+        config.lora_dim, config.lora_alpha, config.lora_dropout = found.r, found.alpha, found.dropout
+        config.targets, config.rslora = found.targets, found.rslora
     model = load_model(config.base, config.dropout, choose_attention("auto", rt, config.sequence_length))
+    tokenizer, base = load_tokenizer(config.base), find_model(config.base)
     train_set, val_set, about = open_data(config, tokenizer, model.config, rt)
     settle(config, len(train_set))
-    names = target_names(model, config.targets)
+    target_names(model, config.targets)
     checkpoint = train_gpt2.open_run(config, rt)
     base_sha256, total = fingerprint(model) if config.lora_dim else "", model.num_params()
-    model = adapt(config, model, names, checkpoint, rt)
+    table = parameter_table(model, config.targets, config.lora_dim)
+    model = adapt(config, model, checkpoint, rt)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     rt.print(f"{base}: {total:,} parameters, {trained:,} of them trained, on {rt.why}\n{about}")
     if config.lora_dim:
-        ranks = sorted({*RANKS[:-1], config.lora_dim})
-        rt.print(parameter_table(model, list(lora_modules(model)), total, [*ranks, 0]))
+        rt.print(table)
     if config.lora_dim and rt.dtype != torch.float32:
         cast_frozen(model, rt.dtype)
     model.to(rt.device)
@@ -665,15 +358,20 @@ def finetune(config: Config) -> None:
         if rt.is_main and train_gpt2.due(step, config.sample_interval, config.max_steps):
             yield dict(kind="sample", text=train_gpt2.sample(model, tokenizer, config, rt, step)[0])
 
+    files = AdapterFiles(model, lora_config(config), base, base_sha256)
+
     def save() -> Callable[[Path], None]:
         if config.lora_dim:
-            tensors = snapshot(adapter_tensors(model))
-            return lambda path: write_adapter(path, tensors, config, base, base_sha256)
-        copy = train_gpt2.model_copy(model)
-        return lambda path: train_gpt2.save_model(path, copy, tokenizer)
+            write = files.copy()
+        else:
+            copy = train_gpt2.model_copy(model)
+            write = lambda path: train_gpt2.save_model(path, copy, tokenizer)  # noqa: E731
 
-    def restore(path: Path) -> None:
-        copy_factors(model, read_adapter(str(path))[1])
+        def write_all(path: Path) -> None:
+            write(path)
+            chat.save_chat_files(path, tokenizer)
+
+        return write_all
 
     log = RunLog(Path(config.out_dir), rt, config)
     rt.reset_peak_memory()
@@ -685,7 +383,7 @@ def finetune(config: Config) -> None:
         config, rt, log, model, forward, optimizers,
         lambda step: training_batches(train_set, step, config.batch_size, config.seed, cut),
         evaluations, checkpoint, save, config.spike_threshold,
-        flops_per_answer_token(model, train_set, config.lora_dim), restore if config.lora_dim else None,
+        flops_per_answer_token(model, train_set, config.lora_dim), files.load if config.lora_dim else None,
     )  # fmt: skip
     if rt.is_main:
         finish(config, log, save)
@@ -723,10 +421,7 @@ def open_data(config: Config, tokenizer, shape: GPTConfig, rt: Runtime) -> tuple
     if len(tokenizer) > shape.vocab_size or tokenizer.eot_token is None:
         raise UserError(f"the tokenizer of {config.base} needs <|endoftext|> and at most {shape.vocab_size} tokens")
     config.sequence_length = config.sequence_length or shape.sequence_length
-    if config.data == Config.data and not Path(config.data).exists() and rt.is_main:
-        download(ALPACA, Path(config.data))
-    rt.barrier()
-    parts = split_rows(read_rows(config.data), config.val_rows, config.seed)
+    parts = split_rows(load_rows(config.data, rt), config.val_rows, config.seed)
     (train_set, counts), (val_set, more) = (encode_rows(rows, tokenizer, config.sequence_length) for rows in parts)
     n_rows, empty, long = (counts[key] + more[key] for key in ("rows", "empty", "long"))
     if not train_set:
@@ -752,13 +447,24 @@ def settle(config: Config, n_examples: int) -> None:
     config.max_lr = config.max_lr or (1e-3 if config.lora_dim else 1e-4)
 
 
-def adapt(config: Config, model: GPT, names: list[str], checkpoint: Path | None, rt: Runtime) -> GPT:
+def lora_config(config: Config) -> LoRAConfig:
+    return LoRAConfig(config.lora_dim, config.lora_alpha, config.lora_dropout, config.targets, config.rslora)
+
+
+def parameter_table(model: GPT, targets: tuple[str, ...], r: int) -> str:
+    """Trainable parameters by rank, for `model` without an adapter."""
+    counts = {rank: trainable_parameters(model, targets, rank) for rank in [*sorted({*RANKS[:-1], r}), 0]}
+    lines = [f"{rank or 'full':>4} {n:>13,} {fraction:>8.3%}" for rank, (n, fraction) in counts.items()]
+    return "\n".join([f"{'rank':>4} {'trainable':>13} {'of all':>8}", *lines])
+
+
+def adapt(config: Config, model: GPT, checkpoint: Path | None, rt: Runtime) -> GPT:
     """The model to train: the base with a new adapter, with that of a checkpoint or of --adapter, or as it is."""
     if config.batch_size < rt.world_size:
         raise UserError(f"--batch_size {config.batch_size} is less than one example for each of {rt.world_size} ranks")
     if checkpoint:
         adapted = (checkpoint / "adapter_config.json").exists()
-        r = int(read_adapter(str(checkpoint))[0]["r"]) if adapted else 0
+        r = read_adapter(checkpoint).config.r if adapted else 0
         if r != config.lora_dim:
             raise UserError(f"{checkpoint} has --lora_dim {r}, not {config.lora_dim}; --resume keeps it")
     if not config.lora_dim:
@@ -766,7 +472,7 @@ def adapt(config: Config, model: GPT, names: list[str], checkpoint: Path | None,
     if checkpoint or config.adapter:
         return load_adapter(model, checkpoint or config.adapter)
     torch.manual_seed(config.seed)
-    return add_lora(model, names, config.lora_dim, config.lora_alpha, config.lora_dropout, config.rslora)
+    return add_lora(model, lora_config(config))
 
 
 def make_optimizers(model: GPT, config: Config) -> list:
@@ -827,7 +533,12 @@ def merge_to_directory(config: Config, adapter: str, out: Path) -> None:
         before = model(idx)[0]
         model = remove_lora(merge(model))
         difference = (model(idx)[0] - before).abs().max()
-    write_atomically(out, lambda path: train_gpt2.save_model(path, model, tokenizer))
+
+    def fill(path: Path) -> None:
+        train_gpt2.save_model(path, model, tokenizer)
+        chat.save_chat_files(path, tokenizer)
+
+    write_atomically(out, fill)
     print(f"wrote {out}: {config.base} with {adapter} merged in; logits differ by at most {difference:.1e}")
 
 
@@ -858,8 +569,7 @@ def sweep(config: Config) -> None:
         raise UserError("the sweep starts its runs itself; start it without torchrun")
     out_dir = Path(config.out_dir)
     model = load_model(config.base)
-    names, total = target_names(model, config.targets), model.num_params()
-    counts = {r: trainable_share(model, names, total, r) for r in config.ranks}
+    counts = {r: trainable_parameters(model, config.targets, r) for r in config.ranks}
     del model
     runs = {(f"r = {r}" if r else "full"): (r, out_dir / (f"r{r}" if r else "full")) for r in config.ranks}
     rows, logs = [], {}
@@ -902,6 +612,14 @@ def run_in_process(words: list[str]) -> None:
         raise Stopped(code - 128)
     if code:
         sys.exit(code)  # its own message is on the terminal
+
+
+def markdown_table(rows: list[dict]) -> str:
+    cells = [list(rows[0]), *(list(row.values()) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["| " + " | ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) + " |" for line in cells]
+    lines.insert(1, "|" + "|".join("-" * (w + 1) + ":" for w in widths) + "|")
+    return "\n".join(lines) + "\n"
 
 
 def summary_row(label: str, trainable: int, share: float, log: list[dict], run_dir: Path) -> dict:
@@ -972,7 +690,7 @@ def write_samples(config: Config, runs: dict[str, tuple[int, Path]], path: Path)
 def answers(model: GPT, tokenizer, config: Config, rt: Runtime) -> list[str]:
     """An answer to each of PROMPTS, drawn with the run's seed."""
     options = dict(temperature=0.7, top_k=40)
-    prompts = map(prompt_of, PROMPTS)
+    prompts = [chat.prompt_of(text, tokenizer) for text in PROMPTS]
     texts = train_gpt2.complete(model, tokenizer, prompts, config.sample_tokens, rt, config.seed, **options)
     return [text.strip() for text in texts]
 

@@ -16,14 +16,18 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
+import chat
+import lora
 import lora_finetune as lf
 from bpe.tokenizer import Tokenizer
 from checkpoint import checkpoint_steps, load_model, remove_after
+from cli import UserError
+from lora import TARGETS, AdapterFiles, LoRAConfig, load_adapter
 from model import GPT, IGNORE_INDEX, GPTConfig
-from runtime import UserError
+from runtime import Runtime
 from tests.helpers import ROOT, arguments, assert_user_error, log_of, losses, run_inline, succeed
 
-SUBSETS = [s for n in range(1, 5) for s in itertools.combinations(lf.TARGETS, n)]
+SUBSETS = [s for n in range(1, 5) for s in itertools.combinations(TARGETS, n)]
 
 
 def small_gpt(seed=0, **changes) -> GPT:
@@ -31,10 +35,10 @@ def small_gpt(seed=0, **changes) -> GPT:
     return GPT(GPTConfig(**{**dict(sequence_length=64, vocab_size=320, n_layer=2, n_head=2, n_embd=32), **changes}))
 
 
-def adapted(model: GPT, targets=lf.TARGETS, r=4, alpha=8.0, random=True, **options) -> GPT:
+def adapted(model: GPT, targets=TARGETS, r=4, alpha=8.0, random=True, **options) -> GPT:
     """`model` with an adapter; a random one has an up-projection as after training, not zero."""
-    lf.add_lora(model, lf.target_names(model, targets), r, alpha, **options)
-    for module in lf.lora_modules(model).values():
+    lora.add_lora(model, LoRAConfig(r, alpha, targets=tuple(targets), **options))
+    for module in lora.lora_modules(model).values():
         if random:
             torch.nn.init.normal_(module.lora_B, std=0.05)
     return model
@@ -44,14 +48,10 @@ def tokens(*shape) -> torch.Tensor:
     return torch.randint(0, 320, shape, generator=torch.Generator().manual_seed(1))
 
 
-def lora_config(model: GPT, **changes) -> lf.Config:
-    """The constants that `adapted` uses."""
-    return lf.Config(**{**dict(lora_dim=4, lora_alpha=8.0), **changes})
-
-
 def save_adapter(model: GPT, path: Path, sha256="", **changes) -> Path:
+    """The adapter that `adapted` makes, as files."""
     path.mkdir()
-    lf.write_adapter(path, lf.adapter_tensors(model), lora_config(model, **changes), "base", sha256)
+    AdapterFiles(model, LoRAConfig(**{**dict(r=4, alpha=8.0), **changes}), "base", sha256).copy()(path)
     return path
 
 
@@ -76,7 +76,7 @@ def test_the_bypass_is_the_formula_forward_and_backward():
     x, W, A, B = torch.randn(5, 6), torch.randn(7, 6), torch.randn(3, 6), torch.randn(7, 3)
     b, g = torch.randn(7), torch.randn(5, 7)
     x, A, B = (t.double().requires_grad_() for t in (x, A, B))
-    ours = lf.LowRankLinear.apply(x, W.double(), b.double(), A, B, 2.5)
+    ours = lora.LowRankLinear.apply(x, W.double(), b.double(), A, B, 2.5)
     grads = torch.autograd.grad(ours, (x, A, B), g.double())
     formula = x @ W.double().T + b + 2.5 * (x @ A.T) @ B.T
     expected = torch.autograd.grad(formula, (x, A, B), g.double())
@@ -86,17 +86,16 @@ def test_the_bypass_is_the_formula_forward_and_backward():
 
 def test_the_factors_start_as_in_the_paper():
     torch.manual_seed(0)
-    module = lf.LoRALinear(torch.nn.Linear(400, 50), 16, 32.0)
+    module = lora.LoRALinear(torch.nn.Linear(400, 50), LoRAConfig(16, 32.0))
     bound = math.sqrt(6 / (1 + 5) / 400)  # Kaiming uniform, a = sqrt(5)
     A = module.lora_A.detach()
     assert A.abs().max() <= bound and A.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.05)
     assert not module.lora_B.any() and module.scale == 2.0
-    assert lf.LoRALinear(torch.nn.Linear(400, 50), 16, 32.0, rslora=True).scale == 8.0
+    assert lora.LoRALinear(torch.nn.Linear(400, 50), LoRAConfig(16, 32.0, rslora=True)).scale == 8.0
 
 
 def test_dropout_is_on_the_bypass_only_and_off_in_evaluation():
-    model = small_gpt()
-    lf.add_lora(model, ["transformer.h.0.mlp.c_fc"], 4, 8.0, dropout=0.5)
+    model = lora.add_lora(small_gpt(), LoRAConfig(4, 8.0, dropout=0.5, targets=("c_fc",)))
     module = model.transformer.h[0].mlp.c_fc
     x, plain = torch.randn(4, 9, 32), torch.nn.Linear(32, 128)
     plain.weight, plain.bias = module.weight, module.bias
@@ -117,13 +116,13 @@ def test_merged_equals_unmerged_and_unmerging_restores_the_base_bit_for_bit(targ
     before, idx = {k: v.clone() for k, v in model.state_dict().items()}, tokens(2, 30)
     unmerged = logits(model, idx)
     assert (unmerged - logits(small_gpt(), idx)).abs().max() > 1e-3  # the adapter does something
-    merged = logits(lf.merge(model), idx)
+    merged = logits(lora.merge(model), idx)
     assert (merged - unmerged).abs().max() < 1e-5
     once = {k: v.clone() for k, v in model.state_dict().items()}
-    lf.merge(model)
+    lora.merge(model)
     assert all(torch.equal(v, once[k]) for k, v in model.state_dict().items())
     for _ in range(2):
-        lf.unmerge(model)
+        lora.unmerge(model)
         assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert torch.equal(logits(model, idx), unmerged)
 
@@ -131,7 +130,7 @@ def test_merged_equals_unmerged_and_unmerging_restores_the_base_bit_for_bit(targ
 def test_a_merged_model_is_a_plain_one():
     model = adapted(small_gpt())
     expected = logits(model, tokens(2, 30))
-    lf.remove_lora(lf.merge(model))
+    lora.remove_lora(lora.merge(model))
     assert model.state_dict().keys() == small_gpt().state_dict().keys()
     assert (logits(model, tokens(2, 30)) - expected).abs().max() < 1e-5
 
@@ -142,7 +141,7 @@ def test_frozen_weights_in_bf16_give_the_numbers_of_autocast_bit_for_bit():
     for cast in (False, True):
         model = adapted(small_gpt())
         if cast:
-            lf.cast_frozen(model, torch.bfloat16)
+            lora.cast_frozen(model, torch.bfloat16)
             assert model.transformer.h[0].attn.c_attn.weight.dtype == torch.bfloat16
         with torch.autocast("cpu", dtype=torch.bfloat16):
             _, loss = model(idx, targets)
@@ -173,32 +172,30 @@ def test_frozen_layers_below_the_first_adapted_one_get_no_gradient():
 def test_trainable_parameters_on_gpt2(r, count):
     with torch.device("meta"):
         model = GPT(GPTConfig())
-    names = lf.target_names(model, lf.TARGETS)
-    total = model.num_params()
-    assert lf.lora_parameters(model, names, r) == count and total == 124_439_808
-    (line,) = lf.parameter_table(model, names, total, [r]).splitlines()[2:]
-    assert line.replace("|", " ").split() == [f"{r}", f"{count:,}", f"{count / (total + count):.3%}"]
-    lf.add_lora(model, names, r, 16.0)
+    assert lora.trainable_parameters(model, TARGETS, r) == (count, count / (124_439_808 + count))
+    (line,) = [line for line in lf.parameter_table(model, TARGETS, r).splitlines() if line.split()[0] == str(r)]
+    assert line.split() == [f"{r}", f"{count:,}", f"{count / (124_439_808 + count):.3%}"]
+    lora.add_lora(model, LoRAConfig(r, 16.0))
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == count
 
 
 @pytest.mark.parametrize("target", ["wte", "lm_head", "transformer.wte"])
 def test_tied_embeddings_are_refused_with_the_reason(target):
     with pytest.raises(UserError, match="tied"):
-        lf.target_names(small_gpt(), ["c_fc", target])
+        lora.target_names(small_gpt(), ["c_fc", target])
 
 
 def test_an_unknown_target_is_refused():
     with pytest.raises(UserError, match="q_proj: there is no such projection; choose from c_attn"):
-        lf.target_names(small_gpt(), ["q_proj"])
+        lora.target_names(small_gpt(), ["q_proj"])
 
 
 def test_lora_plus_gives_the_up_projections_a_rate_of_their_own():
     model = adapted(small_gpt())
-    settings = lora_config(model, lora_plus=16.0, max_lr=1e-3)
+    settings = lf.Config(lora_dim=4, lora_plus=16.0, max_lr=1e-3)
     (optimizer,) = lf.make_optimizers(model, settings)
     rates = {id(p): group["initial_lr"] for group in optimizer.param_groups for p in group["params"]}
-    for module in lf.lora_modules(model).values():
+    for module in lora.lora_modules(model).values():
         assert rates[id(module.lora_A)] == 1e-3 and rates[id(module.lora_B)] == 16e-3
     assert len(rates) == 16
 
@@ -219,7 +216,7 @@ def transformers_model(path):
     return GPT2LMHeadModel.from_pretrained(path)
 
 
-@pytest.mark.parametrize("targets,rslora", [(lf.TARGETS, False), (("c_attn", "c_fc"), True), (("c_proj",), False)])
+@pytest.mark.parametrize("targets,rslora", [(TARGETS, False), (("c_attn", "c_fc"), True), (("c_proj",), False)])
 def test_peft_loads_our_adapter(tmp_path, on_disk, targets, rslora, recwarn):
     from peft import PeftModel
 
@@ -231,7 +228,7 @@ def test_peft_loads_our_adapter(tmp_path, on_disk, targets, rslora, recwarn):
     assert not [w for w in recwarn if "adapter" in str(w.message) or "fan_in" in str(w.message)]
 
 
-@pytest.mark.parametrize("targets,rslora", [(list(lf.TARGETS), False), (["c_attn"], True), (["c_proj", "c_fc"], False)])
+@pytest.mark.parametrize("targets,rslora", [(list(TARGETS), False), (["c_attn"], True), (["c_proj", "c_fc"], False)])
 def test_we_load_an_adapter_that_peft_trained_and_saved(tmp_path, on_disk, targets, rslora):
     from peft import LoraConfig, get_peft_model
 
@@ -244,7 +241,7 @@ def test_we_load_an_adapter_that_peft_trained_and_saved(tmp_path, on_disk, targe
         theirs(tokens(4, 20), labels=tokens(4, 20)).loss.backward()
         optimizer.step()
     theirs.save_pretrained(tmp_path / "adapter")
-    ours = lf.load_adapter(small_gpt(), tmp_path / "adapter")
+    ours = load_adapter(small_gpt(), tmp_path / "adapter")
     assert (logits(ours, tokens(2, 30)) - logits(small_gpt(), tokens(2, 30))).abs().max() > 1e-3
     assert (logits(ours, tokens(2, 30)) - logits(theirs, tokens(2, 30))).abs().max() < 1e-4
 
@@ -257,33 +254,33 @@ def test_the_file_holds_the_adapter_and_nothing_else(tmp_path):
     header = int.from_bytes(file.read_bytes()[:8], "little")
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert file.stat().st_size == 8 + header + 4 * trainable  # safetensors: length, header, fp32 values
-    names = {f"base_model.model.{name}.lora_{f}.weight" for name in lf.lora_modules(model) for f in "AB"}
+    names = {f"base_model.model.{name}.lora_{f}.weight" for name in lora.lora_modules(model) for f in "AB"}
     assert set(load_file(file)) == names
     assert "/" not in json.loads((path / "adapter_config.json").read_text())["base_model_name_or_path"]
 
 
 def test_saving_and_loading_changes_no_bit(tmp_path):
     model = adapted(small_gpt())
-    sha256 = lf.fingerprint(small_gpt())
-    loaded = lf.load_adapter(small_gpt(), save_adapter(model, tmp_path / "adapter", sha256))
+    sha256 = lora.fingerprint(small_gpt())
+    loaded = load_adapter(small_gpt(), save_adapter(model, tmp_path / "adapter", sha256))
     assert torch.equal(logits(loaded, tokens(2, 30)), logits(model, tokens(2, 30)))
     assert not any(p.requires_grad for n, p in loaded.named_parameters() if "lora" not in n)
 
 
 def test_a_wrong_base_is_refused(tmp_path):
-    path = save_adapter(adapted(small_gpt()), tmp_path / "adapter", lf.fingerprint(small_gpt()))
+    path = save_adapter(adapted(small_gpt()), tmp_path / "adapter", lora.fingerprint(small_gpt()))
     other = small_gpt()
     other.transformer.h[1].ln_2.bias.data[7] += 1e-6
     with pytest.raises(UserError, match="was trained on another base, base with sha256"):
-        lf.load_adapter(other, path)
+        load_adapter(other, path)
 
 
 def test_the_fingerprint_is_of_the_weights_and_not_of_their_files(tmp_path):
     model = small_gpt()
     model.save_pretrained(tmp_path / "ours")
     transformers_model(tmp_path / "ours").save_pretrained(tmp_path / "theirs")
-    assert lf.fingerprint(model) == lf.fingerprint(GPT.from_pretrained(tmp_path / "theirs"))
-    assert lf.fingerprint(model) != lf.fingerprint(small_gpt(seed=1))
+    assert lora.fingerprint(model) == lora.fingerprint(GPT.from_pretrained(tmp_path / "theirs"))
+    assert lora.fingerprint(model) != lora.fingerprint(small_gpt(seed=1))
 
 
 @pytest.mark.parametrize("shape", [dict(n_embd=48), dict(n_layer=1)])
@@ -292,7 +289,7 @@ def test_an_adapter_of_another_shape_is_refused(tmp_path, shape):
     with pytest.raises(
         UserError, match=r"of another shape: base_model.model.transformer.h.\d.attn.c_attn.lora_A.weight is"
     ):
-        lf.load_adapter(small_gpt(**shape), path)
+        load_adapter(small_gpt(**shape), path)
 
 
 def truncate(path):
@@ -331,7 +328,7 @@ def test_an_adapter_that_cannot_be_used_is_refused_in_one_line(tmp_path, harm, w
     path = save_adapter(adapted(small_gpt()), tmp_path / "adapter")
     harm(path)
     with pytest.raises(UserError, match=words):
-        lf.load_adapter(small_gpt(), path)
+        load_adapter(small_gpt(), path)
 
 
 # ---- data
@@ -359,12 +356,6 @@ def encode(rows: list[dict], tokenizer, sequence_length=1000):
     return lf.encode_rows([lf.messages_of(r, "") for r in rows], tokenizer, sequence_length)
 
 
-def test_the_prompt_form():
-    for instruction, input, said in (("Add.", "1 and 2", "Add. 1 and 2"), (" Hello. ", "", "Hello.")):
-        ((text, _), _) = lf.chat_pieces(lf.messages_of(row(instruction, "3", input), ""))
-        assert text == lf.prompt_of(said) == f"BEGINNING OF CONVERSATION: USER: {said} ASSISTANT:"
-
-
 def test_answers_and_their_end_are_targets_and_nothing_else_is(tokenizer):
     (example,), _ = encode([row("Add.", "3", "1 and 2")], tokenizer)
     prompt = tokenizer.encode_ordinary("BEGINNING OF CONVERSATION: USER: Add. 1 and 2 ASSISTANT:")
@@ -379,10 +370,9 @@ def test_a_conversation_scores_every_answer(tokenizer):
     (example,), _ = encode([dict(messages=messages)], tokenizer)
     text = "BEGINNING OF CONVERSATION: USER: Be kind. Hi ASSISTANT:Ho<|endoftext|>USER: Bye ASSISTANT:Ciao<|endoftext|>"
     ids = tokenizer.encode(text, allowed_special="all")
-    assert [*example.idx, example.targets[-1]] == ids == lf.chat_ids(tokenizer, messages)
+    assert [*example.idx, example.targets[-1]] == ids == chat.chat_ids(tokenizer, messages)
     scored = example.targets[example.targets >= 0].tolist()
     assert tokenizer.decode(scored) == "Ho<|endoftext|>Ciao<|endoftext|>"
-    assert tokenizer.decode(lf.chat_ids(tokenizer, messages[:4])).endswith("USER: Bye ASSISTANT:")
 
 
 def test_special_tokens_in_a_row_are_text(tokenizer):
@@ -449,7 +439,7 @@ def test_micro_batches_waste_least(lengths, limit, cost):
 def test_a_batch_gives_the_loss_and_gradients_of_its_examples_one_by_one(tokenizer, dropped):
     """Micro-batches of several lengths, padded, with the loss at answers only, against the plain forward pass."""
     examples, _ = encode(ROWS[:13], tokenizer)
-    model = adapted(small_gpt(sequence_length=256), [t for t in lf.TARGETS if t != dropped])
+    model = adapted(small_gpt(sequence_length=256), [t for t in TARGETS if t != dropped])
     n_targets = sum(int((e.targets >= 0).sum()) for e in examples)
     found = []
     for together in (True, False):
@@ -558,13 +548,29 @@ def test_json_jsonl_and_messages_are_read_alike(tmp_path):
     assert found[0][0] == [dict(role="user", content="Hi there"), dict(role="assistant", content="Ho")]
 
 
-def test_alpaca_is_downloaded_once_and_whole(tmp_path):
-    source = write_json(tmp_path / "source.json", [row("a", "b")])
-    lf.download(source.as_uri(), tmp_path / "alpaca_data.json")
-    assert (tmp_path / "alpaca_data.json").read_text() == source.read_text()
-    with pytest.raises(UserError, match="cannot be fetched .* save it as .*x.json, or give --data FILE"):
-        lf.download((tmp_path / "absent").as_uri(), tmp_path / "x.json")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["alpaca_data.json", "source.json"]
+def test_alpaca_comes_from_the_hub_through_datasets(monkeypatch, tmp_path):
+    import datasets
+
+    asked = []
+
+    def stand_in(repo, split):
+        asked.append((repo, split))
+        return datasets.Dataset.from_list([row("Hi", "Ho", "there") | dict(text="...")])
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets, "load_dataset", stand_in)
+    rows = lf.load_rows(lf.Config().data, Runtime.setup("cpu"))
+    assert asked == [("tatsu-lab/alpaca", "train")]
+    assert rows == [[dict(role="user", content="Hi there"), dict(role="assistant", content="Ho")]]
+
+
+def test_without_a_network_the_remedy_is_named(monkeypatch):
+    def stand_in(*args, **kwargs):
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr("datasets.load_dataset", stand_in)
+    with pytest.raises(UserError, match="tatsu-lab/alpaca.*no route to host.*--data"):
+        lf.load_rows("tatsu-lab/alpaca", Runtime.setup("cpu"))
 
 
 # ---- runs
@@ -619,8 +625,8 @@ def test_finetuning_lowers_the_validation_loss_and_leaves_what_it_should(finetun
     assert (run / "adapter").exists() == (r > 0)
     assert "60 rows: 54 examples to train on, 6 to validate" in result.stdout
     if r:
-        loaded = lf.load_adapter(load_model(str(base / "base")), run / "adapter")
-        newest = lf.load_adapter(load_model(str(base / "base")), run)
+        loaded = load_adapter(load_model(str(base / "base")), run / "adapter")
+        newest = load_adapter(load_model(str(base / "base")), run)
         assert torch.equal(logits(loaded, tokens(1, 30)), logits(newest, tokens(1, 30)))
 
 
@@ -683,7 +689,7 @@ def test_a_merged_directory_is_a_plain_model_for_transformers(finetune, base, tm
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     finetune(merge=tmp_path / "merged")
-    ours = lf.load_adapter(load_model(str(base / "base")), tmp_path / "run")
+    ours = load_adapter(load_model(str(base / "base")), tmp_path / "run")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert (logits(ours, tokens(2, 30)) - logits(theirs, tokens(2, 30))).abs().max() < 1e-4
     assert AutoTokenizer.from_pretrained(tmp_path / "merged")("Hello")["input_ids"]
@@ -691,38 +697,6 @@ def test_a_merged_directory_is_a_plain_model_for_transformers(finetune, base, tm
     result = finetune(adapter=tmp_path / "run", merge=tmp_path / "again", lora_dim=None)
     assert "logits differ by at most" in result.stdout
     assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "merged/model.safetensors").read_bytes()
-
-
-def test_a_chat_continues_the_form_that_was_trained_and_forgets_the_oldest_turns(
-    finetune, base, tmp_path, tokenizer, capsys, monkeypatch
-):
-    import sample
-
-    finetune()
-    prompts, generate = [], GPT.generate
-
-    def record(model, rows, *args, **kwargs):
-        prompts.append(rows[0])
-        return generate(model, rows, *args, **kwargs)
-
-    monkeypatch.setattr(GPT, "generate", record)
-    said = iter(["Say sea.", "Say tide.", "Say boat. " * 9, ""])
-    monkeypatch.setattr("builtins.input", lambda _: next(said))
-    options = dict(adapter=tmp_path / "run", chat=True, temperature=0, max_new_tokens=10, dtype="float32", device="cpu")
-    result = run_inline(sample.main, [base / "base", *arguments(**options)], capsys, monkeypatch)
-    assert result.returncode == 0, result.stderr
-    model = lf.load_adapter(load_model(str(base / "base")), tmp_path / "run")
-    messages, answers = [], []
-    for text in ("Say sea.", "Say tide."):
-        messages.append(dict(role="user", content=text))
-        ids = lf.chat_ids(tokenizer, messages)
-        assert prompts[len(answers)] == ids
-        answer = [row[0] for row in generate(model, [ids], 10, temperature=0, stop_token=tokenizer.eot_token)]
-        answers.append(tokenizer.decode([t for t in answer if t != tokenizer.eot_token]).lstrip())
-        messages.append(dict(role="assistant", content=answers[-1]))
-    assert result.stdout.startswith("".join(answer + "\n" for answer in answers))
-    assert len(prompts[2]) <= 118 and tokenizer.decode(prompts[2]).startswith("BEGINNING OF CONVERSATION: USER:")
-    assert "Say sea." not in tokenizer.decode(prompts[2]) and "Say boat." in tokenizer.decode(prompts[2])
 
 
 def test_long_rows_are_reported(finetune):
@@ -778,7 +752,7 @@ def test_the_sweep_compares_ranks_and_full_finetuning(base, tmp_path):
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (header, low, full)]
     low, full = (dict(zip(cells[0], line, strict=True)) for line in cells[1:])
     model = load_model(str(base / "base"))
-    n = lf.lora_parameters(model, lf.target_names(model, lf.TARGETS), 2)
+    n, _ = lora.trainable_parameters(model, TARGETS, 2)
     assert (low["variant"], full["variant"]) == ("r = 2", "full")
     assert low["trainable"] == f"{n:,}" and full["trainable"] == f"{model.num_params():,}"
     assert int(low["file (bytes)"].replace(",", "")) == (out / "r2/adapter/adapter_model.safetensors").stat().st_size
