@@ -1,75 +1,150 @@
-"""Token shards and the order in which training reads them.
+"""Token shards, and the order in which training reads them.
 
-    text -> shards -> one long stream of tokens per split -> windows -> a seeded permutation -> batches
+    shards -> one long stream of tokens per split -> windows -> a seeded permutation -> batches
 
-- shards: `*_val_*` and `*_train_*` as .npy (uint16 or uint32), or .bin of llm.c and modded-nanogpt
+- shards: rows of uint16 or uint32, mapped into memory: `*_val_*` and `*_train_*` as .npy (ours, build-nanogpt's) or
+  .bin (llm.c's, modded-nanogpt's), or the .ds files of datatrove
 - window i is the tokens i*T .. (i+1)*T, both ends included: T inputs and, shifted by one, T targets. Windows may
   straddle two shards, so nothing is dropped between them
-- batch: a pure function of (seed, position), where position counts the windows seen so far. Every rank takes its slice
-  of the same global batch, so that the order depends neither on the number of ranks nor on interruptions
-- manifest: `manifest.json` beside the shards says where they come from and what is in them; `verify` checks all of it
-- text: `prepare_text` turns a .txt file into shards of the same kind, once
+- a batch is a pure function of (seed, position), where position counts the windows seen so far. Every rank takes its
+  slice of the same global batch, so that the order depends neither on the number of ranks nor on interruptions
 
-This file knows nothing of models, devices other than the one that batches go to, or optimizers. It imports torch where
-batches are made and not before, so that processes that only write shards stay small.
+Batches are NumPy arrays of windows, (rows, T + 1) int64; `to_inputs` cuts them into inputs and targets, wherever they
+are by then. This file knows nothing of torch, models, tokenizers or devices; shards.py writes what it reads.
 """
 
 import glob
 import hashlib
-import io
-import json
 import mmap
-import queue
+import os
 import re
-import shutil
-import threading
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
-from tqdm import tqdm
 
-from runtime import UserError, flush, sha256, write_atomically
+from cli import UserError, read_json
 
-if TYPE_CHECKING:
-    import torch
-
-BIN_MAGIC, BIN_HEADER = 20240520, 256  # llm.c: 256 int32 of header, magic, version, number of tokens, then uint16
+BIN_MAGIC, BIN_HEADER = 20240520, 256  # llm.c: 256 int32 of header (magic, version 1, number of tokens), then uint16
 SCAN_TOKENS = 2**25  # how many tokens of a split are checked before the first step; the others when they are read
-RELEASE_AFTER = 512  # windows; reading one maps 64 KB of a file into memory, which then are given back
+RELEASE_AFTER = 512  # windows; reading one maps 64 KB of a file into memory, which are given back after so many
+PADDING = -100  # stands where a batch has more room than tokens; the loss ignores it as a target
+
+
+# -------------------------------------------------------------------------------------------------------- the shards
 
 
 def find_shards(data: str, split: str) -> list[Path]:
-    """The shards of a split in a directory, or of a glob, in file order. Raises UserError when there are none."""
-    paths = map(Path, glob.glob(f"{glob.escape(data)}/*" if Path(data).is_dir() else data))
-    found = sorted(p for p in paths if re.search(rf"_{split}(_.*)?\.(npy|bin)$", p.name) and p.name[0] != ".")
+    """The shards of a split, "train" or "val", in a directory or a glob, in file order. Raises UserError for none.
+
+    The name of a file says its split. The .ds files of datatrove have no such names: the first one is "val" then, and
+    the others are "train".
+    """
+    pattern = f"{glob.escape(data)}/*" if os.path.isdir(data) else data
+    paths = sorted(p for p in map(Path, glob.glob(pattern)) if p.suffix in LAYOUTS and not p.name.startswith("."))
+    named = {s: [p for p in paths if re.search(rf"_{s}(_.*)?$", p.stem)] for s in ("train", "val")}
+    found, unnamed = named[split], [p for p in paths if p.suffix == ".ds"]
+    if unnamed and not any(named.values()):
+        found = unnamed[:1] if split == "val" else unnamed[1:]
+        if not found:
+            raise UserError(
+                f"{unnamed[0]} is the only .ds file, and so the validation split; for one to train on, too, give "
+                "datatrove more tasks, or a max_tokens_per_file"
+            )
     if not found:
-        what = f"{data} holds no *_{split}_*.npy or .bin shard" if Path(data).is_dir() else f"there is no {data}"
-        raise UserError(f"{what}; write shards with: python fineweb.py --out_dir {data}")
+        what = f"{data} holds no *_{split}_*.npy, .bin or .ds shard" if os.path.exists(data) else f"there is no {data}"
+        raise UserError(f"--data {data}: {what}; write shards with: python fineweb.py --out_dir FOLDER")
     return found
 
 
 def open_shard(path: Path) -> np.ndarray:
     """A shard's tokens as a read-only memory map (n,) of uint16 or uint32. Raises UserError for a damaged file."""
     try:
-        if path.suffix == ".bin":
-            header = np.fromfile(path, dtype="<i4", count=BIN_HEADER)
-            if len(header) < BIN_HEADER or header[0] != BIN_MAGIC:
-                raise ValueError(f"its header does not start with {BIN_MAGIC}")
-            n = int(header[2])
-            if path.stat().st_size != 4 * BIN_HEADER + 2 * n:
-                raise ValueError(f"its header promises {n} tokens and its size does not fit them")
-            return np.memmap(path, dtype="<u2", mode="r", offset=4 * BIN_HEADER, shape=(n,))
-        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-        if tokens.ndim != 1 or tokens.dtype not in (np.uint16, np.uint32):
-            raise ValueError(f"it holds {tokens.dtype} of shape {tokens.shape}, not a row of uint16 or uint32")
-        return tokens
-    except (ValueError, EOFError, OSError) as e:
-        raise UserError(f"shard {path} cannot be read: {e}; write it again with fineweb.py") from e
+        if path.suffix not in LAYOUTS:
+            raise ValueError(f"shards are {', '.join(LAYOUTS)} files")
+        dtype, offset, shape = LAYOUTS[path.suffix](path)
+        if len(shape) != 1 or dtype not in (np.dtype("<u2"), np.dtype("<u4")):
+            raise ValueError(f"it holds {dtype} of shape {shape}, not a row of uint16 or uint32")
+        if path.stat().st_size != offset + shape[0] * dtype.itemsize:
+            raise ValueError(f"it promises {shape[0]} tokens of {dtype.itemsize} bytes, and its size does not fit them")
+        if shape[0] == 0:  # the system maps no empty file
+            return np.zeros(0, dtype)
+        return np.memmap(path, dtype, mode="r", offset=offset, shape=shape)
+    except Exception as e:  # a damaged header makes NumPy raise nearly anything, SyntaxError and TypeError included
+        reason = e.strerror if isinstance(e, OSError) and e.strerror else e
+        raise UserError(f"shard {path} cannot be read: {reason}; write it again") from e
+
+
+def npy_layout(path: Path) -> tuple[np.dtype, int, tuple[int, ...]]:
+    tokens = np.lib.format.open_memmap(path, mode="r")  # refuses pickled objects
+    return tokens.dtype, tokens.offset, tokens.shape
+
+
+def bin_layout(path: Path) -> tuple[np.dtype, int, tuple[int, ...]]:
+    header = np.fromfile(path, "<i4", BIN_HEADER)
+    if len(header) < BIN_HEADER or header[0] != BIN_MAGIC or header[1] != 1:
+        raise ValueError(f"its header does not start with {BIN_MAGIC} and version 1")
+    return np.dtype("<u2"), header.nbytes, (int(header[2]),)
+
+
+def ds_layout(path: Path) -> tuple[np.dtype, int, tuple[int, ...]]:
+    """A .ds file is tokens alone: X.ds.metadata beside it says how many, and whether one has 2 bytes or 4.
+
+    X.ds.index, the ends of documents, is not needed, since datatrove puts its `eos_token` there. It ends a document
+    where our <|endoftext|> begins one, which is the same in one long stream: there is one between any two documents,
+    also where one file ends and the next begins. Only the very first document has none before it.
+    """
+    _, size, n = ds_metadata(path)
+    return np.dtype(f"<u{size}"), 0, (n,)
+
+
+def ds_metadata(path: Path) -> tuple[str, int, int]:
+    """(name of its tokenizer, bytes of a token, number of tokens) of a .ds file. Raises ValueError, or OSError."""
+    metadata = path.with_name(f"{path.name}.metadata")
+    if not metadata.exists():
+        raise ValueError(f"there is no {metadata.name}; let datatrove write it (save_final_metadata=True)")
+    with open(metadata, encoding="utf-8") as f:
+        match = re.match(r"(.*)\|([24])\n(\d{1,18})(\n|$)", f.read(10_000))
+    if not match:
+        raise ValueError(f"{metadata.name} does not begin with the lines TOKENIZER|2, or |4, and NUMBER OF TOKENS")
+    return match[1], int(match[2]), int(match[3])
+
+
+LAYOUTS = {".npy": npy_layout, ".bin": bin_layout, ".ds": ds_layout}  # path -> dtype, offset in bytes, shape
+
+
+def read_manifest(directory: Path, suffix: str = "") -> dict:
+    """`manifest.json` of a shard directory; {} where there is none. Raises UserError for a damaged one.
+
+    What is in it has its type: `shards` (dicts of `file`, `tokens`, perhaps `sha256`), `tokenizer`, and the counts.
+    """
+    path = Path(directory) / f"manifest{suffix}.json"
+    try:
+        manifest = read_json(path)
+    except FileNotFoundError:
+        return {}
+    types = dict(shards=list, tokens=int, documents=int, bytes=int, skipped=dict, tokenizer=str, next=dict)
+    if type(manifest) is not dict:
+        wrong = ["content"]
+    elif not (wrong := [key for key, kind in types.items() if key in manifest and type(manifest[key]) is not kind]):
+        wrong += [f"shards[{i}]" for i, entry in enumerate(manifest.get("shards", [])) if not is_entry(entry)]
+        wrong += [f"skipped[{key}]" for key, n in manifest.get("skipped", {}).items() if type(n) is not int]
+    if wrong:
+        raise UserError(f"{path} is damaged: its {wrong[0]} is no such thing; remove it, or write the shards again")
+    return manifest
+
+
+def is_entry(entry: object) -> bool:
+    """Is it the description of a shard in a manifest? `file` is a plain name, so that nothing outside is opened."""
+    if type(entry) is not dict or type(entry.get("file")) is not str or type(entry.get("tokens")) is not int:
+        return False
+    return Path(entry["file"]).name == entry["file"] and type(entry.get("sha256", "")) is str
+
+
+# -------------------------------------------------------------------------------------------------------- the stream
 
 
 class TokenStream:
@@ -85,23 +160,23 @@ class TokenStream:
         self._unreleased = 0
         self.starts = np.cumsum([0] + [len(shard) for shard in self.shards]).tolist()  # of each shard, and the end
         self._check_manifest()
-        share = max(SCAN_TOKENS // len(paths), 1)
+        part = max(SCAN_TOKENS // len(paths), 1)
         for start, shard in zip(self.starts, self.shards, strict=False):
-            if shard[:share].max(initial=0) >= vocab_size:
-                self._refuse(start, share)
+            if shard[:part].max(initial=0) >= vocab_size:
+                self._refuse(start, part)
             self.release()
 
     def __len__(self) -> int:
         return self.starts[-1]
 
     def _check_manifest(self) -> None:
-        directory = self.paths[0].parent
-        listed = {entry["file"]: entry["tokens"] for entry in read_manifest(directory).get("shards", [])}
-        if lost := [name for name in listed if not (directory / name).exists()]:
-            raise UserError(f"shard {directory / lost[0]} is listed in manifest.json and missing; write it again")
+        listed = listed_shards(self.paths)
+        if lost := [path for path in listed if not path.exists()]:
+            raise UserError(f"shard {lost[0]} is listed in manifest.json and missing; write it again")
+        described = {path.parent for path in listed}
         for path, shard in zip(self.paths, self.shards, strict=True):
-            if listed and listed.get(path.name) != len(shard):
-                found = f"{listed[path.name]} tokens" if path.name in listed else "no such shard"
+            if path.parent in described and listed.get(path, {}).get("tokens") != len(shard):
+                found = f"{listed[path]['tokens']} tokens" if path in listed else "no such shard"
                 raise UserError(
                     f"shard {path} has {len(shard)} tokens and manifest.json says {found}; it is truncated "
                     "or was written by another run: write it again with fineweb.py, or remove it"
@@ -109,9 +184,9 @@ class TokenStream:
 
     def read(self, start: int, n: int) -> np.ndarray:
         """Tokens start .. start + n as a new array (n,) int64."""
-        return self.windows([start], n)[0]
+        return self.read_windows([start], n)[0]
 
-    def windows(self, starts: list[int], n: int) -> np.ndarray:
+    def read_windows(self, starts: list[int], n: int) -> np.ndarray:
         """Tokens start .. start + n of every start, as a new array (len(starts), n) int64, across shards where need be.
 
         Raises UserError for a token that the vocabulary does not have.
@@ -139,6 +214,7 @@ class TokenStream:
             done, shard, begin = done + len(part), shard + 1, 0
 
     def _refuse(self, start: int, n: int) -> None:
+        """Raise the UserError for the shard that has too large a token among these."""
         for path, shard, first in zip(self.paths, self.shards, self.starts, strict=False):
             part = shard[max(start - first, 0) : max(start + n - first, 0)]
             if len(part) and part.max() >= self.vocab_size:
@@ -148,77 +224,48 @@ class TokenStream:
                 )
 
     def release(self) -> None:
-        """Give the pages that were read back to the system, so that resident memory stays flat."""
+        """Give the pages that were read back to the system, so that resident memory stays flat.
+
+        They stay in the system's cache of the file, and come back without the disk while there is room. Without this,
+        whatever was read of 20 GB of shards counts as memory of this process, and a cluster ends it for that.
+        """
         self._unreleased = 0
         for shard in self._maps:
             if hasattr(shard, "_mmap") and hasattr(mmap, "MADV_DONTNEED"):
                 shard._mmap.madvise(mmap.MADV_DONTNEED)
 
 
-class Batches:
-    """The windows of a stream in their training order, and the share of one rank in every global batch."""
+def listed_shards(paths: list[Path]) -> dict[Path, dict]:
+    """{path: its entry} of all shards in the manifests of the directories of `paths`."""
+    folders = dict.fromkeys(path.parent for path in paths)
+    return {folder / entry["file"]: entry for folder in folders for entry in read_manifest(folder).get("shards", [])}
 
-    def __init__(self, stream: TokenStream, sequence_length: int, seed: int, shuffle: bool, rank=0, world_size=1):
-        self.stream, self.T, self.seed, self.shuffle = stream, sequence_length, seed, shuffle
-        self.rank, self.world_size = rank, world_size
-        self.windows = (len(stream) - 1) // sequence_length  # an epoch; the last target is the last token, or nearly
-        if self.windows < 1:
-            raise UserError(
-                f"{stream.paths[0]} has {len(stream)} tokens, fewer than sequence_length + 1 = {sequence_length + 1}; "
-                "give more text, or a smaller --sequence_length"
-            )
-        self._orders: dict[int, np.ndarray] = {}
 
-    def order(self, epoch: int) -> np.ndarray:
-        """The permutation of all windows in this epoch, (windows,) uint32: a function of (seed, epoch)."""
-        if epoch not in self._orders:
-            while len(self._orders) >= 2:  # a batch spans two epochs at most, unless an epoch is tiny
-                self._orders.pop(min(self._orders))
-            self._orders[epoch] = (
-                permutation(self.windows, self.seed, epoch) if self.shuffle else np.arange(self.windows)
-            )
-        return self._orders[epoch]
+def fingerprint(stream: TokenStream) -> str:
+    """16 hexadecimal digits that tell these tokens in this order from others, wherever the shards lie.
 
-    def global_batch(self, position: int, rows: int) -> list[int]:
-        """The windows of a global batch of `rows` sequences that starts at `position`."""
-        batch = []
-        while len(batch) < rows:
-            epoch, at = divmod(position + len(batch), self.windows)
-            batch += self.order(epoch)[at : at + rows - len(batch)].tolist()
-        return batch
+    It rests on the checksums in the manifest; for a shard without one on its length and what it begins and ends with,
+    because reading 20 GB takes too long. A run that resumes compares it: the order of other data would be another one.
+    """
+    digest, listed = hashlib.sha256(), listed_shards(stream.paths)
+    for path, shard in zip(stream.paths, stream.shards, strict=True):
+        ends = np.concatenate([shard[:4096], shard[-4096:]]).astype("<u4")
+        content = listed.get(path, {}).get("sha256") or hashlib.sha256(ends.tobytes()).hexdigest()
+        digest.update(f"{len(shard)} {content}\n".encode())
+    return digest.hexdigest()[:16]
 
-    def local(self, position: int, rows: int, micro_rows: int) -> "Iterator[tuple[torch.Tensor, torch.Tensor]]":
-        """This rank's micro-batches of that global batch: (idx, targets), each (micro_rows, T) int64.
 
-        Every rank gets as many, of one shape; rows that are left over are padding, with ignored targets.
-        """
-        share = -(-rows // self.world_size)
-        windows = self.global_batch(position, rows)[self.rank * share : (self.rank + 1) * share]
-        for i in range(0, share, micro_rows):
-            yield self.pack(windows[i : i + micro_rows], micro_rows)
-
-    def pack(self, windows: list[int], rows: int) -> "tuple[torch.Tensor, torch.Tensor]":
-        import torch
-
-        from model import IGNORE_INDEX
-
-        tokens = torch.from_numpy(self.stream.windows([w * self.T for w in windows], self.T + 1))  # (rows, T + 1)
-        if len(windows) == rows:
-            return tokens[:, :-1], tokens[:, 1:]
-        idx = torch.zeros(rows, self.T, dtype=torch.long)
-        targets = torch.full((rows, self.T), IGNORE_INDEX)
-        idx[: len(windows)], targets[: len(windows)] = tokens[:, :-1], tokens[:, 1:]
-        return idx, targets
+# --------------------------------------------------------------------------------------------------------- the order
 
 
 def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
     """A permutation of 0 .. n-1 as (n,) uint32.
 
-    Every number is put behind the random bits of PCG64, whose stream NumPy keeps for good, as it does not that of
+    Every number is put below the random bits of PCG64, whose stream NumPy keeps for good, as it does not that of
     Generator.shuffle; sorting then is the permutation. It is also faster.
     """
     bits = max(n - 1, 1).bit_length()
-    keys = np.random.PCG64([seed, epoch]).random_raw(n)
+    keys = np.random.PCG64([seed, epoch]).random_raw(n)  # (n,) uint64
     keys >>= np.uint64(bits)
     keys <<= np.uint64(bits)
     keys |= np.arange(n, dtype=np.uint64)
@@ -227,277 +274,142 @@ def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
     return keys.astype(np.uint32)
 
 
-def validation_batches(
-    stream: TokenStream, sequence_length: int, micro_rows: int, max_tokens: int, rank=0, world_size=1
-) -> "Iterator[tuple[torch.Tensor, torch.Tensor]]":
-    """Every token of a split once, as a target, in windows dealt out to the ranks; `max_tokens` > 0 is a limit.
+class Batches:
+    """The windows of a stream in their training order, and the part of one rank in every global batch."""
 
-    Yields (idx, targets) of one shape, (micro_rows, T) int64, so that compiled code sees no other; what is too short is
-    padded with ignored targets. The union over ranks is the same for every world size.
+    def __init__(self, stream: TokenStream, sequence_length: int, seed: int, shuffle: bool, rank=0, world_size=1):
+        self.stream, self.T, self.seed, self.shuffle = stream, sequence_length, seed, shuffle
+        self.rank, self.world_size = rank, world_size
+        self.n_windows = (len(stream) - 1) // sequence_length  # an epoch; fewer than T tokens at the end are left over
+        if self.n_windows < 1:
+            raise UserError(
+                f"{stream.paths[0]} has {len(stream)} tokens, fewer than sequence_length + 1 = {sequence_length + 1}; "
+                "give more text, or a smaller --sequence_length"
+            )
+        self._orders: dict[int, np.ndarray] = {}
+
+    def order(self, epoch: int) -> np.ndarray:
+        """All windows in the order of this epoch, (n_windows,): a function of (seed, epoch)."""
+        if epoch not in self._orders:
+            while len(self._orders) >= 2:  # a batch spans two epochs at most, unless an epoch is tiny
+                self._orders.pop(min(self._orders))
+            n = self.n_windows
+            self._orders[epoch] = permutation(n, self.seed, epoch) if self.shuffle else np.arange(n)
+        return self._orders[epoch]
+
+    def global_batch(self, position: int, rows: int) -> list[int]:
+        """The windows of a global batch of `rows` sequences that starts at `position`."""
+        batch = []
+        while len(batch) < rows:
+            epoch, at = divmod(position + len(batch), self.n_windows)
+            batch += self.order(epoch)[at : at + rows - len(batch)].tolist()
+        return batch
+
+    def micro_batches(self, position: int, rows: int, micro_rows: int) -> Iterator[np.ndarray]:
+        """This rank's part of that global batch, in arrays of one shape, (micro_rows, T + 1) int64.
+
+        Every rank gets as many of them, because all ranks take part in every exchange of gradients. Rows that are left
+        over are PADDING.
+        """
+        own = -(-rows // self.world_size)  # rows on each rank
+        windows = self.global_batch(position, rows)[self.rank * own : (self.rank + 1) * own]
+        for i in range(0, own, micro_rows):
+            starts = [w * self.T for w in windows[i : i + micro_rows]]
+            tokens = self.stream.read_windows(starts, self.T + 1)  # (len(starts), T + 1)
+            if len(starts) < micro_rows:
+                tokens = np.pad(tokens, ((0, micro_rows - len(starts)), (0, 0)), constant_values=PADDING)
+            yield tokens
+
+    @property
+    def windows(self) -> int:  # the old name of n_windows, until everybody has moved
+        return self.n_windows
+
+    def local(self, position: int, rows: int, micro_rows: int) -> Iterator[tuple]:  # the same, of micro_batches
+        return map(to_inputs, self.micro_batches(position, rows, micro_rows))
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """plan(step): the position and the size of a step's global batch, in sequences.
+
+    While the batch ramps up (Brown et al. 2020, appendix B), its size is a line in the sequences seen so far, from
+    `first` to `full` over `ramp` of them, in multiples of `first`. It depends on nothing that differs between machines.
     """
-    import torch
 
-    from model import IGNORE_INDEX
+    full: int
+    first: int = 1
+    ramp: int = 0
 
-    T = sequence_length
-    n = len(stream) - 1 if max_tokens <= 0 else min(len(stream) - 1, max_tokens)
-    windows = range(-(-n // T))[rank::world_size]
-    for i in range(0, len(windows), micro_rows):
-        idx = torch.zeros(micro_rows, T, dtype=torch.long)
-        targets = torch.full((micro_rows, T), IGNORE_INDEX)
-        for row, w in enumerate(windows[i : i + micro_rows]):
-            tokens = torch.from_numpy(stream.read(w * T, min(T, n - w * T) + 1))
-            idx[row, : len(tokens) - 1], targets[row, : len(tokens) - 1] = tokens[:-1], tokens[1:]
-        yield idx, targets
+    @cached_property
+    def levels(self) -> list[tuple[int, int, int]]:
+        """(first step, its position, size) of every size of a batch: a few, however many steps the ramp has."""
+        first = min(max(self.first, 1), self.full)
+        rise, levels, step, position = self.full - first, [], 0, 0  # rise: of the line
+        while position < self.ramp:
+            size = (first + rise * position // self.ramp) // first * first
+            levels.append((step, position, size))
+            # rise * p // ramp reaches `size`, so that the next multiple is due, at p = size * ramp / rise, rounded up
+            end = min(-(-size * self.ramp // rise), self.ramp) if rise else self.ramp
+            n = -(-(end - position) // size)  # steps of this size
+            step, position = step + n, position + n * size
+        return [*levels, (step, position, self.full)]
+
+    def __call__(self, step: int) -> tuple[int, int]:
+        first_step, position, size = self.levels[bisect_right(self.levels, step, key=lambda level: level[0]) - 1]
+        return position + (step - first_step) * size, size
+
+    def divides_every_size(self, micro_rows: int, world_size: int) -> bool:
+        """Do micro-batches of so many rows need no padding in any step, but for what does not divide by the ranks?"""
+        return all(-(-size // world_size) % micro_rows == 0 for _, _, size in self.levels)
 
 
-def prefetch(batches: Iterator, device: "torch.device", depth: int = 2) -> Iterator:
-    """Run an iterator of lists of tensor tuples `depth` items ahead in a thread, and move them to the device.
-
-    On CUDA the thread copies them through pinned memory, on a stream of its own, so that they arrive while the device
-    computes. An error of the thread is raised where its item was due. Close the iterator if you leave it early.
-    """
-    import torch
-
-    items: queue.Queue = queue.Queue(maxsize=depth)
-    stop = threading.Event()
-    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def put(item) -> None:
-        while not stop.is_set():
-            try:
-                return items.put(item, timeout=0.1)
-            except queue.Full:
-                continue
-
-    def move(batch: list[tuple]) -> tuple[list[tuple], "torch.cuda.Event | None"]:
-        if stream is None:
-            return [tuple(t.to(device) for t in micro) for micro in batch], None
-        with torch.cuda.stream(stream):
-            moved = [tuple(t.pin_memory().to(device, non_blocking=True) for t in micro) for micro in batch]
-            return moved, stream.record_event()
-
-    def work() -> None:
-        try:
-            for batch in batches:
-                put(move(batch))
-                if stop.is_set():
-                    return
-            put(StopIteration())
-        except BaseException as e:
-            put(e)
-
-    thread = threading.Thread(target=work, name="prefetch", daemon=True)
-    thread.start()
-    try:
-        while not isinstance(item := items.get(), BaseException):
-            batch, copied = item
-            if copied is not None:
-                torch.cuda.current_stream(device).wait_event(copied)
-                for t in (t for micro in batch for t in micro):
-                    t.record_stream(torch.cuda.current_stream(device))  # its memory is in use until this stream is done
-            yield batch
-        if not isinstance(item, StopIteration):
-            raise item
-    finally:
-        stop.set()
-        thread.join()  # a thread that is inside torch when Python ends aborts the process
+# -------------------------------------------------------------------------------------------------------- the batches
 
 
 def training_batches(
     batches: Batches, plan: Callable[[int], tuple[int, int]], start_step: int, max_steps: int, micro_rows: int
-) -> "Iterator[list[tuple[torch.Tensor, torch.Tensor]]]":
-    """The micro-batches of each step; plan(step) is (position, rows) of its global batch."""
+) -> Iterator[list[tuple[np.ndarray]]]:
+    """Of each step from `start_step` up to `max_steps` a list of this rank's micro-batches, each a tuple `(windows,)`;
+    plan(step) is (position, rows) of the step's global batch."""
     for step in range(start_step, max_steps):
         position, rows = plan(step)
-        yield list(batches.local(position, rows, micro_rows))
+        yield [(windows,) for windows in batches.micro_batches(position, rows, micro_rows)]
 
 
-# --------------------------------------------------------------------------------------------------- the manifest
+def validation_batches(
+    stream: TokenStream, sequence_length: int, micro_rows: int, max_tokens: int, rank=0, world_size=1
+) -> Iterator[tuple[np.ndarray]]:
+    """Every token of a split once, as a target, in windows dealt out to the ranks; `max_tokens` > 0 is a limit.
 
-
-def read_manifest(directory: Path, suffix: str = "") -> dict:
-    """`manifest.json` of a shard directory; {} where there is none. Raises UserError for a damaged one."""
-    path = Path(directory) / f"manifest{suffix}.json"
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        return {}
-    except (json.JSONDecodeError, UnicodeDecodeError) as e:
-        raise UserError(f"{path} is damaged: {e}; remove it, or write the shards again with fineweb.py") from e
-
-
-def save_manifest(directory: Path, manifest: dict, suffix: str = "") -> None:
-    """Replace the manifest, which is on the disk when this returns; an interruption leaves the old one."""
-    path = Path(directory) / f"manifest{suffix}.json"
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(manifest, indent=2) + "\n")
-    flush(temporary)
-    temporary.replace(path)
-    flush(path.parent)
-
-
-def merge_manifests(directory: str) -> None:
-    """One manifest.json for the shards that several ranks have written. Raises UserError if something is missing."""
-    parts = [read_manifest(Path(directory), p.stem[8:]) for p in sorted(Path(directory).glob("manifest-*.json"))]
-    ranks, world_size = [part["rank"] for part in parts], parts[0]["world_size"] if parts else 1
-    if ranks != list(range(world_size)):
-        raise UserError(f"{directory} has the manifests of ranks {ranks} of {world_size}; copy all of them there")
-    for part in parts:
-        if "next" in part:
-            raise UserError(f"rank {part['rank']} is not done; give its command again, and merge after that")
-        if other := [k for k in ("commit", "files_sha256", "tokenizer", "text_field") if part[k] != parts[0][k]]:
-            raise UserError(f"ranks 0 and {part['rank']} differ in {other[0]}; write the shards of one of them again")
-    merged = parts[0] | dict(rank=0, world_size=1, shards=[entry for part in parts for entry in part["shards"]])
-    merged |= {key: sum(part[key] for part in parts) for key in ("tokens", "documents", "bytes")}
-    merged |= dict(skipped=dict(sum((Counter(part["skipped"]) for part in parts), Counter())))
-    save_manifest(Path(directory), merged)
-    print(f"{directory}: {summary(merged)}")
-
-
-def summary(manifest: dict) -> str:
-    skipped = ", ".join(f"{n:,} ({reason})" for reason, n in manifest["skipped"].items())
-    return (
-        f"{manifest['tokens']:,} tokens in {len(manifest['shards'])} shards, {manifest['documents']:,} documents, "
-        f"{manifest['bytes'] / max(manifest['tokens'], 1):.2f} bytes per token, skipped documents: {skipped or 'none'}"
-    )
-
-
-def verify(directory: Path) -> str:
-    """Check files, counts, checksums, ids and tokenizer against the manifest; returns its summary. Raises UserError."""
-    manifest = read_manifest(directory)
-    if not manifest:
-        ranks = (
-            "merge those of its ranks first" if list(directory.glob("manifest-*.json")) else "nothing to compare with"
-        )
-        raise UserError(f"there is no {directory}/manifest.json: {ranks}")
-    if "next" in manifest:
-        raise UserError(f"{directory} is not complete: {summary(manifest)}; the command that began it goes on")
-    tok = load_tokenizer(str(directory / "tokenizer.json"))
-    problems = [] if tok.fingerprint == manifest["tokenizer"] else [f"{directory}/tokenizer.json is another tokenizer"]
-    listed = {entry["file"] for entry in manifest["shards"]}
-    strays = [p for split in ("train", "val") for p in directory.glob(f"*_{split}_*.npy") if p.name not in listed]
-    problems += [f"{path} is not in manifest.json" for path in sorted(strays)]
-    totals = Counter()
-    with ThreadPoolExecutor() as pool:
-        checks = pool.map(lambda entry: check_shard(directory / entry["file"], entry, tok), manifest["shards"])
-        for problem, counts in tqdm(checks, total=len(listed), unit="shard", disable=None):
-            problems += [problem] if problem else []
-            totals += counts
-    wrong = [k for k in ("tokens", "documents", "bytes") if totals[k] != manifest.get(k, totals[k])]
-    if wrong and not problems:
-        problems.append(f"manifest.json counts {manifest[wrong[0]]} {wrong[0]}, and there are {totals[wrong[0]]}")
-    if problems:
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise UserError(f"{problems[0]}{more}; remove {directory} and write it again, or copy the sound file there")
-    return summary(manifest)
-
-
-def check_shard(path: Path, entry: dict, tok) -> tuple[str, Counter]:
-    """(what is wrong with a shard or "", its counts)"""
-    try:
-        tokens = open_shard(path)
-    except UserError as e:
-        return str(e), Counter()
-    if len(tokens) != entry["tokens"]:
-        return f"shard {path} has {len(tokens)} tokens, and manifest.json says {entry['tokens']}", Counter()
-    if sha256(path) != entry["sha256"]:
-        return f"shard {path} is not what was written: its sha256 differs from manifest.json", Counter()
-    often = np.zeros(0, np.int64)  # how often each id occurs
-    for i in range(0, len(tokens), 2**22):
-        here = np.bincount(tokens[i : i + 2**22], minlength=len(often))
-        here[: len(often)] += often
-        often = here
-    if len(often) > len(tok):
-        return f"shard {path} has token {len(often) - 1}, and its tokenizer only {len(tok)}", Counter()
-    n_bytes = int(often @ tok.token_bytes()[: len(often)])
-    return "", Counter(tokens=len(tokens), documents=int(often[tok.eot_token : tok.eot_token + 1].sum()), bytes=n_bytes)
-
-
-# ----------------------------------------------------------------------------------------------- text and tokenizers
-
-
-def documents(text: str) -> list[str]:
-    """The pieces of a text that two or more blank lines separate; with those lines, so that they join to the text."""
-    return [piece for piece in re.split(r"(?<=\n\n\n)(?!\n)", text) if piece]
-
-
-def prepare_text(text_file: str, tokenizer: str, vocab_size: int, cache: Path) -> Path:
-    """Shards of a text file: the first 90% of its characters to train on, the last 10% to validate. Made once.
-
-    `tokenizer` is `train`, for a BPE of `vocab_size` tokens trained on the training part, or as in `load_tokenizer`.
-    Two blank lines end a document. Returns the shard directory below `cache`, which also holds `tokenizer.json` and
-    `manifest.json`.
+    Yields micro-batches `(windows,)`, all (micro_rows, T + 1) int64, so that compiled code sees one shape; what is too
+    short ends in PADDING. The union over ranks is the same for every world size.
     """
-    from bpe.tokenizer import Tokenizer
-
-    try:
-        raw = Path(text_file).read_bytes()
-        text = raw.decode()
-    except FileNotFoundError:
-        raise UserError(f"there is no {text_file}; --data takes a .txt file or a directory of shards") from None
-    except UnicodeDecodeError as e:
-        raise UserError(f"{text_file} is not UTF-8 text ({e}); convert it, for instance with iconv") from None
-    if not text.strip():
-        raise UserError(f"{text_file} is empty; give a text with more than a few hundred words")
-    wanted = f"train:{vocab_size}" if tokenizer == "train" else load_tokenizer(tokenizer).fingerprint
-    key = hashlib.sha256(raw + wanted.encode()).hexdigest()[:16]
-    directory = cache / f"{Path(text_file).stem}-{key}"
-    if (directory / "manifest.json").exists():
-        return directory
-    split = int(len(text) * 0.9)
-    parts = {"val": text[split:], "train": text[:split]}
-    tok = Tokenizer.train([parts["train"]], vocab_size) if tokenizer == "train" else load_tokenizer(tokenizer)
-    if tok.eot_token is None:
-        raise UserError(f"--tokenizer {tokenizer} has no <|endoftext|> to start documents with; train one that has")
-
-    def fill(path: Path) -> None:
-        shards = []
-        for number, (name, part) in enumerate(parts.items()):
-            ids = [i for document in documents(part) for i in (tok.eot_token, *tok.encode_ordinary(document))]
-            file = path / f"text_{name}_{number:06d}.npy"
-            np.save(file, np.array(ids, dtype=shard_dtype(len(tok))))
-            shards.append(dict(file=file.name, tokens=len(ids), sha256=sha256(file)))
-        tok.save(path / "tokenizer.json")
-        manifest = dict(source=Path(text_file).name, tokenizer=tok.fingerprint, shards=shards)
-        (path / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
-
-    shutil.rmtree(directory, ignore_errors=True)
-    write_atomically(directory, fill)
-    return directory
+    T = sequence_length
+    n = len(stream) - 1 if max_tokens <= 0 else min(len(stream) - 1, max_tokens)
+    numbers = range(-(-n // T))[rank::world_size]
+    for i in range(0, len(numbers), micro_rows):
+        windows = np.full((micro_rows, T + 1), PADDING, np.int64)
+        for row, w in zip(windows, numbers[i : i + micro_rows], strict=False):
+            tokens = stream.read(w * T, min(T, n - w * T) + 1)
+            row[: len(tokens)] = tokens
+        yield (windows,)
 
 
-def npy_header(n: int, dtype: np.dtype) -> bytes:
-    """What np.save writes before the data of an array (n,); as long for every n."""
-    header = io.BytesIO()
-    fields = dict(descr=np.lib.format.dtype_to_descr(dtype), fortran_order=False, shape=(n,))
-    np.lib.format.write_array_header_1_0(header, fields)
-    return header.getvalue()
+def to_inputs(windows):
+    """(idx, targets), each (rows, T), of windows (rows, T + 1): a NumPy array, or a tensor on any device.
+
+    Each target is the token after its input. As an input PADDING becomes token 0: it needs an embedding, and changes
+    nothing, because no position looks ahead at it (attention is causal) and as a target it is not scored.
+    """
+    return windows[:, :-1].clip(0), windows[:, 1:]
 
 
-def shard_dtype(n_vocab: int) -> type:
-    return np.uint16 if n_vocab <= 2**16 else np.uint32
+# ------------------------------------------------------------- until everybody imports from shards.py and runtime.py
 
 
-def load_tokenizer(name: str):
-    """`gpt2`, or a tokenizer file or directory. Raises UserError."""
-    from bpe.tokenizer import Tokenizer
+def __getattr__(name: str):
+    import shards
 
-    if name == "gpt2":
-        return Tokenizer.from_tiktoken("gpt2")
-    if not Path(name).exists():
-        raise UserError(f"--tokenizer {name}: there is no such file; give gpt2, train, or a tokenizer.json")
-    return Tokenizer.load(name)
-
-
-def data_tokenizer(shards: Path, tokenizer: str):
-    """The tokenizer of a shard directory: the one beside the shards, else `tokenizer`. Raises UserError if the shards
-    were written with another one than asked for."""
-    own = shards / "tokenizer.json"
-    wanted = read_manifest(shards).get("tokenizer")
-    if tokenizer in ("gpt2", "train"):
-        tokenizer = str(own) if own.exists() else "gpt2"
-    tok = load_tokenizer(tokenizer)
-    if wanted and wanted != tok.fingerprint:
-        raise UserError(f"{shards} was written with another tokenizer than {tokenizer}; use {own} or write it again")
-    return tok
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return getattr(shards, name)

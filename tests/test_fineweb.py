@@ -545,7 +545,7 @@ def test_verify_finds_whatever_is_wrong(written):
     assert "stray_train_000009.npy is not in manifest.json" in problem()
     (written / "stray_train_000009.npy").unlink()
     (written / "manifest.json").write_text("{ cut")
-    assert "manifest.json is damaged" in problem()
+    assert "manifest.json cannot be read" in problem()
     (written / "manifest.json").write_text(json.dumps(json.loads(manifest) | dict(next={})))
     assert "is not complete" in problem()
     Tokenizer.train(["another text"], 260).save(written / "tokenizer.json")

@@ -1,0 +1,293 @@
+"""What is written beside shards, and a text as shards: manifests, tokenizers by name, the cache of a text's tokens."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import shards
+from bpe.tokenizer import Tokenizer
+from cli import UserError
+from data import TokenStream, find_shards, open_shard, read_manifest
+from shards import data_tokenizer, load_tokenizer, npy_header, prepare_text, save_manifest, shard_dtype, summary, verify
+from tests.helpers import ROOT
+from tests.test_data import MALFORMED, write_ds
+
+TEXT = "One morning the clock stood still.\n\n\nThe second document, of two\n\nparagraphs.\n\n\n\nA third one.\n" * 40
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    (tmp_path / "story.txt").write_text(TEXT)
+    return tmp_path / "story.txt"
+
+
+@pytest.fixture
+def byte_tokenizer(tmp_path) -> Path:
+    Tokenizer.train(["ab"], 257).save(tmp_path / "bytes.json")
+    return tmp_path / "bytes.json"
+
+
+def decoded(directory: Path, split: str) -> str:
+    tokens = np.concatenate([open_shard(path) for path in find_shards(str(directory), split)])
+    return load_tokenizer(str(directory / "tokenizer.json")).decode(tokens.tolist())
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+# ------------------------------------------------------------------------------------------------ headers and manifest
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
+def test_a_header_is_what_numpy_writes_and_as_long_for_every_length(tmp_path, dtype):
+    for n in (0, 1, 12345):
+        np.save(tmp_path / "x.npy", np.zeros(n, dtype))
+        assert npy_header(n, np.dtype(dtype)) + bytes(n * dtype().itemsize) == (tmp_path / "x.npy").read_bytes()
+    assert len({len(npy_header(n, np.dtype(dtype))) for n in (0, 10**8, 10**12)}) == 1
+
+
+def test_the_dtype_of_shards_has_room_for_every_token():
+    assert [np.dtype(shard_dtype(n)) for n in (257, 2**16, 2**16 + 1)] == [np.uint16, np.uint16, np.uint32]
+
+
+def test_the_manifest_is_replaced_as_a_whole(tmp_path):
+    (tmp_path / ".manifest.json.999999.tmp").write_text('{"tok')  # of a process that was killed
+    for i in range(3):
+        save_manifest(tmp_path, dict(tokens=i))
+        assert json.loads((tmp_path / "manifest.json").read_text()) == dict(tokens=i)
+    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
+
+
+@pytest.mark.parametrize("content", MALFORMED.values(), ids=MALFORMED.keys())
+def test_verify_names_a_malformed_manifest(tmp_path, content):
+    (tmp_path / "manifest.json").write_bytes(content)
+    with pytest.raises(UserError, match="manifest.json"):
+        verify(tmp_path)
+
+
+def test_verify_names_what_a_manifest_lacks(tmp_path, text, byte_tokenizer):
+    directory = prepare_text(str(text), str(byte_tokenizer), 257, tmp_path / "cache")
+    manifest = read_manifest(directory)
+    for key in ("tokenizer", "shards", "tokens", "documents", "bytes", "skipped"):
+        save_manifest(directory, {k: v for k, v in manifest.items() if k != key})
+        with pytest.raises(UserError, match=f"manifest.json has no {key}"):
+            verify(directory)
+    manifest["shards"][0].pop("sha256")
+    save_manifest(directory, manifest)
+    with pytest.raises(UserError, match="is not what was written"):
+        verify(directory)
+
+
+# ----------------------------------------------------------------------------------------------------- a text as shards
+
+
+@pytest.mark.parametrize("tokenizer", ["train", "a file"])
+def test_a_text_becomes_shards_that_hold_all_of_it(tmp_path, text, byte_tokenizer, tokenizer):
+    tokenizer = "train" if tokenizer == "train" else str(byte_tokenizer)
+    directory = prepare_text(str(text), tokenizer, 300, tmp_path / "cache")
+    train, val = (decoded(directory, split) for split in ("train", "val"))
+    assert (train + val).replace("<|endoftext|>", "") == TEXT
+    assert len(train.replace("<|endoftext|>", "")) == int(0.9 * len(TEXT))
+    assert [piece for piece in train.split("<|endoftext|>")[:4]] == [
+        "", "One morning the clock stood still.\n\n\n", "The second document, of two\n\nparagraphs.\n\n\n\n",
+        "A third one.\nOne morning the clock stood still.\n\n\n",
+    ]  # fmt: skip
+    assert "tokens in 2 shards" in verify(directory) and verify(directory) == summary(read_manifest(directory))
+    tok = load_tokenizer(str(directory / "tokenizer.json"))
+    assert len(tok) == (300 if tokenizer == "train" else 257)
+    TokenStream(find_shards(str(directory), "train"), len(tok))
+
+
+@pytest.mark.parametrize("ends", ["\r\n", "\n"])
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_line_ends_of_windows_end_documents_and_a_byte_order_mark_is_no_text(tmp_path, byte_tokenizer, ends, mark):
+    (tmp_path / "x.txt").write_bytes((mark + TEXT.replace("\n", ends)).encode())
+    directory = prepare_text(str(tmp_path / "x.txt"), str(byte_tokenizer), 257, tmp_path / "cache")
+    begun = decoded(directory, "train").split("<|endoftext|>")
+    assert [piece.strip() for piece in begun[1:3]] == [
+        "One morning the clock stood still.",
+        "The second document, of two\n\nparagraphs.".replace("\n", ends),
+    ]
+
+
+def test_prepared_once_and_again_for_another_text_or_tokenizer(tmp_path, text, byte_tokenizer, monkeypatch):
+    cache = tmp_path / "cache"
+    first = prepare_text(str(text), "train", 300, cache)
+    stamps = {path: path.stat().st_mtime_ns for path in first.iterdir()}
+    assert prepare_text(str(text), "train", 300, cache) == first
+    assert {path: path.stat().st_mtime_ns for path in first.iterdir()} == stamps
+    others = {prepare_text(str(text), *wanted, cache) for wanted in (("train", 290), (str(byte_tokenizer), 300))}
+    text.write_text(TEXT + "More.\n")
+    assert len({first, *others, prepare_text(str(text), "train", 300, cache)}) == 4
+
+
+def damage_cut(directory: Path) -> None:
+    path = directory / "text_train_000001.npy"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def damage_flipped(directory: Path) -> None:
+    path = directory / "text_val_000000.npy"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def damage_swapped(directory: Path) -> None:
+    Tokenizer.train(["another text"], 260).save(directory / "tokenizer.json")
+
+
+DAMAGE = {
+    "a shard is cut": damage_cut,
+    "a byte is flipped": damage_flipped,
+    "another tokenizer": damage_swapped,
+    "no tokenizer": lambda directory: (directory / "tokenizer.json").unlink(),
+    "an empty tokenizer": lambda directory: (directory / "tokenizer.json").write_bytes(b""),
+    "no shard": lambda directory: (directory / "text_train_000001.npy").unlink(),
+    "no manifest": lambda directory: (directory / "manifest.json").unlink(),
+    "a manifest of half its length": lambda directory: (directory / "manifest.json").write_text('{"shards": ['),
+    "a deep manifest": lambda directory: (directory / "manifest.json").write_text("[" * 10**5),
+    "an empty directory": lambda directory: [path.unlink() for path in directory.iterdir()],
+    "a file in its place": lambda directory: (shutil.rmtree(directory), directory.write_text("x")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_a_damaged_cache_is_made_anew(tmp_path, text, damage):
+    directory = prepare_text(str(text), "train", 300, tmp_path / "cache")
+    sound = contents(directory)
+    damage(directory)
+    assert prepare_text(str(text), "train", 300, tmp_path / "cache") == directory
+    assert contents(directory) == sound
+    assert [path.name for path in (tmp_path / "cache").iterdir() if path.name[0] != "."] == [directory.name]
+
+
+def test_what_a_killed_run_has_left_in_the_cache_is_cleared_away(tmp_path, text):
+    directory = prepare_text(str(text), "train", 300, tmp_path / "cache")
+    sound = contents(directory)
+    directory.rename(tmp_path / "cache" / f".{directory.name}.999999.tmp")
+    (tmp_path / "cache" / ".other.999999.tmp").mkdir()
+    assert contents(prepare_text(str(text), "train", 300, tmp_path / "cache")) == sound
+    assert [path.name for path in (tmp_path / "cache").glob("*.tmp")] == [".other.999999.tmp"]
+
+
+PREPARE = """
+import sys
+from pathlib import Path
+from shards import prepare_text
+sys.stdin.readline()  # until all are here
+print(prepare_text(sys.argv[1], "train", 300, Path(sys.argv[2])))
+"""
+
+
+def test_several_runs_at_once_share_one_cache(tmp_path, text):
+    """Four processes that begin together, with a damaged cache in their way."""
+    directory = prepare_text(str(text), "train", 300, tmp_path / "cache")
+    sound = contents(directory)
+    damage_cut(directory)
+    command = [sys.executable, "-c", PREPARE, str(text), str(tmp_path / "cache")]
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    runs = [subprocess.Popen(command, cwd=ROOT, text=True, **pipes) for _ in range(4)]
+    for run in runs:
+        run.stdin.write("\n")
+        run.stdin.flush()
+    results = [run.communicate(timeout=60) for run in runs]
+    assert [run.returncode for run in runs] == [0] * 4, results
+    assert {out for out, _ in results} == {f"{directory}\n"}
+    assert contents(directory) == sound
+
+
+def test_a_sound_cache_needs_no_place_to_write(tmp_path, text, monkeypatch):
+    directory = prepare_text(str(text), "train", 300, tmp_path / "cache")
+
+    def no_lock(*_):
+        raise AssertionError("nothing is to be written")
+
+    monkeypatch.setattr(shards, "only_one", no_lock)
+    assert prepare_text(str(text), "train", 300, tmp_path / "cache") == directory
+
+
+def test_texts_that_cannot_be_used(tmp_path):
+    def refused(path: Path | str, *arguments) -> str:
+        with pytest.raises(UserError) as error:
+            prepare_text(str(path), *(arguments or ("train", 300)), tmp_path / "cache")
+        return str(error.value)
+
+    path = tmp_path / "x.txt"
+    assert f"there is no {path}" in refused(path)
+    for content, word in ((b"", "empty"), (b" \n\r\n", "empty"), (b"\xef\xbb\xbf", "empty"), (b"\xff\xfeA\0", "UTF-8")):
+        path.write_bytes(content)
+        assert str(path) in refused(path) and word in refused(path)
+    assert "cannot be read" in refused(tmp_path)
+    assert "cannot be read" in refused("n" * 5000 + ".txt")
+    path.write_text("A text.")
+    assert "--vocab_size 5" in refused(path, "train", 5)
+    assert "no such file" in refused(path, str(tmp_path / "nowhere.json"), 300)
+    Tokenizer.train(["ab"], 256, special_tokens=()).save(tmp_path / "plain.json")
+    assert "has no <|endoftext|>" in refused(path, str(tmp_path / "plain.json"), 300)
+
+
+def test_a_long_name_of_a_text_is_cut(tmp_path, byte_tokenizer):
+    path = tmp_path / ("文" * 80 + ".txt")  # 244 of the 255 bytes that a name may have
+    path.write_text(TEXT)
+    verify(prepare_text(str(path), str(byte_tokenizer), 257, tmp_path / "cache"))
+
+
+# -------------------------------------------------------------------------------------------------- tokenizers by name
+
+
+def test_shards_bring_their_tokenizer(tmp_path, text, byte_tokenizer):
+    directory = prepare_text(str(text), "train", 300, tmp_path / "cache")
+    for name in ("gpt2", "train", str(directory / "tokenizer.json")):
+        assert len(data_tokenizer(directory, name)) == 300
+    assert len(data_tokenizer(directory / "*.npy", "gpt2")) == 300
+    with pytest.raises(UserError, match="was written with another tokenizer"):
+        data_tokenizer(directory, str(byte_tokenizer))
+
+
+def test_tokenizers_that_are_no_such_thing(tmp_path):
+    (tmp_path / "x.json").write_text("[1]")
+    for name in (str(tmp_path / "x.json"), str(tmp_path), str(tmp_path / "nowhere"), "", "n" * 5000):
+        with pytest.raises(UserError):
+            load_tokenizer(name)
+
+
+def test_shards_of_datatrove_say_what_tokenized_them(tmp_path, byte_tokenizer):
+    def refused(*words: str) -> None:
+        with pytest.raises(UserError) as error:
+            data_tokenizer(tmp_path, "gpt2")
+        assert all(word in str(error.value) for word in words)
+
+    tokens = np.arange(100, dtype=np.uint16)
+    for i in range(2):
+        write_ds(tmp_path / f"{i:05d}.ds", tokens, str(byte_tokenizer))
+    assert len(data_tokenizer(tmp_path, "gpt2")) == 257, "a path that exists is used"
+    write_ds(tmp_path / "00000.ds", tokens, "HuggingFaceTB/SmolLM2-135M")
+    refused("different tokenizers", "SmolLM2", "bytes.json")
+    write_ds(tmp_path / "00001.ds", tokens, "HuggingFaceTB/SmolLM2-135M")
+    refused("was tokenized with HuggingFaceTB/SmolLM2-135M", "put its tokenizer.json there")
+    assert len(data_tokenizer(tmp_path, str(byte_tokenizer))) == 257, "what the user says counts"
+    (tmp_path / "00001.ds.metadata").write_text("SmolLM2")
+    refused("00001.ds.metadata")
+    shutil.copy(byte_tokenizer, tmp_path / "tokenizer.json")
+    assert len(data_tokenizer(tmp_path, "gpt2")) == 257, "the tokenizer beside the shards counts"
+
+
+@pytest.mark.parametrize("name", ["gpt2", "openai-community/gpt2"])
+def test_datatrove_has_two_names_for_gpt2(tmp_path, byte_tokenizer, monkeypatch, name):
+    stand_in = Tokenizer.load(byte_tokenizer)
+    monkeypatch.setattr(Tokenizer, "from_tiktoken", lambda encoding: {"gpt2": stand_in}[encoding])
+    write_ds(tmp_path / "00000.ds", np.arange(100, dtype=np.uint16), name)
+    assert data_tokenizer(tmp_path, "gpt2") is stand_in
+
+
+def test_writing_shards_imports_no_torch():
+    code = "import sys, shards; print([name for name in ('torch', 'model') if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.stdout == "[]\n", result.stderr
