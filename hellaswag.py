@@ -28,14 +28,12 @@ train_gpt2.py imports this file; it knows nothing of training.
 import json
 import math
 import re
+import reprlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from http.client import HTTPException
 from pathlib import Path
 from typing import Annotated, Literal
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 import numpy as np
 import torch
@@ -46,11 +44,10 @@ from tqdm import tqdm
 from checkpoint import find_model, load_model, load_tokenizer
 from model import GPT, LOSS_CHUNK
 from runtime import Runtime, UserError, parse_args, script
+from sources import hub_rows
 
-URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_{split}.jsonl"
-ROWS = {"train": 39_905, "val": 10_042, "test": 10_003}
-FOLDER = Path("data")  # where downloads go
-ATTEMPTS = 3  # at a download whose connection breaks; each goes on where the last one ended
+HUB = "Rowan/hellaswag"
+HUB_SPLITS = {"train": "train", "val": "validation", "test": "test"}  # the hub's names for ours
 BATCH_TOKENS = {"cpu": 2**9, "cuda": 2**15}  # padded tokens in a batch: what caches hold, what keeps a GPU busy
 MULTIPLE = {"cuda": 8}  # rows are padded to a multiple, for which CUDA's attention needs no copy of the mask
 
@@ -58,8 +55,8 @@ MULTIPLE = {"cuda": 8}  # rows are padded to a multiple, for which CUDA's attent
 @dataclass
 class Config:
     model: Annotated[str, tyro.conf.Positional]  # checkpoint directory, run directory, or hub id such as gpt2
-    data: str = ""  # a local .jsonl in HellaSwag's format; downloaded once when empty
-    split: Literal["train", "val", "test"] = "val"  # what to download; the labels of test are not public
+    data: str = ""  # a local .jsonl in HellaSwag's format; empty: Rowan/hellaswag from the hub, downloaded once
+    split: Literal["train", "val", "test"] = "val"  # of the hub's rows; the labels of test are not public
     limit: int = 0  # only the first rows; 0 for all
     style: Literal["both", "completion", "harness"] = "both"  # how a row becomes text, see above
     show: int = 0  # print this many examples with the losses of their endings
@@ -96,127 +93,72 @@ def main() -> None:
 # ------------------------------------------------------------------------------------------------------------ data
 
 
-def load_rows(data: str, split: str, rt: Runtime) -> list[dict]:
-    """The rows of a local file, or of a split that the first rank downloads. Raises UserError, on all ranks alike."""
-    path, error = Path(data), None
-    if not data:
-        path = FOLDER / f"hellaswag_{split}.jsonl"
-        if rt.is_main:
+def load_rows(data: str, split: str, rt: Runtime, option: str = "--data") -> list[dict]:
+    """The rows of a local file, else those of the hub's split. Raises UserError, for the hub's on all ranks alike."""
+    if data:
+        return read_rows(Path(data), option)
+    rows, error = [], None
+    for first in (True, False):  # the first rank downloads; the others then find everything in the cache
+        if rt.is_main == first:
             try:
-                fetch(split, path)
+                rows = hub_rows(HUB, HUB_SPLITS[split], option)
+                rows = [check_row(row, f"{HUB} row {number}") for number, row in enumerate(rows, start=1)]
             except UserError as e:
                 error = e
         if rt.sum(torch.tensor(float(error is not None), device=rt.device)):
-            raise error or UserError("the first rank could not download HellaSwag")
-    return read_rows(path)
+            raise error or UserError(f"another rank could not load {HUB}; its error says why")
+    return rows
 
 
-def read_rows(path: Path) -> list[dict]:
-    """A HellaSwag .jsonl, every row checked. Raises UserError that names the line."""
+def read_rows(path: Path, option: str = "--data") -> list[dict]:
+    """A HellaSwag .jsonl, every row checked. Raises UserError that names the file and the line."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_bytes().decode("utf-8-sig").split("\n")  # not splitlines: a JSON string may hold U+2028
     except FileNotFoundError:
-        raise UserError(f"there is no {path}; --data takes a .jsonl file in HellaSwag's format") from None
-    except (OSError, UnicodeDecodeError) as e:
-        raise UserError(f"{path} cannot be read: {e}; --data takes a .jsonl file in HellaSwag's format") from None
+        raise UserError(f"there is no {path}; {option} takes a .jsonl file in HellaSwag's format") from None
+    except (OSError, ValueError) as e:  # ValueError: not UTF-8
+        raise UserError(f"{path} cannot be read: {e}; {option} takes a .jsonl file in HellaSwag's format") from None
     rows = []
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
-                rows.append(check_row(json.loads(line)))
-            except ValueError as e:
-                raise UserError(f"{path} line {number} is no row of HellaSwag: {e}; repair or remove it") from None
+                row = json.loads(line)
+            except (ValueError, RecursionError) as e:
+                raise UserError(f"{path} line {number} is not JSON: {e}; repair or remove it") from None
+            rows.append(check_row(row, f"{path} line {number}"))
     if not rows:
-        raise UserError(f"{path} has no rows; --data takes a .jsonl file in HellaSwag's format")
+        raise UserError(f"{path} has no rows; {option} takes a .jsonl file in HellaSwag's format")
     return rows
 
 
-def check_row(row) -> dict:
-    """The row, with its label as an int, or None where there is none. Raises ValueError."""
+def check_row(row, where: str) -> dict:
+    """The row with its label as an int, None where there is none. Raises UserError that says `where`.
+
+    Labels are ints in the original files and strings on the hub, where those of the test split are empty.
+    """
+    endings, label = (row.get(name) for name in ("endings", "label")) if isinstance(row, dict) else (None, None)
     if not isinstance(row, dict):
-        raise ValueError("it is not a JSON object")
-    for name in ("ctx", "ctx_a", "ctx_b", "activity_label"):
-        if not isinstance(row.get(name), str):
-            raise ValueError(f"{name} is {row.get(name)!r}, not a text")
-    endings = row.get("endings")
-    if not (isinstance(endings, list) and len(endings) == 4 and all(isinstance(e, str) and e for e in endings)):
-        raise ValueError("endings is not a list of four texts")
-    label = row.get("label")
-    if label not in (None, "", 0, 1, 2, 3, "0", "1", "2", "3") or isinstance(label, bool):
-        raise ValueError(f"label is {label!r}, not 0, 1, 2 or 3")
-    return row | {"label": None if label in (None, "") else int(label)}
+        what = "it is not a JSON object"
+    elif absent := [name for name in ("ctx", "ctx_a", "ctx_b", "activity_label") if not is_text(row.get(name))]:
+        what = f"{absent[0]} is not a text"
+    elif not (isinstance(endings, list) and len(endings) == 4 and all(is_text(e) and e for e in endings)):
+        what = "endings is not a list of four texts"
+    elif isinstance(label, bool) or label not in (None, "", 0, 1, 2, 3, "0", "1", "2", "3"):
+        what = f"label is {reprlib.repr(label)}, not 0, 1, 2 or 3"
+    else:
+        return row | {"label": None if label in (None, "") else int(label)}
+    raise UserError(f"{where} is no row of HellaSwag: {what}; repair or remove it")
 
 
-def fetch(split: str, path: Path) -> None:
-    """Download a split unless it is there; `path` appears when it is whole and has been checked. Raises UserError."""
-    url, found = URL.format(split=split), ""
-    if path.exists():
-        try:
-            count = len(read_rows(path))
-            if count == ROWS[split]:
-                return
-            found = f" ({path} has {count:,} rows instead of {ROWS[split]:,})"
-        except UserError as e:
-            found = f" ({e})"
-    part = path.with_suffix(".part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        download(url, part)
-    except (OSError, HTTPException) as e:
-        raise UserError(
-            f"HellaSwag cannot be downloaded: {e}{found}; fetch {url} where there is a network and put it at {path}, "
-            "or give a file with --data"
-        ) from None
-    try:
-        count = len(read_rows(part))
-    except UserError:
-        count = 0
-    if count != ROWS[split]:
-        part.unlink()
-        raise UserError(
-            f"{url} gave {count:,} rows instead of {ROWS[split]:,}; start again, or give a file with --data"
-        )
-    part.replace(path)
-
-
-def download(url: str, part: Path) -> None:
-    """Fetch `url` into `part`, going on where an earlier attempt ended. Raises OSError or HTTPException."""
-    for attempt in range(1, ATTEMPTS + 1):
-        try:
-            if transfer(url, part):
-                return
-            raise ConnectionError(f"the connection broke after {part.stat().st_size:,} bytes")
-        except HTTPError as e:
-            if e.code != 416 or not part.exists():  # Range Not Satisfiable: part is no beginning of what is there
-                raise
-            part.unlink()
-        except (ConnectionError, TimeoutError, HTTPException):
-            if attempt == ATTEMPTS:
-                raise
-    raise ConnectionError("the server refuses to send the file from its start")
-
-
-def transfer(url: str, part: Path) -> bool:
-    """One attempt; whether all bytes have come."""
-    have = part.stat().st_size if part.exists() else 0
-    request = Request(url, headers={"Range": f"bytes={have}-"} if have else {})
-    with urlopen(request, timeout=30) as response:
-        if response.status != 206:  # the whole file, whatever was asked for
-            have = 0
-        length = response.headers["Content-Length"]
-        total = None if length is None else have + int(length)
-        bar = tqdm(desc=part.stem, initial=have, total=total, unit="B", unit_scale=True, dynamic_ncols=True)
-        with open(part, "ab" if have else "wb") as f, bar:
-            while block := response.read(2**16):
-                f.write(block)
-                bar.update(len(block))
-    return total is None or part.stat().st_size == total
+def is_text(value) -> bool:
+    """A string that UTF-8 can hold: JSON may have half of a surrogate pair."""
+    return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)
 
 
 def validation_task(data: str, tokenizer, model_config, rt: Runtime) -> "Task | None":
     """What the training loop scores; None, after one warning, where there is no file and no network to have it from."""
     try:
-        rows = load_rows(data, "val", rt)
+        rows = load_rows(data, "val", rt, "--hellaswag_data")
     except UserError as e:
         if data:
             raise
@@ -463,7 +405,7 @@ def show(task: Task, result: dict, number: int) -> str:
 
 
 def write_json(config: Config, rt: Runtime, results: dict) -> None:
-    head = dict(model=config.model, data=config.data or f"hellaswag_{config.split}", dtype=str(rt.dtype).split(".")[-1])
+    head = dict(model=config.model, data=config.data or f"{HUB} {config.split}", dtype=str(rt.dtype).split(".")[-1])
     try:
         Path(config.json).write_text(json.dumps(head | dict(styles=results)) + "\n")
     except OSError as e:

@@ -1,16 +1,12 @@
 """HellaSwag: scores equal a loop over single sequences and lm-evaluation-harness; bad input is one clear line."""
 
-import functools
-import http.server
 import json
 import os
 import random
 import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,10 +15,23 @@ from torch.nn import functional as F
 
 import hellaswag
 from bpe.tokenizer import Tokenizer
-from hellaswag import STYLES, encode_together, evaluate, harness, make_tree, make_trees, prepare, read_rows
+from cli import UserError, sha256
+from hellaswag import (
+    STYLES,
+    encode_together,
+    evaluate,
+    harness,
+    load_rows,
+    make_tree,
+    make_trees,
+    prepare,
+    read_rows,
+    validation_task,
+)
 from model import GPT, GPTConfig
-from runtime import Runtime, UserError, sha256
+from runtime import Runtime
 from tests.helpers import ROOT, SMALL, arguments, assert_user_error, environment, log_of, run_inline, text_file
+from tests.rows_hub import RowsHub, write_dataset
 
 WINDOW = 48
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
@@ -323,7 +332,12 @@ BAD = {
     "an ending that is no text": (dict(endings=["a", "b", "c", 4]), "four texts"),
     "an empty ending": (dict(endings=["a", "b", "c", ""]), "four texts"),
     "a label out of range": (dict(label=4), "label is 4"),
-    "no context": (dict(ctx=None), "ctx is None"),
+    "a label that is no number": (dict(label=float("nan")), "label is nan"),
+    "a label that is a list": (dict(label=[[[]]]), "label is"),
+    "no context": (dict(ctx=None), "ctx is not a text"),
+    "half a surrogate pair": (dict(ctx="\ud800"), "ctx is not a text"),
+    "JSON in 100,000 brackets": ("[" * 100_000, "line 2"),
+    "a number of 5,000 digits": ("1" * 5000, "line 2"),
 }
 
 
@@ -343,9 +357,26 @@ def test_labels_may_be_digits_and_lines_blank(tmp_path):
     assert [row["label"] for row in read_rows(data)] == [2]
 
 
-@pytest.mark.parametrize("content", [b"", b"\n\n", b"\xff\xfe\x00"])
-def test_an_empty_or_unreadable_file_is_one_line(run, tmp_path, content):
-    (tmp_path / "rows.jsonl").write_bytes(content)
+@pytest.mark.parametrize("start, end", [("", "\n"), ("\ufeff", "\n"), ("", "\r\n")])
+def test_a_line_ends_at_the_newline_alone(tmp_path, start, end):
+    """Not where Unicode or Python's splitlines see an end; a BOM and Windows' line ends do no harm."""
+    rows = [row | dict(ctx="a\u2028b\u2029c\x85d\x1ce") for row in make_rows(3)]
+    data = tmp_path / "rows.jsonl"
+    data.write_bytes((start + "".join(json.dumps(row, ensure_ascii=False) + end for row in rows)).encode())
+    assert read_rows(data) == rows
+
+
+GOOD = "".join(json.dumps(row) + "\n" for row in make_rows(3)).encode()
+FOREIGN = {
+    "empty": b"", "blank": b"\n\n", "one byte": b"{", "cut in half": GOOD[: len(GOOD) // 2],
+    "a flipped byte": GOOD.replace(b"ctx", b"ct\xf8", 1), "UTF-16": GOOD.decode().encode("utf-16"),
+    "parquet": b"PAR1" + bytes(100) + b"PAR1", "a web page": b"<html>log in first</html>", "zeros": bytes(1000),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+def test_a_file_that_is_no_rows_is_one_line(run, tmp_path, what):
+    (tmp_path / "rows.jsonl").write_bytes(FOREIGN[what])
     assert_user_error(run(data=tmp_path / "rows.jsonl"), "rows.jsonl")
 
 
@@ -364,124 +395,98 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(run, tokenizer, 
     assert_user_error(run(data=data, model=tmp_path / "small"), "tokenizer has 400 tokens", "300")
 
 
-# ---------------------------------------------------------------------------------------------------- the download
+# ---------------------------------------------------------------------------------------------------------- the hub
 
 
-class Server(http.server.BaseHTTPRequestHandler):
-    """Serves `content`; breaks off after `breaks` bytes, once for each; knows ranges only with `ranges`;
-    answers with the status `refuses` if there is one."""
-
-    def do_GET(self):
-        site = self.server.site
-        wanted = self.headers["Range"]
-        site.requests.append(wanted)
-        start = int(wanted[6:-1]) if wanted and site.ranges else 0
-        if site.refuses or start and start >= len(site.content):
-            self.send_error(site.refuses or 416)
-            return
-        body = site.content[start:]
-        self.send_response(206 if start else 200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body[: site.breaks.pop(0)] if site.breaks else body)
-
-    def log_message(self, *args):
-        pass
+def as_on_the_hub(row: dict) -> dict:
+    """Labels are strings there, and the split is called validation by `datasets`, though not in the row."""
+    return row | dict(label=str(row["label"]))
 
 
 @pytest.fixture
-def site(tmp_path, monkeypatch):
-    """A server in the place of the official one, whose val split has 20 rows, and a folder for downloads."""
-    content = "".join(json.dumps(row) + "\n" for row in make_rows(20)).encode()
-    site = SimpleNamespace(content=content, breaks=[], ranges=True, refuses=0, requests=[])
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    server.site = site
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setattr(hellaswag, "URL", f"http://127.0.0.1:{server.server_port}/hellaswag_{{split}}.jsonl")
-    monkeypatch.setattr(hellaswag, "ROWS", {"val": 20})
-    monkeypatch.setattr(hellaswag, "FOLDER", tmp_path / "data")
-    site.path = tmp_path / "data" / "hellaswag_val.jsonl"
-    site.part = site.path.with_suffix(".part")
-    site.load = functools.partial(hellaswag.load_rows, "", "val", Runtime.setup("cpu", "float32"))
-    yield site
-    server.shutdown()
-    server.server_close()
+def hub(monkeypatch):
+    """Puts a stand-in for `datasets.load_dataset` in its place, which answers with some rows or raises an exception."""
+    import datasets
+
+    asked = []
+
+    def install(answer) -> list:
+        def load_dataset(*args, **kwargs):
+            asked.append((args, kwargs))
+            if isinstance(answer, Exception):
+                raise answer
+            return datasets.Dataset.from_list(answer)
+
+        monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+        return asked
+
+    return install
 
 
-def test_a_download_is_made_once(site):
-    assert len(site.load()) == len(site.load()) == 20
-    assert site.path.read_bytes() == site.content and len(site.requests) == 1 and not site.part.exists()
+def test_rows_of_the_hub_are_those_of_the_file(hub, rt, tmp_path):
+    rows = make_rows(5)
+    asked = hub([as_on_the_hub(row) for row in rows])
+    assert load_rows("", "val", rt) == read_rows(write_rows(tmp_path / "rows.jsonl", rows)) == rows
+    assert asked == [(("Rowan/hellaswag",), dict(split="validation"))]
 
 
-@pytest.mark.parametrize("ranges", [True, False])
-def test_a_broken_download_is_resumed_or_begun_again(site, ranges):
-    site.breaks, site.ranges = [1000, 500], ranges
-    assert len(site.load()) == 20
-    assert site.path.read_bytes() == site.content
-    assert site.requests == [None, "bytes=1000-", "bytes=1500-" if ranges else "bytes=500-"]
+def test_rows_of_the_hub_s_test_split_have_no_labels(hub, rt):
+    hub([row | dict(label="") for row in make_rows(2)])
+    assert [row["label"] for row in load_rows("", "test", rt)] == [None, None]
 
 
-def test_a_download_that_keeps_breaking_leaves_no_file_and_goes_on_later(site):
-    site.breaks = [300, 300, 300]
-    with pytest.raises(UserError, match="broke after 900 bytes"):
-        site.load()
-    assert not site.path.exists()
-    assert len(site.load()) == 20 and site.requests[-1] == "bytes=900-"
+def test_without_the_hub_one_line_says_what_to_do(hub, run):
+    hub(ConnectionError("Couldn't reach 'Rowan/hellaswag' on the Hub"))
+    assert_user_error(run(), "Rowan/hellaswag", "HF_ENDPOINT", "--data")
 
 
-@pytest.mark.parametrize("leftover", ["all of it", "something else", "more than there is"])
-def test_a_leftover_part_is_never_used_unchecked(site, leftover):
-    site.part.parent.mkdir()
-    parts = {"all of it": site.content, "something else": b"x" * 700, "more than there is": site.content * 2}
-    site.part.write_bytes(parts[leftover])
-    if leftover == "something else":
-        with pytest.raises(UserError, match="instead of 20"):
-            site.load()
-    assert len(site.load()) == 20 and site.path.read_bytes() == site.content
+def test_a_hub_with_other_rows_is_one_line(hub, run):
+    hub([dict(text="something else")])
+    assert_user_error(run(), "Rowan/hellaswag row 1", "ctx is not a text")
 
 
-def test_a_truncated_file_is_replaced(site):
-    site.path.parent.mkdir()
-    site.path.write_bytes(site.content[:3000])
-    assert len(site.load()) == 20 and site.path.read_bytes() == site.content
+def test_training_goes_on_without_the_hub_and_not_without_a_file(hub, tokenizer, model, rt, tmp_path, capsys):
+    hub(ConnectionError("Couldn't reach 'Rowan/hellaswag' on the Hub"))
+    assert validation_task("", tokenizer, model.config, rt) is None
+    assert "without HellaSwag" in (warning := capsys.readouterr().err) and "--hellaswag_data" in warning
+    with pytest.raises(UserError, match="absent.jsonl.*--hellaswag_data"):
+        validation_task(str(tmp_path / "absent.jsonl"), tokenizer, model.config, rt)
 
 
-@pytest.mark.parametrize("content", [b"<html>log in first</html>", b"", None])
-def test_something_else_than_the_rows_is_refused(site, content):
-    site.content = site.content[: site.content.rindex(b"\n", 0, -1)] if content is None else content
-    with pytest.raises(UserError, match="instead of 20"):
-        site.load()
-    assert not site.path.exists() and not site.part.exists()
-
-
-def test_a_refusal_of_the_server_is_told(site):
-    site.refuses = 416
-    with pytest.raises(UserError, match=f"HTTP Error 416.*put it at {site.path}"):
-        site.load()
-
-
-def test_without_a_network_one_line_says_where_to_put_which_file(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(hellaswag, "URL", "http://127.0.0.1:9/hellaswag_{split}.jsonl")
-    monkeypatch.setattr(hellaswag, "FOLDER", tmp_path / "data")
-    assert_user_error(
-        run(), "http://127.0.0.1:9/hellaswag_val.jsonl", str(tmp_path / "data" / "hellaswag_val.jsonl"), "--data"
-    )
+def test_two_ranks_score_the_rows_of_a_hub_and_download_them_once(run, checkpoint, tmp_path):
+    """The real `datasets` against a server: what HF_ENDPOINT names is asked, by the first rank."""
+    rows = make_rows(6)
+    splits = dict(train=make_rows(2, seed=1), validation=rows, test=make_rows(3, seed=2))
+    splits = {name: [as_on_the_hub(row) for row in split] for name, split in splits.items()}
+    dataset = write_dataset(tmp_path / "dataset", splits)
+    options = dict(device="cpu", dtype="float32", json=tmp_path / "online")
+    with RowsHub("Rowan/hellaswag", dataset) as hub:
+        command = [*TORCHRUN, str(ROOT / "hellaswag.py"), str(checkpoint), *arguments(**options)]
+        subprocess.run(command, env=hub.environment(tmp_path / "home"), check=True, capture_output=True, timeout=240)
+    assert run(data=write_rows(tmp_path / "rows.jsonl", rows), json=tmp_path / "local").returncode == 0
+    assert_same_scores(tmp_path / "online", tmp_path / "local")
+    fetched = [path for method, path in hub.requests if method == "GET" and path.endswith(".parquet")]
+    assert len(fetched) == len(set(fetched)) == 3
 
 
 # ------------------------------------------------------------------------------------------------------------- ranks
 
 
-@pytest.mark.parametrize("n", [1, 7])
-def test_two_ranks_score_as_one(checkpoint, tmp_path, n):
-    data = write_rows(tmp_path / "rows.jsonl", make_rows(n))
-    words = [str(ROOT / "hellaswag.py"), str(checkpoint), *arguments(data=data, device="cpu", dtype="float32")]
-    for name, launcher in (("one", [sys.executable]), ("two", TORCHRUN)):
-        command = [*launcher, *words, "--json", str(tmp_path / name)]
-        subprocess.run(command, env=environment(), check=True, capture_output=True, timeout=240)
-    one, two = (json.loads((tmp_path / name).read_text())["styles"] for name in ("one", "two"))
+def assert_same_scores(one: Path, two: Path) -> None:
+    one, two = (json.loads(path.read_text())["styles"] for path in (one, two))
     for style in STYLES:
         np.testing.assert_allclose(one[style].pop("log_likelihoods"), two[style].pop("log_likelihoods"), atol=1e-5)
     assert one == two
+
+
+@pytest.mark.parametrize("n", [1, 7])
+def test_two_ranks_score_as_one(run, checkpoint, tmp_path, n):
+    data = write_rows(tmp_path / "rows.jsonl", make_rows(n))
+    assert run(data=data, json=tmp_path / "one").returncode == 0
+    options = dict(data=data, device="cpu", dtype="float32", json=tmp_path / "two")
+    command = [*TORCHRUN, str(ROOT / "hellaswag.py"), str(checkpoint), *arguments(**options)]
+    subprocess.run(command, env=environment(), check=True, capture_output=True, timeout=240)
+    assert_same_scores(tmp_path / "one", tmp_path / "two")
 
 
 @pytest.mark.slow
