@@ -5,24 +5,35 @@
     python hellaswag.py out/tiny --data hellaswag_val.jsonl --style harness --json scores.json
     torchrun --standalone --nproc_per_node=8 hellaswag.py gpt2-xl
 
-Two ways to make text of a row and to normalize, both in use, with different numbers:
+A row of the data, one of 10,042 in the validation split:
 
-- completion: context + " " + ending, acc_norm per token; what nanoGPT-style scripts report
-- harness: EleutherAI's lm-evaluation-harness: activity label, no brackets, acc_norm per character
+    {"ind": 27957, "activity_label": "Knitting", "ctx_a": "A woman is seated at a table.", "ctx_b": "she",
+     "ctx": "A woman is seated at a table. she",
+     "endings": ["is shown holding onto a pair of legs.", "is holding a long stick.",
+                 "is knitting with pink yarn and needles.", "is playing a flute."], "label": 2}
 
-acc takes the ending with the largest log-likelihood, acc_norm the one with the largest after dividing by its length.
+ctx is ctx_a, whole sentences, and ctx_b, the beginning of the one that an ending completes. A person wrote
+endings[label]; a language model wrote the others, which were kept because they fooled a classifier. People are right in
+more than 95% of the rows, a guess in 25%. A language model is not shown the four side by side: it says how likely each
+one is after the context, the sum of log p(token | all before it) over the ending's tokens. acc takes the ending with
+the largest sum; acc_norm divides the sums by lengths first, because each further token costs probability.
+
+Two ways to make text of a row and to measure lengths are in use, and give different numbers:
+
+- completion: context + " " + ending, lengths in tokens; what nanoGPT-style scripts report
+- harness: EleutherAI's lm-evaluation-harness: activity label, no brackets, lengths in characters
+
 GPT-2 124M has 0.2859 and 0.2955 as completion, 0.2892 and 0.3114 in the harness.
 
-Every context is computed once. It and its endings lie side by side in one row, a tree that the mask cuts into its
-branches, and positions count along the branches; of five tokens and endings of 3, 2, 2 and 1 these are fed (the last
-token of an ending predicts nothing):
+A context is computed once, which halves the work: it and its four endings lie side by side in one row of the model's
+input. Positions go on from the context in each ending, and the mask lets a token see the context (part 0) and its own
+part. Five tokens of context and endings of 3, 2, 2 and 1, whose last tokens are scored but predict nothing:
 
-    token      c0 c1 c2 c3 c4 | a0 a1 | b0 | d0
-    position    0  1  2  3  4 |  5  6 |  5 |  5
-    end         9  9  9  9  9 |  7  7 |  8 |  9      token j is seen by the tokens j .. end[j] - 1 of its row
+    token      c0 c1 c2 c3 c4 | a0 a1 | b0 | d0 |
+    position    0  1  2  3  4 |  5  6 |  5 |  5 |
+    part        0  0  0  0  0 |  1  1 |  2 |  3 |
 
-Rows of like length share a batch, and logits exist for the scored positions only, a chunk at a time.
-train_gpt2.py imports this file; it knows nothing of training.
+train_gpt2.py imports this file, which knows nothing of training.
 """
 
 import json
@@ -31,6 +42,7 @@ import re
 import reprlib
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -42,7 +54,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from checkpoint import find_model, load_model, load_tokenizer
-from model import GPT, LOSS_CHUNK
+from model import GPT
 from runtime import Runtime, UserError, parse_args, script
 from sources import hub_rows
 
@@ -50,6 +62,7 @@ HUB = "Rowan/hellaswag"
 HUB_SPLITS = {"train": "train", "val": "validation", "test": "test"}  # the hub's names for ours
 BATCH_TOKENS = {"cpu": 2**9, "cuda": 2**15}  # padded tokens in a batch: what caches hold, what keeps a GPU busy
 MULTIPLE = {"cuda": 8}  # rows are padded to a multiple, for which CUDA's attention needs no copy of the mask
+CHUNK_LOGITS = 2**25  # logits that are alive at once: 128 MB in fp32
 
 
 @dataclass
@@ -194,19 +207,18 @@ def encode_together(tokenizer, context: str, endings: list[str]) -> tuple[list[i
     """Tokens of the context, and what the context and an ending have beyond those; spaces go to the ending."""
     ids = tokenizer.encode_ordinary(context.rstrip())
     whole = [tokenizer.encode_ordinary(f"{context} {ending}") for ending in endings]
-    return ids, [tokens[len(ids) :] for tokens in whole]
+    return ids, [tokens[len(ids) :] or tokens[-1:] for tokens in whole]  # a merge may reach across: one token at least
 
 
 STYLES = {"completion": (completion, encode_apart, "token"), "harness": (harness, encode_together, "character")}
 
 
 @dataclass
-class Tree:
-    """A row of the model's input: a context and some endings of it, and the tokens to score. See the top."""
+class Packed:
+    """One row of the model's input: a context, some endings of it, and the tokens to score. See the top."""
 
-    inputs: np.ndarray  # (3, T) tokens, positions and ends
-    queries: np.ndarray  # (Q,) the tokens whose next token is scored, each once
-    scored: np.ndarray  # (3, S) which query, the token to score there, and the ending that it belongs to
+    inputs: np.ndarray  # (3, T) tokens, positions, parts
+    scored: np.ndarray  # (3, S) where a token is predicted, that token, and the number of its ending
 
     def __len__(self) -> int:
         return self.inputs.shape[1]
@@ -220,7 +232,7 @@ class Task:
     texts: list[tuple[str, list[str]]]  # context and endings
     labels: np.ndarray  # (N,), -1 where unknown
     lengths: np.ndarray  # (N, 4), what acc_norm divides by
-    trees: list[Tree]  # longest first
+    packed: list[Packed]  # longest first
 
 
 def prepare(rows: list[dict], tokenizer, model_config, style: str) -> Task:
@@ -231,155 +243,139 @@ def prepare(rows: list[dict], tokenizer, model_config, style: str) -> Task:
             "put the tokenizer.json beside it that it was trained with"
         )
     to_text, encode, unit = STYLES[style]
-    texts, lengths, trees = [to_text(row) for row in rows], [], []
+    texts, lengths, packed = [to_text(row) for row in rows], [], []
     for number, (context, endings) in enumerate(texts):
         context_ids, ending_ids = encode(tokenizer, context, endings)
         context_ids = context_ids or [tokenizer.eot_token or 0]  # something has to predict the first token
         lengths.append([len(e) for e in (ending_ids if unit == "token" else endings)])
-        trees.extend(make_trees(context_ids, ending_ids, 4 * number, model_config.sequence_length))
+        packed.extend(fit(context_ids, ending_ids, 4 * number, model_config.sequence_length))
     labels = [-1 if row["label"] is None else row["label"] for row in rows]
-    return Task(style, texts, np.array(labels), np.array(lengths), sorted(trees, key=len, reverse=True))
+    return Task(style, texts, np.array(labels), np.array(lengths), sorted(packed, key=len, reverse=True))
 
 
-def make_trees(context: list[int], endings: list[list[int]], first: int, window: int) -> list[Tree]:
-    """One tree if it fits into the window. Else one for each ending, with as much of the context as fits before it, cut
-    from the left; an ending longer than the window is scored in pieces. `first` is the number of the first ending."""
+def fit(context: list[int], endings: list[list[int]], first: int, window: int) -> list[Packed]:
+    """All four endings together if each fits into the window with the context. Else each alone, with as much of the
+    context as fits before it, cut from the left; an ending longer than the window is scored in pieces. `first` is the
+    number of the first ending."""
     if len(context) + max(map(len, endings)) - 1 <= window:
-        return [make_tree(context, endings, first)]
-    trees = []
+        return [pack(context, endings, first)]
+    packed = []
     for k, ending in enumerate(endings):
         for start in range(0, len(ending), window):
             piece = ending[start : start + window]
             before = (context + ending[:start])[-(window + 1 - len(piece)) :]
-            trees.append(make_tree(before, [piece], first + k))
-    return trees
+            packed.append(pack(before, [piece], first + k))
+    return packed
 
 
-def make_tree(context: list[int], endings: list[list[int]], first: int) -> Tree:
+def pack(context: list[int], endings: list[list[int]], first: int) -> Packed:
+    """A context and its endings side by side, as the picture at the top has them."""
     n = len(context)
-    tokens, positions, ends = list(context), list(range(n)), [0] * n
-    path, scored = [], []  # path: where the tokens of the ending before this one are
-    for k in sorted(range(len(endings)), key=endings.__getitem__):  # those that begin alike follow one another
-        fed = endings[k][:-1]
-        shared = 0
-        while shared < min(len(path), len(fed)) and tokens[path[shared]] == fed[shared]:
-            shared += 1
-        for node in path[shared:]:
-            ends[node] = len(tokens)
-        path = path[:shared] + list(range(len(tokens), len(tokens) + len(fed) - shared))
-        tokens += fed[shared:]
-        positions += range(n + shared, n + len(fed))
-        ends += [0] * (len(fed) - shared)
-        # the context's last token predicts the first token of an ending, and every token of it the next one
-        scored += [(node - n + 1, token, first + k) for node, token in zip([n - 1, *path], endings[k], strict=True)]
-    ends = [end or len(tokens) for end in ends]
-    inputs = np.array([tokens, positions, ends])
-    return Tree(inputs, np.arange(n - 1, len(tokens)), np.array(sorted(scored)).T)
+    tokens, positions, parts = list(context), list(range(n)), [0] * n
+    places, targets, numbers = [], [], []
+    for k, ending in enumerate(endings):
+        # the context's last token predicts the ending's first one, and each of its tokens the next
+        places += [n - 1, *range(len(tokens), len(tokens) + len(ending) - 1)]
+        targets += ending
+        numbers += [first + k] * len(ending)
+        tokens += ending[:-1]
+        positions += range(n, n + len(ending) - 1)
+        parts += [k + 1] * (len(ending) - 1)
+    return Packed(np.array([tokens, positions, parts]), np.array([places, targets, numbers]))
 
 
 # --------------------------------------------------------------------------------------------------------- scoring
-
-
-def batches(trees: list[Tree], batch_tokens: int, multiple: int) -> Iterator[list[Tree]]:
-    """Runs of trees, which are sorted by length, with at most `batch_tokens` tokens, padding included."""
-    start = 0
-    while start < len(trees):
-        length = -(-len(trees[start]) // multiple) * multiple
-        stop = start + max(batch_tokens // length, 1)
-        yield trees[start:stop]
-        start = stop
-
-
-def collate(trees: list[Tree], multiple: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens, positions and ends of all trees, (3, B, T), padded with tokens that see only themselves; the queries
-    (Q,), as places in the flattened batch; and what is scored, (3, S), which counts through these queries."""
-    T = -(-max(map(len, trees)) // multiple) * multiple
-    inputs = np.zeros((3, len(trees), T), dtype=np.int64)
-    inputs[2] = np.arange(1, T + 1)
-    queries, scored, n_queries = [], [], 0
-    for b, tree in enumerate(trees):
-        inputs[:, b, : len(tree)] = tree.inputs
-        queries.append(tree.queries + b * T)
-        scored.append(tree.scored + [[n_queries], [0], [0]])
-        n_queries += len(tree.queries)
-    return inputs, np.concatenate(queries), np.concatenate(scored, axis=1)
-
-
-def log_likelihoods(model: GPT, inputs: torch.Tensor, queries: torch.Tensor, scored: torch.Tensor) -> torch.Tensor:
-    """Log-likelihoods (S,) fp32 of the scored tokens of a batch as `collate` makes it."""
-    idx, positions, ends = inputs  # (B, T) each
-    i = torch.arange(idx.size(1), device=idx.device)
-    mask = (i <= i[:, None]) & (i[:, None] < ends[:, None])  # (B, T, T): query, key
-    x = model.hidden(idx, positions, mask[:, None]).flatten(0, 1)[queries].float()  # (Q, C)
-    # Logits exist for a slice of the vocabulary at a time, small enough for a CPU's caches, and are fp32 in every
-    # precision: GPT-2's lie around -100, where bf16 has steps of 0.5.
-    weight, (query, token) = model.lm_head.weight, scored
-    size = max(LOSS_CHUNK.get(x.device.type, 2**25) // len(x), 512)
-    log_norm, chosen = x.new_full((len(x),), -math.inf), x.new_zeros(len(token))
-    with torch.autocast(x.device.type, enabled=False):
-        for start in range(0, len(weight), size):
-            logits = F.linear(x, weight[start : start + size])  # (Q, size)
-            log_norm = torch.logaddexp(log_norm, logits.logsumexp(dim=-1))
-            inside = (start <= token) & (token < start + size)
-            chosen = torch.where(inside, logits[query, (token - start).clamp(0, logits.size(1) - 1)], chosen)
-    return chosen - log_norm[query]
 
 
 @torch.no_grad()
 def evaluate(model: GPT, task: Task, rt: Runtime, batch_tokens: int = 0, progress: bool = False) -> dict:
     """What `score` makes of the log-likelihoods; the same on every rank. Works in the middle of training: `model` is
     the plain module, whose mode is left as it was, so that its compiled and distributed wrappers notice nothing."""
-    trees, sums = task.trees[rt.rank :: rt.world_size], np.zeros(task.lengths.size)
+    packed, sums = task.packed[rt.rank :: rt.world_size], np.zeros(task.lengths.size)
     multiple = MULTIPLE.get(rt.device.type, 1)
     batch_tokens = batch_tokens or BATCH_TOKENS.get(rt.device.type, 2**13)
-    total, hidden = sum(map(len, trees)), None if progress and rt.is_main else True  # None: where there is a terminal
+    total, quiet = sum(map(len, packed)), None if progress and rt.is_main else True  # None: unless in a terminal
     training = model.training
     model.eval()
-    with rt.autocast(), tqdm(total=total, unit="tok", unit_scale=True, desc=task.style, disable=hidden) as bar:
-        for batch in batches(trees, batch_tokens, multiple):
-            inputs, queries, scored = collate(batch, multiple)
-            logps = log_likelihoods(model, *(torch.from_numpy(a).to(rt.device) for a in (inputs, queries, scored[:2])))
-            sums += np.bincount(scored[2], weights=logps.cpu().numpy(), minlength=len(sums))
-            if not bar.disable:
-                bar.set_postfix_str(running(task, sums), refresh=False)
+    with rt.autocast(), tqdm(total=total, unit="tok", unit_scale=True, desc=task.style, disable=quiet) as bar:
+        for batch in batches(packed, batch_tokens, multiple):
+            inputs, (places, targets, numbers) = collate(batch, multiple)
+            arrays = (torch.from_numpy(a).to(rt.device) for a in (inputs, places, targets))
+            sums += np.bincount(numbers, weights=log_likelihoods(model, *arrays).cpu().numpy(), minlength=len(sums))
             bar.update(sum(map(len, batch)))
     model.train(training)
-    sums = rt.sum(torch.from_numpy(sums).to("cpu" if rt.device.type == "mps" else rt.device))
+    sums = rt.sum(torch.from_numpy(sums).to("cpu" if rt.device.type == "mps" else rt.device))  # MPS has no float64
     return score(task, sums.cpu().numpy())
 
 
-def running(task: Task, sums: np.ndarray) -> str:
-    """Accuracies over the rows that have been scored so far."""
-    known = (sums.reshape(-1, 4) < 0).all(axis=1) & (task.labels >= 0)
-    if not known.any():
-        return ""
-    right, right_norm = (predictions == task.labels for predictions in predict(task, sums))
-    return f"acc {right[known].mean():.4f}, acc_norm {right_norm[known].mean():.4f}"
+def batches(packed: list[Packed], batch_tokens: int, multiple: int) -> Iterator[list[Packed]]:
+    """Neighbours, which are of like length, with at most `batch_tokens` tokens, padding included."""
+    start = 0
+    while start < len(packed):
+        length = -(-len(packed[start]) // multiple) * multiple  # the longest comes first
+        stop = start + max(batch_tokens // length, 1)
+        yield packed[start:stop]
+        start = stop
 
 
-def predict(task: Task, sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The likeliest ending of each row, (N,), by the sum and by the normalized sum of log-likelihoods."""
-    sums = sums.reshape(-1, 4)
-    with np.errstate(divide="ignore"):  # an ending that is empty without its brackets has no characters
-        return sums.argmax(axis=1), (sums / task.lengths).argmax(axis=1)
+def collate(batch: list[Packed], multiple: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens, positions and parts of all rows, (3, B, T), and what is scored, (3, S), whose places count through the
+    flattened batch. Padding is a part of its own, which no other part sees."""
+    T = -(-max(map(len, batch)) // multiple) * multiple
+    inputs = np.zeros((3, len(batch), T), dtype=np.int64)
+    inputs[2] = -1
+    for b, row in enumerate(batch):
+        inputs[:, b, : len(row)] = row.inputs
+    return inputs, np.concatenate([row.scored + [[b * T], [0], [0]] for b, row in enumerate(batch)], axis=1)
+
+
+def log_likelihoods(model: GPT, inputs: torch.Tensor, places: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Log-likelihoods (S,) fp32 of the tokens to score of a batch as `collate` makes it."""
+    idx, positions, parts = inputs  # (B, T) each
+    query, key = parts[:, :, None], parts[:, None, :]
+    causal = torch.ones(idx.size(1), idx.size(1), dtype=torch.bool, device=idx.device).tril()  # (T, T)
+    mask = causal & ((key == query) | (key == 0))  # (B, T, T)
+    x = model.hidden(idx, positions, mask[:, None]).flatten(0, 1)[places].float()  # (S, C)
+    # Logits exist where a token is scored, a chunk at a time, and are fp32 in every precision: GPT-2's lie around -100,
+    # where bf16 has steps of 0.5.
+    chunk = max(CHUNK_LOGITS // model.config.vocab_size, 1)
+    losses = []
+    with torch.autocast(x.device.type, enabled=False), full_float32():
+        for xc, tc in zip(x.split(chunk), targets.split(chunk), strict=True):
+            logits = F.linear(xc, model.lm_head.weight)  # (chunk, V)
+            losses.append(F.cross_entropy(logits, tc, reduction="none"))
+    return -torch.cat(losses)
+
+
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """Multiply fp32 as it is. Elsewhere a GPU may round the factors to TF32, which keeps 11 of 24 bits."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def score(task: Task, sums: np.ndarray) -> dict:
-    """acc and acc_norm with their standard errors (None without labels), the number of rows n, and for each row the
-    log-likelihoods of its endings and both predictions."""
-    predictions, predictions_norm = predict(task, sums)
+    """acc and acc_norm with their standard errors, the number of rows n, and for each row the log-likelihoods of its
+    endings and both predictions. Accuracies are None without labels, and where a log-likelihood is not finite."""
+    sums = sums.reshape(-1, 4)  # (N, 4)
+    with np.errstate(divide="ignore", invalid="ignore"):  # without its brackets an ending may have no characters
+        guesses = dict(acc=sums.argmax(axis=1), acc_norm=(sums / task.lengths).argmax(axis=1))
     known = task.labels >= 0
     result = dict(acc=None, acc_stderr=None, acc_norm=None, acc_norm_stderr=None, n=int(known.sum()))
-    if known.any():
-        for name, guesses in (("acc", predictions), ("acc_norm", predictions_norm)):
-            p = float((guesses == task.labels)[known].mean())
+    if known.any() and np.isfinite(sums).all():
+        for name, guess in guesses.items():
+            p = float((guess == task.labels)[known].mean())
             result[name] = p
             result[f"{name}_stderr"] = math.sqrt(p * (1 - p) / max(result["n"] - 1, 1))  # of a mean of zeros and ones
     return result | dict(
         normalized_by=STYLES[task.style][2],
-        log_likelihoods=sums.reshape(-1, 4).tolist(),
-        predictions=predictions.tolist(),
-        predictions_norm=predictions_norm.tolist(),
+        log_likelihoods=sums.tolist(),
+        predictions=guesses["acc"].tolist(),
+        predictions_norm=guesses["acc_norm"].tolist(),
     )
 
 

@@ -12,22 +12,12 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hellaswag
 from bpe.tokenizer import Tokenizer
 from cli import UserError, sha256
-from hellaswag import (
-    STYLES,
-    encode_together,
-    evaluate,
-    harness,
-    load_rows,
-    make_tree,
-    make_trees,
-    prepare,
-    read_rows,
-    validation_task,
-)
+from hellaswag import STYLES, encode_together, evaluate, harness, load_rows, prepare, read_rows, validation_task
 from model import GPT, GPTConfig
 from runtime import Runtime
 from tests.helpers import ROOT, SMALL, arguments, assert_user_error, environment, log_of, run_inline, text_file
@@ -137,44 +127,82 @@ def test_batched_scores_equal_one_sequence_at_a_time(model, tokenizer, rt, style
     assert_equal_one_by_one(model, tokenizer, rows, style, rt, batch_tokens)
 
 
-def test_a_tree_shares_the_context_and_what_endings_have_in_common():
-    tree = make_tree([10, 11, 12], [[1, 2, 3], [4, 5], [6], [1, 2, 7, 8]], first=20)
-    tokens, positions, ends = tree.inputs.tolist()
-    assert tokens == [10, 11, 12, 1, 2, 7, 4]
-    assert positions == [0, 1, 2, 3, 4, 5, 3]
-    assert ends == [7, 7, 7, 6, 6, 6, 7]
-    by_ending = {k: [] for k in range(20, 24)}
-    for query, token, owner in tree.scored.T:
-        by_ending[owner].append((int(tree.queries[query]), int(token)))
-    # where each token is predicted: after the context, then after the one before it
-    assert by_ending == {
-        20: [(2, 1), (3, 2), (4, 3)], 21: [(2, 4), (6, 5)], 22: [(2, 6)], 23: [(2, 1), (3, 2), (4, 7), (5, 8)],
-    }  # fmt: skip
+@pytest.fixture
+def fed(model, monkeypatch) -> list[list[int]]:
+    """The rows of tokens that the model was given, padding included."""
+    rows, hidden = [], model.hidden
+    monkeypatch.setattr(model, "hidden", lambda idx, *rest: rows.extend(idx.tolist()) or hidden(idx, *rest))
+    return rows
 
 
-def test_the_context_is_cut_from_the_left_and_the_ending_never():
-    (tree, *others) = make_trees(list(range(100, 150)), [[1, 2, 3, 4], [5], [6, 7], [8]], first=0, window=10)
-    assert tree.inputs[0].tolist() == [143, 144, 145, 146, 147, 148, 149, 1, 2, 3]
-    assert tree.scored[1].tolist() == [1, 2, 3, 4]
-    assert others[0].inputs[0].tolist() == list(range(140, 150))
+class Ids:
+    """A tokenizer for texts that are written as ids."""
+
+    eot_token = 0
+
+    def __len__(self):
+        return 0
+
+    def encode_ordinary(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
 
 
-def test_a_row_that_just_fits_stays_whole_and_one_more_token_splits_it():
-    assert len(make_trees([1] * 7, [[2] * 4] * 4, 0, window=10)) == 1
-    assert len(make_trees([1] * 8, [[2] * 4] * 4, 0, window=10)) == 4
+def score_ids(model, rt, context: list[int], *endings: list[int]) -> dict:
+    """Score one row whose tokens are given."""
+    context, *endings = (" ".join(map(str, ids)) for ids in (context, *endings))
+    row = dict(ctx=context, endings=endings, label=0)
+    return evaluate(model, prepare([row], Ids(), model.config, "completion"), rt, batch_tokens=1)
 
 
-def test_endings_longer_than_the_window_count_with_every_token():
-    trees = make_trees([1, 2], [list(range(10, 35)), [3], [4], [5]], first=0, window=10)
-    scored = [int(token) for tree in trees for token, owner in tree.scored[1:].T if owner == 0]
-    assert scored == list(range(10, 35))
-    assert max(map(len, trees)) <= 10
+def test_the_context_is_fed_once_and_the_last_token_of_an_ending_never(model, rt, fed):
+    score_ids(model, rt, [10, 11, 12], [1, 2, 3], [4, 5], [6], [1, 2, 7, 8])
+    assert fed == [[10, 11, 12, 1, 2, 4, 1, 2, 7]]
+
+
+def test_the_context_is_cut_from_the_left_and_the_ending_never(model, rt, fed):
+    score_ids(model, rt, list(range(100, 150)), [1, 2, 3, 4], [5], [6, 7], [8])
+    assert [*range(105, 150), 1, 2, 3] in fed and list(range(102, 150)) in fed
+    assert len(fed) == 4 and all(len(row) == WINDOW for row in fed)
+
+
+def test_a_row_that_just_fits_stays_whole_and_one_more_token_splits_it(model, rt, fed):
+    score_ids(model, rt, [1] * (WINDOW - 3), *([2] * 4,) * 4)
+    assert len(fed) == 1
+    fed.clear()
+    score_ids(model, rt, [1] * (WINDOW - 2), *([2] * 4,) * 4)
+    assert len(fed) == 4
+
+
+def test_an_ending_longer_than_the_window_counts_with_every_token(model, rt, fed):
+    ending = list(range(10, 10 + 2 * WINDOW + 5))
+    result = score_ids(model, rt, [1, 2], ending, [3], [4], [5])
+    assert max(map(len, fed)) <= WINDOW
+    with torch.no_grad():
+        expected = 0.0
+        for start in range(0, len(ending), WINDOW):
+            piece = ending[start : start + WINDOW]
+            ids = torch.tensor(([1, 2] + ending[: start + len(piece)])[-(WINDOW + 1) :])
+            log_probs = F.log_softmax(model(ids[None, :-1])[0][0, -len(piece) :].double(), dim=-1)
+            expected += log_probs[range(len(piece)), piece].sum().item()
+    assert result["log_likelihoods"][0][0] == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize("style", STYLES)
 def test_endings_of_one_token_and_equal_endings(model, tokenizer, rt, style):
     rows = [row | dict(endings=["a", "b", "a", "the"]) for row in make_rows(3)]
     assert_equal_one_by_one(model, tokenizer, rows, style, rt)
+
+
+def test_a_merge_across_context_and_ending_leaves_a_token_to_score(model, rt):
+    """A pattern that keeps everything in one piece may make fewer tokens of context and ending than of the context."""
+
+    class Greedy(Ids):
+        def encode_ordinary(self, text: str) -> list[int]:
+            return [7] if "not" in text else [5, 6, 6]
+
+    row = dict(activity_label="To", ctx_a="be or", ctx_b="", endings=["not to be"] * 4, label=0)
+    result = evaluate(model, prepare([row], Greedy(), model.config, "harness"), rt)
+    assert all(sum_ < 0 for sum_ in result["log_likelihoods"][0])
 
 
 def test_an_empty_context_is_predicted_from_the_start_of_a_document(model, tokenizer, rt):
@@ -191,6 +219,45 @@ def test_16_bits_agree_with_32(model, tokenizer):
     task = prepare(make_rows(8), tokenizer, model.config, "completion")
     full, half = (evaluate(model, task, Runtime.setup("cpu", d))["log_likelihoods"] for d in ("float32", "bfloat16"))
     np.testing.assert_allclose(half, full, rtol=0.03)
+
+
+class Products(TorchDispatchMode):
+    """Notes how the products that make logits, (..., n_columns), are computed: their dtype, and whether TF32 may be."""
+
+    def __init__(self, n_columns: int):
+        super().__init__()
+        self.n_columns, self.found = n_columns, set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if "mm" in func.__name__ and out.size(-1) == self.n_columns:
+            matmul = torch.backends.cuda.matmul
+            self.found.add((out.dtype, matmul.allow_tf32, matmul.fp32_precision))
+        return out
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_are_true_fp32_in_every_precision(model, tokenizer, dtype):
+    task = prepare(make_rows(2), tokenizer, model.config, "completion")
+    rt = Runtime.setup("cpu", dtype)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")  # TF32 on a GPU, as training has it
+    try:
+        with Products(model.config.vocab_size) as products:
+            evaluate(model, task, rt)
+        assert products.found == {(torch.float32, False, "ieee")}
+        assert torch.get_float32_matmul_precision() == "high" and torch.backends.cuda.matmul.allow_tf32
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_weights_that_are_not_finite_have_no_accuracy(tokenizer, rt):
+    model = make_model(400)
+    task = prepare(make_rows(3), tokenizer, model.config, "completion")
+    with torch.no_grad():
+        model.transformer.h[0].mlp.c_fc.weight[0, 0] = float("nan")
+    result = evaluate(model, task, rt)
+    assert result["n"] == 3 and all(result[k] is None for k in ("acc", "acc_norm", "acc_stderr", "acc_norm_stderr"))
 
 
 def test_standard_errors_are_those_of_the_mean(model, tokenizer, rt):
