@@ -41,9 +41,10 @@ import math
 import re
 import reprlib
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -54,8 +55,9 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from checkpoint import find_model, load_model, load_tokenizer
+from cli import Count, Range, UserError, parse_args, replace_file, script
 from model import GPT
-from runtime import Runtime, UserError, parse_args, script
+from runtime import Runtime
 from sources import hub_rows
 
 HUB = "Rowan/hellaswag"
@@ -65,36 +67,38 @@ MULTIPLE = {"cuda": 8}  # rows are padded to a multiple, for which CUDA's attent
 CHUNK_LOGITS = 2**25  # logits that are alive at once: 128 MB in fp32
 
 
-@dataclass
+@dataclass(frozen=True)
 class Config:
     model: Annotated[str, tyro.conf.Positional]  # checkpoint directory, run directory, or hub id such as gpt2
     data: str = ""  # a local .jsonl in HellaSwag's format; empty: Rowan/hellaswag from the hub, downloaded once
     split: Literal["train", "val", "test"] = "val"  # of the hub's rows; the labels of test are not public
-    limit: int = 0  # only the first rows; 0 for all
+    limit: Count = 0  # only the first rows; 0 for all
     style: Literal["both", "completion", "harness"] = "both"  # how a row becomes text, see above
-    show: int = 0  # print this many examples with the losses of their endings
+    show: Count = 0  # print this many examples with the losses of their endings
     json: str = ""  # write scores and log-likelihoods to this file
-    batch_tokens: int = 0  # tokens in a batch; 0 for what suits the device. Scores do not depend on it
+    batch_tokens: Annotated[int, Range(0, 2**20)] = 0  # tokens in a batch; 0 for what suits the device
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: cuda, else mps, else cpu
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto: 16 bits where the device has them
 
 
 def main() -> None:
     config = parse_args(Config, description=__doc__)
-    for name in ("limit", "show", "batch_tokens"):
-        if getattr(config, name) < 0:
-            raise UserError(f"--{name} must be 0 or more, not {getattr(config, name)}")
     rt = Runtime.setup(config.device, config.dtype)
     if config.json and rt.is_main:
-        write_json(config, rt, {})  # now, while nothing is lost if that is impossible
+        check_output(Path(config.json))  # now, not after an hour of scoring
     rows = load_rows(config.data, config.split, rt)[: config.limit or None]
-    config.model = find_model(config.model)  # a run that goes on meanwhile would have a newer one later
+    config = replace(config, model=find_model(config.model))  # a run that goes on would have a newer one later
     model, tokenizer = load_model(config.model).to(rt.device), load_tokenizer(config.model)
     rt.print(f"{config.model}: {model.num_params():,} parameters on {rt.why}; {len(rows):,} rows")
     results = {}
     for style in STYLES if config.style == "both" else [config.style]:
         task = prepare(rows, tokenizer, model.config, style)
         results[style] = evaluate(model, task, rt, config.batch_tokens, progress=True)
+        if not np.isfinite(results[style]["log_likelihoods"]).all():
+            raise UserError(
+                f"{config.model} computes numbers that are not finite; its weights are damaged, or too large for "
+                f"{rt.dtype}: try an earlier checkpoint, or --dtype float32"
+            )
         for number in range(min(config.show, len(rows))):
             rt.print(show(task, results[style], number))
     for style, result in results.items():
@@ -400,12 +404,20 @@ def show(task: Task, result: dict, number: int) -> str:
     return "\n".join(lines)
 
 
+def check_output(path: Path) -> None:
+    """Raises UserError where no file can be written in the end; touches nothing that is there."""
+    if path.exists() and not path.is_file():
+        raise UserError(f"--json {path} is not a file; give the name of one")
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"):
+            pass
+    except OSError as e:
+        raise UserError(f"--json {path} cannot be written: {e.strerror}; give another file") from None
+
+
 def write_json(config: Config, rt: Runtime, results: dict) -> None:
     head = dict(model=config.model, data=config.data or f"{HUB} {config.split}", dtype=str(rt.dtype).split(".")[-1])
-    try:
-        Path(config.json).write_text(json.dumps(head | dict(styles=results)) + "\n")
-    except OSError as e:
-        raise UserError(f"--json {config.json} cannot be written: {e.strerror}; give another file") from None
+    replace_file(Path(config.json), json.dumps(head | dict(styles=results), allow_nan=False) + "\n")
 
 
 if __name__ == "__main__":

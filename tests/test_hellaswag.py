@@ -447,12 +447,51 @@ def test_a_file_that_is_no_rows_is_one_line(run, tmp_path, what):
     assert_user_error(run(data=tmp_path / "rows.jsonl"), "rows.jsonl")
 
 
-def test_bad_usage_is_one_line(run, tmp_path):
+def test_what_is_not_there_is_one_line(run, tmp_path):
     data = write_rows(tmp_path / "rows.jsonl", make_rows(1))
     assert_user_error(run(data=tmp_path / "absent.jsonl"), "there is no", "absent.jsonl")
-    assert_user_error(run(data=data, limit=-1), "--limit")
-    assert_user_error(run(data=data, json=tmp_path / "no" / "folder.json"), "folder.json")
+    assert_user_error(run(data=tmp_path), str(tmp_path))
+    assert_user_error(run(data=tmp_path / ("x" * 300)), "xxx")
     assert_user_error(run(data=data, model=tmp_path / "nowhere"), "nowhere")
+
+
+@pytest.mark.parametrize("name", ["limit", "show", "batch_tokens"])
+@pytest.mark.parametrize("value", ["-1", "1000000000000", "nan", "inf", "", "all", "9" * 400])
+def test_constants_out_of_range_are_one_line(run, tmp_path, name, value):
+    result = run(data=tmp_path / "absent.jsonl", **{name: value})
+    assert_user_error(result)
+    assert name in result.stderr.replace("-", "_")
+
+
+def test_an_earlier_json_stays_until_a_new_one_is_whole(run, tmp_path):
+    data, scores = write_rows(tmp_path / "rows.jsonl", make_rows(2)), tmp_path / "scores.json"
+    scores.write_text("of an earlier model")
+    assert_user_error(run(data=data, json=scores, model=tmp_path / "nowhere"), "nowhere")
+    assert_user_error(run(data=data, json=scores, limit=-1), "limit")
+    assert scores.read_text() == "of an earlier model"
+    assert run(data=data, json=scores).returncode == 0
+    assert json.loads(scores.read_text())["styles"].keys() == STYLES.keys()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl", "scores.json"]
+
+
+def test_json_that_cannot_be_written_ends_before_anything_is_loaded(run, tmp_path):
+    nowhere = dict(data=tmp_path / "absent.jsonl", model=tmp_path / "nowhere")
+    assert_user_error(run(json=tmp_path / "no" / "folder.json", **nowhere), "--json", "folder.json")
+    assert_user_error(run(json=tmp_path, **nowhere), "--json", "is not a file")
+    assert_user_error(run(json="/dev/null", **nowhere), "--json", "is not a file")
+    assert_user_error(run(json=tmp_path / ("x" * 250), **nowhere), "xxx")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_whose_numbers_are_not_finite_is_one_line_and_writes_nothing(run, tokenizer, tmp_path):
+    model = make_model(400)
+    with torch.no_grad():
+        model.transformer.wte.weight[7] = float("nan")
+    model.save_pretrained(tmp_path / "bad", tokenizer.eot_token, len(tokenizer))
+    tokenizer.save(tmp_path / "bad")
+    data, scores = write_rows(tmp_path / "rows.jsonl", make_rows(2)), tmp_path / "scores.json"
+    assert_user_error(run(data=data, json=scores, model=tmp_path / "bad"), "bad", "not finite")
+    assert not scores.exists()
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(run, tokenizer, tmp_path):
