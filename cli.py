@@ -24,6 +24,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
+LOCK_SECONDS = 10  # how long to wait for a process that is just ending
+
 
 class UserError(Exception):
     """Something the user gave is wrong: `error: what, and what to do` on one line, and exit code 2."""
@@ -215,7 +217,7 @@ def write_atomically(path: Path, fill: Callable[[Path], None]) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file. Raises FileNotFoundError where there is none, UserError for whatever is wrong in it."""
+    """The content of a JSON file. Raises FileNotFoundError where there is none, UserError for what is wrong in it."""
     try:
         return json.loads(path.read_bytes().decode("utf-8-sig"))
     except FileNotFoundError:
@@ -226,7 +228,7 @@ def read_json(path: Path) -> Any:
 
 
 @contextlib.contextmanager
-def only_one(lock: Path, what: str, seconds: float = 10) -> Iterator[None]:
+def only_one(lock: Path, what: str, seconds: float | None = None) -> Iterator[None]:
     """Hold a lock file while the block runs, so that two processes do not write to one place.
 
     The lock of a process that was killed is free again; one that is just ending is waited for. Raises UserError when
@@ -235,7 +237,7 @@ def only_one(lock: Path, what: str, seconds: float = 10) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
     try:
-        with FileLock(lock, timeout=seconds):
+        with FileLock(lock, timeout=LOCK_SECONDS if seconds is None else seconds):
             yield
     except Timeout:
         raise UserError(f"another process writes to the {what}; wait until it ends, or use another one") from None

@@ -1,35 +1,37 @@
-"""Where a script runs and what it reports: command line, errors, device, precision, ranks, log. One place for each.
+"""The machine: device, precision, ranks and torch.compile. One place for each decision.
 
-- `script(main)` runs a main function with the exit codes and one-line errors that every script here has
-- `parse_args(Config, ...)` turns a dataclass of constants into a command line
 - `Runtime.setup(...)` decides device, dtype, torch.compile and distributed, and says why
-- `write_atomically(path, fill)` makes a directory that appears whole or not at all; `sha256`, `flush`
+- `rt.wrap(model)` is the model as a loop calls it: compiled and distributed where that is on
+- `prefetch(batches, device)` brings the next batches to the device while it computes
 - `peak_flops(name)` knows the dense 16-bit peak of common GPUs, for MFU
-- `StopSignals` and `SpikeDetector` notice what a training loop has to react to
-- `RunLog` is what a run tells: log.jsonl, samples.txt, learning_curve.png, tensorboard or wandb
 
-This file knows nothing of models, data or checkpoints.
+This file knows nothing of GPT-2, shards, checkpoints or run directories.
 """
 
-import atexit
 import contextlib
-import json
-import math
+import ctypes
+import inspect
 import os
+import queue
 import re
 import shutil
-import signal
-import statistics
 import sys
-import time
-from collections import Counter, deque
+import threading
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
-from cli import Stopped, UserError, fail, flush, parse_args, script, sha256, write_atomically  # noqa: F401
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
 
-# The dense peak of the tensor cores in FLOP/s for 16-bit inputs with fp32 accumulation, from NVIDIA's data sheets.
+from cli import UserError
+
+LOST_RANK = timedelta(minutes=10)  # after this long without an answer a rank is lost; no compilation takes as long
+
+# The dense peak of the tensor cores in FLOP/s for 16-bit inputs with fp32 accumulation, from the vendors' data sheets.
 # The first name that is part of the device's name counts, so that longer names come first.
 PEAK_FLOPS = (
     ("GB200", 2500e12), ("B200", 2250e12), ("GH200", 989e12), ("H200", 989e12), ("H100 NVL", 835e12),
@@ -53,8 +55,8 @@ def peak_flops(device_name: str) -> float | None:
 class Runtime:
     """The machine as one process of a run sees it."""
 
-    device: "torch.device"  # noqa: F821 - torch is imported late, so that --help and usage errors are quick
-    dtype: "torch.dtype"  # noqa: F821 - of matrix products; weights are kept in fp32
+    device: torch.device
+    dtype: torch.dtype  # of matrix products; weights are kept in fp32
     compile: bool
     rank: int
     world_size: int
@@ -66,21 +68,11 @@ class Runtime:
 
         Raises UserError for a device, a dtype or a compiler that is not there.
         """
-        import torch
-
-        rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-        if device.startswith("cuda") and not torch.cuda.is_available():
-            raise UserError(f"--device {device}: this PyTorch ({torch.__version__}) sees no CUDA GPU; use --device cpu")
-        if device == "mps" and not torch.backends.mps.is_available():
-            raise UserError("--device mps: this PyTorch sees no Apple GPU; use --device cpu")
-        if device == "cuda":
-            device = f"cuda:{int(os.environ.get('LOCAL_RANK', 0))}"
-        device = torch.device(device)
+        rank, world_size, local_rank = ranks_of_environment()
+        device = _choose_device(device, local_rank)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        if world_size > 1 and not torch.distributed.is_initialized():
+        if world_size > 1 and not dist.is_initialized():
             _join_ranks(device, rank, world_size)
         torch.set_float32_matmul_precision("high")  # TF32 for what is left in fp32
         if device.type == "cpu":
@@ -96,23 +88,72 @@ class Runtime:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def autocast(self):
-        """The context of every forward pass."""
-        import torch
+    # ---- the forward pass
 
+    def autocast(self):
+        """The context of every forward pass: matrix products in `dtype`, softmax and norms in fp32."""
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
+
+    def wrap(self, module: torch.nn.Module, dynamic: bool = False) -> torch.nn.Module:
+        """The module as a loop calls it: compiled and distributed where that is on. Shapes change only if `dynamic`."""
+        forward = torch.compile(module, dynamic=dynamic) if self.compile else module
+        if self.world_size > 1:
+            ids = [self.device.index] if self.device.type == "cuda" else None
+            # gradients go to their buckets in one copy, where this PyTorch can do that; views into the buckets would
+            # save memory only for those who keep gradients from step to step
+            known = inspect.signature(DistributedDataParallel).parameters
+            options = {name: True for name in ["batched_grad_copy"] if name in known}
+            forward = DistributedDataParallel(forward, device_ids=ids, **options)
+        return forward
+
+    def exchange_gradients(self, forward: torch.nn.Module, now: bool) -> None:
+        """Whether the next backward pass averages the gradients over the ranks; call it before the forward pass.
+
+        With gradient accumulation only the last micro-batch has to: the others add up on each rank by itself.
+        """
+        if self.world_size > 1:
+            forward.require_backward_grad_sync = now
+
+    # ---- what ranks say to each other
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` summed over all ranks, in place. Gloo knows no AVG, so means are sums, divided."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
+        return tensor
+
+    def mean(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.sum(tensor) / self.world_size
+
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            dist.barrier()
+
+    def on_main(self, work: Callable[[], object]) -> object:
+        """`work()` on the first rank, its result on all. A UserError there is raised on every rank, so none waits."""
+        found = [None, None]
+        if self.is_main:
+            try:
+                found[0] = work()
+            except UserError as e:
+                found[1] = str(e)
+        if self.world_size > 1:
+            dist.broadcast_object_list(found, src=0, device=self.device if self.device.type == "cuda" else None)
+        if found[1] is not None:
+            raise UserError(found[1])
+        return found[0]
+
+    # ---- the device's clock and memory
 
     @property
     def steps_ahead(self) -> int:
         """Training steps that may be under way before the figures of the first one are read: a GPU that waits for the
-        processor to read them is idle, a processor has nothing to wait for."""
+        host to read them is idle; on a CPU there is nothing to wait for."""
         return int(self.device.type == "cuda")
 
-    def fetch(self, tensor) -> Callable[[], list[float]]:
-        """Start to copy a small tensor off the device; the function that this returns waits for it, and for all work
+    def read_later(self, tensor: torch.Tensor) -> Callable[[], list[float]]:
+        """Start to copy a small tensor to the host; the function that this returns waits for it, and for all work
         before it, but not for what the device was given since."""
-        import torch
-
         if self.device.type != "cuda":
             return tensor.tolist
         host = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
@@ -127,29 +168,11 @@ class Runtime:
 
     def synchronize(self) -> None:
         """Wait for the device, so that a clock read afterwards is true."""
-        import torch
-
         if self.device.type in ("cuda", "mps"):
             getattr(torch, self.device.type).synchronize()
 
-    def sum(self, tensor):
-        """`tensor` summed over all ranks, in place. Gloo knows no AVG, so means are sums, divided."""
-        import torch.distributed as dist
-
-        if self.world_size > 1:
-            dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
-        return tensor
-
-    def barrier(self) -> None:
-        import torch.distributed as dist
-
-        if self.world_size > 1:
-            dist.barrier()
-
     def peak_memory(self) -> int:
         """Peak bytes: of the GPU's allocator, else resident memory of the process."""
-        import torch
-
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         try:
@@ -161,10 +184,6 @@ class Runtime:
 
     def reset_peak_memory(self) -> None:
         """Count the peak from here on, where the system can forget the old one: CUDA and Linux."""
-        import ctypes
-
-        import torch
-
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         with contextlib.suppress(OSError, AttributeError):
@@ -172,27 +191,65 @@ class Runtime:
             Path("/proc/self/clear_refs").write_text("5")  # proc_pid_clear_refs(5)
 
     def peak_flops(self) -> float | None:
-        import torch
-
-        return peak_flops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
+        """Of all ranks together."""
+        if self.device.type != "cuda" or (peak := peak_flops(torch.cuda.get_device_name(self.device))) is None:
+            return None
+        return peak * self.world_size
 
     def print(self, *args, **kwargs) -> None:
-        """print, on the first rank only and without tearing a progress bar."""
-        from tqdm import tqdm
-
-        if self.is_main:
+        """print, on the first rank only and without tearing a progress bar. A run outlives the reader of its output,
+        such as `| head`: what nobody reads any more is dropped."""
+        if not self.is_main:
+            return
+        try:
             tqdm.write(" ".join(map(str, args)), **kwargs)
+            sys.stdout.flush()
+        except (BrokenPipeError, ValueError):  # ValueError: the file was closed
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _join_ranks(device, rank: int, world_size: int) -> None:
-    """Make the process group: NCCL between GPUs, Gloo between processors.
+# ------------------------------------------------------------------------------------------------- setup, in its order
+
+
+def ranks_of_environment() -> tuple[int, int, int]:
+    """(rank, world size, rank on this node) as torchrun says, else (0, 1, 0). Raises UserError."""
+    defaults = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    words = [os.environ.get(name, default) for name, default in defaults.items()]
+    try:
+        rank, world_size, local_rank = map(int, words)
+    except ValueError:
+        rank, world_size, local_rank = -1, 0, 0
+    if not (0 <= rank < world_size and 0 <= local_rank):
+        raise UserError(
+            f"RANK={words[0]} WORLD_SIZE={words[1]} LOCAL_RANK={words[2]} in the environment are no ranks; start with "
+            "torchrun, which sets them, or unset them"
+        )
+    return rank, world_size, local_rank
+
+
+def _choose_device(device: str, local_rank: int) -> torch.device:
+    if device == "cpu":
+        return torch.device("cpu")  # without asking for GPUs, which would open a context on one
+    has_mps = torch.backends.mps.is_available()
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "mps" if has_mps else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"--device cuda: this PyTorch ({torch.__version__}) sees no CUDA GPU; use --device cpu")
+    if device == "mps" and not has_mps:
+        raise UserError("--device mps: this PyTorch sees no Apple GPU; use --device cpu")
+    if device == "cuda" and local_rank >= torch.cuda.device_count():
+        raise UserError(f"there are {torch.cuda.device_count()} GPUs here; start torchrun with as many processes")
+    return torch.device(f"cuda:{local_rank}" if device == "cuda" else device)
+
+
+def _join_ranks(device: torch.device, rank: int, world_size: int) -> None:
+    """Make the process group: NCCL between GPUs, Gloo between CPUs.
 
     torchrun keeps one store for all its restarts, where ranks could find the addresses of those that were killed. On
     one node each restart therefore gets its own part of it; several nodes do not count restarts alike, and need
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun.
     """
-    import torch.distributed as dist
-
     store, _, _ = next(dist.rendezvous("env://", rank, world_size))
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
         store = dist.PrefixStore("restart " + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
@@ -202,6 +259,7 @@ def _join_ranks(device, rank: int, world_size: int) -> None:
         store=store,
         rank=rank,
         world_size=world_size,
+        timeout=LOST_RANK,
         device_id=device if on_gpu else None,
     )
 
@@ -209,8 +267,6 @@ def _join_ranks(device, rank: int, world_size: int) -> None:
 def _keep_freed_memory() -> None:
     """Let glibc reuse large blocks. By default each activation is mapped from the system anew, and up to a fifth of a
     training step goes into page faults. Without glibc this does nothing."""
-    import ctypes
-
     M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # mallopt(3)
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
@@ -218,10 +274,10 @@ def _keep_freed_memory() -> None:
             mallopt(option, n_bytes)
 
 
-def _choose_dtype(dtype: str, device) -> tuple["torch.dtype", str]:  # noqa: F821
-    import torch
-
+def _choose_dtype(dtype: str, device: torch.device) -> tuple[torch.dtype, str]:
     if dtype != "auto":
+        if dtype == "float32":
+            torch.set_float32_matmul_precision("highest")  # who asks for fp32 does not mean TF32
         return getattr(torch, dtype), dtype
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
@@ -235,313 +291,99 @@ def _choose_dtype(dtype: str, device) -> tuple["torch.dtype", str]:  # noqa: F82
 
 def _cpu_has_bf16() -> bool:
     """AVX512-BF16 or AMX. The emulation that other processors would use is slower than fp32."""
-    import torch
-
     return any(getattr(torch.cpu, f, bool)() for f in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
 
 
-def _choose_compile(compile: str, device) -> tuple[bool, str]:
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compile == "on" and device.type == "cpu" and not compiler:
-        raise UserError("--compile on needs a C++ compiler (g++ or clang++) on the PATH; install one, or --compile off")
-    if compile == "auto":
+def _choose_compile(compile: str, device: torch.device) -> tuple[bool, str]:
+    """On a GPU unless something that torch.compile needs is missing; on a CPU only when asked for."""
+    if compile == "off":
+        return False, "compile off"
+    if compile == "auto" and device.type != "cuda":
         # on a CPU it costs half a minute and gains little over bf16; on MPS it has given NaN (pytorch 171764)
-        return device.type == "cuda" and compiler is not None, "compile " + ("on" if device.type == "cuda" else "off")
-    return compile == "on", f"compile {compile}"
+        return False, "compile off"
+    missing = _missing_for_compile(device)
+    if missing and compile == "on":
+        raise UserError(f"--compile on: {missing}; or use --compile off")
+    return not missing, f"compile off, because {missing}" if missing else "compile on"
 
 
-def choose_attention(attention: str, rt: Runtime, sequence_length: int) -> str:
-    """ "flash" or "naive" where `attention` is "auto": what is faster to train with, as measured.
+def _missing_for_compile(device: torch.device) -> str:
+    """What torch.compile lacks on this machine and what to do, "" if nothing.
 
-    On processors PyTorch's fused kernel is slow in 16 bits, for lack of a fast backward pass: three times the time of
-    the formula at 64 tokens, 1.6 times at 1024, where the formula begins to cost memory.
+    Inductor turns graphs into C++ on a CPU; on a GPU into Triton kernels, whose launchers are C, linked with libcuda.
     """
-    if attention != "auto":
-        return attention
-    return "naive" if rt.device.type == "cpu" and rt.dtype.itemsize == 2 and sequence_length <= 1024 else "flash"
-
-
-def choose_attention_kernel(rt: Runtime, shape: tuple[int, int, int, int]) -> str:
-    """Leave scaled_dot_product_attention its fastest fused kernel for `shape` (B, H, T, D), forward and backward, by
-    measurement: it differs between GPUs and versions. Returns the kernel's name, "" where there is no choice."""
-    import torch
-    from torch.nn.attention import sdpa_kernel
-    from torch.nn.functional import scaled_dot_product_attention
-
-    B, H, T, D = shape
-    q, k, v = (torch.randn(B, T, H, D, device=rt.device, dtype=rt.dtype).transpose(1, 2) for _ in range(3))
-    q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
-    seconds, kernels = {}, attention_kernels(rt.device.type)
-    for name, (backend, _) in kernels.items():
-        with contextlib.suppress(RuntimeError), sdpa_kernel(backend):  # not every GPU has every kernel
-            for run in range(6):
-                if run == 1:  # the first one warms up
-                    rt.synchronize()
-                    began = time.perf_counter()
-                scaled_dot_product_attention(q, k, v, is_causal=True).backward(v)
-            rt.synchronize()
-            seconds[name] = time.perf_counter() - began
-    if not seconds:
+    if device.type == "cpu":
+        found = os.environ.get("CXX") or any(map(shutil.which, ("c++", "g++", "clang++")))
+        return "" if found else "it needs a C++ compiler (g++ or clang++) on the PATH; install one"
+    if device.type != "cuda":
+        return f"it has given wrong numbers on {device.type}"
+    if torch.cuda.get_device_capability(device) < (7, 0):
+        return "Triton needs compute capability 7.0 or more"
+    if not (os.environ.get("CC") or any(map(shutil.which, ("cc", "gcc", "clang")))):
+        return "Triton needs a C compiler (gcc or clang) on the PATH; install one"
+    try:  # the rest shows only in a trial: the triton package, and libcuda.so where the linker finds it
+        torch.compile(lambda x: x + 1)(torch.zeros(8, device=device))
         return ""
-    fastest = min(seconds, key=seconds.get)
-    for name, (_, enable) in kernels.items():
-        enable(name == fastest)
-    return fastest
+    except Exception as e:
+        if "lcuda" in str(e):
+            return "the linker cannot find libcuda.so; add its folder to LIBRARY_PATH (`ldconfig -p | grep libcuda`)"
+        return f"a trial failed ({type(e).__name__}: {str(e).strip().splitlines()[-1] if str(e).strip() else ''})"
 
 
-def attention_kernels(device_type: str) -> dict[str, tuple]:
-    """{name: (backend, function that turns it on or off)} of the fused kernels to choose from."""
-    import torch
-    from torch.nn.attention import SDPBackend
-
-    if device_type != "cuda":
-        return {}
-    return {
-        "flash": (SDPBackend.FLASH_ATTENTION, torch.backends.cuda.enable_flash_sdp),
-        "cudnn": (SDPBackend.CUDNN_ATTENTION, torch.backends.cuda.enable_cudnn_sdp),
-    }
+# ------------------------------------------------------------------------------------------------ batches to the device
 
 
-class StopSignals:
-    """Turns SIGINT and SIGTERM into a flag that is read once per step; a second SIGINT ends the process at once."""
+def prefetch(batches: Iterator, device: torch.device, depth: int = 2) -> Iterator:
+    """Run an iterator of batches `depth` items ahead in a thread, and move them to the device.
 
-    def __enter__(self):
-        self.signum = 0
-        self._before = {s: signal.signal(s, self._remember) for s in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def _remember(self, signum, frame) -> None:
-        self.signum = signum
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def __exit__(self, *exc) -> None:
-        for signum, handler in self._before.items():
-            signal.signal(signum, handler)
-
-
-class SpikeDetector:
-    """Notices a loss that has jumped: PATIENCE steps in a row that lie `threshold` above the median of the good ones.
-
-    One such step alone is an odd batch, and passes by itself. Nothing is a spike while the median rests on fewer than
-    MIN_LOSSES losses, or with a threshold of 0.
+    A batch is a list of micro-batches, each a tuple of arrays or tensors; the result has tensors in their places. On
+    CUDA the thread copies through pinned memory, on a stream of its own, while the device computes. An error of the
+    thread is raised where its item was due. Close the iterator if you leave it early.
     """
+    items: queue.Queue = queue.Queue(maxsize=depth)
+    stop = threading.Event()
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    WINDOW, MIN_LOSSES, PATIENCE, MAX_RETURNS = 100, 20, 3, 3
+    def put(item) -> None:
+        while not stop.is_set():
+            try:
+                return items.put(item, timeout=0.1)
+            except queue.Full:
+                continue
 
-    def __init__(self, threshold: float):
-        self.threshold = threshold
-        self.losses: deque[float] = deque(maxlen=self.WINDOW)
-        self.high = 0  # steps in a row
-        self.returns: Counter[Path] = Counter()
-
-    def median(self) -> float:
-        return statistics.median(self.losses)
-
-    def add(self, loss: float) -> bool:
-        """Take note of a step's loss; True for a spike."""
-        if 0 < self.threshold and self.MIN_LOSSES <= len(self.losses) and loss > self.median() + self.threshold:
-            self.high += 1
-        else:
-            self.high = 0
-            self.losses.append(loss)
-        return self.high >= self.PATIENCE
-
-    def suspect(self, step: int) -> int:
-        """The first step that may have spoilt the weights, if the spike was noticed at `step`: the one before it."""
-        return step - self.PATIENCE
-
-    def accept(self) -> None:
-        """Let the high losses be the normal ones from here on."""
-        self.losses.clear()
-        self.high = 0
-
-    def count(self, checkpoint: Path) -> None:
-        """Raises UserError for one return too many to the same checkpoint: other data then does not help."""
-        self.returns[checkpoint] += 1
-        if self.returns[checkpoint] > self.MAX_RETURNS:
-            raise UserError(
-                f"the loss jumps again after {self.MAX_RETURNS} returns to {checkpoint}, each with other data; lower "
-                "--max_lr and --resume, or accept the jump with --spike_threshold 0"
-            )
-
-    def state_dict(self) -> dict:
-        return dict(losses=list(self.losses), high=self.high)
-
-    def load_state_dict(self, state: dict) -> None:
-        self.losses = deque(state["losses"], maxlen=self.WINDOW)
-        self.high = state["high"]
-
-
-class RunLog:
-    """log.jsonl, samples.txt and learning_curve.png of a run, and the lines in the terminal; the first rank only."""
-
-    def __init__(self, out_dir: Path, rt: Runtime, config):
-        self.out_dir, self.rt = out_dir, rt
-        self.path = out_dir / "log.jsonl"
-        self.records: list[dict] = []
-        self.skipped_steps = 0
-        self.peak_flops = rt.peak_flops() and rt.peak_flops() * rt.world_size
-        self.tracker = open_tracker(config, rt)
-
-    def open(self, step: int) -> None:
-        """Keep what was logged up to `step`; what a killed run logged after its last checkpoint comes again."""
-        if not self.rt.is_main:
-            return
-        if self.path.exists():
-            self.records = [record for record in read_log(self.path) if record["step"] <= step]
-        self.skipped_steps = sum("skipped" in record for record in self.records)
-        text = "".join(json.dumps(record) + "\n" for record in self.records)
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text(text)
-        temporary.replace(self.path)
-        samples = [sample_entry(record) for record in self.records if record["kind"] == "sample"]
-        (self.out_dir / "samples.txt").write_text("".join(samples))
-
-    def _append(self, record: dict) -> None:
-        self.records.append(record)
-        if not self.rt.is_main:
-            return
-        with open(self.path, "a") as f:
-            f.write(json.dumps(record) + "\n")
-        if self.tracker:
-            self.tracker(record)
-
-    def step(self, step, loss, lr, grad_norm, dt, tokens_per_sec, mfu, skipped) -> None:
-        """Log a training step; `skipped` if it changed no weight. Numbers that are not finite become null, as JSON has
-        none of them."""
-        self.skipped_steps += skipped
-        loss, grad_norm = (x if math.isfinite(x) else None for x in (loss, grad_norm))
-        record = dict(step=step, kind="train", loss=loss, lr=lr, grad_norm=grad_norm, dt_ms=round(dt * 1e3, 2),
-                      tokens_per_sec=round(tokens_per_sec, 1), mfu=mfu and round(mfu, 4),
-                      memory_gib=round(self.rt.peak_memory() / 2**30, 3), skipped_steps=self.skipped_steps)  # fmt: skip
-        self._append(record | ({"skipped": True} if skipped else {}))
-
-    def record(self, step: int, record: dict) -> None:
-        """Log an evaluation, show it, and draw the curve anew."""
-        self._append({"step": step, **record})
-        if not self.rt.is_main:
-            return
-        if record["kind"] == "sample":
-            with open(self.out_dir / "samples.txt", "a") as f:
-                f.write(sample_entry(self.records[-1]))
-            self.rt.print(f"step {step}: sample: " + record["text"].strip()[:300].replace("\n", "\n    "))
-        else:
-            numbers = ", ".join(
-                f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in record.items() if k != "kind"
-            )
-            self.rt.print(f"step {step}: {record['kind']} {numbers}")
-            draw_curve(self.records, self.out_dir / "learning_curve.png")
-
-    def close(self) -> None:
-        if self.rt.is_main:
-            draw_curve(self.records, self.out_dir / "learning_curve.png")
-
-    def median_tokens_per_sec(self) -> float:
-        return statistics.median(r["tokens_per_sec"] for r in self.records if r["kind"] == "train")
-
-
-def sample_entry(record: dict) -> str:
-    return f"--- step {record['step']}\n{record['text']}\n\n"
-
-
-def read_log(path: Path) -> Iterator[dict]:
-    """The records of a log.jsonl; a last line that was cut off by a kill is left out."""
-    for line in path.read_text().splitlines():
+    def work() -> None:
         try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            return
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # a new thread starts on GPU 0, and would open a context there
+            for batch in batches:
+                put(_move(batch, device, stream))
+                if stop.is_set():
+                    return
+            put(StopIteration())
+        except BaseException as e:
+            put(e)
 
-
-def smoothed(values: list[float], reach: int) -> list[float]:
-    """Running median over `reach` neighbours on either side: unlike an average, it does not lag or follow a spike."""
-    return [statistics.median(values[max(i - reach, 0) : i + reach + 1]) for i in range(len(values))]
-
-
-def draw_curve(records: list[dict], path: Path) -> None:
-    """Training loss, raw and smoothed, validation loss and learning rate; HellaSwag below when there is some."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    kinds = {kind: [r for r in records if r["kind"] == kind] for kind in ("train", "val", "hellaswag")}
-    kinds["train"] = [r for r in kinds["train"] if "skipped" not in r]
-    if not kinds["train"]:
-        return
-    figure, axes = plt.subplots(
-        1 + bool(kinds["hellaswag"]), 1, figsize=(9, 5 + 3 * bool(kinds["hellaswag"])), squeeze=False
-    )
-    top = axes[0, 0]
-    steps = [r["step"] for r in kinds["train"]]
-    losses = [r["loss"] for r in kinds["train"]]
-    smooth = smoothed(losses, min(max(len(losses) // 50, 1), 50))
-    top.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label="train")
-    top.plot(steps, smooth, color="tab:blue", label="train, smoothed")
-    if kinds["val"]:
-        val_steps, val_losses = zip(*((r["step"], r["loss"]) for r in kinds["val"]), strict=True)
-        top.plot(
-            val_steps,
-            val_losses,
-            "o-",
-            color="tab:red",
-            markersize=4,
-            label=f"validation, {val_losses[-1]:.3f} at last",
-        )
-    top.set(xlabel="step", ylabel="loss (nats per token)")
-    top.set_ylim(top=min(top.get_ylim()[1], max(losses[0], 1) * 1.05))
-    top.grid(alpha=0.3)
-    right = top.twinx()
-    right.plot(
-        steps, [r["lr"] for r in kinds["train"]], color="tab:gray", linestyle="--", linewidth=0.8, label="learning rate"
-    )
-    right.set_ylabel("learning rate")
-    right.set_ylim(bottom=0)
-    lines = top.get_lines() + right.get_lines()
-    top.legend(lines, [line.get_label() for line in lines], loc="upper right")
-    if kinds["hellaswag"]:
-        bottom = axes[1, 0]
-        for key in ("acc_norm", "acc"):
-            bottom.plot(
-                [r["step"] for r in kinds["hellaswag"]],
-                [r[key] for r in kinds["hellaswag"]],
-                "o-",
-                markersize=4,
-                label=key,
-            )
-        bottom.axhline(0.2955, color="tab:red", linestyle="--", linewidth=0.8, label="GPT-2 124M")
-        bottom.axhline(0.337, color="tab:green", linestyle="--", linewidth=0.8, label="GPT-3 124M")
-        bottom.set(xlabel="step", ylabel="HellaSwag accuracy")
-        bottom.grid(alpha=0.3)
-        bottom.legend()
-    figure.tight_layout()
-    figure.savefig(path.with_suffix(".tmp.png"), dpi=120)
-    path.with_suffix(".tmp.png").replace(path)
-    plt.close(figure)
-
-
-def open_tracker(config, rt: Runtime) -> Callable[[dict], None] | None:
-    """A function that passes a log record on to tensorboard or wandb, which are imported only when asked for."""
-    if config.report_to == "none" or not rt.is_main:
-        return None
+    thread = threading.Thread(target=work, name="prefetch", daemon=True)
+    thread.start()
     try:
-        if config.report_to == "tensorboard":
-            from torch.utils.tensorboard import SummaryWriter
+        while not isinstance(item := items.get(), BaseException):
+            batch, copied = item
+            if copied is not None:
+                torch.cuda.current_stream(device).wait_event(copied)
+                for tensor in (tensor for micro in batch for tensor in micro):
+                    tensor.record_stream(torch.cuda.current_stream(device))  # in use until this stream is done with it
+            yield batch
+        if not isinstance(item, StopIteration):
+            raise item
+    finally:
+        stop.set()
+        thread.join()  # a thread that is inside torch when Python ends aborts the process
 
-            writer = SummaryWriter(config.out_dir)
-            atexit.register(writer.close)
-            put = lambda name, value, step: writer.add_scalar(name, value, step)  # noqa: E731
-        else:
-            import wandb
 
-            wandb.init(project="gpt2", dir=config.out_dir, name=Path(config.out_dir).name, config=asdict(config))
-            put = lambda name, value, step: wandb.log({name: value}, step=step)  # noqa: E731
-    except ImportError as e:
-        raise UserError(f"--report_to {config.report_to}: {e}; pip install {config.report_to}") from e
-
-    def report(record: dict) -> None:
-        for key, value in record.items():
-            if isinstance(value, int | float) and key != "step":
-                put(f"{record['kind']}/{key}", value, record["step"])
-
-    return report
+def _move(batch: list[tuple], device: torch.device, stream) -> tuple[list[tuple], "torch.cuda.Event | None"]:
+    micros = [tuple(torch.as_tensor(part) for part in micro) for micro in batch]
+    if stream is None:
+        return [tuple(part.to(device) for part in micro) for micro in micros], None
+    with torch.cuda.stream(stream):
+        moved = [tuple(part.pin_memory().to(device, non_blocking=True) for part in micro) for micro in micros]
+        return moved, stream.record_event()

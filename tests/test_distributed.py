@@ -17,13 +17,17 @@ import pytest
 import torch
 
 import train_gpt2
+import trials
 from checkpoint import checkpoint_steps, damage, load_train_state
-from data import Batches, TokenStream
+from cli import UserError
+from data import Batches, TokenStream, to_inputs
 from model import GPT, GPTConfig
-from runtime import Runtime, UserError
+from run import Run
+from runtime import Runtime
 from tests.helpers import ROOT, SMALL, arguments, environment, log_of, text_file
 from tests.ranks import FAULTS, copy_of_run
-from train_gpt2 import Config, batch_plan, find_micro_batch_size
+from train_gpt2 import Config, batch_plan
+from trials import find_micro_batch_size
 
 # 24 sequences a step: 6, 3 and 2 micro-steps on 1, 2 and 3 ranks
 STEP = SMALL | dict(
@@ -157,7 +161,7 @@ def test_three_ranks_train_as_one_process_does(three_ranks, name):
 def test_a_sharded_optimizer_is_whole_in_a_checkpoint(two_ranks, name):
     runs = [two_ranks / run / "step_000020" for run in (f"1-{name}", f"2-{name}-sharded")]
     assert {p.name for p in runs[0].iterdir()} == {p.name for p in runs[1].iterdir()}
-    for ours, theirs in zip(*(load_train_state(path)["optimizers"] for path in runs), strict=True):
+    for ours, theirs in zip(*(load_train_state(path)["optimizer"]["optimizers"] for path in runs), strict=True):
         assert ours["param_groups"] == theirs["param_groups"] and ours["state"].keys() == theirs["state"].keys()
         for i, state in ours["state"].items():
             for key, value in state.items():
@@ -215,7 +219,7 @@ def test_every_window_of_a_batch_is_scored_once_by_some_rank(tmp_path, world_siz
     found, shapes = [], []
     for rank in range(world_size):
         batches = Batches(stream, 10, 0, True, rank, world_size)
-        micro = list(batches.local(30, rows, 4))
+        micro = [to_inputs(windows) for (windows,) in batches.micro_batches(30, rows, 4)]
         shapes.append([tuple(idx.shape) for idx, _ in micro])
         for idx, targets in micro:
             found += idx[:, 0][targets[:, 0] >= 0].tolist()
@@ -244,15 +248,18 @@ def test_without_a_ramp_every_batch_is_full():
 # ---- what ranks have to agree on
 
 
+DIVISORS_OF_48 = [1, 2, 3, 4, 6, 8, 12, 16, 24, 48]
+
+
 def test_the_largest_batch_that_fits_every_rank_is_taken(monkeypatch):
     tried = []
-    monkeypatch.setattr(train_gpt2, "has_memory_for", lambda size, *_: tried.append(size) or size <= 20)
+    monkeypatch.setattr(trials, "has_memory_for", lambda size, *_: tried.append(size) or size <= 20)
     others = iter([True, True, False, False, True])  # of the other rank, which has less memory left
     rt = SimpleNamespace(world_size=2, device=SimpleNamespace(type="cuda"), print=print)
     rt.peak_memory, rt.reset_peak_memory = lambda: 2**30, lambda: None
     rt.sum = lambda fits: fits + next(others)
-    monkeypatch.setattr(train_gpt2.torch, "tensor", lambda x, device: x)
-    size = find_micro_batch_size(None, Config(total_batch_size=96 * 1024), rt)  # 48 sequences a rank
+    monkeypatch.setattr(trials.torch, "tensor", lambda x, device: x)
+    size = find_micro_batch_size(None, DIVISORS_OF_48, (1024, 50304), rt)
     assert tried == [48, 24, 16, 12, 8] and size == 8
 
 
@@ -265,36 +272,44 @@ def test_a_compiled_model_is_tried_with_one_size_more_than_fits_uncompiled(monke
         tried.append((size, model is forward))
         return size <= (compiled_limit if model is forward else 24)
 
-    monkeypatch.setattr(train_gpt2, "has_memory_for", has_memory_for)
+    monkeypatch.setattr(trials, "has_memory_for", has_memory_for)
     rt = SimpleNamespace(world_size=1, device=SimpleNamespace(type="cuda"), print=print, sum=lambda fits: fits)
     rt.peak_memory, rt.reset_peak_memory = lambda: 2**30, lambda: None
-    monkeypatch.setattr(train_gpt2.torch, "tensor", lambda x, device: x)
-    assert find_micro_batch_size(forward, Config(total_batch_size=48 * 1024), rt) == size
+    monkeypatch.setattr(trials.torch, "tensor", lambda x, device: x)
+    assert find_micro_batch_size(forward, DIVISORS_OF_48, (1024, 50304), rt) == size
     assert tried == [(48, False), (24, False), (48, True)]
 
 
-def test_running_out_of_memory_is_noticed_and_leaves_nothing_behind():
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+    ],
+)
+def test_running_out_of_memory_is_noticed_and_leaves_nothing_behind(error):
     model = GPT(GPTConfig(sequence_length=32, vocab_size=64, n_layer=1, n_head=2, n_embd=16))
     rt = Runtime.setup("cpu", "float32")
-    config = Config(sequence_length=32, vocab_size=64)
     before = torch.get_rng_state()
 
-    def forward(idx, targets):
+    def forward(idx, targets, n_targets):
         if len(idx) > 5:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return model(idx, targets)
+            raise error
+        return model(idx, targets, n_targets=n_targets)
 
     forward.parameters, forward.zero_grad = model.parameters, model.zero_grad
-    assert [train_gpt2.has_memory_for(size, forward, config, rt) for size in (6, 5)] == [False, True]
+    assert [trials.has_memory_for(size, (32, 64), forward, rt) for size in (6, 5)] == [False, True]
     assert all(p.grad is None for p in model.parameters()) and (torch.get_rng_state() == before).all()
 
 
 def test_nodes_that_do_not_share_the_run_directory_are_told_so(tmp_path):
-    rt = SimpleNamespace(is_main=False, world_size=2, device="cpu")
-    sums = iter([500, 1])  # the first rank has found step 500, and sees it
-    rt.sum = lambda tensor: next(sums)
+    rt = SimpleNamespace(world_size=2, device="cpu")
+    answers = iter([None, str(tmp_path / "step_000500")])  # the first rank has the lock, and found this checkpoint
+    rt.on_main = lambda work: next(answers)
+    rt.sum = lambda seen: seen + 1  # it also sees it
     with pytest.raises(UserError, match="step_000500.*1 of 2 ranks"):
-        train_gpt2.agree_on_checkpoint(Config(out_dir=str(tmp_path)), rt)
+        Run.open(Config(out_dir=str(tmp_path), resume=True), rt)
 
 
 # ---- kills and restarts, on several ranks and on two nodes

@@ -1,0 +1,51 @@
+"""What a model is worth while it trains: validation loss in nats and in bits per byte, and text to look at.
+
+Both doors that train use it. This file knows nothing of training, run directories or where batches come from.
+"""
+
+import math
+from collections.abc import Iterable
+
+import torch
+
+from bpe.tokenizer import Tokenizer
+from model import GPT
+from runtime import Runtime
+
+
+def validate(forward: torch.nn.Module, batches: Iterable[tuple], token_bytes: torch.Tensor, rt: Runtime) -> dict:
+    """Mean loss in nats per token, and bits per byte of text, over the micro-batches of all ranks.
+
+    `batches` yields what `forward` takes, on the device, the targets second; a negative target is not scored.
+    `token_bytes` (vocabulary,) says how many bytes of text each id stands for, so that bits per byte compare across
+    tokenizers, as nats per token do not.
+    """
+    module = getattr(forward, "module", forward)  # without DDP, which has nothing to exchange here
+    module.eval()
+    one = torch.ones((), device=rt.device)  # divides the sum of the losses by nothing
+    # sums over millions of tokens need fp64, which MPS does not have
+    totals = torch.zeros(3, dtype=torch.float64, device="cpu" if rt.device.type == "mps" else rt.device)
+    with torch.no_grad(), rt.autocast():
+        for micro in batches:
+            targets = micro[1]
+            _, nats = module(*micro, n_targets=one)
+            scored = targets >= 0
+            n_bytes = torch.where(scored, token_bytes[targets.clamp(min=0)], 0).sum()
+            totals += torch.stack([nats, scored.sum().to(nats), n_bytes.to(nats)]).to(totals)
+    module.train()
+    nats, tokens, n_bytes = rt.sum(totals).tolist()
+    return dict(loss=nats / tokens, bpb=nats / math.log(2) / max(n_bytes, 1))
+
+
+def complete(model: GPT, tokenizer: Tokenizer, prompts: list[str], max_tokens: int, rt: Runtime, seed: int,
+             **options) -> list[str]:  # fmt: skip
+    """What `model.generate` with `options` writes after each prompt, up to `<|endoftext|>`; all prompts at once.
+
+    The random numbers are a stream of their own, so that sampling changes nothing in training.
+    """
+    generator = torch.Generator(rt.device).manual_seed(seed)
+    ids = [tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token] for prompt in prompts]
+    options |= dict(stop_token=tokenizer.eot_token, n_tokens=len(tokenizer), generator=generator)
+    with rt.autocast():
+        rows = zip(*model.generate(ids, max_tokens, **options), strict=True)
+        return [tokenizer.decode([t for t in row if t != tokenizer.eot_token]) for row in rows]
