@@ -1,18 +1,17 @@
 """Checkpoints: Hugging Face model directories that appear whole or not at all.
 
     OUT_DIR/step_000500/   config.json, model.safetensors, generation_config.json, tokenizer files,
-                           train_state.pt, metrics.json, SHA256SUMS
+                           train_state.pt, SHA256SUMS
 
 A checkpoint is written to a hidden directory, flushed to the disk, and renamed; `SHA256SUMS` (check it by hand with
-`sha256sum -c SHA256SUMS`) then tells a sound one from one that was damaged later. Copying the state and writing the
-copy happen in a background thread: training waits for the copy, where it is not ready, before it changes a weight, and
-never for the disk. Nothing is ever unpickled beyond plain tensors and containers.
+`sha256sum -c SHA256SUMS`) then tells a sound one from one that was damaged later. The weights are copied to host memory
+while training waits, a third of a second for 124M; the copy is written in a background thread while training goes on.
+Nothing is ever unpickled beyond plain tensors and containers.
 
-MODEL, as every script takes it, is a checkpoint directory, a run directory (its newest sound checkpoint), or a hub id.
+MODEL, as every door takes it, is a checkpoint directory, a run directory (its newest sound checkpoint), or a hub id.
 This file knows nothing of training: the state that it stores is a dict that somebody else fills and reads.
 """
 
-import json
 import math
 import pickle
 import re
@@ -25,32 +24,39 @@ from pathlib import Path
 
 import torch
 
+from bpe.tokenizer import Tokenizer
+from cli import UserError, explain, replace_file, sha256, write_atomically
 from model import GPT
-from runtime import UserError, sha256, write_atomically
 
 SUMS = "SHA256SUMS"
+WEIGHTS = {"model.safetensors": "config.json", "adapter_model.safetensors": "adapter_config.json"}  # and their config
+
+
+# ------------------------------------------------------------------------------------------ which checkpoints there are
 
 
 def checkpoint_steps(run_dir: Path) -> list[tuple[int, Path]]:
     """(step, directory) of every checkpoint of a run, oldest first."""
-    found = [(re.fullmatch(r"step_(\d+)", p.name), p) for p in Path(run_dir).glob("step_*")]
+    found = [(re.fullmatch(r"step_(\d{1,18})", p.name), p) for p in Path(run_dir).glob("step_*")]
     return sorted((int(match[1]), path) for match, path in found if match and path.is_dir())
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint's files, None if sizes and checksums are those that were written."""
+    """What is wrong with a checkpoint's files, None if all are there with the checksums that were written."""
     try:
         lines = (path / SUMS).read_text().splitlines()
     except (OSError, UnicodeDecodeError):
         return f"{SUMS} is missing or unreadable"
-    if not lines:
-        return f"{SUMS} is empty"
-    for line in lines:
-        digest, _, name = line.partition("  ")
+    sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    # a list of sums that was cut at the end of a line is a valid list of fewer files
+    needed = {"train_state.pt", *next((pair for pair in WEIGHTS.items() if pair[0] in sums), WEIGHTS)}
+    if missing := sorted(needed - sums.keys()):
+        return f"{SUMS} does not list {missing[0]}"
+    for name, digest in sums.items():
         try:
             if sha256(path / name) != digest:
                 return f"{name} is not what was written"
-        except OSError:
+        except (OSError, ValueError):
             return f"{name or SUMS} is missing or unreadable"
     return None
 
@@ -65,6 +71,16 @@ def newest_sound(run_dir: Path, before: float = math.inf) -> Path | None:
     return None
 
 
+def set_aside(newer_than: Path) -> None:
+    """Rename the checkpoints that a resume passed over: they are damaged, and their steps will be taken again."""
+    for _, path in reversed(checkpoint_steps(newer_than.parent)):
+        if path == newer_than:
+            return
+        target = path.with_name(f"damaged_{path.name}")
+        shutil.rmtree(target, ignore_errors=True)  # one of the same step, damaged earlier
+        path.rename(target)
+
+
 def remove_after(checkpoint: Path) -> None:
     """Remove the checkpoints of a run that are newer than this one, newest first."""
     for _, path in reversed(checkpoint_steps(checkpoint.parent)):
@@ -73,63 +89,51 @@ def remove_after(checkpoint: Path) -> None:
         shutil.rmtree(path)
 
 
-class CheckpointWriter:
-    """Writes the checkpoints of one run in the background, one at a time, and removes old ones.
+# ---------------------------------------------------------------------------------------------------------- writing
 
-    The newest `keep` stay, and the one with the lowest validation loss. An error of the thread sets `failed`, and is
-    raised by the next `save` or by `wait`.
+
+class CheckpointWriter:
+    """Writes the checkpoints of one run in a background thread, one at a time, and removes old ones.
+
+    The newest `keep` sound ones stay, and the one with the lowest validation loss. An error of the thread sets
+    `failed`, and is raised by the next `save` or `wait`.
     """
 
     def __init__(self, run_dir: Path, keep: int):
         self.run_dir, self.keep = Path(run_dir), keep
+        self.failed = False
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._copied = threading.Event()
-        self._copied.set()
-        for leftover in self.run_dir.glob(".step_*.tmp"):
+        self._sound: set[Path] = set()  # written or checked by this process, so that no file is hashed twice
+        for leftover in [*self.run_dir.glob(".step_*.tmp"), *self.run_dir.glob(".step_*.old")]:
             shutil.rmtree(leftover, ignore_errors=True)
 
-    def save(self, step: int, copy: Callable[[], Callable], train_state: dict, metrics: dict, announce=print) -> None:
-        """Start writing `step_NNNNNN`. `copy()` copies the weights and returns `export(dir)`, which writes the model
-        and tokenizer files. It runs in the thread, and `train_state` is copied there: the caller may go on reading
-        both, and calls `wait_for_copy` before it changes them. `announce` hears of the checkpoint once it is durable.
+    def save(self, step: int, export: Callable[[Path], None], state: dict, val_losses: dict, announce=print) -> None:
+        """Start writing `step_NNNNNN`: `export(dir)` writes the model's files, `state` becomes train_state.pt.
+
+        Both are copies that nobody changes any more. `val_losses` is {step: loss}, from which the best checkpoint
+        follows. `announce` hears of the new one when it is durable.
         """
         self.wait()
         path = self.run_dir / f"step_{step:06d}"
 
-        def fill(directory: Path, export: Callable[[Path], None], state: dict):
+        def fill(directory: Path) -> None:
             export(directory)
             torch.save(state, directory / "train_state.pt")
-            (directory / "metrics.json").write_text(json.dumps({"step": step, **metrics}) + "\n")
             sums = [f"{sha256(file)}  {file.name}\n" for file in sorted(directory.iterdir())]
-            (directory / SUMS).write_text("".join(sums))
+            replace_file(directory / SUMS, "".join(sums))
 
-        stream = side_stream()
-
-        def work():
+        def work() -> None:
             try:
-                with torch.cuda.stream(stream):
-                    export, state = copy(), snapshot(train_state)
-                self._copied.set()
-                write_atomically(path, lambda directory: fill(directory, export, state))
-                self._prune()
+                write_atomically(path, fill)
+                self._sound.add(path)
                 announce(f"saved {path}")
+                self._prune(path, val_losses)
             except BaseException as e:
-                self._error = e
-            finally:
-                self._copied.set()
+                self._error, self.failed = e, True
 
-        self._copied.clear()
         self._thread = threading.Thread(target=work, name="checkpoint writer")
         self._thread.start()
-
-    @property
-    def failed(self) -> bool:
-        return self._error is not None
-
-    def wait_for_copy(self) -> None:
-        """Until the checkpoint under way no longer needs the state that it was given."""
-        self._copied.wait()
 
     def wait(self) -> None:
         """Until the checkpoint under way is on the disk. Raises UserError if it could not be written."""
@@ -140,37 +144,38 @@ class CheckpointWriter:
         if error is not None:
             kept = newest_sound(self.run_dir)
             raise UserError(
-                f"a checkpoint could not be written to {self.run_dir}: {error}; "
-                + (f"{kept} is intact: make room, then go on with --resume" if kept else "make room, then start again")
+                f"a checkpoint could not be written to {self.run_dir}: {explain(error) or error!r}; "
+                + (f"{kept} is intact: mend that, then give --resume" if kept else "mend that, then start again")
             ) from error
 
-    def _prune(self) -> None:
-        steps = checkpoint_steps(self.run_dir)
-        losses = {path: _val_loss(path) for _, path in steps}
-        best = min((p for _, p in steps if losses[p] is not None), key=losses.get, default=None)
-        for _, path in steps[: -self.keep] if self.keep > 0 else []:
-            if path != best:
+    def _prune(self, newest: Path, val_losses: dict[int, float]) -> None:
+        """Remove what is neither new nor best. A damaged checkpoint does not count as one that is kept."""
+        if not self.keep:
+            return
+        steps = [(step, path) for step, path in checkpoint_steps(self.run_dir) if path != newest]
+        losses = {path: val_loss_at(step, val_losses) for step, path in steps}
+        best = min((path for path in losses if losses[path] is not None), key=losses.get, default=None)
+        kept = {newest, best}
+        n_sound = 1
+        for _, path in reversed(steps):
+            if n_sound < self.keep and (path in self._sound or damage(path) is None):
+                self._sound.add(path)
+                kept.add(path)
+                n_sound += 1
+        oldest_kept = min((step for step, path in steps if path in kept and path != best), default=math.inf)
+        for step, path in steps:
+            if path not in kept and (step < oldest_kept or path in self._sound):
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _val_loss(path: Path) -> float | None:
-    try:
-        return json.loads((path / "metrics.json").read_text()).get("val_loss")
-    except (OSError, ValueError):
-        return None
-
-
-def side_stream():
-    """A stream for copies that overlap with the computation to come and wait for that of before; None without a GPU."""
-    if not torch.cuda.is_available():
-        return None
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    return stream
+def val_loss_at(step: int, val_losses: dict[int, float]) -> float | None:
+    """The validation loss of a step, or the last one before it; None if there is none."""
+    earlier = [at for at in val_losses if at <= step]
+    return val_losses[max(earlier)] if earlier else None
 
 
 def snapshot(state):
-    """A copy in CPU memory of the tensors of nested dicts and lists, which later steps do not change."""
+    """A copy in host memory of the tensors of nested dicts and lists, which later steps do not change."""
     if isinstance(state, torch.Tensor):
         return state.detach().to("cpu", copy=True)
     if isinstance(state, dict):
@@ -180,12 +185,45 @@ def snapshot(state):
     return state
 
 
+class ModelFiles:
+    """The weights of a whole model and its tokenizer, as a run saves and restores them."""
+
+    def __init__(self, model: GPT, tokenizer: Tokenizer):
+        self.model, self.tokenizer = model, tokenizer
+
+    def copy(self) -> Callable[[Path], None]:
+        """Copy the weights as they are now, to host memory; the result writes the copy into a directory."""
+        with torch.device("meta"):  # parameters without memory, which the copies then replace
+            copy = GPT(self.model.config)
+        state = {name: tensor for name, tensor in self.model.state_dict().items() if name != "lm_head.weight"}
+        state = snapshot(state)
+        state["lm_head.weight"] = state["transformer.wte.weight"]  # tied, so copied once
+        copy.load_state_dict(state, assign=True)
+        return lambda directory: save_model(directory, copy, self.tokenizer)
+
+    def load(self, directory: Path) -> None:
+        """Put the weights of a checkpoint into the model, in place."""
+        self.model.load_state_dict(load_model(str(directory)).state_dict())
+
+
+def save_model(directory: Path, model: GPT, tokenizer: Tokenizer) -> None:
+    model.save_pretrained(directory, tokenizer.eot_token, len(tokenizer))
+    tokenizer.save(directory)
+
+
+# ---------------------------------------------------------------------------------------------------------- reading
+
+
 def load_train_state(path: Path) -> dict:
     """`train_state.pt` of a checkpoint: tensors and plain containers only, on the CPU. Raises UserError."""
     try:
-        return torch.load(Path(path) / "train_state.pt", map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as e:
-        raise UserError(f"{path}/train_state.pt cannot be read: {e}; resume from an earlier checkpoint") from e
+        state = torch.load(Path(path) / "train_state.pt", map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as e:
+        reason = str(e).splitlines()[0] if str(e) else type(e).__name__
+        raise UserError(f"{path}/train_state.pt cannot be read: {reason}; resume from an earlier checkpoint") from e
+    if not isinstance(state, dict):
+        raise UserError(f"{path}/train_state.pt holds a {type(state).__name__}; resume from an earlier checkpoint")
+    return state
 
 
 def find_model(model: str) -> str:
@@ -198,7 +236,8 @@ def find_model(model: str) -> str:
         if newest is None:
             raise UserError(f"{model} holds no checkpoint: neither model.safetensors nor a sound step_NNNNNN directory")
         return str(newest)
-    if path.is_absolute() or model.count("/") > 1 or model.startswith((".", "out/")):
+    local = path.is_absolute() or model.count("/") > 1 or model.startswith((".", "out/"))
+    if local or not re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", model):
         raise UserError(f"there is no directory {model}; give a checkpoint, a run directory, or a hub id such as gpt2")
     return model
 
@@ -217,20 +256,21 @@ def load_model(model: str, dropout: float = 0.0, attention: str = "flash") -> GP
     except ValueError as e:
         raise UserError(str(e)) from e
     except (OSError, RuntimeError) as e:  # huggingface_hub's own errors are OSErrors, those of its client RuntimeErrors
+        if path.is_dir():
+            raise
         raise UserError(
             f"{model} is no local directory, and could not be had from the hub ({type(e).__name__}); check the name, "
             f"or download it where there is a network: hf download {model}"
         ) from e
 
 
-def load_tokenizer(model: str):
+def model_tokenizer(model: str) -> Tokenizer:
     """The tokenizer of a MODEL. Raises UserError."""
-    from bpe.tokenizer import Tokenizer
-
     model = find_model(model)
     path = Path(model)
-    if not path.is_dir():
-        return Tokenizer.from_tiktoken("gpt2")
-    if not (path / "tokenizer.json").exists() and not (path / "merges.txt").exists():
+    if path.is_dir() and not (path / "tokenizer.json").exists() and not (path / "merges.txt").exists():
         raise UserError(f"{path} has no tokenizer.json; copy the tokenizer that the model was trained with there")
-    return Tokenizer.load(path)
+    try:
+        return Tokenizer.load(path) if path.is_dir() else Tokenizer.from_tiktoken("gpt2")
+    except ValueError as e:
+        raise UserError(str(e)) from None
