@@ -46,8 +46,8 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from bpe.tokenizer import Tokenizer, cpu_count, splitter, valid_unicode
+from cli import Stopped, UserError, flush, parse_args, script, sha256
 from data import documents, load_tokenizer, npy_header, read_manifest, save_manifest, shard_dtype, summary, verify
-from runtime import Stopped, UserError, flush, parse_args, script, sha256
 
 KINDS = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".txt", ".txt.gz", ".txt.zst")
 UNIT_BYTES = 2**22  # text of a unit: large against the cost of a message, small against the memory

@@ -54,7 +54,7 @@ import tyro
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from checkpoint import find_model, load_model, load_tokenizer
+from checkpoint import find_model, load_model, model_tokenizer
 from cli import Count, Range, UserError, parse_args, replace_file, script
 from model import GPT
 from runtime import Runtime
@@ -88,7 +88,7 @@ def main() -> None:
         check_output(Path(config.json))  # now, not after an hour of scoring
     rows = load_rows(config.data, config.split, rt)[: config.limit or None]
     config = replace(config, model=find_model(config.model))  # a run that goes on would have a newer one later
-    model, tokenizer = load_model(config.model).to(rt.device), load_tokenizer(config.model)
+    model, tokenizer = load_model(config.model).to(rt.device), model_tokenizer(config.model)
     rt.print(f"{config.model}: {model.num_params():,} parameters on {rt.why}; {len(rows):,} rows")
     results = {}
     for style in STYLES if config.style == "both" else [config.style]:

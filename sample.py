@@ -21,7 +21,7 @@ import torch
 from tyro.conf import Positional, arg
 
 from chat import chat_ids
-from checkpoint import load_model, load_tokenizer
+from checkpoint import load_model, model_tokenizer
 from cli import Count, NonNegative, Range, UserError, parse_args, script
 from lora import load_adapter, merge, read_adapter, remove_lora
 from model import GPT
@@ -92,7 +92,7 @@ def check(config: Config) -> None:
 def open_model(config: Config) -> tuple:
     """(model, tokenizer), the adapter merged in. Raises UserError for what does not belong together."""
     try:
-        model, tokenizer = load_model(config.model), load_tokenizer(config.model)
+        model, tokenizer = load_model(config.model), model_tokenizer(config.model)
     except UserError as error:
         try:
             adapter = read_adapter(config.model)

@@ -75,17 +75,17 @@ def run(args: list[str], fault: str | None = None, start: str | None = None) -> 
     if start and rank == 0:
         copy_of_run(start, out_dir)
     steps, models = [], []
-    real_train, real_rates = train_gpt2.train, train_gpt2.set_learning_rates
+    real_train, real_rate = train_gpt2.train, train_gpt2.learning_rate
 
-    def train(config, rt, log, model, *others):
+    def train(config, run, model, *others):
         models.append(model)
-        return real_train(config, rt, log, model, *others)
+        return real_train(config, run, model, *others)
 
-    def set_learning_rates(optimizers, step, config):
+    def learning_rate(step, config):
         steps.append(step)
-        return real_rates(optimizers, step, config)
+        return real_rate(step, config)
 
-    train_gpt2.train, train_gpt2.set_learning_rates = train, set_learning_rates
+    train_gpt2.train, train_gpt2.learning_rate = train, learning_rate
     undo = FAULTS[fault](steps) if fault and rank == world_size - 1 else lambda: None
     if dist.is_initialized():
         dist.barrier()
@@ -94,7 +94,7 @@ def run(args: list[str], fault: str | None = None, start: str | None = None) -> 
         train_gpt2.main()
     finally:
         undo()
-        train_gpt2.train, train_gpt2.set_learning_rates = real_train, real_rates
+        train_gpt2.train, train_gpt2.learning_rate = real_train, real_rate
     ranks = [None] * world_size
     dist.all_gather_object(ranks, checksum(models[0]))
     if rank == 0:
