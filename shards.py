@@ -13,7 +13,6 @@ import hashlib
 import io
 import json
 import os
-import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from tqdm import tqdm
 from bpe.tokenizer import Tokenizer
 from cli import UserError, only_one, replace_file, sha256, write_atomically
 from data import ds_metadata, open_shard, read_manifest, to_inputs
+from sources import documents
 
 TRAIN_FRACTION = 0.9  # of a text's characters; the rest is the validation split
 CACHE_SECONDS = 3600  # how long to wait for another run that tokenizes the same text
@@ -245,12 +245,7 @@ def write_text_shards(directory: Path, parts: dict[str, str], tok: Tokenizer, so
     save_manifest(directory, manifest)
 
 
-# ------------------------------------------------ until sources.py, runtime.py and the new fineweb.py have landed
-
-
-def documents(text: str) -> list[str]:
-    """The pieces of a text that two or more blank lines separate; with those lines, so that they join to the text."""
-    return [piece for piece in re.split(r"(?<=\n\n\n)(?!\n)|(?<=\n\r\n\r\n)(?!\r?\n)", text) if piece]
+# ------------------------------------------------------------ until runtime.py and the new fineweb.py have landed
 
 
 def merge_manifests(directory: str) -> None:
