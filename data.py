@@ -171,7 +171,7 @@ class TokenStream:
 
     def _check_manifest(self) -> None:
         listed = listed_shards(self.paths)
-        if lost := [path for path in listed if not path.exists()]:
+        if lost := [path for path in listed if not os.path.exists(path)]:
             raise UserError(f"shard {lost[0]} is listed in manifest.json and missing; write it again")
         described = {path.parent for path in listed}
         for path, shard in zip(self.paths, self.shards, strict=True):

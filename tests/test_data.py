@@ -503,6 +503,9 @@ def test_shards_have_to_fit_the_manifest(tmp_path):
     assert "x_train_000004.npy has 1459 tokens and manifest.json says no such shard" in refused(tmp_path)
     save_manifest(tmp_path, dict(shards=entries + [dict(file="x_train_000005.npy", tokens=5)]))
     assert "x_train_000005.npy is listed in manifest.json and missing" in refused(tmp_path)
+    for name in ("n" * 5000, "a\0b", "\ud800", ".."):
+        save_manifest(tmp_path, dict(shards=[dict(file=name, tokens=5)]))
+        assert "manifest.json" in refused(tmp_path)
 
 
 MALFORMED = {
