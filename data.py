@@ -320,13 +320,6 @@ class Batches:
                 tokens = np.pad(tokens, ((0, micro_rows - len(starts)), (0, 0)), constant_values=PADDING)
             yield tokens
 
-    @property
-    def windows(self) -> int:  # the old name of n_windows, until everybody has moved
-        return self.n_windows
-
-    def local(self, position: int, rows: int, micro_rows: int) -> Iterator[tuple]:  # the same, of micro_batches
-        return map(to_inputs, self.micro_batches(position, rows, micro_rows))
-
 
 @dataclass(frozen=True)
 class BatchPlan:

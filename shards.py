@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from bpe.tokenizer import Tokenizer
 from cli import UserError, only_one, replace_file, sha256, write_atomically
-from data import ds_metadata, open_shard, read_manifest, to_inputs
+from data import ds_metadata, open_shard, read_manifest
 from sources import documents
 
 TRAIN_FRACTION = 0.9  # of a text's characters; the rest is the validation split
@@ -264,64 +264,3 @@ def merge_manifests(directory: str) -> None:
     merged |= dict(skipped=dict(sum((Counter(part["skipped"]) for part in parts), Counter())))
     save_manifest(Path(directory), merged)
     print(f"{directory}: {summary(merged)}")
-
-
-def prefetch(batches: Iterator, device, depth: int = 2) -> Iterator:
-    """Run an iterator of lists of tensor tuples `depth` items ahead in a thread, and move them to the device.
-
-    On CUDA the thread copies them through pinned memory, on a stream of its own, so that they arrive while the device
-    computes. An error of the thread is raised where its item was due. Close the iterator if you leave it early.
-    """
-    import queue
-    import threading
-
-    import torch
-
-    items: queue.Queue = queue.Queue(maxsize=depth)
-    stop = threading.Event()
-    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def put(item) -> None:
-        while not stop.is_set():
-            try:
-                return items.put(item, timeout=0.1)
-            except queue.Full:
-                continue
-
-    def move(batch: list[tuple]) -> tuple[list[tuple], object]:
-        if stream is None:
-            return [tuple(t.to(device) for t in micro) for micro in batch], None
-        with torch.cuda.stream(stream):
-            moved = [tuple(t.pin_memory().to(device, non_blocking=True) for t in micro) for micro in batch]
-            return moved, stream.record_event()
-
-    def as_inputs(micro: tuple) -> tuple:
-        if len(micro) == 1 and isinstance(micro[0], np.ndarray):
-            return to_inputs(torch.from_numpy(micro[0]))
-        return micro
-
-    def work() -> None:
-        try:
-            for batch in batches:
-                put(move([as_inputs(micro) for micro in batch]))
-                if stop.is_set():
-                    return
-            put(StopIteration())
-        except BaseException as e:
-            put(e)
-
-    thread = threading.Thread(target=work, name="prefetch", daemon=True)
-    thread.start()
-    try:
-        while not isinstance(item := items.get(), BaseException):
-            batch, copied = item
-            if copied is not None:
-                torch.cuda.current_stream(device).wait_event(copied)
-                for t in (t for micro in batch for t in micro):
-                    t.record_stream(torch.cuda.current_stream(device))  # its memory is in use until this stream is done
-            yield batch
-        if not isinstance(item, StopIteration):
-            raise item
-    finally:
-        stop.set()
-        thread.join()  # a thread that is inside torch when Python ends aborts the process

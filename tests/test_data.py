@@ -2,8 +2,6 @@
 
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +27,7 @@ from data import (
     validation_batches,
 )
 from model import GPT, IGNORE_INDEX, GPTConfig
-from shards import prefetch, save_manifest
+from shards import save_manifest
 from tests.helpers import ROOT
 
 VOCAB, T = 1000, 16
@@ -570,7 +568,7 @@ def test_reading_shards_imports_nothing_but_numpy_and_the_command_line():
     assert result.stdout == "[]\n", result.stderr
 
 
-# ----------------------------------------------------------------------------------------------- memory, prefetching
+# ------------------------------------------------------------------------------------------------------------ memory
 
 
 def resident_file_pages() -> int:
@@ -592,56 +590,3 @@ def test_resident_memory_is_flat(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "RELEASE_AFTER", 10**9)
     list(training_batches(batches, lambda s: (s * 32, 32), 0, 512, 32))
     assert resident_file_pages() - before > 128 * 2**20, "without a release they pile up, which this test would see"
-
-
-def batches_of(n: int):
-    return ([(torch.full((2,), i), torch.full((2,), -i))] for i in range(n))
-
-
-def test_prefetch_changes_nothing():
-    received = [micro[0].tolist() for [micro] in prefetch(batches_of(50), torch.device("cpu"))]
-    assert received == [[i, i] for i in range(50)]
-
-
-def test_prefetch_raises_errors_where_they_were_due():
-    def failing():
-        yield from batches_of(3)
-        raise UserError("a broken shard")
-
-    received = []
-    with pytest.raises(UserError, match="a broken shard"):
-        for batch in prefetch(failing(), torch.device("cpu")):
-            received.append(batch)
-    assert len(received) == 3
-
-
-def test_prefetch_is_ahead_by_its_depth_and_ends_with_its_reader():
-    made = []
-
-    def counting():
-        for batch in batches_of(100):
-            made.append(batch)
-            yield batch
-
-    reader = prefetch(counting(), torch.device("cpu"), depth=3)
-    next(reader)
-    for _ in range(200):
-        if len(made) == 5:  # one read, three waiting, one in the thread's hand
-            break
-        time.sleep(0.01)
-    time.sleep(0.05)
-    assert len(made) == 5
-    reader.close()
-    for thread in [t for t in threading.enumerate() if t.name == "prefetch"]:
-        thread.join(timeout=5)
-        assert not thread.is_alive()
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_prefetch_copies_to_the_gpu_while_it_computes():
-    device = torch.device("cuda")
-    large = ([(torch.full((64, 1024), i), torch.full((64, 1024), -i))] for i in range(100))
-    busy = torch.randn(2048, 2048, device=device)
-    for i, [(idx, targets)] in enumerate(prefetch(large, device)):
-        busy = busy @ busy.T / 2048
-        assert idx.device.type == "cuda" and (idx == i).all() and (targets == -i).all()
