@@ -1,0 +1,296 @@
+"""Every constant of every door, and every file that a door reads, with values that nobody should give.
+
+Each case ends within its time: with exit code 0 and finite figures, or with code 2 and one line that names what was given.
+A fixed sample runs with the suite, all of them with `-m slow`.
+"""
+
+import contextlib
+import importlib
+import json
+import random
+import shutil
+import signal
+import sys
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.helpers import SMALL, arguments, run_inline, text_file
+
+SECONDS = 120  # for one case, on a busy machine
+VALUES = ["0", "-1", "1", str(10**12), "nan", "inf", "", "no such thing", "x" * 5000]
+TRAIN = SMALL | dict(max_steps=2, eval_interval=2, sample_interval=0, checkpoint_interval=2, warmup_steps=1)
+LORA = dict(max_steps=2, epochs=1, batch_size=4, sequence_length=32, lora_dim=2, device="cpu", dtype="float32",
+            micro_batch_size=4, sample_tokens=4, checkpoint_interval=0, val_rows=2, eval_interval=0)  # fmt: skip
+
+
+# ---- a folder with one of folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A trained checkpoint, an adapter, shards, a tokenizer, and texts in every format."""
+    folder = tmp_path_factory.mktemp("fuzz")
+    text = text_file(folder / "text.txt").read_text()
+    rows = [dict(text=piece) for piece in text.split("\n\n\n")]
+    (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pq.write_table(pa.Table.from_pylist(rows), folder / "text.parquet")
+    endings = ["is", "was here", "a", "go on"]
+    row = dict(ctx="He", ctx_a="He", ctx_b="", activity_label="To", endings=endings, label=1)
+    (folder / "hellaswag.jsonl").write_text(f"{json.dumps(row)}\n" * 3)
+    asked = [dict(instruction=f"Say {i}", input="", output=f"{i} is said") for i in range(30)]
+    (folder / "rows.json").write_text(json.dumps(asked))
+    for job in (
+        ("train_gpt2", ["tiny", *arguments(**TRAIN, data=folder / "text.txt", out_dir=folder / "run")]),
+        ("lora_finetune", arguments(**LORA, base=folder / "run", data=folder / "rows.json", out_dir=folder / "lora")),
+        ("fineweb", arguments(source=folder / "text.parquet", tokenizer=folder / "run/step_000002/tokenizer.json",
+                              out_dir=folder / "shards", shard_size=4000, workers=1)),
+    ):  # fmt: skip
+        quietly(*job)
+    shutil.copy(folder / "run/step_000002/tokenizer.json", folder / "tokenizer.json")
+    shutil.copytree(folder / "run/step_000002", folder / "unsealed")
+    (folder / "unsealed/SHA256SUMS").unlink()  # what a user has got from elsewhere has no checksums
+    return folder
+
+
+def quietly(module: str, argv: list[str]) -> None:
+    """Run a door's main function to prepare something; it has to succeed."""
+    before = sys.argv
+    sys.argv = [module, *argv]
+    try:
+        with open("/dev/null", "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
+            importlib.import_module(module).main()
+    finally:
+        sys.argv = before
+
+
+# ---- the doors, and what each of them reads
+
+
+@dataclass
+class Door:
+    module: str
+    words: Callable[[Path, Path], dict]  # (folder, empty folder to write to) -> flags of a quick, sound run
+    first: tuple[str, ...] = ()  # positional words, as paths below the folder
+    recipe: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()  # what it reads, as paths below the folder
+
+
+DOORS = {
+    "train": Door(
+        "train_gpt2", lambda f, out: TRAIN | dict(data=f / "text.txt", out_dir=out / "run"), recipe=("tiny",),
+        files=("text.txt",),
+    ),
+    "train on shards": Door(
+        "train_gpt2", lambda f, out: TRAIN | dict(data=f / "shards", out_dir=out / "run"), recipe=("tiny",),
+        files=("shards/manifest.json", "shards/tokenizer.json", "shards/shards_train_000001.npy"),
+    ),
+    "train on": Door(
+        "train_gpt2", lambda f, out: TRAIN | dict(data=f / "text.txt", out_dir=f / "run", max_steps=3, resume=True),
+        recipe=("tiny",),
+        files=("run/log.jsonl", *(f"run/step_000002/{name}" for name in (
+            "train_state.pt", "config.json", "model.safetensors", "SHA256SUMS", "tokenizer.json"))),
+    ),
+    "init": Door(
+        "train_gpt2", lambda f, out: TRAIN | dict(data=f / "text.txt", out_dir=out / "run", init_from=f / "unsealed"),
+        recipe=("tiny",), files=("unsealed/config.json", "unsealed/model.safetensors"),
+    ),
+    "hellaswag": Door(
+        "hellaswag", lambda f, out: dict(data=f / "hellaswag.jsonl", device="cpu", json=out / "scores.json"),
+        first=("unsealed",),
+        files=("hellaswag.jsonl", "unsealed/config.json", "unsealed/model.safetensors", "unsealed/tokenizer.json"),
+    ),
+    "lora": Door(
+        "lora_finetune", lambda f, out: LORA | dict(base=f / "unsealed", data=f / "rows.json", out_dir=out / "lora"),
+        files=("rows.json", "unsealed/config.json", "unsealed/model.safetensors"),
+    ),
+    "lora from an adapter": Door(
+        "lora_finetune",
+        lambda f, out: LORA | dict(base=f / "run", data=f / "rows.json", out_dir=out / "lora", adapter=f / "lora/adapter"),
+        files=("lora/adapter/adapter_config.json", "lora/adapter/adapter_model.safetensors"),
+    ),
+    "sample": Door(
+        "sample", lambda f, out: dict(max_new_tokens=3, device="cpu"), first=("unsealed",),
+        files=("unsealed/config.json", "unsealed/model.safetensors", "unsealed/tokenizer.json"),
+    ),
+    "plot": Door("plot", lambda f, out: dict(out=out / "a.png"), first=("run",), files=("run/log.jsonl",)),
+    "fineweb": Door(
+        "fineweb",
+        lambda f, out: dict(source=f / "text.parquet", tokenizer=f / "tokenizer.json", out_dir=out / "s", workers=1,
+                            shard_size=4000, limit_tokens=5000),
+        files=("text.parquet", "tokenizer.json"),
+    ),
+    "fineweb from jsonl": Door(
+        "fineweb",
+        lambda f, out: dict(source=f / "text.jsonl", tokenizer=f / "tokenizer.json", out_dir=out / "s", workers=1),
+        files=("text.jsonl",),
+    ),
+    "verify": Door(
+        "fineweb", lambda f, out: dict(out_dir=f / "shards", verify=True),
+        files=("shards/manifest.json", "shards/tokenizer.json", "shards/shards_train_000001.npy"),
+    ),
+    "bpe/train": Door(
+        "bpe.train", lambda f, out: dict(input=f / "text.txt", vocab_size=300, out=out / "bpe", workers=1),
+        files=("text.txt",),
+    ),
+    "bpe/train from parquet": Door(
+        "bpe.train", lambda f, out: dict(input=f / "text.parquet", vocab_size=300, out=out / "bpe", workers=1),
+        files=("text.parquet",),
+    ),
+    "bpe/try": Door(
+        "bpe.try_tokenizer",
+        lambda f, out: dict(tokenizer=f / "tokenizer.json", compare=f / "tokenizer.json", png=out / "t.png"),
+        files=("tokenizer.json",),
+    ),
+}  # fmt: skip
+CONSTANTS = {  # doors whose constants are tried; the others differ from them in files only
+    name: DOORS[name] for name in ("train", "hellaswag", "lora", "sample", "plot", "fineweb", "bpe/train", "bpe/try")
+}
+
+
+def constants(door: Door) -> list[str]:
+    """The constants of a door that take a value; switches do not."""
+    config = importlib.import_module(door.module).Config
+    hints = typing.get_type_hints(config)
+    return [field.name for field in fields(config) if hints[field.name] is not bool]
+
+
+def damaged(content: bytes) -> dict[str, bytes]:
+    """{what was done: content}"""
+    middle = len(content) // 2
+    flipped = content[:middle] + bytes([content[middle] ^ 0x41]) + content[middle + 1 :]
+    return {
+        "empty": b"",
+        "one byte": content[:1],
+        "cut in half": content[:middle],
+        "a flipped byte": flipped,
+        "a picture": b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 4,
+        "utf-16": "näive 潮汐".encode("utf-16") * 20,
+        "deep": b"[" * 200_000,
+        "deeper": b'{"a":' * 100_000,
+        "nan": b'{"step": NaN, "kind": "train", "n_layer": NaN, "shards": Infinity}',
+    }
+
+
+FILE_CASES = [(name, file, how) for name, door in DOORS.items() for file in door.files
+              for how in [*damaged(b"ab"), "a directory"]]  # fmt: skip
+
+
+# ---- one case
+
+
+@contextlib.contextmanager
+def within(seconds: int):
+    def late(signum, frame):
+        raise TimeoutError(f"not done after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def words_of(door: Door, folder: Path, out: Path) -> tuple[list[str], dict]:
+    return [*door.recipe, *(str(folder / word) for word in door.first)], door.words(folder, out)
+
+
+def ends_well(door: Door, argv: list[str], given: list[str], out: Path, capsys, monkeypatch) -> str:
+    """Run it; returns what is wrong with how it ended, "" if nothing."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(sys, "stdin", open("/dev/null"))
+    monkeypatch.chdir(out)
+    try:
+        with within(SECONDS):
+            result = run_inline(importlib.import_module(door.module).main, argv, capsys, monkeypatch)
+    except BaseException as e:
+        return f"{type(e).__name__}: {e}"[:300]
+    if result.returncode == 0:
+        return "".join(not_finite(log) for log in out.rglob("log.jsonl"))
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    if result.returncode != 2 or len(lines) != 1 or "Traceback" in result.stderr:
+        return f"exit code {result.returncode}, {lines}"
+    if not any(word[:40] in lines[0] for word in given):
+        return f"nothing of {[word[:40] for word in given]} in: {lines[0][:300]}"
+    return ""
+
+
+def not_finite(log: Path) -> str:
+    def refuse(constant):
+        raise ValueError(constant)
+
+    for line in log.read_text().splitlines():
+        record = json.loads(line, parse_constant=refuse)
+        if record["kind"] in ("train", "val") and record["loss"] is None and not record.get("skipped"):
+            return f"the loss of step {record['step']} is not finite"
+    return ""
+
+
+def constant_problems(name: str, field: str, folder: Path, tmp_path: Path, capsys, monkeypatch) -> list[str]:
+    door, problems = DOORS[name], []
+    for i, value in enumerate(VALUES):
+        out = tmp_path / str(i)
+        out.mkdir()
+        first, words = words_of(door, folder, out)
+        flat = {"model": 0, "runs": 0, "prompt": 1}
+        if field in flat:
+            argv = [*first[: flat[field]], "--", value] if value.startswith("-") else [*first[: flat[field]], value]
+            argv = [*arguments(**words), *argv]
+        else:
+            argv = [*first, *arguments(**{k: v for k, v in words.items() if k != field}), f"--{field}={value}"]
+        given = [field, field.replace("_", "-"), value or field]
+        if problem := ends_well(door, argv, given, out, capsys, monkeypatch):
+            problems.append(f"{name}: --{field} {value[:30]!r}: {problem}")
+    return problems
+
+
+def file_problem(name: str, file: str, how: str, folder: Path, tmp_path: Path, capsys, monkeypatch) -> str:
+    """A copy of the folder, with one file of it damaged."""
+    copy, out = tmp_path / "copy", tmp_path / "out"
+    shutil.copytree(folder, copy)
+    out.mkdir()
+    path = copy / file
+    if how == "a directory":
+        path.unlink()
+        path.mkdir()
+    else:
+        path.write_bytes(damaged(path.read_bytes())[how])
+    first, words = words_of(DOORS[name], copy, out)
+    given = [path.name, path.parent.name, str(path)]
+    problem = ends_well(DOORS[name], [*first, *arguments(**words)], given, out, capsys, monkeypatch)
+    return problem and f"{name}: {file} is {how}: {problem}"
+
+
+# ---- the cases
+
+
+ALL_CONSTANTS = [(name, field) for name, door in CONSTANTS.items() for field in constants(door)]
+
+
+@pytest.mark.parametrize("name, field", random.Random(1).sample(ALL_CONSTANTS, 12))
+def test_some_constants_with_odd_values(name, field, folder, tmp_path, capsys, monkeypatch):
+    assert not constant_problems(name, field, folder, tmp_path, capsys, monkeypatch)
+
+
+@pytest.mark.parametrize("name, file, how", random.Random(1).sample(FILE_CASES, 24))
+def test_some_files_that_are_damaged(name, file, how, folder, tmp_path, capsys, monkeypatch):
+    assert not file_problem(name, file, how, folder, tmp_path, capsys, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, field", ALL_CONSTANTS)
+def test_every_constant_with_odd_values(name, field, folder, tmp_path, capsys, monkeypatch):
+    assert not constant_problems(name, field, folder, tmp_path, capsys, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, file, how", FILE_CASES)
+def test_every_file_that_is_damaged(name, file, how, folder, tmp_path, capsys, monkeypatch):
+    assert not file_problem(name, file, how, folder, tmp_path, capsys, monkeypatch)
