@@ -31,23 +31,29 @@ from cli import UserError
 
 LOST_RANK = timedelta(minutes=10)  # after this long without an answer a rank is lost; no compilation takes as long
 
-# The dense peak of the tensor cores in FLOP/s for 16-bit inputs with fp32 accumulation, from the vendors' data sheets.
-# The first name that is part of the device's name counts, so that longer names come first.
-PEAK_FLOPS = (
-    ("GB200", 2500e12), ("B200", 2250e12), ("GH200", 989e12), ("H200", 989e12), ("H100 NVL", 835e12),
-    ("H100 PCIe", 756e12), ("H100", 989e12), ("A100", 312e12), ("L40S", 362e12), ("L4", 121e12), ("A40", 150e12),
-    ("A10G", 70e12), ("A10", 125e12), ("A6000", 155e12), ("RTX 5090", 209e12), ("RTX 4090", 165e12),
-    ("RTX 3090", 71e12), ("V100", 125e12), ("T4", 65e12),
-)  # fmt: skip
+# The dense peak of the matrix units in TFLOP/s for 16-bit inputs with fp32 accumulation, from the vendors' data sheets
+# and whitepapers; for GeForce cards without one, twice the published fp32 rate, as where both are printed. The first
+# name whose words follow one another in the device's name counts, so that longer names come first.
+PEAK_TFLOPS = """
+GB300 2500, B300 2250, GB200 2500, B200 2250, GH200 989, H200 989, H100 NVL 835, H100 PCIe 756, H100 989, H800 989,
+H20 148, A100 312, A800 312, GB10 125, L40S 362, L40 181, L4 121, A40 150, A10G 70, A10 125, A6000 155, RTX 6000 Ada 364,
+RTX PRO 6000 Blackwell Max Q 439, RTX PRO 6000 Blackwell Server 468, RTX PRO 6000 504, V100 125, T4 65,
+RTX 5090 D 0, RTX 5090 209, RTX 5080 113, RTX 5070 Ti 88, RTX 5070 62, RTX 5060 Ti 47, RTX 5060 38,
+RTX 4090 D 147, RTX 4090 165, RTX 4080 SUPER 104, RTX 4080 97, RTX 4070 Ti SUPER 88, RTX 4070 Ti 80, RTX 4070 SUPER 71,
+RTX 4070 58, RTX 4060 Ti 44, RTX 4060 30, RTX 3090 Ti 80, RTX 3090 71, RTX 3080 Ti 68, RTX 3080 60,
+MI300X 1307, MI325X 1307, MI355X 2516, MI350X 2310, MI250X 191
+"""
 
 
 def peak_flops(device_name: str) -> float | None:
     """Dense 16-bit peak in FLOP/s of a GPU by its name, None where it is unknown (MFU is then n/a)."""
     words = re.sub(r"[-_]", " ", device_name).split()
-    for name, flops in PEAK_FLOPS:
-        parts = name.split()
-        if any(words[i : i + len(parts)] == parts for i in range(len(words))):
-            return flops
+    if {"Laptop", "Mobile", "MIG"} & set(words):  # a smaller chip, or a slice of one, under the same name
+        return None
+    for entry in PEAK_TFLOPS.replace("\n", " ").split(","):
+        *name, tflops = entry.split()
+        if any(words[i : i + len(name)] == name for i in range(len(words))):
+            return float(tflops) * 1e12 or None
     return None
 
 

@@ -1,0 +1,108 @@
+"""Decisions about the machine: device, ranks, compiler, threads, peaks."""
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import runtime
+from cli import UserError
+from runtime import Runtime, peak_flops, prefetch
+from tests.helpers import ROOT
+
+
+@pytest.mark.parametrize(
+    "name, tflops",
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA L40", 181),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA GeForce RTX 4080 SUPER", 104),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 439),
+        ("AMD Instinct MI300X", 1307),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),  # another chip
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),  # a slice of one
+        ("Quadro RTX 6000", None),
+    ],
+)
+def test_the_peak_follows_from_the_name_of_the_gpu(name, tflops):
+    assert peak_flops(name) == (tflops and tflops * 1e12)
+
+
+@pytest.mark.parametrize("words", [dict(RANK="x"), dict(RANK="2", WORLD_SIZE="2"), dict(WORLD_SIZE="0"), dict(RANK="")])
+def test_an_environment_without_sound_ranks_is_an_error(monkeypatch, words):
+    for name, value in words.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="torchrun"):
+        Runtime.setup("cpu", "float32")
+
+
+def test_cpu_means_that_no_gpu_is_asked_for(monkeypatch):
+    def asked(*args):
+        raise AssertionError("a question to CUDA opens a context on it")
+
+    for name in ("is_available", "device_count", "set_device", "current_device"):
+        monkeypatch.setattr(torch.cuda, name, asked)
+    assert Runtime.setup("cpu", "float32").device.type == "cpu"
+
+
+def test_the_thread_that_copies_to_a_gpu_chooses_it_first(monkeypatch):
+    """A new thread starts on GPU 0, and whatever it does there opens a context of half a gigabyte."""
+    calls = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(("device", str(device))))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(wait_event=lambda event: None))
+    monkeypatch.setattr(runtime, "_move", lambda batch, device, stream: calls.append("move") or ([], None))
+    assert list(prefetch(iter([[1], [2]]), torch.device("cuda:3"))) == [[], []]
+    assert calls == [("device", "cuda:3"), "move", "move"]
+
+
+def test_an_error_of_the_first_rank_is_raised_with_its_sentence():
+    rt = Runtime.setup("cpu", "float32")
+
+    def fail():
+        raise UserError("the sentence")
+
+    with pytest.raises(UserError, match="the sentence"):
+        rt.on_main(fail)
+    assert rt.on_main(lambda: 3) == 3
+
+
+def test_a_compiler_that_is_missing_is_named(monkeypatch):
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(runtime.shutil, "which", lambda name: None)
+    with pytest.raises(UserError, match="C\\+\\+ compiler"):
+        Runtime.setup("cpu", "float32", "on")
+    cuda = torch.device("cuda:0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert runtime._choose_compile("auto", cuda)[0] is False  # Triton needs a C compiler; training goes on without
+    monkeypatch.setattr(runtime.shutil, "which", lambda name: "/usr/bin/cc")
+
+    def no_libcuda(function):
+        def run(*args):
+            raise RuntimeError("CalledProcessError: /usr/bin/ld: cannot find -lcuda: No such file or directory")
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", no_libcuda)
+    monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: None)
+    on, why = runtime._choose_compile("auto", cuda)
+    assert not on and "libcuda" in why
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
+    assert "7.0" in runtime._choose_compile("auto", cuda)[1]
+
+
+LIGHT = {"cli": [], "data": ["cli"], "sources": ["cli"], "shards": [], "fineweb": [], "chat": [], "rows": []}
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_what_worker_processes_import_is_free_of_torch(module):
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert result.returncode == 0
