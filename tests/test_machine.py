@@ -98,7 +98,7 @@ def test_a_compiler_that_is_missing_is_named(monkeypatch):
     assert "7.0" in runtime._choose_compile("auto", cuda)[1]
 
 
-LIGHT = {"cli": [], "data": ["cli"], "sources": ["cli"], "shards": [], "fineweb": [], "chat": [], "rows": []}
+LIGHT = ["cli", "data", "sources", "shards", "fineweb", "chat", "rows"]
 
 
 @pytest.mark.parametrize("module", LIGHT)
