@@ -1,0 +1,321 @@
+"""How training is made fast: `learn` finds the merges that the slow trainer of minimal.py finds, in their order.
+
+minimal.py counts every pair of the whole corpus again for each merge. Here is what makes the difference, each where
+it stands:
+
+1. Equal chunks are counted once: 25 MB of English have some 100,000 different ones. (`count_chunks`)
+2. Counting is spread over processes, and merging is left with chunks and their counts. (`count_in_parallel`)
+3. The chunks stand in one row of symbols. For every pair of neighbours the row knows how often it occurs, and where,
+   so that a merge touches its own places and no others. (`Corpus`)
+4. The most frequent pair comes from a heap in which counts may be out of date. (`find_merges`)
+
+So the time grows with the number of different chunks and of merges, and memory not at all with the size of the corpus.
+This file knows nothing of encoding, of ids, or of files.
+"""
+
+import contextlib
+import gc
+import heapq
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+from queue import SimpleQueue
+
+import numpy as np
+from tqdm import tqdm
+
+from bpe.chunks import BLOCK, BYTE_ORDER, BYTE_TO_RANK, any_of, splitter, valid_unicode
+
+TIE_BREAKS = ("lowest_id", "greatest_bytes")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to train, as opposed to what: all but `max_chunk_bytes` give the same merges."""
+
+    workers: int | None = None  # processes that count chunks; all cores by default
+    max_chunk_bytes: int | None = None  # cut longer chunks, for text without spaces
+    progress: bool = False  # show bars
+    on_merge: Callable[[bytes, bytes, int], None] | None = None  # called with each merge and the count of its pair
+    block: int = BLOCK  # characters that are counted or sent to a process at a time
+
+
+def cpu_count() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def learn(
+    texts: Iterable[str], n_merges: int, pattern: str, specials: tuple[str, ...], tie_break: str, options: Options
+) -> list[tuple[bytes, bytes]]:
+    """The first `n_merges` merges, or all there are. Texts are read once; special tokens in them are left out."""
+    with without_gc():
+        counts = count_in_parallel(texts, pattern, specials, options)
+        found = islice(find_merges(encode_chunks(counts, options.max_chunk_bytes), tie_break), n_merges)
+        tokens, merges = [bytes([b]) for b in BYTE_ORDER], []
+        for a, b, count in tqdm(found, "merge", n_merges, disable=not options.progress, leave=False):
+            merges.append((tokens[a], tokens[b]))
+            tokens.append(tokens[a] + tokens[b])
+            if options.on_merge:
+                options.on_merge(tokens[a], tokens[b], count)
+    return merges
+
+
+@contextlib.contextmanager
+def without_gc():
+    """Training makes millions of lists, none of them in a cycle; looking for cycles would take a fifth of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+# ---- counting chunks
+
+
+def count_chunks(texts: list[str], pattern: str) -> Counter[str]:
+    """How often each chunk occurs."""
+    return Counter(chain.from_iterable(map(splitter(pattern).split, texts)))
+
+
+def batches(texts: Iterable[str], pattern: str, specials: tuple[str, ...], size: int) -> Iterator[list[str]]:
+    """The texts in lists of about `size` characters, long ones cut where it does no harm, special tokens left out."""
+    batch, n = [], 0
+    for text in map(valid_unicode, texts):
+        parts = any_of(specials).split(text)[::2] if any(s in text for s in specials) else [text]
+        for block in chain.from_iterable(splitter(pattern).blocks(part, size) for part in parts):
+            batch.append(block)
+            n += len(block)
+            if n >= size:
+                yield batch
+                batch, n = [], 0
+    yield batch
+
+
+class CountingProcess:
+    """`count_chunks` in a process of its own, with JSON through pipes.
+
+    multiprocessing would do, but its children run the main script again before they start: in a training script that
+    imports torch this takes longer than most of the counting, and one without a main guard would train in each child.
+    """
+
+    def __init__(self, pattern: str):
+        path, code = str(Path(__file__).parent.parent), "from bpe.training import answer_counts; answer_counts()"
+        words = [sys.executable, "-c", f"import sys; sys.path.insert(0, {path!r}); {code}"]
+        self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.pattern = pattern
+
+    def count(self, texts: list[str]) -> dict[str, int]:
+        """Counts here if the process has died, which is slower but no reason to stop."""
+        try:
+            self.process.stdin.write(json.dumps([texts, self.pattern]).encode() + b"\n")
+            self.process.stdin.flush()
+            return json.loads(self.process.stdout.readline())
+        except (OSError, ValueError):
+            return count_chunks(texts, self.pattern)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.process.communicate()
+
+
+def answer_counts() -> None:
+    """The main loop of a CountingProcess; ends with its input, and so with the process that started it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the business of that process
+    for line in sys.stdin.buffer:
+        sys.stdout.write(json.dumps(count_chunks(*json.loads(line))) + "\n")
+        sys.stdout.flush()
+
+
+def count_in_parallel(texts: Iterable[str], pattern: str, specials: tuple[str, ...], options: Options) -> Counter[str]:
+    """`count_chunks` over all texts.
+
+    The first batches are counted here, so that a small corpus starts no process. Then `workers - 1` processes get
+    what they can take, and what they cannot is counted here, so that no more than a few batches are in memory.
+    """
+    workers = options.workers or cpu_count()
+    counts, pending, processes, idle = Counter(), set(), [], SimpleQueue()
+
+    def count_elsewhere(batch: list[str]) -> dict[str, int]:
+        process = idle.get()
+        try:
+            return process.count(batch)
+        finally:
+            idle.put(process)
+
+    bar = tqdm(desc="count chunks", unit="char", unit_scale=True, disable=not options.progress, leave=False)
+    threads = ThreadPoolExecutor(max(workers - 1, 1))  # they only wait for the processes
+    try:
+        for n, batch in enumerate(batches(texts, pattern, specials, options.block)):
+            if n == 2:
+                processes += [CountingProcess(pattern) for _ in range(workers - 1)]
+                for process in processes:
+                    idle.put(process)
+            if len(pending) < 2 * len(processes):
+                pending.add(threads.submit(count_elsewhere, batch))
+            else:
+                counts.update(count_chunks(batch, pattern))
+            pending = add_results(counts, pending, Future.done)
+            bar.update(sum(map(len, batch)))
+        add_results(counts, pending, lambda future: True)
+    finally:
+        bar.close()
+        threads.shutdown(cancel_futures=True)
+        for process in processes:
+            process.close()
+    return counts
+
+
+def add_results(counts: Counter[str], pending: set[Future], ready: Callable[[Future], bool]) -> set[Future]:
+    """Add the counts of the batches that are `ready` to `counts`; returns the others."""
+    done = set(filter(ready, pending))
+    for future in done:
+        counts.update(future.result())
+    return pending - done
+
+
+def encode_chunks(counts: dict[str, int], longest: int | None) -> dict[bytes, int]:
+    """Counted chunks as bytes, in an order that does not depend on who counted them, cut to `longest` bytes each."""
+    chunks = {chunk.encode(): counts[chunk] for chunk in sorted(counts)}
+    if longest is None:
+        return chunks
+    cut = Counter()
+    for chunk, count in chunks.items():
+        for i in range(0, len(chunk), longest):
+            cut[chunk[i : i + longest]] += count
+    return cut
+
+
+# ---- merging
+
+PAIR_SHIFT = 32  # a pair of ranks is one integer, first << 32 | second, so that pairs sort as these integers do
+PAIR_MASK = (1 << PAIR_SHIFT) - 1
+
+
+class Corpus:
+    """The distinct chunks as one long row of symbols, with the count and the places of every pair of neighbours.
+
+    A symbol is a rank, or -1: between chunks, and where a merge has swallowed one. `next` and `previous` skip the
+    latter. For the chunk "hehe", which occurred 7 times, and the merge of h, e into X:
+
+        place            0   1   2   3   4   5             0   1   2   3   4   5
+        symbols         -1   h   e   h   e  -1     ->     -1   X  -1   X  -1  -1
+        counts           0   7   7   7   7   0             0   7   7   7   7   0
+        next                 2   3   4   5                     3       5
+
+        pair_count       h,e: 14     e,h: 7        ->      X,X: 7   e,h: 0   X,h: 0
+        pair_places      h,e: 1, 3   e,h: 2        ->      X,X: 1   e,h: 2   X,h: 1
+
+    The places of a pair are noted when the later of its symbols comes into being, and only looked at when the pair is
+    merged: place 2 of e,h would be found to hold no e any more. Keeping them exact would cost more than looking.
+    """
+
+    def __init__(self, chunks: dict[bytes, int]):
+        lengths = np.fromiter(map(len, chunks), np.int64, len(chunks))
+        at = np.arange(lengths.sum()) + np.repeat(np.arange(1, len(chunks) + 1), lengths)  # a gap before each chunk
+        size = len(at) + len(chunks) + 1
+        symbols, counts = np.full(size, -1, np.int32), np.zeros(size, np.int64)
+        symbols[at] = np.frombuffer(b"".join(chunks).translate(BYTE_TO_RANK), np.uint8)
+        counts[at] = np.repeat(np.fromiter(chunks.values(), np.int64, len(chunks)), lengths)
+        self._find_pairs(symbols, counts)
+        numbers = list(range(size + 1))
+        self.symbols, self.counts = symbols.tolist(), counts.tolist()  # lists: single items are read, not ranges
+        self.next, self.previous = numbers[1:], [0, *numbers[: size - 1]]
+
+    def _find_pairs(self, symbols: np.ndarray, counts: np.ndarray) -> None:
+        """Fills pair_count and pair_places by sorting all places by their pair; the symbols are still bytes."""
+        places = np.flatnonzero((symbols[:-1] >= 0) & (symbols[1:] >= 0))  # of the first symbol of each pair
+        pairs = (symbols[places] << 8 | symbols[places + 1]).astype(np.uint16)
+        order = np.argsort(pairs, kind="stable")  # a merge goes through its places from left to right
+        pairs, places = pairs[order], places[order]
+        starts = np.flatnonzero(np.diff(pairs.astype(np.int32), prepend=-1))
+        totals = np.add.reduceat(counts[places], starts) if len(starts) else starts
+        keys = [(p >> 8) << PAIR_SHIFT | p & 255 for p in pairs[starts].tolist()]
+        self.pair_count = dict(zip(keys, totals.tolist(), strict=True))
+        self.pair_places = dict(zip(keys, np.split(places, starts[1:]), strict=False))
+
+    def merge(self, pair: int, new: int) -> list[int]:
+        """Replace `pair` by the symbol `new` everywhere, from left to right; returns the pairs with `new` in them."""
+        a, b = pair >> PAIR_SHIFT, pair & PAIR_MASK
+        symbols, counts, following, previous = self.symbols, self.counts, self.next, self.previous
+        left_count, left_places, right_count, right_places = {}, {}, {}, {}  # by the symbol on that side
+        places = self.pair_places.pop(pair)
+        for i in places if isinstance(places, list) else places.tolist():
+            if symbols[i] != a:
+                continue
+            j = following[i]
+            if symbols[j] != b:
+                continue
+            h, k, count = previous[i], following[j], counts[i]  # x a b y stand at h i j k
+            symbols[i], symbols[j] = new, -1
+            following[i], previous[k] = k, i
+            if (x := symbols[h]) >= 0:
+                if x in left_count:
+                    left_count[x] += count
+                    left_places[x].append(h)
+                else:
+                    left_count[x], left_places[x] = count, [h]
+            if (y := symbols[k]) >= 0:
+                if y in right_count:
+                    right_count[y] += count
+                    right_places[y].append(i)
+                else:
+                    right_count[y], right_places[y] = count, [i]
+        # b,y has become new,y, and x,a has become x,new; the right side first, since in a b a b the first merge
+        # makes new,a, which the second one breaks up
+        created, pair_count, pair_places = [], self.pair_count, self.pair_places
+        for y, count in right_count.items():
+            pair_count[b << PAIR_SHIFT | y] -= count
+            created.append(new << PAIR_SHIFT | y)
+            pair_count[created[-1]], pair_places[created[-1]] = count, right_places[y]
+        for x, count in left_count.items():
+            pair_count[x << PAIR_SHIFT | a] -= count
+            created.append(x << PAIR_SHIFT | new)
+            pair_count[created[-1]], pair_places[created[-1]] = count, left_places[x]
+        del pair_count[pair]
+        return created
+
+
+def find_merges(chunks: dict[bytes, int], tie_break: str) -> Iterator[tuple[int, int, int]]:
+    """Yields (rank, rank, count) of one merge after the other, as long as there are pairs; merge i makes rank 256 + i.
+
+    The heap holds (-count, order among equal counts, pair). Once a pair is there, its count can only fall: its symbols
+    become no more, they only vanish in merges. So an entry that is out of date stands too high, never too low, and
+    may stay until it reaches the top, where it gets its true count and sinks.
+    """
+    corpus, new = Corpus(chunks), 256
+    counts = corpus.pair_count
+    # of tokens as strings that compare the other way round: the greatest bytes come first, and so does the longer one
+    # of two that begin alike, since the end mark is above all others
+    order = [chr(255 - b) + "\u0100" for b in BYTE_ORDER]
+
+    def entry(pair: int) -> tuple:
+        if tie_break == "lowest_id":
+            return -counts[pair], pair
+        return -counts[pair], order[pair >> PAIR_SHIFT] + order[pair & PAIR_MASK], pair
+
+    heap = list(map(entry, counts))
+    heapq.heapify(heap)
+    while heap:
+        count, pair = -heap[0][0], heap[0][-1]
+        if count != counts[pair]:
+            heapq.heapreplace(heap, entry(pair)) if counts[pair] else heapq.heappop(heap)
+            continue
+        heapq.heappop(heap)
+        a, b = pair >> PAIR_SHIFT, pair & PAIR_MASK
+        yield a, b, count
+        order.append(order[a][:-1] + order[b])
+        for created in corpus.merge(pair, new):
+            if counts[created]:
+                heapq.heappush(heap, entry(created))
+        new += 1
