@@ -10,11 +10,9 @@ Writes OUT: tokenizer.json, tokenizer.tiktoken and tokenizer_config.json, for `-
 and for transformers.AutoTokenizer. The algorithm is in tokenizer.py; this file only reads, reports and saves.
 """
 
-import glob
 import itertools
-import json
-import os
 import re
+import shutil
 import sys
 import time
 import warnings
@@ -25,14 +23,15 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bpe.tokenizer import BLOCK, ENDOFTEXT, Tokenizer, visible
-from runtime import UserError, parse_args, script
+from bpe.tokenizer import ENDOFTEXT, Tokenizer, visible
+from cli import UserError, parse_args, script
+from sources import Unit, arriving, discard, documents_of, find_source, is_txt, text_bytes, text_of, units_of
 
 
 @dataclass
 class Config:
-    input: tuple[str, ...] = ()  # files (.txt, .parquet, .jsonl), globs, directories, hub data sets; bpe/manual.txt
-    text_field: str = "text"  # the column or key of the text, in .parquet, .jsonl and hub data sets
+    input: tuple[str, ...] = ()  # files (text, .parquet, .jsonl), globs, folders, datasets of the hub; bpe/manual.txt
+    text_field: str = "text"  # the column or key of the text, in .parquet and .jsonl
     max_bytes: int = 0  # stop reading after so many bytes of text; 0 for all
     errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: an error, or U+FFFD
     vocab_size: int = 1024  # 256 bytes, the merges and the special tokens
@@ -46,100 +45,54 @@ class Config:
 
 
 HELD_OUT = 2**20  # characters that are kept for measuring, at most
+DOWNLOADS = ".downloads"  # folder in OUT for files of the hub, until they have been read
 
 
 # ---- reading
 
+LINE_END = re.compile("\n")
+
 
 def read_texts(config: Config) -> Iterator[str]:
-    """All texts of all inputs; a .txt file comes in blocks of whole lines. Raises UserError."""
-    for source in config.input or (str(Path(__file__).with_name("manual.txt")),):
-        for path in find_files(source):
-            if path.suffix == ".parquet":
-                yield from read_parquet(path, config.text_field)
-            elif path.suffix == ".jsonl":
-                yield from read_jsonl(path, config.text_field, config.errors)
-            else:
-                yield from read_lines(path, config.errors)
-        if is_hub_id(source):
-            yield from read_hub(source, config.text_field)
+    """All texts of all inputs; a .txt comes in blocks of whole lines. Raises UserError."""
+    inputs = config.input or (str(Path(__file__).with_name("manual.txt")),)
+    folder = Path(config.out) / DOWNLOADS
+    for source in [find_source((pattern,), any_name=True) for pattern in inputs]:
+        for n_files, path in enumerate(arriving(source, folder), 1):
+            yield from read_file(path, config)
+            discard(source, folder, n_files)
 
 
-def find_files(source: str) -> list[Path]:
-    path = Path(source)
-    if path.is_dir():
-        files = sorted(p for p in path.rglob("*") if p.suffix in (".txt", ".parquet", ".jsonl"))
-    else:
-        files = [path] if path.exists() else sorted(Path(p) for p in glob.glob(source, recursive=True))
-    if not files and not is_hub_id(source):
-        raise UserError(
-            f"--input {source}: no such file; give .txt, .parquet or .jsonl files, or OWNER/NAME of the hub"
-        )
-    return files
+def read_file(path: Path, config: Config) -> Iterator[str]:
+    n_lines = 0
+    for unit in units_of(path, config.text_field, LINE_END):
+        if not isinstance(unit.content, bytes):
+            yield from (text for text, _ in documents_of(unit, config.text_field) if text)
+        elif is_txt(path):
+            yield decode(unit, config.errors)
+        else:
+            yield from read_lines(unit, n_lines, config)
+            n_lines += unit.content.count(b"\n")
 
 
-def is_hub_id(source: str) -> bool:
-    """OWNER/NAME or OWNER/NAME/FOLDER, where there is no such file."""
-    named = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)+", source) and not source.endswith(
-        (".txt", ".parquet", ".jsonl")
-    )
-    return bool(named) and not os.path.exists(source)
-
-
-def read_lines(path: Path, errors: str) -> Iterator[str]:
-    start = 0
-    with open(path, "rb") as f:
-        while lines := f.readlines(BLOCK):
-            block = b"".join(lines)
-            try:
-                yield block.decode("utf-8", errors)
-            except UnicodeDecodeError as e:
-                at = start + e.start
-                raise UserError(
-                    f"{path} is not UTF-8 at byte {at}; convert it, as with iconv -t UTF-8, or use --errors replace"
-                ) from None
-            start += len(block)
-
-
-def read_parquet(path: Path, text_field: str) -> Iterator[str]:
-    import pyarrow
-    import pyarrow.parquet
-
+def decode(unit: Unit, errors: str) -> str:
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            if text_field not in file.schema_arrow.names:
-                names = ", ".join(file.schema_arrow.names)
-                raise UserError(f"{path} has no column {text_field!r}; choose --text_field from {names}")
-            for batch in file.iter_batches(batch_size=1000, columns=[text_field]):
-                yield from filter(None, batch.column(0).to_pylist())
-    except pyarrow.ArrowException as e:
-        raise UserError(f"cannot read {path}: {e}; is it a whole Parquet file?") from None
+        return text_bytes(unit).decode("utf-8", errors)
+    except UnicodeDecodeError as e:
+        where = f"{unit.path} is not UTF-8 at byte {unit.at + e.start}"
+        raise UserError(f"{where}; convert it, as with iconv -t UTF-8, or use --errors replace") from None
 
 
-def read_jsonl(path: Path, text_field: str, errors: str) -> Iterator[str]:
-    lines = (block.removesuffix("\n").split("\n") for block in read_lines(path, errors))
-    for n, line in enumerate(itertools.chain.from_iterable(lines), 1):
-        try:
-            if line.strip():
-                yield json.loads(line)[text_field]
-        except (ValueError, KeyError, TypeError) as e:
-            reason = f"no {e}" if isinstance(e, KeyError) else e
-            raise UserError(f"{path}, line {n}: {reason}; every line must be an object with {text_field!r}") from None
-
-
-def read_hub(source: str, text_field: str) -> Iterator[str]:
-    from datasets import load_dataset
-
-    owner, name, *folder = source.split("/")
-    try:
-        for row in load_dataset(f"{owner}/{name}", data_dir="/".join(folder) or None, split="train", streaming=True):
-            yield row[text_field]
-    except Exception as e:  # of the network, of the hub, of the data set
-        reason = f"{type(e).__name__}: {e}".splitlines()[0]
-        raise UserError(
-            f"--input {source}: there is no such file, and the hub gives no such data set ({reason}); check the name, "
-            "the network and --text_field"
-        ) from None
+def read_lines(unit: Unit, n_before: int, config: Config) -> Iterator[str]:
+    """The texts of a .jsonl, where, unlike in a corpus of billions of lines, none may be broken."""
+    for n, line in enumerate(text_bytes(unit).split(b"\n"), n_before + 1):
+        if line.strip():
+            text, problem = text_of(line, config.text_field, config.errors)
+            if text is None:
+                what = f"no {config.text_field!r}" if problem == "no text" else problem
+                needed = f"every line must be an object with {config.text_field!r}"
+                raise UserError(f"{unit.path}, line {n}: {what}; {needed}")
+            yield text
 
 
 def limit(texts: Iterator[str], max_bytes: int) -> Iterator[str]:
@@ -254,6 +207,7 @@ def main() -> None:
     print(f"\n{len(tok):,} tokens from {texts.train_bytes:,} bytes in {seconds:.2f} s")
     report(tok, texts.held_out)
     tok.save(config.out)
+    shutil.rmtree(Path(config.out) / DOWNLOADS, ignore_errors=True)
     print(f"\nwrote {config.out}: tokenizer.json, tokenizer.tiktoken, tokenizer_config.json")
     print(f"next: python bpe/try_tokenizer.py --tokenizer {config.out}")
 
