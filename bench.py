@@ -581,9 +581,7 @@ def shard_figures(config: Config, rt: Runtime, folder: Path) -> list[dict]:
 
     def ours() -> None:
         shutil.rmtree(folder / "shards", ignore_errors=True)
-        options = dict(
-            source=tuple(files), rank=0, world_size=1, workers=2, start_method=multiprocessing.get_start_method()
-        )
+        options = dict(source=tuple(files), workers=2, start_method=multiprocessing.get_start_method())
         with contextlib.redirect_stdout(io.StringIO()):
             fineweb.make_shards(fineweb.Config(out_dir="shards", **options), folder / "shards")
 

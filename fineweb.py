@@ -43,7 +43,8 @@ from tqdm import tqdm
 import sources
 from bpe.tokenizer import Tokenizer, cpu_count, splitter, valid_unicode
 from cli import Positive, Range, Stopped, Tokens, UserError, flush, only_one, parse_args, script
-from data import load_tokenizer, npy_header, read_manifest, save_manifest, shard_dtype, summary, verify
+from data import read_manifest
+from shards import load_tokenizer, npy_header, save_manifest, shard_dtype, summary, verify
 from sources import Source, SourceFile, Unit, documents_of, local_file, units_of
 
 UNITS_AHEAD = 3  # for each worker: one under way, others that wait for it or for their turn to be written
@@ -384,7 +385,7 @@ def open_manifest(config: Config, out_dir: Path, tok: Tokenizer) -> dict:
                 f"{out_dir} holds shards of a run with {key} {manifest.get(key)}, and now it is {value}; "
                 "give another --out_dir, or remove that one"
             )
-    if "next" in manifest and not is_well_formed(manifest):
+    if not is_well_formed(manifest):
         raise UserError(f"{out_dir}/manifest.json is damaged, or of an earlier version; remove {out_dir} to start over")
     for path in (out_dir / entry["file"] for entry in manifest["shards"]):
         if not path.exists():
@@ -409,12 +410,13 @@ def with_files(manifest: dict, source: Source, out_dir: Path) -> dict:
 
 
 def is_well_formed(manifest: dict) -> bool:
-    """Has the manifest of a run that is not complete all that is needed to resume it?"""
-    place, files, keys = manifest["next"], manifest.get("files"), {"commit", "tokens", "documents", "bytes", "skipped"}
-    place_fits = place.keys() == {"file", "at", "skip"} and all(type(n) is int and n >= 0 for n in place.values())
-    names = set(SourceFile._fields)
-    files_fit = type(files) is list and all(type(entry) is dict and entry.keys() == names for entry in files)
-    return place_fits and files_fit and keys <= manifest.keys()
+    """Has it the counts and, if it is not complete, what is needed to resume?"""
+    place, files, names = manifest.get("next"), manifest.get("files"), set(SourceFile._fields)
+    fits = {"tokens", "documents", "bytes", "skipped", "shards"} <= manifest.keys()
+    if fits and place is not None:
+        fits = place.keys() == {"file", "at", "skip"} and all(type(n) is int and n >= 0 for n in place.values())
+        fits = fits and type(files) is list and all(type(file) is dict and file.keys() == names for file in files)
+    return fits
 
 
 # ------------------------------------------------------------------------------------------------ what it tells people

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from bpe import train, try_tokenizer
 from bpe.tokenizer import Tokenizer, visible
 from tests.helpers import ROOT, assert_user_error, environment, run_inline, succeed
+from tests.hub import Hub, hub_environment
 
 MANUAL = (ROOT / "bpe/manual.txt").read_text(encoding="utf-8")
 
@@ -156,7 +157,7 @@ def test_what_is_wrong_is_said_in_one_line(run_train, tmp_path, monkeypatch, arg
 
 def test_a_missing_column_is_named_beside_those_there_are(run_train, tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"body": ["a"], "id": [1]}), tmp_path / "a.parquet")
-    assert_user_error(run_train("--input", tmp_path / "a.parquet"), "no column 'text'", "body, id")
+    assert_user_error(run_train("--input", tmp_path / "a.parquet"), "no column 'text'", "--text_field one of body")
 
 
 def test_bytes_that_are_no_utf8_can_be_replaced(run_train, tmp_path):
@@ -165,18 +166,24 @@ def test_bytes_that_are_no_utf8_can_be_replaced(run_train, tmp_path):
     assert Tokenizer.load(tmp_path / "out").decode([0]) == "!"
 
 
-def test_a_data_set_of_the_hub_is_streamed(run_train, tmp_path, monkeypatch):
-    texts, asked = MANUAL.split("\n\n"), []
-
-    def load_dataset(*args, **kwargs):
-        asked.append((args, kwargs))
-        return ({"text": text} for text in texts)
-
-    monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    run_train("--input", "owner/name/some/folder", "--max_bytes", "30_000", "--vocab_size", "400")
-    assert asked == [(("owner/name",), dict(data_dir="some/folder", split="train", streaming=True))]
-    kept = list(train.Split(train.limit(iter(texts), 30_000)))
+def test_a_dataset_of_the_hub_is_downloaded_as_far_as_it_is_read(tmp_path):
+    texts, folder = MANUAL.split("\n\n"), tmp_path / "dataset" / "some" / "folder"
+    folder.mkdir(parents=True)
+    for i in range(3):
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts[i::3]}), folder / f"{i}.parquet")
+    words = dict(input="some/corpus/some/folder", max_bytes=30_000, vocab_size=400, out=tmp_path / "out")
+    with Hub(tmp_path / "dataset") as hub:
+        succeed("bpe/train.py", **words, env=hub_environment(hub.url, tmp_path / "home"))
+    assert [path for path, _, _ in hub.requests if path.startswith("/blob/")] == ["/blob/some/folder/0.parquet"]
+    kept = list(train.Split(train.limit(iter(texts[::3]), 30_000)))
     assert Tokenizer.load(tmp_path / "out").fingerprint == Tokenizer.train(kept, 400).fingerprint
+    assert not (tmp_path / "out" / ".downloads").exists()
+
+
+def test_a_file_of_any_name_is_a_text(run_train, tmp_path):
+    (tmp_path / "poem.md").write_text("spring has come " * 50)
+    assert run_train("--input", tmp_path / "poem.md", "--vocab_size", "280").returncode == 0
+    assert b" spring" in Tokenizer.load(tmp_path / "out").vocab.values()
 
 
 # ---- try_tokenizer.py

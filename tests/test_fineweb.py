@@ -11,6 +11,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
@@ -24,9 +26,10 @@ import fineweb
 import sources
 from bpe.tokenizer import Tokenizer
 from cli import UserError
-from data import find_shards, read_manifest, verify
+from data import find_shards, read_manifest
 from fineweb import Config, make_shards
-from tests.helpers import ROOT, assert_user_error, command, environment, run_script, succeed
+from shards import verify
+from tests.helpers import ROOT, arguments, assert_user_error, command, environment, run_inline, run_script, succeed
 from tests.hub import Hub, hub_environment
 
 SHARD = 20_000  # tokens
@@ -264,7 +267,7 @@ def gone(pid: int) -> bool:
         return True
 
 
-def wait_until(condition, timeout: float = 20.0) -> bool:
+def wait_until(condition, timeout: float = 200.0) -> bool:
     end = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > end:
@@ -301,7 +304,7 @@ def test_a_signal_ends_it_in_good_order(long_corpus, long_shards, tokenizer, tmp
     )
     assert wait_until(partial(has_more_shards, out_dir, 1, process))
     process.send_signal(signum)
-    assert process.wait(timeout=20) == code
+    assert process.wait(timeout=200) == code
     message = process.stderr.read()
     assert "the same command again to resume" in message and "Traceback" not in message
     result = succeed("fineweb.py", **words)
@@ -317,7 +320,7 @@ def test_a_killed_worker_is_reported_and_loses_nothing(long_corpus, long_shards,
     )
     assert wait_until(partial(has_more_shards, out_dir, 1, process))
     os.kill(children_of(process.pid)[0], signal.SIGKILL)
-    assert process.wait(timeout=20) == 2
+    assert process.wait(timeout=200) == 2
     assert "error: one of 2 worker processes was ended" in process.stderr.read()
     succeed("fineweb.py", **words)
     assert_same_files(out_dir, long_shards)
@@ -331,18 +334,9 @@ def test_a_complete_directory_is_left_alone(long_corpus, long_shards, tokenizer)
 
 
 def test_a_disk_that_is_full_costs_nothing_that_was_complete(corpus, tokenizer, tmp_path, monkeypatch):
-    """The disk is full when the third shard is flushed."""
-    (folder, docs), out_dir, flushed, fsync = corpus, tmp_path / "shards", [], os.fsync
-
-    def fsync_until_full(fd: int) -> None:
-        path = os.readlink(f"/proc/self/fd/{fd}") if os.path.exists("/proc/self/fd") else ""
-        flushed.append(path)
-        if sum(path.endswith(".npy.tmp") for path in flushed) == 3:
-            raise OSError(28, "No space left on device")
-        fsync(fd)
-
+    (folder, docs), out_dir = corpus, tmp_path / "shards"
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", fsync_until_full)
+        patch.setattr(os, "fsync", DiskFull(3))
         with pytest.raises(UserError, match="no space left .* 2 complete shards with 40,000 tokens are safe"):
             run_here(folder, out_dir, tokenizer)
     run_here(folder, out_dir, tokenizer)
@@ -378,6 +372,122 @@ def test_two_runs_do_not_write_into_one_directory(corpus, tokenizer, tmp_path, m
     (tmp_path / "shards").mkdir()
     with FileLock(tmp_path / "shards" / ".lock"), pytest.raises(UserError, match="another process writes to"):
         run_here(corpus[0], tmp_path / "shards", tokenizer)
+
+
+# ------------------------------------------------------------------------------------------------- what has changed
+
+
+class DiskFull:
+    """As os.fsync: the disk is full when shard number `at` (from 1) is flushed; `meanwhile` is called before."""
+
+    def __init__(self, at: int, meanwhile=lambda: None):
+        self.left, self.meanwhile, self.fsync = at, meanwhile, os.fsync
+
+    def __call__(self, fd: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        self.left -= path.endswith(".npy.tmp")
+        if self.left == 0 and path.endswith(".npy.tmp"):
+            self.meanwhile()
+            raise OSError(28, "No space left on device")
+        self.fsync(fd)
+
+
+needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="asks /proc which file is flushed")
+
+
+@pytest.fixture
+def interrupted(corpus, tokenizer, tmp_path, monkeypatch):
+    """(a copy of the corpus, two of its shards, how to resume): some files are used, one is in use."""
+    copy, out_dir = tmp_path / "copy", tmp_path / "shards"
+    shutil.copytree(corpus[0], copy)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", DiskFull(3))
+        with pytest.raises(UserError, match="2 complete shards"):
+            run_here(copy, out_dir, tokenizer)
+    return copy, out_dir, partial(run_here, copy, out_dir, tokenizer)
+
+
+@needs_proc
+@pytest.mark.parametrize("number", [0, "under way"])
+@pytest.mark.parametrize("change", ["content", "time", "size"])
+def test_a_file_that_changed_after_it_was_used_is_refused(interrupted, number, change):
+    copy, out_dir, resume = interrupted
+    number = read_manifest(out_dir)["next"]["file"] if number == "under way" else number
+    path = copy / f"part_{number:02d}.parquet"
+    before, stat = {p: p.read_bytes() for p in out_dir.glob("*")}, path.stat()
+    if change == "time":
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    else:
+        write_parquet(path, make_documents(40, seed=7))
+        if change == "size":
+            os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    with pytest.raises(UserError, match=f"{path} has changed since shards in .* start over"):
+        resume()
+    assert {p: p.read_bytes() for p in out_dir.glob("*")} == before
+    with pytest.raises(UserError, match="is not complete"):
+        verify(out_dir)
+
+
+@needs_proc
+def test_a_file_that_changed_before_it_was_used_may(interrupted, corpus, tokenizer):
+    copy, out_dir, resume = interrupted
+    number, docs, changed = read_manifest(out_dir)["next"]["file"] + 1, list(corpus[1]), make_documents(40, seed=7)
+    write_parquet(copy / f"part_{number:02d}.parquet", changed, rows=15)
+    resume()
+    docs[40 * number : 40 * number + 40] = changed
+    assert_shards(out_dir, plain_shards(docs, Tokenizer.load(tokenizer)))
+
+
+@needs_proc
+@pytest.mark.parametrize("change", ["add", "remove"])
+def test_files_that_came_or_went_are_refused(interrupted, change):
+    copy, _, resume = interrupted
+    if change == "add":
+        shutil.copy(copy / "part_11.parquet", copy / "part_12.parquet")
+    else:
+        (copy / "part_11.parquet").unlink()
+    with pytest.raises(UserError, match="holds shards of other files"):
+        resume()
+
+
+@needs_proc
+@pytest.mark.parametrize("change", ["rewritten", "removed"])
+def test_a_file_that_changes_while_it_is_read_is_noticed(corpus, tokenizer, tmp_path, monkeypatch, change):
+    """When the first shard is flushed, what is in the second one has been read."""
+    path, fsync = tmp_path / "docs.parquet", os.fsync
+    write_parquet(path, corpus[1], rows=15)
+
+    def fsync_and_change(fd: int) -> None:
+        fsync(fd)
+        if path.exists():
+            path.unlink() if change == "removed" else write_parquet(path, corpus[1][::-1], rows=15)
+
+    monkeypatch.setattr(os, "fsync", fsync_and_change)
+    with pytest.raises(UserError, match="docs.parquet (changed while it was read|)|cannot read .*docs.parquet"):
+        run_here(path, tmp_path / "shards", tokenizer)
+    assert len(read_manifest(tmp_path / "shards")["shards"]) <= 1
+
+
+@needs_proc
+def test_a_damaged_manifest_is_one_error(interrupted):
+    """Whatever is missing in it, or of another type."""
+    _, out_dir, resume = interrupted
+    path = out_dir / "manifest.json"
+    sound = json.loads(path.read_text())
+    places = [{}, dict(file=1, unit=3, bytes=5, skip=0), dict(file="1", at=0, skip=0), dict(file=1, at=-1, skip=0)]
+    needed = sound.keys() - {"next", "commit"}
+    wrong = [{key: value for key, value in sound.items() if key != lost} for lost in needed]
+    for content in [*wrong, *(sound | dict(next=place) for place in places), [1], 1, "x"]:
+        path.write_text(json.dumps(content))
+        with pytest.raises(UserError):
+            resume(dry_run=True)
+    for key in sound:
+        for value in (None, -1, "x", [], {}, [1], {"a": 1}, 1e400):
+            path.write_text(json.dumps(sound | {key: value}))
+            with suppress(UserError):
+                resume(dry_run=True)
+    path.write_text(json.dumps(sound))
+    resume()
 
 
 # --------------------------------------------------------------------------------------------- what is wrong, in a line
@@ -595,3 +705,50 @@ def test_no_network_is_one_line_and_loses_nothing(corpus, dataset, tokenizer, tm
     nowhere = hub_environment("http://127.0.0.1:9", tmp_path / "home")
     assert_user_error(run_script("fineweb.py", **words, env=nowhere), "http://127.0.0.1:9", "HF_ENDPOINT")
     assert not out_dir.exists()
+
+
+def test_another_content_under_the_same_commit_is_refused(corpus, dataset, tokenizer, tmp_path):
+    """As a mirror that is out of date may have it: the hub's hashes tell."""
+    shutil.copytree(dataset, tmp_path / "dataset")
+    out_dir, folder = tmp_path / "shards", tmp_path / "dataset" / "sample" / "10BT"
+    words = options("some/corpus/sample/10BT", out_dir, tokenizer, keep_downloads=True)
+    sound = (folder / "part_07.parquet").read_bytes()
+    (folder / "part_07.parquet").write_bytes(sound[:1000])
+    with Hub(tmp_path / "dataset") as hub:
+        env = hub_environment(hub.url, tmp_path / "home")
+        assert_user_error(run_script("fineweb.py", **words, env=env), "cannot read", "part_07.parquet")
+        assert len(read_manifest(out_dir)["shards"]) > 0
+        write_parquet(folder / "part_00.parquet", ["another", "content"])
+        assert_user_error(run_script("fineweb.py", **words, env=env), "part_00.parquet has changed")
+        shutil.copy(dataset / "sample" / "10BT" / "part_00.parquet", folder)
+        (folder / "part_07.parquet").write_bytes(sound)
+        succeed("fineweb.py", **words, env=env)  # the damaged copy in .downloads is not taken for the sound file
+    shutil.rmtree(out_dir / ".downloads")
+    assert_shards(out_dir, plain_shards(corpus[1], Tokenizer.load(tokenizer)))
+
+
+# --------------------------------------------------------------------------------------------------------- what it is
+
+
+def test_importing_it_imports_no_torch():
+    code = "import sys; sys.path.insert(0, '.'); import fineweb; print(*sys.modules)"
+    modules = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert not {"torch", "datasets", "transformers", "model", "optim", "run", "train_gpt2"} & set(modules.split())
+
+
+WRONG = ["0", "-1", "1", "1000000000000", "nan", "inf", "", "nonsense", "x" * 5000]
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(Config) if field.name != "verify"])
+def test_any_value_of_any_constant_is_taken_or_answered_in_a_line(
+    corpus, tokenizer, tmp_path, capsys, monkeypatch, name
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    given = dict(source=corpus[0] / "part_00.parquet", out_dir="shards", tokenizer=tokenizer)
+    for value in WRONG if name not in ("dry_run", "keep_downloads") else [True]:
+        words = arguments(**given | dict(dry_run=True) | {name: value})
+        result = run_inline(fineweb.main, words, capsys, monkeypatch)
+        if result.returncode:
+            assert_user_error(result)
+    assert not (tmp_path / "shards").exists()
