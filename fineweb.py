@@ -100,7 +100,7 @@ def make_shards(config: Config, out_dir: Path) -> None:
     check_usage(config, tok)
     manifest = open_manifest(config, out_dir, tok)
     if "next" not in manifest:
-        return print(f"{out_dir} is complete: {summary(manifest)}")
+        return say(f"{out_dir} is complete: {summary(manifest)}")
     source = sources.find_source(config.source, manifest.get("commit") or config.revision)
     print_plan(config, source, with_files(manifest, source, out_dir), out_dir)
     if config.dry_run:
@@ -116,10 +116,10 @@ def make_shards(config: Config, out_dir: Path) -> None:
     except (KeyboardInterrupt, Stopped):
         print(f"stopped; {safe_shards(out_dir)}: {RESUME}", file=sys.stderr)
         raise
-    print(f"{out_dir}: {summary(manifest)}")
+    say(f"{out_dir}: {summary(manifest)}")
     if len(manifest["shards"]) == 1:
         tenth = -(-manifest["tokens"] // 10)
-        print(f"all of it is the validation split; for one to train on, too: --shard_size {tenth}")
+        say(f"all of it is the validation split; for one to train on, too: --shard_size {tenth}")
 
 
 def safe_shards(out_dir: Path) -> str:
@@ -143,7 +143,7 @@ def write_shards(config: Config, source: Source, manifest: dict, out_dir: Path, 
 
     def is_safe(manifest: dict) -> None:
         entry, total = manifest["shards"][-1], f"{manifest['tokens']:,} of about {bar.total:,.0f}"
-        bar.write(f"{entry['file']}: {entry['tokens']:,} tokens; in all {total}, {manifest['documents']:,} documents")
+        say(f"{entry['file']}: {entry['tokens']:,} tokens; in all {total}, {manifest['documents']:,} documents")
         if "next" in manifest and not config.keep_downloads:
             sources.discard(source, downloads, manifest["next"]["file"])
 
@@ -178,12 +178,10 @@ def units_from(begin: dict, paths: Iterator[Path], field: str, cut: re.Pattern |
 
 
 def tokenized(
-    units: Iterator[tuple[int, Unit]], pool: ProcessPoolExecutor, ahead: int
+    units: Iterator, pool: ProcessPoolExecutor, ahead: int
 ) -> Iterator[tuple[int, Unit, np.ndarray, Counter]]:
-    """(number of the file, unit, tokens (n,), skipped documents) in the order of the units.
-
-    At most `ahead` units are under way, so that memory does not grow when writing is slower than tokenizing.
-    """
+    """(number of the file, unit, tokens (n,), skipped documents) in the order of the units. At most `ahead` of them are
+    under way: memory must not grow when writing is slower than tokenizing."""
     pending = deque()
     for file, unit in units:
         pending.append((file, unit._replace(content=b""), pool.submit(tokenize, unit)))  # only workers need its text
@@ -201,10 +199,8 @@ def start_workers(config: Config, tok: Tokenizer) -> Iterator[ProcessPoolExecuto
         pool.submit(int)  # starts processes before there are threads, which a fork would not copy
         yield pool
     except BrokenProcessPool:
-        raise UserError(
-            f"one of {config.n_workers} worker processes was ended, perhaps for lack of memory; {RESUME}, with fewer "
-            "--workers if that was the reason"
-        ) from None
+        what = f"one of {config.n_workers} worker processes was ended, perhaps for lack of memory"
+        raise UserError(f"{what}; {RESUME}, with fewer --workers if that was the reason") from None
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -334,8 +330,7 @@ class Writer:
             self._complete(None)
         self.finishing.result()
         if not self.manifest["shards"]:
-            skipped = dict(self.skipped) or "none"
-            raise UserError(f"there is no document in {self.manifest['source']}; skipped: {skipped}")
+            raise UserError(f"no document in {self.manifest['source']}; skipped: {dict(self.skipped) or 'none'}")
         if self.manifest.pop("next", None):  # the source ended where a shard did
             self.manifest |= dict(skipped=dict(sorted(self.skipped.items())))
             save_manifest(self.out_dir, self.manifest)
@@ -355,7 +350,7 @@ def shard_name(out_dir: Path) -> str:
 
 
 def check_unchanged(manifest: dict, last: int) -> None:
-    """Of the local files that the shard under way was made of, up to number `last`, none may have changed meanwhile."""
+    """Raises UserError if a local file that is in the shard under way, up to number `last`, changed meanwhile."""
     for entry in manifest["files"][manifest["next"]["file"] : last + 1]:
         path = Path(entry["name"])
         if not manifest["commit"] and not (path.exists() and local_file(path)._asdict() == entry):
@@ -381,10 +376,8 @@ def open_manifest(config: Config, out_dir: Path, tok: Tokenizer) -> dict:
         return identity | dict(tokens=0, documents=0, bytes=0, skipped={}, shards=[], next=dict(file=0, at=0, skip=0))
     for key, value in identity.items():
         if manifest.get(key) != value:
-            raise UserError(
-                f"{out_dir} holds shards of a run with {key} {manifest.get(key)}, and now it is {value}; "
-                "give another --out_dir, or remove that one"
-            )
+            was = f"{out_dir} holds shards of a run with {key} {manifest.get(key)}"
+            raise UserError(f"{was}, and now it is {value}; give another --out_dir, or remove that one")
     if not is_well_formed(manifest):
         raise UserError(f"{out_dir}/manifest.json is damaged, or of an earlier version; remove {out_dir} to start over")
     for path in (out_dir / entry["file"] for entry in manifest["shards"]):
@@ -402,10 +395,8 @@ def with_files(manifest: dict, source: Source, out_dir: Path) -> dict:
         raise UserError(f"{out_dir} holds shards of other files than those of the source now; give another --out_dir")
     used = manifest["next"]["file"] + 1 if manifest["shards"] else 0
     if changed := [now["name"] for then, now in zip(before[:used], files, strict=False) if then != now]:
-        raise UserError(
-            f"{changed[0]} has changed since shards in {out_dir} were made of it; put back what it was, or remove "
-            f"{out_dir} to start over"
-        )
+        what = f"{changed[0]} has changed since shards in {out_dir} were made of it"
+        raise UserError(f"{what}; put back what it was, or remove {out_dir} to start over")
     return manifest | dict(commit=source.commit, files=files)
 
 
@@ -422,9 +413,17 @@ def is_well_formed(manifest: dict) -> bool:
 # ------------------------------------------------------------------------------------------------ what it tells people
 
 
+def say(line: str) -> None:
+    """Print without tearing the bar. A run outlives the reader of its output, such as `| head`."""
+    try:
+        tqdm.write(line)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def print_plan(config: Config, source: Source, manifest: dict, out_dir: Path) -> None:
     """Say what will be read and written, and what that needs. Raises UserError where the disk is too small."""
-    n_bytes = sum(file.bytes for file in source.files)
     text_bytes = sum(file.bytes * sources.KINDS[sources.kind_of(file.name)] for file in source.files)
     tokens = min(text_bytes * TOKENS_PER_BYTE, config.limit)
     left = max(tokens - manifest["tokens"], 0)
@@ -434,17 +433,15 @@ def print_plan(config: Config, source: Source, manifest: dict, out_dir: Path) ->
     free = shutil.disk_usage(next(path for path in (out_dir, *out_dir.resolve().parents) if path.exists())).free
     commit = f" at {source.commit[:12]}" if source.commit else ""
     seconds = left / config.n_workers / TOKENS_PER_SECOND
-    print(f"source  {manifest['source']}{commit}: {len(source.files)} files, {size(n_bytes)}")
-    print(f"target  {out_dir}: about {tokens:,.0f} tokens, in shards of {config.shard_size:,} {manifest['dtype']}")
-    print(f"disk    {size(for_shards)} for shards, {size(for_files)} for files under way; {size(free)} are free")
-    print(f"time    about {duration(seconds)} with {config.n_workers} workers and a fast network")
+    say(f"source  {manifest['source']}{commit}: {len(source.files)} files, {size(sum(f.bytes for f in source.files))}")
+    say(f"target  {out_dir}: about {tokens:,.0f} tokens, in shards of {config.shard_size:,} {manifest['dtype']}")
+    say(f"disk    {size(for_shards)} for shards, {size(for_files)} for files under way; {size(free)} are free")
+    say(f"time    about {duration(seconds)} with {config.n_workers} workers and a fast network")
     if manifest["shards"]:
-        print(f"resume  after {len(manifest['shards'])} complete shards, {manifest['tokens']:,} tokens")
+        say(f"resume  after {len(manifest['shards'])} complete shards, {manifest['tokens']:,} tokens")
     if for_shards + for_files > free:
-        raise UserError(
-            f"{out_dir} needs about {size(for_shards + for_files)}, and its disk has {size(free)} free; free some, "
-            "give a smaller --limit_tokens, or an --out_dir on another disk"
-        )
+        what = f"{out_dir} needs about {size(for_shards + for_files)}, and its disk has {size(free)} free"
+        raise UserError(f"{what}; free some, give a smaller --limit_tokens, or an --out_dir on another disk")
 
 
 def size(n: float) -> str:

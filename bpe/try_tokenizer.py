@@ -19,7 +19,7 @@ from typing import Literal
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bpe.tokenizer import Tokenizer
-from runtime import UserError, parse_args, script
+from cli import UserError, parse_args, script
 
 ENGLISH = (
     "The librarian keeps 3 clocks above the door. One is right, one is 5 minutes fast, and nobody remembers why "

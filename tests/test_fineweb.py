@@ -531,7 +531,7 @@ def test_a_source_without_documents(tokenizer, tmp_path):
         run_here("missing.parquet", tmp_path / "shards", tokenizer)
     assert not (tmp_path / "shards").exists()
     (tmp_path / "x.txt").touch()
-    with pytest.raises(UserError, match="there is no document"):
+    with pytest.raises(UserError, match="no document in .*x.txt; skipped: none"):
         run_here(tmp_path / "x.txt", tmp_path / "shards", tokenizer)
 
 
@@ -565,6 +565,16 @@ def test_usage_errors_are_one_line(tokenizer, tmp_path):
     words = dict(source=tokenizer, out_dir=tokenizer, tokenizer=tokenizer)
     assert_user_error(run_script("fineweb.py", **words), "is a file; give a directory")
     assert_user_error(run_script("fineweb.py", verify=True, out_dir=tmp_path), "manifest.json")
+
+
+def test_it_outlives_the_reader_of_its_output(corpus, tokenizer, tmp_path):
+    out_dir = tmp_path / "shards"
+    words = command("fineweb.py", **options(corpus[0], out_dir, tokenizer, start_method="fork"))
+    process = subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE)
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=200) == 0
+    assert_shards(out_dir, plain_shards(corpus[1], Tokenizer.load(tokenizer)))
 
 
 def test_dry_run_says_what_it_needs_and_writes_nothing(corpus, tokenizer, tmp_path):
