@@ -28,8 +28,8 @@ Runs = Annotated[tuple[str, ...], Positional, arg(metavar="RUN [RUN ...]")]
 Records = list[dict]
 
 COLUMNS = 800  # about the pixels that a panel is wide: more points than that cannot be seen
-# Okabe and Ito's colours (2008), which the colour-blind tell apart; dashes and marks do the same for a grey print.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9")
+# Okabe and Ito's colours (2008), which the colour-blind tell apart; so do dashes and marks on a grey print.
+COLORS = ("#0072B2", "#E69F00", "#000000", "#D55E00", "#56B4E9", "#009E73", "#CC79A7")
 DASHES = ("-", "--", "-.", ":")
 MARKS = ("o", "s", "^", "D", "v", "P", "X")
 MOST_RUNS = 12
@@ -50,7 +50,8 @@ UNITS = {
     "tokens": [(1e12, "trillions of tokens"), (1e9, "billions of tokens"), (1e6, "millions of tokens"), (1, "tokens")],
     "seconds": [(86400, "days of training"), (3600, "hours of training"), (60, "minutes of training"),
                 (1, "seconds of training")],
-    "flops": [(1e21, "zettaFLOPs of training"), (1e18, "exaFLOPs of training"), (1e15, "petaFLOPs of training"), (1e12, "teraFLOPs of training"), (1, "FLOPs of training")],
+    "flops": [(1e21, "zettaFLOPs of training"), (1e18, "exaFLOPs of training"), (1e15, "petaFLOPs of training"),
+              (1e12, "teraFLOPs of training"), (1, "FLOPs of training")],
 }  # fmt: skip
 
 
@@ -244,7 +245,7 @@ def draw_loss(axes, runs: dict[str, dict], x_of: dict[str, Callable]) -> None:
         curves += [(x, smoothed(median)), (x_of[label](val_steps), val_losses)]
         axes.plot(*curves[-2], color=COLORS[i % len(COLORS)], linewidth=1.5 if alone else 0.8)
         # beside its own training loss a validation needs another colour; beside other runs each has its own
-        style = marked(i, len(val_steps)) if not alone else marked(1, len(val_steps)) | {"linestyle": "-"}
+        style = marked(i, len(val_steps)) if not alone else marked(2, len(val_steps)) | {"linestyle": "-"}
         lines += axes.plot(*curves[-1], linewidth=1.6, **style)
         last |= {label: val_losses[-1]} if len(val_losses) else {}
         labels.append(("validation" if alone else label) + (f": {last[label]:.3f} at last" if label in last else ""))
