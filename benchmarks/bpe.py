@@ -1,0 +1,116 @@
+"""Tokenizers: training against `tokenizers` (Rust), encoding against tiktoken and transformers.
+
+All train on the same texts (--data: a file, a folder or a glob; input.txt when empty) to the same number of tokens,
+split by GPT-2's pattern; that ours finds the same merges is checked and said. Training takes all cores, with us and
+with `tokenizers`; one process of ours is shown beside it. rustbpe and bpeasy take part where they are installed.
+All encode those texts with the vocabulary that was trained, one after the other and on one core unless it says threads.
+transformers caches chunks as we do, so we show both: with chunks that were seen before, and with nothing cached.
+Peak memory is that of all processes of a training that reads the texts as it goes.
+"""
+
+import json
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from benchmarks.measure import interleave, peak_memory, table
+from bpe import train
+from bpe.tokenizer import Tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(config, rt) -> list[dict]:
+    data = config.data or str(ROOT / "input.txt")
+    texts = list(train.read_texts(train.Config(input=(data,))))
+    megabytes = sum(len(text.encode()) for text in texts) / 1e6
+    vocab_size = 32_768 if megabytes > 10 else 1024
+    print(f"{len(texts):,} texts, {megabytes:.1f} MB, vocabulary of {vocab_size:,}\n\ntraining")
+    contestants = trainers(texts, vocab_size)
+    rows = table(interleave(contestants, config.repeats, rt), megabytes, "MB/s")
+    tok = Tokenizer.train(texts, vocab_size)
+    print(f"the same merges as tokenizers: {'yes' if same_merges(tok, contestants['tokenizers']()) else 'NO'}")
+
+    print("\nencoding, on one core unless it says threads")
+    rows += table(interleave(encoders(tok, texts, config.repeats), config.repeats, rt), megabytes, "MB/s")
+
+    print("\npeak memory of all processes while training, MB")
+    for name, code in MEMORY.items():
+        rows.append(dict(name=f"memory of {name}", unit="MB", rate=training_memory(code, data, vocab_size)))
+        print(f"{name:<14}{rows[-1]['rate']:>7,.0f}")
+    return rows
+
+
+def trainers(texts: list[str], vocab_size: int) -> dict[str, Callable]:
+    """{name: function that trains}; `vocab_size` counts <|endoftext|>, which only ours has from the start."""
+    found = {"tokenizers": partial(train_theirs, texts, vocab_size - 1)}
+    pattern = Tokenizer.train([], 257).pattern  # GPT-2's, as a regular expression
+    try:
+        import rustbpe
+
+        found["rustbpe"] = lambda: rustbpe.Tokenizer().train_from_iterator(iter(texts), vocab_size - 1, pattern=pattern)
+    except ImportError:
+        pass
+    try:
+        import bpeasy
+
+        found["bpeasy"] = lambda: bpeasy.train_bpe(iter(texts), pattern, 10_000, vocab_size - 1)
+    except ImportError:
+        pass
+    found["this project, one process"] = lambda: Tokenizer.train(texts, vocab_size, workers=1)
+    found["this project"] = lambda: Tokenizer.train(texts, vocab_size)
+    return found
+
+
+def train_theirs(texts: list[str], vocab_size: int):
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    tok = Tokenizer(models.BPE())
+    tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
+    tok.train_from_iterator(texts, trainer)
+    return tok
+
+
+def same_merges(tok: Tokenizer, theirs) -> bool:
+    """Both write their files with the same stand-ins for bytes, so that merges can be compared as they stand there."""
+    written = json.loads(tok.to_transformers().backend_tokenizer.to_str())
+    return written["model"]["merges"] == json.loads(theirs.to_str())["model"]["merges"]
+
+
+def encoders(tok: Tokenizer, texts: list[str], repeats: int) -> dict[str, Callable]:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    tiktoken, transformers = tok.to_tiktoken(), tok.to_transformers()
+    # one for each time that it is asked for: a tokenizer that comes out of a pickle has seen nothing yet
+    unused = [pickle.loads(pickle.dumps(tok)) for _ in range(repeats + 1)]
+    return {
+        "tiktoken": lambda: [tiktoken.encode_ordinary(text) for text in texts],
+        "transformers, fast": lambda: [transformers(text)["input_ids"] for text in texts],
+        "this project, nothing cached": lambda: encode_all(unused.pop(), texts),
+        "this project": lambda: encode_all(tok, texts),
+        "this project, encode_batch in threads": lambda: tok.encode_batch(texts, disallowed_special=()),
+    }
+
+
+def encode_all(tok: Tokenizer, texts: list[str]) -> None:
+    for text in texts:
+        tok.encode_ordinary(text)
+
+
+MEMORY = {  # `texts` and `vocab_size` are there already
+    "tokenizers": "from benchmarks.bpe import train_theirs\ntrain_theirs(texts, vocab_size)\n",
+    "this project": "from bpe.tokenizer import Tokenizer\nTokenizer.train(texts, vocab_size)\n",
+}
+
+
+def training_memory(code: str, data: str, vocab_size: int) -> float:
+    """MB of a training in a process of its own, and of the processes that it starts; 0 elsewhere than on Linux."""
+    before = (
+        f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom bpe import train\n"
+        f"texts, vocab_size = train.read_texts(train.Config(input=({data!r},))), {vocab_size}\n"
+    )
+    return peak_memory([sys.executable, "-c", before + code]) / 1e6

@@ -1,0 +1,179 @@
+"""Text to shards, and shards to batches.
+
+Sharding with GPT-2's tokens, two processes for all: the loop that everybody writes (`Pool(2).imap` over load_dataset,
+into an array; it writes no file and computes no checksum), two processes that only call tiktoken and throw the tokens
+away, and fineweb.py from start to end with files, checksums and manifest. The text is what lies below --data as
+.parquet (made of input.txt when empty), eight times over under different names.
+Reading 64 x 1,024 tokens at a time from 100 shards of 2M tokens: whole shards converted in file order, as short scripts
+do, against windows in the order of one permutation. Copying to int64 alone shows what is left to gain.
+"""
+
+import contextlib
+import functools
+import io
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import fineweb
+from benchmarks.measure import interleave, peak_memory, table
+from cli import UserError
+from data import Batches, TokenStream, find_shards, training_batches
+from runtime import Runtime, prefetch
+from shards import npy_header
+
+ROOT = Path(__file__).resolve().parent.parent
+ROWS, T = 64, 1024  # of a batch
+
+
+def run(config, rt: Runtime) -> list[dict]:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        return shard_figures(config, rt, Path(folder)) + loader_figures(config, rt, Path(folder))
+
+
+# ---------------------------------------------------------------------------------------------------------- sharding
+
+
+def shard_figures(config, rt: Runtime, folder: Path) -> list[dict]:
+    import datasets
+
+    files = parquet_files(config.data, folder)
+    rows = datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=str(folder / "cache"))
+    texts = list(rows["text"])
+    n = sum(map(len, gpt2().encode_ordinary_batch(texts))) + len(texts)
+    contestants = {
+        "the plain loop: Pool(2).imap over load_dataset": functools.partial(plain_loop, rows, n),
+        "2 processes that only call encode_ordinary_batch": functools.partial(encode_alone, texts),
+        "fineweb.py, from start to end": functools.partial(make_shards, files, folder / "shards"),
+    }
+    measured = table(interleave(contestants, config.repeats, rt), n, "tokens/s")
+    words = ["--source", *files, "--out_dir", str(folder / "memory"), "--workers", "2"]
+    peak = peak_memory([sys.executable, fineweb.__file__, *words])
+    print(f"all its processes together need {peak / 2**20:,.0f} MiB at the peak, shards having 100M tokens\n")
+    return [*measured, dict(name="peak memory", rate=peak / 2**20, unit="MiB")]
+
+
+def parquet_files(source: str, folder: Path) -> list[str]:
+    """Every file eight times, under names of its own. Raises UserError where there is none."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    files = sorted(Path(source).rglob("*.parquet")) if source else [folder / "input.parquet"]
+    if not files:
+        raise UserError(f"--data {source}: there is no .parquet file below it")
+    if not source:
+        text = (ROOT / "input.txt").read_text()
+        pieces = [text[i : i + 2000] for i in range(0, len(text), 2000)]
+        pq.write_table(pa.table({"text": pieces}), files[0], row_group_size=1000)
+    copies = [(folder / f"copy_{i}_{file.name}", file) for i in range(8) for file in files]
+    for copy, file in copies:
+        copy.symlink_to(file.resolve())
+    return [str(copy) for copy, _ in copies]
+
+
+def plain_loop(rows, n: int) -> None:
+    buffer, used = np.empty(n, np.uint16), 0
+    with multiprocessing.Pool(2) as pool:
+        for tokens in pool.imap(plain_tokens, rows, chunksize=16):
+            buffer[used : used + len(tokens)] = tokens
+            used += len(tokens)
+    assert used == n
+
+
+def plain_tokens(row: dict) -> np.ndarray:
+    tokens = np.array([gpt2().eot_token, *gpt2().encode_ordinary(row["text"])])
+    assert (0 <= tokens).all() and (tokens < 2**16).all()
+    return tokens.astype(np.uint16)
+
+
+def encode_alone(texts: list[str]) -> None:
+    processes = [multiprocessing.Process(target=encode_texts, args=(half,)) for half in (texts[::2], texts[1::2])]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+
+
+def encode_texts(texts: list[str]) -> None:
+    for i in range(0, len(texts), 1000):
+        gpt2().encode_ordinary_batch(texts[i : i + 1000], num_threads=1)
+
+
+def make_shards(files: list[str], out_dir: Path) -> None:
+    shutil.rmtree(out_dir, ignore_errors=True)
+    start = multiprocessing.get_start_method()  # as the others start their processes
+    config = fineweb.Config(source=tuple(files), out_dir=str(out_dir), workers=2, start_method=start)
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        fineweb.make_shards(config, out_dir)
+
+
+@functools.cache
+def gpt2():
+    import tiktoken
+
+    return tiktoken.get_encoding("gpt2")
+
+
+# ---------------------------------------------------------------------------------------------------------- the loader
+
+
+def loader_figures(config, rt: Runtime, folder: Path) -> list[dict]:
+    rng, steps = np.random.default_rng(0), 400
+    for i in range(100):
+        np.save(folder / f"x_train_{i:06d}.npy", rng.integers(0, 50257, 2_000_000, dtype=np.uint16))
+    paths = find_shards(str(folder), "train")
+    stream, source = TokenStream(paths, 50304), np.load(paths[0])[: ROWS * (T + 1)]
+    contestants = {
+        "the plain loader: whole shards, file order": functools.partial(read_plainly, paths, steps),
+        "this project, shuffled": lambda: read(stream, steps, shuffle=True),
+        "this project, file order": lambda: read(stream, steps, shuffle=False),
+        "this project, shuffled, in the thread": lambda: read(stream, steps, True, in_thread),
+        "copying to int64 and nothing else": lambda: [source.astype(np.int64) for _ in range(steps)],
+    }
+    measured = table(interleave(contestants, config.repeats, rt), steps * ROWS * T, "tokens/s")
+    began = time.perf_counter()
+    read(TokenStream(empty_shards(folder / "empty"), 50304), 1, shuffle=True)
+    start_up = time.perf_counter() - began
+    print(f"start-up, from 100 shards of 100M tokens to the first batch: {start_up:.3f} s")
+    return [*measured, dict(name="start-up", rate=start_up, unit="s")]
+
+
+def read_plainly(paths: list[Path], steps: int) -> None:
+    """A shard is read as a whole and converted; batches are slices of it."""
+    shard, position, tokens = -1, 0, torch.empty(0)
+    for _ in range(steps):
+        if position + ROWS * T + 1 > len(tokens):
+            shard, position = (shard + 1) % len(paths), 0
+            tokens = torch.tensor(np.load(paths[shard]).astype(np.int32), dtype=torch.long)
+        piece = tokens[position : position + ROWS * T + 1]
+        piece[:-1].view(ROWS, T), piece[1:].view(ROWS, T)
+        position += ROWS * T
+
+
+def read(stream: TokenStream, steps: int, shuffle: bool, wrap: Callable = lambda batches: batches) -> None:
+    batches = Batches(stream, T, 0, shuffle)
+    for _ in wrap(training_batches(batches, lambda step: (step * ROWS, ROWS), 0, steps, ROWS)):
+        pass
+
+
+def in_thread(batches):
+    return prefetch(batches, torch.device("cpu"))
+
+
+def empty_shards(folder: Path) -> list[Path]:
+    """100 shards of 100M tokens, all zero, for which a file system that knows holes needs no room."""
+    folder.mkdir()
+    paths, header = [folder / f"x_train_{i:06d}.npy" for i in range(100)], npy_header(10**8, np.dtype(np.uint16))
+    for path in paths:
+        path.write_bytes(header)
+        os.truncate(path, len(header) + 2 * 10**8)
+    return paths

@@ -1,0 +1,180 @@
+"""One training step, rung by rung: what each change to the plainest recipe is worth.
+
+Every rung makes the same optimizer step (forward, backward, clipping, AdamW) on the same random tokens, and has one
+change more than the rung before it. Each is a process of its own, so that what one compiles or chooses is not there for
+the next. GPT-2 124M with 1,024 tokens of context on a GPU, a model of 6 layers on a CPU, --size for others; --png is
+the figure. Memory is the peak of the device's allocator, on a CPU that of the process.
+Unfair to none, but the order decides what a rung is credited with: bf16 before TF32 would leave TF32 nothing.
+"""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.measure import in_own_process, interleave, machine, model_sizes
+from cli import UserError
+from model import GPT, GPTConfig, use_float8
+from runtime import Runtime
+from trials import choose_attention_kernel
+
+WARM_UPS = 3  # steps: the first one compiles, and clocks of a GPU take a moment to rise
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One way to make a training step."""
+
+    name: str
+    tf32: bool = False
+    bf16: bool = False
+    compile: bool = False
+    attention: str = "naive"
+    padded: bool = False  # vocabulary padded to a multiple of 128
+    fused: bool = False  # AdamW in one kernel
+    chunked: bool = False  # the loss of model.py, instead of all logits in fp32
+    kernel: bool = False  # the fastest of the attention kernels, instead of PyTorch's choice
+    fp8: bool = False  # the blocks' products in FP8
+
+
+def run(config, rt: Runtime) -> list[dict]:
+    shape, batch_size = model_shape(config.size, rt), config.batch_size or 16
+    print(f"{shape}, batch size {batch_size}\n")
+    print(f"{'':<26}{'ms/step':>10}{'tokens/s':>12}{'MFU':>7}{'GiB':>7}{'x before':>10}{'x first':>9}")
+    rows = []
+    for rung in rungs(rt):
+        make = partial(plain_step, rung, shape, batch_size)
+        try:
+            found = in_own_process(measure_step, make, batch_size, config.repeats, rt.device.type)
+        except (RuntimeError, ImportError) as e:  # out of memory, or this GPU cannot do it
+            print(f"{rung.name:<26} failed: {str(e).strip().splitlines()[0]}")
+            continue
+        rate = batch_size * shape["sequence_length"] / statistics.median(found["seconds"])
+        row = dict(name=rung.name, rate=rate, unit="tokens/s", mfu=mfu(rate, found["flops"], rt), **found)
+        row |= dict(over_before=rate / (rows or [row])[-1]["rate"], over_first=rate / (rows or [row])[0]["rate"])
+        rows.append(row)
+        print(line(row, batch_size * shape["sequence_length"]), flush=True)
+    if rows:
+        draw(rows, Path(config.png), machine(rt)["device"])
+    return rows
+
+
+def rungs(rt: Runtime) -> list[Rung]:
+    """fp32 first, then one change a rung. A CPU has no TF32, its fused attention is slow in bf16, and torch.compile,
+    slow to start there, is last."""
+    last = {"vocabulary padded to 128": dict(padded=True), "fused AdamW": dict(fused=True),
+            "chunked loss": dict(chunked=True)}  # fmt: skip
+    if rt.device.type == "cuda":
+        changes = {"TF32": dict(tf32=True), "bf16 autocast": dict(bf16=True), "torch.compile": dict(compile=True),
+                   "flash attention": dict(attention="flash"), **last,
+                   "fastest attention kernel": dict(kernel=True)}  # fmt: skip
+        if torch.cuda.get_device_capability() >= (8, 9):
+            changes["FP8"] = dict(fp8=True)
+    else:
+        changes = {"flash attention": dict(attention="flash"), "bf16 autocast": dict(bf16=True),
+                   "attention by hand again": dict(attention="naive"), **last,
+                   "torch.compile": dict(compile=True)}  # fmt: skip
+    ladder = [Rung("fp32, all by hand")]
+    for name, change in changes.items():
+        ladder.append(replace(ladder[-1], name=name, **change))
+    return ladder
+
+
+def model_shape(size: str, rt: Runtime) -> dict:
+    """GPT-2 124M on a GPU; on a CPU a model that takes about a second for a step."""
+    if rt.device.type == "cuda" or size:
+        long = size != "tiny"
+        return model_sizes(size) | dict(sequence_length=1024 if long else 32, vocab_size=50257 if long else 1000)
+    return dict(n_layer=6, n_head=6, n_embd=384, sequence_length=256, vocab_size=1000)
+
+
+def plain_step(rung: Rung, shape: dict, batch_size: int, rt: Runtime) -> tuple[Callable[[int], None], float]:
+    """(function that makes one optimizer step in so many micro-batches, FLOPs per token), as a plain script has it."""
+    torch.set_float32_matmul_precision("high" if rung.tf32 else "highest")
+    vocab_size = -(-shape["vocab_size"] // 128) * 128 if rung.padded else shape["vocab_size"]
+    model = GPT(GPTConfig(**shape | dict(vocab_size=vocab_size, attention=rung.attention))).to(rt.device)
+    if rung.fp8:
+        use_float8(model)
+    if rung.kernel:
+        heads, head_size = shape["n_head"], shape["n_embd"] // shape["n_head"]
+        bf16 = replace(rt, dtype=torch.bfloat16)
+        choose_attention_kernel(bf16, (batch_size, heads, shape["sequence_length"], head_size))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=rung.fused, foreach=not rung.fused)
+    tokens = random_tokens(shape, batch_size, rt)  # (B, T + 1)
+
+    def loss_of(idx, targets):
+        if rung.chunked:
+            return model(idx, targets)[1]
+        logits, _ = model(idx)  # (B, T, V)
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    loss_of = torch.compile(loss_of) if rung.compile else loss_of
+
+    def step(n_micro: int) -> None:
+        for rows in tokens.chunk(n_micro):
+            with torch.autocast(rt.device.type, dtype=torch.bfloat16, enabled=rung.bf16):
+                loss = loss_of(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+            (loss / n_micro).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step, model.estimate_flops()
+
+
+def random_tokens(shape: dict, batch_size: int, rt: Runtime) -> torch.Tensor:
+    """(B, T + 1). What the tokens are has no influence on the speed of a step."""
+    return torch.randint(shape["vocab_size"], (batch_size, shape["sequence_length"] + 1), device=rt.device)
+
+
+def measure_step(make: Callable, batch_size: int, repeats: int, device: str) -> dict:
+    """{seconds, flops, memory, n_micro} of the step that make(rt) returns, with as few micro-batches as fit."""
+    rt = Runtime.setup(device, "float32")
+    for n_micro in (n for n in (1, 2, 4, 8, 16, 32, 64) if n <= batch_size):
+        torch.manual_seed(0)
+        torch.compiler.reset()  # code for other sizes would make these sizes dynamic, which is slower
+        try:
+            step, flops = make(rt)
+            for _ in range(WARM_UPS):
+                step(n_micro)
+            break
+        except torch.OutOfMemoryError:
+            step = None
+            torch.cuda.empty_cache()
+    else:
+        raise UserError(f"not even one sequence fits into the memory of this {device}")
+    rt.reset_peak_memory()
+    seconds = interleave({"step": lambda: step(n_micro)}, repeats, rt)["step"]
+    return dict(seconds=seconds, flops=flops, memory=rt.peak_memory(), n_micro=n_micro)
+
+
+def mfu(rate: float, flops_per_token: float, rt: Runtime) -> float | None:
+    """Model FLOPs utilization (Chowdhery et al. 2022, appendix B), None where the peak is not known."""
+    peak = rt.peak_flops()
+    return rate * flops_per_token / peak if peak else None
+
+
+def line(row: dict, tokens: int) -> str:
+    share = f"{row['mfu']:.1%}" if row["mfu"] else "n/a"
+    name = row["name"] + (f" ({row['n_micro']} parts)" if row["n_micro"] > 1 else "")
+    return (
+        f"{name:<26}{1e3 * tokens / row['rate']:>10.1f}{row['rate']:>12,.0f}{share:>7}{row['memory'] / 2**30:>7.2f}"
+        f"{row['over_before']:>10.2f}{row['over_first']:>9.2f}"
+    )
+
+
+def draw(rows: list[dict], path: Path, device: str) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 0.5 * len(rows) + 1.2), dpi=120, layout="tight")
+    axes = figure.add_subplot()
+    bars = axes.barh([row["name"] for row in rows], [row["rate"] for row in rows], color="#0072B2")
+    axes.bar_label(bars, [f" {row['rate']:,.0f}  (x {row['over_first']:.1f})" for row in rows])
+    axes.set(xlabel=f"training, tokens/s on {device}", xlim=(0, 1.25 * max(row["rate"] for row in rows)))
+    axes.invert_yaxis()
+    figure.savefig(path)
+    print(f"\ndrawn in {path}")

@@ -1,0 +1,117 @@
+"""Finetuning with LoRA, r = 8, on GPT-2 124M: peft on transformers, against this project, with random weights.
+
+Each step takes the same 32 examples of Alpaca (--data, by default downloaded), with AdamW on the same factors and a
+loss on the same answer tokens, which is what the rate counts; the first losses are printed, because they have to agree.
+peft runs as its documentation has it: 8 examples at a time, padded to the longest of them, all logits. Ours are sorted
+by length and cut into micro-batches as lora_finetune.py does. On a CPU peft runs in fp32 only, on a GPU in the 16-bit
+format that is fast there, with autocast; this project in fp32 and in that format.
+"""
+
+import tempfile
+from collections.abc import Callable
+
+import torch
+
+import lora_finetune as lf
+from benchmarks.measure import interleave, model_sizes, table
+from bpe.tokenizer import Tokenizer
+from lora import TARGETS, LoRAConfig, add_lora, cast_frozen
+from model import GPT, GPTConfig
+from runtime import Runtime
+from trials import choose_attention
+
+R, ALPHA, EXAMPLES, MAX_LENGTH = 8, 16.0, 32, 1024
+
+
+def run(config, rt: Runtime) -> list[dict]:
+    rows = lf.load_rows(config.data or lf.Config.data, rt)[:2000]
+    chosen, _ = lf.split_rows(rows, 0, 0)
+    examples, _ = lf.encode_rows(chosen[: 2 * EXAMPLES], Tokenizer.from_tiktoken("gpt2"), MAX_LENGTH)
+    examples = examples[:EXAMPLES]
+    torch.manual_seed(0)
+    base = GPT(GPTConfig(**model_sizes(config.size)))
+    half = Runtime.setup(config.device).dtype  # the 16-bit format that is fast here, or fp32
+    like = half if rt.device.type == "cuda" else torch.float32
+    n_targets = sum(int((example.targets >= 0).sum()) for example in examples)
+    print(f"{sum(len(example.idx) for example in examples)} tokens, {n_targets} of them answers")
+    steps = {f"peft, {like}": peft_step(base, examples, like, rt)}
+    steps |= {f"this project, {dtype}": own_step(base, examples, dtype, rt) for dtype in {torch.float32: 0, half: 0}}
+    losses = {name: [] for name in steps}
+    runs = {name: lambda name=name: losses[name].append(steps[name]()) for name in steps}
+    found = table(interleave(runs, config.repeats, rt), n_targets, "answer tokens/s")
+    print("first losses:", ", ".join(f"{name} {values[0]:.4f}" for name, values in losses.items()))
+    return [row | dict(first_loss=losses[row["name"]][0]) for row in found]
+
+
+def own_step(base: GPT, examples: list, dtype: torch.dtype, rt: Runtime) -> Callable[[], float]:
+    """A step of lora_finetune.py: micro-batches of about one length, logits at answers alone."""
+    micros = lf.micro_batches(examples, 2**14, lf.MICRO_BATCH_COST[rt.device.type])
+    say_padding("this project", sum(micro[0].numel() for micro in micros), examples)
+    n_targets = sum(micro[1].numel() for micro in micros)
+    like = Runtime.setup(rt.device.type, str(dtype).removeprefix("torch."))
+    attention = choose_attention("auto", like, MAX_LENGTH)
+    model = GPT(GPTConfig(**vars(base.config) | dict(attention=attention)))
+    model.load_state_dict(base.state_dict())
+    add_lora(model, LoRAConfig(R, ALPHA))
+    cast_frozen(model, dtype)
+    forward = lf.AnswerLoss(model.to(rt.device))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, fused=True)
+
+    def step() -> float:
+        loss = torch.zeros((), device=rt.device)
+        for micro in micros:
+            with like.autocast():
+                _, micro_loss = forward(*(part.to(rt.device) for part in micro), n_targets=n_targets)
+            micro_loss.backward()
+            loss += micro_loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def peft_step(base: GPT, examples: list, dtype: torch.dtype, rt: Runtime) -> Callable[[], float]:
+    """The plain loop: peft on GPT2LMHeadModel, 8 examples at a time, padded to the longest of them."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import GPT2LMHeadModel
+
+    with tempfile.TemporaryDirectory() as directory:
+        base.save_pretrained(directory)
+        model = GPT2LMHeadModel.from_pretrained(directory)
+    targets = list(TARGETS)
+    settings = LoraConfig(r=R, lora_alpha=ALPHA, target_modules=targets, fan_in_fan_out=True, task_type="CAUSAL_LM")
+    model = get_peft_model(model, settings).to(rt.device)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, fused=True)
+    n_targets = sum(int((example.targets >= 0).sum()) for example in examples)
+    micros = [padded(examples[i : i + 8]) for i in range(0, len(examples), 8)]
+    say_padding("peft", sum(idx.numel() for idx, _, _ in micros), examples)
+
+    def step() -> float:
+        loss = torch.zeros((), device=rt.device)
+        for micro in micros:
+            idx, mask, labels = (part.to(rt.device) for part in micro)
+            with torch.autocast(rt.device.type, dtype=dtype, enabled=dtype != torch.float32):
+                mean = model(input_ids=idx, attention_mask=mask, labels=labels).loss
+            micro_loss = mean * ((labels >= 0).sum() / n_targets)
+            micro_loss.backward()
+            loss += micro_loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def padded(examples: list) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(ids, mask, labels), each (B, T), as transformers takes them: it shifts the labels by itself."""
+    ids = [torch.tensor([*e.idx, max(e.targets[-1], 0)]) for e in examples]
+    labels = [torch.tensor([-100, *e.targets]) for e in examples]
+    rows = {0: ids, 1: [torch.ones_like(row) for row in ids], 2: labels}
+    fill = {0: 0, 1: 0, 2: -100}
+    pad = torch.nn.utils.rnn.pad_sequence
+    return tuple(pad(rows[i], batch_first=True, padding_value=fill[i]) for i in rows)
+
+
+def say_padding(name: str, n_padded: int, examples: list) -> None:
+    print(f"{name}: {n_padded / sum(len(example.idx) for example in examples):.2f} padded tokens for each real one")

@@ -1,0 +1,65 @@
+"""Generation: recomputing the context for every token, transformers' generate, this project, and this project compiled.
+
+Greedy continuations of the same random prompts of 16 tokens by random GPT-2 models of 124M: 4 sequences in fp32 on a
+CPU, 1 and 64 in bf16 on a GPU; --size for others. What the tokens are has no influence on the speed. transformers runs
+as it comes, with its dynamic cache and without torch.compile; recomputing is what a script without a cache does.
+The work is counted in new tokens, so that the rate of recomputing falls with --new_tokens.
+"""
+
+import warnings
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.measure import interleave, model_sizes, table
+from model import GPT, GPTConfig
+from runtime import Runtime
+
+
+def run(config, rt: Runtime) -> list[dict]:
+    warnings.simplefilter("ignore")
+    cuda, rows = rt.device.type == "cuda", []
+    dtype = torch.bfloat16 if cuda else torch.float32
+    shape = model_sizes(config.size)
+    torch.manual_seed(0)
+    model, compiled = (GPT(GPTConfig(**shape)).to(rt.device, dtype).eval() for _ in range(2))
+    compiled.compile_generation()
+    reference = transformers_model(shape).to(rt.device, dtype).eval()
+    for batch_size in (1, 64) if cuda else (4,):
+        prompts = torch.randint(50257, (batch_size, 16))
+        n = config.new_tokens
+        contestants = {
+            "recomputing the context": recomputing(model, prompts.to(rt.device), n),
+            "transformers generate": generating(reference, prompts.to(rt.device), n),
+            "this project": own(model, prompts.tolist(), n),
+            "this project, compiled": own(compiled, prompts.tolist(), n),
+        }
+        print(f"batch size {batch_size}, {dtype}")
+        found = table(interleave(contestants, config.repeats, rt), batch_size * n, "tokens/s")
+        rows += [row | dict(batch_size=batch_size) for row in found]
+    return rows
+
+
+def transformers_model(shape: dict):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(**shape))
+
+
+def recomputing(model: GPT, idx: torch.Tensor, n: int) -> Callable[[], None]:
+    @torch.no_grad()
+    def run() -> None:
+        x = idx  # (B, T), a column longer with every token
+        for _ in range(n):
+            x = torch.cat([x, model(x)[0][:, -1].argmax(-1, keepdim=True)], dim=1)
+
+    return run
+
+
+def generating(reference, idx: torch.Tensor, n: int) -> Callable[[], None]:
+    options = dict(max_new_tokens=n, min_new_tokens=n, do_sample=False, pad_token_id=0)
+    return lambda: reference.generate(idx, attention_mask=torch.ones_like(idx), **options)
+
+
+def own(model: GPT, prompts: list[list[int]], n: int) -> Callable[[], None]:
+    return lambda: list(model.generate(prompts, n, temperature=0))

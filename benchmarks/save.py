@@ -1,0 +1,86 @@
+"""What a checkpoint costs the training loop: written in the background, against the loop waiting for it.
+
+GPT-2 124M (--size for others) with AdamW's moments, in a run directory of run.py below the current directory: the disk
+is that of the current directory. In turn: a step, and a checkpoint that the loop waits for (what a plain script does);
+a step, and `run.save()` alone, which copies all that the checkpoint needs; a step while that copy is being written.
+Steps are of 512 tokens, so that on a CPU the writing shows, which competes with them for the cores.
+"""
+
+import contextlib
+import io
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from benchmarks.measure import Seconds, model_sizes
+from bpe.tokenizer import Tokenizer
+from checkpoint import ModelFiles
+from model import GPT, GPTConfig
+from optim import make_optimizer
+from run import Run
+from runtime import Runtime
+from train_gpt2 import RECIPES
+
+
+def run(config, rt: Runtime) -> list[dict]:
+    nowhere = io.StringIO()  # for what a run says
+    with (
+        tempfile.TemporaryDirectory(dir=".") as out_dir,
+        contextlib.redirect_stdout(nowhere),
+        contextlib.redirect_stderr(nowhere),
+    ):
+        constants = replace(RECIPES["gpt2"], out_dir=out_dir, max_steps=3 * config.repeats, keep_checkpoints=1)
+        seconds = save_in_turn(constants, GPT(GPTConfig(**model_sizes(config.size), vocab_size=50304)).to(rt.device))
+    whole = statistics.median(seconds["a checkpoint, waited for"])
+    for name, values in seconds.items():
+        median, spread = statistics.median(values), f"({min(values):.4f} to {max(values):.4f})"
+        print(f"{name:<28} {median:8.4f} s  {spread}  {median / whole:.2%} of the checkpoint")
+    return [dict(name=name, seconds=values) for name, values in seconds.items()]
+
+
+def save_in_turn(constants, model: GPT) -> Seconds:
+    rt = Runtime.setup(next(model.parameters()).device.type)  # with the precision that is fast here
+    optimizer = make_optimizer(model, constants, rt)
+    step = training_step(model, optimizer, rt)
+    step()  # makes the moments
+    training = Run.open(constants, rt)
+    facts = dict(parameters=model.num_params(), flops_per_token=model.estimate_flops())
+    training.begin(constants, ModelFiles(model, Tokenizer.train(["a"], 257)), optimizer, {}, facts)
+    found = {name: [] for name in ("a checkpoint, waited for", "run.save() alone", "a step", "a step during a write")}
+    with training:
+        for number, _ in training.steps(itertools.repeat([])):
+            name = "a step during a write" if number % 3 == 0 else "a step"
+            found[name].append(timed(step, rt))
+            training.log_step(torch.ones(()), torch.ones(()), 0.0, torch.tensor(512))
+            if number % 3 == 1:
+                found["a checkpoint, waited for"].append(timed(lambda: (training.save(), training.due(1)), rt))
+            elif number % 3 == 2:
+                found["run.save() alone"].append(timed(training.save, rt))
+            else:
+                training.due(1)  # which comes back once the checkpoint is on the disk
+    return found
+
+
+def training_step(model: GPT, optimizer, rt: Runtime) -> Callable[[], None]:
+    idx = torch.randint(50257, (1, 512), device=rt.device)  # (B, T)
+
+    def step() -> None:
+        with rt.autocast():
+            _, loss = model(idx, idx)
+        loss.backward()
+        optimizer.step(finite=optimizer.clip_grad_norm(1.0).isfinite())
+
+    return step
+
+
+def timed(work: Callable[[], object], rt: Runtime) -> float:
+    rt.synchronize()
+    began = time.perf_counter()
+    work()
+    rt.synchronize()
+    return time.perf_counter() - began
