@@ -1,7 +1,7 @@
 """Every constant of every door, and every file that a door reads, with values that nobody should give.
 
-Each case ends within its time: with exit code 0 and finite figures, or with code 2 and one line that names what was given.
-A fixed sample runs with the suite, all of them with `-m slow`.
+Each case ends within its time: with exit code 0 and finite figures, or with code 2 and one line that names what was
+given. A fixed sample runs with the suite, all of them with `-m slow`.
 """
 
 import contextlib
@@ -111,7 +111,8 @@ DOORS = {
     ),
     "lora from an adapter": Door(
         "lora_finetune",
-        lambda f, out: LORA | dict(base=f / "run", data=f / "rows.json", out_dir=out / "lora", adapter=f / "lora/adapter"),
+        lambda f, out: LORA | dict(base=f / "run", data=f / "rows.json", out_dir=out / "lora",
+                                   adapter=f / "lora/adapter"),
         files=("lora/adapter/adapter_config.json", "lora/adapter/adapter_model.safetensors"),
     ),
     "sample": Door(
