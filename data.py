@@ -68,6 +68,7 @@ def open_shard(path: Path) -> np.ndarray:
         dtype, offset, shape = LAYOUTS[path.suffix](path)
         if len(shape) != 1 or dtype not in (np.dtype("<u2"), np.dtype("<u4")):
             raise ValueError(f"it holds {dtype} of shape {shape}, not a row of uint16 or uint32")
+        # a file that is cut, or whose header is damaged, maps as well, and would fail in the middle of a run
         if path.stat().st_size != offset + shape[0] * dtype.itemsize:
             raise ValueError(f"it promises {shape[0]} tokens of {dtype.itemsize} bytes, and its size does not fit them")
         if shape[0] == 0:  # the system maps no empty file
@@ -84,7 +85,7 @@ def npy_layout(path: Path) -> tuple[np.dtype, int, tuple[int, ...]]:
 
 
 def bin_layout(path: Path) -> tuple[np.dtype, int, tuple[int, ...]]:
-    header = np.fromfile(path, "<i4", BIN_HEADER)
+    header = np.fromfile(path, "<i4", BIN_HEADER)  # fewer where the file is shorter
     if len(header) < BIN_HEADER or header[0] != BIN_MAGIC or header[1] != 1:
         raise ValueError(f"its header does not start with {BIN_MAGIC} and version 1")
     return np.dtype("<u2"), header.nbytes, (int(header[2]),)
@@ -127,13 +128,13 @@ def read_manifest(directory: Path, suffix: str = "") -> dict:
     except FileNotFoundError:
         return {}
     types = dict(shards=list, tokens=int, documents=int, bytes=int, skipped=dict, tokenizer=str, next=dict)
-    if type(manifest) is not dict:
+    if type(manifest) is not dict:  # `type`, because a bool is an int to isinstance
         wrong = ["content"]
     elif not (wrong := [key for key, kind in types.items() if key in manifest and type(manifest[key]) is not kind]):
         wrong += [f"shards[{i}]" for i, entry in enumerate(manifest.get("shards", [])) if not is_entry(entry)]
         wrong += [f"skipped[{key}]" for key, n in manifest.get("skipped", {}).items() if type(n) is not int]
     if wrong:
-        raise UserError(f"{path} is damaged: its {wrong[0]} is no such thing; remove it, or write the shards again")
+        raise UserError(f"{path} is damaged: {wrong[0]} is of a wrong type; remove it, or write the shards again")
     return manifest
 
 
@@ -141,7 +142,7 @@ def is_entry(entry: object) -> bool:
     """Is it the description of a shard in a manifest? `file` is a plain name, so that nothing outside is opened."""
     if type(entry) is not dict or type(entry.get("file")) is not str or type(entry.get("tokens")) is not int:
         return False
-    return Path(entry["file"]).name == entry["file"] and type(entry.get("sha256", "")) is str
+    return Path(entry["file"]).name == entry["file"] != "" and type(entry.get("sha256", "")) is str
 
 
 # -------------------------------------------------------------------------------------------------------- the stream
@@ -157,12 +158,14 @@ class TokenStream:
         self.paths, self.vocab_size = paths, vocab_size
         self._maps = [open_shard(path) for path in paths]
         self.shards = [np.asarray(m) for m in self._maps]  # plain arrays: slicing a np.memmap is slow
-        self._unreleased = 0
+        self._unreleased = 0  # windows read since the last release
         self.starts = np.cumsum([0] + [len(shard) for shard in self.shards]).tolist()  # of each shard, and the end
+        if len(self) < 2:
+            raise UserError(f"{paths[0]} has {len(self)} tokens; a split needs two at least, an input and its target")
         self._check_manifest()
         part = max(SCAN_TOKENS // len(paths), 1)
         for start, shard in zip(self.starts, self.shards, strict=False):
-            if shard[:part].max(initial=0) >= vocab_size:
+            if shard[:part].max(initial=0) >= vocab_size:  # another tokenizer shows in any stretch of text
                 self._refuse(start, part)
             self.release()
 
@@ -173,7 +176,7 @@ class TokenStream:
         listed = listed_shards(self.paths)
         if lost := [path for path in listed if not os.path.exists(path)]:
             raise UserError(f"shard {lost[0]} is listed in manifest.json and missing; write it again")
-        described = {path.parent for path in listed}
+        described = {path.parent for path in listed}  # a folder without a manifest has nothing to differ from
         for path, shard in zip(self.paths, self.shards, strict=True):
             if path.parent in described and listed.get(path, {}).get("tokens") != len(shard):
                 found = f"{listed[path]['tokens']} tokens" if path in listed else "no such shard"
@@ -196,19 +199,19 @@ class TokenStream:
         if self._unreleased > RELEASE_AFTER:
             self.release()
         for row, start in zip(out, starts, strict=True):
-            shard = bisect_right(self.starts, start) - 1
+            shard = bisect_right(self.starts, start) - 1  # the last one that begins at `start` or before
             begin = start - self.starts[shard]
             if begin + n <= len(self.shards[shard]):
-                row[:] = self.shards[shard][begin : begin + n]
+                row[:] = self.shards[shard][begin : begin + n]  # the only copy: from the file's pages, widened
             else:
                 self._read_across(row, shard, begin)
-        if out.size and out.max() >= self.vocab_size:
+        if out.size and out.max() >= self.vocab_size:  # a GPU would say no more than "assert"
             self._refuse(starts[int(out.max(1).argmax())], n)
         return out
 
     def _read_across(self, row: np.ndarray, shard: int, begin: int) -> None:
         done = 0
-        while done < len(row):
+        while done < len(row):  # more than two shards where one is shorter than a window
             part = self.shards[shard][begin : begin + len(row) - done]
             row[done : done + len(part)] = part
             done, shard, begin = done + len(part), shard + 1, 0
@@ -249,7 +252,7 @@ def fingerprint(stream: TokenStream) -> str:
     """
     digest, listed = hashlib.sha256(), listed_shards(stream.paths)
     for path, shard in zip(stream.paths, stream.shards, strict=True):
-        ends = np.concatenate([shard[:4096], shard[-4096:]]).astype("<u4")
+        ends = np.concatenate([shard[:4096], shard[-4096:]]).astype("<u4")  # the same for every dtype
         content = listed.get(path, {}).get("sha256") or hashlib.sha256(ends.tobytes()).hexdigest()
         digest.update(f"{len(shard)} {content}\n".encode())
     return digest.hexdigest()[:16]
@@ -264,12 +267,12 @@ def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
     Every number is put below the random bits of PCG64, whose stream NumPy keeps for good, as it does not that of
     Generator.shuffle; sorting then is the permutation. It is also faster.
     """
-    bits = max(n - 1, 1).bit_length()
+    bits = max(n - 1, 1).bit_length()  # that a number below n takes
     keys = np.random.PCG64([seed, epoch]).random_raw(n)  # (n,) uint64
     keys >>= np.uint64(bits)
-    keys <<= np.uint64(bits)
+    keys <<= np.uint64(bits)  # the low bits are free
     keys |= np.arange(n, dtype=np.uint64)
-    keys.sort()
+    keys.sort()  # by the random bits; equal ones, which are rare, by number
     keys &= np.uint64(2**bits - 1)
     return keys.astype(np.uint32)
 
@@ -286,7 +289,7 @@ class Batches:
                 f"{stream.paths[0]} has {len(stream)} tokens, fewer than sequence_length + 1 = {sequence_length + 1}; "
                 "give more text, or a smaller --sequence_length"
             )
-        self._orders: dict[int, np.ndarray] = {}
+        self._orders: dict[int, np.ndarray] = {}  # by epoch; 39 MB for 10B tokens in windows of 1024
 
     def order(self, epoch: int) -> np.ndarray:
         """All windows in the order of this epoch, (n_windows,): a function of (seed, epoch)."""
@@ -300,7 +303,7 @@ class Batches:
     def global_batch(self, position: int, rows: int) -> list[int]:
         """The windows of a global batch of `rows` sequences that starts at `position`."""
         batch = []
-        while len(batch) < rows:
+        while len(batch) < rows:  # the end of an epoch and the beginning of the next may share a batch
             epoch, at = divmod(position + len(batch), self.n_windows)
             batch += self.order(epoch)[at : at + rows - len(batch)].tolist()
         return batch
@@ -315,7 +318,7 @@ class Batches:
         windows = self.global_batch(position, rows)[self.rank * own : (self.rank + 1) * own]
         for i in range(0, own, micro_rows):
             starts = [w * self.T for w in windows[i : i + micro_rows]]
-            tokens = self.stream.read_windows(starts, self.T + 1)  # (len(starts), T + 1)
+            tokens = self.stream.read_windows(starts, self.T + 1)  # (len(starts), T + 1): the last target, too
             if len(starts) < micro_rows:
                 tokens = np.pad(tokens, ((0, micro_rows - len(starts)), (0, 0)), constant_values=PADDING)
             yield tokens
@@ -337,13 +340,13 @@ class BatchPlan:
     def levels(self) -> list[tuple[int, int, int]]:
         """(first step, its position, size) of every size of a batch: a few, however many steps the ramp has."""
         first = min(max(self.first, 1), self.full)
-        rise, levels, step, position = self.full - first, [], 0, 0  # rise: of the line
+        rise, levels, step, position = self.full - first, [], 0, 0
         while position < self.ramp:
-            size = (first + rise * position // self.ramp) // first * first
+            size = (first + rise * position // self.ramp) // first * first  # the line, down to a multiple of first
             levels.append((step, position, size))
             # rise * p // ramp reaches `size`, so that the next multiple is due, at p = size * ramp / rise, rounded up
             end = min(-(-size * self.ramp // rise), self.ramp) if rise else self.ramp
-            n = -(-(end - position) // size)  # steps of this size
+            n = -(-(end - position) // size)  # steps that begin before that
             step, position = step + n, position + n * size
         return [*levels, (step, position, self.full)]
 
@@ -379,9 +382,9 @@ def validation_batches(
     """
     T = sequence_length
     n = len(stream) - 1 if max_tokens <= 0 else min(len(stream) - 1, max_tokens)
-    numbers = range(-(-n // T))[rank::world_size]
+    numbers = range(-(-n // T))[rank::world_size]  # of the windows that are this rank's
     for i in range(0, len(numbers), micro_rows):
-        windows = np.full((micro_rows, T + 1), PADDING, np.int64)
+        windows = np.full((micro_rows, T + 1), PADDING, np.int64)  # an array of its own: the last one is on its way
         for row, w in zip(windows, numbers[i : i + micro_rows], strict=False):
             tokens = stream.read(w * T, min(T, n - w * T) + 1)
             row[: len(tokens)] = tokens

@@ -76,7 +76,7 @@ def verify(directory: Path, quiet: bool = False) -> str:
         raise UserError(f"there is no {directory}/manifest.json: {ranks}")
     if lacking := {"tokenizer", "shards", "tokens", "documents", "bytes", "skipped"} - set(manifest):
         raise UserError(f"{directory}/manifest.json has no {min(lacking)}; it is damaged: write the shards again")
-    if "next" in manifest:
+    if "next" in manifest:  # where the command that writes it resumes; gone once it is done
         raise UserError(f"{directory} is not complete: {summary(manifest)}; the command that began it goes on")
     tok = load_tokenizer(str(directory / "tokenizer.json"))
     problems = [] if tok.fingerprint == manifest["tokenizer"] else [f"{directory}/tokenizer.json is another tokenizer"]
@@ -114,13 +114,13 @@ def check_shard(path: Path, entry: dict, tok: Tokenizer) -> tuple[str, Counter]:
     if sha256(path) != entry.get("sha256"):
         return f"shard {path} is not what was written: its sha256 differs from manifest.json", Counter()
     often = np.zeros(0, np.int64)  # how often each id occurs
-    for i in range(0, len(tokens), 2**22):
-        here = np.bincount(tokens[i : i + 2**22], minlength=len(often))
+    for i in range(0, len(tokens), 2**22):  # bincount makes int64 of its input: 32 MB at a time
+        here = np.bincount(tokens[i : i + 2**22], minlength=len(often))  # longer where an id is new
         here[: len(often)] += often
         often = here
     if len(often) > len(tok):
         return f"shard {path} has token {len(often) - 1}, and its tokenizer only {len(tok)}", Counter()
-    n_bytes = int(often @ tok.token_bytes()[: len(often)])
+    n_bytes = int(often @ tok.token_bytes()[: len(often)])  # special tokens stand for none
     return "", Counter(tokens=len(tokens), documents=int(often[tok.eot_token : tok.eot_token + 1].sum()), bytes=n_bytes)
 
 
@@ -185,16 +185,17 @@ def prepare_text(text_file: str, tokenizer: str, vocab_size: int, cache: Path) -
     if tok and tok.eot_token is None:
         raise UserError(f"--tokenizer {tokenizer} has no <|endoftext|> to start documents with; train one that has")
     wanted = tok.fingerprint if tok else f"train:{vocab_size}"
+    # everything that the shards follow from, so that a change of any of it makes others
     key = hashlib.sha256(f"{TRAIN_FRACTION} {wanted} {text}".encode()).hexdigest()[:16]
-    directory = cache / f"{Path(text_file).stem[:60]}-{key}"
-    if is_sound(directory):
+    directory = cache / f"{Path(text_file).stem[:60]}-{key}"  # a name has 255 bytes at most, a character up to 4
+    if is_sound(directory):  # before the lock: a sound cache may be read-only, and all ranks come here at once
         return directory
     cache.mkdir(parents=True, exist_ok=True)
     with only_one(cache / f".{directory.name}.lock", f"cached tokens {directory}", CACHE_SECONDS):
         if not is_sound(directory):  # another run may have made it by now
             for leftover in cache.glob(f".{glob.escape(directory.name)}.*.tmp"):  # of a run that was killed
                 shutil.rmtree(leftover, ignore_errors=True)
-            split = int(len(text) * TRAIN_FRACTION)
+            split = int(len(text) * TRAIN_FRACTION)  # by characters, so that it is the same for every tokenizer
             tok = tok or train_tokenizer(text[:split], vocab_size)
             parts = {"val": text[split:], "train": text[:split]}
             write_atomically(directory, lambda path: write_text_shards(path, parts, tok, Path(text_file).name))

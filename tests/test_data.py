@@ -522,6 +522,7 @@ MALFORMED = {
     "a shard has no count": b'{"shards": [{"file": "x_train_000000.npy"}]}',
     "a count is a word": b'{"shards": [{"file": "x_train_000000.npy", "tokens": "5"}]}',
     "a count is a bool": b'{"shards": [{"file": "x_train_000000.npy", "tokens": true}]}',
+    "an empty name": b'{"shards": [{"file": "", "tokens": 5}]}',
     "a name leads elsewhere": b'{"shards": [{"file": "../x_train_000000.npy", "tokens": 5}]}',
     "a checksum is a number": b'{"shards": [{"file": "x_train_000000.npy", "tokens": 5, "sha256": 5}]}',
     "tokens is NaN": b'{"tokens": NaN}',
@@ -553,6 +554,8 @@ def test_what_is_not_there_or_too_short(tmp_path):
     for nowhere in (str(tmp_path / "nowhere"), "", "n" * 5000, "[", "**/nowhere*"):
         with pytest.raises(UserError, match="there is no "):
             find_shards(nowhere, "train")
+    write_shards(tmp_path, (1,))
+    assert "has 1 tokens; a split needs two at least" in refused(tmp_path)
     write_shards(tmp_path, (T,))
     with pytest.raises(UserError, match="has 16 tokens, fewer than sequence_length \\+ 1 = 17"):
         Batches(open_stream(tmp_path), T, 1, True)
