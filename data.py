@@ -117,12 +117,12 @@ def ds_metadata(path: Path) -> tuple[str, int, int]:
 LAYOUTS = {".npy": npy_layout, ".bin": bin_layout, ".ds": ds_layout}  # path -> dtype, offset in bytes, shape
 
 
-def read_manifest(directory: Path, suffix: str = "") -> dict:
+def read_manifest(directory: Path) -> dict:
     """`manifest.json` of a shard directory; {} where there is none. Raises UserError for a damaged one.
 
     What is in it has its type: `shards` (dicts of `file`, `tokens`, perhaps `sha256`), `tokenizer`, and the counts.
     """
-    path = Path(directory) / f"manifest{suffix}.json"
+    path = Path(directory) / "manifest.json"
     try:
         manifest = read_json(path)
     except FileNotFoundError:
@@ -398,14 +398,3 @@ def to_inputs(windows):
     nothing, because no position looks ahead at it (attention is causal) and as a target it is not scored.
     """
     return windows[:, :-1].clip(0), windows[:, 1:]
-
-
-# ------------------------------------------------------------- until everybody imports from shards.py and runtime.py
-
-
-def __getattr__(name: str):
-    import shards
-
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return getattr(shards, name)

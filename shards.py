@@ -49,14 +49,14 @@ def npy_header(n: int, dtype: np.dtype) -> bytes:
 # ------------------------------------------------------------------------------------------------------ the manifest
 
 
-def save_manifest(directory: Path, manifest: dict, suffix: str = "") -> None:
+def save_manifest(directory: Path, manifest: dict) -> None:
     """Replace the manifest, which is on the disk when this returns; an interruption leaves the old one.
 
     Only one process may write to a directory at a time.
     """
     for leftover in Path(directory).glob(".manifest.json.*.tmp"):  # of one that was killed
         leftover.unlink()
-    replace_file(Path(directory) / f"manifest{suffix}.json", json.dumps(manifest, indent=2) + "\n")
+    replace_file(Path(directory) / "manifest.json", json.dumps(manifest, indent=2) + "\n")
 
 
 def summary(manifest: dict) -> str:
@@ -71,9 +71,7 @@ def verify(directory: Path, quiet: bool = False) -> str:
     """Check files, counts, checksums, ids and tokenizer against the manifest; returns its summary. Raises UserError."""
     manifest = read_manifest(directory)
     if not manifest:
-        parts = list(directory.glob("manifest-*.json"))
-        ranks = "merge those of its ranks first" if parts else "nothing to compare with"
-        raise UserError(f"there is no {directory}/manifest.json: {ranks}")
+        raise UserError(f"there is no {directory}/manifest.json, so that there is nothing to compare with")
     if lacking := {"tokenizer", "shards", "tokens", "documents", "bytes", "skipped"} - set(manifest):
         raise UserError(f"{directory}/manifest.json has no {min(lacking)}; it is damaged: write the shards again")
     if "next" in manifest:  # where the command that writes it resumes; gone once it is done
@@ -244,24 +242,3 @@ def write_text_shards(directory: Path, parts: dict[str, str], tok: Tokenizer, so
         manifest["bytes"] += len(part.encode())
     tok.save(directory / "tokenizer.json")
     save_manifest(directory, manifest)
-
-
-# ------------------------------------------------------------ until runtime.py and the new fineweb.py have landed
-
-
-def merge_manifests(directory: str) -> None:
-    """One manifest.json for the shards that several ranks have written. Raises UserError if something is missing."""
-    parts = [read_manifest(Path(directory), p.stem[8:]) for p in sorted(Path(directory).glob("manifest-*.json"))]
-    ranks, world_size = [part["rank"] for part in parts], parts[0]["world_size"] if parts else 1
-    if ranks != list(range(world_size)):
-        raise UserError(f"{directory} has the manifests of ranks {ranks} of {world_size}; copy all of them there")
-    for part in parts:
-        if "next" in part:
-            raise UserError(f"rank {part['rank']} is not done; give its command again, and merge after that")
-        if other := [k for k in ("commit", "files_sha256", "tokenizer", "text_field") if part[k] != parts[0][k]]:
-            raise UserError(f"ranks 0 and {part['rank']} differ in {other[0]}; write the shards of one of them again")
-    merged = parts[0] | dict(rank=0, world_size=1, shards=[entry for part in parts for entry in part["shards"]])
-    merged |= {key: sum(part[key] for part in parts) for key in ("tokens", "documents", "bytes")}
-    merged |= dict(skipped=dict(sum((Counter(part["skipped"]) for part in parts), Counter())))
-    save_manifest(Path(directory), merged)
-    print(f"{directory}: {summary(merged)}")
