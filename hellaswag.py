@@ -84,10 +84,11 @@ class Config:
 def main() -> None:
     config = parse_args(Config, description=__doc__)
     rt = Runtime.setup(config.device, config.dtype)
-    if config.json and rt.is_main:
-        check_output(Path(config.json))  # now, not after an hour of scoring
+    if config.json:
+        rt.on_main(lambda: check_output(Path(config.json)))  # now, not after an hour of scoring
     rows = load_rows(config.data, config.split, rt)[: config.limit or None]
-    config = replace(config, model=find_model(config.model))  # a run that goes on would have a newer one later
+    # all ranks score one checkpoint, though a run that goes on may have a newer one any moment
+    config = replace(config, model=rt.on_main(lambda: find_model(config.model)))
     model, tokenizer = load_model(config.model).to(rt.device), model_tokenizer(config.model)
     rt.print(f"{config.model}: {model.num_params():,} parameters on {rt.why}; {len(rows):,} rows")
     results = {}
@@ -111,20 +112,16 @@ def main() -> None:
 
 
 def load_rows(data: str, split: str, rt: Runtime, option: str = "--data") -> list[dict]:
-    """The rows of a local file, else those of the hub's split. Raises UserError, for the hub's on all ranks alike."""
-    if data:
-        return read_rows(Path(data), option)
-    rows, error = [], None
-    for first in (True, False):  # the first rank downloads; the others then find everything in the cache
-        if rt.is_main == first:
-            try:
-                rows = hub_rows(HUB, HUB_SPLITS[split], option)
-                rows = [check_row(row, f"{HUB} row {number}") for number, row in enumerate(rows, start=1)]
-            except UserError as e:
-                error = e
-        if rt.sum(torch.tensor(float(error is not None), device=rt.device)):
-            raise error or UserError(f"another rank could not load {HUB}; its error says why")
-    return rows
+    """The rows of a local file, else of the hub's split, read by the first rank. Raises UserError, on all ranks alike;
+    `option` is what takes the file."""
+
+    def read() -> list[dict]:
+        if data:
+            return read_rows(Path(data), option)
+        rows = hub_rows(HUB, HUB_SPLITS[split], option)
+        return [check_row(row, f"{HUB} row {number}") for number, row in enumerate(rows, start=1)]
+
+    return rt.on_main(read)
 
 
 def read_rows(path: Path, option: str = "--data") -> list[dict]:

@@ -374,10 +374,11 @@ def test_show_prints_losses_prediction_and_truth(run, tmp_path):
 
 
 def test_of_a_run_directory_the_newest_checkpoint_is_scored_and_named(run, checkpoint, tmp_path):
-    for step in (5, 10):
-        shutil.copytree(checkpoint, tmp_path / f"step_{step:06d}")
-        sums = "".join(f"{sha256(p)}  {p.name}\n" for p in checkpoint.iterdir())
-        (tmp_path / f"step_{step:06d}" / "SHA256SUMS").write_text(sums)
+    for path in (tmp_path / "step_000005", tmp_path / "step_000010"):
+        shutil.copytree(checkpoint, path)
+        (path / "train_state.pt").write_bytes(b"of the optimizer")
+        sums = "".join(f"{sha256(file)}  {file.name}\n" for file in path.iterdir())
+        (path / "SHA256SUMS").write_text(sums)
     data = write_rows(tmp_path / "rows.jsonl", make_rows(2))
     result = run(data=data, model=tmp_path, json=tmp_path / "scores.json")
     newest = str(tmp_path / "step_000010")
