@@ -171,7 +171,10 @@ def why(name: str, tok: Tokenizer, english: str, chinese: str) -> str:
 def load(name: str) -> Tokenizer:
     if name == Config.tokenizer and not Path(name).exists():
         raise UserError(f"there is no tokenizer at {name} yet; run python bpe/train.py first")
-    return Tokenizer.load(name)
+    try:
+        return Tokenizer.load(name)
+    except ValueError as e:
+        raise UserError(str(e)) from None
 
 
 def main() -> None:
