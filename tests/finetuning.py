@@ -1,0 +1,54 @@
+"""What the tests of finetuning share: a small base, adapters on it, rows to finetune it on."""
+
+import json
+from pathlib import Path
+
+import torch
+
+import lora
+from lora import TARGETS, AdapterFiles, LoRAConfig
+from model import GPT, GPTConfig
+
+
+def small_gpt(seed=0, **changes) -> GPT:
+    torch.manual_seed(seed)
+    return GPT(GPTConfig(**{**dict(sequence_length=64, vocab_size=320, n_layer=2, n_head=2, n_embd=32), **changes}))
+
+
+def adapted(model: GPT, targets=TARGETS, r=4, alpha=8.0, random=True, **options) -> GPT:
+    """`model` with an adapter; a random one has an up-projection as after training, not zero."""
+    lora.add_lora(model, LoRAConfig(r, alpha, targets=tuple(targets), **options))
+    for module in lora.lora_modules(model).values():
+        if random:
+            torch.nn.init.normal_(module.lora_B, std=0.05)
+    return model
+
+
+def tokens(*shape) -> torch.Tensor:
+    return torch.randint(0, 320, shape, generator=torch.Generator().manual_seed(1))
+
+
+def save_adapter(model: GPT, path: Path, sha256="", **changes) -> Path:
+    """The adapter that `adapted` makes, as files."""
+    path.mkdir()
+    AdapterFiles(model, LoRAConfig(**{**dict(r=4, alpha=8.0), **changes}), "base", sha256).copy()(path)
+    return path
+
+
+@torch.no_grad()
+def logits(model, idx):
+    out = model.eval()(idx)
+    return out[0] if isinstance(out, tuple) else out.logits
+
+
+def row(instruction, output, input="") -> dict:
+    return dict(instruction=instruction, input=input, output=output)
+
+
+WORDS = "sea tide boat gull sand wind rope sail reef moon star fish".split()
+ROWS = [row(f"Say {WORDS[n % 12]}.", f"{WORDS[n % 12]} " * (1 + n % 7), "now" * (n % 2)) for n in range(60)]
+
+
+def write_json(path: Path, content) -> Path:
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
