@@ -1,0 +1,149 @@
+"""Finetune one base with several ranks of LoRA, and with all weights, and lay the results beside each other.
+
+    python lora_finetune.py sweep --base gpt2 --ranks 1 8 32 0      # 0 is full finetuning
+
+Every run starts from the same seed, in a process of its own, so that their memory can be compared. OUT_DIR then holds
+one run directory each, sweep.md (the table), sweep.png (the curves) and samples.md (what the base and every variant
+answer to PROMPTS). This file knows nothing of the training loop: it starts runs, and reads what they leave.
+"""
+
+import os
+import signal
+import statistics
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+from chat import prompt_of
+from checkpoint import checkpoint_steps, load_model, model_tokenizer
+from cli import Stopped, UserError, replace_file
+from evaluate import complete
+from lora import load_adapter, trainable_parameters
+from model import GPT
+from plot import draw, read_log
+from runtime import Runtime
+
+SCRIPT = Path(__file__).resolve().parent.parent / "lora_finetune.py"
+PROMPTS = (
+    "Give three tips for a good meal.",
+    "Write a poem about a delicious night.",
+    "Write a tweet describing your capabilities.",
+    "Write three opinions of an alien visiting Earth.",
+    "Explain what a computer is to a child.",
+    "Name five animals that can swim.",
+    "Rewrite the sentence in the past tense. I go to the market and buy bread.",
+    "What is the capital of France?",
+    "Write a short letter to a friend who is ill.",
+    "List the steps of making tea.",
+    "Which of these is a fruit: carrot, apple, onion?",
+    "Describe the sea in one sentence.",
+    "Suggest a name for a bakery and say why.",
+    "Why do people sleep?",
+)
+
+
+def sweep(config) -> None:
+    """Run every rank of `config.ranks` with the constants of lora_finetune.py that `config` holds; then compare."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UserError("the sweep starts its runs itself; start it without torchrun")
+    if config.merge or config.adapter:
+        raise UserError("the sweep trains adapters of several ranks; --adapter and --merge are for a single one")
+    if not config.ranks:
+        raise UserError("--ranks takes ranks from 1 on, and 0 for full finetuning, such as --ranks 1 8 0")
+    out_dir = Path(config.out_dir)
+    model = load_model(config.base)
+    counts = {rank: trainable_parameters(model, config.targets, rank) for rank in config.ranks}
+    del model  # the first run is about to need its memory
+    runs = {(f"r = {r}" if r else "full"): (r, out_dir / (f"r{r}" if r else "full")) for r in config.ranks}
+    rows, logs = [], {}
+    for label, (r, run_dir) in runs.items():
+        run_in_process(command_line(config, lora_dim=r, out_dir=str(run_dir)))
+        logs[label] = read_log(run_dir / "log.jsonl")
+        rows.append(summary_row(label, *counts[r], logs[label], run_dir))
+        print(", ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
+    table = markdown_table(rows)
+    replace_file(out_dir / "sweep.md", table)
+    draw(logs, out_dir / "sweep.png")
+    replace_file(out_dir / "samples.md", samples(config, runs))
+    print(f"\n{table}\n{out_dir}/sweep.md, {out_dir}/sweep.png and {out_dir}/samples.md hold table, curves and answers")
+
+
+def command_line(config, **changes) -> list[str]:
+    """The words of a command that runs lora_finetune.py with `config`, but for `changes`."""
+    words = [sys.executable, str(SCRIPT)]
+    for field in fields(config):
+        value = changes.get(field.name, getattr(config, field.name))
+        if field.name == "ranks" or value == field.default:
+            continue
+        values = [] if value is True else value if isinstance(value, tuple) else [value]
+        words += [f"--{field.name}", *map(str, values)]
+    return words
+
+
+def run_in_process(words: list[str]) -> None:
+    """Run a command to its end and pass SIGINT and SIGTERM on to it, so that it can write its checkpoint first."""
+    # in a session of its own, or Ctrl-C would reach it twice; its progress and its errors are on stderr
+    process = subprocess.Popen(words, start_new_session=True, stdout=subprocess.DEVNULL)
+    before = {s: signal.signal(s, lambda s, _: process.send_signal(s)) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        code = process.wait()
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+    if code > 128:
+        print("stopped; the same command with --resume goes on", file=sys.stderr)
+        raise Stopped(code - 128)
+    if code:
+        sys.exit(code)  # its own message is on the terminal
+
+
+def summary_row(label: str, trainable: int, fraction: float, log: list[dict], run_dir: Path) -> dict:
+    """A row of the table: what was trained, what it took and what it reached."""
+    train = [record for record in log if record["kind"] == "train"]
+    val = [record["loss"] for record in log if record["kind"] == "val"]
+    adapter = run_dir / "adapter" / "adapter_model.safetensors"
+    file = adapter if adapter.exists() else checkpoint_steps(run_dir)[-1][1] / "model.safetensors"
+    return {
+        "variant": label,
+        "trainable": f"{trainable:,}",
+        "of all": f"{fraction:.3%}",
+        "peak memory (GiB)": f"{max(record['memory_gib'] for record in train):.2f}",
+        "answer tokens/s": f"{statistics.median(record['tokens_per_sec'] for record in train):,.0f}",
+        "loss before": f"{val[0]:.4f}" if val else "",
+        "best loss": f"{min(val):.4f}" if val else "",
+        "final loss": f"{val[-1]:.4f}" if val else "",
+        "file (bytes)": f"{file.stat().st_size:,}",
+    }
+
+
+def markdown_table(rows: list[dict]) -> str:
+    cells = [list(rows[0]), *(list(row.values()) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["| " + " | ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) + " |" for line in cells]
+    lines.insert(1, "|" + "|".join("-" * (w + 1) + ":" for w in widths) + "|")
+    return "\n".join(lines) + "\n"
+
+
+def samples(config, runs: dict[str, tuple[int, Path]]) -> str:
+    """The answers of the base and of every variant, as it was saved, side by side in Markdown."""
+    rt = Runtime.setup(config.device, config.dtype)
+    tokenizer = model_tokenizer(config.base)
+    found = {"base": answers(load_model(config.base), tokenizer, config, rt)}
+    for label, (r, run_dir) in runs.items():
+        model = load_adapter(load_model(config.base), run_dir / "adapter") if r else load_model(str(run_dir))
+        found[label] = answers(model, tokenizer, config, rt)
+    sections = [f"# What {config.base} and its finetuned variants answer\n"]
+    for i, prompt in enumerate(PROMPTS):
+        cells = {label: texts[i].replace("|", "\\|").replace("\n", "<br>") for label, texts in found.items()}
+        lines = [f"| {label} | {text} |" for label, text in cells.items()]
+        sections.append("\n".join([f"## {prompt}\n", "| variant | answer |", "|---|---|", *lines]) + "\n")
+    return "\n".join(sections)
+
+
+def answers(model: GPT, tokenizer, config, rt: Runtime) -> list[str]:
+    """An answer to each of PROMPTS, drawn with the run's seed."""
+    prompts = [prompt_of(text, tokenizer) for text in PROMPTS]
+    options = dict(temperature=0.7, top_k=40)
+    texts = complete(model.to(rt.device), tokenizer, prompts, config.sample_tokens, rt, config.seed, **options)
+    return [text.strip() for text in texts]
