@@ -19,7 +19,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -278,13 +278,12 @@ def write_adapter(adapter: Adapter) -> None:
 
 
 def find_adapter(adapter: str | Path) -> Path:
-    """The directory with the adapter: the one given, or that of a run's result or newest checkpoint."""
+    """The directory with the adapter: the one given, or that of a run's newest checkpoint, or of its result."""
     path = Path(adapter)
-    for directory in (path, path / "adapter"):
+    newest = newest_sound(path) if path.is_dir() else None  # `adapter/` may be of a run that this one has replaced
+    for directory in (path, newest or path, path / "adapter"):
         if (directory / "adapter_config.json").is_file():
             return directory
-    if path.is_dir() and (newest := newest_sound(path)) and (newest / "adapter_config.json").is_file():
-        return newest
     raise UserError(f"{adapter} holds no adapter; give a directory with adapter_config.json, such as out/lora/adapter")
 
 
@@ -340,14 +339,15 @@ def read_settings(settings: dict, targets: tuple[str, ...], file: Path) -> LoRAC
     return LoRAConfig(r, float(alpha), float(dropout), targets, settings.get("use_rslora", False))
 
 
-def load_adapter(model: GPT, adapter: str | Path) -> GPT:
+def load_adapter(model: GPT, adapter: str | Path, dropout: float = 0.0) -> GPT:
     """Put an adapter of ours or of peft onto `model`, a plain base in fp32, in place; returns it, all but A, B frozen.
 
-    Raises UserError if the adapter cannot be read, is of another shape, or was trained on another base.
+    `dropout` is that of the training to come. Raises UserError if the adapter cannot be read, is of another shape, or
+    was trained on another base.
     """
     found = read_adapter(adapter)
     check_fit(model, found)
-    add_lora(model, found.config)
+    add_lora(model, replace(found.config, dropout=dropout))
     copy_factors(model, found.tensors)
     return model
 

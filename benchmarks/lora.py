@@ -17,6 +17,7 @@ from benchmarks.measure import interleave, model_sizes, table
 from bpe.tokenizer import Tokenizer
 from lora import TARGETS, LoRAConfig, add_lora, cast_frozen
 from model import GPT, GPTConfig
+from rows import encode_rows, load_rows, micro_batches, split_rows
 from runtime import Runtime
 from trials import choose_attention
 
@@ -24,9 +25,9 @@ R, ALPHA, EXAMPLES, MAX_LENGTH = 8, 16.0, 32, 1024
 
 
 def run(config, rt: Runtime) -> list[dict]:
-    rows = lf.load_rows(config.data or lf.Config.data, rt)[:2000]
-    chosen, _ = lf.split_rows(rows, 0, 0)
-    examples, _ = lf.encode_rows(chosen[: 2 * EXAMPLES], Tokenizer.from_tiktoken("gpt2"), MAX_LENGTH)
+    rows = load_rows(config.data or lf.Config.data)[:2000]
+    chosen, _ = split_rows(rows, 0, 0)
+    examples, _ = encode_rows(chosen[: 2 * EXAMPLES], Tokenizer.from_tiktoken("gpt2"), MAX_LENGTH)
     examples = examples[:EXAMPLES]
     torch.manual_seed(0)
     base = GPT(GPTConfig(**model_sizes(config.size)))
@@ -45,9 +46,9 @@ def run(config, rt: Runtime) -> list[dict]:
 
 def own_step(base: GPT, examples: list, dtype: torch.dtype, rt: Runtime) -> Callable[[], float]:
     """A step of lora_finetune.py: micro-batches of about one length, logits at answers alone."""
-    micros = lf.micro_batches(examples, 2**14, lf.MICRO_BATCH_COST[rt.device.type])
-    say_padding("this project", sum(micro[0].numel() for micro in micros), examples)
-    n_targets = sum(micro[1].numel() for micro in micros)
+    micros = micro_batches(examples, 2**14, lf.MICRO_BATCH_COST[rt.device.type])
+    say_padding("this project", sum(micro[0].size for micro in micros), examples)
+    n_targets = sum(micro[1].size for micro in micros)
     like = Runtime.setup(rt.device.type, str(dtype).removeprefix("torch."))
     attention = choose_attention("auto", like, MAX_LENGTH)
     model = GPT(GPTConfig(**vars(base.config) | dict(attention=attention)))
@@ -61,7 +62,7 @@ def own_step(base: GPT, examples: list, dtype: torch.dtype, rt: Runtime) -> Call
         loss = torch.zeros((), device=rt.device)
         for micro in micros:
             with like.autocast():
-                _, micro_loss = forward(*(part.to(rt.device) for part in micro), n_targets=n_targets)
+                _, micro_loss = forward(*(torch.from_numpy(part).to(rt.device) for part in micro), n_targets=n_targets)
             micro_loss.backward()
             loss += micro_loss.detach()
         optimizer.step()

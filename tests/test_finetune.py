@@ -1,0 +1,419 @@
+"""lora_finetune.py: its loss and gradients, and runs as a user meets them."""
+
+import json
+import re
+import shutil
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional as F
+
+import chat
+import lora
+import lora_finetune as lf
+from benchmarks.sweep import PROMPTS, command_line
+from bpe.tokenizer import Tokenizer
+from checkpoint import checkpoint_steps, load_model, remove_after
+from cli import parse_args
+from lora import TARGETS, load_adapter
+from rows import Example, collate, encode_rows, messages_of, micro_batches
+from runtime import Runtime
+from tests.finetuning import ROWS, adapted, logits, row, small_gpt, tokens, write_json
+from tests.helpers import ROOT, arguments, assert_user_error, log_of, losses, run_inline, succeed
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return Tokenizer.train([(ROOT / "input.txt").read_text()[:60_000]], 320)
+
+
+# ---- the loss
+
+
+def test_lora_plus_gives_the_up_projections_a_rate_of_their_own():
+    model = adapted(small_gpt())
+    config = lf.Config(lora_dim=4, lora_plus=16.0, max_lr=1e-3)
+    optimizer = lf.make_optimizer(model, config, Runtime.setup("cpu", "float32"))
+    for lr in (1e-3, 5e-4):
+        optimizer.set_lr(lr)
+        rates = {id(p): group["lr"] for group in optimizer.param_groups() for p in group["params"]}
+        for module in lora.lora_modules(model).values():
+            assert rates[id(module.lora_A)] == lr and rates[id(module.lora_B)] == pytest.approx(16 * lr)
+    assert len(rates) == 16
+
+
+def encode(rows: list[dict], tokenizer) -> list[Example]:
+    return encode_rows([messages_of(r, "") for r in rows], tokenizer, 1000)[0]
+
+
+def tensors(micro: tuple) -> tuple:
+    return tuple(map(torch.from_numpy, micro))
+
+
+@pytest.mark.parametrize("dropped", [None, "attn.c_proj"])
+def test_a_batch_gives_the_loss_and_gradients_of_its_examples_one_by_one(tokenizer, dropped):
+    """Micro-batches of several lengths, padded, with the loss at answers only, against the plain forward pass."""
+    examples = encode(ROWS[:13], tokenizer)
+    model = adapted(small_gpt(sequence_length=256), [t for t in TARGETS if t != dropped])
+    n_targets = sum(int((e.targets >= 0).sum()) for e in examples)
+    found = []
+    for together in (True, False):
+        model.zero_grad()
+        total = torch.zeros(())
+        if together:
+            micros = micro_batches(examples, 300, 20)
+            assert 2 <= len(micros) <= 6
+            for micro in micros:
+                _, loss = lf.AnswerLoss(model)(*tensors(micro), n_targets=n_targets)
+                loss.backward()
+                total += loss.detach()
+        else:
+            for e in examples:
+                one = model(torch.from_numpy(e.idx).long()[None])[0][0]  # (T, V)
+                loss = F.cross_entropy(one, torch.from_numpy(e.targets).long(), reduction="sum") / n_targets
+                loss.backward()
+                total += loss.detach()
+        found.append([total, *(p.grad.clone() for p in model.parameters() if p.requires_grad)])
+    assert all((a - b).abs().max() < 1e-5 for a, b in zip(*found, strict=True))
+    assert found[0][1].abs().max() > 1e-4  # gradients that could differ
+
+
+def test_neighbours_in_a_batch_do_not_see_each_other(tokenizer):
+    examples = encode(ROWS[:4], tokenizer)
+    model = adapted(small_gpt(sequence_length=256)).eval()
+
+    def losses_of(examples):
+        idx, targets, places = tensors(collate(examples))
+        per_token = F.cross_entropy(model(idx)[0].flatten(0, 1)[places[0]], targets[0], reduction="none")
+        return torch.split(per_token, [int((e.targets >= 0).sum()) for e in examples])
+
+    before = losses_of(examples)
+    changed = [examples[0], Example((examples[1].idx + 7) % 300, examples[1].targets), *examples[2:]]
+    after = losses_of(changed)
+    assert [torch.equal(a, b) for a, b in zip(before, after, strict=True)] == [True, False, True, True]
+
+
+# ---- constants
+
+
+def test_constants_follow_from_the_rows_and_the_rank_unless_they_are_given():
+    derived = ("max_steps", "warmup_steps", "eval_interval", "lora_alpha", "max_lr")
+    rt, data = Runtime.setup("cpu", "float32"), lf.Data(None, [None] * 520, [], 64, "", "")
+    for constants, expected in (
+        (dict(lora_dim=4), (49, 2, 4, 8, 1e-3)),  # 3 epochs of 520 examples, 32 a step; 3%, a tenth, 2 r
+        (dict(lora_dim=0), (49, 2, 4, 0, 1e-4)),
+        (dict(lora_dim=4, epochs=1e-6, warmup_steps=9), (1, 1, 1, 8, 1e-3)),
+        (found := dict(zip(derived, (7, 3, 0, 5.0, 0.01), strict=True)), tuple(found.values())),
+    ):
+        written = lf.Config(micro_batch_size=1, **constants)
+        config = lf.settle(written, lf.choose_lora(written, small_gpt(), None), data, torch.nn.Identity(), rt)
+        assert tuple(getattr(config, name) for name in derived) == expected
+        assert config.sequence_length == 64 and lf.Config(micro_batch_size=1, **constants) == written
+
+
+# ---- runs
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory, tokenizer):
+    """A base with a tokenizer, and rows to finetune it on."""
+    path = tmp_path_factory.mktemp("base")
+    model = small_gpt(sequence_length=128)
+    model.transformer.wte.weight.data *= 10  # as after training: logits that a frozen head can move
+    model.save_pretrained(path / "base", tokenizer.eot_token, len(tokenizer))
+    tokenizer.save(path / "base")
+    write_json(path / "rows.json", ROWS)
+    return path
+
+
+QUICK = dict(batch_size=16, max_steps=12, max_lr=0.01, eval_interval=6, checkpoint_interval=4, keep_checkpoints=0,
+             lora_dim=4, sample_tokens=8, dtype="float32", device="cpu")  # fmt: skip
+
+
+def quick_args(folder: Path, out, **changes) -> list[str]:
+    settings = {**QUICK, "base": folder / "base", "data": folder / "rows.json", "out_dir": out, **changes}
+    return arguments(**{name: value for name, value in settings.items() if value is not None})
+
+
+@pytest.fixture
+def finetune(base, tmp_path, capsys, monkeypatch):
+    """Finetune in this process: finetune(out="run", lora_dim=2, ...)."""
+
+    def run(out="run", **changes):
+        return run_inline(lf.main, quick_args(base, tmp_path / out, **changes), capsys, monkeypatch)
+
+    return run
+
+
+@pytest.mark.parametrize("r,options", [(4, {}), (0, {}), (4, dict(dtype="bfloat16", lora_dropout=0.1, lora_plus=4.0))])
+def test_finetuning_lowers_the_validation_loss_and_leaves_what_it_should(finetune, base, tmp_path, r, options):
+    result = finetune(lora_dim=r, sample_interval=6, **options)
+    assert result.returncode == 0, result.stderr[-2000:]
+    run = tmp_path / "run"
+    val = log_of(run, "val")
+    assert [v["step"] for v in val] == [0, 6, 12] and val[-1]["loss"] < val[0]["loss"] - 0.5
+    train = log_of(run, "train")
+    assert [t["step"] for t in train] == list(range(1, 13))
+    assert {"loss", "lr", "grad_norm", "dt_ms", "tokens_per_sec", "mfu"} <= set(train[0])
+    assert (run / "learning_curve.png").exists() and "--- step 12" in (run / "samples.txt").read_text()
+    assert [step for step, _ in checkpoint_steps(run)] == [4, 8, 12]
+    newest = {p.name for p in checkpoint_steps(run)[-1][1].iterdir()}
+    assert "train_state.pt" in newest and ("adapter_model.safetensors" in newest) == (r > 0)
+    assert ("model.safetensors" in newest) == (r == 0)
+    assert (run / "adapter").exists() == (r > 0)
+    assert "60 rows: 54 examples to train on, 6 to validate" in result.stdout
+    if r:
+        loaded = load_adapter(load_model(str(base / "base")), run / "adapter")
+        newest = load_adapter(load_model(str(base / "base")), run)
+        assert torch.equal(logits(loaded, tokens(1, 30)), logits(newest, tokens(1, 30)))
+
+
+@pytest.mark.parametrize("options", [dict(), dict(lora_dim=0), dict(lora_dropout=0.2, lora_plus=4.0)])
+def test_an_interrupted_run_goes_on_bit_for_bit(finetune, tmp_path, options):
+    finetune(**options)
+    shutil.copytree(tmp_path / "run", tmp_path / "other")
+    remove_after(tmp_path / "other" / "step_000004")
+    assert finetune(out="other", resume=True, **options).returncode == 0
+    assert losses(tmp_path / "other") == losses(tmp_path / "run")
+    name = "model.safetensors" if options.get("lora_dim") == 0 else "adapter_model.safetensors"
+    files = [load_file(tmp_path / run / "step_000012" / name) for run in ("run", "other")]
+    assert all(torch.equal(files[0][k], files[1][k]) for k in files[0])
+
+
+def test_a_spike_goes_back_to_an_earlier_adapter_and_leaves_its_data_out(finetune, tmp_path, monkeypatch):
+    def batches_with(spoilt, left_out):
+        def batch(examples, step, batch_size, seed):
+            step += len(left_out) * (step >= left_out.start)
+            found = [examples[(step * batch_size + i) % len(examples)] for i in range(batch_size)]
+            if step not in spoilt:
+                return found
+            # answers that no row has
+            return [Example(e.idx, np.where(e.targets >= 0, 256 + e.targets % 8, e.targets)) for e in found]
+
+        return batch
+
+    options = dict(max_steps=36, lora_dim=16, max_lr=0.03, spike_threshold=0.3, checkpoint_interval=5, eval_interval=0)
+    found = []
+    for out, spoilt, left_out in (("spiky", range(25, 28), range(0)), ("clean", range(0), range(20, 28))):
+        monkeypatch.setattr(lf, "global_batch", batches_with(spoilt, left_out))
+        assert finetune(out=out, **options).returncode == 0
+        found.append(losses(tmp_path / out))
+        newest = load_file(tmp_path / out / "adapter" / "adapter_model.safetensors")
+        found.append({name: tensor.tolist() for name, tensor in newest.items()})
+    (rollback,) = log_of(tmp_path / "spiky", "rollback")
+    assert (rollback["step"], rollback["from_step"]) == (20, 28)
+    assert found[:2] == found[2:]
+
+
+def test_a_run_is_not_overwritten_and_keeps_its_rank_when_resumed(finetune):
+    assert finetune(max_steps=2).returncode == 0
+    assert_user_error(finetune(max_steps=2), "already holds a run")
+    assert_user_error(finetune(max_steps=4, resume=True, lora_dim=8), "--lora_dim 4, not 8")
+    assert finetune(max_steps=2, overwrite=True, lora_dim=8).returncode == 0
+
+
+def test_training_goes_on_from_an_adapter(finetune, tmp_path):
+    finetune()
+    after = log_of(tmp_path / "run", "val")[-1]["loss"]
+    result = finetune(out="more", adapter=tmp_path / "run", lora_dim=None, max_steps=2, eval_interval=1)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert log_of(tmp_path / "more", "val")[0]["loss"] == after
+    assert json.loads((tmp_path / "more" / "config.json").read_text())["lora_dim"] == 4
+    assert json.loads((tmp_path / "more" / "adapter" / "adapter_config.json").read_text())["r"] == 4
+
+
+def test_a_merged_directory_is_a_plain_model_for_transformers(finetune, base, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    finetune(merge=tmp_path / "merged")
+    ours = load_adapter(load_model(str(base / "base")), tmp_path / "run")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert (logits(ours, tokens(2, 30)) - logits(theirs, tokens(2, 30))).abs().max() < 1e-4
+    assert AutoTokenizer.from_pretrained(tmp_path / "merged")("Hello")["input_ids"]
+    assert_user_error(finetune(merge=tmp_path / "merged", overwrite=None), "already exists")
+    result = finetune(adapter=tmp_path / "run", merge=tmp_path / "again", lora_dim=None)
+    assert "logits differ by at most" in result.stdout
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "merged/model.safetensors").read_bytes()
+
+
+def test_what_is_written_is_spoken_to_in_the_form_that_was_trained(finetune, tmp_path, tokenizer):
+    from transformers import AutoTokenizer, GenerationConfig
+
+    said = [("system", "Be kind."), ("user", "Say <|endoftext|> (twice)"), ("assistant", ":) ok"), ("user", "Bye")]
+    messages = [dict(role=role, content=content) for role, content in said]
+    finetune(max_steps=1, merge=tmp_path / "merged")
+    finetune(max_steps=1, out="full", lora_dim=0)
+    for path in ("run/adapter", "run/step_000001", "merged", "full/step_000001"):
+        theirs = AutoTokenizer.from_pretrained(tmp_path / path)
+        ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert ids == chat.chat_ids(tokenizer, messages)
+        assert GenerationConfig.from_pretrained(tmp_path / path).eos_token_id == tokenizer.eot_token
+
+
+def test_only_what_is_ours_is_replaced(finetune, base, tmp_path):
+    (tmp_path / "merged").mkdir()
+    (tmp_path / "merged" / "notes.txt").write_text("mine")
+    merge_to = dict(merge=tmp_path / "merged", overwrite=True)
+    assert_user_error(finetune(max_steps=1, **merge_to), "merged holds notes.txt, which is not ours")
+    assert not (tmp_path / "run" / "log.jsonl").exists()
+    (tmp_path / "merged" / "notes.txt").unlink()
+    assert finetune(max_steps=1, **merge_to).returncode == 0
+    weights = (tmp_path / "merged" / "model.safetensors").read_bytes()
+    assert finetune(max_steps=1, max_lr=0.02, **merge_to).returncode == 0
+    assert (tmp_path / "merged" / "model.safetensors").read_bytes() != weights
+    for target in (base / "base", tmp_path / "run", tmp_path / "run" / "adapter"):
+        words = dict(merge=target, adapter=tmp_path / "run" / "adapter", overwrite=True)
+        assert_user_error(finetune(**words), "--merge", "would replace what it is made of")
+    (tmp_path / "run" / "adapter" / "notes.txt").write_text("mine")
+    assert_user_error(finetune(max_steps=1, overwrite=True), "adapter holds notes.txt")
+    assert (tmp_path / "run" / "adapter" / "notes.txt").read_text() == "mine"
+
+
+def test_a_run_of_all_weights_leaves_no_adapter_of_the_run_before(finetune, tmp_path):
+    finetune(max_steps=1)
+    assert (tmp_path / "run" / "adapter").exists()
+    assert finetune(max_steps=1, lora_dim=0, overwrite=True).returncode == 0
+    assert not (tmp_path / "run" / "adapter").exists()
+
+
+# ---- what a resume does with a changed constant: docs/lora.md
+
+
+def resume_table() -> dict[str, str]:
+    """{constant: what docs/lora.md says a resume does with another value}"""
+    text = (ROOT / "docs" / "lora.md").read_text()
+    lines = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (.+) \|$", text[text.index("| constant |") :], re.MULTILINE)
+    return {name: said for names, said in lines for name in re.findall(r"`(\w+)`", names)}
+
+
+OTHER = dict(  # another sound value for every constant
+    adapter="elsewhere", lora_dim=2, lora_alpha=5.0, targets="c_fc", rslora=True, sequence_length=64, val_rows=3,
+    batch_size=8, seed=7, lora_dropout=0.1, lora_plus=4.0, micro_batch_size=2, epochs=2.0, max_steps=4, warmup_steps=2,
+    max_lr=0.002, min_lr=1e-4, lr_schedule="wsd", decay_fraction=0.3, weight_decay=0.2, beta1=0.8, beta2=0.99, eps=1e-7,
+    grad_clip=0.5, max_bad_steps=3, spike_threshold=1.0, dropout=0.1, eval_interval=2, sample_interval=3,
+    sample_prompt="A", sample_tokens=4, checkpoint_interval=3, keep_checkpoints=5,
+)  # fmt: skip
+SHORT = dict(max_steps=2, eval_interval=0, checkpoint_interval=2)
+
+
+def test_every_constant_is_in_the_table():
+    assert set(resume_table()) == {field.name for field in fields(lf.Config)}
+
+
+def test_what_the_table_calls_refused_is_refused_by_name_and_changes_nothing(finetune, tmp_path):
+    finetune(**SHORT)
+    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    refused = [name for name, said in resume_table().items() if said == "refused"]
+    assert set(refused) == set(lf.FIXED)
+    for name in refused:
+        assert_user_error(finetune(**SHORT | dict(resume=True, max_steps=4) | {name: OTHER[name]}), name)
+        assert {p: p.read_bytes() for p in before} == before
+
+
+def test_what_the_table_says_takes_effect_does_and_is_noted(finetune, tmp_path):
+    finetune(**SHORT)
+    changes = {name: OTHER[name] for name, said in resume_table().items() if said == "takes effect" and name in OTHER}
+    assert len(changes) > 20
+    result = finetune(**SHORT | changes | dict(resume=True))
+    assert result.returncode == 0, result.stderr
+    record = log_of(tmp_path / "run", "run")[-1]
+    assert {name: new for name, (_, new) in record["changed"].items()} == changes
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert {name: config[name] for name in changes} == changes
+    assert log_of(tmp_path / "run", "train")[-1]["lr"] == pytest.approx(1e-4)  # of the new schedule
+
+
+def test_another_base_and_other_rows_are_refused(finetune, base, tmp_path):
+    finetune(**SHORT)
+    small_gpt(seed=1, sequence_length=128).save_pretrained(tmp_path / "base", 319, 320)
+    shutil.copy(base / "base" / "tokenizer.json", tmp_path / "base")
+    assert_user_error(finetune(**SHORT, resume=True, base=tmp_path / "base"), "another base")
+    data = write_json(tmp_path / "rows.json", ROWS[:-1])
+    assert_user_error(finetune(**SHORT, resume=True, data=data), "another data")
+    assert finetune(**SHORT, resume=True, data=write_json(tmp_path / "moved.json", ROWS)).returncode == 0
+
+
+def test_long_rows_are_reported(finetune):
+    result = finetune(max_steps=1, sequence_length=40)
+    assert "longer than 40 tokens (up to" in result.stdout and "read in overlapping windows" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "changes,words",
+    [
+        (dict(data="absent.json"), "there is no absent.json"),
+        (dict(base="absent/"), "absent"),
+        (dict(adapter="absent"), "absent holds no adapter"),
+        (dict(sequence_length=1000), "was made for 128 tokens"),
+        (dict(sequence_length=1), "--sequence_length 1 has no room"),
+        (dict(lora_dim=-1), "--lora_dim must be in"),
+        (dict(lora_alpha=-1), "--lora_alpha must be in"),
+        (dict(lora_dropout=1.0), "--lora_dropout must be in [0, 1)"),
+        (dict(lora_dim=33), "have rank 32 at most"),
+        (dict(min_lr=1), "--min_lr 1.0 is above --max_lr"),
+        (dict(targets="wte"), "tied"),
+        (dict(lora_dim=0, adapter="x"), "merge it first"),
+        (dict(lora_rank=3), "lora_rank"),
+        pytest.param(
+            dict(out="/sys/kernel/run"),
+            "/sys/kernel/run cannot be made",
+            marks=pytest.mark.skipif(
+                sys.platform != "linux", reason="needs a directory that not even root can write to"
+            ),
+        ),
+    ],
+)
+def test_wrong_usage_is_one_clear_line(finetune, tmp_path, changes, words):
+    assert_user_error(finetune(**changes), words)
+    assert not (tmp_path / "run" / "log.jsonl").exists()
+
+
+def test_rows_without_answers_are_an_error(finetune, tmp_path):
+    data = write_json(tmp_path / "rows.json", [row("Hi", "")])
+    assert_user_error(finetune(data=data), "1 rows, none of them with an instruction and an answer")
+
+
+def test_a_command_line_repeats_the_constants():
+    config = replace(lf.Config(), lora_dim=2, targets=("c_fc", "c_attn"), rslora=True, max_lr=0.02, ranks=(1, 0))
+    words = command_line(config, lora_dim=16, out_dir="out/r16")[2:]
+    parsed = parse_args(lf.Config, words)
+    assert parsed == replace(config, lora_dim=16, out_dir="out/r16", ranks=lf.Config().ranks)
+
+
+def test_the_sweep_compares_ranks_and_full_finetuning(base, tmp_path):
+    out = tmp_path / "sweep"
+    words = quick_args(base, out, max_steps=2, eval_interval=1, lora_dim=None)
+    result = succeed("lora_finetune.py", "sweep", *words, "--ranks", "2", "0")
+    header, _, low, full = (out / "sweep.md").read_text().splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (header, low, full)]
+    low, full = (dict(zip(cells[0], line, strict=True)) for line in cells[1:])
+    model = load_model(str(base / "base"))
+    n, _ = lora.trainable_parameters(model, TARGETS, 2)
+    assert (low["variant"], full["variant"]) == ("r = 2", "full")
+    assert low["trainable"] == f"{n:,}" and full["trainable"] == f"{model.num_params():,}"
+    assert int(low["file (bytes)"].replace(",", "")) == (out / "r2/adapter/adapter_model.safetensors").stat().st_size
+    assert low["loss before"] == full["loss before"] and float(full["final loss"]) < float(full["loss before"])
+    assert (out / "sweep.png").read_bytes().startswith(b"\x89PNG") and (out / "sweep.md").read_text() in result.stdout
+    samples = (out / "samples.md").read_text()
+    assert len(PROMPTS) == 14 and all(f"## {prompt}\n" in samples for prompt in PROMPTS)
+    assert samples.count("\n| base |") == samples.count("\n| r = 2 |") == samples.count("\n| full |") == 14
+
+
+@pytest.mark.slow
+def test_two_ranks_finetune_as_one_process_does(base, tmp_path):
+    import subprocess
+
+    from tests.helpers import environment
+
+    words = quick_args(base, tmp_path / "two")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [*torchrun, str(ROOT / "lora_finetune.py"), *words]
+    subprocess.run(command, env=environment(), check=True, timeout=240, capture_output=True)
+    succeed("lora_finetune.py", *quick_args(base, tmp_path / "one"))
+    for a, b in zip(losses(tmp_path / "one"), losses(tmp_path / "two"), strict=True):
+        assert a == pytest.approx(b, abs=1e-4)
