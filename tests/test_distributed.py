@@ -219,7 +219,7 @@ def test_every_window_of_a_batch_is_scored_once_by_some_rank(tmp_path, world_siz
     found, shapes = [], []
     for rank in range(world_size):
         batches = Batches(stream, 10, 0, True, rank, world_size)
-        micro = [to_inputs(windows) for (windows,) in batches.micro_batches(30, rows, 4)]
+        micro = [to_inputs(windows) for windows in batches.micro_batches(30, rows, 4)]
         shapes.append([tuple(idx.shape) for idx, _ in micro])
         for idx, targets in micro:
             found += idx[:, 0][targets[:, 0] >= 0].tolist()
