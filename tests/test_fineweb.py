@@ -33,6 +33,7 @@ from tests.helpers import ROOT, arguments, assert_user_error, command, environme
 from tests.hub import Hub, hub_environment
 
 SHARD = 20_000  # tokens
+QUICKLY = "fork" if sys.platform == "linux" else "spawn"
 
 
 @pytest.fixture(scope="session")
@@ -96,12 +97,13 @@ def assert_shards(out_dir: Path, expected: list[np.ndarray]) -> None:
 
 
 def options(source, out_dir, tokenizer, **kwargs) -> dict:
-    return dict(source=source, out_dir=out_dir, tokenizer=tokenizer, shard_size=SHARD, workers=2) | kwargs
+    words = dict(source=source, out_dir=out_dir, tokenizer=tokenizer, shard_size=SHARD, workers=2, start_method=QUICKLY)
+    return words | kwargs
 
 
 def run_here(source, out_dir, tokenizer, **kwargs) -> dict:
     """make_shards in this process; returns the manifest."""
-    kwargs = dict(workers=1, shard_size=SHARD, start_method="fork" if sys.platform == "linux" else "spawn") | kwargs
+    kwargs = dict(workers=1, shard_size=SHARD, start_method=QUICKLY) | kwargs
     source = source if isinstance(source, tuple) else (str(source),)
     make_shards(Config(source=source, tokenizer=str(tokenizer), out_dir=str(out_dir), **kwargs), Path(out_dir))
     return read_manifest(out_dir)
@@ -298,7 +300,7 @@ def test_five_kills_at_random_moments_change_nothing(long_corpus, long_shards, t
 @pytest.mark.parametrize("signum, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_it_in_good_order(long_corpus, long_shards, tokenizer, tmp_path, signum, code):
     out_dir = tmp_path / "shards"
-    words = options(long_corpus, out_dir, tokenizer, shard_size=100_000, start_method="fork")
+    words = options(long_corpus, out_dir, tokenizer, shard_size=100_000)
     process = subprocess.Popen(
         command("fineweb.py", **words), env=environment(), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
     )
@@ -314,7 +316,7 @@ def test_a_signal_ends_it_in_good_order(long_corpus, long_shards, tokenizer, tmp
 
 def test_a_killed_worker_is_reported_and_loses_nothing(long_corpus, long_shards, tokenizer, tmp_path):
     out_dir = tmp_path / "shards"
-    words = options(long_corpus, out_dir, tokenizer, shard_size=100_000, start_method="fork")
+    words = options(long_corpus, out_dir, tokenizer, shard_size=100_000)
     process = subprocess.Popen(
         command("fineweb.py", **words), env=environment(), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
     )
@@ -569,7 +571,7 @@ def test_usage_errors_are_one_line(tokenizer, tmp_path):
 
 def test_it_outlives_the_reader_of_its_output(corpus, tokenizer, tmp_path):
     out_dir = tmp_path / "shards"
-    words = command("fineweb.py", **options(corpus[0], out_dir, tokenizer, start_method="fork"))
+    words = command("fineweb.py", **options(corpus[0], out_dir, tokenizer))
     process = subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE)
     process.stdout.readline()
     process.stdout.close()
