@@ -9,24 +9,25 @@ format that is fast there, with autocast; this project in fp32 and in that forma
 
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
+from rows import Example, encode_rows, load_rows, micro_batches, split_rows
 
-import lora_finetune as lf
 from benchmarks.measure import interleave, model_sizes, table
 from bpe.tokenizer import Tokenizer
 from lora import TARGETS, LoRAConfig, add_lora, cast_frozen
+from lora_finetune import MICRO_BATCH_COST, AnswerLoss, Config, make_optimizer
 from model import GPT, GPTConfig
-from rows import encode_rows, load_rows, micro_batches, split_rows
 from runtime import Runtime
 from trials import choose_attention
 
-R, ALPHA, EXAMPLES, MAX_LENGTH = 8, 16.0, 32, 1024
+FINETUNING = Config(lora_dim=8, lora_alpha=16.0, max_lr=1e-3)
+EXAMPLES, MAX_LENGTH = 32, 1024
 
 
 def run(config, rt: Runtime) -> list[dict]:
-    rows = load_rows(config.data or lf.Config.data)[:2000]
-    chosen, _ = split_rows(rows, 0, 0)
+    chosen, _ = split_rows(load_rows(config.data or FINETUNING.data)[:2000], 0, 0)
     examples, _ = encode_rows(chosen[: 2 * EXAMPLES], Tokenizer.from_tiktoken("gpt2"), MAX_LENGTH)
     examples = examples[:EXAMPLES]
     torch.manual_seed(0)
@@ -36,7 +37,8 @@ def run(config, rt: Runtime) -> list[dict]:
     n_targets = sum(int((example.targets >= 0).sum()) for example in examples)
     print(f"{sum(len(example.idx) for example in examples)} tokens, {n_targets} of them answers")
     steps = {f"peft, {like}": peft_step(base, examples, like, rt)}
-    steps |= {f"this project, {dtype}": own_step(base, examples, dtype, rt) for dtype in {torch.float32: 0, half: 0}}
+    for dtype in dict.fromkeys((torch.float32, half)):
+        steps[f"this project, {dtype}"] = own_step(base, examples, dtype, rt)
     losses = {name: [] for name in steps}
     runs = {name: lambda name=name: losses[name].append(steps[name]()) for name in steps}
     found = table(interleave(runs, config.repeats, rt), n_targets, "answer tokens/s")
@@ -44,35 +46,34 @@ def run(config, rt: Runtime) -> list[dict]:
     return [row | dict(first_loss=losses[row["name"]][0]) for row in found]
 
 
-def own_step(base: GPT, examples: list, dtype: torch.dtype, rt: Runtime) -> Callable[[], float]:
+def own_step(base: GPT, examples: list[Example], dtype: torch.dtype, rt: Runtime) -> Callable[[], float]:
     """A step of lora_finetune.py: micro-batches of about one length, logits at answers alone."""
-    micros = micro_batches(examples, 2**14, lf.MICRO_BATCH_COST[rt.device.type])
-    say_padding("this project", sum(micro[0].size for micro in micros), examples)
-    n_targets = sum(micro[1].size for micro in micros)
-    like = Runtime.setup(rt.device.type, str(dtype).removeprefix("torch."))
-    attention = choose_attention("auto", like, MAX_LENGTH)
-    model = GPT(GPTConfig(**vars(base.config) | dict(attention=attention)))
+    micros = micro_batches(examples, 2**14, MICRO_BATCH_COST[rt.device.type])
+    say_padding("this project", sum(idx.size for idx, _, _ in micros), examples)
+    rt = Runtime.setup(rt.device.type, str(dtype).removeprefix("torch."))
+    model = GPT(replace(base.config, attention=choose_attention("auto", rt, MAX_LENGTH)))
     model.load_state_dict(base.state_dict())
-    add_lora(model, LoRAConfig(R, ALPHA))
+    add_lora(model, LoRAConfig(FINETUNING.lora_dim, FINETUNING.lora_alpha))
     cast_frozen(model, dtype)
-    forward = lf.AnswerLoss(model.to(rt.device))
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, fused=True)
+    forward = AnswerLoss(model.to(rt.device))
+    optimizer = make_optimizer(model, FINETUNING, rt)
 
     def step() -> float:
+        batch = [[torch.as_tensor(part, device=rt.device) for part in micro] for micro in micros]
+        n_targets = sum(targets.numel() for _, targets, _ in batch)
         loss = torch.zeros((), device=rt.device)
-        for micro in micros:
-            with like.autocast():
-                _, micro_loss = forward(*(torch.from_numpy(part).to(rt.device) for part in micro), n_targets=n_targets)
-            micro_loss.backward()
+        for idx, targets, places in batch:
+            with rt.autocast():
+                _, micro_loss = forward(idx, targets, places, n_targets=n_targets)
+            optimizer.scale(micro_loss).backward()
             loss += micro_loss.detach()
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step(finite=optimizer.clip_grad_norm(FINETUNING.grad_clip).isfinite())
         return loss.item()
 
     return step
 
 
-def peft_step(base: GPT, examples: list, dtype: torch.dtype, rt: Runtime) -> Callable[[], float]:
+def peft_step(base: GPT, examples: list[Example], dtype: torch.dtype, rt: Runtime) -> Callable[[], float]:
     """The plain loop: peft on GPT2LMHeadModel, 8 examples at a time, padded to the longest of them."""
     from peft import LoraConfig, get_peft_model
     from transformers import GPT2LMHeadModel
@@ -80,8 +81,10 @@ def peft_step(base: GPT, examples: list, dtype: torch.dtype, rt: Runtime) -> Cal
     with tempfile.TemporaryDirectory() as directory:
         base.save_pretrained(directory)
         model = GPT2LMHeadModel.from_pretrained(directory)
-    targets = list(TARGETS)
-    settings = LoraConfig(r=R, lora_alpha=ALPHA, target_modules=targets, fan_in_fan_out=True, task_type="CAUSAL_LM")
+    settings = LoraConfig(
+        r=FINETUNING.lora_dim, lora_alpha=FINETUNING.lora_alpha, target_modules=list(TARGETS), fan_in_fan_out=True,
+        task_type="CAUSAL_LM",
+    )  # fmt: skip
     model = get_peft_model(model, settings).to(rt.device)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, fused=True)
     n_targets = sum(int((example.targets >= 0).sum()) for example in examples)
@@ -104,7 +107,7 @@ def peft_step(base: GPT, examples: list, dtype: torch.dtype, rt: Runtime) -> Cal
     return step
 
 
-def padded(examples: list) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def padded(examples: list[Example]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(ids, mask, labels), each (B, T), as transformers takes them: it shifts the labels by itself."""
     ids = [torch.tensor([*e.idx, max(e.targets[-1], 0)]) for e in examples]
     labels = [torch.tensor([-100, *e.targets]) for e in examples]
@@ -114,5 +117,5 @@ def padded(examples: list) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return tuple(pad(rows[i], batch_first=True, padding_value=fill[i]) for i in rows)
 
 
-def say_padding(name: str, n_padded: int, examples: list) -> None:
+def say_padding(name: str, n_padded: int, examples: list[Example]) -> None:
     print(f"{name}: {n_padded / sum(len(example.idx) for example in examples):.2f} padded tokens for each real one")

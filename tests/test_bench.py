@@ -47,9 +47,9 @@ def measure(tmp_path):
 def hellaswag_file(tmp_path):
     """Rows of an invented HellaSwag."""
     endings = ["drinks it.", "sings to the moon.", "counts every tile of the roof.", "sleeps."]
-    row = dict(activity_label="Tea", ctx="A woman makes tea. She", label=0, endings=endings, split_type="indomain")
+    row = dict(activity_label="Tea", ctx_a="A woman makes tea.", ctx_b="she", ctx="A woman makes tea. she", label=0)
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row | dict(ind=i)) + "\n" for i in range(5)))
+    path.write_text("".join(json.dumps(row | dict(ind=i, endings=endings)) + "\n" for i in range(5)))
     return path
 
 
