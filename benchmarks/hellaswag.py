@@ -6,12 +6,13 @@ the 16-bit format that is fast on this device for both. On a GPU the plain loop 
 gone on at that rate. --data FILE.jsonl, by default downloaded; --rows limits both sides.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 
-from benchmarks.measure import interleave, model_sizes, table
+from benchmarks.measure import fast_dtype, interleave, model_sizes, table
 from bpe.tokenizer import Tokenizer
 from hellaswag import evaluate, load_rows, prepare
 from model import GPT, GPTConfig
@@ -25,7 +26,7 @@ def run(config, rt: Runtime) -> list[dict]:
     rows = load_rows(config.data, "val", rt)
     rows = rows[: config.rows or (len(rows) if rt.device.type == "cuda" else 40)]
     few = rows[:500]
-    half = Runtime.setup(config.device)  # with the 16-bit format that is fast here, or fp32
+    half = replace(rt, dtype=fast_dtype(rt))
     contestants = {}
     for name, runtime in {"fp32": rt, str(half.dtype).removeprefix("torch."): half}.items():
         contestants[f"one row at a time, {name}"] = partial(score_one_by_one, model, tokenizer, few, runtime)

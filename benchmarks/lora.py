@@ -10,11 +10,12 @@ format that is fast there, with autocast; this project in fp32 and in that forma
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from rows import Example, encode_rows, load_rows, micro_batches, split_rows
 
-from benchmarks.measure import interleave, model_sizes, table
+from benchmarks.measure import fast_dtype, interleave, model_sizes, table
 from bpe.tokenizer import Tokenizer
 from lora import TARGETS, LoRAConfig, add_lora, cast_frozen
 from lora_finetune import MICRO_BATCH_COST, AnswerLoss, Config, make_optimizer
@@ -32,7 +33,7 @@ def run(config, rt: Runtime) -> list[dict]:
     examples = examples[:EXAMPLES]
     torch.manual_seed(0)
     base = GPT(GPTConfig(**model_sizes(config.size)))
-    half = Runtime.setup(config.device).dtype  # the 16-bit format that is fast here, or fp32
+    half = fast_dtype(rt)
     like = half if rt.device.type == "cuda" else torch.float32
     n_targets = sum(int((example.targets >= 0).sum()) for example in examples)
     print(f"{sum(len(example.idx) for example in examples)} tokens, {n_targets} of them answers")
@@ -50,7 +51,7 @@ def own_step(base: GPT, examples: list[Example], dtype: torch.dtype, rt: Runtime
     """A step of lora_finetune.py: micro-batches of about one length, logits at answers alone."""
     micros = micro_batches(examples, 2**14, MICRO_BATCH_COST[rt.device.type])
     say_padding("this project", sum(idx.size for idx, _, _ in micros), examples)
-    rt = Runtime.setup(rt.device.type, str(dtype).removeprefix("torch."))
+    rt = replace(rt, dtype=dtype)
     model = GPT(replace(base.config, attention=choose_attention("auto", rt, MAX_LENGTH)))
     model.load_state_dict(base.state_dict())
     add_lora(model, LoRAConfig(FINETUNING.lora_dim, FINETUNING.lora_alpha))
@@ -111,10 +112,8 @@ def padded(examples: list[Example]) -> tuple[torch.Tensor, torch.Tensor, torch.T
     """(ids, mask, labels), each (B, T), as transformers takes them: it shifts the labels by itself."""
     ids = [torch.tensor([*e.idx, max(e.targets[-1], 0)]) for e in examples]
     labels = [torch.tensor([-100, *e.targets]) for e in examples]
-    rows = {0: ids, 1: [torch.ones_like(row) for row in ids], 2: labels}
-    fill = {0: 0, 1: 0, 2: -100}
-    pad = torch.nn.utils.rnn.pad_sequence
-    return tuple(pad(rows[i], batch_first=True, padding_value=fill[i]) for i in rows)
+    pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+    return pad(ids), pad([torch.ones_like(row) for row in ids]), pad(labels, padding_value=-100)
 
 
 def say_padding(name: str, n_padded: int, examples: list[Example]) -> None:

@@ -4,7 +4,8 @@
 - `in_own_process(function, *args)` keeps what a contestant compiles, chooses or allocates away from the others
 - `table(seconds, work, unit)` prints rates, their spread, and ratios to the first contestant
 - `peak_memory(command)` is that of a whole tree of processes
-- `model_sizes(name)` is what --size means; `machine(rt)` describes where the figures come from
+- `model_sizes(name)` is what --size means, `fast_dtype(rt)` the precision of training on this device
+- `machine(rt)` describes where the figures come from
 
 This file knows nothing of what is compared.
 """
@@ -73,6 +74,15 @@ def table(seconds: Seconds, work: float, unit: str) -> list[dict]:
 def model_sizes(name: str) -> dict:
     """n_layer, n_head and n_embd of a --size; GPT-2 124M for none."""
     return TINY if name == "tiny" else SIZES[name or "gpt2"]
+
+
+def fast_dtype(rt) -> torch.dtype:
+    """The 16-bit format in which this device is fast, or fp32. What fp32 products may be rounded to stays as it is."""
+    precision = torch.get_float32_matmul_precision()
+    try:
+        return type(rt).setup(rt.device.type).dtype
+    finally:
+        torch.set_float32_matmul_precision(precision)  # else the contestants in fp32 would have TF32
 
 
 def machine(rt) -> dict:

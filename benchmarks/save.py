@@ -44,7 +44,7 @@ def run(config, rt: Runtime) -> list[dict]:
 
 
 def save_in_turn(constants, model: GPT) -> Seconds:
-    rt = Runtime.setup(next(model.parameters()).device.type)  # with the precision that is fast here
+    rt = Runtime.setup(next(model.parameters()).device.type)  # with the precision that a run has here
     optimizer = make_optimizer(model, constants, rt)
     step = training_step(model, optimizer, rt)
     step()  # makes the moments
