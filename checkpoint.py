@@ -19,14 +19,15 @@ import shutil
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from bpe.tokenizer import Tokenizer
 from cli import UserError, explain, replace_file, sha256, write_atomically
-from model import GPT
+from model import GPT, GPTConfig, read_config
 
 SUMS = "SHA256SUMS"
 WEIGHTS = {"model.safetensors": "config.json", "adapter_model.safetensors": "adapter_config.json"}  # and their config
@@ -242,6 +243,31 @@ def find_model(model: str) -> str:
     return model
 
 
+@contextmanager
+def user_errors_of(model: str) -> Iterator[None]:
+    """Turn what can go wrong in reading a MODEL into UserErrors."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except ValueError as e:
+        raise UserError(str(e)) from e
+    except (OSError, RuntimeError) as e:  # huggingface_hub's own errors are OSErrors, those of its client RuntimeErrors
+        if Path(model).is_dir():
+            raise
+        raise UserError(
+            f"{model} is no local directory, and could not be had from the hub ({type(e).__name__}); check the name, "
+            f"or download it where there is a network: hf download {model}"
+        ) from e
+
+
+def load_shape(model: str) -> GPTConfig:
+    """The sizes of a MODEL, without its weights. Raises UserError."""
+    model = find_model(model)
+    with user_errors_of(model):
+        return read_config(model)
+
+
 def load_model(model: str, dropout: float = 0.0, attention: str = "flash") -> GPT:
     """GPT of a MODEL, in fp32 on the CPU. Raises UserError for what is missing, damaged, or not a GPT-2."""
     model = find_model(model)
@@ -249,19 +275,8 @@ def load_model(model: str, dropout: float = 0.0, attention: str = "flash") -> GP
     if (path / SUMS).exists() and (problem := damage(path)) is not None:
         other = newest_sound(path.parent)
         raise UserError(f"{path} is damaged: {problem}" + (f"; the newest sound one is {other}" if other else ""))
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return GPT.from_pretrained(model, dropout=dropout, attention=attention)
-    except ValueError as e:
-        raise UserError(str(e)) from e
-    except (OSError, RuntimeError) as e:  # huggingface_hub's own errors are OSErrors, those of its client RuntimeErrors
-        if path.is_dir():
-            raise
-        raise UserError(
-            f"{model} is no local directory, and could not be had from the hub ({type(e).__name__}); check the name, "
-            f"or download it where there is a network: hf download {model}"
-        ) from e
+    with user_errors_of(model):
+        return GPT.from_pretrained(model, dropout=dropout, attention=attention)
 
 
 def model_tokenizer(model: str) -> Tokenizer:

@@ -23,7 +23,7 @@ import torch
 
 import hellaswag
 from bpe.tokenizer import Tokenizer
-from checkpoint import ModelFiles, find_model, load_model
+from checkpoint import ModelFiles, load_model, load_shape
 from cli import (
     Count,
     NonNegative,
@@ -34,7 +34,6 @@ from cli import (
     Tokens,
     UserError,
     parse_args,
-    read_json,
     script,
 )
 from data import (
@@ -48,7 +47,8 @@ from data import (
     validation_batches,
 )
 from evaluate import complete, validate
-from model import GPT, GPTConfig, config_from_hf, use_float8
+from fp8 import use_float8
+from model import GPT, GPTConfig
 from optim import Optimizer, learning_rate, make_optimizer
 from run import Run
 from runtime import Runtime, prefetch
@@ -316,24 +316,13 @@ def model_shape(config: Config, recipe: str, checkpoint: Path | None, rt: Runtim
     if not source:
         shape = GPTConfig(sequence_length=config.sequence_length, **{name: getattr(config, name) for name in sizes})
         return replace(shape, dropout=config.dropout, attention=attention)
-    shape = read_shape(source)
+    shape = load_shape(source)
     if config.sequence_length > shape.sequence_length:
         raise UserError(f"{source} was made for {shape.sequence_length} tokens; --sequence_length may not exceed it")
     for name in sizes:  # a size that somebody chose, other than by choosing the recipe, has to be the checkpoint's
         if getattr(config, name) not in (getattr(shape, name), getattr(RECIPES[recipe], name)):
             raise UserError(f"{source} has {name} {getattr(shape, name)}, not {getattr(config, name)}; leave it out")
     return replace(shape, dropout=config.dropout, attention=attention)
-
-
-def read_shape(source: str) -> GPTConfig:
-    """The sizes of a MODEL, without its weights. Raises UserError."""
-    path = Path(find_model(source))
-    if not path.is_dir():
-        return load_model(source).config  # of the hub, which is asked once: the weights are in its cache afterwards
-    try:
-        return config_from_hf(read_json(path / "config.json"), path, 0.0, "flash")
-    except (ValueError, OSError) as e:
-        raise UserError(str(e)) from e
 
 
 def build_model(config: Config, shape: GPTConfig, checkpoint: Path | None) -> GPT:

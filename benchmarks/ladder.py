@@ -18,7 +18,8 @@ import torch.nn.functional as F
 
 from benchmarks.measure import in_own_process, interleave, machine, model_sizes
 from cli import UserError
-from model import GPT, GPTConfig, use_float8
+from fp8 import use_float8
+from model import GPT, GPTConfig
 from runtime import Runtime
 from trials import choose_attention_kernel
 

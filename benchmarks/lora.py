@@ -13,13 +13,13 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from rows import Example, encode_rows, load_rows, micro_batches, split_rows
 
 from benchmarks.measure import fast_dtype, interleave, model_sizes, table
 from bpe.tokenizer import Tokenizer
 from lora import TARGETS, LoRAConfig, add_lora, cast_frozen
 from lora_finetune import MICRO_BATCH_COST, AnswerLoss, Config, make_optimizer
 from model import GPT, GPTConfig
+from rows import Example, encode_rows, load_rows, micro_batches, split_rows
 from runtime import Runtime
 from trials import choose_attention
 

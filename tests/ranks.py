@@ -21,7 +21,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_gpt2
 from checkpoint import remove_after
-from model import LinearCrossEntropy
+from loss import LinearCrossEntropy
 
 FAULT_STEP = 3
 

@@ -1,23 +1,22 @@
 """The model against transformers, closed forms and naive versions."""
 
+import json
 import math
+import os
 import warnings
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from model import (
-    GPT,
-    IGNORE_INDEX,
-    SIZES,
-    Float8Product,
-    GPTConfig,
-    LinearCrossEntropy,
-    sample_tokens,
-    use_float8,
-)
+import loss as loss_module
+from fp8 import Float8Product, use_float8
+from loss import LinearCrossEntropy, chunk_size, linear_cross_entropy
+from model import GPT, IGNORE_INDEX, SIZES, GPTConfig, read_config, sample_tokens
 
 warnings.filterwarnings("ignore")
 
@@ -95,6 +94,123 @@ def test_missing_or_extra_tensors_are_refused(tmp_path):
         GPT.from_pretrained(tmp_path)
 
 
+@pytest.fixture
+def saved(tmp_path):
+    small().save_pretrained(tmp_path)
+    return tmp_path
+
+
+CONFIG = dict(model_type="gpt2", vocab_size=211, n_positions=32, n_embd=32, n_layer=2, n_head=2)
+MALFORMED = {
+    "empty": b"", "one byte": b"{", "half": json.dumps(CONFIG).encode()[:40], "no JSON": b"\x89PNG\r\n\x1a\n",
+    "not UTF-8": b'{"model_type": "\xff\xfe"}', "a list": b"[1, 2]", "a word": b'"gpt2"', "null": b"null",
+    "deep": b"[" * 100_000, "deep inside": b'{"a":' * 100_000, "long number": b'{"n_layer": ' + b"9" * 5000 + b"}",
+} | {
+    f"{key} {value!r}": json.dumps(CONFIG | {key: value}).encode()
+    for key, values in dict(
+        n_layer=(0, -1, 2**70, 10**12, 2.0, "2", None, [2], {}, True, math.nan, math.inf), n_embd=(0, 33, None, 10**12),
+        n_head=(0, 3, "x"), vocab_size=(-5, 1e30), n_positions=(None, 0), n_inner=(7, "x", [1]),
+        model_type=("llama", None, 3), activation_function=("relu", None, []), layer_norm_epsilon=(1e-6, math.nan),
+        tie_word_embeddings=(False, None), scale_attn_weights=(False,), scale_attn_by_inverse_layer_idx=(True,),
+        add_cross_attention=(True,),
+    ).items() for value in values
+} | {f"no {key}": json.dumps({k: v for k, v in CONFIG.items() if k != key}).encode() for key in CONFIG}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MALFORMED)
+def test_a_malformed_config_is_refused_by_name(saved, kind):
+    (saved / "config.json").write_bytes(MALFORMED[kind])
+    for read in (read_config, GPT.from_pretrained):
+        with pytest.raises(ValueError, match="config.json"):
+            read(saved)
+
+
+@pytest.mark.parametrize("n_layer", [3, 1000, 2**20])
+def test_more_layers_than_the_weights_have_are_refused_at_once(saved, n_layer):
+    (saved / "config.json").write_text(json.dumps(CONFIG | dict(n_layer=n_layer)))
+    with pytest.raises(ValueError, match="config.json"):
+        GPT.from_pretrained(saved)
+
+
+def test_a_missing_or_unreadable_file_is_refused_by_name(saved):
+    (saved / "model.safetensors").unlink()
+    assert read_config(saved).n_layer == 2  # no weights are needed for that
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
+        GPT.from_pretrained(saved)
+    (saved / "model.safetensors").mkdir()
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
+        GPT.from_pretrained(saved)
+    (saved / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"config\.json"):
+        read_config(saved)
+    (saved / "config.json").mkdir()
+    with pytest.raises(ValueError, match=r"config\.json"):
+        read_config(saved)
+
+
+def test_the_sizes_are_read_without_the_weights(saved):
+    config = read_config(saved, dropout=0.1, attention="naive")
+    assert config == GPTConfig(**SMALL, dropout=0.1, attention="naive")
+
+
+BROKEN = {
+    "empty": lambda data: b"", "one byte": lambda data: data[:1], "header cut": lambda data: data[:300],
+    "cut in half": lambda data: data[: len(data) // 2], "last byte missing": lambda data: data[:-1],
+    "a byte too many": lambda data: data + b"x", "other format": lambda data: b"PK\x03\x04" + data,
+    "text": lambda data: b"hello " * 99, "header flipped": lambda data: data[:40] + b"\xff" + data[41:],
+    "header of nonsense": lambda data: b"\xff" * 8 + data[8:], "deep header": lambda data: deep_header(),
+}  # fmt: skip
+
+
+def deep_header() -> bytes:
+    header = b'{"a":' * 50_000
+    return len(header).to_bytes(8, "little") + header
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_broken_weights_are_refused_by_name(saved, kind):
+    file = saved / "model.safetensors"
+    file.write_bytes(BROKEN[kind](file.read_bytes()))
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
+        GPT.from_pretrained(saved)
+
+
+@pytest.mark.parametrize("wrong", [torch.full((32,), math.nan), torch.full((32,), math.inf), torch.ones(32).int()])
+def test_weights_that_are_no_finite_fractions_are_refused(saved, wrong):
+    from safetensors.torch import load_file, save_file
+
+    state = load_file(saved / "model.safetensors") | {"transformer.ln_f.bias": wrong}
+    save_file(state, saved / "model.safetensors")
+    with pytest.raises(ValueError, match=r"ln_f\.bias"):
+        GPT.from_pretrained(saved)
+
+
+def test_weights_in_several_files_and_in_16_bits_are_read(saved):
+    from safetensors.torch import load_file, save_file
+
+    state = {k: v.bfloat16() for k, v in load_file(saved / "model.safetensors").items()}
+    (saved / "model.safetensors").unlink()
+    names = sorted(state)
+    for i, part in enumerate((names[::2], names[1::2])):
+        save_file({name: state[name] for name in part}, saved / f"model-0000{i + 1}-of-00002.safetensors")
+    read = GPT.from_pretrained(saved)
+    for p, q in zip(read.parameters(), small().parameters(), strict=True):
+        assert p.dtype == torch.float32 and torch.equal(p, q.bfloat16().float())
+    assert read.lm_head.weight is read.transformer.wte.weight
+
+
+@pytest.mark.parametrize("umask, mode", [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_all_files_of_a_checkpoint_follow_the_umask(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        small().save_pretrained(tmp_path / "model")
+    finally:
+        os.umask(before)
+    assert {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "model").iterdir()} == dict.fromkeys(
+        ("config.json", "generation_config.json", "model.safetensors"), mode
+    )
+
+
 # ---- numbers that are known
 
 
@@ -141,20 +257,68 @@ def test_naive_attention_equals_scaled_dot_product_attention():
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
 
 
+def loss_case(n=64, channels=16, vocab=50, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(n, channels, generator=generator, dtype=dtype, requires_grad=True)
+    weight = torch.randn(vocab, channels, generator=generator, dtype=dtype, requires_grad=True)
+    targets = torch.randint(vocab, (n,), generator=generator)
+    targets[::5] = IGNORE_INDEX
+    return x, weight, targets
+
+
 @pytest.mark.parametrize("chunk", [1, 7, 64, 1000])
 def test_chunked_loss_and_gradients_equal_cross_entropy(chunk):
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(64, 16, generator=generator, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(50, 16, generator=generator, dtype=torch.float64, requires_grad=True)
-    targets = torch.randint(50, (64,), generator=generator)
-    targets[::5] = IGNORE_INDEX
+    x, weight, targets = loss_case()
     loss = LinearCrossEntropy.apply(x, weight, targets, chunk, True)
     grads = torch.autograd.grad(3 * loss, (x, weight))
-    expected = F.cross_entropy((x @ weight.T).float(), targets, reduction="sum")
+    expected = F.cross_entropy(x @ weight.T, targets, reduction="sum")
     expected_grads = torch.autograd.grad(3 * expected, (x, weight))
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     for grad, want in zip(grads, expected_grads, strict=True):
-        torch.testing.assert_close(grad, want, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(grad, want, rtol=1e-12, atol=1e-12)
+
+
+def test_the_compiled_loss_has_the_same_gradients_and_no_scatter(monkeypatch):
+    """A scatter cannot be fused: it makes passes over all logits of what a comparison does on the way."""
+    monkeypatch.setitem(loss_module.LOSS_CHUNK, "cpu", 0)  # 256 positions a chunk
+    operators = []
+
+    def record(module, inputs):
+        operators.extend(str(node.target) for node in module.graph.nodes if node.op == "call_function")
+        return make_boxed_func(module.forward)
+
+    backend = aot_autograd(fw_compiler=record, bw_compiler=record, decompositions=select_decomp_table())
+    x, weight, targets = loss_case(n=600)
+    loss = torch.compile(linear_cross_entropy, backend=backend, fullgraph=True)(x, weight, targets)
+    grads = torch.autograd.grad(loss, (x, weight))
+    expected = F.cross_entropy(x @ weight.T, targets, reduction="sum")
+    for grad, want in zip(grads, torch.autograd.grad(expected, (x, weight)), strict=True):
+        torch.testing.assert_close(grad, want, rtol=1e-12, atol=1e-12)
+    assert sum("mm" in name for name in operators) == 9  # three products for each of three chunks
+    assert not [name for name in operators if "scatter" in name or "index_put" in name]
+
+
+def test_the_gradient_of_fp32_weights_is_summed_in_fp32(monkeypatch):
+    monkeypatch.setitem(loss_module.LOSS_CHUNK, "cpu", 0)
+    x, weight, targets = loss_case(n=2048, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        (grad,) = torch.autograd.grad(linear_cross_entropy(x, weight, targets), weight)
+    assert grad.dtype == torch.float32 and not torch.equal(grad, grad.bfloat16().float())
+
+
+def test_a_frozen_head_gets_no_gradient():
+    x, weight, targets = loss_case(dtype=torch.float32)
+    linear_cross_entropy(x, weight.detach(), targets).backward()
+    assert x.grad is not None and weight.grad is None
+
+
+@pytest.mark.parametrize("n_positions", [1, 1024, 8 * 1024, 64 * 1024])
+def test_logits_of_a_gpu_are_a_quarter_of_a_large_batch_and_all_of_a_small_one(n_positions):
+    chunk = chunk_size(n_positions, 50304, "cuda")
+    assert chunk % 256 == 0
+    assert chunk * 50304 <= 2**29
+    assert chunk >= n_positions / 4 - 256 or chunk * 50304 > 2**29 - 256 * 50304
+    assert chunk * 50304 <= 2**27 or chunk <= n_positions / 4
 
 
 def test_ignored_targets_do_not_count():
@@ -254,6 +418,7 @@ def test_sampling_follows_the_distribution():
     squared = torch.tensor([0.25, 0.09, 0.0225, 0.0025])
     torch.testing.assert_close(frequencies(temperature=0.5), squared / squared.sum(), atol=0.02, rtol=0)
     assert frequencies(temperature=0)[0] == 1
+    assert frequencies(top_p=0.0)[0] == 1
 
 
 # ---- 8-bit products
@@ -292,18 +457,80 @@ def test_8_bit_products_refuse_sizes_that_the_hardware_refuses():
         use_float8(model)
 
 
-def test_compiled_generation_makes_the_same_tokens_with_one_graph():
-    from torch._dynamo.utils import counters
-
-    model = small()
+def lively(**kwargs) -> GPT:
+    """A random model whose greedy tokens differ from each other."""
+    model = small(**kwargs)
     with torch.no_grad():
         model.transformer.wpe.weight.mul_(10)
         model.transformer.ln_f.weight.normal_()
+    return model
+
+
+def test_compiled_generation_makes_the_same_tokens_with_one_graph_that_writes_in_place(monkeypatch):
+    from torch._dynamo.utils import counters
+    from torch._functorch import config as aot_config
+    from torch._inductor import compile_fx
+
+    model = lively()
     prompts = [tokens(n, seed=n).tolist() for n in (1, 5, 20)]
     eager = list(model.generate(prompts, 40, temperature=0))  # past the window
     model.compile_generation()
     torch._dynamo.reset()
     counters.clear()
+    operators, real = [], compile_fx.post_grad_passes
+
+    def post_grad_passes(module, *args, **kwargs):
+        real(module, *args, **kwargs)
+        operators.extend(str(node.target) for node in module.graph.nodes if node.op == "call_function")
+
+    monkeypatch.setattr(compile_fx, "post_grad_passes", post_grad_passes)
+    monkeypatch.setattr(compile_fx.config, "fx_graph_cache", False)  # or a second run of this test has no graph to see
+    monkeypatch.setattr(aot_config, "enable_autograd_cache", False)
     assert list(model.generate(prompts, 40, temperature=0)) == eager
     assert list(model.generate([p + [7] for p in prompts], 9, temperature=0)) != eager
     assert counters["stats"]["unique_graphs"] == 1
+    # keys and values of two layers, and nothing that copies a cache
+    assert [name for name in operators if "index_put" in name] == ["aten.index_put_.default"] * 4
+    assert not [name for name in operators if "scatter" in name]
+
+
+@pytest.fixture
+def kept_cache(monkeypatch):
+    """A model that keeps its cache from call to call as a compiled one does, but runs eagerly."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    model = lively()
+    model.compile_generation()
+    return model
+
+
+def test_a_cache_that_is_used_again_remembers_nothing(kept_cache):
+    for lengths in ((20, 30), (3, 1), (7, 9, 2), (4, 6, 25)):
+        prompts = [tokens(n, seed=n).tolist() for n in lengths]
+        expected = list(lively().generate(prompts, 10, temperature=0))
+        assert list(kept_cache.generate(prompts, 10, temperature=0)) == expected
+
+
+def test_a_cache_that_is_used_again_stays_where_it_is(kept_cache):
+    addresses = []
+    for prompt in ([1, 2, 3], [4], [5, 6]):
+        list(kept_cache.generate([prompt], 4))
+        addresses.append([t.data_ptr() for t in kept_cache._kept_cache.k])
+    assert addresses[0] == addresses[1] == addresses[2]
+
+
+def test_two_generators_at_once_do_not_share_a_cache(kept_cache):
+    prompts = [[tokens(5, seed=n).tolist()] for n in (1, 2)]
+    alone = [list(lively().generate(p, 10, temperature=0)) for p in prompts]
+    list(kept_cache.generate([[1]], 2))  # leaves one behind, which only one of them may take
+    together = zip(*(kept_cache.generate(p, 10, temperature=0) for p in prompts), strict=True)
+    assert [list(steps) for steps in zip(*together, strict=True)] == alone
+
+
+def test_a_model_with_8_bit_products_compiles_without_a_break():
+    model = small(n_layer=1).train()
+    use_float8(model)
+    whole = torch.compile(model, backend="eager", fullgraph=True)
+    idx = tokens(2, 32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        compiled, plain = whole(idx, idx)[1], model(idx, idx)[1]
+    assert compiled.item() == pytest.approx(plain.item(), rel=1e-3)

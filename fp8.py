@@ -1,0 +1,95 @@
+"""FP8: the products of the blocks' linear layers in 8 bits while training, for GPUs that multiply 8 bits twice as fast.
+
+    use_float8(model)         # once, before training; parameters, files and generation stay as they are
+
+**Two formats** (Micikevicius et al. 2022, section 3). E4M3 has 4 bits of exponent and 3 of mantissa: eight numbers for
+each power of two, so a rounding error of up to 6%, from 2^-9 to 448. E5M2 moves one bit of the mantissa to the
+exponent: up to 12%, from 2^-16 to 57,344. Weights and activations need the precision, gradients the range. The errors
+do little harm because they are independent of each other: a product adds up hundreds of them, and most cancel.
+
+**A scale for each tensor.** Activations of 0.0005 would vanish in E4M3, and those of 500 overflow. So a tensor is
+divided by a scale that brings its largest absolute value to the largest number of the format, and the product is
+multiplied by both scales while it is still fp32. The scale is measured for each tensor anew, one more pass over it.
+There are two other ways: the largest value of the last steps (NVIDIA's Transformer Engine) saves the pass, and may
+overflow; a scale for each row (an option of torchao) is more precise, but the backward pass, which sums over the other
+dimension, then needs the tensor a second time with a scale for each column.
+
+**Three products** make a linear layer: y = x W^T forward, then dx = dy W and dW = dy^T x. All three are in FP8 here.
+The output projection stays as it is, because the loss depends on it directly; LayerNorm, GELU, attention and the
+embeddings have no product with a weight matrix.
+
+**Why column-major.** A product sums over one dimension, K, and in 8 bits the tensor cores want both operands to lie in
+memory along K (in 16 bits they can transpose while they load). So in a (N, K) @ b (K, M) the rows of a and the columns
+of b have to be contiguous. In x W^T they are: x and W both have K last. The other two products need transposed copies,
+of W for dx, of dy and x for dW, made from what is rounded already, at a byte a number.
+
+The cost of maxima, rounding and copies is proportional to N (K + M), the saving to N K M, so that FP8 pays for wide
+models only. Expected, and not yet measured on a GPU: no gain at 768 channels, some from 1,600 on.
+
+This file knows nothing of GPT-2 but that its blocks are in `model.transformer.h`.
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+def use_float8(model: nn.Module) -> None:
+    """Let the matrices of all blocks multiply in FP8 while they train, under autocast to bf16.
+
+    Raises ValueError where a size is not a multiple of 16, as the tensor cores want.
+    """
+    for module in model.transformer.h.modules():
+        if isinstance(module, nn.Linear):
+            if module.in_features % 16 or module.out_features % 16:
+                raise ValueError(f"FP8 needs sizes that are multiples of 16, not {tuple(module.weight.shape)}")
+            module.__class__ = Float8Linear  # the same parameters under the same names, another forward pass
+
+
+class Float8Linear(nn.Linear):
+    """nn.Linear whose products are in FP8 while it trains; evaluation and generation are in the usual precision."""
+
+    def forward(self, x):
+        if not self.training:
+            return super().forward(x)
+        y = Float8Product.apply(x.flatten(0, -2), self.weight)  # (N, K) -> (N, M)
+        return y.view(*x.shape[:-1], -1) + self.bias.to(y.dtype)
+
+
+class Float8Product(torch.autograd.Function):
+    """x (N, K) @ weight (M, K).T in bf16, with FP8 operands in both directions."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        x, x_scale = to_float8(x, torch.float8_e4m3fn)
+        weight, weight_scale = to_float8(weight, torch.float8_e4m3fn)
+        ctx.save_for_backward(x, x_scale, weight, weight_scale)  # x in one byte a number, not two
+        return multiply(x, weight.T, x_scale, weight_scale, fast=True)  # (N, M)
+
+    @staticmethod
+    def backward(ctx, grad):  # (N, M)
+        x, x_scale, weight, weight_scale = ctx.saved_tensors
+        grad, grad_scale = to_float8(grad, torch.float8_e5m2)
+        grad_x = multiply(grad, weight, grad_scale, weight_scale)  # sums over M: (N, K)
+        grad_weight = multiply(grad.T, x, grad_scale, x_scale)  # sums over N: (M, K)
+        return grad_x, grad_weight.float()
+
+
+def to_float8(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """x in FP8, and the fp32 scalar that brings it back."""
+    largest = torch.finfo(dtype).max
+    scale = x.abs().max().float().clamp(min=1e-12) / largest  # a tensor of zeros would divide by zero
+    return (x.float() / scale).clamp(-largest, largest).to(dtype), scale  # rounded division may exceed the format
+
+
+def multiply(a, b, a_scale, b_scale, fast: bool = False) -> torch.Tensor:
+    """a (N, K) @ b (K, M), of FP8 tensors, in bf16.
+
+    `fast` keeps the running sum in the tensor core's own registers, which on Hopper have 14 bits. That is good enough
+    for activations; sums of gradients go on in fp32.
+    """
+    a, b = a.contiguous(), b.T.contiguous().T  # no copies where they lie along K already
+    if hasattr(F, "scaled_mm"):
+        one = F.ScalingType.TensorWise  # one scale a tensor
+        return F.scaled_mm(a, b, a_scale, one, b_scale, one, output_dtype=torch.bfloat16, use_fast_accum=fast)
+    return torch._scaled_mm(a, b, scale_a=a_scale, scale_b=b_scale, out_dtype=torch.bfloat16, use_fast_accum=fast)

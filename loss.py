@@ -1,0 +1,82 @@
+"""The cross-entropy of a language model, without its logits: those of a few positions at a time, and then forgotten.
+
+    loss = linear_cross_entropy(x, weight, targets)    # sum over targets >= 0 of -log softmax(x @ weight.T)[target]
+
+GPT-2 turns 768 channels into 50,257 logits. For 64 x 1024 tokens those are 13 GB in fp32, more than all activations of
+the blocks together, and their gradients are as many again. Both are needed for a moment only: the loss of a position is
+one number of its logits, and the gradient, softmax(logits) - one_hot(target), goes into two products at once. So the
+forward pass takes a chunk of positions, makes their logits, their loss and the gradients of `x` and `weight`, and lets
+the next chunk overwrite them. Nothing is left for the backward pass but to multiply by the gradient of the loss. No
+product is computed twice, so that this costs no time, unlike activation checkpointing.
+
+This file knows nothing of GPT-2, ranks or precision policies; it obeys the autocast that it is called under.
+
+Shapes in comments: N positions, C channels, V tokens of the vocabulary.
+"""
+
+import torch
+from torch.nn import functional as F
+
+LOSS_CHUNK = {"cpu": 2**19, "cuda": 2**27}  # logits alive at once: what caches hold, what keeps a GPU busy
+
+
+def linear_cross_entropy(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Summed cross-entropy, an fp32 scalar in nats, of x (N, C) @ weight (V, C).T against targets (N,) int64.
+
+    Negative targets are not scored. Products are in autocast's dtype, the gradient of `weight` is in its own.
+    """
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        x = x.to(torch.get_autocast_dtype(device))
+    chunk = chunk_size(len(x), len(weight), device)
+    with torch.autocast(device, enabled=False):
+        return LinearCrossEntropy.apply(x, weight, targets, chunk, torch.is_grad_enabled())
+
+
+def chunk_size(n_positions: int, vocab_size: int, device: str) -> int:
+    """Positions whose logits are alive at once.
+
+    More than a GPU needs to be busy still help, because each chunk adds a gradient of the size of `weight` to the last
+    one. But only up to a quarter of the batch: what limits a batch that fills the memory should not be the logits.
+    """
+    n_logits = LOSS_CHUNK.get(device, 2**25)
+    if device == "cuda":
+        n_logits = max(n_logits, min(n_positions * vocab_size // 4, 2**29))
+    return max(n_logits // vocab_size // 256 * 256, 256)  # whole tiles of the tensor cores
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, targets, chunk: int, need_grad: bool):
+        w = weight.to(x.dtype)  # here and not outside, so that the gradient's sum over chunks is not rounded to bf16
+        loss = torch.zeros((), dtype=torch.float32, device=x.device)
+        grad_x, grad_w = [], None
+        for xc, tc in zip(x.split(chunk), targets.split(chunk), strict=True):
+            valid, safe = (tc >= 0)[:, None], tc.clamp(min=0)[:, None]  # (chunk, 1)
+            log_probs = F.log_softmax(xc @ w.T, dim=-1, dtype=torch.promote_types(x.dtype, loss.dtype))  # (chunk, V)
+            loss = loss - torch.where(valid, log_probs.gather(1, safe), 0.0).sum()
+            if not need_grad:
+                continue
+            dlogits = softmax_minus_one_hot(log_probs, safe).to(x.dtype)  # (chunk, V)
+            grad_x.append((dlogits @ w) * valid)  # (chunk, C)
+            if ctx.needs_input_grad[1]:
+                gw = dlogits.T @ (xc * valid)  # (V, C)
+                grad_w = gw.to(weight.dtype) if grad_w is None else grad_w.add_(gw)
+        if need_grad:
+            ctx.save_for_backward(torch.cat(grad_x), grad_w)
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad_loss):
+        # not scaled before: fp16 would lose what 1 / N and the loss scale have not met yet
+        grad_x, grad_w = ctx.saved_tensors
+        grad_x = (grad_x * grad_loss).to(grad_x.dtype)
+        return grad_x, None if grad_w is None else grad_w * grad_loss, None, None, None
+
+
+def softmax_minus_one_hot(log_probs, targets):
+    """exp(log_probs) (N, V), less 1 at `targets` (N, 1); may overwrite log_probs. Passes over (N, V) are what costs."""
+    if torch.compiler.is_compiling():  # a comparison fuses with its neighbours into one pass, a scatter does not
+        tokens = torch.arange(log_probs.size(1), device=targets.device)  # (V,)
+        return log_probs.exp() - (tokens == targets).to(log_probs.dtype)
+    return log_probs.exp_().scatter_add_(1, targets, torch.full_like(targets, -1, dtype=log_probs.dtype))
