@@ -124,7 +124,7 @@ class RunLog:
             except OSError as e:  # a full disk, say: no reason to end a run for a picture
                 self.rt.print(f"warning: learning_curve.png is not drawn: {explain(e)}")
 
-        self._drawing = threading.Thread(target=work, daemon=True)
+        self._drawing = threading.Thread(target=work, name="curve")  # Python waits for it at its end
         self._drawing.start()
         if wait:
             self._drawing.join()
