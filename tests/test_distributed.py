@@ -268,7 +268,7 @@ def test_a_compiled_model_is_tried_with_one_size_more_than_fits_uncompiled(monke
     uncompiled, tried = object(), []
     forward = SimpleNamespace(_orig_mod=uncompiled)
 
-    def has_memory_for(size, model, *_):
+    def has_memory_for(size, shape, model, *_):
         tried.append((size, model is forward))
         return size <= (compiled_limit if model is forward else 24)
 
