@@ -65,13 +65,14 @@ class LowRankLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, A, B, scale: float):
         h = x @ A.T  # (N, r)
-        ctx.save_for_backward(x, weight, A, B, h)
+        ctx.save_for_backward(x, weight, A, B, h)  # x would be kept in any case, and h is small
         ctx.scale = scale
         return F.linear(x, weight, bias).addmm_(h, B.T, alpha=scale)  # (N, out)
 
     @staticmethod
     def backward(ctx, grad_y):  # (N, out)
         x, weight, A, B, h = ctx.saved_tensors
+        # from y = x W^T + s h B^T and h = x A^T by the chain rule; W and b are frozen, so no product is due for them
         grad_h = (grad_y @ B) * ctx.scale  # (N, r)
         grad_x = (grad_y @ weight).addmm_(grad_h, A) if ctx.needs_input_grad[0] else None  # none below the first one
         grad_B = (h.T @ grad_y).T * ctx.scale  # (out, r), in this order: a tall thin product is slow on a CPU
@@ -83,7 +84,7 @@ class LoRALinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, config: LoRAConfig):
         super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
+        self.weight, self.bias = linear.weight, linear.bias  # under their own names: a base's checkpoint fits
         device = linear.weight.device
         self.lora_A = nn.Parameter(torch.empty(config.r, linear.in_features, device=device))
         self.lora_B = nn.Parameter(torch.zeros(linear.out_features, config.r, device=device))
@@ -92,7 +93,7 @@ class LoRALinear(nn.Module):
         self.register_buffer("unmerged", None, persistent=False)  # the base's weight, while merged
 
     def forward(self, x):
-        if self.unmerged is not None:
+        if self.unmerged is not None:  # merged: the bypass is in the weight
             return F.linear(x, self.weight, self.bias)
         if self.dropout and self.training:  # the two ways then have different inputs
             bypass = F.linear(F.linear(F.dropout(x, self.dropout), self.lora_A), self.lora_B)
@@ -110,6 +111,7 @@ class LoRALinear(nn.Module):
             if self.weight.dtype != torch.float32:
                 raise ValueError(f"the weight is {self.weight.dtype}; merge into fp32 weights")
             self.unmerged = self.weight.data
+            # on the CPU, since MPS has no fp64
             delta = self.lora_B.cpu().double() @ self.lora_A.cpu().double() * self.scale  # (out, in)
             self.weight.data = (self.weight.cpu().double() + delta).to(self.weight)
 
@@ -137,7 +139,7 @@ def target_names(model: GPT, targets) -> list[str]:
 
 def add_lora(model: GPT, config: LoRAConfig) -> GPT:
     """Freeze `model` and give its targets a bypass, in place. Its outputs stay as they are until B is trained."""
-    model.requires_grad_(False)
+    model.requires_grad_(False)  # embeddings and LayerNorm too: the adapter is all that changes
     for name in target_names(model, config.targets):
         replace_module(model, name, LoRALinear(model.get_submodule(name), config))
     return model
@@ -164,7 +166,7 @@ def unmerge(model: GPT) -> GPT:
 def remove_lora(model: GPT) -> GPT:
     """Turn the adapted modules into plain nn.Linear again, with the weights that they have: merged or not."""
     for name, module in lora_modules(model).items():
-        linear = nn.Linear(module.weight.size(1), module.weight.size(0), device="meta")
+        linear = nn.Linear(module.weight.size(1), module.weight.size(0), device="meta")  # its own weights are not made
         linear.weight, linear.bias = module.weight, module.bias
         replace_module(model, name, linear)
     return model
@@ -184,7 +186,7 @@ def cast_frozen(model: GPT, dtype: torch.dtype) -> None:
     for module in lora_modules(model).values():
         for p in (module.weight, module.bias):
             p.data = p.data.to(dtype)
-    plain = (m for m in model.transformer.h.modules() if isinstance(m, nn.Linear))
+    plain = (m for m in model.transformer.h.modules() if isinstance(m, nn.Linear))  # those that are no target
     for p in (p for m in plain for p in m.parameters() if not p.requires_grad):
         p.data = p.data.to(dtype)
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.data.to(dtype), requires_grad=False)
@@ -256,6 +258,7 @@ def peft_name(name: str, factor: str) -> str:
 def fingerprint(model: GPT) -> str:
     """sha256 over names, shapes and fp32 values of a plain model: equal for equal weights, however they are stored."""
     digest = hashlib.sha256()
+    # sorted, and in fp32: neither the order in a file nor 16-bit storage of the same numbers changes it
     for name, tensor in sorted(model.state_dict().items()):
         if name != "lm_head.weight":  # tied
             digest.update(f"{name} {tuple(tensor.shape)}".encode())
@@ -308,6 +311,7 @@ def read_adapter(adapter: str | Path) -> Adapter:
         ) from None
     except (ValueError, OSError, RuntimeError, SafetensorError) as e:
         raise UserError(f"{path}/adapter_model.safetensors is damaged: {e}; write or download it again") from None
+    # target_modules may be a regular expression; what was adapted is what has tensors
     targets = tuple(target for target in TARGETS if any(f".{target}.lora_A" in name for name in tensors))
     config = read_settings(settings, targets, path / "adapter_config.json")
     return Adapter(path, config, tensors, settings.get("base_model_name_or_path"), metadata.get("base_sha256"))
@@ -356,7 +360,7 @@ def check_fit(model: GPT, adapter: Adapter) -> None:
     """Raises UserError where the tensors are not exactly those that this base needs, or come from another base."""
     if not adapter.config.targets:
         raise UserError(f"the adapter {adapter.path} holds no factors of {', '.join(TARGETS)}; train it again")
-    shapes = {}
+    shapes = {}  # of all that there must be: a block without its factors would silently be the base's
     for name in target_names(model, adapter.config.targets):
         n_out, n_in = model.get_submodule(name).weight.shape
         shapes[peft_name(name, "A")], shapes[peft_name(name, "B")] = (adapter.config.r, n_in), (n_out, adapter.config.r)

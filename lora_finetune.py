@@ -32,8 +32,8 @@ import torch
 
 from benchmarks.sweep import sweep
 from bpe.tokenizer import Tokenizer
-from chat import check_tokenizer, save_chat_files
-from checkpoint import ModelFiles, checkpoint_steps, find_model, load_model, model_tokenizer, save_model
+from chat import check_tokenizer, prompt_of, save_chat_files
+from checkpoint import ModelFiles, find_model, load_model, model_tokenizer, save_model
 from cli import Count, NonNegative, Positive, Probability, Range, Seed, UserError, parse_args, script, write_atomically
 from evaluate import complete, validate
 from lora import (
@@ -106,7 +106,7 @@ class Config:
     # along the way, in steps; 0 is never
     eval_interval: Annotated[int, Range(-1, 1e9)] = -1  # validation loss; -1 for ten times in all
     sample_interval: Count = 0  # an answer to sample_prompt
-    sample_prompt: str = "BEGINNING OF CONVERSATION: USER: Give three tips for a good meal. ASSISTANT:"
+    sample_prompt: str = "Give three tips for a good meal."  # what is asked
     sample_tokens: Annotated[int, Range(0, 100_000)] = 128  # the longest answer
     checkpoint_interval: Count = 500  # a checkpoint, at the last step too
     keep_checkpoints: Count = 2  # how many of the newest stay, besides the one of the lowest validation loss; 0 for all
@@ -152,7 +152,7 @@ def finetune(written: Config) -> None:
     facts = dict(parameters=base.num_params(), flops_per_token=flops_per_answer_token(base, data.train, lora))
     rt.print(f"{base_path}: {base.num_params():,} parameters, on {rt.why}\n{data.about}")
     if lora:
-        rt.print(parameter_table(base, written, lora))
+        rt.print(parameter_table(base, lora))
 
     model = adapt(base, written, lora, run.checkpoint)
     if lora and rt.dtype != torch.float32:
@@ -207,7 +207,7 @@ def train(config: Config, run: Run, model: GPT, forward: torch.nn.Module, optimi
             if data.val and run.due(config.eval_interval):
                 run.record("val", **validate(forward, validation_inputs(config, data, rt), token_bytes, rt))
             if run.due(config.sample_interval) and rt.is_main:
-                prompt, seed = config.sample_prompt, config.seed + step
+                prompt, seed = prompt_of(config.sample_prompt, data.tokenizer), config.seed + step
                 answers = complete(model, data.tokenizer, [prompt], config.sample_tokens, rt, seed, top_k=50)
                 run.record("sample", text=prompt + answers[0])
 
@@ -255,9 +255,7 @@ def open_data(config: Config, base: GPT, rt: Runtime) -> Data:
     try:
         check_tokenizer(tokenizer)
     except ValueError as e:
-        raise UserError(
-            f"the tokenizer of {config.base} cannot be used for chats: {e}; train one without that"
-        ) from None
+        raise UserError(f"the tokenizer of {config.base} is not one for chats: {e}; take another base") from None
     if T > shape.sequence_length:
         raise UserError(f"{config.base} was made for {shape.sequence_length} tokens; --sequence_length is more")
     if len(tokenizer) > shape.vocab_size:
@@ -269,9 +267,7 @@ def open_data(config: Config, base: GPT, rt: Runtime) -> Data:
     parts = split_rows(rows, config.val_rows, config.seed)
     (train_set, counts), (val_set, more) = (encode_rows(part, tokenizer, T) for part in parts)
     if not train_set:
-        raise UserError(
-            f"{config.data} has {len(rows)} rows, none of them with an instruction and an answer to train on"
-        )
+        raise UserError(f"{config.data} has {len(rows)} rows, none with an instruction and an answer to train on")
     about = f"data: {len(rows):,} rows: {len(train_set):,} examples to train on, {len(val_set):,} to validate"
     if empty := counts["empty"] + more["empty"]:
         about += f"; empty and left out: {empty:,} rows"
@@ -369,16 +365,13 @@ def settle(config: Config, lora: LoRAConfig | None, data: Data, forward: torch.n
     if lora:
         found |= dict(lora_dim=lora.r, lora_alpha=lora.alpha, targets=lora.targets, rslora=lora.rslora)
     if not config.micro_batch_size:
-        n = config.batch_size // rt.world_size
-        sizes, shape = (
-            [size for size in range(1, min(n, 256) + 1) if n % size == 0],
-            (data.sequence_length, len(data.tokenizer)),
-        )
+        n, shape = config.batch_size // rt.world_size, (data.sequence_length, len(data.tokenizer))
+        sizes = [size for size in range(1, min(n, 256) + 1) if n % size == 0]
         found["micro_batch_size"] = find_micro_batch_size(forward, sizes, shape, rt)
     return replace(config, **found)
 
 
-def parameter_table(base: GPT, config: Config, lora: LoRAConfig) -> str:
+def parameter_table(base: GPT, lora: LoRAConfig) -> str:
     """Trainable parameters by rank, 0 being all weights."""
     lines = [f"{'rank':>4} {'trainable':>13} {'of all':>8}"]
     for rank in [*sorted({1, 2, 4, 8, 16, 32, lora.r}), 0]:
@@ -416,11 +409,10 @@ class ChatFiles:
 
 def finish(config: Config, run: Run, files: ChatFiles) -> None:
     """Write the adapter, say what was reached and where to go from here."""
-    result, adapter = str(checkpoint_steps(run.out_dir)[-1][1]), run.out_dir / "adapter"
+    adapter = run.out_dir / "adapter"
     check_replaceable(adapter)
     if config.lora_dim:
         write_atomically(adapter, files.copy())
-        result = f"{config.base} --adapter {adapter}"
     elif adapter.exists():  # of a run that this one has replaced
         shutil.rmtree(adapter)
     if val := [record["loss"] for record in run.log.records if record["kind"] == "val"]:
@@ -428,6 +420,7 @@ def finish(config: Config, run: Run, files: ChatFiles) -> None:
     print(f"{run.log.median_rate():,.0f} answer tokens/s")
     if config.merge:
         write_merged(config, str(adapter))
+    result = f"{config.base} --adapter {adapter}" if config.lora_dim else run.out_dir
     print(f"\nNow try:\n  python sample.py {result} --chat\n  {run.out_dir / 'learning_curve.png'}    # how it went")
 
 

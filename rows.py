@@ -73,7 +73,7 @@ def messages_of(row, where: str) -> list[dict]:
         except ValueError as e:
             raise UserError(f"{where}: {e}; correct it there") from None
         return row["messages"]
-    said = {"input": ""} | {field: text for field, text in row.items() if text is not None}
+    said = {"input": ""} | {field: text for field, text in row.items() if text is not None}  # null is as good as absent
     for field in ("instruction", "input", "output"):
         if not isinstance(said.get(field), str):
             what = "is no text" if field in said else "is missing"
@@ -101,6 +101,7 @@ def encode_rows(rows: list[list[dict]], tokenizer, sequence_length: int) -> tupl
     full = [row for row in rows if row and all(clean(m["content"], tokenizer) for m in row)]
     full = [row for row in full if any(m["role"] == "assistant" for m in row)]
     full = [pieces(row, tokenizer) for row in full]
+    # all texts in one call, which shares them out to threads; no text can hold a special token any more
     ids = iter(tokenizer.encode_batch([text for row in full for text, _ in row], disallowed_special=()))
     examples, counts = [], dict(empty=len(rows) - len(full), long=0, longest=0)
     for row in full:
@@ -120,7 +121,7 @@ def encode_rows(rows: list[list[dict]], tokenizer, sequence_length: int) -> tupl
 def windows(idx: np.ndarray, targets: np.ndarray, T: int) -> list[Example]:
     """Parts of at most T tokens, each half a window further, that score every target once."""
     parts = [Example(idx[:T], targets[:T])]
-    for end in range(T + T // 2, len(idx) + T // 2, T // 2):
+    for end in range(T + T // 2, len(idx) + T // 2, T // 2):  # the last one may be shorter by less than half a window
         part = targets[end - T : end].copy()
         part[: T - T // 2] = IGNORED  # scored in the window before
         parts.append(Example(idx[end - T : end], part))
@@ -149,18 +150,18 @@ def global_batch(examples: list[Example], step: int, batch_size: int, seed: int)
 def cut_by_length(lengths: list[int], limit: int, cost: int) -> list[range]:
     """Cut ascending lengths into micro-batches with the fewest padded tokens plus `cost` for each; optimal, by dynamic
     programming. None has more than `limit` tokens, unless it is a single example."""
-    best, cuts = [0], [0]
+    best, cuts = [0], [0]  # for the first n examples: the lowest price, and where their last micro-batch begins
     for end in range(1, len(lengths) + 1):
         best.append(math.inf)
         cuts.append(end - 1)
         for start in range(end - 1, -1, -1):
-            size = (end - start) * lengths[end - 1]
+            size = (end - start) * lengths[end - 1]  # tokens, each row padded to the longest, which is the last
             if size > limit and start < end - 1:
                 break
             if best[start] + size + cost < best[end]:
                 best[end], cuts[end] = best[start] + size + cost, start
     parts, end = [], len(lengths)
-    while end:
+    while end:  # from the last micro-batch back to the first
         parts.append(range(cuts[end], end))
         end = cuts[end]
     return parts
@@ -175,15 +176,16 @@ def collate(examples: list[Example]) -> tuple[np.ndarray, np.ndarray, np.ndarray
     idx, targets, places = np.zeros((len(examples), T), np.int64), [], []
     for row, example in enumerate(examples):
         idx[row, : len(example.idx)] = example.idx
-        (scored,) = np.nonzero(example.targets >= 0)
+        (scored,) = np.nonzero(example.targets >= 0)  # positions in the row
         targets.append(example.targets[scored])
-        places.append(row * T + scored)
+        places.append(row * T + scored)  # positions in the flattened (B * T)
     return idx, *(np.concatenate(part).astype(np.int64)[None] for part in (targets, places))
 
 
 def micro_batches(examples: list[Example], limit: int, cost: int, rank: int = 0, world_size: int = 1) -> list[tuple]:
     """One rank's micro-batches of a global batch: examples in order of length are dealt out to the ranks, and then cut
     into micro-batches of about one length."""
+    # every world_size-th of the sorted ones: all ranks get about the same lengths, and finish together
     mine = sorted(examples, key=lambda example: len(example.idx))[rank::world_size]
     parts = cut_by_length([len(example.idx) for example in mine], limit, cost)
     return [collate([mine[i] for i in part]) for part in parts]

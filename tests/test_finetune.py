@@ -375,7 +375,7 @@ def test_wrong_usage_is_one_clear_line(finetune, tmp_path, changes, words):
 
 def test_rows_without_answers_are_an_error(finetune, tmp_path):
     data = write_json(tmp_path / "rows.json", [row("Hi", "")])
-    assert_user_error(finetune(data=data), "1 rows, none of them with an instruction and an answer")
+    assert_user_error(finetune(data=data), "1 rows, none with an instruction and an answer")
 
 
 def test_a_command_line_repeats_the_constants():
