@@ -229,6 +229,8 @@ def load_train_state(path: Path) -> dict:
 
 def find_model(model: str) -> str:
     """MODEL as a checkpoint directory or a hub id. Raises UserError for a directory that holds neither."""
+    if not model:
+        raise UserError("the model's name is empty; give a checkpoint, a run directory, or a hub id such as gpt2")
     path = Path(model)
     if (path / "config.json").is_file() and list(path.glob("model*.safetensors")):
         return str(path)

@@ -73,6 +73,8 @@ def main() -> None:
         raise UserError(f"{len(config.runs)} runs were given; one picture has room for 1 to {MOST_RUNS}")
     runs = {}
     for name in config.runs:
+        if not name:
+            raise UserError("the name of a run is empty; give the directory of a run, or its log.jsonl")
         path = Path(name) / "log.jsonl" if Path(name).is_dir() else Path(name)
         runs[name.removesuffix("/log.jsonl").rstrip("/") or name] = records = read_log(path)
         if not has_loss(figures_of(records)):

@@ -246,7 +246,7 @@ def constant_problems(name: str, field: str, folder: Path, tmp_path: Path, capsy
             argv = [*arguments(**words), *argv]
         else:
             argv = [*first, *arguments(**{k: v for k, v in words.items() if k != field}), f"--{field}={value}"]
-        given = [field, field.replace("_", "-"), value or field]
+        given = [field, field.replace("_", "-"), value or "empty"]
         if problem := ends_well(door, argv, given, out, capsys, monkeypatch):
             problems.append(f"{name}: --{field} {value[:30]!r}: {problem}")
     return problems
