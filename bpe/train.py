@@ -19,28 +19,28 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bpe.tokenizer import ENDOFTEXT, Tokenizer, visible
-from cli import UserError, parse_args, script
+from cli import Count, Range, Tokens, UserError, parse_args, script
 from sources import Unit, arriving, discard, documents_of, find_source, is_txt, text_bytes, text_of, units_of
 
 
-@dataclass
+@dataclass(frozen=True)
 class Config:
     input: tuple[str, ...] = ()  # files (text, .parquet, .jsonl), globs, folders, datasets of the hub; bpe/manual.txt
     text_field: str = "text"  # the column or key of the text, in .parquet and .jsonl
-    max_bytes: int = 0  # stop reading after so many bytes of text; 0 for all
+    max_bytes: Tokens = 0  # stop reading after so many bytes of text; 0 for all
     errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: an error, or U+FFFD
-    vocab_size: int = 1024  # 256 bytes, the merges and the special tokens
+    vocab_size: Annotated[int, Range(1, 2**24)] = 1024  # 256 bytes, the merges and the special tokens
     pattern: str = "gpt2"  # how text is split before: gpt2, cl100k (GPT-4), or a regular expression
     special_tokens: tuple[str, ...] = (ENDOFTEXT,)  # they get the last ids and take no part in merges
     tie_break: Literal["lowest_id", "greatest_bytes"] = "lowest_id"  # which of two pairs of equal count is merged
-    max_chunk_bytes: int = 0  # cut longer chunks, for text without spaces; 0 for never
-    workers: int = 0  # processes that count; 0 for one a core
-    show: int = 40  # merges to print: the first ones, then fewer and fewer
+    max_chunk_bytes: Count = 0  # cut longer chunks, for text without spaces; 0 for never
+    workers: Annotated[int, Range(0, 1024)] = 0  # processes that count; 0 for one a core
+    show: Annotated[int, Range(0, 1_000_000)] = 40  # merges to print: the first ones, then fewer and fewer
     out: str = "out/bpe"  # directory of the tokenizer
 
 

@@ -28,7 +28,7 @@ ENGLISH = (
 CHINESE = "研究生院门前有一棵石榴树，每年秋天都会结出很多果子。管理员说，先到的同学可以摘两个，但不要告诉别人。"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Config:
     tokenizer: str = "out/bpe"  # directory or file of a tokenizer
     compare: str = "gpt2"  # the other one: gpt2, or a directory or file
