@@ -299,6 +299,8 @@ def validation_inputs(config: Config, data: Data, rt: Runtime) -> Iterator[tuple
 
 def check(config: Config) -> None:
     """Refuse constants that do not go together, before anything is touched. Raises UserError."""
+    if not config.base or not config.data:
+        raise UserError("--base and --data need a name; leave them out for GPT-2 and Alpaca")
     if config.sequence_length == 1:
         raise UserError("--sequence_length 1 has no room for a question and an answer; 0 takes the base's context")
     if config.adapter and not config.lora_dim:
