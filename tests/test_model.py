@@ -484,10 +484,11 @@ def test_compiled_generation_makes_the_same_tokens_with_one_graph_that_writes_in
         operators.extend(str(node.target) for node in module.graph.nodes if node.op == "call_function")
 
     monkeypatch.setattr(compile_fx, "post_grad_passes", post_grad_passes)
-    monkeypatch.setattr(compile_fx.config, "fx_graph_cache", False)  # or a second run of this test has no graph to see
-    monkeypatch.setattr(aot_config, "enable_autograd_cache", False)
-    assert list(model.generate(prompts, 40, temperature=0)) == eager
-    assert list(model.generate([p + [7] for p in prompts], 9, temperature=0)) != eager
+    # without caches on the disk, or a second run of this test has no graph to see; pytest's own patch would delete
+    # these settings afterwards
+    with compile_fx.config.patch(fx_graph_cache=False), aot_config.patch(enable_autograd_cache=False):
+        assert list(model.generate(prompts, 40, temperature=0)) == eager
+        assert list(model.generate([p + [7] for p in prompts], 9, temperature=0)) != eager
     assert counters["stats"]["unique_graphs"] == 1
     # keys and values of two layers, and nothing that copies a cache
     assert [name for name in operators if "index_put" in name] == ["aten.index_put_.default"] * 4
