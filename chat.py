@@ -52,7 +52,7 @@ def check_tokenizer(tokenizer: Tokenizer) -> None:
 
 def pieces(messages: list[dict], tokenizer: Tokenizer) -> list[tuple[str, bool]]:
     """A conversation as texts, each with whether it is an answer, after which <|endoftext|> follows."""
-    texts, said = [], []
+    texts, said = [], []  # said: what nobody has answered yet
     for message in messages:
         text = clean(message["content"], tokenizer)
         if message["role"] != "assistant":
@@ -62,6 +62,7 @@ def pieces(messages: list[dict], tokenizer: Tokenizer) -> list[tuple[str, bool]]
         gap = "" if text[:1] in follows_directly(tokenizer) else " "
         texts.append((gap + text, True))
         said = []
+    # a conversation that ends with the user ends with the word after which the model goes on
     return texts + ([(turn(said, first=not texts), False)] if said else [])
 
 
@@ -72,7 +73,7 @@ def turn(said: list[str], first: bool) -> str:
 
 def clean(text: str, tokenizer: Tokenizer) -> str:
     """A content as the model reads it: no special tokens, no blanks around it."""
-    for special in tokenizer.special_tokens:
+    for special in tokenizer.special_tokens:  # their order does not matter: a space cannot complete another one
         text = text.replace(special, blunt(special))
     return text.strip()
 
@@ -88,6 +89,7 @@ def follows_directly(tokenizer: Tokenizer) -> str:
     GPT-2's does so before all letters and digits. ASCII is enough for us, and any Jinja can look it up. GPT-4's pattern
     takes the colon for the beginning of a word, so that there a space precedes every answer.
     """
+    # a merge never crosses a cut, so that the ids on either side are those of two texts of their own
     apart = regex.findall(tokenizer.pattern, ":A1") == [":", "A", "1"]
     return string.ascii_letters + string.digits if apart else ""
 
@@ -107,6 +109,8 @@ def prompt_of(text: str, tokenizer: Tokenizer) -> str:
 
 # ------------------------------------------------------------------------------------------------ the same in Jinja
 
+# Every tag has its dashes, which take the white space of this layout away. The words in capitals are filled in. Only
+# what all Jinjas have is used, those in C++ and JavaScript too: filters, slices and `in`, no methods of Python's str.
 TEMPLATE = """\
 {%- set ns = namespace(start=START, said='', before='nobody') -%}
 {%- for message in messages -%}
@@ -138,6 +142,7 @@ def template(tokenizer: Tokenizer) -> str:
     """The chat template of a model that was finetuned with this tokenizer."""
     words = dict(START=START, USER=USER, ASSISTANT=ASSISTANT, ENDOFTEXT=ENDOFTEXT, DIRECTLY=follows_directly(tokenizer))
     words = {name: repr(value) for name, value in words.items()}
+    # repr: quotes, backslashes and braces in a special token stay inside the string
     words["CLEAN"] = " ".join(f"| replace({s!r}, {blunt(s)!r})" for s in tokenizer.special_tokens)
     return regex.sub("|".join(words), lambda match: words[match[0]], TEMPLATE)
 

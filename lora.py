@@ -133,7 +133,7 @@ def target_names(model: GPT, targets) -> list[str]:
             )
         if target not in (*TARGETS, BOTH_PROJECTIONS):
             raise UserError(f"--targets {target}: there is no such projection; choose from {', '.join(TARGETS)}")
-    ends = tuple(f".{target}" for target in targets)
+    ends = tuple(f".{target}" for target in targets)  # the dot keeps c_proj from meaning some other_c_proj
     return [name for name, module in model.named_modules() if name.endswith(ends) and hasattr(module, "weight")]
 
 
