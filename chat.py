@@ -109,8 +109,8 @@ def prompt_of(text: str, tokenizer: Tokenizer) -> str:
 
 # ------------------------------------------------------------------------------------------------ the same in Jinja
 
-# Every tag has its dashes, which take the white space of this layout away. The words in capitals are filled in. Filters,
-# slices and `in` do without the methods of Python's str, which a Jinja in C++ or JavaScript may lack.
+# Every tag has its dashes, which take the white space of this layout away. The words in capitals are filled in.
+# Filters, slices and `in` do without the methods of Python's str, which a Jinja in C++ or JavaScript may lack.
 TEMPLATE = """\
 {%- set ns = namespace(start=START, said='', before='nobody') -%}
 {%- for message in messages -%}
