@@ -143,11 +143,13 @@ def draw(runs: dict[str, Records], path: Path, x: str = "steps") -> None:
     draw_learning_rate(rate, runs, x_of)
     for axes in (*wide, norm, rate):
         axes.set_xlim(-0.01 * end, 1.01 * end)
-        axes.xaxis.set_major_locator(MaxNLocator(8 if axes in wide else 5, steps=(1, 2, 2.5, 5, 10)))
+        axes.xaxis.set_major_locator(MaxNLocator(7 if axes in wide else 4, steps=(1, 2, 2.5, 5, 10)))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
         axes.set_xlabel(x_label, fontsize=9)
     picture = io.BytesIO()
-    figure.savefig(picture, format=path.suffix[1:] or "png")
+    # the default level takes longer, for a file that is 4% smaller
+    quick = dict(pil_kwargs=dict(compress_level=1)) if path.suffix == ".png" else {}
+    figure.savefig(picture, format=path.suffix[1:] or "png", **quick)
     replace_file(path, picture.getvalue())
 
 
@@ -299,6 +301,7 @@ def draw_hellaswag(axes, runs: dict[str, dict], x_of: dict[str, Callable]) -> No
         axes.text(y=100 * accuracy, s=text, fontsize=8, transform=axes.get_yaxis_transform(), **side)
     low, high = axes.get_ylim()
     axes.set_ylim(low - 0.06 * (high - low), high + 0.1 * (high - low))
+    axes.yaxis.get_major_locator().set_params(nbins=5)
     legend(axes, lines, labels, loc="upper left", bbox_to_anchor=(0.16, 1), ncols=1 + (len(lines) > 4))
     finish(axes, "HellaSwag: how often the right ending of four is the likeliest, ± standard error", "accuracy (%)")
 
@@ -335,6 +338,7 @@ def draw_learning_rate(axes, runs: dict[str, dict], x_of: dict[str, Callable]) -
         x, _, median, _ = thin(x_of[label](steps), rates)
         axes.plot(x, median, linewidth=1.2, **look(i))
     axes.set_ylim(bottom=0)
+    axes.yaxis.get_major_locator().set_params(nbins=4)
     finish(axes, "Learning rate", "")
 
 
