@@ -1,0 +1,438 @@
+"""What other libraries would read otherwise is refused, and damaged files are one ValueError that names the file."""
+
+import copy
+import gzip
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as HFTokenizer
+from transformers import AutoTokenizer
+
+from bpe.tokenizer import ENDOFTEXT, Tokenizer
+
+pytestmark = pytest.mark.filterwarnings("ignore:the corpus has no more pairs")  # small corpora have few
+ROOT = Path(__file__).resolve().parent.parent
+TEXT = (ROOT / "input.txt").read_text()[:3000] + "中文 naïve 1234 👍🏽"
+TEXTS = [TEXT, f"<|user|>a b{ENDOFTEXT} c<|user|><|user|>", "abcabcab  ab\n\n c!", "#A the§é<|us", ""]
+TOK = Tokenizer.train([TEXT], 300, special_tokens=(ENDOFTEXT, "<|user|>"))
+
+
+def written(folder: Path, tok: Tokenizer = TOK) -> dict:
+    tok.save(folder)
+    return json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def content(tmp_path_factory) -> dict:
+    return written(tmp_path_factory.mktemp("tokenizer"))
+
+
+def load(content: dict, folder: Path) -> Tokenizer:
+    file = folder / "changed.json"
+    file.write_text(json.dumps(content), encoding="utf-8")
+    return Tokenizer.load(file)
+
+
+def same_in_tokenizers(tok: Tokenizer, content: dict) -> bool:
+    theirs = HFTokenizer.from_str(json.dumps(content))
+    return all(theirs.encode(text).ids == tok.encode(text, allowed_special="all") for text in TEXTS)
+
+
+# ---- a tokenizer.json that gives other ids in tokenizers
+
+
+def set_(*path):
+    """A change of a tokenizer.json: the last of `path` is the new value of what the others lead to."""
+
+    def change(content: dict) -> None:
+        *keys, last, value = path
+        for key in keys:
+            content = content[key]
+        content[last] = copy.deepcopy(value)
+
+    return change
+
+
+def add_merges(*merges):
+    def change(content: dict) -> None:
+        content["model"]["merges"] += [list(merge) for merge in merges]
+        vocab = content["model"]["vocab"]
+        for a, b in merges:
+            vocab.setdefault(a + b, len(vocab))
+
+    return change
+
+
+def add_token(name: str, i: int, **flags):
+    token = dict(id=i, content=name, single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
+    return lambda content: content["added_tokens"].append(token | flags)
+
+
+def take_from_vocab(name: str):
+    return lambda content: content["model"]["vocab"].pop(name)
+
+
+def all_(*changes):
+    return lambda content: [change(content) for change in changes]
+
+
+def template(*single):
+    pieces = [{"SpecialToken": {"id": ENDOFTEXT, "type_id": 0}} if s else TEXT_ALONE for s in single]
+    special = {ENDOFTEXT: dict(id=ENDOFTEXT, ids=[298], tokens=[ENDOFTEXT])}
+    return dict(type="TemplateProcessing", single=pieces, pair=[TEXT_ALONE], special_tokens=special)
+
+
+TEXT_ALONE = {"Sequence": {"id": "A", "type_id": 0}}
+BYTE_LEVEL = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
+PADDING = dict(strategy="BatchLongest", direction="Right", pad_to_multiple_of=8, pad_id=0, pad_type_id=0, pad_token="!")
+
+
+def split(pattern: str, behavior: str = "Isolated", invert: bool = False) -> dict:
+    by_pattern = dict(type="Split", pattern=dict(Regex=pattern), behavior=behavior, invert=invert)
+    return dict(type="Sequence", pretokenizers=[by_pattern, BYTE_LEVEL | dict(use_regex=False)])
+
+
+REFUSED = {
+    "a post-processor that begins with <bos>": set_("post_processor", template(1, 0)),
+    "a post-processor that ends with <eos>": set_("post_processor", template(0, 1)),
+    "the same in a sequence": set_("post_processor", dict(type="Sequence", processors=[BYTE_LEVEL, template(1, 0)])),
+    "bert's post-processor": set_("post_processor", dict(type="BertProcessing", sep=["!", 0], cls=["!", 0])),
+    "truncation": set_("truncation", dict(max_length=4, strategy="LongestFirst", stride=0, direction="Right")),
+    "padding": set_("padding", PADDING),
+    "a normalizer": set_("normalizer", dict(type="Lowercase")),
+    "single_word": set_("added_tokens", 1, "single_word", True),
+    "lstrip": set_("added_tokens", 1, "lstrip", True),
+    "rstrip": set_("added_tokens", 1, "rstrip", True),
+    "an added token that is not special": set_("added_tokens", 1, "special", False),
+    "a special token that is normalized beside one that is not": all_(
+        set_("added_tokens", 0, "normalized", True), set_("added_tokens", 0, "content", "<|user|>x")
+    ),
+    "another id for an added token than in the vocabulary": set_("added_tokens", 1, "id", 300),
+    "an id of an added token that is not the next one": all_(
+        take_from_vocab("<|user|>"), set_("added_tokens", 1, "id", 310)
+    ),
+    "an added token with the name of a token": all_(add_token("the", 300), add_merges(("t", "h"), ("th", "e"))),
+    "an added token that is there twice": add_token("<|user|>", 300),
+    "a second merge for a token, much later": all_(
+        add_merges(("b", "c"), ("x", "y"), ("ab", "c"), ("a", "b"), ("bc", "a"), ("a", "bc"))
+    ),
+    "merges for one token of which none can happen": add_merges(("b", "c"), ("a", "b"), ("ab", "c"), ("ab", "c")),
+    "a negative id": set_("model", "vocab", "zz", -1),
+    "an id that is there twice": set_("model", "vocab", "zz", 5),
+    "an id that is a fraction": set_("model", "vocab", "zz", 300.0),
+    "an id that is true": set_("model", "vocab", "zz", True),
+    "an id of 2**31": set_("model", "vocab", "zz", 2**31),
+    "an empty token": set_("model", "vocab", "", 300),
+    "dropout": set_("model", "dropout", 1.0),
+    "ignore_merges": set_("model", "ignore_merges", True),
+    "a suffix": set_("model", "end_of_word_suffix", "</w>"),
+    "a prefix": set_("model", "continuing_subword_prefix", "#"),
+    "an option that nobody knows yet": set_("model", "merge_backwards", True),
+    "a part that nobody knows yet": set_("post_normalizer", dict(type="Lowercase")),
+    "another version": set_("version", "2.0"),
+    "another decoder": set_("decoder", dict(type="WordPiece", prefix="##", cleanup=True)),
+    "a prefix space": set_("pre_tokenizer", "add_prefix_space", True),
+    "words that are split again": set_(
+        "pre_tokenizer", dict(type="Sequence", pretokenizers=[dict(type="Whitespace"), BYTE_LEVEL])
+    ),
+    "a pre-tokenizer with another one in it": set_(
+        "pre_tokenizer", BYTE_LEVEL | dict(add_prefix_space=True, pretokenizers=[BYTE_LEVEL])
+    ),
+    "what is split off is dropped": set_("pre_tokenizer", split(r"\s+|\S+", "Removed")),
+    "what is split off is joined": set_("pre_tokenizer", split(r"\s+|\S+", "MergedWithNext")),
+    "digits that Ruby counts otherwise": set_("pre_tokenizer", split(r"\p{N}{1,3}+|\P{N}+")),
+    "letters of which everybody has an idea": set_("pre_tokenizer", split(r"\w+|\W+")),
+}
+HARMLESS = {
+    "nothing": lambda content: None,
+    "a post-processor for offsets": set_("post_processor", BYTE_LEVEL | dict(trim_offsets=False)),
+    "transformers' post-processor that adds nothing": set_("post_processor", template(0)),
+    "no decoder": set_("decoder", None),
+    "dropout 0": set_("model", "dropout", 0.0),
+    "an unknown token": set_("model", "unk_token", ENDOFTEXT),
+    "an empty prefix": set_("model", "continuing_subword_prefix", ""),
+    "an old file without type": lambda content: content["model"].pop("type"),
+    "the older form of merges": lambda content: content["model"].update(
+        merges=[" ".join(pair) for pair in content["model"]["merges"]]
+    ),
+    "all special tokens normalized": all_(
+        set_("added_tokens", 0, "normalized", True), set_("added_tokens", 1, "normalized", True)
+    ),
+    "a special token that is only among the added ones": take_from_vocab("<|user|>"),
+    "the next id for an added token": add_token("<|pad|>", 300),
+    "a special token that begins another one": add_token("<|user|><|user|>", 300),
+    "a token that no merge makes": set_("model", "vocab", "zz", 300),
+    "another pattern": set_("pre_tokenizer", split(r"\p{N}|\p{L}+|\s+|[^\p{N}\p{L}\s]+")),
+    "what is found is kept": set_("pre_tokenizer", split(r"\p{N}|\p{L}+|\s+|[^\p{N}\p{L}\s]+", "Removed", True)),
+    "two merges for one token, one beside the other": add_merges(("b", "c"), ("a", "bc"), ("bc", "a")),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_file_that_gives_other_ids_in_tokenizers_is_refused(name, content, tmp_path):
+    REFUSED[name](changed := copy.deepcopy(content))
+    with pytest.raises(ValueError, match=r"cannot use the tokenizer .*changed\.json: "):
+        load(changed, tmp_path)
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_changes_no_id_is_accepted(name, content, tmp_path):
+    HARMLESS[name](changed := copy.deepcopy(content))
+    assert same_in_tokenizers(load(changed, tmp_path), changed)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(merges=st.lists(st.tuples(*[st.sampled_from(["a", "b", "c", "ab", "bc", "ca", "abc", "bca"])] * 2), max_size=9))
+def test_whatever_merges_are_accepted_give_the_same_ids_in_tokenizers(merges, content, tmp_path):
+    changed = copy.deepcopy(content)
+    changed["model"]["merges"] = []
+    add_merges(*merges)(changed)
+    try:
+        tok = load(changed, tmp_path)
+    except ValueError:
+        return
+    theirs = HFTokenizer.from_str(json.dumps(changed))
+    for text in ("abc", "abcabc", "bcabca", "cabcab", "aabbcc", "abcbca" * 20):
+        assert tok.encode(text) == theirs.encode(text).ids == tok.encode_batch([text])[0]
+
+
+# ---- special tokens
+
+
+@pytest.mark.parametrize("special", ["#", "A", " ", "\n", "中", "the", "<|a|>", "😀"])
+def test_a_special_token_of_any_name_keeps_its_id_in_transformers(special, tmp_path):
+    tok = Tokenizer.train([TEXT, "the then" * 99], 320, special_tokens=(ENDOFTEXT, special))
+    tok.save(tmp_path)
+    assert Tokenizer.load(tmp_path).fingerprint == Tokenizer.load(tmp_path / "tokenizer.json").fingerprint
+    assert Tokenizer.load(tmp_path).fingerprint == tok.fingerprint
+    for theirs in (AutoTokenizer.from_pretrained(tmp_path), tok.to_transformers()):
+        assert theirs.convert_tokens_to_ids(special) == tok.special_tokens[special]
+        for text in [*TEXTS, f"x{special} y{special}{special}"]:
+            ids = tok.encode(text, allowed_special="all")
+            assert theirs(text)["input_ids"] == ids and theirs.decode(ids) == text
+
+
+@pytest.mark.parametrize("special", ["§", "é", "Ġ", "<|é|>"])
+def test_a_special_token_that_hugging_face_takes_for_bytes_is_refused_when_saved(special, tmp_path):
+    tok = Tokenizer.train([TEXT], 300, special_tokens=(ENDOFTEXT, special))
+    assert tok.encode(special, allowed_special="all") == [299]
+    for save in (tok.to_transformers, lambda: tok.save(tmp_path / "out")):
+        with pytest.raises(ValueError, match="takes the characters of the special token"):
+            save()
+    assert not (tmp_path / "out").exists()
+
+
+def test_of_two_special_tokens_the_longer_one_counts_for_everybody():
+    tok = Tokenizer.train([TEXT], 300, special_tokens=("<|a|>", "<|a|><|b|>", "<|a|>x"))
+    texts = ["<|a|><|b|><|a|>", "<|a|>x<|a|>", "<|a|><|b|", "a<|a|><|b|>b<|a|>xx"] * 5
+    ids = [tok.encode(text, allowed_special="all") for text in texts]
+    assert ids[0] == [298, 297] and ids[1] == [299, 297]
+    assert tok.encode_batch(texts, allowed_special="all") == ids
+    assert [tok.to_transformers()(text)["input_ids"] for text in texts] == ids
+    for pieces in (texts, "".join(texts)):  # whole texts, and single characters
+        assert list(tok.encode_iterable(pieces, allowed_special="all", block=3)) == tok.encode(
+            "".join(texts), allowed_special="all"
+        )
+    with pytest.raises(ValueError, match="begins another"):
+        tok.to_tiktoken()
+
+
+NAMES = ("<a>", "<a>b", "b c", "|>")
+SOME = st.sampled_from(["all", (), NAMES[:1], NAMES[1:], NAMES[::2]])
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    pieces=st.lists(st.sampled_from([*NAMES, "<", "a", "b", " c", ">", "!", "\n ", "é"]), max_size=14),
+    allowed=SOME,
+    disallowed=SOME,
+    pattern=st.sampled_from(["gpt2", "cl100k"]),
+    block=st.integers(1, 9),
+)
+def test_encode_iterable_is_encode_for_any_special_tokens(pieces, allowed, disallowed, pattern, block):
+    tok = Tokenizer([(b"<", b"a"), (b"<a", b">"), (b">", b"!"), (b" ", b"c"), (b"|", b">")], pattern, NAMES)
+    options = dict(allowed_special=allowed, disallowed_special=disallowed)
+    try:
+        whole = tok.encode("".join(pieces), **options)
+    except ValueError as e:
+        with pytest.raises(ValueError, match="holds the special token"):
+            list(tok.encode_iterable(pieces, **options, block=block))
+        assert "holds the special token" in str(e)
+        return
+    assert list(tok.encode_iterable(pieces, **options, block=block)) == whole
+    assert tok.encode_batch(["".join(pieces)], **options) == [whole]
+
+
+def test_what_is_not_a_special_token_cannot_be_allowed():
+    """As in tiktoken, where names that it does not know are passed over."""
+    assert TOK.encode("a<|x|>", allowed_special={"<|x|>"}) == TOK.to_tiktoken().encode(
+        "a<|x|>", allowed_special={"<|x|>"}
+    )
+
+
+# ---- tiktoken
+
+
+def test_merges_that_tiktoken_would_do_in_another_order_are_refused_for_it(tmp_path):
+    """It merges whatever makes a token, and not only the pairs on the list."""
+    tok = Tokenizer([(b"b", b"c"), (b"a", b"b"), (b"ab", b"c")])  # the last one never happens: b is merged with c
+    assert len(tok.encode("abc")) == 2
+    with pytest.raises(ValueError, match="tiktoken merges in the order of ids"):
+        tok.to_tiktoken()
+    assert tok.encode_batch(["abc"]) == [tok.encode("abc")] == [tok.to_transformers()("abc")["input_ids"]]
+    TOK.save(tmp_path)
+    tok.save(tmp_path)
+    assert not (tmp_path / "tokenizer.tiktoken").exists()
+
+
+def test_a_tiktoken_file_beside_another_tokenizer_is_refused(tmp_path):
+    TOK.save(tmp_path)
+    lines = (tmp_path / "tokenizer.tiktoken").read_bytes().splitlines(keepends=True)
+    for wrong in (lines[:-5], lines[:-1] + [lines[-1].replace(b"297", b"299")]):
+        (tmp_path / "tokenizer.tiktoken").write_bytes(b"".join(wrong))
+        with pytest.raises(ValueError, match=r"tokenizer\.tiktoken: .*another tokenizer"):
+            Tokenizer.load(tmp_path / "tokenizer.tiktoken")
+
+
+def test_ids_that_no_table_could_hold_are_refused():
+    for ids in ({ENDOFTEXT: -1}, {ENDOFTEXT: 10**12}, {ENDOFTEXT: True}, {ENDOFTEXT: 256.0}):
+        with pytest.raises(ValueError, match="an id is"):
+            Tokenizer((), special_tokens=ids)
+
+
+# ---- damaged files
+
+NESTED = b"[" * 200_000
+OTHER = {
+    "empty": b"", "one byte": b"{", "a zero": b"\0", "a number": b"1", "a list": b"[]", "null": b"null",
+    "a word": b'"x"', "an empty object": b"{}", "nested lists": NESTED, "nested objects": b'{"a":' * 100_000,
+    "not a number": b"NaN", "compressed": gzip.compress(b"{}"), "a picture": b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR",
+    "a page": b"<!DOCTYPE html>", "a pointer": b"version https://git-lfs.github.com/spec/v1\n", "blanks": b" \n" * 99,
+}  # fmt: skip
+VALUES = [
+    None,
+    True,
+    -1,
+    0,
+    1.5,
+    10**12,
+    10**400,
+    float("nan"),
+    float("inf"),
+    "",
+    "x" * 300,
+    "\ud800",
+    [],
+    [[]],
+    {},
+    {"a": 1},
+]
+
+
+@pytest.fixture(scope="module", params=["tokenizer.json", "alone.tiktoken", "vocab.json", "merges.txt"])
+def whole(request, tmp_path_factory) -> Path:
+    """A sound file, with the one that it needs beside it."""
+    folder = tmp_path_factory.mktemp("whole")
+    TOK.save(folder / "alone.json")
+    if request.param == "tokenizer.json":
+        (folder / "alone.json").rename(folder / "tokenizer.json")
+    elif request.param != "alone.tiktoken":
+        TOK.to_transformers().backend_tokenizer.model.save(str(folder))
+    (folder / "alone.json").unlink(missing_ok=True)
+    return folder / request.param
+
+
+def check_reading(file: Path) -> None:
+    """One ValueError that names the file, or a tokenizer that works, with the ids of tokenizers if that reads it."""
+    try:
+        tok = Tokenizer.load(file)
+    except ValueError as e:
+        assert re.search(r"(cannot use the|no) tokenizer ", str(e)) and str(file.parent) in str(e)
+        return
+    ids = tok.encode(TEXT, disallowed_special=())
+    assert tok.decode(ids) == TEXT and len(tok.token_bytes()) == len(tok)
+    if file.name == "tokenizer.json":
+        try:
+            theirs = HFTokenizer.from_file(str(file))
+        except BaseException:  # what it cannot read cannot give other ids; it also panics
+            return
+        for text in TEXTS:
+            assert theirs.encode(text).ids == tok.encode(text, allowed_special="all")
+
+
+def check_damage(file: Path, damages) -> None:
+    data = file.read_bytes()
+    try:
+        for damage in damages:
+            file.write_bytes(damage(data))
+            check_reading(file)
+    finally:
+        file.write_bytes(data)
+
+
+def flip(rng: random.Random, data: bytes) -> bytes:
+    i = rng.randrange(len(data))
+    return data[:i] + bytes([data[i] ^ 1 << rng.randrange(8)]) + data[i + 1 :]
+
+
+def test_a_sound_file_is_read(whole):
+    assert Tokenizer.load(whole).merges == TOK.merges
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_a_file_of_another_kind_is_one_error(whole, name):
+    check_damage(whole, [lambda data: OTHER[name]])
+
+
+def test_another_encoding_is_one_error(whole):
+    encodings = ["utf-16", "utf-8-sig", "utf-32-le", "cp037"]
+    check_damage(whole, [lambda data, e=e: data.decode().encode(e, "replace") for e in encodings])
+
+
+def test_a_directory_is_one_error(whole):
+    data = whole.read_bytes()
+    whole.unlink()
+    whole.mkdir()
+    try:
+        check_reading(whole)
+    finally:
+        whole.rmdir()
+        whole.write_bytes(data)
+
+
+@pytest.mark.parametrize("n", [12, pytest.param(1000, marks=pytest.mark.slow)])
+def test_a_file_that_is_cut_or_has_a_flipped_byte_is_one_error_or_works(whole, n):
+    rng = random.Random(n)
+    check_damage(whole, [lambda data: data[: len(data) // 2], lambda data: data[:-1]])
+    check_damage(whole, [lambda data: data[: rng.randrange(len(data))]] * n)
+    check_damage(whole, [lambda data: flip(rng, data)] * n)
+
+
+def places(content, at=()):
+    """Paths of all values; of long lists and objects the first two."""
+    yield at
+    keys = list(content) if isinstance(content, dict) else range(len(content)) if isinstance(content, list) else ()
+    for key in keys[: 2 if len(keys) > 20 else None]:
+        yield from places(content[key], (*at, key))
+
+
+@pytest.mark.parametrize("part", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 8))])
+def test_a_value_of_another_type_anywhere_is_one_error_or_works(content, tmp_path, part):
+    file, cases = tmp_path / "tokenizer.json", [(at, value) for at in places(content) if at for value in VALUES]
+    assert len(cases) > 800
+    for at, value in random.Random(0).sample(cases, len(cases))[part::8]:
+        set_(*at, value)(changed := copy.deepcopy(content))
+        file.write_text(json.dumps(changed), encoding="utf-8")
+        check_reading(file)
+
+
+@pytest.mark.parametrize("path", ["x" * 5000, "a\0b", "", "no/such/place", "con\udcffused"])
+def test_a_path_that_cannot_be_is_one_error(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="no tokenizer at"):
+        Tokenizer.load(path)
