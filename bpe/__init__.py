@@ -1,1 +1,2 @@
-"""Byte-pair encoding: `from bpe.tokenizer import Tokenizer`; train.py and try_tokenizer.py beside it are scripts."""
+"""Byte-pair encoding: `from bpe.tokenizer import Tokenizer`; minimal.py has the algorithm on one page, train.py and
+try_tokenizer.py are scripts."""

@@ -81,9 +81,9 @@ class Splitter:
         try:
             self.compiled = regex.compile(pattern)
         except (regex.error, RecursionError, OverflowError) as e:
-            raise ValueError(f"the split pattern {pattern!r} does not compile: {e}") from None
+            raise ValueError(f"the split pattern {pattern} does not compile: {e}") from None
         if self.compiled.groups:
-            raise ValueError(f"the split pattern {pattern!r} has a capturing group; write (?:...) instead of (...)")
+            raise ValueError(f"the split pattern {pattern} has a capturing group; write (?:...) instead of (...)")
         _, ascii_twin, cut = next((known for known in PATTERNS.values() if known[0] == pattern), (None, None, None))
         self.find_ascii = re.compile(ascii_twin).findall if ascii_twin else self.compiled.findall
         self.cut = regex.compile(cut) if cut else None

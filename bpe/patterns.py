@@ -92,7 +92,7 @@ def check_pattern(pattern: str) -> str:
     """`pattern`. Raises ValueError for one that other libraries may read in another way."""
     if not read_alike(pattern):
         raise ValueError(
-            f"tiktoken and Hugging Face may read the split pattern {pattern!r} in other ways than it is read here; use "
+            f"tiktoken and Hugging Face may read the split pattern {pattern} in other ways than it is read here; use "
             r"gpt2, cl100k, or an expression of ASCII characters, [sets], \p{L} \p{N} \s \S . | (?:) (?=) (?!) * + ? "
             "{m,n} that matches no empty text"
         )

@@ -30,8 +30,8 @@ from bpe.patterns import PATTERNS
 from bpe.training import TIE_BREAKS, Options, cpu_count, learn
 
 __all__ = [  # also names of the files beside this one, so that users need only this one
-    "BLOCK", "BYTE_ORDER", "CHAR_TO_BYTE", "ENDOFTEXT", "PATTERNS", "TIKTOKEN_FILES", "StreamDecoder", "Tokenizer",
-    "cpu_count", "splitter", "valid_unicode", "visible",
+    "BLOCK", "BYTE_ORDER", "CHAR_TO_BYTE", "ENDOFTEXT", "HIGHEST_ID", "PATTERNS", "TIKTOKEN_FILES", "StreamDecoder",
+    "Tokenizer", "cpu_count", "splitter", "valid_unicode", "visible",
 ]  # fmt: skip
 
 CACHED_CHUNKS = 2**18  # distinct chunks whose ids the encoder remembers

@@ -7,7 +7,8 @@
 
 Prints merges as they are found, how well the vocabulary compresses text that it has not seen, and its longest tokens.
 Writes OUT: tokenizer.json, tokenizer.tiktoken and tokenizer_config.json, for `--tokenizer OUT` of the other scripts
-and for transformers.AutoTokenizer. The algorithm is in tokenizer.py; this file only reads, reports and saves.
+and for transformers.AutoTokenizer. The algorithm is in minimal.py, how it is made fast in training.py; this file
+reads, reports and saves. It knows nothing of models or shards.
 """
 
 import itertools
@@ -23,7 +24,8 @@ from typing import Annotated, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bpe.tokenizer import ENDOFTEXT, Tokenizer, visible
+from bpe import formats
+from bpe.tokenizer import ENDOFTEXT, HIGHEST_ID, Tokenizer, visible
 from cli import Count, Range, Tokens, UserError, parse_args, script
 from sources import Unit, arriving, discard, documents_of, find_source, is_txt, text_bytes, text_of, units_of
 
@@ -34,7 +36,7 @@ class Config:
     text_field: str = "text"  # the column or key of the text, in .parquet and .jsonl
     max_bytes: Tokens = 0  # stop reading after so many bytes of text; 0 for all
     errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: an error, or U+FFFD
-    vocab_size: Annotated[int, Range(1, 2**24)] = 1024  # 256 bytes, the merges and the special tokens
+    vocab_size: Annotated[int, Range(256, HIGHEST_ID)] = 1024  # 256 bytes, the merges and the special tokens
     pattern: str = "gpt2"  # how text is split before: gpt2, cl100k (GPT-4), or a regular expression
     special_tokens: tuple[str, ...] = (ENDOFTEXT,)  # they get the last ids and take no part in merges
     tie_break: Literal["lowest_id", "greatest_bytes"] = "lowest_id"  # which of two pairs of equal count is merged
@@ -180,11 +182,23 @@ def report(tok: Tokenizer, held_out: list[str]) -> None:
     print("\nlongest tokens\n  " + "  ".join(map(visible, tokens[:20])))
 
 
-def main() -> None:
-    config = parse_args(Config, description=__doc__)
-    sys.stdout.reconfigure(errors="replace")  # a terminal that has no Chinese still shows the rest
-    texts = Split(limit(read_texts(config), config.max_bytes))
-    began = time.perf_counter()
+def check(config: Config) -> None:
+    """Whatever can be known to be wrong before hours of reading. Raises UserError."""
+    out = Path(config.out)
+    if not config.out or out.exists() and not out.is_dir():
+        raise UserError(f"--out {config.out!r} is no directory; give one for the tokenizer's files")
+    try:
+        tok = Tokenizer((), config.pattern, config.special_tokens)
+        formats.to_json(tok)  # what could not be saved
+    except ValueError as e:
+        raise UserError(f"{e}; see --help") from None
+    if config.vocab_size < len(tok):
+        raise UserError(
+            f"--vocab_size {config.vocab_size} is too small: the 256 bytes and the special tokens alone are {len(tok)}"
+        )
+
+
+def train(config: Config, texts: Split) -> Tokenizer:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -199,12 +213,21 @@ def main() -> None:
                 progress=sys.stderr.isatty(),
                 on_merge=MergePrinter(config.vocab_size - 256 - len(config.special_tokens), config.show),
             )
-        except ValueError as e:
+        except ValueError as e:  # a pattern that leaves out some of the text is known only now
             raise UserError(f"{e}; see --help") from None
-    seconds = time.perf_counter() - began
     for warning in caught:
         print(f"note: {warning.message}")
-    print(f"\n{len(tok):,} tokens from {texts.train_bytes:,} bytes in {seconds:.2f} s")
+    return tok
+
+
+def main() -> None:
+    config = parse_args(Config, description=__doc__)
+    sys.stdout.reconfigure(errors="replace")  # a terminal that has no Chinese still shows the rest
+    check(config)
+    texts = Split(limit(read_texts(config), config.max_bytes))
+    began = time.perf_counter()
+    tok = train(config, texts)
+    print(f"\n{len(tok):,} tokens from {texts.train_bytes:,} bytes in {time.perf_counter() - began:.2f} s")
     report(tok, texts.held_out)
     tok.save(config.out)
     shutil.rmtree(Path(config.out) / DOWNLOADS, ignore_errors=True)

@@ -18,7 +18,7 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bpe.tokenizer import Tokenizer
+from bpe.tokenizer import Tokenizer, valid_unicode
 from cli import UserError, parse_args, script
 
 ENGLISH = (
@@ -34,15 +34,16 @@ class Config:
     compare: str = "gpt2"  # the other one: gpt2, or a directory or file
     english: str = ENGLISH  # one text
     chinese: str = CHINESE  # the other text
-    png: str = ""  # the picture; tokens.png beside the tokenizer when empty
+    png: str = ""  # the picture, a .png; tokens.png beside the tokenizer when empty
     color: Literal["auto", "on", "off"] = "auto"  # colours in the terminal; off puts bars between tokens
 
 
 COLORS = ("#f9d5a7", "#c5e3bf", "#bcd9f5", "#f6c5cf", "#dccbf0", "#f3eaa4")
 COLUMNS = 96  # of the picture, in widths of a Latin letter
+ROWS = 100  # of each text in the picture, at most
 
 
-@dataclass
+@dataclass(frozen=True)
 class Result:
     """One text in the tokens of one tokenizer."""
 
@@ -101,11 +102,13 @@ def width(text: str) -> int:
 
 
 def lay_out(pieces: list[str]) -> tuple[list[tuple[int, int]], int]:
-    """(column, row) of every piece in rows of COLUMNS, and the number of rows."""
+    """(column, row) of the pieces in ROWS rows of COLUMNS, and the number of rows."""
     places, column, row = [], 0, 0
     for piece in pieces:
         if column + width(piece) > COLUMNS and column:
             column, row = 0, row + 1
+            if row == ROWS:
+                return places, ROWS
         places.append((column, row))
         column += width(piece)
     return places, row + 1
@@ -124,11 +127,12 @@ def draw(results: list[Result], path: Path) -> str | None:
     fig = Figure(figsize=((COLUMNS + 4) * unit, rows * 2.4 * unit), dpi=150)
     ax = fig.add_axes((0, 0, 1, 1), xlim=(-2, COLUMNS + 2), ylim=(rows, 0))
     ax.axis("off")
-    style = dict(family=["DejaVu Sans Mono", *([font] if font else [])], size=unit * 72 / 0.602, va="center")
+    family = ["DejaVu Sans Mono", *([font] if font else [])]
+    style = dict(family=family, size=unit * 72 / 0.602, va="center", parse_math=False)  # its letters are 0.602 em wide
     top = 0
     for result, pieces, (places, n_rows) in zip(results, shown, layouts, strict=True):
         ax.text(0, top + 0.9, str(result), **style | dict(family="DejaVu Sans"), weight="bold")
-        for i, (piece, (column, row)) in enumerate(zip(pieces, places, strict=True)):
+        for i, (piece, (column, row)) in enumerate(zip(pieces, places, strict=False)):
             y = top + 1.4 + row
             ax.add_patch(Rectangle((column, y + 0.06), width(piece), 0.88, color=COLORS[i % len(COLORS)], lw=0))
             for c in piece:
@@ -177,6 +181,15 @@ def load(name: str) -> Tokenizer:
         raise UserError(str(e)) from None
 
 
+def picture_of(config: Config) -> Path:
+    """Where the picture goes. Raises UserError."""
+    beside = Path(config.tokenizer)
+    path = Path(config.png or (beside if beside.is_dir() else beside.parent) / "tokens.png")
+    if path.suffix != ".png" or path.is_dir():
+        raise UserError(f"--png {config.png} is no name of a picture; give one that ends in .png")
+    return path
+
+
 def main() -> None:
     config = parse_args(Config, description=__doc__)
     sys.stdout.reconfigure(errors="replace")
@@ -187,22 +200,22 @@ def main() -> None:
         if config.compare != Config.compare:
             raise
         print(f"note: without GPT-2's tokenizer, since {e}\n")
-    results = []
-    for text in filter(None, (config.english, config.chinese)):
-        for name, tok in tokenizers.items():
-            result = split_up(name, tok, text)
-            results.append(result)
-            print(result)
-            print(colored(result.pieces) if use_color(config.color) else "|".join(result.pieces), end="\n\n")
+    path = picture_of(config)
+    english, chinese = valid_unicode(config.english), valid_unicode(config.chinese)
+    results = [split_up(name, tok, text) for text in (english, chinese) if text for name, tok in tokenizers.items()]
+    if not results:
+        raise UserError("--english and --chinese are both empty; give a text")
+    for result in results:
+        print(result)
+        print(colored(result.pieces) if use_color(config.color) else "|".join(result.pieces), end="\n\n")
     if any("·" in result.pieces for result in results):
         print("· is a token that ends inside of a character\n")
     for name, tok in tokenizers.items():
-        print(why(name, tok, config.english, config.chinese))
+        print(why(name, tok, english, chinese))
     print(REASON)
-    beside = Path(config.tokenizer)
-    path = Path(config.png or (beside if beside.is_dir() else beside.parent) / "tokens.png")
     font = draw(results, path)
-    print(f"\nwrote {path}" + ("" if font else " (no font with Chinese characters here, so it shows code points)"))
+    instead = "no font with Chinese characters here, so it shows code points; Noto Sans CJK is one: fonts-noto-cjk"
+    print(f"\nwrote {path}" + ("" if font else f" ({instead})"))
 
 
 if __name__ == "__main__":

@@ -144,6 +144,13 @@ def test_options_reach_the_trainer(run_train, tmp_path):
         (["--input", "FILE.jsonl"], b'{"text": "a"}\n{"body": "b"}\n', ["line 2: no 'text'"]),
         (["--vocab_size", "256"], None, ["vocab_size 256 is too small"]),
         (["--pattern", "("], None, ["does not compile"]),
+        (["--pattern", r"\w+|\W+"], None, ["may read the split pattern", r"\w+|\W+"]),
+        (["--special_tokens", "§"], None, ["special token '§'"]),
+        (["--special_tokens", ""], None, ["is empty"]),
+        (["--vocab_size", "1e12"], None, ["1e12"]),
+        (["--workers", "1000000000000"], None, ["--workers must be in"]),
+        (["--show", "-1"], None, ["--show must be in"]),
+        (["--out", ""], None, ["--out '' is no directory"]),
         (["--vocab_sise", "300"], None, ["did you mean --vocab-size?"]),
     ],
 )
@@ -235,6 +242,28 @@ def test_pieces_are_laid_out_in_rows():
     assert places == [(0, 0), (90, 0), (94, 0), (0, 1)] and rows == 2
 
 
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["--png", "tokens.xyz"], ["tokens.xyz", ".png"]),
+        (["--english", "", "--chinese", ""], ["both empty"]),
+        (["--compare", "nowhere"], ["no tokenizer at nowhere"]),
+        (["--compare", "README.md"], ["cannot use the tokenizer README.md"]),
+    ],
+)
+def test_what_cannot_be_shown_is_said_in_one_line(run_try, saved, monkeypatch, argv, words):
+    monkeypatch.chdir(ROOT)
+    assert_user_error(run_try("--tokenizer", saved / "zh", "--compare", saved / "en", *argv), *words)
+
+
+def test_long_texts_and_bytes_that_are_no_utf8_are_shown(run_try, saved, tmp_path):
+    argv = ["--tokenizer", saved / "zh", "--compare", saved / "zh", "--png", tmp_path / "x.png"]
+    result = run_try(*argv, "--english", "a\udcff $x$ \\frac " + "x" * 30_000, "--chinese", "")
+    assert result.returncode == 0, result.stderr
+    with Image.open(tmp_path / "x.png") as picture:
+        assert picture.height < 2**13
+
+
 def test_without_a_tokenizer_the_error_names_the_script_that_makes_one(run_try, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert_user_error(run_try(), "no tokenizer at out/bpe yet", "python bpe/train.py")
@@ -277,7 +306,14 @@ def test_the_code_of_the_readme_that_needs_no_download(monkeypatch):
 @needs_gpt2
 def test_the_code_of_the_readme(monkeypatch):
     monkeypatch.chdir(ROOT)
-    assert run_readme(lambda code: True) == 12
+    assert run_readme(lambda code: True) == 14
+
+
+def test_the_readme_shows_the_code_of_minimal_py():
+    text, code = ((ROOT / "bpe" / name).read_text(encoding="utf-8") for name in ("README.md", "minimal.py"))
+    shown = re.findall(r"```py\n(.*?)```", text, re.S)
+    assert shown and all(part in code for block in shown for part in block.split("\n\n\n"))
+    assert text.index("minimal.py") < text.index("tokenizer.py")
 
 
 def test_the_readme_answers_ten_questions():
