@@ -30,7 +30,7 @@ from cli import UserError, read_json
 
 BIN_MAGIC, BIN_HEADER = 20240520, 256  # llm.c: 256 int32 of header (magic, version 1, number of tokens), then uint16
 SCAN_TOKENS = 2**25  # how many tokens of a split are checked before the first step; the others when they are read
-RELEASE_AFTER = 512  # windows; reading one maps 64 KB of a file into memory, which are given back after so many
+RELEASE_AFTER = 512  # windows; reading one maps 64 KB of a file or more, which are given back after so many
 PADDING = -100  # stands where a batch has more room than tokens; the loss ignores it as a target
 
 
