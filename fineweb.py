@@ -16,24 +16,23 @@ One machine does all of it. For a corpus that outgrows one there is datatrove, w
 This file knows nothing of models or training, nor of torch.
 """
 
-import copy
 import errno
-import hashlib
 import multiprocessing
 import os
 import re
 import shutil
 import signal
 import sys
-import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
+from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Annotated, BinaryIO, Literal
 
 import numpy as np
@@ -42,7 +41,7 @@ from tqdm import tqdm
 
 import sources
 from bpe.tokenizer import Tokenizer, cpu_count, splitter, valid_unicode
-from cli import Positive, Range, Stopped, Tokens, UserError, flush, only_one, parse_args, script
+from cli import Positive, Range, Stopped, Tokens, UserError, flush, only_one, parse_args, script, sha256
 from data import read_manifest
 from shards import load_tokenizer, npy_header, save_manifest, shard_dtype, summary, verify
 from sources import Source, SourceFile, Unit, documents_of, local_file, units_of
@@ -51,7 +50,6 @@ UNITS_AHEAD = 3  # for each worker: one under way, others that wait for it or fo
 TOKENS_PER_BYTE = 0.23  # of English text; this and the next are for the plan only
 TOKENS_PER_SECOND = 5e6  # of one worker
 RESUME = "give the same command again to resume"
-WORKER = {}  # what a worker process needs for every unit; empty in the main process
 
 
 @dataclass(frozen=True)
@@ -74,10 +72,6 @@ class Config:
     def limit(self) -> int:
         return self.limit_tokens or sys.maxsize
 
-    @property
-    def n_workers(self) -> int:
-        return self.workers or cpu_count()
-
 
 def main() -> None:
     config = parse_args(Config, description=__doc__)
@@ -97,7 +91,7 @@ def stop(signum, frame) -> None:
 def make_shards(config: Config, out_dir: Path) -> None:
     """Write the shards of `config.source`, or those that are missing. Raises UserError."""
     tok = load_tokenizer(config.tokenizer)
-    check_usage(config, tok)
+    config = settle(config, tok)
     manifest = open_manifest(config, out_dir, tok)
     if "next" not in manifest:
         return say(f"{out_dir} is complete: {summary(manifest)}")
@@ -109,7 +103,8 @@ def make_shards(config: Config, out_dir: Path) -> None:
         out_dir.mkdir(parents=True, exist_ok=True)
         with only_one(out_dir / ".lock", f"shard directory {out_dir}"):
             manifest = with_files(open_manifest(config, out_dir, tok), source, out_dir)  # nobody else changes it now
-            write_shards(config, source, manifest, out_dir, tok)
+            if "next" in manifest:  # else another process completed it while this one waited
+                write_shards(config, source, manifest, out_dir, tok)
     except OSError as e:
         reason = "no space left on the disk of" if e.errno in (errno.ENOSPC, errno.EDQUOT) else f"{e.strerror or e}:"
         raise UserError(f"{reason} {out_dir}; {safe_shards(out_dir)}: mend that, then {RESUME}") from e
@@ -127,13 +122,15 @@ def safe_shards(out_dir: Path) -> str:
     return f"{len(manifest.get('shards', []))} complete shards with {manifest.get('tokens', 0):,} tokens are safe"
 
 
-def check_usage(config: Config, tok: Tokenizer) -> None:
+def settle(config: Config, tok: Tokenizer) -> Config:
+    """The constants that are used. Raises UserError for those that do not fit together."""
     if not config.out_dir or Path(config.out_dir).is_file():
         raise UserError(f"--out_dir {config.out_dir!r} is {'a file' if config.out_dir else 'empty'}; give a directory")
     if config.source != Config.source and config.out_dir == Config.out_dir:
         raise UserError(f"{config.out_dir} is for FineWeb-Edu; give an --out_dir for the shards of {config.source[0]}")
     if tok.eot_token is None:
         raise UserError(f"{config.tokenizer} has no <|endoftext|> to put before documents; train one with it")
+    return replace(config, workers=config.workers or cpu_count())
 
 
 def write_shards(config: Config, source: Source, manifest: dict, out_dir: Path, tok: Tokenizer) -> None:
@@ -149,13 +146,13 @@ def write_shards(config: Config, source: Source, manifest: dict, out_dir: Path, 
 
     tok.save(out_dir / "tokenizer.json")
     with (
-        start_workers(config, tok) as pool,
+        start_workers(config, tok) as submit,
         tqdm(initial=manifest["tokens"], unit="tok", unit_scale=True, disable=None, dynamic_ncols=True) as bar,
         closing(Writer(config, out_dir, manifest, tok, is_safe)) as writer,
     ):
         paths = sources.arriving(source, downloads, begin["file"], config.downloads)
         units = units_from(begin, paths, config.text_field, splitter(tok.pattern).cut)
-        for file, unit, tokens, skipped in tokenized(units, pool, config.n_workers * UNITS_AHEAD):
+        for file, unit, tokens, skipped in tokenized(units, submit, config.workers * UNITS_AHEAD):
             done = (before[file] + (before[file + 1] - before[file]) * unit.done) / before[-1]  # fraction of the source
             bar.total = min((writer.n_tokens + len(tokens)) / done, config.limit)
             writer.write(file, unit, tokens, skipped)
@@ -177,14 +174,12 @@ def units_from(begin: dict, paths: Iterator[Path], field: str, cut: re.Pattern |
             yield file, unit
 
 
-def tokenized(
-    units: Iterator, pool: ProcessPoolExecutor, ahead: int
-) -> Iterator[tuple[int, Unit, np.ndarray, Counter]]:
+def tokenized(units: Iterator, submit: Callable[[Unit], Future], ahead: int) -> Iterator[tuple]:
     """(number of the file, unit, tokens (n,), skipped documents) in the order of the units. At most `ahead` of them are
     under way: memory must not grow when writing is slower than tokenizing."""
     pending = deque()
     for file, unit in units:
-        pending.append((file, unit._replace(content=b""), pool.submit(tokenize, unit)))  # only workers need its text
+        pending.append((file, unit._replace(content=b""), submit(unit)))  # only workers need its text
         if len(pending) == ahead:
             file, unit, result = pending.popleft()
             yield file, unit, *result.result()
@@ -192,46 +187,72 @@ def tokenized(
 
 
 @contextmanager
-def start_workers(config: Config, tok: Tokenizer) -> Iterator[ProcessPoolExecutor]:
-    context = multiprocessing.get_context(config.start_method)
-    pool = ProcessPoolExecutor(config.n_workers, context, start_worker, (tok, config.text_field))
+def start_workers(config: Config, tok: Tokenizer) -> Iterator[Callable[[Unit], Future]]:
+    """Start the worker processes; yields a function that has a unit tokenized by the next one that is free.
+
+    Every process has a pipe of its own, and a thread that waits for its answers. The queues of ProcessPoolExecutor are
+    shared: a process that is killed while it writes tokens to one keeps its lock, and all others wait for good.
+    """
+    context, free, processes = multiprocessing.get_context(config.start_method), SimpleQueue(), []
+    for _ in range(config.workers):  # before there are threads, which a fork would not copy
+        ours, theirs = context.Pipe()
+        processes.append(context.Process(target=work, args=(theirs, ours, tok, config.text_field), daemon=True))
+        processes[-1].start()
+        theirs.close()
+        free.put(ours)
+
+    def ask(unit: Unit) -> tuple[np.ndarray, Counter]:
+        connection = free.get()
+        try:
+            connection.send(unit)
+            answer = connection.recv()
+        except (EOFError, OSError):
+            what = f"one of {config.workers} worker processes was ended, perhaps for lack of memory"
+            raise UserError(f"{what}; {RESUME}, with fewer --workers if that was the reason") from None
+        finally:
+            free.put(connection)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    threads = ThreadPoolExecutor(config.workers)
     try:
-        pool.submit(int)  # starts processes before there are threads, which a fork would not copy
-        yield pool
-    except BrokenProcessPool:
-        what = f"one of {config.n_workers} worker processes was ended, perhaps for lack of memory"
-        raise UserError(f"{what}; {RESUME}, with fewer --workers if that was the reason") from None
+        yield partial(threads.submit, ask)
     finally:
-        pool.shutdown(cancel_futures=True)
+        threads.shutdown(wait=False, cancel_futures=True)
+        for process in processes:  # they hold nothing, and have nothing to do that is still needed
+            process.kill()
+            process.join()
 
 
-def start_worker(tok: Tokenizer, text_field: str) -> None:
-    """Runs once in every worker process."""
+def work(connection: Connection, other_end: Connection, tok: Tokenizer, text_field: str) -> None:
+    """A worker process: units in, tokens out, until the main process is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process decides what a Ctrl-C means
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    other_end.close()  # a fork has it, and would keep the pipe open
     pa.set_cpu_count(1)
-    WORKER.update(text_field=text_field, encode=encoder(tok), blocks=splitter(tok.pattern).blocks)
-    WORKER.update(eot=np.array([tok.eot_token]), dtype=shard_dtype(len(tok)))
+    encode = encoder(tok)
+    with suppress(EOFError, OSError):
+        while True:
+            unit = connection.recv()
+            try:
+                answer = tokenize(unit, text_field, tok, encode)
+            except Exception as e:
+                answer = e
+            connection.send(answer)
 
 
-def end_with_parent() -> None:
-    """A parent that was killed cannot end its workers, which would wait for units for good."""
-    multiprocessing.parent_process().join()
-    os._exit(1)
-
-
-def tokenize(unit: Unit) -> tuple[np.ndarray, Counter]:
+def tokenize(unit: Unit, text_field: str, tok: Tokenizer, encode: Callable) -> tuple[np.ndarray, Counter]:
     """The tokens (n,) of a unit, each document after an <|endoftext|>, and how many documents were skipped, and why."""
-    encode, blocks, ids, skipped = WORKER["encode"], WORKER["blocks"], [np.zeros(0, int)], Counter()
-    for number, (text, reason) in enumerate(documents_of(unit, WORKER["text_field"])):
+    eot, blocks, ids, skipped = np.array([tok.eot_token]), splitter(tok.pattern).blocks, [np.zeros(0, int)], Counter()
+    for number, (text, reason) in enumerate(documents_of(unit, text_field)):
         if text is None:
             skipped[reason] += 1
             continue
         if number > 0 or not unit.continued:
-            ids.append(WORKER["eot"])
+            ids.append(eot)
         ids += map(encode, blocks(valid_unicode(text)))  # long texts in parts, so that no list of ids is long
-    return np.concatenate(ids, dtype=WORKER["dtype"], casting="unsafe"), skipped
+    return np.concatenate(ids, dtype=shard_dtype(len(tok)), casting="unsafe"), skipped
 
 
 def encoder(tok: Tokenizer) -> Callable[[str], np.ndarray]:
@@ -265,8 +286,7 @@ class Writer:
         self.skipped = Counter(manifest["skipped"])
         self.background = ThreadPoolExecutor(1)
         self.finishing = self.background.submit(save_manifest, out_dir, manifest)
-        for leftover in out_dir.glob(f".{self.name}_*.npy.tmp"):
-            leftover.unlink()
+        self._remove_incomplete()
 
     @property
     def n_tokens(self) -> int:
@@ -288,45 +308,42 @@ class Writer:
         if self.file is None:
             number = len(self.manifest["shards"])
             self.path = self.out_dir / f"{self.name}_{'train' if number else 'val'}_{number:06d}.npy"
-            self.file = open(self.path.with_name(f".{self.path.name}.tmp"), "w+b")
-            header = npy_header(self.config.shard_size, self.dtype)
-            self.file.write(header)
-            self.hash = hashlib.sha256(header)
+            self.file = open(self.path.with_name(f".{self.path.name}.tmp"), "wb")
+            self.file.write(npy_header(0, self.dtype))  # as long as the one that replaces it
         self.file.write(part.data)
-        self.hash.update(part.data)
         self.filled += len(part)
         self.counts += np.bincount(part, minlength=len(self.counts))
 
     def _complete(self, place: dict | None) -> None:
         """Count the shard and finish it in the background. `place` is where the next begins; None: it is the last."""
-        self.finishing.result()  # one at a time, and in their order
+        self.finishing.result()  # one at a time, and the manifest is this thread's again
         check_unchanged(self.manifest, self.last_file)
-        self.manifest["shards"].append(dict(file=self.path.name, tokens=self.filled, sha256=self.hash.hexdigest()))
+        self.file.seek(0)
+        self.file.write(npy_header(self.filled, self.dtype))
+        self.manifest["shards"].append(dict(file=self.path.name, tokens=self.filled))
         self.manifest["tokens"] += self.filled
         self.manifest["documents"] += int(self.counts[self.eot])
         self.manifest["bytes"] += int(self.counts @ self.token_bytes)
         self.manifest |= dict(skipped=dict(sorted(self.skipped.items())), next=place)
         if place is None:
             del self.manifest["next"]
-        self.finishing = self.background.submit(self._finish, self.file, self.path, copy.deepcopy(self.manifest))
+        self.finishing = self.background.submit(self._finish, self.file, self.path)
         self.file, self.filled, self.counts[:] = None, 0, 0
 
-    def _finish(self, file: BinaryIO, path: Path, manifest: dict) -> None:
+    def _finish(self, file: BinaryIO, path: Path) -> None:
+        """In the background, since workers would wait while the disk writes."""
         with file:
             file.flush()
             os.fsync(file.fileno())
+        self.manifest["shards"][-1]["sha256"] = sha256(Path(file.name))
         Path(file.name).rename(path)
         flush(self.out_dir)
-        save_manifest(self.out_dir, manifest)
-        self.is_safe(manifest)
+        save_manifest(self.out_dir, self.manifest)
+        self.is_safe(self.manifest)
 
     def end(self) -> None:
         """Complete the last shard, and the manifest. Raises UserError if there is nothing in them."""
         if self.filled:
-            self.file.seek(0)
-            self.file.write(npy_header(self.filled, self.dtype))
-            self.file.seek(0)
-            self.hash = hashlib.file_digest(self.file, "sha256")
             self._complete(None)
         self.finishing.result()
         if not self.manifest["shards"]:
@@ -340,7 +357,11 @@ class Writer:
         self.background.shutdown()
         if self.file:
             self.file.close()
-            Path(self.file.name).unlink(missing_ok=True)
+        self._remove_incomplete()
+
+    def _remove_incomplete(self) -> None:
+        for path in self.out_dir.glob(f".{self.name}_*.npy.tmp"):
+            path.unlink()
 
 
 def shard_name(out_dir: Path) -> str:
@@ -393,7 +414,7 @@ def with_files(manifest: dict, source: Source, out_dir: Path) -> dict:
     before = manifest.get("files", files)
     if [entry["name"] for entry in before] != [entry["name"] for entry in files]:
         raise UserError(f"{out_dir} holds shards of other files than those of the source now; give another --out_dir")
-    used = manifest["next"]["file"] + 1 if manifest["shards"] else 0
+    used = manifest["next"]["file"] + 1 if "next" in manifest and manifest["shards"] else 0
     if changed := [now["name"] for then, now in zip(before[:used], files, strict=False) if then != now]:
         what = f"{changed[0]} has changed since shards in {out_dir} were made of it"
         raise UserError(f"{what}; put back what it was, or remove {out_dir} to start over")
@@ -424,32 +445,25 @@ def say(line: str) -> None:
 
 def print_plan(config: Config, source: Source, manifest: dict, out_dir: Path) -> None:
     """Say what will be read and written, and what that needs. Raises UserError where the disk is too small."""
+    size = partial(tqdm.format_sizeof, suffix="B")
     text_bytes = sum(file.bytes * sources.KINDS[sources.kind_of(file.name)] for file in source.files)
     tokens = min(text_bytes * TOKENS_PER_BYTE, config.limit)
     left = max(tokens - manifest["tokens"], 0)
     for_shards = left * np.dtype(manifest["dtype"]).itemsize
-    sizes = sorted((file.bytes for file in source.files if source.repo), reverse=True)
-    for_files = sum(sizes if config.keep_downloads else sizes[: config.downloads + 2])
+    sizes = sorted((file.bytes for file in source.files), reverse=True)
+    for_files = sum(sizes if config.keep_downloads else sizes[: config.downloads + 2]) if source.repo else 0
     free = shutil.disk_usage(next(path for path in (out_dir, *out_dir.resolve().parents) if path.exists())).free
     commit = f" at {source.commit[:12]}" if source.commit else ""
-    seconds = left / config.n_workers / TOKENS_PER_SECOND
-    say(f"source  {manifest['source']}{commit}: {len(source.files)} files, {size(sum(f.bytes for f in source.files))}")
+    time = tqdm.format_interval(left / config.workers / TOKENS_PER_SECOND)
+    say(f"source  {manifest['source']}{commit}: {len(sizes)} files, {size(sum(sizes))}")
     say(f"target  {out_dir}: about {tokens:,.0f} tokens, in shards of {config.shard_size:,} {manifest['dtype']}")
     say(f"disk    {size(for_shards)} for shards, {size(for_files)} for files under way; {size(free)} are free")
-    say(f"time    about {duration(seconds)} with {config.n_workers} workers and a fast network")
+    say(f"time    about {time} with {config.workers} workers and a fast network")
     if manifest["shards"]:
         say(f"resume  after {len(manifest['shards'])} complete shards, {manifest['tokens']:,} tokens")
     if for_shards + for_files > free:
         what = f"{out_dir} needs about {size(for_shards + for_files)}, and its disk has {size(free)} free"
         raise UserError(f"{what}; free some, give a smaller --limit_tokens, or an --out_dir on another disk")
-
-
-def size(n: float) -> str:
-    return f"{n / 1e9:.1f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"
-
-
-def duration(s: float) -> str:
-    return f"{s:.0f} s" if s < 90 else f"{s / 60:.0f} min" if s < 5400 else f"{s / 3600:.1f} h"
 
 
 if __name__ == "__main__":

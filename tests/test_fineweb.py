@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -262,11 +262,16 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
-def gone(pid: int) -> bool:
+def state_of(pid: int) -> str:
+    """As proc(5) has it: R, S, Z, ...; X for one that is no more."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] in "ZX"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
     except OSError:
-        return True
+        return "X"
+
+
+def gone(pid: int) -> bool:
+    return state_of(pid) in "ZX"
 
 
 def wait_until(condition, timeout: float = 200.0) -> bool:
@@ -314,16 +319,23 @@ def test_a_signal_ends_it_in_good_order(long_corpus, long_shards, tokenizer, tmp
     assert_same_files(out_dir, long_shards)
 
 
-def test_a_killed_worker_is_reported_and_loses_nothing(long_corpus, long_shards, tokenizer, tmp_path):
+@pytest.mark.parametrize("when", ["at work", "in the middle of an answer"])
+def test_a_killed_worker_is_reported_and_loses_nothing(long_corpus, long_shards, tokenizer, tmp_path, when):
     out_dir = tmp_path / "shards"
     words = options(long_corpus, out_dir, tokenizer, shard_size=100_000)
     process = subprocess.Popen(
         command("fineweb.py", **words), env=environment(), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
     )
     assert wait_until(partial(has_more_shards, out_dir, 1, process))
-    os.kill(children_of(process.pid)[0], signal.SIGKILL)
+    workers = children_of(process.pid)
+    if when != "at work":  # its tokens are more than a pipe holds, and nobody reads them
+        process.send_signal(signal.SIGSTOP)
+        assert wait_until(lambda: all(state_of(worker) == "S" for worker in workers))
+    os.kill(workers[0], signal.SIGKILL)
+    process.send_signal(signal.SIGCONT)
     assert process.wait(timeout=200) == 2
     assert "error: one of 2 worker processes was ended" in process.stderr.read()
+    assert all(map(gone, workers))
     succeed("fineweb.py", **words)
     assert_same_files(out_dir, long_shards)
 
@@ -374,6 +386,23 @@ def test_two_runs_do_not_write_into_one_directory(corpus, tokenizer, tmp_path, m
     (tmp_path / "shards").mkdir()
     with FileLock(tmp_path / "shards" / ".lock"), pytest.raises(UserError, match="another process writes to"):
         run_here(corpus[0], tmp_path / "shards", tokenizer)
+
+
+def test_what_another_run_completed_meanwhile_is_left_alone(corpus, tokenizer, tmp_path, monkeypatch):
+    """It held the lock when this one began, and then it was done."""
+
+    @contextmanager
+    def after_the_other(*args):
+        with monkeypatch.context() as patch:
+            patch.setattr(fineweb, "only_one", cli.only_one)
+            run_here(corpus[0], tmp_path / "shards", tokenizer)
+        before.update({path: path.stat().st_mtime_ns for path in (tmp_path / "shards").glob("*.npy")})
+        yield
+
+    before = {}
+    monkeypatch.setattr(fineweb, "only_one", after_the_other)
+    run_here(corpus[0], tmp_path / "shards", tokenizer)
+    assert before and {path: path.stat().st_mtime_ns for path in (tmp_path / "shards").glob("*.npy")} == before
 
 
 # ------------------------------------------------------------------------------------------------- what has changed
