@@ -112,13 +112,13 @@ class Split:
     """Passes texts on for training, and keeps up to HELD_OUT characters in `held_out`: every tenth text, or the last
     tenth of each when there are fewer than ten."""
 
-    def __init__(self, texts: Iterator[str]):
-        self.texts, self.held_out, self.train_bytes = texts, [], 0
+    def __init__(self, texts: Iterator[str], source: str = "the input"):
+        self.texts, self.source, self.held_out, self.train_bytes = texts, source, [], 0
 
     def __iter__(self) -> Iterator[str]:
         first = list(itertools.islice(self.texts, 10))
         if not any(first):
-            raise UserError("the input holds no text; give --input something to learn from")
+            raise UserError(f"{self.source} holds no text; give --input something to learn from")
         for text in self.end_of_each(first) if len(first) < 10 else self.every_tenth(first):
             self.train_bytes += len(text.encode("utf-8", "replace"))
             yield text
@@ -224,7 +224,7 @@ def main() -> None:
     config = parse_args(Config, description=__doc__)
     sys.stdout.reconfigure(errors="replace")  # a terminal that has no Chinese still shows the rest
     check(config)
-    texts = Split(limit(read_texts(config), config.max_bytes))
+    texts = Split(limit(read_texts(config), config.max_bytes), " ".join(config.input))
     began = time.perf_counter()
     tok = train(config, texts)
     print(f"\n{len(tok):,} tokens from {texts.train_bytes:,} bytes in {time.perf_counter() - began:.2f} s")

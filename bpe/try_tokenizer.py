@@ -173,6 +173,8 @@ def why(name: str, tok: Tokenizer, english: str, chinese: str) -> str:
 
 
 def load(name: str) -> Tokenizer:
+    if not name:
+        raise UserError("the name of a tokenizer is empty; give a directory or a tokenizer.json")
     if name == Config.tokenizer and not Path(name).exists():
         raise UserError(f"there is no tokenizer at {name} yet; run python bpe/train.py first")
     try:
