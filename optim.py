@@ -290,23 +290,23 @@ class Muon(torch.optim.Optimizer):
                 self._step_together(params, group)
 
     def _step_together(self, params: list, group: dict) -> None:
-        """One step of N matrices of one shape, in a number of operations that does not grow with N."""
+        """One step of N matrices of one shape."""
+        beta, good = group["momentum"], 1.0 - getattr(self, "found_inf", params[0].new_zeros(()))  # good: 1 or 0
+        updates = []
         for p in params:
             if "momentum_buffer" not in self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        momenta = [self.state[p]["momentum_buffer"] for p in params]
-        beta, good = group["momentum"], 1.0 - getattr(self, "found_inf", params[0].new_zeros(()))  # good: 1 or 0
-        grads = torch.where(good > 0, torch.stack([p.grad for p in params]), 0.0)  # (N, rows, columns)
-        torch._foreach_mul_(momenta, 1 - (1 - beta) * good)  # by beta, or by 1 in a step that changes nothing
-        torch._foreach_add_(momenta, grads.unbind(), alpha=1 - beta)
-        # Nesterov: where the momentum will be after one more gradient like this one
-        update = torch.stack(momenta).lerp_(grads, 1 - beta)  # (N, rows, columns)
-        rows, columns = update.size(1) // group["parts"], update.size(2)
-        apart = update.view(-1, rows, columns)  # (N parts, rows, columns)
-        update = orthogonalized(apart, group["dtype"]).to(update.dtype).reshape(update.shape)
+            grad = torch.where(good > 0, p.grad, 0.0)
+            momentum = self.state[p]["momentum_buffer"].lerp_(grad, (1 - beta) * good)
+            updates.append(grad.lerp_(momentum, beta))  # Nesterov: where one more gradient like this one would take it
+        updates = torch.stack(updates)  # (N, rows, columns)
+        rows, columns = updates.size(1) // group["parts"], updates.size(2)
+        apart = orthogonalized(updates.view(-1, rows, columns), group["dtype"])  # (N parts, rows, columns)
+        updates = apart.to(updates.dtype).reshape(updates.shape)
         lr = group["lr"] * good
         torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
-        torch._foreach_sub_(params, (update * (lr * math.sqrt(max(1, rows / columns)))).unbind())
+        for p, update in zip(params, updates, strict=True):
+            p.addcmul_(update, lr * math.sqrt(max(1, rows / columns)), value=-1)
 
 
 def orthogonalized(matrices: torch.Tensor, dtype=torch.bfloat16, steps: int = 5) -> torch.Tensor:
