@@ -113,7 +113,7 @@ class Optimizer:
     """One or two torch optimizers, and the loss scale of fp16, as the loop sees them.
 
     `optimizers` are `Muon` and, on a CPU or CUDA, fused AdamW, because those two can leave out a step by themselves.
-    Each group's learning rate, as it stands now, is its peak: it goes with `max_lr` on the schedule.
+    The learning rate that a group comes with is its peak, which goes with `max_lr` of the schedule.
     """
 
     def __init__(self, optimizers: list[torch.optim.Optimizer], max_lr: float, rt):
@@ -131,7 +131,7 @@ class Optimizer:
             group["lr"] = group["initial_lr"] * lr / self.max_lr
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to call `.backward()` on: multiplied in fp16, as it is in every other precision."""
+        """The loss to call `.backward()` on: in fp16 multiplied by the loss scale, else as it is."""
         return self.loss_scale.scale * loss if self.loss_scale else loss
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
