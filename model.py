@@ -295,6 +295,7 @@ class GPT(nn.Module):
         path.mkdir(parents=True, exist_ok=True)
         tokens = dict(bos_token_id=eos_token_id, eos_token_id=eos_token_id)
         sizes = {theirs: getattr(self.config, ours) for ours, theirs in HF_SIZES.items()}
+        sizes["n_ctx"] = sizes["n_positions"]  # what llama.cpp's converter reads
         dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), self.config.dropout)
         config = dict(architectures=["GPT2LMHeadModel"], **HF_CONFIG, **sizes, **dropout, **tokens, dtype="float32")
         generation = dict(do_sample=True, top_k=50, **tokens)
