@@ -7,7 +7,6 @@
 The first rank writes; on the others every method does nothing. This file knows nothing of models, optimizers or data.
 """
 
-import atexit
 import contextlib
 import json
 import math
@@ -36,7 +35,7 @@ class RunLog:
         self.out_dir, self.rt = out_dir, rt
         self.records: list[dict] = []
         self.skipped_steps = 0  # of the whole run
-        self._report = open_tracker(config) if rt.is_main else None
+        self._report, self._close_tracker = open_tracker(config) if rt.is_main else (None, None)
         self._bar: tqdm | None = None
         self._drawing: threading.Thread | None = None
 
@@ -108,6 +107,9 @@ class RunLog:
             with contextlib.suppress(OSError):
                 self._bar.close()
             self.draw(wait=True)
+            if self._close_tracker:
+                self._close_tracker()
+            self._report = self._close_tracker = None
 
     def draw(self, wait: bool = False) -> None:
         """Draw learning_curve.png in a thread, so that no rank waits for it. One that finds the thread busy is left
@@ -163,29 +165,29 @@ def about_machine(rt: Runtime) -> dict:
     return dict(versions=versions, machine=f"{platform.machine()}, {rt.why}", commit=commit or None)
 
 
-def open_tracker(config) -> Callable[[dict], None] | None:
-    """A function that passes a record on to tensorboard, wandb or trackio, which are imported only when asked for."""
+def open_tracker(config) -> tuple[Callable[[dict], None] | None, Callable[[], None] | None]:
+    """Functions that pass a record on to tensorboard, wandb or trackio, and that end this; each is imported only when
+    asked for. Raises UserError where it is not installed."""
     if config.report_to == "none":
-        return None
+        return None, None
     out_dir = Path(config.out_dir)
     try:
         if config.report_to == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
 
             writer = SummaryWriter(str(out_dir))
-            atexit.register(writer.close)
+            close = writer.close
             put = lambda numbers, step: [writer.add_scalar(k, v, step) for k, v in numbers.items()]  # noqa: E731
         elif config.report_to == "wandb":
             import wandb
 
             wandb.init(project="gpt2", dir=str(out_dir), name=out_dir.name, config=asdict(config))
-            put = lambda numbers, step: wandb.log(numbers, step=step)  # noqa: E731
+            put, close = lambda numbers, step: wandb.log(numbers, step=step), wandb.finish
         else:
             import trackio
 
             trackio.init(project="gpt2", name=out_dir.name, config=asdict(config))
-            atexit.register(trackio.finish)
-            put = lambda numbers, step: trackio.log(numbers, step=step)  # noqa: E731
+            put, close = lambda numbers, step: trackio.log(numbers, step=step), trackio.finish
     except ImportError as e:
         raise UserError(f"--report_to {config.report_to}: {e}; pip install {config.report_to}") from e
 
@@ -195,4 +197,4 @@ def open_tracker(config) -> Callable[[dict], None] | None:
         if numbers and kind != "run":
             put(numbers, step)
 
-    return report
+    return report, close

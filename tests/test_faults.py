@@ -388,12 +388,14 @@ def test_tensorboard_gets_every_number(train, tmp_path):
 
 
 def test_wandb_gets_every_number(train, tmp_path, monkeypatch):
-    seen = []
+    seen, ended = [], []
     fake = types.ModuleType("wandb")
     fake.init = lambda **options: seen.append(options)
     fake.log = lambda numbers, step: seen.append((step, numbers))
+    fake.finish = lambda: ended.append(len(seen))
     monkeypatch.setitem(sys.modules, "wandb", fake)
     assert train(max_steps=2, report_to="wandb").returncode == 0
+    assert ended == [len(seen)]  # after the last number
     assert seen[0]["config"]["n_embd"] == 32 and seen[0]["dir"] == str(tmp_path / "run")
     logged = {(step, *item) for step, numbers in seen[1:] for item in numbers.items()}
     for r in log_of(tmp_path / "run", "train"):
