@@ -91,12 +91,14 @@ class RunLog:
             self._bar.set_postfix_str(f"loss {figures['loss']:.3f}, {rate:,.0f} tok/s{show_mfu}", refresh=False)
             self._bar.update(step - self._bar.n)
 
-    def say_how_long(self, steps_left: int) -> None:
-        """After the first steps; the very first may have compiled."""
-        seconds = [r["dt_ms"] / 1e3 for r in self.records if r["kind"] == "train"][-8:]
-        if seconds:
-            left = duration(statistics.median(seconds) * steps_left)
-            self.rt.print(f"about {left} to go at {self.records[-1]['tokens_per_sec']:,.0f} tokens/s, plus evaluations")
+    def say_how_long(self, steps_left: int, tokens_left: int) -> None:
+        """After the first steps, of which the very first may have compiled. `tokens_left` is at most 0 if not known."""
+        recent = [r for r in self.records if r["kind"] == "train"][-8:]
+        if recent:
+            rate, dt = (statistics.median(r[key] for r in recent) for key in ("tokens_per_sec", "dt_ms"))
+            # where it is known how many tokens are to come, they count: steps take longer as a batch ramps up
+            left = duration(tokens_left / rate if tokens_left > 0 else dt / 1e3 * steps_left)
+            self.rt.print(f"about {left} to go at {rate:,.0f} tokens/s, plus evaluations")
 
     def start_bar(self, step: int, max_steps: int) -> None:
         hidden = not self.rt.is_main
@@ -152,7 +154,7 @@ def describe(kind: str, figures: dict) -> str:
 
 
 def duration(s: float) -> str:
-    return f"{s:.0f} s" if s < 90 else f"{s / 60:.0f} min" if s < 5400 else f"{s / 3600:.1f} h"
+    return f"{s:.0f} s" if s < 180 else f"{s / 60:.0f} min" if s < 5400 else f"{s / 3600:.1f} h"
 
 
 def about_machine(rt: Runtime) -> dict:

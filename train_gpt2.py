@@ -159,6 +159,7 @@ def main() -> None:
     optimizer = make_optimizer(model, config, rt)
     identity = dict(tokenizer=data.tokenizer.fingerprint, data=fingerprint(data.train.stream))
     facts = dict(parameters=model.num_params(), flops_per_token=model.estimate_flops(config.sequence_length))
+    facts |= dict(planned_tokens=batch_plan(config)(config.max_steps)[0] * config.sequence_length)
     run.begin(config, ModelFiles(model, data.tokenizer), optimizer, identity, facts)
     say_what_is_read(config, data, rt)
     train(config, run, model, forward, optimizer, data)

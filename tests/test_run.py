@@ -8,6 +8,7 @@ import subprocess
 import time
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch
 import train_gpt2
 from checkpoint import CheckpointWriter, checkpoint_steps, damage, load_train_state
 from cli import UserError
+from runlog import RunLog, duration
 from tests.helpers import SMALL, arguments, assert_user_error, command, environment, log_of, losses, text_file
 
 SHORT = dict(max_steps=6, checkpoint_interval=2, eval_interval=0, sample_interval=0, keep_checkpoints=0)
@@ -167,6 +169,19 @@ def test_resuming_a_finished_run_adds_nothing_to_it(train, tmp_path):
     before = (tmp_path / "run" / "samples.txt").read_bytes()
     assert train(**SHORT | dict(sample_interval=3, resume=True)).returncode == 0
     assert (tmp_path / "run" / "samples.txt").read_bytes() == before
+
+
+@pytest.mark.parametrize("planned, seconds", [(0, 90), (4 * 256 * 90, 360)])
+def test_the_time_to_go_follows_from_the_tokens_to_come_or_else_from_the_steps(tmp_path, planned, seconds):
+    said = []
+    rt = SimpleNamespace(is_main=True, print=said.append, peak_flops=lambda: None, peak_memory=lambda: 0)
+    log = RunLog(tmp_path, rt, SimpleNamespace(report_to="none"))
+    log.start_bar(0, 100)
+    for step in range(1, 11):  # the first one is slow, as if it compiled
+        log.train_step(step, dict(loss=1.0, grad_norm=1.0), 30.0 if step == 1 else 1.0, 256, 0.0)
+    log.say_how_long(90, planned)
+    assert said == [f"about {duration(seconds)} to go at 256 tokens/s, plus evaluations"]
+    assert [duration(s) for s in (90, 360, 7200)] == ["90 s", "6 min", "2.0 h"]
 
 
 # ---- resuming with other constants
