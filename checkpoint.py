@@ -1,12 +1,12 @@
 """Checkpoints: Hugging Face model directories that appear whole or not at all.
 
     OUT_DIR/step_000500/   config.json, model.safetensors, generation_config.json, tokenizer files,
-                           train_state.pt, SHA256SUMS
+                           train_state.pt, SHA256SUMS, and for people README.md, learning_curve.png
 
 A checkpoint is written to a hidden directory, flushed to the disk, and renamed; `SHA256SUMS` (check it by hand with
-`sha256sum -c SHA256SUMS`) then tells a sound one from one that was damaged later. The weights are copied to host memory
-while training waits, a third of a second for 124M; the copy is written in a background thread while training goes on.
-Nothing is ever unpickled beyond plain tensors and containers.
+`sha256sum -c SHA256SUMS`) then tells a sound one from one that was damaged later; what is for people to edit is not in
+it. The weights are copied to host memory while training waits, a third of a second for 124M; the copy is written in a
+background thread while training goes on. Nothing is ever unpickled beyond plain tensors and containers.
 
 MODEL, as every door takes it, is a checkpoint directory, a run directory (its newest sound checkpoint), or a hub id.
 This file knows nothing of training: the state that it stores is a dict that somebody else fills and reads.
@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 
+import card
 from bpe.tokenizer import Tokenizer
 from cli import UserError, explain, replace_file, sha256, write_atomically
 from model import GPT, GPTConfig, read_config
@@ -121,7 +122,8 @@ class CheckpointWriter:
         def fill(directory: Path) -> None:
             export(directory)
             torch.save(state, directory / "train_state.pt")
-            sums = [f"{sha256(file)}  {file.name}\n" for file in sorted(directory.iterdir())]
+            files = sorted(file for file in directory.iterdir() if file.name not in card.FILES)
+            sums = [f"{sha256(file)}  {file.name}\n" for file in files]
             replace_file(directory / SUMS, "".join(sums))
 
         def work() -> None:

@@ -30,10 +30,11 @@ from typing import Annotated, Literal, NamedTuple
 
 import torch
 
+import card
 from benchmarks.sweep import sweep
 from bpe.tokenizer import Tokenizer
 from chat import check_tokenizer, prompt_of, save_chat_files
-from checkpoint import ModelFiles, find_model, load_model, model_tokenizer, save_model
+from checkpoint import WEIGHTS, ModelFiles, checkpoint_steps, find_model, load_model, model_tokenizer, save_model
 from cli import Count, NonNegative, Positive, Probability, Range, Seed, UserError, parse_args, script, write_atomically
 from evaluate import complete, validate
 from lora import (
@@ -42,6 +43,7 @@ from lora import (
     LoRAConfig,
     add_lora,
     cast_frozen,
+    find_adapter,
     fingerprint,
     load_adapter,
     lora_modules,
@@ -52,7 +54,8 @@ from lora import (
 )
 from model import GPT
 from optim import Optimizer, adamw, decay_groups, learning_rate
-from rows import Example, encode_rows, global_batch, load_rows, micro_batches, split_rows
+from plot import read_log
+from rows import Example, encode_rows, global_batch, load_rows, micro_batches, on_hub, split_rows
 from run import Run
 from runtime import Runtime, prefetch
 from trials import choose_attention, find_micro_batch_size
@@ -121,7 +124,8 @@ class Config:
 FIXED = ("adapter", "lora_dim", "lora_alpha", "targets", "rslora", "sequence_length", "val_rows", "batch_size", "seed")
 # what adapter/ and a merged model consist of: --overwrite replaces a directory that holds nothing else
 OURS = {"adapter_config.json", "adapter_model.safetensors", "config.json", "model.safetensors", "tokenizer.json",
-        "tokenizer_config.json", "tokenizer.tiktoken", "chat_template.jinja", "generation_config.json"}  # fmt: skip
+        "tokenizer_config.json", "tokenizer.tiktoken", "chat_template.jinja", "generation_config.json",
+        *card.FILES}  # fmt: skip
 
 
 def main() -> None:
@@ -150,6 +154,8 @@ def finetune(written: Config) -> None:
     lora = choose_lora(written, base, run.checkpoint)
     base_path, base_sha256 = find_model(written.base), fingerprint(base)
     facts = dict(parameters=base.num_params(), flops_per_token=flops_per_answer_token(base, data.train, lora))
+    about = dict(source=written.data, examples=len(data.train), validation=len(data.val), sha256=data.fingerprint)
+    facts |= card.provenance(about, written.data if on_hub(written.data) else "", base_path)
     rt.print(f"{base_path}: {base.num_params():,} parameters, on {rt.why}\n{data.about}")
     if lora:
         rt.print(parameter_table(base, lora))
@@ -322,7 +328,9 @@ def check_replaceable(path: Path) -> None:
     """Raises UserError for a directory with files that are not ours, before they would go with it."""
     if path.exists() and not path.is_dir():
         raise UserError(f"{path} is a file; a directory is to be written there: give another name")
-    if others := sorted({file.name for file in path.glob("*")} - OURS):
+    names = {file.name for file in path.glob("*")}
+    ours = OURS if names & set(WEIGHTS.values()) else OURS - card.FILES  # without a model, a README is somebody else's
+    if others := sorted(names - ours):
         raise UserError(f"{path} holds {others[0]}, which is not ours to replace; move it, or give another directory")
 
 
@@ -414,7 +422,8 @@ def finish(config: Config, run: Run, files: ChatFiles) -> None:
     adapter = run.out_dir / "adapter"
     check_replaceable(adapter)
     if config.lora_dim:
-        write_atomically(adapter, files.copy())
+        write_files, write_card = files.copy(), run.log.card()
+        write_atomically(adapter, lambda path: [write(path) for write in (write_files, write_card)])
     elif adapter.exists():  # of a run that this one has replaced
         shutil.rmtree(adapter)
     if val := [record["loss"] for record in run.log.records if record["kind"] == "val"]:
@@ -439,10 +448,23 @@ def write_merged(config: Config, adapter: str) -> None:
     def fill(path: Path) -> None:
         save_model(path, model, tokenizer)
         save_chat_files(path, tokenizer)
+        card.write_card(
+            path, out.name, records_of(config, adapter), find_adapter(adapter).parent / "learning_curve.png"
+        )
 
     check_replaceable(out)
     write_atomically(out, fill)
     print(f"wrote {out}: {config.base} with {adapter} merged in; logits differ by at most {difference:.1e}")
+
+
+def records_of(config: Config, adapter: str) -> list[dict]:
+    """The log of the run that an adapter lies in, up to its step; else one record with what is known of the adapter."""
+    found = find_adapter(adapter)
+    if (log := found.parent / "log.jsonl").exists():
+        last = dict((path, step) for step, path in checkpoint_steps(found.parent)).get(found, math.inf)
+        return [record for record in read_log(log) if record["step"] <= last]
+    about = dict(data="unknown data", lora_dim=read_adapter(found).config.r)
+    return [dict(step=0, kind="run", config=about, **card.provenance({}, "", find_model(config.base)))]
 
 
 if __name__ == "__main__":

@@ -33,11 +33,16 @@ IGNORED = -100  # a target that is not scored: model.py's IGNORE_INDEX
 
 def load_rows(data: str) -> list[list[dict]]:
     """The conversations of --data: a file, or the split `train` of a dataset of the hub. Raises UserError."""
-    on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", data) and Path(data).suffix not in (".json", ".jsonl")
-    if os.path.exists(data) or not on_hub:
+    if not on_hub(data):
         return read_rows(data)
     rows = hub_rows(data, "train")
     return [messages_of(row, f"row {number} of {data}") for number, row in enumerate(rows, start=1)]
+
+
+def on_hub(data: str) -> bool:
+    """Is it OWNER/NAME, and no local file?"""
+    is_name = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", data) and Path(data).suffix not in (".json", ".jsonl")
+    return bool(is_name) and not os.path.exists(data)
 
 
 def read_rows(path: str) -> list[list[dict]]:

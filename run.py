@@ -184,6 +184,7 @@ class Run:
                 self._writer.wait()
                 self._forget_old_run()
             self.log.close()
+            self._renew_card()
         finally:
             self._locks.close()
 
@@ -239,8 +240,9 @@ class Run:
         )  # fmt: skip
         self._saved = self.step
         if self.rt.is_main:
-            losses = self.log.val_losses()
-            self._writer.save(self.step, self.files.copy(), snapshot(state), losses, self._announce)
+            losses, write_files, write_card = self.log.val_losses(), self.files.copy(), self.log.card()
+            export = lambda directory: [write(directory) for write in (write_files, write_card)]  # noqa: E731
+            self._writer.save(self.step, export, snapshot(state), losses, self._announce)
 
     def _announce(self, line: str) -> None:
         self._forget_old_run()
@@ -253,6 +255,14 @@ class Run:
     def record(self, kind: str, **figures) -> None:
         """Log an evaluation or a sample of this step, show it, and draw the curve anew."""
         self.log.evaluation(self.step, kind, figures)
+        self._renew_card()
+
+    def _renew_card(self) -> None:
+        """Put what was measured since then into the card of this step's checkpoint, unless it is of an earlier start:
+        somebody may have edited it."""
+        checkpoint = self.out_dir / f"step_{self.step:06d}"
+        if self.rt.is_main and self.first_step < self.step == self._saved and checkpoint.is_dir():
+            self.log.card()(checkpoint)
 
     def end_here(self) -> None:
         """Let this step be the last one, with a checkpoint."""

@@ -1,4 +1,4 @@
-"""What a run tells: log.jsonl, samples.txt, learning_curve.png, the terminal, and a tracker if one is asked for.
+"""What a run tells: log.jsonl, samples.txt, learning_curve.png, cards, the terminal, a tracker if one is asked for.
 
     {"step": 0, "kind": "run", "command": "train_gpt2.py tiny", "parameters": 957184, "versions": {...}, ...}
     {"step": 10, "kind": "train", "loss": 6.91, "lr": 1.2e-4, "grad_norm": 1.4, "dt_ms": 93.1, "tokens": 5242880, ...}
@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from card import write_card
 from cli import UserError, explain, replace_file
 from plot import draw, read_log
 from runtime import Runtime
@@ -132,6 +133,11 @@ class RunLog:
         self._drawing.start()
         if wait:
             self._drawing.join()
+
+    def card(self) -> Callable[[Path], None]:
+        """What is in the log now; the result writes it, as a model card, into a directory."""
+        name, records, curve = self.out_dir.name, list(self.records), self.out_dir / "learning_curve.png"
+        return lambda directory: write_card(directory, name, records, curve)
 
     def val_losses(self) -> dict[int, float]:
         """{step: validation loss}"""

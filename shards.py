@@ -67,6 +67,18 @@ def summary(manifest: dict) -> str:
     )
 
 
+def origin(data: Path) -> tuple[dict, str]:
+    """What the manifest says of where shards come from, without the list of them, and their data set's name on the hub,
+    "" for none: for the model card of a run that reads them."""
+    file = (data if data.is_dir() else data.parent) / "manifest.json"
+    manifest = read_manifest(file.parent)
+    known = ("source", "commit", "tokens", "documents", "bytes", "tokenizer")
+    about = {key: manifest[key] for key in known if isinstance(manifest.get(key), int | str) and manifest[key]}
+    on_hub = "source" in about and "commit" in about
+    about |= {"manifest.json": sha256(file)} if manifest else {}
+    return about, "/".join(about["source"].split("/")[:2]) if on_hub else ""
+
+
 def verify(directory: Path, quiet: bool = False) -> str:
     """Check files, counts, checksums, ids and tokenizer against the manifest; returns its summary. Raises UserError."""
     manifest = read_manifest(directory)

@@ -23,6 +23,7 @@ import torch
 
 import hellaswag
 from bpe.tokenizer import Tokenizer
+from card import provenance
 from checkpoint import ModelFiles, load_model, load_shape
 from cli import (
     Count,
@@ -52,7 +53,7 @@ from model import GPT, GPTConfig
 from optim import Optimizer, learning_rate, make_optimizer
 from run import Run
 from runtime import Runtime, prefetch
-from shards import data_tokenizer, prepare_text
+from shards import data_tokenizer, origin, prepare_text
 from trials import checkpoint_activations, choose_attention, choose_attention_kernel, find_micro_batch_size
 
 
@@ -160,6 +161,7 @@ def main() -> None:
     identity = dict(tokenizer=data.tokenizer.fingerprint, data=fingerprint(data.train.stream))
     facts = dict(parameters=model.num_params(), flops_per_token=model.estimate_flops(config.sequence_length))
     facts |= dict(planned_tokens=batch_plan(config)(config.max_steps)[0] * config.sequence_length)
+    facts |= provenance(*data.origin, config.init_from)
     run.begin(config, ModelFiles(model, data.tokenizer), optimizer, identity, facts)
     say_what_is_read(config, data, rt)
     train(config, run, model, forward, optimizer, data)
@@ -221,6 +223,7 @@ class Data(NamedTuple):
     val: TokenStream
     token_bytes: torch.Tensor  # (vocabulary,) bytes of text that each id stands for
     hellaswag: hellaswag.Task | None
+    origin: tuple[dict, str]  # where the tokens come from
 
 
 def open_data(config: Config, shape: GPTConfig, rt: Runtime) -> Data:
@@ -241,7 +244,7 @@ def open_data(config: Config, shape: GPTConfig, rt: Runtime) -> Data:
         task = hellaswag.validation_task(config.hellaswag_data, tokenizer, shape, rt)
     train, val = TokenStream(train_paths, shape.vocab_size), TokenStream(val_paths, shape.vocab_size)
     order = Batches(train, config.sequence_length, config.seed, config.shuffle, rt.rank, rt.world_size)
-    return Data(tokenizer, order, val, torch.from_numpy(tokenizer.token_bytes()).to(rt.device), task)
+    return Data(tokenizer, order, val, torch.from_numpy(tokenizer.token_bytes()).to(rt.device), task, origin(shards))
 
 
 def batch_plan(config: Config) -> BatchPlan:

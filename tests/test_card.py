@@ -1,0 +1,215 @@
+"""Model cards: what huggingface_hub reads in them, when a run writes them, and which files an upload sends."""
+
+import base64
+import http.server
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import card
+import lora_finetune
+from checkpoint import damage, load_model
+from tests.finetuning import ROWS, write_json
+from tests.helpers import ROOT, arguments, assert_user_error, environment, log_of, run_inline
+
+SHORT = dict(max_steps=4, eval_interval=4, checkpoint_interval=2, sample_interval=0, keep_checkpoints=0, eval_steps=1)
+MODEL, ADAPTER = {"model.safetensors", "config.json"}, {"adapter_model.safetensors", "adapter_config.json"}
+RUN = dict(step=0, kind="run", command="train_gpt2.py --data a|b", parameters=124_439_808, commit="abc", machine="x86",
+           versions=dict(torch="2.13.0"), config=dict(data="edu_fineweb10B"), data=dict(source="corpus", tokens=10**10),
+           base="", hub=dict(dataset="HuggingFaceFW/fineweb-edu"))  # fmt: skip
+LOG = [
+    RUN,
+    dict(step=250, kind="val", loss=5.0, bpb=1.6),
+    dict(step=500, kind="train", loss=4.1, tokens=262_144_000),
+    dict(step=500, kind="val", loss=4.02, bpb=1.301),
+    dict(step=500, kind="hellaswag", acc=0.26, acc_norm=0.27, acc_norm_stderr=0.004, n=10042),
+]
+
+
+def metrics(text: str) -> dict[tuple[str, str], float]:
+    """{(data set, name): value} as the hub reads them."""
+    results = ModelCard(text).data.eval_results or []
+    return {(result.dataset_type, result.metric_name): result.metric_value for result in results}
+
+
+# ---- what is in it
+
+
+def test_the_hub_reads_where_a_model_comes_from_and_what_it_reached():
+    text = card.model_card("gpt2", LOG, MODEL)
+    data = ModelCard(text).data
+    assert (data.library_name, data.pipeline_tag, data.license) == ("transformers", "text-generation", "unknown")
+    assert data.datasets == ["HuggingFaceFW/fineweb-edu"] and data.language == "en" and data.base_model is None
+    own, hellaswag = "HuggingFaceFW/fineweb-edu", "Rowan/hellaswag"
+    assert {(kind, value) for (kind, _), value in metrics(text).items()} == {
+        (own, 4.02), (own, 1.301), (hellaswag, 0.27), (hellaswag, 0.26)
+    }  # fmt: skip
+
+
+def test_people_read_data_tokens_figures_command_and_versions():
+    text = card.model_card("gpt2", LOG, MODEL)
+    for words in ("124,439,808", "10,000,000,000", "262,144,000", "4.0200 at step 500", "10,042 examples", "abc",
+                  "    python train_gpt2.py --data a|b\n", "torch 2.13.0", "x86"):  # fmt: skip
+        assert words in text, words
+
+
+@pytest.mark.parametrize(
+    "files, base, library, relation",
+    [
+        (MODEL, "gpt2", "transformers", "finetune"),
+        (ADAPTER, "gpt2", "peft", "adapter"),
+        (MODEL, "tests", "transformers", None),
+    ],
+)
+def test_a_base_is_named_to_the_hub_if_it_is_on_the_hub(files, base, library, relation):
+    record = RUN | card.provenance({}, "", base) | dict(config=dict(base=base, data="rows.json", lora_dim=8))
+    text = card.model_card("lora", [record], files)
+    data = ModelCard(text).data.to_dict()
+    assert data["library_name"] == library and data.get("base_model_relation") == relation
+    assert data.get("base_model") == (base if relation else None) and f"`{base}`" in text
+    assert ("merged" in text) == (files == MODEL)
+
+
+odd = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=20), st.just("a\n---\n|`b"))
+odd = st.one_of(odd, st.lists(odd, max_size=3), st.dictionaries(st.text(max_size=5), odd, max_size=3))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(sorted(RUN)), odd, st.sampled_from(["val", "train", "hellaswag"]), odd)
+def test_whatever_a_log_says_the_card_is_one(key, value, kind, figure):
+    changed = dict(RUN, **{key: value}) if key not in ("kind", "step") else RUN
+    record = dict(step=600, kind=kind, loss=figure, bpb=figure, acc=figure, n=figure, tokens=figure)
+    text = card.model_card("gpt2", [changed, *LOG[1:], record], MODEL)
+    assert text.count("\n---\n") == 1 and ModelCard(text).data.pipeline_tag == "text-generation"
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    assert all(len(re.findall(r"(?<!\\)\|", row)) == 3 for row in rows), rows
+
+
+# ---- when it is written
+
+
+def test_every_checkpoint_has_a_card_with_the_figures_of_its_step(train, tmp_path):
+    assert train(**SHORT).returncode == 0
+    val = log_of(tmp_path / "run", "val")[-1]
+    early, last = ((tmp_path / "run" / f"step_00000{step}" / "README.md").read_text() for step in (2, 4))
+    assert metrics(early) == {} and "2 steps, 512 tokens" in early
+    # the checkpoint was written before the evaluation of its step, and holds its figures all the same
+    assert list(metrics(last).values()) == [round(val["loss"], 4), round(val["bpb"], 4)]
+    assert "text.txt" in last and "learning_curve.png" in last and "manifest.json" in last
+    curves = [path.read_bytes() for path in (tmp_path / "run").rglob("learning_curve.png")]
+    assert len(curves) >= 2 and curves[0] == curves[-1]
+
+
+def test_a_card_can_be_edited(train, tmp_path):
+    train(**SHORT)
+    path = tmp_path / "run" / "step_000004"
+    (path / "README.md").write_text("mine")
+    assert damage(path) is None
+    assert train(**SHORT | dict(resume=True)).returncode == 0  # nothing is left to do
+    assert train(**SHORT | dict(resume=True, max_steps=6)).returncode == 0
+    assert (path / "README.md").read_text() == "mine"
+
+
+def finetune(tmp_path, capsys, monkeypatch, **options):
+    write_json(tmp_path / "rows.json", ROWS)
+    settings = dict(base=tmp_path / "run", data=tmp_path / "rows.json", out_dir=tmp_path / "lora", max_steps=2,
+                    lora_dim=2, batch_size=8, dtype="float32", device="cpu") | options  # fmt: skip
+    return run_inline(lora_finetune.main, arguments(**settings), capsys, monkeypatch)
+
+
+def test_adapters_and_merged_models_have_cards_and_only_our_own_are_replaced(train, tmp_path, capsys, monkeypatch):
+    train(**SHORT)
+    tune = lambda **options: finetune(tmp_path, capsys, monkeypatch, **options)  # noqa: E731
+    assert tune(merge=tmp_path / "merged").returncode == 0
+    adapter, merged = ((tmp_path / name / "README.md").read_text() for name in ("lora/adapter", "merged"))
+    assert ModelCard(adapter).data.library_name == "peft" and ModelCard(merged).data.library_name == "transformers"
+    loss = round(log_of(tmp_path / "lora", "val")[-1]["loss"], 4)
+    assert loss in metrics(adapter).values() and loss in metrics(merged).values()
+    assert "LoRA of rank 2" in merged and "rows.json" in merged and 'role="user"' in merged
+    again = dict(adapter=tmp_path / "lora/adapter", merge=tmp_path / "merged", overwrite=True)
+    assert tune(**again).returncode == 0 and (tmp_path / "merged" / "README.md").read_text() == merged
+    # without the rest of a model, a README is somebody else's
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "README.md").write_text("mine")
+    assert_user_error(tune(**again | dict(merge=tmp_path / "notes")), "README.md")
+    assert (tmp_path / "notes" / "README.md").read_text() == "mine"
+    # an adapter without its run still says what it is
+    (tmp_path / "lora" / "adapter").rename(tmp_path / "alone")
+    assert tune(**again | dict(adapter=tmp_path / "alone")).returncode == 0
+    assert "LoRA of rank 2" in (tmp_path / "merged" / "README.md").read_text()
+
+
+# ---- what an upload sends
+
+
+class UploadHub(http.server.BaseHTTPRequestHandler):
+    """As much of the hub as takes an upload; `server.files` are the contents of the commit, by name."""
+
+    def log_message(self, *args):
+        pass
+
+    def do_GET(self):
+        self.answer({})
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        url = f"http://127.0.0.1:{self.server.server_port}/me/model"
+        if "/preupload/" in self.path:
+            paths = [file["path"] for file in json.loads(body)["files"]]
+            found = [dict(path=path, uploadMode="regular", shouldIgnore=False) for path in paths]
+            return self.answer(dict(files=found))
+        if "/commit/" in self.path:
+            entries = [entry["value"] for line in body.splitlines() if (entry := json.loads(line))["key"] == "file"]
+            self.server.files |= {entry["path"]: base64.b64decode(entry["content"]) for entry in entries}
+            return self.answer(dict(commitUrl=f"{url}/commit/0123", commitOid="0123", success=True))
+        self.answer(dict(url=url, id="me/model", name="me/model"))
+
+    def answer(self, content: dict):
+        body = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def uploaded(directory: Path, home: Path) -> dict[str, bytes]:
+    """What the command of docs/serve.md sends to the hub for this directory."""
+    (line,) = re.findall(r"^hf upload .*$", (ROOT / "docs" / "serve.md").read_text(), re.MULTILINE)
+    words = [str(directory) if word == "out/merged" else word for word in line.split()]
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), UploadHub)
+    server.files = {}
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    env = dict(HF_ENDPOINT=f"http://127.0.0.1:{server.server_port}", HF_HUB_OFFLINE="0", HF_HOME=str(home),
+               HF_TOKEN="hf_x", HF_HUB_DISABLE_XET="1", HF_HUB_DISABLE_TELEMETRY="1")  # fmt: skip
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    try:
+        result = subprocess.run(words, env=environment(**env, PATH=path), capture_output=True, text=True, timeout=120)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert result.returncode == 0, result.stderr
+    return server.files
+
+
+def test_an_upload_sends_the_model_and_its_card_and_nothing_else(train, tmp_path):
+    train(**SHORT)
+    path = tmp_path / "run" / "step_000004"
+    files = uploaded(path, tmp_path / "home")
+    tokenizer = ["tokenizer.json", "tokenizer.tiktoken", "tokenizer_config.json"]
+    model = ["config.json", "generation_config.json", "model.safetensors"]
+    assert sorted(files) == sorted(["README.md", "learning_curve.png", *model, *tokenizer])
+    assert all((path / name).read_bytes() == content for name, content in files.items())
+    for name, content in files.items():  # and what comes back is a model: no sums that speak of files left out
+        (tmp_path / "download").mkdir(exist_ok=True)
+        (tmp_path / "download" / name).write_bytes(content)
+    assert load_model(str(tmp_path / "download")).num_params() == load_model(str(path)).num_params()
