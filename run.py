@@ -265,9 +265,11 @@ class Run:
             self.log.card()(checkpoint)
 
     def end_here(self) -> None:
-        """Let this step be the last one, with a checkpoint."""
+        """Let this step be the last one, with a checkpoint, and log what it took to come here."""
         self.max_steps = self.step
         self.save()
+        operations = self.tokens * self.facts["flops_per_token"]
+        self.record("target", tokens=self.tokens, hours=self.log.hours(), petaflop=operations / 1e15)
 
     # ---- the figures of finished steps, and what follows from them
 

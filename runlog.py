@@ -3,6 +3,7 @@
     {"step": 0, "kind": "run", "command": "train_gpt2.py tiny", "parameters": 957184, "versions": {...}, ...}
     {"step": 10, "kind": "train", "loss": 6.91, "lr": 1.2e-4, "grad_norm": 1.4, "dt_ms": 93.1, "tokens": 5242880, ...}
     {"step": 250, "kind": "val", "loss": 5.02, "bpb": 1.61}
+    {"step": 9750, "kind": "target", "tokens": 4865392640, "hours": 1.43, "petaflop": 4163118.3}  # --target_loss
 
 The first rank writes; on the others every method does nothing. This file knows nothing of models, optimizers or data.
 """
@@ -142,6 +143,10 @@ class RunLog:
     def val_losses(self) -> dict[int, float]:
         """{step: validation loss}"""
         return {r["step"]: r["loss"] for r in self.records if r["kind"] == "val" and r["loss"] is not None}
+
+    def hours(self) -> float:
+        """Of training alone, over all processes that the run has had."""
+        return sum(r["dt_ms"] for r in self.records if r["kind"] == "train") / 3.6e6
 
     def median_rate(self) -> float:
         """Tokens per second; nan before the first step."""

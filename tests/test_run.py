@@ -348,6 +348,10 @@ def test_a_target_loss_ends_the_run_with_a_checkpoint(train, tmp_path):
     last = log_of(tmp_path / "run", "val")[-1]
     assert last["loss"] <= 5.7 and last["step"] < 100 and steps_of(tmp_path / "run") == [last["step"]]
     assert all(r["loss"] > 5.7 for r in log_of(tmp_path / "run", "val")[:-1])
+    [target] = log_of(tmp_path / "run", "target")  # what it took
+    tokens, operations = last["step"] * 256, log_of(tmp_path / "run", "run")[0]["flops_per_token"]
+    assert (target["step"], target["tokens"]) == (last["step"], tokens) and target["hours"] > 0
+    assert target["petaflop"] == pytest.approx(tokens * operations / 1e15)
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_again(train, tmp_path):
