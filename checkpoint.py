@@ -39,6 +39,7 @@ WEIGHTS = {"model.safetensors": "config.json", "adapter_model.safetensors": "ada
 
 def checkpoint_steps(run_dir: Path) -> list[tuple[int, Path]]:
     """(step, directory) of every checkpoint of a run, oldest first."""
+    # 18 digits fit into 64 bits; step_notes/ and step_12.bak/ are not ours
     found = [(re.fullmatch(r"step_(\d{1,18})", p.name), p) for p in Path(run_dir).glob("step_*")]
     return sorted((int(match[1]), path) for match, path in found if match and path.is_dir())
 
@@ -55,7 +56,7 @@ def damage(path: Path) -> str | None:
     if missing := sorted(needed - sums.keys()):
         return f"{SUMS} does not list {missing[0]}"
     for name, digest in sums.items():
-        try:
+        try:  # a second for each GB: cheaper than a week of training on weights with a flipped bit
             if sha256(path / name) != digest:
                 return f"{name} is not what was written"
         except (OSError, ValueError):
@@ -122,6 +123,7 @@ class CheckpointWriter:
         def fill(directory: Path) -> None:
             export(directory)
             torch.save(state, directory / "train_state.pt")
+            # the sums come last, and from the files: a checkpoint without them was never complete
             files = sorted(file for file in directory.iterdir() if file.name not in card.FILES)
             sums = [f"{sha256(file)}  {file.name}\n" for file in files]
             replace_file(directory / SUMS, "".join(sums))
@@ -131,8 +133,8 @@ class CheckpointWriter:
                 write_atomically(path, fill)
                 self._sound.add(path)
                 announce(f"saved {path}")
-                self._prune(path, val_losses)
-            except BaseException as e:
+                self._prune(path, val_losses)  # only now: at no moment are there fewer sound ones than before
+            except BaseException as e:  # a thread has nobody to raise to; the loop asks for it
                 self._error, self.failed = e, True
 
         self._thread = threading.Thread(target=work, name="checkpoint writer")
@@ -159,12 +161,13 @@ class CheckpointWriter:
         losses = {path: val_loss_at(step, val_losses) for step, path in steps}
         best = min((path for path in losses if losses[path] is not None), key=losses.get, default=None)
         kept = {newest, best}
-        n_sound = 1
+        n_sound = 1  # the newest, which was just written
         for _, path in reversed(steps):
             if n_sound < self.keep and (path in self._sound or damage(path) is None):
                 self._sound.add(path)
                 kept.add(path)
                 n_sound += 1
+        # A damaged one newer than some that stay is left for a person to look at; those older than all that stay go.
         oldest_kept = min((step for step, path in steps if path in kept and path != best), default=math.inf)
         for step, path in steps:
             if path not in kept and (step < oldest_kept or path in self._sound):
@@ -180,7 +183,7 @@ def val_loss_at(step: int, val_losses: dict[int, float]) -> float | None:
 def snapshot(state):
     """A copy in host memory of the tensors of nested dicts and lists, which later steps do not change."""
     if isinstance(state, torch.Tensor):
-        return state.detach().to("cpu", copy=True)
+        return state.detach().to("cpu", copy=True)  # a copy on the CPU too, where .cpu() is the tensor itself
     if isinstance(state, dict):
         return {key: snapshot(value) for key, value in state.items()}
     if isinstance(state, list | tuple):
@@ -199,7 +202,7 @@ class ModelFiles:
         with torch.device("meta"):  # parameters without memory, which the copies then replace
             copy = GPT(self.model.config)
         state = {name: tensor for name, tensor in self.model.state_dict().items() if name != "lm_head.weight"}
-        state = snapshot(state)
+        state = snapshot(state)  # (name: fp32 tensor), 0.5 GB for 124M
         state["lm_head.weight"] = state["transformer.wte.weight"]  # tied, so copied once
         copy.load_state_dict(state, assign=True)
         return lambda directory: save_model(directory, copy, self.tokenizer)
@@ -220,6 +223,7 @@ def save_model(directory: Path, model: GPT, tokenizer: Tokenizer) -> None:
 def load_train_state(path: Path) -> dict:
     """`train_state.pt` of a checkpoint: tensors and plain containers only, on the CPU. Raises UserError."""
     try:
+        # weights_only: a pickle is a program, and a checkpoint may come from anywhere
         state = torch.load(Path(path) / "train_state.pt", map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as e:
         reason = str(e).splitlines()[0] if str(e) else type(e).__name__
@@ -241,6 +245,7 @@ def find_model(model: str) -> str:
         if newest is None:
             raise UserError(f"{model} holds no checkpoint: neither model.safetensors nor a sound step_NNNNNN directory")
         return str(newest)
+    # a typo in a path must not become a request to the hub
     local = path.is_absolute() or model.count("/") > 1 or model.startswith((".", "out/"))
     if local or not re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", model):
         raise UserError(f"there is no directory {model}; give a checkpoint, a run directory, or a hub id such as gpt2")
@@ -251,7 +256,7 @@ def find_model(model: str) -> str:
 def user_errors_of(model: str) -> Iterator[None]:
     """Turn what can go wrong in reading a MODEL into UserErrors."""
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings():  # what transformers warns of is no news to whoever gives a path
             warnings.simplefilter("ignore")
             yield
     except ValueError as e:
@@ -290,6 +295,7 @@ def model_tokenizer(model: str) -> Tokenizer:
     if path.is_dir() and not (path / "tokenizer.json").exists() and not (path / "merges.txt").exists():
         raise UserError(f"{path} has no tokenizer.json; copy the tokenizer that the model was trained with there")
     try:
+        # models of the hub that read_config takes all have GPT-2's vocabulary
         return Tokenizer.load(path) if path.is_dir() else Tokenizer.from_tiktoken("gpt2")
     except ValueError as e:
         raise UserError(str(e)) from None

@@ -68,9 +68,10 @@ class Run:
         run = cls(config, rt, fixed)
         if config.resume and config.overwrite:
             raise UserError("--resume continues the run and --overwrite replaces it; give one of them")
-        rt.on_main(run._lock)
+        rt.on_main(run._lock)  # first: what is found below must not change under us
         found = rt.on_main(run._find_checkpoint)
         run.checkpoint = Path(found) if found else None
+        # nodes without a shared disk: better one line now than a rank that waits for the others for good
         seen = run.checkpoint is None or run.checkpoint.is_dir()
         if (n := int(rt.sum(torch.tensor(int(seen), device=rt.device)))) < rt.world_size:
             where = "put --out_dir where all nodes see it"
@@ -82,7 +83,7 @@ class Run:
         self.out_dir = Path(config.out_dir)
         self.checkpoint: Path | None = None
         self.step = self.data_step = self.tokens = 0
-        self._locks = contextlib.ExitStack()
+        self._locks = contextlib.ExitStack()  # held from `open` to the end of the `with` block
 
     def _lock(self) -> None:
         if self.out_dir.exists() and not self.out_dir.is_dir():
@@ -96,10 +97,12 @@ class Run:
     def _find_checkpoint(self) -> str:
         """The newest sound checkpoint with --resume, else "". Raises UserError for a run that would be lost."""
         steps = checkpoint_steps(self.out_dir)
+        # a log counts as a run: where checkpoints were deleted by hand, its figures are all that is left
         holds_run = bool(steps) or (self.out_dir / "log.jsonl").exists()
         if holds_run and not (self.written["resume"] or self.written["overwrite"]):
             remedies = "--resume continues it, --overwrite replaces it, --out_dir avoids it"
             raise UserError(f"{self.out_dir} already holds a run; {remedies}")
+        # "" with --resume is a run that has not begun: the line that a cluster repeats is the line that starts it
         newest = newest_sound(self.out_dir) if self.written["resume"] else None
         if self.written["resume"] and steps and newest is None:
             raise UserError(
@@ -125,11 +128,13 @@ class Run:
         self.rt.on_main(lambda: self._open_directory(changed))
         self._writer = CheckpointWriter(self.out_dir, config.keep_checkpoints)
         self.first_step = self.step
-        self._saved = self.step if self.checkpoint else -1
+        self._saved = self.step if self.checkpoint else -1  # the last step with a checkpoint; no step is saved twice
         self._launched: deque[tuple] = deque()  # steps that the device may still be working at
         self._spike_at: tuple | None = None
         self._bad_steps = self._signum = 0
-        self._stop = self._left_step = self._paused = False
+        self._stop = False  # after a signal on any rank
+        self._left_step = False  # gone back after a spike: nothing more is due in this step
+        self._paused = False  # something other than a step took time
 
     def _open_directory(self, changed: dict) -> None:
         """config.json, log.jsonl and samples.txt as they have to be before the first step; the first rank only."""
@@ -139,6 +144,7 @@ class Run:
             set_aside(newer_than=self.checkpoint)
         replace_file(self.out_dir / "config.json", json.dumps(asdict(self.config), indent=2) + "\n")
         if not self.checkpoint and (self.out_dir / "log.jsonl").exists():
+            # its steps come again, with other figures: they must not end up in one log, nor be lost
             kept = next(p for i in range(1, 10**6) if not (p := self.out_dir / f"log.{i}.jsonl").exists())
             (self.out_dir / "log.jsonl").rename(kept)
             self.rt.print(f"{self.out_dir} holds no checkpoint: starting from step 0; the earlier log is now {kept}")
@@ -163,7 +169,7 @@ class Run:
         first = not old.exists()
         old.mkdir(exist_ok=True)
         for path in found:
-            if first:
+            if first:  # a rename can be undone by hand, whatever happens before the first checkpoint
                 path.rename(old / path.name)
             else:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -177,6 +183,7 @@ class Run:
         return self
 
     def __exit__(self, error_type, *_) -> None:
+        # an error leaves the checkpoint under way to its thread, which Python waits for; and it keeps the old run
         for signum, handler in self._handlers.items():
             signal.signal(signum, handler)
         try:
@@ -190,7 +197,7 @@ class Run:
 
     def _remember(self, signum: int, frame) -> None:
         """A signal is a flag, read once a step; a second Ctrl-C ends the process at once."""
-        self._signum = signum
+        self._signum = signum  # ranks may notice in different steps: log_step has them agree on one
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def steps(self, batches: Iterator) -> Iterator[tuple[int, list]]:
@@ -204,7 +211,7 @@ class Run:
                 self._paused, self._clock = False, time.perf_counter()
             yield self.step, next(batches)
             if self.step == self.max_steps:
-                self._catch_up()
+                self._catch_up()  # the last steps may still hold a spike, and so be taken again
 
     def log_step(self, loss, grad_norm, lr: float, n_targets) -> None:
         """Note a step's figures: scalar tensors that are the same on every rank.
@@ -213,6 +220,8 @@ class Run:
         a signal, UserError after too many bad steps, a return to an earlier checkpoint after a spike.
         """
         stop = self.rt.sum(loss.new_full((), self._signum != 0 or self._writer.failed))  # any rank's
+        # One tensor, one copy to the host. Asking for a number now would let the GPU run dry: the host has to be ahead,
+        # launching the kernels of the next step while those of this one run.
         figures = torch.stack([loss, grad_norm, n_targets.to(loss), stop])
         self._launched.append((self.step, lr, self.rt.read_later(figures)))
         self._catch_up(self.rt.steps_ahead)
@@ -222,7 +231,7 @@ class Run:
         and the checkpoint under way, if any, is on the disk: what follows may fail, or take long."""
         if not interval or self._left_step or (self.step % interval and self.step != self.max_steps):
             return False
-        self._catch_up()
+        self._catch_up()  # weights that a spike has spoilt are neither saved nor evaluated
         if self._left_step:
             return False
         self._writer.wait()
@@ -239,6 +248,7 @@ class Run:
             written=self.written,
         )  # fmt: skip
         self._saved = self.step
+        # every rank made its state, since that of a sharded optimizer is gathered; one rank writes
         if self.rt.is_main:
             losses, write_files, write_card = self.log.val_losses(), self.files.copy(), self.log.card()
             export = lambda directory: [write(directory) for write in (write_files, write_card)]  # noqa: E731
@@ -293,6 +303,7 @@ class Run:
     def _read_step(self, step: int, lr: float, read) -> None:
         """Wait for a step, log it, and notice a stop, a spike or a bad step. Raises UserError after too many."""
         loss, grad_norm, n_targets, stop = read()
+        # from one figure that arrived to the next: what a step takes when host and device overlap
         now = time.perf_counter()
         dt, self._clock = now - self._clock, now
         good = math.isfinite(loss) and math.isfinite(grad_norm)
@@ -302,7 +313,7 @@ class Run:
         if step == self.first_step + 10 < self.max_steps:
             self.log.say_how_long(self.max_steps - step, self.facts.get("planned_tokens", 0) - self.tokens)
         self._stop = self._stop or stop > 0
-        if good and self._spikes.add(loss):
+        if good and self._spikes.add(loss):  # a loss that is not finite changed no weight, so it is no spike
             self._spike_at = (step, loss)
         self._bad_steps = 0 if good else self._bad_steps + 1
         if self._bad_steps >= self.config.max_bad_steps:
@@ -320,13 +331,13 @@ class Run:
         5.1). Where there is no checkpoint yet, the jump is accepted. Raises UserError if this does not help.
         """
         self._writer.wait()
-        self.rt.barrier()
+        self.rt.barrier()  # no rank looks for a checkpoint that another one is still writing
         before = self._spikes.suspect(step)
         found = self.rt.on_main(lambda: str(newest_sound(self.out_dir, before) or ""))
         if not found:
             self.rt.print(f"step {step}: the loss has jumped to {loss:.3f}, with no earlier checkpoint to go back to")
             return self._spikes.accept()
-        if self.rt.is_main:
+        if self.rt.is_main:  # newer ones hold spoilt weights: a resume must not find them
             remove_after(Path(found))
         self.rt.barrier()
         median, data_step = self._spikes.median(), self.data_step
@@ -334,7 +345,7 @@ class Run:
         self.files.load(Path(found))
         self._restore(Path(found))
         self.data_step, self._saved, self._left_step = data_step, self.step, True
-        self._launched.clear()
+        self._launched.clear()  # steps from after the jump
         self.log.cut(self.step)
         self.record("rollback", from_step=step, loss=loss, median=median)
 
@@ -361,11 +372,12 @@ class Run:
         for name, value in self.identity.items():
             if state["identity"].get(name) != value:
                 raise UserError(
-                    f"{checkpoint} was trained with another {name}; give the same one, or start a run of its own with "
-                    f"--init_from {checkpoint} and another --out_dir"
+                    f"{checkpoint} was trained with another {name}; give the same one, or start a run of its own in "
+                    "another --out_dir"
                 )
         changed = {}
         for name, now in self.written.items():
+            # written: by a person or a recipe; settled: what it came to, e.g. micro_batch_size 0 -> 16
             then, settled = state["written"].get(name), state["config"].get(name)
             if now == then or now == settled or name in ("resume", "overwrite", "out_dir"):
                 continue
@@ -403,7 +415,7 @@ class SpikeDetector:
         """Take note of a step's loss; True for a spike."""
         if 0 < self.threshold and self.MIN_LOSSES <= len(self.losses) and loss > self.median() + self.threshold:
             self.high += 1
-        else:
+        else:  # high losses stay out of the median, or it would follow them
             self.high = 0
             self.losses.append(loss)
         return self.high >= self.PATIENCE

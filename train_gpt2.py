@@ -25,18 +25,7 @@ import hellaswag
 from bpe.tokenizer import Tokenizer
 from card import provenance
 from checkpoint import ModelFiles, load_model, load_shape
-from cli import (
-    Count,
-    NonNegative,
-    Positive,
-    Probability,
-    Range,
-    Seed,
-    Tokens,
-    UserError,
-    parse_args,
-    script,
-)
+from cli import Count, NonNegative, Positive, Probability, Range, Seed, Tokens, UserError, parse_args, script
 from data import (
     Batches,
     BatchPlan,
@@ -77,9 +66,7 @@ class Config:
     # batch and schedule
     total_batch_size: Annotated[int, Range(1, 2**28)] = 524_288  # tokens per optimizer step, over ranks and micro-steps
     micro_batch_size: Annotated[int, Range(0, 2**20)] = 0  # sequences per forward pass and rank; 0 finds what fits
-    batch_ramp: Tokens = (
-        0  # tokens over which the batch grows linearly to its full size (Brown et al. 2020); 0 for none
-    )
+    batch_ramp: Tokens = 0  # tokens over which the batch grows to its full size (Brown et al. 2020); 0 for none
     batch_ramp_from: Annotated[int, Range(1, 2**28)] = 32_768  # tokens per optimizer step where that starts
     max_steps: Positive = 19_073  # optimizer steps: one epoch of 10B tokens
     target_loss: NonNegative = 0.0  # end at the first validation loss at or below this; 0 for never
@@ -97,9 +84,7 @@ class Config:
     eps: Annotated[float, Range(0, 1, above=True)] = 1e-8  # AdamW
     grad_clip: NonNegative = 1.0  # largest gradient norm; 0 for no clipping
     max_bad_steps: Positive = 20  # stop after this many steps in a row without a finite gradient
-    spike_threshold: NonNegative = (
-        1.0  # a loss this far above its running median goes back to a checkpoint; 0 for never
-    )
+    spike_threshold: NonNegative = 1.0  # a loss so far above its running median goes back to a checkpoint; 0 for never
     seed: Seed = 1337  # of weights, data order and samples
     shuffle: bool = True  # permute the windows of every epoch; off is file order
     # along the way, in steps; 0 is never
