@@ -3,12 +3,15 @@
 import json
 import math
 import random
+import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 import types
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -23,14 +26,7 @@ from checkpoint import CheckpointWriter, checkpoint_steps, damage, load_train_st
 from cli import UserError
 from model import GPT, GPTConfig
 from run import SpikeDetector
-from tests.helpers import (
-    SMALL,
-    assert_user_error,
-    command,
-    environment,
-    log_of,
-    losses,
-)
+from tests.helpers import SMALL, assert_user_error, command, environment, log_of, losses, succeed
 
 
 @pytest.fixture(params=[0, 1])
@@ -414,51 +410,83 @@ def test_a_missing_tracker_says_what_to_install(train, monkeypatch, name):
 
 
 @pytest.mark.slow
-def test_thirty_kills_lose_no_announced_checkpoint_and_no_bit(train, tmp_path):
-    """SIGKILL at random moments, every third in the middle of a save; what was announced as saved is there, sound, and
-    the losses and the weights at the end are those of a run that nobody disturbed."""
-    options = dict(max_steps=300, checkpoint_interval=3, keep_checkpoints=0, eval_interval=50)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    assert train(out="undisturbed", **options).returncode == 0
-    torch.set_num_threads(threads)
-    run, rng = tmp_path / "killed", random.Random(1)
-    changes = {**SMALL, "data": tmp_path / "text.txt", "out_dir": run, "sample_interval": 0, "resume": True, **options}
-    announced, kills, in_saves = set(), 0, 0
-    for attempt in range(60):
-        process = subprocess.Popen(
-            command("train_gpt2.py", "tiny", **changes), env=environment(), stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        lines: list[str] = []
-        reader = threading.Thread(target=lambda p=process, out=lines: out.extend(p.stdout))
-        reader.start()
-        if kills < 30:
-            start, until = len(list(run.glob("step_*"))), time.time() + rng.random() * 8
-            while process.poll() is None and len(list(run.glob("step_*"))) <= start:
-                time.sleep(0.001)  # one kill in five comes before the first new checkpoint, even during the start
-                if attempt % 5 == 0 and time.time() > until:
-                    break
-            until = time.time() + rng.random() * (0.3 if attempt % 5 else 0)
-            while process.poll() is None and time.time() < until:
-                if attempt % 3 == 1 and any(run.glob(".step_*.tmp/*")):
-                    break
-                time.sleep(0.0002)
-        else:
-            process.wait(300)
+def test_two_hundred_kills_in_one_chain_lose_nothing(tmp_path):
+    """SIGKILL while the tokenizer is trained, in saves, in pruning, in evaluations, while the log is rewritten, and at
+    random moments: at the end are the weights, the figures and the log of a run that nobody disturbed."""
+    succeed("train_gpt2.py", "tiny", out_dir=tmp_path / "undisturbed" / "run", timeout=1800, **CHAIN)
+    run, rng, kills, announced = tmp_path / "killed" / "run", random.Random(1), Counter(), set()
+    words = command("train_gpt2.py", "tiny", out_dir=run, resume=True, **CHAIN)
+    for number in range(1000):
+        kind = "training the tokenizer" if number < 20 else MOMENTS[number % len(MOMENTS)]
+        has_come = moment(run, kind, rng) if kills.total() < 200 else lambda: False
+        with open(tmp_path / "stdout", "w+") as out, open(tmp_path / "stderr", "w+") as errors:
+            process = subprocess.Popen(words, env=environment(), stdout=out, stderr=errors)
+            while process.poll() is None and not has_come():
+                time.sleep(0.0003)
         if process.poll() is None:
-            process.send_signal(signal.SIGKILL)
-            kills += 1
-        process.wait()
-        reader.join()
-        process.stderr.close()
-        in_saves += any(run.glob(".step_*.tmp"))
-        announced |= {line.split()[-1] for line in lines if line.startswith("saved ")}
-        for path in announced:
-            assert damage(Path(path)) is None, path
+            process.kill()
+            kills[kind] += 1
+        assert process.wait() in (0, -signal.SIGKILL), (tmp_path / "stderr").read_text()[-2000:]
+        announced |= set(re.findall(r"saved (\S+)", (tmp_path / "stdout").read_text()))
+        newest = max(announced, default=None)  # steps have six digits
+        assert newest is None or damage(Path(newest)) is None, newest
         if process.returncode == 0:
             break
-    assert kills == 30 and in_saves >= 3, (kills, in_saves)
-    assert losses(run) == losses(tmp_path / "undisturbed")
-    assert weights(run, 300) == weights(tmp_path / "undisturbed", 300)
-    print(f"{kills} kills, {in_saves} in the middle of a save, {len(announced)} announced checkpoints, all sound")
+    print(dict(kills), len(announced), "announced checkpoints")
+    assert kills.total() == 200 and all(kills[kind] >= 10 for kind in MOMENTS), kills
+    assert_same_run(run, tmp_path / "undisturbed" / "run")
+
+
+CHAIN = dict(max_steps=1200, checkpoint_interval=5, keep_checkpoints=2, eval_interval=10, eval_steps=2,
+             sample_interval=50, sample_tokens=8, micro_batch_size=16, device="cpu", compile="off")  # fmt: skip
+MOMENTS = ("in a save", "in pruning", "in an evaluation", "rewriting the log", "at random")
+
+
+def moment(run: Path, kind: str, rng: random.Random) -> Callable[[], bool]:
+    """A function that, asked again and again, says whether the moment to kill a run has come."""
+    begun, delay, first = time.time(), rng.random(), []
+    before = set(run.glob("step_*"))
+
+    def after(happened: bool, seconds: float) -> bool:
+        """`seconds` after something has happened for the first time"""
+        if happened and not first:
+            first.append(time.time())
+        return bool(first) and time.time() >= first[0] + seconds
+
+    def has_come() -> bool:
+        if kind == "training the tokenizer":
+            return after(any((run.parent / "cache").glob(".*.lock")), 0.7 * delay)
+        if kind == "rewriting the log":
+            return any(run.glob(".*.jsonl.*.tmp")) or any(run.glob(".samples.txt.*.tmp"))
+        if kind == "at random":
+            return time.time() > begun + 10 * delay
+        if set(run.glob("step_*")) <= before:  # first a checkpoint, or the chain would never come to its end
+            return False
+        if kind == "in a save":
+            return any(run.glob(".step_*.tmp/*"))
+        if kind == "in pruning":
+            return after(len(list(run.glob("step_*"))) > 3, 0.004 * delay)
+        return after(is_evaluated(run / "log.jsonl"), 0.03 * delay)
+
+    return has_come
+
+
+def is_evaluated(log: Path) -> bool:
+    """Whether the newest record is that of a step after which an evaluation is due."""
+    with suppress(OSError, ValueError, IndexError):
+        last = json.loads(log.read_bytes().splitlines()[-1])
+        return last["kind"] == "train" and last["step"] % CHAIN["eval_interval"] == 0
+    return False
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """The same weights, bit for bit, and logs with the same figures, complete, every line of them JSON."""
+    assert weights(one, 1200) == weights(other, 1200)
+    assert [r["step"] for r in log_of(one, "train")] == list(range(1, 1201))
+    figures_of = {"train": "step loss lr grad_norm tokens", "val": "step loss bpb", "sample": "step text"}
+    for kind, names in figures_of.items():
+        figures = [[[record[name] for name in names.split()] for record in log_of(run, kind)] for run in (one, other)]
+        assert figures[0] == figures[1] and figures[0], kind
+    for names in ("step_*", "samples.txt", ".step_*", ".log*", ".samples*"):
+        assert [p.name for p in sorted(one.glob(names))] == [p.name for p in sorted(other.glob(names))]
+    assert (one / "samples.txt").read_bytes() == (other / "samples.txt").read_bytes()
