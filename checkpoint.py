@@ -30,6 +30,7 @@ import card
 from bpe.tokenizer import Tokenizer
 from cli import UserError, explain, replace_file, sha256, write_atomically
 from model import GPT, GPTConfig, read_config
+from sharding import divided_as, whole
 
 SUMS = "SHA256SUMS"
 WEIGHTS = {"model.safetensors": "config.json", "adapter_model.safetensors": "adapter_config.json"}  # and their config
@@ -192,36 +193,46 @@ def val_loss_at(step: int, val_losses: dict[int, float]) -> float | None:
     return val_losses[max(earlier)] if earlier else None
 
 
-def snapshot(state):
-    """A copy in host memory of the tensors of nested dicts and lists, which later steps do not change."""
+def snapshot(state, keep: bool = True):
+    """A copy in host memory of the tensors of nested dicts and lists, which later steps do not change.
+
+    Where tensors are divided over ranks, all ranks call this: each is gathered, copied and let go before the next one,
+    so that no device ever holds more than one of them whole. Those with `keep` False get None for each.
+    """
     if isinstance(state, torch.Tensor):
-        return state.detach().to("cpu", copy=True)  # a copy on the CPU too, where .cpu() is the tensor itself
+        gathered = whole(state := state.detach())
+        return gathered.to("cpu", copy=gathered is state) if keep else None  # .cpu() of a CPU's tensor is no copy
     if isinstance(state, dict):
-        return {key: snapshot(value) for key, value in state.items()}
+        return {key: snapshot(value, keep) for key, value in state.items()}
     if isinstance(state, list | tuple):
-        return type(state)(snapshot(value) for value in state)
+        return type(state)(snapshot(value, keep) for value in state)
     return state
 
 
 class ModelFiles:
-    """The weights of a whole model and its tokenizer, as a run saves and restores them."""
+    """The weights of a whole model and its tokenizer, as a run saves and restores them.
 
-    def __init__(self, model: GPT, tokenizer: Tokenizer):
-        self.model, self.tokenizer = model, tokenizer
+    Where the model is divided over ranks, all of them call both methods, and the one with `keep` has the copies.
+    """
+
+    def __init__(self, model: GPT, tokenizer: Tokenizer, keep: bool = True):
+        self.model, self.tokenizer, self.keep = model, tokenizer, keep
 
     def copy(self) -> Callable[[Path], None]:
         """Copy the weights as they are now, to host memory; the result writes the copy into a directory."""
         with torch.device("meta"):  # parameters without memory, which the copies then replace
             copy = GPT(self.model.config)
         state = {name: tensor for name, tensor in self.model.state_dict().items() if name != "lm_head.weight"}
-        state = snapshot(state)  # (name: fp32 tensor), 0.5 GB for 124M
+        state = snapshot(state, self.keep)  # (name: fp32 tensor), 0.5 GB for 124M
         state["lm_head.weight"] = state["transformer.wte.weight"]  # tied, so copied once
-        copy.load_state_dict(state, assign=True)
+        if self.keep:
+            copy.load_state_dict(state, assign=True)
         return lambda directory: save_model(directory, copy, self.tokenizer)
 
     def load(self, directory: Path) -> None:
         """Put the weights of a checkpoint into the model, in place."""
-        self.model.load_state_dict(load_model(str(directory)).state_dict())
+        state, mine = load_model(str(directory)).state_dict(), self.model.state_dict()
+        self.model.load_state_dict({name: divided_as(mine[name], tensor) for name, tensor in state.items()})
 
 
 def save_model(directory: Path, model: GPT, tokenizer: Tokenizer) -> None:

@@ -22,11 +22,12 @@ wsd (warmup, stable, decay; Hu et al. 2024, section 4) can go on from any checkp
             0  W         S                      0  W             S
 """
 
-import inspect
 import math
 from collections import defaultdict
 
 import torch
+
+from sharding import all_parts, divided_as, from_owners, local, own_part, to_owners, with_rows
 
 
 def learning_rate(step: int, config) -> float:
@@ -50,8 +51,9 @@ def learning_rate(step: int, config) -> float:
 def make_optimizer(model, config, rt, qkv_apart: bool = False) -> "Optimizer":
     """The optimizer of a training run over the trainable parameters of `model`.
 
-    Reads optimizer (adamw or muon), max_lr, muon_lr, weight_decay, beta1, beta2, eps and shard of `config`, dtype,
-    device and world_size of `rt`. `qkv_apart` lets Muon treat the fused QKV projection as the three matrices it holds.
+    Reads optimizer (adamw or muon), max_lr, muon_lr, weight_decay, beta1, beta2 and eps of `config`. A model that is
+    divided over the ranks of `rt` has to be so already. `qkv_apart` lets Muon treat the fused QKV projection as the
+    three matrices it holds.
     """
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     # Muon is for matrices that multiply activations. `wte` and `wpe` are tables of which a step reads a few rows: there
@@ -63,9 +65,7 @@ def make_optimizer(model, config, rt, qkv_apart: bool = False) -> "Optimizer":
         fused = [n for n in hidden if qkv_apart and n.endswith("c_attn.weight")]
         groups = [dict(params=[params[n] for n in hidden if n not in fused])]
         groups += [dict(params=[params[n] for n in fused], parts=3)] if fused else []
-        optimizers.append(Muon(groups, lr=config.muon_lr, weight_decay=config.weight_decay, dtype=rt.dtype))
-    if config.shard == "optimizer" and rt.world_size > 1:
-        optimizers = [sharded(optimizer) for optimizer in optimizers]
+        optimizers.append(Muon(groups, config.muon_lr, config.weight_decay, dtype=rt.dtype, rt=rt))
     return Optimizer(optimizers, config.max_lr, rt)
 
 
@@ -96,16 +96,6 @@ def adamw(groups: list[dict], config, rt) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=config.max_lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=fused)
 
 
-def sharded(optimizer):
-    """An optimizer that keeps the state of this rank's fraction of the parameters only and then exchanges the new
-    parameters: stage 1 of ZeRO (Rajbhandari et al. 2020, section 5.1)."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # some builds of torch lack torch.distributed
-
-    known = inspect.signature(type(optimizer)).parameters
-    constants = {name: value for name, value in optimizer.defaults.items() if name in known}
-    return ZeroRedundancyOptimizer(optimizer.param_groups, type(optimizer), **constants)
-
-
 # ------------------------------------------------------------------------------------------- what the loop sees
 
 
@@ -117,7 +107,7 @@ class Optimizer:
     """
 
     def __init__(self, optimizers: list[torch.optim.Optimizer], max_lr: float, rt):
-        self.optimizers, self.max_lr, self.device = optimizers, max_lr, rt.device
+        self.optimizers, self.max_lr, self.rt = optimizers, max_lr, rt
         self.loss_scale = LossScale(rt.device) if rt.dtype == torch.float16 else None
         for group in self.param_groups():
             group.setdefault("initial_lr", group["lr"])
@@ -138,9 +128,15 @@ class Optimizer:
         """Shrink the gradients of all parameters together to the norm `max_norm` where they exceed it (Pascanu et al.
         2013); 0 only measures. Returns the norm before, a scalar on the device."""
         params = [p for group in self.param_groups() for p in group["params"]]
+        grads = [local(p.grad) for p in params if p.grad is not None]  # of this rank, whole or its rows
         if self.loss_scale:
-            torch._foreach_mul_([p.grad for p in params if p.grad is not None], 1 / self.loss_scale.scale)
-        return torch.nn.utils.clip_grad_norm_(params, max_norm or math.inf)
+            torch._foreach_mul_(grads, 1 / self.loss_scale.scale)
+        norm = torch.nn.utils.get_total_norm(grads)
+        if self.rt.n_shards > 1:  # squares add up over the rows of all ranks; each is there once on every node
+            norm = (self.rt.sum(norm**2) * self.rt.n_shards / self.rt.world_size).sqrt()
+        if max_norm:
+            torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
 
     def step(self, finite: torch.Tensor) -> None:
         """Update the parameters and clear the gradients; where `finite`, a bool scalar, is False, nothing changes.
@@ -149,9 +145,8 @@ class Optimizer:
         launch the next step's work meanwhile. It has to be equal on all ranks.
         """
         for optimizer in self.optimizers:
-            if self.device.type != "mps":
-                # the name under which torch's fused kernels know it; ZeRO keeps the optimizer that steps in `optim`
-                getattr(optimizer, "optim", optimizer).found_inf = (~finite).float()
+            if self.rt.device.type != "mps":
+                optimizer.found_inf = (~finite).float()  # the name under which torch's fused kernels know it
                 optimizer.step()
             elif finite:  # Apple's kernel has not been seen to look at found_inf
                 optimizer.step()
@@ -160,31 +155,26 @@ class Optimizer:
             self.loss_scale.update(finite)
 
     def state_dict(self) -> dict:
-        """What a checkpoint needs. Every rank takes part; where the state is sharded, only the first one gets it."""
+        """What a checkpoint needs. Moments of parameters that are divided over the ranks are divided as they are."""
         scale = self.loss_scale.state_dict() if self.loss_scale else {}
-        return {"optimizers": [whole_state(optimizer) for optimizer in self.optimizers], "scaler": scale}
+        return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers], "scaler": scale}
 
     def load_state_dict(self, state: dict) -> None:
-        """Put moments and loss scale back. Learning rates, betas, eps and weight decay stay those of now.
+        """Put moments, which every rank comes with as a whole, and the loss scale back. Learning rates, betas, eps and
+        weight decay stay those of now.
 
         Raises ValueError, with everything as it was, if `state` is not of these optimizers over these parameters.
         """
         optimizers, scale = check_state(state, self.optimizers)
         for optimizer, saved in zip(self.optimizers, optimizers, strict=True):
-            groups = torch.optim.Optimizer.state_dict(optimizer)["param_groups"]
-            optimizer.load_state_dict({"state": dict(saved["state"]), "param_groups": groups})
-            if hasattr(optimizer, "optim"):  # ZeRO leaves `step` on the CPU, where fused kernels do not look for it
-                for p, values in optimizer.optim.state.items():
-                    values.update({key: value.to(p.device) for key, value in values.items()})
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            state = {
+                i: {name: divided_as(params[i], value) for name, value in values.items()}
+                for i, values in saved["state"].items()
+            }
+            optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
         if self.loss_scale and scale:
             self.loss_scale.load_state_dict(scale)
-
-
-def whole_state(optimizer) -> dict:
-    if not hasattr(optimizer, "consolidate_state_dict"):
-        return optimizer.state_dict()
-    optimizer.consolidate_state_dict(to=0)
-    return optimizer.state_dict() if optimizer.rank == 0 else {}
 
 
 def check_state(state: dict, optimizers: list) -> tuple[list[dict], dict]:
@@ -209,7 +199,7 @@ def check_one(saved: dict, optimizer) -> None:
     if counts != expected:
         raise ValueError(f"its groups have {counts} tensors, those of this optimizer {expected} (another --optimizer?)")
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    names = {"momentum_buffer"} if is_muon(optimizer) else {"step", "exp_avg", "exp_avg_sq"}
+    names = {"momentum_buffer"} if isinstance(optimizer, Muon) else {"step", "exp_avg", "exp_avg_sq"}
     if saved["state"] and set(saved["state"]) != set(range(len(params))):
         raise ValueError(f"it has the state of {len(saved['state'])} tensors, not of {len(params)}")
     for i, values in saved["state"].items():
@@ -219,10 +209,6 @@ def check_one(saved: dict, optimizer) -> None:
             shape = () if name == "step" else tuple(params[i].shape)
             if tuple(value.shape) != shape or not value.is_floating_point():
                 raise ValueError(f"{name} of tensor {i} has the shape {tuple(value.shape)}, not {shape}")
-
-
-def is_muon(optimizer) -> bool:
-    return isinstance(getattr(optimizer, "optim", optimizer), Muon)
 
 
 class LossScale:
@@ -275,9 +261,13 @@ class Muon(torch.optim.Optimizer):
     is spread over ranks, into a difference in the fourth digit of the loss after 20 steps.
     """
 
-    def __init__(self, params, lr=0.02, weight_decay=0.1, momentum=0.95, parts=1, dtype=torch.bfloat16):
+    def __init__(self, params, lr=0.02, weight_decay=0.1, momentum=0.95, parts=1, dtype=torch.bfloat16, rt=None):
+        """`rt` is the Runtime of a run: it has the ranks, and says whether to compile."""
         defaults = dict(lr=lr, weight_decay=weight_decay, momentum=momentum, parts=parts, dtype=dtype)
         super().__init__(params, defaults)
+        self._shards, self._replicas = rt.groups if rt else (None, None)
+        self._nesterov = torch.compile(nesterov, dynamic=True) if rt and rt.compile else nesterov
+        self._momenta: dict[tuple, tuple] = {}  # by shape: (parameters, their momenta in one tensor)
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -290,23 +280,60 @@ class Muon(torch.optim.Optimizer):
                 self._step_together(params, group)
 
     def _step_together(self, params: list, group: dict) -> None:
-        """One step of N matrices of one shape."""
-        beta, good = group["momentum"], 1.0 - getattr(self, "found_inf", params[0].new_zeros(()))  # good: 1 or 0
-        updates = []
-        for p in params:
-            if "momentum_buffer" not in self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-            grad = torch.where(good > 0, p.grad, 0.0)
-            momentum = self.state[p]["momentum_buffer"].lerp_(grad, (1 - beta) * good)
-            updates.append(grad.lerp_(momentum, beta))  # Nesterov: where one more gradient like this one would take it
-        updates = torch.stack(updates)  # (N, rows, columns)
-        rows, columns = updates.size(1) // group["parts"], updates.size(2)
-        apart = orthogonalized(updates.view(-1, rows, columns), group["dtype"])  # (N parts, rows, columns)
-        updates = apart.to(updates.dtype).reshape(updates.shape)
+        """One step of N matrices of one shape. Where they are divided over ranks, this one has r of their rows."""
+        good = 1.0 - getattr(self, "found_inf", local(params[0]).new_zeros(()))  # 1 or 0
+        grads = torch.stack([local(p.grad) for p in params])  # (N, r, columns)
+        update = self._nesterov(grads, self._momentum(params), group["momentum"], good)
+        update = self._orthogonalized_by_owners(update, params[0].size(0), group)
+        rows, columns = params[0].size(0) / group["parts"], params[0].size(1)
         lr = group["lr"] * good
-        torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
-        for p, update in zip(params, updates, strict=True):
-            p.addcmul_(update, lr * math.sqrt(max(1, rows / columns)), value=-1)
+        update = update * (lr * math.sqrt(max(1, rows / columns)))
+        mine = [local(p) for p in params]
+        torch._foreach_mul_(mine, 1 - lr * group["weight_decay"])
+        torch._foreach_sub_(mine, list(update.unbind()))
+
+    def _momentum(self, params: list) -> torch.Tensor:
+        """The momenta of N parameters as one tensor (N, r, columns): a launch for all of them instead of N."""
+        shape = params[0].shape
+        known, momenta = self._momenta.get(shape, ([], None))
+        if [*map(id, known)] != [*map(id, params)]:
+            for p in params:
+                self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+            momenta = torch.stack([local(self.state[p]["momentum_buffer"]) for p in params])
+            for p, momentum in zip(params, momenta, strict=True):
+                self.state[p]["momentum_buffer"] = with_rows(p, momentum)  # views, for checkpoints
+            self._momenta[shape] = (params, momenta)
+        return momenta
+
+    def _orthogonalized_by_owners(self, update: torch.Tensor, rows: int, group: dict) -> torch.Tensor:
+        """`orthogonalized` of N matrices, each computed by one rank, its owner, and handed to all that need it.
+
+        `update` is (N, r, columns), as is the result: all `rows` of each matrix, or those that this rank has. They have
+        to meet for this, because singular values belong to all rows together.
+
+            W ranks with all rows    each takes N / W of the matrices, and an all-gather brings the others
+            W ranks with r rows      an all-to-all turns r rows of N matrices into all rows of N / W, another one back
+            several nodes            the second among the ranks of a node, and the first, in between, among nodes
+        """
+        matrices = to_owners(update, rows, self._shards)  # (N / shards, rows, columns)
+        mine = own_part(matrices, self._replicas)  # (N / shards / replicas, rows, columns)
+        apart = orthogonalized(mine.reshape(-1, rows // group["parts"], mine.size(2)), group["dtype"])
+        matrices = all_parts(apart.reshape(mine.shape), len(matrices), self._replicas)
+        return from_owners(matrices, update.shape, self._shards).to(update.dtype)
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        super().load_state_dict(state_dict)
+        self._momenta.clear()
+
+
+def nesterov(grads, momenta, beta: float, good):
+    """The next momenta, in place, and where one more gradient like this one would take them; `good` is 1 or 0.
+
+    In a bad step the momenta stand in for the gradients: between two equal numbers there is nothing but that number.
+    """
+    grads = torch.where(good > 0, grads, momenta)
+    momenta.lerp_(grads, 1 - beta)
+    return grads.lerp_(momenta, beta)
 
 
 def orthogonalized(matrices: torch.Tensor, dtype=torch.bfloat16, steps: int = 5) -> torch.Tensor:

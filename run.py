@@ -239,7 +239,8 @@ class Run:
         return True
 
     def save(self) -> None:
-        """Copy everything that the next step depends on; the copy is written while training goes on."""
+        """Copy everything that the next step depends on; the copy is written while training goes on. All ranks call
+        this, as a model that is divided over them is gathered for the first one."""
         if self.step == self._saved:
             return
         state = dict(
@@ -248,11 +249,13 @@ class Run:
             written=self.written,
         )  # fmt: skip
         self._saved = self.step
-        # every rank made its state, since that of a sharded optimizer is gathered; one rank writes
+        # what is divided over ranks is gathered by all of them together; one writes
+        if self.rt.is_main or self.rt.mesh:
+            write_files, state = self.files.copy(), snapshot(state, self.rt.is_main)
         if self.rt.is_main:
-            losses, write_files, write_card = self.log.val_losses(), self.files.copy(), self.log.card()
+            losses, write_card = self.log.val_losses(), self.log.card()
             export = lambda directory: [write(directory) for write in (write_files, write_card)]  # noqa: E731
-            self._writer.save(self.step, export, snapshot(state), losses, self._announce)
+            self._writer.save(self.step, export, state, losses, self._announce)
 
     def _announce(self, line: str) -> None:
         self._forget_old_run()

@@ -2,6 +2,7 @@
 
 - `Runtime.setup(...)` decides device, dtype, torch.compile and distributed, and says why
 - `rt.wrap(model)` is the model as a loop calls it: compiled and distributed where that is on
+- `rt.mesh` says which ranks divide a model among them, for sharding.py
 - `prefetch(batches, device)` brings the next batches to the device while it computes
 - `peak_flops(name)` knows the dense 16-bit peak of common GPUs, for MFU
 
@@ -24,6 +25,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
@@ -68,9 +70,11 @@ class Runtime:
     rank: int
     world_size: int
     why: str  # how device, dtype and compile were chosen, for the first line of a run
+    shard: str = "none"  # what ranks divide among them: none, optimizer, full (see sharding.py)
+    mesh: DeviceMesh | None = None  # of the ranks that do; None for "none" and for one rank
 
     @classmethod
-    def setup(cls, device: str = "auto", dtype: str = "auto", compile: str = "off") -> "Runtime":
+    def setup(cls, device: str = "auto", dtype: str = "auto", compile: str = "off", shard: str = "none") -> "Runtime":
         """Decide for this process, join the process group under torchrun, choose matmul precision.
 
         Raises UserError for a device, a dtype or a compiler that is not there.
@@ -89,11 +93,25 @@ class Runtime:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         threads = f" with {torch.get_num_threads()} threads" if device.type == "cpu" else ""
         why = f"{name}{threads}, {why_dtype}, {why_compile}" + (f", {world_size} ranks" if world_size > 1 else "")
-        return cls(device, dtype, compile_on, rank, world_size, why)
+        mesh = _make_mesh(device, world_size) if shard != "none" and world_size > 1 else None
+        return cls(device, dtype, compile_on, rank, world_size, why, shard if mesh else "none", mesh)
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def n_shards(self) -> int:
+        """Ranks that divide one copy of the model among them; 1 where each has all of it."""
+        return self.mesh.size(self.mesh.ndim - 1) if self.mesh else 1
+
+    @property
+    def groups(self) -> tuple:
+        """(process group of the ranks that divide a copy of the model with this one, of those that have the same of it
+        as this one), None where there is no other rank."""
+        if self.mesh is None:
+            return None, dist.group.WORLD if self.world_size > 1 else None
+        return self.mesh.get_group(self.mesh.ndim - 1), self.mesh.get_group(0) if self.mesh.ndim > 1 else None
 
     # ---- the forward pass
 
@@ -118,7 +136,12 @@ class Runtime:
 
         With gradient accumulation only the last micro-batch has to: the others add up on each rank by itself.
         """
-        if self.world_size > 1:
+        if self.shard == "optimizer":  # weights stay gathered from micro-batch to micro-batch, too
+            forward.set_requires_gradient_sync(now)
+            forward.set_reshard_after_backward(now)
+        elif self.shard == "full":  # whole gradients would not fit: they are divided each time, and added up divided
+            forward.set_requires_all_reduce(now)
+        elif self.world_size > 1:
             forward.require_backward_grad_sync = now
 
     # ---- what ranks say to each other
@@ -269,6 +292,15 @@ def _join_ranks(device: torch.device, rank: int, world_size: int) -> None:
         timeout=LOST_RANK,
         device_id=device if on_gpu else None,
     )
+
+
+def _make_mesh(device: torch.device, world_size: int) -> DeviceMesh:
+    """All ranks in a row; on several nodes (node, rank on the node): what is divided then travels within a node, and
+    between nodes, whose network is slower by an order of magnitude, gradients only."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if local < world_size and world_size % local == 0 and local > 1:
+        return init_device_mesh(device.type, (world_size // local, local), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
 
 
 def _keep_freed_memory() -> None:

@@ -42,6 +42,7 @@ from model import GPT, GPTConfig
 from optim import Optimizer, learning_rate, make_optimizer
 from run import Run
 from runtime import Runtime, prefetch
+from sharding import gathered, shard
 from shards import data_tokenizer, origin, prepare_text
 from trials import checkpoint_activations, choose_attention, choose_attention_kernel, find_micro_batch_size
 
@@ -102,7 +103,7 @@ class Config:
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of matrix products; weights stay fp32
     fp8: bool = False  # the blocks' products in 8 bits while training: Hopper, Ada and newer GPUs
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: on a GPU
-    shard: Literal["none", "optimizer"] = "none"  # optimizer: divide the optimizer's state over the ranks (ZeRO-1)
+    shard: Literal["none", "optimizer", "full"] = "none"  # what ranks divide: see sharding.py
     activation_checkpointing: bool = False  # recompute activations: memory for a third more time
     report_to: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # besides log.jsonl
 
@@ -132,26 +133,27 @@ FIXED = ("n_layer", "n_head", "n_embd", "sequence_length", "vocab_size", "total_
 
 def main() -> None:
     recipe, written = read_command_line(sys.argv[1:])
-    rt = Runtime.setup(written.device, written.dtype, written.compile)
+    rt = Runtime.setup(written.device, written.dtype, written.compile, written.shard)
     check(written, rt)
     run = Run.open(written, rt, FIXED)
     shape = model_shape(written, recipe, run.checkpoint, rt)
     data = open_data(written, shape, rt)
-    model = build_model(written, shape, run.checkpoint).to(rt.device)
+    model = build_model(written, shape, run.checkpoint)
     rt.print(f"{recipe}: {model.num_params():,} parameters on {rt.why}")
     prepare(model, written, rt)
-    forward = rt.wrap(model)
+    forward = model if rt.mesh else rt.wrap(model.to(rt.device))
     config = settle(written, shape, forward, rt)  # from here on no constant changes
+    if rt.mesh:
+        shard(model, model.transformer.h, rt)
     optimizer = make_optimizer(model, config, rt)
     identity = dict(tokenizer=data.tokenizer.fingerprint, data=fingerprint(data.train.stream))
     facts = dict(parameters=model.num_params(), flops_per_token=model.estimate_flops(config.sequence_length))
     facts |= dict(planned_tokens=batch_plan(config)(config.max_steps)[0] * config.sequence_length)
     facts |= provenance(*data.origin, config.init_from)
-    run.begin(config, ModelFiles(model, data.tokenizer), optimizer, identity, facts)
+    run.begin(config, ModelFiles(model, data.tokenizer, rt.is_main), optimizer, identity, facts)
     say_what_is_read(config, data, rt)
     train(config, run, model, forward, optimizer, data)
-    if rt.is_main:
-        finish(recipe, config, run, model, data.tokenizer)
+    finish(recipe, config, run, model, data.tokenizer)
 
 
 # ------------------------------------------------------------------------------------------------------ the loop
@@ -188,15 +190,18 @@ def train(config: Config, run: Run, model: GPT, forward: torch.nn.Module, optimi
             if run.due(config.checkpoint_interval):
                 run.save()
             if run.due(config.eval_interval):
-                val = validate(forward, validation_inputs(config, data, rt), data.token_bytes, rt)
+                with gathered(model, rt):
+                    val = validate(forward, validation_inputs(config, data, rt), data.token_bytes, rt)
                 run.record("val", **val)
                 if val["loss"] <= config.target_loss:
                     run.end_here()
             if data.hellaswag and run.due(config.hellaswag_interval):
-                scores = hellaswag.evaluate(model, data.hellaswag, rt)
+                with gathered(model, rt):
+                    scores = hellaswag.evaluate(model, data.hellaswag, rt)
                 run.record("hellaswag", **{name: scores[name] for name in ("acc", "acc_norm", "acc_norm_stderr", "n")})
-            if run.due(config.sample_interval) and rt.is_main:
-                run.record("sample", text=sample(model, data.tokenizer, config, rt, seed=step)[0])
+            if run.due(config.sample_interval):
+                for text in sample(model, data.tokenizer, config, rt, seed=step):
+                    run.record("sample", text=text)
 
 
 # ------------------------------------------------------------------------------------------------- what it reads
@@ -346,14 +351,18 @@ def settle(config: Config, shape: GPTConfig, forward: torch.nn.Module, rt: Runti
     rows, plan = config.total_batch_size // config.sequence_length // rt.world_size, batch_plan(config)
     fitting = [n for n in range(1, min(rows, 256) + 1) if rows % n == 0]
     unpadded = [n for n in fitting if plan.divides_every_size(n, rt.world_size)]  # during a batch ramp
-    trained = (config.sequence_length, config.vocab_size)
-    shards = rt.world_size if config.shard == "optimizer" else 1
-    return replace(config, micro_batch_size=find_micro_batch_size(forward, unpadded or fitting, trained, rt, shards))
+    trained, forward = (config.sequence_length, config.vocab_size), forward.to(rt.device)
+    size = find_micro_batch_size(forward, unpadded or fitting, trained, rt, rt.n_shards)
+    return replace(config, micro_batch_size=size)
 
 
 def sample(model: GPT, tokenizer: Tokenizer, config: Config, rt: Runtime, seed: int, num_samples: int = 1) -> list[str]:
+    """Texts on the first rank, none on the others, which only help to gather a model that is divided."""
     prompts = [config.sample_prompt] * num_samples
-    texts = complete(model, tokenizer, prompts, config.sample_tokens, rt, config.seed + seed, top_k=50)
+    with gathered(model, rt):
+        if not rt.is_main:
+            return []
+        texts = complete(model, tokenizer, prompts, config.sample_tokens, rt, config.seed + seed, top_k=50)
     return [config.sample_prompt + text for text in texts]
 
 
@@ -362,6 +371,8 @@ def finish(recipe: str, config: Config, run: Run, model: GPT, tokenizer: Tokeniz
     if run.step > run.first_step and config.sample_interval:
         for text in sample(model, tokenizer, config, run.rt, config.max_steps + 1, num_samples=3):
             run.record("sample", text=text)
+    if not run.rt.is_main:
+        return
     if val := [r for r in run.log.records if r["kind"] == "val"]:
         print(f"\nvalidation loss {val[-1]['loss']:.4f} nats per token, {val[-1]['bpb']:.4f} bits per byte")
     memory = run.rt.peak_memory() / 2**30

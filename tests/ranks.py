@@ -2,9 +2,9 @@
 
     torchrun --nproc_per_node=2 tests/ranks.py '[{"args": ["tiny", "--out_dir", "x"], "fault": "inf before exchange"}]'
 
-After each run it writes `ranks.json` into the run directory: a checksum of the weights of every rank. `fault` is
+After each run it writes `ranks.json` into the run directory: what `Observer` has seen on every rank. `fault` is
 something that goes wrong on the last rank, in step FAULT_STEP; `start` is a run of which a copy, up to step 10, is made
-before.
+before; `ranks_per_node` lets the ranks believe that they are on several nodes.
 """
 
 import hashlib
@@ -19,9 +19,11 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import optim
 import train_gpt2
 from checkpoint import remove_after
 from loss import LinearCrossEntropy
+from sharding import local, whole
 
 FAULT_STEP = 3
 
@@ -43,15 +45,15 @@ def inf_before_exchange(steps: list):
 
 def inf_after_exchange(steps: list):
     """Memory has gone wrong: this rank's own copy of a gradient is infinite, the others' are finite."""
-    real = torch.nn.utils.clip_grad_norm_
+    real = torch.nn.utils.get_total_norm
 
-    def clip_grad_norm_(params, *args):
+    def get_total_norm(grads, *args):
         if steps[-1:] == [FAULT_STEP]:
-            params[0].grad[0] = math.inf
-        return real(params, *args)
+            grads[0][0] = math.inf
+        return real(grads, *args)
 
-    torch.nn.utils.clip_grad_norm_ = clip_grad_norm_
-    return lambda: setattr(torch.nn.utils, "clip_grad_norm_", real)
+    torch.nn.utils.get_total_norm = get_total_norm
+    return lambda: setattr(torch.nn.utils, "get_total_norm", real)
 
 
 FAULTS = {"inf before exchange": inf_before_exchange, "inf after exchange": inf_after_exchange}
@@ -60,8 +62,42 @@ FAULTS = {"inf before exchange": inf_before_exchange, "inf after exchange": inf_
 def checksum(model) -> str:
     digest = hashlib.sha256()
     for tensor in model.state_dict().values():
-        digest.update(tensor.numpy().tobytes())
+        digest.update(whole(tensor).numpy().tobytes())
     return digest.hexdigest()
+
+
+def n_bytes(tensors) -> int:
+    return sum(local(tensor).nbytes for tensor in tensors)
+
+
+class Observer:
+    """What a rank holds when a step is complete but for the optimizer's, and which matrices it orthogonalizes."""
+
+    def __init__(self):
+        self.matrices, self.held = 0, {}
+        self._real = optim.orthogonalized
+
+        def orthogonalized(matrices, *args):
+            self.matrices += int((matrices.flatten(1).norm(dim=1) > 0).sum())  # those of zeros fill up
+            return self._real(matrices, *args)
+
+        optim.orthogonalized = orthogonalized
+
+    def watch(self, model, optimizer) -> None:
+        self.model, clip = model, optimizer.clip_grad_norm
+
+        def clip_grad_norm(max_norm):
+            params = list(model.parameters())
+            moments = [t for o in optimizer.optimizers for s in o.state.values() for t in s.values() if t.dim()]
+            kinds = dict(weights=params, gradients=[p.grad for p in params], moments=moments)
+            self.held = {kind: n_bytes(tensors) for kind, tensors in kinds.items()}
+            return clip(max_norm)
+
+        optimizer.clip_grad_norm = clip_grad_norm
+
+    def end(self) -> dict:
+        optim.orthogonalized = self._real
+        return dict(checksum=checksum(self.model), matrices=self.matrices, held=self.held)
 
 
 def copy_of_run(start: str, out_dir: Path) -> None:
@@ -69,17 +105,18 @@ def copy_of_run(start: str, out_dir: Path) -> None:
     remove_after(out_dir / "step_000010")
 
 
-def run(args: list[str], fault: str | None = None, start: str | None = None) -> None:
+def run(args: list[str], fault: str | None = None, start: str | None = None, ranks_per_node: int = 0) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    os.environ["LOCAL_WORLD_SIZE"] = str(ranks_per_node or world_size)
     out_dir = Path(args[args.index("--out_dir") + 1])
     if start and rank == 0:
         copy_of_run(start, out_dir)
-    steps, models = [], []
+    steps, observer = [], Observer()
     real_train, real_rate = train_gpt2.train, train_gpt2.learning_rate
 
-    def train(config, run, model, *others):
-        models.append(model)
-        return real_train(config, run, model, *others)
+    def train(config, run, model, forward, optimizer, data):
+        observer.watch(model, optimizer)
+        return real_train(config, run, model, forward, optimizer, data)
 
     def learning_rate(step, config):
         steps.append(step)
@@ -96,7 +133,7 @@ def run(args: list[str], fault: str | None = None, start: str | None = None) -> 
         undo()
         train_gpt2.train, train_gpt2.learning_rate = real_train, real_rate
     ranks = [None] * world_size
-    dist.all_gather_object(ranks, checksum(models[0]))
+    dist.all_gather_object(ranks, observer.end())
     if rank == 0:
         (out_dir / "ranks.json").write_text(json.dumps(ranks))
 

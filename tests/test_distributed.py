@@ -67,6 +67,11 @@ def alone(folder: Path, out: str, **changes) -> None:
         sys.argv = argv
 
 
+def ranks_of(run: Path) -> list[dict]:
+    """What was seen on each rank; see ranks.py."""
+    return json.loads((run / "ranks.json").read_text())
+
+
 def loss_of(run: Path) -> dict:
     """{(kind, step): loss} of training and validation, and {("bpb", step): bits per byte}."""
     losses = {(kind, r["step"]): r["loss"] for kind in ("train", "val") for r in log_of(run, kind)}
@@ -97,12 +102,15 @@ def same_weights(run: Path, reference: Path, rel=1e-5) -> None:
 RUNS = {
     "adamw": dict(optimizer="adamw"),
     "muon": dict(optimizer="muon"),
-    "adamw-sharded": dict(optimizer="adamw", shard="optimizer"),
-    "muon-sharded": dict(optimizer="muon", shard="optimizer", activation_checkpointing=True),
-    "ramp": dict(optimizer="adamw", batch_ramp=5000, batch_ramp_from=160),  # 5 rows and more: not divisible by ranks
+    "adamw-optimizer": dict(optimizer="adamw", shard="optimizer"),
+    "adamw-full": dict(optimizer="adamw", shard="full"),
+    "muon-full": dict(optimizer="muon", shard="full", activation_checkpointing=True),
+    # 5 rows and more: not divisible by ranks
+    "ramp": dict(optimizer="adamw", batch_ramp=5000, batch_ramp_from=160, shard="optimizer"),
 }
-SOURCES = ["1-adamw", "2-adamw", "2-adamw-sharded"]
-TARGETS = {"1-plain": dict(), "2-ddp": dict(), "2-sharded": dict(shard="optimizer")}
+ON_THREE = ["muon", "muon-full", "ramp"]
+SOURCES = ["1-adamw", "2-adamw", "2-adamw-full"]
+TARGETS = {"1-plain": dict(), "2-ddp": dict(), "2-full": dict(shard="full")}
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +120,8 @@ def folder(tmp_path_factory):
     text_file(folder / "text.txt")
     for name in ("adamw", "muon", "ramp"):
         alone(folder, f"1-{name}", **RUNS[name])
-    for name in ("adamw", "muon"):
-        (folder / f"1-{name}-sharded").symlink_to(folder / f"1-{name}")
+    for name in ("adamw-optimizer", "adamw-full", "muon-full"):
+        (folder / f"1-{name}").symlink_to(folder / f"1-{name.partition('-')[0]}")
     return folder
 
 
@@ -136,7 +144,7 @@ def two_ranks(folder):
 
 @pytest.fixture(scope="module")
 def three_ranks(folder):
-    on_ranks(3, [dict(args=args(folder, f"3-{name}", **RUNS[name])) for name in ("adamw", "muon-sharded", "ramp")])
+    on_ranks(3, [dict(args=args(folder, f"3-{name}", **RUNS[name])) for name in ON_THREE])
     return folder
 
 
@@ -147,19 +155,19 @@ def three_ranks(folder):
 def test_two_ranks_train_as_one_process_does(two_ranks, name):
     same_losses(two_ranks / f"2-{name}", two_ranks / f"1-{name}")
     same_weights(two_ranks / f"2-{name}", two_ranks / f"1-{name}")
-    assert len(set(json.loads((two_ranks / f"2-{name}" / "ranks.json").read_text()))) == 1
+    assert len({rank["checksum"] for rank in ranks_of(two_ranks / f"2-{name}")}) == 1
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon-sharded", "ramp"])
+@pytest.mark.parametrize("name", ON_THREE)
 def test_three_ranks_train_as_one_process_does(three_ranks, name):
     same_losses(three_ranks / f"3-{name}", three_ranks / f"1-{name}")
     same_weights(three_ranks / f"3-{name}", three_ranks / f"1-{name}")
-    assert len(set(json.loads((three_ranks / f"3-{name}" / "ranks.json").read_text()))) == 1
+    assert len({rank["checksum"] for rank in ranks_of(three_ranks / f"3-{name}")}) == 1
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_a_sharded_optimizer_is_whole_in_a_checkpoint(two_ranks, name):
-    runs = [two_ranks / run / "step_000020" for run in (f"1-{name}", f"2-{name}-sharded")]
+@pytest.mark.parametrize("name", ["adamw-optimizer", "adamw-full", "muon-full"])
+def test_what_is_divided_is_whole_in_a_checkpoint(two_ranks, name):
+    runs = [two_ranks / run / "step_000020" for run in (f"1-{name}", f"2-{name}")]
     assert {p.name for p in runs[0].iterdir()} == {p.name for p in runs[1].iterdir()}
     for ours, theirs in zip(*(load_train_state(path)["optimizer"]["optimizers"] for path in runs), strict=True):
         assert ours["param_groups"] == theirs["param_groups"] and ours["state"].keys() == theirs["state"].keys()
@@ -205,7 +213,7 @@ def test_an_infinite_gradient_on_one_rank_changes_no_weight_on_any(two_ranks, fa
     assert [r.get("skipped", False) for r in log_of(run, "train")] == [False, False, True, False, False]
     assert [r["skipped_steps"] for r in log_of(run, "train")] == [0, 0, 1, 1, 1]
     assert log_of(run, "train")[2]["grad_norm"] is None
-    assert len(set(json.loads((run / "ranks.json").read_text()))) == 1
+    assert len({rank["checksum"] for rank in ranks_of(run)}) == 1
 
 
 # ---- the order of the data

@@ -247,15 +247,15 @@ def test_half_precision_trains_as_single_precision_does(train, tmp_path, dtype):
 
 
 def test_the_scale_of_fp16_halves_after_a_bad_step_and_is_resumed(train, tmp_path, monkeypatch):
-    real, calls = torch.nn.utils.clip_grad_norm_, []
+    real, calls = torch.nn.utils.get_total_norm, []
 
-    def poisoned(params, *args):
-        calls.append([p.grad.abs().max().item() for p in params])
+    def poisoned(grads, *args):
+        calls.append([grad.abs().max().item() for grad in grads])
         if len(calls) == 3:
-            params[0].grad[0] = math.inf
-        return real(params, *args)
+            grads[0][0] = math.inf
+        return real(grads, *args)
 
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", poisoned)
+    monkeypatch.setattr(torch.nn.utils, "get_total_norm", poisoned)
     train(dtype="float16", max_steps=4, checkpoint_interval=2)
     scales = [load_train_state(path)["optimizer"]["scaler"]["scale"] for _, path in checkpoint_steps(tmp_path / "run")]
     assert scales[1] == scales[0] / 2
@@ -350,18 +350,18 @@ def test_activation_checkpointing_changes_memory_and_no_number(train, tmp_path):
 
 
 def test_a_bad_step_is_counted_and_the_log_stays_json(train, tmp_path, monkeypatch):
-    real, calls = torch.nn.utils.clip_grad_norm_, []
+    real, calls = torch.nn.utils.get_total_norm, []
 
-    def poisoned(params, *args):
+    def poisoned(grads, *args):
         calls.append(0)
         if len(calls) in (2, 4):
-            params[0].grad[0] = math.nan
-        return real(params, *args)
+            grads[0][0] = math.nan
+        return real(grads, *args)
 
     def refuse(constant):
         raise AssertionError(f"{constant} is not JSON")
 
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", poisoned)
+    monkeypatch.setattr(torch.nn.utils, "get_total_norm", poisoned)
     train(max_steps=5)
     lines = (tmp_path / "run" / "log.jsonl").read_text().splitlines()
     records = [json.loads(line, parse_constant=refuse) for line in lines]

@@ -23,7 +23,6 @@ class Settings:
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
-    shard: str = "none"
     max_steps: int = 110
     warmup_steps: int = 10
     min_lr: float = 1e-4
@@ -35,7 +34,9 @@ class Settings:
 class Machine:
     dtype: torch.dtype = torch.float32
     device: torch.device = torch.device("cpu")
-    world_size: int = 1
+    compile: bool = False
+    n_shards: int = 1
+    groups: tuple = (None, None)
 
 
 def small() -> GPT:

@@ -291,16 +291,16 @@ def test_figures_that_are_read_a_step_later_change_nothing(train, tmp_path, monk
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_step_with_a_non_finite_gradient_changes_no_weight(train, tmp_path, monkeypatch, optimizer, ahead):
     monkeypatch.setattr(runtime.Runtime, "steps_ahead", ahead)
-    real = torch.nn.utils.clip_grad_norm_
+    real = torch.nn.utils.get_total_norm
     calls = []
 
-    def poisoned(params, *args):
+    def poisoned(grads, *args):
         calls.append(0)
         if len(calls) == 3:
-            params[0].grad[0] = math.inf
-        return real(params, *args)
+            grads[0][0] = math.inf
+        return real(grads, *args)
 
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", poisoned)
+    monkeypatch.setattr(torch.nn.utils, "get_total_norm", poisoned)
     train(max_steps=3, checkpoint_interval=1, optimizer=optimizer)
     paths = dict(checkpoint_steps(tmp_path / "run"))
     read = {step: (path / "model.safetensors").read_bytes() for step, path in paths.items()}
@@ -324,16 +324,16 @@ def assert_equal(a, b, but: tuple = ()) -> None:
 
 
 def test_too_many_bad_steps_stop_the_run_and_name_the_last_checkpoint(train, monkeypatch):
-    real = torch.nn.utils.clip_grad_norm_
+    real = torch.nn.utils.get_total_norm
     calls = []
 
-    def poisoned(params, *args):
+    def poisoned(grads, *args):
         calls.append(0)
         if len(calls) > 6:
-            params[0].grad[0] = math.nan
-        return real(params, *args)
+            grads[0][0] = math.nan
+        return real(grads, *args)
 
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", poisoned)
+    monkeypatch.setattr(torch.nn.utils, "get_total_norm", poisoned)
     assert_user_error(train(max_bad_steps=4), "4 steps", "step_000005", "--resume")
 
 
