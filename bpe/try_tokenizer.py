@@ -4,8 +4,8 @@
     python bpe/try_tokenizer.py --tokenizer out/bpe4k --chinese "我喜欢吃苹果。"
     python bpe/try_tokenizer.py --compare out/bpe4k                  # instead of GPT-2's
 
-Prints the tokens in colour, counts, bytes per token and why they differ; writes the same as a picture, tokens.png,
-beside the tokenizer. Knows nothing of training.
+Prints the tokens in colour, counts, bytes per token and why they differ; writes the same as pictures, tokens.png and
+tokens.svg, beside the tokenizer. Knows nothing of training.
 """
 
 import os
@@ -15,6 +15,7 @@ import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+from xml.sax.saxutils import escape
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -144,6 +145,34 @@ def draw(results: list[Result], path: Path) -> str | None:
     return font
 
 
+def draw_svg(results: list[Result], path: Path) -> None:
+    """The same picture as SVG. Letters are drawn by whoever looks at it, so that no font has to be installed here."""
+    column, row = 9, 24  # pixels
+    parts, top = [], 0
+    for result in results:
+        places, n_rows = lay_out(result.pieces)
+        parts.append(f'<text x="0" y="{top + 20}" font-weight="bold" font-family="sans-serif">{xml(result)}</text>')
+        for i, (piece, (left, line)) in enumerate(zip(result.pieces, places, strict=False)):
+            x, y, w = left * column, top + 30 + line * row, width(piece) * column
+            # a white edge, because neighbouring colours are alike in grey
+            parts.append(
+                f'<rect x="{x}" y="{y}" width="{w}" height="{row - 2}" fill="{COLORS[i % len(COLORS)]}" stroke="#fff"/>'
+            )
+            # textLength: East Asian fonts are not exactly two columns wide
+            fit = f'textLength="{w}" lengthAdjust="spacingAndGlyphs"'
+            parts.append(f'<text x="{x}" y="{y + 16}" {fit}>{xml(piece)}</text>')
+        top += 30 + n_rows * row + 12
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-10 -4 {COLUMNS * column + 20} {top}"'
+    style = 'width="900" font-family="monospace" font-size="15" style="background:#fff" xml:space="preserve">'
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join([f"{head} {style}", *parts, "</svg>"]) + "\n", encoding="utf-8")
+
+
+def xml(text: object) -> str:
+    """Text between tags, without the characters that XML cannot hold."""
+    return escape(re.sub("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "·", str(text)))
+
+
 def code_point(c: str) -> str:
     return c if ord(c) < 0x250 else f"{ord(c):04x}"
 
@@ -216,8 +245,10 @@ def main() -> None:
         print(why(name, tok, english, chinese))
     print(REASON)
     font = draw(results, path)
+    svg = path.with_suffix(".svg")
+    draw_svg(results, svg)
     instead = "no font with Chinese characters here, so it shows code points; Noto Sans CJK is one: fonts-noto-cjk"
-    print(f"\nwrote {path}" + ("" if font else f" ({instead})"))
+    print(f"\nwrote {svg} and {path}" + ("" if font else f" ({instead})"))
 
 
 if __name__ == "__main__":

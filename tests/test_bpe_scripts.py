@@ -5,6 +5,7 @@ import io
 import json
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pyarrow
 import pyarrow.parquet
@@ -215,6 +216,13 @@ def test_two_tokenizers_side_by_side(run_try, saved):
             assert line in result.stdout
     with Image.open(saved / "zh" / "tokens.png") as picture:
         assert picture.width > 1000 and len(picture.convert("RGB").getcolors(1 << 20)) > len(try_tokenizer.COLORS)
+
+
+def test_the_same_tokens_stand_in_an_svg_whose_fonts_are_the_viewers(saved, tmp_path):
+    result = try_tokenizer.split_up("a & b", Tokenizer.load(saved / "zh"), "a <b> & 石榴树\x00")
+    try_tokenizer.draw_svg([result], tmp_path / "tokens.svg")
+    texts = [e.text for e in ElementTree.parse(tmp_path / "tokens.svg").iter("{http://www.w3.org/2000/svg}text")]
+    assert texts == [str(result), *(piece.replace("\x00", "·") for piece in result.pieces)]
 
 
 def test_tokens_are_shown_as_text_with_dots_for_parts_of_characters():
