@@ -117,8 +117,9 @@ class Run:
 
         `config` are the constants that run, settled; `files` copies and restores the weights, which the caller has
         already loaded; `identity` says what the order of the data depends on besides constants; `facts` go to the log
-        (`parameters`, `flops_per_token` for MFU, perhaps `planned_tokens` in all). Raises UserError for a constant of
-        `fixed` or an identity that is not the checkpoint's, before anything is changed.
+        (`parameters`, `flops_per_token` for MFU, perhaps `planned_tokens` in all, and `uniform_loss`, ln V, to compare
+        the first loss with). Raises UserError for a constant of `fixed` or an identity that is not the checkpoint's,
+        before anything is changed.
         """
         self.config, self.files, self.optimizer, self.identity, self.facts = config, files, optimizer, identity, facts
         self.max_steps = config.max_steps
@@ -313,6 +314,9 @@ class Run:
         self.tokens += int(n_targets)
         figures = dict(loss=loss, lr=lr, grad_norm=grad_norm, tokens=self.tokens)
         self.log.train_step(step, figures, dt, int(n_targets), self.facts["flops_per_token"])
+        if step == 1 and "uniform_loss" in self.facts:
+            uniform = self.facts["uniform_loss"]
+            self.rt.print(f"first loss {loss:.3f}; ln V, with all tokens equally likely, is {uniform:.3f}")
         if step == self.first_step + 10 < self.max_steps:
             self.log.say_how_long(self.max_steps - step, self.facts.get("planned_tokens", 0) - self.tokens)
         self._stop = self._stop or stop > 0

@@ -11,6 +11,7 @@ transformers opens as they are. Where each decision lives: data.py the order of 
 schedule and the optimizers, run.py the run directory, runtime.py the machine.
 """
 
+import math
 import shlex
 import sys
 from collections.abc import Iterator
@@ -149,9 +150,11 @@ def main() -> None:
     identity = dict(tokenizer=data.tokenizer.fingerprint, data=fingerprint(data.train.stream))
     facts = dict(parameters=model.num_params(), flops_per_token=model.estimate_flops(config.sequence_length))
     facts |= dict(planned_tokens=batch_plan(config)(config.max_steps)[0] * config.sequence_length)
+    facts |= dict(uniform_loss=math.log(config.vocab_size))  # ln V: what random weights should begin with
     facts |= provenance(*data.origin, config.init_from)
     run.begin(config, ModelFiles(model, data.tokenizer, rt.is_main), optimizer, identity, facts)
     say_what_is_read(config, data, rt)
+    say_what_is_decayed(optimizer, rt)
     train(config, run, model, forward, optimizer, data)
     finish(recipe, config, run, model, data.tokenizer)
 
@@ -264,6 +267,14 @@ def say_what_is_read(config: Config, data: Data, rt: Runtime) -> None:
         f"{config.total_batch_size // config.sequence_length} sequences a step, {config.micro_batch_size} at a time on "
         f"each of {rt.world_size} ranks"
     )
+
+
+def say_what_is_decayed(optimizer: Optimizer, rt: Runtime) -> None:
+    found = {True: [], False: []}
+    for group in optimizer.param_groups():
+        found[group["weight_decay"] > 0] += [p.numel() for p in group["params"]]
+    decayed, not_decayed = (f"{len(sizes)} tensors with {sum(sizes):,} parameters" for sizes in found.values())
+    rt.print(f"weight decay: {decayed}; none: {not_decayed}")
 
 
 # ------------------------------------------------------------------------------------------------- before and after
