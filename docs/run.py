@@ -1,0 +1,206 @@
+"""Run the Python of a Markdown page, and compare what it prints with what the page says it prints.
+
+    python docs/run.py                         # docs/walk.md, one to two minutes on two cores
+    python docs/run.py docs/walk.md 5          # one station of it
+    python docs/run.py docs/walk.md --slow     # also what trains for minutes
+    python docs/run.py docs/walk.md 5 --write  # put what is printed now into the page
+
+A station is what stands under a heading `## 5 ...`, and its Python blocks share their names with each other and with
+the blocks before the first station, not with other stations. A block is followed by what it prints:
+
+    ```python              ```python slow      runs with --slow, or where its station was asked for
+    print(1 / 3)           ```python gpt2      is left out where GPT-2's vocabulary is not to be had
+    ```
+    ```text                ```text varies      is shown and not compared: seconds, and what depends on the machine
+    0.3333                 ```text within 0.1  is compared with this tolerance instead of 0.02
+    ```
+
+Whole numbers have to be equal; those with a decimal point agree within 2%, or one unit of the last digit; those such as
+3.1e-08, which are rounding errors, within a factor of ten. Figures go to assets/. Exit code 1 if anything differs.
+This file knows nothing of what a page is about.
+"""
+
+import contextlib
+import io
+import math
+import os
+import re
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # before docs/, where `run` would be this file
+
+from tyro.conf import Positional
+
+from cli import UserError, parse_args, replace_file, script
+
+ROOT = Path(__file__).resolve().parent.parent
+TOLERANCE = 0.02  # of a number with a decimal point: what fp32 in another order of summation changes in a short run
+FENCE = re.compile(
+    r"^```python(?P<marks>[^\n]*)\n(?P<code>.*?)^```\n"
+    r"(?:\n*^```text(?P<how>[^\n]*)\n(?P<printed>.*?)^```$)?",
+    re.M | re.S,
+)
+NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
+
+
+@dataclass(frozen=True)
+class Config:
+    page: Positional[str] = "docs/walk.md"  # a Markdown file
+    station: Positional[str] = ""  # the number of a station; empty for all
+    slow: bool = False  # run what takes minutes, too
+    write: bool = False  # write what is printed into the page, instead of comparing
+
+
+@dataclass(frozen=True)
+class Block:
+    """Python, and what it prints."""
+
+    code: str
+    line: int  # of the page, where the code begins
+    marks: tuple[str, ...]  # words after ```python
+    how: tuple[str, ...]  # words after ```text
+    printed: str | None  # None where the page shows nothing
+    span: tuple[int, int]  # where `printed` stands in the page
+
+
+@dataclass(frozen=True)
+class Station:
+    number: str  # "" for what stands before the first one
+    title: str
+    blocks: list[Block]
+
+
+def main() -> None:
+    config = parse_args(Config, description=__doc__)
+    path = Path(config.page).resolve()
+    if not path.is_file():
+        raise UserError(f"there is no page {config.page}; give a Markdown file, such as docs/walk.md")
+    stations = read_page(path)
+    opening, wanted = stations[0], [s for s in stations[1:] if config.station in ("", s.number)]
+    if not wanted:
+        raise UserError(f"{config.page} has no station {config.station}; it has {len(stations) - 1}")
+    os.chdir(ROOT)
+    allowed = {"slow"} if config.slow or config.station else set()
+    if any("gpt2" in block.marks for station in wanted for block in station.blocks) and has_gpt2():
+        allowed |= {"gpt2"}
+    names = run_station(opening, {}, path, allowed, config)[0]
+    found = [run_station(station, dict(names), path, allowed, config)[1] for station in wanted]
+    if sum(found):
+        sys.exit(f"{sum(found)} blocks differ from {config.page}")
+
+
+def run_station(station: Station, names: dict, path: Path, allowed: set, config: Config) -> tuple[dict, int]:
+    """Run the blocks, show what they print and what differs. Returns their names and how many differ."""
+    n_different, began = 0, time.perf_counter()
+    if station.number:
+        print(f"\n--- {station.number} {station.title}", flush=True)
+    for block in station.blocks:
+        if missing := set(block.marks) - allowed:
+            print(f"(line {block.line} is left out: {', '.join(sorted(missing))})")
+            continue
+        printed, problem = run_block(block, names, path)
+        print(printed, end="", flush=True)
+        if config.write and not problem.startswith("Traceback"):
+            write_output(path, block, printed)
+        elif problem:
+            n_different += 1
+            print(f"LINE {block.line} DIFFERS: {problem}", flush=True)
+    if station.number:
+        print(f"({time.perf_counter() - began:.1f} s)", flush=True)
+    return names, n_different
+
+
+# --------------------------------------------------------------------------------------------------------- the page
+
+
+def read_page(path: Path) -> list[Station]:
+    """What stands before the first station, and the stations."""
+    text = path.read_text(encoding="utf-8")
+    heads = list(re.finditer(r"^## (\d+) (.+)$", text, re.M))
+    starts = [0, *(head.start() for head in heads), len(text)]
+    stations = []
+    for i, start in enumerate(starts[:-1]):
+        blocks = [make_block(found, text) for found in FENCE.finditer(text, start, starts[i + 1])]
+        number, title = heads[i - 1].groups() if i else ("", "")
+        stations.append(Station(number, title, blocks))
+    return stations
+
+
+def make_block(found: re.Match, text: str) -> Block:
+    line = text.count("\n", 0, found.start("code")) + 1
+    words = [tuple((found[name] or "").split()) for name in ("marks", "how")]
+    return Block(found["code"], line, *words, found["printed"], found.span("printed"))
+
+
+def write_output(path: Path, block: Block, printed: str) -> None:
+    """Replace what the page shows for a block. Its place is looked up anew, since an earlier one may have moved it."""
+    text = path.read_text(encoding="utf-8")
+    for found in FENCE.finditer(text):
+        if found["code"] == block.code and found["printed"] not in (None, printed):
+            start, end = found.span("printed")
+            replace_file(path, text[:start] + printed + text[end:])
+            return
+
+
+def has_gpt2() -> bool:
+    """Is GPT-2's vocabulary here, or to be downloaded?"""
+    from bpe.tokenizer import Tokenizer
+
+    try:
+        return bool(Tokenizer.load("gpt2"))
+    except (ValueError, OSError):
+        return False
+
+
+# -------------------------------------------------------------------------------------------------------- a block
+
+
+def run_block(block: Block, names: dict, path: Path) -> tuple[str, str]:
+    """(what it printed, what is wrong with that, "" if nothing). Its names are left in `names`."""
+    # as many empty lines before it as the page has, so that a traceback shows the line of the page
+    code, out = "\n" * (block.line - 1) + block.code, io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out):
+            exec(compile(code, str(path), "exec"), names)
+    except Exception:
+        return out.getvalue(), traceback.format_exc()
+    printed = "".join(line.rstrip() + "\n" for line in out.getvalue().splitlines())
+    if "varies" in block.how:
+        return printed, ""
+    tolerance = float(block.how[block.how.index("within") + 1]) if "within" in block.how else None
+    return printed, difference(block.printed or "", printed, tolerance)
+
+
+def difference(expected: str, printed: str, tolerance: float | None = None) -> str:
+    """The first line in which two outputs differ, "" where none does; runs of spaces count as one."""
+    wanted, found = expected.split("\n"), printed.split("\n")
+    for want, line in zip(wanted, found, strict=False):
+        if not same_line(want, line, tolerance):
+            return f"the page says\n    {want}\nand printed was\n    {line}"
+    return "" if len(wanted) == len(found) else f"{len(found) - 1} lines were printed, the page has {len(wanted) - 1}"
+
+
+def same_line(expected: str, printed: str, tolerance: float | None) -> bool:
+    words = [" ".join(NUMBER.sub(" # ", line).split()) for line in (expected, printed)]
+    numbers = [NUMBER.findall(line) for line in (expected, printed)]
+    return words[0] == words[1] and all(same_number(a, b, tolerance) for a, b in zip(*numbers, strict=True))
+
+
+def same_number(expected: str, printed: str, tolerance: float | None) -> bool:
+    a, b = (float(number.replace(",", "")) for number in (expected, printed))
+    if a == b:
+        return True
+    if "e-" in expected and tolerance is None:
+        return a * b > 0 and abs(math.log10(a / b)) <= 1
+    if "." not in expected and "e" not in expected and tolerance is None:
+        return False
+    decimals = len(expected.partition(".")[2]) if "e" not in expected else 300
+    return abs(a - b) <= (tolerance or TOLERANCE) * abs(a) + 1.001 * 10.0**-decimals * ("." in expected)
+
+
+if __name__ == "__main__":
+    script(main)

@@ -1,0 +1,115 @@
+"""docs/walk.md does what it says: its blocks print what stands there, and its figures are those that it shows.
+
+`python docs/run.py` runs the same, and says more where something differs.
+"""
+
+import ast
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from PIL import Image
+
+from docs import figures, run
+from tests.helpers import ROOT, run_inline
+
+PAGE = ROOT / "docs/walk.md"
+OPENING, *STATIONS = run.read_page(PAGE)
+CONFIG = SimpleNamespace(write=False)
+SLOW = [station for station in STATIONS if any("slow" in block.marks for block in station.blocks)]
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("pictures")
+
+
+@pytest.fixture(scope="module")
+def opening(pictures):
+    """What stands before the first station, run once; figures go to a folder of their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        patch.setattr(figures, "ASSETS", pictures)
+        yield run.run_station(OPENING, {}, PAGE, set(), CONFIG)[0]
+
+
+def differences(station, opening, capsys, allowed=frozenset()) -> str:
+    """What was printed, where a block differs from the page; "" where none does."""
+    n = run.run_station(station, dict(opening), PAGE, set(allowed), CONFIG)[1]
+    return capsys.readouterr().out if n else ""
+
+
+@pytest.mark.parametrize("station", STATIONS, ids=lambda station: station.number)
+def test_a_station_prints_what_the_page_shows(station, opening, pictures, capsys):
+    assert differences(station, opening, capsys) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("station", SLOW, ids=lambda station: station.number)
+def test_a_slow_station_prints_what_the_page_shows(station, opening, pictures, capsys):
+    assert differences(station, opening, capsys, {"slow"}) == ""
+
+
+def shown() -> list[str]:
+    return re.findall(r"!\[.+?\]\(\.\./assets/(walk_[\w.]+)\)", PAGE.read_text(encoding="utf-8"))
+
+
+def test_every_picture_is_made_by_its_station():
+    for station in STATIONS:
+        start = PAGE.read_text(encoding="utf-8").index(f"## {station.number} ")
+        text = PAGE.read_text(encoding="utf-8")[start:].split("\n## ")[0]
+        for name in re.findall(r"assets/walk_(\w+)\.", text):
+            assert any(f'"{name}' in block.code for block in station.blocks), name
+
+
+@pytest.mark.parametrize("name", shown())
+def test_a_picture_is_small_and_fits_a_page(name):
+    path = ROOT / "assets" / name
+    assert path.stat().st_size < 120_000
+    if path.suffix == ".png":
+        assert Image.open(path).width == 900
+
+
+@pytest.mark.parametrize(
+    "expected, printed, same",
+    [
+        ("loss 6.93", "loss   6.94", True),
+        ("loss 6.93", "loss 7.2", False),
+        ("loss 6.93", "Loss 6.93", False),
+        ("124,439,808 of them", "124,439,808 of them", True),
+        ("124,439,808 of them", "124,439,809 of them", False),
+        ("3e-08", "9e-08", True),
+        ("3e-08", "9e-07", False),
+        ("0.00", "0.01", True),
+        ("0.00", "0.03", False),
+        ("a\nb\n", "a\n", False),
+    ],
+)
+def test_numbers_agree_within_what_processors_differ_by(expected, printed, same):
+    assert (run.difference(expected, printed) == "") == same
+
+
+def test_a_page_that_says_something_else_ends_with_exit_code_1_and_the_line(tmp_path, capsys, monkeypatch):
+    page = tmp_path / "page.md"
+    page.write_text("# Page\n\n## 1 One\n\n```python\nprint(1 + 1)\n```\n```text\n3\n```\n")
+    monkeypatch.chdir(tmp_path)
+    result = run_inline(run.main, [page], capsys, monkeypatch)
+    assert result.returncode not in (0, 2) and "LINE 6 DIFFERS" in result.stdout
+    assert run_inline(run.main, [page, "--write"], capsys, monkeypatch).returncode == 0
+    assert run_inline(run.main, [page, "1"], capsys, monkeypatch).returncode == 0 and "\n2\n```" in page.read_text()
+    assert run_inline(run.main, [page, "7"], capsys, monkeypatch).returncode == 2
+
+
+def test_the_table_at_the_end_names_what_is_there():
+    rows = PAGE.read_text(encoding="utf-8").split("\n## Where it stands\n")[1]
+    numbers = re.findall(r"^\| (\d+) ", rows, re.M)
+    assert numbers == [station.number for station in STATIONS]
+    for file, names in re.findall(r"`([\w/]+\.py)`: ((?:`[\w.]+`(?:, )?)+)", rows):
+        tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+        defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        defined |= {
+            t.id for node in tree.body if isinstance(node, ast.Assign) for t in node.targets if hasattr(t, "id")
+        }
+        for name in re.findall(r"`([\w.]+)`", names):
+            assert set(name.split(".")) <= defined, (file, name)
