@@ -19,6 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from cli import UserError
 from runtime import Runtime
 
+LARGEST_ERROR = 0.02  # of attention in 16 bits, whose kernels round weights and gradients: bf16 has 2^-9 = 0.2%
+
 # --------------------------------------------------------------------------------------------------- which attention
 
 
@@ -33,46 +35,98 @@ def choose_attention(attention: str, rt: Runtime, sequence_length: int) -> str:
     return "naive" if rt.device.type == "cpu" and rt.dtype.itemsize == 2 and sequence_length <= 1024 else "flash"
 
 
-def attention_kernels(device_type: str) -> dict[str, tuple]:
-    """{name: (backend, function that turns it on or off)} of the fused kernels to choose from."""
+def attention_kernels(device_type: str, dropout: float) -> list[str]:
+    """The fused kernels to choose from: PyTorch's own, cuDNN's, and packages that PyTorch can put in place of its own
+    (FA3, FA4), where it can; those have no dropout."""
     if device_type != "cuda":
-        return {}
-    return {
-        "flash": (SDPBackend.FLASH_ATTENTION, torch.backends.cuda.enable_flash_sdp),
-        "cudnn": (SDPBackend.CUDNN_ATTENTION, torch.backends.cuda.enable_cudnn_sdp),
-    }
+        return []
+    packages = getattr(torch.nn.attention, "list_flash_attention_impls", list)()
+    return ["flash", "cudnn", *([] if dropout else packages)]
 
 
-def choose_attention_kernel(rt: Runtime, shape: tuple[int, int, int, int], rounds: int = 5) -> str:
-    """Leave scaled_dot_product_attention its fastest fused kernel for `shape` (B, H, T, D), forward and backward, by
-    measurement: it differs between GPUs and versions. Returns the kernel's name, "" where there is no choice.
+def use_kernel(name: str) -> None:
+    """Leave this one of the fused kernels to scaled_dot_product_attention, none of them for "". What they cannot do
+    (masks, fp32) is left to PyTorch's memory-efficient kernel in any case.
 
-    Candidates take turns, so that a clock that still rises favours none; the first round warms up and is compared with
-    the formula. Times are summed over the ranks, so that all choose alike.
+    Raises ImportError, RuntimeError or ValueError for a package that is not installed or does not fit this GPU.
     """
-    B, H, T, D = shape
-    kernels = attention_kernels(rt.device.type)
+    in_place = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()  # of PyTorch's own kernel
+    if in_place and in_place != name:
+        torch.nn.attention.restore_flash_attention_impl()
+    if name not in ("flash", "cudnn", "", in_place):
+        torch.nn.attention.activate_flash_attention_impl(name)
+    torch.backends.cuda.enable_cudnn_sdp(name == "cudnn")
+    torch.backends.cuda.enable_flash_sdp(name not in ("cudnn", ""))
+
+
+def choose_attention_kernel(rt: Runtime, shape: tuple[int, int, int, int], dropout: float = 0.0) -> str:
+    """Leave scaled_dot_product_attention its fastest fused kernel for `shape` (B, H, T, D), forward and backward, by
+    measurement: it differs between GPUs and versions. Returns the kernel's name, "" where there is none.
+
+    The fastest is compared with the formula before it is used. All ranks choose alike.
+    """
+    kernels = attention_kernels(rt.device.type, dropout)
     if not kernels:
         return ""
-    q, k, v = (torch.randn(B, T, H, D, device=rt.device, dtype=rt.dtype).transpose(1, 2) for _ in range(3))
-    q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
-    seconds = {name: [] for name in kernels}
-    for _ in range(rounds + 1):
-        for name, (backend, _) in kernels.items():
-            with contextlib.suppress(RuntimeError), sdpa_kernel(backend):  # not every GPU has every kernel
+    qkv, grad = attention_inputs(rt, shape)
+    # one number a kernel: the fastest of all ranks together is then the same on each
+    seconds = rt.sum(torch.tensor(time_kernels(kernels, qkv, grad, shape, rt), device=rt.device)).tolist()
+    for total, name in sorted(zip(seconds, kernels, strict=True)):
+        if total == float("inf"):
+            break
+        use_kernel(name)
+        error = attention_error(qkv, grad, shape)
+        if rt.sum(torch.tensor(int(error < LARGEST_ERROR), device=rt.device)) == rt.world_size:
+            return name
+        rt.print(f"warning: the attention kernel {name} differs from the formula by {error:.1%} and is not used")
+    use_kernel("")
+    return ""
+
+
+def time_kernels(kernels: list[str], qkv, grad, shape: tuple[int, int, int, int], rt: Runtime) -> list[float]:
+    """Median seconds of each kernel, inf for one that is not there.
+
+    They take turns, so that a clock that still rises favours none, and the first round does not count.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in kernels}
+    for _ in range(1 + 10):
+        for name in kernels:
+            with contextlib.suppress(RuntimeError, ImportError, ValueError):  # not every GPU has every kernel
+                use_kernel(name)
                 rt.synchronize()
                 began = time.perf_counter()
-                scaled_dot_product_attention(q, k, v, is_causal=True).backward(v)
+                attend(qkv, grad, shape)
                 rt.synchronize()
                 seconds[name].append(time.perf_counter() - began)
-    medians = [statistics.median(times[1:]) if len(times) > 1 else float("inf") for times in seconds.values()]
-    medians = rt.sum(torch.tensor(medians, device=rt.device)).tolist()
-    if min(medians) == float("inf"):
-        return ""
-    fastest = list(kernels)[medians.index(min(medians))]
-    for name, (_, enable) in kernels.items():
-        enable(name == fastest)
-    return fastest
+    return [statistics.median(times[1:]) if len(times) > 1 else float("inf") for times in seconds.values()]
+
+
+def attention_inputs(rt: Runtime, shape: tuple[int, int, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random queries, keys and values (B, T, 3 H D), as one product leaves them, and a gradient (B, T, H D)."""
+    B, H, T, D = shape
+    qkv, grad = (torch.randn(B, T, n * H * D, device=rt.device, dtype=rt.dtype) for n in (3, 1))
+    return qkv.requires_grad_(), grad
+
+
+def attend(qkv, grad, shape: tuple[int, int, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention (B, T, H D), and the gradient (B, T, 3 H D) that `grad` gives `qkv`."""
+    _, H, T, D = shape
+    q, k, v = (x.unflatten(2, (H, D)).transpose(1, 2) for x in qkv.split(H * D, dim=2))  # (B, H, T, D)
+    y = scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)  # (B, T, H D)
+    return y, torch.autograd.grad(y, qkv, grad)[0]
+
+
+def attention_error(qkv, grad, shape: tuple[int, int, int, int]) -> float:
+    """The norm of what output or gradient of the kernel in use differs by from PyTorch's formula in fp32, relative to
+    the norm of those: the larger one, nan if something is not finite. It looks at the last sequence of the batch, where
+    an index that overflows shows first.
+    """
+    found = [x[-1:].float() for x in attend(qkv, grad, shape)]
+    last = qkv[-1:].detach().float().requires_grad_()
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = attend(last, grad[-1:].float(), shape)
+    errors = [(x - y).norm() / y.norm() for x, y in zip(found, expected, strict=True)]
+    return torch.stack(errors).max().item()
 
 
 # ------------------------------------------------------------------------------------------------------------ memory
@@ -88,12 +142,17 @@ def find_micro_batch_size(forward, sizes: list[int], shape: tuple[int, int], rt:
     """The largest of `sizes` (sequences per forward pass of a rank) whose training step fits into memory.
 
     `shape` is (T, V), tokens a sequence and the vocabulary's size; `shards` is the number of ranks that divide the
-    optimizer's state. All ranks agree on the smallest. On a CPU, where memory is not the limit, it is the size that
-    keeps about 4096 tokens at once in the caches. Raises UserError if not even one sequence fits.
+    optimizer's state. On a CPU, where memory is not the limit, it is the size that keeps about 4096 tokens at once in
+    the caches. Raises UserError if not even one sequence fits.
     """
     sizes = sorted(sizes, reverse=True)
     if rt.device.type == "cpu":
         return next((n for n in sizes if n * shape[0] <= 4096), sizes[-1])
+    return largest_that_fits(forward, sizes, shape, rt, shards)
+
+
+def largest_that_fits(forward, sizes: list[int], shape: tuple[int, int], rt: Runtime, shards: int) -> int:
+    """The first of `sizes`, which descend, for which every rank has the memory. Raises UserError on all ranks alike."""
     peaks = {}  # bytes, by size
 
     def fits(size: int, forward) -> bool:
@@ -116,13 +175,14 @@ def find_micro_batch_size(forward, sizes: list[int], shape: tuple[int, int], rt:
 def has_memory_for(size: int, shape: tuple[int, int], forward, rt: Runtime, shards: int = 1) -> bool:
     """Try one forward and backward pass of `size` sequences, with the optimizer's state, which is not there yet.
 
-    Called as the loop calls it, targets apart from idx and n_targets a tensor, so that compiled code is used again.
+    Called as the loop calls it, so that compiled code is used again: targets are a slice, n_targets is a tensor.
     """
     rng = torch.get_rng_state()
     forward.require_backward_grad_sync = False  # of DDP: a rank that is out of memory would keep the others waiting
     T, V = shape
     try:
-        idx, targets = torch.randint(V, (2, size, T), device=rt.device)
+        windows = torch.randint(V, (size, T + 1), device=rt.device)
+        idx, targets = windows[:, :-1].clip(0), windows[:, 1:]
         trained = [p for p in forward.parameters() if p.requires_grad]
         moments = [torch.empty(2 * p.numel() // shards, device=rt.device) for p in trained]
         spare = torch.empty(_five_percent(rt), dtype=torch.uint8, device=rt.device)  # fragmentation, NCCL's buffers
