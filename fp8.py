@@ -1,4 +1,4 @@
-"""FP8: the products of the blocks' linear layers in 8 bits while training, for GPUs that multiply 8 bits twice as fast.
+"""FP8: matrix products in 8 bits while training, for GPUs that multiply 8 bits twice as fast as 16.
 
     use_float8(model)         # once, before training; parameters, files and generation stay as they are
 
@@ -14,36 +14,49 @@ There are two other ways: the largest value of the last steps (NVIDIA's Transfor
 overflow; a scale for each row (an option of torchao) is more precise, but the backward pass, which sums over the other
 dimension, then needs the tensor a second time with a scale for each column.
 
-**Three products** make a linear layer: y = x W^T forward, then dx = dy W and dW = dy^T x. All three are in FP8 here.
-The output projection stays as it is, because the loss depends on it directly; LayerNorm, GELU, attention and the
-embeddings have no product with a weight matrix.
+**Three products** make a linear layer: y = x W^T forward, then dx = dy W and dW = dy^T x. All three are in FP8 here, in
+the output projection and in wide blocks. LayerNorm, GELU, attention and the embeddings have no product with a weight
+matrix.
 
 **Why column-major.** A product sums over one dimension, K, and in 8 bits the tensor cores want both operands to lie in
 memory along K (in 16 bits they can transpose while they load). So in a (N, K) @ b (K, M) the rows of a and the columns
 of b have to be contiguous. In x W^T they are: x and W both have K last. The other two products need transposed copies,
 of W for dx, of dy and x for dW, made from what is rounded already, at a byte a number.
 
-The cost of maxima, rounding and copies is proportional to N (K + M), the saving to N K M, so that FP8 pays for wide
-models only. Expected, and not yet measured on a GPU: no gain at 768 channels, some from 1,600 on.
+**Where it pays.** The cost of maxima, rounding and copies is proportional to N (K + M), the saving to N K M: blocks
+have to be wide. The output projection is 31% of all products of GPT-2 124M, and its largest tensor needs no maximum:
+the gradient of the loss by the logits is softmax - one_hot, between -1 and 1, so that its scale is known (`by_dlogits`;
+loss.py calls it). All this is expected, and not yet measured on a GPU; `bench.py gpu` measures each by itself.
 
-This file knows nothing of GPT-2 but that its blocks are in `model.transformer.h`.
+This file knows nothing of GPT-2 but that its blocks are in `model.transformer.h`, and how wide they are.
 """
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from cli import UserError
 
-def use_float8(model: nn.Module) -> None:
-    """Let the matrices of all blocks multiply in FP8 while they train, under autocast to bf16.
+WIDE = 1600  # channels from which blocks are expected to gain
+DLOGITS_SCALE = 2.0**-15  # brings 1 to 32,768, inside of E5M2, and keeps probabilities down to 2^-31
 
-    Raises ValueError where a size is not a multiple of 16, as the tensor cores want.
+
+def use_float8(model: nn.Module, head: bool = True, blocks: bool | None = None) -> list[str]:
+    """Let the output projection and the matrices of the blocks, by default of WIDE ones, multiply in FP8 while they
+    train, under autocast to bf16. Returns which of the two do.
+
+    Raises UserError where a size is not a multiple of 16, as the tensor cores want.
     """
-    for module in model.transformer.h.modules():
+    vocab_size, n_embd = model.lm_head.weight.shape
+    for name, size in dict(n_embd=n_embd, vocab_size=vocab_size if head else 16).items():
+        if size % 16:
+            raise UserError(f"FP8 needs sizes that are multiples of 16, and {name} is {size}; leave out --fp8")
+    model.float8_head = head
+    blocks = n_embd >= WIDE if blocks is None else blocks
+    for module in model.transformer.h.modules() if blocks else ():
         if isinstance(module, nn.Linear):
-            if module.in_features % 16 or module.out_features % 16:
-                raise ValueError(f"FP8 needs sizes that are multiples of 16, not {tuple(module.weight.shape)}")
             module.__class__ = Float8Linear  # the same parameters under the same names, another forward pass
+    return ["head"] * head + ["blocks"] * blocks
 
 
 class Float8Linear(nn.Linear):
@@ -73,6 +86,20 @@ class Float8Product(torch.autograd.Function):
         grad_x = multiply(grad, weight, grad_scale, weight_scale)  # sums over M: (N, K)
         grad_weight = multiply(grad.T, x, grad_scale, x_scale)  # sums over N: (M, K)
         return grad_x, grad_weight.float()
+
+
+def by_weights(x, weight_t):
+    """x (N, K) @ weight_t (K, M), as the output projection needs it forward."""
+    x, x_scale = to_float8(x, torch.float8_e4m3fn)
+    weight_t, weight_scale = to_float8(weight_t, torch.float8_e4m3fn)
+    return multiply(x, weight_t, x_scale, weight_scale, fast=True)
+
+
+def by_dlogits(dlogits, other):
+    """dlogits (N, K) @ other (K, M), as it needs them backward; no number of dlogits may exceed 1."""
+    scale = torch.full((), DLOGITS_SCALE, device=dlogits.device)
+    other, other_scale = to_float8(other, torch.float8_e4m3fn)
+    return multiply((dlogits / DLOGITS_SCALE).to(torch.float8_e5m2), other, scale, other_scale)
 
 
 def to_float8(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,7 +9,8 @@ forward pass takes a chunk of positions, makes their logits, their loss and the 
 the next chunk overwrite them. Nothing is left for the backward pass but to multiply by the gradient of the loss. No
 product is computed twice, so that this costs no time, unlike activation checkpointing.
 
-This file knows nothing of GPT-2, ranks or precision policies; it obeys the autocast that it is called under.
+This file knows nothing of GPT-2, ranks or precision policies: it obeys the autocast that it is called under, and takes
+the products of fp8.py where it is told to.
 
 Shapes in comments: N positions, C channels, V tokens of the vocabulary.
 """
@@ -17,20 +18,23 @@ Shapes in comments: N positions, C channels, V tokens of the vocabulary.
 import torch
 from torch.nn import functional as F
 
+from fp8 import by_dlogits, by_weights
+
 LOSS_CHUNK = {"cpu": 2**19, "cuda": 2**27}  # logits alive at once: what caches hold, what keeps a GPU busy
 
 
-def linear_cross_entropy(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def linear_cross_entropy(x, weight, targets, fp8: bool = False) -> torch.Tensor:
     """Summed cross-entropy, an fp32 scalar in nats, of x (N, C) @ weight (V, C).T against targets (N,) int64.
 
-    Negative targets are not scored. Products are in autocast's dtype, the gradient of `weight` is in its own.
+    Negative targets are not scored. Products are in autocast's dtype, or with `fp8` in FP8, which needs autocast to
+    bf16, and N, C and V that are multiples of 16. The gradient of `weight` is in its own dtype.
     """
     device = x.device.type
     if torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
     chunk = chunk_size(len(x), len(weight), device)
     with torch.autocast(device, enabled=False):
-        return LinearCrossEntropy.apply(x, weight, targets, chunk, torch.is_grad_enabled())
+        return LinearCrossEntropy.apply(x, weight, targets, chunk, torch.is_grad_enabled(), fp8)
 
 
 def chunk_size(n_positions: int, vocab_size: int, device: str) -> int:
@@ -47,20 +51,22 @@ def chunk_size(n_positions: int, vocab_size: int, device: str) -> int:
 
 class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, targets, chunk: int, need_grad: bool):
+    def forward(ctx, x, weight, targets, chunk: int, need_grad: bool, fp8: bool = False):
+        to_logits, to_gradient = (by_weights, by_dlogits) if fp8 else (torch.mm, torch.mm)
         w = weight.to(x.dtype)  # here and not outside, so that the gradient's sum over chunks is not rounded to bf16
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
         grad_x, grad_w = [], None
         for xc, tc in zip(x.split(chunk), targets.split(chunk), strict=True):
             valid, safe = (tc >= 0)[:, None], tc.clamp(min=0)[:, None]  # (chunk, 1)
-            log_probs = F.log_softmax(xc @ w.T, dim=-1, dtype=torch.promote_types(x.dtype, loss.dtype))  # (chunk, V)
+            logits = to_logits(xc, w.T)  # (chunk, V)
+            log_probs = F.log_softmax(logits, dim=-1, dtype=torch.promote_types(x.dtype, loss.dtype))
             loss = loss - torch.where(valid, log_probs.gather(1, safe), 0.0).sum()
             if not need_grad:
                 continue
             dlogits = softmax_minus_one_hot(log_probs, safe).to(x.dtype)  # (chunk, V)
-            grad_x.append((dlogits @ w) * valid)  # (chunk, C)
+            grad_x.append(to_gradient(dlogits, w) * valid)  # (chunk, C)
             if ctx.needs_input_grad[1]:
-                gw = dlogits.T @ (xc * valid)  # (V, C)
+                gw = to_gradient(dlogits.T, xc * valid)  # (V, C)
                 grad_w = gw.to(weight.dtype) if grad_w is None else grad_w.add_(gw)
         if need_grad:
             ctx.save_for_backward(torch.cat(grad_x), grad_w)
@@ -71,7 +77,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         # not scaled before: fp16 would lose what 1 / N and the loss scale have not met yet
         grad_x, grad_w = ctx.saved_tensors
         grad_x = (grad_x * grad_loss).to(grad_x.dtype)
-        return grad_x, None if grad_w is None else grad_w * grad_loss, None, None, None
+        return grad_x, None if grad_w is None else grad_w * grad_loss, None, None, None, None
 
 
 def softmax_minus_one_hot(log_probs, targets):

@@ -128,6 +128,7 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
+        self.float8_head = False  # see use_float8 in fp8.py
         self._compiled, self._kept_cache = False, None  # see compile_generation
         self.transformer = nn.ModuleDict(
             dict(
@@ -182,7 +183,7 @@ class GPT(nn.Module):
 
     def sum_loss(self, x, targets):
         """Summed cross-entropy of hidden states x (N, C) against targets (N,)."""
-        return linear_cross_entropy(x, self.lm_head.weight, targets)
+        return linear_cross_entropy(x, self.lm_head.weight, targets, fp8=self.float8_head and self.training)
 
     def num_params(self) -> int:
         return sum(p.numel() for p in self.parameters())

@@ -102,7 +102,7 @@ class Config:
     # machine
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: cuda, else mps, else cpu
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of matrix products; weights stay fp32
-    fp8: bool = False  # the blocks' products in 8 bits while training: Hopper, Ada and newer GPUs
+    fp8: bool = False  # products in 8 bits while training, of the head and of wide blocks: Hopper, Ada and newer GPUs
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: on a GPU
     shard: Literal["none", "optimizer", "full"] = "none"  # what ranks divide: see sharding.py
     activation_checkpointing: bool = False  # recompute activations: memory for a third more time
@@ -301,8 +301,11 @@ def check(config: Config, rt: Runtime) -> None:
     if config.fp8:
         if rt.dtype != torch.bfloat16 or (rt.device.type == "cuda" and torch.cuda.get_device_capability() < (8, 9)):
             raise UserError(f"--fp8 needs bfloat16 and a GPU of compute capability 8.9 or more; this is {rt.why}")
-        if config.n_embd % 16:
-            raise UserError(f"--fp8 needs an --n_embd that is a multiple of 16, not {config.n_embd}")
+        if config.compile == "off" or (rt.device.type == "cuda" and not rt.compile):
+            raise UserError(f"--fp8 needs torch.compile, or rounding costs more than it gains; this is {rt.why}")
+        for name in ("n_embd", "sequence_length"):
+            if getattr(config, name) % 16:
+                raise UserError(f"--fp8 needs a --{name} that is a multiple of 16, not {getattr(config, name)}")
     unit = config.sequence_length * max(config.micro_batch_size, 1) * rt.world_size
     if config.total_batch_size % unit:
         nearest = max(config.total_batch_size // unit, 1) * unit
@@ -340,13 +343,13 @@ def build_model(config: Config, shape: GPTConfig, checkpoint: Path | None) -> GP
 def prepare(model: GPT, config: Config, rt: Runtime) -> None:
     """What constants of the machine change in a model, but not in what it computes."""
     if config.fp8:
-        use_float8(model)
+        rt.print(f"FP8: the products of {' and '.join(use_float8(model))}")
     if config.activation_checkpointing:
         checkpoint_activations(model.transformer.h)
     if model.config.attention == "flash":
         c = model.config
         shape = (config.micro_batch_size or 16, c.n_head, config.sequence_length, c.n_embd // c.n_head)
-        if kernel := choose_attention_kernel(rt, shape):
+        if kernel := choose_attention_kernel(rt, shape, model.config.dropout):
             rt.print(f"attention: {kernel} is the fastest kernel here")
 
 

@@ -14,8 +14,10 @@ import pytest
 import torch
 
 import evaluate
+import fp8
 import runtime
 import train_gpt2
+import trials
 from checkpoint import SUMS, checkpoint_steps, damage, load_train_state, newest_sound
 from cli import UserError
 from model import GPT, GPTConfig
@@ -391,7 +393,9 @@ def test_a_run_is_never_overwritten_silently(train, tmp_path):
         (dict(min_lr=1.0), ["min_lr", "max_lr"]),
         (dict(dtype="int8"), ["int8"]),
         (dict(fp8=True), ["--fp8", "bfloat16", "float32"]),
-        (dict(fp8=True, dtype="bfloat16", n_embd=40), ["--fp8", "multiple of 16", "40"]),
+        (dict(fp8=True, dtype="bfloat16"), ["--fp8", "torch.compile"]),
+        (dict(fp8=True, dtype="bfloat16", compile="auto", n_embd=40), ["--fp8", "multiple of 16", "40"]),
+        (dict(fp8=True, dtype="bfloat16", compile="auto", vocab_size=390), ["--fp8", "multiples of 16", "390"]),
     ],
 )
 def test_bad_arguments_give_one_line(train, tmp_path, changes, words):
@@ -476,6 +480,30 @@ def test_compiled_training_evaluates_and_samples_without_recompiling(train, tmp_
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
 
 
+def test_the_trial_of_a_micro_batch_leaves_the_code_that_training_runs(train, tmp_path, monkeypatch):
+    """On a GPU compiling takes a minute, for the trial or again for the loop."""
+    from torch._dynamo.testing import CompileCounter
+
+    counter, compiled, real = CompileCounter(), torch.compile, trials.has_memory_for
+    counts = []
+
+    def has_memory_for(size, shape, forward, *others):
+        if not hasattr(forward, "_orig_mod"):
+            return size <= 4
+        found = real(size, shape, forward, *others)
+        counts.append((size, counter.frame_count))
+        return found
+
+    monkeypatch.setattr(torch, "compile", lambda module, **options: compiled(module, backend=counter, **options))
+    monkeypatch.setattr(trials, "has_memory_for", has_memory_for)
+    monkeypatch.setattr(train_gpt2, "find_micro_batch_size", lambda forward, _, *others: trials.largest_that_fits(
+        forward, [8, 4, 2], *others))  # fmt: skip
+    torch._dynamo.reset()
+    assert train(compile="on", n_layer=1, micro_batch_size=0, max_steps=3, eval_interval=0).returncode == 0
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["micro_batch_size"] == 8
+    assert counts == [(8, 1)] and counter.frame_count == 1
+
+
 def test_config_is_replaced_not_changed():
     before = asdict(RECIPES["tiny"])
     train_gpt2.read_command_line(["tiny", "--max_steps", "3"])
@@ -490,7 +518,7 @@ FASTER = {
     "compiled": dict(compile="on"),
     "spelled-out attention": dict(attention="naive"),
     "activations computed again": dict(activation_checkpointing=True),
-    "8-bit products": dict(fp8=True, dtype="bfloat16"),
+    "8-bit products": dict(fp8=True, dtype="bfloat16", compile="auto"),
 }
 
 
@@ -533,6 +561,7 @@ def test_faster_paths_have_the_loss_curve_of_the_plain_one(train, tmp_path, monk
         return micros[-1]
 
     monkeypatch.setattr(train_gpt2, "to_inputs", to_inputs)
+    monkeypatch.setattr(fp8, "WIDE", 32)  # in the blocks, too
     assert train(**options).returncode == 0
     batches = [tuple(map(torch.cat, zip(*pair, strict=True))) for pair in zip(micros[::2], micros[1::2], strict=True)]
     ours = [r["loss"] for r in log_of(tmp_path / "run", "train")]
