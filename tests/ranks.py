@@ -4,7 +4,8 @@
 
 After each run it writes `ranks.json` into the run directory: what `Observer` has seen on every rank. `fault` is
 something that goes wrong on the last rank, in step FAULT_STEP; `start` is a run of which a copy, up to step 10, is made
-before; `ranks_per_node` lets the ranks believe that they are on several nodes.
+before; `ranks_per_node` lets the ranks believe that they are on several nodes. A job with a `kind` is no run, but a
+search for the micro-batch: see `probe`.
 """
 
 import hashlib
@@ -23,7 +24,10 @@ import optim
 import train_gpt2
 from checkpoint import remove_after
 from loss import LinearCrossEntropy
+from model import GPT, GPTConfig
+from runtime import Runtime
 from sharding import local, whole
+from trials import largest_that_fits
 
 FAULT_STEP = 3
 
@@ -54,6 +58,41 @@ def inf_after_exchange(steps: list):
 
     torch.nn.utils.get_total_norm = get_total_norm
     return lambda: setattr(torch.nn.utils, "get_total_norm", real)
+
+
+OUT_OF_MEMORY = {
+    "allocator": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    "cuBLAS": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    "Triton": RuntimeError("Triton Error [CUDA]: out of memory"),
+}
+
+
+def probe(kind: str, file: str) -> None:
+    """The micro-batch that fits where the last rank runs out of memory above 4 sequences, in the middle of the backward
+    pass; then a training step with it. Rank 0 writes what each rank found, and its gradient."""
+    rt = Runtime.setup("cpu", "float32")
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(sequence_length=16, vocab_size=64, n_layer=2, n_head=2, n_embd=16))
+    forward = rt.wrap(model)
+
+    def raise_above_4(grad):
+        if len(grad) > 4 and rt.rank == rt.world_size - 1:
+            raise OUT_OF_MEMORY[kind]
+
+    def watch(module, inputs, output):
+        if output.requires_grad:
+            output.register_hook(raise_above_4)
+
+    model.transformer.h[0].register_forward_hook(watch)
+    size = largest_that_fits(forward, [16, 8, 4, 2], (16, 64), rt, 1)
+    idx = torch.randint(64, (size, 16), generator=torch.Generator().manual_seed(rt.rank))
+    rt.exchange_gradients(forward, now=True)
+    forward(idx, idx)[1].backward()
+    found = [None] * rt.world_size
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    dist.all_gather_object(found, dict(size=size, norm=norm.item()))
+    if rt.is_main:
+        Path(file).write_text(json.dumps(found))
 
 
 FAULTS = {"inf before exchange": inf_before_exchange, "inf after exchange": inf_after_exchange}
@@ -140,6 +179,6 @@ def run(args: list[str], fault: str | None = None, start: str | None = None, ran
 
 if __name__ == "__main__":
     for job in json.loads(sys.argv[1]):
-        run(**job)
+        probe(**job) if "kind" in job else run(**job)
     dist.barrier()
     dist.destroy_process_group()

@@ -25,7 +25,7 @@ from model import GPT, GPTConfig
 from run import Run
 from runtime import Runtime
 from tests.helpers import ROOT, SMALL, arguments, environment, log_of, text_file
-from tests.ranks import FAULTS, copy_of_run
+from tests.ranks import FAULTS, OUT_OF_MEMORY, copy_of_run
 from train_gpt2 import Config, batch_plan
 from trials import find_micro_batch_size
 
@@ -138,6 +138,7 @@ def two_ranks(folder):
         for target, changes in TARGETS.items()
         if target.startswith("2-")
     ]
+    jobs += [dict(kind=kind, file=str(folder / f"{kind}.json")) for kind in OUT_OF_MEMORY]
     on_ranks(2, jobs)
     return folder
 
@@ -309,6 +310,12 @@ def test_running_out_of_memory_is_noticed_and_leaves_nothing_behind(error):
     forward.parameters, forward.zero_grad = model.parameters, model.zero_grad
     assert [trials.has_memory_for(size, (32, 64), forward, rt) for size in (6, 5)] == [False, True]
     assert all(p.grad is None for p in model.parameters()) and (torch.get_rng_state() == before).all()
+
+
+@pytest.mark.parametrize("kind", OUT_OF_MEMORY)
+def test_all_ranks_leave_a_trial_together_whichever_runs_out_of_memory(two_ranks, kind):
+    one, two = json.loads((two_ranks / f"{kind}.json").read_text())
+    assert one["size"] == two["size"] == 4 and one["norm"] == pytest.approx(two["norm"])  # and gradients are exchanged
 
 
 def test_nodes_that_do_not_share_the_run_directory_are_told_so(tmp_path):
