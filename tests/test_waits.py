@@ -1,0 +1,125 @@
+"""The loop gives a GPU its work and never waits for it: no operator of a step needs a value on the host.
+
+Where such an operator shows without a GPU: `.item()`, `if tensor:`, `tensor[mask]` and their like reach the dispatcher;
+`.cpu()`, `.tolist()` and `.numpy()` of a tensor that is on the host already do not, but they are calls from Python.
+"""
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import train_gpt2
+from run import Run
+from runtime import Runtime
+from tests.helpers import log_of
+
+OPERATORS = {"_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "_unique2", "unique_dim"}
+CALLS = {"cpu", "tolist", "numpy", "item", "__array__", "__bool__", "__int__", "__float__", "__index__", "__repr__"}
+
+
+class Operators(TorchDispatchMode):
+    def __init__(self, found: list):
+        super().__init__()
+        self.found = found
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        indices = args[1] if name in ("index", "index_put", "index_put_", "_index_put_impl_") else ()
+        if name in OPERATORS or any(i is not None and i.dtype == torch.bool for i in indices):
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+class Calls(TorchFunctionMode):
+    def __init__(self, found: list):
+        super().__init__()
+        self.found = found
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name, given = getattr(func, "__name__", ""), [*args[1:], *(kwargs or {}).values()]
+        # a device that is no word is that of another tensor, and would be the GPU there
+        if name in CALLS or (name == "to" and any(isinstance(x, str) and x == "cpu" for x in given)):
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+class Watch:
+    """Notes in `found` what would wait, between `start` and `stop`."""
+
+    def __init__(self):
+        self.found, self.modes = [], []
+
+    def start(self) -> None:
+        if not self.modes:
+            self.modes = [Operators(self.found), Calls(self.found)]
+            for mode in self.modes:
+                mode.__enter__()
+
+    def stop(self) -> None:
+        while self.modes:
+            self.modes.pop().__exit__(None, None, None)
+
+
+PLANTED = {
+    "item": lambda t: t.sum().item(),
+    "float": lambda t: float(t.sum()),
+    "if": lambda t: bool(t.sum() > 0),
+    "tolist": lambda t: t.tolist(),
+    "cpu": lambda t: t.cpu(),
+    "to": lambda t: t.to("cpu", torch.float64),
+    "numpy": lambda t: t.numpy(),
+    "a mask": lambda t: t[t > 0],
+    "where the mask is": lambda t: (t > 0).nonzero(),
+    "an if in the backward pass": lambda t: t.exp().sum().backward(),
+}
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+def test_what_waits_is_seen(kind):
+    watch, tensor = Watch(), torch.ones(3)
+    if "backward" in kind:
+        tensor.requires_grad_().register_hook(lambda grad: grad if grad.sum() > 0 else None)
+    watch.start()
+    PLANTED[kind](tensor)
+    watch.stop()
+    assert watch.found
+    torch.ones(()).item()
+    assert len(watch.found) <= 2  # and nothing afterwards
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_nothing_in_the_loop_s_body_waits_for_the_device(train, tmp_path, monkeypatch, optimizer):
+    watch, steps = Watch(), []
+    real = {name: getattr(train_gpt2, name) for name in ("to_inputs", "learning_rate")}
+    log_step = Run.log_step
+
+    def to_inputs(*micro):  # the first thing that the body calls
+        watch.start()
+        return real["to_inputs"](*micro)
+
+    def learning_rate(step, config):
+        steps.append(step)
+        return real["learning_rate"](step, config)
+
+    def read_later(self, tensor):  # on a GPU a copy is started, and read a step later
+        with torch._C.DisableTorchFunction():
+            values = tensor.tolist()
+        return lambda: values
+
+    def log(*args):  # the last thing
+        log_step(*args)
+        watch.stop()
+
+    monkeypatch.setattr(train_gpt2, "to_inputs", to_inputs)
+    monkeypatch.setattr(train_gpt2, "learning_rate", learning_rate)
+    monkeypatch.setattr(Runtime, "read_later", read_later)
+    monkeypatch.setattr(Runtime, "steps_ahead", 1)
+    monkeypatch.setattr(Run, "log_step", log)
+    options = dict(dtype="bfloat16", max_steps=4, eval_interval=0, sample_interval=0, dropout=0.1)
+    try:
+        assert train(optimizer=optimizer, **options).returncode == 0
+    finally:
+        watch.stop()
+    assert steps == [1, 2, 3, 4] == [r["step"] for r in log_of(tmp_path / "run", "train")]
+    assert not watch.found
