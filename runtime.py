@@ -37,9 +37,9 @@ LOST_RANK = timedelta(minutes=10)  # after this long without an answer a rank is
 # and whitepapers; for GeForce cards without one, twice the published fp32 rate, as where both are printed. The first
 # name whose words follow one another in the device's name counts, so that longer names come first.
 PEAK_TFLOPS = """
-GB300 2500, B300 2250, GB200 2500, B200 2250, GH200 989, H200 989, H100 NVL 835, H100 PCIe 756, H100 989, H800 989,
-H20 148, A100 312, A800 312, GB10 125, L40S 362, L40 181, L4 121, A40 150, A10G 70, A10 125, A6000 155,
-RTX 6000 Ada 364,
+GB300 2500, B300 2250, GB200 2500, B200 2250, GH200 989, H200 NVL 835, H200 989, H100 NVL 835, H100 PCIe 756, H100 989,
+H800 989, H20 148, A100 312, A800 312, GB10 125, L40S 362, L40 181, L4 121, A40 150, A30 165, A10G 70, A10 125,
+A6000 155, RTX 6000 Ada 364,
 RTX PRO 6000 Blackwell Max Q 439, RTX PRO 6000 Blackwell Server 468, RTX PRO 6000 504, V100 125, T4 65,
 RTX 5090 D 0, RTX 5090 209, RTX 5080 113, RTX 5070 Ti 88, RTX 5070 62, RTX 5060 Ti 47, RTX 5060 38,
 RTX 4090 D 147, RTX 4090 165, RTX 4080 SUPER 104, RTX 4080 97, RTX 4070 Ti SUPER 88, RTX 4070 Ti 80, RTX 4070 SUPER 71,
@@ -50,13 +50,19 @@ MI300X 1307, MI325X 1307, MI355X 2516, MI350X 2310, MI250X 191
 
 def peak_flops(device_name: str) -> float | None:
     """Dense 16-bit peak in FLOP/s of a GPU by its name, None where it is unknown (MFU is then n/a)."""
+    tflops = look_up(device_name, PEAK_TFLOPS)
+    return tflops and tflops * 1e12
+
+
+def look_up(device_name: str, table: str) -> float | None:
+    """The number that a table such as PEAK_TFLOPS has for a GPU; None where there is none, or it says 0."""
     words = re.sub(r"[-_]", " ", device_name).split()
     if {"Laptop", "Mobile", "MIG"} & set(words):  # a smaller chip, or a slice of one, under the same name
         return None
-    for entry in PEAK_TFLOPS.replace("\n", " ").split(","):
-        *name, tflops = entry.split()
+    for entry in table.replace("\n", " ").split(","):
+        *name, value = entry.split()
         if any(words[i : i + len(name)] == name for i in range(len(words))):
-            return float(tflops) * 1e12 or None
+            return float(value) or None
     return None
 
 
@@ -123,12 +129,7 @@ class Runtime:
         """The module as a loop calls it: compiled and distributed where that is on. Shapes change only if `dynamic`."""
         forward = torch.compile(module, dynamic=dynamic) if self.compile else module
         if self.world_size > 1:
-            ids = [self.device.index] if self.device.type == "cuda" else None
-            # gradients go to their buckets in one copy, where this PyTorch can do that; views into the buckets would
-            # save memory only for those who keep gradients from step to step
-            known = inspect.signature(DistributedDataParallel).parameters
-            options = {name: True for name in ["batched_grad_copy"] if name in known}
-            forward = DistributedDataParallel(forward, device_ids=ids, **options)
+            forward = distributed(forward, self.device)
         return forward
 
     def exchange_gradients(self, forward: torch.nn.Module, now: bool) -> None:
@@ -237,6 +238,16 @@ class Runtime:
         except (BrokenPipeError, ValueError):  # ValueError: the file was closed
             with contextlib.suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def distributed(forward: torch.nn.Module, device: torch.device) -> DistributedDataParallel:
+    """`forward`, whose backward pass averages the gradients over the process group."""
+    ids = [device.index] if device.type == "cuda" else None
+    # gradients go to their buckets in one copy, where this PyTorch can do that; views into the buckets would save
+    # memory only for those who keep gradients from step to step
+    known = inspect.signature(DistributedDataParallel).parameters
+    options = {name: True for name in ["batched_grad_copy"] if name in known}
+    return DistributedDataParallel(forward, device_ids=ids, **options)
 
 
 # ------------------------------------------------------------------------------------------------- setup, in its order
