@@ -30,7 +30,7 @@ from train_gpt2 import RECIPES
 def run(config, rt: Runtime) -> list[dict]:
     nowhere = io.StringIO()  # for what a run says
     with (
-        tempfile.TemporaryDirectory(dir=".") as out_dir,
+        tempfile.TemporaryDirectory(prefix=".bench_", dir=".") as out_dir,
         contextlib.redirect_stdout(nowhere),
         contextlib.redirect_stderr(nowhere),
     ):
