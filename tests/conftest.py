@@ -5,10 +5,10 @@ import os
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: two threads in each of two processes on two cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # wait for each other most of the time
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import pytest
+import torch
 
-from tests.helpers import SMALL, arguments, run_inline, text_file  # noqa: E402
+from tests.helpers import SMALL, arguments, run_inline, text_file
 
 
 @pytest.fixture

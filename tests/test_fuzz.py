@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from cli import sha256
 from tests.helpers import SMALL, arguments, run_inline, text_file
 
 SECONDS = 120  # for one case, on a busy machine
@@ -178,6 +179,36 @@ def damaged(content: bytes) -> dict[str, bytes]:
     }
 
 
+def malformed(content: bytes, key: str, value: str) -> bytes:
+    """JSON, or its first line, with another value under a key of the outermost object, or without the key."""
+    first, newline, rest = content.partition(b"\n") if content.startswith(b'{"') else (content, b"", b"")
+    record = json.loads(first)
+    row = record[0] if isinstance(record, list) else record
+    if value == "absent":
+        row.pop(key, None)
+    else:
+        row[key] = json.loads(value)
+    return json.dumps(record).encode() + newline + rest
+
+
+ODD_JSON = ["absent", "null", "-1", "1e300", '"x"', "[]", "{}", "[[null]]", "true", "99999999999999999999"]
+JSON_KEYS = {  # what is read of each file, besides what only transformers or people read
+    "config.json": "model_type n_layer n_head n_embd n_positions vocab_size activation_function layer_norm_epsilon "
+                   "tie_word_embeddings dtype eos_token_id architectures",
+    "manifest.json": "source tokenizer tokens documents bytes skipped shards dtype shard_size next files version",
+    "log.jsonl": "step kind loss parameters config",
+    "tokenizer.json": "version model added_tokens pre_tokenizer decoder post_processor normalizer truncation",
+    "adapter_config.json": "peft_type r lora_alpha target_modules bias use_rslora rank_pattern alpha_pattern "
+                           "modules_to_save fan_in_fan_out base_model_name_or_path init_lora_weights",
+    "rows.json": "instruction input output messages",
+    "hellaswag.jsonl": "ctx ctx_a ctx_b activity_label endings label",
+    "text.jsonl": "text",
+}  # fmt: skip
+JSON_CASES = [
+    (name, file, key, value)
+    for name, door in DOORS.items() for file in door.files if Path(file).name in JSON_KEYS
+    for key in JSON_KEYS[Path(file).name].split() for value in ODD_JSON
+]  # fmt: skip
 FILE_CASES = [(name, file, how) for name, door in DOORS.items() for file in door.files
               for how in [*damaged(b"ab"), "a directory"]]  # fmt: skip
 
@@ -254,19 +285,41 @@ def constant_problems(name: str, field: str, folder: Path, tmp_path: Path, capsy
 
 def file_problem(name: str, file: str, how: str, folder: Path, tmp_path: Path, capsys, monkeypatch) -> str:
     """A copy of the folder, with one file of it damaged."""
+
+    def damage(path: Path) -> None:
+        if how == "a directory":
+            path.unlink()
+            path.mkdir()
+        else:
+            path.write_bytes(damaged(path.read_bytes())[how])
+
+    problem = problem_with(name, file, damage, folder, tmp_path, capsys, monkeypatch)
+    return problem and f"{name}: {file} is {how}: {problem}"
+
+
+def json_problem(name: str, file: str, key: str, value: str, folder: Path, tmp_path, capsys, monkeypatch) -> str:
+    """A copy of the folder, with a value in one JSON file that does not belong there."""
+
+    def damage(path: Path) -> None:
+        path.write_bytes(malformed(path.read_bytes(), key, value))
+        if (path.parent / "SHA256SUMS").exists():  # or no more than the checksum is looked at
+            sums = (path.parent / "SHA256SUMS").read_text().splitlines()
+            sums = [line if not line.endswith(f"  {path.name}") else f"{sha256(path)}  {path.name}" for line in sums]
+            (path.parent / "SHA256SUMS").write_text("\n".join(sums) + "\n")
+
+    problem = problem_with(name, file, damage, folder, tmp_path, capsys, monkeypatch)
+    return problem and f"{name}: {key} of {file} is {value}: {problem}"
+
+
+def problem_with(name: str, file: str, damage: Callable[[Path], None], folder: Path, tmp_path, capsys, monkeypatch):
     copy, out = tmp_path / "copy", tmp_path / "out"
     shutil.copytree(folder, copy)
     out.mkdir()
     path = copy / file
-    if how == "a directory":
-        path.unlink()
-        path.mkdir()
-    else:
-        path.write_bytes(damaged(path.read_bytes())[how])
+    damage(path)
     first, words = words_of(DOORS[name], copy, out)
     given = [path.name, path.parent.name, str(path)]
-    problem = ends_well(DOORS[name], [*first, *arguments(**words)], given, out, capsys, monkeypatch)
-    return problem and f"{name}: {file} is {how}: {problem}"
+    return ends_well(DOORS[name], [*first, *arguments(**words)], given, out, capsys, monkeypatch)
 
 
 # ---- the cases
@@ -283,6 +336,17 @@ def test_some_constants_with_odd_values(name, field, folder, tmp_path, capsys, m
 @pytest.mark.parametrize("name, file, how", random.Random(1).sample(FILE_CASES, 24))
 def test_some_files_that_are_damaged(name, file, how, folder, tmp_path, capsys, monkeypatch):
     assert not file_problem(name, file, how, folder, tmp_path, capsys, monkeypatch)
+
+
+@pytest.mark.parametrize("name, file, key, value", random.Random(2).sample(JSON_CASES, 12))
+def test_some_values_that_do_not_belong_into_a_file(name, file, key, value, folder, tmp_path, capsys, monkeypatch):
+    assert not json_problem(name, file, key, value, folder, tmp_path, capsys, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, file, key, value", JSON_CASES)
+def test_every_value_that_does_not_belong_into_a_file(name, file, key, value, folder, tmp_path, capsys, monkeypatch):
+    assert not json_problem(name, file, key, value, folder, tmp_path, capsys, monkeypatch)
 
 
 @pytest.mark.slow
