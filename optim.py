@@ -102,7 +102,8 @@ def adamw(groups: list[dict], config, rt) -> torch.optim.AdamW:
 class Optimizer:
     """One or two torch optimizers, and the loss scale of fp16, as the loop sees them.
 
-    `optimizers` are `Muon` and, on a CPU or CUDA, fused AdamW, because those two can leave out a step by themselves.
+    `Muon` and torch's fused optimizers leave out a bad step by themselves, on the device; any other optimizer of torch
+    can stand here too, at the price of a host that waits for the device in every step.
     The learning rate that a group comes with is its peak, which goes with `max_lr` of the schedule.
     """
 
@@ -141,14 +142,15 @@ class Optimizer:
     def step(self, finite: torch.Tensor) -> None:
         """Update the parameters and clear the gradients; where `finite`, a bool scalar, is False, nothing changes.
 
-        `finite` stays on the device: the optimizers look at it there, since a host that waited for its value could not
+        `finite` stays on the device where optimizers look at it there, since a host that waited for its value could not
         launch the next step's work meanwhile. It has to be equal on all ranks.
         """
         for optimizer in self.optimizers:
-            if self.rt.device.type != "mps":
+            looks = isinstance(optimizer, Muon) or optimizer.defaults.get("fused")
+            if looks and self.rt.device.type != "mps":  # Apple's kernel has not been seen to look at found_inf
                 optimizer.found_inf = (~finite).float()  # the name under which torch's fused kernels know it
                 optimizer.step()
-            elif finite:  # Apple's kernel has not been seen to look at found_inf
+            elif finite:
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         if self.loss_scale:
@@ -199,7 +201,9 @@ def check_one(saved: dict, optimizer) -> None:
     if counts != expected:
         raise ValueError(f"its groups have {counts} tensors, those of this optimizer {expected} (another --optimizer?)")
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    names = {"momentum_buffer"} if isinstance(optimizer, Muon) else {"step", "exp_avg", "exp_avg_sq"}
+    known = {Muon: {"momentum_buffer"}, torch.optim.AdamW: {"step", "exp_avg", "exp_avg_sq"}}
+    if (names := known.get(type(optimizer))) is None:
+        return  # torch checks what it knows of its own
     if saved["state"] and set(saved["state"]) != set(range(len(params))):
         raise ValueError(f"it has the state of {len(saved['state'])} tensors, not of {len(params)}")
     for i, values in saved["state"].items():

@@ -162,6 +162,24 @@ def test_a_step_that_is_not_finite_changes_nothing(name, dtype):
     assert not equal(before, [model.state_dict(), optimizer.state_dict()])
 
 
+def test_any_optimizer_of_torch_can_take_the_place_of_ours():
+    runs = []
+    for interrupted in (False, True):
+        model = small()
+        make = lambda model=model: LoopOptimizer([torch.optim.SGD(model.parameters(), 0.1, 0.9)], 0.1, Machine())  # noqa: E731
+        optimizer = make()
+        train(model, optimizer, range(1, 3))
+        before = tensors_of([model.state_dict(), optimizer.state_dict()])
+        train(model, optimizer, range(3, 4), finite=False)
+        assert equal(before, [model.state_dict(), optimizer.state_dict()])
+        if interrupted:
+            state, optimizer = optimizer.state_dict(), make()
+            optimizer.load_state_dict(state)
+        train(model, optimizer, range(3, 6))
+        runs.append(model.state_dict())
+    assert equal(*runs)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_first_step_that_is_not_finite_leaves_no_trace(dtype):
     runs = []
