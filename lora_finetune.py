@@ -182,10 +182,10 @@ def finetune(written: Config) -> None:
 def train(config: Config, run: Run, model: GPT, forward: torch.nn.Module, optimizer: Optimizer, data: "Data") -> None:
     """Optimizer steps until `config.max_steps`. `forward` is AnswerLoss, compiled and distributed where that is on."""
     rt = run.rt
-    token_bytes = torch.from_numpy(data.tokenizer.token_bytes()).to(rt.device)
     if data.val and run.checkpoint is None and config.eval_interval:
-        run.record("val", **validate(forward, validation_inputs(config, data, rt), token_bytes, rt))  # of the base
+        run.record("val", **validate(forward, validation_inputs(config, data, rt), data.token_bytes, rt))  # of the base
     with run, closing(prefetch(micro_batches_from(run.data_step, config, data, rt), rt.device)) as batches:
+        evaluate(config, run, model, forward, data)  # what an interruption cut off
         for step, batch in run.steps(batches):
             lr = learning_rate(step, config)
             optimizer.set_lr(lr)
@@ -210,12 +210,18 @@ def train(config: Config, run: Run, model: GPT, forward: torch.nn.Module, optimi
             # the checkpoint first: it is on the disk before an evaluation can fail
             if run.due(config.checkpoint_interval):
                 run.save()
-            if data.val and run.due(config.eval_interval):
-                run.record("val", **validate(forward, validation_inputs(config, data, rt), token_bytes, rt))
-            if run.due(config.sample_interval) and rt.is_main:
-                prompt, seed = prompt_of(config.sample_prompt, data.tokenizer), config.seed + step
-                answers = complete(model, data.tokenizer, [prompt], config.sample_tokens, rt, seed, top_k=50)
-                run.record("sample", text=prompt + answers[0])
+            evaluate(config, run, model, forward, data)
+
+
+def evaluate(config: Config, run: Run, model: GPT, forward: torch.nn.Module, data: "Data") -> None:
+    """What is due at this step, if the log does not have it already."""
+    rt = run.rt
+    if data.val and run.due(config.eval_interval, "val"):
+        run.record("val", **validate(forward, validation_inputs(config, data, rt), data.token_bytes, rt))
+    if run.due(config.sample_interval, "sample") and rt.is_main:
+        prompt, seed = prompt_of(config.sample_prompt, data.tokenizer), config.seed + run.step
+        answers = complete(model, data.tokenizer, [prompt], config.sample_tokens, rt, seed, top_k=50)
+        run.record("sample", text=prompt + answers[0])
 
 
 class AnswerLoss(torch.nn.Module):
@@ -252,6 +258,7 @@ class Data(NamedTuple):
     val: list[Example]
     sequence_length: int  # the longest example
     fingerprint: str  # of the rows
+    token_bytes: torch.Tensor  # (vocabulary,) bytes of text that each id stands for
     about: str  # a line for people
 
 
@@ -281,7 +288,8 @@ def open_data(config: Config, base: GPT, rt: Runtime) -> Data:
         longest = max(counts["longest"], more["longest"])
         about += f"; longer than {T} tokens (up to {longest:,}), and so read in overlapping windows: {n:,} rows"
     sha256 = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
-    return Data(tokenizer, train_set, val_set, T, sha256, about)
+    token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(rt.device)
+    return Data(tokenizer, train_set, val_set, T, sha256, token_bytes, about)
 
 
 def cut(examples: list[Example], config: Config, rt: Runtime) -> list[tuple]:

@@ -12,7 +12,7 @@ The loop itself is in the door; it does the step and tells a Run about it:
             run.log_step(loss, grad_norm, lr, n_targets)
             if run.due(config.checkpoint_interval):
                 run.save()
-            if run.due(config.eval_interval):
+            if run.due(config.eval_interval, "val"):
                 run.record("val", ...)
 
 Behind these calls: figures that are read one step late on a GPU, so that it never waits for the host; checkpoints in
@@ -129,6 +129,8 @@ class Run:
         self.rt.on_main(lambda: self._open_directory(changed))
         self._writer = CheckpointWriter(self.out_dir, config.keep_checkpoints)
         self.first_step = self.step
+        # what an interruption has cut off between a checkpoint and the evaluations of its step is made up for
+        self._done = self.rt.on_main(lambda: [r["kind"] for r in self.log.records if r["step"] == self.step])
         self._saved = self.step if self.checkpoint else -1  # the last step with a checkpoint; no step is saved twice
         self._launched: deque[tuple] = deque()  # steps that the device may still be working at
         self._spike_at: tuple | None = None
@@ -227,10 +229,15 @@ class Run:
         self._launched.append((self.step, lr, self.rt.read_later(figures)))
         self._catch_up(self.rt.steps_ahead)
 
-    def due(self, interval: int) -> bool:
-        """Every `interval` steps, and at the end; never for 0. True only once all steps until now are known to be good,
-        and the checkpoint under way, if any, is on the disk: what follows may fail, or take long."""
+    def due(self, interval: int, kind: str = "") -> bool:
+        """Every `interval` steps, and at the end; never for 0, nor where the log has a record of this `kind` already.
+
+        True only once all steps until now are known to be good, and the checkpoint under way, if any, is on the disk:
+        what follows may fail, or take long.
+        """
         if not interval or self._left_step or (self.step % interval and self.step != self.max_steps):
+            return False
+        if not self.step or self._has(kind):
             return False
         self._catch_up()  # weights that a spike has spoilt are neither saved nor evaluated
         if self._left_step:
@@ -238,6 +245,10 @@ class Run:
         self._writer.wait()
         self._paused = True
         return True
+
+    def _has(self, kind: str) -> bool:
+        """Whether the log has a record of this kind for this step, from before an interruption."""
+        return self.step == self.first_step and kind in self._done
 
     def save(self) -> None:
         """Copy everything that the next step depends on; the copy is written while training goes on. All ranks call
@@ -282,8 +293,9 @@ class Run:
         """Let this step be the last one, with a checkpoint, and log what it took to come here."""
         self.max_steps = self.step
         self.save()
-        operations = self.tokens * self.facts["flops_per_token"]
-        self.record("target", tokens=self.tokens, hours=self.log.hours(), petaflop=operations / 1e15)
+        if not self._has("target"):
+            operations = self.tokens * self.facts["flops_per_token"]
+            self.record("target", tokens=self.tokens, hours=self.log.hours(), petaflop=operations / 1e15)
 
     # ---- the figures of finished steps, and what follows from them
 

@@ -131,7 +131,8 @@ def check_shard(path: Path, entry: dict, tok: Tokenizer) -> tuple[str, Counter]:
     if len(often) > len(tok):
         return f"shard {path} has token {len(often) - 1}, and its tokenizer only {len(tok)}", Counter()
     n_bytes = int(often @ tok.token_bytes()[: len(often)])  # special tokens stand for none
-    return "", Counter(tokens=len(tokens), documents=int(often[tok.eot_token : tok.eot_token + 1].sum()), bytes=n_bytes)
+    eot = len(often) if tok.eot_token is None else tok.eot_token
+    return "", Counter(tokens=len(tokens), documents=int(often[eot : eot + 1].sum()), bytes=n_bytes)
 
 
 # ------------------------------------------------------------------------------------------------------- tokenizers

@@ -166,6 +166,7 @@ def train(config: Config, run: Run, model: GPT, forward: torch.nn.Module, optimi
     """Optimizer steps until `config.max_steps`. `forward` is the model, compiled and distributed where that is on."""
     rt = run.rt
     with run, closing(prefetch(micro_batches_from(run.data_step, config, data), rt.device)) as batches:
+        evaluate(config, run, model, forward, data)  # what an interruption cut off
         for step, batch in run.steps(batches):
             batch = [to_inputs(*micro) for micro in batch]  # (idx, targets), (B, T) each; targets are one token further
             lr = learning_rate(step, config)
@@ -192,19 +193,25 @@ def train(config: Config, run: Run, model: GPT, forward: torch.nn.Module, optimi
             # the checkpoint first: it is on the disk before an evaluation can fail
             if run.due(config.checkpoint_interval):
                 run.save()
-            if run.due(config.eval_interval):
-                with gathered(model, rt):
-                    val = validate(forward, validation_inputs(config, data, rt), data.token_bytes, rt)
-                run.record("val", **val)
-                if val["loss"] <= config.target_loss:
-                    run.end_here()
-            if data.hellaswag and run.due(config.hellaswag_interval):
-                with gathered(model, rt):
-                    scores = hellaswag.evaluate(model, data.hellaswag, rt)
-                run.record("hellaswag", **{name: scores[name] for name in ("acc", "acc_norm", "acc_norm_stderr", "n")})
-            if run.due(config.sample_interval):
-                for text in sample(model, data.tokenizer, config, rt, seed=step):
-                    run.record("sample", text=text)
+            evaluate(config, run, model, forward, data)
+
+
+def evaluate(config: Config, run: Run, model: GPT, forward: torch.nn.Module, data: "Data") -> None:
+    """What is due at this step, if the log does not have it already."""
+    rt = run.rt
+    if run.due(config.eval_interval, "val"):
+        with gathered(model, rt):
+            val = validate(forward, validation_inputs(config, data, rt), data.token_bytes, rt)
+        if val["loss"] <= config.target_loss:
+            run.end_here()
+        run.record("val", **val)
+    if data.hellaswag and run.due(config.hellaswag_interval, "hellaswag"):
+        with gathered(model, rt):
+            scores = hellaswag.evaluate(model, data.hellaswag, rt)
+        run.record("hellaswag", **{name: scores[name] for name in ("acc", "acc_norm", "acc_norm_stderr", "n")})
+    if run.due(config.sample_interval, "sample"):
+        for text in sample(model, data.tokenizer, config, rt, seed=run.step):
+            run.record("sample", text=text)
 
 
 # ------------------------------------------------------------------------------------------------- what it reads

@@ -103,7 +103,7 @@ def test_neighbours_in_a_batch_do_not_see_each_other(tokenizer):
 
 def test_constants_follow_from_the_rows_and_the_rank_unless_they_are_given():
     derived = ("max_steps", "warmup_steps", "eval_interval", "lora_alpha", "max_lr")
-    rt, data = Runtime.setup("cpu", "float32"), lf.Data(None, [None] * 520, [], 64, "", "")
+    rt, data = Runtime.setup("cpu", "float32"), lf.Data(None, [None] * 520, [], 64, "", None, "")
     for constants, expected in (
         (dict(lora_dim=4), (49, 2, 4, 8, 1e-3)),  # 3 epochs of 520 examples, 32 a step; 3%, a tenth, 2 r
         (dict(lora_dim=0), (49, 2, 4, 0, 1e-4)),

@@ -86,6 +86,23 @@ def test_the_checkpoint_is_on_the_disk_before_an_evaluation_of_its_step_begins(t
     assert steps_of(tmp_path / "run") == [2, 4]
 
 
+@pytest.mark.parametrize("cut_off", ["validate", "sample"])
+def test_an_evaluation_that_was_cut_off_is_made_up_for_and_no_other_comes_twice(train, tmp_path, monkeypatch, cut_off):
+    options = SHORT | dict(eval_interval=2, sample_interval=2)
+    train(out="whole", **options)
+
+    def crash(*args, **kwargs):
+        raise UserError("the evaluation failed")
+
+    with monkeypatch.context() as context:
+        context.setattr(train_gpt2, cut_off, crash)
+        assert_user_error(train(**options), "the evaluation failed")
+    assert train(**options | dict(resume=True)).returncode == 0
+    for kind, figure in (("val", "loss"), ("sample", "text")):
+        whole, made_up = ([(r["step"], r[figure]) for r in log_of(tmp_path / o, kind)] for o in ("whole", "run"))
+        assert made_up == whole
+
+
 def test_all_files_of_a_checkpoint_have_the_mode_that_umask_says(train, tmp_path):
     train(**SHORT | dict(max_steps=1))
     (tmp_path / "plain").write_text("")
@@ -236,7 +253,7 @@ def test_what_the_table_says_takes_effect_does_and_is_noted(train, tmp_path):
     assert decayed["betas"] == (0.8, 0.9) and decayed["eps"] == 1e-7
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.2, 0.0)
     assert (decayed["initial_lr"], muon["param_groups"][0]["initial_lr"]) == (1e-3, 0.01)
-    assert [r["step"] for r in log_of(tmp_path / "run", "val")] == [9]
+    assert [r["step"] for r in log_of(tmp_path / "run", "val")] == [6, 9]  # the first, due by now, is made up for
 
 
 def test_a_lower_learning_rate_is_the_one_that_steps_are_taken_with(train, tmp_path):
