@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+import card
 import evaluate
 import fp8
 import runtime
@@ -345,7 +346,7 @@ def test_too_many_bad_steps_stop_the_run_and_name_the_last_checkpoint(train, mon
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(train, tmp_path):
     train(max_steps=10)
     newest = tmp_path / "run" / "step_000010"
-    for file in sorted(newest.iterdir()):
+    for file in sorted(f for f in newest.iterdir() if f.name not in card.FILES):  # a model card is there to be edited
         original = file.read_bytes()
         file.write_bytes(original[: len(original) // 2] + b"\xff" + original[len(original) // 2 + 1 :])
         assert damage(newest) and newest_sound(tmp_path / "run") == tmp_path / "run" / "step_000005", file
@@ -472,8 +473,8 @@ def test_compiled_training_evaluates_and_samples_without_recompiling(train, tmp_
     counters.clear()
     compiled = train(out="compiled", compile="on", max_steps=8, eval_interval=2, sample_interval=2)
     assert compiled.returncode == 0
-    # one graph to train and one to evaluate, whatever happens in between
-    assert counters["stats"]["unique_graphs"] == 2 and not counters["recompiles"]
+    # one graph to train, one to evaluate, and one of Muon's momentum, whatever happens in between
+    assert counters["stats"]["unique_graphs"] == 3 and not counters["recompiles"]
     train(out="eager", max_steps=8, eval_interval=2, sample_interval=2)
     pairs = zip(log_of(tmp_path / "compiled", "train"), log_of(tmp_path / "eager", "train"), strict=True)
     for a, b in pairs:
