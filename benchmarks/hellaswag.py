@@ -17,12 +17,13 @@ from bpe.tokenizer import Tokenizer
 from hellaswag import evaluate, load_rows, prepare
 from model import GPT, GPTConfig
 from runtime import Runtime
+from shards import load_tokenizer
 
 
 def run(config, rt: Runtime) -> list[dict]:
     torch.manual_seed(0)
     model = GPT(GPTConfig(**model_sizes(config.size))).to(rt.device).eval()
-    tokenizer = Tokenizer.from_tiktoken("gpt2")
+    tokenizer = load_tokenizer("gpt2")
     rows = load_rows(config.data, "val", rt)
     rows = rows[: config.rows or (len(rows) if rt.device.type == "cuda" else 40)]
     few = rows[:500]

@@ -15,12 +15,12 @@ from functools import partial
 import torch
 
 from benchmarks.measure import fast_dtype, interleave, model_sizes, table
-from bpe.tokenizer import Tokenizer
 from lora import TARGETS, LoRAConfig, add_lora, cast_frozen
 from lora_finetune import MICRO_BATCH_COST, AnswerLoss, Config, make_optimizer
 from model import GPT, GPTConfig
 from rows import Example, encode_rows, load_rows, micro_batches, split_rows
 from runtime import Runtime
+from shards import load_tokenizer
 from trials import choose_attention
 
 FINETUNING = Config(lora_dim=8, lora_alpha=16.0, max_lr=1e-3)
@@ -29,7 +29,7 @@ EXAMPLES, MAX_LENGTH = 32, 1024
 
 def run(config, rt: Runtime) -> list[dict]:
     chosen, _ = split_rows(load_rows(config.data or FINETUNING.data)[:2000], 0, 0)
-    examples, _ = encode_rows(chosen[: 2 * EXAMPLES], Tokenizer.from_tiktoken("gpt2"), MAX_LENGTH)
+    examples, _ = encode_rows(chosen[: 2 * EXAMPLES], load_tokenizer("gpt2"), MAX_LENGTH)
     examples = examples[:EXAMPLES]
     torch.manual_seed(0)
     base = GPT(GPTConfig(**model_sizes(config.size)))

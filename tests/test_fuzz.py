@@ -144,6 +144,9 @@ DOORS = {
         "bpe.train", lambda f, out: dict(input=f / "text.parquet", vocab_size=300, out=out / "bpe", workers=1),
         files=("text.parquet",),
     ),
+    "bench": Door(
+        "bench", lambda f, out: dict(size="tiny", new_tokens=2, repeats=1, device="cpu"), recipe=("sample",),
+    ),
     "bpe/try": Door(
         "bpe.try_tokenizer",
         lambda f, out: dict(tokenizer=f / "tokenizer.json", compare=f / "tokenizer.json", png=out / "t.png"),
@@ -151,7 +154,8 @@ DOORS = {
     ),
 }  # fmt: skip
 CONSTANTS = {  # doors whose constants are tried; the others differ from them in files only
-    name: DOORS[name] for name in ("train", "hellaswag", "lora", "sample", "plot", "fineweb", "bpe/train", "bpe/try")
+    name: DOORS[name]
+    for name in ("train", "hellaswag", "lora", "sample", "plot", "fineweb", "bench", "bpe/train", "bpe/try")
 }
 
 
