@@ -9,6 +9,7 @@
     python bench.py sample      # generation with and without the cache, and transformers' generate
     python bench.py save        # what a checkpoint in the background costs the training loop
     python bench.py speedrun    # tokens that the recipe speedrun needs, against those of the recipe gpt2
+    python bench.py gpu         # all that one GPU can answer, correctness first, as a report in --out FOLDER
 
 Each is a file of benchmarks/, whose docstring says what is compared and how fair that is. What is compared takes turns
 on one machine, and a table shows medians, their spread and ratios. `--json FILE` keeps all figures together with the
@@ -26,7 +27,7 @@ from benchmarks.measure import machine
 from cli import Count, Positive, Range, UserError, parse_args, replace_file, script
 from runtime import Runtime
 
-NAMES = ("ladder", "train", "bpe", "data", "hellaswag", "lora", "sample", "save", "speedrun")
+NAMES = ("ladder", "train", "bpe", "data", "hellaswag", "lora", "sample", "save", "speedrun", "gpu")
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,9 @@ class Config:
     new_tokens: Positive = 128  # sample: tokens to generate
     steps: Annotated[int, Range(10, 1e6)] = 1000  # speedrun: optimizer steps of the recipe gpt2
     fraction: Annotated[float, Range(0.01, 1)] = 0.65  # speedrun: its tokens, as a fraction of those
+    out: str = ""  # gpu: the folder of the report
+    only: tuple[str, ...] = ()  # gpu: these parts alone, added to the report that is there
+    minutes: Annotated[float, Range(0, 1e4, above=True)] = 9.0  # gpu: parts that would begin later are left out
 
 
 def main() -> None:

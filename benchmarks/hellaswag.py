@@ -39,6 +39,18 @@ def run(config, rt: Runtime) -> list[dict]:
     return table(seconds, len(rows), "rows/s")
 
 
+def quick(config, rt: Runtime) -> list[dict]:
+    """All rows once as they are scored here, and a few one at a time, in the precision of a run."""
+    model, tokenizer = GPT(GPTConfig(**model_sizes(config.size))).to(rt.device).eval(), load_tokenizer("gpt2")
+    rows, half = load_rows(config.data, "val", rt), replace(rt, dtype=fast_dtype(rt))
+    rows = rows[: config.rows or (20 if config.size == "tiny" else None)]
+    few = rows[: max(len(rows) // 50, 10)]
+    plain = interleave({"plain": partial(score_one_by_one, model, tokenizer, few, half)}, 1, rt)["plain"]
+    ours = interleave({"ours": partial(score_together, model, tokenizer, rows, half)}, 1, rt)["ours"]
+    found = {"one row at a time": [s * len(rows) / len(few) for s in plain], "this project": ours}
+    return [row | dict(rows=len(rows)) for row in table(found, len(rows), "rows/s")]
+
+
 def score_together(model: GPT, tokenizer: Tokenizer, rows: list[dict], rt: Runtime) -> dict:
     return evaluate(model, prepare(rows, tokenizer, model.config, "completion"), rt)
 

@@ -3,6 +3,7 @@
 - `interleave(contestants, repeats, rt)` times them in turn in this process
 - `in_own_process(function, *args)` keeps what a contestant compiles, chooses or allocates away from the others
 - `table(seconds, work, unit)` prints rates, their spread, and ratios to the first contestant
+- `markdown_table(rows)` is for reports
 - `peak_memory(command)` is that of a whole tree of processes
 - `model_sizes(name)` is what --size means, `fast_dtype(rt)` the precision of training on this device
 - `machine(rt)` describes where the figures come from
@@ -69,6 +70,15 @@ def table(seconds: Seconds, work: float, unit: str) -> list[dict]:
         spread = f"({low:,.1f} to {high:,.1f})"
         print(f"{name:<{width}}  {work / median:>12,.1f} {unit}  {spread}  x {first / median:.2f}", flush=True)
     return rows
+
+
+def markdown_table(rows: list[dict]) -> str:
+    """Rows of text that all have the same keys, which become the head."""
+    cells = [list(rows[0]), *(list(row.values()) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["| " + " | ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) + " |" for line in cells]
+    lines.insert(1, "|" + "|".join("-" * (w + 1) + ":" for w in widths) + "|")
+    return "\n".join(lines) + "\n"
 
 
 def model_sizes(name: str) -> dict:

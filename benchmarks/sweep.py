@@ -15,6 +15,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+from benchmarks.measure import markdown_table
 from chat import prompt_of
 from checkpoint import checkpoint_steps, load_model, model_tokenizer
 from cli import Stopped, UserError, replace_file
@@ -115,14 +116,6 @@ def summary_row(label: str, trainable: int, fraction: float, log: list[dict], ru
         "final loss": f"{val[-1]:.4f}" if val else "",
         "file (bytes)": f"{file.stat().st_size:,}",
     }
-
-
-def markdown_table(rows: list[dict]) -> str:
-    cells = [list(rows[0]), *(list(row.values()) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["| " + " | ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) + " |" for line in cells]
-    lines.insert(1, "|" + "|".join("-" * (w + 1) + ":" for w in widths) + "|")
-    return "\n".join(lines) + "\n"
 
 
 def samples(config, runs: dict[str, tuple[int, Path]]) -> str:

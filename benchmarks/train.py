@@ -34,12 +34,19 @@ def run(config, rt: Runtime) -> list[dict]:
     return [row for batch_size in batch_sizes for row in compare(shape, batch_size, config.repeats, rt)]
 
 
-def compare(shape: dict, batch_size: int, repeats: int, rt: Runtime) -> list[dict]:
+def quick(config, rt: Runtime) -> list[dict]:
+    """Both batch sizes, the one that matters first, in a single turn each: half the processes of `run`."""
+    shape = model_shape(config.size, rt)
+    batch_sizes = [config.batch_size] if config.batch_size else [4] if config.size == "tiny" else [64, 16]
+    return [row for batch_size in batch_sizes for row in compare(shape, batch_size, config.repeats, rt, n_turns=1)]
+
+
+def compare(shape: dict, batch_size: int, repeats: int, rt: Runtime, n_turns: int = TURNS) -> list[dict]:
     """Print and return the table of all contestants at one batch size."""
     found = {name: [] for name in contestants(shape, batch_size, rt)}
-    for _ in range(TURNS):
+    for _ in range(n_turns):
         for name, make in contestants(shape, batch_size, rt).items():
-            found[name].append(in_own_process(measure_step, make, batch_size, -(-repeats // TURNS), rt.device.type))
+            found[name].append(in_own_process(measure_step, make, batch_size, -(-repeats // n_turns), rt.device.type))
     print(f"{shape}, batch size {batch_size}")
     seconds = {name: [s for turn in turns for s in turn["seconds"]] for name, turns in found.items()}
     rows = table(seconds, batch_size * shape["sequence_length"], "tokens/s")

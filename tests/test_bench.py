@@ -11,11 +11,12 @@ import pytest
 import torch
 
 import bench
+from benchmarks import gpu
 from benchmarks.measure import in_own_process, interleave, machine, peak_memory, table
 from tests.helpers import assert_user_error, run_inline, succeed, text_file
 
 CPU = SimpleNamespace(device=torch.device("cpu"), synchronize=lambda: None)
-COMMANDS = ["ladder", "train", "bpe", "data", "hellaswag", "lora", "sample", "save", "speedrun"]
+COMMANDS = ["ladder", "train", "bpe", "data", "hellaswag", "lora", "sample", "save", "speedrun", "gpu"]
 needs_gpt2 = pytest.mark.usefixtures("gpt2_vocabulary")
 
 
@@ -195,3 +196,19 @@ def test_every_line_of_the_speedrun_is_trained(measure):
     rows = measure("speedrun", steps=12)
     assert len(rows) == 13 and all(0 < row["mean"] < 10 for row in rows)
     assert len({row["tokens"] for row in rows}) == 2
+
+
+@pytest.mark.slow
+@needs_gpt2
+def test_all_parts_of_the_report_of_a_gpu_run_on_a_cpu_in_small(tmp_path, hellaswag_file, alpaca_file):
+    hellaswag_file.rename(tmp_path / "hellaswag.jsonl")
+    alpaca_file.rename(tmp_path / "alpaca.json")
+    options = dict(out="gpu", size="tiny", device="cpu", repeats=1, new_tokens=3, data=".", minutes=60)
+    succeed("bench.py", "gpu", cwd=tmp_path, timeout=3600, **options)
+    report = json.loads((tmp_path / "gpu" / "report.json").read_text())
+    assert list(report["parts"]) == list(gpu.PARTS) and not report["left_out"]
+    assert {name: part["error"] for name, part in report["parts"].items() if part["error"]} == {}
+    assert all(part["rows"] for part in report["parts"].values())
+    assert not [row for part in report["parts"].values() for row in part["rows"] if row.get("ok") is False]
+    for name in ("train.png", "ladder.png"):
+        assert (tmp_path / "gpu" / name).read_bytes().startswith(b"\x89PNG")
