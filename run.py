@@ -51,6 +51,7 @@ from cli import Stopped, UserError, only_one, replace_file
 from runlog import RunLog, about_machine
 from runtime import Runtime
 
+FILES = ("config.json", "log.jsonl", "samples.txt", "learning_curve.png")  # besides checkpoints
 OLD_RUN = ".overwritten"  # where --overwrite keeps the run before, until this one has a checkpoint
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
@@ -141,6 +142,9 @@ class Run:
 
     def _open_directory(self, changed: dict) -> None:
         """config.json, log.jsonl and samples.txt as they have to be before the first step; the first rank only."""
+        for path in self.out_dir.glob(".*.tmp"):  # what a run was writing when it was killed; the lock says it is gone
+            if re.fullmatch(rf"\.({'|'.join(map(re.escape, FILES))})\.\d+\.tmp", path.name):
+                path.unlink()
         if self.written["overwrite"]:
             self._set_old_run_aside()
         if self.checkpoint:
@@ -165,9 +169,8 @@ class Run:
 
         If such a folder is there, the attempt since then never had one, and its files can go.
         """
-        ours = {"config.json", "log.jsonl", "samples.txt", "learning_curve.png"}
         names = re.compile(r"(damaged_)?step_\d+|log\.\d+\.jsonl")
-        found = [path for path in self.out_dir.iterdir() if path.name in ours or names.fullmatch(path.name)]
+        found = [path for path in self.out_dir.iterdir() if path.name in FILES or names.fullmatch(path.name)]
         old = self.out_dir / OLD_RUN
         first = not old.exists()
         old.mkdir(exist_ok=True)

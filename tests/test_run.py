@@ -371,6 +371,15 @@ def test_a_target_loss_ends_the_run_with_a_checkpoint(train, tmp_path):
     assert target["petaflop"] == pytest.approx(tokens * operations / 1e15)
 
 
+def test_what_a_killed_run_was_writing_goes_and_nothing_else(train, tmp_path):
+    train(**SHORT)
+    names = (".log.jsonl.123.tmp", ".config.json.9.tmp", ".notes.123.tmp", ".log.jsonl.mine.tmp")
+    for name in names:
+        (tmp_path / "run" / name).write_text("{")
+    assert train(**SHORT | dict(max_steps=7, resume=True)).returncode == 0
+    assert [name for name in names if (tmp_path / "run" / name).exists()] == [".notes.123.tmp", ".log.jsonl.mine.tmp"]
+
+
 def test_a_run_killed_before_its_first_checkpoint_starts_again(train, tmp_path):
     process = start(tmp_path, **SHORT | dict(max_steps=100_000, checkpoint_interval=0))
     wait_for_steps(tmp_path / "run", 3, process)
