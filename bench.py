@@ -9,6 +9,7 @@
     python bench.py sample      # generation with and without the cache, and transformers' generate
     python bench.py save        # what a checkpoint in the background costs the training loop
     python bench.py speedrun    # tokens that the recipe speedrun needs, against those of the recipe gpt2
+    python bench.py ablate      # the choices of GPT-2's recipe, undone one at a time
     python bench.py gpu         # all that one GPU can answer, correctness first, as a report in --out FOLDER
 
 Each is a file of benchmarks/, whose docstring says what is compared and how fair that is. What is compared takes turns
@@ -27,12 +28,12 @@ from benchmarks.measure import machine
 from cli import Count, Positive, Range, UserError, parse_args, replace_file, script
 from runtime import Runtime
 
-NAMES = ("ladder", "train", "bpe", "data", "hellaswag", "lora", "sample", "save", "speedrun", "gpu")
+NAMES = ("ladder", "train", "bpe", "data", "hellaswag", "lora", "sample", "save", "speedrun", "ablate", "gpu")
 
 
 @dataclass(frozen=True)
 class Config:
-    repeats: Annotated[int, Range(1, 1000)] = 5  # timed runs of everything that is compared; speedrun: seeds
+    repeats: Annotated[int, Range(1, 1000)] = 5  # timed runs of everything that is compared; speedrun, ablate: seeds
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: cuda, else mps, else cpu
     data: str = ""  # files to measure on, where a command needs some; each command says which
     json: str = ""  # write the figures to this file
@@ -41,7 +42,7 @@ class Config:
     png: str = "ladder.png"  # ladder: the figure
     rows: Count = 0  # hellaswag: rows to score; 0: 40 on a CPU, all on a GPU
     new_tokens: Positive = 128  # sample: tokens to generate
-    steps: Annotated[int, Range(10, 1e6)] = 1000  # speedrun: optimizer steps of the recipe gpt2
+    steps: Annotated[int, Range(10, 1e6)] = 1000  # speedrun, ablate: optimizer steps of the recipe gpt2
     fraction: Annotated[float, Range(0.01, 1)] = 0.65  # speedrun: its tokens, as a fraction of those
     out: str = ""  # gpu: the folder of the report
     only: tuple[str, ...] = ()  # gpu: these parts alone, added to the report that is there

@@ -4,6 +4,7 @@
         axes.plot(...)
     curves("05_residual", "what to see", "x (unit)", "y (unit)", {"label": (x, y), ...})
     bars("03_sizes", "what to see", "x (unit)", {"label": 3.0, ...})
+    runs("12_runs", {"label": read_log(Path("out/tiny/log.jsonl")), ...})
 
 They are written to ASSETS as walk_NAME.png. This file knows nothing of models: it is handed numbers.
 """
@@ -13,8 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from matplotlib.figure import Figure
+from PIL import Image
 
-from plot import look, marked
+from plot import draw, look, marked
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 WIDTH = 9  # inches, at 100 dots
@@ -58,6 +60,13 @@ def curves(name: str, title: str, x: str, y: str, lines: dict[str, tuple], **sca
             ticks = sorted({x for xs, _ in lines.values() for x in xs})
             axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
             axes.minorticks_off()
+
+
+def runs(name: str, logs: dict[str, list], x: str = "steps") -> None:
+    """Curves of training runs {label: records of its log}, as plot.py draws them, in a smaller file."""
+    path = asset(f"{name}.png")
+    draw(logs, path, x)
+    Image.open(path).convert("P", palette=Image.Palette.ADAPTIVE, colors=64).save(path, optimize=True)
 
 
 def bars(name: str, title: str, x: str, values: dict[str, float], form: str = "{:,.1f}") -> None:

@@ -194,7 +194,7 @@ def same_number(expected: str, printed: str, tolerance: float | None) -> bool:
     a, b = (float(number.replace(",", "")) for number in (expected, printed))
     if a == b:
         return True
-    if "e-" in expected and tolerance is None:
+    if "e-" in expected:
         return a * b > 0 and abs(math.log10(a / b)) <= 1
     if "." not in expected and "e" not in expected and tolerance is None:
         return False

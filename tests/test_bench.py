@@ -11,12 +11,13 @@ import pytest
 import torch
 
 import bench
-from benchmarks import gpu
+from benchmarks import ablate, gpu
 from benchmarks.measure import in_own_process, interleave, machine, peak_memory, table
+from runtime import Runtime
 from tests.helpers import assert_user_error, run_inline, succeed, text_file
 
 CPU = SimpleNamespace(device=torch.device("cpu"), synchronize=lambda: None)
-COMMANDS = ["ladder", "train", "bpe", "data", "hellaswag", "lora", "sample", "save", "speedrun", "gpu"]
+COMMANDS = ["ladder", "train", "bpe", "data", "hellaswag", "lora", "sample", "save", "speedrun", "ablate", "gpu"]
 needs_gpt2 = pytest.mark.usefixtures("gpt2_vocabulary")
 
 
@@ -212,3 +213,12 @@ def test_all_parts_of_the_report_of_a_gpu_run_on_a_cpu_in_small(tmp_path, hellas
     assert not [row for part in report["parts"].values() for row in part["rows"] if row.get("ok") is False]
     for name in ("train.png", "ladder.png"):
         assert (tmp_path / "gpu" / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_change_of_the_ablation_trains_another_model(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    config = SimpleNamespace(data=str(text_file(tmp_path / "text.txt")), steps=10, repeats=1)
+    losses = {row["name"]: row["mean"] for row in ablate.run(config, Runtime.setup("cpu", "float32"))}
+    assert all(0 < loss < 8 for loss in losses.values())
+    same = [name for name, loss in losses.items() if loss == losses["the recipe"]]
+    assert same == ["the recipe"]
