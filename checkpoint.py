@@ -8,7 +8,7 @@ A checkpoint is written to a hidden directory, flushed to the disk, and renamed;
 it. The weights are copied to host memory while training waits, a third of a second for 124M; the copy is written in a
 background thread while training goes on. Nothing is ever unpickled beyond plain tensors and containers.
 
-MODEL, as every door takes it, is a checkpoint directory, a run directory (its newest sound checkpoint), or a hub id.
+MODEL, as every script takes it, is a checkpoint directory, a run directory (its newest sound checkpoint), or a hub id.
 This file knows nothing of training: the state that it stores is a dict that somebody else fills and reads.
 """
 

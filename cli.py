@@ -1,11 +1,11 @@
-"""What every door needs before it does anything: command line, checked constants, one-line errors, whole files.
+"""What every script needs before it does anything: command line, checked constants, one-line errors, atomic writes.
 
-- `script(main)` runs a main function with the exit codes and one-line errors that every door has
+- `script(main)` runs a main function with the exit codes and one-line errors that every script has
 - `parse_args(Config, ...)` turns a frozen dataclass of constants into a command line, and checks every range
-- `Positive`, `Count`, `Fraction`, ...: the types of constants, each of which says what range it allows
-- `replace_file`, `write_atomically`, `read_json`: a file or directory that is there is whole
+- `Positive`, `Count`, `Probability`, ...: the types of constants, each of which says what range it allows
+- `replace_file`, `write_atomically`: files and directories appear complete or not at all; `read_json`
 
-This file knows nothing of torch, models or data; a worker process that imports it stays small.
+This file imports no torch and knows nothing of models or data; a worker process that imports it stays small.
 """
 
 import contextlib
@@ -108,9 +108,7 @@ Positive = Annotated[int, Range(1, 1e9)]  # sizes, steps, sequences
 Count = Annotated[int, Range(0, 1e9)]  # the same, where 0 has a meaning of its own
 Tokens = Annotated[int, Range(0, 1e15)]  # amounts of data; 0 has a meaning of its own
 Seed = Annotated[int, Range(0, 2**63 - 1)]
-PositiveFloat = Annotated[float, Range(0, 1e9, above=True)]
 NonNegative = Annotated[float, Range(0, 1e9)]
-Fraction = Annotated[float, Range(0, 1)]  # 0 and 1 included
 Probability = Annotated[float, Range(0, 1, below=True)]  # of dropout: 1 would leave nothing
 
 
@@ -125,7 +123,7 @@ def check_ranges(config: Any) -> None:
 
 
 def parse_args(config_type, args: list[str] | None = None, default=None, prog: str | None = None, description=None):
-    """Fill the dataclass `config_type` from the command line; the comments behind its fields are the help.
+    """Fill the dataclass `config_type` from the command line; the comments after its fields are the help.
 
     `default` is an instance whose values replace the dataclass's own. Raises UserError where tyro would print a box,
     and for a constant outside its range.
@@ -240,4 +238,4 @@ def only_one(lock: Path, what: str, seconds: float | None = None) -> Iterator[No
         with FileLock(lock, timeout=LOCK_SECONDS if seconds is None else seconds):
             yield
     except Timeout:
-        raise UserError(f"another process writes to the {what}; wait until it ends, or use another one") from None
+        raise UserError(f"another process is writing to the {what}; wait until it ends, or use another one") from None

@@ -2,9 +2,9 @@
 
     shards -> one long stream of tokens per split -> windows -> a seeded permutation -> batches
 
-- shards: rows of uint16 or uint32, mapped into memory: `*_val_*` and `*_train_*` as .npy (ours, build-nanogpt's) or
-  .bin (llm.c's, modded-nanogpt's), or the .ds files of datatrove
-- window i is the tokens i*T .. (i+1)*T, both ends included: T inputs and, shifted by one, T targets. Windows may
+- shards: flat arrays of uint16 or uint32, mapped into memory: `*_val_*` and `*_train_*` as .npy (ours, build-nanogpt's)
+  or .bin (llm.c's, modded-nanogpt's), or the .ds files of datatrove
+- window i is the slice [i*T : (i+1)*T + 1]: T inputs and, shifted by one, T targets. Windows may
   straddle two shards, so nothing is dropped between them
 - a batch is a pure function of (seed, position), where position counts the windows seen so far. Every rank takes its
   slice of the same global batch, so that the order depends neither on the number of ranks nor on interruptions
@@ -139,7 +139,7 @@ def read_manifest(directory: Path) -> dict:
 
 
 def is_entry(entry: object) -> bool:
-    """Is it the description of a shard in a manifest? `file` is a plain name, so that nothing outside is opened."""
+    """True for the description of a shard in a manifest. `file` is a plain name, so that nothing outside is opened."""
     if type(entry) is not dict or type(entry.get("file")) is not str or type(entry.get("tokens")) is not int:
         return False
     return Path(entry["file"]).name == entry["file"] != "" and type(entry.get("sha256", "")) is str
@@ -186,11 +186,12 @@ class TokenStream:
                 )
 
     def read(self, start: int, n: int) -> np.ndarray:
-        """Tokens start .. start + n as a new array (n,) int64."""
+        """The slice [start : start + n] as a new array (n,) int64."""
         return self.read_windows([start], n)[0]
 
     def read_windows(self, starts: list[int], n: int) -> np.ndarray:
-        """Tokens start .. start + n of every start, as a new array (len(starts), n) int64, across shards where need be.
+        """The slice [start : start + n] of every start, as a new array (len(starts), n) int64, across shards where need
+        be.
 
         Raises UserError for a token that the vocabulary does not have.
         """
@@ -311,7 +312,7 @@ class Batches:
     def micro_batches(self, position: int, rows: int, micro_rows: int) -> Iterator[np.ndarray]:
         """This rank's part of that global batch, in arrays of one shape, (micro_rows, T + 1) int64.
 
-        Every rank gets as many of them, because all ranks take part in every exchange of gradients. Rows that are left
+        Every rank gets the same number, because all ranks take part in every exchange of gradients. Rows that are left
         over are PADDING.
         """
         own = -(-rows // self.world_size)  # rows on each rank
@@ -355,7 +356,9 @@ class BatchPlan:
         return position + (step - first_step) * size, size
 
     def divides_every_size(self, micro_rows: int, world_size: int) -> bool:
-        """Do micro-batches of so many rows need no padding in any step, but for what does not divide by the ranks?"""
+        """True if micro-batches of `micro_rows` fill every step's batch without padding, once it is divided over the
+        ranks.
+        """
         return all(-(-size // world_size) % micro_rows == 0 for _, _, size in self.levels)
 
 

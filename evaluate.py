@@ -1,6 +1,6 @@
 """What a model is worth while it trains: validation loss in nats and in bits per byte, and text to look at.
 
-Both doors that train use it. This file knows nothing of training, run directories or where batches come from.
+Both scripts that train use it. This file knows nothing of training, run directories or where batches come from.
 """
 
 import math
@@ -21,6 +21,7 @@ def validate(forward: torch.nn.Module, batches: Iterable[tuple], token_bytes: to
     tokenizers, as nats per token do not.
     """
     module = getattr(forward, "module", forward)  # without DDP, which has nothing to exchange here
+    was_training = module.training
     module.eval()
     one = torch.ones((), device=rt.device)  # divides the sum of the losses by nothing
     # sums over millions of tokens need fp64, which MPS does not have
@@ -32,7 +33,7 @@ def validate(forward: torch.nn.Module, batches: Iterable[tuple], token_bytes: to
             scored = targets >= 0
             n_bytes = torch.where(scored, token_bytes[targets.clamp(min=0)], 0).sum()
             totals += torch.stack([nats, scored.sum().to(nats), n_bytes.to(nats)]).to(totals)
-    module.train()
+    module.train(was_training)
     nats, tokens, n_bytes = rt.sum(totals).tolist()
     return dict(loss=nats / tokens, bpb=nats / math.log(2) / max(n_bytes, 1))
 

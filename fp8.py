@@ -3,9 +3,10 @@
     use_float8(model)         # once, before training; parameters, files and generation stay as they are
 
 **Two formats** (Micikevicius et al. 2022, section 3). E4M3 has 4 bits of exponent and 3 of mantissa: eight numbers for
-each power of two, so a rounding error of up to 6%, from 2^-9 to 448. E5M2 moves one bit of the mantissa to the
-exponent: up to 12%, from 2^-16 to 57,344. Weights and activations need the precision, gradients the range. The errors
-do little harm because they are independent of each other: a product adds up hundreds of them, and most cancel.
+each power of two, so a rounding error of up to 6% from 2^-6 to 448, and coarser steps down to 2^-9. E5M2 moves one bit
+of the mantissa to the exponent: up to 12.5% from 2^-14 to 57,344, and coarser steps down to 2^-16. Weights and
+activations need the precision, gradients the range. The errors do little harm because they are independent of each
+other: a product adds up hundreds of them, and most cancel.
 
 **A scale for each tensor.** Activations of 0.0005 would vanish in E4M3, and those of 500 overflow. So a tensor is
 divided by a scale that brings its largest absolute value to the largest number of the format, and the product is
@@ -28,7 +29,7 @@ have to be wide. The output projection is 31% of all products of GPT-2 124M, and
 the gradient of the loss by the logits is softmax - one_hot, between -1 and 1, so that its scale is known (`by_dlogits`;
 loss.py calls it). All this is expected, and not yet measured on a GPU; `bench.py gpu` measures each by itself.
 
-This file knows nothing of GPT-2 but that its blocks are in `model.transformer.h`, and how wide they are.
+This file knows nothing of GPT-2 but `transformer.h`, `lm_head`, their sizes, and the flag `float8_head`, which it sets.
 """
 
 import torch

@@ -27,13 +27,14 @@ GPT-2 124M has 0.2859 and 0.2955 as completion, 0.2892 and 0.3114 in the harness
 
 A context is computed once, which halves the work: it and its four endings lie side by side in one row of the model's
 input. Positions go on from the context in each ending, and the mask lets a token see the context (part 0) and its own
-part. Five tokens of context and endings of 3, 2, 2 and 1, whose last tokens are scored but predict nothing:
+part. Five tokens of context x and endings a, b, c and d of 3, 2, 2 and 1 tokens. The last token of an ending is scored
+but predicts nothing, so it is no input, and d has none at all:
 
-    token      c0 c1 c2 c3 c4 | a0 a1 | b0 | d0 |
+    token      x0 x1 x2 x3 x4 | a0 a1 | b0 | c0 |
     position    0  1  2  3  4 |  5  6 |  5 |  5 |
     part        0  0  0  0  0 |  1  1 |  2 |  3 |
 
-train_gpt2.py imports this file, which knows nothing of training.
+train_gpt2.py imports this file, which knows nothing of training but what to say where it goes on without the rows.
 """
 
 import json

@@ -5,14 +5,15 @@ A projection y = x W^T + b of a block keeps W and b, and gains a bypass of rank 
     x ──┬── W (frozen) ──────────────────────(+)── y        A (r, in)  Kaiming uniform
         └── dropout ── A ── B ── * alpha / r ──┘            B (out, r) zero, so that y starts as the base's
 
-Finetuning moves a weight along few directions (section 4.1), so that r (in + out) numbers can stand for in * out of
-them. They are also what training needs gradients and optimizer states for, and all that an adapter's file holds.
+The paper's hypothesis is that finetuning moves a weight along few directions (section 4.1). If so, r (in + out) numbers
+can stand for in * out of them. They are also what training needs gradients and optimizer states for, and all that an
+adapter's file holds.
 
 - `add_lora`, `merge`, `unmerge`, `remove_lora` change a GPT in place
 - `read_adapter`, `load_adapter` read a directory of ours or of peft, and refuse what they do not compute
 - `AdapterFiles` writes one, for checkpoints and for the result
 
-This file knows nothing of training, conversations or the command line.
+This file knows nothing of training or conversations, and of the command line only the flag --targets.
 """
 
 import hashlib

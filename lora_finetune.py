@@ -232,7 +232,8 @@ class AnswerLoss(torch.nn.Module):
         self.gpt = gpt
 
     def forward(self, idx, targets, places=None, n_targets=1.0):
-        """idx (B, T); targets (1, M) and places (1, M), theirs among the B * T positions. Returns (None, loss)."""
+        """idx (B, T); targets (1, M) and places (1, M), theirs among the B * T positions; without places, as the trial
+        for memory calls it, targets (B, T). Returns (None, loss)."""
         x = self.gpt.hidden(idx).flatten(0, 1)  # (B * T, C)
         if places is not None:
             x = x.index_select(0, places[0])  # (M, C)
@@ -240,7 +241,8 @@ class AnswerLoss(torch.nn.Module):
 
 
 def make_optimizer(model: GPT, config: Config, rt: Runtime) -> Optimizer:
-    """AdamW. With LoRA+ (Hayou et al. 2024) the up-projections learn faster: they start at zero, and A is large."""
+    """AdamW. With LoRA+ (Hayou et al. 2024) B learns faster than A: in wide models it has to, for both to learn as
+    much, because one starts at zero and the other does not."""
     ups = [module.lora_B for module in lora_modules(model).values()]
     known = {id(p) for p in ups}
     rest = [p for p in model.parameters() if p.requires_grad and id(p) not in known]
@@ -435,7 +437,9 @@ def finish(config: Config, run: Run, files: ChatFiles) -> None:
     elif adapter.exists():  # of a run that this one has replaced
         shutil.rmtree(adapter)
     if val := [record["loss"] for record in run.log.records if record["kind"] == "val"]:
-        print(f"\nvalidation loss {val[0]:.4f} before, {val[-1]:.4f} after, {min(val):.4f} at best (nats a token)")
+        print(
+            f"\nvalidation loss {val[0]:.4f} before, {val[-1]:.4f} after, {min(val):.4f} at its lowest (nats per token)"
+        )
     print(f"{run.log.median_rate():,.0f} answer tokens/s")
     if config.merge:
         write_merged(config, str(adapter))

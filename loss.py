@@ -2,12 +2,13 @@
 
     loss = linear_cross_entropy(x, weight, targets)    # sum over targets >= 0 of -log softmax(x @ weight.T)[target]
 
-GPT-2 turns 768 channels into 50,257 logits. For 64 x 1024 tokens those are 13 GB in fp32, more than all activations of
-the blocks together, and their gradients are as many again. Both are needed for a moment only: the loss of a position is
-one number of its logits, and the gradient, softmax(logits) - one_hot(target), goes into two products at once. So the
-forward pass takes a chunk of positions, makes their logits, their loss and the gradients of `x` and `weight`, and lets
-the next chunk overwrite them. Nothing is left for the backward pass but to multiply by the gradient of the loss. No
-product is computed twice, so that this costs no time, unlike activation checkpointing.
+GPT-2 turns 768 channels into 50,257 logits. For 64 x 1024 tokens those are 13 GB in fp32, and their gradients are as
+many again: together more than what all blocks keep for the backward pass. Both are needed for a moment only: the loss
+of a position is one number of its logits, and the gradient, softmax(logits) - one_hot(target), goes into two products
+at once. So the forward pass takes a chunk of positions, makes their logits, their loss and the gradients of `x` and
+`weight`, and lets the next chunk overwrite them. Nothing is left for the backward pass but to multiply by the gradient
+of the loss. No product is computed twice, so that this costs no time, unlike activation checkpointing. (The same idea:
+Hsu et al. 2024, Liger Kernel; Wijmans et al. 2024, "Cut your losses".)
 
 This file knows nothing of GPT-2, ranks or precision policies: it obeys the autocast that it is called under, and takes
 the products of fp8.py where it is told to.
@@ -21,6 +22,7 @@ from torch.nn import functional as F
 from fp8 import by_dlogits, by_weights
 
 LOSS_CHUNK = {"cpu": 2**19, "cuda": 2**27}  # logits alive at once: what caches hold, what keeps a GPU busy
+LARGEST_LOSS_CHUNK = 2**29  # 2 GB in fp32
 
 
 def linear_cross_entropy(x, weight, targets, fp8: bool = False) -> torch.Tensor:
@@ -34,18 +36,19 @@ def linear_cross_entropy(x, weight, targets, fp8: bool = False) -> torch.Tensor:
         x = x.to(torch.get_autocast_dtype(device))
     chunk = chunk_size(len(x), len(weight), device)
     with torch.autocast(device, enabled=False):
+        # inside of a Function gradients are always off, so whether they are wanted has to be told
         return LinearCrossEntropy.apply(x, weight, targets, chunk, torch.is_grad_enabled(), fp8)
 
 
 def chunk_size(n_positions: int, vocab_size: int, device: str) -> int:
     """Positions whose logits are alive at once.
 
-    More than a GPU needs to be busy still help, because each chunk adds a gradient of the size of `weight` to the last
-    one. But only up to a quarter of the batch: what limits a batch that fills the memory should not be the logits.
+    Chunks larger than a GPU needs to be busy still pay, because each adds a gradient of the size of `weight` to the
+    sum. But only up to a quarter of the batch: what limits a batch that fills the memory should not be the logits.
     """
     n_logits = LOSS_CHUNK.get(device, 2**25)
     if device == "cuda":
-        n_logits = max(n_logits, min(n_positions * vocab_size // 4, 2**29))
+        n_logits = max(n_logits, min(n_positions * vocab_size // 4, LARGEST_LOSS_CHUNK))
     return max(n_logits // vocab_size // 256 * 256, 256)  # whole tiles of the tensor cores
 
 
@@ -57,7 +60,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
         grad_x, grad_w = [], None
         for xc, tc in zip(x.split(chunk), targets.split(chunk), strict=True):
-            valid, safe = (tc >= 0)[:, None], tc.clamp(min=0)[:, None]  # (chunk, 1)
+            # (chunk, 1) each: a target that is not scored looks up token 0, and `valid` masks what comes of it
+            valid, safe = (tc >= 0)[:, None], tc.clamp(min=0)[:, None]
             logits = to_logits(xc, w.T)  # (chunk, V)
             log_probs = F.log_softmax(logits, dim=-1, dtype=torch.promote_types(x.dtype, loss.dtype))
             loss = loss - torch.where(valid, log_probs.gather(1, safe), 0.0).sum()
@@ -74,10 +78,9 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_loss):
-        # not scaled before: fp16 would lose what 1 / N and the loss scale have not met yet
+        # scaled only here, by 1 / n_targets and the loss scale together: the first alone would underflow in fp16
         grad_x, grad_w = ctx.saved_tensors
-        grad_x = (grad_x * grad_loss).to(grad_x.dtype)
-        return grad_x, None if grad_w is None else grad_w * grad_loss, None, None, None, None
+        return grad_x * grad_loss, None if grad_w is None else grad_w * grad_loss, None, None, None, None
 
 
 def softmax_minus_one_hot(log_probs, targets):

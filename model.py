@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al. 2019) as one nn.Module, and nothing else.
+"""GPT-2 (Radford et al. 2019): the model, its generation, and its Hugging Face files.
 
 - pre-norm blocks, learned positions, tanh GELU, biases everywhere, `wte` tied to `lm_head`
 - fused QKV, `scaled_dot_product_attention`; `attention="naive"` spells the same thing out
@@ -6,7 +6,8 @@
 - generation with a KV cache, for prompts of different lengths at once
 - `from_pretrained` / `save_pretrained` in the Hugging Face layout, and a FLOP count for MFU
 
-This file knows nothing of ranks, precision policies, optimizers, training loops or tokenizers.
+This file knows nothing of ranks, optimizers, training loops or data. Of precision it knows autocast's dtype, and one
+flag (see fp8.py); of a tokenizer, how many tokens it has.
 
     model = GPT.from_pretrained("gpt2")              # the hub's weights
     model = GPT(GPTConfig(n_layer=6, n_head=6, n_embd=384))
@@ -42,9 +43,9 @@ class GPTConfig:
     attention: str = "flash"  # flash: scaled_dot_product_attention; naive: softmax(QK^T / sqrt(D)) V, spelled out
 
 
-SIZES = {  # Radford et al. 2019, table 2
+SIZES = {  # Radford et al. 2019, table 2; heads as in the released configs
     "gpt2": dict(n_layer=12, n_head=12, n_embd=768),  # 124M
-    "gpt2-medium": dict(n_layer=24, n_head=16, n_embd=1024),  # 350M
+    "gpt2-medium": dict(n_layer=24, n_head=16, n_embd=1024),  # 355M
     "gpt2-large": dict(n_layer=36, n_head=20, n_embd=1280),  # 774M
     "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600),  # 1558M
 }
@@ -88,7 +89,7 @@ def naive_attention(q, k, v, mask=None, dropout_p=0.0):
     if mask is None:
         mask = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device).tril()  # (T, T)
     bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, float("-inf"))
-    # D independent products add up to a variance of D; divided by its root, the softmax does not saturate
+    # a sum of D products has variance D; dividing by sqrt(D) keeps the softmax from saturating
     scores = (q / math.sqrt(q.size(-1))) @ k.transpose(-2, -1) + bias  # (B, H, T, S)
     weights = F.softmax(scores, dim=-1)
     return F.dropout(weights, dropout_p) @ v.to(weights.dtype)  # (B, H, T, D)
@@ -148,7 +149,9 @@ class GPT(nn.Module):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
-        if isinstance(module, Block):  # 2 n_layer residual branches add up: keep their sum at the scale of one
+        # 2 n_layer residual branches add up: keep their sum at the scale of one (Radford et al. 2019, section 2.3).
+        # `apply` visits a block after what is inside of it, so that this replaces the 0.02 from above
+        if isinstance(module, Block):
             for proj in (module.attn.c_proj, module.mlp.c_proj):
                 nn.init.normal_(proj.weight, std=0.02 / math.sqrt(2 * self.config.n_layer))
 
@@ -192,7 +195,8 @@ class GPT(nn.Module):
         """Floating-point operations per token, forward and backward: 6 N + 12 L C T (PaLM, appendix B).
 
         N counts the parameters that take part in a matrix product: all but the position embedding (`wte` is the
-        output projection). The attention term counts the whole T x T square, the convention of nanoGPT and PaLM.
+        output projection); biases and gains, 0.1%, are let in. The attention term counts the whole T x T square, the
+        convention of nanoGPT and PaLM.
         """
         T = sequence_length or self.config.sequence_length
         N = self.num_params() - self.transformer.wpe.weight.numel()
@@ -246,7 +250,10 @@ class GPT(nn.Module):
         return self._decode(newest, cache)  # Decode: one token a row, which attends to what is kept
 
     def _prefill(self, contexts: list[list[int]], cache: "KVCache | None") -> torch.Tensor:
-        """Next-token logits (B, V) in fp32. Padding on the right is harmless: under the causal mask nobody sees it."""
+        """Next-token logits (B, V), computed in the dtype of the weights or of autocast, returned in fp32.
+
+        Padding on the right is harmless: under the causal mask no real token sees it.
+        """
         device = self.lm_head.weight.device
         lengths = torch.tensor([len(c) for c in contexts], device=device)
         idx = nn.utils.rnn.pad_sequence([torch.tensor(c) for c in contexts], batch_first=True).to(device)  # (B, T)
@@ -258,7 +265,7 @@ class GPT(nn.Module):
         return self.lm_head(last).float()
 
     def _decode(self, idx: torch.Tensor, cache: "KVCache") -> torch.Tensor:
-        """Next-token logits (B, V) in fp32 after one more token a row, idx (B, 1)."""
+        """Next-token logits (B, V), as `_prefill` has them, after one more token a row, idx (B, 1)."""
         x = self.hidden(idx, cache.lengths[:, None], cache.decode_mask(), cache)  # (B, 1, C)
         cache.lengths += 1
         return self.lm_head(x[:, 0]).float()
@@ -271,14 +278,14 @@ class GPT(nn.Module):
         self._decode = torch.compile(self._decode, mode="reduce-overhead", fullgraph=True, dynamic=False)
         self._compiled = True
 
-    def _take_cache(self, batch_size: int, n_tokens: int) -> "KVCache":
+    def _take_cache(self, batch_size: int, longest: int) -> "KVCache":
         """An empty cache. The one of the last call where that was compiled, as a CUDA graph writes to fixed addresses;
-        who takes it owns it until the end, so that two generators never share one."""
+        whoever takes it owns it until the end, so that two generators never share one."""
         weight = self.lm_head.weight
         autocast = torch.is_autocast_enabled(weight.device.type)
         dtype = torch.get_autocast_dtype(weight.device.type) if autocast else weight.dtype
         window = self.config.sequence_length
-        capacity = window if self._compiled else min(window, n_tokens)
+        capacity = window if self._compiled else min(window, longest)
         kept, self._kept_cache = self._kept_cache, None
         if kept is not None and (len(kept.lengths), kept.dtype, kept.device) == (batch_size, dtype, weight.device):
             kept.is_empty = True

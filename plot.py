@@ -252,7 +252,7 @@ def draw_loss(axes, runs: dict[str, dict], x_of: dict[str, Callable]) -> None:
         style = marked(i, len(val_steps)) if not alone else marked(2, len(val_steps)) | {"linestyle": "-"}
         lines += axes.plot(*curves[-1], linewidth=1.6, **style)
         last |= {label: val_losses[-1]} if len(val_losses) else {}
-        labels.append(("validation" if alone else label) + (f": {last[label]:.3f} at last" if label in last else ""))
+        labels.append(("validation" if alone else label) + (f": {last[label]:.3f} at the end" if label in last else ""))
     if alone:
         band = axes.fill_between(x, low, high, color=COLORS[0], alpha=0.25, linewidth=0.8)
         curves += [(x, smoothed(low)), (x, smoothed(high))]
@@ -291,7 +291,7 @@ def draw_hellaswag(axes, runs: dict[str, dict], x_of: dict[str, Callable]) -> No
             style = marked(i + j, len(steps))
             lines.append(axes.errorbar(x_of[label](steps), 100 * accuracy, 100 * error, elinewidth=0.8, **style))
             plus_minus = f" ± {error[-1]:.1%}" if len(steps) and math.isfinite(error[-1]) else ""
-            labels.append(f"{name}: {accuracy[-1]:.1%}{plus_minus} at last" if len(steps) else name)
+            labels.append(f"{name}: {accuracy[-1]:.1%}{plus_minus} at the end" if len(steps) else name)
     sizes = [fact(run, "parameters") for run in runs.values()]
     for name, _, accuracy in (*published(sizes), ("chance", None, CHANCE)):
         axes.axhline(100 * accuracy, color="gray", linestyle="--", linewidth=0.8)

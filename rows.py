@@ -25,7 +25,7 @@ from cli import UserError
 from data import permutation
 from sources import hub_rows
 
-IGNORED = -100  # a target that is not scored: model.py's IGNORE_INDEX
+IGNORED = -100  # a target that is not scored, as in PyTorch
 
 
 # -------------------------------------------------------------------------------------------------- rows to messages
@@ -40,7 +40,7 @@ def load_rows(data: str) -> list[list[dict]]:
 
 
 def on_hub(data: str) -> bool:
-    """Is it OWNER/NAME, and no local file?"""
+    """True for OWNER/NAME, unless a local file has that name."""
     is_name = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", data) and Path(data).suffix not in (".json", ".jsonl")
     return bool(is_name) and not os.path.exists(data)
 
@@ -173,7 +173,8 @@ def cut_by_length(lengths: list[int], limit: int, cost: int) -> list[range]:
 
 
 def collate(examples: list[Example]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(idx (B, T), targets (1, M), places (1, M)), int64: padded inputs, and the targets with where they belong.
+    """(idx (B, T), targets (1, M), places (1, M)), int64: padded inputs, and the M targets with where they belong.
+    The 1 is a batch dimension, which everything has that is called as a model is.
 
     Padding is on the right, where no real token sees it under the causal mask.
     """

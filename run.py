@@ -1,8 +1,8 @@
 """One run directory: what a training loop leaves behind, and what it goes on from.
 
-    OUT_DIR/   config.json, log.jsonl, samples.txt, learning_curve.png, step_NNNNNN/   (DESIGN: one run, one directory)
+    OUT_DIR/   config.json, log.jsonl, samples.txt, learning_curve.png, step_NNNNNN/
 
-The loop itself is in the door; it does the step and tells a Run about it:
+The loop itself is in the script; it does the step and tells a Run about it:
 
     run = Run.open(config, rt, fixed)                # the lock, and the checkpoint to resume from, if any
     run.begin(config, files, optimizer, ...)         # everything is known to work: from here on the directory changes
@@ -72,7 +72,7 @@ class Run:
         rt.on_main(run._lock)  # first: what is found below must not change under us
         found = rt.on_main(run._find_checkpoint)
         run.checkpoint = Path(found) if found else None
-        # nodes without a shared disk: better one line now than a rank that waits for the others for good
+        # nodes without a shared disk: better one line now than a rank that waits for the others forever
         seen = run.checkpoint is None or run.checkpoint.is_dir()
         if (n := int(rt.sum(torch.tensor(int(seen), device=rt.device)))) < rt.world_size:
             where = "put --out_dir where all nodes see it"
@@ -422,6 +422,8 @@ class SpikeDetector:
     MIN_LOSSES losses, or with a threshold of 0.
     """
 
+    # A median over 100 steps moves slowly, one over fewer than 20 says little. Odd batches come singly, spikes do not.
+    # And what three rounds of other data do not cure is not in the data.
     WINDOW, MIN_LOSSES, PATIENCE, MAX_RETURNS = 100, 20, 3, 3
 
     def __init__(self, threshold: float):
@@ -443,7 +445,9 @@ class SpikeDetector:
         return self.high >= self.PATIENCE
 
     def suspect(self, step: int) -> int:
-        """The first step that may have spoilt the weights, if the spike was noticed at `step`: the one before it."""
+        """The first step that may have spoilt the weights, if the spike was noticed at `step`: the one before the first
+        high loss.
+        """
         return step - self.PATIENCE
 
     def accept(self) -> None:

@@ -1,9 +1,9 @@
 """What a run tells: log.jsonl, samples.txt, learning_curve.png, cards, the terminal, a tracker if one is asked for.
 
-    {"step": 0, "kind": "run", "command": "train_gpt2.py tiny", "parameters": 957184, "versions": {...}, ...}
-    {"step": 10, "kind": "train", "loss": 6.91, "lr": 1.2e-4, "grad_norm": 1.4, "dt_ms": 93.1, "tokens": 5242880, ...}
+    {"step": 0, "kind": "run", "command": "train_gpt2.py", "parameters": 124475904, "versions": {...}, ...}
+    {"step": 10, "kind": "train", "loss": 9.91, "lr": 8.4e-6, "grad_norm": 1.4, "dt_ms": 93.1, "tokens": 5242880, ...}
     {"step": 250, "kind": "val", "loss": 5.02, "bpb": 1.61}
-    {"step": 9750, "kind": "target", "tokens": 4865392640, "hours": 1.43, "petaflop": 4163118.3}  # --target_loss
+    {"step": 9750, "kind": "target", "tokens": 4865392640, "hours": 1.43, "petaflop": 4163.1}  # --target_loss
 
 The first rank writes; on the others every method does nothing. This file knows nothing of models, optimizers or data.
 """

@@ -88,7 +88,7 @@ def find_source(patterns: tuple[str, ...], revision: str = "main", any_name: boo
 
 
 def on_hub(pattern: str) -> bool:
-    """Is it OWNER/NAME, perhaps with more after it, and no local file or folder?"""
+    """True for OWNER/NAME, perhaps with more after it, unless a local file or folder has that name."""
     name = re.match(r"[\w-][\w.-]*/[\w-][\w.-]*(?=/|$)", pattern)
     here = os.path.exists(pattern) or glob.glob(pattern, recursive=True)
     return name is not None and not here and not kind_of(name[0])

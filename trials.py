@@ -1,7 +1,7 @@
 """What is tried before a run: the fastest attention, and the largest micro-batch that fits into memory.
 
-Each is a measurement on the machine at hand, on which all ranks agree. This file knows nothing of GPT-2 beyond the
-shapes that it is given, and nothing of data or checkpoints.
+On a GPU each is a measurement, on whose outcome all ranks agree; on a CPU a rule, from earlier measurements. This file
+knows nothing of GPT-2 beyond the shapes that it is given, and nothing of data or checkpoints.
 """
 
 import contextlib
@@ -117,9 +117,9 @@ def attend(qkv, grad, shape: tuple[int, int, int, int]) -> tuple[torch.Tensor, t
 
 
 def attention_error(qkv, grad, shape: tuple[int, int, int, int]) -> float:
-    """The norm of what output or gradient of the kernel in use differs by from PyTorch's formula in fp32, relative to
-    the norm of those: the larger one, nan if something is not finite. It looks at the last sequence of the batch, where
-    an index that overflows shows first.
+    """Relative error |x - y| / |y| of the kernel in use, x, against PyTorch's formula in fp32, y: of the output or of
+    the gradient, whichever is larger; nan if something is not finite. Only the last sequence of the batch is compared,
+    where an index that overflows shows first.
     """
     found = [x[-1:].float() for x in attend(qkv, grad, shape)]
     last = qkv[-1:].detach().float().requires_grad_()

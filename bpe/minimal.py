@@ -1,4 +1,7 @@
-"""Byte-pair encoding on one page: all of the algorithm, and none of the speed. tokenizer.py computes the same.
+"""Byte-pair encoding (Sennrich et al. 2016, section 3.2; on bytes: Radford et al. 2019, section 2.2) on one page.
+
+All of the algorithm, and none of the speed: tokenizer.py finds the same merges and ids, given GPT-2's order of the
+bytes.
 
     merges = train(["the there then"], 3)    # [(b"h", b"e"), (b"t", b"he"), (b" ", b"the")]
     encode("the then", merges)               # [257, 258, 110]

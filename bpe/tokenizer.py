@@ -7,9 +7,10 @@
     tok = Tokenizer.load("out/tokenizer")       # or a tokenizer.json, a .tiktoken, vocab.json + merges.txt, "gpt2"
     tok.to_tiktoken(), tok.to_transformers()    # the same ids from other libraries
 
-The algorithm on one page is minimal.py, and this computes the same. How it is made fast stands elsewhere: training in
-training.py, splitting text and merging bytes in chunks.py; formats.py has the files. Here is what people call. All
-errors are ValueErrors. This file knows nothing of models, of shards, or of command lines.
+The algorithm on one page is minimal.py, and this computes the same, given the same order of the bytes (BYTE_ORDER). How
+it is made fast stands elsewhere: training in training.py, splitting text and merging bytes in chunks.py; formats.py has
+the files. Here is what people call. All errors are ValueErrors. This file knows nothing of models, of shards, or of
+command lines.
 """
 
 import codecs

@@ -384,7 +384,7 @@ def test_two_runs_do_not_write_into_one_directory(corpus, tokenizer, tmp_path, m
 
     monkeypatch.setattr(fineweb, "only_one", partial(cli.only_one, seconds=0.1))
     (tmp_path / "shards").mkdir()
-    with FileLock(tmp_path / "shards" / ".lock"), pytest.raises(UserError, match="another process writes to"):
+    with FileLock(tmp_path / "shards" / ".lock"), pytest.raises(UserError, match="another process is writing to"):
         run_here(corpus[0], tmp_path / "shards", tokenizer)
 
 
