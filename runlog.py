@@ -199,7 +199,8 @@ def open_tracker(config) -> tuple[Callable[[dict], None] | None, Callable[[], No
         else:
             import trackio
 
-            trackio.init(project="gpt2", name=out_dir.name, config=asdict(config))
+            again = "allow" if config.resume else "never"
+            trackio.init(project="gpt2", name=out_dir.name, config=asdict(config), resume=again)
             put, close = lambda numbers, step: trackio.log(numbers, step=step), trackio.finish
     except ImportError as e:
         raise UserError(f"--report_to {config.report_to}: {e}; pip install {config.report_to}") from e
