@@ -105,7 +105,8 @@ def facts(records: list[dict]) -> dict[str, str]:
     """The rows of the table."""
     rows = {}
     if data := first(records, "data", dict):
-        rows["data"] = ", ".join(f"{key} {v:,}" if type(v) is int else f"{key} {code(v)}" for key, v in data.items())
+        values = {key: f"{v:,}" if type(v) is int else code(v) for key, v in data.items()}
+        rows["data"] = ", ".join(f"{cell(key)} {value}" for key, value in values.items())
     if trained := newest(records, "train", "tokens"):
         rows["trained"] = f"{trained[0]:,} steps, {trained[1]:,} tokens"
     for kind, key, label, _ in METRICS:
@@ -119,8 +120,12 @@ def facts(records: list[dict]) -> dict[str, str]:
 
 
 def code(value) -> str:
-    """Text that ends neither its cell of a table nor its backquotes."""
-    return "`" + " ".join(str(value).replace("|", "\\|").replace("`", "'").split()) + "`"
+    return f"`{cell(value)}`"
+
+
+def cell(value) -> str:
+    """Text that ends neither its cell of a table nor the backquotes around it."""
+    return " ".join(str(value).replace("|", "\\|").replace("`", "'").split())
 
 
 # ------------------------------------------------------------------------------------------------------------ the hub

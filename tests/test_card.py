@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import ModelCard
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import card
@@ -21,7 +21,7 @@ from checkpoint import damage, load_model
 from tests.finetuning import ROWS, write_json
 from tests.helpers import ROOT, arguments, assert_user_error, environment, log_of, run_inline
 
-SHORT = dict(max_steps=4, eval_interval=4, checkpoint_interval=2, sample_interval=0, keep_checkpoints=0, eval_steps=1)
+SHORT = dict(max_steps=4, eval_interval=2, checkpoint_interval=2, sample_interval=0, keep_checkpoints=0, eval_steps=1)
 MODEL, ADAPTER = {"model.safetensors", "config.json"}, {"adapter_model.safetensors", "adapter_config.json"}
 RUN = dict(step=0, kind="run", command="train_gpt2.py --data a|b", parameters=124_439_808, commit="abc", machine="x86",
            versions=dict(torch="2.13.0"), config=dict(data="edu_fineweb10B"), data=dict(source="corpus", tokens=10**10),
@@ -79,12 +79,17 @@ def test_a_base_is_named_to_the_hub_if_it_is_on_the_hub(files, base, library, re
     assert ("merged" in text) == (files == MODEL)
 
 
-odd = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=20), st.just("a\n---\n|`b"))
+BREAKS_OUT = "a\n---\n|`b"  # of a line, of the first lines, of a cell, of backquotes
+odd = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=20), st.just(BREAKS_OUT))
 odd = st.one_of(odd, st.lists(odd, max_size=3), st.dictionaries(st.text(max_size=5), odd, max_size=3))
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.sampled_from(sorted(RUN)), odd, st.sampled_from(["val", "train", "hellaswag"]), odd)
+@example("machine", BREAKS_OUT, "val", None)
+@example("command", BREAKS_OUT, "train", 1e400)
+@example("data", {BREAKS_OUT: BREAKS_OUT}, "hellaswag", "x")
+@example("config", dict(data=BREAKS_OUT), "val", True)
 def test_whatever_a_log_says_the_card_is_one(key, value, kind, figure):
     changed = dict(RUN, **{key: value}) if key not in ("kind", "step") else RUN
     record = dict(step=600, kind=kind, loss=figure, bpb=figure, acc=figure, n=figure, tokens=figure)
@@ -99,12 +104,18 @@ def test_whatever_a_log_says_the_card_is_one(key, value, kind, figure):
 
 def test_every_checkpoint_has_a_card_with_the_figures_of_its_step(train, tmp_path):
     assert train(**SHORT).returncode == 0
-    val = log_of(tmp_path / "run", "val")[-1]
-    early, last = ((tmp_path / "run" / f"step_00000{step}" / "README.md").read_text() for step in (2, 4))
-    assert metrics(early) == {} and "2 steps, 512 tokens" in early
-    # the checkpoint was written before the evaluation of its step, and holds its figures all the same
-    assert list(metrics(last).values()) == [round(val["loss"], 4), round(val["bpb"], 4)]
-    assert "text.txt" in last and "learning_curve.png" in last and "manifest.json" in last
+    cards = [(tmp_path / "run" / f"step_00000{step}" / "README.md").read_text() for step in (2, 4)]
+    # a checkpoint is written before the evaluation of its step, and its card has the figures all the same
+    for val, text in zip(log_of(tmp_path / "run", "val"), cards, strict=True):
+        assert list(metrics(text).values()) == [round(val["loss"], 4), round(val["bpb"], 4)]
+    last = cards[-1]
+    assert (
+        "2 steps, 512 tokens" in cards[0]
+        and "4 steps, 1,024 tokens" in last
+        and "text.txt" in last
+        and "learning_curve.png" in last
+        and "manifest.json" in last
+    )
     curves = [path.read_bytes() for path in (tmp_path / "run").rglob("learning_curve.png")]
     assert len(curves) >= 2 and curves[0] == curves[-1]
 
