@@ -3,6 +3,7 @@
 import functools
 import http.server
 import io
+import json
 import shutil
 import socket
 import sys
@@ -17,7 +18,7 @@ import lora_finetune as lf
 import sample
 from bpe.tokenizer import Tokenizer
 from checkpoint import save_model
-from tests.finetuning import ROWS, small_gpt, write_json
+from tests.finetuning import adapted, save_adapter, small_gpt
 from tests.helpers import ROOT, arguments, run_inline
 
 SAID = ["Say boat now.", "Say <|endoftext|> tide (twice).", "Say it."]
@@ -26,19 +27,22 @@ LONGEST = 12  # tokens of an answer
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> SimpleNamespace:
-    """`base`, and what finetuning it for a moment leaves: `merged`."""
+    """`base`, and `merged`: the same with an adapter. Weights are random, and such that the answers differ from each
+    other, can be read, and end by themselves or are cut."""
     path = tmp_path_factory.mktemp("serve")
     tokenizer = Tokenizer.train([(ROOT / "input.txt").read_text()[:60_000]], 320)
     base = small_gpt(sequence_length=256)
-    base.transformer.wte.weight.data *= 10  # as after training: logits that a frozen head can move
+    for p in base.transformer.h.parameters():
+        p.data *= 30 if p.dim() == 2 else 1  # what was read counts for more than the last token
+    embedding, eot = base.transformer.wte.weight.data, tokenizer.eot_token
+    base.transformer.ln_f.bias.data += 10 * embedding[eot]  # makes the end of an answer likelier
+    unreadable = [i for i, text in tokenizer.vocab.items() if not text.decode("latin-1").isprintable() or text > b"~"]
+    embedding[[i for i in unreadable if i != eot]] = 0
     (path / "base").mkdir()
     save_model(path / "base", base, tokenizer)
-    data = write_json(path / "rows.json", ROWS)
-    config = lf.Config(base=str(path / "base"), data=str(data), out_dir=str(path / "lora"), merge=str(path / "merged"),
-                       lora_dim=16, max_lr=0.03, max_steps=120, batch_size=16, dtype="float32", device="cpu",
-                       val_rows=0, eval_interval=0, checkpoint_interval=0, micro_batch_size=16)  # fmt: skip
-    lf.finetune(config)
-    return SimpleNamespace(path=path, base=str(path / "base"), merged=str(path / "merged"), tokenizer=tokenizer)
+    adapter = save_adapter(adapted(base), path / "adapter")
+    lf.write_merged(lf.Config(base=str(path / "base"), merge=str(path / "merged")), str(adapter))
+    return SimpleNamespace(base=str(path / "base"), merged=str(path / "merged"), tokenizer=tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +97,8 @@ def test_openai_gets_the_tokens_of_sample_chat(server, models, spoken, stream):
 
     printed, messages = converse(answer)
     assert printed == spoken
-    ends = [sum(word in m["content"] for word in "sea tide boat gull sand".split()) for m in messages[1::2]]
-    assert any(ends), messages  # it learned something: the answers are not all alike, or empty
+    lengths = [len(models.tokenizer.encode_ordinary(message["content"])) for message in messages[1::2]]
+    assert 1 < min(lengths) < LONGEST == max(lengths)  # some end by themselves, others are cut
 
 
 def test_a_pipeline_of_transformers_gives_the_same_answers(models, spoken):
@@ -232,21 +236,58 @@ def test_people_talk_to_two_models_in_the_browser(server, pages, browser, models
     assert shown.startswith(first) and shown.endswith("<|endoftext|>")
 
 
+class Endless(http.server.BaseHTTPRequestHandler):
+    """A server whose answers have no end; one model it does not know."""
+
+    def log_message(self, *args):
+        pass
+
+    def start(self, status: int) -> None:
+        self.send_response(status)
+        self.send_header("Access-Control-Allow-Origin", "*")
+        self.send_header("Access-Control-Allow-Headers", "*")
+        self.end_headers()
+
+    def do_OPTIONS(self):
+        self.start(204)
+
+    def do_GET(self):
+        self.start(404)
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if body["model"] != "endless":
+            self.start(404)
+            return self.wfile.write(b"no such model")
+        self.start(200)
+        try:
+            while True:
+                self.wfile.write(b'data: {"choices": [{"delta": {"content": "on and "}}]}\n\n')
+                self.wfile.flush()
+                time.sleep(0.02)
+        except OSError:
+            self.server.left.set()
+
+
 @pytest.mark.slow
-def test_stop_ends_an_answer_and_an_error_says_what_to_look_at(server, pages, browser, models):
+def test_stop_ends_an_answer_and_an_error_says_what_to_look_at(pages, browser):
     from selenium.webdriver.common.by import By
     from selenium.webdriver.common.keys import Keys
 
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Endless)
+    server.left = threading.Event()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
     browser.get("about:blank")
-    # the longest answer that the context has room for
-    browser.get(f"{pages}/chat.html#server={server}&models={models.base}&temperature=0&max_tokens=200")
-    browser.find_element(By.CSS_SELECTOR, "section select").send_keys("as text")
+    browser.get(f"{pages}/chat.html#server=http://127.0.0.1:{server.server_port}/v1/&models=endless, unknown")
     browser.find_element(By.ID, "said").send_keys("Hi", Keys.ENTER)
-    wait_until(lambda: answers(browser)[0][-1])
+    wait_until(lambda: "on and on" in (answers(browser)[0] or [""])[-1])
+    wait_until(lambda: browser.find_elements(By.CSS_SELECTOR, "small.bad"))
+    assert "404 no such model" in browser.find_element(By.CSS_SELECTOR, "small.bad").text
     browser.find_element(By.ID, "said").send_keys(Keys.ESCAPE)
     wait_until(lambda: browser.find_element(By.ID, "send").is_enabled())
-    assert "stopped" in browser.find_element(By.CSS_SELECTOR, "li small").text
-    browser.find_element(By.ID, "clear").click()
-    browser.find_element(By.ID, "said").send_keys("Hi", Keys.ENTER)  # as messages, which a base refuses
-    wait_until(lambda: browser.find_elements(By.CSS_SELECTOR, "small.bad"))
-    assert "chat template" in browser.find_element(By.CSS_SELECTOR, "small.bad").text
+    assert "stopped" in browser.find_element(By.CSS_SELECTOR, "li small").text and server.left.wait(60)
+    # what was answered until then is part of the conversation; what was not answered can be asked again
+    shown = [pre.get_property("textContent") for pre in browser.find_elements(By.TAG_NAME, "pre")]
+    assert "ASSISTANT:on and on" in shown[0] and shown[0].endswith("<|endoftext|>") and shown[1] == ""
+    server.shutdown()
+    server.server_close()
