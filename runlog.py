@@ -97,9 +97,10 @@ class RunLog:
         """After the first steps, of which the very first may have compiled. `tokens_left` is at most 0 if not known."""
         recent = [r for r in self.records if r["kind"] == "train"][-8:]
         if recent:
-            rate, dt = (statistics.median(r[key] for r in recent) for key in ("tokens_per_sec", "dt_ms"))
+            seconds = sum(r["dt_ms"] for r in recent) / 1e3
+            rate = sum(r["tokens_per_sec"] * r["dt_ms"] for r in recent) / 1e3 / seconds
             # where it is known how many tokens are to come, they count: steps take longer as a batch ramps up
-            left = duration(tokens_left / rate if tokens_left > 0 else dt / 1e3 * steps_left)
+            left = duration(tokens_left / rate if tokens_left > 0 else seconds / len(recent) * steps_left)
             self.rt.print(f"about {left} to go at {rate:,.0f} tokens/s, plus evaluations")
 
     def start_bar(self, step: int, max_steps: int) -> None:
