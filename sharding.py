@@ -38,16 +38,14 @@ def shard(model: torch.nn.Module, blocks: Iterable[torch.nn.Module], rt: Runtime
     Each of `blocks` is gathered by itself, what is outside of them together. Where compilation is on it is by block,
     so that gathering and computing overlap. On several nodes each node keeps one copy (see `Runtime.mesh`).
     """
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # a second, which one rank does not need
+    from torch.distributed.fsdp import fully_shard  # takes a second, which one rank does not need
 
-    # In 16 bits blocks are gathered as what autocast would make of their weights, so that half as much travels and
-    # autocast keeps no copies for the backward pass. Gradients are summed in fp32. Outside, embeddings start the
-    # residual stream, which is fp32, and so they stay that.
-    policy = MixedPrecisionPolicy(rt.dtype, torch.float32, cast_forward_inputs=False)
+    # Weights travel in fp32, so that autocast rounds what it rounds on one rank, and nothing else. (Rounded by FSDP's
+    # own policy, half as much would travel; LayerNorm's gains would be rounded, too, which CPUs do not even take.)
     for block in blocks:
         if rt.compile:
             block.forward = torch.compile(block.forward, dynamic=False)
-        fully_shard(block, mesh=rt.mesh, reshard_after_forward=rt.shard == "full", mp_policy=policy)
+        fully_shard(block, mesh=rt.mesh, reshard_after_forward=rt.shard == "full")
     fully_shard(model, mesh=rt.mesh, reshard_after_forward=False)  # the backward pass begins with what is out here
     for module in sharded_modules(model):
         module.set_force_sum_reduction_for_comms(rt.device.type == "cpu")  # Gloo knows no AVG

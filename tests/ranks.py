@@ -4,8 +4,9 @@
 
 After each run it writes `ranks.json` into the run directory: what `Observer` has seen on every rank. `fault` is
 something that goes wrong on the last rank, in step FAULT_STEP; `start` is a run of which a copy, up to step 10, is made
-before; `ranks_per_node` lets the ranks believe that they are on several nodes. A job with a `kind` is no run, but a
-search for the micro-batch: see `probe`.
+before; `ranks_per_node` lets the ranks believe that they are on several nodes; `jump` is a step whose loss, and that of
+the next two, every rank sees 9 nats higher, once. A job with a `kind` is no run, but a search for the micro-batch: see
+`probe`.
 """
 
 import hashlib
@@ -25,6 +26,7 @@ import train_gpt2
 from checkpoint import remove_after
 from loss import LinearCrossEntropy
 from model import GPT, GPTConfig
+from run import Run
 from runtime import Runtime
 from sharding import local, whole
 from trials import largest_that_fits
@@ -144,7 +146,19 @@ def copy_of_run(start: str, out_dir: Path) -> None:
     remove_after(out_dir / "step_000010")
 
 
-def run(args: list[str], fault: str | None = None, start: str | None = None, ranks_per_node: int = 0) -> None:
+def jump_at(first: int):
+    real, seen = Run.log_step, []
+
+    def log_step(run, loss, *others):
+        higher = run.step - first in (0, 1, 2) and run.step not in seen
+        seen.append(run.step)
+        real(run, loss + 9.0 * higher, *others)
+
+    Run.log_step = log_step
+    return lambda: setattr(Run, "log_step", real)
+
+
+def run(args: list[str], fault: str | None = None, start: str | None = None, ranks_per_node=0, jump=0) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     os.environ["LOCAL_WORLD_SIZE"] = str(ranks_per_node or world_size)
     out_dir = Path(args[args.index("--out_dir") + 1])
@@ -162,7 +176,7 @@ def run(args: list[str], fault: str | None = None, start: str | None = None, ran
         return real_rate(step, config)
 
     train_gpt2.train, train_gpt2.learning_rate = train, learning_rate
-    undo = FAULTS[fault](steps) if fault and rank == world_size - 1 else lambda: None
+    undo = FAULTS[fault](steps) if fault and rank == world_size - 1 else jump_at(jump)
     if dist.is_initialized():
         dist.barrier()
     sys.argv = ["train_gpt2.py", *args]

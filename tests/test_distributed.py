@@ -92,8 +92,8 @@ def weights_of(run: Path, step: int = 20) -> dict[str, torch.Tensor]:
     return state
 
 
-def same_weights(run: Path, reference: Path, rel=1e-5) -> None:
-    ours, theirs = weights_of(run), weights_of(reference)
+def same_weights(run: Path, reference: Path, rel=1e-5, step=20) -> None:
+    ours, theirs = weights_of(run, step), weights_of(reference, step)
     assert ours.keys() == theirs.keys()
     for name in ours:
         assert (ours[name] - theirs[name]).norm() <= rel * theirs[name].norm(), name

@@ -1,0 +1,155 @@
+"""A model that is divided over ranks trains as one that every rank has whole, and takes a fraction of the bytes."""
+
+import pytest
+
+from checkpoint import load_train_state
+from tests.helpers import log_of, text_file
+from tests.test_distributed import STEP, alone, args, copy_of_run, on_ranks, ranks_of, same_losses, same_weights
+
+HALF = dict(max_steps=10, eval_interval=10)
+PAIRS = {  # the same run with --shard none and with another one
+    "dropout": dict(dropout=0.2, optimizer="muon", **HALF),
+    "float16": dict(dtype="float16", max_lr=1e-3, **HALF),
+    "bfloat16": dict(dtype="bfloat16", **HALF),
+    "jump": dict(max_steps=30, eval_interval=30),
+    "sample": dict(sample_interval=10, sample_tokens=40, eval_steps=0, **HALF),  # ranks with other numbers of windows
+}
+SHARDED = {name: dict(shard="full") for name in PAIRS} | {
+    "dropout": dict(shard="full", activation_checkpointing=True),
+    "jump": dict(shard="optimizer"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sharding")
+    text_file(folder / "text.txt")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pairs(folder):
+    def job(name, kind, changes) -> dict:
+        return dict(args=args(folder, f"{name}-{kind}", **changes), jump=24 if name == "jump" else 0)
+
+    jobs = [job(name, "none", changes) for name, changes in PAIRS.items()]
+    jobs += [job(name, "divided", changes | SHARDED[name]) for name, changes in PAIRS.items()]
+    on_ranks(2, jobs)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["dropout", "sample", "jump"])
+def test_a_divided_model_trains_as_a_whole_one(pairs, name):
+    same_losses(pairs / f"{name}-divided", pairs / f"{name}-none")
+    step = 30 if name == "jump" else 10
+    same_weights(pairs / f"{name}-divided", pairs / f"{name}-none", step=step)
+
+
+def test_a_divided_model_goes_back_to_a_checkpoint(pairs):
+    assert [r["step"] for r in log_of(pairs / "jump-divided", "rollback")] == [20]
+
+
+def test_a_divided_model_writes_the_same_samples(pairs):
+    texts = [[r["text"] for r in log_of(pairs / f"sample-{kind}", "sample")] for kind in ("none", "divided")]
+    assert texts[0] == texts[1] and len(texts[0]) == 4  # one along the way, three at the end
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bits_are_as_precise_in_a_divided_model(pairs, dtype):
+    """Within what another seed makes of it, which is 1% here."""
+    same_losses(pairs / f"{dtype}-divided", pairs / f"{dtype}-none", rel=2e-3)
+    states = [load_train_state(pairs / f"{dtype}-{kind}" / "step_000010") for kind in ("none", "divided")]
+    assert states[0]["optimizer"]["scaler"] == states[1]["optimizer"]["scaler"]
+
+
+def test_every_matrix_is_orthogonalized_once_by_one_rank(pairs):
+    for kind in ("none", "divided"):
+        seen = [rank["matrices"] for rank in ranks_of(pairs / f"dropout-{kind}")]
+        assert sum(seen) == 10 * 2 * 4 and max(seen) == min(seen)  # steps, blocks, matrices of each
+
+
+def test_a_rank_holds_its_fraction_of_everything(pairs):
+    whole, divided = (ranks_of(pairs / f"dropout-{kind}") for kind in ("none", "divided"))
+    for ours, theirs in zip(divided, whole, strict=True):
+        for kind, n_bytes in theirs["held"].items():
+            assert ours["held"][kind] == pytest.approx(n_bytes / 2, rel=0.05), kind
+
+
+# ---- more ranks, nodes, and every way from one to another
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_bytes_of_a_rank(folder, ranks):
+    """The table of docs/cluster.md: 4 layers and 128 channels."""
+    sizes = dict(n_layer=4, n_embd=128, vocab_size=1024, max_steps=2, eval_interval=2, total_batch_size=32 * 4 * ranks)
+    sizes |= dict(micro_batch_size=2)
+    jobs = [
+        dict(args=args(folder, f"bytes-{ranks}-{how}-{optimizer}", shard=how, optimizer=optimizer, **sizes))
+        for how in ("none", "optimizer", "full")
+        for optimizer in ("adamw", "muon")
+    ]
+    on_ranks(ranks, jobs)
+    for optimizer in ("adamw", "muon"):
+        none, some, full = (
+            ranks_of(folder / f"bytes-{ranks}-{how}-{optimizer}") for how in ("none", "optimizer", "full")
+        )
+        for kind, n_bytes in none[0]["held"].items():
+            fullest = max(rank["held"][kind] for rank in full)
+            print(f"{ranks} ranks, {optimizer}: {kind} {n_bytes:,} -> {fullest:,} = {fullest / n_bytes:.4f}")
+            assert fullest == pytest.approx(n_bytes / ranks, rel=0.05)
+            assert max(rank["held"][kind] for rank in some) == fullest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_two_nodes_of_two_ranks_each_hold_a_copy(folder, optimizer):
+    changes = dict(optimizer=optimizer, micro_batch_size=2)
+    alone(folder, f"{optimizer}-alone", **changes)
+    jobs = [
+        dict(args=args(folder, f"{optimizer}-nodes-{how}", shard=how, **changes), ranks_per_node=2)
+        for how in ("optimizer", "full")
+    ]
+    on_ranks(4, jobs)
+    for how in ("optimizer", "full"):
+        run = folder / f"{optimizer}-nodes-{how}"
+        same_losses(run, folder / f"{optimizer}-alone")
+        same_weights(run, folder / f"{optimizer}-alone")
+        ranks = ranks_of(run)
+        assert len({rank["checksum"] for rank in ranks}) == 1
+        if optimizer == "muon":
+            assert [rank["matrices"] for rank in ranks] == [20 * 8 / 4] * 4
+
+
+WAYS = [(1, "none"), *((ranks, how) for ranks in (2, 3) for how in ("none", "optimizer", "full"))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_every_checkpoint_goes_on_in_every_way(folder, optimizer):
+    def name(ranks: int, how: str) -> str:
+        return f"{optimizer}-{ranks}-{how}"
+
+    changes = dict(STEP, optimizer=optimizer)
+    for ranks in (1, 2, 3):
+        jobs = [dict(args=args(folder, name(n, how), shard=how, **changes)) for n, how in WAYS if n == ranks]
+        on_ranks(ranks, jobs) if ranks > 1 else alone(folder, name(1, "none"), **changes)
+    reference = folder / name(1, "none")
+    for ranks in (1, 2, 3):
+        targets = [(start, how, f"{name(*start)}-to-{ranks}-{how}") for start in WAYS for n, how in WAYS if n == ranks]
+        if ranks == 1:
+            for start, _, out in targets:
+                copy_of_run(folder / name(*start), folder / out)
+                alone(folder, out, resume=True, **changes)
+        else:
+            on_ranks(
+                ranks,
+                [
+                    dict(args=args(folder, out, resume=True, shard=how, **changes), start=str(folder / name(*start)))
+                    for start, how, out in targets
+                ],
+                timeout=1200,
+            )
+        for _, _, out in targets:
+            same_losses(folder / out, reference)
+            same_weights(folder / out, reference)
