@@ -30,8 +30,9 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from cli import UserError
+from heartbeat import watch_ranks
 
-LOST_RANK = timedelta(minutes=10)  # after this long without an answer a rank is lost; no compilation takes as long
+EXCHANGE = timedelta(minutes=10)  # to wait for ranks that compile or write; those that are lost: see heartbeat.py
 
 # The dense peak of the matrix units in TFLOP/s for 16-bit inputs with fp32 accumulation, from the vendors' data sheets
 # and whitepapers; for GeForce cards without one, twice the published fp32 rate, as where both are printed. The first
@@ -300,9 +301,10 @@ def _join_ranks(device: torch.device, rank: int, world_size: int) -> None:
         store=store,
         rank=rank,
         world_size=world_size,
-        timeout=LOST_RANK,
+        timeout=EXCHANGE,
         device_id=device if on_gpu else None,
     )
+    watch_ranks(store, rank, world_size)
 
 
 def _make_mesh(device: torch.device, world_size: int) -> DeviceMesh:

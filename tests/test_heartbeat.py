@@ -1,0 +1,55 @@
+"""Ranks that stand still are noticed by the others; those that are merely slow are not lost."""
+
+import queue
+import threading
+
+import pytest
+import torch.distributed as dist
+
+import heartbeat
+
+
+@pytest.fixture
+def store():
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def ends(monkeypatch):
+    """What the process would end with."""
+    said = queue.Queue()
+
+    monkeypatch.setattr(heartbeat, "end", lambda rank, problem: said.put((rank, problem)))
+    return said
+
+
+def test_a_rank_that_stands_still_is_named_by_the_others(store, ends):
+    alive = threading.Event()
+    peer = store.clone()
+
+    def other_rank():
+        while not alive.wait(0.02):
+            peer.add("beat 1", 1)
+
+    thread = threading.Thread(target=other_rank)
+    thread.start()
+    heartbeat.watch_ranks(store, 0, 2, beat=0.1, patience=0.5)
+    with pytest.raises(queue.Empty):
+        ends.get(timeout=1.5)  # three times its patience
+    alive.set()
+    thread.join()
+    rank, problem = ends.get(timeout=30)
+    assert rank == 0 and "rank 1" in problem
+
+
+def test_a_rank_without_torchrun_ends(store, ends):
+    class Gone:
+        def clone(self):
+            return self
+
+        def add(self, key, n):
+            raise dist.DistNetworkError("the connection was closed")
+
+    heartbeat.watch_ranks(Gone(), 3, 8, beat=0.02, patience=60.0)
+    rank, problem = ends.get(timeout=30)
+    assert rank == 3 and "torchrun" in problem
