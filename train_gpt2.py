@@ -5,6 +5,7 @@
     torchrun --standalone --nproc_per_node=8 train_gpt2.py   # the same run on 8 GPUs
     python train_gpt2.py gpt2-medium --micro_batch_size 16   # another recipe, another constant
     python train_gpt2.py --resume                            # go on from the newest sound checkpoint
+    python train_gpt2.py gpt2-xl --dry_run                   # what a run will do, and the memory that it needs
 
 Writes OUT_DIR (out/RECIPE): config.json, log.jsonl, learning_curve.png, samples.txt, and checkpoints step_NNNNNN/ that
 transformers opens as they are. Where each decision lives: data.py the order of tokens, model.py GPT-2, optim.py the
@@ -13,6 +14,7 @@ schedule and the optimizers, run.py the run directory, runtime.py the machine.
 
 import math
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -39,6 +41,7 @@ from data import (
 )
 from evaluate import complete, validate
 from fp8 import use_float8
+from memory import Layout, checkpoint_bytes, n_parameters, table
 from model import GPT, GPTConfig
 from optim import Optimizer, learning_rate, make_optimizer
 from run import Run
@@ -56,6 +59,7 @@ class Config:
     out_dir: str = ""  # where the run is written; out/RECIPE when empty
     resume: bool = False  # go on from the newest sound checkpoint of out_dir, or start when there is none
     overwrite: bool = False  # replace the run that out_dir holds
+    dry_run: bool = False  # say what the run will do and the memory that it needs, and stop
     init_from: str = ""  # checkpoint directory or hub id (gpt2) to start from instead of random weights
     # model
     n_layer: Annotated[int, Range(1, 1000)] = 12  # blocks
@@ -136,6 +140,8 @@ def main() -> None:
     recipe, written = read_command_line(sys.argv[1:])
     rt = Runtime.setup(written.device, written.dtype, written.compile, written.shard)
     check(written, rt)
+    if written.dry_run:
+        return print_plan(written, model_shape(written, recipe, None, rt), rt)
     run = Run.open(written, rt, FIXED)
     shape = model_shape(written, recipe, run.checkpoint, rt)
     data = open_data(written, shape, rt)
@@ -321,6 +327,29 @@ def check(config: Config, rt: Runtime) -> None:
             f"{config.sequence_length} x micro_batch_size {max(config.micro_batch_size, 1)} x {rt.world_size} ranks; "
             f"{nearest} is"
         )
+
+
+def print_plan(config: Config, shape: GPTConfig, rt: Runtime) -> None:
+    """What a run will do, and what it needs; nothing is written. It is about GPUs unless --device cpu is given."""
+    itemsize = rt.dtype.itemsize if config.device == "cpu" else 4 if config.dtype == "float32" else 2
+    one_rank = Layout(optimizer=config.optimizer, itemsize=itemsize, device="cpu" if config.device == "cpu" else "cuda")
+    if config.device != "cpu" and config.attention == "auto":  # whatever was chosen for the machine at hand
+        shape = replace(shape, attention="flash")
+    plan, T = batch_plan(config), config.sequence_length
+    n_saved = -(-config.max_steps // config.checkpoint_interval) if config.checkpoint_interval else 0
+    n_kept = min(n_saved, config.keep_checkpoints + 2) if config.keep_checkpoints else n_saved  # best, one on its way
+    gb = checkpoint_bytes(shape, one_rank) / 1e9
+    free = shutil.disk_usage(next(path for path in Path(config.out_dir).resolve().parents if path.exists())).free / 1e9
+    tokens = f"{plan(0)[1] * T:,} to {plan.full * T:,} tokens, {plan(config.max_steps)[0] * T:,} in all"
+    rt.print(f"model   {n_parameters(shape):,} parameters")
+    rt.print(f"steps   {config.max_steps:,} of {tokens}")
+    rt.print(
+        f"disk    {n_saved:,} checkpoints of {gb:.2f} GB, {n_kept} at once: {n_kept * gb:.1f} of {free:.1f} GB free"
+    )
+    rt.print(
+        f"memory  GB on each rank, {config.optimizer}, {8 * itemsize}-bit products, micro-batches of B (memory.py)\n"
+    )
+    rt.print("\n".join(table(shape, one_rank)))
 
 
 def model_shape(config: Config, recipe: str, checkpoint: Path | None, rt: Runtime) -> GPTConfig:

@@ -1,0 +1,116 @@
+"""The formula for the memory of training, against every byte that tensors have while a model trains."""
+
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from memory import Layout, n_parameters, needs
+from model import GPT, GPTConfig
+from optim import make_optimizer
+from runtime import Runtime
+from trials import checkpoint_activations
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of all storages that operators have made and nobody has let go yet, now and at their peak."""
+
+    live = peak = 0
+
+    def __init__(self, tensors):
+        super().__init__()
+        self.known = set()
+        for tensor in tensors:
+            self.count(tensor)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.count(tensor)
+        return result
+
+    def count(self, tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.known:
+            self.known.add(storage._cdata)
+            self.live += storage.nbytes()
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self.let_go, storage._cdata, storage.nbytes())
+
+    def let_go(self, key: int, n_bytes: int) -> None:
+        self.known.discard(key)
+        self.live -= n_bytes
+
+
+def peak_of_training(shape: GPTConfig, layout: Layout, rows: int) -> int:
+    """Two steps of two micro-batches, as the loop takes them."""
+    rt = Runtime.setup("cpu", {2: "bfloat16", 4: "float32"}[layout.itemsize])
+    model = GPT(shape)
+    if layout.checkpointing:
+        checkpoint_activations(model.transformer.h)
+    constants = SimpleNamespace(
+        optimizer=layout.optimizer, max_lr=1e-3, muon_lr=0.02, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8
+    )
+    with LiveBytes(model.parameters()) as memory:
+        optimizer = make_optimizer(model, constants, rt)
+        for _ in range(2):
+            for _ in range(2):
+                idx = torch.randint(shape.vocab_size, (rows, shape.sequence_length))
+                with rt.autocast():
+                    _, loss = model(idx, idx, n_targets=torch.tensor(idx.numel()))
+                loss.backward()
+                del loss
+            optimizer.step(optimizer.clip_grad_norm(1.0).isfinite())
+    return memory.peak
+
+
+TINY = dict(sequence_length=128, vocab_size=1024, n_layer=4, n_head=2, n_embd=128)
+M30 = dict(sequence_length=256, vocab_size=50304, n_layer=6, n_head=6, n_embd=384)
+CASES = {
+    "tiny": (TINY, Layout(optimizer="muon", itemsize=4, device="cpu"), 16),
+    "tiny, one sequence": (TINY, Layout(optimizer="muon", itemsize=4, device="cpu"), 1),
+    "tiny, recomputed": (TINY, Layout(itemsize=4, device="cpu", checkpointing=True), 16),
+    "tiny, 16 bits, spelled out": (TINY | dict(attention="naive"), Layout(itemsize=2, device="cpu"), 16),
+    "tiny, spelled out": (TINY | dict(attention="naive"), Layout(itemsize=4, device="cpu"), 16),
+    "30M": (M30, Layout(itemsize=4, device="cpu"), 8),
+    "30M, one sequence": (M30, Layout(itemsize=4, device="cpu"), 1),
+    "30M, Muon": (M30, Layout(optimizer="muon", itemsize=4, device="cpu"), 1),
+    "30M, recomputed": (M30, Layout(itemsize=4, device="cpu", checkpointing=True), 8),
+}
+SLOW = [pytest.param(name, marks=pytest.mark.slow) if "30M" in name else name for name in CASES]
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_the_peak_of_training_is_what_the_formula_says(name):
+    sizes, layout, rows = CASES[name]
+    shape = GPTConfig(**sizes)
+    assert sum(needs(shape, layout, rows).values()) == pytest.approx(peak_of_training(shape, layout, rows), rel=0.15)
+
+
+def test_parameters_are_counted_as_the_model_has_them():
+    with torch.device("meta"):
+        assert n_parameters(GPTConfig(**M30)) == GPT(GPTConfig(**M30)).num_params()
+
+
+def test_more_ranks_that_divide_more_need_less():
+    shape = GPTConfig(n_layer=48, n_head=25, n_embd=1600)
+    totals = [sum(needs(shape, Layout(8, how), 1).values()) for how in ("none", "optimizer", "full")]
+    assert totals == sorted(totals, reverse=True)
+    for how in ("optimizer", "full"):
+        totals = [sum(needs(shape, Layout(ranks, how), 1).values()) for ranks in (2, 4, 8, 16)]
+        assert totals == sorted(totals, reverse=True)
+
+
+def test_a_dry_run_says_what_a_run_does_and_needs_and_leaves_nothing_behind(train, tmp_path):
+    result = train(dry_run=True, n_layer=3, max_steps=7, checkpoint_interval=2, data=tmp_path / "missing.txt")
+    assert result.returncode == 0 and not (tmp_path / "run").exists()
+    with torch.device("meta"):
+        n = GPT(GPTConfig(sequence_length=32, vocab_size=384, n_layer=3, n_embd=32, n_head=2)).num_params()
+    for figure in (f"{n:,} parameters", f"{7 * 256:,} in all", "4 checkpoints"):
+        assert figure in result.stdout
+    for how in ("none", "optimizer", "full"):
+        assert how in result.stdout
