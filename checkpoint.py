@@ -209,6 +209,26 @@ def snapshot(state, keep: bool = True):
     return state
 
 
+def tied_once(model: GPT) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+
+
+def filled(config: GPTConfig, state: dict[str, torch.Tensor]) -> GPT:
+    """A GPT with these tensors, not copies of them, as its weights."""
+    with torch.device("meta"):  # parameters without memory, which the tensors then replace
+        gpt = GPT(config)
+    gpt.load_state_dict(state | {"lm_head.weight": state["transformer.wte.weight"]}, assign=True)
+    return gpt
+
+
+def whole_model(model: GPT) -> GPT:
+    """Of a model that is divided over ranks a copy with all weights on every rank, which each can then use by itself;
+    one that is not divided as it is. All ranks call this together."""
+    state = tied_once(model)
+    gathered = {name: whole(tensor) for name, tensor in state.items()}
+    return model if all(gathered[name] is state[name] for name in state) else filled(model.config, gathered)
+
+
 class ModelFiles:
     """The weights of a whole model and its tokenizer, as a run saves and restores them.
 
@@ -220,13 +240,8 @@ class ModelFiles:
 
     def copy(self) -> Callable[[Path], None]:
         """Copy the weights as they are now, to host memory; the result writes the copy into a directory."""
-        with torch.device("meta"):  # parameters without memory, which the copies then replace
-            copy = GPT(self.model.config)
-        state = {name: tensor for name, tensor in self.model.state_dict().items() if name != "lm_head.weight"}
-        state = snapshot(state, self.keep)  # (name: fp32 tensor), 0.5 GB for 124M
-        state["lm_head.weight"] = state["transformer.wte.weight"]  # tied, so copied once
-        if self.keep:
-            copy.load_state_dict(state, assign=True)
+        state = snapshot(tied_once(self.model), self.keep)  # (name: fp32 tensor), 0.5 GB for 124M
+        copy = filled(self.model.config, state) if self.keep else None
         return lambda directory: save_model(directory, copy, self.tokenizer)
 
     def load(self, directory: Path) -> None:

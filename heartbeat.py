@@ -11,6 +11,7 @@ This file knows nothing of devices, models or training.
 """
 
 import atexit
+import contextlib
 import os
 import sys
 import threading
@@ -54,5 +55,6 @@ def watch_ranks(store, rank: int, world_size: int, beat: float = BEAT, patience:
 
 def end(rank: int, problem: str) -> None:
     who = f"rank {rank}: " if rank else ""
-    print(f"error: {who}{problem}; the same command with --resume goes on", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError, ValueError):  # whoever read this may be gone as well
+        print(f"error: {who}{problem}; the same command with --resume goes on", file=sys.stderr, flush=True)
     os._exit(1)  # the main thread is inside an exchange, where nothing can be raised

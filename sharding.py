@@ -22,8 +22,7 @@ hooks. Divided tensors are DTensors: to the outside they have the whole shape, a
 This file knows nothing of GPT-2, optimizers, files or training loops.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -32,7 +31,7 @@ from torch.nn.functional import pad
 from runtime import Runtime
 
 
-def shard(model: torch.nn.Module, blocks: Iterable[torch.nn.Module], rt: Runtime) -> None:
+def shard(model: torch.nn.Module, blocks: Sequence[torch.nn.Module], rt: Runtime) -> None:
     """Divide a model over the ranks as `rt.shard` says, in place; every rank comes with the same weights.
 
     Each of `blocks` is gathered by itself, what is outside of them together. Where compilation is on it is by block,
@@ -47,30 +46,8 @@ def shard(model: torch.nn.Module, blocks: Iterable[torch.nn.Module], rt: Runtime
             block.forward = torch.compile(block.forward, dynamic=False)
         fully_shard(block, mesh=rt.mesh, reshard_after_forward=rt.shard == "full")
     fully_shard(model, mesh=rt.mesh, reshard_after_forward=False)  # the backward pass begins with what is out here
-    for module in sharded_modules(model):
+    for module in (*blocks, model):
         module.set_force_sum_reduction_for_comms(rt.device.type == "cpu")  # Gloo knows no AVG
-
-
-def sharded_modules(model: torch.nn.Module) -> list:
-    return [module for module in model.modules() if hasattr(module, "unshard")]
-
-
-@contextmanager
-def gathered(model: torch.nn.Module, rt: Runtime) -> Iterator[None]:
-    """Whole weights on every rank meanwhile, so that each can evaluate or sample by itself; all ranks enter together.
-
-    This takes the memory of the whole weights, while there are no gradients. What is not divided stays as it is.
-    """
-    modules = sharded_modules(model)
-    for module in modules:
-        module.unshard()
-        module.set_reshard_after_forward(False, recurse=False)
-    try:
-        yield
-    finally:
-        for module in modules:
-            module.set_reshard_after_forward(rt.shard == "full" and module is not model, recurse=False)
-            module.reshard()
 
 
 # --------------------------------------------------------------------------------------------------- divided tensors

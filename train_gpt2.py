@@ -27,7 +27,7 @@ import torch
 import hellaswag
 from bpe.tokenizer import Tokenizer
 from card import provenance
-from checkpoint import ModelFiles, load_model, load_shape
+from checkpoint import ModelFiles, load_model, load_shape, whole_model
 from cli import Count, NonNegative, Positive, Probability, Range, Seed, Tokens, UserError, parse_args, script
 from data import (
     Batches,
@@ -46,7 +46,7 @@ from model import GPT, GPTConfig
 from optim import Optimizer, learning_rate, make_optimizer
 from run import Run
 from runtime import Runtime, prefetch
-from sharding import gathered, shard
+from sharding import shard
 from shards import data_tokenizer, origin, prepare_text
 from trials import checkpoint_activations, choose_attention, choose_attention_kernel, find_micro_batch_size
 
@@ -206,14 +206,13 @@ def evaluate(config: Config, run: Run, model: GPT, forward: torch.nn.Module, dat
     """What is due at this step, if the log does not have it already."""
     rt = run.rt
     if run.due(config.eval_interval, "val"):
-        with gathered(model, rt):
-            val = validate(forward, validation_inputs(config, data, rt), data.token_bytes, rt)
+        inputs = validation_inputs(config, data, rt)
+        val = validate(whole_model(model) if rt.mesh else forward, inputs, data.token_bytes, rt)
         if val["loss"] <= config.target_loss:
             run.end_here()
         run.record("val", **val)
     if data.hellaswag and run.due(config.hellaswag_interval, "hellaswag"):
-        with gathered(model, rt):
-            scores = hellaswag.evaluate(model, data.hellaswag, rt)
+        scores = hellaswag.evaluate(whole_model(model), data.hellaswag, rt)
         run.record("hellaswag", **{name: scores[name] for name in ("acc", "acc_norm", "acc_norm_stderr", "n")})
     if run.due(config.sample_interval, "sample"):
         for text in sample(model, data.tokenizer, config, rt, seed=run.step):
@@ -409,10 +408,10 @@ def settle(config: Config, shape: GPTConfig, forward: torch.nn.Module, rt: Runti
 def sample(model: GPT, tokenizer: Tokenizer, config: Config, rt: Runtime, seed: int, num_samples: int = 1) -> list[str]:
     """Texts on the first rank, none on the others, which only help to gather a model that is divided."""
     prompts = [config.sample_prompt] * num_samples
-    with gathered(model, rt):
-        if not rt.is_main:
-            return []
-        texts = complete(model, tokenizer, prompts, config.sample_tokens, rt, config.seed + seed, top_k=50)
+    model = whole_model(model)
+    if not rt.is_main:
+        return []
+    texts = complete(model, tokenizer, prompts, config.sample_tokens, rt, config.seed + seed, top_k=50)
     return [config.sample_prompt + text for text in texts]
 
 

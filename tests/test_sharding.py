@@ -34,6 +34,8 @@ def pairs(folder):
 
     jobs = [job(name, "none", changes) for name, changes in PAIRS.items()]
     jobs += [job(name, "divided", changes | SHARDED[name]) for name, changes in PAIRS.items()]
+    late = dict(resume=True, shard="full", max_steps=12, eval_interval=0, sample_interval=10)
+    jobs += [dict(args=args(folder, "late", **late), start=str(folder / "jump-none"))]
     on_ranks(2, jobs)
     return folder
 
@@ -52,6 +54,10 @@ def test_a_divided_model_goes_back_to_a_checkpoint(pairs):
 def test_a_divided_model_writes_the_same_samples(pairs):
     texts = [[r["text"] for r in log_of(pairs / f"sample-{kind}", "sample")] for kind in ("none", "divided")]
     assert texts[0] == texts[1] and len(texts[0]) == 4  # one along the way, three at the end
+
+
+def test_a_divided_model_can_be_asked_for_a_sample_before_its_first_step(pairs):
+    assert [r["step"] for r in log_of(pairs / "late", "sample")][0] == 10
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
