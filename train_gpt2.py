@@ -315,6 +315,8 @@ def check(config: Config, rt: Runtime) -> None:
             raise UserError(f"--fp8 needs bfloat16 and a GPU of compute capability 8.9 or more; this is {rt.why}")
         if config.compile == "off" or (rt.device.type == "cuda" and not rt.compile):
             raise UserError(f"--fp8 needs torch.compile, or rounding costs more than it gains; this is {rt.why}")
+        if config.shard != "none":
+            raise UserError(f"--fp8 has not been tried with --shard {config.shard}; give one of them")
         for name in ("n_embd", "sequence_length"):
             if getattr(config, name) % 16:
                 raise UserError(f"--fp8 needs a --{name} that is a multiple of 16, not {getattr(config, name)}")

@@ -9,7 +9,10 @@ import pytest
 import torch
 
 import runtime
+from bpe.tokenizer import Tokenizer
+from checkpoint import CheckpointWriter, ModelFiles, damage, snapshot
 from cli import UserError
+from model import GPT, GPTConfig
 from runtime import Runtime, peak_flops, prefetch
 from tests.helpers import ROOT
 
@@ -20,6 +23,8 @@ from tests.helpers import ROOT
         ("NVIDIA H100 80GB HBM3", 989),
         ("NVIDIA H100 PCIe", 756),
         ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835),
         ("NVIDIA L40", 181),
         ("NVIDIA L40S", 362),
         ("NVIDIA GeForce RTX 4080 SUPER", 104),
@@ -60,6 +65,22 @@ def test_the_thread_that_copies_to_a_gpu_chooses_it_first(monkeypatch):
     monkeypatch.setattr(runtime, "_move", lambda batch, device, stream: calls.append("move") or ([], None))
     assert list(prefetch(iter([[1], [2]]), torch.device("cuda:3"))) == [[], []]
     assert calls == [("device", "cuda:3"), "move", "move"]
+
+
+def test_the_thread_that_writes_a_checkpoint_asks_nothing_of_a_gpu(tmp_path, monkeypatch):
+    """What it writes was copied before; so it needs no GPU to be chosen in that thread."""
+    model = GPT(GPTConfig(sequence_length=8, vocab_size=260, n_layer=1, n_head=1, n_embd=8))
+    copy, state = ModelFiles(model, Tokenizer.train(["a"], 257)).copy(), snapshot(dict(moment=torch.ones(3)))
+
+    def asked(*args, **kwargs):
+        raise AssertionError("a question to CUDA opens a context on GPU 0")
+
+    for name in ("_lazy_init", "set_device", "current_device", "current_stream", "synchronize", "mem_get_info"):
+        monkeypatch.setattr(torch.cuda, name, asked)
+    writer = CheckpointWriter(tmp_path, keep=1)
+    writer.save(1, copy, state, {})
+    writer.wait()
+    assert damage(tmp_path / "step_000001") is None
 
 
 def test_an_error_of_the_first_rank_is_raised_with_its_sentence():

@@ -13,9 +13,10 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+import fp8
 import loss as loss_module
 from cli import UserError
-from fp8 import Float8Product, by_dlogits, by_weights, use_float8
+from fp8 import Float8Linear, Float8Product, by_dlogits, by_weights, use_float8
 from loss import LinearCrossEntropy, chunk_size, linear_cross_entropy
 from model import GPT, IGNORE_INDEX, SIZES, GPTConfig, read_config, sample_tokens
 from trials import checkpoint_activations
@@ -449,6 +450,19 @@ def test_8_bit_products_are_exact_for_what_8_bits_hold(scaled_mm):
     torch.testing.assert_close(by_dlogits(grad, weight).float(), grad @ weight, rtol=1e-2, atol=1e-3)
 
 
+def test_8_bit_products_are_laid_out_as_cuda_wants_them(scaled_mm):
+    """On tensors without memory PyTorch checks what it checks on CUDA: rows, columns, multiples of 16."""
+    with torch.device("meta"):
+        x, weight = torch.empty(1536, 768, dtype=torch.bfloat16, requires_grad=True), torch.empty(50304, 768)
+        targets = torch.zeros(1536, dtype=torch.long)
+        loss = LinearCrossEntropy.apply(x, weight.requires_grad_(), targets, 1024, True, True)
+        assert [grad.dtype for grad in torch.autograd.grad(loss, (x, weight))] == [torch.bfloat16, torch.float32]
+        y = Float8Product.apply(x, torch.empty(3072, 768, requires_grad=True))
+        assert torch.autograd.grad(y, x, torch.empty_like(y))[0].shape == x.shape
+        with pytest.raises(RuntimeError, match="16"):  # it does check
+            Float8Product.apply(torch.empty(32, 40), torch.empty(64, 40))
+
+
 def test_the_scale_that_is_known_for_the_gradient_of_logits_keeps_small_probabilities_and_a_one():
     dlogits = torch.zeros(16, 32)
     dlogits[0, 0], dlogits[1, 1], dlogits[2, 2] = 1.0, 2.0**-30, -1.0
@@ -485,10 +499,12 @@ def test_8_bit_products_are_close_and_serve_training_only():
     assert 1e-4 < error < 0.05 and loss.item() == pytest.approx(expected_loss.item(), rel=0.05)
 
 
-def test_8_bit_products_are_of_the_head_and_of_wide_blocks():
-    assert use_float8(small(vocab_size=208)) == ["head"]
-    wide = GPT(GPTConfig(sequence_length=8, vocab_size=64, n_layer=1, n_head=25, n_embd=1600))
-    assert use_float8(wide) == ["head", "blocks"]
+@pytest.mark.parametrize("wide, found", [(33, ["head"]), (32, ["head", "blocks"])])
+def test_8_bit_products_are_of_the_head_and_of_wide_blocks(monkeypatch, wide, found):
+    monkeypatch.setattr(fp8, "WIDE", wide)
+    model = small(vocab_size=208)
+    assert use_float8(model) == found and model.float8_head
+    assert any(isinstance(module, Float8Linear) for module in model.modules()) is ("blocks" in found)
 
 
 @pytest.mark.parametrize("sizes", [dict(n_embd=24), dict(vocab_size=65)], ids=str)

@@ -395,6 +395,7 @@ def test_a_run_is_never_overwritten_silently(train, tmp_path):
         (dict(dtype="int8"), ["int8"]),
         (dict(fp8=True), ["--fp8", "bfloat16", "float32"]),
         (dict(fp8=True, dtype="bfloat16"), ["--fp8", "torch.compile"]),
+        (dict(fp8=True, dtype="bfloat16", compile="auto", shard="full"), ["--fp8", "--shard full"]),
         (dict(fp8=True, dtype="bfloat16", compile="auto", n_embd=40), ["--fp8", "multiple of 16", "40"]),
         (dict(fp8=True, dtype="bfloat16", compile="auto", vocab_size=390), ["--fp8", "multiples of 16", "390"]),
     ],
