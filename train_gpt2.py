@@ -131,6 +131,9 @@ RECIPES = {
     ),
 }  # fmt: skip
 
+# docs/record.md: speedrun on the shards and the 10,485,760 tokens of validation that others publish their losses on
+RECIPES["record"] = replace(RECIPES["speedrun"], data="fineweb10B", target_loss=3.28, hellaswag_interval=0)
+
 # what --resume does not change: the order of the data and the model depend on these (docs/resume.md has all constants)
 FIXED = ("n_layer", "n_head", "n_embd", "sequence_length", "vocab_size", "total_batch_size", "batch_ramp",
          "batch_ramp_from", "optimizer", "seed", "shuffle")  # fmt: skip

@@ -195,9 +195,14 @@ def test_wsd_schedule_is_flat_and_then_a_line():
 def test_recipes_have_the_sizes_of_gpt2():
     from model import SIZES
 
-    for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "speedrun"):
+    for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "speedrun", "record"):
         size = SIZES.get(name, SIZES["gpt2"])
         assert {k: asdict(RECIPES[name])[k] for k in size} == size
+
+
+def test_the_record_validates_on_the_tokens_of_its_rule():
+    record = RECIPES["record"]
+    assert (record.eval_steps * record.total_batch_size, record.target_loss) == (10_485_760, 3.28)
 
 
 # ---- interruption
