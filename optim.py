@@ -48,12 +48,11 @@ def learning_rate(step: int, config) -> float:
 # ------------------------------------------------------------------------------------------------- what gets which
 
 
-def make_optimizer(model, config, rt, qkv_apart: bool = False) -> "Optimizer":
+def make_optimizer(model, config, rt) -> "Optimizer":
     """The optimizer of a training run over the trainable parameters of `model`.
 
     Reads optimizer (adamw or muon), max_lr, muon_lr, weight_decay, beta1, beta2 and eps of `config`. A model that is
-    divided over the ranks of `rt` has to be so already. `qkv_apart` lets Muon treat the fused QKV projection as the
-    three matrices it holds.
+    divided over the ranks of `rt` has to be so already.
     """
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     # Muon is for matrices that multiply activations. `wte` and `wpe` are tables of which a step reads a few rows: there
@@ -62,7 +61,8 @@ def make_optimizer(model, config, rt, qkv_apart: bool = False) -> "Optimizer":
     rest = {n: p for n, p in params.items() if n not in hidden}
     optimizers: list = [adamw(decay_groups(rest.values(), config.weight_decay), config, rt)]
     if hidden:
-        fused = [n for n in hidden if qkv_apart and n.endswith("c_attn.weight")]
+        # c_attn holds Q, K and V: taken as one matrix, the one with the largest gradient would get most of the step
+        fused = [n for n in hidden if n.endswith("c_attn.weight")]
         groups = [dict(params=[params[n] for n in hidden if n not in fused])]
         groups += [dict(params=[params[n] for n in fused], parts=3)] if fused else []
         optimizers.append(Muon(groups, config.muon_lr, config.weight_decay, dtype=rt.dtype, rt=rt))

@@ -88,12 +88,13 @@ def test_parameter_groups_of_the_padded_124m():
     assert counts == [(50, 124_354_560, 0.1), (98, 121_344, 0.0)]
 
 
-@pytest.mark.parametrize("qkv_apart", [False, True])
-def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest(qkv_apart):
+def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest():
     model = small()
-    rest, muon = make_optimizer(model, Settings(), Machine(), qkv_apart).optimizers
+    rest, muon = make_optimizer(model, Settings(), Machine()).optimizers
     blocks = {id(p) for n, p in model.named_parameters() if ".h." in n and p.dim() == 2}
     assert {id(p) for g in muon.param_groups for p in g["params"]} == blocks
+    apart = {id(p) for g in muon.param_groups if g["parts"] == 3 for p in g["params"]}
+    assert apart == {id(p) for n, p in model.named_parameters() if n.endswith("c_attn.weight")}
     everything = sorted(id(p) for o in (rest, muon) for g in o.param_groups for p in g["params"])
     assert everything == sorted(id(p) for p in model.parameters())
 
@@ -108,9 +109,9 @@ def test_what_is_frozen_is_in_no_group():
 def test_every_group_follows_the_schedule_scaled_to_its_own_peak():
     optimizer = make_optimizer(small(), Settings(max_lr=1e-3, muon_lr=0.02), Machine())
     optimizer.set_lr(0.25e-3)
-    assert [g["lr"] for g in optimizer.param_groups()] == pytest.approx([0.25e-3, 0.25e-3, 0.005])
+    assert [g["lr"] for g in optimizer.param_groups()] == pytest.approx([0.25e-3, 0.25e-3, 0.005, 0.005])
     optimizer.set_lr(1e-3)
-    assert [g["lr"] for g in optimizer.param_groups()] == pytest.approx([1e-3, 1e-3, 0.02])
+    assert [g["lr"] for g in optimizer.param_groups()] == pytest.approx([1e-3, 1e-3, 0.02, 0.02])
 
 
 def test_a_group_with_a_rate_of_its_own_keeps_its_ratio():
@@ -276,9 +277,9 @@ def test_the_constants_of_now_win_over_those_of_the_state():
     other = make_optimizer(model, now, Machine())
     other.load_state_dict(state)
     other.set_lr(now.max_lr)
-    decayed, plain, muon = other.param_groups()
-    assert (decayed["lr"], muon["lr"]) == (5e-4, 0.01)
-    assert (decayed["weight_decay"], plain["weight_decay"], muon["weight_decay"]) == (0.03, 0.0, 0.03)
+    decayed, plain, *muon = other.param_groups()
+    assert decayed["lr"] == 5e-4 and {group["lr"] for group in muon} == {0.01}
+    assert [group["weight_decay"] for group in other.param_groups()] == [0.03, 0.0, 0.03, 0.03]
     assert tuple(decayed["betas"]) == (0.8, 0.99) and decayed["eps"] == 1e-6
 
 
