@@ -8,7 +8,7 @@
     python bench.py lora        # finetuning against peft
     python bench.py sample      # generation with and without the cache, and transformers' generate
     python bench.py save        # what a checkpoint in the background costs the training loop
-    python bench.py speedrun    # tokens that the recipe speedrun needs, against those of the recipe gpt2
+    python bench.py speedrun    # tokens that the recipe speedrun needs to the loss at which the recipe gpt2 ends
     python bench.py ablate      # the choices of GPT-2's recipe, undone one at a time
     python bench.py gpu         # all that one GPU can answer, correctness first, as a report in --out FOLDER
 
@@ -42,8 +42,9 @@ class Config:
     png: str = "ladder.png"  # ladder: the figure
     rows: Count = 0  # hellaswag: rows to score; 0: 40 on a CPU, all on a GPU
     new_tokens: Positive = 128  # sample: tokens to generate
+    parameters: Literal["1M", "5M"] = "1M"  # speedrun: the size of its model
     steps: Annotated[int, Range(10, 1e6)] = 1000  # speedrun, ablate: optimizer steps of the recipe gpt2
-    fraction: Annotated[float, Range(0.01, 1)] = 0.65  # speedrun: its tokens, as a fraction of those
+    fraction: Annotated[float, Range(0.01, 1)] = 0.4  # speedrun: tokens of its schedule, as a fraction of gpt2's
     out: str = ""  # gpu: the folder of the report
     only: tuple[str, ...] = ()  # gpu: these parts alone, added to the report that is there
     minutes: Annotated[float, Range(0, 1e4, above=True)] = 9.0  # gpu: parts that would begin later are left out

@@ -1,10 +1,13 @@
-"""Tokens that the recipe speedrun needs, against those of the recipe gpt2, on a model of a million parameters.
+"""Tokens that the recipe speedrun needs to the loss at which AdamW ends, on a model of one or five million parameters.
 
-gpt2's optimizer, AdamW with a cosine, has four learning rates to show its best; speedrun has one setting, and then each
-of its choices is undone by itself, so that the table says what each is worth. Architecture, data, their order and the
-batch at full size are the same for all; speedrun and its variants get --fraction of the tokens. Every line is the
-validation loss of complete runs of train_gpt2.py, once for each of --repeats seeds. --data is a .txt (input.txt).
-Not shown: that the same holds at 124M.
+The recipe gpt2, AdamW with a cosine, first shows its best: learning rates and weight decays with one seed, then the
+best of them with all --repeats seeds, whose mean final validation loss is the target. speedrun then trains with
+`--target_loss` and a schedule for --fraction of those tokens: the figure is what it has read at the first of CHECKS
+validations at or below the target. Then the same with each of its choices undone by itself, so that the table says
+what each is worth; where the target is not reached, the last loss says by how much.
+
+Architecture, data, their order and the batch at full size are the same for all, and every line is of complete runs of
+train_gpt2.py. --data is a .txt (input.txt). Not shown: that the same holds at 124M.
 """
 
 import json
@@ -24,44 +27,63 @@ from runtime import Runtime
 from train_gpt2 import RECIPES, batch_plan
 
 ROOT = Path(__file__).resolve().parent.parent
-SHAPE = dict(n_layer=4, n_head=2, n_embd=128, sequence_length=64, vocab_size=1024, total_batch_size=2048)
-LINES = {  # what each line changes in which recipe
-    "gpt2, AdamW at 1e-3": ("gpt2", dict(max_lr=1e-3, min_lr=1e-4)),
-    "gpt2, AdamW at 2e-3": ("gpt2", dict(max_lr=2e-3, min_lr=2e-4)),
-    "gpt2, AdamW at 3e-3": ("gpt2", dict(max_lr=3e-3, min_lr=3e-4)),
-    "gpt2, AdamW at 5e-3": ("gpt2", dict(max_lr=5e-3, min_lr=5e-4)),
-    "speedrun": ("speedrun", {}),
-    "AdamW instead of Muon": ("speedrun", dict(optimizer="adamw")),
-    "Muon at 0.01, not 0.02": ("speedrun", dict(muon_lr=0.01)),
-    "Muon at 0.04, not 0.02": ("speedrun", dict(muon_lr=0.04)),
-    "the rest at 1e-3, not 3e-3": ("speedrun", dict(max_lr=1e-3)),
-    "cosine": ("speedrun", dict(lr_schedule="cosine")),
-    "decay in the last quarter": ("speedrun", dict(decay_fraction=0.25)),
-    "decay in the last three quarters": ("speedrun", dict(decay_fraction=0.75)),
-    "no batch ramp": ("speedrun", dict(batch_ramp=0)),
+SHAPES = {
+    "1M": dict(n_layer=4, n_head=2, n_embd=128, sequence_length=64, vocab_size=1024, total_batch_size=1024),
+    "5M": dict(n_layer=6, n_head=4, n_embd=256, sequence_length=64, vocab_size=1024, total_batch_size=1024),
 }
+ADAMW = {  # what the recipe gpt2 is tuned over
+    f"gpt2, AdamW at {lr:g}, decay {decay:g}": ("gpt2", dict(max_lr=lr, min_lr=lr / 10, weight_decay=decay))
+    for lr, decay in [(5e-4, 0.1), (1e-3, 0.1), (2e-3, 0.1), (3e-3, 0.1), (5e-3, 0.1), (1e-3, 0.4), (2e-3, 0.4)]
+}
+LINES = {  # what each line changes in speedrun
+    "speedrun": {},
+    "AdamW instead of Muon": dict(optimizer="adamw"),
+    "Muon at 0.01, not 0.02": dict(muon_lr=0.01),
+    "Muon at 0.04, not 0.02": dict(muon_lr=0.04),
+    "the rest at 1e-3, not 3e-3": dict(max_lr=1e-3),
+    "the rest at 1e-2, not 3e-3": dict(max_lr=1e-2),
+    "cosine": dict(lr_schedule="cosine"),
+    "decay in the last quarter": dict(decay_fraction=0.25),
+    "decay in the last three quarters": dict(decay_fraction=0.75),
+    "no batch ramp": dict(batch_ramp=0),
+}
+CHECKS = 20  # validations of a run that may reach the target
+Job = tuple[str, str, dict, int]  # name, recipe, constants that differ from the recipe's, seed
 
 
 def run(config, rt: Runtime) -> list[dict]:
-    runs = [(name, seed) for seed in range(config.repeats) for name in LINES]
-    losses = {name: [] for name in LINES}
+    seeds = range(config.repeats)
     with tempfile.TemporaryDirectory() as folder:
-        loss_of = partial(final_loss, config=config, device=rt.device.type, folder=Path(folder))
-        first = loss_of(runs[0])  # alone, because it trains the tokenizer for all
-        # one core each on a CPU, so that as many run as there are; a GPU is for one at a time
-        with ThreadPoolExecutor(os.cpu_count() if rt.device.type == "cpu" else 1) as pool:
-            found = [first, *pool.map(loss_of, runs[1:])]
-    for (name, _), loss in zip(runs, found, strict=True):
-        losses[name].append(loss)
-    return show(losses, config)
+        trained = partial(train, config=config, device=rt.device.type, folder=Path(folder))
+        grid = [(name, recipe, changes, 0) for name, (recipe, changes) in ADAMW.items()]
+        tried = [trained(grid[0]), *side_by_side(trained, grid[1:], rt)]  # the first alone: it makes the tokens for all
+        rows = [row(job[0], [log], config) for job, log in zip(grid, tried, strict=True)]
+        best = min(range(len(grid)), key=lambda i: final_loss(tried[i]))
+        logs = [tried[best], *side_by_side(trained, [(*grid[best][:3], seed) for seed in seeds[1:]], rt)]
+        rows[best] = row(grid[best][0], logs, config)
+        target = rows[best]["loss"]
+        print(f"target: {target:.4f}, the mean of {len(logs)} seeds of {grid[best][0]}", flush=True)
+        jobs = [(name, "speedrun", changes, seed) for name, changes in LINES.items() for seed in seeds]
+        logs = side_by_side(partial(trained, target=target), jobs, rt)
+        for i, name in enumerate(LINES):
+            rows.append(row(name, logs[i * len(seeds) : (i + 1) * len(seeds)], config))
+    return show(rows, config)
 
 
-def final_loss(run: tuple[str, int], config, device: str, folder: Path) -> float:
-    """The last validation loss of one line with one seed. Raises UserError if the run fails."""
-    name, seed = run
-    recipe, changes = LINES[name]
-    out_dir = folder / f"{list(LINES).index(name)}-{seed}"
-    constants = settings(recipe, changes, config.steps if recipe == "gpt2" else round(config.fraction * config.steps))
+def side_by_side(function: Callable, jobs: list[Job], rt: Runtime) -> list:
+    """One core each on a CPU, so that as many run as there are; a GPU is for one at a time."""
+    with ThreadPoolExecutor(os.cpu_count() if rt.device.type == "cpu" else 1) as pool:
+        return list(pool.map(function, jobs))
+
+
+def train(job: Job, config, device: str, folder: Path, target: float = 0.0) -> list[dict]:
+    """The log of one run with one seed. Raises UserError if it fails."""
+    name, recipe, changes, seed = job
+    out_dir = folder / f"{name} {seed}".replace("/", " ")
+    steps = config.steps if recipe == "gpt2" else round(config.fraction * config.steps)
+    constants = settings(recipe, changes, steps, SHAPES[config.parameters])
+    if target:
+        constants |= dict(target_loss=target, eval_interval=max(constants["max_steps"] // CHECKS, 1))
     constants |= dict(seed=seed, data=config.data or ROOT / "input.txt", out_dir=out_dir, device=device)
     words = [sys.executable, ROOT / "train_gpt2.py", recipe]
     words += [word for key, value in constants.items() for word in (f"--{key}", value)]
@@ -69,18 +91,17 @@ def final_loss(run: tuple[str, int], config, device: str, folder: Path) -> float
     done = subprocess.run(list(map(str, words)), cwd=ROOT, env=os.environ | threads, capture_output=True, text=True)
     if done.returncode:
         raise UserError(f"{name}: {done.stderr.strip().splitlines()[-1].removeprefix('error: ')}")
-    records = map(json.loads, (out_dir / "log.jsonl").read_text().splitlines())
-    return [record["loss"] for record in records if record["kind"] == "val"][-1]
+    return [json.loads(line) for line in (out_dir / "log.jsonl").read_text().splitlines()]
 
 
-def settings(recipe: str, changes: dict, steps: int) -> dict:
+def settings(recipe: str, changes: dict, steps: int, shape: dict) -> dict:
     """The constants of a line: those of its recipe, cut down to the tokens of `steps` full batches."""
-    tokens, T = steps * SHAPE["total_batch_size"], SHAPE["sequence_length"]
+    tokens, T = steps * shape["total_batch_size"], shape["sequence_length"]
     warmup = steps * RECIPES[recipe].warmup_steps // RECIPES[recipe].max_steps
-    found = SHAPE | dict(tokenizer="train", eval_steps=50, hellaswag_interval=0, sample_interval=0)
+    found = shape | dict(tokenizer="train", eval_steps=50, hellaswag_interval=0, sample_interval=0)
     found |= dict(checkpoint_interval=0, warmup_steps=warmup, batch_ramp=0)
     if RECIPES[recipe].batch_ramp:  # the same tokens in more steps, from a quarter of the batch on
-        found |= dict(batch_ramp=tokens // 5, batch_ramp_from=SHAPE["total_batch_size"] // 4)
+        found |= dict(batch_ramp=tokens // 5, batch_ramp_from=shape["total_batch_size"] // 4)
     found |= changes
     sizes = {key: value for key, value in found.items() if "batch" in key or "length" in key}
     steps = first_step_after(tokens // T, batch_plan(replace(RECIPES[recipe], **sizes)))
@@ -95,14 +116,26 @@ def first_step_after(sequences: int, plan: Callable[[int], tuple[int, int]]) -> 
     return step
 
 
-def show(losses: dict[str, list[float]], config) -> list[dict]:
-    """Print every line with its distance to the best that the recipe gpt2 has; returns the rows."""
-    best = min(statistics.mean(losses[name]) for name, (recipe, _) in LINES.items() if recipe == "gpt2")
-    print(f"{SHAPE}, {config.steps} steps\n{'':<34}{'tokens':>9}  validation loss, nats per token: mean (all seeds)")
-    rows = []
-    for name, values in losses.items():
-        tokens = config.steps * SHAPE["total_batch_size"] * (1 if LINES[name][0] == "gpt2" else config.fraction)
-        mean = statistics.mean(values)
-        rows.append(dict(name=name, tokens=tokens, losses=values, mean=mean, over_best=mean - best))
-        print(f"{name:<34}{tokens:>9,.0f}  {mean:.4f} {mean - best:+.4f} ({', '.join(f'{v:.4f}' for v in values)})")
+def final_loss(log: list[dict]) -> float:
+    return [record["loss"] for record in log if record["kind"] == "val"][-1]
+
+
+def row(name: str, logs: list[list[dict]], config) -> dict:
+    """Final losses of all seeds and, as fractions of gpt2's tokens, what each read to the target; None for never."""
+    baseline = config.steps * SHAPES[config.parameters]["total_batch_size"]
+    targets = [[record["tokens"] for record in log if record["kind"] == "target"] for log in logs]
+    losses = [final_loss(log) for log in logs]
+    fractions = [tokens[0] / baseline if tokens else None for tokens in targets]
+    return dict(name=name, losses=losses, loss=statistics.mean(losses), fractions=fractions)
+
+
+def show(rows: list[dict], config) -> list[dict]:
+    shape = SHAPES[config.parameters]
+    print(f"{shape}, {config.steps * shape['total_batch_size']:,} tokens\n{'':<34}tokens to the target; final loss")
+    for r in rows:
+        reached = [f for f in r["fractions"] if f is not None]
+        needed = f"{len(reached)} of {len(r['losses'])} seeds"
+        if len(reached) == len(r["losses"]):
+            needed = f"{statistics.mean(reached):.1%} (at most {max(reached):.1%})"
+        print(f"{r['name']:<34}{needed:<24}{r['loss']:.4f} ({', '.join(f'{loss:.4f}' for loss in r['losses'])})")
     return rows

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import bench
-from benchmarks import ablate, gpu
+from benchmarks import ablate, gpu, speedrun
 from benchmarks.measure import in_own_process, interleave, machine, peak_memory, table
 from runtime import Runtime
 from tests.helpers import assert_user_error, run_inline, succeed, text_file
@@ -192,11 +192,17 @@ def test_sharding_and_reading_are_compared(measure):
     assert rows["peak memory"] > 10 and rows["fineweb.py, from start to end"] > 0 and rows["start-up"] > 0
 
 
+def test_tokens_to_the_target_are_fractions_of_those_of_the_baseline():
+    reached = [dict(kind="val", loss=4.0), dict(kind="val", loss=3.0), dict(kind="target", tokens=2560)]
+    config = SimpleNamespace(steps=10, parameters="1M")  # 10,240 tokens
+    row = speedrun.row("speedrun", [reached, reached[:1]], config)
+    assert row == dict(name="speedrun", losses=[3.0, 4.0], loss=3.5, fractions=[0.25, None])
+
+
 @pytest.mark.slow
 def test_every_line_of_the_speedrun_is_trained(measure):
     rows = measure("speedrun", steps=12)
-    assert len(rows) == 13 and all(0 < row["mean"] < 10 for row in rows)
-    assert len({row["tokens"] for row in rows}) == 2
+    assert len(rows) == 17 and all(0 < row["loss"] < 10 and len(row["losses"]) == 1 for row in rows)
 
 
 @pytest.mark.slow
