@@ -35,7 +35,7 @@ def learning_rate(step: int, config) -> float:
 
     Reads max_steps, warmup_steps, max_lr, min_lr, lr_schedule and decay_fraction of `config`.
     """
-    if step <= config.warmup_steps:  # AdamW's moments rest on few gradients yet, so that its steps are mostly noise
+    if step <= config.warmup_steps:  # AdamW's moments still rest on few gradients, so that its steps are mostly noise
         return config.max_lr * step / config.warmup_steps
     progress = (step - config.warmup_steps) / max(config.max_steps - config.warmup_steps, 1)  # 0 .. 1
     if config.lr_schedule == "cosine":
@@ -55,8 +55,8 @@ def make_optimizer(model, config, rt) -> "Optimizer":
     divided over the ranks of `rt` has to be so already.
     """
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    # Muon is for matrices that multiply activations. `wte` and `wpe` are tables of which a step reads a few rows: there
-    # is no space that they map into another one, and so no use for singular values (Jordan 2024)
+    # Muon is for matrices that map one hidden space into another. `wpe` is a table of which each row stands alone, and
+    # `wte` is table and classifier in one: for embeddings and heads AdamW was found better (Jordan 2024)
     hidden = [n for n, p in params.items() if ".h." in n and p.dim() == 2] if config.optimizer == "muon" else []
     rest = {n: p for n, p in params.items() if n not in hidden}
     optimizers: list = [adamw(decay_groups(rest.values(), config.weight_decay), config, rt)]
@@ -74,7 +74,7 @@ def decay_groups(params, weight_decay: float) -> list[dict]:
 
     What multiplies activations or is looked up, tensors of two dimensions, is decayed: without it weights grow for as
     long as training lasts, and a step of the same length turns them less and less. Biases and LayerNorm's gains are
-    not: they are few (98 tensors with 121,344 numbers of GPT-2 124M, against 50 with 124,354,560), they cannot overfit,
+    not: they are few (98 tensors with 121,344 numbers of GPT-2 124M, against 50 with 124,354,560), too few to overfit,
     and a gain that decays towards 0 shrinks what the next layer sees.
     """
     params = list(params)
@@ -146,8 +146,8 @@ class Optimizer:
         launch the next step's work meanwhile. It has to be equal on all ranks.
         """
         for optimizer in self.optimizers:
-            looks = isinstance(optimizer, Muon) or optimizer.defaults.get("fused")
-            if looks and self.rt.device.type != "mps":  # Apple's kernel has not been seen to look at found_inf
+            skips_itself = isinstance(optimizer, Muon) or optimizer.defaults.get("fused")
+            if skips_itself and self.rt.device.type != "mps":  # Apple's kernel has not been seen to look at found_inf
                 optimizer.found_inf = (~finite).float()  # the name under which torch's fused kernels know it
                 optimizer.step()
             elif finite:
@@ -162,8 +162,8 @@ class Optimizer:
         return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers], "scaler": scale}
 
     def load_state_dict(self, state: dict) -> None:
-        """Put moments, which every rank comes with as a whole, and the loss scale back. Learning rates, betas, eps and
-        weight decay stay those of now.
+        """Restore the moments, which every rank has as whole tensors, and the loss scale. Learning rates, betas, eps
+        and weight decay stay those of now.
 
         Raises ValueError, with everything as it was, if `state` is not of these optimizers over these parameters.
         """
@@ -252,8 +252,9 @@ class Muon(torch.optim.Optimizer):
 
     Write a matrix of momentum as G = U S V^T, its singular value decomposition. In a transformer a few directions have
     singular values orders of magnitude above the others, and a step along G learns those alone. Muon steps along
-    U V^T: the same directions, all of them equally far. It is the step that lowers the loss most among all steps that
-    change no activation by more than a given length (Bernstein and Newhouse 2024, "Old optimizer, new norm").
+    U V^T: the same directions, all of them equally far. To first order it is the step that lowers the loss most among
+    all that move no output by more than a fixed length, for inputs of length 1 (Bernstein and Newhouse 2024, "Old
+    optimizer, new norm").
 
     A matrix with more rows than columns gets sqrt(rows / columns) times the learning rate. A `parts` of n in a group
     takes each of its matrices as n matrices that lie one above the other. `found_inf`, a scalar tensor, is 1 for a step
@@ -333,7 +334,7 @@ class Muon(torch.optim.Optimizer):
 def nesterov(grads, momenta, beta: float, good):
     """The next momenta, in place, and where one more gradient like this one would take them; `good` is 1 or 0.
 
-    In a bad step the momenta stand in for the gradients: between two equal numbers there is nothing but that number.
+    In a bad step the momenta stand in for the gradients: lerp between equal numbers changes nothing.
     """
     grads = torch.where(good > 0, grads, momenta)
     momenta.lerp_(grads, 1 - beta)
@@ -354,9 +355,9 @@ def orthogonalized(matrices: torch.Tensor, dtype=torch.bfloat16, steps: int = 5)
     0.002 to 1 lies between 0.68 and 1.21, and that trains as well as 1 does (Jordan 2024).
 
     This is also why bf16, with its relative error of 2^-9, is enough: a product is wrong by 0.2% where the result is
-    wanted to 30%, and each application corrects the errors of the one before. Tensor cores multiply bf16 twice as fast
-    as TF32. For a matrix of n x n all this takes 30 n^3 operations a step, against the 6 n^2 a token of training it:
-    0.7% for n = 768 and half a million tokens.
+    wanted to 30%, and each application corrects the errors of the one before in the singular values. Tensor cores
+    multiply bf16 twice as fast as TF32. For a matrix of n x n all this takes 30 n^3 operations a step, against the 6
+    n^2 a token of training it: 0.7% for n = 768 and half a million tokens.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     with torch.autocast(matrices.device.type, enabled=False):

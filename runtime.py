@@ -114,8 +114,8 @@ class Runtime:
 
     @property
     def groups(self) -> tuple:
-        """(process group of the ranks that divide a copy of the model with this one, of those that have the same of it
-        as this one), None where there is no other rank."""
+        """(ranks that divide one copy of the model with this one, ranks that hold the same part of other copies), as
+        process groups; None for a group of one."""
         if self.mesh is None:
             return None, dist.group.WORLD if self.world_size > 1 else None
         return self.mesh.get_group(self.mesh.ndim - 1), self.mesh.get_group(0) if self.mesh.ndim > 1 else None
@@ -123,7 +123,8 @@ class Runtime:
     # ---- the forward pass
 
     def autocast(self):
-        """The context of every forward pass: matrix products in `dtype`, softmax and norms in fp32."""
+        """The context of every forward pass: matrix products in `dtype`. The stream of residuals and LayerNorm stay in
+        fp32, softmax on a GPU too; on a CPU it is in `dtype`."""
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
 
     def wrap(self, module: torch.nn.Module, dynamic: bool = False) -> torch.nn.Module:
@@ -134,7 +135,7 @@ class Runtime:
         return forward
 
     def exchange_gradients(self, forward: torch.nn.Module, now: bool) -> None:
-        """Whether the next backward pass averages the gradients over the ranks; call it before the forward pass.
+        """Set whether the next backward pass averages the gradients over the ranks; call it before the forward pass.
 
         With gradient accumulation only the last micro-batch has to: the others add up on each rank by itself.
         """

@@ -2,19 +2,20 @@
 
 In plain data parallelism every rank keeps everything. In fp32 with AdamW that is 16 bytes a parameter: 4 for the
 weight, 4 for its gradient, 8 for two moments. On W ranks, W - 1 of these copies are superfluous (ZeRO, Rajbhandari et
-al. 2020, section 5). Here rank r keeps the r-th of W blocks of rows of every tensor, and the others are where it asks:
+al. 2020, section 5). Here rank r keeps the r-th of W slices of rows of every tensor, and the others are where it asks:
 
     forward     an all-gather before each block gives every rank the whole weights of that block
-    backward    a reduce-scatter after each block leaves every rank the summed gradient of its own rows
+    backward    a reduce-scatter after each block leaves every rank the averaged gradient of its own rows
     step        of its own rows, by each rank alone: AdamW treats each number by itself (for Muon see optim.py)
 
 An all-reduce, as in plain data parallelism, consists of just these two, so this exchanges no more bytes than that does:
 
     --shard optimizer    weights stay whole from their first use in a step to the last; gradients until the last
-                         micro-batch is done. The moments, half of the 16 bytes, are divided all the time (ZeRO-2)
+                         micro-batch is done. The moments, half of the 16 bytes, are divided all the time (ZeRO-1, and
+                         ZeRO-2 where a step has one micro-batch)
     --shard full         weights of a block are whole while it computes, gathered for the backward pass once more, and
-                         gradients are divided after each micro-batch: least memory, and half as many bytes again
-                         (ZeRO-3)
+                         gradients are divided after each micro-batch: least memory, and in each micro-batch 1.5
+                         times the bytes that plain data parallelism exchanges once a step (ZeRO-3)
 
 The work is done by PyTorch's `fully_shard` (Zhao et al. 2023 is about its predecessor), which hangs it on the modules'
 hooks. Divided tensors are DTensors: to the outside they have the whole shape, and `to_local()` is this rank's rows.
@@ -63,22 +64,22 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def divided_as(model: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """A whole `tensor`, which every rank has, divided as `model` is, without asking another rank."""
-    if not hasattr(model, "to_local") or tensor.dim() == 0:
+def divided_as(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """A whole `tensor`, which every rank has, divided as `like` is, without asking another rank."""
+    if not hasattr(like, "to_local") or tensor.dim() == 0:
         return tensor
     from torch.distributed.tensor import distribute_tensor
 
-    tensor = tensor.to(model.device)
-    return distribute_tensor(tensor, model.device_mesh, model.placements, src_data_rank=None)
+    tensor = tensor.to(like.device)
+    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def with_rows(model: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """A tensor divided as `model` is, with `rows` of this rank, whose memory it shares; `rows` if it is not divided."""
-    if not hasattr(model, "to_local"):
+def with_rows(like: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """A tensor divided as `like` is, with `rows` of this rank, whose memory it shares; `rows` if it is not divided."""
+    if not hasattr(like, "to_local"):
         return rows
-    sizes = dict(shape=model.shape, stride=model.stride())
-    return type(model).from_local(rows, model.device_mesh, model.placements, run_check=False, **sizes)
+    sizes = dict(shape=like.shape, stride=like.stride())
+    return type(like).from_local(rows, like.device_mesh, like.placements, run_check=False, **sizes)
 
 
 # ------------------------------------------------------------------------------------- matrices and their owners

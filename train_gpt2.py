@@ -1,6 +1,6 @@
 """Pretrain GPT-2: constants, then one loop that reads top to bottom.
 
-    python train_gpt2.py tiny                                # a small GPT on input.txt, a minute or some on 2 CPU cores
+    python train_gpt2.py tiny                                # a small GPT on input.txt, 1 to 5 minutes on 2 CPU cores
     python train_gpt2.py                                     # GPT-2 124M on FineWeb-Edu shards, one device
     torchrun --standalone --nproc_per_node=8 train_gpt2.py   # the same run on 8 GPUs
     python train_gpt2.py gpt2-medium --micro_batch_size 16   # another recipe, another constant
@@ -66,7 +66,7 @@ class Config:
     n_head: Annotated[int, Range(1, 1000)] = 12  # attention heads a block
     n_embd: Annotated[int, Range(1, 65536)] = 768  # channels
     sequence_length: Annotated[int, Range(1, 2**20)] = 1024  # tokens of context
-    vocab_size: Annotated[int, Range(1, 2**24)] = 50304  # 50257, padded to a multiple of 128 for the tensor cores
+    vocab_size: Annotated[int, Range(1, 2**20)] = 50304  # 50257, padded to a multiple of 128 for the tensor cores
     dropout: Probability = 0.0  # 0 for one epoch of pretraining; 0.1 and more when data is scarce
     attention: Literal["auto", "flash", "naive"] = "auto"  # scaled_dot_product_attention, or the formula spelled out
     # batch and schedule
@@ -95,7 +95,7 @@ class Config:
     shuffle: bool = True  # permute the windows of every epoch; off is file order
     # along the way, in steps; 0 is never
     eval_interval: Count = 250  # validation loss
-    eval_steps: Count = 20  # total_batch_size tokens of validation at a time; 0 for the whole split
+    eval_steps: Count = 20  # batches of validation, of total_batch_size tokens each; 0 for the whole split
     hellaswag_interval: Count = 1000  # HellaSwag accuracy
     hellaswag_data: str = ""  # a local copy of its validation split; downloaded once when empty
     sample_interval: Count = 250  # a sample of text
@@ -117,12 +117,13 @@ RECIPES = {
     "gpt2": Config(),  # Radford et al. 2019 in size, Brown et al. 2020 (table 2.1) in hyperparameters
     "gpt2-medium": Config(n_layer=24, n_head=16, n_embd=1024, max_lr=3e-4, min_lr=3e-5),
     "gpt2-large": Config(n_layer=36, n_head=20, n_embd=1280, max_lr=2.5e-4, min_lr=2.5e-5),
-    "gpt2-xl": Config(n_layer=48, n_head=25, n_embd=1600, max_lr=2e-4, min_lr=2e-5, total_batch_size=1_048_576),
+    "gpt2-xl": Config(n_layer=48, n_head=25, n_embd=1600, max_lr=2e-4, min_lr=2e-5, total_batch_size=1_048_576,
+                      max_steps=9_536, warmup_steps=358),
     # GPT-2 unchanged, half the tokens: Muon on the hidden matrices, a schedule that decays for half the run, a batch
     # that grows over a fifth of the tokens; `bench.py speedrun` undoes each of these choices
     "speedrun": Config(optimizer="muon", lr_schedule="wsd", max_steps=12_293, warmup_steps=256, max_lr=3e-3, min_lr=0.0,
                        batch_ramp=1_000_000_000, batch_ramp_from=131_072),
-    # chosen by measurement for a minute or some on 2 CPU cores
+    # chosen by measurement for one to five minutes on 2 CPU cores
     "tiny": Config(
         data="input.txt", tokenizer="train", vocab_size=1024, n_layer=4, n_head=2, n_embd=128, sequence_length=128,
         total_batch_size=2048, max_steps=1200, warmup_steps=20, max_lr=3e-3, min_lr=0.0,
@@ -151,7 +152,7 @@ def main() -> None:
     model = build_model(written, shape, run.checkpoint)
     rt.print(f"{recipe}: {model.num_params():,} parameters on {rt.why}")
     prepare(model, written, rt)
-    forward = model if rt.mesh else rt.wrap(model.to(rt.device))
+    forward = model if rt.mesh else rt.wrap(model.to(rt.device))  # divided, it hooks itself; else compiled, in DDP
     config = settle(written, shape, forward, rt)  # from here on no constant changes
     if rt.mesh:
         shard(model, model.transformer.h, rt)
@@ -159,7 +160,9 @@ def main() -> None:
     identity = dict(tokenizer=data.tokenizer.fingerprint, data=fingerprint(data.train.stream))
     facts = dict(parameters=model.num_params(), flops_per_token=model.estimate_flops(config.sequence_length))
     facts |= dict(planned_tokens=batch_plan(config)(config.max_steps)[0] * config.sequence_length)
-    facts |= dict(uniform_loss=math.log(config.vocab_size))  # ln V: what random weights should begin with
+    facts |= dict(
+        uniform_loss=math.log(config.vocab_size)
+    )  # ln V: a uniform guess; random weights begin a little above
     facts |= provenance(*data.origin, config.init_from)
     run.begin(config, ModelFiles(model, data.tokenizer, rt.is_main), optimizer, identity, facts)
     say_what_is_read(config, data, rt)
@@ -381,7 +384,7 @@ def build_model(config: Config, shape: GPTConfig, checkpoint: Path | None) -> GP
 
 
 def prepare(model: GPT, config: Config, rt: Runtime) -> None:
-    """What constants of the machine change in a model, but not in what it computes."""
+    """FP8, recomputed activations, the attention kernel: the same model, faster or smaller; FP8 also rounds more."""
     if config.fp8:
         rt.print(f"FP8: the products of {' and '.join(use_float8(model))}")
     if config.activation_checkpointing:
@@ -405,6 +408,8 @@ def settle(config: Config, shape: GPTConfig, forward: torch.nn.Module, rt: Runti
     rows, plan = config.total_batch_size // config.sequence_length // rt.world_size, batch_plan(config)
     fitting = [n for n in range(1, min(rows, 256) + 1) if rows % n == 0]
     unpadded = [n for n in fitting if plan.divides_every_size(n, rt.world_size)]  # during a batch ramp
+    if rt.shard == "full" and rt.device.type == "cuda":  # a trial would need the memory of the undivided model
+        raise UserError("--shard full needs a --micro_batch_size; --dry_run says what fits")
     trained, forward = (config.sequence_length, config.vocab_size), forward.to(rt.device)
     size = find_micro_batch_size(forward, unpadded or fitting, trained, rt, rt.n_shards)
     return replace(config, micro_batch_size=size)
