@@ -113,3 +113,13 @@ def test_the_table_at_the_end_names_what_is_there():
         }
         for name in re.findall(r"`([\w.]+)`", names):
             assert set(name.split(".")) <= defined, (file, name)
+
+
+def test_every_claim_names_a_station_that_is_there():
+    rows = re.findall(
+        r"^\| .*\| \[(\d+)\]\(walk\.md#([\w-]+)\) \|$", (ROOT / "docs/claims.md").read_text("utf-8"), re.M
+    )
+    titles = {station.number: station.title for station in STATIONS}
+    assert len(rows) >= 15
+    for number, anchor in rows:  # GitHub's anchors: lower case, spaces as dashes
+        assert anchor == f"{number}-{titles[number].lower().replace(' ', '-')}"
