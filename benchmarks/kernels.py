@@ -28,12 +28,12 @@ from runtime import Runtime
 from train_gpt2 import RECIPES, model_shape, prepare
 from trials import find_micro_batch_size
 
-KINDS = {  # of kernels, by their names; the first that matches counts
+KINDS = {  # of kernels, by their names; the first that matches counts, since Inductor's name all that they fused
+    "Inductor: reductions (norms, softmax, loss)": r"^triton_(red|per)",
+    "Inductor: elementwise": r"^triton_(poi|for)",
     "attention": r"flash|fmha|sdpa|attention",
-    "matrix products": r"gemm|nvjet|cutlass|cublas|matmul|_mm_|mm_",
+    "matrix products": r"gemm|nvjet|cutlass|cublas|matmul|mm_|triton_tem",
     "optimizer": r"adam|multi_tensor|foreach|lerp",
-    "Inductor: reductions (norms, softmax, loss)": r"triton_(red|per)",
-    "Inductor: elementwise": r"triton",
     "copies": r"memcpy|memset|copy",
 }
 

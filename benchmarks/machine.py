@@ -44,7 +44,7 @@ Found = list[tuple[str, str, str]]  # (what was looked at, what was found, what 
 
 def gpu_memory(rt: Runtime) -> Found:
     free, total = torch.cuda.mem_get_info(rt.device)
-    taken = free < 0.95 * total
+    taken = total - free > 0.05 * total + 2 * 2**30  # besides the contexts of this process and of the one that waits
     found = f"{torch.cuda.get_device_name(rt.device)}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
     return [("GPU", found, "another process is on it; see nvidia-smi, and end it" if taken else "")]
 

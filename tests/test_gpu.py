@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import bench
-from benchmarks import gpu, machine
+from benchmarks import gpu, kernels, machine
 from benchmarks.report import markdown, targets, what_is_wrong
 from runtime import Runtime
 from tests.helpers import assert_user_error, run_inline
@@ -115,6 +115,20 @@ def test_a_part_measures_in_a_process_of_its_own(tmp_path, monkeypatch):
     assert words[:2] == [sys.executable, "-c"] and compile(words[2], "code", "exec")
 
 
+@pytest.mark.parametrize(
+    "name, kind",
+    [("triton_red_fused__log_softmax_native_layer_norm_12", "reductions"),
+     ("triton_poi_fused__scaled_dot_product_flash_attention_view_3", "elementwise"),
+     ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...>", "attention"),
+     ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7", "attention"),
+     ("nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NTT", "products"), ("triton_tem_fused_mm_7", "products"),
+     ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>", "optimizer"),
+     ("Memcpy DtoD (Device -> Device)", "copies"), ("void at::native::vectorized_elementwise_kernel<4>", "others")],
+)  # fmt: skip
+def test_kernels_are_told_apart_by_their_names(name, kind):
+    assert kind in kernels.kind(name)
+
+
 # ----------------------------------------------------------------------------------------------------------- the report
 
 
@@ -188,6 +202,14 @@ def test_a_container_without_nvidia_smi_is_none_the_worse(monkeypatch, error):
     monkeypatch.setattr(machine.subprocess, "run", run)
     ((_, found, wrong),) = machine.gpu_state(SimpleNamespace(device="cuda"))
     assert "nvidia-smi" in found and not wrong
+
+
+@pytest.mark.parametrize("free, taken", [(79, False), (75, False), (60, True)])
+def test_memory_that_somebody_else_holds_is_noticed(monkeypatch, free, taken):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free * 2**30, 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    ((_, found, wrong),) = machine.gpu_memory(SimpleNamespace(device="cuda"))
+    assert bool(wrong) is taken and f"{free}.0" in found
 
 
 def test_a_speed_is_held_against_the_peak_of_its_name():
