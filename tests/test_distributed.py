@@ -18,7 +18,7 @@ import torch
 
 import train_gpt2
 import trials
-from checkpoint import checkpoint_steps, damage, load_train_state
+from checkpoint import checkpoint_steps, damage, load_train_state, remove_after
 from cli import UserError
 from data import Batches, TokenStream, to_inputs
 from model import GPT, GPTConfig
@@ -46,7 +46,7 @@ def args(folder: Path, out: str, **changes) -> list[str]:
     return ["tiny", *arguments(**{**STEP, "data": folder / "text.txt", "out_dir": folder / out, **changes})]
 
 
-def on_ranks(n: int, jobs: list[dict], timeout=240) -> None:
+def on_ranks(n: int, jobs: list[dict], timeout=400) -> None:
     """Run jobs one after the other on n ranks; see ranks.py."""
     command = [*TORCHRUN, "--standalone", f"--nproc_per_node={n}", str(ROOT / "tests" / "ranks.py"), json.dumps(jobs)]
     result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=timeout)
@@ -393,6 +393,73 @@ def test_a_rank_that_is_killed_is_restarted_by_torchrun_from_the_last_checkpoint
     out, _ = process.communicate(timeout=240)
     assert process.returncode == 0, out[-3000:]
     assert "resuming from" in out
+    same_losses(run, long_run / "long")
+
+
+TWO = ("--standalone", "--nproc_per_node=2", "--max-restarts=3")
+
+
+def wait_for_save(run: Path, process: subprocess.Popen) -> None:
+    while not list(run.glob(".step_000030.tmp/*")):
+        assert process.poll() is None, process.communicate()[0][-3000:]
+        time.sleep(0.001)
+
+
+MOMENTS = {
+    "a step": lambda run, process: wait_for_step(run, 25, process),
+    "a save": wait_for_save,
+    "an evaluation": lambda run, process: wait_for_step(run, 60, process),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_rank_of_a_divided_model_that_is_killed_loses_nothing(long_run, moment):
+    run = long_run / f"killed in {moment}"
+    process = torchrun(long_run, run.name, *TWO, resume=True, shard="full", **LONG)
+    MOMENTS[moment](run, process)
+    os.kill(workers(process)[0 if moment == "a save" else 1], signal.SIGKILL)
+    out, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, out[-3000:]
+    assert "resuming from" in out
+    same_losses(run, long_run / "long")
+
+
+@pytest.mark.slow
+def test_ranks_without_their_launcher_end_and_the_next_start_goes_on(long_run):
+    run = long_run / "launcher"
+    process = torchrun(long_run, run.name, *TWO, resume=True, shard="optimizer", **LONG | dict(max_steps=10**6))
+    wait_for_step(run, 25, process)
+    ranks = workers(process)
+    process.stdout.close()
+    process.kill()
+    process.wait()
+    began = time.monotonic()
+    while any(Path(f"/proc/{pid}").exists() for pid in ranks):
+        assert time.monotonic() - began < 60
+        time.sleep(0.1)
+    shutil.copytree(run, run.with_name("launcher-2"))
+    remove_after(run.with_name("launcher-2") / "step_000020")
+    process = torchrun(long_run, "launcher-2", *TWO, resume=True, **LONG)
+    out, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, out[-3000:]
+    same_losses(run.with_name("launcher-2"), long_run / "long")
+
+
+@pytest.mark.slow
+def test_a_rank_that_stands_still_is_lost_within_a_minute_and_the_run_goes_on(long_run):
+    run = long_run / "stopped"
+    process = torchrun(long_run, run.name, *TWO, resume=True, shard="full", **LONG)
+    wait_for_step(run, 25, process)
+    stopped, other = workers(process)[1], workers(process)[0]
+    os.kill(stopped, signal.SIGSTOP)
+    began = time.monotonic()
+    while Path(f"/proc/{other}").exists() and "Z" not in Path(f"/proc/{other}/stat").read_text().split()[2]:
+        assert time.monotonic() - began < 60 + 10
+        time.sleep(0.1)
+    out, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, out[-3000:]
+    assert "rank 1 has not been heard of" in out and "resuming from" in out
     same_losses(run, long_run / "long")
 
 
