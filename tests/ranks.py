@@ -150,7 +150,7 @@ def jump_at(first: int):
     real, seen = Run.log_step, []
 
     def log_step(run, loss, *others):
-        higher = run.step - first in (0, 1, 2) and run.step not in seen
+        higher = first > 0 and run.step - first in (0, 1, 2) and run.step not in seen
         seen.append(run.step)
         real(run, loss + 9.0 * higher, *others)
 
