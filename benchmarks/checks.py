@@ -44,7 +44,7 @@ def check(name: str, found: str, ok: bool) -> dict:
 def numerics(config, rt: Runtime) -> list[dict]:
     dtypes = ["float32", "bfloat16"]
     plain = {dtype: losses_of(plain_steps, dtype, rt, config.size) for dtype in dtypes}
-    rounding = distance(plain["bfloat16"], plain["float32"])
+    rounding = distance(plain["bfloat16"], plain["float32"])  # what bf16 costs, however it is computed
     rows = []
     for dtype, limit in (("float32", 5e-4), ("bfloat16", 2 * rounding + 1e-3)):
         ours = losses_of(project_steps, dtype, rt, config.size)
@@ -71,7 +71,7 @@ def constants(size: str) -> Config:
 def losses_of(make: Callable, dtype: str, rt: Runtime, size: str) -> list[float]:
     """Losses of STEPS steps that make(config, rt, model) returns a function for: step(number, idx, targets)."""
     config, rt = constants(size), Runtime.setup(rt.device.type, dtype, "auto")
-    torch.compiler.reset()
+    torch.compiler.reset()  # guards of the last precision would only be in the way
     torch.manual_seed(0)
     model = GPT(model_shape(config, "gpt2", None, rt)).to(rt.device)
     generator = torch.Generator().manual_seed(0)
@@ -157,7 +157,7 @@ def scores(config, rt: Runtime) -> list[dict]:
         torch.nn.init.normal_(p, std=0.1)
     model.to(rt.device)
     task = prepare(rows, tokenizer, model.config, "completion")
-    plain = np.array(score_one_by_one(model, tokenizer, rows, rt))
+    plain = np.array(score_one_by_one(model, tokenizer, rows, rt))  # (rows, 4), before anything allows TF32
     found = []
     for dtype, limit in (("float32", 1e-4), ("auto", 0.05)):
         ours = -np.array(evaluate(model, task, Runtime.setup(rt.device.type, dtype))["log_likelihoods"])

@@ -64,7 +64,7 @@ def has_float8(rt: Runtime) -> bool:
 def losses(config, rt: Runtime) -> list[dict]:
     rt = fast(rt)
     N, C, V = (512, 64, 512) if tiny(config) else (2**16, 768, 50304)
-    x = torch.randn(N, C, device=rt.device, dtype=rt.dtype, requires_grad=True)
+    x = torch.randn(N, C, device=rt.device, dtype=rt.dtype, requires_grad=True)  # as blocks leave it under autocast
     weight = (torch.randn(V, C, device=rt.device) * 0.02).requires_grad_()
     targets = torch.randint(V, (N,), device=rt.device)
     chunks = [N // 4, N // 2] if tiny(config) else [2**n // V // 256 * 256 for n in (27, 28, 29)]  # positions
@@ -76,7 +76,7 @@ def losses(config, rt: Runtime) -> list[dict]:
     for name, function in functions.items():
         steps[name] = partial(gradients, compiled(function, rt), x, weight, targets)
         try:
-            steps[name]()  # compiles
+            steps[name]()  # compiles, which may take more memory than the step
             rt.reset_peak_memory()
             steps[name]()
             memory[name] = rt.peak_memory()
@@ -126,7 +126,7 @@ def blocks_step(on: bool, x: torch.Tensor, rt: Runtime) -> Callable[[], None]:
     def step() -> None:
         with rt.autocast():
             y = blocks(x)
-        torch.autograd.grad(y.sum(), (x, *blocks.parameters()))
+        torch.autograd.grad(y.sum(), (x, *blocks.parameters()))  # the products of both directions
 
     for _ in range(WARM_UPS):
         step()
@@ -143,7 +143,7 @@ def memory(config, rt: Runtime) -> list[dict]:
     for name in ("tiny",) if tiny(config) else SIZES:
         sizes, length = (model_sizes(name), 32) if tiny(config) else (SIZES[name], 1024)
         constants = replace(RECIPES["gpt2"], **sizes, sequence_length=length)
-        with torch.device(rt.device):
+        with torch.device(rt.device):  # 1.5 billion random numbers take a host a quarter of a minute
             model = GPT(model_shape(constants, "gpt2", None, rt))
         prepare(model, constants, rt)
         rt.reset_peak_memory()
@@ -168,6 +168,7 @@ def profile(config, rt: Runtime) -> list[dict]:
         rt.synchronize()
     cuda, times = rt.device.type == "cuda", Counter()
     for event in profiler.key_averages():
+        # Inductor's annotations cover kernels that are counted by themselves
         on_gpu = event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
         if on_gpu or not cuda:
             times[kind(event.key)] += event.self_device_time_total if cuda else event.self_cpu_time_total
