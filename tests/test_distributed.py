@@ -400,7 +400,7 @@ TWO = ("--standalone", "--nproc_per_node=2", "--max-restarts=3")
 
 
 def wait_for_save(run: Path, process: subprocess.Popen) -> None:
-    while not list(run.glob(".step_000030.tmp/*")):
+    while not list(run.glob(".step_000030*tmp/*")):
         assert process.poll() is None, process.communicate()[0][-3000:]
         time.sleep(0.001)
 
