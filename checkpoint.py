@@ -12,16 +12,16 @@ MODEL, as every script takes it, is a checkpoint directory, a run directory (its
 This file knows nothing of training: the state that it stores is a dict that somebody else fills and reads.
 """
 
+import errno
 import math
 import os
-import pickle
 import re
 import shutil
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -50,7 +50,8 @@ def damage(path: Path) -> str | None:
     """What is wrong with a checkpoint's files, None if all are there with the checksums that were written."""
     try:
         lines = (path / SUMS).read_text().splitlines()
-    except (OSError, UnicodeDecodeError):
+    except (OSError, UnicodeDecodeError) as e:
+        refuse_to_judge(e)
         return f"{SUMS} is missing or unreadable"
     sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
     # a list of sums that was cut at the end of a line is a valid list of fewer files
@@ -61,9 +62,19 @@ def damage(path: Path) -> str | None:
         try:  # a second for each GB: cheaper than a week of training on weights with a flipped bit
             if sha256(path / name) != digest:
                 return f"{name} is not what was written"
-        except (OSError, ValueError):
+        except (OSError, ValueError) as e:
+            refuse_to_judge(e)
             return f"{name or SUMS} is missing or unreadable"
     return None
+
+
+def refuse_to_judge(e: Exception) -> None:
+    """Raise UserError for an error of the disk, the network or permissions at this moment, which says nothing of a file:
+    a sound checkpoint must not be taken for a damaged one."""
+    if getattr(e, "errno", None) in (errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE):
+        raise UserError(
+            f"{e.filename} cannot be read now: {e.strerror}; mend that, or move it away, and try again"
+        ) from e
 
 
 def newest_sound(run_dir: Path, before: float = math.inf) -> Path | None:
@@ -82,7 +93,8 @@ def set_aside(newer_than: Path) -> None:
         if path == newer_than:
             return
         target = path.with_name(f"damaged_{path.name}")
-        shutil.rmtree(target, ignore_errors=True)  # one of the same step, damaged earlier
+        if target.exists():  # one of the same step, damaged earlier
+            remove(target)
         path.rename(target)
 
 
@@ -91,7 +103,15 @@ def remove_after(checkpoint: Path) -> None:
     for _, path in reversed(checkpoint_steps(checkpoint.parent)):
         if path == checkpoint:
             return
+        remove(path)
+
+
+def remove(path: Path) -> None:
+    """A file, a directory, or what links to one; what it links to stays."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 # ---------------------------------------------------------------------------------------------------------- writing
@@ -162,19 +182,25 @@ class CheckpointWriter:
             return
         steps = [(step, path) for step, path in checkpoint_steps(self.run_dir) if path != newest]
         losses = {path: val_loss_at(step, val_losses) for step, path in steps}
-        best = min((path for path in losses if losses[path] is not None), key=losses.get, default=None)
+        by_loss = sorted((path for path in losses if losses[path] is not None), key=losses.get)
+        best = next(filter(self._is_sound, by_loss), None)
         kept = {newest, best}
         n_sound = 1  # the newest, which was just written
         for _, path in reversed(steps):
-            if n_sound < self.keep and (path in self._sound or damage(path) is None):
-                self._sound.add(path)
+            if n_sound < self.keep and self._is_sound(path):
                 kept.add(path)
                 n_sound += 1
         # A damaged one newer than some that stay is left for a person to look at; those older than all that stay go.
         oldest_kept = min((step for step, path in steps if path in kept and path != best), default=math.inf)
         for step, path in steps:
             if path not in kept and (step < oldest_kept or path in self._sound):
-                shutil.rmtree(path, ignore_errors=True)
+                with suppress(OSError):
+                    remove(path)
+
+    def _is_sound(self, path: Path) -> bool:
+        if path not in self._sound and damage(path) is None:
+            self._sound.add(path)
+        return path in self._sound
 
 
 def yield_the_cores() -> None:
@@ -263,7 +289,7 @@ def load_train_state(path: Path) -> dict:
     try:
         # weights_only: a pickle is a program, and a checkpoint may come from anywhere
         state = torch.load(Path(path) / "train_state.pt", map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as e:
+    except Exception as e:  # a damaged pickle can make anything happen that its few allowed classes can
         reason = str(e).splitlines()[0] if str(e) else type(e).__name__
         raise UserError(f"{path}/train_state.pt cannot be read: {reason}; resume from an earlier checkpoint") from e
     if not isinstance(state, dict):
@@ -276,7 +302,7 @@ def find_model(model: str) -> str:
     if not model:
         raise UserError("the model's name is empty; give a checkpoint, a run directory, or a hub id such as gpt2")
     path = Path(model)
-    if (path / "config.json").is_file() and list(path.glob("model*.safetensors")):
+    if (path / "config.json").is_file() and [*path.glob("model.safetensors"), *path.glob("model-*-of-*.safetensors")]:
         return str(path)
     if path.is_dir():
         newest = newest_sound(path)
@@ -299,8 +325,8 @@ def user_errors_of(model: str) -> Iterator[None]:
             yield
     except ValueError as e:
         raise UserError(str(e)) from e
-    except (OSError, RuntimeError) as e:  # huggingface_hub's own errors are OSErrors, those of its client RuntimeErrors
-        if Path(model).is_dir():
+    except Exception as e:  # of the network, the hub's client, or a server that answers nonsense: all have their own
+        if Path(model).is_dir() or isinstance(e, UserError):
             raise
         raise UserError(
             f"{model} is no local directory, and could not be had from the hub ({type(e).__name__}); check the name, "

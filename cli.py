@@ -41,6 +41,11 @@ class Stopped(Exception):
 
 def script(main: Callable[[], None]) -> None:
     """Run `main` and end the process: 0 done, 2 for bad usage or input, 128 + n after signal n."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who started us: what is said goes nowhere
+            setattr(sys, name, open(os.devnull, "w"))
+        with contextlib.suppress(AttributeError, ValueError, OSError):  # a terminal without UTF-8 still shows the rest
+            getattr(sys, name).reconfigure(errors="backslashreplace")
     try:
         main()
         if (distributed := sys.modules.get("torch.distributed")) and distributed.is_initialized():
@@ -181,7 +186,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
     """Write a file whole or not at all: under a name of this process first, flushed, then renamed over `path`."""
     part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        part.write_bytes(content.encode() if isinstance(content, str) else content)
+        part.write_bytes(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
         flush(part)
         part.replace(path)
     finally:

@@ -45,7 +45,7 @@ def complete(model: GPT, tokenizer: Tokenizer, prompts: list[str], max_tokens: i
     The random numbers are a stream of their own, so that sampling changes nothing in training.
     """
     generator = torch.Generator(rt.device).manual_seed(seed)
-    ids = [tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token] for prompt in prompts]
+    ids = [tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token or 0] for prompt in prompts]
     options |= dict(stop_token=tokenizer.eot_token, n_tokens=len(tokenizer), generator=generator)
     with rt.autocast():
         rows = zip(*model.generate(ids, max_tokens, **options), strict=True)

@@ -436,7 +436,7 @@ def finish(config: Config, run: Run, files: ChatFiles) -> None:
         write_atomically(adapter, lambda path: [write(path) for write in (write_files, write_card)])
     elif adapter.exists():  # of a run that this one has replaced
         shutil.rmtree(adapter)
-    if val := [record["loss"] for record in run.log.records if record["kind"] == "val"]:
+    if val := list(run.log.val_losses().values()):
         print(
             f"\nvalidation loss {val[0]:.4f} before, {val[-1]:.4f} after, {min(val):.4f} at its lowest (nats per token)"
         )

@@ -456,7 +456,9 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     state = {}
-    for file in sorted(path.glob("model*.safetensors")):
+    # one file, or the parts of a large model; what else lies there (model_old.safetensors) is somebody's own
+    whole = path / "model.safetensors"
+    for file in [whole] if whole.exists() else sorted(path.glob("model-*-of-*.safetensors")):
         try:
             state |= load_file(file)
         except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as e:

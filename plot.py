@@ -101,7 +101,7 @@ def read_log(path: Path) -> Records:
             continue
         try:
             record = json.loads(line.decode("utf-8-sig"))
-            if not isinstance(record["kind"], str) or type(record["step"]) is not int or abs(record["step"]) > 1e15:
+            if not is_record(record):
                 raise ValueError("not a record")
             records.append(record)
         except (ValueError, TypeError, KeyError, RecursionError):
@@ -110,6 +110,18 @@ def read_log(path: Path) -> Records:
         which = ", ".join(map(str, damaged[:5])) + (f" and {len(damaged) - 5} more" if len(damaged) > 5 else "")
         print(f"warning: {path}: left out what is damaged: line {which}", file=sys.stderr, flush=True)
     return records
+
+
+def is_record(record: dict) -> bool:
+    """True for a step and a kind with what a record of that kind has. A number that was not finite is null."""
+    kind, step = record["kind"], record["step"]
+    if not isinstance(kind, str) or type(step) is not int or abs(step) > 1e15:
+        return False
+    numbers = [record.get(name) for name in ("loss", "dt_ms", "tokens_per_sec")]
+    if not all(number is None or type(number) in (int, float) for number in numbers):
+        return False
+    needed = dict(train="loss", val="loss", sample="text").get(kind)
+    return needed in (None, *record) and isinstance(record.get("text", ""), str)
 
 
 def draw(runs: dict[str, Records], path: Path, x: str = "steps") -> None:

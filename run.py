@@ -43,15 +43,17 @@ from checkpoint import (
     checkpoint_steps,
     load_train_state,
     newest_sound,
+    remove,
     remove_after,
     set_aside,
     snapshot,
 )
-from cli import Stopped, UserError, only_one, replace_file
+from cli import Stopped, UserError, only_one, read_json, replace_file
 from runlog import RunLog, about_machine
 from runtime import Runtime
 
 FILES = ("config.json", "log.jsonl", "samples.txt", "learning_curve.png")  # besides checkpoints
+MOVING = ".overwritten.part"  # where --overwrite collects the run before
 OLD_RUN = ".overwritten"  # where --overwrite keeps the run before, until this one has a checkpoint
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
@@ -98,8 +100,16 @@ class Run:
     def _find_checkpoint(self) -> str:
         """The newest sound checkpoint with --resume, else "". Raises UserError for a run that would be lost."""
         steps = checkpoint_steps(self.out_dir)
+        moving = self.out_dir / MOVING
+        if moving.exists() and not self.written["overwrite"]:
+            what = f"an --overwrite was interrupted while it moved the run to {moving}"
+            raise UserError(f"{what}; give --overwrite again, or move those files back to {self.out_dir}")
         # a log counts as a run: where checkpoints were deleted by hand, its figures are all that is left
         holds_run = bool(steps) or (self.out_dir / "log.jsonl").exists()
+        if not holds_run and (strange := not_of_a_run(self.out_dir)):
+            raise UserError(
+                f"{self.out_dir} holds no run, but {strange}, which is not ours to replace; give another one"
+            )
         if holds_run and not (self.written["resume"] or self.written["overwrite"]):
             remedies = "--resume continues it, --overwrite replaces it, --out_dir avoids it"
             raise UserError(f"{self.out_dir} already holds a run; {remedies}")
@@ -132,6 +142,7 @@ class Run:
         self.first_step = self.step
         # what an interruption has cut off between a checkpoint and the evaluations of its step is made up for
         self._done = self.rt.on_main(lambda: [r["kind"] for r in self.log.records if r["step"] == self.step])
+        self.val_loss = self.rt.on_main(lambda: self.log.val_losses().get(self.step))  # if the log has one of this step
         self._saved = self.step if self.checkpoint else -1  # the last step with a checkpoint; no step is saved twice
         self._launched: deque[tuple] = deque()  # steps that the device may still be working at
         self._spike_at: tuple | None = None
@@ -167,39 +178,48 @@ class Run:
     def _set_old_run_aside(self) -> None:
         """Move exactly what a run writes into a folder that goes once this run has a checkpoint of its own.
 
-        If such a folder is there, the attempt since then never had one, and its files can go.
+        If such a folder is there, the attempt since then never had one, and its files can go. It gets its name when all
+        is in it, so that a kill in between leaves files of the old run in two places, and none of them is deleted.
         """
         names = re.compile(r"(damaged_)?step_\d+|log\.\d+\.jsonl")
         found = [path for path in self.out_dir.iterdir() if path.name in FILES or names.fullmatch(path.name)]
-        old = self.out_dir / OLD_RUN
-        first = not old.exists()
-        old.mkdir(exist_ok=True)
+        old, moving = self.out_dir / OLD_RUN, self.out_dir / MOVING
+        if old.exists() and any(old.iterdir()) and not moving.exists():
+            for path in found:
+                remove(path)
+            return
+        moving.mkdir(exist_ok=True)
         for path in found:
-            if first:  # a rename can be undone by hand, whatever happens before the first checkpoint
-                path.rename(old / path.name)
-            else:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            path.rename(moving / path.name)
+        if old.exists():
+            old.rmdir()  # an empty one
+        moving.rename(old)
 
     # ---- the loop
 
     def __enter__(self) -> "Run":
-        self._handlers = {s: signal.signal(s, self._remember) for s in STOP_SIGNALS}
+        # what was ignored when we came, as nohup ignores SIGHUP, stays ignored
+        heard = [s for s in STOP_SIGNALS if signal.getsignal(s) != signal.SIG_IGN]
+        self._handlers = {s: signal.signal(s, self._remember) for s in heard}
         self.log.start_bar(self.step, self.max_steps)
         self._clock = time.perf_counter()
         return self
 
     def __exit__(self, error_type, *_) -> None:
         # an error leaves the checkpoint under way to its thread, which Python waits for; and it keeps the old run
-        for signum, handler in self._handlers.items():
-            signal.signal(signum, handler)
         try:
             if error_type is None:
                 self._writer.wait()
-                self._forget_old_run()
+                if self._saved > 0:
+                    self._forget_old_run()
             self.log.close()
             self._renew_card()
         finally:
+            for signum, handler in self._handlers.items():
+                signal.signal(signum, handler)
             self._locks.close()
+        if error_type is None and self._is_asked_to_stop():
+            raise Stopped(self._signum or signal.SIGTERM)
 
     def _remember(self, signum: int, frame) -> None:
         """A signal is a flag, read once a step; a second Ctrl-C ends the process at once."""
@@ -225,7 +245,7 @@ class Run:
         They are read when the device has come so far, on a GPU during the next step. May leave the step: Stopped after
         a signal, UserError after too many bad steps, a return to an earlier checkpoint after a spike.
         """
-        stop = self.rt.sum(loss.new_full((), self._signum != 0 or self._writer.failed))  # any rank's
+        stop = self.rt.sum(loss.new_full((), self._signum != 0 or self._writer.failed))  # of any rank
         # One tensor, one copy to the host. Asking for a number now would let the GPU run dry: the host has to be ahead,
         # launching the kernels of the next step while those of this one run.
         figures = torch.stack([loss, grad_norm, n_targets.to(loss), stop])
@@ -240,7 +260,7 @@ class Run:
         """
         if not interval or self._left_step or (self.step % interval and self.step != self.max_steps):
             return False
-        if not self.step or self._has(kind):
+        if not self.step or self._has(kind) or (kind and self._is_asked_to_stop()):
             return False
         self._catch_up()  # weights that a spike has spoilt are neither saved nor evaluated
         if self._left_step:
@@ -248,6 +268,10 @@ class Run:
         self._writer.wait()
         self._paused = True
         return True
+
+    def _is_asked_to_stop(self) -> bool:
+        """By a signal to any rank; all ranks ask together."""
+        return bool(self.rt.sum(torch.tensor(float(self._signum != 0), device=self.rt.device)))
 
     def _has(self, kind: str) -> bool:
         """Whether the log has a record of this kind for this step, from before an interruption."""
@@ -368,6 +392,7 @@ class Run:
         self._restore(Path(found))
         self.data_step, self._saved, self._left_step = data_step, self.step, True
         self._launched.clear()  # steps from after the jump
+        self._done = []  # what the log had of the step that this process began with is cut off with the rest
         self.log.cut(self.step)
         self.record("rollback", from_step=step, loss=loss, median=median)
 
@@ -383,7 +408,11 @@ class Run:
             if self.rt.device.type == "cuda" and "cuda" in state["rng"]:
                 torch.cuda.set_rng_state(state["rng"]["cuda"])
             self.step, self.data_step, self.tokens = (int(state[key]) for key in ("step", "data_step", "tokens"))
-        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as e:
+            if not (
+                f"step_{self.step:06d}" == checkpoint.name and self.step <= self.data_step < 2**62 and self.tokens >= 0
+            ):
+                raise ValueError(f"step {self.step}, after {self.data_step} batches with {self.tokens} tokens")
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as e:
             reason = f"no {e}" if isinstance(e, KeyError) else str(e)
             raise UserError(f"{checkpoint}/train_state.pt does not fit this run: {reason}; resume from another") from e
         return changed
@@ -407,6 +436,15 @@ class Run:
                 raise UserError(f"{checkpoint} was trained with --{name} {settled}, not {now}; --resume keeps it")
             changed[name] = (settled, getattr(self.config, name))
         return changed
+
+
+def not_of_a_run(out_dir: Path) -> str:
+    """A file in a directory without a run that a run would replace, "" for none."""
+    names = [name for name in (*FILES, "model.safetensors", "adapter_config.json") if (out_dir / name).exists()]
+    with contextlib.suppress(UserError, FileNotFoundError, TypeError):
+        if "out_dir" in read_json(out_dir / "config.json"):  # constants, of a run that was killed before its log
+            names.remove("config.json")
+    return next(iter(names), "")
 
 
 def random_state() -> dict:

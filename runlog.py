@@ -15,6 +15,7 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
@@ -60,8 +61,12 @@ class RunLog:
         self.records.append(record)
         with open(self.out_dir / "log.jsonl", "a", encoding="utf-8") as f:
             f.write(json.dumps(record) + "\n")
-        if self._report:
-            self._report(record)
+        try:
+            if self._report:
+                self._report(record)
+        except Exception as e:  # a server that is gone is no reason to end a run: log.jsonl has it all
+            self.rt.print(f"warning: {self.out_dir} is no longer reported: {type(e).__name__}: {e}", file=sys.stderr)
+            self._report = None
 
     def evaluation(self, step: int, kind: str, figures: dict) -> None:
         """Log an evaluation or a sample, show it, and draw the curve anew."""
@@ -69,7 +74,7 @@ class RunLog:
             return
         self.append({"step": step, "kind": kind, **figures})
         if kind == "sample":
-            with open(self.out_dir / "samples.txt", "a", encoding="utf-8") as f:
+            with open(self.out_dir / "samples.txt", "a", encoding="utf-8", errors="backslashreplace") as f:
                 f.write(sample_entry(self.records[-1]))
         self.rt.print(f"step {step}: {describe(kind, figures)}")
         self.draw()
@@ -95,7 +100,7 @@ class RunLog:
 
     def say_how_long(self, steps_left: int, tokens_left: int) -> None:
         """After the first steps, of which the very first may have compiled. `tokens_left` is at most 0 if not known."""
-        recent = [r for r in self.records if r["kind"] == "train"][-8:]
+        recent = [r for r in self.records if r["kind"] == "train" and r.get("dt_ms") and r.get("tokens_per_sec")][-8:]
         if recent:
             seconds = sum(r["dt_ms"] for r in recent) / 1e3
             rate = sum(r["tokens_per_sec"] * r["dt_ms"] for r in recent) / 1e3 / seconds
@@ -147,11 +152,12 @@ class RunLog:
 
     def hours(self) -> float:
         """Of training alone, over all processes that the run has had."""
-        return sum(r["dt_ms"] for r in self.records if r["kind"] == "train") / 3.6e6
+        return sum(r.get("dt_ms") or 0 for r in self.records if r["kind"] == "train") / 3.6e6
 
     def median_rate(self) -> float:
         """Tokens per second; nan before the first step."""
-        return statistics.median([r["tokens_per_sec"] for r in self.records if r["kind"] == "train"] or [math.nan])
+        rates = [r.get("tokens_per_sec") for r in self.records if r["kind"] == "train"]
+        return statistics.median([rate for rate in rates if rate is not None] or [math.nan])
 
 
 def sample_entry(record: dict) -> str:

@@ -237,7 +237,7 @@ class Runtime:
         try:
             tqdm.write(" ".join(map(str, args)), **kwargs)
             sys.stdout.flush()
-        except (BrokenPipeError, ValueError):  # ValueError: the file was closed
+        except (OSError, ValueError):  # the reader or the terminal went away, the disk is full, the file was closed
             with contextlib.suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -293,7 +293,10 @@ def _join_ranks(device: torch.device, rank: int, world_size: int) -> None:
     one node each restart therefore gets its own part of it; several nodes do not count restarts alike, and need
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun.
     """
-    store, _, _ = next(dist.rendezvous("env://", rank, world_size))
+    try:
+        store, _, _ = next(dist.rendezvous("env://", rank, world_size))
+    except (ValueError, RuntimeError) as e:
+        raise UserError(f"the {world_size} ranks of the environment do not find each other ({e}); use torchrun") from e
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
         store = dist.PrefixStore("restart " + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     on_gpu = device.type == "cuda"

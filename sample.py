@@ -163,6 +163,8 @@ def converse(model: GPT, tokenizer, config: Config, said: str, generator) -> Non
 
 
 def read_line() -> str:
+    if sys.stdin is None:
+        return ""
     try:
         return checked(input("> "), "what was said")
     except EOFError:
@@ -174,6 +176,8 @@ def read_line() -> str:
 
 def read_all() -> str:
     """Standard input, without the line end that `echo` and editors put after the last line."""
+    if sys.stdin is None:  # closed by whoever started us
+        return ""
     try:
         return sys.stdin.buffer.read().decode().removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as e:

@@ -121,7 +121,7 @@ def hub_source(name: str, revision: str) -> Source:
     repo, folder = f"{owner}/{dataset}", "/".join(rest)
     ask = partial(HfApi().dataset_info, repo, revision=revision, files_metadata=True, timeout=60)
     info = patiently(ask, f"the list of files of {repo}", attempts=3)
-    known = [f for f in info.siblings or [] if kind_of(f.rfilename) and not {"/", ".."} & {*Path(f.rfilename).parts}]
+    known = [f for f in info.siblings or [] if is_name(f.rfilename) and kind_of(f.rfilename)]
     chosen = [f for f in known if any(fnmatch.fnmatch(f.rfilename, p) for p in (folder or "*", f"{folder}/*"))]
     chosen = [f for f in chosen if "train" in f.rfilename] or chosen
     chosen = next(filter(None, ([f for f in chosen if kind_of(f.rfilename) == kind] for kind in KINDS)), [])
@@ -129,8 +129,13 @@ def hub_source(name: str, revision: str) -> Source:
         folders = ", ".join(sorted({os.path.dirname(f.rfilename) or "." for f in known})[:9]) or "no folder"
         raise UserError(f"{repo} has no data file in {folder or '.'}; it has some in {folders}: add one to its name")
     hashes = [getattr(f.lfs, "sha256", None) or f.blob_id or "" for f in chosen]
-    files = [SourceFile(f.rfilename, f.size or 0, h) for f, h in zip(chosen, hashes, strict=True)]
+    files = [SourceFile(f.rfilename, max(int(f.size or 0), 0), h) for f, h in zip(chosen, hashes, strict=True)]
     return Source(sorted(files), repo, info.sha)
+
+
+def is_name(name: object) -> bool:
+    """True for a relative path that stays below the folder that files are downloaded to."""
+    return isinstance(name, str) and not {"/", ".."} & {*Path(name).parts}
 
 
 def patiently(call: Callable, what: str, attempts: int = 6):

@@ -35,6 +35,7 @@ from data import (
     TokenStream,
     find_shards,
     fingerprint,
+    read_manifest,
     to_inputs,
     training_batches,
     validation_batches,
@@ -178,6 +179,8 @@ def train(config: Config, run: Run, model: GPT, forward: torch.nn.Module, optimi
     """Optimizer steps until `config.max_steps`. `forward` is the model, compiled and distributed where that is on."""
     rt = run.rt
     with run, closing(prefetch(micro_batches_from(run.data_step, config, data), rt.device)) as batches:
+        if run.val_loss is not None and run.val_loss <= config.target_loss:  # it had ended here
+            run.end_here()
         evaluate(config, run, model, forward, data)  # what an interruption cut off
         for step, batch in run.steps(batches):
             batch = [to_inputs(*micro) for micro in batch]  # (idx, targets), (B, T) each; targets are one token further
@@ -245,6 +248,8 @@ def open_data(config: Config, shape: GPTConfig, rt: Runtime) -> Data:
         shards = Path(rt.on_main(lambda: str(prepare_text(config.data, config.tokenizer, config.vocab_size, cache))))
     train_paths, val_paths = find_shards(str(shards), "train"), find_shards(str(shards), "val")
     tokenizer = data_tokenizer(shards, config.tokenizer)
+    if "next" in read_manifest(shards if shards.is_dir() else shards.parent):
+        rt.print(f"warning: {shards} is not complete: this trains on what is there by now", file=sys.stderr)
     if len(tokenizer) > shape.vocab_size:
         raise UserError(
             f"the tokenizer has {len(tokenizer)} tokens, but vocab_size is {shape.vocab_size}; "
@@ -432,7 +437,7 @@ def finish(recipe: str, config: Config, run: Run, model: GPT, tokenizer: Tokeniz
             run.record("sample", text=text)
     if not run.rt.is_main:
         return
-    if val := [r for r in run.log.records if r["kind"] == "val"]:
+    if val := [r for r in run.log.records if r["kind"] == "val" and None not in (r["loss"], r["bpb"])]:
         print(f"\nvalidation loss {val[-1]['loss']:.4f} nats per token, {val[-1]['bpb']:.4f} bits per byte")
     memory = run.rt.peak_memory() / 2**30
     rate = run.log.median_rate()

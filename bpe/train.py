@@ -44,6 +44,7 @@ class Config:
     workers: Annotated[int, Range(0, 1024)] = 0  # processes that count; 0 for one a core
     show: Annotated[int, Range(0, 1_000_000)] = 40  # merges to print: the first ones, then fewer and fewer
     out: str = "out/bpe"  # directory of the tokenizer
+    overwrite: bool = False  # replace the tokenizer that it holds
 
 
 HELD_OUT = 2**20  # characters that are kept for measuring, at most
@@ -187,6 +188,12 @@ def check(config: Config) -> None:
     out = Path(config.out)
     if not config.out or out.exists() and not out.is_dir():
         raise UserError(f"--out {config.out!r} is no directory; give one for the tokenizer's files")
+    if (out / "config.json").exists():
+        raise UserError(
+            f"--out {out} holds a model, which goes with the tokenizer that is there; give another directory"
+        )
+    if (out / "tokenizer.json").exists() and not config.overwrite:
+        raise UserError(f"--out {out} already holds a tokenizer; --overwrite replaces it, another name avoids it")
     try:
         tok = Tokenizer((), config.pattern, config.special_tokens)
         formats.to_json(tok)  # what could not be saved

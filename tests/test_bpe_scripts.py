@@ -101,7 +101,7 @@ def test_all_kinds_of_files_give_the_same_tokenizer(run_train, tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"body": t}) + "\n" for t in texts), encoding="utf-8")
     prints = set()
     for source in (folder, folder / "*.parquet", tmp_path / "a.jsonl"):
-        result = run_train("--input", source, "--text_field", "body", "--vocab-size", "600")
+        result = run_train("--input", source, "--text_field", "body", "--vocab-size", "600", "--overwrite")
         assert result.returncode == 0, result.stderr
         prints.add(Tokenizer.load(tmp_path / "out").fingerprint)
     kept = [text for n, text in enumerate(texts) if n % 10 != 9]

@@ -1,6 +1,10 @@
 """A run directory: nothing in it is lost, replaced in silence, or written by two."""
 
+import errno
+import hashlib
 import json
+import math
+import os
 import re
 import shutil
 import signal
@@ -13,9 +17,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import checkpoint
+import runlog
 import train_gpt2
 from checkpoint import CheckpointWriter, checkpoint_steps, damage, load_train_state
 from cli import UserError
+from run import MOVING, OLD_RUN
 from runlog import RunLog, duration
 from tests.helpers import SMALL, arguments, assert_user_error, command, environment, log_of, losses, text_file
 
@@ -388,3 +395,181 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(train, tmp_path):
     assert train(**SHORT | dict(resume=True)).returncode == 0
     train(out="undisturbed", **SHORT)
     assert losses(tmp_path / "run") == losses(tmp_path / "undisturbed")
+
+
+# ---- what a hostile reader found
+
+
+def test_an_overwrite_that_was_killed_while_it_moved_the_old_run_loses_none_of_it(train, tmp_path):
+    run = tmp_path / "run"
+    train(**SHORT)
+    (run / MOVING).mkdir()
+    for name in ("log.jsonl", "step_000006"):
+        (run / name).rename(run / MOVING / name)
+    assert_user_error(train(**SHORT | dict(resume=True)), MOVING, "--overwrite")
+    assert_user_error(train(**SHORT), MOVING)
+    assert train(**SHORT | dict(overwrite=True, checkpoint_interval=0, max_steps=2)).returncode == 0
+    assert steps_of(run / OLD_RUN) == [2, 4, 6] and (run / OLD_RUN / "log.jsonl").exists()
+
+
+def test_an_old_run_stays_as_long_as_the_new_one_has_no_checkpoint(train, tmp_path):
+    train(**SHORT)
+    assert train(**SHORT | dict(overwrite=True, checkpoint_interval=0)).returncode == 0
+    assert steps_of(tmp_path / "run" / OLD_RUN) == [2, 4, 6] and steps_of(tmp_path / "run") == []
+
+
+def test_a_directory_with_files_of_somebody_else_is_no_place_for_a_run(train, tmp_path):
+    train(**SHORT)
+    model = tmp_path / "run" / "step_000006"
+    before = {path.name: path.read_bytes() for path in model.iterdir()}
+    for flags in (dict(resume=True), dict(overwrite=True), dict()):
+        assert_user_error(train(**SHORT | flags | dict(out_dir=model)), str(model))
+    assert {path.name: path.read_bytes() for path in model.iterdir() if path.name != ".lock"} == before
+
+
+def test_a_signal_in_the_last_save_waits_for_it(train, tmp_path, monkeypatch):
+    real = checkpoint.write_atomically
+
+    def write(path, fill):
+        os.kill(os.getpid(), signal.SIGTERM)
+        real(path, fill)
+
+    monkeypatch.setattr(checkpoint, "write_atomically", write)
+    result = train(**SHORT | dict(checkpoint_interval=3, max_steps=3))
+    assert result.returncode == 143 and steps_of(tmp_path / "run") == [3]
+    assert damage(tmp_path / "run" / "step_000003") is None
+
+
+def test_what_was_ignored_when_a_run_began_stays_ignored(train, tmp_path, monkeypatch):
+    real = train_gpt2.validate
+
+    def hang_up(*args):
+        os.kill(os.getpid(), signal.SIGHUP)
+        return real(*args)
+
+    monkeypatch.setattr(train_gpt2, "validate", hang_up)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        assert train(**SHORT | dict(eval_interval=2)).returncode == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert steps_of(tmp_path / "run")[-1] == 6
+
+
+def test_after_a_signal_in_an_evaluation_no_other_one_begins(train, tmp_path, monkeypatch):
+    real = train_gpt2.validate
+
+    def stop(*args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args)
+
+    monkeypatch.setattr(train_gpt2, "validate", stop)
+    assert train(**SHORT | dict(eval_interval=2, sample_interval=2)).returncode == 143
+    assert not log_of(tmp_path / "run", "sample") and steps_of(tmp_path / "run")[-1] == 3
+
+
+def test_a_best_checkpoint_that_is_damaged_gives_its_place_to_the_next(tmp_path):
+    writer = CheckpointWriter(tmp_path, 1)
+    losses = {1: 1.0, 2: 2.0, 3: 5.0, 4: 5.0}
+
+    def export(directory):
+        (directory / "config.json").write_text("{}")
+        (directory / "model.safetensors").write_text("weights")
+
+    for step in (1, 2, 3):
+        writer.keep = 0
+        writer.save(step, export, {}, losses, print)
+        writer.wait()
+    (tmp_path / "step_000001" / "model.safetensors").write_text("Weights")
+    again = CheckpointWriter(tmp_path, 1)
+    again.save(4, export, {}, losses, print)
+    again.wait()
+    assert {2, 4} <= set(steps_of(tmp_path)) and 3 not in steps_of(tmp_path)
+
+
+def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_not_called_damaged(train, tmp_path, monkeypatch):
+    train(**SHORT)
+
+    def stale(path):
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    with monkeypatch.context() as context:
+        context.setattr(checkpoint, "sha256", stale)
+        assert_user_error(train(**SHORT | dict(resume=True)), "Stale file handle")
+    assert steps_of(tmp_path / "run") == [2, 4, 6]
+
+
+def test_a_run_that_has_reached_its_target_adds_nothing_when_it_is_resumed(train, tmp_path):
+    options = SHORT | dict(max_steps=100, eval_interval=2, target_loss=5.8)
+    train(**options)
+    before = log_of(tmp_path / "run", "train"), log_of(tmp_path / "run", "target"), log_of(tmp_path / "run", "val")
+    assert train(**options | dict(resume=True)).returncode == 0
+    after = log_of(tmp_path / "run", "train"), log_of(tmp_path / "run", "target"), log_of(tmp_path / "run", "val")
+    assert after == before and len(before[1]) == 1
+
+
+def test_a_tracker_that_fails_ends_no_run(train, tmp_path, monkeypatch):
+    def fail(record):
+        raise ConnectionError("no server")
+
+    monkeypatch.setattr(runlog, "open_tracker", lambda config: (fail, None))
+    result = train(**SHORT)
+    assert result.returncode == 0 and steps_of(tmp_path / "run")[-1] == 6
+    assert (result.stdout + result.stderr).count("no server") == 1
+
+
+def test_names_and_prompts_that_are_not_utf_8_end_no_run(train, tmp_path):
+    text_file(tmp_path / "caf\udce9.txt")
+    options = SHORT | dict(data=tmp_path / "caf\udce9.txt", sample_interval=3, sample_prompt="\udcff")
+    assert train(out="out\udce9", **options).returncode == 0
+    assert steps_of(tmp_path / "out\udce9")[-1] == 6
+
+
+@pytest.mark.parametrize(
+    "key, value", [("step", -5), ("data_step", -7), ("tokens", float("inf")), ("data_step", 10**20)]
+)
+def test_a_state_with_impossible_counters_is_one_line(train, tmp_path, key, value):
+    train(**SHORT)
+    path = tmp_path / "run" / "step_000006" / "train_state.pt"
+    state = torch.load(path, weights_only=True)
+    torch.save(state | {key: value}, path)
+    seal(path.parent)
+    assert_user_error(train(**SHORT | dict(max_steps=7, resume=True)), "train_state.pt")
+
+
+def seal(directory):
+    """Write the checksums anew, as somebody would who has changed a file on purpose."""
+    names = [line.split("  ")[1] for line in (directory / checkpoint.SUMS).read_text().splitlines()]
+    sums = [f"{hashlib.sha256((directory / name).read_bytes()).hexdigest()}  {name}\n" for name in names]
+    (directory / checkpoint.SUMS).write_text("".join(sums))
+
+
+def test_records_of_another_form_are_left_out_of_the_log(train, tmp_path):
+    train(**SHORT)
+    with open(tmp_path / "run" / "log.jsonl", "a") as log:
+        for record in (dict(kind="sample"), dict(kind="val"), dict(kind="train", loss="x"), dict(kind="val", loss=[])):
+            log.write(json.dumps(dict(step=6) | record) + "\n")
+        log.write(json.dumps(dict(step=6, kind="val", loss=None, bpb=None)) + "\n")
+        log.write(json.dumps(dict(step=6, kind="train", loss=1.0)) + "\n")
+    assert train(**SHORT | dict(max_steps=8, sample_interval=8, resume=True)).returncode == 0
+
+
+def test_a_checkpoint_on_another_disk_can_be_replaced(train, tmp_path):
+    train(**SHORT)
+    run, other = tmp_path / "run", tmp_path / "other"
+    for _ in range(2):  # what replaces it is replaced in turn, before it has a checkpoint of its own
+        other.mkdir(exist_ok=True)
+        if not other.joinpath("step_000004").exists():
+            (run / "step_000004").rename(other / "step_000004")
+            (run / "step_000004").symlink_to(other / "step_000004")
+        assert train(**SHORT | dict(overwrite=True, checkpoint_interval=0)).returncode == 0
+    assert other.joinpath("step_000004", "model.safetensors").exists()
+
+
+def test_shards_that_are_not_complete_are_announced(train, tmp_path):
+    train(**SHORT)
+    shards = next((tmp_path / "cache").glob("text-*"))
+    manifest = json.loads((shards / "manifest.json").read_text()) | dict(next=dict(file=0, row=0))
+    (shards / "manifest.json").write_text(json.dumps(manifest))
+    result = train(out="other", **SHORT | dict(data=shards))
+    assert result.returncode == 0 and "not complete" in result.stderr
