@@ -3,7 +3,6 @@
 import errno
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
