@@ -69,8 +69,8 @@ def damage(path: Path) -> str | None:
 
 
 def refuse_to_judge(e: Exception) -> None:
-    """Raise UserError for an error of the disk, the network or permissions at this moment, which says nothing of a file:
-    a sound checkpoint must not be taken for a damaged one."""
+    """Raise UserError for an error of the disk, the network or permissions at this moment, which says nothing of a
+    file: a sound checkpoint must not be taken for a damaged one."""
     if getattr(e, "errno", None) in (errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE):
         raise UserError(
             f"{e.filename} cannot be read now: {e.strerror}; mend that, or move it away, and try again"
