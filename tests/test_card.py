@@ -3,7 +3,6 @@
 import base64
 import http.server
 import json
-import os
 import re
 import subprocess
 import sys
@@ -196,15 +195,15 @@ class UploadHub(http.server.BaseHTTPRequestHandler):
 def uploaded(directory: Path, home: Path) -> dict[str, bytes]:
     """What the command of docs/serve.md sends to the hub for this directory."""
     (line,) = re.findall(r"^hf upload .*$", (ROOT / "docs" / "serve.md").read_text(), re.MULTILINE)
-    words = [str(directory) if word == "out/merged" else word for word in line.split()]
+    words = [str(directory) if word == "out/merged" else word for word in line.split()[1:]]
+    hf = [sys.executable, "-c", "from huggingface_hub.cli.hf import main; main()"]  # what the command `hf` runs
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), UploadHub)
     server.files = {}
     threading.Thread(target=server.serve_forever, daemon=True).start()
     env = dict(HF_ENDPOINT=f"http://127.0.0.1:{server.server_port}", HF_HUB_OFFLINE="0", HF_HOME=str(home),
                HF_TOKEN="hf_x", HF_HUB_DISABLE_XET="1", HF_HUB_DISABLE_TELEMETRY="1")  # fmt: skip
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     try:
-        result = subprocess.run(words, env=environment(**env, PATH=path), capture_output=True, text=True, timeout=120)
+        result = subprocess.run(hf + words, env=environment(**env), capture_output=True, text=True, timeout=120)
     finally:
         server.shutdown()
         server.server_close()
