@@ -39,7 +39,7 @@ class Rung:
     fused: bool = False  # AdamW in one kernel
     chunked: bool = False  # the loss of model.py, instead of all logits in fp32
     kernel: bool = False  # the fastest of the attention kernels, instead of PyTorch's choice
-    fp8: bool = False  # the blocks' products in FP8
+    fp8: bool = False  # the output projection, and wide blocks, in FP8
 
 
 def run(config, rt: Runtime) -> list[dict]:
