@@ -14,7 +14,6 @@ This file knows nothing of training: the state that it stores is a dict that som
 
 import errno
 import math
-import os
 import re
 import shutil
 import sys
@@ -151,7 +150,6 @@ class CheckpointWriter:
             replace_file(directory / SUMS, "".join(sums))
 
         def work() -> None:
-            yield_the_cores()
             try:
                 write_atomically(path, fill)
                 self._sound.add(path)
@@ -201,16 +199,6 @@ class CheckpointWriter:
         if path not in self._sound and damage(path) is None:
             self._sound.add(path)
         return path in self._sound
-
-
-def yield_the_cores() -> None:
-    """Let this thread run where the training loop leaves room.
-
-    A step on a CPU uses all cores and waits for the slowest at every product: one more thread makes it several times
-    as long. On Linux a thread has a niceness of its own; elsewhere nothing happens.
-    """
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def val_loss_at(step: int, val_losses: dict[int, float]) -> float | None:
