@@ -287,8 +287,10 @@ class Muon(torch.optim.Optimizer):
     def _step_together(self, params: list, group: dict) -> None:
         """One step of N matrices of one shape. Where they are divided over ranks, this one has r of their rows."""
         good = 1.0 - getattr(self, "found_inf", local(params[0]).new_zeros(()))  # 1 or 0
-        grads = torch.stack([local(p.grad) for p in params])  # (N, r, columns)
+        # as vectors (N r columns,): a graph that has seen squares first would be compiled again for other matrices
+        grads = torch.cat([local(p.grad).flatten() for p in params])
         update = self._nesterov(grads, self._momentum(params), group["momentum"], good)
+        update = update.view(len(params), *local(params[0]).shape)  # (N, r, columns)
         update = self._orthogonalized_by_owners(update, params[0].size(0), group)
         rows, columns = params[0].size(0) / group["parts"], params[0].size(1)
         lr = group["lr"] * good
@@ -298,14 +300,14 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_sub_(mine, list(update.unbind()))
 
     def _momentum(self, params: list) -> torch.Tensor:
-        """The momenta of N parameters as one tensor (N, r, columns): a launch for all of them instead of N."""
+        """The momenta of N parameters as one vector (N r columns,): a launch for all of them instead of N."""
         shape = params[0].shape
         known, momenta = self._momenta.get(shape, ([], None))
         if [*map(id, known)] != [*map(id, params)]:
             for p in params:
                 self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
-            momenta = torch.stack([local(self.state[p]["momentum_buffer"]) for p in params])
-            for p, momentum in zip(params, momenta, strict=True):
+            momenta = torch.cat([local(self.state[p]["momentum_buffer"]).flatten() for p in params])
+            for p, momentum in zip(params, momenta.view(len(params), *local(params[0]).shape), strict=True):
                 self.state[p]["momentum_buffer"] = with_rows(p, momentum)  # views, for checkpoints
             self._momenta[shape] = (params, momenta)
         return momenta

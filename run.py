@@ -39,6 +39,7 @@ from pathlib import Path
 import torch
 
 from checkpoint import (
+    WEIGHTS,
     CheckpointWriter,
     checkpoint_steps,
     load_train_state,
@@ -440,11 +441,10 @@ class Run:
 
 def not_of_a_run(out_dir: Path) -> str:
     """A file in a directory without a run that a run would replace, "" for none."""
-    names = [name for name in (*FILES, "model.safetensors", "adapter_config.json") if (out_dir / name).exists()]
     with contextlib.suppress(UserError, FileNotFoundError, TypeError):
-        if "out_dir" in read_json(out_dir / "config.json"):  # constants, of a run that was killed before its log
-            names.remove("config.json")
-    return next(iter(names), "")
+        if "out_dir" in read_json(out_dir / "config.json"):  # constants, of a run that was killed as it began its log
+            return ""
+    return next((name for name in (*FILES, *WEIGHTS) if (out_dir / name).exists()), "")
 
 
 def random_state() -> dict:

@@ -426,6 +426,14 @@ def test_a_directory_with_files_of_somebody_else_is_no_place_for_a_run(train, tm
     assert {path.name: path.read_bytes() for path in model.iterdir() if path.name != ".lock"} == before
 
 
+def test_a_run_that_was_killed_between_two_logs_starts_again(train, tmp_path):
+    train(**SHORT | dict(checkpoint_interval=0))
+    for path in (tmp_path / "run").glob("step_*"):
+        shutil.rmtree(path)
+    (tmp_path / "run" / "log.jsonl").rename(tmp_path / "run" / "log.1.jsonl")
+    assert train(**SHORT | dict(resume=True)).returncode == 0 and steps_of(tmp_path / "run") == [2, 4, 6]
+
+
 def test_a_signal_in_the_last_save_waits_for_it(train, tmp_path, monkeypatch):
     real = checkpoint.write_atomically
 
