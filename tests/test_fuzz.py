@@ -84,8 +84,9 @@ class Door:
 
 DOORS = {
     "train": Door(
-        "train_gpt2", lambda f, out: TRAIN | dict(data=f / "text.txt", out_dir=out / "run"), recipe=("tiny",),
-        files=("text.txt",),
+        "train_gpt2",
+        lambda f, out: TRAIN | dict(data=f / "text.txt", out_dir=out / "run", hellaswag_data=f / "hellaswag.jsonl"),
+        recipe=("tiny",), files=("text.txt",),
     ),
     "train on shards": Door(
         "train_gpt2", lambda f, out: TRAIN | dict(data=f / "shards", out_dir=out / "run"), recipe=("tiny",),
