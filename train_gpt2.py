@@ -120,7 +120,7 @@ RECIPES = {
     "gpt2-large": Config(n_layer=36, n_head=20, n_embd=1280, max_lr=2.5e-4, min_lr=2.5e-5),
     "gpt2-xl": Config(n_layer=48, n_head=25, n_embd=1600, max_lr=2e-4, min_lr=2e-5, total_batch_size=1_048_576,
                       max_steps=9_536, warmup_steps=358),
-    # GPT-2 unchanged, on half the tokens: Muon on the hidden matrices, a schedule that decays for half the steps, a batch
+    # GPT-2 unchanged, on half the tokens: Muon on hidden matrices, a schedule that decays for half the steps, a batch
     # that grows over a fifth of the tokens; `bench.py speedrun` undoes each of these choices (at 124M it is untested)
     "speedrun": Config(optimizer="muon", lr_schedule="wsd", max_steps=12_293, warmup_steps=256, max_lr=3e-3, min_lr=0.0,
                        batch_ramp=1_000_000_000, batch_ramp_from=131_072),
