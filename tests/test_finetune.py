@@ -385,6 +385,7 @@ def test_a_command_line_repeats_the_constants():
     assert parsed == replace(config, lora_dim=16, out_dir="out/r16", ranks=lf.Config().ranks)
 
 
+@pytest.mark.slow
 def test_the_sweep_compares_ranks_and_full_finetuning(base, tmp_path):
     out = tmp_path / "sweep"
     words = quick_args(base, out, max_steps=2, eval_interval=1, lora_dim=None)

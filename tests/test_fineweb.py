@@ -494,7 +494,7 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(corpus, tokenizer, tmp_
             path.unlink() if change == "removed" else write_parquet(path, corpus[1][::-1], rows=15)
 
     monkeypatch.setattr(os, "fsync", fsync_and_change)
-    with pytest.raises(UserError, match="docs.parquet (changed while it was read|)|cannot read .*docs.parquet"):
+    with pytest.raises(UserError, match="docs.parquet"):
         run_here(path, tmp_path / "shards", tokenizer)
     assert len(read_manifest(tmp_path / "shards")["shards"]) <= 1
 

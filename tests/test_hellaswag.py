@@ -586,7 +586,7 @@ def assert_same_scores(one: Path, two: Path) -> None:
     assert one == two
 
 
-@pytest.mark.parametrize("n", [1, 7])
+@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.slow), 7])
 def test_two_ranks_score_as_one(run, checkpoint, tmp_path, n):
     data = write_rows(tmp_path / "rows.jsonl", make_rows(n))
     assert run(data=data, json=tmp_path / "one").returncode == 0

@@ -1,4 +1,7 @@
-"""A model that is divided over ranks trains as one that every rank has whole, and takes a fraction of the bytes."""
+"""A model that is divided over ranks trains as one that every rank has whole, and takes a fraction of the bytes.
+
+That losses and weights are those of one process is in test_distributed.py, with every run of the tests.
+"""
 
 import pytest
 
@@ -40,6 +43,7 @@ def pairs(folder):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dropout", "sample", "jump"])
 def test_a_divided_model_trains_as_a_whole_one(pairs, name):
     same_losses(pairs / f"{name}-divided", pairs / f"{name}-none")
@@ -47,19 +51,23 @@ def test_a_divided_model_trains_as_a_whole_one(pairs, name):
     same_weights(pairs / f"{name}-divided", pairs / f"{name}-none", step=step)
 
 
+@pytest.mark.slow
 def test_a_divided_model_goes_back_to_a_checkpoint(pairs):
     assert [r["step"] for r in log_of(pairs / "jump-divided", "rollback")] == [20]
 
 
+@pytest.mark.slow
 def test_a_divided_model_writes_the_same_samples(pairs):
     texts = [[r["text"] for r in log_of(pairs / f"sample-{kind}", "sample")] for kind in ("none", "divided")]
     assert texts[0] == texts[1] and len(texts[0]) == 4  # one along the way, three at the end
 
 
+@pytest.mark.slow
 def test_a_divided_model_can_be_asked_for_a_sample_before_its_first_step(pairs):
     assert [r["step"] for r in log_of(pairs / "late", "sample")][0] == 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_16_bits_are_as_precise_in_a_divided_model(pairs, dtype):
     """Within 2e-3 of each other, over ten steps: sums of rounded numbers in another order."""
@@ -68,12 +76,14 @@ def test_16_bits_are_as_precise_in_a_divided_model(pairs, dtype):
     assert states[0]["optimizer"]["scaler"] == states[1]["optimizer"]["scaler"]
 
 
+@pytest.mark.slow
 def test_every_matrix_is_orthogonalized_once_by_one_rank(pairs):
     for kind in ("none", "divided"):
         seen = [rank["matrices"] for rank in ranks_of(pairs / f"dropout-{kind}")]
         assert sum(seen) == 10 * 2 * 6 and max(seen) == min(seen)  # steps, blocks, matrices of each: Q, K, V apart
 
 
+@pytest.mark.slow
 def test_a_rank_holds_its_fraction_of_everything(pairs):
     whole, divided = (ranks_of(pairs / f"dropout-{kind}") for kind in ("none", "divided"))
     for ours, theirs in zip(divided, whole, strict=True):
