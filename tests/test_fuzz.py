@@ -274,7 +274,7 @@ def constant_problems(name: str, field: str, folder: Path, tmp_path: Path, capsy
     door, problems = DOORS[name], []
     values = [
         value for value in VALUES if (name, field, value) != ("bench", "size", "")
-    ]  # which is 124M: half a minute
+    ]  # 124M: half a minute
     for i, value in enumerate(values):
         out = tmp_path / str(i)
         out.mkdir()
