@@ -450,7 +450,7 @@ def finish(recipe: str, config: Config, run: Run, model: GPT, tokenizer: Tokeniz
         f"  python sample.py {config.out_dir} --num_samples 3    # more text\n"
         f"  {config.out_dir}/learning_curve.png    # how it went\n"
         f"  python train_gpt2.py {shlex.join(words)} --resume --max_steps {2 * config.max_steps}    # train on\n"
-        "  python bpe/try_tokenizer.py    # what it reads instead of letters"
+        "  python bpe/train.py && python bpe/try_tokenizer.py    # what it reads instead of letters"
     )
 
 
