@@ -31,7 +31,7 @@ from cli import UserError, read_json
 BIN_MAGIC, BIN_HEADER = 20240520, 256  # llm.c: 256 int32 of header (magic, version 1, number of tokens), then uint16
 SCAN_TOKENS = 2**25  # how many tokens of a split are checked before the first step; the others when they are read
 RELEASE_AFTER = 512  # windows; reading one maps 64 KB of a file or more, which are given back after so many
-PADDING = -100  # stands where a batch has more room than tokens; the loss ignores it as a target
+IGNORED = -100  # a target that is not scored, as in PyTorch; fills a batch that has more room than tokens
 
 
 # -------------------------------------------------------------------------------------------------------- the shards
@@ -313,7 +313,7 @@ class Batches:
         """This rank's part of that global batch, in arrays of one shape, (micro_rows, T + 1) int64.
 
         Every rank gets the same number, because all ranks take part in every exchange of gradients. Rows that are left
-        over are PADDING.
+        over are IGNORED.
         """
         own = -(-rows // self.world_size)  # rows on each rank
         windows = self.global_batch(position, rows)[self.rank * own : (self.rank + 1) * own]
@@ -321,7 +321,7 @@ class Batches:
             starts = [w * self.T for w in windows[i : i + micro_rows]]
             tokens = self.stream.read_windows(starts, self.T + 1)  # (len(starts), T + 1): the last target, too
             if len(starts) < micro_rows:
-                tokens = np.pad(tokens, ((0, micro_rows - len(starts)), (0, 0)), constant_values=PADDING)
+                tokens = np.pad(tokens, ((0, micro_rows - len(starts)), (0, 0)), constant_values=IGNORED)
             yield tokens
 
 
@@ -381,13 +381,13 @@ def validation_batches(
     """Every token of a split once, as a target, in windows dealt out to the ranks; `max_tokens` > 0 is a limit.
 
     Yields micro-batches `(windows,)`, all (micro_rows, T + 1) int64, so that compiled code sees one shape; what is too
-    short ends in PADDING. The union over ranks is the same for every world size.
+    short ends in IGNORED. The union over ranks is the same for every world size.
     """
     T = sequence_length
     n = len(stream) - 1 if max_tokens <= 0 else min(len(stream) - 1, max_tokens)
     numbers = range(-(-n // T))[rank::world_size]  # of the windows that are this rank's
     for i in range(0, len(numbers), micro_rows):
-        windows = np.full((micro_rows, T + 1), PADDING, np.int64)  # an array of its own: the last one is on its way
+        windows = np.full((micro_rows, T + 1), IGNORED, np.int64)  # an array of its own: the last one is on its way
         for row, w in zip(windows, numbers[i : i + micro_rows], strict=False):
             tokens = stream.read(w * T, min(T, n - w * T) + 1)
             row[: len(tokens)] = tokens
@@ -397,7 +397,7 @@ def validation_batches(
 def to_inputs(windows):
     """(idx, targets), each (rows, T), of windows (rows, T + 1): a NumPy array, or a tensor on any device.
 
-    Each target is the token after its input. As an input PADDING becomes token 0: it needs an embedding, and changes
+    Each target is the token after its input. As an input IGNORED becomes token 0: it needs an embedding, and changes
     nothing, because no position looks ahead at it (attention is causal) and as a target it is not scored.
     """
     return windows[:, :-1].clip(0), windows[:, 1:]

@@ -248,7 +248,7 @@ def make_optimizer(model: GPT, config: Config, rt: Runtime) -> Optimizer:
     rest = [p for p in model.parameters() if p.requires_grad and id(p) not in known]
     faster = dict(params=ups, lr=config.lora_plus * config.max_lr, weight_decay=config.weight_decay)
     groups = [group for group in [*decay_groups(rest, config.weight_decay), faster] if group["params"]]
-    return Optimizer([adamw(groups, config, rt)], config.max_lr, rt)
+    return Optimizer([adamw(groups, config)], config.max_lr, rt)
 
 
 # --------------------------------------------------------------------------------------------------------------- rows

@@ -29,8 +29,6 @@ from torch.nn import functional as F
 
 from loss import linear_cross_entropy
 
-IGNORE_INDEX = -100  # a target that is not scored, as in PyTorch and Hugging Face; every negative one is ignored
-
 
 @dataclass(frozen=True)
 class GPTConfig:

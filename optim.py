@@ -59,7 +59,7 @@ def make_optimizer(model, config, rt) -> "Optimizer":
     # `wte` is table and classifier in one: for embeddings and heads AdamW was found better (Jordan 2024)
     hidden = [n for n, p in params.items() if ".h." in n and p.dim() == 2] if config.optimizer == "muon" else []
     rest = {n: p for n, p in params.items() if n not in hidden}
-    optimizers: list = [adamw(decay_groups(rest.values(), config.weight_decay), config, rt)]
+    optimizers: list = [adamw(decay_groups(rest.values(), config.weight_decay), config)]
     if hidden:
         # c_attn holds Q, K and V: taken as one matrix, the one with the largest gradient would get most of the step
         fused = [n for n in hidden if n.endswith("c_attn.weight")]
@@ -84,7 +84,7 @@ def decay_groups(params, weight_decay: float) -> list[dict]:
     ]
 
 
-def adamw(groups: list[dict], config, rt) -> torch.optim.AdamW:
+def adamw(groups: list[dict], config) -> torch.optim.AdamW:
     """AdamW (Loshchilov and Hutter 2019) with max_lr, beta1, beta2 and eps of `config`.
 
     Each number steps by the mean of its recent gradients over the root of their mean square, so that it moves by about
@@ -92,8 +92,7 @@ def adamw(groups: list[dict], config, rt) -> torch.optim.AdamW:
     default of 0.999 remembers 1000, and is slow to notice that gradients have grown. `fused` updates all tensors in one
     kernel instead of a dozen operations each.
     """
-    fused = rt.device.type in ("cuda", "cpu", "mps")
-    return torch.optim.AdamW(groups, lr=config.max_lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=fused)
+    return torch.optim.AdamW(groups, lr=config.max_lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
 
 
 # ------------------------------------------------------------------------------------------- what the loop sees

@@ -22,11 +22,8 @@ import numpy as np
 
 from chat import check_messages, clean, pieces
 from cli import UserError
-from data import permutation
+from data import IGNORED, permutation
 from sources import hub_rows
-
-IGNORED = -100  # a target that is not scored, as in PyTorch
-
 
 # -------------------------------------------------------------------------------------------------- rows to messages
 

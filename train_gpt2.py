@@ -169,7 +169,7 @@ def main() -> None:
     say_what_is_read(config, data, rt)
     say_what_is_decayed(optimizer, rt)
     train(config, run, model, forward, optimizer, data)
-    finish(recipe, config, run, model, data.tokenizer)
+    finish(config, run, model, data.tokenizer)
 
 
 # ------------------------------------------------------------------------------------------------------ the loop
@@ -430,7 +430,7 @@ def sample(model: GPT, tokenizer: Tokenizer, config: Config, rt: Runtime, seed: 
     return [config.sample_prompt + text for text in texts]
 
 
-def finish(recipe: str, config: Config, run: Run, model: GPT, tokenizer: Tokenizer) -> None:
+def finish(config: Config, run: Run, model: GPT, tokenizer: Tokenizer) -> None:
     """What was reached, three more samples, and where to go from here."""
     if run.step > run.first_step and config.sample_interval:
         for text in sample(model, tokenizer, config, run.rt, config.max_steps + 1, num_samples=3):

@@ -52,7 +52,7 @@ def train(change: "Change", constants: Config, seed: int, streams: dict[str, Tok
     constants = replace(constants, **change.constants)
     model = change.model(SHAPE).to(rt.device)
     params = [p for p in model.parameters() if p.requires_grad]
-    optimizer = adamw(change.groups(params, constants.weight_decay), constants, rt)
+    optimizer = adamw(change.groups(params, constants.weight_decay), constants)
     order = Batches(streams["train"], SHAPE.sequence_length, seed, change.shuffle)
     for step in range(1, constants.max_steps + 1):
         for group in optimizer.param_groups:

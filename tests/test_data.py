@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import data
 from cli import UserError
 from data import (
-    PADDING,
+    IGNORED,
     Batches,
     BatchPlan,
     TokenStream,
@@ -26,7 +26,7 @@ from data import (
     training_batches,
     validation_batches,
 )
-from model import GPT, IGNORE_INDEX, GPTConfig
+from model import GPT, GPTConfig
 from shards import save_manifest
 from tests.helpers import ROOT
 
@@ -98,7 +98,7 @@ def test_the_union_over_ranks_is_every_window_once_an_epoch(stream, world_size, 
         for batches in ranks:
             for windows in batches.micro_batches(position, min(rows, epochs * n - position), 4):
                 assert windows.dtype == np.int64 and windows.shape == (4, T + 1) and windows.flags.c_contiguous
-                seen += [row for row in windows.tolist() if row != [PADDING] * (T + 1)]
+                seen += [row for row in windows.tolist() if row != [IGNORED] * (T + 1)]
     in_file_order = [tokens[i * T : i * T + T + 1] for i in range(n)]
     assert sorted(seen[:n]) == sorted(in_file_order)
     assert sorted(seen[n:]) == sorted(in_file_order)
@@ -116,7 +116,7 @@ def test_the_global_batch_depends_neither_on_ranks_nor_on_micro_batches(stream, 
         parts = [list(batches.micro_batches(step * rows, rows, micro_rows)) for batches in ranks]
         assert len({len(part) for part in parts}) == 1, "every rank takes part in as many passes"
         together = np.concatenate([windows for part in parts for windows in part])
-        assert np.array_equal(together[together[:, 0] != PADDING], expected)
+        assert np.array_equal(together[together[:, 0] != IGNORED], expected)
 
 
 @given(st.integers(1, 60), st.integers(1, 8), st.integers(1, 40), st.integers(1, 5), st.integers(0, 200))
@@ -126,7 +126,7 @@ def test_a_batch_is_a_slice_of_the_epochs_one_after_the_other(n, length, rows, w
     epochs = [w for epoch in range((position + rows) // n + 1) for w in permutation(n, 3, epoch).tolist()]
     ranks = [Batches(stream, length, 3, True, rank, world_size) for rank in range(world_size)]
     micro = [windows for batches in ranks for windows in batches.micro_batches(position, rows, 7)]
-    found = [start // length for start in np.concatenate(micro)[:, 0].tolist() if start != PADDING]
+    found = [start // length for start in np.concatenate(micro)[:, 0].tolist() if start != IGNORED]
     assert found == epochs[position : position + rows], "the ranks' parts, one after the other, are the global batch"
 
 
@@ -237,7 +237,7 @@ def test_validation_scores_the_same_tokens_for_every_world_size(stream, world_si
         for (windows,) in validation_batches(stream, T, 5, max_tokens, rank, world_size):
             assert windows.shape == (5, T + 1) and windows.dtype == np.int64  # compiled code sees one shape
             idx, targets = to_inputs(windows)
-            keep = targets != PADDING
+            keep = targets != IGNORED
             scored += zip(idx[keep].tolist(), targets[keep].tolist(), strict=True)
     assert sorted(scored) == sorted(zip(tokens[:n].tolist(), tokens[1 : n + 1].tolist(), strict=True))
 
@@ -247,7 +247,7 @@ def test_inputs_and_targets_are_the_same_of_arrays_and_tensors(stream):
     idx, targets = to_inputs(windows)
     on_torch = to_inputs(torch.from_numpy(windows))
     assert np.array_equal(idx, on_torch[0].numpy()) and np.array_equal(targets, on_torch[1].numpy())
-    assert np.array_equal(idx[:5, 1:], targets[:5, :-1]) and (idx >= 0).all() and (targets[5:] == PADDING).all()
+    assert np.array_equal(idx[:5, 1:], targets[:5, :-1]) and (idx >= 0).all() and (targets[5:] == IGNORED).all()
 
 
 def test_padded_micro_batches_look_like_full_ones_to_compiled_code(stream):
@@ -262,7 +262,7 @@ def test_padded_micro_batches_look_like_full_ones_to_compiled_code(stream):
 
 def test_padding_changes_no_loss(tmp_path):
     """25 tokens scored in padded rows, against the same tokens in rows of their own length."""
-    assert PADDING == IGNORE_INDEX
+    assert IGNORED == torch.nn.CrossEntropyLoss().ignore_index
     tokens = write_shards(tmp_path, (26,)).astype(np.int64)
     torch.manual_seed(0)
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, sequence_length=T, vocab_size=VOCAB)).eval()

@@ -272,9 +272,7 @@ def not_finite(log: Path) -> str:
 
 def constant_problems(name: str, field: str, folder: Path, tmp_path: Path, capsys, monkeypatch) -> list[str]:
     door, problems = DOORS[name], []
-    values = [
-        value for value in VALUES if (name, field, value) != ("bench", "size", "")
-    ]  # 124M: half a minute
+    values = [value for value in VALUES if (name, field, value) != ("bench", "size", "")]  # 124M: half a minute
     for i, value in enumerate(values):
         out = tmp_path / str(i)
         out.mkdir()

@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 import fp8
 import loss as loss_module
 from cli import UserError
+from data import IGNORED
 from fp8 import Float8Linear, Float8Product, by_dlogits, by_weights, use_float8
 from loss import LinearCrossEntropy, chunk_size, linear_cross_entropy
-from model import GPT, IGNORE_INDEX, SIZES, GPTConfig, read_config, sample_tokens
+from model import GPT, SIZES, GPTConfig, read_config, sample_tokens
 from trials import checkpoint_activations
 
 warnings.filterwarnings("ignore")
@@ -265,7 +266,7 @@ def loss_case(n=64, channels=16, vocab=50, dtype=torch.float64):
     x = torch.randn(n, channels, generator=generator, dtype=dtype, requires_grad=True)
     weight = torch.randn(vocab, channels, generator=generator, dtype=dtype, requires_grad=True)
     targets = torch.randint(vocab, (n,), generator=generator)
-    targets[::5] = IGNORE_INDEX
+    targets[::5] = IGNORED
     return x, weight, targets
 
 
@@ -326,7 +327,7 @@ def test_logits_of_a_gpu_are_a_quarter_of_a_large_batch_and_all_of_a_small_one(n
 
 def test_ignored_targets_do_not_count():
     model, idx, targets = small(), tokens(1, 8), tokens(1, 8, seed=1)
-    targets[:, 3:] = IGNORE_INDEX
+    targets[:, 3:] = IGNORED
     expected = F.cross_entropy(model(idx)[0][0, :3], targets[0, :3])
     assert model(idx, targets)[1].item() == pytest.approx(expected.item(), rel=1e-6)
 

@@ -117,7 +117,7 @@ def test_every_group_follows_the_schedule_scaled_to_its_own_peak():
 def test_a_group_with_a_rate_of_its_own_keeps_its_ratio():
     p, q = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
     groups = [dict(params=[p]), dict(params=[q], lr=0.016)]
-    optimizer = LoopOptimizer([adamw(groups, Settings(), Machine())], 1e-3, Machine())
+    optimizer = LoopOptimizer([adamw(groups, Settings())], 1e-3, Machine())
     optimizer.set_lr(0.5e-3)
     assert [g["lr"] for g in optimizer.param_groups()] == pytest.approx([0.0005, 0.008])
 

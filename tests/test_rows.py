@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import CrossEntropyLoss
 
 import chat
 from bpe.tokenizer import Tokenizer
 from cli import UserError
-from model import IGNORE_INDEX
 from rows import (
     IGNORED,
     cut_by_length,
@@ -46,7 +46,7 @@ def test_answers_and_their_end_are_targets_and_nothing_else_is(tokenizer):
     prompt = tokenizer.encode_ordinary("BEGINNING OF CONVERSATION: USER: Add. 1 and 2 ASSISTANT:")
     answer = [*tokenizer.encode_ordinary("3"), tokenizer.eot_token]
     assert example.idx.tolist() == (prompt + answer)[:-1]
-    assert example.targets.tolist() == [IGNORE_INDEX] * (len(prompt) - 1) + answer
+    assert example.targets.tolist() == [IGNORED] * (len(prompt) - 1) + answer
 
 
 def test_a_conversation_scores_every_answer(tokenizer):
@@ -82,7 +82,7 @@ def test_empty_rows_are_counted_and_left_out(tokenizer):
 @settings(max_examples=200, deadline=None)
 def test_a_long_row_is_read_in_windows_that_score_every_answer_token_once(n, T, prompt):
     idx = np.arange(n, dtype=np.int32)
-    targets = np.where(idx < prompt, IGNORE_INDEX, idx + 1).astype(np.int32)
+    targets = np.where(idx < prompt, IGNORED, idx + 1).astype(np.int32)
     parts = windows(idx, targets, T)
     scored = np.concatenate([np.zeros(0, np.int32), *(part.targets[part.targets >= 0] for part in parts)])
     assert scored.tolist() == targets[targets >= 0].tolist()
@@ -239,7 +239,7 @@ def test_a_directory_or_a_flipped_byte_is_one_line_or_other_rows(tmp_path):
 
 
 def test_a_target_that_is_not_scored_is_the_one_of_the_model():
-    assert IGNORED == IGNORE_INDEX
+    assert IGNORED == CrossEntropyLoss().ignore_index
 
 
 def test_it_needs_no_torch():
