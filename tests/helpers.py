@@ -15,6 +15,7 @@ SMALL = dict(
     max_steps=40, warmup_steps=4, eval_interval=10, eval_steps=2, sample_interval=20, sample_tokens=8,
     checkpoint_interval=5, dtype="float32", compile="off", device="cpu",
 )  # fmt: skip
+SHORT = dict(max_steps=6, checkpoint_interval=2, eval_interval=0, sample_interval=0, keep_checkpoints=0)
 
 
 def arguments(**kwargs) -> list[str]:
@@ -89,3 +90,8 @@ def run_inline(main, argv: list, capsys, monkeypatch) -> SimpleNamespace:
         code = e.code
     out = capsys.readouterr()
     return SimpleNamespace(returncode=code, stdout=out.out, stderr=out.err)
+
+
+def steps_of(run: Path) -> list[int]:
+    """The steps of the checkpoints of a run, in their order."""
+    return sorted(int(path.name.removeprefix("step_")) for path in run.glob("step_" + "[0-9]" * 6))

@@ -3,12 +3,8 @@
 import errno
 import hashlib
 import json
-import os
 import re
 import shutil
-import signal
-import subprocess
-import time
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,19 +19,19 @@ from checkpoint import CheckpointWriter, checkpoint_steps, damage, load_train_st
 from cli import UserError
 from run import MOVING, OLD_RUN
 from runlog import RunLog, duration
-from tests.helpers import SMALL, arguments, assert_user_error, command, environment, log_of, losses, text_file
-
-SHORT = dict(max_steps=6, checkpoint_interval=2, eval_interval=0, sample_interval=0, keep_checkpoints=0)
+from tests.helpers import (
+    SHORT,
+    SMALL,
+    assert_user_error,
+    log_of,
+    steps_of,
+)
 
 
 def spoil(path: Path) -> None:
     """Cut the weights of a checkpoint."""
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-
-
-def steps_of(run: Path) -> list[int]:
-    return [step for step, _ in checkpoint_steps(run)]
 
 
 # ---- checkpoints that stay
@@ -69,6 +65,25 @@ def test_a_checkpoint_damaged_behind_the_run_s_back_is_not_kept_in_place_of_a_so
     assert {2, 4} <= set(steps_of(tmp_path)) and damage(tmp_path / "step_000002") is None
 
 
+def test_a_best_checkpoint_that_is_damaged_gives_its_place_to_the_next(tmp_path):
+    writer = CheckpointWriter(tmp_path, 1)
+    losses = {1: 1.0, 2: 2.0, 3: 5.0, 4: 5.0}
+
+    def export(directory):
+        (directory / "config.json").write_text("{}")
+        (directory / "model.safetensors").write_text("weights")
+
+    for step in (1, 2, 3):
+        writer.keep = 0
+        writer.save(step, export, {}, losses, print)
+        writer.wait()
+    (tmp_path / "step_000001" / "model.safetensors").write_text("Weights")
+    again = CheckpointWriter(tmp_path, 1)
+    again.save(4, export, {}, losses, print)
+    again.wait()
+    assert {2, 4} <= set(steps_of(tmp_path)) and 3 not in steps_of(tmp_path)
+
+
 def test_a_list_of_checksums_that_was_cut_between_two_lines_is_damaged(train, tmp_path):
     train(**SHORT | dict(max_steps=1))
     path = tmp_path / "run" / "step_000001"
@@ -82,6 +97,18 @@ def test_a_list_of_checksums_that_was_cut_between_two_lines_is_damaged(train, tm
     assert damage(path) is None
 
 
+def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_not_called_damaged(train, tmp_path, monkeypatch):
+    train(**SHORT)
+
+    def stale(path):
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    with monkeypatch.context() as context:
+        context.setattr(checkpoint, "sha256", stale)
+        assert_user_error(train(**SHORT | dict(resume=True)), "Stale file handle")
+    assert steps_of(tmp_path / "run") == [2, 4, 6]
+
+
 def test_the_checkpoint_is_on_the_disk_before_an_evaluation_of_its_step_begins(train, tmp_path, monkeypatch):
     def crash(*args):
         assert damage(tmp_path / "run" / "step_000004") is None
@@ -92,28 +119,30 @@ def test_the_checkpoint_is_on_the_disk_before_an_evaluation_of_its_step_begins(t
     assert steps_of(tmp_path / "run") == [2, 4]
 
 
-@pytest.mark.parametrize("cut_off", ["validate", "sample"])
-def test_an_evaluation_that_was_cut_off_is_made_up_for_and_no_other_comes_twice(train, tmp_path, monkeypatch, cut_off):
-    options = SHORT | dict(eval_interval=2, sample_interval=2)
-    train(out="whole", **options)
-
-    def crash(*args, **kwargs):
-        raise UserError("the evaluation failed")
-
-    with monkeypatch.context() as context:
-        context.setattr(train_gpt2, cut_off, crash)
-        assert_user_error(train(**options), "the evaluation failed")
-    assert train(**options | dict(resume=True)).returncode == 0
-    for kind, figure in (("val", "loss"), ("sample", "text")):
-        whole, made_up = ([(r["step"], r[figure]) for r in log_of(tmp_path / o, kind)] for o in ("whole", "run"))
-        assert made_up == whole
-
-
 def test_all_files_of_a_checkpoint_have_the_mode_that_umask_says(train, tmp_path):
     train(**SHORT | dict(max_steps=1))
     (tmp_path / "plain").write_text("")
     mode = (tmp_path / "plain").stat().st_mode
     assert {f.stat().st_mode for f in (tmp_path / "run" / "step_000001").iterdir()} == {mode}
+
+
+@pytest.mark.parametrize(
+    "key, value", [("step", -5), ("data_step", -7), ("tokens", float("inf")), ("data_step", 10**20)]
+)
+def test_a_state_with_impossible_counters_is_one_line(train, tmp_path, key, value):
+    train(**SHORT)
+    path = tmp_path / "run" / "step_000006" / "train_state.pt"
+    state = torch.load(path, weights_only=True)
+    torch.save(state | {key: value}, path)
+    seal(path.parent)
+    assert_user_error(train(**SHORT | dict(max_steps=7, resume=True)), "train_state.pt")
+
+
+def seal(directory):
+    """Write the checksums anew, as somebody would who has changed a file on purpose."""
+    names = [line.split("  ")[1] for line in (directory / checkpoint.SUMS).read_text().splitlines()]
+    sums = [f"{hashlib.sha256((directory / name).read_bytes()).hexdigest()}  {name}\n" for name in names]
+    (directory / checkpoint.SUMS).write_text("".join(sums))
 
 
 # ---- overwriting
@@ -148,8 +177,47 @@ def test_the_old_run_is_there_until_the_new_one_has_a_checkpoint(train, tmp_path
         assert damage(tmp_path / "run" / ".overwritten" / "step_000006") is None
 
 
+def test_an_old_run_stays_as_long_as_the_new_one_has_no_checkpoint(train, tmp_path):
+    train(**SHORT)
+    assert train(**SHORT | dict(overwrite=True, checkpoint_interval=0)).returncode == 0
+    assert steps_of(tmp_path / "run" / OLD_RUN) == [2, 4, 6] and steps_of(tmp_path / "run") == []
+
+
+def test_an_overwrite_that_was_killed_while_it_moved_the_old_run_loses_none_of_it(train, tmp_path):
+    run = tmp_path / "run"
+    train(**SHORT)
+    (run / MOVING).mkdir()
+    for name in ("log.jsonl", "step_000006"):
+        (run / name).rename(run / MOVING / name)
+    assert_user_error(train(**SHORT | dict(resume=True)), MOVING, "--overwrite")
+    assert_user_error(train(**SHORT), MOVING)
+    assert train(**SHORT | dict(overwrite=True, checkpoint_interval=0, max_steps=2)).returncode == 0
+    assert steps_of(run / OLD_RUN) == [2, 4, 6] and (run / OLD_RUN / "log.jsonl").exists()
+
+
 def test_resume_and_overwrite_together_are_refused(train):
     assert_user_error(train(resume=True, overwrite=True), "--resume", "--overwrite")
+
+
+def test_a_checkpoint_on_another_disk_can_be_replaced(train, tmp_path):
+    train(**SHORT)
+    run, other = tmp_path / "run", tmp_path / "other"
+    for _ in range(2):  # what replaces it is replaced in turn, before it has a checkpoint of its own
+        other.mkdir(exist_ok=True)
+        if not other.joinpath("step_000004").exists():
+            (run / "step_000004").rename(other / "step_000004")
+            (run / "step_000004").symlink_to(other / "step_000004")
+        assert train(**SHORT | dict(overwrite=True, checkpoint_interval=0)).returncode == 0
+    assert other.joinpath("step_000004", "model.safetensors").exists()
+
+
+def test_a_directory_with_files_of_somebody_else_is_no_place_for_a_run(train, tmp_path):
+    train(**SHORT)
+    model = tmp_path / "run" / "step_000006"
+    before = {path.name: path.read_bytes() for path in model.iterdir()}
+    for flags in (dict(resume=True), dict(overwrite=True), dict()):
+        assert_user_error(train(**SHORT | flags | dict(out_dir=model)), str(model))
+    assert {path.name: path.read_bytes() for path in model.iterdir() if path.name != ".lock"} == before
 
 
 # ---- the log
@@ -164,6 +232,16 @@ def test_a_damaged_line_in_the_log_costs_that_line_alone(train, tmp_path):
     result = train(**SHORT | dict(max_steps=8, resume=True))
     assert result.returncode == 0 and "line 3" in result.stderr
     assert [r["step"] for r in log_of(tmp_path / "run", "train")] == [1, 3, 4, 5, 6, 7, 8]
+
+
+def test_records_of_another_form_are_left_out_of_the_log(train, tmp_path):
+    train(**SHORT)
+    with open(tmp_path / "run" / "log.jsonl", "a") as log:
+        for record in (dict(kind="sample"), dict(kind="val"), dict(kind="train", loss="x"), dict(kind="val", loss=[])):
+            log.write(json.dumps(dict(step=6) | record) + "\n")
+        log.write(json.dumps(dict(step=6, kind="val", loss=None, bpb=None)) + "\n")
+        log.write(json.dumps(dict(step=6, kind="train", loss=1.0)) + "\n")
+    assert train(**SHORT | dict(max_steps=8, sample_interval=8, resume=True)).returncode == 0
 
 
 def test_a_log_without_checkpoints_is_kept_and_the_restart_is_announced(train, tmp_path):
@@ -205,6 +283,16 @@ def test_the_time_to_go_follows_from_the_tokens_to_come_or_else_from_the_steps(t
     log.say_how_long(90, planned)
     assert said == [f"about {duration(seconds)} to go at 256 tokens/s, plus evaluations"]
     assert [duration(s) for s in (90, 360, 7200)] == ["90 s", "6 min", "2.0 h"]
+
+
+def test_a_tracker_that_fails_ends_no_run(train, tmp_path, monkeypatch):
+    def fail(record):
+        raise ConnectionError("no server")
+
+    monkeypatch.setattr(runlog, "open_tracker", lambda config: (fail, None))
+    result = train(**SHORT)
+    assert result.returncode == 0 and steps_of(tmp_path / "run")[-1] == 6
+    assert (result.stdout + result.stderr).count("no server") == 1
 
 
 # ---- resuming with other constants
@@ -295,282 +383,6 @@ def test_a_run_that_began_with_another_model_s_sizes_is_resumed_by_the_same_line
         result = run_script("train_gpt2.py", "tiny", **options | resume)
         assert result.returncode == 0, result.stderr[-2000:]
     assert json.loads((tmp_path / "second" / "config.json").read_text())["n_embd"] == 32
-
-
-# ---- processes
-
-
-def start(tmp_path: Path, **changes) -> subprocess.Popen:
-    if not (tmp_path / "text.txt").exists():
-        text_file(tmp_path / "text.txt")
-    options = SMALL | dict(data=tmp_path / "text.txt", out_dir=tmp_path / "run") | changes
-    return subprocess.Popen(
-        command("train_gpt2.py", "tiny", *arguments(**options)), env=environment(), stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-
-
-def wait_for_steps(run: Path, n: int, process: subprocess.Popen) -> None:
-    while not (run / "log.jsonl").exists() or (run / "log.jsonl").read_text().count('"train"') < n:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
-
-
-def test_a_second_process_in_one_run_directory_gets_one_line(train, tmp_path, monkeypatch):
-    import cli
-
-    first = start(tmp_path, max_steps=100_000, eval_interval=0, sample_interval=0)
-    wait_for_steps(tmp_path / "run", 2, first)
-    monkeypatch.setattr(cli, "LOCK_SECONDS", 0.1)
-    for word in ({}, dict(resume=True), dict(overwrite=True)):
-        assert_user_error(train(**word), "another process", str(tmp_path / "run"))
-    first.send_signal(signal.SIGTERM)
-    out, err = first.communicate(timeout=60)
-    assert first.returncode == 143 and "Traceback" not in err
-
-
-def test_a_run_outlives_the_reader_of_its_output(tmp_path):
-    process = start(tmp_path, max_steps=30, eval_interval=5)
-    process.stdout.readline()
-    process.stdout.close()  # as `| head -1` does
-    process.stderr.read()
-    assert process.wait(60) == 0
-    assert len(log_of(tmp_path / "run", "train")) == 30
-
-
-@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="needs SIGHUP")
-def test_a_closed_terminal_ends_the_run_with_a_checkpoint(tmp_path):
-    process = start(tmp_path, max_steps=100_000, eval_interval=0, sample_interval=0)
-    wait_for_steps(tmp_path / "run", 3, process)
-    process.send_signal(signal.SIGHUP)
-    process.communicate(timeout=60)
-    assert process.returncode == 129
-    assert log_of(tmp_path / "run", "train")[-1]["step"] == steps_of(tmp_path / "run")[-1]
-
-
-def test_no_evaluation_begins_after_a_signal(train, tmp_path, monkeypatch):
-    import run
-
-    real = run.Run.log_step
-
-    def log_step(self, *figures):
-        if self.step == 4:
-            self._remember(signal.SIGTERM, None)
-        real(self, *figures)
-
-    monkeypatch.setattr(run.Run, "log_step", log_step)
-    result = train(**SHORT | dict(eval_interval=4, sample_interval=4))
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    assert result.returncode == 143 and steps_of(tmp_path / "run")[-1] == 4
-    assert not log_of(tmp_path / "run", "val") and not log_of(tmp_path / "run", "sample")
-
-
-def test_a_target_loss_ends_the_run_with_a_checkpoint(train, tmp_path):
-    result = train(**SHORT | dict(max_steps=100, checkpoint_interval=0, eval_interval=2, target_loss=5.7))
-    assert result.returncode == 0
-    last = log_of(tmp_path / "run", "val")[-1]
-    assert last["loss"] <= 5.7 and last["step"] < 100 and steps_of(tmp_path / "run") == [last["step"]]
-    assert all(r["loss"] > 5.7 for r in log_of(tmp_path / "run", "val")[:-1])
-    [target] = log_of(tmp_path / "run", "target")  # what it took
-    tokens, operations = last["step"] * 256, log_of(tmp_path / "run", "run")[0]["flops_per_token"]
-    assert (target["step"], target["tokens"]) == (last["step"], tokens) and target["hours"] > 0
-    assert target["petaflop"] == pytest.approx(tokens * operations / 1e15)
-
-
-def test_what_a_killed_run_was_writing_goes_and_nothing_else(train, tmp_path):
-    train(**SHORT)
-    names = (".log.jsonl.123.tmp", ".config.json.9.tmp", ".notes.123.tmp", ".log.jsonl.mine.tmp")
-    for name in names:
-        (tmp_path / "run" / name).write_text("{")
-    assert train(**SHORT | dict(max_steps=7, resume=True)).returncode == 0
-    assert [name for name in names if (tmp_path / "run" / name).exists()] == [".notes.123.tmp", ".log.jsonl.mine.tmp"]
-
-
-def test_a_run_killed_before_its_first_checkpoint_starts_again(train, tmp_path):
-    process = start(tmp_path, **SHORT | dict(max_steps=100_000, checkpoint_interval=0))
-    wait_for_steps(tmp_path / "run", 3, process)
-    process.kill()
-    process.communicate()
-    assert train(**SHORT | dict(resume=True)).returncode == 0
-    train(out="undisturbed", **SHORT)
-    assert losses(tmp_path / "run") == losses(tmp_path / "undisturbed")
-
-
-# ---- what a hostile reader found
-
-
-def test_an_overwrite_that_was_killed_while_it_moved_the_old_run_loses_none_of_it(train, tmp_path):
-    run = tmp_path / "run"
-    train(**SHORT)
-    (run / MOVING).mkdir()
-    for name in ("log.jsonl", "step_000006"):
-        (run / name).rename(run / MOVING / name)
-    assert_user_error(train(**SHORT | dict(resume=True)), MOVING, "--overwrite")
-    assert_user_error(train(**SHORT), MOVING)
-    assert train(**SHORT | dict(overwrite=True, checkpoint_interval=0, max_steps=2)).returncode == 0
-    assert steps_of(run / OLD_RUN) == [2, 4, 6] and (run / OLD_RUN / "log.jsonl").exists()
-
-
-def test_an_old_run_stays_as_long_as_the_new_one_has_no_checkpoint(train, tmp_path):
-    train(**SHORT)
-    assert train(**SHORT | dict(overwrite=True, checkpoint_interval=0)).returncode == 0
-    assert steps_of(tmp_path / "run" / OLD_RUN) == [2, 4, 6] and steps_of(tmp_path / "run") == []
-
-
-def test_a_directory_with_files_of_somebody_else_is_no_place_for_a_run(train, tmp_path):
-    train(**SHORT)
-    model = tmp_path / "run" / "step_000006"
-    before = {path.name: path.read_bytes() for path in model.iterdir()}
-    for flags in (dict(resume=True), dict(overwrite=True), dict()):
-        assert_user_error(train(**SHORT | flags | dict(out_dir=model)), str(model))
-    assert {path.name: path.read_bytes() for path in model.iterdir() if path.name != ".lock"} == before
-
-
-def test_a_run_that_was_killed_between_two_logs_starts_again(train, tmp_path):
-    train(**SHORT | dict(checkpoint_interval=0))
-    for path in (tmp_path / "run").glob("step_*"):
-        shutil.rmtree(path)
-    (tmp_path / "run" / "log.jsonl").rename(tmp_path / "run" / "log.1.jsonl")
-    assert train(**SHORT | dict(resume=True)).returncode == 0 and steps_of(tmp_path / "run") == [2, 4, 6]
-
-
-def test_a_signal_in_the_last_save_waits_for_it(train, tmp_path, monkeypatch):
-    real = checkpoint.write_atomically
-
-    def write(path, fill):
-        os.kill(os.getpid(), signal.SIGTERM)
-        real(path, fill)
-
-    monkeypatch.setattr(checkpoint, "write_atomically", write)
-    result = train(**SHORT | dict(checkpoint_interval=3, max_steps=3))
-    assert result.returncode == 143 and steps_of(tmp_path / "run") == [3]
-    assert damage(tmp_path / "run" / "step_000003") is None
-
-
-def test_what_was_ignored_when_a_run_began_stays_ignored(train, tmp_path, monkeypatch):
-    real = train_gpt2.validate
-
-    def hang_up(*args):
-        os.kill(os.getpid(), signal.SIGHUP)
-        return real(*args)
-
-    monkeypatch.setattr(train_gpt2, "validate", hang_up)
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
-    try:
-        assert train(**SHORT | dict(eval_interval=2)).returncode == 0
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    assert steps_of(tmp_path / "run")[-1] == 6
-
-
-def test_after_a_signal_in_an_evaluation_no_other_one_begins(train, tmp_path, monkeypatch):
-    real = train_gpt2.validate
-
-    def stop(*args):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return real(*args)
-
-    monkeypatch.setattr(train_gpt2, "validate", stop)
-    assert train(**SHORT | dict(eval_interval=2, sample_interval=2)).returncode == 143
-    assert not log_of(tmp_path / "run", "sample") and steps_of(tmp_path / "run")[-1] == 3
-
-
-def test_a_best_checkpoint_that_is_damaged_gives_its_place_to_the_next(tmp_path):
-    writer = CheckpointWriter(tmp_path, 1)
-    losses = {1: 1.0, 2: 2.0, 3: 5.0, 4: 5.0}
-
-    def export(directory):
-        (directory / "config.json").write_text("{}")
-        (directory / "model.safetensors").write_text("weights")
-
-    for step in (1, 2, 3):
-        writer.keep = 0
-        writer.save(step, export, {}, losses, print)
-        writer.wait()
-    (tmp_path / "step_000001" / "model.safetensors").write_text("Weights")
-    again = CheckpointWriter(tmp_path, 1)
-    again.save(4, export, {}, losses, print)
-    again.wait()
-    assert {2, 4} <= set(steps_of(tmp_path)) and 3 not in steps_of(tmp_path)
-
-
-def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_not_called_damaged(train, tmp_path, monkeypatch):
-    train(**SHORT)
-
-    def stale(path):
-        raise OSError(errno.ESTALE, "Stale file handle", str(path))
-
-    with monkeypatch.context() as context:
-        context.setattr(checkpoint, "sha256", stale)
-        assert_user_error(train(**SHORT | dict(resume=True)), "Stale file handle")
-    assert steps_of(tmp_path / "run") == [2, 4, 6]
-
-
-def test_a_run_that_has_reached_its_target_adds_nothing_when_it_is_resumed(train, tmp_path):
-    options = SHORT | dict(max_steps=100, eval_interval=2, target_loss=5.8)
-    train(**options)
-    before = log_of(tmp_path / "run", "train"), log_of(tmp_path / "run", "target"), log_of(tmp_path / "run", "val")
-    assert train(**options | dict(resume=True)).returncode == 0
-    after = log_of(tmp_path / "run", "train"), log_of(tmp_path / "run", "target"), log_of(tmp_path / "run", "val")
-    assert after == before and len(before[1]) == 1
-
-
-def test_a_tracker_that_fails_ends_no_run(train, tmp_path, monkeypatch):
-    def fail(record):
-        raise ConnectionError("no server")
-
-    monkeypatch.setattr(runlog, "open_tracker", lambda config: (fail, None))
-    result = train(**SHORT)
-    assert result.returncode == 0 and steps_of(tmp_path / "run")[-1] == 6
-    assert (result.stdout + result.stderr).count("no server") == 1
-
-
-def test_names_and_prompts_that_are_not_utf_8_end_no_run(train, tmp_path):
-    text_file(tmp_path / "caf\udce9.txt")
-    options = SHORT | dict(data=tmp_path / "caf\udce9.txt", sample_interval=3, sample_prompt="\udcff")
-    assert train(out="out\udce9", **options).returncode == 0
-    assert steps_of(tmp_path / "out\udce9")[-1] == 6
-
-
-@pytest.mark.parametrize(
-    "key, value", [("step", -5), ("data_step", -7), ("tokens", float("inf")), ("data_step", 10**20)]
-)
-def test_a_state_with_impossible_counters_is_one_line(train, tmp_path, key, value):
-    train(**SHORT)
-    path = tmp_path / "run" / "step_000006" / "train_state.pt"
-    state = torch.load(path, weights_only=True)
-    torch.save(state | {key: value}, path)
-    seal(path.parent)
-    assert_user_error(train(**SHORT | dict(max_steps=7, resume=True)), "train_state.pt")
-
-
-def seal(directory):
-    """Write the checksums anew, as somebody would who has changed a file on purpose."""
-    names = [line.split("  ")[1] for line in (directory / checkpoint.SUMS).read_text().splitlines()]
-    sums = [f"{hashlib.sha256((directory / name).read_bytes()).hexdigest()}  {name}\n" for name in names]
-    (directory / checkpoint.SUMS).write_text("".join(sums))
-
-
-def test_records_of_another_form_are_left_out_of_the_log(train, tmp_path):
-    train(**SHORT)
-    with open(tmp_path / "run" / "log.jsonl", "a") as log:
-        for record in (dict(kind="sample"), dict(kind="val"), dict(kind="train", loss="x"), dict(kind="val", loss=[])):
-            log.write(json.dumps(dict(step=6) | record) + "\n")
-        log.write(json.dumps(dict(step=6, kind="val", loss=None, bpb=None)) + "\n")
-        log.write(json.dumps(dict(step=6, kind="train", loss=1.0)) + "\n")
-    assert train(**SHORT | dict(max_steps=8, sample_interval=8, resume=True)).returncode == 0
-
-
-def test_a_checkpoint_on_another_disk_can_be_replaced(train, tmp_path):
-    train(**SHORT)
-    run, other = tmp_path / "run", tmp_path / "other"
-    for _ in range(2):  # what replaces it is replaced in turn, before it has a checkpoint of its own
-        other.mkdir(exist_ok=True)
-        if not other.joinpath("step_000004").exists():
-            (run / "step_000004").rename(other / "step_000004")
-            (run / "step_000004").symlink_to(other / "step_000004")
-        assert train(**SHORT | dict(overwrite=True, checkpoint_interval=0)).returncode == 0
-    assert other.joinpath("step_000004", "model.safetensors").exists()
 
 
 def test_shards_that_are_not_complete_are_announced(train, tmp_path):

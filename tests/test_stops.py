@@ -1,0 +1,215 @@
+"""How a run ends and goes on: signals, kills, terminals, two processes in one directory, a target."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+import checkpoint
+import train_gpt2
+from checkpoint import damage
+from cli import UserError
+from tests.helpers import (
+    SHORT,
+    SMALL,
+    arguments,
+    assert_user_error,
+    command,
+    environment,
+    log_of,
+    losses,
+    steps_of,
+    text_file,
+)
+
+
+def start(tmp_path: Path, **changes) -> subprocess.Popen:
+    if not (tmp_path / "text.txt").exists():
+        text_file(tmp_path / "text.txt")
+    options = SMALL | dict(data=tmp_path / "text.txt", out_dir=tmp_path / "run") | changes
+    return subprocess.Popen(
+        command("train_gpt2.py", "tiny", *arguments(**options)), env=environment(), stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def wait_for_steps(run: Path, n: int, process: subprocess.Popen) -> None:
+    while not (run / "log.jsonl").exists() or (run / "log.jsonl").read_text().count('"train"') < n:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+
+
+def signal_while_validating(monkeypatch, signum: int) -> None:
+    real = train_gpt2.validate
+
+    def validate(*args):
+        os.kill(os.getpid(), signum)
+        return real(*args)
+
+    monkeypatch.setattr(train_gpt2, "validate", validate)
+
+
+# ---- two processes, terminals, names
+
+
+def test_a_second_process_in_one_run_directory_gets_one_line(train, tmp_path, monkeypatch):
+    import cli
+
+    first = start(tmp_path, max_steps=100_000, eval_interval=0, sample_interval=0)
+    wait_for_steps(tmp_path / "run", 2, first)
+    monkeypatch.setattr(cli, "LOCK_SECONDS", 0.1)
+    for word in ({}, dict(resume=True), dict(overwrite=True)):
+        assert_user_error(train(**word), "another process", str(tmp_path / "run"))
+    first.send_signal(signal.SIGTERM)
+    out, err = first.communicate(timeout=60)
+    assert first.returncode == 143 and "Traceback" not in err
+
+
+def test_a_run_outlives_the_reader_of_its_output(tmp_path):
+    process = start(tmp_path, max_steps=30, eval_interval=5)
+    process.stdout.readline()
+    process.stdout.close()  # as `| head -1` does
+    process.stderr.read()
+    assert process.wait(60) == 0
+    assert len(log_of(tmp_path / "run", "train")) == 30
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="needs SIGHUP")
+def test_a_closed_terminal_ends_the_run_with_a_checkpoint(tmp_path):
+    process = start(tmp_path, max_steps=100_000, eval_interval=0, sample_interval=0)
+    wait_for_steps(tmp_path / "run", 3, process)
+    process.send_signal(signal.SIGHUP)
+    process.communicate(timeout=60)
+    assert process.returncode == 129
+    assert log_of(tmp_path / "run", "train")[-1]["step"] == steps_of(tmp_path / "run")[-1]
+
+
+def test_what_was_ignored_when_a_run_began_stays_ignored(train, tmp_path, monkeypatch):
+    signal_while_validating(monkeypatch, signal.SIGHUP)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        assert train(**SHORT | dict(eval_interval=2)).returncode == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert steps_of(tmp_path / "run")[-1] == 6
+
+
+def test_names_and_prompts_that_are_not_utf_8_end_no_run(train, tmp_path):
+    text_file(tmp_path / "caf\udce9.txt")
+    options = SHORT | dict(data=tmp_path / "caf\udce9.txt", sample_interval=3, sample_prompt="\udcff")
+    assert train(out="out\udce9", **options).returncode == 0
+    assert steps_of(tmp_path / "out\udce9")[-1] == 6
+
+
+# ---- signals
+
+
+def test_no_evaluation_begins_after_a_signal(train, tmp_path, monkeypatch):
+    import run
+
+    real = run.Run.log_step
+
+    def log_step(self, *figures):
+        if self.step == 4:
+            self._remember(signal.SIGTERM, None)
+        real(self, *figures)
+
+    monkeypatch.setattr(run.Run, "log_step", log_step)
+    result = train(**SHORT | dict(eval_interval=4, sample_interval=4))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert result.returncode == 143 and steps_of(tmp_path / "run")[-1] == 4
+    assert not log_of(tmp_path / "run", "val") and not log_of(tmp_path / "run", "sample")
+
+
+def test_after_a_signal_in_an_evaluation_no_other_one_begins(train, tmp_path, monkeypatch):
+    signal_while_validating(monkeypatch, signal.SIGTERM)
+    assert train(**SHORT | dict(eval_interval=2, sample_interval=2)).returncode == 143
+    assert not log_of(tmp_path / "run", "sample") and steps_of(tmp_path / "run")[-1] == 3
+
+
+def test_a_signal_in_the_last_save_waits_for_it(train, tmp_path, monkeypatch):
+    real = checkpoint.write_atomically
+
+    def write(path, fill):
+        os.kill(os.getpid(), signal.SIGTERM)
+        real(path, fill)
+
+    monkeypatch.setattr(checkpoint, "write_atomically", write)
+    result = train(**SHORT | dict(checkpoint_interval=3, max_steps=3))
+    assert result.returncode == 143 and steps_of(tmp_path / "run") == [3]
+    assert damage(tmp_path / "run" / "step_000003") is None
+
+
+# ---- what an interruption cut off
+
+
+@pytest.mark.parametrize("cut_off", ["validate", "sample"])
+def test_an_evaluation_that_was_cut_off_is_made_up_for_and_no_other_comes_twice(train, tmp_path, monkeypatch, cut_off):
+    options = SHORT | dict(eval_interval=2, sample_interval=2)
+    train(out="whole", **options)
+
+    def crash(*args, **kwargs):
+        raise UserError("the evaluation failed")
+
+    with monkeypatch.context() as context:
+        context.setattr(train_gpt2, cut_off, crash)
+        assert_user_error(train(**options), "the evaluation failed")
+    assert train(**options | dict(resume=True)).returncode == 0
+    for kind, figure in (("val", "loss"), ("sample", "text")):
+        whole, made_up = ([(r["step"], r[figure]) for r in log_of(tmp_path / o, kind)] for o in ("whole", "run"))
+        assert made_up == whole
+
+
+def test_what_a_killed_run_was_writing_goes_and_nothing_else(train, tmp_path):
+    train(**SHORT)
+    names = (".log.jsonl.123.tmp", ".config.json.9.tmp", ".notes.123.tmp", ".log.jsonl.mine.tmp")
+    for name in names:
+        (tmp_path / "run" / name).write_text("{")
+    assert train(**SHORT | dict(max_steps=7, resume=True)).returncode == 0
+    assert [name for name in names if (tmp_path / "run" / name).exists()] == [".notes.123.tmp", ".log.jsonl.mine.tmp"]
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(train, tmp_path):
+    process = start(tmp_path, **SHORT | dict(max_steps=100_000, checkpoint_interval=0))
+    wait_for_steps(tmp_path / "run", 3, process)
+    process.kill()
+    process.communicate()
+    assert train(**SHORT | dict(resume=True)).returncode == 0
+    train(out="undisturbed", **SHORT)
+    assert losses(tmp_path / "run") == losses(tmp_path / "undisturbed")
+
+
+def test_a_run_that_was_killed_between_two_logs_starts_again(train, tmp_path):
+    train(**SHORT | dict(checkpoint_interval=0))
+    for path in (tmp_path / "run").glob("step_*"):
+        shutil.rmtree(path)
+    (tmp_path / "run" / "log.jsonl").rename(tmp_path / "run" / "log.1.jsonl")
+    assert train(**SHORT | dict(resume=True)).returncode == 0 and steps_of(tmp_path / "run") == [2, 4, 6]
+
+
+# ---- a target
+
+
+def test_a_target_loss_ends_the_run_with_a_checkpoint(train, tmp_path):
+    result = train(**SHORT | dict(max_steps=100, checkpoint_interval=0, eval_interval=2, target_loss=5.7))
+    assert result.returncode == 0
+    last = log_of(tmp_path / "run", "val")[-1]
+    assert last["loss"] <= 5.7 and last["step"] < 100 and steps_of(tmp_path / "run") == [last["step"]]
+    assert all(r["loss"] > 5.7 for r in log_of(tmp_path / "run", "val")[:-1])
+    [target] = log_of(tmp_path / "run", "target")  # what it took
+    tokens, operations = last["step"] * 256, log_of(tmp_path / "run", "run")[0]["flops_per_token"]
+    assert (target["step"], target["tokens"]) == (last["step"], tokens) and target["hours"] > 0
+    assert target["petaflop"] == pytest.approx(tokens * operations / 1e15)
+
+
+def test_a_run_that_has_reached_its_target_adds_nothing_when_it_is_resumed(train, tmp_path):
+    options = SHORT | dict(max_steps=100, eval_interval=2, target_loss=5.8)
+    train(**options)
+    before = log_of(tmp_path / "run", "train"), log_of(tmp_path / "run", "target"), log_of(tmp_path / "run", "val")
+    assert train(**options | dict(resume=True)).returncode == 0
+    after = log_of(tmp_path / "run", "train"), log_of(tmp_path / "run", "target"), log_of(tmp_path / "run", "val")
+    assert after == before and len(before[1]) == 1
