@@ -46,7 +46,7 @@ class Config:
     steps: Annotated[int, Range(10, 1e6)] = 1000  # speedrun, ablate: optimizer steps of the recipe gpt2
     fraction: Annotated[float, Range(0.01, 1)] = 0.4  # speedrun: tokens of its schedule, as a fraction of gpt2's
     out: str = ""  # gpu: the folder of the report
-    only: tuple[str, ...] = ()  # gpu: these parts alone, added to the report that is there
+    only: tuple[str, ...] = ()  # gpu: these parts alone, added to the report; speedrun: these lines alone
     minutes: Annotated[float, Range(0, 1e4, above=True)] = 9.0  # gpu: parts that would begin later are left out
 
 

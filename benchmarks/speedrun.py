@@ -7,7 +7,8 @@ validations at or below the target. Then the same with each of its choices undon
 what each is worth; where the target is not reached, the last loss says by how much.
 
 Architecture, data, their order and the batch at full size are the same for all, and every line is of complete runs of
-train_gpt2.py. --data is a .txt (input.txt). Not shown: that the same holds at 124M.
+train_gpt2.py. --data is a .txt (input.txt); --only "no batch ramp" leaves out the other lines.
+Not shown: that the same holds at 124M.
 """
 
 import json
@@ -52,7 +53,7 @@ Job = tuple[str, str, dict, int]  # name, recipe, constants that differ from the
 
 
 def run(config, rt: Runtime) -> list[dict]:
-    seeds = range(config.repeats)
+    seeds, lines = range(config.repeats), lines_of(config.only)
     with tempfile.TemporaryDirectory() as folder:
         trained = partial(train, config=config, device=rt.device.type, folder=Path(folder))
         grid = [(name, recipe, changes, 0) for name, (recipe, changes) in ADAMW.items()]
@@ -63,11 +64,18 @@ def run(config, rt: Runtime) -> list[dict]:
         rows[best] = row(grid[best][0], logs, config)
         target = rows[best]["loss"]
         print(f"target: {target:.4f}, the mean of {len(logs)} seeds of {grid[best][0]}", flush=True)
-        jobs = [(name, "speedrun", changes, seed) for name, changes in LINES.items() for seed in seeds]
+        jobs = [(name, "speedrun", changes, seed) for name, changes in lines.items() for seed in seeds]
         logs = side_by_side(partial(trained, target=target), jobs, rt)
-        for i, name in enumerate(LINES):
+        for i, name in enumerate(lines):
             rows.append(row(name, logs[i * len(seeds) : (i + 1) * len(seeds)], config))
     return show(rows, config)
+
+
+def lines_of(only: tuple[str, ...]) -> dict[str, dict]:
+    """The lines that are asked for, after the first one, which the others compare with. Raises UserError."""
+    if unknown := set(only) - set(LINES):
+        raise UserError(f"--only {sorted(unknown)[0]!r}: the lines are {', '.join(map(repr, LINES))}")
+    return {name: changes for name, changes in LINES.items() if not only or name in ("speedrun", *only)}
 
 
 def side_by_side(function: Callable, jobs: list[Job], rt: Runtime) -> list:
@@ -91,7 +99,10 @@ def train(job: Job, config, device: str, folder: Path, target: float = 0.0) -> l
     done = subprocess.run(list(map(str, words)), cwd=ROOT, env=os.environ | threads, capture_output=True, text=True)
     if done.returncode:
         raise UserError(f"{name}: {done.stderr.strip().splitlines()[-1].removeprefix('error: ')}")
-    return [json.loads(line) for line in (out_dir / "log.jsonl").read_text().splitlines()]
+    log = [json.loads(line) for line in (out_dir / "log.jsonl").read_text().splitlines()]
+    reached = next((f"{r['tokens']:,} tokens to the target, " for r in log if r["kind"] == "target"), "")
+    print(f"  {name}, seed {seed}: {reached}{final_loss(log):.4f}", flush=True)
+    return log
 
 
 def settings(recipe: str, changes: dict, steps: int, shape: dict) -> dict:

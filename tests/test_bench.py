@@ -13,6 +13,7 @@ import torch
 import bench
 from benchmarks import ablate, gpu, speedrun
 from benchmarks.measure import in_own_process, interleave, machine, peak_memory, table
+from cli import UserError
 from runtime import Runtime
 from tests.helpers import assert_user_error, run_inline, succeed, text_file
 
@@ -197,6 +198,13 @@ def test_tokens_to_the_target_are_fractions_of_those_of_the_baseline():
     config = SimpleNamespace(steps=10, parameters="1M")  # 10,240 tokens
     row = speedrun.row("speedrun", [reached, reached[:1]], config)
     assert row == dict(name="speedrun", losses=[3.0, 4.0], loss=3.5, fractions=[0.25, None])
+
+
+def test_lines_of_the_speedrun_are_chosen_by_name():
+    assert list(speedrun.lines_of(("no batch ramp",))) == ["speedrun", "no batch ramp"]
+    assert speedrun.lines_of(()) == speedrun.LINES
+    with pytest.raises(UserError, match="'no ramp'.*'no batch ramp'"):
+        speedrun.lines_of(("no batch ramp", "no ramp"))
 
 
 @pytest.mark.slow
