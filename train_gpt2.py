@@ -161,9 +161,7 @@ def main() -> None:
     identity = dict(tokenizer=data.tokenizer.fingerprint, data=fingerprint(data.train.stream))
     facts = dict(parameters=model.num_params(), flops_per_token=model.estimate_flops(config.sequence_length))
     facts |= dict(planned_tokens=batch_plan(config)(config.max_steps)[0] * config.sequence_length)
-    facts |= dict(
-        uniform_loss=math.log(config.vocab_size)
-    )  # ln V: a uniform guess; random weights begin a little above
+    facts |= dict(uniform_loss=math.log(config.vocab_size))  # of a uniform guess; random weights begin a little above
     facts |= provenance(*data.origin, config.init_from)
     run.begin(config, ModelFiles(model, data.tokenizer, rt.is_main), optimizer, identity, facts)
     say_what_is_read(config, data, rt)
