@@ -95,3 +95,7 @@ def run_inline(main, argv: list, capsys, monkeypatch) -> SimpleNamespace:
 def steps_of(run: Path) -> list[int]:
     """The steps of the checkpoints of a run, in their order."""
     return sorted(int(path.name.removeprefix("step_")) for path in run.glob("step_" + "[0-9]" * 6))
+
+
+def weights(run: Path, step: int) -> bytes:
+    return (run / f"step_{step:06d}" / "model.safetensors").read_bytes()

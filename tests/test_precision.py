@@ -1,0 +1,201 @@
+"""Precisions, attention kernels and recomputed activations: other ways to the same numbers."""
+
+import dataclasses
+import math
+import types
+from functools import partial
+
+import pytest
+import torch
+
+import runtime
+import trials
+from checkpoint import checkpoint_steps, load_train_state
+from model import GPT, GPTConfig
+from tests.helpers import log_of, losses, weights
+
+DTYPES = ["bfloat16", "float16"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_half_precision_trains_as_single_precision_does(train, tmp_path, dtype):
+    for name in ("float32", dtype):
+        assert train(out=name, dtype=name, max_steps=50, checkpoint_interval=0).returncode == 0
+    for ours, single in zip(log_of(tmp_path / dtype, "train"), log_of(tmp_path / "float32", "train"), strict=True):
+        assert ours["loss"] == pytest.approx(single["loss"], rel=0.01), ours["step"]
+    ours, single = log_of(tmp_path / dtype, "val")[-1], log_of(tmp_path / "float32", "val")[-1]
+    assert ours["loss"] == pytest.approx(single["loss"], rel=3e-3)
+
+
+def test_the_scale_of_fp16_halves_after_a_bad_step_and_is_resumed(train, tmp_path, monkeypatch):
+    real, calls = torch.nn.utils.get_total_norm, []
+
+    def poisoned(grads, *args):
+        calls.append([grad.abs().max().item() for grad in grads])
+        if len(calls) == 3:
+            grads[0][0] = math.inf
+        return real(grads, *args)
+
+    monkeypatch.setattr(torch.nn.utils, "get_total_norm", poisoned)
+    train(dtype="float16", max_steps=4, checkpoint_interval=2)
+    scales = [load_train_state(path)["optimizer"]["scaler"]["scale"] for _, path in checkpoint_steps(tmp_path / "run")]
+    assert scales[1] == scales[0] / 2
+    assert max(map(max, calls)) < 100  # unscaled before they are clipped: the scale is 65536
+    weights_before = weights(tmp_path / "run", 4)
+    train(dtype="float16", max_steps=6, checkpoint_interval=2, resume=True)
+    assert load_train_state(tmp_path / "run" / "step_000006")["optimizer"]["scaler"]["scale"] == scales[1]
+    assert weights(tmp_path / "run", 6) != weights_before
+
+
+@pytest.mark.parametrize("capability, dtype", [((7, 0), "float16"), ((7, 5), "float16"), ((8, 0), "bfloat16")])
+def test_the_precision_follows_from_the_gpu_and_says_why(monkeypatch, capability, dtype):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    chosen, why = runtime._choose_dtype("auto", torch.device("cuda"))
+    assert chosen == getattr(torch, dtype) and f"{capability[0]}.{capability[1]}" in why
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Three attention kernels, of which the last is absent: {name: (seconds, what it makes of the right output)}.
+
+    The clock is a stand-in that the kernels themselves move on, so that a busy machine changes nothing.
+    """
+    found, now, in_use, turns, real = {}, [0.0], [""], [], trials.scaled_dot_product_attention
+
+    def attention(*args, **kwargs):
+        y = real(*args, **kwargs)
+        if torch.backends.cuda.flash_sdp_enabled():  # else it is the formula that is asked for
+            turns.append(in_use[0])
+            if in_use[0] == "absent":
+                raise RuntimeError("No available kernel")
+            seconds, spoil = found[in_use[0]]
+            now[0] += seconds
+            y = spoil(y)
+        return y
+
+    monkeypatch.setattr(trials, "attention_kernels", lambda *_: [*found, "absent"])
+    monkeypatch.setattr(trials, "use_kernel", lambda name: in_use.__setitem__(0, name))
+    monkeypatch.setattr(trials, "scaled_dot_product_attention", attention)
+    monkeypatch.setattr(trials.time, "perf_counter", lambda: now[0])
+    return types.SimpleNamespace(found=found, in_use=in_use, turns=turns)
+
+
+def right(y):
+    return y
+
+
+@pytest.mark.parametrize("seconds, fastest", [((2, 1), "two"), ((1, 2), "one")])
+def test_the_fastest_attention_kernel_is_left_on(kernels, seconds, fastest):
+    kernels.found.update(one=(seconds[0], right), two=(seconds[1], right))
+    rt = runtime.Runtime.setup("cpu", "float32")
+    assert trials.choose_attention_kernel(rt, (2, 2, 16, 8)) == fastest
+    assert kernels.in_use == [fastest]
+    assert kernels.turns[:6] == ["one", "two", "absent"] * 2  # in turns, or the first would be timed by a slow clock
+
+
+WRONG = {
+    "output": lambda y: y * 1.05,
+    "gradient": lambda y: y + 0.05 * (y - y.detach()),
+    "the last sequence alone": lambda y: torch.cat([y[:-1], 1.05 * y[-1:]]),
+    "not finite": lambda y: y / torch.zeros(()) * 0.0,
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_an_attention_kernel_that_is_fast_and_wrong_is_not_used(kernels, kind, capsys):
+    kernels.found.update(one=(2, right), two=(1, WRONG[kind]))
+    rt = runtime.Runtime.setup("cpu", "float32")
+    assert trials.choose_attention_kernel(rt, (2, 2, 16, 8)) == "one" and kernels.in_use == ["one"]
+    assert "two" in capsys.readouterr().out
+    kernels.found.update(one=(2, WRONG[kind]))
+    assert trials.choose_attention_kernel(rt, (2, 2, 16, 8)) == "" and kernels.in_use == [""]
+
+
+def test_ranks_choose_the_attention_kernel_that_is_fastest_for_all_and_right_on_all(kernels, monkeypatch):
+    kernels.found.update(one=(3, right), two=(2, right), three=(1, right))
+    others = iter([torch.tensor([1.0, 3.0, 1.0, math.inf]), torch.tensor(0), torch.tensor(1)])  # of a second rank
+    monkeypatch.setattr(runtime.Runtime, "sum", lambda self, tensor: tensor + next(others))
+    rt = dataclasses.replace(runtime.Runtime.setup("cpu", "float32"), world_size=2)
+    # three is the fastest and wrong on the other rank, then one, though two is faster here
+    assert trials.choose_attention_kernel(rt, (2, 2, 16, 8)) == "one"
+
+
+def test_a_flash_attention_package_takes_the_place_of_pytorch_s_own_and_gives_it_back(monkeypatch):
+    active, switches = [None], {}
+    attention = torch.nn.attention
+    monkeypatch.setattr(attention, "list_flash_attention_impls", lambda: ["FA3"], raising=False)
+    monkeypatch.setattr(attention, "current_flash_attention_impl", lambda: active[0], raising=False)
+    monkeypatch.setattr(attention, "restore_flash_attention_impl", lambda: active.__setitem__(0, None), raising=False)
+    activate = partial(active.__setitem__, 0)
+    monkeypatch.setattr(attention, "activate_flash_attention_impl", activate, raising=False)
+    for name in ("flash", "cudnn"):
+        switch = partial(switches.__setitem__, name)
+        monkeypatch.setattr(torch.backends.cuda, f"enable_{name}_sdp", switch)
+    assert trials.attention_kernels("cuda", dropout=0.0) == ["flash", "cudnn", "FA3"]
+    assert trials.attention_kernels("cuda", dropout=0.1) == ["flash", "cudnn"]  # which has no dropout
+    seen = []
+    for name in ("FA3", "FA3", "flash", "FA3", "cudnn", ""):
+        trials.use_kernel(name)
+        seen.append((active[0], switches["flash"], switches["cudnn"]))
+    fa3, flash, cudnn, none = ("FA3", True, False), (None, True, False), (None, False, True), (None, False, False)
+    assert seen == [fa3, fa3, flash, fa3, cudnn, none]
+
+
+def test_a_pytorch_without_flash_attention_packages_has_its_own_two_kernels(monkeypatch):
+    for name in ("list", "current", "restore", "activate"):
+        for end in ("s", ""):
+            monkeypatch.delattr(torch.nn.attention, f"{name}_flash_attention_impl{end}", raising=False)
+    assert trials.attention_kernels("cuda", dropout=0.0) == ["flash", "cudnn"]
+    before = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        trials.use_kernel("cudnn")
+        assert not torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_flash_sdp(before[0])
+        torch.backends.cuda.enable_cudnn_sdp(before[1])
+
+
+def test_where_there_is_one_attention_kernel_there_is_no_choice():
+    assert trials.choose_attention_kernel(runtime.Runtime.setup("cpu", "float32"), (2, 2, 16, 8)) == ""
+
+
+@pytest.mark.parametrize(
+    "dtype, length, expected", [("bfloat16", 64, "naive"), ("bfloat16", 4096, "flash"), ("float32", 64, "flash")]
+)
+def test_attention_follows_from_the_precision_on_a_processor(dtype, length, expected):
+    rt = runtime.Runtime.setup("cpu", dtype)
+    assert trials.choose_attention("auto", rt, length) == expected
+    assert [trials.choose_attention(given, rt, length) for given in ("flash", "naive")] == ["flash", "naive"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_precisions_agree_on_a_gpu(train, tmp_path, dtype):
+    size = dict(device="cuda", n_layer=6, n_head=6, n_embd=384, sequence_length=256, total_batch_size=8192)
+    size |= dict(micro_batch_size=0, max_steps=50, checkpoint_interval=0, warmup_steps=10, max_lr=1e-3)
+    for name in ("float32", dtype):
+        result = train(out=name, dtype=name, **size)
+        assert "micro_batch_size 32 fits" in result.stdout and "GiB at its peak" in result.stdout
+    for ours, single in zip(log_of(tmp_path / dtype, "train"), log_of(tmp_path / "float32", "train"), strict=True):
+        assert ours["loss"] == pytest.approx(single["loss"], rel=0.02), ours["step"]
+
+
+def test_activation_checkpointing_changes_memory_and_no_number(train, tmp_path):
+    for out, switch in (("plain", {}), ("checkpointed", dict(activation_checkpointing=True))):
+        assert train(out=out, max_steps=6, dropout=0.1, **switch).returncode == 0
+    assert losses(tmp_path / "plain") == losses(tmp_path / "checkpointed")
+    saved = {}
+    for switch in (False, True):
+        model = GPT(GPTConfig(sequence_length=64, vocab_size=64, n_layer=4, n_head=2, n_embd=32))
+        if switch:
+            trials.checkpoint_activations(model.transformer.h)
+        idx, sizes = torch.zeros(2, 64, dtype=torch.long), {}
+
+        def pack(tensor, sizes=sizes):
+            sizes[tensor.data_ptr()] = tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(idx, idx)
+        saved[switch] = sum(sizes.values()) - sum(p.numel() for p in model.parameters() if p.data_ptr() in sizes)
+    assert saved[True] < saved[False] / 4
