@@ -1,6 +1,7 @@
 """Fixtures that several test files share."""
 
 import os
+from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: two threads in each of two processes on two cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # wait for each other most of the time
@@ -8,7 +9,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: two threads
 import pytest
 import torch
 
-from tests.helpers import SMALL, arguments, run_inline, text_file
+from bpe.tokenizer import Tokenizer
+from tests.corpora import make_documents, write_parquet
+from tests.helpers import ROOT, SMALL, arguments, run_inline, text_file
 
 
 @pytest.fixture
@@ -25,3 +28,21 @@ def train(tmp_path, capsys, monkeypatch):
         return run_inline(train_gpt2.main, ["tiny", *arguments(**options)], capsys, monkeypatch)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory) -> Path:
+    """A tokenizer.json with 600 tokens."""
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    text = (ROOT / "input.txt").read_text()
+    Tokenizer.train([text[:100_000]], 600).save(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory, tokenizer) -> tuple[Path, list[str]]:
+    """A folder of 12 parquet files, and their documents."""
+    folder, docs = tmp_path_factory.mktemp("corpus"), make_documents(480)
+    for i in range(12):
+        write_parquet(folder / f"part_{i:02d}.parquet", docs[40 * i : 40 * (i + 1)], rows=15)
+    return folder, docs

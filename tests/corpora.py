@@ -1,0 +1,111 @@
+"""Documents, the folders that they lie in, and the shards that they make; no test in itself."""
+
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from bpe.tokenizer import Tokenizer
+from data import find_shards, read_manifest
+from fineweb import Config, make_shards
+from tests.helpers import ROOT
+
+SHARD = 20_000  # tokens
+QUICKLY = "fork" if sys.platform == "linux" else "spawn"
+
+
+def make_documents(n: int, seed: int = 0) -> list[str]:
+    """Pieces of prose of very different lengths, an empty one, other alphabets, and a special token as plain text."""
+    text, rng = (ROOT / "input.txt").read_text(), random.Random(seed)
+    docs = []
+    for _ in range(n):
+        start = rng.randrange(len(text) - 9000)
+        docs.append(text[start : start + int(8000 * rng.random() ** 3)])
+    docs[1], docs[2], docs[3] = "", "数据是一切的开始。\u3000 naïve 🙂", "ends <|endoftext|> early"
+    return docs
+
+
+def write_parquet(path: Path, docs: list, rows: int = 100) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = pa.table({"text": pa.array(docs, pa.string()), "id": list(range(len(docs)))})
+    pq.write_table(table, path, row_group_size=rows)
+    return path
+
+
+def plain_shards(
+    docs: list[str], tok: Tokenizer, shard_size: int = SHARD, limit: int | None = None
+) -> list[np.ndarray]:
+    """The oracle: all tokens in a list, with the Python encoder, cut into pieces."""
+    tokens = [i for doc in docs for i in (tok.eot_token, *tok.encode_ordinary(doc))][:limit]
+    return [np.array(tokens[i : i + shard_size], np.uint16) for i in range(0, len(tokens), shard_size)]
+
+
+def shard_paths(out_dir: Path) -> list[Path]:
+    return find_shards(str(out_dir), "val") + find_shards(str(out_dir), "train")
+
+
+def assert_shards(out_dir: Path, expected: list[np.ndarray]) -> None:
+    """The files are those that np.save writes, and nothing else is left behind."""
+    paths = shard_paths(out_dir)
+    assert len(paths) == len(expected)
+    for i, (path, tokens) in enumerate(zip(paths, expected, strict=True)):
+        assert path.name.endswith(f"_{'train' if i else 'val'}_{i:06d}.npy")
+        np.save(out_dir / "expected.npy", tokens)
+        assert path.read_bytes() == (out_dir / "expected.npy").read_bytes(), path
+        (out_dir / "expected.npy").unlink()
+    assert not list(out_dir.glob(".*.tmp")) and not (out_dir / ".downloads").exists()
+
+
+def options(source, out_dir, tokenizer, **kwargs) -> dict:
+    words = dict(source=source, out_dir=out_dir, tokenizer=tokenizer, shard_size=SHARD, workers=2, start_method=QUICKLY)
+    return words | kwargs
+
+
+def run_here(source, out_dir, tokenizer, **kwargs) -> dict:
+    """make_shards in this process; returns the manifest."""
+    kwargs = dict(workers=1, shard_size=SHARD, start_method=QUICKLY) | kwargs
+    source = source if isinstance(source, tuple) else (str(source),)
+    make_shards(Config(source=source, tokenizer=str(tokenizer), out_dir=str(out_dir), **kwargs), Path(out_dir))
+    return read_manifest(out_dir)
+
+
+class DiskFull:
+    """As os.fsync: the disk is full when shard number `at` (from 1) is flushed; `meanwhile` is called before."""
+
+    def __init__(self, at: int, meanwhile=lambda: None):
+        self.left, self.meanwhile, self.fsync = at, meanwhile, os.fsync
+
+    def __call__(self, fd: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        self.left -= path.endswith(".npy.tmp")
+        if self.left == 0 and path.endswith(".npy.tmp"):
+            self.meanwhile()
+            raise OSError(28, "No space left on device")
+        self.fsync(fd)
+
+
+needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="asks /proc which file is flushed")
+
+
+def count_shards(out_dir: Path) -> int:
+    return len(list(out_dir.glob("*.npy")))
+
+
+def has_more_shards(out_dir: Path, n: int, process: subprocess.Popen) -> bool:
+    return count_shards(out_dir) > n or process.poll() is not None
+
+
+def wait_until(condition, timeout: float = 200.0) -> bool:
+    end = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True

@@ -1,0 +1,301 @@
+"""Sharding that is interrupted, or whose source changes: nothing is lost, and nothing mixed."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import cli
+import fineweb
+from bpe.tokenizer import Tokenizer
+from cli import UserError
+from data import read_manifest
+from shards import verify
+from tests.corpora import (
+    DiskFull,
+    assert_shards,
+    count_shards,
+    has_more_shards,
+    make_documents,
+    needs_proc,
+    options,
+    plain_shards,
+    run_here,
+    shard_paths,
+    wait_until,
+    write_parquet,
+)
+from tests.helpers import assert_user_error, command, environment, run_script, succeed
+
+# -------------------------------------------------------------------------------------------------------- interruptions
+
+
+@pytest.fixture(scope="session")
+def long_corpus(tmp_path_factory) -> Path:
+    """Enough to be at work for some seconds: 40 files of half a million characters."""
+    folder = tmp_path_factory.mktemp("long")
+    for i in range(40):
+        write_parquet(folder / f"part_{i:02d}.parquet", make_documents(250, seed=i))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def long_shards(long_corpus, tokenizer, tmp_path_factory) -> Path:
+    out_dir = tmp_path_factory.mktemp("long_shards") / "shards"
+    succeed("fineweb.py", **options(long_corpus, out_dir, tokenizer, shard_size=100_000))
+    return out_dir
+
+
+def assert_same_files(out_dir: Path, expected: Path) -> None:
+    assert [p.name for p in shard_paths(out_dir)] == [p.name for p in shard_paths(expected)]
+    assert not list(out_dir.glob(".*.tmp"))
+    for ours, theirs in zip(shard_paths(out_dir), shard_paths(expected), strict=True):
+        assert ours.read_bytes() == theirs.read_bytes()
+    assert read_manifest(out_dir) == read_manifest(expected)
+
+
+def children_of(pid: int) -> list[int]:
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        found += [int(child) for child in task.read_text().split()]
+    return found
+
+
+def state_of(pid: int) -> str:
+    """As proc(5) has it: R, S, Z, ...; X for one that is no more."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+    except OSError:
+        return "X"
+
+
+def gone(pid: int) -> bool:
+    return state_of(pid) in "ZX"
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_five_kills_at_random_moments_change_nothing(long_corpus, long_shards, tokenizer, tmp_path, method):
+    out_dir, rng, orphans = tmp_path / "shards", random.Random(method), []
+    words = options(long_corpus, out_dir, tokenizer, shard_size=100_000, start_method=method)
+    for attempt in range(5):
+        process = subprocess.Popen(command("fineweb.py", **words), env=environment(), stdout=subprocess.DEVNULL)
+        if attempt != 2:  # somewhere in the middle of the work, however fast the machine is; else while it starts
+            wait_until(partial(has_more_shards, out_dir, count_shards(out_dir) + 3, process))
+        time.sleep(rng.uniform(0, 0.1))
+        orphans += children_of(process.pid)
+        process.kill()
+        process.wait()
+    killed = count_shards(out_dir)
+    assert wait_until(lambda: all(map(gone, orphans))), "workers outlive the process that started them"
+    succeed("fineweb.py", **words)
+    assert 16 <= killed < count_shards(out_dir), "the kills came before or after the work"
+    assert_same_files(out_dir, long_shards)
+
+
+@pytest.mark.parametrize("signum, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_it_in_good_order(long_corpus, long_shards, tokenizer, tmp_path, signum, code):
+    out_dir = tmp_path / "shards"
+    words = options(long_corpus, out_dir, tokenizer, shard_size=100_000)
+    process = subprocess.Popen(
+        command("fineweb.py", **words), env=environment(), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
+    assert wait_until(partial(has_more_shards, out_dir, 1, process))
+    process.send_signal(signum)
+    assert process.wait(timeout=200) == code
+    message = process.stderr.read()
+    assert "the same command again to resume" in message and "Traceback" not in message
+    result = succeed("fineweb.py", **words)
+    assert "resume  after" in result.stdout
+    assert_same_files(out_dir, long_shards)
+
+
+@pytest.mark.parametrize("when", ["at work", "in the middle of an answer"])
+def test_a_killed_worker_is_reported_and_loses_nothing(long_corpus, long_shards, tokenizer, tmp_path, when):
+    out_dir = tmp_path / "shards"
+    words = options(long_corpus, out_dir, tokenizer, shard_size=100_000)
+    process = subprocess.Popen(
+        command("fineweb.py", **words), env=environment(), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
+    assert wait_until(partial(has_more_shards, out_dir, 1, process))
+    workers = children_of(process.pid)
+    if when != "at work":  # its tokens are more than a pipe holds, and nobody reads them
+        process.send_signal(signal.SIGSTOP)
+        assert wait_until(lambda: all(state_of(worker) == "S" for worker in workers))
+    os.kill(workers[0], signal.SIGKILL)
+    process.send_signal(signal.SIGCONT)
+    assert process.wait(timeout=200) == 2
+    assert "error: one of 2 worker processes was ended" in process.stderr.read()
+    assert all(map(gone, workers))
+    succeed("fineweb.py", **words)
+    assert_same_files(out_dir, long_shards)
+
+
+def test_a_complete_directory_is_left_alone(long_corpus, long_shards, tokenizer):
+    before = {path: path.stat().st_mtime_ns for path in long_shards.iterdir()}
+    result = succeed("fineweb.py", **options(long_corpus, long_shards, tokenizer, shard_size=100_000))
+    assert "is complete" in result.stdout
+    assert {path: path.stat().st_mtime_ns for path in long_shards.iterdir()} == before
+
+
+def test_a_disk_that_is_full_costs_nothing_that_was_complete(corpus, tokenizer, tmp_path, monkeypatch):
+    (folder, docs), out_dir = corpus, tmp_path / "shards"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", DiskFull(3))
+        with pytest.raises(UserError, match="no space left .* 2 complete shards with 40,000 tokens are safe"):
+            run_here(folder, out_dir, tokenizer)
+    run_here(folder, out_dir, tokenizer)
+    assert_shards(out_dir, plain_shards(docs, Tokenizer.load(tokenizer)))
+
+
+def test_a_small_disk_is_reported_before_or_when_it_is_full(corpus, tokenizer, tmp_path):
+    folder, docs = corpus
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", disk], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"no small file system can be mounted here: {mounted.stderr.strip()}")
+    try:
+        result = run_script("fineweb.py", **options(folder, disk / "shards", tokenizer, shard_size=10**6))
+        assert_user_error(result, "needs about" if "needs" in result.stderr else "no space left")
+        subprocess.run(["mount", "-o", "remount,size=1m", disk], check=True)
+        filler = disk / "filler"
+        filler.write_bytes(bytes(500_000))
+        result = run_script("fineweb.py", **options(folder, disk / "shards", tokenizer))
+        assert_user_error(result, "needs about" if "needs" in result.stderr else "no space left")
+        subprocess.run(["mount", "-o", "remount,size=9m", disk], check=True)
+        succeed("fineweb.py", **options(folder, disk / "shards", tokenizer))
+        assert_shards(disk / "shards", plain_shards(docs, Tokenizer.load(tokenizer)))
+    finally:
+        subprocess.run(["umount", disk], check=False)
+
+
+def test_two_runs_do_not_write_into_one_directory(corpus, tokenizer, tmp_path, monkeypatch):
+    from filelock import FileLock
+
+    monkeypatch.setattr(fineweb, "only_one", partial(cli.only_one, seconds=0.1))
+    (tmp_path / "shards").mkdir()
+    with FileLock(tmp_path / "shards" / ".lock"), pytest.raises(UserError, match="another process is writing to"):
+        run_here(corpus[0], tmp_path / "shards", tokenizer)
+
+
+def test_what_another_run_completed_meanwhile_is_left_alone(corpus, tokenizer, tmp_path, monkeypatch):
+    """It held the lock when this one began, and then it was done."""
+
+    @contextmanager
+    def after_the_other(*args):
+        with monkeypatch.context() as patch:
+            patch.setattr(fineweb, "only_one", cli.only_one)
+            run_here(corpus[0], tmp_path / "shards", tokenizer)
+        before.update({path: path.stat().st_mtime_ns for path in (tmp_path / "shards").glob("*.npy")})
+        yield
+
+    before = {}
+    monkeypatch.setattr(fineweb, "only_one", after_the_other)
+    run_here(corpus[0], tmp_path / "shards", tokenizer)
+    assert before and {path: path.stat().st_mtime_ns for path in (tmp_path / "shards").glob("*.npy")} == before
+
+
+# ----------------------------------------------------------------------------------------------------- what has changed
+
+
+@pytest.fixture
+def interrupted(corpus, tokenizer, tmp_path, monkeypatch):
+    """(a copy of the corpus, two of its shards, how to resume): some files are used, one is in use."""
+    copy, out_dir = tmp_path / "copy", tmp_path / "shards"
+    shutil.copytree(corpus[0], copy)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", DiskFull(3))
+        with pytest.raises(UserError, match="2 complete shards"):
+            run_here(copy, out_dir, tokenizer)
+    return copy, out_dir, partial(run_here, copy, out_dir, tokenizer)
+
+
+@needs_proc
+@pytest.mark.parametrize("number", [0, "under way"])
+@pytest.mark.parametrize("change", ["content", "time", "size"])
+def test_a_file_that_changed_after_it_was_used_is_refused(interrupted, number, change):
+    copy, out_dir, resume = interrupted
+    number = read_manifest(out_dir)["next"]["file"] if number == "under way" else number
+    path = copy / f"part_{number:02d}.parquet"
+    before, stat = {p: p.read_bytes() for p in out_dir.glob("*")}, path.stat()
+    if change == "time":
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    else:
+        write_parquet(path, make_documents(40, seed=7))
+        if change == "size":
+            os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    with pytest.raises(UserError, match=f"{path} has changed since shards in .* start over"):
+        resume()
+    assert {p: p.read_bytes() for p in out_dir.glob("*")} == before
+    with pytest.raises(UserError, match="is not complete"):
+        verify(out_dir)
+
+
+@needs_proc
+def test_a_file_that_changed_before_it_was_used_may(interrupted, corpus, tokenizer):
+    copy, out_dir, resume = interrupted
+    number, docs, changed = read_manifest(out_dir)["next"]["file"] + 1, list(corpus[1]), make_documents(40, seed=7)
+    write_parquet(copy / f"part_{number:02d}.parquet", changed, rows=15)
+    resume()
+    docs[40 * number : 40 * number + 40] = changed
+    assert_shards(out_dir, plain_shards(docs, Tokenizer.load(tokenizer)))
+
+
+@needs_proc
+@pytest.mark.parametrize("change", ["add", "remove"])
+def test_files_that_came_or_went_are_refused(interrupted, change):
+    copy, _, resume = interrupted
+    if change == "add":
+        shutil.copy(copy / "part_11.parquet", copy / "part_12.parquet")
+    else:
+        (copy / "part_11.parquet").unlink()
+    with pytest.raises(UserError, match="holds shards of other files"):
+        resume()
+
+
+@needs_proc
+@pytest.mark.parametrize("change", ["rewritten", "removed"])
+def test_a_file_that_changes_while_it_is_read_is_noticed(corpus, tokenizer, tmp_path, monkeypatch, change):
+    """When the first shard is flushed, what is in the second one has been read."""
+    path, fsync = tmp_path / "docs.parquet", os.fsync
+    write_parquet(path, corpus[1], rows=15)
+
+    def fsync_and_change(fd: int) -> None:
+        fsync(fd)
+        if path.exists():
+            path.unlink() if change == "removed" else write_parquet(path, corpus[1][::-1], rows=15)
+
+    monkeypatch.setattr(os, "fsync", fsync_and_change)
+    with pytest.raises(UserError, match="docs.parquet"):
+        run_here(path, tmp_path / "shards", tokenizer)
+    assert len(read_manifest(tmp_path / "shards")["shards"]) <= 1
+
+
+@needs_proc
+def test_a_damaged_manifest_is_one_error(interrupted):
+    """Whatever is missing in it, or of another type."""
+    _, out_dir, resume = interrupted
+    path = out_dir / "manifest.json"
+    sound = json.loads(path.read_text())
+    places = [{}, dict(file=1, unit=3, bytes=5, skip=0), dict(file="1", at=0, skip=0), dict(file=1, at=-1, skip=0)]
+    needed = sound.keys() - {"next", "commit"}
+    wrong = [{key: value for key, value in sound.items() if key != lost} for lost in needed]
+    for content in [*wrong, *(sound | dict(next=place) for place in places), [1], 1, "x"]:
+        path.write_text(json.dumps(content))
+        with pytest.raises(UserError):
+            resume(dry_run=True)
+    for key in sound:
+        for value in (None, -1, "x", [], {}, [1], {"a": 1}, 1e400):
+            path.write_text(json.dumps(sound | {key: value}))
+            with suppress(UserError):
+                resume(dry_run=True)
+    path.write_text(json.dumps(sound))
+    resume()
