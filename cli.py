@@ -77,7 +77,19 @@ def explain(e: BaseException) -> str | None:
         return f"{place}: {e.strerror}; give another path, or mend that one"
     if isinstance(e, MemoryError) or type(e).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(e):
         return f"out of memory ({str(e).splitlines()[0] if str(e) else 'in Python'}); use a smaller model or batch"
+    if is_of_another_rank(e):
+        said = re.sub(r"^\[[^]]*\] ", "", str(e) or type(e).__name__)  # Gloo begins with its line of C++
+        first = re.split(r"\. |\n", said)[0]
+        return f"another rank has ended or cannot be reached ({first}); see what it says; --resume then goes on"
     return None
+
+
+def is_of_another_rank(e: BaseException) -> bool:
+    """Whether the exchange between ranks failed, as it does when one of them is gone. The type says so of NCCL and of
+    the store; Gloo raises plain RuntimeErrors, also for tensors of other sizes, which would be a mistake of ours."""
+    if type(e).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError"):
+        return True
+    return "gloo" in str(e).lower() and re.search(r"by peer|broken pipe|timed? ?out|refused", str(e), re.I) is not None
 
 
 def fail(message: str) -> None:

@@ -1,4 +1,4 @@
-"""Ranks that stand still are noticed by the others; those that are merely slow are not lost."""
+"""Ranks that stand still or end are noticed by the others; those that are merely slow are not lost."""
 
 import queue
 import threading
@@ -7,6 +7,7 @@ import pytest
 import torch.distributed as dist
 
 import heartbeat
+from cli import explain
 
 
 @pytest.fixture
@@ -53,3 +54,21 @@ def test_a_rank_without_torchrun_ends(store, ends):
     heartbeat.watch_ranks(Gone(), 3, 8, beat=0.02, patience=60.0)
     rank, problem = ends.get(timeout=30)
     assert rank == 3 and "torchrun" in problem
+
+
+@pytest.mark.parametrize(
+    "error, words",
+    [
+        (RuntimeError("[/gloo/transport/tcp/pair.cc:537] Connection closed by peer [::1]:7. See the logs"), "by peer"),
+        (RuntimeError("[../third_party/gloo/buffer.cc:72] Timed out waiting 600000ms for recv operation"), "600000ms"),
+        (dist.DistBackendError("NCCL error, remote process exited\nncclRemoteError: A call failed"), "remote process"),
+        (dist.DistNetworkError("failed to recv, got 0 bytes"), "0 bytes"),
+    ],
+)
+def test_an_exchange_with_a_rank_that_is_gone_is_one_line(error, words):
+    assert words in explain(error) and "--resume" in explain(error)
+    assert "ncclRemoteError" not in explain(error) and "pair.cc" not in explain(error)
+
+
+def test_an_exchange_of_tensors_that_do_not_match_is_a_mistake_with_a_traceback():
+    assert explain(RuntimeError("[gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes. 8 vs 4")) is None

@@ -1,0 +1,247 @@
+"""Ranks, launchers and nodes that are killed, stop or disappear: the others end, and the next start loses nothing."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from checkpoint import checkpoint_steps, damage, remove_after
+from tests.helpers import ROOT, assert_user_error, environment, log_of, text_file
+from tests.test_distributed import TORCHRUN, alone, args, same_losses
+
+LONG = dict(max_steps=60, checkpoint_interval=10, eval_interval=60)
+
+
+@pytest.fixture(scope="module")
+def long_run(tmp_path_factory):
+    """What an undisturbed run of one process does."""
+    folder = tmp_path_factory.mktemp("lost")
+    text_file(folder / "text.txt")
+    alone(folder, "long", **LONG)
+    return folder
+
+
+def torchrun(folder: Path, out: str, *options: str, prefix=(), **changes) -> subprocess.Popen:
+    """Start train_gpt2.py under torchrun, in a process group of its own."""
+    command = [*prefix, *TORCHRUN, *options, str(ROOT / "train_gpt2.py"), *args(folder, out, **changes)]
+    return subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def wait_for_step(run: Path, step: int, process: subprocess.Popen) -> None:
+    while not (run / "log.jsonl").exists() or f'"step": {step}, "kind": "train"' not in (run / "log.jsonl").read_text():
+        assert process.poll() is None, process.communicate()[0][-3000:]
+        time.sleep(0.005)
+
+
+def workers(process: subprocess.Popen) -> list[int]:
+    """Process ids of the ranks, which are the children of torchrun, by rank."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    environments = {int(pid): Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in children}
+    ranks = {int(v.removeprefix(b"RANK=")): pid for pid, e in environments.items() for v in e if v.startswith(b"RANK=")}
+    return [ranks[rank] for rank in sorted(ranks)]
+
+
+@pytest.mark.slow
+def test_started_on_three_ranks_killed_resumed_on_two_and_on_one(long_run):
+    run = long_run / "3-2-1"
+    for ranks, shard, step in ((3, "none", 23), (2, "optimizer", 43), (1, "none", None)):
+        process = torchrun(
+            long_run, run.name, "--standalone", f"--nproc_per_node={ranks}", resume=True, shard=shard, **LONG
+        )
+        if step is None:
+            assert process.wait(120) == 0
+        else:
+            wait_for_step(run, step, process)
+            for pid in [*workers(process), process.pid]:
+                os.kill(pid, signal.SIGKILL)
+            process.wait()
+        process.stdout.close()
+    same_losses(run, long_run / "long")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_is_restarted_by_torchrun_from_the_last_checkpoint(long_run, rank):
+    run = long_run / f"restarted-{rank}"
+    process = torchrun(
+        long_run, run.name, "--standalone", "--nproc_per_node=2", "--max-restarts=3", resume=True, **LONG
+    )
+    wait_for_step(run, 25, process)
+    os.kill(workers(process)[rank], signal.SIGKILL)
+    out, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, out[-3000:]
+    assert "resuming from" in out
+    same_losses(run, long_run / "long")
+
+
+TWO = ("--standalone", "--nproc_per_node=2", "--max-restarts=3")
+
+
+def wait_for_save(run: Path, process: subprocess.Popen) -> None:
+    while not list(run.glob(".step_000030*tmp/*")):
+        assert process.poll() is None, process.communicate()[0][-3000:]
+        time.sleep(0.001)
+
+
+MOMENTS = {
+    "a step": lambda run, process: wait_for_step(run, 25, process),
+    "a save": wait_for_save,
+    "an evaluation": lambda run, process: wait_for_step(run, 60, process),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_rank_of_a_divided_model_that_is_killed_loses_nothing(long_run, moment):
+    run = long_run / f"killed in {moment}"
+    process = torchrun(long_run, run.name, *TWO, resume=True, shard="full", **LONG)
+    MOMENTS[moment](run, process)
+    os.kill(workers(process)[0 if moment == "a save" else 1], signal.SIGKILL)
+    out, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, out[-3000:]
+    assert "resuming from" in out
+    same_losses(run, long_run / "long")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", ["none", "full"])
+@pytest.mark.parametrize("killed", [0, 1])
+def test_without_a_launcher_the_other_rank_ends_with_a_line_of_its_own(long_run, killed, shard):
+    out = f"by-hand-{killed}-{shard}"
+    command = [sys.executable, str(ROOT / "train_gpt2.py")]
+    command += args(long_run, out, shard=shard, **LONG | dict(max_steps=10**6))
+    group = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    processes = [
+        subprocess.Popen(
+            command, env=environment(RANK=str(rank), LOCAL_RANK=str(rank), **group), stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    wait_for_step(long_run / out, 25, processes[1 - killed])
+    processes[killed].kill()
+    _, stderr = processes[1 - killed].communicate(timeout=60)
+    processes[killed].communicate()
+    assert_user_error(SimpleNamespace(returncode=processes[1 - killed].returncode, stderr=stderr), "another rank")
+
+
+@pytest.mark.slow
+def test_ranks_without_their_launcher_end_and_the_next_start_goes_on(long_run):
+    run = long_run / "launcher"
+    process = torchrun(long_run, run.name, *TWO, resume=True, shard="optimizer", **LONG | dict(max_steps=10**6))
+    wait_for_step(run, 25, process)
+    ranks = workers(process)
+    process.stdout.close()
+    process.kill()
+    process.wait()
+    began = time.monotonic()
+    while any(Path(f"/proc/{pid}").exists() for pid in ranks):
+        assert time.monotonic() - began < 60
+        time.sleep(0.1)
+    shutil.copytree(run, run.with_name("launcher-2"))
+    remove_after(run.with_name("launcher-2") / "step_000020")
+    process = torchrun(long_run, "launcher-2", *TWO, resume=True, **LONG)
+    out, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, out[-3000:]
+    same_losses(run.with_name("launcher-2"), long_run / "long")
+
+
+@pytest.mark.slow
+def test_a_rank_that_stands_still_is_lost_within_a_minute_and_the_run_goes_on(long_run):
+    run = long_run / "stopped"
+    process = torchrun(long_run, run.name, *TWO, resume=True, shard="full", **LONG)
+    wait_for_step(run, 25, process)
+    stopped, other = workers(process)[1], workers(process)[0]
+    os.kill(stopped, signal.SIGSTOP)
+    began = time.monotonic()
+    while Path(f"/proc/{other}").exists() and "Z" not in Path(f"/proc/{other}/stat").read_text().split()[2]:
+        assert time.monotonic() - began < 60 + 10
+        time.sleep(0.1)
+    out, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, out[-3000:]
+    assert "rank 1 has not been heard of" in out and "resuming from" in out
+    same_losses(run, long_run / "long")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_to_torchrun_ends_all_ranks_with_a_checkpoint(long_run, signum, code):
+    run = long_run / f"signal-{signum}"
+    process = torchrun(long_run, run.name, "--standalone", "--nproc_per_node=2", **(LONG | dict(max_steps=10**6)))
+    wait_for_step(run, 25, process)
+    process.send_signal(signum)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode != 0
+    step, path = checkpoint_steps(run)[-1]
+    assert damage(path) is None and step == log_of(run, "train")[-1]["step"] and step > 20
+    assert not any(path.name == f"step_{step:06d}.tmp" for path in run.iterdir())
+
+
+@pytest.fixture
+def two_nodes():
+    """Two network namespaces that share one cable, and nothing else."""
+    names, addresses = ("gpt-node-0", "gpt-node-1"), ("10.213.7.1", "10.213.7.2")
+    if not shutil.which("ip") or subprocess.run(["ip", "netns", "add", names[0]], capture_output=True).returncode:
+        pytest.skip("network namespaces are not permitted here")
+    subprocess.run(["ip", "netns", "add", names[1]], check=True)
+    subprocess.run(["ip", "link", "add", "gptv0", "netns", names[0], "type", "veth", "peer", "name", "gptv1",
+                    "netns", names[1]], check=True)  # fmt: skip
+    for name, device, address in zip(names, ("gptv0", "gptv1"), addresses, strict=True):
+        for words in (f"addr add {address}/30 dev {device}", f"link set {device} up", "link set lo up"):
+            subprocess.run(["ip", "-n", name, *words.split()], check=True)
+    yield list(zip(names, ("gptv0", "gptv1"), addresses, strict=True))
+    for name in names:
+        subprocess.run(["ip", "netns", "del", name], check=True)
+
+
+def start_node(folder: Path, out: str, node: tuple[str, str, str], head: str, **changes) -> subprocess.Popen:
+    """torchrun on one of `two_nodes`, as docs/cluster.md says; `head` is the address of the first."""
+    name, device, address = node
+    options = ("--nnodes=2", "--nproc_per_node=2", "--max-restarts=3", "--rdzv_id=7", "--rdzv_backend=c10d")
+    is_host = f"--rdzv_conf=is_host={int(address == head)}"
+    options += (f"--rdzv_endpoint={head}:29501", f"--local_addr={address}", is_host)
+    settings = (f"GLOO_SOCKET_IFNAME={device}", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
+    prefix = ("ip", "netns", "exec", name, "env", *settings)
+    return torchrun(folder, out, *options, prefix=prefix, micro_batch_size=2, resume=True, **LONG | changes)
+
+
+@pytest.mark.slow
+def test_two_nodes_train_as_one_process_does(long_run, two_nodes):
+    head = two_nodes[0][2]
+    processes = [start_node(long_run, "two-nodes", node, head, shard="optimizer") for node in two_nodes]
+    outputs = [process.communicate(timeout=240)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert "4 ranks" in outputs[0] + outputs[1]
+    same_losses(long_run / "two-nodes", long_run / "long")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", ["none", "full"])
+def test_a_node_that_is_killed_and_comes_back_goes_on_with_the_other(long_run, two_nodes, shard):
+    run, head = long_run / f"node-killed-{shard}", two_nodes[0][2]
+    first, second = (start_node(long_run, run.name, node, head, shard=shard) for node in two_nodes)
+    wait_for_step(run, 25, first)
+    for pid in [second.pid, *workers(second)]:
+        os.kill(pid, signal.SIGKILL)
+    second.communicate()
+    again = start_node(long_run, run.name, two_nodes[1], head, shard=shard)
+    outputs = [process.communicate(timeout=400)[0] for process in (first, again)]
+    assert [first.returncode, again.returncode] == [0, 0], "\n".join(output[-3000:] for output in outputs)
+    assert "resuming from" in outputs[0] + outputs[1]
+    same_losses(run, long_run / "long")
