@@ -112,8 +112,11 @@ def largest_micro_batch(shape: GPTConfig, layout: Layout, n_bytes: float) -> int
     return max(fits, default=0)
 
 
-def table(shape: GPTConfig, one_rank: Layout) -> list[str]:
-    """Lines: what a rank needs, by number of ranks, --shard and --activation_checkpointing."""
+def table(shape: GPTConfig, one_rank: Layout, measured: dict[tuple[bool, int], int | None]) -> list[str]:
+    """Lines: what a rank needs, by number of ranks, --shard and --activation_checkpointing.
+
+    `measured` has peaks of one rank by (activations recomputed, B), None where B did not fit; {} for no measurement.
+    """
     columns = "".join(f"{f'B={rows}':>9}" for rows in MICRO_BATCHES)
     cards = "".join(f"{f'{gb} GB':>8}" for gb in DEVICES)
     lines = [f"ranks  --shard    activations{columns}    largest B on{cards}"]
@@ -124,4 +127,7 @@ def table(shape: GPTConfig, one_rank: Layout) -> list[str]:
         gb = "".join(f"{sum(needs(shape, layout, rows).values()) / 1e9:9.2f}" for rows in MICRO_BATCHES)
         largest = "".join(f"{largest_micro_batch(shape, layout, gb * 1e9) or '-':>8}" for gb in DEVICES)
         lines.append(f"{ranks:>5}  {how:<11}{'recomputed' if again else 'kept':<11}{gb}{'':16}{largest}")
+        if ranks == 1 and measured:
+            peaks = [measured[again, rows] for rows in MICRO_BATCHES]
+            lines.append(f"{'':7}{'measured':<22}" + "".join(f"{p / 1e9:9.2f}" if p else f"{'-':>9}" for p in peaks))
     return lines

@@ -42,14 +42,20 @@ from data import (
 )
 from evaluate import complete, validate
 from fp8 import use_float8
-from memory import Layout, checkpoint_bytes, n_parameters, table
+from memory import MICRO_BATCHES, Layout, checkpoint_bytes, n_parameters, table
 from model import GPT, GPTConfig
 from optim import Optimizer, learning_rate, make_optimizer
 from run import Run
 from runtime import Runtime, prefetch
 from sharding import shard
 from shards import data_tokenizer, origin, prepare_text
-from trials import checkpoint_activations, choose_attention, choose_attention_kernel, find_micro_batch_size
+from trials import (
+    checkpoint_activations,
+    choose_attention,
+    choose_attention_kernel,
+    find_micro_batch_size,
+    measure_peaks,
+)
 
 
 @dataclass(frozen=True)
@@ -359,7 +365,14 @@ def print_plan(config: Config, shape: GPTConfig, rt: Runtime) -> None:
     rt.print(
         f"memory  GB on each rank, {config.optimizer}, {8 * itemsize}-bit products, micro-batches of B (memory.py)\n"
     )
-    rt.print("\n".join(table(shape, one_rank)))
+
+    def make(recomputed: bool) -> tuple[GPT, Optimizer]:
+        with rt.device:
+            model = GPT(shape)
+        checkpoint_activations(model.transformer.h if recomputed else [])
+        return model, make_optimizer(model, config, rt)
+
+    rt.print("\n".join(table(shape, one_rank, measure_peaks(make, MICRO_BATCHES, (T, shape.vocab_size), rt))))
 
 
 def model_shape(config: Config, recipe: str, checkpoint: Path | None, rt: Runtime) -> GPTConfig:

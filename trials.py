@@ -1,15 +1,17 @@
-"""What is tried before a run: the fastest attention, and the largest micro-batch that fits into memory.
+"""What is tried before a run: the fastest attention, the largest micro-batch that fits into memory, and peaks of it.
 
 On a GPU each is a measurement, on whose outcome all ranks agree; on a CPU a rule, from earlier measurements. This file
 knows nothing of GPT-2 beyond the shapes that it is given, and nothing of data or checkpoints.
 """
 
 import contextlib
+import gc
 import re
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import product
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -191,8 +193,8 @@ def has_memory_for(size: int, shape: tuple[int, int], forward, rt: Runtime, shar
         loss.backward()
         del loss, moments, spare
         return True
-    except RuntimeError as e:  # of the allocator; cuBLAS and Triton have no type of their own for it
-        if isinstance(e, torch.OutOfMemoryError) or re.search(r"out of memory|ALLOC_FAILED|out of resource", str(e)):
+    except RuntimeError as e:
+        if ran_out_of_memory(e):
             return False
         raise
     finally:
@@ -200,6 +202,45 @@ def has_memory_for(size: int, shape: tuple[int, int], forward, rt: Runtime, shar
         torch.set_rng_state(rng)
         if rt.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def ran_out_of_memory(e: RuntimeError) -> bool:
+    """The allocator has a type of its own for it, cuBLAS and Triton have not."""
+    words = r"out of memory|ALLOC_FAILED|out of resource"
+    return isinstance(e, torch.OutOfMemoryError) or re.search(words, str(e)) is not None
+
+
+def measure_peaks(make: Callable, sizes: Iterable[int], shape: tuple[int, int], rt: Runtime) -> dict:
+    """Peaks of training on one GPU, not compiled, by (activations recomputed, micro-batch); {} without a GPU.
+
+    `make(recomputed)` returns a model on the device and its optimizer; for `shape` see `find_micro_batch_size`.
+    """
+    if rt.device.type != "cuda" or rt.world_size > 1:
+        return {}
+    cases = product((False, True), sizes)
+    return {(again, size): peak_of_training(partial(make, again), size, shape, rt) for again, size in cases}
+
+
+def peak_of_training(make: Callable[[], tuple], size: int, shape: tuple[int, int], rt: Runtime) -> int | None:
+    """Bytes at the peak of two steps on random ids with micro-batches of `size` sequences; None if they do not fit."""
+    gc.collect()  # of the model before: one that recomputes its activations refers to itself
+    rt.reset_peak_memory()
+    T, V = shape
+    try:
+        model, optimizer = make()
+        for _ in range(2):  # moments are there from the second step on, gradients from the second micro-batch on
+            for _ in range(2):
+                idx = torch.randint(V, (size, T), device=rt.device)
+                with rt.autocast():
+                    _, loss = model(idx, idx)
+                optimizer.scale(loss).backward()
+                del loss
+            optimizer.step(finite=optimizer.clip_grad_norm(1.0).isfinite())
+        return rt.peak_memory()
+    except RuntimeError as e:
+        if ran_out_of_memory(e):
+            return None
+        raise
 
 
 def _five_percent(rt: Runtime) -> int:

@@ -8,11 +8,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import trials
 from memory import Layout, n_parameters, needs
 from model import GPT, GPTConfig
 from optim import make_optimizer
 from runtime import Runtime
-from trials import checkpoint_activations
+from train_gpt2 import Config, print_plan
+from trials import checkpoint_activations, peak_of_training
 
 
 class LiveBytes(TorchDispatchMode):
@@ -46,26 +48,27 @@ class LiveBytes(TorchDispatchMode):
         self.live -= n_bytes
 
 
-def peak_of_training(shape: GPTConfig, layout: Layout, rows: int) -> int:
-    """Two steps of two micro-batches, as the loop takes them."""
+@pytest.fixture
+def live(monkeypatch) -> LiveBytes:
+    """In place of a GPU's counter, which peaks are read from."""
+    with LiveBytes([]) as memory:
+        monkeypatch.setattr(Runtime, "reset_peak_memory", lambda rt: None)
+        monkeypatch.setattr(Runtime, "peak_memory", lambda rt: memory.peak)
+        yield memory
+
+
+def peak(shape: GPTConfig, layout: Layout, rows: int) -> int | None:
     rt = Runtime.setup("cpu", {2: "bfloat16", 4: "float32"}[layout.itemsize])
-    model = GPT(shape)
-    if layout.checkpointing:
-        checkpoint_activations(model.transformer.h)
     constants = SimpleNamespace(
         optimizer=layout.optimizer, max_lr=1e-3, muon_lr=0.02, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8
     )
-    with LiveBytes(model.parameters()) as memory:
-        optimizer = make_optimizer(model, constants, rt)
-        for _ in range(2):
-            for _ in range(2):
-                idx = torch.randint(shape.vocab_size, (rows, shape.sequence_length))
-                with rt.autocast():
-                    _, loss = model(idx, idx, n_targets=torch.tensor(idx.numel()))
-                loss.backward()
-                del loss
-            optimizer.step(optimizer.clip_grad_norm(1.0).isfinite())
-    return memory.peak
+
+    def make():
+        model = GPT(shape)
+        checkpoint_activations(model.transformer.h if layout.checkpointing else [])
+        return model, make_optimizer(model, constants, rt)
+
+    return peak_of_training(make, rows, (shape.sequence_length, shape.vocab_size), rt)
 
 
 TINY = dict(sequence_length=128, vocab_size=1024, n_layer=4, n_head=2, n_embd=128)
@@ -85,10 +88,10 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) if "30M" in name else name fo
 
 
 @pytest.mark.parametrize("name", SLOW)
-def test_the_peak_of_training_is_what_the_formula_says(name):
+def test_the_peak_of_training_is_what_the_formula_says(name, live):
     sizes, layout, rows = CASES[name]
     shape = GPTConfig(**sizes)
-    assert sum(needs(shape, layout, rows).values()) == pytest.approx(peak_of_training(shape, layout, rows), rel=0.15)
+    assert sum(needs(shape, layout, rows).values()) == pytest.approx(peak(shape, layout, rows), rel=0.15)
 
 
 def test_parameters_are_counted_as_the_model_has_them():
@@ -114,3 +117,29 @@ def test_a_dry_run_says_what_a_run_does_and_needs_and_leaves_nothing_behind(trai
         assert figure in result.stdout
     for how in ("none", "optimizer", "full"):
         assert how in result.stdout
+
+
+def test_given_a_gpu_a_dry_run_shows_the_measured_peak_below_the_formula(monkeypatch):
+    """The GPU is a stand-in on which 64 sequences do not fit."""
+    tried = []
+
+    def peak_of_training(make, size, shape, rt):
+        tried.append((size, shape))
+        return 1_230_000_000 * size if size < 64 else None
+
+    monkeypatch.setattr(trials, "peak_of_training", peak_of_training)
+    said = []
+    rt = SimpleNamespace(device=SimpleNamespace(type="cuda"), dtype=torch.bfloat16, world_size=1, print=said.append)
+    print_plan(Config(data="missing"), GPTConfig(), rt)
+    lines = "\n".join(said).splitlines()
+    measured = [i for i, line in enumerate(lines) if "measured" in line]
+    assert [lines[i].split() for i in measured] == [["measured", "1.23", "9.84", "-"]] * 2
+    assert ["kept" in lines[measured[0] - 1], "recomputed" in lines[measured[1] - 1]] == [True, True]
+    assert tried == [(size, (1024, 50257)) for size in (1, 8, 64)] * 2
+
+
+def test_a_micro_batch_that_does_not_fit_has_no_peak():
+    def make():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    assert peak_of_training(make, 1, (16, 64), Runtime.setup("cpu", "float32")) is None
