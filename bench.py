@@ -39,6 +39,7 @@ class Config:
     json: str = ""  # write the figures to this file
     batch_size: Count = 0  # ladder and train: sequences per step; 0: 16, and for train on a GPU 16 and 64
     size: Literal["", "tiny", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"] = ""  # of the model; tiny: a quick try
+    shard: Literal["none", "optimizer", "full"] = "none"  # save under torchrun: what ranks divide, see sharding.py
     png: str = "ladder.png"  # ladder: the figure
     rows: Count = 0  # hellaswag: rows to score; 0: 40 on a CPU, all on a GPU
     new_tokens: Positive = 128  # sample: tokens to generate
@@ -64,10 +65,12 @@ def main() -> None:
     if config.json and not out.absolute().parent.is_dir():  # before the hours that it may take
         raise UserError(f"--json {out}: there is no directory {out.parent}; make it, or give another path")
     rt = Runtime.setup(config.device, "float32")
+    if rt.world_size > 1 and name != "save":
+        raise UserError(f"{name} measures one process; start it without torchrun")
     about = machine(rt)
-    print(f"{name}: {benchmark.__doc__.splitlines()[0]}\n{about}", flush=True)
+    rt.print(f"{name}: {benchmark.__doc__.splitlines()[0]}\n{about}")
     rows = benchmark.run(config, rt)
-    if config.json:
+    if config.json and rt.is_main:
         content = dict(benchmark=name, machine=about, config=asdict(config), rows=rows)
         replace_file(out, json.dumps(content, indent=2) + "\n")
 

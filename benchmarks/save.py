@@ -4,11 +4,16 @@ GPT-2 124M (--size for others) with AdamW's moments, in a run directory of run.p
 is that of the current directory. In turn: a step, and a checkpoint that the loop waits for (what a plain script does);
 a step, and `run.save()` alone, which copies all that the checkpoint needs; a step while that copy is being written.
 Steps are of 512 tokens, so that on a CPU the writing shows, which competes with them for the cores.
+
+    torchrun --standalone --nproc_per_node=2 bench.py save --shard full
+
+shows on the first rank what it costs to gather there what the ranks have divided, which is a part of `run.save()`.
 """
 
 import contextlib
 import io
 import itertools
+import shutil
 import statistics
 import tempfile
 import time
@@ -24,33 +29,42 @@ from model import GPT, GPTConfig
 from optim import make_optimizer
 from run import Run
 from runtime import Runtime
+from sharding import shard
 from train_gpt2 import RECIPES
 
 
 def run(config, rt: Runtime) -> list[dict]:
     nowhere = io.StringIO()  # for what a run says
-    with (
-        tempfile.TemporaryDirectory(prefix=".bench_", dir=".") as out_dir,
-        contextlib.redirect_stdout(nowhere),
-        contextlib.redirect_stderr(nowhere),
-    ):
-        constants = replace(RECIPES["gpt2"], out_dir=out_dir, max_steps=3 * config.repeats, keep_checkpoints=1)
-        seconds = save_in_turn(constants, GPT(GPTConfig(**model_sizes(config.size), vocab_size=50304)).to(rt.device))
+    out_dir = rt.on_main(lambda: tempfile.mkdtemp(prefix=".bench_", dir="."))
+    constants = replace(RECIPES["gpt2"], out_dir=out_dir, max_steps=3 * config.repeats, keep_checkpoints=1)
+    torch.manual_seed(0)  # all ranks come with the same weights
+    model = GPT(GPTConfig(**model_sizes(config.size), vocab_size=50304)).to(rt.device)
+    try:
+        with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+            seconds = save_in_turn(constants, model, Runtime.setup(rt.device.type, shard=config.shard))
+    finally:
+        if rt.is_main:
+            shutil.rmtree(out_dir)
+    if rt.world_size > 1:
+        rt.print(f"{rt.world_size} ranks, --shard {config.shard}")
     whole = statistics.median(seconds["a checkpoint, waited for"])
     for name, values in seconds.items():
         median, spread = statistics.median(values), f"({min(values):.4f} to {max(values):.4f})"
-        print(f"{name:<28} {median:8.4f} s  {spread}  {median / whole:.2%} of the checkpoint")
+        rt.print(f"{name:<28} {median:8.4f} s  {spread}  {median / whole:.2%} of the checkpoint")
     return [dict(name=name, seconds=values) for name, values in seconds.items()]
 
 
-def save_in_turn(constants, model: GPT) -> Seconds:
-    rt = Runtime.setup(next(model.parameters()).device.type)  # with the precision that a run has here
+def save_in_turn(constants, model: GPT, rt: Runtime) -> Seconds:
+    """`rt` has the precision that a run has here."""
+    forward = model if rt.mesh else rt.wrap(model)
+    if rt.mesh:
+        shard(model, model.transformer.h, rt)
     optimizer = make_optimizer(model, constants, rt)
-    step = training_step(model, optimizer, rt)
+    step = training_step(forward, optimizer, rt)
     step()  # makes the moments
     training = Run.open(constants, rt)
     facts = dict(parameters=model.num_params(), flops_per_token=model.estimate_flops())
-    training.begin(constants, ModelFiles(model, Tokenizer.train(["a"], 257)), optimizer, {}, facts)
+    training.begin(constants, ModelFiles(model, Tokenizer.train(["a"], 257), rt.is_main), optimizer, {}, facts)
     found = {name: [] for name in ("a checkpoint, waited for", "run.save() alone", "a step", "a step during a write")}
     with training:
         for number, _ in training.steps(itertools.repeat([])):
@@ -66,12 +80,12 @@ def save_in_turn(constants, model: GPT) -> Seconds:
     return found
 
 
-def training_step(model: GPT, optimizer, rt: Runtime) -> Callable[[], None]:
+def training_step(forward: torch.nn.Module, optimizer, rt: Runtime) -> Callable[[], None]:
     idx = torch.randint(50257, (1, 512), device=rt.device)  # (B, T)
 
     def step() -> None:
         with rt.autocast():
-            _, loss = model(idx, idx)
+            _, loss = forward(idx, idx)
         loss.backward()
         optimizer.step(finite=optimizer.clip_grad_norm(1.0).isfinite())
 

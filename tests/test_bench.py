@@ -3,6 +3,7 @@
 import json
 import os
 import statistics
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from benchmarks import ablate, gpu, speedrun
 from benchmarks.measure import in_own_process, interleave, machine, peak_memory, table
 from cli import UserError
 from runtime import Runtime
-from tests.helpers import assert_user_error, run_inline, succeed, text_file
+from tests.helpers import ROOT, arguments, assert_user_error, environment, run_inline, succeed, text_file
 
 CPU = SimpleNamespace(device=torch.device("cpu"), synchronize=lambda: None)
 COMMANDS = ["ladder", "train", "bpe", "data", "hellaswag", "lora", "sample", "save", "speedrun", "ablate", "gpu"]
@@ -164,6 +165,19 @@ def test_a_checkpoint_is_saved_in_both_ways(measure, tmp_path):
     seconds = {row["name"]: row["seconds"] for row in measure("save", size="tiny", repeats=2)}
     assert sorted(map(len, seconds.values())) == [2, 2, 2, 4] and min(map(min, seconds.values())) > 0
     assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]  # nothing stays
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_a_divided_model_is_saved_in_both_ways(tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    options = dict(size="tiny", repeats=2, shard="full", device="cpu", json=tmp_path / "figures.json")
+    command = [*torchrun, str(ROOT / "bench.py"), "save", *arguments(**options)]
+    result = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stdout.count("run.save() alone") == 1  # one rank says it
+    rows = json.loads((tmp_path / "figures.json").read_text())["rows"]
+    assert sorted(len(row["seconds"]) for row in rows) == [2, 2, 2, 4]
+    assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
 
 
 @pytest.mark.slow
