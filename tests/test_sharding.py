@@ -7,7 +7,17 @@ import pytest
 
 from checkpoint import load_train_state
 from tests.helpers import log_of, text_file
-from tests.test_distributed import STEP, alone, args, copy_of_run, on_ranks, ranks_of, same_losses, same_weights
+from tests.test_distributed import (
+    STEP,
+    alone,
+    args,
+    copy_of_run,
+    loss_of,
+    on_ranks,
+    ranks_of,
+    same_losses,
+    same_weights,
+)
 
 HALF = dict(max_steps=10, eval_interval=10)
 PAIRS = {  # the same run with --shard none and with another one
@@ -74,6 +84,45 @@ def test_16_bits_are_as_precise_in_a_divided_model(pairs, dtype):
     same_losses(pairs / f"{dtype}-divided", pairs / f"{dtype}-none", rel=2e-3)
     states = [load_train_state(pairs / f"{dtype}-{kind}" / "step_000010") for kind in ("none", "divided")]
     assert states[0]["optimizer"]["scaler"] == states[1]["optimizer"]["scaler"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_ranks_differ_from_one_process_in_bf16_far_less_than_two_seeds_do(folder, optimizer):
+    def difference(run: str) -> float:
+        ours, theirs = loss_of(folder / run), loss_of(folder / one)
+        return max(abs(ours[key] - theirs[key]) for key in theirs)
+
+    changes = dict(optimizer=optimizer, dtype="bfloat16")
+    one, other = f"{optimizer}-bf16", f"{optimizer}-bf16-other-seed"
+    alone(folder, one, **changes)
+    alone(folder, other, seed=1338, **changes)
+    print(f"\n{optimizer}: largest difference of a loss in 20 steps between two seeds {difference(other):.4f}")
+    for ranks in (2, 3):
+        runs = {how: f"{one}-{ranks}-{how}" for how in ("none", "optimizer", "full")}
+        on_ranks(ranks, [dict(args=args(folder, run, shard=how, **changes)) for how, run in runs.items()])
+        for how, run in runs.items():
+            print(f"  {ranks} ranks, --shard {how}: {difference(run):.6f} from one process")
+            assert difference(run) < difference(other) / 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["optimizer", "full"])
+def test_a_divided_model_that_is_compiled_trains_as_one_process_does(folder, how):
+    variants = {
+        "adamw": dict(optimizer="adamw"),
+        "muon": dict(optimizer="muon"),
+        "recomputed": dict(optimizer="muon", activation_checkpointing=True),
+    }
+    runs = {name: f"compiled-{how}-{name}" for name in variants}
+    jobs = [dict(args=args(folder, runs[name], shard=how, compile="on", **variants[name])) for name in variants]
+    on_ranks(2, jobs, timeout=1200)
+    for name, changes in variants.items():
+        reference = f"uncompiled-{changes['optimizer']}"
+        if not (folder / reference).exists():
+            alone(folder, reference, optimizer=changes["optimizer"])
+        same_losses(folder / runs[name], folder / reference)
+        same_weights(folder / runs[name], folder / reference)
 
 
 @pytest.mark.slow
