@@ -5,7 +5,7 @@ One that only stands still is not: it was stopped, its machine was cut off, or a
 wait for it inside an exchange of tensors. The timeout of that has to be long, since a rank may well take ten minutes to
 compile, or to write a checkpoint, while the others wait for it with good reason. But a process that is busy with any of
 this still has threads that run. So a thread of each rank adds to a number in the store of the process group every few
-seconds, and looks at the numbers of the others. Without a store, that is after the end of torchrun, it ends, too.
+seconds, and looks at the numbers of the others. Where the store is gone with torchrun, or out of reach, it ends, too.
 
 This file knows nothing of devices, models or training.
 """
@@ -33,16 +33,24 @@ def watch_ranks(store, rank: int, world_size: int, beat: float = BEAT, patience:
             if count != heard[other][0]:
                 heard[other] = (count, time.monotonic())
 
+    failures = 0
+
+    def ask() -> None:
+        nonlocal failures
+        try:
+            listen()
+            failures = 0
+        except Exception:  # at the end of a run the store may go a moment before this process
+            failures += 1
+
     def work() -> None:
-        failures = 0
         while not stop.wait(beat):
             began = time.monotonic()
-            try:
-                listen()
-                failures = 0
-            except Exception:  # at the end of a run the store may go a moment before this process
-                failures += 1
-            if failures > 1:
+            asking = threading.Thread(target=ask, name="heartbeat, asking", daemon=True)
+            asking.start()
+            asking.join(patience)  # where a cable was cut, TCP would wait for the answer a quarter of an hour
+            asking.join(beat)  # once more: perhaps it was this process that stood still
+            if failures > 1 or asking.is_alive():
                 return end(rank, "torchrun has ended, or its node cannot be reached")
             lost = [other for other, (_, since) in heard.items() if time.monotonic() - since > patience]
             if lost and time.monotonic() - began < beat:  # else it is this process that stood still

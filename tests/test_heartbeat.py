@@ -56,6 +56,23 @@ def test_a_rank_without_torchrun_ends(store, ends):
     assert rank == 3 and "torchrun" in problem
 
 
+def test_a_rank_whose_node_was_cut_off_ends(ends):
+    answer = threading.Event()
+
+    class CutOff:
+        def clone(self):
+            return self
+
+        def add(self, key, n):
+            answer.wait(60)
+            return 1
+
+    heartbeat.watch_ranks(CutOff(), 3, 8, beat=0.02, patience=0.2)
+    rank, problem = ends.get(timeout=30)
+    answer.set()
+    assert rank == 3 and "cannot be reached" in problem
+
+
 @pytest.mark.parametrize(
     "error, words",
     [

@@ -231,17 +231,50 @@ def test_two_nodes_train_as_one_process_does(long_run, two_nodes):
     same_losses(long_run / "two-nodes", long_run / "long")
 
 
+def kill(process: subprocess.Popen) -> None:
+    """torchrun and its ranks, as when their machine fails."""
+    for pid in [process.pid, *workers(process)]:
+        os.kill(pid, signal.SIGKILL)
+    process.communicate()
+
+
+def end_well(run: Path, processes: list[subprocess.Popen]) -> None:
+    outputs = [process.communicate(timeout=400)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(output[-3000:] for output in outputs)
+    assert "resuming from" in outputs[0] + outputs[1]
+    same_losses(run, run.parent / "long")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", ["none", "full"])
 def test_a_node_that_is_killed_and_comes_back_goes_on_with_the_other(long_run, two_nodes, shard):
     run, head = long_run / f"node-killed-{shard}", two_nodes[0][2]
     first, second = (start_node(long_run, run.name, node, head, shard=shard) for node in two_nodes)
     wait_for_step(run, 25, first)
-    for pid in [second.pid, *workers(second)]:
-        os.kill(pid, signal.SIGKILL)
-    second.communicate()
-    again = start_node(long_run, run.name, two_nodes[1], head, shard=shard)
-    outputs = [process.communicate(timeout=400)[0] for process in (first, again)]
-    assert [first.returncode, again.returncode] == [0, 0], "\n".join(output[-3000:] for output in outputs)
-    assert "resuming from" in outputs[0] + outputs[1]
-    same_losses(run, long_run / "long")
+    kill(second)
+    end_well(run, [first, start_node(long_run, run.name, two_nodes[1], head, shard=shard)])
+
+
+@pytest.mark.slow
+def test_where_the_first_node_is_killed_the_other_ends_and_both_are_started_again(long_run, two_nodes):
+    run, head = long_run / "first-node-killed", two_nodes[0][2]
+    first, second = (start_node(long_run, run.name, node, head, shard="full") for node in two_nodes)
+    wait_for_step(run, 25, second)
+    kill(first)
+    assert "another rank has ended" in second.communicate(timeout=60)[0] and second.returncode == 1
+    end_well(run, [start_node(long_run, run.name, node, head, shard="full") for node in two_nodes])
+
+
+@pytest.mark.slow
+def test_where_a_cable_is_cut_the_ranks_of_both_nodes_end_and_go_on_once_it_is_mended(long_run, two_nodes):
+    run, head = long_run / "cut", two_nodes[0][2]
+    processes = [start_node(long_run, run.name, node, head, shard="full") for node in two_nodes]
+    wait_for_step(run, 25, processes[0])
+    ranks = [pid for process in processes for pid in workers(process)]
+    subprocess.run(["ip", "-n", two_nodes[1][0], "link", "set", two_nodes[1][1], "down"], check=True)
+    began = time.monotonic()
+    while any(Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text() for pid in ranks):
+        assert time.monotonic() - began < 60 + 10
+        time.sleep(0.1)
+    subprocess.run(["ip", "-n", two_nodes[1][0], "link", "set", two_nodes[1][1], "up"], check=True)
+    end_well(run, processes)  # torchrun has waited for its store, which it does for a minute
