@@ -42,6 +42,7 @@ LINES = {  # what each line changes in speedrun
     "Muon at 0.01, not 0.02": dict(muon_lr=0.01),
     "Muon at 0.04, not 0.02": dict(muon_lr=0.04),
     "the rest at 1e-3, not 3e-3": dict(max_lr=1e-3),
+    "the rest at 6e-3, not 3e-3": dict(max_lr=6e-3),
     "the rest at 1e-2, not 3e-3": dict(max_lr=1e-2),
     "cosine": dict(lr_schedule="cosine"),
     "decay in the last quarter": dict(decay_fraction=0.25),
