@@ -72,11 +72,13 @@ def spiky_args(directory: Path, **changes) -> dict:
     return {k: v for k, v in options.items() if k != "shuffle"} | {"no-shuffle": True}
 
 
-def test_a_spike_goes_back_to_a_good_checkpoint_and_leaves_its_data_out(train, tmp_path, ahead):
-    spiky = spiky_args(spiky_shards(tmp_path / "spiky", range(24, 27)))
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_spike_goes_back_to_a_good_checkpoint_and_leaves_its_data_out(train, tmp_path, ahead, optimizer):
+    spiky = spiky_args(spiky_shards(tmp_path / "spiky", range(24, 27)), optimizer=optimizer)
     result = train(out="spiky-run", **spiky)
     assert result.returncode == 0
-    reference = spiky_args(spiky_shards(tmp_path / "clean", range(0), left_out=range(20, 27 + ahead)))
+    clean = spiky_shards(tmp_path / "clean", range(0), left_out=range(20, 27 + ahead))
+    reference = spiky_args(clean, optimizer=optimizer)
     train(out="clean-run", **reference)
     assert losses(tmp_path / "spiky-run") == losses(tmp_path / "clean-run")
     assert weights(tmp_path / "spiky-run", 40) == weights(tmp_path / "clean-run", 40)
