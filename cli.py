@@ -8,6 +8,7 @@
 This file imports no torch and knows nothing of models or data; a worker process that imports it stays small.
 """
 
+import atexit
 import contextlib
 import errno
 import hashlib
@@ -49,8 +50,9 @@ def script(main: Callable[[], None]) -> None:
     try:
         main()
         if (distributed := sys.modules.get("torch.distributed")) and distributed.is_initialized():
-            distributed.barrier()  # Gloo still sends its last tensors; ending Python in the middle of that aborts
+            distributed.barrier()  # Gloo still sends its last tensors
             distributed.destroy_process_group()
+            leave()
     except Stopped as e:
         sys.exit(128 + e.signum)
     except KeyboardInterrupt:
@@ -62,6 +64,15 @@ def script(main: Callable[[], None]) -> None:
         if (message := explain(e)) is None:
             raise
         fail(message)
+
+
+def leave() -> None:
+    """End a rank whose work is done. Threads of Gloo outlive its process group, and one that asks for Python's lock
+    while Python takes itself down aborts the process; so the system takes it down instead."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def explain(e: BaseException) -> str | None:

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import optim
 import train_gpt2
 from checkpoint import remove_after
+from cli import script
 from loss import LinearCrossEntropy
 from model import GPT, GPTConfig
 from run import Run
@@ -191,8 +192,10 @@ def run(args: list[str], fault: str | None = None, start: str | None = None, ran
         (out_dir / "ranks.json").write_text(json.dumps(ranks))
 
 
-if __name__ == "__main__":
+def main() -> None:
     for job in json.loads(sys.argv[1]):
         probe(**job) if "kind" in job else run(**job)
-    dist.barrier()
-    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    script(main)
