@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -88,6 +89,9 @@ def run_inline(main, argv: list, capsys, monkeypatch) -> SimpleNamespace:
         code = 0
     except SystemExit as e:
         code = e.code
+        while e:  # what their frames hold, such as the lock of a run, would else stay until garbage is collected
+            traceback.clear_frames(e.__traceback__)
+            e = e.__context__
     out = capsys.readouterr()
     return SimpleNamespace(returncode=code, stdout=out.out, stderr=out.err)
 
