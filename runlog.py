@@ -93,10 +93,15 @@ class RunLog:
              "skipped_steps": self.skipped_steps}
             | ({} if good else {"skipped": True})
         )  # fmt: skip
-        with contextlib.suppress(OSError):  # the run outlives its terminal
-            show_mfu = f", MFU {mfu:.0%}" if mfu else ""
-            self._bar.set_postfix_str(f"loss {figures['loss']:.3f}, {rate:,.0f} tok/s{show_mfu}", refresh=False)
+        show_mfu = f", MFU {mfu:.0%}" if mfu else ""
+        self._bar.set_postfix_str(f"loss {figures['loss']:.3f}, {rate:,.0f} tok/s{show_mfu}", refresh=False)
+        try:
             self._bar.update(step - self._bar.n)
+        except OSError:  # the run outlives its terminal: what nobody reads any more is dropped
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+            with contextlib.suppress(RuntimeError, AssertionError):  # tqdm keeps its lock when it cannot write, and the
+                tqdm.get_lock().release()  # thread that writes checkpoints would wait for it without end
 
     def say_how_long(self, steps_left: int, tokens_left: int) -> None:
         """After the first steps, of which the very first may have compiled. `tokens_left` is at most 0 if not known."""

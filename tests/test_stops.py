@@ -78,6 +78,15 @@ def test_a_run_outlives_the_reader_of_its_output(tmp_path):
     assert len(log_of(tmp_path / "run", "train")) == 30
 
 
+def test_a_run_outlives_the_reader_of_its_progress_bar(tmp_path):
+    process = start(tmp_path, max_steps=300, eval_interval=0, sample_interval=0, checkpoint_interval=50)
+    wait_for_steps(tmp_path / "run", 2, process)
+    process.stdout.close()
+    process.stderr.close()
+    assert process.wait(60) == 0
+    assert steps_of(tmp_path / "run")[-1] == 300
+
+
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="needs SIGHUP")
 def test_a_closed_terminal_ends_the_run_with_a_checkpoint(tmp_path):
     process = start(tmp_path, max_steps=100_000, eval_interval=0, sample_interval=0)
