@@ -9,6 +9,7 @@
     python bench.py sample      # generation with and without the cache, and transformers' generate
     python bench.py save        # what a checkpoint in the background costs the training loop
     python bench.py speedrun    # tokens that the recipe speedrun needs to the loss at which the recipe gpt2 ends
+    python bench.py tried       # what others gained tokens by, one idea at a time, on the recipe speedrun
     python bench.py ablate      # the choices of GPT-2's recipe, undone one at a time
     python bench.py gpu         # all that one GPU can answer, correctness first, as a report in --out FOLDER
 
@@ -28,12 +29,12 @@ from benchmarks.measure import machine
 from cli import Count, Positive, Range, UserError, parse_args, replace_file, script
 from runtime import Runtime
 
-NAMES = ("ladder", "train", "bpe", "data", "hellaswag", "lora", "sample", "save", "speedrun", "ablate", "gpu")
+NAMES = ("ladder", "train", "bpe", "data", "hellaswag", "lora", "sample", "save", "speedrun", "tried", "ablate", "gpu")
 
 
 @dataclass(frozen=True)
 class Config:
-    repeats: Annotated[int, Range(1, 1000)] = 5  # timed runs of everything that is compared; speedrun, ablate: seeds
+    repeats: Annotated[int, Range(1, 1000)] = 5  # timed runs of what is compared; speedrun, tried, ablate: seeds
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: cuda, else mps, else cpu
     data: str = ""  # files to measure on, where a command needs some; each command says which
     json: str = ""  # write the figures to this file
@@ -43,11 +44,11 @@ class Config:
     png: str = "ladder.png"  # ladder: the figure
     rows: Count = 0  # hellaswag: rows to score; 0: 40 on a CPU, all on a GPU
     new_tokens: Positive = 128  # sample: tokens to generate
-    parameters: Literal["1M", "5M"] = "1M"  # speedrun: the size of its model
-    steps: Annotated[int, Range(10, 1e6)] = 1000  # speedrun, ablate: optimizer steps of the recipe gpt2
-    fraction: Annotated[float, Range(0.01, 1)] = 0.4  # speedrun: tokens of its schedule, as a fraction of gpt2's
+    parameters: Literal["1M", "5M"] = "1M"  # speedrun, tried: the size of the model
+    steps: Annotated[int, Range(10, 1e6)] = 1000  # speedrun, tried, ablate: optimizer steps of the recipe gpt2
+    fraction: Annotated[float, Range(0.01, 1)] = 0.4  # speedrun, tried: tokens of the schedule, as a fraction of gpt2's
     out: str = ""  # gpu: the folder of the report
-    only: tuple[str, ...] = ()  # gpu: these parts alone, added to the report; speedrun: these lines alone
+    only: tuple[str, ...] = ()  # gpu: these parts alone, added to the report; speedrun, tried: these lines alone
     minutes: Annotated[float, Range(0, 1e4, above=True)] = 9.0  # gpu: parts that would begin later are left out
 
 
