@@ -23,6 +23,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from bpe.tokenizer import cpu_count
 from cli import UserError
 from runtime import Runtime
 from train_gpt2 import RECIPES, batch_plan
@@ -81,7 +82,7 @@ def lines_of(only: tuple[str, ...]) -> dict[str, dict]:
 
 def side_by_side(function: Callable, jobs: list[Job], rt: Runtime) -> list:
     """One core each on a CPU, so that as many run as there are; a GPU is for one at a time."""
-    with ThreadPoolExecutor(os.cpu_count() if rt.device.type == "cpu" else 1) as pool:
+    with ThreadPoolExecutor(cpu_count() if rt.device.type == "cpu" else 1) as pool:
         return list(pool.map(function, jobs))
 
 

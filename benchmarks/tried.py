@@ -10,7 +10,6 @@ train_gpt2.py, and so is nothing of what the functions below do: what does not g
 Unfair to ideas that rest on many steps: these runs have some hundred.
 """
 
-import os
 import statistics
 from collections import defaultdict
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from types import SimpleNamespace
 import torch
 
 from benchmarks.speedrun import SHAPES, settings
+from bpe.tokenizer import cpu_count
 from cli import UserError
 from data import Batches, TokenStream, find_shards, to_inputs, validation_batches
 from model import GPT, GPTConfig
@@ -46,7 +46,7 @@ def run(config, rt: Runtime) -> list[dict]:
     shards = str(prepare_text(text, "train", SHAPES[config.parameters]["vocab_size"], Path("out/cache")))
     one = partial(train_one, shards=shards, config=config, device=rt.device.type)
     print(f"{'':<44}loss: mean, over speedrun's (standard error; seed by seed)")
-    workers = os.cpu_count() if rt.device.type == "cpu" else 1
+    workers = cpu_count() if rt.device.type == "cpu" else 1
     jobs = [(name, seed) for name in lines for seed in range(config.repeats)]
     rows = []
     with ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:

@@ -19,7 +19,20 @@ from runtime import Runtime
 from tests.helpers import ROOT, arguments, assert_user_error, environment, run_inline, succeed, text_file
 
 CPU = SimpleNamespace(device=torch.device("cpu"), synchronize=lambda: None)
-COMMANDS = ["ladder", "train", "bpe", "data", "hellaswag", "lora", "sample", "save", "speedrun", "ablate", "gpu"]
+COMMANDS = [
+    "ladder",
+    "train",
+    "bpe",
+    "data",
+    "hellaswag",
+    "lora",
+    "sample",
+    "save",
+    "speedrun",
+    "tried",
+    "ablate",
+    "gpu",
+]
 needs_gpt2 = pytest.mark.usefixtures("gpt2_vocabulary")
 
 
