@@ -99,11 +99,23 @@ def test_the_union_over_ranks_is_every_window_once_an_epoch(stream, world_size, 
             for windows in batches.micro_batches(position, min(rows, epochs * n - position), 4):
                 assert windows.dtype == np.int64 and windows.shape == (4, T + 1) and windows.flags.c_contiguous
                 seen += [row for row in windows.tolist() if row != [IGNORED] * (T + 1)]
-    in_file_order = [tokens[i * T : i * T + T + 1] for i in range(n)]
+    in_file_order, later = ([tokens[i * T + s :][: T + 1] for i in range(n)] for s in (0, ranks[0].shift(1)))
+    later[-1] = tokens[-T - 1 :] if len(later[-1]) < T + 1 else later[-1]  # the last window ends where the text does
     assert sorted(seen[:n]) == sorted(in_file_order)
-    assert sorted(seen[n:]) == sorted(in_file_order)
+    assert sorted(seen[n:]) == sorted(later)
     assert (seen[:n] == in_file_order) == (not shuffle)
-    assert (seen[:n] == seen[n:]) == (not shuffle), "epochs have orders of their own"
+    assert (seen[n:] == later) == (not shuffle), "epochs have orders of their own"
+
+
+def test_from_the_second_epoch_on_windows_are_cut_elsewhere():
+    batches = Batches(Counting(50 * 16 + 9), 16, 1337, True)
+    shifts = [batches.shift(epoch) for epoch in range(40)]
+    assert shifts[0] == 0 and len(set(shifts)) > 10 and set(shifts) <= set(range(16))
+    assert shifts[:4] == [0, 9, 13, 8], "runs of an earlier version would resume with other data"
+    assert {Batches(batches.stream, 16, 1337, False).shift(epoch) for epoch in range(40)} == {0}, "file order stays"
+    for epoch, shift in enumerate(shifts):
+        starts = sorted(batches.global_batch(50 * epoch, 50))
+        assert starts == [min(16 * window + shift, 50 * 16 + 8 - 16) for window in range(50)]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -123,10 +135,14 @@ def test_the_global_batch_depends_neither_on_ranks_nor_on_micro_batches(stream, 
 @settings(max_examples=60, deadline=None)
 def test_a_batch_is_a_slice_of_the_epochs_one_after_the_other(n, length, rows, world_size, position):
     stream = Counting(n * length + 1)
-    epochs = [w for epoch in range((position + rows) // n + 1) for w in permutation(n, 3, epoch).tolist()]
     ranks = [Batches(stream, length, 3, True, rank, world_size) for rank in range(world_size)]
+    epochs = [
+        min(window * length + ranks[0].shift(epoch), (n - 1) * length)
+        for epoch in range((position + rows) // n + 1)
+        for window in permutation(n, 3, epoch).tolist()
+    ]
     micro = [windows for batches in ranks for windows in batches.micro_batches(position, rows, 7)]
-    found = [start // length for start in np.concatenate(micro)[:, 0].tolist() if start != IGNORED]
+    found = [start for start in np.concatenate(micro)[:, 0].tolist() if start != IGNORED]
     assert found == epochs[position : position + rows], "the ranks' parts, one after the other, are the global batch"
 
 
