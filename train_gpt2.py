@@ -132,8 +132,8 @@ RECIPES = {
                        batch_ramp=1_000_000_000, batch_ramp_from=131_072),
     # chosen by measurement for one to five minutes on 2 CPU cores
     "tiny": Config(
-        data="input.txt", tokenizer="train", vocab_size=1024, n_layer=4, n_head=2, n_embd=128, sequence_length=128,
-        total_batch_size=2048, max_steps=1200, warmup_steps=20, max_lr=3e-3, min_lr=0.0,
+        data="input.txt", tokenizer="train", vocab_size=2048, n_layer=4, n_head=2, n_embd=128, sequence_length=128,
+        total_batch_size=2048, max_steps=1200, warmup_steps=20, max_lr=3e-3, min_lr=0.0, weight_decay=0.15,
         lr_schedule="wsd", decay_fraction=0.4, optimizer="muon", eval_interval=200, eval_steps=0, hellaswag_interval=0,
         sample_interval=600, sample_prompt="", checkpoint_interval=600,
     ),
