@@ -365,10 +365,11 @@ class Run:
         self._bad_steps = 0 if good else self._bad_steps + 1
         if self._bad_steps >= self.config.max_bad_steps:
             self._writer.wait()
-            newest = self.rt.on_main(lambda: str(newest_sound(self.out_dir) or "none"))
+            newest = self.rt.on_main(lambda: str(newest_sound(self.out_dir) or ""))
             raise UserError(
-                f"no finite loss or gradient in {self._bad_steps} steps, up to step {step}; the last checkpoint is "
-                f"{newest}: lower --max_lr, or use --dtype float32, and --resume"
+                f"no finite loss or gradient in {self._bad_steps} steps, up to step {step}; "
+                f"{f'the last checkpoint is {newest}' if newest else 'there is no checkpoint yet'}: lower --max_lr, or "
+                "use --dtype float32, and --resume"
             )
 
     def _roll_back(self, step: int, loss: float) -> None:

@@ -3,11 +3,13 @@
 Every rung makes the same optimizer step (forward, backward, clipping, AdamW) on the same random tokens, and has one
 change more than the rung before it. Each is a process of its own, so that what one compiles or chooses is not there for
 the next. GPT-2 124M with 1,024 tokens of context on a GPU, a model of 6 layers on a CPU, --size for others; --png is
-the figure. Memory is the peak of the device's allocator, on a CPU that of the process.
+the figure. Memory is the peak of the device's allocator, on a CPU that of the process. The first step is where
+torch.compile has its price; the loss, of the third step, shows that no rung buys speed with it.
 Unfair to none, but the order decides what a rung is credited with: bf16 before TF32 would leave TF32 nothing.
 """
 
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,7 +47,8 @@ class Rung:
 def run(config, rt: Runtime) -> list[dict]:
     shape, batch_size = model_shape(config.size, rt), config.batch_size or 16
     print(f"{shape}, batch size {batch_size}\n")
-    print(f"{'':<26}{'ms/step':>10}{'tokens/s':>12}{'MFU':>7}{'GiB':>7}{'x before':>10}{'x first':>9}")
+    columns = f"{'tokens/s':>12}{'MFU':>7}{'GiB':>7}{'x before':>10}{'x first':>9}{'first step, s':>15}{'loss':>9}"
+    print(f"{'':<26}{'ms/step':>10}{columns}")
     rows = []
     for rung in rungs(rt):
         make = partial(plain_step, rung, shape, batch_size)
@@ -93,8 +96,9 @@ def model_shape(size: str, rt: Runtime) -> dict:
     return dict(n_layer=6, n_head=6, n_embd=384, sequence_length=256, vocab_size=1000)
 
 
-def plain_step(rung: Rung, shape: dict, batch_size: int, rt: Runtime) -> tuple[Callable[[int], None], float]:
-    """(function that makes one optimizer step in so many micro-batches, FLOPs per token), as a plain script has it."""
+def plain_step(rung: Rung, shape: dict, batch_size: int, rt: Runtime) -> tuple[Callable[[int], torch.Tensor], float]:
+    """(function that makes one optimizer step in so many micro-batches and returns its loss, FLOPs per token), as a
+    plain script has it."""
     torch.set_float32_matmul_precision("high" if rung.tf32 else "highest")
     vocab_size = -(-shape["vocab_size"] // 128) * 128 if rung.padded else shape["vocab_size"]
     model = GPT(GPTConfig(**shape | dict(vocab_size=vocab_size, attention=rung.attention))).to(rt.device)
@@ -115,14 +119,17 @@ def plain_step(rung: Rung, shape: dict, batch_size: int, rt: Runtime) -> tuple[C
 
     loss_of = torch.compile(loss_of) if rung.compile else loss_of
 
-    def step(n_micro: int) -> None:
+    def step(n_micro: int) -> torch.Tensor:
+        total = torch.zeros((), device=rt.device)
         for rows in tokens.chunk(n_micro):
             with torch.autocast(rt.device.type, dtype=torch.bfloat16, enabled=rung.bf16):
-                loss = loss_of(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
-            (loss / n_micro).backward()
+                loss = loss_of(rows[:, :-1].contiguous(), rows[:, 1:].contiguous()) / n_micro
+            loss.backward()
+            total += loss.detach()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        return total
 
     return step, model.estimate_flops()
 
@@ -133,15 +140,18 @@ def random_tokens(shape: dict, batch_size: int, rt: Runtime) -> torch.Tensor:
 
 
 def measure_step(make: Callable, batch_size: int, repeats: int, device: str) -> dict:
-    """{seconds, flops, memory, n_micro} of the step that make(rt) returns, with as few micro-batches as fit."""
+    """{seconds, flops, memory, n_micro, first, loss} of the step that make(rt) returns, with as few micro-batches as
+    fit: `first` is the seconds of the first step, and `loss` that of the third one."""
     rt = Runtime.setup(device, "float32")
     for n_micro in (n for n in (1, 2, 4, 8, 16, 32, 64) if n <= batch_size):
         torch.manual_seed(0)
         torch.compiler.reset()  # code for other sizes would make these sizes dynamic, which is slower
         try:
             step, flops = make(rt)
-            for _ in range(WARM_UPS):
-                step(n_micro)
+            began = time.perf_counter()
+            losses = [step(n_micro).item()]
+            first = time.perf_counter() - began
+            losses += [step(n_micro).item() for _ in range(WARM_UPS - 1)]
             break
         except torch.OutOfMemoryError:
             step = None
@@ -150,7 +160,7 @@ def measure_step(make: Callable, batch_size: int, repeats: int, device: str) -> 
         raise UserError(f"not even one sequence fits into the memory of this {device}")
     rt.reset_peak_memory()
     seconds = interleave({"step": lambda: step(n_micro)}, repeats, rt)["step"]
-    return dict(seconds=seconds, flops=flops, memory=rt.peak_memory(), n_micro=n_micro)
+    return dict(seconds=seconds, flops=flops, memory=rt.peak_memory(), n_micro=n_micro, first=first, loss=losses[-1])
 
 
 def mfu(rate: float, flops_per_token: float, rt: Runtime) -> float | None:
@@ -164,7 +174,7 @@ def line(row: dict, tokens: int) -> str:
     name = row["name"] + (f" ({row['n_micro']} parts)" if row["n_micro"] > 1 else "")
     return (
         f"{name:<26}{1e3 * tokens / row['rate']:>10.1f}{row['rate']:>12,.0f}{share:>7}{row['memory'] / 2**30:>7.2f}"
-        f"{row['over_before']:>10.2f}{row['over_first']:>9.2f}"
+        f"{row['over_before']:>10.2f}{row['over_first']:>9.2f}{row['first']:>15.1f}{row['loss']:>9.4f}"
     )
 
 

@@ -4,7 +4,8 @@
 
 Every run starts from the same seed, in a process of its own, so that their memory can be compared. OUT_DIR then holds
 one run directory each, sweep.md (the table), sweep.png (the curves) and samples.md (what the base and every variant
-answer to PROMPTS). This file knows nothing of the training loop: it starts runs, and reads what they leave.
+answer to PROMPTS, and how much of that repeats itself). This file knows nothing of the training loop: it starts runs,
+and reads what they leave.
 """
 
 import os
@@ -63,10 +64,13 @@ def sweep(config) -> None:
         logs[label] = read_log(run_dir / "log.jsonl")
         rows.append(summary_row(label, *counts[r], logs[label], run_dir))
         print(", ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
+    found = all_answers(config, runs)
+    for row in rows:
+        row["repeated"] = f"{statistics.mean(map(repeated, found[row['variant']])):.0%}"
     table = markdown_table(rows)
     replace_file(out_dir / "sweep.md", table)
     draw(logs, out_dir / "sweep.png")
-    replace_file(out_dir / "samples.md", samples(config, runs))
+    replace_file(out_dir / "samples.md", side_by_side(config.base, found))
     print(f"\n{table}\n{out_dir}/sweep.md, {out_dir}/sweep.png and {out_dir}/samples.md hold table, curves and answers")
 
 
@@ -118,20 +122,35 @@ def summary_row(label: str, trainable: int, fraction: float, log: list[dict], ru
     }
 
 
-def samples(config, runs: dict[str, tuple[int, Path]]) -> str:
-    """The answers of the base and of every variant, as it was saved, side by side in Markdown."""
+def all_answers(config, runs: dict[str, tuple[int, Path]]) -> dict[str, list[str]]:
+    """The answers of the base and of every variant, as it was saved, to each of PROMPTS."""
     rt = Runtime.setup(config.device, config.dtype)
     tokenizer = model_tokenizer(config.base)
     found = {"base": answers(load_model(config.base), tokenizer, config, rt)}
     for label, (r, run_dir) in runs.items():
         model = load_adapter(load_model(config.base), run_dir / "adapter") if r else load_model(str(run_dir))
         found[label] = answers(model, tokenizer, config, rt)
-    sections = [f"# What {config.base} and its finetuned variants answer\n"]
+    return found
+
+
+def side_by_side(base: str, found: dict[str, list[str]]) -> str:
+    """In Markdown, a table for each prompt. `repeated` is the fraction of an answer that it has said before."""
+    sections = [f"# What {base} and its finetuned variants answer\n"]
     for i, prompt in enumerate(PROMPTS):
-        cells = {label: texts[i].replace("|", "\\|").replace("\n", "<br>") for label, texts in found.items()}
-        lines = [f"| {label} | {text} |" for label, text in cells.items()]
-        sections.append("\n".join([f"## {prompt}\n", "| variant | answer |", "|---|---|", *lines]) + "\n")
+        lines = ["| variant | repeated | answer |", "|---|---|---|"]
+        for label, texts in found.items():
+            text = texts[i].replace("|", "\\|").replace("\n", "<br>")
+            lines.append(f"| {label} | {repeated(texts[i]):.0%} | {text} |")
+        sections.append("\n".join([f"## {prompt}\n", *lines]) + "\n")
     return "\n".join(sections)
+
+
+def repeated(text: str, n: int = 3) -> float:
+    """The fraction of a text's sequences of n words that it has had before: small models go round in circles, which
+    the loss, taken over answers that people wrote, does not see (Holtzman et al. 2020)."""
+    words = text.lower().split()
+    sequences = [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
+    return 1 - len(set(sequences)) / len(sequences) if sequences else 0.0
 
 
 def answers(model: GPT, tokenizer, config, rt: Runtime) -> list[str]:

@@ -74,8 +74,9 @@ def contestants(shape: dict, batch_size: int, rt: Runtime) -> dict[str, Callable
     return found
 
 
-def project_step(fp8: bool, shape: dict, batch_size: int, rt: Runtime) -> tuple[Callable[[int], None], float]:
-    """(function that makes one optimizer step in so many micro-batches, FLOPs per token), as train_gpt2.py does it."""
+def project_step(fp8: bool, shape: dict, batch_size: int, rt: Runtime) -> tuple[Callable[[int], torch.Tensor], float]:
+    """(function that makes one optimizer step in so many micro-batches and returns its loss, FLOPs per token), as
+    train_gpt2.py does it."""
     rt = Runtime.setup(rt.device.type, "auto", "auto")
     vocab_size = -(-shape["vocab_size"] // 128) * 128
     config = replace(RECIPES["gpt2"], **shape | dict(vocab_size=vocab_size), micro_batch_size=batch_size, fp8=fp8)
@@ -85,14 +86,17 @@ def project_step(fp8: bool, shape: dict, batch_size: int, rt: Runtime) -> tuple[
     optimizer = make_optimizer(model, config, rt)
     tokens = random_tokens(shape, batch_size, rt)  # (B, T + 1)
 
-    def step(n_micro: int) -> None:
+    def step(n_micro: int) -> torch.Tensor:
+        total = torch.zeros((), device=rt.device)
         batch = [to_inputs(windows) for windows in tokens.chunk(n_micro)]
         n_targets = sum((targets >= 0).sum() for _, targets in batch)
         for idx, targets in batch:
             with rt.autocast():
                 _, loss = forward(idx, targets, n_targets=n_targets)
             optimizer.scale(loss).backward()
+            total += loss.detach()
         grad_norm = optimizer.clip_grad_norm(config.grad_clip)
         optimizer.step(finite=grad_norm.isfinite())
+        return total
 
     return step, model.estimate_flops()

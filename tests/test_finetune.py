@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import chat
 import lora
 import lora_finetune as lf
-from benchmarks.sweep import PROMPTS, command_line
+from benchmarks.sweep import PROMPTS, command_line, repeated
 from bpe.tokenizer import Tokenizer
 from checkpoint import checkpoint_steps, load_model, remove_after
 from cli import parse_args
@@ -403,6 +403,13 @@ def test_the_sweep_compares_ranks_and_full_finetuning(base, tmp_path):
     samples = (out / "samples.md").read_text()
     assert len(PROMPTS) == 14 and all(f"## {prompt}\n" in samples for prompt in PROMPTS)
     assert samples.count("\n| base |") == samples.count("\n| r = 2 |") == samples.count("\n| full |") == 14
+    assert all(0 <= float(row["repeated"].removesuffix("%")) <= 100 for row in (low, full))
+
+
+def test_repetition_is_the_fraction_of_three_words_that_stood_there_before():
+    assert repeated("") == repeated("two words") == repeated("a b c d e") == 0
+    assert repeated("a b c A B C") == pytest.approx(1 / 4)  # abc, bca, cab, and abc again
+    assert repeated("go go go go go go") == pytest.approx(3 / 4)
 
 
 @pytest.mark.slow
