@@ -165,7 +165,9 @@ def draw_svg(results: list[Result], path: Path) -> None:
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-10 -4 {COLUMNS * column + 20} {top}"'
     style = 'width="900" font-family="monospace" font-size="15" style="background:#fff" xml:space="preserve">'
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join([f"{head} {style}", *parts, "</svg>"]) + "\n", encoding="utf-8")
+    # browsers differ in which of the two they follow, and a token's space would be lost
+    spaces = "<style>text { white-space: pre }</style>"
+    path.write_text("\n".join([f"{head} {style}", spaces, *parts, "</svg>"]) + "\n", encoding="utf-8")
 
 
 def xml(text: object) -> str:

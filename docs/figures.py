@@ -20,7 +20,7 @@ from plot import draw, look, marked
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 WIDTH = 9  # inches, at 100 dots
-GREYS = ("#1b4f72", "#e69f00", "#b7d7ea", "#555555", "#f4e3b5")  # dark and light in turn, so that grey tells them apart
+GREYS = ("#1b4f72", "#e69f00", "#b7d7ea", "#7f7f7f", "#f4e3b5")  # dark and light in turn, so that grey tells them apart
 
 
 @contextmanager
