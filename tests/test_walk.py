@@ -5,6 +5,9 @@
 
 import ast
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -123,3 +126,28 @@ def test_every_claim_names_a_station_that_is_there():
     assert len(rows) >= 15
     for number, anchor in rows:  # GitHub's anchors: lower case, spaces as dashes
         assert anchor == f"{number}-{titles[number].lower().replace(' ', '-')}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "number, constant, another",
+    [
+        ("3", '"gpt2-xl": dict(n_layer=48', '"gpt2-xl": dict(n_layer=47'),
+        ("3", 'approximate="tanh"', 'approximate="none"'),
+        ("4", "nn.init.normal_(module.weight, std=0.02)", "nn.init.normal_(module.weight, std=0.04)"),
+        ("5", "math.sqrt(2 * self.config.n_layer)", "math.sqrt(self.config.n_layer)"),
+        ("8", "math.sqrt(q.size(-1))", "math.sqrt(q.size(-2))"),
+        ("8", ".tril()", ".tril(1)"),
+    ],
+)
+def test_another_constant_in_the_model_turns_its_station_red(number, constant, another, tmp_path):
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    for name in (name for name in tracked if not name.startswith("tests/")):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, tmp_path / name)
+    source = (tmp_path / "model.py").read_text()
+    assert source.count(constant) == 1
+    (tmp_path / "model.py").write_text(source.replace(constant, another))
+    command = [sys.executable, tmp_path / "docs/run.py", tmp_path / "docs/walk.md", number]
+    result = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=tmp_path)
+    assert result.returncode == 1 and "DIFFERS" in result.stdout, result.stdout + result.stderr
