@@ -82,7 +82,7 @@ def test_scheduled_decay_falls_with_the_learning_rate():
 
 def test_momentum_rises_over_the_first_steps():
     run = one_matrix([1.0], 0.1, 0.1)
-    before_step, found = tried.momentum_warmup(run)["before_step"], []
+    before_step, found = tried.momentum_warmup(15)(run)["before_step"], []
     for step in (3, 15, 60):
         before_step(step)
         found.append(run.group["momentum"])
