@@ -9,7 +9,7 @@
     python bench.py sample      # generation with and without the cache, and transformers' generate
     python bench.py save        # what a checkpoint in the background costs the training loop
     python bench.py speedrun    # tokens that the recipe speedrun needs to the loss at which the recipe gpt2 ends
-    python bench.py tried       # what others gained tokens by, one idea at a time, on the recipe speedrun
+    python bench.py tried       # the choices of the recipe speedrun undone, and the ideas that it does without
     python bench.py ablate      # the choices of GPT-2's recipe, undone one at a time
     python bench.py gpu         # all that one GPU can answer, correctness first, as a report in --out FOLDER
 

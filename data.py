@@ -5,7 +5,7 @@
 - shards: flat arrays of uint16 or uint32, mapped into memory: `*_val_*` and `*_train_*` as .npy (ours, build-nanogpt's)
   or .bin (llm.c's, modded-nanogpt's), or the .ds files of datatrove
 - window i is the slice [i*T : (i+1)*T + 1]: T inputs and, shifted by one, T targets. Windows may straddle two shards,
-  so nothing is dropped between them. From the second epoch on all windows begin a few tokens later
+  so nothing is dropped between them. From the second epoch on all windows begin up to T - 1 tokens later
 - a batch is a pure function of (seed, position), where position counts the windows seen so far. Every rank takes its
   slice of the same global batch, so that the order depends neither on the number of ranks nor on interruptions
 
@@ -304,15 +304,15 @@ class Batches:
     def shift(self, epoch: int) -> int:
         """How many tokens later windows begin in this epoch, 0 .. T-1: 0 in the first one.
 
-        A token that begins a window has nothing before it to be predicted from, and one at its end has T tokens. Were
-        windows cut at the same places in all epochs, so would that be. For the recipe `tiny`, which reads its text six
-        times, the shift is worth 0.03 bits per byte.
+        The first target of a window is predicted from one token, the last one from T. With windows that are cut at the
+        same places in every epoch, these would be the same targets every time. For the recipe `tiny`, which reads its
+        text several times, the shift is worth 0.03 bits per byte.
         """
         return int(np.random.PCG64([self.seed, epoch, 1]).random_raw()) % self.T if epoch and self.shuffle else 0
 
     def global_batch(self, position: int, rows: int) -> list[int]:
         """Where in the stream the windows begin of a global batch of `rows` sequences that starts at `position`."""
-        starts, last = [], len(self.stream) - 1 - self.T
+        starts, last = [], len(self.stream) - 1 - self.T  # where the last window that fits begins
         while len(starts) < rows:  # the end of an epoch and the beginning of the next may share a batch
             epoch, at = divmod(position + len(starts), self.n_windows)
             windows = self.order(epoch)[at : at + rows - len(starts)].tolist()

@@ -63,16 +63,18 @@ def train(change: "Change", constants: Config, seed: int, streams: dict[str, Tok
         nn.utils.clip_grad_norm_(model.parameters(), constants.grad_clip or math.inf)
         optimizer.step()
         optimizer.zero_grad()
-    return validation_loss(model.eval(), streams["val"], rt)
+    return validation_loss(model.eval(), streams["val"], SHAPE.sequence_length, rt)
 
 
 @torch.no_grad()
-def validation_loss(model: GPT, stream: TokenStream, rt: Runtime) -> float:
+def validation_loss(model: GPT, stream: TokenStream, sequence_length: int, rt: Runtime, max_tokens: int = 0) -> float:
+    """Nats per token, of all targets or of the first `max_tokens`."""
     total, n = 0.0, 0
-    for (windows,) in validation_batches(stream, SHAPE.sequence_length, 64, max_tokens=0):
+    for (windows,) in validation_batches(stream, sequence_length, 64, max_tokens):
         x, y = to_inputs(torch.from_numpy(windows).to(rt.device))
-        n_targets = (y >= 0).sum()
-        total, n = total + (model(x, y)[1] * n_targets).item(), n + n_targets.item()
+        n_targets = (y >= 0).sum().item()
+        with rt.autocast():
+            total, n = total + model(x, y)[1].item() * n_targets, n + n_targets
     return total / n
 
 

@@ -4,7 +4,7 @@ Every rung makes the same optimizer step (forward, backward, clipping, AdamW) on
 change more than the rung before it. Each is a process of its own, so that what one compiles or chooses is not there for
 the next. GPT-2 124M with 1,024 tokens of context on a GPU, a model of 6 layers on a CPU, --size for others; --png is
 the figure. Memory is the peak of the device's allocator, on a CPU that of the process. The first step is where
-torch.compile has its price; the loss, of the third step, shows that no rung buys speed with it.
+torch.compile has its price; the loss, of the third step, shows that all rungs compute the same.
 Unfair to none, but the order decides what a rung is credited with: bf16 before TF32 would leave TF32 nothing.
 """
 

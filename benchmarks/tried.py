@@ -22,10 +22,11 @@ from types import SimpleNamespace
 
 import torch
 
-from benchmarks.speedrun import SHAPES, settings
+from benchmarks.ablate import validation_loss
+from benchmarks.speedrun import LINES, SHAPES, settings
 from bpe.tokenizer import cpu_count
 from cli import UserError
-from data import Batches, TokenStream, find_shards, to_inputs, validation_batches
+from data import Batches, TokenStream, find_shards, to_inputs
 from model import GPT, GPTConfig
 from optim import Muon, Optimizer, learning_rate, make_optimizer
 from runtime import Runtime
@@ -100,18 +101,7 @@ def train(idea: Callable, config: Config, shards: str, rt: Runtime) -> float:
         optimizer.step(finite=norm.isfinite())
         hooks["after_step"](step)
     hooks["at_end"](config.max_steps)
-    return validation_loss(model, val, T, rt)
-
-
-@torch.no_grad()
-def validation_loss(model: GPT, stream: TokenStream, T: int, rt: Runtime) -> float:
-    total, n = 0.0, 0
-    for (windows,) in validation_batches(stream, T, 64, VALIDATED):
-        x, y = to_inputs(torch.from_numpy(windows).to(rt.device))
-        n_targets = (y >= 0).sum().item()
-        with rt.autocast():
-            total, n = total + model(x, y)[1].item() * n_targets, n + n_targets
-    return total / n
+    return validation_loss(model, val, T, rt, VALIDATED)
 
 
 # ------------------------------------------------------------------------------------------------------- the ideas
@@ -209,7 +199,7 @@ def own_groups(chosen: Callable, **constants) -> Callable:
 
     def idea(run) -> Hooks:
         for name, p in run.model.named_parameters():
-            for group in run.adamw.param_groups[:2]:
+            for group in run.adamw.param_groups[:2]:  # the recipe's: decayed, and not
                 if chosen(name, p) and any(p is q for q in group["params"]):
                     group["params"] = [q for q in group["params"] if q is not p]
                     inherited = {key: group[key] for key in ("lr", "weight_decay")} | constants
@@ -316,15 +306,8 @@ def one_dimensional(name: str, p: torch.Tensor) -> bool:
 
 
 CHANGES = {
-    "speedrun": Change(),
-    # what the recipe does, undone
+    **{name: Change(constants=constants) for name, constants in LINES.items()},  # "speedrun" first, then undone
     "Q, K and V as one matrix": Change(fused_qkv),
-    "AdamW instead of Muon": Change(constants=dict(optimizer="adamw")),
-    "Muon at 0.01, not 0.02": Change(constants=dict(muon_lr=0.01)),
-    "Muon at 0.04, not 0.02": Change(constants=dict(muon_lr=0.04)),
-    "cosine": Change(constants=dict(lr_schedule="cosine")),
-    "decay in the last quarter": Change(constants=dict(decay_fraction=0.25)),
-    "no batch ramp": Change(constants=dict(batch_ramp=0)),
     # what it does not do
     "momentum from 0.85 to 0.95 in 77 steps": Change(momentum_warmup(77)),
     "momentum from 0.85 to 0.95 in 300 steps": Change(momentum_warmup(300)),
@@ -336,8 +319,6 @@ CHANGES = {
     "wte at 6e-3": Change(own_groups(token_table, lr=6e-3)),
     "wpe at 1e-2": Change(own_groups(position_table, lr=1e-2)),
     "one-dimensional tensors at 1e-2": Change(own_groups(one_dimensional, lr=1e-2)),
-    "the rest at 6e-3": Change(constants=dict(max_lr=6e-3)),
-    "the rest at 1e-2": Change(constants=dict(max_lr=1e-2)),
     "beta2 of AdamW 0.98": Change(constants=dict(beta2=0.98)),
     "decay over 70% of the steps": Change(constants=dict(decay_fraction=0.7)),
     "split cooldown": Change(split_cooldown),

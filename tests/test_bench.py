@@ -197,6 +197,7 @@ def test_a_checkpoint_of_a_divided_model_is_saved_in_both_ways(tmp_path):
 def test_every_rung_of_the_ladder_is_measured(measure, tmp_path):
     rows = measure("ladder", size="tiny", batch_size=4)
     assert [row["name"] for row in rows][:2] == ["fp32, all by hand", "flash attention"] and len(rows) == 8
+    assert all(row["first"] > 0 and row["loss"] == pytest.approx(rows[0]["loss"], abs=0.05) for row in rows)
     assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
 
 

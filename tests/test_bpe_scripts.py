@@ -223,6 +223,9 @@ def test_the_same_tokens_stand_in_an_svg_whose_fonts_are_the_viewers(saved, tmp_
     try_tokenizer.draw_svg([result], tmp_path / "tokens.svg")
     texts = [e.text for e in ElementTree.parse(tmp_path / "tokens.svg").iter("{http://www.w3.org/2000/svg}text")]
     assert texts == [str(result), *(piece.replace("\x00", "·") for piece in result.pieces)]
+    assert "<style>text { white-space: pre }</style>" in (tmp_path / "tokens.svg").read_text(encoding="utf-8"), (
+        "a browser would drop the space that a token begins with, and stretch its letters"
+    )
 
 
 def test_tokens_are_shown_as_text_with_dots_for_parts_of_characters():

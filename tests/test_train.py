@@ -355,6 +355,7 @@ def test_too_many_bad_steps_stop_the_run_and_name_the_last_checkpoint(train, mon
 
     monkeypatch.setattr(torch.nn.utils, "get_total_norm", poisoned)
     assert_user_error(train(max_bad_steps=4), "4 steps", "step_000005", "--resume")
+    assert_user_error(train(out="another", max_bad_steps=4), "4 steps", "no checkpoint yet", "--resume")
 
 
 # ---- damaged and missing things
