@@ -15,7 +15,7 @@ from cli import UserError
 from data import TokenStream, find_shards, open_shard, read_manifest
 from shards import data_tokenizer, load_tokenizer, npy_header, prepare_text, save_manifest, shard_dtype, summary, verify
 from tests.helpers import ROOT
-from tests.test_data import MALFORMED, write_ds
+from tests.test_shard_files import MALFORMED, write_ds
 
 TEXT = "One morning the clock stood still.\n\n\nThe second document, of two\n\nparagraphs.\n\n\n\nA third one.\n" * 40
 

@@ -1,0 +1,23 @@
+"""Shards of random tokens, as the tests of the loader and of its files read them."""
+
+from pathlib import Path
+
+import numpy as np
+
+from data import TokenStream, find_shards
+
+VOCAB, T = 1000, 16
+SIZES = (1003, 517, 16, 5, 1459)  # tokens of the shards: no multiple of T, and some shorter than a window
+
+
+def write_shards(folder: Path, sizes=SIZES, split: str = "train", dtype=np.uint16) -> np.ndarray:
+    """Shards of random tokens; returns all of them in one array."""
+    tokens = np.random.default_rng(0).integers(0, VOCAB, sum(sizes)).astype(dtype)
+    folder.mkdir(exist_ok=True)
+    for i, part in enumerate(np.split(tokens, np.cumsum(sizes)[:-1])):
+        np.save(folder / f"x_{split}_{i:06d}.npy", part)
+    return tokens
+
+
+def open_stream(folder: Path, vocab_size: int = VOCAB) -> TokenStream:
+    return TokenStream(find_shards(str(folder), "train"), vocab_size)
