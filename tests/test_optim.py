@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from model import GPT, GPTConfig
 from optim import LossScale, Muon, adamw, decay_groups, learning_rate, make_optimizer, orthogonalized
 from optim import Optimizer as LoopOptimizer
+from train_gpt2 import Config
 
 
 @dataclass(frozen=True)
@@ -378,3 +379,21 @@ def test_muon_makes_singular_values_one_and_leaves_the_directions(shape, dtype):
         values = inside.diagonal()[s > 0.01 * s[0]]
         assert values.min() > 0.6 and values.max() < 1.3  # what five iterations of this polynomial are made for
         assert (inside - inside.diagonal().diag()).abs().max() < (1e-3 if dtype == torch.float32 else 0.1)
+
+
+# ---- the schedule
+
+
+def test_cosine_schedule_at_its_corners():
+    config = Config(max_steps=110, warmup_steps=10, max_lr=1.0, min_lr=0.1)
+    assert learning_rate(1, config) == pytest.approx(0.1)
+    assert learning_rate(10, config) == pytest.approx(1.0)
+    assert learning_rate(60, config) == pytest.approx(0.55)
+    assert learning_rate(110, config) == pytest.approx(0.1)
+
+
+def test_wsd_schedule_is_flat_and_then_a_line():
+    config = Config(max_steps=100, warmup_steps=0, max_lr=1.0, min_lr=0.0, lr_schedule="wsd", decay_fraction=0.4)
+    assert [learning_rate(s, config) for s in (1, 30, 60)] == [1.0, 1.0, 1.0]
+    assert learning_rate(80, config) == pytest.approx(0.5)
+    assert learning_rate(100, config) == 0.0

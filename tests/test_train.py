@@ -16,14 +16,12 @@ import torch
 
 import card
 import evaluate
-import fp8
 import runtime
 import train_gpt2
 import trials
 from checkpoint import SUMS, checkpoint_steps, damage, load_train_state, newest_sound
 from cli import UserError
 from model import GPT, GPTConfig
-from optim import learning_rate
 from tests.helpers import (
     SMALL,
     arguments,
@@ -36,7 +34,7 @@ from tests.helpers import (
     succeed,
     text_file,
 )
-from train_gpt2 import RECIPES, Config
+from train_gpt2 import RECIPES
 
 
 def small_args(tmp_path: Path, out="run", **changes) -> list[str]:
@@ -186,22 +184,7 @@ def test_training_goes_on_without_hellaswag_when_it_cannot_be_had(train, tmp_pat
     assert result.returncode == 0 and "without HellaSwag" in result.stdout + result.stderr
 
 
-# ---- the schedule
-
-
-def test_cosine_schedule_at_its_corners():
-    config = Config(max_steps=110, warmup_steps=10, max_lr=1.0, min_lr=0.1)
-    assert learning_rate(1, config) == pytest.approx(0.1)
-    assert learning_rate(10, config) == pytest.approx(1.0)
-    assert learning_rate(60, config) == pytest.approx(0.55)
-    assert learning_rate(110, config) == pytest.approx(0.1)
-
-
-def test_wsd_schedule_is_flat_and_then_a_line():
-    config = Config(max_steps=100, warmup_steps=0, max_lr=1.0, min_lr=0.0, lr_schedule="wsd", decay_fraction=0.4)
-    assert [learning_rate(s, config) for s in (1, 30, 60)] == [1.0, 1.0, 1.0]
-    assert learning_rate(80, config) == pytest.approx(0.5)
-    assert learning_rate(100, config) == 0.0
+# ---- recipes
 
 
 def test_recipes_have_the_sizes_of_gpt2():
@@ -529,69 +512,3 @@ def test_config_is_replaced_not_changed():
     before = asdict(RECIPES["tiny"])
     train_gpt2.read_command_line(["tiny", "--max_steps", "3"])
     assert asdict(RECIPES["tiny"]) == before and replace(RECIPES["tiny"], max_steps=3).max_steps == 3
-
-
-# ---- faster paths
-
-
-FASTER = {
-    "fused attention, loss in chunks, two micro-batches, fused AdamW": dict(),
-    "compiled": dict(compile="on"),
-    "spelled-out attention": dict(attention="naive"),
-    "activations computed again": dict(activation_checkpointing=True),
-    "8-bit products": dict(fp8=True, dtype="bfloat16", compile="auto"),
-}
-
-
-def plain_losses(seed: int, dtype: torch.dtype, batches: list, config: Config) -> list[float]:
-    """The plain recipe, eager: attention spelled out, all logits at once, one batch, a loop over torch's AdamW."""
-    torch.manual_seed(seed)
-    sizes = {k: getattr(config, k) for k in ("n_layer", "n_head", "n_embd", "sequence_length", "vocab_size")}
-    model = GPT(GPTConfig(attention="naive", **sizes))
-    groups = [[p for p in model.parameters() if (p.dim() >= 2) is decayed] for decayed in (True, False)]
-    optimizer = torch.optim.AdamW(
-        [dict(params=groups[0], weight_decay=config.weight_decay), dict(params=groups[1], weight_decay=0.0)],
-        betas=(config.beta1, config.beta2), foreach=False, fused=False,
-    )  # fmt: skip
-    found = []
-    for step, (idx, targets) in enumerate(batches, start=1):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, config)
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-            logits, _ = model(idx)
-        loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
-        optimizer.step()
-        found.append(loss.item())
-    return found
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("path", FASTER)
-def test_faster_paths_have_the_loss_curve_of_the_plain_one(train, tmp_path, monkeypatch, path, dtype):
-    """Within 1e-5 in fp32, and in bf16 within what two seeds of the plain recipe differ by."""
-    options = dict(max_steps=50, optimizer="adamw", micro_batch_size=4, eval_interval=0, dtype=dtype) | FASTER[path]
-    if "fp8" in options and dtype == "float32":
-        pytest.skip("8-bit products go with bf16")
-    micros, real = [], train_gpt2.to_inputs
-
-    def to_inputs(windows):
-        micros.append(real(windows))
-        return micros[-1]
-
-    monkeypatch.setattr(train_gpt2, "to_inputs", to_inputs)
-    monkeypatch.setattr(fp8, "WIDE", 32)  # in the blocks, too
-    assert train(**options).returncode == 0
-    batches = [tuple(map(torch.cat, zip(*pair, strict=True))) for pair in zip(micros[::2], micros[1::2], strict=True)]
-    ours = [r["loss"] for r in log_of(tmp_path / "run", "train")]
-    config = Config(**json.loads((tmp_path / "run" / "config.json").read_text()))
-    plain = plain_losses(config.seed, getattr(torch, dtype), batches, config)
-    assert plain[-1] < plain[0] - 0.5
-    if dtype == "float32":
-        assert ours == pytest.approx(plain, rel=1e-5)
-    else:
-        other = plain_losses(config.seed + 1, getattr(torch, dtype), batches, config)
-        between_seeds = np.median(np.abs(np.subtract(plain, other)))
-        assert np.abs(np.subtract(ours, plain)).max() < between_seeds
