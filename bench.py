@@ -27,7 +27,7 @@ from typing import Annotated, Literal
 
 from benchmarks.measure import machine
 from cli import Count, Positive, Range, UserError, parse_args, replace_file, script
-from runtime import Runtime
+from run.runtime import Runtime
 
 NAMES = ("ladder", "train", "bpe", "data", "hellaswag", "lora", "sample", "save", "speedrun", "tried", "ablate", "gpu")
 
@@ -40,7 +40,7 @@ class Config:
     json: str = ""  # write the figures to this file
     batch_size: Count = 0  # ladder and train: sequences per step; 0: 16, and for train on a GPU 16 and 64
     size: Literal["", "tiny", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"] = ""  # of the model; tiny: a quick try
-    shard: Literal["none", "optimizer", "full"] = "none"  # save under torchrun: what ranks divide, see sharding.py
+    shard: Literal["none", "optimizer", "full"] = "none"  # save under torchrun: what ranks divide, see run/sharding.py
     png: str = "ladder.png"  # ladder: the figure
     rows: Count = 0  # hellaswag: rows to score; 0: 40 on a CPU, all on a GPU
     new_tokens: Positive = 128  # sample: tokens to generate

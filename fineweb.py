@@ -12,7 +12,7 @@ Writes OUT_DIR: NAME_val_000000.npy, NAME_train_000001.npy, ..., manifest.json a
 the order of the source, each after an <|endoftext|>, whatever the number of workers. However a run ends, the same
 command resumes after the last complete shard, and the result is the same to the byte.
 
-One machine does all of it. For a corpus that outgrows one there is datatrove, whose files data.py reads as they are.
+One machine does all of it. For a corpus that outgrows one there is datatrove, whose files training reads as they are.
 This file knows nothing of models or training, nor of torch.
 """
 
@@ -39,12 +39,12 @@ import numpy as np
 import pyarrow as pa
 from tqdm import tqdm
 
-import sources
 from bpe.tokenizer import Tokenizer, cpu_count, splitter, valid_unicode
 from cli import Positive, Range, Stopped, Tokens, UserError, flush, only_one, parse_args, script, sha256
-from data import read_manifest
-from shards import load_tokenizer, npy_header, save_manifest, shard_dtype, summary, verify
-from sources import Source, SourceFile, Unit, documents_of, local_file, units_of
+from corpus import sources
+from corpus.order import read_manifest
+from corpus.shards import load_tokenizer, npy_header, save_manifest, shard_dtype, summary, verify
+from corpus.sources import Source, SourceFile, Unit, documents_of, local_file, units_of
 
 UNITS_AHEAD = 3  # for each worker: one under way, others that wait for it or for their turn to be written
 TOKENS_PER_BYTE = 0.23  # of English text; this and the next are for the plan only

@@ -55,11 +55,11 @@ import tyro
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from checkpoint import find_model, load_model, model_tokenizer
 from cli import Count, Range, UserError, parse_args, replace_file, script
+from corpus.sources import hub_rows
 from model import GPT
-from runtime import Runtime
-from sources import hub_rows
+from run.checkpoint import find_model, load_model, model_tokenizer
+from run.runtime import Runtime
 
 HUB = "Rowan/hellaswag"
 HUB_SPLITS = {"train": "train", "val": "validation", "test": "test"}  # the hub's names for ours

@@ -12,8 +12,8 @@ A row is a conversation, and the loss counts the answers in it:
     ─────────────────── read ──────────────────────────────┘└── learned ──┘
 
 Writes OUT_DIR (out/lora): config.json, log.jsonl, learning_curve.png, samples.txt, checkpoints step_NNNNNN/, and at the
-end adapter/, which peft opens. Tokens in the log are answer tokens. The method is in lora.py, the form of a
-conversation in chat.py; this file knows nothing of optimizers' formulas or of how checkpoints get to the disk.
+end adapter/, which peft opens. Tokens in the log are answer tokens. The method is in finetuning/lora.py, the form of a
+conversation in finetuning/chat.py. This file knows nothing of optimizers' formulas, or how checkpoints get to the disk.
 """
 
 import hashlib
@@ -30,14 +30,11 @@ from typing import Annotated, Literal, NamedTuple
 
 import torch
 
-import card
 from benchmarks.sweep import sweep
 from bpe.tokenizer import Tokenizer
-from chat import check_tokenizer, prompt_of, save_chat_files
-from checkpoint import WEIGHTS, ModelFiles, checkpoint_steps, find_model, load_model, model_tokenizer, save_model
 from cli import Count, NonNegative, Positive, Probability, Range, Seed, UserError, parse_args, script, write_atomically
-from evaluate import complete, validate
-from lora import (
+from finetuning.chat import check_tokenizer, prompt_of, save_chat_files
+from finetuning.lora import (
     TARGETS,
     AdapterFiles,
     LoRAConfig,
@@ -52,13 +49,16 @@ from lora import (
     remove_lora,
     trainable_parameters,
 )
+from finetuning.rows import Example, encode_rows, global_batch, load_rows, micro_batches, on_hub, split_rows
+from learning.evaluation import complete, validate
+from learning.optim import Optimizer, adamw, decay_groups, learning_rate
 from model import GPT
-from optim import Optimizer, adamw, decay_groups, learning_rate
 from plot import read_log
-from rows import Example, encode_rows, global_batch, load_rows, micro_batches, on_hub, split_rows
-from run import Run
-from runtime import Runtime, prefetch
-from trials import choose_attention, find_micro_batch_size
+from run import card
+from run.checkpoint import WEIGHTS, ModelFiles, checkpoint_steps, find_model, load_model, model_tokenizer, save_model
+from run.directory import Run
+from run.runtime import Runtime, prefetch
+from run.trials import choose_attention, find_micro_batch_size
 
 # Padded tokens that cost as much as one more micro-batch: what reading the weights takes on a CPU, what launching the
 # kernels takes on a GPU.

@@ -2,12 +2,12 @@
 
 - pre-norm blocks, learned positions, tanh GELU, biases everywhere, `wte` tied to `lm_head`
 - fused QKV, `scaled_dot_product_attention`; `attention="naive"` spells the same thing out
-- a loss that never holds the logits of the whole batch (loss.py)
+- a loss that never holds the logits of the whole batch (learning/loss.py)
 - generation with a KV cache, for prompts of different lengths at once
 - `from_pretrained` / `save_pretrained` in the Hugging Face layout, and a FLOP count for MFU
 
 This file knows nothing of ranks, optimizers, training loops or data. Of precision it knows autocast's dtype, and one
-flag (see fp8.py); of a tokenizer, how many tokens it has.
+flag (see learning/fp8.py); of a tokenizer, how many tokens it has.
 
     model = GPT.from_pretrained("gpt2")              # the hub's weights
     model = GPT(GPTConfig(n_layer=6, n_head=6, n_embd=384))
@@ -27,7 +27,7 @@ import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-from loss import linear_cross_entropy
+from learning.loss import linear_cross_entropy
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        self.float8_head = False  # see use_float8 in fp8.py
+        self.float8_head = False  # see use_float8 in learning/fp8.py
         self._compiled, self._kept_cache = False, None  # see compile_generation
         self.transformer = nn.ModuleDict(
             dict(

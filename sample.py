@@ -20,12 +20,12 @@ from typing import Annotated, Literal
 import torch
 from tyro.conf import Positional, arg
 
-from chat import chat_ids
-from checkpoint import load_model, model_tokenizer
 from cli import Count, NonNegative, Range, UserError, parse_args, script
-from lora import load_adapter, merge, read_adapter, remove_lora
+from finetuning.chat import chat_ids
+from finetuning.lora import load_adapter, merge, read_adapter, remove_lora
 from model import GPT
-from runtime import Runtime
+from run.checkpoint import load_model, model_tokenizer
+from run.runtime import Runtime
 
 BATCH = 64  # texts that are generated at once, at most: each has keys and values of its own in memory
 

@@ -8,8 +8,8 @@
     python train_gpt2.py gpt2-xl --dry_run                   # what a run will do, and the memory that it needs
 
 Writes OUT_DIR (out/RECIPE): config.json, log.jsonl, learning_curve.png, samples.txt, and checkpoints step_NNNNNN/ that
-transformers opens as they are. Where each decision lives: data.py the order of tokens, model.py GPT-2, optim.py the
-schedule and the optimizers, run.py the run directory, runtime.py the machine.
+transformers opens as they are. Where each decision lives: corpus/order.py the order of tokens, model.py GPT-2,
+learning/optim.py the schedule and the optimizers, run/directory.py the run directory, run/runtime.py the machine.
 """
 
 import math
@@ -26,10 +26,8 @@ import torch
 
 import hellaswag
 from bpe.tokenizer import Tokenizer
-from card import provenance
-from checkpoint import ModelFiles, load_model, load_shape, whole_model
 from cli import Count, NonNegative, Positive, Probability, Range, Seed, Tokens, UserError, parse_args, script
-from data import (
+from corpus.order import (
     Batches,
     BatchPlan,
     TokenStream,
@@ -40,16 +38,18 @@ from data import (
     training_batches,
     validation_batches,
 )
-from evaluate import complete, validate
-from fp8 import use_float8
-from memory import MICRO_BATCHES, Layout, checkpoint_bytes, n_parameters, table
+from corpus.shards import data_tokenizer, origin, prepare_text
+from learning.evaluation import complete, validate
+from learning.fp8 import use_float8
+from learning.memory import MICRO_BATCHES, Layout, checkpoint_bytes, n_parameters, table
+from learning.optim import Optimizer, learning_rate, make_optimizer
 from model import GPT, GPTConfig
-from optim import Optimizer, learning_rate, make_optimizer
-from run import Run
-from runtime import Runtime, prefetch
-from sharding import shard
-from shards import data_tokenizer, origin, prepare_text
-from trials import (
+from run.card import provenance
+from run.checkpoint import ModelFiles, load_model, load_shape, whole_model
+from run.directory import Run
+from run.runtime import Runtime, prefetch
+from run.sharding import shard
+from run.trials import (
     checkpoint_activations,
     choose_attention,
     choose_attention_kernel,
@@ -115,7 +115,7 @@ class Config:
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of matrix products; weights stay fp32
     fp8: bool = False  # products in 8 bits while training, of the head and of wide blocks: Hopper, Ada and newer GPUs
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: on a GPU
-    shard: Literal["none", "optimizer", "full"] = "none"  # what ranks divide: see sharding.py
+    shard: Literal["none", "optimizer", "full"] = "none"  # what ranks divide: see run/sharding.py
     activation_checkpointing: bool = False  # recompute activations: memory for a third more time
     report_to: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # besides log.jsonl
 

@@ -18,11 +18,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from data import Batches, TokenStream, find_shards, to_inputs, validation_batches
+from corpus.order import Batches, TokenStream, find_shards, to_inputs, validation_batches
+from corpus.shards import prepare_text
+from learning.optim import adamw, decay_groups, learning_rate
 from model import GPT, GPTConfig
-from optim import adamw, decay_groups, learning_rate
-from runtime import Runtime
-from shards import prepare_text
+from run.runtime import Runtime
 from train_gpt2 import Config
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -16,15 +16,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-import trials
 from benchmarks.hellaswag import score_one_by_one
 from benchmarks.measure import TINY
 from bpe.tokenizer import Tokenizer
-from data import to_inputs
+from corpus.order import to_inputs
 from hellaswag import evaluate, prepare
+from learning.optim import learning_rate, make_optimizer
 from model import GPT
-from optim import learning_rate, make_optimizer
-from runtime import Runtime
+from run import trials
+from run.runtime import Runtime
 from train_gpt2 import RECIPES, Config, model_shape
 from train_gpt2 import prepare as prepare_model
 

@@ -26,9 +26,9 @@ import torch
 import fineweb
 from benchmarks.measure import interleave, peak_memory, table
 from cli import UserError
-from data import Batches, TokenStream, find_shards, training_batches
-from runtime import Runtime, prefetch
-from shards import npy_header
+from corpus.order import Batches, TokenStream, find_shards, training_batches
+from corpus.shards import npy_header
+from run.runtime import Runtime, prefetch
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS, T = 64, 1024  # of a batch

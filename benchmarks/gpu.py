@@ -25,7 +25,7 @@ from typing import NamedTuple
 from benchmarks.measure import machine
 from benchmarks.report import draw, markdown
 from cli import UserError, read_json, replace_file
-from runtime import Runtime
+from run.runtime import Runtime
 
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE = 10  # times the limits, on a CPU

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 
 from benchmarks.measure import fast_dtype, interleave, model_sizes, table
 from bpe.tokenizer import Tokenizer
+from corpus.shards import load_tokenizer
 from hellaswag import evaluate, load_rows, prepare
 from model import GPT, GPTConfig
-from runtime import Runtime
-from shards import load_tokenizer
+from run.runtime import Runtime
 
 
 def run(config, rt: Runtime) -> list[dict]:

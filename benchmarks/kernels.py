@@ -21,12 +21,12 @@ from benchmarks.ladder import WARM_UPS
 from benchmarks.ladder import model_shape as bench_shape
 from benchmarks.measure import interleave, model_sizes, table
 from benchmarks.train import project_step
-from fp8 import use_float8
-from loss import LinearCrossEntropy
+from learning.fp8 import use_float8
+from learning.loss import LinearCrossEntropy
 from model import GPT, SIZES, GPTConfig
-from runtime import Runtime
+from run.runtime import Runtime
+from run.trials import find_micro_batch_size
 from train_gpt2 import RECIPES, model_shape, prepare
-from trials import find_micro_batch_size
 
 KINDS = {  # of kernels, by their names; the first that matches counts, since Inductor's name all that they fused
     "Inductor: reductions (norms, softmax, loss)": r"^triton_(red|per)",

@@ -20,10 +20,10 @@ import torch.nn.functional as F
 
 from benchmarks.measure import in_own_process, interleave, machine, model_sizes
 from cli import UserError
-from fp8 import use_float8
+from learning.fp8 import use_float8
 from model import GPT, GPTConfig
-from runtime import Runtime
-from trials import choose_attention_kernel
+from run.runtime import Runtime
+from run.trials import choose_attention_kernel
 
 WARM_UPS = 3  # steps: the first one compiles, and clocks of a GPU take a moment to rise
 

@@ -15,13 +15,13 @@ from functools import partial
 import torch
 
 from benchmarks.measure import fast_dtype, interleave, model_sizes, table
-from lora import TARGETS, LoRAConfig, add_lora, cast_frozen
+from corpus.shards import load_tokenizer
+from finetuning.lora import TARGETS, LoRAConfig, add_lora, cast_frozen
+from finetuning.rows import Example, encode_rows, load_rows, micro_batches, split_rows
 from lora_finetune import MICRO_BATCH_COST, AnswerLoss, Config, make_optimizer
 from model import GPT, GPTConfig
-from rows import Example, encode_rows, load_rows, micro_batches, split_rows
-from runtime import Runtime
-from shards import load_tokenizer
-from trials import choose_attention
+from run.runtime import Runtime
+from run.trials import choose_attention
 
 FINETUNING = Config(lora_dim=8, lora_alpha=16.0, max_lr=1e-3)
 EXAMPLES, MAX_LENGTH = 32, 1024

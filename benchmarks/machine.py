@@ -3,7 +3,7 @@
 A rented GPU may be shared, capped, hot, of another kind than its name says, or unable to compile; a training run then
 takes twice as long, or stops when the disk is full. Each row is one thing that was looked at, what was found, and what
 to do where it is not as it should be. Speeds are measured for about a second and compared with the vendors' tables:
-matrix products in bf16 with PEAK_TFLOPS of runtime.py, copies within the GPU's memory with PEAK_GB below.
+matrix products in bf16 with PEAK_TFLOPS of run/runtime.py, copies within the GPU's memory with PEAK_GB below.
 """
 
 import os
@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-from runtime import Runtime, look_up, peak_flops
+from run.runtime import Runtime, look_up, peak_flops
 
-# Peak of the GPU's memory in GB/s, from the data sheets; written and read as PEAK_TFLOPS of runtime.py.
+# Peak of the GPU's memory in GB/s, from the data sheets; written and read as PEAK_TFLOPS of run/runtime.py.
 PEAK_GB = """
 B300 8000, B200 8000, GH200 4000, H200 4800, H100 NVL 3900, H100 PCIe 2000, H100 3350, H800 3350, H20 4000,
 A100 SXM4 40GB 1555, A100 PCIE 40GB 1555, A100 80GB PCIe 1935, A100 2039, A800 2039, L40S 864, L40 864, L4 300, A40 696,

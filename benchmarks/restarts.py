@@ -24,15 +24,15 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 
 import train_gpt2
-import trials
 from benchmarks.checks import check, constants
-from checkpoint import remove_after, snapshot
-from data import to_inputs
+from corpus.order import to_inputs
+from learning.optim import make_optimizer
 from model import GPT
-from optim import make_optimizer
-from run import Run, SpikeDetector
-from runtime import Runtime, distributed
-from sharding import shard
+from run import trials
+from run.checkpoint import remove_after, snapshot
+from run.directory import Run, SpikeDetector
+from run.runtime import Runtime, distributed
+from run.sharding import shard
 from train_gpt2 import RECIPES
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.measure import interleave, model_sizes, table
 from model import GPT, GPTConfig
-from runtime import Runtime
+from run.runtime import Runtime
 
 
 def run(config, rt: Runtime) -> list[dict]:

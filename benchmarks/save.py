@@ -1,6 +1,6 @@
 """What a checkpoint costs the training loop: written in the background, against the loop waiting for it.
 
-GPT-2 124M (--size for others) with AdamW's moments, in a run directory of run.py below the current directory: the disk
+GPT-2 124M (--size for others) with AdamW's moments, in a run directory below the current directory: the disk
 is that of the current directory. In turn: a step, and a checkpoint that the loop waits for (what a plain script does);
 a step, and `run.save()` alone, which copies all that the checkpoint needs; a step while that copy is being written.
 Steps are of 512 tokens, so that on a CPU the writing shows, which competes with them for the cores.
@@ -24,12 +24,12 @@ import torch
 
 from benchmarks.measure import Seconds, model_sizes
 from bpe.tokenizer import Tokenizer
-from checkpoint import ModelFiles
+from learning.optim import make_optimizer
 from model import GPT, GPTConfig
-from optim import make_optimizer
-from run import Run
-from runtime import Runtime
-from sharding import shard
+from run.checkpoint import ModelFiles
+from run.directory import Run
+from run.runtime import Runtime
+from run.sharding import shard
 from train_gpt2 import RECIPES
 
 

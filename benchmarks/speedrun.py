@@ -25,7 +25,7 @@ from pathlib import Path
 
 from bpe.tokenizer import cpu_count
 from cli import UserError
-from runtime import Runtime
+from run.runtime import Runtime
 from train_gpt2 import RECIPES, batch_plan
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -17,14 +17,14 @@ from dataclasses import fields
 from pathlib import Path
 
 from benchmarks.measure import markdown_table
-from chat import prompt_of
-from checkpoint import checkpoint_steps, load_model, model_tokenizer
 from cli import Stopped, UserError, replace_file
-from evaluate import complete
-from lora import load_adapter, trainable_parameters
+from finetuning.chat import prompt_of
+from finetuning.lora import load_adapter, trainable_parameters
+from learning.evaluation import complete
 from model import GPT
 from plot import draw, read_log
-from runtime import Runtime
+from run.checkpoint import checkpoint_steps, load_model, model_tokenizer
+from run.runtime import Runtime
 
 SCRIPT = Path(__file__).resolve().parent.parent / "lora_finetune.py"
 PROMPTS = (

@@ -18,10 +18,10 @@ import torch
 
 from benchmarks.ladder import Rung, measure_step, mfu, model_shape, plain_step, random_tokens
 from benchmarks.measure import in_own_process, table
-from data import to_inputs
+from corpus.order import to_inputs
+from learning.optim import make_optimizer
 from model import GPT
-from optim import make_optimizer
-from runtime import Runtime
+from run.runtime import Runtime
 from train_gpt2 import RECIPES, prepare
 from train_gpt2 import model_shape as shape_of
 

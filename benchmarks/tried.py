@@ -26,13 +26,13 @@ from benchmarks.ablate import validation_loss
 from benchmarks.speedrun import LINES, SHAPES, settings
 from bpe.tokenizer import cpu_count
 from cli import UserError
-from data import Batches, TokenStream, find_shards, to_inputs
+from corpus.order import Batches, TokenStream, find_shards, to_inputs
+from corpus.shards import prepare_text
+from learning.optim import Muon, Optimizer, learning_rate, make_optimizer
 from model import GPT, GPTConfig
-from optim import Muon, Optimizer, learning_rate, make_optimizer
-from runtime import Runtime
-from shards import prepare_text
+from run.runtime import Runtime
+from run.trials import choose_attention
 from train_gpt2 import RECIPES, Config, batch_plan
-from trials import choose_attention
 
 ROOT = Path(__file__).resolve().parent.parent
 VALIDATED = 100 * 1024  # tokens

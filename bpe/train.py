@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bpe import formats
 from bpe.tokenizer import ENDOFTEXT, HIGHEST_ID, Tokenizer, visible
 from cli import Count, Range, Tokens, UserError, parse_args, script
-from sources import Unit, arriving, discard, documents_of, find_source, is_txt, text_bytes, text_of, units_of
+from corpus.sources import Unit, arriving, discard, documents_of, find_source, is_txt, text_bytes, text_of, units_of
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
-import lora
-from lora import TARGETS, AdapterFiles, LoRAConfig
+from finetuning import lora
+from finetuning.lora import TARGETS, AdapterFiles, LoRAConfig
 from model import GPT, GPTConfig
 
 

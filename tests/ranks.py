@@ -21,16 +21,16 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import optim
 import train_gpt2
-from checkpoint import remove_after
 from cli import script
-from loss import LinearCrossEntropy
+from learning import optim
+from learning.loss import LinearCrossEntropy
 from model import GPT, GPTConfig
-from run import Run
-from runtime import Runtime
-from sharding import local, whole
-from trials import largest_that_fits
+from run.checkpoint import remove_after
+from run.directory import Run
+from run.runtime import Runtime
+from run.sharding import local, whole
+from run.trials import largest_that_fits
 
 FAULT_STEP = 3
 

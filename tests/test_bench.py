@@ -15,7 +15,7 @@ import bench
 from benchmarks import ablate, gpu, speedrun
 from benchmarks.measure import in_own_process, interleave, machine, peak_memory, table
 from cli import UserError
-from runtime import Runtime
+from run.runtime import Runtime
 from tests.helpers import ROOT, arguments, assert_user_error, environment, run_inline, succeed, text_file
 
 CPU = SimpleNamespace(device=torch.device("cpu"), synchronize=lambda: None)

@@ -14,9 +14,9 @@ from huggingface_hub import ModelCard
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-import card
 import lora_finetune
-from checkpoint import damage, load_model
+from run import card
+from run.checkpoint import damage, load_model
 from tests.finetuning import ROWS, write_json
 from tests.helpers import ROOT, arguments, assert_user_error, environment, log_of, run_inline
 

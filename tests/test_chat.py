@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-import chat
 from bpe.tokenizer import Tokenizer
+from finetuning import chat
 from tests.helpers import ROOT
 
 SPECIALS = ("<|endoftext|>", "<|pad|>", "||", "☃")

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import data
-from data import (
+from corpus import order as data
+from corpus.order import (
     IGNORED,
     Batches,
     BatchPlan,

@@ -13,17 +13,17 @@ import pytest
 import torch
 
 import train_gpt2
-import trials
-from checkpoint import checkpoint_steps, load_train_state
 from cli import UserError
-from data import Batches, TokenStream, to_inputs
+from corpus.order import Batches, TokenStream, to_inputs
 from model import GPT, GPTConfig
-from run import Run
-from runtime import Runtime
+from run import trials
+from run.checkpoint import checkpoint_steps, load_train_state
+from run.directory import Run
+from run.runtime import Runtime
+from run.trials import find_micro_batch_size
 from tests.helpers import ROOT, SMALL, arguments, environment, log_of, text_file
 from tests.ranks import FAULTS, OUT_OF_MEMORY, copy_of_run
 from train_gpt2 import Config, batch_plan
-from trials import find_micro_batch_size
 
 # 24 sequences a step: 6, 3 and 2 micro-steps on 1, 2 and 3 ranks
 STEP = SMALL | dict(

@@ -17,10 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import card
-import checkpoint
-from checkpoint import CheckpointWriter, checkpoint_steps, damage, load_train_state, newest_sound
 from cli import UserError
+from run import card, checkpoint
+from run.checkpoint import CheckpointWriter, checkpoint_steps, damage, load_train_state, newest_sound
 from tests.helpers import assert_user_error, command, environment, log_of, succeed, weights
 
 # ---- disks

@@ -13,16 +13,15 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-import chat
-import lora
 import lora_finetune as lf
 from benchmarks.sweep import PROMPTS, command_line, repeated
 from bpe.tokenizer import Tokenizer
-from checkpoint import checkpoint_steps, load_model, remove_after
 from cli import parse_args
-from lora import TARGETS, load_adapter
-from rows import Example, collate, encode_rows, messages_of, micro_batches
-from runtime import Runtime
+from finetuning import chat, lora
+from finetuning.lora import TARGETS, load_adapter
+from finetuning.rows import Example, collate, encode_rows, messages_of, micro_batches
+from run.checkpoint import checkpoint_steps, load_model, remove_after
+from run.runtime import Runtime
 from tests.finetuning import ROWS, adapted, logits, row, small_gpt, tokens, write_json
 from tests.helpers import ROOT, arguments, assert_user_error, log_of, losses, run_inline, succeed
 

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 import fineweb
-import sources
 from bpe.tokenizer import Tokenizer
 from cli import UserError
-from data import find_shards, read_manifest
+from corpus import sources
+from corpus.order import find_shards, read_manifest
+from corpus.shards import verify
 from fineweb import Config
-from shards import verify
 from tests.corpora import (
     SHARD,
     assert_shards,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from bpe.tokenizer import Tokenizer
-from data import find_shards, read_manifest
+from corpus.order import find_shards, read_manifest
 from tests.corpora import assert_shards, has_more_shards, options, plain_shards, wait_until, write_parquet
 from tests.helpers import assert_user_error, command, run_script, succeed
 from tests.hub import Hub, hub_environment

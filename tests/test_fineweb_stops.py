@@ -17,8 +17,8 @@ import cli
 import fineweb
 from bpe.tokenizer import Tokenizer
 from cli import UserError
-from data import read_manifest
-from shards import verify
+from corpus.order import read_manifest
+from corpus.shards import verify
 from tests.corpora import (
     DiskFull,
     assert_shards,

@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-import fp8
 from cli import UserError
-from fp8 import Float8Linear, Float8Product, by_dlogits, by_weights, use_float8
-from loss import LinearCrossEntropy, linear_cross_entropy
+from learning import fp8
+from learning.fp8 import Float8Linear, Float8Product, by_dlogits, by_weights, use_float8
+from learning.loss import LinearCrossEntropy, linear_cross_entropy
 from model import GPT, GPTConfig
+from run.trials import checkpoint_activations
 from tests.test_model import loss_case, small, tokens
-from trials import checkpoint_activations
 
 
 @pytest.fixture(params=["public", "private"])

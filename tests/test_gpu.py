@@ -13,7 +13,7 @@ import torch
 import bench
 from benchmarks import gpu, kernels, machine
 from benchmarks.report import markdown, targets, what_is_wrong
-from runtime import Runtime
+from run.runtime import Runtime
 from tests.helpers import assert_user_error, run_inline
 
 ROW = "import json, sys; json.dump([dict(name='x', rate=2.0, unit='tokens/s')], open(sys.argv[1], 'w'))"

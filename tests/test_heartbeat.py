@@ -6,8 +6,8 @@ import threading
 import pytest
 import torch.distributed as dist
 
-import heartbeat
 from cli import explain
+from run import heartbeat
 
 
 @pytest.fixture

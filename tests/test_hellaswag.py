@@ -19,7 +19,7 @@ from bpe.tokenizer import Tokenizer
 from cli import UserError, sha256
 from hellaswag import STYLES, encode_together, evaluate, harness, load_rows, prepare, read_rows, validation_task
 from model import GPT, GPTConfig
-from runtime import Runtime
+from run.runtime import Runtime
 from tests.helpers import ROOT, SMALL, arguments, assert_user_error, environment, log_of, run_inline, text_file
 from tests.rows_hub import RowsHub, write_dataset
 

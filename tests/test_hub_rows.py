@@ -14,7 +14,7 @@ ROWS = [dict(instruction=f"count to {n}", input="", output=" ".join(map(str, ran
 CODE = """
 import json, sys
 from cli import UserError
-from sources import hub_rows
+from corpus.sources import hub_rows
 try:
     print(json.dumps(hub_rows(*sys.argv[1:])))
 except UserError as e:

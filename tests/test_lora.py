@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
-import lora
 from cli import UserError, sha256
-from lora import TARGETS, LoRAConfig, load_adapter
+from finetuning import lora
+from finetuning.lora import TARGETS, LoRAConfig, load_adapter
 from model import GPT, GPTConfig
 from tests.finetuning import adapted, logits, save_adapter, small_gpt, tokens
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from checkpoint import checkpoint_steps, damage, remove_after
+from run.checkpoint import checkpoint_steps, damage, remove_after
 from tests.helpers import ROOT, assert_user_error, environment, log_of, text_file
 from tests.test_distributed import TORCHRUN, alone, args, same_losses
 

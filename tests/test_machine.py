@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import runtime
 from bpe.tokenizer import Tokenizer
-from checkpoint import CheckpointWriter, ModelFiles, damage, snapshot
 from cli import UserError
 from model import GPT, GPTConfig
-from runtime import Runtime, peak_flops, prefetch
+from run import runtime
+from run.checkpoint import CheckpointWriter, ModelFiles, damage, snapshot
+from run.runtime import Runtime, peak_flops, prefetch
 from tests.helpers import ROOT
 
 

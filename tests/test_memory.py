@@ -8,13 +8,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import trials
-from memory import Layout, n_parameters, needs
+from learning.memory import Layout, n_parameters, needs
+from learning.optim import make_optimizer
 from model import GPT, GPTConfig
-from optim import make_optimizer
-from runtime import Runtime
+from run import trials
+from run.runtime import Runtime
+from run.trials import checkpoint_activations, peak_of_training
 from train_gpt2 import Config, print_plan
-from trials import checkpoint_activations, peak_of_training
 
 
 class LiveBytes(TorchDispatchMode):

@@ -13,9 +13,9 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-import loss as loss_module
-from data import IGNORED
-from loss import LinearCrossEntropy, chunk_size, linear_cross_entropy
+from corpus.order import IGNORED
+from learning import loss as loss_module
+from learning.loss import LinearCrossEntropy, chunk_size, linear_cross_entropy
 from model import GPT, SIZES, GPTConfig, read_config
 
 warnings.filterwarnings("ignore")

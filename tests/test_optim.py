@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from learning.optim import LossScale, Muon, adamw, decay_groups, learning_rate, make_optimizer, orthogonalized
+from learning.optim import Optimizer as LoopOptimizer
 from model import GPT, GPTConfig
-from optim import LossScale, Muon, adamw, decay_groups, learning_rate, make_optimizer, orthogonalized
-from optim import Optimizer as LoopOptimizer
 from train_gpt2 import Config
 
 

@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-import fp8
-import runtime
 import train_gpt2
-import trials
-from checkpoint import checkpoint_steps, load_train_state
+from learning import fp8
+from learning.optim import learning_rate
 from model import GPT, GPTConfig
-from optim import learning_rate
+from run import runtime, trials
+from run.checkpoint import checkpoint_steps, load_train_state
 from tests.helpers import log_of, losses, weights
 from train_gpt2 import Config
 

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import CrossEntropyLoss
 
-import chat
 from bpe.tokenizer import Tokenizer
 from cli import UserError
-from rows import (
+from finetuning import chat
+from finetuning.rows import (
     IGNORED,
     cut_by_length,
     encode_rows,

@@ -12,13 +12,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import checkpoint
-import runlog
 import train_gpt2
-from checkpoint import CheckpointWriter, checkpoint_steps, damage, load_train_state
 from cli import UserError
-from run import MOVING, OLD_RUN
-from runlog import RunLog, duration
+from run import checkpoint
+from run import log as runlog
+from run.checkpoint import CheckpointWriter, checkpoint_steps, damage, load_train_state
+from run.directory import MOVING, OLD_RUN
+from run.log import RunLog, duration
 from tests.helpers import (
     SHORT,
     SMALL,

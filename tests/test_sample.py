@@ -6,11 +6,11 @@ import sys
 import pytest
 import torch
 
-import chat
 import sample
 from bpe.tokenizer import Tokenizer
 from cli import UserError
-from lora import AdapterFiles, LoRAConfig, add_lora, lora_modules
+from finetuning import chat
+from finetuning.lora import AdapterFiles, LoRAConfig, add_lora, lora_modules
 from model import GPT, GPTConfig
 from tests.helpers import ROOT, arguments, assert_user_error, run_inline
 

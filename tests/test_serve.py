@@ -13,11 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 
-import chat
 import lora_finetune as lf
 import sample
 from bpe.tokenizer import Tokenizer
-from checkpoint import save_model
+from finetuning import chat
+from run.checkpoint import save_model
 from tests.finetuning import adapted, save_adapter, small_gpt
 from tests.helpers import ROOT, arguments, run_inline
 

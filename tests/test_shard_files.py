@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import data
 from cli import UserError
-from data import (
+from corpus import order as data
+from corpus.order import (
     Batches,
     TokenStream,
     find_shards,
@@ -16,7 +16,7 @@ from data import (
     read_manifest,
     training_batches,
 )
-from shards import save_manifest
+from corpus.shards import save_manifest
 from tests.token_shards import SIZES, VOCAB, T, open_stream, write_shards
 
 

@@ -5,7 +5,7 @@ That losses and weights are those of one process is in test_distributed.py, with
 
 import pytest
 
-from checkpoint import load_train_state
+from run.checkpoint import load_train_state
 from tests.helpers import log_of, text_file
 from tests.test_distributed import (
     STEP,

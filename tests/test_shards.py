@@ -9,11 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import shards
 from bpe.tokenizer import Tokenizer
 from cli import UserError
-from data import TokenStream, find_shards, open_shard, read_manifest
-from shards import data_tokenizer, load_tokenizer, npy_header, prepare_text, save_manifest, shard_dtype, summary, verify
+from corpus import shards
+from corpus.order import TokenStream, find_shards, open_shard, read_manifest
+from corpus.shards import (
+    data_tokenizer,
+    load_tokenizer,
+    npy_header,
+    prepare_text,
+    save_manifest,
+    shard_dtype,
+    summary,
+    verify,
+)
 from tests.helpers import ROOT
 from tests.test_shard_files import MALFORMED, write_ds
 
@@ -180,7 +189,7 @@ def test_what_a_killed_run_has_left_in_the_cache_is_cleared_away(tmp_path, text)
 PREPARE = """
 import sys
 from pathlib import Path
-from shards import prepare_text
+from corpus.shards import prepare_text
 sys.stdin.readline()  # until all are here
 print(prepare_text(sys.argv[1], "train", 300, Path(sys.argv[2])))
 """

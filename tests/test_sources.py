@@ -14,9 +14,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-import sources
 from cli import UserError
-from sources import documents, documents_of, find_source, units_of
+from corpus import sources
+from corpus.sources import documents, documents_of, find_source, units_of
 from tests.helpers import ROOT
 
 KINDS = ["parquet", "one_group.parquet", "words.parquet", "jsonl", "jsonl.gz", "jsonl.zst", "json.gz"]

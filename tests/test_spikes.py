@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import runtime
-from checkpoint import checkpoint_steps, load_train_state, newest_sound
-from run import SpikeDetector
+from run import runtime
+from run.checkpoint import checkpoint_steps, load_train_state, newest_sound
+from run.directory import SpikeDetector
 from tests.helpers import SMALL, assert_user_error, log_of, losses, weights
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-import checkpoint
 import train_gpt2
-from checkpoint import damage
 from cli import UserError
+from run import checkpoint
+from run.checkpoint import damage
 from tests.helpers import (
     SHORT,
     SMALL,
@@ -118,7 +118,7 @@ def test_names_and_prompts_that_are_not_utf_8_end_no_run(train, tmp_path):
 
 
 def test_no_evaluation_begins_after_a_signal(train, tmp_path, monkeypatch):
-    import run
+    from run import directory as run
 
     real = run.Run.log_step
 

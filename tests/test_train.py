@@ -14,14 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-import card
-import evaluate
-import runtime
 import train_gpt2
-import trials
-from checkpoint import SUMS, checkpoint_steps, damage, load_train_state, newest_sound
 from cli import UserError
+from learning import evaluation as evaluate
 from model import GPT, GPTConfig
+from run import card, runtime, trials
+from run.checkpoint import SUMS, checkpoint_steps, damage, load_train_state, newest_sound
 from tests.helpers import (
     SMALL,
     arguments,
@@ -411,7 +409,7 @@ def test_an_unknown_recipe_names_the_known_ones(capsys, monkeypatch):
 
 
 def test_documents_join_to_the_text():
-    from sources import documents
+    from corpus.sources import documents
 
     text = "One\n\n\nTwo\n\nstill two\n\n\n\nThree\n\n\n"
     assert documents(text) == ["One\n\n\n", "Two\n\nstill two\n\n\n\n", "Three\n\n\n"]

@@ -11,11 +11,11 @@ import train_gpt2
 from benchmarks import tried
 from benchmarks.speedrun import settings
 from cli import UserError
-from data import TokenStream, find_shards
+from corpus.order import TokenStream, find_shards
+from corpus.shards import prepare_text
+from learning.optim import make_optimizer
 from model import GPT, GPTConfig
-from optim import make_optimizer
-from runtime import Runtime
-from shards import prepare_text
+from run.runtime import Runtime
 from tests.helpers import ROOT, run_inline
 from train_gpt2 import RECIPES
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data import TokenStream, find_shards
+from corpus.order import TokenStream, find_shards
 
 VOCAB, T = 1000, 16
 SIZES = (1003, 517, 16, 5, 1459)  # tokens of the shards: no multiple of T, and some shorter than a window

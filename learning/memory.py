@@ -34,7 +34,7 @@ This file knows nothing of data, run directories or training; it computes withou
 from dataclasses import dataclass, replace
 from itertools import product
 
-from loss import chunk_size
+from learning.loss import chunk_size
 from model import GPTConfig
 
 DEVICES = (16, 24, 40, 80, 141)  # GB that GPUs come with

@@ -6,7 +6,7 @@ al. 2020, section 5). Here rank r keeps the r-th of W slices of rows of every te
 
     forward     an all-gather before each block gives every rank the whole weights of that block
     backward    a reduce-scatter after each block leaves every rank the averaged gradient of its own rows
-    step        of its own rows, by each rank alone: AdamW treats each number by itself (for Muon see optim.py)
+    step        of its own rows, by each rank alone: AdamW treats each number by itself (for Muon see learning/optim.py)
 
 An all-reduce, as in plain data parallelism, consists of just these two, so this exchanges no more bytes than that does:
 
@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
 
-from runtime import Runtime
+from run.runtime import Runtime
 
 
 def shard(model: torch.nn.Module, blocks: Sequence[torch.nn.Module], rt: Runtime) -> None:

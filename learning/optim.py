@@ -27,7 +27,7 @@ from collections import defaultdict
 
 import torch
 
-from sharding import all_parts, divided_as, from_owners, local, own_part, to_owners, with_rows
+from run.sharding import all_parts, divided_as, from_owners, local, own_part, to_owners, with_rows
 
 
 def learning_rate(step: int, config) -> float:

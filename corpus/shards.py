@@ -4,8 +4,8 @@
 - tokenizers by name, and the one that belongs to shards
 - `prepare_text` turns a .txt file into shards, once, for training on a text of one's own
 
-data.py reads what is written here. This file knows nothing of torch, models or training; fineweb.py, which writes
-shards of whole corpora, imports it.
+corpus/order.py reads what is written here. This file knows nothing of torch, models or training. fineweb.py writes
+shards of whole corpora and imports it.
 """
 
 import glob
@@ -24,8 +24,8 @@ from tqdm import tqdm
 
 from bpe.tokenizer import Tokenizer
 from cli import UserError, only_one, replace_file, sha256, write_atomically
-from data import ds_metadata, open_shard, read_manifest
-from sources import documents
+from corpus.order import ds_metadata, open_shard, read_manifest
+from corpus.sources import documents
 
 TRAIN_FRACTION = 0.9  # of a text's characters; the rest is the validation split
 CACHE_SECONDS = 3600  # how long to wait for another run that tokenizes the same text

@@ -10,7 +10,7 @@
   slice of the same global batch, so that the order depends neither on the number of ranks nor on interruptions
 
 Batches are NumPy arrays of windows, (rows, T + 1) int64; `to_inputs` cuts them into inputs and targets, wherever they
-are by then. This file knows nothing of torch, models, tokenizers or devices; shards.py writes what it reads.
+are by then. This file knows nothing of torch, models, tokenizers or devices; corpus/shards.py writes what it reads.
 """
 
 import glob

@@ -7,7 +7,7 @@
 - micro-batches hold examples of about one length, so that few of their tokens are padding
 - the global batch of a step is a function of seed and step, whatever the number of ranks and of interruptions
 
-This file knows nothing of torch, models or devices; how a conversation is written is in chat.py.
+This file knows nothing of torch, models or devices; how a conversation is written is in finetuning/chat.py.
 """
 
 import json
@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from chat import check_messages, clean, pieces
 from cli import UserError
-from data import IGNORED, permutation
-from sources import hub_rows
+from corpus.order import IGNORED, permutation
+from corpus.sources import hub_rows
+from finetuning.chat import check_messages, clean, pieces
 
 # -------------------------------------------------------------------------------------------------- rows to messages
 

@@ -11,7 +11,7 @@ of the loss. No product is computed twice, so that this costs no time, unlike ac
 Hsu et al. 2024, Liger Kernel; Wijmans et al. 2024, "Cut your losses".)
 
 This file knows nothing of GPT-2, ranks or precision policies: it obeys the autocast that it is called under, and takes
-the products of fp8.py where it is told to.
+the products of learning/fp8.py where it is told to.
 
 Shapes in comments: N positions, C channels, V tokens of the vocabulary.
 """
@@ -19,7 +19,7 @@ Shapes in comments: N positions, C channels, V tokens of the vocabulary.
 import torch
 from torch.nn import functional as F
 
-from fp8 import by_dlogits, by_weights
+from learning.fp8 import by_dlogits, by_weights
 
 LOSS_CHUNK = {"cpu": 2**19, "cuda": 2**27}  # logits alive at once: what caches hold, what keeps a GPU busy
 LARGEST_LOSS_CHUNK = 2**29  # 2 GB in fp32

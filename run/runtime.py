@@ -2,7 +2,7 @@
 
 - `Runtime.setup(...)` decides device, dtype, torch.compile and distributed, and says why
 - `rt.wrap(model)` is the model as a loop calls it: compiled and distributed where that is on
-- `rt.mesh` says which ranks divide a model among them, for sharding.py
+- `rt.mesh` says which ranks divide a model among them, for run/sharding.py
 - `prefetch(batches, device)` brings the next batches to the device while it computes
 - `peak_flops(name)` knows the dense 16-bit peak of common GPUs, for MFU
 
@@ -30,9 +30,9 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from cli import UserError
-from heartbeat import watch_ranks
+from run.heartbeat import watch_ranks
 
-EXCHANGE = timedelta(minutes=10)  # to wait for ranks that compile or write; those that are lost: see heartbeat.py
+EXCHANGE = timedelta(minutes=10)  # to wait for ranks that compile or write; those that are lost: see run/heartbeat.py
 
 # The dense peak of the matrix units in TFLOP/s for 16-bit inputs with fp32 accumulation, from the vendors' data sheets
 # and whitepapers; for GeForce cards without one, twice the published fp32 rate, as where both are printed. The first
@@ -77,7 +77,7 @@ class Runtime:
     rank: int
     world_size: int
     why: str  # how device, dtype and compile were chosen, for the first line of a run
-    shard: str = "none"  # what ranks divide among them: none, optimizer, full (see sharding.py)
+    shard: str = "none"  # what ranks divide among them: none, optimizer, full (see run/sharding.py)
     mesh: DeviceMesh | None = None  # of the ranks that do; None for "none" and for one rank
 
     @classmethod

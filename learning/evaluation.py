@@ -10,7 +10,7 @@ import torch
 
 from bpe.tokenizer import Tokenizer
 from model import GPT
-from runtime import Runtime
+from run.runtime import Runtime
 
 
 def validate(forward: torch.nn.Module, batches: Iterable[tuple], token_bytes: torch.Tensor, rt: Runtime) -> dict:

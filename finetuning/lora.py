@@ -29,9 +29,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.nn import functional as F
 
-from checkpoint import SUMS, damage, newest_sound
 from cli import UserError, read_json
 from model import GPT
+from run.checkpoint import SUMS, damage, newest_sound
 
 TARGETS = ("c_attn", "attn.c_proj", "c_fc", "mlp.c_proj")  # all projections of a block
 BOTH_PROJECTIONS = "c_proj"  # peft's name for the second and the last of them together

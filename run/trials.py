@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from cli import UserError
-from runtime import Runtime
+from run.runtime import Runtime
 
 LARGEST_ERROR = 0.02  # of attention in 16 bits, whose kernels round weights and gradients: bf16 has 2^-9 = 0.2%
 

@@ -24,10 +24,10 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from card import write_card
 from cli import UserError, explain, replace_file
 from plot import draw, read_log
-from runtime import Runtime
+from run.card import write_card
+from run.runtime import Runtime
 
 
 class RunLog:

@@ -27,7 +27,7 @@ of W for dx, of dy and x for dW, made from what is rounded already, at a byte a 
 **Where it pays.** The cost of maxima, rounding and copies is proportional to N (K + M), the saving to N K M: blocks
 have to be wide. The output projection is 31% of all products of GPT-2 124M, and its largest tensor needs no maximum:
 the gradient of the loss by the logits is softmax - one_hot, between -1 and 1, so that its scale is known (`by_dlogits`;
-loss.py calls it). All this is expected, and not yet measured on a GPU; `bench.py gpu` measures each by itself.
+learning/loss.py calls it). All this is expected, and not yet measured on a GPU; `bench.py gpu` measures each by itself.
 
 This file knows nothing of GPT-2 but `transformer.h`, `lm_head`, their sizes, and the flag `float8_head`, which it sets.
 """

@@ -25,11 +25,11 @@ from pathlib import Path
 
 import torch
 
-import card
 from bpe.tokenizer import Tokenizer
 from cli import UserError, explain, replace_file, sha256, write_atomically
 from model import GPT, GPTConfig, read_config
-from sharding import divided_as, whole
+from run import card
+from run.sharding import divided_as, whole
 
 SUMS = "SHA256SUMS"
 WEIGHTS = {"model.safetensors": "config.json", "adapter_model.safetensors": "adapter_config.json"}  # and their config

@@ -38,7 +38,8 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import (
+from cli import Stopped, UserError, only_one, read_json, replace_file
+from run.checkpoint import (
     WEIGHTS,
     CheckpointWriter,
     checkpoint_steps,
@@ -49,9 +50,8 @@ from checkpoint import (
     set_aside,
     snapshot,
 )
-from cli import Stopped, UserError, only_one, read_json, replace_file
-from runlog import RunLog, about_machine
-from runtime import Runtime
+from run.log import RunLog, about_machine
+from run.runtime import Runtime
 
 FILES = ("config.json", "log.jsonl", "samples.txt", "learning_curve.png")  # besides checkpoints
 MOVING = ".overwritten.part"  # where --overwrite collects the run before
