@@ -250,7 +250,7 @@ def prepare(rows: list[dict], tokenizer, model_config, style: str) -> Task:
         context_ids, ending_ids = encode(tokenizer, context, endings)
         context_ids = context_ids or [tokenizer.eot_token or 0]  # something has to predict the first token
         lengths.append([len(e) for e in (ending_ids if unit == "token" else endings)])
-        packed.extend(fit(context_ids, ending_ids, 4 * number, model_config.sequence_length))
+        packed.extend(fit(context_ids, ending_ids, 4 * number, model_config.n_positions))
     labels = [-1 if row["label"] is None else row["label"] for row in rows]
     return Task(style, texts, np.array(labels), np.array(lengths), sorted(packed, key=len, reverse=True))
 

@@ -52,7 +52,7 @@ from finetuning.lora import (
 from finetuning.rows import Example, encode_rows, global_batch, load_rows, micro_batches, on_hub, split_rows
 from learning.evaluation import complete, validate
 from learning.optim import Optimizer, adamw, decay_groups, learning_rate
-from model import GPT
+from model import GPT, Loss
 from plot import read_log
 from run import card
 from run.checkpoint import WEIGHTS, ModelFiles, checkpoint_steps, find_model, load_model, model_tokenizer, save_model
@@ -163,7 +163,7 @@ def finetune(written: Config) -> None:
     model = adapt(base, written, lora, run.checkpoint)
     if lora and rt.dtype != torch.float32:
         cast_frozen(model, rt.dtype)
-    forward = rt.wrap(AnswerLoss(model.to(rt.device)), dynamic=True)
+    forward = rt.wrap(Loss(model.to(rt.device)), dynamic=True)
     config = settle(written, lora, data, forward, rt)  # from here on no constant changes
     optimizer = make_optimizer(model, config, rt)
     weights = AdapterFiles(model, lora, base_path, base_sha256) if lora else ModelFiles(model, data.tokenizer)
@@ -180,7 +180,7 @@ def finetune(written: Config) -> None:
 
 
 def train(config: Config, run: Run, model: GPT, forward: torch.nn.Module, optimizer: Optimizer, data: "Data") -> None:
-    """Optimizer steps until `config.max_steps`. `forward` is AnswerLoss, compiled and distributed where that is on."""
+    """Optimizer steps until `config.max_steps`. `forward` is the model's loss, perhaps compiled and distributed."""
     rt = run.rt
     if data.val and run.checkpoint is None and config.eval_interval:
         run.record("val", **validate(forward, validation_inputs(config, data, rt), data.token_bytes, rt))  # of the base
@@ -197,7 +197,7 @@ def train(config: Config, run: Run, model: GPT, forward: torch.nn.Module, optimi
             for i, (idx, targets, places) in enumerate(batch):
                 rt.exchange_gradients(forward, now=i == len(batch) - 1)
                 with rt.autocast():
-                    _, micro_loss = forward(idx, targets, places, n_targets=n_targets / rt.world_size)
+                    micro_loss = forward(idx, targets, places, n_targets=n_targets / rt.world_size)
                 optimizer.scale(micro_loss).backward()  # adds to the gradients of the micro-batches before
                 loss += micro_loss.detach()
 
@@ -222,22 +222,6 @@ def evaluate(config: Config, run: Run, model: GPT, forward: torch.nn.Module, dat
         prompt, seed = prompt_of(config.sample_prompt, data.tokenizer), config.seed + run.step
         answers = complete(model, data.tokenizer, [prompt], config.sample_tokens, rt, seed, top_k=50)
         run.record("sample", text=prompt + answers[0])
-
-
-class AnswerLoss(torch.nn.Module):
-    """What the loop calls: the model and its loss on answers; the head computes no other position."""
-
-    def __init__(self, gpt: GPT):
-        super().__init__()
-        self.gpt = gpt
-
-    def forward(self, idx, targets, places=None, n_targets=1.0):
-        """idx (B, T); targets (1, M) and places (1, M), theirs among the B * T positions; without places, as the trial
-        for memory calls it, targets (B, T). Returns (None, loss)."""
-        x = self.gpt.hidden(idx).flatten(0, 1)  # (B * T, C)
-        if places is not None:
-            x = x.index_select(0, places[0])  # (M, C)
-        return None, self.gpt.sum_loss(x, targets.flatten()) / n_targets
 
 
 def make_optimizer(model: GPT, config: Config, rt: Runtime) -> Optimizer:
@@ -271,11 +255,12 @@ def open_data(config: Config, base: GPT, rt: Runtime) -> Data:
         check_tokenizer(tokenizer)
     except ValueError as e:
         raise UserError(f"the tokenizer of {config.base} is not one for chats: {e}; take another base") from None
-    if T > shape.sequence_length:
-        raise UserError(f"{config.base} was made for {shape.sequence_length} tokens; --sequence_length is more")
+    if T > shape.n_positions:
+        has = f"{config.base} has a context of {shape.n_positions} tokens, less than --sequence_length {T}"
+        raise UserError(f"{has}; give {shape.n_positions} or less")
     if len(tokenizer) > shape.vocab_size:
         raise UserError(f"the tokenizer of {config.base} has {len(tokenizer)} tokens, its model {shape.vocab_size}")
-    T = T or shape.sequence_length
+    T = T or shape.n_positions
     if rt.world_size > 1:  # the other ranks then find a dataset of the hub in the cache
         rt.on_main(lambda: len(load_rows(config.data)))
     rows = load_rows(config.data)
@@ -306,7 +291,7 @@ def micro_batches_from(data_step: int, config: Config, data: Data, rt: Runtime) 
 
 
 def validation_inputs(config: Config, data: Data, rt: Runtime) -> Iterator[tuple]:
-    """What `AnswerLoss` takes, on the device, for this rank's validation rows."""
+    """What the loss takes, on the device, for this rank's validation rows."""
     return (micro for (micro,) in prefetch(([one] for one in cut(data.val, config, rt)), rt.device))
 
 
@@ -451,11 +436,11 @@ def write_merged(config: Config, adapter: str) -> None:
     """Write base and adapter as one plain model, merged in fp32, and say how far its logits are from the unmerged."""
     out, tokenizer = Path(config.merge), model_tokenizer(config.base)
     model = load_adapter(load_model(config.base), adapter).eval()
-    idx = torch.randint(len(tokenizer), (4, min(64, model.config.sequence_length)))
+    idx = torch.randint(len(tokenizer), (4, min(64, model.config.n_positions)))
     with torch.no_grad():
-        before = model(idx)[0]
+        before = model(idx)
         model = remove_lora(merge(model))
-        difference = (model(idx)[0] - before).abs().max()
+        difference = (model(idx) - before).abs().max()
 
     def fill(path: Path) -> None:
         save_model(path, model, tokenizer)

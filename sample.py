@@ -23,6 +23,7 @@ from tyro.conf import Positional, arg
 from cli import Count, NonNegative, Range, UserError, parse_args, script
 from finetuning.chat import chat_ids
 from finetuning.lora import load_adapter, merge, read_adapter, remove_lora
+from learning import generation
 from model import GPT
 from run.checkpoint import load_model, model_tokenizer
 from run.runtime import Runtime
@@ -46,20 +47,17 @@ class Config:
     chat: bool = False  # hold a conversation in the terminal; PROMPT is the first thing said
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: cuda, else mps, else cpu
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of weights; auto: fp32 on a CPU, else 16 bits
-    compile: bool = False  # compile the step of a token: for long texts on a GPU; on a CPU it is slower
 
 
 def main() -> None:
     config = parse_args(Config, set_apart(sys.argv[1:]), description=__doc__)
     check(config)
     prompt = checked(read_all() if config.prompt == "-" else config.prompt, "the prompt")
-    rt = Runtime.setup(config.device, config.dtype, "on" if config.compile else "off")
+    rt = Runtime.setup(config.device, config.dtype)
     if config.dtype == "auto" and rt.device.type == "cpu":
         rt = Runtime.setup("cpu", "float32")  # one row at a time is bound by memory, and 16 bits are emulated in part
     model, tokenizer = open_model(config)
     model.to(rt.device, rt.dtype)
-    if config.compile:
-        model.compile_generation()
     generator = torch.Generator(rt.device)
     generator.manual_seed(config.seed) if config.seed >= 0 else generator.seed()
     if config.chat:
@@ -113,10 +111,9 @@ def open_model(config: Config) -> tuple:
 def generate(model: GPT, tokenizer, rows: list[list[int]], config: Config, generator) -> Iterator[list[int]]:
     """The next token of every row, step by step."""
     start = [0 if tokenizer.eot_token is None else tokenizer.eot_token]  # of a document
-    return model.generate(
-        [row or start for row in rows], config.max_new_tokens, temperature=config.temperature, top_k=config.top_k,
-        top_p=config.top_p, stop_token=tokenizer.eot_token, n_tokens=len(tokenizer), generator=generator,
-    )  # fmt: skip
+    sampling = dict(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p, generator=generator)
+    ends = dict(stop_token=tokenizer.eot_token, n_tokens=len(tokenizer))
+    return generation.generate(model, [row or start for row in rows], config.max_new_tokens, **sampling, **ends)
 
 
 def stream(model: GPT, tokenizer, ids: list[int], config: Config, generator) -> Iterator[str]:
@@ -146,7 +143,7 @@ def converse(model: GPT, tokenizer, config: Config, said: str, generator) -> Non
 
     Earlier turns stay in the context as long as they fit; then the oldest is forgotten.
     """
-    room = model.config.sequence_length - config.max_new_tokens
+    room = model.config.n_positions - config.max_new_tokens
     messages: list[dict] = []
     print("Say something; an empty line ends the conversation.", file=sys.stderr)
     while said := said.strip() or read_line().strip():

@@ -40,10 +40,10 @@ from corpus.order import (
 )
 from corpus.shards import data_tokenizer, origin, prepare_text
 from learning.evaluation import complete, validate
-from learning.fp8 import use_float8
+from learning.fp8 import FP8_PRODUCTS
 from learning.memory import MICRO_BATCHES, Layout, checkpoint_bytes, n_parameters, table
 from learning.optim import Optimizer, learning_rate, make_optimizer
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, Loss
 from run.card import provenance
 from run.checkpoint import ModelFiles, load_model, load_shape, whole_model
 from run.directory import Run
@@ -159,10 +159,11 @@ def main() -> None:
     model = build_model(written, shape, run.checkpoint)
     rt.print(f"{recipe}: {model.num_params():,} parameters on {rt.why}")
     prepare(model, written, rt)
-    forward = model if rt.mesh else rt.wrap(model.to(rt.device))  # divided, it hooks itself; else compiled, in DDP
+    forward = Loss(model.to(rt.device))
+    forward = forward if rt.mesh else rt.wrap(forward)  # FSDP hooks it below; otherwise compile it, wrap it in DDP
     config = settle(written, shape, forward, rt)  # from here on no constant changes
     if rt.mesh:
-        shard(model, model.transformer.h, rt)
+        shard(forward, model.transformer.h, rt)
     optimizer = make_optimizer(model, config, rt)
     identity = dict(tokenizer=data.tokenizer.fingerprint, data=fingerprint(data.train.stream))
     facts = dict(parameters=model.num_params(), flops_per_token=model.estimate_flops(config.sequence_length))
@@ -199,7 +200,7 @@ def train(config: Config, run: Run, model: GPT, forward: torch.nn.Module, optimi
             for i, (idx, targets) in enumerate(batch):
                 rt.exchange_gradients(forward, now=i == len(batch) - 1)
                 with rt.autocast():
-                    _, micro_loss = forward(idx, targets, n_targets=n_targets / rt.world_size)
+                    micro_loss = forward(idx, targets, n_targets=n_targets / rt.world_size)
                 optimizer.scale(micro_loss).backward()
                 loss += micro_loss.detach()
 
@@ -220,7 +221,7 @@ def evaluate(config: Config, run: Run, model: GPT, forward: torch.nn.Module, dat
     rt = run.rt
     if run.due(config.eval_interval, "val"):
         inputs = validation_inputs(config, data, rt)
-        val = validate(whole_model(model) if rt.mesh else forward, inputs, data.token_bytes, rt)
+        val = validate(Loss(whole_model(model)) if rt.mesh else forward, inputs, data.token_bytes, rt)
         if val["loss"] <= config.target_loss:
             run.end_here()
         run.record("val", **val)
@@ -332,7 +333,7 @@ def check(config: Config, rt: Runtime) -> None:
             raise UserError(f"--fp8 needs torch.compile, or rounding costs more than it gains; this is {rt.why}")
         if config.shard != "none":
             raise UserError(f"--fp8 has not been tried with --shard {config.shard}; give one of them")
-        for name in ("n_embd", "sequence_length"):
+        for name in ("n_embd", "sequence_length", "vocab_size"):
             if getattr(config, name) % 16:
                 raise UserError(f"--fp8 needs a --{name} that is a multiple of 16, not {getattr(config, name)}")
     unit = config.sequence_length * max(config.micro_batch_size, 1) * rt.world_size
@@ -381,11 +382,11 @@ def model_shape(config: Config, recipe: str, checkpoint: Path | None, rt: Runtim
     attention = choose_attention(config.attention, rt, config.sequence_length)
     source = str(checkpoint or config.init_from)
     if not source:
-        shape = GPTConfig(sequence_length=config.sequence_length, **{name: getattr(config, name) for name in sizes})
+        shape = GPTConfig(n_positions=config.sequence_length, **{name: getattr(config, name) for name in sizes})
         return replace(shape, dropout=config.dropout, attention=attention)
     shape = load_shape(source)
-    if config.sequence_length > shape.sequence_length:
-        raise UserError(f"{source} was made for {shape.sequence_length} tokens; --sequence_length may not exceed it")
+    if config.sequence_length > shape.n_positions:
+        raise UserError(f"{source} has a context of {shape.n_positions} tokens; --sequence_length must not exceed it")
     for name in sizes:  # a size that somebody chose, other than by choosing the recipe, has to be the checkpoint's
         if getattr(config, name) not in (getattr(shape, name), getattr(RECIPES[recipe], name)):
             raise UserError(f"{source} has {name} {getattr(shape, name)}, not {getattr(config, name)}; leave it out")
@@ -402,7 +403,7 @@ def build_model(config: Config, shape: GPTConfig, checkpoint: Path | None) -> GP
 def prepare(model: GPT, config: Config, rt: Runtime) -> None:
     """FP8, recomputed activations, the attention kernel: the same model, faster or smaller; FP8 also rounds more."""
     if config.fp8:
-        rt.print(f"FP8: the products of {' and '.join(use_float8(model))}")
+        model.head_products = FP8_PRODUCTS
     if config.activation_checkpointing:
         checkpoint_activations(model.transformer.h)
     if model.config.attention == "flash":

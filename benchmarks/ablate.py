@@ -26,7 +26,7 @@ from run.runtime import Runtime
 from train_gpt2 import Config
 
 ROOT = Path(__file__).resolve().parent.parent
-SHAPE = GPTConfig(n_layer=4, n_head=2, n_embd=64, sequence_length=32, vocab_size=1024)
+SHAPE = GPTConfig(n_layer=4, n_head=2, n_embd=64, n_positions=32, vocab_size=1024)
 ROWS = 16  # sequences in a batch
 
 
@@ -34,7 +34,7 @@ def run(config, rt: Runtime) -> list[dict]:
     folder = prepare_text(config.data or str(ROOT / "input.txt"), "train", SHAPE.vocab_size, Path("out/cache"))
     streams = {s: TokenStream(find_shards(str(folder), s), SHAPE.vocab_size) for s in ("train", "val")}
     constants = Config(max_lr=3e-3, min_lr=3e-4, max_steps=config.steps, warmup_steps=max(config.steps // 25, 1))
-    print(f"{SHAPE}\n{config.steps} steps of {ROWS * SHAPE.sequence_length:,} tokens\n")
+    print(f"{SHAPE}\n{config.steps} steps of {ROWS * SHAPE.n_positions:,} tokens\n")
     print(f"{'':<36}validation loss, nats per token: mean, over the recipe's (the same, seed by seed)")
     rows = []
     for name, change in CHANGES.items():
@@ -53,17 +53,17 @@ def train(change: "Change", constants: Config, seed: int, streams: dict[str, Tok
     model = change.model(SHAPE).to(rt.device)
     params = [p for p in model.parameters() if p.requires_grad]
     optimizer = adamw(change.groups(params, constants.weight_decay), constants)
-    order = Batches(streams["train"], SHAPE.sequence_length, seed, change.shuffle)
+    order = Batches(streams["train"], SHAPE.n_positions, seed, change.shuffle)
     for step in range(1, constants.max_steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, constants)
         windows = next(order.micro_batches((step - 1) * ROWS, ROWS, ROWS))
-        _, loss = model(*to_inputs(torch.from_numpy(windows).to(rt.device)))
+        loss = model.loss(*to_inputs(torch.from_numpy(windows).to(rt.device)))
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), constants.grad_clip or math.inf)
         optimizer.step()
         optimizer.zero_grad()
-    return validation_loss(model.eval(), streams["val"], SHAPE.sequence_length, rt)
+    return validation_loss(model.eval(), streams["val"], SHAPE.n_positions, rt)
 
 
 @torch.no_grad()
@@ -74,7 +74,7 @@ def validation_loss(model: GPT, stream: TokenStream, sequence_length: int, rt: R
         x, y = to_inputs(torch.from_numpy(windows).to(rt.device))
         n_targets = (y >= 0).sum().item()
         with rt.autocast():
-            total, n = total + model(x, y)[1].item() * n_targets, n + n_targets
+            total, n = total + model.loss(x, y).item() * n_targets, n + n_targets
     return total / n
 
 

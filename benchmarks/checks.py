@@ -22,7 +22,7 @@ from bpe.tokenizer import Tokenizer
 from corpus.order import to_inputs
 from hellaswag import evaluate, prepare
 from learning.optim import learning_rate, make_optimizer
-from model import GPT
+from model import GPT, Loss
 from run import trials
 from run.runtime import Runtime
 from train_gpt2 import RECIPES, Config, model_shape
@@ -84,12 +84,12 @@ def losses_of(make: Callable, dtype: str, rt: Runtime, size: str) -> list[float]
 def project_steps(config: Config, rt: Runtime, model: GPT) -> Callable:
     """Steps as train_gpt2.py makes them."""
     prepare_model(model, config, rt)
-    forward, optimizer = rt.wrap(model), make_optimizer(model, config, rt)
+    forward, optimizer = rt.wrap(Loss(model)), make_optimizer(model, config, rt)
 
     def step(number: int, idx, targets) -> torch.Tensor:
         optimizer.set_lr(learning_rate(number, config))
         with rt.autocast():
-            _, loss = forward(idx, targets, n_targets=torch.full((), targets.numel(), device=rt.device))
+            loss = forward(idx, targets, n_targets=torch.full((), targets.numel(), device=rt.device))
         optimizer.scale(loss).backward()
         norm = optimizer.clip_grad_norm(config.grad_clip)
         optimizer.step(finite=norm.isfinite())
@@ -108,7 +108,7 @@ def plain_steps(config: Config, rt: Runtime, model: GPT) -> Callable:
 
     def step(number: int, idx, targets) -> torch.Tensor:
         with rt.autocast():
-            logits, _ = model(idx)
+            logits = model(idx)
         loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
         optimizer.zero_grad()
         loss.backward()

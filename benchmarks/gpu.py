@@ -51,7 +51,6 @@ PARTS = {
     "hellaswag": Part("hellaswag:quick", 60, "HellaSwag, 124M"),
     "profile": Part("kernels:profile", 80, "Where the time of a step goes"),
     "memory": Part("kernels:memory", 80, "Micro-batches that fit"),
-    "float8": Part("kernels:float8", 60, "FP8 in blocks"),
     "lora": Part("lora:run", 60, "LoRA against peft", dict(repeats=2)),
     "save": Part("save:run", 60, "Checkpoints in the background", dict(repeats=2)),
     "ladder": Part("ladder:run", 300, "One training step, rung by rung", dict(repeats=3)),

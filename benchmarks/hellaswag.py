@@ -69,7 +69,7 @@ def score_one_by_one(model: GPT, tokenizer: Tokenizer, rows: list[dict], rt: Run
             scored[k, len(context) : len(context) + len(ending)] = 1
         idx, scored = idx.to(rt.device), scored.to(rt.device)
         with rt.autocast():
-            logits, _ = model(idx)  # (4, T, V)
+            logits = model(idx)  # (4, T, V)
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), idx[:, 1:].flatten(), reduction="none")
         losses.append((loss.view(4, -1) * scored[:, 1:]).sum(dim=1).tolist())
     return losses

@@ -1,7 +1,6 @@
 """The parts of a training step by themselves, for what to choose and what to improve.
 
 - `losses`: the loss of 65,536 positions, forward and backward: plain and compiled, in chunks of several sizes, in FP8
-- `float8`: four blocks of 768 and of 1,600 channels, in bf16 and in FP8
 - `memory`: the micro-batch that train_gpt2.py finds for each size of GPT-2, and the memory at its peak
 - `profile`: where the time of one step goes, by kind of kernel
 
@@ -21,9 +20,8 @@ from benchmarks.ladder import WARM_UPS
 from benchmarks.ladder import model_shape as bench_shape
 from benchmarks.measure import interleave, model_sizes, table
 from benchmarks.train import project_step
-from learning.fp8 import use_float8
 from learning.loss import LinearCrossEntropy
-from model import GPT, SIZES, GPTConfig
+from model import GPT, SIZES
 from run.runtime import Runtime
 from run.trials import find_micro_batch_size
 from train_gpt2 import RECIPES, model_shape, prepare
@@ -97,40 +95,6 @@ def in_chunks(chunk: int, fp8: bool) -> Callable:
 
 def gradients(function: Callable, x, weight, targets) -> None:
     torch.autograd.grad(function(x, weight, targets), (x, weight))
-
-
-# -------------------------------------------------------------------------------------------------------------- FP8
-
-
-def float8(config, rt: Runtime) -> list[dict]:
-    rt, rows = fast(rt), []
-    if not has_float8(rt):
-        print("FP8 needs compute capability 8.9 or more, and bf16")
-        return rows
-    for width in (64,) if tiny(config) else (768, 1600):
-        shape = (2, 32, width) if tiny(config) else (16, 1024, width)
-        x = torch.randn(shape, device=rt.device, requires_grad=True)
-        steps = {f"{width} channels, {'FP8' if on else rt.dtype}": blocks_step(on, x, rt) for on in (False, True)}
-        rows += table(interleave(steps, config.repeats, rt), shape[0] * shape[1], "tokens/s")
-    return rows
-
-
-def blocks_step(on: bool, x: torch.Tensor, rt: Runtime) -> Callable[[], None]:
-    width = x.size(-1)
-    sizes = dict(n_layer=4, n_embd=width, n_head=width // 64 or 1, vocab_size=128)
-    model = GPT(GPTConfig(**sizes)).to(rt.device)
-    if on:
-        use_float8(model, head=False, blocks=True)
-    blocks = compiled(torch.nn.Sequential(*model.transformer.h), rt)
-
-    def step() -> None:
-        with rt.autocast():
-            y = blocks(x)
-        torch.autograd.grad(y.sum(), (x, *blocks.parameters()))  # the products of both directions
-
-    for _ in range(WARM_UPS):
-        step()
-    return step
 
 
 # ----------------------------------------------------------------------------------------------------------- memory

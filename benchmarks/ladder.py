@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from benchmarks.measure import in_own_process, interleave, machine, model_sizes
 from cli import UserError
-from learning.fp8 import use_float8
+from learning.fp8 import FP8_PRODUCTS
 from model import GPT, GPTConfig
 from run.runtime import Runtime
 from run.trials import choose_attention_kernel
@@ -57,11 +57,11 @@ def run(config, rt: Runtime) -> list[dict]:
         except (RuntimeError, ImportError) as e:  # out of memory, or this GPU cannot do it
             print(f"{rung.name:<26} failed: {str(e).strip().splitlines()[0]}")
             continue
-        rate = batch_size * shape["sequence_length"] / statistics.median(found["seconds"])
+        rate = batch_size * shape["n_positions"] / statistics.median(found["seconds"])
         row = dict(name=rung.name, rate=rate, unit="tokens/s", mfu=mfu(rate, found["flops"], rt), **found)
         row |= dict(over_before=rate / (rows or [row])[-1]["rate"], over_first=rate / (rows or [row])[0]["rate"])
         rows.append(row)
-        print(line(row, batch_size * shape["sequence_length"]), flush=True)
+        print(line(row, batch_size * shape["n_positions"]), flush=True)
     if rows:
         draw(rows, Path(config.png), machine(rt)["device"])
     return rows
@@ -92,8 +92,8 @@ def model_shape(size: str, rt: Runtime) -> dict:
     """GPT-2 124M on a GPU; on a CPU a model that takes about a second for a step."""
     if rt.device.type == "cuda" or size:
         long = size != "tiny"
-        return model_sizes(size) | dict(sequence_length=1024 if long else 32, vocab_size=50257 if long else 1000)
-    return dict(n_layer=6, n_head=6, n_embd=384, sequence_length=256, vocab_size=1000)
+        return model_sizes(size) | dict(n_positions=1024 if long else 32, vocab_size=50257 if long else 1000)
+    return dict(n_layer=6, n_head=6, n_embd=384, n_positions=256, vocab_size=1000)
 
 
 def plain_step(rung: Rung, shape: dict, batch_size: int, rt: Runtime) -> tuple[Callable[[int], torch.Tensor], float]:
@@ -103,18 +103,18 @@ def plain_step(rung: Rung, shape: dict, batch_size: int, rt: Runtime) -> tuple[C
     vocab_size = -(-shape["vocab_size"] // 128) * 128 if rung.padded else shape["vocab_size"]
     model = GPT(GPTConfig(**shape | dict(vocab_size=vocab_size, attention=rung.attention))).to(rt.device)
     if rung.fp8:
-        use_float8(model)
+        model.head_products = FP8_PRODUCTS
     if rung.kernel:
         heads, head_size = shape["n_head"], shape["n_embd"] // shape["n_head"]
         bf16 = replace(rt, dtype=torch.bfloat16)
-        choose_attention_kernel(bf16, (batch_size, heads, shape["sequence_length"], head_size))
+        choose_attention_kernel(bf16, (batch_size, heads, shape["n_positions"], head_size))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=rung.fused, foreach=not rung.fused)
     tokens = random_tokens(shape, batch_size, rt)  # (B, T + 1)
 
     def loss_of(idx, targets):
         if rung.chunked:
-            return model(idx, targets)[1]
-        logits, _ = model(idx)  # (B, T, V)
+            return model.loss(idx, targets)
+        logits = model(idx)  # (B, T, V)
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
     loss_of = torch.compile(loss_of) if rung.compile else loss_of
@@ -131,12 +131,12 @@ def plain_step(rung: Rung, shape: dict, batch_size: int, rt: Runtime) -> tuple[C
         optimizer.zero_grad(set_to_none=True)
         return total
 
-    return step, model.estimate_flops()
+    return step, model.estimate_flops(shape["n_positions"])
 
 
 def random_tokens(shape: dict, batch_size: int, rt: Runtime) -> torch.Tensor:
     """(B, T + 1). What the tokens are has no influence on the speed of a step."""
-    return torch.randint(shape["vocab_size"], (batch_size, shape["sequence_length"] + 1), device=rt.device)
+    return torch.randint(shape["vocab_size"], (batch_size, shape["n_positions"] + 1), device=rt.device)
 
 
 def measure_step(make: Callable, batch_size: int, repeats: int, device: str) -> dict:

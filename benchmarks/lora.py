@@ -18,8 +18,8 @@ from benchmarks.measure import fast_dtype, interleave, model_sizes, table
 from corpus.shards import load_tokenizer
 from finetuning.lora import TARGETS, LoRAConfig, add_lora, cast_frozen
 from finetuning.rows import Example, encode_rows, load_rows, micro_batches, split_rows
-from lora_finetune import MICRO_BATCH_COST, AnswerLoss, Config, make_optimizer
-from model import GPT, GPTConfig
+from lora_finetune import MICRO_BATCH_COST, Config, make_optimizer
+from model import GPT, GPTConfig, Loss
 from run.runtime import Runtime
 from run.trials import choose_attention
 
@@ -56,7 +56,7 @@ def own_step(base: GPT, examples: list[Example], dtype: torch.dtype, rt: Runtime
     model.load_state_dict(base.state_dict())
     add_lora(model, LoRAConfig(FINETUNING.lora_dim, FINETUNING.lora_alpha))
     cast_frozen(model, dtype)
-    forward = AnswerLoss(model.to(rt.device))
+    forward = Loss(model.to(rt.device))
     optimizer = make_optimizer(model, FINETUNING, rt)
 
     def step() -> float:
@@ -65,7 +65,7 @@ def own_step(base: GPT, examples: list[Example], dtype: torch.dtype, rt: Runtime
         loss = torch.zeros((), device=rt.device)
         for idx, targets, places in batch:
             with rt.autocast():
-                _, micro_loss = forward(idx, targets, places, n_targets=n_targets)
+                micro_loss = forward(idx, targets, places, n_targets=n_targets)
             optimizer.scale(micro_loss).backward()
             loss += micro_loss.detach()
         optimizer.step(finite=optimizer.clip_grad_norm(FINETUNING.grad_clip).isfinite())

@@ -27,7 +27,7 @@ import train_gpt2
 from benchmarks.checks import check, constants
 from corpus.order import to_inputs
 from learning.optim import make_optimizer
-from model import GPT
+from model import GPT, Loss
 from run import trials
 from run.checkpoint import remove_after, snapshot
 from run.directory import Run, SpikeDetector
@@ -198,11 +198,12 @@ def one_rank(rt: Runtime) -> list[dict]:
 def six_steps(name: str, rt: Runtime, way: str) -> list[float]:
     config = replace(constants("tiny"), optimizer=name, max_lr=RECIPES["tiny"].max_lr)
     torch.manual_seed(0)
-    model = forward = GPT(train_gpt2.model_shape(config, "gpt2", None, rt)).to(rt.device)
+    model = GPT(train_gpt2.model_shape(config, "gpt2", None, rt)).to(rt.device)
+    forward = Loss(model)
     if way == "DDP":
-        forward = distributed(model, rt.device)
+        forward = distributed(forward, rt.device)
     elif way == "fully_shard":
-        shard(model, model.transformer.h, rt)
+        shard(forward, model.transformer.h, rt)
     windows = torch.randint(50, (8, config.sequence_length + 1), generator=torch.Generator().manual_seed(0))
     idx, targets = to_inputs(windows.to(rt.device))
     losses, state = [], None
@@ -212,7 +213,7 @@ def six_steps(name: str, rt: Runtime, way: str) -> list[float]:
             optimizer.load_state_dict(state)
         for _ in range(3):
             optimizer.set_lr(config.max_lr)
-            loss = forward(idx, targets)[1]
+            loss = forward(idx, targets)
             optimizer.scale(loss).backward()
             optimizer.step(finite=optimizer.clip_grad_norm(1.0).isfinite())
             losses.append(loss.item())

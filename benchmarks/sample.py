@@ -1,4 +1,4 @@
-"""Generation: recomputing the context for every token, transformers' generate, this project, and this project compiled.
+"""Generation: recomputing the context for every token, transformers' generate, and this project.
 
 Greedy continuations of the same random prompts of 16 tokens by random GPT-2 models of 124M: 4 sequences in fp32 on a
 CPU, 1 and 64 in bf16 on a GPU; --size for others. What the tokens are has no influence on the speed. transformers runs
@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.measure import interleave, model_sizes, table
+from learning.generation import generate
 from model import GPT, GPTConfig
 from run.runtime import Runtime
 
@@ -22,8 +23,7 @@ def run(config, rt: Runtime) -> list[dict]:
     dtype = torch.bfloat16 if cuda else torch.float32
     shape = model_sizes(config.size)
     torch.manual_seed(0)
-    model, compiled = (GPT(GPTConfig(**shape)).to(rt.device, dtype).eval() for _ in range(2))
-    compiled.compile_generation()
+    model = GPT(GPTConfig(**shape)).to(rt.device, dtype).eval()
     reference = transformers_model(shape).to(rt.device, dtype).eval()
     for batch_size in (1, 64) if cuda else (4,):
         prompts = torch.randint(50257, (batch_size, 16))
@@ -32,7 +32,6 @@ def run(config, rt: Runtime) -> list[dict]:
             "recomputing the context": recomputing(model, prompts.to(rt.device), n),
             "transformers generate": generating(reference, prompts.to(rt.device), n),
             "this project": own(model, prompts.tolist(), n),
-            "this project, compiled": own(compiled, prompts.tolist(), n),
         }
         print(f"batch size {batch_size}, {dtype}")
         found = table(interleave(contestants, config.repeats, rt), batch_size * n, "tokens/s")
@@ -51,7 +50,7 @@ def recomputing(model: GPT, idx: torch.Tensor, n: int) -> Callable[[], None]:
     def run() -> None:
         x = idx  # (B, T), a column longer with every token
         for _ in range(n):
-            x = torch.cat([x, model(x)[0][:, -1].argmax(-1, keepdim=True)], dim=1)
+            x = torch.cat([x, model(x)[:, -1].argmax(-1, keepdim=True)], dim=1)
 
     return run
 
@@ -62,4 +61,4 @@ def generating(reference, idx: torch.Tensor, n: int) -> Callable[[], None]:
 
 
 def own(model: GPT, prompts: list[list[int]], n: int) -> Callable[[], None]:
-    return lambda: list(model.generate(prompts, n, temperature=0))
+    return lambda: list(generate(model, prompts, n, temperature=0))

@@ -25,7 +25,7 @@ import torch
 from benchmarks.measure import Seconds, model_sizes
 from bpe.tokenizer import Tokenizer
 from learning.optim import make_optimizer
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, Loss
 from run.checkpoint import ModelFiles
 from run.directory import Run
 from run.runtime import Runtime
@@ -56,14 +56,14 @@ def run(config, rt: Runtime) -> list[dict]:
 
 def save_in_turn(constants, model: GPT, rt: Runtime) -> Seconds:
     """`rt` has the precision that a run has here."""
-    forward = model if rt.mesh else rt.wrap(model)
+    forward = Loss(model) if rt.mesh else rt.wrap(Loss(model))
     if rt.mesh:
-        shard(model, model.transformer.h, rt)
+        shard(forward, model.transformer.h, rt)
     optimizer = make_optimizer(model, constants, rt)
     step = training_step(forward, optimizer, rt)
     step()  # makes the moments
     training = Run.open(constants, rt)
-    facts = dict(parameters=model.num_params(), flops_per_token=model.estimate_flops())
+    facts = dict(parameters=model.num_params(), flops_per_token=model.estimate_flops(model.config.n_positions))
     training.begin(constants, ModelFiles(model, Tokenizer.train(["a"], 257), rt.is_main), optimizer, {}, facts)
     found = {name: [] for name in ("a checkpoint, waited for", "run.save() alone", "a step", "a step during a write")}
     with training:
@@ -85,7 +85,7 @@ def training_step(forward: torch.nn.Module, optimizer, rt: Runtime) -> Callable[
 
     def step() -> None:
         with rt.autocast():
-            _, loss = forward(idx, idx)
+            loss = forward(idx, idx)
         loss.backward()
         optimizer.step(finite=optimizer.clip_grad_norm(1.0).isfinite())
 

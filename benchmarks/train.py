@@ -20,7 +20,7 @@ from benchmarks.ladder import Rung, measure_step, mfu, model_shape, plain_step, 
 from benchmarks.measure import in_own_process, table
 from corpus.order import to_inputs
 from learning.optim import make_optimizer
-from model import GPT
+from model import GPT, Loss
 from run.runtime import Runtime
 from train_gpt2 import RECIPES, prepare
 from train_gpt2 import model_shape as shape_of
@@ -49,7 +49,7 @@ def compare(shape: dict, batch_size: int, repeats: int, rt: Runtime, n_turns: in
             found[name].append(in_own_process(measure_step, make, batch_size, -(-repeats // n_turns), rt.device.type))
     print(f"{shape}, batch size {batch_size}")
     seconds = {name: [s for turn in turns for s in turn["seconds"]] for name, turns in found.items()}
-    rows = table(seconds, batch_size * shape["sequence_length"], "tokens/s")
+    rows = table(seconds, batch_size * shape["n_positions"], "tokens/s")
     for row, (name, turns) in zip(rows, found.items(), strict=True):
         used, n_micro = mfu(row["rate"], turns[0]["flops"], rt), max(turn["n_micro"] for turn in turns)
         memory = max(turn["memory"] for turn in turns)
@@ -79,10 +79,12 @@ def project_step(fp8: bool, shape: dict, batch_size: int, rt: Runtime) -> tuple[
     train_gpt2.py does it."""
     rt = Runtime.setup(rt.device.type, "auto", "auto")
     vocab_size = -(-shape["vocab_size"] // 128) * 128
-    config = replace(RECIPES["gpt2"], **shape | dict(vocab_size=vocab_size), micro_batch_size=batch_size, fp8=fp8)
+    sizes = dict(vocab_size=vocab_size, n_layer=shape["n_layer"], n_head=shape["n_head"], n_embd=shape["n_embd"])
+    sizes |= dict(sequence_length=shape["n_positions"])
+    config = replace(RECIPES["gpt2"], **sizes, micro_batch_size=batch_size, fp8=fp8)
     model = GPT(shape_of(config, "gpt2", None, rt)).to(rt.device)
     prepare(model, config, rt)
-    forward = rt.wrap(model)
+    forward = rt.wrap(Loss(model))
     optimizer = make_optimizer(model, config, rt)
     tokens = random_tokens(shape, batch_size, rt)  # (B, T + 1)
 
@@ -92,11 +94,11 @@ def project_step(fp8: bool, shape: dict, batch_size: int, rt: Runtime) -> tuple[
         n_targets = sum((targets >= 0).sum() for _, targets in batch)
         for idx, targets in batch:
             with rt.autocast():
-                _, loss = forward(idx, targets, n_targets=n_targets)
+                loss = forward(idx, targets, n_targets=n_targets)
             optimizer.scale(loss).backward()
             total += loss.detach()
         grad_norm = optimizer.clip_grad_norm(config.grad_clip)
         optimizer.step(finite=grad_norm.isfinite())
         return total
 
-    return step, model.estimate_flops()
+    return step, model.estimate_flops(config.sequence_length)

@@ -83,9 +83,9 @@ def train(idea: Callable, config: Config, shards: str, rt: Runtime) -> float:
     it does before_forward, before_step and after_step, given the step, and at_end."""
     train, val = (TokenStream(find_shards(shards, split), config.vocab_size) for split in ("train", "val"))
     T, order = config.sequence_length, Batches(train, config.sequence_length, config.seed, config.shuffle)
-    sizes = {name: getattr(config, name) for name in ("n_layer", "n_head", "n_embd", "vocab_size", "sequence_length")}
+    sizes = {name: getattr(config, name) for name in ("n_layer", "n_head", "n_embd", "vocab_size")}
     torch.manual_seed(config.seed)
-    model = GPT(GPTConfig(**sizes, attention=choose_attention(config.attention, rt, T))).to(rt.device)
+    model = GPT(GPTConfig(**sizes, n_positions=T, attention=choose_attention(config.attention, rt, T))).to(rt.device)
     optimizer = make_optimizer(model, config, rt)
     hooks = defaultdict(lambda: lambda step: None, idea(made(model, optimizer, config)))
     for step in range(1, config.max_steps + 1):
@@ -93,7 +93,7 @@ def train(idea: Callable, config: Config, shards: str, rt: Runtime) -> float:
         position, rows = batch_plan(config)(step - 1)
         windows = torch.from_numpy(next(order.micro_batches(position, rows, rows))).to(rt.device)
         with rt.autocast():
-            _, loss = model(*to_inputs(windows))
+            loss = model.loss(*to_inputs(windows))
         loss.backward()
         norm = optimizer.clip_grad_norm(config.grad_clip)
         optimizer.set_lr(learning_rate(step, config))

@@ -8,12 +8,10 @@ from collections.abc import Iterable
 
 import torch
 
-from bpe.tokenizer import Tokenizer
-from model import GPT
-from run.runtime import Runtime
+from learning.generation import generate
 
 
-def validate(forward: torch.nn.Module, batches: Iterable[tuple], token_bytes: torch.Tensor, rt: Runtime) -> dict:
+def validate(forward: torch.nn.Module, batches: Iterable[tuple], token_bytes: torch.Tensor, rt) -> dict:
     """Mean loss in nats per token, and bits per byte of text, over the micro-batches of all ranks.
 
     `batches` yields what `forward` takes, on the device, the targets second; a negative target is not scored.
@@ -29,7 +27,7 @@ def validate(forward: torch.nn.Module, batches: Iterable[tuple], token_bytes: to
     with torch.no_grad(), rt.autocast():
         for micro in batches:
             targets = micro[1]
-            _, nats = module(*micro, n_targets=one)
+            nats = module(*micro, n_targets=one)
             scored = targets >= 0
             n_bytes = torch.where(scored, token_bytes[targets.clamp(min=0)], 0).sum()
             totals += torch.stack([nats, scored.sum().to(nats), n_bytes.to(nats)]).to(totals)
@@ -38,9 +36,8 @@ def validate(forward: torch.nn.Module, batches: Iterable[tuple], token_bytes: to
     return dict(loss=nats / tokens, bpb=nats / math.log(2) / max(n_bytes, 1))
 
 
-def complete(model: GPT, tokenizer: Tokenizer, prompts: list[str], max_tokens: int, rt: Runtime, seed: int,
-             **options) -> list[str]:  # fmt: skip
-    """What `model.generate` with `options` writes after each prompt, up to `<|endoftext|>`; all prompts at once.
+def complete(model, tokenizer, prompts: list[str], max_tokens: int, rt, seed: int, **options) -> list[str]:
+    """What `generate` with `options` writes after each prompt, up to `<|endoftext|>`; all prompts at once.
 
     The random numbers are a stream of their own, so that sampling changes nothing in training.
     """
@@ -48,5 +45,5 @@ def complete(model: GPT, tokenizer: Tokenizer, prompts: list[str], max_tokens: i
     ids = [tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token or 0] for prompt in prompts]
     options |= dict(stop_token=tokenizer.eot_token, n_tokens=len(tokenizer), generator=generator)
     with rt.autocast():
-        rows = zip(*model.generate(ids, max_tokens, **options), strict=True)
+        rows = zip(*generate(model, ids, max_tokens, **options), strict=True)
         return [tokenizer.decode([t for t in row if t != tokenizer.eot_token]) for row in rows]

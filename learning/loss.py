@@ -1,17 +1,18 @@
-"""The cross-entropy of a language model, without its logits: those of a few positions at a time, and then forgotten.
+"""The cross-entropy of a language model without ever holding all of its logits: a few positions at a time.
 
     loss = linear_cross_entropy(x, weight, targets)    # sum over targets >= 0 of -log softmax(x @ weight.T)[target]
 
-GPT-2 turns 768 channels into 50,257 logits. For 64 x 1024 tokens those are 13 GB in fp32, and their gradients are as
-many again: together more than what all blocks keep for the backward pass. Both are needed for a moment only: the loss
-of a position is one number of its logits, and the gradient, softmax(logits) - one_hot(target), goes into two products
-at once. So the forward pass takes a chunk of positions, makes their logits, their loss and the gradients of `x` and
-`weight`, and lets the next chunk overwrite them. Nothing is left for the backward pass but to multiply by the gradient
-of the loss. No product is computed twice, so that this costs no time, unlike activation checkpointing. (The same idea:
-Hsu et al. 2024, Liger Kernel; Wijmans et al. 2024, "Cut your losses".)
+`plain_cross_entropy` is the formula that everybody knows; the other one computes the same in a fraction of the memory.
 
-This file knows nothing of GPT-2, ranks or precision policies: it obeys the autocast that it is called under, and takes
-the products of learning/fp8.py where it is told to.
+GPT-2 turns 768 channels into 50,257 logits. For 64 x 1024 tokens those are 13 GB in fp32, and their gradients are as
+many again: together more than all blocks keep for the backward pass. Both are needed for a moment only: the loss of a
+position is one number of its logits, and the gradient, softmax(logits) - one_hot(target), goes into two products at
+once. So the forward pass takes a chunk of positions, computes their logits, their loss and the gradients of `x` and
+`weight`, and lets the next chunk overwrite them. All that is left for the backward pass is to multiply by the gradient
+of the loss. No product is computed twice, so this costs no time, unlike activation checkpointing. (The same idea: Hsu
+et al. 2024, Liger Kernel; Wijmans et al. 2024, "Cut your losses".)
+
+This file knows nothing of GPT-2 or ranks, and decides no precision: it obeys the autocast under which it is called.
 
 Shapes in comments: N positions, C channels, V tokens of the vocabulary.
 """
@@ -19,25 +20,29 @@ Shapes in comments: N positions, C channels, V tokens of the vocabulary.
 import torch
 from torch.nn import functional as F
 
-from learning.fp8 import by_dlogits, by_weights
-
 LOSS_CHUNK = {"cpu": 2**19, "cuda": 2**27}  # logits alive at once: what caches hold, what keeps a GPU busy
 LARGEST_LOSS_CHUNK = 2**29  # 2 GB in fp32
 
 
-def linear_cross_entropy(x, weight, targets, fp8: bool = False) -> torch.Tensor:
+def plain_cross_entropy(x, weight, targets) -> torch.Tensor:
+    """The oracle of `linear_cross_entropy`: all logits at once, and PyTorch's loss."""
+    logits = x @ weight.T  # (N, V)
+    return F.cross_entropy(logits, targets.where(targets >= 0, -100), ignore_index=-100, reduction="sum")
+
+
+def linear_cross_entropy(x, weight, targets, products=None) -> torch.Tensor:
     """Summed cross-entropy, an fp32 scalar in nats, of x (N, C) @ weight (V, C).T against targets (N,) int64.
 
-    Negative targets are not scored. Products are in autocast's dtype, or with `fp8` in FP8, which needs autocast to
-    bf16, and N, C and V that are multiples of 16. The gradient of `weight` is in its own dtype.
+    Negative targets are not scored. Products are in autocast's dtype; `products` replaces them by two functions, for
+    the logits and for the gradients (see fp8.py). The gradient of `weight` has its own dtype.
     """
     device = x.device.type
     if torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
     chunk = chunk_size(len(x), len(weight), device)
     with torch.autocast(device, enabled=False):
-        # inside of a Function gradients are always off, so whether they are wanted has to be told
-        return LinearCrossEntropy.apply(x, weight, targets, chunk, torch.is_grad_enabled(), fp8)
+        # grad mode is always off inside a Function, so it is passed in
+        return LinearCrossEntropy.apply(x, weight, targets, chunk, torch.is_grad_enabled(), products)
 
 
 def chunk_size(n_positions: int, vocab_size: int, device: str) -> int:
@@ -54,13 +59,13 @@ def chunk_size(n_positions: int, vocab_size: int, device: str) -> int:
 
 class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, targets, chunk: int, need_grad: bool, fp8: bool = False):
-        to_logits, to_gradient = (by_weights, by_dlogits) if fp8 else (torch.mm, torch.mm)
-        w = weight.to(x.dtype)  # here and not outside, so that the gradient's sum over chunks is not rounded to bf16
+    def forward(ctx, x, weight, targets, chunk: int, need_grad: bool, products=None):
+        to_logits, to_gradient = products or (torch.mm, torch.mm)
+        w = weight.to(x.dtype)  # cast here, so that the gradient's sum over chunks is not rounded to bf16
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
         grad_x, grad_w = [], None
         for xc, tc in zip(x.split(chunk), targets.split(chunk), strict=True):
-            # (chunk, 1) each: a target that is not scored looks up token 0, and `valid` masks what comes of it
+            # (chunk, 1) each: an unscored target looks up token 0, and `valid` masks the result
             valid, safe = (tc >= 0)[:, None], tc.clamp(min=0)[:, None]
             logits = to_logits(xc, w.T)  # (chunk, V)
             log_probs = F.log_softmax(logits, dim=-1, dtype=torch.promote_types(x.dtype, loss.dtype))
@@ -80,7 +85,8 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_loss):
         # scaled only here, by 1 / n_targets and the loss scale together: the first alone would underflow in fp16
         grad_x, grad_w = ctx.saved_tensors
-        return grad_x * grad_loss, None if grad_w is None else grad_w * grad_loss, None, None, None, None
+        grad_w = None if grad_w is None else grad_w * grad_loss
+        return grad_x * grad_loss, grad_w, None, None, None, None
 
 
 def softmax_minus_one_hot(log_probs, targets):

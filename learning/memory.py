@@ -35,7 +35,6 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from learning.loss import chunk_size
-from model import GPTConfig
 
 DEVICES = (16, 24, 40, 80, 141)  # GB that GPUs come with
 MICRO_BATCHES = (1, 8, 64)
@@ -54,22 +53,22 @@ class Layout:
     checkpointing: bool = False
 
 
-def sizes(shape: GPTConfig) -> tuple[int, int, int]:
+def sizes(shape) -> tuple[int, int, int]:
     """(N_root, N_block, N)"""
     C = shape.n_embd
-    root, block = (shape.vocab_size + shape.sequence_length + 2) * C, 12 * C**2 + 13 * C
+    root, block = (shape.vocab_size + shape.n_positions + 2) * C, 12 * C**2 + 13 * C
     return root, block, root + shape.n_layer * block
 
 
-def n_parameters(shape: GPTConfig) -> int:
+def n_parameters(shape) -> int:
     return sizes(shape)[2]
 
 
-def checkpoint_bytes(shape: GPTConfig, layout: Layout) -> int:
+def checkpoint_bytes(shape, layout: Layout) -> int:
     return 4 * n_parameters(shape) + state(shape, replace(layout, ranks=1))["optimizer"]
 
 
-def needs(shape: GPTConfig, layout: Layout, rows: int) -> dict[str, int]:
+def needs(shape, layout: Layout, rows: int) -> dict[str, int]:
     """Bytes of each rank by kind, for micro-batches of `rows` sequences; their sum is the peak. See the top."""
     kinds = state(shape, layout) | passing(shape, layout, rows)
     step = 0
@@ -82,7 +81,7 @@ def divided(layout: Layout) -> int:
     return layout.ranks if layout.shard != "none" else 1
 
 
-def state(shape: GPTConfig, layout: Layout) -> dict[str, int]:
+def state(shape, layout: Layout) -> dict[str, int]:
     """Weights, gradients and optimizer: what does not grow with the micro-batch."""
     L, C, e, W = shape.n_layer, shape.n_embd, layout.itemsize, divided(layout)
     root, block, N = sizes(shape)
@@ -95,9 +94,9 @@ def state(shape: GPTConfig, layout: Layout) -> dict[str, int]:
     return dict(weights=both + copies, gradients=both, optimizer=moments // W)
 
 
-def passing(shape: GPTConfig, layout: Layout, rows: int) -> dict[str, int]:
+def passing(shape, layout: Layout, rows: int) -> dict[str, int]:
     """Activations and logits: what is there from the forward pass to the backward pass."""
-    L, C, T, V, e = shape.n_layer, shape.n_embd, shape.sequence_length, shape.vocab_size, layout.itemsize
+    L, C, T, V, e = shape.n_layer, shape.n_embd, shape.n_positions, shape.vocab_size, layout.itemsize
     a_block = (8 + 14 * e) * C
     if shape.attention == "naive":
         a_block += shape.n_head * T * (4 if e == 4 else 4 + e) + C * e
@@ -106,13 +105,13 @@ def passing(shape: GPTConfig, layout: Layout, rows: int) -> dict[str, int]:
     return dict(activations=rows * T * (blocks + (4 + 3 * e) * C), logits=n * V * (4 + e) + 8 * V * C)
 
 
-def largest_micro_batch(shape: GPTConfig, layout: Layout, n_bytes: float) -> int:
+def largest_micro_batch(shape, layout: Layout, n_bytes: float) -> int:
     """Sequences that fit into so many bytes, 0 if not even one does."""
     fits = [rows for rows in (2**i for i in range(11)) if sum(needs(shape, layout, rows).values()) <= 0.95 * n_bytes]
     return max(fits, default=0)
 
 
-def table(shape: GPTConfig, one_rank: Layout, measured: dict[tuple[bool, int], int | None]) -> list[str]:
+def table(shape, one_rank: Layout, measured: dict[tuple[bool, int], int | None]) -> list[str]:
     """Lines: what a rank needs, by number of ranks, --shard and --activation_checkpointing.
 
     `measured` has peaks of one rank by (activations recomputed, B), None where B did not fit; {} for no measurement.

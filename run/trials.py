@@ -189,7 +189,7 @@ def has_memory_for(size: int, shape: tuple[int, int], forward, rt: Runtime, shar
         moments = [torch.empty(2 * p.numel() // shards, device=rt.device) for p in trained]
         spare = torch.empty(_five_percent(rt), dtype=torch.uint8, device=rt.device)  # fragmentation, NCCL's buffers
         with rt.autocast():
-            _, loss = forward(idx, targets, n_targets=torch.ones((), device=rt.device))
+            loss = forward(idx, targets, n_targets=torch.ones((), device=rt.device))
         loss.backward()
         del loss, moments, spare
         return True
@@ -232,7 +232,7 @@ def peak_of_training(make: Callable[[], tuple], size: int, shape: tuple[int, int
             for _ in range(2):
                 idx = torch.randint(V, (size, T), device=rt.device)
                 with rt.autocast():
-                    _, loss = model(idx, idx)
+                    loss = model.loss(idx, idx)
                 optimizer.scale(loss).backward()
                 del loss
             optimizer.step(finite=optimizer.clip_grad_norm(1.0).isfinite())

@@ -12,7 +12,7 @@ from model import GPT, GPTConfig
 
 def small_gpt(seed=0, **changes) -> GPT:
     torch.manual_seed(seed)
-    return GPT(GPTConfig(**{**dict(sequence_length=64, vocab_size=320, n_layer=2, n_head=2, n_embd=32), **changes}))
+    return GPT(GPTConfig(**{**dict(n_positions=64, vocab_size=320, n_layer=2, n_head=2, n_embd=32), **changes}))
 
 
 def adapted(model: GPT, targets=TARGETS, r=4, alpha=8.0, random=True, **options) -> GPT:
@@ -38,7 +38,7 @@ def save_adapter(model: GPT, path: Path, sha256="", **changes) -> Path:
 @torch.no_grad()
 def logits(model, idx):
     out = model.eval()(idx)
-    return out[0] if isinstance(out, tuple) else out.logits
+    return out if isinstance(out, torch.Tensor) else out.logits
 
 
 def row(instruction, output, input="") -> dict:

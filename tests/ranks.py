@@ -25,7 +25,7 @@ import train_gpt2
 from cli import script
 from learning import optim
 from learning.loss import LinearCrossEntropy
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, Loss
 from run.checkpoint import remove_after
 from run.directory import Run
 from run.runtime import Runtime
@@ -75,8 +75,8 @@ def probe(kind: str, file: str) -> None:
     pass; then a training step with it. Rank 0 writes what each rank found, and its gradient."""
     rt = Runtime.setup("cpu", "float32")
     torch.manual_seed(0)
-    model = GPT(GPTConfig(sequence_length=16, vocab_size=64, n_layer=2, n_head=2, n_embd=16))
-    forward = rt.wrap(model)
+    model = GPT(GPTConfig(n_positions=16, vocab_size=64, n_layer=2, n_head=2, n_embd=16))
+    forward = rt.wrap(Loss(model))
 
     def raise_above_4(grad):
         if len(grad) > 4 and rt.rank == rt.world_size - 1:
@@ -90,7 +90,7 @@ def probe(kind: str, file: str) -> None:
     size = largest_that_fits(forward, [16, 8, 4, 2], (16, 64), rt, 1)
     idx = torch.randint(64, (size, 16), generator=torch.Generator().manual_seed(rt.rank))
     rt.exchange_gradients(forward, now=True)
-    forward(idx, idx)[1].backward()
+    forward(idx, idx).backward()
     found = [None] * rt.world_size
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
     dist.all_gather_object(found, dict(size=size, norm=norm.item()))

@@ -246,12 +246,12 @@ def test_padding_changes_no_loss(tmp_path):
     assert IGNORED == torch.nn.CrossEntropyLoss().ignore_index
     tokens = write_shards(tmp_path, (26,)).astype(np.int64)
     torch.manual_seed(0)
-    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, sequence_length=T, vocab_size=VOCAB)).eval()
+    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, n_positions=T, vocab_size=VOCAB)).eval()
     one = torch.ones(())  # sums, not means
     [(windows,)] = validation_batches(open_stream(tmp_path), T, 5, 0)
-    padded = model(*to_inputs(torch.from_numpy(windows)), n_targets=one)[1]
+    padded = model.loss(*to_inputs(torch.from_numpy(windows)), n_targets=one)
     rows = [torch.from_numpy(tokens[None, :17]), torch.from_numpy(tokens[None, 16:])]
-    expected = sum(model(*to_inputs(row), n_targets=one)[1] for row in rows)
+    expected = sum(model.loss(*to_inputs(row), n_targets=one) for row in rows)
     torch.testing.assert_close(padded, expected, rtol=1e-6, atol=0)
 
 

@@ -293,14 +293,14 @@ def test_a_compiled_model_is_tried_with_one_size_more_than_fits_uncompiled(monke
     ],
 )
 def test_running_out_of_memory_is_noticed_and_leaves_nothing_behind(error):
-    model = GPT(GPTConfig(sequence_length=32, vocab_size=64, n_layer=1, n_head=2, n_embd=16))
+    model = GPT(GPTConfig(n_positions=32, vocab_size=64, n_layer=1, n_head=2, n_embd=16))
     rt = Runtime.setup("cpu", "float32")
     before = torch.get_rng_state()
 
     def forward(idx, targets, n_targets):
         if len(idx) > 5:
             raise error
-        return model(idx, targets, n_targets=n_targets)
+        return model.loss(idx, targets, n_targets=n_targets)
 
     forward.parameters, forward.zero_grad = model.parameters, model.zero_grad
     assert [trials.has_memory_for(size, (32, 64), forward, rt) for size in (6, 5)] == [False, True]

@@ -58,7 +58,7 @@ def tensors(micro: tuple) -> tuple:
 def test_a_batch_gives_the_loss_and_gradients_of_its_examples_one_by_one(tokenizer, dropped):
     """Micro-batches of several lengths, padded, with the loss at answers only, against the plain forward pass."""
     examples = encode(ROWS[:13], tokenizer)
-    model = adapted(small_gpt(sequence_length=256), [t for t in TARGETS if t != dropped])
+    model = adapted(small_gpt(n_positions=256), [t for t in TARGETS if t != dropped])
     n_targets = sum(int((e.targets >= 0).sum()) for e in examples)
     found = []
     for together in (True, False):
@@ -68,12 +68,12 @@ def test_a_batch_gives_the_loss_and_gradients_of_its_examples_one_by_one(tokeniz
             micros = micro_batches(examples, 300, 20)
             assert 2 <= len(micros) <= 6
             for micro in micros:
-                _, loss = lf.AnswerLoss(model)(*tensors(micro), n_targets=n_targets)
+                loss = model.loss(*tensors(micro), n_targets=n_targets)
                 loss.backward()
                 total += loss.detach()
         else:
             for e in examples:
-                one = model(torch.from_numpy(e.idx).long()[None])[0][0]  # (T, V)
+                one = model(torch.from_numpy(e.idx).long()[None])[0]  # (T, V)
                 loss = F.cross_entropy(one, torch.from_numpy(e.targets).long(), reduction="sum") / n_targets
                 loss.backward()
                 total += loss.detach()
@@ -84,11 +84,11 @@ def test_a_batch_gives_the_loss_and_gradients_of_its_examples_one_by_one(tokeniz
 
 def test_neighbours_in_a_batch_do_not_see_each_other(tokenizer):
     examples = encode(ROWS[:4], tokenizer)
-    model = adapted(small_gpt(sequence_length=256)).eval()
+    model = adapted(small_gpt(n_positions=256)).eval()
 
     def losses_of(examples):
         idx, targets, places = tensors(collate(examples))
-        per_token = F.cross_entropy(model(idx)[0].flatten(0, 1)[places[0]], targets[0], reduction="none")
+        per_token = F.cross_entropy(model(idx).flatten(0, 1)[places[0]], targets[0], reduction="none")
         return torch.split(per_token, [int((e.targets >= 0).sum()) for e in examples])
 
     before = losses_of(examples)
@@ -122,7 +122,7 @@ def test_constants_follow_from_the_rows_and_the_rank_unless_they_are_given():
 def base(tmp_path_factory, tokenizer):
     """A base with a tokenizer, and rows to finetune it on."""
     path = tmp_path_factory.mktemp("base")
-    model = small_gpt(sequence_length=128)
+    model = small_gpt(n_positions=128)
     model.transformer.wte.weight.data *= 10  # as after training: logits that a frozen head can move
     model.save_pretrained(path / "base", tokenizer.eot_token, len(tokenizer))
     tokenizer.save(path / "base")
@@ -329,7 +329,7 @@ def test_what_the_table_says_takes_effect_does_and_is_noted(finetune, tmp_path):
 
 def test_another_base_and_other_rows_are_refused(finetune, base, tmp_path):
     finetune(**SHORT)
-    small_gpt(seed=1, sequence_length=128).save_pretrained(tmp_path / "base", 319, 320)
+    small_gpt(seed=1, n_positions=128).save_pretrained(tmp_path / "base", 319, 320)
     shutil.copy(base / "base" / "tokenizer.json", tmp_path / "base")
     assert_user_error(finetune(**SHORT, resume=True, base=tmp_path / "base"), "another base")
     data = write_json(tmp_path / "rows.json", ROWS[:-1])
@@ -348,7 +348,7 @@ def test_long_rows_are_reported(finetune):
         (dict(data="absent.json"), "there is no absent.json"),
         (dict(base="absent/"), "absent"),
         (dict(adapter="absent"), "absent holds no adapter"),
-        (dict(sequence_length=1000), "was made for 128 tokens"),
+        (dict(sequence_length=1000), "128 tokens"),
         (dict(sequence_length=1), "--sequence_length 1 has no room"),
         (dict(lora_dim=-1), "--lora_dim must be in"),
         (dict(lora_alpha=-1), "--lora_alpha must be in"),

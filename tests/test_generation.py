@@ -1,40 +1,66 @@
-"""Text, token by token, against the loop that computes everything anew for each."""
+"""Text, token by token: the cached version against `GPT.generate`, which computes the whole context for each token."""
 
 import pytest
 import torch
 
-from model import GPT, sample_tokens
+from learning.generation import KVCache, generate, next_logits, sample_tokens
+from model import GPT
 from tests.test_model import small, tokens
 
-
-def greedy_by_hand(model, prompt, n):
-    row = list(prompt)
-    for _ in range(n):
-        window = torch.tensor([row[-model.config.sequence_length :]])
-        row.append(model(window)[0][0, -1].argmax().item())
-    return row[len(prompt) :]
+PROMPTS = [tokens(n, seed=n).tolist() for n in (1, 5, 20)]  # the window is 32
 
 
-@pytest.mark.parametrize("use_cache", [True, False])
-def test_greedy_tokens_of_unequal_prompts_equal_the_naive_loop_past_the_window_too(use_cache):
-    model = small()
+def lively() -> GPT:
+    """A random model whose tokens depend on each other: attention and positions count, not the last token alone."""
+    model = small().eval()
     with torch.no_grad():
         model.transformer.wpe.weight.mul_(10)
-        model.transformer.ln_f.weight.normal_()  # or the tied embedding makes a random model repeat its last token
-        prompts = [tokens(n, seed=n).tolist() for n in (1, 5, 30, 50)]
-        steps = list(model.generate(prompts, 40, temperature=0, use_cache=use_cache))
-        assert len({token for step in steps for token in step}) > 20  # else this proves little
-        for i, prompt in enumerate(prompts):
-            expected = greedy_by_hand(model, prompt, 40)
-            assert [step[i] for step in steps] == expected
+        model.transformer.ln_f.weight.normal_()
+        for block in model.transformer.h:
+            for p in block.parameters():
+                if p.dim() == 2:
+                    p.mul_(10)
+    return model
 
 
-def test_a_row_stops_at_the_stop_token_and_the_others_go_on():
+def test_cached_logits_equal_those_of_the_whole_context():
+    """Prefill, then decoding of rows that are at different positions, until one fills the window."""
+    model, rows = lively(), [list(p) for p in PROMPTS]
+    cache = KVCache(model, len(rows), 32)
+    with torch.no_grad():
+        for _ in range(13):
+            logits = next_logits(model, rows, cache)
+            for row, found in zip(rows, logits, strict=True):
+                expected = model(torch.tensor([row]))[0, -1]
+                torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+                row.append(found.argmax().item())
+    assert not cache.is_empty and max(map(len, rows)) == 33
+
+
+@pytest.mark.parametrize("longest", [20, 30, 50])
+def test_greedy_tokens_of_unequal_prompts_equal_the_plain_version_past_the_window_too(longest):
+    model, prompts = lively(), [*PROMPTS, tokens(longest, seed=longest).tolist()]
+    steps = list(generate(model, prompts, 40, temperature=0))
+    assert len({token for step in steps for token in step}) > 15  # else this proves little
+    for i, prompt in enumerate(prompts):
+        expected = model.generate(torch.tensor([prompt]), 40, temperature=0)[0, len(prompt) :].tolist()
+        assert [step[i] for step in steps] == expected
+
+
+@pytest.mark.parametrize("options", [dict(), dict(top_k=5), dict(temperature=0.7, top_k=300)], ids=str)
+def test_drawn_tokens_equal_those_of_the_plain_version(options):
+    model, prompt = lively(), PROMPTS[1]
+    plain = model.generate(torch.tensor([prompt]), 40, **options, generator=torch.Generator().manual_seed(1))
+    steps = generate(model, [prompt], 40, **options, generator=torch.Generator().manual_seed(1))
+    assert [token for (token,) in steps] == plain[0, len(prompt) :].tolist()
+
+
+def test_a_row_stops_at_the_stop_token_and_the_others_continue():
     model = small()
     prompts = [[1, 2, 3], [4, 5]]
-    free = list(model.generate(prompts, 20, temperature=0))
+    free = list(generate(model, prompts, 20, temperature=0))
     stop = free[4][0]
-    steps = list(model.generate(prompts, 20, temperature=0, stop_token=stop))
+    steps = list(generate(model, prompts, 20, temperature=0, stop_token=stop))
     first = [step[0] for step in free].index(stop)
     assert all(step[0] == stop for step in steps[first:])
     seen = [step[1] for step in free]
@@ -48,7 +74,7 @@ def test_padded_ids_are_never_generated():
         model.transformer.wte.weight[200:] *= 50
     ids = {
         i
-        for step in model.generate([[1]] * 8, 24, n_tokens=200, generator=torch.Generator().manual_seed(0))
+        for step in generate(model, [[1]] * 8, 24, n_tokens=200, generator=torch.Generator().manual_seed(0))
         for i in step
     }
     assert max(ids) < 200
@@ -56,7 +82,7 @@ def test_padded_ids_are_never_generated():
 
 def test_generation_leaves_the_training_mode_as_it_was():
     model = small().train()
-    list(model.generate([[1]], 2))
+    list(generate(model, [[1]], 2))
     assert model.training
 
 
@@ -75,73 +101,3 @@ def test_sampling_follows_the_distribution():
     torch.testing.assert_close(frequencies(temperature=0.5), squared / squared.sum(), atol=0.02, rtol=0)
     assert frequencies(temperature=0)[0] == 1
     assert frequencies(top_p=0.0)[0] == 1
-
-
-def lively(**kwargs) -> GPT:
-    """A random model whose greedy tokens differ from each other."""
-    model = small(**kwargs)
-    with torch.no_grad():
-        model.transformer.wpe.weight.mul_(10)
-        model.transformer.ln_f.weight.normal_()
-    return model
-
-
-def test_compiled_generation_makes_the_same_tokens_with_one_graph_that_writes_in_place(monkeypatch):
-    from torch._dynamo.utils import counters
-    from torch._functorch import config as aot_config
-    from torch._inductor import compile_fx
-
-    model = lively()
-    prompts = [tokens(n, seed=n).tolist() for n in (1, 5, 20)]
-    eager = list(model.generate(prompts, 40, temperature=0))  # past the window
-    model.compile_generation()
-    torch._dynamo.reset()
-    counters.clear()
-    operators, real = [], compile_fx.post_grad_passes
-
-    def post_grad_passes(module, *args, **kwargs):
-        real(module, *args, **kwargs)
-        operators.extend(str(node.target) for node in module.graph.nodes if node.op == "call_function")
-
-    monkeypatch.setattr(compile_fx, "post_grad_passes", post_grad_passes)
-    # without caches on the disk, or a second run of this test has no graph to see; pytest's own patch would delete
-    # these settings afterwards
-    with compile_fx.config.patch(fx_graph_cache=False), aot_config.patch(enable_autograd_cache=False):
-        assert list(model.generate(prompts, 40, temperature=0)) == eager
-        assert list(model.generate([p + [7] for p in prompts], 9, temperature=0)) != eager
-    assert counters["stats"]["unique_graphs"] == 1
-    # keys and values of two layers, and nothing that copies a cache
-    assert [name for name in operators if "index_put" in name] == ["aten.index_put_.default"] * 4
-    assert not [name for name in operators if "scatter" in name]
-
-
-@pytest.fixture
-def kept_cache(monkeypatch):
-    """A model that keeps its cache from call to call as a compiled one does, but runs eagerly."""
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    model = lively()
-    model.compile_generation()
-    return model
-
-
-def test_a_cache_that_is_used_again_remembers_nothing(kept_cache):
-    for lengths in ((20, 30), (3, 1), (7, 9, 2), (4, 6, 25)):
-        prompts = [tokens(n, seed=n).tolist() for n in lengths]
-        expected = list(lively().generate(prompts, 10, temperature=0))
-        assert list(kept_cache.generate(prompts, 10, temperature=0)) == expected
-
-
-def test_a_cache_that_is_used_again_stays_where_it_is(kept_cache):
-    addresses = []
-    for prompt in ([1, 2, 3], [4], [5, 6]):
-        list(kept_cache.generate([prompt], 4))
-        addresses.append([t.data_ptr() for t in kept_cache._kept_cache.k])
-    assert addresses[0] == addresses[1] == addresses[2]
-
-
-def test_two_generators_at_once_do_not_share_a_cache(kept_cache):
-    prompts = [[tokens(5, seed=n).tolist()] for n in (1, 2)]
-    alone = [list(lively().generate(p, 10, temperature=0)) for p in prompts]
-    list(kept_cache.generate([[1]], 2))  # leaves one behind, which only one of them may take
-    together = zip(*(kept_cache.generate(p, 10, temperature=0) for p in prompts), strict=True)
-    assert [list(steps) for steps in zip(*together, strict=True)] == alone

@@ -58,7 +58,7 @@ def tokenizer() -> Tokenizer:
 
 def make_model(vocab_size: int, window: int = WINDOW) -> GPT:
     torch.manual_seed(0)
-    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, sequence_length=window, vocab_size=vocab_size))
+    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, n_positions=window, vocab_size=vocab_size))
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(3)  # a fresh model finds all tokens nearly alike
@@ -87,7 +87,7 @@ def rt() -> Runtime:
 def one_by_one(model: GPT, tokenizer, rows: list[dict], style: str) -> tuple[np.ndarray, np.ndarray]:
     """(N, 4) summed log-likelihoods and numbers of tokens; one unpadded sequence at a time, window after window."""
     to_text, encode, _ = STYLES[style]
-    window, sums, counts = model.config.sequence_length, [], []
+    window, sums, counts = model.config.n_positions, [], []
     for row in rows:
         context, endings = encode(tokenizer, *to_text(row))
         for ending in endings:
@@ -95,7 +95,7 @@ def one_by_one(model: GPT, tokenizer, rows: list[dict], style: str) -> tuple[np.
             for start in range(0, len(ending), window):
                 piece = ending[start : start + window]
                 ids = torch.tensor((context + ending[: start + len(piece)])[-(window + 1) :])
-                logits = model(ids[None, :-1])[0][0, -len(piece) :]
+                logits = model(ids[None, :-1])[0, -len(piece) :]
                 total += F.log_softmax(logits.double(), dim=-1)[range(len(piece)), piece].sum().item()
             sums.append(total)
             counts.append(len(ending))
@@ -182,7 +182,7 @@ def test_an_ending_longer_than_the_window_counts_with_every_token(model, rt, fed
         for start in range(0, len(ending), WINDOW):
             piece = ending[start : start + WINDOW]
             ids = torch.tensor(([1, 2] + ending[: start + len(piece)])[-(WINDOW + 1) :])
-            log_probs = F.log_softmax(model(ids[None, :-1])[0][0, -len(piece) :].double(), dim=-1)
+            log_probs = F.log_softmax(model(ids[None, :-1])[0, -len(piece) :].double(), dim=-1)
             expected += log_probs[range(len(piece)), piece].sum().item()
     assert result["log_likelihoods"][0][0] == pytest.approx(expected, abs=1e-4)
 
@@ -210,7 +210,7 @@ def test_an_empty_context_is_predicted_from_the_start_of_a_document(model, token
     result = evaluate(model, prepare(rows, tokenizer, model.config, "completion"), rt)
     ids = tokenizer.encode_ordinary(" " + rows[0]["endings"][0])
     with torch.no_grad():
-        logits = model(torch.tensor([[tokenizer.eot_token, *ids[:-1]]]))[0][0]
+        logits = model(torch.tensor([[tokenizer.eot_token, *ids[:-1]]]))[0]
     expected = F.log_softmax(logits, dim=-1)[range(len(ids)), ids].sum().item()
     assert result["log_likelihoods"][0][0] == pytest.approx(expected, abs=1e-4)
 

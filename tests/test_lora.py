@@ -101,7 +101,7 @@ def test_frozen_weights_in_bf16_give_the_numbers_of_autocast_bit_for_bit():
             lora.cast_frozen(model, torch.bfloat16)
             assert model.transformer.h[0].attn.c_attn.weight.dtype == torch.bfloat16
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            _, loss = model(idx, targets)
+            loss = model.loss(idx, targets)
         loss.backward()
         found.append([loss, *(p.grad for p in model.parameters() if p.requires_grad)])
     assert len(found[0]) == 1 + 2 * 8 and all(torch.equal(a, b) for a, b in zip(*found, strict=True))
@@ -109,7 +109,7 @@ def test_frozen_weights_in_bf16_give_the_numbers_of_autocast_bit_for_bit():
 
 def test_only_the_factors_are_trained():
     model = adapted(small_gpt())
-    _, loss = model(tokens(2, 8), tokens(2, 8))
+    loss = model.loss(tokens(2, 8), tokens(2, 8))
     loss.backward()
     assert {n.rpartition(".")[2] for n, p in model.named_parameters() if p.grad is not None} == {"lora_A", "lora_B"}
 
@@ -119,7 +119,7 @@ def test_frozen_layers_below_the_first_adapted_one_get_no_gradient():
     seen = []
     model.transformer.h[0].attn.c_attn.register_full_backward_hook(lambda *_: seen.append("first"))
     model.transformer.h[1].attn.c_attn.register_full_backward_hook(lambda *_: seen.append("second"))
-    model(tokens(2, 8), tokens(2, 8))[1].backward()
+    model.loss(tokens(2, 8), tokens(2, 8)).backward()
     assert seen == ["second"]
 
 

@@ -69,7 +69,7 @@ def test_the_thread_that_copies_to_a_gpu_chooses_it_first(monkeypatch):
 
 def test_the_thread_that_writes_a_checkpoint_asks_nothing_of_a_gpu(tmp_path, monkeypatch):
     """What it writes was copied before; so it needs no GPU to be chosen in that thread."""
-    model = GPT(GPTConfig(sequence_length=8, vocab_size=260, n_layer=1, n_head=1, n_embd=8))
+    model = GPT(GPTConfig(n_positions=8, vocab_size=260, n_layer=1, n_head=1, n_embd=8))
     copy, state = ModelFiles(model, Tokenizer.train(["a"], 257)).copy(), snapshot(dict(moment=torch.ones(3)))
 
     def asked(*args, **kwargs):

@@ -68,11 +68,11 @@ def peak(shape: GPTConfig, layout: Layout, rows: int) -> int | None:
         checkpoint_activations(model.transformer.h if layout.checkpointing else [])
         return model, make_optimizer(model, constants, rt)
 
-    return peak_of_training(make, rows, (shape.sequence_length, shape.vocab_size), rt)
+    return peak_of_training(make, rows, (shape.n_positions, shape.vocab_size), rt)
 
 
-TINY = dict(sequence_length=128, vocab_size=1024, n_layer=4, n_head=2, n_embd=128)
-M30 = dict(sequence_length=256, vocab_size=50304, n_layer=6, n_head=6, n_embd=384)
+TINY = dict(n_positions=128, vocab_size=1024, n_layer=4, n_head=2, n_embd=128)
+M30 = dict(n_positions=256, vocab_size=50304, n_layer=6, n_head=6, n_embd=384)
 CASES = {
     "tiny": (TINY, Layout(optimizer="muon", itemsize=4, device="cpu"), 16),
     "tiny, one sequence": (TINY, Layout(optimizer="muon", itemsize=4, device="cpu"), 1),
@@ -112,7 +112,7 @@ def test_a_dry_run_says_what_a_run_does_and_needs_and_leaves_nothing_behind(trai
     result = train(dry_run=True, n_layer=3, max_steps=7, checkpoint_interval=2, data=tmp_path / "missing.txt")
     assert result.returncode == 0 and not (tmp_path / "run").exists()
     with torch.device("meta"):
-        n = GPT(GPTConfig(sequence_length=32, vocab_size=384, n_layer=3, n_embd=32, n_head=2)).num_params()
+        n = GPT(GPTConfig(n_positions=32, vocab_size=384, n_layer=3, n_embd=32, n_head=2)).num_params()
     for figure in (f"{n:,} parameters", f"{7 * 256:,} in all", "4 checkpoints"):
         assert figure in result.stdout
     for how in ("none", "optimizer", "full"):

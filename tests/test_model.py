@@ -20,7 +20,7 @@ from model import GPT, SIZES, GPTConfig, read_config
 
 warnings.filterwarnings("ignore")
 
-SMALL = dict(sequence_length=32, vocab_size=211, n_layer=2, n_head=2, n_embd=32)
+SMALL = dict(n_positions=32, vocab_size=211, n_layer=2, n_head=2, n_embd=32)
 
 
 def small(**kwargs) -> GPT:
@@ -44,11 +44,11 @@ def test_logits_equal_those_of_transformers_in_both_directions(size, tmp_path):
     idx = tokens(2, 64, vocab=500)
     with torch.no_grad():
         ours = GPT.from_pretrained(tmp_path / "theirs").eval()
-        assert (ours(idx)[0] - theirs(idx).logits).abs().max() < 1e-4
-        made = GPT(GPTConfig(sequence_length=64, vocab_size=500, **shape)).eval()
+        assert (ours(idx) - theirs(idx).logits).abs().max() < 1e-4
+        made = GPT(GPTConfig(n_positions=64, vocab_size=500, **shape)).eval()
         made.save_pretrained(tmp_path / "ours", eos_token_id=1)
         read = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
-        assert (made(idx)[0] - read(idx).logits).abs().max() < 1e-4
+        assert (made(idx) - read(idx).logits).abs().max() < 1e-4
 
 
 def test_hub_files_without_prefix_and_with_masks_and_a_head_copy_are_read(tmp_path):
@@ -61,7 +61,7 @@ def test_hub_files_without_prefix_and_with_masks_and_a_head_copy_are_read(tmp_pa
     state["lm_head.weight"] = state["wte.weight"].clone()
     save_file(state, tmp_path / "model.safetensors")
     idx = tokens(1, 8)
-    assert torch.equal(GPT.from_pretrained(tmp_path)(idx)[0], model(idx)[0])
+    assert torch.equal(GPT.from_pretrained(tmp_path)(idx), model(idx))
 
 
 def test_the_tied_head_is_stored_once(tmp_path):
@@ -221,14 +221,14 @@ def test_gpt2_has_124439808_parameters():
 
 def test_loss_at_initialization_is_near_that_of_a_uniform_guess():
     torch.manual_seed(0)
-    model = GPT(GPTConfig(sequence_length=128, vocab_size=50304, n_layer=2, n_head=4, n_embd=256))
-    _, loss = model(tokens(4, 128, vocab=50304), tokens(4, 128, seed=1, vocab=50304))
+    model = GPT(GPTConfig(n_positions=128, vocab_size=50304, n_layer=2, n_head=4, n_embd=256))
+    loss = model.loss(tokens(4, 128, vocab=50304), tokens(4, 128, seed=1, vocab=50304))
     assert abs(loss.item() - math.log(50304)) < 0.3
 
 
 def test_residual_projections_start_smaller():
     torch.manual_seed(0)
-    block = GPT(GPTConfig(n_layer=8, vocab_size=64, sequence_length=8)).transformer.h[3]
+    block = GPT(GPTConfig(n_layer=8, vocab_size=64, n_positions=8)).transformer.h[3]
     assert block.mlp.c_fc.weight.std().item() == pytest.approx(0.02, rel=0.02)
     assert block.attn.c_attn.weight.std().item() == pytest.approx(0.02, rel=0.02)
     for proj in (block.attn.c_proj, block.mlp.c_proj):
@@ -240,7 +240,7 @@ def test_flops_follow_the_stated_formula():
     with torch.device("meta"):
         model = GPT(GPTConfig())
     matmul_params = 124_439_808 - 1024 * 768
-    assert model.estimate_flops() == 6 * matmul_params + 12 * 12 * 768 * 1024
+    assert model.estimate_flops(1024) == 6 * matmul_params + 12 * 12 * 768 * 1024
 
 
 # ---- attention and loss against naive versions
@@ -249,7 +249,7 @@ def test_flops_follow_the_stated_formula():
 def test_naive_attention_equals_scaled_dot_product_attention():
     flash, naive = small(), small(attention="naive")
     idx, targets = tokens(3, 32), tokens(3, 32, seed=1)
-    losses = [model(idx, targets)[1] for model in (flash, naive)]
+    losses = [model.loss(idx, targets) for model in (flash, naive)]
     for loss in losses:
         loss.backward()
     assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
@@ -324,8 +324,8 @@ def test_logits_of_a_gpu_are_a_quarter_of_a_large_batch_and_all_of_a_small_one(n
 def test_ignored_targets_do_not_count():
     model, idx, targets = small(), tokens(1, 8), tokens(1, 8, seed=1)
     targets[:, 3:] = IGNORED
-    expected = F.cross_entropy(model(idx)[0][0, :3], targets[0, :3])
-    assert model(idx, targets)[1].item() == pytest.approx(expected.item(), rel=1e-6)
+    expected = F.cross_entropy(model(idx)[0, :3], targets[0, :3])
+    assert model.loss(idx, targets).item() == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_gradients_do_not_depend_on_the_micro_batch_size():
@@ -334,7 +334,7 @@ def test_gradients_do_not_depend_on_the_micro_batch_size():
     for size in (1, 2, 4, 8):
         model.zero_grad()
         for x, y in zip(idx.split(size), targets.split(size), strict=True):
-            model(x, y, n_targets=idx.numel())[1].backward()
+            model.loss(x, y, n_targets=idx.numel()).backward()
         grads[size] = torch.cat([p.grad.flatten() for p in model.parameters()])
     for size in (1, 2, 4):
         assert (grads[size] - grads[8]).norm() < 1e-5 * grads[8].norm()
@@ -344,5 +344,5 @@ def test_the_future_does_not_leak():
     model, idx = small(), tokens(1, 32)
     changed = idx.clone()
     changed[:, 20:] = (changed[:, 20:] + 1) % 211
-    before, after = model(idx)[0], model(changed)[0]
+    before, after = model(idx), model(changed)
     assert torch.equal(before[:, :20], after[:, :20]) and not torch.equal(before[:, 20:], after[:, 20:])

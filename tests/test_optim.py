@@ -42,14 +42,14 @@ class Machine:
 
 def small() -> GPT:
     torch.manual_seed(0)
-    return GPT(GPTConfig(sequence_length=16, vocab_size=61, n_layer=2, n_head=2, n_embd=32))
+    return GPT(GPTConfig(n_positions=16, vocab_size=61, n_layer=2, n_head=2, n_embd=32))
 
 
 def train(model: GPT, optimizer: LoopOptimizer, steps: range, finite: bool = True) -> None:
     for step in steps:
         idx = torch.randint(61, (4, 16), generator=torch.Generator().manual_seed(step))
         optimizer.set_lr(1e-3 / step)
-        optimizer.scale(model(idx, idx)[1]).backward()
+        optimizer.scale(model.loss(idx, idx)).backward()
         optimizer.clip_grad_norm(1.0)
         if not finite:
             for i, p in enumerate(model.parameters()):
@@ -140,7 +140,7 @@ def test_adamw_steps_as_torch_does():
     for step in range(1, 6):
         idx = torch.randint(61, (4, 16), generator=torch.Generator().manual_seed(step))
         for model in (ours, theirs):
-            model(idx, idx)[1].backward()
+            model.loss(idx, idx).backward()
         optimizer.clip_grad_norm(0.5)
         torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
         optimizer.step(torch.tensor(True))
@@ -215,7 +215,7 @@ def test_no_operator_of_a_step_waits_for_the_device(name, dtype):
         assert reads.count == 1  # it does see them
         for _ in range(2):
             optimizer.set_lr(1e-3)
-            optimizer.scale(model(idx, idx)[1]).backward()
+            optimizer.scale(model.loss(idx, idx)).backward()
             norm = optimizer.clip_grad_norm(1.0)
             optimizer.step(norm.isfinite())
     assert reads.count == 1
@@ -230,7 +230,7 @@ def test_gradients_of_fp16_are_unscaled_before_they_are_clipped():
         model = small()
         optimizer = make_optimizer(model, Settings(), Machine(dtype))
         idx = torch.randint(61, (4, 16), generator=torch.Generator().manual_seed(0))
-        loss = optimizer.scale(model(idx, idx)[1])
+        loss = optimizer.scale(model.loss(idx, idx))
         loss.backward()
         norms.append(optimizer.clip_grad_norm(0.0).item())
     assert loss.item() > 2**16 and norms[0] == pytest.approx(norms[1], rel=1e-6)

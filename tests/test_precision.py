@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import train_gpt2
-from learning import fp8
 from learning.optim import learning_rate
 from model import GPT, GPTConfig
 from run import runtime, trials
@@ -191,7 +190,7 @@ def test_activation_checkpointing_changes_memory_and_no_number(train, tmp_path):
     assert losses(tmp_path / "plain") == losses(tmp_path / "checkpointed")
     saved = {}
     for switch in (False, True):
-        model = GPT(GPTConfig(sequence_length=64, vocab_size=64, n_layer=4, n_head=2, n_embd=32))
+        model = GPT(GPTConfig(n_positions=64, vocab_size=64, n_layer=4, n_head=2, n_embd=32))
         if switch:
             trials.checkpoint_activations(model.transformer.h)
         idx, sizes = torch.zeros(2, 64, dtype=torch.long), {}
@@ -201,7 +200,7 @@ def test_activation_checkpointing_changes_memory_and_no_number(train, tmp_path):
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            model(idx, idx)
+            model.loss(idx, idx)
         saved[switch] = sum(sizes.values()) - sum(p.numel() for p in model.parameters() if p.data_ptr() in sizes)
     assert saved[True] < saved[False] / 4
 
@@ -221,8 +220,8 @@ FASTER = {
 def plain_losses(seed: int, dtype: torch.dtype, batches: list, config: Config) -> list[float]:
     """The plain recipe, eager: attention spelled out, all logits at once, one batch, a loop over torch's AdamW."""
     torch.manual_seed(seed)
-    sizes = {k: getattr(config, k) for k in ("n_layer", "n_head", "n_embd", "sequence_length", "vocab_size")}
-    model = GPT(GPTConfig(attention="naive", **sizes))
+    sizes = {k: getattr(config, k) for k in ("n_layer", "n_head", "n_embd", "vocab_size")}
+    model = GPT(GPTConfig(attention="naive", n_positions=config.sequence_length, **sizes))
     groups = [[p for p in model.parameters() if (p.dim() >= 2) is decayed] for decayed in (True, False)]
     optimizer = torch.optim.AdamW(
         [dict(params=groups[0], weight_decay=config.weight_decay), dict(params=groups[1], weight_decay=0.0)],
@@ -233,7 +232,7 @@ def plain_losses(seed: int, dtype: torch.dtype, batches: list, config: Config) -
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, config)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-            logits, _ = model(idx)
+            logits = model(idx)
         loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
         optimizer.zero_grad()
         loss.backward()
@@ -257,7 +256,6 @@ def test_faster_paths_have_the_loss_curve_of_the_plain_one(train, tmp_path, monk
         return micros[-1]
 
     monkeypatch.setattr(train_gpt2, "to_inputs", to_inputs)
-    monkeypatch.setattr(fp8, "WIDE", 32)  # in the blocks, too
     assert train(**options).returncode == 0
     batches = [tuple(map(torch.cat, zip(*pair, strict=True))) for pair in zip(micros[::2], micros[1::2], strict=True)]
     ours = [r["loss"] for r in log_of(tmp_path / "run", "train")]

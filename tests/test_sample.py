@@ -11,6 +11,7 @@ from bpe.tokenizer import Tokenizer
 from cli import UserError
 from finetuning import chat
 from finetuning.lora import AdapterFiles, LoRAConfig, add_lora, lora_modules
+from learning.generation import generate
 from model import GPT, GPTConfig
 from tests.helpers import ROOT, arguments, assert_user_error, run_inline
 
@@ -25,7 +26,7 @@ def base(tmp_path_factory, tokenizer):
     """A model directory, and an adapter for it."""
     path = tmp_path_factory.mktemp("base")
     torch.manual_seed(0)
-    model = GPT(GPTConfig(sequence_length=128, vocab_size=320, n_layer=2, n_head=2, n_embd=32))
+    model = GPT(GPTConfig(n_positions=128, vocab_size=320, n_layer=2, n_head=2, n_embd=32))
     model.transformer.wte.weight.data *= 10  # as after training: some tokens are much likelier than others
     model.save_pretrained(path / "base", tokenizer.eot_token, len(tokenizer))
     tokenizer.save(path / "base")
@@ -53,7 +54,7 @@ def run(base, capsys, monkeypatch):
 def greedy(base, tokenizer, prompt: str, n: int) -> str:
     model = GPT.from_pretrained(str(base / "base"))
     ids = tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token]
-    tokens = [row[0] for row in model.generate([ids], n, temperature=0, stop_token=tokenizer.eot_token)]
+    tokens = [row[0] for row in generate(model, [ids], n, temperature=0, stop_token=tokenizer.eot_token)]
     return tokenizer.decode([t for t in tokens if t != tokenizer.eot_token])
 
 
@@ -91,13 +92,13 @@ def test_bytes_that_are_not_utf8_are_one_line(run, monkeypatch):
 
 
 def test_several_texts_are_generated_in_one_batch(run, base, tokenizer, monkeypatch):
-    batches, generate = [], GPT.generate
+    batches = []
 
     def record(model, rows, *args, **kwargs):
         batches.append(len(rows))
         return generate(model, rows, *args, **kwargs)
 
-    monkeypatch.setattr(GPT, "generate", record)
+    monkeypatch.setattr("learning.generation.generate", record)
     result = run("The sea", num_samples=3, temperature=0)
     text = "The sea" + greedy(base, tokenizer, "The sea", 8)
     assert batches[0] == 3 and result.stdout == "".join(f"--- sample {n}\n{text}\n" for n in (1, 2, 3))
@@ -116,18 +117,19 @@ def test_texts_are_known_by_the_seed(run):
 
 def test_a_text_ends_at_the_end_of_the_document(run, base, tokenizer, monkeypatch):
     ids = iter([tokenizer.encode_ordinary("ab")[0], tokenizer.eot_token])
-    monkeypatch.setattr("model.sample_tokens", lambda logits, *_, **__: torch.full((len(logits),), next(ids)))
+    drawn = lambda logits, **_: torch.full((len(logits),), next(ids))  # noqa: E731
+    monkeypatch.setattr("learning.generation.sample_tokens", drawn)
     assert run("x").stdout == "x" + tokenizer.decode(tokenizer.encode_ordinary("ab")[:1]) + "\n"
 
 
 def test_a_chat_continues_the_form_that_was_trained_and_forgets_the_oldest_turns(run, base, tokenizer, monkeypatch):
-    prompts, generate = [], GPT.generate
+    prompts = []
 
     def record(model, rows, *args, **kwargs):
         prompts.append(rows[0])
         return generate(model, rows, *args, **kwargs)
 
-    monkeypatch.setattr(GPT, "generate", record)
+    monkeypatch.setattr("learning.generation.generate", record)
     stdin = b"Say tide.\n" + b"Say boat. " * 9 + b"\n\n"
     result = run("Say sea.", adapter=base / "adapter", chat=True, temperature=0, max_new_tokens=10, stdin=stdin)
     assert result.returncode == 0, result.stderr
@@ -164,7 +166,7 @@ def test_wrong_constants_are_one_line(run, options):
 
 
 def test_a_tokenizer_that_is_too_large_for_the_model_is_refused(base, tmp_path, tokenizer):
-    GPT(GPTConfig(sequence_length=16, vocab_size=100, n_layer=1, n_head=1, n_embd=8)).save_pretrained(tmp_path)
+    GPT(GPTConfig(n_positions=16, vocab_size=100, n_layer=1, n_head=1, n_embd=8)).save_pretrained(tmp_path)
     tokenizer.save(tmp_path)
     with pytest.raises(UserError, match="320 tokens and its model 100"):
         sample.open_model(sample.Config(str(tmp_path)))

@@ -31,7 +31,7 @@ def models(tmp_path_factory) -> SimpleNamespace:
     other, can be read, and end by themselves or are cut."""
     path = tmp_path_factory.mktemp("serve")
     tokenizer = Tokenizer.train([(ROOT / "input.txt").read_text()[:60_000]], 320)
-    base = small_gpt(sequence_length=256)
+    base = small_gpt(n_positions=256)
     for p in base.transformer.h.parameters():
         p.data *= 30 if p.dim() == 2 else 1  # what was read counts for more than the last token
     embedding, eot = base.transformer.wte.weight.data, tokenizer.eot_token

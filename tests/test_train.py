@@ -17,7 +17,7 @@ import torch
 import train_gpt2
 from cli import UserError
 from learning import evaluation as evaluate
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, Loss
 from run import card, runtime, trials
 from run.checkpoint import SUMS, checkpoint_steps, damage, load_train_state, newest_sound
 from tests.helpers import (
@@ -94,7 +94,7 @@ def test_transformers_opens_a_checkpoint_with_the_same_logits_and_ids(finished):
     assert theirs_tokenizer.decode(ids) == text
     idx = torch.tensor([ids[:32]])
     with torch.no_grad():
-        assert (ours(idx)[0] - theirs(idx).logits).abs().max() < 1e-4
+        assert (ours(idx) - theirs(idx).logits).abs().max() < 1e-4
     out = theirs.generate(torch.tensor([[tokenizer.eot_token]]), max_new_tokens=20, do_sample=True)
     assert out.max() < len(tokenizer)  # ids of the padded vocabulary are suppressed there, too
 
@@ -133,7 +133,7 @@ def test_bits_per_byte_is_the_loss_of_the_whole_text_over_its_bytes(finished):
     with torch.no_grad():
         for i in range(0, len(ids) - 1, 32):
             x, y = ids[i : i + 32][: len(ids) - 1 - i], ids[i + 1 : i + 33]
-            nats += torch.nn.functional.cross_entropy(model(x[None])[0][0], y, reduction="sum").item()
+            nats += torch.nn.functional.cross_entropy(model(x[None])[0], y, reduction="sum").item()
     n_bytes = len(tokenizer.decode([i for i in ids[1:].tolist() if i != tokenizer.eot_token]).encode())
     last = log_of(run, "val")[-1]
     assert last["loss"] == pytest.approx(nats / (len(ids) - 1), rel=1e-5)
@@ -148,12 +148,12 @@ def hellaswag_rows(path: Path, n: int = 7) -> Path:
 
 def test_targets_that_do_not_count_add_neither_loss_nor_bytes():
     torch.manual_seed(0)
-    model = GPT(GPTConfig(sequence_length=16, vocab_size=64, n_layer=1, n_head=2, n_embd=16))
+    model = GPT(GPTConfig(n_positions=16, vocab_size=64, n_layer=1, n_head=2, n_embd=16))
     idx, targets, token_bytes = torch.randint(64, (3, 16)), torch.randint(64, (3, 16)), torch.arange(1, 65)
     targets[:, ::3] = -1
-    found = evaluate.validate(model, [(idx, targets)], token_bytes, runtime.Runtime.setup("cpu", "float32"))
+    found = evaluate.validate(Loss(model), [(idx, targets)], token_bytes, runtime.Runtime.setup("cpu", "float32"))
     with torch.no_grad():
-        logits, _ = model(idx)
+        logits = model(idx)
     scored = targets >= 0
     nats = torch.nn.functional.cross_entropy(logits[scored], targets[scored], reduction="sum").item()
     assert found["loss"] == pytest.approx(nats / scored.sum().item(), rel=1e-5)
@@ -396,7 +396,7 @@ def test_a_run_is_never_overwritten_silently(train, tmp_path):
         (dict(fp8=True, dtype="bfloat16"), ["--fp8", "torch.compile"]),
         (dict(fp8=True, dtype="bfloat16", compile="auto", shard="full"), ["--fp8", "--shard full"]),
         (dict(fp8=True, dtype="bfloat16", compile="auto", n_embd=40), ["--fp8", "multiple of 16", "40"]),
-        (dict(fp8=True, dtype="bfloat16", compile="auto", vocab_size=390), ["--fp8", "multiples of 16", "390"]),
+        (dict(fp8=True, dtype="bfloat16", compile="auto", vocab_size=390), ["--fp8", "multiple of 16", "390"]),
     ],
 )
 def test_bad_arguments_give_one_line(train, tmp_path, changes, words):

@@ -1,0 +1,128 @@
+"""Generation with a KV cache, for several prompts of different lengths at once.
+
+    for tokens in generate(model, prompts, 100, top_k=50):      # one new token id for each prompt, step by step
+        ...
+
+`GPT.generate` computes the whole context for each new token. Of that only the last position is new: the keys and values
+of all earlier ones are what they were a step ago, as long as no token changes its position. So they are kept:
+
+    prefill    the prompts in one pass, whose keys and values fill the cache
+    decode     one token per row, which attends to what the cache has of its own row
+    recompute  past the context the window slides. Every token then has another position and, positions being learned,
+               every key another value, so every cached key and value is stale
+
+This file knows nothing of tokenizers, files or devices. The tests compare its tokens with those of `GPT.generate`.
+
+Shapes in comments: B rows, T tokens, H heads, D channels of a head, V vocabulary.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+
+
+@torch.no_grad()
+def generate(
+    model, prompts: list[list[int]], max_new_tokens: int, *, stop_token: int | None = None,
+    n_tokens: int | None = None, generator: torch.Generator | None = None, **sampling,
+) -> Iterator[list[int]]:  # fmt: skip
+    """Continue several prompts, of any lengths, at once; yields the next token id of every row, step by step.
+
+    `sampling` is what `sample_tokens` takes: temperature, top_k, top_p. A row that has produced `stop_token` keeps
+    yielding it; the generator ends when all have. Ids from `n_tokens` on, the padding of the vocabulary, are never
+    chosen. Raises ValueError for an empty prompt.
+    """
+    if not prompts or not all(len(p) for p in prompts):
+        raise ValueError("a prompt needs at least one token")
+    rows, ended = [list(p) for p in prompts], [False] * len(prompts)
+    longest = min(model.config.n_positions, max(map(len, rows)) + max_new_tokens)
+    cache = KVCache(model, len(rows), longest)
+    training = model.training
+    model.eval()
+    try:
+        for _ in range(max_new_tokens):
+            logits = next_logits(model, rows, cache)  # (B, V)
+            if n_tokens is not None:
+                logits[:, n_tokens:] = float("-inf")
+            chosen = sample_tokens(logits, generator=generator, **sampling).tolist()
+            for i, row in enumerate(rows):
+                row.append(stop_token if ended[i] else chosen[i])
+                ended[i] = ended[i] or row[-1] == stop_token
+            yield [row[-1] for row in rows]
+            if all(ended):
+                break
+    finally:
+        model.train(training)
+
+
+def next_logits(model, rows: list[list[int]], cache: "KVCache") -> torch.Tensor:
+    """Logits (B, V) of the token after each row, in the dtype of the weights or of autocast, returned in fp32."""
+    device = model.lm_head.weight.device
+    if max(map(len, rows)) > cache.capacity:  # recompute
+        rows, cache = [row[-model.config.n_positions :] for row in rows], None
+    elif not cache.is_empty:  # decode
+        idx = torch.tensor([row[-1:] for row in rows], device=device)  # (B, 1)
+        x = model.hidden(idx, cache.lengths[:, None], cache.mask(), cache)  # (B, 1, C)
+        cache.lengths += 1
+        return model.lm_head(x[:, 0]).float()
+    # padding on the right is harmless: under the causal mask no real token sees it
+    idx = pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(device)  # (B, T)
+    lengths = torch.tensor([len(row) for row in rows], device=device)
+    x = model.hidden(idx, cache=cache)  # (B, T, C)
+    if cache is not None:
+        cache.lengths, cache.is_empty = lengths, False
+    last = x[torch.arange(len(rows), device=device), lengths - 1]  # (B, C)
+    return model.lm_head(last).float()
+
+
+class KVCache:
+    """Keys and values of every layer, (B, H, capacity, D) each, for B rows that may be at different positions.
+
+    `lengths` (B,) int64 counts the cached tokens of each row; positions past it hold stale data and are masked.
+    """
+
+    def __init__(self, model, batch_size: int, capacity: int):
+        config, weight = model.config, model.lm_head.weight
+        autocast = torch.is_autocast_enabled(weight.device.type)
+        dtype = torch.get_autocast_dtype(weight.device.type) if autocast else weight.dtype
+        shape = (config.n_layer, batch_size, config.n_head, capacity, config.n_embd // config.n_head)
+        self.k, self.v = (torch.zeros(shape, device=weight.device, dtype=dtype) for _ in range(2))
+        self.lengths = torch.zeros(batch_size, dtype=torch.long, device=weight.device)
+        self.capacity, self.is_empty = capacity, True
+
+    def update(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store k, v (B, H, T, D), and return what their queries attend to.
+
+        An empty cache takes whole prompts, which start at position 0 and attend to themselves. Later it takes one token
+        per row, stored at the row's own position, which attends to all of (B, H, capacity, D) under `mask`.
+        """
+        if self.is_empty:
+            self.k[layer][:, :, : k.size(2)], self.v[layer][:, :, : v.size(2)] = k, v
+            return k, v
+        rows = torch.arange(k.size(0), device=k.device)  # (B,)
+        self.k[layer][rows, :, self.lengths] = k[:, :, 0]
+        self.v[layer][rows, :, self.lengths] = v[:, :, 0]
+        return self.k[layer], self.v[layer]
+
+    def mask(self) -> torch.Tensor:
+        """(B, 1, 1, capacity) bool: each row's own past, and the token that is being decoded."""
+        return (torch.arange(self.capacity, device=self.lengths.device) <= self.lengths[:, None])[:, None, None]
+
+
+def sample_tokens(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
+    """One id (B,) int64 for each row of logits (B, V): greedy for temperature 0, else drawn from the `top_k` likeliest
+    and the smallest set of ids with probability `top_p` or more (Holtzman et al. 2020, section 3.1)."""
+    if temperature == 0:
+        return logits.argmax(dim=-1)
+    logits = logits / temperature
+    if top_k:
+        kth = logits.topk(min(top_k, logits.size(-1)), dim=-1).values[:, -1:]  # (B, 1)
+        logits = logits.masked_fill(logits < kth, float("-inf"))
+    if top_p is not None and top_p < 1:
+        probs, order = F.softmax(logits, dim=-1).sort(dim=-1, descending=True)  # (B, V)
+        outside = probs.cumsum(dim=-1) - probs >= top_p  # the ids before it already have enough
+        outside[:, 0] = False  # the likeliest stays, whatever top_p
+        logits = logits.masked_fill(outside.scatter(-1, order, outside), float("-inf"))
+    return torch.multinomial(F.softmax(logits, dim=-1), 1, generator=generator)[:, 0]
