@@ -3,7 +3,7 @@
 - `script(main)` runs a main function with the exit codes and one-line errors that every script has
 - `parse_args(Config, ...)` turns a frozen dataclass of constants into a command line, and checks every range
 - `Positive`, `Count`, `Probability`, ...: the types of constants, each of which says what range it allows
-- `replace_file`, `write_atomically`: files and directories appear complete or not at all; `read_json`
+- `replace_file`, `write_atomically`: files and directories appear complete or not at all; `set_aside`, `read_json`
 
 This file imports no torch and knows nothing of models or data; a worker process that imports it stays small.
 """
@@ -13,6 +13,7 @@ import contextlib
 import errno
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
@@ -240,6 +241,19 @@ def write_atomically(path: Path, fill: Callable[[Path], None]) -> None:
         if old.exists() and not path.exists():
             old.rename(path)
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a file or directory to PATH.1, or to the next number that is free, and return its new name.
+
+    This is all that `--overwrite` does to old work: one rename, so that no interruption can lose a part of it, and
+    nothing is deleted. Raises UserError for the directory that we are in, since its files would move under our feet.
+    """
+    here = Path.cwd()
+    if path.resolve() in (here, *here.parents):
+        raise UserError(f"cannot rename {path.resolve()}, which holds the current directory; choose another one")
+    free = next(name for n in itertools.count(1) if not os.path.lexists(name := path.with_name(f"{path.name}.{n}")))
+    return path.rename(free)
 
 
 def read_json(path: Path) -> Any:

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 
 from bpe import train, try_tokenizer
 from bpe.tokenizer import Tokenizer, visible
+from cli import UserError, set_aside
 from tests.helpers import ROOT, assert_user_error, environment, run_inline, succeed
 from tests.hub import Hub, hub_environment
 
@@ -106,6 +107,19 @@ def test_all_kinds_of_files_give_the_same_tokenizer(run_train, tmp_path):
         prints.add(Tokenizer.load(tmp_path / "out").fingerprint)
     kept = [text for n, text in enumerate(texts) if n % 10 != 9]
     assert prints == {Tokenizer.train(kept, 600).fingerprint}
+
+
+def test_what_is_set_aside_takes_the_next_free_number(tmp_path, monkeypatch):
+    for n in range(3):
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "file").write_text(str(n))
+        if n == 1:
+            (tmp_path / "out.2").symlink_to("nowhere")  # taken, even if it leads nowhere
+        assert set_aside(tmp_path / "out") == tmp_path / f"out.{(1, 3, 4)[n]}"
+    assert [(tmp_path / f"out.{n}" / "file").read_text() for n in (1, 3, 4)] == ["0", "1", "2"]
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="current directory"):
+        set_aside(Path("."))
 
 
 def test_max_bytes_is_where_reading_stops(run_train, tmp_path):
