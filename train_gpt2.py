@@ -26,10 +26,9 @@ import torch
 
 import hellaswag
 from bpe.tokenizer import Tokenizer
-from cli import Count, NonNegative, Positive, Probability, Range, Seed, Tokens, UserError, parse_args, script
+from cli import Count, NonNegative, Positive, Probability, Range, Seed, UserError, parse_args, script
 from corpus.order import (
     Batches,
-    BatchPlan,
     TokenStream,
     find_shards,
     fingerprint,
@@ -79,8 +78,6 @@ class Config:
     # batch and schedule
     total_batch_size: Annotated[int, Range(1, 2**28)] = 524_288  # tokens per optimizer step, over ranks and micro-steps
     micro_batch_size: Annotated[int, Range(0, 2**20)] = 0  # sequences per forward pass and rank; 0 finds what fits
-    batch_ramp: Tokens = 0  # tokens over which the batch grows to its full size (Brown et al. 2020); 0 for none
-    batch_ramp_from: Annotated[int, Range(1, 2**28)] = 32_768  # tokens per optimizer step where that starts
     max_steps: Positive = 19_073  # optimizer steps: one epoch of 10B tokens
     target_loss: NonNegative = 0.0  # end at the first validation loss at or below this; 0 for never
     warmup_steps: Count = 715  # linear warmup: 375M tokens, as GPT-3
@@ -126,10 +123,9 @@ RECIPES = {
     "gpt2-large": Config(n_layer=36, n_head=20, n_embd=1280, max_lr=2.5e-4, min_lr=2.5e-5),
     "gpt2-xl": Config(n_layer=48, n_head=25, n_embd=1600, max_lr=2e-4, min_lr=2e-5, total_batch_size=1_048_576,
                       max_steps=9_536, warmup_steps=358),
-    # GPT-2 unchanged, on half the tokens: Muon on hidden matrices, a schedule that decays for half the steps, a batch
-    # that grows over a fifth of the tokens; `bench.py speedrun` undoes each of these choices (at 124M it is untested)
-    "speedrun": Config(optimizer="muon", lr_schedule="wsd", max_steps=12_293, warmup_steps=256, max_lr=3e-3, min_lr=0.0,
-                       batch_ramp=1_000_000_000, batch_ramp_from=131_072),
+    # GPT-2 unchanged, on half the tokens: Muon on hidden matrices, and a schedule that decays for half the steps;
+    # `bench.py speedrun` undoes each of these choices (at 124M it is untested)
+    "speedrun": Config(optimizer="muon", lr_schedule="wsd", max_steps=9_537, warmup_steps=256, max_lr=3e-3, min_lr=0.0),
     # chosen by measurement for one to five minutes on 2 CPU cores
     "tiny": Config(
         data="input.txt", tokenizer="train", vocab_size=2048, n_layer=4, n_head=2, n_embd=128, sequence_length=128,
@@ -143,8 +139,8 @@ RECIPES = {
 RECIPES["record"] = replace(RECIPES["speedrun"], data="fineweb10B", target_loss=3.28, hellaswag_interval=0)
 
 # what --resume does not change: the order of the data and the model depend on these (docs/resume.md has all constants)
-FIXED = ("n_layer", "n_head", "n_embd", "sequence_length", "vocab_size", "total_batch_size", "batch_ramp",
-         "batch_ramp_from", "optimizer", "seed", "shuffle")  # fmt: skip
+FIXED = ("n_layer", "n_head", "n_embd", "sequence_length", "vocab_size", "total_batch_size", "optimizer", "seed",
+         "shuffle")  # fmt: skip
 
 
 def main() -> None:
@@ -167,7 +163,7 @@ def main() -> None:
     optimizer = make_optimizer(model, config, rt)
     identity = dict(tokenizer=data.tokenizer.fingerprint, data=fingerprint(data.train.stream))
     facts = dict(parameters=model.num_params(), flops_per_token=model.estimate_flops(config.sequence_length))
-    facts |= dict(planned_tokens=batch_plan(config)(config.max_steps)[0] * config.sequence_length)
+    facts |= dict(planned_tokens=config.max_steps * config.total_batch_size)
     facts |= dict(uniform_loss=math.log(config.vocab_size))  # of a uniform guess; random weights begin a little above
     facts |= provenance(*data.origin, config.init_from)
     run.begin(config, ModelFiles(model, data.tokenizer, rt.is_main), optimizer, identity, facts)
@@ -268,15 +264,11 @@ def open_data(config: Config, shape: GPTConfig, rt: Runtime) -> Data:
     return Data(tokenizer, order, val, torch.from_numpy(tokenizer.token_bytes()).to(rt.device), task, origin(shards))
 
 
-def batch_plan(config: Config) -> BatchPlan:
-    """Which windows belong to which step: a batch of one size, or one that grows."""
-    T = config.sequence_length
-    return BatchPlan(config.total_batch_size // T, config.batch_ramp_from // T, config.batch_ramp // T)
-
-
 def micro_batches_from(data_step: int, config: Config, data: Data) -> Iterator[list]:
     """This rank's micro-batches of each step, without end: a spike makes a run read more steps than it takes."""
-    return training_batches(data.train, batch_plan(config), data_step, sys.maxsize, config.micro_batch_size)
+    batch_size = config.total_batch_size // config.sequence_length  # in windows
+    steps = training_batches(data.train, batch_size, data_step, sys.maxsize, config.micro_batch_size)
+    return ([(windows,) for windows in micro_batches] for micro_batches in steps)
 
 
 def validation_inputs(config: Config, data: Data, rt: Runtime) -> Iterator[tuple]:
@@ -285,11 +277,11 @@ def validation_inputs(config: Config, data: Data, rt: Runtime) -> Iterator[tuple
     windows = validation_batches(
         data.val, config.sequence_length, config.micro_batch_size, limit, rt.rank, rt.world_size
     )
-    return (to_inputs(*micro) for (micro,) in prefetch(([one] for one in windows), rt.device))
+    return (to_inputs(*micro) for (micro,) in prefetch(([(one,)] for one in windows), rt.device))
 
 
 def say_what_is_read(config: Config, data: Data, rt: Runtime) -> None:
-    passes = batch_plan(config)(config.max_steps)[0] / data.train.n_windows
+    passes = config.max_steps * config.total_batch_size / config.sequence_length / data.train.n_windows
     rt.print(
         f"data: {len(data.train.stream):,} training tokens, read {passes:.2g} times; {len(data.val):,} to validate; "
         f"{config.total_batch_size // config.sequence_length} sequences a step, {config.micro_batch_size} at a time on "
@@ -352,12 +344,11 @@ def print_plan(config: Config, shape: GPTConfig, rt: Runtime) -> None:
     one_rank = Layout(optimizer=config.optimizer, itemsize=itemsize, device="cpu" if config.device == "cpu" else "cuda")
     if config.device != "cpu" and config.attention == "auto":  # whatever was chosen for the machine at hand
         shape = replace(shape, attention="flash")
-    plan, T = batch_plan(config), config.sequence_length
     n_saved = -(-config.max_steps // config.checkpoint_interval) if config.checkpoint_interval else 0
     n_kept = min(n_saved, config.keep_checkpoints + 2) if config.keep_checkpoints else n_saved  # best, one on its way
     gb = checkpoint_bytes(shape, one_rank) / 1e9
     free = shutil.disk_usage(next(path for path in Path(config.out_dir).resolve().parents if path.exists())).free / 1e9
-    tokens = f"{plan(0)[1] * T:,} to {plan.full * T:,} tokens, {plan(config.max_steps)[0] * T:,} in all"
+    tokens = f"{config.total_batch_size:,} tokens, {config.max_steps * config.total_batch_size:,} in all"
     rt.print(f"model   {n_parameters(shape):,} parameters")
     rt.print(f"steps   {config.max_steps:,} of {tokens}")
     rt.print(
@@ -373,7 +364,8 @@ def print_plan(config: Config, shape: GPTConfig, rt: Runtime) -> None:
         checkpoint_activations(model.transformer.h if recomputed else [])
         return model, make_optimizer(model, config, rt)
 
-    rt.print("\n".join(table(shape, one_rank, measure_peaks(make, MICRO_BATCHES, (T, shape.vocab_size), rt))))
+    peaks = measure_peaks(make, MICRO_BATCHES, (config.sequence_length, shape.vocab_size), rt)
+    rt.print("\n".join(table(shape, one_rank, peaks)))
 
 
 def model_shape(config: Config, recipe: str, checkpoint: Path | None, rt: Runtime) -> GPTConfig:
@@ -422,13 +414,12 @@ def settle(config: Config, shape: GPTConfig, forward: torch.nn.Module, rt: Runti
     config = replace(config, **sizes, warmup_steps=warmup)
     if config.micro_batch_size:
         return config
-    rows, plan = config.total_batch_size // config.sequence_length // rt.world_size, batch_plan(config)
+    rows = config.total_batch_size // config.sequence_length // rt.world_size
     fitting = [n for n in range(1, min(rows, 256) + 1) if rows % n == 0]
-    unpadded = [n for n in fitting if plan.divides_every_size(n, rt.world_size)]  # during a batch ramp
     if rt.shard == "full" and rt.device.type == "cuda":  # a trial would need the memory of the undivided model
         raise UserError("--shard full needs a --micro_batch_size; --dry_run says what fits")
     trained, forward = (config.sequence_length, config.vocab_size), forward.to(rt.device)
-    size = find_micro_batch_size(forward, unpadded or fitting, trained, rt, rt.n_shards)
+    size = find_micro_batch_size(forward, fitting, trained, rt, rt.n_shards)
     return replace(config, micro_batch_size=size)
 
 

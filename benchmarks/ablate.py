@@ -70,7 +70,7 @@ def train(change: "Change", constants: Config, seed: int, streams: dict[str, Tok
 def validation_loss(model: GPT, stream: TokenStream, sequence_length: int, rt: Runtime, max_tokens: int = 0) -> float:
     """Nats per token, of all targets or of the first `max_tokens`."""
     total, n = 0.0, 0
-    for (windows,) in validation_batches(stream, sequence_length, 64, max_tokens):
+    for windows in validation_batches(stream, sequence_length, 64, max_tokens):
         x, y = to_inputs(torch.from_numpy(windows).to(rt.device))
         n_targets = (y >= 0).sum().item()
         with rt.autocast():

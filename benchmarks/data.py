@@ -161,7 +161,7 @@ def read_plainly(paths: list[Path], steps: int) -> None:
 
 def read(stream: TokenStream, steps: int, shuffle: bool, wrap: Callable = lambda batches: batches) -> None:
     batches = Batches(stream, T, 0, shuffle)
-    for _ in wrap(training_batches(batches, lambda step: (step * ROWS, ROWS), 0, steps, ROWS)):
+    for _ in wrap(training_batches(batches, ROWS, 0, steps, ROWS)):
         pass
 
 

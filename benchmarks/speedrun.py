@@ -7,7 +7,7 @@ validations at or below the target. Then the same with each of its choices undon
 what each is worth; where the target is not reached, the last loss says by how much.
 
 Architecture, data, their order and the batch at full size are the same for all, and every line is of complete runs of
-train_gpt2.py. --data is a .txt (input.txt); --only "no batch ramp" leaves out the other lines.
+train_gpt2.py. --data is a .txt (input.txt); --only cosine leaves out the other lines.
 Not shown: that the same holds at 124M.
 """
 
@@ -19,14 +19,13 @@ import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from bpe.tokenizer import cpu_count
 from cli import UserError
 from run.runtime import Runtime
-from train_gpt2 import RECIPES, batch_plan
+from train_gpt2 import RECIPES
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPES = {
@@ -48,7 +47,6 @@ LINES = {  # what each line changes in speedrun
     "cosine": dict(lr_schedule="cosine"),
     "decay in the last quarter": dict(decay_fraction=0.25),
     "decay in the last three quarters": dict(decay_fraction=0.75),
-    "no batch ramp": dict(batch_ramp=0),
 }
 CHECKS = 20  # validations of a run that may reach the target
 Job = tuple[str, str, dict, int]  # name, recipe, constants that differ from the recipe's, seed
@@ -108,25 +106,11 @@ def train(job: Job, config, device: str, folder: Path, target: float = 0.0) -> l
 
 
 def settings(recipe: str, changes: dict, steps: int, shape: dict) -> dict:
-    """The constants of a line: those of its recipe, cut down to the tokens of `steps` full batches."""
-    tokens, T = steps * shape["total_batch_size"], shape["sequence_length"]
+    """The constants of a line: those of its recipe, cut down to `steps` steps."""
     warmup = steps * RECIPES[recipe].warmup_steps // RECIPES[recipe].max_steps
     found = shape | dict(tokenizer="train", eval_steps=50, hellaswag_interval=0, sample_interval=0)
-    found |= dict(checkpoint_interval=0, warmup_steps=warmup, batch_ramp=0)
-    if RECIPES[recipe].batch_ramp:  # the same tokens in more steps, from a quarter of the batch on
-        found |= dict(batch_ramp=tokens // 5, batch_ramp_from=shape["total_batch_size"] // 4)
-    found |= changes
-    sizes = {key: value for key, value in found.items() if "batch" in key or "length" in key}
-    steps = first_step_after(tokens // T, batch_plan(replace(RECIPES[recipe], **sizes)))
-    return found | dict(max_steps=steps, eval_interval=steps)
-
-
-def first_step_after(sequences: int, plan: Callable[[int], tuple[int, int]]) -> int:
-    """The number of steps that read so many sequences; plan(step) is (sequences read before it, its batch)."""
-    step = 0
-    while plan(step)[0] < sequences:
-        step += 1
-    return step
+    found |= dict(checkpoint_interval=0, warmup_steps=warmup, max_steps=steps, eval_interval=steps)
+    return found | changes
 
 
 def final_loss(log: list[dict]) -> float:

@@ -32,7 +32,7 @@ from learning.optim import Muon, Optimizer, learning_rate, make_optimizer
 from model import GPT, GPTConfig
 from run.runtime import Runtime
 from run.trials import choose_attention
-from train_gpt2 import RECIPES, Config, batch_plan
+from train_gpt2 import RECIPES, Config
 
 ROOT = Path(__file__).resolve().parent.parent
 VALIDATED = 100 * 1024  # tokens
@@ -84,14 +84,14 @@ def train(idea: Callable, config: Config, shards: str, rt: Runtime) -> float:
     train, val = (TokenStream(find_shards(shards, split), config.vocab_size) for split in ("train", "val"))
     T, order = config.sequence_length, Batches(train, config.sequence_length, config.seed, config.shuffle)
     sizes = {name: getattr(config, name) for name in ("n_layer", "n_head", "n_embd", "vocab_size")}
+    rows = config.total_batch_size // T
     torch.manual_seed(config.seed)
     model = GPT(GPTConfig(**sizes, n_positions=T, attention=choose_attention(config.attention, rt, T))).to(rt.device)
     optimizer = make_optimizer(model, config, rt)
     hooks = defaultdict(lambda: lambda step: None, idea(made(model, optimizer, config)))
     for step in range(1, config.max_steps + 1):
         hooks["before_forward"](step)
-        position, rows = batch_plan(config)(step - 1)
-        windows = torch.from_numpy(next(order.micro_batches(position, rows, rows))).to(rt.device)
+        windows = torch.from_numpy(next(order.micro_batches((step - 1) * rows, rows, rows))).to(rt.device)
         with rt.autocast():
             loss = model.loss(*to_inputs(windows))
         loss.backward()

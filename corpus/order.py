@@ -19,9 +19,7 @@ import mmap
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +29,7 @@ from cli import UserError, read_json
 BIN_MAGIC, BIN_HEADER = 20240520, 256  # llm.c: 256 int32 of header (magic, version 1, number of tokens), then uint16
 SCAN_TOKENS = 2**25  # how many tokens of a split are checked before the first step; the others when they are read
 RELEASE_AFTER = 512  # windows; reading one maps 64 KB of a file or more, which are given back after so many
-IGNORED = -100  # a target that is not scored, as in PyTorch; fills a batch that has more room than tokens
+IGNORED = -100  # a target that is not scored, as in PyTorch; fills what validation has no tokens for
 
 
 # -------------------------------------------------------------------------------------------------------- the shards
@@ -322,86 +320,48 @@ class Batches:
     def micro_batches(self, position: int, rows: int, micro_rows: int) -> Iterator[np.ndarray]:
         """This rank's part of that global batch, in arrays of one shape, (micro_rows, T + 1) int64.
 
-        Every rank gets the same number, because all ranks take part in every exchange of gradients. Rows that are left
-        over are IGNORED.
+        `rows` is a multiple of `micro_rows` times the number of ranks: all ranks take part in every exchange of
+        gradients, so each of them needs as many micro-batches as the others.
         """
-        own = -(-rows // self.world_size)  # rows on each rank
-        of_rank = self.global_batch(position, rows)[self.rank * own : (self.rank + 1) * own]
+        if rows % (micro_rows * self.world_size):
+            raise ValueError(f"{rows} rows are not a multiple of {self.world_size} ranks x {micro_rows}")
+        own = rows // self.world_size
+        starts = self.global_batch(position, rows)[self.rank * own : (self.rank + 1) * own]
         for i in range(0, own, micro_rows):
-            starts = of_rank[i : i + micro_rows]
-            tokens = self.stream.read_windows(starts, self.T + 1)  # (len(starts), T + 1): the last target, too
-            if len(starts) < micro_rows:
-                tokens = np.pad(tokens, ((0, micro_rows - len(starts)), (0, 0)), constant_values=IGNORED)
-            yield tokens
-
-
-@dataclass(frozen=True)
-class BatchPlan:
-    """plan(step): the position and the size of a step's global batch, in sequences.
-
-    While the batch ramps up (Brown et al. 2020, appendix B), its size is a line in the sequences seen so far, from
-    `first` to `full` over `ramp` of them, in multiples of `first`. It depends on nothing that differs between machines.
-    """
-
-    full: int
-    first: int = 1
-    ramp: int = 0
-
-    @cached_property
-    def levels(self) -> list[tuple[int, int, int]]:
-        """(first step, its position, size) of every size of a batch: a few, however many steps the ramp has."""
-        first = min(max(self.first, 1), self.full)
-        rise, levels, step, position = self.full - first, [], 0, 0
-        while position < self.ramp:
-            size = (first + rise * position // self.ramp) // first * first  # the line, down to a multiple of first
-            levels.append((step, position, size))
-            # rise * p // ramp reaches `size`, so that the next multiple is due, at p = size * ramp / rise, rounded up
-            end = min(-(-size * self.ramp // rise), self.ramp) if rise else self.ramp
-            n = -(-(end - position) // size)  # steps that begin before that
-            step, position = step + n, position + n * size
-        return [*levels, (step, position, self.full)]
-
-    def __call__(self, step: int) -> tuple[int, int]:
-        first_step, position, size = self.levels[bisect_right(self.levels, step, key=lambda level: level[0]) - 1]
-        return position + (step - first_step) * size, size
-
-    def divides_every_size(self, micro_rows: int, world_size: int) -> bool:
-        """True if micro-batches of `micro_rows` fill every step's batch without padding, once it is divided over the
-        ranks.
-        """
-        return all(-(-size // world_size) % micro_rows == 0 for _, _, size in self.levels)
+            yield self.stream.read_windows(starts[i : i + micro_rows], self.T + 1)  # T + 1: the last target, too
 
 
 # -------------------------------------------------------------------------------------------------------- the batches
 
 
 def training_batches(
-    batches: Batches, plan: Callable[[int], tuple[int, int]], start_step: int, max_steps: int, micro_rows: int
-) -> Iterator[list[tuple[np.ndarray]]]:
-    """Of each step from `start_step` up to `max_steps` a list of this rank's micro-batches, each a tuple `(windows,)`;
-    plan(step) is (position, rows) of the step's global batch."""
-    for step in range(start_step, max_steps):
-        position, rows = plan(step)
-        yield [(windows,) for windows in batches.micro_batches(position, rows, micro_rows)]
+    order: Batches, batch_size: int, first_step: int, n_steps: int, micro_batch_size: int
+) -> Iterator[list[np.ndarray]]:
+    """For each of `n_steps` steps the list of this rank's micro-batches, arrays of windows (micro_batch_size, T + 1).
+
+    A step reads `batch_size` windows over all ranks, and steps count from 0: step s starts at window s * batch_size.
+    """
+    for step in range(first_step, first_step + n_steps):
+        yield list(order.micro_batches(step * batch_size, batch_size, micro_batch_size))
 
 
 def validation_batches(
-    stream: TokenStream, sequence_length: int, micro_rows: int, max_tokens: int, rank=0, world_size=1
-) -> Iterator[tuple[np.ndarray]]:
-    """Every token of a split once, as a target, in windows dealt out to the ranks; `max_tokens` > 0 is a limit.
+    stream: TokenStream, sequence_length: int, micro_batch_size: int, limit: int, rank=0, world_size=1
+) -> Iterator[np.ndarray]:
+    """Every token of a split once, as a target, in windows dealt out to the ranks; `limit` > 0 is the most tokens.
 
-    Yields micro-batches `(windows,)`, all (micro_rows, T + 1) int64, so that compiled code sees one shape; what is too
-    short ends in IGNORED. The union over ranks is the same for every world size.
+    Yields micro-batches, all (micro_batch_size, T + 1) int64, so that compiled code sees one shape; what is too short
+    ends in IGNORED. The union over ranks is the same for every world size.
     """
     T = sequence_length
-    n = len(stream) - 1 if max_tokens <= 0 else min(len(stream) - 1, max_tokens)
+    n = len(stream) - 1 if limit <= 0 else min(len(stream) - 1, limit)
     numbers = range(-(-n // T))[rank::world_size]  # of the windows that are this rank's
-    for i in range(0, len(numbers), micro_rows):
-        windows = np.full((micro_rows, T + 1), IGNORED, np.int64)  # an array of its own: the last one is on its way
-        for row, w in zip(windows, numbers[i : i + micro_rows], strict=False):
+    for i in range(0, len(numbers), micro_batch_size):
+        windows = np.full((micro_batch_size, T + 1), IGNORED, np.int64)  # a new array: the last one may be in transit
+        for row, w in zip(windows, numbers[i : i + micro_batch_size], strict=False):
             tokens = stream.read(w * T, min(T, n - w * T) + 1)
             row[: len(tokens)] = tokens
-        yield (windows,)
+        yield windows
 
 
 def to_inputs(windows):

@@ -8,13 +8,11 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 import train_gpt2
 from cli import UserError
-from corpus.order import Batches, TokenStream, to_inputs
 from model import GPT, GPTConfig
 from run import trials
 from run.checkpoint import checkpoint_steps, load_train_state
@@ -23,7 +21,7 @@ from run.runtime import Runtime
 from run.trials import find_micro_batch_size
 from tests.helpers import ROOT, SMALL, arguments, environment, log_of, text_file
 from tests.ranks import FAULTS, OUT_OF_MEMORY, copy_of_run
-from train_gpt2 import Config, batch_plan
+from train_gpt2 import Config
 
 # 24 sequences a step: 6, 3 and 2 micro-steps on 1, 2 and 3 ranks
 STEP = SMALL | dict(
@@ -101,8 +99,6 @@ RUNS = {
     "adamw-optimizer": dict(optimizer="adamw", shard="optimizer"),
     "adamw-full": dict(optimizer="adamw", shard="full"),
     "muon-full": dict(optimizer="muon", shard="full", activation_checkpointing=True),
-    # 5 rows and more: not divisible by ranks
-    "ramp": dict(optimizer="adamw", batch_ramp=5000, batch_ramp_from=160, shard="optimizer"),
 }
 SOURCES = ["1-adamw", "2-adamw", "2-adamw-full"]
 TARGETS = {"1-plain": dict(), "2-ddp": dict(), "2-full": dict(shard="full")}
@@ -113,7 +109,7 @@ def folder(tmp_path_factory):
     """One process: every run of RUNS, on the same global batches as the ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     text_file(folder / "text.txt")
-    for name in ("adamw", "muon", "ramp"):
+    for name in ("adamw", "muon"):
         alone(folder, f"1-{name}", **RUNS[name])
     for name in ("adamw-optimizer", "adamw-full", "muon-full"):
         (folder / f"1-{name}").symlink_to(folder / f"1-{name.partition('-')[0]}")
@@ -156,7 +152,7 @@ def test_two_ranks_train_as_one_process_does(two_ranks, name):
     assert len({rank["checksum"] for rank in ranks_of(two_ranks / f"2-{name}")}) == 1
 
 
-@pytest.mark.parametrize("names", [["muon-full"], pytest.param(["muon", "ramp"], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("names", [["muon-full"], pytest.param(["muon", "adamw-optimizer"], marks=pytest.mark.slow)])
 def test_three_ranks_train_as_one_process_does(folder, names):
     three_ranks(folder, names)
 
@@ -210,43 +206,6 @@ def test_an_infinite_gradient_on_one_rank_changes_no_weight_on_any(two_ranks, fa
     assert [r["skipped_steps"] for r in log_of(run, "train")] == [0, 0, 1, 1, 1]
     assert log_of(run, "train")[2]["grad_norm"] is None
     assert len({rank["checksum"] for rank in ranks_of(run)}) == 1
-
-
-# ---- the order of the data
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("rows", [1, 7, 24])
-def test_every_window_of_a_batch_is_scored_once_by_some_rank(tmp_path, world_size, rows):
-    np.save(tmp_path / "x_train_000000.npy", np.arange(1000, dtype=np.uint16))
-    stream = TokenStream([tmp_path / "x_train_000000.npy"], 1000)
-    found, shapes = [], []
-    for rank in range(world_size):
-        batches = Batches(stream, 10, 0, True, rank, world_size)
-        micro = [to_inputs(windows) for windows in batches.micro_batches(30, rows, 4)]
-        shapes.append([tuple(idx.shape) for idx, _ in micro])
-        for idx, targets in micro:
-            found += idx[:, 0][targets[:, 0] >= 0].tolist()
-            assert ((targets == idx + 1) | (targets < 0)).all()
-    assert sorted(found) == sorted(batches.global_batch(30, rows))
-    assert all(s == shapes[0] for s in shapes) and set(shapes[0]) == {(4, 10)}
-
-
-def test_the_batch_grows_as_a_line_in_the_tokens_seen():
-    config = Config(batch_ramp=2**32)  # 4B tokens, as GPT-3's smallest model
-    plan = batch_plan(config)
-    n = next(step for step in range(10**6) if plan(step)[1] == 512)
-    positions, sizes = zip(*(plan(step) for step in range(n + 3)), strict=True)
-    assert sizes[0] == 32 and sizes[-1] == 512 and all(size % 32 == 0 for size in sizes)
-    assert list(positions) == [0, *np.cumsum(sizes)[:-1]]  # nothing is left out, nothing comes twice
-    for position, size in zip(positions[:n], sizes, strict=False):
-        line = 32 + (512 - 32) * position * 1024 / 2**32
-        assert line - 32 < size <= line
-    assert positions[n] * 1024 == pytest.approx(2**32, rel=0.08)  # the last 32 come when the line is complete
-
-
-def test_without_a_ramp_every_batch_is_full():
-    assert [batch_plan(Config())(step) for step in (0, 1, 1000)] == [(0, 512), (512, 512), (512_000, 512)]
 
 
 # ---- what ranks have to agree on

@@ -306,8 +306,8 @@ def resume_table() -> dict[str, str]:
 
 
 OTHER = dict(  # another sound value for every constant
-    n_layer=1, n_head=4, n_embd=64, sequence_length=16, vocab_size=512, total_batch_size=512, batch_ramp=4096,
-    batch_ramp_from=64, optimizer="adamw", seed=7, micro_batch_size=4, max_steps=9, target_loss=0.1, warmup_steps=3,
+    n_layer=1, n_head=4, n_embd=64, sequence_length=16, vocab_size=512, total_batch_size=512, optimizer="adamw",
+    seed=7, micro_batch_size=4, max_steps=9, target_loss=0.1, warmup_steps=3,
     max_lr=1e-3, min_lr=1e-4, lr_schedule="cosine", decay_fraction=0.3, muon_lr=0.01, weight_decay=0.2, beta1=0.8,
     beta2=0.9, eps=1e-7, grad_clip=0.5, max_bad_steps=3, spike_threshold=2.0, eval_interval=3, eval_steps=1,
     sample_interval=4, sample_prompt="A", sample_tokens=4, checkpoint_interval=3, keep_checkpoints=5, dropout=0.1,

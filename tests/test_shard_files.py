@@ -246,7 +246,7 @@ def test_tokens_of_another_tokenizer_are_found_at_once_or_when_they_are_read(tmp
     else:
         stream = open_stream(tmp_path)
         with pytest.raises(UserError) as error:
-            list(training_batches(Batches(stream, T, 1, True), lambda s: (s * 8, 8), 0, 24, 8))
+            list(training_batches(Batches(stream, T, 1, True), 8, 0, 24, 8))
         assert str(error.value) == message
 
 
