@@ -292,7 +292,7 @@ def micro_batches_from(data_step: int, config: Config, data: Data, rt: Runtime) 
 
 def validation_inputs(config: Config, data: Data, rt: Runtime) -> Iterator[tuple]:
     """What the loss takes, on the device, for this rank's validation rows."""
-    return (micro for (micro,) in prefetch(([one] for one in cut(data.val, config, rt)), rt.device))
+    return prefetch(iter(cut(data.val, config, rt)), rt.device)
 
 
 # ------------------------------------------------------------------------------------------------- before and after

@@ -40,7 +40,7 @@ from corpus.order import (
 from corpus.shards import data_tokenizer, origin, prepare_text
 from learning.evaluation import complete, validate
 from learning.fp8 import FP8_PRODUCTS
-from learning.memory import MICRO_BATCHES, Layout, checkpoint_bytes, n_parameters, table
+from learning.memory import Layout, checkpoint_bytes, n_parameters, table
 from learning.optim import Optimizer, learning_rate, make_optimizer
 from model import GPT, GPTConfig, Loss
 from run.card import provenance
@@ -51,9 +51,7 @@ from run.sharding import shard
 from run.trials import (
     checkpoint_activations,
     choose_attention,
-    choose_attention_kernel,
     find_micro_batch_size,
-    measure_peaks,
 )
 
 
@@ -179,24 +177,23 @@ def main() -> None:
 def train(config: Config, run: Run, model: GPT, forward: torch.nn.Module, optimizer: Optimizer, data: "Data") -> None:
     """Optimizer steps until `config.max_steps`. `forward` is the model, compiled and distributed where that is on."""
     rt = run.rt
+    n_tokens = torch.full((), config.total_batch_size, device=rt.device)
     with run, closing(prefetch(micro_batches_from(run.data_step, config, data), rt.device)) as batches:
         if run.val_loss is not None and run.val_loss <= config.target_loss:  # it had ended here
             run.end_here()
         evaluate(config, run, model, forward, data)  # what an interruption cut off
         for step, batch in run.steps(batches):
-            batch = [to_inputs(*micro) for micro in batch]  # (idx, targets), (B, T) each; targets are one token further
+            batch = [to_inputs(windows) for windows in batch]  # (idx, targets), (B, T) each, targets one token later
             lr = learning_rate(step, config)
             optimizer.set_lr(lr)
 
-            # Gradients add up from one backward() to the next. Each micro-batch's loss is its sum over targets, divided
-            # by the number of targets in the whole batch: so they add up to the gradient of the mean, however unequal
-            # micro-batches are. DDP takes a mean over the ranks where we want a sum: hence the world size.
-            n_targets = rt.sum(sum((targets >= 0).sum() for _, targets in batch))
+            # Gradients add up from one backward() to the next, and DDP averages them over the ranks. All micro-batches
+            # have one size on all ranks, so the mean of their mean losses is the mean over all tokens of the batch.
             loss = torch.zeros((), device=rt.device)
             for i, (idx, targets) in enumerate(batch):
                 rt.exchange_gradients(forward, now=i == len(batch) - 1)
                 with rt.autocast():
-                    micro_loss = forward(idx, targets, n_targets=n_targets / rt.world_size)
+                    micro_loss = forward(idx, targets) / len(batch)
                 optimizer.scale(micro_loss).backward()
                 loss += micro_loss.detach()
 
@@ -204,7 +201,7 @@ def train(config: Config, run: Run, model: GPT, forward: torch.nn.Module, optimi
             grad_norm = optimizer.clip_grad_norm(config.grad_clip)
             loss, grad_norm = rt.mean(torch.stack([loss, grad_norm]))
             optimizer.step(finite=(loss + grad_norm).isfinite())
-            run.log_step(loss, grad_norm, lr, n_targets)
+            run.log_step(loss, grad_norm, lr, n_tokens)
 
             # the checkpoint first: it is on the disk before an evaluation can fail
             if run.due(config.checkpoint_interval):
@@ -268,7 +265,7 @@ def micro_batches_from(data_step: int, config: Config, data: Data) -> Iterator[l
     """This rank's micro-batches of each step, without end: a spike makes a run read more steps than it takes."""
     batch_size = config.total_batch_size // config.sequence_length  # in windows
     steps = training_batches(data.train, batch_size, data_step, sys.maxsize, config.micro_batch_size)
-    return ([(windows,) for windows in micro_batches] for micro_batches in steps)
+    return steps
 
 
 def validation_inputs(config: Config, data: Data, rt: Runtime) -> Iterator[tuple]:
@@ -277,7 +274,7 @@ def validation_inputs(config: Config, data: Data, rt: Runtime) -> Iterator[tuple
     windows = validation_batches(
         data.val, config.sequence_length, config.micro_batch_size, limit, rt.rank, rt.world_size
     )
-    return (to_inputs(*micro) for (micro,) in prefetch(([(one,)] for one in windows), rt.device))
+    return map(to_inputs, prefetch(windows, rt.device))
 
 
 def say_what_is_read(config: Config, data: Data, rt: Runtime) -> None:
@@ -341,7 +338,8 @@ def check(config: Config, rt: Runtime) -> None:
 def print_plan(config: Config, shape: GPTConfig, rt: Runtime) -> None:
     """What a run will do, and what it needs; nothing is written. It is about GPUs unless --device cpu is given."""
     itemsize = rt.dtype.itemsize if config.device == "cpu" else 4 if config.dtype == "float32" else 2
-    one_rank = Layout(optimizer=config.optimizer, itemsize=itemsize, device="cpu" if config.device == "cpu" else "cuda")
+    device = "cpu" if config.device == "cpu" else "cuda"
+    one_rank = Layout(config.sequence_length, optimizer=config.optimizer, itemsize=itemsize, device=device)
     if config.device != "cpu" and config.attention == "auto":  # whatever was chosen for the machine at hand
         shape = replace(shape, attention="flash")
     n_saved = -(-config.max_steps // config.checkpoint_interval) if config.checkpoint_interval else 0
@@ -357,15 +355,7 @@ def print_plan(config: Config, shape: GPTConfig, rt: Runtime) -> None:
     rt.print(
         f"memory  GB on each rank, {config.optimizer}, {8 * itemsize}-bit products, micro-batches of B (memory.py)\n"
     )
-
-    def make(recomputed: bool) -> tuple[GPT, Optimizer]:
-        with rt.device:
-            model = GPT(shape)
-        checkpoint_activations(model.transformer.h if recomputed else [])
-        return model, make_optimizer(model, config, rt)
-
-    peaks = measure_peaks(make, MICRO_BATCHES, (config.sequence_length, shape.vocab_size), rt)
-    rt.print("\n".join(table(shape, one_rank, peaks)))
+    rt.print("\n".join(table(shape, one_rank)))
 
 
 def model_shape(config: Config, recipe: str, checkpoint: Path | None, rt: Runtime) -> GPTConfig:
@@ -393,16 +383,11 @@ def build_model(config: Config, shape: GPTConfig, checkpoint: Path | None) -> GP
 
 
 def prepare(model: GPT, config: Config, rt: Runtime) -> None:
-    """FP8, recomputed activations, the attention kernel: the same model, faster or smaller; FP8 also rounds more."""
+    """FP8, recomputed activations: the same model, faster or smaller; FP8 also rounds more."""
     if config.fp8:
         model.head_products = FP8_PRODUCTS
     if config.activation_checkpointing:
         checkpoint_activations(model.transformer.h)
-    if model.config.attention == "flash":
-        c = model.config
-        shape = (config.micro_batch_size or 16, c.n_head, config.sequence_length, c.n_embd // c.n_head)
-        if kernel := choose_attention_kernel(rt, shape, model.config.dropout):
-            rt.print(f"attention: {kernel} is the fastest kernel here")
 
 
 def settle(config: Config, shape: GPTConfig, forward: torch.nn.Module, rt: Runtime) -> Config:

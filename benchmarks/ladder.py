@@ -23,7 +23,6 @@ from cli import UserError
 from learning.fp8 import FP8_PRODUCTS
 from model import GPT, GPTConfig
 from run.runtime import Runtime
-from run.trials import choose_attention_kernel
 
 WARM_UPS = 3  # steps: the first one compiles, and clocks of a GPU take a moment to rise
 
@@ -40,7 +39,6 @@ class Rung:
     padded: bool = False  # vocabulary padded to a multiple of 128
     fused: bool = False  # AdamW in one kernel
     chunked: bool = False  # the loss of model.py, instead of all logits in fp32
-    kernel: bool = False  # the fastest of the attention kernels, instead of PyTorch's choice
     fp8: bool = False  # the output projection, and wide blocks, in FP8
 
 
@@ -74,8 +72,7 @@ def rungs(rt: Runtime) -> list[Rung]:
             "chunked loss": dict(chunked=True)}  # fmt: skip
     if rt.device.type == "cuda":
         changes = {"TF32": dict(tf32=True), "bf16 autocast": dict(bf16=True), "torch.compile": dict(compile=True),
-                   "flash attention": dict(attention="flash"), **last,
-                   "fastest attention kernel": dict(kernel=True)}  # fmt: skip
+                   "flash attention": dict(attention="flash"), **last}  # fmt: skip
         if torch.cuda.get_device_capability() >= (8, 9):
             changes["FP8"] = dict(fp8=True)
     else:
@@ -104,10 +101,6 @@ def plain_step(rung: Rung, shape: dict, batch_size: int, rt: Runtime) -> tuple[C
     model = GPT(GPTConfig(**shape | dict(vocab_size=vocab_size, attention=rung.attention))).to(rt.device)
     if rung.fp8:
         model.head_products = FP8_PRODUCTS
-    if rung.kernel:
-        heads, head_size = shape["n_head"], shape["n_embd"] // shape["n_head"]
-        bf16 = replace(rt, dtype=torch.bfloat16)
-        choose_attention_kernel(bf16, (batch_size, heads, shape["n_positions"], head_size))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=rung.fused, foreach=not rung.fused)
     tokens = random_tokens(shape, batch_size, rt)  # (B, T + 1)
 

@@ -1,40 +1,40 @@
 """The memory that training takes on each rank, before a device is rented: a formula, and the table of --dry_run.
 
-L layers, C channels, H heads, T tokens of context, V tokens in the vocabulary; B sequences a micro-batch; W ranks,
-which divide a copy of the model; e bytes a number in matrix products, 2 or 4. Outside of blocks and in a block there
-are
+L layers, C channels, H heads, P positions of context, V tokens in the vocabulary; B sequences of T tokens in a
+micro-batch; W ranks that divide a copy of the model; e bytes per number in matrix products, 2 or 4. The parameters are
 
-    N_root = (V + T + 2) C and N_block = 12 C^2 + 13 C parameters, N = N_root + L N_block in all
+    N_root = (V + P + 2) C outside the blocks, N_block = 12 C^2 + 13 C in each, N = N_root + L N_block in all
 
-In bytes, and in a step of several micro-batches, so that gradients are there when the next one begins:
+In bytes, in a step of several micro-batches, so that gradients exist when the next one starts:
 
     --shard      none                       optimizer                          full
-    weights      4 N                        4 N / W, and gathered 4 N          4 N / W, and gathered 4 N_root + 4 times
-                                                                               two blocks: this one and the next
+    weights      4 N                        4 N / W, and 4 N gathered          4 N / W, and 4 N_root + 4 times two
+                                                                               blocks gathered: this one and the next
     copies       of all matrices for the products, 12 L C^2 e, where e is 2
-    gradients    4 N; on several ranks      4 N + 4 N / W: divided after       4 N / W, and whole 4 N_root + 4 times
-                 8 N with DDP's buckets     the last micro-batch               two blocks
-    optimizer    8 N, less 48 L C^2 with    that / W                           that / W
+    gradients    4 N; on several ranks      4 N + 4 N / W: divided after       4 N / W, and 4 N_root + 4 times two
+                 8 N with DDP's buckets     the last micro-batch               blocks whole
+    optimizer    8 N, less 48 L C^2 with    the same / W                       the same / W
                  Muon: one moment, not two
 
-    activations  B T C (L (8 + 14 e) + 4 + 3 e). Of each token a block keeps for its backward pass: two residuals in
-                 fp32 (8); the inputs of four matrices (1 + 1 + 1 + 4), q, k and v (3), the input of GELU (4). Attention
-                 spelled out keeps B T L (H T (4 + e) + C e) more, H T 4 of it where e is 4. With
-                 --activation_checkpointing a block keeps its input, 4 B T C; one at a time computes the rest anew.
-    logits       n V (4 + e) for the n positions that are alive at once (loss.py), and 8 V C: the gradient of the output
-                 projection, twice
+    activations  B T C (L (8 + 14 e) + 4 + 3 e). For its backward pass a block keeps of each token: two residuals in
+                 fp32 (8); the inputs of four matrices (1 + 1 + 1 + 4), q, k and v (3), the input of GELU (4). Naive
+                 attention keeps B T L (H T (4 + e) + C e) more, H T 4 of it if e is 4. With
+                 --activation_checkpointing a block keeps its input, 4 B T C, and one at a time recomputes the rest.
+    logits       n V (4 + e) for the n positions whose logits exist at once (loss.py), and 8 V C: the gradient of the
+                 output projection, twice
 
-The sum is the peak, reached where the backward pass begins. When the optimizer steps, activations are gone: Muon then
-takes five times its largest stack of matrices of one shape. Not counted are dropout's masks, the context of the device
-(0.5 GB on CUDA), and fragmentation (5% is left for it). torch.compile keeps less than this.
+The sum is the peak, reached when the backward pass starts. When the optimizer steps, activations are gone; Muon then
+needs six times its largest stack of matrices of one shape. Not counted: dropout masks, the context of the device (0.5
+GB on CUDA), and fragmentation (5% is reserved for it). torch.compile needs less than this.
 
-This file knows nothing of data, run directories or training; it computes without a device.
+This file knows nothing of data, run directories or training, and computes without a device.
 """
 
 from dataclasses import dataclass, replace
 from itertools import product
 
 from learning.loss import chunk_size
+from learning.optim import MOMENTS
 
 DEVICES = (16, 24, 40, 80, 141)  # GB that GPUs come with
 MICRO_BATCHES = (1, 8, 64)
@@ -45,10 +45,11 @@ RANKS = (1, 2, 4, 8)
 class Layout:
     """How a model is trained: on how many ranks, what they divide, and in which precision."""
 
+    sequence_length: int = 1024  # tokens of a sequence in a step; the model may have more positions
     ranks: int = 1
     shard: str = "none"
     optimizer: str = "adamw"
-    itemsize: int = 2  # bytes a number of the matrix products
+    itemsize: int = 2  # bytes per number in matrix products
     device: str = "cuda"
     checkpointing: bool = False
 
@@ -72,8 +73,8 @@ def needs(shape, layout: Layout, rows: int) -> dict[str, int]:
     """Bytes of each rank by kind, for micro-batches of `rows` sequences; their sum is the peak. See the top."""
     kinds = state(shape, layout) | passing(shape, layout, rows)
     step = 0
-    if layout.optimizer == "muon":  # the gradients of one shape stacked, what Nesterov makes of them, three products
-        step = 5 * 4 * 4 * shape.n_layer * shape.n_embd**2 // divided(layout)
+    if layout.optimizer == "muon":  # one shape's gradients and momenta stacked, the update, and three products
+        step = 6 * 4 * 4 * shape.n_layer * shape.n_embd**2
     return kinds | dict(logits=max(kinds["logits"], step - kinds["activations"]))
 
 
@@ -85,7 +86,7 @@ def state(shape, layout: Layout) -> dict[str, int]:
     """Weights, gradients and optimizer: what does not grow with the micro-batch."""
     L, C, e, W = shape.n_layer, shape.n_embd, layout.itemsize, divided(layout)
     root, block, N = sizes(shape)
-    moments = 8 * N - (4 * 12 * L * C**2 if layout.optimizer == "muon" else 0)
+    moments = 8 * N - (2 - MOMENTS[layout.optimizer]) * 4 * 12 * L * C**2
     copies = 12 * L * C**2 * e if e < 4 else 0
     if layout.shard == "none" or layout.ranks == 1:
         return dict(weights=4 * N + copies, gradients=4 * N * min(layout.ranks, 2), optimizer=moments)
@@ -95,8 +96,8 @@ def state(shape, layout: Layout) -> dict[str, int]:
 
 
 def passing(shape, layout: Layout, rows: int) -> dict[str, int]:
-    """Activations and logits: what is there from the forward pass to the backward pass."""
-    L, C, T, V, e = shape.n_layer, shape.n_embd, shape.n_positions, shape.vocab_size, layout.itemsize
+    """Activations and logits: what the forward pass leaves for the backward pass."""
+    L, C, T, V, e = shape.n_layer, shape.n_embd, layout.sequence_length, shape.vocab_size, layout.itemsize
     a_block = (8 + 14 * e) * C
     if shape.attention == "naive":
         a_block += shape.n_head * T * (4 if e == 4 else 4 + e) + C * e
@@ -111,11 +112,8 @@ def largest_micro_batch(shape, layout: Layout, n_bytes: float) -> int:
     return max(fits, default=0)
 
 
-def table(shape, one_rank: Layout, measured: dict[tuple[bool, int], int | None]) -> list[str]:
-    """Lines: what a rank needs, by number of ranks, --shard and --activation_checkpointing.
-
-    `measured` has peaks of one rank by (activations recomputed, B), None where B did not fit; {} for no measurement.
-    """
+def table(shape, one_rank: Layout) -> list[str]:
+    """Lines: what a rank needs, by number of ranks, --shard and --activation_checkpointing."""
     columns = "".join(f"{f'B={rows}':>9}" for rows in MICRO_BATCHES)
     cards = "".join(f"{f'{gb} GB':>8}" for gb in DEVICES)
     lines = [f"ranks  --shard    activations{columns}    largest B on{cards}"]
@@ -126,7 +124,4 @@ def table(shape, one_rank: Layout, measured: dict[tuple[bool, int], int | None])
         gb = "".join(f"{sum(needs(shape, layout, rows).values()) / 1e9:9.2f}" for rows in MICRO_BATCHES)
         largest = "".join(f"{largest_micro_batch(shape, layout, gb * 1e9) or '-':>8}" for gb in DEVICES)
         lines.append(f"{ranks:>5}  {how:<11}{'recomputed' if again else 'kept':<11}{gb}{'':16}{largest}")
-        if ranks == 1 and measured:
-            peaks = [measured[again, rows] for rows in MICRO_BATCHES]
-            lines.append(f"{'':7}{'measured':<22}" + "".join(f"{p / 1e9:9.2f}" if p else f"{'-':>9}" for p in peaks))
     return lines

@@ -1,11 +1,12 @@
-"""Optimizers as the training loop sees them: schedules, AdamW, Muon, and the step that can be skipped.
+"""Optimizers as the training loop sees them: schedules, AdamW, Muon, and a step that can be skipped.
 
 - `learning_rate(step, config)`: a linear warmup, then a cosine (`cosine`) or a plateau and a line (`wsd`)
 - `make_optimizer(model, config, rt)`: AdamW for everything, or Muon for the blocks' matrices and AdamW for the rest
 - `Optimizer`: set_lr, scale, clip_grad_norm, step; a step whose numbers are not finite changes nothing
-- `Muon` and `orthogonalized`: what the method does, and why five products of matrices are enough for it
+- `Muon` and `orthogonalized`: what the method does, and why a few matrix products are enough for it
 
 This file knows nothing of the model but the names and shapes of its parameters, and nothing of data or run directories.
+Where ranks divide a model, its parameters are DTensors (run/sharding.py): `local` is the part that this rank updates.
 
     optimizer = make_optimizer(model, config, rt)
     optimizer.set_lr(learning_rate(step, config))
@@ -14,7 +15,7 @@ This file knows nothing of the model but the names and shapes of its parameters,
     optimizer.step(finite=norm.isfinite())
 
 The schedules, with warmup_steps W and max_steps S. Cosine (Loshchilov and Hutter 2017) has to know S from the start;
-wsd (warmup, stable, decay; Hu et al. 2024, section 4) can go on from any checkpoint of its plateau to a later end:
+wsd (warmup, stable, decay; Hu et al. 2024, section 4) can continue from any checkpoint of its plateau to a later end:
 
     max_lr     .-._                     max_lr     .-----------.
               /    `-.                            /             \\
@@ -27,15 +28,13 @@ from collections import defaultdict
 
 import torch
 
-from run.sharding import all_parts, divided_as, from_owners, local, own_part, to_owners, with_rows
-
 
 def learning_rate(step: int, config) -> float:
     """The learning rate of step 1 .. max_steps.
 
     Reads max_steps, warmup_steps, max_lr, min_lr, lr_schedule and decay_fraction of `config`.
     """
-    if step <= config.warmup_steps:  # AdamW's moments still rest on few gradients, so that its steps are mostly noise
+    if step <= config.warmup_steps:  # AdamW's moments still average only a few gradients: mostly noise
         return config.max_lr * step / config.warmup_steps
     progress = (step - config.warmup_steps) / max(config.max_steps - config.warmup_steps, 1)  # 0 .. 1
     if config.lr_schedule == "cosine":
@@ -51,31 +50,34 @@ def learning_rate(step: int, config) -> float:
 def make_optimizer(model, config, rt) -> "Optimizer":
     """The optimizer of a training run over the trainable parameters of `model`.
 
-    Reads optimizer (adamw or muon), max_lr, muon_lr, weight_decay, beta1, beta2 and eps of `config`. A model that is
-    divided over the ranks of `rt` has to be so already.
+    Reads optimizer (adamw or muon), max_lr, muon_lr, weight_decay, beta1, beta2 and eps of `config`. Where ranks divide
+    the model, do that first. To add an optimizer, add it here and to MOMENTS.
     """
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    # Muon is for matrices that map one hidden space into another. `wpe` is a table of which each row stands alone, and
-    # `wte` is table and classifier in one: for embeddings and heads AdamW was found better (Jordan 2024)
+    # Muon is for matrices that map one hidden space into another. In `wpe` each row is on its own, and `wte` is both
+    # table and classifier: for embeddings and heads AdamW was found better (Jordan 2024)
     hidden = [n for n, p in params.items() if ".h." in n and p.dim() == 2] if config.optimizer == "muon" else []
     rest = {n: p for n, p in params.items() if n not in hidden}
     optimizers: list = [adamw(decay_groups(rest.values(), config.weight_decay), config)]
     if hidden:
-        # c_attn holds Q, K and V: taken as one matrix, the one with the largest gradient would get most of the step
+        # c_attn holds Q, K and V: orthogonalized as one matrix, the largest gradient of the three would get most of it
         fused = [n for n in hidden if n.endswith("c_attn.weight")]
         groups = [dict(params=[params[n] for n in hidden if n not in fused])]
         groups += [dict(params=[params[n] for n in fused], parts=3)] if fused else []
-        optimizers.append(Muon(groups, config.muon_lr, config.weight_decay, dtype=rt.dtype, rt=rt))
+        optimizers.append(Muon(groups, config.muon_lr, config.weight_decay, dtype=rt.dtype, compile=rt.compile))
     return Optimizer(optimizers, config.max_lr, rt)
+
+
+MOMENTS = {"adamw": 2, "muon": 1}  # numbers that an optimizer keeps for each number of a block's matrices
 
 
 def decay_groups(params, weight_decay: float) -> list[dict]:
     """[group with weight decay, group without], for torch.optim.
 
-    What multiplies activations or is looked up, tensors of two dimensions, is decayed: without it weights grow for as
-    long as training lasts, and a step of the same length turns them less and less. Biases and LayerNorm's gains are
-    not: they are few (98 tensors with 121,344 numbers of GPT-2 124M, against 50 with 124,354,560), too few to overfit,
-    and a gain that decays towards 0 shrinks what the next layer sees.
+    Tensors of two dimensions, which multiply activations or are looked up, are decayed: without decay weights grow for
+    as long as training lasts, and a step of the same length turns them less and less. Biases and LayerNorm gains are
+    not: they are few (in GPT-2 124M 98 tensors with 121,344 numbers, against 50 with 124,354,560), too few to overfit,
+    and a gain that decays towards 0 shrinks the input of the next layer.
     """
     params = list(params)
     return [
@@ -87,8 +89,8 @@ def decay_groups(params, weight_decay: float) -> list[dict]:
 def adamw(groups: list[dict], config) -> torch.optim.AdamW:
     """AdamW (Loshchilov and Hutter 2019) with max_lr, beta1, beta2 and eps of `config`.
 
-    Each number steps by the mean of its recent gradients over the root of their mean square, so that it moves by about
-    the learning rate whatever the size of its gradient. beta2 0.95, as in GPT-3, remembers about 20 gradients; torch's
+    Each number steps by the mean of its recent gradients over the root of their mean square, so it moves by about the
+    learning rate, however large its gradient is. beta2 0.95, as in GPT-3, remembers about 20 gradients; torch's
     default of 0.999 remembers 1000, and is slow to notice that gradients have grown. `fused` updates all tensors in one
     kernel instead of a dozen operations each.
     """
@@ -101,9 +103,8 @@ def adamw(groups: list[dict], config) -> torch.optim.AdamW:
 class Optimizer:
     """One or two torch optimizers, and the loss scale of fp16, as the loop sees them.
 
-    `Muon` and torch's fused optimizers leave out a bad step by themselves, on the device; any other optimizer of torch
-    can stand here too, at the price of a host that waits for the device in every step.
-    The learning rate that a group comes with is its peak, which goes with `max_lr` of the schedule.
+    `Muon` and torch's fused optimizers skip a bad step on their own, on the device. Any other torch optimizer works
+    too, at the price of a host that waits for the device in every step. A group's initial learning rate is its peak.
     """
 
     def __init__(self, optimizers: list[torch.optim.Optimizer], max_lr: float, rt):
@@ -116,7 +117,7 @@ class Optimizer:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def set_lr(self, lr: float) -> None:
-        """Where `lr` is a fraction of `max_lr`, every group gets that fraction of its own peak."""
+        """Scale the peak of every group by lr / max_lr."""
         for group in self.param_groups():
             group["lr"] = group["initial_lr"] * lr / self.max_lr
 
@@ -128,25 +129,26 @@ class Optimizer:
         """Shrink the gradients of all parameters together to the norm `max_norm` where they exceed it (Pascanu et al.
         2013); 0 only measures. Returns the norm before, a scalar on the device."""
         params = [p for group in self.param_groups() for p in group["params"]]
-        grads = [local(p.grad) for p in params if p.grad is not None]  # of this rank, whole or its rows
+        grads = [p.grad for p in params if p.grad is not None]
+        mine = [local(grad) for grad in grads]
         if self.loss_scale:
-            torch._foreach_mul_(grads, 1 / self.loss_scale.scale)
+            torch._foreach_mul_(mine, 1 / self.loss_scale.scale)
         norm = torch.nn.utils.get_total_norm(grads)
-        if self.rt.n_shards > 1:  # squares add up over the rows of all ranks; each is there once on every node
-            norm = (self.rt.sum(norm**2) * self.rt.n_shards / self.rt.world_size).sqrt()
+        if hasattr(norm, "full_tensor"):  # squares add up over the rows of all ranks
+            norm = norm.full_tensor()
         if max_norm:
-            torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+            torch._foreach_mul_(mine, (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
     def step(self, finite: torch.Tensor) -> None:
         """Update the parameters and clear the gradients; where `finite`, a bool scalar, is False, nothing changes.
 
-        `finite` stays on the device where optimizers look at it there, since a host that waited for its value could not
-        launch the next step's work meanwhile. It has to be equal on all ranks.
+        `finite` stays on the device if the optimizer reads it there: a host that waited for its value could not launch
+        the next step's work meanwhile. It has to be equal on all ranks.
         """
         for optimizer in self.optimizers:
-            skips_itself = isinstance(optimizer, Muon) or optimizer.defaults.get("fused")
-            if skips_itself and self.rt.device.type != "mps":  # Apple's kernel has not been seen to look at found_inf
+            # Apple's fused kernel appears to ignore found_inf
+            if optimizer.defaults.get("fused") and self.rt.device.type != "mps":
                 optimizer.found_inf = (~finite).float()  # the name under which torch's fused kernels know it
                 optimizer.step()
             elif finite:
@@ -156,15 +158,15 @@ class Optimizer:
             self.loss_scale.update(finite)
 
     def state_dict(self) -> dict:
-        """What a checkpoint needs. Moments of parameters that are divided over the ranks are divided as they are."""
+        """What a checkpoint needs. Moments are divided over the ranks as their parameters are."""
         scale = self.loss_scale.state_dict() if self.loss_scale else {}
         return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers], "scaler": scale}
 
     def load_state_dict(self, state: dict) -> None:
-        """Restore the moments, which every rank has as whole tensors, and the loss scale. Learning rates, betas, eps
-        and weight decay stay those of now.
+        """Restore the moments, which every rank passes as whole tensors, and the loss scale. Learning rates, betas, eps
+        and weight decay stay as they are now.
 
-        Raises ValueError, with everything as it was, if `state` is not of these optimizers over these parameters.
+        Raises ValueError, and changes nothing, if `state` does not fit these optimizers and parameters.
         """
         optimizers, scale = check_state(state, self.optimizers)
         for optimizer, saved in zip(self.optimizers, optimizers, strict=True):
@@ -183,35 +185,48 @@ def check_state(state: dict, optimizers: list) -> tuple[list[dict], dict]:
     try:
         saved, scale = state["optimizers"], state["scaler"]
         if len(saved) != len(optimizers):
-            raise ValueError(f"it is of {len(saved)} optimizers, not of {len(optimizers)} (another --optimizer?)")
+            raise ValueError(f"it holds {len(saved)} optimizers, not {len(optimizers)} (another --optimizer?)")
         for mine, theirs in zip(optimizers, saved, strict=True):
-            check_one(theirs, mine)
+            check_moments(theirs, mine.param_groups)
         if scale and not (math.isfinite(scale["scale"]) and scale["scale"] > 0 and scale["good_steps"] >= 0):
             raise ValueError(f"its loss scale is {scale['scale']!r}")
     except (KeyError, TypeError, AttributeError, IndexError) as e:
-        raise ValueError(f"this is no state of these optimizers ({type(e).__name__}: {e})") from e
+        raise ValueError(f"it is not the state of these optimizers ({type(e).__name__}: {e})") from e
     return saved, scale
 
 
-def check_one(saved: dict, optimizer) -> None:
-    """Raise ValueError unless `saved` has, for no parameter or for all, the tensors that `optimizer` keeps of each."""
+def check_moments(saved: dict, groups: list[dict]) -> None:
+    """Raise ValueError unless `saved` has the same tensors for every parameter, or none yet: counts, and moments with
+    the shape of their parameter."""
     counts = [len(group["params"]) for group in saved["param_groups"]]
-    expected = [len(group["params"]) for group in optimizer.param_groups]
+    expected = [len(group["params"]) for group in groups]
     if counts != expected:
         raise ValueError(f"its groups have {counts} tensors, those of this optimizer {expected} (another --optimizer?)")
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    known = {Muon: {"momentum_buffer"}, torch.optim.AdamW: {"step", "exp_avg", "exp_avg_sq"}}
-    if (names := known.get(type(optimizer))) is None:
-        return  # torch checks what it knows of its own
+    params = [p for group in groups for p in group["params"]]
     if saved["state"] and set(saved["state"]) != set(range(len(params))):
         raise ValueError(f"it has the state of {len(saved['state'])} tensors, not of {len(params)}")
     for i, values in saved["state"].items():
-        if set(values) != names:
-            raise ValueError(f"it has {', '.join(sorted(map(str, values)))}, not {', '.join(sorted(names))}")
+        if set(values) != set(saved["state"][0]):
+            raise ValueError(f"it has {', '.join(sorted(map(str, values)))} for tensor {i}, others for tensor 0")
         for name, value in values.items():
-            shape = () if name == "step" else tuple(params[i].shape)
-            if tuple(value.shape) != shape or not value.is_floating_point():
-                raise ValueError(f"{name} of tensor {i} has the shape {tuple(value.shape)}, not {shape}")
+            shape, expected = tuple(value.shape), tuple(params[i].shape)
+            if shape not in ((), expected) or not value.is_floating_point():
+                raise ValueError(f"{name} of tensor {i} is {value.dtype} of shape {shape}, not a moment of {expected}")
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's rows of a divided tensor, which share its memory; any other tensor as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def divided_as(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """A whole `tensor`, which every rank has, divided as `like` is, without asking another rank."""
+    if not hasattr(like, "to_local") or tensor.dim() == 0:
+        return tensor
+    from torch.distributed.tensor import distribute_tensor  # takes a second, which one rank does not need
+
+    tensor = tensor.to(like.device)
+    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
 
 
 class LossScale:
@@ -255,9 +270,9 @@ class Muon(torch.optim.Optimizer):
     all that move no output by more than a fixed length, for inputs of length 1 (Bernstein and Newhouse 2024, "Old
     optimizer, new norm").
 
-    A matrix with more rows than columns gets sqrt(rows / columns) times the learning rate. A `parts` of n in a group
-    takes each of its matrices as n matrices that lie one above the other. `found_inf`, a scalar tensor, is 1 for a step
-    that must change nothing, as in torch's fused AdamW.
+    A matrix with more rows than columns gets sqrt(rows / columns) times the learning rate. A group with `parts` of n
+    treats each of its matrices as n matrices stacked vertically. `found_inf`, a scalar tensor, is 1 for a step that
+    must change nothing, as in torch's fused AdamW; hence `fused` in the defaults.
 
     torch.optim.Muon computes the same, one matrix after the other and always in bf16. Here matrices of one shape go
     through together, because a GPU that multiplies one matrix of 768 x 768 at a time is mostly idle. And products are
@@ -265,13 +280,10 @@ class Muon(torch.optim.Optimizer):
     is spread over ranks, into a difference in the fourth digit of the loss after 20 steps.
     """
 
-    def __init__(self, params, lr=0.02, weight_decay=0.1, momentum=0.95, parts=1, dtype=torch.bfloat16, rt=None):
-        """`rt` is the Runtime of a run: it has the ranks, and says whether to compile."""
-        defaults = dict(lr=lr, weight_decay=weight_decay, momentum=momentum, parts=parts, dtype=dtype)
+    def __init__(self, params, lr=0.02, weight_decay=0.1, momentum=0.95, parts=1, dtype=torch.bfloat16, compile=False):
+        defaults = dict(lr=lr, weight_decay=weight_decay, momentum=momentum, parts=parts, dtype=dtype, fused=True)
         super().__init__(params, defaults)
-        self._shards, self._replicas = rt.groups if rt else (None, None)
-        self._nesterov = torch.compile(nesterov, dynamic=True) if rt and rt.compile else nesterov
-        self._momenta: dict[tuple, tuple] = {}  # by shape: (parameters, their momenta in one tensor)
+        self._nesterov = torch.compile(nesterov, dynamic=True) if compile else nesterov
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -284,58 +296,39 @@ class Muon(torch.optim.Optimizer):
                 self._step_together(params, group)
 
     def _step_together(self, params: list, group: dict) -> None:
-        """One step of N matrices of one shape. Where they are divided over ranks, this one has r of their rows."""
+        """One step of N matrices of one shape. Where ranks divide them, this one has r of their rows."""
+        for p in params:
+            self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
         good = 1.0 - getattr(self, "found_inf", local(params[0]).new_zeros(()))  # 1 or 0
+        momenta = [local(self.state[p]["momentum_buffer"]) for p in params]
         # as vectors (N r columns,): a graph that has seen squares first would be compiled again for other matrices
-        grads = torch.cat([local(p.grad).flatten() for p in params])
-        update = self._nesterov(grads, self._momentum(params), group["momentum"], good)
-        update = update.view(len(params), *local(params[0]).shape)  # (N, r, columns)
-        update = self._orthogonalized_by_owners(update, params[0].size(0), group)
-        rows, columns = params[0].size(0) / group["parts"], params[0].size(1)
+        grads, momentum = (torch.cat([t.flatten() for t in ts]) for ts in ([local(p.grad) for p in params], momenta))
+        update = self._nesterov(grads, momentum, group["momentum"], good).view(len(params), *momenta[0].shape)
+        torch._foreach_copy_(momenta, list(momentum.view(len(params), *momenta[0].shape)))
+
+        # all rows of a matrix must be on one rank: its singular values depend on every row
+        matrices = torch.stack([gathered(p, u) for p, u in zip(params, update, strict=True)])
+        rows, columns = params[0].size(0) // group["parts"], params[0].size(1)
+        step = orthogonalized(matrices.view(-1, rows, columns), group["dtype"]).reshape(matrices.shape)
         lr = group["lr"] * good
-        update = update * (lr * math.sqrt(max(1, rows / columns)))
+        step = step.to(update.dtype) * (lr * math.sqrt(max(1, rows / columns)))
         mine = [local(p) for p in params]
         torch._foreach_mul_(mine, 1 - lr * group["weight_decay"])
-        torch._foreach_sub_(mine, list(update.unbind()))
+        torch._foreach_sub_(mine, [local(divided_as(p, s)) for p, s in zip(params, step, strict=True)])
 
-    def _momentum(self, params: list) -> torch.Tensor:
-        """The momenta of N parameters as one vector (N r columns,): a launch for all of them instead of N."""
-        shape = params[0].shape
-        known, momenta = self._momenta.get(shape, ([], None))
-        if [*map(id, known)] != [*map(id, params)]:
-            for p in params:
-                self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
-            momenta = torch.cat([local(self.state[p]["momentum_buffer"]).flatten() for p in params])
-            for p, momentum in zip(params, momenta.view(len(params), *local(params[0]).shape), strict=True):
-                self.state[p]["momentum_buffer"] = with_rows(p, momentum)  # views, for checkpoints
-            self._momenta[shape] = (params, momenta)
-        return momenta
 
-    def _orthogonalized_by_owners(self, update: torch.Tensor, rows: int, group: dict) -> torch.Tensor:
-        """`orthogonalized` of N matrices, each computed by one rank, its owner, and handed to all that need it.
-
-        `update` is (N, r, columns), as is the result: all `rows` of each matrix, or those that this rank has. They have
-        to meet for this, because singular values belong to all rows together.
-
-            W ranks with all rows    each takes N / W of the matrices, and an all-gather brings the others
-            W ranks with r rows      an all-to-all turns r rows of N matrices into all rows of N / W, another one back
-            several nodes            the second among the ranks of a node, and the first, in between, among nodes
-        """
-        matrices = to_owners(update, rows, self._shards)  # (N / shards, rows, columns)
-        mine = own_part(matrices, self._replicas)  # (N / shards / replicas, rows, columns)
-        apart = orthogonalized(mine.reshape(-1, rows // group["parts"], mine.size(2)), group["dtype"])
-        matrices = all_parts(apart.reshape(mine.shape), len(matrices), self._replicas)
-        return from_owners(matrices, update.shape, self._shards).to(update.dtype)
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        super().load_state_dict(state_dict)
-        self._momenta.clear()
+def gathered(like: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """All rows of a matrix that is divided as `like` is, from `rows` of each rank; `rows` if it is not divided."""
+    if not hasattr(like, "to_local"):
+        return rows
+    sizes = dict(shape=like.shape, stride=like.stride())
+    return type(like).from_local(rows, like.device_mesh, like.placements, run_check=False, **sizes).full_tensor()
 
 
 def nesterov(grads, momenta, beta: float, good):
-    """The next momenta, in place, and where one more gradient like this one would take them; `good` is 1 or 0.
+    """Update the momenta in place, and return where one more gradient like this one would take them; `good` is 1 or 0.
 
-    In a bad step the momenta stand in for the gradients: lerp between equal numbers changes nothing.
+    In a bad step the momenta replace the gradients: lerp between equal numbers changes nothing.
     """
     grads = torch.where(good > 0, grads, momenta)
     momenta.lerp_(grads, 1 - beta)

@@ -29,7 +29,7 @@ from bpe.tokenizer import Tokenizer
 from cli import UserError, explain, replace_file, sha256, write_atomically
 from model import GPT, GPTConfig, read_config
 from run import card
-from run.sharding import divided_as, whole
+from run.sharding import copy_into, whole
 
 SUMS = "SHA256SUMS"
 WEIGHTS = {"model.safetensors": "config.json", "adapter_model.safetensors": "adapter_config.json"}  # and their config
@@ -260,8 +260,9 @@ class ModelFiles:
 
     def load(self, directory: Path) -> None:
         """Put the weights of a checkpoint into the model, in place."""
-        state, mine = load_model(str(directory)).state_dict(), self.model.state_dict()
-        self.model.load_state_dict({name: divided_as(mine[name], tensor) for name, tensor in state.items()})
+        state = load_model(str(directory)).state_dict()
+        for name, tensor in tied_once(self.model).items():
+            copy_into(tensor, state[name])
 
 
 def save_model(directory: Path, model: GPT, tokenizer: Tokenizer) -> None:

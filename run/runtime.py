@@ -1,9 +1,9 @@
 """The machine: device, precision, ranks and torch.compile. One place for each decision.
 
 - `Runtime.setup(...)` decides device, dtype, torch.compile and distributed, and says why
-- `rt.wrap(model)` is the model as a loop calls it: compiled and distributed where that is on
+- `rt.wrap(module)` is the module as a loop calls it: compiled and distributed, as decided
 - `rt.mesh` says which ranks divide a model among them, for run/sharding.py
-- `prefetch(batches, device)` brings the next batches to the device while it computes
+- `prefetch(batches, device)` brings the next batch to the device while it computes
 - `peak_flops(name)` knows the dense 16-bit peak of common GPUs, for MFU
 
 This file knows nothing of GPT-2, shards, checkpoints or run directories.
@@ -13,12 +13,11 @@ import contextlib
 import ctypes
 import inspect
 import os
-import queue
 import re
 import shutil
 import sys
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves, tree_map
 from tqdm import tqdm
 
 from cli import UserError
@@ -112,23 +112,15 @@ class Runtime:
         """Ranks that divide one copy of the model among them; 1 where each has all of it."""
         return self.mesh.size(self.mesh.ndim - 1) if self.mesh else 1
 
-    @property
-    def groups(self) -> tuple:
-        """(ranks that divide one copy of the model with this one, ranks that hold the same part of other copies), as
-        process groups; None for a group of one."""
-        if self.mesh is None:
-            return None, dist.group.WORLD if self.world_size > 1 else None
-        return self.mesh.get_group(self.mesh.ndim - 1), self.mesh.get_group(0) if self.mesh.ndim > 1 else None
-
     # ---- the forward pass
 
     def autocast(self):
-        """The context of every forward pass: matrix products in `dtype`. The stream of residuals and LayerNorm stay in
+        """The context of every forward pass: matrix products in `dtype`. The residual stream and LayerNorm stay in
         fp32, softmax on a GPU too; on a CPU it is in `dtype`."""
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
 
     def wrap(self, module: torch.nn.Module, dynamic: bool = False) -> torch.nn.Module:
-        """The module as a loop calls it: compiled and distributed where that is on. Shapes change only if `dynamic`."""
+        """The module as a loop calls it: compiled and distributed, as decided. Shapes change only if `dynamic`."""
         forward = torch.compile(module, dynamic=dynamic) if self.compile else module
         if self.world_size > 1:
             forward = distributed(forward, self.device)
@@ -137,12 +129,12 @@ class Runtime:
     def exchange_gradients(self, forward: torch.nn.Module, now: bool) -> None:
         """Set whether the next backward pass averages the gradients over the ranks; call it before the forward pass.
 
-        With gradient accumulation only the last micro-batch has to: the others add up on each rank by itself.
+        With gradient accumulation only the last micro-batch has to: the others add up on each rank.
         """
         if self.shard == "optimizer":  # weights stay gathered from micro-batch to micro-batch, too
             forward.set_requires_gradient_sync(now)
             forward.set_reshard_after_backward(now)
-        elif self.shard == "full":  # whole gradients would not fit: they are divided each time, and added up divided
+        elif self.shard == "full":  # whole gradients would not fit: each micro-batch's are divided, then added up
             forward.set_requires_all_reduce(now)
         elif self.world_size > 1:
             forward.require_backward_grad_sync = now
@@ -150,7 +142,7 @@ class Runtime:
     # ---- what ranks say to each other
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` summed over all ranks, in place. Gloo knows no AVG, so means are sums, divided."""
+        """`tensor` summed over all ranks, in place. Gloo has no AVG, so a mean is a sum, divided."""
         if self.world_size > 1:
             dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
         return tensor
@@ -163,7 +155,7 @@ class Runtime:
             dist.barrier()
 
     def on_main(self, work: Callable[[], object]) -> object:
-        """`work()` on the first rank, its result on all. A UserError there is raised on every rank, so none waits."""
+        """`work()` on the first rank, its result on all. A UserError is raised on every rank, so that none waits."""
         found = [None, None]
         if self.is_main:
             try:
@@ -180,13 +172,13 @@ class Runtime:
 
     @property
     def steps_ahead(self) -> int:
-        """Training steps that may be under way before the figures of the first one are read: a GPU that waits for the
-        host to read them is idle; on a CPU there is nothing to wait for."""
+        """Training steps that may be in flight before the figures of the first one are read: a GPU that waits for the
+        host to read them is idle. On a CPU there is nothing to wait for."""
         return int(self.device.type == "cuda")
 
     def read_later(self, tensor: torch.Tensor) -> Callable[[], list[float]]:
-        """Start to copy a small tensor to the host; the function that this returns waits for it, and for all work
-        before it, but not for what the device was given since."""
+        """Start copying a small tensor to the host. The returned function waits for it, and for all work before it, but
+        not for work queued since."""
         if self.device.type != "cuda":
             return tensor.tolist
         host = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
@@ -216,11 +208,11 @@ class Runtime:
         return peak if sys.platform == "darwin" else peak * 1024
 
     def reset_peak_memory(self) -> None:
-        """Count the peak from here on, where the system can forget the old one: CUDA and Linux."""
+        """Measure the peak from here on, if the system can forget the old one: on CUDA and Linux."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)  # what was freed is still resident
+            ctypes.CDLL(None).malloc_trim(0)  # freed memory is still resident
             Path("/proc/self/clear_refs").write_text("5")  # proc_pid_clear_refs(5)
 
     def peak_flops(self) -> float | None:
@@ -230,7 +222,7 @@ class Runtime:
         return peak * self.world_size
 
     def print(self, *args, **kwargs) -> None:
-        """print, on the first rank only and without tearing a progress bar. A run outlives the reader of its output,
+        """print, on the first rank only and without garbling a progress bar. A run outlives the reader of its output,
         such as `| head`: what nobody reads any more is dropped."""
         if not self.is_main:
             return
@@ -245,8 +237,8 @@ class Runtime:
 def distributed(forward: torch.nn.Module, device: torch.device) -> DistributedDataParallel:
     """`forward`, whose backward pass averages the gradients over the process group."""
     ids = [device.index] if device.type == "cuda" else None
-    # gradients go to their buckets in one copy, where this PyTorch can do that; views into the buckets would save
-    # memory only for those who keep gradients from step to step
+    # one copy into each bucket, if this PyTorch can do that; views into the buckets would save memory only if we kept
+    # gradients from step to step
     known = inspect.signature(DistributedDataParallel).parameters
     options = {name: True for name in ["batched_grad_copy"] if name in known}
     return DistributedDataParallel(forward, device_ids=ids, **options)
@@ -265,8 +257,8 @@ def ranks_of_environment() -> tuple[int, int, int]:
         rank, world_size, local_rank = -1, 0, 0
     if not (0 <= rank < world_size and 0 <= local_rank):
         raise UserError(
-            f"RANK={words[0]} WORLD_SIZE={words[1]} LOCAL_RANK={words[2]} in the environment are no ranks; start with "
-            "torchrun, which sets them, or unset them"
+            f"RANK={words[0]} WORLD_SIZE={words[1]} LOCAL_RANK={words[2]} in the environment are not valid ranks; "
+            "start with torchrun, which sets them, or unset them"
         )
     return rank, world_size, local_rank
 
@@ -312,8 +304,8 @@ def _join_ranks(device: torch.device, rank: int, world_size: int) -> None:
 
 
 def _make_mesh(device: torch.device, world_size: int) -> DeviceMesh:
-    """All ranks in a row; on several nodes (node, rank on the node): what is divided then travels within a node, and
-    between nodes, whose network is slower by an order of magnitude, gradients only."""
+    """All ranks in a row; on several nodes (node, rank on the node): weights then travel within a node only, and only
+    gradients travel between nodes, whose network is slower by an order of magnitude."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if local < world_size and world_size % local == 0 and local > 1:
         return init_device_mesh(device.type, (world_size // local, local), mesh_dim_names=("replicate", "shard"))
@@ -321,8 +313,8 @@ def _make_mesh(device: torch.device, world_size: int) -> DeviceMesh:
 
 
 def _keep_freed_memory() -> None:
-    """Let glibc reuse large blocks. By default each activation is mapped from the system anew, and up to a fifth of a
-    training step goes into page faults. Without glibc this does nothing."""
+    """Let glibc reuse large blocks. By default it maps each activation from the system again, and page faults take up
+    to a fifth of a training step. Without glibc this does nothing."""
     M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # mallopt(3)
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
@@ -333,7 +325,7 @@ def _keep_freed_memory() -> None:
 def _choose_dtype(dtype: str, device: torch.device) -> tuple[torch.dtype, str]:
     if dtype != "auto":
         if dtype == "float32":
-            torch.set_float32_matmul_precision("highest")  # who asks for fp32 does not mean TF32
+            torch.set_float32_matmul_precision("highest")  # someone who asks for fp32 does not want TF32
         return getattr(torch, dtype), dtype
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
@@ -341,7 +333,7 @@ def _choose_dtype(dtype: str, device: torch.device) -> tuple[torch.dtype, str]:
             return torch.bfloat16, f"bfloat16 (compute capability {major}.{minor})"
         return torch.float16, f"float16 (compute capability {major}.{minor} is below 8.0, so no bfloat16)"
     if device.type == "cpu" and _cpu_has_bf16():
-        return torch.bfloat16, "bfloat16 (the processor multiplies it natively)"
+        return torch.bfloat16, "bfloat16 (native on this CPU)"
     return torch.float32, f"float32 ({device.type} has no fast 16-bit format here)"
 
 
@@ -366,7 +358,7 @@ def _choose_compile(compile: str, device: torch.device) -> tuple[bool, str]:
 def _missing_for_compile(device: torch.device) -> str:
     """What torch.compile lacks on this machine and what to do, "" if nothing.
 
-    Inductor turns graphs into C++ on a CPU; on a GPU into Triton kernels, whose launchers are C, linked with libcuda.
+    Inductor turns graphs into C++ on a CPU, and on a GPU into Triton kernels, whose C launchers link with libcuda.
     """
     if device.type == "cpu":
         found = os.environ.get("CXX") or any(map(shutil.which, ("c++", "g++", "clang++")))
@@ -377,7 +369,7 @@ def _missing_for_compile(device: torch.device) -> str:
         return "Triton needs compute capability 7.0 or more"
     if not (os.environ.get("CC") or any(map(shutil.which, ("cc", "gcc", "clang")))):
         return "Triton needs a C compiler (gcc or clang) on the PATH; install one"
-    try:  # the rest shows only in a trial: the triton package, and libcuda.so where the linker finds it
+    try:  # only a trial shows the rest: the triton package, and libcuda.so on the linker's path
         torch.compile(lambda x: x + 1)(torch.zeros(8, device=device))
         return ""
     except Exception as e:
@@ -389,57 +381,36 @@ def _missing_for_compile(device: torch.device) -> str:
 # ------------------------------------------------------------------------------------------------ batches to the device
 
 
-def prefetch(batches: Iterator, device: torch.device, depth: int = 2) -> Iterator:
-    """Run an iterator of batches `depth` items ahead in a thread, and move them to the device.
+def prefetch(batches: Iterator, device: torch.device) -> Iterator:
+    """Read an iterator one batch ahead in a thread, and move what it yields to the device.
 
-    A batch is a list of micro-batches, each a tuple of arrays or tensors; the result has tensors in their places. On
-    CUDA the thread copies through pinned memory, on a stream of its own, while the device computes. An error of the
-    thread is raised where its item was due. Close the iterator if you leave it early.
+    A batch is an array, a tensor, or any nesting of tuples, lists and dicts of them; the result has tensors in their
+    places. On CUDA the thread copies through pinned memory, on its own stream, while the device computes. An error of
+    the iterator is raised when its batch is due. Close the generator if you leave it early.
     """
-    items: queue.Queue = queue.Queue(maxsize=depth)
-    stop = threading.Event()
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    ended = object()
 
-    def put(item) -> None:
-        while not stop.is_set():
-            try:
-                return items.put(item, timeout=0.1)
-            except queue.Full:
-                continue
+    def move(part):
+        tensor = torch.as_tensor(part)
+        return tensor.pin_memory().to(device, non_blocking=True) if stream else tensor.to(device)
 
-    def work() -> None:
-        try:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)  # a new thread starts on GPU 0, and would open a context there
-            for batch in batches:
-                put(_move(batch, device, stream))
-                if stop.is_set():
-                    return
-            put(StopIteration())
-        except BaseException as e:
-            put(e)
+    def load():
+        batch = next(batches, ended)
+        if batch is ended or stream is None:
+            return tree_map(move, batch) if batch is not ended else ended, None
+        torch.cuda.set_device(device)  # a new thread starts on GPU 0, and would open a context there
+        with torch.cuda.stream(stream):
+            return tree_map(move, batch), stream.record_event()
 
-    thread = threading.Thread(target=work, name="prefetch", daemon=True)
-    thread.start()
-    try:
-        while not isinstance(item := items.get(), BaseException):
+    with ThreadPoolExecutor(1, "prefetch") as thread:
+        coming = thread.submit(load)
+        while (item := coming.result())[0] is not ended:
+            coming = thread.submit(load)
             batch, copied = item
             if copied is not None:
-                torch.cuda.current_stream(device).wait_event(copied)
-                for tensor in (tensor for micro in batch for tensor in micro):
-                    tensor.record_stream(torch.cuda.current_stream(device))  # in use until this stream is done with it
+                compute = torch.cuda.current_stream(device)
+                compute.wait_event(copied)
+                for tensor in tree_leaves(batch):
+                    tensor.record_stream(compute)  # in use until this stream is done with it
             yield batch
-        if not isinstance(item, StopIteration):
-            raise item
-    finally:
-        stop.set()
-        thread.join()  # a thread that is inside torch when Python ends aborts the process
-
-
-def _move(batch: list[tuple], device: torch.device, stream) -> tuple[list[tuple], "torch.cuda.Event | None"]:
-    micros = [tuple(torch.as_tensor(part) for part in micro) for micro in batch]
-    if stream is None:
-        return [tuple(part.to(device) for part in micro) for micro in micros], None
-    with torch.cuda.stream(stream):
-        moved = [tuple(part.pin_memory().to(device, non_blocking=True) for part in micro) for micro in micros]
-        return moved, stream.record_event()

@@ -25,11 +25,12 @@ import train_gpt2
 from cli import script
 from learning import optim
 from learning.loss import LinearCrossEntropy
+from learning.optim import local
 from model import GPT, GPTConfig, Loss
 from run.checkpoint import remove_after
 from run.directory import Run
 from run.runtime import Runtime
-from run.sharding import local, whole
+from run.sharding import whole
 from run.trials import largest_that_fits
 
 FAULT_STEP = 3

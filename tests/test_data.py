@@ -214,7 +214,8 @@ def test_reading_shards_needs_nothing_but_numpy_and_the_command_line(tmp_path):
         "stream = data.TokenStream(data.find_shards(sys.argv[1], 'train'), 1000); b = data.Batches(stream, 16, 1, True)"
     )
     use = "next(data.training_batches(b, 8, 0, 9, 4)); next(data.validation_batches(stream, 16, 4, 0))"
-    code = f"import sys; from corpus import order as data; {read}; {use}; print([name for name in {others} if name in sys.modules])"
+    found = f"print([name for name in {others} if name in sys.modules])"
+    code = f"import sys; from corpus import order as data; {read}; {use}; {found}"
     write_shards(tmp_path)
     command = [sys.executable, "-c", code, str(tmp_path)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from cli import UserError
 from model import GPT, GPTConfig
 from run import runtime
 from run.checkpoint import CheckpointWriter, ModelFiles, damage, snapshot
-from run.runtime import Runtime, peak_flops, prefetch
+from run.runtime import Runtime, peak_flops
 from tests.helpers import ROOT
 
 
@@ -54,17 +53,6 @@ def test_cpu_means_that_no_gpu_is_asked_for(monkeypatch):
     for name in ("is_available", "device_count", "set_device", "current_device"):
         monkeypatch.setattr(torch.cuda, name, asked)
     assert Runtime.setup("cpu", "float32").device.type == "cpu"
-
-
-def test_the_thread_that_copies_to_a_gpu_chooses_it_first(monkeypatch):
-    """A new thread starts on GPU 0, and whatever it does there opens a context of half a gigabyte."""
-    calls = []
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(("device", str(device))))
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(wait_event=lambda event: None))
-    monkeypatch.setattr(runtime, "_move", lambda batch, device, stream: calls.append("move") or ([], None))
-    assert list(prefetch(iter([[1], [2]]), torch.device("cuda:3"))) == [[], []]
-    assert calls == [("device", "cuda:3"), "move", "move"]
 
 
 def test_the_thread_that_writes_a_checkpoint_asks_nothing_of_a_gpu(tmp_path, monkeypatch):

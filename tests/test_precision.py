@@ -1,10 +1,7 @@
 """Precisions, attention kernels and recomputed activations: other ways to the same numbers."""
 
-import dataclasses
 import json
 import math
-import types
-from functools import partial
 
 import numpy as np
 import pytest
@@ -56,111 +53,6 @@ def test_the_precision_follows_from_the_gpu_and_says_why(monkeypatch, capability
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     chosen, why = runtime._choose_dtype("auto", torch.device("cuda"))
     assert chosen == getattr(torch, dtype) and f"{capability[0]}.{capability[1]}" in why
-
-
-@pytest.fixture
-def kernels(monkeypatch):
-    """Three attention kernels, of which the last is absent: {name: (seconds, what it makes of the right output)}.
-
-    The clock is a stand-in that the kernels themselves move on, so that a busy machine changes nothing.
-    """
-    found, now, in_use, turns, real = {}, [0.0], [""], [], trials.scaled_dot_product_attention
-
-    def attention(*args, **kwargs):
-        y = real(*args, **kwargs)
-        if torch.backends.cuda.flash_sdp_enabled():  # else it is the formula that is asked for
-            turns.append(in_use[0])
-            if in_use[0] == "absent":
-                raise RuntimeError("No available kernel")
-            seconds, spoil = found[in_use[0]]
-            now[0] += seconds
-            y = spoil(y)
-        return y
-
-    monkeypatch.setattr(trials, "attention_kernels", lambda *_: [*found, "absent"])
-    monkeypatch.setattr(trials, "use_kernel", lambda name: in_use.__setitem__(0, name))
-    monkeypatch.setattr(trials, "scaled_dot_product_attention", attention)
-    monkeypatch.setattr(trials.time, "perf_counter", lambda: now[0])
-    return types.SimpleNamespace(found=found, in_use=in_use, turns=turns)
-
-
-def right(y):
-    return y
-
-
-@pytest.mark.parametrize("seconds, fastest", [((2, 1), "two"), ((1, 2), "one")])
-def test_the_fastest_attention_kernel_is_left_on(kernels, seconds, fastest):
-    kernels.found.update(one=(seconds[0], right), two=(seconds[1], right))
-    rt = runtime.Runtime.setup("cpu", "float32")
-    assert trials.choose_attention_kernel(rt, (2, 2, 16, 8)) == fastest
-    assert kernels.in_use == [fastest]
-    assert kernels.turns[:6] == ["one", "two", "absent"] * 2  # in turns, or the first would be timed by a slow clock
-
-
-WRONG = {
-    "output": lambda y: y * 1.05,
-    "gradient": lambda y: y + 0.05 * (y - y.detach()),
-    "the last sequence alone": lambda y: torch.cat([y[:-1], 1.05 * y[-1:]]),
-    "not finite": lambda y: y / torch.zeros(()) * 0.0,
-}
-
-
-@pytest.mark.parametrize("kind", WRONG)
-def test_an_attention_kernel_that_is_fast_and_wrong_is_not_used(kernels, kind, capsys):
-    kernels.found.update(one=(2, right), two=(1, WRONG[kind]))
-    rt = runtime.Runtime.setup("cpu", "float32")
-    assert trials.choose_attention_kernel(rt, (2, 2, 16, 8)) == "one" and kernels.in_use == ["one"]
-    assert "two" in capsys.readouterr().out
-    kernels.found.update(one=(2, WRONG[kind]))
-    assert trials.choose_attention_kernel(rt, (2, 2, 16, 8)) == "" and kernels.in_use == [""]
-
-
-def test_ranks_choose_the_attention_kernel_that_is_fastest_for_all_and_right_on_all(kernels, monkeypatch):
-    kernels.found.update(one=(3, right), two=(2, right), three=(1, right))
-    others = iter([torch.tensor([1.0, 3.0, 1.0, math.inf]), torch.tensor(0), torch.tensor(1)])  # of a second rank
-    monkeypatch.setattr(runtime.Runtime, "sum", lambda self, tensor: tensor + next(others))
-    rt = dataclasses.replace(runtime.Runtime.setup("cpu", "float32"), world_size=2)
-    # three is the fastest and wrong on the other rank, then one, though two is faster here
-    assert trials.choose_attention_kernel(rt, (2, 2, 16, 8)) == "one"
-
-
-def test_a_flash_attention_package_takes_the_place_of_pytorch_s_own_and_gives_it_back(monkeypatch):
-    active, switches = [None], {}
-    attention = torch.nn.attention
-    monkeypatch.setattr(attention, "list_flash_attention_impls", lambda: ["FA3"], raising=False)
-    monkeypatch.setattr(attention, "current_flash_attention_impl", lambda: active[0], raising=False)
-    monkeypatch.setattr(attention, "restore_flash_attention_impl", lambda: active.__setitem__(0, None), raising=False)
-    activate = partial(active.__setitem__, 0)
-    monkeypatch.setattr(attention, "activate_flash_attention_impl", activate, raising=False)
-    for name in ("flash", "cudnn"):
-        switch = partial(switches.__setitem__, name)
-        monkeypatch.setattr(torch.backends.cuda, f"enable_{name}_sdp", switch)
-    assert trials.attention_kernels("cuda", dropout=0.0) == ["flash", "cudnn", "FA3"]
-    assert trials.attention_kernels("cuda", dropout=0.1) == ["flash", "cudnn"]  # which has no dropout
-    seen = []
-    for name in ("FA3", "FA3", "flash", "FA3", "cudnn", ""):
-        trials.use_kernel(name)
-        seen.append((active[0], switches["flash"], switches["cudnn"]))
-    fa3, flash, cudnn, none = ("FA3", True, False), (None, True, False), (None, False, True), (None, False, False)
-    assert seen == [fa3, fa3, flash, fa3, cudnn, none]
-
-
-def test_a_pytorch_without_flash_attention_packages_has_its_own_two_kernels(monkeypatch):
-    for name in ("list", "current", "restore", "activate"):
-        for end in ("s", ""):
-            monkeypatch.delattr(torch.nn.attention, f"{name}_flash_attention_impl{end}", raising=False)
-    assert trials.attention_kernels("cuda", dropout=0.0) == ["flash", "cudnn"]
-    before = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled()
-    try:
-        trials.use_kernel("cudnn")
-        assert not torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.cudnn_sdp_enabled()
-    finally:
-        torch.backends.cuda.enable_flash_sdp(before[0])
-        torch.backends.cuda.enable_cudnn_sdp(before[1])
-
-
-def test_where_there_is_one_attention_kernel_there_is_no_choice():
-    assert trials.choose_attention_kernel(runtime.Runtime.setup("cpu", "float32"), (2, 2, 16, 8)) == ""
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,73 @@
+"""The layout of the house: doors at the root, rooms in folders, and no import that runs back up."""
+
+import ast
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers import ROOT
+
+DOORS = {"train_gpt2", "fineweb", "hellaswag", "lora_finetune", "sample", "plot", "bench"}
+FOLDERS = {"bpe", "corpus", "learning", "finetuning", "run", "benchmarks"}
+NEVER = {  # folder: what none of its files imports
+    "bpe": DOORS | {"model", "learning", "finetuning", "run", "benchmarks", "torch"},
+    "corpus": DOORS | {"model", "learning", "finetuning", "run", "benchmarks", "torch"},
+    "learning": DOORS | {"model", "corpus", "bpe", "finetuning", "run", "benchmarks"},
+    "finetuning": DOORS | {"benchmarks"},
+    "run": DOORS | {"learning", "finetuning", "benchmarks"},
+}
+FREE_OF_TORCH = ["cli", "fineweb", "corpus.sources", "corpus.shards", "corpus.order", "finetuning.chat", "finetuning.rows"]
+
+
+def imports(path) -> set[str]:
+    """The dotted names that a file imports, at its top or in a function."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {node.module} | {f"{node.module}.{name.name}" for name in node.names}
+    return found
+
+
+def first_names(path) -> set[str]:
+    return {name.split(".")[0] for name in imports(path)}
+
+
+def brings(module: str) -> set[str]:
+    """The modules that exist after an import in a fresh interpreter."""
+    code = f"import sys, {module}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    return set(done.stdout.split())
+
+
+def test_at_the_root_are_doors_the_model_and_the_command_line():
+    assert {path.stem for path in ROOT.glob("*.py")} == DOORS | {"model", "cli"}
+
+
+@pytest.mark.parametrize("folder", NEVER)
+def test_no_folder_imports_one_that_imports_it(folder):
+    for path in (ROOT / folder).glob("*.py"):
+        doors_of_bpe = {"bpe/train.py", "bpe/try_tokenizer.py"}
+        allowed = {"corpus", "cli"} if str(path.relative_to(ROOT)) in doors_of_bpe else set()
+        assert not first_names(path) & (NEVER[folder] - allowed), path
+    if folder == "bpe":
+        rooms = [path for path in (ROOT / "bpe").glob("*.py") if path.stem not in ("train", "try_tokenizer")]
+        assert not [path for path in rooms if first_names(path) & {"cli", "corpus"}]
+
+
+def test_every_folder_says_what_belongs_there():
+    for folder in FOLDERS:
+        assert len(ast.get_docstring(ast.parse((ROOT / folder / "__init__.py").read_text())) or "") > 60, folder
+
+
+@pytest.mark.parametrize("module", FREE_OF_TORCH)
+def test_what_worker_processes_import_is_free_of_torch(module):
+    assert "torch" not in brings(module)
+
+
+@pytest.mark.parametrize("module, most", [("model", 2), ("hellaswag", 8)])
+def test_a_file_that_is_read_alone_brings_few_others(module, most):
+    ours = {name for name in brings(module) if name.split(".")[0] in DOORS | FOLDERS | {"model", "cli"}} - FOLDERS - {module}
+    assert len(ours) <= most, sorted(ours)
