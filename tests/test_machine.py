@@ -1,8 +1,5 @@
 """Decisions about the machine: device, ranks, compiler, threads, peaks."""
 
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,7 +10,6 @@ from model import GPT, GPTConfig
 from run import runtime
 from run.checkpoint import CheckpointWriter, ModelFiles, damage, snapshot
 from run.runtime import Runtime, peak_flops
-from tests.helpers import ROOT
 
 
 @pytest.mark.parametrize(
@@ -105,13 +101,3 @@ def test_a_compiler_that_is_missing_is_named(monkeypatch):
     assert not on and "libcuda" in why
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
     assert "7.0" in runtime._choose_compile("auto", cuda)[1]
-
-
-LIGHT = ["cli", "data", "sources", "shards", "fineweb", "chat", "rows"]
-
-
-@pytest.mark.parametrize("module", LIGHT)
-def test_what_worker_processes_import_is_free_of_torch(module):
-    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
-    assert result.returncode == 0
