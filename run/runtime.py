@@ -30,9 +30,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tqdm import tqdm
 
 from cli import UserError
-from run.heartbeat import watch_ranks
 
-EXCHANGE = timedelta(minutes=10)  # to wait for ranks that compile or write; those that are lost: see run/heartbeat.py
+# How long a rank waits for the others: some may be compiling or writing a checkpoint. torchrun notices a process that
+# dies at once; one that hangs, or whose machine was cut off, ends the others only after this time.
+EXCHANGE = timedelta(minutes=10)
 
 # The dense peak of the matrix units in TFLOP/s for 16-bit inputs with fp32 accumulation, from the vendors' data sheets
 # and whitepapers; for GeForce cards without one, twice the published fp32 rate, as where both are printed. The first
@@ -300,7 +301,6 @@ def _join_ranks(device: torch.device, rank: int, world_size: int) -> None:
         timeout=EXCHANGE,
         device_id=device if on_gpu else None,
     )
-    watch_ranks(store, rank, world_size)
 
 
 def _make_mesh(device: torch.device, world_size: int) -> DeviceMesh:
