@@ -125,7 +125,7 @@ class Run:
     # ---- from here on the directory changes
 
     def begin(self, config, files, optimizer, identity: dict, facts: dict) -> None:
-        """Start, or go on from `checkpoint`: optimizer, counters and random numbers are put back where they were.
+        """Start, or go on from `checkpoint`: optimizer and counters are put back where they were.
 
         `config` are the constants that run, settled; `files` copies and restores the weights, which the caller has
         already loaded; `identity` says what the order of the data depends on besides constants; `facts` go to the log
@@ -285,8 +285,7 @@ class Run:
             return
         state = dict(
             step=self.step, data_step=self.data_step, tokens=self.tokens, optimizer=self.optimizer.state_dict(),
-            spikes=self._spikes.state_dict(), rng=random_state(), identity=self.identity, config=asdict(self.config),
-            written=self.written,
+            spikes=self._spikes.state_dict(), identity=self.identity, config=asdict(self.config), written=self.written,
         )  # fmt: skip
         self._saved = self.step
         # what is divided over ranks is gathered by all of them together; one writes
@@ -406,9 +405,6 @@ class Run:
             changed = self._compare(state, checkpoint)
             self.optimizer.load_state_dict(state["optimizer"])
             self._spikes.load_state_dict(state["spikes"])
-            torch.set_rng_state(state["rng"]["cpu"])
-            if self.rt.device.type == "cuda" and "cuda" in state["rng"]:
-                torch.cuda.set_rng_state(state["rng"]["cuda"])
             self.step, self.data_step, self.tokens = (int(state[key]) for key in ("step", "data_step", "tokens"))
             if not (
                 f"step_{self.step:06d}" == checkpoint.name and self.step <= self.data_step < 2**62 and self.tokens >= 0
@@ -446,12 +442,6 @@ def not_of_a_run(out_dir: Path) -> str:
         if "out_dir" in read_json(out_dir / "config.json"):  # constants, of a run that was killed as it began its log
             return ""
     return next((name for name in (*FILES, *WEIGHTS) if (out_dir / name).exists()), "")
-
-
-def random_state() -> dict:
-    return {"cpu": torch.get_rng_state()} | (
-        {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {}
-    )
 
 
 class SpikeDetector:
