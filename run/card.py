@@ -1,24 +1,19 @@
 """A model card: the README.md beside a model's weights, for the hub and for people, from the log of its run.
 
-    ---
-    library_name: "transformers"         what the hub reads: YAML; a value is written as JSON, which YAML contains
-    ...
-    ---
-    # tiny                               what people read: data, figures, command, versions, how to use it
+The first lines are metadata for https://huggingface.co/docs/hub/model-cards; below them people read the data, figures,
+command and versions, and how to use the model. A run writes the card with every checkpoint, and again after an
+evaluation of that checkpoint's step. People edit it (a license has to be chosen), so no checksum covers it.
 
-A run writes it with every checkpoint, and anew once an evaluation of that checkpoint's step is done. It is made to be
-edited (a license has to be chosen), so that no checksum covers it.
-This file knows nothing of torch, or of how checkpoints are written: a log is a list of dicts, any of which may be odd.
+This file knows nothing of torch, or of how checkpoints are written: a log is a list of dicts.
 """
 
-import json
-import math
 import shutil
 from pathlib import Path
 
+from huggingface_hub import EvalResult, ModelCardData
+
 from cli import replace_file
 
-FILES = {"README.md", "learning_curve.png"}
 METRICS = (  # kind and key in the log, its name for people, its type on the hub
     ("val", "loss", "validation loss, nats per token", "loss"),
     ("val", "bpb", "validation, bits per byte", "bits_per_byte"),
@@ -29,7 +24,7 @@ LANGUAGES = {"HuggingFaceFW/fineweb": "en", "HuggingFaceFW/fineweb-edu": "en", "
 
 
 def provenance(data: dict, dataset: str, base: str) -> dict:
-    """What the first record of a run says of where its model comes from, for the card.
+    """What the first record of a run says about where its model comes from, for the card.
 
     `data` is what is known of it, `dataset` its name on the hub, `base` a directory or a name on the hub; "" for none.
     """
@@ -38,9 +33,9 @@ def provenance(data: dict, dataset: str, base: str) -> dict:
 
 
 def write_card(directory: Path, name: str, records: list[dict], curve: Path) -> None:
-    """Put README.md beside the weights in `directory`, and a copy of the learning curve if one is drawn by now.
+    """Put README.md beside the weights in `directory`, with a copy of the learning curve if there is one.
 
-    `records` are those of the run's log, up to the step that the weights are of.
+    `records` are those of the run's log up to the step of the weights.
     """
     if curve.exists():
         shutil.copyfile(curve, directory / "learning_curve.png")
@@ -49,48 +44,42 @@ def write_card(directory: Path, name: str, records: list[dict], curve: Path) -> 
 
 def model_card(name: str, records: list[dict], files: set[str]) -> str:
     """The card of a model whose directory holds `files`: they tell an adapter from a model, and whether it chats."""
-    metadata = [f"{key}: {json.dumps(value)}" for key, value in hub_metadata(name, records, files).items()]
     parts = [
-        "\n".join(["---", *metadata, "---"]),
+        f"---\n{hub_metadata(name, records, files).to_yaml()}\n---",
         f"# {name}",
         what_it_is(records, files),
-        "License: not chosen yet. Choose one in the first lines of this file; those of data and base have a say in it.",
+        "License: not chosen yet. Choose one in the first lines of this file; the licenses of the data and the base "
+        "model may limit the choice.",
         "\n".join(["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in facts(records).items())]),
         *["![Learning curve](learning_curve.png)"] * ("learning_curve.png" in files),
         "## How it was made",
-        # indented, because no command can end such a block, as three backquotes would end a fenced one
-        "\n".join("    python " + " ".join(command.split()) for command in said(records, "command", str)),
+        # indented: no command can end such a block, as three backquotes would end a fenced one
+        "\n".join("    python " + " ".join(command.split()) for command in said(records, "command")),
         "## How to use it",
         usage(files),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-# --------------------------------------------------------------------------------------------------- what the log says
-
-
-def said(records: list[dict], key: str, kind: type) -> list:
-    """What the `run` records, one for each start of the run, say of `key`, each value once."""
-    values = [record[key] for record in records if record["kind"] == "run" and isinstance(record.get(key), kind)]
+def said(records: list[dict], key: str) -> list:
+    """What the `run` records, one for each start of the run, say about `key`, each value once."""
+    values = [record[key] for record in records if record["kind"] == "run" and record.get(key)]
     return [value for i, value in enumerate(values) if value not in values[:i]]
 
 
-def first(records: list[dict], key: str, kind: type):
-    """The first of them, else an empty value of this type."""
-    return next(iter(said(records, key, kind)), kind())
+def first(records: list[dict], key: str, default):
+    return next(iter(said(records, key)), default)
 
 
 def newest(records: list[dict], kind: str, key: str) -> tuple[int, float] | None:
-    """(step, figure) of the last record of a kind that has one: a loss that was not finite is null in a log."""
-    for record in reversed(records):
-        if record["kind"] == kind and type(value := record.get(key)) in (int, float) and math.isfinite(value):
-            return record["step"], value
-    return None
+    """(step, figure) of the last record of a kind that has one: a figure that was not finite is null in a log."""
+    found = [(r["step"], r[key]) for r in records if r["kind"] == kind and r.get(key) is not None]
+    return found[-1] if found else None
 
 
 def what_it_is(records: list[dict], files: set[str]) -> str:
     """One sentence."""
-    config, base, size = (first(records, *what) for what in (("config", dict), ("base", str), ("parameters", int)))
+    config, base, size = first(records, "config", {}), first(records, "base", ""), first(records, "parameters", 0)
     model, data = f"GPT-2 with {size:,} parameters" if size else "GPT-2", code(config.get("data", "unknown data"))
     if not base:
         return f"A {model}, trained on {data} from random weights."
@@ -104,52 +93,49 @@ def what_it_is(records: list[dict], files: set[str]) -> str:
 def facts(records: list[dict]) -> dict[str, str]:
     """The rows of the table."""
     rows = {}
-    if data := first(records, "data", dict):
-        values = {key: f"{v:,}" if type(v) is int else code(v) for key, v in data.items()}
-        rows["data"] = ", ".join(f"{cell(key)} {value}" for key, value in values.items())
+    if data := first(records, "data", {}):
+        rows["data"] = ", ".join(f"{k} {v:,}" if type(v) is int else f"{k} {code(v)}" for k, v in data.items())
     if trained := newest(records, "train", "tokens"):
         rows["trained"] = f"{trained[0]:,} steps, {trained[1]:,} tokens"
     for kind, key, label, _ in METRICS:
         if found := newest(records, kind, key):
             n = newest(records, kind, "n")
             rows[label] = f"{found[1]:.4f} at step {found[0]:,}" + (f", {n[1]:,} examples" if n else "")
-    for key, kind in dict(commit=str, machine=str, versions=dict).items():
-        values = [v if kind is str else ", ".join(f"{k} {v[k]}" for k in v) for v in said(records, key, kind)]
-        rows |= {key: "; ".join(map(code, values))} if values else {}
-    return rows
+    for key in ("commit", "machine"):
+        rows[key] = "; ".join(map(code, said(records, key)))
+    rows["versions"] = "; ".join(code(", ".join(f"{k} {v[k]}" for k in v)) for v in said(records, "versions"))
+    return {key: value for key, value in rows.items() if value}
 
 
 def code(value) -> str:
-    return f"`{cell(value)}`"
+    """Text in backquotes that ends neither them nor its cell of a table."""
+    return "`" + " ".join(str(value).replace("|", "\\|").replace("`", "'").split()) + "`"
 
 
-def cell(value) -> str:
-    """Text that ends neither its cell of a table nor the backquotes around it."""
-    return " ".join(str(value).replace("|", "\\|").replace("`", "'").split())
-
-
-# ------------------------------------------------------------------------------------------------------------ the hub
-
-
-def hub_metadata(name: str, records: list[dict], files: set[str]) -> dict:
-    """What https://huggingface.co/docs/hub/model-cards describes. Bases and data are named if they are on the hub."""
-    adapter, hub = "adapter_config.json" in files, first(records, "hub", dict)
-    fields = dict(library_name="peft" if adapter else "transformers", pipeline_tag="text-generation", license="unknown")
-    if base := hub.get("base_model"):
-        fields |= dict(base_model=base, base_model_relation="adapter" if adapter else "finetune")
-    if dataset := hub.get("dataset"):
-        fields |= dict(datasets=[dataset]) | ({"language": LANGUAGES[dataset]} if dataset in LANGUAGES else {})
-    own = dict(name="validation split of the training data", type=dataset or "text", split="validation")
-    datasets = dict(val=own, hellaswag=dict(name="HellaSwag", type="Rowan/hellaswag", split="validation"))
-    results, task = [], dict(name="Text Generation", type="text-generation")
-    for kind, measured_on in datasets.items():
-        found = [(label, type, newest(records, kind, key)) for k, key, label, type in METRICS if k == kind]
-        metrics = [dict(name=label, type=type, value=round(figure[1], 4)) for label, type, figure in found if figure]
-        results += [dict(task=task, dataset=measured_on, metrics=metrics)] if metrics else []
-    if results:
-        types = [metric["type"] for result in results for metric in result["metrics"]]
-        fields |= {"metrics": list(dict.fromkeys(types)), "model-index": [dict(name=name, results=results)]}
-    return fields
+def hub_metadata(name: str, records: list[dict], files: set[str]) -> ModelCardData:
+    """Bases and data are named if they are on the hub."""
+    adapter, hub = "adapter_config.json" in files, first(records, "hub", {})
+    base, dataset = hub.get("base_model"), hub.get("dataset")
+    own = dict(dataset_type=dataset or "text", dataset_name="validation split of the training data")
+    measured_on = dict(val=own, hellaswag=dict(dataset_type="Rowan/hellaswag", dataset_name="HellaSwag"))
+    task = dict(task_type="text-generation", task_name="Text Generation", dataset_split="validation")
+    results = [
+        EvalResult(**task, **measured_on[kind], metric_type=type, metric_name=label, metric_value=round(found[1], 4))
+        for kind, key, label, type in METRICS
+        if (found := newest(records, kind, key))
+    ]
+    return ModelCardData(
+        library_name="peft" if adapter else "transformers",
+        pipeline_tag="text-generation",
+        license="unknown",
+        base_model=base,
+        base_model_relation=("adapter" if adapter else "finetune") if base else None,
+        datasets=[dataset] if dataset else None,
+        language=LANGUAGES.get(dataset),
+        metrics=list(dict.fromkeys(result.metric_type for result in results)) or None,
+        model_name=name if results else None,
+        eval_results=results or None,
+    )
 
 
 def usage(files: set[str]) -> str:
