@@ -1,4 +1,4 @@
-"""Ranks, launchers and nodes that are killed, stop or disappear: the others end, and the next start loses nothing."""
+"""Ranks, launchers and nodes that are killed: the others end, and the next start loses nothing."""
 
 import os
 import shutil
@@ -11,8 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
-from run.checkpoint import checkpoint_steps, damage, remove_after
+from cli import explain
+from run.checkpoint import checkpoint_steps, damage
 from tests.helpers import ROOT, assert_user_error, environment, log_of, text_file
 from tests.test_distributed import TORCHRUN, alone, args, same_losses
 
@@ -75,24 +77,6 @@ def test_started_on_three_ranks_killed_resumed_on_two_and_on_one(long_run):
     same_losses(run, long_run / "long")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_is_killed_is_restarted_by_torchrun_from_the_last_checkpoint(long_run, rank):
-    run = long_run / f"restarted-{rank}"
-    process = torchrun(
-        long_run, run.name, "--standalone", "--nproc_per_node=2", "--max-restarts=3", resume=True, **LONG
-    )
-    wait_for_step(run, 25, process)
-    os.kill(workers(process)[rank], signal.SIGKILL)
-    out, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, out[-3000:]
-    assert "resuming from" in out
-    same_losses(run, long_run / "long")
-
-
-TWO = ("--standalone", "--nproc_per_node=2", "--max-restarts=3")
-
-
 def wait_for_save(run: Path, process: subprocess.Popen) -> None:
     while not list(run.glob(".step_000030*tmp/*")):
         assert process.poll() is None, process.communicate()[0][-3000:]
@@ -104,15 +88,19 @@ MOMENTS = {
     "a save": wait_for_save,
     "an evaluation": lambda run, process: wait_for_step(run, 60, process),
 }
+TWO = ("--standalone", "--nproc_per_node=2", "--max-restarts=3")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_a_rank_of_a_divided_model_that_is_killed_loses_nothing(long_run, moment):
-    run = long_run / f"killed in {moment}"
-    process = torchrun(long_run, run.name, *TWO, resume=True, shard="full", **LONG)
+@pytest.mark.parametrize(
+    "rank, moment, shard",
+    [(0, "a step", "none"), (1, "a step", "full"), (0, "a save", "full"), (1, "an evaluation", "full")],
+)
+def test_torchrun_restarts_ranks_of_which_one_is_killed_and_nothing_is_lost(long_run, rank, moment, shard):
+    run = long_run / f"{rank} killed in {moment}"
+    process = torchrun(long_run, run.name, *TWO, resume=True, shard=shard, **LONG)
     MOMENTS[moment](run, process)
-    os.kill(workers(process)[0 if moment == "a save" else 1], signal.SIGKILL)
+    os.kill(workers(process)[rank], signal.SIGKILL)
     out, _ = process.communicate(timeout=400)
     assert process.returncode == 0, out[-3000:]
     assert "resuming from" in out
@@ -122,7 +110,7 @@ def test_a_rank_of_a_divided_model_that_is_killed_loses_nothing(long_run, moment
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", ["none", "full"])
 @pytest.mark.parametrize("killed", [0, 1])
-def test_without_a_launcher_the_other_rank_ends_with_a_line_of_its_own(long_run, killed, shard):
+def test_without_a_launcher_the_other_rank_ends_with_one_line(long_run, killed, shard):
     out = f"by-hand-{killed}-{shard}"
     command = [sys.executable, str(ROOT / "train_gpt2.py")]
     command += args(long_run, out, shard=shard, **LONG | dict(max_steps=10**6))
@@ -142,55 +130,21 @@ def test_without_a_launcher_the_other_rank_ends_with_a_line_of_its_own(long_run,
 
 
 @pytest.mark.slow
-def test_ranks_without_their_launcher_end_and_the_next_start_goes_on(long_run):
-    run = long_run / "launcher"
-    process = torchrun(long_run, run.name, *TWO, resume=True, shard="optimizer", **LONG | dict(max_steps=10**6))
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_ranks_end_with_a_checkpoint_when_their_launcher_is_stopped_or_killed(long_run, signum):
+    run = long_run / f"launcher-{signum}"
+    process = torchrun(long_run, run.name, *TWO, shard="optimizer", **LONG | dict(max_steps=10**6))
     wait_for_step(run, 25, process)
     ranks = workers(process)
     process.stdout.close()
-    process.kill()
-    process.wait()
-    began = time.monotonic()
-    while any(Path(f"/proc/{pid}").exists() for pid in ranks):
-        assert time.monotonic() - began < 60
-        time.sleep(0.1)
-    shutil.copytree(run, run.with_name("launcher-2"))
-    remove_after(run.with_name("launcher-2") / "step_000020")
-    process = torchrun(long_run, "launcher-2", *TWO, resume=True, **LONG)
-    out, _ = process.communicate(timeout=400)
-    assert process.returncode == 0, out[-3000:]
-    same_losses(run.with_name("launcher-2"), long_run / "long")
-
-
-@pytest.mark.slow
-def test_a_rank_that_stands_still_is_lost_within_a_minute_and_the_run_goes_on(long_run):
-    run = long_run / "stopped"
-    process = torchrun(long_run, run.name, *TWO, resume=True, shard="full", **LONG)
-    wait_for_step(run, 25, process)
-    stopped, other = workers(process)[1], workers(process)[0]
-    os.kill(stopped, signal.SIGSTOP)
-    began = time.monotonic()
-    while Path(f"/proc/{other}").exists() and "Z" not in Path(f"/proc/{other}/stat").read_text().split()[2]:
-        assert time.monotonic() - began < 60 + 10
-        time.sleep(0.1)
-    out, _ = process.communicate(timeout=400)
-    assert process.returncode == 0, out[-3000:]
-    assert "rank 1 has not been heard of" in out and "resuming from" in out
-    same_losses(run, long_run / "long")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("signum, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_to_torchrun_ends_all_ranks_with_a_checkpoint(long_run, signum, code):
-    run = long_run / f"signal-{signum}"
-    process = torchrun(long_run, run.name, "--standalone", "--nproc_per_node=2", **(LONG | dict(max_steps=10**6)))
-    wait_for_step(run, 25, process)
     process.send_signal(signum)
-    out, _ = process.communicate(timeout=120)
-    assert process.returncode != 0
+    assert process.wait(120) != 0
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{pid}").exists() for pid in ranks):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
     step, path = checkpoint_steps(run)[-1]
-    assert damage(path) is None and step == log_of(run, "train")[-1]["step"] and step > 20
-    assert not any(path.name == f"step_{step:06d}.tmp" for path in run.iterdir())
+    assert damage(path) is None and step == log_of(run, "train")[-1]["step"] > 20
 
 
 @pytest.fixture
@@ -247,7 +201,7 @@ def end_well(run: Path, processes: list[subprocess.Popen]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", ["none", "full"])
-def test_a_node_that_is_killed_and_comes_back_goes_on_with_the_other(long_run, two_nodes, shard):
+def test_a_node_that_is_killed_and_comes_back_continues_with_the_other(long_run, two_nodes, shard):
     run, head = long_run / f"node-killed-{shard}", two_nodes[0][2]
     first, second = (start_node(long_run, run.name, node, head, shard=shard) for node in two_nodes)
     wait_for_step(run, 25, first)
@@ -265,16 +219,19 @@ def test_where_the_first_node_is_killed_the_other_ends_and_both_are_started_agai
     end_well(run, [start_node(long_run, run.name, node, head, shard="full") for node in two_nodes])
 
 
-@pytest.mark.slow
-def test_where_a_cable_is_cut_the_ranks_of_both_nodes_end_and_go_on_once_it_is_mended(long_run, two_nodes):
-    run, head = long_run / "cut", two_nodes[0][2]
-    processes = [start_node(long_run, run.name, node, head, shard="full") for node in two_nodes]
-    wait_for_step(run, 25, processes[0])
-    ranks = [pid for process in processes for pid in workers(process)]
-    subprocess.run(["ip", "-n", two_nodes[1][0], "link", "set", two_nodes[1][1], "down"], check=True)
-    began = time.monotonic()
-    while any(Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text() for pid in ranks):
-        assert time.monotonic() - began < 60 + 10
-        time.sleep(0.1)
-    subprocess.run(["ip", "-n", two_nodes[1][0], "link", "set", two_nodes[1][1], "up"], check=True)
-    end_well(run, processes)  # torchrun has waited for its store, which it does for a minute
+@pytest.mark.parametrize(
+    "error, words",
+    [
+        (RuntimeError("[/gloo/transport/tcp/pair.cc:537] Connection closed by peer [::1]:7. See the logs"), "by peer"),
+        (RuntimeError("[../third_party/gloo/buffer.cc:72] Timed out waiting 600000ms for recv operation"), "600000ms"),
+        (dist.DistBackendError("NCCL error, remote process exited\nncclRemoteError: A call failed"), "remote process"),
+        (dist.DistNetworkError("failed to recv, got 0 bytes"), "0 bytes"),
+    ],
+)
+def test_an_exchange_with_a_rank_that_is_gone_is_one_line(error, words):
+    assert words in explain(error) and "--resume" in explain(error)
+    assert "ncclRemoteError" not in explain(error) and "pair.cc" not in explain(error)
+
+
+def test_an_exchange_of_tensors_that_do_not_match_is_our_bug_with_a_traceback():
+    assert explain(RuntimeError("[gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes. 8 vs 4")) is None
