@@ -45,7 +45,7 @@ from learning.optim import Optimizer, learning_rate, make_optimizer
 from model import GPT, GPTConfig, Loss
 from run.card import provenance
 from run.checkpoint import ModelFiles, load_model, load_shape, whole_model
-from run.directory import Run
+from run.directory import Run, RunDirectory
 from run.runtime import Runtime, prefetch
 from run.sharding import shard
 from run.trials import (
@@ -147,10 +147,10 @@ def main() -> None:
     check(written, rt)
     if written.dry_run:
         return print_plan(written, model_shape(written, recipe, None, rt), rt)
-    run = Run.open(written, rt, FIXED)
-    shape = model_shape(written, recipe, run.checkpoint, rt)
+    directory = RunDirectory(written, rt, FIXED)
+    shape = model_shape(written, recipe, directory.checkpoint, rt)
     data = open_data(written, shape, rt)
-    model = build_model(written, shape, run.checkpoint)
+    model = build_model(written, shape, directory.checkpoint)
     rt.print(f"{recipe}: {model.num_params():,} parameters on {rt.why}")
     prepare(model, written, rt)
     forward = Loss(model.to(rt.device))
@@ -161,10 +161,9 @@ def main() -> None:
     optimizer = make_optimizer(model, config, rt)
     identity = dict(tokenizer=data.tokenizer.fingerprint, data=fingerprint(data.train.stream))
     facts = dict(parameters=model.num_params(), flops_per_token=model.estimate_flops(config.sequence_length))
-    facts |= dict(planned_tokens=config.max_steps * config.total_batch_size)
     facts |= dict(uniform_loss=math.log(config.vocab_size))  # of a uniform guess; random weights begin a little above
     facts |= provenance(*data.origin, config.init_from)
-    run.begin(config, ModelFiles(model, data.tokenizer, rt.is_main), optimizer, identity, facts)
+    run = Run(directory, config, ModelFiles(model, data.tokenizer, rt.is_main), optimizer, identity, facts)
     say_what_is_read(config, data, rt)
     say_what_is_decayed(optimizer, rt)
     train(config, run, model, forward, optimizer, data)
@@ -205,6 +204,7 @@ def train(config: Config, run: Run, model: GPT, forward: torch.nn.Module, optimi
 
             # the checkpoint first: it is on the disk before an evaluation can fail
             if run.due(config.checkpoint_interval):
+                run.catch_up()
                 run.save()
             evaluate(config, run, model, forward, data)
 
@@ -213,15 +213,18 @@ def evaluate(config: Config, run: Run, model: GPT, forward: torch.nn.Module, dat
     """What is due at this step, if the log does not have it already."""
     rt = run.rt
     if run.due(config.eval_interval, "val"):
+        run.catch_up()
         inputs = validation_inputs(config, data, rt)
         val = validate(Loss(whole_model(model)) if rt.mesh else forward, inputs, data.token_bytes, rt)
         if val["loss"] <= config.target_loss:
             run.end_here()
         run.record("val", **val)
     if data.hellaswag and run.due(config.hellaswag_interval, "hellaswag"):
+        run.catch_up()
         scores = hellaswag.evaluate(whole_model(model), data.hellaswag, rt)
         run.record("hellaswag", **{name: scores[name] for name in ("acc", "acc_norm", "acc_norm_stderr", "n")})
     if run.due(config.sample_interval, "sample"):
+        run.catch_up()
         for text in sample(model, data.tokenizer, config, rt, seed=run.step):
             run.record("sample", text=text)
 

@@ -27,7 +27,7 @@ from bpe.tokenizer import Tokenizer
 from learning.optim import make_optimizer
 from model import GPT, GPTConfig, Loss
 from run.checkpoint import ModelFiles
-from run.directory import Run
+from run.directory import Run, RunDirectory
 from run.runtime import Runtime
 from run.sharding import shard
 from train_gpt2 import RECIPES
@@ -62,9 +62,9 @@ def save_in_turn(constants, model: GPT, rt: Runtime) -> Seconds:
     optimizer = make_optimizer(model, constants, rt)
     step = training_step(forward, optimizer, rt)
     step()  # makes the moments
-    training = Run.open(constants, rt)
+    files = ModelFiles(model, Tokenizer.train(["a"], 257), rt.is_main)
     facts = dict(parameters=model.num_params(), flops_per_token=model.estimate_flops(model.config.n_positions))
-    training.begin(constants, ModelFiles(model, Tokenizer.train(["a"], 257), rt.is_main), optimizer, {}, facts)
+    training = Run(RunDirectory(constants, rt), constants, files, optimizer, {}, facts)
     found = {name: [] for name in ("a checkpoint, waited for", "run.save() alone", "a step", "a step during a write")}
     with training:
         for number, _ in training.steps(itertools.repeat([])):
@@ -72,11 +72,11 @@ def save_in_turn(constants, model: GPT, rt: Runtime) -> Seconds:
             found[name].append(timed(step, rt))
             training.log_step(torch.ones(()), torch.ones(()), 0.0, torch.tensor(512))
             if number % 3 == 1:
-                found["a checkpoint, waited for"].append(timed(lambda: (training.save(), training.due(1)), rt))
+                found["a checkpoint, waited for"].append(timed(lambda: (training.save(), training.catch_up()), rt))
             elif number % 3 == 2:
                 found["run.save() alone"].append(timed(training.save, rt))
             else:
-                training.due(1)  # which comes back once the checkpoint is on the disk
+                training.catch_up()  # waits for the checkpoint to be on the disk
     return found
 
 

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 
 from cli import UserError, read_json
 from model import GPT
-from run.checkpoint import SUMS, damage, newest_sound
+from run.checkpoint import SUMS, damage, newest_intact
 
 TARGETS = ("c_attn", "attn.c_proj", "c_fc", "mlp.c_proj")  # all projections of a block
 BOTH_PROJECTIONS = "c_proj"  # peft's name for the second and the last of them together
@@ -284,7 +284,7 @@ def write_adapter(adapter: Adapter) -> None:
 def find_adapter(adapter: str | Path) -> Path:
     """The directory with the adapter: the one given, or that of a run's newest checkpoint, or of its result."""
     path = Path(adapter)
-    newest = newest_sound(path) if path.is_dir() else None  # `adapter/` may be of a run that this one has replaced
+    newest = newest_intact(path) if path.is_dir() else None  # `adapter/` may be of a run that this one has replaced
     for directory in (path, newest or path, path / "adapter"):
         if (directory / "adapter_config.json").is_file():
             return directory

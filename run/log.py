@@ -1,4 +1,4 @@
-"""What a run tells: log.jsonl, samples.txt, learning_curve.png, cards, the terminal, a tracker if one is asked for.
+"""Everything that a run reports: log.jsonl, samples.txt, learning_curve.png, the terminal, and a tracker if asked for.
 
     {"step": 0, "kind": "run", "command": "train_gpt2.py", "parameters": 124475904, "versions": {...}, ...}
     {"step": 10, "kind": "train", "loss": 9.91, "lr": 8.4e-6, "grad_norm": 1.4, "dt_ms": 93.1, "tokens": 5242880, ...}
@@ -9,6 +9,7 @@ The first rank writes; on the others every method does nothing. This file knows 
 """
 
 import contextlib
+import importlib
 import json
 import math
 import os
@@ -16,8 +17,8 @@ import platform
 import statistics
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -29,18 +30,28 @@ from plot import draw, read_log
 from run.card import write_card
 from run.runtime import Runtime
 
+# each is imported only when asked for
+TRACKERS = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
+
 
 class RunLog:
-    """`records` are the lines of log.jsonl."""
+    """`records` are the lines of log.jsonl. Nothing is written before `open`."""
 
     def __init__(self, out_dir: Path, rt: Runtime, config):
         """Raises UserError for a tracker that is not installed."""
-        self.out_dir, self.rt = out_dir, rt
+        self.out_dir, self.rt, self.config = out_dir, rt, config
         self.records: list[dict] = []
         self.skipped_steps = 0  # of the whole run
-        self._report, self._close_tracker = open_tracker(config) if rt.is_main else (None, None)
+        self._tracker = import_tracker(config.report_to) if rt.is_main else None
+        self._report = self._close_tracker = None
         self._bar: tqdm | None = None
-        self._drawing: threading.Thread | None = None
+        self._painter, self._drawing = ThreadPoolExecutor(1), None
+
+    def open(self, step: int) -> None:
+        """Continue the log from `step`, and start the tracker."""
+        self.cut(step)
+        if self._tracker:
+            self._report, self._close_tracker = start_tracker(self._tracker, self.config)
 
     def cut(self, step: int) -> None:
         """Keep what was logged up to `step`: what a killed run logged after its checkpoint comes again."""
@@ -61,15 +72,16 @@ class RunLog:
         self.records.append(record)
         with open(self.out_dir / "log.jsonl", "a", encoding="utf-8") as f:
             f.write(json.dumps(record) + "\n")
+        numbers = {f"{record['kind']}/{k}": v for k, v in record.items() if type(v) in (int, float) and k != "step"}
         try:
-            if self._report:
-                self._report(record)
-        except Exception as e:  # a server that is gone is no reason to end a run: log.jsonl has it all
+            if self._report and record["kind"] != "run":
+                self._report(numbers, record["step"])
+        except Exception as e:  # a lost server is no reason to end a run: log.jsonl has everything
             self.rt.print(f"warning: {self.out_dir} is no longer reported: {type(e).__name__}: {e}", file=sys.stderr)
             self._report = None
 
     def evaluation(self, step: int, kind: str, figures: dict) -> None:
-        """Log an evaluation or a sample, show it, and draw the curve anew."""
+        """Log an evaluation or a sample, print it, and redraw the curve."""
         if not self.rt.is_main:
             return
         self.append({"step": step, "kind": kind, **figures})
@@ -79,18 +91,18 @@ class RunLog:
         self.rt.print(f"step {step}: {describe(kind, figures)}")
         self.draw()
 
-    def train_step(self, step: int, figures: dict, dt: float, n_targets: int, flops_per_token: float) -> None:
-        """A training step of `dt` seconds, in the log and the progress bar. `figures`: loss, lr, grad_norm, tokens."""
+    def train_step(self, step: int, figures: dict, seconds: float, n_targets: int, flops_per_token: float) -> None:
+        """A training step in the log and the progress bar. `figures`: loss, lr, grad_norm, tokens."""
         if not self.rt.is_main:
             return
-        rate, peak = n_targets / dt, self.rt.peak_flops()
+        rate, peak = n_targets / seconds, self.rt.peak_flops()
         mfu = rate * flops_per_token / peak if peak else None
         good = math.isfinite(figures["loss"]) and math.isfinite(figures["grad_norm"])
         self.skipped_steps += not good
         self.append(
-            {"step": step, "kind": "train", **figures, "dt_ms": round(dt * 1e3, 2), "tokens_per_sec": round(rate, 1),
-             "mfu": mfu and round(mfu, 4), "memory_gib": round(self.rt.peak_memory() / 2**30, 3),
-             "skipped_steps": self.skipped_steps}
+            {"step": step, "kind": "train", **figures, "dt_ms": round(seconds * 1e3, 2),
+             "tokens_per_sec": round(rate, 1), "mfu": mfu and round(mfu, 4),
+             "memory_gib": round(self.rt.peak_memory() / 2**30, 3), "skipped_steps": self.skipped_steps}
             | ({} if good else {"skipped": True})
         )  # fmt: skip
         show_mfu = f", MFU {mfu:.0%}" if mfu else ""
@@ -100,18 +112,9 @@ class RunLog:
         except OSError:  # the run outlives its terminal: what nobody reads any more is dropped
             with contextlib.suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
-            with contextlib.suppress(RuntimeError, AssertionError):  # tqdm keeps its lock when it cannot write, and the
-                tqdm.get_lock().release()  # thread that writes checkpoints would wait for it without end
-
-    def say_how_long(self, steps_left: int, tokens_left: int) -> None:
-        """After the first steps, of which the very first may have compiled. `tokens_left` is at most 0 if not known."""
-        recent = [r for r in self.records if r["kind"] == "train" and r.get("dt_ms") and r.get("tokens_per_sec")][-8:]
-        if recent:
-            seconds = sum(r["dt_ms"] for r in recent) / 1e3
-            rate = sum(r["tokens_per_sec"] * r["dt_ms"] for r in recent) / 1e3 / seconds
-            # where it is known how many tokens are to come, they count: steps take longer as a batch ramps up
-            left = duration(tokens_left / rate if tokens_left > 0 else seconds / len(recent) * steps_left)
-            self.rt.print(f"about {left} to go at {rate:,.0f} tokens/s, plus evaluations")
+            # tqdm does not release its lock when a write fails, and the checkpoint thread would wait for it forever
+            with contextlib.suppress(RuntimeError, AssertionError):
+                tqdm.get_lock().release()
 
     def start_bar(self, step: int, max_steps: int) -> None:
         hidden = not self.rt.is_main
@@ -127,24 +130,18 @@ class RunLog:
             self._report = self._close_tracker = None
 
     def draw(self, wait: bool = False) -> None:
-        """Draw learning_curve.png in a thread, so that no rank waits for it. One that finds the thread busy is left
-        out; the last one is always drawn."""
-        if self._drawing is not None and self._drawing.is_alive():
-            if not wait:
-                return
-            self._drawing.join()
-        records = list(self.records)
-
-        def work() -> None:
-            try:
-                draw({self.out_dir.name: records}, self.out_dir / "learning_curve.png")
-            except OSError as e:  # a full disk, say: no reason to end a run for a picture
-                self.rt.print(f"warning: learning_curve.png is not drawn: {explain(e)}")
-
-        self._drawing = threading.Thread(target=work, name="curve")  # Python waits for it at its end
-        self._drawing.start()
+        """Draw learning_curve.png in a thread, so that no rank waits for it. A request that finds the thread busy is
+        dropped, except for the last one, which waits."""
+        if wait or self._drawing is None or self._drawing.done():
+            self._drawing = self._painter.submit(self._draw, list(self.records))
         if wait:
-            self._drawing.join()
+            self._drawing.result()
+
+    def _draw(self, records: list[dict]) -> None:
+        try:
+            draw({self.out_dir.name: records}, self.out_dir / "learning_curve.png")
+        except OSError as e:  # a full disk, for instance: no reason to end a run for a picture
+            self.rt.print(f"warning: learning_curve.png is not drawn: {explain(e)}")
 
     def card(self) -> Callable[[Path], None]:
         """What is in the log now; the result writes it, as a model card, into a directory."""
@@ -176,10 +173,6 @@ def describe(kind: str, figures: dict) -> str:
     return f"{kind} {', '.join(numbers)}"
 
 
-def duration(s: float) -> str:
-    return f"{s:.0f} s" if s < 180 else f"{s / 60:.0f} min" if s < 5400 else f"{s / 3600:.1f} h"
-
-
 def about_machine(rt: Runtime) -> dict:
     """What the figures of a run depend on besides its constants."""
     commit = ""
@@ -190,37 +183,20 @@ def about_machine(rt: Runtime) -> dict:
     return dict(versions=versions, machine=f"{platform.machine()}, {rt.why}", commit=commit or None)
 
 
-def open_tracker(config) -> tuple[Callable[[dict], None] | None, Callable[[], None] | None]:
-    """Functions that pass a record on to tensorboard, wandb or trackio, and that end this; each is imported only when
-    asked for. Raises UserError where it is not installed."""
-    if config.report_to == "none":
-        return None, None
-    out_dir = Path(config.out_dir)
+def import_tracker(report_to: str):
+    """The module of a tracker, None for "none". Raises UserError if it is not installed."""
     try:
-        if config.report_to == "tensorboard":
-            from torch.utils.tensorboard import SummaryWriter
-
-            writer = SummaryWriter(str(out_dir))
-            close = writer.close
-            put = lambda numbers, step: [writer.add_scalar(k, v, step) for k, v in numbers.items()]  # noqa: E731
-        elif config.report_to == "wandb":
-            import wandb
-
-            wandb.init(project="gpt2", dir=str(out_dir), name=out_dir.name, config=asdict(config))
-            put, close = lambda numbers, step: wandb.log(numbers, step=step), wandb.finish
-        else:
-            import trackio
-
-            again = "allow" if config.resume else "never"
-            trackio.init(project="gpt2", name=out_dir.name, config=asdict(config), resume=again)
-            put, close = lambda numbers, step: trackio.log(numbers, step=step), trackio.finish
+        return importlib.import_module(TRACKERS[report_to]) if report_to in TRACKERS else None
     except ImportError as e:
-        raise UserError(f"--report_to {config.report_to}: {e}; pip install {config.report_to}") from e
+        raise UserError(f"--report_to {report_to}: {e}; pip install {report_to}") from e
 
-    def report(record: dict) -> None:
-        kind, step = record["kind"], record["step"]
-        numbers = {f"{kind}/{k}": v for k, v in record.items() if type(v) in (int, float) and k != "step"}
-        if numbers and kind != "run":
-            put(numbers, step)
 
-    return report, close
+def start_tracker(tracker, config) -> tuple[Callable[[dict, int], object], Callable[[], object]]:
+    """Functions that pass on {name: number} of a step, and that end this."""
+    out_dir = Path(config.out_dir)
+    if config.report_to == "tensorboard":
+        writer = tracker.SummaryWriter(str(out_dir))
+        return lambda numbers, step: [writer.add_scalar(k, v, step) for k, v in numbers.items()], writer.close
+    own = dict(dir=str(out_dir)) if config.report_to == "wandb" else dict(resume="allow" if config.resume else "never")
+    tracker.init(project="gpt2", name=out_dir.name, config=asdict(config), **own)
+    return lambda numbers, step: tracker.log(numbers, step=step), tracker.finish

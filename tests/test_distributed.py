@@ -16,7 +16,7 @@ from cli import UserError
 from model import GPT, GPTConfig
 from run import trials
 from run.checkpoint import checkpoint_steps, load_train_state
-from run.directory import Run
+from run.directory import RunDirectory
 from run.runtime import Runtime
 from run.trials import find_micro_batch_size
 from tests.helpers import ROOT, SMALL, arguments, environment, log_of, text_file
@@ -278,4 +278,4 @@ def test_nodes_that_do_not_share_the_run_directory_are_told_so(tmp_path):
     rt.on_main = lambda work: next(answers)
     rt.sum = lambda seen: seen + 1  # it also sees it
     with pytest.raises(UserError, match="step_000500.*1 of 2 ranks"):
-        Run.open(Config(out_dir=str(tmp_path), resume=True), rt)
+        RunDirectory(Config(out_dir=str(tmp_path), resume=True), rt)

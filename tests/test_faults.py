@@ -6,9 +6,7 @@ import random
 import re
 import signal
 import subprocess
-import sys
 import time
-import types
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,8 +16,8 @@ import pytest
 import torch
 
 from cli import UserError
-from run import card, checkpoint
-from run.checkpoint import CheckpointWriter, checkpoint_steps, damage, load_train_state, newest_sound
+from run import checkpoint
+from run.checkpoint import FOR_PEOPLE, CheckpointWriter, checkpoint_steps, damage, load_train_state, newest_intact
 from tests.helpers import assert_user_error, command, environment, log_of, succeed, weights
 
 # ---- disks
@@ -38,7 +36,7 @@ def small_disk(tmp_path):
 
 def test_a_full_disk_gives_one_line_and_loses_no_checkpoint(train, tmp_path, small_disk):
     result = train(out="disk/run", sample_interval=0, keep_checkpoints=0, checkpoint_interval=1, eval_interval=0)
-    assert_user_error(result, "o space left", "--resume", str(newest_sound(small_disk / "run")))
+    assert_user_error(result, "o space left", "--resume", str(newest_intact(small_disk / "run")))
     steps = [step for step, _ in checkpoint_steps(small_disk / "run")]
     assert steps == list(range(1, len(steps) + 1)) and len(steps) >= 1
     assert all(damage(path) is None for _, path in checkpoint_steps(small_disk / "run"))
@@ -63,7 +61,7 @@ def test_any_flipped_byte_of_any_file_is_noticed(train, tmp_path):
     train(max_steps=1)
     path = tmp_path / "run" / "step_000001"
     rng = random.Random(0)
-    for file in sorted(file for file in path.iterdir() if file.name not in card.FILES):
+    for file in sorted(file for file in path.iterdir() if file.name not in FOR_PEOPLE):
         original = file.read_bytes()
         for position in {0, len(original) - 1, *(rng.randrange(len(original)) for _ in range(10))}:
             flipped = bytearray(original)
@@ -107,10 +105,11 @@ def test_a_failed_write_is_known_before_the_next_save(tmp_path):
 
     writer = CheckpointWriter(tmp_path, 0)
     writer.save(1, export, {}, {})
-    writer._thread.join()
-    assert writer.failed
+    deadline = time.time() + 60
+    while not writer.failed and time.time() < deadline:
+        time.sleep(0.001)
     with pytest.raises(UserError, match="no space left"):
-        writer.wait()
+        writer.save(2, export, {}, {})
 
 
 # ---- what is logged
@@ -136,41 +135,6 @@ def test_a_bad_step_is_counted_and_the_log_stays_json(train, tmp_path, monkeypat
     assert all(0 < r["memory_gib"] < 100 for r in records if r["kind"] == "train")
     train(max_steps=7, resume=True)
     assert log_of(tmp_path / "run", "train")[-1]["skipped_steps"] == 2
-
-
-def test_tensorboard_gets_every_number(train, tmp_path):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    assert train(max_steps=4, report_to="tensorboard", eval_interval=2).returncode == 0
-    events = EventAccumulator(str(tmp_path / "run"))
-    events.Reload()
-    logged = log_of(tmp_path / "run", "train")
-    for key in ("loss", "lr", "grad_norm", "tokens_per_sec", "memory_gib", "skipped_steps"):
-        assert [e.value for e in events.Scalars(f"train/{key}")] == pytest.approx([r[key] for r in logged], rel=1e-5)
-    assert [e.step for e in events.Scalars("val/loss")] == [2, 4]
-
-
-def test_wandb_gets_every_number(train, tmp_path, monkeypatch):
-    seen, ended = [], []
-    fake = types.ModuleType("wandb")
-    fake.init = lambda **options: seen.append(options)
-    fake.log = lambda numbers, step: seen.append((step, numbers))
-    fake.finish = lambda: ended.append(len(seen))
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    assert train(max_steps=2, report_to="wandb").returncode == 0
-    assert ended == [len(seen)]  # after the last number
-    assert seen[0]["config"]["n_embd"] == 32 and seen[0]["dir"] == str(tmp_path / "run")
-    logged = {(step, *item) for step, numbers in seen[1:] for item in numbers.items()}
-    for r in log_of(tmp_path / "run", "train"):
-        assert (r["step"], "train/loss", r["loss"]) in logged and (r["step"], "train/skipped_steps", 0) in logged
-
-
-@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_a_missing_tracker_says_what_to_install(train, monkeypatch, name):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    assert_user_error(train(report_to=name), f"pip install {name}")
 
 
 # ---- kills

@@ -7,104 +7,90 @@ import re
 import shutil
 from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import train_gpt2
-from cli import UserError
-from run import checkpoint
-from run import log as runlog
-from run.checkpoint import CheckpointWriter, checkpoint_steps, damage, load_train_state
-from run.directory import MOVING, OLD_RUN
-from run.log import RunLog, duration
-from tests.helpers import (
-    SHORT,
-    SMALL,
-    assert_user_error,
-    log_of,
-    steps_of,
-)
+from cli import UserError, only_one
+from run.checkpoint import SUMS, CheckpointWriter, checkpoint_steps, damage, load_train_state
+from tests.helpers import SHORT, SMALL, assert_user_error, log_of, run_script, steps_of
 
 
-def spoil(path: Path) -> None:
-    """Cut the weights of a checkpoint."""
-    file = path / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
+def files_of(directory: Path) -> dict[str, bytes]:
+    """All files below a directory but the lock."""
+    found = (path for path in directory.rglob("*") if path.is_file() and path.name != ".lock")
+    return {str(path.relative_to(directory)): path.read_bytes() for path in found}
+
+
+def damage_weights(checkpoint: Path) -> None:
+    file = checkpoint / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
 
 
 # ---- checkpoints that stay
 
 
-def test_what_was_just_written_is_never_pruned_and_damaged_ones_do_not_count(train, tmp_path):
-    train(**SHORT | dict(checkpoint_interval=4, max_steps=12))
-    for step in (8, 12):
-        spoil(tmp_path / "run" / f"step_{step:06d}")
-    result = train(**SHORT | dict(max_steps=7, checkpoint_interval=50, keep_checkpoints=2, resume=True))
-    assert result.returncode == 0 and "saved" in result.stdout
-    assert steps_of(tmp_path / "run") == [4, 7]
-    assert damage(tmp_path / "run" / "step_000007") is None
-    # those that the resume passed over are set aside
-    assert {p.name for p in (tmp_path / "run").glob("damaged_*")} == {"damaged_step_000008", "damaged_step_000012"}
-
-
-def test_a_checkpoint_damaged_behind_the_run_s_back_is_not_kept_in_place_of_a_sound_one(tmp_path):
+@pytest.mark.parametrize(
+    "keep, losses, damaged, left",
+    [
+        (0, {}, [], [1, 2, 3, 4, 5]),
+        (2, {}, [], [4, 5]),
+        (1, {1: 3.0, 2: 2.0, 4: 2.5}, [], [2, 5]),
+        (1, {1: 2.0}, [], [1, 5]),  # the later ones inherit its loss, and are not better
+        (2, {}, [4], [3, 4, 5]),  # a damaged one does not count, and is left for a person to look at
+        (1, {1: 3.0, 2: 2.0, 4: 2.5}, [2], [2, 3, 5]),  # nor is it the best
+    ],
+)
+def test_the_newest_intact_checkpoints_stay_and_the_one_of_the_lowest_loss(tmp_path, keep, losses, damaged, left):
     def export(directory):
         for name in ("model.safetensors", "config.json"):
             (directory / name).write_text(str(directory))
 
-    for step in (1, 2, 3):
+    for step in (1, 2, 3, 4):
         writer = CheckpointWriter(tmp_path, 0)
-        writer.save(step, export, {}, {}, announce=lambda line: None)
+        writer.save(step, export, {}, {})
         writer.wait()
-    (tmp_path / "step_000003" / "config.json").write_text("changed")
-    writer = CheckpointWriter(tmp_path, 2)
-    writer.save(4, export, {}, {}, announce=lambda line: None)
+    for step in damaged:
+        damage_weights(tmp_path / f"step_{step:06d}")
+    writer = CheckpointWriter(tmp_path, keep)
+    writer.save(5, export, {}, losses)
     writer.wait()
-    assert {2, 4} <= set(steps_of(tmp_path)) and damage(tmp_path / "step_000002") is None
+    assert steps_of(tmp_path) == left
 
 
-def test_a_best_checkpoint_that_is_damaged_gives_its_place_to_the_next(tmp_path):
-    writer = CheckpointWriter(tmp_path, 1)
-    losses = {1: 1.0, 2: 2.0, 3: 5.0, 4: 5.0}
-
-    def export(directory):
-        (directory / "config.json").write_text("{}")
-        (directory / "model.safetensors").write_text("weights")
-
-    for step in (1, 2, 3):
-        writer.keep = 0
-        writer.save(step, export, {}, losses, print)
-        writer.wait()
-    (tmp_path / "step_000001" / "model.safetensors").write_text("Weights")
-    again = CheckpointWriter(tmp_path, 1)
-    again.save(4, export, {}, losses, print)
-    again.wait()
-    assert {2, 4} <= set(steps_of(tmp_path)) and 3 not in steps_of(tmp_path)
+def test_damaged_checkpoints_that_a_resume_skips_are_set_aside(train, tmp_path):
+    train(**SHORT | dict(checkpoint_interval=4, max_steps=12))
+    for step in (8, 12):
+        damage_weights(tmp_path / "run" / f"step_{step:06d}")
+    result = train(**SHORT | dict(max_steps=7, checkpoint_interval=50, keep_checkpoints=2, resume=True))
+    assert result.returncode == 0 and "step_000012" in result.stderr
+    assert steps_of(tmp_path / "run") == [4, 7] and damage(tmp_path / "run" / "step_000007") is None
+    assert {p.name for p in (tmp_path / "run").glob("damaged_*")} == {"damaged_step_000008", "damaged_step_000012"}
 
 
 def test_a_list_of_checksums_that_was_cut_between_two_lines_is_damaged(train, tmp_path):
     train(**SHORT | dict(max_steps=1))
     path = tmp_path / "run" / "step_000001"
-    lines = (path / "SHA256SUMS").read_text().splitlines(keepends=True)
+    lines = (path / SUMS).read_text().splitlines(keepends=True)
     for n in range(len(lines)):
         if {line.split()[1] for line in lines[:n]} >= {"train_state.pt", "model.safetensors", "config.json"}:
             continue
-        (path / "SHA256SUMS").write_text("".join(lines[:n]))
+        (path / SUMS).write_text("".join(lines[:n]))
         assert damage(path), n
-    (path / "SHA256SUMS").write_text("".join(lines))
+    (path / SUMS).write_text("".join(lines))
     assert damage(path) is None
 
 
 def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_not_called_damaged(train, tmp_path, monkeypatch):
     train(**SHORT)
 
-    def stale(path):
-        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+    def stale(file, algorithm):
+        raise OSError(errno.ESTALE, "Stale file handle", file.name)
 
     with monkeypatch.context() as context:
-        context.setattr(checkpoint, "sha256", stale)
+        context.setattr(hashlib, "file_digest", stale)
         assert_user_error(train(**SHORT | dict(resume=True)), "Stale file handle")
     assert steps_of(tmp_path / "run") == [2, 4, 6]
 
@@ -126,23 +112,16 @@ def test_all_files_of_a_checkpoint_have_the_mode_that_umask_says(train, tmp_path
     assert {f.stat().st_mode for f in (tmp_path / "run" / "step_000001").iterdir()} == {mode}
 
 
-@pytest.mark.parametrize(
-    "key, value", [("step", -5), ("data_step", -7), ("tokens", float("inf")), ("data_step", 10**20)]
-)
-def test_a_state_with_impossible_counters_is_one_line(train, tmp_path, key, value):
+def test_a_state_with_impossible_counters_is_one_line(train, tmp_path):
     train(**SHORT)
-    path = tmp_path / "run" / "step_000006" / "train_state.pt"
-    state = torch.load(path, weights_only=True)
-    torch.save(state | {key: value}, path)
-    seal(path.parent)
-    assert_user_error(train(**SHORT | dict(max_steps=7, resume=True)), "train_state.pt")
-
-
-def seal(directory):
-    """Write the checksums anew, as somebody would who has changed a file on purpose."""
-    names = [line.split("  ")[1] for line in (directory / checkpoint.SUMS).read_text().splitlines()]
-    sums = [f"{hashlib.sha256((directory / name).read_bytes()).hexdigest()}  {name}\n" for name in names]
-    (directory / checkpoint.SUMS).write_text("".join(sums))
+    path = tmp_path / "run" / "step_000006"
+    state, sums = load_train_state(path), (path / SUMS).read_text()
+    before = hashlib.sha256((path / "train_state.pt").read_bytes()).hexdigest()
+    for change in (dict(step=-5), dict(data_step=-7), dict(tokens=float("inf")), dict(data_step=10**20)):
+        torch.save(state | change, path / "train_state.pt")
+        now = hashlib.sha256((path / "train_state.pt").read_bytes()).hexdigest()
+        (path / SUMS).write_text(sums.replace(before, now))
+        assert_user_error(train(**SHORT | dict(max_steps=7, resume=True)), "train_state.pt")
 
 
 # ---- overwriting
@@ -150,98 +129,102 @@ def seal(directory):
 
 def test_overwrite_with_a_mistake_in_it_leaves_the_old_run_as_it_was(train, tmp_path):
     train(**SHORT)
-    run = tmp_path / "run"
-    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    before = files_of(tmp_path / "run")
     for mistake in (dict(data="nowhere"), dict(tokenizer="nowhere.json"), dict(init_from="./nowhere"), dict(n_head=3)):
         assert_user_error(train(**SHORT | dict(overwrite=True) | mistake))
-        assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
+        assert files_of(tmp_path / "run") == before and not (tmp_path / "run.1").exists()
 
 
-def test_overwrite_takes_the_run_s_own_files_and_no_others(train, tmp_path):
+def test_overwrite_renames_the_old_run_and_deletes_none(train, tmp_path):
+    run, old = tmp_path / "run", []
     train(**SHORT)
-    run = tmp_path / "run"
-    (run / "step_notes").mkdir()
-    (run / "mydata.jsonl").write_text("mine")
-    (run / "step_notes" / "page").write_text("mine")
-    assert train(**SHORT | dict(max_steps=3, overwrite=True)).returncode == 0
-    assert steps_of(run) == [2, 3] and len(log_of(run, "train")) == 3
-    assert (run / "mydata.jsonl").read_text() == (run / "step_notes" / "page").read_text() == "mine"
-    assert not (run / ".overwritten").exists()
+    (run / "notes").write_text("mine")
+    for max_steps in (3, 4):
+        old.append(files_of(run))
+        result = train(**SHORT | dict(max_steps=max_steps, checkpoint_interval=0, overwrite=True))
+        assert result.returncode == 0 and f"run.{len(old)}" in result.stdout
+        assert [files_of(tmp_path / f"run.{i + 1}") for i in range(len(old))] == old
+        assert len(log_of(run, "train")) == max_steps and not (run / "notes").exists()
+    assert train(out="run.1", **SHORT | dict(max_steps=8, resume=True)).returncode == 0  # the old one can be continued
 
 
-def test_the_old_run_is_there_until_the_new_one_has_a_checkpoint(train, tmp_path, monkeypatch):
+def test_an_old_run_that_cannot_be_renamed_is_unchanged(train, tmp_path, monkeypatch):
     train(**SHORT)
-    monkeypatch.setattr(train_gpt2, "to_inputs", lambda *args: (_ for _ in ()).throw(UserError("no first step")))
-    for _ in range(2):  # the second attempt replaces the first one, not the old run
-        assert_user_error(train(**SHORT | dict(overwrite=True)), "no first step")
-        assert damage(tmp_path / "run" / ".overwritten" / "step_000006") is None
+    before, real = files_of(tmp_path / "run"), Path.rename
+
+    def rename(path, target):
+        if path == tmp_path / "run":
+            raise OSError(errno.EBUSY, "Device or resource busy", str(path))  # as a mount point
+        return real(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    assert_user_error(train(**SHORT | dict(overwrite=True)), "Device or resource busy", "--out_dir")
+    assert files_of(tmp_path / "run") == before
 
 
-def test_an_old_run_stays_as_long_as_the_new_one_has_no_checkpoint(train, tmp_path):
+def test_while_a_run_replaces_another_one_its_directory_is_locked_and_the_old_one_is_not(train, tmp_path, monkeypatch):
     train(**SHORT)
-    assert train(**SHORT | dict(overwrite=True, checkpoint_interval=0)).returncode == 0
-    assert steps_of(tmp_path / "run" / OLD_RUN) == [2, 4, 6] and steps_of(tmp_path / "run") == []
+    real, free = train_gpt2.validate, []
+
+    def validate(*args):
+        for name in ("run", "run.1"):
+            try:
+                with only_one(tmp_path / name / ".lock", name, seconds=0.1):
+                    free.append(name)
+            except UserError:
+                pass
+        return real(*args)
+
+    monkeypatch.setattr(train_gpt2, "validate", validate)
+    assert train(**SHORT | dict(max_steps=2, eval_interval=2, overwrite=True)).returncode == 0
+    assert free == ["run.1"]
 
 
-def test_an_overwrite_that_was_killed_while_it_moved_the_old_run_loses_none_of_it(train, tmp_path):
-    run = tmp_path / "run"
+def test_runs_stay_on_the_disk_that_out_dir_links_to(train, tmp_path):
+    (tmp_path / "disk" / "place").mkdir(parents=True)
+    (tmp_path / "run").symlink_to(tmp_path / "disk" / "place")
+    for _ in range(2):
+        assert train(**SHORT | dict(max_steps=2, overwrite=True)).returncode == 0
+    assert (tmp_path / "run").is_symlink()
+    assert steps_of(tmp_path / "disk" / "place") == steps_of(tmp_path / "disk" / "place.1") == [2]
+
+
+def test_a_checkpoint_that_is_a_link_is_pruned_and_what_it_links_to_stays(train, tmp_path):
     train(**SHORT)
-    (run / MOVING).mkdir()
-    for name in ("log.jsonl", "step_000006"):
-        (run / name).rename(run / MOVING / name)
-    assert_user_error(train(**SHORT | dict(resume=True)), MOVING, "--overwrite")
-    assert_user_error(train(**SHORT), MOVING)
-    assert train(**SHORT | dict(overwrite=True, checkpoint_interval=0, max_steps=2)).returncode == 0
-    assert steps_of(run / OLD_RUN) == [2, 4, 6] and (run / OLD_RUN / "log.jsonl").exists()
+    moved = (tmp_path / "run" / "step_000004").rename(tmp_path / "elsewhere")
+    (tmp_path / "run" / "step_000004").symlink_to(moved)
+    assert train(**SHORT | dict(max_steps=7, keep_checkpoints=1, resume=True)).returncode == 0
+    assert steps_of(tmp_path / "run") == [7] and damage(moved) is None
 
 
 def test_resume_and_overwrite_together_are_refused(train):
     assert_user_error(train(resume=True, overwrite=True), "--resume", "--overwrite")
 
 
-def test_a_checkpoint_on_another_disk_can_be_replaced(train, tmp_path):
-    train(**SHORT)
-    run, other = tmp_path / "run", tmp_path / "other"
-    for _ in range(2):  # what replaces it is replaced in turn, before it has a checkpoint of its own
-        other.mkdir(exist_ok=True)
-        if not other.joinpath("step_000004").exists():
-            (run / "step_000004").rename(other / "step_000004")
-            (run / "step_000004").symlink_to(other / "step_000004")
-        assert train(**SHORT | dict(overwrite=True, checkpoint_interval=0)).returncode == 0
-    assert other.joinpath("step_000004", "model.safetensors").exists()
-
-
 def test_a_directory_with_files_of_somebody_else_is_no_place_for_a_run(train, tmp_path):
     train(**SHORT)
     model = tmp_path / "run" / "step_000006"
-    before = {path.name: path.read_bytes() for path in model.iterdir()}
+    before = files_of(model)
     for flags in (dict(resume=True), dict(overwrite=True), dict()):
         assert_user_error(train(**SHORT | flags | dict(out_dir=model)), str(model))
-    assert {path.name: path.read_bytes() for path in model.iterdir() if path.name != ".lock"} == before
+    assert files_of(model) == before
 
 
 # ---- the log
 
 
-def test_a_damaged_line_in_the_log_costs_that_line_alone(train, tmp_path):
+def test_damaged_lines_in_the_log_cost_those_lines_alone(train, tmp_path):
     train(**SHORT)
     log = tmp_path / "run" / "log.jsonl"
     lines = log.read_text().splitlines()
     lines[2] = lines[2][:20] + "\x00" + lines[2][25:]
+    odd = (dict(kind="sample"), dict(kind="val"), dict(kind="train", loss="x"), dict(kind="val", loss=[]))
+    null = dict(kind="val", loss=None, bpb=None)  # it was not finite
+    lines += [json.dumps(dict(step=6) | record) for record in (*odd, null)]
     log.write_text("\n".join(lines) + '\n{"step": 7, "ki')
-    result = train(**SHORT | dict(max_steps=8, resume=True))
+    result = train(**SHORT | dict(max_steps=8, sample_interval=8, resume=True))
     assert result.returncode == 0 and "line 3" in result.stderr
     assert [r["step"] for r in log_of(tmp_path / "run", "train")] == [1, 3, 4, 5, 6, 7, 8]
-
-
-def test_records_of_another_form_are_left_out_of_the_log(train, tmp_path):
-    train(**SHORT)
-    with open(tmp_path / "run" / "log.jsonl", "a") as log:
-        for record in (dict(kind="sample"), dict(kind="val"), dict(kind="train", loss="x"), dict(kind="val", loss=[])):
-            log.write(json.dumps(dict(step=6) | record) + "\n")
-        log.write(json.dumps(dict(step=6, kind="val", loss=None, bpb=None)) + "\n")
-        log.write(json.dumps(dict(step=6, kind="train", loss=1.0)) + "\n")
-    assert train(**SHORT | dict(max_steps=8, sample_interval=8, resume=True)).returncode == 0
 
 
 def test_a_log_without_checkpoints_is_kept_and_the_restart_is_announced(train, tmp_path):
@@ -251,7 +234,7 @@ def test_a_log_without_checkpoints_is_kept_and_the_restart_is_announced(train, t
         shutil.rmtree(path)
     result = train(**SHORT | dict(resume=True))
     assert result.returncode == 0 and "no checkpoint" in result.stdout
-    assert (tmp_path / "run" / "log.1.jsonl").read_bytes() == before
+    assert (tmp_path / "run" / "log.jsonl.1").read_bytes() == before
 
 
 def test_the_first_record_says_where_a_run_comes_from(train, tmp_path):
@@ -272,29 +255,6 @@ def test_resuming_a_finished_run_adds_nothing_to_it(train, tmp_path):
     assert (tmp_path / "run" / "samples.txt").read_bytes() == before
 
 
-@pytest.mark.parametrize("planned, seconds", [(0, 90), (4 * 256 * 90, 360)])
-def test_the_time_to_go_follows_from_the_tokens_to_come_or_else_from_the_steps(tmp_path, planned, seconds):
-    said = []
-    rt = SimpleNamespace(is_main=True, print=said.append, peak_flops=lambda: None, peak_memory=lambda: 0)
-    log = RunLog(tmp_path, rt, SimpleNamespace(report_to="none"))
-    log.start_bar(0, 100)
-    for step in range(1, 11):  # the first one is slow, as if it compiled
-        log.train_step(step, dict(loss=1.0, grad_norm=1.0), 30.0 if step == 1 else 1.0, 256, 0.0)
-    log.say_how_long(90, planned)
-    assert said == [f"about {duration(seconds)} to go at 256 tokens/s, plus evaluations"]
-    assert [duration(s) for s in (90, 360, 7200)] == ["90 s", "6 min", "2.0 h"]
-
-
-def test_a_tracker_that_fails_ends_no_run(train, tmp_path, monkeypatch):
-    def fail(record):
-        raise ConnectionError("no server")
-
-    monkeypatch.setattr(runlog, "open_tracker", lambda config: (fail, None))
-    result = train(**SHORT)
-    assert result.returncode == 0 and steps_of(tmp_path / "run")[-1] == 6
-    assert (result.stdout + result.stderr).count("no server") == 1
-
-
 # ---- resuming with other constants
 
 
@@ -305,7 +265,7 @@ def resume_table() -> dict[str, str]:
     return {name: said for names, said in rows for name in re.findall(r"`(\w+)`", names)}
 
 
-OTHER = dict(  # another sound value for every constant
+OTHER = dict(  # another valid value for every constant
     n_layer=1, n_head=4, n_embd=64, sequence_length=16, vocab_size=512, total_batch_size=512, optimizer="adamw",
     seed=7, micro_batch_size=4, max_steps=9, target_loss=0.1, warmup_steps=3,
     max_lr=1e-3, min_lr=1e-4, lr_schedule="cosine", decay_fraction=0.3, muon_lr=0.01, weight_decay=0.2, beta1=0.8,
@@ -321,14 +281,13 @@ def test_every_constant_is_in_the_table():
 
 def test_what_the_table_calls_refused_is_refused_by_name_and_changes_nothing(train, tmp_path):
     train(**SHORT)
-    run = tmp_path / "run"
-    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    before = files_of(tmp_path / "run")
     refused = [name for name, said in resume_table().items() if said == "refused"]
     assert set(refused) == set(train_gpt2.FIXED)
     for name in refused:
         change = {"no-shuffle": True} if name == "shuffle" else {name: OTHER[name]}
         assert_user_error(train(**SHORT | dict(resume=True, max_steps=9) | change), name)
-        assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
+        assert files_of(tmp_path / "run") == before
 
 
 def test_what_the_table_says_takes_effect_does_and_is_noted(train, tmp_path):
@@ -341,7 +300,7 @@ def test_what_the_table_says_takes_effect_does_and_is_noted(train, tmp_path):
     assert {name: new for name, (_, new) in record["changed"].items()} == changes
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert {name: config[name] for name in changes} == changes
-    # the optimizer goes on with its moments, and with the constants of now
+    # the optimizer keeps its moments, and has the new constants
     adamw, muon = load_train_state(tmp_path / "run" / "step_000009")["optimizer"]["optimizers"]
     decayed, plain = adamw["param_groups"]
     assert decayed["betas"] == (0.8, 0.9) and decayed["eps"] == 1e-7
@@ -354,8 +313,6 @@ def test_a_lower_learning_rate_is_the_one_that_steps_are_taken_with(train, tmp_p
     train(**SHORT)
     train(**SHORT | dict(max_steps=7, max_lr=1e-9, muon_lr=1e-9, weight_decay=0.0, resume=True))
     old, new = (tmp_path / "run" / f"step_{step:06d}" / "model.safetensors" for step in (6, 7))
-    from safetensors.torch import load_file
-
     for a, b in zip(load_file(old).values(), load_file(new).values(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
@@ -377,8 +334,6 @@ def test_a_run_that_began_with_another_model_s_sizes_is_resumed_by_the_same_line
     options = sizes | SHORT | dict(data=tmp_path / "text.txt", out_dir=tmp_path / "second", vocab_size=384)
     options |= dict(init_from=tmp_path / "first" / "step_000006", tokenizer=tmp_path / "first" / "step_000006")
     del options["vocab_size"]
-    from tests.helpers import run_script
-
     for resume in ({}, dict(resume=True, max_steps=8)):  # the recipe's own sizes are others
         result = run_script("train_gpt2.py", "tiny", **options | resume)
         assert result.returncode == 0, result.stderr[-2000:]

@@ -1,7 +1,6 @@
-"""How a run ends and goes on: signals, kills, terminals, two processes in one directory, a target."""
+"""How a run ends and continues: signals, kills, terminals, two processes in one directory, a target."""
 
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -11,8 +10,8 @@ import pytest
 
 import train_gpt2
 from cli import UserError
-from run import checkpoint
-from run.checkpoint import damage
+from run.checkpoint import ModelFiles, damage
+from run.directory import Run
 from tests.helpers import (
     SHORT,
     SMALL,
@@ -69,22 +68,16 @@ def test_a_second_process_in_one_run_directory_gets_one_line(train, tmp_path, mo
     assert first.returncode == 143 and "Traceback" not in err
 
 
-def test_a_run_outlives_the_reader_of_its_output(tmp_path):
-    process = start(tmp_path, max_steps=30, eval_interval=5)
-    process.stdout.readline()
-    process.stdout.close()  # as `| head -1` does
-    process.stderr.read()
-    assert process.wait(60) == 0
-    assert len(log_of(tmp_path / "run", "train")) == 30
-
-
-def test_a_run_outlives_the_reader_of_its_progress_bar(tmp_path):
-    process = start(tmp_path, max_steps=300, eval_interval=0, sample_interval=0, checkpoint_interval=50)
+@pytest.mark.parametrize("closed", [["stdout"], ["stdout", "stderr"]])
+def test_a_run_outlives_the_readers_of_its_output(tmp_path, closed):
+    process = start(tmp_path, max_steps=150, eval_interval=50, sample_interval=0, checkpoint_interval=50)
     wait_for_steps(tmp_path / "run", 2, process)
-    process.stdout.close()
-    process.stderr.close()
+    for stream in closed:  # as `| head -1` does, and a terminal that goes away
+        getattr(process, stream).close()
+    if "stderr" not in closed:
+        process.stderr.read()
     assert process.wait(60) == 0
-    assert steps_of(tmp_path / "run")[-1] == 300
+    assert len(log_of(tmp_path / "run", "train")) == 150 and steps_of(tmp_path / "run")[-1] == 150
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="needs SIGHUP")
@@ -118,39 +111,43 @@ def test_names_and_prompts_that_are_not_utf_8_end_no_run(train, tmp_path):
 
 
 def test_no_evaluation_begins_after_a_signal(train, tmp_path, monkeypatch):
-    from run import directory as run
-
-    real = run.Run.log_step
+    real = Run.log_step
 
     def log_step(self, *figures):
         if self.step == 4:
-            self._remember(signal.SIGTERM, None)
+            os.kill(os.getpid(), signal.SIGTERM)
         real(self, *figures)
 
-    monkeypatch.setattr(run.Run, "log_step", log_step)
-    result = train(**SHORT | dict(eval_interval=4, sample_interval=4))
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    assert result.returncode == 143 and steps_of(tmp_path / "run")[-1] == 4
+    monkeypatch.setattr(Run, "log_step", log_step)
+    assert train(**SHORT | dict(eval_interval=4, sample_interval=4)).returncode == 143
+    assert steps_of(tmp_path / "run")[-1] == 4
     assert not log_of(tmp_path / "run", "val") and not log_of(tmp_path / "run", "sample")
 
 
-def test_after_a_signal_in_an_evaluation_no_other_one_begins(train, tmp_path, monkeypatch):
-    signal_while_validating(monkeypatch, signal.SIGTERM)
-    assert train(**SHORT | dict(eval_interval=2, sample_interval=2)).returncode == 143
-    assert not log_of(tmp_path / "run", "sample") and steps_of(tmp_path / "run")[-1] == 3
+def test_a_signal_in_an_evaluation_ends_the_run_after_it_and_a_resume_makes_up_for_the_rest(
+    train, tmp_path, monkeypatch
+):
+    options = SHORT | dict(eval_interval=2, sample_interval=2, checkpoint_interval=0)
+    train(out="whole", **options)
+    with monkeypatch.context() as context:
+        signal_while_validating(context, signal.SIGTERM)
+        assert train(**options).returncode == 143
+    assert not log_of(tmp_path / "run", "sample") and steps_of(tmp_path / "run") == [2]
+    assert train(**options | dict(resume=True)).returncode == 0
+    texts = [[(r["step"], r["text"]) for r in log_of(tmp_path / out, "sample")] for out in ("whole", "run")]
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole") and texts[0] == texts[1]
 
 
 def test_a_signal_in_the_last_save_waits_for_it(train, tmp_path, monkeypatch):
-    real = checkpoint.write_atomically
+    real = ModelFiles.copy
 
-    def write(path, fill):
+    def copy(self):
         os.kill(os.getpid(), signal.SIGTERM)
-        real(path, fill)
+        return real(self)
 
-    monkeypatch.setattr(checkpoint, "write_atomically", write)
-    result = train(**SHORT | dict(checkpoint_interval=3, max_steps=3))
-    assert result.returncode == 143 and steps_of(tmp_path / "run") == [3]
-    assert damage(tmp_path / "run" / "step_000003") is None
+    monkeypatch.setattr(ModelFiles, "copy", copy)
+    assert train(**SHORT | dict(checkpoint_interval=3, max_steps=3)).returncode == 143
+    assert steps_of(tmp_path / "run") == [3] and damage(tmp_path / "run" / "step_000003") is None
 
 
 # ---- what an interruption cut off
@@ -194,9 +191,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(train, tmp_path):
 
 def test_a_run_that_was_killed_between_two_logs_starts_again(train, tmp_path):
     train(**SHORT | dict(checkpoint_interval=0))
-    for path in (tmp_path / "run").glob("step_*"):
-        shutil.rmtree(path)
-    (tmp_path / "run" / "log.jsonl").rename(tmp_path / "run" / "log.1.jsonl")
+    (tmp_path / "run" / "log.jsonl").rename(tmp_path / "run" / "log.jsonl.1")
     assert train(**SHORT | dict(resume=True)).returncode == 0 and steps_of(tmp_path / "run") == [2, 4, 6]
 
 
@@ -218,7 +213,6 @@ def test_a_target_loss_ends_the_run_with_a_checkpoint(train, tmp_path):
 def test_a_run_that_has_reached_its_target_adds_nothing_when_it_is_resumed(train, tmp_path):
     options = SHORT | dict(max_steps=100, eval_interval=2, target_loss=5.8)
     train(**options)
-    before = log_of(tmp_path / "run", "train"), log_of(tmp_path / "run", "target"), log_of(tmp_path / "run", "val")
+    before = [log_of(tmp_path / "run", kind) for kind in ("train", "target", "val")]
     assert train(**options | dict(resume=True)).returncode == 0
-    after = log_of(tmp_path / "run", "train"), log_of(tmp_path / "run", "target"), log_of(tmp_path / "run", "val")
-    assert after == before and len(before[1]) == 1
+    assert [log_of(tmp_path / "run", kind) for kind in ("train", "target", "val")] == before and len(before[1]) == 1

@@ -18,8 +18,8 @@ import train_gpt2
 from cli import UserError
 from learning import evaluation as evaluate
 from model import GPT, GPTConfig, Loss
-from run import card, runtime, trials
-from run.checkpoint import SUMS, checkpoint_steps, damage, load_train_state, newest_sound
+from run import runtime, trials
+from run.checkpoint import FOR_PEOPLE, SUMS, checkpoint_steps, damage, load_train_state, newest_intact
 from tests.helpers import (
     SMALL,
     arguments,
@@ -345,10 +345,10 @@ def test_too_many_bad_steps_stop_the_run_and_name_the_last_checkpoint(train, mon
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(train, tmp_path):
     train(max_steps=10)
     newest = tmp_path / "run" / "step_000010"
-    for file in sorted(f for f in newest.iterdir() if f.name not in card.FILES):  # a model card is there to be edited
+    for file in sorted(f for f in newest.iterdir() if f.name not in FOR_PEOPLE):  # a model card is there to be edited
         original = file.read_bytes()
         file.write_bytes(original[: len(original) // 2] + b"\xff" + original[len(original) // 2 + 1 :])
-        assert damage(newest) and newest_sound(tmp_path / "run") == tmp_path / "run" / "step_000005", file
+        assert damage(newest) and newest_intact(tmp_path / "run") == tmp_path / "run" / "step_000005", file
         file.write_bytes(original)
     assert damage(newest) is None
     (newest / "model.safetensors").write_bytes((newest / "model.safetensors").read_bytes()[:-100])
