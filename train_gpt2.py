@@ -4,12 +4,12 @@
     python train_gpt2.py                                     # GPT-2 124M on FineWeb-Edu shards, one device
     torchrun --standalone --nproc_per_node=8 train_gpt2.py   # the same run on 8 GPUs
     python train_gpt2.py gpt2-medium --micro_batch_size 16   # another recipe, another constant
-    python train_gpt2.py --resume                            # go on from the newest sound checkpoint
-    python train_gpt2.py gpt2-xl --dry_run                   # what a run will do, and the memory that it needs
+    python train_gpt2.py --resume                            # continue from the newest intact checkpoint
+    python train_gpt2.py gpt2-xl --dry_run                   # what a run will do, and the memory it needs
 
 Writes OUT_DIR (out/RECIPE): config.json, log.jsonl, learning_curve.png, samples.txt, and checkpoints step_NNNNNN/ that
-transformers opens as they are. Where each decision lives: corpus/order.py the order of tokens, model.py GPT-2,
-learning/optim.py the schedule and the optimizers, run/directory.py the run directory, run/runtime.py the machine.
+transformers opens as they are. Where each decision is made: model.py GPT-2 and its loss, learning/optim.py the schedule
+and the optimizers, corpus/order.py the order of tokens, run/directory.py checkpoints, run/runtime.py the machine.
 """
 
 import math
@@ -61,38 +61,38 @@ class Config:
     data: str = "edu_fineweb10B"  # directory of shards (see fineweb.py), or a .txt file
     tokenizer: str = "gpt2"  # gpt2, a tokenizer.json, or train: a BPE of vocab_size tokens, trained on the .txt
     out_dir: str = ""  # where the run is written; out/RECIPE when empty
-    resume: bool = False  # go on from the newest sound checkpoint of out_dir, or start when there is none
-    overwrite: bool = False  # replace the run that out_dir holds
+    resume: bool = False  # continue from the newest intact checkpoint of out_dir, or start if there is none
+    overwrite: bool = False  # rename the run that out_dir holds, and start again
     dry_run: bool = False  # say what the run will do and the memory that it needs, and stop
     init_from: str = ""  # checkpoint directory or hub id (gpt2) to start from instead of random weights
     # model
-    n_layer: Annotated[int, Range(1, 1000)] = 12  # blocks
-    n_head: Annotated[int, Range(1, 1000)] = 12  # attention heads a block
-    n_embd: Annotated[int, Range(1, 65536)] = 768  # channels
-    sequence_length: Annotated[int, Range(1, 2**20)] = 1024  # tokens of context
-    vocab_size: Annotated[int, Range(1, 2**20)] = 50304  # 50257, padded to a multiple of 128 for the tensor cores
+    n_layer: Positive = 12  # blocks
+    n_head: Positive = 12  # attention heads per block
+    n_embd: Positive = 768  # channels
+    sequence_length: Positive = 1024  # tokens of context
+    vocab_size: Positive = 50304  # 50257, padded to a multiple of 128 for the tensor cores
     dropout: Probability = 0.0  # 0 for one epoch of pretraining; 0.1 and more when data is scarce
     attention: Literal["auto", "flash", "naive"] = "auto"  # scaled_dot_product_attention, or the formula spelled out
     # batch and schedule
-    total_batch_size: Annotated[int, Range(1, 2**28)] = 524_288  # tokens per optimizer step, over ranks and micro-steps
-    micro_batch_size: Annotated[int, Range(0, 2**20)] = 0  # sequences per forward pass and rank; 0 finds what fits
+    total_batch_size: Positive = 524_288  # tokens per optimizer step, over all ranks and micro-batches
+    micro_batch_size: Count = 0  # sequences per forward pass and rank; 0 finds the largest that fits
     max_steps: Positive = 19_073  # optimizer steps: one epoch of 10B tokens
-    target_loss: NonNegative = 0.0  # end at the first validation loss at or below this; 0 for never
+    target_loss: NonNegative = 0.0  # stop at the first validation loss at or below this; 0 for never
     warmup_steps: Count = 715  # linear warmup: 375M tokens, as GPT-3
-    max_lr: Annotated[float, Range(0, 100, above=True)] = 6e-4  # peak learning rate
-    min_lr: Annotated[float, Range(0, 100)] = 6e-5  # where the schedule ends
+    max_lr: NonNegative = 6e-4  # peak learning rate
+    min_lr: NonNegative = 6e-5  # where the schedule ends
     lr_schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: warmup, stable, linear decay
-    decay_fraction: Annotated[float, Range(0, 1, above=True)] = 0.5  # of the steps after warmup, in which wsd decays
+    decay_fraction: Annotated[float, Range(0, 1, above=True)] = 0.5  # of the steps after warmup, over which wsd decays
     # optimizer
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for the blocks' matrices, AdamW for the rest
-    muon_lr: Annotated[float, Range(0, 100, above=True)] = 0.02  # peak learning rate of Muon's matrices
-    weight_decay: Annotated[float, Range(0, 100)] = 0.1  # on tensors of two or more dimensions
+    muon_lr: NonNegative = 0.02  # peak learning rate of Muon's matrices
+    weight_decay: NonNegative = 0.1  # on tensors of two or more dimensions
     beta1: Probability = 0.9  # AdamW
     beta2: Probability = 0.95  # AdamW
     eps: Annotated[float, Range(0, 1, above=True)] = 1e-8  # AdamW
     grad_clip: NonNegative = 1.0  # largest gradient norm; 0 for no clipping
     max_bad_steps: Positive = 20  # stop after this many steps in a row without a finite gradient
-    spike_threshold: NonNegative = 1.0  # a loss so far above its running median goes back to a checkpoint; 0 for never
+    spike_threshold: NonNegative = 1.0  # roll back when the loss exceeds its running median by this much; 0 for never
     seed: Seed = 1337  # of weights, data order and samples
     shuffle: bool = True  # permute the windows of every epoch; off is file order
     # along the way, in steps; 0 is never
@@ -102,16 +102,16 @@ class Config:
     hellaswag_data: str = ""  # a local copy of its validation split; downloaded once when empty
     sample_interval: Count = 250  # a sample of text
     sample_prompt: str = "Hello, I'm a language model,"  # what it starts with; empty for the start of a document
-    sample_tokens: Annotated[int, Range(0, 100_000)] = 128  # its length
+    sample_tokens: Count = 128  # its length
     checkpoint_interval: Count = 1000  # a checkpoint, at the last step too
-    keep_checkpoints: Count = 3  # how many of the newest stay, besides the one of the lowest validation loss; 0 for all
+    keep_checkpoints: Count = 3  # keep this many of the newest, plus the one with the lowest validation loss; 0 for all
     # machine
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: cuda, else mps, else cpu
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of matrix products; weights stay fp32
-    fp8: bool = False  # products in 8 bits while training, of the head and of wide blocks: Hopper, Ada and newer GPUs
+    fp8: bool = False  # multiply by the output projection in 8 bits while training: Hopper, Ada and newer GPUs
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: on a GPU
     shard: Literal["none", "optimizer", "full"] = "none"  # what ranks divide: see run/sharding.py
-    activation_checkpointing: bool = False  # recompute activations: memory for a third more time
+    activation_checkpointing: bool = False  # recompute activations: saves memory, takes a third more time
     report_to: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # besides log.jsonl
 
 
@@ -139,57 +139,55 @@ RECIPES["record"] = replace(RECIPES["speedrun"], data="fineweb10B", target_loss=
 # what --resume does not change: the order of the data and the model depend on these (docs/resume.md has all constants)
 FIXED = ("n_layer", "n_head", "n_embd", "sequence_length", "vocab_size", "total_batch_size", "optimizer", "seed",
          "shuffle")  # fmt: skip
+SIZES = ("n_layer", "n_head", "n_embd", "vocab_size")  # which --init_from and --resume take from the checkpoint
 
 
 def main() -> None:
     recipe, written = read_command_line(sys.argv[1:])
     rt = Runtime.setup(written.device, written.dtype, written.compile, written.shard)
-    check(written, rt)
-    if written.dry_run:
-        return print_plan(written, model_shape(written, recipe, None, rt), rt)
-    directory = RunDirectory(written, rt, FIXED)
-    shape = model_shape(written, recipe, directory.checkpoint, rt)
-    data = open_data(written, shape, rt)
-    model = build_model(written, shape, directory.checkpoint)
+    directory = None if written.dry_run else RunDirectory(written, rt, FIXED)
+    checkpoint = directory.checkpoint if directory else None
+    config, shape = settle(written, recipe, checkpoint, rt)
+    if config.dry_run:
+        return print_plan(config, shape, rt)
+    data = open_data(config, shape, rt)
+    model = build_model(config, shape, checkpoint)
     rt.print(f"{recipe}: {model.num_params():,} parameters on {rt.why}")
-    prepare(model, written, rt)
     forward = Loss(model.to(rt.device))
-    forward = forward if rt.mesh else rt.wrap(forward)  # FSDP hooks it below; otherwise compile it, wrap it in DDP
-    config = settle(written, shape, forward, rt)  # from here on no constant changes
+    forward = forward if rt.mesh else rt.wrap(forward)  # FSDP hooks it below; otherwise compile it and wrap it in DDP
+    if not config.micro_batch_size:
+        config = replace(config, micro_batch_size=find_micro_batch(config, forward, rt))
     if rt.mesh:
         shard(forward, model.transformer.h, rt)
     optimizer = make_optimizer(model, config, rt)
-    identity = dict(tokenizer=data.tokenizer.fingerprint, data=fingerprint(data.train.stream))
-    facts = dict(parameters=model.num_params(), flops_per_token=model.estimate_flops(config.sequence_length))
-    facts |= dict(uniform_loss=math.log(config.vocab_size))  # of a uniform guess; random weights begin a little above
-    facts |= provenance(*data.origin, config.init_from)
-    run = Run(directory, config, ModelFiles(model, data.tokenizer, rt.is_main), optimizer, identity, facts)
+    files = ModelFiles(model, data.tokenizer, rt.is_main)
+    identity = dict(tokenizer=data.tokenizer.fingerprint, data=data.fingerprint)
+    run = Run(directory, config, files, optimizer, identity, facts_of_run(config, model, data))
     say_what_is_read(config, data, rt)
     say_what_is_decayed(optimizer, rt)
     train(config, run, model, forward, optimizer, data)
-    finish(config, run, model, data.tokenizer)
+    say_what_was_reached(config, run, model, data.tokenizer)
 
 
 # ------------------------------------------------------------------------------------------------------ the loop
 
 
-def train(config: Config, run: Run, model: GPT, forward: torch.nn.Module, optimizer: Optimizer, data: "Data") -> None:
-    """Optimizer steps until `config.max_steps`. `forward` is the model, compiled and distributed where that is on."""
+def train(config: Config, run: Run, model: GPT, forward: Loss, optimizer: Optimizer, data: "Data") -> None:
+    """Optimizer steps until `config.max_steps`. `forward` is the model's loss, perhaps compiled and distributed."""
     rt = run.rt
     n_tokens = torch.full((), config.total_batch_size, device=rt.device)
     with run, closing(prefetch(micro_batches_from(run.data_step, config, data), rt.device)) as batches:
-        if run.val_loss is not None and run.val_loss <= config.target_loss:  # it had ended here
-            run.end_here()
-        evaluate(config, run, model, forward, data)  # what an interruption cut off
+        evaluate_if_due(config, run, model, forward, data)  # evaluations that an interruption skipped
         for step, batch in run.steps(batches):
-            batch = [to_inputs(windows) for windows in batch]  # (idx, targets), (B, T) each, targets one token later
+            # ┌──────────────────────────────────── one optimizer step ────────────────────────────────────┐
             lr = learning_rate(step, config)
             optimizer.set_lr(lr)
 
             # Gradients add up from one backward() to the next, and DDP averages them over the ranks. All micro-batches
             # have one size on all ranks, so the mean of their mean losses is the mean over all tokens of the batch.
             loss = torch.zeros((), device=rt.device)
-            for i, (idx, targets) in enumerate(batch):
+            for i, windows in enumerate(batch):  # (B, T + 1) each
+                idx, targets = to_inputs(windows)  # (B, T) each; targets are one token ahead
                 rt.exchange_gradients(forward, now=i == len(batch) - 1)
                 with rt.autocast():
                     micro_loss = forward(idx, targets) / len(batch)
@@ -201,24 +199,23 @@ def train(config: Config, run: Run, model: GPT, forward: torch.nn.Module, optimi
             loss, grad_norm = rt.mean(torch.stack([loss, grad_norm]))
             optimizer.step(finite=(loss + grad_norm).isfinite())
             run.log_step(loss, grad_norm, lr, n_tokens)
+            # └────────────────────────────────────────────────────────────────────────────────────────────┘
 
-            # the checkpoint first: it is on the disk before an evaluation can fail
-            if run.due(config.checkpoint_interval):
+            if run.due(config.checkpoint_interval):  # first: it is on the disk before an evaluation can fail
                 run.catch_up()
                 run.save()
-            evaluate(config, run, model, forward, data)
+            evaluate_if_due(config, run, model, forward, data)
 
 
-def evaluate(config: Config, run: Run, model: GPT, forward: torch.nn.Module, data: "Data") -> None:
-    """What is due at this step, if the log does not have it already."""
+def evaluate_if_due(config: Config, run: Run, model: GPT, forward: Loss, data: "Data") -> None:
+    """The evaluations of this step that the log does not have yet."""
     rt = run.rt
     if run.due(config.eval_interval, "val"):
         run.catch_up()
-        inputs = validation_inputs(config, data, rt)
-        val = validate(Loss(whole_model(model)) if rt.mesh else forward, inputs, data.token_bytes, rt)
-        if val["loss"] <= config.target_loss:
-            run.end_here()
-        run.record("val", **val)
+        whole_loss = Loss(whole_model(model)) if rt.mesh else forward
+        run.record("val", **validate(whole_loss, validation_inputs(config, data, rt), data.token_bytes, rt))
+    if config.target_loss and run.val_loss <= config.target_loss:
+        run.end_here()
     if data.hellaswag and run.due(config.hellaswag_interval, "hellaswag"):
         run.catch_up()
         scores = hellaswag.evaluate(whole_model(model), data.hellaswag, rt)
@@ -238,6 +235,7 @@ class Data(NamedTuple):
     val: TokenStream
     token_bytes: torch.Tensor  # (vocabulary,) bytes of text that each id stands for
     hellaswag: hellaswag.Task | None
+    fingerprint: str  # of the training tokens
     origin: tuple[dict, str]  # where the tokens come from
 
 
@@ -250,25 +248,25 @@ def open_data(config: Config, shape: GPTConfig, rt: Runtime) -> Data:
     train_paths, val_paths = find_shards(str(shards), "train"), find_shards(str(shards), "val")
     tokenizer = data_tokenizer(shards, config.tokenizer)
     if "next" in read_manifest(shards if shards.is_dir() else shards.parent):
-        rt.print(f"warning: {shards} is not complete: this trains on what is there by now", file=sys.stderr)
-    if len(tokenizer) > shape.vocab_size:
+        rt.print(f"warning: {shards} is incomplete; training on what has been written so far", file=sys.stderr)
+    if len(tokenizer) > config.vocab_size:
         raise UserError(
-            f"the tokenizer has {len(tokenizer)} tokens, but vocab_size is {shape.vocab_size}; "
+            f"the tokenizer has {len(tokenizer)} tokens, but vocab_size is {config.vocab_size}; "
             f"use --vocab_size {-(-len(tokenizer) // 128) * 128}"
         )
+    train, val = TokenStream(train_paths, config.vocab_size), TokenStream(val_paths, config.vocab_size)
+    order = Batches(train, config.sequence_length, config.seed, config.shuffle, rt.rank, rt.world_size)
     task = None
     if config.hellaswag_interval:
         task = hellaswag.validation_task(config.hellaswag_data, tokenizer, shape, rt)
-    train, val = TokenStream(train_paths, shape.vocab_size), TokenStream(val_paths, shape.vocab_size)
-    order = Batches(train, config.sequence_length, config.seed, config.shuffle, rt.rank, rt.world_size)
-    return Data(tokenizer, order, val, torch.from_numpy(tokenizer.token_bytes()).to(rt.device), task, origin(shards))
+    token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(rt.device)
+    return Data(tokenizer, order, val, token_bytes, task, fingerprint(train), origin(shards))
 
 
 def micro_batches_from(data_step: int, config: Config, data: Data) -> Iterator[list]:
-    """This rank's micro-batches of each step, without end: a spike makes a run read more steps than it takes."""
-    batch_size = config.total_batch_size // config.sequence_length  # in windows
-    steps = training_batches(data.train, batch_size, data_step, sys.maxsize, config.micro_batch_size)
-    return steps
+    """This rank's micro-batches of each step, without end: after a spike a run reads more steps than it takes."""
+    n_windows = config.total_batch_size // config.sequence_length
+    return training_batches(data.train, n_windows, data_step, sys.maxsize, config.micro_batch_size)
 
 
 def validation_inputs(config: Config, data: Data, rt: Runtime) -> Iterator[tuple]:
@@ -278,6 +276,127 @@ def validation_inputs(config: Config, data: Data, rt: Runtime) -> Iterator[tuple
         data.val, config.sequence_length, config.micro_batch_size, limit, rt.rank, rt.world_size
     )
     return map(to_inputs, prefetch(windows, rt.device))
+
+
+# ------------------------------------------------------------------------------------------------- before and after
+
+
+def read_command_line(argv: list[str]) -> tuple[str, Config]:
+    """The recipe, by its name in the first word, with the constants that the other words change."""
+    recipe, args = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else ("gpt2", argv)
+    if recipe not in RECIPES:
+        raise UserError(f"there is no recipe {recipe}; the recipes are {', '.join(RECIPES)}")
+    prog = "train_gpt2.py " + recipe
+    config = parse_args(Config, args, RECIPES[recipe], prog, f"{__doc__}\nRecipes: {', '.join(RECIPES)}.")
+    return recipe, replace(config, out_dir=config.out_dir or f"out/{recipe}")
+
+
+def settle(written: Config, recipe: str, checkpoint: Path | None, rt: Runtime) -> tuple[Config, GPTConfig]:
+    """The constants that run, from those that a person wrote, and the model that they describe.
+
+    To resume or start from a checkpoint takes over its sizes. Only a micro_batch_size of 0 stays open: finding one
+    needs the model. Raises UserError.
+    """
+    source, sizes = str(checkpoint or written.init_from), {name: getattr(written, name) for name in SIZES}
+    n_positions = written.sequence_length
+    if source:
+        base = load_shape(source)
+        n_positions, sizes = base.n_positions, {name: getattr(base, name) for name in SIZES}
+        if written.sequence_length > n_positions:
+            raise UserError(f"{source} has a context of {n_positions} tokens; --sequence_length must not exceed it")
+        for name, size in sizes.items():  # what somebody chose, other than by choosing the recipe, has to fit
+            if getattr(written, name) not in (size, getattr(RECIPES[recipe], name)):
+                raise UserError(f"{source} has {name} {size}, not {getattr(written, name)}; leave it out")
+    warmup = min(written.warmup_steps, written.max_steps)
+    if warmup < written.warmup_steps:
+        rt.print(f"note: --warmup_steps {written.warmup_steps} is cut to --max_steps {written.max_steps}")
+    attention = choose_attention(written.attention, rt, written.sequence_length)
+    config = replace(written, **sizes, warmup_steps=warmup, attention=attention)
+    refuse_bad_constants(config, rt)
+    return config, GPTConfig(n_positions=n_positions, **sizes, dropout=config.dropout, attention=attention)
+
+
+def refuse_bad_constants(config: Config, rt: Runtime) -> None:
+    """Raise UserError for settled constants that do not go together."""
+    if config.n_embd % config.n_head:
+        raise UserError(
+            f"--n_embd {config.n_embd} is not divisible by --n_head {config.n_head}; "
+            "every head gets n_embd / n_head channels"
+        )
+    if config.min_lr > config.max_lr:
+        raise UserError(f"--min_lr {config.min_lr} is above --max_lr {config.max_lr}; the schedule ends at min_lr")
+    if config.fp8:
+        if rt.dtype != torch.bfloat16 or (rt.device.type == "cuda" and torch.cuda.get_device_capability() < (8, 9)):
+            raise UserError(f"--fp8 needs bfloat16 and a GPU of compute capability 8.9 or more; this is {rt.why}")
+        if config.compile == "off" or (rt.device.type == "cuda" and not rt.compile):
+            raise UserError(f"--fp8 needs torch.compile, or rounding costs more than it gains; this is {rt.why}")
+        if config.shard != "none":
+            raise UserError(f"--fp8 has not been tried with --shard {config.shard}; give one of them")
+        for name in ("n_embd", "sequence_length", "vocab_size"):
+            if getattr(config, name) % 16:
+                raise UserError(f"--fp8 needs a --{name} that is a multiple of 16, not {getattr(config, name)}")
+    if rt.shard == "full" and rt.device.type == "cuda" and not config.micro_batch_size:
+        raise UserError("--shard full needs a --micro_batch_size, as a trial would need the memory of the whole model")
+    unit = config.sequence_length * max(config.micro_batch_size, 1) * rt.world_size
+    if config.total_batch_size % unit:
+        nearest = max(config.total_batch_size // unit, 1) * unit
+        raise UserError(
+            f"--total_batch_size {config.total_batch_size} is not divisible by {unit} = sequence_length "
+            f"{config.sequence_length} x micro_batch_size {max(config.micro_batch_size, 1)} x {rt.world_size} ranks; "
+            f"{nearest} is"
+        )
+
+
+def print_plan(config: Config, shape: GPTConfig, rt: Runtime) -> None:
+    """What a run will do, and what it needs; nothing is written. It is about GPUs unless --device cpu is given."""
+    on_cpu = config.device == "cpu"
+    itemsize = rt.dtype.itemsize if on_cpu else 4 if config.dtype == "float32" else 2
+    shape = replace(shape, attention=config.attention if on_cpu else "flash")  # not what suits the machine at hand
+    one_rank = Layout(
+        config.sequence_length, optimizer=config.optimizer, itemsize=itemsize, device="cpu" if on_cpu else "cuda"
+    )
+    n_saved = -(-config.max_steps // config.checkpoint_interval) if config.checkpoint_interval else 0
+    n_kept = min(n_saved, config.keep_checkpoints + 2) if config.keep_checkpoints else n_saved  # best, one on its way
+    gb = checkpoint_bytes(shape, one_rank) / 1e9
+    free = shutil.disk_usage(next(path for path in Path(config.out_dir).resolve().parents if path.exists())).free / 1e9
+    tokens = config.max_steps * config.total_batch_size
+    rt.print(
+        f"model   {n_parameters(shape):,} parameters\n"
+        f"steps   {config.max_steps:,} of {config.total_batch_size:,} tokens, {tokens:,} in all\n"
+        f"disk    {n_saved:,} checkpoints of {gb:.2f} GB, {n_kept} at once: {n_kept * gb:.1f} of {free:.1f} GB free\n"
+        f"memory  GB on each rank, {config.optimizer}, {8 * itemsize}-bit products, micro-batches of B sequences\n"
+    )
+    rt.print("\n".join(table(shape, one_rank)))
+
+
+def build_model(config: Config, shape: GPTConfig, checkpoint: Path | None) -> GPT:
+    """Random weights, or those of the checkpoint to resume or start from. FP8 and recomputed activations change how
+    they are trained, not what they are."""
+    torch.manual_seed(config.seed)
+    source = checkpoint or config.init_from
+    model = load_model(str(source), shape.dropout, shape.attention) if source else GPT(shape)
+    if config.fp8:
+        model.head_products = FP8_PRODUCTS
+    if config.activation_checkpointing:
+        checkpoint_activations(model.transformer.h)
+    return model
+
+
+def find_micro_batch(config: Config, forward: Loss, rt: Runtime) -> int:
+    """The largest micro-batch that fits, of those that divide the batch."""
+    rows = config.total_batch_size // config.sequence_length // rt.world_size
+    sizes = [n for n in range(1, min(rows, 256) + 1) if rows % n == 0]
+    return find_micro_batch_size(forward, sizes, (config.sequence_length, config.vocab_size), rt, rt.n_shards)
+
+
+def facts_of_run(config: Config, model: GPT, data: Data) -> dict:
+    """What the log's first record says beside the constants."""
+    return dict(
+        parameters=model.num_params(),
+        flops_per_token=model.estimate_flops(config.sequence_length),
+        uniform_loss=math.log(config.vocab_size),  # of a uniform guess; random weights start slightly above
+        **provenance(*data.origin, config.init_from),
+    )
 
 
 def say_what_is_read(config: Config, data: Data, rt: Runtime) -> None:
@@ -297,122 +416,8 @@ def say_what_is_decayed(optimizer: Optimizer, rt: Runtime) -> None:
     rt.print(f"weight decay: {decayed}; none: {not_decayed}")
 
 
-# ------------------------------------------------------------------------------------------------- before and after
-
-
-def read_command_line(argv: list[str]) -> tuple[str, Config]:
-    """The recipe, by its name in the first word, with the constants that the other words change."""
-    recipe, args = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else ("gpt2", argv)
-    if recipe not in RECIPES:
-        raise UserError(f"there is no recipe {recipe}; the recipes are {', '.join(RECIPES)}")
-    prog = "train_gpt2.py " + recipe
-    config = parse_args(Config, args, RECIPES[recipe], prog, f"{__doc__}\nRecipes: {', '.join(RECIPES)}.")
-    return recipe, replace(config, out_dir=config.out_dir or f"out/{recipe}")
-
-
-def check(config: Config, rt: Runtime) -> None:
-    """Refuse constants that do not go together, before anything is touched. Raises UserError."""
-    if config.n_embd % config.n_head:
-        raise UserError(
-            f"--n_embd {config.n_embd} is not divisible by --n_head {config.n_head}; heads share the channels"
-        )
-    if config.min_lr > config.max_lr:
-        raise UserError(f"--min_lr {config.min_lr} is above --max_lr {config.max_lr}; the schedule ends at min_lr")
-    if config.fp8:
-        if rt.dtype != torch.bfloat16 or (rt.device.type == "cuda" and torch.cuda.get_device_capability() < (8, 9)):
-            raise UserError(f"--fp8 needs bfloat16 and a GPU of compute capability 8.9 or more; this is {rt.why}")
-        if config.compile == "off" or (rt.device.type == "cuda" and not rt.compile):
-            raise UserError(f"--fp8 needs torch.compile, or rounding costs more than it gains; this is {rt.why}")
-        if config.shard != "none":
-            raise UserError(f"--fp8 has not been tried with --shard {config.shard}; give one of them")
-        for name in ("n_embd", "sequence_length", "vocab_size"):
-            if getattr(config, name) % 16:
-                raise UserError(f"--fp8 needs a --{name} that is a multiple of 16, not {getattr(config, name)}")
-    unit = config.sequence_length * max(config.micro_batch_size, 1) * rt.world_size
-    if config.total_batch_size % unit:
-        nearest = max(config.total_batch_size // unit, 1) * unit
-        raise UserError(
-            f"--total_batch_size {config.total_batch_size} is not divisible by {unit} = sequence_length "
-            f"{config.sequence_length} x micro_batch_size {max(config.micro_batch_size, 1)} x {rt.world_size} ranks; "
-            f"{nearest} is"
-        )
-
-
-def print_plan(config: Config, shape: GPTConfig, rt: Runtime) -> None:
-    """What a run will do, and what it needs; nothing is written. It is about GPUs unless --device cpu is given."""
-    itemsize = rt.dtype.itemsize if config.device == "cpu" else 4 if config.dtype == "float32" else 2
-    device = "cpu" if config.device == "cpu" else "cuda"
-    one_rank = Layout(config.sequence_length, optimizer=config.optimizer, itemsize=itemsize, device=device)
-    if config.device != "cpu" and config.attention == "auto":  # whatever was chosen for the machine at hand
-        shape = replace(shape, attention="flash")
-    n_saved = -(-config.max_steps // config.checkpoint_interval) if config.checkpoint_interval else 0
-    n_kept = min(n_saved, config.keep_checkpoints + 2) if config.keep_checkpoints else n_saved  # best, one on its way
-    gb = checkpoint_bytes(shape, one_rank) / 1e9
-    free = shutil.disk_usage(next(path for path in Path(config.out_dir).resolve().parents if path.exists())).free / 1e9
-    tokens = f"{config.total_batch_size:,} tokens, {config.max_steps * config.total_batch_size:,} in all"
-    rt.print(f"model   {n_parameters(shape):,} parameters")
-    rt.print(f"steps   {config.max_steps:,} of {tokens}")
-    rt.print(
-        f"disk    {n_saved:,} checkpoints of {gb:.2f} GB, {n_kept} at once: {n_kept * gb:.1f} of {free:.1f} GB free"
-    )
-    rt.print(
-        f"memory  GB on each rank, {config.optimizer}, {8 * itemsize}-bit products, micro-batches of B (memory.py)\n"
-    )
-    rt.print("\n".join(table(shape, one_rank)))
-
-
-def model_shape(config: Config, recipe: str, checkpoint: Path | None, rt: Runtime) -> GPTConfig:
-    """The model's sizes: those of the checkpoint to resume or start from, else the constants. Raises UserError."""
-    sizes = ("n_layer", "n_head", "n_embd", "vocab_size")
-    attention = choose_attention(config.attention, rt, config.sequence_length)
-    source = str(checkpoint or config.init_from)
-    if not source:
-        shape = GPTConfig(n_positions=config.sequence_length, **{name: getattr(config, name) for name in sizes})
-        return replace(shape, dropout=config.dropout, attention=attention)
-    shape = load_shape(source)
-    if config.sequence_length > shape.n_positions:
-        raise UserError(f"{source} has a context of {shape.n_positions} tokens; --sequence_length must not exceed it")
-    for name in sizes:  # a size that somebody chose, other than by choosing the recipe, has to be the checkpoint's
-        if getattr(config, name) not in (getattr(shape, name), getattr(RECIPES[recipe], name)):
-            raise UserError(f"{source} has {name} {getattr(shape, name)}, not {getattr(config, name)}; leave it out")
-    return replace(shape, dropout=config.dropout, attention=attention)
-
-
-def build_model(config: Config, shape: GPTConfig, checkpoint: Path | None) -> GPT:
-    """Random weights, or those of the checkpoint to resume or start from."""
-    torch.manual_seed(config.seed)
-    source = checkpoint or config.init_from
-    return load_model(str(source), shape.dropout, shape.attention) if source else GPT(shape)
-
-
-def prepare(model: GPT, config: Config, rt: Runtime) -> None:
-    """FP8, recomputed activations: the same model, faster or smaller; FP8 also rounds more."""
-    if config.fp8:
-        model.head_products = FP8_PRODUCTS
-    if config.activation_checkpointing:
-        checkpoint_activations(model.transformer.h)
-
-
-def settle(config: Config, shape: GPTConfig, forward: torch.nn.Module, rt: Runtime) -> Config:
-    """The constants that run, from those that a person wrote: sizes of a checkpoint, and the micro-batch that fits."""
-    sizes = {name: getattr(shape, name) for name in ("n_layer", "n_head", "n_embd", "vocab_size")}
-    warmup = min(config.warmup_steps, config.max_steps)
-    if warmup < config.warmup_steps:
-        rt.print(f"note: --warmup_steps {config.warmup_steps} is cut to --max_steps {config.max_steps}")
-    config = replace(config, **sizes, warmup_steps=warmup)
-    if config.micro_batch_size:
-        return config
-    rows = config.total_batch_size // config.sequence_length // rt.world_size
-    fitting = [n for n in range(1, min(rows, 256) + 1) if rows % n == 0]
-    if rt.shard == "full" and rt.device.type == "cuda":  # a trial would need the memory of the undivided model
-        raise UserError("--shard full needs a --micro_batch_size; --dry_run says what fits")
-    trained, forward = (config.sequence_length, config.vocab_size), forward.to(rt.device)
-    size = find_micro_batch_size(forward, fitting, trained, rt, rt.n_shards)
-    return replace(config, micro_batch_size=size)
-
-
 def sample(model: GPT, tokenizer: Tokenizer, config: Config, rt: Runtime, seed: int, num_samples: int = 1) -> list[str]:
-    """Texts on the first rank, none on the others, which only help to gather a model that is divided."""
+    """Texts on the first rank, none on the others, which only help to gather a divided model."""
     prompts = [config.sample_prompt] * num_samples
     model = whole_model(model)
     if not rt.is_main:
@@ -421,8 +426,8 @@ def sample(model: GPT, tokenizer: Tokenizer, config: Config, rt: Runtime, seed: 
     return [config.sample_prompt + text for text in texts]
 
 
-def finish(config: Config, run: Run, model: GPT, tokenizer: Tokenizer) -> None:
-    """What was reached, three more samples, and where to go from here."""
+def say_what_was_reached(config: Config, run: Run, model: GPT, tokenizer: Tokenizer) -> None:
+    """Three more samples, the last figures, and what to do next."""
     if run.step > run.first_step and config.sample_interval:
         for text in sample(model, tokenizer, config, run.rt, config.max_steps + 1, num_samples=3):
             run.record("sample", text=text)

@@ -156,7 +156,7 @@ class Run:
         self.first_step = self.step
         # evaluations lost to a kill between a checkpoint and them are run now; these were not lost
         self._done = self.rt.on_main(lambda: [r["kind"] for r in self.log.records if r["step"] == self.step])
-        self.val_loss = self.rt.on_main(lambda: self.log.val_losses().get(self.step))  # if the log has one of this step
+        self.val_loss = self.rt.on_main(lambda: self.log.val_losses().get(self.step, math.inf))  # the newest one
         self._saved = self.step if directory.checkpoint else -1  # the last step with a checkpoint
         self._launched: deque[tuple] = deque()  # steps whose figures have not been read yet
         self._spike: tuple[int, float] | None = None  # (step, loss) of one that `steps` still has to undo
@@ -294,6 +294,7 @@ class Run:
     def record(self, kind: str, **figures) -> None:
         """Log an evaluation or a sample of this step, print it, and redraw the curve."""
         if not self._spike:
+            self.val_loss = figures["loss"] if kind == "val" else self.val_loss
             self.log.evaluation(self.step, kind, figures)
             self._renew_card()
 

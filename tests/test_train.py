@@ -103,7 +103,7 @@ def test_train_state_is_plain_and_weights_only(finished):
     path = checkpoint_steps(finished[0] / "run")[-1][1]
     state = torch.load(path / "train_state.pt", weights_only=True)
     assert state["step"] == 40 and state["config"]["n_layer"] == 2
-    assert {"optimizer", "rng", "spikes", "data_step", "tokens", "identity"} <= set(state)
+    assert {"optimizer", "spikes", "data_step", "tokens", "identity"} <= set(state)
 
 
 def test_checksums_are_those_of_sha256sum(finished):
@@ -353,7 +353,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(train, tmp_path)
     assert damage(newest) is None
     (newest / "model.safetensors").write_bytes((newest / "model.safetensors").read_bytes()[:-100])
     result = train(max_steps=12, resume=True)
-    assert result.returncode == 0 and "passing over" in result.stderr and "step_000005" in result.stdout + result.stderr
+    assert result.returncode == 0 and "step_000010" in result.stderr and "step_000005" in result.stdout
 
 
 def test_a_truncated_checkpoint_given_by_name_offers_the_one_before(train, tmp_path, capsys, monkeypatch):
@@ -367,7 +367,7 @@ def test_a_truncated_checkpoint_given_by_name_offers_the_one_before(train, tmp_p
 
 
 def test_a_run_directory_that_cannot_be_made_gives_one_line(train):
-    assert_user_error(train(out="text.txt/run"), "--out_dir", "cannot be made")
+    assert_user_error(train(out="text.txt/run"), "--out_dir", "text.txt/run")
 
 
 def test_a_run_is_never_overwritten_silently(train, tmp_path):
