@@ -1,11 +1,10 @@
 """Byte-pair encoding (Sennrich et al. 2016, section 3.2; on bytes: Radford et al. 2019, section 2.2) on one page.
 
-All of the algorithm, and none of the speed: tokenizer.py finds the same merges and ids, given GPT-2's order of the
-bytes.
+All of the algorithm, and none of the speed: tokenizer.py finds the same merges and ids.
 
     merges = train(["the there then"], 3)    # [(b"h", b"e"), (b"t", b"he"), (b" ", b"the")]
-    encode("the then", merges)               # [257, 258, 110]
-    decode([257, 258, 110], merges)          # "the then"
+    encode("the then", merges)               # [257, 258, 77]
+    decode([257, 258, 77], merges)           # "the then"
 
 A tokenizer is its list of merges: pairs of byte strings, in the order in which they were found.
 """
@@ -19,15 +18,18 @@ import regex
 Token = bytes
 Merge = tuple[Token, Token]
 
-# GPT-2's: English endings, then words, numbers and signs, each with the space before it, then what spaces are left.
-# Merges stay inside of these chunks. Without them, "dog." "dog!" and "dog?" would each become a token of its own.
+# GPT-2's: English endings, then words, numbers and signs, each with the space before it, then the remaining spaces.
+# No merge crosses these chunks. Without them, "dog." "dog!" and "dog?" could each become a token.
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-BYTES = bytes(range(256))  # the byte with id 0, with id 1, ...; GPT-2 has them in an order of its own
+
+# The tokens to begin with, in GPT-2's order: printable Latin-1 first. UTF-8 writes every text with these 256.
+PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+BYTES = [bytes([b]) for b in PRINTABLE + sorted(set(range(256)) - set(PRINTABLE))]
 
 
-def split(text: str, pattern: str = PATTERN) -> list[list[Token]]:
-    """The chunks of a text as single bytes. UTF-8 writes everything with these 256, so that nothing is ever unknown."""
-    return [[bytes([b]) for b in chunk.encode()] for chunk in regex.findall(pattern, text)]
+def split(text: str) -> list[list[Token]]:
+    """The chunks of a text, as single bytes."""
+    return [[bytes([b]) for b in chunk.encode()] for chunk in regex.findall(PATTERN, text)]
 
 
 def merge(tokens: list[Token], pair: Merge) -> list[Token]:
@@ -40,43 +42,40 @@ def merge(tokens: list[Token], pair: Merge) -> list[Token]:
     return merged
 
 
-def train(texts: Iterable[str], n_merges: int, pattern=PATTERN, alphabet=BYTES, tie_break="lowest_id") -> list[Merge]:
-    """Make the most frequent pair of neighbours a token, everywhere; then do it again, until there are enough."""
-    chunks = [chunk for text in texts for chunk in split(text, pattern)]
+def train(texts: Iterable[str], n_merges: int) -> list[Merge]:
+    """Make the most frequent pair of neighbours a token, everywhere; repeat until there are enough."""
+    chunks = [chunk for text in texts for chunk in split(text)]
     merges: list[Merge] = []
     while len(merges) < n_merges:
         counts = Counter(pair for chunk in chunks for pair in pairwise(chunk))
         if not counts:
             break  # every chunk is one token
-        # Equal counts are common, and libraries differ in which pair comes first: the one that is made of earlier
-        # tokens, or the greatest one in the order of the dictionary. Either way, it must not depend on chance.
-        ids = {token: i for i, token in enumerate(vocabulary(merges, alphabet))}
-        if tie_break == "lowest_id":
-            best = min(counts, key=lambda pair: (-counts[pair], ids[pair[0]], ids[pair[1]]))
-        else:
-            best = max(counts, key=lambda pair: (counts[pair], pair))
+        ids = {token: i for i, token in enumerate(vocabulary(merges))}
+        # of equally frequent pairs take the one of the earliest tokens, so that nothing is left to chance
+        best = min(counts, key=lambda pair: (-counts[pair], ids[pair[0]], ids[pair[1]]))
         chunks = [merge(chunk, best) for chunk in chunks]
         merges.append(best)
     return merges
 
 
-def vocabulary(merges: list[Merge], alphabet: bytes = BYTES) -> list[Token]:
+def vocabulary(merges: list[Merge]) -> list[Token]:
     """id -> token: the bytes, then one token for each merge."""
-    return [bytes([b]) for b in alphabet] + [a + b for a, b in merges]
+    return BYTES + [a + b for a, b in merges]
 
 
-def encode(text: str, merges: list[Merge], pattern=PATTERN, alphabet=BYTES) -> list[int]:
-    """Do to a new text what training did to the old one: the same merges, in the same order."""
-    ids = {token: i for i, token in enumerate(vocabulary(merges, alphabet))}
+def encode(text: str, merges: list[Merge]) -> list[int]:
+    """In each chunk, merge the pair that training found earliest; repeat until no pair of neighbours is a merge."""
+    ids = {token: i for i, token in enumerate(vocabulary(merges))}
+    order = {pair: i for i, pair in enumerate(merges)}
     encoded = []
-    for chunk in split(text, pattern):
-        for pair in merges:
-            chunk = merge(chunk, pair)
+    for chunk in split(text):
+        while pairs := order.keys() & pairwise(chunk):
+            chunk = merge(chunk, min(pairs, key=order.get))
         encoded += [ids[token] for token in chunk]
     return encoded
 
 
-def decode(ids: Iterable[int], merges: list[Merge], alphabet=BYTES) -> str:
-    """Join the bytes. A token may end inside of a character; what is no valid UTF-8 in the end becomes U+FFFD."""
-    tokens = vocabulary(merges, alphabet)
+def decode(ids: Iterable[int], merges: list[Merge]) -> str:
+    """Join the bytes. A token may end in the middle of a character; what is not valid UTF-8 becomes U+FFFD."""
+    tokens = vocabulary(merges)
     return b"".join(tokens[i] for i in ids).decode("utf-8", errors="replace")
