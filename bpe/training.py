@@ -1,16 +1,15 @@
-"""How training is made fast: `learn` finds the merges that the slow trainer of minimal.py finds, in their order.
+"""How training is made fast: `learn` finds the merges that the slow trainer of minimal.py finds, in the same order.
 
-minimal.py counts every pair of the whole corpus again for each merge. Here is what makes the difference, each where
-it stands:
+minimal.py counts every pair of the whole corpus again for each merge. What makes the difference:
 
 1. Equal chunks are counted once: 25 MB of English have some 100,000 different ones. (`count_chunks`)
-2. Counting is spread over processes, and merging is left with chunks and their counts. (`count_in_parallel`)
-3. The chunks stand in one row of symbols. For every pair of neighbours the row knows how often it occurs, and where,
-   so that a merge touches its own places and no others. (`Corpus`)
+2. Processes share the counting; merging works on chunks and their counts. (`count_in_parallel`)
+3. The chunks are one row of symbols that knows how often and where each pair of neighbours occurs, so that a merge
+   touches its own places and no others. (`Corpus`)
 4. The most frequent pair comes from a heap in which counts may be out of date. (`find_merges`)
 
-So the time grows with the number of different chunks and of merges, and memory not at all with the size of the corpus.
-This file knows nothing of encoding, of ids, or of files.
+So time grows with the number of different chunks and of merges, and memory with the chunks, not with the corpus. This
+file knows nothing of encoding, of ids, or of files.
 """
 
 import contextlib
@@ -21,13 +20,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections import Counter
+import threading
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from queue import SimpleQueue
 
 import numpy as np
 from tqdm import tqdm
@@ -39,10 +38,9 @@ TIE_BREAKS = ("lowest_id", "greatest_bytes")
 
 @dataclass(frozen=True)
 class Options:
-    """How to train, as opposed to what: all but `max_chunk_bytes` give the same merges."""
+    """How to train, as opposed to what: none of these changes the merges."""
 
     workers: int | None = None  # processes that count chunks; all cores by default
-    max_chunk_bytes: int | None = None  # cut longer chunks, for text without spaces
     progress: bool = False  # show bars
     on_merge: Callable[[bytes, bytes, int], None] | None = None  # called with each merge and the count of its pair
     block: int = BLOCK  # characters that are counted or sent to a process at a time
@@ -56,28 +54,23 @@ def learn(
     texts: Iterable[str], n_merges: int, pattern: str, specials: tuple[str, ...], tie_break: str, options: Options
 ) -> list[tuple[bytes, bytes]]:
     """The first `n_merges` merges, or all there are. Texts are read once; special tokens in them are left out."""
-    with without_gc():
+    collects = gc.isenabled()
+    gc.disable()  # training makes millions of lists, none of them in a cycle; looking for cycles takes a fifth of it
+    try:
         counts = count_in_parallel(texts, pattern, specials, options)
-        found = islice(find_merges(encode_chunks(counts, options.max_chunk_bytes), tie_break), n_merges)
+        # as bytes, in an order that does not depend on which process counted them
+        chunks = {chunk.encode(): counts[chunk] for chunk in sorted(counts)}
+        found = islice(find_merges(chunks, tie_break), n_merges)
         tokens, merges = [bytes([b]) for b in BYTE_ORDER], []
         for a, b, count in tqdm(found, "merge", n_merges, disable=not options.progress, leave=False):
             merges.append((tokens[a], tokens[b]))
             tokens.append(tokens[a] + tokens[b])
             if options.on_merge:
                 options.on_merge(tokens[a], tokens[b], count)
-    return merges
-
-
-@contextlib.contextmanager
-def without_gc():
-    """Training makes millions of lists, none of them in a cycle; looking for cycles would take a fifth of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
     finally:
-        if was_enabled:
+        if collects:
             gc.enable()
+    return merges
 
 
 # ---- counting chunks
@@ -89,7 +82,7 @@ def count_chunks(texts: list[str], pattern: str) -> Counter[str]:
 
 
 def batches(texts: Iterable[str], pattern: str, specials: tuple[str, ...], size: int) -> Iterator[list[str]]:
-    """The texts in lists of about `size` characters, long ones cut where it does no harm, special tokens left out."""
+    """Lists of about `size` characters of text; long texts are cut between chunks, special tokens left out."""
     batch, n = [], 0
     for text in map(valid_unicode, texts):
         parts = any_of(specials).split(text)[::2] if any(s in text for s in specials) else [text]
@@ -102,36 +95,20 @@ def batches(texts: Iterable[str], pattern: str, specials: tuple[str, ...], size:
     yield batch
 
 
-class CountingProcess:
-    """`count_chunks` in a process of its own, with JSON through pipes.
+def counting_process() -> subprocess.Popen:
+    """A process that answers JSON with JSON: [texts, pattern] with `count_chunks` of them, a line each.
 
     multiprocessing would do, but its children run the main script again before they start: in a training script that
     imports torch this takes longer than most of the counting, and one without a main guard would train in each child.
     """
-
-    def __init__(self, pattern: str):
-        path, code = str(Path(__file__).parent.parent), "from bpe.training import answer_counts; answer_counts()"
-        words = [sys.executable, "-c", f"import sys; sys.path.insert(0, {path!r}); {code}"]
-        self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self.pattern = pattern
-
-    def count(self, texts: list[str]) -> dict[str, int]:
-        """Counts here if the process has died, which is slower but no reason to stop."""
-        try:
-            self.process.stdin.write(json.dumps([texts, self.pattern]).encode() + b"\n")
-            self.process.stdin.flush()
-            return json.loads(self.process.stdout.readline())
-        except (OSError, ValueError):
-            return count_chunks(texts, self.pattern)
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self.process.communicate()
+    path, code = str(Path(__file__).parent.parent), "from bpe.training import answer_counts; answer_counts()"
+    words = [sys.executable, "-c", f"import sys; sys.path.insert(0, {path!r}); {code}"]
+    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
 def answer_counts() -> None:
-    """The main loop of a CountingProcess; ends with its input, and so with the process that started it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the business of that process
+    """The main loop of a counting process; it ends with its input, and so with the process that started it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for that process to handle
     for line in sys.stdin.buffer:
         sys.stdout.write(json.dumps(count_chunks(*json.loads(line))) + "\n")
         sys.stdout.flush()
@@ -141,59 +118,43 @@ def count_in_parallel(texts: Iterable[str], pattern: str, specials: tuple[str, .
     """`count_chunks` over all texts.
 
     The first batches are counted here, so that a small corpus starts no process. Then `workers - 1` processes get
-    what they can take, and what they cannot is counted here, so that no more than a few batches are in memory.
+    two batches each, and what is too much for them is counted here, so that only a few batches are in memory.
     """
-    workers = options.workers or cpu_count()
-    counts, pending, processes, idle = Counter(), set(), [], SimpleQueue()
+    n_helpers = (options.workers or cpu_count()) - 1
+    counts, pending, processes, of_thread = Counter(), deque(), [], threading.local()
+
+    def start() -> None:
+        of_thread.process = counting_process()
+        processes.append(of_thread.process)
 
     def count_elsewhere(batch: list[str]) -> dict[str, int]:
-        process = idle.get()
         try:
-            return process.count(batch)
-        finally:
-            idle.put(process)
+            of_thread.process.stdin.write(json.dumps([batch, pattern]).encode() + b"\n")
+            of_thread.process.stdin.flush()
+            return json.loads(of_thread.process.stdout.readline())
+        except (OSError, ValueError):  # it has died: counting here is slower, but no reason to stop
+            return count_chunks(batch, pattern)
 
     bar = tqdm(desc="count chunks", unit="char", unit_scale=True, disable=not options.progress, leave=False)
-    threads = ThreadPoolExecutor(max(workers - 1, 1))  # they only wait for the processes
+    threads = ThreadPoolExecutor(max(n_helpers, 1), initializer=start)  # each only waits for its process
     try:
         for n, batch in enumerate(batches(texts, pattern, specials, options.block)):
-            if n == 2:
-                processes += [CountingProcess(pattern) for _ in range(workers - 1)]
-                for process in processes:
-                    idle.put(process)
-            if len(pending) < 2 * len(processes):
-                pending.add(threads.submit(count_elsewhere, batch))
+            if n >= 2 and len(pending) < 2 * n_helpers:
+                pending.append(threads.submit(count_elsewhere, batch))
             else:
                 counts.update(count_chunks(batch, pattern))
-            pending = add_results(counts, pending, Future.done)
+            while pending and pending[0].done():
+                counts.update(pending.popleft().result())
             bar.update(sum(map(len, batch)))
-        add_results(counts, pending, lambda future: True)
+        for counted in pending:
+            counts.update(counted.result())
     finally:
         bar.close()
         threads.shutdown(cancel_futures=True)
         for process in processes:
-            process.close()
+            with contextlib.suppress(OSError):
+                process.communicate()
     return counts
-
-
-def add_results(counts: Counter[str], pending: set[Future], ready: Callable[[Future], bool]) -> set[Future]:
-    """Add the counts of the batches that are `ready` to `counts`; returns the others."""
-    done = set(filter(ready, pending))
-    for future in done:
-        counts.update(future.result())
-    return pending - done
-
-
-def encode_chunks(counts: dict[str, int], longest: int | None) -> dict[bytes, int]:
-    """Counted chunks as bytes, in an order that does not depend on who counted them, cut to `longest` bytes each."""
-    chunks = {chunk.encode(): counts[chunk] for chunk in sorted(counts)}
-    if longest is None:
-        return chunks
-    cut = Counter()
-    for chunk, count in chunks.items():
-        for i in range(0, len(chunk), longest):
-            cut[chunk[i : i + longest]] += count
-    return cut
 
 
 # ---- merging
@@ -205,7 +166,7 @@ PAIR_MASK = (1 << PAIR_SHIFT) - 1
 class Corpus:
     """The distinct chunks as one long row of symbols, with the count and the places of every pair of neighbours.
 
-    A symbol is a rank, or -1: between chunks, and where a merge has swallowed one. `next` and `previous` skip the
+    A symbol is a rank, or -1 between chunks and where a merge has swallowed one; `next` and `previous` skip the
     latter. For the chunk "hehe", which occurred 7 times, and the merge of h, e into X:
 
         place            0   1   2   3   4   5             0   1   2   3   4   5
@@ -216,8 +177,8 @@ class Corpus:
         pair_count       h,e: 14     e,h: 7        ->      X,X: 7   e,h: 0   X,h: 0
         pair_places      h,e: 1, 3   e,h: 2        ->      X,X: 1   e,h: 2   X,h: 1
 
-    The places of a pair are noted when the later of its symbols comes into being, and only looked at when the pair is
-    merged: place 2 of e,h would be found to hold no e any more. Keeping them exact would cost more than looking.
+    The places of a pair are recorded when its later symbol is made, and only checked when the pair is merged: place 2
+    of e,h no longer holds an e. Keeping the places exact would cost more than checking them.
     """
 
     def __init__(self, chunks: dict[bytes, int]):
@@ -256,9 +217,10 @@ class Corpus:
             j = following[i]
             if symbols[j] != b:
                 continue
-            h, k, count = previous[i], following[j], counts[i]  # x a b y stand at h i j k
+            h, k, count = previous[i], following[j], counts[i]  # x a b y at h i j k
             symbols[i], symbols[j] = new, -1
             following[i], previous[k] = k, i
+            # defaultdicts would be shorter and 6% slower: most symbols come only once
             if (x := symbols[h]) >= 0:
                 if x in left_count:
                     left_count[x] += count
@@ -287,16 +249,16 @@ class Corpus:
 
 
 def find_merges(chunks: dict[bytes, int], tie_break: str) -> Iterator[tuple[int, int, int]]:
-    """Yields (rank, rank, count) of one merge after the other, as long as there are pairs; merge i makes rank 256 + i.
+    """Yields (rank, rank, count) of one merge after the other, while there are pairs; merge i makes rank 256 + i.
 
-    The heap holds (-count, order among equal counts, pair). Once a pair is there, its count can only fall: its symbols
-    become no more, they only vanish in merges. So an entry that is out of date stands too high, never too low, and
-    may stay until it reaches the top, where it gets its true count and sinks.
+    The heap holds (-count, order among equal counts, pair). Once a pair exists, its count can only fall, because merges
+    only remove its symbols. So an outdated entry is too high in the heap, never too low, and can wait until it reaches
+    the top, where it gets its true count and sinks.
     """
     corpus, new = Corpus(chunks), 256
     counts = corpus.pair_count
-    # of tokens as strings that compare the other way round: the greatest bytes come first, and so does the longer one
-    # of two that begin alike, since the end mark is above all others
+    # tokens as strings in reverse order: the greatest bytes come first, and of two tokens that begin alike the longer
+    # one, since the end mark is above all bytes
     order = [chr(255 - b) + "\u0100" for b in BYTE_ORDER]
 
     def entry(pair: int) -> tuple:
