@@ -150,7 +150,7 @@ DOORS = {
     ),
     "bpe/try": Door(
         "bpe.try_tokenizer",
-        lambda f, out: dict(tokenizer=f / "tokenizer.json", compare=f / "tokenizer.json", png=out / "t.png"),
+        lambda f, out: dict(tokenizer=f / "tokenizer.json", compare=f / "tokenizer.json", svg=out / "t.svg"),
         files=("tokenizer.json",),
     ),
 }  # fmt: skip
