@@ -11,7 +11,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import tiktoken
-from PIL import Image
 from transformers import AutoTokenizer
 
 from bpe import train, try_tokenizer
@@ -63,7 +62,7 @@ def test_the_default_run_as_a_user_starts_it(tmp_path):
     tok = Tokenizer.load(tmp_path / "out/bpe")
     assert len(tok) == 1024 and tok.eot_token == 1023
     printed = re.findall(r"^ *([\d,]+) +([\d,]+) x   (.*) \+ (.*)  →  (.*)$", out, re.M)
-    assert len(printed) >= 36
+    assert len(printed) >= 30
     for n, _, a, b, ab in printed:
         first, second = tok.merges[int(n.replace(",", "")) - 1]
         assert (a, b, ab) == (visible(first), visible(second), visible(first + second))
@@ -85,13 +84,25 @@ def test_compression_is_measured_on_text_that_was_held_out(run_train, tmp_path):
     assert table[-1] == ("1,023", f"{len(held_out.encode()) / n:.2f}", f"{len(held_out) / n:.2f}")
 
 
-def test_of_many_texts_every_tenth_is_held_out(monkeypatch):
+def test_of_many_texts_every_tenth_is_held_out_until_there_are_enough():
     texts = [f"text {n}" for n in range(95)]
     split = train.Split(iter(texts))
     assert list(split) == [t for n, t in enumerate(texts) if n % 10 != 9] and split.held_out == texts[9::10]
-    monkeypatch.setattr(train, "HELD_OUT", 12)  # characters: reached with the second text
-    split = train.Split(iter(texts))
+    long = ["x" * (train.HELD_OUT * 2 // 3)] * 95
+    split = train.Split(iter(long))
     assert len(list(split)) == 93 and len(split.held_out) == 2
+
+
+def test_an_old_tokenizer_is_renamed_and_never_deleted(run_train, tmp_path):
+    (tmp_path / "a.txt").write_text("spring has come " * 50)
+    words = ["--input", tmp_path / "a.txt", "--vocab_size"]
+    assert run_train(*words, 262).returncode == 0
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    assert_user_error(run_train(*words, 263), "is not empty", "--overwrite")
+    assert run_train(*words, 263, "--overwrite").returncode == 0
+    assert run_train(*words, 264, "--overwrite").returncode == 0
+    assert [len(Tokenizer.load(tmp_path / name)) for name in ("out.1", "out.2", "out")] == [262, 263, 264]
+    assert (tmp_path / "out.1" / "notes.txt").read_text() == "mine"
 
 
 def test_all_kinds_of_files_give_the_same_tokenizer(run_train, tmp_path):
@@ -125,10 +136,8 @@ def test_what_is_set_aside_takes_the_next_free_number(tmp_path, monkeypatch):
 def test_max_bytes_is_where_reading_stops(run_train, tmp_path):
     (tmp_path / "a.txt").write_text(MANUAL, encoding="utf-8")
     run_train("--input", tmp_path / "a.txt", "--max_bytes", "9_999", "--vocab_size", "400")
-    (tmp_path / "b.txt").write_bytes(MANUAL.encode()[:9999].decode("utf-8", "ignore").encode())
-    tok = Tokenizer.load(tmp_path / "out")
-    run_train("--input", tmp_path / "b.txt", "--vocab_size", "400")
-    assert Tokenizer.load(tmp_path / "out").fingerprint == tok.fingerprint
+    kept = list(train.Split(iter([MANUAL.encode()[:9999].decode("utf-8", "ignore")])))
+    assert Tokenizer.load(tmp_path / "out").fingerprint == Tokenizer.train(kept, 400).fingerprint
 
 
 def test_a_corpus_that_is_too_small_ends_well_and_says_so(run_train, tmp_path):
@@ -139,12 +148,9 @@ def test_a_corpus_that_is_too_small_ends_well_and_says_so(run_train, tmp_path):
 
 def test_options_reach_the_trainer(run_train, tmp_path):
     specials = ["<|user|>", "<|end|>"]
-    run_train(
-        "--vocab_size", "500", "--pattern", "cl100k", "--tie_break", "greatest_bytes", "--special_tokens", *specials,
-        "--max_chunk_bytes", "9",
-    )  # fmt: skip
-    trained = list(train.Split(iter([MANUAL])))
-    expected = Tokenizer.train(trained, 500, "cl100k", specials, "greatest_bytes", max_chunk_bytes=9)
+    options = ["--vocab_size", "500", "--pattern", "cl100k", "--tie_break", "greatest_bytes"]
+    run_train(*options, "--special_tokens", *specials)
+    expected = Tokenizer.train(list(train.Split(iter([MANUAL]))), 500, "cl100k", specials, "greatest_bytes")
     assert Tokenizer.load(tmp_path / "out").fingerprint == expected.fingerprint
 
 
@@ -153,19 +159,16 @@ def test_options_reach_the_trainer(run_train, tmp_path):
     [
         (["--input", "nowhere.txt"], None, ["nowhere.txt: no such file"]),
         (["--input", "FILE.txt"], b"", ["holds no text"]),
-        (["--input", "FILE.txt"], "研究生".encode("gb18030"), ["is not UTF-8 at byte 0", "--errors replace"]),
+        (["--input", "FILE.txt"], "研究生".encode("gb18030"), ["FILE.txt: not UTF-8 at byte 0", "iconv"]),
         (["--input", "FILE.parquet"], b"not parquet", ["cannot read", "FILE.parquet"]),
-        (["--input", "FILE.jsonl"], b'{"text": "a"}\n{"text": \n', ["FILE.jsonl, line 2"]),
-        (["--input", "FILE.jsonl"], b'{"text": "a"}\n{"body": "b"}\n', ["line 2: no 'text'"]),
+        (["--input", "FILE.jsonl"], b'{"text": "a"}\n{"text": \n', ["FILE.jsonl has a broken line"]),
         (["--vocab_size", "256"], None, ["vocab_size 256 is too small"]),
         (["--pattern", "("], None, ["does not compile"]),
-        (["--pattern", r"\w+|\W+"], None, ["may read the split pattern", r"\w+|\W+"]),
+        (["--pattern", r"\w+|\W+"], None, [r"the split pattern \w+|\W+"]),
         (["--special_tokens", "§"], None, ["special token '§'"]),
         (["--special_tokens", ""], None, ["is empty"]),
         (["--vocab_size", "1e12"], None, ["1e12"]),
         (["--workers", "1000000000000"], None, ["--workers must be in"]),
-        (["--show", "-1"], None, ["--show must be in"]),
-        (["--out", ""], None, ["--out '' is no directory"]),
         (["--vocab_sise", "300"], None, ["did you mean --vocab-size?"]),
     ],
 )
@@ -175,17 +178,6 @@ def test_what_is_wrong_is_said_in_one_line(run_train, tmp_path, monkeypatch, arg
         Path(argv[-1]).write_bytes(content)
     assert_user_error(run_train(*argv), *words)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_missing_column_is_named_beside_those_there_are(run_train, tmp_path):
-    pyarrow.parquet.write_table(pyarrow.table({"body": ["a"], "id": [1]}), tmp_path / "a.parquet")
-    assert_user_error(run_train("--input", tmp_path / "a.parquet"), "no column 'text'", "--text_field one of body")
-
-
-def test_bytes_that_are_no_utf8_can_be_replaced(run_train, tmp_path):
-    (tmp_path / "a.txt").write_bytes(b"valid \xff\xfe and more text " * 50)
-    assert run_train("--input", tmp_path / "a.txt", "--errors", "replace", "--vocab_size", "280").returncode == 0
-    assert Tokenizer.load(tmp_path / "out").decode([0]) == "!"
 
 
 def test_a_dataset_of_the_hub_is_downloaded_as_far_as_it_is_read(tmp_path):
@@ -200,12 +192,6 @@ def test_a_dataset_of_the_hub_is_downloaded_as_far_as_it_is_read(tmp_path):
     kept = list(train.Split(train.limit(iter(texts[::3]), 30_000)))
     assert Tokenizer.load(tmp_path / "out").fingerprint == Tokenizer.train(kept, 400).fingerprint
     assert not (tmp_path / "out" / ".downloads").exists()
-
-
-def test_a_file_of_any_name_is_a_text(run_train, tmp_path):
-    (tmp_path / "poem.md").write_text("spring has come " * 50)
-    assert run_train("--input", tmp_path / "poem.md", "--vocab_size", "280").returncode == 0
-    assert b" spring" in Tokenizer.load(tmp_path / "out").vocab.values()
 
 
 # ---- try_tokenizer.py
@@ -228,15 +214,20 @@ def test_two_tokenizers_side_by_side(run_try, saved):
             n = len(tok.encode(text))
             line = f"{saved / name} (800 tokens): {n} tokens, {len(text.encode()) / n:.2f} bytes"
             assert line in result.stdout
-    with Image.open(saved / "zh" / "tokens.png") as picture:
-        assert picture.width > 1000 and len(picture.convert("RGB").getcolors(1 << 20)) > len(try_tokenizer.COLORS)
+    assert ElementTree.parse(saved / "zh" / "tokens.svg").getroot().tag.endswith("svg")
 
 
-def test_the_same_tokens_stand_in_an_svg_whose_fonts_are_the_viewers(saved, tmp_path):
-    result = try_tokenizer.split_up("a & b", Tokenizer.load(saved / "zh"), "a <b> & 石榴树\x00")
+def test_an_svg_shows_the_same_tokens_in_rows(tmp_path):
+    pieces = ["a" * 90, "中中", " <b> &", "x\x00"]
+    result = try_tokenizer.Result("a & b", 300, "text", pieces)
     try_tokenizer.draw_svg([result], tmp_path / "tokens.svg")
-    texts = [e.text for e in ElementTree.parse(tmp_path / "tokens.svg").iter("{http://www.w3.org/2000/svg}text")]
-    assert texts == [str(result), *(piece.replace("\x00", "·") for piece in result.pieces)]
+    elements = list(ElementTree.parse(tmp_path / "tokens.svg").iter())
+    texts = [e for e in elements if e.tag.endswith("}text")]
+    assert [e.text for e in texts] == [str(result), *pieces[:3], "x·"]  # a zero byte cannot be in XML
+    boxes = [e.attrib for e in elements if e.tag.endswith("}rect")]
+    assert [box["width"] for box in boxes] == [str(9 * n) for n in (90, 4, 6, 2)]  # a Chinese character is two columns
+    assert [box["x"] for box in boxes] == ["0", "810", "0", "54"]  # the third would pass column 96
+    assert boxes[0]["y"] == boxes[1]["y"] < boxes[2]["y"] == boxes[3]["y"]
     assert "<style>text { white-space: pre }</style>" in (tmp_path / "tokens.svg").read_text(encoding="utf-8"), (
         "a browser would drop the space that a token begins with, and stretch its letters"
     )
@@ -250,27 +241,18 @@ def test_tokens_are_shown_as_text_with_dots_for_parts_of_characters():
     assert "".join(p for p in pieces if p != "·") == MANUAL[:500].replace("\n", "⏎")
 
 
-def test_colour_is_for_terminals(run_try, saved):
+def test_colour_is_for_terminals(run_try, saved, monkeypatch):
     argv = ["--tokenizer", saved / "zh", "--compare", saved / "en"]
-    assert "\x1b[" not in run_try(*argv).stdout and "\x1b[48;2;" in run_try(*argv, "--color", "on").stdout
-
-
-def test_a_picture_without_a_chinese_font_shows_code_points(saved, monkeypatch):
-    monkeypatch.setattr(try_tokenizer, "chinese_font", lambda: None)
-    result = try_tokenizer.split_up("x", Tokenizer.load(saved / "zh"), "中a")
-    assert try_tokenizer.draw([result], saved / "points.png") is None
-    assert try_tokenizer.code_point("中") == "4e2d" and try_tokenizer.code_point("a") == "a"
-
-
-def test_pieces_are_laid_out_in_rows():
-    places, rows = try_tokenizer.lay_out(["a" * 90, "中中", "中", "b"])
-    assert places == [(0, 0), (90, 0), (94, 0), (0, 1)] and rows == 2
+    assert "\x1b[" not in run_try(*argv).stdout
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert "\x1b[48;2;" in run_try(*argv).stdout
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[" not in run_try(*argv).stdout
 
 
 @pytest.mark.parametrize(
     "argv, words",
     [
-        (["--png", "tokens.xyz"], ["tokens.xyz", ".png"]),
         (["--english", "", "--chinese", ""], ["both empty"]),
         (["--compare", "nowhere"], ["no tokenizer at nowhere"]),
         (["--compare", "README.md"], ["cannot use the tokenizer README.md"]),
@@ -282,11 +264,9 @@ def test_what_cannot_be_shown_is_said_in_one_line(run_try, saved, monkeypatch, a
 
 
 def test_long_texts_and_bytes_that_are_no_utf8_are_shown(run_try, saved, tmp_path):
-    argv = ["--tokenizer", saved / "zh", "--compare", saved / "zh", "--png", tmp_path / "x.png"]
+    argv = ["--tokenizer", saved / "zh", "--compare", saved / "zh", "--svg", tmp_path / "x.svg"]
     result = run_try(*argv, "--english", "a\udcff $x$ \\frac " + "x" * 30_000, "--chinese", "")
-    assert result.returncode == 0, result.stderr
-    with Image.open(tmp_path / "x.png") as picture:
-        assert picture.height < 2**13
+    assert result.returncode == 0 and ElementTree.parse(tmp_path / "x.svg"), result.stderr
 
 
 def test_without_a_tokenizer_the_error_names_the_script_that_makes_one(run_try, tmp_path, monkeypatch):
@@ -297,14 +277,14 @@ def test_without_a_tokenizer_the_error_names_the_script_that_makes_one(run_try, 
 def test_without_gpt2_the_other_tokenizer_is_still_shown(saved, tmp_path):
     """With an empty cache and no network: a proxy that refuses every connection."""
     env = environment(TIKTOKEN_CACHE_DIR=str(tmp_path), HTTPS_PROXY="http://127.0.0.1:9")
-    result = succeed("bpe/try_tokenizer.py", tokenizer=saved / "zh", png=tmp_path / "x.png", env=env)
+    result = succeed("bpe/try_tokenizer.py", tokenizer=saved / "zh", svg=tmp_path / "x.svg", env=env)
     assert "note: without GPT-2's tokenizer" in result.stdout and "800 tokens" in result.stdout
 
 
 @needs_gpt2
 def test_beside_gpt2(run_try, saved):
     result = run_try("--tokenizer", saved / "zh")
-    assert "gpt2 (50,257 tokens): 34 tokens" in result.stdout and "of its 50,000 merges" in result.stdout
+    assert "gpt2 (50,257 tokens): 34 tokens" in result.stdout
 
 
 # ---- README.md
@@ -339,8 +319,3 @@ def test_the_readme_shows_the_code_of_minimal_py():
     shown = re.findall(r"```py\n(.*?)```", text, re.S)
     assert shown and all(part in code for block in shown for part in block.split("\n\n\n"))
     assert text.index("minimal.py") < text.index("tokenizer.py")
-
-
-def test_the_readme_answers_ten_questions():
-    text = (ROOT / "bpe/README.md").read_text(encoding="utf-8")
-    assert re.findall(r"^### (\d+)\. .*\?$", text, re.M) == [str(n) for n in range(1, 11)]
