@@ -18,7 +18,7 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from bpe.chunks import BYTE_ORDER, KNOWN, PATTERNS, PRINTABLE, merge_chunk, splitter
@@ -55,18 +55,13 @@ def find(path: str | os.PathLike) -> Path | None:
     return file if found else None
 
 
-@contextlib.contextmanager
-def complaints_name(file: Path) -> Iterator[None]:
-    """Turn whatever is wrong with a file into a ValueError that names it; `tokenizers` raises bare Exceptions."""
-    try:
-        yield
-    except Exception as e:
-        reason = f"it has no {e}" if isinstance(e, KeyError) else e
-        raise ValueError(f"cannot use the tokenizer {file}: {reason}; download or train it again") from None
-
-
 def save(tok, path: str | os.PathLike) -> None:
-    """Write tokenizer.json to a directory or file, and the other files beside it, as `Tokenizer.save` describes."""
+    """Write `path`, a Hugging Face tokenizer.json that holds everything, and a .tiktoken file beside it.
+
+    A directory gets tokenizer.json, tokenizer.tiktoken and tokenizer_config.json, and is what
+    transformers.AutoTokenizer.from_pretrained reads. Raises ValueError, before anything is written, for special tokens
+    that would have other ids there; warns of a split pattern that `tokenizers` reads differently.
+    """
     path, files = Path(path), {}
     if path.suffix != ".json":
         path = path / "tokenizer.json"
@@ -210,14 +205,14 @@ def to_ranks(tok) -> dict[bytes, int]:
     return ids
 
 
-def to_tiktoken(tok, name: str):
+def to_tiktoken(tok, name: str = "bpe"):
     """A tiktoken.Encoding with the same ids. Raises ValueError if there is none; warns of an unknown pattern."""
     import tiktoken
 
     if begun := [s for s in tok.special_tokens for t in tok.special_tokens if s != t and t.startswith(s)]:
         raise ValueError(f"the special token {begun[0]!r} begins another one, and tiktoken may take either")
     if tok.pattern not in KNOWN:
-        warnings.warn(f"tiktoken may read the split pattern {tok.pattern} differently; compare some ids", stacklevel=3)
+        warnings.warn(f"tiktoken may read the split pattern {tok.pattern} differently; compare some ids", stacklevel=2)
     special, ranks = tok.special_tokens, to_ranks(tok)
     return tiktoken.Encoding(name, pat_str=tok.pattern, mergeable_ranks=ranks, special_tokens=special)
 
@@ -251,7 +246,8 @@ def transformers_options(tok) -> dict:
 
 
 def to_transformers(tok):
-    """A transformers.PreTrainedTokenizerFast with the same ids. Raises ValueError and warns as `to_tokenizers`."""
+    """A transformers.PreTrainedTokenizerFast with the same ids, which allows every special token in a text.
+    Raises ValueError and warns as `save`."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(tokenizer_object=to_tokenizers(tok), **transformers_options(tok))

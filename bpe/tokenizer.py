@@ -245,14 +245,7 @@ class Tokenizer:
 
     # ---- files and other libraries: formats.py
 
-    def save(self, path: str | os.PathLike) -> None:
-        """Write `path`, a Hugging Face tokenizer.json that holds everything, and a .tiktoken file beside it.
-
-        A directory gets tokenizer.json, tokenizer.tiktoken and tokenizer_config.json, and is what
-        transformers.AutoTokenizer.from_pretrained reads. Raises ValueError, before anything is written, for special
-        tokens that would have other ids there; warns of a split pattern that `tokenizers` reads differently.
-        """
-        formats.save(self, path)
+    save, to_tiktoken, to_transformers = formats.save, formats.to_tiktoken, formats.to_transformers
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Tokenizer":
@@ -263,30 +256,24 @@ class Tokenizer:
         file = formats.find(path)
         if file is None:
             return cls.from_tiktoken("gpt2")
-        with formats.complaints_name(file):
+        try:
             parts, theirs = formats.read_json(file)
             tok = cls(*parts)
             formats.check_ids(tok, theirs)
-            return tok
+        except Exception as e:  # `tokenizers` raises nothing more specific
+            reason = f"it has no {e}" if isinstance(e, KeyError) else e
+            raise ValueError(f"cannot use the tokenizer {file}: {reason}; download or train it again") from None
+        return tok
 
     @classmethod
     def from_tiktoken(cls, encoding) -> "Tokenizer":
         """From a tiktoken.Encoding, or its name. Raises ValueError if its files cannot be downloaded."""
         return cls(*formats.read_encoding(formats.get_encoding(encoding) if isinstance(encoding, str) else encoding))
 
-    def to_tiktoken(self, name: str = "bpe"):
-        """A tiktoken.Encoding with the same ids. Raises ValueError if there is none; warns of an unknown pattern."""
-        return formats.to_tiktoken(self, name)
-
     @cached_property
     def _tiktoken(self):
         with contextlib.suppress(ValueError):
             return self.to_tiktoken() if self.pattern in KNOWN else None
-
-    def to_transformers(self):
-        """A transformers.PreTrainedTokenizerFast with the same ids, which allows every special token in a text.
-        Raises ValueError and warns as `save`."""
-        return formats.to_transformers(self)
 
 
 class StreamDecoder:

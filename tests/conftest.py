@@ -31,6 +31,16 @@ def train(tmp_path, capsys, monkeypatch):
 
 
 @pytest.fixture(scope="session")
+def gpt2_vocabulary() -> None:
+    import tiktoken
+
+    try:
+        tiktoken.get_encoding("gpt2")
+    except Exception as e:  # whatever keeps it from being downloaded
+        pytest.skip(f"needs the GPT-2 vocabulary in tiktoken's cache ({type(e).__name__})")
+
+
+@pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory) -> Path:
     """A tokenizer.json with 600 tokens."""
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"

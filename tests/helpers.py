@@ -8,6 +8,8 @@ import traceback
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # a GPT of a few thousand parameters, in fp32 so that figures do not depend on the processor
@@ -17,6 +19,9 @@ SMALL = dict(
     checkpoint_interval=5, dtype="float32", compile="off", device="cpu",
 )  # fmt: skip
 SHORT = dict(max_steps=6, checkpoint_interval=2, eval_interval=0, sample_interval=0, keep_checkpoints=0)
+
+
+needs_gpt2 = pytest.mark.usefixtures("gpt2_vocabulary")
 
 
 def arguments(**kwargs) -> list[str]:

@@ -10,13 +10,12 @@ from xml.etree import ElementTree
 import pyarrow
 import pyarrow.parquet
 import pytest
-import tiktoken
 from transformers import AutoTokenizer
 
 from bpe import train, try_tokenizer
 from bpe.tokenizer import Tokenizer, visible
 from cli import UserError, set_aside
-from tests.helpers import ROOT, assert_user_error, environment, run_inline, succeed
+from tests.helpers import ROOT, assert_user_error, environment, needs_gpt2, run_inline, succeed
 from tests.hub import Hub, hub_environment
 
 MANUAL = (ROOT / "bpe/manual.txt").read_text(encoding="utf-8")
@@ -31,16 +30,6 @@ def run_train(tmp_path, capsys, monkeypatch):
 @pytest.fixture
 def run_try(tmp_path, capsys, monkeypatch):
     return lambda *argv: run_inline(try_tokenizer.main, argv, capsys, monkeypatch)
-
-
-def has_gpt2() -> bool:
-    try:
-        return bool(tiktoken.get_encoding("gpt2"))
-    except Exception:
-        return False
-
-
-needs_gpt2 = pytest.mark.skipif(not has_gpt2(), reason="needs the GPT-2 vocabulary in tiktoken's cache")
 
 
 # ---- the corpus

@@ -182,18 +182,11 @@ def test_a_million_letters_without_a_space():
     assert tok.encode(mixed) == tok.to_tiktoken().encode(mixed)
 
 
-def test_a_line_of_20_megabytes():
-    """It is worked on in blocks, whose chunks are those of the whole line."""
-    words = TEXTS["english"][0].split()
-    copies = 20_000_000 // len(" ".join(words)) + 1
-    line = " ".join(words * copies)
-    blocks = list(splitter(PATTERNS["gpt2"][0]).blocks(line))
-    assert "".join(blocks) == line and max(map(len, blocks)) < BLOCK + 100
-    once = Counter(regex.findall(PATTERNS["gpt2"][0], " " + " ".join(words)))
-    expected = Counter({chunk: n * copies for chunk, n in once.items()})
-    expected.subtract([" " + words[0]])  # the first word of the line has no space before it
-    expected.update([words[0]])
-    assert Counter(chain.from_iterable(map(splitter(PATTERNS["gpt2"][0]).split, blocks))) == expected
+def test_a_long_line_is_worked_on_in_blocks_whose_chunks_are_those_of_the_whole():
+    pattern, line = PATTERNS["gpt2"][0], " ".join(TEXTS["english"][0].split() * 100)
+    blocks = list(splitter(pattern).blocks(line))
+    assert "".join(blocks) == line and len(blocks) > 2 and max(map(len, blocks)) < BLOCK + 100
+    assert list(chain.from_iterable(map(splitter(pattern).split, blocks))) == regex.findall(pattern, line)
     tok = Tokenizer.train([line], 600, workers=1)
     assert tok.decode(tok.encode(line)) == line
 

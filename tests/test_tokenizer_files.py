@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, GPT2Config
 from bpe.chunks import PATTERNS, SPELLINGS
 from bpe.formats import GPT2_FILES
 from bpe.tokenizer import ENDOFTEXT, Tokenizer
+from tests.helpers import needs_gpt2
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXTS = [
@@ -159,15 +160,8 @@ def test_other_split_patterns_and_the_older_form_of_merges(tmp_path):
 # ---- GPT-2
 
 
-def need_gpt2() -> None:
-    try:
-        tiktoken.get_encoding("gpt2")
-    except Exception as e:
-        pytest.skip(f"needs the GPT-2 vocabulary in tiktoken's cache ({type(e).__name__})")
-
-
+@needs_gpt2
 def test_gpt2_from_tiktoken_has_gpt2s_ids_and_saves_them_for_auto_tokenizer(tmp_path):
-    need_gpt2()
     theirs, tok = tiktoken.get_encoding("gpt2"), Tokenizer.from_tiktoken("gpt2")
     assert len(tok) == 50257 and tok.eot_token == 50256 and tok.merges[0] == (b" ", b"t")
     tok.save(tmp_path)
