@@ -24,7 +24,7 @@ def run(config, rt: Runtime) -> list[dict]:
     torch.manual_seed(0)
     model = GPT(GPTConfig(**model_sizes(config.size))).to(rt.device).eval()
     tokenizer = load_tokenizer("gpt2")
-    rows = load_rows(config.data, "val", rt)
+    rows = load_rows(config.data, rt)
     rows = rows[: config.rows or (len(rows) if rt.device.type == "cuda" else 40)]
     few = rows[:500]
     half = replace(rt, dtype=fast_dtype(rt))
@@ -42,7 +42,7 @@ def run(config, rt: Runtime) -> list[dict]:
 def quick(config, rt: Runtime) -> list[dict]:
     """All rows once as they are scored here, and a few one at a time, in the precision of a run."""
     model, tokenizer = GPT(GPTConfig(**model_sizes(config.size))).to(rt.device).eval(), load_tokenizer("gpt2")
-    rows, half = load_rows(config.data, "val", rt), replace(rt, dtype=fast_dtype(rt))
+    rows, half = load_rows(config.data, rt), replace(rt, dtype=fast_dtype(rt))
     rows = rows[: config.rows or (20 if config.size == "tiny" else None)]
     few = rows[: max(len(rows) // 50, 10)]
     plain = interleave({"plain": partial(score_one_by_one, model, tokenizer, few, half)}, 1, rt)["plain"]
