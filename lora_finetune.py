@@ -20,6 +20,7 @@ import hashlib
 import itertools
 import json
 import math
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -40,13 +41,13 @@ from finetuning.lora import (
     add_lora,
     cast_frozen,
     find_adapter,
-    fingerprint,
     load_adapter,
     lora_modules,
     merge,
     read_adapter,
     remove_lora,
     trainable_parameters,
+    weights_sha256,
 )
 from finetuning.rows import Example, encode_rows, global_batch, load_rows, micro_batches, on_hub, split_rows
 from learning.evaluation import complete, validate
@@ -54,18 +55,8 @@ from learning.optim import Optimizer, adamw, decay_groups, learning_rate
 from model import GPT, Loss
 from plot import read_log
 from run import card
-from run.checkpoint import (
-    FOR_PEOPLE,
-    MODEL_FILES,
-    WEIGHTS,
-    ModelFiles,
-    checkpoint_steps,
-    find_model,
-    load_model,
-    model_tokenizer,
-    save_model,
-)
-from run.directory import Run, RunDirectory
+from run.checkpoint import WEIGHTS, ModelFiles, checkpoint_steps, find_model, load_model, model_tokenizer, save_model
+from run.directory import Run
 from run.runtime import Runtime, prefetch
 from run.trials import choose_attention, find_micro_batch_size
 
@@ -132,7 +123,9 @@ class Config:
 # what --resume does not change: the model and the order of the data depend on these (docs/lora.md has all constants)
 FIXED = ("adapter", "lora_dim", "lora_alpha", "targets", "rslora", "sequence_length", "val_rows", "batch_size", "seed")
 # what adapter/ and a merged model consist of: --overwrite replaces a directory that holds nothing else
-OURS = MODEL_FILES | FOR_PEOPLE
+OURS = {"adapter_config.json", "adapter_model.safetensors", "config.json", "model.safetensors", "tokenizer.json",
+        "tokenizer_config.json", "tokenizer.tiktoken", "chat_template.jinja", "generation_config.json",
+        *card.FILES}  # fmt: skip
 
 
 def main() -> None:
@@ -155,11 +148,11 @@ def finetune(written: Config) -> None:
     if written.batch_size < rt.world_size:
         raise UserError(f"--batch_size {written.batch_size} is less than one example for each of {rt.world_size} ranks")
     check_replaceable(Path(written.out_dir) / "adapter")
-    directory = RunDirectory(written, rt, FIXED)
+    run = Run.open(written, rt, FIXED)
     base = load_model(written.base, written.dropout, choose_attention("auto", rt, written.sequence_length))
     data = open_data(written, base, rt)
-    lora = choose_lora(written, base, directory.checkpoint)
-    base_path, base_sha256 = find_model(written.base), fingerprint(base)
+    lora = choose_lora(written, base, run.checkpoint)
+    base_path, base_sha256 = find_model(written.base), weights_sha256(base)
     facts = dict(parameters=base.num_params(), flops_per_token=flops_per_answer_token(base, data.train, lora))
     about = dict(source=written.data, examples=len(data.train), validation=len(data.val), sha256=data.fingerprint)
     facts |= card.provenance(about, written.data if on_hub(written.data) else "", base_path)
@@ -167,7 +160,7 @@ def finetune(written: Config) -> None:
     if lora:
         rt.print(parameter_table(base, lora))
 
-    model = adapt(base, written, lora, directory.checkpoint)
+    model = adapt(base, written, lora, run.checkpoint)
     if lora and rt.dtype != torch.float32:
         cast_frozen(model, rt.dtype)
     forward = rt.wrap(Loss(model.to(rt.device)), dynamic=True)
@@ -177,7 +170,7 @@ def finetune(written: Config) -> None:
     files = ChatFiles(weights, data.tokenizer)
     identity = dict(base=base_sha256, tokenizer=data.tokenizer.fingerprint, data=data.fingerprint)
     rt.reset_peak_memory()
-    run = Run(directory, config, files, optimizer, identity, facts)
+    run.begin(config, files, optimizer, identity, facts)
     train(config, run, model, forward, optimizer, data)
     if rt.is_main:
         finish(config, run, files)
@@ -189,7 +182,7 @@ def finetune(written: Config) -> None:
 def train(config: Config, run: Run, model: GPT, forward: torch.nn.Module, optimizer: Optimizer, data: "Data") -> None:
     """Optimizer steps until `config.max_steps`. `forward` is the model's loss, perhaps compiled and distributed."""
     rt = run.rt
-    if data.val and run.step == 0 and config.eval_interval:
+    if data.val and run.checkpoint is None and config.eval_interval:
         run.record("val", **validate(forward, validation_inputs(config, data, rt), data.token_bytes, rt))  # of the base
     with run, closing(prefetch(micro_batches_from(run.data_step, config, data, rt), rt.device)) as batches:
         evaluate(config, run, model, forward, data)  # what an interruption cut off
@@ -216,7 +209,6 @@ def train(config: Config, run: Run, model: GPT, forward: torch.nn.Module, optimi
 
             # the checkpoint first: it is on the disk before an evaluation can fail
             if run.due(config.checkpoint_interval):
-                run.catch_up()
                 run.save()
             evaluate(config, run, model, forward, data)
 
@@ -225,14 +217,11 @@ def evaluate(config: Config, run: Run, model: GPT, forward: torch.nn.Module, dat
     """What is due at this step, if the log does not have it already."""
     rt = run.rt
     if data.val and run.due(config.eval_interval, "val"):
-        run.catch_up()
         run.record("val", **validate(forward, validation_inputs(config, data, rt), data.token_bytes, rt))
-    if run.due(config.sample_interval, "sample"):
-        run.catch_up()
-        if rt.is_main:
-            prompt, seed = prompt_of(config.sample_prompt, data.tokenizer), config.seed + run.step
-            answers = complete(model, data.tokenizer, [prompt], config.sample_tokens, rt, seed, top_k=50)
-            run.record("sample", text=prompt + answers[0])
+    if run.due(config.sample_interval, "sample") and rt.is_main:
+        prompt, seed = prompt_of(config.sample_prompt, data.tokenizer), config.seed + run.step
+        answers = complete(model, data.tokenizer, [prompt], config.sample_tokens, rt, seed, top_k=50)
+        run.record("sample", text=prompt + answers[0])
 
 
 def make_optimizer(model: GPT, config: Config, rt: Runtime) -> Optimizer:
@@ -303,7 +292,7 @@ def micro_batches_from(data_step: int, config: Config, data: Data, rt: Runtime) 
 
 def validation_inputs(config: Config, data: Data, rt: Runtime) -> Iterator[tuple]:
     """What the loss takes, on the device, for this rank's validation rows."""
-    return prefetch(iter(cut(data.val, config, rt)), rt.device)
+    return (micro for (micro,) in prefetch(([one] for one in cut(data.val, config, rt)), rt.device))
 
 
 # ------------------------------------------------------------------------------------------------- before and after
@@ -335,7 +324,7 @@ def check_replaceable(path: Path) -> None:
     if path.exists() and not path.is_dir():
         raise UserError(f"{path} is a file; a directory is to be written there: give another name")
     names = {file.name for file in path.glob("*")}
-    ours = OURS if names & set(WEIGHTS.values()) else MODEL_FILES  # without a model, a README is somebody else's
+    ours = OURS if names & set(WEIGHTS.values()) else OURS - card.FILES  # without a model, a README is somebody else's
     if others := sorted(names - ours):
         raise UserError(f"{path} holds {others[0]}, which is not ours to replace; move it, or give another directory")
 
@@ -430,6 +419,8 @@ def finish(config: Config, run: Run, files: ChatFiles) -> None:
     if config.lora_dim:
         write_files, write_card = files.copy(), run.log.card()
         write_atomically(adapter, lambda path: [write(path) for write in (write_files, write_card)])
+    elif adapter.exists():  # of a run that this one has replaced
+        shutil.rmtree(adapter)
     if val := list(run.log.val_losses().values()):
         print(
             f"\nvalidation loss {val[0]:.4f} before, {val[-1]:.4f} after, {min(val):.4f} at its lowest (nats per token)"

@@ -7,8 +7,6 @@
 - unit: a part of a file with about UNIT_BYTES of text, so that memory does not grow with the size of files
 - document: a row, a line, or the text up to two blank lines
 
-`hub_rows` is for small datasets, of which hellaswag.py and lora_finetune.py want all rows with all their columns.
-
 This file knows nothing of tokens, shards, models or torch.
 """
 
@@ -411,22 +409,3 @@ def texts_of(unit: Unit, text_field: str) -> list[str | None]:
 def open_parquet(path: Path, version: str) -> pq.ParquetFile:
     """A file stays open for the units to come: to read its list of 700 row groups takes longer than to read one."""
     return pq.ParquetFile(path, **AS_STREAM)
-
-
-# ------------------------------------------------------------------------------------------------ whole datasets
-
-
-def hub_rows(repo: str, split: str, instead: str = "--data") -> list[dict]:
-    """All rows of a split of a small dataset of the hub. Raises UserError, which names the option for a local file.
-
-    `datasets` does the work: it keeps a copy in its cache, tries again where the network fails, and asks HF_ENDPOINT.
-    """
-    import datasets  # takes 0.6 s, which --help and local files do not need
-
-    try:
-        return datasets.load_dataset(repo, split=split).to_list()
-    except Exception as e:  # of the network, the hub, the library or the data: each has classes of its own
-        raise UserError(
-            f"cannot load the split {split} of {repo} from the hub: {e}; check the network, set HF_ENDPOINT to a "
-            f"mirror, or give a local file with {instead}"
-        ) from e

@@ -1,18 +1,19 @@
-"""The chat format, in the one place that finetuning, sampling and servers share.
+"""The chat format, shared by finetuning, sampling and servers.
 
     BEGINNING OF CONVERSATION: USER: Hi ASSISTANT:Hello.<|endoftext|>USER: Bye ASSISTANT:Take care.<|endoftext|>
 
-- `pieces` writes a conversation in this form and marks the answers, which are what finetuning trains on; `chat_ids` are
-  its tokens. A conversation is a list of dicts with `role` (system, user, assistant) and `content`
+- `pieces` writes a conversation in this form and marks the answers, which finetuning trains on; `chat_ids` returns its
+  tokens. A conversation is a list of dicts with `role` (system, user, assistant) and `content`
 - `template` is the same form in Jinja, which transformers, vLLM and web clients apply to a list of messages;
-  `save_chat_files` puts it beside a model. Its text is tokenized as a whole, ours piece by piece, and the ids are equal
+  `save_chat_files` writes it into a model's directory. They tokenize its text as a whole, we piece by piece; both give
+  the same ids
 
-Three rules see to that, and both sides follow them:
-- contents are stripped; what the system says, and every message of a user who writes twice, joins the user's next turn
-- where the tokenizer would join the colon of `ASSISTANT:` with the beginning of an answer, as in `:(`, a space stands
-  between them. GPT-2's pattern never joins it with a letter or a digit, so that most answers follow it directly
-- a special token in a content loses its ends to spaces: `<|endoftext|>` arrives as ` |endoftext| `. Nobody can end a
-  turn by writing this word, neither here nor on a server, which looks for special tokens in all of its text
+Three rules ensure that, and both sides follow them:
+- contents are stripped; a system message, and each message of a user who writes twice, joins the user's next turn
+- where the tokenizer would merge the colon of `ASSISTANT:` with the start of an answer, as in `:(`, a space separates
+  them. GPT-2's pattern never merges it with a letter or a digit, so most answers follow it directly
+- the first and last characters of a special token in a message become spaces: `<|endoftext|>` arrives as
+  ` |endoftext| `. So nobody can end a turn by writing it, not even on a server, which looks for special tokens anywhere
 
 This file knows nothing of torch, models, or files of rows.
 """
@@ -30,7 +31,7 @@ ROLES = ("system", "user", "assistant")
 
 
 def check_messages(messages: list) -> None:
-    """Raises ValueError for what is no conversation."""
+    """Raises ValueError for anything but a conversation."""
     before = None
     for message in messages if isinstance(messages, list) else [None]:
         fine = isinstance(message, dict) and isinstance(message.get("content"), str)
@@ -42,7 +43,7 @@ def check_messages(messages: list) -> None:
 
 
 def check_tokenizer(tokenizer: Tokenizer) -> None:
-    """Raises ValueError for a tokenizer in which the form cannot be written."""
+    """Raises ValueError for a tokenizer that cannot express the chat format."""
     if tokenizer.eot_token is None:
         raise ValueError(f"it has no {ENDOFTEXT}, which ends an answer")
     for special in tokenizer.special_tokens:
@@ -51,8 +52,8 @@ def check_tokenizer(tokenizer: Tokenizer) -> None:
 
 
 def pieces(messages: list[dict], tokenizer: Tokenizer) -> list[tuple[str, bool]]:
-    """A conversation as texts, each with whether it is an answer, after which <|endoftext|> follows."""
-    texts, said = [], []  # said: what nobody has answered yet
+    """A conversation as texts, each with a flag: True for an answer, which <|endoftext|> follows."""
+    texts, said = [], []  # said: what the assistant has not answered yet
     for message in messages:
         text = clean(message["content"], tokenizer)
         if message["role"] != "assistant":
@@ -62,40 +63,40 @@ def pieces(messages: list[dict], tokenizer: Tokenizer) -> list[tuple[str, bool]]
         gap = "" if text[:1] in follows_directly(tokenizer) else " "
         texts.append((gap + text, True))
         said = []
-    # a conversation that ends with the user ends with the word after which the model goes on
+    # where the user spoke last, the text ends with `ASSISTANT:`, and the model continues from there
     return texts + ([(turn(said, first=not texts), False)] if said else [])
 
 
 def turn(said: list[str], first: bool) -> str:
-    """What the user says, and the word after which the model answers."""
+    """What the user says, and the `ASSISTANT:` that the answer follows."""
     return (START if first else "") + USER + " ".join(filter(None, said)) + ASSISTANT
 
 
 def clean(text: str, tokenizer: Tokenizer) -> str:
-    """A content as the model reads it: no special tokens, no blanks around it."""
-    for special in tokenizer.special_tokens:  # their order does not matter: a space cannot complete another one
+    """A message's content as the model reads it: stripped, and without special tokens."""
+    for special in tokenizer.special_tokens:  # in any order: the spaces cannot complete another one
         text = text.replace(special, blunt(special))
     return text.strip()
 
 
 def blunt(special: str) -> str:
-    """Both ends go, or a second token that overlaps with the first would be left whole: `||` three times in `||||`."""
+    """Replace both ends, or an overlapping token would survive: `||` occurs three times in `||||`."""
     return f" {special[1:-1]} "
 
 
 def follows_directly(tokenizer: Tokenizer) -> str:
-    """The characters with which an answer may begin right after the colon: the pattern makes a cut there.
+    """The characters that may follow the colon directly, because the pattern always splits there.
 
-    GPT-2's does so before all letters and digits. ASCII is enough for us, and any Jinja can look it up. GPT-4's pattern
-    takes the colon for the beginning of a word, so that there a space precedes every answer.
+    GPT-2's pattern does so before every letter and digit. ASCII is enough for us, and any Jinja can look it up. GPT-4's
+    pattern may take the colon as the start of a word, so there a space precedes every answer.
     """
-    # a merge never crosses a cut, so that the ids on either side are those of two texts of their own
+    # merges never cross a split, so both sides get the ids that they have as separate texts
     apart = regex.findall(tokenizer.pattern, ":A1") == [":", "A", "1"]
     return string.ascii_letters + string.digits if apart else ""
 
 
 def chat_ids(tokenizer: Tokenizer, messages: list[dict]) -> list[int]:
-    """The tokens of a conversation; one that ends with the user is ready for the answer."""
+    """The tokens of a conversation. If the user spoke last, the model's answer comes next."""
     ids = []
     for text, is_answer in pieces(messages, tokenizer):
         ids += tokenizer.encode_ordinary(text) + [tokenizer.eot_token] * is_answer
@@ -103,14 +104,14 @@ def chat_ids(tokenizer: Tokenizer, messages: list[dict]) -> list[int]:
 
 
 def prompt_of(text: str, tokenizer: Tokenizer) -> str:
-    """What the model reads before it answers a first message."""
+    """What the model reads before it answers `text`, the first message."""
     return pieces([dict(role="user", content=text)], tokenizer)[0][0]
 
 
 # ------------------------------------------------------------------------------------------------ the same in Jinja
 
-# Every tag has its dashes, which take the white space of this layout away. The words in capitals are filled in.
-# Filters, slices and `in` do without the methods of Python's str, which a Jinja in C++ or JavaScript may lack.
+# The dashes in each tag remove the white space of this layout. `template` fills in the words in capitals. Only filters,
+# slices and `in`: a Jinja in C++ or JavaScript may lack the methods of Python's str.
 TEMPLATE = """\
 {%- set ns = namespace(start=START, said='', before='nobody') -%}
 {%- for message in messages -%}
@@ -142,16 +143,16 @@ def template(tokenizer: Tokenizer) -> str:
     """The chat template of a model that was finetuned with this tokenizer."""
     words = dict(START=START, USER=USER, ASSISTANT=ASSISTANT, ENDOFTEXT=ENDOFTEXT, DIRECTLY=follows_directly(tokenizer))
     words = {name: repr(value) for name, value in words.items()}
-    # repr: quotes, backslashes and braces in a special token stay inside the string
+    # repr escapes quotes and backslashes in a special token, and its quotes contain any braces
     words["CLEAN"] = " ".join(f"| replace({s!r}, {blunt(s)!r})" for s in tokenizer.special_tokens)
     return regex.sub("|".join(words), lambda match: words[match[0]], TEMPLATE)
 
 
 def save_chat_files(path: Path, tokenizer: Tokenizer) -> None:
-    """Write what a chat needs besides weights: tokenizer, chat_template.jinja, and where an answer ends."""
+    """Write what a chat needs besides weights: tokenizer, chat_template.jinja, and the token that ends an answer."""
     tokenizer.save(path)
     (path / "chat_template.jinja").write_text(template(tokenizer), encoding="utf-8")
-    if not (path / "generation_config.json").exists():  # a model comes with its own, which says the same
+    if not (path / "generation_config.json").exists():  # a model has its own, with the same settings
         eot = tokenizer.eot_token
         content = dict(do_sample=True, top_k=50, bos_token_id=eot, eos_token_id=eot)
         (path / "generation_config.json").write_text(json.dumps(content, indent=2) + "\n")

@@ -2,15 +2,14 @@
 
     row -> messages -> tokens, and which of them are answers -> examples of at most T tokens -> micro-batches
 
-- a row has instruction, input and output, or a chat as `messages`; `messages_of` is the place for another format
+- a row has instruction, input and output, or a chat as `messages`; add another format in `messages_of`
 - an example is a conversation, or a window of a long one; only its answers are targets
-- micro-batches hold examples of about one length, so that few of their tokens are padding
+- a micro-batch holds examples of about one length, so that few of its tokens are padding
 - the global batch of a step is a function of seed and step, whatever the number of ranks and of interruptions
 
-This file knows nothing of torch, models or devices; how a conversation is written is in finetuning/chat.py.
+This file knows nothing of torch, models or devices. finetuning/chat.py defines how a conversation is written.
 """
 
-import json
 import math
 import os
 import re
@@ -22,17 +21,15 @@ import numpy as np
 
 from cli import UserError
 from corpus.order import IGNORED, permutation
-from corpus.sources import hub_rows
+from corpus.rows import file_rows, hub_rows
 from finetuning.chat import check_messages, clean, pieces
 
 # -------------------------------------------------------------------------------------------------- rows to messages
 
 
 def load_rows(data: str) -> list[list[dict]]:
-    """The conversations of --data: a file, or the split `train` of a dataset of the hub. Raises UserError."""
-    if not on_hub(data):
-        return read_rows(data)
-    rows = hub_rows(data, "train")
+    """The conversations of --data: a file, or the split `train` of a dataset on the hub. Raises UserError."""
+    rows = hub_rows(data, "train") if on_hub(data) else file_rows(data)
     return [messages_of(row, f"row {number} of {data}") for number, row in enumerate(rows, start=1)]
 
 
@@ -42,31 +39,8 @@ def on_hub(data: str) -> bool:
     return bool(is_name) and not os.path.exists(data)
 
 
-def read_rows(path: str) -> list[list[dict]]:
-    """The conversations of a .json or .jsonl file, as messages. Raises UserError that names the row and the field."""
-    try:
-        text = Path(path).read_bytes().decode("utf-8-sig")
-    except FileNotFoundError:
-        raise UserError(f"there is no {path}; --data takes a .json or .jsonl file of rows") from None
-    except (UnicodeDecodeError, OSError) as e:
-        raise UserError(f"{path} is not a text file ({e}); --data takes a .json or .jsonl file of rows") from None
-    rows, line = [], 0
-    try:
-        if text.lstrip().startswith("["):
-            rows = json.loads(text)
-        else:  # a line of .jsonl ends at \n alone: JSON may hold the other line separators of Unicode
-            for line, row in enumerate(text.split("\n"), start=1):  # noqa: B007 - the line of an error
-                rows += [json.loads(row)] if row.strip() else []
-    except (ValueError, RecursionError) as e:
-        what = getattr(e, "msg", e)
-        raise UserError(
-            f"{path} is not JSON in line {line or getattr(e, 'lineno', 1)}: {what}; correct it there"
-        ) from None
-    return [messages_of(row, f"row {number} of {path}") for number, row in enumerate(rows, start=1)]
-
-
 def messages_of(row, where: str) -> list[dict]:
-    """One row as messages. Raises UserError for a field that is missing or is no text."""
+    """One row as messages. Raises UserError for a field that is missing or not text."""
     if not isinstance(row, dict):
         raise UserError(f"{where} is a {type(row).__name__}; a row is an object with instruction, input and output")
     if "messages" in row:
@@ -75,10 +49,10 @@ def messages_of(row, where: str) -> list[dict]:
         except ValueError as e:
             raise UserError(f"{where}: {e}; correct it there") from None
         return row["messages"]
-    said = {"input": ""} | {field: text for field, text in row.items() if text is not None}  # null is as good as absent
+    said = {"input": ""} | {field: text for field, text in row.items() if text is not None}  # null counts as absent
     for field in ("instruction", "input", "output"):
         if not isinstance(said.get(field), str):
-            what = "is no text" if field in said else "is missing"
+            what = "is not text" if field in said else "is missing"
             raise UserError(f"{where}: {field} {what}; rows have instruction, input and output, or messages")
     user = " ".join(filter(None, (said["instruction"].strip(), said["input"].strip())))
     return [dict(role="user", content=user), dict(role="assistant", content=said["output"])]
@@ -95,15 +69,17 @@ class Example(NamedTuple):
 
 
 def encode_rows(rows: list[list[dict]], tokenizer, sequence_length: int) -> tuple[list[Example], dict[str, int]]:
-    """Examples of all rows with something asked and answered, and how many rows were empty or long.
+    """Examples of all rows that ask and answer something, and counts: rows that were empty, rows too long, the longest.
 
     A row longer than `sequence_length` becomes windows that overlap by half; each of its answer tokens is a target in
-    one of them.
+    exactly one of them.
     """
-    full = [row for row in rows if row and all(clean(m["content"], tokenizer) for m in row)]
-    full = [row for row in full if any(m["role"] == "assistant" for m in row)]
-    full = [pieces(row, tokenizer) for row in full]
-    # all texts in one call, which shares them out to threads; no text can hold a special token any more
+    full = [
+        pieces(row, tokenizer)
+        for row in rows
+        if any(m["role"] == "assistant" for m in row) and all(clean(m["content"], tokenizer) for m in row)
+    ]
+    # all texts in one call, which spreads them over threads; `clean` has removed every special token
     ids = iter(tokenizer.encode_batch([text for row in full for text, _ in row], disallowed_special=()))
     examples, counts = [], dict(empty=len(rows) - len(full), long=0, longest=0)
     for row in full:
@@ -121,9 +97,9 @@ def encode_rows(rows: list[list[dict]], tokenizer, sequence_length: int) -> tupl
 
 
 def windows(idx: np.ndarray, targets: np.ndarray, T: int) -> list[Example]:
-    """Parts of at most T tokens, each half a window further, that score every target once."""
+    """Parts of at most T tokens, each half a window after the one before, that score every target once."""
     parts = [Example(idx[:T], targets[:T])]
-    for end in range(T + T // 2, len(idx) + T // 2, T // 2):  # the last one may be shorter by less than half a window
+    for end in range(T + T // 2, len(idx) + T // 2, T // 2):  # the last is up to half a window shorter
         part = targets[end - T : end].copy()
         part[: T - T // 2] = IGNORED  # scored in the window before
         parts.append(Example(idx[end - T : end], part))
@@ -132,7 +108,7 @@ def windows(idx: np.ndarray, targets: np.ndarray, T: int) -> list[Example]:
 
 def split_rows(rows: list, val_rows: int, seed: int) -> tuple[list, list]:
     """(training rows, validation rows), chosen by the seed alone; at most a tenth is held out."""
-    order = permutation(len(rows), seed, 2**31)  # an epoch that training never comes to
+    order = permutation(len(rows), seed, 2**31)  # of an epoch that training never reaches
     n_val = min(val_rows, len(rows) // 10)
     return [rows[i] for i in order[n_val:]], [rows[i] for i in order[:n_val]]
 
@@ -140,40 +116,39 @@ def split_rows(rows: list, val_rows: int, seed: int) -> tuple[list, list]:
 # -------------------------------------------------------------------------------------------------- batches of examples
 
 
-epoch_order = lru_cache(maxsize=2)(permutation)  # a batch may reach from one epoch into the next
+epoch_order = lru_cache(maxsize=2)(permutation)  # a batch may span the end of one epoch and the start of the next
 
 
 def global_batch(examples: list[Example], step: int, batch_size: int, seed: int) -> list[Example]:
-    """The examples of step 0, 1, ...: a function of seed and step alone. Every epoch is another permutation of all."""
+    """The examples of step 0, 1, ..., a function of seed and step alone. Every epoch permutes all of them."""
     n, positions = len(examples), range(step * batch_size, (step + 1) * batch_size)
     return [examples[epoch_order(n, seed, position // n)[position % n]] for position in positions]
 
 
-def cut_by_length(lengths: list[int], limit: int, cost: int) -> list[range]:
-    """Cut ascending lengths into micro-batches with the fewest padded tokens plus `cost` for each; optimal, by dynamic
-    programming. None has more than `limit` tokens, unless it is a single example."""
-    best, cuts = [0], [0]  # for the first n examples: the lowest price, and where their last micro-batch begins
-    for end in range(1, len(lengths) + 1):
-        best.append(math.inf)
-        cuts.append(end - 1)
-        for start in range(end - 1, -1, -1):
-            size = (end - start) * lengths[end - 1]  # tokens, each row padded to the longest, which is the last
-            if size > limit and start < end - 1:
-                break
-            if best[start] + size + cost < best[end]:
-                best[end], cuts[end] = best[start] + size + cost, start
-    parts, end = [], len(lengths)
-    while end:  # from the last micro-batch back to the first
-        parts.append(range(cuts[end], end))
-        end = cuts[end]
-    return parts
+def micro_batches(examples: list[Example], limit: int, cost: int, rank: int = 0, world_size: int = 1) -> list[tuple]:
+    """One rank's share of a global batch, in micro-batches of at most `limit` tokens, unless a single example has more.
+
+    A micro-batch costs as much as `cost` more tokens, so it is worth up to that many of padding, but no more.
+    """
+    # every world_size-th of the sorted ones: all ranks get about the same lengths and finish together
+    mine = sorted(examples, key=lambda example: len(example.idx))[rank::world_size]
+    parts, real = [], 0  # real: the tokens of the last part, without padding
+    for example in mine:
+        length = len(example.idx)  # the longest so far, to which its whole part is padded
+        padded = length * (len(parts[-1]) + 1) if parts else math.inf
+        if padded > limit or padded - real - length > cost:
+            parts.append([])
+            real = 0
+        parts[-1].append(example)
+        real += length
+    return [collate(part) for part in parts]
 
 
 def collate(examples: list[Example]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(idx (B, T), targets (1, M), places (1, M)), int64: padded inputs, and the M targets with where they belong.
-    The 1 is a batch dimension, which everything has that is called as a model is.
+    """(idx (B, T), targets (1, M), places (1, M)), int64: padded inputs, the M targets, and the places among the B * T
+    positions where they are predicted. The 1 is the batch dimension that every input of a model has.
 
-    Padding is on the right, where no real token sees it under the causal mask.
+    Padding is on the right, where the causal mask hides it from every real token.
     """
     T = max(len(example.idx) for example in examples)
     idx, targets, places = np.zeros((len(examples), T), np.int64), [], []
@@ -183,12 +158,3 @@ def collate(examples: list[Example]) -> tuple[np.ndarray, np.ndarray, np.ndarray
         targets.append(example.targets[scored])
         places.append(row * T + scored)  # positions in the flattened (B * T)
     return idx, *(np.concatenate(part).astype(np.int64)[None] for part in (targets, places))
-
-
-def micro_batches(examples: list[Example], limit: int, cost: int, rank: int = 0, world_size: int = 1) -> list[tuple]:
-    """One rank's micro-batches of a global batch: examples in order of length are dealt out to the ranks, and then cut
-    into micro-batches of about one length."""
-    # every world_size-th of the sorted ones: all ranks get about the same lengths, and finish together
-    mine = sorted(examples, key=lambda example: len(example.idx))[rank::world_size]
-    parts = cut_by_length([len(example.idx) for example in mine], limit, cost)
-    return [collate([mine[i] for i in part]) for part in parts]

@@ -1,4 +1,4 @@
-"""The chat format: what is written, and that transformers makes the same ids from the template that lies beside it."""
+"""The chat format: what is written, and that transformers makes the same ids from the template saved with a model."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ SPECIALS = ("<|endoftext|>", "<|pad|>", "||", "☃")
 
 @pytest.fixture(scope="module", params=["gpt2", "cl100k"])
 def pair(request, tmp_path_factory):
-    """A tokenizer of ours and, from the files beside a model, transformers' reading of it."""
+    """A tokenizer of ours, and the one that transformers reads from a model's directory."""
     from transformers import AutoTokenizer
 
     path = tmp_path_factory.mktemp("chat")
@@ -92,16 +92,12 @@ def test_transformers_renders_the_ids_that_training_uses(pair, messages):
     assert ids.count(ours.eot_token) == answers
 
 
-def test_without_the_word_for_the_answer_the_ids_are_a_beginning_of_those_with_it(pair):
+def test_without_a_prompt_for_the_answer_and_in_the_middle_of_one(pair):
     ours, theirs = pair
     messages = said("s: Be kind.", "u: Hi (you)")
     ids = theirs.apply_chat_template(messages, add_generation_prompt=False, return_dict=False)
     whole = chat.chat_ids(ours, messages)
     assert whole[: len(ids)] == ids and ours.decode(whole[len(ids) :]) == " ASSISTANT:"
-
-
-def test_an_answer_can_be_continued(pair):
-    ours, theirs = pair
     messages = said("u: Hi", "a: Once upon")
     ids = theirs.apply_chat_template(messages, continue_final_message=True, return_dict=False)
     assert ids == chat.chat_ids(ours, messages)[:-1]
@@ -127,24 +123,19 @@ def test_answers_end_where_the_template_ends_them(pair, tmp_path):
     assert json.loads((tmp_path / "generation_config.json").read_text()) == {"eos_token_id": 7}
 
 
-NO_CONVERSATIONS = [
-    ("x", "a role"),
-    ([dict(role="user")], "a role"),
-    ([dict(role="user", content=3)], "a role"),
-    ([dict(role="robot", content="x")], "a role"),
-    (said("a: Hi"), "after nobody"),
-    (said("u: Hi", "a: Ho", "a: Ho"), "after assistant"),
-    (said("u: Hi", "s: Be kind.", "a: Ho"), "after system"),
-]
+DISORDERLY = [
+    [dict(role="robot", content="x")], said("a: Hi"), said("u: Hi", "a: Ho", "a: Ho"),
+    said("u: Hi", "s: Be kind.", "a: Ho"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("messages, words", NO_CONVERSATIONS)
-def test_what_is_no_conversation_is_refused(messages, words):
-    with pytest.raises(ValueError, match=words):
+@pytest.mark.parametrize("messages", ["x", [dict(role="user")], [dict(role="user", content=3)], *DISORDERLY])
+def test_anything_but_a_conversation_is_refused(messages):
+    with pytest.raises(ValueError):
         chat.check_messages(messages)
 
 
-@pytest.mark.parametrize("messages", [messages for messages, _ in NO_CONVERSATIONS[3:]])
+@pytest.mark.parametrize("messages", DISORDERLY)
 def test_the_template_refuses_the_same_orders_and_roles(pair, messages):
     from jinja2 import TemplateError
 
@@ -153,12 +144,12 @@ def test_the_template_refuses_the_same_orders_and_roles(pair, messages):
 
 
 @pytest.mark.parametrize("specials", [("<|pad|>",), ("<|endoftext|>", "USER:"), ("<|endoftext|>", "<| |>")])
-def test_a_tokenizer_in_which_the_form_cannot_be_written_is_refused(specials):
+def test_a_tokenizer_that_cannot_express_the_format_is_refused(specials):
     with pytest.raises(ValueError):
         chat.check_tokenizer(Tokenizer((), special_tokens=specials))
     chat.check_tokenizer(Tokenizer((), special_tokens=SPECIALS))
 
 
-def test_it_needs_no_torch():
-    program = "import sys, chat; sys.exit('torch' in sys.modules)"
+def test_chat_and_rows_need_no_torch():
+    program = "import sys, finetuning.chat, finetuning.rows; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=240).returncode == 0

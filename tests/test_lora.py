@@ -1,4 +1,4 @@
-"""LoRA: the method against its formula and against peft, merging, and adapter files that are sound or not."""
+"""LoRA: the method against its formula and against peft, merging, and adapter files, intact or damaged."""
 
 import itertools
 import json
@@ -107,42 +107,30 @@ def test_frozen_weights_in_bf16_give_the_numbers_of_autocast_bit_for_bit():
     assert len(found[0]) == 1 + 2 * 8 and all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_only_the_factors_are_trained():
-    model = adapted(small_gpt())
-    loss = model.loss(tokens(2, 8), tokens(2, 8))
-    loss.backward()
-    assert {n.rpartition(".")[2] for n, p in model.named_parameters() if p.grad is not None} == {"lora_A", "lora_B"}
-
-
-def test_frozen_layers_below_the_first_adapted_one_get_no_gradient():
-    model = adapted(small_gpt(), ("mlp.c_proj",))
-    seen = []
+def test_only_the_factors_are_trained_and_layers_below_the_first_one_get_no_gradient():
+    model, seen = adapted(small_gpt(), ("mlp.c_proj",)), []
     model.transformer.h[0].attn.c_attn.register_full_backward_hook(lambda *_: seen.append("first"))
     model.transformer.h[1].attn.c_attn.register_full_backward_hook(lambda *_: seen.append("second"))
     model.loss(tokens(2, 8), tokens(2, 8)).backward()
+    assert {n.rpartition(".")[2] for n, p in model.named_parameters() if p.grad is not None} == {"lora_A", "lora_B"}
     assert seen == ["second"]
 
 
-@pytest.mark.parametrize(
-    "r,count", [(1, 147_456), (2, 294_912), (4, 589_824), (8, 1_179_648), (16, 2_359_296), (32, 4_718_592)]
-)
-def test_trainable_parameters_on_gpt2(r, count):
+@pytest.mark.parametrize("r", [1, 8, 32])
+def test_trainable_parameters_on_gpt2(r):
     with torch.device("meta"):
         model = GPT(GPTConfig())
+    count = 147_456 * r  # DESIGN.md, section 7
     assert lora.trainable_parameters(model, TARGETS, r) == (count, count / (124_439_808 + count))
     lora.add_lora(model, LoRAConfig(r, 16.0))
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == count
 
 
-@pytest.mark.parametrize("target", ["wte", "lm_head", "transformer.wte"])
-def test_tied_embeddings_are_refused_with_the_reason(target):
-    with pytest.raises(UserError, match="tied"):
-        lora.target_names(small_gpt(), ["c_fc", target])
-
-
-def test_an_unknown_target_is_refused():
-    with pytest.raises(UserError, match="q_proj: there is no such projection; choose from c_attn"):
-        lora.target_names(small_gpt(), ["q_proj"])
+@pytest.mark.parametrize("target", ["wte", "lm_head", "transformer.wte", "q_proj", ""])
+def test_what_cannot_be_adapted_is_refused_with_the_reason(target):
+    with pytest.raises(UserError, match="--targets") as error:
+        lora.target_names(small_gpt(), ["c_fc", target] if target else [])
+    assert ("tied" in str(error.value)) == ("wte" in target or "lm_head" in target)
 
 
 # ---- adapter files
@@ -161,7 +149,7 @@ def transformers_model(path):
     return GPT2LMHeadModel.from_pretrained(path)
 
 
-@pytest.mark.parametrize("targets,rslora", [(TARGETS, False), (("c_attn", "c_fc"), True), (("c_proj",), False)])
+@pytest.mark.parametrize("targets,rslora", [(TARGETS, False), (("c_attn", "mlp.c_proj"), True)])
 def test_peft_loads_our_adapter(tmp_path, on_disk, targets, rslora, recwarn):
     from peft import PeftModel
 
@@ -173,12 +161,18 @@ def test_peft_loads_our_adapter(tmp_path, on_disk, targets, rslora, recwarn):
     assert not [w for w in recwarn if "adapter" in str(w.message) or "fan_in" in str(w.message)]
 
 
-@pytest.mark.parametrize("targets,rslora", [(list(TARGETS), False), (["c_attn"], True), (["c_proj", "c_fc"], False)])
-def test_we_load_an_adapter_that_peft_trained_and_saved(tmp_path, on_disk, targets, rslora):
+@pytest.mark.parametrize(
+    "targets,options",
+    [
+        (list(TARGETS), dict(lora_dropout=0.1)),
+        (["c_attn"], dict(use_rslora=True, init_lora_weights="gaussian")),
+        (["c_proj", "c_fc"], dict(init_lora_weights=False)),
+    ],
+)
+def test_we_load_an_adapter_that_peft_trained_and_saved(tmp_path, on_disk, targets, options):
     from peft import LoraConfig, get_peft_model
 
-    settings = LoraConfig(r=3, lora_alpha=12, target_modules=targets, use_rslora=rslora, lora_dropout=0.1,
-                          fan_in_fan_out=True, task_type="CAUSAL_LM")  # fmt: skip
+    settings = LoraConfig(r=3, lora_alpha=12, target_modules=targets, fan_in_fan_out=True, **options)
     torch.manual_seed(0)
     theirs = get_peft_model(transformers_model(on_disk), settings)
     optimizer = torch.optim.SGD([p for p in theirs.parameters() if p.requires_grad], lr=1.0)
@@ -206,17 +200,17 @@ def test_the_file_holds_the_adapter_and_nothing_else(tmp_path):
 
 def test_saving_and_loading_changes_no_bit(tmp_path):
     model = adapted(small_gpt())
-    sha256 = lora.fingerprint(small_gpt())
+    sha256 = lora.weights_sha256(small_gpt())
     loaded = load_adapter(small_gpt(), save_adapter(model, tmp_path / "adapter", sha256))
     assert torch.equal(logits(loaded, tokens(2, 30)), logits(model, tokens(2, 30)))
     assert not any(p.requires_grad for n, p in loaded.named_parameters() if "lora" not in n)
 
 
 def test_a_wrong_base_is_refused(tmp_path):
-    path = save_adapter(adapted(small_gpt()), tmp_path / "adapter", lora.fingerprint(small_gpt()))
+    path = save_adapter(adapted(small_gpt()), tmp_path / "adapter", lora.weights_sha256(small_gpt()))
     other = small_gpt()
     other.transformer.h[1].ln_2.bias.data[7] += 1e-6
-    with pytest.raises(UserError, match="was trained on another base, base with sha256"):
+    with pytest.raises(UserError, match="another base"):
         load_adapter(other, path)
 
 
@@ -224,32 +218,15 @@ def test_the_fingerprint_is_of_the_weights_and_not_of_their_files(tmp_path):
     model = small_gpt()
     model.save_pretrained(tmp_path / "ours")
     transformers_model(tmp_path / "ours").save_pretrained(tmp_path / "theirs")
-    assert lora.fingerprint(model) == lora.fingerprint(GPT.from_pretrained(tmp_path / "theirs"))
-    assert lora.fingerprint(model) != lora.fingerprint(small_gpt(seed=1))
+    assert lora.weights_sha256(model) == lora.weights_sha256(GPT.from_pretrained(tmp_path / "theirs"))
+    assert lora.weights_sha256(model) != lora.weights_sha256(small_gpt(seed=1))
 
 
 @pytest.mark.parametrize("shape", [dict(n_embd=48), dict(n_layer=1)])
 def test_an_adapter_of_another_shape_is_refused(tmp_path, shape):
     path = save_adapter(adapted(small_gpt()), tmp_path / "adapter")
-    with pytest.raises(
-        UserError, match=r"of another shape: base_model.model.transformer.h.\d.attn.c_attn.lora_A.weight is"
-    ):
+    with pytest.raises(UserError, match=r"lora_A\.weight is .*the base needs"):
         load_adapter(small_gpt(**shape), path)
-
-
-@pytest.mark.parametrize("init", [True, False, "gaussian"])
-def test_how_the_factors_began_does_not_matter(tmp_path, on_disk, init):
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(0)
-    settings = LoraConfig(r=3, lora_alpha=12, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=init)
-    theirs = get_peft_model(transformers_model(on_disk), settings)
-    for name, p in theirs.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(p, std=0.05)
-    theirs.save_pretrained(tmp_path / "adapter")
-    ours = load_adapter(small_gpt(), tmp_path / "adapter")
-    assert (logits(ours, tokens(2, 30)) - logits(theirs, tokens(2, 30))).abs().max() < 1e-4
 
 
 def test_an_adapter_that_has_changed_its_base_is_refused(tmp_path, on_disk):
@@ -258,7 +235,7 @@ def test_an_adapter_that_has_changed_its_base_is_refused(tmp_path, on_disk):
 
     settings = LoraConfig(r=3, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights="pissa")
     get_peft_model(transformers_model(on_disk), settings).save_pretrained(tmp_path / "adapter")
-    with pytest.raises(UserError, match="init_lora_weights is 'pissa'"):
+    with pytest.raises(UserError, match="init_lora_weights"):
         load_adapter(small_gpt(), tmp_path / "adapter")
 
 
@@ -300,39 +277,36 @@ def tensors_with(change):
     [
         (truncate, "is damaged"),
         (pickled, "pickled .bin adapters are not read"),
-        (lambda path: (path / "adapter_config.json").write_text("{"), "adapter_config.json cannot be read"),
-        (lambda path: (path / "adapter_config.json").write_text("[]"), "adapter_config.json is damaged"),
+        (lambda path: (path / "adapter_config.json").write_text("{"), "adapter_config.json"),
+        (lambda path: (path / "adapter_config.json").write_text("[]"), "adapter_config.json"),
         (lambda path: (path / "adapter_config.json").unlink(), "holds no adapter"),
         (tensors_with(lambda t: t * math.nan), "not finite"),
         (tensors_with(lambda t: t.to(torch.int32)), "no floating-point"),
-        (settings_with(r=0), "r is 0"),
-        (settings_with(r=2), "of another shape"),
-        (settings_with(r=True), "r is True"),
-        (settings_with(r=10**30), "r is 1000"),
-        (settings_with(lora_alpha=0), "lora_alpha is 0"),
-        (settings_with(lora_alpha=math.inf), "lora_alpha is inf"),
-        (settings_with(lora_dropout=1.0), "lora_dropout is 1.0"),
-        (settings_with(use_dora=True), "use_dora is True"),
-        (settings_with(peft_type="LOHA"), "peft_type is 'LOHA'"),
-        (settings_with(task_type="SEQ_CLS"), "task_type is 'SEQ_CLS'"),
-        (settings_with(modules_to_save=["wte"]), "modules_to_save"),
-        (settings_with(rank_pattern={"c_fc": 2}), "rank_pattern"),
-        (settings_with(alpha_pattern={"c_fc": 2}), "alpha_pattern"),
-        (settings_with(bias="all"), "bias is 'all'"),
-        *((settings_with(init_lora_weights=init), init) for init in ("pissa", "pissa_niter_4", "olora", "mica")),
-        (settings_with(alora_invocation_tokens=[1, 2]), "alora_invocation_tokens"),
-        (settings_with(layer_replication=[[0, 1]]), "layer_replication"),
-        (settings_with(layers_to_transform=[0]), "layers_to_transform"),
-        (settings_with(loftq_config={"loftq_bits": 4}), "loftq_config"),
-        (settings_with(trainable_token_indices=[1]), "trainable_token_indices"),
-        (settings_with(use_something_new=True), "use_something_new, which is not known"),
-        (settings_with(use_something_new=None), "use_something_new, which is not known"),
+        (settings_with(r=2), "lora_A"),
     ],
 )
 def test_an_adapter_that_cannot_be_used_is_refused_in_one_line(tmp_path, harm, words):
     path = save_adapter(adapted(small_gpt()), tmp_path / "adapter")
     harm(path)
     with pytest.raises(UserError, match=words):
+        load_adapter(small_gpt(), path)
+
+
+OTHER = [
+    *(("r", value) for value in (0, True, 2.0, 10**30)), ("lora_alpha", 0), ("lora_alpha", math.inf),
+    ("lora_dropout", 1.0), ("use_dora", True), ("peft_type", "LOHA"), ("task_type", "SEQ_CLS"), ("bias", "all"),
+    *(("init_lora_weights", init) for init in ("pissa", "pissa_niter_4", "olora", "mica")),
+    ("modules_to_save", ["wte"]), ("rank_pattern", {"c_fc": 2}), ("alpha_pattern", {"c_fc": 2}),
+    ("alora_invocation_tokens", [1, 2]), ("layer_replication", [[0, 1]]), ("layers_to_transform", [0]),
+    ("loftq_config", {"loftq_bits": 4}), ("trainable_token_indices", [1]), ("use_something_new", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("key,value", OTHER)
+def test_a_setting_that_we_do_not_compute_is_refused_by_name(tmp_path, key, value):
+    path = save_adapter(adapted(small_gpt()), tmp_path / "adapter")
+    settings_with(**{key: value})(path)
+    with pytest.raises(UserError, match=key):
         load_adapter(small_gpt(), path)
 
 
