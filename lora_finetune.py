@@ -6,25 +6,25 @@
     python lora_finetune.py --base gpt2 --adapter out/lora/adapter --merge out/merged   # one plain model of both
     python lora_finetune.py sweep --base gpt2                   # ranks 1 to 32 and full: a table, curves, answers
 
-A row is a conversation, and the loss counts the answers in it:
+A row is a conversation, and the loss counts its answers:
 
     BEGINNING OF CONVERSATION: USER: Add 1 and 2. ASSISTANT:3<|endoftext|>
     ─────────────────── read ──────────────────────────────┘└── learned ──┘
 
 Writes OUT_DIR (out/lora): config.json, log.jsonl, learning_curve.png, samples.txt, checkpoints step_NNNNNN/, and at the
-end adapter/, which peft opens. Tokens in the log are answer tokens. The method is in finetuning/lora.py, the form of a
-conversation in finetuning/chat.py. This file knows nothing of optimizers' formulas, or how checkpoints get to the disk.
+end adapter/, which peft opens. Tokens in the log are answer tokens. finetuning/lora.py explains the method,
+finetuning/chat.py the form of a conversation, finetuning/rows.py the examples and batches.
 """
 
 import hashlib
 import itertools
 import json
 import math
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -32,7 +32,19 @@ import torch
 
 from benchmarks.sweep import sweep
 from bpe.tokenizer import Tokenizer
-from cli import Count, NonNegative, Positive, Probability, Range, Seed, UserError, parse_args, script, write_atomically
+from cli import (
+    Count,
+    NonNegative,
+    Positive,
+    Probability,
+    Range,
+    Seed,
+    UserError,
+    parse_args,
+    script,
+    set_aside,
+    write_atomically,
+)
 from finetuning.chat import check_tokenizer, prompt_of, save_chat_files
 from finetuning.lora import (
     TARGETS,
@@ -42,7 +54,6 @@ from finetuning.lora import (
     cast_frozen,
     find_adapter,
     load_adapter,
-    lora_modules,
     merge,
     read_adapter,
     remove_lora,
@@ -52,16 +63,24 @@ from finetuning.lora import (
 from finetuning.rows import Example, encode_rows, global_batch, load_rows, micro_batches, on_hub, split_rows
 from learning.evaluation import complete, validate
 from learning.optim import Optimizer, adamw, decay_groups, learning_rate
-from model import GPT, Loss
+from model import GPT, GPTConfig, Loss
 from plot import read_log
 from run import card
-from run.checkpoint import WEIGHTS, ModelFiles, checkpoint_steps, find_model, load_model, model_tokenizer, save_model
+from run.checkpoint import (
+    ModelFiles,
+    checkpoint_steps,
+    find_model,
+    load_model,
+    load_shape,
+    model_tokenizer,
+    save_model,
+)
 from run.directory import Run
-from run.runtime import Runtime, prefetch
+from run.runtime import Runtime, prefetch, ranks_of_environment
 from run.trials import choose_attention, find_micro_batch_size
 
-# Padded tokens that cost as much as one more micro-batch: what reading the weights takes on a CPU, what launching the
-# kernels takes on a GPU.
+# How many padded tokens cost as much as one more micro-batch, which reads all weights again (what counts on a CPU)
+# and launches all kernels again (what counts on a GPU).
 MICRO_BATCH_COST = {"cpu": 64, "cuda": 4096}
 
 
@@ -71,48 +90,47 @@ class Config:
     base: str = "gpt2"  # what to finetune: checkpoint directory, run directory or hub id
     data: str = "tatsu-lab/alpaca"  # a hub dataset, or .json or .jsonl: instruction, input, output, or messages
     out_dir: str = ""  # where the run is written; out/lora when empty, out/lora_sweep for the sweep
-    resume: bool = False  # go on from the newest sound checkpoint of out_dir, or start when there is none
-    overwrite: bool = False  # replace the run that out_dir holds, or the directory that --merge names
-    adapter: str = ""  # adapter to start from, ours or peft's; its rank, alpha, scaling and targets count
+    resume: bool = False  # continue from the newest intact checkpoint of out_dir, or start if there is none
+    overwrite: bool = False  # rename the run in out_dir, or the directory of --merge, to the next free DIR.1
+    adapter: str = ""  # adapter to start from, ours or peft's; it decides rank, alpha, scaling and targets
     merge: str = ""  # write base and adapter as one plain model here: after training, or at once with --adapter
     # adapter
     lora_dim: Count = 8  # rank r of the bypasses; 0 trains all weights instead
     lora_alpha: NonNegative = 0.0  # the bypass is scaled by alpha / r; 0 for 2 r
-    lora_dropout: Probability = 0.0  # on the input of the bypass
-    targets: tuple[str, ...] = TARGETS  # projections that get one
+    lora_dropout: Probability = 0.0  # on the input of the bypasses
+    targets: tuple[str, ...] = TARGETS  # projections that get a bypass
     rslora: bool = False  # scale by alpha / sqrt(r) (Kalajdzievski 2023)
-    lora_plus: Annotated[float, Range(0, 1e4, above=True)] = 1.0  # learning rate of B over that of A (LoRA+ takes 16)
     ranks: Annotated[tuple[int, ...], Range(0, 1e6)] = (1, 2, 4, 8, 16, 32, 0)  # of the sweep; 0 is full finetuning
     # data
-    sequence_length: Annotated[int, Range(0, 2**20)] = 0  # longest example in tokens; 0 for the base's context
-    val_rows: Count = 1000  # held out for validation, chosen by the seed; at most a tenth of all
+    sequence_length: Count = 0  # longest example in tokens; 0 for the base's context
+    val_rows: Count = 1000  # rows to hold out for validation, chosen by the seed; at most a tenth of all
     # batch and schedule
-    batch_size: Annotated[int, Range(1, 2**16)] = 32  # examples per optimizer step, over all ranks and micro-steps
-    micro_batch_size: Annotated[int, Range(0, 2**16)] = 0  # full-length examples that fit into a forward pass; 0 tries
-    epochs: Annotated[float, Range(0, 1e6, above=True)] = 3.0  # passes over the training rows
+    batch_size: Positive = 32  # examples per optimizer step, over all ranks and micro-steps
+    micro_batch_size: Count = 0  # full-length examples per forward pass; 0 finds the largest that fits
+    epochs: NonNegative = 3.0  # passes over the training rows
     max_steps: Count = 0  # optimizer steps; 0 for as many as the epochs need
     warmup_steps: Count = 0  # linear warmup; 0 for 3% of the steps
-    max_lr: Annotated[float, Range(0, 100)] = 0.0  # peak learning rate; 0 for 1e-3 with LoRA, 1e-4 for all weights
-    min_lr: Annotated[float, Range(0, 100)] = 0.0  # where the schedule ends
+    max_lr: NonNegative = 0.0  # peak learning rate; 0 for 1e-3 with LoRA, 1e-4 for all weights
+    min_lr: NonNegative = 0.0  # where the schedule ends
     lr_schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: warmup, stable, linear decay
-    decay_fraction: Annotated[float, Range(0, 1, above=True)] = 0.5  # of the steps after warmup, in which wsd decays
+    decay_fraction: Annotated[float, Range(0, 1, above=True)] = 0.5  # of the steps after warmup, over which wsd decays
     # optimizer
-    weight_decay: Annotated[float, Range(0, 100)] = 0.01  # AdamW, on tensors of two dimensions
+    weight_decay: NonNegative = 0.01  # AdamW, on tensors of two dimensions
     beta1: Probability = 0.9  # AdamW
     beta2: Probability = 0.999  # AdamW
-    eps: Annotated[float, Range(0, 1, above=True)] = 1e-8  # AdamW
+    eps: NonNegative = 1e-8  # AdamW
     grad_clip: NonNegative = 1.0  # largest gradient norm; 0 for no clipping
     max_bad_steps: Positive = 20  # stop after this many steps in a row without a finite gradient
-    spike_threshold: NonNegative = 2.0  # a loss so far above its running median goes back to a checkpoint; 0 for never
+    spike_threshold: NonNegative = 2.0  # roll back when the loss exceeds its running median by this much; 0 for never
     dropout: Probability = 0.0  # of the base, on embeddings, attention and residual branches
     seed: Seed = 1337  # of the adapter, the split, the data order and the samples
     # along the way, in steps; 0 is never
-    eval_interval: Annotated[int, Range(-1, 1e9)] = -1  # validation loss; -1 for ten times in all
+    eval_interval: int = -1  # validation loss; -1 for ten times in all
     sample_interval: Count = 0  # an answer to sample_prompt
     sample_prompt: str = "Give three tips for a good meal."  # what is asked
-    sample_tokens: Annotated[int, Range(0, 100_000)] = 128  # the longest answer
-    checkpoint_interval: Count = 500  # a checkpoint, at the last step too
-    keep_checkpoints: Count = 2  # how many of the newest stay, besides the one of the lowest validation loss; 0 for all
+    sample_tokens: Count = 128  # the longest answer
+    checkpoint_interval: Count = 500  # a checkpoint; there is one at the last step, too
+    keep_checkpoints: Count = 2  # keep this many of the newest, plus the one with the lowest validation loss; 0 for all
     # machine
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: cuda, else mps, else cpu
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of matrix products; trained weights stay fp32
@@ -122,58 +140,55 @@ class Config:
 
 # what --resume does not change: the model and the order of the data depend on these (docs/lora.md has all constants)
 FIXED = ("adapter", "lora_dim", "lora_alpha", "targets", "rslora", "sequence_length", "val_rows", "batch_size", "seed")
-# what adapter/ and a merged model consist of: --overwrite replaces a directory that holds nothing else
-OURS = {"adapter_config.json", "adapter_model.safetensors", "config.json", "model.safetensors", "tokenizer.json",
-        "tokenizer_config.json", "tokenizer.tiktoken", "chat_template.jinja", "generation_config.json",
-        *card.FILES}  # fmt: skip
 
 
 def main() -> None:
     words = sys.argv[1:]
     sweeping = words[:1] == ["sweep"]
-    config = parse_args(Config, words[sweeping:], prog="lora_finetune.py" + " sweep" * sweeping, description=__doc__)
-    config = replace(config, out_dir=config.out_dir or ("out/lora_sweep" if sweeping else "out/lora"))
-    check(config)
+    written = parse_args(Config, words[sweeping:], prog="lora_finetune.py" + " sweep" * sweeping, description=__doc__)
+    written = replace(written, out_dir=written.out_dir or ("out/lora_sweep" if sweeping else "out/lora"))
+    refuse_bad_constants(written)
     if sweeping:
-        sweep(config)
-    elif config.merge and config.adapter:
-        write_merged(config, config.adapter)
+        sweep(written)
+    elif written.merge and written.adapter:
+        write_merged(written, written.adapter)
     else:
-        finetune(config)
+        finetune(written)
 
 
 def finetune(written: Config) -> None:
     """A whole run, from the constants as a person wrote them."""
     rt = Runtime.setup(written.device, written.dtype, written.compile)
-    if written.batch_size < rt.world_size:
-        raise UserError(f"--batch_size {written.batch_size} is less than one example for each of {rt.world_size} ranks")
-    check_replaceable(Path(written.out_dir) / "adapter")
     run = Run.open(written, rt, FIXED)
-    base = load_model(written.base, written.dropout, choose_attention("auto", rt, written.sequence_length))
-    data = open_data(written, base, rt)
-    lora = choose_lora(written, base, run.checkpoint)
-    base_path, base_sha256 = find_model(written.base), weights_sha256(base)
-    facts = dict(parameters=base.num_params(), flops_per_token=flops_per_answer_token(base, data.train, lora))
-    about = dict(source=written.data, examples=len(data.train), validation=len(data.val), sha256=data.fingerprint)
-    facts |= card.provenance(about, written.data if on_hub(written.data) else "", base_path)
-    rt.print(f"{base_path}: {base.num_params():,} parameters, on {rt.why}\n{data.about}")
-    if lora:
-        rt.print(parameter_table(base, lora))
+    shape = load_shape(written.base)
+    lora = choose_lora(written, shape, run.checkpoint)
+    data = open_data(written, shape, rt)
+    config = settle(written, lora, data, rt)  # from here on no constant changes; only the micro-batch needs a trial
+    base = load_model(config.base, config.dropout, choose_attention("auto", rt, config.sequence_length))
+    identity = dict(base=weights_sha256(base), tokenizer=data.tokenizer.fingerprint, data=data.sha256)
+    facts = facts_of_run(config, base, data)
+    trainable, fraction = trainable_parameters(base, config.targets, config.lora_dim)
+    rt.print(f"{config.base}: {base.num_params():,} parameters on {rt.why}; training {trainable:,} ({fraction:.3%})")
+    rt.print(data.about)
 
-    model = adapt(base, written, lora, run.checkpoint)
+    model = adapt(base, config, lora, run.checkpoint)
     if lora and rt.dtype != torch.float32:
         cast_frozen(model, rt.dtype)
     forward = rt.wrap(Loss(model.to(rt.device)), dynamic=True)
-    config = settle(written, lora, data, forward, rt)  # from here on no constant changes
+    config = replace(config, micro_batch_size=config.micro_batch_size or find_micro_batch(config, data, forward, rt))
     optimizer = make_optimizer(model, config, rt)
-    weights = AdapterFiles(model, lora, base_path, base_sha256) if lora else ModelFiles(model, data.tokenizer)
+    weights = AdapterFiles(model, lora, config.base, identity["base"]) if lora else ModelFiles(model, data.tokenizer)
     files = ChatFiles(weights, data.tokenizer)
-    identity = dict(base=base_sha256, tokenizer=data.tokenizer.fingerprint, data=data.fingerprint)
     rt.reset_peak_memory()
     run.begin(config, files, optimizer, identity, facts)
     train(config, run, model, forward, optimizer, data)
-    if rt.is_main:
-        finish(config, run, files)
+    if not rt.is_main:
+        return
+    if lora:
+        write_new(run.out_dir / "adapter", files.copy(), run.log.card())
+    if config.merge:
+        write_merged(config, str(run.out_dir / "adapter"))
+    say_what_was_reached(config, run)
 
 
 # ------------------------------------------------------------------------------------------------------ the loop
@@ -185,36 +200,40 @@ def train(config: Config, run: Run, model: GPT, forward: torch.nn.Module, optimi
     if data.val and run.checkpoint is None and config.eval_interval:
         run.record("val", **validate(forward, validation_inputs(config, data, rt), data.token_bytes, rt))  # of the base
     with run, closing(prefetch(micro_batches_from(run.data_step, config, data, rt), rt.device)) as batches:
-        evaluate(config, run, model, forward, data)  # what an interruption cut off
+        evaluate_if_due(config, run, model, forward, data)  # evaluations that an interruption skipped
         for step, batch in run.steps(batches):
+            # ┌──────────────────────────────────────────────────────────────────────────────────────────── one step
             lr = learning_rate(step, config)
             optimizer.set_lr(lr)
 
-            # A row with a long answer has more to say than one with a short one, and counts for more: every answer
-            # token of the global batch weighs the same, whatever its row, its micro-batch and its rank.
+            # Every answer token of the global batch has the same weight, whatever its row, its micro-batch and its
+            # rank, so a row with a long answer counts for more. Each micro-batch's loss is its sum over targets divided
+            # by n_targets / world_size. Added up on a rank and averaged over ranks, as DDP does with gradients, that is
+            # the sum over all targets divided by n_targets: the loss of the whole batch.
             n_targets = rt.sum(sum((targets >= 0).sum() for _, targets, _ in batch))
             loss = torch.zeros((), device=rt.device)
             for i, (idx, targets, places) in enumerate(batch):
                 rt.exchange_gradients(forward, now=i == len(batch) - 1)
                 with rt.autocast():
                     micro_loss = forward(idx, targets, places, n_targets=n_targets / rt.world_size)
-                optimizer.scale(micro_loss).backward()  # adds to the gradients of the micro-batches before
+                optimizer.scale(micro_loss).backward()  # adds to the gradients of the earlier micro-batches
                 loss += micro_loss.detach()
 
-            # a number that is not finite, on any rank, changes no weight on any rank
+            # if a number is not finite on any rank, no rank changes a weight
             grad_norm = optimizer.clip_grad_norm(config.grad_clip)
             loss, grad_norm = rt.mean(torch.stack([loss, grad_norm]))
             optimizer.step(finite=(loss + grad_norm).isfinite())
             run.log_step(loss, grad_norm, lr, n_targets)
+            # └─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-            # the checkpoint first: it is on the disk before an evaluation can fail
+            # the checkpoint first, so that it is on the disk before an evaluation can fail
             if run.due(config.checkpoint_interval):
                 run.save()
-            evaluate(config, run, model, forward, data)
+            evaluate_if_due(config, run, model, forward, data)
 
 
-def evaluate(config: Config, run: Run, model: GPT, forward: torch.nn.Module, data: "Data") -> None:
-    """What is due at this step, if the log does not have it already."""
+def evaluate_if_due(config: Config, run: Run, model: GPT, forward: torch.nn.Module, data: "Data") -> None:
+    """What is due at this step, unless the log has it already."""
     rt = run.rt
     if data.val and run.due(config.eval_interval, "val"):
         run.record("val", **validate(forward, validation_inputs(config, data, rt), data.token_bytes, rt))
@@ -225,13 +244,8 @@ def evaluate(config: Config, run: Run, model: GPT, forward: torch.nn.Module, dat
 
 
 def make_optimizer(model: GPT, config: Config, rt: Runtime) -> Optimizer:
-    """AdamW. With LoRA+ (Hayou et al. 2024) B learns faster than A: in wide models it has to, for both to learn as
-    much, because one starts at zero and the other does not."""
-    ups = [module.lora_B for module in lora_modules(model).values()]
-    known = {id(p) for p in ups}
-    rest = [p for p in model.parameters() if p.requires_grad and id(p) not in known]
-    faster = dict(params=ups, lr=config.lora_plus * config.max_lr, weight_decay=config.weight_decay)
-    groups = [group for group in [*decay_groups(rest, config.weight_decay), faster] if group["params"]]
+    """AdamW over what is trained: the adapter, or all weights."""
+    groups = decay_groups([p for p in model.parameters() if p.requires_grad], config.weight_decay)
     return Optimizer([adamw(groups, config)], config.max_lr, rt)
 
 
@@ -242,25 +256,22 @@ class Data(NamedTuple):
     tokenizer: Tokenizer
     train: list[Example]
     val: list[Example]
-    sequence_length: int  # the longest example
-    fingerprint: str  # of the rows
+    sequence_length: int  # of the longest example that is possible
+    sha256: str  # of the rows
     token_bytes: torch.Tensor  # (vocabulary,) bytes of text that each id stands for
     about: str  # a line for people
 
 
-def open_data(config: Config, base: GPT, rt: Runtime) -> Data:
+def open_data(config: Config, shape: GPTConfig, rt: Runtime) -> Data:
     """The rows as examples. Raises UserError."""
-    tokenizer, shape, T = model_tokenizer(config.base), base.config, config.sequence_length
+    tokenizer, T = model_tokenizer(config.base), config.sequence_length or shape.n_positions
     try:
         check_tokenizer(tokenizer)
     except ValueError as e:
-        raise UserError(f"the tokenizer of {config.base} is not one for chats: {e}; take another base") from None
+        raise UserError(f"the tokenizer of {config.base} cannot write a chat: {e}; choose another base") from None
     if T > shape.n_positions:
         has = f"{config.base} has a context of {shape.n_positions} tokens, less than --sequence_length {T}"
         raise UserError(f"{has}; give {shape.n_positions} or less")
-    if len(tokenizer) > shape.vocab_size:
-        raise UserError(f"the tokenizer of {config.base} has {len(tokenizer)} tokens, its model {shape.vocab_size}")
-    T = T or shape.n_positions
     if rt.world_size > 1:  # the other ranks then find a dataset of the hub in the cache
         rt.on_main(lambda: len(load_rows(config.data)))
     rows = load_rows(config.data)
@@ -268,24 +279,23 @@ def open_data(config: Config, base: GPT, rt: Runtime) -> Data:
     (train_set, counts), (val_set, more) = (encode_rows(part, tokenizer, T) for part in parts)
     if not train_set:
         raise UserError(f"{config.data} has {len(rows)} rows, none with an instruction and an answer to train on")
+    counts = {name: n + more[name] for name, n in counts.items()}
     about = f"data: {len(rows):,} rows: {len(train_set):,} examples to train on, {len(val_set):,} to validate"
-    if empty := counts["empty"] + more["empty"]:
-        about += f"; empty and left out: {empty:,} rows"
-    if n := counts["long"] + more["long"]:
-        longest = max(counts["longest"], more["longest"])
-        about += f"; longer than {T} tokens (up to {longest:,}), and so read in overlapping windows: {n:,} rows"
-    sha256 = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+    about += f"; {counts['empty']:,} empty rows skipped" * (counts["empty"] > 0)
+    about += f"; {counts['long']:,} rows longer than {T} tokens read in overlapping windows" * (counts["long"] > 0)
     token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(rt.device)
+    sha256 = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
     return Data(tokenizer, train_set, val_set, T, sha256, token_bytes, about)
 
 
 def cut(examples: list[Example], config: Config, rt: Runtime) -> list[tuple]:
+    """This rank's micro-batches of some examples."""
     limit = config.sequence_length * config.micro_batch_size  # tokens
     return micro_batches(examples, limit, MICRO_BATCH_COST.get(rt.device.type, 1024), rt.rank, rt.world_size)
 
 
 def micro_batches_from(data_step: int, config: Config, data: Data, rt: Runtime) -> Iterator[list]:
-    """This rank's micro-batches of each step, without end: a spike makes a run read more steps than it takes."""
+    """This rank's micro-batches of each step, without end: after a spike a run reads more steps than it takes."""
     for step in itertools.count(data_step):
         yield cut(global_batch(data.train, step, config.batch_size, config.seed), config, rt)
 
@@ -295,71 +305,49 @@ def validation_inputs(config: Config, data: Data, rt: Runtime) -> Iterator[tuple
     return (micro for (micro,) in prefetch(([one] for one in cut(data.val, config, rt)), rt.device))
 
 
-# ------------------------------------------------------------------------------------------------- before and after
+# ----------------------------------------------------------------------------------------------------------- constants
 
 
-def check(config: Config) -> None:
-    """Refuse constants that do not go together, before anything is touched. Raises UserError."""
-    if not config.base or not config.data:
-        raise UserError("--base and --data need a name; leave them out for GPT-2 and Alpaca")
+def refuse_bad_constants(config: Config) -> None:
+    """Raises UserError for constants that contradict each other, before anything is touched."""
+    if config.batch_size < (ranks := ranks_of_environment()[1]):
+        raise UserError(f"--batch_size {config.batch_size} is less than one example for each of {ranks} ranks")
     if config.sequence_length == 1:
         raise UserError("--sequence_length 1 has no room for a question and an answer; 0 takes the base's context")
-    if config.adapter and not config.lora_dim:
-        raise UserError("--adapter continues an adapter, and --lora_dim 0 trains none; merge it first, with --merge")
-    if config.merge and not config.lora_dim:
-        raise UserError("--merge adds an adapter to its base, and --lora_dim 0 trains none; its checkpoints are plain")
+    if not config.lora_dim and (config.adapter or config.merge):
+        raise UserError("--lora_dim 0 trains all weights and no adapter; leave out --adapter and --merge")
     if config.max_lr and config.min_lr > config.max_lr:
         raise UserError(f"--min_lr {config.min_lr} is above --max_lr {config.max_lr}; the schedule ends at min_lr")
     if config.merge:
-        out = Path(config.merge)
+        out, read = Path(config.merge), (config.base, config.adapter, config.out_dir)
+        if out.resolve() in {Path(path).resolve() for path in read if path}:
+            raise UserError(f"--merge {out} is one of the directories that it reads; choose another one")
         if out.exists() and not config.overwrite:
-            raise UserError(f"--merge {out} already exists; --overwrite replaces it, another name avoids it")
-        if out.resolve() in {Path(path).resolve() for path in (config.base, config.adapter, config.out_dir) if path}:
-            raise UserError(f"--merge {out} would replace what it is made of; give another directory")
-        check_replaceable(out)
+            raise UserError(f"--merge {out} already exists; pass --overwrite to rename it, or choose another name")
 
 
-def check_replaceable(path: Path) -> None:
-    """Raises UserError for a directory with files that are not ours, before they would go with it."""
-    if path.exists() and not path.is_dir():
-        raise UserError(f"{path} is a file; a directory is to be written there: give another name")
-    names = {file.name for file in path.glob("*")}
-    ours = OURS if names & set(WEIGHTS.values()) else OURS - card.FILES  # without a model, a README is somebody else's
-    if others := sorted(names - ours):
-        raise UserError(f"{path} holds {others[0]}, which is not ours to replace; move it, or give another directory")
-
-
-def choose_lora(config: Config, base: GPT, checkpoint: Path | None) -> LoRAConfig | None:
-    """The adapter to train: that of the checkpoint or of --adapter, or as the constants say; None for all weights."""
+def choose_lora(config: Config, shape: GPTConfig, checkpoint: Path | None) -> LoRAConfig | None:
+    """The adapter to train: that of the checkpoint or of --adapter, or a new one; None to train all weights."""
     if checkpoint and not (checkpoint / "adapter_config.json").exists():
         return None
     if source := checkpoint or config.adapter:
         return replace(read_adapter(source).config, dropout=config.lora_dropout)
     if not config.lora_dim:
         return None
-    if config.lora_dim > base.config.n_embd:
+    if config.lora_dim > shape.n_embd:
         raise UserError(
-            f"--lora_dim {config.lora_dim}: the projections of {config.base} have rank {base.config.n_embd} at most; "
-            "give that or less, or 0 to train all weights"
+            f"--lora_dim {config.lora_dim}: the projections of {config.base} have rank {shape.n_embd} at most; give "
+            "that or less, or 0 to train all weights"
         )
     alpha = config.lora_alpha or 2.0 * config.lora_dim
     return LoRAConfig(config.lora_dim, alpha, config.lora_dropout, config.targets, config.rslora)
 
 
-def adapt(base: GPT, config: Config, lora: LoRAConfig | None, checkpoint: Path | None) -> GPT:
-    """The model to train: the base with its adapter, new or read, or all weights, of the base or of a checkpoint."""
-    if lora is None:
-        return load_model(str(checkpoint), config.dropout, base.config.attention) if checkpoint else base
-    if source := checkpoint or config.adapter:
-        return load_adapter(base, source, lora.dropout)
-    torch.manual_seed(config.seed)
-    return add_lora(base, lora)
-
-
-def settle(config: Config, lora: LoRAConfig | None, data: Data, forward: torch.nn.Module, rt: Runtime) -> Config:
-    """The constants that run, from those that a person wrote: what follows from adapter, rows, and memory."""
+def settle(config: Config, lora: LoRAConfig | None, data: Data, rt: Runtime) -> Config:
+    """Turn the constants that a person wrote into those that run: what follows from base, adapter and rows."""
     max_steps = config.max_steps or max(round(config.epochs * len(data.train) / config.batch_size), 1)
     found = dict(
+        base=rt.on_main(lambda: find_model(config.base)),  # of a run its newest checkpoint, once for all ranks
         sequence_length=data.sequence_length,
         lora_dim=0,
         max_steps=max_steps,
@@ -369,71 +357,68 @@ def settle(config: Config, lora: LoRAConfig | None, data: Data, forward: torch.n
     )
     if lora:
         found |= dict(lora_dim=lora.r, lora_alpha=lora.alpha, targets=lora.targets, rslora=lora.rslora)
-    if not config.micro_batch_size:
-        n, shape = config.batch_size // rt.world_size, (data.sequence_length, len(data.tokenizer))
-        sizes = [size for size in range(1, min(n, 256) + 1) if n % size == 0]
-        found["micro_batch_size"] = find_micro_batch_size(forward, sizes, shape, rt)
     return replace(config, **found)
 
 
-def parameter_table(base: GPT, lora: LoRAConfig) -> str:
-    """Trainable parameters by rank, 0 being all weights."""
-    lines = [f"{'rank':>4} {'trainable':>13} {'of all':>8}"]
-    for rank in [*sorted({1, 2, 4, 8, 16, 32, lora.r}), 0]:
-        n, fraction = trainable_parameters(base, lora.targets, rank)
-        lines.append(f"{rank or 'full':>4} {n:>13,} {fraction:>8.3%}" + "  <- this run" * (rank == lora.r))
-    return "\n".join(lines)
+def find_micro_batch(config: Config, data: Data, forward: torch.nn.Module, rt: Runtime) -> int:
+    """The largest micro-batch that fits into memory, in examples of full length."""
+    n = config.batch_size // rt.world_size
+    sizes = [size for size in range(1, min(n, 256) + 1) if n % size == 0]
+    return find_micro_batch_size(forward, sizes, (config.sequence_length, len(data.tokenizer)), rt)
 
 
-def flops_per_answer_token(base: GPT, examples: list[Example], lora: LoRAConfig | None) -> float:
-    """Floating-point operations per answer token, forward and backward, for MFU: as in `GPT.estimate_flops`, but blocks
-    run on prompts too, the head on answers only, and a frozen weight has no gradient (4 instead of 6 each)."""
-    c, per_weight = base.config, 4 if lora else 6
-    tokens, squares = (sum(len(example.idx) ** power for example in examples) for power in (1, 2))
-    answers = sum(int((example.targets >= 0).sum()) for example in examples)
+# ------------------------------------------------------------------------------------------------------------ the model
+
+
+def adapt(base: GPT, config: Config, lora: LoRAConfig | None, checkpoint: Path | None) -> GPT:
+    """The model to train: the base with a new or a loaded adapter, or all weights, of the base or of a checkpoint."""
+    if lora is None:
+        return load_model(str(checkpoint), config.dropout, base.config.attention) if checkpoint else base
+    if source := checkpoint or config.adapter:
+        return load_adapter(base, source, lora.dropout)
+    torch.manual_seed(config.seed)
+    return add_lora(base, lora)
+
+
+def facts_of_run(config: Config, base: GPT, data: Data) -> dict:
+    """What the first line of the log says about base and data, and FLOPs per answer token for MFU.
+
+    The latter are counted as in `GPT.estimate_flops`, except that blocks run on prompts, too, the head runs on answers
+    only, and a frozen weight has no gradient (4 operations instead of 6).
+    """
+    c, per_weight = base.config, 4 if config.lora_dim else 6
+    tokens, squares = (sum(len(example.idx) ** power for example in data.train) for power in (1, 2))
+    answers = sum(int((example.targets >= 0).sum()) for example in data.train)
     blocks = per_weight * sum(p.numel() for p in base.transformer.h.parameters())
-    head = per_weight * c.vocab_size * c.n_embd
-    return (blocks * tokens + 12 * c.n_layer * c.n_embd * squares) / answers + head
+    flops = (blocks * tokens + 12 * c.n_layer * c.n_embd * squares) / answers + per_weight * c.vocab_size * c.n_embd
+    about = dict(source=config.data, examples=len(data.train), validation=len(data.val), sha256=data.sha256)
+    origin = card.provenance(about, config.data if on_hub(config.data) else "", config.base)
+    return dict(parameters=base.num_params(), flops_per_token=flops) | origin
+
+
+# ------------------------------------------------------------------------------------------------------------ the files
 
 
 class ChatFiles:
-    """The weights as `weights` writes and reads them, with what a chat needs beside them."""
+    """The weights, as `weights` writes and reads them, together with what a chat needs."""
 
     def __init__(self, weights: AdapterFiles | ModelFiles, tokenizer: Tokenizer):
         self.weights, self.tokenizer, self.load = weights, tokenizer, weights.load
 
     def copy(self) -> Callable[[Path], None]:
         write = self.weights.copy()
-
-        def write_all(path: Path) -> None:
-            write(path)
-            save_chat_files(path, self.tokenizer)
-
-        return write_all
+        return lambda path: [write(path), save_chat_files(path, self.tokenizer)]
 
 
-def finish(config: Config, run: Run, files: ChatFiles) -> None:
-    """Write the adapter, say what was reached and where to go from here."""
-    adapter = run.out_dir / "adapter"
-    check_replaceable(adapter)
-    if config.lora_dim:
-        write_files, write_card = files.copy(), run.log.card()
-        write_atomically(adapter, lambda path: [write(path) for write in (write_files, write_card)])
-    elif adapter.exists():  # of a run that this one has replaced
-        shutil.rmtree(adapter)
-    if val := list(run.log.val_losses().values()):
-        print(
-            f"\nvalidation loss {val[0]:.4f} before, {val[-1]:.4f} after, {min(val):.4f} at its lowest (nats per token)"
-        )
-    print(f"{run.log.median_rate():,.0f} answer tokens/s")
-    if config.merge:
-        write_merged(config, str(adapter))
-    result = f"{config.base} --adapter {adapter}" if config.lora_dim else run.out_dir
-    print(f"\nNow try:\n  python sample.py {result} --chat\n  {run.out_dir / 'learning_curve.png'}    # how it went")
+def write_new(path: Path, *writers: Callable[[Path], None]) -> None:
+    """Fill a new directory, whole or not at all. An older one of that name is renamed: people may have edited it."""
+    if path.exists():
+        set_aside(path)
+    write_atomically(path, lambda temporary: [write(temporary) for write in writers])
 
 
 def write_merged(config: Config, adapter: str) -> None:
-    """Write base and adapter as one plain model, merged in fp32, and say how far its logits are from the unmerged."""
+    """Write base and adapter as one plain model, merged in fp32, and print how much that changes its logits."""
     out, tokenizer = Path(config.merge), model_tokenizer(config.base)
     model = load_adapter(load_model(config.base), adapter).eval()
     idx = torch.randint(len(tokenizer), (4, min(64, model.config.n_positions)))
@@ -441,27 +426,30 @@ def write_merged(config: Config, adapter: str) -> None:
         before = model(idx)
         model = remove_lora(merge(model))
         difference = (model(idx) - before).abs().max()
-
-    def fill(path: Path) -> None:
-        save_model(path, model, tokenizer)
-        save_chat_files(path, tokenizer)
-        card.write_card(
-            path, out.name, records_of(config, adapter), find_adapter(adapter).parent / "learning_curve.png"
-        )
-
-    check_replaceable(out)
-    write_atomically(out, fill)
+    records, curve = records_of(config, adapter), find_adapter(adapter).parent / "learning_curve.png"
+    write_card = partial(card.write_card, name=out.name, records=records, curve=curve)
+    write_new(out, partial(save_model, model=model, tokenizer=tokenizer),
+              partial(save_chat_files, tokenizer=tokenizer), write_card)  # fmt: skip
     print(f"wrote {out}: {config.base} with {adapter} merged in; logits differ by at most {difference:.1e}")
 
 
 def records_of(config: Config, adapter: str) -> list[dict]:
-    """The log of the run that an adapter lies in, up to its step; else one record with what is known of the adapter."""
+    """The log of the adapter's run, up to the adapter's step; without one, a record of what the adapter's files say."""
     found = find_adapter(adapter)
     if (log := found.parent / "log.jsonl").exists():
         last = dict((path, step) for step, path in checkpoint_steps(found.parent)).get(found, math.inf)
         return [record for record in read_log(log) if record["step"] <= last]
     about = dict(data="unknown data", lora_dim=read_adapter(found).config.r)
     return [dict(step=0, kind="run", config=about, **card.provenance({}, "", find_model(config.base)))]
+
+
+def say_what_was_reached(config: Config, run: Run) -> None:
+    """Print the validation loss, the rate, and what to try next."""
+    if val := list(run.log.val_losses().values()):
+        print(f"\nvalidation loss {val[0]:.4f} before, {val[-1]:.4f} after, {min(val):.4f} at best (nats per token)")
+    print(f"{run.log.median_rate():,.0f} answer tokens/s")
+    result = f"{config.base} --adapter {run.out_dir / 'adapter'}" if config.lora_dim else run.out_dir
+    print(f"\nNow try:\n  python sample.py {result} --chat\n  {run.out_dir / 'learning_curve.png'}    # how it went")
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ class Example(NamedTuple):
 
 
 def encode_rows(rows: list[list[dict]], tokenizer, sequence_length: int) -> tuple[list[Example], dict[str, int]]:
-    """Examples of all rows that ask and answer something, and counts: rows that were empty, rows too long, the longest.
+    """Examples of all rows that ask and answer something, and how many rows were empty or long.
 
     A row longer than `sequence_length` becomes windows that overlap by half; each of its answer tokens is a target in
     exactly one of them.
@@ -81,7 +81,7 @@ def encode_rows(rows: list[list[dict]], tokenizer, sequence_length: int) -> tupl
     ]
     # all texts in one call, which spreads them over threads; `clean` has removed every special token
     ids = iter(tokenizer.encode_batch([text for row in full for text, _ in row], disallowed_special=()))
-    examples, counts = [], dict(empty=len(rows) - len(full), long=0, longest=0)
+    examples, counts = [], dict(empty=len(rows) - len(full), long=0)
     for row in full:
         tokens, scored = [], []
         for _, is_answer in row:
@@ -90,7 +90,6 @@ def encode_rows(rows: list[list[dict]], tokenizer, sequence_length: int) -> tupl
             scored += [is_answer] * len(part)
         tokens = np.array(tokens, dtype=np.int32)
         targets = np.where(scored, tokens, IGNORED)[1:].astype(np.int32)  # shifted: the next token of each
-        counts["longest"] = max(counts["longest"], len(targets))
         counts["long"] += len(targets) > sequence_length
         examples += windows(tokens[:-1], targets, sequence_length)
     return examples, counts
