@@ -62,7 +62,6 @@ from run.runtime import Runtime
 
 HUB = "Rowan/hellaswag"  # of which the split `validation` is scored
 BATCH_TOKENS = {"cpu": 2**9, "cuda": 2**15}  # padded tokens in a batch: what fits a CPU's caches, what keeps a GPU busy
-MULTIPLE = {"cuda": 8}  # pad rows to a multiple of this; for other lengths CUDA's attention copies the mask
 CHUNK_LOGITS = 2**25  # logits in memory at once: 128 MB in fp32
 
 
@@ -259,14 +258,13 @@ def evaluate(model: nn.Module, task: Task, rt: Runtime, batch_tokens: int = 0, p
     """Score all rows; every rank returns what `score` does. It may run in the middle of training: `model` is the plain
     module, and its mode is restored, so that its compiled and distributed wrappers notice nothing."""
     packed, sums = task.packed[rt.rank :: rt.world_size], np.zeros(task.lengths.size)
-    multiple = MULTIPLE.get(rt.device.type, 1)
     batch_tokens = batch_tokens or BATCH_TOKENS.get(rt.device.type, 2**13)
     total, quiet = sum(map(len, packed)), None if progress and rt.is_main else True  # None: show it in a terminal
     training = model.training
     model.eval()
     with rt.autocast(), tqdm(total=total, unit="tok", unit_scale=True, desc=task.style, disable=quiet) as bar:
-        for batch in batches(packed, batch_tokens, multiple):
-            inputs, (places, targets, numbers) = collate(batch, multiple)
+        for batch in batches(packed, batch_tokens):
+            inputs, (places, targets, numbers) = collate(batch)
             arrays = (torch.from_numpy(a).to(rt.device) for a in (inputs, places, targets))
             sums += np.bincount(numbers, weights=log_likelihoods(model, *arrays).cpu().numpy(), minlength=len(sums))
             bar.update(sum(map(len, batch)))
@@ -275,20 +273,19 @@ def evaluate(model: nn.Module, task: Task, rt: Runtime, batch_tokens: int = 0, p
     return score(task, sums.cpu().numpy())
 
 
-def batches(packed: list[Packed], batch_tokens: int, multiple: int) -> Iterator[list[Packed]]:
+def batches(packed: list[Packed], batch_tokens: int) -> Iterator[list[Packed]]:
     """Consecutive rows, which have similar lengths, in batches of at most `batch_tokens` tokens, padding included."""
     start = 0
     while start < len(packed):
-        length = -(-len(packed[start]) // multiple) * multiple  # the longest comes first
-        stop = start + max(batch_tokens // length, 1)
+        stop = start + max(batch_tokens // len(packed[start]), 1)  # the longest comes first
         yield packed[start:stop]
         start = stop
 
 
-def collate(batch: list[Packed], multiple: int) -> tuple[np.ndarray, np.ndarray]:
+def collate(batch: list[Packed]) -> tuple[np.ndarray, np.ndarray]:
     """Tokens, positions and parts of all rows (3, B, T), and what is scored (3, S), with places in the flattened batch.
     Padding is part -1, which no other part sees."""
-    T = -(-max(map(len, batch)) // multiple) * multiple
+    T = max(map(len, batch))
     inputs = np.zeros((3, len(batch), T), dtype=np.int64)
     inputs[2] = -1
     for b, row in enumerate(batch):

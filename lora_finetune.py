@@ -45,21 +45,9 @@ from cli import (
     set_aside,
     write_atomically,
 )
+from finetuning import lora
 from finetuning.chat import check_tokenizer, prompt_of, save_chat_files
-from finetuning.lora import (
-    TARGETS,
-    AdapterFiles,
-    LoRAConfig,
-    add_lora,
-    cast_frozen,
-    find_adapter,
-    load_adapter,
-    merge,
-    read_adapter,
-    remove_lora,
-    trainable_parameters,
-    weights_sha256,
-)
+from finetuning.lora import TARGETS, AdapterFiles, LoRAConfig
 from finetuning.rows import Example, encode_rows, global_batch, load_rows, micro_batches, on_hub, split_rows
 from learning.evaluation import complete, validate
 from learning.optim import Optimizer, adamw, decay_groups, learning_rate
@@ -161,30 +149,33 @@ def finetune(written: Config) -> None:
     rt = Runtime.setup(written.device, written.dtype, written.compile)
     run = Run.open(written, rt, FIXED)
     shape = load_shape(written.base)
-    lora = choose_lora(written, shape, run.checkpoint)
     data = open_data(written, shape, rt)
-    config = settle(written, lora, data, rt)  # from here on no constant changes; only the micro-batch needs a trial
+    # from here on no constant changes, except for a micro-batch that has to be tried
+    config = settle(written, choose_lora(written, shape, run.checkpoint), data, rt)
     base = load_model(config.base, config.dropout, choose_attention("auto", rt, config.sequence_length))
-    identity = dict(base=weights_sha256(base), tokenizer=data.tokenizer.fingerprint, data=data.sha256)
+    identity = dict(base=lora.weights_sha256(base), tokenizer=data.tokenizer.fingerprint, data=data.sha256)
     facts = facts_of_run(config, base, data)
-    trainable, fraction = trainable_parameters(base, config.targets, config.lora_dim)
+    trainable, fraction = lora.trainable_parameters(base, config.targets, config.lora_dim)
     rt.print(f"{config.base}: {base.num_params():,} parameters on {rt.why}; training {trainable:,} ({fraction:.3%})")
     rt.print(data.about)
 
-    model = adapt(base, config, lora, run.checkpoint)
-    if lora and rt.dtype != torch.float32:
-        cast_frozen(model, rt.dtype)
+    model = adapt(base, config, run.checkpoint)
+    if config.lora_dim and rt.dtype != torch.float32:
+        lora.cast_frozen(model, rt.dtype)
     forward = rt.wrap(Loss(model.to(rt.device)), dynamic=True)
-    config = replace(config, micro_batch_size=config.micro_batch_size or find_micro_batch(config, data, forward, rt))
+    if not config.micro_batch_size:
+        config = replace(config, micro_batch_size=find_micro_batch(config, data, forward, rt))
     optimizer = make_optimizer(model, config, rt)
-    weights = AdapterFiles(model, lora, config.base, identity["base"]) if lora else ModelFiles(model, data.tokenizer)
-    files = ChatFiles(weights, data.tokenizer)
+    files = ModelFiles(model, data.tokenizer)
+    if config.lora_dim:
+        files = AdapterFiles(model, lora_of(config), config.base, identity["base"])
+    files = ChatFiles(files, data.tokenizer)
     rt.reset_peak_memory()
     run.begin(config, files, optimizer, identity, facts)
     train(config, run, model, forward, optimizer, data)
     if not rt.is_main:
         return
-    if lora:
+    if config.lora_dim:
         write_new(run.out_dir / "adapter", files.copy(), run.log.card())
     if config.merge:
         write_merged(config, str(run.out_dir / "adapter"))
@@ -312,8 +303,6 @@ def refuse_bad_constants(config: Config) -> None:
     """Raises UserError for constants that contradict each other, before anything is touched."""
     if config.batch_size < (ranks := ranks_of_environment()[1]):
         raise UserError(f"--batch_size {config.batch_size} is less than one example for each of {ranks} ranks")
-    if config.sequence_length == 1:
-        raise UserError("--sequence_length 1 has no room for a question and an answer; 0 takes the base's context")
     if not config.lora_dim and (config.adapter or config.merge):
         raise UserError("--lora_dim 0 trains all weights and no adapter; leave out --adapter and --merge")
     if config.max_lr and config.min_lr > config.max_lr:
@@ -331,7 +320,7 @@ def choose_lora(config: Config, shape: GPTConfig, checkpoint: Path | None) -> Lo
     if checkpoint and not (checkpoint / "adapter_config.json").exists():
         return None
     if source := checkpoint or config.adapter:
-        return replace(read_adapter(source).config, dropout=config.lora_dropout)
+        return lora.read_adapter(source).config
     if not config.lora_dim:
         return None
     if config.lora_dim > shape.n_embd:
@@ -339,25 +328,29 @@ def choose_lora(config: Config, shape: GPTConfig, checkpoint: Path | None) -> Lo
             f"--lora_dim {config.lora_dim}: the projections of {config.base} have rank {shape.n_embd} at most; give "
             "that or less, or 0 to train all weights"
         )
-    alpha = config.lora_alpha or 2.0 * config.lora_dim
-    return LoRAConfig(config.lora_dim, alpha, config.lora_dropout, config.targets, config.rslora)
+    return lora_of(replace(config, lora_alpha=config.lora_alpha or 2.0 * config.lora_dim))
 
 
-def settle(config: Config, lora: LoRAConfig | None, data: Data, rt: Runtime) -> Config:
+def settle(config: Config, new: LoRAConfig | None, data: Data, rt: Runtime) -> Config:
     """Turn the constants that a person wrote into those that run: what follows from base, adapter and rows."""
     max_steps = config.max_steps or max(round(config.epochs * len(data.train) / config.batch_size), 1)
     found = dict(
         base=rt.on_main(lambda: find_model(config.base)),  # of a run its newest checkpoint, once for all ranks
         sequence_length=data.sequence_length,
-        lora_dim=0,
         max_steps=max_steps,
         warmup_steps=min(config.warmup_steps or math.ceil(0.03 * max_steps), max_steps),
         eval_interval=max(max_steps // 10, 1) if config.eval_interval < 0 else config.eval_interval,
-        max_lr=config.max_lr or (1e-3 if lora else 1e-4),
+        max_lr=config.max_lr or (1e-3 if new else 1e-4),
+        lora_dim=0,
     )
-    if lora:
-        found |= dict(lora_dim=lora.r, lora_alpha=lora.alpha, targets=lora.targets, rslora=lora.rslora)
+    if new:
+        found |= dict(lora_dim=new.r, lora_alpha=new.alpha, targets=new.targets, rslora=new.rslora)
     return replace(config, **found)
+
+
+def lora_of(config: Config) -> LoRAConfig:
+    """The adapter that settled constants describe."""
+    return LoRAConfig(config.lora_dim, config.lora_alpha, config.lora_dropout, config.targets, config.rslora)
 
 
 def find_micro_batch(config: Config, data: Data, forward: torch.nn.Module, rt: Runtime) -> int:
@@ -370,14 +363,14 @@ def find_micro_batch(config: Config, data: Data, forward: torch.nn.Module, rt: R
 # ------------------------------------------------------------------------------------------------------------ the model
 
 
-def adapt(base: GPT, config: Config, lora: LoRAConfig | None, checkpoint: Path | None) -> GPT:
+def adapt(base: GPT, config: Config, checkpoint: Path | None) -> GPT:
     """The model to train: the base with a new or a loaded adapter, or all weights, of the base or of a checkpoint."""
-    if lora is None:
+    if not config.lora_dim:
         return load_model(str(checkpoint), config.dropout, base.config.attention) if checkpoint else base
     if source := checkpoint or config.adapter:
-        return load_adapter(base, source, lora.dropout)
+        return lora.load_adapter(base, source, config.lora_dropout)
     torch.manual_seed(config.seed)
-    return add_lora(base, lora)
+    return lora.add_lora(base, lora_of(config))
 
 
 def facts_of_run(config: Config, base: GPT, data: Data) -> dict:
@@ -420,13 +413,13 @@ def write_new(path: Path, *writers: Callable[[Path], None]) -> None:
 def write_merged(config: Config, adapter: str) -> None:
     """Write base and adapter as one plain model, merged in fp32, and print how much that changes its logits."""
     out, tokenizer = Path(config.merge), model_tokenizer(config.base)
-    model = load_adapter(load_model(config.base), adapter).eval()
+    model = lora.load_adapter(load_model(config.base), adapter).eval()
     idx = torch.randint(len(tokenizer), (4, min(64, model.config.n_positions)))
     with torch.no_grad():
         before = model(idx)
-        model = remove_lora(merge(model))
+        model = lora.remove_lora(lora.merge(model))
         difference = (model(idx) - before).abs().max()
-    records, curve = records_of(config, adapter), find_adapter(adapter).parent / "learning_curve.png"
+    records, curve = records_of(config, adapter), lora.find_adapter(adapter).parent / "learning_curve.png"
     write_card = partial(card.write_card, name=out.name, records=records, curve=curve)
     write_new(out, partial(save_model, model=model, tokenizer=tokenizer),
               partial(save_chat_files, tokenizer=tokenizer), write_card)  # fmt: skip
@@ -435,11 +428,11 @@ def write_merged(config: Config, adapter: str) -> None:
 
 def records_of(config: Config, adapter: str) -> list[dict]:
     """The log of the adapter's run, up to the adapter's step; without one, a record of what the adapter's files say."""
-    found = find_adapter(adapter)
+    found = lora.find_adapter(adapter)
     if (log := found.parent / "log.jsonl").exists():
         last = dict((path, step) for step, path in checkpoint_steps(found.parent)).get(found, math.inf)
         return [record for record in read_log(log) if record["step"] <= last]
-    about = dict(data="unknown data", lora_dim=read_adapter(found).config.r)
+    about = dict(data="unknown data", lora_dim=lora.read_adapter(found).config.r)
     return [dict(step=0, kind="run", config=about, **card.provenance({}, "", find_model(config.base)))]
 
 

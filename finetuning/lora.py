@@ -125,13 +125,11 @@ def target_names(model: GPT, targets) -> list[str]:
     if not targets:
         raise UserError(f"--targets names no projection; choose from {', '.join(TARGETS)}")
     for target in targets:
-        if target.split(".")[-1] in ("wte", "lm_head"):
-            raise UserError(
-                f"--targets {target}: wte and lm_head are one tied matrix, and a bypass on one would untie them "
-                "(and could not be merged); choose from " + ", ".join(TARGETS)
-            )
         if target not in TARGETS:
-            raise UserError(f"--targets {target}: there is no such projection; choose from {', '.join(TARGETS)}")
+            reason = "there is no such projection"
+            if target.split(".")[-1] in ("wte", "lm_head"):
+                reason = "wte and lm_head are one tied matrix; a bypass on one would untie them and could not be merged"
+            raise UserError(f"--targets {target}: {reason}; choose from {', '.join(TARGETS)}")
     return [name for name, _ in model.named_modules() if name.endswith(tuple(targets))]
 
 

@@ -98,7 +98,7 @@ def encode_rows(rows: list[list[dict]], tokenizer, sequence_length: int) -> tupl
 def windows(idx: np.ndarray, targets: np.ndarray, T: int) -> list[Example]:
     """Parts of at most T tokens, each half a window after the one before, that score every target once."""
     parts = [Example(idx[:T], targets[:T])]
-    for end in range(T + T // 2, len(idx) + T // 2, T // 2):  # the last is up to half a window shorter
+    for end in range(T + T // 2, len(idx) + T // 2, max(T // 2, 1)):  # the last is up to half a window shorter
         part = targets[end - T : end].copy()
         part[: T - T // 2] = IGNORED  # scored in the window before
         parts.append(Example(idx[end - T : end], part))

@@ -1,17 +1,13 @@
-"""corpus/rows.py: whole datasets, of files and, through the real `datasets`, of a server on 127.0.0.1."""
+"""corpus/rows.py: whole datasets, of files and, through the real `datasets`, of the hub."""
 
-import contextlib
 import json
-import subprocess
-import sys
-from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from cli import UserError
-from corpus.rows import file_rows
-from tests.helpers import ROOT, environment
-from tests.rows_hub import RowsHub, write_dataset
+from corpus.rows import file_rows, hub_rows
 
 ROWS = [dict(instruction=f"count to {n}", input="", output=" ".join(map(str, range(n)))) for n in range(5)]
 
@@ -54,13 +50,6 @@ def test_the_line_that_is_not_json_is_named(tmp_path, content, line):
         file_rows(str(tmp_path / "rows"))
 
 
-def test_no_flipped_bit_is_a_traceback_and_no_row_gets_lost(tmp_path):
-    for at in range(0, len(GOOD), 7):
-        (tmp_path / "rows").write_bytes(GOOD[:at] + bytes([GOOD[at] ^ 0x91]) + GOOD[at + 1 :])
-        with contextlib.suppress(UserError):
-            assert len(file_rows(str(tmp_path / "rows"))) == len(ROWS)
-
-
 @pytest.mark.parametrize("name", ["absent.json", "", "x" * 300])
 def test_what_is_not_a_file_names_the_option(tmp_path, name):
     with pytest.raises(UserError, match="--my_rows"):
@@ -69,48 +58,18 @@ def test_what_is_not_a_file_names_the_option(tmp_path, name):
 
 # ---- the hub
 
-CODE = """
-import json, sys
-from cli import UserError
-from corpus.rows import hub_rows
-try:
-    print(json.dumps(hub_rows(*sys.argv[1:])))
-except UserError as e:
-    print(json.dumps(f"error: {e}"))
-"""
+
+def test_a_split_is_read_through_datasets(tmp_path):
+    """`datasets` takes a folder for a repository: the same library, without a network."""
+    (tmp_path / "data").mkdir()
+    for split, rows in dict(train=ROWS, validation=ROWS[:2]).items():
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "data" / f"{split}-00000-of-00001.parquet")
+    assert hub_rows(str(tmp_path), "train") == ROWS and hub_rows(str(tmp_path), "validation") == ROWS[:2]
+    with pytest.raises(UserError, match="nowhere"):
+        hub_rows(str(tmp_path), "nowhere")
 
 
-def ask(env: dict, *words: str):
-    """`hub_rows(*words)`, or the text of its error, in a process that starts with this environment."""
-    done = subprocess.run([sys.executable, "-c", CODE, *words], cwd=ROOT, env=env, capture_output=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.fixture
-def dataset(tmp_path) -> Path:
-    return write_dataset(tmp_path / "dataset", dict(train=ROWS))
-
-
-def test_all_rows_come_from_the_endpoint_and_then_from_the_cache(dataset, tmp_path):
-    with RowsHub("some/rows", dataset) as hub:
-        env = hub.environment(tmp_path / "home")
-        assert ask(env, "some/rows", "train") == ROWS
-        assert hub.requests
-        for words in (("no/body", "train"), ("some/rows", "nowhere")):  # a repository, a split
-            assert (error := ask(env, *words)).startswith("error: ") and words[0] in error and words[1] in error
-    assert ask(env | dict(HF_HUB_OFFLINE="1"), "some/rows", "train") == ROWS
-
-
-def test_without_a_network_the_error_says_what_to_do(tmp_path):
-    error = ask(environment(HF_HOME=str(tmp_path), HF_HUB_OFFLINE="1"), "some/rows", "train", "--my_rows")
-    assert error.startswith("error: ")
-    assert all(word in error for word in ("some/rows", "network", "HF_ENDPOINT", "--my_rows"))
-
-
-def test_damaged_files_are_one_error(dataset, tmp_path):
-    (file,) = dataset.rglob("*.parquet")
-    file.write_bytes(file.read_bytes()[:-20])
-    with RowsHub("some/rows", dataset) as hub:
-        error = ask(hub.environment(tmp_path / "home"), "some/rows", "train")
-    assert error.startswith("error: ") and "some/rows" in error
+def test_without_a_network_the_error_says_what_to_do(monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="some/rows.*network.*HF_ENDPOINT.*--my_rows"):
+        hub_rows("some/rows", "train", "--my_rows")

@@ -2,12 +2,13 @@
 
 import json
 import random
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch.nn import functional as F
@@ -15,12 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hellaswag
 from bpe.tokenizer import Tokenizer
-from cli import UserError, sha256
-from hellaswag import STYLES, encode_together, evaluate, harness, prepare, validation_task
+from cli import UserError
+from hellaswag import STYLES, encode_together, evaluate, harness, load_rows, prepare, validation_task
 from model import GPT, GPTConfig
 from run.runtime import Runtime
 from tests.helpers import ROOT, SMALL, arguments, assert_user_error, environment, log_of, run_inline, text_file
-from tests.rows_hub import RowsHub, write_dataset
 
 WINDOW = 48
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
@@ -159,18 +159,13 @@ def test_the_context_is_fed_once_and_the_last_token_of_an_ending_never(model, rt
     assert fed == [[10, 11, 12, 1, 2, 4, 1, 2, 7]]
 
 
-def test_the_context_is_cut_from_the_left_and_the_ending_never(model, rt, fed):
+def test_what_does_not_fit_is_split_with_the_context_cut_from_the_left(model, rt, fed):
+    score_ids(model, rt, [1] * (WINDOW - 3), *([2] * 4,) * 4)
+    assert len(fed) == 1  # just fits
+    fed.clear()
     score_ids(model, rt, list(range(100, 150)), [1, 2, 3, 4], [5], [6, 7], [8])
     assert [*range(105, 150), 1, 2, 3] in fed and list(range(102, 150)) in fed
     assert len(fed) == 4 and all(len(row) == WINDOW for row in fed)
-
-
-def test_a_row_that_just_fits_stays_whole_and_one_more_token_splits_it(model, rt, fed):
-    score_ids(model, rt, [1] * (WINDOW - 3), *([2] * 4,) * 4)
-    assert len(fed) == 1
-    fed.clear()
-    score_ids(model, rt, [1] * (WINDOW - 2), *([2] * 4,) * 4)
-    assert len(fed) == 4
 
 
 def test_an_ending_longer_than_the_window_counts_with_every_token(model, rt, fed):
@@ -370,18 +365,6 @@ def test_show_prints_losses_prediction_and_truth(run, tmp_path):
     assert "row 3" not in result.stdout
 
 
-def test_of_a_run_directory_the_newest_checkpoint_is_scored_and_named(run, checkpoint, tmp_path):
-    for path in (tmp_path / "step_000005", tmp_path / "step_000010"):
-        shutil.copytree(checkpoint, path)
-        (path / "train_state.pt").write_bytes(b"of the optimizer")
-        sums = "".join(f"{sha256(file)}  {file.name}\n" for file in path.iterdir())
-        (path / "SHA256SUMS").write_text(sums)
-    data = write_rows(tmp_path / "rows.jsonl", make_rows(2))
-    result = run(data=data, model=tmp_path, json=tmp_path / "scores.json")
-    newest = str(tmp_path / "step_000010")
-    assert newest in result.stdout and json.loads((tmp_path / "scores.json").read_text())["model"] == newest
-
-
 BAD = {
     "a list": ([], "ctx is not text"),
     "three endings": (dict(endings=["a", "b", "c"]), "four texts"),
@@ -446,14 +429,16 @@ def test_a_model_whose_numbers_are_not_finite_is_one_line_and_writes_nothing(run
     assert not scores.exists()
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(run, tokenizer, tmp_path):
-    make_model(300).save_pretrained(tmp_path / "small")
-    tokenizer.save(tmp_path / "small")
-    data = write_rows(tmp_path / "rows.jsonl", make_rows(1))
-    assert_user_error(run(data=data, model=tmp_path / "small"), "400 tokens", "300")
-
-
 # ---------------------------------------------------------------------------------------------------------- the hub
+
+
+def test_rows_of_the_hub_are_those_of_its_validation_split(monkeypatch, rt, tmp_path):
+    rows = make_rows(5)
+    for split, found in dict(train=rows[:1], validation=rows).items():
+        on_the_hub = [row | dict(label=str(row["label"])) for row in found]
+        pq.write_table(pa.Table.from_pylist(on_the_hub), tmp_path / f"{split}.parquet")
+    monkeypatch.setattr(hellaswag, "HUB", str(tmp_path))
+    assert load_rows("", rt) == rows
 
 
 def test_without_the_hub_one_line_says_what_to_do(run, monkeypatch):
@@ -475,38 +460,17 @@ def test_training_continues_without_the_hub_and_not_without_a_file(
         validation_task(str(tmp_path / "absent.jsonl"), tokenizer, model.config, rt)
 
 
-def assert_same_scores(one: Path, two: Path) -> None:
-    one, two = (json.loads(path.read_text())["styles"] for path in (one, two))
-    for style in STYLES:
-        np.testing.assert_allclose(one[style].pop("log_likelihoods"), two[style].pop("log_likelihoods"), atol=1e-5)
-    assert one == two
-
-
-def test_two_ranks_score_the_rows_of_a_hub_as_one_scores_a_file(run, checkpoint, tmp_path):
-    """The real `datasets` against a server: the first rank downloads, once, from the one that HF_ENDPOINT names; labels
-    are strings there, and the split is called validation."""
-    rows = make_rows(7)
-    splits = dict(train=make_rows(2, seed=1), validation=rows, test=make_rows(3, seed=2))
-    splits = {name: [row | dict(label=str(row["label"])) for row in split] for name, split in splits.items()}
-    dataset = write_dataset(tmp_path / "dataset", splits)
-    options = dict(device="cpu", dtype="float32", json=tmp_path / "online")
-    with RowsHub("Rowan/hellaswag", dataset) as hub:
-        command = [*TORCHRUN, str(ROOT / "hellaswag.py"), str(checkpoint), *arguments(**options)]
-        subprocess.run(command, env=hub.environment(tmp_path / "home"), check=True, capture_output=True, timeout=600)
-    assert run(data=write_rows(tmp_path / "rows.jsonl", rows), json=tmp_path / "local").returncode == 0
-    assert_same_scores(tmp_path / "online", tmp_path / "local")
-    fetched = [path for method, path in hub.requests if method == "GET" and path.endswith(".parquet")]
-    assert len(fetched) == len(set(fetched)) == 3
-
-
-@pytest.mark.slow
-def test_a_rank_without_rows_adds_nothing(run, checkpoint, tmp_path):
-    data = write_rows(tmp_path / "rows.jsonl", make_rows(1))
+@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.slow), 7])
+def test_two_ranks_score_as_one(run, checkpoint, tmp_path, n):
+    data = write_rows(tmp_path / "rows.jsonl", make_rows(n))
     assert run(data=data, json=tmp_path / "one").returncode == 0
     options = dict(data=data, device="cpu", dtype="float32", json=tmp_path / "two")
     command = [*TORCHRUN, str(ROOT / "hellaswag.py"), str(checkpoint), *arguments(**options)]
     subprocess.run(command, env=environment(), check=True, capture_output=True, timeout=600)
-    assert_same_scores(tmp_path / "one", tmp_path / "two")
+    one, two = (json.loads((tmp_path / name).read_text())["styles"] for name in ("one", "two"))
+    for style in STYLES:
+        np.testing.assert_allclose(one[style].pop("log_likelihoods"), two[style].pop("log_likelihoods"), atol=1e-5)
+    assert one == two
 
 
 @pytest.mark.slow

@@ -185,9 +185,9 @@ def test_we_load_an_adapter_that_peft_trained_and_saved(tmp_path, on_disk, targe
     assert (logits(ours, tokens(2, 30)) - logits(theirs, tokens(2, 30))).abs().max() < 1e-4
 
 
-def test_the_file_holds_the_adapter_and_nothing_else(tmp_path):
+def test_the_file_holds_the_adapter_bit_for_bit_and_nothing_else(tmp_path):
     model = adapted(small_gpt())
-    path = save_adapter(model, tmp_path / "adapter", "0" * 64)
+    path = save_adapter(model, tmp_path / "adapter", lora.weights_sha256(small_gpt()))
     file = path / "adapter_model.safetensors"
     assert sorted(p.name for p in path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     header = int.from_bytes(file.read_bytes()[:8], "little")
@@ -195,13 +195,7 @@ def test_the_file_holds_the_adapter_and_nothing_else(tmp_path):
     assert file.stat().st_size == 8 + header + 4 * trainable  # safetensors: length, header, fp32 values
     names = {f"base_model.model.{name}.lora_{f}.weight" for name in lora.lora_modules(model) for f in "AB"}
     assert set(load_file(file)) == names
-    assert "/" not in json.loads((path / "adapter_config.json").read_text())["base_model_name_or_path"]
-
-
-def test_saving_and_loading_changes_no_bit(tmp_path):
-    model = adapted(small_gpt())
-    sha256 = lora.weights_sha256(small_gpt())
-    loaded = load_adapter(small_gpt(), save_adapter(model, tmp_path / "adapter", sha256))
+    loaded = load_adapter(small_gpt(), path)
     assert torch.equal(logits(loaded, tokens(2, 30)), logits(model, tokens(2, 30)))
     assert not any(p.requires_grad for n, p in loaded.named_parameters() if "lora" not in n)
 
@@ -227,16 +221,6 @@ def test_an_adapter_of_another_shape_is_refused(tmp_path, shape):
     path = save_adapter(adapted(small_gpt()), tmp_path / "adapter")
     with pytest.raises(UserError, match=r"lora_A\.weight is .*the base needs"):
         load_adapter(small_gpt(**shape), path)
-
-
-def test_an_adapter_that_has_changed_its_base_is_refused(tmp_path, on_disk):
-    """With pissa peft takes the factors out of the base's weights; loaded onto the base alone it is another model."""
-    from peft import LoraConfig, get_peft_model
-
-    settings = LoraConfig(r=3, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights="pissa")
-    get_peft_model(transformers_model(on_disk), settings).save_pretrained(tmp_path / "adapter")
-    with pytest.raises(UserError, match="init_lora_weights"):
-        load_adapter(small_gpt(), tmp_path / "adapter")
 
 
 def test_every_key_that_peft_writes_by_default_is_known_and_harmless(tmp_path):
@@ -307,29 +291,6 @@ def test_a_setting_that_we_do_not_compute_is_refused_by_name(tmp_path, key, valu
     path = save_adapter(adapted(small_gpt()), tmp_path / "adapter")
     settings_with(**{key: value})(path)
     with pytest.raises(UserError, match=key):
-        load_adapter(small_gpt(), path)
-
-
-@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
-def test_a_damaged_file_gives_one_line_or_finite_numbers(tmp_path, name):
-    path = save_adapter(adapted(small_gpt()), tmp_path / "adapter")
-    file = path / name
-    good = file.read_bytes()
-    step = max(len(good) // 15, 1)
-    contents = [b"", b"{", b"\0", good[: len(good) // 2], good + b"x", b"PK\x03\x04" + good, b"[" * 100_000]
-    contents += [good.decode("latin-1").encode("utf-16"), b"\xff" * 8 + good]
-    contents += [good[:at] + bytes([good[at] ^ 0x40]) + good[at + 1 :] for at in range(0, len(good), step)]
-    refused = 0
-    for content in contents:
-        file.write_bytes(content)
-        try:
-            assert logits(load_adapter(small_gpt(), path), tokens(1, 8)).isfinite().all()
-        except UserError as e:
-            refused += str(path) in str(e)
-    assert refused > 8
-    file.unlink()
-    file.mkdir()
-    with pytest.raises(UserError, match="adapter"):
         load_adapter(small_gpt(), path)
 
 
