@@ -249,7 +249,7 @@ class Data(NamedTuple):
     val: list[Example]
     sequence_length: int  # of the longest example that is possible
     sha256: str  # of the rows
-    token_bytes: torch.Tensor  # (vocabulary,) bytes of text that each id stands for
+    token_bytes: torch.Tensor  # (vocabulary,) bytes of text of each id
     about: str  # a line for people
 
 

@@ -479,7 +479,7 @@ def test_training_on_two_ranks_with_compile_scores_as_one_process(tmp_path):
     data, text = write_rows(tmp_path / "rows.jsonl", make_rows(7)), text_file(tmp_path / "text.txt")
     options = SMALL | dict(data=text, out_dir=tmp_path / "out", max_steps=6, compile="on", checkpoint_interval=2)
     options |= dict(hellaswag_interval=2, hellaswag_data=data, max_lr=0.03, keep_checkpoints=0, micro_batch_size=4)
-    options |= dict(eval_interval=0)  # the validation loss is a graph of its own
+    options |= dict(eval_interval=0)  # the validation loss would compile another graph
     command = [*TORCHRUN, str(ROOT / "train_gpt2.py"), "tiny", *arguments(**options)]
     env = environment(TORCH_LOGS="recompiles")
     result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1200)

@@ -301,6 +301,6 @@ def test_of_a_run_the_newest_checkpoint_counts_and_else_its_result(tmp_path):
     assert lora.read_adapter(tmp_path).config.r == 4
     checkpoint = save_adapter(new, tmp_path / "step_000004", r=2, alpha=4.0)
     (checkpoint / "train_state.pt").write_bytes(b"")
-    assert lora.read_adapter(tmp_path).config.r == 4  # without its checksums it is not sound
+    assert lora.read_adapter(tmp_path).config.r == 4  # a checkpoint without checksums does not count
     (checkpoint / "SHA256SUMS").write_text("".join(f"{sha256(p)}  {p.name}\n" for p in checkpoint.iterdir()))
     assert lora.read_adapter(tmp_path).config.r == 2
