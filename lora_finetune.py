@@ -63,7 +63,7 @@ from run.checkpoint import (
     model_tokenizer,
     save_model,
 )
-from run.directory import Run
+from run.directory import Run, RunDirectory
 from run.runtime import Runtime, prefetch, ranks_of_environment
 from run.trials import choose_attention, find_micro_batch_size
 
@@ -147,11 +147,11 @@ def main() -> None:
 def finetune(written: Config) -> None:
     """A whole run, from the constants as a person wrote them."""
     rt = Runtime.setup(written.device, written.dtype, written.compile)
-    run = Run.open(written, rt, FIXED)
+    directory = RunDirectory(written, rt, FIXED)
     shape = load_shape(written.base)
     data = open_data(written, shape, rt)
     # from here on no constant changes, except for a micro-batch that has to be tried
-    config = settle(written, choose_lora(written, shape, run.checkpoint), data, rt)
+    config = settle(written, choose_lora(written, shape, directory.checkpoint), data, rt)
     base = load_model(config.base, config.dropout, choose_attention("auto", rt, config.sequence_length))
     identity = dict(base=lora.weights_sha256(base), tokenizer=data.tokenizer.fingerprint, data=data.sha256)
     facts = facts_of_run(config, base, data)
@@ -159,7 +159,7 @@ def finetune(written: Config) -> None:
     rt.print(f"{config.base}: {base.num_params():,} parameters on {rt.why}; training {trainable:,} ({fraction:.3%})")
     rt.print(data.about)
 
-    model = adapt(base, config, run.checkpoint)
+    model = adapt(base, config, directory.checkpoint)
     if config.lora_dim and rt.dtype != torch.float32:
         lora.cast_frozen(model, rt.dtype)
     forward = rt.wrap(Loss(model.to(rt.device)), dynamic=True)
@@ -171,7 +171,7 @@ def finetune(written: Config) -> None:
         files = AdapterFiles(model, lora_of(config), config.base, identity["base"])
     files = ChatFiles(files, data.tokenizer)
     rt.reset_peak_memory()
-    run.begin(config, files, optimizer, identity, facts)
+    run = Run(directory, config, files, optimizer, identity, facts)
     train(config, run, model, forward, optimizer, data)
     if not rt.is_main:
         return
@@ -188,7 +188,7 @@ def finetune(written: Config) -> None:
 def train(config: Config, run: Run, model: GPT, forward: torch.nn.Module, optimizer: Optimizer, data: "Data") -> None:
     """Optimizer steps until `config.max_steps`. `forward` is the model's loss, perhaps compiled and distributed."""
     rt = run.rt
-    if data.val and run.checkpoint is None and config.eval_interval:
+    if data.val and run.step == 0 and config.eval_interval:
         run.record("val", **validate(forward, validation_inputs(config, data, rt), data.token_bytes, rt))  # of the base
     with run, closing(prefetch(micro_batches_from(run.data_step, config, data, rt), rt.device)) as batches:
         evaluate_if_due(config, run, model, forward, data)  # evaluations that an interruption skipped
@@ -219,6 +219,7 @@ def train(config: Config, run: Run, model: GPT, forward: torch.nn.Module, optimi
 
             # the checkpoint first, so that it is on the disk before an evaluation can fail
             if run.due(config.checkpoint_interval):
+                run.catch_up()
                 run.save()
             evaluate_if_due(config, run, model, forward, data)
 
@@ -227,11 +228,14 @@ def evaluate_if_due(config: Config, run: Run, model: GPT, forward: torch.nn.Modu
     """What is due at this step, unless the log has it already."""
     rt = run.rt
     if data.val and run.due(config.eval_interval, "val"):
+        run.catch_up()
         run.record("val", **validate(forward, validation_inputs(config, data, rt), data.token_bytes, rt))
-    if run.due(config.sample_interval, "sample") and rt.is_main:
-        prompt, seed = prompt_of(config.sample_prompt, data.tokenizer), config.seed + run.step
-        answers = complete(model, data.tokenizer, [prompt], config.sample_tokens, rt, seed, top_k=50)
-        run.record("sample", text=prompt + answers[0])
+    if run.due(config.sample_interval, "sample"):
+        run.catch_up()
+        if rt.is_main:
+            prompt, seed = prompt_of(config.sample_prompt, data.tokenizer), config.seed + run.step
+            answers = complete(model, data.tokenizer, [prompt], config.sample_tokens, rt, seed, top_k=50)
+            run.record("sample", text=prompt + answers[0])
 
 
 def make_optimizer(model: GPT, config: Config, rt: Runtime) -> Optimizer:
@@ -293,7 +297,7 @@ def micro_batches_from(data_step: int, config: Config, data: Data, rt: Runtime) 
 
 def validation_inputs(config: Config, data: Data, rt: Runtime) -> Iterator[tuple]:
     """What the loss takes, on the device, for this rank's validation rows."""
-    return (micro for (micro,) in prefetch(([one] for one in cut(data.val, config, rt)), rt.device))
+    return prefetch(iter(cut(data.val, config, rt)), rt.device)
 
 
 # ----------------------------------------------------------------------------------------------------------- constants

@@ -332,13 +332,6 @@ def test_long_rows_are_reported(finetune):
         (dict(targets="wte"), "tied"),
         (dict(lora_dim=0, adapter="x"), "--adapter"),
         (dict(lora_rank=3), "lora_rank"),
-        pytest.param(
-            dict(out="/sys/kernel/run"),
-            "/sys/kernel/run cannot be made",
-            marks=pytest.mark.skipif(
-                sys.platform != "linux", reason="needs a directory that not even root can write to"
-            ),
-        ),
     ],
 )
 def test_wrong_usage_is_one_clear_line(finetune, tmp_path, changes, words):
