@@ -124,20 +124,15 @@ def parse_row(row, where: str) -> dict:
     """The row with its label as an int: on the hub it is a string. Raises UserError for a malformed row."""
     row = row if isinstance(row, dict) else {}
     endings, label = row.get("endings"), row.get("label")
-    if wrong := [name for name in ("ctx", "ctx_a", "ctx_b", "activity_label") if not is_text(row.get(name))]:
+    if wrong := [name for name in ("ctx", "ctx_a", "ctx_b", "activity_label") if not isinstance(row.get(name), str)]:
         what = f"{wrong[0]} is not text"
-    elif not (isinstance(endings, list) and len(endings) == 4 and all(is_text(e) and e for e in endings)):
+    elif not (isinstance(endings, list) and len(endings) == 4 and all(isinstance(e, str) and e for e in endings)):
         what = "endings is not a list of four texts"
     elif isinstance(label, bool) or label not in (0, 1, 2, 3, "0", "1", "2", "3"):
         what = f"label is {reprlib.repr(label)}, not 0, 1, 2 or 3"
     else:
         return row | {"label": int(label)}
     raise UserError(f"{where} is not in HellaSwag's format: {what}; correct or remove it")
-
-
-def is_text(value) -> bool:
-    """A string that UTF-8 can hold: in JSON it may have half of a surrogate pair."""
-    return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)
 
 
 def validation_task(data: str, tokenizer, model_config, rt: Runtime) -> "Task | None":

@@ -7,7 +7,6 @@ import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -165,31 +164,6 @@ def test_an_interrupted_run_continues_bit_for_bit(finetune, tmp_path, options):
     name = "model.safetensors" if options.get("lora_dim") == 0 else "adapter_model.safetensors"
     files = [load_file(tmp_path / run / "step_000012" / name) for run in ("run", "other")]
     assert all(torch.equal(files[0][k], files[1][k]) for k in files[0])
-
-
-def test_a_spike_goes_back_to_an_earlier_adapter_and_leaves_its_data_out(finetune, tmp_path, monkeypatch):
-    def batches_with(spoilt, left_out):
-        def batch(examples, step, batch_size, seed):
-            step += len(left_out) * (step >= left_out.start)
-            found = [examples[(step * batch_size + i) % len(examples)] for i in range(batch_size)]
-            if step not in spoilt:
-                return found
-            # answers that no row has
-            return [Example(e.idx, np.where(e.targets >= 0, 256 + e.targets % 8, e.targets)) for e in found]
-
-        return batch
-
-    options = dict(max_steps=36, lora_dim=16, max_lr=0.03, spike_threshold=0.3, checkpoint_interval=5, eval_interval=0)
-    found = []
-    for out, spoilt, left_out in (("spiky", range(25, 28), range(0)), ("clean", range(0), range(20, 28))):
-        monkeypatch.setattr(lf, "global_batch", batches_with(spoilt, left_out))
-        assert finetune(out=out, **options).returncode == 0
-        found.append(losses(tmp_path / out))
-        newest = load_file(tmp_path / out / "adapter" / "adapter_model.safetensors")
-        found.append({name: tensor.tolist() for name, tensor in newest.items()})
-    (rollback,) = log_of(tmp_path / "spiky", "rollback")
-    assert (rollback["step"], rollback["from_step"]) == (20, 28)
-    assert found[:2] == found[2:]
 
 
 def test_a_run_is_not_overwritten_and_keeps_its_rank_when_resumed(finetune):

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from cli import UserError, sha256
 from finetuning import lora
-from finetuning.lora import TARGETS, LoRAConfig, load_adapter
+from finetuning.lora import TARGETS, AdapterFiles, LoRAConfig, load_adapter
 from model import GPT, GPTConfig
 from tests.finetuning import adapted, logits, save_adapter, small_gpt, tokens
 
@@ -198,6 +198,9 @@ def test_the_file_holds_the_adapter_bit_for_bit_and_nothing_else(tmp_path):
     loaded = load_adapter(small_gpt(), path)
     assert torch.equal(logits(loaded, tokens(2, 30)), logits(model, tokens(2, 30)))
     assert not any(p.requires_grad for n, p in loaded.named_parameters() if "lora" not in n)
+    other = adapted(small_gpt(), random=False)
+    AdapterFiles(other, LoRAConfig(4, 8.0), "", "").load(path)  # as a run does that rolls back
+    assert torch.equal(logits(other, tokens(2, 30)), logits(model, tokens(2, 30)))
 
 
 def test_a_wrong_base_is_refused(tmp_path):
