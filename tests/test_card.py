@@ -12,7 +12,7 @@ import lora_finetune
 from run import card
 from run.checkpoint import damage, load_model
 from tests.finetuning import ROWS, write_json
-from tests.helpers import ROOT, arguments, assert_user_error, log_of, run_inline
+from tests.helpers import ROOT, arguments, log_of, run_inline
 
 SHORT = dict(max_steps=4, eval_interval=2, checkpoint_interval=2, sample_interval=0, keep_checkpoints=0, eval_steps=1)
 MODEL, ADAPTER = {"model.safetensors", "config.json"}, {"adapter_model.safetensors", "adapter_config.json"}
@@ -123,7 +123,7 @@ def finetune(tmp_path, capsys, monkeypatch, **options):
     return run_inline(lora_finetune.main, arguments(**settings), capsys, monkeypatch)
 
 
-def test_adapters_and_merged_models_have_cards_and_only_our_own_are_replaced(train, tmp_path, capsys, monkeypatch):
+def test_adapters_and_merged_models_have_cards_and_no_older_one_is_lost(train, tmp_path, capsys, monkeypatch):
     train(**SHORT)
     tune = lambda **options: finetune(tmp_path, capsys, monkeypatch, **options)  # noqa: E731
     assert tune(merge=tmp_path / "merged").returncode == 0
@@ -134,11 +134,9 @@ def test_adapters_and_merged_models_have_cards_and_only_our_own_are_replaced(tra
     assert "LoRA of rank 2" in merged and "rows.json" in merged and 'role="user"' in merged
     again = dict(adapter=tmp_path / "lora/adapter", merge=tmp_path / "merged", overwrite=True)
     assert tune(**again).returncode == 0 and (tmp_path / "merged" / "README.md").read_text() == merged
-    # without the rest of a model, a README is somebody else's
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "README.md").write_text("mine")
-    assert_user_error(tune(**again | dict(merge=tmp_path / "notes")), "README.md")
-    assert (tmp_path / "notes" / "README.md").read_text() == "mine"
+    (tmp_path / "merged" / "README.md").write_text("mine")
+    assert tune(**again).returncode == 0
+    assert {"mine", merged} == {(tmp_path / f"merged.{n}" / "README.md").read_text() for n in (1, 2)}
     # an adapter without its run still says what it is
     (tmp_path / "lora" / "adapter").rename(tmp_path / "alone")
     assert tune(**again | dict(adapter=tmp_path / "alone")).returncode == 0
