@@ -52,7 +52,6 @@ from finetuning.rows import Example, encode_rows, global_batch, load_rows, micro
 from learning.evaluation import complete, validate
 from learning.optim import Optimizer, adamw, decay_groups, learning_rate
 from model import GPT, GPTConfig, Loss
-from plot import read_log
 from run import card
 from run.checkpoint import (
     ModelFiles,
@@ -63,8 +62,9 @@ from run.checkpoint import (
     model_tokenizer,
     save_model,
 )
+from run.curves import read_log
 from run.directory import Run, RunDirectory
-from run.runtime import Runtime, prefetch, ranks_of_environment
+from run.runtime import Runtime, prefetch
 from run.trials import choose_attention, find_micro_batch_size
 
 # How many padded tokens cost as much as one more micro-batch, which reads all weights again (what counts on a CPU)

@@ -22,8 +22,8 @@ from finetuning.chat import prompt_of
 from finetuning.lora import load_adapter, trainable_parameters
 from learning.evaluation import complete
 from model import GPT
-from plot import draw, read_log
 from run.checkpoint import checkpoint_steps, load_model, model_tokenizer
+from run.curves import draw, read_log
 from run.runtime import Runtime
 
 SCRIPT = Path(__file__).resolve().parent.parent / "lora_finetune.py"

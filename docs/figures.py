@@ -16,7 +16,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from PIL import Image
 
-from plot import draw, look, marked
+from run.curves import draw, look, marked
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 WIDTH = 9  # inches, at 100 dots

@@ -26,8 +26,8 @@ import torch
 from tqdm import tqdm
 
 from cli import UserError, explain, replace_file
-from plot import draw, read_log
 from run.card import write_card
+from run.curves import draw, read_log
 from run.runtime import Runtime
 
 # each is imported only when asked for

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import plot
 from cli import UserError
+from run import curves
 from tests.helpers import ROOT, assert_user_error, environment, run_inline
 
 PNG = b"\x89PNG"
@@ -49,7 +50,7 @@ def door(capsys, monkeypatch, tmp_path):
 
 
 def is_drawn(runs: dict, path, x="steps") -> bool:
-    plot.draw(runs, path, x)
+    curves.draw(runs, path, x)
     return path.read_bytes().startswith(PNG)
 
 
@@ -59,7 +60,7 @@ def is_drawn(runs: dict, path, x="steps") -> bool:
 def test_a_log_is_read_as_it_was_written(tmp_path):
     records = [run_record(), *train_records(5)]
     write_log(tmp_path, records)
-    assert plot.read_log(tmp_path / "log.jsonl") == records
+    assert curves.read_log(tmp_path / "log.jsonl") == records
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,7 @@ def test_a_log_is_read_as_it_was_written(tmp_path):
 def test_a_damaged_line_is_left_out_wherever_it_is_and_named_in_one_warning(tmp_path, capsys, line, place):
     good = [json.dumps(record).encode() for record in train_records(3)]
     (tmp_path / "log.jsonl").write_bytes(b"\n".join(good[:place] + [line] + good[place:]))
-    assert plot.read_log(tmp_path / "log.jsonl") == train_records(3)
+    assert curves.read_log(tmp_path / "log.jsonl") == train_records(3)
     (warning,) = capsys.readouterr().err.splitlines()
     assert "log.jsonl" in warning and f"line {place + 1}" in warning
 
@@ -81,7 +82,7 @@ def test_a_damaged_line_is_left_out_wherever_it_is_and_named_in_one_warning(tmp_
 def test_text_with_line_separators_other_than_newline_stays_one_record(tmp_path):
     record = dict(step=1, kind="sample", text="a\u2028b\x85c\x0bd")
     (tmp_path / "log.jsonl").write_text(json.dumps(record, ensure_ascii=False) + "\r\n", encoding="utf-8-sig")
-    assert plot.read_log(tmp_path / "log.jsonl") == [record]
+    assert curves.read_log(tmp_path / "log.jsonl") == [record]
 
 
 @settings(max_examples=60)
@@ -89,23 +90,23 @@ def test_text_with_line_separators_other_than_newline_stays_one_record(tmp_path)
 def test_no_content_of_a_log_raises(tmp_path_factory, content):
     path = tmp_path_factory.mktemp("log") / "log.jsonl"
     path.write_bytes(content)
-    assert isinstance(plot.read_log(path), list)
+    assert isinstance(curves.read_log(path), list)
 
 
 @pytest.mark.parametrize("name", ["absent.jsonl", "."])
 def test_a_log_that_is_not_there_is_the_users_error(tmp_path, name):
     with pytest.raises(UserError):
-        plot.read_log(tmp_path / name)
+        curves.read_log(tmp_path / name)
 
 
 # ---------------------------------------------------------------------------------------------- where points stand
 
 
 def test_thinned_columns_hold_the_lowest_the_median_and_the_highest_of_their_points():
-    n = 20 * plot.COLUMNS
+    n = 20 * curves.COLUMNS
     x, y = np.arange(n, dtype=float), np.random.default_rng(0).normal(size=n)
-    thin_x, low, median, high = plot.thin(x, y)
-    assert len(thin_x) <= plot.COLUMNS and low.min() == y.min() and high.max() == y.max()
+    thin_x, low, median, high = curves.thin(x, y)
+    assert len(thin_x) <= curves.COLUMNS and low.min() == y.min() and high.max() == y.max()
     for i, start in enumerate(thin_x):
         end = thin_x[i + 1] if i + 1 < len(thin_x) else n
         points = sorted(y[int(start) : int(end)])
@@ -114,26 +115,26 @@ def test_thinned_columns_hold_the_lowest_the_median_and_the_highest_of_their_poi
 
 def test_few_points_are_drawn_one_by_one():
     x, y = np.arange(100.0), np.random.default_rng(0).normal(size=100)
-    for values in zip(plot.thin(x, y), (x, y, y, y), strict=True):
+    for values in zip(curves.thin(x, y), (x, y, y, y), strict=True):
         np.testing.assert_array_equal(*values)
 
 
 def test_smoothing_keeps_the_first_value_and_passes_over_a_lone_spike():
     y = np.concatenate([[9.0], np.ones(200)])
     y[100] = 50.0
-    smooth = plot.smoothed(y)
+    smooth = curves.smoothed(y)
     assert len(smooth) == len(y) and smooth[0] == 9.0 and set(smooth[3:]) == {1.0}
 
 
 @pytest.mark.parametrize("x, expected", [("steps", 4), ("tokens", 400), ("seconds", 2.0), ("flops", 4000)])
 def test_an_evaluation_stands_where_the_training_step_of_its_number_stands(x, expected):
-    figures = plot.figures_of([run_record(), *train_records(9)])
-    assert plot.position(figures, x, "run")(np.array([0, 4])).tolist() == [0, expected]
+    figures = curves.figures_of([run_record(), *train_records(9)])
+    assert curves.position(figures, x, "run")(np.array([0, 4])).tolist() == [0, expected]
 
 
 def test_the_time_of_a_skipped_step_counts():
     records = [dict(r, loss=None, grad_norm=None, skipped=True) if r["step"] == 2 else r for r in train_records(4)]
-    assert plot.position(plot.figures_of(records), "seconds", "run")(4) == 2.0
+    assert curves.position(curves.figures_of(records), "seconds", "run")(4) == 2.0
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ def test_the_time_of_a_skipped_step_counts():
      (774_030_080, ["GPT-3 Large"]), (1_557_611_200, ["GPT-2 XL", "GPT-3 XL"]), (math.nan, [])],
 )  # fmt: skip
 def test_published_models_are_those_of_the_runs_own_size(parameters, names):
-    assert [name for name, _, _ in plot.published([parameters])] == names
+    assert [name for name, _, _ in curves.published([parameters])] == names
 
 
 # -------------------------------------------------------------------------------------------------------- pictures
@@ -171,23 +172,23 @@ def test_any_name_of_a_directory_can_be_drawn(tmp_path):
 
 
 def test_nothing_is_drawn_where_there_is_no_loss(tmp_path):
-    plot.draw({"run": [run_record()]}, tmp_path / "a.png")
+    curves.draw({"run": [run_record()]}, tmp_path / "a.png")
     assert not list(tmp_path.iterdir())
 
 
 def test_threads_that_draw_at_once_make_the_pictures_of_one(tmp_path):
     runs = [{"run": train_records(n)} for n in (5, 500)]
     for i, run in enumerate(runs):
-        plot.draw(run, tmp_path / f"alone{i}.png")
+        curves.draw(run, tmp_path / f"alone{i}.png")
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(plot.draw, runs * 2, [tmp_path / f"together{i}.png" for i in range(4)]))
+        list(pool.map(curves.draw, runs * 2, [tmp_path / f"together{i}.png" for i in range(4)]))
     for i in range(4):
         assert (tmp_path / f"alone{i % 2}.png").read_bytes() == (tmp_path / f"together{i}.png").read_bytes()
 
 
 def test_the_records_that_were_given_stay_as_they_were(tmp_path):
     records = list(reversed(train_records(5)))
-    plot.draw({"run": records}, tmp_path / "a.png")
+    curves.draw({"run": records}, tmp_path / "a.png")
     assert records == list(reversed(train_records(5)))
 
 
