@@ -64,7 +64,7 @@ from run.checkpoint import (
 )
 from run.curves import read_log
 from run.directory import Run, RunDirectory
-from run.runtime import Runtime, prefetch
+from run.runtime import Runtime, prefetch, ranks_of_environment
 from run.trials import choose_attention, find_micro_batch_size
 
 # How many padded tokens cost as much as one more micro-batch, which reads all weights again (what counts on a CPU)

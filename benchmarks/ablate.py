@@ -1,81 +1,36 @@
 """What everybody copies: the choices of GPT-2's recipe, undone one at a time, on a small model.
 
 Each line is one change to the recipe of a model with a quarter of a million parameters, trained once for each of
---repeats seeds, for --steps steps of 512 tokens; a seed begins with the same weights and reads the same data in the
-same order in all lines. The table has the validation loss and its distance to the recipe's with the same seed.
---data is a .txt (input.txt).
-Not shown: what the same changes do at 124M, or over more tokens; stability at depth is what several of them are for.
+--repeats seeds, for --steps steps of 512 tokens; see benchmarks/seeds.py.
+Not shown: what the same changes do at 124M, or over more tokens. Several of them are for stability at depth.
 """
 
 import math
-import statistics
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from corpus.order import Batches, TokenStream, find_shards, to_inputs, validation_batches
-from corpus.shards import prepare_text
-from learning.optim import adamw, decay_groups, learning_rate
+from benchmarks.seeds import Change, Config, Hooks, chosen, compare, settings, shards_of, train
 from model import GPT, GPTConfig
 from run.runtime import Runtime
-from train_gpt2 import Config
 
-ROOT = Path(__file__).resolve().parent.parent
-SHAPE = GPTConfig(n_layer=4, n_head=2, n_embd=64, n_positions=32, vocab_size=1024)
-ROWS = 16  # sequences in a batch
+SHAPE = dict(n_layer=4, n_head=2, n_embd=64, sequence_length=32, vocab_size=1024, total_batch_size=512)
 
 
-def run(config, rt: Runtime) -> list[dict]:
-    folder = prepare_text(config.data or str(ROOT / "input.txt"), "train", SHAPE.vocab_size, Path("out/cache"))
-    streams = {s: TokenStream(find_shards(str(folder), s), SHAPE.vocab_size) for s in ("train", "val")}
-    constants = Config(max_lr=3e-3, min_lr=3e-4, max_steps=config.steps, warmup_steps=max(config.steps // 25, 1))
-    print(f"{SHAPE}\n{config.steps} steps of {ROWS * SHAPE.n_positions:,} tokens\n")
-    print(f"{'':<36}validation loss, nats per token: mean, over the recipe's (the same, seed by seed)")
-    rows = []
-    for name, change in CHANGES.items():
-        losses = [train(change, constants, seed, streams, rt) for seed in range(config.repeats)]
-        over = [loss - recipe for loss, recipe in zip(losses, (rows[0]["losses"] if rows else losses), strict=True)]
-        rows.append(dict(name=name, losses=losses, mean=statistics.mean(losses), over_recipe=over))
-        each = ", ".join(f"{value:+.3f}" for value in over)
-        print(f"{name:<36}{rows[-1]['mean']:.3f} {statistics.mean(over):+.3f} ({each})", flush=True)
-    return rows
+def run(config: Config, rt: Runtime) -> Iterator[dict]:
+    one = partial(train_one, steps=config.steps, shards=shards_of(config, SHAPE["vocab_size"]), device=rt.device.type)
+    yield from compare(chosen(CHANGES, config.only), config.repeats, one, rt)
 
 
-def train(change: "Change", constants: Config, seed: int, streams: dict[str, TokenStream], rt: Runtime) -> float:
-    """The validation loss at the end of a run."""
-    torch.manual_seed(seed)
-    constants = replace(constants, **change.constants)
-    model = change.model(SHAPE).to(rt.device)
-    params = [p for p in model.parameters() if p.requires_grad]
-    optimizer = adamw(change.groups(params, constants.weight_decay), constants)
-    order = Batches(streams["train"], SHAPE.n_positions, seed, change.shuffle)
-    for step in range(1, constants.max_steps + 1):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, constants)
-        windows = next(order.micro_batches((step - 1) * ROWS, ROWS, ROWS))
-        loss = model.loss(*to_inputs(torch.from_numpy(windows).to(rt.device)))
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), constants.grad_clip or math.inf)
-        optimizer.step()
-        optimizer.zero_grad()
-    return validation_loss(model.eval(), streams["val"], SHAPE.n_positions, rt)
-
-
-@torch.no_grad()
-def validation_loss(model: GPT, stream: TokenStream, sequence_length: int, rt: Runtime, max_tokens: int = 0) -> float:
-    """Nats per token, of all targets or of the first `max_tokens`."""
-    total, n = 0.0, 0
-    for windows in validation_batches(stream, sequence_length, 64, max_tokens):
-        x, y = to_inputs(torch.from_numpy(windows).to(rt.device))
-        n_targets = (y >= 0).sum().item()
-        with rt.autocast():
-            total, n = total + model.loss(x, y).item() * n_targets, n + n_targets
-    return total / n
+def train_one(name: str, seed: int, steps: int, shards: str, device: str) -> float:
+    changes = dict(max_lr=3e-3, min_lr=3e-4, warmup_steps=max(steps // 25, 1), eval_steps=0)
+    training = settings("gpt2", steps, SHAPE, seed, **changes)
+    [(_, loss)] = train(CHANGES[name], training, shards, Runtime.setup(device, "float32"))
+    return loss
 
 
 # ------------------------------------------------------------------------------------------------------ the changes
@@ -128,32 +83,24 @@ def post_norm(block, x, mask=None, cache=None):
     return block.ln_2(x + block.mlp(x))
 
 
-def one_group(params, weight_decay: float) -> list[dict]:
+def decay_all(run: SimpleNamespace) -> Hooks:
     """Biases and LayerNorms are decayed, too."""
-    return [dict(params=list(params), weight_decay=weight_decay)]
-
-
-@dataclass(frozen=True)
-class Change:
-    """What a line has instead of the recipe's."""
-
-    constants: dict = field(default_factory=dict)
-    model: type[GPT] = GPT
-    shuffle: bool = True
-    groups: Callable = decay_groups
+    for group in run.adamw.param_groups:
+        group["weight_decay"] = run.config.weight_decay
+    return {}
 
 
 CHANGES = {
     "the recipe": Change(),
     "embedding and head not tied": Change(model=Untied),
     "no 1/sqrt(2 n_layer)": Change(model=UnscaledInit),
-    "no warmup": Change(dict(warmup_steps=0)),
-    "no clipping": Change(dict(grad_clip=0.0)),
-    "no weight decay": Change(dict(weight_decay=0.0)),
-    "weight decay on biases and gains": Change(groups=one_group),
-    "no shuffling": Change(shuffle=False),
+    "no warmup": Change(constants=dict(warmup_steps=0)),
+    "no clipping": Change(constants=dict(grad_clip=0.0)),
+    "no weight decay": Change(constants=dict(weight_decay=0.0)),
+    "weight decay on biases and gains": Change(decay_all),
+    "no shuffling": Change(constants=dict(shuffle=False)),
     "post-norm": Change(model=PostNorm),
-    "post-norm, no warmup": Change(dict(warmup_steps=0), model=PostNorm),
+    "post-norm, no warmup": Change(constants=dict(warmup_steps=0), model=PostNorm),
     "exact GELU": Change(model=ExactGELU),
     "no positions": Change(model=NoPositions),
 }

@@ -1,67 +1,64 @@
 """Tokenizers: training against `tokenizers` (Rust), encoding against tiktoken and transformers.
 
-All train on the same texts (--data: a file, a folder or a glob; input.txt when empty) to the same number of tokens,
-split by GPT-2's pattern; that ours finds the same merges is checked and said. Training takes all cores, with us and
-with `tokenizers`; one process of ours is shown beside it. rustbpe and bpeasy take part where they are installed.
-All encode those texts with the vocabulary that was trained, one after the other and on one core unless it says threads.
-transformers caches chunks as we do, so we show both: with chunks that were seen before, and with nothing cached.
-Peak memory is that of all processes of a training that reads the texts as it goes.
+All train on the same texts to the same number of tokens, split by GPT-2's pattern; whether ours finds the same merges
+is checked and printed. Ours and `tokenizers` train on all cores; there is a row for one process of ours. rustbpe and
+bpeasy take part if they are installed. All encode those texts with the vocabulary that was trained, one text after the
+other and on one core unless the row says threads. transformers caches chunks as we do, so there are rows for both: with
+chunks seen before, and with nothing cached. Peak memory is that of all processes of a training that streams the texts.
 """
 
 import json
 import os
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
-from benchmarks.measure import interleave, peak_memory, table
+from benchmarks.measure import ROOT, Common, peak_memory, rates
 from bpe import train
 from bpe.tokenizer import Tokenizer
 
-ROOT = Path(__file__).resolve().parent.parent
+
+@dataclass(frozen=True)
+class Config(Common):
+    data: str = str(ROOT / "input.txt")  # texts: a file, a folder or a glob
 
 
-def run(config, rt) -> list[dict]:
-    data = config.data or str(ROOT / "input.txt")
-    texts = list(train.read_texts(train.Config(input=(data,))))
+def run(config: Config, rt) -> Iterator[dict]:
+    texts = list(train.read_texts(train.Config(input=(config.data,))))
     megabytes = sum(len(text.encode()) for text in texts) / 1e6
     vocab_size = 32_768 if megabytes > 10 else 1024
-    print(f"{len(texts):,} texts, {megabytes:.1f} MB, vocabulary of {vocab_size:,}\n\ntraining")
+    print(f"{len(texts):,} texts, {megabytes:.1f} MB, vocabulary of {vocab_size:,}", flush=True)
     contestants = trainers(texts, vocab_size)
-    rows = table(interleave(contestants, config.repeats, rt), megabytes, "MB/s")
+    yield from rates(contestants, config.repeats, rt, megabytes, "MB/s")
     tok = Tokenizer.train(texts, vocab_size)
-    print(f"the same merges as tokenizers: {'yes' if same_merges(tok, contestants['tokenizers']()) else 'NO'}")
-
-    print("\nencoding, on one core unless it says threads")
-    rows += table(interleave(encoders(tok, texts, config.repeats), config.repeats, rt), megabytes, "MB/s")
-
-    print("\npeak memory of all processes while training, MB")
+    same = same_merges(tok, contestants["training: tokenizers"]())
+    print(f"the same merges as tokenizers: {'yes' if same else 'NO'}", flush=True)
+    yield from rates(encoders(tok, texts, config.repeats), config.repeats, rt, megabytes, "MB/s")
     for name, code in MEMORY.items():
-        rows.append(dict(name=f"memory of {name}", unit="MB", rate=training_memory(code, data, vocab_size)))
-        print(f"{name:<14}{rows[-1]['rate']:>7,.0f}")
-    return rows
+        yield dict(name=f"peak memory: {name}", rate=training_memory(code, config.data, vocab_size), unit="MB")
 
 
 def trainers(texts: list[str], vocab_size: int) -> dict[str, Callable]:
     """{name: function that trains}; `vocab_size` counts <|endoftext|>, which only ours has from the start."""
-    found = {"tokenizers": partial(train_theirs, texts, vocab_size - 1)}
+    found = {"training: tokenizers": partial(train_theirs, texts, vocab_size - 1)}
     pattern = Tokenizer.train([], 257).pattern  # GPT-2's, as a regular expression
     try:
         import rustbpe
 
-        found["rustbpe"] = lambda: rustbpe.Tokenizer().train_from_iterator(iter(texts), vocab_size - 1, pattern=pattern)
+        train_rustbpe = rustbpe.Tokenizer().train_from_iterator
+        found["training: rustbpe"] = lambda: train_rustbpe(iter(texts), vocab_size - 1, pattern=pattern)
     except ImportError:
         pass
     try:
         import bpeasy
 
-        found["bpeasy"] = lambda: bpeasy.train_bpe(iter(texts), pattern, 10_000, vocab_size - 1)
+        found["training: bpeasy"] = lambda: bpeasy.train_bpe(iter(texts), pattern, 10_000, vocab_size - 1)
     except ImportError:
         pass
-    found["this project, one process"] = lambda: Tokenizer.train(texts, vocab_size, workers=1)
-    found["this project"] = lambda: Tokenizer.train(texts, vocab_size)
+    found["training: this project, one process"] = lambda: Tokenizer.train(texts, vocab_size, workers=1)
+    found["training: this project"] = lambda: Tokenizer.train(texts, vocab_size)
     return found
 
 
@@ -88,11 +85,11 @@ def encoders(tok: Tokenizer, texts: list[str], repeats: int) -> dict[str, Callab
     # one for each time that it is asked for: a tokenizer that comes out of a pickle has seen nothing yet
     unused = [pickle.loads(pickle.dumps(tok)) for _ in range(repeats + 1)]
     return {
-        "tiktoken": lambda: [tiktoken.encode_ordinary(text) for text in texts],
-        "transformers, fast": lambda: [transformers(text)["input_ids"] for text in texts],
-        "this project, nothing cached": lambda: encode_all(unused.pop(), texts),
-        "this project": lambda: encode_all(tok, texts),
-        "this project, encode_batch in threads": lambda: tok.encode_batch(texts, disallowed_special=()),
+        "encoding: tiktoken": lambda: [tiktoken.encode_ordinary(text) for text in texts],
+        "encoding: transformers, fast": lambda: [transformers(text)["input_ids"] for text in texts],
+        "encoding: this project, nothing cached": lambda: encode_all(unused.pop(), texts),
+        "encoding: this project": lambda: encode_all(tok, texts),
+        "encoding: this project, encode_batch in threads": lambda: tok.encode_batch(texts, disallowed_special=()),
     }
 
 

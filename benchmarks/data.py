@@ -2,8 +2,8 @@
 
 Sharding with GPT-2's tokens, two processes for all: the loop that everybody writes (`Pool(2).imap` over load_dataset,
 into an array; it writes no file and computes no checksum), two processes that only call tiktoken and throw the tokens
-away, and fineweb.py from start to end with files, checksums and manifest. The text is what lies below --data as
-.parquet (made of input.txt when empty), eight times over under different names.
+away, and fineweb.py from start to end with files, checksums and manifest. The text is that of --data, eight times over
+under different names.
 Reading 64 x 1,024 tokens at a time from 100 shards of 2M tokens: whole shards converted in file order, as short scripts
 do, against windows in the order of one permutation. Copying to int64 alone shows what is left to gain.
 """
@@ -16,34 +16,39 @@ import os
 import shutil
 import sys
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
 import fineweb
-from benchmarks.measure import interleave, peak_memory, table
+from benchmarks.measure import ROOT, Common, peak_memory, rates, timed
 from cli import UserError
 from corpus.order import Batches, TokenStream, find_shards, training_batches
 from corpus.shards import npy_header
 from run.runtime import Runtime, prefetch
 
-ROOT = Path(__file__).resolve().parent.parent
 ROWS, T = 64, 1024  # of a batch
 
 
-def run(config, rt: Runtime) -> list[dict]:
+@dataclass(frozen=True)
+class Config(Common):
+    data: str = ""  # folder of .parquet files; made of input.txt if empty
+
+
+def run(config: Config, rt: Runtime) -> Iterator[dict]:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        return shard_figures(config, rt, Path(folder)) + loader_figures(config, rt, Path(folder))
+        yield from shard_figures(config, rt, Path(folder))
+        yield from loader_figures(config, rt, Path(folder))
 
 
 # ---------------------------------------------------------------------------------------------------------- sharding
 
 
-def shard_figures(config, rt: Runtime, folder: Path) -> list[dict]:
+def shard_figures(config: Config, rt: Runtime, folder: Path) -> Iterator[dict]:
     import datasets
 
     files = parquet_files(config.data, folder)
@@ -55,11 +60,10 @@ def shard_figures(config, rt: Runtime, folder: Path) -> list[dict]:
         "2 processes that only call encode_ordinary_batch": functools.partial(encode_alone, texts),
         "fineweb.py, from start to end": functools.partial(make_shards, files, folder / "shards"),
     }
-    measured = table(interleave(contestants, config.repeats, rt), n, "tokens/s")
+    yield from rates(contestants, config.repeats, rt, n, "tokens/s")
     words = ["--source", *files, "--out_dir", str(folder / "memory"), "--workers", "2"]
     peak = peak_memory([sys.executable, fineweb.__file__, *words])
-    print(f"all its processes together need {peak / 2**20:,.0f} MiB at the peak, shards having 100M tokens\n")
-    return [*measured, dict(name="peak memory", rate=peak / 2**20, unit="MiB")]
+    yield dict(name="peak memory of all processes of fineweb.py, shards of 100M tokens", rate=peak / 2**20, unit="MiB")
 
 
 def parquet_files(source: str, folder: Path) -> list[str]:
@@ -126,7 +130,7 @@ def gpt2():
 # ---------------------------------------------------------------------------------------------------------- the loader
 
 
-def loader_figures(config, rt: Runtime, folder: Path) -> list[dict]:
+def loader_figures(config: Config, rt: Runtime, folder: Path) -> Iterator[dict]:
     rng, steps = np.random.default_rng(0), 400
     for i in range(100):
         np.save(folder / f"x_train_{i:06d}.npy", rng.integers(0, 50257, 2_000_000, dtype=np.uint16))
@@ -139,12 +143,10 @@ def loader_figures(config, rt: Runtime, folder: Path) -> list[dict]:
         "this project, shuffled, in the thread": lambda: read(stream, steps, True, in_thread),
         "copying to int64 and nothing else": lambda: [source.astype(np.int64) for _ in range(steps)],
     }
-    measured = table(interleave(contestants, config.repeats, rt), steps * ROWS * T, "tokens/s")
-    began = time.perf_counter()
-    read(TokenStream(empty_shards(folder / "empty"), 50304), 1, shuffle=True)
-    start_up = time.perf_counter() - began
-    print(f"start-up, from 100 shards of 100M tokens to the first batch: {start_up:.3f} s")
-    return [*measured, dict(name="start-up", rate=start_up, unit="s")]
+    yield from rates(contestants, config.repeats, rt, steps * ROWS * T, "tokens/s")
+    paths = empty_shards(folder / "empty")
+    start_up = timed(lambda: read(TokenStream(paths, 50304), 1, shuffle=True), rt)
+    yield dict(name="start-up, from 100 shards of 100M tokens to the first batch", seconds=[start_up])
 
 
 def read_plainly(paths: list[Path], steps: int) -> None:

@@ -1,127 +1,105 @@
-"""Everything that one GPU can answer, in one command: `python bench.py gpu --out FOLDER`.
+"""All that one GPU can answer, in one command: `python bench.py gpu --out FOLDER`.
 
-First what is wrong with the machine, then whether it computes what it should, then how fast: the parts are in order of
-worth, each a process of its own with a time limit of its own. After each of them FOLDER has report.json and report.md
-as far as it has come, and log.txt with all that was printed; --minutes bounds the whole, and what no time was left for
-is named with the command that measures it alone (`--only NAME ...`, which adds to the report that is there).
+First the tests that need a GPU (`python -m pytest -m gpu`: does it compute what it should?), then the benchmarks in
+order of worth, each a process with what is left of --minutes. FOLDER/report.md has the machine and a table of each
+part, log.txt all that was printed. Both grow as it goes: a part that the time cuts off keeps the rows of its finished
+contestants, and one that fails is named with its last words. --only NAME ... runs these parts and keeps the others.
 
-On a CPU, `--size tiny` goes through all of it in small. --data FOLDER has hellaswag*.jsonl and alpaca*.json where the
-machine has no network. This file knows the parts and their order; what they measure is in their own files.
+On a CPU, `--size tiny` goes through all of it in small. --data FOLDER has hellaswag*.jsonl and alpaca*.json, for a
+machine without a network. This file knows the order of the parts; what they measure is in their own files.
 """
 
 import contextlib
-import importlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Annotated
 
-from benchmarks.measure import machine
-from benchmarks.report import draw, markdown
-from cli import UserError, read_json, replace_file
+from benchmarks.measure import ROOT, Common, Size, machine, markdown_table
+from cli import Range, UserError, read_json, replace_file
 from run.runtime import Runtime
 
-ROOT = Path(__file__).resolve().parent.parent
-PATIENCE = 10  # times the limits, on a CPU
-
-
-class Part(NamedTuple):
-    place: str  # module:function, called with (config, rt); returns the rows
-    seconds: int  # its limit, on a GPU
-    title: str
-    changes: dict = {}  # of config
-
-
-PARTS = {
-    "machine": Part("machine:run", 60, "What is wrong with this machine"),
-    "numerics": Part("checks:numerics", 100, "Twenty steps against the formula"),
-    "attention": Part("checks:attention", 60, "Attention kernels against the formula"),
-    "scores": Part("checks:scores", 40, "HellaSwag's sums against one at a time"),
-    "loop": Part("restarts:loop", 80, "The loop waits for nothing and compiles once"),
-    "restarts": Part("restarts:restarts", 60, "Resumed, rolled back, through a process group"),
-    "train": Part("train:quick", 240, "Training, 124M, against the plain recipe"),
-    "sample": Part("sample:run", 120, "Generation against transformers", dict(repeats=2)),
-    "losses": Part("kernels:losses", 60, "The loss by itself"),
-    "hellaswag": Part("hellaswag:quick", 60, "HellaSwag, 124M"),
-    "profile": Part("kernels:profile", 80, "Where the time of a step goes"),
-    "memory": Part("kernels:memory", 80, "Micro-batches that fit"),
-    "lora": Part("lora:run", 60, "LoRA against peft", dict(repeats=2)),
-    "save": Part("save:run", 60, "Checkpoints in the background", dict(repeats=2)),
-    "ladder": Part("ladder:run", 300, "One training step, rung by rung", dict(repeats=3)),
+TESTS = [sys.executable, "-m", "pytest", "-q", "-rs", "-m", "gpu", "tests/test_gpu.py"]
+PARTS = {  # by name: a title, and what bench.py is told besides what all are told
+    "tests": ("Does it compute what it should?", []),
+    "train": ("Training, 124M, against the plain recipe", ["--turns", "1"]),
+    "hellaswag": ("HellaSwag, 124M", ["--repeats", "1"]),
+    "sample": ("Generation against transformers", ["--repeats", "2"]),
+    "lora": ("LoRA against peft", ["--repeats", "2"]),
+    "save": ("Checkpoints in the background", ["--repeats", "2"]),
+    "ladder": ("One training step, rung by rung", ["--repeats", "3"]),
 }
+FILES = {"hellaswag": "hellaswag*.jsonl", "lora": "alpaca*.json"}  # of --data
 
 
-def run(config, rt: Runtime) -> list[dict]:
-    names = config.only or tuple(PARTS)
-    if unknown := set(names) - set(PARTS):
+@dataclass(frozen=True)
+class Config(Common):
+    out: str = ""  # the folder of the report
+    minutes: Annotated[float, Range(0, 1e4, above=True)] = 9.0  # for all parts together
+    only: tuple[str, ...] = ()  # these parts alone
+    size: Size = ""  # of the models; tiny: a quick try
+    data: str = ""  # folder with HellaSwag and Alpaca; downloaded if empty
+
+
+def run(config: Config, rt: Runtime) -> Iterator[dict]:
+    if unknown := set(config.only) - set(PARTS):
         raise UserError(f"--only {sorted(unknown)[0]}: the parts are {', '.join(PARTS)}")
     if not config.out:
         raise UserError("say where the report goes: bench.py gpu --out FOLDER")
     folder = Path(config.out).absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    report = dict(machine=machine(rt), device=rt.device.type, size=config.size, left_out=[])
-    report["parts"] = earlier(folder) if config.only else {}
     deadline = time.monotonic() + 60 * config.minutes
-    for name in names:
+    for name in config.only or PARTS:
+        figures = folder / f"{name}.json"
+        figures.unlink(missing_ok=True)
         left = deadline - time.monotonic()
-        if left <= 0:
-            report["left_out"].append(name)
-            continue
-        print(f"\n{name}: {PARTS[name].title}", flush=True)
-        limit = PARTS[name].seconds * (1 if rt.device.type == "cuda" else PATIENCE)
-        report["parts"][name] = run_part(name, config, folder, min(limit, left))
-        write(report, folder)
-    write(report, folder)
-    draw(report, folder)
-    print(f"\n{folder}/report.md" + "".join(f"; no time was left for {name}" for name in report["left_out"]))
-    return [dict(part=name) | row for name in names if name in report["parts"] for row in report["parts"][name]["rows"]]
+        part = run_part(name, command(name, config, figures), folder, left)
+        rows = read_json(figures)["rows"] if figures.exists() else []
+        replace_file(figures, json.dumps(dict(part, rows=rows), indent=1) + "\n")
+        replace_file(folder / "report.md", report(folder, machine(rt)))
+        yield dict(part, name=name, rows=len(rows))
+    print(f"\n{folder}/report.md")
 
 
-def earlier(folder: Path) -> dict:
-    """The parts of a report that is there. Raises UserError for another kind of file."""
-    try:
-        parts = read_json(folder / "report.json")["parts"]
-        return {name: dict(part, rows=list(part["rows"])) for name, part in parts.items() if name in PARTS}
-    except FileNotFoundError:
-        return {}
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise UserError(f"{folder}/report.json is no report of this command; give another --out") from None
+def command(name: str, config: Config, figures: Path) -> list[str]:
+    """The words of the process that runs a part and writes its rows to `figures`."""
+    if name == "tests":
+        return TESTS
+    words = ["--device", config.device, "--json", str(figures), *PARTS[name][1]]
+    words += ["--size", config.size] if config.size else []
+    found = sorted(Path(config.data).glob(FILES[name])) if config.data and name in FILES else []
+    words += ["--data", str(found[0].absolute())] if found else []
+    return [sys.executable, str(ROOT / "bench.py"), name, *words]
 
 
-def write(report: dict, folder: Path) -> None:
-    """report.json and report.md, as far as it has come."""
-    report["parts"] = {name: report["parts"][name] for name in PARTS if name in report["parts"]}
-    replace_file(folder / "report.json", json.dumps(report, indent=1) + "\n")
-    replace_file(folder / "report.md", markdown(report, {name: part.title for name, part in PARTS.items()}))
-
-
-def run_part(name: str, config, folder: Path, limit: float) -> dict:
-    """{rows, seconds, error} of a part that runs in a process of its own; error is "" if it came to its end in time."""
-    file, began = folder / f".{name}.json", time.monotonic()
-    file.unlink(missing_ok=True)  # of a run that was killed
+def run_part(name: str, words: list[str], folder: Path, limit: float) -> dict:
+    """{seconds, error, said} of a process; error is "" if it came to its end within `limit` seconds."""
+    began = time.monotonic()
+    if limit <= 0:
+        return dict(seconds=0.0, error="no time was left", said="")
     with open(folder / "log.txt", "a+b") as log:
         log.write(f"\n--- {name}\n".encode())
         log.flush()
         start = log.tell()
-        code = wait_for(command(name, config, file), dict(cwd=folder, stdout=log, stderr=log), limit)
+        # the tests are found from the repository; what a benchmark draws goes into the folder
+        code = wait_for(words, dict(cwd=ROOT if name == "tests" else folder, stdout=log, stderr=log), limit)
         log.seek(start)
-        said = log.read().decode(errors="replace")
-    print(said, flush=True)
-    error = "" if code == 0 else f"not done after {limit:.0f} s" if code is None else last_line(said)
-    rows = read_json(file) if file.exists() else []
-    file.unlink(missing_ok=True)
-    return dict(rows=rows, seconds=round(time.monotonic() - began, 1), error=error, said=said if error else "")
+        said = log.read().decode(errors="replace").strip()
+    print(f"\n--- {name}\n{said}", flush=True)
+    last = (said.splitlines() or ["it printed nothing"])[-1].removeprefix("error: ")
+    error = "" if code == 0 else f"cut off after {limit:.0f} s" if code is None else last[:300]
+    return dict(seconds=round(time.monotonic() - began, 1), error=error, said=said)
 
 
 def wait_for(words: list[str], options: dict, limit: float) -> int | None:
-    """The exit code of a process, None if it took longer than `limit` seconds. Whatever ends the wait, a signal too,
-    ends the process and all that it started: it is in a session of its own for that."""
+    """The exit code of a process, None if it took longer than `limit` seconds. Whatever ends the wait, even a signal,
+    ends the process and everything it started, which is why it has a session."""
     process = subprocess.Popen(words, start_new_session=True, **options)
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
@@ -130,38 +108,21 @@ def wait_for(words: list[str], options: dict, limit: float) -> int | None:
         return None
     finally:
         signal.signal(signal.SIGTERM, before)
-        with contextlib.suppress(ProcessLookupError):  # all have ended by themselves
+        with contextlib.suppress(ProcessLookupError):  # all have ended
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
-def command(name: str, config, file: Path) -> list[str]:
-    """The words of a process that measures a part and writes its rows to `file`."""
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import cli, benchmarks.gpu as gpu; cli.script(gpu.main)"
-    constants = asdict(config) | dict(data=str(Path(config.data).absolute()) if config.data else "")
-    return [sys.executable, "-c", code, name, json.dumps(constants), str(file)]
-
-
-def last_line(said: str) -> str:
-    return (said.strip().splitlines() or ["it said nothing"])[-1].removeprefix("error: ")[:300]
-
-
-# ----------------------------------------------------------------------------------------------- a part's own process
-
-
-def main() -> None:
-    name, words, file = sys.argv[1:]
-    part = PARTS[name]
-    config = SimpleNamespace(**json.loads(words) | part.changes)
-    config.data, config.png = data_for(name, config.data), "ladder.png"
-    module, function = part.place.split(":")
-    rt = Runtime.setup(config.device, "float32")
-    rows = getattr(importlib.import_module(f"benchmarks.{module}"), function)(config, rt)
-    replace_file(Path(file), json.dumps(rows))
-
-
-def data_for(name: str, folder: str) -> str:
-    """The file that a part reads, of --data; "" is to download it."""
-    pattern = {"hellaswag": "hellaswag*.jsonl", "lora": "alpaca*.json"}.get(name)
-    found = sorted(Path(folder).glob(pattern)) if folder and pattern else []
-    return str(found[0].absolute()) if found else ""
+def report(folder: Path, about: dict) -> str:
+    """The page, from the parts that the folder has."""
+    parts = {name: read_json(folder / f"{name}.json") for name in PARTS if (folder / f"{name}.json").exists()}
+    minutes = sum(part["seconds"] for part in parts.values()) / 60
+    found = [{"machine": name, "found": value} for name, value in about.items()]
+    lines = [f"# {about['device']}, {minutes:.1f} minutes", "", markdown_table(found)]
+    for name, part in parts.items():
+        lines += [f"## {PARTS[name][0]}", "", f"`bench.py gpu --only {name}`, {part['seconds']:.0f} s", ""]
+        lines += [markdown_table(part["rows"])] if part["rows"] else []
+        lines += [f"**{part['error']}**", ""] if part["error"] else []
+        if part["error"] or not part["rows"]:
+            lines += ["```", *part["said"].splitlines()[-30:], "```", ""]
+    return "\n".join(lines)

@@ -3,14 +3,14 @@
 Every rung makes the same optimizer step (forward, backward, clipping, AdamW) on the same random tokens, and has one
 change more than the rung before it. Each is a process of its own, so that what one compiles or chooses is not there for
 the next. GPT-2 124M with 1,024 tokens of context on a GPU, a model of 6 layers on a CPU, --size for others; --png is
-the figure. Memory is the peak of the device's allocator, on a CPU that of the process. The first step is where
-torch.compile has its price; the loss, of the third step, shows that all rungs compute the same.
-Unfair to none, but the order decides what a rung is credited with: bf16 before TF32 would leave TF32 nothing.
+the figure. Memory is the peak of the device's allocator, on a CPU that of the process. The price of torch.compile is in
+the first step; the loss, of the third step, shows that all rungs compute the same.
+Fair to all, but the order decides what a rung is credited with: bf16 before TF32 would leave TF32 nothing.
 """
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,13 +18,20 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from benchmarks.measure import in_own_process, interleave, machine, model_sizes
-from cli import UserError
+from benchmarks.measure import Common, Size, failure, in_own_process, machine, model_sizes, timed
+from cli import Count, UserError
 from learning.fp8 import FP8_PRODUCTS
 from model import GPT, GPTConfig
 from run.runtime import Runtime
 
 WARM_UPS = 3  # steps: the first one compiles, and clocks of a GPU take a moment to rise
+
+
+@dataclass(frozen=True)
+class Config(Common):
+    batch_size: Count = 16  # sequences per step
+    size: Size = ""  # of the model; tiny: a quick try
+    png: str = "ladder.png"  # the figure
 
 
 @dataclass(frozen=True)
@@ -39,30 +46,27 @@ class Rung:
     padded: bool = False  # vocabulary padded to a multiple of 128
     fused: bool = False  # AdamW in one kernel
     chunked: bool = False  # the loss of model.py, instead of all logits in fp32
-    fp8: bool = False  # the output projection, and wide blocks, in FP8
+    fp8: bool = False  # the output projection in FP8
 
 
-def run(config, rt: Runtime) -> list[dict]:
-    shape, batch_size = model_shape(config.size, rt), config.batch_size or 16
-    print(f"{shape}, batch size {batch_size}\n")
-    columns = f"{'tokens/s':>12}{'MFU':>7}{'GiB':>7}{'x before':>10}{'x first':>9}{'first step, s':>15}{'loss':>9}"
-    print(f"{'':<26}{'ms/step':>10}{columns}")
+def run(config: Config, rt: Runtime) -> Iterator[dict]:
+    shape, batch_size = model_shape(config.size, rt), config.batch_size
+    print(f"{shape}, batch size {batch_size}")
     rows = []
     for rung in rungs(rt):
         make = partial(plain_step, rung, shape, batch_size)
         try:
             found = in_own_process(measure_step, make, batch_size, config.repeats, rt.device.type)
-        except (RuntimeError, ImportError) as e:  # out of memory, or this GPU cannot do it
-            print(f"{rung.name:<26} failed: {str(e).strip().splitlines()[0]}")
+        except (RuntimeError, ImportError, UserError) as e:  # out of memory, or this GPU cannot do it
+            yield failure(rung.name, e)
             continue
         rate = batch_size * shape["n_positions"] / statistics.median(found["seconds"])
         row = dict(name=rung.name, rate=rate, unit="tokens/s", mfu=mfu(rate, found["flops"], rt), **found)
         row |= dict(over_before=rate / (rows or [row])[-1]["rate"], over_first=rate / (rows or [row])[0]["rate"])
         rows.append(row)
-        print(line(row, batch_size * shape["n_positions"]), flush=True)
+        yield row
     if rows:
         draw(rows, Path(config.png), machine(rt)["device"])
-    return rows
 
 
 def rungs(rt: Runtime) -> list[Rung]:
@@ -152,7 +156,8 @@ def measure_step(make: Callable, batch_size: int, repeats: int, device: str) -> 
     else:
         raise UserError(f"not even one sequence fits into the memory of this {device}")
     rt.reset_peak_memory()
-    seconds = interleave({"step": lambda: step(n_micro)}, repeats, rt)["step"]
+    step(n_micro)
+    seconds = [timed(lambda: step(n_micro), rt) for _ in range(repeats)]
     return dict(seconds=seconds, flops=flops, memory=rt.peak_memory(), n_micro=n_micro, first=first, loss=losses[-1])
 
 
@@ -160,15 +165,6 @@ def mfu(rate: float, flops_per_token: float, rt: Runtime) -> float | None:
     """Model FLOPs utilization (Chowdhery et al. 2022, appendix B), None where the peak is not known."""
     peak = rt.peak_flops()
     return rate * flops_per_token / peak if peak else None
-
-
-def line(row: dict, tokens: int) -> str:
-    share = f"{row['mfu']:.1%}" if row["mfu"] else "n/a"
-    name = row["name"] + (f" ({row['n_micro']} parts)" if row["n_micro"] > 1 else "")
-    return (
-        f"{name:<26}{1e3 * tokens / row['rate']:>10.1f}{row['rate']:>12,.0f}{share:>7}{row['memory'] / 2**30:>7.2f}"
-        f"{row['over_before']:>10.2f}{row['over_first']:>9.2f}{row['first']:>15.1f}{row['loss']:>9.4f}"
-    )
 
 
 def draw(rows: list[dict], path: Path, device: str) -> None:

@@ -1,35 +1,41 @@
 """Finetuning with LoRA, r = 8, on GPT-2 124M: peft on transformers, against this project, with random weights.
 
-Each step takes the same 32 examples of Alpaca (--data, by default downloaded), with AdamW on the same factors and a
-loss on the same answer tokens, which is what the rate counts; the first losses are printed, because they have to agree.
+Each step takes the same 32 examples of Alpaca, with AdamW on the same factors and a loss on the same answer tokens,
+which is what the rate counts; the table has the first losses, because they have to agree.
 peft runs as its documentation has it: 8 examples at a time, padded to the longest of them, all logits. Ours are sorted
 by length and cut into micro-batches as lora_finetune.py does. On a CPU peft runs in fp32 only, on a GPU in the 16-bit
 format that is fast there, with autocast; this project in fp32 and in that format.
 """
 
 import tempfile
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
-from benchmarks.measure import fast_dtype, interleave, model_sizes, table
-from corpus.shards import load_tokenizer
+from benchmarks.measure import Common, Size, built_late, fast_dtype, gpt2_tokenizer, model_sizes, rates
 from finetuning.lora import TARGETS, LoRAConfig, add_lora, cast_frozen
 from finetuning.rows import Example, encode_rows, load_rows, micro_batches, split_rows
-from lora_finetune import MICRO_BATCH_COST, Config, make_optimizer
+from lora_finetune import MICRO_BATCH_COST, make_optimizer
+from lora_finetune import Config as Finetuning
 from model import GPT, GPTConfig, Loss
 from run.runtime import Runtime
 from run.trials import choose_attention
 
-FINETUNING = Config(lora_dim=8, lora_alpha=16.0, max_lr=1e-3)
+FINETUNING = Finetuning(lora_dim=8, lora_alpha=16.0, max_lr=1e-3)
 EXAMPLES, MAX_LENGTH = 32, 1024
 
 
-def run(config, rt: Runtime) -> list[dict]:
-    chosen, _ = split_rows(load_rows(config.data or FINETUNING.data)[:2000], 0, 0)
-    examples, _ = encode_rows(chosen[: 2 * EXAMPLES], load_tokenizer("gpt2"), MAX_LENGTH)
+@dataclass(frozen=True)
+class Config(Common):
+    data: str = FINETUNING.data  # rows as lora_finetune.py takes them
+    size: Size = ""  # of the model; tiny: a quick try
+
+
+def run(config: Config, rt: Runtime) -> Iterator[dict]:
+    chosen, _ = split_rows(load_rows(config.data)[:2000], 0, 0)
+    examples, _ = encode_rows(chosen[: 2 * EXAMPLES], gpt2_tokenizer(), MAX_LENGTH)
     examples = examples[:EXAMPLES]
     torch.manual_seed(0)
     base = GPT(GPTConfig(**model_sizes(config.size)))
@@ -37,14 +43,13 @@ def run(config, rt: Runtime) -> list[dict]:
     like = half if rt.device.type == "cuda" else torch.float32
     n_targets = sum(int((example.targets >= 0).sum()) for example in examples)
     print(f"{sum(len(example.idx) for example in examples)} tokens, {n_targets} of them answers")
-    steps = {f"peft, {like}": peft_step(base, examples, like, rt)}
+    steps = {f"peft, {like}": built_late(peft_step, base, examples, like, rt)}
     for dtype in dict.fromkeys((torch.float32, half)):
-        steps[f"this project, {dtype}"] = own_step(base, examples, dtype, rt)
+        steps[f"this project, {dtype}"] = built_late(own_step, base, examples, dtype, rt)
     losses = {name: [] for name in steps}
     runs = {name: lambda name=name: losses[name].append(steps[name]()) for name in steps}
-    found = table(interleave(runs, config.repeats, rt), n_targets, "answer tokens/s")
-    print("first losses:", ", ".join(f"{name} {values[0]:.4f}" for name, values in losses.items()))
-    return [row | dict(first_loss=losses[row["name"]][0]) for row in found]
+    for row in rates(runs, config.repeats, rt, n_targets, "answer tokens/s"):
+        yield row | (dict(first_loss=losses[row["name"]][0]) if "rate" in row else {})
 
 
 def own_step(base: GPT, examples: list[Example], dtype: torch.dtype, rt: Runtime) -> Callable[[], float]:

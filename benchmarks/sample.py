@@ -7,42 +7,39 @@ The work is counted in new tokens, so that the rate of recomputing falls with --
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 
-from benchmarks.measure import interleave, model_sizes, table
+from benchmarks.measure import Common, Size, built_late, model_sizes, rates
+from cli import Positive
 from learning.generation import generate
 from model import GPT, GPTConfig
 from run.runtime import Runtime
 
 
-def run(config, rt: Runtime) -> list[dict]:
+@dataclass(frozen=True)
+class Config(Common):
+    size: Size = ""  # of the model; tiny: a quick try
+    new_tokens: Positive = 128  # to generate
+
+
+def run(config: Config, rt: Runtime) -> Iterator[dict]:
     warnings.simplefilter("ignore")
-    cuda, rows = rt.device.type == "cuda", []
+    cuda, n = rt.device.type == "cuda", config.new_tokens
     dtype = torch.bfloat16 if cuda else torch.float32
-    shape = model_sizes(config.size)
     torch.manual_seed(0)
-    model = GPT(GPTConfig(**shape)).to(rt.device, dtype).eval()
-    reference = transformers_model(shape).to(rt.device, dtype).eval()
+    model = GPT(GPTConfig(**model_sizes(config.size))).to(rt.device, dtype).eval()
     for batch_size in (1, 64) if cuda else (4,):
-        prompts = torch.randint(50257, (batch_size, 16))
-        n = config.new_tokens
+        prompts = torch.randint(50257, (batch_size, 16), device=rt.device)
         contestants = {
-            "recomputing the context": recomputing(model, prompts.to(rt.device), n),
-            "transformers generate": generating(reference, prompts.to(rt.device), n),
+            "recomputing the context": recomputing(model, prompts, n),
+            "transformers generate": built_late(generating, model_sizes(config.size), dtype, prompts, n),
             "this project": own(model, prompts.tolist(), n),
         }
-        print(f"batch size {batch_size}, {dtype}")
-        found = table(interleave(contestants, config.repeats, rt), batch_size * n, "tokens/s")
-        rows += [row | dict(batch_size=batch_size) for row in found]
-    return rows
-
-
-def transformers_model(shape: dict):
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(GPT2Config(**shape))
+        contestants = {f"{name}, {batch_size} texts": run for name, run in contestants.items()}
+        yield from rates(contestants, config.repeats, rt, batch_size * n, "tokens/s")
 
 
 def recomputing(model: GPT, idx: torch.Tensor, n: int) -> Callable[[], None]:
@@ -55,7 +52,10 @@ def recomputing(model: GPT, idx: torch.Tensor, n: int) -> Callable[[], None]:
     return run
 
 
-def generating(reference, idx: torch.Tensor, n: int) -> Callable[[], None]:
+def generating(shape: dict, dtype: torch.dtype, idx: torch.Tensor, n: int) -> Callable[[], object]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    reference = GPT2LMHeadModel(GPT2Config(**shape)).to(idx.device, dtype).eval()
     options = dict(max_new_tokens=n, min_new_tokens=n, do_sample=False, pad_token_id=0)
     return lambda: reference.generate(idx, attention_mask=torch.ones_like(idx), **options)
 

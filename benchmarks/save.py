@@ -16,13 +16,13 @@ import itertools
 import shutil
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
-from benchmarks.measure import Seconds, model_sizes
+from benchmarks.measure import Common, Size, model_sizes, timed
 from bpe.tokenizer import Tokenizer
 from learning.optim import make_optimizer
 from model import GPT, GPTConfig, Loss
@@ -32,29 +32,32 @@ from run.runtime import Runtime
 from run.sharding import shard
 from train_gpt2 import RECIPES
 
+TORCHRUN = True  # may be started with it
 
-def run(config, rt: Runtime) -> list[dict]:
-    nowhere = io.StringIO()  # for what a run says
+
+@dataclass(frozen=True)
+class Config(Common):
+    size: Size = ""  # of the model; tiny: a quick try
+    shard: Literal["none", "optimizer", "full"] = "none"  # under torchrun: what ranks divide, see run/sharding.py
+
+
+def run(config: Config, rt: Runtime) -> Iterator[dict]:
+    nowhere = io.StringIO()  # for what a run prints
     out_dir = rt.on_main(lambda: tempfile.mkdtemp(prefix=".bench_", dir="."))
     constants = replace(RECIPES["gpt2"], out_dir=out_dir, max_steps=3 * config.repeats, keep_checkpoints=1)
-    torch.manual_seed(0)  # all ranks come with the same weights
+    torch.manual_seed(0)  # every rank passes the same weights
     model = GPT(GPTConfig(**model_sizes(config.size), vocab_size=50304)).to(rt.device)
     try:
         with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-            seconds = save_in_turn(constants, model, Runtime.setup(rt.device.type, shard=config.shard))
+            found = save_in_turn(constants, model, Runtime.setup(rt.device.type, shard=config.shard))
     finally:
         if rt.is_main:
             shutil.rmtree(out_dir)
-    if rt.world_size > 1:
-        rt.print(f"{rt.world_size} ranks, --shard {config.shard}")
-    whole = statistics.median(seconds["a checkpoint, waited for"])
-    for name, values in seconds.items():
-        median, spread = statistics.median(values), f"({min(values):.4f} to {max(values):.4f})"
-        rt.print(f"{name:<28} {median:8.4f} s  {spread}  {median / whole:.2%} of the checkpoint")
-    return [dict(name=name, seconds=values) for name, values in seconds.items()]
+    for name, seconds in found.items():
+        yield dict(name=name, median=f"{statistics.median(seconds):.4f} s", seconds=seconds)
 
 
-def save_in_turn(constants, model: GPT, rt: Runtime) -> Seconds:
+def save_in_turn(constants, model: GPT, rt: Runtime) -> dict[str, list[float]]:
     """`rt` has the precision that a run has here."""
     forward = Loss(model) if rt.mesh else rt.wrap(Loss(model))
     if rt.mesh:
@@ -90,11 +93,3 @@ def training_step(forward: torch.nn.Module, optimizer, rt: Runtime) -> Callable[
         optimizer.step(finite=optimizer.clip_grad_norm(1.0).isfinite())
 
     return step
-
-
-def timed(work: Callable[[], object], rt: Runtime) -> float:
-    rt.synchronize()
-    began = time.perf_counter()
-    work()
-    rt.synchronize()
-    return time.perf_counter() - began

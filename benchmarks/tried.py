@@ -1,121 +1,38 @@
 """The choices of the recipe speedrun, undone, and what others gained tokens by, tried on it: each in a few lines.
 
 Every line is the recipe with one change, trained once for each of --repeats seeds on --fraction of the tokens of
---steps full batches, on a model of one or five million parameters. A seed begins with the same weights and reads the
-same data in the same order in all lines, so that the table can say how far a change ends from the recipe with the same
-seed, and the standard error of that over the seeds. A gain within two of them is none.
-
---data is a .txt (input.txt); --only "NorMuon" leaves out the other lines. `Change.constants` are flags of
-train_gpt2.py, and so is nothing of what the functions below do: what does not gain at two sizes has no place there.
-Unfair to ideas that rest on many steps: these runs have some hundred.
+--steps batches, on a model of one or five million parameters; see benchmarks/seeds.py. --only "NorMuon" leaves out the
+other lines. What does not gain at two sizes does not enter train_gpt2.py.
+Unfair to ideas that need many steps: these runs have a few hundred.
 """
 
-import statistics
-from collections import defaultdict
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
-from multiprocessing import get_context
-from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 
-from benchmarks.ablate import validation_loss
-from benchmarks.speedrun import LINES, SHAPES, settings
-from bpe.tokenizer import cpu_count
-from cli import UserError
-from corpus.order import Batches, TokenStream, find_shards, to_inputs
-from corpus.shards import prepare_text
-from learning.optim import Muon, Optimizer, learning_rate, make_optimizer
-from model import GPT, GPTConfig
+from benchmarks.seeds import SHAPES, Change, Hooks, chosen, compare, settings, shards_of, train
+from benchmarks.speedrun import LINES, Config
+from learning.optim import learning_rate
 from run.runtime import Runtime
-from run.trials import choose_attention
-from train_gpt2 import RECIPES, Config
-
-ROOT = Path(__file__).resolve().parent.parent
-VALIDATED = 100 * 1024  # tokens
-Hooks = dict[str, Callable[[int], None]]  # what an idea does in a step, by the moment at which: see `train`
 
 
-def run(config, rt: Runtime) -> list[dict]:
-    if unknown := set(config.only) - set(CHANGES):
-        raise UserError(f"--only {sorted(unknown)[0]!r}: the lines are {', '.join(map(repr, CHANGES))}")
-    lines = [name for name in CHANGES if not config.only or name in ("speedrun", *config.only)]
-    text = config.data or str(ROOT / "input.txt")
-    shards = str(prepare_text(text, "train", SHAPES[config.parameters]["vocab_size"], Path("out/cache")))
-    one = partial(train_one, shards=shards, config=config, device=rt.device.type)
-    print(f"{'':<44}loss: mean, over speedrun's (standard error; seed by seed)")
-    workers = cpu_count() if rt.device.type == "cpu" else 1
-    jobs = [(name, seed) for name in lines for seed in range(config.repeats)]
-    rows = []
-    with ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        found = iter(pool.map(one, *zip(*jobs, strict=True)))
-        for name in lines:
-            losses = [next(found) for _ in range(config.repeats)]
-            rows.append(row(name, losses, rows[0]["losses"] if rows else losses))
-            show(rows[-1])
-    return rows
+def run(config: Config, rt: Runtime) -> Iterator[dict]:
+    lines = chosen(CHANGES, config.only)
+    shards = shards_of(config, SHAPES[config.parameters]["vocab_size"])
+    one = partial(train_one, config=config, shards=shards, device=rt.device.type)
+    yield from compare(lines, config.repeats, one, rt)
 
 
-def row(name: str, losses: list[float], recipe: list[float]) -> dict:
-    over = [loss - other for loss, other in zip(losses, recipe, strict=True)]
-    error = statistics.stdev(over) / len(over) ** 0.5 if len(over) > 1 else 0.0
-    return dict(name=name, losses=losses, mean=statistics.mean(losses), over_speedrun=over, standard_error=error)
-
-
-def show(row: dict) -> None:
-    each = ", ".join(f"{value:+.3f}" for value in row["over_speedrun"])
-    over = statistics.mean(row["over_speedrun"])
-    print(f"{row['name']:<44}{row['mean']:.4f} {over:+.3f} ({row['standard_error']:.3f}; {each})", flush=True)
-
-
-def train_one(name: str, seed: int, shards: str, config, device: str) -> float:
+def train_one(name: str, seed: int, config: Config, shards: str, device: str) -> float:
     steps = round(config.fraction * config.steps)
-    constants = settings("speedrun", CHANGES[name].constants, steps, SHAPES[config.parameters])
-    rt = Runtime.setup(device, "auto")
-    return train(CHANGES[name].idea, replace(RECIPES["speedrun"], **constants, seed=seed), shards, rt)
-
-
-def train(idea: Callable, config: Config, shards: str, rt: Runtime) -> float:
-    """The validation loss after a run of train_gpt2.py, cut down to what an idea may change: `idea(run)` returns what
-    it does before_forward, before_step and after_step, given the step, and at_end."""
-    train, val = (TokenStream(find_shards(shards, split), config.vocab_size) for split in ("train", "val"))
-    T, order = config.sequence_length, Batches(train, config.sequence_length, config.seed, config.shuffle)
-    sizes = {name: getattr(config, name) for name in ("n_layer", "n_head", "n_embd", "vocab_size")}
-    rows = config.total_batch_size // T
-    torch.manual_seed(config.seed)
-    model = GPT(GPTConfig(**sizes, n_positions=T, attention=choose_attention(config.attention, rt, T))).to(rt.device)
-    optimizer = make_optimizer(model, config, rt)
-    hooks = defaultdict(lambda: lambda step: None, idea(made(model, optimizer, config)))
-    for step in range(1, config.max_steps + 1):
-        hooks["before_forward"](step)
-        windows = torch.from_numpy(next(order.micro_batches((step - 1) * rows, rows, rows))).to(rt.device)
-        with rt.autocast():
-            loss = model.loss(*to_inputs(windows))
-        loss.backward()
-        norm = optimizer.clip_grad_norm(config.grad_clip)
-        optimizer.set_lr(learning_rate(step, config))
-        hooks["before_step"](step)
-        optimizer.step(finite=norm.isfinite())
-        hooks["after_step"](step)
-    hooks["at_end"](config.max_steps)
-    return validation_loss(model, val, T, rt, VALIDATED)
+    training = settings("speedrun", steps, SHAPES[config.parameters], seed, eval_steps=100)
+    [(_, loss)] = train(CHANGES[name], training, shards, Runtime.setup(device))
+    return loss
 
 
 # ------------------------------------------------------------------------------------------------------- the ideas
-
-
-def made(model: GPT, optimizer: Optimizer, config: Config) -> SimpleNamespace:
-    """What an idea gets: the parts of a run."""
-    muon = next((part for part in optimizer.optimizers if isinstance(part, Muon)), None)
-    adamw = next(part for part in optimizer.optimizers if not isinstance(part, Muon))
-    return SimpleNamespace(model=model, config=config, muon=muon, adamw=adamw)
-
-
-def nothing(run) -> Hooks:
-    return {}
 
 
 def fused_qkv(run) -> Hooks:
@@ -279,14 +196,6 @@ def tail_average(fraction: float) -> Callable:
         return dict(after_step=after_step, at_end=at_end)
 
     return idea
-
-
-@dataclass(frozen=True)
-class Change:
-    """What a line has instead of the recipe's."""
-
-    idea: Callable[[SimpleNamespace], Hooks] = nothing
-    constants: dict = field(default_factory=dict)
 
 
 def embeddings(name: str, p: torch.Tensor) -> bool:
