@@ -48,7 +48,7 @@ def main() -> None:
         if config.json and rt.is_main:
             content = dict(benchmark=name, machine=about, config=asdict(config), rows=list(rows.values()))
             replace_file(out, json.dumps(content, indent=2) + "\n")
-    rt.print("\n" + markdown_table(list(rows.values())))
+    rt.print("\n" + markdown_table(list(rows.values())), end="")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@
     python lora_finetune.py --base out/tiny --data rows.json    # a checkpoint of ours, another file of rows
     python lora_finetune.py --base gpt2 --lora_dim 0            # all weights, for comparison
     python lora_finetune.py --base gpt2 --adapter out/lora/adapter --merge out/merged   # one plain model of both
-    python lora_finetune.py sweep --base gpt2                   # ranks 1 to 32 and full: a table, curves, answers
 
 A row is a conversation, and the loss counts its answers:
 
@@ -20,7 +19,6 @@ import hashlib
 import itertools
 import json
 import math
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -30,7 +28,6 @@ from typing import Annotated, Literal, NamedTuple
 
 import torch
 
-from benchmarks.sweep import sweep
 from bpe.tokenizer import Tokenizer
 from cli import (
     Count,
@@ -77,7 +74,7 @@ class Config:
     # where things are
     base: str = "gpt2"  # what to finetune: checkpoint directory, run directory or hub id
     data: str = "tatsu-lab/alpaca"  # a hub dataset, or .json or .jsonl: instruction, input, output, or messages
-    out_dir: str = ""  # where the run is written; out/lora when empty, out/lora_sweep for the sweep
+    out_dir: str = ""  # where the run is written; out/lora when empty
     resume: bool = False  # continue from the newest intact checkpoint of out_dir, or start if there is none
     overwrite: bool = False  # rename the run in out_dir, or the directory of --merge, to the next free DIR.1
     adapter: str = ""  # adapter to start from, ours or peft's; it decides rank, alpha, scaling and targets
@@ -88,7 +85,6 @@ class Config:
     lora_dropout: Probability = 0.0  # on the input of the bypasses
     targets: tuple[str, ...] = TARGETS  # projections that get a bypass
     rslora: bool = False  # scale by alpha / sqrt(r) (Kalajdzievski 2023)
-    ranks: Annotated[tuple[int, ...], Range(0, 1e6)] = (1, 2, 4, 8, 16, 32, 0)  # of the sweep; 0 is full finetuning
     # data
     sequence_length: Count = 0  # longest example in tokens; 0 for the base's context
     val_rows: Count = 1000  # rows to hold out for validation, chosen by the seed; at most a tenth of all
@@ -131,14 +127,10 @@ FIXED = ("adapter", "lora_dim", "lora_alpha", "targets", "rslora", "sequence_len
 
 
 def main() -> None:
-    words = sys.argv[1:]
-    sweeping = words[:1] == ["sweep"]
-    written = parse_args(Config, words[sweeping:], prog="lora_finetune.py" + " sweep" * sweeping, description=__doc__)
-    written = replace(written, out_dir=written.out_dir or ("out/lora_sweep" if sweeping else "out/lora"))
+    written = parse_args(Config, description=__doc__)
+    written = replace(written, out_dir=written.out_dir or "out/lora")
     refuse_bad_constants(written)
-    if sweeping:
-        sweep(written)
-    elif written.merge and written.adapter:
+    if written.merge and written.adapter:
         write_merged(written, written.adapter)
     else:
         finetune(written)

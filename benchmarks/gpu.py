@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from benchmarks.measure import ROOT, Common, Size, machine, markdown_table
+from benchmarks.measure import ROOT, Device, Size, machine, markdown_table
 from cli import Range, UserError, read_json, replace_file
 from run.runtime import Runtime
 
@@ -39,12 +39,14 @@ FILES = {"hellaswag": "hellaswag*.jsonl", "lora": "alpaca*.json"}  # of --data
 
 
 @dataclass(frozen=True)
-class Config(Common):
+class Config:
     out: str = ""  # the folder of the report
     minutes: Annotated[float, Range(0, 1e4, above=True)] = 9.0  # for all parts together
     only: tuple[str, ...] = ()  # these parts alone
     size: Size = ""  # of the models; tiny: a quick try
     data: str = ""  # folder with HellaSwag and Alpaca; downloaded if empty
+    device: Device = "auto"  # auto: cuda, else mps, else cpu
+    json: str = ""  # write a line for each part to this file
 
 
 def run(config: Config, rt: Runtime) -> Iterator[dict]:
@@ -63,7 +65,7 @@ def run(config: Config, rt: Runtime) -> Iterator[dict]:
         rows = read_json(figures)["rows"] if figures.exists() else []
         replace_file(figures, json.dumps(dict(part, rows=rows), indent=1) + "\n")
         replace_file(folder / "report.md", report(folder, machine(rt)))
-        yield dict(part, name=name, rows=len(rows))
+        yield dict(name=name, seconds=part["seconds"], error=part["error"], rows=len(rows))
     print(f"\n{folder}/report.md")
 
 

@@ -38,13 +38,14 @@ from run.runtime import Runtime, peak_flops
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = dict(n_layer=2, n_head=2, n_embd=64)  # to see whether a command works, not how fast it is
+Device = Literal["auto", "cuda", "mps", "cpu"]
 Size = Literal["", "tiny", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"]
 
 
 @dataclass(frozen=True)
 class Common:
     repeats: Annotated[int, Range(1, 1000)] = 5  # timed runs of each contestant
-    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: cuda, else mps, else cpu
+    device: Device = "auto"  # auto: cuda, else mps, else cpu
     json: str = ""  # write the figures to this file
 
 
@@ -139,7 +140,7 @@ def cell(row: dict, key: str) -> str:
     if key == "memory" and value is not None:
         return f"{value / 2**30:.2f} GiB"
     if isinstance(value, list):
-        return ", ".join(cell({key: one}, key) for one in value)
+        return ", ".join(cell({key: one}, key) or "-" for one in value)
     if isinstance(value, float):
         return f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int) else str(value or "").replace("|", "\\|")

@@ -138,7 +138,7 @@ def validation_loss(model: GPT, stream: TokenStream, config: Training, rt: Runti
     """Nats per token, over config.eval_steps batches; 0 for all of the split."""
     total, n, limit = 0.0, 0, config.eval_steps * config.total_batch_size
     model.eval()
-    for (windows,) in validation_batches(stream, config.sequence_length, 64, limit):
+    for windows in validation_batches(stream, config.sequence_length, 64, limit):
         x, y = to_inputs(torch.from_numpy(windows).to(rt.device))
         n_targets = (y >= 0).sum().item()
         with rt.autocast():

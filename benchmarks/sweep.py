@@ -1,32 +1,34 @@
 """Finetune one base with several ranks of LoRA, and with all weights, and lay the results beside each other.
 
-    python lora_finetune.py sweep --base gpt2 --ranks 1 8 32 0      # 0 is full finetuning
+    python bench.py sweep --base gpt2 --ranks 1 8 32 0      # 0 is full finetuning
 
-Every run starts from the same seed, in a process of its own, so that their memory can be compared. OUT_DIR then holds
-one run directory each, sweep.md (the table), sweep.png (the curves) and samples.md (what the base and every variant
-answer to PROMPTS, and how much of that repeats itself). This file knows nothing of the training loop: it starts runs,
-and reads what they leave.
+Every run has the same seed, and a process to itself, so that their memory can be compared. OUT_DIR then holds one run
+directory each, sweep.md (the table), sweep.png (the curves) and samples.md (what the base and every variant answer to
+PROMPTS, and how much of that repeats itself). It takes the constants of lora_finetune.py. This file knows nothing of
+the training loop: it starts runs, and reads what they leave.
 """
 
-import os
 import signal
 import statistics
 import subprocess
 import sys
-from dataclasses import fields
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Annotated
 
-from benchmarks.measure import markdown_table
-from cli import Stopped, UserError, replace_file
+from benchmarks.measure import ROOT, markdown_table
+from cli import Range, Stopped, UserError, replace_file
 from finetuning.chat import prompt_of
 from finetuning.lora import load_adapter, trainable_parameters
 from learning.evaluation import complete
+from lora_finetune import Config as Finetuning
+from lora_finetune import check
 from model import GPT
 from run.checkpoint import checkpoint_steps, load_model, model_tokenizer
 from run.curves import draw, read_log
 from run.runtime import Runtime
 
-SCRIPT = Path(__file__).resolve().parent.parent / "lora_finetune.py"
 PROMPTS = (
     "Give three tips for a good meal.",
     "Write a poem about a delicious night.",
@@ -45,10 +47,15 @@ PROMPTS = (
 )
 
 
-def sweep(config) -> None:
-    """Run every rank of `config.ranks` with the constants of lora_finetune.py that `config` holds; then compare."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise UserError("the sweep starts its runs itself; start it without torchrun")
+@dataclass(frozen=True)
+class Config(Finetuning):
+    ranks: Annotated[tuple[int, ...], Range(0, 1e6)] = (1, 2, 4, 8, 16, 32, 0)  # of the runs; 0 is full finetuning
+    json: str = ""  # write the figures to this file
+
+
+def run(config: Config, rt: Runtime) -> Iterator[dict]:
+    config = replace(config, out_dir=config.out_dir or "out/lora_sweep")
+    check(config)
     if config.merge or config.adapter:
         raise UserError("the sweep trains adapters of several ranks; --adapter and --merge are for a single one")
     if not config.ranks:
@@ -58,28 +65,28 @@ def sweep(config) -> None:
     counts = {rank: trainable_parameters(model, config.targets, rank) for rank in config.ranks}
     del model  # the first run is about to need its memory
     runs = {(f"r = {r}" if r else "full"): (r, out_dir / (f"r{r}" if r else "full")) for r in config.ranks}
-    rows, logs = [], {}
+    rows, logs = {}, {}
     for label, (r, run_dir) in runs.items():
         run_in_process(command_line(config, lora_dim=r, out_dir=str(run_dir)))
         logs[label] = read_log(run_dir / "log.jsonl")
-        rows.append(summary_row(label, *counts[r], logs[label], run_dir))
-        print(", ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
+        rows[label] = summary_row(label, *counts[r], logs[label], run_dir)
+        yield dict(name=label) | rows[label]
     found = all_answers(config, runs)
-    for row in rows:
-        row["repeated"] = f"{statistics.mean(map(repeated, found[row['variant']])):.0%}"
-    table = markdown_table(rows)
-    replace_file(out_dir / "sweep.md", table)
+    for label, row in rows.items():
+        row["repeated"] = f"{statistics.mean(map(repeated, found[label])):.0%}"
+        yield dict(name=label) | row
+    replace_file(out_dir / "sweep.md", markdown_table(list(rows.values())))
     draw(logs, out_dir / "sweep.png")
     replace_file(out_dir / "samples.md", side_by_side(config.base, found))
-    print(f"\n{table}\n{out_dir}/sweep.md, {out_dir}/sweep.png and {out_dir}/samples.md hold table, curves and answers")
+    print(f"{out_dir}/sweep.md, {out_dir}/sweep.png and {out_dir}/samples.md hold table, curves and answers")
 
 
 def command_line(config, **changes) -> list[str]:
     """The words of a command that runs lora_finetune.py with `config`, but for `changes`."""
-    words = [sys.executable, str(SCRIPT)]
-    for field in fields(config):
+    words = [sys.executable, str(ROOT / "lora_finetune.py")]
+    for field in fields(Finetuning):
         value = changes.get(field.name, getattr(config, field.name))
-        if field.name == "ranks" or value == field.default:
+        if value == field.default:
             continue
         values = [] if value is True else value if isinstance(value, tuple) else [value]
         words += [f"--{field.name}", *map(str, values)]
@@ -88,7 +95,7 @@ def command_line(config, **changes) -> list[str]:
 
 def run_in_process(words: list[str]) -> None:
     """Run a command to its end and pass SIGINT and SIGTERM on to it, so that it can write its checkpoint first."""
-    # in a session of its own, or Ctrl-C would reach it twice; its progress and its errors are on stderr
+    # in another session, or Ctrl-C would reach it twice; its progress and its errors are on stderr
     process = subprocess.Popen(words, start_new_session=True, stdout=subprocess.DEVNULL)
     before = {s: signal.signal(s, lambda s, _: process.send_signal(s)) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -97,7 +104,7 @@ def run_in_process(words: list[str]) -> None:
         for signum, handler in before.items():
             signal.signal(signum, handler)
     if code > 128:
-        print("stopped; the same command with --resume goes on", file=sys.stderr)
+        print("stopped; give the same command again with --resume to continue", file=sys.stderr)
         raise Stopped(code - 128)
     if code:
         sys.exit(code)  # its own message is on the terminal
@@ -146,8 +153,8 @@ def side_by_side(base: str, found: dict[str, list[str]]) -> str:
 
 
 def repeated(text: str, n: int = 3) -> float:
-    """The fraction of a text's sequences of n words that it has had before: small models go round in circles, which
-    the loss, taken over answers that people wrote, does not see (Holtzman et al. 2020)."""
+    """The fraction of a text's sequences of n words that occur earlier in it: small models go round in circles, and the
+    loss, taken over answers that people wrote, does not show that (Holtzman et al. 2020)."""
     words = text.lower().split()
     sequences = [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
     return 1 - len(set(sequences)) / len(sequences) if sequences else 0.0

@@ -140,20 +140,28 @@ def split_cooldown(run) -> Hooks:
 
 
 def normuon(run) -> Hooks:
-    """Each row of Muon's orthogonalized step by the root of the mean square of such rows so far, with the norm of the
-    whole step as it was (Li et al. 2025, "NorMuon")."""
-    orthogonalized, squares = run.muon._orthogonalized_by_owners, {}
+    """Divides each row of Muon's step by the root of the mean square of such rows so far, and keeps the norm of the
+    whole step (Li et al. 2025, "NorMuon")."""
+    before, squares = {}, {}
 
-    def rows_alike(update: torch.Tensor, rows: int, group: dict) -> torch.Tensor:
-        step = orthogonalized(update, rows, group)  # (N, rows, columns)
-        square = step.square().mean(-1, keepdim=True)
-        mean = squares.setdefault(update.shape, torch.zeros_like(square)).lerp_(square, 0.05)
-        scaled = step * (mean + 1e-10).rsqrt()
-        norms = [matrices.norm(dim=(1, 2), keepdim=True) for matrices in (step, scaled)]
-        return scaled * (norms[0] / norms[1])
+    def before_step(step: int) -> None:
+        for group in run.muon.param_groups:
+            group["weight_decay"] = 0.0
+            before.update({p: p.detach().clone() for p in group["params"]})
 
-    run.muon._orthogonalized_by_owners = rows_alike
-    return {}
+    @torch.no_grad()
+    def after_step(step: int) -> None:
+        for group in (group for group in run.muon.param_groups if group["lr"]):
+            lr = group["lr"]
+            for p in group["params"]:
+                moved = (before[p] - p).unflatten(0, (group["parts"], -1)) / lr  # (matrices, rows, columns)
+                square = moved.square().mean(-1, keepdim=True)
+                mean = squares.setdefault(p, torch.zeros_like(square)).lerp_(square, 0.05)
+                scaled = moved * (mean + 1e-10).rsqrt()
+                scaled *= moved.norm(dim=(1, 2), keepdim=True) / scaled.norm(dim=(1, 2), keepdim=True)
+                p.copy_(before[p] * (1 - lr * run.config.weight_decay) - lr * scaled.flatten(0, 1))
+
+    return dict(before_step=before_step, after_step=after_step)
 
 
 def ema_nesterov(run) -> Hooks:
