@@ -1,221 +1,216 @@
-"""`bench.py gpu`: the order of its parts, their limits, the report, and what it says of a machine."""
+"""Whether a GPU computes what it should: `python -m pytest -m gpu`.
 
-import itertools
-import json
-import subprocess
-import sys
-from pathlib import Path
-from types import SimpleNamespace
+On a machine without one these run in small on the CPU, where they can only show that they work; what needs a GPU is
+skipped. Sums on a GPU are not repeatable to the last bit, so that losses have to agree to a thousandth. In bf16 nothing
+can be equal: the fast way may be twice as far from fp32 as the plain way in bf16 is.
+"""
 
+import shutil
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
 
-import bench
-from benchmarks import gpu, kernels, machine
-from benchmarks.report import markdown, targets, what_is_wrong
-from run.runtime import Runtime
-from tests.helpers import assert_user_error, run_inline
+import train_gpt2
+from benchmarks.hellaswag import score_one_by_one
+from bpe.tokenizer import Tokenizer
+from corpus.order import to_inputs
+from hellaswag import evaluate, prepare
+from learning.optim import make_optimizer
+from model import GPT, GPTConfig, Loss
+from run.checkpoint import remove_after, snapshot
+from run.directory import Run
+from run.runtime import Runtime, distributed
+from run.sharding import shard
+from tests.helpers import log_of
+from tests.test_spikes import spiky_args, spiky_shards
+from train_gpt2 import RECIPES
 
-ROW = "import json, sys; json.dump([dict(name='x', rate=2.0, unit='tokens/s')], open(sys.argv[1], 'w'))"
-FAIL = "import sys; print('some words'); sys.exit('error: there is no data')"
-SEEN = "import json; assert list(json.load(open('report.json'))['parts']) == ['first']; " + ROW
-HANG = (
-    "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)']); "
-    "open('pid', 'w').write(str(p.pid)); print('measuring', flush=True); time.sleep(300)"
-)
+pytestmark = pytest.mark.gpu
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+SHAPE = GPTConfig(n_layer=4, n_positions=512, vocab_size=50304) if CUDA else GPTConfig(32, 512, 2, 2, 64)
+RUN = dict(device=DEVICE, dtype="auto", max_steps=6, checkpoint_interval=3, eval_interval=3)
+OPTIMIZERS = ["adamw", "muon"]
+WORDS = "A woman makes tea in a kitchen and then she drinks it while the rain falls on the roof of her house".split()
+
+
+@pytest.fixture(params=OPTIMIZERS)
+def optimizer(request) -> str:
+    return request.param
+
+
+def far(a: dict, b: dict) -> float:
+    """The largest relative difference of two runs' losses by step."""
+    assert a.keys() == b.keys()
+    return max(abs(a[step] / b[step] - 1) for step in b)
+
+
+def losses_by_step(out_dir) -> dict[int, float]:
+    return {record["step"]: record["loss"] for record in log_of(out_dir, "train")}
+
+
+# ---------------------------------------------------------------------------------------------------- the same numbers
+
+
+def gradients(dtype: str, plain: bool, compile: str = "off") -> torch.Tensor:
+    """All gradients of one loss in a row, on the CPU: of the formula, or as train_gpt2.py has them."""
+    rt = Runtime.setup(DEVICE, dtype, compile)
+    torch.manual_seed(0)
+    model = GPT(replace(SHAPE, attention="naive" if plain else "flash")).to(rt.device)
+    generator = torch.Generator().manual_seed(0)
+    windows = torch.randint(SHAPE.vocab_size, (4, SHAPE.n_positions + 1), generator=generator).to(rt.device)
+    idx, targets = to_inputs(windows)
+    forward = model if plain else rt.wrap(Loss(model))
+    with rt.autocast():
+        loss = forward(idx) if plain else forward(idx, targets)
+    loss = F.cross_entropy(loss.float().flatten(0, 1), targets.flatten()) if plain else loss
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()]).cpu()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_are_those_of_the_formula(dtype):
+    exact = gradients("float32", plain=True)
+    found = gradients(dtype, plain=False, compile="auto")
+    error = lambda x: ((x - exact).norm() / exact.norm()).item()  # noqa: E731
+    assert error(found) < (1e-4 if dtype == "float32" else 2 * error(gradients(dtype, plain=True)) + 1e-3)
+
+
+def invented(number: int) -> dict:
+    """A row of HellaSwag."""
+    rng = np.random.default_rng(number)
+    pick = lambda low, high: " ".join(rng.choice(WORDS, int(rng.integers(low, high))))  # noqa: E731
+    return dict(ctx=pick(3, 15), endings=[pick(2, 9) for _ in range(4)], label=number % 4)
+
+
+@pytest.mark.parametrize("dtype, limit", [("float32", 1e-4), ("auto", 0.05)])
+def test_sums_of_hellaswag_are_those_of_one_row_at_a_time(dtype, limit):
+    tokenizer, rows = Tokenizer.train([" ".join(WORDS)], 300), [invented(i) for i in range(64 if CUDA else 8)]
+    rt = Runtime.setup(DEVICE, "float32")
+    torch.manual_seed(0)
+    model = GPT(replace(SHAPE, n_positions=256))
+    for p in model.parameters():  # logits as large as those of a trained model, far from a uniform guess
+        torch.nn.init.normal_(p, std=0.1)
+    model.to(rt.device).eval()
+    plain = np.array(score_one_by_one(model, tokenizer, rows, rt))  # (rows, 4), before anything allows TF32
+    task = prepare(rows, tokenizer, model.config, "completion")
+    ours = -np.array(evaluate(model, task, Runtime.setup(DEVICE, dtype))["log_likelihoods"])
+    assert np.abs(ours / plain - 1).max() < limit
+
+
+def test_a_resumed_run_has_the_losses_of_one_that_was_not_interrupted(train, tmp_path, optimizer):
+    assert train(out="whole", optimizer=optimizer, **RUN).returncode == 0
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+    remove_after(tmp_path / "parts" / "step_000003")  # as if it had been killed after that
+    assert train(out="parts", optimizer=optimizer, resume=True, **RUN).returncode == 0
+    assert far(losses_by_step(tmp_path / "parts"), losses_by_step(tmp_path / "whole")) < 1e-3
+
+
+@pytest.mark.skipif(not CUDA, reason="tests/test_spikes.py does this on a CPU")
+def test_after_a_spike_a_run_continues_from_a_checkpoint(train, tmp_path, optimizer):
+    spiky = spiky_args(spiky_shards(tmp_path / "spiky", range(24, 27)), optimizer=optimizer, device=DEVICE)
+    assert train(**spiky).returncode == 0
+    (rollback,) = log_of(tmp_path / "run", "rollback")
+    assert rollback["step"] == 20 and list(losses_by_step(tmp_path / "run")) == list(range(1, 41))
+    assert losses_by_step(tmp_path / "run")[40] < 1.5 * losses_by_step(tmp_path / "run")[20]
+
+
+# ------------------------------------------------------------------------------------------------------ between ranks
 
 
 @pytest.fixture
-def door(capsys, monkeypatch, tmp_path):
-    """Run `bench.py gpu` with parts that are lines of Python: door(dict(first=ROW), "--minutes", 3)."""
-
-    def run(parts: dict, *words, limit=100):
-        made = {name: gpu.Part("", limit, f"part {name}") for name in parts}
-        monkeypatch.setattr(gpu, "PARTS", made)
-        monkeypatch.setattr(gpu, "PATIENCE", 1)
-        monkeypatch.setattr(gpu, "command", lambda name, _, file: [sys.executable, "-c", parts[name], str(file)])
-        words = ["gpu", "--device", "cpu", "--out", tmp_path / "gpu", *words]
-        return run_inline(bench.main, words, capsys, monkeypatch)
-
-    return run
+def one_rank():
+    options = dict(device_id=torch.device(DEVICE, 0)) if CUDA else {}
+    dist.init_process_group("nccl" if CUDA else "gloo", store=dist.HashStore(), rank=0, world_size=1, **options)
+    yield
+    dist.destroy_process_group()
 
 
-def report_of(tmp_path: Path) -> tuple[dict, str]:
-    return json.loads((tmp_path / "gpu" / "report.json").read_text()), (tmp_path / "gpu" / "report.md").read_text()
+def six_steps(way: str, optimizer: str) -> list[float]:
+    """Losses of three steps, a checkpoint of the optimizer, and three more."""
+    rt = Runtime.setup(DEVICE, "auto")
+    if way == "fully_shard":
+        rt = replace(rt, shard="optimizer", mesh=init_device_mesh(DEVICE, (1,), mesh_dim_names=("shard",)))
+    config = replace(RECIPES["tiny"], optimizer=optimizer)
+    torch.manual_seed(0)
+    model = GPT(SHAPE).to(rt.device)
+    forward = Loss(model)
+    if way == "DDP":
+        forward = distributed(forward, rt.device)
+    elif way == "fully_shard":
+        shard(forward, model.transformer.h, rt)
+    generator = torch.Generator().manual_seed(0)
+    idx, targets = to_inputs(torch.randint(50, (8, SHAPE.n_positions + 1), generator=generator).to(rt.device))
+    losses, state = [], None
+    for _ in range(2):
+        found = make_optimizer(model, config, rt)
+        if state is not None:
+            found.load_state_dict(state)
+        for _ in range(3):
+            found.set_lr(config.max_lr)
+            with rt.autocast():
+                loss = forward(idx, targets)
+            found.scale(loss).backward()
+            found.step(finite=found.clip_grad_norm(1.0).isfinite())
+            losses.append(loss.item())
+        state = snapshot(found.state_dict())
+    return losses
 
 
-def test_the_report_is_there_after_every_part(door, tmp_path):
-    assert door(dict(first=ROW, second=SEEN)).returncode == 0
-    report, text = report_of(tmp_path)
-    assert [part["error"] for part in report["parts"].values()] == ["", ""]
-    assert text.index("part first") < text.index("part second") and "2.0 tokens/s" in text
-    assert sorted(path.name for path in (tmp_path / "gpu").iterdir()) == ["log.txt", "report.json", "report.md"]
+@pytest.mark.parametrize("way", ["DDP", "fully_shard"])
+def test_a_group_of_one_rank_makes_the_steps_of_a_process_alone(one_rank, way, optimizer):
+    assert six_steps(way, optimizer) == pytest.approx(six_steps("alone", optimizer), rel=1e-3)
 
 
-def test_a_part_that_fails_is_named_and_the_others_go_on(door, tmp_path):
-    assert door(dict(first=FAIL, second=ROW)).returncode == 0
-    report, text = report_of(tmp_path)
-    assert report["parts"]["first"]["error"] == "there is no data" and report["parts"]["second"]["rows"]
-    assert text.count("there is no data") >= 2 and "some words" in text  # among what is wrong, and at its place
+# ----------------------------------------------------------------------------------------------------- nothing is slow
 
 
-def running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+@pytest.fixture
+def graphs(monkeypatch) -> list[int]:
+    """The number of compiled graphs at the start of each step. From step 3 on the body of the training loop runs with
+    every operator that waits for the GPU an error; evaluations and checkpoints may wait."""
+    found, real, real_log = [], train_gpt2.learning_rate, Run.log_step
+    mode = torch.cuda.set_sync_debug_mode if CUDA else lambda mode: None
+
+    def learning_rate(step, config):  # the first call of the loop's body
+        found.append(counters["stats"]["unique_graphs"])
+        mode("error" if step >= 3 else "default")
+        return real(step, config)
+
+    def log_step(*args):  # the last one
+        real_log(*args)
+        mode("default")
+
+    monkeypatch.setattr(train_gpt2, "learning_rate", learning_rate)
+    monkeypatch.setattr(Run, "log_step", log_step)
+    if not CUDA:  # graphs are the same, and done in a second
+        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    yield found
+    mode("default")
+    torch._dynamo.reset()
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_a_part_that_takes_too_long_is_ended_with_all_its_processes(door, tmp_path):
-    assert door(dict(first=HANG, second=ROW), limit=1).returncode == 0
-    report, text = report_of(tmp_path)
-    assert "1 s" in report["parts"]["first"]["error"] and "measuring" in text and report["parts"]["second"]["rows"]
-    assert not running(int((tmp_path / "gpu" / "pid").read_text()))
+def test_the_loop_waits_for_nothing_and_is_compiled_once_without_breaks(train, graphs, optimizer):
+    compiled = train(**RUN | dict(optimizer=optimizer, compile="on", micro_batch_size=0 if CUDA else 8))
+    assert compiled.returncode == 0, compiled.stderr
+    assert not counters["graph_break"] and not counters["recompiles"]
+    # after the first step validation alone is compiled
+    assert len(graphs) == 6 and graphs[0] <= graphs[1] == graphs[-1] - 1
 
 
-def test_what_no_time_is_left_for_is_named_with_its_command(door, tmp_path, monkeypatch):
-    clock = itertools.count(step=20.0)  # a minute is three looks at it: one before the parts, then one for each
-    monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    assert door(dict(first=ROW, second=ROW, third=ROW), "--minutes", "1").returncode == 0
-    report, text = report_of(tmp_path)
-    assert list(report["parts"]) == ["first"] and report["left_out"] == ["second", "third"]
-    assert "--only second third" in text
-
-
-def test_a_part_alone_is_added_to_the_report_in_its_place(door, tmp_path):
-    both = dict(first=ROW, second=FAIL)
-    assert door(both, "--only", "second").returncode == 0
-    assert door(both, "--only", "first").returncode == 0
-    assert [(name, bool(part["error"])) for name, part in report_of(tmp_path)[0]["parts"].items()] == [
-        ("first", False),
-        ("second", True),
-    ]
-
-
-@pytest.mark.parametrize("content", ["", "[]", '{"parts": 3}', '{"parts": {"first": []}}', "[" * 100_000])
-def test_another_file_of_that_name_is_refused(door, tmp_path, content):
-    (tmp_path / "gpu").mkdir()
-    (tmp_path / "gpu" / "report.json").write_text(content)
-    assert_user_error(door(dict(first=ROW), "--only", "first"), "report.json")
-
-
-def test_wrong_usage_is_one_line(door, capsys, monkeypatch):
-    assert_user_error(door(dict(first=ROW), "--only", "last"), "last", "first")
-    assert_user_error(run_inline(bench.main, ["gpu", "--device", "cpu"], capsys, monkeypatch), "--out")
-
-
-def test_a_part_measures_in_a_process_of_its_own(tmp_path, monkeypatch):
-    """Here its main function alone: the attention of the CPU against the formula."""
-    words = gpu.command("attention", bench.Config(size="tiny", device="cpu"), tmp_path / "rows.json")
-    monkeypatch.setattr(sys, "argv", ["gpu", *words[3:]])
-    gpu.main()
-    (row,) = json.loads((tmp_path / "rows.json").read_text())
-    assert row["ok"] and "attention" in row["name"]
-    assert words[:2] == [sys.executable, "-c"] and compile(words[2], "code", "exec")
-
-
-@pytest.mark.parametrize(
-    "name, kind",
-    [("triton_red_fused__log_softmax_native_layer_norm_12", "reductions"),
-     ("triton_poi_fused__scaled_dot_product_flash_attention_view_3", "elementwise"),
-     ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...>", "attention"),
-     ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7", "attention"),
-     ("nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NTT", "products"), ("triton_tem_fused_mm_7", "products"),
-     ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>", "optimizer"),
-     ("Memcpy DtoD (Device -> Device)", "copies"), ("void at::native::vectorized_elementwise_kernel<4>", "others")],
-)  # fmt: skip
-def test_kernels_are_told_apart_by_their_names(name, kind):
-    assert kind in kernels.kind(name)
-
-
-# ----------------------------------------------------------------------------------------------------------- the report
-
-
-def parts(**rows) -> dict:
-    return {name: dict(rows=found, seconds=1.0, error="", said="") for name, found in rows.items()}
-
-
-def training(name: str, rate: float, memory: float, mfu: float = 0.4) -> dict:
-    return dict(name=name, rate=rate, unit="tokens/s", ratio=1.0, memory=memory, mfu=mfu, batch_size=64)
-
-
-def test_targets_are_compared_with_what_was_reached():
-    train = [training("plain, eager, bf16", 100.0, 60.0), training("plain with torch.compile, bf16", 150.0, 50.0),
-             training("this project", 170.0, 30.0, 0.52)]  # fmt: skip
-    memory = [dict(name="gpt2-xl", micro_batch_size=8, memory=1)]
-    rows = targets(parts(train=train, memory=memory), "NVIDIA H100 80GB HBM3")
-    assert [row["there"] for row in rows] == ["yes", "no", "yes", "yes", "yes"]
-    rows = targets(parts(train=train), "NVIDIA H200")
-    assert [row["there"] for row in rows] == ["yes", "no", "yes", "no"]  # 57% there
-    assert targets(parts(), "NVIDIA H100") == []
-
-
-def test_what_is_wrong_comes_first():
-    found = parts(
-        machine=[dict(name="disk", found="3 GB free", wrong="too little"), dict(name="GPU", found="fine", wrong="")],
-        numerics=[dict(name="20 steps", found="0.1 apart", ok=False), dict(name="others", found="", ok=True)],
-    )
-    found["lora"] = dict(rows=[], seconds=2.0, error="there is no peft", said="Traceback\nthere is no peft")
-    wrong = what_is_wrong(found)
-    assert len(wrong) == 3 and "too little" in wrong[0] and "0.1 apart" in wrong[1] and "no peft" in wrong[2]
-    about = dict(device="a GPU", torch="2", python="3")
-    report = dict(machine=about, device="cuda", size="", parts=found, left_out=[])
-    text = markdown(report, dict.fromkeys(found, "a part"))
-    assert text.index("too little") < text.index("a part")
-
-
-# ---------------------------------------------------------------------------------------------------------- the machine
-
-
-def test_a_machine_is_looked_at(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(machine, "WRITTEN", 2**20)
-    monkeypatch.setattr(machine, "NEEDED_GB", 10**9)
-    rows = {row["name"]: row for row in machine.run(None, Runtime.setup("cpu", "float32"))}
-    assert "free" in rows["disk"]["wrong"] and rows["host"]["found"] and not list(tmp_path.iterdir())
-    assert "WRONG" in capsys.readouterr().out
-
-
-SOUND = "570.86.15, 700.00, 700.00, 1980, 1980, 31, Default, 0"
-
-
-@pytest.mark.parametrize(
-    "line, wrong",
-    [(SOUND, ""), (SOUND.replace("700.00,", "350.00,", 1), "capped"), (SOUND.replace(" 31,", " 84,"), "hot"),
-     (SOUND.replace("Default", "Exclusive_Process"), "one process"), (SOUND[:-1] + "7", "memory fails"),
-     ("570.86.15, [N/A], [N/A], 1980, 1980, 31, Default, [N/A]", "")],
-)  # fmt: skip
-def test_what_a_gpu_says_of_itself_is_judged(monkeypatch, line, wrong):
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1"))
-    monkeypatch.setattr(machine.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=line + "\n"))
-    found = [text for _, _, text in machine.gpu_state(SimpleNamespace(device="cuda")) if text]
-    assert (wrong in found[0] and len(found) == 1) if wrong else not found
-
-
-@pytest.mark.parametrize("error", [FileNotFoundError("nvidia-smi"), subprocess.CalledProcessError(9, "nvidia-smi")])
-def test_a_container_without_nvidia_smi_is_none_the_worse(monkeypatch, error):
-    def run(*args, **kwargs):
-        raise error
-
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1"))
-    monkeypatch.setattr(machine.subprocess, "run", run)
-    ((_, found, wrong),) = machine.gpu_state(SimpleNamespace(device="cuda"))
-    assert "nvidia-smi" in found and not wrong
-
-
-@pytest.mark.parametrize("free, taken", [(79, False), (75, False), (60, True)])
-def test_memory_that_somebody_else_holds_is_noticed(monkeypatch, free, taken):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free * 2**30, 80 * 2**30))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
-    ((_, found, wrong),) = machine.gpu_memory(SimpleNamespace(device="cuda"))
-    assert bool(wrong) is taken and f"{free}.0" in found
-
-
-def test_a_speed_is_held_against_the_peak_of_its_name():
-    assert machine.against(700, 989, "TFLOP/s", "capped") == ("700 TFLOP/s, 71% of 989", "")
-    assert "capped" in machine.against(300, 989, "TFLOP/s", "capped")[1]
-    assert machine.against(300, None, "TFLOP/s", "capped")[1] == ""  # of a card that is in no table
-    assert machine.look_up("NVIDIA H200", machine.PEAK_GB) == 4800
-    assert machine.look_up("NVIDIA A100-SXM4-40GB", machine.PEAK_GB) == 1555
-    assert machine.look_up("NVIDIA A100-SXM4-80GB", machine.PEAK_GB) == 2039
+@pytest.mark.skipif(not CUDA, reason="8-bit products on a CPU are in tests/test_fp8.py")
+def test_the_head_in_8_bits_is_close_to_that_in_16(train, tmp_path):
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs compute capability 8.9")
+    for name, switch in (("bf16", {}), ("fp8", dict(fp8=True))):
+        assert train(out=name, **RUN | dict(dtype="bfloat16", compile="on"), **switch).returncode == 0
+    assert far(losses_by_step(tmp_path / "fp8"), losses_by_step(tmp_path / "bf16")) < 0.02
