@@ -1,61 +1,56 @@
 """Benchmarks: that measuring itself is right, that each command runs, and that wrong usage is one line."""
 
+import importlib
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
 import bench
-from benchmarks import ablate, gpu, speedrun
-from benchmarks.measure import in_own_process, interleave, machine, peak_memory, table
-from cli import UserError
-from run.runtime import Runtime
+import lora_finetune
+from benchmarks import gpu, speedrun, sweep
+from benchmarks.measure import Common, Substitute, built_late, in_own_process, markdown_table, peak_memory, rates
+from bpe.tokenizer import Tokenizer
+from cli import UserError, parse_args
+from corpus.shards import load_tokenizer
+from finetuning.lora import TARGETS, trainable_parameters
+from tests.finetuning import ROWS, small_gpt, write_json
 from tests.helpers import ROOT, arguments, assert_user_error, environment, run_inline, succeed, text_file
 
 CPU = SimpleNamespace(device=torch.device("cpu"), synchronize=lambda: None)
-COMMANDS = [
-    "ladder",
-    "train",
-    "bpe",
-    "data",
-    "hellaswag",
-    "lora",
-    "sample",
-    "save",
-    "speedrun",
-    "tried",
-    "ablate",
-    "gpu",
-]
+NOT_COMMANDS = ("__init__", "measure", "seeds")
+COMMANDS = sorted({path.stem for path in (ROOT / "benchmarks").glob("*.py")} - set(NOT_COMMANDS))
 needs_gpt2 = pytest.mark.usefixtures("gpt2_vocabulary")
 
 
 @pytest.fixture(scope="module")
 def gpt2_vocabulary():
-    import tiktoken
-
     try:
-        tiktoken.get_encoding("gpt2")
-    except Exception as e:
-        pytest.skip(f"GPT-2's vocabulary is not to be had here: {type(e).__name__}")
+        load_tokenizer("gpt2")
+    except UserError as e:
+        pytest.skip(f"GPT-2's vocabulary cannot be had here: {e}")
 
 
 @pytest.fixture
 def measure(tmp_path):
-    """Run a benchmark on a CPU in small, in a process of its own, and return the rows that it wrote to --json."""
+    """Run a benchmark on a CPU in small, in another process, and return the rows that it wrote to --json, by name."""
 
-    def run(name: str, **kwargs) -> list[dict]:
+    def run(name: str, **kwargs) -> dict[str, dict]:
         options = dict(repeats=1, device="cpu", json=tmp_path / "figures.json") | kwargs
-        succeed("bench.py", name, cwd=tmp_path, timeout=600, **options)
+        result = succeed("bench.py", name, cwd=tmp_path, timeout=600, **options)
         content = json.loads((tmp_path / "figures.json").read_text())
-        assert content["benchmark"] == name and content["machine"]["torch"] == torch.__version__
-        return content["rows"]
+        assert content["machine"]["torch"] == torch.__version__ and content["machine"]["device"]
+        rows = {row["name"]: row for row in content["rows"]}
+        assert all(f" {name} |" in result.stdout for name in rows) and not any("error" in row for row in rows.values())
+        return rows
 
     return run
 
@@ -65,7 +60,7 @@ def hellaswag_file(tmp_path):
     """Rows of an invented HellaSwag."""
     endings = ["drinks it.", "sings to the moon.", "counts every tile of the roof.", "sleeps."]
     row = dict(activity_label="Tea", ctx_a="A woman makes tea.", ctx_b="she", ctx="A woman makes tea. she", label=0)
-    path = tmp_path / "rows.jsonl"
+    path = tmp_path / "hellaswag.jsonl"
     path.write_text("".join(json.dumps(row | dict(ind=i, endings=endings)) + "\n" for i in range(5)))
     return path
 
@@ -73,7 +68,7 @@ def hellaswag_file(tmp_path):
 @pytest.fixture
 def alpaca_file(tmp_path):
     rows = [dict(instruction=f"Count to {i}.", input="", output=" ".join(map(str, range(i + 1)))) for i in range(40)]
-    path = tmp_path / "rows.json"
+    path = tmp_path / "alpaca.json"
     path.write_text(json.dumps(rows))
     return path
 
@@ -81,28 +76,36 @@ def alpaca_file(tmp_path):
 # -------------------------------------------------------------------------------------------------------- measuring
 
 
-def test_contestants_take_turns_and_the_first_round_does_not_count():
+def test_contestants_take_turns_are_built_in_the_first_and_are_timed_in_the_others():
     order = []
-    seconds = interleave({name: lambda name=name: order.append(name) for name in "abc"}, 3, CPU)
-    assert order == list("abc") * 4
-    assert {name: len(values) for name, values in seconds.items()} == dict(a=3, b=3, c=3)
+    build = lambda name: order.append(f"build {name}") or (lambda: order.append(name))  # noqa: E731
+    rows = list(rates({name: built_late(build, name) for name in "ab"}, 2, CPU, 1, "things/s"))
+    assert order == ["build a", "a", "build b", "b", "a", "b", "a", "b"]
+    assert [row["name"] for row in rows] == ["a", "b", "a", "b"]
 
 
-def test_a_table_has_medians_spread_and_ratios_to_the_first(capsys):
-    first, second = table({"plain": [1.0, 2.0, 30.0], "ours": [0.5, 0.25, 0.125]}, work=6, unit="things/s")
-    assert (first["rate"], first["low"], first["high"], first["ratio"]) == (3.0, 0.2, 6.0, 1.0)
-    assert (second["rate"], second["ratio"]) == (24.0, statistics.median([1, 2, 30]) / 0.25)
-    assert len(capsys.readouterr().out.splitlines()) == 2
+def test_a_row_has_the_median_rate_its_spread_and_the_ratio_to_the_first(monkeypatch):
+    clock = iter(t for s in (9, 9, 1, 0.5, 2, 0.25, 30, 0.125) for t in (0.0, s))  # the first round does not count
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    rows = list(rates(dict(plain=bool, ours=bool), 3, CPU, dict(plain=6, ours=12), "things/s"))
+    plain, ours = rows[-2:]
+    assert (plain["rate"], plain["low"], plain["high"], plain["ratio"]) == (3.0, 0.2, 6.0, 1.0)
+    assert (ours["rate"], ours["ratio"]) == (48.0, 48 / statistics.median([6, 3, 0.2]))
+    assert " 3.0 things/s (0.2 to 6.0) |" in markdown_table(rows[-2:])
+
+
+def test_a_contestant_that_raises_is_a_row_that_says_so_and_the_others_go_on():
+    theirs = built_late(importlib.import_module, "absent_package")
+    rows = list(rates(dict(ours=bool, theirs=theirs), 2, CPU, 1, "x/s"))
+    assert [row["name"] for row in rows] == ["theirs", "ours", "ours"]
+    assert "absent_package" in rows[0]["error"] and "absent_package" in markdown_table(rows)
 
 
 def test_what_a_contestant_changes_in_its_own_process_stays_there(tmp_path):
     here = Path.cwd()
     in_own_process(os.chdir, tmp_path)
     assert Path.cwd() == here and in_own_process(os.getpid) != os.getpid()
-
-
-def test_an_error_of_a_contestant_comes_back_as_it_is():
-    with pytest.raises(ValueError, match="no number"):
+    with pytest.raises(ValueError):
         in_own_process(int, "no number")
 
 
@@ -111,15 +114,15 @@ def test_peak_memory_counts_all_processes_of_a_command():
     hold = "import time; block = bytearray(b'x' * 60_000_000); time.sleep(1)"
     child = f"import subprocess, sys; block = b'x' * 60_000_000; subprocess.run([sys.executable, '-c', {hold!r}])"
     assert 120e6 < peak_memory([sys.executable, "-c", child]) < 200e6
-
-
-def test_a_command_that_fails_has_no_peak():
     with pytest.raises(RuntimeError, match="nonsense"):
         peak_memory([sys.executable, "-c", "raise SystemExit('nonsense')"])
 
 
-def test_the_machine_is_described():
-    assert set(machine(CPU)) == {"device", "threads", "torch", "python"} and machine(CPU)["device"]
+@needs_gpt2
+def test_texts_have_about_as_many_tokens_without_gpt2s_vocabulary():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    ours, theirs = Substitute().encode_ordinary(text), load_tokenizer("gpt2").encode_ordinary(text)
+    assert max(ours) < len(Substitute()) and len(ours) == pytest.approx(len(theirs), rel=0.15)
 
 
 # ----------------------------------------------------------------------------------------------------------- the door
@@ -133,50 +136,69 @@ def door(capsys, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     "args",
-    [[], ["racing"], ["--repeats", "3"], ["bpe", "--repeats", "0"], ["bpe", "--repeats", "1e9"], ["bpe", "--x", "1"],
-     ["bpe", "--json", "no/such/file.json"], ["bpe", "--fraction", "nan"], ["bpe", "--size", "gpt4"],
-     ["bpe", "--batch_size", "-1"], ["bpe", "--data", "absent.txt"]],
+    [[], ["racing"], ["measure"], ["--repeats", "3"], ["bpe", "--repeats", "0"], ["bpe", "--repeats", "1e9"],
+     ["bpe", "--size", "tiny"], ["bpe", "--json", "no/such/file.json"], ["tried", "--fraction", "nan"],
+     ["save", "--size", "gpt4"], ["ladder", "--batch_size", "-1"], ["bpe", "--data", "absent.txt"],
+     ["tried", "--only", "nonsense"], ["gpu"], ["gpu", "--out", "here", "--only", "nonsense"],
+     ["sweep", "--ranks", "-1"], ["sweep", "--adapter", "x", "--merge", "y"]],
     ids=str,
 )  # fmt: skip
 def test_wrong_usage_is_one_line(door, args):
     assert_user_error(door(*args))
 
 
-def test_the_error_names_the_commands(door):
+def test_the_commands_are_the_benchmarks_of_the_folder(door):
+    assert len(COMMANDS) > 8 and COMMANDS == bench.NAMES
     assert_user_error(door("racing"), *COMMANDS)
+    listed = door("--help").stdout
+    assert all(f"    {name} " in listed for name in COMMANDS)
 
 
-@pytest.mark.parametrize("args", [["--help"], *([name, "--help"] for name in COMMANDS)], ids=str)
-def test_every_command_explains_itself(door, args):
-    result = door(*args)
-    assert result.returncode == 0 and "--repeats" in result.stdout and len(result.stdout.splitlines()) > 15
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_explains_itself(door, name):
+    result = door(name, "--help")
+    assert result.returncode == 0 and "--device" in result.stdout and len(result.stdout.splitlines()) > 15
+
+
+def test_rows_are_kept_as_they_come_and_replace_earlier_ones(door, tmp_path, monkeypatch):
+    def run(config, rt):
+        yield dict(name="a", rate=1.0, unit="x/s")
+        kept.append(json.loads((tmp_path / "rows.json").read_text())["rows"])
+        yield dict(name="a", rate=2.0, unit="x/s")
+        raise UserError("the disk is gone")
+
+    kept, stub = [], ModuleType("benchmarks.stub", "A stub.")
+    stub.run, stub.Config = run, Common
+    monkeypatch.setitem(sys.modules, "benchmarks.stub", stub)
+    monkeypatch.setattr(bench, "NAMES", ["stub"])
+    assert_user_error(door("stub", "--device", "cpu", "--json", "rows.json"), "the disk is gone")
+    assert kept == [[dict(name="a", rate=1.0, unit="x/s")]]
+    assert json.loads((tmp_path / "rows.json").read_text())["rows"] == [dict(name="a", rate=2.0, unit="x/s")]
 
 
 # ------------------------------------------------------------------------------------------- every command, in small
 
 
-@needs_gpt2
 def test_hellaswag_is_scored_by_all_contestants(measure, hellaswag_file):
     rows = measure("hellaswag", size="tiny", rows=3, data=hellaswag_file)
-    assert {row["name"].split(",")[0] for row in rows} == {"one row at a time", "this project"}
-    assert all(row["rate"] > 0 for row in rows)
+    assert {name.split(",")[0] for name in rows} == {"one row at a time", "this project"}
 
 
-@needs_gpt2
 def test_lora_and_peft_begin_with_the_same_loss(measure, alpaca_file):
     pytest.importorskip("peft")
-    losses = {row["name"]: row["first_loss"] for row in measure("lora", size="tiny", data=alpaca_file)}
-    assert losses["this project, torch.float32"] == pytest.approx(losses["peft, torch.float32"], abs=1e-3)
+    rows = measure("lora", size="tiny", data=alpaca_file)
+    losses = [rows[f"{name}, torch.float32"]["first_loss"] for name in ("peft", "this project")]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-3)
 
 
 def test_tokenizers_are_compared(measure, tmp_path):
     rows = measure("bpe", data=text_file(tmp_path / "text.txt", 20_000))
-    assert {"tokenizers", "this project", "tiktoken", "memory of this project"} <= {row["name"] for row in rows}
+    assert {"training: tokenizers", "encoding: tiktoken", "peak memory: this project"} <= set(rows)
 
 
 def test_a_checkpoint_is_saved_in_both_ways(measure, tmp_path):
-    seconds = {row["name"]: row["seconds"] for row in measure("save", size="tiny", repeats=2)}
-    assert sorted(map(len, seconds.values())) == [2, 2, 2, 4] and min(map(min, seconds.values())) > 0
+    seconds = [row["seconds"] for row in measure("save", size="tiny", repeats=2).values()]
+    assert sorted(map(len, seconds)) == [2, 2, 2, 4] and min(map(min, seconds)) > 0
     assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]  # nothing stays
 
 
@@ -190,78 +212,139 @@ def test_a_checkpoint_of_a_divided_model_is_saved_in_both_ways(tmp_path):
     assert result.stdout.count("run.save() alone") == 1  # one rank says it
     rows = json.loads((tmp_path / "figures.json").read_text())["rows"]
     assert sorted(len(row["seconds"]) for row in rows) == [2, 2, 2, 4]
-    assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
 
 
 @pytest.mark.slow
-def test_every_rung_of_the_ladder_is_measured(measure, tmp_path):
-    rows = measure("ladder", size="tiny", batch_size=4)
-    assert [row["name"] for row in rows][:2] == ["fp32, all by hand", "flash attention"] and len(rows) == 8
-    assert all(row["first"] > 0 and row["loss"] == pytest.approx(rows[0]["loss"], abs=0.05) for row in rows)
-    assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
+@pytest.mark.parametrize(
+    "name, options, n_rows",
+    [("ladder", dict(size="tiny", batch_size=4), 8), ("train", dict(size="tiny", batch_size=4), 3),
+     ("sample", dict(size="tiny", new_tokens=3), 3), ("data", {}, 10), ("speedrun", dict(steps=12), 17)],
+)  # fmt: skip
+def test_every_contestant_has_a_row(measure, tmp_path, name, options, n_rows, request):
+    if name == "data":
+        request.getfixturevalue("gpt2_vocabulary")
+    rows = list(measure(name, **options).values())
+    assert len(rows) == n_rows
+    if name == "ladder":
+        assert [row["loss"] for row in rows] == pytest.approx([rows[0]["loss"]] * 8, abs=0.05)
+        assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
+    if name == "train":
+        assert all(len(row["seconds"]) == 2 and row["ratio"] for row in rows)  # one of each turn
 
 
-@pytest.mark.slow
-def test_training_steps_are_compared(measure):
-    rows = measure("train", size="tiny", batch_size=4)
-    assert [row["name"] for row in rows] == ["plain, eager, fp32", "plain with bf16 autocast", "this project"]
-    assert all(len(row["seconds"]) == 2 for row in rows)  # one of each turn
-
-
-@pytest.mark.slow
-def test_generation_is_compared(measure):
-    rows = measure("sample", size="tiny", new_tokens=3)
-    assert len(rows) == 4 and all(row["rate"] > 0 for row in rows)
-
-
-@pytest.mark.slow
-@needs_gpt2
-def test_sharding_and_reading_are_compared(measure):
-    rows = {row["name"]: row["rate"] for row in measure("data")}
-    assert rows["peak memory"] > 10 and rows["fineweb.py, from start to end"] > 0 and rows["start-up"] > 0
+# ------------------------------------------------------------------------------------------- small models, with seeds
 
 
 def test_tokens_to_the_target_are_fractions_of_those_of_the_baseline():
-    reached = [dict(kind="val", loss=4.0), dict(kind="val", loss=3.0), dict(kind="target", tokens=2560)]
-    config = SimpleNamespace(steps=10, parameters="1M")  # 10,240 tokens
-    row = speedrun.row("speedrun", [reached, reached[:1]], config)
+    config = speedrun.Config(steps=10)  # 10,240 tokens
+    row = speedrun.row("speedrun", [[(1280, 4.0), (2560, 3.0)], [(2560, 4.0)]], config, target=3.1)
     assert row == dict(name="speedrun", losses=[3.0, 4.0], loss=3.5, fractions=[0.25, None])
 
 
-def test_lines_of_the_speedrun_are_chosen_by_name():
-    assert list(speedrun.lines_of(("cosine",))) == ["speedrun", "cosine"]
-    assert speedrun.lines_of(()) == speedrun.LINES
-    with pytest.raises(UserError, match="'no cosine'.*'cosine'"):
-        speedrun.lines_of(("cosine", "no cosine"))
+def test_every_change_of_the_ablation_trains_another_model(measure, tmp_path):
+    rows = measure("ablate", data=text_file(tmp_path / "text.txt"), steps=10)
+    losses = [row["mean"] for row in rows.values()]
+    assert all(0 < loss < 8 for loss in losses) and losses.count(losses[0]) == 1
+
+
+# ---------------------------------------------------------------------------------------------------------- the sweep
+
+
+def test_a_command_line_repeats_the_constants():
+    config = replace(sweep.Config(), lora_dim=2, targets=("c_fc", "c_attn"), rslora=True, max_lr=0.02, ranks=(1, 0))
+    parsed = parse_args(lora_finetune.Config, sweep.command_line(config, lora_dim=16, out_dir="out/r16")[2:])
+    wanted = dict(targets=("c_fc", "c_attn"), rslora=True, max_lr=0.02)
+    assert parsed == lora_finetune.Config(lora_dim=16, out_dir="out/r16", **wanted)
 
 
 @pytest.mark.slow
-def test_every_line_of_the_speedrun_is_trained(measure):
-    rows = measure("speedrun", steps=12)
-    assert len(rows) == len(speedrun.ADAMW) + len(speedrun.LINES)
-    assert all(0 < row["loss"] < 10 and len(row["losses"]) == 1 for row in rows)
+def test_the_sweep_compares_ranks_and_full_finetuning(tmp_path):
+    model, tokenizer = small_gpt(n_positions=128), Tokenizer.train([(ROOT / "input.txt").read_text()[:60_000]], 320)
+    model.save_pretrained(tmp_path / "base", tokenizer.eot_token, len(tokenizer))
+    tokenizer.save(tmp_path / "base")
+    options = dict(base=tmp_path / "base", data=write_json(tmp_path / "rows.json", ROWS), out_dir=tmp_path / "sweep")
+    options |= dict(max_steps=2, eval_interval=1, sample_tokens=8, dtype="float32", device="cpu")
+    succeed("bench.py", "sweep", "--ranks", "2", "0", **options)
+    header, _, *lines = (tmp_path / "sweep/sweep.md").read_text().splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (header, *lines)]
+    low, full = (dict(zip(cells[0], line, strict=True)) for line in cells[1:])
+    file = tmp_path / "sweep/r2/adapter/adapter_model.safetensors"
+    assert (low["variant"], low["trainable"]) == ("r = 2", f"{trainable_parameters(model, TARGETS, 2)[0]:,}")
+    assert (full["variant"], full["trainable"]) == ("full", f"{model.num_params():,}")
+    assert low["file (bytes)"] == f"{file.stat().st_size:,}" and low["loss before"] == full["loss before"]
+    assert float(full["final loss"]) < float(full["loss before"])
+    assert (tmp_path / "sweep/sweep.png").read_bytes().startswith(b"\x89PNG")
+    samples = (tmp_path / "sweep/samples.md").read_text()
+    assert all(f"## {prompt}\n" in samples for prompt in sweep.PROMPTS)
+    assert {samples.count(f"\n| {label} |") for label in ("base", "r = 2", "full")} == {len(sweep.PROMPTS)}
+
+
+def test_repetition_is_the_fraction_of_three_words_that_occur_before():
+    assert sweep.repeated("") == sweep.repeated("two words") == sweep.repeated("a b c d e") == 0
+    assert sweep.repeated("a b c A B C") == pytest.approx(1 / 4)  # abc, bca, cab, and abc again
+    assert sweep.repeated("go go go go go go") == pytest.approx(3 / 4)
+
+
+# --------------------------------------------------------------------------------------------- all that one GPU answers
+
+WRITE = (
+    "import json, sys; f = open(sys.argv[1], 'w'); "
+    "json.dump(dict(rows=[dict(name='x', rate=2.0, unit='tokens/s')]), f); f.close(); "
+)
+FAIL = "import sys; print('some words'); sys.exit('error: there is no data')"
+HANG = WRITE + (
+    "import subprocess, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)']); "
+    "open('pid', 'w').write(str(p.pid)); print('measuring', flush=True); time.sleep(300)"
+)
+
+
+@pytest.fixture
+def report(door, monkeypatch, tmp_path):
+    """report.md of a `bench.py gpu` whose parts are lines of Python: report(dict(first=WRITE), "--minutes", 3)."""
+
+    def run(parts: dict, *words) -> str:
+        monkeypatch.setattr(gpu, "PARTS", {name: (f"part {name}", []) for name in parts})
+        command = lambda name, config, figures: [sys.executable, "-c", parts[name], str(figures)]  # noqa: E731
+        monkeypatch.setattr(gpu, "command", command)
+        assert door("gpu", "--device", "cpu", "--out", "gpu", *map(str, words)).returncode == 0
+        return (tmp_path / "gpu" / "report.md").read_text()
+
+    return run
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_limit_in_the_middle_of_a_part_keeps_its_rows_and_ends_its_processes(report, tmp_path):
+    text = report(dict(first=HANG, second=WRITE), "--minutes", 2 / 60)
+    first, second = re.split("## part second", text)
+    assert "| 2.0 tokens/s |" in first and "cut off after 2 s" in first and "measuring" in first
+    assert "no time was left" in second
+    assert not running(int((tmp_path / "gpu" / "pid").read_text()))
+
+
+def test_a_part_that_fails_is_named_and_the_others_go_on(report):
+    first, second = re.split("## part second", report(dict(first=FAIL, second=WRITE)))
+    assert "**there is no data**" in first and "some words" in first and "| 2.0 tokens/s |" in second
+
+
+def test_a_part_alone_is_added_to_the_report_in_its_place(report):
+    both = dict(first=WRITE, second=WRITE)
+    assert "part first" not in report(both, "--only", "second")
+    text = report(both, "--only", "first")
+    assert 0 < text.index("part first") < text.index("part second")
 
 
 @pytest.mark.slow
-@needs_gpt2
-def test_all_parts_of_the_report_of_a_gpu_run_on_a_cpu_in_small(tmp_path, hellaswag_file, alpaca_file):
-    hellaswag_file.rename(tmp_path / "hellaswag.jsonl")
-    alpaca_file.rename(tmp_path / "alpaca.json")
-    options = dict(out="gpu", size="tiny", device="cpu", repeats=1, new_tokens=3, data=".", minutes=60)
-    succeed("bench.py", "gpu", cwd=tmp_path, timeout=3600, **options)
-    report = json.loads((tmp_path / "gpu" / "report.json").read_text())
-    assert list(report["parts"]) == list(gpu.PARTS) and not report["left_out"]
-    assert {name: part["error"] for name, part in report["parts"].items() if part["error"]} == {}
-    assert all(part["rows"] for part in report["parts"].values())
-    assert not [row for part in report["parts"].values() for row in part["rows"] if row.get("ok") is False]
-    for name in ("train.png", "ladder.png"):
-        assert (tmp_path / "gpu" / name).read_bytes().startswith(b"\x89PNG")
-
-
-def test_every_change_of_the_ablation_trains_another_model(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    config = SimpleNamespace(data=str(text_file(tmp_path / "text.txt")), steps=10, repeats=1)
-    losses = {row["name"]: row["mean"] for row in ablate.run(config, Runtime.setup("cpu", "float32"))}
-    assert all(0 < loss < 8 for loss in losses.values())
-    same = [name for name, loss in losses.items() if loss == losses["the recipe"]]
-    assert same == ["the recipe"]
+def test_all_parts_of_the_report_of_a_gpu_run_on_a_cpu_in_small(door, tmp_path, hellaswag_file, alpaca_file):
+    words = arguments(out="gpu", size="tiny", device="cpu", data=".", minutes=60)
+    assert door("gpu", *words).returncode == 0
+    for name in gpu.PARTS:
+        part = json.loads((tmp_path / "gpu" / f"{name}.json").read_text())
+        assert not part["error"] and (part["rows"] or name == "tests"), part
+        assert not any("error" in row for row in part["rows"])

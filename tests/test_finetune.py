@@ -4,7 +4,7 @@ import json
 import re
 import shutil
 import sys
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -13,9 +13,7 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 import lora_finetune as lf
-from benchmarks.sweep import PROMPTS, command_line, repeated
 from bpe.tokenizer import Tokenizer
-from cli import parse_args
 from finetuning import chat, lora
 from finetuning.lora import TARGETS, load_adapter
 from finetuning.rows import Example, encode_rows, messages_of, micro_batches
@@ -316,40 +314,6 @@ def test_wrong_usage_is_one_clear_line(finetune, tmp_path, changes, words):
 def test_rows_without_answers_are_an_error(finetune, tmp_path):
     data = write_json(tmp_path / "rows.json", [row("Hi", "")])
     assert_user_error(finetune(data=data), "1 rows, none with an instruction and an answer")
-
-
-def test_a_command_line_repeats_the_constants():
-    config = replace(lf.Config(), lora_dim=2, targets=("c_fc", "c_attn"), rslora=True, max_lr=0.02, ranks=(1, 0))
-    words = command_line(config, lora_dim=16, out_dir="out/r16")[2:]
-    parsed = parse_args(lf.Config, words)
-    assert parsed == replace(config, lora_dim=16, out_dir="out/r16", ranks=lf.Config().ranks)
-
-
-@pytest.mark.slow
-def test_the_sweep_compares_ranks_and_full_finetuning(base, tmp_path):
-    out = tmp_path / "sweep"
-    words = quick_args(base, out, max_steps=2, eval_interval=1, lora_dim=None)
-    result = succeed("lora_finetune.py", "sweep", *words, "--ranks", "2", "0")
-    header, _, low, full = (out / "sweep.md").read_text().splitlines()
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (header, low, full)]
-    low, full = (dict(zip(cells[0], line, strict=True)) for line in cells[1:])
-    model = load_model(str(base / "base"))
-    n, _ = lora.trainable_parameters(model, TARGETS, 2)
-    assert (low["variant"], full["variant"]) == ("r = 2", "full")
-    assert low["trainable"] == f"{n:,}" and full["trainable"] == f"{model.num_params():,}"
-    assert int(low["file (bytes)"].replace(",", "")) == (out / "r2/adapter/adapter_model.safetensors").stat().st_size
-    assert low["loss before"] == full["loss before"] and float(full["final loss"]) < float(full["loss before"])
-    assert (out / "sweep.png").read_bytes().startswith(b"\x89PNG") and (out / "sweep.md").read_text() in result.stdout
-    samples = (out / "samples.md").read_text()
-    assert len(PROMPTS) == 14 and all(f"## {prompt}\n" in samples for prompt in PROMPTS)
-    assert samples.count("\n| base |") == samples.count("\n| r = 2 |") == samples.count("\n| full |") == 14
-    assert all(0 <= float(row["repeated"].removesuffix("%")) <= 100 for row in (low, full))
-
-
-def test_repetition_is_the_fraction_of_three_words_that_stood_there_before():
-    assert repeated("") == repeated("two words") == repeated("a b c d e") == 0
-    assert repeated("a b c A B C") == pytest.approx(1 / 4)  # abc, bca, cab, and abc again
-    assert repeated("go go go go go go") == pytest.approx(3 / 4)
 
 
 @pytest.mark.slow

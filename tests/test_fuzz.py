@@ -162,7 +162,8 @@ CONSTANTS = {  # doors whose constants are tried; the others differ from them in
 
 def constants(door: Door) -> list[str]:
     """The constants of a door that take a value; switches do not."""
-    config = importlib.import_module(door.module).Config
+    module = f"benchmarks.{door.recipe[0]}" if door.module == "bench" else door.module  # each benchmark has its own
+    config = importlib.import_module(module).Config
     hints = typing.get_type_hints(config)
     return [field.name for field in fields(config) if hints[field.name] is not bool]
 

@@ -1,4 +1,4 @@
-"""benchmarks/tried.py: each idea does what its docstring says, in cases small enough to do by hand."""
+"""Small models with seeds: without an idea a run is one of train_gpt2.py; an idea does what its docstring says."""
 
 import json
 from dataclasses import replace
@@ -8,59 +8,49 @@ import pytest
 import torch
 
 import train_gpt2
-from benchmarks import tried
-from benchmarks.speedrun import settings
-from cli import UserError
-from corpus.order import TokenStream, find_shards
+from benchmarks import seeds, tried
+from benchmarks.seeds import Change, settings
 from corpus.shards import prepare_text
 from learning.optim import make_optimizer
 from model import GPT, GPTConfig
 from run.runtime import Runtime
-from tests.helpers import ROOT, run_inline
+from tests.helpers import arguments, run_inline, text_file
 from train_gpt2 import RECIPES
 
 SHAPE = dict(n_layer=2, n_head=2, n_embd=32, sequence_length=32, vocab_size=512, total_batch_size=256)
 
 
 @pytest.fixture
-def rt() -> Runtime:
-    return Runtime.setup("cpu", "float32")
-
-
-@pytest.fixture
-def run(rt):
+def run():
     """A run of the recipe, of 100 steps, that has not begun."""
     config = replace(RECIPES["speedrun"], **SHAPE, max_steps=100, warmup_steps=0)
-    torch.manual_seed(0)
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, n_positions=32, vocab_size=512))
-    return tried.made(model, make_optimizer(model, config, rt), config)
+    return seeds.parts_of(model, make_optimizer(model, config, Runtime.setup("cpu", "float32")), config)
 
 
 def one_matrix(numbers: list[float], lr: float, initial_lr: float) -> SimpleNamespace:
     """A run whose Muon has one matrix of a row, at a point of the schedule; weight decay 0.5."""
     p = torch.nn.Parameter(torch.tensor([numbers]))
-    group = dict(params=[p], lr=lr, initial_lr=initial_lr, weight_decay=0.5, momentum=0.95)
+    group = dict(params=[p], lr=lr, initial_lr=initial_lr, weight_decay=0.5, momentum=0.95, parts=1)
     muon, config = SimpleNamespace(param_groups=[group]), SimpleNamespace(weight_decay=0.5, max_steps=100)
     return SimpleNamespace(muon=muon, config=config, model=torch.nn.ParameterList([p]), p=p, group=group)
 
 
-def test_without_an_idea_it_is_a_run_of_train_gpt2(tmp_path, monkeypatch, capsys, rt):
-    constants = settings("speedrun", {}, 4, SHAPE) | dict(seed=3, dtype="float32", device="cpu", eval_steps=4)
-    text = tmp_path / "text.txt"
-    text.write_text((ROOT / "input.txt").read_text(encoding="utf-8")[:60_000], encoding="utf-8")
-    words = [word for key, value in constants.items() for word in (f"--{key}", value)]
-    out = tmp_path / "out/run"
-    result = run_inline(train_gpt2.main, ["speedrun", "--data", text, "--out_dir", out, *words], capsys, monkeypatch)
+def test_without_an_idea_it_is_a_run_of_train_gpt2(tmp_path, monkeypatch, capsys):
+    config = settings("speedrun", 8, SHAPE, seed=3, eval_steps=4, tokenizer="train")
+    text, out = text_file(tmp_path / "text.txt", 60_000), tmp_path / "out/run"
+    words = SHAPE | dict(data=text, out_dir=out, tokenizer="train", max_steps=8, warmup_steps=config.warmup_steps)
+    words |= dict(seed=3, eval_steps=4, eval_interval=4, sample_interval=0, hellaswag_interval=0, checkpoint_interval=0)
+    words |= dict(dtype="float32", device="cpu")
+    result = run_inline(train_gpt2.main, ["speedrun", *arguments(**words)], capsys, monkeypatch)
     assert result.returncode == 0, result.stderr
     log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    [val] = [record["loss"] for record in log if record["kind"] == "val"]
+    wanted = [(256 * record["step"], record["loss"]) for record in log if record["kind"] == "val"]
     shards = str(prepare_text(str(text), "train", 512, tmp_path / "out/cache"))
-    monkeypatch.setattr(tried, "VALIDATED", 4 * 256)
-    found = tried.train(tried.nothing, replace(RECIPES["speedrun"], **constants), shards, rt)
-    assert len(TokenStream(find_shards(shards, "val"), 512)) > 4 * 256
-    assert found == pytest.approx(val, abs=1e-5)
-    other = tried.train(tried.fused_qkv, replace(RECIPES["speedrun"], **constants), shards, rt)
-    assert abs(other - val) > 1e-5
+    rt = Runtime.setup("cpu", "float32")
+    plain, fused = (list(seeds.train(c, config, shards, rt, checks=2)) for c in (Change(), Change(tried.fused_qkv)))
+    assert len(wanted) == 2 and plain == [(tokens, pytest.approx(loss, abs=1e-5)) for tokens, loss in wanted]
+    assert abs(fused[1][1] - plain[1][1]) > 1e-5
 
 
 def test_cautious_decay_takes_only_what_the_step_takes_too():
@@ -80,15 +70,6 @@ def test_scheduled_decay_falls_with_the_learning_rate():
     assert run.group["weight_decay"] == pytest.approx(0.125)
 
 
-def test_momentum_rises_over_the_first_steps():
-    run = one_matrix([1.0], 0.1, 0.1)
-    before_step, found = tried.momentum_warmup(15)(run)["before_step"], []
-    for step in (3, 15, 60):
-        before_step(step)
-        found.append(run.group["momentum"])
-    assert found == pytest.approx([0.87, 0.95, 0.95])
-
-
 def test_a_group_of_its_own_has_its_constants_and_no_tensor_twice(run):
     tried.own_groups(tried.token_table, lr=6e-3)(run)
     tried.own_groups(tried.embeddings, weight_decay=0.0)(run)
@@ -101,23 +82,17 @@ def test_a_group_of_its_own_has_its_constants_and_no_tensor_twice(run):
     assert found[id(tables.wpe.weight)]["lr"] == 3e-3 and found[id(tables.wpe.weight)]["weight_decay"] == 0
 
 
-def test_the_two_optimizers_cool_down_apart(run):
-    tried.split_cooldown(run)["before_step"](
-        50
-    )  # AdamW at (100 - 50) / 70 of its rate; the recipe's is still at its peak
-    for group in run.adamw.param_groups:
-        assert group["lr"] == pytest.approx(3e-3 * 50 / 70)
-    assert {group["lr"] for group in run.muon.param_groups} == {0.02}
-
-
 def test_normuon_evens_out_rows_and_keeps_the_norm_of_the_step():
-    step = torch.tensor([[[3.0, 4.0], [0.3, 0.4]]])  # rows of length 5 and 0.5
-    run = one_matrix([1.0], 0.1, 0.1)
-    run.muon._orthogonalized_by_owners = lambda update, rows, group: step
-    tried.normuon(run)
-    found = run.muon._orthogonalized_by_owners(step, 2, {})
-    assert found.norm().item() == pytest.approx(step.norm().item(), rel=1e-5)
-    assert found[0, 0].tolist() == pytest.approx(found[0, 1].tolist(), rel=1e-3)
+    run = one_matrix([0.0, 0.0], lr=0.1, initial_lr=0.1)
+    run.p.data = torch.zeros(2, 2)
+    hooks = tried.normuon(run)
+    hooks["before_step"](1)
+    step = torch.tensor([[3.0, 4.0], [0.3, 0.4]])  # rows of length 5 and 0.5
+    with torch.no_grad():
+        run.p -= step
+    hooks["after_step"](1)
+    assert run.p.norm().item() == pytest.approx(step.norm().item(), rel=1e-5)
+    assert run.p[0].tolist() == pytest.approx(run.p[1].tolist(), rel=1e-3) and run.p.max() < 0
 
 
 def test_ema_nesterov_looks_ahead_along_the_mean_movement(monkeypatch):
@@ -146,19 +121,7 @@ def test_the_average_is_that_of_the_last_steps():
     assert run.p.item() == pytest.approx((98 + 99 + 100) / 3)
 
 
-def test_momentum_zero_projections_and_fused_matrices_are_what_they_say(run):
-    for idea in (tried.momentum_of(0.9), tried.fused_qkv, tried.no_muon_decay, tried.zero_projections):
-        assert idea(run) == {}
-    assert {(g["momentum"], g["parts"], g["weight_decay"]) for g in run.muon.param_groups} == {(0.9, 1, 0.0)}
-    assert all(block.mlp.c_proj.weight.abs().sum() == 0 for block in run.model.transformer.h)
-
-
-def test_the_standard_error_is_of_the_differences_seed_by_seed(capsys):
-    row = tried.row("x", [2.0, 3.0, 4.0, 5.0], [1.0, 3.0, 3.0, 5.0])
-    assert row["over_speedrun"] == [1.0, 0.0, 1.0, 0.0]
+def test_the_standard_error_is_of_the_differences_seed_by_seed():
+    row = seeds.row("x", [2.0, 3.0, 4.0, 5.0], [1.0, 3.0, 3.0, 5.0])
+    assert row["over_recipe"] == [1.0, 0.0, 1.0, 0.0] and row["over"] == 0.5
     assert row["standard_error"] == pytest.approx(((4 * 0.25 / 3) ** 0.5) / 2)
-
-
-def test_unknown_lines_are_refused(rt):
-    with pytest.raises(UserError, match="'no such'.*'NorMuon'"):
-        tried.run(SimpleNamespace(only=("no such",)), rt)
