@@ -180,15 +180,13 @@ def test_rows_are_kept_as_they_come_and_replace_earlier_ones(door, tmp_path, mon
 
 
 def test_hellaswag_is_scored_by_all_contestants(measure, hellaswag_file):
-    rows = measure("hellaswag", size="tiny", rows=3, data=hellaswag_file)
-    assert {name.split(",")[0] for name in rows} == {"one row at a time", "this project"}
+    assert len(measure("hellaswag", size="tiny", rows=3, data=hellaswag_file)) == 4
 
 
 def test_lora_and_peft_begin_with_the_same_loss(measure, alpaca_file):
     pytest.importorskip("peft")
-    rows = measure("lora", size="tiny", data=alpaca_file)
-    losses = [rows[f"{name}, torch.float32"]["first_loss"] for name in ("peft", "this project")]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-3)
+    losses = {name: row["first_loss"] for name, row in measure("lora", size="tiny", data=alpaca_file).items()}
+    assert losses["this project, torch.float32"] == pytest.approx(losses["peft, torch.float32"], abs=1e-3)
 
 
 def test_tokenizers_are_compared(measure, tmp_path):

@@ -5,15 +5,11 @@ import math
 import statistics
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import plot
-from cli import UserError
 from run import curves
 from tests.helpers import ROOT, assert_user_error, environment, run_inline
 
@@ -77,20 +73,6 @@ def test_a_damaged_line_is_skipped_and_named_in_one_warning(tmp_path, capsys, li
     assert curves.read_log(tmp_path / "log.jsonl") == train_records(3)
     (warning,) = capsys.readouterr().err.splitlines()
     assert "log.jsonl" in warning and "line 3, 6" in warning
-
-
-@settings(max_examples=60)
-@given(content=st.binary(max_size=300))
-def test_no_content_of_a_log_raises(tmp_path_factory, content):
-    path = tmp_path_factory.mktemp("log") / "log.jsonl"
-    path.write_bytes(content)
-    assert isinstance(curves.read_log(path), list)
-
-
-@pytest.mark.parametrize("name", ["absent.jsonl", "."])
-def test_a_log_that_is_not_there_is_the_users_error(tmp_path, name):
-    with pytest.raises(UserError):
-        curves.read_log(tmp_path / name)
 
 
 # ---------------------------------------------------------------------------------------------- where points are drawn
@@ -162,16 +144,6 @@ def test_any_name_of_a_directory_can_be_drawn(tmp_path):
 def test_nothing_is_drawn_where_there_is_no_loss(tmp_path):
     curves.draw({"run": [run_record()]}, tmp_path / "a.png")
     assert not list(tmp_path.iterdir())
-
-
-def test_threads_that_draw_at_once_make_the_pictures_of_one(tmp_path):
-    runs = [{"run": train_records(n)} for n in (5, 500)]
-    for i, run in enumerate(runs):
-        curves.draw(run, tmp_path / f"alone{i}.png")
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(curves.draw, runs * 2, [tmp_path / f"together{i}.png" for i in range(4)]))
-    for i in range(4):
-        assert (tmp_path / f"alone{i % 2}.png").read_bytes() == (tmp_path / f"together{i}.png").read_bytes()
 
 
 # -------------------------------------------------------------------------------------------------------- the door

@@ -64,12 +64,6 @@ def test_cautious_decay_takes_only_what_the_step_takes_too():
     assert run.p.tolist() == [pytest.approx([0.75 - 0.05 * 0.5 * 0.5 * 1.0, -1.25, 2.25])]
 
 
-def test_scheduled_decay_falls_with_the_learning_rate():
-    run = one_matrix([1.0], lr=0.025, initial_lr=0.1)
-    tried.scheduled_decay(run)["before_step"](1)
-    assert run.group["weight_decay"] == pytest.approx(0.125)
-
-
 def test_a_group_of_its_own_has_its_constants_and_no_tensor_twice(run):
     tried.own_groups(tried.token_table, lr=6e-3)(run)
     tried.own_groups(tried.embeddings, weight_decay=0.0)(run)
