@@ -74,7 +74,7 @@ def train_theirs(texts: list[str], vocab_size: int):
 
 
 def same_merges(tok: Tokenizer, theirs) -> bool:
-    """Both write their files with the same stand-ins for bytes, so that merges can be compared as they stand there."""
+    """Both write bytes as the same characters, so the merges in their files can be compared directly."""
     written = json.loads(tok.to_transformers().backend_tokenizer.to_str())
     return written["model"]["merges"] == json.loads(theirs.to_str())["model"]["merges"]
 
@@ -82,7 +82,7 @@ def same_merges(tok: Tokenizer, theirs) -> bool:
 def encoders(tok: Tokenizer, texts: list[str], repeats: int) -> dict[str, Callable]:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tiktoken, transformers = tok.to_tiktoken(), tok.to_transformers()
-    # one for each time that it is asked for: a tokenizer that comes out of a pickle has seen nothing yet
+    # one for each run: the cache of an unpickled tokenizer is empty
     unused = [pickle.loads(pickle.dumps(tok)) for _ in range(repeats + 1)]
     return {
         "encoding: tiktoken": lambda: [tiktoken.encode_ordinary(text) for text in texts],
@@ -105,7 +105,7 @@ MEMORY = {  # `texts` and `vocab_size` are there already
 
 
 def training_memory(code: str, data: str, vocab_size: int) -> float:
-    """MB of a training in a process of its own, and of the processes that it starts; 0 elsewhere than on Linux."""
+    """MB of a training in a new process, with the processes that it starts; 0 on systems other than Linux."""
     before = (
         f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom bpe import train\n"
         f"texts, vocab_size = train.read_texts(train.Config(input=({data!r},))), {vocab_size}\n"

@@ -67,7 +67,7 @@ def shard_figures(config: Config, rt: Runtime, folder: Path) -> Iterator[dict]:
 
 
 def parquet_files(source: str, folder: Path) -> list[str]:
-    """Every file eight times, under names of its own. Raises UserError where there is none."""
+    """Every file eight times, under different names. Raises UserError if there are none."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

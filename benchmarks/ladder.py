@@ -1,10 +1,10 @@
 """One training step, rung by rung: what each change to the plainest recipe is worth.
 
 Every rung makes the same optimizer step (forward, backward, clipping, AdamW) on the same random tokens, and has one
-change more than the rung before it. Each is a process of its own, so that what one compiles or chooses is not there for
-the next. GPT-2 124M with 1,024 tokens of context on a GPU, a model of 6 layers on a CPU, --size for others; --png is
-the figure. Memory is the peak of the device's allocator, on a CPU that of the process. The price of torch.compile is in
-the first step; the loss, of the third step, shows that all rungs compute the same.
+change more than the rung before it. Each runs in a new process, so that what one compiles does not help the next.
+GPT-2 124M with 1,024 tokens of context on a GPU, a model of 6 layers on a CPU, --size for others; --png is the figure.
+Memory is the peak of the device's allocator, on a CPU that of the process. The price of torch.compile is in the first
+step; the loss, of the third step, shows that all rungs compute the same.
 Fair to all, but the order decides what a rung is credited with: bf16 before TF32 would leave TF32 nothing.
 """
 

@@ -217,7 +217,7 @@ def about_gpu(rt, name: str) -> dict:
 
 
 def peak_memory(command: list[str]) -> int:
-    """Bytes of a command and its children at the worst moment, shared ones counted once; 0 on systems but Linux.
+    """Bytes of a command and its children at the worst moment, shared ones counted once; 0 on systems other than Linux.
 
     Raises RuntimeError if the command fails.
     """

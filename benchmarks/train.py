@@ -5,8 +5,8 @@ vocabulary padded to a multiple of 128; on a GPU with TF32, bf16 autocast and fu
 bf16. "this project" is the step of train_gpt2.py with the choices that it makes on this device: precision,
 torch.compile, attention, chunked loss, the optimizer that can skip a step. FP8 is measured if the GPU has it.
 
-All make the same optimizer step on the same random tokens, without data loading and logging. Each contestant is a
-process of its own, and all have --turns. What does not fit into the memory makes its step in as few micro-batches as
+All make the same optimizer step on the same random tokens, without data loading and logging. Each contestant runs in a
+new process, --turns times. What does not fit into the memory makes its step in as few micro-batches as
 possible, and says so. On a GPU 64 sequences come first, then 16, where the optimizer's step weighs more.
 """
 

@@ -17,7 +17,7 @@ PNG = b"\x89PNG"
 
 
 def train_records(n: int, **changes) -> list[dict]:
-    """A smooth run of `n` steps as it stands in log.jsonl, with a validation at its end."""
+    """A smooth run of `n` steps as log.jsonl has it, with a validation at its end."""
     records = [
         dict(step=step, kind="train", loss=3 + 1 / step, lr=1e-3, grad_norm=1.0, dt_ms=500.0, tokens=100 * step)
         for step in range(1, n + 1)
