@@ -85,7 +85,7 @@ def rename_damaged(newer_than: Path) -> None:
         target = path.with_name(f"damaged_{path.name}")
         if target.exists():  # one of the same step, damaged earlier
             set_aside(target)
-        path.rename(target)
+        path.rename(target)  # not removed: a person may want to know what has damaged it
 
 
 def remove_after(checkpoint: Path) -> None:
@@ -130,7 +130,7 @@ class CheckpointWriter:
 
     def __init__(self, run_dir: Path, keep: int):
         self.run_dir, self.keep = Path(run_dir), keep
-        self._thread = ThreadPoolExecutor(1)  # Python waits for it at exit
+        self._thread = ThreadPoolExecutor(1)  # one, because writes would only compete; Python waits for it at exit
         self._write: Future | None = None  # the one under way
         self._intact: set[Path] = set()  # written or checked by this process, so that no file is hashed twice
 
@@ -140,7 +140,7 @@ class CheckpointWriter:
         Both are copies that nobody changes any more. `val_losses` is {step: loss}, which tells the best checkpoint.
         `announce` gets a line once the new one is durable.
         """
-        self.wait()
+        self.wait()  # two copies of the state at once would take twice the host memory
         path = self.run_dir / f"step_{step:06d}"
 
         def fill(directory: Path) -> None:
@@ -153,7 +153,7 @@ class CheckpointWriter:
         def work() -> None:
             write_atomically(path, fill)
             self._intact.add(path)
-            announce(f"saved {path}")
+            announce(f"saved {path}")  # durable: from here on it survives a power failure
             self._prune(val_losses)  # only now: at no moment are there fewer intact ones than before
 
         self._write = self._thread.submit(work)
@@ -176,23 +176,18 @@ class CheckpointWriter:
     def _prune(self, val_losses: dict[int, float]) -> None:
         """Remove what is neither new nor best. A damaged one is not counted, and left for a person to look at."""
         steps = {path: step for step, path in checkpoint_steps(self.run_dir) if self.keep and self._is_intact(path)}
-        losses = {path: val_loss_at(step, val_losses) for path, step in steps.items()}
-        measured = {path: loss for path, loss in losses.items() if loss is not None}
-        best = min(measured, key=measured.get, default=None)  # the oldest of several: the others inherited its loss
+        # the loss of a checkpoint's step, or the last one measured before it
+        losses = {p: val_losses[max(at)] for p, step in steps.items() if (at := [x for x in val_losses if x <= step])}
+        best = min(losses, key=losses.get, default=None)  # the oldest of several: the others inherited its loss
         for path in [*steps][: -self.keep]:
             if path != best:
-                with suppress(OSError):
+                with suppress(OSError):  # some other program has it open, on Windows: no reason to end a run
                     remove(path)
 
     def _is_intact(self, path: Path) -> bool:
         if path not in self._intact and damage(path) is None:
             self._intact.add(path)
         return path in self._intact
-
-
-def val_loss_at(step: int, val_losses: dict[int, float]) -> float | None:
-    """The validation loss of a step, or the last one before it; None if there is none."""
-    return val_losses[max(earlier)] if (earlier := [at for at in val_losses if at <= step]) else None
 
 
 def snapshot(state, keep: bool = True):
@@ -206,12 +201,13 @@ def snapshot(state, keep: bool = True):
         return gathered.to("cpu", copy=gathered is state) if keep else None  # .cpu() of a CPU's tensor is no copy
     if isinstance(state, dict):
         return {key: snapshot(value, keep) for key, value in state.items()}
-    if isinstance(state, list | tuple):
+    if isinstance(state, list | tuple):  # such as an optimizer's param_groups
         return type(state)(snapshot(value, keep) for value in state)
     return state
 
 
 def tied_once(model: GPT) -> dict[str, torch.Tensor]:
+    # the head is the embedding: gathered or copied under both names, it would take its memory twice
     return {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
 
 
@@ -219,7 +215,7 @@ def filled(config: GPTConfig, state: dict[str, torch.Tensor]) -> GPT:
     """A GPT with these tensors, not copies of them, as its weights."""
     with torch.device("meta"):  # parameters without memory, which the tensors then replace
         gpt = GPT(config)
-    gpt.load_state_dict(state | {"lm_head.weight": state["transformer.wte.weight"]}, assign=True)
+    gpt.load_state_dict(state | {"lm_head.weight": state["transformer.wte.weight"]}, assign=True)  # tied again
     return gpt
 
 
@@ -244,11 +240,12 @@ class ModelFiles:
         """Copy the weights as they are now, to host memory; the result writes the copy into a directory."""
         state = snapshot(tied_once(self.model), self.keep)  # (name: fp32 tensor), 0.5 GB for 124M
         copy = filled(self.model.config, state) if self.keep else None
-        return lambda directory: save_model(directory, copy, self.tokenizer)
+        return lambda directory: save_model(directory, copy, self.tokenizer)  # the writer's thread calls it
 
     def load(self, directory: Path) -> None:
         """Put the weights of a checkpoint into the model, in place."""
         state = load_model(str(directory)).state_dict()
+        # in place, because the optimizer and compiled code hold these very parameters
         for name, tensor in tied_once(self.model).items():
             copy_into(tensor, state[name])
 
@@ -285,7 +282,7 @@ def find_model(model: str) -> str:
         if (newest := newest_intact(path)) is None:
             raise UserError(f"{model} holds no model: neither model.safetensors nor an intact step_NNNNNN directory")
         return str(newest)
-    # a typo in a path must not become a request to the hub
+    # a typo in a path must not become a request to the hub, where anybody could own that name
     local = path.is_absolute() or model.count("/") > 1 or model.startswith((".", "out/"))
     if local or not re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", model):
         raise UserError(f"there is no directory {model}; give a checkpoint, a run directory, or a hub id such as gpt2")
@@ -321,6 +318,7 @@ def load_model(model: str, dropout: float = 0.0, attention: str = "flash") -> GP
     """GPT of a MODEL, in fp32 on the CPU. Raises UserError for what is missing, damaged, or not a GPT-2."""
     model = find_model(model)
     path = Path(model)
+    # models of the hub and of --merge have no sums
     if (path / SUMS).exists() and (problem := damage(path)) is not None:
         other = newest_intact(path.parent)
         raise UserError(f"{path} is damaged: {problem}" + (f"; the newest intact one is {other}" if other else ""))

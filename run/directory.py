@@ -77,8 +77,6 @@ class RunDirectory:
             raise UserError(f"only {n} of {rt.world_size} ranks see {self.checkpoint}; they must share it")
 
     def _lock(self) -> None:
-        if self.path.exists() and not self.path.is_dir():
-            raise UserError(f"--out_dir {self.path} is a file; give a directory")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as e:
@@ -333,13 +331,13 @@ class Run:
         self.log.train_step(step, figures, seconds, int(n_targets), self.facts["flops_per_token"])
         if step == 1 and "uniform_loss" in self.facts:
             self.rt.print(f"first loss {loss:.3f}; if all tokens are equally likely, {self.facts['uniform_loss']:.3f}")
-        self._stop = self._stop or stop > 0
+        self._stop = self._stop or stop > 0  # acted on between steps, where all ranks have read the same figures
         good = math.isfinite(loss) and math.isfinite(grad_norm)
         if good and self._spikes.add(loss):  # a step that is not finite has changed no weight, so it is no spike
             self._spike = (step, loss)
         self._bad_steps = 0 if good else self._bad_steps + 1
         if self._bad_steps >= self.config.max_bad_steps:
-            self._writer.wait()
+            self._writer.wait()  # the checkpoint under way may be the one to name
             newest = self.rt.on_main(lambda: str(newest_intact(self.out_dir) or ""))
             last = f"the last checkpoint is {newest}" if newest else "there is no checkpoint yet"
             raise UserError(
@@ -365,7 +363,7 @@ class Run:
         The data position is not rewound, so the batches since then are skipped, as in PaLM (Chowdhery et al. 2022,
         section 5.1). Without an earlier checkpoint the jump is accepted. Raises UserError if this does not help.
         """
-        (step, loss), self._spike = self._spike, None
+        (step, loss), self._spike = self._spike, None  # from here on `record` and `save` work again
         self._writer.wait()
         self.rt.barrier()  # no rank looks for a checkpoint that another one is still writing
         before = step - self._spikes.PATIENCE  # the weights of the step before the first high loss are suspect, too

@@ -45,7 +45,7 @@ class RunLog:
         self._tracker = import_tracker(config.report_to) if rt.is_main else None
         self._report = self._close_tracker = None
         self._bar: tqdm | None = None
-        self._painter, self._drawing = ThreadPoolExecutor(1), None
+        self._painter, self._drawing = ThreadPoolExecutor(1), None  # Python waits for it at exit
 
     def open(self, step: int) -> None:
         """Continue the log from `step`, and start the tracker."""
@@ -70,8 +70,10 @@ class RunLog:
             return
         record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         self.records.append(record)
+        # opened for each line: it is in the file when the step ends, and a kill cuts one line at most
         with open(self.out_dir / "log.jsonl", "a", encoding="utf-8") as f:
             f.write(json.dumps(record) + "\n")
+        # trackers draw numbers alone: text and lists are in log.jsonl
         numbers = {f"{record['kind']}/{k}": v for k, v in record.items() if type(v) in (int, float) and k != "step"}
         try:
             if self._report and record["kind"] != "run":
@@ -122,7 +124,7 @@ class RunLog:
 
     def close(self) -> None:
         if self.rt.is_main:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # the terminal may be gone
                 self._bar.close()
             self.draw(wait=True)
             if self._close_tracker:
@@ -176,7 +178,7 @@ def describe(kind: str, figures: dict) -> str:
 def about_machine(rt: Runtime) -> dict:
     """What the figures of a run depend on besides its constants."""
     commit = ""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
+    with contextlib.suppress(OSError, subprocess.SubprocessError):  # no git, or a download without its history
         git = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "describe", "--always", "--dirty"]
         commit = subprocess.run(git, capture_output=True, text=True, timeout=10).stdout.strip()
     versions = dict(python=platform.python_version(), torch=torch.__version__)
