@@ -4,6 +4,8 @@ Where such an operator shows without a GPU: `.item()`, `if tensor:`, `tensor[mas
 `.cpu()`, `.tolist()` and `.numpy()` of a tensor that is on the host already do not, but they are calls from Python.
 """
 
+from contextlib import ExitStack
+
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
@@ -44,21 +46,17 @@ class Calls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Watch:
-    """Notes in `found` what would wait, between `start` and `stop`."""
+class Watch(ExitStack):
+    """Notes in `found` what would wait, between `start` and `close`."""
 
     def __init__(self):
-        self.found, self.modes = [], []
+        super().__init__()
+        self.found = []
 
     def start(self) -> None:
-        if not self.modes:
-            self.modes = [Operators(self.found), Calls(self.found)]
-            for mode in self.modes:
-                mode.__enter__()
-
-    def stop(self) -> None:
-        while self.modes:
-            self.modes.pop().__exit__(None, None, None)
+        self.close()
+        self.enter_context(Operators(self.found))
+        self.enter_context(Calls(self.found))
 
 
 PLANTED = {
@@ -82,7 +80,7 @@ def test_what_waits_is_seen(kind):
         tensor.requires_grad_().register_hook(lambda grad: grad if grad.sum() > 0 else None)
     watch.start()
     PLANTED[kind](tensor)
-    watch.stop()
+    watch.close()
     assert watch.found
     torch.ones(()).item()
     assert len(watch.found) <= 2  # and nothing afterwards
@@ -90,36 +88,27 @@ def test_what_waits_is_seen(kind):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_nothing_in_the_loop_s_body_waits_for_the_device(train, tmp_path, monkeypatch, optimizer):
-    watch, steps = Watch(), []
-    real = {name: getattr(train_gpt2, name) for name in ("to_inputs", "learning_rate")}
-    log_step = Run.log_step
+    watch, to_inputs, log_step = Watch(), train_gpt2.to_inputs, Run.log_step
 
-    def to_inputs(*micro):  # the first thing that the body calls
+    def first_call(*micro):  # of the body
         watch.start()
-        return real["to_inputs"](*micro)
+        return to_inputs(*micro)
 
-    def learning_rate(step, config):
-        steps.append(step)
-        return real["learning_rate"](step, config)
+    def last_call(*args):
+        log_step(*args)
+        watch.close()
 
     def read_later(self, tensor):  # on a GPU a copy is started, and read a step later
         with torch._C.DisableTorchFunction():
             values = tensor.tolist()
         return lambda: values
 
-    def log(*args):  # the last thing
-        log_step(*args)
-        watch.stop()
-
-    monkeypatch.setattr(train_gpt2, "to_inputs", to_inputs)
-    monkeypatch.setattr(train_gpt2, "learning_rate", learning_rate)
+    monkeypatch.setattr(train_gpt2, "to_inputs", first_call)
+    monkeypatch.setattr(Run, "log_step", last_call)
     monkeypatch.setattr(Runtime, "read_later", read_later)
     monkeypatch.setattr(Runtime, "steps_ahead", 1)
-    monkeypatch.setattr(Run, "log_step", log)
-    options = dict(dtype="bfloat16", max_steps=4, eval_interval=0, sample_interval=0, dropout=0.1)
-    try:
+    with watch:
+        options = dict(dtype="bfloat16", max_steps=4, eval_interval=0, sample_interval=0, dropout=0.1)
         assert train(optimizer=optimizer, **options).returncode == 0
-    finally:
-        watch.stop()
-    assert steps == [1, 2, 3, 4] == [r["step"] for r in log_of(tmp_path / "run", "train")]
+    assert [r["step"] for r in log_of(tmp_path / "run", "train")] == [1, 2, 3, 4]
     assert not watch.found
