@@ -27,17 +27,9 @@ import torch
 import hellaswag
 from bpe.tokenizer import Tokenizer
 from cli import Count, NonNegative, Positive, Probability, Range, Seed, UserError, parse_args, script
-from corpus.order import (
-    Batches,
-    TokenStream,
-    find_shards,
-    fingerprint,
-    read_manifest,
-    to_inputs,
-    training_batches,
-    validation_batches,
-)
+from corpus.order import Batches, to_inputs, training_batches, validation_batches
 from corpus.shards import data_tokenizer, origin, prepare_text
+from corpus.stream import TokenStream, find_shards, read_manifest
 from learning.evaluation import complete, validate
 from learning.fp8 import FP8_PRODUCTS
 from learning.memory import Layout, checkpoint_bytes, n_parameters, table
@@ -260,7 +252,7 @@ def open_data(config: Config, shape: GPTConfig, rt: Runtime) -> Data:
     if config.hellaswag_interval:
         task = hellaswag.validation_task(config.hellaswag_data, tokenizer, shape, rt)
     token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(rt.device)
-    return Data(tokenizer, order, val, token_bytes, task, fingerprint(train), origin(shards))
+    return Data(tokenizer, order, val, token_bytes, task, train.digest(), origin(shards))
 
 
 def micro_batches_from(data_step: int, config: Config, data: Data) -> Iterator[list]:

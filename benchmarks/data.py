@@ -12,7 +12,6 @@ import contextlib
 import functools
 import io
 import multiprocessing
-import os
 import shutil
 import sys
 import tempfile
@@ -26,8 +25,8 @@ import torch
 import fineweb
 from benchmarks.measure import ROOT, Common, peak_memory, rates, timed
 from cli import UserError
-from corpus.order import Batches, TokenStream, find_shards, training_batches
-from corpus.shards import npy_header
+from corpus.order import Batches, training_batches
+from corpus.stream import TokenStream, find_shards
 from run.runtime import Runtime, prefetch
 
 ROWS, T = 64, 1024  # of a batch
@@ -168,14 +167,13 @@ def read(stream: TokenStream, steps: int, shuffle: bool, wrap: Callable = lambda
 
 
 def in_thread(batches):
-    return prefetch(batches, torch.device("cpu"))
+    return prefetch(([(windows,) for windows in step] for step in batches), torch.device("cpu"))
 
 
 def empty_shards(folder: Path) -> list[Path]:
     """100 shards of 100M tokens, all zero, for which a file system that knows holes needs no room."""
     folder.mkdir()
-    paths, header = [folder / f"x_train_{i:06d}.npy" for i in range(100)], npy_header(10**8, np.dtype(np.uint16))
+    paths = [folder / f"x_train_{i:06d}.npy" for i in range(100)]
     for path in paths:
-        path.write_bytes(header)
-        os.truncate(path, len(header) + 2 * 10**8)
+        np.lib.format.open_memmap(path, "w+", np.uint16, (10**8,))
     return paths

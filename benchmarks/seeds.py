@@ -27,8 +27,9 @@ import torch
 from benchmarks.measure import ROOT, Common
 from bpe.tokenizer import cpu_count
 from cli import Range, UserError
-from corpus.order import Batches, TokenStream, find_shards, to_inputs, validation_batches
+from corpus.order import Batches, to_inputs, validation_batches
 from corpus.shards import prepare_text
+from corpus.stream import TokenStream, find_shards
 from learning.optim import Muon, Optimizer, learning_rate, make_optimizer
 from model import GPT, GPTConfig
 from run.runtime import Runtime

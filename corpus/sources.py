@@ -2,8 +2,8 @@
 
     source -> files -> units -> documents
 
-- source: files, folders, globs, or OWNER/NAME[/FOLDER or /GLOB] of a dataset of the hub
-- file: .parquet, .jsonl or .txt, plain or compressed; those of the hub are downloaded a little before they are used
+- source: files, folders, globs, or OWNER/NAME[/FOLDER or /GLOB] of a dataset on the hub
+- file: .parquet, .jsonl or .txt, plain or compressed; those on the hub are downloaded shortly before they are used
 - unit: a part of a file with about UNIT_BYTES of text, so that memory does not grow with the size of files
 - document: a row, a line, or the text up to two blank lines
 
@@ -17,20 +17,19 @@ import glob
 import json
 import os
 import re
-import sys
 import threading
-import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import quote
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from tqdm import tqdm
 
 from cli import UserError, sha256
 
@@ -113,12 +112,18 @@ def local_file(path: Path) -> SourceFile:
 
 def hub_source(name: str, revision: str) -> Source:
     """The files of a dataset of the hub, of one kind, of its training split if it has one. Raises UserError."""
-    from huggingface_hub import HfApi
+    from huggingface_hub import DatasetInfo, constants
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
 
     owner, dataset, *rest = name.strip("/").split("/")
     repo, folder = f"{owner}/{dataset}", "/".join(rest)
-    ask = partial(HfApi().dataset_info, repo, revision=revision, files_metadata=True, timeout=60)
-    info = patiently(ask, f"the list of files of {repo}", attempts=3)
+    with hub_errors(f"the list of files of {repo}"):  # HfApi().dataset_info asks once, and a busy hub says no
+        url = f"{constants.ENDPOINT}/api/datasets/{repo}/revision/{quote(revision, safe='')}"
+        answer = http_backoff(
+            "GET", url, params={"blobs": True}, headers=build_hf_headers(), timeout=60, max_retries=2
+        )
+        hf_raise_for_status(answer)
+        info = DatasetInfo(**answer.json())
     known = [f for f in info.siblings or [] if is_name(f.rfilename) and kind_of(f.rfilename)]
     chosen = [f for f in known if any(fnmatch.fnmatch(f.rfilename, p) for p in (folder or "*", f"{folder}/*"))]
     chosen = [f for f in chosen if "train" in f.rfilename] or chosen
@@ -128,7 +133,7 @@ def hub_source(name: str, revision: str) -> Source:
         raise UserError(f"{repo} has no data file in {folder or '.'}; it has some in {folders}: add one to its name")
     hashes = [getattr(f.lfs, "sha256", None) or f.blob_id or "" for f in chosen]
     files = [SourceFile(f.rfilename, max(int(f.size or 0), 0), h) for f, h in zip(chosen, hashes, strict=True)]
-    return Source(sorted(files), repo, info.sha)
+    return Source(sorted(files), repo, info.sha or revision)
 
 
 def is_name(name: object) -> bool:
@@ -136,88 +141,85 @@ def is_name(name: object) -> bool:
     return isinstance(name, str) and not {"/", ".."} & {*Path(name).parts}
 
 
-def patiently(call: Callable, what: str, attempts: int = 6):
-    """`call()`; again where the hub is busy or the network fails, after as long as the hub asks for; then UserError."""
+@contextmanager
+def hub_errors(what: str, instead: str = "") -> Iterator[None]:
+    """Whatever the hub or the network does wrong becomes one UserError; a full disk stays what it is.
+
+    The classes of these errors have changed with the versions of huggingface_hub, so all are caught. It has tried again
+    by then: it waits as long as Retry-After says, and resumes connections that break.
+    """
     from huggingface_hub.constants import ENDPOINT
 
-    for attempt in range(attempts):
-        try:
-            return call()
-        except Exception as e:  # which classes there are has changed with the versions of the hub's library
-            of_network = isinstance(e, OSError) or type(e).__module__.startswith("httpx")
-            not_understood = isinstance(e, ValueError | KeyError | TypeError)  # a name, or what was answered
-            if getattr(e, "errno", 0) in (errno.ENOSPC, errno.EDQUOT) or not (of_network or not_understood):
-                raise
-            response = getattr(e, "response", None)
-            status = getattr(response, "status_code", 0)
-            reason = f"HTTP {status}" if status else f"{type(e).__name__}: {e}".splitlines()[0]
-            if not_understood or status in (401, 403, 404) or attempt == attempts - 1:
-                raise UserError(
-                    f"cannot get {what} from {ENDPOINT} ({reason}); check the name, the revision and the network, log "
-                    "in with `hf auth login`, set HF_ENDPOINT to a mirror, or give local files that exist"
-                ) from e
-            after = response.headers.get("Retry-After", "") if response is not None else ""
-            pause = int(after) if after.isdigit() else 2**attempt
-            tqdm.write(f"{what}: {reason}; again in {pause} s", file=sys.stderr)
-            time.sleep(pause)
+    try:
+        yield
+    except Exception as e:
+        if getattr(e, "errno", 0) in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        status = getattr(getattr(e, "response", None), "status_code", 0)
+        reason = f"HTTP {status}" if status else f"{type(e).__name__}: {e}".splitlines()[0]
+        raise UserError(
+            f"cannot get {what} from {ENDPOINT} ({reason}); check the name, the revision and the network, log in with "
+            f"`hf auth login`, set HF_ENDPOINT to a mirror, or give local files{instead}"
+        ) from e
 
 
 # ------------------------------------------------------------------------------------------------ files on this disk
 
 
-def arriving(source: Source, folder: Path, first: int = 0, ahead: int = 0) -> Iterator[Path]:
+def arriving(source: Source, folder: Path, first: int = 0, ahead: int = 1) -> Iterator[Path]:
     """The files from number `first` on, each as soon as it is on this disk. Raises UserError.
 
-    While one of the hub is in use, `ahead` more are downloaded to `folder`, as many at a time.
+    Files of the hub are downloaded to `folder`, `ahead` at a time: the one that comes next, and those after it.
     """
+    files = iter(source.files[first:])
     if not source.repo:
-        yield from (Path(file.name) for file in source.files[first:])
+        yield from (Path(file.name) for file in files)
         return
-    coming = [Future() for _ in source.files]
-    room = threading.Semaphore(ahead + 1)
-    numbers = iter(range(first, len(coming)))
+    coming = deque(start_download(source, file, folder) for file in islice(files, ahead))
+    while coming:
+        path = coming.popleft().result()
+        coming.extend(start_download(source, file, folder) for file in islice(files, 1))
+        yield path
+
+
+def start_download(source: Source, file: SourceFile, folder: Path) -> Future:
+    """`download` in a daemon thread: a script that is stopped does not wait for it, as it would for an executor's."""
+    future = Future()
 
     def work() -> None:
-        while room.acquire() and (number := next(numbers, None)) is not None:
-            try:
-                coming[number].set_result(download(source, source.files[number], folder))
-            except BaseException as e:
-                coming[number].set_exception(e)
+        try:
+            future.set_result(download(source, file, folder))
+        except BaseException as e:
+            future.set_exception(e)
 
-    for _ in range(max(ahead, 1)):  # daemons: a script that was stopped does not wait for its downloads
-        threading.Thread(target=work, daemon=True).start()
-    for future in coming[first:]:
-        yield future.result()
-        room.release()
+    threading.Thread(target=work, daemon=True).start()
+    return future
 
 
 def download(source: Source, file: SourceFile, folder: Path) -> Path:
-    """The path on this disk of a file of the hub, whose hash it has. A download resumes where an earlier one broke off;
-    hf_hub_download would start over, since it deletes what it has when it fails."""
-    from huggingface_hub import hf_hub_url, try_to_load_from_cache
+    """The path on this disk of a file of the hub.
+
+    huggingface_hub does the work. `hf_hub_download` of 2.4.0 would begin again after a kill, leave what it had on the
+    disk, and take content that does not have the hub's hash: hence a `.part` that is resumed, and the comparison.
+    """
+    from huggingface_hub import hf_hub_url
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers, disable_progress_bars
 
-    place = dict(repo_id=source.repo, filename=file.name, repo_type="dataset", revision=source.commit)
     path = folder / file.name
-    for there in (path, try_to_load_from_cache(**place)):
-        if isinstance(there, str | Path) and has_hash(Path(there), file):
-            return Path(there)
-    disable_progress_bars()  # its bars would tear apart ours
+    part = path.with_name(f"{path.name}.{file.version[:8]}.part")  # of this content and no other
+    if has_hash(path, file):
+        return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-
-    def get() -> None:
-        with open(part, "ab") as f:
-            if not file.sha256 or f.tell() > file.bytes > 0:  # no hash would tell what the beginning belongs to
-                f.truncate(0)
-            size = dict(resume_size=f.tell(), expected_size=file.bytes or None)
-            http_get(hf_hub_url(**place), f, headers=build_hf_headers(), **size)
+    disable_progress_bars()  # they would garble ours
+    url = hf_hub_url(source.repo, file.name, repo_type="dataset", revision=source.commit)
+    with hub_errors(file.name):
+        with open(part, "ab" if file.version else "wb") as f:
+            sizes = dict(resume_size=f.tell(), expected_size=file.bytes or None)
+            http_get(url, f, headers=build_hf_headers(), **sizes)
         if file.sha256 and not has_hash(part, file):
             part.unlink()
-            raise OSError(f"{file.name} arrived damaged")
-
-    patiently(get, file.name)
+            raise OSError("it arrived damaged: its hash is not the hub's")
     part.replace(path)
     return path
 
@@ -239,29 +241,25 @@ class Unit(NamedTuple):
     """A part of a file: what a worker process turns into tokens at once."""
 
     path: Path
-    at: int  # where it begins: a row of a .parquet, in other files a byte of the text
+    at: int  # the byte of the text where it begins; 0 in a .parquet
     content: range | list[str | None] | bytes  # row groups that are still to be read, rows, or whole lines or a text
-    done: float  # the fraction of the file that ends with this unit
     continued: bool = False  # its first document began in the unit before
 
 
-def units_of(path: Path, text_field: str, cut: re.Pattern | None = None, at: int = 0) -> Iterator[Unit]:
-    """The units of a file from `at` on, where a unit began earlier.
+def units_of(path: Path, text_field: str, cut: re.Pattern | None = None) -> Iterator[Unit]:
+    """The units of a file, the same ones every time.
 
     `cut` matches where a document in a .txt may be cut without harm; None cuts it between documents only.
     Raises UserError if the file is damaged or has no such field.
     """
     with readable(path):
         if kind_of(path.name) == ".parquet":
-            yield from parquet_units(path, text_field, at)
+            yield from parquet_units(path, text_field)
         elif is_txt(path):
-            for unit in stream_units(path, at, partial(end_of_match, pattern=cut or AFTER_BLANK_LINES)):
+            for unit in stream_units(path, partial(end_of_match, pattern=cut or AFTER_BLANK_LINES)):
                 yield unit._replace(continued=cut is not None and unit.at > 0)
         else:
-            for unit in stream_units(path, at, lambda block: block.find(b"\n") + 1):
-                if unit.at == 0:
-                    check_keys(unit, text_field)
-                yield unit
+            yield from stream_units(path, lambda block: block.find(b"\n") + 1)
 
 
 def is_txt(path: Path) -> bool:
@@ -280,33 +278,25 @@ def readable(path: Path, at: int = 0) -> Iterator[None]:
         raise UserError(f"cannot read {path}: {e}; {remedy}") from e
 
 
-def parquet_units(path: Path, text_field: str, at: int) -> Iterator[Unit]:
-    """Small row groups together, for the workers to read. A large one is read here, in parts: that is possible from its
-    first row on only, and every worker would read all of it."""
+def parquet_units(path: Path, text_field: str) -> Iterator[Unit]:
+    """Small row groups together, for the workers to read. A large one is read here, in parts: rows can be read from
+    the first one of a group on only, so every worker would read all of it."""
     with pq.ParquetFile(path, **AS_STREAM) as file:
-        column, total = text_column(file, path, text_field), max(file.metadata.num_rows, 1)
-        groups, size, begin, row = range(0), 0, 0, 0  # of the unit to come: row groups, bytes, first row
-        for group in range(file.num_row_groups):
-            meta = file.metadata.row_group(group)
-            n_bytes, end = meta.column(column).total_uncompressed_size, row + meta.num_rows
-            in_parts = n_bytes > 2 * UNIT_BYTES or row < at < end
-            if groups and (in_parts or size + n_bytes > UNIT_BYTES):
-                yield Unit(path, begin, groups, row / total)
-                groups = range(0)
-            if in_parts:
-                step = max(meta.num_rows * UNIT_BYTES // n_bytes, 1)
-                for batch in file.iter_batches(step, row_groups=[group], columns=[text_field], use_threads=False):
-                    row, batch = max(row, min(at, row + len(batch))), batch.slice(max(at - row, 0))
-                    if len(batch):
-                        yield Unit(path, row, batch.column(0).to_pylist(), (row + len(batch)) / total)
-                        row += len(batch)
-            elif end > at:  # what is before was written before an interruption
-                if not groups:
-                    groups, size, begin = range(group, group), 0, row
-                groups, size = range(groups.start, group + 1), size + n_bytes
-            row = end
+        column, groups, size = text_column(file, path, text_field), range(0), 0  # row groups of a unit, their bytes
+        for number in range(file.num_row_groups):
+            group = file.metadata.row_group(number)
+            n_bytes = group.column(column).total_uncompressed_size
+            if groups and size + n_bytes > UNIT_BYTES:
+                yield Unit(path, 0, groups)
+                groups, size = range(0), 0
+            if n_bytes > 2 * UNIT_BYTES:
+                rows = max(group.num_rows * UNIT_BYTES // n_bytes, 1)
+                for batch in file.iter_batches(rows, row_groups=[number], columns=[text_field], use_threads=False):
+                    yield Unit(path, 0, batch.column(0).to_pylist())
+            else:
+                groups, size = range(groups.start if groups else number, number + 1), size + n_bytes
         if groups:
-            yield Unit(path, begin, groups, 1.0)
+            yield Unit(path, 0, groups)
 
 
 def text_column(file: pq.ParquetFile, path: Path, text_field: str) -> int:
@@ -319,28 +309,21 @@ def text_column(file: pq.ParquetFile, path: Path, text_field: str) -> int:
     return [file.schema.column(i).path for i in range(len(file.schema))].index(text_field)
 
 
-def stream_units(path: Path, at: int, place: Callable[[bytes], int]) -> Iterator[Unit]:
+def stream_units(path: Path, place: Callable[[bytes], int]) -> Iterator[Unit]:
     """Parts of a text, plain or compressed, cut at the first place in each block; `place` finds it, or says 0."""
-    with open(path, "rb") as raw:
-        size = os.fstat(raw.fileno()).st_size
-        compression = COMPRESSIONS.get(path.suffix)
-        stream = pa.input_stream(raw, compression=compression) if compression else raw
-        if not compression:
-            raw.seek(at)
-        for n in range(0, at if compression else 0, UNIT_BYTES):  # this one can only be read from its first byte on
-            stream.read(min(at - n, UNIT_BYTES))
-        unit = bytearray()
+    with pa.input_stream(str(path), compression=COMPRESSIONS.get(path.suffix)) as stream:
+        at, unit = 0, bytearray()
         while block := stream.read(UNIT_BYTES):
             end = place(block) if unit else 0  # never in the first block, whose unit would be tiny
             unit += block[: end or None]
             if end:
-                yield Unit(path, at, bytes(unit), raw.tell() / size)
+                yield Unit(path, at, bytes(unit))
                 at += len(unit)
                 unit = bytearray(block[end:])
             elif len(unit) > LONGEST:
                 raise ValueError(f"a line or document of more than {LONGEST:,} bytes")
         if unit:
-            yield Unit(path, at, bytes(unit), 1.0)
+            yield Unit(path, at, bytes(unit))
 
 
 def end_of_match(block: bytes, pattern: re.Pattern) -> int:
@@ -348,18 +331,6 @@ def end_of_match(block: bytes, pattern: re.Pattern) -> int:
     text = block.decode("utf-8", "surrogateescape")  # up to 3 bytes are left of a character from the block before
     match = pattern.search(text, 4)
     return len(text[: match.end()].encode("utf-8", "surrogateescape")) if match else 0
-
-
-def check_keys(unit: Unit, text_field: str) -> None:
-    """Does the first line have the field? Raises UserError, which names those that it has."""
-    line = text_bytes(unit).lstrip().partition(b"\n")[0] or b"{}"
-    try:
-        keys = json.loads(line).keys()
-    except (ValueError, AttributeError, RecursionError):
-        raise UserError(f"the first line of {unit.path} is no JSON object, and every line has to be one") from None
-    if keys and text_field not in keys:
-        names = ", ".join(keys)
-        raise UserError(f"{unit.path} has no {text_field!r} in its first line; give --text_field one of {names}")
 
 
 # ------------------------------------------------------------------------------------------------ units -> documents
@@ -378,7 +349,7 @@ def documents_of(unit: Unit, text_field: str) -> Iterator[tuple[str | None, str]
 
 
 def text_bytes(unit: Unit) -> bytes:
-    """A byte order mark in front is no part of the text."""
+    """The text without a byte order mark, which is not part of it."""
     return unit.content if unit.at else unit.content.removeprefix(codecs.BOM_UTF8)
 
 

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from bpe.tokenizer import Tokenizer
-from corpus.order import find_shards, read_manifest
+from corpus.stream import find_shards, read_manifest
 from fineweb import Config, make_shards
 from tests.helpers import ROOT
 

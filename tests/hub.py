@@ -15,24 +15,26 @@ class Hub(http.server.ThreadingHTTPServer):
     """As much of the hub's protocol as a download of a dataset needs, with the hub's moods.
 
     The files are below `folder`, and behind a redirect, as on the real hub. The first `busy` requests are answered with
-    429 and Retry-After; the first download of a file in `cut` ends after 3000 bytes, with the connection.
+    429 and Retry-After. `moods` says what happens to the first download of a file: `cut` ends it half-way, with the
+    connection, `stall` sends three quarters and no more, and `spoil` changes a byte.
     """
 
     COMMIT = "0123456789abcdef0123456789abcdef01234567"
     daemon_threads = True
 
-    def __init__(self, folder: Path, busy: int = 0, cut: tuple[str, ...] = ()):
+    def __init__(self, folder: Path, busy: int = 0, moods: dict[str, str] | None = None):
         super().__init__(("127.0.0.1", 0), HubRequest)
-        self.folder, self.busy, self.cut = folder, busy, cut
+        self.folder, self.busy, self.moods = folder, busy, moods or {}
         self.requests: list[tuple[str, str | None, int]] = []  # path, Range, status
         self.now = self.most = 0
-        self.lock = threading.Lock()
+        self.lock, self.over = threading.Lock(), threading.Event()
 
     def __enter__(self):
         threading.Thread(target=self.serve_forever, daemon=True).start()
         return self
 
     def __exit__(self, *exc):
+        self.over.set()
         self.shutdown()
         self.server_close()
 
@@ -91,15 +93,22 @@ class HubRequest(http.server.BaseHTTPRequestHandler):
             hub.now += 1
             hub.most = max(hub.most, hub.now)
         try:
-            body, broken = data[start:], first and path.name in hub.cut
+            body, mood = data[start:], hub.moods.get(path.name) if first else None
+            if mood == "spoil":
+                body = body[:-1] + bytes([body[-1] ^ 1])
+            sent = body[: len(body) // 2] if mood == "cut" else body[: len(body) * 3 // 4] if mood == "stall" else body
             headers = dict(Content_Range=f"bytes {start}-{len(data) - 1}/{len(data)}") if span else {}
             headers |= dict(Content_Length=str(len(body)))
-            self.answer(206 if span else 200, body[:3000] if broken else body, **headers)
-            if broken:
+            self.answer(206 if span else 200, sent, **headers)
+            if mood == "stall":
+                hub.over.wait()
+            if len(sent) < len(body):
                 self.close_connection = True
                 self.wfile.flush()
                 self.connection.shutdown(socket.SHUT_RDWR)
             time.sleep(0.02)
+        except OSError:
+            pass  # the client was killed
         finally:
             with hub.lock:
                 hub.now -= 1

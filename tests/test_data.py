@@ -10,16 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corpus import order as data
-from corpus.order import (
-    IGNORED,
-    Batches,
-    TokenStream,
-    permutation,
-    to_inputs,
-    training_batches,
-    validation_batches,
-)
+from corpus import stream as reading
+from corpus.order import IGNORED, Batches, permutation, to_inputs, training_batches, validation_batches
+from corpus.stream import TokenStream
 from model import GPT, GPTConfig
 from tests.helpers import ROOT
 from tests.token_shards import VOCAB, T, open_stream, write_shards
@@ -71,17 +64,6 @@ def test_the_union_over_ranks_is_every_window_once_an_epoch(stream, world_size, 
     assert (seen[n : 2 * n] == later) == (not shuffle), "epochs have orders of their own"
 
 
-def test_from_the_second_epoch_on_windows_are_cut_elsewhere():
-    batches = Batches(Counting(50 * 16 + 9), 16, 1337, True)
-    shifts = [batches.shift(epoch) for epoch in range(40)]
-    assert shifts[0] == 0 and len(set(shifts)) > 10 and set(shifts) <= set(range(16))
-    assert shifts[:4] == [0, 9, 13, 8], "runs of an earlier version would resume with other data"
-    assert {Batches(batches.stream, 16, 1337, False).shift(epoch) for epoch in range(40)} == {0}, "file order stays"
-    for epoch, shift in enumerate(shifts):
-        starts = sorted(batches.global_batch(50 * epoch, 50))
-        assert starts == [min(16 * window + shift, 50 * 16 + 8 - 16) for window in range(50)]
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("micro_rows", [1, 2])
 def test_the_global_batch_depends_neither_on_ranks_nor_on_micro_batches(stream, world_size, micro_rows):
@@ -115,12 +97,16 @@ def test_a_batch_that_ranks_and_micro_batches_do_not_divide_drops_no_row_but_fai
         next(Batches(Counting(101), 10, 0, True, 0, world_size).micro_batches(0, rows, micro_rows))
 
 
+def test_windows_are_cut_elsewhere_from_the_second_epoch_on_and_the_same_for_good():
+    batches = Batches(Counting(50 * 16 + 9), 16, 1337, True)
+    assert [batches.shift(epoch) for epoch in range(4)] == [0, 9, 13, 8], "older runs would resume with other data"
+    assert {Batches(batches.stream, 16, 1337, False).shift(epoch) for epoch in range(40)} == {0}, "file order stays"
+
+
 def test_the_permutation_is_fixed_by_seed_and_epoch_for_good():
     for n in (1, 2, 3, 1000, 65537):
         assert sorted(permutation(n, 1, 2).tolist()) == list(range(n))
-    assert permutation(12, 1337, 0).tolist() == [10, 5, 1, 6, 11, 7, 8, 4, 0, 9, 2, 3], (
-        "runs of an earlier version would resume with other data"
-    )
+    assert permutation(12, 1337, 0).tolist() == [10, 5, 1, 6, 11, 7, 8, 4, 0, 9, 2, 3], "older runs would not resume"
     orders = {tuple(permutation(50, seed, epoch).tolist()) for seed in range(4) for epoch in range(4)}
     assert len(orders) == 16
 
@@ -181,16 +167,6 @@ def test_inputs_and_targets_are_the_same_of_arrays_and_tensors(stream):
     assert np.array_equal(idx[:5, 1:], targets[:5, :-1]) and (idx >= 0).all() and (targets[5:] == IGNORED).all()
 
 
-def test_padded_micro_batches_look_like_full_ones_to_compiled_code(stream):
-    layouts = set()
-    for rows in (8, 5):
-        [windows] = validation_batches(stream, T, 8, rows * T)
-        tensors = to_inputs(torch.from_numpy(windows))
-        layouts.add(tuple((t.shape, t.stride(), t.dtype) for t in tensors))
-    assert len(layouts) == 1
-    assert tensors[0].is_contiguous()
-
-
 def test_padding_changes_no_loss(tmp_path):
     """25 tokens scored in padded rows, against the same tokens in rows of their own length."""
     assert IGNORED == torch.nn.CrossEntropyLoss().ignore_index
@@ -208,18 +184,31 @@ def test_padding_changes_no_loss(tmp_path):
 # --------------------------------------------------------------------------------------------- what it knows nothing of
 
 
-def test_reading_shards_needs_nothing_but_numpy_and_the_command_line(tmp_path):
-    others = "torch tqdm regex tiktoken tyro pyarrow bpe model run corpus.shards corpus.sources".split()
-    read = (
-        "stream = data.TokenStream(data.find_shards(sys.argv[1], 'train'), 1000); b = data.Batches(stream, 16, 1, True)"
-    )
-    use = "next(data.training_batches(b, 8, 0, 9, 4)); next(data.validation_batches(stream, 16, 4, 0))"
-    found = f"print([name for name in {others} if name in sys.modules])"
-    code = f"import sys; from corpus import order as data; {read}; {use}; {found}"
-    write_shards(tmp_path)
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert result.stdout == "[]\n", result.stderr
+READING = {"cli", "corpus", "corpus.stream"}
+WRITING = READING | {"corpus.shards", "corpus.sources", "bpe"}
+
+
+@pytest.mark.parametrize(
+    "module, ours",
+    [
+        ("corpus.stream", READING),
+        ("corpus.order", READING | {"corpus.order"}),
+        ("corpus.sources", {"cli", "corpus", "corpus.sources"}),
+        ("corpus.shards", WRITING),
+        ("fineweb", WRITING | {"fineweb"}),
+    ],
+)
+def test_what_prepares_and_reads_data_imports_no_torch_and_no_more_of_ours_than_it_says(module, ours):
+    code = f"import sys; before = set(sys.modules); import {module}; print(*set(sys.modules) - before)"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    imported = set(result.stdout.split())
+    files = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in ROOT.glob("[!.]*/*.py")}
+    files |= {path.stem for path in ROOT.glob("*.py")}
+    found = {name for name in imported & (files | {"corpus"}) if not name.startswith("bpe.")}
+    assert found | ({"bpe"} & imported) == ours
+    assert not imported & {"torch", "datasets", "transformers", "huggingface_hub"}
+    if ours <= READING | {"corpus.order"}:
+        assert not imported & {"tqdm", "regex", "tiktoken", "tyro", "pyarrow"}
 
 
 # ------------------------------------------------------------------------------------------------------------ memory
@@ -241,11 +230,11 @@ def test_resident_memory_is_flat(tmp_path, monkeypatch):
     np.save(tmp_path / "x_train_000000.npy", np.zeros(128 * 2**20, np.uint16))  # 256 MB
     stream = open_stream(tmp_path)
     batches, most = Batches(stream, 1024, 1, True), 0
-    monkeypatch.setattr(data, "RELEASE_AFTER", 31)  # at most two batches of 32 windows
+    monkeypatch.setattr(reading, "RELEASE_AFTER", 31)  # at most two batches of 32 windows
     for _ in training_batches(batches, 32, 0, 512, 32):
         most = max(most, resident_pages_of("x_train_000000.npy"))
     assert 0 < most < 150 * 2**20  # a fault maps what the system has cached around it, up to 2 MB a window
-    monkeypatch.setattr(data, "RELEASE_AFTER", 10**9)
+    monkeypatch.setattr(reading, "RELEASE_AFTER", 10**9)
     list(training_batches(batches, 32, 0, 512, 32))
     # without a release they pile up, though the system may take some of them back by itself
     assert resident_pages_of("x_train_000000.npy") > most

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bpe.tokenizer import Tokenizer
-from corpus.order import TokenStream, find_shards
+from corpus.stream import TokenStream, find_shards
 from tests.helpers import ROOT, log_of
 
 

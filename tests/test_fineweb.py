@@ -3,10 +3,7 @@
 import gzip
 import hashlib
 import json
-import os
 import shutil
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -17,8 +14,8 @@ import fineweb
 from bpe.tokenizer import Tokenizer
 from cli import UserError
 from corpus import sources
-from corpus.order import find_shards, read_manifest
 from corpus.shards import verify
+from corpus.stream import find_shards, read_manifest
 from fineweb import Config
 from tests.corpora import (
     SHARD,
@@ -30,14 +27,12 @@ from tests.corpora import (
     shard_paths,
     write_parquet,
 )
-from tests.helpers import ROOT, arguments, assert_user_error, command, environment, run_inline, run_script, succeed
+from tests.helpers import ROOT, arguments, assert_user_error, run_inline, run_script, succeed
 
 # ------------------------------------------------------------------------------------------------------- the same bytes
 
 
-@pytest.mark.parametrize(
-    "method, workers", [("fork", 1), ("spawn", 2), ("fork", 4), ("spawn", 1), ("fork", 2), ("spawn", 4)]
-)
+@pytest.mark.parametrize("method, workers", [("fork", 1), ("spawn", 2), ("fork", 4)])
 def test_shards_are_those_of_the_plain_loop(corpus, tokenizer, tmp_path, method, workers):
     folder, docs = corpus
     out_dir = tmp_path / "shards"
@@ -109,15 +104,8 @@ def test_all_formats_in_one_folder(tokenizer, tmp_path, monkeypatch):
 def test_a_long_text_has_the_tokens_that_it_has_as_a_whole(tmp_path, monkeypatch, pattern, end):
     """Whether its documents are shorter than a unit or longer."""
     monkeypatch.setattr(sources, "UNIT_BYTES", 3000)
-    prose = (ROOT / "input.txt").read_text()[:40_000]
-    text = (
-        prose
-        + "\n\n\n\n"
-        + "中文也一样，\u3000没有空格的句子很长。\n\n\n" * 100
-        + prose[:9000]
-        + "\n" * 5000
-        + "the end  \n"
-    )
+    prose, chinese = (ROOT / "input.txt").read_text()[:40_000], "中文也一样，\u3000没有空格的句子很长。\n\n\n" * 100
+    text = prose + "\n\n\n\n" + chinese + prose[:9000] + "\n" * 5000 + "the end  \n"
     docs = sources.documents(text.replace("\n", end))
     tok = Tokenizer.train(docs, 400, pattern)
     tok.save(tmp_path / "tokenizer.json")
@@ -158,54 +146,38 @@ def test_a_truncated_file_is_named_and_what_came_before_it_is_kept(corpus, token
     assert complete > 2
     shutil.copy(folder / broken.name, broken)
     result = succeed("fineweb.py", **options(copy, out_dir, tokenizer))
-    assert f"resume  after {complete} complete shards" in result.stdout
+    assert f"after {complete} complete shards" in result.stdout
     assert_shards(out_dir, plain_shards(docs, Tokenizer.load(tokenizer)))
 
 
-def test_damage_inside_a_file_is_reported_by_its_worker(corpus, tokenizer, tmp_path):
-    path = shutil.copy(corpus[0] / "part_00.parquet", tmp_path / "damaged.parquet")
-    data = bytearray(Path(path).read_bytes())
-    data[4:3000] = os.urandom(2996)
-    Path(path).write_bytes(data)
-    with pytest.raises(UserError, match="cannot read .*damaged.parquet"):
-        run_here(path, tmp_path / "shards", tokenizer)
-
-
-def test_a_compressed_file_that_is_cut_short(tokenizer, tmp_path):
-    path = tmp_path / "docs.jsonl.gz"
-    lines = "".join(json.dumps({"text": doc}) + "\n" for doc in make_documents(60))
-    path.write_bytes(gzip.compress(lines.encode())[:-1000])
-    with pytest.raises(UserError, match="cannot read .*docs.jsonl.gz"):
-        run_here(path, tmp_path / "shards", tokenizer)
-
-
 def test_a_source_without_documents(tokenizer, tmp_path):
-    with pytest.raises(UserError, match="missing.parquet: no such file"):
+    with pytest.raises(UserError, match="missing.parquet"):
         run_here("missing.parquet", tmp_path / "shards", tokenizer)
     assert not (tmp_path / "shards").exists()
     (tmp_path / "x.txt").touch()
     with pytest.raises(UserError, match="no document in .*x.txt; skipped: none"):
         run_here(tmp_path / "x.txt", tmp_path / "shards", tokenizer)
+    (tmp_path / "x.jsonl").write_text('{"body": "one"}\n{"body": "two"}\n')
+    with pytest.raises(UserError, match="{'no text': 2}; name .* --text_field"):
+        run_here(tmp_path / "x.jsonl", tmp_path / "other", tokenizer)
 
 
 @pytest.mark.parametrize("change", [dict(shard_size=10_000), dict(text_field="id"), dict(limit_tokens=5), "tokenizer"])
 def test_another_run_is_not_mixed_into_a_directory(corpus, tokenizer, tmp_path, change):
-    (tmp_path / "manifest.json").write_text("{}")
     run_here(corpus[0] / "part_00.parquet", tmp_path / "shards", tokenizer)
     before = {path: path.read_bytes() for path in (tmp_path / "shards").glob("*")}
     if change == "tokenizer":
         Tokenizer.train(["another text"], 260).save(tmp_path / "other.json")
         tokenizer, change = tmp_path / "other.json", {}
-    with pytest.raises(UserError, match="holds shards of a run with .* give another --out_dir"):
+    with pytest.raises(UserError, match="give another --out_dir"):
         run_here(corpus[0] / "part_00.parquet", tmp_path / "shards", tokenizer, **change)
     assert {path: path.read_bytes() for path in (tmp_path / "shards").glob("*")} == before
 
 
 def test_shards_of_others_are_not_overwritten(corpus, tokenizer, tmp_path):
-    np.save(tmp_path / "shards_train_000001.npy", np.zeros(5, np.uint16))
     out_dir = tmp_path / "shards"
     out_dir.mkdir()
-    shutil.move(tmp_path / "shards_train_000001.npy", out_dir)
+    np.save(out_dir / "shards_train_000001.npy", np.zeros(5, np.uint16))
     with pytest.raises(UserError, match="is in no manifest.json"):
         run_here(corpus[0], out_dir, tokenizer)
 
@@ -220,16 +192,6 @@ def test_usage_errors_are_one_line(tokenizer, tmp_path):
     assert_user_error(run_script("fineweb.py", verify=True, out_dir=tmp_path), "manifest.json")
 
 
-def test_it_outlives_the_reader_of_its_output(corpus, tokenizer, tmp_path):
-    out_dir = tmp_path / "shards"
-    words = command("fineweb.py", **options(corpus[0], out_dir, tokenizer))
-    process = subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE)
-    process.stdout.readline()
-    process.stdout.close()
-    assert process.wait(timeout=200) == 0
-    assert_shards(out_dir, plain_shards(corpus[1], Tokenizer.load(tokenizer)))
-
-
 def test_dry_run_says_what_it_needs_and_writes_nothing(corpus, tokenizer, tmp_path):
     result = succeed("fineweb.py", **options(corpus[0], tmp_path / "shards", tokenizer, dry_run=True))
     assert "12 files" in result.stdout and "are free" in result.stdout and "tokens" in result.stdout
@@ -239,55 +201,49 @@ def test_dry_run_says_what_it_needs_and_writes_nothing(corpus, tokenizer, tmp_pa
 # ------------------------------------------------------------------------------------------------------------- --verify
 
 
+UNFINISHED = dict(next=dict(file=0, unit=0, skip=0), files=[])
+
+
 @pytest.fixture
 def written(corpus, tokenizer, tmp_path) -> Path:
     run_here(corpus[0] / "part_00.parquet", tmp_path / "shards", tokenizer, shard_size=5000)
     return tmp_path / "shards"
 
 
-def test_verify_finds_whatever_is_wrong(written):
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-7] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "is not what was written": flip,
+    "cannot be read": lambda path: path.unlink(),
+    "5000 tokens": lambda path: np.save(path, np.load(path)[:100]),
+    "is not in manifest.json": lambda path: shutil.copy(path, path.with_name("stray_train_000009.npy")),
+    "manifest.json cannot be read": lambda path: path.with_name("manifest.json").write_text("{ cut"),
+    "another tokenizer": lambda path: Tokenizer.train(["abc"], 260).save(path.with_name("tokenizer.json")),
+}
+
+
+@pytest.mark.parametrize("message, damage", DAMAGE.items(), ids=DAMAGE)
+def test_verify_finds_whatever_is_wrong(written, message, damage):
     assert "tokens in" in verify(written)
-    path, manifest = find_shards(str(written), "train")[0], (written / "manifest.json").read_text()
-    sound = path.read_bytes()
+    damage(find_shards(str(written), "train")[0])
+    with pytest.raises(UserError) as error:
+        verify(written)
+    assert message in str(error.value)
 
-    def problem() -> str:
-        with pytest.raises(UserError) as error:
-            verify(written)
-        path.write_bytes(sound)
-        (written / "manifest.json").write_text(manifest)
-        return str(error.value)
 
-    path.write_bytes(sound[:-7] + bytes([sound[-7] ^ 1]) + sound[-6:])
-    assert f"{path} is not what was written" in problem()
-    path.write_bytes(sound[:-10])
-    assert f"{path} cannot be read" in problem()
-    path.unlink()
-    assert f"{path} cannot be read" in problem()
-    np.save(path, np.load(path)[:100])
-    assert f"{path} has 100 tokens, and manifest.json says 5000" in problem()
-    for key in ("tokens", "documents", "bytes"):
-        changed = json.loads(manifest)
-        changed[key] += 1
-        (written / "manifest.json").write_text(json.dumps(changed))
-        assert f"manifest.json counts {changed[key]} {key}" in problem()
-    shutil.copy(path, written / "stray_train_000009.npy")
-    assert "stray_train_000009.npy is not in manifest.json" in problem()
-    (written / "stray_train_000009.npy").unlink()
-    (written / "manifest.json").write_text("{ cut")
-    assert "manifest.json cannot be read" in problem()
-    (written / "manifest.json").write_text(json.dumps(json.loads(manifest) | dict(next={})))
-    assert "is not complete" in problem()
-    Tokenizer.train(["another text"], 260).save(written / "tokenizer.json")
-    assert "tokenizer.json is another tokenizer" in problem()
+@pytest.mark.parametrize("changes, message", [(dict(tokens=7), "counts 7 tokens"), (UNFINISHED, "is not complete")])
+def test_verify_names_a_manifest_that_does_not_fit(written, changes, message):
+    path = written / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(UserError, match=message):
+        verify(written)
 
 
 # ----------------------------------------------------------------------------------------------------------- what it is
-
-
-def test_importing_it_imports_no_torch():
-    code = "import sys; sys.path.insert(0, '.'); import fineweb; print(*sys.modules)"
-    modules = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert not {"torch", "datasets", "transformers", "model", "optim", "run", "train_gpt2"} & set(modules.split())
 
 
 WRONG = ["0", "-1", "1", "1000000000000", "nan", "inf", "", "nonsense", "x" * 5000]
@@ -300,7 +256,7 @@ def test_any_value_of_any_constant_is_taken_or_answered_in_a_line(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     given = dict(source=corpus[0] / "part_00.parquet", out_dir="shards", tokenizer=tokenizer)
-    for value in WRONG if name not in ("dry_run", "keep_downloads") else [True]:
+    for value in WRONG if name != "dry_run" else [True]:
         words = arguments(**given | dict(dry_run=True) | {name: value})
         result = run_inline(fineweb.main, words, capsys, monkeypatch)
         if result.returncode:

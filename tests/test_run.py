@@ -343,7 +343,7 @@ def test_a_run_that_began_with_another_model_s_sizes_is_resumed_by_the_same_line
 def test_shards_that_are_not_complete_are_announced(train, tmp_path):
     train(**SHORT)
     shards = next((tmp_path / "cache").glob("text-*"))
-    manifest = json.loads((shards / "manifest.json").read_text()) | dict(next=dict(file=0, row=0))
+    manifest = json.loads((shards / "manifest.json").read_text()) | dict(next=dict(file=0, unit=0, skip=0), files=[])
     (shards / "manifest.json").write_text(json.dumps(manifest))
     result = train(out="other", **SHORT | dict(data=shards))
     assert result.returncode == 0 and str(shards) in result.stderr

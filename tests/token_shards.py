@@ -4,7 +4,9 @@ from pathlib import Path
 
 import numpy as np
 
-from corpus.order import TokenStream, find_shards
+from cli import sha256
+from corpus.shards import save_manifest
+from corpus.stream import TokenStream, find_shards
 
 VOCAB, T = 1000, 16
 SIZES = (1003, 517, 16, 5, 1459)  # tokens of the shards: no multiple of T, and some shorter than a window
@@ -17,6 +19,15 @@ def write_shards(folder: Path, sizes=SIZES, split: str = "train", dtype=np.uint1
     for i, part in enumerate(np.split(tokens, np.cumsum(sizes)[:-1])):
         np.save(folder / f"x_{split}_{i:06d}.npy", part)
     return tokens
+
+
+def with_manifest(folder: Path, **changes) -> Path:
+    """The folder, with a manifest of its .npy shards beside them."""
+    paths = sorted(folder.glob("*.npy"))
+    entries = [dict(file=path.name, tokens=len(np.load(path)), sha256=sha256(path)) for path in paths]
+    counts = dict(tokens=sum(entry["tokens"] for entry in entries), documents=1, bytes=1, skipped={})
+    save_manifest(folder, dict(source="random", tokenizer="none", **counts, shards=entries) | changes)
+    return folder
 
 
 def open_stream(folder: Path, vocab_size: int = VOCAB) -> TokenStream:

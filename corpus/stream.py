@@ -1,0 +1,252 @@
+"""The shards of a split as one long stream of tokens.
+
+    files -> memory-mapped arrays of uint16 or uint32 -> any slice of the stream, across files if need be
+
+- .npy: ours and build-nanogpt's; .bin: llm.c's and modded-nanogpt's; .ds: datatrove's
+- manifest.json, if there is one, lists the shards: one that is missing, truncated or from another run is refused
+- pages that were read are released again, so resident memory stays flat over any number of batches
+
+Needs NumPy and cli.py: no torch, no tokenizer. corpus/shards.py writes what is read here.
+"""
+
+import glob
+import hashlib
+import mmap
+import os
+import re
+from bisect import bisect_right
+from pathlib import Path
+
+import numpy as np
+
+from cli import UserError, read_json
+
+BIN_MAGIC, BIN_HEADER = 20240520, 256  # llm.c: 256 int32 of header (magic, version 1, number of tokens), then uint16
+RELEASE_AFTER = 512  # release mapped pages after this many windows; reading one maps 64 KB of a file or more
+
+
+# -------------------------------------------------------------------------------------------------------- the shards
+
+
+def find_shards(data: str, split: str) -> list[Path]:
+    """The shards of a split, "train" or "val", in a directory or a glob, in file order. Raises UserError for none.
+
+    The name of a file says its split. datatrove's .ds files have no such names: the first one is "val" then, and the
+    others are "train".
+    """
+    pattern = f"{glob.escape(data)}/*" if os.path.isdir(data) else data
+    paths = sorted(p for p in map(Path, glob.glob(pattern)) if p.suffix in LAYOUTS and not p.name.startswith("."))
+    named = {s: [p for p in paths if re.search(rf"_{s}(_.*)?$", p.stem)] for s in ("train", "val")}
+    found, unnamed = named[split], [p for p in paths if p.suffix == ".ds"]
+    if unnamed and not any(named.values()):
+        found = unnamed[:1] if split == "val" else unnamed[1:]
+        if not found:
+            raise UserError(
+                f"{unnamed[0]} is the only .ds file, so it becomes the validation split and nothing is left to train "
+                "on; give datatrove more tasks, or a max_tokens_per_file"
+            )
+    if not found:
+        what = f"{data} holds no *_{split}_*.npy, .bin or .ds shard" if os.path.exists(data) else f"there is no {data}"
+        raise UserError(f"--data {data}: {what}; write shards with: python fineweb.py --out_dir FOLDER")
+    return found
+
+
+def open_shard(path: Path) -> np.ndarray:
+    """A shard's tokens as a read-only memory map (n,) of uint16 or uint32. Raises UserError for a damaged file."""
+    try:
+        if path.suffix not in LAYOUTS:
+            raise ValueError(f"shards are {', '.join(LAYOUTS)} files")
+        dtype, offset, shape = LAYOUTS[path.suffix](path)
+        if len(shape) != 1 or dtype not in (np.dtype("<u2"), np.dtype("<u4")):
+            raise ValueError(f"it holds {dtype} of shape {shape}, not a row of uint16 or uint32")
+        # a truncated file, or one with a damaged header, maps as well, and would fail in the middle of a run
+        if path.stat().st_size != offset + shape[0] * dtype.itemsize:
+            raise ValueError(f"its header says {shape[0]} tokens of {dtype.itemsize} bytes, but the file size differs")
+        if shape[0] == 0:  # the system refuses to map an empty file
+            return np.zeros(0, dtype)
+        return np.memmap(path, dtype, mode="r", offset=offset, shape=shape)
+    except Exception as e:  # a damaged header makes NumPy raise nearly anything, SyntaxError and TypeError included
+        reason = e.strerror if isinstance(e, OSError) and e.strerror else e
+        raise UserError(f"shard {path} cannot be read: {reason}; write it again") from e
+
+
+def npy_layout(path: Path) -> tuple[np.dtype, int, tuple[int, ...]]:
+    tokens = np.lib.format.open_memmap(path, mode="r")  # refuses pickled objects
+    return tokens.dtype, tokens.offset, tokens.shape
+
+
+def bin_layout(path: Path) -> tuple[np.dtype, int, tuple[int, ...]]:
+    header = np.fromfile(path, "<i4", BIN_HEADER)  # fewer if the file is shorter
+    if len(header) < BIN_HEADER or header[0] != BIN_MAGIC or header[1] != 1:
+        raise ValueError(f"its header does not start with {BIN_MAGIC} and version 1")
+    return np.dtype("<u2"), header.nbytes, (int(header[2]),)
+
+
+def ds_layout(path: Path) -> tuple[np.dtype, int, tuple[int, ...]]:
+    """A .ds file is tokens alone: X.ds.metadata says how many, and whether one takes 2 bytes or 4.
+
+    X.ds.index, the ends of documents, is not needed: datatrove puts its `eos_token` there. It ends a document and our
+    <|endoftext|> begins one, which is the same in one long stream: there is one between any two documents, also where
+    one file ends and the next begins. Only the very first document has none before it.
+    """
+    _, size, n = ds_metadata(path)
+    return np.dtype(f"<u{size}"), 0, (n,)
+
+
+def ds_metadata(path: Path) -> tuple[str, int, int]:
+    """(name of its tokenizer, bytes of a token, number of tokens) of a .ds file. Raises ValueError, or OSError."""
+    metadata = path.with_name(f"{path.name}.metadata")
+    if not metadata.exists():
+        raise ValueError(f"there is no {metadata.name}; let datatrove write it (save_final_metadata=True)")
+    with open(metadata, encoding="utf-8") as f:
+        match = re.match(r"(.*)\|([24])\n(\d{1,18})(\n|$)", f.read(10_000))
+    if not match:
+        raise ValueError(f"{metadata.name} does not begin with the lines TOKENIZER|2, or |4, and NUMBER OF TOKENS")
+    return match[1], int(match[2]), int(match[3])
+
+
+LAYOUTS = {".npy": npy_layout, ".bin": bin_layout, ".ds": ds_layout}  # path -> dtype, offset in bytes, shape
+
+
+# ------------------------------------------------------------------------------------------------------ the manifest
+
+# a type for each value; a list has one form for all of its items, and {str: int} maps any words to numbers
+FORM = dict(
+    source=str, tokenizer=str, tokens=int, documents=int, bytes=int, skipped={str: int},
+    shards=[dict(file=str, tokens=int, sha256=str)],
+)  # fmt: skip
+UNFINISHED = dict(next=dict(file=int, unit=int, skip=int), files=[dict(name=str, bytes=int, version=str)])
+
+
+def read_manifest(directory: Path) -> dict:
+    """`manifest.json` of a shard directory; {} if there is none. Raises UserError for a damaged one.
+
+    It has all that FORM says, and in a directory that fineweb.py is still writing what UNFINISHED says.
+    """
+    path = Path(directory) / "manifest.json"
+    try:
+        manifest = read_json(path)
+    except FileNotFoundError:
+        return {}
+    known = manifest if type(manifest) is dict else {}
+    form = FORM | (UNFINISHED if "next" in known else {})
+    if wrong := [key for key in form if key not in known or not has_form(known[key], form[key])]:
+        raise UserError(f"{path} is damaged: {wrong[0]} is missing or of the wrong type; write the shards again")
+    return manifest
+
+
+def has_form(value: object, form: object) -> bool:
+    if type(form) is list:
+        return type(value) is list and all(has_form(item, form[0]) for item in value)
+    if type(form) is dict and type(value) is dict:
+        form = dict.fromkeys(value, int) if str in form else form
+        return form.keys() <= value.keys() and all(has_form(value[key], form[key]) for key in form)
+    return type(value) is form and (form is not int or value >= 0)  # `type`: to isinstance a bool is an int
+
+
+def listed_shards(paths: list[Path]) -> dict[Path, dict]:
+    """{path: its entry} of all shards in the manifests of the directories of `paths`."""
+    folders = dict.fromkeys(path.parent for path in paths)
+    return {folder / entry["file"]: entry for folder in folders for entry in read_manifest(folder).get("shards", [])}
+
+
+# -------------------------------------------------------------------------------------------------------- the stream
+
+
+class TokenStream:
+    """The shards of one split as one long sequence of tokens, compared with the manifest and the vocabulary.
+
+    Raises UserError if a shard is damaged, missing or differs from `manifest.json`, and for a token >= vocab_size when
+    it is read: another tokenizer shows in any stretch of text.
+    """
+
+    def __init__(self, paths: list[Path], vocab_size: int):
+        self.paths, self.vocab_size = paths, vocab_size
+        self._maps = [open_shard(path) for path in paths]
+        self.shards = [np.asarray(m) for m in self._maps]  # plain arrays: slicing a np.memmap is slow
+        self._unreleased = 0  # windows read since the last release
+        self.starts = np.cumsum([0] + [len(shard) for shard in self.shards]).tolist()  # of each shard, and the end
+        if len(self) < 2:
+            raise UserError(f"{paths[0]} has {len(self)} tokens; a split needs at least two, an input and its target")
+        self._compare_with_manifest()
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def _compare_with_manifest(self) -> None:
+        listed = listed_shards(self.paths)
+        if lost := [path for path in listed if not os.path.exists(path)]:
+            raise UserError(f"shard {lost[0]} is listed in manifest.json and missing; write it again")
+        described = {path.parent for path in listed}  # without a manifest there is nothing to differ from
+        for path, shard in zip(self.paths, self.shards, strict=True):
+            if path.parent in described and listed.get(path, {}).get("tokens") != len(shard):
+                found = f"{listed[path]['tokens']} tokens" if path in listed else "no such shard"
+                raise UserError(
+                    f"shard {path} has {len(shard)} tokens and manifest.json says {found}; it is truncated "
+                    "or was written by another run: write it again with fineweb.py, or remove it"
+                )
+
+    def read(self, start: int, n: int) -> np.ndarray:
+        """The slice [start : start + n] as a new array (n,) int64."""
+        return self.read_windows([start], n)[0]
+
+    def read_windows(self, starts: list[int], n: int) -> np.ndarray:
+        """The slice [start : start + n] for every start, as a new array (len(starts), n) int64.
+
+        Raises UserError for a token that is not in the vocabulary.
+        """
+        out = np.empty((len(starts), n), np.int64)
+        self._unreleased += len(starts)
+        if self._unreleased > RELEASE_AFTER:
+            self.release()
+        for row, start in zip(out, starts, strict=True):
+            shard = bisect_right(self.starts, start) - 1  # the last one that begins at `start` or before
+            begin = start - self.starts[shard]
+            if begin + n <= len(self.shards[shard]):
+                row[:] = self.shards[shard][begin : begin + n]  # the only copy: from the file's pages, widened
+            else:
+                self._read_across(row, shard, begin)
+        if out.size and out.max() >= self.vocab_size:  # on a GPU this would surface only as a device-side assert
+            self._refuse(starts[int(out.max(1).argmax())], n)
+        return out
+
+    def _read_across(self, row: np.ndarray, shard: int, begin: int) -> None:
+        done = 0
+        while done < len(row):  # more than two shards if one is shorter than a window
+            part = self.shards[shard][begin : begin + len(row) - done]
+            row[done : done + len(part)] = part
+            done, shard, begin = done + len(part), shard + 1, 0
+
+    def _refuse(self, start: int, n: int) -> None:
+        """Raise the UserError for the shard that has too large a token in [start : start + n]."""
+        for path, shard, first in zip(self.paths, self.shards, self.starts, strict=False):
+            part = shard[max(start - first, 0) : max(start + n - first, 0)]
+            if len(part) and part.max() >= self.vocab_size:
+                raise UserError(
+                    f"shard {path} has token {part.max()}, but vocab_size is {self.vocab_size}; "
+                    "was it written with another tokenizer?"
+                )
+
+    def release(self) -> None:
+        """Give the pages that were read back to the system.
+
+        They stay in its file cache, and come back without the disk while there is room. Otherwise all that was ever
+        read of 20 GB of shards would count as memory of this process, and a cluster would kill it for that.
+        """
+        self._unreleased = 0
+        for shard in self._maps:
+            if hasattr(shard, "_mmap") and hasattr(mmap, "MADV_DONTNEED"):
+                shard._mmap.madvise(mmap.MADV_DONTNEED)
+
+    def digest(self) -> str:
+        """16 hexadecimal digits that identify these tokens in this order, wherever the shards are.
+
+        A run that resumes compares them: other data would come in another order. They are made of the checksums in the
+        manifest; a shard without one counts by its length, first and last tokens, since reading 20 GB takes too long.
+        """
+        total, listed = hashlib.sha256(), listed_shards(self.paths)
+        for path, shard in zip(self.paths, self.shards, strict=True):
+            ends = np.concatenate([shard[:4096], shard[-4096:]]).astype("<u4")  # the same for every dtype
+            content = listed[path]["sha256"] if path in listed else hashlib.sha256(ends.tobytes()).hexdigest()
+            total.update(f"{len(shard)} {content}\n".encode())
+        return total.hexdigest()[:16]
