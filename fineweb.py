@@ -123,7 +123,9 @@ def write_shards(config: Config, source: Source, manifest: dict, out_dir: Path, 
     """The pipeline: files -> units -> tokens -> shards. Fills in `manifest`."""
     downloads, begin = out_dir / ".downloads", manifest["next"]
     tok.save(out_dir / "tokenizer.json")
-    writer, bar = Writer(config, out_dir, manifest, tok), progress_bar(config, source, manifest)
+    writer = Writer(config, out_dir, manifest, tok)
+    length = dict(total=expected_tokens(config, source), initial=writer.n_tokens)
+    bar = tqdm(**length, unit="tok", unit_scale=True, disable=None, dynamic_ncols=True)
     with start_workers(config, tok) as submit, bar:
         paths = arriving(source, downloads, begin["file"], config.downloads)
         units = units_from(begin, paths, config.text_field, splitter(tok.pattern).cut)
@@ -384,11 +386,6 @@ def expected_tokens(config: Config, source: Source) -> int:
     """A rough figure, for the plan and the progress bar."""
     text_bytes = sum(file.bytes * KINDS[kind_of(file.name)] for file in source.files)
     return min(int(text_bytes * TOKENS_PER_BYTE), config.limit_tokens)
-
-
-def progress_bar(config: Config, source: Source, manifest: dict) -> tqdm:
-    total, done = expected_tokens(config, source), manifest["tokens"]
-    return tqdm(total=total, initial=done, unit="tok", unit_scale=True, disable=None, dynamic_ncols=True)
 
 
 def print_plan(config: Config, source: Source, manifest: dict, out_dir: Path) -> None:

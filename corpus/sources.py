@@ -124,7 +124,7 @@ def hub_source(name: str, revision: str) -> Source:
         )
         hf_raise_for_status(answer)
         info = DatasetInfo(**answer.json())
-    known = [f for f in info.siblings or [] if is_name(f.rfilename) and kind_of(f.rfilename)]
+    known = [f for f in info.siblings or [] if kind_of(f.rfilename) and ".." not in Path(f.rfilename).parts]
     chosen = [f for f in known if any(fnmatch.fnmatch(f.rfilename, p) for p in (folder or "*", f"{folder}/*"))]
     chosen = [f for f in chosen if "train" in f.rfilename] or chosen
     chosen = next(filter(None, ([f for f in chosen if kind_of(f.rfilename) == kind] for kind in KINDS)), [])
@@ -134,11 +134,6 @@ def hub_source(name: str, revision: str) -> Source:
     hashes = [getattr(f.lfs, "sha256", None) or f.blob_id or "" for f in chosen]
     files = [SourceFile(f.rfilename, max(int(f.size or 0), 0), h) for f, h in zip(chosen, hashes, strict=True)]
     return Source(sorted(files), repo, info.sha or revision)
-
-
-def is_name(name: object) -> bool:
-    """True for a relative path that stays below the folder that files are downloaded to."""
-    return isinstance(name, str) and not {"/", ".."} & {*Path(name).parts}
 
 
 @contextmanager

@@ -21,14 +21,15 @@ SHARD = 20_000  # tokens
 QUICKLY = "fork" if sys.platform == "linux" else "spawn"
 
 
-def make_documents(n: int, seed: int = 0) -> list[str]:
-    """Pieces of prose of very different lengths, an empty one, other alphabets, and a special token as plain text."""
+def make_documents(n: int = 60, seed: int = 0) -> list[str]:
+    """Pieces of prose of very different lengths, an empty one, other alphabets, all ends of lines, a special token."""
     text, rng = (ROOT / "input.txt").read_text(), random.Random(seed)
     docs = []
     for _ in range(n):
         start = rng.randrange(len(text) - 9000)
         docs.append(text[start : start + int(8000 * rng.random() ** 3)])
-    docs[1], docs[2], docs[3] = "", "数据是一切的开始。\u3000 naïve 🙂", "ends <|endoftext|> early"
+    docs[1:4] = ["", "数据是一切的开始。\u3000 naïve 🙂", "ends <|endoftext|> early"]
+    docs[4] = "a line\u2028the same\x85line\r of JSON\x0c"
     return docs
 
 

@@ -90,7 +90,9 @@ def test_all_formats_in_one_folder(tokenizer, tmp_path, monkeypatch):
     docs, folder = [" ".join(doc.split()) + "." for doc in make_documents(120)], tmp_path / "docs"
     write_parquet(folder / "a.parquet", docs[:30], rows=5)
     write_parquet(folder / "b.parquet", docs[30:60], rows=1000)
+    docs[60] = "a lone \ud800 surrogate"
     lines = "".join(json.dumps({"text": doc}) + "\n" for doc in docs[60:90])
+    docs[60] = "a lone \ufffd surrogate"
     (folder / "c.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     (folder / "d.txt").write_text("\n\n\n".join(docs[90:]))
     run_here(folder, tmp_path / "shards", tokenizer, shard_size=10_000)
@@ -122,15 +124,6 @@ def test_a_document_of_a_million_blanks_is_a_document(tokenizer, tmp_path):
     assert tokens_of(tmp_path / "shards") == [i for doc in docs for i in (tok.eot_token, *tok.encode_ordinary(doc))]
 
 
-def test_documents_without_text_are_skipped_and_counted(tokenizer, tmp_path):
-    tok, path = Tokenizer.load(tokenizer), tmp_path / "docs.jsonl"
-    path.write_text('{"text": "one"}\n{"text": null}\n{broken\n[1]\n{"text": "a lone \\ud800 surrogate"}')
-    manifest = run_here(path, tmp_path / "shards", tokenizer)
-    texts = ["one", "a lone \ufffd surrogate"]
-    assert tokens_of(tmp_path / "shards") == [i for text in texts for i in (tok.eot_token, *tok.encode_ordinary(text))]
-    assert manifest["skipped"] == {"no text": 1, "broken line": 2} and manifest["documents"] == 2
-
-
 # --------------------------------------------------------------------------------------------- what is wrong, in a line
 
 
@@ -157,8 +150,8 @@ def test_a_source_without_documents(tokenizer, tmp_path):
     (tmp_path / "x.txt").touch()
     with pytest.raises(UserError, match="no document in .*x.txt; skipped: none"):
         run_here(tmp_path / "x.txt", tmp_path / "shards", tokenizer)
-    (tmp_path / "x.jsonl").write_text('{"body": "one"}\n{"body": "two"}\n')
-    with pytest.raises(UserError, match="{'no text': 2}; name .* --text_field"):
+    (tmp_path / "x.jsonl").write_text('{"body": "one"}\n{"body": "two"}\n{broken\n')
+    with pytest.raises(UserError, match="{'no text': 2, 'broken line': 1}; name .* --text_field"):
         run_here(tmp_path / "x.jsonl", tmp_path / "other", tokenizer)
 
 

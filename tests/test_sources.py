@@ -15,23 +15,9 @@ from hypothesis import strategies as st
 from cli import UserError
 from corpus import sources
 from corpus.sources import documents, documents_of, find_source, units_of
-from tests.helpers import ROOT
+from tests.corpora import make_documents
 
 KINDS = ["parquet", "one_group.parquet", "words.parquet", "jsonl", "jsonl.gz", "jsonl.zst", "json.gz"]
-
-
-def make_documents(n: int = 60, seed: int = 0) -> list[str]:
-    """Pieces of prose of very different lengths, an empty one, other alphabets, ends of lines of all kinds."""
-    text, rng = (ROOT / "input.txt").read_text(), random.Random(seed)
-    starts = [rng.randrange(len(text) - 9000) for _ in range(n)]
-    docs = [text[start : start + int(8000 * rng.random() ** 3)] for start in starts]
-    docs[1:5] = [
-        "",
-        "数据是一切的开始。\u3000 naïve 🙂",
-        "a line\u2028the same\x85line\r of JSON\x0c",
-        "ends <|endoftext|> early",
-    ]
-    return docs
 
 
 def compress(path: Path, data: bytes) -> Path:
@@ -217,15 +203,6 @@ def test_a_damaged_file_gives_documents_or_one_error_with_its_name(tmp_path, kin
             assert str(path) in str(e), what
 
 
-@pytest.mark.parametrize("name", ["docs.jsonl", "docs.parquet", "docs.txt.gz"])
-def test_a_directory_with_the_name_of_a_file_is_a_folder(tmp_path, name):
-    (tmp_path / name).mkdir()
-    with pytest.raises(UserError, match="no such file"):
-        find_source((str(tmp_path / name),))
-    (tmp_path / name / "a.txt").write_text("text")
-    assert [Path(file.name).name for file in find_source((str(tmp_path / name),)).files] == ["a.txt"]
-
-
 # ------------------------------------------------------------------------------------------------------- which files
 
 
@@ -250,12 +227,3 @@ def test_a_source_that_is_not_there_is_named(tmp_path, monkeypatch, pattern):
     with pytest.raises(UserError) as error:
         find_source((pattern,))
     assert (pattern or "the empty name") in str(error.value) and "OWNER/NAME" in str(error.value)
-
-
-def test_a_file_that_changes_has_another_version(tmp_path):
-    path = tmp_path / "docs.txt"
-    path.write_text("one")
-    before = find_source((str(path),)).files
-    assert find_source((str(path),)).files == before
-    path.write_text("two")
-    assert find_source((str(path),)).files != before
