@@ -77,19 +77,18 @@ def run_here(source, out_dir, tokenizer, **kwargs) -> dict:
     return read_manifest(out_dir)
 
 
-class DiskFull:
-    """As os.fsync: the disk is full when shard number `at` (from 1) is flushed; `meanwhile` is called before."""
+def full_disk(at: int, fsync=os.fsync):
+    """An os.fsync for which the disk is full when shard number `at` (from 1) is flushed."""
+    flushed = []
 
-    def __init__(self, at: int, meanwhile=lambda: None):
-        self.left, self.meanwhile, self.fsync = at, meanwhile, os.fsync
-
-    def __call__(self, fd: int) -> None:
+    def flush(fd: int) -> None:
         path = os.readlink(f"/proc/self/fd/{fd}")
-        self.left -= path.endswith(".npy.tmp")
-        if self.left == 0 and path.endswith(".npy.tmp"):
-            self.meanwhile()
+        flushed.extend([path] if path.endswith(".npy.tmp") else [])
+        if path.endswith(".npy.tmp") and len(flushed) == at:
             raise OSError(28, "No space left on device")
-        self.fsync(fd)
+        fsync(fd)
+
+    return flush
 
 
 needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="asks /proc which file is flushed")

