@@ -167,7 +167,7 @@ def read(stream: TokenStream, steps: int, shuffle: bool, wrap: Callable = lambda
 
 
 def in_thread(batches):
-    return prefetch(([(windows,) for windows in step] for step in batches), torch.device("cpu"))
+    return prefetch(batches, torch.device("cpu"))
 
 
 def empty_shards(folder: Path) -> list[Path]:

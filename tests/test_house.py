@@ -17,7 +17,7 @@ NEVER = {  # folder: what none of its files imports
     "finetuning": DOORS | {"benchmarks"},
     "run": DOORS | {"learning", "finetuning", "benchmarks"},
 }
-FREE_OF_TORCH = "cli fineweb corpus.sources corpus.shards corpus.order finetuning.chat finetuning.rows".split()
+FREE_OF_TORCH = "cli fineweb corpus.sources corpus.stream corpus.shards corpus.order finetuning.chat finetuning.rows"
 
 
 def imports(path) -> set[str]:
@@ -62,7 +62,7 @@ def test_every_folder_says_what_belongs_there():
         assert len(ast.get_docstring(ast.parse((ROOT / folder / "__init__.py").read_text())) or "") > 60, folder
 
 
-@pytest.mark.parametrize("module", FREE_OF_TORCH)
+@pytest.mark.parametrize("module", FREE_OF_TORCH.split())
 def test_what_worker_processes_import_is_free_of_torch(module):
     assert "torch" not in brings(module)
 
