@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import lora_finetune as lf
 from bpe.tokenizer import Tokenizer
-from finetuning import chat, lora
+from finetuning import chat
 from finetuning.lora import TARGETS, load_adapter
 from finetuning.rows import Example, encode_rows, messages_of, micro_batches
 from run.checkpoint import checkpoint_steps, load_model, remove_after

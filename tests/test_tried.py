@@ -11,7 +11,6 @@ import train_gpt2
 from benchmarks import seeds, tried
 from benchmarks.seeds import Change, settings
 from corpus.shards import prepare_text
-from corpus.stream import TokenStream, find_shards
 from learning.optim import make_optimizer
 from model import GPT, GPTConfig
 from run.runtime import Runtime
