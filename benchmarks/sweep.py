@@ -23,7 +23,7 @@ from finetuning.chat import prompt_of
 from finetuning.lora import load_adapter, trainable_parameters
 from learning.evaluation import complete
 from lora_finetune import Config as Finetuning
-from lora_finetune import check
+from lora_finetune import refuse_bad_constants
 from model import GPT
 from run.checkpoint import checkpoint_steps, load_model, model_tokenizer
 from run.curves import draw, read_log
@@ -55,7 +55,7 @@ class Config(Finetuning):
 
 def run(config: Config, rt: Runtime) -> Iterator[dict]:
     config = replace(config, out_dir=config.out_dir or "out/lora_sweep")
-    check(config)
+    refuse_bad_constants(config)
     if config.merge or config.adapter:
         raise UserError("the sweep trains adapters of several ranks; --adapter and --merge are for a single one")
     if not config.ranks:

@@ -21,10 +21,9 @@ from benchmarks.measure import Common, Size, failure, in_own_process, rate_row
 from cli import Count, Positive
 from corpus.order import to_inputs
 from learning.optim import make_optimizer
-from model import GPT, Loss
+from model import Loss
 from run.runtime import Runtime
-from train_gpt2 import RECIPES, prepare
-from train_gpt2 import model_shape as shape_of
+from train_gpt2 import RECIPES, build_model, settle
 
 
 @dataclass(frozen=True)
@@ -90,9 +89,10 @@ def project_step(fp8: bool, shape: dict, batch_size: int, rt: Runtime) -> tuple[
     train_gpt2.py does it."""
     rt = Runtime.setup(rt.device.type, "auto", "auto")
     sizes = {"sequence_length" if name == "n_positions" else name: size for name, size in shape.items()}
-    config = replace(RECIPES["gpt2"], **sizes, micro_batch_size=batch_size, fp8=fp8)
-    model = GPT(shape_of(config, "gpt2", None, rt)).to(rt.device)
-    prepare(model, config, rt)
+    sizes["total_batch_size"] = batch_size * sizes["sequence_length"]
+    written = replace(RECIPES["gpt2"], **sizes, micro_batch_size=batch_size, fp8=fp8)
+    config, settled_shape = settle(written, "gpt2", None, rt)
+    model = build_model(config, settled_shape, None).to(rt.device)
     forward = rt.wrap(Loss(model))
     optimizer = make_optimizer(model, config, rt)
     tokens = random_tokens(shape, batch_size, rt)  # (B, T + 1)
@@ -100,10 +100,9 @@ def project_step(fp8: bool, shape: dict, batch_size: int, rt: Runtime) -> tuple[
     def step(n_micro: int) -> torch.Tensor:
         total = torch.zeros((), device=rt.device)
         batch = [to_inputs(windows) for windows in tokens.chunk(n_micro)]
-        n_targets = sum((targets >= 0).sum() for _, targets in batch)
         for idx, targets in batch:
             with rt.autocast():
-                loss = forward(idx, targets, n_targets=n_targets)
+                loss = forward(idx, targets) / len(batch)
             optimizer.scale(loss).backward()
             total += loss.detach()
         grad_norm = optimizer.clip_grad_norm(config.grad_clip)
