@@ -11,7 +11,6 @@ This file knows nothing of GPT-2, shards, checkpoints or run directories.
 
 import contextlib
 import ctypes
-import inspect
 import os
 import re
 import shutil
@@ -52,20 +51,14 @@ MI300X 1307, MI325X 1307, MI355X 2516, MI350X 2310, MI250X 191
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense 16-bit peak in FLOP/s of a GPU by its name, None where it is unknown (MFU is then n/a)."""
-    tflops = look_up(device_name, PEAK_TFLOPS)
-    return tflops and tflops * 1e12
-
-
-def look_up(device_name: str, table: str) -> float | None:
-    """The number that a table such as PEAK_TFLOPS has for a GPU; None where there is none, or it says 0."""
+    """Dense 16-bit peak in FLOP/s of a GPU by its name; None if it is unknown (MFU is then n/a)."""
     words = re.sub(r"[-_]", " ", device_name).split()
     if {"Laptop", "Mobile", "MIG"} & set(words):  # a smaller chip, or a slice of one, under the same name
         return None
-    for entry in table.replace("\n", " ").split(","):
-        *name, value = entry.split()
+    for entry in PEAK_TFLOPS.replace("\n", " ").split(","):
+        *name, tflops = entry.split()
         if any(words[i : i + len(name)] == name for i in range(len(words))):
-            return float(value) or None
+            return float(tflops) * 1e12 or None
     return None
 
 
@@ -125,7 +118,7 @@ class Runtime:
         """The module as a loop calls it: compiled and distributed, as decided. Shapes change only if `dynamic`."""
         forward = torch.compile(module, dynamic=dynamic) if self.compile else module
         if self.world_size > 1:
-            forward = distributed(forward, self.device)
+            forward = DistributedDataParallel(forward, [self.device.index] if self.device.type == "cuda" else None)
         return forward
 
     def exchange_gradients(self, forward: torch.nn.Module, now: bool) -> None:
@@ -234,16 +227,6 @@ class Runtime:
         except (OSError, ValueError):  # the reader or the terminal went away, the disk is full, the file was closed
             with contextlib.suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def distributed(forward: torch.nn.Module, device: torch.device) -> DistributedDataParallel:
-    """`forward`, whose backward pass averages the gradients over the process group."""
-    ids = [device.index] if device.type == "cuda" else None
-    # one copy into each bucket, if this PyTorch can do that; views into the buckets would save memory only if we kept
-    # gradients from step to step
-    known = inspect.signature(DistributedDataParallel).parameters
-    options = {name: True for name in ["batched_grad_copy"] if name in known}
-    return DistributedDataParallel(forward, device_ids=ids, **options)
 
 
 # ------------------------------------------------------------------------------------------------- setup, in its order
@@ -363,16 +346,14 @@ def _missing_for_compile(device: torch.device) -> str:
 
     Inductor turns graphs into C++ on a CPU, and on a GPU into Triton kernels, whose C launchers link with libcuda.
     """
+    if device.type == "mps":
+        return "it has given wrong numbers on mps"
+    compilers = dict(cpu=("CXX", "c++", "g++", "clang++"), cuda=("CC", "cc", "gcc", "clang"))[device.type]
+    if not (os.environ.get(compilers[0]) or any(map(shutil.which, compilers[1:]))):
+        return f"it needs a compiler ({' or '.join(compilers[2:])}) on the PATH; install one"
     if device.type == "cpu":
-        found = os.environ.get("CXX") or any(map(shutil.which, ("c++", "g++", "clang++")))
-        return "" if found else "it needs a C++ compiler (g++ or clang++) on the PATH; install one"
-    if device.type != "cuda":
-        return f"it has given wrong numbers on {device.type}"
-    if torch.cuda.get_device_capability(device) < (7, 0):
-        return "Triton needs compute capability 7.0 or more"
-    if not (os.environ.get("CC") or any(map(shutil.which, ("cc", "gcc", "clang")))):
-        return "Triton needs a C compiler (gcc or clang) on the PATH; install one"
-    try:  # only a trial shows the rest: the triton package, and libcuda.so on the linker's path
+        return ""
+    try:  # only a trial shows the rest: the triton package, the GPU's generation, and libcuda.so on the linker's path
         torch.compile(lambda x: x + 1)(torch.zeros(8, device=device))
         return ""
     except Exception as e:

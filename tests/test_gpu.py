@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 import train_gpt2
 from benchmarks.hellaswag import score_one_by_one
@@ -26,7 +27,7 @@ from learning.optim import make_optimizer
 from model import GPT, GPTConfig, Loss
 from run.checkpoint import remove_after, snapshot
 from run.directory import Run
-from run.runtime import Runtime, distributed
+from run.runtime import Runtime
 from run.sharding import shard
 from tests.helpers import log_of
 from tests.test_spikes import spiky_args, spiky_shards
@@ -143,7 +144,7 @@ def six_steps(way: str, optimizer: str) -> list[float]:
     model = GPT(SHAPE).to(rt.device)
     forward = Loss(model)
     if way == "DDP":
-        forward = distributed(forward, rt.device)
+        forward = DistributedDataParallel(forward, [0] if CUDA else None)
     elif way == "fully_shard":
         shard(forward, model.transformer.h, rt)
     generator = torch.Generator().manual_seed(0)

@@ -82,11 +82,10 @@ def test_a_compiler_that_is_missing_is_named(monkeypatch):
     for name in ("CC", "CXX"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(runtime.shutil, "which", lambda name: None)
-    with pytest.raises(UserError, match="C\\+\\+ compiler"):
+    with pytest.raises(UserError, match="g\\+\\+"):
         Runtime.setup("cpu", "float32", "on")
     cuda = torch.device("cuda:0")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert runtime._choose_compile("auto", cuda)[0] is False  # Triton needs a C compiler; training goes on without
+    assert runtime._choose_compile("auto", cuda)[0] is False  # Triton needs a C compiler; training continues without
     monkeypatch.setattr(runtime.shutil, "which", lambda name: "/usr/bin/cc")
 
     def no_libcuda(function):
@@ -99,5 +98,3 @@ def test_a_compiler_that_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: None)
     on, why = runtime._choose_compile("auto", cuda)
     assert not on and "libcuda" in why
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
-    assert "7.0" in runtime._choose_compile("auto", cuda)[1]
