@@ -137,7 +137,7 @@ def hub_source(name: str, revision: str) -> Source:
 
 
 @contextmanager
-def hub_errors(what: str, instead: str = "") -> Iterator[None]:
+def hub_errors(what: str) -> Iterator[None]:
     """Whatever the hub or the network does wrong becomes one UserError; a full disk stays what it is.
 
     The classes of these errors have changed with the versions of huggingface_hub, so all are caught. It has tried again
@@ -154,7 +154,7 @@ def hub_errors(what: str, instead: str = "") -> Iterator[None]:
         reason = f"HTTP {status}" if status else f"{type(e).__name__}: {e}".splitlines()[0]
         raise UserError(
             f"cannot get {what} from {ENDPOINT} ({reason}); check the name, the revision and the network, log in with "
-            f"`hf auth login`, set HF_ENDPOINT to a mirror, or give local files{instead}"
+            f"`hf auth login`, set HF_ENDPOINT to a mirror, or give local files"
         ) from e
 
 
