@@ -74,7 +74,7 @@ class RunDirectory:
         # nodes without a shared disk: better one line now than a rank that waits for the others forever
         sees = self.checkpoint is None or self.checkpoint.is_dir()
         if (n := int(rt.sum(torch.tensor(int(sees), device=rt.device)))) < rt.world_size:
-            raise UserError(f"only {n} of {rt.world_size} ranks see {self.checkpoint}; they must share it")
+            raise UserError(f"{self.checkpoint} is seen by {n} of {rt.world_size} ranks; all must see --out_dir")
 
     def _lock(self) -> None:
         try:
