@@ -177,7 +177,7 @@ def finetune(written: Config) -> None:
 # ------------------------------------------------------------------------------------------------------ the loop
 
 
-def train(config: Config, run: Run, model: GPT, forward: torch.nn.Module, optimizer: Optimizer, data: "Data") -> None:
+def train(config: Config, run: Run, model: GPT, forward: Loss, optimizer: Optimizer, data: "Data") -> None:
     """Optimizer steps until `config.max_steps`. `forward` is the model's loss, perhaps compiled and distributed."""
     rt = run.rt
     if data.val and run.step == 0 and config.eval_interval:
@@ -185,7 +185,7 @@ def train(config: Config, run: Run, model: GPT, forward: torch.nn.Module, optimi
     with run, closing(prefetch(micro_batches_from(run.data_step, config, data, rt), rt.device)) as batches:
         evaluate_if_due(config, run, model, forward, data)  # evaluations that an interruption skipped
         for step, batch in run.steps(batches):
-            # ┌──────────────────────────────────────────────────────────────────────────────────────────── one step
+            # ┌──────────────────────────────────── one optimizer step ────────────────────────────────────┐
             lr = learning_rate(step, config)
             optimizer.set_lr(lr)
 
@@ -202,21 +202,20 @@ def train(config: Config, run: Run, model: GPT, forward: torch.nn.Module, optimi
                 optimizer.scale(micro_loss).backward()  # adds to the gradients of the earlier micro-batches
                 loss += micro_loss.detach()
 
-            # if a number is not finite on any rank, no rank changes a weight
+            # a number that is not finite, on any rank, changes no weight on any rank
             grad_norm = optimizer.clip_grad_norm(config.grad_clip)
             loss, grad_norm = rt.mean(torch.stack([loss, grad_norm]))
             optimizer.step(finite=(loss + grad_norm).isfinite())
             run.log_step(loss, grad_norm, lr, n_targets)
-            # └─────────────────────────────────────────────────────────────────────────────────────────────────────
+            # └────────────────────────────────────────────────────────────────────────────────────────────┘
 
-            # the checkpoint first, so that it is on the disk before an evaluation can fail
-            if run.due(config.checkpoint_interval):
+            if run.due(config.checkpoint_interval):  # first: it is on the disk before an evaluation can fail
                 run.catch_up()
                 run.save()
             evaluate_if_due(config, run, model, forward, data)
 
 
-def evaluate_if_due(config: Config, run: Run, model: GPT, forward: torch.nn.Module, data: "Data") -> None:
+def evaluate_if_due(config: Config, run: Run, model: GPT, forward: Loss, data: "Data") -> None:
     """What is due at this step, unless the log has it already."""
     rt = run.rt
     if data.val and run.due(config.eval_interval, "val"):
@@ -349,7 +348,7 @@ def lora_of(config: Config) -> LoRAConfig:
     return LoRAConfig(config.lora_dim, config.lora_alpha, config.lora_dropout, config.targets, config.rslora)
 
 
-def find_micro_batch(config: Config, data: Data, forward: torch.nn.Module, rt: Runtime) -> int:
+def find_micro_batch(config: Config, data: Data, forward: Loss, rt: Runtime) -> int:
     """The largest micro-batch that fits into memory, in examples of full length."""
     n = config.batch_size // rt.world_size
     sizes = [size for size in range(1, min(n, 256) + 1) if n % size == 0]
