@@ -43,7 +43,12 @@ def brings(module: str) -> set[str]:
 
 
 def test_at_the_root_are_doors_the_model_and_the_command_line():
-    assert {path.stem for path in ROOT.glob("*.py")} == DOORS | {"model", "cli"}
+    """Of what is in git: a reader's own script at the root is welcome."""
+    git = ["git", "-C", str(ROOT), "ls-files", "*.py"]
+    files = subprocess.run(git, capture_output=True, text=True).stdout.split()
+    if not files:
+        pytest.skip("this is no git checkout")
+    assert {file.removesuffix(".py") for file in files if "/" not in file} == DOORS | {"model", "cli"}
 
 
 @pytest.mark.parametrize("folder", NEVER)
