@@ -78,7 +78,8 @@ NEWER_BEYOND = (
     "\U0001d127\U0001d128\U0001d246-\U0001d2bf\U0001d6a6\U0001d6a7\U0001df1f-\U0001df24\U0001df2b-\U0001dfff"
     "\U0001e600-\U0001e7df\U0002b73a-\U0002b73f\U0002b81e\U0002b81f\U0002cea2-\U0002ceaf\U000323b0-\U000e0000"
 )
-PERHAPS_NEWER = re.compile(f"[{NEWER}\U00010000-\U0010ffff]")  # one range beyond U+FFFF is found ten times faster
+# found ten times faster than all of these ranges; emoji are in neither of the last two
+PERHAPS_NEWER = re.compile(f"[{NEWER}\U00010000-\U0001e7df\U0002b73a-\U0010ffff]")
 UNASSIGNED = "\uffff"  # will never be assigned
 
 
