@@ -143,14 +143,16 @@ def read_json(file: Path) -> tuple:
     from tokenizers import Tokenizer
 
     text = file.read_text(encoding="utf-8")
-    theirs, content = Tokenizer.from_str(text), json.loads(text)
-    theirs.no_truncation()  # these belong to a call and not to a vocabulary: transformers sets them each time
-    theirs.no_padding()
-    model, added = content["model"], theirs.get_added_tokens_decoder()
-    if model.get("type", "BPE") != "BPE" or theirs.pre_tokenizer is None:
+    content = json.loads(text)
+    model = content["model"]
+    if model.get("type", "BPE") != "BPE" or content["pre_tokenizer"] is None:
         raise ValueError("it is not byte-level BPE")
     if used := [key for key, value in model.items() if value and key not in WITHOUT_EFFECT]:
         raise ValueError(f"it uses {used[0]}, which this byte-level BPE does not have")
+    theirs = Tokenizer.from_str(text)  # after these checks, since a prefix that is too long ends it in a panic of Rust
+    theirs.no_truncation()  # these belong to a call and not to a vocabulary: transformers sets them each time
+    theirs.no_padding()
+    added = theirs.get_added_tokens_decoder()
     if plain := [token.content for token in added.values() if not token.special]:
         raise ValueError(f"the added token {plain[0]!r} is not special")
     pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
