@@ -65,9 +65,8 @@ def main() -> None:
 
 def check(config: Config) -> None:
     """Catch bad options before hours of reading. Raises UserError."""
-    out = Path(config.out)
-    if out.exists() and {file.name for file in out.iterdir()} - {DOWNLOADS} and not config.overwrite:
-        raise UserError(f"--out {out} is not empty; pass --overwrite to rename it, or choose another directory")
+    if holds_files(Path(config.out)) and not config.overwrite:
+        raise UserError(f"--out {config.out} is not empty; pass --overwrite to rename it, or choose another directory")
     with warnings.catch_warnings():
         # a pattern that other libraries read differently is only a warning, but no script could load this tokenizer
         warnings.simplefilter("error")
@@ -75,6 +74,10 @@ def check(config: Config) -> None:
             formats.to_tokenizers(Tokenizer((), config.pattern, config.special_tokens))
         except (ValueError, UserWarning) as e:
             raise UserError(f"{e}; see --help") from None
+
+
+def holds_files(out: Path) -> bool:
+    return out.exists() and any(file.name != DOWNLOADS for file in out.iterdir())
 
 
 # ---- reading
@@ -198,7 +201,7 @@ def compression(tok: Tokenizer, texts: list[str]) -> Iterator[tuple[int, float, 
 
 def save(tok: Tokenizer, out: Path) -> None:
     shutil.rmtree(out / DOWNLOADS, ignore_errors=True)
-    if out.exists() and any(out.iterdir()):
+    if holds_files(out):
         print(f"\nrenamed the old {out} to {set_aside(out)}")
     tok.save(out)
     print(f"\nwrote {out}: tokenizer.json, tokenizer.tiktoken, tokenizer_config.json")
