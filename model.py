@@ -250,7 +250,7 @@ class GPT(nn.Module):
         Weights come out in fp32. Raises ValueError, with the file's name, for what is missing in a directory, cannot be
         read, is not a GPT-2, or does not hold exactly the tensors that its config calls for, all of them finite.
         """
-        path = local_directory(model, ["*.json", "model*.safetensors", "merges.txt"])
+        path = local_directory(model, ["*.json", "model*.safetensors"])
         config = read_config(path, dropout, attention)
         state = read_tensors(path)
         if 12 * config.n_layer > len(state):  # before we make that many layers

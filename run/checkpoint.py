@@ -330,7 +330,7 @@ def model_tokenizer(model: str) -> Tokenizer:
     """The tokenizer of a MODEL. Raises UserError, also for one with more tokens than the model knows."""
     model = find_model(model)
     path = Path(model)
-    if path.is_dir() and not (path / "tokenizer.json").exists() and not (path / "merges.txt").exists():
+    if path.is_dir() and not (path / "tokenizer.json").exists():
         raise UserError(f"{path} has no tokenizer.json; copy the tokenizer that the model was trained with there")
     try:
         # models of the hub that read_config takes all have GPT-2's vocabulary
