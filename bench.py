@@ -31,13 +31,13 @@ def main() -> None:
         lines = (f"    {name:<12}{ast.get_docstring(ast.parse(FILES[name])).splitlines()[0]}" for name in NAMES)
         return print(__doc__, *lines, sep="\n")
     if name not in NAMES:
-        wrong = f"there is no benchmark {name}; " if name and not name.startswith("-") else ""
+        wrong = f"{name} is not a benchmark; " if name and not name.startswith("-") else ""
         raise UserError(f"{wrong}say what to measure: python bench.py {' | '.join(NAMES)}")
     benchmark = importlib.import_module(f"benchmarks.{name}")
     config = parse_args(benchmark.Config, sys.argv[2:], prog=f"bench.py {name}", description=benchmark.__doc__)
     out = Path(config.json)
     if config.json and not out.absolute().parent.is_dir():  # before the hours that it may take
-        raise UserError(f"--json {out}: there is no directory {out.parent}; make it, or give another path")
+        raise UserError(f"--json {out}: {out.parent} is not a directory; make it, or give another path")
     rt = Runtime.setup(config.device, "float32")
     if rt.world_size > 1 and not getattr(benchmark, "TORCHRUN", False):
         raise UserError(f"{name} measures one process; start it without torchrun")

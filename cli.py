@@ -134,8 +134,8 @@ class Range:
 
 
 Positive = Annotated[int, Range(1, 1e9)]  # sizes, steps, sequences
-Count = Annotated[int, Range(0, 1e9)]  # the same, where 0 has a meaning of its own
-Tokens = Annotated[int, Range(0, 1e15)]  # amounts of data; 0 has a meaning of its own
+Count = Annotated[int, Range(0, 1e9)]  # the same, where 0 is special
+Tokens = Annotated[int, Range(0, 1e15)]  # amounts of data; 0 has a special meaning
 Seed = Annotated[int, Range(0, 2**63 - 1)]
 NonNegative = Annotated[float, Range(0, 1e9)]
 Probability = Annotated[float, Range(0, 1, below=True)]  # of dropout: 1 would leave nothing

@@ -153,7 +153,7 @@ def tokenize(unit: Unit, text_field: str, tok: Tokenizer, encode: Callable) -> t
         if text is None:
             skipped[reason] += 1
             continue
-        if number > 0 or not unit.continued:  # a long document goes on from the unit before, without another eot
+        if number > 0 or not unit.continued:  # a long document continues from the unit before, without another eot
             ids.append(eot)
         for block in blocks(valid_unicode(text)):  # a long text in parts, so that no list of ids is long
             ids.append(encode(block))

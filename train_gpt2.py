@@ -225,7 +225,7 @@ class Data(NamedTuple):
     tokenizer: Tokenizer
     train: Batches  # the windows of the training split in their order
     val: TokenStream
-    token_bytes: torch.Tensor  # (vocabulary,) bytes of text that each id stands for
+    token_bytes: torch.Tensor  # (vocabulary,) bytes of text that each id encodes
     hellaswag: hellaswag.Task | None
     fingerprint: str  # of the training tokens
     origin: tuple[dict, str]  # where the tokens come from
@@ -277,7 +277,7 @@ def read_command_line(argv: list[str]) -> tuple[str, Config]:
     """The recipe, by its name in the first word, with the constants that the other words change."""
     recipe, args = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else ("gpt2", argv)
     if recipe not in RECIPES:
-        raise UserError(f"there is no recipe {recipe}; the recipes are {', '.join(RECIPES)}")
+        raise UserError(f"{recipe} is not a recipe; they are {', '.join(RECIPES)}")
     prog = "train_gpt2.py " + recipe
     config = parse_args(Config, args, RECIPES[recipe], prog, f"{__doc__}\nRecipes: {', '.join(RECIPES)}.")
     return recipe, replace(config, out_dir=config.out_dir or f"out/{recipe}")

@@ -110,7 +110,7 @@ def failure(name: str, e: BaseException) -> dict:
 def in_own_process(function: Callable, *args):
     """function(*args), computed by a new Python that ends with it. Both must be picklable.
 
-    What torch.compile and the allocator of a GPU leave behind ends with the process. Errors come back as they are;
+    What torch.compile and the allocator of a GPU leave is gone with the process. Errors come back as they are;
     BrokenProcessPool (a RuntimeError) says that the process was killed.
     """
     spawn = multiprocessing.get_context("spawn")  # a fork would inherit all that

@@ -238,7 +238,7 @@ class Tokenizer:
         return hashlib.sha256(content.encode()).hexdigest()
 
     def token_bytes(self) -> np.ndarray:
-        """(n_vocab,) int64: how many bytes of text each id stands for, 0 for special tokens."""
+        """(n_vocab,) int64: how many bytes of text each id encodes, 0 for special tokens."""
         lengths = np.zeros(self.n_vocab, np.int64)
         lengths[list(self.ordinary.values())] = list(map(len, self.ordinary))
         return lengths
@@ -292,7 +292,7 @@ class StreamDecoder:
 
 
 def check_ids(ids: list[int]) -> None:
-    """Raises ValueError for an id that is no whole number in range, or that occurs twice."""
+    """Raises ValueError for an id that is not a whole number in range, or that occurs twice."""
     if strange := [i for i in ids if type(i) is not int or not 0 <= i <= HIGHEST_ID]:
         raise ValueError(f"an id is {strange[0]!r}, and not a whole number from 0 to {HIGHEST_ID:,}")
     if len(set(ids)) < len(ids):

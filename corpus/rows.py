@@ -19,7 +19,7 @@ def file_rows(path: str, option: str = "--data") -> list:
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
-        raise UserError(f"there is no {path}; {remedy}") from None
+        raise UserError(f"{path} does not exist; {remedy}") from None
     except (ValueError, OSError) as e:  # ValueError: not UTF-8
         raise UserError(f"{path} cannot be read as text: {e}; {remedy}") from None
     rows, number = [], 1

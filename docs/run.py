@@ -5,7 +5,7 @@
     python docs/run.py docs/walk.md --slow     # also what trains for minutes
     python docs/run.py docs/walk.md 5 --write  # put what is printed now into the page
 
-A station is what stands under a heading `## 5 ...`, and its Python blocks share their names with each other and with
+A station is everything under a heading `## 5 ...`, and its Python blocks share their names with each other and with
 the blocks before the first station, not with other stations. A block is followed by what it prints:
 
     ```python              ```python slow      runs with --slow, or where its station was asked for
@@ -64,12 +64,12 @@ class Block:
     marks: tuple[str, ...]  # words after ```python
     how: tuple[str, ...]  # words after ```text
     printed: str | None  # None where the page shows nothing
-    span: tuple[int, int]  # where `printed` stands in the page
+    span: tuple[int, int]  # where `printed` is in the page
 
 
 @dataclass(frozen=True)
 class Station:
-    number: str  # "" for what stands before the first one
+    number: str  # "" before the first one
     title: str
     blocks: list[Block]
 
@@ -118,7 +118,7 @@ def run_station(station: Station, names: dict, path: Path, allowed: set, config:
 
 
 def read_page(path: Path) -> list[Station]:
-    """What stands before the first station, and the stations."""
+    """What comes before the first station, and the stations."""
     text = path.read_text(encoding="utf-8")
     heads = list(re.finditer(r"^## (\d+) (.+)$", text, re.M))
     starts = [0, *(head.start() for head in heads), len(text)]
@@ -137,7 +137,7 @@ def make_block(found: re.Match, text: str) -> Block:
 
 
 def write_output(path: Path, block: Block, printed: str) -> None:
-    """Replace what the page shows for a block. Its place is looked up anew, since an earlier one may have moved it."""
+    """Replace what the page shows for a block. Its place is looked up again, since an earlier one may have moved it."""
     text = path.read_text(encoding="utf-8")
     for found in FENCE.finditer(text):
         if found["code"] == block.code and found["printed"] not in (None, printed):

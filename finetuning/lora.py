@@ -126,7 +126,7 @@ def target_names(model: GPT, targets) -> list[str]:
         raise UserError(f"--targets names no projection; choose from {', '.join(TARGETS)}")
     for target in targets:
         if target not in TARGETS:
-            reason = "there is no such projection"
+            reason = "GPT-2 has no such projection"
             if target.split(".")[-1] in ("wte", "lm_head"):
                 reason = "wte and lm_head are one tied matrix; a bypass on one would untie them and could not be merged"
             raise UserError(f"--targets {target}: {reason}; choose from {', '.join(TARGETS)}")

@@ -15,7 +15,7 @@ def validate(forward: torch.nn.Module, batches: Iterable[tuple], token_bytes: to
     """Mean loss in nats per token, and bits per byte of text, over the micro-batches of all ranks.
 
     `batches` yields what `forward` takes, on the device, the targets second; a negative target is not scored.
-    `token_bytes` (vocabulary,) says how many bytes of text each id stands for, so that bits per byte compare across
+    `token_bytes` (vocabulary,) says how many bytes of text each id encodes, so that bits per byte compare across
     tokenizers, as nats per token do not.
     """
     module = getattr(forward, "module", forward)  # without DDP, which has nothing to exchange here
@@ -39,7 +39,7 @@ def validate(forward: torch.nn.Module, batches: Iterable[tuple], token_bytes: to
 def complete(model, tokenizer, prompts: list[str], max_tokens: int, rt, seed: int, **options) -> list[str]:
     """What `generate` with `options` writes after each prompt, up to `<|endoftext|>`; all prompts at once.
 
-    The random numbers are a stream of their own, so that sampling changes nothing in training.
+    It has its own stream of random numbers, so that sampling changes nothing in training.
     """
     generator = torch.Generator(rt.device).manual_seed(seed)
     ids = [tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token or 0] for prompt in prompts]

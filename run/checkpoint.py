@@ -198,7 +198,7 @@ def snapshot(state, keep: bool = True):
     """
     if isinstance(state, torch.Tensor):
         gathered = whole(state := state.detach())
-        return gathered.to("cpu", copy=gathered is state) if keep else None  # .cpu() of a CPU's tensor is no copy
+        return gathered.to("cpu", copy=gathered is state) if keep else None  # .cpu() of a CPU's tensor does not copy
     if isinstance(state, dict):
         return {key: snapshot(value, keep) for key, value in state.items()}
     if isinstance(state, list | tuple):  # such as an optimizer's param_groups
@@ -285,7 +285,7 @@ def find_model(model: str) -> str:
     # a typo in a path must not become a request to the hub, where anybody could own that name
     local = path.is_absolute() or model.count("/") > 1 or model.startswith((".", "out/"))
     if local or not re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", model):
-        raise UserError(f"there is no directory {model}; give a checkpoint, a run directory, or a hub id such as gpt2")
+        raise UserError(f"{model} is not a directory; give a checkpoint, a run directory, or a hub id such as gpt2")
     return model
 
 

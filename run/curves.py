@@ -52,7 +52,7 @@ def read_log(path: Path) -> Records:
     Skips damaged lines, with one warning on stderr that names them. Raises UserError if there is no such file.
     """
     if not Path(path).is_file():
-        raise UserError(f"there is no file {path}; give the directory of a run, or its log.jsonl")
+        raise UserError(f"{path} does not exist; give the directory of a run, or its log.jsonl")
     records, damaged = [], []
     lines = enumerate(Path(path).read_bytes().split(b"\n"), 1)  # not splitlines, which also splits at U+2028
     for number, line in ((number, line) for number, line in lines if line.strip()):
@@ -125,7 +125,7 @@ def smoothed(y: np.ndarray) -> np.ndarray:
 
 
 def draw(runs: dict[str, Records], path: Path, x: str = "steps") -> None:
-    """Draw {label: records} and replace `path` in one step; do nothing if there is no loss yet.
+    """Draw {label: records} and replace `path` in one step; do nothing before the first loss.
 
     Any thread may call this: it uses Figure itself, since pyplot's figures are global. Raises UserError for logs that
     lack what `x` needs.

@@ -333,7 +333,7 @@ class Run:
             self.rt.print(f"first loss {loss:.3f}; if all tokens are equally likely, {self.facts['uniform_loss']:.3f}")
         self._stop = self._stop or stop > 0  # acted on between steps, where all ranks have read the same figures
         good = math.isfinite(loss) and math.isfinite(grad_norm)
-        if good and self._spikes.add(loss):  # a step that is not finite has changed no weight, so it is no spike
+        if good and self._spikes.add(loss):  # a step that is not finite has changed no weight: not a spike
             self._spike = (step, loss)
         self._bad_steps = 0 if good else self._bad_steps + 1
         if self._bad_steps >= self.config.max_bad_steps:

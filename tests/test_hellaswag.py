@@ -388,7 +388,7 @@ def test_a_malformed_row_is_named_with_its_number(run, tmp_path, what):
 
 def test_what_is_not_there_is_one_line(run, tmp_path):
     data = write_rows(tmp_path / "rows.jsonl", make_rows(1))
-    assert_user_error(run(data=tmp_path / "absent.jsonl"), "there is no", "absent.jsonl")
+    assert_user_error(run(data=tmp_path / "absent.jsonl"), "absent.jsonl")
     assert_user_error(run(data=tmp_path), str(tmp_path))
     assert_user_error(run(data=tmp_path / ("x" * 300)), "xxx")
     assert_user_error(run(data=data, model=tmp_path / "nowhere"), "nowhere")
