@@ -152,7 +152,7 @@ def main() -> None:
     if rt.mesh:
         shard(forward, model.transformer.h, rt)
     optimizer = make_optimizer(model, config, rt)
-    files = ModelFiles(model, data.tokenizer, rt.is_main)
+    files = ModelFiles(model, data.tokenizer, rt.is_main, compare=config.max_steps >= 100)
     identity = dict(tokenizer=data.tokenizer.fingerprint, data=data.fingerprint)
     run = Run(directory, config, files, optimizer, identity, facts_of_run(config, model, data))
     say_what_is_read(config, data, rt)

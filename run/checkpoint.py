@@ -230,17 +230,29 @@ def whole_model(model: GPT) -> GPT:
 class ModelFiles:
     """The weights of a whole model and its tokenizer, as a run saves and restores them.
 
-    If the model is divided over ranks, all of them call both methods, and the one with `keep` has the copies.
+    If the model is divided over ranks, all of them call both methods, and the one with `keep` has the copies. With
+    `compare`, the first files are opened with transformers, to warn whoever has changed the architecture in model.py.
     """
 
-    def __init__(self, model: GPT, tokenizer: Tokenizer, keep: bool = True):
-        self.model, self.tokenizer, self.keep = model, tokenizer, keep
+    def __init__(self, model: GPT, tokenizer: Tokenizer, keep: bool = True, compare: bool = False):
+        self.model, self.tokenizer, self.keep, self.compare = model, tokenizer, keep, compare
 
     def copy(self) -> Callable[[Path], None]:
         """Copy the weights as they are now, to host memory; the result writes the copy into a directory."""
         state = snapshot(tied_once(self.model), self.keep)  # (name: fp32 tensor), 0.5 GB for 124M
         copy = filled(self.model.config, state) if self.keep else None
-        return lambda directory: save_model(directory, copy, self.tokenizer)  # the writer's thread calls it
+
+        def write(directory: Path) -> None:  # the writer's thread calls this
+            save_model(directory, copy, self.tokenizer)
+            if self.compare and (apart := difference_from_transformers(directory, copy)) > 1e-3:
+                print(
+                    f"\nwarning: transformers computes other logits from these weights than model.py does ({apart:.1%} "
+                    "of the largest); whoever opens the checkpoint gets another model, unless you change HF_CONFIG too",
+                    file=sys.stderr,
+                )
+            self.compare = False
+
+        return write
 
     def load(self, directory: Path) -> None:
         """Put the weights of a checkpoint into the model, in place."""
@@ -248,6 +260,18 @@ class ModelFiles:
         # in place, because the optimizer and compiled code hold these very parameters
         for name, tensor in tied_once(self.model).items():
             copy_into(tensor, state[name])
+
+
+@torch.no_grad()
+def difference_from_transformers(directory: Path, model: GPT) -> float:
+    """How far the logits of `model` are from those that transformers computes from its files, on one window, over the
+    largest logit."""
+    from transformers import GPT2LMHeadModel  # takes seconds, which most commands do not need
+
+    theirs = GPT2LMHeadModel.from_pretrained(directory).eval()
+    idx = torch.arange(min(64, model.config.n_positions))[None] % model.config.vocab_size  # (1, T)
+    logits = theirs(idx).logits
+    return ((model.eval()(idx) - logits).abs().max() / logits.abs().max()).item()
 
 
 def save_model(directory: Path, model: GPT, tokenizer: Tokenizer) -> None:

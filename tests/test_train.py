@@ -17,7 +17,7 @@ import torch
 import train_gpt2
 from cli import UserError
 from learning import evaluation as evaluate
-from model import GPT, GPTConfig, Loss
+from model import GPT, MLP, GPTConfig, Loss
 from run import runtime, trials
 from run.checkpoint import FOR_PEOPLE, SUMS, checkpoint_steps, damage, load_train_state, newest_intact
 from tests.helpers import (
@@ -510,3 +510,13 @@ def test_config_is_replaced_not_changed():
     before = asdict(RECIPES["tiny"])
     train_gpt2.read_command_line(["tiny", "--max_steps", "3"])
     assert asdict(RECIPES["tiny"]) == before and replace(RECIPES["tiny"], max_steps=3).max_steps == 3
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_whoever_changes_the_architecture_is_warned_at_the_first_checkpoint(train, monkeypatch, changed):
+    """Its files would say GPT2LMHeadModel and compute something else."""
+    if changed:
+        monkeypatch.setattr(MLP, "forward", lambda self, x: self.c_proj(self.c_fc(x).relu().square()))
+    result = train(max_steps=100, checkpoint_interval=50, eval_interval=0, sample_interval=0)
+    assert result.returncode == 0 and ("transformers" in result.stderr) is changed
+    assert result.stderr.count("other logits") == changed
