@@ -127,7 +127,7 @@ def write_shards(config: Config, source: Source, manifest: dict, out_dir: Path, 
     length = dict(total=expected_tokens(config, source), initial=writer.n_tokens)
     bar = tqdm(**length, unit="tok", unit_scale=True, disable=None, dynamic_ncols=True)
     with start_workers(config, tok) as submit, bar:
-        paths = arriving(source, downloads, begin["file"], config.downloads)
+        paths = arriving(source, downloads, begin["file"], config.downloads - 1)
         units = units_from(begin, paths, config.text_field, splitter(tok.pattern).cut)
         for place, tokens, skipped in tokenized(units, submit, config.workers * UNITS_AHEAD):
             n_complete = len(manifest["shards"])

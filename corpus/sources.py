@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
@@ -161,20 +161,21 @@ def hub_errors(what: str) -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------ files on this disk
 
 
-def arriving(source: Source, folder: Path, first: int = 0, ahead: int = 1) -> Iterator[Path]:
+def arriving(source: Source, folder: Path, first: int = 0, ahead: int = 0) -> Iterator[Path]:
     """The files from number `first` on, each as soon as it is on this disk. Raises UserError.
 
-    Files of the hub are downloaded to `folder`, `ahead` at a time: the one that comes next, and those after it.
+    Files of the hub are downloaded to `folder`: the one that is asked for, and meanwhile the `ahead` that follow.
     """
-    files = iter(source.files[first:])
+    files, coming = source.files[first:], deque()
     if not source.repo:
         yield from (Path(file.name) for file in files)
         return
-    coming = deque(start_download(source, file, folder) for file in islice(files, ahead))
+    for file in files:
+        coming.append(start_download(source, file, folder))
+        if len(coming) > ahead:
+            yield coming.popleft().result()
     while coming:
-        path = coming.popleft().result()
-        coming.extend(start_download(source, file, folder) for file in islice(files, 1))
-        yield path
+        yield coming.popleft().result()
 
 
 def start_download(source: Source, file: SourceFile, folder: Path) -> Future:
