@@ -164,54 +164,16 @@ class Optimizer:
 
     def load_state_dict(self, state: dict) -> None:
         """Restore the moments, which every rank passes as whole tensors, and the loss scale. Learning rates, betas, eps
-        and weight decay stay as they are now.
-
-        Raises ValueError, and changes nothing, if `state` does not fit these optimizers and parameters.
-        """
-        optimizers, scale = check_state(state, self.optimizers)
-        for optimizer, saved in zip(self.optimizers, optimizers, strict=True):
+        and weight decay stay as they are now."""
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             params = [p for group in optimizer.param_groups for p in group["params"]]
-            state = {
+            moments = {
                 i: {name: divided_as(params[i], value) for name, value in values.items()}
                 for i, values in saved["state"].items()
             }
-            optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-        if self.loss_scale and scale:
-            self.loss_scale.load_state_dict(scale)
-
-
-def check_state(state: dict, optimizers: list) -> tuple[list[dict], dict]:
-    """(states of the optimizers, state of the loss scale), once it is sure that they fit. Raises ValueError."""
-    try:
-        saved, scale = state["optimizers"], state["scaler"]
-        if len(saved) != len(optimizers):
-            raise ValueError(f"it holds {len(saved)} optimizers, not {len(optimizers)} (another --optimizer?)")
-        for mine, theirs in zip(optimizers, saved, strict=True):
-            check_moments(theirs, mine.param_groups)
-        if scale and not (math.isfinite(scale["scale"]) and scale["scale"] > 0 and scale["good_steps"] >= 0):
-            raise ValueError(f"its loss scale is {scale['scale']!r}")
-    except (KeyError, TypeError, AttributeError, IndexError) as e:
-        raise ValueError(f"it is not the state of these optimizers ({type(e).__name__}: {e})") from e
-    return saved, scale
-
-
-def check_moments(saved: dict, groups: list[dict]) -> None:
-    """Raise ValueError unless `saved` has the same tensors for every parameter, or none yet: counts, and moments with
-    the shape of their parameter."""
-    counts = [len(group["params"]) for group in saved["param_groups"]]
-    expected = [len(group["params"]) for group in groups]
-    if counts != expected:
-        raise ValueError(f"its groups have {counts} tensors, those of this optimizer {expected} (another --optimizer?)")
-    params = [p for group in groups for p in group["params"]]
-    if saved["state"] and set(saved["state"]) != set(range(len(params))):
-        raise ValueError(f"it has the state of {len(saved['state'])} tensors, not of {len(params)}")
-    for i, values in saved["state"].items():
-        if set(values) != set(saved["state"][0]):
-            raise ValueError(f"it has {', '.join(sorted(map(str, values)))} for tensor {i}, others for tensor 0")
-        for name, value in values.items():
-            shape, expected = tuple(value.shape), tuple(params[i].shape)
-            if shape not in ((), expected) or not value.is_floating_point():
-                raise ValueError(f"{name} of tensor {i} is {value.dtype} of shape {shape}, not a moment of {expected}")
+            optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
+        if self.loss_scale and state["scaler"]:
+            self.loss_scale.load_state_dict(state["scaler"])
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,31 +4,19 @@ import io
 import math
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from learning.optim import LossScale, Muon, adamw, decay_groups, learning_rate, make_optimizer, orthogonalized
+from learning.optim import LossScale, Muon, decay_groups, learning_rate, make_optimizer, orthogonalized
 from learning.optim import Optimizer as LoopOptimizer
 from model import GPT, GPTConfig
 from train_gpt2 import Config
 
-
-@dataclass(frozen=True)
-class Settings:
-    optimizer: str = "muon"
-    max_lr: float = 1e-3
-    muon_lr: float = 0.02
-    weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    max_steps: int = 110
-    warmup_steps: int = 10
-    min_lr: float = 1e-4
-    lr_schedule: str = "cosine"
-    decay_fraction: float = 0.4
+CONSTANTS = dict(max_lr=1e-3, min_lr=1e-4, max_steps=110, warmup_steps=10, decay_fraction=0.4)
+Settings = partial(Config, optimizer="muon", **CONSTANTS)
 
 
 @dataclass(frozen=True)
@@ -36,8 +24,6 @@ class Machine:
     dtype: torch.dtype = torch.float32
     device: torch.device = torch.device("cpu")
     compile: bool = False
-    n_shards: int = 1
-    groups: tuple = (None, None)
 
 
 def small() -> GPT:
@@ -115,14 +101,6 @@ def test_every_group_follows_the_schedule_scaled_to_its_own_peak():
     assert [g["lr"] for g in optimizer.param_groups()] == pytest.approx([1e-3, 1e-3, 0.02, 0.02])
 
 
-def test_a_group_with_a_rate_of_its_own_keeps_its_ratio():
-    p, q = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
-    groups = [dict(params=[p]), dict(params=[q], lr=0.016)]
-    optimizer = LoopOptimizer([adamw(groups, Settings())], 1e-3, Machine())
-    optimizer.set_lr(0.5e-3)
-    assert [g["lr"] for g in optimizer.param_groups()] == pytest.approx([0.0005, 0.008])
-
-
 def test_the_schedules_at_their_corners():
     cosine = Settings(max_lr=1.0, min_lr=0.1, warmup_steps=10, max_steps=110)
     assert [learning_rate(s, cosine) for s in (1, 10, 60, 110)] == pytest.approx([0.1, 1.0, 0.55, 0.1])
@@ -166,17 +144,11 @@ def test_a_step_that_is_not_finite_changes_nothing(name, dtype):
 
 def test_any_optimizer_of_torch_can_take_the_place_of_ours():
     runs = []
-    for interrupted in (False, True):
+    for bad_steps in (0, 1):
         model = small()
-        make = lambda model=model: LoopOptimizer([torch.optim.SGD(model.parameters(), 0.1, 0.9)], 0.1, Machine())  # noqa: E731
-        optimizer = make()
+        optimizer = LoopOptimizer([torch.optim.SGD(model.parameters(), 0.1, 0.9)], 0.1, Machine())
         train(model, optimizer, range(1, 3))
-        before = tensors_of([model.state_dict(), optimizer.state_dict()])
-        train(model, optimizer, range(3, 4), finite=False)
-        assert equal(before, [model.state_dict(), optimizer.state_dict()])
-        if interrupted:
-            state, optimizer = optimizer.state_dict(), make()
-            optimizer.load_state_dict(state)
+        train(model, optimizer, range(9, 9 + bad_steps), finite=False)
         train(model, optimizer, range(3, 6))
         runs.append(model.state_dict())
     assert equal(*runs)
@@ -269,64 +241,6 @@ def test_training_goes_on_from_a_state_bit_for_bit(name, dtype):
     assert equal(model.state_dict(), again.state_dict())
 
 
-def test_the_constants_of_now_win_over_those_of_the_state():
-    model = small()
-    optimizer = make_optimizer(model, Settings(), Machine())
-    train(model, optimizer, range(1, 3))
-    state = through_a_file(optimizer.state_dict())
-    now = Settings(max_lr=5e-4, muon_lr=0.01, weight_decay=0.03, beta1=0.8, beta2=0.99, eps=1e-6)
-    other = make_optimizer(model, now, Machine())
-    other.load_state_dict(state)
-    other.set_lr(now.max_lr)
-    decayed, plain, *muon = other.param_groups()
-    assert decayed["lr"] == 5e-4 and {group["lr"] for group in muon} == {0.01}
-    assert [group["weight_decay"] for group in other.param_groups()] == [0.03, 0.0, 0.03, 0.03]
-    assert tuple(decayed["betas"]) == (0.8, 0.99) and decayed["eps"] == 1e-6
-
-
-def moments(state: dict, optimizer: int = 0) -> dict:
-    return state["optimizers"][optimizer]["state"]
-
-
-DAMAGE = {
-    "no dict": lambda s: [],
-    "nothing in it": lambda s: {},
-    "one optimizer": lambda s: s | {"optimizers": s["optimizers"][:1]},
-    "optimizers of another type": lambda s: s | {"optimizers": 3},
-    "another order": lambda s: s | {"optimizers": s["optimizers"][::-1]},
-    "no groups": lambda s: s["optimizers"][0].pop("param_groups"),
-    "a group less": lambda s: s["optimizers"][0]["param_groups"].pop(),
-    "a tensor less in a group": lambda s: s["optimizers"][0]["param_groups"][0]["params"].pop(),
-    "a tensor without state": lambda s: moments(s).pop(0),
-    "a tensor too many": lambda s: moments(s).update({999: moments(s)[0]}),
-    "names instead of numbers": lambda s: moments(s).update({"wte": moments(s).pop(0)}),
-    "no moment": lambda s: moments(s)[0].pop("exp_avg"),
-    "another moment": lambda s: moments(s, 1)[0].update(exp_avg=torch.zeros(1)),
-    "another shape": lambda s: moments(s)[0].update(exp_avg=torch.zeros(3, 5)),
-    "a moment of integers": lambda s: moments(s)[0].update(exp_avg=moments(s)[0]["exp_avg"].int()),
-    "a moment that is no tensor": lambda s: moments(s)[0].update(exp_avg=0.5),
-    "a scale of nan": lambda s: s["scaler"].update(scale=math.nan),
-    "a scale of zero": lambda s: s["scaler"].update(scale=0.0),
-    "a scale of words": lambda s: s["scaler"].update(scale="large"),
-    "half a scale": lambda s: s["scaler"].pop("good_steps"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(kind):
-    model = small()
-    optimizer = make_optimizer(model, Settings(), Machine(torch.float16))
-    train(model, optimizer, range(1, 3))
-    state = through_a_file(optimizer.state_dict())
-    before = through_a_file(optimizer.state_dict())
-    train(model, make_optimizer(model, Settings(), Machine(torch.float16)), range(7, 8))
-    changed = DAMAGE[kind](state)
-    with pytest.raises(ValueError):
-        optimizer.load_state_dict(changed if kind in list(DAMAGE)[:5] else state)
-    after = optimizer.state_dict()
-    assert equal(before, after) and before["scaler"] == after["scaler"]
-
-
 # ---- Muon
 
 
@@ -379,21 +293,3 @@ def test_muon_makes_singular_values_one_and_leaves_the_directions(shape, dtype):
         values = inside.diagonal()[s > 0.01 * s[0]]
         assert values.min() > 0.6 and values.max() < 1.3  # what five iterations of this polynomial are made for
         assert (inside - inside.diagonal().diag()).abs().max() < (1e-3 if dtype == torch.float32 else 0.1)
-
-
-# ---- the schedule
-
-
-def test_cosine_schedule_at_its_corners():
-    config = Config(max_steps=110, warmup_steps=10, max_lr=1.0, min_lr=0.1)
-    assert learning_rate(1, config) == pytest.approx(0.1)
-    assert learning_rate(10, config) == pytest.approx(1.0)
-    assert learning_rate(60, config) == pytest.approx(0.55)
-    assert learning_rate(110, config) == pytest.approx(0.1)
-
-
-def test_wsd_schedule_is_flat_and_then_a_line():
-    config = Config(max_steps=100, warmup_steps=0, max_lr=1.0, min_lr=0.0, lr_schedule="wsd", decay_fraction=0.4)
-    assert [learning_rate(s, config) for s in (1, 30, 60)] == [1.0, 1.0, 1.0]
-    assert learning_rate(80, config) == pytest.approx(0.5)
-    assert learning_rate(100, config) == 0.0
