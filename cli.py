@@ -15,7 +15,6 @@ import hashlib
 import io
 import itertools
 import json
-import math
 import os
 import re
 import shutil
@@ -84,24 +83,10 @@ def explain(e: BaseException) -> str | None:
         place = e.filename or "the output"
         if e.errno in (errno.ENOSPC, errno.EDQUOT):
             return f"no space left on the disk of {place}; free some, then give the same command again"
-        if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            return f"{place}: {e.strerror}; change its permissions, or give another path"
-        return f"{place}: {e.strerror}; give another path, or mend that one"
+        return f"{place}: {e.strerror}; fix that, or give another path"
     if isinstance(e, MemoryError) or type(e).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(e):
         return f"out of memory ({str(e).splitlines()[0] if str(e) else 'in Python'}); use a smaller model or batch"
-    if is_of_another_rank(e):
-        said = re.sub(r"^\[[^]]*\] ", "", str(e) or type(e).__name__)  # Gloo begins with its line of C++
-        first = re.split(r"\. |\n", said)[0]
-        return f"another rank has ended or cannot be reached ({first}); see what it says; --resume then goes on"
     return None
-
-
-def is_of_another_rank(e: BaseException) -> bool:
-    """Whether the exchange between ranks failed, as it does when one of them is gone. The type says so of NCCL and of
-    the store; Gloo raises plain RuntimeErrors, also for tensors of other sizes, which would be a mistake of ours."""
-    if type(e).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError"):
-        return True
-    return "gloo" in str(e).lower() and re.search(r"by peer|broken pipe|timed? ?out|refused", str(e), re.I) is not None
 
 
 def fail(message: str) -> None:
@@ -117,20 +102,17 @@ def fail(message: str) -> None:
 
 @dataclass(frozen=True)
 class Range:
-    """The values that a constant may have. `nan` and infinities never are; `above` leaves out `low` itself."""
+    """The values that a constant may have: `low` to `high`, and `low` itself unless `above`; never nan."""
 
     low: float
     high: float
     above: bool = False
-    below: bool = False
 
     def check(self, name: str, value: float) -> None:
         """Raises UserError for a value outside."""
-        inside = self.low < value if self.above else self.low <= value
-        inside = inside and (value < self.high if self.below else value <= self.high)
-        if not (inside and math.isfinite(value)):
-            low, high = "(" if self.above else "[", ")" if self.below else "]"
-            raise UserError(f"--{name} must be in {low}{self.low:,g}, {self.high:,g}{high}, not {value}")
+        if not self.low <= value <= self.high or (self.above and value == self.low):
+            low = f"({self.low:,g}" if self.above else f"[{self.low:,g}"
+            raise UserError(f"--{name} must be in {low}, {self.high:,g}], not {value}")
 
 
 Positive = Annotated[int, Range(1, 1e9)]  # sizes, steps, sequences
@@ -138,7 +120,7 @@ Count = Annotated[int, Range(0, 1e9)]  # the same, where 0 is special
 Tokens = Annotated[int, Range(0, 1e15)]  # amounts of data; 0 has a special meaning
 Seed = Annotated[int, Range(0, 2**63 - 1)]
 NonNegative = Annotated[float, Range(0, 1e9)]
-Probability = Annotated[float, Range(0, 1, below=True)]  # of dropout: 1 would leave nothing
+Probability = Annotated[float, Range(0, 0.9999)]  # of dropout, or a beta: 1 would leave nothing
 
 
 def check_ranges(config: Any) -> None:

@@ -143,7 +143,7 @@ def finetune(written: Config) -> None:
     shape = load_shape(written.base)
     data = open_data(written, shape, rt)
     # from here on no constant changes, except for a micro-batch that has to be tried
-    config = settle(written, choose_lora(written, shape, directory.checkpoint), data, rt)
+    config = settle(written, choose_lora(written, directory.checkpoint), data, rt)
     base = load_model(config.base, config.dropout, choose_attention("auto", rt, config.sequence_length))
     identity = dict(base=lora.weights_sha256(base), tokenizer=data.tokenizer.fingerprint, data=data.sha256)
     facts = facts_of_run(config, base, data)
@@ -310,7 +310,7 @@ def refuse_bad_constants(config: Config) -> None:
             raise UserError(f"--merge {out} already exists; pass --overwrite to rename it, or choose another name")
 
 
-def choose_lora(config: Config, shape: GPTConfig, checkpoint: Path | None) -> LoRAConfig | None:
+def choose_lora(config: Config, checkpoint: Path | None) -> LoRAConfig | None:
     """The adapter to train: that of the checkpoint or of --adapter, or a new one; None to train all weights."""
     if checkpoint and not (checkpoint / "adapter_config.json").exists():
         return None
@@ -318,11 +318,6 @@ def choose_lora(config: Config, shape: GPTConfig, checkpoint: Path | None) -> Lo
         return lora.read_adapter(source).config
     if not config.lora_dim:
         return None
-    if config.lora_dim > shape.n_embd:
-        raise UserError(
-            f"--lora_dim {config.lora_dim}: the projections of {config.base} have rank {shape.n_embd} at most; give "
-            "that or less, or 0 to train all weights"
-        )
     return lora_of(replace(config, lora_alpha=config.lora_alpha or 2.0 * config.lora_dim))
 
 

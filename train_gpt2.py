@@ -156,9 +156,8 @@ def main() -> None:
     identity = dict(tokenizer=data.tokenizer.fingerprint, data=data.fingerprint)
     run = Run(directory, config, files, optimizer, identity, facts_of_run(config, model, data))
     say_what_is_read(config, data, rt)
-    say_what_is_decayed(optimizer, rt)
     train(config, run, model, forward, optimizer, data)
-    say_what_was_reached(config, run, model, data.tokenizer)
+    say_what_was_reached(config, run)
 
 
 # ------------------------------------------------------------------------------------------------------ the loop
@@ -214,8 +213,10 @@ def evaluate_if_due(config: Config, run: Run, model: GPT, forward: Loss, data: "
         run.record("hellaswag", **{name: scores[name] for name in ("acc", "acc_norm", "acc_norm_stderr", "n")})
     if run.due(config.sample_interval, "sample"):
         run.catch_up()
-        for text in sample(model, data.tokenizer, config, rt, seed=run.step):
-            run.record("sample", text=text)
+        whole, prompt, seed = whole_model(model), config.sample_prompt, config.seed + run.step
+        if rt.is_main:  # the other ranks only help to gather a divided model
+            texts = complete(whole, data.tokenizer, [prompt], config.sample_tokens, rt, seed, top_k=50)
+            run.record("sample", text=prompt + texts[0])
 
 
 # ------------------------------------------------------------------------------------------------- what it reads
@@ -300,8 +301,6 @@ def settle(written: Config, recipe: str, checkpoint: Path | None, rt: Runtime) -
             if getattr(written, name) not in (size, getattr(RECIPES[recipe], name)):
                 raise UserError(f"{source} has {name} {size}, not {getattr(written, name)}; leave it out")
     warmup = min(written.warmup_steps, written.max_steps)
-    if warmup < written.warmup_steps:
-        rt.print(f"note: --warmup_steps {written.warmup_steps} is cut to --max_steps {written.max_steps}")
     attention = choose_attention(written.attention, rt, written.sequence_length)
     config = replace(written, **sizes, warmup_steps=warmup, attention=attention)
     refuse_bad_constants(config, rt)
@@ -400,29 +399,8 @@ def say_what_is_read(config: Config, data: Data, rt: Runtime) -> None:
     )
 
 
-def say_what_is_decayed(optimizer: Optimizer, rt: Runtime) -> None:
-    found = {True: [], False: []}
-    for group in optimizer.param_groups():
-        found[group["weight_decay"] > 0] += [p.numel() for p in group["params"]]
-    decayed, not_decayed = (f"{len(sizes)} tensors with {sum(sizes):,} parameters" for sizes in found.values())
-    rt.print(f"weight decay: {decayed}; none: {not_decayed}")
-
-
-def sample(model: GPT, tokenizer: Tokenizer, config: Config, rt: Runtime, seed: int, num_samples: int = 1) -> list[str]:
-    """Texts on the first rank, none on the others, which only help to gather a divided model."""
-    prompts = [config.sample_prompt] * num_samples
-    model = whole_model(model)
-    if not rt.is_main:
-        return []
-    texts = complete(model, tokenizer, prompts, config.sample_tokens, rt, config.seed + seed, top_k=50)
-    return [config.sample_prompt + text for text in texts]
-
-
-def say_what_was_reached(config: Config, run: Run, model: GPT, tokenizer: Tokenizer) -> None:
-    """Three more samples, the last figures, and what to do next."""
-    if run.step > run.first_step and config.sample_interval:
-        for text in sample(model, tokenizer, config, run.rt, config.max_steps + 1, num_samples=3):
-            run.record("sample", text=text)
+def say_what_was_reached(config: Config, run: Run) -> None:
+    """The last figures, and what to do next."""
     if not run.rt.is_main:
         return
     if val := [r for r in run.log.records if r["kind"] == "val" and None not in (r["loss"], r["bpb"])]:

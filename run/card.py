@@ -20,7 +20,6 @@ METRICS = (  # kind and key in the log, its name for people, its type on the hub
     ("hellaswag", "acc_norm", "HellaSwag accuracy, lengths normalized", "accuracy"),
     ("hellaswag", "acc", "HellaSwag accuracy", "accuracy"),
 )
-LANGUAGES = {"HuggingFaceFW/fineweb": "en", "HuggingFaceFW/fineweb-edu": "en", "tatsu-lab/alpaca": "en"}
 
 
 def provenance(data: dict, dataset: str, base: str) -> dict:
@@ -131,8 +130,6 @@ def hub_metadata(name: str, records: list[dict], files: set[str]) -> ModelCardDa
         base_model=base,
         base_model_relation=("adapter" if adapter else "finetune") if base else None,
         datasets=[dataset] if dataset else None,
-        language=LANGUAGES.get(dataset),
-        metrics=list(dict.fromkeys(result.metric_type for result in results)) or None,
         model_name=name if results else None,
         eval_results=results or None,
     )

@@ -286,13 +286,10 @@ def load_train_state(path: Path) -> dict:
     """`train_state.pt` of a checkpoint: tensors and plain containers only, on the CPU. Raises UserError."""
     try:
         # weights_only: a pickle is a program, and a checkpoint may come from anywhere
-        state = torch.load(Path(path) / TRAIN_STATE, map_location="cpu", weights_only=True)
-        if not isinstance(state, dict):
-            raise TypeError(f"it holds a {type(state).__name__}")
+        return torch.load(Path(path) / TRAIN_STATE, map_location="cpu", weights_only=True)
     except Exception as e:  # a corrupt pickle can raise anything that its allowed classes can raise
         reason = str(e).splitlines()[0] if str(e) else type(e).__name__
         raise UserError(f"{path}/{TRAIN_STATE} cannot be read: {reason}; resume from an earlier checkpoint") from e
-    return state
 
 
 def find_model(model: str) -> str:

@@ -233,31 +233,19 @@ class Runtime:
 
 
 def ranks_of_environment() -> tuple[int, int, int]:
-    """(rank, world size, rank on this node) as torchrun says, else (0, 1, 0). Raises UserError."""
-    defaults = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-    words = [os.environ.get(name, default) for name, default in defaults.items()]
-    try:
-        rank, world_size, local_rank = map(int, words)
-    except ValueError:
-        rank, world_size, local_rank = -1, 0, 0
-    if not (0 <= rank < world_size and 0 <= local_rank):
-        raise UserError(
-            f"RANK={words[0]} WORLD_SIZE={words[1]} LOCAL_RANK={words[2]} in the environment are not valid ranks; "
-            "start with torchrun, which sets them, or unset them"
-        )
-    return rank, world_size, local_rank
+    """(rank, world size, rank on this node) as torchrun sets them, else (0, 1, 0)."""
+    rank, world_size, local_rank = (os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    return int(rank or 0), int(world_size or 1), int(local_rank or 0)
 
 
 def _choose_device(device: str, local_rank: int) -> torch.device:
     if device == "cpu":
         return torch.device("cpu")  # without asking for GPUs, which would open a context on one
-    has_mps = torch.backends.mps.is_available()
+    found = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "mps" if has_mps else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"--device cuda: this PyTorch ({torch.__version__}) sees no CUDA GPU; use --device cpu")
-    if device == "mps" and not has_mps:
-        raise UserError("--device mps: this PyTorch sees no Apple GPU; use --device cpu")
+        device = next(name for name in found if found[name])
+    if not found[device]:
+        raise UserError(f"--device {device}: PyTorch {torch.__version__} sees no such GPU here; use --device cpu")
     if device == "cuda" and local_rank >= torch.cuda.device_count():
         raise UserError(f"there are {torch.cuda.device_count()} GPUs here; start torchrun with as many processes")
     return torch.device(f"cuda:{local_rank}" if device == "cuda" else device)
@@ -270,10 +258,7 @@ def _join_ranks(device: torch.device, rank: int, world_size: int) -> None:
     one node each restart therefore gets its own part of it; several nodes do not count restarts alike, and need
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun.
     """
-    try:
-        store, _, _ = next(dist.rendezvous("env://", rank, world_size))
-    except (ValueError, RuntimeError) as e:
-        raise UserError(f"the {world_size} ranks of the environment do not find each other ({e}); use torchrun") from e
+    store, _, _ = next(dist.rendezvous("env://", rank, world_size))
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
         store = dist.PrefixStore("restart " + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     with contextlib.suppress(OSError, AttributeError):  # on Linux: if torchrun is killed, its ranks get a SIGTERM

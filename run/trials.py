@@ -76,7 +76,6 @@ def has_memory_for(size: int, shape: tuple[int, int], forward, rt: Runtime, shar
 
     `forward` is called as the loop calls it, so that compiled code is reused: targets are a slice.
     """
-    rng = torch.get_rng_state()
     forward.require_backward_grad_sync = False  # of DDP: a rank that is out of memory would keep the others waiting
     T, V = shape
     try:
@@ -84,28 +83,19 @@ def has_memory_for(size: int, shape: tuple[int, int], forward, rt: Runtime, shar
         idx, targets = windows[:, :-1].clip(0), windows[:, 1:]
         trained = [p for p in forward.parameters() if p.requires_grad]
         moments = [torch.empty(2 * p.numel() // shards, device=rt.device) for p in trained]
-        spare = torch.empty(_five_percent(rt), dtype=torch.uint8, device=rt.device)  # fragmentation, NCCL's buffers
+        if rt.device.type == "cuda":  # 5% for fragmentation and NCCL's buffers
+            total = torch.cuda.get_device_properties(rt.device).total_memory
+            moments.append(torch.empty(total // 20, dtype=torch.uint8, device=rt.device))
         with rt.autocast():
             loss = forward(idx, targets)
         loss.backward()
-        del loss, moments, spare
+        del loss, moments
         return True
-    except RuntimeError as e:
-        if ran_out_of_memory(e):
+    except RuntimeError as e:  # the allocator raises its own type; cuBLAS and Triton raise plain RuntimeErrors
+        if isinstance(e, torch.OutOfMemoryError) or re.search(r"out of memory|ALLOC_FAILED|out of resource", str(e)):
             return False
         raise
     finally:
         forward.zero_grad(set_to_none=True)
-        torch.set_rng_state(rng)
         if rt.device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def ran_out_of_memory(e: RuntimeError) -> bool:
-    """The allocator raises its own type; cuBLAS and Triton raise plain RuntimeErrors."""
-    words = r"out of memory|ALLOC_FAILED|out of resource"
-    return isinstance(e, torch.OutOfMemoryError) or re.search(words, str(e)) is not None
-
-
-def _five_percent(rt: Runtime) -> int:
-    return torch.cuda.get_device_properties(rt.device).total_memory // 20 if rt.device.type == "cuda" else 0

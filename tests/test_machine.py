@@ -34,14 +34,6 @@ def test_the_peak_follows_from_the_name_of_the_gpu(name, tflops):
     assert peak_flops(name) == (tflops and tflops * 1e12)
 
 
-@pytest.mark.parametrize("words", [dict(RANK="x"), dict(RANK="2", WORLD_SIZE="2"), dict(WORLD_SIZE="0"), dict(RANK="")])
-def test_an_environment_without_sound_ranks_is_an_error(monkeypatch, words):
-    for name, value in words.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="torchrun"):
-        Runtime.setup("cpu", "float32")
-
-
 def test_cpu_means_that_no_gpu_is_asked_for(monkeypatch):
     def asked(*args):
         raise AssertionError("a question to CUDA opens a context on it")

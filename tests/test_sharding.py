@@ -69,7 +69,7 @@ def test_a_divided_model_goes_back_to_a_checkpoint(pairs):
 @pytest.mark.slow
 def test_a_divided_model_writes_the_same_samples(pairs):
     texts = [[r["text"] for r in log_of(pairs / f"sample-{kind}", "sample")] for kind in ("none", "divided")]
-    assert texts[0] == texts[1] and len(texts[0]) == 4  # one along the way, three at the end
+    assert texts[0] == texts[1] and len(texts[0]) == 1
 
 
 @pytest.mark.slow

@@ -63,21 +63,17 @@ def test_a_run_learns_and_leaves_everything_that_it_should(finished):
     assert [r["step"] for r in val] == [10, 20, 30, 40] and val[-1]["loss"] < train[0]["loss"] - 1
     assert json.loads((run / "config.json").read_text())["n_embd"] == 32
     assert (run / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
-    assert (run / "samples.txt").read_text().count("--- step") == 2 + 3  # two on the way, three more at the end
+    assert (run / "samples.txt").read_text().count("--- step") == 2
     assert [step for step, _ in checkpoint_steps(run)] == list(range(5, 41, 5))
     assert [p.name for p in run.glob(".*")] == [".lock"]  # nothing half written
     assert "bits per byte" in result.stdout and "Now try:" in result.stdout
 
 
-def test_the_first_lines_say_the_first_loss_beside_ln_v_and_what_is_decayed(finished):
+def test_the_first_loss_is_said_beside_ln_v(finished):
     run, result = finished[0] / "run", finished[1]
     first, uniform = map(float, re.search(r"first loss ([\d.]+);.* ([\d.]+)\n", result.stdout).groups())
     assert first == pytest.approx(log_of(run, "train")[0]["loss"], abs=1e-3)
     assert uniform == pytest.approx(math.log(SMALL["vocab_size"]), abs=1e-3)
-    sizes = re.search(r"weight decay: (\d+) tensors with ([\d,]+) .*none: (\d+) tensors with ([\d,]+)", result.stdout)
-    tensors, decayed, others, not_decayed = (int(n.replace(",", "")) for n in sizes.groups())
-    assert decayed + not_decayed == log_of(run, "run")[0]["parameters"]
-    assert (tensors, others) == (2 + 4 * 2, 2 + 8 * 2)  # tables and matrices; ln_f, and gains and biases of two blocks
 
 
 def test_transformers_opens_a_checkpoint_with_the_same_logits_and_ids(finished):
