@@ -102,17 +102,15 @@ def fail(message: str) -> None:
 
 @dataclass(frozen=True)
 class Range:
-    """The values that a constant may have: `low` to `high`, and `low` itself unless `above`; never nan."""
+    """The values that a constant may have, `low` and `high` included; never nan."""
 
     low: float
     high: float
-    above: bool = False
 
     def check(self, name: str, value: float) -> None:
         """Raises UserError for a value outside."""
-        if not self.low <= value <= self.high or (self.above and value == self.low):
-            low = f"({self.low:,g}" if self.above else f"[{self.low:,g}"
-            raise UserError(f"--{name} must be in {low}, {self.high:,g}], not {value}")
+        if not self.low <= value <= self.high:
+            raise UserError(f"--{name} must be in [{self.low:,g}, {self.high:,g}], not {value}")
 
 
 Positive = Annotated[int, Range(1, 1e9)]  # sizes, steps, sequences

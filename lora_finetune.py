@@ -50,15 +50,7 @@ from learning.evaluation import complete, validate
 from learning.optim import Optimizer, adamw, decay_groups, learning_rate
 from model import GPT, GPTConfig, Loss
 from run import card
-from run.checkpoint import (
-    ModelFiles,
-    checkpoint_steps,
-    find_model,
-    load_model,
-    load_shape,
-    model_tokenizer,
-    save_model,
-)
+from run.checkpoint import ModelFiles, checkpoint_steps, find_model, load_model, load_shape, model_tokenizer, save_model
 from run.curves import read_log
 from run.directory import Run, RunDirectory
 from run.runtime import Runtime, prefetch, ranks_of_environment
@@ -97,7 +89,7 @@ class Config:
     max_lr: NonNegative = 0.0  # peak learning rate; 0 for 1e-3 with LoRA, 1e-4 for all weights
     min_lr: NonNegative = 0.0  # where the schedule ends
     lr_schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: warmup, stable, linear decay
-    decay_fraction: Annotated[float, Range(0, 1, above=True)] = 0.5  # of the steps after warmup, over which wsd decays
+    decay_fraction: Annotated[float, Range(1e-6, 1)] = 0.5  # of the steps after warmup, over which wsd decays
     # optimizer
     weight_decay: NonNegative = 0.01  # AdamW, on tensors of two dimensions
     beta1: Probability = 0.9  # AdamW
@@ -345,9 +337,8 @@ def lora_of(config: Config) -> LoRAConfig:
 
 def find_micro_batch(config: Config, data: Data, forward: Loss, rt: Runtime) -> int:
     """The largest micro-batch that fits into memory, in examples of full length."""
-    n = config.batch_size // rt.world_size
-    sizes = [size for size in range(1, min(n, 256) + 1) if n % size == 0]
-    return find_micro_batch_size(forward, sizes, (config.sequence_length, len(data.tokenizer)), rt)
+    rows = config.batch_size // rt.world_size
+    return find_micro_batch_size(forward, rows, (config.sequence_length, len(data.tokenizer)), rt)
 
 
 # ------------------------------------------------------------------------------------------------------------ the model

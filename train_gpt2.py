@@ -13,7 +13,6 @@ and the optimizers, corpus/order.py the order of tokens, run/directory.py checkp
 """
 
 import math
-import shlex
 import shutil
 import sys
 from collections.abc import Iterator
@@ -40,11 +39,7 @@ from run.checkpoint import ModelFiles, load_model, load_shape, whole_model
 from run.directory import Run, RunDirectory
 from run.runtime import Runtime, prefetch
 from run.sharding import shard
-from run.trials import (
-    checkpoint_activations,
-    choose_attention,
-    find_micro_batch_size,
-)
+from run.trials import checkpoint_activations, choose_attention, find_micro_batch_size
 
 
 @dataclass(frozen=True)
@@ -74,14 +69,14 @@ class Config:
     max_lr: NonNegative = 6e-4  # peak learning rate
     min_lr: NonNegative = 6e-5  # where the schedule ends
     lr_schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: warmup, stable, linear decay
-    decay_fraction: Annotated[float, Range(0, 1, above=True)] = 0.5  # of the steps after warmup, over which wsd decays
+    decay_fraction: Annotated[float, Range(1e-6, 1)] = 0.5  # of the steps after warmup, over which wsd decays
     # optimizer
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for the blocks' matrices, AdamW for the rest
     muon_lr: NonNegative = 0.02  # peak learning rate of Muon's matrices
     weight_decay: NonNegative = 0.1  # on tensors of two or more dimensions
     beta1: Probability = 0.9  # AdamW
     beta2: Probability = 0.95  # AdamW
-    eps: Annotated[float, Range(0, 1, above=True)] = 1e-8  # AdamW
+    eps: Annotated[float, Range(1e-30, 1)] = 1e-8  # AdamW
     grad_clip: NonNegative = 1.0  # largest gradient norm; 0 for no clipping
     max_bad_steps: Positive = 20  # stop after this many steps in a row without a finite gradient
     spike_threshold: NonNegative = 1.0  # roll back when the loss exceeds its running median by this much; 0 for never
@@ -317,15 +312,13 @@ def refuse_bad_constants(config: Config, rt: Runtime) -> None:
     if config.min_lr > config.max_lr:
         raise UserError(f"--min_lr {config.min_lr} is above --max_lr {config.max_lr}; the schedule ends at min_lr")
     if config.fp8:
-        if rt.dtype != torch.bfloat16 or (rt.device.type == "cuda" and torch.cuda.get_device_capability() < (8, 9)):
-            raise UserError(f"--fp8 needs bfloat16 and a GPU of compute capability 8.9 or more; this is {rt.why}")
-        if config.compile == "off" or (rt.device.type == "cuda" and not rt.compile):
-            raise UserError(f"--fp8 needs torch.compile, or rounding costs more than it gains; this is {rt.why}")
-        if config.shard != "none":
-            raise UserError(f"--fp8 has not been tried with --shard {config.shard}; give one of them")
-        for name in ("n_embd", "sequence_length", "vocab_size"):
-            if getattr(config, name) % 16:
-                raise UserError(f"--fp8 needs a --{name} that is a multiple of 16, not {getattr(config, name)}")
+        on_gpu, old = rt.device.type == "cuda", lambda: torch.cuda.get_device_capability() < (8, 9)
+        if rt.dtype != torch.bfloat16 or config.compile == "off" or (on_gpu and (old() or not rt.compile)):
+            needs = "--dtype bfloat16, torch.compile and a GPU of compute capability 8.9 or more"
+            raise UserError(f"--fp8 needs {needs}; this is {rt.why}")
+        if config.shard != "none" or config.n_embd % 16 or config.sequence_length % 16 or config.vocab_size % 16:
+            needs = "--shard none, and a --n_embd, --sequence_length and --vocab_size that are multiples of 16"
+            raise UserError(f"--fp8 needs {needs}; leave it out")
     if rt.shard == "full" and rt.device.type == "cuda" and not config.micro_batch_size:
         raise UserError("--shard full needs a --micro_batch_size, as a trial would need the memory of the whole model")
     unit = config.sequence_length * max(config.micro_batch_size, 1) * rt.world_size
@@ -376,8 +369,7 @@ def build_model(config: Config, shape: GPTConfig, checkpoint: Path | None) -> GP
 def find_micro_batch(config: Config, forward: Loss, rt: Runtime) -> int:
     """The largest micro-batch that fits, of those that divide the batch."""
     rows = config.total_batch_size // config.sequence_length // rt.world_size
-    sizes = [n for n in range(1, min(rows, 256) + 1) if rows % n == 0]
-    return find_micro_batch_size(forward, sizes, (config.sequence_length, config.vocab_size), rt, rt.n_shards)
+    return find_micro_batch_size(forward, rows, (config.sequence_length, config.vocab_size), rt)
 
 
 def facts_of_run(config: Config, model: GPT, data: Data) -> dict:
@@ -408,14 +400,11 @@ def say_what_was_reached(config: Config, run: Run) -> None:
     memory = run.rt.peak_memory() / 2**30
     rate = run.log.median_rate()
     print(f"{run.tokens:,} tokens in {run.step:,} steps, {rate:,.0f} tokens/s, {memory:.2f} GiB at the peak")
-    given = [word for word in sys.argv[1:] if word not in ("--resume", "--overwrite")]
-    steps = [i for i, word in enumerate(given) if word in ("--max_steps", "--max-steps")]
-    words = [word for i, word in enumerate(given) if i not in steps and i - 1 not in steps]
     print(
         "\nNow try:\n"
         f"  python sample.py {config.out_dir} --num_samples 3    # more text\n"
         f"  {config.out_dir}/learning_curve.png    # how it went\n"
-        f"  python train_gpt2.py {shlex.join(words)} --resume --max_steps {2 * config.max_steps}    # train on\n"
+        f"  the same command with --resume --max_steps {2 * config.max_steps}    # train on\n"
         "  python bpe/train.py && python bpe/try_tokenizer.py    # what it reads instead of letters"
     )
 

@@ -41,7 +41,7 @@ FILES = {"hellaswag": "hellaswag*.jsonl", "lora": "alpaca*.json"}  # of --data
 @dataclass(frozen=True)
 class Config:
     out: str = ""  # the folder of the report
-    minutes: Annotated[float, Range(0, 1e4, above=True)] = 9.0  # for all parts together
+    minutes: Annotated[float, Range(0.01, 1e4)] = 9.0  # for all parts together
     only: tuple[str, ...] = ()  # these parts alone
     size: Size = ""  # of the models; tiny: a quick try
     data: str = ""  # folder with HellaSwag and Alpaca; downloaded if empty

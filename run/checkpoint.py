@@ -294,14 +294,12 @@ def load_train_state(path: Path) -> dict:
 
 def find_model(model: str) -> str:
     """MODEL as a checkpoint directory or a hub id. Raises UserError for a directory that holds neither."""
-    if not model:
-        raise UserError("the model's name is empty; give a checkpoint, a run directory, or a hub id such as gpt2")
     path = Path(model)
     if (path / "config.json").is_file() and [*path.glob("model.safetensors"), *path.glob("model-*-of-*.safetensors")]:
         return str(path)
     if path.is_dir():
         if (newest := newest_intact(path)) is None:
-            raise UserError(f"{model} holds no model: neither model.safetensors nor an intact step_NNNNNN directory")
+            raise UserError(f"{model or path} holds no model: no model.safetensors and no intact step_NNNNNN")
         return str(newest)
     # a typo in a path must not become a request to the hub, where anybody could own that name
     local = path.is_absolute() or model.count("/") > 1 or model.startswith((".", "out/"))

@@ -71,10 +71,6 @@ class RunDirectory:
         rt.on_main(self._lock)  # first: what is found below must not change under us
         found = rt.on_main(self._find_checkpoint)
         self.checkpoint = Path(found) if found else None
-        # nodes without a shared disk: better one line now than a rank that waits for the others forever
-        sees = self.checkpoint is None or self.checkpoint.is_dir()
-        if (n := int(rt.sum(torch.tensor(int(sees), device=rt.device)))) < rt.world_size:
-            raise UserError(f"{self.checkpoint} is seen by {n} of {rt.world_size} ranks; all must see --out_dir")
 
     def _lock(self) -> None:
         try:

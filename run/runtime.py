@@ -95,17 +95,12 @@ class Runtime:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         threads = f" with {torch.get_num_threads()} threads" if device.type == "cpu" else ""
         why = f"{name}{threads}, {why_dtype}, {why_compile}" + (f", {world_size} ranks" if world_size > 1 else "")
-        mesh = _make_mesh(device, world_size) if shard != "none" and world_size > 1 else None
+        mesh = init_device_mesh(device.type, (world_size,)) if shard != "none" and world_size > 1 else None
         return cls(device, dtype, compile_on, rank, world_size, why, shard if mesh else "none", mesh)
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
-
-    @property
-    def n_shards(self) -> int:
-        """Ranks that divide one copy of the model among them; 1 where each has all of it."""
-        return self.mesh.size(self.mesh.ndim - 1) if self.mesh else 1
 
     # ---- the forward pass
 
@@ -129,9 +124,7 @@ class Runtime:
         if self.shard == "optimizer":  # weights stay gathered from micro-batch to micro-batch, too
             forward.set_requires_gradient_sync(now)
             forward.set_reshard_after_backward(now)
-        elif self.shard == "full":  # whole gradients would not fit: each micro-batch's are divided, then added up
-            forward.set_requires_all_reduce(now)
-        elif self.world_size > 1:
+        elif self.world_size > 1 and not self.mesh:  # "full" divides each micro-batch's, as whole ones would not fit
             forward.require_backward_grad_sync = now
 
     # ---- what ranks say to each other
@@ -272,15 +265,6 @@ def _join_ranks(device: torch.device, rank: int, world_size: int) -> None:
         timeout=EXCHANGE,
         device_id=device if on_gpu else None,
     )
-
-
-def _make_mesh(device: torch.device, world_size: int) -> DeviceMesh:
-    """All ranks in a row; on several nodes (node, rank on the node): weights then travel within a node only, and only
-    gradients travel between nodes, whose network is slower by an order of magnitude."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    if local < world_size and world_size % local == 0 and local > 1:
-        return init_device_mesh(device.type, (world_size // local, local), mesh_dim_names=("replicate", "shard"))
-    return init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
 
 
 def _keep_freed_memory() -> None:

@@ -35,7 +35,7 @@ def shard(model: torch.nn.Module, blocks: Sequence[torch.nn.Module], rt: Runtime
     """Divide a model over the ranks as `rt.shard` says, in place; every rank passes the same weights.
 
     Each of `blocks` is gathered by itself, everything else together. With compilation each block is compiled by itself,
-    so that gathering and computing overlap. On several nodes each node keeps one copy (see `Runtime.mesh`).
+    so that gathering and computing overlap.
     """
     from torch.distributed.fsdp import fully_shard  # takes a second, which one rank does not need
 

@@ -37,57 +37,48 @@ def checkpoint_activations(blocks: Iterable[torch.nn.Module]) -> None:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
-def find_micro_batch_size(forward, sizes: list[int], shape: tuple[int, int], rt: Runtime, shards: int = 1) -> int:
-    """The largest of `sizes` (sequences per forward pass of a rank) whose training step fits into memory.
+def find_micro_batch_size(forward, rows: int, shape: tuple[int, int], rt: Runtime) -> int:
+    """The largest divisor of `rows`, the sequences of a rank's step, whose forward and backward pass fit into memory.
 
-    `shape` is (T, V): tokens per sequence and size of the vocabulary. `shards` is the number of ranks that divide the
-    optimizer's state. On a CPU, where memory is not the limit, it is the size that keeps about 4096 tokens in the
-    caches. Raises UserError if not even one sequence fits.
+    `shape` is (T, V): tokens per sequence and size of the vocabulary. On a CPU, where memory is not the limit, it is
+    the size that keeps about 4096 tokens in the caches. Raises UserError if not even one sequence fits.
     """
-    sizes = sorted(sizes, reverse=True)
+    sizes = [n for n in range(min(rows, 256), 0, -1) if rows % n == 0]
     if rt.device.type == "cpu":
-        return next((n for n in sizes if n * shape[0] <= 4096), sizes[-1])
-    return largest_that_fits(forward, sizes, shape, rt, shards)
+        return next((n for n in sizes if n * shape[0] <= 4096), 1)
+    return largest_that_fits(forward, sizes, shape, rt)
 
 
-def largest_that_fits(forward, sizes: list[int], shape: tuple[int, int], rt: Runtime, shards: int) -> int:
+def largest_that_fits(forward, sizes: list[int], shape: tuple[int, int], rt: Runtime) -> int:
     """The first of `sizes`, which descend, for which every rank has the memory. Raises UserError on all ranks alike."""
-    peaks = {}  # bytes, by size
-
-    def fits(size: int, forward) -> bool:
+    # compiling each size would take a minute; what fits uncompiled fits compiled, too
+    inside_ddp = getattr(forward, "module", forward)
+    uncompiled = getattr(inside_ddp, "_orig_mod", inside_ddp)
+    for size in sizes:
         rt.reset_peak_memory()
-        mine = torch.tensor(int(has_memory_for(size, shape, forward, rt, shards)), device=rt.device)
-        peaks[size] = rt.peak_memory()
-        return int(rt.sum(mine)) == rt.world_size  # all ranks leave the trial together, whoever failed
-
-    # a size that fits uncompiled fits compiled too (checking that takes a minute); the next larger size may fit as well
-    uncompiled = getattr(getattr(forward, "module", forward), "_orig_mod", forward)
-    largest = next((i for i, size in enumerate(sizes) if fits(size, uncompiled)), len(sizes))
-    if largest > 0 and uncompiled is not forward and fits(sizes[largest - 1], forward):
-        largest -= 1
-    if largest == len(sizes):
-        raise UserError("not even one sequence fits into the memory; use a smaller model or --sequence_length")
-    rt.print(f"micro_batch_size {sizes[largest]} fits: {peaks[sizes[largest]] / 2**30:.1f} GiB at its peak")
-    return sizes[largest]
+        mine = torch.tensor(int(has_memory_for(size, shape, uncompiled, rt)), device=rt.device)
+        if int(rt.sum(mine)) == rt.world_size:  # all ranks leave the trial together, whoever failed
+            rt.print(f"micro_batch_size {size} fits: {rt.peak_memory() / 2**30:.1f} GiB at its peak")
+            return size
+    raise UserError("not even one sequence fits into the memory; use a smaller model or --sequence_length")
 
 
-def has_memory_for(size: int, shape: tuple[int, int], forward, rt: Runtime, shards: int = 1) -> bool:
+def has_memory_for(size: int, shape: tuple[int, int], forward, rt: Runtime) -> bool:
     """Try one forward and backward pass of `size` sequences, with memory for the optimizer's state put aside.
 
-    `forward` is called as the loop calls it, so that compiled code is reused: targets are a slice.
+    `forward` is not DDP's module: its backward pass would have a rank that is out of memory keep the others waiting.
     """
-    forward.require_backward_grad_sync = False  # of DDP: a rank that is out of memory would keep the others waiting
     T, V = shape
+    n_shards = rt.world_size if rt.mesh else 1  # ranks that divide the optimizer's state
     try:
-        windows = torch.randint(V, (size, T + 1), device=rt.device)
-        idx, targets = windows[:, :-1].clip(0), windows[:, 1:]
+        idx = torch.randint(V, (size, T), device=rt.device)
         trained = [p for p in forward.parameters() if p.requires_grad]
-        moments = [torch.empty(2 * p.numel() // shards, device=rt.device) for p in trained]
+        moments = [torch.empty(2 * p.numel() // n_shards, device=rt.device) for p in trained]
         if rt.device.type == "cuda":  # 5% for fragmentation and NCCL's buffers
             total = torch.cuda.get_device_properties(rt.device).total_memory
             moments.append(torch.empty(total // 20, dtype=torch.uint8, device=rt.device))
         with rt.autocast():
-            loss = forward(idx, targets)
+            loss = forward(idx, idx)
         loss.backward()
         del loss, moments
         return True

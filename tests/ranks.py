@@ -4,9 +4,8 @@
 
 After each run it writes `ranks.json` into the run directory: what `Observer` has seen on every rank. `fault` is
 something that goes wrong on the last rank, in step FAULT_STEP; `start` is a run of which a copy, up to step 10, is made
-before; `ranks_per_node` lets the ranks believe that they are on several nodes; `jump` is a step whose loss, and that of
-the next two, every rank sees 9 nats higher, once. A job with a `kind` is no run, but a search for the micro-batch: see
-`probe`.
+before; `jump` is a step whose loss, and that of the next two, every rank sees 9 nats higher, once. A job with a `kind`
+is no run, but a search for the micro-batch: see `probe`.
 """
 
 import hashlib
@@ -88,7 +87,7 @@ def probe(kind: str, file: str) -> None:
             output.register_hook(raise_above_4)
 
     model.transformer.h[0].register_forward_hook(watch)
-    size = largest_that_fits(forward, [16, 8, 4, 2], (16, 64), rt, 1)
+    size = largest_that_fits(forward, [16, 8, 4, 2], (16, 64), rt)
     idx = torch.randint(64, (size, 16), generator=torch.Generator().manual_seed(rt.rank))
     rt.exchange_gradients(forward, now=True)
     forward(idx, idx).backward()
@@ -160,9 +159,8 @@ def jump_at(first: int):
     return lambda: setattr(Run, "log_step", real)
 
 
-def run(args: list[str], fault: str | None = None, start: str | None = None, ranks_per_node=0, jump=0) -> None:
+def run(args: list[str], fault: str | None = None, start: str | None = None, jump=0) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    os.environ["LOCAL_WORLD_SIZE"] = str(ranks_per_node or world_size)
     out_dir = Path(args[args.index("--out_dir") + 1])
     if start and rank == 0:
         copy_of_run(start, out_dir)

@@ -12,16 +12,13 @@ import pytest
 import torch
 
 import train_gpt2
-from cli import UserError
 from model import GPT, GPTConfig
 from run import trials
 from run.checkpoint import checkpoint_steps, load_train_state
-from run.directory import RunDirectory
 from run.runtime import Runtime
 from run.trials import find_micro_batch_size
 from tests.helpers import ROOT, SMALL, arguments, environment, log_of, text_file
 from tests.ranks import FAULTS, OUT_OF_MEMORY, copy_of_run
-from train_gpt2 import Config
 
 # 24 sequences a step: 6, 3 and 2 micro-steps on 1, 2 and 3 ranks
 STEP = SMALL | dict(
@@ -211,9 +208,6 @@ def test_an_infinite_gradient_on_one_rank_changes_no_weight_on_any(two_ranks, fa
 # ---- what ranks have to agree on
 
 
-DIVISORS_OF_48 = [1, 2, 3, 4, 6, 8, 12, 16, 24, 48]
-
-
 def test_the_largest_batch_that_fits_every_rank_is_taken(monkeypatch):
     tried = []
     monkeypatch.setattr(trials, "has_memory_for", lambda size, *_: tried.append(size) or size <= 20)
@@ -222,25 +216,8 @@ def test_the_largest_batch_that_fits_every_rank_is_taken(monkeypatch):
     rt.peak_memory, rt.reset_peak_memory = lambda: 2**30, lambda: None
     rt.sum = lambda fits: fits + next(others)
     monkeypatch.setattr(trials.torch, "tensor", lambda x, device: x)
-    size = find_micro_batch_size(None, DIVISORS_OF_48, (1024, 50304), rt)
+    size = find_micro_batch_size(None, 48, (1024, 50304), rt)
     assert tried == [48, 24, 16, 12, 8] and size == 8
-
-
-@pytest.mark.parametrize("compiled_limit, size", [(47, 24), (48, 48)])
-def test_a_compiled_model_is_tried_with_one_size_more_than_fits_uncompiled(monkeypatch, compiled_limit, size):
-    uncompiled, tried = object(), []
-    forward = SimpleNamespace(_orig_mod=uncompiled)
-
-    def has_memory_for(size, shape, model, *_):
-        tried.append((size, model is forward))
-        return size <= (compiled_limit if model is forward else 24)
-
-    monkeypatch.setattr(trials, "has_memory_for", has_memory_for)
-    rt = SimpleNamespace(world_size=1, device=SimpleNamespace(type="cuda"), print=print, sum=lambda fits: fits)
-    rt.peak_memory, rt.reset_peak_memory = lambda: 2**30, lambda: None
-    monkeypatch.setattr(trials.torch, "tensor", lambda x, device: x)
-    assert find_micro_batch_size(forward, DIVISORS_OF_48, (1024, 50304), rt) == size
-    assert tried == [(48, False), (24, False), (48, True)]
 
 
 @pytest.mark.parametrize(
@@ -269,12 +246,3 @@ def test_running_out_of_memory_is_noticed_and_leaves_nothing_behind(error):
 def test_all_ranks_leave_a_trial_together_whichever_runs_out_of_memory(two_ranks, kind):
     one, two = json.loads((two_ranks / f"{kind}.json").read_text())
     assert one["size"] == two["size"] == 4 and one["norm"] == pytest.approx(two["norm"])  # and gradients are exchanged
-
-
-def test_nodes_that_do_not_share_the_run_directory_are_told_so(tmp_path):
-    rt = SimpleNamespace(world_size=2, device="cpu")
-    answers = iter([None, str(tmp_path / "step_000500")])  # the first rank has the lock, and found this checkpoint
-    rt.on_main = lambda work: next(answers)
-    rt.sum = lambda seen: seen + 1  # it also sees it
-    with pytest.raises(UserError, match="1 of 2 ranks.*step_000500"):
-        RunDirectory(Config(out_dir=str(tmp_path), resume=True), rt)
