@@ -237,14 +237,11 @@ def set_aside(path: Path) -> Path:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file. Raises FileNotFoundError where there is none, UserError for what is wrong in it."""
+    """The content of a JSON file. Raises OSError if it cannot be read, UserError for what is wrong in it."""
     try:
         return json.loads(path.read_bytes().decode("utf-8-sig"))
-    except FileNotFoundError:
-        raise
-    except (ValueError, RecursionError, OSError) as e:  # ValueError: not UTF-8, not JSON, or a number of 5,000 digits
-        reason = e.strerror if isinstance(e, OSError) else e
-        raise UserError(f"{path} cannot be read as JSON: {reason}; it is damaged, or another kind of file") from None
+    except (ValueError, RecursionError) as e:  # ValueError: not UTF-8, not JSON, or a number of 5,000 digits
+        raise UserError(f"{path} cannot be read as JSON: {e}; it is damaged, or another kind of file") from None
 
 
 @contextlib.contextmanager

@@ -48,8 +48,6 @@ class Config:
 
 def main() -> None:
     config = parse_args(Config, description=__doc__)
-    if 0 < config.temperature < 1e-3:
-        raise UserError(f"--temperature {config.temperature} is too small to divide logits by; use 0 for greedy text")
     prompt = read_all() if config.prompt == "-" else config.prompt
     rt = Runtime.setup(config.device, config.dtype)
     if config.dtype == "auto" and rt.device.type == "cpu":

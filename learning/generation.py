@@ -114,7 +114,7 @@ class KVCache:
 def sample_tokens(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
     """One id (B,) int64 for each row of logits (B, V): greedy for temperature 0, else drawn from the `top_k` likeliest
     and the smallest set of ids with probability `top_p` or more (Holtzman et al. 2020, section 3.1)."""
-    if temperature == 0:
+    if temperature < 1e-3:  # a quotient could overflow, and the likeliest id has all of the probability
         return logits.argmax(dim=-1)
     logits = logits / temperature
     if top_k:

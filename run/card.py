@@ -1,7 +1,7 @@
 """A model card: the README.md beside a model's weights, for the hub and for people, from the log of its run.
 
 The first lines are metadata for https://huggingface.co/docs/hub/model-cards; below them people read the data, figures,
-command and versions, and how to use the model. A run writes the card with every checkpoint, and again after an
+command and commit, and how to use the model. A run writes the card with every checkpoint, and again after an
 evaluation of that checkpoint's step. People edit it (a license has to be chosen), so no checksum covers it.
 
 This file knows nothing of torch, or of how checkpoints are written: a log is a list of dicts.
@@ -100,10 +100,9 @@ def facts(records: list[dict]) -> dict[str, str]:
         if found := newest(records, kind, key):
             n = newest(records, kind, "n")
             rows[label] = f"{found[1]:.4f} at step {found[0]:,}" + (f", {n[1]:,} examples" if n else "")
-    for key in ("commit", "machine"):
-        rows[key] = "; ".join(map(code, said(records, key)))
-    rows["versions"] = "; ".join(code(", ".join(f"{k} {v[k]}" for k in v)) for v in said(records, "versions"))
-    return {key: value for key, value in rows.items() if value}
+    if commits := said(records, "commit"):
+        rows["commit"] = "; ".join(map(code, commits))
+    return rows
 
 
 def code(value) -> str:

@@ -73,10 +73,7 @@ class RunDirectory:
         self.checkpoint = Path(found) if found else None
 
     def _lock(self) -> None:
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as e:
-            raise UserError(f"--out_dir {self.path} cannot be created: {e.strerror}; choose another one") from e
+        self.path.mkdir(parents=True, exist_ok=True)
         # inside the directory, not next to it: containers may mount one disk under different names
         self.locks.enter_context(only_one(self.path / ".lock", f"run directory {self.path}"))
 
@@ -106,10 +103,7 @@ class RunDirectory:
         place = self.path.resolve()  # if OUT_DIR links to a larger disk, the old run and the new one both stay there
         if os.name == "nt":  # Windows renames no directory with an open file in it, so nobody can hold the lock then
             self.locks.close()
-        try:
-            old = set_aside(place)
-        except OSError as e:  # a mount point, for instance
-            raise UserError(f"{place} cannot be renamed ({e.strerror}) and is unchanged; give another --out_dir") from e
+        old = set_aside(place)  # a mount point, for instance, cannot be renamed: it stays as it is
         self.rt.print(f"the earlier run is now {old}")
         # The lock file has moved, too, still locked: a process that opened it before has not got it. Now that it has no
         # name, none can open it any more, and the old run can be resumed where it is.
@@ -120,7 +114,7 @@ class RunDirectory:
 
 def foreign_file(out_dir: Path) -> str:
     """A file that a run would replace, in a directory that holds no run; "" if there is none."""
-    with contextlib.suppress(UserError, FileNotFoundError, TypeError):
+    with contextlib.suppress(UserError, OSError, TypeError):
         if "out_dir" in read_json(out_dir / "config.json"):  # ours: the run was killed before it began its log
             return ""
     return next((name for name in (*FILES, *WEIGHTS) if (out_dir / name).exists()), "")

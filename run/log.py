@@ -129,7 +129,6 @@ class RunLog:
             self.draw(wait=True)
             if self._close_tracker:
                 self._close_tracker()
-            self._report = self._close_tracker = None
 
     def draw(self, wait: bool = False) -> None:
         """Draw learning_curve.png in a thread, so that no rank waits for it. A request that finds the thread busy is

@@ -146,7 +146,7 @@ def test_an_old_run_that_cannot_be_renamed_is_unchanged(train, tmp_path, monkeyp
         return real(path, target)
 
     monkeypatch.setattr(Path, "rename", rename)
-    assert_user_error(train(**SHORT | dict(overwrite=True)), "Device or resource busy", "--out_dir")
+    assert_user_error(train(**SHORT | dict(overwrite=True)), "Device or resource busy", str(tmp_path / "run"))
     assert files_of(tmp_path / "run") == before
 
 

@@ -114,7 +114,7 @@ def test_a_chat_continues_the_form_that_was_trained_and_forgets_the_oldest_turns
 @pytest.mark.parametrize(
     "options",
     [
-        dict(temperature=-1), dict(temperature=1e-9), dict(temperature="nan"), dict(top_p=-1), dict(top_k=-1),
+        dict(temperature=-1), dict(temperature="nan"), dict(top_p=-1), dict(top_k=-1),
         dict(max_new_tokens=-1), dict(num_samples=0), dict(seed=-2), dict(adapter="absent"),
     ],
 )  # fmt: skip

@@ -363,7 +363,7 @@ def test_a_truncated_checkpoint_given_by_name_offers_the_one_before(train, tmp_p
 
 
 def test_a_run_directory_that_cannot_be_made_gives_one_line(train):
-    assert_user_error(train(out="text.txt/run"), "--out_dir", "text.txt/run")
+    assert_user_error(train(out="text.txt/run"), "text.txt/run")
 
 
 def test_a_run_is_never_overwritten_silently(train, tmp_path):
