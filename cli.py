@@ -21,7 +21,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -107,11 +107,6 @@ class Range:
     low: float
     high: float
 
-    def check(self, name: str, value: float) -> None:
-        """Raises UserError for a value outside."""
-        if not self.low <= value <= self.high:
-            raise UserError(f"--{name} must be in [{self.low:,g}, {self.high:,g}], not {value}")
-
 
 Positive = Annotated[int, Range(1, 1e9)]  # sizes, steps, sequences
 Count = Annotated[int, Range(0, 1e9)]  # the same, where 0 is special
@@ -123,12 +118,12 @@ Probability = Annotated[float, Range(0, 0.9999)]  # of dropout, or a beta: 1 wou
 
 def check_ranges(config: Any) -> None:
     """Raises UserError for the first field of a dataclass that is outside the Range in its annotation."""
-    hints = get_type_hints(type(config), include_extras=True)
-    for field in fields(config):
-        value = getattr(config, field.name)
-        for limits in (extra for extra in getattr(hints[field.name], "__metadata__", ()) if isinstance(extra, Range)):
-            for one in value if isinstance(value, tuple) else (value,):
-                limits.check(field.name, one)
+    for name, hint in get_type_hints(type(config), include_extras=True).items():
+        value = getattr(config, name)
+        values = value if isinstance(value, tuple) else (value,)
+        for limits in getattr(hint, "__metadata__", ()):
+            if isinstance(limits, Range) and not all(limits.low <= one <= limits.high for one in values):
+                raise UserError(f"--{name} must be in [{limits.low:,g}, {limits.high:,g}], not {value}")
 
 
 def parse_args(config_type, args: list[str] | None = None, default=None, prog: str | None = None, description=None):

@@ -18,7 +18,6 @@ import os
 import re
 import shutil
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -312,9 +311,7 @@ def find_model(model: str) -> str:
 def user_errors_of(model: str) -> Iterator[None]:
     """Turn what can go wrong in reading a MODEL into UserErrors."""
     try:
-        with warnings.catch_warnings():  # whoever gives a path does not care what transformers warns about
-            warnings.simplefilter("ignore")
-            yield
+        yield
     except ValueError as e:
         raise UserError(str(e)) from e
     except Exception as e:  # of the network, the hub's client, or a server that answers nonsense: each has its own
