@@ -34,7 +34,6 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -61,7 +60,6 @@ class Config:
     shard_size: Positive = 100_000_000  # tokens of a shard; the first shard is the validation split
     limit_tokens: Tokens = 0  # stop after this many tokens; 0 for the whole source
     workers: Count = 0  # processes that read and tokenize; 0 for one on each core
-    start_method: Literal["spawn", "fork"] = "spawn"  # of the workers; fork starts half a second faster, on Linux
     downloads: Positive = 2  # files that are downloaded at the same time
     verify: bool = False  # compare the shards of out_dir with their manifest instead of writing any
     dry_run: bool = False  # say what would be read and written, and stop
@@ -208,10 +206,10 @@ def start_workers(config: Config, tok: Tokenizer) -> Iterator[Callable[[Unit], F
     Every process has its own pipe, and a thread that waits for its answers. The queues of ProcessPoolExecutor are
     shared: a process that is killed while it writes tokens to one never releases its lock, and the others hang.
     """
-    context, free, processes = multiprocessing.get_context(config.start_method), SimpleQueue(), []
-    for _ in range(config.workers):  # before there are threads, which a fork would not copy
+    context, free, processes = multiprocessing.get_context("spawn"), SimpleQueue(), []
+    for _ in range(config.workers):
         ours, theirs = context.Pipe()
-        processes.append(context.Process(target=work, args=(theirs, ours, tok, config.text_field), daemon=True))
+        processes.append(context.Process(target=work, args=(theirs, tok, config.text_field), daemon=True))
         processes[-1].start()
         theirs.close()
         free.put(ours)
@@ -240,11 +238,10 @@ def start_workers(config: Config, tok: Tokenizer) -> Iterator[Callable[[Unit], F
             process.join()
 
 
-def work(connection: Connection, other_end: Connection, tok: Tokenizer, text_field: str) -> None:
+def work(connection: Connection, tok: Tokenizer, text_field: str) -> None:
     """A worker process: units in, tokens out, until the main process is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process decides what a Ctrl-C means
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    other_end.close()  # a fork has it, and would keep the pipe open
     pa.set_cpu_count(1)
     encode = encoder(tok)
     with suppress(EOFError, OSError):

@@ -103,7 +103,8 @@ def main() -> None:
     for style, result in results.items():
         rt.print(summary(style, result))
     if config.json and rt.is_main:
-        write_json(config, rt, results)
+        scores = dict(model=config.model, data=config.data or HUB, dtype=str(rt.dtype).split(".")[-1], styles=results)
+        replace_file(Path(config.json), json.dumps(scores, allow_nan=False) + "\n")
 
 
 # ------------------------------------------------------------------------------------------------------------ data
@@ -362,11 +363,6 @@ def refuse_bad_output(path: str) -> None:
     out = Path(path)
     if path and (not out.parent.is_dir() or (out.exists() and not out.is_file())):
         raise UserError(f"--json {path} cannot be written; give a file in a directory that exists")
-
-
-def write_json(config: Config, rt: Runtime, results: dict) -> None:
-    head = dict(model=config.model, data=config.data or HUB, dtype=str(rt.dtype).split(".")[-1])
-    replace_file(Path(config.json), json.dumps(head | dict(styles=results), allow_nan=False) + "\n")
 
 
 if __name__ == "__main__":

@@ -113,8 +113,7 @@ def encode_texts(texts: list[str]) -> None:
 
 def make_shards(files: list[str], out_dir: Path) -> None:
     shutil.rmtree(out_dir, ignore_errors=True)
-    start = multiprocessing.get_start_method()  # as the others start their processes
-    config = fineweb.Config(source=tuple(files), out_dir=str(out_dir), workers=2, start_method=start)
+    config = fineweb.Config(source=tuple(files), out_dir=str(out_dir), workers=2)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         fineweb.make_shards(config, out_dir)
 

@@ -41,7 +41,6 @@ KINDS = {
 }  # fmt: skip
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 UNIT_BYTES = 2**22  # large against the cost of handing a unit to a process, small against its memory
-LONGEST = 2**30  # bytes of text without a place to cut: such a file is not what its name says
 AS_STREAM = dict(buffer_size=2**20, pre_buffer=False)  # by default the bytes of a whole row group are in memory
 
 # Two blank lines, which end with \n or \r\n. Possessive, or a run of millions would be remembered for backtracking.
@@ -118,10 +117,8 @@ def hub_source(name: str, revision: str) -> Source:
     owner, dataset, *rest = name.strip("/").split("/")
     repo, folder = f"{owner}/{dataset}", "/".join(rest)
     with hub_errors(f"the list of files of {repo}"):  # HfApi().dataset_info asks once, and a busy hub says no
-        url = f"{constants.ENDPOINT}/api/datasets/{repo}/revision/{quote(revision, safe='')}"
-        answer = http_backoff(
-            "GET", url, params={"blobs": True}, headers=build_hf_headers(), timeout=60, max_retries=2
-        )
+        url = f"{constants.ENDPOINT}/api/datasets/{repo}/revision/{quote(revision, safe='')}?blobs=true"
+        answer = http_backoff("GET", url, headers=build_hf_headers(), timeout=60, max_retries=2)
         hf_raise_for_status(answer)
         info = DatasetInfo(**answer.json())
     known = [f for f in info.siblings or [] if kind_of(f.rfilename) and ".." not in Path(f.rfilename).parts]
@@ -204,7 +201,7 @@ def download(source: Source, file: SourceFile, folder: Path) -> Path:
 
     path = folder / file.name
     part = path.with_name(f"{path.name}.{file.version[:8]}.part")  # of this content and no other
-    if has_hash(path, file):
+    if path.is_file() and file.sha256 and sha256(path) == file.sha256:
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     disable_progress_bars()  # they would garble ours
@@ -213,15 +210,11 @@ def download(source: Source, file: SourceFile, folder: Path) -> Path:
         with open(part, "ab" if file.version else "wb") as f:
             sizes = dict(resume_size=f.tell(), expected_size=file.bytes or None)
             http_get(url, f, headers=build_hf_headers(), **sizes)
-        if file.sha256 and not has_hash(part, file):
+        if file.sha256 and sha256(part) != file.sha256:
             part.unlink()
             raise OSError("it arrived damaged: its hash is not the hub's")
     part.replace(path)
     return path
-
-
-def has_hash(path: Path, file: SourceFile) -> bool:
-    return bool(file.sha256) and path.is_file() and sha256(path) == file.sha256
 
 
 def discard(source: Source, folder: Path, n: int) -> None:
@@ -316,8 +309,6 @@ def stream_units(path: Path, place: Callable[[bytes], int]) -> Iterator[Unit]:
                 yield Unit(path, at, bytes(unit))
                 at += len(unit)
                 unit = bytearray(block[end:])
-            elif len(unit) > LONGEST:
-                raise ValueError(f"a line or document of more than {LONGEST:,} bytes")
         if unit:
             yield Unit(path, at, bytes(unit))
 
@@ -355,10 +346,10 @@ def documents(text: str) -> list[str]:
     return [text[start:end] for start, end in pairwise([0, *ends, len(text)]) if start < end]
 
 
-def text_of(line: bytes, text_field: str, errors: str = "strict") -> tuple[str | None, str]:
+def text_of(line: bytes, text_field: str) -> tuple[str | None, str]:
     """(text, "") of a line of a .jsonl, or (None, reason)."""
     try:
-        text = json.loads(line.decode("utf-8", errors)).get(text_field)
+        text = json.loads(line.decode()).get(text_field)
     except (ValueError, AttributeError, RecursionError):
         return None, "broken line"
     return (text, "") if isinstance(text, str) else (None, "no text")

@@ -37,15 +37,10 @@ def find_shards(data: str, split: str) -> list[Path]:
     pattern = f"{glob.escape(data)}/*" if os.path.isdir(data) else data
     paths = sorted(p for p in map(Path, glob.glob(pattern)) if p.suffix in LAYOUTS and not p.name.startswith("."))
     named = {s: [p for p in paths if re.search(rf"_{s}(_.*)?$", p.stem)] for s in ("train", "val")}
-    found, unnamed = named[split], [p for p in paths if p.suffix == ".ds"]
-    if unnamed and not any(named.values()):
-        found = unnamed[:1] if split == "val" else unnamed[1:]
-        if not found:
-            raise UserError(
-                f"{unnamed[0]} is the only .ds file, so it becomes the validation split and nothing is left to train "
-                "on; give datatrove more tasks, or a max_tokens_per_file"
-            )
-    if not found:
+    if not any(named.values()):
+        unnamed = [p for p in paths if p.suffix == ".ds"]
+        named = {"val": unnamed[:1], "train": unnamed[1:]}
+    if not (found := named[split]):
         what = f"{data} holds no *_{split}_*.npy, .bin or .ds shard" if os.path.exists(data) else f"there is no {data}"
         raise UserError(f"--data {data}: {what}; write shards with: python fineweb.py --out_dir FOLDER")
     return found
@@ -54,8 +49,6 @@ def find_shards(data: str, split: str) -> list[Path]:
 def open_shard(path: Path) -> np.ndarray:
     """A shard's tokens as a read-only memory map (n,) of uint16 or uint32. Raises UserError for a damaged file."""
     try:
-        if path.suffix not in LAYOUTS:
-            raise ValueError(f"shards are {', '.join(LAYOUTS)} files")
         dtype, offset, shape = LAYOUTS[path.suffix](path)
         if len(shape) != 1 or dtype not in (np.dtype("<u2"), np.dtype("<u4")):
             raise ValueError(f"it holds {dtype} of shape {shape}, not a row of uint16 or uint32")

@@ -131,7 +131,6 @@ def draw(runs: dict[str, Records], path: Path, x: str = "steps") -> None:
     lack what `x` needs.
     """
     from matplotlib.figure import Figure  # takes half a second, which --help and the start of a run do without
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     runs = {plain(label): curves_of(records) for label, records in runs.items()}
     if not any(map(has_loss, runs.values())):
@@ -150,10 +149,9 @@ def draw(runs: dict[str, Records], path: Path, x: str = "steps") -> None:
     if scored:
         draw_hellaswag(panels["score"], runs, at)
     draw_norm_and_rate(panels["norm"], panels["rate"], runs, at)
-    for name, axes in panels.items():
+    for axes in panels.values():
         axes.set_xlim(-0.01 * end / unit, 1.01 * max(end / unit, 1e-9))
-        axes.xaxis.set_major_locator(MaxNLocator(4 if name in ("norm", "rate") else 7, steps=(1, 2, 2.5, 5, 10)))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+        axes.xaxis.set(major_formatter="{x:,.10g}")
         axes.set_xlabel(x_label, fontsize=9)
         axes.grid(alpha=0.3)
         axes.tick_params(labelsize=8.5)
@@ -162,14 +160,10 @@ def draw(runs: dict[str, Records], path: Path, x: str = "steps") -> None:
     replace_file(path, picture.getvalue())
 
 
-def look(i: int) -> dict:
-    """Colour and dash of run number `i`."""
-    return dict(color=COLORS[i % len(COLORS)], linestyle=DASHES[i % len(DASHES)])
-
-
-def marked(i: int, n: int) -> dict:
-    """The look of run `i` with a mark at its points, or at 25 of `n` if there are more."""
-    return dict(look(i), marker=MARKS[i % len(MARKS)], markersize=4.5, markevery=max(n // 25, 1))
+def look(i: int, n: int = 0) -> dict:
+    """Colour and dash of run number `i`; for `n` points also a mark, at 25 of them at most."""
+    mark = dict(marker=MARKS[i % len(MARKS)], markersize=4.5, markevery=max(n // 25, 1)) if n else {}
+    return mark | dict(color=COLORS[i % len(COLORS)], linestyle=DASHES[i % len(DASHES)])
 
 
 def draw_loss(axes, runs: dict[str, Curves], at: dict[str, Callable]) -> None:
@@ -184,7 +178,7 @@ def draw_loss(axes, runs: dict[str, Curves], at: dict[str, Callable]) -> None:
         steps, losses = run["val", "loss"]
         last |= {label: losses[-1]} if len(losses) else {}
         name = ("validation" if alone else label) + (f": {last[label]:.3f} at the end" if label in last else "")
-        style = marked(i, len(steps)) | (dict(color=COLORS[2]) if alone else {})  # unlike its own training loss
+        style = look(i, len(steps)) | (dict(color=COLORS[2]) if alone else {})  # unlike its own training loss
         axes.plot(at[label](steps), losses, linewidth=1.6, label=name, **style)
         # All runs first fall from the same height. They differ in what comes after 5% of their length.
         for xs, ys in ((x, smoothed(low)), (x, smoothed(high)), (at[label](steps), losses)):
@@ -204,7 +198,7 @@ def draw_hellaswag(axes, runs: dict[str, Curves], at: dict[str, Callable]) -> No
         n = np.interp(steps, *run["hellaswag", "n"]) if len(run["hellaswag", "n"][0]) else np.inf  # answers
         error = np.sqrt(np.clip(accuracy * (1 - accuracy), 0, None) / np.maximum(n, 1))  # each is right (1) or not (0)
         name = label + (f": {accuracy[-1]:.1%} ± {error[-1]:.1%} at the end" if len(steps) else "")
-        style = dict(marked(i, len(steps)), elinewidth=0.8, label=name)
+        style = dict(look(i, len(steps)), elinewidth=0.8, label=name)
         axes.errorbar(at[label](steps), 100 * accuracy, 100 * error, **style)
     sizes = [size for run in runs.values() for size in run["run", "parameters"][1][-1:]]
     for name, accuracy in [*published(sizes), ("chance", CHANCE)]:
@@ -221,8 +215,8 @@ def draw_hellaswag(axes, runs: dict[str, Curves], at: dict[str, Callable]) -> No
 
 def published(sizes: list[float]) -> list[tuple[str, float]]:
     """(name, accuracy) of the published models that are about as large as one of `sizes`, in parameters."""
-    return [(name, accuracy) for name, parameters, accuracy in PUBLISHED
-            if any(1 / SAME_SIZE <= size / parameters <= SAME_SIZE for size in sizes)]  # fmt: skip
+    near = lambda parameters: any(1 / SAME_SIZE <= size / parameters <= SAME_SIZE for size in sizes)  # noqa: E731
+    return [(name, accuracy) for name, parameters, accuracy in PUBLISHED if near(parameters)]
 
 
 def draw_norm_and_rate(norm, rate, runs: dict[str, Curves], at: dict[str, Callable]) -> None:
@@ -241,7 +235,6 @@ def draw_norm_and_rate(norm, rate, runs: dict[str, Curves], at: dict[str, Callab
         norm.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
         norm.yaxis.set(major_formatter="{x:g}", minor_formatter="")
     rate.set_ylim(bottom=0)
-    rate.yaxis.get_major_locator().set_params(nbins=4)
     skipped = sum(len(run["train", "skipped"][0]) for run in runs.values())
     finish(norm, "Gradient norm before clipping" + (f"; {skipped:,} steps skipped" if skipped else ""), "norm (log)")
     finish(rate, "Learning rate", "")

@@ -3,7 +3,6 @@
 import os
 import random
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from fineweb import Config, make_shards
 from tests.helpers import ROOT
 
 SHARD = 20_000  # tokens
-QUICKLY = "fork" if sys.platform == "linux" else "spawn"
 
 
 def make_documents(n: int = 60, seed: int = 0) -> list[str]:
@@ -65,13 +63,13 @@ def assert_shards(out_dir: Path, expected: list[np.ndarray]) -> None:
 
 
 def options(source, out_dir, tokenizer, **kwargs) -> dict:
-    words = dict(source=source, out_dir=out_dir, tokenizer=tokenizer, shard_size=SHARD, workers=2, start_method=QUICKLY)
+    words = dict(source=source, out_dir=out_dir, tokenizer=tokenizer, shard_size=SHARD, workers=2)
     return words | kwargs
 
 
 def run_here(source, out_dir, tokenizer, **kwargs) -> dict:
     """make_shards in this process; returns the manifest."""
-    kwargs = dict(workers=1, shard_size=SHARD, start_method=QUICKLY) | kwargs
+    kwargs = dict(workers=1, shard_size=SHARD) | kwargs
     source = source if isinstance(source, tuple) else (str(source),)
     make_shards(Config(source=source, tokenizer=str(tokenizer), out_dir=str(out_dir), **kwargs), Path(out_dir))
     return read_manifest(out_dir)

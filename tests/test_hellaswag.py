@@ -102,29 +102,23 @@ def one_by_one(model: GPT, tokenizer, rows: list[dict], style: str) -> tuple[np.
     return np.array(sums), np.array([[len(ending) for ending in endings] for _, endings in encoded])
 
 
-def assert_equal_one_by_one(model, tokenizer, rows, style, rt, batch_tokens=0) -> None:
-    """Sums and averages within 1e-4, both predictions identical."""
-    sums, counts = one_by_one(model, tokenizer, rows, style)
-    result = evaluate(model, prepare(rows, tokenizer, model.config, style), rt, batch_tokens)
-    np.testing.assert_allclose(result["log_likelihoods"], sums, rtol=0, atol=1e-4)
-    np.testing.assert_allclose(result["log_likelihoods"] / counts, sums / counts, rtol=0, atol=1e-4)
-    units = [[len(e) for e in STYLES["harness"][0](row)[1]] for row in rows] if style == "harness" else counts
-    labels = np.array([row["label"] for row in rows])
-    for name, guesses in (("acc", sums.argmax(1)), ("acc_norm", (sums / units).argmax(1))):
-        assert result["predictions" + name[3:]] == guesses.tolist()
-        assert result[name] == pytest.approx(np.mean(guesses == labels))
-
-
 # --------------------------------------------------------------------------------------------------------- scoring
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 100, 5000])
 @pytest.mark.parametrize("style", STYLES)
 def test_batched_scores_equal_one_sequence_at_a_time(model, tokenizer, rt, style, batch_tokens):
-    rows = make_rows(25)
+    rows = make_rows(25) + [row | dict(endings=["a", "b", "a", "the"]) for row in make_rows(3)]  # one token, or equal
     lengths = [len(tokenizer.encode_ordinary(row["ctx"])) for row in rows]
     assert min(lengths) < WINDOW < max(lengths)  # some contexts are cut, some are not
-    assert_equal_one_by_one(model, tokenizer, rows, style, rt, batch_tokens)
+    sums, counts = one_by_one(model, tokenizer, rows, style)
+    result = evaluate(model, prepare(rows, tokenizer, model.config, style), rt, batch_tokens)
+    np.testing.assert_allclose(result["log_likelihoods"], sums, rtol=0, atol=1e-4)
+    units = [[len(e) for e in STYLES["harness"][0](row)[1]] for row in rows] if style == "harness" else counts
+    labels = np.array([row["label"] for row in rows])
+    for name, guesses in (("acc", sums.argmax(1)), ("acc_norm", (sums / units).argmax(1))):
+        assert result["predictions" + name[3:]] == guesses.tolist()
+        assert result[name] == pytest.approx(np.mean(guesses == labels))
 
 
 @pytest.fixture
@@ -173,12 +167,6 @@ def test_an_ending_longer_than_the_window_counts_with_every_token(model, rt, fed
     result = score_ids(model, rt, [1, 2], ending, [3], [4], [5])
     assert max(map(len, fed)) <= WINDOW
     assert result["log_likelihoods"][0][0] == pytest.approx(log_likelihood(model, [1, 2], ending), abs=1e-4)
-
-
-@pytest.mark.parametrize("style", STYLES)
-def test_endings_of_one_token_and_equal_endings(model, tokenizer, rt, style):
-    rows = [row | dict(endings=["a", "b", "a", "the"]) for row in make_rows(3)]
-    assert_equal_one_by_one(model, tokenizer, rows, style, rt)
 
 
 def test_a_merge_across_context_and_ending_leaves_a_token_to_score(model, rt):
@@ -273,15 +261,6 @@ def test_harness_text_is_label_context_and_no_brackets():
     assert harness(row) == ("Baking: Mix it.. Stir it. The cook", ["adds an egg.", " Wait. Eat."])
 
 
-def test_texts_equal_those_of_lm_eval():
-    utils = pytest.importorskip("lm_eval.tasks.hellaswag.utils", reason="needs lm_eval: pip install lm_eval[hf]")
-    from datasets import Dataset
-
-    rows = make_rows(30)
-    docs = utils.process_docs(Dataset.from_list(rows))
-    assert [harness(row) for row in rows] == [(doc["query"], doc["choices"]) for doc in docs]
-
-
 TASK = """
 task: hellaswag_local
 dataset_path: json
@@ -368,12 +347,9 @@ def test_show_prints_losses_prediction_and_truth(run, tmp_path):
 BAD = {
     "a list": ([], "ctx is not text"),
     "three endings": (dict(endings=["a", "b", "c"]), "four texts"),
-    "an ending that is not text": (dict(endings=["a", "b", "c", 4]), "four texts"),
     "an empty ending": (dict(endings=["a", "b", "c", ""]), "four texts"),
     "no label": (dict(label=None), "label is None"),
     "a label out of range": (dict(label=4), "label is 4"),
-    "a label that is not a number": (dict(label=float("nan")), "label is nan"),
-    "a label that is a list": (dict(label=[[[]]]), "label is"),
     "no context": (dict(ctx=None), "ctx is not text"),
 }
 
@@ -389,25 +365,7 @@ def test_a_malformed_row_is_named_with_its_number(run, tmp_path, what):
 def test_what_is_not_there_is_one_line(run, tmp_path):
     data = write_rows(tmp_path / "rows.jsonl", make_rows(1))
     assert_user_error(run(data=tmp_path / "absent.jsonl"), "absent.jsonl")
-    assert_user_error(run(data=tmp_path), str(tmp_path))
-    assert_user_error(run(data=tmp_path / ("x" * 300)), "xxx")
     assert_user_error(run(data=data, model=tmp_path / "nowhere"), "nowhere")
-
-
-@pytest.mark.parametrize("options", [dict(limit=-1), dict(show="nan"), dict(limit="9" * 400), dict(style="other")])
-def test_constants_out_of_range_are_one_line(run, tmp_path, options):
-    assert_user_error(run(data=tmp_path / "absent.jsonl", **options), *options)
-
-
-def test_an_earlier_json_stays_until_a_new_one_is_whole(run, tmp_path):
-    data, scores = write_rows(tmp_path / "rows.jsonl", make_rows(2)), tmp_path / "scores.json"
-    scores.write_text("of an earlier model")
-    assert_user_error(run(data=data, json=scores, model=tmp_path / "nowhere"), "nowhere")
-    assert_user_error(run(data=data, json=scores, limit=-1), "limit")
-    assert scores.read_text() == "of an earlier model"
-    assert run(data=data, json=scores).returncode == 0
-    assert json.loads(scores.read_text())["styles"].keys() == STYLES.keys()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl", "scores.json"]
 
 
 @pytest.mark.parametrize("out", ["no/folder.json", ".", "/dev/null"])
@@ -424,8 +382,9 @@ def test_a_model_whose_numbers_are_not_finite_is_one_line_and_writes_nothing(run
     model.save_pretrained(tmp_path / "bad", tokenizer.eot_token, len(tokenizer))
     tokenizer.save(tmp_path / "bad")
     data, scores = write_rows(tmp_path / "rows.jsonl", make_rows(2)), tmp_path / "scores.json"
+    scores.write_text("of an earlier model")
     assert_user_error(run(data=data, json=scores, model=tmp_path / "bad"), "bad", "not finite")
-    assert not scores.exists()
+    assert scores.read_text() == "of an earlier model"
 
 
 # ---------------------------------------------------------------------------------------------------------- the hub

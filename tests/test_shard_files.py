@@ -119,13 +119,18 @@ def refused(folder: Path, vocab_size: int = VOCAB) -> str:
     return str(error.value)
 
 
-def test_damaged_shards_are_named(tmp_path):
-    write_shards(tmp_path)
-    path = tmp_path / "x_train_000001.npy"
+@pytest.mark.parametrize("suffix, write", [("npy", np.save), ("bin", write_bin)])
+def test_damaged_shards_are_named(tmp_path, suffix, write):
+    path = tmp_path / f"x_train_000001.{suffix}"
+    write(path, np.arange(100, dtype=np.uint16))
     intact = path.read_bytes()
-    for content in (intact[:-2], intact[:100], intact + b"\0\0", b"", b"\x93NUMPY", b"not an array", b"PK\3\4zip"):
+    for content in (intact[:-2], intact[:100], intact + b"\0\0", b"", b"\x93NUMPY" * 200, bytes(1024), b"PK\3\4zip"):
         path.write_bytes(content)
         assert f"shard {path} cannot be read" in refused(tmp_path)
+
+
+def test_arrays_of_other_kinds_are_named(tmp_path):
+    path = tmp_path / "x_train_000001.npy"
     for array in (np.zeros(5, np.int64), np.zeros((5, 5), np.uint16), np.zeros(5, np.float32), np.zeros(5, ">u2")):
         np.save(path, array)
         assert f"shard {path} cannot be read: it holds {array.dtype} of shape" in refused(tmp_path)
@@ -134,14 +139,6 @@ def test_damaged_shards_are_named(tmp_path):
     path.unlink()
     path.mkdir()
     assert f"shard {path} cannot be read" in refused(tmp_path)
-
-
-def test_damaged_shards_of_llm_c_are_named(tmp_path):
-    path = tmp_path / "x_train_000001.bin"
-    write_bin(path, np.arange(100))
-    for content in (b"", b"\0", bytes(1024), b"\x93NUMPY" * 200, path.read_bytes()[:-2]):
-        path.write_bytes(content)
-        assert f"shard {path} cannot be read" in refused(tmp_path)
 
 
 def test_damaged_shards_of_datatrove_are_named(tmp_path):
@@ -157,7 +154,7 @@ def test_damaged_shards_of_datatrove_are_named(tmp_path):
     metadata.unlink()
     assert metadata.name in refused(tmp_path)
     paths[1].unlink()
-    assert str(paths[0]) in refused(tmp_path), "nothing is left to train on"
+    assert str(tmp_path) in refused(tmp_path), "nothing is left to train on"
 
 
 @pytest.mark.parametrize("kind", ["npy", "bin", "ds"])
@@ -210,12 +207,10 @@ def test_shards_have_to_fit_the_manifest(tmp_path):
         assert path in refused(tmp_path)
 
 
-NOT_JSON = [b"", b"{", b"[]", b"7", b'{"source": "\xff"}', '{"shards": []}'.encode("utf-16"), b"[" * 100_000,
-            b'{"tokens": ' + b"1" * 5000 + b"}"]  # fmt: skip
 ENTRY = dict(file="x_train_000000.npy", tokens=50, sha256="0")
 
 
-@pytest.mark.parametrize("content", NOT_JSON)
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"7", b"[" * 100_000])
 def test_a_manifest_that_is_none_is_named(tmp_path, content):
     write_shards(tmp_path, (50,))
     (tmp_path / "manifest.json").write_bytes(content)
@@ -227,9 +222,9 @@ def test_a_manifest_that_is_none_is_named(tmp_path, content):
     "changes",
     [
         dict(shards={}), dict(shards=["x_train_000000.npy"]), dict(shards=[dict(tokens=50, sha256="0")]),
-        dict(shards=[ENTRY | dict(tokens="50")]), dict(shards=[ENTRY | dict(tokens=True)]),
-        dict(shards=[ENTRY | dict(sha256=5)]), dict(tokens=float("nan")), dict(tokens=-1), dict(tokenizer=None),
+        dict(shards=[ENTRY | dict(tokens="50")]), dict(shards=[ENTRY | dict(tokens=True)]), dict(tokens=-1),
         dict(skipped={"empty": "many"}), dict(source=5), dict(next=[]), dict(next=dict(file=0, unit=0), files=[]),
+        dict(next=dict(file=0, unit=-1, skip=0), files=[]),
     ],
 )  # fmt: skip
 def test_a_wrong_value_in_a_manifest_is_named(tmp_path, changes):
@@ -244,16 +239,6 @@ def verify_refuses(folder: Path) -> str:
     with pytest.raises(UserError) as error:
         verify(folder)
     return str(error.value)
-
-
-def test_a_manifest_may_have_a_byte_order_mark_and_may_not_be_a_directory(tmp_path):
-    write_shards(tmp_path, (50,))
-    path = with_manifest(tmp_path) / "manifest.json"
-    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
-    assert len(read_manifest(tmp_path)["shards"]) == 1
-    path.unlink()
-    path.mkdir()
-    assert str(path) in refused(tmp_path)
 
 
 def test_what_is_not_there_or_too_short(tmp_path):

@@ -161,15 +161,6 @@ def test_a_wrong_text_field_is_answered_with_those_there_are(tmp_path):
         read(path)
 
 
-def test_a_line_without_an_end_does_not_fill_the_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "UNIT_BYTES", 1000)
-    monkeypatch.setattr(sources, "LONGEST", 10_000)
-    path = tmp_path / "docs.jsonl"
-    path.write_text('{"text": "' + "x" * 50_000 + '"}')
-    with pytest.raises(UserError, match="docs.jsonl: a line or document of more than 10,000 bytes"):
-        read(path)
-
-
 def test_text_in_another_encoding_is_named_with_the_byte(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "UNIT_BYTES", 1000)
     path = tmp_path / "docs.txt"

@@ -16,7 +16,7 @@ import pytest
 import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HFTokenizer
 
 from bpe import minimal
@@ -57,23 +57,18 @@ def naive_merges(texts: list[str], n_merges: int, tie_break: str) -> list[tuple[
     return merges
 
 
-def hugging_face(texts: list[str], vocab_size: int, pattern: str = "gpt2") -> HFTokenizer:
-    """A tokenizer trained by the `tokenizers` library, without special tokens."""
+def hugging_face_merges(texts: list[str], vocab_size: int, pattern: str = "gpt2") -> list[tuple[bytes, bytes]]:
+    """Those of the `tokenizers` library, without special tokens."""
     tok = HFTokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern == "gpt2")
     split = pre_tokenizers.Split(Regex(PATTERNS[pattern][0]), "isolated")
     tok.pre_tokenizer = byte_level if pattern == "gpt2" else pre_tokenizers.Sequence([split, byte_level])
-    tok.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[], initial_alphabet=alphabet, show_progress=False
     )
     tok.train_from_iterator(texts, trainer)
-    return tok
-
-
-def hugging_face_merges(texts, vocab_size, pattern="gpt2") -> list[tuple[bytes, bytes]]:
-    merges = json.loads(hugging_face(texts, vocab_size, pattern).to_str())["model"]["merges"]
+    merges = json.loads(tok.to_str())["model"]["merges"]
     return [tuple(bytes(map(CHAR_TO_BYTE.__getitem__, part)) for part in pair) for pair in merges]
 
 
@@ -157,13 +152,12 @@ def test_counts_do_not_overflow():
 
 
 def test_processes_count_what_one_process_counts():
-    texts = [*TEXTS["english"], *TEXTS["chinese"], *TEXTS["code"], *TEXTS["emoji"]] * 3
-    merges = {}
+    texts, merges = [*TEXTS["english"], *TEXTS["chinese"], *TEXTS["code"], *TEXTS["emoji"]] * 3, []
     for how in (dict(workers=3, block=2000), dict(workers=1, block=2000), dict(workers=1)):
-        merges[str(how)] = found = []
+        found = []
         Tokenizer.train(texts, 400, on_merge=lambda *merge, found=found: found.append(merge), **how)
-    one, *others = merges.values()
-    assert len(one) == 143 and others == [one, one]
+        merges.append(found)
+    assert len(merges[0]) == 143 and merges[0] == merges[1] == merges[2]
 
 
 def test_training_does_not_depend_on_the_order_of_texts():
@@ -194,12 +188,6 @@ def test_a_long_line_is_worked_on_in_blocks_whose_chunks_are_those_of_the_whole(
 # ---- encoding
 
 
-@pytest.mark.parametrize("name", TEXTS)
-def test_ids_are_those_of_a_naive_encoder(tok, name):
-    for text in TEXTS[name]:
-        assert tok.encode(text[:3000]) == minimal.encode(text[:3000], tok.merges)
-
-
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("name", TEXTS)
 def test_ids_agree_with_tiktoken_and_transformers_and_decode_to_the_text(name, pattern):
@@ -219,8 +207,10 @@ def test_every_text_comes_back(tok, text):
     assert ids == tok._tiktoken.encode(text, disallowed_special=())
 
 
-def test_chunks_of_any_length_are_merged_in_the_same_way(tok):
+def test_ids_are_those_of_a_naive_encoder(tok):
+    """Of every kind of text, and of chunks of any length."""
     texts = ["".join(random.Random(n).choices("the ans", k=n)).replace(" ", "e") for n in range(1, 90)]
+    texts += [text[:3000] for texts in TEXTS.values() for text in texts]
     for text in texts + ["中文没有空格" * 30, "a" * 65, "=" * 127, "ab" * 40]:
         assert tok.encode(text) == minimal.encode(text, tok.merges)
 
@@ -287,15 +277,9 @@ def test_streaming_decode_never_shows_half_a_character():
     assert decoder.flush() == "\ufffd"
 
 
-def test_decoding_what_is_not_utf8_replaces_or_raises(tok):
-    half = [BYTE_ORDER.index("中".encode()[0])]
-    assert tok.decode(half) == "\ufffd"
-    with pytest.raises(UnicodeDecodeError):
-        tok.decode(half, errors="strict")
-
-
-def test_an_id_outside_the_vocabulary_is_an_error(tok):
-    with pytest.raises(ValueError, match="id 50303 is not in this vocabulary of 2000 tokens"):
+def test_what_is_not_utf8_is_replaced_and_an_id_outside_the_vocabulary_is_an_error(tok):
+    assert tok.decode([BYTE_ORDER.index("中".encode()[0])]) == "\ufffd"
+    with pytest.raises(ValueError, match="50303"):
         tok.decode([0, 50303])
 
 
@@ -341,7 +325,6 @@ def test_a_tokenizer_survives_pickle_and_a_new_process(tok):
         ([], {ENDOFTEXT: 5}),  # the id of a byte
         ([], {ENDOFTEXT: -1}),
         ([], {ENDOFTEXT: 10**12}),
-        ([], {ENDOFTEXT: True}),
         ([], {ENDOFTEXT: 256.0}),
         ([], ("",)),
     ],

@@ -1,7 +1,6 @@
 """What other libraries would read otherwise is refused, and damaged files are one ValueError that names the file."""
 
 import copy
-import gzip
 import json
 import random
 import re
@@ -94,8 +93,8 @@ BYTE_LEVEL = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, u
 PADDING = dict(strategy="BatchLongest", direction="Right", pad_to_multiple_of=8, pad_id=0, pad_type_id=0, pad_token="!")
 
 
-def split(pattern: str, behavior: str = "Isolated", invert: bool = False) -> dict:
-    by_pattern = dict(type="Split", pattern=dict(Regex=pattern), behavior=behavior, invert=invert)
+def split(pattern: str, behavior: str = "Isolated") -> dict:
+    by_pattern = dict(type="Split", pattern=dict(Regex=pattern), behavior=behavior, invert=False)
     return dict(type="Sequence", pretokenizers=[by_pattern, BYTE_LEVEL | dict(use_regex=False)])
 
 
@@ -105,7 +104,6 @@ REFUSED = {
     "a normalizer": set_("normalizer", dict(type="Lowercase")),
     "single_word": set_("added_tokens", 1, "single_word", True),
     "lstrip": set_("added_tokens", 1, "lstrip", True),
-    "rstrip": set_("added_tokens", 1, "rstrip", True),
     "an added token that is not special": set_("added_tokens", 1, "special", False),
     "a special token that is normalized beside one that is not": all_(
         set_("added_tokens", 0, "normalized", True), set_("added_tokens", 0, "content", "<|user|>x")
@@ -113,7 +111,6 @@ REFUSED = {
     "an added token with the name of a token": all_(add_token("the", 300), add_merges(("t", "h"), ("th", "e"))),
     "a second merge for a token": add_merges(("b", "c"), ("a", "bc"), ("a", "b"), ("ab", "c")),
     "a negative id": set_("model", "vocab", "zz", -1),
-    "an id of 2**31": set_("model", "vocab", "zz", 2**31),
     "dropout": set_("model", "dropout", 1.0),
     "ignore_merges": set_("model", "ignore_merges", True),
     "a suffix": set_("model", "end_of_word_suffix", "</w>"),
@@ -122,10 +119,7 @@ REFUSED = {
         "pre_tokenizer", dict(type="Sequence", pretokenizers=[dict(type="Whitespace"), BYTE_LEVEL])
     ),
     "what is split off is dropped": set_("pre_tokenizer", split(r"\s+|\S+", "Removed")),
-    "what is split off is joined": set_("pre_tokenizer", split(r"\s|\S", "Contiguous")),
-    "what is split off is all that there is": set_("pre_tokenizer", split(r"\S+")),
     "digits that Ruby counts otherwise": set_("pre_tokenizer", split(r"\p{N}{1,3}+|\P{N}+")),
-    "letters of which everybody has an idea": set_("pre_tokenizer", split(r"\w+|\W+")),
 }
 HARMLESS = {
     "nothing": lambda content: None,
@@ -145,16 +139,11 @@ HARMLESS = {
     "a special token that begins another one": add_token("<|user|><|user|>", 300),
     "a token that no merge makes": set_("model", "vocab", "zz", 300),
     "another pattern": set_("pre_tokenizer", split(r"\p{N}|\p{L}+|\s+|[^\p{N}\p{L}\s]+")),
-    "what is found is kept": set_("pre_tokenizer", split(r"\p{N}|\p{L}+|\s+|[^\p{N}\p{L}\s]+", "Removed", True)),
-    "what is split off, joined with nothing": set_("pre_tokenizer", split(r"\s+|\S+", "MergedWithNext")),
     "truncation": set_("truncation", dict(max_length=4, strategy="LongestFirst", stride=0, direction="Right")),
     "padding": set_("padding", PADDING),
-    "another id for an added token than in the vocabulary": set_("added_tokens", 1, "id", 300),
     "an id of an added token that is not the next one": all_(
         take_from_vocab("<|user|>"), set_("added_tokens", 1, "id", 310)
     ),
-    "an added token that is there twice": add_token("<|user|>", 300),
-    "another decoder": set_("decoder", dict(type="WordPiece", prefix="##", cleanup=True)),
 }
 
 
@@ -264,22 +253,10 @@ def test_merges_that_tiktoken_would_do_in_another_order_are_refused_for_it(tmp_p
 
 # ---- damaged files
 
-NESTED = b"[" * 200_000
-OTHER = {
-    "empty": b"", "one byte": b"{", "a zero": b"\0", "a number": b"1", "a list": b"[]", "null": b"null",
-    "a word": b'"x"', "an empty object": b"{}", "nested lists": NESTED, "nested objects": b'{"a":' * 100_000,
-    "not a number": b"NaN", "compressed": gzip.compress(b"{}"), "a picture": b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR",
-    "a page": b"<!DOCTYPE html>", "a pointer": b"version https://git-lfs.github.com/spec/v1\n", "blanks": b" \n" * 99,
-}  # fmt: skip
+OTHER = [b"", b"1", b"[]", b"{}", b'"x"', b"NaN", b"[" * 200_000, b'{"a":' * 100_000, b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"]
 VALUES = [
     None, True, -1, 0, 1.5, 10**12, 10**400, float("nan"), float("inf"), "", "x" * 300, "\ud800", [], [[]], {}, {"a": 1}
 ]  # fmt: skip
-
-
-@pytest.fixture
-def whole(tmp_path) -> Path:
-    TOK.save(tmp_path)
-    return tmp_path / "tokenizer.json"
 
 
 def check_reading(file: Path) -> None:
@@ -294,34 +271,16 @@ def check_reading(file: Path) -> None:
     assert same_in_tokenizers(tok, json.loads(file.read_text(encoding="utf-8")))
 
 
-def check_damage(file: Path, damages) -> None:
-    data = file.read_bytes()
-    for damage in damages:
-        file.write_bytes(damage(data))
-        check_reading(file)
-    file.write_bytes(data)
-
-
-def flip(rng: random.Random, data: bytes) -> bytes:
-    i = rng.randrange(len(data))
-    return data[:i] + bytes([data[i] ^ 1 << rng.randrange(8)]) + data[i + 1 :]
-
-
-def test_a_file_of_another_kind_is_one_error(whole):
-    check_damage(whole, [lambda data, other=other: other for other in OTHER.values()])
-    encodings = ["utf-16", "utf-8-sig", "utf-32-le", "cp037"]
-    check_damage(whole, [lambda data, e=e: data.decode().encode(e, "replace") for e in encodings])
-    whole.unlink()
-    whole.mkdir()
-    check_reading(whole)
-
-
 @pytest.mark.parametrize("n", [12, pytest.param(1000, marks=pytest.mark.slow)])
-def test_a_file_that_is_cut_or_has_a_flipped_byte_is_one_error_or_works(whole, n):
-    rng = random.Random(n)
-    check_damage(whole, [lambda data: data[: len(data) // 2], lambda data: data[:-1]])
-    check_damage(whole, [lambda data: data[: rng.randrange(len(data))]] * n)
-    check_damage(whole, [lambda data: flip(rng, data)] * n)
+def test_a_file_that_is_cut_or_flipped_or_of_another_kind_is_one_error_or_works(tmp_path, n):
+    TOK.save(tmp_path)
+    file, rng = tmp_path / "tokenizer.json", random.Random(n)
+    data, damaged = file.read_bytes(), [*OTHER, *(file.read_text("utf-8").encode(e) for e in ("utf-16", "utf-8-sig"))]
+    for i in rng.choices(range(len(data)), k=n):
+        damaged += [data[:i], data[:i] + bytes([data[i] ^ 1 << rng.randrange(8)]) + data[i + 1 :]]
+    for content in damaged:
+        file.write_bytes(content)
+        check_reading(file)
 
 
 def places(content, at=()):
