@@ -82,7 +82,9 @@ def main() -> None:
     from run.checkpoint import find_model, load_model, model_tokenizer
 
     config = parse_args(Config, description=__doc__)
-    refuse_bad_output(config.json)
+    out = Path(config.json)
+    if config.json and (not out.parent.is_dir() or (out.exists() and not out.is_file())):  # now, not after an hour
+        raise UserError(f"--json {out} cannot be written; give a file in a directory that exists")
     rt = Runtime.setup(config.device, config.dtype)
     rows = load_rows(config.data, rt)[: config.limit or None]
     # the first rank chooses for all: a run that is still training may write a newer checkpoint at any moment
@@ -104,7 +106,7 @@ def main() -> None:
         rt.print(summary(style, result))
     if config.json and rt.is_main:
         scores = dict(model=config.model, data=config.data or HUB, dtype=str(rt.dtype).split(".")[-1], styles=results)
-        replace_file(Path(config.json), json.dumps(scores, allow_nan=False) + "\n")
+        replace_file(out, json.dumps(scores, allow_nan=False) + "\n")
 
 
 # ------------------------------------------------------------------------------------------------------------ data
@@ -356,13 +358,6 @@ def row_with_losses(task: Task, result: dict, number: int) -> str:
         marks = ">" if k == result["predictions_norm"][number] else " ", "*" if k == task.labels[number] else " "
         lines.append(f"{marks[0]}{marks[1]} {loss:<7.2f} {loss / max(task.lengths[number, k], 1):<10.4f} {ending}")
     return "\n".join(lines)
-
-
-def refuse_bad_output(path: str) -> None:
-    """Raises UserError for a --json that cannot be written: now, not after an hour of scoring."""
-    out = Path(path)
-    if path and (not out.parent.is_dir() or (out.exists() and not out.is_file())):
-        raise UserError(f"--json {path} cannot be written; give a file in a directory that exists")
 
 
 if __name__ == "__main__":

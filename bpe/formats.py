@@ -45,14 +45,10 @@ GPT2_FILES = {
 
 def find(path: str | os.PathLike) -> Path | None:
     """The file that `path` means, or None for "gpt2". Raises ValueError if there is neither."""
-    try:
-        file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
-        found = file.is_file()
-    except (OSError, ValueError):  # a name that no file can have
-        found = False
-    if not found and str(path) != "gpt2":
+    file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
+    if not (found := os.path.isfile(file)) and str(path) != "gpt2":  # False for a name that no file can have
         raise ValueError(f"no tokenizer at {path}; give a tokenizer.json, a directory that holds one, or gpt2")
-    return file if found else None
+    return Path(file) if found else None
 
 
 def save(tok, path: str | os.PathLike) -> None:

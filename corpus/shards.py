@@ -36,12 +36,7 @@ def shard_dtype(n_vocab: int) -> type:
 
 
 def save_manifest(directory: Path, manifest: dict) -> None:
-    """Replace the manifest, which is on the disk when this returns; an interruption leaves the old one.
-
-    Only one process may write to a directory at a time.
-    """
-    for leftover in Path(directory).glob(".manifest.json.*.tmp"):  # of a process that was killed
-        leftover.unlink()
+    """Replace the manifest, which is on the disk when this returns; an interruption leaves the old one."""
     replace_file(Path(directory) / "manifest.json", json.dumps(manifest, indent=2) + "\n")
 
 
@@ -100,10 +95,8 @@ def problem_of(path: Path, entry: dict) -> str:
 
 def load_tokenizer(name: str) -> Tokenizer:
     """`gpt2`, or a tokenizer file or directory. Raises UserError."""
-    if name != "gpt2" and not os.path.exists(name):
-        raise UserError(f"--tokenizer {name}: there is no such file; give gpt2, train, or a tokenizer.json")
     try:
-        return Tokenizer.from_tiktoken("gpt2") if name == "gpt2" else Tokenizer.load(name)
+        return Tokenizer.load(name)
     except ValueError as e:
         raise UserError(str(e)) from e
 

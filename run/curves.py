@@ -12,6 +12,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -22,10 +23,8 @@ Records = list[dict]
 Curves = dict[tuple[str, str], tuple[np.ndarray, np.ndarray]]  # {(kind, key): (steps, values)}
 
 POINTS = 800  # about the width of a panel in pixels: more points would not show
-# Okabe and Ito (2008): distinguishable by the colour-blind. Dashes and marks keep runs apart in greyscale.
+# Okabe and Ito (2008): distinguishable by the colour-blind
 COLORS = ("#0072B2", "#E69F00", "#000000", "#D55E00", "#56B4E9", "#009E73", "#CC79A7")
-DASHES = ("-", "--", "-.", ":")
-MARKS = ("o", "s", "^", "D", "v", "P", "X")
 LARGEST = 1e30  # matplotlib fails on larger axes
 DRAWN = {"run": ("parameters", "flops_per_token"), "train": ("loss", "grad_norm", "lr", "tokens", "dt_ms", "skipped"),
          "val": ("loss",), "hellaswag": ("acc_norm", "acc", "n")}  # fmt: skip
@@ -55,13 +54,13 @@ def read_log(path: Path) -> Records:
         raise UserError(f"{path} does not exist; give the directory of a run, or its log.jsonl")
     records, damaged = [], []
     lines = enumerate(Path(path).read_bytes().split(b"\n"), 1)  # not splitlines, which also splits at U+2028
-    for number, line in ((number, line) for number, line in lines if line.strip()):
+    for number, line in lines:
         try:
-            records.append(checked(json.loads(line.decode("utf-8-sig"))))
+            records += [checked(json.loads(line.decode("utf-8-sig")))] if line.strip() else []
         except (ValueError, TypeError, KeyError, RecursionError):
             damaged.append(number)
     if damaged:
-        which = ", ".join(map(str, damaged[:5])) + (f" and {len(damaged) - 5} more" if len(damaged) > 5 else "")
+        which = ", ".join(map(str, damaged))
         print(f"warning: {path}: skipped damaged lines: line {which}", file=sys.stderr, flush=True)
     return records
 
@@ -107,18 +106,16 @@ def position(run: Curves, x: str, label: str) -> Callable:
     return lambda wanted: np.interp(wanted, np.append(0, steps), np.append(0, reached))
 
 
-def thin(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(x, lowest, median, highest) of at most POINTS groups of neighbouring points."""
+def smoothed(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """At most POINTS points of a running median over 2% of the points on either side.
+
+    Unlike an average it neither lags nor follows a spike.
+    """
     groups = [group for group in np.array_split(np.arange(len(y)), POINTS) if len(group)]
-    pick = lambda f, values: np.array([f(values[group]) for group in groups])  # noqa: E731
-    return pick(np.min, x), pick(np.min, y), pick(np.median, y), pick(np.max, y)
-
-
-def smoothed(y: np.ndarray) -> np.ndarray:
-    """Running median over 2% of the points on either side: unlike an average it neither lags nor follows a spike."""
-    n, y = len(y), y.tolist()
-    reaches = (min(n // 50 + 1, i) for i in range(n))  # shorter at the start, where a median would hide the first drop
-    return np.array([statistics.median(y[i - r : i + r + 1]) for i, r in enumerate(reaches)])
+    y = [float(np.median(y[group])) for group in groups]
+    reaches = (min(len(y) // 50 + 1, i) for i in range(len(y)))  # shorter at first: a median would hide the first drop
+    smooth = [statistics.median(y[i - r : i + r + 1]) for i, r in enumerate(reaches)]
+    return np.array([x[group[0]] for group in groups]), np.array(smooth)
 
 
 # ------------------------------------------------------------------------------------------------------- the picture
@@ -160,28 +157,22 @@ def draw(runs: dict[str, Records], path: Path, x: str = "steps") -> None:
     replace_file(path, picture.getvalue())
 
 
-def look(i: int, n: int = 0) -> dict:
-    """Colour and dash of run number `i`; for `n` points also a mark, at 25 of them at most."""
-    mark = dict(marker=MARKS[i % len(MARKS)], markersize=4.5, markevery=max(n // 25, 1)) if n else {}
-    return mark | dict(color=COLORS[i % len(COLORS)], linestyle=DASHES[i % len(DASHES)])
-
-
 def draw_loss(axes, runs: dict[str, Curves], at: dict[str, Callable]) -> None:
-    """Training loss, smoothed, with the range of single steps if there is only one run; validation loss with marks."""
+    """Training loss, smoothed, with all single steps if there is only one run; validation loss with marks."""
     alone, tails, last = len(runs) == 1, [], {}
-    for i, (label, run) in enumerate(runs.items()):
-        x, low, median, high = thin(at[label](run["train", "loss"][0]), run["train", "loss"][1])
+    for (label, run), color in zip(runs.items(), cycle(COLORS), strict=False):
+        x, losses = at[label](run["train", "loss"][0]), run["train", "loss"][1]
         if alone:
-            axes.fill_between(x, low, high, color=COLORS[0], alpha=0.25, linewidth=0.8, label="training, each step")
+            axes.plot(x, losses, color=color, alpha=0.25, linewidth=0.8, label="training, each step")
         name = "training, smoothed" if alone else None
-        axes.plot(x, smoothed(median), color=COLORS[i % len(COLORS)], linewidth=1.5 if alone else 0.8, label=name)
-        steps, losses = run["val", "loss"]
-        last |= {label: losses[-1]} if len(losses) else {}
+        axes.plot(*smoothed(x, losses), color=color, linewidth=1.5 if alone else 0.8, label=name)
+        val_x, val = at[label](run["val", "loss"][0]), run["val", "loss"][1]
+        last |= {label: val[-1]} if len(val) else {}
         name = ("validation" if alone else label) + (f": {last[label]:.3f} at the end" if label in last else "")
-        style = look(i, len(steps)) | (dict(color=COLORS[2]) if alone else {})  # unlike its own training loss
-        axes.plot(at[label](steps), losses, linewidth=1.6, label=name, **style)
+        color = COLORS[2] if alone else color  # unlike its own training loss
+        axes.plot(val_x, val, color=color, marker="o", markersize=3.5, linewidth=1.6, label=name)
         # All runs first fall from the same height. They differ in what comes after 5% of their length.
-        for xs, ys in ((x, smoothed(low)), (x, smoothed(high)), (at[label](steps), losses)):
+        for xs, ys in (smoothed(x, losses), (val_x, val)):
             tails += ys[xs >= 0.95 * xs[0] + 0.05 * xs[-1]].tolist() if len(xs) else []
     margin = 0.05 * (max(tails) - min(tails)) or 0.1
     axes.set_ylim(min(tails) - margin, max(tails) + margin)
@@ -193,12 +184,12 @@ def draw_loss(axes, runs: dict[str, Curves], at: dict[str, Callable]) -> None:
 
 def draw_hellaswag(axes, runs: dict[str, Curves], at: dict[str, Callable]) -> None:
     """Accuracy in percent with its standard error; for comparison chance, and published models of the runs' sizes."""
-    for i, (label, run) in enumerate(runs.items()):
+    for (label, run), color in zip(runs.items(), cycle(COLORS), strict=False):
         steps, accuracy = run["hellaswag", "acc_norm"]
         n = np.interp(steps, *run["hellaswag", "n"]) if len(run["hellaswag", "n"][0]) else np.inf  # answers
         error = np.sqrt(np.clip(accuracy * (1 - accuracy), 0, None) / np.maximum(n, 1))  # each is right (1) or not (0)
         name = label + (f": {accuracy[-1]:.1%} ± {error[-1]:.1%} at the end" if len(steps) else "")
-        style = dict(look(i, len(steps)), elinewidth=0.8, label=name)
+        style = dict(color=color, marker="o", markersize=3.5, elinewidth=0.8, label=name)
         axes.errorbar(at[label](steps), 100 * accuracy, 100 * error, **style)
     sizes = [size for run in runs.values() for size in run["run", "parameters"][1][-1:]]
     for name, accuracy in [*published(sizes), ("chance", CHANCE)]:
@@ -215,19 +206,18 @@ def draw_hellaswag(axes, runs: dict[str, Curves], at: dict[str, Callable]) -> No
 
 def published(sizes: list[float]) -> list[tuple[str, float]]:
     """(name, accuracy) of the published models that are about as large as one of `sizes`, in parameters."""
-    near = lambda parameters: any(1 / SAME_SIZE <= size / parameters <= SAME_SIZE for size in sizes)  # noqa: E731
-    return [(name, accuracy) for name, parameters, accuracy in PUBLISHED if near(parameters)]
+    return [(name, acc) for name, n, acc in PUBLISHED if any(n / SAME_SIZE <= size <= n * SAME_SIZE for size in sizes)]
 
 
 def draw_norm_and_rate(norm, rate, runs: dict[str, Curves], at: dict[str, Callable]) -> None:
     """The norm on a logarithmic axis, so that a spike shows and the rest stays readable."""
-    for i, (label, run) in enumerate(runs.items()):
+    for (label, run), color in zip(runs.items(), cycle(COLORS), strict=False):
         (steps, norms), (rate_steps, rates) = run["train", "grad_norm"], run["train", "lr"]
-        x, low, median, high = thin(at[label](steps[norms > 0]), norms[norms > 0])
+        x, norms = at[label](steps[norms > 0]), norms[norms > 0]
         if len(runs) == 1:
-            norm.fill_between(x, low, high, color=COLORS[0], alpha=0.25, linewidth=0.8)
-        norm.plot(x, smoothed(median), linewidth=1.2, **look(i))
-        rate.plot(at[label](rate_steps), rates, linewidth=1.2, **look(i))
+            norm.plot(x, norms, color=color, alpha=0.25, linewidth=0.8)
+        norm.plot(*smoothed(x, norms), linewidth=1.2, color=color)
+        rate.plot(at[label](rate_steps), rates, linewidth=1.2, color=color)
     if norm.dataLim.height > 0:
         low, high = norm.dataLim.intervaly
         wider = max(1.1, math.sqrt(3 * low / high))  # a range of a factor of three has at least one tick

@@ -2,7 +2,6 @@
 
 import json
 import math
-import statistics
 import subprocess
 import sys
 
@@ -78,22 +77,17 @@ def test_a_damaged_line_is_skipped_and_named_in_one_warning(tmp_path, capsys, li
 # ---------------------------------------------------------------------------------------------- where points are drawn
 
 
-def test_a_thinned_point_holds_the_lowest_the_median_and_the_highest_of_its_group():
-    n = 20 * curves.POINTS
-    x, y = np.arange(n, dtype=float), np.random.default_rng(0).normal(size=n)
-    assert all(np.array_equal(kept, y[:100]) for kept in curves.thin(x[:100], y[:100])[1:])  # few points stay
-    thin_x, low, median, high = curves.thin(x, y)
-    assert thin_x.tolist() == list(range(0, n, 20))
-    for i in range(curves.POINTS):
-        points = y[20 * i : 20 * (i + 1)].tolist()
-        assert (low[i], median[i], high[i]) == (min(points), statistics.median(points), max(points))
-
-
 def test_smoothing_keeps_the_first_value_and_passes_over_a_lone_spike():
     y = np.concatenate([[9.0], np.ones(200)])
     y[100] = 50.0
-    smooth = curves.smoothed(y)
-    assert len(smooth) == len(y) and smooth[0] == 9.0 and set(smooth[3:]) == {1.0}
+    x, smooth = curves.smoothed(np.arange(201), y)
+    assert x.tolist() == list(range(201)) and smooth[0] == 9.0 and set(smooth[3:]) == {1.0}
+
+
+def test_a_long_curve_is_thinned_to_medians_at_their_first_step():
+    n = 20 * curves.POINTS
+    x, smooth = curves.smoothed(np.arange(n), np.repeat(np.arange(curves.POINTS), 20))
+    assert x.tolist() == list(range(0, n, 20)) and np.abs(smooth[:-17] - np.arange(curves.POINTS - 17)).max() == 0
 
 
 @pytest.mark.parametrize("x, expected", [("steps", 4), ("tokens", 400), ("seconds", 2.0), ("flops", 4000)])
