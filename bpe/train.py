@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 from tqdm import tqdm
 
@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bpe import formats
 from bpe.tokenizer import ENDOFTEXT, Tokenizer, visible
-from cli import Positive, Range, Tokens, UserError, parse_args, script, set_aside
+from cli import Count, Positive, Tokens, UserError, parse_args, script, set_aside
 from corpus.sources import Unit, arriving, discard, documents_of, find_source, is_txt, readable, text_bytes, units_of
 
 
@@ -41,7 +41,7 @@ class Config:
     pattern: str = "gpt2"  # how text is split first: gpt2, cl100k (GPT-4), or a regular expression
     special_tokens: tuple[str, ...] = (ENDOFTEXT,)  # they get the last ids and take no part in merges
     tie_break: Literal["lowest_id", "greatest_bytes"] = "lowest_id"  # which of two equally frequent pairs is merged
-    workers: Annotated[int, Range(0, 1024)] = 0  # processes that count; 0 for one per core
+    workers: Count = 0  # processes that count; 0 for one per core
     out: str = "out/bpe"  # directory of the tokenizer
     overwrite: bool = False  # rename an old OUT to OUT.1, or to the next free number
 

@@ -14,6 +14,7 @@ import sys
 import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -52,10 +53,9 @@ def main() -> None:
     results = [split_up(name, tok, text) for text in texts for name, tok in tokenizers.items()]
     if not results:
         raise UserError("--english and --chinese are both empty; give a text")
-    for result in results:
-        print(result)
-        in_color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-        print(colored(result.pieces) if in_color else "|".join(result.pieces), end="\n\n")
+    in_color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    for title, pieces in results:
+        print(f"{title}\n{colored(pieces) if in_color else '|'.join(pieces)}\n")
     print(f"· is a token that ends in the middle of a character.\n{REASON}")
     path = Path(config.tokenizer)
     picture = Path(config.svg or (path if path.is_dir() else path.parent) / "tokens.svg")
@@ -78,19 +78,11 @@ def load_both(config: Config) -> dict[str, Tokenizer]:
     return found
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """One text in the tokens of one tokenizer."""
 
-    tokenizer: str
-    vocab_size: int
-    text: str
+    title: str
     pieces: list[str]
-
-    def __str__(self) -> str:
-        n = len(self.pieces)
-        rate = f"{len(self.text.encode()) / n:.2f} bytes and {len(self.text) / n:.2f} characters per token"
-        return f"{self.tokenizer} ({self.vocab_size:,} tokens): {n} tokens, {rate}"
 
 
 def split_up(name: str, tok: Tokenizer, text: str) -> Result:
@@ -98,25 +90,24 @@ def split_up(name: str, tok: Tokenizer, text: str) -> Result:
     character shows it."""
     decoder = tok.stream_decoder()
     pieces = [decoder.push(i) or "·" for i in tok.encode_ordinary(text)]
-    return Result(name, len(tok), text, [piece.replace("\n", "⏎").replace("\t", "⇥") for piece in pieces])
+    rate = f"{len(text.encode()) / len(pieces):.2f} bytes and {len(text) / len(pieces):.2f} characters per token"
+    title = f"{name} ({len(tok):,} tokens): {len(pieces)} tokens, {rate}"
+    return Result(title, [piece.replace("\n", "⏎").replace("\t", "⇥") for piece in pieces])
 
 
 def colored(pieces: list[str]) -> str:
-    def paint(piece: str, color: str) -> str:
-        r, g, b = (int(color[i : i + 2], 16) for i in (1, 3, 5))
-        return f"\x1b[48;2;{r};{g};{b}m\x1b[30m{piece}\x1b[0m"
-
-    return "".join(paint(piece, COLORS[i % len(COLORS)]) for i, piece in enumerate(pieces))
+    codes = ["\x1b[48;2;{};{};{}m\x1b[30m".format(*bytes.fromhex(color[1:])) for color in COLORS]
+    return "".join(f"{codes[i % len(codes)]}{piece}\x1b[0m" for i, piece in enumerate(pieces))
 
 
 def draw_svg(results: list[Result], path: Path) -> None:
     """Draw the tokens as coloured boxes. The viewer's own fonts draw the letters, so none has to be installed here."""
     column, row = 9, 24  # pixels
     parts, top = [], 0
-    for result in results:
-        places = lay_out(result.pieces)
-        parts.append(f'<text x="0" y="{top + 20}" font-weight="bold" font-family="sans-serif">{xml(result)}</text>')
-        for i, (piece, (left, line)) in enumerate(zip(result.pieces, places, strict=True)):
+    for title, pieces in results:
+        places = lay_out(pieces)
+        parts.append(f'<text x="0" y="{top + 20}" font-weight="bold" font-family="sans-serif">{xml(title)}</text>')
+        for i, (piece, (left, line)) in enumerate(zip(pieces, places, strict=True)):
             x, y, w = left * column, top + 30 + line * row, width(piece) * column
             # a white edge, because neighbouring colours look alike in grey
             parts.append(
@@ -150,9 +141,9 @@ def width(text: str) -> int:
     return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
 
 
-def xml(text: object) -> str:
+def xml(text: str) -> str:
     """Text between tags, without the characters that XML cannot hold."""
-    return escape(re.sub("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "·", str(text)))
+    return escape(re.sub("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "·", text))
 
 
 if __name__ == "__main__":
