@@ -60,7 +60,7 @@ def script(main: Callable[[], None]) -> None:
     except BrokenPipeError:  # the reader of our output went away, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
-    except (UserError, OSError, MemoryError, RuntimeError) as e:
+    except (UserError, OSError, MemoryError, RuntimeError) as e:  # NCCL's and Gloo's errors are RuntimeErrors
         if (message := explain(e)) is None:
             raise
         fail(message)
@@ -86,6 +86,8 @@ def explain(e: BaseException) -> str | None:
         return f"{place}: {e.strerror}; fix that, or give another path"
     if isinstance(e, MemoryError) or type(e).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(e):
         return f"out of memory ({str(e).splitlines()[0] if str(e) else 'in Python'}); use a smaller model or batch"
+    if type(e).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError") or "gloo" in str(e).lower():
+        return f"another rank has ended or cannot be reached ({str(e).splitlines()[0]}); then --resume continues"
     return None
 
 

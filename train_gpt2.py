@@ -66,7 +66,7 @@ class Config:
     max_steps: Positive = 19_073  # optimizer steps: one epoch of 10B tokens
     target_loss: NonNegative = 0.0  # stop at the first validation loss at or below this; 0 for never
     warmup_steps: Count = 715  # linear warmup: 375M tokens, as GPT-3
-    max_lr: NonNegative = 6e-4  # peak learning rate
+    max_lr: Annotated[float, Range(1e-9, 1e9)] = 6e-4  # peak learning rate
     min_lr: NonNegative = 6e-5  # where the schedule ends
     lr_schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: warmup, stable, linear decay
     decay_fraction: Annotated[float, Range(1e-6, 1)] = 0.5  # of the steps after warmup, over which wsd decays

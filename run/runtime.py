@@ -251,7 +251,10 @@ def _join_ranks(device: torch.device, rank: int, world_size: int) -> None:
     one node each restart therefore gets its own part of it; several nodes do not count restarts alike, and need
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun.
     """
-    store, _, _ = next(dist.rendezvous("env://", rank, world_size))
+    try:
+        store, _, _ = next(dist.rendezvous("env://", rank, world_size))
+    except (ValueError, RuntimeError) as e:  # the environment may have a WORLD_SIZE, but no launcher
+        raise UserError(f"the {world_size} ranks of WORLD_SIZE do not find each other ({e}); use torchrun") from e
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
         store = dist.PrefixStore("restart " + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     with contextlib.suppress(OSError, AttributeError):  # on Linux: if torchrun is killed, its ranks get a SIGTERM
