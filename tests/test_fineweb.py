@@ -223,4 +223,3 @@ def test_verify_refuses_what_is_not_complete(written):
     save_manifest(written, read_manifest(written) | unfinished)
     with pytest.raises(UserError, match="is not complete"):
         verify(written)
-

@@ -408,9 +408,7 @@ def no_network(*args, **kwargs):
     raise ConnectionError("Couldn't reach 'Rowan/hellaswag' on the Hub")
 
 
-def test_training_continues_without_the_hub_and_not_without_a_file(
-    monkeypatch, tokenizer, model, rt, tmp_path, capsys
-):
+def test_training_continues_without_the_hub_and_not_without_a_file(monkeypatch, tokenizer, model, rt, tmp_path, capsys):
     monkeypatch.setattr("datasets.load_dataset", no_network)
     assert validation_task("", tokenizer, model.config, rt) is None
     assert "without HellaSwag" in (warning := capsys.readouterr().err) and "--hellaswag_data" in warning
