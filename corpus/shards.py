@@ -171,7 +171,7 @@ def prepare_text(text_file: str, tokenizer: str, vocab_size: int, cache: Path) -
 def is_intact(directory: Path) -> bool:
     try:
         return bool(verify(directory, quiet=True))
-    except UserError:
+    except (UserError, OSError):  # OSError: a file, or a directory that may not be read, in its place
         return False
 
 
