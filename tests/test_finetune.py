@@ -291,7 +291,7 @@ def test_long_rows_are_reported(finetune):
 @pytest.mark.parametrize(
     "changes,words",
     [
-        (dict(data="absent.json"), "there is no absent.json"),
+        (dict(data="absent.json"), "absent.json"),
         (dict(base="absent/"), "absent"),
         (dict(adapter="absent"), "absent holds no adapter"),
         (dict(sequence_length=1000), "128 tokens"),
