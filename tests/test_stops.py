@@ -153,7 +153,7 @@ def test_a_signal_in_the_last_save_waits_for_it(train, tmp_path, monkeypatch):
 # ---- what an interruption cut off
 
 
-@pytest.mark.parametrize("cut_off", ["validate", "sample"])
+@pytest.mark.parametrize("cut_off", ["validate", "complete"])
 def test_an_evaluation_that_was_cut_off_is_made_up_for_and_no_other_comes_twice(train, tmp_path, monkeypatch, cut_off):
     options = SHORT | dict(eval_interval=2, sample_interval=2)
     train(out="whole", **options)
