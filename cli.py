@@ -198,10 +198,9 @@ def replace_file(path: Path, content: str | bytes) -> None:
 def write_atomically(path: Path, fill: Callable[[Path], None]) -> None:
     """Make the directory `path` by filling a hidden one beside it, flushing it to the disk and renaming it.
 
-    Whatever interrupts this, `path` is the old directory, the new one, or (for the moment between two renames) absent
-    while both are there under hidden names; never a part of either.
+    An older one is set aside first: whatever interrupts this, it is whole, and `path` is never a part of either.
     """
-    temporary, old = (path.with_name(f".{path.name}.{os.getpid()}.{kind}") for kind in ("tmp", "old"))
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
@@ -210,13 +209,10 @@ def write_atomically(path: Path, fill: Callable[[Path], None]) -> None:
             flush(file)
         flush(temporary)
         if path.exists():
-            path.rename(old)
+            set_aside(path)
         temporary.rename(path)
         flush(path.parent)
-        shutil.rmtree(old, ignore_errors=True)
     finally:
-        if old.exists() and not path.exists():
-            old.rename(path)
         shutil.rmtree(temporary, ignore_errors=True)
 
 

@@ -28,20 +28,9 @@ from typing import Annotated, Literal, NamedTuple
 
 import torch
 
+import cli
 from bpe.tokenizer import Tokenizer
-from cli import (
-    Count,
-    NonNegative,
-    Positive,
-    Probability,
-    Range,
-    Seed,
-    UserError,
-    parse_args,
-    script,
-    set_aside,
-    write_atomically,
-)
+from cli import Count, NonNegative, Positive, Probability, Range, Seed, UserError
 from finetuning import lora
 from finetuning.chat import check_tokenizer, prompt_of, save_chat_files
 from finetuning.lora import TARGETS, AdapterFiles, LoRAConfig
@@ -119,7 +108,7 @@ FIXED = ("adapter", "lora_dim", "lora_alpha", "targets", "rslora", "sequence_len
 
 
 def main() -> None:
-    written = parse_args(Config, description=__doc__)
+    written = cli.parse_args(Config, description=__doc__)
     written = replace(written, out_dir=written.out_dir or "out/lora")
     refuse_bad_constants(written)
     if written.merge and written.adapter:
@@ -148,7 +137,8 @@ def finetune(written: Config) -> None:
         lora.cast_frozen(model, rt.dtype)
     forward = rt.wrap(Loss(model.to(rt.device)), dynamic=True)
     if not config.micro_batch_size:
-        config = replace(config, micro_batch_size=find_micro_batch(config, data, forward, rt))
+        rows, trained = config.batch_size // rt.world_size, (config.sequence_length, len(data.tokenizer))
+        config = replace(config, micro_batch_size=find_micro_batch_size(forward, rows, trained, rt))
     optimizer = make_optimizer(model, config, rt)
     files = ModelFiles(model, data.tokenizer)
     if config.lora_dim:
@@ -160,7 +150,7 @@ def finetune(written: Config) -> None:
     if not rt.is_main:
         return
     if config.lora_dim:
-        write_new(run.out_dir / "adapter", files.copy(), run.log.card())
+        write_all(run.out_dir / "adapter", files.copy(), run.log.card())
     if config.merge:
         write_merged(config, str(run.out_dir / "adapter"))
     say_what_was_reached(config, run)
@@ -335,12 +325,6 @@ def lora_of(config: Config) -> LoRAConfig:
     return LoRAConfig(config.lora_dim, config.lora_alpha, config.lora_dropout, config.targets, config.rslora)
 
 
-def find_micro_batch(config: Config, data: Data, forward: Loss, rt: Runtime) -> int:
-    """The largest micro-batch that fits into memory, in examples of full length."""
-    rows = config.batch_size // rt.world_size
-    return find_micro_batch_size(forward, rows, (config.sequence_length, len(data.tokenizer)), rt)
-
-
 # ------------------------------------------------------------------------------------------------------------ the model
 
 
@@ -384,11 +368,9 @@ class ChatFiles:
         return lambda path: [write(path), save_chat_files(path, self.tokenizer)]
 
 
-def write_new(path: Path, *writers: Callable[[Path], None]) -> None:
-    """Fill a new directory, whole or not at all. An older one of that name is renamed: people may have edited it."""
-    if path.exists():
-        set_aside(path)
-    write_atomically(path, lambda temporary: [write(temporary) for write in writers])
+def write_all(path: Path, *writers: Callable[[Path], None]) -> None:
+    """Fill a new directory, whole or not at all."""
+    cli.write_atomically(path, lambda temporary: [write(temporary) for write in writers])
 
 
 def write_merged(config: Config, adapter: str) -> None:
@@ -402,7 +384,7 @@ def write_merged(config: Config, adapter: str) -> None:
         difference = (model(idx) - before).abs().max()
     records, curve = records_of(config, adapter), lora.find_adapter(adapter).parent / "learning_curve.png"
     write_card = partial(card.write_card, name=out.name, records=records, curve=curve)
-    write_new(out, partial(save_model, model=model, tokenizer=tokenizer),
+    write_all(out, partial(save_model, model=model, tokenizer=tokenizer),
               partial(save_chat_files, tokenizer=tokenizer), write_card)  # fmt: skip
     print(f"wrote {out}: {config.base} with {adapter} merged in; logits differ by at most {difference:.1e}")
 
@@ -427,4 +409,4 @@ def say_what_was_reached(config: Config, run: Run) -> None:
 
 
 if __name__ == "__main__":
-    script(main)
+    cli.script(main)

@@ -143,7 +143,9 @@ def main() -> None:
     forward = Loss(model.to(rt.device))
     forward = forward if rt.mesh else rt.wrap(forward)  # FSDP hooks it below; otherwise compile it and wrap it in DDP
     if not config.micro_batch_size:
-        config = replace(config, micro_batch_size=find_micro_batch(config, forward, rt))
+        rows = config.total_batch_size // config.sequence_length // rt.world_size
+        trained = (config.sequence_length, config.vocab_size)
+        config = replace(config, micro_batch_size=find_micro_batch_size(forward, rows, trained, rt))
     if rt.mesh:
         shard(forward, model.transformer.h, rt)
     optimizer = make_optimizer(model, config, rt)
@@ -364,12 +366,6 @@ def build_model(config: Config, shape: GPTConfig, checkpoint: Path | None) -> GP
     if config.activation_checkpointing:
         checkpoint_activations(model.transformer.h)
     return model
-
-
-def find_micro_batch(config: Config, forward: Loss, rt: Runtime) -> int:
-    """The largest micro-batch that fits, of those that divide the batch."""
-    rows = config.total_batch_size // config.sequence_length // rt.world_size
-    return find_micro_batch_size(forward, rows, (config.sequence_length, config.vocab_size), rt)
 
 
 def facts_of_run(config: Config, model: GPT, data: Data) -> dict:

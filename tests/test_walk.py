@@ -105,7 +105,7 @@ def test_a_page_that_says_something_else_ends_with_exit_code_1_and_the_line(tmp_
 
 
 def test_the_table_at_the_end_names_what_is_there():
-    rows = PAGE.read_text(encoding="utf-8").split("\n## Where it stands\n")[1]
+    rows = PAGE.read_text(encoding="utf-8").split("\n## Where to find it in the code\n")[1]
     numbers = re.findall(r"^\| (\d+) ", rows, re.M)
     assert numbers == [station.number for station in STATIONS]
     for file, names in re.findall(r"`([\w/]+\.py)`: ((?:`[\w.]+`(?:, )?)+)", rows):
