@@ -16,7 +16,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from PIL import Image
 
-from run.curves import draw, look, marked
+from run.curves import draw, look
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 WIDTH = 9  # inches, at 100 dots
@@ -54,7 +54,7 @@ def curves(name: str, title: str, x: str, y: str, lines: dict[str, tuple], **sca
     """Lines {label: (xs, ys)} with marks; `scales` as Axes.set takes them, such as yscale="log"."""
     with picture(name, title, x, y) as axes:
         for i, (label, (xs, ys)) in enumerate(lines.items()):
-            axes.plot(xs, ys, label=label, linewidth=1.5, **(marked(i, len(xs)) if len(xs) < 60 else look(i)))
+            axes.plot(xs, ys, label=label, linewidth=1.5, **look(i, len(xs) if len(xs) < 60 else 0))
         axes.set(**scales)
         if scales.get("xscale") == "log":  # where the points are, in plain numbers
             ticks = sorted({x for xs, _ in lines.values() for x in xs})

@@ -12,7 +12,6 @@ import os
 import statistics
 import sys
 from collections.abc import Callable
-from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +22,10 @@ Records = list[dict]
 Curves = dict[tuple[str, str], tuple[np.ndarray, np.ndarray]]  # {(kind, key): (steps, values)}
 
 POINTS = 800  # about the width of a panel in pixels: more points would not show
-# Okabe and Ito (2008): distinguishable by the colour-blind
+# Okabe and Ito (2008): distinguishable by the colour-blind. Dashes and marks keep runs apart in greyscale.
 COLORS = ("#0072B2", "#E69F00", "#000000", "#D55E00", "#56B4E9", "#009E73", "#CC79A7")
+DASHES = ("-", "--", "-.", ":")
+MARKS = ("o", "s", "^", "D", "v", "P", "X")
 LARGEST = 1e30  # matplotlib fails on larger axes
 DRAWN = {"run": ("parameters", "flops_per_token"), "train": ("loss", "grad_norm", "lr", "tokens", "dt_ms", "skipped"),
          "val": ("loss",), "hellaswag": ("acc_norm", "acc", "n")}  # fmt: skip
@@ -157,20 +158,26 @@ def draw(runs: dict[str, Records], path: Path, x: str = "steps") -> None:
     replace_file(path, picture.getvalue())
 
 
+def look(i: int, n: int = 0) -> dict:
+    """Colour and dash of run number `i`; for `n` points also a mark, at 25 of them at most."""
+    mark = dict(marker=MARKS[i % len(MARKS)], markersize=4.5, markevery=max(n // 25, 1)) if n else {}
+    return mark | dict(color=COLORS[i % len(COLORS)], linestyle=DASHES[i % len(DASHES)])
+
+
 def draw_loss(axes, runs: dict[str, Curves], at: dict[str, Callable]) -> None:
     """Training loss, smoothed, with all single steps if there is only one run; validation loss with marks."""
     alone, tails, last = len(runs) == 1, [], {}
-    for (label, run), color in zip(runs.items(), cycle(COLORS), strict=False):
+    for i, (label, run) in enumerate(runs.items()):
         x, losses = at[label](run["train", "loss"][0]), run["train", "loss"][1]
         if alone:
-            axes.plot(x, losses, color=color, alpha=0.25, linewidth=0.8, label="training, each step")
+            axes.plot(x, losses, color=COLORS[0], alpha=0.25, linewidth=0.8, label="training, each step")
         name = "training, smoothed" if alone else None
-        axes.plot(*smoothed(x, losses), color=color, linewidth=1.5 if alone else 0.8, label=name)
+        axes.plot(*smoothed(x, losses), color=COLORS[i % len(COLORS)], linewidth=1.5 if alone else 0.8, label=name)
         val_x, val = at[label](run["val", "loss"][0]), run["val", "loss"][1]
         last |= {label: val[-1]} if len(val) else {}
         name = ("validation" if alone else label) + (f": {last[label]:.3f} at the end" if label in last else "")
-        color = COLORS[2] if alone else color  # unlike its own training loss
-        axes.plot(val_x, val, color=color, marker="o", markersize=3.5, linewidth=1.6, label=name)
+        style = look(i, len(val)) | (dict(color=COLORS[2]) if alone else {})  # unlike its own training loss
+        axes.plot(val_x, val, linewidth=1.6, label=name, **style)
         # All runs first fall from the same height. They differ in what comes after 5% of their length.
         for xs, ys in (smoothed(x, losses), (val_x, val)):
             tails += ys[xs >= 0.95 * xs[0] + 0.05 * xs[-1]].tolist() if len(xs) else []
@@ -184,12 +191,12 @@ def draw_loss(axes, runs: dict[str, Curves], at: dict[str, Callable]) -> None:
 
 def draw_hellaswag(axes, runs: dict[str, Curves], at: dict[str, Callable]) -> None:
     """Accuracy in percent with its standard error; for comparison chance, and published models of the runs' sizes."""
-    for (label, run), color in zip(runs.items(), cycle(COLORS), strict=False):
+    for i, (label, run) in enumerate(runs.items()):
         steps, accuracy = run["hellaswag", "acc_norm"]
         n = np.interp(steps, *run["hellaswag", "n"]) if len(run["hellaswag", "n"][0]) else np.inf  # answers
         error = np.sqrt(np.clip(accuracy * (1 - accuracy), 0, None) / np.maximum(n, 1))  # each is right (1) or not (0)
         name = label + (f": {accuracy[-1]:.1%} ± {error[-1]:.1%} at the end" if len(steps) else "")
-        style = dict(color=color, marker="o", markersize=3.5, elinewidth=0.8, label=name)
+        style = dict(look(i, len(steps)), elinewidth=0.8, label=name)
         axes.errorbar(at[label](steps), 100 * accuracy, 100 * error, **style)
     sizes = [size for run in runs.values() for size in run["run", "parameters"][1][-1:]]
     for name, accuracy in [*published(sizes), ("chance", CHANCE)]:
@@ -211,13 +218,13 @@ def published(sizes: list[float]) -> list[tuple[str, float]]:
 
 def draw_norm_and_rate(norm, rate, runs: dict[str, Curves], at: dict[str, Callable]) -> None:
     """The norm on a logarithmic axis, so that a spike shows and the rest stays readable."""
-    for (label, run), color in zip(runs.items(), cycle(COLORS), strict=False):
+    for i, (label, run) in enumerate(runs.items()):
         (steps, norms), (rate_steps, rates) = run["train", "grad_norm"], run["train", "lr"]
         x, norms = at[label](steps[norms > 0]), norms[norms > 0]
         if len(runs) == 1:
-            norm.plot(x, norms, color=color, alpha=0.25, linewidth=0.8)
-        norm.plot(*smoothed(x, norms), linewidth=1.2, color=color)
-        rate.plot(at[label](rate_steps), rates, linewidth=1.2, color=color)
+            norm.plot(x, norms, color=COLORS[0], alpha=0.25, linewidth=0.8)
+        norm.plot(*smoothed(x, norms), linewidth=1.2, **look(i))
+        rate.plot(at[label](rate_steps), rates, linewidth=1.2, **look(i))
     if norm.dataLim.height > 0:
         low, high = norm.dataLim.intervaly
         wider = max(1.1, math.sqrt(3 * low / high))  # a range of a factor of three has at least one tick
