@@ -55,7 +55,7 @@ def main() -> None:
     config = parse_args(Config, description=__doc__)
     warnings.formatwarning = lambda message, *_: f"note: {message}\n"  # without the line of code that gives it
     check(config)
-    texts = Split(limit(read_texts(config), config.max_bytes))
+    texts = Split(limit(read_texts(config), config.max_bytes), " ".join(config.input))
     began = time.perf_counter()
     tok = train(config, texts)
     print(f"\n{len(tok):,} tokens from {texts.train_bytes:,} bytes in {time.perf_counter() - began:.2f} s")
@@ -119,8 +119,8 @@ class Split:
     """Iterates over the texts to train on, and keeps up to HELD_OUT characters in `held_out`: every tenth text, or the
     last tenth of each if there are fewer than ten."""
 
-    def __init__(self, texts: Iterator[str]):
-        self.texts, self.held_out, self.train_bytes = texts, [], 0
+    def __init__(self, texts: Iterator[str], source: str = "the input"):
+        self.texts, self.source, self.held_out, self.train_bytes = texts, source, [], 0
 
     def __iter__(self) -> Iterator[str]:
         first, size = list(itertools.islice(self.texts, 10)), 0
@@ -138,7 +138,7 @@ class Split:
                 self.train_bytes += len(text[:cut].encode("utf-8", "replace"))
                 yield text[:cut]
         if not self.train_bytes:
-            raise UserError("the input holds no text to learn from; give another --input")
+            raise UserError(f"{self.source} holds no text to learn from; give another --input")
 
 
 # ---- training
