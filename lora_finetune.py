@@ -144,7 +144,6 @@ def finetune(written: Config) -> None:
     if config.lora_dim:
         files = AdapterFiles(model, lora_of(config), config.base, identity["base"])
     files = ChatFiles(files, data.tokenizer)
-    rt.reset_peak_memory()
     run = Run(directory, config, files, optimizer, identity, facts)
     train(config, run, model, forward, optimizer, data)
     if not rt.is_main:

@@ -88,7 +88,7 @@ def read_texts(config: Config) -> Iterator[str]:
     """All texts of all inputs; a .txt comes in blocks of whole lines. Raises UserError."""
     inputs = config.input or (str(Path(__file__).with_name("manual.txt")),)
     folder = Path(config.out) / DOWNLOADS
-    for source in [find_source((pattern,), any_name=True) for pattern in inputs]:
+    for source in [find_source((pattern,)) for pattern in inputs]:
         for n_files, path in enumerate(arriving(source, folder), 1):
             for unit in units_of(path, config.text_field, LINE_END):
                 yield from texts_of(unit, config.text_field)

@@ -162,7 +162,10 @@ def prepare_text(text_file: str, tokenizer: str, vocab_size: int, cache: Path) -
             for leftover in cache.glob(f".{glob.escape(directory.name)}.*.tmp"):  # of a run that was killed
                 shutil.rmtree(leftover, ignore_errors=True)
             split = int(len(text) * TRAIN_FRACTION)  # by characters, so that it is the same for every tokenizer
-            tok = tok or train_tokenizer(text[:split], vocab_size)
+            try:
+                tok = tok or Tokenizer.train([text[:split]], vocab_size)
+            except ValueError as e:
+                raise UserError(f"--tokenizer train --vocab_size {vocab_size}: {e}") from e
             parts = {"val": text[split:], "train": text[:split]}
             write_atomically(directory, lambda path: write_text_shards(path, parts, tok, Path(text_file).name))
     return directory
@@ -186,13 +189,6 @@ def read_text(text_file: str) -> str:
     if not text.strip():
         raise UserError(f"{text_file} is empty; give a text with more than a few hundred words")
     return text
-
-
-def train_tokenizer(text: str, vocab_size: int) -> Tokenizer:
-    try:
-        return Tokenizer.train([text], vocab_size)
-    except ValueError as e:
-        raise UserError(f"--tokenizer train --vocab_size {vocab_size}: {e}") from e
 
 
 def write_text_shards(directory: Path, parts: dict[str, str], tok: Tokenizer, source: str) -> None:

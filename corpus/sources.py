@@ -73,14 +73,11 @@ class Source(NamedTuple):
     commit: str = ""
 
 
-def find_source(patterns: tuple[str, ...], revision: str = "main", any_name: bool = False) -> Source:
-    """The files of local paths, folders and globs, or of a dataset of the hub at `revision`. Raises UserError.
-
-    With `any_name`, a file whose name says nothing about its kind is a text if a path or glob names it.
-    """
+def find_source(patterns: tuple[str, ...], revision: str = "main") -> Source:
+    """The files of local paths, folders and globs, or of a dataset of the hub at `revision`. Raises UserError."""
     if len(patterns) == 1 and on_hub(patterns[0]):
         return hub_source(patterns[0], revision)
-    return Source([local_file(path) for pattern in patterns for path in local_paths(pattern, any_name)])
+    return Source([local_file(path) for pattern in patterns for path in local_paths(pattern)])
 
 
 def on_hub(pattern: str) -> bool:
@@ -90,12 +87,11 @@ def on_hub(pattern: str) -> bool:
     return name is not None and not here and not kind_of(name[0])
 
 
-def local_paths(pattern: str, any_name: bool) -> list[Path]:
+def local_paths(pattern: str) -> list[Path]:
     """The files of a path, a folder (with all below it) or a glob, sorted. Raises UserError."""
     named = [pattern] if os.path.exists(pattern) else sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
-    named = [Path(name) for name in named]
-    files = [file for path in named for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
-    files = [file for file in files if file.is_file() and (kind_of(file.name) or any_name and file in named)]
+    files = [file for path in map(Path, named) for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
+    files = [file for file in files if file.is_file() and kind_of(file.name)]
     if not files:
         raise UserError(
             f"{pattern or 'the empty name'}: no such file, or none with a name that ends in {', '.join(KINDS)}; "
@@ -252,7 +248,7 @@ def units_of(path: Path, text_field: str, cut: re.Pattern | None = None) -> Iter
 
 
 def is_txt(path: Path) -> bool:
-    return kind_of(path.name).startswith(".txt") or not kind_of(path.name)
+    return kind_of(path.name).startswith(".txt")
 
 
 @contextmanager

@@ -25,7 +25,6 @@ This file knows nothing of GPT-2 and of the loss that uses it.
 """
 
 import torch
-from torch.nn import functional as F
 
 DLOGITS_SCALE = 2.0**-15  # maps 1 to 32,768, within E5M2, and keeps probabilities down to 2^-31
 
@@ -64,7 +63,5 @@ def multiply(a, b, a_scale, b_scale, fast: bool = False) -> torch.Tensor:
     activations; sums of gradients continue in fp32.
     """
     a, b = a.contiguous(), b.T.contiguous().T  # row-major, column-major; no copy if they are so already
-    if hasattr(F, "scaled_mm"):
-        one = F.ScalingType.TensorWise  # one scale a tensor
-        return F.scaled_mm(a, b, a_scale, one, b_scale, one, output_dtype=torch.bfloat16, use_fast_accum=fast)
+    # public as torch.nn.functional.scaled_mm only in newer versions of PyTorch
     return torch._scaled_mm(a, b, scale_a=a_scale, scale_b=b_scale, out_dtype=torch.bfloat16, use_fast_accum=fast)

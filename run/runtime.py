@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -196,12 +195,9 @@ class Runtime:
         return peak if sys.platform == "darwin" else peak * 1024
 
     def reset_peak_memory(self) -> None:
-        """Measure the peak from here on, if the system can forget the old one: on CUDA and Linux."""
+        """Measure the peak from here on; a process without a GPU cannot forget its old one."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)  # freed memory is still resident
-            Path("/proc/self/clear_refs").write_text("5")  # proc_pid_clear_refs(5)
 
     def peak_flops(self) -> float | None:
         """Of all ranks together."""
@@ -290,14 +286,11 @@ def _choose_dtype(dtype: str, device: torch.device) -> tuple[torch.dtype, str]:
         if major >= 8:
             return torch.bfloat16, f"bfloat16 (compute capability {major}.{minor})"
         return torch.float16, f"float16 (compute capability {major}.{minor} is below 8.0, so no bfloat16)"
-    if device.type == "cpu" and _cpu_has_bf16():
+    # AVX512-BF16 or AMX: the emulation that other processors would use is slower than fp32
+    native = any(getattr(torch.cpu, f, bool)() for f in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    if device.type == "cpu" and native:
         return torch.bfloat16, "bfloat16 (native on this CPU)"
     return torch.float32, f"float32 ({device.type} has no fast 16-bit format here)"
-
-
-def _cpu_has_bf16() -> bool:
-    """AVX512-BF16 or AMX. The emulation that other processors would use is slower than fp32."""
-    return any(getattr(torch.cpu, f, bool)() for f in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
 
 
 def _choose_compile(compile: str, device: torch.device) -> tuple[bool, str]:

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from learning.fp8 import FP8_PRODUCTS, by_dlogits, by_weights
 from learning.loss import LinearCrossEntropy, linear_cross_entropy
@@ -11,16 +10,7 @@ from run.trials import checkpoint_activations
 from tests.test_model import loss_case, small, tokens
 
 
-@pytest.fixture(params=["public", "private"])
-def scaled_mm(request, monkeypatch):
-    """PyTorch 2.11 has the product in 8 bits under another name only."""
-    if request.param == "private":
-        monkeypatch.delattr(F, "scaled_mm", raising=False)
-    elif not hasattr(F, "scaled_mm"):
-        pytest.skip("this PyTorch has no public scaled_mm")
-
-
-def test_8_bit_products_are_exact_for_what_8_bits_hold(scaled_mm):
+def test_8_bit_products_are_exact_for_what_8_bits_hold():
     torch.manual_seed(0)
     x, weight, grad = (torch.randint(-1, 2, shape).float() for shape in ((32, 48), (64, 48), (32, 64)))
     close = dict(rtol=1e-2, atol=1e-3)  # the result is in bf16
@@ -29,7 +19,7 @@ def test_8_bit_products_are_exact_for_what_8_bits_hold(scaled_mm):
     torch.testing.assert_close(by_dlogits(grad.T, x).float(), grad.T @ x, **close)
 
 
-def test_8_bit_products_are_laid_out_as_cuda_wants_them(scaled_mm):
+def test_8_bit_products_are_laid_out_as_cuda_wants_them():
     """On tensors without memory PyTorch checks what it checks on CUDA: rows, columns, multiples of 16."""
     with torch.device("meta"):
         x, weight = torch.empty(1536, 768, dtype=torch.bfloat16, requires_grad=True), torch.empty(50304, 768)
