@@ -118,16 +118,6 @@ NonNegative = Annotated[float, Range(0, 1e9)]
 Probability = Annotated[float, Range(0, 0.9999)]  # of dropout, or a beta: 1 would leave nothing
 
 
-def check_ranges(config: Any) -> None:
-    """Raises UserError for the first field of a dataclass that is outside the Range in its annotation."""
-    for name, hint in get_type_hints(type(config), include_extras=True).items():
-        value = getattr(config, name)
-        values = value if isinstance(value, tuple) else (value,)
-        for limits in getattr(hint, "__metadata__", ()):
-            if isinstance(limits, Range) and not all(limits.low <= one <= limits.high for one in values):
-                raise UserError(f"--{name} must be in [{limits.low:,g}, {limits.high:,g}], not {value}")
-
-
 def parse_args(config_type, args: list[str] | None = None, default=None, prog: str | None = None, description=None):
     """Fill the dataclass `config_type` from the command line; the comments after its fields are the help.
 
@@ -151,7 +141,12 @@ def parse_args(config_type, args: list[str] | None = None, default=None, prog: s
         if e.code in (0, None):
             raise
         raise UserError(first_sentence(stderr.getvalue())) from None
-    check_ranges(config)
+    for name, hint in get_type_hints(config_type, include_extras=True).items():
+        value = getattr(config, name)
+        values = value if isinstance(value, tuple) else (value,)
+        for limits in getattr(hint, "__metadata__", ()):
+            if isinstance(limits, Range) and not all(limits.low <= one <= limits.high for one in values):
+                raise UserError(f"--{name} must be in [{limits.low:,g}, {limits.high:,g}], not {value}")
     return config
 
 

@@ -96,10 +96,8 @@ def main() -> None:
         task = prepare(rows, tokenizer, model.config, style)
         results[style] = evaluate(model, task, rt, progress=True)
         if not np.isfinite(results[style]["log_likelihoods"]).all():
-            raise UserError(
-                f"{config.model} computes numbers that are not finite; its weights are damaged, or too large for "
-                f"{rt.dtype}: try an earlier checkpoint, or --dtype float32"
-            )
+            what = f"{config.model} computes numbers that are not finite in {rt.dtype}"
+            raise UserError(f"{what}; try an earlier checkpoint, or --dtype float32")
         for number in range(min(config.show, len(rows))):
             rt.print(row_with_losses(task, results[style], number))
     for style, result in results.items():

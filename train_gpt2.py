@@ -240,10 +240,8 @@ def open_data(config: Config, shape: GPTConfig, rt: Runtime) -> Data:
     if "next" in read_manifest(shards if shards.is_dir() else shards.parent):
         rt.print(f"warning: {shards} is incomplete; training on what has been written so far", file=sys.stderr)
     if len(tokenizer) > config.vocab_size:
-        raise UserError(
-            f"the tokenizer has {len(tokenizer)} tokens, but vocab_size is {config.vocab_size}; "
-            f"use --vocab_size {-(-len(tokenizer) // 128) * 128}"
-        )
+        enough = -(-len(tokenizer) // 128) * 128
+        raise UserError(f"the tokenizer has {len(tokenizer)} tokens, more than --vocab_size; use --vocab_size {enough}")
     train, val = TokenStream(train_paths, config.vocab_size), TokenStream(val_paths, config.vocab_size)
     order = Batches(train, config.sequence_length, config.seed, config.shuffle, rt.rank, rt.world_size)
     task = None
@@ -307,10 +305,8 @@ def settle(written: Config, recipe: str, checkpoint: Path | None, rt: Runtime) -
 def refuse_bad_constants(config: Config, rt: Runtime) -> None:
     """Raise UserError for settled constants that do not go together."""
     if config.n_embd % config.n_head:
-        raise UserError(
-            f"--n_embd {config.n_embd} is not divisible by --n_head {config.n_head}; "
-            "every head gets n_embd / n_head channels"
-        )
+        what = f"--n_embd {config.n_embd} is not divisible by --n_head {config.n_head}"
+        raise UserError(f"{what}; every head gets n_embd / n_head channels")
     if config.min_lr > config.max_lr:
         raise UserError(f"--min_lr {config.min_lr} is above --max_lr {config.max_lr}; the schedule ends at min_lr")
     if config.fp8:
@@ -326,11 +322,9 @@ def refuse_bad_constants(config: Config, rt: Runtime) -> None:
     unit = config.sequence_length * max(config.micro_batch_size, 1) * rt.world_size
     if config.total_batch_size % unit:
         nearest = max(config.total_batch_size // unit, 1) * unit
-        raise UserError(
-            f"--total_batch_size {config.total_batch_size} is not divisible by {unit} = sequence_length "
-            f"{config.sequence_length} x micro_batch_size {max(config.micro_batch_size, 1)} x {rt.world_size} ranks; "
-            f"{nearest} is"
-        )
+        rows = f"micro_batch_size {max(config.micro_batch_size, 1)} x {rt.world_size} ranks"
+        factors = f"{unit} = sequence_length {config.sequence_length} x {rows}"
+        raise UserError(f"--total_batch_size {config.total_batch_size} is not divisible by {factors}; {nearest} is")
 
 
 def print_plan(config: Config, shape: GPTConfig, rt: Runtime) -> None:

@@ -302,10 +302,8 @@ def check_ids(ids: list[int]) -> None:
 def refuse_special(text: str, disallowed: Iterable[str]) -> None:
     for special in disallowed:
         if special in text:
-            raise ValueError(
-                f"the text holds the special token {special!r}; pass allowed_special={{{special!r}}} to encode it "
-                "as one token, or disallowed_special=() to encode it as ordinary text"
-            )
+            remedy = f"pass allowed_special={{{special!r}}}, or disallowed_special=() to encode it as ordinary text"
+            raise ValueError(f"the text holds the special token {special!r}; {remedy}")
 
 
 def visible(token: bytes) -> str:

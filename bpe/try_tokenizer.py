@@ -54,8 +54,10 @@ def main() -> None:
     if not results:
         raise UserError("--english and --chinese are both empty; give a text")
     in_color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    codes = ["\x1b[48;2;{};{};{}m\x1b[30m".format(*bytes.fromhex(color[1:])) for color in COLORS]
     for title, pieces in results:
-        print(f"{title}\n{colored(pieces) if in_color else '|'.join(pieces)}\n")
+        colored = "".join(f"{codes[i % len(codes)]}{piece}\x1b[0m" for i, piece in enumerate(pieces))
+        print(f"{title}\n{colored if in_color else '|'.join(pieces)}\n")
     print(f"· is a token that ends in the middle of a character.\n{REASON}")
     path = Path(config.tokenizer)
     picture = Path(config.svg or (path if path.is_dir() else path.parent) / "tokens.svg")
@@ -93,11 +95,6 @@ def split_up(name: str, tok: Tokenizer, text: str) -> Result:
     rate = f"{len(text.encode()) / len(pieces):.2f} bytes and {len(text) / len(pieces):.2f} characters per token"
     title = f"{name} ({len(tok):,} tokens): {len(pieces)} tokens, {rate}"
     return Result(title, [piece.replace("\n", "⏎").replace("\t", "⇥") for piece in pieces])
-
-
-def colored(pieces: list[str]) -> str:
-    codes = ["\x1b[48;2;{};{};{}m\x1b[30m".format(*bytes.fromhex(color[1:])) for color in COLORS]
-    return "".join(f"{codes[i % len(codes)]}{piece}\x1b[0m" for i, piece in enumerate(pieces))
 
 
 def draw_svg(results: list[Result], path: Path) -> None:

@@ -45,10 +45,8 @@ class Batches:
         self.rank, self.world_size = rank, world_size
         self.n_windows = (len(stream) - 1) // sequence_length  # an epoch; fewer than T tokens at the end are left over
         if self.n_windows < 1:
-            raise UserError(
-                f"{stream.paths[0]} has {len(stream)} tokens, fewer than sequence_length + 1 = {sequence_length + 1}; "
-                "give more text, or a smaller --sequence_length"
-            )
+            few = f"{stream.paths[0]} has {len(stream)} tokens, fewer than sequence_length + 1 = {sequence_length + 1}"
+            raise UserError(f"{few}; give more text, or a smaller --sequence_length")
         self._orders: dict[int, np.ndarray] = {}  # by epoch; 39 MB for 10B tokens in windows of 1024
 
     def order(self, epoch: int) -> np.ndarray:

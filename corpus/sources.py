@@ -93,10 +93,8 @@ def local_paths(pattern: str) -> list[Path]:
     files = [file for path in map(Path, named) for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
     files = [file for file in files if file.is_file() and kind_of(file.name)]
     if not files:
-        raise UserError(
-            f"{pattern or 'the empty name'}: no such file, or none with a name that ends in {', '.join(KINDS)}; "
-            "give files, a folder, a quoted glob, or OWNER/NAME of a dataset of the hub"
-        )
+        what = f"{pattern or 'the empty name'}: no such file, or none whose name ends in {', '.join(KINDS)}"
+        raise UserError(f"{what}; give files, a folder, a quoted glob, or OWNER/NAME of a dataset of the hub")
     return files
 
 
@@ -145,10 +143,8 @@ def hub_errors(what: str) -> Iterator[None]:
             raise
         status = getattr(getattr(e, "response", None), "status_code", 0)
         reason = f"HTTP {status}" if status else f"{type(e).__name__}: {e}".splitlines()[0]
-        raise UserError(
-            f"cannot get {what} from {ENDPOINT} ({reason}); check the name, the revision and the network, log in with "
-            f"`hf auth login`, set HF_ENDPOINT to a mirror, or give local files"
-        ) from e
+        remedy = "log in with `hf auth login`, set HF_ENDPOINT to a mirror, or give local files"
+        raise UserError(f"cannot get {what} from {ENDPOINT} ({reason}); check name and network, {remedy}") from e
 
 
 # ------------------------------------------------------------------------------------------------ files on this disk

@@ -176,10 +176,8 @@ class TokenStream:
         for path, shard in zip(self.paths, self.shards, strict=True):
             if path.parent in described and listed.get(path, {}).get("tokens") != len(shard):
                 found = f"{listed[path]['tokens']} tokens" if path in listed else "no such shard"
-                raise UserError(
-                    f"shard {path} has {len(shard)} tokens and manifest.json says {found}; it is truncated "
-                    "or was written by another run: write it again with fineweb.py, or remove it"
-                )
+                differs = f"shard {path} has {len(shard)} tokens and manifest.json says {found}"
+                raise UserError(f"{differs}; write it again with fineweb.py, or remove it")
 
     def read(self, start: int, n: int) -> np.ndarray:
         """The slice [start : start + n] as a new array (n,) int64."""
@@ -217,10 +215,8 @@ class TokenStream:
         for path, shard, first in zip(self.paths, self.shards, self.starts, strict=False):
             part = shard[max(start - first, 0) : max(start + n - first, 0)]
             if len(part) and part.max() >= self.vocab_size:
-                raise UserError(
-                    f"shard {path} has token {part.max()}, but vocab_size is {self.vocab_size}; "
-                    "was it written with another tokenizer?"
-                )
+                large = f"shard {path} has token {part.max()}, but vocab_size is {self.vocab_size}"
+                raise UserError(f"{large}; was it written with another tokenizer?")
 
     def release(self) -> None:
         """Give the pages that were read back to the system.

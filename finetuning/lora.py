@@ -295,10 +295,8 @@ def read_adapter(adapter: str | Path) -> Adapter:
         if not all(t.is_floating_point() and t.isfinite().all() for t in tensors.values()):
             raise ValueError("it holds numbers that are not finite, or no floating-point numbers")
     except FileNotFoundError:
-        raise UserError(
-            f"{path} has no adapter_model.safetensors; pickled .bin adapters are not read: load it with peft and save "
-            "it again with safe_serialization=True"
-        ) from None
+        remedy = "pickled .bin adapters are not read: load it with peft and save it with safe_serialization=True"
+        raise UserError(f"{path} has no adapter_model.safetensors; {remedy}") from None
     except (ValueError, OSError, RuntimeError, SafetensorError) as e:
         raise UserError(f"{path}/adapter_model.safetensors is damaged: {e}; write or download it again") from None
     # target_modules may be a regular expression; the tensors say what was adapted
@@ -318,10 +316,8 @@ def read_settings(settings: dict, targets: tuple[str, ...], file: Path) -> LoRAC
             raise UserError(f"{file} is damaged: {key} is {value!r:.80}; write or download the adapter again")
     for key, value in settings.items():
         if key not in (*LIMITS, *IGNORED) and value not in (None, False, "", [], {}, *KNOWN.get(key, ())):
-            raise UserError(
-                f"{file}: this code cannot compute an adapter whose {key} is {value!r:.80}; merge it with peft, or "
-                "train one without it"
-            )
+            unknown = f"{file}: this code cannot compute an adapter whose {key} is {value!r:.80}"
+            raise UserError(f"{unknown}; merge it with peft, or train one without it")
     alpha, dropout = float(settings["lora_alpha"]), float(settings["lora_dropout"])
     return LoRAConfig(settings["r"], alpha, dropout, targets, bool(settings.get("use_rslora")))
 
@@ -351,15 +347,11 @@ def check_fit(model: GPT, adapter: Adapter) -> None:
         found = tuple(adapter.tensors[name].shape) if name in adapter.tensors else "missing"
         expected = shapes.get(name, "nothing")
         if found != expected:
-            raise UserError(
-                f"the adapter {adapter.path} does not fit this base: {name} is {found}, and the base needs {expected}; "
-                "give the base that it was trained on"
-            )
+            differs = f"{name} is {found}, and the base needs {expected}"
+            raise UserError(f"the adapter {adapter.path} does not fit: {differs}; give the base that it was trained on")
     if adapter.base_sha256 and adapter.base_sha256 != (ours := weights_sha256(model)):
-        raise UserError(
-            f"the adapter {adapter.path} was trained on another base, {adapter.base} with sha256 "
-            f"{adapter.base_sha256[:12]}; this one has {ours[:12]}: give the base that it was trained on"
-        )
+        other = f"{adapter.base} with sha256 {adapter.base_sha256[:12]}, and this one has {ours[:12]}"
+        raise UserError(f"the adapter {adapter.path} was trained on another base, {other}; give that one")
 
 
 @torch.no_grad()

@@ -21,13 +21,12 @@ def validate(forward: torch.nn.Module, batches: Iterable[tuple], token_bytes: to
     module = getattr(forward, "module", forward)  # without DDP, which has nothing to exchange here
     was_training = module.training
     module.eval()
-    one = torch.ones((), device=rt.device)  # divides the sum of the losses by nothing
     # sums over millions of tokens need fp64, which MPS does not have
     totals = torch.zeros(3, dtype=torch.float64, device="cpu" if rt.device.type == "mps" else rt.device)
     with torch.no_grad(), rt.autocast():
         for micro in batches:
             targets = micro[1]
-            nats = module(*micro, n_targets=one)
+            nats = module(*micro, n_targets=1)  # the sum, not the mean
             scored = targets >= 0
             n_bytes = torch.where(scored, token_bytes[targets.clamp(min=0)], 0).sum()
             totals += torch.stack([nats, scored.sum().to(nats), n_bytes.to(nats)]).to(totals)

@@ -106,12 +106,6 @@ def passing(shape, layout: Layout, rows: int) -> dict[str, int]:
     return dict(activations=rows * T * (blocks + (4 + 3 * e) * C), logits=n * V * (4 + e) + 8 * V * C)
 
 
-def largest_micro_batch(shape, layout: Layout, n_bytes: float) -> int:
-    """Sequences that fit into so many bytes, 0 if not even one does."""
-    fits = [rows for rows in (2**i for i in range(11)) if sum(needs(shape, layout, rows).values()) <= 0.95 * n_bytes]
-    return max(fits, default=0)
-
-
 def table(shape, one_rank: Layout) -> list[str]:
     """Lines: what a rank needs, by number of ranks, --shard and --activation_checkpointing."""
     columns = "".join(f"{f'B={rows}':>9}" for rows in MICRO_BATCHES)
@@ -122,6 +116,8 @@ def table(shape, one_rank: Layout) -> list[str]:
             continue
         layout = replace(one_rank, ranks=ranks, shard=how, checkpointing=again)
         gb = "".join(f"{sum(needs(shape, layout, rows).values()) / 1e9:9.2f}" for rows in MICRO_BATCHES)
-        largest = "".join(f"{largest_micro_batch(shape, layout, gb * 1e9) or '-':>8}" for gb in DEVICES)
+        peaks = {rows: sum(needs(shape, layout, rows).values()) for rows in (2**i for i in range(11))}
+        fitting = ([rows for rows, peak in peaks.items() if peak <= 0.95e9 * gb] for gb in DEVICES)
+        largest = "".join(f"{max(fits, default='-'):>8}" for fits in fitting)
         lines.append(f"{ranks:>5}  {how:<11}{'recomputed' if again else 'kept':<11}{gb}{'':16}{largest}")
     return lines

@@ -168,9 +168,8 @@ class CheckpointWriter:
         if write is not None and (error := write.exception()) is not None:
             kept = newest_intact(self.run_dir)
             remedy = f"{kept} is intact: fix that, then pass --resume" if kept else "fix that, then start again"
-            raise UserError(
-                f"a checkpoint could not be written to {self.run_dir}: {explain(error) or error!r}; {remedy}"
-            ) from error
+            what = f"a checkpoint could not be written to {self.run_dir}: {explain(error) or error!r}"
+            raise UserError(f"{what}; {remedy}") from error
 
     def _prune(self, val_losses: dict[int, float]) -> None:
         """Remove what is neither new nor best. A damaged one is not counted, and left for a person to look at."""
@@ -263,8 +262,7 @@ class ModelFiles:
 
 @torch.no_grad()
 def difference_from_transformers(directory: Path, model: GPT) -> float:
-    """How far the logits of `model` are from those that transformers computes from its files, on one window, over the
-    largest logit."""
+    """The largest difference of logits between `model` and what transformers makes of its files, over the largest."""
     from transformers import GPT2LMHeadModel  # takes seconds, which most commands do not need
 
     theirs = GPT2LMHeadModel.from_pretrained(directory).eval()
@@ -317,10 +315,8 @@ def user_errors_of(model: str) -> Iterator[None]:
     except Exception as e:  # of the network, the hub's client, or a server that answers nonsense: each has its own
         if Path(model).is_dir() or isinstance(e, UserError):
             raise
-        raise UserError(
-            f"{model} is not a local directory and could not be downloaded from the hub ({type(e).__name__}); check "
-            f"the name, or download it on a machine with a network: hf download {model}"
-        ) from e
+        what = f"{model} is not a local directory and could not be downloaded from the hub ({type(e).__name__})"
+        raise UserError(f"{what}; check the name, or download it where there is a network: hf download {model}") from e
 
 
 def load_shape(model: str) -> GPTConfig:
@@ -354,8 +350,6 @@ def model_tokenizer(model: str) -> Tokenizer:
     except ValueError as e:
         raise UserError(str(e)) from None
     if path.is_dir() and len(tokenizer) > (known := load_shape(model).vocab_size):
-        raise UserError(
-            f"the tokenizer of {path} has {len(tokenizer)} tokens and its model {known}; copy the tokenizer.json that "
-            "the model was trained with there"
-        )
+        what = f"the tokenizer of {path} has {len(tokenizer)} tokens and its model {known}"
+        raise UserError(f"{what}; copy the tokenizer.json that the model was trained with there")
     return tokenizer

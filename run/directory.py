@@ -330,10 +330,8 @@ class Run:
             self._writer.wait()  # the checkpoint under way may be the one to name
             newest = self.rt.on_main(lambda: str(newest_intact(self.out_dir) or ""))
             last = f"the last checkpoint is {newest}" if newest else "there is no checkpoint yet"
-            raise UserError(
-                f"no finite loss or gradient in {self._bad_steps} steps, up to step {step}; {last}: lower --max_lr, or "
-                "use --dtype float32, and --resume"
-            )
+            what = f"no finite loss or gradient in {self._bad_steps} steps, up to step {step}; {last}"
+            raise UserError(f"{what}: lower --max_lr, or use --dtype float32, and --resume")
 
     def _stop_here(self) -> None:
         """Save this step and raise Stopped; or raise the UserError of a checkpoint that could not be written."""
@@ -443,10 +441,8 @@ class SpikeDetector:
         """Raises UserError for one return too many to the same checkpoint: other data then does not help."""
         self.returns[checkpoint] += 1
         if self.returns[checkpoint] > self.MAX_RETURNS:
-            raise UserError(
-                f"the loss jumps again after {self.MAX_RETURNS} returns to {checkpoint}, each with other data; lower "
-                "--max_lr and --resume, or accept the jump with --spike_threshold 0"
-            )
+            what = f"the loss jumps again after {self.MAX_RETURNS} returns to {checkpoint}, each with other data"
+            raise UserError(f"{what}; lower --max_lr and --resume, or accept the jump with --spike_threshold 0")
 
     def state_dict(self) -> dict:
         return dict(losses=list(self.losses), high=self.high)
