@@ -8,8 +8,9 @@
     python train_gpt2.py gpt2-xl --dry_run                   # what a run will do, and the memory it needs
 
 Writes OUT_DIR (out/RECIPE): config.json, log.jsonl, learning_curve.png, samples.txt, and checkpoints step_NNNNNN/ that
-transformers opens as they are. Where each decision is made: model.py GPT-2 and its loss, learning/optim.py the schedule
-and the optimizers, corpus/order.py the order of tokens, run/directory.py checkpoints, run/runtime.py the machine.
+transformers opens as they are. Where each decision is made: the model in model.py, the loss in learning/loss.py, the
+schedule and the optimizers in learning/optim.py, the order of the data in corpus/order.py, when to save in
+run/directory.py, what a checkpoint holds in run/checkpoint.py, device, precision and ranks in run/runtime.py.
 """
 
 import math
@@ -79,10 +80,10 @@ class Config:
     eps: Annotated[float, Range(1e-30, 1)] = 1e-8  # AdamW
     grad_clip: NonNegative = 1.0  # largest gradient norm; 0 for no clipping
     max_bad_steps: Positive = 20  # stop after this many steps in a row without a finite gradient
-    spike_threshold: NonNegative = 1.0  # roll back when the loss exceeds its running median by this much; 0 for never
-    seed: Seed = 1337  # of weights, data order and samples
+    spike_threshold: NonNegative = 1.0  # roll back if the loss stays this far above its running median; 0 for never
+    seed: Seed = 1337  # of weights, data order, dropout and samples
     shuffle: bool = True  # permute the windows of every epoch; off is file order
-    # along the way, in steps; 0 is never
+    # along the way; an interval is in steps, and 0 is never
     eval_interval: Count = 250  # validation loss
     eval_steps: Count = 20  # batches of validation, of total_batch_size tokens each; 0 for the whole split
     hellaswag_interval: Count = 1000  # HellaSwag accuracy
@@ -123,7 +124,7 @@ RECIPES = {
 # docs/record.md: speedrun on the shards and the 10,485,760 tokens of validation that others publish their losses on
 RECIPES["record"] = replace(RECIPES["speedrun"], data="fineweb10B", target_loss=3.28, hellaswag_interval=0)
 
-# what --resume does not change: the order of the data and the model depend on these (docs/resume.md has all constants)
+# a resume refuses to change these: the model, the order of the data or the optimizer depend on them (docs/resume.md)
 FIXED = ("n_layer", "n_head", "n_embd", "sequence_length", "vocab_size", "total_batch_size", "optimizer", "seed",
          "shuffle")  # fmt: skip
 SIZES = ("n_layer", "n_head", "n_embd", "vocab_size")  # which --init_from and --resume take from the checkpoint
@@ -141,15 +142,15 @@ def main() -> None:
     model = build_model(config, shape, checkpoint)
     rt.print(f"{recipe}: {model.num_params():,} parameters on {rt.why}")
     forward = Loss(model.to(rt.device))
-    forward = forward if rt.mesh else rt.wrap(forward)  # FSDP hooks it below; otherwise compile it and wrap it in DDP
+    if not rt.mesh:
+        forward = rt.wrap(forward)  # compiled, and in DDP
     if not config.micro_batch_size:
-        rows = config.total_batch_size // config.sequence_length // rt.world_size
-        trained = (config.sequence_length, config.vocab_size)
-        config = replace(config, micro_batch_size=find_micro_batch_size(forward, rows, trained, rt))
-    if rt.mesh:
+        rows, T = config.total_batch_size // config.sequence_length // rt.world_size, config.sequence_length
+        config = replace(config, micro_batch_size=find_micro_batch_size(forward, rows, (T, config.vocab_size), rt))
+    if rt.mesh:  # FSDP instead; a trial needs the undivided model
         shard(forward, model.transformer.h, rt)
     optimizer = make_optimizer(model, config, rt)
-    files = ModelFiles(model, data.tokenizer, rt.is_main, compare=config.max_steps >= 100)
+    files = ModelFiles(model, data.tokenizer, rt.is_main, compare=config.max_steps >= 100)  # a short try skips that
     identity = dict(tokenizer=data.tokenizer.fingerprint, data=data.fingerprint)
     run = Run(directory, config, files, optimizer, identity, facts_of_run(config, model, data))
     say_what_is_read(config, data, rt)
@@ -182,15 +183,15 @@ def train(config: Config, run: Run, model: GPT, forward: Loss, optimizer: Optimi
                 optimizer.scale(micro_loss).backward()
                 loss += micro_loss.detach()
 
-            # a number that is not finite, on any rank, changes no weight on any rank
+            # a non-finite loss or gradient on any rank skips the step on every rank
             grad_norm = optimizer.clip_grad_norm(config.grad_clip)
             loss, grad_norm = rt.mean(torch.stack([loss, grad_norm]))
             optimizer.step(finite=(loss + grad_norm).isfinite())
             run.log_step(loss, grad_norm, lr, n_tokens)
             # └────────────────────────────────────────────────────────────────────────────────────────────┘
 
-            if run.due(config.checkpoint_interval):  # first: it is on the disk before an evaluation can fail
-                run.catch_up()
+            if run.due(config.checkpoint_interval):  # first, so that it is on the disk before an evaluation can fail
+                run.catch_up()  # waits for the figures of all steps and for the checkpoint before
                 run.save()
             evaluate_if_due(config, run, model, forward, data)
 
@@ -292,7 +293,7 @@ def settle(written: Config, recipe: str, checkpoint: Path | None, rt: Runtime) -
         n_positions, sizes = base.n_positions, {name: getattr(base, name) for name in SIZES}
         if written.sequence_length > n_positions:
             raise UserError(f"{source} has a context of {n_positions} tokens; --sequence_length must not exceed it")
-        for name, size in sizes.items():  # what somebody chose, other than by choosing the recipe, has to fit
+        for name, size in sizes.items():  # a size that was given, and not by the recipe, has to be the checkpoint's
             if getattr(written, name) not in (size, getattr(RECIPES[recipe], name)):
                 raise UserError(f"{source} has {name} {size}, not {getattr(written, name)}; leave it out")
     warmup = min(written.warmup_steps, written.max_steps)
@@ -328,7 +329,7 @@ def refuse_bad_constants(config: Config, rt: Runtime) -> None:
 
 
 def print_plan(config: Config, shape: GPTConfig, rt: Runtime) -> None:
-    """What a run will do, and what it needs; nothing is written. It is about GPUs unless --device cpu is given."""
+    """What a run will do, and what it needs; nothing is written. The plan is for GPUs, unless --device is cpu."""
     on_cpu = config.device == "cpu"
     itemsize = rt.dtype.itemsize if on_cpu else 4 if config.dtype == "float32" else 2
     shape = replace(shape, attention=config.attention if on_cpu else "flash")  # not what suits the machine at hand
@@ -338,7 +339,8 @@ def print_plan(config: Config, shape: GPTConfig, rt: Runtime) -> None:
     n_saved = -(-config.max_steps // config.checkpoint_interval) if config.checkpoint_interval else 0
     n_kept = min(n_saved, config.keep_checkpoints + 2) if config.keep_checkpoints else n_saved  # best, one on its way
     gb = checkpoint_bytes(shape, one_rank) / 1e9
-    free = shutil.disk_usage(next(path for path in Path(config.out_dir).resolve().parents if path.exists())).free / 1e9
+    out_dir = Path(config.out_dir).resolve()  # which may be a mount point
+    free = shutil.disk_usage(next(path for path in (out_dir, *out_dir.parents) if path.exists())).free / 1e9
     tokens = config.max_steps * config.total_batch_size
     rt.print(
         f"model   {n_parameters(shape):,} parameters\n"
@@ -387,14 +389,12 @@ def say_what_was_reached(config: Config, run: Run) -> None:
         return
     if val := [r for r in run.log.records if r["kind"] == "val" and None not in (r["loss"], r["bpb"])]:
         print(f"\nvalidation loss {val[-1]['loss']:.4f} nats per token, {val[-1]['bpb']:.4f} bits per byte")
-    memory = run.rt.peak_memory() / 2**30
-    rate = run.log.median_rate()
+    rate, memory = run.log.median_rate(), run.rt.peak_memory() / 2**30
     print(f"{run.tokens:,} tokens in {run.step:,} steps, {rate:,.0f} tokens/s, {memory:.2f} GiB at the peak")
     print(
         "\nNow try:\n"
         f"  python sample.py {config.out_dir} --num_samples 3    # more text\n"
         f"  {config.out_dir}/learning_curve.png    # how it went\n"
-        f"  the same command with --resume --max_steps {2 * config.max_steps}    # train on\n"
         "  python bpe/train.py && python bpe/try_tokenizer.py    # what it reads instead of letters"
     )
 
