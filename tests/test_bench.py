@@ -194,6 +194,7 @@ def test_tokenizers_are_compared(measure, tmp_path):
     assert {"training: tokenizers", "encoding: tiktoken", "peak memory: this project"} <= set(rows)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_saved_in_both_ways(measure, tmp_path):
     seconds = [row["seconds"] for row in measure("save", size="tiny", repeats=2).values()]
     assert sorted(map(len, seconds)) == [2, 2, 2, 4] and min(map(min, seconds)) > 0
@@ -239,6 +240,7 @@ def test_tokens_to_the_target_are_fractions_of_those_of_the_baseline():
     assert row == dict(name="speedrun", losses=[3.0, 4.0], loss=3.5, fractions=[0.25, None])
 
 
+@pytest.mark.slow
 def test_every_change_of_the_ablation_trains_another_model(measure, tmp_path):
     rows = measure("ablate", data=text_file(tmp_path / "text.txt"), steps=10)
     losses = [row["mean"] for row in rows.values()]

@@ -149,7 +149,8 @@ def test_two_ranks_train_as_one_process_does(two_ranks, name):
     assert len({rank["checksum"] for rank in ranks_of(two_ranks / f"2-{name}")}) == 1
 
 
-@pytest.mark.parametrize("names", [["muon-full"], pytest.param(["muon", "adamw-optimizer"], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [["muon-full"], ["muon", "adamw-optimizer"]])
 def test_three_ranks_train_as_one_process_does(folder, names):
     three_ranks(folder, names)
 
