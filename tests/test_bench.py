@@ -183,12 +183,14 @@ def test_hellaswag_is_scored_by_all_contestants(measure, hellaswag_file):
     assert len(measure("hellaswag", size="tiny", rows=3, data=hellaswag_file)) == 4
 
 
+@pytest.mark.slow
 def test_lora_and_peft_begin_with_the_same_loss(measure, alpaca_file):
     pytest.importorskip("peft")
     losses = {name: row["first_loss"] for name, row in measure("lora", size="tiny", data=alpaca_file).items()}
     assert losses["this project, torch.float32"] == pytest.approx(losses["peft, torch.float32"], abs=1e-3)
 
 
+@pytest.mark.slow
 def test_tokenizers_are_compared(measure, tmp_path):
     rows = measure("bpe", data=text_file(tmp_path / "text.txt", 20_000))
     assert {"training: tokenizers", "encoding: tiktoken", "peak memory: this project"} <= set(rows)

@@ -112,7 +112,7 @@ def test_a_signal_ends_it_in_good_order(long_corpus, long_shards, tokenizer, tmp
     assert_same_files(out_dir, long_shards)
 
 
-@pytest.mark.parametrize("when", ["at work", "in the middle of an answer"])
+@pytest.mark.parametrize("when", [pytest.param("at work", marks=pytest.mark.slow), "in the middle of an answer"])
 def test_a_killed_worker_is_reported_and_loses_nothing(long_corpus, long_shards, tokenizer, tmp_path, when):
     out_dir = tmp_path / "shards"
     words = options(long_corpus, out_dir, tokenizer, shard_size=100_000)

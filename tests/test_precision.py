@@ -134,10 +134,10 @@ def plain_losses(seed: int, dtype: torch.dtype, batches: list, config: Config) -
     return found
 
 
-IN_BF16 = ["compiled", "spelled-out attention", "activations computed again"]
-SLOW = [pytest.param(path, "bfloat16", marks=pytest.mark.slow) for path in IN_BF16]
-QUICK = [(path, "bfloat16" if path == "8-bit products" else "float32") for path in FASTER]
-QUICK += [(next(iter(FASTER)), "bfloat16")]
+FUSED, COMPILED, NAIVE, AGAIN, FP8 = FASTER
+QUICK = [(FUSED, "float32"), (FUSED, "bfloat16"), (NAIVE, "float32"), (AGAIN, "float32"), (FP8, "bfloat16")]
+SLOW = [(COMPILED, "float32"), (COMPILED, "bfloat16"), (NAIVE, "bfloat16"), (AGAIN, "bfloat16")]
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
 
 
 @pytest.mark.parametrize("path, dtype", QUICK + SLOW)

@@ -68,7 +68,9 @@ def spiky_args(directory: Path, **changes) -> dict:
     return constants | dict(data=directory, tokenizer=directory / "tokenizer.json") | changes
 
 
-@pytest.mark.parametrize("optimizer, eval_interval", [("adamw", 40), ("muon", 40), ("adamw", 27)])
+@pytest.mark.parametrize(
+    "optimizer, eval_interval", [pytest.param("adamw", 40, marks=pytest.mark.slow), ("muon", 40), ("adamw", 27)]
+)
 def test_a_spike_goes_back_to_a_good_checkpoint_and_skips_its_data(train, tmp_path, ahead, optimizer, eval_interval):
     options = dict(optimizer=optimizer, eval_interval=eval_interval)
     result = train(out="spiky-run", **spiky_args(spiky_shards(tmp_path / "spiky", range(24, 27)), **options))

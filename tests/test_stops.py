@@ -68,7 +68,7 @@ def test_a_second_process_in_one_run_directory_gets_one_line(train, tmp_path, mo
     assert first.returncode == 143 and "Traceback" not in err
 
 
-@pytest.mark.parametrize("closed", [["stdout"], ["stdout", "stderr"]])
+@pytest.mark.parametrize("closed", [pytest.param(["stdout"], marks=pytest.mark.slow), ["stdout", "stderr"]])
 def test_a_run_outlives_the_readers_of_its_output(tmp_path, closed):
     process = start(tmp_path, max_steps=150, eval_interval=50, sample_interval=0, checkpoint_interval=50)
     wait_for_steps(tmp_path / "run", 2, process)

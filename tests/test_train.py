@@ -245,7 +245,9 @@ def test_killed_and_resumed_equals_undisturbed_bit_for_bit(finished, tmp_path, k
     assert weights[0] == weights[1]
 
 
-@pytest.mark.parametrize("signum, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    "signum, code", [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+)
 def test_a_signal_ends_the_run_with_a_checkpoint(tmp_path, signum, code):
     args = small_args(tmp_path, max_steps=100_000, checkpoint_interval=0, eval_interval=0, sample_interval=0)
     process = subprocess.Popen(
