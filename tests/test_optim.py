@@ -208,6 +208,21 @@ def test_gradients_of_fp16_are_unscaled_before_they_are_clipped():
     assert loss.item() > 2**16 and norms[0] == pytest.approx(norms[1], rel=1e-6)
 
 
+@pytest.mark.parametrize("max_norm", [0.01, 100.0])
+def test_clipping_is_torch_s_and_leaves_a_small_norm_alone(max_norm):
+    model, grads = small(), []
+    idx = torch.randint(61, (4, 16), generator=torch.Generator().manual_seed(0))
+    for clip in (
+        make_optimizer(model, Settings(), Machine()).clip_grad_norm,
+        lambda norm: torch.nn.utils.clip_grad_norm_(model.parameters(), norm),
+    ):
+        model.zero_grad()
+        model.loss(idx, idx).backward()
+        clip(max_norm)
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*grads)
+
+
 def test_the_loss_scale_moves_as_that_of_torch(monkeypatch):
     monkeypatch.setattr(LossScale, "GROW_AFTER", 3)
     ours, theirs = LossScale("cpu"), torch.amp.GradScaler("cpu", growth_interval=3)
