@@ -263,11 +263,11 @@ class ModelFiles:
 @torch.no_grad()
 def difference_from_transformers(directory: Path, model: GPT) -> float:
     """The largest difference of logits between `model` and what transformers makes of its files, over the largest."""
-    from transformers import GPT2LMHeadModel  # takes seconds, which most commands do not need
+    from transformers import GPT2LMHeadModel, logging  # takes seconds, which most commands do not need
 
-    theirs = GPT2LMHeadModel.from_pretrained(directory).eval()
+    logging.disable_progress_bar()
     idx = torch.arange(min(64, model.config.n_positions))[None] % model.config.vocab_size  # (1, T)
-    logits = theirs(idx).logits
+    logits = GPT2LMHeadModel.from_pretrained(directory).eval()(idx).logits
     return ((model.eval()(idx) - logits).abs().max() / logits.abs().max()).item()
 
 
