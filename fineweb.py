@@ -269,7 +269,7 @@ class Writer:
         self.counts = np.zeros(len(tok), np.int64)  # of each id in this shard
         self.to_skip = manifest["next"]["skip"]  # tokens of the first unit that are in the shard before
         self.skipped = Counter(manifest["skipped"])
-        for leftover in out_dir.glob(f".{shard_name(out_dir)}_*.npy.tmp"):  # of a run that was killed
+        for leftover in out_dir.glob(".*.tmp"):  # shards and manifests that a killed run was writing
             leftover.unlink()
         save_manifest(out_dir, manifest)
 

@@ -75,7 +75,7 @@ def save(tok, path: str | os.PathLike) -> None:
 
 def write(path: Path, content: str) -> None:
     """Completely or not at all."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         part.write_text(content, encoding="utf-8", newline="\n")
         part.replace(path)
