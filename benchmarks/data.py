@@ -144,7 +144,7 @@ def loader_figures(config: Config, rt: Runtime, folder: Path) -> Iterator[dict]:
     yield from rates(contestants, config.repeats, rt, steps * ROWS * T, "tokens/s")
     paths = empty_shards(folder / "empty")
     start_up = timed(lambda: read(TokenStream(paths, 50304), 1, shuffle=True), rt)
-    yield dict(name="start-up, from 100 shards of 100M tokens to the first batch", seconds=[start_up])
+    yield dict(name="start-up, from 100 shards of 100M tokens to the first batch", rate=start_up, unit="s")
 
 
 def read_plainly(paths: list[Path], steps: int) -> None:

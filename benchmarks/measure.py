@@ -135,8 +135,9 @@ def markdown_table(rows: list[dict]) -> str:
 def cell(row: dict, key: str) -> str:
     value = row.get(key)
     if key == "rate" and value is not None:
-        spread = f" ({row['low']:,.1f} to {row['high']:,.1f})" if "low" in row else ""
-        return f"{value:,.1f} {row['unit']}{spread}"
+        form = ",.0f" if value >= 1000 else ",.1f"
+        spread = f" ({row['low']:{form}} to {row['high']:{form}})" if "low" in row else ""
+        return f"{value:{form}} {row['unit']}{spread}"
     if key == "memory" and value is not None:
         return f"{value / 2**30:.2f} GiB"
     if isinstance(value, list):

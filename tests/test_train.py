@@ -468,11 +468,11 @@ def test_compiled_training_evaluates_and_samples_without_recompiling(train, tmp_
 
     torch._dynamo.reset()
     counters.clear()
-    compiled = train(out="compiled", compile="on", max_steps=8, eval_interval=2, sample_interval=2)
+    compiled = train(out="compiled", compile="on", n_layer=1, max_steps=8, eval_interval=2, sample_interval=2)
     assert compiled.returncode == 0
     # one graph to train, one to evaluate, and one of Muon's momentum, whatever happens in between
     assert counters["stats"]["unique_graphs"] == 3 and not counters["recompiles"]
-    train(out="eager", max_steps=8, eval_interval=2, sample_interval=2)
+    train(out="eager", n_layer=1, max_steps=8, eval_interval=2, sample_interval=2)
     pairs = zip(log_of(tmp_path / "compiled", "train"), log_of(tmp_path / "eager", "train"), strict=True)
     for a, b in pairs:
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
