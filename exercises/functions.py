@@ -1,0 +1,93 @@
+"""Nine functions of this project for you to write, as README.md says. Tensors are float32, ids and targets int64.
+
+Shapes: B batch, H heads, T tokens, D channels of a head, C channels, V tokens of the vocabulary, N positions.
+"""
+
+from torch import Tensor, nn
+
+
+def merge(tokens: list[bytes], pair: tuple[bytes, bytes]) -> list[bytes]:
+    """A new list, in which the two tokens of `pair` are one wherever they are neighbours, from left to right.
+
+    With the pair (t, h), the tokens t h e become th e. Training and encoding repeat this step (Sennrich et al. 2016,
+    "Neural machine translation of rare words with subword units", section 3.2).
+    """
+    raise NotImplementedError
+
+
+def encode(word: str, merges: list[tuple[bytes, bytes]]) -> list[bytes]:
+    """The tokens of one word: begin with the single bytes of its UTF-8, and join until no neighbours are in `merges`.
+
+    `merges` is in the order in which training found them; each time, join the earliest of those that are left. (h, e)
+    and (t, he) turn `then` into the, n (Radford et al. 2019, "Language models are unsupervised multitask learners").
+    """
+    raise NotImplementedError
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention, softmax(Q K^T / sqrt(D)) V, from q, k, v (B, H, T, D); returns (B, H, T, D).
+
+    Row t is a mean of rows 0 to t of v, weighted by the softmax of its scores (Vaswani et al. 2017, "Attention is all
+    you need", section 3.2.1). Write it with products and a mask; scaled_dot_product_attention is what checks it.
+    """
+    raise NotImplementedError
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The mean over N positions of -log softmax(x @ weight.T)[target], and its gradients: (loss, grad_x, grad_weight).
+
+    From x (N, C), weight (V, C) and targets (N,), with the logits of only `chunk` positions at a time: no tensor has
+    N x V numbers (Hsu et al. 2024, "Liger Kernel"). N need not be a multiple of `chunk`, and the gradient of the sum of
+    losses with respect to the logits is softmax(logits) - one_hot(target).
+    """
+    raise NotImplementedError
+
+
+def learning_rate(step: int, max_steps: int, warmup_steps: int, max_lr: float, min_lr: float) -> float:
+    """The learning rate of step 1, 2, ... max_steps: a line that starts from 0 at step 0, then half a cosine.
+
+    It is max_lr at step `warmup_steps`, and min_lr at step `max_steps` (Loshchilov and Hutter 2017, "SGDR").
+    """
+    raise NotImplementedError
+
+
+def clip(grads: list[Tensor], max_norm: float) -> Tensor:
+    """Shrink the gradients, in place, to a norm of max_norm at most; return the norm that they had, a scalar.
+
+    It is the norm of all numbers of all tensors as one vector, and all shrink by one factor (Pascanu et al. 2013, "On
+    the difficulty of training recurrent neural networks", algorithm 1).
+    """
+    raise NotImplementedError
+
+
+def orthogonalize(matrix: Tensor) -> Tensor:
+    """Nearly U V^T, for a matrix (rows, columns) = U S V^T, by products of matrices alone: the step that Muon takes.
+
+    Divide by a norm, so that all singular values are at most 1; then do five times X <- a X + b A X + c A A X with
+    A = X X^T and (a, b, c) = (3.4445, -4.7750, 2.0315) (Jordan 2024, "Muon: an optimizer for hidden layers").
+    """
+    raise NotImplementedError
+
+
+def generate(model, idx: Tensor, max_new_tokens: int, context: int, temperature=1.0, top_k=None, generator=None):
+    """Sample tokens after idx (B, T), with torch.multinomial and `generator`; returns (B, T + max_new_tokens).
+
+    model(idx) turns up to `context` tokens (B, T) into logits (B, T, V), which the temperature divides; at 0, take the
+    likeliest token. With `top_k`, sample from that many (Fan et al. 2018, "Hierarchical neural story generation").
+    """
+    raise NotImplementedError
+
+
+class LoRALinear(nn.Module):
+    """x W^T + b + alpha / r * x A^T B^T: the frozen W and b of `linear`, and a bypass of rank r that is trained.
+
+    `lora_A` (r, in) starts random and `lora_B` (out, r) at zero, both nn.Parameter, so that the layer begins as
+    `linear` (Hu et al. 2021, "LoRA: low-rank adaptation of large language models", section 4.1).
+    """
+
+    def __init__(self, linear: nn.Linear, r: int, alpha: float):
+        super().__init__()
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out)
+        raise NotImplementedError
