@@ -1,0 +1,105 @@
+"""exercises/: our own functions are right there, and a typical mistake in them gets the sentence that helps."""
+
+import inspect
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from contextlib import nullcontext
+from functools import partial
+from textwrap import dedent
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from bpe import minimal
+from exercises import functions, test_functions
+from finetuning.lora import LoRAConfig, LoRALinear
+from learning import loss, optim
+from model import GPT, naive_attention
+from tests.helpers import ROOT, environment
+
+
+def linear_cross_entropy(ours, x, weight, *args):
+    leaves = [tensor.clone().requires_grad_() for tensor in (x, weight)]
+    mean = ours.apply(*leaves, *args, True) / len(x)
+    return mean.detach(), *torch.autograd.grad(mean, leaves)
+
+
+def clip(ours, grads, max_norm):
+    groups = [dict(params=[Mock(grad=grad) for grad in grads])]
+    return ours(Mock(param_groups=lambda: groups, loss_scale=None), max_norm)
+
+
+def generate(ours, logits_of, idx, n, context, **sampling):
+    return ours(Mock(side_effect=logits_of, config=Mock(n_positions=context)), idx, n, **sampling)
+
+
+Schedule = namedtuple("Schedule", "max_steps warmup_steps max_lr min_lr lr_schedule", defaults=["cosine"])
+OURS = {  # our function, and how to call it as the exercise is called
+    "merge": (minimal.merge, lambda ours, *args: ours(*args)),
+    "encode": (minimal.encode, lambda ours, *args: [minimal.vocabulary(args[1])[i] for i in ours(*args)]),
+    "attention": (naive_attention, lambda ours, *args: ours(*args)),
+    "linear_cross_entropy": (loss.LinearCrossEntropy, linear_cross_entropy),
+    "learning_rate": (optim.learning_rate, lambda ours, step, *args: ours(step, Schedule(*args))),
+    "clip": (optim.Optimizer.clip_grad_norm, clip),
+    "orthogonalize": (optim.orthogonalized, lambda ours, matrix: ours(matrix[None], torch.float32)[0]),
+    "generate": (GPT.generate, generate),
+    "LoRALinear": (LoRALinear, lambda ours, linear, *args: ours(linear.requires_grad_(False), LoRAConfig(*args))),
+}
+MISTAKES = """
+merge | 2 if found else 1 | 1 | two tokens further
+merge | == pair | == pair and len(merged) == i | only the first pair
+merge | while i < len(tokens) | while i < len(tokens) - 1 | last token is lost
+encode | while pairs | if pairs | only one merge
+encode | min(pairs | max(pairs | latest merge
+encode | min(pairs, key=order.get) | next(p for p in pairwise(chunk) if p in pairs) | leftmost
+attention | / math.sqrt(q.size(-1)) | | not divided by sqrt
+attention | .tril() | .tril(1) | tokens after t
+attention | dim=-1 | dim=-2 | add up to 1
+linear_cross_entropy | softmax_minus_one_hot(log_probs, safe) | log_probs.exp() | one_hot
+linear_cross_entropy | grad_w.add_(gw) | gw | of the last chunk
+linear_cross_entropy | zip(x.split(chunk), targets.split(chunk), strict=True) | [(x, targets)] | N x V
+learning_rate | max_lr * step | max_lr * (step - 1) | steps count from 1
+learning_rate | progress)) | step / config.max_steps)) | jumps
+learning_rate | config.min_lr + height * (config.max_lr - config.min_lr) | height * config.max_lr | ends at 0
+clip | _foreach_mul_ | _foreach_mul | in place
+clip | (max_norm / (norm + 1e-6)).clamp(max=1.0) | [max_norm / g.norm() for g in mine] | one norm of all
+clip | .clamp(max=1.0) | | 1 at most
+orthogonalize | (x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)) | x | explodes
+orthogonalize | range(steps) | range(2) | five steps
+orthogonalize | dim=(1, 2), keepdim=True).clamp(min=1e-7) | dim=2, keepdim=True) / 4 | singular vectors
+generate | [:, -1]  # | [:, 0]  # | first position
+generate | logits / temperature | logits * temperature | multiplied
+generate | logits < kth | logits <= kth | too few
+LoRALinear | torch.zeros | torch.ones | starts at 0
+LoRALinear | kaiming_uniform_(self.lora_A, a=math.sqrt(5)) | zeros_(self.lora_A) | both gradients
+LoRALinear | config.scale | config.alpha | divide that by r
+"""
+
+
+def edited(function, old: str, new: str):
+    """The function with a mistake: other words in its source."""
+    source = dedent(inspect.getsource(function))
+    assert old in source, f"{function.__name__} has changed: make this mistake in another way"
+    names = dict(inspect.getmodule(function).__dict__)
+    exec(source.replace(old, new), names)
+    return names[function.__name__]
+
+
+@pytest.mark.parametrize("row", [*OURS, *MISTAKES.strip().splitlines()])
+def test_our_functions_are_right_and_a_mistake_gets_its_sentence(row, monkeypatch):
+    name, *mistake = (word.strip() for word in row.split("|"))
+    ours, call = OURS[name]
+    monkeypatch.setattr(functions, name, partial(call, edited(ours, *mistake[:2]) if mistake else ours))
+    with pytest.raises(pytest.fail.Exception, match=mistake[2]) if mistake else nullcontext():
+        getattr(test_functions, f"test_{name}")()
+
+
+def test_a_first_run_lists_what_is_to_write(tmp_path):
+    shutil.copytree(ROOT / "exercises", tmp_path / "exercises")
+    (tmp_path / "exercises/functions.py").write_text("def __getattr__(name):\n    raise NotImplementedError\n")
+    command = [sys.executable, "-m", "pytest", "exercises"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("not written yet") == len(OURS), done.stdout
