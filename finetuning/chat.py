@@ -46,9 +46,12 @@ def check_tokenizer(tokenizer: Tokenizer) -> None:
     """Raises ValueError for a tokenizer that cannot express the chat format."""
     if tokenizer.eot_token is None:
         raise ValueError(f"it has no {ENDOFTEXT}, which ends an answer")
-    for special in tokenizer.special_tokens:
-        if any(map(str.isspace, special)) or special in START + USER + ASSISTANT:
-            raise ValueError(f"its special token {special!r} is part of the chat format or has a space in it")
+    # `ASSISTANT:` and an answer may make `:D`, an answer and <|endoftext|> `!<`: a server would find a token there
+    before, after = [ASSISTANT[i:] for i in range(len(ASSISTANT))], [ENDOFTEXT[: i + 1] for i in range(len(ENDOFTEXT))]
+    for special in tokenizer.special_tokens.keys() - {ENDOFTEXT}:
+        joins = special.startswith((*before, ENDOFTEXT)) or special.endswith(tuple(after))
+        if joins or special in START + USER + ASSISTANT or any(map(str.isspace, special)):
+            raise ValueError(f"its special token {special!r} may arise in the chat format, or has a space in it")
 
 
 def pieces(messages: list[dict], tokenizer: Tokenizer) -> list[tuple[str, bool]]:

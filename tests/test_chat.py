@@ -1,8 +1,6 @@
 """The chat format: what is written, and that transformers makes the same ids from the template saved with a model."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 from hypothesis import example, given, settings
@@ -12,7 +10,7 @@ from bpe.tokenizer import Tokenizer
 from finetuning import chat
 from tests.helpers import ROOT
 
-SPECIALS = ("<|endoftext|>", "<|pad|>", "||", "☃")
+SPECIALS = ("<|endoftext|>", "<|pad|>", "||", "☃", ">U")
 
 
 @pytest.fixture(scope="module", params=["gpt2", "cl100k"])
@@ -143,13 +141,9 @@ def test_the_template_refuses_the_same_orders_and_roles(pair, messages):
         pair[1].apply_chat_template(messages, tokenize=False)
 
 
-@pytest.mark.parametrize("specials", [("<|pad|>",), ("<|endoftext|>", "USER:"), ("<|endoftext|>", "<| |>")])
-def test_a_tokenizer_that_cannot_express_the_format_is_refused(specials):
+@pytest.mark.parametrize("special", ["USER:", "<| |>", ":D", "T:n", "!<", "x<|endo", "<|endoftext|>U", None])
+def test_a_tokenizer_that_cannot_express_the_format_is_refused(special):
+    """Some tokens would arise between what the format and people write, as `:D` in `ASSISTANT:Done`."""
     with pytest.raises(ValueError):
-        chat.check_tokenizer(Tokenizer((), special_tokens=specials))
+        chat.check_tokenizer(Tokenizer((), special_tokens=("<|endoftext|>", special) if special else ("<|pad|>",)))
     chat.check_tokenizer(Tokenizer((), special_tokens=SPECIALS))
-
-
-def test_chat_and_rows_need_no_torch():
-    program = "import sys, finetuning.chat, finetuning.rows; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=240).returncode == 0
