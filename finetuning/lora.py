@@ -289,6 +289,8 @@ def read_adapter(adapter: str | Path) -> Adapter:
     if (path / SUMS).exists() and (problem := damage(path)):
         raise UserError(f"{path} is damaged: {problem}; take an earlier checkpoint of its run")
     settings = read_json(path / "adapter_config.json")
+    if isinstance(settings, dict) and (kind := settings.get("peft_type") or "LORA") != "LORA":
+        raise UserError(f"{path}: its peft_type is {kind!r:.80}, and this code computes LORA only; use it with peft")
     try:
         with safe_open(path / "adapter_model.safetensors", "pt") as f:
             tensors, metadata = {name: f.get_tensor(name) for name in f.keys()}, f.metadata() or {}
@@ -348,7 +350,9 @@ def check_fit(model: GPT, adapter: Adapter) -> None:
         expected = shapes.get(name, "nothing")
         if found != expected:
             differs = f"{name} is {found}, and the base needs {expected}"
-            raise UserError(f"the adapter {adapter.path} does not fit: {differs}; give the base that it was trained on")
+            some = ", or merge it with peft if it adapts some layers only" if found == "missing" else ""
+            remedy = f"give the base that it was trained on{some}"
+            raise UserError(f"the adapter {adapter.path} does not fit: {differs}; {remedy}")
     if adapter.base_sha256 and adapter.base_sha256 != (ours := weights_sha256(model)):
         other = f"{adapter.base} with sha256 {adapter.base_sha256[:12]}, and this one has {ours[:12]}"
         raise UserError(f"the adapter {adapter.path} was trained on another base, {other}; give that one")

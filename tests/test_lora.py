@@ -234,6 +234,24 @@ def test_every_key_that_peft_writes_by_default_is_known_and_harmless(tmp_path):
     lora.read_adapter(path)
 
 
+KINDS = dict(
+    IA3Config=dict(target_modules=["c_attn"], feedforward_modules=[]), PromptTuningConfig=dict(num_virtual_tokens=4),
+    VeraConfig=dict(target_modules=["c_fc"]), AdaLoraConfig=dict(target_modules=["c_attn"], total_step=9),
+    LoraConfig=dict(target_modules=["h.0.attn.c_attn"]),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_another_kind_of_adapter_is_called_what_it_is(tmp_path, on_disk, name):
+    import peft
+
+    config = getattr(peft, name)(task_type="CAUSAL_LM", **KINDS[name])
+    peft.get_peft_model(transformers_model(on_disk), config).save_pretrained(tmp_path / "adapter")
+    words = "adapts some layers only" if name == "LoraConfig" else f"its peft_type is '{config.peft_type.value}'"
+    with pytest.raises(UserError, match=words):
+        load_adapter(small_gpt(), tmp_path / "adapter")
+
+
 def settings_with(**changes):
     def change(path):
         file = path / "adapter_config.json"
