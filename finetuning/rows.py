@@ -43,13 +43,14 @@ def messages_of(row, where: str) -> list[dict]:
     """One row as messages. Raises UserError for a field that is missing or not text."""
     if not isinstance(row, dict):
         raise UserError(f"{where} is a {type(row).__name__}; a row is an object with instruction, input and output")
+    row = {field: value for field, value in row.items() if value is not None}  # null counts as absent
     if "messages" in row:
         try:
             check_messages(row["messages"])
         except ValueError as e:
             raise UserError(f"{where}: {e}; correct it there") from None
         return row["messages"]
-    said = {"input": ""} | {field: text for field, text in row.items() if text is not None}  # null counts as absent
+    said = {"input": ""} | row
     for field in ("instruction", "input", "output"):
         if not isinstance(said.get(field), str):
             what = "is not text" if field in said else "is missing"

@@ -135,7 +135,7 @@ def test_every_epoch_has_each_example_once_in_another_order():
         (row("a", float("nan")), "output"),
         (row("a", "b", input=3), "input"),
         *((other, "a row is an object") for other in ("a", 3, None, [[]])),
-        (dict(messages=None), "messages need a role"),
+        (dict(messages=None), "instruction is missing"),
         (dict(messages=[dict(role="assistant", content="x")]), "the assistant speaks after nobody"),
     ],
 )
@@ -146,7 +146,7 @@ def test_a_malformed_row_is_named_with_its_number(tmp_path, bad, words):
 
 
 def test_instructions_and_messages_are_read_alike(tmp_path):
-    rows = [row("Hi", "Ho", "there"), row("Say", "x"), dict(instruction="Hm", input=None, output="y")]
+    rows = [row("Hi", "Ho", "there"), row("Say", "x"), dict(instruction="Hm", input=None, output="y", messages=None)]
     messages = [dict(messages=messages_of(r, "")) for r in rows]
     plain, chats = (load_rows(str(write_json(tmp_path / "rows.json", content))) for content in (rows, messages))
     assert plain == chats
