@@ -1,12 +1,11 @@
 """Clients and servers that people use, on what lora_finetune.py writes: the answers are those of `sample.py --chat`."""
 
-import functools
-import http.server
 import io
+import json
 import shutil
 import socket
+import subprocess
 import sys
-import threading
 import time
 from types import SimpleNamespace
 
@@ -124,44 +123,6 @@ def test_a_model_without_a_template_refuses_messages_and_takes_text(server, mode
 
 # ---- the page
 
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    """Chromium without a window."""
-    pytest.importorskip("selenium", reason="needs selenium")
-    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if not (chromium and driver):
-        pytest.skip("needs chromium and chromedriver (Debian: chromium, chromium-driver)")
-    from selenium.webdriver import Chrome, ChromeOptions, ChromeService
-
-    options = ChromeOptions()
-    options.binary_location = chromium
-    profile = tmp_path_factory.mktemp("profile")
-    for word in ("headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-sync",
-                 "disable-background-networking", "disable-component-update", "disable-dev-shm-usage"):  # fmt: skip
-        options.add_argument(f"--{word}")
-    options.add_argument(f"--user-data-dir={profile}")
-    found = Chrome(options=options, service=ChromeService(driver))
-    yield found
-    found.quit()
-
-
-@pytest.fixture(scope="module")
-def pages():
-    """`python -m http.server --directory docs`, in a thread."""
-
-    class Quiet(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *args):
-            pass
-
-    handler = functools.partial(Quiet, directory=str(ROOT / "docs"))
-    found = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=found.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{found.server_port}"
-    found.shutdown()
-    found.server_close()
-
-
 PROMPTS = [
     [dict(role="user", content="  Hi ")],
     [dict(role="system", content="Be kind."), dict(role="user", content="Say <|endoftext|>!")],
@@ -172,48 +133,12 @@ PROMPTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
-def test_the_page_writes_conversations_as_chat_py_does(browser, pages, models):
-    browser.get(f"{pages}/chat.html")
-    for messages in PROMPTS:
-        text = "".join(t + "<|endoftext|>" * is_answer for t, is_answer in chat.pieces(messages, models.tokenizer))
-        assert browser.execute_script("return prompt(arguments[0])", messages) == text
-
-
-def wait_until(condition, seconds=60):
-    end = time.time() + seconds
-    while not condition():
-        assert time.time() < end
-        time.sleep(0.05)
-
-
-def answers(browser) -> list[list[str]]:
-    """Of each column, without the line below an answer that says how it ended."""
-    return browser.execute_script(
-        "return [...document.querySelectorAll('section')].map(s => [...s.querySelectorAll('li.assistant')]"
-        ".map(li => [...li.childNodes].filter(n => n.nodeName === '#text').map(n => n.data).join('')))"
-    )
-
-
-@pytest.mark.slow
-def test_people_talk_to_two_models_in_the_browser(server, pages, browser, models, spoken):
-    from selenium.webdriver.common.by import By
-    from selenium.webdriver.common.keys import Keys
-
-    browser.get("about:blank")
-    fields = f"server={server}&models={models.merged},{models.base}&temperature=0&max_tokens={LONGEST}"
-    browser.get(f"{pages}/chat.html#{fields}")
-    browser.find_elements(By.CSS_SELECTOR, "section select")[1].send_keys("as text")
-    for text in SAID:
-        browser.find_element(By.ID, "said").send_keys(text, Keys.ENTER)
-        wait_until(lambda: browser.find_element(By.ID, "send").is_enabled())
-    merged, base = answers(browser)
-    assert "".join(answer + "\n> " for answer in merged) == spoken
-    # the base is asked with the words that are shown, and answers something else
-    model, tokenizer = sample.open_model(sample.Config(models.base))
-    config = sample.Config(models.base, max_new_tokens=LONGEST, temperature=0)
-    first = chat.prompt_of(SAID[0], tokenizer)
-    expected = "".join(sample.stream(model, tokenizer, tokenizer.encode_ordinary(first), config, None)).lstrip()
-    assert base[0] == expected != merged[0] and len(base) == 3
-    shown = browser.find_elements(By.TAG_NAME, "pre")[1].get_property("textContent")
-    assert shown.startswith(first) and shown.endswith("<|endoftext|>")
+@pytest.mark.skipif(not shutil.which("node"), reason="runs the page's functions in node")
+@pytest.mark.parametrize("pattern", ["gpt2", "cl100k"])
+def test_the_page_writes_conversations_as_chat_py_does(pattern):
+    tokenizer, page = Tokenizer((), pattern), (ROOT / "docs/chat.html").read_text(encoding="utf-8")
+    functions = page[page.index("const END") : page.index("function make")]
+    call = f"{json.dumps(PROMPTS)}.map(m => prompt(m, directly({json.dumps(chat.template(tokenizer))})))"
+    out = subprocess.check_output(["node", "-e", f"{functions} console.log(JSON.stringify({call}))"], text=True)
+    pieces = [chat.pieces(messages, tokenizer) for messages in PROMPTS]
+    assert json.loads(out) == ["".join(t + "<|endoftext|>" * answer for t, answer in said) for said in pieces]
