@@ -31,19 +31,22 @@ RELEASE_AFTER = 512  # release mapped pages after this many windows; reading one
 def find_shards(data: str, split: str) -> list[Path]:
     """The shards of a split, "train" or "val", in a directory or a glob, in file order. Raises UserError for none.
 
-    The name of a file says its split. datatrove's .ds files have no such names: the first one is "val" then, and the
-    others are "train".
+    The name of a file says its split, and the last word that does counts. datatrove's .ds files have no such names: the
+    first one is "val" then, and the others are "train".
     """
     pattern = f"{glob.escape(data)}/*" if os.path.isdir(data) else data
     paths = sorted(p for p in map(Path, glob.glob(pattern)) if p.suffix in LAYOUTS and not p.name.startswith("."))
-    named = {s: [p for p in paths if re.search(rf"_{s}(_.*)?$", p.stem)] for s in ("train", "val")}
+    named = {s: [p for p in paths if re.findall(r"_(train|val)(?=_|$)", p.stem)[-1:] == [s]] for s in ("train", "val")}
     if not any(named.values()):
         unnamed = [p for p in paths if p.suffix == ".ds"]
         named = {"val": unnamed[:1], "train": unnamed[1:]}
-    if not (found := named[split]):
-        what = f"{data} holds no *_{split}_*.npy, .bin or .ds shard" if os.path.exists(data) else f"there is no {data}"
-        raise UserError(f"--data {data}: {what}; write shards with: python fineweb.py --out_dir FOLDER")
-    return found
+    if found := named[split]:
+        return found
+    if os.path.exists(data):
+        what = f"{data} holds no *_{split}_*.npy, .bin or .ds shard; to make shards of text"
+        raise UserError(f"{what}: python fineweb.py --source {data} --out_dir FOLDER")
+    remedy = "write shards with fineweb.py, or start with one that needs no other data: python train_gpt2.py tiny"
+    raise UserError(f"--data {data}: there is no {data}; {remedy}")
 
 
 def open_shard(path: Path) -> np.ndarray:

@@ -74,6 +74,7 @@ def test_wide_ids_and_globs(tmp_path):
     tokens = write_shards(tmp_path, dtype=np.uint32)
     write_shards(tmp_path, (40,), "val")
     (tmp_path / ".x_train_000009.npy.tmp").touch()
+    (tmp_path / "x_val_train_000007.npy").touch()  # of a folder with the name x_val
     assert [path.name for path in find_shards(str(tmp_path), "val")] == ["x_val_000000.npy"]
     paths = find_shards(f"{tmp_path}/x_*_00000[0-2].npy", "train")
     assert np.array_equal(TokenStream(paths, VOCAB).read(0, sum(SIZES[:3])), tokens[: sum(SIZES[:3])])
@@ -188,8 +189,8 @@ def test_a_token_of_another_tokenizer_is_refused_when_it_is_read(tmp_path, place
             culprit = path
     assert open_stream(tmp_path, 5001).read(place, 1) == 5000
     with pytest.raises(UserError) as error:
-        list(training_batches(Batches(open_stream(tmp_path), T, 1, True), 8, 0, 24, 8))
-    assert all(word in str(error.value) for word in (str(culprit), "5000", "vocab_size is 1000"))
+        list(training_batches(Batches(open_stream(tmp_path, 5000), T, 1, True), 8, 0, 24, 8))
+    assert all(word in str(error.value) for word in (str(culprit), "5000", "vocab_size is 5000"))
 
 
 def test_shards_have_to_fit_the_manifest(tmp_path):
@@ -242,10 +243,12 @@ def verify_refuses(folder: Path) -> str:
 
 
 def test_what_is_not_there_or_too_short(tmp_path):
-    with pytest.raises(UserError, match="holds no \\*_train_\\*.npy, .bin or .ds shard; write shards with"):
-        find_shards(str(tmp_path), "train")
+    for text in (tmp_path, tmp_path / "x.parquet"):
+        text.touch()
+        with pytest.raises(UserError, match=rf"holds no \*_train_\*.npy, .* fineweb.py --source {text} --out_dir"):
+            find_shards(str(text), "train")
     for nowhere in (str(tmp_path / "nowhere"), "", "n" * 5000, "[", "**/nowhere*"):
-        with pytest.raises(UserError, match="there is no "):
+        with pytest.raises(UserError, match="there is no .* train_gpt2.py tiny"):
             find_shards(nowhere, "train")
     write_shards(tmp_path, (1,))
     assert "has 1 tokens" in refused(tmp_path)
