@@ -49,6 +49,7 @@ def script(main: Callable[[], None]) -> None:
             getattr(sys, name).reconfigure(errors="backslashreplace")
     try:
         main()
+        sys.stdout.flush()  # here, where an error is one line
         if (distributed := sys.modules.get("torch.distributed")) and distributed.is_initialized():
             distributed.barrier()  # Gloo still sends its last tensors
             distributed.destroy_process_group()

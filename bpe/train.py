@@ -11,6 +11,7 @@ scripts and for transformers.AutoTokenizer. The algorithm is in minimal.py, the 
 file reads, reports and saves.
 """
 
+import contextlib
 import itertools
 import re
 import shutil
@@ -58,9 +59,11 @@ def main() -> None:
     texts = Split(limit(read_texts(config), config.max_bytes), " ".join(config.input))
     began = time.perf_counter()
     tok = train(config, texts)
-    print(f"\n{len(tok):,} tokens from {texts.train_bytes:,} bytes in {time.perf_counter() - began:.2f} s")
+    seconds = time.perf_counter() - began
+    renamed = save(tok, Path(config.out))  # before anything is printed, which `| head` may not want any more
+    print(f"\n{len(tok):,} tokens from {texts.train_bytes:,} bytes in {seconds:.2f} s")
     report(tok, texts.held_out)
-    save(tok, Path(config.out))
+    print(f"\n{renamed}wrote {config.out}: tokenizer.json, tokenizer.tiktoken, tokenizer_config.json")
     print(f"next: python bpe/try_tokenizer.py --tokenizer {Path(config.out)}")
 
 
@@ -162,7 +165,8 @@ def merge_printer() -> Callable[[bytes, bytes, int], None]:
     def print_merge(a: bytes, b: bytes, count: int) -> None:
         n = next(numbers)
         if n <= 20 or n % 10 ** (len(str(n)) - 1) == 0:
-            tqdm.write(f"{n:>7,}  {count:>10,} x   {visible(a)} + {visible(b)}  →  {visible(a + b)}")
+            with contextlib.suppress(BrokenPipeError):  # of `| head`: the tokenizer is wanted all the same
+                tqdm.write(f"{n:>7,}  {count:>10,} x   {visible(a)} + {visible(b)}  →  {visible(a + b)}")
 
     return print_merge
 
@@ -190,12 +194,12 @@ def compression(tok: Tokenizer, texts: list[str]) -> Iterator[tuple[int, float, 
         yield size, n_bytes / n_tokens, n_chars / n_tokens
 
 
-def save(tok: Tokenizer, out: Path) -> None:
+def save(tok: Tokenizer, out: Path) -> str:
+    """Returns what to say of an older tokenizer there."""
     shutil.rmtree(out / DOWNLOADS, ignore_errors=True)
-    if holds_files(out):
-        print(f"\nrenamed the old {out} to {set_aside(out)}")
+    renamed = f"renamed the old {out} to {set_aside(out)}\n" if holds_files(out) else ""
     tok.save(out)
-    print(f"\nwrote {out}: tokenizer.json, tokenizer.tiktoken, tokenizer_config.json")
+    return renamed
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import re
+import subprocess
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -15,7 +16,7 @@ from transformers import AutoTokenizer
 from bpe import train, try_tokenizer
 from bpe.tokenizer import Tokenizer, visible
 from cli import UserError, set_aside
-from tests.helpers import ROOT, assert_user_error, environment, needs_gpt2, run_inline, succeed
+from tests.helpers import ROOT, assert_user_error, command, environment, needs_gpt2, run_inline, succeed
 from tests.hub import Hub, hub_environment
 
 MANUAL = (ROOT / "bpe/manual.txt").read_text(encoding="utf-8")
@@ -48,6 +49,13 @@ def test_the_default_run_as_a_user_starts_it(tmp_path):
     counts = [int(row[1].replace(",", "")) for row in printed]
     assert counts == sorted(counts, reverse=True)
     assert AutoTokenizer.from_pretrained(tmp_path / "out/bpe")("研究生")["input_ids"] == tok.encode("研究生")
+
+
+def test_the_tokenizer_is_written_also_if_nobody_reads_to_the_end(tmp_path):
+    with subprocess.Popen(command("bpe/train.py"), cwd=tmp_path, env=environment(), stdout=subprocess.PIPE) as run:
+        run.stdout.readline()
+        run.stdout.close()  # as `| head -1` does
+    assert run.returncode == 0 and len(Tokenizer.load(tmp_path / "out/bpe")) == 1024
 
 
 def test_compression_is_measured_on_text_that_was_held_out(run_train, tmp_path):
@@ -217,15 +225,6 @@ def test_tokens_are_shown_as_text_with_dots_for_parts_of_characters():
     tok = Tokenizer.train([MANUAL], 800)
     pieces = try_tokenizer.split_up("x", tok, MANUAL[:500]).pieces
     assert "".join(p for p in pieces if p != "·") == MANUAL[:500].replace("\n", "⏎")
-
-
-def test_colour_is_for_terminals(run_try, saved, monkeypatch):
-    argv = ["--tokenizer", saved / "zh", "--compare", saved / "en"]
-    assert "\x1b[" not in run_try(*argv).stdout
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    assert "\x1b[48;2;" in run_try(*argv).stdout
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert "\x1b[" not in run_try(*argv).stdout
 
 
 @pytest.mark.parametrize(
