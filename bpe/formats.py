@@ -62,25 +62,21 @@ def save(tok, path: str | os.PathLike) -> None:
     if path.suffix != ".json":
         path = path / "tokenizer.json"
         config = dict(tokenizer_class="PreTrainedTokenizerFast") | transformers_options(tok)
-        files[path.with_name("tokenizer_config.json")] = json.dumps(config, indent=2)
-    files[path] = to_tokenizers(tok).to_str(pretty=True)
-    with contextlib.suppress(ValueError):  # tiktoken has no form for some ids
-        lines = (f"{base64.b64encode(token).decode()} {rank}" for token, rank in to_ranks(tok).items())
-        files[path.with_suffix(".tiktoken")] = "\n".join(lines)
+        files[path.with_name("tokenizer_config.json")] = json.dumps(config, indent=2) + "\n"
+    files[path] = to_tokenizers(tok).to_str(pretty=True) + "\n"
+    if ranks := tiktoken_text(tok):
+        files[path.with_suffix(".tiktoken")] = ranks
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".tiktoken").unlink(missing_ok=True)  # an older one would belong to another tokenizer
     for file, content in files.items():
-        write(file, content + "\n")
+        file.write_text(content, encoding="utf-8", newline="\n")
 
 
-def write(path: Path, content: str) -> None:
-    """Completely or not at all."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        part.write_text(content, encoding="utf-8", newline="\n")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+def tiktoken_text(tok) -> str:
+    """The content of the .tiktoken file; "" for ids that tiktoken has no form for."""
+    with contextlib.suppress(ValueError):
+        return "".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in to_ranks(tok).items())
+    return ""
 
 
 # ---- tokenizer.json
@@ -226,12 +222,14 @@ def get_encoding(name: str):
             raise ValueError(f"cannot get the encoding {name!r} from tiktoken: {e}") from None
         folder = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
         folder = Path(folder or os.path.join(tempfile.gettempdir(), "data-gym-cache"))
-        places = {address: folder / hashlib.sha1(address.encode()).hexdigest() for address in GPT2_FILES}
-        address = next((address for address, place in places.items() if not place.exists()), next(iter(places)))
+        files = " and ".join(
+            f"{address} (sha256 {checksum}) as {folder / hashlib.sha1(address.encode()).hexdigest()}"
+            for address, checksum in GPT2_FILES.items()
+        )
         raise ValueError(
-            f"GPT-2's vocabulary needs {address} (sha256 {GPT2_FILES[address]}), which is not in the cache and could "
-            f"not be downloaded ({type(e).__name__}); fetch it elsewhere, store it as {places[address]}, and set "
-            f"TIKTOKEN_CACHE_DIR={folder}; or use a tokenizer.json, which needs no network"
+            f"GPT-2's vocabulary is not in tiktoken's cache and could not be downloaded ({type(e).__name__}); fetch it "
+            f"elsewhere, store {files}, and set TIKTOKEN_CACHE_DIR={folder}; or use a tokenizer.json, which needs no "
+            f"network"
         ) from None
 
 

@@ -161,10 +161,11 @@ class Tokenizer:
         """`encode` with its options for every text, in threads of tiktoken; here if tiktoken may give other ids."""
         texts = list(texts)
         allowed, disallowed = self._which_special(**special)
-        if self._tiktoken is None:
-            return [self.encode(t, allowed_special=allowed, disallowed_special=disallowed) for t in texts]
-        encode = partial(self._tiktoken.encode_batch, allowed_special=set(allowed), disallowed_special=disallowed)
-        return encode(texts, num_threads=num_threads)
+        if self._tiktoken is not None:
+            encode = partial(self._tiktoken.encode_batch, allowed_special=set(allowed), disallowed_special=disallowed)
+            with contextlib.suppress(ValueError):  # its regular expressions give up on a million blanks
+                return encode(texts, num_threads=num_threads)
+        return [self.encode(t, allowed_special=allowed, disallowed_special=disallowed) for t in texts]
 
     def encode_iterable(self, texts: Iterable[str], *, block: int = BLOCK, **special: Names) -> Iterator[int]:
         """The ids that `encode` with its options gives for all texts joined, such as the lines of an open file.
@@ -245,7 +246,8 @@ class Tokenizer:
 
     # ---- files and other libraries: formats.py
 
-    save, to_tiktoken, to_transformers = formats.save, formats.to_tiktoken, formats.to_transformers
+    save, tiktoken_text = formats.save, formats.tiktoken_text
+    to_tiktoken, to_transformers = formats.to_tiktoken, formats.to_transformers
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Tokenizer":

@@ -68,6 +68,9 @@ def verify(directory: Path, quiet: bool = False) -> str:
         raise UserError(f"{directory} is not complete: {summary(manifest)}; repeat the command that started it")
     tok = load_tokenizer(str(directory / "tokenizer.json"))
     problems = [] if tok.fingerprint == manifest["tokenizer"] else [f"{directory}/tokenizer.json is another tokenizer"]
+    ranks = directory / "tokenizer.tiktoken"  # the same for tiktoken; nobody else would notice an edit
+    if ranks.exists() and ranks.read_bytes() != tok.tiktoken_text().encode():
+        problems.append(f"{ranks} is not what was written")
     listed = {entry["file"] for entry in manifest["shards"]}
     strays = [p for split in ("train", "val") for p in directory.glob(f"*_{split}_*.npy") if p.name not in listed]
     problems += [f"{path} is not in manifest.json" for path in sorted(strays)]

@@ -155,9 +155,11 @@ def test_without_network_and_cache_the_error_names_file_folder_and_checksum(tmp_
     )
     env = os.environ | {"TIKTOKEN_CACHE_DIR": str(tmp_path)}
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
-    assert "vocab.bpe" in out.stdout, out.stderr
-    assert str(tmp_path / "6d1cbeee0f20b3d9449abfede4726ed8212e3aee") in out.stdout
-    assert "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5" in out.stdout
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    names = ("6d1cbeee0f20b3d9449abfede4726ed8212e3aee", "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6")
+    for (address, checksum), name in zip(GPT2_FILES.items(), names, strict=True):
+        assert f"{address} (sha256 {checksum}) as {tmp_path / name}" in out.stdout, out.stderr
+        assert address in readme and name in readme
     assert f"TIKTOKEN_CACHE_DIR={tmp_path}" in out.stdout
 
 
