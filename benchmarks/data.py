@@ -2,8 +2,8 @@
 
 Sharding with GPT-2's tokens, two processes for all: the loop that everybody writes (`Pool(2).imap` over load_dataset,
 into an array; it writes no file and computes no checksum), two processes that only call tiktoken and throw the tokens
-away, and fineweb.py from start to end with files, checksums and manifest. The text is that of --data, eight times over
-under different names.
+away, two that only read, and fineweb.py from start to end with files, checksums and manifest, by tiktoken and gigatoken
+(pip install gigatoken). The text is that of --data, eight times over under different names.
 Reading 64 x 1,024 tokens at a time from 100 shards of 2M tokens: whole shards converted in file order, as short scripts
 do, against windows in the order of one permutation. Copying to int64 alone shows what is left to gain.
 """
@@ -26,6 +26,7 @@ import fineweb
 from benchmarks.measure import ROOT, Common, peak_memory, rates, timed
 from cli import UserError
 from corpus.order import Batches, training_batches
+from corpus.sources import documents_of, units_of
 from corpus.stream import TokenStream, find_shards
 from run.runtime import Runtime, prefetch
 
@@ -56,11 +57,14 @@ def shard_figures(config: Config, rt: Runtime, folder: Path) -> Iterator[dict]:
     n = sum(map(len, gpt2().encode_ordinary_batch(texts))) + len(texts)
     contestants = {
         "the plain loop: Pool(2).imap over load_dataset": functools.partial(plain_loop, rows, n),
-        "2 processes that only call encode_ordinary_batch": functools.partial(encode_alone, texts),
-        "fineweb.py, from start to end": functools.partial(make_shards, files, folder / "shards"),
+        "2 processes that only call encode_ordinary_batch": functools.partial(in_two, encode_texts, texts),
+        "2 processes that only read the documents": functools.partial(in_two, read_documents, files),
+        "fineweb.py, from start to end": functools.partial(make_shards, files, folder / "shards", "tiktoken"),
+        "fineweb.py --encoder gigatoken": functools.partial(make_shards, files, folder / "shards", "gigatoken"),
     }
     yield from rates(contestants, config.repeats, rt, n, "tokens/s")
     words = ["--source", *files, "--out_dir", str(folder / "memory"), "--workers", "2"]
+    words += ["--encoder", "tiktoken", "--shard_size", "100_000_000"]
     peak = peak_memory([sys.executable, fineweb.__file__, *words])
     yield dict(name="peak memory of all processes of fineweb.py, shards of 100M tokens", rate=peak / 2**20, unit="MiB")
 
@@ -98,8 +102,8 @@ def plain_tokens(row: dict) -> np.ndarray:
     return tokens.astype(np.uint16)
 
 
-def encode_alone(texts: list[str]) -> None:
-    processes = [multiprocessing.Process(target=encode_texts, args=(half,)) for half in (texts[::2], texts[1::2])]
+def in_two(work: Callable[[list], None], items: list) -> None:
+    processes = [multiprocessing.Process(target=work, args=(half,)) for half in (items[::2], items[1::2])]
     for process in processes:
         process.start()
     for process in processes:
@@ -111,9 +115,16 @@ def encode_texts(texts: list[str]) -> None:
         gpt2().encode_ordinary_batch(texts[i : i + 1000], num_threads=1)
 
 
-def make_shards(files: list[str], out_dir: Path) -> None:
+def read_documents(files: list[str]) -> None:
+    for file in files:
+        for unit in units_of(Path(file), "text"):
+            for _ in documents_of(unit, "text"):
+                pass
+
+
+def make_shards(files: list[str], out_dir: Path, encoder: str) -> None:
     shutil.rmtree(out_dir, ignore_errors=True)
-    config = fineweb.Config(source=tuple(files), out_dir=str(out_dir), workers=2)
+    config = fineweb.Config(source=tuple(files), out_dir=str(out_dir), workers=2, encoder=encoder, shard_size=10**8)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         fineweb.make_shards(config, out_dir)
 
