@@ -31,9 +31,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -41,12 +43,15 @@ from tqdm import tqdm
 
 from bpe.tokenizer import Tokenizer, cpu_count, splitter, valid_unicode
 from cli import Count, Positive, Stopped, Tokens, UserError, flush, only_one, parse_args, script, sha256
+from corpus.encoders import Encode, choose_encoder, encoder, same_ids
 from corpus.shards import load_tokenizer, save_manifest, shard_dtype, summary, verify
-from corpus.sources import KINDS, Source, Unit, arriving, discard, documents_of, find_source, kind_of, units_of
-from corpus.stream import read_manifest
+from corpus.sources import Source, SourceFile, Unit, arriving, discard, documents_of, find_source, text_size, units_of
+from corpus.stream import open_shard, read_manifest
 
 UNITS_AHEAD = 3  # for each worker: one under way, others that wait for it or for their turn to be written
-TOKENS_PER_BYTE = 0.23  # of English text; for the plan and the progress bar only
+TOKENS_PER_BYTE = 0.23  # of English text; for the plan, the progress bar and the default size of shards
+COMPARED = 2**13  # characters of each unit whose ids are compared with those of our own encoder
+FORGET_AFTER = 256  # units, a GB: then a worker makes its encoder again, as gigatoken keeps every word that it has seen
 RESUME = "give the same command again to resume"
 
 
@@ -57,7 +62,8 @@ class Config:
     text_field: str = "text"  # the column, or the key, that holds a document; in a .txt two blank lines end one
     tokenizer: str = "gpt2"  # gpt2, or a tokenizer.json
     out_dir: str = "edu_fineweb10B"  # where shards go
-    shard_size: Positive = 100_000_000  # tokens of a shard; the first shard is the validation split
+    encoder: Literal["auto", "gigatoken", "tiktoken", "own"] = "auto"  # auto: the fastest that is here; same ids
+    shard_size: Count = 0  # tokens of a shard, the first being the validation split; 0 for 100M, or a tenth of less
     limit_tokens: Tokens = 0  # stop after this many tokens; 0 for the whole source
     workers: Count = 0  # processes that read and tokenize; 0 for one on each core
     downloads: Positive = 2  # files that are downloaded at the same time
@@ -82,13 +88,18 @@ def stop(signum, frame) -> None:
 
 def make_shards(config: Config, out_dir: Path) -> None:
     """Write the shards of `config.source`, or those that are missing. Raises UserError."""
+    if config.tokenizer == "train":
+        remedy = f"python bpe/train.py --input {' '.join(config.source)} --max_bytes 1_000_000_000 --out out/bpe"
+        raise UserError(f"fineweb.py trains no tokenizer; train one, then give --tokenizer out/bpe: {remedy}")
     tok = load_tokenizer(config.tokenizer)
-    config = settle(config, tok)
+    config = settle(config, tok, out_dir)
     manifest = open_manifest(config, out_dir, tok)
     if "next" not in manifest:
         return print(f"{out_dir} is complete: {summary(manifest)}")
-    source = find_source(config.source, manifest.get("commit") or config.revision)
-    print_plan(config, source, with_files(manifest, source, out_dir), out_dir)
+    source = source_of(config, manifest.get("commit") or config.revision)
+    expected = expected_tokens(config, source)
+    config = replace(config, shard_size=config.shard_size or default_shard_size(expected))
+    print_plan(config, source, with_files(open_manifest(config, out_dir, tok), source, out_dir), expected)
     if config.dry_run:
         return
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -96,33 +107,36 @@ def make_shards(config: Config, out_dir: Path) -> None:
         with only_one(out_dir / ".lock", f"shard directory {out_dir}"):
             manifest = with_files(open_manifest(config, out_dir, tok), source, out_dir)  # nobody else changes it now
             if "next" in manifest:  # else another process completed it while this one waited
-                write_shards(config, source, manifest, out_dir, tok)
+                write_shards(config, source, manifest, tok, expected)
     except (KeyboardInterrupt, Stopped):
         print(f"stopped after {len(manifest['shards'])} complete shards; {RESUME}", file=sys.stderr)
         raise
     print(f"{out_dir}: {summary(manifest)}")
-    if len(manifest["shards"]) == 1:
-        tenth = -(-manifest["tokens"] // 10)
-        print(f"everything went into the validation split; --shard_size {tenth} leaves some to train on")
 
 
-def settle(config: Config, tok: Tokenizer) -> Config:
-    """The constants that are used. Raises UserError for those that do not fit together."""
+def settle(config: Config, tok: Tokenizer, out_dir: Path) -> Config:
+    """The constants that are used; a new directory's default shard_size is known later. Raises UserError for those
+    that do not fit together."""
     if not config.out_dir or Path(config.out_dir).is_file():
         raise UserError(f"--out_dir {config.out_dir!r} is {'a file' if config.out_dir else 'empty'}; give a directory")
     if config.source != Config.source and config.out_dir == Config.out_dir:
         raise UserError(f"{config.out_dir} is for FineWeb-Edu; give an --out_dir for the shards of {config.source[0]}")
     if tok.eot_token is None:
         raise UserError(f"{config.tokenizer} has no <|endoftext|> to put before documents; train one with it")
-    return replace(config, workers=config.workers or cpu_count(), limit_tokens=config.limit_tokens or sys.maxsize)
+    config = replace(config, workers=config.workers or cpu_count(), limit_tokens=config.limit_tokens or sys.maxsize)
+    before = read_manifest(out_dir).get("shard_size")  # a resumed run keeps it
+    known = before if isinstance(before, int) and 0 < before <= 10**9 else 0
+    return replace(config, shard_size=config.shard_size or known, encoder=choose_encoder(config.encoder, tok))
 
 
-def write_shards(config: Config, source: Source, manifest: dict, out_dir: Path, tok: Tokenizer) -> None:
+def write_shards(config: Config, source: Source, manifest: dict, tok: Tokenizer, expected: int) -> None:
     """The pipeline: files -> units -> tokens -> shards. Fills in `manifest`."""
-    downloads, begin = out_dir / ".downloads", manifest["next"]
-    tok.save(out_dir / "tokenizer.json")
+    out_dir, begin = Path(config.out_dir), manifest["next"]
+    downloads = out_dir / ".downloads"
+    if not manifest["shards"]:  # else others may be reading it
+        tok.save(out_dir / "tokenizer.json")
     writer = Writer(config, out_dir, manifest, tok)
-    length = dict(total=expected_tokens(config, source), initial=writer.n_tokens)
+    length = dict(total=expected, initial=writer.n_tokens)
     bar = tqdm(**length, unit="tok", unit_scale=True, disable=None, dynamic_ncols=True)
     with start_workers(config, tok) as submit, bar:
         paths = arriving(source, downloads, begin["file"], config.downloads - 1)
@@ -143,7 +157,7 @@ def write_shards(config: Config, source: Source, manifest: dict, out_dir: Path, 
 # ------------------------------------------------------------------------------------------------ units -> tokens
 
 
-def tokenize(unit: Unit, text_field: str, tok: Tokenizer, encode: Callable) -> tuple[np.ndarray, Counter]:
+def tokenize(unit: Unit, text_field: str, tok: Tokenizer, encode: Encode) -> tuple[np.ndarray, Counter]:
     """`[eot, *encode(text)]` for every document of a unit, as one array (n,); and how many were skipped, and why."""
     eot, blocks = np.array([tok.eot_token]), splitter(tok.pattern).blocks
     ids, skipped = [np.zeros(0, int)], Counter()
@@ -151,26 +165,14 @@ def tokenize(unit: Unit, text_field: str, tok: Tokenizer, encode: Callable) -> t
         if text is None:
             skipped[reason] += 1
             continue
+        if number == 0 and not same_ids(encode, tok, valid_unicode(text[:COMPARED])):
+            what = f"the encoder gives other ids than ours in {unit.path}, and perhaps in shards that are complete"
+            raise UserError(f"{what}; remove them, and give --encoder own")
         if number > 0 or not unit.continued:  # a long document continues from the unit before, without another eot
             ids.append(eot)
         for block in blocks(valid_unicode(text)):  # a long text in parts, so that no list of ids is long
             ids.append(encode(block))
     return np.concatenate(ids, dtype=shard_dtype(len(tok)), casting="unsafe"), skipped
-
-
-def encoder(tok: Tokenizer) -> Callable[[str], np.ndarray]:
-    """text -> ids (n,), through tiktoken if it can hold this vocabulary: it is several times as fast."""
-    fast = None
-    with suppress(ValueError):
-        fast = tok.to_tiktoken().encode_to_numpy
-
-    def encode(text: str) -> np.ndarray:
-        with suppress(ValueError):  # its regular expressions give up on a million blanks
-            if fast:
-                return fast(text, disallowed_special=())
-        return np.array(tok.encode_ordinary(text), np.uint32)
-
-    return encode
 
 
 def units_from(begin: dict, paths: Iterator[Path], field: str, cut: re.Pattern | None) -> Iterator[tuple[dict, Unit]]:
@@ -209,7 +211,7 @@ def start_workers(config: Config, tok: Tokenizer) -> Iterator[Callable[[Unit], F
     context, free, processes = multiprocessing.get_context("spawn"), SimpleQueue(), []
     for _ in range(config.workers):
         ours, theirs = context.Pipe()
-        processes.append(context.Process(target=work, args=(theirs, tok, config.text_field), daemon=True))
+        processes.append(context.Process(target=work, args=(theirs, tok, config), daemon=True))
         processes[-1].start()
         theirs.close()
         free.put(ours)
@@ -238,17 +240,18 @@ def start_workers(config: Config, tok: Tokenizer) -> Iterator[Callable[[Unit], F
             process.join()
 
 
-def work(connection: Connection, tok: Tokenizer, text_field: str) -> None:
+def work(connection: Connection, tok: Tokenizer, config: Config) -> None:
     """A worker process: units in, tokens out, until the main process is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process decides what a Ctrl-C means
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     pa.set_cpu_count(1)
-    encode = encoder(tok)
     with suppress(EOFError, OSError):
-        while True:
+        for n in count():
             unit = connection.recv()
+            if n % FORGET_AFTER == 0:
+                encode = encoder(tok, config.encoder)
             try:
-                answer = tokenize(unit, text_field, tok, encode)
+                answer = tokenize(unit, config.text_field, tok, encode)
             except Exception as e:
                 answer = e
             connection.send(answer)
@@ -268,6 +271,7 @@ class Writer:
         self.eot, self.token_bytes = tok.eot_token, tok.token_bytes()
         self.counts = np.zeros(len(tok), np.int64)  # of each id in this shard
         self.to_skip = manifest["next"]["skip"]  # tokens of the first unit that are in the shard before
+        self.seam = bool(manifest["shards"])  # still to be compared: the end of that shard with `next`
         self.skipped = Counter(manifest["skipped"])
         for leftover in out_dir.glob(".*.tmp"):  # shards and manifests that a killed run was writing
             leftover.unlink()
@@ -279,6 +283,8 @@ class Writer:
 
     def write(self, place: dict, tokens: np.ndarray, skipped: Counter) -> None:
         """Append the tokens of the unit at `place`, up to the limit, and complete the shards that they fill."""
+        if self.seam:
+            self._check_seam(tokens)
         done, self.to_skip = self.to_skip, 0
         tokens = tokens[: done + self.limit - self.n_tokens]
         while done < len(tokens):
@@ -290,6 +296,16 @@ class Writer:
             if self.filled == len(self.shard):
                 self._complete(place | dict(skip=done))
         self.skipped += skipped
+
+    def _check_seam(self, tokens: np.ndarray) -> None:
+        """Raises UserError unless the last shard ends with what it should have of `tokens`, the unit of `next`: the
+        manifest may be damaged, or the source edited."""
+        last = open_shard(self.out_dir / self.manifest["shards"][-1]["file"])
+        held = tokens[: self.to_skip][-len(last) :]
+        if not 0 < self.to_skip <= len(tokens) or not np.array_equal(held, last[-len(held) :]):
+            what = f"the last shard of {self.out_dir} does not end where `next` in manifest.json says"
+            raise UserError(f"{what}: the manifest is damaged, or the source has changed; remove {self.out_dir}")
+        self.seam = False
 
     def _complete(self, place: dict | None) -> None:
         """Make the shard durable, then list it. `place` is where the next one begins; None if this was the last."""
@@ -320,6 +336,8 @@ class Writer:
 
     def end(self) -> None:
         """Complete the last shard, and the manifest. Raises UserError if there is nothing in them."""
+        if self.seam:  # no unit came: `next` is past the end of the source
+            self._check_seam(np.zeros(0, int))
         if self.filled:
             self._complete(None)
         if not self.manifest["shards"]:
@@ -348,10 +366,11 @@ def open_manifest(config: Config, out_dir: Path, tok: Tokenizer) -> dict:
         tokenizer=tok.fingerprint, dtype=np.dtype(shard_dtype(len(tok))).name, shard_size=config.shard_size,
         limit_tokens=config.limit_tokens if config.limit_tokens < sys.maxsize else 0,
     )  # fmt: skip
+    beginning = dict(file=0, unit=0, skip=0)
     if not (manifest := read_manifest(out_dir)):
         if found := list(out_dir.glob(f"{shard_name(out_dir)}_*.npy")):
             raise UserError(f"{found[0]} is in no manifest.json; give another --out_dir, or remove the shards there")
-        return identity | dict(tokens=0, documents=0, bytes=0, skipped={}, shards=[], next=dict(file=0, unit=0, skip=0))
+        return identity | dict(tokens=0, documents=0, bytes=0, skipped={}, shards=[], next=beginning)
     for key, value in identity.items():
         if manifest.get(key) != value:
             was = f"{out_dir} holds shards of a run with {key} {manifest.get(key)}"
@@ -359,7 +378,7 @@ def open_manifest(config: Config, out_dir: Path, tok: Tokenizer) -> dict:
     for path in (out_dir / entry["file"] for entry in manifest["shards"]):
         if not os.path.exists(path):
             raise UserError(f"{path} is missing; put it back, or remove {out_dir} to start over")
-    return manifest
+    return manifest if manifest["shards"] else manifest | dict(next=beginning)
 
 
 def with_files(manifest: dict, source: Source, out_dir: Path) -> dict:
@@ -379,22 +398,40 @@ def with_files(manifest: dict, source: Source, out_dir: Path) -> dict:
 # ------------------------------------------------------------------------------------------------ what it tells people
 
 
+def source_of(config: Config, revision: str) -> Source:
+    """The files of the source. A --dry_run of the default one needs no network: it has about 28 GB in 14 files."""
+    try:
+        return find_source(config.source, revision)
+    except UserError as e:
+        if not config.dry_run or config.source != Config.source:
+            raise
+        print(f"note    {e}")
+        return Source([SourceFile(f"{i:03d}_00000.parquet", 2 * 10**9, "") for i in range(14)], config.source[0])
+
+
 def expected_tokens(config: Config, source: Source) -> int:
-    """A rough figure, for the plan and the progress bar."""
-    text_bytes = sum(file.bytes * KINDS[kind_of(file.name)] for file in source.files)
+    """A rough figure."""
+    text_bytes = sum(text_size(file, config.text_field) for file in source.files)
     return min(int(text_bytes * TOKENS_PER_BYTE), config.limit_tokens)
 
 
-def print_plan(config: Config, source: Source, manifest: dict, out_dir: Path) -> None:
+def default_shard_size(expected: int) -> int:
+    """100M tokens, or less where that would leave little to train on; a source may not say how long it is."""
+    return min(100_000_000, max((expected or sys.maxsize) // 10, 1000))
+
+
+def print_plan(config: Config, source: Source, manifest: dict, tokens: int) -> None:
     """Say what will be read and written, and what that needs. Raises UserError if the disk is too small."""
     size, sizes = partial(tqdm.format_sizeof, suffix="B"), sorted(file.bytes for file in source.files)
-    tokens = expected_tokens(config, source)
+    out_dir = Path(config.out_dir)
     for_shards = max(tokens - manifest["tokens"], 0) * np.dtype(manifest["dtype"]).itemsize
     for_files = sum(sizes[-config.downloads - 1 :]) if source.repo else 0  # the one that is read, and those to come
     free = shutil.disk_usage(next(path for path in (out_dir, *out_dir.resolve().parents) if path.exists())).free
     commit = f" at {source.commit[:12]}" if source.commit else ""
     print(f"source  {manifest['source']}{commit}: {len(sizes)} files, {size(sum(sizes))}")
     print(f"target  {out_dir}: about {tokens:,} tokens, in shards of {config.shard_size:,} {manifest['dtype']}")
+    if tokens <= config.shard_size:
+        print(f"note    all of it would be validation; --shard_size {-(-tokens // 10)} leaves some to train on")
     print(f"disk    {size(for_shards)} for shards, {size(for_files)} for files under way; {size(free)} are free")
     if manifest["shards"]:
         print(f"resume  after {len(manifest['shards'])} complete shards, {manifest['tokens']:,} tokens")

@@ -14,6 +14,7 @@ import codecs
 import errno
 import fnmatch
 import glob
+import hashlib
 import json
 import os
 import re
@@ -21,7 +22,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
@@ -40,6 +41,7 @@ KINDS = {
     ".txt": 1.0, ".txt.gz": 2.6, ".txt.zst": 3.0,
 }  # fmt: skip
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+SAMPLES, SAMPLE_BYTES = 8, 2**16  # of a local file: all of a small one, and little of a large one on a slow disk
 UNIT_BYTES = 2**22  # large against the cost of handing a unit to a process, small against its memory
 AS_STREAM = dict(buffer_size=2**20, pre_buffer=False)  # by default the bytes of a whole row group are in memory
 
@@ -59,7 +61,7 @@ def kind_of(name: str) -> str:
 class SourceFile(NamedTuple):
     name: str  # a local path, or the path in the dataset
     bytes: int  # 0 where the hub does not say
-    version: str  # of a local file the time of its last change in ns; of the hub, the hash of its content
+    version: str  # of a local file when it was changed, in ns, and a sample; of the hub, the hash of its content
 
     @property
     def sha256(self) -> str:
@@ -99,8 +101,13 @@ def local_paths(pattern: str) -> list[Path]:
 
 
 def local_file(path: Path) -> SourceFile:
-    stat = path.stat()
-    return SourceFile(str(path), stat.st_size, str(stat.st_mtime_ns))
+    """Its version includes bytes of SAMPLES places, of both ends among them: an edit may keep the time and the size."""
+    stat, digest = path.stat(), hashlib.sha256()
+    with open(path, "rb") as f:
+        for i in range(SAMPLES):
+            f.seek(max(stat.st_size - SAMPLE_BYTES, 0) * i // (SAMPLES - 1))
+            digest.update(f.read(SAMPLE_BYTES))
+    return SourceFile(str(path), stat.st_size, f"{stat.st_mtime_ns} {digest.hexdigest()[:16]}")
 
 
 def hub_source(name: str, revision: str) -> Source:
@@ -145,6 +152,17 @@ def hub_errors(what: str) -> Iterator[None]:
         reason = f"HTTP {status}" if status else f"{type(e).__name__}: {e}".splitlines()[0]
         remedy = "log in with `hf auth login`, set HF_ENDPOINT to a mirror, or give local files"
         raise UserError(f"cannot get {what} from {ENDPOINT} ({reason}); check name and network, {remedy}") from e
+
+
+def text_size(file: SourceFile, text_field: str) -> float:
+    """About how many bytes of text a file holds. A .parquet on this disk says it; of other files their kind does."""
+    if kind_of(file.name) == ".parquet" and os.path.exists(file.name):
+        with suppress(pa.ArrowException, OSError):  # a damaged file is an error when its turn comes
+            metadata = pq.read_metadata(file.name)
+            groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+            columns = [group.column(i) for group in groups for i in range(group.num_columns)]
+            return sum(column.total_uncompressed_size for column in columns if column.path_in_schema == text_field)
+    return file.bytes * KINDS[kind_of(file.name)]
 
 
 # ------------------------------------------------------------------------------------------------ files on this disk
@@ -253,7 +271,10 @@ def readable(path: Path, at: int = 0) -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError as e:
-        raise UserError(f"cannot read {path}: not UTF-8 at byte {at + e.start}; convert it with iconv -t UTF-8") from e
+        what = f"not UTF-8 at byte {at + e.start}; convert it with iconv -t UTF-8"
+        if kind_of(path.name) == ".parquet":
+            what = f"a row is not UTF-8 after {e.object[: e.start][-30:]!r}; correct it there, or leave the file out"
+        raise UserError(f"cannot read {path}: {what}") from e
     except (pa.ArrowException, OSError, ValueError, EOFError) as e:
         remedy = "it is damaged, cut short or of another kind: get it again, or leave it out"
         raise UserError(f"cannot read {path}: {e}; {remedy}") from e
@@ -351,11 +372,11 @@ def texts_of(unit: Unit, text_field: str) -> list[str | None]:
     """The rows of a unit of a .parquet, read now if it names row groups."""
     if isinstance(unit.content, list):
         return unit.content
-    file = open_parquet(unit.path, local_file(unit.path).version)
+    file = open_parquet(unit.path, unit.path.stat().st_mtime_ns)
     return file.read_row_groups(list(unit.content), columns=[text_field], use_threads=False).column(0).to_pylist()
 
 
 @lru_cache(maxsize=1)
-def open_parquet(path: Path, version: str) -> pq.ParquetFile:
+def open_parquet(path: Path, changed: int) -> pq.ParquetFile:
     """A file stays open for the units to come: to read its list of 700 row groups takes longer than to read one."""
     return pq.ParquetFile(path, **AS_STREAM)

@@ -15,8 +15,9 @@ class Hub(http.server.ThreadingHTTPServer):
     """As much of the hub's protocol as a download of a dataset needs, with the hub's moods.
 
     The files are below `folder`, and behind a redirect, as on the real hub. The first `busy` requests are answered with
-    429 and Retry-After. `moods` says what happens to the first download of a file: `cut` ends it half-way, with the
-    connection, `stall` sends three quarters and no more, and `spoil` changes a byte.
+    429 and a Retry-After of 2 seconds; `hasty` counts requests that come earlier. `moods` says what happens to the
+    first download of a file: `cut` ends it half-way, with the connection, `stall` sends three quarters and no more,
+    and `spoil` changes a byte.
     """
 
     COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -26,7 +27,8 @@ class Hub(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), HubRequest)
         self.folder, self.busy, self.moods = folder, busy, moods or {}
         self.requests: list[tuple[str, str | None, int]] = []  # path, Range, status
-        self.now = self.most = 0
+        self.now = self.most = self.hasty = 0
+        self.quiet_until = 0.0
         self.lock, self.over = threading.Lock(), threading.Event()
 
     def __enter__(self):
@@ -63,9 +65,11 @@ class HubRequest(http.server.BaseHTTPRequestHandler):
         hub = self.server
         with hub.lock:
             hub.busy -= 1
-            busy = hub.busy >= 0
+            hub.hasty += time.monotonic() < hub.quiet_until
+            if busy := hub.busy >= 0:
+                hub.quiet_until = time.monotonic() + 2
         if busy:
-            return self.answer(429, b"slow down", Retry_After="1")
+            return self.answer(429, b"slow down", Retry_After="2")
         if self.path.startswith(
             ("/api/datasets/some/corpus/revision/main", f"/api/datasets/some/corpus/revision/{hub.COMMIT}")
         ):

@@ -4,15 +4,19 @@ import gzip
 import hashlib
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import tiktoken
 
+import fineweb
 from bpe.tokenizer import Tokenizer
 from cli import UserError
-from corpus import sources
+from corpus import encoders, sources
 from corpus.shards import save_manifest, verify
 from corpus.stream import find_shards, read_manifest
 from tests.corpora import (
@@ -169,7 +173,8 @@ def test_shards_of_others_are_not_overwritten(corpus, tokenizer, tmp_path):
 
 
 def test_usage_errors_are_one_line(tokenizer, tmp_path):
-    assert_user_error(run_script("fineweb.py", shard_size=0, tokenizer=tokenizer), "--shard_size must be in [1,")
+    assert_user_error(run_script("fineweb.py", shard_size=-1, tokenizer=tokenizer), "--shard_size must be in [0,")
+    assert_user_error(run_script("fineweb.py", tokenizer="train"), "bpe/train.py --input HuggingFaceFW/fineweb-edu")
     assert_user_error(run_script("fineweb.py", source="a.txt", tokenizer=tokenizer), "give an --out_dir")
     assert_user_error(run_script("fineweb.py", tokenizer="nowhere.json"), "nowhere.json")
     assert_user_error(run_script("fineweb.py", out_dir="", tokenizer=tokenizer), "is empty; give a directory")
@@ -179,9 +184,48 @@ def test_usage_errors_are_one_line(tokenizer, tmp_path):
 
 
 def test_dry_run_says_what_it_needs_and_writes_nothing(corpus, tokenizer, tmp_path):
-    result = succeed("fineweb.py", **options(corpus[0], tmp_path / "shards", tokenizer, dry_run=True))
-    assert "12 files" in result.stdout and "are free" in result.stdout and "tokens" in result.stdout
+    words = options(corpus[0], tmp_path / "shards", tokenizer, dry_run=True, shard_size=10**7)
+    result = succeed("fineweb.py", **words)
+    assert "12 files" in result.stdout and "are free" in result.stdout
+    assert "all of it would be validation; --shard_size" in result.stdout
     assert not (tmp_path / "shards").exists()
+
+
+def test_compressed_parquet_is_estimated_by_its_text_and_a_small_corpus_is_mostly_for_training(tokenizer, tmp_path):
+    docs = make_documents(100)
+    pq.write_table(pa.table({"text": docs, "n": range(100)}), tmp_path / "docs.parquet", compression="zstd")
+    [file] = sources.find_source((str(tmp_path / "docs.parquet"),)).files
+    assert sources.text_size(file, "text") == pytest.approx(sum(len(doc.encode()) for doc in docs), rel=0.05)
+    manifest = run_here(tmp_path, tmp_path / "shards", tokenizer, shard_size=0)
+    assert manifest["shards"][0]["tokens"] == manifest["shard_size"] < manifest["tokens"] / 8
+    assert run_here(tmp_path, tmp_path / "shards", tokenizer, shard_size=0) == manifest
+
+
+# ------------------------------------------------------------------------------------------------------------ encoders
+
+
+@pytest.mark.parametrize("name", encoders.ENCODERS)
+def test_every_encoder_writes_the_same_shards(corpus, tokenizer, tmp_path, name):
+    if name == "gigatoken":
+        pytest.importorskip("gigatoken", reason="pip install gigatoken")
+    run_here(corpus[0], tmp_path / "shards", tokenizer, encoder=name)
+    assert_shards(tmp_path / "shards", plain_shards(corpus[1], Tokenizer.load(tokenizer)))
+
+
+def test_an_encoder_with_other_ids_is_not_used(tokenizer, monkeypatch, capsys):
+    """Neither where its ids on the probes differ, nor in a document."""
+    tok, ours = Tokenizer.load(tokenizer), encoders.encoder
+    monkeypatch.setattr(encoders, "encoder", lambda tok, name: lambda text: ours(tok, "own")(text.replace("½", "?")))
+    assert encoders.choose_encoder("auto", tok) == "own"
+    assert "note: tiktoken gives other ids" in capsys.readouterr().err
+    unit = sources.Unit(Path("x.parquet"), 0, ["as ½ of it"])
+    with pytest.raises(UserError, match="other ids than ours in x.parquet.*--encoder own"):
+        fineweb.tokenize(unit, "text", tok, encoders.encoder(tok, "tiktoken"))
+    monkeypatch.setattr(encoders, "encoder", ours)
+    monkeypatch.setitem(sys.modules, "gigatoken", None)  # as if it were not installed
+    assert encoders.choose_encoder("auto", tok) == "tiktoken"
+    with pytest.raises(UserError, match="pip install gigatoken"):
+        encoders.choose_encoder("gigatoken", tok)
 
 
 # ------------------------------------------------------------------------------------------------------------- --verify
@@ -205,6 +249,7 @@ DAMAGE = {
     "5000 tokens": lambda path: np.save(path, np.load(path)[:100]),
     "is not in manifest.json": lambda path: shutil.copy(path, path.with_name("stray_train_000009.npy")),
     "manifest.json cannot be read": lambda path: path.with_name("manifest.json").write_text("{ cut"),
+    "tokenizer.tiktoken is not what was written": lambda path: flip(path.with_name("tokenizer.tiktoken")),
     "another tokenizer": lambda path: Tokenizer.train(["abc"], 260).save(path.with_name("tokenizer.json")),
 }
 

@@ -14,6 +14,8 @@ import pytest
 
 from bpe.tokenizer import Tokenizer
 from cli import UserError
+from corpus import sources
+from corpus.shards import save_manifest
 from corpus.stream import read_manifest
 from tests.corpora import (
     assert_shards,
@@ -168,17 +170,21 @@ def interrupted(corpus, tokenizer, tmp_path, monkeypatch):
     """(a copy of the corpus, two of its shards, how to resume): some files are used, one is in use."""
     copy, out_dir = tmp_path / "copy", tmp_path / "shards"
     shutil.copytree(corpus[0], copy)
+    monkeypatch.setattr(sources, "UNIT_BYTES", 9000)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full_disk(3))
         with pytest.raises(OSError):
             run_here(copy, out_dir, tokenizer)
+    assert read_manifest(out_dir)["next"]["unit"] > 0
     return copy, out_dir, partial(run_here, copy, out_dir, tokenizer)
 
 
 def rewrite(path: Path) -> None:
-    stat = path.stat()
-    write_parquet(path, make_documents(40, seed=7))
-    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # only its size tells
+    """Within its time and its size: only its bytes tell."""
+    stat, content = path.stat(), bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
 
 CHANGES = {
@@ -209,6 +215,24 @@ def test_a_file_that_changed_before_it_was_read_may(interrupted, corpus, tokeniz
     resume()
     docs[40 * number : 40 * number + 40] = changed
     assert_shards(out_dir, plain_shards(docs, Tokenizer.load(tokenizer)))
+
+
+@needs_proc
+def test_a_wrong_place_to_resume_is_refused(interrupted, corpus, tokenizer):
+    """It follows from the shards: the last one ends there."""
+    _, out_dir, resume = interrupted
+    intact = read_manifest(out_dir)
+    place = intact["next"]
+    wrong_values = dict(file=[99], unit=[place["unit"] - 1, 99], skip=[0, place["skip"] + 1])
+    for key, wrong in ((key, wrong) for key, values in wrong_values.items() for wrong in values):
+        save_manifest(out_dir, intact | dict(next=place | {key: wrong}))
+        with pytest.raises(UserError, match="does not end where `next`"):
+            resume()
+        assert count_shards(out_dir) == 2
+    nothing = dict(tokens=0, documents=0, bytes=0, shards=[], next=dict(file=5, unit=3, skip=9))
+    save_manifest(out_dir, intact | nothing)
+    resume()
+    assert_shards(out_dir, plain_shards(corpus[1], Tokenizer.load(tokenizer)))
 
 
 @needs_proc

@@ -66,18 +66,6 @@ def test_every_format_gives_the_same_documents_however_it_is_cut(tmp_path, monke
     assert n == 1 if unit_bytes == 10**9 else n > 3
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "txt", "txt.zst"])
-def test_units_are_the_same_every_time_so_that_their_number_is_a_place_to_resume(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(sources, "UNIT_BYTES", 10_000)
-    path = tmp_path / f"docs.{kind}"
-    if "txt" in kind:
-        compress(path, "\n\n\n".join(make_documents()).encode())
-    else:
-        write(path, make_documents())
-    units = list(units_of(path, "text"))
-    assert len(units) > 4 and list(units_of(path, "text")) == units
-
-
 @pytest.mark.parametrize("kind", ["one_group.parquet", "parquet", "jsonl.gz", "txt"])
 def test_no_unit_is_much_larger_than_it_should_be(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(sources, "UNIT_BYTES", 30_000)
@@ -167,6 +155,15 @@ def test_text_in_another_encoding_is_named_with_the_byte(tmp_path, monkeypatch):
     path.write_bytes(b"word " * 1000 + "研究生".encode("gb18030"))
     with pytest.raises(UserError, match="docs.txt: not UTF-8 at byte 5000; convert it"):
         read(path, cut=re.compile(r"(?<=\S)(?=\s)"))
+
+
+@pytest.mark.parametrize("unit_bytes", [4, 10**6])
+def test_a_row_that_is_not_utf8_is_named_by_what_is_before_it(tmp_path, monkeypatch, unit_bytes):
+    monkeypatch.setattr(sources, "UNIT_BYTES", unit_bytes)
+    rows = pa.array([b"one", b"a long row of a caf\xe9"], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"text": rows}), tmp_path / "docs.parquet")
+    with pytest.raises(UserError, match=r"docs.parquet: a row is not UTF-8 after b'a long row of a caf'; correct"):
+        read(tmp_path / "docs.parquet")
 
 
 def damaged(whole: bytes, rng: random.Random) -> dict[str, bytes]:
