@@ -4,7 +4,7 @@
 - `rt.wrap(module)` is the module as a loop calls it: compiled and distributed, as decided
 - `rt.mesh` says which ranks divide a model among them, for run/sharding.py
 - `prefetch(batches, device)` brings the next batch to the device while it computes
-- `peak_flops(name)` knows the dense 16-bit peak of common GPUs, for MFU
+- `peaks(name)` knows the dense 16-bit peak and the memory bandwidth of common GPUs
 
 This file knows nothing of GPT-2, shards, checkpoints or run directories.
 """
@@ -34,31 +34,39 @@ from cli import UserError
 # dies at once; one that hangs, or whose machine was cut off, ends the others only after this time.
 EXCHANGE = timedelta(minutes=10)
 
-# The dense peak of the matrix units in TFLOP/s for 16-bit inputs with fp32 accumulation, from the vendors' data sheets
-# and whitepapers; for GeForce cards without one, twice the published fp32 rate, as where both are printed. The first
-# name whose words follow one another in the device's name counts, so that longer names come first.
-PEAK_TFLOPS = """
-GB300 2500, B300 2250, GB200 2500, B200 2250, GH200 989, H200 NVL 835, H200 989, H100 NVL 835, H100 PCIe 756, H100 989,
-H800 989, H20 148, A100 312, A800 312, GB10 125, L40S 362, L40 181, L4 121, A40 150, A30 165, A10G 70, A10 125,
-A6000 155, RTX 6000 Ada 364,
-RTX PRO 6000 Blackwell Max Q 439, RTX PRO 6000 Blackwell Server 468, RTX PRO 6000 504, V100 125, T4 65,
-RTX 5090 D 0, RTX 5090 209, RTX 5080 113, RTX 5070 Ti 88, RTX 5070 62, RTX 5060 Ti 47, RTX 5060 38,
-RTX 4090 D 147, RTX 4090 165, RTX 4080 SUPER 104, RTX 4080 97, RTX 4070 Ti SUPER 88, RTX 4070 Ti 80, RTX 4070 SUPER 71,
-RTX 4070 58, RTX 4060 Ti 44, RTX 4060 30, RTX 3090 Ti 80, RTX 3090 71, RTX 3080 Ti 68, RTX 3080 60,
-MI300X 1307, MI325X 1307, MI355X 2516, MI350X 2310, MI250X 191
+# What machines have, a card a line or two: the dense peak of the matrix units in TFLOP/s, for 16-bit inputs with fp32
+# accumulation, and the bandwidth of the memory in GB/s, from the vendors' data sheets and whitepapers; for GeForce cards
+# without a 16-bit figure, twice the published fp32 rate, as where both are printed; for MI250X one of its two chips. 0 is
+# unknown. The first name whose words follow one another in the device's name counts, so that longer names come first.
+PEAKS = """
+GB300 2500 8000, B300 2250 8000, GB200 2500 8000, B200 2250 8000, GH200 989 4000, H200 NVL 835 4800, H200 989 4800,
+H100 NVL 835 3938, H100 PCIe 756 2039, H100 989 3352, H800 989 3352, H20 148 4000, A100 SXM4 40GB 312 1555,
+A100 PCIE 40GB 312 1555, A100 312 2039, A800 312 2039, GB10 125 273, L40S 362 864, L40 181 864, L4 121 300,
+A40 150 696, A30 165 933, A10G 70 600, A10 125 600, A6000 155 768, RTX 6000 Ada 364 960,
+RTX PRO 6000 Blackwell Max Q 439 1792, RTX PRO 6000 Blackwell Server 468 1597, RTX PRO 6000 504 1792, V100 125 900,
+T4 65 320, RTX 5090 D 0 1792, RTX 5090 209 1792, RTX 5080 113 960, RTX 5070 Ti 88 896, RTX 5070 62 672,
+RTX 5060 Ti 47 448, RTX 5060 38 448, RTX 4090 D 147 1008, RTX 4090 165 1008, RTX 4080 SUPER 104 736, RTX 4080 97 717,
+RTX 4070 Ti SUPER 88 672, RTX 4070 Ti 80 504, RTX 4070 SUPER 71 504, RTX 4070 58 504, RTX 4060 Ti 44 288,
+RTX 4060 30 272, RTX 3090 Ti 80 1008, RTX 3090 71 936, RTX 3080 Ti 68 912, RTX 3080 60 760,
+MI300X 1307 5300, MI325X 1307 6000, MI355X 2516 8000, MI350X 2310 8000, MI250X 191 1638
 """
 
 
-def peak_flops(device_name: str) -> float | None:
-    """Dense 16-bit peak in FLOP/s of a GPU by its name; None if it is unknown (MFU is then n/a)."""
+def peaks(device_name: str) -> tuple[float, float] | None:
+    """(dense 16-bit FLOP/s, memory bandwidth in bytes/s) of a GPU by its name; None if it is unknown."""
     words = re.sub(r"[-_]", " ", device_name).split()
     if {"Laptop", "Mobile", "MIG"} & set(words):  # a smaller chip, or a slice of one, under the same name
         return None
-    for entry in PEAK_TFLOPS.replace("\n", " ").split(","):
-        *name, tflops = entry.split()
+    for entry in PEAKS.replace("\n", " ").split(","):
+        *name, tflops, gb = entry.split()
         if any(words[i : i + len(name)] == name for i in range(len(words))):
-            return float(tflops) * 1e12 or None
+            return (float(tflops) * 1e12, float(gb) * 1e9) if float(tflops) else None
     return None
+
+
+def peak_flops(device_name: str) -> float | None:
+    """The first of `peaks`, for MFU, which is n/a where it is unknown."""
+    return found[0] if (found := peaks(device_name)) else None
 
 
 @dataclass(frozen=True)

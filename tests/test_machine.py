@@ -9,7 +9,7 @@ from cli import UserError
 from model import GPT, GPTConfig
 from run import runtime
 from run.checkpoint import CheckpointWriter, ModelFiles, damage, snapshot
-from run.runtime import Runtime, peak_flops
+from run.runtime import PEAKS, Runtime, peak_flops, peaks
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,7 @@ from run.runtime import Runtime, peak_flops
         ("NVIDIA H100 80GB HBM3", 989),
         ("NVIDIA H100 PCIe", 756),
         ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100-SXM4-40GB", 312),
         ("NVIDIA H200", 989),
         ("NVIDIA H200 NVL", 835),
         ("NVIDIA L40", 181),
@@ -32,6 +33,14 @@ from run.runtime import Runtime, peak_flops
 )
 def test_the_peak_follows_from_the_name_of_the_gpu(name, tflops):
     assert peak_flops(name) == (tflops and tflops * 1e12)
+
+
+def test_every_card_has_a_bandwidth_that_could_be_true():
+    assert [peaks(name)[1] / 1e9 for name in ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB")] == [1555, 2039]
+    for entry in PEAKS.replace("\n", " ").split(","):
+        *name, tflops, gb = entry.split()
+        assert peaks(" ".join(name)) == (None if tflops == "0" else (float(tflops) * 1e12, float(gb) * 1e9)), entry
+        assert 200 <= float(gb) <= 8000
 
 
 def test_cpu_means_that_no_gpu_is_asked_for(monkeypatch):
