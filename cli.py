@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import errno
 import hashlib
+import inspect
 import io
 import itertools
 import json
@@ -20,10 +21,11 @@ import re
 import shutil
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 LOCK_SECONDS = 10  # how long to wait for a process that is just ending
 
@@ -100,6 +102,11 @@ def fail(message: str) -> None:
     sys.exit(2)
 
 
+def counted(n: int, noun: str) -> str:
+    """A number with its noun: 1 thread, 2 threads."""
+    return f"{n:,} {noun}{'s' * (n != 1)}"
+
+
 # ------------------------------------------------------------------------------------------------------- constants
 
 
@@ -123,32 +130,84 @@ def parse_args(config_type, args: list[str] | None = None, default=None, prog: s
     """Fill the dataclass `config_type` from the command line; the comments after its fields are the help.
 
     `default` is an instance whose values replace the dataclass's own. Raises UserError where tyro would print a box,
-    and for a constant outside its range.
+    and for a constant of another type than its own or outside its range.
     """
     import tyro
 
+    args, prog = sys.argv[1:] if args is None else args, prog or os.path.basename(sys.argv[0])
+    values = {field.name: getattr(default, field.name) if default else field.default for field in fields(config_type)}
+    check_constants(config_type, values)  # those that a person has edited
+    if {"-h", "--help"} & set(itertools.takewhile(lambda word: word != "--", args)):
+        print(help_text(config_type, values, prog, description or ""))
+        sys.exit(0)
     stderr = io.StringIO()
     try:
         with contextlib.redirect_stderr(stderr):
             config = tyro.cli(
-                config_type,
-                args=sys.argv[1:] if args is None else args,
-                default=default,
-                prog=prog or os.path.basename(sys.argv[0]),
-                description=description,
-                config=(tyro.conf.FlagCreatePairsOff,),
+                config_type, args=args, default=default, prog=prog, config=(tyro.conf.FlagCreatePairsOff,)
             )
-    except SystemExit as e:
-        if e.code in (0, None):
-            raise
+    except SystemExit:
         raise UserError(first_sentence(stderr.getvalue())) from None
-    for name, hint in get_type_hints(config_type, include_extras=True).items():
-        value = getattr(config, name)
-        values = value if isinstance(value, tuple) else (value,)
-        for limits in getattr(hint, "__metadata__", ()):
-            if isinstance(limits, Range) and not all(limits.low <= one <= limits.high for one in values):
-                raise UserError(f"--{name} must be in [{limits.low:,g}, {limits.high:,g}], not {value}")
+    check_constants(config_type, vars(config))
     return config
+
+
+def check_constants(config_type, values: dict) -> None:
+    """Raises UserError for a value that has another type than the constant, or is outside its range."""
+    for name, hint in get_type_hints(config_type, include_extras=True).items():
+        value, (kind, *limits) = values.get(name, MISSING), get_args(hint) if get_origin(hint) is Annotated else [hint]
+        if value is MISSING:
+            continue
+        if get_origin(kind) is Literal and value not in get_args(kind):
+            raise UserError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, get_args(kind)))}")
+        if kind in (int, float, str, bool) and type(value) not in ((int, float) if kind is float else (kind,)):
+            raise UserError(f"{name} is {value!r}; it must be {KINDS[kind]}")
+        for low, high in ((each.low, each.high) for each in limits if isinstance(each, Range)):
+            if not low <= value <= high:
+                raise UserError(f"--{name} must be in [{low:,g}, {high:,g}], not {value}")
+
+
+KINDS = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "True or False"}
+
+
+def given(args: list[str]) -> set[str]:
+    """The names of the constants that the words of a command line set."""
+    options = (word[2:].partition("=")[0].replace("-", "_") for word in args if word.startswith("--"))
+    return {name.removeprefix("no_") for name in options}
+
+
+def help_text(config_type, values: dict, prog: str, description: str) -> str:
+    """The constants under the headings that they have in the source, each with its comment and its default."""
+    width = min(shutil.get_terminal_size().columns, 120)
+    hints, lines, usage = get_type_hints(config_type, include_extras=True), [], [f"usage: {prog}"]
+    for line in inspect.getsource(config_type).splitlines():
+        if heading := re.fullmatch(r"    # (.+)", line):
+            lines += ["", heading[1]]
+        field = re.match(r"    (\w+): .*?(?:  # (.*))?$", line)
+        if field and field[1] in values:
+            option, default = as_option(field[1], hints[field[1]], values[field[1]])
+            if not option.startswith("-"):
+                usage.append(option if values[field[1]] is MISSING else f"[{option}]")
+            first = f"  {option:<22}  "
+            lines += textwrap.wrap((field[2] or "") + default, width, initial_indent=first, subsequent_indent=" " * 26)
+    usage = textwrap.fill(" ".join([*usage, "[options]; --two_words may also be written --two-words"]), width)
+    # indented lines stay as they are
+    about = [part if "\n " in f"\n{part}" else textwrap.fill(part, width) for part in description.strip().split("\n\n")]
+    return "\n\n".join([usage, *about, "\n".join(lines).strip("\n")])
+
+
+def as_option(name: str, hint, default) -> tuple[str, str]:
+    """A constant as the command line has it, such as --max_steps INT, and its default in brackets."""
+    kind, *more = get_args(hint) if get_origin(hint) is Annotated else [hint]
+    if any("Positional" in repr(one) for one in more):  # tyro's mark
+        return next((one.metavar for one in more if getattr(one, "metavar", None)), name.upper()), ""
+    if kind is bool:
+        return (f"--no_{name}", " [on]") if default else (f"--{name}", "")
+    values = {int: "INT", float: "FLOAT", str: "TEXT"}.get(kind, "TEXT ...")
+    if get_origin(kind) is Literal:
+        values = "{" + ",".join(get_args(kind)) + "}"
+    default = " ".join(default) if isinstance(default, tuple) else default
+    return f"--{name} {values}", f" [{default}]" if default not in ("", MISSING) else ""
 
 
 def first_sentence(box: str) -> str:
@@ -179,12 +238,23 @@ def flush(path: Path) -> None:
         os.close(fd)
 
 
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Give an OSError of the block a name: one of a write, such as that of a full disk, comes without."""
+    try:
+        yield
+    except OSError as e:
+        e.filename = e.filename or str(path)
+        raise
+
+
 def replace_file(path: Path, content: str | bytes) -> None:
     """Write a file whole or not at all: under a name of this process first, flushed, then renamed over `path`."""
     part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        part.write_bytes(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
-        flush(part)
+        with naming(path):
+            part.write_bytes(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
+            flush(part)
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
@@ -199,11 +269,12 @@ def write_atomically(path: Path, fill: Callable[[Path], None]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        temporary.mkdir(parents=True)
-        fill(temporary)
-        for file in temporary.iterdir():
-            flush(file)
-        flush(temporary)
+        with naming(path):
+            temporary.mkdir(parents=True)
+            fill(temporary)
+            for file in temporary.iterdir():
+                flush(file)
+            flush(temporary)
         if path.exists():
             set_aside(path)
         temporary.rename(path)
@@ -243,7 +314,10 @@ def only_one(lock: Path, what: str, seconds: float | None = None) -> Iterator[No
     from filelock import FileLock, Timeout
 
     try:
-        with FileLock(lock, timeout=LOCK_SECONDS if seconds is None else seconds):
-            yield
+        with naming(lock):
+            open(lock, "a").close()  # FileLock would wait for a file that it may not open, as if it were locked
+            held = FileLock(lock, timeout=LOCK_SECONDS if seconds is None else seconds).acquire()
     except Timeout:
         raise UserError(f"another process is writing to the {what}; wait until it ends, or use another one") from None
+    with held:
+        yield

@@ -1,0 +1,110 @@
+"""What every script shares: constants and their help, files that appear whole, errors that name their place."""
+
+import errno
+import os
+import resource
+import signal
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+import cli
+import sample
+import train_gpt2
+from cli import UserError, only_one, parse_args, replace_file, write_atomically
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(max_steps="1200"), "max_steps is '1200'; it must be a whole number"),
+        (dict(max_steps=12.5), "max_steps is 12.5; it must be a whole number"),
+        (dict(max_lr="6e-4"), "max_lr is '6e-4'; it must be a number"),
+        (dict(optimizer="adam"), "optimizer is 'adam'; it must be one of 'adamw', 'muon'"),
+        (dict(shuffle="no"), "shuffle is 'no'; it must be True or False"),
+        (dict(beta1=1.0), "--beta1 must be in"),
+    ],
+)
+def test_a_constant_that_was_edited_wrongly_gives_one_line(change, words):
+    with pytest.raises(UserError, match=words):
+        parse_args(train_gpt2.Config, [], replace(train_gpt2.Config(), **change))
+    assert parse_args(train_gpt2.Config, [], train_gpt2.Config(max_lr=1)).max_lr == 1  # a whole number is a number
+
+
+@dataclass
+class Small:
+    # first things
+    size: int = 3  # of the thing
+    # more of them
+    loud: bool = True  # says it
+    names: tuple[str, ...] = ("a", "b")  # of all
+
+
+def test_help_has_the_headings_and_comments_of_the_source_wrapped_to_the_terminal(monkeypatch, capsys):
+    def help_of(config_type, columns: int) -> str:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        with pytest.raises(SystemExit) as end:
+            about = "Some words. " * 9 + "\n\n    as it is" + "!" * 90
+            parse_args(config_type, ["--help"], prog="x.py", description=about)
+        assert not end.value.code
+        return capsys.readouterr().out
+
+    text = help_of(Small, 60)
+    assert "\nfirst things\n  --size INT              of the thing [3]\n\nmore of them\n  --no_loud " in text
+    assert "--names TEXT ...        of all [a b]" in text and "as it is!!!" in text
+    assert max(len(line) for line in help_of(train_gpt2.Config, 60).splitlines() if not set("!{") & set(line)) <= 60
+    assert "usage: x.py MODEL [PROMPT] [options]" in help_of(sample.Config, 100)
+    names = {line.split()[0] for line in help_of(train_gpt2.Config, 100).splitlines() if line.startswith("  --")}
+    assert len(names) == len(train_gpt2.Config.__dataclass_fields__)
+
+
+def test_files_and_directories_are_on_the_disk_before_they_have_their_name(tmp_path, monkeypatch):
+    """A power failure after a rename would otherwise leave an empty file under the final name."""
+    events, fsync, real = [], os.fsync, {name: getattr(Path, name) for name in ("rename", "replace")}
+    place = lambda fd: Path(os.readlink(f"/proc/self/fd/{fd}")).name  # noqa: E731
+    monkeypatch.setattr(os, "fsync", lambda fd: (events.append(f"flush {place(fd)}"), fsync(fd)))
+    for name, rename in real.items():
+        monkeypatch.setattr(Path, name, lambda a, b, rename=rename: (events.append(f"name {b.name}"), rename(a, b))[1])
+    me = os.getpid()
+    replace_file(tmp_path / "file", "text")
+    assert events == [f"flush .file.{me}.tmp", "name file", f"flush {tmp_path.name}"]
+    for n in range(2):
+        events.clear()
+        write_atomically(tmp_path / "dir", lambda path: (path / "a").write_text("x"))
+        old = ["name dir.1"] * n
+        assert events == ["flush a", f"flush .dir.{me}.tmp", *old, "name dir", f"flush {tmp_path.name}"]
+
+
+def test_what_cannot_be_written_is_named_by_its_path(tmp_path, monkeypatch):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # then a write beyond the limit fails, as on a full disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        for write in (
+            lambda path: replace_file(path, "x" * 5000),
+            lambda path: write_atomically(path, lambda directory: (directory / "a").write_bytes(bytes(5000))),
+        ):
+            with pytest.raises(OSError) as e:
+                write(tmp_path / "place")
+            assert str(tmp_path / "place") in cli.explain(e.value)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_that_cannot_be_had_is_named_and_not_taken_for_another_process(tmp_path, monkeypatch):
+    import fcntl
+
+    def no_locks(*args):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    with monkeypatch.context() as context, pytest.raises(OSError) as e:
+        context.setattr(fcntl, "flock", no_locks)
+        with only_one(tmp_path / "lock", "place"):
+            pass
+    assert cli.explain(e.value).startswith(f"{tmp_path / 'lock'}: No locks available")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match="folder"), only_one(tmp_path / "folder", "place", seconds=60):
+        pass
