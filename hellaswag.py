@@ -75,6 +75,7 @@ class Config:
     json: str = ""  # write scores and log-likelihoods to this file
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: cuda, else mps, else cpu
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto: 16 bits where the device has them
+    threads: Count = 0  # of a CPU; 0 for the fastest number, which is tried at the start
 
 
 def main() -> None:
@@ -85,7 +86,7 @@ def main() -> None:
     out = Path(config.json)
     if config.json and (not out.parent.is_dir() or (out.exists() and not out.is_file())):  # now, not after an hour
         raise UserError(f"--json {out} cannot be written; give a file in a directory that exists")
-    rt = Runtime.setup(config.device, config.dtype)
+    rt = Runtime.setup(config.device, config.dtype, threads=config.threads)
     rows = load_rows(config.data, rt)[: config.limit or None]
     # the first rank chooses for all: a run that is still training may write a newer checkpoint at any moment
     config = replace(config, model=rt.on_main(lambda: find_model(config.model)))

@@ -44,12 +44,13 @@ class Config:
     chat: bool = False  # hold a conversation in the terminal; PROMPT is the first message
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: cuda, else mps, else cpu
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of weights; auto: fp32 on a CPU, else 16 bits
+    threads: Count = 0  # of a CPU; 0 for the fastest number, which is tried at the start
 
 
 def main() -> None:
     config = parse_args(Config, description=__doc__)
     prompt = read_all() if config.prompt == "-" else config.prompt
-    rt = Runtime.setup(config.device, config.dtype)
+    rt = Runtime.setup(config.device, config.dtype, threads=config.threads)
     if config.dtype == "auto" and rt.device.type == "cpu":
         rt = Runtime.setup("cpu", "float32")  # memory limits a single row, and 16 bits are partly emulated
     model, tokenizer = open_model(config)

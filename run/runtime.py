@@ -15,7 +15,9 @@ import os
 import re
 import shutil
 import signal
+import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,15 +30,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 from tqdm import tqdm
 
-from cli import UserError
+from cli import UserError, counted
 
 # How long a rank waits for the others: some may be compiling or writing a checkpoint. torchrun notices a process that
 # dies at once; one that hangs, or whose machine was cut off, ends the others only after this time.
 EXCHANGE = timedelta(minutes=10)
 
-# What machines have, a card a line or two: the dense peak of the matrix units in TFLOP/s, for 16-bit inputs with fp32
-# accumulation, and the bandwidth of the memory in GB/s, from the vendors' data sheets and whitepapers; for GeForce cards
-# without a 16-bit figure, twice the published fp32 rate, as where both are printed; for MI250X one of its two chips. 0 is
+# What machines have: a card's dense peak of the matrix units in TFLOP/s, for 16-bit inputs with fp32 accumulation, and
+# the bandwidth of its memory in GB/s. They are from the vendors' data sheets and whitepapers; for GeForce cards without
+# a 16-bit figure, twice the published fp32 rate, as where both are printed; for an MI250X, one of its two chips. 0 is
 # unknown. The first name whose words follow one another in the device's name counts, so that longer names come first.
 PEAKS = """
 GB300 2500 8000, B300 2250 8000, GB200 2500 8000, B200 2250 8000, GH200 989 4000, H200 NVL 835 4800, H200 989 4800,
@@ -83,10 +85,11 @@ class Runtime:
     mesh: DeviceMesh | None = None  # of the ranks that do; None for "none" and for one rank
 
     @classmethod
-    def setup(cls, device: str = "auto", dtype: str = "auto", compile: str = "off", shard: str = "none") -> "Runtime":
+    def setup(cls, device="auto", dtype="auto", compile="off", shard="none", threads: int | None = None) -> "Runtime":
         """Decide for this process, join the process group under torchrun, choose matmul precision.
 
-        Raises UserError for a device, a dtype or a compiler that is not there.
+        `threads` of a CPU: None leaves PyTorch's number, 0 tries which one is fastest now. Raises UserError for a
+        device, a dtype or a compiler that is not there.
         """
         rank, world_size, local_rank = ranks_of_environment()
         device = _choose_device(device, local_rank)
@@ -100,8 +103,8 @@ class Runtime:
         dtype, why_dtype = _choose_dtype(dtype, device)
         compile_on, why_compile = _choose_compile(compile, device)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        threads = f" with {torch.get_num_threads()} threads" if device.type == "cpu" else ""
-        why = f"{name}{threads}, {why_dtype}, {why_compile}" + (f", {world_size} ranks" if world_size > 1 else "")
+        name += f" with {_choose_threads(threads)}" if device.type == "cpu" else ""
+        why = f"{name}, {why_dtype}, {why_compile}" + (f", {world_size} ranks" if world_size > 1 else "")
         mesh = init_device_mesh(device.type, (world_size,)) if shard != "none" and world_size > 1 else None
         return cls(device, dtype, compile_on, rank, world_size, why, shard if mesh else "none", mesh)
 
@@ -171,6 +174,12 @@ class Runtime:
         host to read them is idle. On a CPU there is nothing to wait for."""
         return int(self.device.type == "cuda")
 
+    @property
+    def writes_in_background(self) -> bool:
+        """Whether to train while a checkpoint is written. On a CPU that takes longer than to wait: on two cores a step
+        of 124M beside a write took 5.5 s, one alone 1.2 s, and the write 3.2 s."""
+        return self.device.type != "cpu"
+
     def read_later(self, tensor: torch.Tensor) -> Callable[[], list[float]]:
         """Start copying a small tensor to the host. The returned function waits for it, and for all work before it, but
         not for work queued since."""
@@ -235,6 +244,13 @@ def ranks_of_environment() -> tuple[int, int, int]:
     return int(rank or 0), int(world_size or 1), int(local_rank or 0)
 
 
+def launcher() -> list[str]:
+    """The words before a script's name that start it as this process was: python, or torchrun with as many ranks."""
+    nodes, ranks = (os.environ.get(name, "1") for name in ("GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    where = ["--standalone"] if nodes == "1" else [f"--nnodes={nodes}", "--rdzv_endpoint=HOST:PORT"]
+    return ["torchrun", *where, f"--nproc_per_node={ranks}"] if ranks_of_environment()[1] > 1 else ["python"]
+
+
 def _choose_device(device: str, local_rank: int) -> torch.device:
     if device == "cpu":
         return torch.device("cpu")  # without asking for GPUs, which would open a context on one
@@ -245,7 +261,23 @@ def _choose_device(device: str, local_rank: int) -> torch.device:
         raise UserError(f"--device {device}: PyTorch {torch.__version__} sees no such GPU here; use --device cpu")
     if device == "cuda" and local_rank >= torch.cuda.device_count():
         raise UserError(f"there are {torch.cuda.device_count()} GPUs here; start torchrun with as many processes")
+    if device == "cuda":
+        _refuse_a_gpu_without_code(torch.cuda.get_device_capability(local_rank), torch.cuda.get_arch_list())
     return torch.device(f"cuda:{local_rank}" if device == "cuda" else device)
+
+
+def _refuse_a_gpu_without_code(capability: tuple[int, int], compiled: list[str]) -> None:
+    """Raise UserError for a GPU for which this PyTorch has no kernels, as one for CUDA 13 has none for a V100.
+
+    Of `compiled`, sm_86 runs on 8.6 and 8.9, and the driver compiles compute_90 for 9.0 and all that is newer.
+    """
+    found = [(kind, (int(n) // 10, int(n) % 10)) for kind, n in re.findall(r"(sm|compute)_(\d+)", " ".join(compiled))]
+    runs = [each <= capability and (kind == "compute" or each[0] == capability[0]) for kind, each in found]
+    if found and not any(runs):
+        older = "one for CUDA 12.6: pip install torch --index-url https://download.pytorch.org/whl/cu126"
+        other = older if capability < min(each for _, each in found) else "a newer one"
+        name = "sm_{}{}".format(*capability)
+        raise UserError(f"PyTorch {torch.__version__} has no code for a GPU of {name}; install {other}")
 
 
 def _join_ranks(device: torch.device, rank: int, world_size: int) -> None:
@@ -282,6 +314,38 @@ def _keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         for option, n_bytes in ((M_MMAP_THRESHOLD, 2**30), (M_TRIM_THRESHOLD, 2**30), (M_TOP_PAD, 2**26)):
             mallopt(option, n_bytes)
+
+
+def _choose_threads(threads: int | None) -> str:
+    """Set the number of threads, and say it. Whoever sets OMP_NUM_THREADS, as torchrun does, has chosen."""
+    most, tried = torch.get_num_threads(), threads == 0 and "OMP_NUM_THREADS" not in os.environ
+    threads = fastest_threads(most) if tried else threads or most
+    torch.set_num_threads(threads)
+    if threads == most:
+        return counted(most, "thread")
+    return f"{threads} of {counted(most, 'thread')}" + " (something else uses this machine)" * tried
+
+
+def fastest_threads(most: int) -> int:
+    """`most`, or a half, a quarter, ... of it: whichever computes a small network's gradients fastest at this moment.
+
+    The threads of an operator wait for each other, spinning. If another process takes one of two cores, our threads
+    spend their time waiting for the one that it has stopped, and a single one is faster. The candidates take turns, for
+    about a second, with enough rows to keep all threads busy. No random state is touched.
+    """
+    numbers = [most >> i for i in range(most.bit_length())]
+    seconds: dict[int, list[float]] = {n: [] for n in numbers}
+    x, w = torch.full((512 * most, 128), 0.5), torch.full((512, 128), 0.01, requires_grad=True)
+    end = time.perf_counter() + 1
+    for turn in range(25):
+        if turn > 2 and time.perf_counter() > end:
+            break
+        for n in numbers:
+            torch.set_num_threads(n)
+            begun = time.perf_counter()
+            ((torch.nn.functional.gelu(x @ w.T) @ w).softmax(-1) * x).sum().backward()
+            seconds[n].append(time.perf_counter() - begun)
+    return min(numbers, key=lambda n: statistics.median(seconds[n][1:]))  # the first turn starts the threads
 
 
 def _choose_dtype(dtype: str, device: torch.device) -> tuple[torch.dtype, str]:

@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: two threads in each of two processes on two cores
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # wait for each other most of the time
+# before torch is imported: threads of several processes wait for each other, and no test needs a trial of their number
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch

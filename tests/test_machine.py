@@ -1,5 +1,7 @@
 """Decisions about the machine: device, ranks, compiler, threads, peaks."""
 
+import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from cli import UserError
 from model import GPT, GPTConfig
 from run import runtime
 from run.checkpoint import CheckpointWriter, ModelFiles, damage, snapshot
-from run.runtime import PEAKS, Runtime, peak_flops, peaks
+from run.runtime import PEAKS, Runtime, launcher, peak_flops, peaks
 
 
 @pytest.mark.parametrize(
@@ -41,6 +43,60 @@ def test_every_card_has_a_bandwidth_that_could_be_true():
         *name, tflops, gb = entry.split()
         assert peaks(" ".join(name)) == (None if tflops == "0" else (float(tflops) * 1e12, float(gb) * 1e9)), entry
         assert 200 <= float(gb) <= 8000
+
+
+def test_the_flops_of_all_ranks_are_compared_with_the_peak_of_all_ranks(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    rt = Runtime(torch.device("cuda"), torch.bfloat16, False, 0, 8, "")
+    assert rt.peak_flops() == 8 * 989e12
+
+
+@pytest.mark.parametrize(
+    "capability, compiled, words",
+    [
+        ((7, 0), ["sm_75", "sm_80", "sm_90", "sm_120", "compute_120"], "sm_70.*cu126"),  # a V100, CUDA 13
+        ((12, 0), ["sm_50", "sm_80", "sm_90"], "sm_120.*newer"),
+        ((9, 0), ["sm_80", "sm_90a"], None),
+        ((8, 6), ["sm_80"], None),  # of the same major version
+        ((12, 0), ["sm_80", "compute_90"], None),  # the driver compiles it
+        ((9, 0), ["gfx942"], None),  # not CUDA
+    ],
+)
+def test_a_gpu_without_code_in_this_pytorch_is_refused_with_the_wheel_to_install(capability, compiled, words):
+    with pytest.raises(UserError, match=words) if words else nullcontext():
+        runtime._refuse_a_gpu_without_code(capability, compiled)
+
+
+def test_the_fastest_number_of_threads_is_taken_unless_somebody_has_chosen(monkeypatch):
+    now, gelu, state, clock = [2], torch.nn.functional.gelu, torch.get_rng_state(), [0.0]
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: now.append(n))
+    waits = {4: 0.02, 2: 0.001, 1: 0.01}  # seconds that so many threads wait for each other
+    monkeypatch.setattr(runtime.time, "perf_counter", lambda: clock[0])
+
+    def slow(x):
+        clock[0] += waits[now[-1]]
+        return gelu(x)
+
+    monkeypatch.setattr(torch.nn.functional, "gelu", slow)
+    for threads, environment, chosen, said in (
+        (0, None, 2, "2 of 4 threads .something else"),
+        (3, None, 3, "3 of 4 threads$"),
+        (None, None, 4, "4 threads$"),
+        (0, "4", 4, "4 threads$"),
+    ):
+        if environment:
+            monkeypatch.setenv("OMP_NUM_THREADS", environment)
+        assert re.match(said, runtime._choose_threads(threads)) and now[-1] == chosen
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_command_for_people_starts_as_many_ranks_as_there_are(monkeypatch):
+    assert launcher() == ["python"]
+    for name, value in dict(WORLD_SIZE="8", LOCAL_WORLD_SIZE="8", GROUP_WORLD_SIZE="1").items():
+        monkeypatch.setenv(name, value)
+    assert launcher() == ["torchrun", "--standalone", "--nproc_per_node=8"]
 
 
 def test_cpu_means_that_no_gpu_is_asked_for(monkeypatch):
