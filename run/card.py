@@ -53,7 +53,7 @@ def model_card(name: str, records: list[dict], files: set[str]) -> str:
         *["![Learning curve](learning_curve.png)"] * ("learning_curve.png" in files),
         "## How it was made",
         # indented: no command can end such a block, as three backquotes would end a fenced one
-        "\n".join("    python " + " ".join(command.split()) for command in said(records, "command")),
+        "\n".join("    python " + " ".join(command.splitlines()) for command in said(records, "command")),
         "## How to use it",
         usage(files),
     ]

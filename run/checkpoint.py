@@ -20,6 +20,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -111,8 +112,8 @@ def remove(path: Path) -> None:
 
 def remove_leftovers(run_dir: Path, files: tuple[str, ...]) -> None:
     """Remove what a killed process was writing or removing: of checkpoints, and of `files` of the run directory."""
-    names = "|".join([r"(damaged_)?step_\d+", *map(re.escape, files)])
-    for path in run_dir.glob(".*"):
+    names = "|".join([r"(damaged_)?step_\d+", r"README\.md", *map(re.escape, files)])
+    for path in (*run_dir.glob(".*"), *run_dir.glob("step_*/.*")):  # in a checkpoint: of a card that was renewed
         if re.fullmatch(rf"\.({names})\.\d+\.(tmp|old)", path.name):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
@@ -156,6 +157,10 @@ class CheckpointWriter:
             self._prune(val_losses)  # only now: at no moment are there fewer intact ones than before
 
         self._write = self._thread.submit(work)
+
+    def finish(self) -> None:
+        """Wait for the checkpoint under way; what went wrong is for `failed` and `wait` to say."""
+        wait_for([self._write])
 
     @property
     def failed(self) -> bool:

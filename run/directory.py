@@ -25,18 +25,18 @@ import contextlib
 import json
 import math
 import os
+import shlex
 import signal
-import statistics
 import sys
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import torch
 
-from cli import Stopped, UserError, only_one, read_json, replace_file, set_aside
+from cli import Stopped, UserError, check_constants, given, only_one, read_json, replace_file, set_aside
 from run.checkpoint import (
     TRAIN_STATE,
     WEIGHTS,
@@ -49,11 +49,35 @@ from run.checkpoint import (
     rename_damaged,
     snapshot,
 )
+from run.curves import read_log
 from run.log import RunLog, about_machine
-from run.runtime import Runtime
+from run.runtime import Runtime, launcher
+from run.spikes import SpikeDetector
 
 FILES = ("config.json", "log.jsonl", "samples.txt", "learning_curve.png")  # besides checkpoints
+OF_A_COMMAND = {"resume", "overwrite", "dry_run", "out_dir", "price", "like", "merge"}  # and not of the run
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+
+def with_constants_of_run(config, args: list[str]):
+    """With --resume: what the words `args` of the command line do not give is as the run in `config.out_dir` has it.
+
+    Its config.json has the constants that run, and the log, under `written`, those that were settled from other values.
+    They are settled again, as the machine may be another one, but for the threads, on which the last bits depend.
+    """
+    stored, log = {}, Path(config.out_dir) / "log.jsonl"
+    if config.resume:
+        with contextlib.suppress(OSError, UserError):  # none yet, or damaged: then all constants have to be given
+            stored = read_json(Path(config.out_dir) / "config.json")
+    if not isinstance(stored, dict) or "out_dir" not in stored:
+        return config
+    threads = {} if "OMP_NUM_THREADS" in os.environ else dict(threads=stored.get("threads", 0))
+    names = {field.name for field in fields(config)} - given(args) - OF_A_COMMAND
+    starts = [r for r in read_log(log) if r["kind"] == "run"] if log.exists() else []
+    stored |= (starts[-1].get("written", {}) if starts else {}) | threads
+    own = {name: tuple(v) if isinstance(v, list) else v for name, v in stored.items() if name in names}
+    check_constants(type(config), own)
+    return replace(config, **own)
 
 
 class RunDirectory:
@@ -68,11 +92,18 @@ class RunDirectory:
             raise UserError("--resume continues a run and --overwrite starts a new one; give one of them")
         self.path, self.rt, self.written, self.fixed = Path(config.out_dir), rt, asdict(config), fixed
         self.locks = contextlib.ExitStack()  # held until the end of the run
+        rt.on_main(self._refuse_foreign)
         rt.on_main(self._lock)  # first: what is found below must not change under us
         found = rt.on_main(self._find_checkpoint)
         self.checkpoint = Path(found) if found else None
 
+    def _refuse_foreign(self) -> None:
+        if self.path.is_dir() and not self.holds_run() and (foreign := foreign_name(self.path)):
+            raise UserError(f"{self.path} contains {foreign} but no run; choose another --out_dir, so that it stays")
+
     def _lock(self) -> None:
+        if self.path.is_symlink() and not self.path.exists():
+            raise UserError(f"{self.path} links to {os.readlink(self.path)}, which does not exist; create it")
         self.path.mkdir(parents=True, exist_ok=True)
         # inside the directory, not next to it: containers may mount one disk under different names
         self.locks.enter_context(only_one(self.path / ".lock", f"run directory {self.path}"))
@@ -84,8 +115,6 @@ class RunDirectory:
     def _find_checkpoint(self) -> str:
         """The newest intact checkpoint with --resume, else "" (all ranks get the result, which has to be plain)."""
         resume, overwrite = self.written["resume"], self.written["overwrite"]
-        if not self.holds_run() and (foreign := foreign_file(self.path)):
-            raise UserError(f"{self.path} contains {foreign} but no run; choose another --out_dir, so that it stays")
         if self.holds_run() and not (resume or overwrite):
             remedy = "pass --resume to continue it, --overwrite to rename it and start again"
             raise UserError(f"{self.path} already holds a run; {remedy}, or choose another --out_dir")
@@ -112,12 +141,14 @@ class RunDirectory:
         self._lock()
 
 
-def foreign_file(out_dir: Path) -> str:
-    """A file that a run would replace, in a directory that holds no run; "" if there is none."""
+def foreign_name(out_dir: Path) -> str:
+    """A file that a run would replace, or a directory, as in / or a project, where there is no run; "" for neither."""
     with contextlib.suppress(UserError, OSError, TypeError):
         if "out_dir" in read_json(out_dir / "config.json"):  # ours: the run was killed before it began its log
             return ""
-    return next((name for name in (*FILES, *WEIGHTS) if (out_dir / name).exists()), "")
+    others = (path.name for path in sorted(out_dir.iterdir()) if path.is_dir() and path.name != "lost+found")
+    names = (*(name for name in (*FILES, *WEIGHTS) if (out_dir / name).exists()), *others)
+    return next((name for name in names if not name.startswith(".")), "")
 
 
 class Run:
@@ -163,10 +194,12 @@ class Run:
         elif (log := self.out_dir / "log.jsonl").exists():
             old = set_aside(log)  # its steps come again with other figures: neither mix them with these, nor lose them
             self.rt.print(f"{self.out_dir} holds no checkpoint: starting from step 0; the earlier log is now {old}")
-        replace_file(self.out_dir / "config.json", json.dumps(asdict(self.config), indent=2) + "\n")
+        config = asdict(self.config)
+        written = {name: value for name, value in self.directory.written.items() if value != config[name]}
+        replace_file(self.out_dir / "config.json", json.dumps(config, indent=2) + "\n")
         self.log.open(self.step)
-        words = [Path(sys.argv[0]).name, *sys.argv[1:]]
-        start = dict(command=" ".join(words), **self.facts, config=asdict(self.config), **about_machine(self.rt))
+        command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+        start = dict(command=command, **self.facts, config=config, written=written, **about_machine(self.rt))
         if checkpoint:
             start |= dict(resumed_from=str(checkpoint), changed=changed)
             notes = "".join(f"; --{name} {old} is now {new}" for name, (old, new) in changed.items())
@@ -234,7 +267,8 @@ class Run:
         stop = self.rt.sum(loss.new_full((), self._signum != 0 or self._writer.failed))  # on any rank
         # One tensor, one copy to the host. Asking for a number now would let the GPU run dry: the host has to be ahead,
         # launching the kernels of the next step while those of this one run.
-        figures = torch.stack([loss, grad_norm, n_targets.to(loss), stop])
+        high, low = n_targets // 2**20, n_targets % 2**20  # fp32 counts exactly up to 2**24 only, and MPS has no fp64
+        figures = torch.stack([loss, grad_norm, high.to(loss), low.to(loss), stop])
         self._launched.append((self.step, lr, self.rt.read_later(figures)))
         self._read_steps(self.rt.steps_ahead)
 
@@ -278,6 +312,8 @@ class Run:
             losses, write_card = self.log.val_losses(), self.log.card()
             export = lambda directory: [write(directory) for write in (write_files, write_card)]  # noqa: E731
             self._writer.save(self.step, export, state, losses, self.rt.print)
+            if not self.rt.writes_in_background:
+                self._writer.finish()
 
     def record(self, kind: str, **figures) -> None:
         """Log an evaluation or a sample of this step, print it, and redraw the curve."""
@@ -303,6 +339,10 @@ class Run:
             operations = self.tokens * self.facts["flops_per_token"]
             self.record("target", tokens=self.tokens, hours=self.log.hours(), petaflop=operations / 1e15)
 
+    def resume_command(self, *words: str) -> str:
+        """What a person types to continue this run, on as many ranks as now."""
+        return shlex.join([*launcher(), Path(sys.argv[0]).name, "--resume", "--out_dir", str(self.out_dir), *words])
+
     # ---- the figures of finished steps, and what follows from them
 
     def _read_steps(self, unread: int = 0) -> None:
@@ -312,13 +352,14 @@ class Run:
 
     def _read_step(self, step: int, lr: float, read) -> None:
         """Wait for a step, log it, and notice a stop, a spike or a bad step. Raises UserError after too many."""
-        loss, grad_norm, n_targets, stop = read()
+        loss, grad_norm, high, low, stop = read()
+        n_targets = int(high) * 2**20 + int(low)
         # from the arrival of one step's figures to the next's: what a step takes when host and device overlap
         now = time.perf_counter()
-        seconds, self._clock = now - self._clock, now
-        self.tokens += int(n_targets)
+        seconds, self._clock = max(now - self._clock, 1e-9), now  # two readings may be equal
+        self.tokens += n_targets
         figures = dict(loss=loss, lr=lr, grad_norm=grad_norm, tokens=self.tokens)
-        self.log.train_step(step, figures, seconds, int(n_targets), self.facts["flops_per_token"])
+        self.log.train_step(step, figures, seconds, n_targets, self.facts["flops_per_token"])
         if step == 1 and "uniform_loss" in self.facts:
             self.rt.print(f"first loss {loss:.3f}; if all tokens are equally likely, {self.facts['uniform_loss']:.3f}")
         self._stop = self._stop or stop > 0  # acted on between steps, where all ranks have read the same figures
@@ -343,6 +384,7 @@ class Run:
             self._writer.wait()
         finally:
             self.rt.barrier()  # torchrun ends every rank once one has ended
+        self.rt.print(f"stopped after step {self.step}; to continue: {self.resume_command()}")
         raise Stopped(self._signum or signal.SIGTERM)
 
     def _roll_back(self) -> None:
@@ -398,55 +440,9 @@ class Run:
         for name, now in self.directory.written.items():
             # written: by a person or a recipe; settled: what it came to, e.g. micro_batch_size 0 -> 16
             then, settled = state["written"].get(name), state["config"].get(name)
-            if now in (then, settled) or name in ("resume", "overwrite", "out_dir"):
+            if now in (then, settled) or name in OF_A_COMMAND | {"init_from"}:
                 continue
             if name in self.directory.fixed:
                 raise UserError(f"{checkpoint} was trained with --{name} {settled}, not {now}; give another --out_dir")
             changed[name] = (settled, getattr(self.config, name))
         return changed
-
-
-class SpikeDetector:
-    """Notices a loss that has jumped: PATIENCE steps in a row, each more than `threshold` above the median of the good
-    ones. Nothing is a spike before there are MIN_LOSSES losses, or with a threshold of 0."""
-
-    # A median over 100 steps moves slowly, one over fewer than 20 says little. Odd batches come singly, spikes do not.
-    # And what three rounds of other data do not cure is not in the data.
-    WINDOW, MIN_LOSSES, PATIENCE, MAX_RETURNS = 100, 20, 3, 3
-
-    def __init__(self, threshold: float):
-        self.threshold = threshold
-        self.losses: deque[float] = deque(maxlen=self.WINDOW)
-        self.high = 0  # steps in a row
-        self.returns: Counter[str] = Counter()  # to each checkpoint
-
-    def median(self) -> float:
-        return statistics.median(self.losses)
-
-    def add(self, loss: float) -> bool:
-        """Take note of a step's loss; True for a spike."""
-        if 0 < self.threshold and self.MIN_LOSSES <= len(self.losses) and loss > self.median() + self.threshold:
-            self.high += 1
-        else:  # high losses stay out of the median, or it would follow them
-            self.high = 0
-            self.losses.append(loss)
-        return self.high >= self.PATIENCE
-
-    def accept(self) -> None:
-        """Let the high losses be the normal ones from here on."""
-        self.losses.clear()
-        self.high = 0
-
-    def count(self, checkpoint: str) -> None:
-        """Raises UserError for one return too many to the same checkpoint: other data then does not help."""
-        self.returns[checkpoint] += 1
-        if self.returns[checkpoint] > self.MAX_RETURNS:
-            what = f"the loss jumps again after {self.MAX_RETURNS} returns to {checkpoint}, each with other data"
-            raise UserError(f"{what}; lower --max_lr and --resume, or accept the jump with --spike_threshold 0")
-
-    def state_dict(self) -> dict:
-        return dict(losses=list(self.losses), high=self.high)
-
-    def load_state_dict(self, state: dict) -> None:
-        self.losses = deque(map(float, state["losses"]), maxlen=self.WINDOW)
-        self.high = int(state["high"])

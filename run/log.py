@@ -17,6 +17,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -25,13 +26,14 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from cli import UserError, explain, replace_file
+from cli import UserError, explain, naming, replace_file
 from run.card import write_card
 from run.curves import draw, read_log
 from run.runtime import Runtime
 
 # each is imported only when asked for
 TRACKERS = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
+LINE_SECONDS = 30  # between two lines that replace the progress bar where there is no terminal
 
 
 class RunLog:
@@ -39,7 +41,7 @@ class RunLog:
 
     def __init__(self, out_dir: Path, rt: Runtime, config):
         """Raises UserError for a tracker that is not installed."""
-        self.out_dir, self.rt, self.config = out_dir, rt, config
+        self.out_dir, self.rt, self.config, self.name = out_dir, rt, config, out_dir.resolve().name
         self.records: list[dict] = []
         self.skipped_steps = 0  # of the whole run
         self._tracker = import_tracker(config.report_to) if rt.is_main else None
@@ -51,27 +53,26 @@ class RunLog:
         """Continue the log from `step`, and start the tracker."""
         self.cut(step)
         if self._tracker:
-            self._report, self._close_tracker = start_tracker(self._tracker, self.config)
+            self._report, self._close_tracker = start_tracker(self._tracker, self.config, self.name, step)
 
     def cut(self, step: int) -> None:
         """Keep what was logged up to `step`: what a killed run logged after its checkpoint comes again."""
         if not self.rt.is_main:
             return
         path = self.out_dir / "log.jsonl"
-        self.records = [r for r in read_log(path) if r["step"] <= step] if path.exists() else []
+        self.records = [as_json(r) for r in read_log(path) if r["step"] <= step] if path.exists() else []
         self.skipped_steps = sum("skipped" in record for record in self.records)
         replace_file(path, "".join(json.dumps(record) + "\n" for record in self.records))
         samples = [sample_entry(record) for record in self.records if record["kind"] == "sample"]
         replace_file(self.out_dir / "samples.txt", "".join(samples))
 
     def append(self, record: dict) -> None:
-        """One line. JSON has no NaN: a number that is not finite becomes null."""
+        """One line."""
         if not self.rt.is_main:
             return
-        record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        self.records.append(record)
+        self.records.append(record := as_json(record))
         # opened for each line: it is in the file when the step ends, and a kill cuts one line at most
-        with open(self.out_dir / "log.jsonl", "a", encoding="utf-8") as f:
+        with naming(path := self.out_dir / "log.jsonl"), open(path, "a", encoding="utf-8") as f:
             f.write(json.dumps(record) + "\n")
         # trackers draw numbers alone: text and lists are in log.jsonl
         numbers = {f"{record['kind']}/{k}": v for k, v in record.items() if type(v) in (int, float) and k != "step"}
@@ -88,7 +89,8 @@ class RunLog:
             return
         self.append({"step": step, "kind": kind, **figures})
         if kind == "sample":
-            with open(self.out_dir / "samples.txt", "a", encoding="utf-8", errors="backslashreplace") as f:
+            path = self.out_dir / "samples.txt"
+            with naming(path), open(path, "a", encoding="utf-8", errors="backslashreplace") as f:
                 f.write(sample_entry(self.records[-1]))
         self.rt.print(f"step {step}: {describe(kind, figures)}")
         self.draw()
@@ -107,8 +109,13 @@ class RunLog:
              "memory_gib": round(self.rt.peak_memory() / 2**30, 3), "skipped_steps": self.skipped_steps}
             | ({} if good else {"skipped": True})
         )  # fmt: skip
-        show_mfu = f", MFU {mfu:.0%}" if mfu else ""
-        self._bar.set_postfix_str(f"loss {figures['loss']:.3f}, {rate:,.0f} tok/s{show_mfu}", refresh=False)
+        shown = f"loss {figures['loss']:.3f}, {rate:,.0f} tok/s" + (f", MFU {mfu:.0%}" if mfu else "")
+        if self._bar.disable:  # no terminal
+            if time.monotonic() > self._line_due or step == self._bar.total:
+                self._line_due = time.monotonic() + LINE_SECONDS
+                self.rt.print(f"step {step} of {self._bar.total}: {shown}")
+            return
+        self._bar.set_postfix_str(shown, refresh=False)
         try:
             self._bar.update(step - self._bar.n)
         except OSError:  # the run outlives its terminal: what nobody reads any more is dropped
@@ -119,8 +126,9 @@ class RunLog:
                 tqdm.get_lock().release()
 
     def start_bar(self, step: int, max_steps: int) -> None:
-        hidden = not self.rt.is_main
-        self._bar = tqdm(total=max_steps, initial=step, unit="step", disable=hidden, dynamic_ncols=True)
+        quiet = None if self.rt.is_main else True  # None: drawn in a terminal
+        self._bar = tqdm(total=max_steps, initial=step, unit="step", disable=quiet, dynamic_ncols=True)
+        self._line_due = 0.0
 
     def close(self) -> None:
         if self.rt.is_main:
@@ -140,18 +148,24 @@ class RunLog:
 
     def _draw(self, records: list[dict]) -> None:
         try:
-            draw({self.out_dir.name: records}, self.out_dir / "learning_curve.png")
+            draw({self.name: records}, self.out_dir / "learning_curve.png")
         except OSError as e:  # a full disk, for instance: no reason to end a run for a picture
             self.rt.print(f"warning: learning_curve.png is not drawn: {explain(e)}")
 
     def card(self) -> Callable[[Path], None]:
         """What is in the log now; the result writes it, as a model card, into a directory."""
-        name, records, curve = self.out_dir.name, list(self.records), self.out_dir / "learning_curve.png"
+        name, records, curve = self.name, list(self.records), self.out_dir / "learning_curve.png"
         return lambda directory: write_card(directory, name, records, curve)
 
     def val_losses(self) -> dict[int, float]:
         """{step: validation loss}"""
         return {r["step"]: r["loss"] for r in self.records if r["kind"] == "val" and r["loss"] is not None}
+
+    def last_loss(self) -> float:
+        """The newest validation loss, else that of the last training step; nan for one that was not finite."""
+        losses = [[r["loss"] for r in self.records if r["kind"] == kind] for kind in ("val", "train")]
+        newest = next((found[-1] for found in losses if found), None)
+        return math.nan if newest is None else newest
 
     def hours(self) -> float:
         """Of training alone, over all processes that the run has had."""
@@ -161,6 +175,11 @@ class RunLog:
         """Tokens per second; nan before the first step."""
         rates = [r.get("tokens_per_sec") for r in self.records if r["kind"] == "train"]
         return statistics.median([rate for rate in rates if rate is not None] or [math.nan])
+
+
+def as_json(record: dict) -> dict:
+    """JSON has no NaN: a number that is not finite becomes null."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
 
 
 def sample_entry(record: dict) -> str:
@@ -181,7 +200,8 @@ def about_machine(rt: Runtime) -> dict:
         git = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "describe", "--always", "--dirty"]
         commit = subprocess.run(git, capture_output=True, text=True, timeout=10).stdout.strip()
     versions = dict(python=platform.python_version(), torch=torch.__version__)
-    return dict(versions=versions, machine=f"{platform.machine()}, {rt.why}", commit=commit or None)
+    machine = f"{platform.machine()}, {rt.why}"
+    return dict(versions=versions, machine=machine, ranks=rt.world_size, commit=commit or None)
 
 
 def import_tracker(report_to: str):
@@ -192,12 +212,12 @@ def import_tracker(report_to: str):
         raise UserError(f"--report_to {report_to}: {e}; pip install {report_to}") from e
 
 
-def start_tracker(tracker, config) -> tuple[Callable[[dict, int], object], Callable[[], object]]:
-    """Functions that pass on {name: number} of a step, and that end this."""
-    out_dir = Path(config.out_dir)
+def start_tracker(tracker, config, name: str, step: int) -> tuple[Callable[[dict, int], object], Callable[[], object]]:
+    """Functions that pass on {name: number} of a step, and that end this. Figures after `step` will come again."""
     if config.report_to == "tensorboard":
-        writer = tracker.SummaryWriter(str(out_dir))
+        writer = tracker.SummaryWriter(config.out_dir, purge_step=step + 1)
         return lambda numbers, step: [writer.add_scalar(k, v, step) for k, v in numbers.items()], writer.close
-    own = dict(dir=str(out_dir)) if config.report_to == "wandb" else dict(resume="allow" if config.resume else "never")
-    tracker.init(project="gpt2", name=out_dir.name, config=asdict(config), **own)
+    again = "allow" if config.resume else "never"
+    own = dict(dir=config.out_dir) if config.report_to == "wandb" else dict(resume=again)
+    tracker.init(project="gpt2", name=name, config=asdict(config), **own)
     return lambda numbers, step: tracker.log(numbers, step=step), tracker.finish

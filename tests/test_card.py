@@ -16,7 +16,7 @@ from tests.helpers import ROOT, arguments, log_of, run_inline
 
 SHORT = dict(max_steps=4, eval_interval=2, checkpoint_interval=2, sample_interval=0, keep_checkpoints=0, eval_steps=1)
 MODEL, ADAPTER = {"model.safetensors", "config.json"}, {"adapter_model.safetensors", "adapter_config.json"}
-RUN = dict(step=0, kind="run", command="train_gpt2.py --data a|b", parameters=124_439_808, commit="abc",
+RUN = dict(step=0, kind="run", command="train_gpt2.py --data 'a  |b'", parameters=124_439_808, commit="abc",
            config=dict(data="edu_fineweb10B"), data=dict(source="corpus", tokens=10**10),
            base="", hub=dict(dataset="HuggingFaceFW/fineweb-edu"))  # fmt: skip
 LOG = [
@@ -51,7 +51,7 @@ def test_the_hub_reads_where_a_model_comes_from_and_what_it_reached():
 def test_people_read_data_tokens_figures_command_and_commit():
     text = card.model_card("gpt2", LOG, MODEL)
     for words in ("124,439,808", "10,000,000,000", "262,144,000", "4.0200 at step 500", "10,042 examples", "abc",
-                  "    python train_gpt2.py --data a|b\n"):  # fmt: skip
+                  "    python train_gpt2.py --data 'a  |b'\n"):  # fmt: skip
         assert words in text, words
 
 
@@ -110,10 +110,11 @@ def test_a_card_can_be_edited(train, tmp_path):
     train(**SHORT)
     path = tmp_path / "run" / "step_000004"
     (path / "README.md").write_text("mine")
+    (path / ".README.md.77.tmp").write_text("half of one, by a process that was killed")
     assert damage(path) is None
     assert train(**SHORT | dict(resume=True)).returncode == 0  # nothing is left to do
     assert train(**SHORT | dict(resume=True, max_steps=6)).returncode == 0
-    assert (path / "README.md").read_text() == "mine"
+    assert (path / "README.md").read_text() == "mine" and not (path / ".README.md.77.tmp").exists()
 
 
 def finetune(tmp_path, capsys, monkeypatch, **options):

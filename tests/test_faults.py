@@ -18,6 +18,8 @@ import torch
 from cli import UserError
 from run import checkpoint
 from run.checkpoint import FOR_PEOPLE, CheckpointWriter, checkpoint_steps, damage, load_train_state, newest_intact
+from run.directory import Run
+from run.runtime import Runtime
 from tests.helpers import assert_user_error, command, environment, log_of, succeed, weights
 
 # ---- disks
@@ -89,6 +91,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_changes_nothing_in_i
         real(path, model, tokenizer)
 
     monkeypatch.setattr(checkpoint, "save_model", save_model)
+    monkeypatch.setattr(Runtime, "writes_in_background", True)  # as on a GPU
     assert train(max_steps=4, checkpoint_interval=2, eval_interval=0).returncode == 0
     assert waited == [True, True]
     for step in (2, 4):
@@ -97,6 +100,18 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_changes_nothing_in_i
         for a, b in zip(*(state["optimizer"]["optimizers"] for state in states), strict=True):
             for i in a["state"]:
                 assert all(torch.equal(a["state"][i][key], b["state"][i][key]) for key in a["state"][i])
+
+
+def test_on_a_cpu_a_step_does_not_compete_with_a_checkpoint(train, tmp_path, monkeypatch):
+    real, found = Run.save, []
+
+    def save(run):
+        real(run)
+        found.append(damage(run.out_dir / f"step_{run.step:06d}"))
+
+    monkeypatch.setattr(Run, "save", save)
+    train(max_steps=4, checkpoint_interval=2, eval_interval=0)
+    assert found == [None, None]
 
 
 def test_a_failed_write_is_known_before_the_next_save(tmp_path):
@@ -133,6 +148,7 @@ def test_a_bad_step_is_counted_and_the_log_stays_json(train, tmp_path, monkeypat
     records = [json.loads(line, parse_constant=refuse) for line in lines]
     assert [r["skipped_steps"] for r in records if r["kind"] == "train"] == [0, 1, 1, 2, 2]
     assert all(0 < r["memory_gib"] < 100 for r in records if r["kind"] == "train")
+    assert [r["tokens"] for r in records if r["kind"] == "train"] == [256 * step for step in range(1, 6)]  # read, too
     train(max_steps=7, resume=True)
     assert log_of(tmp_path / "run", "train")[-1]["skipped_steps"] == 2
 

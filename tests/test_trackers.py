@@ -61,6 +61,16 @@ def test_tensorboard_holds_the_figures_in_the_new_run_directory(train, tmp_path)
         assert held[key] == pytest.approx(value, rel=1e-6), key
 
 
+def test_tensorboard_forgets_the_steps_that_come_again(train, monkeypatch):
+    module, purged = types.ModuleType("torch.utils.tensorboard"), []
+    writer = types.SimpleNamespace(add_scalar=lambda *args: None, close=lambda: None)
+    module.SummaryWriter = lambda out_dir, purge_step: purged.append(purge_step) or writer
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    train(**SHORT, report_to="tensorboard")
+    assert train(**SHORT | dict(max_steps=5), report_to="tensorboard", resume=True).returncode == 0
+    assert purged == [1, 5]
+
+
 def test_a_tracker_that_fails_ends_no_run(train, tmp_path, monkeypatch):
     tracker = Tracker("wandb")
     tracker.log = lambda numbers, step: (_ for _ in ()).throw(ConnectionError("no server"))
