@@ -19,6 +19,7 @@ import hashlib
 import itertools
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -36,14 +37,17 @@ from finetuning.chat import check_tokenizer, prompt_of, save_chat_files
 from finetuning.lora import TARGETS, AdapterFiles, LoRAConfig
 from finetuning.rows import Example, encode_rows, global_batch, load_rows, micro_batches, on_hub, split_rows
 from learning.evaluation import complete, validate
+from learning.memory import Layout, checkpoint_bytes, memory_table, n_parameters
 from learning.optim import Optimizer, adamw, decay_groups, learning_rate
 from model import GPT, GPTConfig, Loss
 from run import card
 from run.checkpoint import ModelFiles, checkpoint_steps, find_model, load_model, load_shape, model_tokenizer, save_model
 from run.curves import read_log
-from run.directory import Run, RunDirectory
+from run.directory import Run, RunDirectory, with_constants_of_run
+from run.log import import_tracker
+from run.plan import about_disk
 from run.runtime import Runtime, prefetch, ranks_of_environment
-from run.trials import choose_attention, find_micro_batch_size
+from run.trials import checkpoint_activations, choose_attention, find_micro_batch_size
 
 # How many padded tokens cost as much as one more micro-batch, which reads all weights again (what counts on a CPU)
 # and launches all kernels again (what counts on a GPU).
@@ -58,6 +62,7 @@ class Config:
     out_dir: str = ""  # where the run is written; out/lora when empty
     resume: bool = False  # continue from the newest intact checkpoint of out_dir, or start if there is none
     overwrite: bool = False  # rename the run in out_dir, or the directory of --merge, to the next free DIR.1
+    dry_run: bool = False  # say what the run will do and the memory that it needs, and stop
     adapter: str = ""  # adapter to start from, ours or peft's; it decides rank, alpha, scaling and targets
     merge: str = ""  # write base and adapter as one plain model here: after training, or at once with --adapter
     # adapter
@@ -100,6 +105,8 @@ class Config:
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: cuda, else mps, else cpu
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of matrix products; trained weights stay fp32
     compile: Literal["auto", "on", "off"] = "off"  # torch.compile, with dynamic shapes: examples differ in length
+    activation_checkpointing: bool = False  # recompute activations: saves memory, takes a third more time
+    threads: Count = 0  # of a CPU; 0 for the fastest number, which is tried at the start
     report_to: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # besides log.jsonl
 
 
@@ -109,7 +116,7 @@ FIXED = ("adapter", "lora_dim", "lora_alpha", "targets", "rslora", "sequence_len
 
 def main() -> None:
     written = cli.parse_args(Config, description=__doc__)
-    written = replace(written, out_dir=written.out_dir or "out/lora")
+    written = with_constants_of_run(replace(written, out_dir=written.out_dir or "out/lora"), sys.argv[1:])
     refuse_bad_constants(written)
     if written.merge and written.adapter:
         write_merged(written, written.adapter)
@@ -119,12 +126,15 @@ def main() -> None:
 
 def finetune(written: Config) -> None:
     """A whole run, from the constants as a person wrote them."""
-    rt = Runtime.setup(written.device, written.dtype, written.compile)
-    directory = RunDirectory(written, rt, FIXED)
+    import_tracker(written.report_to)  # now, as a rank that ends later keeps the others waiting
+    rt = Runtime.setup(written.device, written.dtype, written.compile, threads=written.threads)
+    directory = None if written.dry_run else RunDirectory(written, rt, FIXED)
     shape = load_shape(written.base)
     data = open_data(written, shape, rt)
     # from here on no constant changes, except for a micro-batch that has to be tried
-    config = settle(written, choose_lora(written, directory.checkpoint), data, rt)
+    config = settle(written, choose_lora(written, directory and directory.checkpoint), data, rt)
+    if config.dry_run:
+        return rt.print(plan(config, shape, data))
     base = load_model(config.base, config.dropout, choose_attention("auto", rt, config.sequence_length))
     identity = dict(base=lora.weights_sha256(base), tokenizer=data.tokenizer.fingerprint, data=data.sha256)
     facts = facts_of_run(config, base, data)
@@ -135,6 +145,8 @@ def finetune(written: Config) -> None:
     model = adapt(base, config, directory.checkpoint)
     if config.lora_dim and rt.dtype != torch.float32:
         lora.cast_frozen(model, rt.dtype)
+    if config.activation_checkpointing:
+        checkpoint_activations(model.transformer.h)
     forward = rt.wrap(Loss(model.to(rt.device)), dynamic=True)
     if not config.micro_batch_size:
         rows, trained = config.batch_size // rt.world_size, (config.sequence_length, len(data.tokenizer))
@@ -291,6 +303,24 @@ def refuse_bad_constants(config: Config) -> None:
             raise UserError(f"--merge {out} already exists; pass --overwrite to rename it, or choose another name")
 
 
+def plan(config: Config, shape: GPTConfig, data: Data) -> str:
+    """What a run will do and what it needs on GPUs; nothing is written."""
+    with torch.device("meta"):
+        trained, _ = lora.trainable_parameters(GPT(shape), config.targets, config.lora_dim)
+    itemsize, adapter = 4 if config.dtype == "float32" else 2, trained if config.lora_dim else 0
+    checkpointing = config.activation_checkpointing
+    layout = Layout(config.sequence_length, itemsize=itemsize, adapter=adapter, checkpointing=checkpointing)
+    lines = [
+        f"model   {config.base}: {n_parameters(shape):,} parameters; training {trained:,}",
+        f"steps   {config.max_steps:,} of {config.batch_size:,} examples",
+        data.about,
+        f"disk    {about_disk(config, checkpoint_bytes(shape, layout))}",
+        f"memory  GB on each rank, {8 * itemsize}-bit products, micro-batches of B examples of full length\n",
+        *memory_table(shape, layout, config.batch_size, config.micro_batch_size, ways=("none",)),
+    ]
+    return "\n".join(lines)
+
+
 def choose_lora(config: Config, checkpoint: Path | None) -> LoRAConfig | None:
     """The adapter to train: that of the checkpoint or of --adapter, or a new one; None to train all weights."""
     if checkpoint and not (checkpoint / "adapter_config.json").exists():
@@ -312,6 +342,7 @@ def settle(config: Config, new: LoRAConfig | None, data: Data, rt: Runtime) -> C
         warmup_steps=min(config.warmup_steps or math.ceil(0.03 * max_steps), max_steps),
         eval_interval=max(max_steps // 10, 1) if config.eval_interval < 0 else config.eval_interval,
         max_lr=config.max_lr or (1e-3 if new else 1e-4),
+        threads=torch.get_num_threads() if rt.device.type == "cpu" else config.threads,
         lora_dim=0,
     )
     if new:
@@ -400,9 +431,13 @@ def records_of(config: Config, adapter: str) -> list[dict]:
 
 def say_what_was_reached(config: Config, run: Run) -> None:
     """Print the validation loss, the rate, and what to try next."""
-    if val := list(run.log.val_losses().values()):
+    val = list(run.log.val_losses().values())
+    if val:
         print(f"\nvalidation loss {val[0]:.4f} before, {val[-1]:.4f} after, {min(val):.4f} at best (nats per token)")
     print(f"{run.log.median_rate():,.0f} answer tokens/s")
+    if not run.log.last_loss() < (val[0] if val else math.inf) + 1:
+        print(f"\nthe run diverged: --max_lr {config.max_lr} is most likely too high, try a tenth")
+        return
     result = f"{config.base} --adapter {run.out_dir / 'adapter'}" if config.lora_dim else run.out_dir
     print(f"\nNow try:\n  python sample.py {result} --chat\n  {run.out_dir / 'learning_curve.png'}    # how it went")
 

@@ -14,7 +14,7 @@ run/directory.py, what a checkpoint holds in run/checkpoint.py, device, precisio
 """
 
 import math
-import shutil
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -26,18 +26,20 @@ import torch
 
 import hellaswag
 from bpe.tokenizer import Tokenizer
-from cli import Count, NonNegative, Positive, Probability, Range, Seed, UserError, parse_args, script
+from cli import Count, NonNegative, Positive, Probability, Range, Seed, UserError, counted, explain, parse_args, script
 from corpus.order import Batches, to_inputs, training_batches, validation_batches
 from corpus.shards import data_tokenizer, origin, prepare_text
 from corpus.stream import TokenStream, find_shards, read_manifest
 from learning.evaluation import complete, validate
 from learning.fp8 import FP8_PRODUCTS
-from learning.memory import Layout, checkpoint_bytes, n_parameters, table
+from learning.memory import Layout, checkpoint_bytes, memory_table, n_parameters, time_table, token_flops
 from learning.optim import Optimizer, learning_rate, make_optimizer
 from model import GPT, GPTConfig, Loss
 from run.card import provenance
 from run.checkpoint import ModelFiles, load_model, load_shape, whole_model
-from run.directory import Run, RunDirectory
+from run.directory import Run, RunDirectory, with_constants_of_run
+from run.log import import_tracker
+from run.plan import CARDS, about_disk, about_measured
 from run.runtime import Runtime, prefetch
 from run.sharding import shard
 from run.trials import checkpoint_activations, choose_attention, find_micro_batch_size
@@ -51,7 +53,9 @@ class Config:
     out_dir: str = ""  # where the run is written; out/RECIPE when empty
     resume: bool = False  # continue from the newest intact checkpoint of out_dir, or start if there is none
     overwrite: bool = False  # rename the run that out_dir holds, and start again
-    dry_run: bool = False  # say what the run will do and the memory that it needs, and stop
+    dry_run: bool = False  # say what the run will do, and the memory, time and money that it needs, and stop
+    like: str = ""  # for --dry_run: a run whose log has the tokens/s of your machine
+    price: NonNegative = 0.0  # for --dry_run: dollars an hour of one device; 0 for unknown
     init_from: str = ""  # checkpoint directory or hub id (gpt2) to start from instead of random weights
     # model
     n_layer: Positive = 12  # blocks
@@ -66,7 +70,7 @@ class Config:
     micro_batch_size: Count = 0  # sequences per forward pass and rank; 0 finds the largest that fits
     max_steps: Positive = 19_073  # optimizer steps: one epoch of 10B tokens
     target_loss: NonNegative = 0.0  # stop at the first validation loss at or below this; 0 for never
-    warmup_steps: Count = 715  # linear warmup: 375M tokens, as GPT-3
+    warmup_steps: Count = 715  # steps of linear warmup: 375M tokens, as GPT-3; 0 for none
     max_lr: Annotated[float, Range(1e-9, 1e9)] = 6e-4  # peak learning rate
     min_lr: NonNegative = 6e-5  # where the schedule ends
     lr_schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: warmup, stable, linear decay
@@ -82,15 +86,15 @@ class Config:
     max_bad_steps: Positive = 20  # stop after this many steps in a row without a finite gradient
     spike_threshold: NonNegative = 1.0  # roll back if the loss stays this far above its running median; 0 for never
     seed: Seed = 1337  # of weights, data order, dropout and samples
-    shuffle: bool = True  # permute the windows of every epoch; off is file order
+    shuffle: bool = True  # permute the windows of every epoch; --no_shuffle reads them in file order
     # along the way; an interval is in steps, and 0 is never
     eval_interval: Count = 250  # validation loss
     eval_steps: Count = 20  # batches of validation, of total_batch_size tokens each; 0 for the whole split
     hellaswag_interval: Count = 1000  # HellaSwag accuracy
     hellaswag_data: str = ""  # a local copy of its validation split; downloaded once when empty
-    sample_interval: Count = 250  # a sample of text
+    sample_interval: Count = 1000  # a sample of text; the first rank writes it, and the others wait
     sample_prompt: str = "Hello, I'm a language model,"  # what it starts with; empty for the start of a document
-    sample_tokens: Count = 128  # its length
+    sample_tokens: Count = 128  # its length in tokens
     checkpoint_interval: Count = 1000  # a checkpoint, at the last step too
     keep_checkpoints: Count = 3  # keep this many of the newest, plus the one with the lowest validation loss; 0 for all
     # machine
@@ -100,6 +104,7 @@ class Config:
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: on a GPU
     shard: Literal["none", "optimizer", "full"] = "none"  # what ranks divide: see run/sharding.py
     activation_checkpointing: bool = False  # recompute activations: saves memory, takes a third more time
+    threads: Count = 0  # of a CPU; 0 for the fastest number, which is tried at the start
     report_to: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # besides log.jsonl
 
 
@@ -132,15 +137,16 @@ SIZES = ("n_layer", "n_head", "n_embd", "vocab_size")  # which --init_from and -
 
 def main() -> None:
     recipe, written = read_command_line(sys.argv[1:])
-    rt = Runtime.setup(written.device, written.dtype, written.compile, written.shard)
+    import_tracker(written.report_to)  # now, as a rank that ends later keeps the others waiting
+    rt = Runtime.setup(written.device, written.dtype, written.compile, written.shard, written.threads)
     directory = None if written.dry_run else RunDirectory(written, rt, FIXED)
     checkpoint = directory.checkpoint if directory else None
     config, shape = settle(written, recipe, checkpoint, rt)
     if config.dry_run:
-        return print_plan(config, shape, rt)
+        return rt.print(plan(config, shape, rt))
     data = open_data(config, shape, rt)
     model = build_model(config, shape, checkpoint)
-    rt.print(f"{recipe}: {model.num_params():,} parameters on {rt.why}")
+    rt.print(f"{config.out_dir}: {model.num_params():,} parameters on {rt.why}")
     forward = Loss(model.to(rt.device))
     if not rt.mesh:
         forward = rt.wrap(forward)  # compiled, and in DDP
@@ -235,7 +241,8 @@ def open_data(config: Config, shape: GPTConfig, rt: Runtime) -> Data:
     shards = Path(config.data)
     if config.data.endswith(".txt"):
         cache = Path(config.out_dir).parent / "cache"
-        shards = Path(rt.on_main(lambda: str(prepare_text(config.data, config.tokenizer, config.vocab_size, cache))))
+        # one rank makes them, which may take long; the others wait for its lock, as an exchange has a time limit
+        shards = prepare_text(config.data, config.tokenizer, config.vocab_size, cache)
     train_paths, val_paths = find_shards(str(shards), "train"), find_shards(str(shards), "val")
     tokenizer = data_tokenizer(shards, config.tokenizer)
     if "next" in read_manifest(shards if shards.is_dir() else shards.parent):
@@ -277,7 +284,7 @@ def read_command_line(argv: list[str]) -> tuple[str, Config]:
         raise UserError(f"{recipe} is not a recipe; they are {', '.join(RECIPES)}")
     prog = "train_gpt2.py " + recipe
     config = parse_args(Config, args, RECIPES[recipe], prog, f"{__doc__}\nRecipes: {', '.join(RECIPES)}.")
-    return recipe, replace(config, out_dir=config.out_dir or f"out/{recipe}")
+    return recipe, with_constants_of_run(replace(config, out_dir=config.out_dir or f"out/{recipe}"), args)
 
 
 def settle(written: Config, recipe: str, checkpoint: Path | None, rt: Runtime) -> tuple[Config, GPTConfig]:
@@ -298,7 +305,8 @@ def settle(written: Config, recipe: str, checkpoint: Path | None, rt: Runtime) -
                 raise UserError(f"{source} has {name} {size}, not {getattr(written, name)}; leave it out")
     warmup = min(written.warmup_steps, written.max_steps)
     attention = choose_attention(written.attention, rt, written.sequence_length)
-    config = replace(written, **sizes, warmup_steps=warmup, attention=attention)
+    threads = torch.get_num_threads() if rt.device.type == "cpu" else written.threads
+    config = replace(written, **sizes, warmup_steps=warmup, attention=attention, threads=threads)
     refuse_bad_constants(config, rt)
     return config, GPTConfig(n_positions=n_positions, **sizes, dropout=config.dropout, attention=attention)
 
@@ -310,6 +318,8 @@ def refuse_bad_constants(config: Config, rt: Runtime) -> None:
         raise UserError(f"{what}; every head gets n_embd / n_head channels")
     if config.min_lr > config.max_lr:
         raise UserError(f"--min_lr {config.min_lr} is above --max_lr {config.max_lr}; the schedule ends at min_lr")
+    if config.target_loss and not config.eval_interval:
+        raise UserError(f"--target_loss {config.target_loss} needs evaluations; give an --eval_interval above 0")
     if config.fp8:
         on_gpu, old = rt.device.type == "cuda", lambda: torch.cuda.get_device_capability() < (8, 9)
         if rt.dtype != torch.bfloat16 or config.compile == "off" or (on_gpu and (old() or not rt.compile)):
@@ -323,32 +333,46 @@ def refuse_bad_constants(config: Config, rt: Runtime) -> None:
     unit = config.sequence_length * max(config.micro_batch_size, 1) * rt.world_size
     if config.total_batch_size % unit:
         nearest = max(config.total_batch_size // unit, 1) * unit
-        rows = f"micro_batch_size {max(config.micro_batch_size, 1)} x {rt.world_size} ranks"
+        rows = f"micro_batch_size {max(config.micro_batch_size, 1)} x {counted(rt.world_size, 'rank')}"
         factors = f"{unit} = sequence_length {config.sequence_length} x {rows}"
         raise UserError(f"--total_batch_size {config.total_batch_size} is not divisible by {factors}; {nearest} is")
 
 
-def print_plan(config: Config, shape: GPTConfig, rt: Runtime) -> None:
-    """What a run will do, and what it needs; nothing is written. The plan is for GPUs, unless --device is cpu."""
-    on_cpu = config.device == "cpu"
+def plan(config: Config, shape: GPTConfig, rt: Runtime) -> str:
+    """What a run will do and what it needs; nothing is written. The plan is for GPUs, unless --device is cpu."""
+    on_cpu, T, tokens = config.device == "cpu", config.sequence_length, config.max_steps * config.total_batch_size
     itemsize = rt.dtype.itemsize if on_cpu else 4 if config.dtype == "float32" else 2
     shape = replace(shape, attention=config.attention if on_cpu else "flash")  # not what suits the machine at hand
-    one_rank = Layout(
-        config.sequence_length, optimizer=config.optimizer, itemsize=itemsize, device="cpu" if on_cpu else "cuda"
-    )
-    n_saved = -(-config.max_steps // config.checkpoint_interval) if config.checkpoint_interval else 0
-    n_kept = min(n_saved, config.keep_checkpoints + 2) if config.keep_checkpoints else n_saved  # best, one on its way
-    gb = checkpoint_bytes(shape, one_rank) / 1e9
-    out_dir = Path(config.out_dir).resolve()  # which may be a mount point
-    free = shutil.disk_usage(next(path for path in (out_dir, *out_dir.parents) if path.exists())).free / 1e9
-    tokens = config.max_steps * config.total_batch_size
-    rt.print(
-        f"model   {n_parameters(shape):,} parameters\n"
-        f"steps   {config.max_steps:,} of {config.total_batch_size:,} tokens, {tokens:,} in all\n"
-        f"disk    {n_saved:,} checkpoints of {gb:.2f} GB, {n_kept} at once: {n_kept * gb:.1f} of {free:.1f} GB free\n"
-        f"memory  GB on each rank, {config.optimizer}, {8 * itemsize}-bit products, micro-batches of B sequences\n"
-    )
-    rt.print("\n".join(table(shape, one_rank)))
+    layout = Layout(
+        T, shard=config.shard, optimizer=config.optimizer, itemsize=itemsize, device="cpu" if on_cpu else "cuda",
+        checkpointing=config.activation_checkpointing,
+    )  # fmt: skip
+    lines = [
+        f"model   {n_parameters(shape):,} parameters",
+        f"steps   {config.max_steps:,} of {config.total_batch_size:,} tokens, {tokens:,} in all",
+        f"data    {about_data(config)}",
+        f"disk    {about_disk(config, checkpoint_bytes(shape, layout))}",
+        f"memory  GB on each rank, {config.optimizer}, {8 * itemsize}-bit products, micro-batches of B sequences\n",
+        *memory_table(shape, layout, config.total_batch_size // T, config.micro_batch_size),
+        "\ntime    an estimate from data sheets, no measurement; without the exchange of gradients between ranks\n",
+        *time_table(shape, T, tokens, CARDS, config.price),
+    ]
+    if config.like:
+        lines += ["", about_measured(config.like, token_flops(shape, T), tokens, config.price)]
+    return "\n".join(lines)
+
+
+def about_data(config: Config) -> str:
+    """What there is to read, and whether the tokenizer is there; of a text only its size, as tokens take a while."""
+    shards = Path(config.data)
+    try:
+        if config.data.endswith(".txt"):
+            return f"{config.data}, {os.path.getsize(shards) / 1e6:,.1f} MB of text"
+        n, vocab = len(TokenStream(find_shards(str(shards), "train"))), len(data_tokenizer(shards, config.tokenizer))
+    except (UserError, OSError) as e:
+        return f"unusable: {explain(e)}"
+    passes = config.max_steps * config.total_batch_size / n
+    return f"{config.data}, {n:,} training tokens, read {passes:.2g} times; a tokenizer of {vocab:,}"
 
 
 def build_model(config: Config, shape: GPTConfig, checkpoint: Path | None) -> GPT:
@@ -379,7 +403,7 @@ def say_what_is_read(config: Config, data: Data, rt: Runtime) -> None:
     rt.print(
         f"data: {len(data.train.stream):,} training tokens, read {passes:.2g} times; {len(data.val):,} to validate; "
         f"{config.total_batch_size // config.sequence_length} sequences a step, {config.micro_batch_size} at a time on "
-        f"each of {rt.world_size} ranks"
+        f"each of {counted(rt.world_size, 'rank')}"
     )
 
 
@@ -387,16 +411,24 @@ def say_what_was_reached(config: Config, run: Run) -> None:
     """The last figures, and what to do next."""
     if not run.rt.is_main:
         return
-    if val := [r for r in run.log.records if r["kind"] == "val" and None not in (r["loss"], r["bpb"])]:
+    if val := [r for r in run.log.records if r["kind"] == "val" and None not in (r["loss"], r.get("bpb"))]:
         print(f"\nvalidation loss {val[-1]['loss']:.4f} nats per token, {val[-1]['bpb']:.4f} bits per byte")
     rate, memory = run.log.median_rate(), run.rt.peak_memory() / 2**30
     print(f"{run.tokens:,} tokens in {run.step:,} steps, {rate:,.0f} tokens/s, {memory:.2f} GiB at the peak")
-    print(
-        "\nNow try:\n"
-        f"  python sample.py {config.out_dir} --num_samples 3    # more text\n"
-        f"  {config.out_dir}/learning_curve.png    # how it went\n"
-        "  python bpe/train.py && python bpe/try_tokenizer.py    # what it reads instead of letters"
-    )
+    guess = run.facts["uniform_loss"]
+    if not run.log.last_loss() < guess + 1:  # random weights start slightly above a guess
+        rates = f"--max_lr {config.max_lr}" + f" and --muon_lr {config.muon_lr}" * (config.optimizer == "muon")
+        print(f"\nthe run diverged: guessing has a loss of {guess:.2f}; {rates} is most likely too high, try a tenth")
+    elif run.step < config.max_steps:
+        more = run.resume_command("--target_loss", "0")
+        print(f"\n--target_loss {config.target_loss} is reached; to continue: {more}")
+    if run.log.last_loss() < guess:
+        print(
+            "\nNow try:\n"
+            f"  python sample.py {config.out_dir} --num_samples 3    # more text\n"
+            f"  {config.out_dir}/learning_curve.png    # how it went\n"
+            "  python bpe/train.py && python bpe/try_tokenizer.py    # what it reads instead of letters"
+        )
 
 
 if __name__ == "__main__":

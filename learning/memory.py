@@ -1,4 +1,4 @@
-"""The memory that training takes on each rank, before a device is rented: a formula, and the table of --dry_run.
+"""The memory and the time that training takes, before a device is rented: formulas, and the tables of --dry_run.
 
 L layers, C channels, H heads, P positions of context, V tokens in the vocabulary; B sequences of T tokens in a
 micro-batch; W ranks that divide a copy of the model; e bytes per number in matrix products, 2 or 4. The parameters are
@@ -27,6 +27,17 @@ The sum is the peak, reached when the backward pass starts. When the optimizer s
 needs six times its largest stack of matrices of one shape. Not counted: dropout masks, the context of the device (0.5
 GB on CUDA), and fragmentation (5% is reserved for it). torch.compile needs less than this.
 
+With an adapter of R trained numbers the base is frozen, with e bytes a number in its blocks and, if e is 2, in a copy
+of the output projection: weights are 4 N_root + e L N_block + e V C + 4 R, gradients 4 R (8 R on several ranks), the
+optimizer 8 R, and the output projection has no gradient.
+
+The time is an estimate, not a measurement, and leaves out what ranks spend on exchanging gradients. Seconds of a token:
+
+    products         6 (12 L C^2 + V C) operations at 64% of the card's peak
+    attention        12 L C T operations at 42% of it
+    element-wise     150 L C bytes, and 6 V for the loss, at the bandwidth of its memory
+    the rest         6% of all that
+
 This file knows nothing of data, run directories or training, and computes without a device.
 """
 
@@ -52,6 +63,7 @@ class Layout:
     itemsize: int = 2  # bytes per number in matrix products
     device: str = "cuda"
     checkpointing: bool = False
+    adapter: int = 0  # numbers of an adapter, which are trained in place of all weights; 0 for none
 
 
 def sizes(shape) -> tuple[int, int, int]:
@@ -66,7 +78,7 @@ def n_parameters(shape) -> int:
 
 
 def checkpoint_bytes(shape, layout: Layout) -> int:
-    return 4 * n_parameters(shape) + state(shape, replace(layout, ranks=1))["optimizer"]
+    return 4 * (layout.adapter or n_parameters(shape)) + state(shape, replace(layout, ranks=1))["optimizer"]
 
 
 def needs(shape, layout: Layout, rows: int) -> dict[str, int]:
@@ -87,6 +99,9 @@ def state(shape, layout: Layout) -> dict[str, int]:
     L, C, e, W = shape.n_layer, shape.n_embd, layout.itemsize, divided(layout)
     root, block, N = sizes(shape)
     moments = 8 * N - (2 - MOMENTS[layout.optimizer]) * 4 * 12 * L * C**2
+    if R := layout.adapter:
+        weights = 4 * root + e * (N - root) + (e * shape.vocab_size * C if e < 4 else 0)
+        return dict(weights=weights + 4 * R, gradients=4 * R * min(layout.ranks, 2), optimizer=8 * R)
     copies = 12 * L * C**2 * e if e < 4 else 0
     if layout.shard == "none" or layout.ranks == 1:
         return dict(weights=4 * N + copies, gradients=4 * N * min(layout.ranks, 2), optimizer=moments)
@@ -103,21 +118,53 @@ def passing(shape, layout: Layout, rows: int) -> dict[str, int]:
         a_block += shape.n_head * T * (4 if e == 4 else 4 + e) + C * e
     blocks = 4 * C * L + a_block if layout.checkpointing else L * a_block
     n = min(rows * T, chunk_size(rows * T, V, layout.device))
-    return dict(activations=rows * T * (blocks + (4 + 3 * e) * C), logits=n * V * (4 + e) + 8 * V * C)
+    head = 0 if layout.adapter else 8 * V * C
+    return dict(activations=rows * T * (blocks + (4 + 3 * e) * C), logits=n * V * (4 + e) + head)
 
 
-def table(shape, one_rank: Layout) -> list[str]:
-    """Lines: what a rank needs, by number of ranks, --shard and --activation_checkpointing."""
-    columns = "".join(f"{f'B={rows}':>9}" for rows in MICRO_BATCHES)
-    cards = "".join(f"{f'{gb} GB':>8}" for gb in DEVICES)
-    lines = [f"ranks  --shard    activations{columns}    largest B on{cards}"]
-    for ranks, how, again in product(RANKS, ("none", "optimizer", "full"), (False, True)):
-        if ranks == 1 and how != "none":
+def memory_table(shape, asked: Layout, batch: int, micro_batch: int, ways=("none", "optimizer", "full")) -> list[str]:
+    """Lines: what a rank needs, by number of ranks, --shard (one of `ways`) and --activation_checkpointing. Only what
+    `asked` leaves open varies. `batch` is the sequences of a step, `micro_batch` those at a time, 0 for several."""
+    columns = [micro_batch] if micro_batch else [rows for rows in MICRO_BATCHES if rows <= batch]
+    head = "".join(f"{f'B={rows}':>9}" for rows in columns)
+    lines = [f"ranks  --shard    activations{head}    largest B on" + "".join(f"{f'{gb} GB':>8}" for gb in DEVICES)]
+    ways = ways if asked.shard == "none" else (asked.shard,)
+    for ranks, how, again in product(RANKS, ways, (False, True)):
+        if (ranks == 1 and how != ways[0]) or again < asked.checkpointing:
             continue
-        layout = replace(one_rank, ranks=ranks, shard=how, checkpointing=again)
-        gb = "".join(f"{sum(needs(shape, layout, rows).values()) / 1e9:9.2f}" for rows in MICRO_BATCHES)
-        peaks = {rows: sum(needs(shape, layout, rows).values()) for rows in (2**i for i in range(11))}
+        how = how if ranks > 1 else "none"
+        layout = replace(asked, ranks=ranks, shard=how, checkpointing=again)
+        possible = [rows for rows in {*columns, *(2**i for i in range(11))} if rows * ranks <= batch]
+        peaks = {rows: sum(needs(shape, layout, rows).values()) for rows in possible}
+        cells = "".join(f"{f'{peaks[rows] / 1e9:.2f}' if rows in peaks else '-':>9}" for rows in columns)
         fitting = ([rows for rows, peak in peaks.items() if peak <= 0.95e9 * gb] for gb in DEVICES)
         largest = "".join(f"{max(fits, default='-'):>8}" for fits in fitting)
-        lines.append(f"{ranks:>5}  {how:<11}{'recomputed' if again else 'kept':<11}{gb}{'':16}{largest}")
+        lines.append(f"{ranks:>5}  {how:<11}{'recomputed' if again else 'kept':<11}{cells}{'':16}{largest}")
+    return lines
+
+
+def token_flops(shape, T: int) -> int:
+    """Operations of a token, forward and backward, as `GPT.estimate_flops` counts them, less biases and gains."""
+    L, C = shape.n_layer, shape.n_embd
+    return 6 * (12 * L * C**2 + shape.vocab_size * C) + 12 * L * C * T
+
+
+def token_seconds(shape, T: int, flops: float, bandwidth: float) -> dict[str, float]:
+    """Estimated seconds of a token, by kind, on a card of so many FLOP/s and bytes/s. See the top."""
+    L, C, V = shape.n_layer, shape.n_embd, shape.vocab_size
+    kinds = dict(
+        products=72 * L * C**2 / (0.64 * flops), head=6 * V * C / (0.64 * flops),
+        attention=12 * L * C * T / (0.42 * flops), elementwise=150 * L * C / bandwidth, loss=6 * V / bandwidth,
+    )  # fmt: skip
+    return kinds | dict(rest=0.06 * sum(kinds.values()))
+
+
+def time_table(shape, T: int, tokens: int, cards: dict[str, tuple[float, float]], price: float) -> list[str]:
+    """Lines: tokens/s of a card, the hours that `tokens` take, and dollars for `price` an hour; `cards` has peaks."""
+    lines = [f"{'card':<10}{'tokens/s':>10}{'MFU':>8}{'hours on 1':>13}{'on 8':>9}" + f"{'dollars':>11}" * (price > 0)]
+    for name, (flops, bandwidth) in cards.items():
+        seconds = sum(token_seconds(shape, T, flops, bandwidth).values())
+        hours, mfu = tokens * seconds / 3600, token_flops(shape, T) / seconds / flops
+        cost = f"{hours * price:>11,.0f}" * (price > 0)
+        lines.append(f"{name:<10}{1 / seconds:>10,.0f}{mfu:>8.1%}{hours:>13,.2f}{hours / 8:>9,.2f}{cost}")
     return lines

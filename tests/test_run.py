@@ -3,7 +3,9 @@
 import errno
 import hashlib
 import json
+import math
 import re
+import shlex
 import shutil
 from dataclasses import fields
 from pathlib import Path
@@ -14,8 +16,8 @@ from safetensors.torch import load_file
 
 import train_gpt2
 from cli import UserError, only_one
-from run.checkpoint import SUMS, CheckpointWriter, checkpoint_steps, damage, load_train_state
-from tests.helpers import SHORT, SMALL, assert_user_error, log_of, run_script, steps_of
+from run.checkpoint import SUMS, CheckpointWriter, checkpoint_steps, damage, load_train_state, remove_after
+from tests.helpers import SHORT, SMALL, assert_user_error, log_of, losses, run_inline, run_script, steps_of
 
 
 def files_of(directory: Path) -> dict[str, bytes]:
@@ -185,6 +187,15 @@ def test_a_checkpoint_that_is_a_link_is_pruned_and_what_it_links_to_stays(train,
     assert steps_of(tmp_path / "run") == [7] and damage(moved) is None
 
 
+def test_a_place_that_holds_other_things_or_does_not_exist_is_refused(train, tmp_path):
+    (tmp_path / "project" / "src").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    assert_user_error(train(out_dir="/"), "/ contains")
+    assert_user_error(train(out="project"), "src")
+    assert_user_error(train(out="link"), str(tmp_path / "nowhere"))
+    assert [path.name for path in (tmp_path / "project").iterdir()] == ["src"]
+
+
 def test_resume_and_overwrite_together_are_refused(train):
     assert_user_error(train(resume=True, overwrite=True), "--resume", "--overwrite")
 
@@ -208,10 +219,11 @@ def test_damaged_lines_in_the_log_cost_those_lines_alone(train, tmp_path):
     lines[2] = lines[2][:20] + "\x00" + lines[2][25:]
     odd = (dict(kind="sample"), dict(kind="val"), dict(kind="train", loss="x"), dict(kind="val", loss=[]))
     null = dict(kind="val", loss=None, bpb=None)  # it was not finite
-    lines += [json.dumps(dict(step=6) | record) for record in (*odd, null)]
+    others = (dict(kind="val", loss=-math.inf), dict(kind="val", loss=9.0))  # of other programs; 9.0 lacks its bpb
+    lines += [json.dumps(dict(step=6) | record) for record in (*odd, null, *others)]
     log.write_text("\n".join(lines) + '\n{"step": 7, "ki')
-    result = train(**SHORT | dict(max_steps=8, sample_interval=8, resume=True))
-    assert result.returncode == 0 and "line 3" in result.stderr
+    result = train(**SHORT | dict(max_steps=8, sample_interval=8, resume=True, target_loss=0.1, eval_interval=100))
+    assert result.returncode == 0 and "line 3" in result.stderr and "Infinity" not in log.read_text()
     assert [r["step"] for r in log_of(tmp_path / "run", "train")] == [1, 3, 4, 5, 6, 7, 8]
 
 
@@ -227,11 +239,12 @@ def test_a_log_without_checkpoints_is_kept_and_the_restart_is_announced(train, t
 
 def test_the_first_record_says_where_a_run_comes_from(train, tmp_path):
     train(**SHORT)
-    train(**SHORT | dict(max_steps=8, resume=True))
+    train(**SHORT | dict(max_steps=8, resume=True, sample_prompt="it's two  words"))
     first, second = log_of(tmp_path / "run", "run")
     assert first["step"] == 0 and second["step"] == 6 and second["resumed_from"].endswith("step_000006")
     assert first["versions"]["torch"] == torch.__version__ and first["config"]["n_embd"] == 32
     assert {"command", "machine", "commit", "parameters", "flops_per_token"} <= set(first)
+    assert shlex.split(second["command"])[-2:] == ["--sample_prompt", "it's two  words"]
     tokens = [r["tokens"] for r in log_of(tmp_path / "run", "train")]
     assert tokens == [256 * step for step in range(1, 9)]
 
@@ -244,6 +257,19 @@ def test_resuming_a_finished_run_adds_nothing_to_it(train, tmp_path):
 
 
 # ---- resuming with other constants
+
+
+def test_a_resume_takes_from_the_run_what_is_not_given(train, tmp_path, capsys, monkeypatch):
+    train(out="whole", **SHORT | {"dropout": 0.1, "no-shuffle": True})
+    shutil.copytree(tmp_path / "whole", tmp_path / "run")
+    remove_after(tmp_path / "run" / "step_000004")
+    words = ["--resume", f"--out_dir={tmp_path / 'run'}", "--no_shuffle", "--keep_checkpoints", 5, "--init_from=gpt2"]
+    result = run_inline(train_gpt2.main, words, capsys, monkeypatch)  # of another recipe, by its name
+    assert result.returncode == 0, result.stderr
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert log_of(tmp_path / "run", "run")[-1]["changed"] == dict(keep_checkpoints=[0, 5])
+    assert log_of(tmp_path / "run", "run")[0]["written"] == dict(threads=0, attention="auto")
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["threads"] == torch.get_num_threads()
 
 
 def resume_table() -> dict[str, str]:

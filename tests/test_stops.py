@@ -119,7 +119,8 @@ def test_no_evaluation_begins_after_a_signal(train, tmp_path, monkeypatch):
         real(self, *figures)
 
     monkeypatch.setattr(Run, "log_step", log_step)
-    assert train(**SHORT | dict(eval_interval=4, sample_interval=4)).returncode == 143
+    result = train(**SHORT | dict(eval_interval=4, sample_interval=4))
+    assert result.returncode == 143 and f"--resume --out_dir {tmp_path / 'run'}\n" in result.stdout
     assert steps_of(tmp_path / "run")[-1] == 4
     assert not log_of(tmp_path / "run", "val") and not log_of(tmp_path / "run", "sample")
 
@@ -200,7 +201,7 @@ def test_a_run_that_was_killed_between_two_logs_starts_again(train, tmp_path):
 
 def test_a_target_loss_ends_the_run_with_a_checkpoint(train, tmp_path):
     result = train(**SHORT | dict(max_steps=100, checkpoint_interval=0, eval_interval=2, target_loss=5.7))
-    assert result.returncode == 0
+    assert result.returncode == 0 and "--target_loss 0\n" in result.stdout  # what continues it
     last = log_of(tmp_path / "run", "val")[-1]
     assert last["loss"] <= 5.7 and last["step"] < 100 and steps_of(tmp_path / "run") == [last["step"]]
     assert all(r["loss"] > 5.7 for r in log_of(tmp_path / "run", "val")[:-1])

@@ -18,8 +18,10 @@ import train_gpt2
 from cli import UserError
 from learning import evaluation as evaluate
 from model import GPT, MLP, GPTConfig, Loss
+from run import log as runlog
 from run import runtime
 from run.checkpoint import FOR_PEOPLE, SUMS, checkpoint_steps, damage, load_train_state, newest_intact
+from run.directory import Run
 from tests.helpers import (
     SMALL,
     arguments,
@@ -176,6 +178,43 @@ def test_training_goes_on_without_hellaswag_when_it_cannot_be_had(train, tmp_pat
     monkeypatch.setattr(hellaswag, "load_rows", no_network)
     result = train(max_steps=2, hellaswag_interval=1)
     assert result.returncode == 0 and "without HellaSwag" in result.stdout + result.stderr
+
+
+def test_a_run_that_diverges_is_told_why_and_not_what_to_try_next(train, tmp_path):
+    result = train(max_lr=50, muon_lr=50, max_steps=20, eval_interval=20)
+    assert log_of(tmp_path / "run", "val")[-1]["loss"] > math.log(384) + 1
+    assert "diverged" in result.stdout and "--max_lr 50" in result.stdout and "Now try" not in result.stdout
+
+
+def test_without_a_terminal_progress_is_a_line_now_and_then(train, monkeypatch):
+    result = train(max_steps=9)
+    lines = [line for line in result.stdout.splitlines() if re.match(r"step \d+ of 9: loss", line)]
+    assert [line.split()[1] for line in lines] == ["1", "9"] and "\r" not in result.stdout + result.stderr
+    monkeypatch.setattr(runlog, "LINE_SECONDS", 0)
+    assert train(out="more", max_steps=9).stdout.count(" of 9: loss") == 9
+
+
+def test_tokens_are_counted_exactly(train, tmp_path, monkeypatch):
+    real, many = Run.log_step, 2**24 + 1  # in fp32 that is 2**24
+    monkeypatch.setattr(Run, "log_step", lambda run, *figures: real(run, *figures[:-1], torch.tensor(many)))
+    train(max_steps=3)
+    assert [r["tokens"] for r in log_of(tmp_path / "run", "train")] == [many, 2 * many, 3 * many]
+
+
+def test_no_rank_waits_for_a_tokenizer_in_an_exchange(train, monkeypatch):
+    """Which would end it after ten minutes: it waits for a lock."""
+    real, inside, prepare = runtime.Runtime.on_main, [], train_gpt2.prepare_text
+
+    def on_main(rt, work):
+        inside.append(work)
+        try:
+            return real(rt, work)
+        finally:
+            inside.pop()
+
+    monkeypatch.setattr(runtime.Runtime, "on_main", on_main)
+    monkeypatch.setattr(train_gpt2, "prepare_text", lambda *args: prepare(*args) if not inside else 1 / 0)
+    assert train(max_steps=1).returncode == 0
 
 
 # ---- recipes
@@ -389,6 +428,7 @@ def test_a_run_is_never_overwritten_silently(train, tmp_path):
         (dict(init_from="./nowhere"), ["./nowhere"]),
         (dict(max_stepz=3), ["max-steps"]),
         (dict(min_lr=1.0), ["min_lr", "max_lr"]),
+        (dict(target_loss=3.0, eval_interval=0), ["--target_loss 3.0", "--eval_interval"]),
         (dict(dtype="int8"), ["int8"]),
         (dict(fp8=True, compile="auto"), ["--fp8", "bfloat16", "float32"]),
         (dict(fp8=True, dtype="bfloat16"), ["--fp8", "torch.compile"]),
