@@ -80,16 +80,6 @@ def test_a_run_outlives_the_readers_of_its_output(tmp_path, closed):
     assert len(log_of(tmp_path / "run", "train")) == 150 and steps_of(tmp_path / "run")[-1] == 150
 
 
-@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="needs SIGHUP")
-def test_a_closed_terminal_ends_the_run_with_a_checkpoint(tmp_path):
-    process = start(tmp_path, max_steps=100_000, eval_interval=0, sample_interval=0)
-    wait_for_steps(tmp_path / "run", 3, process)
-    process.send_signal(signal.SIGHUP)
-    process.communicate(timeout=60)
-    assert process.returncode == 129
-    assert log_of(tmp_path / "run", "train")[-1]["step"] == steps_of(tmp_path / "run")[-1]
-
-
 def test_what_was_ignored_when_a_run_began_stays_ignored(train, tmp_path, monkeypatch):
     signal_while_validating(monkeypatch, signal.SIGHUP)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
