@@ -315,9 +315,9 @@ def only_one(lock: Path, what: str, seconds: float | None = None) -> Iterator[No
 
     try:
         with naming(lock):
-            open(lock, "a").close()  # FileLock would wait for a file that it may not open, as if it were locked
             held = FileLock(lock, timeout=LOCK_SECONDS if seconds is None else seconds).acquire()
-    except Timeout:
-        raise UserError(f"another process is writing to the {what}; wait until it ends, or use another one") from None
+    except Timeout:  # FileLock takes "permission denied" by a file system without locks for one that is held
+        who = f"another process is writing to the {what}, or its file system grants no locks"
+        raise UserError(f"{who}; wait until that process ends, or use another place") from None
     with held:
         yield
