@@ -1,0 +1,177 @@
+"""Is it a record? Judges the runs of an entry by the rules of docs/record.md, and prints their row for that page.
+
+    python bench.py record out/seed0 out/seed1 out/seed2 --data fineweb10B/fineweb_val_000000.bin    # tokens to 3.28
+    python bench.py record out/seed* --kind h100 --data fineweb10B/fineweb_val_000000.bin            # minutes to 3.28
+    python bench.py record out/seed* --kind cores --data tinyshakespeare.txt                         # two CPU cores
+
+The runs have the seeds 0, 1, 2, ... The judge opens the last checkpoint of each with transformers, refuses whatever is
+not an unchanged GPT-2, and computes the loss in a few lines that share no code with training. That is the loss of the
+entry, and a log that claims another one is refused.
+It cannot see which text the weights were trained on, for how long, and on which machine: for these it has the log.
+Anybody can repeat a run from its commit and constants; a report that it comes out otherwise is welcome.
+"""
+
+import math
+import re
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from tyro.conf import Positional
+
+from benchmarks.measure import Device
+from cli import UserError, sha256
+from corpus.shards import TRAIN_FRACTION
+from run.checkpoint import checkpoint_steps, damage, load_train_state
+from run.curves import read_log
+from run.runtime import Runtime
+
+
+class Kind(NamedTuple):
+    sizes: dict  # that the model must have
+    text: str  # sha256 of the text whose end is scored, in bits per byte; "" for FineWeb's shard, in nats per token
+    minutes: float  # of training, at most
+    machine: str  # pattern of its description in the log
+    seeds: int  # at least
+    target: float  # what the mean must be below
+    sigma: float  # standard deviation of a run
+    best: tuple[float, int] | None = None  # mean and seeds of the record
+
+
+GPT2 = dict(n_layer=12, n_head=12, n_embd=768, n_positions=1024)
+SHAKESPEARE = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+KINDS = {
+    "tokens": Kind(GPT2, "", math.inf, "", 3, 3.28, 0.002),
+    "h100": Kind(GPT2, "", math.inf, r"^(?!.*ranks).*H100", 3, 3.28, 0.002),
+    "cores": Kind({}, SHAKESPEARE, 10.0, "cpu with [12] threads?,", 5, math.inf, 0.01),
+}
+VAL_TOKENS = 10_485_760  # of FineWeb's shard
+TOLERANCE = 0.005  # nats between the loss in a log, perhaps in 16 bits, and ours in 32
+NOT_COMPUTED = {"architectures", "dtype", "transformers_version", "_name_or_path", "use_cache", "n_ctx", "bos_token_id",
+                "eos_token_id", "attn_pdrop", "embd_pdrop", "resid_pdrop", "n_inner"}  # fmt: skip
+MAY_DIFFER = ("seed", "out_dir", "resume", "overwrite", "device", "micro_batch_size", "threads")  # between seeds
+
+
+@dataclass(frozen=True)
+class Config:
+    runs: Positional[tuple[str, ...]]  # run directories, one for each seed
+    kind: Literal["tokens", "h100", "cores"] = "tokens"  # what the entry is about
+    data: str = ""  # FineWeb's validation shard, or the text
+    device: Device = "auto"  # auto: cuda, else mps, else cpu
+    json: str = ""  # write the figures to this file
+
+
+def run(config: Config, rt: Runtime) -> Iterator[dict]:
+    kind, runs, found = KINDS[config.kind], [], []
+    for name in config.runs:
+        facts = facts_of(Path(name), kind)
+        model, tokenizer = opened(facts["checkpoint"], kind)
+        ids, n_bytes = text_tokens(config.data, tokenizer, kind.text) if kind.text else shard_tokens(config.data)
+        nats = nats_of(model.to(rt.device), ids.to(rt.device))
+        loss, logged = nats / (len(ids) - 1), facts["loss"]
+        if abs(loss - logged) > TOLERANCE:
+            what = f"{name}: the log says {logged:.4f} nats per token, the checkpoint has {loss:.4f}"
+            raise UserError(f"{what} in windows that do not overlap; log what the rules ask for")
+        found.append(nats / math.log(2) / n_bytes if kind.text else loss)
+        runs.append(facts)
+        yield dict(name=name, result=found[-1], loss=loss, tokens=facts["tokens"], minutes=facts["minutes"])
+    refuse_chosen(runs, kind)
+    yield dict(name="entry", result=statistics.mean(found), verdict=verdict(found, kind))
+    first, minutes = runs[0], max(facts["minutes"] for facts in runs)
+    c, seeds = first["constants"], ", ".join(f"{value:.4f}" for value in found)
+    size = f"{c['n_layer']} x {c['n_embd']}, {c['vocab_size']} tokens, T = {c['sequence_length']} | {c['optimizer']}"
+    print(f"| | {size} | {first['tokens']:,} | {statistics.mean(found):.4f} ({seeds}) | {minutes:.1f} min, "
+          f"{first['machine']} | {first['commit']} |")  # fmt: skip
+
+
+def facts_of(run_dir: Path, kind: Kind) -> dict:
+    """Last checkpoint, constants, validation loss and cost of a run. Raises UserError for one that is not whole."""
+    if not (steps := checkpoint_steps(run_dir)):
+        raise UserError(f"{run_dir} has no checkpoint; give the run directories of the entry")
+    step, checkpoint = steps[-1]
+    if problem := damage(checkpoint):
+        raise UserError(f"{checkpoint} was changed after the run: {problem}; give it as it was written")
+    log = read_log(run_dir / "log.jsonl")
+    train = [record for record in log if record["kind"] == "train"]
+    val = [record["loss"] for record in log if record["kind"] == "val" and record["step"] == step]
+    if len(train) != step or not val:
+        raise UserError(f"{run_dir}/log.jsonl lacks steps, or a validation at step {step}; give a whole run")
+    minutes, machine = sum(record["dt_ms"] for record in train) / 6e4, log[0]["machine"]
+    if minutes > kind.minutes or not re.search(kind.machine, machine):
+        raise UserError(f"{run_dir} took {minutes:.1f} minutes on {machine}; docs/record.md says what this kind allows")
+    facts = dict(checkpoint=checkpoint, constants=load_train_state(checkpoint)["config"], loss=val[-1], step=step)
+    return facts | dict(tokens=train[-1]["tokens"], minutes=minutes, machine=machine, commit=log[0]["commit"])
+
+
+def refuse_chosen(runs: list[dict], kind: Kind) -> None:
+    """Raise UserError unless all seeds from 0 on are there, with the same constants, steps and code."""
+    seeds = sorted(facts["constants"]["seed"] for facts in runs)
+    if seeds != list(range(len(runs))) or len(runs) < kind.seeds:
+        raise UserError(f"the seeds are {seeds}; give all of 0, 1, 2, ..., at least {kind.seeds}, and leave none out")
+    same = [facts["constants"] | {key: facts[key] for key in ("step", "commit")} for facts in runs]
+    changed = [key for key in same[0] if any(other.get(key) != same[0][key] for other in same)]
+    if changed := [key for key in changed if key not in MAY_DIFFER]:
+        raise UserError(f"the runs differ in {', '.join(changed)}; train all seeds of an entry with the same constants")
+
+
+def opened(checkpoint: Path, kind: Kind) -> tuple:
+    """The model and the tokenizer as transformers reads them. Raises UserError for what is not a plain GPT-2."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
+
+    model, about = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, output_loading_info=True)
+    tokenizer, found = AutoTokenizer.from_pretrained(checkpoint), model.config.to_dict()
+    sizes = {key: found.get(key) for key in (*GPT2, "vocab_size")}
+    plain = GPT2Config(**sizes).to_dict()
+    wrong = [key for key in sorted({*found, *plain} - NOT_COMPUTED) if found.get(key) != plain.get(key)]
+    wrong += [key for key, size in kind.sizes.items() if sizes[key] != size]
+    wrong += ["n_inner"] if found.get("n_inner") not in (None, 4 * found["n_embd"]) else []
+    wrong += ["vocab_size"] if found["vocab_size"] > -(-len(tokenizer) // 128) * 128 else []  # padded to 128, no more
+    if type(model).__name__ != "GPT2LMHeadModel" or wrong or any(about.values()):
+        raise UserError(f"{checkpoint} is not a GPT-2 as the rules have it: {wrong or about}; see docs/record.md")
+    return model.eval(), tokenizer
+
+
+def text_tokens(data: str, tokenizer, digest: str) -> tuple[torch.Tensor, int]:
+    """The last tenth of the text as one document, and its bytes. Raises UserError for another text."""
+    if not Path(data).is_file() or sha256(Path(data)) != digest:
+        raise UserError(f"--data {data!r} is not the text of this kind; docs/record.md says where to get it")
+    text = Path(data).read_text(encoding="utf-8")
+    text = text[int(len(text) * TRAIN_FRACTION) :]
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if tokenizer.decode(ids, clean_up_tokenization_spaces=False) != text:
+        raise UserError("the tokenizer does not give the text back, so that bits per byte mean nothing; fix it")
+    return torch.tensor([tokenizer.eos_token_id, *ids]), len(text.encode())
+
+
+def shard_tokens(data: str) -> tuple[torch.Tensor, int]:
+    """The first tokens of a shard in llm.c's format: 256 int32 of header, then uint16."""
+    if not Path(data).is_file():
+        raise UserError(f"--data {data!r} is not a file; give fineweb_val_000000.bin")
+    ids = np.fromfile(data, np.uint16, VAL_TOKENS + 1, offset=1024)
+    return torch.from_numpy(ids.astype(np.int64)), 0
+
+
+@torch.no_grad()
+def nats_of(model, ids: torch.Tensor) -> float:
+    """The sum of -ln p of every token after the first. A window begins where the one before ends: with a smaller stride
+    every token would be predicted from more tokens, and the loss be lower."""
+    total, T = 0.0, model.config.n_positions
+    for start in range(0, len(ids) - 1, T):
+        window = ids[start : start + T + 1]
+        logits = model(window[None, :-1]).logits[0].float()  # (T, V)
+        total -= logits.log_softmax(-1).gather(1, window[1:, None]).sum().item()
+    return total
+
+
+def verdict(found: list[float], kind: Kind) -> str:
+    """Whether the mean is two standard errors below the target and the record; both of runs with the same sigma."""
+    n, mean = len(found), statistics.mean(found)
+    if (kind.target - mean) * math.sqrt(n) < 2 * kind.sigma:
+        return f"refused: not shown to be below {kind.target}"
+    if kind.best and (kind.best[0] - mean) / math.sqrt(1 / n + 1 / kind.best[1]) < 2 * kind.sigma:
+        return f"accepted, not shown to be below the record, {kind.best[0]}"
+    return "accepted"

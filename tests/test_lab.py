@@ -1,0 +1,208 @@
+"""The laboratory: evidence that noise rarely reaches, runs that are made once, and ideas that do what they say."""
+
+import json
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+import bench
+import train_gpt2
+from benchmarks import ideas, lab
+from benchmarks.ideas import IDEAS, Idea
+from corpus.shards import prepare_text
+from learning.optim import make_optimizer
+from model import GPT, GPTConfig
+from run.runtime import Runtime
+from tests.helpers import arguments, assert_user_error, run_inline, succeed, text_file
+from train_gpt2 import RECIPES
+
+SMALL = dict(n_layer=2, n_head=2, n_embd=32, sequence_length=32, vocab_size=512, total_batch_size=256)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """A size of a few thousand parameters, in fp32."""
+    monkeypatch.setitem(lab.SIZES, "1M", SMALL | dict(eval_steps=4, dtype="float32"))
+    return lab.Config(steps=8, seeds=2, device="cpu")
+
+
+@pytest.fixture
+def door(small, tmp_path, monkeypatch, capsys):
+    """`bench.py lab` on a small text, with its runs in this process: {name: row}, or the result with an error."""
+
+    def side_by_side(plan, jobs, config, shards, rt):
+        made.extend(jobs)
+        for name, seed in jobs:
+            yield (name, seed), lab.train(plan[name], lab.settings(config, plan[name], seed), shards)
+
+    def run(*words):
+        made.clear()
+        options = arguments(steps=4, seeds=2, device="cpu", data="text.txt", json="rows.json")
+        result = run_inline(bench.main, ["lab", *words, *options], capsys, monkeypatch)
+        if result.returncode:
+            return result
+        return {row["name"]: row for row in json.loads((tmp_path / "rows.json").read_text())["rows"]}
+
+    made = run.made = []
+    monkeypatch.setattr(lab, "side_by_side", side_by_side)
+    monkeypatch.chdir(tmp_path)
+    text_file(tmp_path / "text.txt", 60_000)
+    return run
+
+
+def parts(**changes):
+    """A run of the recipe speedrun, of 100 steps, that has not begun."""
+    config = replace(RECIPES["speedrun"], **SMALL | dict(max_steps=100, warmup_steps=0) | changes)
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, n_positions=32, vocab_size=512))
+    optimizer = make_optimizer(model, config, Runtime.setup("cpu", "float32"))
+    return lab.parts_of(model, optimizer, config), optimizer
+
+
+# ---------------------------------------------------------------------------------------------------------- evidence
+
+
+def test_the_evidence_is_the_ratio_of_two_integrals_over_what_is_not_known():
+    over = [-0.03, 0.01, -0.05, -0.02, -0.04]
+    log_sigma = torch.linspace(-8, 1, 3000, dtype=torch.float64)[:, None]
+    effect = torch.linspace(-16, 16, 3001, dtype=torch.float64)[None]
+    density = lambda effect: sum(  # noqa: E731
+        -(((d / log_sigma.exp() - effect) ** 2) / 2) - log_sigma for d in over
+    ).exp()
+    prior = (-((effect / lab.EFFECT) ** 2) / 2).exp()
+    wanted = (density(effect) * prior).sum() / prior.sum() / density(torch.zeros(1)).sum()
+    assert lab.evidence(over) == pytest.approx(wanted.item(), rel=1e-6)
+    assert lab.evidence([0.0, 0.0]) == lab.evidence([0.3]) == 1.0
+
+
+@pytest.mark.parametrize("effect, gains, harms", [(0.0, (0, 0.05), (0, 0.05)), (-3.0, (0.99, 1), (0, 0))])
+def test_noise_is_rarely_called_a_gain_although_every_seed_is_looked_at(effect, gains, harms):
+    rng, found = random.Random(1), []
+    for _ in range(400):
+        over = [rng.gauss(effect, 1.0) for _ in range(20)]
+        looks = (lab.verdict(over[:n]) for n in range(2, 21))
+        found.append(next((said for said in looks if said != "not told apart"), "not told apart"))
+    assert gains[0] <= found.count("gain") / 400 <= gains[1]
+    assert harms[0] <= found.count("harm") / 400 <= harms[1]
+
+
+# -------------------------------------------------------------------------------------------------------- the runs
+
+
+def test_without_an_idea_it_is_a_run_of_train_gpt2(small, tmp_path, monkeypatch, capsys):
+    config = lab.settings(small, lab.PLAIN, seed=3)
+    text, out = text_file(tmp_path / "text.txt", 60_000), tmp_path / "out/run"
+    words = SMALL | dict(data=text, out_dir=out, tokenizer="train", max_steps=8, warmup_steps=config.warmup_steps)
+    words |= dict(seed=3, eval_steps=4, eval_interval=8, sample_interval=0, hellaswag_interval=0, checkpoint_interval=0)
+    result = run_inline(
+        train_gpt2.main, ["speedrun", *arguments(**words, dtype="float32", device="cpu")], capsys, monkeypatch
+    )
+    assert result.returncode == 0, result.stderr
+    log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    [wanted] = [record for record in log if record["kind"] == "val"]
+    shards = str(prepare_text(str(text), "train", 512, tmp_path / "out/cache"))
+    found = lab.train(lab.PLAIN, config, shards)
+    assert (found["loss"], found["bpb"]) == pytest.approx((wanted["loss"], wanted["bpb"]), abs=1e-5)
+    other = lab.train(IDEAS["speedrun"]["Q, K and V as one matrix"], config, shards)
+    assert abs(other["loss"] - wanted["loss"]) > 1e-5
+
+
+def test_no_run_is_made_twice_and_another_version_of_an_idea_is_another_run(door, monkeypatch):
+    rows = door("momentum 0.9")
+    assert set(rows) == {"speedrun", "momentum 0.9"} and len(door.made) == 4
+    assert rows["momentum 0.9"]["over_recipe"] and rows["momentum 0.9"]["verdict"] == "not told apart"
+    assert door("momentum 0.9") == rows and door.made == []
+    known = IDEAS["speedrun"]["momentum 0.9"]
+    monkeypatch.setitem(IDEAS["speedrun"], "momentum 0.9", replace(known, options=dict(momentum=0.8)))
+    assert door("momentum 0.9") != rows and door.made == [("momentum 0.9", 0), ("momentum 0.9", 1)]
+    table = door("--table")
+    assert [row["seeds"] for row in table.values()] == [2] and door.made == []
+
+
+def test_a_null_change_is_the_baseline_with_other_seeds(small):
+    plan = lab.chosen(replace(small, null=3, against="momentum 0.9"))
+    assert list(plan) == ["momentum 0.9", "null 1", "null 2", "null 3"]
+    wanted = lab.settings(small, IDEAS["speedrun"]["momentum 0.9"], 5)
+    assert lab.settings(small, plan["null 2"], 5) == replace(wanted, seed=2005)
+    assert plan["null 2"].patch == plan["momentum 0.9"].patch
+
+
+def test_code_is_the_same_with_other_comments_and_docstrings():
+    one, other = 'def f(x):\n    """Twice."""\n    return 2 * x\n', "def f(x):  # twice\n\n    return 2*x\n"
+    assert lab.digest([one]) == lab.digest([other]) != lab.digest([one.replace("2", "3")])
+
+
+def test_an_unknown_idea_is_one_line(door):
+    assert_user_error(door("nonsense"), "nonsense", "momentum 0.9")
+
+
+# ------------------------------------------------------------------------------------------------------- the ideas
+
+
+def test_two_equal_momenta_are_muons_own():
+    found = []
+    for patched in (False, True):
+        run, optimizer = parts(grad_clip=0.0)
+        hooks = ideas.two_momenta(run, fast=0.95, slow=0.95, share=0.4, after=0.02) if patched else {}
+        for step in range(1, 6):
+            torch.manual_seed(step)
+            run.model.loss(torch.randint(512, (2, 32)), torch.randint(512, (2, 32))).backward()
+            hooks.get("before_step", lambda step: None)(step)
+            optimizer.step(finite=torch.tensor(True))
+        found.append(run.model.transformer.h[1].mlp.c_fc.weight.detach())
+    torch.testing.assert_close(*found, rtol=0, atol=1e-4)
+
+
+def test_on_the_hyperball_matrices_turn_and_keep_their_norms():
+    run, optimizer = parts()
+    hooks = ideas.hyperball(run, peak=0.03, floor=0.006)
+    p = run.model.transformer.h[0].mlp.c_fc.weight
+    before = p.detach().clone()
+    run.model.loss(torch.randint(512, (2, 32)), torch.randint(512, (2, 32))).backward()
+    hooks["before_step"](10)  # of 100: after the plateau
+    optimizer.step(finite=torch.tensor(True))
+    hooks["after_step"](10)
+    assert p.norm().item() == pytest.approx(before.norm().item(), rel=1e-5)
+    turned = math.acos(torch.cosine_similarity(p.flatten(), before.flatten(), dim=0).item())
+    assert 0.02 < turned < 0.03  # of 0.03, a little less: 0.03 - 0.024 (0.036 / 0.496) ** 0.6
+
+
+def test_a_group_of_its_own_has_its_constants_and_no_tensor_twice():
+    run, _ = parts()
+    ideas.own_group(run, "transformer.wte.weight", lr=6e-3)
+    held = [p for group in (*run.adamw.param_groups, *run.muon.param_groups) for p in group["params"]]
+    assert sorted(map(id, held)) == sorted(map(id, run.model.parameters()))
+    own = run.adamw.param_groups[-1]
+    assert own["params"] == [run.model.transformer.wte.weight]
+    assert (own["initial_lr"], own["weight_decay"], own["betas"]) == (6e-3, 0.1, (0.9, 0.95))
+
+
+@pytest.mark.parametrize("forget, wanted", [(0.0, 99.0), (0.5, 99.25)])
+def test_the_average_is_that_of_the_last_steps(forget, wanted):
+    run, _ = parts()
+    p = run.model.transformer.ln_f.bias
+    hooks = ideas.tail_average(run, fraction=0.03, forget=forget)
+    for step in range(1, 101):
+        torch.nn.init.constant_(p, float(step))
+        hooks["after_step"](step)
+    hooks["at_end"](100)
+    assert p.tolist() == pytest.approx([wanted] * len(p))
+
+
+@pytest.mark.slow
+def test_every_idea_trains_another_model(tmp_path):
+    text = text_file(tmp_path / "text.txt")
+    for recipe, known in IDEAS.items():
+        options = dict(recipe=recipe, size="0.25M", steps=20, seeds=2, device="cpu", data=text, json="rows.json")
+        succeed("bench.py", "lab", cwd=tmp_path, timeout=600, **options)
+        rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+        losses = [row["mean"] for row in rows]
+        assert [row["name"] for row in rows] == [recipe, *known]
+        assert all(0 < loss < 9 for loss in losses) and losses.count(losses[0]) == 1
+
+
+def test_every_idea_says_where_it_is_from():
+    assert all(isinstance(idea, Idea) and idea.source for known in IDEAS.values() for idea in known.values())
