@@ -51,8 +51,8 @@ KINDS = {
 }
 VAL_TOKENS = 10_485_760  # of FineWeb's shard
 TOLERANCE = 0.005  # nats between the loss in a log, perhaps in 16 bits, and ours in 32
-NOT_COMPUTED = {"architectures", "dtype", "transformers_version", "_name_or_path", "use_cache", "n_ctx", "bos_token_id",
-                "eos_token_id", "attn_pdrop", "embd_pdrop", "resid_pdrop", "n_inner"}  # fmt: skip
+NOT_COMPUTED = {"architectures", "dtype", "transformers_version", "_name_or_path", "use_cache", "n_ctx", "n_inner",
+                "attn_pdrop", "embd_pdrop", "resid_pdrop"}  # fmt: skip
 MAY_DIFFER = ("seed", "out_dir", "resume", "overwrite", "device", "micro_batch_size", "threads")  # between seeds
 
 
@@ -124,7 +124,7 @@ def opened(checkpoint: Path, kind: Kind) -> tuple:
 
     model, about = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, output_loading_info=True)
     tokenizer, found = AutoTokenizer.from_pretrained(checkpoint), model.config.to_dict()
-    sizes = {key: found.get(key) for key in (*GPT2, "vocab_size")}
+    sizes = {key: found.get(key) for key in (*GPT2, "vocab_size", "bos_token_id", "eos_token_id")}
     plain = GPT2Config(**sizes).to_dict()
     wrong = [key for key in sorted({*found, *plain} - NOT_COMPUTED) if found.get(key) != plain.get(key)]
     wrong += [key for key, size in kind.sizes.items() if sizes[key] != size]

@@ -1,0 +1,162 @@
+"""The judge of records: it accepts what the recipe leaves behind, and refuses each way to look better than one is."""
+
+import hashlib
+import json
+import math
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import bench
+from benchmarks import record
+from cli import sha256
+from run.checkpoint import SUMS, checkpoint_steps
+from tests.helpers import SMALL, arguments, assert_user_error, run_inline, succeed
+
+TEXT = "".join(f"Line {i} of {i % 7} says {i * i} words, and {i % 11} more.\n" for i in range(1500))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two runs of the recipe tiny, with seeds 0 and 1, in small."""
+    folder = tmp_path_factory.mktemp("entry")
+    (folder / "text.txt").write_text(TEXT)
+    for seed in (0, 1):
+        constants = SMALL | dict(max_steps=60, data="text.txt", seed=seed, out_dir=f"run{seed}", eval_steps=0)
+        succeed("train_gpt2.py", "tiny", cwd=folder, **constants)
+    return folder
+
+
+@pytest.fixture
+def entry(runs, tmp_path, monkeypatch):
+    """A copy of the runs; their text is that of the kind, and two seeds are enough."""
+    shutil.copytree(runs, tmp_path, dirs_exist_ok=True)
+    kind = record.KINDS["cores"]._replace(text=hashlib.sha256(TEXT.encode()).hexdigest(), seeds=2, machine="cpu")
+    monkeypatch.setitem(record.KINDS, "cores", kind)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def judge(entry, capsys, monkeypatch):
+    words = arguments(kind="cores", data="text.txt", device="cpu")
+    return lambda: run_inline(bench.main, ["record", "run0", "run1", *words], capsys, monkeypatch)
+
+
+def reseal(checkpoint) -> None:
+    """New checksums, as a cheat would write them."""
+    names = [line.partition("  ")[2] for line in (checkpoint / SUMS).read_text().splitlines()]
+    (checkpoint / SUMS).write_text("".join(f"{sha256(checkpoint / name)}  {name}\n" for name in names))
+
+
+def edit_config(checkpoint, **changes) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | changes))
+
+
+def pad(checkpoint) -> None:
+    """More rows of embeddings than tokens, beyond the next multiple of 128."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    model.resize_token_embeddings(model.config.vocab_size + 128)
+    model.save_pretrained(checkpoint)
+
+
+def edit_constants(checkpoint, **changes) -> None:
+    state = torch.load(checkpoint / "train_state.pt", weights_only=True)
+    state["config"] |= changes
+    torch.save(state, checkpoint / "train_state.pt")
+
+
+def lower_loss(checkpoint, by: float) -> None:
+    """The log of somebody who validated with a stride of less than T."""
+    path = checkpoint.parent / "log.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    records = [r | dict(loss=r["loss"] - by) if r["kind"] == "val" else r for r in records]
+    path.write_text("".join(json.dumps(r) + "\n" for r in records))
+
+
+def test_runs_of_the_recipe_are_accepted_with_the_loss_that_they_logged(judge, entry):
+    result = judge()
+    assert result.returncode == 0 and "accepted" in result.stdout, result.stderr
+    row = [line for line in result.stdout.splitlines() if line.startswith("| | 2 x 32, 384 tokens, T = 32 | muon")]
+    logged = [json.loads(line) for line in (entry / "run1/log.jsonl").read_text().splitlines()]
+    wanted = next(r["bpb"] for r in reversed(logged) if r["kind"] == "val")
+    [_, second] = row[0].split("(")[1].split(")")[0].split(", ")
+    assert float(second) == pytest.approx(wanted, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "cheat, word",
+    [
+        (lambda path: pad(path), "vocab_size"),
+        (lambda path: edit_constants(path, seed=7), "seeds are [0, 7]"),
+        (lambda path: edit_constants(path, max_lr=0.5), "max_lr"),
+        (lambda path: lower_loss(path, by=0.02), "do not overlap"),
+        (lambda path: edit_config(path, activation_function="relu"), "activation_function"),
+        (lambda path: edit_config(path, final_logit_softcapping=15.0), "final_logit_softcapping"),
+        (lambda path: edit_config(path, n_head=1), "the checkpoint has"),
+    ],
+    ids="padded seed constants stride activation softcap heads".split(),
+)
+def test_what_is_not_the_recipes_is_refused(judge, entry, cheat, word):
+    [(_, checkpoint)] = checkpoint_steps(entry / "run1")[-1:]
+    cheat(checkpoint)
+    reseal(checkpoint)
+    assert_user_error(judge(), word)
+
+
+def test_an_edited_file_of_a_checkpoint_is_refused(judge, entry):
+    [(_, checkpoint)] = checkpoint_steps(entry / "run0")[-1:]
+    edit_config(checkpoint, n_head=1)
+    assert_user_error(judge(), "config.json is not what was written")
+
+
+def test_another_text_is_refused(judge, entry):
+    (entry / "text.txt").write_text(TEXT[:-1])
+    assert_user_error(judge(), "not the text")
+
+
+def test_every_token_after_the_first_is_scored_once_and_windows_do_not_overlap():
+    """A model that knows every token but the first of its window: ln V a window, however many tokens."""
+
+    def model(idx):
+        logits = torch.full((1, idx.size(1), 8), -100.0)
+        logits.scatter_(2, (idx[..., None] + 1) % 8, 100.0)
+        logits[:, 0] = 0
+        return SimpleNamespace(logits=logits)
+
+    model.config = SimpleNamespace(n_positions=4)
+    ids = torch.arange(15) % 8  # 14 to score: 3 windows of 4, and one of 2
+    assert record.nats_of(model, ids) == pytest.approx(4 * math.log(8))
+
+
+def test_the_loss_at_124m_is_over_the_tokens_of_a_shard(tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "VAL_TOKENS", 100)
+    ids = torch.arange(200, dtype=torch.int16).numpy().astype("uint16")
+    (tmp_path / "val.bin").write_bytes(bytes(1024) + ids.tobytes())
+    found, _ = record.shard_tokens(str(tmp_path / "val.bin"))
+    assert found.tolist() == list(range(101))
+
+
+@pytest.mark.parametrize(
+    "found, best, wanted",
+    [
+        ([3.2776, 3.2776, 3.2776], None, "accepted"),  # 0.0024 sqrt(3) is 0.00416
+        ([3.2778, 3.2778, 3.2778], None, "not shown to be below 3.28"),  # 0.00381
+        ([3.2700] * 4, (3.2728, 4), "not shown to be below the record"),  # 0.0028 / sqrt(1/4 + 1/4) is 0.00396
+        ([3.2700] * 4, (3.2729, 4), "accepted"),  # 0.0041
+    ],
+)
+def test_a_record_is_two_standard_errors_below(found, best, wanted):
+    assert wanted in record.verdict(found, record.KINDS["tokens"]._replace(best=best))
+    assert ("record" in record.verdict(found, record.KINDS["tokens"]._replace(best=best))) == ("record" in wanted)
+
+
+def test_the_judge_of_124m_wants_124m(runs):
+    [(_, checkpoint)] = checkpoint_steps(runs / "run0")[-1:]
+    with pytest.raises(record.UserError, match="n_layer"):
+        record.opened(checkpoint, record.KINDS["tokens"])
