@@ -115,7 +115,7 @@ RECIPES = {
     "gpt2-xl": Config(n_layer=48, n_head=25, n_embd=1600, max_lr=2e-4, min_lr=2e-5, total_batch_size=1_048_576,
                       max_steps=9_536, warmup_steps=358),
     # GPT-2 unchanged, on half the tokens: Muon on hidden matrices, and a schedule that decays for half the steps;
-    # `bench.py speedrun` undoes each of these choices (at 124M it is untested)
+    # `bench.py lab` undoes each of these choices (at 124M it is untested)
     "speedrun": Config(optimizer="muon", lr_schedule="wsd", max_steps=9_537, warmup_steps=256, max_lr=3e-3, min_lr=0.0),
     # chosen by measurement for one to five minutes on 2 CPU cores
     "tiny": Config(

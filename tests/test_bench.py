@@ -16,7 +16,7 @@ import torch
 
 import bench
 import lora_finetune
-from benchmarks import gpu, speedrun, sweep
+from benchmarks import gpu, sweep
 from benchmarks.measure import Common, Substitute, built_late, in_own_process, markdown_table, peak_memory, rates
 from bpe.tokenizer import Tokenizer
 from cli import UserError, parse_args
@@ -26,7 +26,7 @@ from tests.finetuning import ROWS, small_gpt, write_json
 from tests.helpers import ROOT, arguments, assert_user_error, environment, run_inline, succeed, text_file
 
 CPU = SimpleNamespace(device=torch.device("cpu"), synchronize=lambda: None)
-NOT_COMMANDS = ("__init__", "measure", "seeds")
+NOT_COMMANDS = ("__init__", "measure", "ideas")
 COMMANDS = sorted({path.stem for path in (ROOT / "benchmarks").glob("*.py")} - set(NOT_COMMANDS))
 needs_gpt2 = pytest.mark.usefixtures("gpt2_vocabulary")
 
@@ -137,9 +137,9 @@ def door(capsys, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "args",
     [[], ["racing"], ["measure"], ["--repeats", "3"], ["bpe", "--repeats", "0"], ["bpe", "--repeats", "1e9"],
-     ["bpe", "--size", "tiny"], ["bpe", "--json", "no/such/file.json"], ["tried", "--fraction", "nan"],
+     ["bpe", "--size", "tiny"], ["bpe", "--json", "no/such/file.json"], ["lab", "--seeds", "nan"],
      ["save", "--size", "gpt4"], ["ladder", "--batch_size", "-1"], ["bpe", "--data", "absent.txt"],
-     ["tried", "--only", "nonsense"], ["gpu"], ["gpu", "--out", "here", "--only", "nonsense"],
+     ["record", "nowhere"], ["gpu"], ["gpu", "--out", "here", "--only", "nonsense"],
      ["sweep", "--ranks", "-1"], ["sweep", "--adapter", "x", "--merge", "y"]],
     ids=str,
 )  # fmt: skip
@@ -219,7 +219,7 @@ def test_a_checkpoint_of_a_divided_model_is_saved_in_both_ways(tmp_path):
 @pytest.mark.parametrize(
     "name, options, n_rows",
     [("ladder", dict(size="tiny", batch_size=4), 8), ("train", dict(size="tiny", batch_size=4), 3),
-     ("sample", dict(size="tiny", new_tokens=3), 3), ("data", {}, 12), ("speedrun", dict(steps=12), 17)],
+     ("sample", dict(size="tiny", new_tokens=3), 3), ("data", {}, 12)],
 )  # fmt: skip
 def test_every_contestant_has_a_row(measure, tmp_path, name, options, n_rows, request):
     if name == "data":
@@ -231,22 +231,6 @@ def test_every_contestant_has_a_row(measure, tmp_path, name, options, n_rows, re
         assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
     if name == "train":
         assert all(len(row["seconds"]) == 2 and row["ratio"] for row in rows)  # one of each turn
-
-
-# ------------------------------------------------------------------------------------------- small models, with seeds
-
-
-def test_tokens_to_the_target_are_fractions_of_those_of_the_baseline():
-    config = speedrun.Config(steps=10)  # 10,240 tokens
-    row = speedrun.row("speedrun", [[(1280, 4.0), (2560, 3.0)], [(2560, 4.0)]], config, target=3.1)
-    assert row == dict(name="speedrun", losses=[3.0, 4.0], loss=3.5, fractions=[0.25, None])
-
-
-@pytest.mark.slow
-def test_every_change_of_the_ablation_trains_another_model(measure, tmp_path):
-    rows = measure("ablate", data=text_file(tmp_path / "text.txt"), steps=10)
-    losses = [row["mean"] for row in rows.values()]
-    assert all(0 < loss < 8 for loss in losses) and losses.count(losses[0]) == 1
 
 
 # ---------------------------------------------------------------------------------------------------------- the sweep

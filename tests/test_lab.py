@@ -4,6 +4,7 @@ import json
 import math
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ def door(small, tmp_path, monkeypatch, capsys):
     def side_by_side(plan, jobs, config, shards, rt):
         made.extend(jobs)
         for name, seed in jobs:
-            yield (name, seed), lab.train(plan[name], lab.settings(config, plan[name], seed), shards)
+            yield (name, seed), lab.train(plan[name], lab.settings(config, plan[name], seed), shards, "cpu")
 
     def run(*words):
         made.clear()
@@ -59,7 +60,8 @@ def parts(**changes):
     torch.manual_seed(0)
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, n_positions=32, vocab_size=512))
     optimizer = make_optimizer(model, config, Runtime.setup("cpu", "float32"))
-    return lab.parts_of(model, optimizer, config), optimizer
+    adamw, muon = optimizer.optimizers
+    return SimpleNamespace(model=model, config=config, adamw=adamw, muon=muon), optimizer
 
 
 # ---------------------------------------------------------------------------------------------------------- evidence
@@ -104,9 +106,9 @@ def test_without_an_idea_it_is_a_run_of_train_gpt2(small, tmp_path, monkeypatch,
     log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     [wanted] = [record for record in log if record["kind"] == "val"]
     shards = str(prepare_text(str(text), "train", 512, tmp_path / "out/cache"))
-    found = lab.train(lab.PLAIN, config, shards)
+    found = lab.train(lab.PLAIN, config, shards, "cpu")
     assert (found["loss"], found["bpb"]) == pytest.approx((wanted["loss"], wanted["bpb"]), abs=1e-5)
-    other = lab.train(IDEAS["speedrun"]["Q, K and V as one matrix"], config, shards)
+    other = lab.train(IDEAS["speedrun"]["Q, K and V as one matrix"], config, shards, "cpu")
     assert abs(other["loss"] - wanted["loss"]) > 1e-5
 
 
@@ -116,7 +118,7 @@ def test_no_run_is_made_twice_and_another_version_of_an_idea_is_another_run(door
     assert rows["momentum 0.9"]["over_recipe"] and rows["momentum 0.9"]["verdict"] == "not told apart"
     assert door("momentum 0.9") == rows and door.made == []
     known = IDEAS["speedrun"]["momentum 0.9"]
-    monkeypatch.setitem(IDEAS["speedrun"], "momentum 0.9", replace(known, options=dict(momentum=0.8)))
+    monkeypatch.setitem(IDEAS["speedrun"], "momentum 0.9", replace(known, options=known.options | dict(momentum=0.8)))
     assert door("momentum 0.9") != rows and door.made == [("momentum 0.9", 0), ("momentum 0.9", 1)]
     table = door("--table")
     assert [row["seeds"] for row in table.values()] == [2] and door.made == []
@@ -128,11 +130,6 @@ def test_a_null_change_is_the_baseline_with_other_seeds(small):
     wanted = lab.settings(small, IDEAS["speedrun"]["momentum 0.9"], 5)
     assert lab.settings(small, plan["null 2"], 5) == replace(wanted, seed=2005)
     assert plan["null 2"].patch == plan["momentum 0.9"].patch
-
-
-def test_code_is_the_same_with_other_comments_and_docstrings():
-    one, other = 'def f(x):\n    """Twice."""\n    return 2 * x\n', "def f(x):  # twice\n\n    return 2*x\n"
-    assert lab.digest([one]) == lab.digest([other]) != lab.digest([one.replace("2", "3")])
 
 
 def test_an_unknown_idea_is_one_line(door):
