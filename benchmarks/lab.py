@@ -21,7 +21,7 @@ import json
 import math
 import statistics
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
@@ -119,10 +119,9 @@ def chosen(config: Config) -> dict[str, Idea]:
 
 
 def evidence(over: list[float]) -> float:
-    """How many times likelier the differences are with an effect than without one (a Bayes factor).
+    """How many times likelier the differences are with an effect than without one: a Bayes factor (Gönen et al. 2005).
 
-    They are normal, with a standard deviation of which nothing is known, and with a mean of 0, or of that deviation
-    times an effect from a normal distribution as wide as EFFECT (Gönen et al. 2005, equation 3).
+    They are normal, with any standard deviation, and a mean of 0 or of that times a normal number as wide as EFFECT.
     """
     n, mean = len(over), statistics.mean(over)
     variance = statistics.variance(over) if n > 1 else 0.0
@@ -168,9 +167,17 @@ class Ledger:
         return row | dict(over_recipe=over)
 
     def rows(self) -> Iterator[dict]:
+        """Every idea against its baseline; those that change nothing but the seed together."""
+        nulls = defaultdict(Counter)
         for setting, idea, baseline in dict.fromkeys((r["setting"], r["idea"], r["against"]) for r in self.runs):
-            if idea != baseline:
-                yield self.row(setting, idea, baseline) | dict(name=f"{setting}: {idea}, against {baseline}")
+            row = self.row(setting, idea, baseline) | dict(name=f"{setting}: {idea}, against {baseline}")
+            if idea.startswith("null "):
+                nulls[setting][row["verdict"]] += 1
+            elif idea != baseline:
+                yield {key: row[key] for key in row if key != "over_recipe"}
+        for setting, found in nulls.items():
+            verdicts = ", ".join(f"{n} {said}" for said, n in sorted(found.items()))
+            yield dict(name=f"{setting}: {found.total()} changes of the seed alone", verdict=verdicts)
 
 
 # ------------------------------------------------------------------------------------------------------------ the runs
