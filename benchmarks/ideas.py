@@ -1,9 +1,8 @@
 """What `bench.py lab` can try: by recipe and name, constants of train_gpt2.py or a patch of a few lines.
 
 `model` changes a GPT in place before its optimizer is made. `patch` gets the parts of a run (model, muon, adamw and
-config) and its options, and returns functions of the step, by the moment at which they are called: before_step,
-after_step, at_end. What gained nothing is a row of docs/lab.jsonl, and is not kept here.
-This file knows nothing of how ideas are judged.
+config) and returns functions of the step, by when they are called: before_step, after_step, at_end. What gained nothing
+is a row of docs/lab.jsonl, and not kept. This file knows nothing of how ideas are judged.
 """
 
 import math
@@ -18,14 +17,12 @@ from torch.nn import functional as F
 from learning import optim
 from model import GPT
 
-Hooks = dict[str, Callable[[int], object]]
-
 
 @dataclass(frozen=True)
 class Idea:
     source: str  # what it is, and whose
     constants: dict = field(default_factory=dict)  # of train_gpt2.py
-    patch: Callable[..., Hooks] | None = None
+    patch: Callable[..., dict] | None = None
     options: dict = field(default_factory=dict)  # of the patch
     model: Callable[[GPT], object] | None = None
     recipe: str = ""  # another one than the baseline's
@@ -71,32 +68,17 @@ def post_norm(model: GPT) -> None:
 # ----------------------------------------------------------------------------------------------- changes of a step
 
 
-def groups(run, of: str, **constants) -> Hooks:
-    """Other constants for the parameter groups of an optimizer."""
+def groups(run, of: str, **constants) -> dict:
     for group in getattr(run, of).param_groups:
         group.update(constants)
     return {}
 
 
-def row_norms(run) -> Hooks:
+def row_norms(run) -> dict:
     """Divide each row of Muon's momentum by its norm before the matrix is orthogonalized."""
     plain = optim.orthogonalized
     optim.orthogonalized = lambda matrices, dtype: plain(F.normalize(matrices, dim=2), dtype)
     return dict(at_end=lambda step: setattr(optim, "orthogonalized", plain))
-
-
-def tail_average(run, fraction: float, forget: float = 0.0) -> Hooks:
-    """What is evaluated: the mean of the weights after each of the last steps, or one that forgets by 1 - `forget`."""
-    params, seen = list(run.model.parameters()), []
-    mean = [torch.zeros_like(p) for p in params]
-
-    @torch.no_grad()
-    def after_step(step: int) -> None:
-        if step > (1 - fraction) * run.config.max_steps:
-            seen.append(step)
-            torch._foreach_lerp_(mean, params, max(1 / len(seen), forget))
-
-    return dict(after_step=after_step, at_end=torch.no_grad()(lambda step: torch._foreach_copy_(params, mean)))
 
 
 # ------------------------------------------------------------------------------------------------------- the ideas
@@ -119,13 +101,10 @@ GPT2 = {
 }
 SPEEDRUN = {
     "AdamW instead of Muon": Idea(UNDO, dict(optimizer="adamw")),
-    "Muon at 0.01": Idea(UNDO, dict(muon_lr=0.01)),
     "the rest at 1e-2": Idea(UNDO, dict(max_lr=1e-2)),
-    "cosine": Idea(UNDO, dict(lr_schedule="cosine")),
     "Q, K and V as one matrix": Idea(UNDO, {}, groups, dict(of="muon", parts=1)),
     "momentum 0.9": Idea(UNDO, {}, groups, dict(of="muon", momentum=0.9)),
     "rows normalized": Idea("MuonEq-R: slowrun, nanochat", {}, row_norms),
-    "no decay, mean of the last 20%": Idea("no schedule", dict(min_lr=3e-3), tail_average, dict(fraction=0.2)),
 }
 for rate in (1e-3, 2e-3, 3e-3, 5e-3):  # speedrun needs 40% of the tokens, or less, if the best of these is a harm
     rates = dict(max_lr=rate, min_lr=rate / 10)
@@ -133,8 +112,5 @@ for rate in (1e-3, 2e-3, 3e-3, 5e-3):  # speedrun needs 40% of the tokens, or le
 TINY = {
     **{f"weight decay {decay}": Idea(LORE, dict(weight_decay=decay)) for decay in (0.3, 0.8, 1.2, 1.6)},
     "dropout 0.1": Idea(LORE, dict(dropout=0.1)),
-    "weight decay 0.8, dropout 0.1": Idea(LORE, dict(weight_decay=0.8, dropout=0.1)),
-    "mean of the last 25%": Idea(LORE, {}, tail_average, dict(fraction=0.25)),
-    "EMA of 0.995": Idea(LORE, {}, tail_average, dict(fraction=0.25, forget=0.005)),
 }
 IDEAS = {"gpt2": GPT2, "speedrun": SPEEDRUN, "tiny": TINY}  # by the recipe of the baseline

@@ -1,18 +1,15 @@
 """Does an idea gain anything? It and a baseline are trained with the same seeds until their difference is no accident.
 
     python bench.py lab "momentum 0.9" --size 5M           # an idea of benchmarks/ideas.py, on five million parameters
-    python bench.py lab --recipe tiny --size ""            # every idea for that recipe, on its own model
     python bench.py lab --null 40                          # changes of nothing but the seed: few may seem to gain
     python bench.py lab --table --ledger docs/lab.jsonl    # what was run; trains nothing
 
 With one seed, a baseline and an idea start from the same weights and read the same data in the same order. Their
-differences, one a seed, are weighed after every seed: `evidence` is how much better an effect explains them than none.
-If an idea does nothing, the chance that this ever reaches ENOUGH is at most 1 in 10, half of it for a gain, whenever
-one stops (Hendriksen et al. 2021, "Optional stopping with Bayes factors"). So a clear verdict comes early, and seeds
-may be added to an open one. But twenty ideas are twenty chances: run what gains again, at another size.
-
-Every run is a line of --ledger, and is made again only after a change of the code that it depends on.
-Not shown: that a gain holds at 124M, or in longer runs than these.
+differences are weighed after every seed: `evidence` is how much better an effect explains them than none. If an idea
+does nothing, the chance that this ever reaches ENOUGH is at most 1 in 10, half of it for a gain, whenever one stops
+(Hendriksen et al. 2021, "Optional stopping with Bayes factors"), so seeds may be added to what is not told apart. But
+twenty ideas are twenty chances: run what gains again, at another size.
+Every run is a line of --ledger, made again only when its code changes. Not shown: that a gain holds at 124M.
 """
 
 import hashlib
@@ -21,7 +18,7 @@ import json
 import math
 import statistics
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
@@ -49,9 +46,8 @@ from train_gpt2 import RECIPES
 from train_gpt2 import Config as Training
 
 SMALL = dict(sequence_length=64, vocab_size=1024, total_batch_size=1024, eval_steps=100)
-SIZES = {
-    "": {},  # the recipe's own
-    # for 200 steps of the recipe gpt2, in fp32 so that they depend little on the processor
+SIZES = {  # the quarter is for 200 steps of gpt2, in fp32 so that they depend little on the processor
+    "": {},
     "0.25M": dict(n_layer=4, n_head=2, n_embd=64, sequence_length=32, vocab_size=1024, total_batch_size=512,
                   max_lr=3e-3, min_lr=3e-4, warmup_steps=8, eval_steps=0, dtype="float32"),
     "1M": dict(n_layer=4, n_head=2, n_embd=128, **SMALL),
@@ -86,21 +82,21 @@ def run(config: Config, rt: Runtime) -> Iterator[dict]:
         return (yield from ledger.rows())
     ideas = chosen(config)
     baseline, *undecided = ideas
+    version = {name: version_of(idea) for name, idea in ideas.items()}
     vocab_size = settings(config, PLAIN, 0).vocab_size
     shards = str(prepare_text(config.data, "train", vocab_size, Path("out/cache")))  # before runs that need it start
     setting = setting_of(config, shards, rt)
     for seeds in [range(min(FIRST_LOOK, config.seeds)), *([seed] for seed in range(FIRST_LOOK, config.seeds))]:
         names = (baseline, *undecided)
-        version = {name: version_of(ideas[name]) for name in names}
         jobs = [(name, n) for n in seeds for name in names if n not in ledger.losses(setting, name, version[name])]
         for (name, seed), figures in side_by_side(ideas, jobs, config, shards, rt):
-            about = dict(version=version[name], against=baseline, machine=machine(rt)["device"])
-            ledger.add(dict(idea=name, setting=setting, seed=seed) | figures | about)
+            about = dict(idea=name, version=version[name], against=baseline, machine=machine(rt)["device"])
+            ledger.add(setting=setting, seed=seed, **about, **figures)
         rows = {name: ledger.row(setting, name, baseline) for name in names}
         yield from rows.values()
         undecided = [name for name in undecided if rows[name]["verdict"] == "not told apart"]
         if not undecided:
-            break
+            return
 
 
 def chosen(config: Config) -> dict[str, Idea]:
@@ -119,10 +115,8 @@ def chosen(config: Config) -> dict[str, Idea]:
 
 
 def evidence(over: list[float]) -> float:
-    """How many times likelier the differences are with an effect than without one: a Bayes factor (Gönen et al. 2005).
-
-    They are normal, with any standard deviation, and a mean of 0 or of that times a normal number as wide as EFFECT.
-    """
+    """The Bayes factor of differences from a normal distribution, with any deviation, and a mean of 0 or of that
+    deviation times a number from another, as wide as EFFECT (Gönen et al. 2005, equation 3)."""
     n, mean = len(over), statistics.mean(over)
     variance = statistics.variance(over) if n > 1 else 0.0
     if not variance:  # one seed, or a change that changes nothing
@@ -132,9 +126,8 @@ def evidence(over: list[float]) -> float:
 
 
 def verdict(over: list[float]) -> str:
-    if evidence(over) < ENOUGH:
-        return "not told apart"
-    return "gain" if statistics.mean(over) < 0 else "harm"
+    sign = "gain" if statistics.mean(over) < 0 else "harm"
+    return sign if evidence(over) >= ENOUGH else "not told apart"
 
 
 class Ledger:
@@ -144,7 +137,7 @@ class Ledger:
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         self.path, self.runs = path, [json.loads(line) for line in lines]
 
-    def add(self, record: dict) -> None:
+    def add(self, **record) -> None:
         self.runs.append(record)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path, "a", encoding="utf-8") as f:
@@ -167,17 +160,10 @@ class Ledger:
         return row | dict(over_recipe=over)
 
     def rows(self) -> Iterator[dict]:
-        """Every idea against its baseline; those that change nothing but the seed together."""
-        nulls = defaultdict(Counter)
         for setting, idea, baseline in dict.fromkeys((r["setting"], r["idea"], r["against"]) for r in self.runs):
-            row = self.row(setting, idea, baseline) | dict(name=f"{setting}: {idea}, against {baseline}")
-            if idea.startswith("null "):
-                nulls[setting][row["verdict"]] += 1
-            elif idea != baseline:
+            if idea != baseline:
+                row = self.row(setting, idea, baseline) | dict(name=f"{setting}: {idea}, against {baseline}")
                 yield {key: row[key] for key in row if key != "over_recipe"}
-        for setting, found in nulls.items():
-            verdicts = ", ".join(f"{n} {said}" for said, n in sorted(found.items()))
-            yield dict(name=f"{setting}: {found.total()} changes of the seed alone", verdict=verdicts)
 
 
 # ------------------------------------------------------------------------------------------------------------ the runs
@@ -194,8 +180,8 @@ def setting_of(config: Config, shards: str, rt: Runtime) -> str:
 
 def version_of(idea: Idea) -> str:
     functions = [inspect.getsource(function) for function in (idea.model, idea.patch) if function]
-    about = [idea.constants, idea.options, idea.recipe, idea.tokens, idea.seeds_from, *functions]
-    return hashlib.sha256(repr(about).encode()).hexdigest()[:8]
+    about = repr([idea.constants, idea.options, idea.recipe, idea.tokens, idea.seeds_from, *functions])
+    return hashlib.sha256(about.encode()).hexdigest()[:8]
 
 
 def settings(config: Config, idea: Idea, seed: int) -> Training:
@@ -208,10 +194,9 @@ def settings(config: Config, idea: Idea, seed: int) -> Training:
 
 def side_by_side(ideas: dict[str, Idea], jobs: list[tuple], config: Config, shards: str, rt: Runtime) -> Iterator:
     """((name, seed), figures) of each job as it ends: one run a core on a CPU, one at a time on a GPU."""
-    workers, device = cpu_count() if rt.device.type == "cpu" else 1, rt.device.type
+    workers, what = cpu_count() if rt.device.type == "cpu" else 1, (shards, rt.device.type)
     with ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        made = ((job, (ideas[job[0]], settings(config, ideas[job[0]], job[1]), shards, device)) for job in jobs)
-        started = {pool.submit(train, *arguments): job for job, arguments in made}
+        started = {pool.submit(train, ideas[n], settings(config, ideas[n], seed), *what): (n, seed) for n, seed in jobs}
         yield from ((started[done], done.result()) for done in as_completed(started))
 
 

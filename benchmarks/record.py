@@ -1,14 +1,11 @@
 """Is it a record? Judges the runs of an entry by the rules of docs/record.md, and prints their row for that page.
 
     python bench.py record out/seed0 out/seed1 out/seed2 --data fineweb10B/fineweb_val_000000.bin    # tokens to 3.28
-    python bench.py record out/seed* --kind h100 --data fineweb10B/fineweb_val_000000.bin            # minutes to 3.28
     python bench.py record out/seed* --kind cores --data tinyshakespeare.txt                         # two CPU cores
 
-The runs have the seeds 0, 1, 2, ... The judge opens the last checkpoint of each with transformers, refuses whatever is
-not an unchanged GPT-2, and computes the loss in a few lines that share no code with training. That is the loss of the
-entry, and a log that claims another one is refused.
+The judge opens the last checkpoint of each with transformers, refuses whatever is not an unchanged GPT-2, and computes
+the loss in a few lines that share no code with training. That is the loss of the entry.
 It cannot see which text the weights were trained on, for how long, and on which machine: for these it has the log.
-Anybody can repeat a run from its commit and constants; a report that it comes out otherwise is welcome.
 """
 
 import math
@@ -81,11 +78,10 @@ def run(config: Config, rt: Runtime) -> Iterator[dict]:
         yield dict(name=name, result=found[-1], loss=loss, tokens=facts["tokens"], minutes=facts["minutes"])
     refuse_chosen(runs, kind)
     yield dict(name="entry", result=statistics.mean(found), verdict=verdict(found, kind))
-    first, minutes = runs[0], max(facts["minutes"] for facts in runs)
-    c, seeds = first["constants"], ", ".join(f"{value:.4f}" for value in found)
+    first, c, seeds = runs[0], runs[0]["constants"], ", ".join(f"{value:.4f}" for value in found)
     size = f"{c['n_layer']} x {c['n_embd']}, {c['vocab_size']} tokens, T = {c['sequence_length']} | {c['optimizer']}"
-    print(f"| | {size} | {first['tokens']:,} | {statistics.mean(found):.4f} ({seeds}) | {minutes:.1f} min, "
-          f"{first['machine']} | {first['commit']} |")  # fmt: skip
+    took = f"{max(facts['minutes'] for facts in runs):.1f} min, {first['machine']} | {first['commit']}"
+    print(f"| | {size} | {first['tokens']:,} | {statistics.mean(found):.4f} ({seeds}) | {took} |")
 
 
 def facts_of(run_dir: Path, kind: Kind) -> dict:
@@ -113,8 +109,8 @@ def refuse_chosen(runs: list[dict], kind: Kind) -> None:
     if seeds != list(range(len(runs))) or len(runs) < kind.seeds:
         raise UserError(f"the seeds are {seeds}; give all of 0, 1, 2, ..., at least {kind.seeds}, and leave none out")
     same = [facts["constants"] | {key: facts[key] for key in ("step", "commit")} for facts in runs]
-    changed = [key for key in same[0] if any(other.get(key) != same[0][key] for other in same)]
-    if changed := [key for key in changed if key not in MAY_DIFFER]:
+    fixed = [key for key in same[0] if key not in MAY_DIFFER]
+    if changed := [key for key in fixed if any(other.get(key) != same[0][key] for other in same)]:
         raise UserError(f"the runs differ in {', '.join(changed)}; train all seeds of an entry with the same constants")
 
 
@@ -149,10 +145,7 @@ def text_tokens(data: str, tokenizer, digest: str) -> tuple[torch.Tensor, int]:
 
 def shard_tokens(data: str) -> tuple[torch.Tensor, int]:
     """The first tokens of a shard in llm.c's format: 256 int32 of header, then uint16."""
-    if not Path(data).is_file():
-        raise UserError(f"--data {data!r} is not a file; give fineweb_val_000000.bin")
-    ids = np.fromfile(data, np.uint16, VAL_TOKENS + 1, offset=1024)
-    return torch.from_numpy(ids.astype(np.int64)), 0
+    return torch.from_numpy(np.fromfile(data, np.uint16, VAL_TOKENS + 1, offset=1024).astype(np.int64)), 0
 
 
 @torch.no_grad()

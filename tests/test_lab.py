@@ -1,10 +1,8 @@
 """The laboratory: evidence that noise rarely reaches, runs that are made once, and ideas that do what they say."""
 
 import json
-import math
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,11 +12,8 @@ import train_gpt2
 from benchmarks import ideas, lab
 from benchmarks.ideas import IDEAS, Idea
 from corpus.shards import prepare_text
-from learning.optim import make_optimizer
-from model import GPT, GPTConfig
-from run.runtime import Runtime
+from learning import optim
 from tests.helpers import arguments, assert_user_error, run_inline, succeed, text_file
-from train_gpt2 import RECIPES
 
 SMALL = dict(n_layer=2, n_head=2, n_embd=32, sequence_length=32, vocab_size=512, total_batch_size=256)
 
@@ -52,16 +47,6 @@ def door(small, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     text_file(tmp_path / "text.txt", 60_000)
     return run
-
-
-def parts(**changes):
-    """A run of the recipe speedrun, of 100 steps, that has not begun."""
-    config = replace(RECIPES["speedrun"], **SMALL | dict(max_steps=100, warmup_steps=0) | changes)
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, n_positions=32, vocab_size=512))
-    optimizer = make_optimizer(model, config, Runtime.setup("cpu", "float32"))
-    adamw, muon = optimizer.optimizers
-    return SimpleNamespace(model=model, config=config, adamw=adamw, muon=muon), optimizer
 
 
 # ---------------------------------------------------------------------------------------------------------- evidence
@@ -139,54 +124,13 @@ def test_an_unknown_idea_is_one_line(door):
 # ------------------------------------------------------------------------------------------------------- the ideas
 
 
-def test_two_equal_momenta_are_muons_own():
-    found = []
-    for patched in (False, True):
-        run, optimizer = parts(grad_clip=0.0)
-        hooks = ideas.two_momenta(run, fast=0.95, slow=0.95, share=0.4, after=0.02) if patched else {}
-        for step in range(1, 6):
-            torch.manual_seed(step)
-            run.model.loss(torch.randint(512, (2, 32)), torch.randint(512, (2, 32))).backward()
-            hooks.get("before_step", lambda step: None)(step)
-            optimizer.step(finite=torch.tensor(True))
-        found.append(run.model.transformer.h[1].mlp.c_fc.weight.detach())
-    torch.testing.assert_close(*found, rtol=0, atol=1e-4)
-
-
-def test_on_the_hyperball_matrices_turn_and_keep_their_norms():
-    run, optimizer = parts()
-    hooks = ideas.hyperball(run, peak=0.03, floor=0.006)
-    p = run.model.transformer.h[0].mlp.c_fc.weight
-    before = p.detach().clone()
-    run.model.loss(torch.randint(512, (2, 32)), torch.randint(512, (2, 32))).backward()
-    hooks["before_step"](10)  # of 100: after the plateau
-    optimizer.step(finite=torch.tensor(True))
-    hooks["after_step"](10)
-    assert p.norm().item() == pytest.approx(before.norm().item(), rel=1e-5)
-    turned = math.acos(torch.cosine_similarity(p.flatten(), before.flatten(), dim=0).item())
-    assert 0.02 < turned < 0.03  # of 0.03, a little less: 0.03 - 0.024 (0.036 / 0.496) ** 0.6
-
-
-def test_a_group_of_its_own_has_its_constants_and_no_tensor_twice():
-    run, _ = parts()
-    ideas.own_group(run, "transformer.wte.weight", lr=6e-3)
-    held = [p for group in (*run.adamw.param_groups, *run.muon.param_groups) for p in group["params"]]
-    assert sorted(map(id, held)) == sorted(map(id, run.model.parameters()))
-    own = run.adamw.param_groups[-1]
-    assert own["params"] == [run.model.transformer.wte.weight]
-    assert (own["initial_lr"], own["weight_decay"], own["betas"]) == (6e-3, 0.1, (0.9, 0.95))
-
-
-@pytest.mark.parametrize("forget, wanted", [(0.0, 99.0), (0.5, 99.25)])
-def test_the_average_is_that_of_the_last_steps(forget, wanted):
-    run, _ = parts()
-    p = run.model.transformer.ln_f.bias
-    hooks = ideas.tail_average(run, fraction=0.03, forget=forget)
-    for step in range(1, 101):
-        torch.nn.init.constant_(p, float(step))
-        hooks["after_step"](step)
-    hooks["at_end"](100)
-    assert p.tolist() == pytest.approx([wanted] * len(p))
+def test_rows_are_normalized_before_a_matrix_is_orthogonalized():
+    plain, momentum = optim.orthogonalized, torch.randn(1, 4, 6)
+    hooks = ideas.row_norms(None)
+    found = optim.orthogonalized(momentum * torch.tensor([[1.0], [10.0], [0.1], [3.0]]), torch.float32)
+    hooks["at_end"](1)
+    torch.testing.assert_close(found, plain(momentum / momentum.norm(dim=2, keepdim=True), torch.float32))
+    assert optim.orthogonalized is plain, "the next run is not affected"
 
 
 @pytest.mark.slow
