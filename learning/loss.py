@@ -20,8 +20,7 @@ Shapes in comments: N positions, C channels, V tokens of the vocabulary.
 import torch
 from torch.nn import functional as F
 
-LOSS_CHUNK = {"cpu": 2**19, "cuda": 2**27}  # logits alive at once: what caches hold, what keeps a GPU busy
-LARGEST_LOSS_CHUNK = 2**29  # 2 GB in fp32
+LOGITS = {"cpu": 2**19, "cuda": 2**29}  # alive at once, at most: what caches hold; 2 GB in fp32
 
 
 def plain_cross_entropy(x, weight, targets) -> torch.Tensor:
@@ -46,24 +45,20 @@ def linear_cross_entropy(x, weight, targets, products=None) -> torch.Tensor:
 
 
 def chunk_size(n_positions: int, vocab_size: int, device: str) -> int:
-    """Positions whose logits are alive at once.
-
-    Chunks larger than a GPU needs to be busy still pay, because each adds a gradient of the size of `weight` to the
-    sum. But only up to a quarter of the batch: what limits a batch that fills the memory should not be the logits.
-    """
-    n_logits = LOSS_CHUNK.get(device, 2**25)
-    if device == "cuda":
-        n_logits = max(n_logits, min(n_positions * vocab_size // 4, LARGEST_LOSS_CHUNK))
-    return max(n_logits // vocab_size // 256 * 256, 256)  # whole tiles of the tensor cores
+    """Positions whose logits are alive at once: whole tiles of the tensor cores. Chunks are as few as LOGITS allows,
+    since each adds a gradient of the size of `weight` to the sum, and about equally large."""
+    most = max(LOGITS.get(device, 2**25) // vocab_size // 256 * 256, 256)
+    n_chunks = -(-n_positions // most)
+    return -(-n_positions // (n_chunks * 256)) * 256 if n_chunks > 1 else most
 
 
 class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, targets, chunk: int, need_grad: bool, products=None):
         to_logits, to_gradient = products or (torch.mm, torch.mm)
-        w = weight.to(x.dtype)  # cast here, so that the gradient's sum over chunks is not rounded to bf16
+        w = weight.to(x.dtype)  # cast here, so that the gradient's sum over chunks is not rounded to 16 bits
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
-        grad_x, grad_w = [], None
+        grad_x, grad_w = [], torch.zeros_like(weight) if need_grad and ctx.needs_input_grad[1] else None
         for xc, tc in zip(x.split(chunk), targets.split(chunk), strict=True):
             # (chunk, 1) each: an unscored target looks up token 0, and `valid` masks the result
             valid, safe = (tc >= 0)[:, None], tc.clamp(min=0)[:, None]
@@ -74,9 +69,8 @@ class LinearCrossEntropy(torch.autograd.Function):
                 continue
             dlogits = softmax_minus_one_hot(log_probs, safe).to(x.dtype)  # (chunk, V)
             grad_x.append(to_gradient(dlogits, w) * valid)  # (chunk, C)
-            if ctx.needs_input_grad[1]:
-                gw = to_gradient(dlogits.T, xc * valid)  # (V, C)
-                grad_w = gw.to(weight.dtype) if grad_w is None else grad_w.add_(gw)
+            if grad_w is not None:
+                grad_w = plus_product(grad_w, dlogits.T, xc * valid, to_gradient)
         if need_grad:
             ctx.save_for_backward(torch.cat(grad_x), grad_w)
         return loss
@@ -87,6 +81,16 @@ class LinearCrossEntropy(torch.autograd.Function):
         grad_x, grad_w = ctx.saved_tensors
         grad_w = None if grad_w is None else grad_w * grad_loss
         return grad_x * grad_loss, grad_w, None, None, None, None
+
+
+def plus_product(total, a, b, product=torch.mm) -> torch.Tensor:
+    """total (V, C) + a (V, N) @ b (N, C), added up in the dtype of `total`, which it may overwrite: over thousands of
+    positions, and before any loss scale, a sum in fp16 would pass 65,504."""
+    if product is torch.mm and a.device.type == "cuda" and a.dtype != total.dtype:
+        return torch.addmm(total, a, b, out_dtype=total.dtype)  # tensor cores add up in fp32 anyway
+    if a.dtype == torch.float16:  # on a CPU, where speed does not count
+        a, b = a.float(), b.float()
+    return total.addmm_(a, b) if a.dtype == total.dtype else total.add_(product(a, b))
 
 
 def softmax_minus_one_hot(log_probs, targets):

@@ -10,12 +10,13 @@ import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from corpus.order import IGNORED
 from learning import loss as loss_module
-from learning.loss import LinearCrossEntropy, chunk_size, linear_cross_entropy, plain_cross_entropy
+from learning.loss import LinearCrossEntropy, chunk_size, linear_cross_entropy, plain_cross_entropy, plus_product
 from model import GPT, SIZES, GPTConfig, read_config
 
 warnings.filterwarnings("ignore")
@@ -257,6 +258,20 @@ def test_naive_attention_equals_scaled_dot_product_attention():
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("attention", ["flash", "naive"])
+def test_dropout_is_on_embeddings_attention_and_both_branches_in_training_alone(attention):
+    model, idx = small(n_layer=1, dropout=0.5, attention=attention), tokens(2, 32)
+    block, seen = model.transformer.h[0], {}
+    assert torch.equal(model(idx), small(n_layer=1, attention=attention)(idx))  # eval()
+    for name, module in dict(embeddings=model.transformer.drop, attn=block.attn, mlp=block.mlp).items():
+        module.register_forward_hook(lambda module, inputs, output, name=name: seen.update({name: output}))
+    model.train()(idx)
+    assert all(0.4 < (output == 0).float().mean() < 0.6 for output in seen.values()) and len(seen) == 3
+    for module in model.modules():
+        module.p = 0.0  # of all nn.Dropout, so that only the weights of attention are dropped
+    assert not torch.equal(model(idx), model(idx))
+
+
 def loss_case(n=64, channels=16, vocab=50, dtype=torch.float64):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(n, channels, generator=generator, dtype=dtype, requires_grad=True)
@@ -280,7 +295,7 @@ def test_chunked_loss_and_gradients_equal_cross_entropy(chunk):
 
 def test_the_compiled_loss_has_the_same_gradients_and_no_scatter(monkeypatch):
     """A scatter cannot be fused: it makes passes over all logits of what a comparison does on the way."""
-    monkeypatch.setitem(loss_module.LOSS_CHUNK, "cpu", 0)  # 256 positions a chunk
+    monkeypatch.setitem(loss_module.LOGITS, "cpu", 1)  # 256 positions a chunk
     operators = []
 
     def record(module, inputs):
@@ -299,11 +314,25 @@ def test_the_compiled_loss_has_the_same_gradients_and_no_scatter(monkeypatch):
 
 
 def test_the_gradient_of_fp32_weights_is_summed_in_fp32(monkeypatch):
-    monkeypatch.setitem(loss_module.LOSS_CHUNK, "cpu", 0)
+    monkeypatch.setitem(loss_module.LOGITS, "cpu", 1)
     x, weight, targets = loss_case(n=2048, dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         (grad,) = torch.autograd.grad(linear_cross_entropy(x, weight, targets), weight)
     assert grad.dtype == torch.float32 and not torch.equal(grad, grad.bfloat16().float())
+
+
+def test_a_sum_over_many_positions_does_not_overflow_in_fp16():
+    x, weight = torch.full((2560, 16), 26.0), torch.zeros(300, 16, requires_grad=True)
+    loss = LinearCrossEntropy.apply(x.half(), weight, torch.zeros(2560, dtype=torch.long), 2560, True)
+    (grad,) = torch.autograd.grad(loss, weight)  # 2560 times (softmax - one_hot) x: 66,338 is above fp16's 65,504
+    torch.testing.assert_close(grad[0], torch.full((16,), 2560 * 26.0 * (1 / 300 - 1)), rtol=1e-3, atol=0)
+
+
+def test_on_a_gpu_the_product_itself_adds_up_in_fp32(monkeypatch):
+    monkeypatch.setattr(torch, "addmm", lambda *tensors, out_dtype: out_dtype)
+    with FakeTensorMode():  # a GPU's tensors without a GPU: they have shapes and no numbers
+        total, a, b = (torch.empty(4, 4, device="cuda", dtype=d) for d in (torch.float32, torch.half, torch.half))
+        assert plus_product(total, a, b) == torch.float32
 
 
 def test_a_frozen_head_gets_no_gradient():
@@ -312,13 +341,15 @@ def test_a_frozen_head_gets_no_gradient():
     assert x.grad is not None and weight.grad is None
 
 
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
 @pytest.mark.parametrize("n_positions", [1, 1024, 8 * 1024, 64 * 1024])
-def test_logits_of_a_gpu_are_a_quarter_of_a_large_batch_and_all_of_a_small_one(n_positions):
-    chunk = chunk_size(n_positions, 50304, "cuda")
-    assert chunk % 256 == 0
-    assert chunk * 50304 <= 2**29
-    assert chunk >= n_positions / 4 - 256 or chunk * 50304 > 2**29 - 256 * 50304
-    assert chunk * 50304 <= 2**27 or chunk <= n_positions / 4
+def test_the_loss_takes_as_few_chunks_as_memory_allows_and_all_about_as_large(n_positions, device):
+    most = {"cuda": 2**29, "cpu": 2**19}[device]
+    chunk = chunk_size(n_positions, 1024, device)
+    assert chunk % 256 == 0 and chunk * 1024 <= most
+    n_chunks = math.ceil(n_positions / chunk)
+    assert n_chunks == math.ceil(n_positions * 1024 / most)
+    assert n_chunks == 1 or n_chunks * chunk - n_positions < 256 * n_chunks
 
 
 def test_ignored_targets_do_not_count():
