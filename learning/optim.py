@@ -323,4 +323,4 @@ def orthogonalized(matrices: torch.Tensor, dtype=torch.bfloat16, steps: int = 5)
         for _ in range(steps):
             gram = x @ x.mT  # (N, n, n)
             x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x if matrices.size(1) <= matrices.size(2) else x.mT
+    return x if matrices.size(1) <= matrices.size(2) else x.mT.contiguous()  # as the fused update wants it
