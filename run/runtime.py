@@ -26,6 +26,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 from tqdm import tqdm
@@ -95,6 +96,7 @@ class Runtime:
         device = _choose_device(device, local_rank)
         if device.type == "cuda":
             torch.cuda.set_device(device)
+            torch.backends.cuda.enable_cudnn_sdp(False)  # but see one_shape
         if world_size > 1 and not dist.is_initialized():
             _join_ranks(device, rank, world_size)
         torch.set_float32_matmul_precision("high")  # TF32 for what is left in fp32
@@ -121,10 +123,15 @@ class Runtime:
 
     def wrap(self, module: torch.nn.Module, dynamic: bool = False) -> torch.nn.Module:
         """The module as a loop calls it: compiled and distributed, as decided. Shapes change only if `dynamic`."""
-        forward = torch.compile(module, dynamic=dynamic) if self.compile else module
+        forward = self.compiled(module, dynamic)
         if self.world_size > 1:
             forward = DistributedDataParallel(forward, [self.device.index] if self.device.type == "cuda" else None)
         return forward
+
+    def compiled(self, function: Callable, dynamic: bool = False) -> Callable:
+        """A function or a module, compiled if this run compiles."""
+        backend = "inductor" if dynamic else one_shape
+        return torch.compile(function, dynamic=dynamic, backend=backend) if self.compile else function
 
     def exchange_gradients(self, forward: torch.nn.Module, now: bool) -> None:
         """Set whether the next backward pass averages the gradients over the ranks; call it before the forward pass.
@@ -397,6 +404,33 @@ def _missing_for_compile(device: torch.device) -> str:
         if "lcuda" in str(e):
             return "the linker cannot find libcuda.so; add its folder to LIBRARY_PATH (`ldconfig -p | grep libcuda`)"
         return f"a trial failed ({type(e).__name__}: {str(e).strip().splitlines()[-1] if str(e).strip() else ''})"
+
+
+ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # the best first
+
+
+def one_shape(graph: torch.fx.GraphModule, inputs: list) -> Callable:
+    """torch.compile's backend for what always has one shape: Inductor, with the best kernels of attention first, and
+    with a cache on the disk from which a second start takes the graph.
+
+    On Hopper (compute capability 9) and B200 (10) cuDNN's attention is the fastest, but it builds a plan for each new
+    shape, which takes longer than a batch of finetuning, HellaSwag or sampling: these run without it.
+    """
+    from torch._functorch import config as autograd
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx  # seconds, which a run that does not compile saves
+
+    device = next(x.device for x in inputs if isinstance(x, torch.Tensor))
+    on_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    order = [SDPBackend.CUDNN_ATTENTION] * on_hopper + ATTENTION
+    # The loss is an autograd.Function and switches autocast; either would bypass the cache, which cannot know that they
+    # depend on nothing but the graph, as these do. And its key lacks the order.
+    switches = {f"torch.amp.autocast_mode.{name}": "by its arguments" for name in ("_enter_autocast", "_exit_autocast")}
+    cached = config.patch(unsafe_marked_cacheable_functions=switches)
+    functions = autograd.patch(autograd_cache_allow_custom_autograd_functions=True)
+    key = torch.compiler.config.patch(cache_key_tag=f"{order}")
+    with sdpa_kernel(order, set_priority=True), cached, functions, key:
+        return compile_fx(graph, inputs)
 
 
 # ------------------------------------------------------------------------------------------------ batches to the device

@@ -42,8 +42,7 @@ def shard(model: torch.nn.Module, blocks: Sequence[torch.nn.Module], rt: Runtime
     # Weights travel in fp32, so that autocast rounds the same numbers as on one rank. (FSDP's own policy would halve
     # the bytes; but it rounds LayerNorm's gains too, and CPUs do not even accept that.)
     for block in blocks:
-        if rt.compile:
-            block.forward = torch.compile(block.forward, dynamic=False)
+        block.forward = rt.compiled(block.forward)
         fully_shard(block, mesh=rt.mesh, reshard_after_forward=rt.shard == "full")
     fully_shard(model, mesh=rt.mesh, reshard_after_forward=False)  # backward starts with these
     for module in (*blocks, model):

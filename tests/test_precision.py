@@ -2,14 +2,22 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.utils import counters
+from torch._inductor import compile_fx
+from torch._inductor.utils import fresh_cache
+from torch._subclasses import FakeTensorMode
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
 import train_gpt2
+from benchmarks.ladder import mfu
+from learning import loss
 from learning.optim import learning_rate
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, Loss
 from run import runtime, trials
 from run.checkpoint import checkpoint_steps, load_train_state
 from tests.helpers import log_of, losses, weights
@@ -55,6 +63,40 @@ def test_the_precision_follows_from_the_gpu_and_says_why(monkeypatch, capability
     assert chosen == getattr(torch, dtype) and f"{capability[0]}.{capability[1]}" in why
 
 
+def test_whoever_asks_for_fp32_does_not_get_tf32():
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        runtime.Runtime.setup("cpu", dtype)
+        found[dtype] = torch.get_float32_matmul_precision()
+    assert found == dict(float32="highest", bfloat16="high")
+
+
+@pytest.fixture
+def h100(monkeypatch):
+    """A machine with one, as far as its owner can tell."""
+    facts = dict(is_available=True, device_count=1, set_device=None, get_device_capability=(9, 0))
+    for name, fact in (facts | dict(get_device_name="NVIDIA H100 80GB HBM3")).items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, fact=fact: fact)
+    yield runtime.Runtime.setup("cuda", "bfloat16")
+    torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+def test_cudnn_attends_only_in_steps_of_one_shape(h100, monkeypatch):
+    found = []
+    monkeypatch.setattr(compile_fx, "compile_fx", lambda *_: found.append(_cur_sdpa_kernel_backends(True)))
+    for capability in ((9, 0), (8, 0)):  # on the older ones it is slower than the others
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, known=capability: known)
+        with FakeTensorMode():
+            runtime.one_shape(None, [torch.empty(1, device="cuda")])
+    assert found == [[SDPBackend.CUDNN_ATTENTION, *runtime.ATTENTION], runtime.ATTENTION]
+    assert SDPBackend.CUDNN_ATTENTION not in _cur_sdpa_kernel_backends()
+
+
+def test_mfu_is_the_fraction_of_the_peak_of_all_ranks(h100):
+    rt = replace(h100, world_size=8)
+    assert rt.peak_flops() == 8 * 989e12 and mfu(1e6, 0.8e9, rt) == pytest.approx(0.8e15 / (8 * 989e12))
+
+
 @pytest.mark.parametrize(
     "dtype, length, expected", [("bfloat16", 64, "naive"), ("bfloat16", 4096, "flash"), ("float32", 64, "flash")]
 )
@@ -62,18 +104,6 @@ def test_attention_follows_from_the_precision_on_a_processor(dtype, length, expe
     rt = runtime.Runtime.setup("cpu", dtype)
     assert trials.choose_attention("auto", rt, length) == expected
     assert [trials.choose_attention(given, rt, length) for given in ("flash", "naive")] == ["flash", "naive"]
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_precisions_agree_on_a_gpu(train, tmp_path, dtype):
-    size = dict(device="cuda", n_layer=6, n_head=6, n_embd=384, sequence_length=256, total_batch_size=8192)
-    size |= dict(micro_batch_size=0, max_steps=50, checkpoint_interval=0, warmup_steps=10, max_lr=1e-3)
-    for name in ("float32", dtype):
-        result = train(out=name, dtype=name, **size)
-        assert "micro_batch_size 32 fits" in result.stdout and "GiB at its peak" in result.stdout
-    for ours, single in zip(log_of(tmp_path / dtype, "train"), log_of(tmp_path / "float32", "train"), strict=True):
-        assert ours["loss"] == pytest.approx(single["loss"], rel=0.02), ours["step"]
 
 
 def test_activation_checkpointing_changes_memory_and_no_number(train, tmp_path):
@@ -163,3 +193,20 @@ def test_faster_paths_have_the_loss_curve_of_the_plain_one(train, tmp_path, monk
         other = plain_losses(config.seed + 1, getattr(torch, dtype), batches, config)
         between_seeds = np.median(np.abs(np.subtract(plain, other)))
         assert np.abs(np.subtract(ours, plain)).max() < between_seeds
+
+
+@pytest.mark.slow
+def test_a_second_start_takes_compiled_code_from_the_disk_if_nothing_that_it_depends_on_has_changed(monkeypatch):
+    rt, found = runtime.Runtime.setup("cpu", "float32", "on"), []
+    idx = torch.zeros(2, 256, dtype=torch.long)
+    model = GPT(GPTConfig(n_positions=256, vocab_size=64, n_layer=1, n_head=1, n_embd=16))
+    changes = [lambda: None, lambda: monkeypatch.setitem(loss.LOGITS, "cpu", 1),
+               lambda: monkeypatch.setattr(runtime, "ATTENTION", [SDPBackend.MATH])]  # fmt: skip
+    with fresh_cache():
+        for change in [changes[0], *changes]:
+            change()
+            torch._dynamo.reset()
+            counters.clear()
+            rt.wrap(Loss(model))(idx, idx).backward()
+            found.append(counters["aot_autograd"]["autograd_cache_hit"])
+    assert found == [0, 1, 0, 0]
