@@ -153,7 +153,8 @@ def main() -> None:
     if not config.micro_batch_size:
         rows, T = config.total_batch_size // config.sequence_length // rt.world_size, config.sequence_length
         config = replace(config, micro_batch_size=find_micro_batch_size(forward, rows, (T, config.vocab_size), rt))
-    if rt.mesh:  # FSDP instead; a trial needs the undivided model
+    if rt.mesh:  # FSDP instead, compiled in parts; a trial needs the undivided model
+        model.summed_loss = rt.compiled(model.summed_loss)
         shard(forward, model.transformer.h, rt)
     optimizer = make_optimizer(model, config, rt)
     files = ModelFiles(model, data.tokenizer, rt.is_main, compare=config.max_steps >= 100)  # a short try skips that
@@ -207,7 +208,7 @@ def evaluate_if_due(config: Config, run: Run, model: GPT, forward: Loss, data: "
     rt = run.rt
     if run.due(config.eval_interval, "val"):
         run.catch_up()
-        whole_loss = Loss(whole_model(model)) if rt.mesh else forward
+        whole_loss = rt.compiled(Loss(whole_model(model))) if rt.mesh else forward
         run.record("val", **validate(whole_loss, validation_inputs(config, data, rt), data.token_bytes, rt))
     if config.target_loss and run.val_loss <= config.target_loss:
         run.end_here()
