@@ -57,7 +57,7 @@ def run(config: Config, rt: Runtime) -> Iterator[dict]:
         make = partial(plain_step, rung, shape, batch_size)
         try:
             found = in_own_process(measure_step, make, batch_size, config.repeats, rt.device.type)
-        except (RuntimeError, ImportError, UserError) as e:  # out of memory, or this GPU cannot do it
+        except Exception as e:  # out of memory, or this GPU cannot do it
             yield failure(rung.name, e)
             continue
         rate = batch_size * shape["n_positions"] / statistics.median(found["seconds"])
@@ -101,6 +101,7 @@ def plain_step(rung: Rung, shape: dict, batch_size: int, rt: Runtime) -> tuple[C
     """(function that makes one optimizer step in so many micro-batches and returns its loss, FLOPs per token), as a
     plain script has it."""
     torch.set_float32_matmul_precision("high" if rung.tf32 else "highest")
+    torch.backends.cuda.enable_cudnn_sdp(True)  # PyTorch's default, which our Runtime has changed
     vocab_size = -(-shape["vocab_size"] // 128) * 128 if rung.padded else shape["vocab_size"]
     model = GPT(GPTConfig(**shape | dict(vocab_size=vocab_size, attention=rung.attention))).to(rt.device)
     if rung.fp8:

@@ -16,6 +16,7 @@ import itertools
 import shutil
 import statistics
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -49,16 +50,15 @@ def run(config: Config, rt: Runtime) -> Iterator[dict]:
     model = GPT(GPTConfig(**model_sizes(config.size), vocab_size=50304)).to(rt.device)
     try:
         with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-            found = save_in_turn(constants, model, Runtime.setup(rt.device.type, shard=config.shard))
+            for name, seconds in save_in_turn(constants, model, Runtime.setup(rt.device.type, shard=config.shard)):
+                yield dict(name=name, median=f"{statistics.median(seconds):.4f} s", seconds=seconds)
     finally:
         if rt.is_main:
             shutil.rmtree(out_dir)
-    for name, seconds in found.items():
-        yield dict(name=name, median=f"{statistics.median(seconds):.4f} s", seconds=seconds)
 
 
-def save_in_turn(constants, model: GPT, rt: Runtime) -> dict[str, list[float]]:
-    """`rt` has the precision that a run has here."""
+def save_in_turn(constants, model: GPT, rt: Runtime) -> Iterator[tuple[str, list[float]]]:
+    """What was timed and all its seconds so far, whenever there are more. `rt` has the precision of a run here."""
     forward = Loss(model) if rt.mesh else rt.wrap(Loss(model))
     if rt.mesh:
         shard(forward, model.transformer.h, rt)
@@ -68,19 +68,22 @@ def save_in_turn(constants, model: GPT, rt: Runtime) -> dict[str, list[float]]:
     files = ModelFiles(model, Tokenizer.train(["a"], 257), rt.is_main)
     facts = dict(parameters=model.num_params(), flops_per_token=model.estimate_flops(model.config.n_positions))
     training = Run(RunDirectory(constants, rt), constants, files, optimizer, {}, facts)
-    found = {name: [] for name in ("a checkpoint, waited for", "run.save() alone", "a step", "a step during a write")}
+    found = defaultdict(list)
+
+    def add(name: str, work: Callable[[], object]) -> tuple[str, list[float]]:
+        found[name].append(timed(work, rt))
+        return name, found[name]
+
     with training:
         for number, _ in training.steps(itertools.repeat([])):
-            name = "a step during a write" if number % 3 == 0 else "a step"
-            found[name].append(timed(step, rt))
+            yield add("a step during a write" if number % 3 == 0 else "a step", step)
             training.log_step(torch.ones(()), torch.ones(()), 0.0, torch.tensor(512))
             if number % 3 == 1:
-                found["a checkpoint, waited for"].append(timed(lambda: (training.save(), training.catch_up()), rt))
+                yield add("a checkpoint, waited for", lambda: (training.save(), training.catch_up()))
             elif number % 3 == 2:
-                found["run.save() alone"].append(timed(training.save, rt))
+                yield add("run.save() alone", training.save)
             else:
                 training.catch_up()  # waits for the checkpoint to be on the disk
-    return found
 
 
 def training_step(forward: torch.nn.Module, optimizer, rt: Runtime) -> Callable[[], None]:
