@@ -1,6 +1,7 @@
 """Benchmarks: that measuring itself is right, that each command runs, and that wrong usage is one line."""
 
 import importlib
+import itertools
 import json
 import os
 import re
@@ -16,12 +17,14 @@ import torch
 
 import bench
 import lora_finetune
-from benchmarks import gpu, sweep
+from benchmarks import gpu, roofline, save, sweep
 from benchmarks.measure import Common, Substitute, built_late, in_own_process, markdown_table, peak_memory, rates
 from bpe.tokenizer import Tokenizer
 from cli import UserError, parse_args
 from corpus.shards import load_tokenizer
 from finetuning.lora import TARGETS, trainable_parameters
+from model import GPT, GPTConfig
+from run.runtime import Runtime
 from tests.finetuning import ROWS, small_gpt, write_json
 from tests.helpers import ROOT, arguments, assert_user_error, environment, run_inline, succeed, text_file
 
@@ -138,7 +141,7 @@ def door(capsys, monkeypatch, tmp_path):
     "args",
     [[], ["racing"], ["measure"], ["--repeats", "3"], ["bpe", "--repeats", "0"], ["bpe", "--repeats", "1e9"],
      ["bpe", "--size", "tiny"], ["bpe", "--json", "no/such/file.json"], ["lab", "--seeds", "nan"],
-     ["save", "--size", "gpt4"], ["ladder", "--batch_size", "-1"], ["bpe", "--data", "absent.txt"],
+     ["save", "--size", "gpt4"], ["roofline", "--card", "x"], ["ladder", "--batch_size", "-1"], ["bpe", "--data", "absent.txt"],
      ["record", "nowhere"], ["gpu"], ["gpu", "--out", "here", "--only", "nonsense"],
      ["sweep", "--ranks", "-1"], ["sweep", "--adapter", "x", "--merge", "y"]],
     ids=str,
@@ -194,6 +197,26 @@ def test_lora_and_peft_begin_with_the_same_loss(measure, alpaca_file):
 def test_tokenizers_are_compared(measure, tmp_path):
     rows = measure("bpe", data=text_file(tmp_path / "text.txt", 20_000))
     assert {"training: tokenizers", "encoding: tiktoken", "peak memory: this project"} <= set(rows)
+
+
+def test_saving_has_a_row_as_soon_as_something_is_timed(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    rows = save.run(save.Config(size="tiny", repeats=2, device="cpu"), Runtime.setup("cpu", "float32"))
+    assert [(row["name"], len(row["seconds"])) for row in itertools.islice(rows, 3)] == [
+        ("a step", 1), ("a checkpoint, waited for", 1), ("a step", 2)
+    ]  # fmt: skip
+    rows.close()
+
+
+def test_the_roofline_counts_the_operations_that_mfu_counts_but_for_the_half_of_attention_that_is_masked():
+    rows = {row["name"]: row for row in roofline.run(roofline.Config(batch_size=2), Runtime.setup("cpu", "float32"))}
+    with torch.device("meta"):
+        counted = 2 * 1024 * GPT(GPTConfig(vocab_size=50304)).estimate_flops(1024) / 1e12
+    attention, step = rows["attention"]["tera"] * 12 / 7, rows["the step"]
+    products = rows["products of the blocks"]["tera"] + rows["products of the head"]["tera"]
+    assert products + attention == pytest.approx(counted, rel=1e-3)
+    assert step["ms"] > sum(row["ms_at_peak"] for row in rows.values() if "ms_at_peak" in row)
+    assert step["mfu"] == pytest.approx(counted / 989 / step["ms"] * 1e3)
 
 
 @pytest.mark.slow
