@@ -97,6 +97,14 @@ def test_mfu_is_the_fraction_of_the_peak_of_all_ranks(h100):
     assert rt.peak_flops() == 8 * 989e12 and mfu(1e6, 0.8e9, rt) == pytest.approx(0.8e15 / (8 * 989e12))
 
 
+def test_the_log_has_the_mfu_of_every_step(train, tmp_path, monkeypatch):
+    monkeypatch.setattr(runtime.Runtime, "peak_flops", lambda rt: 1e9)
+    train(max_steps=2, eval_interval=0, sample_interval=0, checkpoint_interval=0)
+    (start,) = log_of(tmp_path / "run", "run")
+    for step in log_of(tmp_path / "run", "train"):
+        assert step["mfu"] == pytest.approx(step["tokens_per_sec"] * start["flops_per_token"] / 1e9, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     "dtype, length, expected", [("bfloat16", 64, "naive"), ("bfloat16", 4096, "flash"), ("float32", 64, "flash")]
 )
