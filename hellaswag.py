@@ -1,8 +1,9 @@
-"""HellaSwag (Zellers et al. 2019): which of four endings does a model find likeliest? The accuracy of any checkpoint.
+"""HellaSwag (Zellers et al. 2019): which of four endings does a model find likeliest? Accuracy and bits.
 
     python hellaswag.py gpt2                            # MODEL: a checkpoint, a run directory (its newest), a hub id
     python hellaswag.py out/gpt2/step_019073 --limit 500 --show 3
     python hellaswag.py out/tiny --data hellaswag_val.jsonl --style harness --json scores.json
+    python hellaswag.py gpt2 --adapter out/lora/adapter --control
     torchrun --standalone --nproc_per_node=8 hellaswag.py gpt2-xl
 
 A row of the data, one of 10,042 in the validation split:
@@ -25,6 +26,11 @@ There are two common ways to turn a row into text and to measure lengths, and th
 
 GPT-2 124M scores 0.2859 and 0.2955 as completion, 0.2892 and 0.3114 in the harness.
 
+An accuracy is a mean of zeros and ones, which in a small model moves by noise for thousands of steps. gold_bpb keeps
+what that throws away: the bits that the right ending costs, for each byte of its text, averaged over rows. It falls
+from the first steps on, and compares across tokenizers. --control scores every ending again, after the context of
+another row: what is then left above 0.25 comes from the endings alone, and was never reading.
+
 We compute each context once, which halves the work: it and its four endings share one row of the model's input. Each
 ending continues the positions of the context, and the mask lets a token see the context (part 0) and its own part. Take
 five tokens of context x and endings a, b, c and d of 3, 2, 2 and 1 tokens. The last token of an ending is scored but
@@ -46,6 +52,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -72,6 +79,8 @@ class Config:
     limit: Count = 0  # score only the first rows; 0 for all
     style: Literal["both", "completion", "harness"] = "both"  # how to turn a row into text, see above
     show: Count = 0  # print this many examples with the losses of their endings
+    adapter: str = ""  # directory of a LoRA adapter for this model
+    control: bool = False  # score every ending after another row's context, too
     json: str = ""  # write scores and log-likelihoods to this file
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: cuda, else mps, else cpu
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto: 16 bits where the device has them
@@ -80,6 +89,7 @@ class Config:
 
 def main() -> None:
     # imported here and not above, because a training loop, which imports this file for its scores, opens no checkpoint
+    from finetuning.lora import load_adapter, merge, remove_lora
     from run.checkpoint import find_model, load_model, model_tokenizer
 
     config = parse_args(Config, description=__doc__)
@@ -87,24 +97,27 @@ def main() -> None:
     if config.json and (not out.parent.is_dir() or (out.exists() and not out.is_file())):  # now, not after an hour
         raise UserError(f"--json {out} cannot be written; give a file in a directory that exists")
     rt = Runtime.setup(config.device, config.dtype, threads=config.threads)
-    rows = load_rows(config.data, rt)[: config.limit or None]
     # the first rank chooses for all: a run that is still training may write a newer checkpoint at any moment
     config = replace(config, model=rt.on_main(lambda: find_model(config.model)))
-    model, tokenizer = load_model(config.model).to(rt.device), model_tokenizer(config.model)
+    model, tokenizer = load_model(config.model), model_tokenizer(config.model)
+    model = (remove_lora(merge(load_adapter(model, config.adapter))) if config.adapter else model).to(rt.device)
+    rows = load_rows(config.data, rt)[: config.limit or None]
     rt.print(f"{config.model}: {model.num_params():,} parameters on {rt.why}; {len(rows):,} rows")
+    wanted = {"": rows, " control": with_other_contexts(rows)} if config.control else {"": rows}
     results = {}
-    for style in STYLES if config.style == "both" else [config.style]:
-        task = prepare(rows, tokenizer, model.config, style)
-        results[style] = evaluate(model, task, rt, progress=True)
-        if not np.isfinite(results[style]["log_likelihoods"]).all():
+    for style, name in product(STYLES if config.style == "both" else [config.style], wanted):
+        task = prepare(wanted[name], tokenizer, model.config, style)
+        results[style + name] = result = evaluate(model, task, rt, progress=True)
+        if not np.isfinite(result["log_likelihoods"]).all():
             what = f"{config.model} computes numbers that are not finite in {rt.dtype}"
             raise UserError(f"{what}; try an earlier checkpoint, or --dtype float32")
         for number in range(min(config.show, len(rows))):
-            rt.print(row_with_losses(task, results[style], number))
-    for style, result in results.items():
-        rt.print(summary(style, result))
+            rt.print(row_with_losses(task, result, number))
+    for name, result in results.items():
+        rt.print(summary(name, result))
     if config.json and rt.is_main:
-        scores = dict(model=config.model, data=config.data or HUB, dtype=str(rt.dtype).split(".")[-1], styles=results)
+        given = dict(model=config.model, adapter=config.adapter, data=config.data or HUB)
+        scores = given | dict(dtype=str(rt.dtype).split(".")[-1], styles=results)
         replace_file(out, json.dumps(scores, allow_nan=False) + "\n")
 
 
@@ -135,6 +148,15 @@ def parse_row(row, where: str) -> dict:
     else:
         return row | {"label": int(label)}
     raise UserError(f"{where} is not in HellaSwag's format: {what}; correct or remove it")
+
+
+def with_other_contexts(rows: list[dict]) -> list[dict]:
+    """The rows, each with the context of the row half a list away: neighbours may come from one article. Raises
+    UserError."""
+    if len(rows) < 2:
+        raise UserError("--control needs another row's context, and there is only one row; give at least two")
+    others = rows[len(rows) // 2 :] + rows[: len(rows) // 2]
+    return [other | dict(endings=row["endings"], label=row["label"]) for row, other in zip(rows, others, strict=True)]
 
 
 def validation_task(data: str, tokenizer, model_config, rt: Runtime) -> "Task | None":
@@ -179,6 +201,7 @@ def encode_together(tokenizer, context: str, endings: list[str]) -> tuple[list[i
     return ids, [tokens[len(ids) :] or tokens[-1:] for tokens in whole]  # a merge may cross: keep one token at least
 
 
+LOGGED = ("acc", "acc_norm", "acc_norm_stderr", "gold_bpb", "gold_bpb_stderr", "n")  # by a training loop
 STYLES = {"completion": (completion, encode_apart, "token"), "harness": (harness, encode_together, "character")}
 
 
@@ -201,6 +224,7 @@ class Task:
     texts: list[tuple[str, list[str]]]  # context and endings
     labels: np.ndarray  # (N,)
     lengths: np.ndarray  # (N, 4), what acc_norm divides by
+    n_bytes: np.ndarray  # (N,) of the right ending and the space before it
     packed: list[Packed]  # longest first
 
 
@@ -214,7 +238,8 @@ def prepare(rows: list[dict], tokenizer, model_config, style: str) -> Task:
         lengths.append([len(e) for e in (ending_ids if unit == "token" else endings)])
         packed.extend(fit(context_ids, ending_ids, 4 * number, model_config.n_positions))
     labels = np.array([row["label"] for row in rows])
-    return Task(style, texts, labels, np.array(lengths), sorted(packed, key=len, reverse=True))
+    n_bytes = np.array([len(f" {endings[label]}".encode()) for (_, endings), label in zip(texts, labels, strict=True)])
+    return Task(style, texts, labels, np.array(lengths), n_bytes, sorted(packed, key=len, reverse=True))
 
 
 def fit(context: list[int], endings: list[list[int]], first: int, window: int) -> list[Packed]:
@@ -321,17 +346,18 @@ def full_float32() -> Iterator[None]:
 
 
 def score(task: Task, sums: np.ndarray) -> dict:
-    """acc and acc_norm with their standard errors, the number of rows n, and for each row the log-likelihoods of its
-    endings and both predictions. Accuracies are None if a log-likelihood is not finite."""
+    """acc, acc_norm and gold_bpb with their standard errors, the number of rows n, and for each row the log-likelihoods
+    of its endings and both predictions. The means are None if a log-likelihood is not finite."""
     sums = sums.reshape(-1, 4)  # (N, 4)
     with np.errstate(divide="ignore", invalid="ignore"):  # an ending may be nothing but brackets
         guesses = dict(acc=sums.argmax(axis=1), acc_norm=(sums / task.lengths).argmax(axis=1))
-    result = dict(acc=None, acc_stderr=None, acc_norm=None, acc_norm_stderr=None, n=len(sums))
-    if np.isfinite(sums).all():
-        for name, guess in guesses.items():
-            p = float((guess == task.labels).mean())
-            result[name] = p
-            result[f"{name}_stderr"] = math.sqrt(p * (1 - p) / max(len(sums) - 1, 1))  # of a mean of zeros and ones
+    values = {name: (guess == task.labels).astype(float) for name, guess in guesses.items()}  # (N,) zeros and ones
+    values["gold_bpb"] = -sums[np.arange(len(sums)), task.labels] / math.log(2) / task.n_bytes  # (N,)
+    result = dict(n=len(sums))
+    for name, of_rows in values.items():
+        error = of_rows.std() / math.sqrt(max(len(sums) - 1, 1))  # of the mean: n - 1, not n, as the mean is estimated
+        found = (float(of_rows.mean()), float(error)) if np.isfinite(sums).all() else (None, None)
+        result[name], result[f"{name}_stderr"] = found
     return result | dict(
         normalized_by=STYLES[task.style][2],
         log_likelihoods=sums.tolist(),
@@ -343,9 +369,9 @@ def score(task: Task, sums: np.ndarray) -> dict:
 # ------------------------------------------------------------------------------------------------------------- output
 
 
-def summary(style: str, result: dict) -> str:
-    acc, norm = (f"{result[k]:.4f} ± {result[f'{k}_stderr']:.4f}" for k in ("acc", "acc_norm"))
-    return f"{style:<11} acc {acc}   acc_norm {norm} (per {result['normalized_by']})   N {result['n']:,}"
+def summary(name: str, result: dict) -> str:
+    acc, norm, gold = (f"{k} {result[k]:.4f} ± {result[f'{k}_stderr']:.4f}" for k in ("acc", "acc_norm", "gold_bpb"))
+    return f"{name:<19} {acc}   {norm} (per {result['normalized_by']})   {gold}   N {result['n']:,}"
 
 
 def row_with_losses(task: Task, result: dict, number: int) -> str:

@@ -215,7 +215,7 @@ def evaluate_if_due(config: Config, run: Run, model: GPT, forward: Loss, data: "
     if data.hellaswag and run.due(config.hellaswag_interval, "hellaswag"):
         run.catch_up()
         scores = hellaswag.evaluate(whole_model(model), data.hellaswag, rt)
-        run.record("hellaswag", **{name: scores[name] for name in ("acc", "acc_norm", "acc_norm_stderr", "n")})
+        run.record("hellaswag", **{name: scores[name] for name in hellaswag.LOGGED})
     if run.due(config.sample_interval, "sample"):
         run.catch_up()
         whole, prompt, seed = whole_model(model), config.sample_prompt, config.seed + run.step

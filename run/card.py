@@ -19,6 +19,7 @@ METRICS = (  # kind and key in the log, its name for people, its type on the hub
     ("val", "bpb", "validation, bits per byte", "bits_per_byte"),
     ("hellaswag", "acc_norm", "HellaSwag accuracy, lengths normalized", "accuracy"),
     ("hellaswag", "acc", "HellaSwag accuracy", "accuracy"),
+    ("hellaswag", "gold_bpb", "HellaSwag, bits per byte of the right ending", "bits_per_byte"),
 )
 
 
