@@ -13,7 +13,7 @@ all are done. A text ends at `<|endoftext|>` or after --max_new_tokens. Standard
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import torch
@@ -101,14 +101,19 @@ def stream(model: GPT, tokenizer, ids: list[int], config: Config, generator) -> 
 def converse(model: GPT, tokenizer, config: Config, said: str, generator) -> None:
     """A conversation in the form that lora_finetune.py trains on; an empty line or Ctrl-D ends it.
 
-    Earlier turns stay in the context as long as they fit; then the oldest is dropped.
+    Earlier turns stay in the context as long as they fit; then the oldest is dropped. An answer gets a third of the
+    context at most: another third is for the answer before it, and the last one for what was said to get the two.
     """
-    room = model.config.n_positions - config.max_new_tokens
+    n_positions = model.config.n_positions
+    if config.max_new_tokens > n_positions // 3:
+        config = replace(config, max_new_tokens=n_positions // 3)
+        why = f"a third of the model's context of {n_positions}, so that it keeps the turn before in sight"
+        print(f"An answer ends after {config.max_new_tokens} tokens: {why}.", file=sys.stderr)
     messages: list[dict] = []
     print("Say something; an empty line ends the conversation.", file=sys.stderr)
     while said := said.strip() or read_line().strip():
         messages.append(dict(role="user", content=said))
-        while len(messages) > 1 and len(chat_ids(tokenizer, messages)) > room:
+        while len(messages) > 1 and len(chat_ids(tokenizer, messages)) > n_positions - config.max_new_tokens:
             del messages[:2]
         answer = ""
         for text in stream(model, tokenizer, chat_ids(tokenizer, messages), config, generator):

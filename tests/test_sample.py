@@ -93,22 +93,25 @@ def test_the_seed_decides_the_texts_and_each_of_them_is_another(run):
     assert several == once_more
     texts = [text.split("\n", 1) for text in several.split("--- sample ")[1:]]
     assert [int(number) for number, _ in texts] == list(range(1, 71)) and len({text for _, text in texts}) > 60
+    assert [text for _, text in texts[64:]] != [text for _, text in texts[:6]]  # the second batch draws other numbers
 
 
-def test_a_chat_continues_the_form_that_was_trained_and_forgets_the_oldest_turns(run, base, tokenizer):
-    said = ["Say sea.", "Say tide.", "Say boat. " * 9]
+@pytest.mark.parametrize("asked, given", [(10, 10), (200, 42)])  # a third of the context of 128
+@pytest.mark.parametrize("n", range(6, 14))  # a long first message: it is forgotten whole, and once there is no room
+def test_a_chat_continues_the_form_that_was_trained_and_forgets_the_oldest_turns(run, base, tokenizer, n, asked, given):
+    said = ["Say sea. " * n, "Say tide.", "Say boat."]
     stdin = "\n".join([*said[1:], "", ""]).encode()
-    result = run(said[0], adapter=base / "adapter", chat=True, temperature=0, max_new_tokens=10, stdin=stdin)
+    result = run(said[0], adapter=base / "adapter", chat=True, temperature=0, max_new_tokens=asked, stdin=stdin)
     model = load_adapter(GPT.from_pretrained(str(base / "base")), base / "adapter").eval()
-    messages, answers, forgotten = [], [], 0
+    messages, answers = [], []
     for text in said:
         messages.append(dict(role="user", content=text))
-        while len(ids := chat.chat_ids(tokenizer, messages)) > 128 - 10:
-            messages, forgotten = messages[2:], forgotten + 2
-        answers.append(greedy(model, tokenizer, ids, 10).lstrip())
+        while len(ids := chat.chat_ids(tokenizer, messages)) > 128 - given and len(messages) > 1:
+            messages = messages[2:]
+        answers.append(greedy(model, tokenizer, ids, given).lstrip())
         messages.append(dict(role="assistant", content=answers[-1]))
     assert result.stdout == "".join(f"{answer}\n> " for answer in answers)
-    assert forgotten in (2, 4) and any(answers)
+    assert result.stderr.count("ends after 42 tokens") == (asked > given)
 
 
 @pytest.mark.parametrize(
