@@ -2,7 +2,9 @@
 
     python plot.py out/gpt2                                  # -> plot.png
     python plot.py out/gpt2 out/speedrun --x tokens          # which of them needs fewer tokens
-    python plot.py out/gpt2 out/speedrun --x seconds --out race.png
+    python plot.py out/gpt2 out/speedrun --x flops           # and how many times fewer operations
+    python plot.py out/english out/chinese --y bpb           # two tokenizers compare in bits per byte only
+    python plot.py out/tiny --reference                      # is this curve normal? with known runs behind it
 
 RUN is a run directory or its log.jsonl. Training draws its learning_curve.png with the same function, of run/curves.py.
 This file knows nothing of torch or models.
@@ -14,8 +16,9 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from cli import UserError, parse_args, script
+from cli import UserError, parse_args, script, set_aside
 from run.curves import curves_of, draw, has_loss, read_log
+from run.reference import FILE, references
 
 Runs = Annotated[tuple[str, ...], Positional, arg(metavar="RUN [RUN ...]")]
 
@@ -24,14 +27,16 @@ Runs = Annotated[tuple[str, ...], Positional, arg(metavar="RUN [RUN ...]")]
 class Config:
     runs: Runs  # run directories, or log.jsonl files
     x: Literal["steps", "tokens", "seconds", "flops"] = "steps"  # what the loss is drawn over
-    out: str = "plot.png"  # the picture: .png, .svg or .pdf
+    y: Literal["loss", "bpb"] = "loss"  # nats per token, or bits per byte
+    reference: bool = False  # draw the known runs of docs/reference.json that the first run is comparable with
+    out: str = "plot.png"  # the picture: .png, .svg or .pdf; an earlier one is renamed
 
 
 def main() -> None:
     config = parse_args(Config, description=__doc__)
     out = Path(config.out)
-    if out.suffix not in (".png", ".svg", ".pdf"):
-        raise UserError(f"--out {out}: the name of the picture must end in .png, .svg or .pdf")
+    if out.suffix not in (".png", ".svg", ".pdf") or out.is_dir():
+        raise UserError(f"--out {out}: the picture is a file whose name ends in .png, .svg or .pdf")
     if not config.runs:
         raise UserError("no run was given; name the directory of a run, or its log.jsonl")
     runs = {}
@@ -40,8 +45,13 @@ def main() -> None:
         runs[name.removesuffix("/log.jsonl").rstrip("/") or name] = records = read_log(path)
         if not has_loss(curves_of(records)):
             raise UserError(f"{path} has no loss to draw; is it the log of a training run?")
-    draw(runs, out, config.x)
-    print(f"drawn in {out}")
+    first = next(iter(runs))
+    known = references(runs[first]) if config.reference else []
+    if config.reference and not known:
+        raise UserError(f"--reference: {FILE} has no run with the constants and the data of {first}; leave it out")
+    aside = f"; the earlier one is now {set_aside(out)}" if out.exists() else ""
+    said = draw(runs, out, config.x, config.y, known)
+    print(*said, *(f"{entry['name']}: {entry['source']}" for entry in known), f"drawn in {out}{aside}", sep="\n")
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ from run.checkpoint import ModelFiles, load_model, load_shape, whole_model
 from run.directory import Run, RunDirectory, with_constants_of_run
 from run.log import import_tracker
 from run.plan import CARDS, about_disk, about_measured
+from run.reference import place_in_band
 from run.runtime import Runtime, prefetch
 from run.sharding import shard
 from run.trials import checkpoint_activations, choose_attention, find_micro_batch_size
@@ -414,6 +415,7 @@ def say_what_was_reached(config: Config, run: Run) -> None:
         return
     if val := [r for r in run.log.records if r["kind"] == "val" and None not in (r["loss"], r.get("bpb"))]:
         print(f"\nvalidation loss {val[-1]['loss']:.4f} nats per token, {val[-1]['bpb']:.4f} bits per byte")
+        print(place_in_band(run.log.records), end="")
     rate, memory = run.log.median_rate(), run.rt.peak_memory() / 2**30
     print(f"{run.tokens:,} tokens in {run.step:,} steps, {rate:,.0f} tokens/s, {memory:.2f} GiB at the peak")
     guess = run.facts["uniform_loss"]

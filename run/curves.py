@@ -2,7 +2,8 @@
 
     draw({"gpt2": read_log(Path("out/gpt2/log.jsonl"))}, Path("learning_curve.png"))
 
-This file knows nothing of torch or models: it sees only the records of a log.
+`y` is what losses are shown in: "loss", nats per token, which two tokenizers do not share; or "bpb", bits per byte of
+text. This file knows nothing of torch or models: it sees only the records of a log.
 """
 
 import io
@@ -27,8 +28,15 @@ COLORS = ("#0072B2", "#E69F00", "#000000", "#D55E00", "#56B4E9", "#009E73", "#CC
 DASHES = ("-", "--", "-.", ":")
 MARKS = ("o", "s", "^", "D", "v", "P", "X")
 LARGEST = 1e30  # matplotlib fails on larger axes
-DRAWN = {"run": ("parameters", "flops_per_token"), "train": ("loss", "grad_norm", "lr", "tokens", "dt_ms", "skipped"),
-         "val": ("loss",), "hellaswag": ("acc_norm", "acc", "n")}  # fmt: skip
+DRAWN = {"run": ("parameters", "flops_per_token", "uniform_loss"),
+         "train": ("loss", "grad_norm", "lr", "tokens", "dt_ms", "skipped"), "val": ("loss", "bpb"),
+         "hellaswag": ("acc_norm", "acc_norm_stderr", "gold_bpb", "gold_bpb_stderr")}  # fmt: skip
+LOSS_IN = {"loss": "nats per token", "bpb": "bits per byte"}
+OF_TOKENIZER = ("tokens", "tokenizer", "manifest.json")  # facts about data that another tokenizer changes
+SCORES = {  # key in a log: height of its panel in inches, title, factor
+    "acc_norm": (2.1, "how often the right ending of four is the likeliest, lengths normalised", 100),
+    "gold_bpb": (1.5, "what the right ending costs", 1),
+}
 CHANCE = 0.25  # HellaSwag has four endings
 # Name, parameters, accuracy with lengths normalised. GPT-2: the released weights as `hellaswag.py --style completion`
 # scores them. GPT-3: Brown et al. 2020, table H.1, zero-shot.
@@ -107,6 +115,32 @@ def position(run: Curves, x: str, label: str) -> Callable:
     return lambda wanted: np.interp(wanted, np.append(0, steps), np.append(0, reached))
 
 
+def measured_on(records: Records, y: str) -> str:
+    """The text that a run validates on, and for y = "loss" its tokenizer: only runs with the same can be compared."""
+    run = next((record for record in reversed(records) if record["kind"] == "run"), {})
+    data = run.get("data") or (run["config"].get("data") if isinstance(run.get("config"), dict) else None)
+    if y == "loss":
+        return repr((data, run.get("tokenizer")))
+    return repr([item for item in data.items() if item[0] not in OF_TOKENIZER] if isinstance(data, dict) else data)
+
+
+def in_bits(run: Curves, label: str) -> Curves:
+    """The run with validation losses in bits per byte, and no others. Raises UserError if the log lacks them."""
+    if not len(run["val", "bpb"][0]):
+        raise UserError(f'--y bpb: the log of {label} has no "bpb" in its val records; use --y loss')
+    return run | {("val", "loss"): run["val", "bpb"], ("train", "loss"): (np.zeros(0), np.zeros(0))}
+
+
+def compute_multiplier(flops: np.ndarray, losses: np.ndarray, other_flops: float, loss: float) -> float | None:
+    """How many times `other_flops` a run needs to reach `loss`, with its curve interpolated in log-log; None where the
+    curve does not come down to it."""
+    reached = losses <= loss
+    if not reached.any():
+        return None
+    pair = [reached.argmax(), max(reached.argmax() - 1, 0)]  # the losses around it, rising, as np.interp wants them
+    return float(np.exp(np.interp(np.log(loss), np.log(losses[pair]), np.log(flops[pair]))) / other_flops)
+
+
 def smoothed(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """At most POINTS points of a running median over 2% of the points on either side.
 
@@ -122,30 +156,38 @@ def smoothed(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 # ------------------------------------------------------------------------------------------------------- the picture
 
 
-def draw(runs: dict[str, Records], path: Path, x: str = "steps") -> None:
+def draw(runs: dict[str, Records], path: Path, x: str = "steps", y: str = "loss", references=()) -> list[str]:
     """Draw {label: records} and replace `path` in one step; do nothing before the first loss.
 
-    Any thread may call this: it uses Figure itself, since pyplot's figures are global. Raises UserError for logs that
-    lack what `x` needs.
+    `references` are entries of docs/reference.json that fit the first run. Returns what --x flops says in words. Any
+    thread may call this: it uses Figure itself, since pyplot's figures are global. Raises UserError for logs that lack
+    what `x` or `y` needs.
     """
     from matplotlib.figure import Figure  # takes half a second, which --help and the start of a run do without
 
+    comparable = len({measured_on(records, y) for records in runs.values()}) == 1
     runs = {plain(label): curves_of(records) for label, records in runs.items()}
     if not any(map(has_loss, runs.values())):
-        return
+        return []
+    if y == "bpb":
+        runs = {label: in_bits(run, label) for label, run in runs.items()}
     x_of = {label: position(run, x, label) for label, run in runs.items()}
     end = max(float(x_of[label](steps.max())) for label, run in runs.items() for steps, _ in run.values() if len(steps))
     unit, x_label = next((unit for unit in UNITS[x] if end >= 2 * unit[0]), UNITS[x][-1])
     at = {label: lambda steps, f=f: f(steps) / unit for label, f in x_of.items()}
 
-    scored = any(len(run["hellaswag", "acc_norm"][0]) for run in runs.values())
-    rows = {"loss": 3.5} | ({"score": 2.1} if scored else {}) | {"norm": 1.6}  # heights in inches
+    scored = [key for key in SCORES if any(len(run["hellaswag", key][0]) for run in runs.values())]
+    rows = {"loss": 3.5} | {key: SCORES[key][0] for key in scored} | {"norm": 1.6}  # heights in inches
     figure = Figure(figsize=(9, sum(rows.values()) + 0.7 * len(rows)), dpi=100, layout="constrained")
     mosaic = [["norm", "rate"] if name == "norm" else [name, name] for name in rows]
     panels = figure.subplot_mosaic(mosaic, height_ratios=list(rows.values()))
-    draw_loss(panels["loss"], runs, at)
-    if scored:
-        draw_hellaswag(panels["score"], runs, at)
+    draw_loss(panels["loss"], runs, at, comparable)
+    draw_references(panels["loss"], references, y, *next(zip(runs.values(), at.values(), strict=True)))
+    said = draw_multipliers(panels["loss"], runs, at) if x == "flops" and comparable else []
+    panels["loss"].set_ylabel(f"loss ({LOSS_IN[y]})", fontsize=9)
+    legend(panels["loss"], loc="upper right", title="thin: training; marked: validation" if len(runs) > 1 else None)
+    for key in scored:
+        draw_scores(panels[key], runs, at, key)
     draw_norm_and_rate(panels["norm"], panels["rate"], runs, at)
     for axes in panels.values():
         axes.set_xlim(-0.01 * end / unit, 1.01 * max(end / unit, 1e-9))
@@ -156,6 +198,7 @@ def draw(runs: dict[str, Records], path: Path, x: str = "steps") -> None:
     picture = io.BytesIO()
     figure.savefig(picture, format=path.suffix[1:] or "png")
     replace_file(path, picture.getvalue())
+    return said
 
 
 def look(i: int, n: int = 0) -> dict:
@@ -164,8 +207,9 @@ def look(i: int, n: int = 0) -> dict:
     return mark | dict(color=COLORS[i % len(COLORS)], linestyle=DASHES[i % len(DASHES)])
 
 
-def draw_loss(axes, runs: dict[str, Curves], at: dict[str, Callable]) -> None:
-    """Training loss, smoothed, with all single steps if there is only one run; validation loss with marks."""
+def draw_loss(axes, runs: dict[str, Curves], at: dict[str, Callable], comparable: bool) -> None:
+    """Training loss, smoothed, with all single steps if there is only one run; validation loss with marks. The title
+    names the best run if all of them are measured on the same."""
     alone, tails, last = len(runs) == 1, [], {}
     for i, (label, run) in enumerate(runs.items()):
         x, losses = at[label](run["train", "loss"][0]), run["train", "loss"][1]
@@ -185,29 +229,68 @@ def draw_loss(axes, runs: dict[str, Curves], at: dict[str, Callable]) -> None:
     axes.set_ylim(min(tails) - margin, max(tails) + margin)
     best = min(last, key=last.get, default=None)
     reached = f"{last[best]:.3f}" + ("" if alone else f", reached by {best}") if last else "not measured yet"
-    finish(axes, f"Validation loss: {reached}", "loss (nats per token)")
-    legend(axes, loc="upper right", title=None if alone else "thin: training; marked: validation")
+    finish(axes, f"Validation loss: {reached if comparable else 'on different data or tokens, not comparable'}", "")
+    if alone and len(losses):
+        draw_start(axes, *runs.values())
 
 
-def draw_hellaswag(axes, runs: dict[str, Curves], at: dict[str, Callable]) -> None:
-    """Accuracy in percent with its standard error; for comparison chance, and published models of the runs' sizes."""
+def draw_start(axes, run: Curves) -> None:
+    """Where a run starts: ln V, the loss of a uniform guess, and its first batch, of which it has learned nothing yet.
+    On the right is the same scale in bits per byte of the validation text."""
+    for uniform in run["run", "uniform_loss"][1][-1:]:
+        first, low = run["train", "loss"][1][0], axes.get_ylim()[0]
+        axes.set_ylim(low, max(first, uniform) + 0.05 * (max(first, uniform) - low))
+        axes.axhline(uniform, color="gray", linestyle="--", linewidth=0.8)
+        axes.plot(0, first, "D", color=COLORS[3], label=f"before the first step: {first:.2f} (ln V is {uniform:.2f})")
+    nats, bits = (run["val", key][1][-1:] for key in ("loss", "bpb"))
+    if len(nats) and len(bits) and nats > 0 and bits > 0:
+        right = axes.secondary_yaxis("right", functions=(lambda y: y * bits / nats, lambda y: y * nats / bits))
+        right.set_ylabel("bits per byte", fontsize=9)
+        right.tick_params(labelsize=8.5)
+
+
+def draw_references(axes, references, y: str, run: Curves, at: Callable) -> None:
+    """Known runs, as far as `run` has read tokens: a line for one, a band from lowest to highest for several."""
+    steps, tokens = run["train", "tokens"]
+    for i, entry in enumerate(known for known in references if y in known and len(steps)):
+        n = np.linspace(entry["tokens"][0], max(min(entry["tokens"][-1], tokens[-1]), entry["tokens"][0]), POINTS)
+        losses = np.array([np.interp(n, entry["tokens"], losses) for losses in entry[y]])  # (runs, POINTS)
+        x = at(np.interp(n, tokens, steps))
+        axes.fill_between(x, losses.min(axis=0), losses.max(axis=0), color="gray", alpha=0.4)
+        axes.plot(x, losses.mean(axis=0), DASHES[i % len(DASHES)], color="gray", label=entry["name"])
+
+
+def draw_multipliers(axes, runs: dict[str, Curves], at: dict[str, Callable]) -> list[str]:
+    """The FLOPs that the first run needs to the last loss of each other one: lines in the picture, and sentences."""
+    curves = {label: (at[label](run["val", "loss"][0]), run["val", "loss"][1]) for label, run in runs.items()}
+    (a, (flops, losses)), *others = ((label, curve) for label, curve in curves.items() if len(curve[0]))
+    said = []
+    for b, (x, values) in others:
+        if multiplier := compute_multiplier(flops[flops > 0], losses[flops > 0], x[-1], values[-1]):
+            axes.plot([x[-1], multiplier * x[-1]], [values[-1]] * 2, color="gray", linewidth=1)
+            axes.text(multiplier * x[-1], values[-1], f" x {multiplier:.2f}", fontsize=8.5, parse_math=False)
+        needs = f"needs {multiplier:.2f} times its FLOPs" if multiplier else f"does not: that is beyond {a}'s curve"
+        said.append(f"{b} ends at {values[-1]:.4f}; to get there {a} {needs}")
+    return said
+
+
+def draw_scores(axes, runs: dict[str, Curves], at: dict[str, Callable], key: str) -> None:
+    """A score of HellaSwag with its standard error; to compare accuracies with, chance and published models."""
+    _, title, scale = SCORES[key]
     for i, (label, run) in enumerate(runs.items()):
-        steps, accuracy = run["hellaswag", "acc_norm"]
-        n = np.interp(steps, *run["hellaswag", "n"]) if len(run["hellaswag", "n"][0]) else np.inf  # answers
-        error = np.sqrt(np.clip(accuracy * (1 - accuracy), 0, None) / np.maximum(n, 1))  # each is right (1) or not (0)
-        name = label + (f": {accuracy[-1]:.1%} ± {error[-1]:.1%} at the end" if len(steps) else "")
-        style = dict(look(i, len(steps)), elinewidth=0.8, label=name)
-        axes.errorbar(at[label](steps), 100 * accuracy, 100 * error, **style)
+        (steps, score), (known, error) = run["hellaswag", key], run["hellaswag", f"{key}_stderr"]
+        error = np.abs(np.interp(steps, known, error)) if len(known) else 0 * steps
+        name = label + (f": {scale * score[-1]:.4g} ± {scale * error[-1]:.2g} at the end" if len(steps) else "")
+        axes.errorbar(at[label](steps), scale * score, scale * error, elinewidth=0.8, label=name, **look(i, len(steps)))
     sizes = [size for run in runs.values() for size in run["run", "parameters"][1][-1:]]
-    for name, accuracy in [*published(sizes), ("chance", CHANCE)]:
+    for name, accuracy in [*published(sizes), ("chance", CHANCE)] if key == "acc_norm" else []:
         axes.axhline(100 * accuracy, color="gray", linestyle="--", linewidth=0.8)
         # Curves start near chance on the left and end above it on the right: names go where curves do not.
         side = dict(x=0.995, ha="right", va="top") if name == "chance" else dict(x=0.005, ha="left", va="bottom")
         text = f"{name} {100 * accuracy:.4g}%"
         axes.text(y=100 * accuracy, s=text, fontsize=8, transform=axes.get_yaxis_transform(), **side)
     axes.margins(y=0.12)
-    title = "HellaSwag: how often the right ending of four is the likeliest, lengths normalised, ± standard error"
-    finish(axes, title, "accuracy (%)")
+    finish(axes, f"HellaSwag: {title}, ± standard error", "accuracy (%)" if key == "acc_norm" else "bits per byte")
     legend(axes, loc="upper left", bbox_to_anchor=(0.16, 1))
 
 

@@ -200,6 +200,7 @@ class Run:
         self.log.open(self.step)
         command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
         start = dict(command=command, **self.facts, config=config, written=written, **about_machine(self.rt))
+        start |= dict(tokenizer=self.identity.get("tokenizer"))
         if checkpoint:
             start |= dict(resumed_from=str(checkpoint), changed=changed)
             notes = "".join(f"; --{name} {old} is now {new}" for name, (old, new) in changed.items())
@@ -319,7 +320,8 @@ class Run:
         """Log an evaluation or a sample of this step, print it, and redraw the curve."""
         if not self._spike:
             self.val_loss = figures["loss"] if kind == "val" else self.val_loss
-            self.log.evaluation(self.step, kind, figures)
+            spent = {"flops": self.tokens * self.facts["flops_per_token"]} if kind in ("val", "hellaswag") else {}
+            self.log.evaluation(self.step, kind, figures | spent)
             self._renew_card()
 
     def _renew_card(self) -> None:

@@ -2,7 +2,7 @@
 
     {"step": 0, "kind": "run", "command": "train_gpt2.py", "parameters": 124475904, "versions": {...}, ...}
     {"step": 10, "kind": "train", "loss": 9.91, "lr": 8.4e-6, "grad_norm": 1.4, "dt_ms": 93.1, "tokens": 5242880, ...}
-    {"step": 250, "kind": "val", "loss": 5.02, "bpb": 1.61}
+    {"step": 250, "kind": "val", "loss": 5.02, "bpb": 1.61, "flops": 1.1e17}
     {"step": 9750, "kind": "target", "tokens": 4865392640, "hours": 1.43, "petaflop": 4163.1}  # --target_loss
 
 The first rank writes; on the others every method does nothing. This file knows nothing of models, optimizers or data.
@@ -189,7 +189,7 @@ def sample_entry(record: dict) -> str:
 def describe(kind: str, figures: dict) -> str:
     if kind == "sample":
         return "sample: " + figures["text"].strip()[:300].replace("\n", "\n    ")
-    numbers = (f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in figures.items())
+    numbers = (f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in figures.items() if k != "flops")
     return f"{kind} {', '.join(numbers)}"
 
 

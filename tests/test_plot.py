@@ -2,15 +2,18 @@
 
 import json
 import math
+import re
+import statistics
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
 
 import plot
-from run import curves
-from tests.helpers import ROOT, assert_user_error, environment, run_inline
+from run import curves, reference
+from tests.helpers import ROOT, assert_user_error, environment, log_of, run_inline
 
 PNG = b"\x89PNG"
 
@@ -25,7 +28,7 @@ def train_records(n: int, **changes) -> list[dict]:
 
 
 def hellaswag_records(n: int) -> list[dict]:
-    return [dict(step=step, kind="hellaswag", acc=0.26, acc_norm=0.27, n=500) for step in range(1, n + 1, 5)]
+    return [dict(step=step, kind="hellaswag", acc_norm=0.27, acc_norm_stderr=0.02) for step in range(1, n + 1, 5)]
 
 
 def run_record(**changes) -> dict:
@@ -47,6 +50,20 @@ def door(capsys, monkeypatch, tmp_path):
 def is_drawn(runs: dict, path, x="steps") -> bool:
     curves.draw(runs, path, x)
     return path.read_bytes().startswith(PNG)
+
+
+def words_of(picture) -> str:
+    """The words in an .svg: matplotlib draws them as paths, and notes each text in a comment."""
+    return "\n".join(re.findall("<!-- (.+?) -->", picture.read_text(encoding="utf-8")))
+
+
+def power_law(factor: float, flops: list[float], **changes) -> list[dict]:
+    """The log of a run whose validation loss is factor * FLOPs ** -0.1."""
+    start = run_record(data=dict(source="a.txt", tokenizer="t"), tokenizer="t", config={}) | changes
+    train = [dict(step=i, kind="train", loss=1.0, tokens=c / 10) for i, c in enumerate(flops)]
+    bpb = changes.get("bpb", 0.5)
+    vals = [dict(step=i, kind="val", loss=factor * c**-0.1, bpb=bpb * factor * c**-0.1) for i, c in enumerate(flops)]
+    return [start, *train, *vals]
 
 
 # ------------------------------------------------------------------------------------------------ reading a log
@@ -110,6 +127,69 @@ def test_published_models_are_those_of_the_runs_own_size(parameters, names):
     assert [name for name, _ in curves.published([parameters])] == names
 
 
+# ---------------------------------------------------------------------------------------------- runs against others
+
+
+def test_the_compute_multiplier_of_two_power_laws_is_the_tenth_power_of_the_ratio_of_their_factors(door, tmp_path):
+    write_log(tmp_path / "a", power_law(10, [1e15, 4e15, 3e16, 2e17]))
+    write_log(tmp_path / "b", power_law(9, [1e15, 7e15, 5e16]))
+    multiplier = f"{(10 / 9) ** 10:.2f}"  # 2.87
+    result = door("a", "b", "--x", "flops", "--out", "c.svg")
+    assert f"a needs {multiplier} times its FLOPs" in result.stdout
+    assert f"x {multiplier}" in words_of(tmp_path / "c.svg")
+    write_log(tmp_path / "a", power_law(10, [1e15, 4e15]))
+    result = door("a", "b", "--x", "flops", "--out", "d.svg")
+    assert "beyond a's curve" in result.stdout and multiplier not in words_of(tmp_path / "d.svg")
+
+
+@pytest.mark.parametrize(
+    "change, y, winner",
+    [({}, "loss", "b"), (dict(data="other"), "loss", None), (dict(tokenizer="u"), "loss", None),
+     (dict(tokenizer="u", data=dict(source="a.txt", tokenizer="u"), bpb=0.6), "bpb", "a")],
+)  # fmt: skip
+def test_a_winner_is_named_only_among_runs_that_can_be_compared(door, tmp_path, change, y, winner):
+    write_log(tmp_path / "a", power_law(10, [1e15, 1e16]))
+    write_log(tmp_path / "b", power_law(9, [1e15, 1e16], **change))
+    result = door("a", "b", "--x", "flops", "--y", y, "--out", "c.svg")
+    words = words_of(tmp_path / "c.svg")
+    assert (f"reached by {winner}" if winner else "not comparable") in words
+    assert ("ends at" in result.stdout) == (winner is not None) and curves.LOSS_IN[y] in words
+
+
+def test_a_known_run_is_drawn_behind_one_with_its_constants_and_says_where_that_ends(door, tmp_path, monkeypatch):
+    known = dict(name="3 seeds", source="made up", of=dict(n_layer=4, tokenizer="t"), tokens=[1e14, 1e15])
+    losses = [[0.4, 0.30], [0.4, 0.31], [0.4, 0.35]]
+    (tmp_path / "known.json").write_text(json.dumps([known | dict(loss=losses)]))
+    monkeypatch.setattr(reference, "FILE", tmp_path / "known.json")
+    records = power_law(10, [1e15, 1e16], config=dict(n_layer=4))
+    write_log(tmp_path / "fits", records)
+    write_log(tmp_path / "other", power_law(10, [1e15, 1e16], config=dict(n_layer=5)))
+    assert "3 seeds: made up" in door("fits", "--reference", "--out", "c.svg").stdout
+    assert "3 seeds" in words_of(tmp_path / "c.svg")
+    assert_user_error(door("other", "--reference"), "--reference", "other")
+    ends = [0.30, 0.31, 0.35]
+    distance = (10 * 1e16**-0.1 - statistics.mean(ends)) / statistics.stdev(ends)
+    assert f"{distance:+.1f} standard deviations" in reference.place_in_band(records) and distance < -1
+    assert reference.place_in_band(records[:-2]) == "" == reference.place_in_band(power_law(10, [1e15]))
+
+
+def test_an_evaluation_says_the_operations_until_then_and_a_run_its_tokenizer(train, tmp_path):
+    assert train(max_steps=6, eval_interval=3, sample_interval=0, checkpoint_interval=0).returncode == 0
+    (start,) = log_of(tmp_path / "run", "run")
+    assert start["tokenizer"] == start["data"]["tokenizer"]
+    found = [(val["step"], val["flops"]) for val in log_of(tmp_path / "run", "val")]
+    assert found == [(step, step * 256 * start["flops_per_token"]) for step in (3, 6)]
+
+
+def test_error_bars_are_the_logged_standard_errors(tmp_path, monkeypatch):
+    bars, draw = [], Axes.errorbar
+    note = lambda self, x, y, error, **rest: bars.append((y[0], error[0])) or draw(self, x, y, error, **rest)  # noqa: E731
+    monkeypatch.setattr(Axes, "errorbar", note)
+    score = dict(step=3, kind="hellaswag", acc_norm=0.27, acc_norm_stderr=0.02, gold_bpb=1.5, gold_bpb_stderr=0.125)
+    curves.draw({"run": [*train_records(5), score]}, tmp_path / "a.png")
+    assert bars == [(pytest.approx(27), pytest.approx(2)), (1.5, 0.125)]
+
+
 # -------------------------------------------------------------------------------------------------------- pictures
 
 
@@ -152,7 +232,10 @@ def test_runs_given_as_directory_or_log_are_drawn_over_every_x(door, tmp_path, x
         write_log(tmp_path / name, [run_record(), *train_records(20), *hellaswag_records(20)])
     result = door("one", "two/log.jsonl", "--x", x, "--out", f"curves.{suffix}")
     assert result.returncode == 0, result.stderr
-    assert (tmp_path / f"curves.{suffix}").read_bytes().startswith(start)
+    picture = (tmp_path / f"curves.{suffix}").read_bytes()
+    assert picture.startswith(start)
+    result = door("one", "--out", f"curves.{suffix}")  # renames the earlier picture, and says so
+    assert f"curves.{suffix}.1" in result.stdout and (tmp_path / f"curves.{suffix}.1").read_bytes() == picture
 
 
 @pytest.mark.parametrize("x, missing", [("tokens", "tokens"), ("flops", "flops_per_token")])

@@ -10,6 +10,7 @@ import sample
 from bpe.tokenizer import Tokenizer
 from finetuning import chat
 from finetuning.lora import load_adapter
+from learning.generation import generate
 from model import GPT
 from run.checkpoint import save_model
 from tests.finetuning import adapted, save_adapter, small_gpt
@@ -97,20 +98,25 @@ def test_the_seed_decides_the_texts_and_each_of_them_is_another(run):
 
 
 @pytest.mark.parametrize("asked, given", [(10, 10), (200, 42)])  # a third of the context of 128
-@pytest.mark.parametrize("n", range(6, 14))  # a long first message: it is forgotten whole, and once there is no room
-def test_a_chat_continues_the_form_that_was_trained_and_forgets_the_oldest_turns(run, base, tokenizer, n, asked, given):
-    said = ["Say sea. " * n, "Say tide.", "Say boat."]
+@pytest.mark.parametrize("n", [5, 7, 8])  # long first messages, of which the last two leave no room for the second turn
+def test_a_chat_continues_the_form_that_was_trained_and_forgets_the_oldest_turns(
+    run, base, tokenizer, monkeypatch, n, asked, given
+):
+    said, read = ["Say sea. " * n, "Say tide.", "Say boat."], []
+    note = lambda model, rows, most, **rest: read.append((*rows, most)) or generate(model, rows, most, **rest)  # noqa: E731
+    monkeypatch.setattr(sample, "generate", note)
     stdin = "\n".join([*said[1:], "", ""]).encode()
     result = run(said[0], adapter=base / "adapter", chat=True, temperature=0, max_new_tokens=asked, stdin=stdin)
     model = load_adapter(GPT.from_pretrained(str(base / "base")), base / "adapter").eval()
-    messages, answers = [], []
+    messages, answers, expected = [], [], []
     for text in said:
         messages.append(dict(role="user", content=text))
         while len(ids := chat.chat_ids(tokenizer, messages)) > 128 - given and len(messages) > 1:
             messages = messages[2:]
+        expected.append((ids, given))
         answers.append(greedy(model, tokenizer, ids, given).lstrip())
         messages.append(dict(role="assistant", content=answers[-1]))
-    assert result.stdout == "".join(f"{answer}\n> " for answer in answers)
+    assert read == expected and result.stdout == "".join(f"{answer}\n> " for answer in answers)
     assert result.stderr.count("ends after 42 tokens") == (asked > given)
 
 

@@ -1,0 +1,88 @@
+"""Seeds of the recipe `tiny` on a text: the spread of its curve, and its loss in windows of characters.
+
+Trains one seed after another in --out; a finished one is not trained again. A row has the losses at the validations,
+every 100 steps, and two figures of the end in nats per character, for a text whose characters are bytes. Both score
+every character of the validation text once: in the recipe's windows of 128 tokens, and in windows of --window
+characters from a cold start, which see one character before them, as a model of characters does.
+--write keeps the losses in docs/reference.json, which `plot.py --reference` and the end of `tiny` compare a run with.
+"""
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+
+import hellaswag
+from benchmarks.measure import ROOT, Common, machine
+from cli import Positive, Range, replace_file
+from corpus.shards import TRAIN_FRACTION, read_text
+from run.checkpoint import find_model, load_model, model_tokenizer
+from run.curves import read_log
+from run.reference import FILE
+from run.runtime import Runtime
+from train_gpt2 import RECIPES
+
+# what a seed, a machine or a report does not change
+DECISIVE = [*asdict(RECIPES["tiny"])]
+DECISIVE = set(DECISIVE[DECISIVE.index("n_layer") : DECISIVE.index("eval_interval")]) - {
+    "attention", "micro_batch_size", "target_loss", "max_bad_steps", "spike_threshold", "seed"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Config(Common):
+    repeats: Annotated[int, Range(1, 1000)] = 10  # seeds
+    data: str = str(ROOT / "input.txt")  # a .txt
+    window: Positive = 256  # characters
+    out: str = "out/seeds"  # the runs are OUT/TEXT_SEED
+    write: bool = False  # replace the entry of tiny in docs/reference.json
+
+
+def run(config: Config, rt: Runtime) -> Iterator[dict]:
+    rows, text = [], read_text(config.data)
+    for seed in range(1, config.repeats + 1):
+        out = Path(config.out) / f"{Path(config.data).stem}_{seed}"
+        if not list(out.glob(f"step_{RECIPES['tiny'].max_steps:06d}")):
+            words = ["--data", config.data, "--seed", str(seed), "--eval_interval", "100", "--out_dir", str(out)]
+            subprocess.run([sys.executable, str(ROOT / "train_gpt2.py"), "tiny", *words, "--resume"], check=True)
+        records = read_log(out / "log.jsonl")
+        vals = [record for record in records if record["kind"] == "val"]
+        row = dict(name=f"seed {seed}", loss=[r["loss"] for r in vals], bpb=[r["bpb"] for r in vals])
+        characters = cold_start(str(out), text[int(len(text) * TRAIN_FRACTION) :], config.window)
+        rows.append(row | dict(windows_of_tokens=vals[-1]["bpb"] * math.log(2), windows_of_characters=characters))
+        yield rows[-1]
+    if config.write:
+        write_entry(records, rows, machine(rt)["device"])
+
+
+@torch.no_grad()
+def cold_start(model_path: str, text: str, window: int) -> float:
+    """Nats per character of a text, cut into windows that know the character before them and nothing else."""
+    model, tokenizer = load_model(find_model(model_path)).eval(), model_tokenizer(model_path)
+    packed = []
+    for start in range(0, len(text) - 1, window):
+        context, rest = text[start], text[start + 1 : start + 1 + window]
+        ids = tokenizer.encode_ordinary(context), [tokenizer.encode_ordinary(rest)]
+        packed += hellaswag.fit(*ids, 0, model.config.n_positions)
+    nats = 0.0
+    for batch in hellaswag.batches(sorted(packed, key=len, reverse=True), 512):
+        inputs, (places, targets, _) = hellaswag.collate(batch)
+        nats -= hellaswag.log_likelihoods(model, *map(torch.from_numpy, (inputs, places, targets))).sum().item()
+    return nats / (len(text) - 1)
+
+
+def write_entry(records: list[dict], rows: list[dict], device: str) -> None:
+    """`records` are those of one of the runs."""
+    first, steps = records[0], [record["step"] for record in records if record["kind"] == "val"]
+    of = {key: first["config"][key] for key in DECISIVE} | {key: first["data"][key] for key in ("source", "tokenizer")}
+    about = f"bench.py tiny, commit {first['commit']}, {device}, {first['machine']}, PyTorch {torch.__version__}"
+    entry = dict(name=f"{len(rows)} seeds of tiny", source=about, of=dict(sorted(of.items())))
+    entry |= dict(tokens=[step * first["config"]["total_batch_size"] for step in steps])
+    entry |= {key: [[round(value, 5) for value in row[key]] for row in rows] for key in ("loss", "bpb")}
+    others = [known for known in json.loads(FILE.read_text()) if "seeds of tiny" not in known["name"]]
+    replace_file(FILE, "[\n" + ",\n".join(json.dumps(known) for known in [entry, *others]) + "\n]\n")
