@@ -32,7 +32,6 @@ DRAWN = {"run": ("parameters", "flops_per_token", "uniform_loss"),
          "train": ("loss", "grad_norm", "lr", "tokens", "dt_ms", "skipped"), "val": ("loss", "bpb"),
          "hellaswag": ("acc_norm", "acc_norm_stderr", "gold_bpb", "gold_bpb_stderr")}  # fmt: skip
 LOSS_IN = {"loss": "nats per token", "bpb": "bits per byte"}
-OF_TOKENIZER = ("tokens", "tokenizer", "manifest.json")  # facts about data that another tokenizer changes
 SCORES = {  # key in a log: height of its panel in inches, title, factor
     "acc_norm": (2.1, "how often the right ending of four is the likeliest, lengths normalised", 100),
     "gold_bpb": (1.5, "what the right ending costs", 1),
@@ -118,10 +117,10 @@ def position(run: Curves, x: str, label: str) -> Callable:
 def measured_on(records: Records, y: str) -> str:
     """The text that a run validates on, and for y = "loss" its tokenizer: only runs with the same can be compared."""
     run = next((record for record in reversed(records) if record["kind"] == "run"), {})
-    data = run.get("data") or (run["config"].get("data") if isinstance(run.get("config"), dict) else None)
-    if y == "loss":
-        return repr((data, run.get("tokenizer")))
-    return repr([item for item in data.items() if item[0] not in OF_TOKENIZER] if isinstance(data, dict) else data)
+    data = run.get("data") or (run.get("config") or {}).get("data")
+    if y == "bpb" and isinstance(data, dict):
+        return repr([data.get(key) for key in ("source", "bytes", "examples")])  # no tokenizer changes these
+    return repr((data, run.get("tokenizer")))
 
 
 def in_bits(run: Curves, label: str) -> Curves:
