@@ -17,13 +17,14 @@ import torch
 
 import bench
 import lora_finetune
-from benchmarks import gpu, roofline, save, sweep
+from benchmarks import gpu, roofline, save, sweep, tiny
 from benchmarks.measure import Common, Substitute, built_late, in_own_process, markdown_table, peak_memory, rates
 from bpe.tokenizer import Tokenizer
 from cli import UserError, parse_args
 from corpus.shards import load_tokenizer
 from finetuning.lora import TARGETS, trainable_parameters
 from model import GPT, GPTConfig
+from run.checkpoint import save_model
 from run.runtime import Runtime
 from tests.finetuning import ROWS, small_gpt, write_json
 from tests.helpers import ROOT, arguments, assert_user_error, environment, run_inline, succeed, text_file
@@ -254,6 +255,17 @@ def test_every_contestant_has_a_row(measure, tmp_path, name, options, n_rows, re
         assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
     if name == "train":
         assert all(len(row["seconds"]) == 2 and row["ratio"] for row in rows)  # one of each turn
+
+
+def test_windows_of_characters_score_each_one_once_after_a_character_of_context(tmp_path):
+    text, total = (ROOT / "input.txt").read_text()[:150], 0.0
+    model, tokenizer = small_gpt(), Tokenizer.train([(ROOT / "input.txt").read_text()[:60_000]], 320)
+    save_model(tmp_path, model, tokenizer)
+    for start in range(0, 149, 40):  # the last window has 29
+        ids = [tokenizer.encode(part) for part in (text[start], text[start + 1 : start + 41])]
+        logits, n = model(torch.tensor([ids[0] + ids[1]]))[0, :-1], len(ids[1])
+        total += torch.nn.functional.cross_entropy(logits[-n:], torch.tensor(ids[1]), reduction="sum").item()
+    assert tiny.cold_start(str(tmp_path), text, 40) == pytest.approx(total / 149, rel=1e-5)
 
 
 # ---------------------------------------------------------------------------------------------------------- the sweep

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import subprocess
 import sys
 from copy import deepcopy
@@ -200,12 +201,6 @@ def test_an_empty_context_is_predicted_from_the_start_of_a_document(model, token
     assert result["log_likelihoods"][0][0] == pytest.approx(expected, abs=1e-4)
 
 
-def test_16_bits_agree_with_32(model, tokenizer):
-    task = prepare(make_rows(8), tokenizer, model.config, "completion")
-    full, half = (evaluate(model, task, Runtime.setup("cpu", d))["log_likelihoods"] for d in ("float32", "bfloat16"))
-    np.testing.assert_allclose(half, full, rtol=0.03)
-
-
 class Products(TorchDispatchMode):
     """Notes how the products that make logits, (..., n_columns), are computed: their dtype, and whether TF32 may be."""
 
@@ -264,20 +259,6 @@ def test_harness_text_is_label_context_and_no_brackets():
     assert harness(row) == ("Baking: Mix it.. Stir it. The cook", ["adds an egg.", " Wait. Eat."])
 
 
-TASK = """
-task: hellaswag_local
-dataset_path: json
-dataset_kwargs: {data_files: {validation: %s}}
-output_type: multiple_choice
-validation_split: validation
-process_docs: !function local.process_docs
-doc_to_text: "{{query}}"
-doc_to_target: "{{label}}"
-doc_to_choice: choices
-metric_list: [{metric: acc}, {metric: acc_norm}]
-"""
-
-
 def test_scores_equal_those_of_lm_eval(checkpoint, model, tokenizer, rt, tmp_path, monkeypatch):
     """--model hf on the same directory and the same rows, some of which are too long for the window, though no ending
     is: the harness refuses those."""
@@ -289,7 +270,9 @@ def test_scores_equal_those_of_lm_eval(checkpoint, model, tokenizer, rt, tmp_pat
     tokens = {row["ind"]: encode_together(tokenizer, *harness(row)) for row in make_rows(80)}
     rows = [row for row in make_rows(80) if max(map(len, tokens[row["ind"]][1])) <= WINDOW]
     assert len(rows) > 30 and max(len(tokens[row["ind"]][0]) for row in rows) > WINDOW
-    (tmp_path / "local.yaml").write_text(TASK % write_rows(tmp_path / "rows.jsonl", rows))
+    (task,) = re.findall("```yaml\n(.+?)```", (ROOT / "docs/hellaswag.md").read_text(), re.DOTALL)
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    (tmp_path / "local.yaml").write_text(task.replace("/path/to/hellaswag_val.jsonl", str(data)))
     (tmp_path / "local.py").write_text("from lm_eval.tasks.hellaswag.utils import process_docs  # noqa: F401\n")
     theirs = lm_eval.simple_evaluate(
         model="hf", model_args=f"pretrained={checkpoint},dtype=float32", tasks=["hellaswag_local"], device="cpu",
