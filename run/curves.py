@@ -236,16 +236,21 @@ def draw_loss(axes, runs: dict[str, Curves], at: dict[str, Callable], comparable
 def draw_start(axes, run: Curves) -> None:
     """Where a run starts: ln V, the loss of a uniform guess, and its first batch, of which it has learned nothing yet.
     On the right is the same scale in bits per byte of the validation text."""
-    for uniform in run["run", "uniform_loss"][1][-1:]:
-        first, low = run["train", "loss"][1][0], axes.get_ylim()[0]
-        axes.set_ylim(low, max(first, uniform) + 0.05 * (max(first, uniform) - low))
+    from matplotlib.ticker import MaxNLocator, NullLocator
+
+    for uniform in run["run", "uniform_loss"][1][-1:] if axes.get_ylim()[0] > 0 else ():
+        first = run["train", "loss"][1][0]
         axes.axhline(uniform, color="gray", linestyle="--", linewidth=0.8)
         axes.plot(0, first, "D", color=COLORS[3], label=f"before the first step: {first:.2f} (ln V is {uniform:.2f})")
-    nats, bits = (run["val", key][1][-1:] for key in ("loss", "bpb"))
+        axes.set(yscale="log", ylim=(axes.get_ylim()[0], 1.05 * max(first, uniform)))  # log: runs differ in their ends
+    scales, (nats, bits) = [axes], (run["val", key][1][-1:] for key in ("loss", "bpb"))
     if len(nats) and len(bits) and nats > 0 and bits > 0:
-        right = axes.secondary_yaxis("right", functions=(lambda y: y * bits / nats, lambda y: y * nats / bits))
-        right.set_ylabel("bits per byte", fontsize=9)
-        right.tick_params(labelsize=8.5)
+        scales += [axes.secondary_yaxis("right", functions=(lambda y: y * bits / nats, lambda y: y * nats / bits))]
+        scales[1].set_ylabel("bits per byte", fontsize=9)
+        scales[1].tick_params(labelsize=8.5)
+    for scale in scales:
+        scale.yaxis.set(major_locator=MaxNLocator(9, steps=(1, 2, 5, 10)), minor_locator=NullLocator())
+        scale.yaxis.set(major_formatter="{x:g}")
 
 
 def draw_references(axes, references, y: str, run: Curves, at: Callable) -> None:
