@@ -172,7 +172,7 @@ def test_a_known_run_is_drawn_behind_one_with_its_constants_and_says_where_that_
     distance = (10 * 1e16**-0.1 - statistics.mean(ends)) / statistics.stdev(ends)
     assert f"{distance:+.1f} standard deviations" in reference.place_in_band(records) and distance < -1
     unfinished = [record for record in records if record["step"] == 0]
-    assert reference.place_in_band(unfinished) == "" == reference.place_in_band(records[:3])  # the second: no validation
+    assert reference.place_in_band(unfinished) == "" == reference.place_in_band(records[:3])  # three: no validation
 
 
 def test_an_evaluation_says_the_operations_until_then_and_a_run_its_tokenizer(train, tmp_path):
