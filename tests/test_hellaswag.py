@@ -324,6 +324,7 @@ def test_the_control_scores_the_endings_of_an_adapted_model_after_contexts_of_ot
     for name, expected in {"completion": rows, "completion control": others}.items():
         expected = evaluate(adapter_of, prepare(expected, tokenizer, model.config, "completion"), rt)
         np.testing.assert_allclose(found[name]["log_likelihoods"], expected["log_likelihoods"], atol=1e-4)
+        assert found[name]["gold_bpb"] == pytest.approx(expected["gold_bpb"], abs=1e-4)
     assert_user_error(run(data=tmp_path / "rows.jsonl", limit=1, control=True), "--control", "one row")
 
 
