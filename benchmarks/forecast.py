@@ -1,0 +1,371 @@
+"""A ladder of small models, and a forecast of GPT-2 124M: the tokens that speedrun needs for the loss of gpt2.
+
+    python bench.py forecast --night --data shards                            # the same command continues it
+    python bench.py forecast --kept docs/forecast_runs.json --forecast f.json   # from runs that were kept
+
+Every size and seed trains a trunk at a constant rate, whose last fifth is a cooldown; other cooldowns branch off its
+checkpoints and end at 1/8, 1/4 and 1/2 of its length. Both recipes have the same lengths, and a seed gives both of them
+the same first weights and data, so that most of its luck cancels. Rates are tuned at the two smallest sizes.
+
+1. The hidden rung: L(N, D) = E + A / N^alpha + B / D^beta, fitted without the largest size, forecasts its loss.
+2. The multiplier: gpt2's tokens over those that speedrun needs for the same loss, at each size; and its trend with
+   compute, extended to 124M and anchored on a published run. --forecast writes that down before there is such a run.
+
+Intervals hold 90%, by a bootstrap over seeds. They cover what seeds change, and not a law or a trend that breaks on the
+way to a hundred times the size; the hidden rung is the only hint of that. docs/forecast.md has figures and limits.
+"""
+
+import datetime
+import json
+import math
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Annotated, NamedTuple
+
+import numpy as np
+
+from benchmarks.measure import ROOT, Common
+from cli import NonNegative, Positive, Range, UserError, read_json, replace_file, write_atomically
+from run.curves import read_log
+from run.log import about_machine
+
+RECIPES = ("gpt2", "speedrun")
+FRACTIONS = np.array([1 / 8, 1 / 4, 1 / 2, 1])  # of the full length: where runs end
+COOLDOWN = 0.2  # of every length
+FACTORS = (0.25, 0.5, 1.0, 2.0)  # what is tried, times the learning rates of `rates`
+DAY = dict(vocab_size=50304, sequence_length=256, total_batch_size=8192)
+NIGHT = dict(vocab_size=2048, sequence_length=128, total_batch_size=2048)
+# llm.c, October 2024 (docs/record.md): GPT-2 124M on FineWeb, AdamW, one seed, 139 ms a step on 8 H100
+ANCHOR = dict(parameters=124_475_904, tokens=10.26e9, loss=3.2722, seconds_per_token=8 * 0.139 / 524_288)
+ANCHOR_COMPUTE = 6 * ANCHOR["parameters"] * ANCHOR["tokens"]  # FLOPs
+TARGET = 3.28
+EVAL_STEPS = 50  # batches of validation
+SEED_NOISE = 0.002  # standard deviation of the loss at 124M, as 80 runs of modded-nanogpt had (docs/record.md)
+# B and beta of B / D^beta at that size, which a small vocabulary cannot tell: Hoffmann et al. 2022, approach 3, and
+# Besiroglu et al. 2024, who fitted the same runs again
+PUBLISHED = np.array([[410.7, 0.28], [2085.43, 0.3658]])
+DRAWS = 2000  # of the bootstrap
+INTERVAL = (5, 50, 95)  # percentiles
+EXPONENTS = (0.05, 1.5)  # where alpha and beta are searched
+
+
+@dataclass(frozen=True)
+class Config(Common):
+    repeats: Positive = 4  # seeds of the smaller half of the sizes; the larger half has half as many, and at least 2
+    data: str = "edu_fineweb10B"  # directory of shards
+    out_dir: str = "out/forecast"  # runs; OUT_DIR/runs.json keeps what the fit needs
+    night: bool = False  # models for a CPU: the shards' vocabulary is 2,048, the context 128 tokens
+    widths: tuple[int, ...] = (64, 128, 192, 256)  # channels of the sizes, four or more; the largest is hidden
+    tokens: Annotated[int, Range(655_360, 1e12)] = 40_000_000  # of the longest runs
+    workers: Positive = 1  # runs at a time
+    kept: str = ""  # fit the runs of this runs.json, and train none
+    forecast: str = ""  # write the forecast to this file, which must not exist yet
+    price: NonNegative = 2.5  # dollars an hour of one H100
+
+
+def run(config: Config, rt) -> Iterator[dict]:
+    if config.forecast and Path(config.forecast).exists():
+        raise UserError(f"{config.forecast} exists, and a forecast must not change later; give another --forecast")
+    kept, rng = read_json(Path(config.kept)) if config.kept else train_ladder(config), np.random.default_rng(0)
+    ladder = ladder_of(kept["runs"])
+    hidden = hidden_rung(ladder, rng)
+    yield from hidden  # first: how far to believe the rest
+    for recipe in RECIPES:
+        best = best_factors(kept["tuned"], recipe)
+        yield dict(name=f"rates of {recipe}, over the rule's", middle=geometric_mean(best), found=best)
+    ratios = token_ratios(other_means(ladder, rng))
+    for size, values in zip(ladder.sizes.tolist(), ratios, strict=True):
+        yield dict(name=f"multiplier at {size:,} parameters", **interval(1 / values[:, -1]))
+    slope, multipliers = trend(ladder, ratios)
+    yield dict(name="what 10 x compute does to the multiplier", **interval(10**slope))
+    answer = anchored(multipliers, config.price, rng)
+    for name in ("multiplier", "tokens", "hours", "dollars"):
+        yield dict(name=f"124M to {TARGET} with speedrun, {name}", **answer[name])
+    if config.forecast:
+        about = dict(date=str(datetime.date.today()), commit=about_machine(rt)["commit"], anchor=ANCHOR, target=TARGET)
+        sizes = dict(parameters=ladder.sizes.tolist(), lengths=ladder.lengths.tolist())
+        content = about | dict(ladder=sizes, hidden_rung=hidden) | answer
+        replace_file(Path(config.forecast), json.dumps(content, indent=1) + "\n")
+
+
+# ---------------------------------------------------------------------------------------------------------- the runs
+
+
+class Job(NamedTuple):
+    recipe: str
+    width: int
+    seed: int
+    factor: float  # of its learning rates
+
+
+def train_ladder(config: Config) -> dict:
+    """Tune the rates and train the ladder; OUT_DIR/runs.json has the result. What has ended is not trained again, and
+    what was interrupted continues from its newest checkpoint."""
+    widths, out_dir = config.widths, Path(config.out_dir)
+    if len(widths) < 4 or list(widths) != sorted(set(widths)):
+        raise UserError(f"--widths {' '.join(map(str, widths))}: give four sizes or more, in rising order")
+    out_dir.mkdir(parents=True, exist_ok=True)
+    trials = [Job(recipe, width, 0, factor) for recipe in RECIPES for width in widths[:2] for factor in FACTORS]
+    seeds = {w: max(config.repeats // (1 + (2 * i >= len(widths))), 2) for i, w in enumerate(widths)}
+    trunks = [(width, seed) for seed in range(max(seeds.values())) for width in widths if seed < seeds[width]]
+    pool = ThreadPoolExecutor(config.workers)  # threads are enough: each waits for a process
+    try:
+        kept = dict(tuned=list(pool.map(partial(try_factor, config=config), trials)), runs=[])
+        factors = {recipe: geometric_mean(best_factors(kept["tuned"], recipe)) for recipe in RECIPES}
+        jobs = [Job(recipe, *trunk, factors[recipe]) for trunk in trunks for recipe in RECIPES]
+        for found in pool.map(partial(train_trunk, config=config), jobs):
+            kept["runs"] += found
+            replace_file(out_dir / "runs.json", json.dumps(kept, indent=1) + "\n")
+    finally:
+        pool.shutdown(cancel_futures=True)  # after an error no other run begins
+    return kept
+
+
+def try_factor(job: Job, config: Config) -> dict:
+    """A run of a quarter of the full length."""
+    name = f"tune_{job.recipe}_w{job.width}_x{job.factor:g}"
+    return dict(factor=job.factor, **trained(job, full_length(config)[0] // 4, name, config))
+
+
+def best_factors(tuned: list[dict], recipe: str) -> list[float]:
+    """The best of FACTORS at each size that was tuned; all sizes get their geometric mean."""
+    trials = [trial for trial in tuned if trial["recipe"] == recipe]
+    sizes = sorted({trial["parameters"] for trial in trials})
+    return [min((t["loss"], t["factor"]) for t in trials if t["parameters"] == size)[1] for size in sizes]
+
+
+def train_trunk(job: Job, config: Config) -> list[dict]:
+    """A trunk, which is itself the longest run, and the others, which branch off where their cooldowns begin."""
+    (steps, _), name = full_length(config), f"{job.recipe}_w{job.width}_s{job.seed}"
+    trunk, branches = Path(config.out_dir) / name, []
+    records = [trained(job, steps, name, config, checkpoint_interval=steps // 10, keep_checkpoints=0)]
+    for length in (FRACTIONS[:-1] * steps).astype(int).tolist():
+        branches.append(trunk.with_name(f"{name}_{length}"))
+        start = trunk / f"step_{round((1 - COOLDOWN) * length):06d}"
+        if start.is_dir() and not list(branches[-1].glob("step_*")):  # then it resumes as if it had come that far
+            write_atomically(branches[-1] / start.name, partial(shutil.copytree, start, dirs_exist_ok=True))
+        records.append(trained(job, length, branches[-1].name, config))
+    for checkpoint in [path for place in (trunk, *branches) for path in place.glob("step_*")]:
+        shutil.rmtree(checkpoint)  # the logs are enough, and ten checkpoints of each trunk would fill a disk
+    return records
+
+
+def trained(job: Job, steps: int, name: str, config: Config, **changes) -> dict:
+    """What a run reached; it is trained first unless it has ended. Raises UserError if it fails."""
+    out_dir = Path(config.out_dir) / name
+    if not (reached := at_end(out_dir, steps)):
+        command = [sys.executable, str(ROOT / "train_gpt2.py"), job.recipe, "--resume"]
+        for flag, value in (constants(job, steps, config) | dict(out_dir=out_dir) | changes).items():
+            command += [f"--{flag}", str(value)]
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        if not (reached := at_end(out_dir, steps)):
+            said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            raise UserError(f"{out_dir} has not ended: {said}; then give the same command again to continue")
+        print(f"  {name}: {reached['loss']:.4f}", flush=True)
+    tokens = steps * full_length(config)[1]["total_batch_size"]
+    return dict(recipe=job.recipe, seed=job.seed, tokens=tokens, **reached)
+
+
+def at_end(out_dir: Path, steps: int) -> dict:
+    """The log's figures of the last step; {} before it."""
+    records = read_log(out_dir / "log.jsonl") if (out_dir / "log.jsonl").exists() else []
+    n = [record["parameters"] for record in records if record["kind"] == "run"]
+    val = [record for record in records if (record["kind"], record["step"]) == ("val", steps)]
+    return dict(parameters=n[-1], loss=val[-1]["loss"], bpb=val[-1]["bpb"]) if val else {}
+
+
+def constants(job: Job, steps: int, config: Config) -> dict:
+    """The constants of train_gpt2.py that a run changes. Both recipes have the trunk's schedule and the same warmup;
+    AdamW's rate falls with the width (Yang et al. 2022, Tensor Programs V), Muon's steps do not depend on it."""
+    (full, shape), width = full_length(config), job.width
+    sizes = dict(n_layer=4 if width < 256 else 6, n_head=-(-width // 64), n_embd=width)
+    sizes |= shape | dict(micro_batch_size=shape["total_batch_size"] // shape["sequence_length"])
+    cooldown = COOLDOWN * steps / (steps - full // 100)  # of the steps after warmup
+    schedule = dict(max_steps=steps, warmup_steps=full // 100, lr_schedule="wsd", decay_fraction=cooldown, min_lr=0)
+    narrow = 128 / width if job.recipe == "gpt2" else 1
+    rates = dict(max_lr=3e-3 * narrow * job.factor, muon_lr=0.02 * job.factor)
+    along = dict(eval_interval=steps, eval_steps=EVAL_STEPS, checkpoint_interval=0, sample_interval=0)
+    along |= dict(hellaswag_interval=0, data=config.data, seed=job.seed, device=config.device)
+    return sizes | schedule | rates | along
+
+
+def full_length(config: Config) -> tuple[int, dict]:
+    """(steps, shape) of the longest runs. A multiple of 40 steps: branches begin and end at whole ones."""
+    shape = NIGHT if config.night else DAY
+    return config.tokens // shape["total_batch_size"] // 40 * 40, shape
+
+
+# ----------------------------------------------------------------------------------------------------------- the law
+
+
+class Ladder(NamedTuple):
+    lengths: np.ndarray  # (lengths,) tokens
+    sizes: np.ndarray  # (sizes,) parameters, all of them (Pearce and Song 2024, arXiv 2406.12907), in rising order
+    losses: list[np.ndarray]  # of each size (seeds, recipes, lengths)
+
+
+def ladder_of(runs: list[dict]) -> Ladder:
+    """The seeds that have all runs. Raises UserError for a size without two of them."""
+    found = {(run["parameters"], run["seed"], run["recipe"], run["tokens"]): run["loss"] for run in runs}
+    lengths, sizes, seeds = (sorted({run[key] for run in runs}) for key in ("tokens", "parameters", "seed"))
+    losses = []
+    for size in sizes:
+        table = [[[found.get((size, seed, recipe, d)) for d in lengths] for recipe in RECIPES] for seed in seeds]
+        table = np.array(table, float)  # None becomes nan
+        losses.append(table[~np.isnan(table).any((1, 2))])
+        if len(losses[-1]) < 2:
+            raise UserError(f"{size:,} parameters have fewer than two seeds with all runs; train the others")
+    return Ladder(np.array(lengths), np.array(sizes), losses)
+
+
+def law(laws: np.ndarray, n, d) -> np.ndarray:
+    """E + A / n^alpha + B / d^beta, for n and d in millions; `laws` is (..., 5): E, A, B, alpha, beta."""
+    E, A, B, alpha, beta = np.moveaxis(laws, -1, 0)
+    return E + A * n**-alpha + B * d**-beta
+
+
+def fit(n: np.ndarray, d: np.ndarray, losses: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """The law (draws, 5) with the least weighted squares, for each draw of `losses` (draws, cells).
+
+    Variable projection: given the exponents, the best E, A, B >= 0 have a closed form. So only the exponents are
+    searched: on a coarse grid, then on finer ones around the best of each draw.
+    """
+    draws, ratio = np.arange(len(losses)), (EXPONENTS[1] / EXPONENTS[0]) ** (1 / 15)
+    alpha, beta = (side.reshape(-1, 1) for side in np.meshgrid(*[EXPONENTS[0] * ratio ** np.arange(16)] * 2))
+    around = [side.reshape(-1, 1) for side in np.meshgrid(*[np.arange(-2, 3)] * 2)]
+    for finer in range(5):
+        if finer:
+            ratio **= 0.5
+            alpha, beta = (np.clip(x * ratio**step, *EXPONENTS) for x, step in zip((alpha, beta), around, strict=True))
+        columns = np.broadcast_arrays(1.0, n ** -alpha[..., None], d ** -beta[..., None])
+        x = np.stack(columns, -1)  # (exponents, draws or 1, cells, 3)
+        weighted = np.swapaxes(x * weights[:, None], -1, -2)
+        factors = non_negative(weighted @ x, (weighted @ losses[..., None])[..., 0])  # (exponents, draws, 3)
+        errors = ((losses - (x @ factors[..., None])[..., 0]) ** 2 * weights).sum(-1)  # (exponents, draws)
+        best = errors.argmin(0)
+        alpha, beta = (np.broadcast_to(side, errors.shape)[best, draws] for side in (alpha, beta))
+    return np.column_stack([factors[best, draws], alpha, beta])
+
+
+def non_negative(gram: np.ndarray, moment: np.ndarray) -> np.ndarray:
+    """The c >= 0 with the least c.gram.c - 2 c.moment; gram is (..., 3, 3), moment (..., 3).
+
+    The best c is 0 outside of some set of its numbers, and solves the normal equations in that set: one of seven sets.
+    """
+    gram = gram + 1e-12 * np.trace(gram, axis1=-1, axis2=-2)[..., None, None] * np.eye(3)  # columns may be alike
+    best, lowest = np.zeros(moment.shape), np.zeros(moment.shape[:-1])
+    for active in ([0], [1], [2], [0, 1], [0, 2], [1, 2], [0, 1, 2]):
+        c = np.zeros(moment.shape)
+        c[..., active] = (np.linalg.inv(gram[..., active, :][..., active]) @ moment[..., active, None])[..., 0]
+        value = -(c * moment).sum(-1)
+        better = (c >= 0).all(-1) & (value < lowest)
+        lowest, best = np.where(better, value, lowest), np.where(better[..., None], c, best)
+    return best
+
+
+def fit_ladder(ladder: Ladder, means: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """(laws, weighted squared errors) of each draw of one recipe; `means` is (draws, lengths) for each size."""
+    weights = [len(losses) / spread**2 for losses, spread in zip(ladder.losses, spreads(ladder), strict=True)]
+    n, weights = (np.repeat(values, len(ladder.lengths)) for values in (ladder.sizes / 1e6, weights))
+    d, losses = np.tile(ladder.lengths / 1e6, len(ladder.sizes)), np.concatenate(means, axis=1)
+    laws = fit(n, d, losses, weights)
+    return laws, ((losses - law(laws[:, None], n, d)) ** 2 * weights).sum(-1)
+
+
+def deviations(losses: np.ndarray) -> np.ndarray:
+    """From the mean over the seeds, scaled up to the variance around the true mean."""
+    return (losses - losses.mean(0)) * (len(losses) / (len(losses) - 1)) ** 0.5
+
+
+def spreads(ladder: Ladder) -> list[float]:
+    """The standard deviation between seeds at each size; two seeds say little, so all sizes count as four more."""
+    squares = np.array([(deviations(losses) ** 2).mean() for losses in ladder.losses])
+    df = np.array([len(losses) - 1 for losses in ladder.losses])
+    return np.sqrt((df * squares + 4 * np.average(squares, weights=df)) / (df + 4)).tolist()
+
+
+def other_means(ladder: Ladder, rng, draws: int = DRAWS) -> list[np.ndarray]:
+    """For each size (draws, recipes, lengths): the means that other seeds might have given.
+
+    A draw takes a seed's deviations together, all lengths and both recipes, from the seeds of all sizes, scaled to the
+    size's spread. That spread is uncertain, too: a factor for each draw widens intervals as Student's t does.
+    """
+    scaled = list(zip(ladder.losses, spreads(ladder), strict=True))
+    pool = np.concatenate([deviations(losses) / spread for losses, spread in scaled])
+    df, means = len(pool) - len(scaled), []
+    wider = np.sqrt(df / rng.chisquare(df, (draws, 1, 1)))
+    for losses, spread in scaled:
+        picked = pool[rng.integers(len(pool), size=(draws, len(losses)))]  # (draws, seeds, recipes, lengths)
+        means.append(losses.mean(0) + spread * wider * picked.mean(1))
+    return means
+
+
+def interval(values: np.ndarray, **more) -> dict:
+    """Percentiles; with `measured=x` also whether x is inside."""
+    low, middle, high = np.percentile(values, INTERVAL).tolist()
+    inside = dict(inside="yes" if low <= more["measured"] <= high else "no") if "measured" in more else {}
+    return {"from": low, "middle": middle, "to": high} | more | inside
+
+
+def hidden_rung(ladder: Ladder, rng, draws: int = DRAWS) -> list[dict]:
+    """What the other sizes forecast for the largest one at full length, and what it reached.
+
+    If a law misses the means that it was fitted to by more than seeds explain, its interval widens by that factor
+    (Birge 1932).
+    """
+    known, hidden = Ladder(ladder.lengths, ladder.sizes[:-1], ladder.losses[:-1]), ladder.losses[-1]
+    means, at, rows = other_means(known, rng, draws), (ladder.sizes[-1] / 1e6, ladder.lengths[-1] / 1e6), []
+    noise = spreads(known)[-1] / len(hidden) ** 0.5 * rng.standard_t(len(known.sizes), draws)
+    for i, recipe in enumerate(RECIPES):
+        best, errors = fit_ladder(known, [losses.mean(0)[None, i] for losses in known.losses])
+        misfit = max(1.0, float(errors[0] / (len(known.sizes) * len(known.lengths) - best.size)) ** 0.5)
+        off = law(fit_ladder(known, [mean[:, i] for mean in means])[0], *at) - law(best[0], *at) + noise
+        found = interval(law(best[0], *at) + misfit * off, measured=float(hidden[:, i, -1].mean()))
+        rows.append(dict(name=f"hidden rung, loss of {recipe}", **found, misfit=misfit))
+    return rows
+
+
+# ---------------------------------------------------------------------------------------------------------- the answer
+
+
+def token_ratios(means: list[np.ndarray]) -> np.ndarray:
+    """(sizes, draws, 2): the tokens that speedrun needs for gpt2's loss at half and at full length, over gpt2's.
+
+    Between its lengths the loss of speedrun is a parabola in ln(tokens): no law, and nothing of other sizes.
+    """
+    gpt2, speedrun = np.moveaxis(np.array(means), 2, 0)  # (sizes, draws, lengths) each
+    x = np.log(FRACTIONS)
+    c, b, a = np.moveaxis(speedrun @ np.linalg.pinv(np.vander(x, 3, increasing=True)).T, -1, 0)[..., None]
+    k = c - gpt2[..., -2:]  # loss = c + b x + a x^2
+    root = np.sqrt(np.maximum(b**2 - 4 * a * k, 0))
+    return np.exp(2 * k / (root - b)) / FRACTIONS[-2:]  # of the two roots the one that stays when a is 0
+
+
+def trend(ladder: Ladder, ratios: np.ndarray, compute: float = ANCHOR_COMPUTE) -> tuple[np.ndarray, np.ndarray]:
+    """(slope, multiplier) of each draw: log10(multiplier) is a line in log10(compute), and that is its end."""
+    x = np.vander(np.log10(6 * ladder.sizes[:, None] * ladder.lengths[-2:]).flatten(), 2)  # (points, 2)
+    y = -np.log10(np.moveaxis(ratios, 1, -1).reshape(len(x), -1))  # (points, draws)
+    slope, offset = np.linalg.lstsq(x, y, rcond=None)[0]
+    return slope, 10 ** (offset + slope * math.log10(compute))
+
+
+def anchored(multipliers: np.ndarray, price: float, rng) -> dict:
+    """The forecast at 124M: speedrun on D tokens is where gpt2 is on m D, for the multiplier m of each draw. How gpt2's
+    loss falls around the anchor is what a published law says, each of them for half of the draws."""
+    b, beta = PUBLISHED[rng.integers(2, size=len(multipliers))].T
+    noise = SEED_NOISE * 2**0.5 * rng.standard_normal(len(multipliers))  # of the anchor, which is one run, and of ours
+    tokens = ((TARGET - ANCHOR["loss"] - noise) / b + ANCHOR["tokens"] ** -beta) ** (-1 / beta) / multipliers
+    hours = tokens * ANCHOR["seconds_per_token"] / 3600
+    fan = []
+    for d in np.geomspace(0.5e9, 20e9, 33).tolist():
+        loss = ANCHOR["loss"] + noise + b * ((multipliers * d) ** -beta - ANCHOR["tokens"] ** -beta)
+        fan.append([d, *interval(loss).values()])
+    found = dict(multiplier=multipliers, tokens=tokens, hours=hours, dollars=hours * price)
+    return {name: interval(values) for name, values in found.items()} | dict(fan=fan)
