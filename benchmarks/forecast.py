@@ -1,15 +1,15 @@
 """A ladder of small models, and a forecast of GPT-2 124M: the tokens that speedrun needs for the loss of gpt2.
 
-    python bench.py forecast --night --data shards                            # the same command continues it
+    python bench.py forecast --night --data shards                              # the same command continues it
     python bench.py forecast --kept docs/forecast_runs.json --forecast f.json   # from runs that were kept
 
 Every size and seed trains a trunk at a constant rate, whose last fifth is a cooldown; other cooldowns branch off its
-checkpoints and end at 1/8, 1/4 and 1/2 of its length. Both recipes have the same lengths, and a seed gives both of them
-the same first weights and data, so that most of its luck cancels. Rates are tuned at the two smallest sizes.
+checkpoints and end at 1/8, 1/4 and 1/2 of its length. A seed has the same first weights and data in both recipes, so
+that most of its luck cancels. Rates are tuned at the two smallest sizes.
 
-1. The hidden rung: L(N, D) = E + A / N^alpha + B / D^beta, fitted without the largest size, forecasts its loss.
-2. The multiplier: gpt2's tokens over those that speedrun needs for the same loss, at each size; and its trend with
-   compute, extended to 124M and anchored on a published run. --forecast writes that down before there is such a run.
+The hidden rung: L(N, D) = E + A / N^alpha + B / D^beta, fitted without the largest size, forecasts its loss.
+The multiplier: gpt2's tokens over those that speedrun needs for the same loss, at each size; its trend with compute is
+extended to 124M and anchored on a published run, and --forecast writes that down before anybody trains such a run.
 
 Intervals hold 90%, by a bootstrap over seeds. They cover what seeds change, and not a law or a trend that breaks on the
 way to a hundred times the size; the hidden rung is the only hint of that. docs/forecast.md has figures and limits.
@@ -39,20 +39,17 @@ from run.log import about_machine
 RECIPES = ("gpt2", "speedrun")
 FRACTIONS = np.array([1 / 8, 1 / 4, 1 / 2, 1])  # of the full length: where runs end
 COOLDOWN = 0.2  # of every length
-FACTORS = (0.25, 0.5, 1.0, 2.0)  # what is tried, times the learning rates of `rates`
+FACTORS = (0.25, 0.5, 1.0, 2.0)  # what is tried, times the learning rates of `constants`
 DAY = dict(vocab_size=50304, sequence_length=256, total_batch_size=8192)
 NIGHT = dict(vocab_size=2048, sequence_length=128, total_batch_size=2048)
 # llm.c, October 2024 (docs/record.md): GPT-2 124M on FineWeb, AdamW, one seed, 139 ms a step on 8 H100
 ANCHOR = dict(parameters=124_475_904, tokens=10.26e9, loss=3.2722, seconds_per_token=8 * 0.139 / 524_288)
-ANCHOR_COMPUTE = 6 * ANCHOR["parameters"] * ANCHOR["tokens"]  # FLOPs
 TARGET = 3.28
-EVAL_STEPS = 50  # batches of validation
 SEED_NOISE = 0.002  # standard deviation of the loss at 124M, as 80 runs of modded-nanogpt had (docs/record.md)
 # B and beta of B / D^beta at that size, which a small vocabulary cannot tell: Hoffmann et al. 2022, approach 3, and
 # Besiroglu et al. 2024, who fitted the same runs again
 PUBLISHED = np.array([[410.7, 0.28], [2085.43, 0.3658]])
-DRAWS = 2000  # of the bootstrap
-INTERVAL = (5, 50, 95)  # percentiles
+DRAWS = 1000  # of the bootstrap
 EXPONENTS = (0.05, 1.5)  # where alpha and beta are searched
 
 
@@ -74,25 +71,25 @@ def run(config: Config, rt) -> Iterator[dict]:
     if config.forecast and Path(config.forecast).exists():
         raise UserError(f"{config.forecast} exists, and a forecast must not change later; give another --forecast")
     kept, rng = read_json(Path(config.kept)) if config.kept else train_ladder(config), np.random.default_rng(0)
+    if not isinstance(kept, dict) or {"tuned", "runs"} - set(kept):
+        raise UserError(f"{config.kept} is not a runs.json of this benchmark; give one that it wrote")
     ladder = ladder_of(kept["runs"])
     hidden = hidden_rung(ladder, rng)
     yield from hidden  # first: how far to believe the rest
-    for recipe in RECIPES:
-        best = best_factors(kept["tuned"], recipe)
-        yield dict(name=f"rates of {recipe}, over the rule's", middle=geometric_mean(best), found=best)
-    ratios = token_ratios(other_means(ladder, rng))
-    for size, values in zip(ladder.sizes.tolist(), ratios, strict=True):
-        yield dict(name=f"multiplier at {size:,} parameters", **interval(1 / values[:, -1]))
-    slope, multipliers = trend(ladder, ratios)
+    for recipe in RECIPES:  # how well one factor fits two sizes
+        yield dict(name=f"rates of {recipe}, over the rule's", found=best_factors(kept["tuned"], recipe))
+    multipliers = multipliers_of(other_means(ladder, rng))
+    for size, values in zip(ladder.sizes.tolist(), multipliers, strict=True):
+        yield dict(name=f"multiplier at {size:,} parameters", **interval(values[:, -1]))
+    slope, extended = trend(ladder, multipliers, 6 * ANCHOR["parameters"] * ANCHOR["tokens"])
     yield dict(name="what 10 x compute does to the multiplier", **interval(10**slope))
-    answer = anchored(multipliers, config.price, rng)
+    answer = anchored(extended, config.price, rng)
     for name in ("multiplier", "tokens", "hours", "dollars"):
         yield dict(name=f"124M to {TARGET} with speedrun, {name}", **answer[name])
     if config.forecast:
-        about = dict(date=str(datetime.date.today()), commit=about_machine(rt)["commit"], anchor=ANCHOR, target=TARGET)
-        sizes = dict(parameters=ladder.sizes.tolist(), lengths=ladder.lengths.tolist())
-        content = about | dict(ladder=sizes, hidden_rung=hidden) | answer
-        replace_file(Path(config.forecast), json.dumps(content, indent=1) + "\n")
+        made = dict(date=str(datetime.date.today()), commit=about_machine(rt)["commit"], anchor=ANCHOR, target=TARGET)
+        made |= dict(parameters=ladder.sizes.tolist(), lengths=ladder.lengths.tolist(), hidden_rung=hidden)
+        replace_file(Path(config.forecast), json.dumps(made | answer, indent=1) + "\n")
 
 
 # ---------------------------------------------------------------------------------------------------------- the runs
@@ -106,8 +103,7 @@ class Job(NamedTuple):
 
 
 def train_ladder(config: Config) -> dict:
-    """Tune the rates and train the ladder; OUT_DIR/runs.json has the result. What has ended is not trained again, and
-    what was interrupted continues from its newest checkpoint."""
+    """Tune the rates, train the ladder, and write OUT_DIR/runs.json. Runs that have ended are not trained again."""
     widths, out_dir = config.widths, Path(config.out_dir)
     if len(widths) < 4 or list(widths) != sorted(set(widths)):
         raise UserError(f"--widths {' '.join(map(str, widths))}: give four sizes or more, in rising order")
@@ -117,7 +113,7 @@ def train_ladder(config: Config) -> dict:
     trunks = [(width, seed) for seed in range(max(seeds.values())) for width in widths if seed < seeds[width]]
     pool = ThreadPoolExecutor(config.workers)  # threads are enough: each waits for a process
     try:
-        kept = dict(tuned=list(pool.map(partial(try_factor, config=config), trials)), runs=[])
+        kept = dict(tuned=list(pool.map(partial(train_trial, config=config), trials)), runs=[])
         factors = {recipe: geometric_mean(best_factors(kept["tuned"], recipe)) for recipe in RECIPES}
         jobs = [Job(recipe, *trunk, factors[recipe]) for trunk in trunks for recipe in RECIPES]
         for found in pool.map(partial(train_trunk, config=config), jobs):
@@ -128,17 +124,15 @@ def train_ladder(config: Config) -> dict:
     return kept
 
 
-def try_factor(job: Job, config: Config) -> dict:
-    """A run of a quarter of the full length."""
-    name = f"tune_{job.recipe}_w{job.width}_x{job.factor:g}"
-    return dict(factor=job.factor, **trained(job, full_length(config)[0] // 4, name, config))
-
-
 def best_factors(tuned: list[dict], recipe: str) -> list[float]:
     """The best of FACTORS at each size that was tuned; all sizes get their geometric mean."""
     trials = [trial for trial in tuned if trial["recipe"] == recipe]
     sizes = sorted({trial["parameters"] for trial in trials})
     return [min((t["loss"], t["factor"]) for t in trials if t["parameters"] == size)[1] for size in sizes]
+
+
+def train_trial(job: Job, config: Config) -> dict:
+    return trained(job, full_length(config)[0] // 4, f"tune_{job.recipe}_w{job.width}_x{job.factor:g}", config)
 
 
 def train_trunk(job: Job, config: Config) -> list[dict]:
@@ -167,18 +161,17 @@ def trained(job: Job, steps: int, name: str, config: Config, **changes) -> dict:
         done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         if not (reached := at_end(out_dir, steps)):
             said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-            raise UserError(f"{out_dir} has not ended: {said}; then give the same command again to continue")
+            raise UserError(f"{out_dir} has not ended: {said}; fix that, and give the same command again")
         print(f"  {name}: {reached['loss']:.4f}", flush=True)
     tokens = steps * full_length(config)[1]["total_batch_size"]
-    return dict(recipe=job.recipe, seed=job.seed, tokens=tokens, **reached)
+    return dict(recipe=job.recipe, seed=job.seed, factor=job.factor, tokens=tokens, **reached)
 
 
 def at_end(out_dir: Path, steps: int) -> dict:
     """The log's figures of the last step; {} before it."""
     records = read_log(out_dir / "log.jsonl") if (out_dir / "log.jsonl").exists() else []
-    n = [record["parameters"] for record in records if record["kind"] == "run"]
-    val = [record for record in records if (record["kind"], record["step"]) == ("val", steps)]
-    return dict(parameters=n[-1], loss=val[-1]["loss"], bpb=val[-1]["bpb"]) if val else {}
+    last = {record["kind"]: record for record in records if record["kind"] == "run" or record["step"] == steps}
+    return {key: (last["run"] | last["val"])[key] for key in ("parameters", "loss", "bpb")} if "val" in last else {}
 
 
 def constants(job: Job, steps: int, config: Config) -> dict:
@@ -189,9 +182,8 @@ def constants(job: Job, steps: int, config: Config) -> dict:
     sizes |= shape | dict(micro_batch_size=shape["total_batch_size"] // shape["sequence_length"])
     cooldown = COOLDOWN * steps / (steps - full // 100)  # of the steps after warmup
     schedule = dict(max_steps=steps, warmup_steps=full // 100, lr_schedule="wsd", decay_fraction=cooldown, min_lr=0)
-    narrow = 128 / width if job.recipe == "gpt2" else 1
-    rates = dict(max_lr=3e-3 * narrow * job.factor, muon_lr=0.02 * job.factor)
-    along = dict(eval_interval=steps, eval_steps=EVAL_STEPS, checkpoint_interval=0, sample_interval=0)
+    rates = dict(max_lr=3e-3 * job.factor * (128 / width if job.recipe == "gpt2" else 1), muon_lr=0.02 * job.factor)
+    along = dict(eval_interval=steps, eval_steps=50, checkpoint_interval=0, sample_interval=0)
     along |= dict(hellaswag_interval=0, data=config.data, seed=job.seed, device=config.device)
     return sizes | schedule | rates | along
 
@@ -200,9 +192,6 @@ def full_length(config: Config) -> tuple[int, dict]:
     """(steps, shape) of the longest runs. A multiple of 40 steps: branches begin and end at whole ones."""
     shape = NIGHT if config.night else DAY
     return config.tokens // shape["total_batch_size"] // 40 * 40, shape
-
-
-# ----------------------------------------------------------------------------------------------------------- the law
 
 
 class Ladder(NamedTuple):
@@ -217,9 +206,8 @@ def ladder_of(runs: list[dict]) -> Ladder:
     lengths, sizes, seeds = (sorted({run[key] for run in runs}) for key in ("tokens", "parameters", "seed"))
     losses = []
     for size in sizes:
-        table = [[[found.get((size, seed, recipe, d)) for d in lengths] for recipe in RECIPES] for seed in seeds]
-        table = np.array(table, float)  # None becomes nan
-        losses.append(table[~np.isnan(table).any((1, 2))])
+        all_runs = [[[found.get((size, seed, recipe, d)) for d in lengths] for recipe in RECIPES] for seed in seeds]
+        losses.append(np.array([runs for runs in all_runs if None not in sum(runs, [])]))
         if len(losses[-1]) < 2:
             raise UserError(f"{size:,} parameters have fewer than two seeds with all runs; train the others")
     return Ladder(np.array(lengths), np.array(sizes), losses)
@@ -237,20 +225,19 @@ def fit(n: np.ndarray, d: np.ndarray, losses: np.ndarray, weights: np.ndarray) -
     Variable projection: given the exponents, the best E, A, B >= 0 have a closed form. So only the exponents are
     searched: on a coarse grid, then on finer ones around the best of each draw.
     """
-    draws, ratio = np.arange(len(losses)), (EXPONENTS[1] / EXPONENTS[0]) ** (1 / 15)
-    alpha, beta = (side.reshape(-1, 1) for side in np.meshgrid(*[EXPONENTS[0] * ratio ** np.arange(16)] * 2))
-    around = [side.reshape(-1, 1) for side in np.meshgrid(*[np.arange(-2, 3)] * 2)]
-    for finer in range(5):
-        if finer:
-            ratio **= 0.5
-            alpha, beta = (np.clip(x * ratio**step, *EXPONENTS) for x, step in zip((alpha, beta), around, strict=True))
-        columns = np.broadcast_arrays(1.0, n ** -alpha[..., None], d ** -beta[..., None])
-        x = np.stack(columns, -1)  # (exponents, draws or 1, cells, 3)
+    draws, ratio, steps = np.arange(len(losses)), (EXPONENTS[1] / EXPONENTS[0]) ** (1 / 15), np.arange(16)
+    alpha = beta = EXPONENTS[0]
+    for _ in range(5):
+        i, j = (side.reshape(-1, 1) for side in np.meshgrid(steps, steps))
+        alpha, beta = np.clip(alpha * ratio**i, *EXPONENTS), np.clip(beta * ratio**j, *EXPONENTS)
+        x = np.stack(np.broadcast_arrays(1.0, n ** -alpha[..., None], d ** -beta[..., None]), -1)
+        # (exponents, draws or 1, cells, 3)
         weighted = np.swapaxes(x * weights[:, None], -1, -2)
         factors = non_negative(weighted @ x, (weighted @ losses[..., None])[..., 0])  # (exponents, draws, 3)
         errors = ((losses - (x @ factors[..., None])[..., 0]) ** 2 * weights).sum(-1)  # (exponents, draws)
         best = errors.argmin(0)
         alpha, beta = (np.broadcast_to(side, errors.shape)[best, draws] for side in (alpha, beta))
+        ratio, steps = ratio**0.5, np.arange(-2, 3)
     return np.column_stack([factors[best, draws], alpha, beta])
 
 
@@ -279,16 +266,11 @@ def fit_ladder(ladder: Ladder, means: list[np.ndarray]) -> tuple[np.ndarray, np.
     return laws, ((losses - law(laws[:, None], n, d)) ** 2 * weights).sum(-1)
 
 
-def deviations(losses: np.ndarray) -> np.ndarray:
-    """From the mean over the seeds, scaled up to the variance around the true mean."""
-    return (losses - losses.mean(0)) * (len(losses) / (len(losses) - 1)) ** 0.5
-
-
 def spreads(ladder: Ladder) -> list[float]:
     """The standard deviation between seeds at each size; two seeds say little, so all sizes count as four more."""
-    squares = np.array([(deviations(losses) ** 2).mean() for losses in ladder.losses])
     df = np.array([len(losses) - 1 for losses in ladder.losses])
-    return np.sqrt((df * squares + 4 * np.average(squares, weights=df)) / (df + 4)).tolist()
+    variances = np.array([losses.var(0, ddof=1).mean() for losses in ladder.losses])
+    return np.sqrt((df * variances + 4 * np.average(variances, weights=df)) / (df + 4)).tolist()
 
 
 def other_means(ladder: Ladder, rng, draws: int = DRAWS) -> list[np.ndarray]:
@@ -297,19 +279,17 @@ def other_means(ladder: Ladder, rng, draws: int = DRAWS) -> list[np.ndarray]:
     A draw takes a seed's deviations together, all lengths and both recipes, from the seeds of all sizes, scaled to the
     size's spread. That spread is uncertain, too: a factor for each draw widens intervals as Student's t does.
     """
-    scaled = list(zip(ladder.losses, spreads(ladder), strict=True))
-    pool = np.concatenate([deviations(losses) / spread for losses, spread in scaled])
-    df, means = len(pool) - len(scaled), []
+    sizes = list(zip(ladder.losses, spreads(ladder), strict=True))
+    pool = [(losses - losses.mean(0)) / spread * (len(losses) / (len(losses) - 1)) ** 0.5 for losses, spread in sizes]
+    pool, df = np.concatenate(pool), sum(map(len, pool)) - len(pool)  # (seeds, recipes, lengths)
     wider = np.sqrt(df / rng.chisquare(df, (draws, 1, 1)))
-    for losses, spread in scaled:
-        picked = pool[rng.integers(len(pool), size=(draws, len(losses)))]  # (draws, seeds, recipes, lengths)
-        means.append(losses.mean(0) + spread * wider * picked.mean(1))
-    return means
+    picks = [rng.integers(len(pool), size=(draws, len(losses))) for losses in ladder.losses]
+    return [x.mean(0) + spread * wider * pool[i].mean(1) for (x, spread), i in zip(sizes, picks, strict=True)]
 
 
 def interval(values: np.ndarray, **more) -> dict:
     """Percentiles; with `measured=x` also whether x is inside."""
-    low, middle, high = np.percentile(values, INTERVAL).tolist()
+    low, middle, high = np.percentile(values, (5, 50, 95)).tolist()
     inside = dict(inside="yes" if low <= more["measured"] <= high else "no") if "measured" in more else {}
     return {"from": low, "middle": middle, "to": high} | more | inside
 
@@ -320,38 +300,38 @@ def hidden_rung(ladder: Ladder, rng, draws: int = DRAWS) -> list[dict]:
     If a law misses the means that it was fitted to by more than seeds explain, its interval widens by that factor
     (Birge 1932).
     """
-    known, hidden = Ladder(ladder.lengths, ladder.sizes[:-1], ladder.losses[:-1]), ladder.losses[-1]
+    known = Ladder(ladder.lengths, ladder.sizes[:-1], ladder.losses[:-1])
+    measured = [losses.mean(0)[None] for losses in ladder.losses]
     means, at, rows = other_means(known, rng, draws), (ladder.sizes[-1] / 1e6, ladder.lengths[-1] / 1e6), []
-    noise = spreads(known)[-1] / len(hidden) ** 0.5 * rng.standard_t(len(known.sizes), draws)
+    noise = spreads(known)[-1] / len(ladder.losses[-1]) ** 0.5 * rng.standard_t(len(known.sizes), draws)
     for i, recipe in enumerate(RECIPES):
-        best, errors = fit_ladder(known, [losses.mean(0)[None, i] for losses in known.losses])
+        best, errors = fit_ladder(known, [mean[:, i] for mean in measured[:-1]])
         misfit = max(1.0, float(errors[0] / (len(known.sizes) * len(known.lengths) - best.size)) ** 0.5)
         off = law(fit_ladder(known, [mean[:, i] for mean in means])[0], *at) - law(best[0], *at) + noise
-        found = interval(law(best[0], *at) + misfit * off, measured=float(hidden[:, i, -1].mean()))
+        found = interval(law(best[0], *at) + misfit * off, measured=float(measured[-1][0, i, -1]))
         rows.append(dict(name=f"hidden rung, loss of {recipe}", **found, misfit=misfit))
-    return rows
+    drawn, reached = multipliers_of(other_means(ladder, rng, draws)), float(multipliers_of(measured)[-1, 0, -1])
+    expected = trend(known, drawn[:-1], 6 * ladder.sizes[-1] * ladder.lengths[-1])[1] * drawn[-1, :, -1] / reached
+    return [*rows, dict(name="hidden rung, multiplier", **interval(expected, measured=reached))]
 
 
-# ---------------------------------------------------------------------------------------------------------- the answer
-
-
-def token_ratios(means: list[np.ndarray]) -> np.ndarray:
-    """(sizes, draws, 2): the tokens that speedrun needs for gpt2's loss at half and at full length, over gpt2's.
+def multipliers_of(means: list[np.ndarray]) -> np.ndarray:
+    """(sizes, draws, 2): gpt2's tokens at half and at full length, over those that speedrun needs for the same loss.
 
     Between its lengths the loss of speedrun is a parabola in ln(tokens): no law, and nothing of other sizes.
     """
     gpt2, speedrun = np.moveaxis(np.array(means), 2, 0)  # (sizes, draws, lengths) each
-    x = np.log(FRACTIONS)
-    c, b, a = np.moveaxis(speedrun @ np.linalg.pinv(np.vander(x, 3, increasing=True)).T, -1, 0)[..., None]
-    k = c - gpt2[..., -2:]  # loss = c + b x + a x^2
-    root = np.sqrt(np.maximum(b**2 - 4 * a * k, 0))
-    return np.exp(2 * k / (root - b)) / FRACTIONS[-2:]  # of the two roots the one that stays when a is 0
+    parabola = np.linalg.pinv(np.vander(np.log(FRACTIONS), 3)).T  # loss = a x^2 + b x + c
+    a, b, c = np.moveaxis(speedrun @ parabola, -1, 0)[..., None]
+    k = c - gpt2[..., -2:]
+    x = 2 * k / (np.sqrt(np.maximum(b**2 - 4 * a * k, 0)) - b)  # of the two roots the one that stays when a is 0
+    return FRACTIONS[-2:] / np.exp(x)
 
 
-def trend(ladder: Ladder, ratios: np.ndarray, compute: float = ANCHOR_COMPUTE) -> tuple[np.ndarray, np.ndarray]:
-    """(slope, multiplier) of each draw: log10(multiplier) is a line in log10(compute), and that is its end."""
+def trend(ladder: Ladder, multipliers: np.ndarray, compute: float) -> tuple[np.ndarray, np.ndarray]:
+    """(slope, multiplier at `compute`) of each draw: log10(multiplier) is a line in log10(compute)."""
     x = np.vander(np.log10(6 * ladder.sizes[:, None] * ladder.lengths[-2:]).flatten(), 2)  # (points, 2)
-    y = -np.log10(np.moveaxis(ratios, 1, -1).reshape(len(x), -1))  # (points, draws)
+    y = np.log10(np.moveaxis(multipliers, 1, -1).reshape(len(x), -1))  # (points, draws)
     slope, offset = np.linalg.lstsq(x, y, rcond=None)[0]
     return slope, 10 ** (offset + slope * math.log10(compute))
 
@@ -363,9 +343,8 @@ def anchored(multipliers: np.ndarray, price: float, rng) -> dict:
     noise = SEED_NOISE * 2**0.5 * rng.standard_normal(len(multipliers))  # of the anchor, which is one run, and of ours
     tokens = ((TARGET - ANCHOR["loss"] - noise) / b + ANCHOR["tokens"] ** -beta) ** (-1 / beta) / multipliers
     hours = tokens * ANCHOR["seconds_per_token"] / 3600
-    fan = []
-    for d in np.geomspace(0.5e9, 20e9, 33).tolist():
-        loss = ANCHOR["loss"] + noise + b * ((multipliers * d) ** -beta - ANCHOR["tokens"] ** -beta)
-        fan.append([d, *interval(loss).values()])
+    d = np.geomspace(0.5e9, 20e9, 33)[:, None]
+    losses = ANCHOR["loss"] + noise + b * ((multipliers * d) ** -beta - ANCHOR["tokens"] ** -beta)  # (33, draws)
+    fan = [[*at, *interval(loss).values()] for at, loss in zip(d.tolist(), losses, strict=True)]
     found = dict(multiplier=multipliers, tokens=tokens, hours=hours, dollars=hours * price)
     return {name: interval(values) for name, values in found.items()} | dict(fan=fan)

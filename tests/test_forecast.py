@@ -1,0 +1,108 @@
+"""The forecast: its fit and its intervals on surfaces with known answers, its branches, and the file that it writes."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import bench
+import train_gpt2
+from benchmarks import forecast
+from cli import replace_file
+from tests.helpers import assert_user_error, run_inline, steps_of, text_file
+
+SIZES, LENGTHS = np.array([100_000, 340_000, 650_000, 1_070_000]), 4_000_000 * forecast.FRACTIONS
+SURFACE = np.array([2.0, 0.54, 0.76, 0.35, 0.4])  # E, A, B, alpha, beta
+SEEDS = (4, 4, 2, 2)
+
+
+def ladder(rng, noise: float = 1.0) -> forecast.Ladder:
+    """A ladder on which speedrun needs half of the tokens at every size; a seed's luck is shared in part."""
+    losses = []
+    for n, seeds in zip(SIZES, SEEDS, strict=True):
+        clean = np.array([forecast.law(SURFACE, n / 1e6, m * LENGTHS / 1e6) for m in (1, 2)])
+        luck = [rng.normal(0, sd, (seeds, *shape)) for sd, shape in [(6e-3, (1, 1)), (6e-3, (2, 1)), (3e-3, (2, 4))]]
+        losses.append(clean + noise * sum(luck))
+    return forecast.Ladder(LENGTHS, SIZES, losses)
+
+
+def kept(found: forecast.Ladder) -> dict:
+    runs = [
+        dict(parameters=int(n), seed=seed, recipe=recipe, tokens=int(d), loss=float(losses[seed, i, j]))
+        for n, losses in zip(found.sizes, found.losses, strict=True)
+        for seed in range(len(losses))
+        for i, recipe in enumerate(forecast.RECIPES)
+        for j, d in enumerate(found.lengths)
+    ]
+    tuned = [dict(recipe=r, parameters=n, factor=x, loss=x) for r in forecast.RECIPES for n in (1, 2) for x in (1, 2)]
+    return dict(tuned=tuned, runs=runs)
+
+
+def test_non_negative_least_squares_meets_the_conditions_of_an_optimum():
+    """Karush, Kuhn and Tucker: the slope is 0 where a number is above 0, and not negative where it is 0."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(500, 9, 3)), rng.normal(size=(500, 9, 1))
+    gram, moment = np.swapaxes(x, 1, 2) @ x, (np.swapaxes(x, 1, 2) @ y)[..., 0]
+    c = forecast.non_negative(gram, moment)
+    slope = (gram @ c[..., None])[..., 0] - moment
+    assert (c >= 0).all() and (slope > -1e-8).all() and np.abs(slope * c).max() < 1e-8
+    assert 0.2 < (c == 0).mean() < 0.8
+
+
+def test_the_fit_finds_the_law_and_the_multiplier_that_a_ladder_was_made_with():
+    clean = ladder(np.random.default_rng(0), noise=1e-6)
+    laws, _ = forecast.fit_ladder(clean, [losses.mean(0)[None, 0] for losses in clean.losses])
+    assert laws[0, 3:] == pytest.approx(SURFACE[3:], rel=0.05)
+    assert forecast.law(laws[0], 5.0, 50.0) == pytest.approx(forecast.law(SURFACE, 5.0, 50.0), abs=2e-3)
+    found = forecast.multipliers_of([losses.mean(0)[None] for losses in clean.losses])
+    assert found == pytest.approx(np.full((4, 1, 2), 2.0), rel=0.02)
+
+
+@pytest.mark.parametrize("trials, low, high", [(20, 0.8, 1), pytest.param(200, 0.85, 0.95, marks=pytest.mark.slow)])
+def test_intervals_of_ninety_percent_hold_the_truth_as_often(trials, low, high):
+    rng, hits = np.random.default_rng(1), []
+    for _ in range(trials):
+        found = ladder(rng)
+        multipliers = forecast.multipliers_of(forecast.other_means(found, rng, 200))
+        extended = forecast.trend(found, multipliers, 7.7e18)[1]
+        rows = [forecast.interval(values, measured=2.0) for values in (*multipliers[..., -1], extended)]
+        hits.append([row["inside"] == "yes" for row in (*forecast.hidden_rung(found, rng, 100), *rows)])
+    covered = np.mean(hits, 0)  # the hidden rung's two losses and multiplier, the multipliers of all sizes, the trend
+    figures = dict(loss=covered[:2].mean(), hidden=covered[2], multiplier=covered[3:7].mean(), trend=covered[7])
+    assert all(low <= figure <= high for figure in figures.values()), figures
+
+
+def test_a_branch_ends_as_a_run_of_its_length_and_nothing_is_trained_twice(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(forecast, "NIGHT", dict(vocab_size=512, sequence_length=32, total_batch_size=256))
+    places = dict(data=str(text_file(tmp_path / "text.txt")), out_dir=str(tmp_path))
+    config = forecast.Config(**places, night=True, device="cpu", tokens=256 * 40)
+    commands = []
+
+    def run(command, **_):
+        commands.append(command)
+        more = ["--tokenizer", "train", "--dtype", "float32"]
+        return run_inline(train_gpt2.main, [*command[2:], *more], capsys, monkeypatch)
+
+    monkeypatch.setattr(forecast, "subprocess", SimpleNamespace(run=run, DEVNULL=None, PIPE=None))
+    job = forecast.Job("speedrun", 32, 0, 1.0)
+    records = forecast.train_trunk(job, config)
+    whole = forecast.trained(job, 10, "whole", config)
+    assert [record["tokens"] for record in records] == [40 * 256, 5 * 256, 10 * 256, 20 * 256]
+    assert records[2] == whole and records[0] != whole
+    assert not steps_of(tmp_path / "speedrun_w32_s0") and len(commands) == 5
+    assert forecast.train_trunk(job, config) == records and len(commands) == 5
+
+
+def test_a_forecast_is_written_once_with_its_date_and_what_it_was_made_of(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    replace_file(tmp_path / "runs.json", json.dumps(kept(ladder(np.random.default_rng(2)))))
+    words = ["forecast", "--kept", "runs.json", "--forecast", "forecast.json", "--device", "cpu", "--json", "rows.json"]
+    result = run_inline(bench.main, words, capsys, monkeypatch)
+    assert result.returncode == 0, result.stderr
+    rows, found = (json.loads((tmp_path / name).read_text()) for name in ("rows.json", "forecast.json"))
+    assert rows["rows"][0]["name"].startswith("hidden rung") and rows["rows"][0]["inside"] in ("yes", "no")
+    assert found["date"] and found["anchor"]["loss"] == 3.2722 and found["parameters"] == SIZES.tolist()
+    # at 124M 3.28 takes 4.5% fewer tokens than the anchor's 3.2722, and gpt2 takes `multiplier` times as many
+    assert found["tokens"]["middle"] * found["multiplier"]["middle"] == pytest.approx(0.955 * 10.26e9, rel=0.01)
+    assert_user_error(run_inline(bench.main, words, capsys, monkeypatch), "forecast.json", "another --forecast")
