@@ -39,15 +39,13 @@ from run.log import about_machine
 RECIPES = ("gpt2", "speedrun")
 FRACTIONS = np.array([1 / 8, 1 / 4, 1 / 2, 1])  # of the full length: where runs end
 COOLDOWN = 0.2  # of every length
-FACTORS = (0.25, 0.5, 1.0, 2.0)  # what is tried, times the learning rates of `constants`
 DAY = dict(vocab_size=50304, sequence_length=256, total_batch_size=8192)
 NIGHT = dict(vocab_size=2048, sequence_length=128, total_batch_size=2048)
 # llm.c, October 2024 (docs/record.md): GPT-2 124M on FineWeb, AdamW, one seed, 139 ms a step on 8 H100
 ANCHOR = dict(parameters=124_475_904, tokens=10.26e9, loss=3.2722, seconds_per_token=8 * 0.139 / 524_288)
 TARGET = 3.28
 SEED_NOISE = 0.002  # standard deviation of the loss at 124M, as 80 runs of modded-nanogpt had (docs/record.md)
-# B and beta of B / D^beta at that size, which a small vocabulary cannot tell: Hoffmann et al. 2022, approach 3, and
-# Besiroglu et al. 2024, who fitted the same runs again
+# B and beta of B / D^beta: Hoffmann et al. 2022, approach 3; Besiroglu et al. 2024, who fitted the same runs again
 PUBLISHED = np.array([[410.7, 0.28], [2085.43, 0.3658]])
 DRAWS = 1000  # of the bootstrap
 EXPONENTS = (0.05, 1.5)  # where alpha and beta are searched
@@ -76,8 +74,9 @@ def run(config: Config, rt) -> Iterator[dict]:
     ladder = ladder_of(kept["runs"])
     hidden = hidden_rung(ladder, rng)
     yield from hidden  # first: how far to believe the rest
-    for recipe in RECIPES:  # how well one factor fits two sizes
-        yield dict(name=f"rates of {recipe}, over the rule's", found=best_factors(kept["tuned"], recipe))
+    for trial in kept["tuned"]:  # how well one factor fits two sizes
+        name = f"best rates of {trial['recipe']} at {trial['width']} channels, over the rule's"
+        yield dict(name=name, middle=trial["factor"])
     multipliers = multipliers_of(other_means(ladder, rng))
     for size, values in zip(ladder.sizes.tolist(), multipliers, strict=True):
         yield dict(name=f"multiplier at {size:,} parameters", **interval(values[:, -1]))
@@ -99,7 +98,7 @@ class Job(NamedTuple):
     recipe: str
     width: int
     seed: int
-    factor: float  # of its learning rates
+    factor: float  # times the learning rates of `constants`
 
 
 def train_ladder(config: Config) -> dict:
@@ -108,13 +107,13 @@ def train_ladder(config: Config) -> dict:
     if len(widths) < 4 or list(widths) != sorted(set(widths)):
         raise UserError(f"--widths {' '.join(map(str, widths))}: give four sizes or more, in rising order")
     out_dir.mkdir(parents=True, exist_ok=True)
-    trials = [Job(recipe, width, 0, factor) for recipe in RECIPES for width in widths[:2] for factor in FACTORS]
+    tuned = [(recipe, width) for recipe in RECIPES for width in widths[:2]]
     seeds = {w: max(config.repeats // (1 + (2 * i >= len(widths))), 2) for i, w in enumerate(widths)}
     trunks = [(width, seed) for seed in range(max(seeds.values())) for width in widths if seed < seeds[width]]
     pool = ThreadPoolExecutor(config.workers)  # threads are enough: each waits for a process
     try:
-        kept = dict(tuned=list(pool.map(partial(train_trial, config=config), trials)), runs=[])
-        factors = {recipe: geometric_mean(best_factors(kept["tuned"], recipe)) for recipe in RECIPES}
+        kept = dict(tuned=list(pool.map(partial(tune, config=config), tuned)), runs=[])
+        factors = {r: geometric_mean(t["factor"] for t in kept["tuned"] if t["recipe"] == r) for r in RECIPES}
         jobs = [Job(recipe, *trunk, factors[recipe]) for trunk in trunks for recipe in RECIPES]
         for found in pool.map(partial(train_trunk, config=config), jobs):
             kept["runs"] += found
@@ -124,15 +123,19 @@ def train_ladder(config: Config) -> dict:
     return kept
 
 
-def best_factors(tuned: list[dict], recipe: str) -> list[float]:
-    """The best of FACTORS at each size that was tuned; all sizes get their geometric mean."""
-    trials = [trial for trial in tuned if trial["recipe"] == recipe]
-    sizes = sorted({trial["parameters"] for trial in trials})
-    return [min((t["loss"], t["factor"]) for t in trials if t["parameters"] == size)[1] for size in sizes]
+def tune(what: tuple[str, int], config: Config) -> dict:
+    """Runs of a quarter of the full length, at rates that are halved or doubled until that does not help."""
+    (recipe, width), losses = what, {}
 
+    def loss(x: int) -> float:
+        job, name = Job(recipe, width, 0, 2.0**x), f"tune_{recipe}_w{width}_x{2.0**x:g}"
+        losses[x] = trained(job, full_length(config)[0] // 4, name, config)["loss"]
+        return losses[x]
 
-def train_trial(job: Job, config: Config) -> dict:
-    return trained(job, full_length(config)[0] // 4, f"tune_{job.recipe}_w{job.width}_x{job.factor:g}", config)
+    best, before = 0, None
+    while best != before:
+        best, before = min((best - 1, best, best + 1), key=loss), best
+    return dict(recipe=recipe, width=width, factor=2.0**best, losses={2.0**x: losses[x] for x in sorted(losses)})
 
 
 def train_trunk(job: Job, config: Config) -> list[dict]:
@@ -231,8 +234,7 @@ def fit(n: np.ndarray, d: np.ndarray, losses: np.ndarray, weights: np.ndarray) -
         i, j = (side.reshape(-1, 1) for side in np.meshgrid(steps, steps))
         alpha, beta = np.clip(alpha * ratio**i, *EXPONENTS), np.clip(beta * ratio**j, *EXPONENTS)
         x = np.stack(np.broadcast_arrays(1.0, n ** -alpha[..., None], d ** -beta[..., None]), -1)
-        # (exponents, draws or 1, cells, 3)
-        weighted = np.swapaxes(x * weights[:, None], -1, -2)
+        weighted = np.swapaxes(x * weights[:, None], -1, -2)  # x is (exponents, draws or 1, cells, 3)
         factors = non_negative(weighted @ x, (weighted @ losses[..., None])[..., 0])  # (exponents, draws, 3)
         errors = ((losses - (x @ factors[..., None])[..., 0]) ** 2 * weights).sum(-1)  # (exponents, draws)
         best = errors.argmin(0)
@@ -295,11 +297,8 @@ def interval(values: np.ndarray, **more) -> dict:
 
 
 def hidden_rung(ladder: Ladder, rng, draws: int = DRAWS) -> list[dict]:
-    """What the other sizes forecast for the largest one at full length, and what it reached.
-
-    If a law misses the means that it was fitted to by more than seeds explain, its interval widens by that factor
-    (Birge 1932).
-    """
+    """What the other sizes forecast for the largest one at full length, and what it reached. If a law misses the means
+    that it was fitted to by more than seeds explain, its interval widens by that factor (Birge 1932)."""
     known = Ladder(ladder.lengths, ladder.sizes[:-1], ladder.losses[:-1])
     measured = [losses.mean(0)[None] for losses in ladder.losses]
     means, at, rows = other_means(known, rng, draws), (ladder.sizes[-1] / 1e6, ladder.lengths[-1] / 1e6), []
@@ -337,8 +336,8 @@ def trend(ladder: Ladder, multipliers: np.ndarray, compute: float) -> tuple[np.n
 
 
 def anchored(multipliers: np.ndarray, price: float, rng) -> dict:
-    """The forecast at 124M: speedrun on D tokens is where gpt2 is on m D, for the multiplier m of each draw. How gpt2's
-    loss falls around the anchor is what a published law says, each of them for half of the draws."""
+    """The forecast at 124M: speedrun on D tokens is where gpt2 is on m D, for the multiplier m of each draw. How the
+    loss falls around the anchor, a small vocabulary cannot tell: each published law says it for half of the draws."""
     b, beta = PUBLISHED[rng.integers(2, size=len(multipliers))].T
     noise = SEED_NOISE * 2**0.5 * rng.standard_normal(len(multipliers))  # of the anchor, which is one run, and of ours
     tokens = ((TARGET - ANCHOR["loss"] - noise) / b + ANCHOR["tokens"] ** -beta) ** (-1 / beta) / multipliers

@@ -35,7 +35,7 @@ def kept(found: forecast.Ladder) -> dict:
         for i, recipe in enumerate(forecast.RECIPES)
         for j, d in enumerate(found.lengths)
     ]
-    tuned = [dict(recipe=r, parameters=n, factor=x, loss=x) for r in forecast.RECIPES for n in (1, 2) for x in (1, 2)]
+    tuned = [dict(recipe=recipe, width=32, factor=2.0) for recipe in forecast.RECIPES]
     return dict(tuned=tuned, runs=runs)
 
 
@@ -71,6 +71,12 @@ def test_intervals_of_ninety_percent_hold_the_truth_as_often(trials, low, high):
     covered = np.mean(hits, 0)  # the hidden rung's two losses and multiplier, the multipliers of all sizes, the trend
     figures = dict(loss=covered[:2].mean(), hidden=covered[2], multiplier=covered[3:7].mean(), trend=covered[7])
     assert all(low <= figure <= high for figure in figures.values()), figures
+
+
+def test_rates_are_halved_or_doubled_until_that_does_not_help(monkeypatch):
+    monkeypatch.setattr(forecast, "trained", lambda job, *_: dict(loss=(np.log2(job.factor) + 2.8) ** 2))
+    found = forecast.tune(("gpt2", 32), forecast.Config())
+    assert found["factor"] == 1 / 8 and list(found["losses"]) == [1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2]
 
 
 def test_a_branch_ends_as_a_run_of_its_length_and_nothing_is_trained_twice(tmp_path, capsys, monkeypatch):
