@@ -142,8 +142,8 @@ def door(capsys, monkeypatch, tmp_path):
     "args",
     [[], ["racing"], ["measure"], ["--repeats", "3"], ["bpe", "--repeats", "0"], ["bpe", "--repeats", "1e9"],
      ["bpe", "--size", "tiny"], ["bpe", "--json", "no/such/file.json"], ["lab", "--seeds", "nan"],
-     ["save", "--size", "gpt4"], ["roofline", "--card", "x"], ["ladder", "--batch_size", "-1"], ["bpe", "--data", "absent.txt"],
-     ["record", "nowhere"], ["gpu"], ["gpu", "--out", "here", "--only", "nonsense"],
+     ["save", "--size", "gpt4"], ["roofline", "--card", "x"], ["ladder", "--batch_size", "-1"],
+     ["bpe", "--data", "absent.txt"], ["record", "nowhere"], ["gpu"], ["gpu", "--out", "here", "--only", "nonsense"],
      ["sweep", "--ranks", "-1"], ["sweep", "--adapter", "x", "--merge", "y"]],
     ids=str,
 )  # fmt: skip
