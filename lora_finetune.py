@@ -37,7 +37,6 @@ from finetuning.chat import check_tokenizer, prompt_of, save_chat_files
 from finetuning.lora import TARGETS, AdapterFiles, LoRAConfig
 from finetuning.rows import Example, encode_rows, global_batch, load_rows, micro_batches, on_hub, split_rows
 from learning.evaluation import complete, validate
-from learning.memory import Layout, checkpoint_bytes, memory_table, n_parameters
 from learning.optim import Optimizer, adamw, decay_groups, learning_rate
 from model import GPT, GPTConfig, Loss
 from run import card
@@ -45,7 +44,6 @@ from run.checkpoint import ModelFiles, checkpoint_steps, find_model, load_model,
 from run.curves import read_log
 from run.directory import Run, RunDirectory, with_constants_of_run
 from run.log import import_tracker
-from run.plan import about_disk
 from run.runtime import Runtime, prefetch, ranks_of_environment
 from run.trials import checkpoint_activations, choose_attention, find_micro_batch_size
 
@@ -62,7 +60,6 @@ class Config:
     out_dir: str = ""  # where the run is written; out/lora when empty
     resume: bool = False  # continue from the newest intact checkpoint of out_dir, or start if there is none
     overwrite: bool = False  # rename the run in out_dir, or the directory of --merge, to the next free DIR.1
-    dry_run: bool = False  # say what the run will do and the memory that it needs, and stop
     adapter: str = ""  # adapter to start from, ours or peft's; it decides rank, alpha, scaling and targets
     merge: str = ""  # write base and adapter as one plain model here: after training, or at once with --adapter
     # adapter
@@ -128,13 +125,11 @@ def finetune(written: Config) -> None:
     """A whole run, from the constants as a person wrote them."""
     import_tracker(written.report_to)  # now, as a rank that ends later keeps the others waiting
     rt = Runtime.setup(written.device, written.dtype, written.compile, threads=written.threads)
-    directory = None if written.dry_run else RunDirectory(written, rt, FIXED)
+    directory = RunDirectory(written, rt, FIXED)
     shape = load_shape(written.base)
     data = open_data(written, shape, rt)
     # from here on no constant changes, except for a micro-batch that has to be tried
-    config = settle(written, choose_lora(written, directory and directory.checkpoint), data, rt)
-    if config.dry_run:
-        return rt.print(plan(config, shape, data))
+    config = settle(written, choose_lora(written, directory.checkpoint), data, rt)
     base = load_model(config.base, config.dropout, choose_attention("auto", rt, config.sequence_length))
     identity = dict(base=lora.weights_sha256(base), tokenizer=data.tokenizer.fingerprint, data=data.sha256)
     facts = facts_of_run(config, base, data)
@@ -301,24 +296,6 @@ def refuse_bad_constants(config: Config) -> None:
             raise UserError(f"--merge {out} is one of the directories that it reads; choose another one")
         if out.exists() and not config.overwrite:
             raise UserError(f"--merge {out} already exists; pass --overwrite to rename it, or choose another name")
-
-
-def plan(config: Config, shape: GPTConfig, data: Data) -> str:
-    """What a run will do and what it needs on GPUs; nothing is written."""
-    with torch.device("meta"):
-        trained, _ = lora.trainable_parameters(GPT(shape), config.targets, config.lora_dim)
-    itemsize, adapter = 4 if config.dtype == "float32" else 2, trained if config.lora_dim else 0
-    checkpointing = config.activation_checkpointing
-    layout = Layout(config.sequence_length, itemsize=itemsize, adapter=adapter, checkpointing=checkpointing)
-    lines = [
-        f"model   {config.base}: {n_parameters(shape):,} parameters; training {trained:,}",
-        f"steps   {config.max_steps:,} of {config.batch_size:,} examples",
-        data.about,
-        f"disk    {about_disk(config, checkpoint_bytes(shape, layout))}",
-        f"memory  GB on each rank, {8 * itemsize}-bit products, micro-batches of B examples of full length\n",
-        *memory_table(shape, layout, config.batch_size, config.micro_batch_size, ways=("none",)),
-    ]
-    return "\n".join(lines)
 
 
 def choose_lora(config: Config, checkpoint: Path | None) -> LoRAConfig | None:

@@ -27,10 +27,6 @@ The sum is the peak, reached when the backward pass starts. When the optimizer s
 needs six times its largest stack of matrices of one shape. Not counted: dropout masks, the context of the device (0.5
 GB on CUDA), and fragmentation (5% is reserved for it). torch.compile needs less than this.
 
-With an adapter of R trained numbers the base is frozen, with e bytes a number in its blocks and, if e is 2, in a copy
-of the output projection: weights are 4 N_root + e L N_block + e V C + 4 R, gradients 4 R (8 R on several ranks), the
-optimizer 8 R, and the output projection has no gradient.
-
 The time is an estimate, not a measurement, and leaves out what ranks spend on exchanging gradients. Seconds of a token:
 
     products         6 (12 L C^2 + V C) operations at 64% of the card's peak
@@ -63,7 +59,6 @@ class Layout:
     itemsize: int = 2  # bytes per number in matrix products
     device: str = "cuda"
     checkpointing: bool = False
-    adapter: int = 0  # numbers of an adapter, which are trained in place of all weights; 0 for none
 
 
 def sizes(shape) -> tuple[int, int, int]:
@@ -78,7 +73,7 @@ def n_parameters(shape) -> int:
 
 
 def checkpoint_bytes(shape, layout: Layout) -> int:
-    return 4 * (layout.adapter or n_parameters(shape)) + state(shape, replace(layout, ranks=1))["optimizer"]
+    return 4 * n_parameters(shape) + state(shape, replace(layout, ranks=1))["optimizer"]
 
 
 def needs(shape, layout: Layout, rows: int) -> dict[str, int]:
@@ -99,9 +94,6 @@ def state(shape, layout: Layout) -> dict[str, int]:
     L, C, e, W = shape.n_layer, shape.n_embd, layout.itemsize, divided(layout)
     root, block, N = sizes(shape)
     moments = 8 * N - (2 - MOMENTS[layout.optimizer]) * 4 * 12 * L * C**2
-    if R := layout.adapter:
-        weights = 4 * root + e * (N - root) + (e * shape.vocab_size * C if e < 4 else 0)
-        return dict(weights=weights + 4 * R, gradients=4 * R * min(layout.ranks, 2), optimizer=8 * R)
     copies = 12 * L * C**2 * e if e < 4 else 0
     if layout.shard == "none" or layout.ranks == 1:
         return dict(weights=4 * N + copies, gradients=4 * N * min(layout.ranks, 2), optimizer=moments)
@@ -118,17 +110,16 @@ def passing(shape, layout: Layout, rows: int) -> dict[str, int]:
         a_block += shape.n_head * T * (4 if e == 4 else 4 + e) + C * e
     blocks = 4 * C * L + a_block if layout.checkpointing else L * a_block
     n = min(rows * T, chunk_size(rows * T, V, layout.device))
-    head = 0 if layout.adapter else 8 * V * C
-    return dict(activations=rows * T * (blocks + (4 + 3 * e) * C), logits=n * V * (4 + e) + head)
+    return dict(activations=rows * T * (blocks + (4 + 3 * e) * C), logits=n * V * (4 + e) + 8 * V * C)
 
 
-def memory_table(shape, asked: Layout, batch: int, micro_batch: int, ways=("none", "optimizer", "full")) -> list[str]:
-    """Lines: what a rank needs, by number of ranks, --shard (one of `ways`) and --activation_checkpointing. Only what
+def memory_table(shape, asked: Layout, batch: int, micro_batch: int) -> list[str]:
+    """Lines: what a rank needs, by number of ranks, --shard and --activation_checkpointing. Only what
     `asked` leaves open varies. `batch` is the sequences of a step, `micro_batch` those at a time, 0 for several."""
     columns = [micro_batch] if micro_batch else [rows for rows in MICRO_BATCHES if rows <= batch]
     head = "".join(f"{f'B={rows}':>9}" for rows in columns)
     lines = [f"ranks  --shard    activations{head}    largest B on" + "".join(f"{f'{gb} GB':>8}" for gb in DEVICES)]
-    ways = ways if asked.shard == "none" else (asked.shard,)
+    ways = ("none", "optimizer", "full") if asked.shard == "none" else (asked.shard,)
     for ranks, how, again in product(RANKS, ways, (False, True)):
         if (ranks == 1 and how != ways[0]) or again < asked.checkpointing:
             continue
