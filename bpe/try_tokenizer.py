@@ -39,7 +39,7 @@ class Config:
 
 
 COLORS = ("#f9d5a7", "#c5e3bf", "#bcd9f5", "#f6c5cf", "#dccbf0", "#f3eaa4")
-COLUMNS = 96  # of the picture, in widths of a Latin letter
+COLUMNS, COLUMN, ROW = 96, 9, 24  # of the picture: Latin letters in a row, pixels of one, pixels of a row
 REASON = """\
 A pair is merged if it is frequent in the training text, as long as the vocabulary has room. So a tokenizer spends its
 tokens on the language that it was trained on. Text in another language falls apart, down to bytes (an English letter
@@ -80,9 +80,7 @@ def load_both(config: Config) -> dict[str, Tokenizer]:
     return found
 
 
-class Result(NamedTuple):
-    """One text in the tokens of one tokenizer."""
-
+class Result(NamedTuple):  # one text in the tokens of one tokenizer
     title: str
     pieces: list[str]
 
@@ -99,38 +97,27 @@ def split_up(name: str, tok: Tokenizer, text: str) -> Result:
 
 def draw_svg(results: list[Result], path: Path) -> None:
     """Draw the tokens as coloured boxes. The viewer's own fonts draw the letters, so none has to be installed here."""
-    column, row = 9, 24  # pixels
-    parts, top = [], 0
+    parts, y = [], 20  # y: where the letters of a line stand
     for title, pieces in results:
-        places = lay_out(pieces)
-        parts.append(f'<text x="0" y="{top + 20}" font-weight="bold" font-family="sans-serif">{xml(title)}</text>')
-        for i, (piece, (left, line)) in enumerate(zip(pieces, places, strict=True)):
-            x, y, w = left * column, top + 30 + line * row, width(piece) * column
+        parts.append(f'<text x="0" y="{y}" font-weight="bold" font-family="sans-serif">{xml(title)}</text>')
+        x, y = 0, y + 26
+        for i, piece in enumerate(pieces):
+            w = width(piece) * COLUMN
+            if x and x + w > COLUMNS * COLUMN:
+                x, y = 0, y + ROW
             # a white edge, because neighbouring colours look alike in grey
-            parts.append(
-                f'<rect x="{x}" y="{y}" width="{w}" height="{row - 2}" fill="{COLORS[i % len(COLORS)]}" stroke="#fff"/>'
-            )
+            box = f'x="{x}" y="{y - 16}" width="{w}" height="{ROW - 2}" fill="{COLORS[i % len(COLORS)]}" stroke="#fff"'
             # textLength: East Asian fonts are not exactly two columns wide
-            fit = f'textLength="{w}" lengthAdjust="spacingAndGlyphs"'
-            parts.append(f'<text x="{x}" y="{y + 16}" {fit}>{xml(piece)}</text>')
-        top += 30 + (places[-1][1] + 1) * row + 12
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-10 -4 {COLUMNS * column + 20} {top}"'
+            fit = f'x="{x}" y="{y}" textLength="{w}" lengthAdjust="spacingAndGlyphs"'
+            parts.append(f"<rect {box}/><text {fit}>{xml(piece)}</text>")
+            x += w
+        y += 40
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-10 -4 {COLUMNS * COLUMN + 20} {y - 20}"'
     style = 'width="900" font-family="monospace" font-size="15" style="background:#fff" xml:space="preserve">'
     # as well as xml:space: some browsers follow only one of the two and would drop the space that a token begins with
     spaces = "<style>text { white-space: pre }</style>"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join([f"{head} {style}", spaces, *parts, "</svg>"]) + "\n", encoding="utf-8")
-
-
-def lay_out(pieces: list[str]) -> list[tuple[int, int]]:
-    """(column, row) of each piece, in rows of COLUMNS."""
-    places, column, row = [], 0, 0
-    for piece in pieces:
-        if column + width(piece) > COLUMNS and column:
-            column, row = 0, row + 1
-        places.append((column, row))
-        column += width(piece)
-    return places
 
 
 def width(text: str) -> int:
