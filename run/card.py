@@ -1,8 +1,8 @@
 """A model card: the README.md beside a model's weights, for the hub and for people, from the log of its run.
 
 The first lines are metadata for https://huggingface.co/docs/hub/model-cards; below them people read the data, figures,
-command and commit, and how to use the model. A run writes the card with every checkpoint, and again after an
-evaluation of that checkpoint's step. People edit it (a license has to be chosen), so no checksum covers it.
+command and commit; the hub itself says how to load a model. A run writes the card with every checkpoint, and again
+after an evaluation of that checkpoint's step. People edit it (a license has to be chosen), so no checksum covers it.
 
 This file knows nothing of torch, or of how checkpoints are written: a log is a list of dicts.
 """
@@ -43,7 +43,7 @@ def write_card(directory: Path, name: str, records: list[dict], curve: Path) -> 
 
 
 def model_card(name: str, records: list[dict], files: set[str]) -> str:
-    """The card of a model whose directory holds `files`: they tell an adapter from a model, and whether it chats."""
+    """The card of a model whose directory holds `files`: they tell an adapter from a model."""
     parts = [
         f"---\n{hub_metadata(name, records, files).to_yaml()}\n---",
         f"# {name}",
@@ -55,8 +55,6 @@ def model_card(name: str, records: list[dict], files: set[str]) -> str:
         "## How it was made",
         # indented: no command can end such a block, as three backquotes would end a fenced one
         "\n".join("    python " + " ".join(command.splitlines()) for command in said(records, "command")),
-        "## How to use it",
-        usage(files),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -133,12 +131,3 @@ def hub_metadata(name: str, records: list[dict], files: set[str]) -> ModelCardDa
         model_name=name if results else None,
         eval_results=results or None,
     )
-
-
-def usage(files: set[str]) -> str:
-    """A few lines of Python. HERE is the repository's name on the hub, or a directory."""
-    prompt = '[dict(role="user", content="Hi")]' if "chat_template.jinja" in files else '"Hello, I\'m"'
-    lines = ["from transformers import pipeline", f'print(pipeline("text-generation", "HERE")({prompt}))']
-    if "adapter_config.json" in files:
-        lines = ["from peft import AutoPeftModelForCausalLM", 'AutoPeftModelForCausalLM.from_pretrained("HERE")']
-    return "\n".join(["```python", *lines, "```"])
