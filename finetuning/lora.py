@@ -345,14 +345,12 @@ def check_fit(model: GPT, adapter: Adapter) -> None:
     for name in target_names(model, adapter.config.targets):
         n_out, n_in = model.get_submodule(name).weight.shape
         shapes[peft_name(name, "A")], shapes[peft_name(name, "B")] = (adapter.config.r, n_in), (n_out, adapter.config.r)
-    for name in sorted(adapter.tensors.keys() | shapes):
-        found = tuple(adapter.tensors[name].shape) if name in adapter.tensors else "missing"
-        expected = shapes.get(name, "nothing")
-        if found != expected:
-            differs = f"{name} is {found}, and the base needs {expected}"
-            some = ", or merge it with peft if it adapts some layers only" if found == "missing" else ""
-            remedy = f"give the base that it was trained on{some}"
-            raise UserError(f"the adapter {adapter.path} does not fit: {differs}; {remedy}")
+    found = {name: tuple(tensor.shape) for name, tensor in adapter.tensors.items()}
+    if wrong := [name for name in sorted(found.keys() | shapes) if found.get(name) != shapes.get(name)]:
+        name = wrong[0]
+        differs = f"{name} is {found.get(name, 'missing')}, and the base needs {shapes.get(name, 'nothing')}"
+        remedy = "give the base that it was trained on, or merge it with peft if it adapts some layers only"
+        raise UserError(f"the adapter {adapter.path} does not fit: {differs}; {remedy}")
     if adapter.base_sha256 and adapter.base_sha256 != (ours := weights_sha256(model)):
         other = f"{adapter.base} with sha256 {adapter.base_sha256[:12]}, and this one has {ours[:12]}"
         raise UserError(f"the adapter {adapter.path} was trained on another base, {other}; give that one")

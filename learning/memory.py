@@ -1,7 +1,7 @@
 """The memory and the time that training takes, before a device is rented: formulas, and the tables of --dry_run.
 
 L layers, C channels, H heads, P positions of context, V tokens in the vocabulary; B sequences of T tokens in a
-micro-batch; W ranks that divide a copy of the model; e bytes per number in matrix products, 2 or 4. The parameters are
+micro-batch; W ranks; e bytes per number in matrix products, 2 or 4. The parameters are
 
     N_root = (V + P + 2) C outside the blocks, N_block = 12 C^2 + 13 C in each, N = N_root + L N_block in all
 
@@ -85,18 +85,14 @@ def needs(shape, layout: Layout, rows: int) -> dict[str, int]:
     return kinds | dict(logits=max(kinds["logits"], step - kinds["activations"]))
 
 
-def divided(layout: Layout) -> int:
-    return layout.ranks if layout.shard != "none" else 1
-
-
 def state(shape, layout: Layout) -> dict[str, int]:
     """Weights, gradients and optimizer: what does not grow with the micro-batch."""
-    L, C, e, W = shape.n_layer, shape.n_embd, layout.itemsize, divided(layout)
+    L, C, e, W = shape.n_layer, shape.n_embd, layout.itemsize, layout.ranks
     root, block, N = sizes(shape)
     moments = 8 * N - (2 - MOMENTS[layout.optimizer]) * 4 * 12 * L * C**2
     copies = 12 * L * C**2 * e if e < 4 else 0
-    if layout.shard == "none" or layout.ranks == 1:
-        return dict(weights=4 * N + copies, gradients=4 * N * min(layout.ranks, 2), optimizer=moments)
+    if layout.shard == "none" or W == 1:
+        return dict(weights=4 * N + copies, gradients=4 * N * min(W, 2), optimizer=moments)
     gathered = N if layout.shard == "optimizer" else root + min(2, L) * block
     both = 4 * (N // W + gathered)
     return dict(weights=both + copies, gradients=both, optimizer=moments // W)
@@ -134,12 +130,6 @@ def memory_table(shape, asked: Layout, batch: int, micro_batch: int) -> list[str
     return lines
 
 
-def token_flops(shape, T: int) -> int:
-    """Operations of a token, forward and backward, as `GPT.estimate_flops` counts them, less biases and gains."""
-    L, C = shape.n_layer, shape.n_embd
-    return 6 * (12 * L * C**2 + shape.vocab_size * C) + 12 * L * C * T
-
-
 def token_seconds(shape, T: int, flops: float, bandwidth: float) -> dict[str, float]:
     """Estimated seconds of a token, by kind, on a card of so many FLOP/s and bytes/s. See the top."""
     L, C, V = shape.n_layer, shape.n_embd, shape.vocab_size
@@ -153,9 +143,11 @@ def token_seconds(shape, T: int, flops: float, bandwidth: float) -> dict[str, fl
 def time_table(shape, T: int, tokens: int, cards: dict[str, tuple[float, float]], price: float) -> list[str]:
     """Lines: tokens/s of a card, the hours that `tokens` take, and dollars for `price` an hour; `cards` has peaks."""
     lines = [f"{'card':<10}{'tokens/s':>10}{'MFU':>8}{'hours on 1':>13}{'on 8':>9}" + f"{'dollars':>11}" * (price > 0)]
+    L, C = shape.n_layer, shape.n_embd
+    n_flops = 6 * (12 * L * C**2 + shape.vocab_size * C) + 12 * L * C * T  # of a token, less biases and gains
     for name, (flops, bandwidth) in cards.items():
         seconds = sum(token_seconds(shape, T, flops, bandwidth).values())
-        hours, mfu = tokens * seconds / 3600, token_flops(shape, T) / seconds / flops
+        hours, mfu = tokens * seconds / 3600, n_flops / seconds / flops
         cost = f"{hours * price:>11,.0f}" * (price > 0)
         lines.append(f"{name:<10}{1 / seconds:>10,.0f}{mfu:>8.1%}{hours:>13,.2f}{hours / 8:>9,.2f}{cost}")
     return lines
