@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bpe import formats
 from bpe.tokenizer import ENDOFTEXT, Tokenizer, visible
 from cli import Count, Positive, Tokens, UserError, parse_args, script, set_aside
-from corpus.sources import Unit, arriving, discard, documents_of, find_source, is_txt, readable, text_bytes, units_of
+from corpus.sources import arriving, discard, documents_of, find_source, is_txt, units_of
 
 
 @dataclass(frozen=True)
@@ -94,17 +94,9 @@ def read_texts(config: Config) -> Iterator[str]:
     for source in [find_source((pattern,)) for pattern in inputs]:
         for n_files, path in enumerate(arriving(source, folder), 1):
             for unit in units_of(path, config.text_field, LINE_END):
-                yield from texts_of(unit, config.text_field)
+                texts = [text for text, _ in documents_of(unit, config.text_field) if text]
+                yield from ["".join(texts)] if is_txt(path) else texts
             discard(source, folder, n_files)
-
-
-def texts_of(unit: Unit, text_field: str) -> Iterator[str]:
-    if not is_txt(unit.path):
-        yield from (text for text, _ in documents_of(unit, text_field) if text)
-        return
-    with readable(unit.path, unit.at):
-        text = text_bytes(unit).decode()
-    yield text
 
 
 def limit(texts: Iterator[str], max_bytes: int) -> Iterator[str]:
