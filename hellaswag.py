@@ -27,7 +27,7 @@ There are two common ways to turn a row into text and to measure lengths, and th
 GPT-2 124M scores 0.2859 and 0.2955 as completion, 0.2892 and 0.3114 in the harness.
 
 An accuracy is a mean of zeros and ones, which in a small model moves by noise for thousands of steps. gold_bpb keeps
-what that throws away: the bits that the right ending costs, for each byte of its text, averaged over rows. It falls
+what that throws away: the bits that the right ending costs, for each byte of its text, averaged over rows. It moves
 from the first steps on, and compares across tokenizers. --control scores every ending again, after the context of
 another row: what is then left above 0.25 comes from the endings alone, and was never reading.
 
