@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -46,6 +47,7 @@ class RunLog:
         self._tracker = import_tracker(config.report_to) if rt.is_main else None
         self._report = self._close_tracker = None
         self._bar: tqdm | None = None
+        self._painter, self._drawing = ThreadPoolExecutor(1), None  # Python waits for it at exit
 
     def open(self, step: int) -> None:
         """Continue the log from `step`, and start the tracker."""
@@ -132,13 +134,21 @@ class RunLog:
         if self.rt.is_main:
             with contextlib.suppress(OSError):  # the terminal may be gone
                 self._bar.close()
-            self.draw()
+            self.draw(wait=True)
             if self._close_tracker:
                 self._close_tracker()
 
-    def draw(self) -> None:
+    def draw(self, wait: bool = False) -> None:
+        """Draw learning_curve.png in a thread, so that no rank waits for it. A request that finds the thread busy is
+        dropped, except for the last one, which waits."""
+        if wait or self._drawing is None or self._drawing.done():
+            self._drawing = self._painter.submit(self._draw, list(self.records))
+        if wait:
+            self._drawing.result()
+
+    def _draw(self, records: list[dict]) -> None:
         try:
-            draw({self.name: self.records}, self.out_dir / "learning_curve.png")
+            draw({self.name: records}, self.out_dir / "learning_curve.png")
         except OSError as e:  # a full disk, for instance: no reason to end a run for a picture
             self.rt.print(f"warning: learning_curve.png is not drawn: {explain(e)}")
 
