@@ -130,6 +130,12 @@ def memory_table(shape, asked: Layout, batch: int, micro_batch: int) -> list[str
     return lines
 
 
+def token_flops(shape, T: int) -> int:
+    """Operations of a token, forward and backward, as `GPT.estimate_flops` counts them, less biases and gains."""
+    L, C = shape.n_layer, shape.n_embd
+    return 6 * (12 * L * C**2 + shape.vocab_size * C) + 12 * L * C * T
+
+
 def token_seconds(shape, T: int, flops: float, bandwidth: float) -> dict[str, float]:
     """Estimated seconds of a token, by kind, on a card of so many FLOP/s and bytes/s. See the top."""
     L, C, V = shape.n_layer, shape.n_embd, shape.vocab_size
@@ -143,8 +149,7 @@ def token_seconds(shape, T: int, flops: float, bandwidth: float) -> dict[str, fl
 def time_table(shape, T: int, tokens: int, cards: dict[str, tuple[float, float]], price: float) -> list[str]:
     """Lines: tokens/s of a card, the hours that `tokens` take, and dollars for `price` an hour; `cards` has peaks."""
     lines = [f"{'card':<10}{'tokens/s':>10}{'MFU':>8}{'hours on 1':>13}{'on 8':>9}" + f"{'dollars':>11}" * (price > 0)]
-    L, C = shape.n_layer, shape.n_embd
-    n_flops = 6 * (12 * L * C**2 + shape.vocab_size * C) + 12 * L * C * T  # of a token, less biases and gains
+    n_flops = token_flops(shape, T)
     for name, (flops, bandwidth) in cards.items():
         seconds = sum(token_seconds(shape, T, flops, bandwidth).values())
         hours, mfu = tokens * seconds / 3600, n_flops / seconds / flops
