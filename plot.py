@@ -5,6 +5,7 @@
     python plot.py out/gpt2 out/speedrun --x flops           # and how many times fewer operations
     python plot.py out/english out/chinese --y bpb           # two tokenizers compare in bits per byte only
     python plot.py out/tiny --reference                      # is this curve normal? with known runs behind it
+    python plot.py out/record --forecast docs/forecast.json  # did it end where it was expected?
 
 RUN is a run directory or its log.jsonl. Training draws its learning_curve.png with the same function, of run/curves.py.
 This file knows nothing of torch or models.
@@ -14,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+import numpy as np
 from tyro.conf import Positional, arg
 
-from cli import UserError, parse_args, script, set_aside
-from run.curves import curves_of, draw, has_loss, read_log
+from cli import UserError, parse_args, read_json, script, set_aside
+from run.curves import curves_of, draw, has_loss, position, read_log
 from run.reference import FILE, references
 
 Runs = Annotated[tuple[str, ...], Positional, arg(metavar="RUN [RUN ...]")]
@@ -29,6 +31,7 @@ class Config:
     x: Literal["steps", "tokens", "seconds", "flops"] = "steps"  # what the loss is drawn over
     y: Literal["loss", "bpb"] = "loss"  # nats per token, or bits per byte
     reference: bool = False  # draw the known runs of docs/reference.json that the first run is comparable with
+    forecast: str = ""  # a file of `bench.py forecast`: draw the first run into its fan, over tokens
     out: str = "plot.png"  # the picture: .png, .svg or .pdf; an earlier one is renamed
 
 
@@ -49,9 +52,32 @@ def main() -> None:
     known = references(runs[first]) if config.reference else []
     if config.reference and not known:
         raise UserError(f"--reference: {FILE} has no run with the constants and the data of {first}; leave it out")
+    fan = read_fan(Path(config.forecast)) if config.forecast else None
+    if fan is not None and config.y != "loss":
+        raise UserError("--forecast is in nats per token; leave out --y bpb")
+    said = [] if fan is None else [judged(first, curves_of(runs[first]), fan)]
     aside = f"; the earlier one is now {set_aside(out)}" if out.exists() else ""
-    said = draw(runs, out, config.x, config.y, known)
+    said += draw(runs, out, config.x if fan is None else "tokens", config.y, known, fan)
     print(*said, *(f"{entry['name']}: {entry['source']}" for entry in known), f"drawn in {out}{aside}", sep="\n")
+
+
+def read_fan(path: Path) -> np.ndarray:
+    """(points, 4): tokens; and the lowest, middle and highest loss of a run that ends there. Raises UserError."""
+    try:
+        return np.array(read_json(path)["fan"], float).reshape(-1, 4)
+    except (LookupError, TypeError, ValueError):
+        raise UserError(f"{path} has no fan; give a file that bench.py forecast --forecast wrote") from None
+
+
+def judged(label: str, run: dict, fan: np.ndarray) -> str:
+    """Whether the last validation loss is inside the fan."""
+    (steps, losses), (first, *_, last) = run["val", "loss"], fan[:, 0]
+    tokens = float(position(run, "tokens", label)(steps[-1])) if len(steps) else 0
+    if not first <= tokens <= last:
+        return f"{label}: not judged; the forecast is for runs that end at {first:,.0f} to {last:,.0f} tokens"
+    low, high = (float(np.interp(tokens, fan[:, 0], fan[:, side])) for side in (1, 3))
+    where = "inside" if low <= losses[-1] <= high else "outside"
+    return f"{label}: {losses[-1]:.4f} after {tokens:,.0f} tokens, {where} the forecast's {low:.4f} to {high:.4f}"
 
 
 if __name__ == "__main__":

@@ -279,11 +279,12 @@ def other_means(ladder: Ladder, rng, draws: int = DRAWS) -> list[np.ndarray]:
     """For each size (draws, recipes, lengths): the means that other seeds might have given.
 
     A draw takes a seed's deviations together, all lengths and both recipes, from the seeds of all sizes, scaled to the
-    size's spread. That spread is uncertain, too: a factor for each draw widens intervals as Student's t does.
+    size's spread. That spread is uncertain, too: a factor for each draw widens intervals as Student's t does, with a
+    quarter fewer degrees of freedom, since a few deviations have thin tails.
     """
     sizes = list(zip(ladder.losses, spreads(ladder), strict=True))
     pool = [(losses - losses.mean(0)) / spread * (len(losses) / (len(losses) - 1)) ** 0.5 for losses, spread in sizes]
-    pool, df = np.concatenate(pool), sum(map(len, pool)) - len(pool)  # (seeds, recipes, lengths)
+    pool, df = np.concatenate(pool), 0.75 * (sum(map(len, pool)) - len(pool))  # (seeds, recipes, lengths)
     wider = np.sqrt(df / rng.chisquare(df, (draws, 1, 1)))
     picks = [rng.integers(len(pool), size=(draws, len(losses))) for losses in ladder.losses]
     return [x.mean(0) + spread * wider * pool[i].mean(1) for (x, spread), i in zip(sizes, picks, strict=True)]
@@ -324,7 +325,7 @@ def multipliers_of(means: list[np.ndarray]) -> np.ndarray:
     a, b, c = np.moveaxis(speedrun @ parabola, -1, 0)[..., None]
     k = c - gpt2[..., -2:]
     x = 2 * k / (np.sqrt(np.maximum(b**2 - 4 * a * k, 0)) - b)  # of the two roots the one that stays when a is 0
-    return FRACTIONS[-2:] / np.exp(x)
+    return FRACTIONS[-2:] / np.exp(np.clip(x, -9, 9))  # a wild draw is wild enough at e^9
 
 
 def trend(ladder: Ladder, multipliers: np.ndarray, compute: float) -> tuple[np.ndarray, np.ndarray]:

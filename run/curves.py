@@ -155,12 +155,12 @@ def smoothed(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 # ------------------------------------------------------------------------------------------------------- the picture
 
 
-def draw(runs: dict[str, Records], path: Path, x: str = "steps", y: str = "loss", references=()) -> list[str]:
+def draw(runs: dict[str, Records], path: Path, x: str = "steps", y: str = "loss", references=(), fan=None) -> list[str]:
     """Draw {label: records} and replace `path` in one step; do nothing before the first loss.
 
-    `references` are entries of docs/reference.json that fit the first run. Returns what --x flops says in words. Any
-    thread may call this: it uses Figure itself, since pyplot's figures are global. Raises UserError for logs that lack
-    what `x` or `y` needs.
+    `references` are entries of docs/reference.json that fit the first run, `fan` is that of a forecast (plot.py).
+    Returns what --x flops says in words. Any thread may call this: it uses Figure itself, since pyplot's figures are
+    global. Raises UserError for logs that lack what `x` or `y` needs.
     """
     from matplotlib.figure import Figure  # takes half a second, which --help and the start of a run do without
 
@@ -180,6 +180,9 @@ def draw(runs: dict[str, Records], path: Path, x: str = "steps", y: str = "loss"
     figure = Figure(figsize=(9, sum(rows.values()) + 0.7 * len(rows)), dpi=100, layout="constrained")
     mosaic = [["norm", "rate"] if name == "norm" else [name, name] for name in rows]
     panels = figure.subplot_mosaic(mosaic, height_ratios=list(rows.values()))
+    if fan is not None:
+        tokens, low, _, high = fan.T
+        panels["loss"].fill_between(tokens / unit, low, high, color="gray", alpha=0.3, label="forecast of the end, 90%")
     draw_loss(panels["loss"], runs, at, comparable)
     draw_references(panels["loss"], references, y, *next(zip(runs.values(), at.values(), strict=True)))
     said = draw_multipliers(panels["loss"], runs, at) if x == "flops" and comparable else []

@@ -7,36 +7,23 @@ import numpy as np
 import pytest
 
 import bench
+import plot
 import train_gpt2
 from benchmarks import forecast
-from cli import replace_file
 from tests.helpers import assert_user_error, run_inline, steps_of, text_file
 
 SIZES, LENGTHS = np.array([100_000, 340_000, 650_000, 1_070_000]), 4_000_000 * forecast.FRACTIONS
 SURFACE = np.array([2.0, 0.54, 0.76, 0.35, 0.4])  # E, A, B, alpha, beta
-SEEDS = (4, 4, 2, 2)
 
 
 def ladder(rng, noise: float = 1.0) -> forecast.Ladder:
     """A ladder on which speedrun needs half of the tokens at every size; a seed's luck is shared in part."""
     losses = []
-    for n, seeds in zip(SIZES, SEEDS, strict=True):
+    for n, seeds in zip(SIZES, (4, 4, 2, 2), strict=True):
         clean = np.array([forecast.law(SURFACE, n / 1e6, m * LENGTHS / 1e6) for m in (1, 2)])
         luck = [rng.normal(0, sd, (seeds, *shape)) for sd, shape in [(6e-3, (1, 1)), (6e-3, (2, 1)), (3e-3, (2, 4))]]
         losses.append(clean + noise * sum(luck))
     return forecast.Ladder(LENGTHS, SIZES, losses)
-
-
-def kept(found: forecast.Ladder) -> dict:
-    runs = [
-        dict(parameters=int(n), seed=seed, recipe=recipe, tokens=int(d), loss=float(losses[seed, i, j]))
-        for n, losses in zip(found.sizes, found.losses, strict=True)
-        for seed in range(len(losses))
-        for i, recipe in enumerate(forecast.RECIPES)
-        for j, d in enumerate(found.lengths)
-    ]
-    tuned = [dict(recipe=recipe, width=32, factor=2.0) for recipe in forecast.RECIPES]
-    return dict(tuned=tuned, runs=runs)
 
 
 def test_non_negative_least_squares_meets_the_conditions_of_an_optimum():
@@ -47,13 +34,12 @@ def test_non_negative_least_squares_meets_the_conditions_of_an_optimum():
     c = forecast.non_negative(gram, moment)
     slope = (gram @ c[..., None])[..., 0] - moment
     assert (c >= 0).all() and (slope > -1e-8).all() and np.abs(slope * c).max() < 1e-8
-    assert 0.2 < (c == 0).mean() < 0.8
 
 
 def test_the_fit_finds_the_law_and_the_multiplier_that_a_ladder_was_made_with():
     clean = ladder(np.random.default_rng(0), noise=1e-6)
     laws, _ = forecast.fit_ladder(clean, [losses.mean(0)[None, 0] for losses in clean.losses])
-    assert laws[0, 3:] == pytest.approx(SURFACE[3:], rel=0.05)
+    assert laws[0] == pytest.approx(SURFACE, rel=0.1)
     assert forecast.law(laws[0], 5.0, 50.0) == pytest.approx(forecast.law(SURFACE, 5.0, 50.0), abs=2e-3)
     found = forecast.multipliers_of([losses.mean(0)[None] for losses in clean.losses])
     assert found == pytest.approx(np.full((4, 1, 2), 2.0), rel=0.02)
@@ -65,12 +51,12 @@ def test_intervals_of_ninety_percent_hold_the_truth_as_often(trials, low, high):
     for _ in range(trials):
         found = ladder(rng)
         multipliers = forecast.multipliers_of(forecast.other_means(found, rng, 200))
-        extended = forecast.trend(found, multipliers, 7.7e18)[1]
-        rows = [forecast.interval(values, measured=2.0) for values in (*multipliers[..., -1], extended)]
+        values = [*multipliers[..., -1], forecast.trend(found, multipliers, 7.7e18)[1]]
+        rows = [forecast.interval(value, measured=2.0) for value in values]
         hits.append([row["inside"] == "yes" for row in (*forecast.hidden_rung(found, rng, 100), *rows)])
-    covered = np.mean(hits, 0)  # the hidden rung's two losses and multiplier, the multipliers of all sizes, the trend
-    figures = dict(loss=covered[:2].mean(), hidden=covered[2], multiplier=covered[3:7].mean(), trend=covered[7])
-    assert all(low <= figure <= high for figure in figures.values()), figures
+    x = np.mean(hits, 0)  # the hidden rung's two losses and multiplier, the multipliers of all sizes, the trend's end
+    found = dict(loss=x[:2].mean(), hidden=x[2], multiplier=x[3:7].mean(), trend=x[7])
+    assert all(low <= figure <= high for figure in found.values()), found
 
 
 def test_rates_are_halved_or_doubled_until_that_does_not_help(monkeypatch):
@@ -81,19 +67,16 @@ def test_rates_are_halved_or_doubled_until_that_does_not_help(monkeypatch):
 
 def test_a_branch_ends_as_a_run_of_its_length_and_nothing_is_trained_twice(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(forecast, "NIGHT", dict(vocab_size=512, sequence_length=32, total_batch_size=256))
-    places = dict(data=str(text_file(tmp_path / "text.txt")), out_dir=str(tmp_path))
-    config = forecast.Config(**places, night=True, device="cpu", tokens=256 * 40)
-    commands = []
+    text, commands = str(text_file(tmp_path / "text.txt")), []
+    config = forecast.Config(data=text, out_dir=str(tmp_path), night=True, device="cpu", tokens=256 * 40)
 
     def run(command, **_):
         commands.append(command)
-        more = ["--tokenizer", "train", "--dtype", "float32"]
-        return run_inline(train_gpt2.main, [*command[2:], *more], capsys, monkeypatch)
+        return run_inline(train_gpt2.main, [*command[2:], "--tokenizer", "train"], capsys, monkeypatch)
 
     monkeypatch.setattr(forecast, "subprocess", SimpleNamespace(run=run, DEVNULL=None, PIPE=None))
     job = forecast.Job("speedrun", 32, 0, 1.0)
-    records = forecast.train_trunk(job, config)
-    whole = forecast.trained(job, 10, "whole", config)
+    records, whole = forecast.train_trunk(job, config), forecast.trained(job, 10, "whole", config)
     assert [record["tokens"] for record in records] == [40 * 256, 5 * 256, 10 * 256, 20 * 256]
     assert records[2] == whole and records[0] != whole
     assert not steps_of(tmp_path / "speedrun_w32_s0") and len(commands) == 5
@@ -102,13 +85,28 @@ def test_a_branch_ends_as_a_run_of_its_length_and_nothing_is_trained_twice(tmp_p
 
 def test_a_forecast_is_written_once_with_its_date_and_what_it_was_made_of(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    replace_file(tmp_path / "runs.json", json.dumps(kept(ladder(np.random.default_rng(2)))))
+    runs = [
+        dict(parameters=int(n), seed=seed, recipe=forecast.RECIPES[i], tokens=int(LENGTHS[j]), loss=loss)
+        for n, losses in zip(SIZES, ladder(np.random.default_rng(2)).losses, strict=True)
+        for (seed, i, j), loss in np.ndenumerate(losses)
+    ]
+    tuned = [dict(recipe=recipe, width=32, factor=2.0) for recipe in forecast.RECIPES]
+    (tmp_path / "runs.json").write_text(json.dumps(dict(tuned=tuned, runs=runs)))
     words = ["forecast", "--kept", "runs.json", "--forecast", "forecast.json", "--device", "cpu", "--json", "rows.json"]
-    result = run_inline(bench.main, words, capsys, monkeypatch)
-    assert result.returncode == 0, result.stderr
+    assert run_inline(bench.main, words, capsys, monkeypatch).returncode == 0
     rows, found = (json.loads((tmp_path / name).read_text()) for name in ("rows.json", "forecast.json"))
     assert rows["rows"][0]["name"].startswith("hidden rung") and rows["rows"][0]["inside"] in ("yes", "no")
     assert found["date"] and found["anchor"]["loss"] == 3.2722 and found["parameters"] == SIZES.tolist()
     # at 124M 3.28 takes 4.5% fewer tokens than the anchor's 3.2722, and gpt2 takes `multiplier` times as many
     assert found["tokens"]["middle"] * found["multiplier"]["middle"] == pytest.approx(0.955 * 10.26e9, rel=0.01)
     assert_user_error(run_inline(bench.main, words, capsys, monkeypatch), "forecast.json", "another --forecast")
+
+
+@pytest.mark.parametrize("tokens, loss, said", [(2e9, 3.31, "inside"), (2e9, 3.45, "outside"), (9e9, 3.3, "not judge")])
+def test_plot_draws_the_fan_and_says_whether_a_run_ended_inside(tmp_path, capsys, monkeypatch, tokens, loss, said):
+    fan = [[1e9, 3.3, 3.4, 3.5], [2e9, 3.2, 3.3, 3.4], [4e9, 3.1, 3.2, 3.3]]
+    (tmp_path / "forecast.json").write_text(json.dumps(dict(fan=fan)))
+    records = [dict(step=9, kind=kind, loss=loss, lr=1e-3, grad_norm=1.0, tokens=tokens) for kind in ("train", "val")]
+    (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, records)))
+    monkeypatch.chdir(tmp_path)
+    assert said in run_inline(plot.main, ["log.jsonl", "--forecast", "forecast.json"], capsys, monkeypatch).stdout
