@@ -180,7 +180,8 @@ def help_text(config_type, values: dict, prog: str, description: str) -> str:
     """The constants under the headings that they have in the source, each with its comment and its default."""
     width = min(shutil.get_terminal_size().columns, 120)
     hints, lines, usage = get_type_hints(config_type, include_extras=True), [], [f"usage: {prog}"]
-    for line in inspect.getsource(config_type).splitlines():
+    sources = map(inspect.getsource, reversed(config_type.__mro__[:-1]))  # of `object` there is none
+    for line in "".join(sources).splitlines():
         if heading := re.fullmatch(r"    # (.+)", line):
             lines += ["", heading[1]]
         field = re.match(r"    (\w+): .*?(?:  # (.*))?$", line)
