@@ -1,7 +1,9 @@
 """What several test files need: running a script as a user does, and small runs."""
 
+import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import traceback
@@ -83,6 +85,31 @@ def losses(out_dir: Path) -> list[tuple[int, float, float]]:
     return train + [(r["step"], r["loss"], r["bpb"]) for r in log_of(out_dir, "val")]
 
 
+def files_of(directory: Path) -> dict[str, bytes]:
+    """All files below a directory but the lock."""
+    found = (path for path in directory.rglob("*") if path.is_file() and path.name != ".lock")
+    return {str(path.relative_to(directory)): path.read_bytes() for path in found}
+
+
+def resume_table(page: str) -> dict[str, str]:
+    """{constant: what a page of docs/ says a resume does with another value}"""
+    text = (ROOT / "docs" / page).read_text()
+    lines = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (.+) \|$", text[text.index("| constant |") :], re.MULTILINE)
+    return {name: said for names, said in lines for name in re.findall(r"`(\w+)`", names)}
+
+
+def assert_changes_take_effect(train, run: Path, page: str, constants: dict, other: dict) -> dict:
+    """Resume `run` with the values in `other` of all constants that the table says take effect; returns them."""
+    effective = [name for name, said in resume_table(page).items() if said == "takes effect"]
+    changes = {name: other[name] for name in effective if name in other}
+    result = train(**constants | changes | dict(resume=True))
+    assert result.returncode == 0, result.stderr
+    assert {name: new for name, (_, new) in log_of(run, "run")[-1]["changed"].items()} == changes
+    config = json.loads((run / "config.json").read_text())
+    assert {name: config[name] for name in changes} == changes
+    return changes
+
+
 def run_inline(main, argv: list, capsys, monkeypatch) -> SimpleNamespace:
     """Run a script's main function in this process: quicker than a new one, with the same exit codes and output."""
     from cli import script
@@ -99,6 +126,20 @@ def run_inline(main, argv: list, capsys, monkeypatch) -> SimpleNamespace:
             e = e.__context__
     out = capsys.readouterr()
     return SimpleNamespace(returncode=code, stdout=out.out, stderr=out.err)
+
+
+def spoil_gradients(monkeypatch, when, value: float) -> None:
+    """Put `value` into the gradients of each step for which `when(step)` is true; steps count from 1."""
+    import torch
+
+    real, steps = torch.nn.utils.get_total_norm, itertools.count(1)
+
+    def get_total_norm(grads, *args):
+        if when(next(steps)):
+            grads[0][0] = value
+        return real(grads, *args)
+
+    monkeypatch.setattr(torch.nn.utils, "get_total_norm", get_total_norm)
 
 
 def steps_of(run: Path) -> list[int]:

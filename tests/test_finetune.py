@@ -1,8 +1,8 @@
 """lora_finetune.py: its loss and gradients, and runs as a user meets them."""
 
 import json
-import re
 import shutil
+import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -18,8 +18,20 @@ from finetuning import chat
 from finetuning.lora import TARGETS, load_adapter
 from finetuning.rows import Example, encode_rows, messages_of, micro_batches
 from run.checkpoint import checkpoint_steps, load_model, remove_after
-from tests.finetuning import ROWS, adapted, logits, row, small_gpt, tokens, write_json
-from tests.helpers import ROOT, arguments, assert_user_error, log_of, losses, run_inline, succeed
+from tests.finetuning import ROWS, adapted, logits, small_gpt, tokens, write_json
+from tests.helpers import (
+    ROOT,
+    arguments,
+    assert_changes_take_effect,
+    assert_user_error,
+    environment,
+    files_of,
+    log_of,
+    losses,
+    resume_table,
+    run_inline,
+    succeed,
+)
 
 
 @pytest.fixture(scope="session")
@@ -30,38 +42,22 @@ def tokenizer():
 # ---- the loss
 
 
-def encode(rows: list[dict], tokenizer) -> list[Example]:
-    return encode_rows([messages_of(r, "") for r in rows], tokenizer, 1000)[0]
-
-
-def tensors(micro: tuple) -> tuple:
-    return tuple(map(torch.from_numpy, micro))
-
-
 @pytest.mark.parametrize("dropped", [None, "attn.c_proj"])
 def test_a_batch_gives_the_loss_and_gradients_of_its_examples_one_by_one(tokenizer, dropped):
     """Micro-batches of several lengths, padded, with the loss at answers only, against the plain forward pass."""
-    examples = encode(ROWS[:13], tokenizer)
+    examples, _ = encode_rows([messages_of(r, "") for r in ROWS[:13]], tokenizer, 1000)
     model = adapted(small_gpt(n_positions=256), [t for t in TARGETS if t != dropped])
     n_targets = sum(int((e.targets >= 0).sum()) for e in examples)
-    found = []
-    for together in (True, False):
-        model.zero_grad()
-        total = torch.zeros(())
-        if together:
-            micros = micro_batches(examples, 300, 20)
-            assert 2 <= len(micros) <= 6
-            for micro in micros:
-                loss = model.loss(*tensors(micro), n_targets=n_targets)
-                loss.backward()
-                total += loss.detach()
-        else:
-            for e in examples:
-                one = model(torch.from_numpy(e.idx).long()[None])[0]  # (T, V)
-                loss = F.cross_entropy(one, torch.from_numpy(e.targets).long(), reduction="sum") / n_targets
-                loss.backward()
-                total += loss.detach()
-        found.append([total, *(p.grad.clone() for p in model.parameters() if p.requires_grad)])
+    micros = [tuple(map(torch.from_numpy, micro)) for micro in micro_batches(examples, 300, 20)]
+    assert 2 <= len(micros) <= 6
+
+    def alone(example: Example) -> torch.Tensor:
+        logits = model(torch.from_numpy(example.idx).long()[None])[0]  # (T, V)
+        return F.cross_entropy(logits, torch.from_numpy(example.targets).long(), reduction="sum") / n_targets
+
+    factors, found = [p for p in model.parameters() if p.requires_grad], []
+    for parts in ([model.loss(*micro, n_targets=n_targets) for micro in micros], list(map(alone, examples))):
+        found.append([sum(parts), *torch.autograd.grad(sum(parts), factors)])
     assert all((a - b).abs().max() < 1e-5 for a, b in zip(*found, strict=True))
     assert found[0][1].abs().max() > 1e-4  # gradients that could differ
 
@@ -82,17 +78,6 @@ def test_constants_follow_from_the_rows_and_the_rank_unless_they_are_given(finet
         config = json.loads((tmp_path / "run" / "config.json").read_text())
         assert tuple(config[name] for name in derived) == expected
         assert config["sequence_length"] == 128 and config["micro_batch_size"] == 16
-
-
-@pytest.mark.parametrize("n_positions, fused", [(128, False), (2048, True)])
-def test_attention_is_chosen_for_the_length_that_was_settled(finetune, base, tmp_path, monkeypatch, n_positions, fused):
-    """In bf16 on a CPU the formula is faster up to 1024 tokens; --sequence_length 0 means the base's context."""
-    calls, attend = [], F.scaled_dot_product_attention
-    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **k: calls.append(1) or attend(*a, **k))
-    small_gpt(n_positions=n_positions).save_pretrained(tmp_path / "base", 319, 320)
-    shutil.copy(base / "base" / "tokenizer.json", tmp_path / "base")
-    assert finetune(base=tmp_path / "base", max_steps=1, dtype="bfloat16").returncode == 0
-    assert bool(calls) == fused
 
 
 # ---- runs
@@ -164,13 +149,6 @@ def test_an_interrupted_run_continues_bit_for_bit(finetune, tmp_path, options):
     assert all(torch.equal(files[0][k], files[1][k]) for k in files[0])
 
 
-def test_a_run_is_not_overwritten_and_keeps_its_rank_when_resumed(finetune):
-    assert finetune(max_steps=2).returncode == 0
-    assert_user_error(finetune(max_steps=2), "already holds a run")
-    assert_user_error(finetune(max_steps=4, resume=True, lora_dim=8), "--lora_dim 4, not 8")
-    assert finetune(max_steps=2, overwrite=True, lora_dim=8).returncode == 0
-
-
 def test_training_goes_on_from_an_adapter(finetune, tmp_path):
     finetune()
     after = log_of(tmp_path / "run", "val")[-1]["loss"]
@@ -229,13 +207,6 @@ def test_what_is_overwritten_is_renamed_and_never_lost(finetune, base, tmp_path)
 # ---- what a resume does with a changed constant: docs/lora.md
 
 
-def resume_table() -> dict[str, str]:
-    """{constant: what docs/lora.md says a resume does with another value}"""
-    text = (ROOT / "docs" / "lora.md").read_text()
-    lines = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (.+) \|$", text[text.index("| constant |") :], re.MULTILINE)
-    return {name: said for names, said in lines for name in re.findall(r"`(\w+)`", names)}
-
-
 OTHER = dict(  # another value for every constant
     adapter="elsewhere", lora_dim=2, lora_alpha=5.0, targets="c_fc", rslora=True, sequence_length=64, val_rows=3,
     batch_size=8, seed=7, lora_dropout=0.1, micro_batch_size=2, epochs=2.0, max_steps=4, warmup_steps=2,
@@ -246,30 +217,21 @@ OTHER = dict(  # another value for every constant
 SHORT = dict(max_steps=2, eval_interval=0, checkpoint_interval=2)
 
 
-def test_every_constant_is_in_the_table():
-    assert set(resume_table()) == {field.name for field in fields(lf.Config)}
-
-
 def test_what_the_table_calls_refused_is_refused_by_name_and_changes_nothing(finetune, tmp_path):
     finetune(**SHORT)
-    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
-    refused = [name for name, said in resume_table().items() if said == "refused"]
-    assert set(refused) == set(lf.FIXED)
+    before = files_of(tmp_path / "run")
+    table = resume_table("lora.md")
+    refused = [name for name, said in table.items() if said == "refused"]
+    assert set(refused) == set(lf.FIXED) and set(table) == {field.name for field in fields(lf.Config)}
     for name in refused:
         assert_user_error(finetune(**SHORT | dict(resume=True, max_steps=4) | {name: OTHER[name]}), name)
-        assert {p: p.read_bytes() for p in before} == before
+        assert files_of(tmp_path / "run") == before
 
 
 def test_what_the_table_says_takes_effect_does_and_is_noted(finetune, tmp_path):
     finetune(**SHORT)
-    changes = {name: OTHER[name] for name, said in resume_table().items() if said == "takes effect" and name in OTHER}
+    changes = assert_changes_take_effect(finetune, tmp_path / "run", "lora.md", SHORT, OTHER)
     assert len(changes) > 20
-    result = finetune(**SHORT | changes | dict(resume=True))
-    assert result.returncode == 0, result.stderr
-    record = log_of(tmp_path / "run", "run")[-1]
-    assert {name: new for name, (_, new) in record["changed"].items()} == changes
-    config = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert {name: config[name] for name in changes} == changes
     assert log_of(tmp_path / "run", "train")[-1]["lr"] == pytest.approx(1e-4)  # of the new schedule
 
 
@@ -291,11 +253,6 @@ def test_recomputed_activations_change_no_figure_and_a_bare_resume_continues(fin
     one, other = (log_of(tmp_path / out, "train") for out in ("run", "again"))
     assert [r["loss"] for r in other[:2]] == pytest.approx([r["loss"] for r in one[:2]], rel=1e-4)
     assert len(other) == 6 and json.loads((tmp_path / "again/config.json").read_text())["targets"] == list(TARGETS)
-
-
-def test_long_rows_are_reported(finetune):
-    result = finetune(max_steps=1, sequence_length=40)
-    assert "rows longer than 40 tokens read in overlapping windows" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -320,17 +277,8 @@ def test_wrong_usage_is_one_clear_line(finetune, tmp_path, changes, words):
     assert not (tmp_path / "run" / "log.jsonl").exists()
 
 
-def test_rows_without_answers_are_an_error(finetune, tmp_path):
-    data = write_json(tmp_path / "rows.json", [row("Hi", "")])
-    assert_user_error(finetune(data=data), "1 rows, none with an instruction and an answer")
-
-
 @pytest.mark.slow
 def test_two_ranks_finetune_as_one_process_does(base, tmp_path):
-    import subprocess
-
-    from tests.helpers import environment
-
     words = quick_args(base, tmp_path / "two")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command = [*torchrun, str(ROOT / "lora_finetune.py"), *words]

@@ -70,14 +70,14 @@ def test_a_second_process_in_one_run_directory_gets_one_line(train, tmp_path, mo
 
 @pytest.mark.parametrize("closed", [pytest.param(["stdout"], marks=pytest.mark.slow), ["stdout", "stderr"]])
 def test_a_run_outlives_the_readers_of_its_output(tmp_path, closed):
-    process = start(tmp_path, max_steps=150, eval_interval=50, sample_interval=0, checkpoint_interval=50)
+    process = start(tmp_path, max_steps=30, eval_interval=10, sample_interval=0, checkpoint_interval=10)
     wait_for_steps(tmp_path / "run", 2, process)
     for stream in closed:  # as `| head -1` does, and a terminal that goes away
         getattr(process, stream).close()
     if "stderr" not in closed:
         process.stderr.read()
     assert process.wait(60) == 0
-    assert len(log_of(tmp_path / "run", "train")) == 150 and steps_of(tmp_path / "run")[-1] == 150
+    assert len(log_of(tmp_path / "run", "train")) == 30 and steps_of(tmp_path / "run")[-1] == 30
 
 
 def test_what_was_ignored_when_a_run_began_stays_ignored(train, tmp_path, monkeypatch):
@@ -98,6 +98,17 @@ def test_names_and_prompts_that_are_not_utf_8_end_no_run(train, tmp_path):
 
 
 # ---- signals
+
+
+@pytest.mark.parametrize("name, code", [("TERM", 143), ("HUP", 129), pytest.param("INT", 130, marks=pytest.mark.slow)])
+def test_a_signal_ends_the_run_with_a_checkpoint(tmp_path, name, code):
+    process = start(tmp_path, max_steps=100_000, checkpoint_interval=0, eval_interval=0, sample_interval=0)
+    wait_for_steps(tmp_path / "run", 3, process)
+    process.send_signal(signal.Signals[f"SIG{name}"])
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == code and "Traceback" not in err
+    [step] = steps_of(tmp_path / "run")
+    assert damage(tmp_path / "run" / f"step_{step:06d}") is None and step == losses(tmp_path / "run")[-1][0]
 
 
 def test_no_evaluation_begins_after_a_signal(train, tmp_path, monkeypatch):
@@ -202,8 +213,9 @@ def test_a_target_loss_ends_the_run_with_a_checkpoint(train, tmp_path):
 
 
 def test_a_run_that_has_reached_its_target_adds_nothing_when_it_is_resumed(train, tmp_path):
-    options = SHORT | dict(max_steps=100, eval_interval=2, target_loss=5.8)
+    options = SHORT | dict(max_steps=100, eval_interval=2, sample_interval=2, target_loss=5.8)
+    read = (tmp_path / "run" / "samples.txt").read_bytes
     train(**options)
-    before = [log_of(tmp_path / "run", kind) for kind in ("train", "target", "val")]
-    assert train(**options | dict(resume=True)).returncode == 0
+    before, samples = ([log_of(tmp_path / "run", kind) for kind in ("train", "target", "val")], read())
+    assert train(**options | dict(resume=True)).returncode == 0 and read() == samples
     assert [log_of(tmp_path / "run", kind) for kind in ("train", "target", "val")] == before and len(before[1]) == 1
