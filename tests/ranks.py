@@ -3,9 +3,9 @@
     torchrun --nproc_per_node=2 tests/ranks.py '[{"args": ["tiny", "--out_dir", "x"], "fault": "inf before exchange"}]'
 
 After each run it writes `ranks.json` into the run directory: what `Observer` has seen on every rank. `fault` is
-something that goes wrong on the last rank, in step FAULT_STEP; `start` is a run of which a copy, up to step 10, is made
-before; `jump` is a step whose loss, and that of the next two, every rank sees 9 nats higher, once. A job with a `kind`
-is no run, but a search for the micro-batch: see `probe`.
+something that goes wrong on the last rank, in step FAULT_STEP; `start` is a run of which a copy, up to step `step`, is
+made before; `jump` is a step whose loss, and that of the next two, every rank sees 9 nats higher, once. A job with a
+`kind` is no run, but a search for the micro-batch: see `probe`.
 """
 
 import hashlib
@@ -16,6 +16,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -31,11 +32,12 @@ from run.directory import Run
 from run.runtime import Runtime
 from run.sharding import whole
 from run.trials import largest_that_fits
+from tests.helpers import spoil_gradients
 
 FAULT_STEP = 3
 
 
-def inf_before_exchange(steps: list):
+def inf_before_exchange(patch, steps: list) -> None:
     """The first micro-batch has an infinite gradient, which the exchange of gradients hands to all ranks."""
     real = LinearCrossEntropy.backward
 
@@ -46,21 +48,12 @@ def inf_before_exchange(steps: list):
             grad_x = grad_x * math.inf
         return grad_x, *others
 
-    LinearCrossEntropy.backward = staticmethod(backward)
-    return lambda: setattr(LinearCrossEntropy, "backward", staticmethod(real))
+    patch.setattr(LinearCrossEntropy, "backward", staticmethod(backward))
 
 
-def inf_after_exchange(steps: list):
+def inf_after_exchange(patch, steps: list) -> None:
     """Memory has gone wrong: this rank's own copy of a gradient is infinite, the others' are finite."""
-    real = torch.nn.utils.get_total_norm
-
-    def get_total_norm(grads, *args):
-        if steps[-1:] == [FAULT_STEP]:
-            grads[0][0] = math.inf
-        return real(grads, *args)
-
-    torch.nn.utils.get_total_norm = get_total_norm
-    return lambda: setattr(torch.nn.utils, "get_total_norm", real)
+    spoil_gradients(patch, lambda _: steps[-1:] == [FAULT_STEP], math.inf)
 
 
 OUT_OF_MEMORY = {
@@ -142,12 +135,12 @@ class Observer:
         return dict(checksum=checksum(self.model), matrices=self.matrices, held=self.held)
 
 
-def copy_of_run(start: str, out_dir: Path) -> None:
+def copy_of_run(start: str, out_dir: Path, step=10) -> None:
     shutil.copytree(start, out_dir)
-    remove_after(out_dir / "step_000010")
+    remove_after(out_dir / f"step_{step:06d}")
 
 
-def jump_at(first: int):
+def jump_at(patch, first: int) -> None:
     real, seen = Run.log_step, []
 
     def log_step(run, loss, *others):
@@ -155,15 +148,14 @@ def jump_at(first: int):
         seen.append(run.step)
         real(run, loss + 9.0 * higher, *others)
 
-    Run.log_step = log_step
-    return lambda: setattr(Run, "log_step", real)
+    patch.setattr(Run, "log_step", log_step)
 
 
-def run(args: list[str], fault: str | None = None, start: str | None = None, jump=0) -> None:
+def run(args: list[str], fault: str | None = None, start: str | None = None, step=10, jump=0) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     out_dir = Path(args[args.index("--out_dir") + 1])
     if start and rank == 0:
-        copy_of_run(start, out_dir)
+        copy_of_run(start, out_dir, step)
     steps, observer = [], Observer()
     real_train, real_rate = train_gpt2.train, train_gpt2.learning_rate
 
@@ -175,16 +167,16 @@ def run(args: list[str], fault: str | None = None, start: str | None = None, jum
         steps.append(step)
         return real_rate(step, config)
 
-    train_gpt2.train, train_gpt2.learning_rate = train, learning_rate
-    undo = FAULTS[fault](steps) if fault and rank == world_size - 1 else jump_at(jump)
-    if dist.is_initialized():
-        dist.barrier()
-    sys.argv = ["train_gpt2.py", *args]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_gpt2, "train", train)
+        patch.setattr(train_gpt2, "learning_rate", learning_rate)
+        patch.setattr(sys, "argv", ["train_gpt2.py", *args])
+        jump_at(patch, jump)
+        if fault and rank == world_size - 1:
+            FAULTS[fault](patch, steps)
+        if dist.is_initialized():
+            dist.barrier()
         train_gpt2.main()
-    finally:
-        undo()
-        train_gpt2.train, train_gpt2.learning_rate = real_train, real_rate
     ranks = [None] * world_size
     dist.all_gather_object(ranks, observer.end())
     if rank == 0:
