@@ -30,7 +30,7 @@ LORA = dict(max_steps=2, epochs=1, batch_size=4, sequence_length=32, lora_dim=2,
             micro_batch_size=4, sample_tokens=4, checkpoint_interval=0, val_rows=2, eval_interval=0)  # fmt: skip
 
 
-# ---- a folder with one of folder
+# ---- a folder with one of each
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +61,10 @@ def folder(tmp_path_factory):
 
 def quietly(module: str, argv: list[str]) -> None:
     """Run a door's main function to prepare something; it has to succeed."""
-    before = sys.argv
-    sys.argv = [module, *argv]
-    try:
-        with open("/dev/null", "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
+    with pytest.MonkeyPatch.context() as patch, open("/dev/null", "w") as null:
+        patch.setattr(sys, "argv", [module, *argv])
+        with contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
             importlib.import_module(module).main()
-    finally:
-        sys.argv = before
 
 
 # ---- the doors, and what each of them reads
@@ -77,39 +74,46 @@ def quietly(module: str, argv: list[str]) -> None:
 class Door:
     module: str
     words: Callable[[Path, Path], dict]  # (folder, empty folder to write to) -> flags of a quick, sound run
-    first: tuple[str, ...] = ()  # positional words, as paths below the folder
     recipe: tuple[str, ...] = ()
+    first: tuple[str, ...] = ()  # positional words, as paths below the folder
     files: tuple[str, ...] = ()  # what it reads, as paths below the folder
 
 
+MODEL = ("unsealed/config.json", "unsealed/model.safetensors")
+SHARDS = ("shards/manifest.json", "shards/tokenizer.json", "shards/shards_train_000001.npy")
+STEP = [f"run/step_000002/{name}" for name in (
+    "train_state.pt", "config.json", "model.safetensors", "SHA256SUMS", "tokenizer.json")]  # fmt: skip
+
+
+def training(**changes):
+    return lambda f, out: TRAIN | dict(data=f / "text.txt", out_dir=out / "run") | {
+        name: f / value if isinstance(value, Path) else value for name, value in changes.items()}  # fmt: skip
+
+
+def sharding(source: str, **changes):
+    changes |= dict(workers=1)
+    return lambda f, out: dict(source=f / source, tokenizer=f / "tokenizer.json", out_dir=out / "s") | changes
+
+
+def tokenizing(source: str):
+    return lambda f, out: dict(input=f / source, vocab_size=300, out=out / "bpe", workers=1)
+
+
 DOORS = {
-    "train": Door(
-        "train_gpt2",
-        lambda f, out: TRAIN | dict(data=f / "text.txt", out_dir=out / "run", hellaswag_data=f / "hellaswag.jsonl"),
-        recipe=("tiny",), files=("text.txt",),
-    ),
-    "train on shards": Door(
-        "train_gpt2", lambda f, out: TRAIN | dict(data=f / "shards", out_dir=out / "run"), recipe=("tiny",),
-        files=("shards/manifest.json", "shards/tokenizer.json", "shards/shards_train_000001.npy"),
-    ),
+    "train": Door("train_gpt2", training(hellaswag_data=Path("hellaswag.jsonl")), ("tiny",), files=("text.txt",)),
+    "train on shards": Door("train_gpt2", training(data=Path("shards")), ("tiny",), files=SHARDS),
     "train on": Door(
-        "train_gpt2", lambda f, out: TRAIN | dict(data=f / "text.txt", out_dir=f / "run", max_steps=3, resume=True),
-        recipe=("tiny",),
-        files=("run/log.jsonl", *(f"run/step_000002/{name}" for name in (
-            "train_state.pt", "config.json", "model.safetensors", "SHA256SUMS", "tokenizer.json"))),
+        "train_gpt2", training(out_dir=Path("run"), max_steps=3, resume=True), ("tiny",),
+        files=("run/log.jsonl", *STEP),
     ),
-    "init": Door(
-        "train_gpt2", lambda f, out: TRAIN | dict(data=f / "text.txt", out_dir=out / "run", init_from=f / "unsealed"),
-        recipe=("tiny",), files=("unsealed/config.json", "unsealed/model.safetensors"),
-    ),
+    "init": Door("train_gpt2", training(init_from=Path("unsealed")), ("tiny",), files=MODEL),
     "hellaswag": Door(
         "hellaswag", lambda f, out: dict(data=f / "hellaswag.jsonl", device="cpu", json=out / "scores.json"),
-        first=("unsealed",),
-        files=("hellaswag.jsonl", "unsealed/config.json", "unsealed/model.safetensors", "unsealed/tokenizer.json"),
+        first=("unsealed",), files=("hellaswag.jsonl", *MODEL, "unsealed/tokenizer.json"),
     ),
     "lora": Door(
         "lora_finetune", lambda f, out: LORA | dict(base=f / "unsealed", data=f / "rows.json", out_dir=out / "lora"),
-        files=("rows.json", "unsealed/config.json", "unsealed/model.safetensors"),
+        files=("rows.json", *MODEL),
     ),
     "lora from an adapter": Door(
         "lora_finetune",
@@ -119,35 +123,18 @@ DOORS = {
     ),
     "sample": Door(
         "sample", lambda f, out: dict(max_new_tokens=3, device="cpu"), first=("unsealed",),
-        files=("unsealed/config.json", "unsealed/model.safetensors", "unsealed/tokenizer.json"),
+        files=(*MODEL, "unsealed/tokenizer.json"),
     ),
     "plot": Door("plot", lambda f, out: dict(out=out / "a.png"), first=("run",), files=("run/log.jsonl",)),
     "fineweb": Door(
-        "fineweb",
-        lambda f, out: dict(source=f / "text.parquet", tokenizer=f / "tokenizer.json", out_dir=out / "s", workers=1,
-                            shard_size=4000, limit_tokens=5000),
+        "fineweb", sharding("text.parquet", shard_size=4000, limit_tokens=5000),
         files=("text.parquet", "tokenizer.json"),
     ),
-    "fineweb from jsonl": Door(
-        "fineweb",
-        lambda f, out: dict(source=f / "text.jsonl", tokenizer=f / "tokenizer.json", out_dir=out / "s", workers=1),
-        files=("text.jsonl",),
-    ),
-    "verify": Door(
-        "fineweb", lambda f, out: dict(out_dir=f / "shards", verify=True),
-        files=("shards/manifest.json", "shards/tokenizer.json", "shards/shards_train_000001.npy"),
-    ),
-    "bpe/train": Door(
-        "bpe.train", lambda f, out: dict(input=f / "text.txt", vocab_size=300, out=out / "bpe", workers=1),
-        files=("text.txt",),
-    ),
-    "bpe/train from parquet": Door(
-        "bpe.train", lambda f, out: dict(input=f / "text.parquet", vocab_size=300, out=out / "bpe", workers=1),
-        files=("text.parquet",),
-    ),
-    "bench": Door(
-        "bench", lambda f, out: dict(size="tiny", new_tokens=2, repeats=1, device="cpu"), recipe=("sample",),
-    ),
+    "fineweb from jsonl": Door("fineweb", sharding("text.jsonl"), files=("text.jsonl",)),
+    "verify": Door("fineweb", lambda f, out: dict(out_dir=f / "shards", verify=True), files=SHARDS),
+    "bpe/train": Door("bpe.train", tokenizing("text.txt"), files=("text.txt",)),
+    "bpe/train from parquet": Door("bpe.train", tokenizing("text.parquet"), files=("text.parquet",)),
+    "bench": Door("bench", lambda f, out: dict(size="tiny", new_tokens=2, repeats=1, device="cpu"), ("sample",)),
     "bpe/try": Door(
         "bpe.try_tokenizer",
         lambda f, out: dict(tokenizer=f / "tokenizer.json", compare=f / "tokenizer.json", svg=out / "t.svg"),
@@ -210,13 +197,13 @@ JSON_KEYS = {  # what is read of each file, besides what only transformers or pe
     "hellaswag.jsonl": "ctx ctx_a ctx_b activity_label endings label",
     "text.jsonl": "text",
 }  # fmt: skip
+WAYS = [*damaged(b"ab"), "a directory"]
+FILES = [(name, file) for name, door in DOORS.items() for file in door.files]
+FILE_CASES = [(*file, how) for file in FILES for how in WAYS]
 JSON_CASES = [
-    (name, file, key, value)
-    for name, door in DOORS.items() for file in door.files if Path(file).name in JSON_KEYS
-    for key in JSON_KEYS[Path(file).name].split() for value in ODD_JSON
+    (*file, f"{key} {value}")
+    for file in FILES for key in JSON_KEYS.get(Path(file[1]).name, "").split() for value in ODD_JSON
 ]  # fmt: skip
-FILE_CASES = [(name, file, how) for name, door in DOORS.items() for file in door.files
-              for how in [*damaged(b"ab"), "a directory"]]  # fmt: skip
 
 
 # ---- one case
@@ -272,16 +259,15 @@ def not_finite(log: Path) -> str:
 
 
 def constant_problems(name: str, field: str, folder: Path, tmp_path: Path, capsys, monkeypatch) -> list[str]:
-    door, problems = DOORS[name], []
+    door, problems, positional = DOORS[name], [], {"model": 0, "runs": 0, "prompt": 1}
     values = [value for value in VALUES if (name, field, value) != ("bench", "size", "")]  # 124M: half a minute
     for i, value in enumerate(values):
         out = tmp_path / str(i)
         out.mkdir()
         first, words = words_of(door, folder, out)
-        flat = {"model": 0, "runs": 0, "prompt": 1}
-        if field in flat:
-            argv = [*first[: flat[field]], "--", value] if value.startswith("-") else [*first[: flat[field]], value]
-            argv = [*arguments(**words), *argv]
+        if field in positional:
+            dashes = ["--"] if value.startswith("-") else []
+            argv = [*arguments(**words), *first[: positional[field]], *dashes, value]
         else:
             argv = [*first, *arguments(**{k: v for k, v in words.items() if k != field}), f"--{field}={value}"]
         given = [field, field.replace("_", "-"), value or "empty"]
@@ -290,79 +276,46 @@ def constant_problems(name: str, field: str, folder: Path, tmp_path: Path, capsy
     return problems
 
 
-def file_problem(name: str, file: str, how: str, folder: Path, tmp_path: Path, capsys, monkeypatch) -> str:
-    """A copy of the folder, with one file of it damaged."""
-
-    def damage(path: Path) -> None:
-        if how == "a directory":
-            path.unlink()
-            path.mkdir()
-        else:
-            path.write_bytes(damaged(path.read_bytes())[how])
-
-    problem = problem_with(name, file, damage, folder, tmp_path, capsys, monkeypatch)
-    return problem and f"{name}: {file} is {how}: {problem}"
-
-
-def json_problem(name: str, file: str, key: str, value: str, folder: Path, tmp_path, capsys, monkeypatch) -> str:
-    """A copy of the folder, with a value in one JSON file that does not belong there."""
-
-    def damage(path: Path) -> None:
-        path.write_bytes(malformed(path.read_bytes(), key, value))
+def spoil(path: Path, how: str) -> None:
+    """Damage a file in one of the ways of `damaged`, make it a directory, or, given "key value", put a value that does
+    not belong there into its JSON."""
+    if how == "a directory":
+        path.unlink()
+        path.mkdir()
+    elif how in WAYS:
+        path.write_bytes(damaged(path.read_bytes())[how])
+    else:
+        path.write_bytes(malformed(path.read_bytes(), *how.split(" ")))
         if (path.parent / "SHA256SUMS").exists():  # or no more than the checksum is looked at
-            sums = (path.parent / "SHA256SUMS").read_text().splitlines()
-            sums = [line if not line.endswith(f"  {path.name}") else f"{sha256(path)}  {path.name}" for line in sums]
-            (path.parent / "SHA256SUMS").write_text("\n".join(sums) + "\n")
-
-    problem = problem_with(name, file, damage, folder, tmp_path, capsys, monkeypatch)
-    return problem and f"{name}: {key} of {file} is {value}: {problem}"
-
-
-def problem_with(name: str, file: str, damage: Callable[[Path], None], folder: Path, tmp_path, capsys, monkeypatch):
-    copy, out = tmp_path / "copy", tmp_path / "out"
-    shutil.copytree(folder, copy)
-    out.mkdir()
-    path = copy / file
-    damage(path)
-    first, words = words_of(DOORS[name], copy, out)
-    given = [path.name, path.parent.name, str(path)]
-    return ends_well(DOORS[name], [*first, *arguments(**words)], given, out, capsys, monkeypatch)
+            lines = (path.parent / "SHA256SUMS").read_text().splitlines()
+            lines = [f"{sha256(path)}  {path.name}" if line.endswith(f"  {path.name}") else line for line in lines]
+            (path.parent / "SHA256SUMS").write_text("\n".join(lines) + "\n")
 
 
 # ---- the cases
 
 
+def some(cases: list[tuple], n: int, seed: int) -> list:
+    """The cases as parameters: a fixed sample of n of them runs with the suite, the others are slow."""
+    quick = random.Random(seed).sample(cases, n)
+    return [pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in cases]
+
+
 ALL_CONSTANTS = [(name, field) for name, door in CONSTANTS.items() for field in constants(door)]
 
 
-@pytest.mark.parametrize("name, field", random.Random(1).sample(ALL_CONSTANTS, 12))
-def test_some_constants_with_odd_values(name, field, folder, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("name, field", some(ALL_CONSTANTS, 12, seed=1))
+def test_constants_with_odd_values(name, field, folder, tmp_path, capsys, monkeypatch):
     assert not constant_problems(name, field, folder, tmp_path, capsys, monkeypatch)
 
 
-@pytest.mark.parametrize("name, file, how", random.Random(1).sample(FILE_CASES, 24))
-def test_some_files_that_are_damaged(name, file, how, folder, tmp_path, capsys, monkeypatch):
-    assert not file_problem(name, file, how, folder, tmp_path, capsys, monkeypatch)
-
-
-@pytest.mark.parametrize("name, file, key, value", random.Random(2).sample(JSON_CASES, 12))
-def test_some_values_that_do_not_belong_into_a_file(name, file, key, value, folder, tmp_path, capsys, monkeypatch):
-    assert not json_problem(name, file, key, value, folder, tmp_path, capsys, monkeypatch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name, file, key, value", JSON_CASES)
-def test_every_value_that_does_not_belong_into_a_file(name, file, key, value, folder, tmp_path, capsys, monkeypatch):
-    assert not json_problem(name, file, key, value, folder, tmp_path, capsys, monkeypatch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name, field", ALL_CONSTANTS)
-def test_every_constant_with_odd_values(name, field, folder, tmp_path, capsys, monkeypatch):
-    assert not constant_problems(name, field, folder, tmp_path, capsys, monkeypatch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name, file, how", FILE_CASES)
-def test_every_file_that_is_damaged(name, file, how, folder, tmp_path, capsys, monkeypatch):
-    assert not file_problem(name, file, how, folder, tmp_path, capsys, monkeypatch)
+@pytest.mark.parametrize("name, file, how", some(FILE_CASES, 24, seed=1) + some(JSON_CASES, 12, seed=2))
+def test_files_that_are_damaged_or_hold_odd_values(name, file, how, folder, tmp_path, capsys, monkeypatch):
+    copy, out = tmp_path / "copy", tmp_path / "out"
+    shutil.copytree(folder, copy)
+    out.mkdir()
+    path = copy / file
+    spoil(path, how)
+    first, words = words_of(DOORS[name], copy, out)
+    given = [path.name, path.parent.name, str(path)]
+    assert not ends_well(DOORS[name], [*first, *arguments(**words)], given, out, capsys, monkeypatch)
