@@ -79,17 +79,24 @@ def gone(pid: int) -> bool:
     return state_of(pid) in "ZX"
 
 
-def test_five_kills_at_random_moments_change_nothing(long_corpus, long_shards, tokenizer, tmp_path):
-    out_dir, rng, orphans = tmp_path / "shards", random.Random(0), []
-    words = options(long_corpus, out_dir, tokenizer, shard_size=100_000)
+@pytest.fixture
+def start(long_corpus, tokenizer, tmp_path):
+    """A function that starts the sharding of the long corpus, and the words of its command line."""
+    words = options(long_corpus, tmp_path / "shards", tokenizer, shard_size=100_000)
+    pipes = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    return lambda: subprocess.Popen(command("fineweb.py", **words), env=environment(), **pipes), words
+
+
+def test_five_kills_at_random_moments_change_nothing(start, long_shards, tmp_path):
+    out_dir, rng, orphans, (begin, words) = tmp_path / "shards", random.Random(0), [], start
     for attempt in range(5):
-        process = subprocess.Popen(command("fineweb.py", **words), env=environment(), stdout=subprocess.DEVNULL)
+        process = begin()
         if attempt != 2:  # somewhere in the middle of the work, however fast the machine is; else while it starts
             wait_until(partial(has_more_shards, out_dir, count_shards(out_dir) + 3, process))
         time.sleep(rng.uniform(0, 0.1))
         orphans += children_of(process.pid)
         process.kill()
-        process.wait()
+        process.communicate()
     killed = count_shards(out_dir)
     assert wait_until(lambda: all(map(gone, orphans))), "workers outlive the process that started them"
     (out_dir / ".manifest.json.1.tmp").touch()  # as a kill leaves it now and then
@@ -99,29 +106,25 @@ def test_five_kills_at_random_moments_change_nothing(long_corpus, long_shards, t
 
 
 @pytest.mark.parametrize("signum, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_it_in_good_order(long_corpus, long_shards, tokenizer, tmp_path, signum, code):
-    out_dir = tmp_path / "shards"
-    words = options(long_corpus, out_dir, tokenizer, shard_size=100_000)
-    process = subprocess.Popen(
-        command("fineweb.py", **words), env=environment(), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
-    )
+def test_a_signal_ends_it_in_good_order(start, long_shards, tmp_path, signum, code):
+    out_dir, (begin, words) = tmp_path / "shards", start
+    process = begin()
     assert wait_until(partial(has_more_shards, out_dir, 1, process))
     process.send_signal(signum)
     assert process.wait(timeout=200) == code
     message = process.stderr.read()
     assert "the same command again to resume" in message and "Traceback" not in message
-    result = succeed("fineweb.py", **words)
-    assert "complete shards" in result.stdout
+    assert "complete shards" in succeed("fineweb.py", **words).stdout
     assert_same_files(out_dir, long_shards)
+    before = {path: path.stat().st_mtime_ns for path in out_dir.iterdir()}
+    assert "is complete" in succeed("fineweb.py", **words).stdout  # and is left alone
+    assert {path: path.stat().st_mtime_ns for path in out_dir.iterdir()} == before
 
 
 @pytest.mark.parametrize("when", [pytest.param("at work", marks=pytest.mark.slow), "in the middle of an answer"])
-def test_a_killed_worker_is_reported_and_loses_nothing(long_corpus, long_shards, tokenizer, tmp_path, when):
-    out_dir = tmp_path / "shards"
-    words = options(long_corpus, out_dir, tokenizer, shard_size=100_000)
-    process = subprocess.Popen(
-        command("fineweb.py", **words), env=environment(), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
-    )
+def test_a_killed_worker_is_reported_and_loses_nothing(start, long_shards, tmp_path, when):
+    out_dir, (begin, words) = tmp_path / "shards", start
+    process = begin()
     assert wait_until(partial(has_more_shards, out_dir, 1, process))
     _, *workers = children_of(process.pid)  # the first one is the resource tracker of multiprocessing
     if when != "at work":  # its tokens are more than a pipe holds, and nobody reads them
@@ -134,24 +137,6 @@ def test_a_killed_worker_is_reported_and_loses_nothing(long_corpus, long_shards,
     assert all(map(gone, workers))
     succeed("fineweb.py", **words)
     assert_same_files(out_dir, long_shards)
-
-
-def test_a_complete_directory_is_left_alone(long_corpus, long_shards, tokenizer):
-    before = {path: path.stat().st_mtime_ns for path in long_shards.iterdir()}
-    result = succeed("fineweb.py", **options(long_corpus, long_shards, tokenizer, shard_size=100_000))
-    assert "is complete" in result.stdout
-    assert {path: path.stat().st_mtime_ns for path in long_shards.iterdir()} == before
-
-
-def test_a_disk_that_is_full_costs_nothing_that_was_complete(corpus, tokenizer, tmp_path, monkeypatch):
-    (folder, docs), out_dir = corpus, tmp_path / "shards"
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full_disk(3))
-        with pytest.raises(OSError, match="No space left"):  # which cli.script says in a line
-            run_here(folder, out_dir, tokenizer)
-    assert count_shards(out_dir) == 2 and not list(out_dir.glob(".*.tmp"))
-    run_here(folder, out_dir, tokenizer)
-    assert_shards(out_dir, plain_shards(docs, Tokenizer.load(tokenizer)))
 
 
 def test_two_runs_at_once_do_not_write_into_one_directory(corpus, tokenizer, tmp_path):
@@ -173,8 +158,9 @@ def interrupted(corpus, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "UNIT_BYTES", 9000)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full_disk(3))
-        with pytest.raises(OSError):
+        with pytest.raises(OSError, match="No space left"):  # which cli.script says in a line
             run_here(copy, out_dir, tokenizer)
+    assert count_shards(out_dir) == 2 and not list(out_dir.glob(".*.tmp"))
     assert read_manifest(out_dir)["next"]["unit"] > 0
     return copy, out_dir, partial(run_here, copy, out_dir, tokenizer)
 
