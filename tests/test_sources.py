@@ -94,27 +94,6 @@ def test_millions_of_blank_lines_are_read_at_once():
     assert documents("a" + "\n" * 3_000_000 + "b") == ["a" + "\n" * 3_000_000, "b"]
 
 
-@pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_a_long_text_is_cut_between_documents_where_nothing_else_is_known(tmp_path, monkeypatch, end):
-    monkeypatch.setattr(sources, "UNIT_BYTES", 5_000)
-    text = f"{end * 3}".join(make_documents()).replace("\r\n", "\n").replace("\n", end)
-    path = compress(tmp_path / "docs.txt", text.encode())
-    assert len(list(units_of(path, "text"))) > 10
-    assert read(path)[0] == documents(text)
-
-
-@pytest.mark.parametrize("cut", [r"(?<=\S)(?=\s)", "\n"])
-def test_a_long_text_is_cut_where_it_does_no_harm(tmp_path, monkeypatch, cut):
-    """In the middle of a document, which the next unit continues, and never in the middle of a character."""
-    monkeypatch.setattr(sources, "UNIT_BYTES", 500)
-    text = "中文也一样，\u3000没有空格的句子很长。🙂 naïve\n" * 400 + "\n\n\nA new document"
-    path = compress(tmp_path / "docs.txt", text.encode())
-    units = list(units_of(path, "text", re.compile(cut)))
-    assert len(units) > 20 and all(unit.content.decode() for unit in units)
-    if cut != "\n":  # which may be in the middle of blank lines
-        assert read(path, cut=re.compile(cut))[0] == documents(text)
-
-
 @pytest.mark.parametrize("name", ["docs.txt", "docs.txt.gz", "docs.jsonl", "docs.jsonl.zst"])
 def test_a_byte_order_mark_is_no_text(tmp_path, name):
     data = b"one" if "txt" in name else b'{"text": "one"}\r\n{"text": "two"}\r\n'
