@@ -13,7 +13,7 @@ from bpe.tokenizer import Tokenizer
 from cli import UserError
 from corpus.shards import data_tokenizer, load_tokenizer, prepare_text, summary, verify
 from corpus.stream import find_shards, open_shard, read_manifest
-from tests.helpers import ROOT
+from tests.helpers import ROOT, files_of
 from tests.test_shard_files import write_ds
 
 TEXT = "One morning the clock stood still.\n\n\nThe second document, of two\n\nparagraphs.\n\n\n\nA third one.\n" * 40
@@ -35,10 +35,6 @@ def byte_tokenizer(tmp_path) -> Path:
 def decoded(directory: Path, split: str) -> str:
     tokens = np.concatenate([open_shard(path) for path in find_shards(str(directory), split)])
     return load_tokenizer(str(directory / "tokenizer.json")).decode(tokens.tolist())
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
 # ----------------------------------------------------------------------------------------------------- a text as shards
@@ -101,33 +97,33 @@ DAMAGE = {
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
 def test_a_damaged_cache_is_made_again(tmp_path, text, damage):
     directory = prepare_text(str(text), "train", 300, tmp_path / "cache")
-    intact = contents(directory)
+    intact = files_of(directory)
     damage(directory)
     assert prepare_text(str(text), "train", 300, tmp_path / "cache") == directory
-    assert contents(directory) == intact
+    assert files_of(directory) == intact
     kept = {path.name for path in (tmp_path / "cache").iterdir() if path.name[0] != "."}
     assert kept == {directory.name, f"{directory.name}.1"}  # the damaged one is set aside
 
 
 def test_the_cache_is_cleared_of_what_a_killed_run_left(tmp_path, text):
     directory = prepare_text(str(text), "train", 300, tmp_path / "cache")
-    intact = contents(directory)
+    intact = files_of(directory)
     directory.rename(tmp_path / "cache" / f".{directory.name}.999999.tmp")
     (tmp_path / "cache" / ".other.999999.tmp").mkdir()
-    assert contents(prepare_text(str(text), "train", 300, tmp_path / "cache")) == intact
+    assert files_of(prepare_text(str(text), "train", 300, tmp_path / "cache")) == intact
     assert [path.name for path in (tmp_path / "cache").glob("*.tmp")] == [".other.999999.tmp"]
 
 
 def test_several_runs_at_once_share_one_cache(tmp_path, text):
     """Three processes, with a damaged cache in their way."""
     directory = prepare_text(str(text), "train", 300, tmp_path / "cache")
-    intact = contents(directory)
+    intact = files_of(directory)
     DAMAGE["a shard is cut"](directory)
     prepare = f"prepare_text({str(text)!r}, 'train', 300, Path({str(tmp_path / 'cache')!r}))"
     code = f"from pathlib import Path; from corpus.shards import prepare_text; print({prepare})"
     runs = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in "abc"]
     assert [run.communicate(timeout=300)[0] for run in runs] == [f"{directory}\n"] * 3
-    assert contents(directory) == intact
+    assert files_of(directory) == intact
 
 
 def test_an_intact_cache_is_used_without_a_lock(tmp_path, text):
@@ -140,23 +136,23 @@ def test_an_intact_cache_is_used_without_a_lock(tmp_path, text):
 
 
 def test_texts_that_cannot_be_used(tmp_path):
-    def refused(path: Path | str, *arguments) -> str:
+    path, plain = tmp_path / "x.txt", tmp_path / "plain.json"
+    Tokenizer.train(["ab"], 256, special_tokens=()).save(plain)
+    for content, name, tokenizer, vocab_size, words in (
+        (None, path, "train", 300, f"{path} cannot be read"),
+        *((content, path, "train", 300, f"{path} is empty") for content in (b"", b" \n\r\n", b"\xef\xbb\xbf")),
+        (b"\xff\xfeA\0", path, "train", 300, "UTF-8"),
+        (b"A text.", tmp_path, "train", 300, "cannot be read"),
+        (b"A text.", "n" * 5000 + ".txt", "train", 300, "cannot be read"),
+        (b"A text.", path, "train", 5, "--vocab_size 5"),
+        (b"A text.", path, tmp_path / "nowhere.json", 300, "nowhere.json"),
+        (b"A text.", path, plain, 300, "has no <|endoftext|>"),
+    ):
+        if content is not None:
+            path.write_bytes(content)
         with pytest.raises(UserError) as error:
-            prepare_text(str(path), *(arguments or ("train", 300)), tmp_path / "cache")
-        return str(error.value)
-
-    path = tmp_path / "x.txt"
-    assert f"{path} cannot be read" in refused(path)
-    for content, word in ((b"", "empty"), (b" \n\r\n", "empty"), (b"\xef\xbb\xbf", "empty"), (b"\xff\xfeA\0", "UTF-8")):
-        path.write_bytes(content)
-        assert str(path) in refused(path) and word in refused(path)
-    assert "cannot be read" in refused(tmp_path)
-    assert "cannot be read" in refused("n" * 5000 + ".txt")
-    path.write_text("A text.")
-    assert "--vocab_size 5" in refused(path, "train", 5)
-    assert "nowhere.json" in refused(path, str(tmp_path / "nowhere.json"), 300)
-    Tokenizer.train(["ab"], 256, special_tokens=()).save(tmp_path / "plain.json")
-    assert "has no <|endoftext|>" in refused(path, str(tmp_path / "plain.json"), 300)
+            prepare_text(str(name), str(tokenizer), vocab_size, tmp_path / "cache")
+        assert words in str(error.value)
 
 
 # -------------------------------------------------------------------------------------------------- tokenizers by name
