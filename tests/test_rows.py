@@ -35,29 +35,18 @@ def encode(rows: list[dict], tokenizer, sequence_length=1000):
     return encode_rows([messages_of(r, "") for r in rows], tokenizer, sequence_length)
 
 
-def test_answers_and_their_end_are_targets_and_nothing_else_is(tokenizer):
-    (example,), _ = encode([row("Add.", "3", "1 and 2")], tokenizer)
-    prompt = tokenizer.encode_ordinary("BEGINNING OF CONVERSATION: USER: Add. 1 and 2 ASSISTANT:")
-    answer = [*tokenizer.encode_ordinary("3"), tokenizer.eot_token]
-    assert example.idx.tolist() == (prompt + answer)[:-1]
-    assert example.targets.tolist() == [IGNORED] * (len(prompt) - 1) + answer
-
-
-def test_a_conversation_scores_every_answer(tokenizer):
-    said = (("system", "Be kind."), ("user", "Hi"), ("assistant", "Ho"), ("user", "Bye"), ("assistant", "Ciao"))
+def test_every_answer_and_its_end_are_targets_and_nothing_else_is(tokenizer):
+    """And a special token in a row is text, without its ends."""
+    said = (("system", "Be"), ("user", "Hi"), ("assistant", "Ho"), ("user", "A <|endoftext|>!"), ("assistant", "Bye"))
     messages = [dict(role=role, content=content) for role, content in said]
     (example,), _ = encode([dict(messages=messages)], tokenizer)
-    text = "BEGINNING OF CONVERSATION: USER: Be kind. Hi ASSISTANT:Ho<|endoftext|>USER: Bye ASSISTANT:Ciao<|endoftext|>"
+    text = "BEGINNING OF CONVERSATION: USER: Be Hi ASSISTANT:Ho<|endoftext|>"
+    text += "USER: A  |endoftext| ! ASSISTANT:Bye<|endoftext|>"
     ids = tokenizer.encode(text, allowed_special="all")
     assert [*example.idx, example.targets[-1]] == ids == chat.chat_ids(tokenizer, messages)
+    assert all(target in (IGNORED, i) for target, i in zip(example.targets, ids[1:], strict=True))
     scored = example.targets[example.targets >= 0].tolist()
-    assert tokenizer.decode(scored) == "Ho<|endoftext|>Ciao<|endoftext|>"
-
-
-def test_special_tokens_in_a_row_are_text(tokenizer):
-    (example,), _ = encode([row("Say <|endoftext|>", "<|endoftext|>")], tokenizer)
-    assert tokenizer.eot_token not in example.idx
-    assert (example.targets == tokenizer.eot_token).sum() == 1
+    assert tokenizer.decode(scored) == "Ho<|endoftext|>Bye<|endoftext|>"
 
 
 def test_empty_rows_are_counted_and_left_out(tokenizer):
@@ -156,17 +145,11 @@ def test_instructions_and_messages_are_read_alike(tmp_path):
 def test_alpaca_comes_from_the_hub_through_datasets(monkeypatch, tmp_path):
     import datasets
 
-    asked = []
-
-    def stand_in(repo, split):
-        asked.append((repo, split))
-        return datasets.Dataset.from_list([row("Hi", "Ho", "there") | dict(text="...")])
-
+    hub = {("tatsu-lab/alpaca", "train"): [row("Hi", "Ho", "there") | dict(text="...")]}
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(datasets, "load_dataset", stand_in)
-    found = load_rows("tatsu-lab/alpaca")
-    assert asked == [("tatsu-lab/alpaca", "train")]
-    assert found == [[dict(role="user", content="Hi there"), dict(role="assistant", content="Ho")]]
+    monkeypatch.setattr(datasets, "load_dataset", lambda repo, split: datasets.Dataset.from_list(hub[repo, split]))
+    messages = [dict(role="user", content="Hi there"), dict(role="assistant", content="Ho")]
+    assert load_rows("tatsu-lab/alpaca") == [messages]
 
 
 @pytest.mark.parametrize("name", ["absent.json", "folder/absent.jsonl", "absent", "a/b/c", "./absent", "x" * 300])
