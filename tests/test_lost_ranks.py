@@ -48,24 +48,6 @@ def workers(process: subprocess.Popen) -> list[int]:
     return [ranks[rank] for rank in sorted(ranks)]
 
 
-@pytest.mark.slow
-def test_started_on_three_ranks_killed_resumed_on_two_and_on_one(long_run):
-    run = long_run / "3-2-1"
-    for ranks, shard, step in ((3, "none", 23), (2, "optimizer", 43), (1, "none", None)):
-        process = torchrun(
-            long_run, run.name, "--standalone", f"--nproc_per_node={ranks}", resume=True, shard=shard, **LONG
-        )
-        if step is None:
-            assert process.wait(120) == 0
-        else:
-            wait_for_step(run, step, process)
-            for pid in [*workers(process), process.pid]:
-                os.kill(pid, signal.SIGKILL)
-            process.wait()
-        process.stdout.close()
-    same_losses(run, long_run / "long")
-
-
 def wait_for_save(run: Path, process: subprocess.Popen) -> None:
     while not list(run.glob(".step_000030*tmp/*")):
         assert process.poll() is None, process.communicate()[0][-3000:]
@@ -157,20 +139,15 @@ def end_well(run: Path, processes: list[subprocess.Popen]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard", ["none", "full"])
-def test_a_node_that_is_killed_and_comes_back_continues_with_the_other(long_run, two_nodes, shard):
-    run, head = long_run / f"node-killed-{shard}", two_nodes[0][2]
-    first, second = (start_node(long_run, run.name, node, head, shard=shard) for node in two_nodes)
-    wait_for_step(run, 25, first)
-    kill(second)
-    end_well(run, [first, start_node(long_run, run.name, two_nodes[1], head, shard=shard)])
-
-
-@pytest.mark.slow
-def test_if_the_first_node_is_killed_the_other_ends_and_both_are_started_again(long_run, two_nodes):
-    run, head = long_run / "first-node-killed", two_nodes[0][2]
-    first, second = (start_node(long_run, run.name, node, head, shard="optimizer") for node in two_nodes)
-    wait_for_step(run, 25, second)
-    kill(first)
-    assert second.communicate(timeout=60) and second.returncode == 1
-    end_well(run, [start_node(long_run, run.name, node, head, shard="optimizer") for node in two_nodes])
+@pytest.mark.parametrize("killed, shard", [(1, "none"), (1, "full"), (0, "optimizer")])
+def test_a_node_that_is_killed_and_comes_back_continues_with_the_other(long_run, two_nodes, killed, shard):
+    """Without the first node, where they meet, the second ends too, and both are started again."""
+    run, head = long_run / f"node-{killed}-killed-{shard}", two_nodes[0][2]
+    nodes = [start_node(long_run, run.name, node, head, shard=shard) for node in two_nodes]
+    wait_for_step(run, 25, nodes[1 - killed])
+    kill(nodes[killed])
+    if killed == 0:
+        assert nodes[1].communicate(timeout=60) and nodes[1].returncode == 1
+        nodes[1] = start_node(long_run, run.name, two_nodes[1], head, shard=shard)
+    nodes[killed] = start_node(long_run, run.name, two_nodes[killed], head, shard=shard)
+    end_well(run, nodes)
