@@ -46,10 +46,7 @@ def test_the_hub_reads_where_a_model_comes_from_and_what_it_reached():
     assert {(kind, value) for (kind, _), value in metrics(text).items()} == {
         (own, 4.02), (own, 1.301), (hellaswag, 0.27), (hellaswag, 0.26), (hellaswag, 1.2)
     }  # fmt: skip
-
-
-def test_people_read_data_tokens_figures_command_and_commit():
-    text = card.model_card("gpt2", LOG, MODEL)
+    # and people read
     for words in ("124,439,808", "10,000,000,000", "262,144,000", "4.0200 at step 500", "10,042 examples", "abc",
                   "    python train_gpt2.py --data 'a  |b'\n"):  # fmt: skip
         assert words in text, words
@@ -133,14 +130,11 @@ def test_adapters_and_merged_models_have_cards_and_no_older_one_is_lost(train, t
     loss = round(log_of(tmp_path / "lora", "val")[-1]["loss"], 4)
     assert loss in metrics(adapter).values() and loss in metrics(merged).values()
     assert "LoRA of rank 2" in merged and "rows.json" in merged and 'role="user"' in merged
-    again = dict(adapter=tmp_path / "lora/adapter", merge=tmp_path / "merged", overwrite=True)
-    assert tune(**again).returncode == 0 and (tmp_path / "merged" / "README.md").read_text() == merged
-    (tmp_path / "merged" / "README.md").write_text("mine")
-    assert tune(**again).returncode == 0
-    assert {"mine", merged} == {(tmp_path / f"merged.{n}" / "README.md").read_text() for n in (1, 2)}
     # an adapter without its run still says what it is
     (tmp_path / "lora" / "adapter").rename(tmp_path / "alone")
-    assert tune(**again | dict(adapter=tmp_path / "alone")).returncode == 0
+    (tmp_path / "merged" / "README.md").write_text("mine")
+    assert tune(adapter=tmp_path / "alone", merge=tmp_path / "merged", overwrite=True).returncode == 0
+    assert (tmp_path / "merged.1" / "README.md").read_text() == "mine"
     assert "LoRA of rank 2" in (tmp_path / "merged" / "README.md").read_text()
 
 

@@ -49,13 +49,3 @@ def test_prefetch_is_one_batch_ahead_and_ends_with_its_reader():
     assert len(made) == 2
     reader.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_prefetch_copies_to_the_gpu_while_it_computes():
-    device = torch.device("cuda")
-    large = ([(torch.full((64, 1024), i), torch.full((64, 1024), -i))] for i in range(100))
-    busy = torch.randn(2048, 2048, device=device)
-    for i, [(idx, targets)] in enumerate(prefetch(large, device)):
-        busy = busy @ busy.T / 2048
-        assert idx.device.type == "cuda" and (idx == i).all() and (targets == -i).all()

@@ -107,20 +107,6 @@ def test_a_pipeline_of_transformers_gives_the_same_answers(models, spoken):
     assert converse(lambda messages: ask(messages, **options)[0]["generated_text"][-1]["content"])[0] == spoken
 
 
-def test_a_model_without_a_template_refuses_messages_and_takes_text(server, models):
-    from openai import OpenAI, OpenAIError
-
-    client = OpenAI(base_url=server, api_key="none", max_retries=0)
-    with pytest.raises(OpenAIError):
-        client.chat.completions.create(model=models.base, messages=[dict(role="user", content="Hi")], max_tokens=4)
-    client = OpenAI(base_url=server, api_key="none", max_retries=0)  # the server has closed the connection of the other
-    prompt = chat.prompt_of("Hi", models.tokenizer)
-    text = client.completions.create(model=models.base, prompt=prompt, temperature=0, max_tokens=4).choices[0].text
-    model, tokenizer = sample.open_model(sample.Config(models.base))
-    config = sample.Config(models.base, max_new_tokens=4, temperature=0)
-    assert text == "".join(sample.stream(model, tokenizer, tokenizer.encode_ordinary(prompt), config, None))
-
-
 # ---- the page
 
 PROMPTS = [
