@@ -72,12 +72,8 @@ def test_padded_ids_are_never_generated():
     model = small()
     with torch.no_grad():
         model.transformer.wte.weight[200:] *= 50
-    ids = {
-        i
-        for step in generate(model, [[1]] * 8, 24, n_tokens=200, generator=torch.Generator().manual_seed(0))
-        for i in step
-    }
-    assert max(ids) < 200
+    steps = generate(model, [[1]] * 8, 24, n_tokens=200, generator=torch.Generator().manual_seed(0))
+    assert max(map(max, steps)) < 200
 
 
 def test_generation_leaves_the_training_mode_as_it_was():

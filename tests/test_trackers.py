@@ -24,12 +24,8 @@ def expected(run: Path) -> dict[tuple[str, int], float]:
 class Tracker(types.ModuleType):
     """A stand-in for wandb and trackio."""
 
-    def __init__(self, name: str):
-        super().__init__(name)
-        self.options, self.held, self.ended_with = {}, {}, None
-
     def init(self, **options):
-        self.options = options
+        self.options, self.held = options, {}
 
     def log(self, numbers: dict, step: int):
         self.held |= {(name, step): value for name, value in numbers.items()}

@@ -21,10 +21,6 @@ CALLS = {"cpu", "tolist", "numpy", "item", "__array__", "__bool__", "__int__", "
 
 
 class Operators(TorchDispatchMode):
-    def __init__(self, found: list):
-        super().__init__()
-        self.found = found
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         indices = args[1] if name in ("index", "index_put", "index_put_", "_index_put_impl_") else ()
@@ -34,10 +30,6 @@ class Operators(TorchDispatchMode):
 
 
 class Calls(TorchFunctionMode):
-    def __init__(self, found: list):
-        super().__init__()
-        self.found = found
-
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name, given = getattr(func, "__name__", ""), [*args[1:], *(kwargs or {}).values()]
         # a device that is no word is that of another tensor, and would be the GPU there
@@ -55,8 +47,9 @@ class Watch(ExitStack):
 
     def start(self) -> None:
         self.close()
-        self.enter_context(Operators(self.found))
-        self.enter_context(Calls(self.found))
+        for mode in (Operators(), Calls()):
+            mode.found = self.found
+            self.enter_context(mode)
 
 
 PLANTED = {
@@ -81,9 +74,8 @@ def test_what_waits_is_seen(kind):
     watch.start()
     PLANTED[kind](tensor)
     watch.close()
-    assert watch.found
-    torch.ones(()).item()
-    assert len(watch.found) <= 2  # and nothing afterwards
+    torch.ones(()).item()  # nothing afterwards
+    assert 0 < len(watch.found) <= 2
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
