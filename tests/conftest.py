@@ -50,6 +50,11 @@ def tokenizer(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def small_tokenizer() -> Tokenizer:
+    return Tokenizer.train([(ROOT / "input.txt").read_text()[:60_000]], 320)
+
+
+@pytest.fixture(scope="session")
 def corpus(tmp_path_factory, tokenizer) -> tuple[Path, list[str]]:
     """A folder of 12 parquet files, and their documents."""
     folder, docs = tmp_path_factory.mktemp("corpus"), make_documents(480)

@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 import lora_finetune as lf
-from bpe.tokenizer import Tokenizer
 from finetuning import chat
 from finetuning.lora import TARGETS, load_adapter
 from finetuning.rows import Example, encode_rows, messages_of, micro_batches
@@ -33,19 +32,13 @@ from tests.helpers import (
     succeed,
 )
 
-
-@pytest.fixture(scope="session")
-def tokenizer():
-    return Tokenizer.train([(ROOT / "input.txt").read_text()[:60_000]], 320)
-
-
 # ---- the loss
 
 
 @pytest.mark.parametrize("dropped", [None, "attn.c_proj"])
-def test_a_batch_gives_the_loss_and_gradients_of_its_examples_one_by_one(tokenizer, dropped):
+def test_a_batch_gives_the_loss_and_gradients_of_its_examples_one_by_one(small_tokenizer, dropped):
     """Micro-batches of several lengths, padded, with the loss at answers only, against the plain forward pass."""
-    examples, _ = encode_rows([messages_of(r, "") for r in ROWS[:13]], tokenizer, 1000)
+    examples, _ = encode_rows([messages_of(r, "") for r in ROWS[:13]], small_tokenizer, 1000)
     model = adapted(small_gpt(n_positions=256), [t for t in TARGETS if t != dropped])
     n_targets = sum(int((e.targets >= 0).sum()) for e in examples)
     micros = [tuple(map(torch.from_numpy, micro)) for micro in micro_batches(examples, 300, 20)]
@@ -84,13 +77,13 @@ def test_constants_follow_from_the_rows_and_the_rank_unless_they_are_given(finet
 
 
 @pytest.fixture(scope="session")
-def base(tmp_path_factory, tokenizer):
+def base(tmp_path_factory, small_tokenizer):
     """A base with a tokenizer, and rows to finetune it on."""
     path = tmp_path_factory.mktemp("base")
     model = small_gpt(n_positions=128)
     model.transformer.wte.weight.data *= 10  # as after training: logits that a frozen head can move
-    model.save_pretrained(path / "base", tokenizer.eot_token, len(tokenizer))
-    tokenizer.save(path / "base")
+    model.save_pretrained(path / "base", small_tokenizer.eot_token, len(small_tokenizer))
+    small_tokenizer.save(path / "base")
     write_json(path / "rows.json", ROWS)
     return path
 
@@ -173,7 +166,7 @@ def test_a_merged_directory_is_a_plain_model_for_transformers(finetune, base, tm
     assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "merged/model.safetensors").read_bytes()
 
 
-def test_what_is_written_is_spoken_to_in_the_form_that_was_trained(finetune, tmp_path, tokenizer):
+def test_what_is_written_is_spoken_to_in_the_form_that_was_trained(finetune, tmp_path, small_tokenizer):
     from transformers import AutoTokenizer, GenerationConfig
 
     said = [("system", "Be kind."), ("user", "Say <|endoftext|> (twice)"), ("assistant", ":) ok"), ("user", "Bye")]
@@ -183,8 +176,8 @@ def test_what_is_written_is_spoken_to_in_the_form_that_was_trained(finetune, tmp
     for path in ("run/adapter", "run/step_000001", "merged", "full/step_000001"):
         theirs = AutoTokenizer.from_pretrained(tmp_path / path)
         ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        assert ids == chat.chat_ids(tokenizer, messages)
-        assert GenerationConfig.from_pretrained(tmp_path / path).eos_token_id == tokenizer.eot_token
+        assert ids == chat.chat_ids(small_tokenizer, messages)
+        assert GenerationConfig.from_pretrained(tmp_path / path).eos_token_id == small_tokenizer.eot_token
 
 
 def test_what_is_overwritten_is_renamed_and_never_lost(finetune, base, tmp_path):
@@ -264,7 +257,6 @@ def test_recomputed_activations_change_no_figure_and_a_bare_resume_continues(fin
         (dict(sequence_length=1000), "128 tokens"),
         (dict(sequence_length=1), "none with an instruction and an answer"),
         (dict(lora_dim=-1), "--lora_dim must be in"),
-        (dict(lora_alpha=-1), "--lora_alpha must be in"),
         (dict(lora_dropout=1.0), "--lora_dropout must be in"),
         (dict(min_lr=1), "--min_lr 1.0 is above --max_lr"),
         (dict(targets="wte"), "tied"),

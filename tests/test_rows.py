@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import CrossEntropyLoss
 
-from bpe.tokenizer import Tokenizer
 from cli import UserError
 from finetuning import chat
 from finetuning.rows import (
@@ -23,35 +22,29 @@ from finetuning.rows import (
     windows,
 )
 from tests.finetuning import ROWS, row, write_json
-from tests.helpers import ROOT
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return Tokenizer.train([(ROOT / "input.txt").read_text()[:60_000]], 320)
 
 
 def encode(rows: list[dict], tokenizer, sequence_length=1000):
     return encode_rows([messages_of(r, "") for r in rows], tokenizer, sequence_length)
 
 
-def test_every_answer_and_its_end_are_targets_and_nothing_else_is(tokenizer):
+def test_every_answer_and_its_end_are_targets_and_nothing_else_is(small_tokenizer):
     """And a special token in a row is text, without its ends."""
     said = (("system", "Be"), ("user", "Hi"), ("assistant", "Ho"), ("user", "A <|endoftext|>!"), ("assistant", "Bye"))
     messages = [dict(role=role, content=content) for role, content in said]
-    (example,), _ = encode([dict(messages=messages)], tokenizer)
+    (example,), _ = encode([dict(messages=messages)], small_tokenizer)
     text = "BEGINNING OF CONVERSATION: USER: Be Hi ASSISTANT:Ho<|endoftext|>"
     text += "USER: A  |endoftext| ! ASSISTANT:Bye<|endoftext|>"
-    ids = tokenizer.encode(text, allowed_special="all")
-    assert [*example.idx, example.targets[-1]] == ids == chat.chat_ids(tokenizer, messages)
+    ids = small_tokenizer.encode(text, allowed_special="all")
+    assert [*example.idx, example.targets[-1]] == ids == chat.chat_ids(small_tokenizer, messages)
     assert all(target in (IGNORED, i) for target, i in zip(example.targets, ids[1:], strict=True))
     scored = example.targets[example.targets >= 0].tolist()
-    assert tokenizer.decode(scored) == "Ho<|endoftext|>Bye<|endoftext|>"
+    assert small_tokenizer.decode(scored) == "Ho<|endoftext|>Bye<|endoftext|>"
 
 
-def test_empty_rows_are_counted_and_left_out(tokenizer):
+def test_empty_rows_are_counted_and_left_out(small_tokenizer):
     empty = [row("Hi", " "), row("", "Ho"), dict(messages=[]), dict(messages=[dict(role="user", content="x")])]
-    examples, counts = encode([row("Hi", "Ho"), *empty], tokenizer)
+    examples, counts = encode([row("Hi", "Ho"), *empty], small_tokenizer)
     assert len(examples) == 1 and counts["empty"] == 4
 
 
@@ -95,8 +88,8 @@ def test_a_micro_batch_grows_until_the_limit_or_until_padding_costs_more_than_an
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_the_ranks_share_every_global_batch_whatever_their_number(tokenizer, world_size):
-    examples, _ = encode(ROWS[:21], tokenizer)
+def test_the_ranks_share_every_global_batch_whatever_their_number(small_tokenizer, world_size):
+    examples, _ = encode(ROWS[:21], small_tokenizer)
 
     def targets_of(step, ranks):
         batch = global_batch(examples, step, 8, 3)

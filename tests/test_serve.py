@@ -24,12 +24,11 @@ LONGEST = 12  # tokens of an answer
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory) -> SimpleNamespace:
+def models(tmp_path_factory, small_tokenizer) -> SimpleNamespace:
     """`base`, and `merged`: the same with an adapter. Weights are random, and such that the answers differ from each
     other, can be read, and end by themselves or are cut."""
     path = tmp_path_factory.mktemp("serve")
-    tokenizer = Tokenizer.train([(ROOT / "input.txt").read_text()[:60_000]], 320)
-    base = small_gpt(n_positions=256)
+    base, tokenizer = small_gpt(n_positions=256), small_tokenizer
     for p in base.transformer.h.parameters():
         p.data *= 30 if p.dim() == 2 else 1  # what was read counts for more than the last token
     embedding, eot = base.transformer.wte.weight.data, tokenizer.eot_token
