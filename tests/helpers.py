@@ -54,6 +54,12 @@ def run_script(script: str, *args, cwd=None, timeout=240, env=None, **kwargs) ->
     )
 
 
+def start_script(script: str, *args, **kwargs) -> subprocess.Popen:
+    """Start a script of the project, with its output in pipes."""
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command(script, *args, **kwargs), env=environment(), **pipes)
+
+
 def succeed(*args, **kwargs) -> subprocess.CompletedProcess:
     result = run_script(*args, **kwargs)
     assert result.returncode == 0, result.stderr[-3000:]

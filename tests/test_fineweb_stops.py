@@ -31,7 +31,7 @@ from tests.corpora import (
     wait_until,
     write_parquet,
 )
-from tests.helpers import command, environment, succeed
+from tests.helpers import command, environment, start_script, succeed
 
 # -------------------------------------------------------------------------------------------------------- interruptions
 
@@ -83,8 +83,7 @@ def gone(pid: int) -> bool:
 def start(long_corpus, tokenizer, tmp_path):
     """A function that starts the sharding of the long corpus, and the words of its command line."""
     words = options(long_corpus, tmp_path / "shards", tokenizer, shard_size=100_000)
-    pipes = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    return lambda: subprocess.Popen(command("fineweb.py", **words), env=environment(), **pipes), words
+    return lambda: start_script("fineweb.py", **words), words
 
 
 def test_five_kills_at_random_moments_change_nothing(start, long_shards, tmp_path):

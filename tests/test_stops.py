@@ -12,28 +12,14 @@ import train_gpt2
 from cli import UserError
 from run.checkpoint import ModelFiles, damage
 from run.directory import Run
-from tests.helpers import (
-    SHORT,
-    SMALL,
-    arguments,
-    assert_user_error,
-    command,
-    environment,
-    log_of,
-    losses,
-    steps_of,
-    text_file,
-)
+from tests.helpers import SHORT, SMALL, assert_user_error, log_of, losses, start_script, steps_of, text_file
 
 
 def start(tmp_path: Path, **changes) -> subprocess.Popen:
     if not (tmp_path / "text.txt").exists():
         text_file(tmp_path / "text.txt")
     options = SMALL | dict(data=tmp_path / "text.txt", out_dir=tmp_path / "run") | changes
-    return subprocess.Popen(
-        command("train_gpt2.py", "tiny", *arguments(**options)), env=environment(), stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    return start_script("train_gpt2.py", "tiny", **options)
 
 
 def wait_for_steps(run: Path, n: int, process: subprocess.Popen) -> None:
