@@ -107,10 +107,3 @@ def test_a_pattern_that_is_read_differently_elsewhere_is_kept_with_a_warning(pat
             save()
     with pytest.raises(ValueError, match="cannot use the tokenizer"):  # the file means other ids than we would give
         Tokenizer.load(tmp_path)
-
-
-def test_another_pattern_that_is_read_alike_is_kept_without_one(tmp_path, recwarn):
-    pattern = r"\p{N}|\p{L}+|\s+|[^\p{N}\p{L}\s]+"
-    tok = Tokenizer.train(["one two², ½ 12345"] * 9, 258, pattern)
-    tok.save(tmp_path)
-    assert not recwarn.list and Tokenizer.load(tmp_path).pattern == pattern
