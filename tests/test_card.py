@@ -54,12 +54,9 @@ def test_the_hub_reads_where_a_model_comes_from_and_what_it_reached():
 
 @pytest.mark.parametrize(
     "files, base, library, relation",
-    [
-        (MODEL, "gpt2", "transformers", "finetune"),
-        (ADAPTER, "gpt2", "peft", "adapter"),
-        (MODEL, "tests", "transformers", None),
-    ],
-)
+    [(MODEL, "gpt2", "transformers", "finetune"), (ADAPTER, "gpt2", "peft", "adapter"),
+     (MODEL, "tests", "transformers", None)],
+)  # fmt: skip
 def test_a_base_is_named_to_the_hub_if_it_is_on_the_hub(files, base, library, relation):
     record = RUN | card.provenance({}, "", base) | dict(config=dict(base=base, data="rows.json", lora_dim=8))
     text = card.model_card("lora", [record], files)

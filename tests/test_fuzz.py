@@ -141,10 +141,8 @@ DOORS = {
         files=("tokenizer.json",),
     ),
 }  # fmt: skip
-CONSTANTS = {  # doors whose constants are tried; the others differ from them in files only
-    name: DOORS[name]
-    for name in ("train", "hellaswag", "lora", "sample", "plot", "fineweb", "bench", "bpe/train", "bpe/try")
-}
+# doors whose constants are tried; the others differ from them in files only
+CONSTANTS = {name: DOORS[name] for name in "train hellaswag lora sample plot fineweb bench bpe/train bpe/try".split()}
 
 
 def constants(door: Door) -> list[str]:

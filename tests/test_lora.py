@@ -155,12 +155,9 @@ def test_peft_loads_our_adapter(tmp_path, on_disk, targets, rslora, recwarn):
 
 @pytest.mark.parametrize(
     "targets,options",
-    [
-        (list(TARGETS), dict(lora_dropout=0.1)),
-        (["c_attn"], dict(use_rslora=True, init_lora_weights="gaussian")),
-        (["c_proj", "c_fc"], dict(init_lora_weights=False)),
-    ],
-)
+    [(list(TARGETS), dict(lora_dropout=0.1)), (["c_proj", "c_fc"], dict(init_lora_weights=False)),
+     (["c_attn"], dict(use_rslora=True, init_lora_weights="gaussian"))],
+)  # fmt: skip
 def test_we_load_an_adapter_that_peft_trained_and_saved(tmp_path, on_disk, targets, options):
     from peft import LoraConfig, get_peft_model
 

@@ -145,14 +145,14 @@ def test_gpt2_from_tiktoken_has_gpt2s_ids_and_saves_them_for_auto_tokenizer(tmp_
 
 def test_without_network_and_cache_the_error_names_file_folder_and_checksum(tmp_path):
     """In a process of its own, where every connection fails at once."""
-    code = (
-        "import socket\n"
-        "def fail(*args, **kwargs): raise OSError('no network')\n"
-        "socket.getaddrinfo = socket.create_connection = fail\n"
-        "from bpe.tokenizer import Tokenizer\n"
-        "try: Tokenizer.load('gpt2')\n"
-        "except ValueError as e: print(e)\n"
-    )
+    code = """
+import socket
+def fail(*args, **kwargs): raise OSError('no network')
+socket.getaddrinfo = socket.create_connection = fail
+from bpe.tokenizer import Tokenizer
+try: Tokenizer.load('gpt2')
+except ValueError as e: print(e)
+"""
     env = os.environ | {"TIKTOKEN_CACHE_DIR": str(tmp_path)}
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
