@@ -162,8 +162,9 @@ def check_constants(config_type, values: dict) -> None:
             raise UserError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, get_args(kind)))}")
         if kind in (int, float, str, bool) and type(value) not in ((int, float) if kind is float else (kind,)):
             raise UserError(f"{name} is {value!r}; it must be {KINDS[kind]}")
+        items = value if isinstance(value, tuple) else (value,)
         for low, high in ((each.low, each.high) for each in limits if isinstance(each, Range)):
-            if not low <= value <= high:
+            if not all(low <= item <= high for item in items):
                 raise UserError(f"--{name} must be in [{low:,g}, {high:,g}], not {value}")
 
 
@@ -207,7 +208,7 @@ def as_option(name: str, hint, default) -> tuple[str, str]:
     values = {int: "INT", float: "FLOAT", str: "TEXT"}.get(kind, "TEXT ...")
     if get_origin(kind) is Literal:
         values = "{" + ",".join(get_args(kind)) + "}"
-    default = " ".join(default) if isinstance(default, tuple) else default
+    default = " ".join(map(str, default)) if isinstance(default, tuple) else default
     return f"--{name} {values}", f" [{default}]" if default not in ("", MISSING) else ""
 
 

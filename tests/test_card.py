@@ -126,7 +126,7 @@ def test_adapters_and_merged_models_have_cards_and_no_older_one_is_lost(train, t
     assert ModelCard(adapter).data.library_name == "peft" and ModelCard(merged).data.library_name == "transformers"
     loss = round(log_of(tmp_path / "lora", "val")[-1]["loss"], 4)
     assert loss in metrics(adapter).values() and loss in metrics(merged).values()
-    assert "LoRA of rank 2" in merged and "rows.json" in merged and 'role="user"' in merged
+    assert "LoRA of rank 2" in merged and "rows.json" in merged
     # an adapter without its run still says what it is
     (tmp_path / "lora" / "adapter").rename(tmp_path / "alone")
     (tmp_path / "merged" / "README.md").write_text("mine")

@@ -127,7 +127,7 @@ DOORS = {
     ),
     "plot": Door("plot", lambda f, out: dict(out=out / "a.png"), first=("run",), files=("run/log.jsonl",)),
     "fineweb": Door(
-        "fineweb", sharding("text.parquet", shard_size=4000, limit_tokens=5000),
+        "fineweb", sharding("text.parquet", shard_size=300, limit_tokens=500),
         files=("text.parquet", "tokenizer.json"),
     ),
     "fineweb from jsonl": Door("fineweb", sharding("text.jsonl"), files=("text.jsonl",)),

@@ -272,9 +272,10 @@ def test_fingerprint_is_of_the_content(tok):
         Tokenizer(tok.merges[:-1], tok.pattern, tok.special_tokens),
         Tokenizer(tok.merges, "cl100k", tok.special_tokens),
         Tokenizer(tok.merges, tok.pattern, (ENDOFTEXT,)),
+        Tokenizer(tok.merges, tok.pattern, tok.special_tokens, tok.ordinary | {b"a": 3_000}),
     ]
     assert same.fingerprint == tok.fingerprint
-    assert len({t.fingerprint for t in [tok, *others]}) == 4
+    assert len({t.fingerprint for t in [tok, *others]}) == 5
 
 
 def test_a_tokenizer_survives_pickle_and_a_new_process(tok):
