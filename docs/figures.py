@@ -1,22 +1,23 @@
-"""The look of the walk's figures: 900 pixels wide, a title that says what to see, units, legible in grey.
+"""The figures of the walk: 900 pixels wide, a title that says what to see, units, legible in grey.
 
-    with picture("05_residual", "what to see", "x (unit)", "y (unit)") as axes:
+    with picture("clock", "what to see", "x (unit)", "y (unit)") as axes:
         axes.plot(...)
-    curves("05_residual", "what to see", "x (unit)", "y (unit)", {"label": (x, y), ...})
-    bars("03_sizes", "what to see", "x (unit)", {"label": 3.0, ...})
-    runs("12_runs", {"label": read_log(Path("out/tiny/log.jsonl")), ...})
+    curves("residual", "what to see", "x (unit)", "y (unit)", {"label": (x, y), ...})
+    runs("run", "what to see", {"label": read_log(Path("out/tiny/log.jsonl")), ...})
 
-They are written to ASSETS as walk_NAME.png. This file knows nothing of models: it is handed numbers.
+They are written to ASSETS as walk_NAME.png, with the title also in the file, where a test compares it with the page.
+This file knows nothing of models: it is handed numbers.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 from matplotlib.figure import Figure
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
-from run.curves import draw, look
+from run.curves import CHANCE, PUBLISHED, draw, look
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 WIDTH = 9  # inches, at 100 dots
@@ -41,7 +42,7 @@ def picture(name: str, title: str, x: str = "", y: str = "", height: float = 3.6
     for axes in panels:
         if axes.get_legend_handles_labels()[1] and axes.get_legend() is None:
             axes.legend(fontsize=9.5, framealpha=0.85)
-    figure.savefig(asset(f"{name}.png"), pil_kwargs=dict(optimize=True))
+    figure.savefig(asset(f"{name}.png"), metadata=dict(Title=title), pil_kwargs=dict(optimize=True))
 
 
 def asset(name: str) -> Path:
@@ -50,29 +51,170 @@ def asset(name: str) -> Path:
     return ASSETS / f"walk_{name}"
 
 
+def plain_ticks(axes, values) -> None:
+    """A logarithmic x axis with these values on it, in plain numbers."""
+    axes.set_xscale("log")
+    axes.set_xticks(values, [f"{value:,}" for value in values])
+    axes.minorticks_off()
+
+
 def curves(name: str, title: str, x: str, y: str, lines: dict[str, tuple], **scales) -> None:
     """Lines {label: (xs, ys)} with marks; `scales` as Axes.set takes them, such as yscale="log"."""
     with picture(name, title, x, y) as axes:
         for i, (label, (xs, ys)) in enumerate(lines.items()):
             axes.plot(xs, ys, label=label, linewidth=1.5, **look(i, len(xs) if len(xs) < 60 else 0))
         axes.set(**scales)
-        if scales.get("xscale") == "log":  # where the points are, in plain numbers
-            ticks = sorted({x for xs, _ in lines.values() for x in xs})
-            axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-            axes.minorticks_off()
+        if scales.get("xscale") == "log":
+            plain_ticks(axes, sorted({x for xs, _ in lines.values() for x in xs}))
 
 
-def runs(name: str, logs: dict[str, list], x: str = "steps") -> None:
+def side_by_side(name: str, title: str, x: str, units: dict[str, dict[str, tuple]]) -> None:
+    """A panel for each unit of y, with its lines {label: (xs, ys)}."""
+    with picture(name, title, x, grid=(1, len(units))) as panels:
+        for axes, (unit, lines) in zip(panels, units.items(), strict=True):
+            for i, (label, (xs, ys)) in enumerate(lines.items()):
+                axes.plot(xs, ys, label=label, **look(i, len(xs) if len(xs) < 60 else 0))
+            axes.set_ylabel(unit, fontsize=10)
+
+
+def runs(name: str, title: str, logs: dict[str, list], x: str = "steps") -> None:
     """Curves of training runs {label: records of its log}, as plot.py draws them, in a smaller file."""
-    path = asset(f"{name}.png")
+    path, info = asset(f"{name}.png"), PngImagePlugin.PngInfo()
     draw(logs, path, x)
-    Image.open(path).convert("P", palette=Image.Palette.ADAPTIVE, colors=64).save(path, optimize=True)
+    info.add_text("Title", title)
+    Image.open(path).convert("P", palette=Image.Palette.ADAPTIVE, colors=64).save(path, optimize=True, pnginfo=info)
 
 
-def bars(name: str, title: str, x: str, values: dict[str, float], form: str = "{:,.1f}") -> None:
+def bars(axes, values: dict[str, float], form: str = "{:,.3g}", color: str = GREYS[0]) -> None:
     """Horizontal bars {label: length}, each with its number."""
-    with picture(name, title, x, height=0.9 + 0.42 * len(values)) as axes:
-        drawn = axes.barh(list(values), list(values.values()), color=GREYS[0])
-        axes.bar_label(drawn, [" " + form.format(value) for value in values.values()], fontsize=9.5)
-        axes.set_xlim(0, 1.18 * max(values.values()))
+    drawn = axes.barh(list(values), list(values.values()), color=color)
+    axes.bar_label(drawn, [" " + form.format(value) for value in values.values()], fontsize=9.5)
+    axes.set_xlim(0, 1.18 * max(values.values()))
+    axes.invert_yaxis()
+
+
+def stacked(axes, rows: dict[str, dict[str, float]]) -> None:
+    """A bar for each row {label: {part: length}}, with its parts side by side."""
+    left = np.zeros(len(rows))
+    for color, part in zip(GREYS, next(iter(rows.values())), strict=False):
+        width = np.array([row[part] for row in rows.values()])
+        axes.barh(list(rows), width, left=left, label=part, color=color, edgecolor="black", linewidth=0.5)
+        left += width
+    axes.invert_yaxis()
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=5, fontsize=9.5)
+
+
+# --------------------------------------------------------------------------------------- each for one station
+
+
+def boxes(axes, title: str, places: dict[str, tuple], arrows: list[tuple]) -> None:
+    """Text in boxes {text: (x, y)}, and arrows (from, to, bend) between them."""
+    axes.set(xlim=(0, 1), ylim=(0, 1))
+    axes.axis("off")
+    axes.set_title(title, fontsize=10)
+    for text, at in places.items():
+        box = dict(boxstyle="round", facecolor="white" if len(text.strip()) < 13 else GREYS[2], edgecolor="black")
+        axes.text(*at, text.strip(), ha="center", va="center", fontsize=9, bbox=box, zorder=3)
+    for start, end, bend in arrows:
+        style = dict(arrowstyle="->", shrinkA=10, shrinkB=10, connectionstyle=f"arc3,rad={bend}")
+        axes.annotate("", places[end], places[start], arrowprops=style, zorder=2)
+
+
+def blocks(title: str) -> None:
+    """A block of GPT-2, and one of the first transformer."""
+    attention, mlp = "attention: Q, K, V (B, H, T, D)", "MLP: (B, T, C) to (B, T, 4C), back"
+    pre = ["x (B, T, C)", "LayerNorm", attention, "+", "LayerNorm ", mlp, "+ "]
+    post = ["x (B, T, C)", attention, "+", "LayerNorm", mlp, "+ ", "LayerNorm "]
+    forms = {"pre-norm: GPT-2": (pre, "+", 1.5), "post-norm: the first transformer": (post, "LayerNorm", 2.3)}
+    with picture("blocks", title, height=4.4, grid=(1, 2)) as panels:
+        for axes, (name, (parts, second, bend)) in zip(panels, forms.items(), strict=True):
+            places = {part: (0.5, 0.04 + 0.15 * i) for i, part in enumerate(parts)}
+            arrows = [(start, end, 0) for start, end in zip(parts[:-1], parts[1:], strict=True)]
+            boxes(axes, name, places, arrows + [("x (B, T, C)", "+", bend), (second, "+ ", bend)])
+
+
+def bypass(title: str) -> None:
+    places = {"x (in)": (0.5, 0.06), "W (out, in), frozen": (0.25, 0.45), "A (r, in), random": (0.72, 0.3)}
+    places |= {"B (out, r), zero at first": (0.72, 0.62), "+": (0.5, 0.9)}
+    arrows = [("x (in)", "W (out, in), frozen"), ("x (in)", "A (r, in), random"), ("W (out, in), frozen", "+")]
+    arrows += [("A (r, in), random", "B (out, r), zero at first"), ("B (out, r), zero at first", "+")]
+    with picture("bypass", title, height=2.9) as axes:
+        boxes(axes, "y = W x + (alpha / r) B A x", places, [(*arrow, 0) for arrow in arrows])
+
+
+def order_of_windows(title: str, epochs: dict, ranks: dict) -> None:
+    """Each epoch (steps, rows) in colours; white lines separate the ranks of each step."""
+    label = "row of the global batch; white lines separate ranks"
+    with picture("order", title, "step", label, 4.2, grid=(1, 4)) as panels:
+        for axes, (name, epoch) in zip(panels, epochs.items(), strict=True):
+            drawn = axes.imshow(epoch.T, aspect="auto", cmap="viridis", interpolation="nearest")
+            axes.set_title(name, fontsize=10)
+            axes.grid(False)
+            for step, n in enumerate(ranks[name]):
+                axes.hlines(np.arange(1, n) * 32 / n - 0.5, step - 0.5, step + 0.5, color="white", linewidth=2)
+        panels[-1].figure.colorbar(drawn, label="number of the window in the text")
+
+
+def bits_of_formats(title: str, formats: dict[str, tuple]) -> None:
+    with picture("bits", title, "bit: s sign, e exponent, m mantissa", height=2.9) as axes:
+        for row, (exponent, mantissa) in enumerate(formats.values()):
+            for at, letter in enumerate("s" + "e" * exponent + "m" * mantissa):
+                color = {"s": "black", "e": GREYS[0], "m": GREYS[2]}[letter]
+                axes.barh(row, 0.9, left=at, color=color, edgecolor="black", linewidth=0.5)
+                ink = "black" if letter == "m" else "white"
+                axes.text(at + 0.45, row, letter, ha="center", va="center", fontsize=9.5, color=ink)
+        axes.set_yticks(range(len(formats)), formats)
         axes.invert_yaxis()
+        axes.grid(False)
+
+
+def attention_maps(title: str, maps: dict[str, np.ndarray], words: list[str]) -> None:
+    """Weights (T, T) of each head, of two rows and as many columns as it takes."""
+    columns, places = len(maps) // 2, range(len(words))
+    with picture("attention_maps", title, height=6, grid=(2, columns)) as panels:
+        for i, (axes, (name, weights)) in enumerate(zip(panels, maps.items(), strict=True)):
+            axes.imshow(weights, cmap="Greys", vmin=0, vmax=1, aspect="auto")
+            axes.set_title(name, fontsize=9.5)
+            axes.set_yticks(places, words if i % columns == 0 else [""] * len(words), fontsize=8)
+            axes.set_xticks(places, words if i >= columns else [""] * len(words), fontsize=7, rotation=90)
+            axes.grid(False)
+
+
+def hellaswag_errors(title: str, rows: np.ndarray) -> None:
+    with picture("error", title, "rows of HellaSwag (log)", "accuracy (%)") as axes:
+        axes.axhline(100 * CHANCE, color="black", linestyle=":", label="chance")
+        for i, (name, _, p) in enumerate(PUBLISHED[:3]):
+            error = 200 * np.sqrt(p * (1 - p) / rows)
+            at = rows * (0.97 + 0.03 * i)
+            axes.errorbar(at, [100 * p] * len(rows), error, capsize=4, label=name, **look(i, 7))
+        plain_ticks(axes, rows)
+        axes.set_ylim(18, 68)
+        axes.legend(ncols=4, loc="upper right", fontsize=9.5)
+
+
+def hellaswag_runs(title: str, scores: dict[str, list]) -> None:
+    """Accuracy over steps, two standard errors, of each log's records of kind hellaswag."""
+    with picture("hellaswag", title, "step", "accuracy (%), ± 2 standard errors", height=4) as axes:
+        for i, (name, records) in enumerate(scores.items()):
+            keys = ("step", "acc_norm", "acc_norm_stderr")
+            steps, accuracy, error = (np.array([record[key] for record in records]) for key in keys)
+            axes.errorbar(steps, 100 * accuracy, 200 * error, capsize=3, label=name, **look(i, 12))
+        for name, p in [("chance", CHANCE), ("GPT-2 124M on HellaSwag", PUBLISHED[0][2])]:
+            axes.axhline(100 * p, color="gray", linestyle="--", linewidth=0.9)
+            axes.text(1.025 * steps[-1], 100 * p, f"{name} {100 * p:.4g}%", va="bottom", fontsize=9)
+        axes.set(xlim=(0, 1.43 * steps[-1]), xticks=range(0, steps[-1] + 1, steps[-1] // 6))
+
+
+def differences(title: str, columns: dict[str, dict[str, list]]) -> None:
+    """A panel for each column, with the points {change: [difference of each seed]} and a bar at their mean."""
+    with picture("undone", title, "nats over the recipe's", height=4.2, grid=(1, len(columns))) as panels:
+        for axes in panels[1:]:
+            axes.sharex(panels[0])
+        for axes, (name, rows) in zip(panels, columns.items(), strict=True):
+            axes.set_title(name, fontsize=10)
+            for y, over in enumerate(rows.values()):
+                axes.plot(over, [y] * len(over), "o", color="white", markeredgecolor="black", markersize=7)
+                axes.plot(np.mean(over), y, "|", color="black", markersize=16, markeredgewidth=3)
+            axes.axvline(0, color="black", linestyle=":")
+            axes.set_yticks(range(len(rows)), list(rows) if axes is panels[0] else [""] * len(rows))
+            axes.invert_yaxis()

@@ -8,8 +8,8 @@
 A station is everything under a heading `## 5 ...`, and its Python blocks share their names with each other and with
 the blocks before the first station, not with other stations. A block is followed by what it prints:
 
-    ```python              ```python slow      runs with --slow, or where its station was asked for
-    print(1 / 3)           ```python gpt2      is left out where GPT-2's vocabulary is not to be had
+    ```python              ```python slow      runs with --slow, or when its station is asked for
+    print(1 / 3)           ```python weights   runs if GPT-2's weights and vocabulary are in their caches
     ```
     ```text                ```text varies      is shown and not compared: seconds, and what depends on the machine
     0.3333                 ```text within 0.1  is compared with this tolerance instead of 0.02
@@ -85,8 +85,8 @@ def main() -> None:
         raise UserError(f"{config.page} has no station {config.station}; it has {len(stations) - 1}")
     os.chdir(ROOT)
     allowed = {"slow"} if config.slow or config.station else set()
-    if any("gpt2" in block.marks for station in wanted for block in station.blocks) and has_gpt2():
-        allowed |= {"gpt2"}
+    if any("weights" in block.marks for station in wanted for block in station.blocks) and has_gpt2():
+        allowed |= {"weights"}
     names = run_station(opening, {}, path, allowed, config)[0]
     found = [run_station(station, dict(names), path, allowed, config)[1] for station in wanted]
     if sum(found):
@@ -147,11 +147,13 @@ def write_output(path: Path, block: Block, printed: str) -> None:
 
 
 def has_gpt2() -> bool:
-    """Is GPT-2's vocabulary here, or to be downloaded?"""
+    """Whether GPT-2's weights are in the hub's cache, and its vocabulary can be opened."""
+    from huggingface_hub import try_to_load_from_cache
+
     from bpe.tokenizer import Tokenizer
 
     try:
-        return bool(Tokenizer.load("gpt2"))
+        return isinstance(try_to_load_from_cache("gpt2", "model.safetensors"), str) and bool(Tokenizer.load("gpt2"))
     except (ValueError, OSError):
         return False
 

@@ -1,4 +1,4 @@
-"""docs/walk.md does what it says: its blocks print what stands there, and its figures are those that it shows.
+"""docs/walk.md does what it says: its blocks print what the page shows, and draw its pictures.
 
 `python docs/run.py` runs the same, and says more where something differs.
 """
@@ -30,7 +30,7 @@ def pictures(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def opening(pictures):
-    """What stands before the first station, run once; figures go to a folder of their own."""
+    """What comes before the first station, run once; pictures go to a temporary folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         patch.setattr(figures, "ASSETS", pictures)
@@ -54,24 +54,22 @@ def test_a_slow_station_prints_what_the_page_shows(station, opening, pictures, c
     assert differences(station, opening, capsys, {"slow"}) == ""
 
 
-def shown() -> list[str]:
-    return re.findall(r"!\[.+?\]\(\.\./assets/(walk_[\w.]+)\)", PAGE.read_text(encoding="utf-8"))
+def shown(station) -> list[tuple[str, str]]:
+    """(its text, its file) of every picture of a station."""
+    text = PAGE.read_text(encoding="utf-8")
+    text = text[text.index(f"\n## {station.number} ") + 1 :].split("\n## ")[0]
+    return re.findall(r"!\[(.+?)\]\(\.\./assets/(walk_[\w.]+)\)", text)
 
 
-def test_every_picture_is_made_by_its_station():
-    for station in STATIONS:
-        start = PAGE.read_text(encoding="utf-8").index(f"## {station.number} ")
-        text = PAGE.read_text(encoding="utf-8")[start:].split("\n## ")[0]
-        for name in re.findall(r"assets/walk_(\w+)\.", text):
-            assert any(f'"{name}' in block.code for block in station.blocks), name
-
-
-@pytest.mark.parametrize("name", shown())
-def test_a_picture_is_small_and_fits_a_page(name):
-    path = ROOT / "assets" / name
-    assert path.stat().st_size < 120_000
-    if path.suffix == ".png":
-        assert Image.open(path).width == 900
+@pytest.mark.parametrize("station", STATIONS, ids=lambda station: station.number)
+def test_a_picture_fits_a_page_and_has_the_title_that_its_station_gives_it(station):
+    for title, name in shown(station):
+        path = ROOT / "assets" / name
+        assert path.stat().st_size < 120_000
+        if path.suffix == ".png":
+            picture = Image.open(path)
+            assert picture.width == 900 and picture.text["Title"] == title
+            assert any(title in block.code for block in station.blocks), name
 
 
 @pytest.mark.parametrize(
@@ -132,12 +130,12 @@ def test_every_claim_names_a_station_that_is_there():
 @pytest.mark.parametrize(
     "number, constant, another",
     [
-        ("3", '"gpt2-xl": dict(n_layer=48', '"gpt2-xl": dict(n_layer=47'),
-        ("3", 'approximate="tanh"', 'approximate="none"'),
-        ("4", "nn.init.normal_(module.weight, std=0.02)", "nn.init.normal_(module.weight, std=0.04)"),
-        ("5", "math.sqrt(2 * self.config.n_layer)", "math.sqrt(self.config.n_layer)"),
-        ("8", "math.sqrt(q.size(-1))", "math.sqrt(q.size(-2))"),
-        ("8", ".tril()", ".tril(1)"),
+        ("4", '"gpt2-xl": dict(n_layer=48', '"gpt2-xl": dict(n_layer=47'),
+        ("4", 'approximate="tanh"', 'approximate="none"'),
+        ("5", "nn.init.normal_(module.weight, std=0.02)", "nn.init.normal_(module.weight, std=0.04)"),
+        ("7", "math.sqrt(2 * self.config.n_layer)", "math.sqrt(self.config.n_layer)"),
+        ("9", "math.sqrt(q.size(-1))", "math.sqrt(q.size(-2))"),
+        ("9", ".tril()", ".tril(1)"),
     ],
 )
 def test_another_constant_in_the_model_turns_its_station_red(number, constant, another, tmp_path):
