@@ -97,3 +97,10 @@ def test_sampling_follows_the_distribution():
     torch.testing.assert_close(frequencies(temperature=0.5), squared / squared.sum(), atol=0.02, rtol=0)
     assert frequencies(temperature=0)[0] == 1
     assert frequencies(top_p=0.0)[0] == 1
+
+
+def test_a_row_that_has_ended_keeps_its_stop_token():
+    draw = lambda **stop: list(generate(lively(), PROMPTS, 12, generator=torch.Generator().manual_seed(1), **stop))  # noqa: E731
+    stop = draw()[2][0]
+    steps = draw(stop_token=stop)
+    assert len(steps) > 4 and [step[0] for step in steps[2:]] == [stop] * (len(steps) - 2)

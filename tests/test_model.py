@@ -377,3 +377,10 @@ def test_the_future_does_not_leak():
     changed[:, 20:] = (changed[:, 20:] + 1) % 211
     before, after = model(idx), model(changed)
     assert torch.equal(before[:, :20], after[:, :20]) and not torch.equal(before[:, 20:], after[:, 20:])
+
+
+def test_the_padding_of_the_vocabulary_is_listed_for_transformers(tmp_path):
+    model = small()
+    model.save_pretrained(tmp_path, 0, model.config.vocab_size - 2)
+    listed = json.loads((tmp_path / "generation_config.json").read_text())["suppress_tokens"]
+    assert listed == [model.config.vocab_size - 2, model.config.vocab_size - 1]
