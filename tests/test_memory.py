@@ -112,6 +112,22 @@ def test_the_gradient_of_the_output_projection_is_counted_twice():
     assert peak_without_optimizer(GPT(shape), shape, layout, 1) == pytest.approx(wanted, rel=0.05)
 
 
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_a_block_keeps_what_the_formula_says_of_each_token(itemsize):
+    """What twelve more sequences take in four more blocks: nothing else differs."""
+    layout, found, wanted = Layout(64, itemsize=itemsize, device="cpu"), 0, 0
+    for n_layer, rows, sign in ((5, 16, 1), (5, 4, -1), (1, 16, -1), (1, 4, 1)):
+        shape = GPTConfig(n_positions=64, vocab_size=64, n_layer=n_layer, n_head=2, n_embd=128)
+        found += sign * peak_without_optimizer(GPT(shape), shape, layout, rows)
+        wanted += sign * sum(needs(shape, layout, rows).values())
+    assert found == pytest.approx(wanted, rel=0.05)
+
+
+def test_ddp_keeps_gradients_twice():
+    alone, two_ranks = (needs(GPTConfig(), Layout(ranks=n), 1)["gradients"] for n in (1, 2))
+    assert (alone, two_ranks) == (4 * 124_439_808, 8 * 124_439_808)
+
+
 def test_parameters_are_counted_as_the_model_has_them():
     with torch.device("meta"):
         assert n_parameters(GPTConfig(**M30)) == GPT(GPTConfig(**M30)).num_params()
