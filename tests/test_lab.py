@@ -10,7 +10,7 @@ import torch
 import bench
 import train_gpt2
 from benchmarks import ideas, lab
-from benchmarks.ideas import IDEAS, Idea
+from benchmarks.ideas import IDEAS
 from corpus.shards import prepare_text
 from learning import optim
 from tests.helpers import arguments, assert_user_error, run_inline, succeed, text_file
@@ -143,7 +143,3 @@ def test_every_idea_trains_another_model(tmp_path):
         losses = [row["mean"] for row in rows]
         assert [row["name"] for row in rows] == [recipe, *known]
         assert all(0 < loss < 9 for loss in losses) and losses.count(losses[0]) == 1
-
-
-def test_every_idea_says_where_it_is_from():
-    assert all(isinstance(idea, Idea) and idea.source for known in IDEAS.values() for idea in known.values())

@@ -153,7 +153,6 @@ def test_the_loss_at_124m_is_over_the_tokens_of_a_shard(tmp_path, monkeypatch):
 )
 def test_a_record_is_two_standard_errors_below(found, best, wanted):
     assert wanted in record.verdict(found, record.KINDS["tokens"]._replace(best=best))
-    assert ("record" in record.verdict(found, record.KINDS["tokens"]._replace(best=best))) == ("record" in wanted)
 
 
 def test_the_judge_of_124m_wants_124m(runs):
