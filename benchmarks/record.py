@@ -44,7 +44,7 @@ SHAKESPEARE = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 KINDS = {
     "tokens": Kind(GPT2, "", math.inf, "", 3, 3.28, 0.002),
     "h100": Kind(GPT2, "", math.inf, r"^(?!.*ranks).*H100", 3, 3.28, 0.002),
-    "cores": Kind({}, SHAKESPEARE, 10.0, "cpu with [12] threads?,", 5, math.inf, 0.01),
+    "cores": Kind({}, SHAKESPEARE, 10.0, "cpu with (1 of 2|1|2) threads?", 5, math.inf, 0.01),
 }
 VAL_TOKENS = 10_485_760  # of FineWeb's shard
 TOLERANCE = 0.005  # nats between the loss in a log, perhaps in 16 bits, and ours in 32
