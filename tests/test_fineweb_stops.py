@@ -104,7 +104,9 @@ def test_five_kills_at_random_moments_change_nothing(start, long_shards, tmp_pat
     assert_same_files(out_dir, long_shards)
 
 
-@pytest.mark.parametrize("signum, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    "signum, code", [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 143)]
+)
 def test_a_signal_ends_it_in_good_order(start, long_shards, tmp_path, signum, code):
     out_dir, (begin, words) = tmp_path / "shards", start
     process = begin()
