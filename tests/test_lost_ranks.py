@@ -25,13 +25,24 @@ def long_run(tmp_path_factory):
     return folder
 
 
+STARTED: list[subprocess.Popen] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """A test that fails ends the ranks that it has started."""
+    yield
+    while STARTED:
+        if (process := STARTED.pop()).poll() is None:
+            kill(process)
+
+
 def torchrun(folder: Path, out: str, *options: str, prefix=(), **changes) -> subprocess.Popen:
     """Start train_gpt2.py under torchrun, in a process group of its own."""
     command = [*prefix, *TORCHRUN, *options, str(ROOT / "train_gpt2.py"), *args(folder, out, **changes)]
-    return subprocess.Popen(
-        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
-    )  # fmt: skip
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    STARTED.append(subprocess.Popen(command, env=environment(), start_new_session=True, **pipes))
+    return STARTED[-1]
 
 
 def wait_for_step(run: Path, step: int, process: subprocess.Popen) -> None:
