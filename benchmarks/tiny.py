@@ -45,7 +45,7 @@ class Config(Common):
 
 def run(config: Config, rt: Runtime) -> Iterator[dict]:
     rows, text = [], read_text(config.data)
-    for seed in range(1, config.repeats + 1):
+    for seed in range(config.repeats):
         out = Path(config.out) / f"{Path(config.data).stem}_{seed}"
         if not list(out.glob(f"step_{RECIPES['tiny'].max_steps:06d}")):
             words = ["--data", config.data, "--seed", str(seed), "--eval_interval", "100", "--out_dir", str(out)]
