@@ -2,7 +2,7 @@
 
 - pre-norm blocks, learned positions, tanh GELU, biases everywhere, `wte` tied to `lm_head`
 - fused QKV, `scaled_dot_product_attention`; `attention="naive"` spells the same thing out
-- a loss that never holds the logits of the whole batch (learning/loss.py)
+- a loss that never holds the logits of a large batch at once (learning/loss.py)
 - `from_pretrained` / `save_pretrained` in the Hugging Face layout, and a FLOP count for MFU
 
 This file knows nothing of ranks, optimizers, training loops, data or tokenizers.
