@@ -116,14 +116,7 @@ class RunLog:
                 self.rt.print(f"step {step} of {self._bar.total}: {shown}")
             return
         self._bar.set_postfix_str(shown, refresh=False)
-        try:
-            self._bar.update(step - self._bar.n)
-        except OSError:  # the run outlives its terminal: what nobody reads any more is dropped
-            with contextlib.suppress(OSError, ValueError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
-            # tqdm does not release its lock when a write fails, and the checkpoint thread would wait for it forever
-            with contextlib.suppress(RuntimeError, AssertionError):
-                tqdm.get_lock().release()
+        self._bar.update(step - self._bar.n)  # the run outlives its terminal: tqdm drops what that refuses
 
     def start_bar(self, step: int, max_steps: int) -> None:
         quiet = None if self.rt.is_main else True  # None: drawn in a terminal
@@ -132,8 +125,7 @@ class RunLog:
 
     def close(self) -> None:
         if self.rt.is_main:
-            with contextlib.suppress(OSError):  # the terminal may be gone
-                self._bar.close()
+            self._bar.close()
             self.draw(wait=True)
             if self._close_tracker:
                 self._close_tracker()
