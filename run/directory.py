@@ -181,7 +181,6 @@ class Run:
         self._spike: tuple[int, float] | None = None  # (step, loss) of one that `steps` still has to undo
         self._bad_steps = self._signum = 0
         self._stop = False  # a signal to any rank, or a checkpoint that could not be written
-        self._paused = False  # something other than a step took time
 
     def _prepare_directory(self, changed: dict) -> None:
         """config.json, log.jsonl and samples.txt as they have to be before the first step; the first rank only."""
@@ -214,7 +213,6 @@ class Run:
         heard = [s for s in STOP_SIGNALS if signal.getsignal(s) != signal.SIG_IGN]
         self._handlers = {s: signal.signal(s, self._remember) for s in heard}
         self.log.start_bar(self.step, self.max_steps)
-        self._clock = time.perf_counter()
         return self
 
     def __exit__(self, error_type, *_) -> None:
@@ -249,8 +247,8 @@ class Run:
             # Other dropout in every step and on every rank, and the same again after an interruption: so a checkpoint
             # needs no state of random numbers.
             torch.manual_seed(self.config.seed + self.step * self.rt.world_size + self.rt.rank)
-            if self._paused:  # evaluations do not count towards a step's time
-                self._paused, self._clock = False, time.perf_counter()
+            if not self._launched:  # none is under way: a step's time begins here, after evaluations and saves
+                self._clock = time.perf_counter()
             yield self.step, next(batches)
             if self.step == self.max_steps:
                 self._read_steps()  # the last ones may hold a spike, and are then taken again
@@ -294,7 +292,6 @@ class Run:
         self._writer.wait()
         if self._stop or self._is_asked_to_stop():
             self._stop_here()
-        self._paused = True
 
     def save(self) -> None:
         """Copy everything that the next step depends on; the copy is written while training continues. All ranks call
@@ -410,7 +407,7 @@ class Run:
         self._spikes.count(found)
         self.files.load(Path(found))
         self._restore(Path(found))
-        self.data_step, self._saved, self._paused = data_step, self.step, True
+        self.data_step, self._saved = data_step, self.step
         self._launched.clear()  # steps from after the jump
         self._done = []  # what the log had of the step that this process began with goes with the rest
         self.log.cut(self.step)

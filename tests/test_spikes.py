@@ -108,7 +108,7 @@ def test_every_step_on_every_rank_has_other_dropout_and_the_same_again(world_siz
     def seeds(rank: int, first: int = 0) -> list[int]:
         rt = SimpleNamespace(rank=rank, world_size=world_size)
         run = SimpleNamespace(step=first, data_step=first, max_steps=5, config=SimpleNamespace(seed=7), rt=rt)
-        vars(run).update(_paused=False, _stop=False, _spike=None, _read_steps=lambda: None)
+        vars(run).update(_launched=(), _stop=False, _spike=None, _read_steps=lambda: None)
         return [torch.initial_seed() for _ in Run.steps(run, iter(range(9)))]
 
     whole = [seeds(rank) for rank in range(world_size)]
