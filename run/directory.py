@@ -94,8 +94,7 @@ class RunDirectory:
         self.locks = contextlib.ExitStack()  # held until the end of the run
         rt.on_main(self._refuse_foreign)
         rt.on_main(self._lock)  # first: what is found below must not change under us
-        found = rt.on_main(self._find_checkpoint)
-        self.checkpoint = Path(found) if found else None
+        self.checkpoint = rt.on_main(self._find_checkpoint)
 
     def _refuse_foreign(self) -> None:
         if self.path.is_dir() and not self.holds_run() and (foreign := foreign_name(self.path)):
@@ -112,17 +111,17 @@ class RunDirectory:
         """A log alone counts as a run: if somebody deleted its checkpoints, its figures are all that is left."""
         return bool(checkpoint_steps(self.path)) or (self.path / "log.jsonl").exists()
 
-    def _find_checkpoint(self) -> str:
-        """The newest intact checkpoint with --resume, else "" (all ranks get the result, which has to be plain)."""
+    def _find_checkpoint(self) -> Path | None:
+        """The newest intact checkpoint with --resume."""
         resume, overwrite = self.written["resume"], self.written["overwrite"]
         if self.holds_run() and not (resume or overwrite):
             remedy = "pass --resume to continue it, --overwrite to rename it and start again"
             raise UserError(f"{self.path} already holds a run; {remedy}, or choose another --out_dir")
-        # "" with --resume is a run that has not begun: a cluster can start and restart it with the same command
+        # None with --resume is a run that has not begun: a cluster can start and restart it with the same command
         newest = newest_intact(self.path) if resume else None
         if resume and newest is None and checkpoint_steps(self.path):
             raise UserError(f"every checkpoint in {self.path} is damaged; give --overwrite instead, to start again")
-        return str(newest or "")
+        return newest
 
     def start_over(self) -> None:
         """Rename the old run OUT_DIR.1, or the next free number, and continue in an empty OUT_DIR.
@@ -152,8 +151,8 @@ def foreign_name(out_dir: Path) -> str:
 
 
 class Run:
-    """A run under way. For the loop: `step`, the last one taken; `first_step`, where this process began; `data_step`,
-    the number of batches read, which is ahead of `step` by those that were skipped after a spike."""
+    """A run under way. For the loop: `step`, the last one taken; `data_step`, the number of batches read, which is
+    ahead of `step` by those that were skipped after a spike."""
 
     def __init__(self, directory: RunDirectory, config, files, optimizer, identity: dict, facts: dict):
         """Start, or continue from `directory.checkpoint` with its optimizer and counters.
@@ -172,8 +171,8 @@ class Run:
         self.log = RunLog(self.out_dir, self.rt, config)  # the last thing that can be missing: a tracker
         self.rt.on_main(lambda: self._prepare_directory(changed))
         self._writer = CheckpointWriter(self.out_dir, config.keep_checkpoints)
-        self.first_step = self.step
-        # evaluations lost to a kill between a checkpoint and them are run now; these were not lost
+        self._first_step = self.step  # of this process
+        # what the log has of this step: evaluations that a kill cut off after its checkpoint are run now, these are not
         self._done = self.rt.on_main(lambda: [r["kind"] for r in self.log.records if r["step"] == self.step])
         self.val_loss = self.rt.on_main(lambda: self.log.val_losses().get(self.step, math.inf))  # the newest one
         self._saved = self.step if directory.checkpoint else -1  # the last step with a checkpoint
@@ -243,7 +242,7 @@ class Run:
         Raises Stopped after a signal, with a checkpoint of the last step.
         """
         while self.step < self.max_steps:
-            self.step, self.data_step = self.step + 1, self.data_step + 1
+            self.step, self.data_step, self._done = self.step + 1, self.data_step + 1, []
             # Other dropout in every step and on every rank, and the same again after an interruption: so a checkpoint
             # needs no state of random numbers.
             torch.manual_seed(self.config.seed + self.step * self.rt.world_size + self.rt.rank)
@@ -275,11 +274,7 @@ class Run:
         """Every `interval` steps, and at the end; never for 0. Not if the log already has a record of this `kind`, nor
         while a spike waits to be undone: what it has spoilt is neither saved nor evaluated."""
         at_interval = interval > 0 and self.step > 0 and (self.step % interval == 0 or self.step == self.max_steps)
-        return at_interval and self._spike is None and not self._has(kind)
-
-    def _has(self, kind: str) -> bool:
-        """Whether the log has a record of this kind for this step, from before an interruption."""
-        return self.step == self.first_step and kind in self._done
+        return at_interval and self._spike is None and kind not in self._done
 
     def catch_up(self) -> None:
         """Wait until the figures of all steps are read, and the checkpoint under way is on the disk: what comes next
@@ -325,7 +320,7 @@ class Run:
         """Add what was measured since the checkpoint of this step to its card. Not to one that an earlier process
         wrote: somebody may have edited it."""
         checkpoint = self.out_dir / f"step_{self.step:06d}"
-        if self.rt.is_main and self.first_step < self.step == self._saved and checkpoint.is_dir():
+        if self.rt.is_main and self._first_step < self.step == self._saved and checkpoint.is_dir():
             self.log.card()(checkpoint)
 
     def end_here(self) -> None:
@@ -334,7 +329,7 @@ class Run:
             return
         self.max_steps = self.step
         self.save()
-        if not self._has("target"):
+        if "target" not in self._done:
             operations = self.tokens * self.facts["flops_per_token"]
             self.record("target", tokens=self.tokens, hours=self.log.hours(), petaflop=operations / 1e15)
 
@@ -368,7 +363,7 @@ class Run:
         self._bad_steps = 0 if good else self._bad_steps + 1
         if self._bad_steps >= self.config.max_bad_steps:
             self._writer.wait()  # the checkpoint under way may be the one to name
-            newest = self.rt.on_main(lambda: str(newest_intact(self.out_dir) or ""))
+            newest = self.rt.on_main(lambda: newest_intact(self.out_dir))
             last = f"the last checkpoint is {newest}" if newest else "there is no checkpoint yet"
             what = f"no finite loss or gradient in {self._bad_steps} steps, up to step {step}; {last}"
             raise UserError(f"{what}: lower --max_lr, or use --dtype float32, and --resume")
@@ -394,22 +389,18 @@ class Run:
         """
         (step, loss), self._spike = self._spike, None  # from here on `record` and `save` work again
         self._writer.wait()
-        self.rt.barrier()  # no rank looks for a checkpoint that another one is still writing
         before = step - self._spikes.PATIENCE  # the weights of the step before the first high loss are suspect, too
-        found = self.rt.on_main(lambda: str(newest_intact(self.out_dir, before) or ""))
+        found = self.rt.on_main(lambda: newest_intact(self.out_dir, before))
         if not found:
             self.rt.print(f"step {step}: the loss has jumped to {loss:.3f}, with no earlier checkpoint to go back to")
             return self._spikes.accept()
-        if self.rt.is_main:  # newer ones hold spoilt weights: a resume must not find them
-            remove_after(Path(found))
-        self.rt.barrier()
+        self.rt.on_main(lambda: remove_after(found))  # newer ones hold spoilt weights: a resume must not find them
         median, data_step = self._spikes.median(), self.data_step
         self._spikes.count(found)
-        self.files.load(Path(found))
-        self._restore(Path(found))
+        self.files.load(found)
+        self._restore(found)
         self.data_step, self._saved = data_step, self.step
         self._launched.clear()  # steps from after the jump
-        self._done = []  # what the log had of the step that this process began with goes with the rest
         self.log.cut(self.step)
         self.record("rollback", from_step=step, loss=loss, median=median)
 
