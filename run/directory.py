@@ -224,7 +224,7 @@ class Run:
             for signum, handler in self._handlers.items():
                 signal.signal(signum, handler)
             self.directory.locks.close()
-        if error_type is None and self._is_asked_to_stop():
+        if error_type is None and self._stops_wanted() > 0:
             raise Stopped(self._signum or signal.SIGTERM)
 
     def _remember(self, signum: int, frame) -> None:
@@ -232,9 +232,9 @@ class Run:
         self._signum = signum  # ranks may get it in different steps: log_step has them agree on one
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def _is_asked_to_stop(self) -> bool:
-        """By a signal to any rank; all ranks ask together."""
-        return bool(self.rt.sum(torch.tensor(float(self._signum != 0), device=self.rt.device)))
+    def _stops_wanted(self) -> torch.Tensor:
+        """On how many ranks a signal came, or a checkpoint could not be written; all ranks ask together."""
+        return self.rt.sum(torch.full((), float(self._signum != 0 or self._writer.failed), device=self.rt.device))
 
     def steps(self, batches: Iterator) -> Iterator[tuple[int, list]]:
         """(step, its micro-batches) until `max_steps`. After a spike `step` goes back, but the data does not.
@@ -262,12 +262,10 @@ class Run:
         They are read once the device has reached this point, on a GPU during the next step. Raises UserError after too
         many bad steps in a row.
         """
-        stop = self.rt.sum(loss.new_full((), self._signum != 0 or self._writer.failed))  # on any rank
-        # One tensor, one copy to the host. Asking for a number now would let the GPU run dry: the host has to be ahead,
-        # launching the kernels of the next step while those of this one run.
-        high, low = n_targets // 2**20, n_targets % 2**20  # fp32 counts exactly up to 2**24 only, and MPS has no fp64
-        figures = torch.stack([loss, grad_norm, high.to(loss), low.to(loss), stop])
-        self._launched.append((self.step, lr, self.rt.read_later(figures)))
+        # Asking for a number now would let the GPU run dry: the host has to be ahead, launching the kernels of the next
+        # step while those of this one run. Whole numbers apart, as fp32 counts exactly up to 2**24 only.
+        figures = torch.stack([loss, grad_norm, self._stops_wanted()])
+        self._launched.append((self.step, lr, self.rt.read_later(figures), self.rt.read_later(n_targets)))
         self._read_steps(self.rt.steps_ahead)
 
     def due(self, interval: int, kind: str = "") -> bool:
@@ -285,7 +283,7 @@ class Run:
         """
         self._read_steps()
         self._writer.wait()
-        if self._stop or self._is_asked_to_stop():
+        if self._stop or self._stops_wanted() > 0:
             self._stop_here()
 
     def save(self) -> None:
@@ -344,10 +342,9 @@ class Run:
         while len(self._launched) > unread and self._spike is None:
             self._read_step(*self._launched.popleft())
 
-    def _read_step(self, step: int, lr: float, read) -> None:
+    def _read_step(self, step: int, lr: float, read_figures, read_n_targets) -> None:
         """Wait for a step, log it, and notice a stop, a spike or a bad step. Raises UserError after too many."""
-        loss, grad_norm, high, low, stop = read()
-        n_targets = int(high) * 2**20 + int(low)
+        (loss, grad_norm, stop), n_targets = read_figures(), read_n_targets()
         # from the arrival of one step's figures to the next's: what a step takes when host and device overlap
         now = time.perf_counter()
         seconds, self._clock = max(now - self._clock, 1e-9), now  # two readings may be equal
