@@ -92,13 +92,22 @@ class RunDirectory:
             raise UserError("--resume continues a run and --overwrite starts a new one; give one of them")
         self.path, self.rt, self.written, self.fixed = Path(config.out_dir), rt, asdict(config), fixed
         self.locks = contextlib.ExitStack()  # held until the end of the run
-        rt.on_main(self._refuse_foreign)
-        rt.on_main(self._lock)  # first: what is found below must not change under us
-        self.checkpoint = rt.on_main(self._find_checkpoint)
+        self.checkpoint = rt.on_main(self._claim)
 
-    def _refuse_foreign(self) -> None:
+    def _claim(self) -> Path | None:
+        """Lock OUT_DIR; with --resume, return its newest intact checkpoint."""
         if self.path.is_dir() and not self.holds_run() and (foreign := foreign_name(self.path)):
             raise UserError(f"{self.path} contains {foreign} but no run; choose another --out_dir, so that it stays")
+        self._lock()  # what is found from here on must not change under us
+        resume, overwrite = self.written["resume"], self.written["overwrite"]
+        if self.holds_run() and not (resume or overwrite):
+            remedy = "pass --resume to continue it, --overwrite to rename it and start again"
+            raise UserError(f"{self.path} already holds a run; {remedy}, or choose another --out_dir")
+        newest = newest_intact(self.path) if resume else None
+        # a run that has not begun is no error: a cluster can start and restart it with the same command
+        if resume and newest is None and checkpoint_steps(self.path):
+            raise UserError(f"every checkpoint in {self.path} is damaged; give --overwrite instead, to start again")
+        return newest
 
     def _lock(self) -> None:
         if self.path.is_symlink() and not self.path.exists():
@@ -110,18 +119,6 @@ class RunDirectory:
     def holds_run(self) -> bool:
         """A log alone counts as a run: if somebody deleted its checkpoints, its figures are all that is left."""
         return bool(checkpoint_steps(self.path)) or (self.path / "log.jsonl").exists()
-
-    def _find_checkpoint(self) -> Path | None:
-        """The newest intact checkpoint with --resume."""
-        resume, overwrite = self.written["resume"], self.written["overwrite"]
-        if self.holds_run() and not (resume or overwrite):
-            remedy = "pass --resume to continue it, --overwrite to rename it and start again"
-            raise UserError(f"{self.path} already holds a run; {remedy}, or choose another --out_dir")
-        # None with --resume is a run that has not begun: a cluster can start and restart it with the same command
-        newest = newest_intact(self.path) if resume else None
-        if resume and newest is None and checkpoint_steps(self.path):
-            raise UserError(f"every checkpoint in {self.path} is damaged; give --overwrite instead, to start again")
-        return newest
 
     def start_over(self) -> None:
         """Rename the old run OUT_DIR.1, or the next free number, and continue in an empty OUT_DIR.
