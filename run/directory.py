@@ -2,17 +2,8 @@
 
     OUT_DIR/   config.json, log.jsonl, samples.txt, learning_curve.png, step_NNNNNN/
 
-The loop itself is in the script. It takes the steps, and tells a Run about them:
-
-    directory = RunDirectory(config, rt, fixed)            # the lock, and the checkpoint to resume from, if any
-    run = Run(directory, config, files, optimizer, ...)    # everything else is loaded; now the directory changes
-    with run:
-        for step, batch in run.steps(batches):
-            ...                                            # forward, backward, clip, step
-            run.log_step(loss, grad_norm, lr, n_targets)
-            if run.due(config.checkpoint_interval):
-                run.catch_up()
-                run.save()
+A RunDirectory takes the lock and finds the checkpoint to resume from; nothing changes before a Run has loaded the rest.
+The loop is in the script, as `train` in train_gpt2.py: it takes the steps, and tells the Run about them.
 
 A Run reads figures one step late on a GPU, so that the GPU never waits for the host. It writes checkpoints in the
 background, and handles signals, steps with a non-finite gradient, and loss spikes. Every rank makes the same decisions,
