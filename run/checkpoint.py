@@ -346,15 +346,10 @@ def load_model(model: str, dropout: float = 0.0, attention: str = "flash") -> GP
 def model_tokenizer(model: str) -> Tokenizer:
     """The tokenizer of a MODEL. Raises UserError, also for one with more tokens than the model knows."""
     model = find_model(model)
-    path = Path(model)
-    if path.is_dir() and not (path / "tokenizer.json").exists():
-        raise UserError(f"{path} has no tokenizer.json; copy the tokenizer that the model was trained with there")
-    try:
+    with user_errors_of(model):
         # models of the hub that read_config takes all have GPT-2's vocabulary
-        tokenizer = Tokenizer.load(path) if path.is_dir() else Tokenizer.from_tiktoken("gpt2")
-    except ValueError as e:
-        raise UserError(str(e)) from None
-    if path.is_dir() and len(tokenizer) > (known := load_shape(model).vocab_size):
-        what = f"the tokenizer of {path} has {len(tokenizer)} tokens and its model {known}"
+        tokenizer = Tokenizer.load(model) if Path(model).is_dir() else Tokenizer.from_tiktoken("gpt2")
+    if len(tokenizer) > (known := load_shape(model).vocab_size):
+        what = f"the tokenizer of {model} has {len(tokenizer)} tokens and its model {known}"
         raise UserError(f"{what}; copy the tokenizer.json that the model was trained with there")
     return tokenizer
