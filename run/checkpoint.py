@@ -20,7 +20,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -158,10 +157,6 @@ class CheckpointWriter:
 
         self._write = self._thread.submit(work)
 
-    def finish(self) -> None:
-        """Wait for the checkpoint under way; what went wrong is for `failed` and `wait` to say."""
-        wait_for([self._write])
-
     @property
     def failed(self) -> bool:
         """Whether `wait` would raise; known without waiting."""
@@ -171,14 +166,14 @@ class CheckpointWriter:
         """Until the checkpoint under way is on the disk. Raises UserError if it could not be written."""
         write, self._write = self._write, None
         if write is not None and (error := write.exception()) is not None:
-            kept = newest_intact(self.run_dir)
-            remedy = f"{kept} is intact: fix that, then pass --resume" if kept else "fix that, then start again"
             what = f"a checkpoint could not be written to {self.run_dir}: {explain(error) or error!r}"
-            raise UserError(f"{what}; {remedy}") from error
+            raise UserError(f"{what}; once that is fixed, --resume continues from the newest intact one") from error
 
     def _prune(self, val_losses: dict[int, float]) -> None:
         """Remove what is neither new nor best. A damaged one is not counted, and left for a person to look at."""
-        steps = {path: step for step, path in checkpoint_steps(self.run_dir) if self.keep and self._is_intact(path)}
+        found = checkpoint_steps(self.run_dir) if self.keep else []
+        self._intact |= {path for _, path in found if path not in self._intact and damage(path) is None}
+        steps = {path: step for step, path in found if path in self._intact}
         # the loss of a checkpoint's step, or the last one measured before it
         losses = {p: val_losses[max(at)] for p, step in steps.items() if (at := [x for x in val_losses if x <= step])}
         best = min(losses, key=losses.get, default=None)  # the oldest of several: the others inherited its loss
@@ -186,11 +181,6 @@ class CheckpointWriter:
             if path != best:
                 with suppress(OSError):  # some other program has it open, on Windows: no reason to end a run
                     remove(path)
-
-    def _is_intact(self, path: Path) -> bool:
-        if path not in self._intact and damage(path) is None:
-            self._intact.add(path)
-        return path in self._intact
 
 
 def snapshot(state, keep: bool = True):

@@ -292,7 +292,7 @@ class Run:
             export = lambda directory: [write(directory) for write in (write_files, write_card)]  # noqa: E731
             self._writer.save(self.step, export, state, losses, self.rt.print)
             if not self.rt.writes_in_background:
-                self._writer.finish()
+                self._writer.wait()
 
     def record(self, kind: str, **figures) -> None:
         """Log an evaluation or a sample of this step, print it, and redraw the curve."""
@@ -347,11 +347,8 @@ class Run:
             self._spike = (step, loss)
         self._bad_steps = 0 if good else self._bad_steps + 1
         if self._bad_steps >= self.config.max_bad_steps:
-            self._writer.wait()  # the checkpoint under way may be the one to name
-            newest = self.rt.on_main(lambda: newest_intact(self.out_dir))
-            last = f"the last checkpoint is {newest}" if newest else "there is no checkpoint yet"
-            what = f"no finite loss or gradient in {self._bad_steps} steps, up to step {step}; {last}"
-            raise UserError(f"{what}: lower --max_lr, or use --dtype float32, and --resume")
+            what = f"no finite loss or gradient in {self._bad_steps} steps, up to step {step}"
+            raise UserError(f"{what}; lower --max_lr, or use --dtype float32, and --resume from the newest checkpoint")
 
     def _stop_here(self) -> None:
         """Save this step and raise Stopped; or raise the UserError of a checkpoint that could not be written."""

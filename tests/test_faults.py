@@ -11,7 +11,7 @@ import torch
 
 from cli import UserError
 from run import checkpoint
-from run.checkpoint import CheckpointWriter, checkpoint_steps, damage, load_train_state, newest_intact
+from run.checkpoint import CheckpointWriter, checkpoint_steps, damage, load_train_state
 from run.runtime import Runtime
 from tests.helpers import assert_user_error, log_of, spoil_gradients, weights
 
@@ -31,7 +31,7 @@ def small_disk(tmp_path):
 
 def test_a_full_disk_gives_one_line_and_loses_no_checkpoint(train, tmp_path, small_disk):
     result = train(out="disk/run", sample_interval=0, keep_checkpoints=0, checkpoint_interval=1, eval_interval=0)
-    assert_user_error(result, "o space left", "--resume", str(newest_intact(small_disk / "run")))
+    assert_user_error(result, "o space left", "--resume")
     steps = [step for step, _ in checkpoint_steps(small_disk / "run")]
     assert steps == list(range(1, len(steps) + 1)) and len(steps) >= 1
     assert all(damage(path) is None for _, path in checkpoint_steps(small_disk / "run"))
