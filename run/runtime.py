@@ -268,23 +268,7 @@ def _choose_device(device: str, local_rank: int) -> torch.device:
         raise UserError(f"--device {device}: PyTorch {torch.__version__} sees no such GPU here; use --device cpu")
     if device == "cuda" and local_rank >= torch.cuda.device_count():
         raise UserError(f"there are {torch.cuda.device_count()} GPUs here; start torchrun with as many processes")
-    if device == "cuda":
-        _refuse_a_gpu_without_code(torch.cuda.get_device_capability(local_rank), torch.cuda.get_arch_list())
     return torch.device(f"cuda:{local_rank}" if device == "cuda" else device)
-
-
-def _refuse_a_gpu_without_code(capability: tuple[int, int], compiled: list[str]) -> None:
-    """Raise UserError for a GPU for which this PyTorch has no kernels, as one for CUDA 13 has none for a V100.
-
-    Of `compiled`, sm_86 runs on 8.6 and 8.9, and the driver compiles compute_90 for 9.0 and all that is newer.
-    """
-    found = [(kind, (int(n) // 10, int(n) % 10)) for kind, n in re.findall(r"(sm|compute)_(\d+)", " ".join(compiled))]
-    runs = [each <= capability and (kind == "compute" or each[0] == capability[0]) for kind, each in found]
-    if found and not any(runs):
-        older = "one for CUDA 12.6: pip install torch --index-url https://download.pytorch.org/whl/cu126"
-        other = older if capability < min(each for _, each in found) else "a newer one"
-        name = "sm_{}{}".format(*capability)
-        raise UserError(f"PyTorch {torch.__version__} has no code for a GPU of {name}; install {other}")
 
 
 def _join_ranks(device: torch.device, rank: int, world_size: int) -> None:
