@@ -156,7 +156,7 @@ class Run:
         self.step = self.data_step = self.tokens = 0
         self._spikes = SpikeDetector(config.spike_threshold)
         changed = self._restore(directory.checkpoint) if directory.checkpoint else {}
-        self.log = RunLog(self.out_dir, self.rt, config)  # the last thing that can be missing: a tracker
+        self.log = RunLog(self.out_dir, self.rt, config)
         self.rt.on_main(lambda: self._prepare_directory(changed))
         self._writer = CheckpointWriter(self.out_dir, config.keep_checkpoints)
         self._first_step = self.step  # of this process
@@ -199,7 +199,6 @@ class Run:
         # what was ignored when we started, as nohup ignores SIGHUP, stays ignored
         heard = [s for s in STOP_SIGNALS if signal.getsignal(s) != signal.SIG_IGN]
         self._handlers = {s: signal.signal(s, self._remember) for s in heard}
-        self.log.start_bar(self.step, self.max_steps)
         return self
 
     def __exit__(self, error_type, *_) -> None:

@@ -40,20 +40,19 @@ class RunLog:
     """`records` are the lines of log.jsonl. Nothing is written before `open`."""
 
     def __init__(self, out_dir: Path, rt: Runtime, config):
-        """Raises UserError for a tracker that is not installed."""
         self.out_dir, self.rt, self.config, self.name = out_dir, rt, config, out_dir.resolve().name
         self.records: list[dict] = []
-        self.skipped_steps = 0  # of the whole run
-        self._tracker = import_tracker(config.report_to) if rt.is_main else None
         self._report = self._close_tracker = None
-        self._bar: tqdm | None = None
         self._painter, self._drawing = ThreadPoolExecutor(1), None  # Python waits for it at exit
 
     def open(self, step: int) -> None:
-        """Continue the log from `step`, and start the tracker."""
+        """Continue the log from `step`; start the tracker and the progress bar. Only the first rank calls this."""
         self.cut(step)
-        if self._tracker:
-            self._report, self._close_tracker = start_tracker(self._tracker, self.config, self.name, step)
+        if tracker := import_tracker(self.config.report_to):
+            self._report, self._close_tracker = start_tracker(tracker, self.config, self.name, step)
+        # None: it is drawn in a terminal
+        self._bar = tqdm(total=self.config.max_steps, initial=step, unit="step", disable=None, dynamic_ncols=True)
+        self._line_due = 0.0
 
     def cut(self, step: int) -> None:
         """Keep what was logged up to `step`: what a killed run logged after its checkpoint comes again."""
@@ -61,7 +60,6 @@ class RunLog:
             return
         path = self.out_dir / "log.jsonl"
         self.records = [as_json(r) for r in read_log(path) if r["step"] <= step] if path.exists() else []
-        self.skipped_steps = sum("skipped" in record for record in self.records)
         replace_file(path, "".join(json.dumps(record) + "\n" for record in self.records))
         samples = [sample_entry(record) for record in self.records if record["kind"] == "sample"]
         replace_file(self.out_dir / "samples.txt", "".join(samples))
@@ -102,11 +100,11 @@ class RunLog:
         rate, peak = n_targets / seconds, self.rt.peak_flops()
         mfu = rate * flops_per_token / peak if peak else None
         good = math.isfinite(figures["loss"]) and math.isfinite(figures["grad_norm"])
-        self.skipped_steps += not good
+        skipped = next((r["skipped_steps"] for r in reversed(self.records) if "skipped_steps" in r), 0)  # in the run
         self.append(
             {"step": step, "kind": "train", **figures, "dt_ms": round(seconds * 1e3, 2),
              "tokens_per_sec": round(rate, 1), "mfu": mfu and round(mfu, 4),
-             "memory_gib": round(self.rt.peak_memory() / 2**30, 3), "skipped_steps": self.skipped_steps}
+             "memory_gib": round(self.rt.peak_memory() / 2**30, 3), "skipped_steps": skipped + (not good)}
             | ({} if good else {"skipped": True})
         )  # fmt: skip
         shown = f"loss {figures['loss']:.3f}, {rate:,.0f} tok/s" + (f", MFU {mfu:.0%}" if mfu else "")
@@ -118,29 +116,21 @@ class RunLog:
         self._bar.set_postfix_str(shown, refresh=False)
         self._bar.update(step - self._bar.n)  # the run outlives its terminal: tqdm drops what that refuses
 
-    def start_bar(self, step: int, max_steps: int) -> None:
-        quiet = None if self.rt.is_main else True  # None: drawn in a terminal
-        self._bar = tqdm(total=max_steps, initial=step, unit="step", disable=quiet, dynamic_ncols=True)
-        self._line_due = 0.0
-
     def close(self) -> None:
         if self.rt.is_main:
             self._bar.close()
-            self.draw(wait=True)
+            self._painter.submit(self._draw).result()  # with the last figures
             if self._close_tracker:
                 self._close_tracker()
 
-    def draw(self, wait: bool = False) -> None:
-        """Draw learning_curve.png in a thread, so that no rank waits for it. A request that finds the thread busy is
-        dropped, except for the last one, which waits."""
-        if wait or self._drawing is None or self._drawing.done():
-            self._drawing = self._painter.submit(self._draw, list(self.records))
-        if wait:
-            self._drawing.result()
+    def draw(self) -> None:
+        """Draw learning_curve.png in a thread, so that no rank waits for it; not if the thread is busy with one."""
+        if self._drawing is None or self._drawing.done():
+            self._drawing = self._painter.submit(self._draw)
 
-    def _draw(self, records: list[dict]) -> None:
+    def _draw(self) -> None:
         try:
-            draw({self.name: records}, self.out_dir / "learning_curve.png")
+            draw({self.name: list(self.records)}, self.out_dir / "learning_curve.png")
         except OSError as e:  # a full disk, for instance: no reason to end a run for a picture
             self.rt.print(f"warning: learning_curve.png is not drawn: {explain(e)}")
 
