@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
 from cli import UserError, counted
@@ -424,32 +424,23 @@ def prefetch(batches: Iterator, device: torch.device) -> Iterator:
     """Read an iterator one batch ahead in a thread, and move what it yields to the device.
 
     A batch is an array, a tensor, or any nesting of tuples, lists and dicts of them; the result has tensors in their
-    places. On CUDA the thread copies through pinned memory, on its own stream, while the device computes. An error of
-    the iterator is raised when its batch is due. Close the generator if you leave it early.
+    places. On CUDA the thread puts them into pinned memory, from which they are copied while the host does other things.
+    An error of the iterator is raised when its batch is due. Close the generator if you leave it early.
     """
-    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-    ended = object()
+    on_gpu, ended = device.type == "cuda", object()
 
-    def move(part):
+    def on_host(part) -> torch.Tensor:
         tensor = torch.as_tensor(part)
-        return tensor.pin_memory().to(device, non_blocking=True) if stream else tensor.to(device)
+        return tensor.pin_memory() if on_gpu else tensor
 
     def load():
+        if on_gpu:  # a new thread starts on GPU 0, and would open a context there
+            torch.cuda.set_device(device)
         batch = next(batches, ended)
-        if batch is ended or stream is None:
-            return tree_map(move, batch) if batch is not ended else ended, None
-        torch.cuda.set_device(device)  # a new thread starts on GPU 0, and would open a context there
-        with torch.cuda.stream(stream):
-            return tree_map(move, batch), stream.record_event()
+        return batch if batch is ended else tree_map(on_host, batch)
 
     with ThreadPoolExecutor(1, "prefetch") as thread:
         coming = thread.submit(load)
-        while (item := coming.result())[0] is not ended:
+        while (batch := coming.result()) is not ended:
             coming = thread.submit(load)
-            batch, copied = item
-            if copied is not None:
-                compute = torch.cuda.current_stream(device)
-                compute.wait_event(copied)
-                for tensor in tree_leaves(batch):
-                    tensor.record_stream(compute)  # in use until this stream is done with it
-            yield batch
+            yield tree_map(lambda tensor: tensor.to(device, non_blocking=on_gpu), batch)
