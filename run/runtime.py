@@ -324,19 +324,16 @@ def fastest_threads(most: int) -> int:
     spend their time waiting for the one that it has stopped, and a single one is faster. The candidates take turns, for
     about a second, with enough rows to keep all threads busy. No random state is touched.
     """
-    numbers = [most >> i for i in range(most.bit_length())]
-    seconds: dict[int, list[float]] = {n: [] for n in numbers}
+    seconds: dict[int, list[float]] = {most >> i: [] for i in range(most.bit_length())}
     x, w = torch.full((512 * most, 128), 0.5), torch.full((512, 128), 0.01, requires_grad=True)
     end = time.perf_counter() + 1
-    for turn in range(25):
-        if turn > 2 and time.perf_counter() > end:
-            break
-        for n in numbers:
+    while len(seconds[most]) < 3 or (len(seconds[most]) < 25 and time.perf_counter() < end):
+        for n in seconds:
             torch.set_num_threads(n)
             begun = time.perf_counter()
             ((torch.nn.functional.gelu(x @ w.T) @ w).softmax(-1) * x).sum().backward()
             seconds[n].append(time.perf_counter() - begun)
-    return min(numbers, key=lambda n: statistics.median(seconds[n][1:]))  # the first turn starts the threads
+    return min(seconds, key=lambda n: statistics.median(seconds[n][1:]))  # the first turn starts the threads
 
 
 def _choose_dtype(dtype: str, device: torch.device) -> tuple[torch.dtype, str]:
@@ -358,10 +355,8 @@ def _choose_dtype(dtype: str, device: torch.device) -> tuple[torch.dtype, str]:
 
 def _choose_compile(compile: str, device: torch.device) -> tuple[bool, str]:
     """On a GPU unless something that torch.compile needs is missing; on a CPU only when asked for."""
-    if compile == "off":
-        return False, "compile off"
-    if compile == "auto" and device.type != "cuda":
-        # on a CPU it costs half a minute and gains little over bf16; on MPS it has given NaN (pytorch 171764)
+    # on a CPU it costs half a minute and gains little over bf16; on MPS it has given NaN (pytorch 171764)
+    if compile == "off" or (compile == "auto" and device.type != "cuda"):
         return False, "compile off"
     missing = _missing_for_compile(device)
     if missing and compile == "on":
@@ -424,7 +419,7 @@ def prefetch(batches: Iterator, device: torch.device) -> Iterator:
     """Read an iterator one batch ahead in a thread, and move what it yields to the device.
 
     A batch is an array, a tensor, or any nesting of tuples, lists and dicts of them; the result has tensors in their
-    places. On CUDA the thread puts them into pinned memory, from which they are copied while the host does other things.
+    places. On CUDA the thread puts them into pinned memory, and the host does not wait until they are copied from there.
     An error of the iterator is raised when its batch is due. Close the generator if you leave it early.
     """
     on_gpu, ended = device.type == "cuda", object()
