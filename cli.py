@@ -1,10 +1,5 @@
 """What every script needs before it does anything: command line, checked constants, one-line errors, atomic writes.
 
-- `script(main)` runs a main function with the exit codes and one-line errors that every script has
-- `parse_args(Config, ...)` turns a frozen dataclass of constants into a command line, and checks every range
-- `Positive`, `Count`, `Probability`, ...: the types of constants, each of which says what range it allows
-- `replace_file`, `write_atomically`: files and directories appear complete or not at all; `set_aside`, `read_json`
-
 This file imports no torch and knows nothing of models or data; a worker process that imports it stays small.
 """
 
@@ -35,11 +30,7 @@ class UserError(Exception):
 
 
 class Stopped(Exception):
-    """A signal ended the run in good order; `signum` decides the exit code (130 for SIGINT, 143 for SIGTERM)."""
-
-    def __init__(self, signum: int):
-        super().__init__(signal.Signals(signum).name)
-        self.signum = signum
+    """`Stopped(signum)`: a signal ended the run in good order; it decides the exit code (130 for SIGINT, 143 for TERM)."""
 
 
 def script(main: Callable[[], None]) -> None:
@@ -57,7 +48,7 @@ def script(main: Callable[[], None]) -> None:
             distributed.destroy_process_group()
             leave()
     except Stopped as e:
-        sys.exit(128 + e.signum)
+        sys.exit(128 + e.args[0])
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except BrokenPipeError:  # the reader of our output went away, as `| head` does

@@ -34,7 +34,7 @@ from bpe.tokenizer import Tokenizer
 from cli import Range, UserError
 from corpus.shards import load_tokenizer
 from model import SIZES
-from run.runtime import Runtime, peak_flops
+from run.runtime import Runtime, peaks
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = dict(n_layer=2, n_head=2, n_embd=64)  # to see whether a command works, not how fast it is
@@ -205,9 +205,9 @@ def machine(rt) -> dict:
 def about_gpu(rt, name: str) -> dict:
     """Memory, peak, and what nvidia-smi says: a card may be shared, capped or hot. {} if it does not answer."""
     free, total = torch.cuda.mem_get_info(rt.device)
-    peak = peak_flops(name)
+    known = peaks(name)
     found = dict(cuda=torch.version.cuda, free_gib=round(free / 2**30, 1), total_gib=round(total / 2**30, 1),
-                 peak_tflops=peak and peak / 1e12)  # fmt: skip
+                 peak_tflops=known and known[0] / 1e12)  # fmt: skip
     asked = "driver_version,power.limit,power.default_limit,clocks.sm,clocks.max.sm,temperature.gpu,compute_mode"
     uuid = str(torch.cuda.get_device_properties(rt.device).uuid).removeprefix("GPU-")  # despite CUDA_VISIBLE_DEVICES
     command = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader", "-i", f"GPU-{uuid}"]

@@ -1,10 +1,4 @@
-"""The machine: device, precision, ranks and torch.compile. One place for each decision.
-
-- `Runtime.setup(...)` decides device, dtype, torch.compile and distributed, and says why
-- `rt.wrap(module)` is the module as a loop calls it: compiled and distributed, as decided
-- `rt.mesh` says which ranks divide a model among them, for run/sharding.py
-- `prefetch(batches, device)` brings the next batch to the device while it computes
-- `peaks(name)` knows the dense 16-bit peak and the memory bandwidth of common GPUs
+"""The machine: device, precision, ranks, torch.compile, batches on their way to it. One place for each decision.
 
 This file knows nothing of GPT-2, shards, checkpoints or run directories.
 """
@@ -65,11 +59,6 @@ def peaks(device_name: str) -> tuple[float, float] | None:
         if any(words[i : i + len(name)] == name for i in range(len(words))):
             return (float(tflops) * 1e12, float(gb) * 1e9) if float(tflops) else None
     return None
-
-
-def peak_flops(device_name: str) -> float | None:
-    """The first of `peaks`, for MFU, which is n/a where it is unknown."""
-    return found[0] if (found := peaks(device_name)) else None
 
 
 @dataclass(frozen=True)
@@ -224,10 +213,9 @@ class Runtime:
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def peak_flops(self) -> float | None:
-        """Of all ranks together."""
-        if self.device.type != "cuda" or (peak := peak_flops(torch.cuda.get_device_name(self.device))) is None:
-            return None
-        return peak * self.world_size
+        """Of all ranks together; None where it is unknown, so that MFU is n/a."""
+        found = peaks(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
+        return found and found[0] * self.world_size
 
     def print(self, *args, **kwargs) -> None:
         """print, on the first rank only and without garbling a progress bar. A run outlives the reader of its output,
@@ -419,7 +407,7 @@ def prefetch(batches: Iterator, device: torch.device) -> Iterator:
     """Read an iterator one batch ahead in a thread, and move what it yields to the device.
 
     A batch is an array, a tensor, or any nesting of tuples, lists and dicts of them; the result has tensors in their
-    places. On CUDA the thread puts them into pinned memory, and the host does not wait until they are copied from there.
+    places. On CUDA the thread puts them into pinned memory, so that the host does not wait for the copy.
     An error of the iterator is raised when its batch is due. Close the generator if you leave it early.
     """
     on_gpu, ended = device.type == "cuda", object()
