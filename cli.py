@@ -30,7 +30,7 @@ class UserError(Exception):
 
 
 class Stopped(Exception):
-    """`Stopped(signum)`: a signal ended the run in good order; it decides the exit code (130 for SIGINT, 143 for TERM)."""
+    """`Stopped(signum)`: a signal ended the run in good order. The exit code is 128 + signum: 130 for SIGINT."""
 
 
 def script(main: Callable[[], None]) -> None:

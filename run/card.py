@@ -48,6 +48,7 @@ def model_card(name: str, records: list[dict], files: set[str]) -> str:
     """The card of a model whose directory holds `files`: they tell an adapter from a model."""
     starts = [record for record in records if record["kind"] == "run"]  # a resume adds one
     run = {key: value for start in reversed(starts) for key, value in start.items() if value is not None}
+    commands, commits = (dict.fromkeys(start.get(key) for start in starts) for key in ("command", "commit"))
     hub, is_adapter = run.get("hub", {}), "adapter_config.json" in files
     metadata = ModelCardData(
         library_name="peft" if is_adapter else "transformers",
@@ -57,7 +58,7 @@ def model_card(name: str, records: list[dict], files: set[str]) -> str:
         datasets=[hub["dataset"]] if "dataset" in hub else None,
     )
     rows = {"data": ", ".join(f"{key} {shown(value)}" for key, value in run.get("data", {}).items())}
-    rows |= figures(records) | {"commit": ", ".join(map(shown, said(starts, "commit")))}
+    rows |= figures(records) | {"commit": ", ".join(shown(commit) for commit in commits if commit)}
     parts = [
         f"---\n{metadata.to_yaml()}\n---",
         f"# {name}",
@@ -68,14 +69,9 @@ def model_card(name: str, records: list[dict], files: set[str]) -> str:
         *["![Learning curve](learning_curve.png)"] * ("learning_curve.png" in files),
         "## How it was made",
         # indented: no command can end such a block, as three backquotes would end a fenced one
-        "\n".join("    python " + " ".join(command.splitlines()) for command in said(starts, "command")),
+        "\n".join("    python " + " ".join(command.splitlines()) for command in commands if command),
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def said(starts: list[dict], key: str) -> list[str]:
-    """What the starts of a run say about `key`, each value once."""
-    return list(dict.fromkeys(start[key] for start in starts if start.get(key)))
 
 
 def what_it_is(run: dict) -> str:
