@@ -159,7 +159,7 @@ def main() -> None:
         shard(forward, model.transformer.h, rt)
     optimizer = make_optimizer(model, config, rt)
     files = ModelFiles(model, data.tokenizer, rt.is_main, compare=config.max_steps >= 100)  # a short try skips that
-    identity = dict(tokenizer=data.tokenizer.fingerprint, data=data.fingerprint)
+    identity = dict(tokenizer=data.tokenizer.fingerprint, data=data.train.stream.digest())
     run = Run(directory, config, files, optimizer, identity, facts_of_run(config, model, data))
     say_what_is_read(config, data, rt)
     train(config, run, model, forward, optimizer, data)
@@ -173,7 +173,10 @@ def train(config: Config, run: Run, model: GPT, forward: Loss, optimizer: Optimi
     """Optimizer steps until `config.max_steps`. `forward` is the model's loss, perhaps compiled and distributed."""
     rt = run.rt
     n_tokens = torch.full((), config.total_batch_size, device=rt.device)
-    with run, closing(prefetch(micro_batches_from(run.data_step, config, data), rt.device)) as batches:
+    n_windows = config.total_batch_size // config.sequence_length
+    # without end, as after a spike a run reads more steps than it takes
+    windows = training_batches(data.train, n_windows, run.data_step, sys.maxsize, config.micro_batch_size)
+    with run, closing(prefetch(windows, rt.device)) as batches:
         evaluate_if_due(config, run, model, forward, data)  # evaluations that an interruption skipped
         for step, batch in run.steps(batches):
             # ┌──────────────────────────────────── one optimizer step ────────────────────────────────────┐
@@ -234,7 +237,6 @@ class Data(NamedTuple):
     val: TokenStream
     token_bytes: torch.Tensor  # (vocabulary,) bytes of text that each id encodes
     hellaswag: hellaswag.Task | None
-    fingerprint: str  # of the training tokens
     origin: tuple[dict, str]  # where the tokens come from
 
 
@@ -258,13 +260,7 @@ def open_data(config: Config, shape: GPTConfig, rt: Runtime) -> Data:
     if config.hellaswag_interval:
         task = hellaswag.validation_task(config.hellaswag_data, tokenizer, shape, rt)
     token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(rt.device)
-    return Data(tokenizer, order, val, token_bytes, task, train.digest(), origin(shards))
-
-
-def micro_batches_from(data_step: int, config: Config, data: Data) -> Iterator[list]:
-    """This rank's micro-batches of each step, without end: after a spike a run reads more steps than it takes."""
-    n_windows = config.total_batch_size // config.sequence_length
-    return training_batches(data.train, n_windows, data_step, sys.maxsize, config.micro_batch_size)
+    return Data(tokenizer, order, val, token_bytes, task, origin(shards))
 
 
 def validation_inputs(config: Config, data: Data, rt: Runtime) -> Iterator[tuple]:
@@ -323,13 +319,12 @@ def refuse_bad_constants(config: Config, rt: Runtime) -> None:
     if config.target_loss and not config.eval_interval:
         raise UserError(f"--target_loss {config.target_loss} needs evaluations; give an --eval_interval above 0")
     if config.fp8:
-        on_gpu, old = rt.device.type == "cuda", lambda: torch.cuda.get_device_capability() < (8, 9)
-        if rt.dtype != torch.bfloat16 or config.compile == "off" or (on_gpu and (old() or not rt.compile)):
-            needs = "--dtype bfloat16, torch.compile and a GPU of compute capability 8.9 or more"
-            raise UserError(f"--fp8 needs {needs}; this is {rt.why}")
-        if config.shard != "none" or config.n_embd % 16 or config.sequence_length % 16 or config.vocab_size % 16:
-            needs = "--shard none, and a --n_embd, --sequence_length and --vocab_size that are multiples of 16"
-            raise UserError(f"--fp8 needs {needs}; leave it out")
+        old = rt.device.type == "cuda" and (not rt.compile or torch.cuda.get_device_capability() < (8, 9))
+        odd = config.n_embd % 16 or config.sequence_length % 16 or config.vocab_size % 16
+        if rt.dtype != torch.bfloat16 or config.compile == "off" or old or odd or config.shard != "none":
+            needs = "--dtype bfloat16, --shard none, torch.compile, a GPU of compute capability 8.9 or more"
+            sizes = "a --n_embd, --sequence_length and --vocab_size that are multiples of 16"
+            raise UserError(f"--fp8 needs {needs}, and {sizes}; this is {rt.why}")
     if rt.shard == "full" and rt.device.type == "cuda" and not config.micro_batch_size:
         raise UserError("--shard full needs a --micro_batch_size, as a trial would need the memory of the whole model")
     unit = config.sequence_length * max(config.micro_batch_size, 1) * rt.world_size
