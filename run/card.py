@@ -35,10 +35,7 @@ def provenance(data: dict, dataset: str, base: str) -> dict:
 
 
 def write_card(directory: Path, name: str, records: list[dict], curve: Path) -> None:
-    """Put README.md beside the weights in `directory`, with a copy of the learning curve if there is one.
-
-    `records` are those of the run's log up to the step of the weights.
-    """
+    """Put README.md, and the learning curve if there is one, beside the weights; `records` end with their step."""
     if curve.exists():
         shutil.copyfile(curve, directory / "learning_curve.png")
     replace_file(directory / "README.md", model_card(name, records, {path.name for path in directory.iterdir()}))

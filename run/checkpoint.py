@@ -1,7 +1,7 @@
 """Checkpoints: Hugging Face model directories that appear whole or not at all.
 
-    OUT_DIR/step_000500/   the weights and their config, generation_config.json, tokenizer files (MODEL_FILES),
-                           train_state.pt, SHA256SUMS, and for people README.md, learning_curve.png
+    OUT_DIR/step_000500/   the weights and their config, generation_config.json, tokenizer files, train_state.pt,
+                           SHA256SUMS, and for people README.md, learning_curve.png
 
 A checkpoint is written to a hidden directory, flushed to the disk, and renamed. `SHA256SUMS` (check it by hand with
 `sha256sum -c SHA256SUMS`) tells an intact one from one that was damaged later; what people may edit is not in it.
@@ -30,10 +30,8 @@ from cli import UserError, explain, replace_file, set_aside, sha256, write_atomi
 from model import GPT, GPTConfig, read_config
 from run.sharding import copy_into, whole
 
-# The files of a checkpoint. An adapter's has the second pair of weights and config instead of the first.
+# a checkpoint has the first pair of weights and config, one of an adapter the second
 WEIGHTS = {"model.safetensors": "config.json", "adapter_model.safetensors": "adapter_config.json"}
-TOKENIZER = {"tokenizer.json", "tokenizer_config.json", "tokenizer.tiktoken", "chat_template.jinja"}
-MODEL_FILES = {*WEIGHTS, *WEIGHTS.values(), *TOKENIZER, "generation_config.json"}  # what other tools open
 TRAIN_STATE, SUMS = "train_state.pt", "SHA256SUMS"  # what a resume needs besides
 FOR_PEOPLE = {"README.md", "learning_curve.png"}  # these may be edited, so that no checksum covers them
 NOT_READABLE_NOW = (errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE)

@@ -316,7 +316,8 @@ class Run:
         self.save()
         if "target" not in self._done:
             operations = self.tokens * self.facts["flops_per_token"]
-            self.record("target", tokens=self.tokens, hours=self.log.hours(), petaflop=operations / 1e15)
+            hours = sum(r.get("dt_ms") or 0 for r in self.log.records if r["kind"] == "train") / 3.6e6  # of steps alone
+            self.record("target", tokens=self.tokens, hours=hours, petaflop=operations / 1e15)
 
     def resume_command(self, *words: str) -> str:
         """What a person types to continue this run, on as many ranks as now."""

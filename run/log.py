@@ -149,10 +149,6 @@ class RunLog:
         newest = next((found[-1] for found in losses if found), None)
         return math.nan if newest is None else newest
 
-    def hours(self) -> float:
-        """Of training alone, over all processes that the run has had."""
-        return sum(r.get("dt_ms") or 0 for r in self.records if r["kind"] == "train") / 3.6e6
-
     def median_rate(self) -> float:
         """Tokens per second; nan before the first step."""
         rates = [r.get("tokens_per_sec") for r in self.records if r["kind"] == "train"]
