@@ -77,7 +77,7 @@ def save_in_turn(constants, model: GPT, rt: Runtime) -> Iterator[tuple[str, list
     with training:
         for number, _ in training.steps(itertools.repeat([])):
             yield add("a step during a write" if number % 3 == 0 else "a step", step)
-            training.log_step(torch.ones(()), torch.ones(()), 0.0, torch.tensor(512))
+            training.log_step(*torch.ones(2, device=rt.device), 0.0, torch.tensor(512))
             if number % 3 == 1:
                 yield add("a checkpoint, waited for", lambda: (training.save(), training.catch_up()))
             elif number % 3 == 2:
