@@ -27,12 +27,9 @@ The sum is the peak, reached when the backward pass starts. When the optimizer s
 needs six times its largest stack of matrices of one shape. Not counted: dropout masks, the context of the device (0.5
 GB on CUDA), and fragmentation (5% is reserved for it). torch.compile needs less than this.
 
-The time is an estimate, not a measurement, and leaves out what ranks spend on exchanging gradients. Seconds of a token:
-
-    products         6 (12 L C^2 + V C) operations at 64% of the card's peak
-    attention        12 L C T operations at 42% of it
-    element-wise     150 L C bytes, and 6 V for the loss, at the bandwidth of its memory
-    the rest         6% of all that
+The time is an estimate, not a measurement: `step_parts` counts the operations and bytes of a step, whose shortest time
+follows from a card's 16-bit peak and its bandwidth; kernels reach a fraction of these. What ranks spend on exchanging
+gradients is left out.
 
 This file knows nothing of data, run directories or training, and computes without a device.
 """
@@ -46,6 +43,9 @@ from learning.optim import MOMENTS
 DEVICES = (16, 24, 40, 80, 141)  # GB that GPUs come with
 MICRO_BATCHES = (1, 8, 64)
 RANKS = (1, 2, 4, 8)
+STEP = 2**16  # tokens of the step whose time is estimated: 64 sequences of 1,024
+REACHED = dict(matrix=0.64, attention=0.25, memory=0.92)  # of the peaks, by kernels: near what is reported of an H100
+BUSY = 0.965  # of the time in which a kernel runs at all
 
 
 @dataclass(frozen=True)
@@ -61,52 +61,40 @@ class Layout:
     checkpointing: bool = False
 
 
-def sizes(shape) -> tuple[int, int, int]:
-    """(N_root, N_block, N)"""
-    C = shape.n_embd
-    root, block = (shape.vocab_size + shape.n_positions + 2) * C, 12 * C**2 + 13 * C
-    return root, block, root + shape.n_layer * block
-
-
 def n_parameters(shape) -> int:
-    return sizes(shape)[2]
+    C = shape.n_embd
+    return (shape.vocab_size + shape.n_positions + 2) * C + shape.n_layer * (12 * C**2 + 13 * C)
 
 
 def checkpoint_bytes(shape, layout: Layout) -> int:
     return 4 * n_parameters(shape) + state(shape, replace(layout, ranks=1))["optimizer"]
 
 
-def needs(shape, layout: Layout, rows: int) -> dict[str, int]:
-    """Bytes of each rank by kind, for micro-batches of `rows` sequences; their sum is the peak. See the top."""
-    kinds = state(shape, layout) | passing(shape, layout, rows)
-    step = 0
-    if layout.optimizer == "muon":  # one shape's gradients and momenta stacked, the update, and three products
-        step = 6 * 4 * 4 * shape.n_layer * shape.n_embd**2
-    return kinds | dict(logits=max(kinds["logits"], step - kinds["activations"]))
-
-
 def state(shape, layout: Layout) -> dict[str, int]:
     """Weights, gradients and optimizer: what does not grow with the micro-batch."""
-    L, C, e, W = shape.n_layer, shape.n_embd, layout.itemsize, layout.ranks
-    root, block, N = sizes(shape)
+    L, C, e, W, N = shape.n_layer, shape.n_embd, layout.itemsize, layout.ranks, n_parameters(shape)
     moments = 8 * N - (2 - MOMENTS[layout.optimizer]) * 4 * 12 * L * C**2
     copies = 12 * L * C**2 * e if e < 4 else 0
     if layout.shard == "none" or W == 1:
         return dict(weights=4 * N + copies, gradients=4 * N * min(W, 2), optimizer=moments)
-    gathered = N if layout.shard == "optimizer" else root + min(2, L) * block
+    gathered = N if layout.shard == "optimizer" else N - max(L - 2, 0) * (12 * C**2 + 13 * C)
     both = 4 * (N // W + gathered)
     return dict(weights=both + copies, gradients=both, optimizer=moments // W)
 
 
-def passing(shape, layout: Layout, rows: int) -> dict[str, int]:
-    """Activations and logits: what the forward pass leaves for the backward pass."""
+def needs(shape, layout: Layout, rows: int) -> dict[str, int]:
+    """Bytes of each rank by kind, for micro-batches of `rows` sequences; their sum is the peak. See the top."""
     L, C, T, V, e = shape.n_layer, shape.n_embd, layout.sequence_length, shape.vocab_size, layout.itemsize
     a_block = (8 + 14 * e) * C
     if shape.attention == "naive":
         a_block += shape.n_head * T * (4 if e == 4 else 4 + e) + C * e
     blocks = 4 * C * L + a_block if layout.checkpointing else L * a_block
+    activations = rows * T * (blocks + (4 + 3 * e) * C)
     n = min(rows * T, chunk_size(rows * T, V, layout.device))
-    return dict(activations=rows * T * (blocks + (4 + 3 * e) * C), logits=n * V * (4 + e) + 8 * V * C)
+    logits = n * V * (4 + e) + 8 * V * C
+    if layout.optimizer == "muon":  # one shape's gradients and momenta stacked, the update, and three products
+        logits = max(logits, 6 * 4 * 4 * L * C**2 - activations)
+    return state(shape, layout) | dict(activations=activations, logits=logits)
 
 
 def memory_table(shape, asked: Layout, batch: int, micro_batch: int) -> list[str]:
@@ -131,28 +119,44 @@ def memory_table(shape, asked: Layout, batch: int, micro_batch: int) -> list[str
 
 
 def token_flops(shape, T: int) -> int:
-    """Operations of a token, forward and backward, as `GPT.estimate_flops` counts them, less biases and gains."""
-    L, C = shape.n_layer, shape.n_embd
-    return 6 * (12 * L * C**2 + shape.vocab_size * C) + 12 * L * C * T
+    """Operations of a token, forward and backward, as `GPT.estimate_flops` counts them."""
+    multiplied = n_parameters(shape) - shape.n_positions * shape.n_embd
+    return 6 * multiplied + 12 * shape.n_layer * shape.n_embd * T
 
 
-def token_seconds(shape, T: int, flops: float, bandwidth: float) -> dict[str, float]:
-    """Estimated seconds of a token, by kind, on a card of so many FLOP/s and bytes/s. See the top."""
-    L, C, V = shape.n_layer, shape.n_embd, shape.vocab_size
-    kinds = dict(
-        products=72 * L * C**2 / (0.64 * flops), head=6 * V * C / (0.64 * flops),
-        attention=12 * L * C * T / (0.42 * flops), elementwise=150 * L * C / bandwidth, loss=6 * V / bandwidth,
-    )  # fmt: skip
-    return kinds | dict(rest=0.06 * sum(kinds.values()))
+def step_parts(shape, T: int) -> dict[str, tuple[str, float]]:
+    """{name: (bound, operations or bytes)} of STEP tokens in one micro-batch: compiled, in bf16 autocast, with AdamW. A
+    number has 2 bytes in bf16, 4 in fp32 (residuals, weights)."""
+    L, C, V, N = shape.n_layer, shape.n_embd, shape.vocab_size, n_parameters(shape)
+    a_block = STEP * L * C  # numbers of one activation as wide as the residual stream, in all blocks
+    sums = -(-STEP // chunk_size(STEP, V, "cuda")) * V * C  # numbers that the chunks of the loss add
+    return {
+        # 2 operations a weight and token forward, 4 backward
+        "products of the blocks": ("matrix", 6 * 12 * a_block * C),
+        "products of the head": ("matrix", 6 * STEP * V * C),
+        # 2 products forward, 5 backward, of T^2 C operations each: half of the square is masked
+        "attention": ("attention", 7 * a_block * T),
+        # twice a block: read residual and branch, write the sum and its norm; backward one more is read
+        "norms and residuals": ("memory", 2 * a_block * (4 + 2 + 4 + 2 + 2 + 4 + 4 + 4 + 2)),
+        # 4 C wide: read, write; backward two are read
+        "GELU": ("memory", 4 * a_block * (2 + 2 + 2 + 2 + 2)),
+        # the outputs of four products, (3 + 1 + 4 + 1) C wide, and inputs and gradients of two norms are read again
+        "gradients of biases and norms": ("memory", a_block * (9 * 2 + 2 * (2 + 4))),
+        "gradients of q, k and v side by side": ("memory", 3 * a_block * (2 + 2)),
+        # read for the sum of exponentials, read again, gradients written
+        "loss": ("memory", STEP * V * (2 + 2 + 2)),
+        # AdamW (4 read, 3 written), the norm, clipping, casts of weights and gradients; embeddings
+        "optimizer, casts, embeddings": ("memory", N * (7 * 4 + 4 + 8 + 6 + 6) + sums * 12 + STEP * C * 24),
+    }
 
 
 def time_table(shape, T: int, tokens: int, cards: dict[str, tuple[float, float]], price: float) -> list[str]:
     """Lines: tokens/s of a card, the hours that `tokens` take, and dollars for `price` an hour; `cards` has peaks."""
     lines = [f"{'card':<10}{'tokens/s':>10}{'MFU':>8}{'hours on 1':>13}{'on 8':>9}" + f"{'dollars':>11}" * (price > 0)]
-    n_flops = token_flops(shape, T)
-    for name, (flops, bandwidth) in cards.items():
-        seconds = sum(token_seconds(shape, T, flops, bandwidth).values())
-        hours, mfu = tokens * seconds / 3600, n_flops / seconds / flops
+    parts = step_parts(shape, T).values()
+    for name, peaks in cards.items():
+        rate = STEP * BUSY / sum(work / peaks[bound == "memory"] / REACHED[bound] for bound, work in parts)
+        hours, mfu = tokens / rate / 3600, token_flops(shape, T) * rate / peaks[0]
         cost = f"{hours * price:>11,.0f}" * (price > 0)
-        lines.append(f"{name:<10}{1 / seconds:>10,.0f}{mfu:>8.1%}{hours:>13,.2f}{hours / 8:>9,.2f}{cost}")
+        lines.append(f"{name:<10}{rate:>10,.0f}{mfu:>8.1%}{hours:>13,.2f}{hours / 8:>9,.2f}{cost}")
     return lines
