@@ -137,7 +137,7 @@ def add_lora(model: GPT, config: LoRAConfig) -> GPT:
     """Freeze `model` and add a bypass to each target, in place. Its outputs do not change until B is trained."""
     model.requires_grad_(False)  # embeddings and LayerNorm too: only the adapter is trained
     for name in target_names(model, config.targets):
-        replace_module(model, name, LoRALinear(model.get_submodule(name), config))
+        model.set_submodule(name, LoRALinear(model.get_submodule(name), config))
     return model
 
 
@@ -165,13 +165,8 @@ def remove_lora(model: GPT) -> GPT:
         n_out, n_in = module.weight.shape
         linear = nn.Linear(n_in, n_out, device="meta")  # no memory for weights that are about to be replaced
         linear.weight, linear.bias = module.weight, module.bias
-        replace_module(model, name, linear)
+        model.set_submodule(name, linear)
     return model
-
-
-def replace_module(model: GPT, name: str, module: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)
 
 
 def cast_frozen(model: GPT, dtype: torch.dtype) -> None:
@@ -198,7 +193,7 @@ def trainable_parameters(model: GPT, targets: tuple[str, ...], r: int) -> tuple[
 # What adapter_config.json may say. A setting that is off (None, False, empty) changes nothing, keys in IGNORED do not
 # describe the computation, and the values in KNOWN compute the picture above. Anything else, of later versions of peft
 # too, may change the base's weights (pissa, olora) or the forward pass (alora), and is refused.
-LIMITS = dict(r=(1, 2**20), lora_alpha=(1e-9, 1e9), lora_dropout=(0.0, 0.999))
+LIMITS = dict(r=(1, 2**12), lora_alpha=(1e-9, 1e9), lora_dropout=(0.0, 0.999))
 KNOWN = dict(peft_type=("LORA",), task_type=("CAUSAL_LM",), bias=("none",), init_lora_weights=(True, "gaussian"),
              use_rslora=(True,))  # fmt: skip
 IGNORED = (
@@ -224,25 +219,32 @@ class AdapterFiles:
     """The adapter of `model` as files, for a run to save and restore."""
 
     def __init__(self, model: GPT, config: LoRAConfig, base: str, base_sha256: str):
-        self.model, self.config, self.base, self.base_sha256 = model, config, base, base_sha256
+        self.model, self.metadata = model, dict(format="pt", base_sha256=base_sha256)  # peft ignores the latter
+        self.settings = dict(
+            peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=base, r=config.r,
+            lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=list(config.targets),
+            fan_in_fan_out=True, bias="none", use_rslora=config.rslora, inference_mode=True,
+        )  # fmt: skip
 
     def copy(self) -> Callable[[Path], None]:
-        """Copy A and B as they are now; returns a function that writes the copy into a directory."""
-        tensors = {
-            peft_name(name, factor): getattr(module, f"lora_{factor}").detach().to("cpu", torch.float32, copy=True)
-            for name, module in lora_modules(self.model).items()
-            for factor in "AB"
-        }
-        return lambda path: write_adapter(Adapter(path, self.config, tensors, self.base, self.base_sha256))
+        """Copy A and B as they are now; returns a function that writes the copy into a directory, as peft reads it."""
+        tensors = {name: p.detach().to("cpu", torch.float32, copy=True) for name, p in factors(self.model).items()}
+
+        def write(path: Path) -> None:
+            (path / "adapter_config.json").write_text(json.dumps(self.settings, indent=2) + "\n")
+            save_file(tensors, path / "adapter_model.safetensors", metadata=self.metadata)
+
+        return write
 
     def load(self, path: Path) -> None:
         """Put the A and B of a checkpoint into the model."""
-        copy_factors(self.model, read_adapter(path).tensors)
+        fill_factors(self.model, read_adapter(path))
 
 
-def peft_name(name: str, factor: str) -> str:
-    """What peft's files call the factor, A or B, of the module `name`; the shapes are ours."""
-    return f"base_model.model.{name}.lora_{factor}.weight"
+def factors(model: GPT) -> dict[str, nn.Parameter]:
+    """A and B of every adapted module, under the names that they have in peft's files; the shapes are ours."""
+    found = ((name, p) for name, p in model.named_parameters() if name.endswith((".lora_A", ".lora_B")))
+    return {f"base_model.model.{name}.weight": p for name, p in found}
 
 
 def weights_sha256(model: GPT) -> str:
@@ -254,20 +256,6 @@ def weights_sha256(model: GPT) -> str:
             digest.update(f"{name} {tuple(tensor.shape)}".encode())
             digest.update(tensor.detach().float().cpu().contiguous().numpy())
     return digest.hexdigest()
-
-
-def write_adapter(adapter: Adapter) -> None:
-    """`adapter_config.json` and `adapter_model.safetensors`, as peft reads them. The latter's header has the sha256 of
-    the base, which peft ignores."""
-    config = adapter.config
-    settings = dict(
-        peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=adapter.base, r=config.r,
-        lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=list(config.targets),
-        fan_in_fan_out=True, bias="none", use_rslora=config.rslora, inference_mode=True,
-    )  # fmt: skip
-    (adapter.path / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    metadata = {"format": "pt", "base_sha256": adapter.base_sha256 or ""}
-    save_file(adapter.tensors, adapter.path / "adapter_model.safetensors", metadata=metadata)
 
 
 def find_adapter(adapter: str | Path) -> Path:
@@ -288,9 +276,7 @@ def read_adapter(adapter: str | Path) -> Adapter:
     path = find_adapter(adapter)
     if (path / SUMS).exists() and (problem := damage(path)):
         raise UserError(f"{path} is damaged: {problem}; take an earlier checkpoint of its run")
-    settings = read_json(path / "adapter_config.json")
-    if isinstance(settings, dict) and (kind := settings.get("peft_type") or "LORA") != "LORA":
-        raise UserError(f"{path}: its peft_type is {kind!r:.80}, and this code computes LORA only; use it with peft")
+    settings = read_settings(path / "adapter_config.json")
     try:
         with safe_open(path / "adapter_model.safetensors", "pt") as f:
             tensors, metadata = {name: f.get_tensor(name) for name in f.keys()}, f.metadata() or {}
@@ -303,25 +289,28 @@ def read_adapter(adapter: str | Path) -> Adapter:
         raise UserError(f"{path}/adapter_model.safetensors is damaged: {e}; write or download it again") from None
     # target_modules may be a regular expression; the tensors say what was adapted
     targets = tuple(target for target in TARGETS if any(f".{target}.lora_A" in name for name in tensors))
-    config = read_settings(settings, targets, path / "adapter_config.json")
+    if not targets:
+        raise UserError(f"the adapter {path} has no tensors for {', '.join(TARGETS)}; train it again")
+    alpha, dropout = float(settings["lora_alpha"]), float(settings["lora_dropout"])
+    config = LoRAConfig(settings["r"], alpha, dropout, targets, bool(settings.get("use_rslora")))
     return Adapter(path, config, tensors, settings.get("base_model_name_or_path"), metadata.get("base_sha256"))
 
 
-def read_settings(settings: dict, targets: tuple[str, ...], file: Path) -> LoRAConfig:
-    """The content of an adapter_config.json, checked. Raises UserError for any setting not known to be harmless."""
+def read_settings(file: Path) -> dict:
+    """The content of an adapter_config.json. Raises UserError for any setting not known to be harmless."""
+    settings = read_json(file)
     if not isinstance(settings, dict):
         raise UserError(f"{file} is damaged: it is not an object; write or download it again")
+    for key, value in settings.items():
+        if key not in (*LIMITS, *IGNORED) and value not in (None, False, "", [], {}, *KNOWN.get(key, ())):
+            unknown = f"{file}: this code cannot compute an adapter whose {key} is {value!r:.80}"
+            raise UserError(f"{unknown}; merge it with peft, or train one without it")
     settings = {"lora_dropout": 0.0} | settings
     for key, (low, high) in LIMITS.items():
         value = settings.get(key)
         if type(value) not in ((int,) if key == "r" else (int, float)) or not low <= value <= high:
             raise UserError(f"{file} is damaged: {key} is {value!r:.80}; write or download the adapter again")
-    for key, value in settings.items():
-        if key not in (*LIMITS, *IGNORED) and value not in (None, False, "", [], {}, *KNOWN.get(key, ())):
-            unknown = f"{file}: this code cannot compute an adapter whose {key} is {value!r:.80}"
-            raise UserError(f"{unknown}; merge it with peft, or train one without it")
-    alpha, dropout = float(settings["lora_alpha"]), float(settings["lora_dropout"])
-    return LoRAConfig(settings["r"], alpha, dropout, targets, bool(settings.get("use_rslora")))
+    return settings
 
 
 def load_adapter(model: GPT, adapter: str | Path, dropout: float = 0.0) -> GPT:
@@ -331,34 +320,24 @@ def load_adapter(model: GPT, adapter: str | Path, dropout: float = 0.0) -> GPT:
     trained on another base.
     """
     found = read_adapter(adapter)
-    check_fit(model, found)
+    if found.base_sha256 and found.base_sha256 != (ours := weights_sha256(model)):
+        other = f"{found.base} with sha256 {found.base_sha256[:12]}, and this one has {ours[:12]}"
+        raise UserError(f"the adapter {found.path} was trained on another base, {other}; give that one")
     add_lora(model, replace(found.config, dropout=dropout))
-    copy_factors(model, found.tensors)
+    fill_factors(model, found)
     return model
 
 
-def check_fit(model: GPT, adapter: Adapter) -> None:
-    """Raises UserError unless the tensors are exactly those that this base needs, and were trained on it."""
-    if not adapter.config.targets:
-        raise UserError(f"the adapter {adapter.path} has no tensors for {', '.join(TARGETS)}; train it again")
-    shapes = {}  # of all tensors that must be there: a block without its own would silently stay the base's
-    for name in target_names(model, adapter.config.targets):
-        n_out, n_in = model.get_submodule(name).weight.shape
-        shapes[peft_name(name, "A")], shapes[peft_name(name, "B")] = (adapter.config.r, n_in), (n_out, adapter.config.r)
-    found = {name: tuple(tensor.shape) for name, tensor in adapter.tensors.items()}
+@torch.no_grad()
+def fill_factors(model: GPT, adapter: Adapter) -> None:
+    """Put the A and B of an adapter into an adapted model. Raises UserError unless they are exactly those that it has:
+    a block without its own would silently stay the base's."""
+    wanted = factors(model)
+    shapes, found = ({name: tuple(t.shape) for name, t in each.items()} for each in (wanted, adapter.tensors))
     if wrong := [name for name in sorted(found.keys() | shapes) if found.get(name) != shapes.get(name)]:
         name = wrong[0]
         differs = f"{name} is {found.get(name, 'missing')}, and the base needs {shapes.get(name, 'nothing')}"
         remedy = "give the base that it was trained on, or merge it with peft if it adapts some layers only"
         raise UserError(f"the adapter {adapter.path} does not fit: {differs}; {remedy}")
-    if adapter.base_sha256 and adapter.base_sha256 != (ours := weights_sha256(model)):
-        other = f"{adapter.base} with sha256 {adapter.base_sha256[:12]}, and this one has {ours[:12]}"
-        raise UserError(f"the adapter {adapter.path} was trained on another base, {other}; give that one")
-
-
-@torch.no_grad()
-def copy_factors(model: GPT, tensors: dict[str, torch.Tensor]) -> None:
-    """Put the A and B of an adapter into a model that was adapted alike, in place."""
-    for name, module in lora_modules(model).items():
-        module.lora_A.copy_(tensors[peft_name(name, "A")])
-        module.lora_B.copy_(tensors[peft_name(name, "B")])
+    for name, factor in wanted.items():
+        factor.copy_(adapter.tensors[name])
