@@ -23,7 +23,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -37,7 +36,7 @@ from finetuning.chat import check_tokenizer, prompt_of, save_chat_files
 from finetuning.lora import TARGETS, AdapterFiles, LoRAConfig
 from finetuning.rows import Example, encode_rows, global_batch, load_rows, micro_batches, on_hub, split_rows
 from learning.evaluation import complete, validate
-from learning.optim import Optimizer, adamw, decay_groups, learning_rate
+from learning.optim import Optimizer, learning_rate, make_optimizer
 from model import GPT, GPTConfig, Loss
 from run import card
 from run.checkpoint import ModelFiles, checkpoint_steps, find_model, load_model, load_shape, model_tokenizer, save_model
@@ -129,13 +128,12 @@ def finetune(written: Config) -> None:
     shape = load_shape(written.base)
     data = open_data(written, shape, rt)
     # from here on no constant changes, except for a micro-batch that has to be tried
-    config = settle(written, choose_lora(written, directory.checkpoint), data, rt)
+    config = settle(written, directory.checkpoint, data, rt)
     base = load_model(config.base, config.dropout, choose_attention("auto", rt, config.sequence_length))
     identity = dict(base=lora.weights_sha256(base), tokenizer=data.tokenizer.fingerprint, data=data.sha256)
     facts = facts_of_run(config, base, data)
     trainable, fraction = lora.trainable_parameters(base, config.targets, config.lora_dim)
     rt.print(f"{config.base}: {base.num_params():,} parameters on {rt.why}; training {trainable:,} ({fraction:.3%})")
-    rt.print(data.about)
 
     model = adapt(base, config, directory.checkpoint)
     if config.lora_dim and rt.dtype != torch.float32:
@@ -156,7 +154,8 @@ def finetune(written: Config) -> None:
     if not rt.is_main:
         return
     if config.lora_dim:
-        write_all(run.out_dir / "adapter", files.copy(), run.log.card())
+        write, write_card = files.copy(), run.log.card()
+        cli.write_atomically(run.out_dir / "adapter", lambda path: [write(path), write_card(path)])
     if config.merge:
         write_merged(config, str(run.out_dir / "adapter"))
     say_what_was_reached(config, run)
@@ -217,12 +216,6 @@ def evaluate_if_due(config: Config, run: Run, model: GPT, forward: Loss, data: "
             run.record("sample", text=prompt + answers[0])
 
 
-def make_optimizer(model: GPT, config: Config, rt: Runtime) -> Optimizer:
-    """AdamW over what is trained: the adapter, or all weights."""
-    groups = decay_groups([p for p in model.parameters() if p.requires_grad], config.weight_decay)
-    return Optimizer([adamw(groups, config)], config.max_lr, rt)
-
-
 # --------------------------------------------------------------------------------------------------------------- rows
 
 
@@ -233,7 +226,6 @@ class Data(NamedTuple):
     sequence_length: int  # of the longest example that is possible
     sha256: str  # of the rows
     token_bytes: torch.Tensor  # (vocabulary,) bytes of text of each id
-    about: str  # a line for people
 
 
 def open_data(config: Config, shape: GPTConfig, rt: Runtime) -> Data:
@@ -257,9 +249,10 @@ def open_data(config: Config, shape: GPTConfig, rt: Runtime) -> Data:
     about = f"data: {len(rows):,} rows: {len(train_set):,} examples to train on, {len(val_set):,} to validate"
     about += f"; {counts['empty']:,} empty rows skipped" * (counts["empty"] > 0)
     about += f"; {counts['long']:,} rows longer than {T} tokens read in overlapping windows" * (counts["long"] > 0)
+    rt.print(about)
     token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(rt.device)
     sha256 = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
-    return Data(tokenizer, train_set, val_set, T, sha256, token_bytes, about)
+    return Data(tokenizer, train_set, val_set, T, sha256, token_bytes)
 
 
 def cut(examples: list[Example], config: Config, rt: Runtime) -> list[tuple]:
@@ -298,33 +291,27 @@ def refuse_bad_constants(config: Config) -> None:
             raise UserError(f"--merge {out} already exists; pass --overwrite to rename it, or choose another name")
 
 
-def choose_lora(config: Config, checkpoint: Path | None) -> LoRAConfig | None:
-    """The adapter to train: that of the checkpoint or of --adapter, or a new one; None to train all weights."""
-    if checkpoint and not (checkpoint / "adapter_config.json").exists():
-        return None
-    if source := checkpoint or config.adapter:
-        return lora.read_adapter(source).config
-    if not config.lora_dim:
-        return None
-    return lora_of(replace(config, lora_alpha=config.lora_alpha or 2.0 * config.lora_dim))
-
-
-def settle(config: Config, new: LoRAConfig | None, data: Data, rt: Runtime) -> Config:
+def settle(written: Config, checkpoint: Path | None, data: Data, rt: Runtime) -> Config:
     """Turn the constants that a person wrote into those that run: what follows from base, adapter and rows."""
-    max_steps = config.max_steps or max(round(config.epochs * len(data.train) / config.batch_size), 1)
-    found = dict(
-        base=rt.on_main(lambda: find_model(config.base)),  # of a run its newest checkpoint, once for all ranks
+    if checkpoint and not (checkpoint / "adapter_config.json").exists():
+        adapter = dict(lora_dim=0)
+    elif source := checkpoint or written.adapter:
+        found = lora.read_adapter(source).config
+        adapter = dict(lora_dim=found.r, lora_alpha=found.alpha, targets=found.targets, rslora=found.rslora)
+    else:
+        adapter = dict(lora_dim=written.lora_dim, lora_alpha=written.lora_alpha or 2.0 * written.lora_dim)
+    max_steps = written.max_steps or max(round(written.epochs * len(data.train) / written.batch_size), 1)
+    return replace(
+        written,
+        **adapter,
+        base=rt.on_main(lambda: find_model(written.base)),  # of a run its newest checkpoint, once for all ranks
         sequence_length=data.sequence_length,
         max_steps=max_steps,
-        warmup_steps=min(config.warmup_steps or math.ceil(0.03 * max_steps), max_steps),
-        eval_interval=max(max_steps // 10, 1) if config.eval_interval < 0 else config.eval_interval,
-        max_lr=config.max_lr or (1e-3 if new else 1e-4),
-        threads=torch.get_num_threads() if rt.device.type == "cpu" else config.threads,
-        lora_dim=0,
+        warmup_steps=min(written.warmup_steps or math.ceil(0.03 * max_steps), max_steps),
+        eval_interval=max(max_steps // 10, 1) if written.eval_interval < 0 else written.eval_interval,
+        max_lr=written.max_lr or (1e-3 if adapter["lora_dim"] else 1e-4),
+        threads=torch.get_num_threads() if rt.device.type == "cpu" else written.threads,
     )
-    if new:
-        found |= dict(lora_dim=new.r, lora_alpha=new.alpha, targets=new.targets, rslora=new.rslora)
-    return replace(config, **found)
 
 
 def lora_of(config: Config) -> LoRAConfig:
@@ -375,11 +362,6 @@ class ChatFiles:
         return lambda path: [write(path), save_chat_files(path, self.tokenizer)]
 
 
-def write_all(path: Path, *writers: Callable[[Path], None]) -> None:
-    """Fill a new directory, whole or not at all."""
-    cli.write_atomically(path, lambda temporary: [write(temporary) for write in writers])
-
-
 def write_merged(config: Config, adapter: str) -> None:
     """Write base and adapter as one plain model, merged in fp32, and print how much that changes its logits."""
     out, tokenizer = Path(config.merge), model_tokenizer(config.base)
@@ -390,9 +372,13 @@ def write_merged(config: Config, adapter: str) -> None:
         model = lora.remove_lora(lora.merge(model))
         difference = (model(idx) - before).abs().max()
     records, curve = records_of(config, adapter), lora.find_adapter(adapter).parent / "learning_curve.png"
-    write_card = partial(card.write_card, name=out.name, records=records, curve=curve)
-    write_all(out, partial(save_model, model=model, tokenizer=tokenizer),
-              partial(save_chat_files, tokenizer=tokenizer), write_card)  # fmt: skip
+
+    def write(path: Path) -> None:
+        save_model(path, model, tokenizer)
+        save_chat_files(path, tokenizer)
+        card.write_card(path, out.name, records, curve)
+
+    cli.write_atomically(out, write)
     print(f"wrote {out}: {config.base} with {adapter} merged in; logits differ by at most {difference:.1e}")
 
 

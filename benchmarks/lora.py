@@ -17,7 +17,8 @@ import torch
 from benchmarks.measure import Common, Size, built_late, fast_dtype, gpt2_tokenizer, model_sizes, rates
 from finetuning.lora import TARGETS, LoRAConfig, add_lora, cast_frozen
 from finetuning.rows import Example, encode_rows, load_rows, micro_batches, split_rows
-from lora_finetune import MICRO_BATCH_COST, make_optimizer
+from learning.optim import make_optimizer
+from lora_finetune import MICRO_BATCH_COST
 from lora_finetune import Config as Finetuning
 from model import GPT, GPTConfig, Loss
 from run.runtime import Runtime

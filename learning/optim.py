@@ -50,13 +50,14 @@ def learning_rate(step: int, config) -> float:
 def make_optimizer(model, config, rt) -> "Optimizer":
     """The optimizer of a training run over the trainable parameters of `model`.
 
-    Reads optimizer (adamw or muon), max_lr, muon_lr, weight_decay, beta1, beta2 and eps of `config`. Where ranks divide
-    the model, do that first. To add an optimizer, add it here and to MOMENTS.
+    Reads optimizer (adamw or muon; without it adamw), max_lr, muon_lr, weight_decay, beta1, beta2 and eps of `config`.
+    Where ranks divide the model, do that first. To add an optimizer, add it here and to MOMENTS.
     """
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     # Muon is for matrices that map one hidden space into another. In `wpe` each row is on its own, and `wte` is both
     # table and classifier: for embeddings and heads AdamW was found better (Jordan 2024)
-    hidden = [n for n, p in params.items() if ".h." in n and p.dim() == 2] if config.optimizer == "muon" else []
+    muon = getattr(config, "optimizer", "adamw") == "muon"
+    hidden = [n for n, p in params.items() if muon and ".h." in n and p.dim() == 2]
     rest = {n: p for n, p in params.items() if n not in hidden}
     optimizers: list = [adamw(decay_groups(rest.values(), config.weight_decay), config)]
     if hidden:
