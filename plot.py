@@ -19,7 +19,7 @@ import numpy as np
 from tyro.conf import Positional, arg
 
 from cli import UserError, parse_args, read_json, script, set_aside
-from run.curves import curves_of, draw, has_loss, position, read_log
+from run.curves import curves_of, draw, has_loss, placed, read_log
 from run.reference import FILE, references
 
 Runs = Annotated[tuple[str, ...], Positional, arg(metavar="RUN [RUN ...]")]
@@ -71,8 +71,8 @@ def read_fan(path: Path) -> np.ndarray:
 
 def judged(label: str, run: dict, fan: np.ndarray) -> str:
     """Whether the last validation loss is inside the fan."""
-    (steps, losses), (first, *_, last) = run["val", "loss"], fan[:, 0]
-    tokens = float(position(run, "tokens", label)(steps[-1])) if len(steps) else 0
+    (at, losses), (first, *_, last) = placed(run, "tokens", label)["val", "loss"], fan[:, 0]
+    tokens = float(at[-1]) if len(at) else 0
     if not first <= tokens <= last:
         return f"{label}: not judged; the forecast is for runs that end at {first:,.0f} to {last:,.0f} tokens"
     low, high = (float(np.interp(tokens, fan[:, 0], fan[:, side])) for side in (1, 3))

@@ -12,7 +12,6 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -99,10 +98,10 @@ def has_loss(run: Curves) -> bool:
     return len(run["train", "loss"][0]) + len(run["val", "loss"][0]) > 0
 
 
-def position(run: Curves, x: str, label: str) -> Callable:
-    """A function from steps to positions on the x axis. Raises UserError if the log lacks what `x` needs."""
+def placed(run: Curves, x: str, label: str) -> Curves:
+    """The run with positions on the x axis in place of steps. Raises UserError if the log lacks what `x` needs."""
     if x == "steps":
-        return lambda steps: steps
+        return run
     key = "dt_ms" if x == "seconds" else "tokens"
     steps, reached = run["train", key]
     scale = run["run", "flops_per_token"][1][-1:] if x == "flops" else np.ones(1)
@@ -111,7 +110,8 @@ def position(run: Curves, x: str, label: str) -> Callable:
         raise UserError(f"--x {x}: the log of {label} has no {lacking}, like logs of earlier versions; use --x steps")
     # Summing the times of steps leaves out the pauses of a run that was stopped and resumed.
     reached = np.cumsum(reached) / 1e3 if x == "seconds" else reached * scale
-    return lambda wanted: np.interp(wanted, np.append(0, steps), np.append(0, reached))
+    steps, reached = np.append(0, steps), np.append(0, reached)
+    return {what: (np.interp(at, steps, reached), values) for what, (at, values) in run.items()}
 
 
 def measured_on(records: Records, y: str) -> str:
@@ -128,16 +128,6 @@ def in_bits(run: Curves, label: str) -> Curves:
     if not len(run["val", "bpb"][0]):
         raise UserError(f'--y bpb: the log of {label} has no "bpb" in its val records; use --y loss')
     return run | {("val", "loss"): run["val", "bpb"], ("train", "loss"): (np.zeros(0), np.zeros(0))}
-
-
-def compute_multiplier(flops: np.ndarray, losses: np.ndarray, other_flops: float, loss: float) -> float | None:
-    """How many times `other_flops` a run needs to reach `loss`, with its curve interpolated in log-log; None where the
-    curve does not come down to it."""
-    reached = losses <= loss
-    if not reached.any():
-        return None
-    pair = [reached.argmax(), max(reached.argmax() - 1, 0)]  # the losses around it, rising, as np.interp wants them
-    return float(np.exp(np.interp(np.log(loss), np.log(losses[pair]), np.log(flops[pair]))) / other_flops)
 
 
 def smoothed(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -170,10 +160,10 @@ def draw(runs: dict[str, Records], path: Path, x: str = "steps", y: str = "loss"
         return []
     if y == "bpb":
         runs = {label: in_bits(run, label) for label, run in runs.items()}
-    x_of = {label: position(run, x, label) for label, run in runs.items()}
-    end = max(float(x_of[label](steps.max())) for label, run in runs.items() for steps, _ in run.values() if len(steps))
+    runs = {label: placed(run, x, label) for label, run in runs.items()}
+    end = max(float(at.max()) for run in runs.values() for at, _ in run.values() if len(at))
     unit, x_label = next((unit for unit in UNITS[x] if end >= 2 * unit[0]), UNITS[x][-1])
-    at = {label: lambda steps, f=f: f(steps) / unit for label, f in x_of.items()}
+    runs = {label: {what: (at / unit, v) for what, (at, v) in run.items()} for label, run in runs.items()}
 
     scored = [key for key in SCORES if any(len(run["hellaswag", key][0]) for run in runs.values())]
     rows = {"loss": 3.5} | {key: SCORES[key][0] for key in scored} | {"norm": 1.6}  # heights in inches
@@ -183,14 +173,13 @@ def draw(runs: dict[str, Records], path: Path, x: str = "steps", y: str = "loss"
     if fan is not None:
         tokens, low, _, high = fan.T
         panels["loss"].fill_between(tokens / unit, low, high, color="gray", alpha=0.3, label="forecast of the end, 90%")
-    draw_loss(panels["loss"], runs, at, comparable)
-    draw_references(panels["loss"], references, y, *next(zip(runs.values(), at.values(), strict=True)))
-    said = draw_multipliers(panels["loss"], runs, at) if x == "flops" and comparable else []
-    panels["loss"].set_ylabel(f"loss ({LOSS_IN[y]})", fontsize=9)
+    draw_loss(panels["loss"], runs, y, comparable)
+    draw_references(panels["loss"], references, y, next(iter(runs.values())))
+    said = draw_multipliers(panels["loss"], runs) if x == "flops" and comparable else []
     legend(panels["loss"], loc="upper right", title="thin: training; marked: validation" if len(runs) > 1 else None)
     for key in scored:
-        draw_scores(panels[key], runs, at, key)
-    draw_norm_and_rate(panels["norm"], panels["rate"], runs, at)
+        draw_scores(panels[key], runs, key)
+    draw_norm_and_rate(panels["norm"], panels["rate"], runs)
     for axes in panels.values():
         axes.set_xlim(-0.01 * end / unit, 1.01 * max(end / unit, 1e-9))
         axes.xaxis.set(major_formatter="{x:,.10g}")
@@ -209,17 +198,16 @@ def look(i: int, n: int = 0) -> dict:
     return mark | dict(color=COLORS[i % len(COLORS)], linestyle=DASHES[i % len(DASHES)])
 
 
-def draw_loss(axes, runs: dict[str, Curves], at: dict[str, Callable], comparable: bool) -> None:
+def draw_loss(axes, runs: dict[str, Curves], y: str, comparable: bool) -> None:
     """Training loss, smoothed, with all single steps if there is only one run; validation loss with marks. The title
     names the best run if all of them are measured on the same."""
     alone, tails, last = len(runs) == 1, [], {}
     for i, (label, run) in enumerate(runs.items()):
-        x, losses = at[label](run["train", "loss"][0]), run["train", "loss"][1]
+        (x, losses), (val_x, val) = run["train", "loss"], run["val", "loss"]
         if alone:
             axes.plot(x, losses, color=COLORS[0], alpha=0.25, linewidth=0.8, label="training, each step")
         name = "training, smoothed" if alone else None
         axes.plot(*smoothed(x, losses), color=COLORS[i % len(COLORS)], linewidth=1.5 if alone else 0.8, label=name)
-        val_x, val = at[label](run["val", "loss"][0]), run["val", "loss"][1]
         last |= {label: val[-1]} if len(val) else {}
         name = ("validation" if alone else label) + (f": {last[label]:.3f} at the end" if label in last else "")
         style = look(i, len(val)) | (dict(color=COLORS[2]) if alone else {})  # unlike its own training loss
@@ -231,9 +219,10 @@ def draw_loss(axes, runs: dict[str, Curves], at: dict[str, Callable], comparable
     axes.set_ylim(min(tails) - margin, max(tails) + margin)
     best = min(last, key=last.get, default=None)
     reached = f"{last[best]:.3f}" + ("" if alone else f", reached by {best}") if last else "not measured yet"
-    finish(axes, f"Validation loss: {reached if comparable else 'on different data or tokens, not comparable'}", "")
+    said = reached if comparable else "on different data or tokens, not comparable"
+    finish(axes, f"Validation loss: {said}", f"loss ({LOSS_IN[y]})")
     if alone and len(losses):
-        draw_start(axes, *runs.values())
+        draw_start(axes, run)
 
 
 def draw_start(axes, run: Curves) -> None:
@@ -256,39 +245,44 @@ def draw_start(axes, run: Curves) -> None:
         scale.yaxis.set(major_formatter="{x:g}")
 
 
-def draw_references(axes, references, y: str, run: Curves, at: Callable) -> None:
+def draw_references(axes, references, y: str, run: Curves) -> None:
     """Known runs, as far as `run` has read tokens: a line for one, a band from lowest to highest for several."""
-    steps, tokens = run["train", "tokens"]
-    for i, entry in enumerate(known for known in references if y in known and len(steps)):
+    x, tokens = run["train", "tokens"]
+    for i, entry in enumerate(known for known in references if y in known and len(x)):
         n = np.linspace(entry["tokens"][0], max(min(entry["tokens"][-1], tokens[-1]), entry["tokens"][0]), POINTS)
         losses = np.array([np.interp(n, entry["tokens"], losses) for losses in entry[y]])  # (runs, POINTS)
-        x = at(np.interp(n, tokens, steps))
-        axes.fill_between(x, losses.min(axis=0), losses.max(axis=0), color="gray", alpha=0.4)
-        axes.plot(x, losses.mean(axis=0), DASHES[i % len(DASHES)], color="gray", label=entry["name"])
+        at = np.interp(n, tokens, x)
+        axes.fill_between(at, losses.min(axis=0), losses.max(axis=0), color="gray", alpha=0.4)
+        axes.plot(at, losses.mean(axis=0), DASHES[i % len(DASHES)], color="gray", label=entry["name"])
 
 
-def draw_multipliers(axes, runs: dict[str, Curves], at: dict[str, Callable]) -> list[str]:
-    """The FLOPs that the first run needs to the last loss of each other one: lines in the picture, and sentences."""
-    curves = {label: (at[label](run["val", "loss"][0]), run["val", "loss"][1]) for label, run in runs.items()}
-    (a, (flops, losses)), *others = ((label, curve) for label, curve in curves.items() if len(curve[0]))
-    said = []
-    for b, (x, values) in others:
-        if multiplier := compute_multiplier(flops[flops > 0], losses[flops > 0], x[-1], values[-1]):
-            axes.plot([x[-1], multiplier * x[-1]], [values[-1]] * 2, color="gray", linewidth=1)
-            axes.text(multiplier * x[-1], values[-1], f" x {multiplier:.2f}", fontsize=8.5, parse_math=False)
-        needs = f"needs {multiplier:.2f} times its FLOPs" if multiplier else f"does not: that is beyond {a}'s curve"
-        said.append(f"{b} ends at {values[-1]:.4f}; to get there {a} {needs}")
+def draw_multipliers(axes, runs: dict[str, Curves]) -> list[str]:
+    """How many times the FLOPs of each other run the first one needs to reach its last loss, with the first one's curve
+    interpolated in log-log: lines in the picture, and sentences."""
+    measured, said = [(label, *run["val", "loss"]) for label, run in runs.items() if len(run["val", "loss"][0])], []
+    for b, x, values in measured[1:]:
+        a, flops, losses = measured[0]
+        flops, losses, loss = flops[flops > 0], losses[flops > 0], values[-1]
+        reached = losses <= loss
+        if not reached.any():
+            said.append(f"{b} ends at {loss:.4f}; to get there {a} does not: that is beyond {a}'s curve")
+            continue
+        pair = [reached.argmax(), max(reached.argmax() - 1, 0)]  # the losses around it, rising, as np.interp wants them
+        needed = float(np.exp(np.interp(np.log(loss), np.log(losses[pair]), np.log(flops[pair]))))
+        axes.plot([x[-1], needed], [loss] * 2, color="gray", linewidth=1)
+        axes.text(needed, loss, f" x {needed / x[-1]:.2f}", fontsize=8.5, parse_math=False)
+        said.append(f"{b} ends at {loss:.4f}; to get there {a} needs {needed / x[-1]:.2f} times its FLOPs")
     return said
 
 
-def draw_scores(axes, runs: dict[str, Curves], at: dict[str, Callable], key: str) -> None:
+def draw_scores(axes, runs: dict[str, Curves], key: str) -> None:
     """A score of HellaSwag with its standard error; to compare accuracies with, chance and published models."""
     _, title, scale = SCORES[key]
     for i, (label, run) in enumerate(runs.items()):
-        (steps, score), (known, error) = run["hellaswag", key], run["hellaswag", f"{key}_stderr"]
-        error = np.abs(np.interp(steps, known, error)) if len(known) else 0 * steps
-        name = label + (f": {scale * score[-1]:.4g} ± {scale * error[-1]:.2g} at the end" if len(steps) else "")
-        axes.errorbar(at[label](steps), scale * score, scale * error, elinewidth=0.8, label=name, **look(i, len(steps)))
+        (x, score), (known, error) = run["hellaswag", key], run["hellaswag", f"{key}_stderr"]
+        error = np.abs(np.interp(x, known, error)) if len(known) else 0 * x
+        name = label + (f": {scale * score[-1]:.4g} ± {scale * error[-1]:.2g} at the end" if len(x) else "")
+        axes.errorbar(x, scale * score, scale * error, elinewidth=0.8, label=name, **look(i, len(x)))
     sizes = [size for run in runs.values() for size in run["run", "parameters"][1][-1:]]
     for name, accuracy in [*published(sizes), ("chance", CHANCE)] if key == "acc_norm" else []:
         axes.axhline(100 * accuracy, color="gray", linestyle="--", linewidth=0.8)
@@ -306,15 +300,15 @@ def published(sizes: list[float]) -> list[tuple[str, float]]:
     return [(name, acc) for name, n, acc in PUBLISHED if any(n / SAME_SIZE <= size <= n * SAME_SIZE for size in sizes)]
 
 
-def draw_norm_and_rate(norm, rate, runs: dict[str, Curves], at: dict[str, Callable]) -> None:
+def draw_norm_and_rate(norm, rate, runs: dict[str, Curves]) -> None:
     """The norm on a logarithmic axis, so that a spike shows and the rest stays readable."""
-    for i, (label, run) in enumerate(runs.items()):
-        (steps, norms), (rate_steps, rates) = run["train", "grad_norm"], run["train", "lr"]
-        x, norms = at[label](steps[norms > 0]), norms[norms > 0]
+    for i, run in enumerate(runs.values()):
+        x, norms = run["train", "grad_norm"]
+        x, norms = x[norms > 0], norms[norms > 0]
         if len(runs) == 1:
             norm.plot(x, norms, color=COLORS[0], alpha=0.25, linewidth=0.8)
         norm.plot(*smoothed(x, norms), linewidth=1.2, **look(i))
-        rate.plot(at[label](rate_steps), rates, linewidth=1.2, **look(i))
+        rate.plot(*run["train", "lr"], linewidth=1.2, **look(i))
     if norm.dataLim.height > 0:
         low, high = norm.dataLim.intervaly
         wider = max(1.1, math.sqrt(3 * low / high))  # a range of a factor of three has at least one tick

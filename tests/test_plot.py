@@ -109,13 +109,14 @@ def test_a_long_curve_is_thinned_to_medians_at_their_first_step():
 
 @pytest.mark.parametrize("x, expected", [("steps", 4), ("tokens", 400), ("seconds", 2.0), ("flops", 4000)])
 def test_an_evaluation_is_drawn_at_the_training_step_of_its_number(x, expected):
-    figures = curves.curves_of([run_record(), *train_records(9)])
-    assert curves.position(figures, x, "run")(np.array([0, 4])).tolist() == [0, expected]
+    evaluations = [dict(step=step, kind="val", loss=1.0) for step in (0, 4)]
+    figures = curves.curves_of([run_record(), *evaluations, *train_records(9)[:9]])
+    assert curves.placed(figures, x, "run")["val", "loss"][0].tolist() == [0, expected]
 
 
 def test_the_time_of_a_skipped_step_counts():
     records = [dict(r, loss=None, grad_norm=None, skipped=True) if r["step"] == 2 else r for r in train_records(4)]
-    assert curves.position(curves.curves_of(records), "seconds", "run")(4) == 2.0
+    assert curves.placed(curves.curves_of(records), "seconds", "run")["val", "loss"][0] == [2.0]
 
 
 @pytest.mark.parametrize(
