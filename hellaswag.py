@@ -50,7 +50,6 @@ import re
 import reprlib
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -127,12 +126,8 @@ def main() -> None:
 def load_rows(data: str, rt: Runtime, option: str = "--data") -> list[dict]:
     """The rows of a local file, or else of the hub, which the first rank reads. Raises UserError, on all ranks alike;
     `option` is the flag that takes the file."""
-
-    def read() -> list[dict]:
-        rows = file_rows(data, option) if data else hub_rows(HUB, "validation", option)
-        return [parse_row(row, f"row {number} of {data or HUB}") for number, row in enumerate(rows, start=1)]
-
-    return rt.on_main(read)
+    rows = rt.on_main(lambda: file_rows(data, option) if data else hub_rows(HUB, "validation", option))
+    return [parse_row(row, f"row {number} of {data or HUB}") for number, row in enumerate(rows, start=1)]
 
 
 def parse_row(row, where: str) -> dict:
@@ -325,24 +320,15 @@ def log_likelihoods(model: nn.Module, inputs, places, targets) -> torch.Tensor:
     x = model.hidden(idx, positions, mask[:, None]).flatten(0, 1)[places].float()  # (S, C)
     # We compute logits only where a token is scored, a chunk at a time, and always in fp32: GPT-2's are around -100,
     # where neighbouring bf16 numbers are 0.5 apart.
-    chunk = max(CHUNK_LOGITS // model.config.vocab_size, 1)
-    losses = []
-    with torch.autocast(x.device.type, enabled=False), full_float32():
+    chunk, losses = max(CHUNK_LOGITS // model.config.vocab_size, 1), []
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")  # not TF32, to which a GPU may round: it keeps 11 of their 24 bits
+    with torch.autocast(x.device.type, enabled=False):
         for xc, tc in zip(x.split(chunk), targets.split(chunk), strict=True):
             logits = F.linear(xc, model.lm_head.weight)  # (chunk, V)
             losses.append(F.cross_entropy(logits, tc, reduction="none"))
+    torch.set_float32_matmul_precision(precision)
     return -torch.cat(losses)
-
-
-@contextmanager
-def full_float32() -> Iterator[None]:
-    """Multiply fp32 exactly. Elsewhere a GPU may round the factors to TF32, which keeps 11 of their 24 bits."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def score(task: Task, sums: np.ndarray) -> dict:
