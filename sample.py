@@ -49,11 +49,22 @@ class Config:
 
 def main() -> None:
     config = parse_args(Config, description=__doc__)
-    prompt = read_all() if config.prompt == "-" else config.prompt
+    try:
+        write_texts(config)
+    except UnicodeDecodeError as e:
+        raise UserError(f"standard input is not UTF-8 ({e.reason} at byte {e.start}); convert it with iconv") from None
+
+
+def write_texts(config: Config) -> None:
+    prompt = config.prompt
+    if prompt == "-":  # without the line end that `echo` and editors put after the last line
+        prompt = sys.stdin.buffer.read().decode().removesuffix("\n").removesuffix("\r")
     rt = Runtime.setup(config.device, config.dtype, threads=config.threads)
     if config.dtype == "auto" and rt.device.type == "cpu":
         rt = Runtime.setup("cpu", "float32")  # memory limits a single row, and 16 bits are partly emulated
-    model, tokenizer = open_model(config)
+    model, tokenizer = load_model(config.model), model_tokenizer(config.model)
+    if config.adapter:
+        model = remove_lora(merge(load_adapter(model, config.adapter)))
     model.to(rt.device, rt.dtype)
     generator = torch.Generator(rt.device)
     generator.manual_seed(config.seed) if config.seed >= 0 else generator.seed()
@@ -71,14 +82,6 @@ def main() -> None:
             for i in range(len(rows)):
                 ids = [step[i] for step in steps if step[i] != tokenizer.eot_token]
                 print(f"--- sample {start + i + 1}\n{prompt}{tokenizer.decode(ids)}")
-
-
-def open_model(config: Config) -> tuple:
-    """(model, tokenizer), with the adapter merged in. Raises UserError for files that do not belong together."""
-    model, tokenizer = load_model(config.model), model_tokenizer(config.model)
-    if config.adapter:
-        model = remove_lora(merge(load_adapter(model, config.adapter)))
-    return model, tokenizer
 
 
 def next_tokens(model: GPT, tokenizer, rows: list[list[int]], config: Config, generator) -> Iterator[list[int]]:
@@ -130,16 +133,6 @@ def read_line() -> str:
     except EOFError:
         print(file=sys.stderr)
         return ""
-    except UnicodeDecodeError as e:
-        raise UserError(f"that line is not UTF-8 ({e.reason}); convert it with iconv") from None
-
-
-def read_all() -> str:
-    """Standard input, without the line end that `echo` and editors put after the last line."""
-    try:
-        return sys.stdin.buffer.read().decode().removesuffix("\n").removesuffix("\r")
-    except UnicodeDecodeError as e:
-        raise UserError(f"standard input is not UTF-8 ({e.reason} at byte {e.start}); convert it with iconv") from None
 
 
 if __name__ == "__main__":
