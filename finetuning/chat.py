@@ -25,33 +25,36 @@ from pathlib import Path
 import regex
 
 from bpe.tokenizer import ENDOFTEXT, Tokenizer
+from cli import UserError
 
 START, USER, ASSISTANT = "BEGINNING OF CONVERSATION: ", "USER: ", " ASSISTANT:"
 ROLES = ("system", "user", "assistant")
 
 
-def check_messages(messages: list) -> None:
-    """Raises ValueError for anything but a conversation."""
+def check_messages(messages: list, where: str) -> None:
+    """Raises UserError for anything but a conversation."""
     before = None
     for message in messages if isinstance(messages, list) else [None]:
         fine = isinstance(message, dict) and isinstance(message.get("content"), str)
         if not fine or message.get("role") not in ROLES:
-            raise ValueError(f"messages need a role ({', '.join(ROLES)}) and a content of text each")
+            raise UserError(f"{where}: messages need a role ({', '.join(ROLES)}) and a content of text each")
         if message["role"] == "assistant" and before != "user":
-            raise ValueError(f"the assistant speaks after {before or 'nobody'}, and can only answer the user")
+            raise UserError(f"{where}: the assistant speaks after {before or 'nobody'}; it can only answer the user")
         before = message["role"]
 
 
-def check_tokenizer(tokenizer: Tokenizer) -> None:
-    """Raises ValueError for a tokenizer that cannot express the chat format."""
+def check_tokenizer(tokenizer: Tokenizer, base: str) -> None:
+    """Raises UserError for a tokenizer that cannot express the chat format."""
+    cannot = f"the tokenizer of {base} cannot write a chat"
     if tokenizer.eot_token is None:
-        raise ValueError(f"it has no {ENDOFTEXT}, which ends an answer")
+        raise UserError(f"{cannot}: it has no {ENDOFTEXT}, which ends an answer; choose another base")
     # `ASSISTANT:` and an answer may make `:D`, an answer and <|endoftext|> `!<`: a server would find a token there
     before, after = [ASSISTANT[i:] for i in range(len(ASSISTANT))], [ENDOFTEXT[: i + 1] for i in range(len(ENDOFTEXT))]
     for special in tokenizer.special_tokens.keys() - {ENDOFTEXT}:
         joins = special.startswith((*before, ENDOFTEXT)) or special.endswith(tuple(after))
         if joins or special in START + USER + ASSISTANT or any(map(str.isspace, special)):
-            raise ValueError(f"its special token {special!r} may arise in the chat format, or has a space in it")
+            what = f"its special token {special!r} may arise in the chat format, or has a space in it"
+            raise UserError(f"{cannot}: {what}; choose another base")
 
 
 def pieces(messages: list[dict], tokenizer: Tokenizer) -> list[tuple[str, bool]]:

@@ -45,10 +45,7 @@ def messages_of(row, where: str) -> list[dict]:
         raise UserError(f"{where} is a {type(row).__name__}; a row is an object with instruction, input and output")
     row = {field: value for field, value in row.items() if value is not None}  # null counts as absent
     if "messages" in row:
-        try:
-            check_messages(row["messages"])
-        except ValueError as e:
-            raise UserError(f"{where}: {e}; correct it there") from None
+        check_messages(row["messages"], where)
         return row["messages"]
     said = {"input": ""} | row
     for field in ("instruction", "input", "output"):

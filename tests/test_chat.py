@@ -7,6 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bpe.tokenizer import Tokenizer
+from cli import UserError
 from finetuning import chat
 from tests.helpers import ROOT
 
@@ -129,8 +130,8 @@ DISORDERLY = [
 
 @pytest.mark.parametrize("messages", ["x", [dict(role="user")], [dict(role="user", content=3)], *DISORDERLY])
 def test_anything_but_a_conversation_is_refused(messages):
-    with pytest.raises(ValueError):
-        chat.check_messages(messages)
+    with pytest.raises(UserError, match="row 3: "):
+        chat.check_messages(messages, "row 3")
 
 
 @pytest.mark.parametrize("messages", DISORDERLY)
@@ -144,6 +145,6 @@ def test_the_template_refuses_the_same_orders_and_roles(pair, messages):
 @pytest.mark.parametrize("special", ["USER:", "<| |>", ":D", "T:n", "!<", "x<|endo", "<|endoftext|>U", None])
 def test_a_tokenizer_that_cannot_express_the_format_is_refused(special):
     """Some tokens would arise between what the format and people write, as `:D` in `ASSISTANT:Done`."""
-    with pytest.raises(ValueError):
-        chat.check_tokenizer(Tokenizer((), special_tokens=("<|endoftext|>", special) if special else ("<|pad|>",)))
-    chat.check_tokenizer(Tokenizer((), special_tokens=SPECIALS))
+    with pytest.raises(UserError, match="base"):
+        chat.check_tokenizer(Tokenizer((), special_tokens=("<|endoftext|>", special) if special else ("<|pad|>",)), "")
+    chat.check_tokenizer(Tokenizer((), special_tokens=SPECIALS), "")
