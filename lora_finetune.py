@@ -147,7 +147,7 @@ def finetune(written: Config) -> None:
     optimizer = make_optimizer(model, config, rt)
     files = ModelFiles(model, data.tokenizer)
     if config.lora_dim:
-        files = AdapterFiles(model, lora_of(config), config.base, identity["base"])
+        files = AdapterFiles(model, config.base, identity["base"])
     files = ChatFiles(files, data.tokenizer)
     run = Run(directory, config, files, optimizer, identity, facts)
     train(config, run, model, forward, optimizer, data)
@@ -231,10 +231,7 @@ class Data(NamedTuple):
 def open_data(config: Config, shape: GPTConfig, rt: Runtime) -> Data:
     """The rows as examples. Raises UserError."""
     tokenizer, T = model_tokenizer(config.base), config.sequence_length or shape.n_positions
-    try:
-        check_tokenizer(tokenizer)
-    except ValueError as e:
-        raise UserError(f"the tokenizer of {config.base} cannot write a chat: {e}; choose another base") from None
+    check_tokenizer(tokenizer, config.base)
     if T > shape.n_positions:
         has = f"{config.base} has a context of {shape.n_positions} tokens, less than --sequence_length {T}"
         raise UserError(f"{has}; give {shape.n_positions} or less")
@@ -314,11 +311,6 @@ def settle(written: Config, checkpoint: Path | None, data: Data, rt: Runtime) ->
     )
 
 
-def lora_of(config: Config) -> LoRAConfig:
-    """The adapter that settled constants describe."""
-    return LoRAConfig(config.lora_dim, config.lora_alpha, config.lora_dropout, config.targets, config.rslora)
-
-
 # ------------------------------------------------------------------------------------------------------------ the model
 
 
@@ -329,7 +321,8 @@ def adapt(base: GPT, config: Config, checkpoint: Path | None) -> GPT:
     if source := checkpoint or config.adapter:
         return lora.load_adapter(base, source, config.lora_dropout)
     torch.manual_seed(config.seed)
-    return lora.add_lora(base, lora_of(config))
+    new = LoRAConfig(config.lora_dim, config.lora_alpha, config.lora_dropout, config.targets, config.rslora)
+    return lora.add_lora(base, new)
 
 
 def facts_of_run(config: Config, base: GPT, data: Data) -> dict:

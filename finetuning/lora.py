@@ -107,8 +107,6 @@ class LoRALinear(nn.Module):
     def merge(self) -> None:
         """Add the bypass to the weight, in fp64 so that fp32 is rounded only once. Merging again changes nothing."""
         if self.unmerged is None:
-            if self.weight.dtype != torch.float32:
-                raise ValueError(f"the weight is {self.weight.dtype}; merge into fp32 weights")
             self.unmerged = self.weight.data
             # on the CPU, because MPS has no fp64
             delta = self.lora_B.cpu().double() @ self.lora_A.cpu().double() * self.scale  # (out, in)
@@ -134,10 +132,12 @@ def target_names(model: GPT, targets) -> list[str]:
 
 
 def add_lora(model: GPT, config: LoRAConfig) -> GPT:
-    """Freeze `model` and add a bypass to each target, in place. Its outputs do not change until B is trained."""
+    """Freeze `model` and add a bypass to each target, in place, and keep the config as `model.lora`. Its outputs do not
+    change until B is trained."""
     model.requires_grad_(False)  # embeddings and LayerNorm too: only the adapter is trained
     for name in target_names(model, config.targets):
         model.set_submodule(name, LoRALinear(model.get_submodule(name), config))
+    model.lora = config
     return model
 
 
@@ -218,12 +218,12 @@ class Adapter:
 class AdapterFiles:
     """The adapter of `model` as files, for a run to save and restore."""
 
-    def __init__(self, model: GPT, config: LoRAConfig, base: str, base_sha256: str):
+    def __init__(self, model: GPT, base: str, base_sha256: str):
         self.model, self.metadata = model, dict(format="pt", base_sha256=base_sha256)  # peft ignores the latter
         self.settings = dict(
-            peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=base, r=config.r,
-            lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=list(config.targets),
-            fan_in_fan_out=True, bias="none", use_rslora=config.rslora, inference_mode=True,
+            peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=base, r=model.lora.r,
+            lora_alpha=model.lora.alpha, lora_dropout=model.lora.dropout, target_modules=list(model.lora.targets),
+            fan_in_fan_out=True, bias="none", use_rslora=model.lora.rslora, inference_mode=True,
         )  # fmt: skip
 
     def copy(self) -> Callable[[Path], None]:

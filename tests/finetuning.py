@@ -28,10 +28,10 @@ def tokens(*shape) -> torch.Tensor:
     return torch.randint(0, 320, shape, generator=torch.Generator().manual_seed(1))
 
 
-def save_adapter(model: GPT, path: Path, sha256="", **changes) -> Path:
+def save_adapter(model: GPT, path: Path, sha256="") -> Path:
     """The adapter that `adapted` makes, as files."""
     path.mkdir()
-    AdapterFiles(model, LoRAConfig(**{**dict(r=4, alpha=8.0), **changes}), "base", sha256).copy()(path)
+    AdapterFiles(model, "base", sha256).copy()(path)
     return path
 
 

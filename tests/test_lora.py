@@ -146,7 +146,7 @@ def test_peft_loads_our_adapter(tmp_path, on_disk, targets, rslora, recwarn):
     from peft import PeftModel
 
     model = adapted(small_gpt(), targets, rslora=rslora)
-    save_adapter(model, tmp_path / "adapter", targets=targets, rslora=rslora)
+    save_adapter(model, tmp_path / "adapter")
     theirs = PeftModel.from_pretrained(transformers_model(on_disk), tmp_path / "adapter")
     assert (logits(model, tokens(2, 30)) - logits(theirs, tokens(2, 30))).abs().max() < 1e-4
     # neither missing nor unexpected keys, nor settings that it has to correct
@@ -188,7 +188,7 @@ def test_the_file_holds_the_adapter_bit_for_bit_and_nothing_else(tmp_path):
     assert torch.equal(logits(loaded, tokens(2, 30)), logits(model, tokens(2, 30)))
     assert not any(p.requires_grad for n, p in loaded.named_parameters() if "lora" not in n)
     other = adapted(small_gpt(), random=False)
-    AdapterFiles(other, LoRAConfig(4, 8.0), "", "").load(path)  # as a run does that rolls back
+    AdapterFiles(other, "", "").load(path)  # as a run does that rolls back
     assert torch.equal(logits(other, tokens(2, 30)), logits(model, tokens(2, 30)))
 
 
@@ -271,7 +271,7 @@ def test_of_a_run_the_newest_checkpoint_counts_and_else_its_result(tmp_path):
     old, new = adapted(small_gpt()), adapted(small_gpt(), r=2, alpha=4.0)
     save_adapter(old, tmp_path / "adapter")
     assert lora.read_adapter(tmp_path).config.r == 4
-    checkpoint = save_adapter(new, tmp_path / "step_000004", r=2, alpha=4.0)
+    checkpoint = save_adapter(new, tmp_path / "step_000004")
     (checkpoint / "train_state.pt").write_bytes(b"")
     assert lora.read_adapter(tmp_path).config.r == 4  # a checkpoint without checksums does not count
     (checkpoint / "SHA256SUMS").write_text("".join(f"{sha256(p)}  {p.name}\n" for p in checkpoint.iterdir()))
