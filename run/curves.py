@@ -26,6 +26,7 @@ POINTS = 800  # about the width of a panel in pixels: more points would not show
 COLORS = ("#0072B2", "#E69F00", "#000000", "#D55E00", "#56B4E9", "#009E73", "#CC79A7")
 DASHES = ("-", "--", "-.", ":")
 MARKS = ("o", "s", "^", "D", "v", "P", "X")
+LEGEND = dict(fontsize=8.5, title_fontsize=8.5, framealpha=0.85)
 LARGEST = 1e30  # matplotlib fails on larger axes
 DRAWN = {"run": ("parameters", "flops_per_token", "uniform_loss"),
          "train": ("loss", "grad_norm", "lr", "tokens", "dt_ms", "skipped"), "val": ("loss", "bpb"),
@@ -57,10 +58,10 @@ def read_log(path: Path) -> Records:
 
     Skips damaged lines, with one warning on stderr that names them. Raises UserError if there is no such file.
     """
-    if not Path(path).is_file():
+    if not path.is_file():
         raise UserError(f"{path} does not exist; give the directory of a run, or its log.jsonl")
     records, damaged = [], []
-    lines = enumerate(Path(path).read_bytes().split(b"\n"), 1)  # not splitlines, which also splits at U+2028
+    lines = enumerate(path.read_bytes().split(b"\n"), 1)  # not splitlines, which also splits at U+2028
     for number, line in lines:
         try:
             records += [checked(json.loads(line.decode("utf-8-sig")))] if line.strip() else []
@@ -176,7 +177,8 @@ def draw(runs: dict[str, Records], path: Path, x: str = "steps", y: str = "loss"
     draw_loss(panels["loss"], runs, y, comparable)
     draw_references(panels["loss"], references, y, next(iter(runs.values())))
     said = draw_multipliers(panels["loss"], runs) if x == "flops" and comparable else []
-    legend(panels["loss"], loc="upper right", title="thin: training; marked: validation" if len(runs) > 1 else None)
+    title = "thin: training; marked: validation" if len(runs) > 1 else None
+    panels["loss"].legend(loc="upper right", title=title, **LEGEND)
     for key in scored:
         draw_scores(panels[key], runs, key)
     draw_norm_and_rate(panels["norm"], panels["rate"], runs)
@@ -270,7 +272,7 @@ def draw_multipliers(axes, runs: dict[str, Curves]) -> list[str]:
         pair = [reached.argmax(), max(reached.argmax() - 1, 0)]  # the losses around it, rising, as np.interp wants them
         needed = float(np.exp(np.interp(np.log(loss), np.log(losses[pair]), np.log(flops[pair]))))
         axes.plot([x[-1], needed], [loss] * 2, color="gray", linewidth=1)
-        axes.text(needed, loss, f" x {needed / x[-1]:.2f}", fontsize=8.5, parse_math=False)
+        axes.text(needed, loss, f" x {needed / x[-1]:.2f}", fontsize=8.5)
         said.append(f"{b} ends at {loss:.4f}; to get there {a} needs {needed / x[-1]:.2f} times its FLOPs")
     return said
 
@@ -292,7 +294,7 @@ def draw_scores(axes, runs: dict[str, Curves], key: str) -> None:
         axes.text(y=100 * accuracy, s=text, fontsize=8, transform=axes.get_yaxis_transform(), **side)
     axes.margins(y=0.12)
     finish(axes, f"HellaSwag: {title}, ± standard error", "accuracy (%)" if key == "acc_norm" else "bits per byte")
-    legend(axes, loc="upper left", bbox_to_anchor=(0.16, 1))
+    axes.legend(loc="upper left", bbox_to_anchor=(0.16, 1), **LEGEND)
 
 
 def published(sizes: list[float]) -> list[tuple[str, float]]:
@@ -322,15 +324,10 @@ def draw_norm_and_rate(norm, rate, runs: dict[str, Curves]) -> None:
 
 
 def finish(axes, title: str, unit: str) -> None:
-    axes.set_title(title, loc="left", fontsize=10, fontweight="bold", parse_math=False)
+    axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
     axes.set_ylabel(unit, fontsize=9)
 
 
-def legend(axes, **place) -> None:
-    for text in axes.legend(fontsize=8.5, title_fontsize=8.5, framealpha=0.85, **place).get_texts():
-        text.set_parse_math(False)  # the name of a directory may hold a $
-
-
 def plain(label: str) -> str:
-    """A label that any font can draw: one line, valid UTF-8, and no leading _, which hides it from a legend."""
-    return " ".join(os.fsencode(label).decode(errors="replace").split()).lstrip("_")
+    """A label that can be drawn: one line, valid UTF-8, no leading _, which would hide it, and no $ of a formula."""
+    return " ".join(os.fsencode(label).decode(errors="replace").split()).lstrip("_").replace("$", r"\$")
