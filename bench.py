@@ -31,8 +31,7 @@ def main() -> None:
         lines = (f"    {name:<12}{ast.get_docstring(ast.parse(FILES[name])).splitlines()[0]}" for name in NAMES)
         return print(__doc__, *lines, sep="\n")
     if name not in NAMES:
-        wrong = f"{name} is not a benchmark; " if name and not name.startswith("-") else ""
-        raise UserError(f"{wrong}say what to measure: python bench.py {' | '.join(NAMES)}")
+        raise UserError(f"{name!r} is not a benchmark; say what to measure: python bench.py {' | '.join(NAMES)}")
     benchmark = importlib.import_module(f"benchmarks.{name}")
     config = parse_args(benchmark.Config, sys.argv[2:], prog=f"bench.py {name}", description=benchmark.__doc__)
     out = Path(config.json)

@@ -167,10 +167,8 @@ def finetune(written: Config) -> None:
 def train(config: Config, run: Run, model: GPT, forward: Loss, optimizer: Optimizer, data: "Data") -> None:
     """Optimizer steps until `config.max_steps`. `forward` is the model's loss, perhaps compiled and distributed."""
     rt = run.rt
-    if data.val and run.step == 0 and config.eval_interval:
-        run.record("val", **validate(forward, validation_inputs(config, data, rt), data.token_bytes, rt))  # of the base
     with run, closing(prefetch(micro_batches_from(run.data_step, config, data, rt), rt.device)) as batches:
-        evaluate_if_due(config, run, model, forward, data)  # evaluations that an interruption skipped
+        evaluate_if_due(config, run, model, forward, data)  # the base, or evaluations that an interruption skipped
         for step, batch in run.steps(batches):
             # ┌──────────────────────────────────── one optimizer step ────────────────────────────────────┐
             lr = learning_rate(step, config)
@@ -205,7 +203,8 @@ def train(config: Config, run: Run, model: GPT, forward: Loss, optimizer: Optimi
 def evaluate_if_due(config: Config, run: Run, model: GPT, forward: Loss, data: "Data") -> None:
     """What is due at this step, unless the log has it already."""
     rt = run.rt
-    if data.val and run.due(config.eval_interval, "val"):
+    of_base = run.step == 0 and config.eval_interval > 0
+    if data.val and (of_base or run.due(config.eval_interval, "val")):
         run.catch_up()
         run.record("val", **validate(forward, validation_inputs(config, data, rt), data.token_bytes, rt))
     if run.due(config.sample_interval, "sample"):

@@ -8,10 +8,6 @@ A projection y = x W^T + b of a block keeps W and b, and gains a bypass of rank 
 The paper's hypothesis is that finetuning moves a weight along few directions (section 4.1). If so, r (in + out) numbers
 can replace in * out of them. Only they need gradients and optimizer state, and only they are in an adapter's file.
 
-- `add_lora`, `merge`, `unmerge`, `remove_lora` change a GPT in place
-- `read_adapter`, `load_adapter` read a directory of ours or of peft, and refuse what they cannot compute
-- `AdapterFiles` writes one, for checkpoints and for the final adapter
-
 This file knows nothing of training or conversations, and of the command line only the flag --targets.
 """
 

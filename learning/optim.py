@@ -2,17 +2,11 @@
 
 - `learning_rate(step, config)`: a linear warmup, then a cosine (`cosine`) or a plateau and a line (`wsd`)
 - `make_optimizer(model, config, rt)`: AdamW for everything, or Muon for the blocks' matrices and AdamW for the rest
-- `Optimizer`: set_lr, scale, clip_grad_norm, step; a step whose numbers are not finite changes nothing
+- `Optimizer`: set_lr, scale, clip_grad_norm, step, as a loop calls them; a step that is not finite changes nothing
 - `Muon` and `orthogonalized`: what the method does, and why a few matrix products are enough for it
 
 This file knows nothing of the model but the names and shapes of its parameters, and nothing of data or run directories.
 Where ranks divide a model, its parameters are DTensors (run/sharding.py): `local` is the part that this rank updates.
-
-    optimizer = make_optimizer(model, config, rt)
-    optimizer.set_lr(learning_rate(step, config))
-    optimizer.scale(loss).backward()
-    norm = optimizer.clip_grad_norm(1.0)
-    optimizer.step(finite=norm.isfinite())
 
 The schedules, with warmup_steps W and max_steps S. Cosine (Loshchilov and Hutter 2017) has to know S from the start;
 wsd (warmup, stable, decay; Hu et al. 2024, section 4) can continue from any checkpoint of its plateau to a later end:

@@ -27,7 +27,6 @@ COLORS = ("#0072B2", "#E69F00", "#000000", "#D55E00", "#56B4E9", "#009E73", "#CC
 DASHES = ("-", "--", "-.", ":")
 MARKS = ("o", "s", "^", "D", "v", "P", "X")
 LEGEND = dict(fontsize=8.5, title_fontsize=8.5, framealpha=0.85)
-LARGEST = 1e30  # matplotlib fails on larger axes
 DRAWN = {"run": ("parameters", "flops_per_token", "uniform_loss"),
          "train": ("loss", "grad_norm", "lr", "tokens", "dt_ms", "skipped"), "val": ("loss", "bpb"),
          "hellaswag": ("acc_norm", "acc_norm_stderr", "gold_bpb", "gold_bpb_stderr")}  # fmt: skip
@@ -43,7 +42,6 @@ PUBLISHED = (
     ("GPT-2 124M", 124e6, 0.2955), ("GPT-2 XL", 1558e6, 0.4893), ("GPT-3 Small", 125e6, 0.337),
     ("GPT-3 Medium", 350e6, 0.436), ("GPT-3 Large", 760e6, 0.510), ("GPT-3 XL", 1300e6, 0.547),
 )  # fmt: skip
-SAME_SIZE = 1.25  # published models are shown next to runs whose size is within this factor
 # The largest unit of which the longest run lasts two names the axis.
 UNITS = {
     "steps": [(1, "step")],
@@ -89,7 +87,7 @@ def curves_of(records: Records) -> Curves:
     found = {(kind, key): ([], []) for kind, keys in DRAWN.items() for key in keys}
     for record in sorted(records, key=lambda record: record["step"]):
         for key in DRAWN.get(record["kind"], ()):
-            if isinstance(value := record.get(key), int | float) and abs(value) < LARGEST:
+            if isinstance(value := record.get(key), int | float) and abs(value) < 1e30:  # more than matplotlib draws
                 found[record["kind"], key][0].append(record["step"])
                 found[record["kind"], key][1].append(value)
     return {what: (np.array(steps, float), np.array(values, float)) for what, (steps, values) in found.items()}
@@ -286,7 +284,8 @@ def draw_scores(axes, runs: dict[str, Curves], key: str) -> None:
         name = label + (f": {scale * score[-1]:.4g} ± {scale * error[-1]:.2g} at the end" if len(x) else "")
         axes.errorbar(x, scale * score, scale * error, elinewidth=0.8, label=name, **look(i, len(x)))
     sizes = [size for run in runs.values() for size in run["run", "parameters"][1][-1:]]
-    for name, accuracy in [*published(sizes), ("chance", CHANCE)] if key == "acc_norm" else []:
+    of_one_size = [(name, acc) for name, n, acc in PUBLISHED if any(0.8 <= size / n <= 1.25 for size in sizes)]
+    for name, accuracy in [*of_one_size, ("chance", CHANCE)] if key == "acc_norm" else []:
         axes.axhline(100 * accuracy, color="gray", linestyle="--", linewidth=0.8)
         # Curves start near chance on the left and end above it on the right: names go where curves do not.
         side = dict(x=0.995, ha="right", va="top") if name == "chance" else dict(x=0.005, ha="left", va="bottom")
@@ -295,11 +294,6 @@ def draw_scores(axes, runs: dict[str, Curves], key: str) -> None:
     axes.margins(y=0.12)
     finish(axes, f"HellaSwag: {title}, ± standard error", "accuracy (%)" if key == "acc_norm" else "bits per byte")
     axes.legend(loc="upper left", bbox_to_anchor=(0.16, 1), **LEGEND)
-
-
-def published(sizes: list[float]) -> list[tuple[str, float]]:
-    """(name, accuracy) of the published models that are about as large as one of `sizes`, in parameters."""
-    return [(name, acc) for name, n, acc in PUBLISHED if any(n / SAME_SIZE <= size <= n * SAME_SIZE for size in sizes)]
 
 
 def draw_norm_and_rate(norm, rate, runs: dict[str, Curves]) -> None:
