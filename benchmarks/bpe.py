@@ -1,10 +1,10 @@
 """Tokenizers: training against `tokenizers` (Rust), encoding against tiktoken and transformers.
 
 All train on the same texts to the same number of tokens, split by GPT-2's pattern; whether ours finds the same merges
-is checked and printed. Ours and `tokenizers` train on all cores; there is a row for one process of ours. rustbpe and
-bpeasy take part if they are installed. All encode those texts with the vocabulary that was trained, one text after the
-other and on one core unless the row says threads. transformers caches chunks as we do, so there are rows for both: with
-chunks seen before, and with nothing cached. Peak memory is that of all processes of a training that streams the texts.
+is checked and printed. Ours and `tokenizers` train on all cores; there is a row for one process of ours. All encode
+those texts with the vocabulary that was trained, one text after the other and on one core unless the row says threads.
+transformers caches chunks as we do, so there are rows for both: with chunks seen before, and with nothing cached. Peak
+memory is that of all processes of a training that streams the texts.
 """
 
 import json
@@ -13,7 +13,6 @@ import pickle
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 
 from benchmarks.measure import ROOT, Common, peak_memory, rates
 from bpe import train
@@ -42,24 +41,11 @@ def run(config: Config, rt) -> Iterator[dict]:
 
 def trainers(texts: list[str], vocab_size: int) -> dict[str, Callable]:
     """{name: function that trains}; `vocab_size` counts <|endoftext|>, which only ours has from the start."""
-    found = {"training: tokenizers": partial(train_theirs, texts, vocab_size - 1)}
-    pattern = Tokenizer.train([], 257).pattern  # GPT-2's, as a regular expression
-    try:
-        import rustbpe
-
-        train_rustbpe = rustbpe.Tokenizer().train_from_iterator
-        found["training: rustbpe"] = lambda: train_rustbpe(iter(texts), vocab_size - 1, pattern=pattern)
-    except ImportError:
-        pass
-    try:
-        import bpeasy
-
-        found["training: bpeasy"] = lambda: bpeasy.train_bpe(iter(texts), pattern, 10_000, vocab_size - 1)
-    except ImportError:
-        pass
-    found["training: this project, one process"] = lambda: Tokenizer.train(texts, vocab_size, workers=1)
-    found["training: this project"] = lambda: Tokenizer.train(texts, vocab_size)
-    return found
+    return {
+        "training: tokenizers": lambda: train_theirs(texts, vocab_size - 1),
+        "training: this project, one process": lambda: Tokenizer.train(texts, vocab_size, workers=1),
+        "training: this project": lambda: Tokenizer.train(texts, vocab_size),
+    }
 
 
 def train_theirs(texts: list[str], vocab_size: int):

@@ -56,7 +56,6 @@ def run(config: Config, rt: Runtime) -> Iterator[dict]:
 def own_step(base: GPT, examples: list[Example], dtype: torch.dtype, rt: Runtime) -> Callable[[], float]:
     """A step of lora_finetune.py: micro-batches of about one length, logits at answers alone."""
     micros = micro_batches(examples, 2**14, MICRO_BATCH_COST[rt.device.type])
-    say_padding("this project", sum(idx.size for idx, _, _ in micros), examples)
     rt = replace(rt, dtype=dtype)
     model = GPT(replace(base.config, attention=choose_attention("auto", rt, MAX_LENGTH)))
     model.load_state_dict(base.state_dict())
@@ -96,7 +95,6 @@ def peft_step(base: GPT, examples: list[Example], dtype: torch.dtype, rt: Runtim
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, fused=True)
     n_targets = sum(int((example.targets >= 0).sum()) for example in examples)
     micros = [padded(examples[i : i + 8]) for i in range(0, len(examples), 8)]
-    say_padding("peft", sum(idx.numel() for idx, _, _ in micros), examples)
 
     def step() -> float:
         loss = torch.zeros((), device=rt.device)
@@ -120,7 +118,3 @@ def padded(examples: list[Example]) -> tuple[torch.Tensor, torch.Tensor, torch.T
     labels = [torch.tensor([-100, *e.targets]) for e in examples]
     pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
     return pad(ids), pad([torch.ones_like(row) for row in ids]), pad(labels, padding_value=-100)
-
-
-def say_padding(name: str, n_padded: int, examples: list[Example]) -> None:
-    print(f"{name}: {n_padded / sum(len(example.idx) for example in examples):.2f} padded tokens for each real one")
