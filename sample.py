@@ -12,8 +12,9 @@ all are done. A text ends at `<|endoftext|>` or after --max_new_tokens. Standard
 """
 
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Literal
 
 import torch
@@ -23,7 +24,6 @@ from cli import Count, NonNegative, Positive, Range, UserError, parse_args, scri
 from finetuning.chat import chat_ids
 from finetuning.lora import load_adapter, merge, remove_lora
 from learning.generation import generate
-from model import GPT
 from run.checkpoint import load_model, model_tokenizer
 from run.runtime import Runtime
 
@@ -68,58 +68,50 @@ def write_texts(config: Config) -> None:
     model.to(rt.device, rt.dtype)
     generator = torch.Generator(rt.device)
     generator.manual_seed(config.seed) if config.seed >= 0 else generator.seed()
+    more = partial(
+        generate, model, stop_token=tokenizer.eot_token, n_tokens=len(tokenizer), temperature=config.temperature,
+        top_k=config.top_k, top_p=config.top_p, generator=generator,
+    )  # fmt: skip
+    ids = tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token or 0]  # nothing: the start of a document
     if config.chat:
-        converse(model, tokenizer, config, prompt, generator)
+        converse(more, tokenizer, model.config.n_positions, config.max_new_tokens, prompt)
     elif config.num_samples == 1:
         print(prompt, end="", flush=True)
-        for text in stream(model, tokenizer, tokenizer.encode_ordinary(prompt), config, generator):
+        for text in stream(more([ids], config.max_new_tokens), tokenizer):
             print(text, end="", flush=True)
         print()
     else:
         for start in range(0, config.num_samples, BATCH):
-            rows = [tokenizer.encode_ordinary(prompt)] * min(BATCH, config.num_samples - start)
-            steps = list(next_tokens(model, tokenizer, rows, config, generator))  # of B tokens each
-            for i in range(len(rows)):
-                ids = [step[i] for step in steps if step[i] != tokenizer.eot_token]
-                print(f"--- sample {start + i + 1}\n{prompt}{tokenizer.decode(ids)}")
+            n = min(BATCH, config.num_samples - start)
+            steps = list(more([ids] * n, config.max_new_tokens))  # of n tokens each
+            for i in range(n):
+                new = [step[i] for step in steps if step[i] != tokenizer.eot_token]
+                print(f"--- sample {start + i + 1}\n{prompt}{tokenizer.decode(new)}")
 
 
-def next_tokens(model: GPT, tokenizer, rows: list[list[int]], config: Config, generator) -> Iterator[list[int]]:
-    """The next token of every row, step by step; an empty row is the start of a document."""
-    start = [0 if tokenizer.eot_token is None else tokenizer.eot_token]
-    sampling = dict(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p, generator=generator)
-    ends = dict(stop_token=tokenizer.eot_token, n_tokens=len(tokenizer))
-    return generate(model, [row or start for row in rows], config.max_new_tokens, **sampling, **ends)
-
-
-def stream(model: GPT, tokenizer, ids: list[int], config: Config, generator) -> Iterator[str]:
-    """The continuation of a prompt, in pieces of whole characters, up to `<|endoftext|>`."""
+def stream(steps: Iterator[list[int]], tokenizer) -> Iterator[str]:
+    """A text that is being generated, in pieces of whole characters, up to `<|endoftext|>`."""
     decoder = tokenizer.stream_decoder()
-    for (token,) in next_tokens(model, tokenizer, [ids], config, generator):
+    for (token,) in steps:
         if token != tokenizer.eot_token:
             yield decoder.push([token])
     yield decoder.flush()
 
 
-def converse(model: GPT, tokenizer, config: Config, said: str, generator) -> None:
+def converse(more: Callable, tokenizer, n_positions: int, max_new_tokens: int, said: str) -> None:
     """A conversation in the form that lora_finetune.py trains on; an empty line or Ctrl-D ends it.
 
     Earlier turns stay in the context as long as they fit; then the oldest is dropped. An answer gets a third of the
     context at most: another third is for the answer before it, and the last one for what was said to get the two.
     """
-    n_positions = model.config.n_positions
-    if config.max_new_tokens > n_positions // 3:
-        config = replace(config, max_new_tokens=n_positions // 3)
-        why = f"a third of the model's context of {n_positions}, so that it keeps the turn before in sight"
-        print(f"An answer ends after {config.max_new_tokens} tokens: {why}.", file=sys.stderr)
-    messages: list[dict] = []
-    print("Say something; an empty line ends the conversation.", file=sys.stderr)
+    most, messages = min(max_new_tokens, n_positions // 3), []
+    print(f"Say something; an empty line ends the conversation. An answer has at most {most} tokens.", file=sys.stderr)
     while said := said.strip() or read_line().strip():
         messages.append(dict(role="user", content=said))
-        while len(messages) > 1 and len(chat_ids(tokenizer, messages)) > n_positions - config.max_new_tokens:
+        while len(messages) > 1 and len(chat_ids(tokenizer, messages)) > n_positions - most:
             del messages[:2]
         answer = ""
-        for text in stream(model, tokenizer, chat_ids(tokenizer, messages), config, generator):
+        for text in stream(more([chat_ids(tokenizer, messages)], most), tokenizer):
             answer += (piece := text if answer else text.lstrip())  # a space after the colon belongs to the format
             print(piece, end="", flush=True)
         print()

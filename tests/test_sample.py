@@ -117,7 +117,7 @@ def test_a_chat_continues_the_form_that_was_trained_and_forgets_the_oldest_turns
         answers.append(greedy(model, tokenizer, ids, given).lstrip())
         messages.append(dict(role="assistant", content=answers[-1]))
     assert read == expected and result.stdout == "".join(f"{answer}\n> " for answer in answers)
-    assert result.stderr.count("ends after 42 tokens") == (asked > given)
+    assert f"at most {given} tokens" in result.stderr
 
 
 @pytest.mark.parametrize(
