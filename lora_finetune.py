@@ -356,14 +356,14 @@ class ChatFiles:
 
 def write_merged(config: Config, adapter: str) -> None:
     """Write base and adapter as one plain model, merged in fp32, and print how much that changes its logits."""
-    out, tokenizer = Path(config.merge), model_tokenizer(config.base)
+    out, found, tokenizer = Path(config.merge), lora.find_adapter(adapter), model_tokenizer(config.base)
     model = lora.load_adapter(load_model(config.base), adapter).eval()
     idx = torch.randint(len(tokenizer), (4, min(64, model.config.n_positions)))
     with torch.no_grad():
         before = model(idx)
         model = lora.remove_lora(lora.merge(model))
         difference = (model(idx) - before).abs().max()
-    records, curve = records_of(config, adapter), lora.find_adapter(adapter).parent / "learning_curve.png"
+    records, curve = records_of(config, found), found.parent / "learning_curve.png"
 
     def write(path: Path) -> None:
         save_model(path, model, tokenizer)
@@ -374,9 +374,8 @@ def write_merged(config: Config, adapter: str) -> None:
     print(f"wrote {out}: {config.base} with {adapter} merged in; logits differ by at most {difference:.1e}")
 
 
-def records_of(config: Config, adapter: str) -> list[dict]:
+def records_of(config: Config, found: Path) -> list[dict]:
     """The log of the adapter's run, up to the adapter's step; without one, a record of what the adapter's files say."""
-    found = lora.find_adapter(adapter)
     if (log := found.parent / "log.jsonl").exists():
         last = dict((path, step) for step, path in checkpoint_steps(found.parent)).get(found, math.inf)
         return [record for record in read_log(log) if record["step"] <= last]

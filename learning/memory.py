@@ -27,9 +27,7 @@ The sum is the peak, reached when the backward pass starts. When the optimizer s
 needs six times its largest stack of matrices of one shape. Not counted: dropout masks, the context of the device (0.5
 GB on CUDA), and fragmentation (5% is reserved for it). torch.compile needs less than this.
 
-The time is an estimate, not a measurement: `step_parts` counts the operations and bytes of a step, whose shortest time
-follows from a card's 16-bit peak and its bandwidth; kernels reach a fraction of these. What ranks spend on exchanging
-gradients is left out.
+The time is an estimate, not a measurement, and leaves out what ranks spend on exchanging gradients: see `step_parts`.
 
 This file knows nothing of data, run directories or training, and computes without a device.
 """
