@@ -116,14 +116,9 @@ class LoRALinear(nn.Module):
 
 def target_names(model: GPT, targets) -> list[str]:
     """The names of the modules to adapt, in every block. Raises UserError for what cannot be adapted."""
-    if not targets:
-        raise UserError(f"--targets names no projection; choose from {', '.join(TARGETS)}")
-    for target in targets:
-        if target not in TARGETS:
-            reason = "GPT-2 has no such projection"
-            if target.split(".")[-1] in ("wte", "lm_head"):
-                reason = "wte and lm_head are one tied matrix; a bypass on one would untie them and could not be merged"
-            raise UserError(f"--targets {target}: {reason}; choose from {', '.join(TARGETS)}")
+    if not targets or not set(targets) <= set(TARGETS):
+        why = "wte and lm_head are one tied matrix; a bypass on one would untie them and could not be merged"
+        raise UserError(f"--targets {' '.join(targets)!r:.80}: choose from {', '.join(TARGETS)} ({why})")
     return [name for name, _ in model.named_modules() if name.endswith(tuple(targets))]
 
 

@@ -120,9 +120,8 @@ def test_trainable_parameters_on_gpt2(r):
 
 @pytest.mark.parametrize("target", ["wte", "lm_head", "transformer.wte", "q_proj", ""])
 def test_what_cannot_be_adapted_is_refused_with_the_reason(target):
-    with pytest.raises(UserError, match="--targets") as error:
+    with pytest.raises(UserError, match=f"--targets .*{target}.*c_attn.*tied"):
         lora.target_names(small_gpt(), ["c_fc", target] if target else [])
-    assert ("tied" in str(error.value)) == ("wte" in target or "lm_head" in target)
 
 
 # ---- adapter files

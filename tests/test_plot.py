@@ -141,6 +141,8 @@ def test_the_compute_multiplier_of_two_power_laws_is_the_tenth_power_of_the_rati
     result = door("a", "b", "--x", "flops", "--out", "c.svg")
     assert f"a needs {multiplier} times its FLOPs" in result.stdout
     assert f"x {multiplier}" in words_of(tmp_path / "c.svg")
+    write_log(tmp_path / "new", [run_record(), *train_records(3)[:3]])  # no validation yet
+    assert door("new", "--x", "flops").returncode == 0
     write_log(tmp_path / "a", power_law(10, [1e15, 4e15]))
     result = door("a", "b", "--x", "flops", "--out", "d.svg")
     assert "beyond a's curve" in result.stdout and multiplier not in words_of(tmp_path / "d.svg")
