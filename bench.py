@@ -9,7 +9,6 @@ Each benchmark is a file of benchmarks/ with a Config and a `run(config, rt)` th
 leaves the rows that it has. This file knows nothing of what is measured.
 """
 
-import ast
 import importlib
 import json
 import sys
@@ -28,7 +27,7 @@ NAMES = [name for name, content in FILES.items() if "\ndef run(config" in conten
 def main() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name in ("-h", "--help"):
-        lines = (f"    {name:<12}{ast.get_docstring(ast.parse(FILES[name])).splitlines()[0]}" for name in NAMES)
+        lines = (f"    {name:<12}{FILES[name].splitlines()[0][3:]}" for name in NAMES)
         return print(__doc__, *lines, sep="\n")
     if name not in NAMES:
         raise UserError(f"{name!r} is not a benchmark; say what to measure: python bench.py {' | '.join(NAMES)}")

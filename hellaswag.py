@@ -112,8 +112,9 @@ def main() -> None:
             raise UserError(f"{what}; try an earlier checkpoint, or --dtype float32")
         for number in range(min(config.show, len(rows))):
             rt.print(row_with_losses(task, result, number))
-    for name, result in results.items():
-        rt.print(summary(name, result))
+    for name, found in results.items():
+        acc, norm, gold = (f"{k} {found[k]:.4f} ± {found[f'{k}_stderr']:.4f}" for k in ("acc", "acc_norm", "gold_bpb"))
+        rt.print(f"{name:<19} {acc}   {norm} (per {found['normalized_by']})   {gold}   N {found['n']:,}")
     if config.json and rt.is_main:
         given = dict(model=config.model, adapter=config.adapter, data=config.data or HUB)
         scores = given | dict(dtype=str(rt.dtype).split(".")[-1], styles=results)
@@ -353,11 +354,6 @@ def score(task: Task, sums: np.ndarray) -> dict:
 
 
 # ------------------------------------------------------------------------------------------------------------- output
-
-
-def summary(name: str, result: dict) -> str:
-    acc, norm, gold = (f"{k} {result[k]:.4f} ± {result[f'{k}_stderr']:.4f}" for k in ("acc", "acc_norm", "gold_bpb"))
-    return f"{name:<19} {acc}   {norm} (per {result['normalized_by']})   {gold}   N {result['n']:,}"
 
 
 def row_with_losses(task: Task, result: dict, number: int) -> str:

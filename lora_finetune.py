@@ -11,8 +11,7 @@ A row is a conversation, and the loss counts its answers:
     ─────────────────── read ──────────────────────────────┘└── learned ──┘
 
 Writes OUT_DIR (out/lora): config.json, log.jsonl, learning_curve.png, samples.txt, checkpoints step_NNNNNN/, and at the
-end adapter/, which peft opens. Tokens in the log are answer tokens. finetuning/lora.py explains the method,
-finetuning/chat.py the form of a conversation, finetuning/rows.py the examples and batches.
+end adapter/, which peft opens. Tokens in the log are answer tokens. finetuning/lora.py explains the method.
 """
 
 import hashlib
@@ -125,8 +124,7 @@ def finetune(written: Config) -> None:
     import_tracker(written.report_to)  # now, as a rank that ends later keeps the others waiting
     rt = Runtime.setup(written.device, written.dtype, written.compile, threads=written.threads)
     directory = RunDirectory(written, rt, FIXED)
-    shape = load_shape(written.base)
-    data = open_data(written, shape, rt)
+    data = open_data(written, load_shape(written.base), rt)
     # from here on no constant changes, except for a micro-batch that has to be tried
     config = settle(written, directory.checkpoint, data, rt)
     base = load_model(config.base, config.dropout, choose_attention("auto", rt, config.sequence_length))

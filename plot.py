@@ -22,12 +22,10 @@ from cli import UserError, parse_args, read_json, script, set_aside
 from run.curves import curves_of, draw, has_loss, placed, read_log
 from run.reference import FILE, references
 
-Runs = Annotated[tuple[str, ...], Positional, arg(metavar="RUN [RUN ...]")]
-
 
 @dataclass(frozen=True)
 class Config:
-    runs: Runs  # run directories, or log.jsonl files
+    runs: Annotated[tuple[str, ...], Positional, arg(metavar="RUN [RUN ...]")]  # run directories, or log.jsonl files
     x: Literal["steps", "tokens", "seconds", "flops"] = "steps"  # what the loss is drawn over
     y: Literal["loss", "bpb"] = "loss"  # nats per token, or bits per byte
     reference: bool = False  # draw the known runs of docs/reference.json that the first run is comparable with

@@ -1,10 +1,5 @@
 """Optimizers as the training loop sees them: schedules, AdamW, Muon, and a step that can be skipped.
 
-- `learning_rate(step, config)`: a linear warmup, then a cosine (`cosine`) or a plateau and a line (`wsd`)
-- `make_optimizer(model, config, rt)`: AdamW for everything, or Muon for the blocks' matrices and AdamW for the rest
-- `Optimizer`: set_lr, scale, clip_grad_norm, step, as a loop calls them; a step that is not finite changes nothing
-- `Muon` and `orthogonalized`: what the method does, and why a few matrix products are enough for it
-
 This file knows nothing of the model but the names and shapes of its parameters, and nothing of data or run directories.
 Where ranks divide a model, its parameters are DTensors (run/sharding.py): `local` is the part that this rank updates.
 

@@ -1,7 +1,5 @@
 """Curves of one training run, or of several in one picture: loss, HellaSwag, gradient norm, learning rate.
 
-    draw({"gpt2": read_log(Path("out/gpt2/log.jsonl"))}, Path("learning_curve.png"))
-
 `y` is what losses are shown in: "loss", nats per token, which two tokenizers do not share; or "bpb", bits per byte of
 text. This file knows nothing of torch or models: it sees only the records of a log.
 """
@@ -84,13 +82,12 @@ def checked(record: dict) -> dict:
 
 def curves_of(records: Records) -> Curves:
     """Everything that is drawn, ordered by step, without null (a skipped step has no loss), nan and infinity."""
-    found = {(kind, key): ([], []) for kind, keys in DRAWN.items() for key in keys}
+    found = {(kind, key): [] for kind, keys in DRAWN.items() for key in keys}
     for record in sorted(records, key=lambda record: record["step"]):
         for key in DRAWN.get(record["kind"], ()):
             if isinstance(value := record.get(key), int | float) and abs(value) < 1e30:  # more than matplotlib draws
-                found[record["kind"], key][0].append(record["step"])
-                found[record["kind"], key][1].append(value)
-    return {what: (np.array(steps, float), np.array(values, float)) for what, (steps, values) in found.items()}
+                found[record["kind"], key].append((record["step"], value))
+    return {what: tuple(np.array(points, float).reshape(-1, 2).T) for what, points in found.items()}
 
 
 def has_loss(run: Curves) -> bool:
