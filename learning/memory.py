@@ -118,8 +118,7 @@ def memory_table(shape, asked: Layout, batch: int, micro_batch: int) -> list[str
 
 def token_flops(shape, T: int) -> int:
     """Operations of a token, forward and backward, as `GPT.estimate_flops` counts them."""
-    C = shape.n_embd
-    return 6 * (n_parameters(shape) - shape.n_positions * C) + 12 * shape.n_layer * C * T
+    return 6 * (n_parameters(shape) - shape.n_positions * shape.n_embd) + 12 * shape.n_layer * shape.n_embd * T
 
 
 def step_parts(shape, T: int) -> dict[str, tuple[str, float]]:
