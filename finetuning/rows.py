@@ -50,7 +50,7 @@ def messages_of(row, where: str) -> list[dict]:
     said = {"input": ""} | row
     for field in ("instruction", "input", "output"):
         if not isinstance(said.get(field), str):
-            raise UserError(f"{where}: {field} is missing or no text; rows have instruction, input and output, or messages")
+            raise UserError(f"{where}: {field} is missing or no text; rows have instruction, input, output or messages")
     user = " ".join(filter(None, (said["instruction"].strip(), said["input"].strip())))
     return [dict(role="user", content=user), dict(role="assistant", content=said["output"])]
 
