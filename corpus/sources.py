@@ -18,13 +18,12 @@ import hashlib
 import json
 import os
 import re
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from itertools import pairwise
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
@@ -177,26 +176,12 @@ def arriving(source: Source, folder: Path, first: int = 0, ahead: int = 0) -> It
     if not source.repo:
         yield from (Path(file.name) for file in files)
         return
+    pool = ThreadPool(ahead + 1)  # of daemons: a script that is stopped does not wait for them, as for an executor's
     for file in files:
-        coming.append(start_download(source, file, folder))
+        coming.append(pool.apply_async(download, (source, file, folder)))
         if len(coming) > ahead:
-            yield coming.popleft().result()
-    while coming:
-        yield coming.popleft().result()
-
-
-def start_download(source: Source, file: SourceFile, folder: Path) -> Future:
-    """`download` in a daemon thread: a script that is stopped does not wait for it, as it would for an executor's."""
-    future = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(download(source, file, folder))
-        except BaseException as e:
-            future.set_exception(e)
-
-    threading.Thread(target=work, daemon=True).start()
-    return future
+            yield coming.popleft().get()
+    yield from (arrival.get() for arrival in coming)
 
 
 def download(source: Source, file: SourceFile, folder: Path) -> Path:
