@@ -10,7 +10,6 @@
 This file knows nothing of tokens, shards, models or torch.
 """
 
-import codecs
 import errno
 import fnmatch
 import glob
@@ -326,16 +325,12 @@ def documents_of(unit: Unit, text_field: str) -> Iterator[tuple[str | None, str]
     with readable(unit.path, unit.at):
         if not isinstance(unit.content, bytes):
             yield from ((text, "" if text is not None else "no text") for text in texts_of(unit, text_field))
-        elif is_txt(unit.path):
-            yield from ((text, "") for text in documents(text_bytes(unit).decode()))
+        elif is_txt(unit.path):  # a byte order mark is not part of the text
+            text = unit.content.decode("utf-8" if unit.at else "utf-8-sig")
+            yield from ((piece, "") for piece in documents(text))
         else:
-            lines = text_bytes(unit).split(b"\n")  # not splitlines: a JSON string may hold U+2028
+            lines = unit.content.split(b"\n")  # not splitlines: a JSON string may hold U+2028
             yield from (text_of(line, text_field) for line in lines if line.strip())
-
-
-def text_bytes(unit: Unit) -> bytes:
-    """The text without a byte order mark, which is not part of it."""
-    return unit.content if unit.at else unit.content.removeprefix(codecs.BOM_UTF8)
 
 
 def documents(text: str) -> list[str]:
@@ -347,7 +342,7 @@ def documents(text: str) -> list[str]:
 def text_of(line: bytes, text_field: str) -> tuple[str | None, str]:
     """(text, "") of a line of a .jsonl, or (None, reason)."""
     try:
-        text = json.loads(line.decode()).get(text_field)
+        text = json.loads(line.decode("utf-8-sig")).get(text_field)
     except (ValueError, AttributeError, RecursionError):
         return None, "broken line"
     return (text, "") if isinstance(text, str) else (None, "no text")
