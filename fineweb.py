@@ -51,7 +51,7 @@ from corpus.stream import open_shard, read_manifest
 UNITS_AHEAD = 3  # for each worker: one under way, others that wait for it or for their turn to be written
 TOKENS_PER_BYTE = 0.23  # of English text; for the plan, the progress bar and the default size of shards
 COMPARED = 2**13  # characters of each unit whose ids are compared with those of our own encoder
-FORGET_AFTER = 256  # units, a GB: then a worker makes its encoder again, as gigatoken keeps every word that it has seen
+FORGET_AFTER = 256  # units, a GB at most: then a worker renews its encoder, as gigatoken keeps every word it has seen
 RESUME = "give the same command again to resume"
 
 

@@ -225,7 +225,7 @@ class Unit(NamedTuple):
 
     path: Path
     at: int  # the byte of the text where it begins; 0 in a .parquet
-    content: range | list[str | None] | bytes  # row groups that are still to be read, rows, or whole lines or a text
+    content: int | list[str | None] | bytes  # a row group that is still to be read, rows, or whole lines or a text
     continued: bool = False  # its first document began in the unit before
 
 
@@ -265,24 +265,19 @@ def readable(path: Path, at: int = 0) -> Iterator[None]:
 
 
 def parquet_units(path: Path, text_field: str) -> Iterator[Unit]:
-    """Small row groups together, for the workers to read. A large one is read here, in parts: rows can be read from
-    the first one of a group on only, so every worker would read all of it."""
+    """A row group each, for the workers to read. A large one is read here, in parts: rows can be read from the first
+    one of a group on only, so every worker would read all of it."""
     with pq.ParquetFile(path, **AS_STREAM) as file:
-        column, groups, size = text_column(file, path, text_field), range(0), 0  # row groups of a unit, their bytes
+        column = text_column(file, path, text_field)
         for number in range(file.num_row_groups):
             group = file.metadata.row_group(number)
             n_bytes = group.column(column).total_uncompressed_size
-            if groups and size + n_bytes > UNIT_BYTES:
-                yield Unit(path, 0, groups)
-                groups, size = range(0), 0
-            if n_bytes > 2 * UNIT_BYTES:
-                rows = max(group.num_rows * UNIT_BYTES // n_bytes, 1)
-                for batch in file.iter_batches(rows, row_groups=[number], columns=[text_field], use_threads=False):
-                    yield Unit(path, 0, batch.column(0).to_pylist())
-            else:
-                groups, size = range(groups.start if groups else number, number + 1), size + n_bytes
-        if groups:
-            yield Unit(path, 0, groups)
+            if n_bytes <= 2 * UNIT_BYTES:
+                yield Unit(path, 0, number)
+                continue
+            rows = max(group.num_rows * UNIT_BYTES // n_bytes, 1)
+            for batch in file.iter_batches(rows, row_groups=[number], columns=[text_field], use_threads=False):
+                yield Unit(path, 0, batch.column(0).to_pylist())
 
 
 def text_column(file: pq.ParquetFile, path: Path, text_field: str) -> int:
@@ -349,11 +344,11 @@ def text_of(line: bytes, text_field: str) -> tuple[str | None, str]:
 
 
 def texts_of(unit: Unit, text_field: str) -> list[str | None]:
-    """The rows of a unit of a .parquet, read now if it names row groups."""
+    """The rows of a unit of a .parquet, read now if it names a row group."""
     if isinstance(unit.content, list):
         return unit.content
     file = open_parquet(unit.path, unit.path.stat().st_mtime_ns)
-    return file.read_row_groups(list(unit.content), columns=[text_field], use_threads=False).column(0).to_pylist()
+    return file.read_row_group(unit.content, columns=[text_field], use_threads=False).column(0).to_pylist()
 
 
 @lru_cache(maxsize=1)
