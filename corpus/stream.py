@@ -197,29 +197,17 @@ class TokenStream:
             self.release()
         for row, start in zip(out, starts, strict=True):
             shard = bisect_right(self.starts, start) - 1  # the last one that begins at `start` or before
-            begin = start - self.starts[shard]
-            if begin + n <= len(self.shards[shard]):
-                row[:] = self.shards[shard][begin : begin + n]  # the only copy: from the file's pages, widened
-            else:
-                self._read_across(row, shard, begin)
+            begin, done = start - self.starts[shard], 0
+            while done < n:  # over more than two shards if one is shorter than a window
+                part = self.shards[shard][begin : begin + n - done]
+                row[done : done + len(part)] = part  # the only copy: from the file's pages, widened
+                begin, done, shard = 0, done + len(part), shard + 1
         if out.size and out.max() >= self.vocab_size:  # on a GPU this would surface only as a device-side assert
-            self._refuse(starts[int(out.max(1).argmax())], n)
+            window, i = np.unravel_index(out.argmax(), out.shape)
+            path = self.paths[bisect_right(self.starts, starts[window] + i) - 1]
+            large = f"shard {path} has token {out[window, i]}, but vocab_size is {self.vocab_size}"
+            raise UserError(f"{large}; was it written with another tokenizer?")
         return out
-
-    def _read_across(self, row: np.ndarray, shard: int, begin: int) -> None:
-        done = 0
-        while done < len(row):  # more than two shards if one is shorter than a window
-            part = self.shards[shard][begin : begin + len(row) - done]
-            row[done : done + len(part)] = part
-            done, shard, begin = done + len(part), shard + 1, 0
-
-    def _refuse(self, start: int, n: int) -> None:
-        """Raise the UserError for the shard that has too large a token in [start : start + n]."""
-        for path, shard, first in zip(self.paths, self.shards, self.starts, strict=False):
-            part = shard[max(start - first, 0) : max(start + n - first, 0)]
-            if len(part) and part.max() >= self.vocab_size:
-                large = f"shard {path} has token {part.max()}, but vocab_size is {self.vocab_size}"
-                raise UserError(f"{large}; was it written with another tokenizer?")
 
     def release(self) -> None:
         """Give the pages that were read back to the system.
