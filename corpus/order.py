@@ -12,6 +12,7 @@ are by then. This file needs NumPy and corpus/stream.py, and knows nothing of to
 """
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 import numpy as np
 
@@ -47,16 +48,11 @@ class Batches:
         if self.n_windows < 1:
             few = f"{stream.paths[0]} has {len(stream)} tokens, fewer than sequence_length + 1 = {sequence_length + 1}"
             raise UserError(f"{few}; give more text, or a smaller --sequence_length")
-        self._orders: dict[int, np.ndarray] = {}  # by epoch; 39 MB for 10B tokens in windows of 1024
+        self.order = lru_cache(maxsize=2)(self._order)  # a batch spans two epochs at most, unless an epoch is tiny
 
-    def order(self, epoch: int) -> np.ndarray:
-        """All windows in the order of this epoch, (n_windows,): a function of (seed, epoch)."""
-        if epoch not in self._orders:
-            while len(self._orders) >= 2:  # a batch spans two epochs at most, unless an epoch is tiny
-                self._orders.pop(min(self._orders))
-            n = self.n_windows
-            self._orders[epoch] = permutation(n, self.seed, epoch) if self.shuffle else np.arange(n)
-        return self._orders[epoch]
+    def _order(self, epoch: int) -> np.ndarray:
+        """All windows in the order of this epoch, (n_windows,): 39 MB for 10B tokens in windows of 1024."""
+        return permutation(self.n_windows, self.seed, epoch) if self.shuffle else np.arange(self.n_windows)
 
     def shift(self, epoch: int) -> int:
         """How many tokens later windows begin in this epoch, 0 .. T-1: 0 in the first one.
