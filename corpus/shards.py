@@ -22,7 +22,7 @@ from tqdm import tqdm
 from bpe.tokenizer import Tokenizer
 from cli import UserError, only_one, replace_file, sha256, write_atomically
 from corpus.sources import documents
-from corpus.stream import ds_metadata, open_shard, read_manifest
+from corpus.stream import TokenStream, ds_metadata, read_manifest
 
 TRAIN_FRACTION = 0.9  # of a text's characters; the rest is the validation split
 CACHE_SECONDS = 3600  # how long to wait for another run that tokenizes the same text
@@ -60,37 +60,28 @@ def origin(data: Path) -> tuple[dict, str]:
 
 
 def verify(directory: Path, quiet: bool = False) -> str:
-    """Compare shards and tokenizer with the manifest; returns its summary. Raises UserError."""
+    """Compare shards and tokenizer with the manifest; returns its summary. Raises UserError for what differs."""
     manifest = read_manifest(directory)
-    if not manifest:
-        raise UserError(f"there is no {directory}/manifest.json to compare with; write the shards with fineweb.py")
     if "next" in manifest:  # where the command that writes it resumes; gone once it is done
         raise UserError(f"{directory} is not complete: {summary(manifest)}; repeat the command that started it")
+    if not manifest.get("shards"):
+        raise UserError(f"{directory}/manifest.json is missing or lists no shard; write the shards with fineweb.py")
+    remedy = f"remove {directory} and write it again, or restore the intact file"
     tok = load_tokenizer(str(directory / "tokenizer.json"))
-    problems = [] if tok.fingerprint == manifest["tokenizer"] else [f"{directory}/tokenizer.json is another tokenizer"]
+    if tok.fingerprint != manifest["tokenizer"]:
+        raise UserError(f"{directory}/tokenizer.json is another tokenizer; {remedy}")
     ranks = directory / "tokenizer.tiktoken"  # the same for tiktoken; nobody else would notice an edit
     if ranks.exists() and ranks.read_bytes() != tok.tiktoken_text().encode():
-        problems.append(f"{ranks} is not what was written")
-    listed = {entry["file"] for entry in manifest["shards"]}
-    strays = [p for split in ("train", "val") for p in directory.glob(f"*_{split}_*.npy") if p.name not in listed]
-    problems += [f"{path} is not in manifest.json" for path in sorted(strays)]
+        raise UserError(f"{ranks} is not what was written; {remedy}")
+    written = {directory / entry["file"]: entry["sha256"] for entry in manifest["shards"]}
+    found = (path for split in ("train", "val") for path in directory.glob(f"*_{split}_*.npy"))
+    TokenStream(sorted({*written, *found}), len(tok))  # refuses one that is missing, cut short or in no manifest
     with ThreadPoolExecutor() as pool:  # a checksum releases Python's lock
-        found = pool.map(lambda entry: problem_of(directory / entry["file"], entry), manifest["shards"])
-        problems += filter(None, tqdm(found, total=len(listed), unit="shard", disable=quiet or None))
-    if problems:
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise UserError(f"{problems[0]}{more}; remove {directory} and write it again, or restore the intact file")
+        sums = tqdm(pool.map(sha256, written), total=len(written), unit="shard", disable=quiet or None)
+        changed = [path for path, checksum in zip(written, sums, strict=True) if checksum != written[path]]
+    if changed:
+        raise UserError(f"shard {changed[0]} is not what was written: its sha256 differs; {remedy}")
     return summary(manifest)
-
-
-def problem_of(path: Path, entry: dict) -> str:
-    """What is wrong with a shard, or "". Its checksum says that of its tokens too: they were counted when written."""
-    try:
-        if open_shard(path).size != entry["tokens"]:
-            return f"shard {path} does not have the {entry['tokens']} tokens that manifest.json says"
-    except UserError as e:
-        return str(e)
-    return "" if sha256(path) == entry["sha256"] else f"shard {path} is not what was written: its sha256 differs"
 
 
 # ------------------------------------------------------------------------------------------------------- tokenizers

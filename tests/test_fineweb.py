@@ -238,8 +238,8 @@ UNFINISHED = dict(next=dict(file=0, unit=0, skip=0), files=[])
 DAMAGE = {
     "is not what was written": flip,
     "cannot be read": lambda path: path.unlink(),
-    "5000 tokens": lambda path: np.save(path, np.load(path)[:100]),
-    "is not in manifest.json": lambda path: shutil.copy(path, path.with_name("stray_train_000009.npy")),
+    "manifest.json says 5000 tokens": lambda path: np.save(path, np.load(path)[:100]),
+    "manifest.json says no such shard": lambda path: shutil.copy(path, path.with_name("stray_train_000009.npy")),
     "manifest.json cannot be read": lambda path: path.with_name("manifest.json").write_text("{ cut"),
     "tokenizer.tiktoken is not what was written": lambda path: flip(path.with_name("tokenizer.tiktoken")),
     "is not complete": lambda path: save_manifest(path.parent, read_manifest(path.parent) | UNFINISHED),
