@@ -88,9 +88,6 @@ def stop(signum, frame) -> None:
 
 def make_shards(config: Config, out_dir: Path) -> None:
     """Write the shards of `config.source`, or those that are missing. Raises UserError."""
-    if config.tokenizer == "train":
-        remedy = f"python bpe/train.py --input {' '.join(config.source)} --max_bytes 1_000_000_000 --out out/bpe"
-        raise UserError(f"fineweb.py trains no tokenizer; train one, then give --tokenizer out/bpe: {remedy}")
     tok = load_tokenizer(config.tokenizer)
     config = settle(config, tok, out_dir)
     manifest = open_manifest(config, out_dir, tok)

@@ -67,8 +67,6 @@ def main() -> None:
 
 def load_both(config: Config) -> dict[str, Tokenizer]:
     """The tokenizers by name; without GPT-2's vocabulary only one of them. Raises UserError."""
-    if config.tokenizer == Config.tokenizer and not Path(config.tokenizer).exists():
-        raise UserError(f"there is no tokenizer at {config.tokenizer} yet; run python bpe/train.py first")
     found = {}
     for name in (config.tokenizer, config.compare):
         try:

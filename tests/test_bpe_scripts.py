@@ -198,7 +198,7 @@ def test_tokens_are_shown_as_text_with_dots_for_parts_of_characters():
         (["--english", "", "--chinese", ""], ["both empty"]),
         (["--compare", "nowhere"], ["no tokenizer at nowhere"]),
         (["--compare", "README.md"], ["cannot use the tokenizer README.md"]),
-        (["--tokenizer", "out/bpe"], ["no tokenizer at out/bpe yet", "python bpe/train.py"]),
+        (["--tokenizer", "out/bpe"], ["no tokenizer at out/bpe", "python bpe/train.py"]),
     ],
 )
 def test_what_cannot_be_shown_is_said_in_one_line(run_try, saved, tmp_path, monkeypatch, argv, words):

@@ -160,7 +160,7 @@ def test_shards_of_others_are_not_overwritten(corpus, tokenizer, tmp_path):
     "changes, words",
     [
         (dict(shard_size=-1), "--shard_size must be in [0,"),
-        (dict(tokenizer="train"), "bpe/train.py --input HuggingFaceFW/fineweb-edu"),
+        (dict(tokenizer="train"), "no tokenizer at train; give gpt2, a tokenizer.json, or the OUT of python"),
         (dict(source="a.txt"), "give an --out_dir"),
         (dict(tokenizer="nowhere.json"), "nowhere.json"),
         (dict(out_dir=""), "is empty; give a directory"),
