@@ -18,8 +18,9 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -57,8 +58,14 @@ def main() -> None:
     warnings.formatwarning = lambda message, *_: f"note: {message}\n"  # without the line of code that gives it
     check(config)
     texts = Split(limit(read_texts(config), config.max_bytes), " ".join(config.input))
+    options = dict(workers=config.workers or None, progress=sys.stderr.isatty())
+    tqdm.write("  merge       count     the most frequent pair of neighbours  →  a new token")
     began = time.perf_counter()
-    tok = train(config, texts)
+    try:
+        what = (config.vocab_size, config.pattern, config.special_tokens, config.tie_break)
+        tok = Tokenizer.train(texts, *what, on_merge=partial(print_merge, itertools.count(1)), **options)
+    except ValueError as e:  # too small a vocabulary, or a pattern that leaves out some of the text
+        raise UserError(f"{e}; see --help") from None
     seconds = time.perf_counter() - began
     renamed = save(tok, Path(config.out))  # before anything is printed, which `| head` may not want any more
     print(f"\n{len(tok):,} tokens from {texts.train_bytes:,} bytes in {seconds:.2f} s")
@@ -136,34 +143,15 @@ class Split:
             raise UserError(f"{self.source} holds no text to learn from; give another --input")
 
 
-# ---- training
-
-
-def train(config: Config, texts: Split) -> Tokenizer:
-    """Raises UserError for a vocabulary that is too small, and for a pattern that leaves out some of the text."""
-    options = dict(workers=config.workers or None, progress=sys.stderr.isatty(), on_merge=merge_printer())
-    try:
-        what = (config.vocab_size, config.pattern, config.special_tokens, config.tie_break)
-        return Tokenizer.train(texts, *what, **options)
-    except ValueError as e:
-        raise UserError(f"{e}; see --help") from None
-
-
-def merge_printer() -> Callable[[bytes, bytes, int], None]:
-    """Prints the merges that it is called with: 1 to 20, then 30, 40, ... 100, 200, ... 1000, 2000, ..."""
-    tqdm.write("  merge       count     the most frequent pair of neighbours  →  a new token")
-    numbers = itertools.count(1)
-
-    def print_merge(a: bytes, b: bytes, count: int) -> None:
-        n = next(numbers)
-        if n <= 20 or n % 10 ** (len(str(n)) - 1) == 0:
-            with contextlib.suppress(BrokenPipeError):  # of `| head`: the tokenizer is wanted all the same
-                tqdm.write(f"{n:>7,}  {count:>10,} x   {visible(a)} + {visible(b)}  →  {visible(a + b)}")
-
-    return print_merge
-
-
 # ---- reporting and saving
+
+
+def print_merge(numbers: Iterator[int], a: bytes, b: bytes, count: int) -> None:
+    """Print merges 1 to 20, then 30, 40, ... 100, 200, ... 1000, 2000, ..."""
+    n = next(numbers)
+    if n <= 20 or n % 10 ** (len(str(n)) - 1) == 0:
+        with contextlib.suppress(BrokenPipeError):  # of `| head`: the tokenizer is wanted all the same
+            tqdm.write(f"{n:>7,}  {count:>10,} x   {visible(a)} + {visible(b)}  →  {visible(a + b)}")
 
 
 def report(tok: Tokenizer, held_out: list[str]) -> None:
