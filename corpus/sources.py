@@ -38,7 +38,6 @@ KINDS = {
     ".parquet": 1.5, ".jsonl": 0.95, ".jsonl.gz": 2.6, ".jsonl.zst": 3.0, ".json.gz": 2.6,
     ".txt": 1.0, ".txt.gz": 2.6, ".txt.zst": 3.0,
 }  # fmt: skip
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 SAMPLES, SAMPLE_BYTES = 8, 2**16  # of a local file: all of a small one, and little of a large one on a slow disk
 UNIT_BYTES = 2**22  # large against the cost of handing a unit to a process, small against its memory
 AS_STREAM = dict(buffer_size=2**20, pre_buffer=False)  # by default the bytes of a whole row group are in memory
@@ -60,11 +59,6 @@ class SourceFile(NamedTuple):
     name: str  # a local path, or the path in the dataset
     bytes: int  # 0 where the hub does not say
     version: str  # of a local file when it was changed, in ns, and a sample; of the hub, the hash of its content
-
-    @property
-    def sha256(self) -> str:
-        """Of a large file of the hub; small ones have a hash of another kind, and local files none."""
-        return self.version if len(self.version) == 64 else ""
 
 
 class Source(NamedTuple):
@@ -195,7 +189,8 @@ def download(source: Source, file: SourceFile, folder: Path) -> Path:
 
     path = folder / file.name
     part = path.with_name(f"{path.name}.{file.version[:8]}.part")  # of this content and no other
-    if path.is_file() and file.sha256 and sha256(path) == file.sha256:
+    checksum = file.version if len(file.version) == 64 else ""  # small files have a hash of another kind
+    if path.is_file() and checksum and sha256(path) == checksum:
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     disable_progress_bars()  # they would garble ours
@@ -204,7 +199,7 @@ def download(source: Source, file: SourceFile, folder: Path) -> Path:
         with open(part, "ab" if file.version else "wb") as f:
             sizes = dict(resume_size=f.tell(), expected_size=file.bytes or None)
             http_get(url, f, headers=build_hf_headers(), **sizes)
-        if file.sha256 and sha256(part) != file.sha256:
+        if checksum and sha256(part) != checksum:
             part.unlink()
             raise OSError("it arrived damaged: its hash is not the hub's")
     part.replace(path)
@@ -292,17 +287,16 @@ def text_column(file: pq.ParquetFile, path: Path, text_field: str) -> int:
 
 def stream_units(path: Path, place: Callable[[bytes], int]) -> Iterator[Unit]:
     """Parts of a text, plain or compressed, cut at the first place in each block; `place` finds it, or says 0."""
-    with pa.input_stream(str(path), compression=COMPRESSIONS.get(path.suffix)) as stream:
-        at, unit = 0, bytearray()
+    with pa.input_stream(str(path)) as stream:  # its name says how it is compressed
+        at, unit = 0, b""
         while block := stream.read(UNIT_BYTES):
-            end = place(block) if unit else 0  # never in the first block, whose unit would be tiny
-            unit += block[: end or None]
-            if end:
-                yield Unit(path, at, bytes(unit))
-                at += len(unit)
-                unit = bytearray(block[end:])
+            if unit and (end := place(block)):  # never in the first block, whose unit would be tiny
+                yield Unit(path, at, unit + block[:end])
+                at, unit = at + len(unit) + end, block[end:]
+            else:
+                unit += block
         if unit:
-            yield Unit(path, at, bytes(unit))
+            yield Unit(path, at, unit)
 
 
 def end_of_match(block: bytes, pattern: re.Pattern) -> int:
