@@ -309,15 +309,12 @@ class Writer:
         number, tokens = len(self.manifest["shards"]), self.shard[: self.filled]
         path = self.out_dir / f"{shard_name(self.out_dir)}_{'train' if number else 'val'}_{number:06d}.npy"
         part = path.with_name(f".{path.name}.tmp")
-        try:
-            with open(part, "wb") as f:
-                np.save(f, tokens)
-                f.flush()
-                os.fsync(f.fileno())
-            self.manifest["shards"].append(dict(file=path.name, tokens=len(tokens), sha256=sha256(part)))
-            part.rename(path)
-        finally:
-            part.unlink(missing_ok=True)  # it may have filled the disk
+        with open(part, "wb") as f:
+            np.save(f, tokens)
+            f.flush()
+            os.fsync(f.fileno())
+        self.manifest["shards"].append(dict(file=path.name, tokens=len(tokens), sha256=sha256(part)))
+        part.rename(path)
         flush(self.out_dir)
         self.manifest["tokens"] += len(tokens)
         self.manifest["documents"] += int(self.counts[self.eot])
