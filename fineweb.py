@@ -96,7 +96,7 @@ def make_shards(config: Config, out_dir: Path) -> None:
     source = source_of(config, manifest.get("commit") or config.revision)
     expected = expected_tokens(config, source)
     config = replace(config, shard_size=config.shard_size or default_shard_size(expected))
-    print_plan(config, source, with_files(open_manifest(config, out_dir, tok), source, out_dir), expected)
+    print_plan(config, source, with_files(manifest, source, out_dir), expected)
     if config.dry_run:
         return
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -369,9 +369,6 @@ def open_manifest(config: Config, out_dir: Path, tok: Tokenizer) -> dict:
         if manifest.get(key) != value:
             was = f"{out_dir} holds shards of a run with {key} {manifest.get(key)}"
             raise UserError(f"{was}, and now it is {value}; give another --out_dir, or remove that one")
-    for path in (out_dir / entry["file"] for entry in manifest["shards"]):
-        if not os.path.exists(path):
-            raise UserError(f"{path} is missing; put it back, or remove {out_dir} to start over")
     return manifest if manifest["shards"] else manifest | dict(next=beginning)
 
 
