@@ -94,8 +94,10 @@ def make_shards(config: Config, out_dir: Path) -> None:
     if "next" not in manifest:
         return print(f"{out_dir} is complete: {summary(manifest)}")
     source = source_of(config, manifest.get("commit") or config.revision)
-    expected = expected_tokens(config, source)
-    config = replace(config, shard_size=config.shard_size or default_shard_size(expected))
+    text_bytes = sum(text_size(file, config.text_field) for file in source.files)
+    expected = min(int(text_bytes * TOKENS_PER_BYTE), config.limit_tokens)  # a rough figure; 0 if nobody knows
+    default = min(100_000_000, max((expected or sys.maxsize) // 10, 1000))  # leaves most of a small source to train on
+    config = replace(config, shard_size=config.shard_size or default)
     print_plan(config, source, with_files(manifest, source, out_dir), expected)
     if config.dry_run:
         return
@@ -398,17 +400,6 @@ def source_of(config: Config, revision: str) -> Source:
             raise
         print(f"note    {e}")
         return Source([SourceFile(f"{i:03d}_00000.parquet", 2 * 10**9, "") for i in range(14)], config.source[0])
-
-
-def expected_tokens(config: Config, source: Source) -> int:
-    """A rough figure."""
-    text_bytes = sum(text_size(file, config.text_field) for file in source.files)
-    return min(int(text_bytes * TOKENS_PER_BYTE), config.limit_tokens)
-
-
-def default_shard_size(expected: int) -> int:
-    """100M tokens, or less where that would leave little to train on; a source may not say how long it is."""
-    return min(100_000_000, max((expected or sys.maxsize) // 10, 1000))
 
 
 def print_plan(config: Config, source: Source, manifest: dict, tokens: int) -> None:
