@@ -38,7 +38,6 @@ from queue import SimpleQueue
 from typing import Literal
 
 import numpy as np
-import pyarrow as pa
 from tqdm import tqdm
 
 from bpe.tokenizer import Tokenizer, cpu_count, splitter, valid_unicode
@@ -242,8 +241,6 @@ def start_workers(config: Config, tok: Tokenizer) -> Iterator[Callable[[Unit], F
 def work(connection: Connection, tok: Tokenizer, config: Config) -> None:
     """A worker process: units in, tokens out, until the main process is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process decides what a Ctrl-C means
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    pa.set_cpu_count(1)
     with suppress(EOFError, OSError):
         for n in count():
             unit = connection.recv()
