@@ -49,8 +49,8 @@ class Config:
 
 
 HELD_OUT = 2**20  # characters to measure compression on, at most
-DOWNLOADS = ".downloads"  # folder in OUT for files of the hub, until they have been read
 LINE_END = re.compile("\n")
+DOWNLOADS = ".downloads"  # folder in OUT for files of the hub, until they have been read
 
 
 def main() -> None:
@@ -67,11 +67,14 @@ def main() -> None:
     except ValueError as e:  # too small a vocabulary, or a pattern that leaves out some of the text
         raise UserError(f"{e}; see --help") from None
     seconds = time.perf_counter() - began
-    renamed = save(tok, Path(config.out))  # before anything is printed, which `| head` may not want any more
+    out = Path(config.out)  # written before anything is printed, which `| head` may not want any more
+    shutil.rmtree(out / DOWNLOADS, ignore_errors=True)
+    renamed = f"renamed the old {out} to {set_aside(out)}\n" if holds_files(out) else ""
+    tok.save(out)
     print(f"\n{len(tok):,} tokens from {texts.train_bytes:,} bytes in {seconds:.2f} s")
     report(tok, texts.held_out)
-    print(f"\n{renamed}wrote {config.out}: tokenizer.json, tokenizer.tiktoken, tokenizer_config.json")
-    print(f"next: python bpe/try_tokenizer.py --tokenizer {Path(config.out)}")
+    print(f"\n{renamed}wrote {out}: tokenizer.json, tokenizer.tiktoken, tokenizer_config.json")
+    print(f"next: python bpe/try_tokenizer.py --tokenizer {out}")
 
 
 def check(config: Config) -> None:
@@ -143,7 +146,7 @@ class Split:
             raise UserError(f"{self.source} holds no text to learn from; give another --input")
 
 
-# ---- reporting and saving
+# ---- reporting
 
 
 def print_merge(numbers: Iterator[int], a: bytes, b: bytes, count: int) -> None:
@@ -172,14 +175,6 @@ def compression(tok: Tokenizer, texts: list[str]) -> Iterator[tuple[int, float, 
         part = Tokenizer(tok.merges[: size - 256], tok.pattern, special_tokens=())
         n_tokens = sum(len(part.encode_ordinary(text)) for text in texts)
         yield size, n_bytes / n_tokens, n_chars / n_tokens
-
-
-def save(tok: Tokenizer, out: Path) -> str:
-    """Returns what to say of an older tokenizer there."""
-    shutil.rmtree(out / DOWNLOADS, ignore_errors=True)
-    renamed = f"renamed the old {out} to {set_aside(out)}\n" if holds_files(out) else ""
-    tok.save(out)
-    return renamed
 
 
 if __name__ == "__main__":

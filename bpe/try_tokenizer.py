@@ -14,7 +14,6 @@ import sys
 import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -78,22 +77,17 @@ def load_both(config: Config) -> dict[str, Tokenizer]:
     return found
 
 
-class Result(NamedTuple):  # one text in the tokens of one tokenizer
-    title: str
-    pieces: list[str]
-
-
-def split_up(name: str, tok: Tokenizer, text: str) -> Result:
-    """Each token as text. A token that ends in the middle of a character is a dot; the token that completes the
-    character shows it."""
+def split_up(name: str, tok: Tokenizer, text: str) -> tuple[str, list[str]]:
+    """A title, and each token as text. A token that ends in the middle of a character is a dot; the token that
+    completes the character shows it."""
     decoder = tok.stream_decoder()
     pieces = [decoder.push(i) or "·" for i in tok.encode_ordinary(text)]
     rate = f"{len(text.encode()) / len(pieces):.2f} bytes and {len(text) / len(pieces):.2f} characters per token"
     title = f"{name} ({len(tok):,} tokens): {len(pieces)} tokens, {rate}"
-    return Result(title, [piece.replace("\n", "⏎").replace("\t", "⇥") for piece in pieces])
+    return title, [piece.replace("\n", "⏎").replace("\t", "⇥") for piece in pieces]
 
 
-def draw_svg(results: list[Result], path: Path) -> None:
+def draw_svg(results: list[tuple[str, list[str]]], path: Path) -> None:
     """Draw the tokens as coloured boxes. The viewer's own fonts draw the letters, so none has to be installed here."""
     parts, y = [], 20  # y: where the letters of a line stand
     for title, pieces in results:
