@@ -188,22 +188,19 @@ class Corpus:
         symbols, counts = np.full(size, -1, np.int32), np.zeros(size, np.int64)
         symbols[at] = np.frombuffer(b"".join(chunks).translate(BYTE_TO_RANK), np.uint8)
         counts[at] = np.repeat(np.fromiter(chunks.values(), np.int64, len(chunks)), lengths)
-        self._find_pairs(symbols, counts)
-        numbers = list(range(size + 1))
-        self.symbols, self.counts = symbols.tolist(), counts.tolist()  # lists: single items are read, not ranges
-        self.next, self.previous = numbers[1:], [0, *numbers[: size - 1]]
-
-    def _find_pairs(self, symbols: np.ndarray, counts: np.ndarray) -> None:
-        """Fills pair_count and pair_places by sorting all places by their pair; the symbols are still bytes."""
+        # all places, sorted by their pair of bytes; stable, as a merge goes through its places from left to right
         places = np.flatnonzero((symbols[:-1] >= 0) & (symbols[1:] >= 0))  # of the first symbol of each pair
         pairs = (symbols[places] << 8 | symbols[places + 1]).astype(np.uint16)
-        order = np.argsort(pairs, kind="stable")  # a merge goes through its places from left to right
+        order = np.argsort(pairs, kind="stable")
         pairs, places = pairs[order], places[order]
         starts = np.flatnonzero(np.diff(pairs.astype(np.int32), prepend=-1))
         totals = np.add.reduceat(counts[places], starts) if len(starts) else starts
         keys = [(p >> 8) << PAIR_SHIFT | p & 255 for p in pairs[starts].tolist()]
         self.pair_count = dict(zip(keys, totals.tolist(), strict=True))
         self.pair_places = dict(zip(keys, np.split(places, starts[1:]), strict=False))
+        numbers = list(range(size + 1))
+        self.symbols, self.counts = symbols.tolist(), counts.tolist()  # lists: single items are read, not ranges
+        self.next, self.previous = numbers[1:], [0, *numbers[: size - 1]]
 
     def merge(self, pair: int, new: int) -> list[int]:
         """Replace `pair` by the symbol `new` everywhere, from left to right; returns the pairs with `new` in them."""
