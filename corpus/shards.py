@@ -8,11 +8,9 @@ corpus/stream.py reads what is written here; fineweb.py writes the shards of who
 torch, models or training.
 """
 
-import glob
 import hashlib
 import json
 import os
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -153,8 +151,6 @@ def prepare_text(text_file: str, tokenizer: str, vocab_size: int, cache: Path) -
     cache.mkdir(parents=True, exist_ok=True)
     with only_one(cache / f".{directory.name}.lock", f"cached tokens {directory}", CACHE_SECONDS):
         if not is_intact(directory):  # another run may have made it by now
-            for leftover in cache.glob(f".{glob.escape(directory.name)}.*.tmp"):  # of a run that was killed
-                shutil.rmtree(leftover, ignore_errors=True)
             split = int(len(text) * TRAIN_FRACTION)  # by characters, so that it is the same for every tokenizer
             try:
                 tok = tok or Tokenizer.train([text[:split]], vocab_size)

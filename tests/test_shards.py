@@ -105,15 +105,6 @@ def test_a_damaged_cache_is_made_again(tmp_path, text, damage):
     assert kept == {directory.name, f"{directory.name}.1"}  # the damaged one is set aside
 
 
-def test_the_cache_is_cleared_of_what_a_killed_run_left(tmp_path, text):
-    directory = prepare_text(str(text), "train", 300, tmp_path / "cache")
-    intact = files_of(directory)
-    directory.rename(tmp_path / "cache" / f".{directory.name}.999999.tmp")
-    (tmp_path / "cache" / ".other.999999.tmp").mkdir()
-    assert files_of(prepare_text(str(text), "train", 300, tmp_path / "cache")) == intact
-    assert [path.name for path in (tmp_path / "cache").glob("*.tmp")] == [".other.999999.tmp"]
-
-
 def test_several_runs_at_once_share_one_cache(tmp_path, text):
     """Three processes, with a damaged cache in their way."""
     directory = prepare_text(str(text), "train", 300, tmp_path / "cache")
