@@ -7,8 +7,7 @@
 
 Prints merges as it finds them, how well the vocabulary compresses text that it was not trained on, and its longest
 tokens. Writes OUT: tokenizer.json, tokenizer.tiktoken and tokenizer_config.json, for `--tokenizer OUT` of the other
-scripts and for transformers.AutoTokenizer. The algorithm is in minimal.py, the fast version of it in training.py; this
-file reads, reports and saves.
+scripts and for transformers.AutoTokenizer.
 """
 
 import contextlib

@@ -1,7 +1,6 @@
 """All rows of a small dataset at once, with all their columns: of a file, or of a split on the Hugging Face hub.
 
-hellaswag.py and lora_finetune.py read theirs here, and check what each row has to hold. Text to pretrain on, which does
-not fit into memory, comes from corpus/sources.py. This file knows nothing of tokens, models or torch.
+Callers check what each row has to hold. This file knows nothing of tokens, models or torch.
 """
 
 import json
@@ -18,8 +17,6 @@ def file_rows(path: str, option: str = "--data") -> list:
     remedy = f"{option} takes a .json or .jsonl file of rows"
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist; {remedy}") from None
     except (ValueError, OSError) as e:  # ValueError: not UTF-8
         raise UserError(f"{path} cannot be read as text: {e}; {remedy}") from None
     rows, number = [], 1

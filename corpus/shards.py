@@ -4,8 +4,7 @@
 - tokenizers by name, and the one that belongs to given shards
 - `prepare_text` turns a .txt file into shards, once, for training on a text of your own
 
-corpus/stream.py reads what is written here; fineweb.py writes the shards of whole corpora. This file knows nothing of
-torch, models or training.
+This file knows nothing of torch, models or training.
 """
 
 import hashlib

@@ -6,7 +6,7 @@
 - manifest.json, if there is one, lists the shards: one that is missing, truncated or from another run is refused
 - pages that were read are released again, so resident memory stays flat over any number of batches
 
-Needs NumPy and cli.py: no torch, no tokenizer. corpus/shards.py writes what is read here.
+Needs NumPy and cli.py: no torch, no tokenizer.
 """
 
 import glob
