@@ -170,9 +170,6 @@ def is_intact(directory: Path) -> bool:
 def read_text(text_file: str) -> str:
     try:
         text = Path(text_file).read_bytes().decode("utf-8-sig")  # without the byte order mark that Windows puts first
-    except OSError as e:
-        what = f"{text_file} cannot be read: {e.strerror}"
-        raise UserError(f"{what}; --data takes a .txt file or a directory of shards") from None
     except UnicodeDecodeError as e:
         raise UserError(f"{text_file} is not UTF-8 text ({e}); convert it, for instance with iconv") from None
     if not text.strip():
