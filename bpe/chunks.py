@@ -114,16 +114,15 @@ class Splitter:
 
     def split(self, text: str) -> list[str]:
         """The chunks of `text`. Raises ValueError if the pattern does not match all of it."""
-        chunks = self.find_ascii(text) if text.isascii() else self.find(text)
+        if text.isascii():
+            chunks = self.find_ascii(text)
+        elif (seen := as_of_unicode_16(text)) == text:
+            chunks = self.compiled.findall(text)
+        else:
+            chunks = [text[m.start() : m.end()] for m in self.compiled.finditer(seen)]
         if not self.cut and sum(map(len, chunks)) < len(text):
             raise ValueError("the split pattern leaves out some of the text; end it with an alternative such as |.|\\n")
         return chunks
-
-    def find(self, text: str) -> list[str]:
-        seen = as_of_unicode_16(text)
-        if seen == text:
-            return self.compiled.findall(text)
-        return [text[m.start() : m.end()] for m in self.compiled.finditer(seen)]
 
     def blocks(self, text: str, size: int = BLOCK) -> Iterator[str]:
         """Parts of about `size` characters that together have the chunks of `text`."""

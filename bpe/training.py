@@ -54,7 +54,6 @@ def learn(
     texts: Iterable[str], n_merges: int, pattern: str, specials: tuple[str, ...], tie_break: str, options: Options
 ) -> list[tuple[bytes, bytes]]:
     """The first `n_merges` merges, or all there are. Texts are read once; special tokens in them are left out."""
-    collects = gc.isenabled()
     gc.disable()  # training makes millions of lists, none of them in a cycle; looking for cycles takes a fifth of it
     try:
         counts = count_in_parallel(texts, pattern, specials, options)
@@ -68,8 +67,7 @@ def learn(
             if options.on_merge:
                 options.on_merge(tokens[a], tokens[b], count)
     finally:
-        if collects:
-            gc.enable()
+        gc.enable()
     return merges
 
 
