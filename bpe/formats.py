@@ -43,14 +43,6 @@ GPT2_FILES = {
 # ---- files
 
 
-def find(path: str | os.PathLike) -> Path | None:
-    """The file that `path` means, or None for "gpt2". Raises ValueError if there is neither."""
-    file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
-    if not (found := os.path.isfile(file)) and str(path) != "gpt2":  # False for a name that no file can have
-        raise ValueError(f"no tokenizer at {path}; give gpt2, a tokenizer.json, or the OUT of python bpe/train.py")
-    return Path(file) if found else None
-
-
 def save(tok, path: str | os.PathLike) -> None:
     """Write `path`, a Hugging Face tokenizer.json that holds everything, and a .tiktoken file beside it.
 

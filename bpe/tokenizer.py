@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cached_property, partial
 from itertools import chain
 from operator import itemgetter
+from pathlib import Path
 
 import numpy as np
 
@@ -255,11 +256,13 @@ class Tokenizer:
 
         Raises ValueError for a file that is missing or damaged, or that gives other ids in the `tokenizers` library.
         """
-        file = formats.find(path)
-        if file is None:
-            return cls.from_tiktoken("gpt2")
+        file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
+        if not os.path.isfile(file):  # False for a name that no file can have, too
+            if str(path) == "gpt2":
+                return cls.from_tiktoken("gpt2")
+            raise ValueError(f"no tokenizer at {path}; give gpt2, a tokenizer.json, or the OUT of python bpe/train.py")
         try:
-            parts, theirs = formats.read_json(file)
+            parts, theirs = formats.read_json(Path(file))
             tok = cls(*parts)
             formats.check_ids(tok, theirs)
         except Exception as e:  # `tokenizers` raises nothing more specific
