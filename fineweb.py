@@ -134,8 +134,7 @@ def write_shards(config: Config, source: Source, manifest: dict, tok: Tokenizer,
     if not manifest["shards"]:  # else others may be reading it
         tok.save(out_dir / "tokenizer.json")
     writer = Writer(config, out_dir, manifest, tok)
-    length = dict(total=expected, initial=writer.n_tokens)
-    bar = tqdm(**length, unit="tok", unit_scale=True, disable=None, dynamic_ncols=True)
+    bar = tqdm(total=expected, initial=writer.n_tokens, unit="tok", unit_scale=True, disable=None, dynamic_ncols=True)
     with start_workers(config, tok) as submit, bar:
         paths = arriving(source, downloads, begin["file"], config.downloads - 1)
         units = units_from(begin, paths, config.text_field, splitter(tok.pattern).cut)
@@ -266,8 +265,8 @@ class Writer:
         self.filled = 0  # tokens in it
         self.eot, self.token_bytes = tok.eot_token, tok.token_bytes()
         self.counts = np.zeros(len(tok), np.int64)  # of each id in this shard
-        self.to_skip = manifest["next"]["skip"]  # tokens of the first unit that are in the shard before
-        self.seam = bool(manifest["shards"])  # still to be compared: the end of that shard with `next`
+        # tokens of the first unit that are in the shard before; None once that shard's end has been compared with them
+        self.to_skip = manifest["next"]["skip"] if manifest["shards"] else None
         self.skipped = Counter(manifest["skipped"])
         for leftover in out_dir.glob(".*.tmp"):  # shards and manifests that a killed run was writing
             leftover.unlink()
@@ -279,9 +278,9 @@ class Writer:
 
     def write(self, place: dict, tokens: np.ndarray, skipped: Counter) -> None:
         """Append the tokens of the unit at `place`, up to the limit, and complete the shards that they fill."""
-        if self.seam:
+        if self.to_skip is not None:
             self._check_seam(tokens)
-        done, self.to_skip = self.to_skip, 0
+        done, self.to_skip = self.to_skip or 0, None
         tokens = tokens[: done + self.limit - self.n_tokens]
         while done < len(tokens):
             part = tokens[done : done + len(self.shard) - self.filled]
@@ -301,7 +300,6 @@ class Writer:
         if not 0 < self.to_skip <= len(tokens) or not np.array_equal(held, last[-len(held) :]):
             what = f"the last shard of {self.out_dir} does not end where `next` in manifest.json says"
             raise UserError(f"{what}: the manifest is damaged, or the source has changed; remove {self.out_dir}")
-        self.seam = False
 
     def _complete(self, place: dict | None) -> None:
         """Make the shard durable, then list it. `place` is where the next one begins; None if this was the last."""
@@ -329,7 +327,7 @@ class Writer:
 
     def end(self) -> None:
         """Complete the last shard, and the manifest. Raises UserError if there is nothing in them."""
-        if self.seam:  # no unit came: `next` is past the end of the source
+        if self.to_skip is not None:  # no unit came: `next` is past the end of the source
             self._check_seam(np.zeros(0, int))
         if self.filled:
             self._complete(None)
