@@ -92,7 +92,13 @@ def make_shards(config: Config, out_dir: Path) -> None:
     manifest = open_manifest(config, out_dir, tok)
     if "next" not in manifest:
         return print(f"{out_dir} is complete: {summary(manifest)}")
-    source = source_of(config, manifest.get("commit") or config.revision)
+    try:
+        source = find_source(config.source, manifest.get("commit") or config.revision)
+    except UserError as e:  # the plan of the default source needs no network
+        if not config.dry_run or config.source != Config.source:
+            raise
+        print(f"note    {e}")
+        source = Source(14 * [SourceFile("train.parquet", 2 * 10**9, "")], config.source[0])  # about what it has
     text_bytes = sum(text_size(file, config.text_field) for file in source.files)
     expected = min(int(text_bytes * TOKENS_PER_BYTE), config.limit_tokens)  # a rough figure; 0 if nobody knows
     default = min(100_000_000, max((expected or sys.maxsize) // 10, 1000))  # leaves most of a small source to train on
@@ -384,17 +390,6 @@ def with_files(manifest: dict, source: Source, out_dir: Path) -> dict:
 
 
 # ------------------------------------------------------------------------------------------------ what it tells people
-
-
-def source_of(config: Config, revision: str) -> Source:
-    """The files of the source. A --dry_run of the default one needs no network: it has about 28 GB in 14 files."""
-    try:
-        return find_source(config.source, revision)
-    except UserError as e:
-        if not config.dry_run or config.source != Config.source:
-            raise
-        print(f"note    {e}")
-        return Source([SourceFile(f"{i:03d}_00000.parquet", 2 * 10**9, "") for i in range(14)], config.source[0])
 
 
 def print_plan(config: Config, source: Source, manifest: dict, tokens: int) -> None:
