@@ -86,9 +86,8 @@ class Tokenizer:
         ids = rank if ids is None else ids
         if missing := [token for token in tokens if token not in ids]:
             raise ValueError(f"{len(missing)} tokens are not in the vocabulary, for instance {missing[0]!r}")
-        self._ids = [ids[token] for token in tokens]  # rank -> id
-        if self._ids == list(range(len(tokens))):
-            self._ids = None  # the usual case: they are the same
+        by_rank = [ids[token] for token in tokens]
+        self._ids = None if by_rank == list(range(len(tokens))) else by_rank  # rank -> id; None where they are the same
         if isinstance(special_tokens, str):
             special_tokens = (special_tokens,)
         if not isinstance(special_tokens, dict):

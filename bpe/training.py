@@ -108,8 +108,7 @@ def answer_counts() -> None:
     """The main loop of a counting process; it ends with its input, and so with the process that started it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for that process to handle
     for line in sys.stdin.buffer:
-        sys.stdout.write(json.dumps(count_chunks(*json.loads(line))) + "\n")
-        sys.stdout.flush()
+        print(json.dumps(count_chunks(*json.loads(line))), flush=True)
 
 
 def count_in_parallel(texts: Iterable[str], pattern: str, specials: tuple[str, ...], options: Options) -> Counter[str]:

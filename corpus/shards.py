@@ -22,7 +22,6 @@ from corpus.sources import documents
 from corpus.stream import TokenStream, ds_metadata, read_manifest
 
 TRAIN_FRACTION = 0.9  # of a text's characters; the rest is the validation split
-CACHE_SECONDS = 3600  # how long to wait for another run that tokenizes the same text
 
 
 def shard_dtype(n_vocab: int) -> type:
@@ -148,7 +147,7 @@ def prepare_text(text_file: str, tokenizer: str, vocab_size: int, cache: Path) -
     if is_intact(directory):  # before the lock: an intact cache may be read-only, and all ranks come here at once
         return directory
     cache.mkdir(parents=True, exist_ok=True)
-    with only_one(cache / f".{directory.name}.lock", f"cached tokens {directory}", CACHE_SECONDS):
+    with only_one(cache / f".{directory.name}.lock", f"cached tokens {directory}", seconds=3600):  # others wait
         if not is_intact(directory):  # another run may have made it by now
             split = int(len(text) * TRAIN_FRACTION)  # by characters, so that it is the same for every tokenizer
             try:
