@@ -4,16 +4,18 @@ import hashlib
 import json
 import math
 import shutil
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import bench
+import train_gpt2
 from benchmarks import record
 from cli import sha256
 from run.checkpoint import SUMS, checkpoint_steps
-from tests.helpers import SMALL, arguments, assert_user_error, run_inline, succeed
+from tests.helpers import SMALL, arguments, assert_user_error, run_inline
 
 TEXT = "".join(f"Line {i} of {i % 7} says {i * i} words, and {i % 11} more.\n" for i in range(1500))
 
@@ -24,8 +26,10 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("entry")
     (folder / "text.txt").write_text(TEXT)
     for seed in (0, 1):
-        constants = SMALL | dict(max_steps=60, data="text.txt", seed=seed, out_dir=f"run{seed}", eval_steps=0)
-        succeed("train_gpt2.py", "tiny", cwd=folder, **constants)
+        constants = SMALL | dict(max_steps=60, data=folder / "text.txt", out_dir=folder / f"run{seed}", eval_steps=0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["train_gpt2.py", "tiny", *arguments(**constants | dict(seed=seed))])
+            train_gpt2.main()
     return folder
 
 
