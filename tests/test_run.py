@@ -18,6 +18,7 @@ from run.checkpoint import SUMS, CheckpointWriter, checkpoint_steps, damage, loa
 from tests.helpers import (
     SHORT,
     SMALL,
+    arguments,
     assert_changes_take_effect,
     assert_user_error,
     files_of,
@@ -26,7 +27,6 @@ from tests.helpers import (
     resume_table,
     run_inline,
     steps_of,
-    succeed,
 )
 
 
@@ -306,13 +306,14 @@ def test_other_data_or_another_tokenizer_is_refused_and_moved_data_is_not(train,
     assert_user_error(train(**other), "another data")
 
 
-def test_a_run_that_began_with_another_model_s_sizes_is_resumed_by_the_same_line(train, tmp_path):
+def test_a_run_that_began_with_another_model_s_sizes_is_resumed_by_the_same_line(train, tmp_path, capsys, monkeypatch):
     train(out="first", **SHORT)
     sizes = {key: value for key, value in SMALL.items() if key not in ("n_layer", "n_head", "n_embd", "vocab_size")}
     options = sizes | SHORT | dict(data=tmp_path / "text.txt", out_dir=tmp_path / "second")
     options |= dict(init_from=tmp_path / "first" / "step_000006", tokenizer=tmp_path / "first" / "step_000006")
     for resume in ({}, dict(resume=True, max_steps=8)):  # the recipe's own sizes are others
-        succeed("train_gpt2.py", "tiny", **options | resume)
+        words = arguments(**options | resume)
+        assert run_inline(train_gpt2.main, ["tiny", *words], capsys, monkeypatch).returncode == 0
     assert json.loads((tmp_path / "second" / "config.json").read_text())["n_embd"] == 32
 
 
