@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HFTokenizer
 from transformers import AutoTokenizer
@@ -207,6 +207,7 @@ SOME = st.sampled_from(["all", (), NAMES[:1], NAMES[1:], NAMES[::2]])
     pattern=st.sampled_from(["gpt2", "cl100k", r"\s+|\S+"]),
     block=st.integers(1, 9),
 )
+@example(pieces=["b ", "c"], allowed="all", disallowed=(), pattern="gpt2", block=1)
 def test_encode_iterable_is_encode_for_any_special_tokens(pieces, allowed, disallowed, pattern, block):
     tok = Tokenizer([(b"<", b"a"), (b"<a", b">"), (b">", b"!"), (b" ", b"c"), (b"|", b">")], pattern, NAMES)
     options = dict(allowed_special=allowed, disallowed_special=disallowed)
