@@ -13,6 +13,7 @@ from finetuning import chat
 from finetuning.rows import (
     IGNORED,
     Example,
+    collate,
     encode_rows,
     global_batch,
     load_rows,
@@ -26,6 +27,14 @@ from tests.finetuning import ROWS, row, write_json
 
 def encode(rows: list[dict], tokenizer, sequence_length=1000):
     return encode_rows([messages_of(r, "") for r in rows], tokenizer, sequence_length)
+
+
+def test_the_places_of_a_micro_batch_are_where_its_targets_are_predicted():
+    long, short = np.arange(5), np.arange(7, 9)  # each token is followed by its successor
+    targets = [np.array([IGNORED, 2, 3, IGNORED, 5]), np.array([IGNORED, 9])]
+    idx, scored, places = collate([Example(long, targets[0]), Example(short, targets[1])])
+    assert idx.tolist() == [[0, 1, 2, 3, 4], [7, 8, 0, 0, 0]]
+    assert (idx.flatten()[places] + 1).tolist() == scored.tolist() == [[2, 3, 5, 9]]
 
 
 def test_every_answer_and_its_end_are_targets_and_nothing_else_is(small_tokenizer):
