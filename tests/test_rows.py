@@ -30,9 +30,8 @@ def encode(rows: list[dict], tokenizer, sequence_length=1000):
 
 
 def test_the_places_of_a_micro_batch_are_where_its_targets_are_predicted():
-    long, short = np.arange(5), np.arange(7, 9)  # each token is followed by its successor
-    targets = [np.array([IGNORED, 2, 3, IGNORED, 5]), np.array([IGNORED, 9])]
-    idx, scored, places = collate([Example(long, targets[0]), Example(short, targets[1])])
+    long = Example(np.arange(5), np.array([IGNORED, 2, 3, IGNORED, 5]))  # each token is followed by its successor
+    idx, scored, places = collate([long, Example(np.arange(7, 9), np.array([IGNORED, 9]))])
     assert idx.tolist() == [[0, 1, 2, 3, 4], [7, 8, 0, 0, 0]]
     assert (idx.flatten()[places] + 1).tolist() == scored.tolist() == [[2, 3, 5, 9]]
 

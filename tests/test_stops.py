@@ -86,7 +86,10 @@ def test_names_and_prompts_that_are_not_utf_8_end_no_run(train, tmp_path):
 # ---- signals
 
 
-@pytest.mark.parametrize("name, code", [("TERM", 143), ("HUP", 129), pytest.param("INT", 130, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name, code",
+    [("TERM", 143), *(pytest.param(name, code, marks=pytest.mark.slow) for name, code in (("HUP", 129), ("INT", 130)))],
+)
 def test_a_signal_ends_the_run_with_a_checkpoint(tmp_path, name, code):
     process = start(tmp_path, max_steps=100_000, checkpoint_interval=0, eval_interval=0, sample_interval=0)
     wait_for_steps(tmp_path / "run", 3, process)
