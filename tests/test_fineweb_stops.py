@@ -48,7 +48,6 @@ def test_a_unit_that_is_taken_up_again_ends_at_the_limit(tokenizer, tmp_path):
     assert np.concatenate([np.load(path) for path in shard_paths(tmp_path)]).tolist() == list(range(25))
 
 
-
 @pytest.fixture(scope="session")
 def long_corpus(tmp_path_factory) -> Path:
     """Enough to be at work for some seconds: 40 files of half a million characters."""
