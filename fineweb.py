@@ -364,15 +364,16 @@ def open_manifest(config: Config, out_dir: Path, tok: Tokenizer) -> dict:
         limit_tokens=config.limit_tokens if config.limit_tokens < sys.maxsize else 0,
     )  # fmt: skip
     beginning = dict(file=0, unit=0, skip=0)
-    if not (manifest := read_manifest(out_dir)):
-        if found := list(out_dir.glob(f"{shard_name(out_dir)}_*.npy")):
-            raise UserError(f"{found[0]} is in no manifest.json; give another --out_dir, or remove the shards there")
+    manifest = read_manifest(out_dir)
+    if not manifest and (found := list(out_dir.glob(f"{shard_name(out_dir)}_*.npy"))):
+        raise UserError(f"{found[0]} is in no manifest.json; give another --out_dir, or remove the shards there")
+    if not manifest.get("shards"):  # nothing to continue, whatever the constants were
         return identity | dict(tokens=0, documents=0, bytes=0, skipped={}, shards=[], next=beginning)
     for key, value in identity.items():
         if manifest.get(key) != value:
             was = f"{out_dir} holds shards of a run with {key} {manifest.get(key)}"
             raise UserError(f"{was}, and now it is {value}; give another --out_dir, or remove that one")
-    return manifest if manifest["shards"] else manifest | dict(next=beginning)
+    return manifest
 
 
 def with_files(manifest: dict, source: Source, out_dir: Path) -> dict:

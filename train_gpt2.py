@@ -421,11 +421,12 @@ def say_what_was_reached(config: Config, run: Run) -> None:
         more = run.resume_command("--target_loss", "0")
         print(f"\n--target_loss {config.target_loss} is reached; to continue: {more}")
     if run.log.last_loss() < guess:
+        newest = f"{config.out_dir}/step_{run.step:06d}"
         print(
             "\nNow try:\n"
             f"  python sample.py {config.out_dir} --num_samples 3    # more text\n"
             f"  {config.out_dir}/learning_curve.png    # how it went\n"
-            "  python bpe/train.py && python bpe/try_tokenizer.py    # what it reads instead of letters"
+            f"  python bpe/try_tokenizer.py --tokenizer {newest} --svg tokens.svg    # what it reads instead of letters"
         )
 
 

@@ -24,6 +24,7 @@ import torch
 
 import fineweb
 from benchmarks.measure import ROOT, Common, peak_memory, rates, timed
+from bpe.formats import get_encoding
 from cli import UserError
 from corpus.order import Batches, training_batches
 from corpus.sources import documents_of, units_of
@@ -131,9 +132,10 @@ def make_shards(files: list[str], out_dir: Path, encoder: str) -> None:
 
 @functools.cache
 def gpt2():
-    import tiktoken
-
-    return tiktoken.get_encoding("gpt2")
+    try:
+        return get_encoding("gpt2")
+    except ValueError as e:
+        raise UserError(str(e)) from None
 
 
 # ---------------------------------------------------------------------------------------------------------- the loader

@@ -25,7 +25,7 @@ from cli import UserError, sha256
 from corpus.shards import TRAIN_FRACTION
 from run.checkpoint import checkpoint_steps, damage, load_train_state
 from run.curves import read_log
-from run.runtime import Runtime
+from run.runtime import Runtime, fastest_threads
 
 
 class Kind(NamedTuple):
@@ -63,9 +63,11 @@ class Config:
 
 
 def run(config: Config, rt: Runtime) -> Iterator[dict]:
-    kind, runs, found = KINDS[config.kind], [], []
-    for name in config.runs:
-        facts = facts_of(Path(name), kind)
+    kind, found = KINDS[config.kind], []
+    runs = [facts_of(Path(name), kind) for name in config.runs]
+    refuse_chosen(runs, kind)
+    torch.set_num_threads(fastest_threads(torch.get_num_threads()))
+    for name, facts in zip(config.runs, runs, strict=True):
         model, tokenizer = opened(facts["checkpoint"], kind)
         ids, n_bytes = text_tokens(config.data, tokenizer, kind.text) if kind.text else shard_tokens(config.data)
         nats = nats_of(model.to(rt.device), ids.to(rt.device))
@@ -74,9 +76,7 @@ def run(config: Config, rt: Runtime) -> Iterator[dict]:
             what = f"{name}: the log says {logged:.4f} nats per token, the checkpoint has {loss:.4f}"
             raise UserError(f"{what} in windows that do not overlap; log what the rules ask for")
         found.append(nats / math.log(2) / n_bytes if kind.text else loss)
-        runs.append(facts)
         yield dict(name=name, result=found[-1], loss=loss, tokens=facts["tokens"], minutes=facts["minutes"])
-    refuse_chosen(runs, kind)
     yield dict(name="entry", result=statistics.mean(found), verdict=verdict(found, kind))
     first, c, seeds = runs[0], runs[0]["constants"], ", ".join(f"{value:.4f}" for value in found)
     size = f"{c['n_layer']} x {c['n_embd']}, {c['vocab_size']} tokens, T = {c['sequence_length']} | {c['optimizer']}"

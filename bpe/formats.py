@@ -211,7 +211,7 @@ def get_encoding(name: str):
         return tiktoken.get_encoding(name)
     except Exception as e:  # of requests, of the checksum, of the file system: the file is not available
         if name != "gpt2":
-            raise ValueError(f"cannot get the encoding {name!r} from tiktoken: {e}") from None
+            raise ValueError(f"tiktoken has no encoding {name!r} in its cache, and cannot download it: {e}") from None
         folder = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
         folder = Path(folder or os.path.join(tempfile.gettempdir(), "data-gym-cache"))
         files = " and ".join(

@@ -42,9 +42,9 @@ def find_shards(data: str, split: str) -> list[Path]:
         named = {"val": unnamed[:1], "train": unnamed[1:]}
     if found := named[split]:
         return found
-    if os.path.exists(data):
-        what = f"{data} holds no *_{split}_*.npy, .bin or .ds shard; to make shards of text"
-        raise UserError(f"{what}: python fineweb.py --source {data} --out_dir FOLDER")
+    if glob.glob(data):
+        what = f"{data} holds no *_{split}_*.npy, .bin or .ds shard; to make shards of its .parquet, .jsonl or .txt"
+        raise UserError(f"{what}: python fineweb.py --source '{data}' --out_dir FOLDER")
     remedy = "write shards with fineweb.py, or start with one that needs no other data: python train_gpt2.py tiny"
     raise UserError(f"--data {data}: there is no {data}; {remedy}")
 

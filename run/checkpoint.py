@@ -292,7 +292,7 @@ def find_model(model: str) -> str:
             raise UserError(f"{model or path} holds no model: no model.safetensors and no intact step_NNNNNN")
         return str(newest)
     # a typo in a path must not become a request to the hub, where anybody could own that name
-    local = path.is_absolute() or model.count("/") > 1 or model.startswith((".", "out/"))
+    local = path.exists() or path.is_absolute() or model.count("/") > 1 or model.startswith((".", "out/"))
     if local or not re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", model):
         raise UserError(f"{model} is not a directory; give a checkpoint, a run directory, or a hub id such as gpt2")
     return model

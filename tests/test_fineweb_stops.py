@@ -228,7 +228,7 @@ def test_a_wrong_place_to_resume_is_refused(interrupted, corpus, tokenizer):
         with pytest.raises(UserError, match="does not end where `next`"):
             resume()
         assert count_shards(out_dir) == 2
-    nothing = dict(tokens=0, documents=0, bytes=0, shards=[], next=dict(file=5, unit=3, skip=9))
+    nothing = dict(tokens=0, shards=[], text_field="other", next=dict(file=5, unit=3, skip=9))
     save_manifest(out_dir, intact | nothing)
     resume()
     assert_shards(out_dir, plain_shards(corpus[1], Tokenizer.load(tokenizer)))
