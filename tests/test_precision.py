@@ -106,7 +106,7 @@ def test_the_log_has_the_mfu_of_every_step(train, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "dtype, length, expected", [("bfloat16", 64, "naive"), ("bfloat16", 4096, "flash"), ("float32", 64, "flash")]
+    "dtype, length, expected", [("bfloat16", 1024, "naive"), ("bfloat16", 1025, "flash"), ("float32", 64, "flash")]
 )
 def test_attention_follows_from_the_precision_on_a_processor(dtype, length, expected):
     rt = runtime.Runtime.setup("cpu", dtype)
