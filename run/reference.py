@@ -30,7 +30,7 @@ def place_in_band(records: list[dict]) -> str:
     for entry in references(records) if last is not None else []:
         ends = sorted(losses[-1] for losses in entry["loss"])
         if len(ends) > 2 and tokens == entry["tokens"][-1]:
-            where = "within" if ends[0] <= last <= ends[-1] else "outside"
+            where = "within" if ends[0] <= round(last, 5) <= ends[-1] else "outside"  # the entry is rounded, too
             distance = (last - statistics.mean(ends)) / statistics.stdev(ends)
             seeds = f"the range of {entry['name']}, {ends[0]:.4f} to {ends[-1]:.4f}"
             return f"{where} {seeds}, {distance:+.1f} standard deviations from their mean\n"
