@@ -237,7 +237,7 @@ def test_a_manifest_with_wrong_values_or_of_another_kind_is_named(tmp_path, dama
 def test_what_is_not_there_or_too_short(tmp_path):
     for text in (tmp_path, tmp_path / "x.parquet"):
         text.touch()
-        with pytest.raises(UserError, match=rf"holds no \*_train_\*.npy, .* fineweb.py --source {text} --out_dir"):
+        with pytest.raises(UserError, match=rf"holds no \*_train_\*.npy, .* fineweb.py --source '{text}' --out_dir"):
             find_shards(str(text), "train")
     for nowhere in (str(tmp_path / "nowhere"), "", "n" * 5000, "[", "**/nowhere*"):
         with pytest.raises(UserError, match="there is no .* train_gpt2.py tiny"):
