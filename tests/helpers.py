@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 # a GPT of a few thousand parameters, in fp32 so that figures do not depend on the processor
 SMALL = dict(
@@ -38,8 +39,9 @@ def environment(**extra) -> dict:
     return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"} | extra
 
 
-def command(script: str, *args, **kwargs) -> list[str]:
-    return [sys.executable, str(ROOT / script), *map(str, args), *arguments(**kwargs)]
+def command(script: str, *args, ranks: int = 0, **kwargs) -> list[str]:
+    torchrun = [*TORCHRUN, "--standalone", f"--nproc_per_node={ranks}"] if ranks else [sys.executable]
+    return [*torchrun, str(ROOT / script), *map(str, args), *arguments(**kwargs)]
 
 
 def run_script(script: str, *args, cwd=None, timeout=240, env=None, **kwargs) -> subprocess.CompletedProcess:

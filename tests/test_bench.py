@@ -6,7 +6,6 @@ import json
 import os
 import re
 import statistics
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from model import GPT, GPTConfig
 from run.checkpoint import save_model
 from run.runtime import Runtime
 from tests.finetuning import ROWS, small_gpt, write_json
-from tests.helpers import ROOT, arguments, assert_user_error, environment, run_inline, succeed, text_file
+from tests.helpers import ROOT, arguments, assert_user_error, run_inline, succeed, text_file
 
 CPU = SimpleNamespace(device=torch.device("cpu"), synchronize=lambda: None)
 NOT_COMMANDS = ("__init__", "measure", "ideas")
@@ -229,11 +228,8 @@ def test_a_checkpoint_is_saved_in_both_ways(measure, tmp_path):
 
 @pytest.mark.slow
 def test_a_checkpoint_of_a_divided_model_is_saved_in_both_ways(tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     options = dict(size="tiny", repeats=2, shard="full", device="cpu", json=tmp_path / "figures.json")
-    command = [*torchrun, str(ROOT / "bench.py"), "save", *arguments(**options)]
-    result = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr[-3000:]
+    result = succeed("bench.py", "save", ranks=2, cwd=tmp_path, timeout=300, **options)
     assert result.stdout.count("run.save() alone") == 1  # one rank says it
     rows = json.loads((tmp_path / "figures.json").read_text())["rows"]
     assert sorted(len(row["seconds"]) for row in rows) == [2, 2, 2, 4]

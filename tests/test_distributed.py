@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,13 +12,12 @@ import torch
 import train_gpt2
 from model import GPT
 from run.checkpoint import checkpoint_steps, load_train_state
-from tests.helpers import ROOT, SMALL, arguments, environment, log_of, text_file
+from tests.helpers import SMALL, arguments, log_of, run_script, text_file
 from tests.ranks import FAULTS, OUT_OF_MEMORY, copy_of_run
 
 # 24 sequences a step: 6, 3 and 2 micro-steps on 1, 2 and 3 ranks
 STEP = SMALL | dict(optimizer="adamw", total_batch_size=768, micro_batch_size=4, max_steps=10, eval_interval=10,
                     sample_interval=0, keep_checkpoints=0)  # fmt: skip
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
 def args(folder: Path, out: str, **changes) -> list[str]:
@@ -28,8 +26,7 @@ def args(folder: Path, out: str, **changes) -> list[str]:
 
 def on_ranks(n: int, jobs: list[dict], timeout=400) -> None:
     """Run jobs one after the other on n ranks; see ranks.py."""
-    command = [*TORCHRUN, "--standalone", f"--nproc_per_node={n}", str(ROOT / "tests" / "ranks.py"), json.dumps(jobs)]
-    result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=timeout)
+    result = run_script("tests/ranks.py", json.dumps(jobs), ranks=n, timeout=timeout)
     first = min((i for word in ("Traceback", "terminate") if (i := result.stderr.find(word)) >= 0), default=0)
     assert result.returncode == 0, result.stderr[first:][:3000]
 

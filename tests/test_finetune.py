@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -19,11 +17,9 @@ from finetuning.rows import Example, encode_rows, messages_of, micro_batches
 from run.checkpoint import checkpoint_steps, load_model, remove_after
 from tests.finetuning import ROWS, adapted, logits, small_gpt, tokens, write_json
 from tests.helpers import (
-    ROOT,
     arguments,
     assert_changes_take_effect,
     assert_user_error,
-    environment,
     files_of,
     log_of,
     losses,
@@ -271,10 +267,7 @@ def test_wrong_usage_is_one_clear_line(finetune, tmp_path, changes, words):
 
 @pytest.mark.slow
 def test_two_ranks_finetune_as_one_process_does(base, tmp_path):
-    words = quick_args(base, tmp_path / "two")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command = [*torchrun, str(ROOT / "lora_finetune.py"), *words]
-    subprocess.run(command, env=environment(), check=True, timeout=240, capture_output=True)
+    succeed("lora_finetune.py", *quick_args(base, tmp_path / "two"), ranks=2)
     succeed("lora_finetune.py", *quick_args(base, tmp_path / "one"))
     for a, b in zip(losses(tmp_path / "one"), losses(tmp_path / "two"), strict=True):
         assert a == pytest.approx(b, abs=1e-4)

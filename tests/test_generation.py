@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from learning.evaluation import complete
 from learning.generation import KVCache, generate, next_logits, sample_tokens
 from model import GPT
+from run.runtime import Runtime
 from tests.test_model import small, tokens
 
 PROMPTS = [tokens(n, seed=n).tolist() for n in (1, 5, 20)]  # the window is 32
@@ -104,3 +106,9 @@ def test_a_row_that_has_ended_keeps_its_stop_token():
     stop = draw()[2][0]
     steps = draw(stop_token=stop)
     assert len(steps) > 4 and [step[0] for step in steps[2:]] == [stop] * (len(steps) - 2)
+
+
+def test_the_seed_decides_the_samples_of_training(small_tokenizer):
+    rt, model = Runtime.setup("cpu"), small(vocab_size=384)
+    one, other, again = (complete(model, small_tokenizer, ["A"], 8, rt, seed) for seed in (0, 1, 0))
+    assert one == again != other

@@ -3,8 +3,6 @@
 import json
 import random
 import re
-import subprocess
-import sys
 from copy import deepcopy
 from math import log2
 from pathlib import Path
@@ -24,10 +22,9 @@ from hellaswag import LOGGED, STYLES, encode_together, evaluate, harness, load_r
 from model import GPT, GPTConfig
 from run.runtime import Runtime
 from tests.finetuning import adapted, save_adapter
-from tests.helpers import ROOT, SMALL, arguments, assert_user_error, environment, log_of, run_inline, text_file
+from tests.helpers import ROOT, SMALL, arguments, assert_user_error, environment, log_of, run_inline, succeed, text_file
 
 WINDOW = 48
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
 def make_rows(n: int, seed: int = 0) -> list[dict]:
@@ -418,8 +415,7 @@ def test_two_ranks_score_as_one(run, checkpoint, tmp_path, n):
     data = write_rows(tmp_path / "rows.jsonl", make_rows(n))
     assert run(data=data, json=tmp_path / "one").returncode == 0
     options = dict(data=data, device="cpu", dtype="float32", json=tmp_path / "two")
-    command = [*TORCHRUN, str(ROOT / "hellaswag.py"), str(checkpoint), *arguments(**options)]
-    subprocess.run(command, env=environment(), check=True, capture_output=True, timeout=600)
+    succeed("hellaswag.py", checkpoint, ranks=2, **options)
     one, two = (json.loads((tmp_path / name).read_text())["styles"] for name in ("one", "two"))
     for style in STYLES:
         np.testing.assert_allclose(one[style].pop("log_likelihoods"), two[style].pop("log_likelihoods"), atol=1e-5)
@@ -433,17 +429,14 @@ def test_training_on_two_ranks_with_compile_scores_as_one_process(tmp_path):
     options = SMALL | dict(data=text, out_dir=tmp_path / "out", max_steps=6, compile="on", checkpoint_interval=2)
     options |= dict(hellaswag_interval=2, hellaswag_data=data, max_lr=0.03, keep_checkpoints=0, micro_batch_size=4)
     options |= dict(eval_interval=0)  # the validation loss would compile another graph
-    command = [*TORCHRUN, str(ROOT / "train_gpt2.py"), "tiny", *arguments(**options)]
     env = environment(TORCH_LOGS="recompiles")
-    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1200)
-    assert result.returncode == 0, result.stderr[-3000:]
+    result = succeed("train_gpt2.py", "tiny", ranks=2, env=env, timeout=1200, **options)
     assert "Recompiling" not in result.stderr
     records = log_of(tmp_path / "out", "hellaswag")
     assert [record["step"] for record in records] == [2, 4, 6]
     for record in records:
         checkpoint = tmp_path / "out" / f"step_{record['step']:06d}"
-        words = arguments(data=data, dtype="float32", device="cpu", style="completion", json=tmp_path / "scores.json")
-        command = [sys.executable, str(ROOT / "hellaswag.py"), str(checkpoint), *words]
-        subprocess.run(command, env=environment(), check=True, capture_output=True, timeout=600)
+        same = dict(data=data, dtype="float32", device="cpu", style="completion", json=tmp_path / "scores.json")
+        succeed("hellaswag.py", checkpoint, **same)
         scores = json.loads((tmp_path / "scores.json").read_text())["styles"]["completion"]
         assert {name: record[name] for name in LOGGED} == {name: scores[name] for name in LOGGED}

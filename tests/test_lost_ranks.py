@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from run.checkpoint import checkpoint_steps, damage
-from tests.helpers import ROOT, environment, log_of, text_file
-from tests.test_distributed import TORCHRUN, alone, args, same_losses
+from tests.helpers import ROOT, TORCHRUN, environment, log_of, text_file
+from tests.test_distributed import alone, args, same_losses
 
 LONG = dict(max_steps=60, checkpoint_interval=10, eval_interval=60)
 

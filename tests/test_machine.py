@@ -18,13 +18,9 @@ from run.runtime import PEAKS, Runtime, launcher, peaks
     [
         ("NVIDIA H100 80GB HBM3", 989),
         ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA A100-SXM4-40GB", 312),
-        ("NVIDIA H200", 989),
         ("NVIDIA H200 NVL", 835),
         ("NVIDIA L40", 181),
         ("NVIDIA L40S", 362),
-        ("NVIDIA GeForce RTX 4080 SUPER", 104),
         ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 439),
         ("AMD Instinct MI300X", 1307),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),  # another chip
@@ -43,12 +39,6 @@ def test_every_card_has_a_bandwidth_that_could_be_true():
         *name, tflops, gb = entry.split()
         assert peaks(" ".join(name)) == (None if tflops == "0" else (float(tflops) * 1e12, float(gb) * 1e9)), entry
         assert 200 <= float(gb) <= 8000
-
-
-def test_the_flops_of_all_ranks_are_compared_with_the_peak_of_all_ranks(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
-    rt = Runtime(torch.device("cuda"), torch.bfloat16, False, 0, 8, "")
-    assert rt.peak_flops() == 8 * 989e12
 
 
 def test_a_gpu_without_code_in_this_pytorch_gives_one_line():

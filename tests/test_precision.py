@@ -114,6 +114,11 @@ def test_attention_follows_from_the_precision_on_a_processor(dtype, length, expe
     assert [trials.choose_attention(given, rt, length) for given in ("flash", "naive")] == ["flash", "naive"]
 
 
+def test_a_micro_batch_on_a_processor_has_at_most_4096_tokens():
+    rt = runtime.Runtime.setup("cpu")
+    assert [trials.find_micro_batch_size(None, 64, (T, 384), rt) for T in (64, 65, 5000)] == [64, 32, 1]
+
+
 def test_activation_checkpointing_changes_memory_and_no_number(train, tmp_path):
     for out, switch in (("plain", {}), ("checkpointed", dict(activation_checkpointing=True))):
         assert train(out=out, max_steps=6, dropout=0.1, **switch).returncode == 0
