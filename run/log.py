@@ -193,8 +193,18 @@ def import_tracker(report_to: str):
 def start_tracker(tracker, config, name: str, step: int) -> tuple[Callable[[dict, int], object], Callable[[], object]]:
     """Functions that pass on {name: number} of a step, and that end this. Figures after `step` will come again."""
     if config.report_to == "tensorboard":
-        writer = tracker.SummaryWriter(config.out_dir, purge_step=step + 1)
-        return lambda numbers, step: [writer.add_scalar(k, v, step) for k, v in numbers.items()], writer.close
+        writer, newest = tracker.SummaryWriter(config.out_dir, purge_step=step + 1), step
+
+        def report(numbers: dict, step: int) -> None:
+            nonlocal newest
+            if step < newest:  # after a roll-back, too: the next file of events says that those of later steps are void
+                writer.close()
+                writer.purge_step = step + 1
+            newest = step
+            for name, number in numbers.items():
+                writer.add_scalar(name, number, step)
+
+        return report, writer.close
     again = "allow" if config.resume else "never"
     own = dict(dir=config.out_dir) if config.report_to == "wandb" else dict(resume=again)
     tracker.init(project="gpt2", name=name, config=asdict(config), **own)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from run.log import start_tracker
 from tests.helpers import assert_user_error, log_of, steps_of
 
 SHORT = dict(max_steps=4, eval_interval=2, eval_steps=1, checkpoint_interval=2, sample_interval=2)
@@ -65,6 +66,10 @@ def test_tensorboard_forgets_the_steps_that_come_again(train, monkeypatch):
     train(**SHORT, report_to="tensorboard")
     assert train(**SHORT | dict(max_steps=5), report_to="tensorboard", resume=True).returncode == 0
     assert purged == [1, 5]
+    report, _ = start_tracker(module, types.SimpleNamespace(report_to="tensorboard", out_dir=""), "run", 5)
+    for step, purge_step in ((6, None), (8, None), (6, 7), (7, 7)):  # rolled back to 6
+        report({}, step)
+        assert getattr(writer, "purge_step", None) == purge_step
 
 
 def test_a_tracker_that_fails_ends_no_run(train, tmp_path, monkeypatch):
