@@ -41,7 +41,7 @@ import numpy as np
 from tqdm import tqdm
 
 from bpe.tokenizer import Tokenizer, cpu_count, splitter, valid_unicode
-from cli import Count, Positive, Stopped, Tokens, UserError, flush, only_one, parse_args, script, sha256
+from cli import Count, Positive, Stopped, Tokens, UserError, counted, flush, only_one, parse_args, script, sha256
 from corpus.encoders import Encode, choose_encoder, encoder, same_ids
 from corpus.shards import load_tokenizer, save_manifest, shard_dtype, summary, verify
 from corpus.sources import Source, SourceFile, Unit, arriving, discard, documents_of, find_source, text_size, units_of
@@ -87,7 +87,13 @@ def stop(signum, frame) -> None:
 
 def make_shards(config: Config, out_dir: Path) -> None:
     """Write the shards of `config.source`, or those that are missing. Raises UserError."""
-    tok = load_tokenizer(config.tokenizer)
+    try:
+        tok = load_tokenizer(config.tokenizer)
+    except UserError as e:  # a plan needs no vocabulary
+        if not config.dry_run or config.tokenizer != "gpt2":
+            raise
+        print(f"note    {e}")
+        tok = Tokenizer([])
     config = settle(config, tok, out_dir)
     manifest = open_manifest(config, out_dir, tok)
     if "next" not in manifest:
@@ -401,7 +407,7 @@ def print_plan(config: Config, source: Source, manifest: dict, tokens: int) -> N
     for_files = sum(sizes[-config.downloads - 1 :]) if source.repo else 0  # the one that is read, and those to come
     free = shutil.disk_usage(next(path for path in (out_dir, *out_dir.resolve().parents) if path.exists())).free
     commit = f" at {source.commit[:12]}" if source.commit else ""
-    print(f"source  {manifest['source']}{commit}: {len(sizes)} files, {size(sum(sizes))}")
+    print(f"source  {manifest['source']}{commit}: {counted(len(sizes), 'file')}, {size(sum(sizes))}")
     print(f"target  {out_dir}: about {tokens:,} tokens, in shards of {config.shard_size:,} {manifest['dtype']}")
     if tokens <= config.shard_size:
         print(f"note    all of it would be validation; --shard_size {-(-tokens // 10)} leaves some to train on")

@@ -3,7 +3,7 @@
     python plot.py out/gpt2                                  # -> plot.png
     python plot.py out/gpt2 out/speedrun --x tokens          # which of them needs fewer tokens
     python plot.py out/gpt2 out/speedrun --x flops           # and how many times fewer operations
-    python plot.py out/english out/chinese --y bpb           # two tokenizers compare in bits per byte only
+    python plot.py out/gpt2 out/bpe4k --y bpb                # one text, two tokenizers: only bits per byte compare
     python plot.py out/tiny --reference                      # is this curve normal? with known runs behind it
     python plot.py out/record --forecast docs/forecast.json  # did it end where it was expected?
 

@@ -172,7 +172,7 @@ def draw(runs: dict[str, Records], path: Path, x: str = "steps", y: str = "loss"
     draw_loss(panels["loss"], runs, y, comparable)
     draw_references(panels["loss"], references, y, next(iter(runs.values())))
     said = draw_multipliers(panels["loss"], runs) if x == "flops" and comparable else []
-    title = "thin: training; marked: validation" if len(runs) > 1 else None
+    title = "thin: training; marked: validation" if len(runs) > 1 and y == "loss" else None
     panels["loss"].legend(loc="upper right", title=title, **LEGEND)
     for key in scored:
         draw_scores(panels[key], runs, key)

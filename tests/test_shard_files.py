@@ -10,6 +10,7 @@ from corpus.order import Batches, training_batches
 from corpus.shards import verify
 from corpus.stream import TokenStream, find_shards, open_shard, read_manifest
 from tests.token_shards import SIZES, VOCAB, T, open_stream, with_manifest, write_shards
+from train_gpt2 import RECIPES
 
 
 def write_bin(path: Path, tokens: np.ndarray) -> None:
@@ -234,7 +235,10 @@ def test_a_manifest_with_wrong_values_or_of_another_kind_is_named(tmp_path, dama
         assert str(tmp_path / "manifest.json") in message and key in message
 
 
-def test_what_is_not_there_or_too_short(tmp_path):
+def test_what_is_not_there_or_too_short(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="hf download kjj0/fineweb10B-gpt2"):
+        find_shards(RECIPES["record"].data, "train")
     for text in (tmp_path, tmp_path / "x.parquet"):
         text.touch()
         with pytest.raises(UserError, match=rf"holds no \*_train_\*.npy, .* fineweb.py --source '{text}' --out_dir"):
