@@ -31,6 +31,7 @@ WARM_UPS = 3  # steps: the first one compiles, and clocks of a GPU take a moment
 class Config(Common):
     batch_size: Count = 16  # sequences per step
     size: Size = ""  # of the model; tiny: a quick try
+    sequence_length: Count = 0  # tokens; 0 for what goes with the size
     png: str = "ladder.png"  # the figure
 
 
@@ -51,6 +52,7 @@ class Rung:
 
 def run(config: Config, rt: Runtime) -> Iterator[dict]:
     shape, batch_size = model_shape(config.size, rt), config.batch_size
+    shape["n_positions"] = config.sequence_length or shape["n_positions"]
     print(f"{shape}, batch size {batch_size}")
     rows = []
     for rung in rungs(rt):

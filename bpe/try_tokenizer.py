@@ -57,7 +57,9 @@ def main() -> None:
     for title, pieces in results:
         colored = "".join(f"{codes[i % len(codes)]}{piece}\x1b[0m" for i, piece in enumerate(pieces))
         print(f"{title}\n{colored if in_color else '|'.join(pieces)}\n")
+    same = all(tok.decode(tok.encode_ordinary(text)) == text for text in texts for tok in tokenizers.values())
     print(f"· is a token that ends in the middle of a character.\n{REASON}")
+    print("Decoded again, " + ("all texts are the same." if same else "a text differs: this is a bug of ours."))
     path = Path(config.tokenizer)
     picture = Path(config.svg or (path if path.is_dir() else path.parent) / "tokens.svg")
     draw_svg(results, picture)

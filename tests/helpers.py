@@ -23,7 +23,6 @@ SMALL = dict(
 )  # fmt: skip
 SHORT = dict(max_steps=6, checkpoint_interval=2, eval_interval=0, sample_interval=0, keep_checkpoints=0)
 
-
 needs_gpt2 = pytest.mark.usefixtures("gpt2_vocabulary")
 
 

@@ -238,7 +238,7 @@ def test_a_checkpoint_of_a_divided_model_is_saved_in_both_ways(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name, options, n_rows",
-    [("ladder", dict(size="tiny", batch_size=4), 8), ("train", dict(size="tiny", batch_size=4), 3),
+    [("ladder", dict(size="tiny", batch_size=4, sequence_length=16), 8), ("train", dict(size="tiny", batch_size=4), 3),
      ("sample", dict(size="tiny", new_tokens=3), 3), ("data", {}, 12)],
 )  # fmt: skip
 def test_every_contestant_has_a_row(measure, tmp_path, name, options, n_rows, request):

@@ -166,6 +166,7 @@ def test_two_tokenizers_side_by_side(run_try, saved):
             n = len(tok.encode(text))
             line = f"{saved / name} (800 tokens): {n} tokens, {len(text.encode()) / n:.2f} bytes"
             assert line in result.stdout
+    assert "Decoded again, all texts are the same." in result.stdout
     assert ElementTree.parse(saved / "zh" / "tokens.svg").getroot().tag.endswith("svg")
 
 
