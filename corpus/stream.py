@@ -43,7 +43,7 @@ def find_shards(data: str, split: str) -> list[Path]:
     if found := named[split]:
         return found
     if glob.glob(data):
-        what = f"{data} holds no *_{split}_*.npy, .bin or .ds shard; to make shards of its .parquet, .jsonl or .txt"
+        what = f"--data {data} holds no *_{split}_*.npy, .bin or .ds shard; to make shards of its .parquet, .jsonl or .txt"
         raise UserError(f"{what}: python fineweb.py --source '{data}' --out_dir FOLDER")
     remedy = "write shards with fineweb.py, or start with one that needs no other data: python train_gpt2.py tiny"
     if data == "fineweb10B":  # of the recipe `record`
