@@ -38,8 +38,8 @@ def main() -> None:
     out = Path(config.out)
     if out.suffix not in (".png", ".svg", ".pdf") or out.is_dir():
         raise UserError(f"--out {out}: the picture is a file whose name ends in .png, .svg or .pdf")
-    if not config.runs:
-        raise UserError("no run was given; name the directory of a run, or its log.jsonl")
+    if not config.runs or "" in config.runs:
+        raise UserError("no run was given, or an empty name; give the directory of a run, or its log.jsonl")
     runs = {}
     for name in config.runs:
         path = Path(name) / "log.jsonl" if Path(name).is_dir() else Path(name)

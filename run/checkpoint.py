@@ -287,14 +287,14 @@ def find_model(model: str) -> str:
     path = Path(model)
     if (path / "config.json").is_file() and [*path.glob("model.safetensors"), *path.glob("model-*-of-*.safetensors")]:
         return str(path)
-    if path.is_dir():
+    if model and path.is_dir():
         if (newest := newest_intact(path)) is None:
-            raise UserError(f"{model or path} holds no model: no model.safetensors and no intact step_NNNNNN")
+            raise UserError(f"{path} holds no model: no model.safetensors and no intact step_NNNNNN")
         return str(newest)
     # a typo in a path must not become a request to the hub, where anybody could own that name
     local = path.exists() or path.is_absolute() or model.count("/") > 1 or model.startswith((".", "out/"))
     if local or not re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", model):
-        raise UserError(f"{model} is not a directory; give a checkpoint, a run directory, or a hub id such as gpt2")
+        raise UserError(f"{model or 'an empty name'} is not a directory; give a checkpoint, a run directory, or a hub id such as gpt2")
     return model
 
 
