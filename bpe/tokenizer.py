@@ -259,7 +259,8 @@ class Tokenizer:
         if not os.path.isfile(file):  # False for a name that no file can have, too
             if str(path) == "gpt2":
                 return cls.from_tiktoken("gpt2")
-            raise ValueError(f"no tokenizer at {path}; give gpt2, a tokenizer.json, or the OUT of python bpe/train.py")
+            where = path or "an empty name"
+            raise ValueError(f"no tokenizer at {where}; give gpt2, a tokenizer.json, or the OUT of python bpe/train.py")
         try:
             parts, theirs = formats.read_json(Path(file))
             tok = cls(*parts)
