@@ -43,8 +43,8 @@ def find_shards(data: str, split: str) -> list[Path]:
     if found := named[split]:
         return found
     if glob.glob(data):
-        what = f"--data {data} holds no *_{split}_*.npy, .bin or .ds shard; to make shards of its .parquet, .jsonl or .txt"
-        raise UserError(f"{what}: python fineweb.py --source '{data}' --out_dir FOLDER")
+        make = f"to make shards of its .parquet, .jsonl or .txt: python fineweb.py --source '{data}' --out_dir FOLDER"
+        raise UserError(f"--data {data} holds no *_{split}_*.npy, .bin or .ds shard; {make}")
     remedy = "write shards with fineweb.py, or start with one that needs no other data: python train_gpt2.py tiny"
     if data == "fineweb10B":  # of the recipe `record`
         remedy = "to get it: hf download kjj0/fineweb10B-gpt2 --repo-type dataset --local-dir fineweb10B (20 GB)"

@@ -294,7 +294,8 @@ def find_model(model: str) -> str:
     # a typo in a path must not become a request to the hub, where anybody could own that name
     local = path.exists() or path.is_absolute() or model.count("/") > 1 or model.startswith((".", "out/"))
     if local or not re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", model):
-        raise UserError(f"{model or 'an empty name'} is not a directory; give a checkpoint, a run directory, or a hub id such as gpt2")
+        what = f"{model or 'an empty name'} is not a directory"
+        raise UserError(f"{what}; give a checkpoint, a run directory, or a hub id such as gpt2")
     return model
 
 
