@@ -106,9 +106,9 @@ SPEEDRUN = {
     "momentum 0.9": Idea(UNDO, {}, groups, dict(of="muon", momentum=0.9)),
     "rows normalized": Idea("MuonEq-R: slowrun, nanochat", {}, row_norms),
 }
-for rate in (1e-3, 2e-3, 3e-3, 5e-3):  # speedrun needs 40% of the tokens, or less, if the best of these is a harm
-    rates = dict(max_lr=rate, min_lr=rate / 10)
-    SPEEDRUN[f"AdamW at {rate:g}, 2.5 times the tokens"] = Idea("tuned", rates, recipe="gpt2", tokens=2.5)
+for rate in ("1e-3", "2e-3", "3e-3", "5e-3"):  # speedrun needs 40% of the tokens, or less, if the best of these is a harm
+    rates = dict(max_lr=float(rate), min_lr=float(rate) / 10)
+    SPEEDRUN[f"AdamW at {rate}, 2.5 times the tokens"] = Idea("tuned", rates, recipe="gpt2", tokens=2.5)
 TINY = {
     **{f"weight decay {decay}": Idea(LORE, dict(weight_decay=decay)) for decay in (0.3, 0.8, 1.2, 1.6)},
     "dropout 0.1": Idea(LORE, dict(dropout=0.1)),
