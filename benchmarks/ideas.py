@@ -106,7 +106,7 @@ SPEEDRUN = {
     "momentum 0.9": Idea(UNDO, {}, groups, dict(of="muon", momentum=0.9)),
     "rows normalized": Idea("MuonEq-R: slowrun, nanochat", {}, row_norms),
 }
-for rate in ("1e-3", "2e-3", "3e-3", "5e-3"):  # speedrun needs 40% of the tokens, or less, if the best of these is a harm
+for rate in ("1e-3", "2e-3", "3e-3", "5e-3"):  # if the best of these is a harm, speedrun needs at most 40%
     rates = dict(max_lr=float(rate), min_lr=float(rate) / 10)
     SPEEDRUN[f"AdamW at {rate}, 2.5 times the tokens"] = Idea("tuned", rates, recipe="gpt2", tokens=2.5)
 TINY = {
