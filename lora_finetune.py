@@ -3,7 +3,7 @@
     python lora_finetune.py --base gpt2 --lora_dim 8            # adapters of rank 8, on Alpaca
     python lora_finetune.py --base out/tiny --data rows.json    # a checkpoint of ours, another file of rows
     python lora_finetune.py --base gpt2 --lora_dim 0            # all weights, for comparison
-    python lora_finetune.py --base gpt2 --adapter out/lora/adapter --merge out/merged   # one plain model of both
+    python lora_finetune.py --base gpt2 --adapter out/lora/adapter --merge out/merged   # both merged into one model
 
 A row is a conversation, and the loss counts its answers:
 
@@ -45,67 +45,67 @@ from run.log import import_tracker
 from run.runtime import Runtime, prefetch, ranks_of_environment
 from run.trials import checkpoint_activations, choose_attention, find_micro_batch_size
 
-# How many padded tokens cost as much as one more micro-batch, which reads all weights again (what counts on a CPU)
-# and launches all kernels again (what counts on a GPU).
+# One more micro-batch costs as much as this many tokens of padding: it reads all weights again (which dominates on a
+# CPU) and launches all kernels again (which dominates on a GPU).
 MICRO_BATCH_COST = {"cpu": 64, "cuda": 4096}
 
 
 @dataclass(frozen=True)
 class Config:
-    # where things are
-    base: str = "gpt2"  # what to finetune: checkpoint directory, run directory or hub id
-    data: str = "tatsu-lab/alpaca"  # a hub dataset, or .json or .jsonl: instruction, input, output, or messages
-    out_dir: str = ""  # where the run is written; out/lora when empty
-    resume: bool = False  # continue from the newest intact checkpoint of out_dir, or start if there is none
-    overwrite: bool = False  # rename the run in out_dir, or the directory of --merge, to the next free DIR.1
-    adapter: str = ""  # adapter to start from, ours or peft's; it decides rank, alpha, scaling and targets
-    merge: str = ""  # write base and adapter as one plain model here: after training, or at once with --adapter
+    # input and output
+    base: str = "gpt2"  # model to finetune: checkpoint directory, run directory or hub id
+    data: str = "tatsu-lab/alpaca"  # hub dataset, .json or .jsonl; rows have instruction, input, output, or messages
+    out_dir: str = ""  # run directory; out/lora if empty
+    resume: bool = False  # continue from the newest intact checkpoint in out_dir; start from step 0 if there is none
+    overwrite: bool = False  # rename an existing out_dir or --merge directory to DIR.1, or the next free number
+    adapter: str = ""  # adapter to start from, ours or peft's; it sets rank, alpha, scaling and targets
+    merge: str = ""  # directory for base and adapter merged into a plain model; with --adapter, merge without training
     # adapter
-    lora_dim: Count = 8  # rank r of the bypasses; 0 trains all weights instead
-    lora_alpha: NonNegative = 0.0  # the bypass is scaled by alpha / r; 0 for 2 r
-    lora_dropout: Probability = 0.0  # on the input of the bypasses
-    targets: tuple[str, ...] = TARGETS  # projections that get a bypass
+    lora_dim: Count = 8  # rank r of the adapter; 0 trains all weights instead
+    lora_alpha: NonNegative = 0.0  # scale the adapter's output by alpha / r; 0 for alpha = 2 r
+    lora_dropout: Probability = 0.0  # on the adapter's input
+    targets: tuple[str, ...] = TARGETS  # projections of each block to adapt
     rslora: bool = False  # scale by alpha / sqrt(r) (Kalajdzievski 2023)
     # data
-    sequence_length: Count = 0  # longest example in tokens; 0 for the base's context
-    val_rows: Count = 1000  # rows to hold out for validation, chosen by the seed; at most a tenth of all
+    sequence_length: Count = 0  # tokens of an example, at most; longer rows become windows; 0 for the base's context
+    val_rows: Count = 1000  # rows to hold out for validation, chosen by the seed; at most a tenth of the data
     # batch and schedule
-    batch_size: Positive = 32  # examples per optimizer step, over all ranks and micro-steps
+    batch_size: Positive = 32  # examples per optimizer step, summed over ranks and micro-batches
     micro_batch_size: Count = 0  # full-length examples per forward pass; 0 finds the largest that fits
     epochs: NonNegative = 3.0  # passes over the training rows
-    max_steps: Count = 0  # optimizer steps; 0 for as many as the epochs need
-    warmup_steps: Count = 0  # linear warmup; 0 for 3% of the steps
+    max_steps: Count = 0  # optimizer steps; 0 for as many as --epochs takes
+    warmup_steps: Count = 0  # steps of linear warmup; 0 for 3% of all steps
     max_lr: NonNegative = 0.0  # peak learning rate; 0 for 1e-3 with LoRA, 1e-4 for all weights
-    min_lr: NonNegative = 0.0  # where the schedule ends
+    min_lr: NonNegative = 0.0  # learning rate at the last step
     lr_schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: warmup, stable, linear decay
-    decay_fraction: Annotated[float, Range(1e-6, 1)] = 0.5  # of the steps after warmup, over which wsd decays
+    decay_fraction: Annotated[float, Range(1e-6, 1)] = 0.5  # wsd decays over this fraction of the steps after warmup
     # optimizer
-    weight_decay: NonNegative = 0.01  # AdamW, on tensors of two dimensions
-    beta1: Probability = 0.9  # AdamW
-    beta2: Probability = 0.999  # AdamW
-    eps: NonNegative = 1e-8  # AdamW
-    grad_clip: NonNegative = 1.0  # largest gradient norm; 0 for no clipping
-    max_bad_steps: Positive = 20  # stop after this many steps in a row without a finite gradient
-    spike_threshold: NonNegative = 2.0  # roll back when the loss exceeds its running median by this much; 0 for never
-    dropout: Probability = 0.0  # of the base, on embeddings, attention and residual branches
+    weight_decay: NonNegative = 0.01  # AdamW: on matrices and embeddings, not on biases and LayerNorm gains
+    beta1: Probability = 0.9  # AdamW: decay rate of the mean of gradients
+    beta2: Probability = 0.999  # AdamW: decay rate of the mean of squared gradients
+    eps: NonNegative = 1e-8  # AdamW: added to the denominator
+    grad_clip: NonNegative = 1.0  # clip the norm of the gradient to this; 0 for no clipping
+    max_bad_steps: Positive = 20  # stop after this many steps in a row with a loss or gradient that is not finite
+    spike_threshold: NonNegative = 2.0  # roll back if the loss stays this far above its running median; 0 for never
+    dropout: Probability = 0.0  # of the base: on embeddings, attention and residual branches
     seed: Seed = 1337  # of the adapter, the split, the data order and the samples
-    # along the way, in steps; 0 is never
-    eval_interval: int = -1  # validation loss; -1 for ten times in all
-    sample_interval: Count = 0  # an answer to sample_prompt
-    sample_prompt: str = "Give three tips for a good meal."  # what is asked
-    sample_tokens: Count = 128  # the longest answer
-    checkpoint_interval: Count = 500  # a checkpoint; there is one at the last step, too
+    # evaluation and checkpoints; intervals are in steps, 0 for never
+    eval_interval: int = -1  # compute the validation loss; -1 for ten times in the run
+    sample_interval: Count = 0  # generate an answer to sample_prompt
+    sample_prompt: str = "Give three tips for a good meal."  # the question that samples answer
+    sample_tokens: Count = 128  # tokens of that answer, at most
+    checkpoint_interval: Count = 500  # write a checkpoint, also after the last step
     keep_checkpoints: Count = 2  # keep this many of the newest, plus the one with the lowest validation loss; 0 for all
     # machine
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: cuda, else mps, else cpu
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of matrix products; trained weights stay fp32
-    compile: Literal["auto", "on", "off"] = "off"  # torch.compile, with dynamic shapes: examples differ in length
-    activation_checkpointing: bool = False  # recompute activations: saves memory, takes a third more time
-    threads: Count = 0  # of a CPU; 0 for the fastest number, which is tried at the start
-    report_to: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # besides log.jsonl
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of matrix products; trained weights are fp32
+    compile: Literal["auto", "on", "off"] = "off"  # use torch.compile, with dynamic shapes; auto: on CUDA only
+    activation_checkpointing: bool = False  # recompute activations: less memory, a third more time
+    threads: Count = 0  # CPU threads; 0 tries several numbers for a second and takes the fastest
+    report_to: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # tracker to report to, besides log.jsonl
 
 
-# what --resume does not change: the model and the order of the data depend on these (docs/lora.md has all constants)
+# --resume refuses to change these: the model or the data order depends on them (docs/lora.md lists all constants)
 FIXED = ("adapter", "lora_dim", "lora_alpha", "targets", "rslora", "sequence_length", "val_rows", "batch_size", "seed")
 
 
@@ -120,12 +120,12 @@ def main() -> None:
 
 
 def finetune(written: Config) -> None:
-    """A whole run, from the constants as a person wrote them."""
-    import_tracker(written.report_to)  # now, as a rank that ends later keeps the others waiting
+    """Train with the constants that a person wrote, from start to end."""
+    import_tracker(written.report_to)  # fail now: a rank that fails later would keep the others waiting
     rt = Runtime.setup(written.device, written.dtype, written.compile, threads=written.threads)
     directory = RunDirectory(written, rt, FIXED)
     data = open_data(written, load_shape(written.base), rt)
-    # from here on no constant changes, except for a micro-batch that has to be tried
+    # from here on the constants are fixed, except for a micro_batch_size that has to be found by trial
     config = settle(written, directory.checkpoint, data, rt)
     base = load_model(config.base, config.dropout, choose_attention("auto", rt, config.sequence_length))
     identity = dict(base=lora.weights_sha256(base), tokenizer=data.tokenizer.fingerprint, data=data.sha256)
@@ -185,21 +185,21 @@ def train(config: Config, run: Run, model: GPT, forward: Loss, optimizer: Optimi
                 optimizer.scale(micro_loss).backward()  # adds to the gradients of the earlier micro-batches
                 loss += micro_loss.detach()
 
-            # a number that is not finite, on any rank, changes no weight on any rank
+            # a non-finite loss or gradient on any rank skips the step on every rank
             grad_norm = optimizer.clip_grad_norm(config.grad_clip)
             loss, grad_norm = rt.mean(torch.stack([loss, grad_norm]))
             optimizer.step(finite=(loss + grad_norm).isfinite())
             run.log_step(loss, grad_norm, lr, n_targets)
             # └────────────────────────────────────────────────────────────────────────────────────────────┘
 
-            if run.due(config.checkpoint_interval):  # first: it is on the disk before an evaluation can fail
+            if run.due(config.checkpoint_interval):  # first, so that it is on the disk before an evaluation can fail
                 run.catch_up()
                 run.save()
             evaluate_if_due(config, run, model, forward, data)
 
 
 def evaluate_if_due(config: Config, run: Run, model: GPT, forward: Loss, data: "Data") -> None:
-    """What is due at this step, unless the log has it already."""
+    """The evaluations of this step that the log does not have yet."""
     rt = run.rt
     of_base = run.step == 0 and config.eval_interval > 0
     if data.val and (of_base or run.due(config.eval_interval, "val")):
@@ -220,7 +220,7 @@ class Data(NamedTuple):
     tokenizer: Tokenizer
     train: list[Example]
     val: list[Example]
-    sequence_length: int  # of the longest example that is possible
+    sequence_length: int  # tokens of an example, at most
     sha256: str  # of the rows
     token_bytes: torch.Tensor  # (vocabulary,) bytes of text of each id
 
@@ -232,7 +232,7 @@ def open_data(config: Config, shape: GPTConfig, rt: Runtime) -> Data:
     if T > shape.n_positions:
         has = f"{config.base} has a context of {shape.n_positions} tokens, less than --sequence_length {T}"
         raise UserError(f"{has}; give {shape.n_positions} or less")
-    if rt.world_size > 1:  # the other ranks then find a dataset of the hub in the cache
+    if rt.world_size > 1:  # so that the other ranks find a hub dataset in the cache
         rt.on_main(lambda: len(load_rows(config.data)))
     rows = load_rows(config.data)
     parts = split_rows(rows, config.val_rows, config.seed)
@@ -272,7 +272,7 @@ def validation_inputs(config: Config, data: Data, rt: Runtime) -> Iterator[tuple
 def refuse_bad_constants(config: Config) -> None:
     """Raises UserError for constants that contradict each other, before anything is touched."""
     if config.batch_size < (ranks := ranks_of_environment()[1]):
-        raise UserError(f"--batch_size {config.batch_size} is less than one example for each of {ranks} ranks")
+        raise UserError(f"--batch_size {config.batch_size} is less than one example a rank; give {ranks} or more")
     if not config.lora_dim and (config.adapter or config.merge):
         raise UserError("--lora_dim 0 trains all weights and no adapter; leave out --adapter and --merge")
     if config.max_lr and config.min_lr > config.max_lr:
@@ -286,7 +286,7 @@ def refuse_bad_constants(config: Config) -> None:
 
 
 def settle(written: Config, checkpoint: Path | None, data: Data, rt: Runtime) -> Config:
-    """Turn the constants that a person wrote into those that run: what follows from base, adapter and rows."""
+    """Turn the constants that a person wrote into those of the run, which also follow from base, adapter and rows."""
     if checkpoint and not (checkpoint / "adapter_config.json").exists():
         adapter = dict(lora_dim=0)
     elif source := checkpoint or written.adapter:
@@ -298,7 +298,7 @@ def settle(written: Config, checkpoint: Path | None, data: Data, rt: Runtime) ->
     return replace(
         written,
         **adapter,
-        base=rt.on_main(lambda: find_model(written.base)),  # of a run its newest checkpoint, once for all ranks
+        base=rt.on_main(lambda: find_model(written.base)),  # the newest checkpoint of a run, found once for all ranks
         sequence_length=data.sequence_length,
         max_steps=max_steps,
         warmup_steps=min(written.warmup_steps or math.ceil(0.03 * max_steps), max_steps),
@@ -323,9 +323,9 @@ def adapt(base: GPT, config: Config, checkpoint: Path | None) -> GPT:
 
 
 def facts_of_run(config: Config, base: GPT, data: Data) -> dict:
-    """What the first line of the log says about base and data, and FLOPs per answer token for MFU.
+    """What the log's first record says about base and data, and the FLOPs per answer token for MFU.
 
-    The latter are counted as in `GPT.estimate_flops`, except that blocks run on prompts, too, the head runs on answers
+    FLOPs are counted as in `GPT.estimate_flops`, except that blocks run on prompts as well, the head runs on answers
     only, and a frozen weight has no gradient (4 operations instead of 6).
     """
     c, per_weight = base.config, 4 if config.lora_dim else 6
@@ -391,7 +391,7 @@ def say_what_was_reached(config: Config, run: Run) -> None:
         print(f"\nthe run diverged: --max_lr {config.max_lr} is most likely too high, try a tenth")
         return
     result = f"{config.base} --adapter {run.out_dir / 'adapter'}" if config.lora_dim else run.out_dir
-    print(f"\nNow try:\n  python sample.py {result} --chat\n  {run.out_dir / 'learning_curve.png'}    # how it went")
+    print(f"\nNow try:\n  python sample.py {result} --chat\n  {run.out_dir / 'learning_curve.png'}    # the loss curve")
 
 
 if __name__ == "__main__":

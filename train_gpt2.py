@@ -5,10 +5,10 @@
     torchrun --standalone --nproc_per_node=8 train_gpt2.py   # the same run on 8 GPUs
     python train_gpt2.py gpt2-medium --micro_batch_size 16   # another recipe, another constant
     python train_gpt2.py --resume                            # continue from the newest intact checkpoint
-    python train_gpt2.py gpt2-xl --dry_run                   # what a run will do, and the memory it needs
+    python train_gpt2.py gpt2-xl --dry_run                   # print the plan and the memory it needs, then stop
 
 Writes OUT_DIR (out/RECIPE): config.json, log.jsonl, learning_curve.png, samples.txt, and checkpoints step_NNNNNN/ that
-transformers opens as they are. Where each decision is made: the model in model.py, the loss in learning/loss.py, the
+transformers opens as they are. Where to find each part: the model in model.py, the loss in learning/loss.py, the
 schedule and the optimizers in learning/optim.py, the order of the data in corpus/order.py, when to save in
 run/directory.py, what a checkpoint holds in run/checkpoint.py, device, precision and ranks in run/runtime.py.
 """
@@ -48,65 +48,65 @@ from run.trials import checkpoint_activations, choose_attention, find_micro_batc
 
 @dataclass(frozen=True)
 class Config:
-    # where things are
-    data: str = "edu_fineweb10B"  # directory of shards (see fineweb.py), or a .txt file
-    tokenizer: str = "gpt2"  # gpt2, a tokenizer.json, or train: a BPE of vocab_size tokens, trained on the .txt
-    out_dir: str = ""  # where the run is written; out/RECIPE when empty
-    resume: bool = False  # continue from the newest intact checkpoint of out_dir, or start if there is none
-    overwrite: bool = False  # rename the run that out_dir holds, and start again
-    dry_run: bool = False  # say what the run will do, and the memory, time and money that it needs, and stop
-    like: str = ""  # for --dry_run: a run whose log has the tokens/s of your machine
-    price: NonNegative = 0.0  # for --dry_run: dollars an hour of one device; 0 for unknown
-    init_from: str = ""  # checkpoint directory or hub id (gpt2) to start from instead of random weights
+    # input and output
+    data: str = "edu_fineweb10B"  # directory of token shards (fineweb.py writes them), or a .txt file
+    tokenizer: str = "gpt2"  # gpt2, a tokenizer.json, or train: learn a BPE of vocab_size tokens from the .txt
+    out_dir: str = ""  # run directory; out/RECIPE if empty
+    resume: bool = False  # continue from the newest intact checkpoint in out_dir; start from step 0 if there is none
+    overwrite: bool = False  # rename the run in out_dir to OUT_DIR.1, or the next free number, and start a new one
+    dry_run: bool = False  # print what the run will do and the memory, time and money it needs, then stop
+    like: str = ""  # with --dry_run: a run directory; estimate the time from its measured tokens/s
+    price: NonNegative = 0.0  # with --dry_run: dollars per hour of one device; 0 leaves out the cost
+    init_from: str = ""  # checkpoint directory or hub id (such as gpt2) to start from, instead of random weights
     # model
-    n_layer: Positive = 12  # blocks
+    n_layer: Positive = 12  # transformer blocks
     n_head: Positive = 12  # attention heads per block
-    n_embd: Positive = 768  # channels
-    sequence_length: Positive = 1024  # tokens of context
-    vocab_size: Positive = 50304  # 50257, padded to a multiple of 128 for the tensor cores
-    dropout: Probability = 0.0  # 0 for one epoch of pretraining; 0.1 and more when data is scarce
-    attention: Literal["auto", "flash", "naive"] = "auto"  # scaled_dot_product_attention, or the formula spelled out
+    n_embd: Positive = 768  # channels of the residual stream
+    sequence_length: Positive = 1024  # context length in tokens
+    vocab_size: Positive = 50304  # the tokenizer's 50257 tokens, padded to a multiple of 128 for the tensor cores
+    dropout: Probability = 0.0  # 0 for a single epoch of pretraining; 0.1 or more when data is scarce
+    attention: Literal["auto", "flash", "naive"] = "auto"  # flash: fused kernel; naive: plain formula; auto: the faster
     # batch and schedule
-    total_batch_size: Positive = 524_288  # tokens per optimizer step, over all ranks and micro-batches
-    micro_batch_size: Count = 0  # sequences per forward pass and rank; 0 finds the largest that fits
-    max_steps: Positive = 19_073  # optimizer steps: one epoch of 10B tokens
-    target_loss: NonNegative = 0.0  # stop at the first validation loss at or below this; 0 for never
-    warmup_steps: Count = 715  # steps of linear warmup: 375M tokens, as GPT-3; 0 for none
-    max_lr: Annotated[float, Range(1e-9, 1e9)] = 6e-4  # peak learning rate
-    min_lr: NonNegative = 6e-5  # where the schedule ends
+    total_batch_size: Positive = 524_288  # tokens per optimizer step, summed over ranks and micro-batches
+    micro_batch_size: Count = 0  # sequences per forward pass on each rank; 0 finds the largest that fits
+    max_steps: Positive = 19_073  # optimizer steps; 19,073 steps of 524,288 tokens are one epoch of 10B
+    target_loss: NonNegative = 0.0  # stop at the first validation loss at or below this; 0 to train all steps
+    warmup_steps: Count = 715  # steps of linear warmup; 715 are 375M tokens, as for GPT-3; 0 for none
+    max_lr: Annotated[float, Range(1e-9, 1e9)] = 6e-4  # peak learning rate; with Muon, of what AdamW updates
+    min_lr: NonNegative = 6e-5  # learning rate at the last step
     lr_schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: warmup, stable, linear decay
-    decay_fraction: Annotated[float, Range(1e-6, 1)] = 0.5  # of the steps after warmup, over which wsd decays
+    decay_fraction: Annotated[float, Range(1e-6, 1)] = 0.5  # wsd decays over this fraction of the steps after warmup
     # optimizer
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for the blocks' matrices, AdamW for the rest
-    muon_lr: NonNegative = 0.02  # peak learning rate of Muon's matrices
-    weight_decay: NonNegative = 0.1  # on tensors of two or more dimensions
-    beta1: Probability = 0.9  # AdamW
-    beta2: Probability = 0.95  # AdamW
-    eps: Annotated[float, Range(1e-30, 1)] = 1e-8  # AdamW
-    grad_clip: NonNegative = 1.0  # largest gradient norm; 0 for no clipping
-    max_bad_steps: Positive = 20  # stop after this many steps in a row without a finite gradient
+    muon_lr: NonNegative = 0.02  # peak learning rate of Muon
+    weight_decay: NonNegative = 0.1  # on matrices and embeddings, not on biases and LayerNorm gains
+    beta1: Probability = 0.9  # AdamW: decay rate of the mean of gradients
+    beta2: Probability = 0.95  # AdamW: decay rate of the mean of squared gradients
+    eps: Annotated[float, Range(1e-30, 1)] = 1e-8  # AdamW: added to the denominator
+    grad_clip: NonNegative = 1.0  # clip the norm of the gradient to this; 0 for no clipping
+    max_bad_steps: Positive = 20  # stop after this many steps in a row with a loss or gradient that is not finite
     spike_threshold: NonNegative = 1.0  # roll back if the loss stays this far above its running median; 0 for never
     seed: Seed = 1337  # of weights, data order, dropout and samples
     shuffle: bool = True  # permute the windows of every epoch; --no_shuffle reads them in file order
-    # along the way; an interval is in steps, and 0 is never
-    eval_interval: Count = 250  # validation loss
-    eval_steps: Count = 20  # batches of validation, of total_batch_size tokens each; 0 for the whole split
-    hellaswag_interval: Count = 1000  # HellaSwag accuracy
-    hellaswag_data: str = ""  # a local copy of its validation split; downloaded once when empty
-    sample_interval: Count = 1000  # a sample of text; the first rank writes it, and the others wait
-    sample_prompt: str = "Hello, I'm a language model,"  # what it starts with; empty for the start of a document
-    sample_tokens: Count = 128  # its length in tokens
-    checkpoint_interval: Count = 1000  # a checkpoint, at the last step too
+    # evaluation and checkpoints; intervals are in steps, 0 for never
+    eval_interval: Count = 250  # compute the validation loss
+    eval_steps: Count = 20  # validation batches, of total_batch_size tokens each; 0 for the whole split
+    hellaswag_interval: Count = 1000  # compute the HellaSwag accuracy
+    hellaswag_data: str = ""  # local .jsonl with the validation split of HellaSwag; downloaded once if empty
+    sample_interval: Count = 1000  # generate a sample of text on the first rank, while the others wait
+    sample_prompt: str = "Hello, I'm a language model,"  # the sample's prompt; empty for the start of a document
+    sample_tokens: Count = 128  # tokens of the sample, at most
+    checkpoint_interval: Count = 1000  # write a checkpoint, also after the last step
     keep_checkpoints: Count = 3  # keep this many of the newest, plus the one with the lowest validation loss; 0 for all
     # machine
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: cuda, else mps, else cpu
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of matrix products; weights stay fp32
-    fp8: bool = False  # multiply by the output projection in 8 bits while training: Hopper, Ada and newer GPUs
-    compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: on a GPU
-    shard: Literal["none", "optimizer", "full"] = "none"  # what ranks divide: see run/sharding.py
-    activation_checkpointing: bool = False  # recompute activations: saves memory, takes a third more time
-    threads: Count = 0  # of a CPU; 0 for the fastest number, which is tried at the start
-    report_to: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # besides log.jsonl
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of matrix products; weights stay in fp32
+    fp8: bool = False  # compute the output projection in FP8 while training; needs an Ada, Hopper or newer GPU
+    compile: Literal["auto", "on", "off"] = "auto"  # use torch.compile; auto: on CUDA only
+    shard: Literal["none", "optimizer", "full"] = "none"  # what to shard across ranks; see run/sharding.py
+    activation_checkpointing: bool = False  # recompute activations: less memory, a third more time
+    threads: Count = 0  # CPU threads; 0 tries several numbers for a second and takes the fastest
+    report_to: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # tracker to report to, besides log.jsonl
 
 
 RECIPES = {
@@ -115,10 +115,10 @@ RECIPES = {
     "gpt2-large": Config(n_layer=36, n_head=20, n_embd=1280, max_lr=2.5e-4, min_lr=2.5e-5),
     "gpt2-xl": Config(n_layer=48, n_head=25, n_embd=1600, max_lr=2e-4, min_lr=2e-5, total_batch_size=1_048_576,
                       max_steps=9_536, warmup_steps=358),
-    # GPT-2 unchanged, on half the tokens: Muon on hidden matrices, and a schedule that decays for half the steps;
-    # `bench.py lab` undoes each of these choices (at 124M it is untested)
+    # the same GPT-2 on half the tokens, with Muon for hidden matrices and a decay over half the steps;
+    # `bench.py lab` ablates each of these choices (not yet tested at 124M)
     "speedrun": Config(optimizer="muon", lr_schedule="wsd", max_steps=9_537, warmup_steps=256, max_lr=3e-3, min_lr=0.0),
-    # chosen by measurement for one to five minutes on 2 CPU cores
+    # tuned by measurement for one to five minutes on 2 CPU cores
     "tiny": Config(
         data="input.txt", tokenizer="train", vocab_size=2048, n_layer=4, n_head=2, n_embd=128, sequence_length=128,
         total_batch_size=2048, max_steps=1200, warmup_steps=20, max_lr=3e-3, min_lr=0.0, weight_decay=0.15,
@@ -130,15 +130,15 @@ RECIPES = {
 # docs/record.md: speedrun on the shards and the 10,485,760 tokens of validation that others publish their losses on
 RECIPES["record"] = replace(RECIPES["speedrun"], data="fineweb10B", target_loss=3.28, hellaswag_interval=0)
 
-# a resume refuses to change these: the model, the order of the data or the optimizer depend on them (docs/resume.md)
+# --resume refuses to change these: the model, the data order or the optimizer depends on them (docs/resume.md)
 FIXED = ("n_layer", "n_head", "n_embd", "sequence_length", "vocab_size", "total_batch_size", "optimizer", "seed",
          "shuffle")  # fmt: skip
-SIZES = ("n_layer", "n_head", "n_embd", "vocab_size")  # which --init_from and --resume take from the checkpoint
+SIZES = ("n_layer", "n_head", "n_embd", "vocab_size")  # --init_from and --resume take these from the checkpoint
 
 
 def main() -> None:
     recipe, written = read_command_line(sys.argv[1:])
-    import_tracker(written.report_to)  # now, as a rank that ends later keeps the others waiting
+    import_tracker(written.report_to)  # fail now: a rank that fails later would keep the others waiting
     rt = Runtime.setup(written.device, written.dtype, written.compile, written.shard, written.threads)
     directory = None if written.dry_run else RunDirectory(written, rt, FIXED)
     checkpoint = directory.checkpoint if directory else None
@@ -154,11 +154,11 @@ def main() -> None:
     if not config.micro_batch_size:
         rows, T = config.total_batch_size // config.sequence_length // rt.world_size, config.sequence_length
         config = replace(config, micro_batch_size=find_micro_batch_size(forward, rows, (T, config.vocab_size), rt))
-    if rt.mesh:  # FSDP instead, compiled in parts; a trial needs the undivided model
+    if rt.mesh:  # FSDP instead, compiled in parts; only now, as the trial needs the unsharded model
         model.summed_loss = rt.compiled(model.summed_loss)
         shard(forward, model.transformer.h, rt)
     optimizer = make_optimizer(model, config, rt)
-    files = ModelFiles(model, data.tokenizer, rt.is_main, compare=config.max_steps >= 100)  # a short try skips that
+    files = ModelFiles(model, data.tokenizer, rt.is_main, compare=config.max_steps >= 100)  # not in a quick test
     identity = dict(tokenizer=data.tokenizer.fingerprint, data=data.train.stream.digest())
     run = Run(directory, config, files, optimizer, identity, facts_of_run(config, model, data))
     say_what_is_read(config, data, rt)
@@ -174,7 +174,7 @@ def train(config: Config, run: Run, model: GPT, forward: Loss, optimizer: Optimi
     rt = run.rt
     n_tokens = torch.full((), config.total_batch_size, device=rt.device)
     n_windows = config.total_batch_size // config.sequence_length
-    # without end, as after a spike a run reads more steps than it takes
+    # endless, because after a loss spike a run reads more batches than it takes steps
     windows = training_batches(data.train, n_windows, run.data_step, sys.maxsize, config.micro_batch_size)
     with run, closing(prefetch(windows, rt.device)) as batches:
         evaluate_if_due(config, run, model, forward, data)  # evaluations that an interruption skipped
@@ -202,7 +202,7 @@ def train(config: Config, run: Run, model: GPT, forward: Loss, optimizer: Optimi
             # └────────────────────────────────────────────────────────────────────────────────────────────┘
 
             if run.due(config.checkpoint_interval):  # first, so that it is on the disk before an evaluation can fail
-                run.catch_up()  # waits for the figures of all steps and for the checkpoint before
+                run.catch_up()  # wait for the figures of all steps and for the previous checkpoint
                 run.save()
             evaluate_if_due(config, run, model, forward, data)
 
@@ -245,7 +245,7 @@ def open_data(config: Config, shape: GPTConfig, rt: Runtime) -> Data:
     shards = Path(config.data)
     if config.data.endswith(".txt"):
         cache = Path(config.out_dir).parent / "cache"
-        # one rank makes them, which may take long; the others wait for its lock, as an exchange has a time limit
+        # one rank makes them, which may take long; the others wait for its file lock, as a collective would time out
         shards = prepare_text(config.data, config.tokenizer, config.vocab_size, cache)
     train_paths, val_paths = find_shards(str(shards), "train"), find_shards(str(shards), "val")
     tokenizer = data_tokenizer(shards, config.tokenizer)
@@ -276,7 +276,7 @@ def validation_inputs(config: Config, data: Data, rt: Runtime) -> Iterator[tuple
 
 
 def read_command_line(argv: list[str]) -> tuple[str, Config]:
-    """The recipe, by its name in the first word, with the constants that the other words change."""
+    """The recipe that the first word names, with the constants that the other words change."""
     recipe, args = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else ("gpt2", argv)
     if recipe not in RECIPES:
         raise UserError(f"{recipe} is not a recipe; they are {', '.join(RECIPES)}")
@@ -286,10 +286,10 @@ def read_command_line(argv: list[str]) -> tuple[str, Config]:
 
 
 def settle(written: Config, recipe: str, checkpoint: Path | None, rt: Runtime) -> tuple[Config, GPTConfig]:
-    """The constants that run, from those that a person wrote, and the model that they describe.
+    """Settle the constants that a person wrote; returns those of the run, and the shape of its model.
 
-    To resume or start from a checkpoint takes over its sizes. Only a micro_batch_size of 0 stays open: finding one
-    needs the model. Raises UserError.
+    A run that resumes or starts from a checkpoint takes its sizes. Only a micro_batch_size of 0 stays open, because
+    finding one needs the model. Raises UserError.
     """
     source, sizes = str(checkpoint or written.init_from), {name: getattr(written, name) for name in SIZES}
     n_positions = written.sequence_length
@@ -298,7 +298,7 @@ def settle(written: Config, recipe: str, checkpoint: Path | None, rt: Runtime) -
         n_positions, sizes = base.n_positions, {name: getattr(base, name) for name in SIZES}
         if written.sequence_length > n_positions:
             raise UserError(f"{source} has a context of {n_positions} tokens; --sequence_length must not exceed it")
-        for name, size in sizes.items():  # a size that was given, and not by the recipe, has to be the checkpoint's
+        for name, size in sizes.items():  # a size that is not the recipe's was given, and must match
             if getattr(written, name) not in (size, getattr(RECIPES[recipe], name)):
                 raise UserError(f"{source} has {name} {size}, not {getattr(written, name)}; leave it out")
     warmup = min(written.warmup_steps, written.max_steps)
@@ -310,7 +310,7 @@ def settle(written: Config, recipe: str, checkpoint: Path | None, rt: Runtime) -
 
 
 def refuse_bad_constants(config: Config, rt: Runtime) -> None:
-    """Raise UserError for settled constants that do not go together."""
+    """Raise UserError for settled constants that contradict each other."""
     if config.n_embd % config.n_head:
         what = f"--n_embd {config.n_embd} is not divisible by --n_head {config.n_head}"
         raise UserError(f"{what}; every head gets n_embd / n_head channels")
@@ -326,7 +326,7 @@ def refuse_bad_constants(config: Config, rt: Runtime) -> None:
             sizes = "a --n_embd, --sequence_length and --vocab_size that are multiples of 16"
             raise UserError(f"--fp8 needs {needs}, and {sizes}; this is {rt.why}")
     if rt.shard == "full" and rt.device.type == "cuda" and not config.micro_batch_size:
-        raise UserError("--shard full needs a --micro_batch_size, as a trial would need the memory of the whole model")
+        raise UserError("--shard full needs a --micro_batch_size: a trial would take the memory of the whole model")
     unit = config.sequence_length * max(config.micro_batch_size, 1) * rt.world_size
     if config.total_batch_size % unit:
         nearest = max(config.total_batch_size // unit, 1) * unit
@@ -336,10 +336,10 @@ def refuse_bad_constants(config: Config, rt: Runtime) -> None:
 
 
 def plan(config: Config, shape: GPTConfig, rt: Runtime) -> str:
-    """What a run will do and what it needs; nothing is written. The plan is for GPUs, unless --device is cpu."""
+    """Describe what a run will do and need, and write nothing. Plans for GPUs unless --device is cpu."""
     on_cpu, T, tokens = config.device == "cpu", config.sequence_length, config.max_steps * config.total_batch_size
     itemsize = rt.dtype.itemsize if on_cpu else 4 if config.dtype == "float32" else 2
-    shape = replace(shape, attention=config.attention if on_cpu else "flash")  # not what suits the machine at hand
+    shape = replace(shape, attention=config.attention if on_cpu else "flash")  # not this machine's choice
     layout = Layout(
         T, shard=config.shard, optimizer=config.optimizer, itemsize=itemsize, device="cpu" if on_cpu else "cuda",
         checkpointing=config.activation_checkpointing,
@@ -351,7 +351,7 @@ def plan(config: Config, shape: GPTConfig, rt: Runtime) -> str:
         f"disk    {about_disk(config, checkpoint_bytes(shape, layout))}",
         f"memory  GB on each rank, {config.optimizer}, {8 * itemsize}-bit products, micro-batches of B sequences\n",
         *memory_table(shape, layout, config.total_batch_size // T, config.micro_batch_size),
-        "\ntime    an estimate from data sheets, no measurement; without the exchange of gradients between ranks\n",
+        "\ntime    estimated from data sheets, not measured; without the gradient exchange between ranks\n",
         *time_table(shape, T, tokens, CARDS, config.price),
     ]
     if config.like:
@@ -360,7 +360,7 @@ def plan(config: Config, shape: GPTConfig, rt: Runtime) -> str:
 
 
 def about_data(config: Config) -> str:
-    """What there is to read, and whether the tokenizer is there; of a text only its size, as tokens take a while."""
+    """The training data and its tokenizer, or why they are unusable; of a .txt only the size: tokenizing is slow."""
     shards = Path(config.data)
     try:
         if config.data.endswith(".txt"):
@@ -386,7 +386,7 @@ def build_model(config: Config, shape: GPTConfig, checkpoint: Path | None) -> GP
 
 
 def facts_of_run(config: Config, model: GPT, data: Data) -> dict:
-    """What the log's first record says beside the constants."""
+    """What the log's first record holds besides the constants."""
     return dict(
         parameters=model.num_params(),
         flops_per_token=model.estimate_flops(config.sequence_length),
@@ -425,8 +425,8 @@ def say_what_was_reached(config: Config, run: Run) -> None:
         print(
             "\nNow try:\n"
             f"  python sample.py {config.out_dir} --num_samples 3    # more text\n"
-            f"  {config.out_dir}/learning_curve.png    # how it went\n"
-            f"  python bpe/try_tokenizer.py --tokenizer {newest} --svg tokens.svg    # what it reads instead of letters"
+            f"  {config.out_dir}/learning_curve.png    # the loss curve\n"
+            f"  python bpe/try_tokenizer.py --tokenizer {newest} --svg tokens.svg    # the tokens that it reads"
         )
 
 
