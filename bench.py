@@ -1,12 +1,12 @@
-"""How fast it is: every figure of docs/benchmarks.md comes from a command here.
+"""Benchmarks: every figure in docs/benchmarks.md comes from one of these commands.
 
-    python bench.py --help                # the benchmarks, a line each
+    python bench.py --help                # the benchmarks, one per line
     python bench.py NAME --help           # what one of them compares, how fair that is, and its constants
     python bench.py NAME --json FILE      # prints a table, and keeps all figures with the machine's description
 
 Each benchmark is a file of benchmarks/ with a Config and a `run(config, rt)` that yields rows: a row is a dict with a
-`name`, and replaces the earlier row of that name. FILE is written after every row, so that whatever ends a benchmark
-leaves the rows that it has. This file knows nothing of what is measured.
+`name`, and replaces the earlier row of that name. FILE is written after every row, so an interrupted benchmark keeps
+the rows that it has. This file knows nothing of what is measured.
 """
 
 import importlib
@@ -19,7 +19,7 @@ from benchmarks.measure import machine, markdown_table
 from cli import UserError, parse_args, replace_file, script
 from run.runtime import Runtime
 
-# Not found by importing: some import packages that may not be installed.
+# Read, not imported: some benchmarks import packages that may not be installed.
 FILES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("benchmarks/*.py"))}
 NAMES = [name for name, content in FILES.items() if "\ndef run(config" in content]
 

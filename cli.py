@@ -22,27 +22,27 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-LOCK_SECONDS = 10  # how long to wait for a process that is just ending
+LOCK_SECONDS = 10  # how long to wait for a process that is about to exit
 
 
 class UserError(Exception):
-    """Something the user gave is wrong: `error: what, and what to do` on one line, and exit code 2."""
+    """A mistake in what the user gave: ends a script with one line, `error: what; what to do`, and exit code 2."""
 
 
 class Stopped(Exception):
-    """`Stopped(signum)`: a signal ended the run in good order. The exit code is 128 + signum: 130 for SIGINT."""
+    """`Stopped(signum)`: a signal ended the run cleanly. The exit code is 128 + signum, 130 for SIGINT."""
 
 
 def script(main: Callable[[], None]) -> None:
     """Run `main` and end the process: 0 done, 2 for bad usage or input, 128 + n after signal n."""
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by who started us: what is said goes nowhere
+        if getattr(sys, name) is None:  # the caller closed it: discard what we print
             setattr(sys, name, open(os.devnull, "w"))
         with contextlib.suppress(AttributeError, ValueError, OSError):  # a terminal without UTF-8 still shows the rest
             getattr(sys, name).reconfigure(errors="backslashreplace")
     try:
         main()
-        sys.stdout.flush()  # here, where an error is one line
+        sys.stdout.flush()  # now, while an error still becomes one line
         if (distributed := sys.modules.get("torch.distributed")) and distributed.is_initialized():
             distributed.barrier()  # Gloo still sends its last tensors
             distributed.destroy_process_group()
@@ -61,8 +61,8 @@ def script(main: Callable[[], None]) -> None:
 
 
 def leave() -> None:
-    """End a rank whose work is done. Threads of Gloo outlive its process group, and one that asks for Python's lock
-    while Python takes itself down aborts the process; so the system takes it down instead."""
+    """End a rank whose work is done, without shutting Python down: Gloo's threads outlive the process group, and one
+    that requests the GIL during shutdown aborts the process."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -70,7 +70,7 @@ def leave() -> None:
 
 
 def explain(e: BaseException) -> str | None:
-    """What to tell the user about an error; None for one that is ours, whose traceback should be seen."""
+    """The message for the user about an error; None for a bug of ours, which should show its traceback."""
     if isinstance(e, UserError):
         return str(e)
     if isinstance(e, OSError) and e.errno is not None:
@@ -88,7 +88,7 @@ def explain(e: BaseException) -> str | None:
 
 
 def fail(message: str) -> None:
-    """Print `error: message` on one line of stderr and exit with code 2. Each rank says its own error."""
+    """Print `error: message` on one line of stderr and exit with code 2. Each rank prints its own."""
     rank = os.environ.get("RANK", "0")
     who = "" if rank == "0" else f"rank {rank}: "
     print(f"error: {who}" + " ".join(message.split()), file=sys.stderr, flush=True)
@@ -105,7 +105,7 @@ def counted(n: int, noun: str) -> str:
 
 @dataclass(frozen=True)
 class Range:
-    """The values that a constant may have, `low` and `high` included; never nan."""
+    """The allowed values of a constant: from `low` to `high`, both included, never nan."""
 
     low: float
     high: float
@@ -122,14 +122,14 @@ Probability = Annotated[float, Range(0, 0.9999)]  # of dropout, or a beta: 1 wou
 def parse_args(config_type, args: list[str] | None = None, default=None, prog: str | None = None, description=None):
     """Fill the dataclass `config_type` from the command line; the comments after its fields are the help.
 
-    `default` is an instance whose values replace the dataclass's own. Raises UserError where tyro would print a box,
-    and for a constant of another type than its own or outside its range.
+    `default` is an instance whose values replace the dataclass's own. Raises UserError instead of printing tyro's box,
+    and for a constant of the wrong type or out of range.
     """
     import tyro
 
     args, prog = sys.argv[1:] if args is None else args, prog or os.path.basename(sys.argv[0])
     values = {field.name: getattr(default, field.name) if default else field.default for field in fields(config_type)}
-    check_constants(config_type, values)  # those that a person has edited
+    check_constants(config_type, values)  # a person may have edited them
     if {"-h", "--help"} & set(itertools.takewhile(lambda word: word != "--", args)):
         print(help_text(config_type, values, prog, description or ""))
         sys.exit(0)
@@ -146,7 +146,7 @@ def parse_args(config_type, args: list[str] | None = None, default=None, prog: s
 
 
 def check_constants(config_type, values: dict) -> None:
-    """Raises UserError for a value that has another type than the constant, or is outside its range."""
+    """Raises UserError for a value of the wrong type or out of range."""
     for name, hint in get_type_hints(config_type, include_extras=True).items():
         value, (kind, *limits) = values.get(name, MISSING), get_args(hint) if get_origin(hint) is Annotated else [hint]
         if value is MISSING:
@@ -235,7 +235,7 @@ def flush(path: Path) -> None:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Give an OSError of the block a name: one of a write, such as that of a full disk, comes without."""
+    """Add the path to an OSError raised in the block: a failed write, for example to a full disk, does not name it."""
     try:
         yield
     except OSError as e:
@@ -244,7 +244,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a file whole or not at all: under a name of this process first, flushed, then renamed over `path`."""
+    """Write a file atomically: to a temporary file of this process, flushed to the disk and renamed over `path`."""
     part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with naming(path):
@@ -257,9 +257,9 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 def write_atomically(path: Path, fill: Callable[[Path], None]) -> None:
-    """Make the directory `path` by filling a hidden one beside it, flushing it to the disk and renaming it.
+    """Make the directory `path` atomically: fill a hidden one next to it, flush it to the disk, and rename it.
 
-    An older one is set aside first: whatever interrupts this, it is whole, and `path` is never a part of either.
+    An older one is set aside first. Whatever interrupts this, the old one stays complete and `path` is never partial.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -282,7 +282,7 @@ def set_aside(path: Path) -> Path:
     """Rename a file or directory to PATH.1, or to the next number that is free, and return its new name.
 
     This is all that `--overwrite` does to old work: one rename, so that no interruption can lose a part of it, and
-    nothing is deleted. Raises UserError for the directory that we are in, since its files would move under our feet.
+    nothing is deleted. Raises UserError for a directory that holds the current one, which would move under our feet.
     """
     here = Path.cwd()
     if path.resolve() in (here, *here.parents):
@@ -292,7 +292,7 @@ def set_aside(path: Path) -> Path:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file. Raises OSError if it cannot be read, UserError for what is wrong in it."""
+    """The content of a JSON file. Raises OSError if it cannot be read, UserError if it is not JSON."""
     try:
         return json.loads(path.read_bytes().decode("utf-8-sig"))
     except (ValueError, RecursionError) as e:  # ValueError: not UTF-8, not JSON, or a number of 5,000 digits
@@ -303,16 +303,16 @@ def read_json(path: Path) -> Any:
 def only_one(lock: Path, what: str, seconds: float | None = None) -> Iterator[None]:
     """Hold a lock file while the block runs, so that two processes do not write to one place.
 
-    The lock of a process that was killed is free again; one that is just ending is waited for. Raises UserError when
-    another process keeps it: `what` names the place, for instance "run directory out/tiny".
+    A killed process frees its lock, and we wait for one that is about to exit. Raises UserError if another process
+    keeps it: `what` names the place, for instance "run directory out/tiny".
     """
     from filelock import FileLock, Timeout
 
     try:
         with naming(lock):
             held = FileLock(lock, timeout=LOCK_SECONDS if seconds is None else seconds).acquire()
-    except Timeout:  # FileLock takes "permission denied" by a file system without locks for one that is held
+    except Timeout:  # FileLock takes the "permission denied" of a file system without locks for a lock that is held
         who = f"another process is writing to the {what}, or its file system grants no locks"
-        raise UserError(f"{who}; wait until that process ends, or use another place") from None
+        raise UserError(f"{who}; wait until that process ends, or use another directory") from None
     with held:
         yield

@@ -7,16 +7,16 @@
     python fineweb.py --source corpus/*.jsonl.gz --tokenizer tokenizer.json --out_dir corpus_shards     # local files
 
 The idea is one line, ids = [eot, *encode(text)], for one document after the other, cut into shards of equal length
-(`tokenize`). All else makes it fast and safe to interrupt:
+(`tokenize`). Everything else makes it fast and safe to interrupt:
 
     source -> files -> units (row groups, or lines of a few MB) -> tokens, by workers -> shards, by one writer
 
 Writes OUT_DIR: NAME_val_000000.npy, NAME_train_000001.npy, ..., manifest.json and tokenizer.json. Documents keep the
 order of the source, whatever the number of workers. However a run ends, the same command resumes after the last
-complete shard, and the shards are the same to the byte.
+complete shard, and the shards come out byte for byte the same.
 
-One machine does all of it. For a corpus that outgrows one there is datatrove, whose files training reads as they are.
-This file knows nothing of models or training, nor of torch.
+All of it runs on one machine. For a corpus that needs more, use datatrove: training reads its files as they are.
+This file knows nothing of models, training or torch.
 """
 
 import multiprocessing
@@ -47,27 +47,27 @@ from corpus.shards import load_tokenizer, save_manifest, shard_dtype, summary, v
 from corpus.sources import Source, SourceFile, Unit, arriving, discard, documents_of, find_source, text_size, units_of
 from corpus.stream import open_shard, read_manifest
 
-UNITS_AHEAD = 3  # for each worker: one under way, others that wait for it or for their turn to be written
+UNITS_AHEAD = 3  # per worker: one that it tokenizes, the others queued or waiting for their turn to be written
 TOKENS_PER_BYTE = 0.23  # of English text; for the plan, the progress bar and the default size of shards
 COMPARED = 2**13  # characters of each unit whose ids are compared with those of our own encoder
-FORGET_AFTER = 256  # units, a GB at most: then a worker renews its encoder, as gigatoken keeps every word it has seen
+FORGET_AFTER = 256  # units, a GB at most: then a worker makes a new encoder, as gigatoken caches every word it has seen
 RESUME = "give the same command again to resume"
 
 
 @dataclass(frozen=True)
 class Config:
-    source: tuple[str, ...] = ("HuggingFaceFW/fineweb-edu/sample/10BT",)  # a dataset of the hub, or files or globs
-    revision: str = "main"  # of the hub's dataset: a branch, a tag or a commit
-    text_field: str = "text"  # the column, or the key, that holds a document; in a .txt two blank lines end one
+    source: tuple[str, ...] = ("HuggingFaceFW/fineweb-edu/sample/10BT",)  # a hub dataset, or files, folders, globs
+    revision: str = "main"  # branch, tag or commit of the hub dataset
+    text_field: str = "text"  # column or JSON key that holds the text; in a .txt, two blank lines end a document
     tokenizer: str = "gpt2"  # gpt2, or a tokenizer.json
-    out_dir: str = "edu_fineweb10B"  # where shards go
-    encoder: Literal["auto", "gigatoken", "tiktoken", "own"] = "auto"  # auto: the fastest that is here; same ids
-    shard_size: Count = 0  # tokens of a shard, the first being the validation split; 0 for 100M, or a tenth of less
+    out_dir: str = "edu_fineweb10B"  # directory for the shards
+    encoder: Literal["auto", "gigatoken", "tiktoken", "own"] = "auto"  # all give the same ids; auto: the fastest here
+    shard_size: Count = 0  # tokens per shard; the first is for validation; 0 for 100M, or a tenth of a small source
     limit_tokens: Tokens = 0  # stop after this many tokens; 0 for the whole source
-    workers: Count = 0  # processes that read and tokenize; 0 for one on each core
-    downloads: Positive = 2  # files that are downloaded at the same time
-    verify: bool = False  # compare the shards of out_dir with their manifest instead of writing any
-    dry_run: bool = False  # say what would be read and written, and stop
+    workers: Count = 0  # processes that read and tokenize; 0 for one per core
+    downloads: Positive = 2  # files to download at the same time
+    verify: bool = False  # check the shards in out_dir against their manifest, and write nothing
+    dry_run: bool = False  # print what would be read and written, then stop
 
 
 def main() -> None:
@@ -106,7 +106,7 @@ def make_shards(config: Config, out_dir: Path) -> None:
         print(f"note    {e}")
         source = Source(14 * [SourceFile("train.parquet", 2 * 10**9, "")], config.source[0])  # about what it has
     text_bytes = sum(text_size(file, config.text_field) for file in source.files)
-    expected = min(int(text_bytes * TOKENS_PER_BYTE), config.limit_tokens)  # a rough figure; 0 if nobody knows
+    expected = min(int(text_bytes * TOKENS_PER_BYTE), config.limit_tokens)  # a rough figure; 0 if unknown
     default = min(100_000_000, max((expected or sys.maxsize) // 10, 1000))  # leaves most of a small source to train on
     config = replace(config, shard_size=config.shard_size or default)
     print_plan(config, source, with_files(manifest, source, out_dir), expected)
@@ -125,8 +125,8 @@ def make_shards(config: Config, out_dir: Path) -> None:
 
 
 def settle(config: Config, tok: Tokenizer, out_dir: Path) -> Config:
-    """The constants that are used; a new directory's default shard_size is known later. Raises UserError for those
-    that do not fit together."""
+    """The constants of the run; the default shard_size of a new directory is settled later. Raises UserError for
+    constants that contradict each other."""
     if not config.out_dir or Path(config.out_dir).is_file():
         raise UserError(f"--out_dir {config.out_dir!r} is {'a file' if config.out_dir else 'empty'}; give a directory")
     if config.source != Config.source and config.out_dir == Config.out_dir:
@@ -175,8 +175,8 @@ def tokenize(unit: Unit, text_field: str, tok: Tokenizer, encode: Encode) -> tup
             skipped[reason] += 1
             continue
         if number == 0 and not same_ids(encode, tok, valid_unicode(text[:COMPARED])):
-            what = f"the encoder gives other ids than ours in {unit.path}, and perhaps in shards that are complete"
-            raise UserError(f"{what}; remove them, and give --encoder own")
+            what = f"the encoder's ids differ from ours in {unit.path}, and perhaps in complete shards"
+            raise UserError(f"{what}; remove the shards, and give --encoder own")
         if number > 0 or not unit.continued:  # a long document continues from the unit before, without another eot
             ids.append(eot)
         for block in blocks(valid_unicode(text)):  # a long text in parts, so that no list of ids is long
@@ -187,8 +187,8 @@ def tokenize(unit: Unit, text_field: str, tok: Tokenizer, encode: Encode) -> tup
 def units_from(begin: dict, paths: Iterator[Path], field: str, cut: re.Pattern | None) -> Iterator[tuple[dict, Unit]]:
     """(place, unit) of all units from the place `begin` on; `paths` starts with the file there.
 
-    A place is a file and the number of a unit in it. Units are cut in the same way every time, and the ones that were
-    written before an interruption are cheap to pass over: they need no tokens.
+    A place is a file and the number of a unit in it. Units are cut the same way every time, and those written before
+    an interruption are cheap to skip: they are not tokenized.
     """
     for file, path in enumerate(paths, begin["file"]):
         for number, unit in enumerate(units_of(path, field, cut)):
@@ -212,10 +212,10 @@ def tokenized(units: Iterator, submit: Callable[[Unit], Future], ahead: int) -> 
 
 @contextmanager
 def start_workers(config: Config, tok: Tokenizer) -> Iterator[Callable[[Unit], Future]]:
-    """Start the worker processes; yields a function that has a unit tokenized by the next one that is free.
+    """Start the worker processes; yields a function that submits a unit to the next free one.
 
     Every process has its own pipe, and a thread that waits for its answers. The queues of ProcessPoolExecutor are
-    shared: a process that is killed while it writes tokens to one never releases its lock, and the others hang.
+    shared: a process that is killed while writing to one never releases its lock, and the others hang.
     """
     context, free, processes = multiprocessing.get_context("spawn"), SimpleQueue(), []
     for _ in range(config.workers):
@@ -244,7 +244,7 @@ def start_workers(config: Config, tok: Tokenizer) -> Iterator[Callable[[Unit], F
         yield partial(threads.submit, ask)
     finally:
         threads.shutdown(wait=False, cancel_futures=True)
-        for process in processes:  # they hold nothing, and have nothing to do that is still needed
+        for process in processes:  # they hold no state, and their work is no longer needed
             process.kill()
             process.join()
 
@@ -269,7 +269,7 @@ def work(connection: Connection, tok: Tokenizer, config: Config) -> None:
 
 class Writer:
     """The only writer. It fills one shard in memory, and lists it in the manifest once it is complete and on the disk,
-    with the place in the source where the next one begins. What follows is written again after an interruption."""
+    with the place in the source where the next one begins. After an interruption, writing resumes from that place."""
 
     def __init__(self, config: Config, out_dir: Path, manifest: dict, tok: Tokenizer):
         self.out_dir, self.manifest, self.limit = out_dir, manifest, config.limit_tokens
@@ -277,7 +277,7 @@ class Writer:
         self.filled = 0  # tokens in it
         self.eot, self.token_bytes = tok.eot_token, tok.token_bytes()
         self.counts = np.zeros(len(tok), np.int64)  # of each id in this shard
-        # tokens of the first unit that are in the shard before; None once that shard's end has been compared with them
+        # tokens of the first unit that are in the previous shard; None once the end of that shard has been checked
         self.to_skip = manifest["next"]["skip"] if manifest["shards"] else None
         self.skipped = Counter(manifest["skipped"])
         for leftover in out_dir.glob(".*.tmp"):  # shards and manifests that a killed run was writing
@@ -305,7 +305,7 @@ class Writer:
         self.skipped += skipped
 
     def _check_seam(self, tokens: np.ndarray) -> None:
-        """Raises UserError unless the last shard ends with what it should have of `tokens`, the unit of `next`: the
+        """Raises UserError unless the last shard ends with the first `to_skip` of `tokens`, the unit at `next`: the
         manifest may be damaged, or the source edited."""
         last = open_shard(self.out_dir / self.manifest["shards"][-1]["file"])
         held = tokens[: self.to_skip][-len(last) :]
@@ -360,7 +360,7 @@ def shard_name(out_dir: Path) -> str:
 
 
 def open_manifest(config: Config, out_dir: Path, tok: Tokenizer) -> dict:
-    """The manifest of a run that was begun, or a new one. Raises UserError if `out_dir` holds something else.
+    """The manifest of an earlier run, or a new one. Raises UserError if `out_dir` holds something else.
 
     `next` is where the next shard begins: number of the file, number of the unit, tokens of it in the shard before.
     """
@@ -383,8 +383,8 @@ def open_manifest(config: Config, out_dir: Path, tok: Tokenizer) -> dict:
 
 
 def with_files(manifest: dict, source: Source, out_dir: Path) -> dict:
-    """The manifest with the files of the source. Raises UserError if those that shards were made of were others then:
-    two versions of a source must not mix. Files that have not been read yet only need to be the same by name."""
+    """The manifest with the files of the source. Raises UserError if a file that shards were made of has changed since:
+    two versions of a source must not mix. Files that have not been read yet only need to have the same names."""
     files = [file._asdict() for file in source.files]
     if manifest["shards"] and "next" in manifest:
         used, before = manifest["next"]["file"] + 1, manifest["files"]
@@ -392,25 +392,25 @@ def with_files(manifest: dict, source: Source, out_dir: Path) -> dict:
         if then != now:
             other = next(file["name"] for file in (*before, *files) if file not in before or file not in files)
             what = f"{other} has changed since shards in {out_dir} were made, or was added or removed"
-            raise UserError(f"{what}; put back what it was, or remove {out_dir} to start over")
+            raise UserError(f"{what}; restore it, or remove {out_dir} to start over")
     return manifest | dict(commit=source.commit, files=files)
 
 
-# ------------------------------------------------------------------------------------------------ what it tells people
+# ------------------------------------------------------------------------------------------------ the plan
 
 
 def print_plan(config: Config, source: Source, manifest: dict, tokens: int) -> None:
-    """Say what will be read and written, and what that needs. Raises UserError if the disk is too small."""
+    """Print what will be read and written, and the disk space it needs. Raises UserError if there is too little."""
     size, sizes = partial(tqdm.format_sizeof, suffix="B"), sorted(file.bytes for file in source.files)
     out_dir = Path(config.out_dir)
     for_shards = max(tokens - manifest["tokens"], 0) * np.dtype(manifest["dtype"]).itemsize
-    for_files = sum(sizes[-config.downloads - 1 :]) if source.repo else 0  # the one that is read, and those to come
+    for_files = sum(sizes[-config.downloads - 1 :]) if source.repo else 0  # the one being read, and those ahead
     free = shutil.disk_usage(next(path for path in (out_dir, *out_dir.resolve().parents) if path.exists())).free
     commit = f" at {source.commit[:12]}" if source.commit else ""
     print(f"source  {manifest['source']}{commit}: {counted(len(sizes), 'file')}, {size(sum(sizes))}")
     print(f"target  {out_dir}: about {tokens:,} tokens, in shards of {config.shard_size:,} {manifest['dtype']}")
     if tokens <= config.shard_size:
-        print(f"note    all of it would be validation; --shard_size {-(-tokens // 10)} leaves some to train on")
+        print(f"note    all of it would be validation; give --shard_size {-(-tokens // 10)} to leave some to train on")
     print(f"disk    {size(for_shards)} for shards, {size(for_files)} for files under way; {size(free)} are free")
     if manifest["shards"]:
         print(f"resume  after {len(manifest['shards'])} complete shards, {manifest['tokens']:,} tokens")

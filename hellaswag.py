@@ -14,10 +14,10 @@ A row of the data, one of 10,042 in the validation split:
                  "is knitting with pink yarn and needles.", "is playing a flute."], "label": 2}
 
 ctx is ctx_a, whole sentences, and ctx_b, the start of the sentence that an ending completes. A person wrote
-endings[label]; a language model wrote the others, which were kept because they fooled a classifier. People choose right
-in more than 95% of the rows, guessing in 25%. A language model does not see the four side by side: it says how likely
-each one is after the context, the sum of log p(token | everything before it) over the ending's tokens. acc takes the
-ending with the largest sum; acc_norm divides the sums by lengths first, because each further token costs probability.
+endings[label]; a language model wrote the others, which were kept because they fooled a classifier. People are right on
+more than 95% of the rows, guessing on 25%. A language model does not see the four side by side: it says how likely each
+one is after the context, the sum of log p(token | everything before it) over the ending's tokens. acc takes the ending
+with the largest sum; acc_norm divides the sums by lengths first, because each further token costs probability.
 
 There are two common ways to turn a row into text and to measure lengths, and they give different numbers:
 
@@ -26,10 +26,10 @@ There are two common ways to turn a row into text and to measure lengths, and th
 
 GPT-2 124M scores 0.2859 and 0.2955 as completion, 0.2892 and 0.3114 in the harness.
 
-An accuracy is a mean of zeros and ones, which in a small model moves by noise for thousands of steps. gold_bpb keeps
-what that throws away: the bits that the right ending costs, for each byte of its text, averaged over rows. It moves
-from the first steps on, and compares across tokenizers. --control scores every ending again, after the context of
-another row: what is then left above 0.25 comes from the endings alone, and was never reading.
+Accuracy is a mean of zeros and ones, and for a small model it is noise for thousands of steps. gold_bpb keeps what
+accuracy throws away: the bits that the right ending costs per byte of its text, averaged over rows. It improves from
+the first steps on, and is comparable across tokenizers. --control scores every ending again, after the context of
+another row: any accuracy above 0.25 that remains comes from the endings alone, not from reading the context.
 
 We compute each context once, which halves the work: it and its four endings share one row of the model's input. Each
 ending continues the positions of the context, and the mask lets a token see the context (part 0) and its own part. Take
@@ -75,25 +75,25 @@ CHUNK_LOGITS = 2**25  # logits in memory at once: 128 MB in fp32
 class Config:
     model: Annotated[str, tyro.conf.Positional]  # checkpoint directory, run directory, or hub id such as gpt2
     data: str = ""  # a local .jsonl in HellaSwag's format; empty: Rowan/hellaswag from the hub, downloaded once
-    limit: Count = 0  # score only the first rows; 0 for all
+    limit: Count = 0  # score only this many rows, from the first; 0 for all
     style: Literal["both", "completion", "harness"] = "both"  # how to turn a row into text, see above
-    show: Count = 0  # print this many examples with the losses of their endings
+    show: Count = 0  # print this many examples with the loss of each ending
     adapter: str = ""  # directory of a LoRA adapter for this model
-    control: bool = False  # score every ending after another row's context, too
+    control: bool = False  # also score every ending after another row's context
     json: str = ""  # write scores and log-likelihoods to this file
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: cuda, else mps, else cpu
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto: 16 bits where the device has them
-    threads: Count = 0  # of a CPU; 0 for the fastest number, which is tried at the start
+    threads: Count = 0  # CPU threads; 0 tries several numbers for a second and takes the fastest
 
 
 def main() -> None:
-    # imported here and not above, because a training loop, which imports this file for its scores, opens no checkpoint
+    # imported here, because a training loop that imports this file for its scores opens no checkpoint
     from finetuning.lora import load_adapter, merge, remove_lora
     from run.checkpoint import find_model, load_model, model_tokenizer
 
     config = parse_args(Config, description=__doc__)
     out = Path(config.json)
-    if config.json and (not out.parent.is_dir() or (out.exists() and not out.is_file())):  # now, not after an hour
+    if config.json and (not out.parent.is_dir() or (out.exists() and not out.is_file())):  # now, not an hour later
         raise UserError(f"--json {out} cannot be written; give a file in a directory that exists")
     rt = Runtime.setup(config.device, config.dtype, threads=config.threads)
     # the first rank chooses for all: a run that is still training may write a newer checkpoint at any moment

@@ -123,7 +123,7 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        self.head_products = None  # how the loss multiplies by the head's weights; learning/fp8.py has another way
+        self.head_products = None  # how the loss multiplies by the head: None for matmul, or FP8_PRODUCTS
         self.summed_loss = linear_cross_entropy  # may be replaced by a compiled one
         self.transformer = nn.ModuleDict(
             dict(
@@ -185,8 +185,8 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None, generator=None):
-        """Continue idx (B, T) by `max_new_tokens` tokens: what sampling means, with the whole context computed for each
-        token. learning/generation.py writes the same tokens with a cache."""
+        """Sample `max_new_tokens` tokens after idx (B, T), computing the whole context for each of them.
+        learning/generation.py writes the same tokens with a cache."""
         for _ in range(max_new_tokens):
             logits = self(idx[:, -self.config.n_positions :])[:, -1]  # (B, V): those of the last position
             if temperature == 0:
@@ -248,8 +248,8 @@ class GPT(nn.Module):
     def from_pretrained(cls, model: str, dropout: float = 0.0, attention: str = "flash") -> "GPT":
         """Read a checkpoint directory of ours or of transformers, or a GPT-2 from the hub ("gpt2", "gpt2-xl", ...).
 
-        Weights come out in fp32. Raises ValueError, with the file's name, for what is missing in a directory, cannot be
-        read, is not a GPT-2, or does not hold exactly the tensors that its config calls for, all of them finite.
+        Weights become fp32. Raises ValueError, which names the file, if something is missing or unreadable, is not a
+        GPT-2, or does not hold exactly the tensors that its config calls for, all of them finite.
         """
         path = local_directory(model, ["*.json", "model*.safetensors"])
         config = read_config(path, dropout, attention)
@@ -295,7 +295,7 @@ LARGEST = 2**20  # upper bound for any size, so that a corrupt config cannot mak
 
 
 def local_directory(model, patterns: list[str]) -> Path:
-    """A directory as it is, or the files of a model of the hub, from the cache when they are there."""
+    """`model` if it is a directory, else the directory of a hub model in the cache, downloaded if it is not there."""
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download
@@ -304,7 +304,7 @@ def local_directory(model, patterns: list[str]) -> Path:
 
 
 def read_config(model, dropout: float = 0.0, attention: str = "flash") -> GPTConfig:
-    """The sizes of a directory or a model of the hub, without its weights.
+    """The sizes of a checkpoint directory or a hub model, without its weights.
 
     Raises ValueError for a config.json that cannot be read, or is not of a GPT-2 that this file computes.
     """

@@ -2,10 +2,10 @@
 
     python plot.py out/gpt2                                  # -> plot.png
     python plot.py out/gpt2 out/speedrun --x tokens          # which of them needs fewer tokens
-    python plot.py out/gpt2 out/speedrun --x flops           # and how many times fewer operations
-    python plot.py out/gpt2 out/bpe4k --y bpb                # one text, two tokenizers: only bits per byte compare
-    python plot.py out/tiny --reference                      # is this curve normal? with known runs behind it
-    python plot.py out/record --forecast docs/forecast.json  # did it end where it was expected?
+    python plot.py out/gpt2 out/speedrun --x flops           # and by what factor it needs fewer operations
+    python plot.py out/gpt2 out/bpe4k --y bpb                # with different tokenizers, compare bits per byte
+    python plot.py out/tiny --reference                      # is this curve normal? draws known runs behind it
+    python plot.py out/record --forecast docs/forecast.json  # did it end where the forecast said?
 
 RUN is a run directory or its log.jsonl. Training draws its learning_curve.png with the same function, of run/curves.py.
 This file knows nothing of torch or models.
@@ -26,18 +26,18 @@ from run.reference import FILE, references
 @dataclass(frozen=True)
 class Config:
     runs: Annotated[tuple[str, ...], Positional, arg(metavar="RUN [RUN ...]")]  # run directories, or log.jsonl files
-    x: Literal["steps", "tokens", "seconds", "flops"] = "steps"  # what the loss is drawn over
-    y: Literal["loss", "bpb"] = "loss"  # nats per token, or bits per byte
-    reference: bool = False  # draw the known runs of docs/reference.json that the first run is comparable with
-    forecast: str = ""  # a file of `bench.py forecast`: draw the first run into its fan, over tokens
-    out: str = "plot.png"  # the picture: .png, .svg or .pdf; an earlier one is renamed
+    x: Literal["steps", "tokens", "seconds", "flops"] = "steps"  # the x axis
+    y: Literal["loss", "bpb"] = "loss"  # loss in nats per token, or in bits per byte
+    reference: bool = False  # also draw the runs of docs/reference.json that are comparable with the first run
+    forecast: str = ""  # file that `bench.py forecast` wrote: draw the first run over its fan, and judge it
+    out: str = "plot.png"  # picture to write: .png, .svg or .pdf; an existing one is renamed
 
 
 def main() -> None:
     config = parse_args(Config, description=__doc__)
     out = Path(config.out)
     if out.suffix not in (".png", ".svg", ".pdf") or out.is_dir():
-        raise UserError(f"--out {out}: the picture is a file whose name ends in .png, .svg or .pdf")
+        raise UserError(f"--out {out} is not the name of a picture; give one that ends in .png, .svg or .pdf")
     if not config.runs or "" in config.runs:
         raise UserError("no run was given, or an empty name; give the directory of a run, or its log.jsonl")
     runs = {}

@@ -27,16 +27,16 @@ from learning.generation import generate
 from run.checkpoint import load_model, model_tokenizer
 from run.runtime import Runtime
 
-BATCH = 64  # the most texts to generate at once: each needs memory for its keys and values
+BATCH = 64  # texts to generate at once, at most: each needs memory for its keys and values
 
 
 @dataclass(frozen=True)
 class Config:
     model: Annotated[str, Positional, arg(metavar="MODEL")]  # checkpoint directory, run directory, or hub id (gpt2)
-    prompt: Annotated[str, Positional, arg(metavar="PROMPT")] = ""  # how the text starts; - reads standard input
-    num_samples: Positive = 1  # how many texts
-    max_new_tokens: Count = 200  # the longest continuation, in tokens
-    temperature: NonNegative = 1.0  # 0 always takes the likeliest token; higher is wilder
+    prompt: Annotated[str, Positional, arg(metavar="PROMPT")] = ""  # start of the text; - reads it from stdin
+    num_samples: Positive = 1  # texts to generate
+    max_new_tokens: Count = 200  # tokens to generate, at most
+    temperature: NonNegative = 1.0  # 0 always takes the likeliest token; higher is more random
     top_k: Count = 50  # draw from the k likeliest tokens; 0 for all
     top_p: NonNegative = 1.0  # draw from the likeliest tokens that together have this probability
     seed: Annotated[int, Range(-1, 2**63 - 1)] = 1337  # of the random draws; -1 for a new one each time
@@ -44,7 +44,7 @@ class Config:
     chat: bool = False  # hold a conversation in the terminal; PROMPT is the first message
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: cuda, else mps, else cpu
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of weights; auto: fp32 on a CPU, else 16 bits
-    threads: Count = 0  # of a CPU; 0 for the fastest number, which is tried at the start
+    threads: Count = 0  # CPU threads; 0 tries several numbers for a second and takes the fastest
 
 
 def main() -> None:
@@ -61,7 +61,7 @@ def write_texts(config: Config) -> None:
         prompt = sys.stdin.buffer.read().decode().removesuffix("\n").removesuffix("\r")
     rt = Runtime.setup(config.device, config.dtype, threads=config.threads)
     if config.dtype == "auto" and rt.device.type == "cpu":
-        rt = Runtime.setup("cpu", "float32")  # memory limits a single row, and 16 bits are partly emulated
+        rt = Runtime.setup("cpu", "float32")  # one row is bound by memory, and 16 bits are partly emulated
     model, tokenizer = load_model(config.model), model_tokenizer(config.model)
     if config.adapter:
         model = remove_lora(merge(load_adapter(model, config.adapter)))
@@ -72,7 +72,7 @@ def write_texts(config: Config) -> None:
         generate, model, stop_token=tokenizer.eot_token, n_tokens=len(tokenizer), temperature=config.temperature,
         top_k=config.top_k, top_p=config.top_p, generator=generator,
     )  # fmt: skip
-    ids = tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token or 0]  # nothing: the start of a document
+    ids = tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token or 0]  # no prompt: start a document
     if config.chat:
         converse(more, tokenizer, model.config.n_positions, config.max_new_tokens, prompt)
     elif config.num_samples == 1:
@@ -101,8 +101,8 @@ def stream(steps: Iterator[list[int]], tokenizer) -> Iterator[str]:
 def converse(more: Callable, tokenizer, n_positions: int, max_new_tokens: int, said: str) -> None:
     """A conversation in the form that lora_finetune.py trains on; an empty line or Ctrl-D ends it.
 
-    Earlier turns stay in the context as long as they fit; then the oldest is dropped. An answer gets a third of the
-    context at most: another third is for the answer before it, and the last one for what was said to get the two.
+    Earlier turns stay in the context as long as they fit; then the oldest is dropped. An answer gets at most a third of
+    the context: another third is for the previous answer, and the last third for the two messages of the user.
     """
     most, messages = min(max_new_tokens, n_positions // 3), []
     print(f"Say something; an empty line ends the conversation. An answer has at most {most} tokens.", file=sys.stderr)

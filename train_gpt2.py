@@ -253,7 +253,7 @@ def open_data(config: Config, shape: GPTConfig, rt: Runtime) -> Data:
         rt.print(f"warning: {shards} is incomplete; training on what has been written so far", file=sys.stderr)
     if len(tokenizer) > config.vocab_size:
         enough = -(-len(tokenizer) // 128) * 128
-        raise UserError(f"the tokenizer has {len(tokenizer)} tokens, more than --vocab_size; use --vocab_size {enough}")
+        raise UserError(f"the tokenizer has {len(tokenizer)} tokens, more than --vocab_size; give {enough}")
     train, val = TokenStream(train_paths, config.vocab_size), TokenStream(val_paths, config.vocab_size)
     order = Batches(train, config.sequence_length, config.seed, config.shuffle, rt.rank, rt.world_size)
     task = None
@@ -300,7 +300,7 @@ def settle(written: Config, recipe: str, checkpoint: Path | None, rt: Runtime) -
             raise UserError(f"{source} has a context of {n_positions} tokens; --sequence_length must not exceed it")
         for name, size in sizes.items():  # a size that is not the recipe's was given, and must match
             if getattr(written, name) not in (size, getattr(RECIPES[recipe], name)):
-                raise UserError(f"{source} has {name} {size}, not {getattr(written, name)}; leave it out")
+                raise UserError(f"{source} has {name} {size}, not {getattr(written, name)}; leave out --{name}")
     warmup = min(written.warmup_steps, written.max_steps)
     attention = choose_attention(written.attention, rt, written.sequence_length)
     threads = torch.get_num_threads() if rt.device.type == "cpu" else written.threads

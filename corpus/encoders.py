@@ -20,7 +20,7 @@ Encode = Callable[[str], np.ndarray]  # text -> ids (n,)
 
 
 def encoder(tok: Tokenizer, name: str) -> Encode:
-    """One of ENCODERS. What it raises if the library is missing or cannot hold this vocabulary varies."""
+    """One of ENCODERS. Raises errors of several types if its library is missing or cannot hold this vocabulary."""
     fast = None
     if name == "gigatoken":
         import gigatoken
@@ -40,7 +40,7 @@ def encoder(tok: Tokenizer, name: str) -> Encode:
 
 
 def choose_encoder(name: str, tok: Tokenizer) -> str:
-    """`name`, or for auto the first of ENCODERS that can be used; own where ids are not ours. Raises UserError."""
+    """`name`, or for auto the first usable one of ENCODERS; own if its ids differ from ours. Raises UserError."""
     for candidate in ENCODERS if name == "auto" else (name,):
         try:
             encode = encoder(tok, candidate)
@@ -50,7 +50,7 @@ def choose_encoder(name: str, tok: Tokenizer) -> str:
             continue
         if all(same_ids(encode, tok, text) for text in (*PROBES, *tok.special_tokens)):
             return candidate
-        print(f"note: {candidate} gives other ids than we do, and is not used", file=sys.stderr)
+        print(f"note: {candidate} is not used: its ids differ from ours", file=sys.stderr)
     return "own"
 
 

@@ -48,7 +48,7 @@ def find_shards(data: str, split: str) -> list[Path]:
     remedy = "write shards with fineweb.py, or start with one that needs no other data: python train_gpt2.py tiny"
     if data == "fineweb10B":  # of the recipe `record`
         remedy = "to get it: hf download kjj0/fineweb10B-gpt2 --repo-type dataset --local-dir fineweb10B (20 GB)"
-    raise UserError(f"--data {data}: there is no {data}; {remedy}")
+    raise UserError(f"--data {data} does not exist; {remedy}")
 
 
 def open_shard(path: Path) -> np.ndarray:

@@ -178,7 +178,7 @@ def test_dry_run_says_what_it_needs_and_writes_nothing(corpus, tokenizer, tmp_pa
     words = options(corpus[0], tmp_path / "shards", tokenizer, dry_run=True, shard_size=10**7)
     result = succeed("fineweb.py", **words)
     assert "12 files" in result.stdout and "are free" in result.stdout
-    assert "all of it would be validation; --shard_size" in result.stdout
+    assert "all of it would be validation; give --shard_size" in result.stdout
     assert not (tmp_path / "shards").exists()
 
 
@@ -208,9 +208,9 @@ def test_an_encoder_with_other_ids_is_not_used(tokenizer, monkeypatch, capsys):
     tok, ours = Tokenizer.load(tokenizer), encoders.encoder
     monkeypatch.setattr(encoders, "encoder", lambda tok, name: lambda text: ours(tok, "own")(text.replace("½", "?")))
     assert encoders.choose_encoder("auto", tok) == "own"
-    assert "note: tiktoken gives other ids" in capsys.readouterr().err
+    assert "note: tiktoken is not used: its ids differ" in capsys.readouterr().err
     unit = sources.Unit(Path("x.parquet"), 0, ["as ½ of it"])
-    with pytest.raises(UserError, match="other ids than ours in x.parquet.*--encoder own"):
+    with pytest.raises(UserError, match="ids differ from ours in x.parquet.*--encoder own"):
         fineweb.tokenize(unit, "text", tok, encoders.encoder(tok, "tiktoken"))
     monkeypatch.setattr(encoders, "encoder", ours)
     monkeypatch.setitem(sys.modules, "gigatoken", None)  # as if it were not installed

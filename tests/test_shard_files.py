@@ -244,7 +244,7 @@ def test_what_is_not_there_or_too_short(tmp_path, monkeypatch):
         with pytest.raises(UserError, match=rf"holds no \*_train_\*.npy, .* fineweb.py --source '{text}' --out_dir"):
             find_shards(str(text), "train")
     for nowhere in (str(tmp_path / "nowhere"), "", "n" * 5000, "[", "**/nowhere*"):
-        with pytest.raises(UserError, match="there is no .* train_gpt2.py tiny"):
+        with pytest.raises(UserError, match="does not exist; .* train_gpt2.py tiny"):
             find_shards(nowhere, "train")
     write_shards(tmp_path, (1,))
     assert "has 1 tokens" in refused(tmp_path)
