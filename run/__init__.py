@@ -1,3 +1,3 @@
 """What exists because machines fail and differ: run directory, log, checkpoint, card, device, sharding.
-What would be superfluous on one machine that never fails belongs here; nothing here computes a loss or a gradient.
+What a single machine that never fails would not need belongs here; nothing here computes a loss or a gradient.
 """

@@ -4,12 +4,12 @@
                            SHA256SUMS, and for people README.md, learning_curve.png
 
 A checkpoint is written to a hidden directory, flushed to the disk, and renamed. `SHA256SUMS` (check it by hand with
-`sha256sum -c SHA256SUMS`) tells an intact one from one that was damaged later; what people may edit is not in it.
+`sha256sum -c SHA256SUMS`) shows whether one was damaged later; files that people may edit are not listed in it.
 The weights are copied to host memory while training waits, 0.2 s for 124M on two cores; a background thread writes the
 copy while training continues. Nothing is ever unpickled beyond plain tensors and containers.
 
 MODEL, as every script takes it, is a checkpoint directory, a run directory (its newest intact checkpoint), or a hub id.
-This file knows nothing of training: the state that it stores is a dict that somebody else fills and reads.
+This file knows nothing of training: the state that it stores is a dict, which the caller fills and reads.
 """
 
 import errno
@@ -30,10 +30,10 @@ from cli import UserError, explain, replace_file, set_aside, sha256, write_atomi
 from model import GPT, GPTConfig, read_config
 from run.sharding import copy_into, whole
 
-# a checkpoint has the first pair of weights and config, one of an adapter the second
+# weights and config: of a whole model, and of an adapter
 WEIGHTS = {"model.safetensors": "config.json", "adapter_model.safetensors": "adapter_config.json"}
-TRAIN_STATE, SUMS = "train_state.pt", "SHA256SUMS"  # what a resume needs besides
-FOR_PEOPLE = {"README.md", "learning_curve.png"}  # these may be edited, so that no checksum covers them
+TRAIN_STATE, SUMS = "train_state.pt", "SHA256SUMS"  # what a resume needs besides the weights
+FOR_PEOPLE = {"README.md", "learning_curve.png"}  # people may edit these, so no checksum covers them
 NOT_READABLE_NOW = (errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE)
 
 
@@ -98,8 +98,8 @@ def newer(checkpoint: Path) -> list[tuple[int, Path]]:
 
 
 def remove(path: Path) -> None:
-    """Remove a directory, or the link to one but not what it links to. It is hidden first: what a kill leaves of it is
-    then no damaged checkpoint, but a leftover."""
+    """Remove a directory, or the link to one but not what it links to. It is renamed to a hidden name first, so that a
+    kill leaves a leftover and not a damaged checkpoint."""
     hidden = path.rename(path.with_name(f".{path.name}.{os.getpid()}.old"))
     if hidden.is_symlink():
         hidden.unlink()
@@ -108,9 +108,9 @@ def remove(path: Path) -> None:
 
 
 def remove_leftovers(run_dir: Path, files: tuple[str, ...]) -> None:
-    """Remove what a killed process was writing or removing: of checkpoints, and of `files` of the run directory."""
+    """Remove what a killed process left unfinished: hidden checkpoints and hidden `files` of the run directory."""
     names = "|".join([r"(damaged_)?step_\d+", r"README\.md", *map(re.escape, files)])
-    for path in (*run_dir.glob(".*"), *run_dir.glob("step_*/.*")):  # in a checkpoint: of a card that was renewed
+    for path in (*run_dir.glob(".*"), *run_dir.glob("step_*/.*")):  # in a checkpoint: a card
         if re.fullmatch(rf"\.({names})\.\d+\.(tmp|old)", path.name):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
@@ -121,8 +121,8 @@ def remove_leftovers(run_dir: Path, files: tuple[str, ...]) -> None:
 class CheckpointWriter:
     """Writes the checkpoints of one run in a background thread, one at a time, and removes old ones.
 
-    The newest `keep` intact ones stay, and the one with the lowest validation loss; 0 keeps all. The next `save` or
-    `wait` raises an error of the thread.
+    Keeps the newest `keep` intact ones, and the one with the lowest validation loss; 0 keeps all. The next `save` or
+    `wait` raises what went wrong in the thread.
     """
 
     def __init__(self, run_dir: Path, keep: int):
@@ -134,7 +134,7 @@ class CheckpointWriter:
     def save(self, step: int, export: Callable[[Path], None], state: dict, val_losses: dict, announce=print) -> None:
         """Start writing `step_NNNNNN`: `export(dir)` writes the model's files, `state` becomes train_state.pt.
 
-        Both are copies that nobody changes any more. `val_losses` is {step: loss}, which tells the best checkpoint.
+        Both are copies that no longer change. `val_losses` is {step: loss}, to find the best checkpoint.
         `announce` gets a line once the new one is durable.
         """
         self.wait()  # two copies of the state at once would take twice the host memory
@@ -157,18 +157,18 @@ class CheckpointWriter:
 
     @property
     def failed(self) -> bool:
-        """Whether `wait` would raise; known without waiting."""
+        """Whether `wait` would raise an error that is already known; does not block."""
         return self._write is not None and self._write.done() and self._write.exception() is not None
 
     def wait(self) -> None:
-        """Until the checkpoint under way is on the disk. Raises UserError if it could not be written."""
+        """Wait until the checkpoint being written is on the disk. Raises UserError if it could not be written."""
         write, self._write = self._write, None
         if write is not None and (error := write.exception()) is not None:
             what = f"a checkpoint could not be written to {self.run_dir}: {explain(error) or error!r}"
-            raise UserError(f"{what}; once that is fixed, --resume continues from the newest intact one") from error
+            raise UserError(f"{what}; fix that, then --resume from the newest intact one") from error
 
     def _prune(self, val_losses: dict[int, float]) -> None:
-        """Remove what is neither new nor best. A damaged one is not counted, and left for a person to look at."""
+        """Remove checkpoints that are neither new nor best. Damaged ones do not count, and stay for a person to see."""
         found = checkpoint_steps(self.run_dir) if self.keep else []
         self._intact |= {path for _, path in found if path not in self._intact and damage(path) is None}
         steps = {path: step for step, path in found if path in self._intact}
@@ -177,14 +177,14 @@ class CheckpointWriter:
         best = min(losses, key=losses.get, default=None)  # the oldest of several: the others inherited its loss
         for path in [*steps][: -self.keep]:
             if path != best:
-                with suppress(OSError):  # some other program has it open, on Windows: no reason to end a run
+                with suppress(OSError):  # on Windows another program may have it open: no reason to end a run
                     remove(path)
 
 
 def snapshot(state, keep: bool = True):
-    """A copy in host memory of the tensors of nested dicts and lists, which later steps do not change.
+    """Copy the tensors in nested dicts and lists to host memory, where later steps do not change them.
 
-    If tensors are divided over ranks, all ranks call this: each tensor is gathered, copied and released before the next
+    If tensors are sharded over ranks, all ranks call this: each tensor is gathered, copied and released before the next
     one, so that no device ever holds more than one of them whole. Ranks with `keep` False get None for each.
     """
     if isinstance(state, torch.Tensor):
@@ -211,8 +211,8 @@ def filled(config: GPTConfig, state: dict[str, torch.Tensor]) -> GPT:
 
 
 def whole_model(model: GPT) -> GPT:
-    """A model that is divided over ranks as a copy with all weights on every rank, which each can use on its own; any
-    other model unchanged. All ranks call this together."""
+    """An unsharded copy of a model that is sharded over ranks, for each rank to use by itself; any other model as it
+    is. All ranks call this together."""
     state = tied_once(model)
     gathered = {name: whole(tensor) for name, tensor in state.items()}
     return model if all(gathered[name] is state[name] for name in state) else filled(model.config, gathered)
@@ -221,8 +221,8 @@ def whole_model(model: GPT) -> GPT:
 class ModelFiles:
     """The weights of a whole model and its tokenizer, as a run saves and restores them.
 
-    If the model is divided over ranks, all of them call both methods, and the one with `keep` has the copies. With
-    `compare`, the first files are opened with transformers, to warn whoever has changed the architecture in model.py.
+    If the model is sharded over ranks, all of them call both methods, and the one with `keep` has the copies. With
+    `compare`, transformers opens the first files, to warn anybody who has changed the architecture in model.py.
     """
 
     def __init__(self, model: GPT, tokenizer: Tokenizer, keep: bool = True, compare: bool = False):
@@ -237,8 +237,8 @@ class ModelFiles:
             save_model(directory, copy, self.tokenizer)
             if self.compare and (apart := difference_from_transformers(directory, copy)) > 1e-3:
                 print(
-                    f"\nwarning: transformers computes other logits from these weights than model.py does ({apart:.1%} "
-                    "of the largest); whoever opens the checkpoint gets another model, unless you change HF_CONFIG too",
+                    f"\nwarning: transformers and model.py compute different logits from these weights (by {apart:.1%} "
+                    "of the largest); change HF_CONFIG in model.py too, or others will load a different model",
                     file=sys.stderr,
                 )
             self.compare = False
@@ -255,8 +255,8 @@ class ModelFiles:
 
 @torch.no_grad()
 def difference_from_transformers(directory: Path, model: GPT) -> float:
-    """The largest difference of logits between `model` and what transformers makes of its files, over the largest."""
-    from transformers import GPT2LMHeadModel, logging  # takes seconds, which most commands do not need
+    """The largest difference of logits between `model` and its files in transformers, relative to the largest logit."""
+    from transformers import GPT2LMHeadModel, logging  # a slow import, which most commands do not need
 
     logging.disable_progress_bar()
     idx = torch.arange(min(64, model.config.n_positions))[None] % model.config.vocab_size  # (1, T)
@@ -283,7 +283,7 @@ def load_train_state(path: Path) -> dict:
 
 
 def find_model(model: str) -> str:
-    """MODEL as a checkpoint directory or a hub id. Raises UserError for a directory that holds neither."""
+    """Resolve MODEL to a checkpoint directory or a hub id. Raises UserError for a directory without a model."""
     path = Path(model)
     if (path / "config.json").is_file() and [*path.glob("model.safetensors"), *path.glob("model-*-of-*.safetensors")]:
         return str(path)
@@ -306,7 +306,7 @@ def user_errors_of(model: str) -> Iterator[None]:
         yield
     except ValueError as e:
         raise UserError(str(e)) from e
-    except Exception as e:  # of the network, the hub's client, or a server that answers nonsense: each has its own
+    except Exception as e:  # the network, the hub's client and a broken server each raise their own
         if Path(model).is_dir() or isinstance(e, UserError):
             raise
         what = f"{model} is not a local directory and could not be downloaded from the hub ({type(e).__name__})"
@@ -324,7 +324,7 @@ def load_model(model: str, dropout: float = 0.0, attention: str = "flash") -> GP
     """GPT of a MODEL, in fp32 on the CPU. Raises UserError for what is missing, damaged, or not a GPT-2."""
     model = find_model(model)
     path = Path(model)
-    # models of the hub and of --merge have no sums
+    # models from the hub and from --merge have no sums
     if (path / SUMS).exists() and (problem := damage(path)) is not None:
         other = newest_intact(path.parent)
         raise UserError(f"{path} is damaged: {problem}" + (f"; the newest intact one is {other}" if other else ""))

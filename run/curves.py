@@ -81,7 +81,7 @@ def checked(record: dict) -> dict:
 
 
 def curves_of(records: Records) -> Curves:
-    """Everything that is drawn, ordered by step, without null (a skipped step has no loss), nan and infinity."""
+    """The values to draw, ordered by step, without null (a skipped step has no loss), nan and infinity."""
     found = {(kind, key): [] for kind, keys in DRAWN.items() for key in keys}
     for record in sorted(records, key=lambda record: record["step"]):
         for key in DRAWN.get(record["kind"], ()):
@@ -145,10 +145,10 @@ def draw(runs: dict[str, Records], path: Path, x: str = "steps", y: str = "loss"
     """Draw {label: records} and replace `path` in one step; do nothing before the first loss.
 
     `references` are entries of docs/reference.json that fit the first run, `fan` is that of a forecast (plot.py).
-    Returns what --x flops says in words. Any thread may call this: it uses Figure itself, since pyplot's figures are
-    global. Raises UserError for logs that lack what `x` or `y` needs.
+    Returns the sentences that --x flops prints. Any thread may call this: it uses Figure itself, since pyplot's figures
+    are global. Raises UserError for logs that lack what `x` or `y` needs.
     """
-    from matplotlib.figure import Figure  # takes half a second, which --help and the start of a run do without
+    from matplotlib.figure import Figure  # a slow import (0.5 s), which --help and the start of a run do not need
 
     comparable = len({measured_on(records, y) for records in runs.values()}) == 1
     runs = {plain(label): curves_of(records) for label, records in runs.items()}
@@ -196,8 +196,8 @@ def look(i: int, n: int = 0) -> dict:
 
 
 def draw_loss(axes, runs: dict[str, Curves], y: str, comparable: bool) -> None:
-    """Training loss, smoothed, with all single steps if there is only one run; validation loss with marks. The title
-    names the best run if all of them are measured on the same."""
+    """Smoothed training loss, over that of every step if there is only one run; validation loss with marks. The title
+    names the best run if all were validated on the same data."""
     alone, tails, last = len(runs) == 1, [], {}
     for i, (label, run) in enumerate(runs.items()):
         (x, losses), (val_x, val) = run["train", "loss"], run["val", "loss"]
@@ -209,7 +209,7 @@ def draw_loss(axes, runs: dict[str, Curves], y: str, comparable: bool) -> None:
         name = ("validation" if alone else label) + (f": {last[label]:.3f} at the end" if label in last else "")
         style = look(i, len(val)) | (dict(color=COLORS[2]) if alone else {})  # unlike its own training loss
         axes.plot(val_x, val, linewidth=1.6, label=name, **style)
-        # All runs first fall from the same height. They differ in what comes after 5% of their length.
+        # All runs begin with the same steep fall. Scale the axis to what follows the first 5%, where they differ.
         for xs, ys in (smoothed(x, losses), (val_x, val)):
             tails += ys[xs >= 0.95 * xs[0] + 0.05 * xs[-1]].tolist() if len(xs) else []
     margin = 0.05 * (max(tails) - min(tails)) or 0.1
@@ -223,8 +223,8 @@ def draw_loss(axes, runs: dict[str, Curves], y: str, comparable: bool) -> None:
 
 
 def draw_start(axes, run: Curves) -> None:
-    """Where a run starts: ln V, the loss of a uniform guess, and its first batch, of which it has learned nothing yet.
-    On the right is the same scale in bits per byte of the validation text."""
+    """Mark where a run starts: ln V, the loss of a uniform guess, and the loss of its first batch, before any training.
+    The axis on the right is the same in bits per byte of the validation text."""
     from matplotlib.ticker import MaxNLocator, NullLocator
 
     for uniform in run["run", "uniform_loss"][1][-1:] if axes.get_ylim()[0] > 0 else ():
@@ -243,7 +243,7 @@ def draw_start(axes, run: Curves) -> None:
 
 
 def draw_references(axes, references, y: str, run: Curves) -> None:
-    """Known runs, as far as `run` has read tokens: a line for one, a band from lowest to highest for several."""
+    """Known runs, up to the tokens that `run` has read: a line for one seed, a band from lowest to highest for more."""
     x, tokens = run["train", "tokens"]
     for i, entry in enumerate(known for known in references if y in known and len(x)):
         n = np.linspace(entry["tokens"][0], max(min(entry["tokens"][-1], tokens[-1]), entry["tokens"][0]), POINTS)
@@ -254,26 +254,26 @@ def draw_references(axes, references, y: str, run: Curves) -> None:
 
 
 def draw_multipliers(axes, runs: dict[str, Curves]) -> list[str]:
-    """How many times the FLOPs of each other run the first one needs to reach its last loss, with the first one's curve
-    interpolated in log-log: lines in the picture, and sentences."""
+    """For each other run, draw and say how many times its FLOPs the first run needs to reach its last loss. The first
+    run's curve is interpolated in log-log."""
     measured, said = [(label, *run["val", "loss"]) for label, run in runs.items() if len(run["val", "loss"][0])], []
     for b, x, values in measured[1:]:
         a, flops, losses = measured[0]
         flops, losses, loss = flops[flops > 0], losses[flops > 0], values[-1]
         reached = losses <= loss
         if not reached.any():
-            said.append(f"{b} ends at {loss:.4f}; to get there {a} does not: that is beyond {a}'s curve")
+            said.append(f"{b} ends at {loss:.4f}, which {a} does not reach: that is beyond {a}'s curve")
             continue
         pair = [reached.argmax(), max(reached.argmax() - 1, 0)]  # the losses around it, rising, as np.interp wants them
         needed = float(np.exp(np.interp(np.log(loss), np.log(losses[pair]), np.log(flops[pair]))))
         axes.plot([x[-1], needed], [loss] * 2, color="gray", linewidth=1)
         axes.text(needed, loss, f" x {needed / x[-1]:.2f}", fontsize=8.5)
-        said.append(f"{b} ends at {loss:.4f}; to get there {a} needs {needed / x[-1]:.2f} times its FLOPs")
+        said.append(f"{b} ends at {loss:.4f}; to reach that, {a} needs {needed / x[-1]:.2f} times its FLOPs")
     return said
 
 
 def draw_scores(axes, runs: dict[str, Curves], key: str) -> None:
-    """A score of HellaSwag with its standard error; to compare accuracies with, chance and published models."""
+    """A score of HellaSwag with its standard error; for accuracies also chance and published models."""
     _, title, scale = SCORES[key]
     for i, (label, run) in enumerate(runs.items()):
         (x, score), (known, error) = run["hellaswag", key], run["hellaswag", f"{key}_stderr"]

@@ -2,7 +2,7 @@
 
     OUT_DIR/   config.json, log.jsonl, samples.txt, learning_curve.png, step_NNNNNN/
 
-A RunDirectory takes the lock and finds the checkpoint to resume from; nothing changes before a Run has loaded the rest.
+A RunDirectory takes the lock and finds the checkpoint to resume from; no file changes before a Run has loaded the rest.
 The loop is in the script, as `train` in train_gpt2.py: it takes the steps, and tells the Run about them.
 
 A Run reads figures one step late on a GPU, so that the GPU never waits for the host. It writes checkpoints in the
@@ -46,15 +46,15 @@ from run.runtime import Runtime, launcher
 from run.spikes import SpikeDetector
 
 FILES = ("config.json", "log.jsonl", "samples.txt", "learning_curve.png")  # besides checkpoints
-OF_A_COMMAND = {"resume", "overwrite", "dry_run", "out_dir", "price", "like", "merge"}  # and not of the run
+OF_A_COMMAND = {"resume", "overwrite", "dry_run", "out_dir", "price", "like", "merge"}  # not of the run
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 def with_constants_of_run(config, args: list[str]):
-    """With --resume: what the words `args` of the command line do not give is as the run in `config.out_dir` has it.
+    """With --resume, take every constant that the words `args` of the command line do not set from the earlier run.
 
-    Its config.json has the constants that run, and the log, under `written`, those that were settled from other values.
-    They are settled again, as the machine may be another one, but for the threads, on which the last bits depend.
+    Its config.json has the settled constants, and its log, under `written`, the values before settling. These are
+    settled again, since the machine may differ, except for the threads, on which the last bits depend.
     """
     stored, log = {}, Path(config.out_dir) / "log.jsonl"
     if config.resume:
@@ -88,7 +88,7 @@ class RunDirectory:
     def _claim(self) -> Path | None:
         """Lock OUT_DIR; with --resume, return its newest intact checkpoint."""
         if self.path.is_dir() and not self.holds_run() and (foreign := foreign_name(self.path)):
-            raise UserError(f"{self.path} contains {foreign} but no run; choose another --out_dir, so that it stays")
+            raise UserError(f"{self.path} contains {foreign} but no run; choose another --out_dir to keep it safe")
         self._lock()  # what is found from here on must not change under us
         resume, overwrite = self.written["resume"], self.written["overwrite"]
         if self.holds_run() and not (resume or overwrite):
@@ -97,7 +97,7 @@ class RunDirectory:
         newest = newest_intact(self.path) if resume else None
         # a run that has not begun is no error: a cluster can start and restart it with the same command
         if resume and newest is None and checkpoint_steps(self.path):
-            raise UserError(f"every checkpoint in {self.path} is damaged; give --overwrite instead, to start again")
+            raise UserError(f"every checkpoint in {self.path} is damaged; pass --overwrite instead to start again")
         return newest
 
     def _lock(self) -> None:
@@ -114,22 +114,22 @@ class RunDirectory:
     def start_over(self) -> None:
         """Rename the old run OUT_DIR.1, or the next free number, and continue in an empty OUT_DIR.
 
-        In one rename: killed at any moment, the old run is whole, under one of the two names.
+        It takes a single rename: a kill at any moment leaves the old run complete under one of the two names.
         """
         place = self.path.resolve()  # if OUT_DIR links to a larger disk, the old run and the new one both stay there
         if os.name == "nt":  # Windows renames no directory with an open file in it, so nobody can hold the lock then
             self.locks.close()
-        old = set_aside(place)  # a mount point, for instance, cannot be renamed: it stays as it is
+        old = set_aside(place)  # raises if it cannot be renamed, as a mount point: then nothing has changed
         self.rt.print(f"the earlier run is now {old}")
-        # The lock file has moved, too, still locked: a process that opened it before has not got it. Now that it has no
-        # name, none can open it any more, and the old run can be resumed where it is.
+        # The lock file has moved along, still locked, so a process that opened it earlier does not get the lock. Unlink
+        # it: then no process can open it any more, and the old run can be resumed under its new name.
         (old / ".lock").unlink(missing_ok=True)
         place.mkdir(exist_ok=True)
         self._lock()
 
 
 def foreign_name(out_dir: Path) -> str:
-    """A file that a run would replace, or a directory, as in / or a project, where there is no run; "" for neither."""
+    """In a directory without a run: a file that a run would replace, or a subdirectory, as in / or a project; or ""."""
     with contextlib.suppress(UserError, OSError, TypeError):
         if "out_dir" in read_json(out_dir / "config.json"):  # ours: the run was killed before it began its log
             return ""
@@ -139,14 +139,14 @@ def foreign_name(out_dir: Path) -> str:
 
 
 class Run:
-    """A run under way. For the loop: `step`, the last one taken; `data_step`, the number of batches read, which is
-    ahead of `step` by those that were skipped after a spike."""
+    """A run in progress. The loop reads `step`, the last one taken, and `data_step`, the number of batches read, which
+    is ahead of `step` by those that were skipped after spikes."""
 
     def __init__(self, directory: RunDirectory, config, files, optimizer, identity: dict, facts: dict):
         """Start, or continue from `directory.checkpoint` with its optimizer and counters.
 
-        `config` has the constants that run, settled. `files` copies and restores the weights; the caller has loaded
-        them already. `identity` is what the order of the data depends on besides constants. `facts` go to the log:
+        `config` has the settled constants. `files` copies and restores the weights, which the caller has loaded
+        already. `identity` is what the order of the data depends on besides constants. `facts` go to the log:
         `parameters`, `flops_per_token` for MFU, and perhaps `uniform_loss`, ln V, to compare the first loss with.
         Raises UserError before anything changes if a fixed constant or the identity is not the checkpoint's.
         """
@@ -160,7 +160,7 @@ class Run:
         self.rt.on_main(lambda: self._prepare_directory(changed))
         self._writer = CheckpointWriter(self.out_dir, config.keep_checkpoints)
         self._first_step = self.step  # of this process
-        # what the log has of this step: evaluations that a kill cut off after its checkpoint are run now, these are not
+        # what the log has of this step is not run again; evaluations that a kill cut off after the checkpoint are
         self._done = self.rt.on_main(lambda: [r["kind"] for r in self.log.records if r["step"] == self.step])
         self.val_loss = self.rt.on_main(lambda: self.log.val_losses().get(self.step, math.inf))  # the newest one
         self._saved = self.step if directory.checkpoint else -1  # the last step with a checkpoint
@@ -178,7 +178,7 @@ class Run:
         if checkpoint:
             rename_damaged(newer_than=checkpoint)
         elif (log := self.out_dir / "log.jsonl").exists():
-            old = set_aside(log)  # its steps come again with other figures: neither mix them with these, nor lose them
+            old = set_aside(log)  # its steps will be taken again: do not mix old and new figures, and lose neither
             self.rt.print(f"{self.out_dir} holds no checkpoint: starting from step 0; the earlier log is now {old}")
         config = asdict(self.config)
         written = {name: value for name, value in self.directory.written.items() if value != config[name]}
@@ -215,12 +215,12 @@ class Run:
             raise Stopped(self._signum or signal.SIGTERM)
 
     def _remember(self, signum: int, frame) -> None:
-        """A signal is a flag, read once a step; a second Ctrl-C ends the process at once."""
-        self._signum = signum  # ranks may get it in different steps: log_step has them agree on one
+        """A signal sets a flag, which is read once a step; a second Ctrl-C ends the process at once."""
+        self._signum = signum  # ranks may get it in different steps: log_step makes them agree on one
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _stops_wanted(self) -> torch.Tensor:
-        """On how many ranks a signal came, or a checkpoint could not be written; all ranks ask together."""
+        """The number of ranks that got a signal or could not write a checkpoint. All ranks call this together."""
         return self.rt.sum(torch.full((), float(self._signum != 0 or self._writer.failed), device=self.rt.device))
 
     def steps(self, batches: Iterator) -> Iterator[tuple[int, list]]:
@@ -230,8 +230,8 @@ class Run:
         """
         while self.step < self.max_steps:
             self.step, self.data_step, self._done = self.step + 1, self.data_step + 1, []
-            # Other dropout in every step and on every rank, and the same again after an interruption: so a checkpoint
-            # needs no state of random numbers.
+            # Dropout differs in every step and on every rank, and is the same again after an interruption, so a
+            # checkpoint needs no state of random number generators.
             torch.manual_seed(self.config.seed + self.step * self.rt.world_size + self.rt.rank)
             if not self._launched:  # none is under way: a step's time begins here, after evaluations and saves
                 self._clock = time.perf_counter()
@@ -249,24 +249,24 @@ class Run:
         They are read once the device has reached this point, on a GPU during the next step. Raises UserError after too
         many bad steps in a row.
         """
-        # Asking for a number now would let the GPU run dry: the host has to be ahead, launching the kernels of the next
-        # step while those of this one run. Whole numbers apart, as fp32 counts exactly up to 2**24 only.
+        # Reading a number now would let the GPU run dry: the host must be ahead, launching the kernels of the next step
+        # while those of this one run. The count of targets is separate, since fp32 is exact only up to 2**24.
         figures = torch.stack([loss, grad_norm, self._stops_wanted()])
         self._launched.append((self.step, lr, self.rt.read_later(figures), self.rt.read_later(n_targets)))
         self._read_steps(self.rt.steps_ahead)
 
     def due(self, interval: int, kind: str = "") -> bool:
-        """Every `interval` steps, and at the end; never for 0. Not if the log already has a record of this `kind`, nor
-        while a spike waits to be undone: what it has spoilt is neither saved nor evaluated."""
+        """True every `interval` steps and at the end; never for 0. False if the log already has a record of this
+        `kind`, and while a spike waits to be undone: spoilt weights are neither saved nor evaluated."""
         at_interval = interval > 0 and self.step > 0 and (self.step % interval == 0 or self.step == self.max_steps)
         return at_interval and self._spike is None and kind not in self._done
 
     def catch_up(self) -> None:
-        """Wait until the figures of all steps are read, and the checkpoint under way is on the disk: what comes next
-        may take long, or fail. All ranks call this together.
+        """Wait until the figures of all steps are read and the checkpoint being written is on the disk, because what
+        comes next may take long, or fail. All ranks call this together.
 
-        Raises Stopped after a signal to any of them, with a checkpoint of this step. If a spike shows only now, `save`
-        and `record` do nothing, and `steps` undoes it.
+        After a signal to any rank, saves this step and raises Stopped. If a spike shows only now, `save` and `record`
+        do nothing, and `steps` undoes it.
         """
         self._read_steps()
         self._writer.wait()
@@ -302,28 +302,28 @@ class Run:
             self._renew_card()
 
     def _renew_card(self) -> None:
-        """Add what was measured since the checkpoint of this step to its card. Not to one that an earlier process
-        wrote: somebody may have edited it."""
+        """Add what was measured since the checkpoint of this step to its card, unless an earlier process wrote that:
+        somebody may have edited it."""
         checkpoint = self.out_dir / f"step_{self.step:06d}"
         if self.rt.is_main and self._first_step < self.step == self._saved and checkpoint.is_dir():
             self.log.card()(checkpoint)
 
     def end_here(self) -> None:
-        """Let this step be the last one, with a checkpoint, and log what it took to get here."""
+        """Make this step the last one: save it, and log what it took to get here."""
         if self._spike:
             return
         self.max_steps = self.step
         self.save()
         if "target" not in self._done:
             operations = self.tokens * self.facts["flops_per_token"]
-            hours = sum(r.get("dt_ms") or 0 for r in self.log.records if r["kind"] == "train") / 3.6e6  # of steps alone
+            hours = sum(r.get("dt_ms") or 0 for r in self.log.records if r["kind"] == "train") / 3.6e6  # of steps
             self.record("target", tokens=self.tokens, hours=hours, petaflop=operations / 1e15)
 
     def resume_command(self, *words: str) -> str:
         """What a person types to continue this run, on as many ranks as now."""
         return shlex.join([*launcher(), Path(sys.argv[0]).name, "--resume", "--out_dir", str(self.out_dir), *words])
 
-    # ---- the figures of finished steps, and what follows from them
+    # ---- reading the figures of finished steps, and reacting to them
 
     def _read_steps(self, unread: int = 0) -> None:
         """Read figures until those of at most `unread` steps are left, or one of them is a spike."""
@@ -333,7 +333,7 @@ class Run:
     def _read_step(self, step: int, lr: float, read_figures, read_n_targets) -> None:
         """Wait for a step, log it, and notice a stop, a spike or a bad step. Raises UserError after too many."""
         (loss, grad_norm, stop), n_targets = read_figures(), read_n_targets()
-        # from the arrival of one step's figures to the next's: what a step takes when host and device overlap
+        # from one step's figures to the next step's: what a step takes when host and device overlap
         now = time.perf_counter()
         seconds, self._clock = max(now - self._clock, 1e-9), now  # two readings may be equal
         self.tokens += n_targets
@@ -374,7 +374,7 @@ class Run:
         before = step - self._spikes.PATIENCE  # the weights of the step before the first high loss are suspect, too
         found = self.rt.on_main(lambda: newest_intact(self.out_dir, before))
         if not found:
-            self.rt.print(f"step {step}: the loss has jumped to {loss:.3f}, with no earlier checkpoint to go back to")
+            self.rt.print(f"step {step}: the loss has jumped to {loss:.3f}, with no earlier checkpoint to roll back to")
             return self._spikes.accept()
         self.rt.on_main(lambda: remove_after(found))  # newer ones hold spoilt weights: a resume must not find them
         median, data_step = self._spikes.median(), self.data_step
@@ -403,8 +403,8 @@ class Run:
         return changed
 
     def _changed_constants(self, state: dict, checkpoint: Path) -> dict:
-        """What a person wrote now against what was written then: a recipe's default that a checkpoint's sizes replaced
-        is no change. Raises UserError for a constant that the order of the data or the model depends on."""
+        """Compare what a person wrote now with what was written then: a recipe's default that a checkpoint's sizes
+        replaced is no change. Raises UserError for a constant that the data order or the model depends on."""
         for name, value in self.identity.items():
             if state["identity"].get(name) != value:
                 raise UserError(f"{checkpoint} was trained with another {name}; give that one, or another --out_dir")

@@ -33,7 +33,7 @@ from run.runtime import Runtime
 
 # each is imported only when asked for
 TRACKERS = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
-LINE_SECONDS = 30  # between two lines that replace the progress bar where there is no terminal
+LINE_SECONDS = 30  # between progress lines, where there is no terminal for a progress bar
 
 
 class RunLog:
@@ -55,7 +55,7 @@ class RunLog:
         self._line_due = 0.0
 
     def cut(self, step: int) -> None:
-        """Keep what was logged up to `step`: what a killed run logged after its checkpoint comes again."""
+        """Drop what was logged after `step`: steps that a killed run took after its checkpoint will be taken again."""
         if not self.rt.is_main:
             return
         path = self.out_dir / "log.jsonl"
@@ -65,7 +65,7 @@ class RunLog:
         replace_file(self.out_dir / "samples.txt", "".join(samples))
 
     def append(self, record: dict) -> None:
-        """One line."""
+        """Add a line."""
         if not self.rt.is_main:
             return
         self.records.append(record := as_json(record))
@@ -78,7 +78,7 @@ class RunLog:
             if self._report and record["kind"] != "run":
                 self._report(numbers, record["step"])
         except Exception as e:  # a lost server is no reason to end a run: log.jsonl has everything
-            self.rt.print(f"warning: {self.out_dir} is no longer reported: {type(e).__name__}: {e}", file=sys.stderr)
+            self.rt.print(f"warning: {self.config.report_to} has stopped: {type(e).__name__}: {e}", file=sys.stderr)
             self._report = None
 
     def evaluation(self, step: int, kind: str, figures: dict) -> None:
@@ -124,7 +124,7 @@ class RunLog:
                 self._close_tracker()
 
     def draw(self) -> None:
-        """Draw learning_curve.png in a thread, so that no rank waits for it; not if the thread is busy with one."""
+        """Draw learning_curve.png in a thread, so that no rank waits for it; skipped while the thread is busy."""
         if self._drawing is None or self._drawing.done():
             self._drawing = self._painter.submit(self._draw)
 
@@ -135,7 +135,7 @@ class RunLog:
             self.rt.print(f"warning: learning_curve.png is not drawn: {explain(e)}")
 
     def card(self) -> Callable[[Path], None]:
-        """What is in the log now; the result writes it, as a model card, into a directory."""
+        """Copy the log as it is now; the result writes it into a directory as a model card."""
         name, records, curve = self.name, list(self.records), self.out_dir / "learning_curve.png"
         return lambda directory: write_card(directory, name, records, curve)
 
@@ -191,7 +191,7 @@ def import_tracker(report_to: str):
 
 
 def start_tracker(tracker, config, name: str, step: int) -> tuple[Callable[[dict, int], object], Callable[[], object]]:
-    """Functions that pass on {name: number} of a step, and that end this. Figures after `step` will come again."""
+    """Two functions: one reports {name: number} of a step, one ends this. Figures after `step` will come again."""
     if config.report_to == "tensorboard":
         writer, newest = tracker.SummaryWriter(config.out_dir, purge_step=step + 1), step
 

@@ -27,7 +27,7 @@ def about_disk(config, n_bytes: int) -> str:
 
 
 def about_measured(like: str, flops_per_token: float, tokens: int, price: float) -> str:
-    """The time that the machine of the run `like` would take for `tokens`: by its tokens/s and its FLOPs of a token."""
+    """The time for `tokens` on the machine of the run `like`, from its tokens/s and the FLOPs per token of both."""
     records = read_log(Path(like) / "log.jsonl")
     rates = [r["tokens_per_sec"] for r in records if r["kind"] == "train" and r.get("tokens_per_sec")]
     starts = [r for r in records if r["kind"] == "run" and r.get("flops_per_token")]
@@ -36,4 +36,4 @@ def about_measured(like: str, flops_per_token: float, tokens: int, price: float)
     rate = statistics.median(rates) * starts[-1]["flops_per_token"] / flops_per_token
     hours = tokens / rate / 3600
     cost = f", {price * hours * starts[-1].get('ranks', 1):,.2f} dollars" if price else ""
-    return f"{like} measured this on {starts[-1]['machine']}: {rate:,.0f} tokens/s, {hours:,.2f} hours{cost}"
+    return f"at the speed of {like} on {starts[-1]['machine']}: {rate:,.0f} tokens/s, {hours:,.2f} hours{cost}"

@@ -1,8 +1,8 @@
-"""Is my curve normal? Runs to compare one with: seeds of `tiny`, measured here, and published runs of GPT-2 124M.
+"""Is my curve normal? Reference runs: seeds of `tiny`, measured here, and published runs of GPT-2 124M.
 
-docs/reference.json lists them. An entry has a `name`, its `source`, the `tokens` read at its validations, for each seed
-its losses there, perhaps the same as `bpb`, and `of`: what a run must have in common with it, of its constants and the
-facts of its data. So a recipe that changes has no band until `bench.py tiny` has measured it again.
+docs/reference.json lists them. An entry has a `name`, its `source`, the `tokens` read at each validation, the `loss` of
+each seed there, perhaps also as `bpb`, and `of`: the constants and facts of the data that a run must share with it. So
+a recipe that changes has no band until `bench.py tiny` measures it again.
 
 This file knows nothing of torch or models: it sees only the records of a log.
 """
@@ -24,7 +24,7 @@ def references(records: list[dict]) -> list[dict]:
 
 
 def place_in_band(records: list[dict]) -> str:
-    """A line on where a finished run ends among the seeds of its recipe, "" if none were measured."""
+    """A line that compares the end of a run with the seeds of its recipe, "" if none were measured."""
     tokens = max((record.get("tokens") or 0 for record in records if record["kind"] == "train"), default=0)
     last = next((record["loss"] for record in reversed(records) if record["kind"] == "val"), None)
     for entry in references(records) if last is not None else []:

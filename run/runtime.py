@@ -1,4 +1,4 @@
-"""The machine: device, precision, ranks, torch.compile, batches on their way to it. One place for each decision.
+"""The machine: device, precision, ranks, torch.compile, moving batches to the device. One place for each decision.
 
 This file knows nothing of GPT-2, shards, checkpoints or run directories.
 """
@@ -27,14 +27,14 @@ from tqdm import tqdm
 
 from cli import UserError, counted
 
-# How long a rank waits for the others: some may be compiling or writing a checkpoint. torchrun notices a process that
-# dies at once; one that hangs, or whose machine was cut off, ends the others only after this time.
+# How long a rank waits for the others, which may be compiling or writing a checkpoint. torchrun notices at once when a
+# process dies; one that hangs, or whose machine loses its network, ends the others only after this time.
 EXCHANGE = timedelta(minutes=10)
 
-# What machines have: a card's dense peak of the matrix units in TFLOP/s, for 16-bit inputs with fp32 accumulation, and
-# the bandwidth of its memory in GB/s. They are from the vendors' data sheets and whitepapers; for GeForce cards without
-# a 16-bit figure, twice the published fp32 rate, as where both are printed; for an MI250X, one of its two chips. 0 is
-# unknown. The first name whose words follow one another in the device's name counts, so that longer names come first.
+# For each card: the dense peak of its matrix units in TFLOP/s, for 16-bit inputs with fp32 accumulation, and its memory
+# bandwidth in GB/s. They are from the vendors' data sheets and whitepapers; for GeForce cards without a 16-bit figure,
+# twice the published fp32 rate, as where both are printed; for an MI250X, one of its two chips. 0 is unknown. The first
+# entry whose words follow one another in the device's name counts, so longer names come first.
 PEAKS = """
 GB300 2500 8000, B300 2250 8000, GB200 2500 8000, B200 2250 8000, GH200 989 4000, H200 NVL 835 4800, H200 989 4800,
 H100 NVL 835 3938, H100 PCIe 756 2039, H100 989 3352, H800 989 3352, H20 148 4000, A100 SXM4 40GB 312 1555,
@@ -71,7 +71,7 @@ class Runtime:
     rank: int
     world_size: int
     why: str  # how device, dtype and compile were chosen, for the first line of a run
-    shard: str = "none"  # what ranks divide among them: none, optimizer, full (see run/sharding.py)
+    shard: str = "none"  # what is sharded over ranks: none, optimizer, full (see run/sharding.py)
     mesh: DeviceMesh | None = None  # of the ranks that do; None for "none" and for one rank
 
     @classmethod
@@ -172,8 +172,8 @@ class Runtime:
 
     @property
     def writes_in_background(self) -> bool:
-        """Whether to train while a checkpoint is written. On a CPU that takes longer than to wait: on two cores a step
-        of 124M beside a write took 5.5 s, one alone 1.2 s, and the write 3.2 s."""
+        """Whether to train while a checkpoint is written. On a CPU it is faster to wait: on two cores a step of 124M
+        took 5.5 s during a write and 1.2 s without, and a write alone took 3.2 s."""
         return self.device.type != "cpu"
 
     def read_later(self, tensor: torch.Tensor) -> Callable[[], list[float]]:
@@ -192,7 +192,7 @@ class Runtime:
         return wait
 
     def synchronize(self) -> None:
-        """Wait for the device, so that a clock read afterwards is true."""
+        """Wait for the device, so that a clock that is read afterwards counts all of its work."""
         if self.device.type in ("cuda", "mps"):
             getattr(torch, self.device.type).synchronize()
 
@@ -208,7 +208,7 @@ class Runtime:
         return peak if sys.platform == "darwin" else peak * 1024
 
     def reset_peak_memory(self) -> None:
-        """Measure the peak from here on; a process without a GPU cannot forget its old one."""
+        """Measure the peak from here on; only that of a GPU can be reset."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
 
@@ -296,7 +296,7 @@ def _keep_freed_memory() -> None:
 
 
 def _choose_threads(threads: int | None) -> str:
-    """Set the number of threads, and say it. Whoever sets OMP_NUM_THREADS, as torchrun does, has chosen."""
+    """Set the number of threads, and describe it. OMP_NUM_THREADS, which torchrun sets, turns the trial off."""
     most, tried = torch.get_num_threads(), threads == 0 and "OMP_NUM_THREADS" not in os.environ
     threads = fastest_threads(most) if tried else threads or most
     torch.set_num_threads(threads)
@@ -309,8 +309,8 @@ def fastest_threads(most: int) -> int:
     """`most`, or a half, a quarter, ... of it: whichever computes a small network's gradients fastest at this moment.
 
     The threads of an operator wait for each other, spinning. If another process takes one of two cores, our threads
-    spend their time waiting for the one that it has stopped, and a single one is faster. The candidates take turns, for
-    about a second, with enough rows to keep all threads busy. No random state is touched.
+    spend their time waiting for the preempted one, and a single thread is faster. The candidates take turns for about
+    a second, with enough rows to keep all threads busy. No random state is touched.
     """
     seconds: dict[int, list[float]] = {most >> i: [] for i in range(most.bit_length())}
     x, w = torch.full((512 * most, 128), 0.5), torch.full((512, 128), 0.01, requires_grad=True)
@@ -377,21 +377,21 @@ ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBack
 
 
 def one_shape(graph: torch.fx.GraphModule, inputs: list) -> Callable:
-    """torch.compile's backend for what always has one shape: Inductor, with the best kernels of attention first, and
-    with a cache on the disk from which a second start takes the graph.
+    """torch.compile's backend for code whose shapes never change: Inductor, with the best attention kernels first, and
+    with a cache on the disk, which makes the second start fast.
 
     On Hopper (compute capability 9) and B200 (10) cuDNN's attention is the fastest, but it builds a plan for each new
     shape, which takes longer than a batch of finetuning, HellaSwag or sampling: these run without it.
     """
     from torch._functorch import config as autograd
     from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx  # seconds, which a run that does not compile saves
+    from torch._inductor.compile_fx import compile_fx  # a slow import, only for runs that compile
 
     device = next(x.device for x in inputs if isinstance(x, torch.Tensor))
     on_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
     order = [SDPBackend.CUDNN_ATTENTION] * on_hopper + ATTENTION
-    # The loss is an autograd.Function and switches autocast; either would bypass the cache, which cannot know that they
-    # depend on nothing but the graph, as these do. And its key lacks the order.
+    # The loss is an autograd.Function and switches autocast. Either would bypass the cache, which cannot know that here
+    # both depend on the graph alone. And the cache's key lacks the order of kernels.
     switches = {f"torch.amp.autocast_mode.{name}": "by its arguments" for name in ("_enter_autocast", "_exit_autocast")}
     cached = config.patch(unsafe_marked_cacheable_functions=switches)
     functions = autograd.patch(autograd_cache_allow_custom_autograd_functions=True)

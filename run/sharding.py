@@ -9,7 +9,7 @@ them:
     backward    a reduce-scatter after each block leaves every rank the averaged gradient of its own rows
     step        each rank updates its own rows: AdamW treats each number by itself (for Muon see learning/optim.py)
 
-An all-reduce, as in plain data parallelism, is just these two, so this exchanges no more bytes:
+Plain data parallelism does an all-reduce, which consists of these two, so this exchanges no more bytes:
 
     --shard optimizer    weights stay whole from their first use in a step to the last; gradients until the last
                          micro-batch is done. The moments, half of the 16 bytes, are always divided (ZeRO-1, and ZeRO-2
@@ -37,7 +37,7 @@ def shard(model: torch.nn.Module, blocks: Sequence[torch.nn.Module], rt: Runtime
     Each of `blocks` is gathered by itself, everything else together. With compilation each block is compiled by itself,
     so that gathering and computing overlap.
     """
-    from torch.distributed.fsdp import fully_shard  # takes a second, which one rank does not need
+    from torch.distributed.fsdp import fully_shard  # a slow import, which one rank does not need
 
     # Weights travel in fp32, so that autocast rounds the same numbers as on one rank. (FSDP's own policy would halve
     # the bytes; but it rounds LayerNorm's gains too, and CPUs do not even accept that.)

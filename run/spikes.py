@@ -1,4 +1,4 @@
-"""Losses that jump: noticed here; run/directory.py goes back to a checkpoint. This file knows nothing of either."""
+"""Detects loss spikes, for run/directory.py to roll back. This file knows nothing of runs or checkpoints."""
 
 import statistics
 from collections import Counter, deque
@@ -7,11 +7,11 @@ from cli import UserError
 
 
 class SpikeDetector:
-    """Notices a loss that has jumped: PATIENCE steps in a row, each more than `threshold` above the median of the good
-    ones. Nothing is a spike before there are MIN_LOSSES losses, or with a threshold of 0."""
+    """A spike is PATIENCE steps in a row with a loss more than `threshold` above the median of the good steps. There is
+    none before MIN_LOSSES losses, and none if the threshold is 0."""
 
-    # A median over 100 steps moves slowly, one over fewer than 20 says little. Odd batches come singly, spikes do not.
-    # And what three rounds of other data do not cure is not in the data.
+    # A median over 100 steps moves slowly; one over fewer than 20 is noise. Odd batches come singly, spikes do not.
+    # And a spike that recurs on different data three times is not caused by the data.
     WINDOW, MIN_LOSSES, PATIENCE, MAX_RETURNS = 100, 20, 3, 3
 
     def __init__(self, threshold: float):
@@ -24,7 +24,7 @@ class SpikeDetector:
         return statistics.median(self.losses)
 
     def add(self, loss: float) -> bool:
-        """Take note of a step's loss; True for a spike."""
+        """Add the loss of a step; returns True for a spike."""
         if 0 < self.threshold and self.MIN_LOSSES <= len(self.losses) and loss > self.median() + self.threshold:
             self.high += 1
         else:  # high losses stay out of the median, or it would follow them
@@ -33,15 +33,15 @@ class SpikeDetector:
         return self.high >= self.PATIENCE
 
     def accept(self) -> None:
-        """Let the high losses be the normal ones from here on."""
+        """Treat the high losses as normal from here on."""
         self.losses.clear()
         self.high = 0
 
     def count(self, checkpoint: str) -> None:
-        """Raises UserError for one return too many to the same checkpoint: other data then does not help."""
+        """Count a rollback. Raises UserError after too many to the same checkpoint: other data does not help then."""
         self.returns[checkpoint] += 1
         if self.returns[checkpoint] > self.MAX_RETURNS:
-            what = f"the loss jumps again after {self.MAX_RETURNS} returns to {checkpoint}, each with other data"
+            what = f"the loss jumps again after {self.MAX_RETURNS} rollbacks to {checkpoint}, each with other data"
             raise UserError(f"{what}; lower --max_lr and --resume, or accept the jump with --spike_threshold 0")
 
     def state_dict(self) -> dict:

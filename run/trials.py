@@ -1,7 +1,7 @@
-"""Settled before a run: which attention, and the largest micro-batch that fits into memory.
+"""Choices made before a run: the kind of attention, and the largest micro-batch that fits into memory.
 
-On a GPU memory is measured, and all ranks agree on the outcome; on a CPU earlier measurements are the rule. This file
-knows nothing of GPT-2 beyond the shapes that it is given, and nothing of data or checkpoints.
+On a GPU memory is measured, and all ranks agree on the outcome; on a CPU fixed rules follow earlier measurements. This
+file knows nothing of GPT-2 beyond the shapes that it is given, and nothing of data or checkpoints.
 """
 
 import re
@@ -51,7 +51,7 @@ def find_micro_batch_size(forward, rows: int, shape: tuple[int, int], rt: Runtim
 
 def largest_that_fits(forward, sizes: list[int], shape: tuple[int, int], rt: Runtime) -> int:
     """The first of `sizes`, which descend, for which every rank has the memory. Raises UserError on all ranks alike."""
-    # compiling each size would take a minute; what fits uncompiled fits compiled, too
+    # compiling each size would take a minute; a size that fits uncompiled also fits compiled
     inside_ddp = getattr(forward, "module", forward)
     uncompiled = getattr(inside_ddp, "_orig_mod", inside_ddp)
     for size in sizes:
@@ -64,7 +64,7 @@ def largest_that_fits(forward, sizes: list[int], shape: tuple[int, int], rt: Run
 
 
 def has_memory_for(size: int, shape: tuple[int, int], forward, rt: Runtime) -> bool:
-    """Try one forward and backward pass of `size` sequences, with memory for the optimizer's state put aside.
+    """Try one forward and backward pass of `size` sequences, with memory for the optimizer's state set aside.
 
     `forward` is not DDP's module: its backward pass would have a rank that is out of memory keep the others waiting.
     """
