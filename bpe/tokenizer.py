@@ -8,8 +8,8 @@
     tok.to_tiktoken(), tok.to_transformers()    # the same ids from other libraries
 
 The algorithm on one page is minimal.py; this computes the same, only faster. Training is in training.py, splitting text
-and merging bytes in chunks.py, files in formats.py; here is what people call. All errors are ValueErrors. This file
-knows nothing of models, of shards, or of command lines.
+and merging bytes in chunks.py, file formats in formats.py; this file is the API. All errors are ValueErrors. It knows
+nothing of models, shards or command lines.
 """
 
 import codecs
@@ -282,7 +282,7 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Text from ids as they come; the bytes of an unfinished character wait for the rest of it."""
+    """Decodes ids as they come; the bytes of an unfinished character wait for the rest of it."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer

@@ -35,16 +35,16 @@ from corpus.sources import arriving, discard, documents_of, find_source, is_txt,
 
 @dataclass(frozen=True)
 class Config:
-    input: tuple[str, ...] = ()  # files (text, .parquet, .jsonl), globs, folders, datasets of the hub; bpe/manual.txt
-    text_field: str = "text"  # the column or key of the text, in .parquet and .jsonl
+    input: tuple[str, ...] = ()  # .txt, .jsonl, .parquet, folders, globs, hub datasets; if empty, bpe/manual.txt
+    text_field: str = "text"  # column or JSON key that holds the text
     max_bytes: Tokens = 0  # stop reading after this many bytes of text; 0 reads everything
     vocab_size: Positive = 1024  # 256 bytes, the merges and the special tokens
     pattern: str = "gpt2"  # how text is split first: gpt2, cl100k (GPT-4), or a regular expression
-    special_tokens: tuple[str, ...] = (ENDOFTEXT,)  # they get the last ids and take no part in merges
+    special_tokens: tuple[str, ...] = (ENDOFTEXT,)  # they get the last ids and are never merged
     tie_break: Literal["lowest_id", "greatest_bytes"] = "lowest_id"  # which of two equally frequent pairs is merged
-    workers: Count = 0  # processes that count; 0 for one per core
-    out: str = "out/bpe"  # directory of the tokenizer
-    overwrite: bool = False  # rename an old OUT to OUT.1, or to the next free number
+    workers: Count = 0  # processes that count words; 0 for one per core
+    out: str = "out/bpe"  # directory for the tokenizer
+    overwrite: bool = False  # rename an existing OUT to OUT.1, or the next free number
 
 
 HELD_OUT = 2**20  # characters to measure compression on, at most
@@ -66,7 +66,7 @@ def main() -> None:
     except ValueError as e:  # too small a vocabulary, or a pattern that leaves out some of the text
         raise UserError(f"{e}; see --help") from None
     seconds = time.perf_counter() - began
-    out = Path(config.out)  # written before anything is printed, which `| head` may not want any more
+    out = Path(config.out)  # written before anything is printed, because printing to `| head` may fail
     shutil.rmtree(out / DOWNLOADS, ignore_errors=True)
     renamed = f"renamed the old {out} to {set_aside(out)}\n" if holds_files(out) else ""
     tok.save(out)

@@ -1,6 +1,6 @@
-"""How training is made fast: `learn` finds the merges that the slow trainer of minimal.py finds, in the same order.
+"""Fast BPE training: `learn` finds the merges that the slow trainer of minimal.py finds, in the same order.
 
-minimal.py counts every pair of the whole corpus again for each merge. What makes the difference:
+minimal.py counts every pair of the whole corpus again for each merge. This file is faster because:
 
 1. Equal chunks are counted once: 25 MB of English have some 100,000 different ones. (`count_chunks`)
 2. Processes share the counting; merging works on chunks and their counts. (`count_in_parallel`)
@@ -114,8 +114,8 @@ def answer_counts() -> None:
 def count_in_parallel(texts: Iterable[str], pattern: str, specials: tuple[str, ...], options: Options) -> Counter[str]:
     """`count_chunks` over all texts.
 
-    The first batches are counted here, so that a small corpus starts no process. Then `workers - 1` processes get
-    two batches each, and what is too much for them is counted here, so that only a few batches are in memory.
+    This process counts the first batches, so that a small corpus starts no other. Then `workers - 1` processes get up
+    to two batches each, and this one counts the rest, so that only a few batches are in memory.
     """
     n_helpers = (options.workers or cpu_count()) - 1
     counts, pending, processes, of_thread = Counter(), deque(), [], threading.local()

@@ -31,10 +31,10 @@ CHINESE = "研究生院门前有一棵石榴树，每年秋天都会结出很多
 @dataclass(frozen=True)
 class Config:
     tokenizer: str = "out/bpe"  # directory or file of a tokenizer
-    compare: str = "gpt2"  # the other one: gpt2, or a directory or file
-    english: str = ENGLISH  # one text
-    chinese: str = CHINESE  # the other text
-    svg: str = ""  # the picture; empty for tokens.svg beside the tokenizer
+    compare: str = "gpt2"  # tokenizer to compare with: gpt2, or a directory or file
+    english: str = ENGLISH  # the first text
+    chinese: str = CHINESE  # the second text
+    svg: str = ""  # picture to write; tokens.svg beside the tokenizer if empty
 
 
 COLORS = ("#f9d5a7", "#c5e3bf", "#bcd9f5", "#f6c5cf", "#dccbf0", "#f3eaa4")

@@ -1,7 +1,7 @@
-"""text -> ids through whatever library is fastest: gigatoken, tiktoken, or our own code.
+"""text -> ids through the fastest library that is installed: gigatoken, tiktoken, or our own code.
 
-All give the ids of bpe/tokenizer.py, and so the same shards. None is trusted: `choose_encoder` compares it on fixed
-probes before it starts, and fineweb.py on the beginning of every unit. This file knows nothing of files or shards.
+All give the ids of bpe/tokenizer.py, and so the same shards. That is checked: `choose_encoder` compares ids on fixed
+probes, and fineweb.py on the beginning of every unit. This file knows nothing of files or shards.
 """
 
 import sys
@@ -25,7 +25,7 @@ def encoder(tok: Tokenizer, name: str) -> Encode:
     if name == "gigatoken":
         import gigatoken
 
-        plain = Tokenizer(tok.merges, tok.pattern, (), tok.ordinary)  # it would find special tokens in any text
+        plain = Tokenizer(tok.merges, tok.pattern, (), tok.ordinary)  # or it would encode special tokens in the text
         fast = gigatoken.Tokenizer.from_json(to_tokenizers(plain).to_str()).encode
     elif name == "tiktoken":
         fast = partial(tok.to_tiktoken().encode_to_numpy, disallowed_special=())

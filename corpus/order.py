@@ -1,4 +1,4 @@
-"""The order in which training reads a stream of tokens, which is a pure function of (seed, epoch, step).
+"""The order in which training reads a stream of tokens: a pure function of (seed, epoch, step).
 
     stream -> windows of T + 1 tokens -> a seeded permutation of them, one an epoch -> global batches -> a rank's part
 
@@ -7,8 +7,8 @@
 - step s takes the windows from number s * batch_size on, counted through all epochs. Every rank takes its slice of the
   same global batch, so the order depends on neither the number of ranks, the micro-batch nor interruptions
 
-Batches are NumPy arrays of windows, (rows, T + 1) int64; `to_inputs` cuts them into inputs and targets, wherever they
-are by then. This file needs NumPy and corpus/stream.py, and knows nothing of torch, models, tokenizers or devices.
+Batches are NumPy arrays of windows, (rows, T + 1) int64; `to_inputs` cuts them into inputs and targets on any device.
+This file needs NumPy and corpus/stream.py, and knows nothing of torch, models, tokenizers or devices.
 """
 
 from collections.abc import Iterator
@@ -19,13 +19,13 @@ import numpy as np
 from cli import UserError
 from corpus.stream import TokenStream
 
-IGNORED = -100  # a target that is not scored, as in PyTorch; fills what validation has no tokens for
+IGNORED = -100  # a target that is not scored, as in PyTorch; pads the last windows of validation
 
 
 def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
     """A permutation of 0 .. n-1 as (n,) uint32.
 
-    Each number gets the random bits of PCG64 above it, and sorting is the permutation. NumPy guarantees the stream of
+    The numbers are sorted by random bits of PCG64, which are put above their own bits. NumPy guarantees the stream of
     PCG64 forever, but not that of Generator.shuffle, which is also slower.
     """
     bits = max(n - 1, 1).bit_length()  # enough for a number below n
@@ -57,9 +57,9 @@ class Batches:
     def shift(self, epoch: int) -> int:
         """How many tokens later windows begin in this epoch, 0 .. T-1: 0 in the first one.
 
-        The first target of a window is predicted from one token, the last one from T. If windows were cut at the same
-        places in every epoch, these would be the same targets every time. The recipe `tiny` reads its text several
-        times, and the shift is worth 0.03 bits per byte to it.
+        The first target of a window is predicted from one token, the last one from T. Windows that were cut at the same
+        places in every epoch would give a target the same context length every time. The recipe `tiny` reads its text
+        several times, and gains 0.03 bits per byte from the shift.
         """
         return int(np.random.PCG64([self.seed, epoch, 1]).random_raw()) % self.T if epoch and self.shuffle else 0
 
@@ -103,10 +103,10 @@ def training_batches(
 def validation_batches(
     stream: TokenStream, sequence_length: int, micro_batch_size: int, limit: int, rank=0, world_size=1
 ) -> Iterator[np.ndarray]:
-    """Every token of a split once, as a target, in windows dealt out to the ranks; `limit` > 0 is the most tokens.
+    """Every token of a split once, as a target, in windows dealt out to the ranks; at most `limit` tokens if it is > 0.
 
-    Yields micro-batches, all (micro_batch_size, T + 1) int64, so that compiled code sees one shape; what is too short
-    ends in IGNORED. The union over ranks is the same for every world size.
+    Yields micro-batches, all (micro_batch_size, T + 1) int64, so that compiled code sees one shape; short windows are
+    padded with IGNORED. The union over ranks is the same for every world size.
     """
     T = sequence_length
     n = len(stream) - 1 if limit <= 0 else min(len(stream) - 1, limit)

@@ -10,7 +10,7 @@ from cli import UserError
 
 
 def file_rows(path: str, option: str = "--data") -> list:
-    """The rows of a .json file, which holds a list, or of a .jsonl file, one a line; at least one.
+    """The rows of a .json file, which holds a list, or of a .jsonl file, one per line; at least one.
 
     Raises UserError, which names the line that is not JSON; `option` is the flag that takes the file.
     """
@@ -37,9 +37,9 @@ def file_rows(path: str, option: str = "--data") -> list:
 def hub_rows(repo: str, split: str, option: str = "--data") -> list[dict]:
     """All rows of a split of a dataset on the hub. Raises UserError, which names the option that takes a local file.
 
-    `datasets` does the work: it keeps a copy in its cache, tries again where the network fails, and asks HF_ENDPOINT.
+    `datasets` does the work: it keeps a copy in its cache, retries when the network fails, and follows HF_ENDPOINT.
     """
-    import datasets  # takes 0.6 s, which --help and local files do not need
+    import datasets  # a slow import (0.6 s), which --help and local files do not need
 
     try:
         return datasets.load_dataset(repo, split=split).to_list()

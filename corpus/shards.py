@@ -1,4 +1,4 @@
-"""Everything that belongs beside token shards: their manifest, the tokenizer that made them, and a text file as shards.
+"""What goes with token shards: their manifest, the tokenizer that made them, and turning a text file into shards.
 
 - manifest.json says where shards come from and what is in them; `verify` compares all of it with the files
 - tokenizers by name, and the one that belongs to given shards
@@ -32,7 +32,7 @@ def shard_dtype(n_vocab: int) -> type:
 
 
 def save_manifest(directory: Path, manifest: dict) -> None:
-    """Replace the manifest, which is on the disk when this returns; an interruption leaves the old one."""
+    """Replace the manifest; it is on the disk when this returns, and an interruption leaves the old one."""
     replace_file(Path(directory) / "manifest.json", json.dumps(manifest, indent=2) + "\n")
 
 
@@ -45,7 +45,7 @@ def summary(manifest: dict) -> str:
 
 
 def origin(data: Path) -> tuple[dict, str]:
-    """For a model card: what the manifest says of where shards come from, and their dataset's name on the hub or ""."""
+    """For a model card: what the manifest says about the source of the shards, and its name on the hub or ""."""
     file = (data if data.is_dir() else data.parent) / "manifest.json"
     manifest = read_manifest(file.parent)
     known = ("source", "commit", "tokens", "documents", "bytes", "tokenizer")
@@ -72,7 +72,7 @@ def verify(directory: Path, quiet: bool = False) -> str:
     written = {directory / entry["file"]: entry["sha256"] for entry in manifest["shards"]}
     found = (path for split in ("train", "val") for path in directory.glob(f"*_{split}_*.npy"))
     TokenStream(sorted({*written, *found}), len(tok))  # refuses one that is missing, cut short or in no manifest
-    with ThreadPoolExecutor() as pool:  # a checksum releases Python's lock
+    with ThreadPoolExecutor() as pool:  # hashing releases the GIL
         sums = tqdm(pool.map(sha256, written), total=len(written), unit="shard", disable=quiet or None)
         changed = [path for path, checksum in zip(written, sums, strict=True) if checksum != written[path]]
     if changed:
@@ -110,7 +110,7 @@ def data_tokenizer(data: Path, tokenizer: str) -> Tokenizer:
 def ds_tokenizer(directory: Path) -> str:
     """The tokenizer that datatrove used for the .ds files in a directory; `gpt2` if there are none.
 
-    Raises UserError for one that is not here: reading its tokens as GPT-2's would be wrong, and nothing would show it.
+    Raises UserError for one that is not here: to read its tokens as GPT-2's would be silently wrong.
     """
     try:
         names = {ds_metadata(path)[0] for path in directory.glob("*.ds")} or {"gpt2"}
@@ -118,7 +118,7 @@ def ds_tokenizer(directory: Path) -> str:
         raise UserError(f"the .ds files of {directory} cannot be used: {e}") from e
     name, *others = sorted(names)
     if others:
-        raise UserError(f"the .ds files of {directory} have different tokenizers, {name} and {others[0]}; sort them")
+        raise UserError(f"the .ds files of {directory} have different tokenizers, {name} and {others[0]}; keep one")
     if name in ("gpt2", "openai-community/gpt2"):
         return "gpt2"
     if not os.path.exists(name):
@@ -134,7 +134,7 @@ def prepare_text(text_file: str, tokenizer: str, vocab_size: int, cache: Path) -
 
     `tokenizer` is `train`, for a BPE of `vocab_size` tokens trained on the training part, or as in `load_tokenizer`.
     Returns the shard directory below `cache`, which also holds `tokenizer.json` and `manifest.json`. It is made once:
-    a run that finds it intact uses it, and of several runs that need it at the same time one makes it.
+    later runs use it as long as it is intact, and if several runs need it at the same time, one of them makes it.
     """
     text = read_text(text_file)
     tok = None if tokenizer == "train" else load_tokenizer(tokenizer)

@@ -58,7 +58,7 @@ def kind_of(name: str) -> str:
 class SourceFile(NamedTuple):
     name: str  # a local path, or the path in the dataset
     bytes: int  # 0 where the hub does not say
-    version: str  # of a local file when it was changed, in ns, and a sample; of the hub, the hash of its content
+    version: str  # a local file: mtime in ns and a hash of samples; a file of the hub: the hash of its content
 
 
 class Source(NamedTuple):
@@ -93,7 +93,7 @@ def local_paths(pattern: str) -> list[Path]:
 
 
 def local_file(path: Path) -> SourceFile:
-    """Its version includes bytes of SAMPLES places, of both ends among them: an edit may keep the time and the size."""
+    """The version hashes bytes at SAMPLES places, both ends included, as an edit may keep the time and the size."""
     stat, digest = path.stat(), hashlib.sha256()
     with open(path, "rb") as f:
         for i in range(SAMPLES):
@@ -109,7 +109,7 @@ def hub_source(name: str, revision: str) -> Source:
 
     owner, dataset, *rest = name.strip("/").split("/")
     repo, folder = f"{owner}/{dataset}", "/".join(rest)
-    with hub_errors(f"the list of files of {repo}"):  # HfApi().dataset_info asks once, and a busy hub says no
+    with hub_errors(f"the list of files of {repo}"):  # HfApi().dataset_info does not retry if the hub is busy
         url = f"{constants.ENDPOINT}/api/datasets/{repo}/revision/{quote(revision, safe='')}?blobs=true"
         answer = http_backoff("GET", url, headers=build_hf_headers(), timeout=60, max_retries=2)
         hf_raise_for_status(answer)
@@ -128,10 +128,10 @@ def hub_source(name: str, revision: str) -> Source:
 
 @contextmanager
 def hub_errors(what: str) -> Iterator[None]:
-    """Whatever the hub or the network does wrong becomes one UserError; a full disk stays what it is.
+    """Turn any error of the hub or the network into a UserError, but not that of a full disk.
 
-    The classes of these errors have changed with the versions of huggingface_hub, so all are caught. It has tried again
-    by then: it waits as long as Retry-After says, and resumes connections that break.
+    The classes of these errors have changed with the versions of huggingface_hub, so all are caught. By then it has
+    retried: it waits as long as Retry-After says, and resumes broken connections.
     """
     from huggingface_hub.constants import ENDPOINT
 
@@ -147,7 +147,7 @@ def hub_errors(what: str) -> Iterator[None]:
 
 
 def text_size(file: SourceFile, text_field: str) -> float:
-    """About how many bytes of text a file holds. A .parquet on this disk says it; of other files their kind does."""
+    """About how many bytes of text a file holds: a local .parquet says it; for others, from their size and kind."""
     if kind_of(file.name) == ".parquet" and os.path.exists(file.name):
         with suppress(pa.ArrowException, OSError):  # a damaged file is an error when its turn comes
             metadata = pq.read_metadata(file.name)
@@ -169,7 +169,7 @@ def arriving(source: Source, folder: Path, first: int = 0, ahead: int = 0) -> It
     if not source.repo:
         yield from (Path(file.name) for file in files)
         return
-    pool = ThreadPool(ahead + 1)  # of daemons: a script that is stopped does not wait for them, as for an executor's
+    pool = ThreadPool(ahead + 1)  # daemon threads: a script that is stopped does not wait for them
     for file in files:
         coming.append(pool.apply_async(download, (source, file, folder)))
         if len(coming) > ahead:
@@ -180,8 +180,8 @@ def arriving(source: Source, folder: Path, first: int = 0, ahead: int = 0) -> It
 def download(source: Source, file: SourceFile, folder: Path) -> Path:
     """The path on this disk of a file of the hub.
 
-    huggingface_hub does the work. `hf_hub_download` of 2.4.0 would begin again after a kill, leave what it had on the
-    disk, and take content that does not have the hub's hash: hence a `.part` that is resumed, and the comparison.
+    huggingface_hub does the work, but not by its `hf_hub_download`, which in 2.4.0 starts over after a kill, leaves the
+    partial file, and accepts content with a wrong hash. Here a `.part` file is resumed, and the hash compared.
     """
     from huggingface_hub import hf_hub_url
     from huggingface_hub.file_download import http_get
@@ -220,7 +220,7 @@ class Unit(NamedTuple):
 
     path: Path
     at: int  # the byte of the text where it begins; 0 in a .parquet
-    content: int | list[str | None] | bytes  # a row group that is still to be read, rows, or whole lines or a text
+    content: int | list[str | None] | bytes  # number of a row group to read, its rows, or whole lines or a text
     continued: bool = False  # its first document began in the unit before
 
 
@@ -246,7 +246,7 @@ def is_txt(path: Path) -> bool:
 
 @contextmanager
 def readable(path: Path, at: int = 0) -> Iterator[None]:
-    """Whatever is wrong with a file becomes one UserError. `at` is the byte where the part under way begins."""
+    """Turn any error in reading a file into a UserError. `at` is the byte where the part being read begins."""
     try:
         yield
     except UnicodeDecodeError as e:
@@ -260,8 +260,8 @@ def readable(path: Path, at: int = 0) -> Iterator[None]:
 
 
 def parquet_units(path: Path, text_field: str) -> Iterator[Unit]:
-    """A row group each, for the workers to read. A large one is read here, in parts: rows can be read from the first
-    one of a group on only, so every worker would read all of it."""
+    """One unit per row group, for the workers to read. A large group is read here, in parts: a group can only be read
+    from its first row on, so every worker would read all of it."""
     with pq.ParquetFile(path, **AS_STREAM) as file:
         column = text_column(file, path, text_field)
         for number in range(file.num_row_groups):
@@ -286,7 +286,7 @@ def text_column(file: pq.ParquetFile, path: Path, text_field: str) -> int:
 
 
 def stream_units(path: Path, place: Callable[[bytes], int]) -> Iterator[Unit]:
-    """Parts of a text, plain or compressed, cut at the first place in each block; `place` finds it, or says 0."""
+    """Parts of a text, plain or compressed, cut at the first place in each block; `place` finds it, or returns 0."""
     with pa.input_stream(str(path)) as stream:  # its name says how it is compressed
         at, unit = 0, b""
         while block := stream.read(UNIT_BYTES):
@@ -301,7 +301,7 @@ def stream_units(path: Path, place: Callable[[bytes], int]) -> Iterator[Unit]:
 
 def end_of_match(block: bytes, pattern: re.Pattern) -> int:
     """Where the first match ends, in bytes; 0 if there is none."""
-    text = block.decode("utf-8", "surrogateescape")  # up to 3 bytes are left of a character from the block before
+    text = block.decode("utf-8", "surrogateescape")  # the first 3 bytes may end a character of the previous block
     match = pattern.search(text, 4)
     return len(text[: match.end()].encode("utf-8", "surrogateescape")) if match else 0
 
@@ -347,5 +347,5 @@ def texts_of(unit: Unit, text_field: str) -> list[str | None]:
 
 @lru_cache(maxsize=1)
 def open_parquet(path: Path, changed: int) -> pq.ParquetFile:
-    """A file stays open for the units to come: to read its list of 700 row groups takes longer than to read one."""
+    """Keep a file open for its next units: reading its list of 700 row groups takes longer than reading one of them."""
     return pq.ParquetFile(path, **AS_STREAM)

@@ -29,10 +29,10 @@ RELEASE_AFTER = 512  # release mapped pages after this many windows; reading one
 
 
 def find_shards(data: str, split: str) -> list[Path]:
-    """The shards of a split, "train" or "val", in a directory or a glob, in file order. Raises UserError for none.
+    """The shards of a split, "train" or "val", in a directory or a glob, in file order. Raises UserError if there is none.
 
-    The name of a file says its split, and the last word that does counts. datatrove's .ds files have no such names: the
-    first one is "val" then, and the others are "train".
+    The last _train or _val in the name of a file decides. datatrove's .ds files have no such names: the first one is
+    then "val", and the others are "train".
     """
     pattern = f"{glob.escape(data)}/*" if os.path.isdir(data) else data
     paths = sorted(p for p in map(Path, glob.glob(pattern)) if p.suffix in LAYOUTS and not p.name.startswith("."))
@@ -81,11 +81,11 @@ def bin_layout(path: Path) -> tuple[np.dtype, int, tuple[int, ...]]:
 
 
 def ds_layout(path: Path) -> tuple[np.dtype, int, tuple[int, ...]]:
-    """A .ds file is tokens alone: X.ds.metadata says how many, and whether one takes 2 bytes or 4.
+    """A .ds file holds nothing but tokens: X.ds.metadata says how many, and whether each takes 2 bytes or 4.
 
-    X.ds.index, the ends of documents, is not needed: datatrove puts its `eos_token` there. It ends a document and our
-    <|endoftext|> begins one, which is the same in one long stream: there is one between any two documents, also where
-    one file ends and the next begins. Only the very first document has none before it.
+    X.ds.index, the ends of documents, is not needed, as datatrove writes its `eos_token` there. It ends a document and
+    our <|endoftext|> begins one, which is the same in one long stream: there is one between any two documents, even
+    across files. Only the very first document has none before it.
     """
     _, size, n = ds_metadata(path)
     return np.dtype(f"<u{size}"), 0, (n,)
@@ -176,12 +176,12 @@ class TokenStream:
     def _compare_with_manifest(self) -> None:
         listed = listed_shards(self.paths)
         if lost := [path for path in listed if not os.path.exists(path)]:
-            raise UserError(f"shard {lost[0]} is listed in manifest.json and missing; write it again")
+            raise UserError(f"shard {lost[0]} is listed in manifest.json but missing; write it again")
         described = {path.parent for path in listed}  # without a manifest there is nothing to differ from
         for path, shard in zip(self.paths, self.shards, strict=True):
             if path.parent in described and listed.get(path, {}).get("tokens") != len(shard):
                 found = f"{listed[path]['tokens']} tokens" if path in listed else "no such shard"
-                differs = f"shard {path} has {len(shard)} tokens and manifest.json says {found}"
+                differs = f"shard {path} has {len(shard)} tokens, but manifest.json says {found}"
                 raise UserError(f"{differs}; write it again with fineweb.py, or remove it")
 
     def read(self, start: int, n: int) -> np.ndarray:
@@ -212,10 +212,10 @@ class TokenStream:
         return out
 
     def release(self) -> None:
-        """Give the pages that were read back to the system.
+        """Unmap the pages that were read.
 
-        They stay in its file cache, and come back without the disk while there is room. Otherwise all that was ever
-        read of 20 GB of shards would count as memory of this process, and a cluster would kill it for that.
+        They stay in the system's page cache, and come back without disk reads while there is room. Otherwise everything
+        ever read of 20 GB of shards would count as memory of this process, and a cluster might kill it for that.
         """
         self._unreleased = 0
         for shard in self._maps:
@@ -225,8 +225,8 @@ class TokenStream:
     def digest(self) -> str:
         """16 hexadecimal digits that identify these tokens in this order, wherever the shards are.
 
-        A run that resumes compares them: other data would come in another order. They are made of the checksums in the
-        manifest; a shard without one counts by its length, first and last tokens, since reading 20 GB takes too long.
+        A run that resumes compares them, since other data would break its order. They hash the checksums in the
+        manifest; of a shard without one, its length, first and last tokens, since reading 20 GB takes too long.
         """
         total, listed = hashlib.sha256(), listed_shards(self.paths)
         for path, shard in zip(self.paths, self.shards, strict=True):

@@ -8,7 +8,7 @@
   `save_chat_files` writes it into a model's directory. They tokenize its text as a whole, we piece by piece; both give
   the same ids
 
-Three rules ensure that, and both sides follow them:
+That takes three rules, which both sides follow:
 - contents are stripped; a system message, and each message of a user who writes twice, joins the user's next turn
 - where the tokenizer would merge the colon of `ASSISTANT:` with the start of an answer, as in `:(`, a space separates
   them. GPT-2's pattern never merges it with a letter or a digit, so most answers follow it directly
@@ -37,7 +37,7 @@ def check_messages(messages: list, where: str) -> None:
     for message in messages if isinstance(messages, list) else [None]:
         fine = isinstance(message, dict) and isinstance(message.get("content"), str)
         if not fine or message.get("role") not in ROLES:
-            raise UserError(f"{where}: messages need a role ({', '.join(ROLES)}) and a content of text each")
+            raise UserError(f"{where}: each message needs a role ({', '.join(ROLES)}) and content that is text")
         if message["role"] == "assistant" and before != "user":
             raise UserError(f"{where}: the assistant speaks after {before or 'nobody'}; it can only answer the user")
         before = message["role"]

@@ -33,7 +33,7 @@ TARGETS = ("c_attn", "attn.c_proj", "c_fc", "mlp.c_proj")  # all projections of 
 
 @dataclass(frozen=True)
 class LoRAConfig:
-    """What it takes, besides A and B, to compute an adapted model."""
+    """What defines an adapted model besides A and B."""
 
     r: int
     alpha: float
@@ -59,7 +59,7 @@ class LowRankLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, A, B, scale: float):
         h = x @ A.T  # (N, r)
-        ctx.save_for_backward(x, weight, A, B, h)  # the formula would keep x, too, and h is small
+        ctx.save_for_backward(x, weight, A, B, h)  # the formula would keep x as well, and h is small
         ctx.scale = scale
         return F.linear(x, weight, bias).addmm_(h, B.T, alpha=scale)  # (N, out)
 
@@ -250,7 +250,7 @@ def weights_sha256(model: GPT) -> str:
 
 
 def find_adapter(adapter: str | Path) -> Path:
-    """The directory with the adapter: the one given, or in a run its newest checkpoint, or else its adapter/."""
+    """The directory with the adapter: the one given; or the newest checkpoint of a run, or else its adapter/."""
     path = Path(adapter)
     newest = newest_intact(path) if path.is_dir() else None  # adapter/ is older than the checkpoints of a resumed run
     for directory in (path, newest or path, path / "adapter"):

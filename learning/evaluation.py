@@ -1,4 +1,4 @@
-"""What a model is worth while it trains: validation loss in nats and in bits per byte, and text to look at.
+"""Evaluation during training: validation loss in nats per token and in bits per byte, and samples of text.
 
 Both scripts that train use it. This file knows nothing of training, run directories or where batches come from.
 """
@@ -36,9 +36,9 @@ def validate(forward: torch.nn.Module, batches: Iterable[tuple], token_bytes: to
 
 
 def complete(model, tokenizer, prompts: list[str], max_tokens: int, rt, seed: int, **options) -> list[str]:
-    """What `generate` with `options` writes after each prompt, up to `<|endoftext|>`; all prompts at once.
+    """The text that `generate` with `options` adds to each prompt, up to `<|endoftext|>`; all prompts at once.
 
-    It has its own stream of random numbers, so that sampling changes nothing in training.
+    Uses a separate random number generator, so that sampling does not affect training.
     """
     generator = torch.Generator(rt.device).manual_seed(seed)
     ids = [tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token or 0] for prompt in prompts]

@@ -3,13 +3,13 @@
     for tokens in generate(model, prompts, 100, top_k=50):      # one new token id for each prompt, step by step
         ...
 
-`GPT.generate` computes the whole context for each new token. Of that only the last position is new: the keys and values
-of all earlier ones are what they were a step ago, as long as no token changes its position. So they are kept:
+`GPT.generate` computes the whole context for each new token, although only the last position is new: the keys and
+values of all earlier ones stay the same, as long as no token changes its position. So a cache keeps them:
 
-    prefill    the prompts in one pass, whose keys and values fill the cache
-    decode     one token per row, which attends to what the cache has of its own row
-    recompute  past the context the window slides. Every token then has another position and, positions being learned,
-               every key another value, so every cached key and value is stale
+    prefill    one pass over the prompts, whose keys and values fill the cache
+    decode     one token per row, which attends to the cached tokens of its row
+    recompute  beyond the context, the window slides: every token gets another position and, as positions are learned,
+               another key and value, so the whole cache is stale
 
 This file knows nothing of tokenizers, files or devices. The tests compare its tokens with those of `GPT.generate`.
 
@@ -114,7 +114,7 @@ class KVCache:
 def sample_tokens(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
     """One id (B,) int64 for each row of logits (B, V): greedy for temperature 0, else drawn from the `top_k` likeliest
     and the smallest set of ids with probability `top_p` or more (Holtzman et al. 2020, section 3.1)."""
-    if temperature < 1e-3:  # a quotient could overflow, and the likeliest id has all of the probability
+    if temperature < 1e-3:  # dividing could overflow, and the likeliest id has all of the probability
         return logits.argmax(dim=-1)
     logits = logits / temperature
     if top_k:

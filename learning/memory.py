@@ -96,8 +96,8 @@ def needs(shape, layout: Layout, rows: int) -> dict[str, int]:
 
 
 def memory_table(shape, asked: Layout, batch: int, micro_batch: int) -> list[str]:
-    """Lines: what a rank needs, by number of ranks, --shard and --activation_checkpointing. Only what
-    `asked` leaves open varies. `batch` is the sequences of a step, `micro_batch` those at a time, 0 for several."""
+    """Lines: what a rank needs, by number of ranks, --shard and --activation_checkpointing, as far as `asked` leaves
+    them open. `batch` is the sequences of a step, `micro_batch` those at a time, 0 for a choice of sizes."""
     columns = [micro_batch] if micro_batch else [rows for rows in MICRO_BATCHES if rows <= batch]
     head = "".join(f"{f'B={rows}':>9}" for rows in columns)
     lines = [f"ranks  --shard    activations{head}    largest B on" + "".join(f"{f'{gb} GB':>8}" for gb in DEVICES)]

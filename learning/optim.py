@@ -39,8 +39,8 @@ def learning_rate(step: int, config) -> float:
 def make_optimizer(model, config, rt) -> "Optimizer":
     """The optimizer of a training run over the trainable parameters of `model`.
 
-    Reads optimizer (adamw or muon; without it adamw), max_lr, muon_lr, weight_decay, beta1, beta2 and eps of `config`.
-    Where ranks divide the model, do that first. To add an optimizer, add it here and to MOMENTS.
+    Reads optimizer (adamw if it has none), max_lr, muon_lr, weight_decay, beta1, beta2 and eps of `config`. Shard the
+    model before this. To add an optimizer, add it here and to MOMENTS.
     """
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     # Muon is for matrices that map one hidden space into another. In `wpe` each row is on its own, and `wte` is both
@@ -175,7 +175,7 @@ def divided_as(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """A whole `tensor`, which every rank has, divided as `like` is, without asking another rank."""
     if not hasattr(like, "to_local") or tensor.dim() == 0:
         return tensor
-    from torch.distributed.tensor import distribute_tensor  # takes a second, which one rank does not need
+    from torch.distributed.tensor import distribute_tensor  # a slow import, which one rank does not need
 
     tensor = tensor.to(like.device)
     return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
