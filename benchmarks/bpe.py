@@ -1,10 +1,10 @@
 """Tokenizers: training against `tokenizers` (Rust), encoding against tiktoken and transformers.
 
-All train on the same texts to the same number of tokens, split by GPT-2's pattern; whether ours finds the same merges
-is checked and printed. Ours and `tokenizers` train on all cores; there is a row for one process of ours. All encode
-those texts with the vocabulary that was trained, one text after the other and on one core unless the row says threads.
-transformers caches chunks as we do, so there are rows for both: with chunks seen before, and with nothing cached. Peak
-memory is that of all processes of a training that streams the texts.
+All train on the same texts to the same number of tokens, split by GPT-2's pattern; the benchmark checks and prints
+whether ours finds the same merges. Ours and `tokenizers` train on all cores; one more row is ours in one process. All
+encode those texts with the trained vocabulary, one text after the other, on one core unless the row says threads.
+transformers caches chunks as we do, so ours has two rows: with chunks seen before, and with nothing cached. Peak memory
+is that of all processes of a training that streams the texts.
 """
 
 import json

@@ -1,11 +1,11 @@
 """Text to shards, and shards to batches.
 
-Sharding with GPT-2's tokens, two processes for all: the loop that everybody writes (`Pool(2).imap` over load_dataset,
-into an array; it writes no file and computes no checksum), two processes that only call tiktoken and throw the tokens
-away, two that only read, and fineweb.py from start to end with files, checksums and manifest, by tiktoken and gigatoken
-(pip install gigatoken). The text is that of --data, eight times over under different names.
-Reading 64 x 1,024 tokens at a time from 100 shards of 2M tokens: whole shards converted in file order, as short scripts
-do, against windows in the order of one permutation. Copying to int64 alone shows what is left to gain.
+Sharding compares, with GPT-2's tokens and two processes each: the loop that everybody writes (`Pool(2).imap` over
+load_dataset, into an array, without files and checksums); calling tiktoken and discarding the tokens; reading alone;
+and fineweb.py from start to end with files, checksums and manifest, by tiktoken and by gigatoken (pip install
+gigatoken). The text is that of --data, eight times over under different names.
+Reading takes 64 x 1,024 tokens at a time from 100 shards of 2M tokens: whole shards converted in file order, as short
+scripts do, against windows in the order of one permutation. Copying to int64 alone shows what is left to gain.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ ROWS, T = 64, 1024  # of a batch
 
 @dataclass(frozen=True)
 class Config(Common):
-    data: str = ""  # folder of .parquet files; made of input.txt if empty
+    data: str = ""  # folder of .parquet files; if empty, they are made from input.txt
 
 
 def run(config: Config, rt: Runtime) -> Iterator[dict]:
@@ -77,7 +77,7 @@ def parquet_files(source: str, folder: Path) -> list[str]:
 
     files = sorted(Path(source).rglob("*.parquet")) if source else [folder / "input.parquet"]
     if not files:
-        raise UserError(f"--data {source}: there is no .parquet file below it")
+        raise UserError(f"--data {source}: there is no .parquet file below it; give another folder")
     if not source:
         text = (ROOT / "input.txt").read_text()
         pieces = [text[i : i + 2000] for i in range(0, len(text), 2000)]

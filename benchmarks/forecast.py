@@ -1,17 +1,17 @@
 """A ladder of small models, and a forecast of GPT-2 124M: the tokens that speedrun needs for the loss of gpt2.
 
-    python bench.py forecast --night --data shards                              # the same command continues it
-    python bench.py forecast --kept docs/forecast_runs.json --forecast f.json   # from runs that were kept
+    python bench.py forecast --night --data shards                              # run it again to continue
+    python bench.py forecast --kept docs/forecast_runs.json --forecast f.json   # from stored runs
 
-Every size and seed trains a trunk at a constant rate, whose last fifth is a cooldown; other cooldowns branch off its
-checkpoints and end at 1/8, 1/4 and 1/2 of its length. A seed has the same first weights and data in both recipes, so
-that most of its luck cancels. Rates are tuned at the two smallest sizes.
+Every size and seed trains a trunk at a constant learning rate, whose last fifth is a cooldown. Shorter runs branch off
+the trunk's checkpoints and cool down to end at 1/8, 1/4 and 1/2 of its length. Both recipes start a seed from the same
+weights and data, so most of its noise cancels. Learning rates are tuned at the two smallest sizes.
 
 The hidden rung: L(N, D) = E + A / N^alpha + B / D^beta, fitted without the largest size, forecasts its loss.
-The multiplier: gpt2's tokens over those that speedrun needs for the same loss, at each size; its trend with compute is
-extended to 124M and anchored on a published run, and --forecast writes that down before anybody trains such a run.
+The multiplier: gpt2's tokens over those that speedrun needs for the same loss, at each size. Its trend with compute is
+extended to 124M and anchored on a published run; --forecast records that before anybody trains such a run.
 
-Intervals hold 90%, by a bootstrap over seeds. They cover what seeds change, and not a law or a trend that breaks on the
+Intervals are 90%, from a bootstrap over seeds. They cover the noise of seeds, not a law or a trend that breaks on the
 way to a hundred times the size; the hidden rung is the only hint of that. docs/forecast.md has figures and limits.
 """
 
@@ -37,7 +37,7 @@ from run.curves import read_log
 from run.log import about_machine
 
 RECIPES = ("gpt2", "speedrun")
-FRACTIONS = np.array([1 / 8, 1 / 4, 1 / 2, 1])  # of the full length: where runs end
+FRACTIONS = np.array([1 / 8, 1 / 4, 1 / 2, 1])  # of the full length, at which runs end
 COOLDOWN = 0.2  # of every length
 DAY = dict(vocab_size=50304, sequence_length=256, total_batch_size=8192)
 NIGHT = dict(vocab_size=2048, sequence_length=128, total_batch_size=2048)
@@ -53,21 +53,21 @@ EXPONENTS = (0.05, 1.5)  # where alpha and beta are searched
 
 @dataclass(frozen=True)
 class Config(Common):
-    repeats: Positive = 4  # seeds of the smaller half of the sizes; the larger half has half as many, and at least 2
+    repeats: Positive = 4  # seeds of the smaller half of the sizes; the larger half gets half as many, at least 2
     data: str = "edu_fineweb10B"  # directory of shards
-    out_dir: str = "out/forecast"  # runs; OUT_DIR/runs.json keeps what the fit needs
-    night: bool = False  # models for a CPU: the shards' vocabulary is 2,048, the context 128 tokens
+    out_dir: str = "out/forecast"  # directory of the runs; OUT_DIR/runs.json has what the fit needs
+    night: bool = False  # small models for a CPU: shards with a vocabulary of 2,048, a context of 128 tokens
     widths: tuple[int, ...] = (64, 128, 192, 256)  # channels of the sizes, four or more; the largest is hidden
     tokens: Annotated[int, Range(655_360, 1e12)] = 40_000_000  # of the longest runs
-    workers: Positive = 1  # runs at a time
-    kept: str = ""  # fit the runs of this runs.json, and train none
+    workers: Positive = 1  # runs to train at the same time
+    kept: str = ""  # fit the runs in this runs.json, and train none
     forecast: str = ""  # write the forecast to this file, which must not exist yet
-    price: NonNegative = 2.5  # dollars an hour of one H100
+    price: NonNegative = 2.5  # dollars per hour of one H100
 
 
 def run(config: Config, rt) -> Iterator[dict]:
     if config.forecast and Path(config.forecast).exists():
-        raise UserError(f"{config.forecast} exists, and a forecast must not change later; give another --forecast")
+        raise UserError(f"{config.forecast} exists, and a forecast must not change; give --forecast another name")
     kept, rng = read_json(Path(config.kept)) if config.kept else train_ladder(config), np.random.default_rng(0)
     if not isinstance(kept, dict) or {"tuned", "runs"} - set(kept):
         raise UserError(f"{config.kept} is not a runs.json of this benchmark; give one that it wrote")
@@ -119,7 +119,7 @@ def train_ladder(config: Config) -> dict:
             kept["runs"] += found
             replace_file(out_dir / "runs.json", json.dumps(kept, indent=1) + "\n")
     finally:
-        pool.shutdown(cancel_futures=True)  # after an error no other run begins
+        pool.shutdown(cancel_futures=True)  # after an error no other run starts
     return kept
 
 
@@ -139,14 +139,14 @@ def tune(what: tuple[str, int], config: Config) -> dict:
 
 
 def train_trunk(job: Job, config: Config) -> list[dict]:
-    """A trunk, which is itself the longest run, and the others, which branch off where their cooldowns begin."""
+    """Train a trunk, which is the longest run, and the shorter ones, which branch off where their cooldowns begin."""
     (steps, _), name = full_length(config), f"{job.recipe}_w{job.width}_s{job.seed}"
     trunk, branches = Path(config.out_dir) / name, []
     records = [trained(job, steps, name, config, checkpoint_interval=steps // 10, keep_checkpoints=0)]
     for length in (FRACTIONS[:-1] * steps).astype(int).tolist():
         branches.append(trunk.with_name(f"{name}_{length}"))
         start = trunk / f"step_{round((1 - COOLDOWN) * length):06d}"
-        if start.is_dir() and not list(branches[-1].glob("step_*")):  # then it resumes as if it had come that far
+        if start.is_dir() and not list(branches[-1].glob("step_*")):  # to resume from
             write_atomically(branches[-1] / start.name, partial(shutil.copytree, start, dirs_exist_ok=True))
         records.append(trained(job, length, branches[-1].name, config))
     for checkpoint in [path for place in (trunk, *branches) for path in place.glob("step_*")]:
@@ -155,7 +155,7 @@ def train_trunk(job: Job, config: Config) -> list[dict]:
 
 
 def trained(job: Job, steps: int, name: str, config: Config, **changes) -> dict:
-    """What a run reached; it is trained first unless it has ended. Raises UserError if it fails."""
+    """The results of a run, which is trained unless it has ended. Raises UserError if it fails."""
     out_dir = Path(config.out_dir) / name
     if not (reached := at_end(out_dir, steps)):
         command = [sys.executable, str(ROOT / "train_gpt2.py"), job.recipe, "--resume"]
@@ -192,7 +192,7 @@ def constants(job: Job, steps: int, config: Config) -> dict:
 
 
 def full_length(config: Config) -> tuple[int, dict]:
-    """(steps, shape) of the longest runs. A multiple of 40 steps: branches begin and end at whole ones."""
+    """(steps, shape) of the longest runs. A multiple of 40 steps, so that branches begin and end at whole steps."""
     shape = NIGHT if config.night else DAY
     return config.tokens // shape["total_batch_size"] // 40 * 40, shape
 
@@ -298,8 +298,8 @@ def interval(values: np.ndarray, **more) -> dict:
 
 
 def hidden_rung(ladder: Ladder, rng, draws: int = DRAWS) -> list[dict]:
-    """What the other sizes forecast for the largest one at full length, and what it reached. If a law misses the means
-    that it was fitted to by more than seeds explain, its interval widens by that factor (Birge 1932)."""
+    """The forecast of the other sizes for the largest one at full length, and its measured loss. If a law misses the
+    means that it was fitted to by more than seeds explain, its interval widens by that factor (Birge 1932)."""
     known = Ladder(ladder.lengths, ladder.sizes[:-1], ladder.losses[:-1])
     measured = [losses.mean(0)[None] for losses in ladder.losses]
     means, at, rows = other_means(known, rng, draws), (ladder.sizes[-1] / 1e6, ladder.lengths[-1] / 1e6), []
@@ -325,7 +325,7 @@ def multipliers_of(means: list[np.ndarray]) -> np.ndarray:
     a, b, c = np.moveaxis(speedrun @ parabola, -1, 0)[..., None]
     k = c - gpt2[..., -2:]
     x = 2 * k / (np.sqrt(np.maximum(b**2 - 4 * a * k, 0)) - b)  # of the two roots the one that stays when a is 0
-    return FRACTIONS[-2:] / np.exp(np.clip(x, -9, 9))  # a wild draw is wild enough at e^9
+    return FRACTIONS[-2:] / np.exp(np.clip(x, -9, 9))  # limits wild draws to e^9
 
 
 def trend(ladder: Ladder, multipliers: np.ndarray, compute: float) -> tuple[np.ndarray, np.ndarray]:
@@ -337,8 +337,8 @@ def trend(ladder: Ladder, multipliers: np.ndarray, compute: float) -> tuple[np.n
 
 
 def anchored(multipliers: np.ndarray, price: float, rng) -> dict:
-    """The forecast at 124M: speedrun on D tokens is where gpt2 is on m D, for the multiplier m of each draw. How the
-    loss falls around the anchor, a small vocabulary cannot tell: each published law says it for half of the draws."""
+    """The forecast at 124M: speedrun reaches on D tokens what gpt2 reaches on m D, for the multiplier m of each draw.
+    Small vocabularies cannot tell the slope of the loss around the anchor: half of the draws use each published law."""
     b, beta = PUBLISHED[rng.integers(2, size=len(multipliers))].T
     noise = SEED_NOISE * 2**0.5 * rng.standard_normal(len(multipliers))  # of the anchor, which is one run, and of ours
     tokens = ((TARGET - ANCHOR["loss"] - noise) / b + ANCHOR["tokens"] ** -beta) ** (-1 / beta) / multipliers

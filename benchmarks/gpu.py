@@ -1,12 +1,12 @@
-"""All that one GPU can answer, in one command: `python bench.py gpu --out FOLDER`.
+"""All GPU tests and benchmarks in one command: `python bench.py gpu --out FOLDER`.
 
-First the tests that need a GPU (`python -m pytest -m gpu`: does it compute what it should?), then the benchmarks in
-order of worth, each a process with what is left of --minutes. FOLDER/report.md has the machine and a table of each
-part, log.txt all that was printed. Both grow as it goes: a part that the time cuts off keeps the rows of its finished
-contestants, and one that fails is named with its last words. --only NAME ... runs these parts and keeps the others.
-
+First the tests that need a GPU (`python -m pytest -m gpu`: does it compute what it should?), then the benchmarks, the
+most important first, each in a process that may use the rest of --minutes. FOLDER/report.md describes the machine and
+has a table for each part; log.txt has everything that was printed. Both grow as it runs: a part that runs out of time
+keeps the rows of its finished contestants, and one that fails shows its last lines. --only NAME ... runs these parts
+again and keeps the results of the others.
 On a CPU, `--size tiny` goes through all of it in small. --data FOLDER has hellaswag*.jsonl and alpaca*.json, for a
-machine without a network. This file knows the order of the parts; what they measure is in their own files.
+machine without a network. This file knows the order of the parts, but not what they measure.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from cli import Range, UserError, read_json, replace_file
 from run.runtime import Runtime
 
 TESTS = [sys.executable, "-m", "pytest", "-q", "-rs", "-m", "gpu", "tests/test_gpu.py"]
-PARTS = {  # by name: a title, and what bench.py is told besides what all are told
+PARTS = {  # by name: a title, and the words of bench.py for this part alone
     "tests": ("Does it compute what it should?", []),
     "train": ("Training, 124M, against the plain recipe", ["--turns", "1"]),
     "hellaswag": ("HellaSwag, 124M", ["--repeats", "1"]),
@@ -40,10 +40,10 @@ FILES = {"hellaswag": "hellaswag*.jsonl", "lora": "alpaca*.json"}  # of --data
 
 @dataclass(frozen=True)
 class Config:
-    out: str = ""  # the folder of the report
-    minutes: Annotated[float, Range(0.01, 1e4)] = 9.0  # for all parts together
-    only: tuple[str, ...] = ()  # these parts alone
-    size: Size = ""  # of the models; tiny: a quick try
+    out: str = ""  # folder for the report
+    minutes: Annotated[float, Range(0.01, 1e4)] = 9.0  # time limit for all parts together
+    only: tuple[str, ...] = ()  # run only these parts
+    size: Size = ""  # size of the models; tiny for a quick test
     data: str = ""  # folder with HellaSwag and Alpaca; downloaded if empty
     device: Device = "auto"  # auto: cuda, else mps, else cpu
     json: str = ""  # write a line for each part to this file
@@ -53,7 +53,7 @@ def run(config: Config, rt: Runtime) -> Iterator[dict]:
     if unknown := set(config.only) - set(PARTS):
         raise UserError(f"--only {sorted(unknown)[0]}: the parts are {', '.join(PARTS)}")
     if not config.out:
-        raise UserError("say where the report goes: bench.py gpu --out FOLDER")
+        raise UserError("no folder for the report was given; give one: bench.py gpu --out FOLDER")
     folder = Path(config.out).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + 60 * config.minutes
@@ -82,7 +82,7 @@ def command(name: str, config: Config, figures: Path) -> list[str]:
 
 
 def run_part(name: str, words: list[str], folder: Path, limit: float) -> dict:
-    """{seconds, error, said} of a process; error is "" if it came to its end within `limit` seconds."""
+    """{seconds, error, said} of a process; error is "" if it succeeded within `limit` seconds."""
     began = time.monotonic()
     if limit <= 0:
         return dict(seconds=0.0, error="no time was left", said="")

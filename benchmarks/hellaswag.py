@@ -1,9 +1,9 @@
 """Scoring HellaSwag: batched with shared contexts, against one example at a time, with a random model of 124M.
 
 Both sides tokenize, score the same rows in the completion style, and add up the losses of endings. The plain loop is
-the usual script: the context with each of the four endings, four padded rows at a time, all logits. Both run in fp32,
-then in the 16-bit format that is fast on this device. The plain loop takes at most 500 of the rows, for its rate alone.
---data FILE.jsonl, downloaded if empty; --rows limits both sides.
+the usual script: it repeats the context for each of the four endings, pads the four rows, and computes all logits. Both
+run in fp32, then in the 16-bit format that is fast on this device. The plain loop scores at most 500 rows, which is
+enough for its rate.
 """
 
 from collections.abc import Iterator
@@ -23,8 +23,8 @@ from run.runtime import Runtime
 @dataclass(frozen=True)
 class Config(Common):
     data: str = ""  # a .jsonl of HellaSwag; downloaded if empty
-    size: Size = ""  # of the model; tiny: a quick try
-    rows: Count = 0  # to score; 0 for 40 on a CPU, all on a GPU
+    size: Size = ""  # size of the model; tiny for a quick test
+    rows: Count = 0  # rows that both sides score; 0 for 40 on a CPU, all on a GPU
 
 
 def run(config: Config, rt: Runtime) -> Iterator[dict]:

@@ -1,8 +1,8 @@
 """What `bench.py lab` can try: by recipe and name, constants of train_gpt2.py or a patch of a few lines.
 
 `model` changes a GPT in place before its optimizer is made. `patch` gets the parts of a run (model, muon, adamw and
-config) and returns functions of the step, by when they are called: before_step, after_step, at_end. What gained nothing
-is a row of docs/lab.jsonl, and not kept. This file knows nothing of how ideas are judged.
+config) and returns functions of the step, by when they are called: before_step, after_step, at_end. Ideas that gained
+nothing are removed; docs/lab.jsonl has their results. This file knows nothing of how ideas are judged.
 """
 
 import math
@@ -106,7 +106,7 @@ SPEEDRUN = {
     "momentum 0.9": Idea(UNDO, {}, groups, dict(of="muon", momentum=0.9)),
     "rows normalized": Idea("MuonEq-R: slowrun, nanochat", {}, row_norms),
 }
-for rate in ("1e-3", "2e-3", "3e-3", "5e-3"):  # if the best of these is a harm, speedrun needs at most 40%
+for rate in ("1e-3", "2e-3", "3e-3", "5e-3"):  # if even the best is a harm, speedrun needs at most 40%
     rates = dict(max_lr=float(rate), min_lr=float(rate) / 10)
     SPEEDRUN[f"AdamW at {rate}, 2.5 times the tokens"] = Idea("tuned", rates, recipe="gpt2", tokens=2.5)
 TINY = {

@@ -1,15 +1,15 @@
-"""Does an idea gain anything? It and a baseline are trained with the same seeds until their difference is no accident.
+"""Does an idea help? Trains it and a baseline with the same seeds until their difference is significant.
 
-    python bench.py lab "momentum 0.9" --size 5M           # an idea of benchmarks/ideas.py, on five million parameters
-    python bench.py lab --null 40                          # changes of nothing but the seed: few may seem to gain
-    python bench.py lab --table --ledger docs/lab.jsonl    # what was run; trains nothing
+    python bench.py lab "momentum 0.9" --size 5M           # an idea of benchmarks/ideas.py, with 5 million parameters
+    python bench.py lab --null 40                          # change nothing but the seed: few of 40 may seem to gain
+    python bench.py lab --table --ledger docs/lab.jsonl    # show earlier results; trains nothing
 
-With one seed, a baseline and an idea start from the same weights and read the same data in the same order. Their
-differences are weighed after every seed: `evidence` is how much better an effect explains them than none. If an idea
-does nothing, the chance that this ever reaches ENOUGH is at most 1 in 10, half of it for a gain, whenever one stops
-(Hendriksen et al. 2021, "Optional stopping with Bayes factors"), so seeds may be added to what is not told apart. But
-twenty ideas are twenty chances: run what gains again, at another size.
-Every run is a line of --ledger, made again only when its code changes. Not shown: that a gain holds at 124M.
+With the same seed, baseline and idea start from the same weights and read the same data in the same order. After every
+seed, `evidence` is the Bayes factor of their differences: how much better an effect explains them than none. For an
+idea that does nothing, the chance that it ever reaches ENOUGH is at most 1 in 10, half of that for a gain, however many
+seeds are added (Hendriksen et al. 2021, "Optional stopping with Bayes factors"). So add seeds to an idea that is not
+told apart. But twenty ideas are twenty chances: test a gain again at another size. It need not hold at 124M.
+Every run becomes a line of --ledger, and is repeated only if its code changes.
 """
 
 import hashlib
@@ -55,23 +55,23 @@ SIZES = {  # the quarter is for 200 steps of gpt2, in fp32 so that they depend l
 }  # fmt: skip
 CODE = ("model.py", "learning/loss.py", "learning/optim.py", "corpus/order.py")  # that decides a run, besides `train`
 FIRST_LOOK = 4  # seeds: with three, evidence reaches 10 only if they agree to a few percent
-ENOUGH = 10.0  # evidence
-EFFECT = 2.0  # |mean / standard deviation| that is expected: to see a small one takes dozens of seeds in any case
+ENOUGH = 10.0  # evidence for a verdict
+EFFECT = 2.0  # the expected |mean / standard deviation|: a small effect takes dozens of seeds in any case
 PLAIN = Idea("the recipe as it is")
 
 
 @dataclass(frozen=True)
 class Config:
-    ideas: Positional[tuple[str, ...]] = ()  # what to try; none: all ideas for the recipe
-    recipe: Literal["gpt2", "speedrun", "tiny"] = "speedrun"  # of train_gpt2.py: the baseline
-    against: str = ""  # the idea that is the baseline instead
+    ideas: Positional[tuple[str, ...]] = ()  # ideas to try; if none, all ideas for the recipe
+    recipe: Literal["gpt2", "speedrun", "tiny"] = "speedrun"  # the baseline, a recipe of train_gpt2.py
+    against: str = ""  # compare with this idea instead of the recipe
     size: Literal["", "0.25M", "1M", "5M"] = "1M"  # parameters; empty for the recipe's own
     steps: Count = 1000  # optimizer steps; 0 for the recipe's
-    seeds: Annotated[int, Range(2, 100)] = 8  # at most; fewer where the verdict is clear
+    seeds: Annotated[int, Range(2, 100)] = 8  # seeds, at most; fewer if the verdict is clear
     null: Count = 0  # try this many changes of the seed alone
-    data: str = str(ROOT / "input.txt")  # a .txt
-    ledger: str = "out/lab.jsonl"  # the runs that were made
-    table: bool = False  # show what the ledger has
+    data: str = str(ROOT / "input.txt")  # a .txt file
+    ledger: str = "out/lab.jsonl"  # file with all runs, one per line
+    table: bool = False  # show the results in the ledger, and train nothing
     device: Device = "auto"  # auto: cuda, else mps, else cpu
     json: str = ""  # write the figures to this file
 
@@ -104,7 +104,7 @@ def chosen(config: Config) -> dict[str, Idea]:
     known = {config.recipe: PLAIN} | IDEAS[config.recipe]
     baseline = config.against or config.recipe
     if unknown := {*config.ideas, baseline} - {*known}:
-        raise UserError(f"{sorted(unknown)[0]!r} is not an idea for {config.recipe}; they are {', '.join(known)}")
+        raise UserError(f"{sorted(unknown)[0]!r} is not an idea for {config.recipe}; choose from {', '.join(known)}")
     if config.null:
         other_seeds = {f"null {k}": replace(known[baseline], seeds_from=1000 * k) for k in range(1, config.null + 1)}
         return {baseline: known[baseline]} | other_seeds
@@ -115,8 +115,8 @@ def chosen(config: Config) -> dict[str, Idea]:
 
 
 def evidence(over: list[float]) -> float:
-    """The Bayes factor of differences from a normal distribution, with any deviation, and a mean of 0 or of that
-    deviation times a number from another, as wide as EFFECT (Gönen et al. 2005, equation 3)."""
+    """The Bayes factor of an effect over none, for normal differences of unknown deviation. The prior of the effect,
+    mean / deviation, is normal with mean 0 and standard deviation EFFECT (Gönen et al. 2005, equation 3)."""
     n, mean = len(over), statistics.mean(over)
     variance = statistics.variance(over) if n > 1 else 0.0
     if not variance:  # one seed, or a change that changes nothing
@@ -131,7 +131,7 @@ def verdict(over: list[float]) -> str:
 
 
 class Ledger:
-    """The runs that were made, a line of JSON each. Runs of one `setting` can be compared."""
+    """All runs, one per line of JSON. Runs of one `setting` can be compared."""
 
     def __init__(self, path: Path):
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
@@ -170,7 +170,7 @@ class Ledger:
 
 
 def setting_of(config: Config, shards: str, rt: Runtime) -> str:
-    """What decides all runs of a comparison, in words."""
+    """What all runs of a comparison share, in words."""
     plain = settings(config, PLAIN, 0)
     precision = str(Runtime.setup(rt.device.type, plain.dtype).dtype).removeprefix("torch.")
     code = "".join((ROOT / file).read_text(encoding="utf-8") for file in CODE) + inspect.getsource(train)

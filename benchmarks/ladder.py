@@ -1,11 +1,11 @@
-"""One training step, rung by rung: what each change to the plainest recipe is worth.
+"""One training step, rung by rung: how much each change to the plainest recipe gains.
 
-Every rung makes the same optimizer step (forward, backward, clipping, AdamW) on the same random tokens, and has one
-change more than the rung before it. Each runs in a new process, so that what one compiles does not help the next.
-GPT-2 124M with 1,024 tokens of context on a GPU, a model of 6 layers on a CPU, --size for others; --png is the figure.
-Memory is the peak of the device's allocator, on a CPU that of the process. The price of torch.compile is in the first
-step; the loss, of the third step, shows that all rungs compute the same.
-Fair to all, but the order decides what a rung is credited with: bf16 before TF32 would leave TF32 nothing.
+Every rung makes the same optimizer step (forward, backward, clipping, AdamW) on the same random tokens, and adds one
+change to the rung before it. Each runs in a new process, so that compiled code does not help the next one. The model is
+GPT-2 124M with 1,024 tokens of context on a GPU, 6 layers on a CPU, or --size; --png is the figure. Memory is the peak
+of the device's allocator, on a CPU that of the process. The first step includes the time of torch.compile; the loss of
+the third step shows that all rungs compute the same.
+The order decides how much of the gain a rung gets: with bf16 before TF32, TF32 would gain nothing.
 """
 
 import statistics
@@ -30,9 +30,9 @@ WARM_UPS = 3  # steps: the first one compiles, and clocks of a GPU take a moment
 @dataclass(frozen=True)
 class Config(Common):
     batch_size: Count = 16  # sequences per step
-    size: Size = ""  # of the model; tiny: a quick try
-    sequence_length: Count = 0  # tokens; 0 for what goes with the size
-    png: str = "ladder.png"  # the figure
+    size: Size = ""  # size of the model; tiny for a quick test
+    sequence_length: Count = 0  # context in tokens; 0 for that of the model
+    png: str = "ladder.png"  # the figure to write
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ def run(config: Config, rt: Runtime) -> Iterator[dict]:
 
 
 def rungs(rt: Runtime) -> list[Rung]:
-    """fp32 first, then one change a rung. A CPU has no TF32, its fused attention is slow in bf16, and torch.compile,
-    slow to start there, is last."""
+    """fp32 first, then one change per rung. A CPU has no TF32, its fused attention is slow in bf16, and torch.compile
+    is last because it starts slowly there."""
     last = {"vocabulary padded to 128": dict(padded=True), "fused AdamW": dict(fused=True),
             "chunked loss": dict(chunked=True)}  # fmt: skip
     if rt.device.type == "cuda":
@@ -135,7 +135,7 @@ def plain_step(rung: Rung, shape: dict, batch_size: int, rt: Runtime) -> tuple[C
 
 
 def random_tokens(shape: dict, batch_size: int, rt: Runtime) -> torch.Tensor:
-    """(B, T + 1). What the tokens are has no influence on the speed of a step."""
+    """(B, T + 1). Which tokens they are does not affect the speed of a step."""
     return torch.randint(shape["vocab_size"], (batch_size, shape["n_positions"] + 1), device=rt.device)
 
 
@@ -157,7 +157,7 @@ def measure_step(make: Callable, batch_size: int, repeats: int, device: str) -> 
             step = None
             torch.cuda.empty_cache()
     else:
-        raise UserError(f"not even one sequence fits into the memory of this {device}")
+        raise UserError(f"not even one sequence fits into the memory of this {device}; give a smaller --size")
     rt.reset_peak_memory()
     step(n_micro)
     seconds = [timed(lambda: step(n_micro), rt) for _ in range(repeats)]

@@ -1,10 +1,10 @@
 """Finetuning with LoRA, r = 8, on GPT-2 124M: peft on transformers, against this project, with random weights.
 
 Each step takes the same 32 examples of Alpaca, with AdamW on the same factors and a loss on the same answer tokens,
-which is what the rate counts; the table has the first losses, because they have to agree.
-peft runs as its documentation has it: 8 examples at a time, padded to the longest of them, all logits. Ours are sorted
-by length and cut into micro-batches as lora_finetune.py does. On a CPU peft runs in fp32 only, on a GPU in the 16-bit
-format that is fast there, with autocast; this project in fp32 and in that format.
+which the rate counts; the table shows the first losses, which have to agree.
+peft runs as in its documentation: 8 examples at a time, padded to the longest of them, with all logits. Ours are sorted
+by length and cut into micro-batches as in lora_finetune.py. peft runs in fp32 on a CPU, and on a GPU with autocast in
+the 16-bit format that is fast there; this project runs in fp32 and in that format.
 """
 
 import tempfile
@@ -30,8 +30,8 @@ EXAMPLES, MAX_LENGTH = 32, 1024
 
 @dataclass(frozen=True)
 class Config(Common):
-    data: str = FINETUNING.data  # rows as lora_finetune.py takes them
-    size: Size = ""  # of the model; tiny: a quick try
+    data: str = FINETUNING.data  # rows, as for lora_finetune.py
+    size: Size = ""  # size of the model; tiny for a quick test
 
 
 def run(config: Config, rt: Runtime) -> Iterator[dict]:
@@ -80,7 +80,7 @@ def own_step(base: GPT, examples: list[Example], dtype: torch.dtype, rt: Runtime
 
 
 def peft_step(base: GPT, examples: list[Example], dtype: torch.dtype, rt: Runtime) -> Callable[[], float]:
-    """The plain loop: peft on GPT2LMHeadModel, 8 examples at a time, padded to the longest of them."""
+    """The plain loop: peft on GPT2LMHeadModel, 8 examples at a time, padded to the longest."""
     from peft import LoraConfig, get_peft_model
     from transformers import GPT2LMHeadModel
 

@@ -1,10 +1,10 @@
-"""How everything is measured: contestants in turn, medians, tables, the machine.
+"""How all benchmarks measure: contestants in turn, medians, tables, the machine.
 
 - `Common`: the constants that every benchmark has
 - `rates(contestants, ...)` times contestants in turn in this process, and yields a row whenever one has run
 - `in_own_process(function, *args)` keeps what a contestant compiles, chooses or allocates away from the others
 - `markdown_table(rows)` is how rows are shown
-- `peak_memory(command)` is that of a whole tree of processes
+- `peak_memory(command)` measures a whole tree of processes
 - `model_sizes(name)` is what --size means, `fast_dtype(rt)` the precision of training on this device
 - `gpt2_tokenizer()` has a substitute where the vocabulary cannot be downloaded
 - `machine(rt)` describes where the figures come from
@@ -37,7 +37,7 @@ from model import SIZES
 from run.runtime import Runtime, peaks
 
 ROOT = Path(__file__).resolve().parent.parent
-TINY = dict(n_layer=2, n_head=2, n_embd=64)  # to see whether a command works, not how fast it is
+TINY = dict(n_layer=2, n_head=2, n_embd=64)  # to test that a command works, not how fast it is
 Device = Literal["auto", "cuda", "mps", "cpu"]
 Size = Literal["", "tiny", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"]
 
@@ -56,8 +56,8 @@ def rates(contestants: dict[str, Callable[[], object]], repeats: int, rt, work, 
     """Rows with the median rate of each contestant, `work` a run (a number, or one for each), and its ratio to the
     first. A row comes after every timed run, and replaces the earlier row of that name.
 
-    They take turns, so that a machine that slows down (heat, a neighbour) does so for all. The first round does not
-    count: in it contestants compile, or are built. One that raises gets a row that says so, and takes no more turns.
+    They take turns, so that a machine that slows down (heat, other load) slows all of them. The first round does not
+    count, because contestants are built or compiled in it. One that raises gets a row that says so, and drops out.
     """
     found: dict[str, list[float]] = {name: [] for name in contestants}
     first, failed = next(iter(contestants)), set()
@@ -90,7 +90,7 @@ def timed(run: Callable[[], object], rt) -> float:
 
 
 def built_late(make: Callable, *args) -> Callable[[], object]:
-    """The contestant that make(*args) returns, made in its first turn, which does not count."""
+    """The contestant that make(*args) returns, built in its first turn, which does not count."""
     made = []
 
     def run() -> object:
@@ -156,7 +156,7 @@ def model_sizes(name: str) -> dict:
 
 
 def fast_dtype(rt) -> torch.dtype:
-    """The 16-bit format that is fast on this device, or fp32. Does not change what fp32 products may be rounded to."""
+    """The 16-bit format that is fast on this device, or fp32. Leaves the precision of fp32 products as it is."""
     precision = torch.get_float32_matmul_precision()
     try:
         return Runtime.setup(rt.device.type).dtype
@@ -165,8 +165,8 @@ def fast_dtype(rt) -> torch.dtype:
 
 
 class Substitute:
-    """In place of GPT-2's tokenizer: its pieces of text, cut every nine bytes, with ids by hash. Texts then have about
-    as many tokens: 0.8% fewer on HellaSwag, 2.9% more on Alpaca. Their ids have no influence on the speed."""
+    """Replaces GPT-2's tokenizer: cuts the chunks of its pattern every nine bytes, and takes hashes as ids. Texts get
+    about as many tokens: 0.8% fewer on HellaSwag, 2.9% more on Alpaca. The ids do not affect the speed."""
 
     eot_token, special_tokens, pattern = 50256, {"<|endoftext|>": 50256}, Tokenizer.train([], 257).pattern
 
@@ -185,7 +185,7 @@ def gpt2_tokenizer():
     try:
         return load_tokenizer("gpt2")
     except UserError as e:
-        print(f"{e}\nusing other ids, about as many for each text")
+        print(f"{e}\nusing a substitute instead, which gives each text about as many tokens")
         return Substitute()
 
 
@@ -218,7 +218,7 @@ def about_gpu(rt, name: str) -> dict:
 
 
 def peak_memory(command: list[str]) -> int:
-    """Bytes of a command and its children at the worst moment, shared ones counted once; 0 on systems other than Linux.
+    """Peak bytes of a command and its children, shared ones counted once; 0 on systems other than Linux.
 
     Raises RuntimeError if the command fails.
     """

@@ -1,11 +1,11 @@
-"""Is it a record? Judges the runs of an entry by the rules of docs/record.md, and prints their row for that page.
+"""Is it a record? Judges the runs of an entry by the rules of docs/record.md, and prints its row for that page.
 
     python bench.py record out/seed0 out/seed1 out/seed2 --data fineweb10B/fineweb_val_000000.bin    # tokens to 3.28
     python bench.py record out/seed* --kind cores --data tinyshakespeare.txt                         # two CPU cores
 
-The judge opens the last checkpoint of each with transformers, refuses whatever is not an unchanged GPT-2, and computes
-the loss in a few lines that share no code with training. That is the loss of the entry.
-It cannot see which text the weights were trained on, for how long, and on which machine: for these it has the log.
+The judge opens the last checkpoint of each run with transformers, refuses anything but an unchanged GPT-2, and computes
+the loss of the entry in a few lines that share no code with training.
+It cannot check which text the weights were trained on, for how long, or on which machine: it takes these from the log.
 """
 
 import math
@@ -56,8 +56,8 @@ MAY_DIFFER = ("seed", "out_dir", "resume", "overwrite", "device", "micro_batch_s
 @dataclass(frozen=True)
 class Config:
     runs: Positional[tuple[str, ...]]  # run directories, one for each seed
-    kind: Literal["tokens", "h100", "cores"] = "tokens"  # what the entry is about
-    data: str = ""  # FineWeb's validation shard, or the text
+    kind: Literal["tokens", "h100", "cores"] = "tokens"  # kind of record, see docs/record.md
+    data: str = ""  # FineWeb's validation shard; for cores, the text
     device: Device = "auto"  # auto: cuda, else mps, else cpu
     json: str = ""  # write the figures to this file
 
@@ -104,7 +104,7 @@ def facts_of(run_dir: Path, kind: Kind) -> dict:
 
 
 def refuse_chosen(runs: list[dict], kind: Kind) -> None:
-    """Raise UserError unless all seeds from 0 on are there, with the same constants, steps and code."""
+    """Raise UserError unless all seeds from 0 on are given, with the same constants, steps and code."""
     seeds = sorted(facts["constants"]["seed"] for facts in runs)
     if seeds != list(range(len(runs))) or len(runs) < kind.seeds:
         raise UserError(f"the seeds are {seeds}; give all of 0, 1, 2, ..., at least {kind.seeds}, and leave none out")
@@ -150,8 +150,8 @@ def shard_tokens(data: str) -> tuple[torch.Tensor, int]:
 
 @torch.no_grad()
 def nats_of(model, ids: torch.Tensor) -> float:
-    """The sum of -ln p of every token after the first. A window begins where the one before ends: with a smaller stride
-    every token would be predicted from more tokens, and the loss be lower."""
+    """The sum of -ln p of every token after the first. Windows do not overlap: with a smaller stride tokens would have
+    more context, and the loss would be lower."""
     total, T = 0.0, model.config.n_positions
     for start in range(0, len(ids) - 1, T):
         window = ids[start : start + T + 1]
@@ -161,7 +161,7 @@ def nats_of(model, ids: torch.Tensor) -> float:
 
 
 def verdict(found: list[float], kind: Kind) -> str:
-    """Whether the mean is two standard errors below the target and the record; both of runs with the same sigma."""
+    """Whether the mean is two standard errors below the target, and below the record; sigma is the same for both."""
     n, mean = len(found), statistics.mean(found)
     if (kind.target - mean) * math.sqrt(n) < 2 * kind.sigma:
         return f"refused: not shown to be below {kind.target}"

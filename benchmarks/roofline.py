@@ -1,11 +1,11 @@
-"""What a training step should take: its roofline, from the model's sizes and a card's two peaks. Nothing is run.
+"""How long a training step should take: its roofline, from the model's sizes and a card's two peaks. Runs nothing.
 
-A part of the step is bound by the matrix units or by the memory. So its shortest time is its operations over the card's
-16-bit peak, or its bytes over the bandwidth. Kernels reach a fraction of that, which is an assumption: near what is
-reported of an H100. Where a measured part takes longer than its line here, there is something to find.
+Each part of the step is bound by the matrix units or by the memory, so its shortest time is its operations over the
+card's 16-bit peak, or its bytes over the bandwidth. Kernels reach a fraction of that, which is assumed here, close to
+what is reported of an H100. If a part measures longer than its line here, it can be made faster.
 
-The parts and the fractions are in learning/memory.py, for `train_gpt2.py --dry_run` too. Below the sum is what each
-change that has not been made would save.
+The parts and the fractions are in learning/memory.py, also for `train_gpt2.py --dry_run`. Below the sum, the table has
+what each change that we have not made would save.
 """
 
 from collections.abc import Iterator
@@ -22,8 +22,8 @@ from run.runtime import Runtime, peaks
 
 @dataclass(frozen=True)
 class Config(Common):
-    card: str = ""  # its name, as in run/runtime.py; this GPU, or H100
-    size: Size = ""  # of the model
+    card: str = ""  # name of the card, as in run/runtime.py; empty for this GPU, or H100
+    size: Size = ""  # size of the model
 
 
 def run(config: Config, rt: Runtime) -> Iterator[dict]:
@@ -44,11 +44,11 @@ def run(config: Config, rt: Runtime) -> Iterator[dict]:
 
 
 def savings(ms: dict[str, float]) -> dict[str, float]:
-    """{change: milliseconds that it would save}, of those that the parts take."""
+    """{change: milliseconds that it would save}, from those of the parts."""
     return {
         # twice the peak; but a second layout of the gradients of logits is made, 2 of the 6 bytes that the loss moves
         "and the head in FP8": ms["products of the head"] / 2 - ms["loss"] / 3,
-        # two of three reads and one of two writes are then registers of the products beside it
+        # two of three reads and one of two writes then stay in the registers of the neighbouring products
         "and GELU within the products": ms["GELU"] * 3 / 5,
         "and gradients of biases and norms where their inputs are read anyway": ms["gradients of biases and norms"],
         "and gradients of q, k and v written in place": ms["gradients of q, k and v side by side"],

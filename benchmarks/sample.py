@@ -1,9 +1,9 @@
 """Generation: recomputing the context for every token, transformers' generate, and this project.
 
-Greedy continuations of the same random prompts of 16 tokens by random GPT-2 models of 124M: 4 sequences in fp32 on a
-CPU, 1 and 64 in bf16 on a GPU; --size for others. What the tokens are has no influence on the speed. transformers runs
-as it comes, with its dynamic cache and without torch.compile; recomputing is what a script without a cache does.
-The work is counted in new tokens, so that the rate of recomputing falls with --new_tokens.
+Greedy continuations of the same random prompts of 16 tokens by random GPT-2 models of 124M, or --size: 4 sequences in
+fp32 on a CPU, 1 and 64 in bf16 on a GPU. Which tokens they are does not affect the speed. transformers runs with its
+defaults, a dynamic cache and no torch.compile; recomputing is what a script without a cache does.
+Rates count new tokens, so that of recomputing falls with --new_tokens.
 """
 
 import warnings
@@ -21,8 +21,8 @@ from run.runtime import Runtime
 
 @dataclass(frozen=True)
 class Config(Common):
-    size: Size = ""  # of the model; tiny: a quick try
-    new_tokens: Positive = 128  # to generate
+    size: Size = ""  # size of the model; tiny for a quick test
+    new_tokens: Positive = 128  # tokens to generate
 
 
 def run(config: Config, rt: Runtime) -> Iterator[dict]:

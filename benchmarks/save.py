@@ -1,13 +1,13 @@
 """What a checkpoint costs the training loop: written in the background, against the loop waiting for it.
 
-GPT-2 124M (--size for others) with AdamW's moments, in a run directory below the current directory: the disk
-is that of the current directory. In turn: a step, and a checkpoint that the loop waits for (what a plain script does);
-a step, and `run.save()` alone, which copies all that the checkpoint needs; a step while that copy is being written.
-Steps are of 512 tokens, so that on a CPU the writing shows, which competes with them for the cores.
+GPT-2 124M, or --size, with AdamW's moments, is written to a directory below the current one, on its disk. It times in
+turn: a step, and a checkpoint that the loop waits for, as a plain script does; a step, and `run.save()` alone, which
+copies all that the checkpoint needs; a step while that copy is being written. Steps have 512 tokens, so that on a CPU
+one sees how much writing competes with them for the cores.
 
     torchrun --standalone --nproc_per_node=2 bench.py save --shard full
 
-shows on the first rank what it costs to gather there what the ranks have divided, which is a part of `run.save()`.
+shows what it costs to gather sharded weights on the first rank, which is a part of `run.save()`.
 """
 
 import contextlib
@@ -38,8 +38,8 @@ TORCHRUN = True  # may be started with it
 
 @dataclass(frozen=True)
 class Config(Common):
-    size: Size = ""  # of the model; tiny: a quick try
-    shard: Literal["none", "optimizer", "full"] = "none"  # under torchrun: what ranks divide, see run/sharding.py
+    size: Size = ""  # size of the model; tiny for a quick test
+    shard: Literal["none", "optimizer", "full"] = "none"  # with torchrun: what to shard, see run/sharding.py
 
 
 def run(config: Config, rt: Runtime) -> Iterator[dict]:
@@ -58,7 +58,7 @@ def run(config: Config, rt: Runtime) -> Iterator[dict]:
 
 
 def save_in_turn(constants, model: GPT, rt: Runtime) -> Iterator[tuple[str, list[float]]]:
-    """What was timed and all its seconds so far, whenever there are more. `rt` has the precision of a run here."""
+    """(what was timed, all its seconds so far), after every timing. `rt` has the precision of a run."""
     forward = Loss(model) if rt.mesh else rt.wrap(Loss(model))
     if rt.mesh:
         shard(forward, model.transformer.h, rt)

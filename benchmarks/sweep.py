@@ -1,11 +1,11 @@
-"""Finetune one base with several ranks of LoRA, and with all weights, and lay the results beside each other.
+"""Finetune one base with several ranks of LoRA, and with all weights, and compare the results.
 
     python bench.py sweep --base gpt2 --ranks 1 8 32 0      # 0 is full finetuning
 
-Every run has the same seed, and a process to itself, so that their memory can be compared. OUT_DIR then holds one run
-directory each, sweep.md (the table), sweep.png (the curves) and samples.md (what the base and every variant answer to
-PROMPTS, and how much of that repeats itself). It takes the constants of lora_finetune.py. This file knows nothing of
-the training loop: it starts runs, and reads what they leave.
+Every run has the same seed and its own process, so that their memory can be compared. Writes to OUT_DIR a run directory
+each, sweep.md (the table), sweep.png (the curves) and samples.md (the answers of the base and every variant to PROMPTS,
+and how repetitive they are). It takes the constants of lora_finetune.py. This file knows nothing of the training loop:
+it starts runs, and reads what they write.
 """
 
 import signal
@@ -49,7 +49,7 @@ PROMPTS = (
 
 @dataclass(frozen=True)
 class Config(Finetuning):
-    ranks: Annotated[tuple[int, ...], Range(0, 1e6)] = (1, 2, 4, 8, 16, 32, 0)  # of the runs; 0 is full finetuning
+    ranks: Annotated[tuple[int, ...], Range(0, 1e6)] = (1, 2, 4, 8, 16, 32, 0)  # ranks to train; 0 is full finetuning
     json: str = ""  # write the figures to this file
 
 
@@ -130,7 +130,7 @@ def summary_row(label: str, trainable: int, fraction: float, log: list[dict], ru
 
 
 def all_answers(config, runs: dict[str, tuple[int, Path]]) -> dict[str, list[str]]:
-    """The answers of the base and of every variant, as it was saved, to each of PROMPTS."""
+    """The answers of the base and of every saved variant to each of PROMPTS."""
     rt = Runtime.setup(config.device, config.dtype)
     tokenizer = model_tokenizer(config.base)
     found = {"base": answers(load_model(config.base), tokenizer, config, rt)}
@@ -141,7 +141,7 @@ def all_answers(config, runs: dict[str, tuple[int, Path]]) -> dict[str, list[str
 
 
 def side_by_side(base: str, found: dict[str, list[str]]) -> str:
-    """In Markdown, a table for each prompt. `repeated` is the fraction of an answer that it has said before."""
+    """In Markdown, a table for each prompt. `repeated` is the fraction of an answer that repeats earlier text."""
     sections = [f"# What {base} and its finetuned variants answer\n"]
     for i, prompt in enumerate(PROMPTS):
         lines = ["| variant | repeated | answer |", "|---|---|---|"]
@@ -153,8 +153,8 @@ def side_by_side(base: str, found: dict[str, list[str]]) -> str:
 
 
 def repeated(text: str, n: int = 3) -> float:
-    """The fraction of a text's sequences of n words that occur earlier in it: small models go round in circles, and the
-    loss, taken over answers that people wrote, does not show that (Holtzman et al. 2020)."""
+    """The fraction of a text's n-grams of words that occur earlier in it. Small models repeat themselves, which the
+    loss does not show, as it is computed on answers that people wrote (Holtzman et al. 2020)."""
     words = text.lower().split()
     sequences = [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
     return 1 - len(set(sequences)) / len(sequences) if sequences else 0.0

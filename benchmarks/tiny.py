@@ -1,10 +1,10 @@
 """Seeds of the recipe `tiny` on a text: the spread of its curve, and its loss in windows of characters.
 
-Trains one seed after another in --out; a finished one is not trained again. A row has the losses at the validations,
-every 100 steps, and two figures of the end in nats per character, for a text whose characters are bytes. Both score
-every character of the validation text once: in the recipe's windows of 128 tokens, and in windows of --window
-characters from a cold start, which see one character before them, as a model of characters does.
---write keeps the losses in docs/reference.json, which `plot.py --reference` and the end of `tiny` compare a run with.
+Trains one seed after another in --out, and skips those that are finished. A row has the validation losses, every 100
+steps, and two final losses in nats per character, for a text whose characters are bytes. Both score every character of
+the validation text once: in the recipe's windows of 128 tokens, and in windows of --window characters from a cold
+start, with one character of context, to compare with models of characters.
+--write stores the losses in docs/reference.json, with which `plot.py --reference` and `tiny` itself compare a run.
 """
 
 import json
@@ -36,10 +36,10 @@ DECISIVE = set(DECISIVE[DECISIVE.index("n_layer") : DECISIVE.index("eval_interva
 
 @dataclass(frozen=True)
 class Config(Common):
-    repeats: Annotated[int, Range(1, 1000)] = 10  # seeds
-    data: str = str(ROOT / "input.txt")  # a .txt
-    window: Positive = 256  # characters
-    out: str = "out/seeds"  # the runs are OUT/TEXT_SEED
+    repeats: Annotated[int, Range(1, 1000)] = 10  # seeds to train
+    data: str = str(ROOT / "input.txt")  # a .txt file
+    window: Positive = 256  # characters of a window
+    out: str = "out/seeds"  # directory of the runs, OUT/TEXT_SEED
     write: bool = False  # replace the entry of tiny in docs/reference.json
 
 
@@ -62,7 +62,7 @@ def run(config: Config, rt: Runtime) -> Iterator[dict]:
 
 @torch.no_grad()
 def cold_start(model_path: str, text: str, window: int) -> float:
-    """Nats per character of a text, cut into windows that know the character before them and nothing else."""
+    """Nats per character of a text, cut into windows that see only the character before them."""
     model, tokenizer = load_model(find_model(model_path)).eval(), model_tokenizer(model_path)
     packed = []
     for start in range(0, len(text) - 1, window):

@@ -2,12 +2,12 @@
 
 The plain recipe is what a short script does: PyTorch's fused attention, all logits at once in fp32, AdamW, the
 vocabulary padded to a multiple of 128; on a GPU with TF32, bf16 autocast and fused AdamW, on a CPU in fp32 and again in
-bf16. "this project" is the step of train_gpt2.py with the choices that it makes on this device: precision,
-torch.compile, attention, chunked loss, the optimizer that can skip a step. FP8 is measured if the GPU has it.
+bf16. "this project" is the step of train_gpt2.py with its choices for this device: precision, torch.compile, attention,
+chunked loss, the optimizer that can skip a step. FP8 is measured if the GPU supports it.
 
 All make the same optimizer step on the same random tokens, without data loading and logging. Each contestant runs in a
-new process, --turns times. What does not fit into the memory makes its step in as few micro-batches as
-possible, and says so. On a GPU 64 sequences come first, then 16, where the optimizer's step weighs more.
+new process, --turns times. A step that does not fit into memory is split into as few micro-batches as possible, and the
+row says so. A GPU runs batches of 64 sequences, then of 16, where the optimizer's share is larger.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,8 +29,8 @@ from train_gpt2 import RECIPES, build_model, settle
 @dataclass(frozen=True)
 class Config(Common):
     batch_size: Count = 0  # sequences per step; 0 for 16, on a GPU 64 and 16
-    size: Size = ""  # of the model; tiny: a quick try
-    turns: Positive = 2  # processes of each contestant, not in a row, so that a machine that drifts hits all alike
+    size: Size = ""  # size of the model; tiny for a quick test
+    turns: Positive = 2  # processes of each contestant, taken in turn, so that drift of the machine affects all alike
 
 
 def run(config: Config, rt: Runtime) -> Iterator[dict]:
@@ -43,7 +43,7 @@ def run(config: Config, rt: Runtime) -> Iterator[dict]:
 
 
 def compare(shape: dict, batch_size: int, config: Config, rt: Runtime) -> Iterator[dict]:
-    """A row after each process; with their ratio to the eager recipe once that has run."""
+    """A row after each process, with the ratio to the eager recipe once that has run."""
     turns: dict[str, list[dict]] = {}
     makers, failed = contestants(shape, batch_size, rt), set()
     for _ in range(config.turns):
@@ -70,7 +70,7 @@ def rows_of(turns: dict[str, list[dict]], batch_size: int, shape: dict, rt: Runt
 
 
 def contestants(shape: dict, batch_size: int, rt: Runtime) -> dict[str, Callable]:
-    """{name: function(rt) that builds a step}; on a GPU in order of worth, since its time may run out."""
+    """{name: function(rt) that builds a step}; on a GPU the most important first, since its time may run out."""
     if rt.device.type == "cuda":
         eager = Rung("plain, eager, bf16", tf32=True, bf16=True, attention="flash", fused=True)
         plain = [replace(eager, name="plain with torch.compile, bf16", compile=True), eager]

@@ -29,7 +29,7 @@ RELEASE_AFTER = 512  # release mapped pages after this many windows; reading one
 
 
 def find_shards(data: str, split: str) -> list[Path]:
-    """The shards of a split, "train" or "val", in a directory or a glob, in file order. Raises UserError if there is none.
+    """The shards of a split, "train" or "val", in a directory or a glob, in file order. Raises UserError without any.
 
     The last _train or _val in the name of a file decides. datatrove's .ds files have no such names: the first one is
     then "val", and the others are "train".

@@ -1,12 +1,12 @@
-"""The figures of the walk: 900 pixels wide, a title that says what to see, units, legible in grey.
+"""The figures of the walk: 900 pixels wide, with a title that says what to see, with units, legible in greyscale.
 
     with picture("clock", "what to see", "x (unit)", "y (unit)") as axes:
         axes.plot(...)
     curves("residual", "what to see", "x (unit)", "y (unit)", {"label": (x, y), ...})
     runs("run", "what to see", {"label": read_log(Path("out/tiny/log.jsonl")), ...})
 
-They are written to ASSETS as walk_NAME.png, with the title also in the file, where a test compares it with the page.
-This file knows nothing of models: it is handed numbers.
+They are written to ASSETS as walk_NAME.png. The file's metadata repeats the title, for a test to compare it with the
+page. This file knows nothing of models, only of numbers.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ def picture(name: str, title: str, x: str = "", y: str = "", height: float = 3.6
     figure = Figure(figsize=(WIDTH, height), dpi=100, layout="constrained")
     panels = figure.subplots(*grid, squeeze=False).flatten().tolist()
     if len(title) > 100:
-        raise ValueError(f"the title has {len(title)} letters, and room is for 100: {title}")
+        raise ValueError(f"the title has {len(title)} characters, but there is room for 100: {title}")
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
     for axes in panels:
         axes.set_xlabel(x, fontsize=10)
@@ -46,7 +46,7 @@ def picture(name: str, title: str, x: str = "", y: str = "", height: float = 3.6
 
 
 def asset(name: str) -> Path:
-    """Where a picture goes that is not drawn here."""
+    """The path of a picture."""
     ASSETS.mkdir(parents=True, exist_ok=True)
     return ASSETS / f"walk_{name}"
 

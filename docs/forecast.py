@@ -1,7 +1,7 @@
 """The picture of forecast.md: python docs/forecast.py
 
-Reads docs/forecast_runs.json and docs/forecast.json, and draws assets/forecast.png: the ladder with its laws, the
-hidden rung, the multiplier over compute, and the fan at 124M.
+Reads docs/forecast_runs.json and docs/forecast.json, and draws assets/forecast.png: the ladder with its fitted laws,
+the hidden rung, the multiplier over compute, and the fan at 124M.
 """
 
 import sys

@@ -1,23 +1,23 @@
-"""Run the Python of a Markdown page, and compare what it prints with what the page says it prints.
+"""Run the Python blocks of a Markdown page, and compare their output with the one that the page shows.
 
     python docs/run.py                         # docs/walk.md, one to two minutes on two cores
     python docs/run.py docs/walk.md 5          # one station of it
-    python docs/run.py docs/walk.md --slow     # also what trains for minutes
-    python docs/run.py docs/walk.md 5 --write  # put what is printed now into the page
+    python docs/run.py docs/walk.md --slow     # include the blocks that train for minutes
+    python docs/run.py docs/walk.md 5 --write  # write the new output into the page
 
-A station is everything under a heading `## 5 ...`, and its Python blocks share their names with each other and with
-the blocks before the first station, not with other stations. A block is followed by what it prints:
+A station is everything under a heading `## 5 ...`. Its Python blocks share their names with each other and with the
+blocks before the first station, not with other stations. A block is followed by its output:
 
     ```python              ```python slow      runs with --slow, or when its station is asked for
     print(1 / 3)           ```python weights   runs if GPT-2's weights and vocabulary are in their caches
     ```
-    ```text                ```text varies      is shown and not compared: seconds, and what depends on the machine
+    ```text                ```text varies      is not compared: seconds, and what depends on the machine
     0.3333                 ```text within 0.1  is compared with this tolerance instead of 0.02
     ```
 
-Whole numbers have to be equal; those with a decimal point agree within 2%, or one unit of the last digit; those such as
-3.1e-08, which are rounding errors, within a factor of ten. Figures go to assets/. Exit code 1 if anything differs.
-This file knows nothing of what a page is about.
+Integers must be equal; numbers with a decimal point within 2%, or one unit of the last digit; rounding errors such as
+3.1e-08 within a factor of ten. Figures go to assets/. The exit code is 1 if anything differs. This file knows nothing
+of what a page is about.
 """
 
 import contextlib
@@ -51,8 +51,8 @@ NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 class Config:
     page: Positional[str] = "docs/walk.md"  # a Markdown file
     station: Positional[str] = ""  # the number of a station; empty for all
-    slow: bool = False  # run what takes minutes, too
-    write: bool = False  # write what is printed into the page, instead of comparing
+    slow: bool = False  # also run the blocks that take minutes
+    write: bool = False  # write the output into the page instead of comparing it
 
 
 @dataclass(frozen=True)

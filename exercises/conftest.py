@@ -1,4 +1,4 @@
-"""What `python -m pytest exercises` adds to pytest: it skips empty functions, and lists all nine at the end."""
+"""For `python -m pytest exercises`: skips functions that are not written yet, and lists all nine at the end."""
 
 import pytest
 

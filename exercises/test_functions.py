@@ -1,4 +1,4 @@
-"""Compares functions.py with libraries and formulas; if a known mistake gives the answer, it says what to look at."""
+"""Compares functions.py with libraries and formulas; recognizes common mistakes and says what to look at."""
 
 import math
 from functools import partial
@@ -87,7 +87,7 @@ def test_attention():
     compare(got, sdpa(), mistakes, "row t is the mean of v[0] .. v[t], weighted by softmax(q[t] @ k.T / sqrt(D))")
 
 
-class Largest(TorchFunctionMode):  # of the tensors that PyTorch makes meanwhile
+class Largest(TorchFunctionMode):  # the size of the largest tensor that PyTorch makes meanwhile
     numbers = 0
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
