@@ -73,7 +73,7 @@ class Config:
     batch_size: Positive = 32  # examples per optimizer step, summed over ranks and micro-batches
     micro_batch_size: Count = 0  # full-length examples per forward pass; 0 finds the largest that fits
     epochs: NonNegative = 3.0  # passes over the training rows
-    max_steps: Count = 0  # optimizer steps; 0 for as many as --epochs takes
+    max_steps: Count = 0  # optimizer steps; 0 for as many as the epochs take
     warmup_steps: Count = 0  # steps of linear warmup; 0 for 3% of all steps
     max_lr: NonNegative = 0.0  # peak learning rate; 0 for 1e-3 with LoRA, 1e-4 for all weights
     min_lr: NonNegative = 0.0  # learning rate at the last step
@@ -89,7 +89,7 @@ class Config:
     spike_threshold: NonNegative = 2.0  # roll back if the loss stays this far above its running median; 0 for never
     dropout: Probability = 0.0  # of the base: on embeddings, attention and residual branches
     seed: Seed = 1337  # of the adapter, the split, the data order and the samples
-    # evaluation and checkpoints; intervals are in steps, 0 for never
+    # evaluation and checkpoints; intervals in steps, 0 for never
     eval_interval: int = -1  # compute the validation loss; -1 for ten times in the run
     sample_interval: Count = 0  # generate an answer to sample_prompt
     sample_prompt: str = "Give three tips for a good meal."  # the question that samples answer

@@ -63,7 +63,7 @@ class Config:
     n_head: Positive = 12  # attention heads per block
     n_embd: Positive = 768  # channels of the residual stream
     sequence_length: Positive = 1024  # context length in tokens
-    vocab_size: Positive = 50304  # the tokenizer's 50257 tokens, padded to a multiple of 128 for the tensor cores
+    vocab_size: Positive = 50304  # tokens, padded to a multiple of 128 for the tensor cores: 50257 become 50304
     dropout: Probability = 0.0  # 0 for a single epoch of pretraining; 0.1 or more when data is scarce
     attention: Literal["auto", "flash", "naive"] = "auto"  # flash: fused kernel; naive: plain formula; auto: the faster
     # batch and schedule
@@ -88,7 +88,7 @@ class Config:
     spike_threshold: NonNegative = 1.0  # roll back if the loss stays this far above its running median; 0 for never
     seed: Seed = 1337  # of weights, data order, dropout and samples
     shuffle: bool = True  # permute the windows of every epoch; --no_shuffle reads them in file order
-    # evaluation and checkpoints; intervals are in steps, 0 for never
+    # evaluation and checkpoints; intervals in steps, 0 for never
     eval_interval: Count = 250  # compute the validation loss
     eval_steps: Count = 20  # validation batches, of total_batch_size tokens each; 0 for the whole split
     hellaswag_interval: Count = 1000  # compute the HellaSwag accuracy

@@ -1,4 +1,4 @@
-"""Does an idea help? Trains it and a baseline with the same seeds until their difference is significant.
+"""Does an idea help? Trains it and a baseline with the same seeds until their difference is clear.
 
     python bench.py lab "momentum 0.9" --size 5M           # an idea of benchmarks/ideas.py, with 5 million parameters
     python bench.py lab --null 40                          # change nothing but the seed: few of 40 may seem to gain
