@@ -409,7 +409,7 @@ def print_plan(config: Config, source: Source, manifest: dict, tokens: int) -> N
     commit = f" at {source.commit[:12]}" if source.commit else ""
     print(f"source  {manifest['source']}{commit}: {counted(len(sizes), 'file')}, {size(sum(sizes))}")
     print(f"target  {out_dir}: about {tokens:,} tokens, in shards of {config.shard_size:,} {manifest['dtype']}")
-    if tokens <= config.shard_size:
+    if 0 < tokens <= config.shard_size:  # 0 is unknown
         print(f"note    all of it would be validation; give --shard_size {-(-tokens // 10)} to leave some to train on")
     print(f"disk    {size(for_shards)} for shards, {size(for_files)} for files under way; {size(free)} are free")
     if manifest["shards"]:
