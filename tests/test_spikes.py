@@ -130,7 +130,7 @@ def test_a_rollback_is_resumed_exactly(train, tmp_path, kept):
 def test_spikes_that_other_data_does_not_cure_stop_the_run(train, tmp_path):
     spiky = spiky_args(spiky_shards(tmp_path / "spiky", range(24, 60)))
     newest = "step_000015"  # the jump comes again right after step 20, so that this one is suspect, too
-    assert_user_error(train(**spiky), "3 returns", newest, "--max_lr")
+    assert_user_error(train(**spiky), "3 rollbacks", newest, "--max_lr")
     assert newest_intact(tmp_path / "run") == tmp_path / "run" / newest  # the spoilt ones are gone
 
 
