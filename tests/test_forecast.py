@@ -99,7 +99,7 @@ def test_a_forecast_is_written_once_with_its_date_and_what_it_was_made_of(tmp_pa
     assert found["date"] and found["anchor"]["loss"] == 3.2722 and found["parameters"] == SIZES.tolist()
     # at 124M 3.28 takes 4.5% fewer tokens than the anchor's 3.2722, and gpt2 takes `multiplier` times as many
     assert found["tokens"]["middle"] * found["multiplier"]["middle"] == pytest.approx(0.955 * 10.26e9, rel=0.01)
-    assert_user_error(run_inline(bench.main, words, capsys, monkeypatch), "forecast.json", "another --forecast")
+    assert_user_error(run_inline(bench.main, words, capsys, monkeypatch), "forecast.json", "--forecast another name")
 
 
 @pytest.mark.parametrize("tokens, loss, said", [(2e9, 3.31, "inside"), (2e9, 3.45, "outside"), (9e9, 3.3, "not judge")])
