@@ -87,7 +87,8 @@ def plus_product(total, a, b, product=torch.mm) -> torch.Tensor:
     """total (V, C) + a (V, N) @ b (N, C), added up in the dtype of `total`, which it may overwrite: over thousands of
     positions, and before any loss scale, a sum in fp16 would pass 65,504."""
     if product is torch.mm and a.device.type == "cuda" and a.dtype != total.dtype:
-        return torch.addmm(total, a, b, out_dtype=total.dtype)  # tensor cores add up in fp32 anyway
+        # tensor cores add up in fp32 anyway; addmm would save a pass, but torch.compile cannot lower its out_dtype
+        return total.add_(torch.mm(a, b, out_dtype=total.dtype))
     if a.dtype == torch.float16:  # on a CPU, where speed does not count
         a, b = a.float(), b.float()
     return total.addmm_(a, b) if a.dtype == total.dtype else total.add_(product(a, b))

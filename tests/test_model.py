@@ -11,6 +11,7 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
@@ -328,11 +329,11 @@ def test_a_sum_over_many_positions_does_not_overflow_in_fp16():
     torch.testing.assert_close(grad[0], torch.full((16,), 2560 * 26.0 * (1 / 300 - 1)), rtol=1e-3, atol=0)
 
 
-def test_on_a_gpu_the_product_itself_adds_up_in_fp32(monkeypatch):
-    monkeypatch.setattr(torch, "addmm", lambda *tensors, out_dtype: out_dtype)
+def test_on_a_gpu_the_product_itself_adds_up_in_fp32_by_an_operation_that_can_be_compiled():
     with FakeTensorMode():  # a GPU's tensors without a GPU: they have shapes and no numbers
         total, a, b = (torch.empty(4, 4, device="cuda", dtype=d) for d in (torch.float32, torch.half, torch.half))
-        assert plus_product(total, a, b) == torch.float32
+        graph = make_fx(lambda *tensors: plus_product(*tensors))(total, a, b).graph
+    assert torch.ops.aten.mm.dtype in {node.target for node in graph.nodes}
 
 
 def test_a_frozen_head_gets_no_gradient():
