@@ -92,7 +92,7 @@ def run(config: Config, rt: Runtime) -> Iterator[dict]:
         for (name, seed), figures in side_by_side(ideas, jobs, config, shards, rt):
             about = dict(idea=name, version=version[name], against=baseline, machine=machine(rt)["device"])
             ledger.add(setting=setting, seed=seed, **about, **figures)
-        rows = {name: ledger.row(setting, name, baseline) for name in names}
+        rows = {name: ledger.row(setting, name, baseline, version) for name in names}
         yield from rows.values()
         undecided = [name for name in undecided if rows[name]["verdict"] == "not told apart"]
         if not undecided:
@@ -143,13 +143,14 @@ class Ledger:
         with open(self.path, "a", encoding="utf-8") as f:
             f.write(json.dumps(record) + "\n")
 
-    def losses(self, setting: str, idea: str, version: str = "") -> dict[int, float]:
-        """{seed: loss} of an idea; without a `version` the newest of each seed."""
-        wanted = dict(idea=idea, setting=setting) | (dict(version=version) if version else {})
+    def losses(self, setting: str, idea: str, version: str) -> dict[int, float]:
+        """{seed: loss} of a version of an idea."""
+        wanted = dict(idea=idea, setting=setting, version=version)
         return {record["seed"]: record["loss"] for record in self.runs if wanted.items() <= record.items()}
 
-    def row(self, setting: str, idea: str, baseline: str) -> dict:
-        losses, plain = self.losses(setting, idea), self.losses(setting, baseline)
+    def row(self, setting: str, idea: str, baseline: str, version: dict[str, str]) -> dict:
+        """What is known of an idea. `version`: of both, by name, since code that has changed makes another idea."""
+        losses, plain = (self.losses(setting, name, version[name]) for name in (idea, baseline))
         seeds = sorted(losses.keys() & plain.keys())
         row = dict(name=idea, mean=statistics.mean(losses[seed] for seed in seeds), seeds=len(seeds))
         if idea == baseline:
@@ -161,8 +162,9 @@ class Ledger:
 
     def rows(self) -> Iterator[dict]:
         for setting, idea, baseline in dict.fromkeys((r["setting"], r["idea"], r["against"]) for r in self.runs):
+            newest = {r["idea"]: r["version"] for r in self.runs if r["setting"] == setting}
             if idea != baseline:
-                row = self.row(setting, idea, baseline) | dict(name=f"{setting}: {idea}, against {baseline}")
+                row = self.row(setting, idea, baseline, newest) | dict(name=f"{setting}: {idea}, against {baseline}")
                 yield {key: row[key] for key in row if key != "over_recipe"}
 
 
@@ -220,7 +222,7 @@ def train(idea: Idea, config: Training, shards: str, device: str) -> dict:
         windows = torch.from_numpy(next(order.micro_batches((step - 1) * rows, rows, rows))).to(rt.device)
         with rt.autocast():
             loss = model.loss(*to_inputs(windows))
-        loss.backward()
+        optimizer.scale(loss).backward()
         norm = optimizer.clip_grad_norm(config.grad_clip)
         optimizer.set_lr(learning_rate(step, config))
         hooks["before_step"](step)
