@@ -92,7 +92,7 @@ def training_step(forward: torch.nn.Module, optimizer, rt: Runtime) -> Callable[
     def step() -> None:
         with rt.autocast():
             loss = forward(idx, idx)
-        loss.backward()
+        optimizer.scale(loss).backward()
         optimizer.step(finite=optimizer.clip_grad_norm(1.0).isfinite())
 
     return step

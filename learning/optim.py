@@ -250,7 +250,8 @@ class Muon(torch.optim.Optimizer):
     def _step_together(self, params: list, group: dict) -> None:
         """One step of N matrices of one shape. Where ranks divide them, this one has r of their rows."""
         for p in params:
-            self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+            if "momentum_buffer" not in self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         good = 1.0 - getattr(self, "found_inf", local(params[0]).new_zeros(()))  # 1 or 0
         momenta = [local(self.state[p]["momentum_buffer"]) for p in params]
         # as vectors (N r columns,): a graph that has seen squares first would be compiled again for other matrices

@@ -378,7 +378,7 @@ ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBack
 
 def one_shape(graph: torch.fx.GraphModule, inputs: list) -> Callable:
     """torch.compile's backend for code whose shapes never change: Inductor, with the best attention kernels first, and
-    with a cache on the disk, which makes the second start fast.
+    with a cache on the disk, which makes the second start fast (with DDP it holds a part of the graphs).
 
     On Hopper (compute capability 9) and B200 (10) cuDNN's attention is the fastest, but it builds a plan for each new
     shape, which takes longer than a batch of finetuning, HellaSwag or sampling: these run without it.

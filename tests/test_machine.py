@@ -17,8 +17,6 @@ from run.runtime import PEAKS, Runtime, launcher, peaks
     "name, tflops",
     [
         ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA H200 NVL", 835),
         ("NVIDIA L40", 181),
         ("NVIDIA L40S", 362),
         ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 439),
