@@ -12,6 +12,7 @@ told apart. But twenty ideas are twenty chances: test a gain again at another si
 Every run becomes a line of --ledger, and is repeated only if its code changes.
 """
 
+import ast
 import hashlib
 import inspect
 import json
@@ -176,7 +177,7 @@ def setting_of(config: Config, shards: str, rt: Runtime) -> str:
     plain = settings(config, PLAIN, 0)
     precision = str(Runtime.setup(rt.device.type, plain.dtype).dtype).removeprefix("torch.")
     code = "".join((ROOT / file).read_text(encoding="utf-8") for file in CODE) + inspect.getsource(train)
-    size, digest = config.size or "own size", hashlib.sha256(code.encode()).hexdigest()[:8]
+    size, digest = config.size or "own size", hashlib.sha256(ast.dump(ast.parse(code)).encode()).hexdigest()[:8]
     return f"{config.recipe}, {size}, {plain.max_steps} steps, {Path(shards).name}, {precision}, code {digest}"
 
 
