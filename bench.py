@@ -9,6 +9,10 @@ Each benchmark is a file of benchmarks/ with a Config and a `run(config, rt)` th
 the rows that it has. This file knows nothing of what is measured.
 """
 
+# first: from here on, Ctrl-C while torch loads is not a traceback
+from cli import UserError, parse_args, replace_file, script
+
+# isort: split
 import importlib
 import json
 import sys
@@ -16,7 +20,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.measure import machine, markdown_table
-from cli import UserError, parse_args, replace_file, script
 from run.runtime import Runtime
 
 # Read, not imported: some benchmarks import packages that may not be installed.

@@ -60,6 +60,15 @@ def script(main: Callable[[], None]) -> None:
         fail(message)
 
 
+def without_interrupt(kind, error, trace) -> None:
+    if kind is not KeyboardInterrupt:
+        sys.__excepthook__(kind, error, trace)
+
+
+if os.path.dirname(os.path.abspath(sys.argv[0])) == os.path.dirname(os.path.abspath(__file__)):
+    sys.excepthook = without_interrupt  # for Ctrl-C while one of our scripts imports torch, and has not called `script`
+
+
 def leave() -> None:
     """End a rank whose work is done, without shutting Python down: Gloo's threads outlive the process group, and one
     that requests the GIL during shutdown aborts the process."""

@@ -44,6 +44,10 @@ A training loop imports this file too. It knows nothing of training, except for 
 model it uses `hidden`, `lm_head` and `config`, as GPT in model.py has them.
 """
 
+# first: from here on, Ctrl-C while torch loads is not a traceback
+from cli import Count, UserError, parse_args, replace_file, script
+
+# isort: split
 import json
 import math
 import re
@@ -62,7 +66,6 @@ from torch import nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from cli import Count, UserError, parse_args, replace_file, script
 from corpus.rows import file_rows, hub_rows
 from run.runtime import Runtime
 

@@ -14,6 +14,11 @@ Writes OUT_DIR (out/lora): config.json, log.jsonl, learning_curve.png, samples.t
 end adapter/, which peft opens. Tokens in the log are answer tokens. finetuning/lora.py explains the method.
 """
 
+# first: from here on, Ctrl-C while torch loads is not a traceback
+import cli
+from cli import Count, NonNegative, Positive, Probability, Range, Seed, UserError
+
+# isort: split
 import hashlib
 import itertools
 import json
@@ -27,9 +32,7 @@ from typing import Annotated, Literal, NamedTuple
 
 import torch
 
-import cli
 from bpe.tokenizer import Tokenizer
-from cli import Count, NonNegative, Positive, Probability, Range, Seed, UserError
 from finetuning import lora
 from finetuning.chat import check_tokenizer, prompt_of, save_chat_files
 from finetuning.lora import TARGETS, AdapterFiles, LoRAConfig

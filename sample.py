@@ -11,6 +11,10 @@ A single text appears as it is generated, never splitting a character; several a
 all are done. A text ends at `<|endoftext|>` or after --max_new_tokens. Standard input loses its last line end.
 """
 
+# first: from here on, Ctrl-C while torch loads is not a traceback
+from cli import Count, NonNegative, Positive, Range, UserError, parse_args, script
+
+# isort: split
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,7 +24,6 @@ from typing import Annotated, Literal
 import torch
 from tyro.conf import Positional, arg
 
-from cli import Count, NonNegative, Positive, Range, UserError, parse_args, script
 from finetuning.chat import chat_ids
 from finetuning.lora import load_adapter, merge, remove_lora
 from learning.generation import generate

@@ -13,6 +13,10 @@ schedule and the optimizers in learning/optim.py, the order of the data in corpu
 run/directory.py, what a checkpoint holds in run/checkpoint.py, device, precision and ranks in run/runtime.py.
 """
 
+# first: from here on, Ctrl-C while torch loads is not a traceback
+from cli import Count, NonNegative, Positive, Probability, Range, Seed, UserError, counted, explain, parse_args, script
+
+# isort: split
 import math
 import os
 import sys
@@ -26,7 +30,6 @@ import torch
 
 import hellaswag
 from bpe.tokenizer import Tokenizer
-from cli import Count, NonNegative, Positive, Probability, Range, Seed, UserError, counted, explain, parse_args, script
 from corpus.order import Batches, to_inputs, training_batches, validation_batches
 from corpus.shards import data_tokenizer, origin, prepare_text
 from corpus.stream import TokenStream, find_shards, read_manifest

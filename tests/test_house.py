@@ -1,12 +1,13 @@
 """The layout of the house: doors at the root, rooms in folders, and no import that runs back up."""
 
 import ast
+import signal
 import subprocess
 import sys
 
 import pytest
 
-from tests.helpers import ROOT
+from tests.helpers import ROOT, environment, run_script
 
 DOORS = {"train_gpt2", "fineweb", "hellaswag", "lora_finetune", "sample", "plot", "bench"}
 FOLDERS = {"bpe", "corpus", "learning", "finetuning", "run", "benchmarks"}
@@ -69,9 +70,11 @@ def test_no_folder_imports_one_that_imports_it(folder):
         assert not [path for path in rooms if first_names(path) & {"cli", "corpus"}]
 
 
-def test_every_folder_says_what_belongs_there():
-    for folder in FOLDERS:
-        assert len(ast.get_docstring(ast.parse((ROOT / folder / "__init__.py").read_text())) or "") > 60, folder
+@pytest.mark.parametrize("door", ["train_gpt2", "lora_finetune", "hellaswag", "sample", "bench"])
+def test_ctrl_c_while_torch_is_imported_is_not_a_traceback(door, tmp_path):
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    result = run_script(f"{door}.py", env=environment(PYTHONPATH=str(tmp_path)))
+    assert result.returncode == -signal.SIGINT and not result.stderr
 
 
 @pytest.mark.parametrize("module", KNOWS_NOTHING_OF)

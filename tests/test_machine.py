@@ -17,10 +17,7 @@ from run.runtime import PEAKS, Runtime, launcher, peaks
     "name, tflops",
     [
         ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA L40", 181),
-        ("NVIDIA L40S", 362),
         ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 439),
-        ("AMD Instinct MI300X", 1307),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),  # another chip
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),  # a slice of one
         ("Quadro RTX 6000", None),
