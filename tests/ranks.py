@@ -23,7 +23,6 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_gpt2
 from cli import script
-from learning import optim
 from learning.loss import LinearCrossEntropy
 from learning.optim import local
 from model import GPT, GPTConfig, Loss
@@ -106,20 +105,10 @@ def n_bytes(tensors) -> int:
 
 
 class Observer:
-    """What a rank holds when a step is complete but for the optimizer's, and which matrices it orthogonalizes."""
-
-    def __init__(self):
-        self.matrices, self.held = 0, {}
-        self._real = optim.orthogonalized
-
-        def orthogonalized(matrices, *args):
-            self.matrices += int((matrices.flatten(1).norm(dim=1) > 0).sum())  # those of zeros fill up
-            return self._real(matrices, *args)
-
-        optim.orthogonalized = orthogonalized
+    """What a rank holds when a step is complete but for the optimizer's."""
 
     def watch(self, model, optimizer) -> None:
-        self.model, clip = model, optimizer.clip_grad_norm
+        self.model, self.held, clip = model, {}, optimizer.clip_grad_norm
 
         def clip_grad_norm(max_norm):
             params = list(model.parameters())
@@ -131,8 +120,7 @@ class Observer:
         optimizer.clip_grad_norm = clip_grad_norm
 
     def end(self) -> dict:
-        optim.orthogonalized = self._real
-        return dict(checksum=checksum(self.model), matrices=self.matrices, held=self.held)
+        return dict(checksum=checksum(self.model), held=self.held)
 
 
 def copy_of_run(start: str, out_dir: Path, step=10) -> None:
