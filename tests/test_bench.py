@@ -52,7 +52,9 @@ def measure(tmp_path):
         content = json.loads((tmp_path / "figures.json").read_text())
         assert content["machine"]["torch"] == torch.__version__ and content["machine"]["device"]
         rows = {row["name"]: row for row in content["rows"]}
-        assert all(f" {name} |" in result.stdout for name in rows) and not any("error" in row for row in rows.values())
+        assert all(f" {name} |" in result.stdout for name in rows)
+        errors = [row["error"] for row in rows.values() if "error" in row]
+        assert all("pip install gigatoken" in error for error in errors)  # it is optional
         return rows
 
     return run
