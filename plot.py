@@ -5,7 +5,7 @@
     python plot.py out/gpt2 out/speedrun --x flops           # and by what factor it needs fewer operations
     python plot.py out/gpt2 out/bpe4k --y bpb                # with different tokenizers, compare bits per byte
     python plot.py out/tiny --reference                      # is this curve normal? draws known runs behind it
-    python plot.py out/record --forecast docs/forecast.json  # did it end where the forecast said?
+    python plot.py out/record --forecast docs/forecast_2.json  # did it end where the forecast said?
 
 RUN is a run directory or its log.jsonl. Training draws its learning_curve.png with the same function, of run/curves.py.
 This file knows nothing of torch or models.

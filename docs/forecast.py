@@ -1,6 +1,6 @@
 """The picture of forecast.md: python docs/forecast.py
 
-Reads docs/forecast_runs.json and docs/forecast.json, and draws assets/forecast.png: the ladder with its fitted laws,
+Reads docs/forecast_runs.json and docs/forecast_2.json, and draws assets/forecast.png: the ladder with its fitted laws,
 the hidden rung, the multiplier over compute, and the fan at 124M.
 """
 
@@ -17,7 +17,7 @@ from benchmarks.measure import ROOT
 from cli import read_json
 from run.curves import COLORS, MARKS
 
-runs, forecast = (read_json(ROOT / "docs" / f"{name}.json") for name in ("forecast_runs", "forecast"))
+runs, forecast = (read_json(ROOT / "docs" / f"{name}.json") for name in ("forecast_runs", "forecast_2"))
 ladder, rng = ladder_of(runs["runs"]), np.random.default_rng(0)
 multipliers = multipliers_of(other_means(ladder, rng))  # (sizes, draws, 2)
 figure = Figure(figsize=(11, 8), dpi=100, layout="constrained")
