@@ -60,13 +60,9 @@ def script(main: Callable[[], None]) -> None:
         fail(message)
 
 
-def without_interrupt(kind, error, trace) -> None:
-    if kind is not KeyboardInterrupt:
-        sys.__excepthook__(kind, error, trace)
-
-
 if os.path.dirname(os.path.abspath(sys.argv[0])) == os.path.dirname(os.path.abspath(__file__)):
-    sys.excepthook = without_interrupt  # for Ctrl-C while one of our scripts imports torch, and has not called `script`
+    # one of our scripts: Ctrl-C while it imports torch, before it calls `script`, needs no traceback
+    sys.excepthook = lambda kind, *about: kind is KeyboardInterrupt or sys.__excepthook__(kind, *about)
 
 
 def leave() -> None:

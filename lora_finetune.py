@@ -207,7 +207,8 @@ def evaluate_if_due(config: Config, run: Run, model: GPT, forward: Loss, data: "
     of_base = run.step == 0 and config.eval_interval > 0
     if data.val and (of_base or run.due(config.eval_interval, "val")):
         run.catch_up()
-        run.record("val", **validate(forward, validation_inputs(config, data, rt), data.token_bytes, rt))
+        inputs = prefetch(iter(cut(data.val, config, rt)), rt.device)
+        run.record("val", **validate(forward, inputs, data.token_bytes, rt))
     if run.due(config.sample_interval, "sample"):
         run.catch_up()
         if rt.is_main:
@@ -262,11 +263,6 @@ def micro_batches_from(data_step: int, config: Config, data: Data, rt: Runtime) 
     """This rank's micro-batches of each step, without end: after a spike a run reads more steps than it takes."""
     for step in itertools.count(data_step):
         yield cut(global_batch(data.train, step, config.batch_size, config.seed), config, rt)
-
-
-def validation_inputs(config: Config, data: Data, rt: Runtime) -> Iterator[tuple]:
-    """What the loss takes, on the device, for this rank's validation rows."""
-    return prefetch(iter(cut(data.val, config, rt)), rt.device)
 
 
 # ----------------------------------------------------------------------------------------------------------- constants
@@ -385,7 +381,6 @@ def records_of(config: Config, found: Path) -> list[dict]:
 
 
 def say_what_was_reached(config: Config, run: Run) -> None:
-    """Print the validation loss, the rate, and what to try next."""
     val = list(run.log.val_losses().values())
     if val:
         print(f"\nvalidation loss {val[0]:.4f} before, {val[-1]:.4f} after, {min(val):.4f} at best (nats per token)")

@@ -408,7 +408,6 @@ def say_what_is_read(config: Config, data: Data, rt: Runtime) -> None:
 
 
 def say_what_was_reached(config: Config, run: Run) -> None:
-    """The last figures, and what to do next."""
     if not run.rt.is_main:
         return
     if val := [r for r in run.log.records if r["kind"] == "val" and None not in (r["loss"], r.get("bpb"))]:

@@ -259,8 +259,7 @@ class Muon(torch.optim.Optimizer):
         update = self._nesterov(grads, momentum, group["momentum"], good).view(len(params), *momenta[0].shape)
         torch._foreach_copy_(momenta, list(momentum.view(len(params), *momenta[0].shape)))
 
-        # All rows of a matrix must be on one rank: its singular values depend on every row. So every rank does this for
-        # all matrices, 1.6 TFLOP at 124M; to share them would take another exchange.
+        # singular values depend on every row: each rank gathers all rows of all matrices (1.6 TFLOP of work at 124M)
         matrices = torch.stack([gathered(p, u) for p, u in zip(params, update, strict=True)])
         rows, columns = params[0].size(0) // group["parts"], params[0].size(1)
         step = orthogonalized(matrices.view(-1, rows, columns), group["dtype"]).reshape(matrices.shape)

@@ -412,15 +412,13 @@ def prefetch(batches: Iterator, device: torch.device) -> Iterator:
     """
     on_gpu, ended = device.type == "cuda", object()
 
-    def on_host(part) -> torch.Tensor:
-        tensor = torch.as_tensor(part)
-        return tensor.pin_memory() if on_gpu else tensor
-
     def load():
         if on_gpu:  # a new thread starts on GPU 0, and would open a context there
             torch.cuda.set_device(device)
-        batch = next(batches, ended)
-        return batch if batch is ended else tree_map(on_host, batch)
+        if (batch := next(batches, ended)) is ended:
+            return ended
+        tensors = tree_map(torch.as_tensor, batch)
+        return tree_map(torch.Tensor.pin_memory, tensors) if on_gpu else tensors
 
     with ThreadPoolExecutor(1, "prefetch") as thread:
         coming = thread.submit(load)

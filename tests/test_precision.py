@@ -21,6 +21,7 @@ from model import GPT, GPTConfig, Loss
 from run import runtime, trials
 from run.checkpoint import checkpoint_steps, load_train_state
 from tests.helpers import log_of, losses, weights
+from tests.test_model import small
 from train_gpt2 import Config
 
 DTYPES = ["bfloat16", "float16"]
@@ -117,6 +118,14 @@ def test_attention_follows_from_the_precision_on_a_processor(dtype, length, expe
 def test_a_micro_batch_on_a_processor_has_at_most_4096_tokens():
     rt = runtime.Runtime.setup("cpu")
     assert [trials.find_micro_batch_size(None, 64, (T, 384), rt) for T in (64, 65, 5000)] == [64, 32, 1]
+
+
+def test_a_trial_holds_the_gradients_of_earlier_micro_batches():
+    model, seen = small(), []
+    block, params = model.transformer.h[0], list(model.parameters())
+    block.register_forward_pre_hook(lambda *_: seen.append(all(p.grad is not None for p in params)))
+    assert trials.has_memory_for(2, (16, 200), Loss(model), runtime.Runtime.setup("cpu", "float32"))
+    assert seen == [True] and all(p.grad is None for p in params)
 
 
 def test_activation_checkpointing_changes_memory_and_no_number(train, tmp_path):
