@@ -9,7 +9,7 @@ Each benchmark is a file of benchmarks/ with a Config and a `run(config, rt)` th
 the rows that it has. This file knows nothing of what is measured.
 """
 
-# first: from here on, Ctrl-C while torch loads is not a traceback
+# imported first, so that Ctrl-C while torch loads does not print a traceback
 from cli import UserError, parse_args, replace_file, script
 
 # isort: split

@@ -44,7 +44,7 @@ A training loop imports this file too. It knows nothing of training, except for 
 model it uses `hidden`, `lm_head` and `config`, as GPT in model.py has them.
 """
 
-# first: from here on, Ctrl-C while torch loads is not a traceback
+# imported first, so that Ctrl-C while torch loads does not print a traceback
 from cli import Count, UserError, parse_args, replace_file, script
 
 # isort: split

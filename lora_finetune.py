@@ -14,7 +14,7 @@ Writes OUT_DIR (out/lora): config.json, log.jsonl, learning_curve.png, samples.t
 end adapter/, which peft opens. Tokens in the log are answer tokens. finetuning/lora.py explains the method.
 """
 
-# first: from here on, Ctrl-C while torch loads is not a traceback
+# imported first, so that Ctrl-C while torch loads does not print a traceback
 import cli
 from cli import Count, NonNegative, Positive, Probability, Range, Seed, UserError
 

@@ -11,7 +11,7 @@ A single text appears as it is generated, never splitting a character; several a
 all are done. A text ends at `<|endoftext|>` or after --max_new_tokens. Standard input loses its last line end.
 """
 
-# first: from here on, Ctrl-C while torch loads is not a traceback
+# imported first, so that Ctrl-C while torch loads does not print a traceback
 from cli import Count, NonNegative, Positive, Range, UserError, parse_args, script
 
 # isort: split

@@ -13,7 +13,7 @@ schedule and the optimizers in learning/optim.py, the order of the data in corpu
 run/directory.py, what a checkpoint holds in run/checkpoint.py, device, precision and ranks in run/runtime.py.
 """
 
-# first: from here on, Ctrl-C while torch loads is not a traceback
+# imported first, so that Ctrl-C while torch loads does not print a traceback
 from cli import Count, NonNegative, Positive, Probability, Range, Seed, UserError, counted, explain, parse_args, script
 
 # isort: split

@@ -150,7 +150,7 @@ class Ledger:
         return {record["seed"]: record["loss"] for record in self.runs if wanted.items() <= record.items()}
 
     def row(self, setting: str, idea: str, baseline: str, version: dict[str, str]) -> dict:
-        """What is known of an idea. `version`: of both, by name, since code that has changed makes another idea."""
+        """The statistics of an idea. `version` gives the version to count of both, by name: changed code is a new idea."""
         losses, plain = (self.losses(setting, name, version[name]) for name in (idea, baseline))
         seeds = sorted(losses.keys() & plain.keys())
         row = dict(name=idea, mean=statistics.mean(losses[seed] for seed in seeds), seeds=len(seeds))

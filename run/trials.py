@@ -75,7 +75,7 @@ def has_memory_for(size: int, shape: tuple[int, int], forward, rt: Runtime) -> b
         trained = [p for p in forward.parameters() if p.requires_grad]
         moments = [torch.empty(2 * p.numel() // n_shards, device=rt.device) for p in trained]
         for p in trained:
-            p.grad = torch.zeros_like(p)  # of the micro-batches before
+            p.grad = torch.zeros_like(p)  # as earlier micro-batches leave them
         if rt.device.type == "cuda":  # 5% for fragmentation and NCCL's buffers
             total = torch.cuda.get_device_properties(rt.device).total_memory
             moments.append(torch.empty(total // 20, dtype=torch.uint8, device=rt.device))
