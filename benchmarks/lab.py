@@ -150,7 +150,7 @@ class Ledger:
         return {record["seed"]: record["loss"] for record in self.runs if wanted.items() <= record.items()}
 
     def row(self, setting: str, idea: str, baseline: str, version: dict[str, str]) -> dict:
-        """The statistics of an idea. `version` gives the version to count of both, by name: changed code is a new idea."""
+        """Statistics of an idea. `version` maps both names to the version to count: changed code is a new idea."""
         losses, plain = (self.losses(setting, name, version[name]) for name in (idea, baseline))
         seeds = sorted(losses.keys() & plain.keys())
         row = dict(name=idea, mean=statistics.mean(losses[seed] for seed in seeds), seeds=len(seeds))
