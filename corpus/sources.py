@@ -116,7 +116,7 @@ def hub_source(name: str, revision: str) -> Source:
         info = DatasetInfo(**answer.json())
     known = [f for f in info.siblings or [] if kind_of(f.rfilename) and ".." not in Path(f.rfilename).parts]
     chosen = [f for f in known if any(fnmatch.fnmatch(f.rfilename, p) for p in (folder or "*", f"{folder}/*"))]
-    chosen = [f for f in chosen if "train" in f.rfilename] or chosen
+    chosen = [f for f in chosen if re.search("(?<![a-z])train", f.rfilename)] or chosen
     chosen = next(filter(None, ([f for f in chosen if kind_of(f.rfilename) == kind] for kind in KINDS)), [])
     if not chosen:
         folders = ", ".join(sorted({os.path.dirname(f.rfilename) or "." for f in known})[:9]) or "no folder"

@@ -34,7 +34,7 @@ def dataset(corpus, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("dataset")
     shutil.copytree(corpus[0], folder / "sample" / "10BT")
     write_parquet(folder / "data" / "train-00000.parquet", ["another text"])
-    write_parquet(folder / "data" / "test-00000.parquet", ["for a test"])
+    write_parquet(folder / "data" / "constrained-test.parquet", ["for a test"])
     (folder / "README.md").write_text("# a dataset")
     (folder / "license.txt").write_text("free")
     return folder
