@@ -9,7 +9,7 @@ seed, `evidence` is the Bayes factor of their differences: how much better an ef
 idea that does nothing, the chance that it ever reaches ENOUGH is at most 1 in 10, half of that for a gain, however many
 seeds are added (Hendriksen et al. 2021, "Optional stopping with Bayes factors"). So add seeds to an idea that is not
 told apart. But twenty ideas are twenty chances: test a gain again at another size. It need not hold at 124M.
-Every run becomes a line of --ledger, and is repeated only if its code changes.
+Every run becomes a line of --ledger, and is repeated only if its code or the recipe changes.
 """
 
 import ast
@@ -176,7 +176,7 @@ def setting_of(config: Config, shards: str, rt: Runtime) -> str:
     """What all runs of a comparison share, in words."""
     plain = settings(config, PLAIN, 0)
     precision = str(Runtime.setup(rt.device.type, plain.dtype).dtype).removeprefix("torch.")
-    code = "".join((ROOT / file).read_text(encoding="utf-8") for file in CODE) + inspect.getsource(train)
+    code = "".join((ROOT / file).read_text(encoding="utf-8") for file in CODE) + inspect.getsource(train) + str(plain)
     size, digest = config.size or "own size", hashlib.sha256(ast.dump(ast.parse(code)).encode()).hexdigest()[:8]
     return f"{config.recipe}, {size}, {plain.max_steps} steps, {Path(shards).name}, {precision}, code {digest}"
 

@@ -108,6 +108,8 @@ def test_no_run_is_made_twice_and_another_version_of_an_idea_is_another_run(door
     assert door.made == [("momentum 0.9", 0), ("momentum 0.9", 1)]
     table = door("--table")
     assert [row["seeds"] for row in table.values()] == [2] and door.made == []
+    monkeypatch.setitem(lab.RECIPES, "speedrun", replace(lab.RECIPES["speedrun"], weight_decay=0.2))
+    assert door("momentum 0.9")["momentum 0.9"]["seeds"] == 2 and len(door.made) == 4  # as if never made
 
 
 def test_a_null_change_is_the_baseline_with_other_seeds(small):
