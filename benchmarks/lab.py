@@ -136,7 +136,10 @@ class Ledger:
 
     def __init__(self, path: Path):
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        self.path, self.runs = path, [json.loads(line) for line in lines]
+        try:
+            self.path, self.runs = path, [json.loads(line) for line in lines]
+        except json.JSONDecodeError as e:
+            raise UserError(f"{path}: line {lines.index(e.doc) + 1} is not whole JSON; delete that line") from None
 
     def add(self, **record) -> None:
         self.runs.append(record)

@@ -120,8 +120,10 @@ def test_a_null_change_is_the_baseline_with_other_seeds(small):
     assert plan["null 2"].patch == plan["momentum 0.9"].patch
 
 
-def test_an_unknown_idea_is_one_line(door):
+def test_an_unknown_idea_or_a_ledger_cut_in_a_line_is_one_line(door, tmp_path):
     assert_user_error(door("nonsense"), "nonsense", "momentum 0.9")
+    (tmp_path / "cut.jsonl").write_text('{}\n{"idea')
+    assert_user_error(door("--table", "--ledger", "cut.jsonl"), "cut.jsonl", "line 2")
 
 
 # ------------------------------------------------------------------------------------------------------- the ideas
