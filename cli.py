@@ -169,12 +169,6 @@ def check_constants(config_type, values: dict) -> None:
 KINDS = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "True or False"}
 
 
-def given(args: list[str]) -> set[str]:
-    """The names of the constants that the words of a command line set."""
-    options = (word[2:].partition("=")[0].replace("-", "_") for word in args if word.startswith("--"))
-    return {name.removeprefix("no_") for name in options}
-
-
 def help_text(config_type, values: dict, prog: str, description: str) -> str:
     """The constants under the headings that they have in the source, each with its comment and its default."""
     width = min(shutil.get_terminal_size().columns, 120)

@@ -40,7 +40,7 @@ from learning.optim import Optimizer, learning_rate, make_optimizer
 from model import GPT, GPTConfig, Loss
 from run.card import provenance
 from run.checkpoint import ModelFiles, load_model, load_shape, whole_model
-from run.directory import Run, RunDirectory, with_constants_of_run
+from run.directory import Run, RunDirectory, given, with_constants_of_run
 from run.log import import_tracker
 from run.plan import CARDS, about_disk, about_measured
 from run.reference import place_in_band
@@ -141,12 +141,12 @@ SIZES = ("n_layer", "n_head", "n_embd", "vocab_size")  # --init_from and --resum
 
 
 def main() -> None:
-    recipe, written = read_command_line(sys.argv[1:])
+    written, demanded = read_command_line(sys.argv[1:])
     import_tracker(written.report_to)  # fail now: a rank that fails later would keep the others waiting
     rt = Runtime.setup(written.device, written.dtype, written.compile, written.shard, written.threads)
     directory = None if written.dry_run else RunDirectory(written, rt, FIXED)
     checkpoint = directory.checkpoint if directory else None
-    config, shape = settle(written, recipe, checkpoint, rt)
+    config, shape = settle(written, demanded, checkpoint, rt)
     if config.dry_run:
         return rt.print(plan(config, shape, rt))
     data = open_data(config, shape, rt)
@@ -279,17 +279,17 @@ def validation_inputs(config: Config, data: Data, rt: Runtime) -> Iterator[tuple
 # ------------------------------------------------------------------------------------------------- before and after
 
 
-def read_command_line(argv: list[str]) -> tuple[str, Config]:
-    """The recipe that the first word names, with the constants that the other words change."""
+def read_command_line(argv: list[str]) -> tuple[Config, set[str]]:
+    """The recipe that the first word names, with the constants that the other words change, and the names of these."""
     recipe, args = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else ("gpt2", argv)
     if recipe not in RECIPES:
         raise UserError(f"{recipe} is not a recipe; they are {', '.join(RECIPES)}")
     prog = "train_gpt2.py " + recipe
     config = parse_args(Config, args, RECIPES[recipe], prog, f"{__doc__}\nRecipes: {', '.join(RECIPES)}.")
-    return recipe, with_constants_of_run(replace(config, out_dir=config.out_dir or f"out/{recipe}"), args)
+    return with_constants_of_run(replace(config, out_dir=config.out_dir or f"out/{recipe}"), args), given(args)
 
 
-def settle(written: Config, recipe: str, checkpoint: Path | None, rt: Runtime) -> tuple[Config, GPTConfig]:
+def settle(written: Config, demanded: set, checkpoint: Path | None, rt: Runtime) -> tuple[Config, GPTConfig]:
     """Settle the constants that a person wrote; returns those of the run, and the shape of its model.
 
     A run that resumes or starts from a checkpoint takes its sizes. Only a micro_batch_size of 0 stays open, because
@@ -302,8 +302,8 @@ def settle(written: Config, recipe: str, checkpoint: Path | None, rt: Runtime) -
         n_positions, sizes = base.n_positions, {name: getattr(base, name) for name in SIZES}
         if written.sequence_length > n_positions:
             raise UserError(f"{source} has a context of {n_positions} tokens; --sequence_length must not exceed it")
-        for name, size in sizes.items():  # a size that is not the recipe's was given, and must match
-            if getattr(written, name) not in (size, getattr(RECIPES[recipe], name)):
+        for name, size in sizes.items():  # a size of the recipe gives way, one of the command line does not
+            if name in demanded and getattr(written, name) != size:
                 raise UserError(f"{source} has {name} {size}, not {getattr(written, name)}; leave out --{name}")
     warmup = min(written.warmup_steps, written.max_steps)
     attention = choose_attention(written.attention, rt, written.sequence_length)

@@ -91,7 +91,7 @@ def project_step(fp8: bool, shape: dict, batch_size: int, rt: Runtime) -> tuple[
     sizes = {"sequence_length" if name == "n_positions" else name: size for name, size in shape.items()}
     sizes["total_batch_size"] = batch_size * sizes["sequence_length"]
     written = replace(RECIPES["gpt2"], **sizes, micro_batch_size=batch_size, fp8=fp8)
-    config, settled_shape = settle(written, "gpt2", None, rt)
+    config, settled_shape = settle(written, set(), None, rt)
     model = build_model(config, settled_shape, None).to(rt.device)
     forward = rt.wrap(Loss(model))
     optimizer = make_optimizer(model, config, rt)

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from cli import Stopped, UserError, check_constants, given, only_one, read_json, replace_file, set_aside
+from cli import Stopped, UserError, check_constants, only_one, read_json, replace_file, set_aside
 from run.checkpoint import (
     TRAIN_STATE,
     WEIGHTS,
@@ -69,6 +69,12 @@ def with_constants_of_run(config, args: list[str]):
     own = {name: tuple(v) if isinstance(v, list) else v for name, v in stored.items() if name in names}
     check_constants(type(config), own)
     return replace(config, **own)
+
+
+def given(args: list[str]) -> set[str]:
+    """The names of the constants that the words of a command line set."""
+    options = (word[2:].partition("=")[0].replace("-", "_") for word in args if word.startswith("--"))
+    return {name.removeprefix("no_") for name in options}
 
 
 class RunDirectory:

@@ -308,6 +308,7 @@ def test_training_goes_on_from_another_checkpoint(train, tmp_path):
     train(out="second", max_steps=1, init_from=start, max_lr=1e-9)
     first, second = log_of(tmp_path / "first", "train"), log_of(tmp_path / "second", "train")
     assert second[0]["loss"] < first[-1]["loss"] + 0.2 < first[0]["loss"] - 0.4
+    assert_user_error(train(out="third", init_from=start, n_layer=4), "n_layer 2, not 4")  # tiny has 4
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
