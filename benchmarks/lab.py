@@ -102,8 +102,7 @@ def run(config: Config, rt: Runtime) -> Iterator[dict]:
 
 def chosen(config: Config) -> dict[str, Idea]:
     """The baseline and the ideas to compare with it, by name. Raises UserError."""
-    known = {config.recipe: PLAIN} | IDEAS[config.recipe]
-    baseline = config.against or config.recipe
+    known, baseline = {config.recipe: PLAIN} | IDEAS[config.recipe], config.against or config.recipe
     if unknown := {*config.ideas, baseline} - {*known}:
         raise UserError(f"{sorted(unknown)[0]!r} is not an idea for {config.recipe}; choose from {', '.join(known)}")
     if config.null:
@@ -127,8 +126,7 @@ def evidence(over: list[float]) -> float:
 
 
 def verdict(over: list[float]) -> str:
-    sign = "gain" if statistics.mean(over) < 0 else "harm"
-    return sign if evidence(over) >= ENOUGH else "not told apart"
+    return "not told apart" if evidence(over) < ENOUGH else "gain" if statistics.mean(over) < 0 else "harm"
 
 
 class Ledger:
