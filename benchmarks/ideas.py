@@ -79,40 +79,6 @@ def row_norms(run) -> dict:
     return dict(at_end=lambda step: setattr(optim, "orthogonalized", plain))
 
 
-def decay_shape(run, power: float) -> dict:
-    """Where a line has height h, the rates of both optimizers have h ** power; or 1 - sqrt(1 - h) if power is 0."""
-
-    def before_step(step):
-        for group in run.muon.param_groups + run.adamw.param_groups:
-            h = group["lr"] / group["initial_lr"]
-            if step > run.config.warmup_steps:
-                group["lr"] = group["initial_lr"] * (h**power if power else 1 - math.sqrt(max(0.0, 1 - h)))
-
-    return dict(before_step=before_step)
-
-
-def muon_decay(run, power: float) -> dict:
-    """The rate of Muon falls as a power of the schedule's height, the other rate as its height."""
-
-    def before_step(step):
-        for group in run.muon.param_groups:
-            group["lr"] = group["initial_lr"] * (group["lr"] / group["initial_lr"]) ** power
-
-    return dict(before_step=before_step)
-
-
-def muon_over_all(run, power: float) -> dict:
-    """The rate of Muon falls over all steps, as (1 - progress) ** power; the other rate as the constants say."""
-
-    def before_step(step):
-        warmup, steps = run.config.warmup_steps, run.config.max_steps
-        height = step / warmup if step <= warmup else (1 - (step - warmup) / (steps - warmup)) ** power
-        for group in run.muon.param_groups:
-            group["lr"] = group["initial_lr"] * height
-
-    return dict(before_step=before_step)
-
-
 # ------------------------------------------------------------------------------------------------------- the ideas
 
 UNDO = "a choice of the recipe, undone"
@@ -137,13 +103,7 @@ SPEEDRUN = {
     "Q, K and V as one matrix": Idea(UNDO, {}, groups, dict(of="muon", parts=1)),
     "momentum 0.9": Idea(UNDO, {}, groups, dict(of="muon", momentum=0.9)),
     "rows normalized": Idea("MuonEq-R: slowrun, nanochat", {}, row_norms),
-    "1 - sqrt over all steps": Idea("Hägele et al. 2024", {}, decay_shape, dict(power=0)),
-    "squared over all steps": Idea("as four phases, in one formula", {}, decay_shape, dict(power=2)),
-    "squared for Muon alone": Idea("the same", {}, muon_decay, dict(power=2)),
 }
-SPLIT = dict(decay_fraction=0.5)  # of the rest
-SPEEDRUN["decay over all steps, for Muon alone"] = Idea("split", SPLIT, muon_over_all, dict(power=1))
-SPEEDRUN["squared decay over all steps, for Muon alone"] = Idea("split", SPLIT, muon_over_all, dict(power=2))
 for rate in ("1e-3", "2e-3", "3e-3", "5e-3"):  # if even the best is a harm, speedrun needs at most 40%
     rates = dict(max_lr=float(rate), min_lr=float(rate) / 10)
     SPEEDRUN[f"AdamW at {rate}, 2.5 times the tokens"] = Idea("tuned", rates, recipe="gpt2", tokens=2.5)
