@@ -84,8 +84,7 @@ def run(config: Config, rt: Runtime) -> Iterator[dict]:
     ideas = chosen(config)
     baseline, *undecided = ideas
     version = {name: version_of(idea) for name, idea in ideas.items()}
-    vocab_size = settings(config, PLAIN, 0).vocab_size
-    shards = str(prepare_text(config.data, "train", vocab_size, Path("out/cache")))  # before runs that need it start
+    shards = str(prepare_text(config.data, "train", settings(config, PLAIN, 0).vocab_size, Path("out/cache")))
     setting = setting_of(config, shards, rt)
     for seeds in [range(min(FIRST_LOOK, config.seeds)), *([seed] for seed in range(FIRST_LOOK, config.seeds))]:
         names = (baseline, *undecided)
@@ -133,11 +132,13 @@ class Ledger:
     """All runs, one per line of JSON. Runs of one `setting` can be compared."""
 
     def __init__(self, path: Path):
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        try:
-            self.path, self.runs = path, [json.loads(line) for line in lines]
-        except json.JSONDecodeError as e:
-            raise UserError(f"{path}: line {lines.index(e.doc) + 1} is not whole JSON; delete that line") from None
+        self.path, self.runs = path, []
+        for n, line in enumerate(path.read_bytes().splitlines() if path.exists() else [], 1):
+            try:
+                self.runs.append(json.loads(line))
+                [self.runs[-1][name] for name in ("setting", "idea", "version", "against", "seed", "loss")]
+            except (ValueError, KeyError, TypeError):
+                raise UserError(f"{path}: line {n} is not the whole record of a run; delete that line") from None
 
     def add(self, **record) -> None:
         self.runs.append(record)
@@ -216,8 +217,7 @@ def train(idea: Idea, config: Training, shards: str, device: str) -> dict:
     if idea.model:
         idea.model(model)
     optimizer = make_optimizer(model.to(rt.device), config, rt)
-    adamw, muon = optimizer.optimizers[0], optimizer.optimizers[-1]
-    parts = SimpleNamespace(model=model, config=config, adamw=adamw, muon=muon)
+    parts = SimpleNamespace(model=model, config=config, adamw=optimizer.optimizers[0], muon=optimizer.optimizers[-1])
     hooks = defaultdict(lambda: lambda step: None, idea.patch(parts, **idea.options) if idea.patch else {})
     began = time.perf_counter()
     for step in range(1, config.max_steps + 1):

@@ -122,8 +122,9 @@ def test_a_null_change_is_the_baseline_with_other_seeds(small):
 
 def test_an_unknown_idea_or_a_ledger_cut_in_a_line_is_one_line(door, tmp_path):
     assert_user_error(door("nonsense"), "nonsense", "momentum 0.9")
-    (tmp_path / "cut.jsonl").write_text('{}\n{"idea')
-    assert_user_error(door("--table", "--ledger", "cut.jsonl"), "cut.jsonl", "line 2")
+    for cut in (b'{"idea', b"{}", b"3", b"\xff"):
+        (tmp_path / "a.jsonl").write_bytes(b'{"setting":0,"idea":0,"version":0,"against":0,"seed":0,"loss":0}\n' + cut)
+        assert_user_error(door("--table", "--ledger", "a.jsonl"), "a.jsonl", "line 2")
 
 
 # ------------------------------------------------------------------------------------------------------- the ideas
