@@ -65,7 +65,7 @@ PLAIN = Idea("the recipe as it is")
 class Config:
     ideas: Positional[tuple[str, ...]] = ()  # ideas to try; if none, all ideas for the recipe
     recipe: Literal["gpt2", "speedrun", "tiny"] = "speedrun"  # the baseline, a recipe of train_gpt2.py
-    against: str = ""  # compare with this idea instead of the recipe
+    against: str = ""  # compare with this idea instead of the recipe; with --table, instead of each run's baseline
     size: Literal["", "0.25M", "1M", "5M"] = "1M"  # parameters; empty for the recipe's own
     steps: Count = 1000  # optimizer steps; 0 for the recipe's
     seeds: Annotated[int, Range(2, 100)] = 8  # seeds, at most; fewer if the verdict is clear
@@ -80,7 +80,7 @@ class Config:
 def run(config: Config, rt: Runtime) -> Iterator[dict]:
     ledger = Ledger(Path(config.ledger))
     if config.table:
-        return (yield from ledger.rows())
+        return (yield from ledger.rows(config.against))
     ideas = chosen(config)
     baseline, *undecided = ideas
     version = {name: version_of(idea) for name, idea in ideas.items()}
@@ -155,20 +155,20 @@ class Ledger:
         """Statistics of an idea. `version` maps both names to the version to count: changed code is a new idea."""
         losses, plain = (self.losses(setting, name, version[name]) for name in (idea, baseline))
         seeds = sorted(losses.keys() & plain.keys())
-        row = dict(name=idea, mean=statistics.mean(losses[seed] for seed in seeds), seeds=len(seeds))
-        if idea == baseline:
+        row = dict(name=idea, mean=statistics.mean(losses[seed] for seed in seeds or losses), seeds=len(seeds))
+        if idea == baseline or not seeds:
             return row
         over = [losses[seed] - plain[seed] for seed in seeds]
         error = statistics.stdev(over) / len(over) ** 0.5 if len(over) > 1 else 0.0
         row |= dict(over=statistics.mean(over), standard_error=error, evidence=evidence(over), verdict=verdict(over))
         return row | dict(over_recipe=over)
 
-    def rows(self) -> Iterator[dict]:
-        for setting, idea, baseline in dict.fromkeys((r["setting"], r["idea"], r["against"]) for r in self.runs):
+    def rows(self, against: str) -> Iterator[dict]:
+        for setting, idea, first in dict.fromkeys((r["setting"], r["idea"], r["against"]) for r in self.runs):
             newest = {r["idea"]: r["version"] for r in self.runs if r["setting"] == setting}
-            if idea != baseline:
-                row = self.row(setting, idea, baseline, newest) | dict(name=f"{setting}: {idea}, against {baseline}")
-                yield {key: row[key] for key in row if key != "over_recipe"}
+            baseline = against or first
+            if idea != baseline and baseline in newest:
+                yield self.row(setting, idea, baseline, newest) | dict(name=f"{setting}: {idea}, against {baseline}")
 
 
 # ------------------------------------------------------------------------------------------------------------ the runs

@@ -123,6 +123,8 @@ def in_own_process(function: Callable, *args):
 
 def markdown_table(rows: list[dict]) -> str:
     """Rows as Markdown, with a column for every key but those that another column shows."""
+    if not rows:
+        return "nothing to show\n"
     hidden = {"unit", "low", "high", "flops"} | ({"seconds"} if any("rate" in row for row in rows) else set())
     columns = list(dict.fromkeys(key for row in rows for key in row if key not in hidden))
     cells = [columns, *([cell(row, key) for key in columns] for row in rows)]

@@ -106,8 +106,8 @@ def test_no_run_is_made_twice_and_another_version_of_an_idea_is_another_run(door
     monkeypatch.setitem(IDEAS["speedrun"], "momentum 0.9", replace(known, options=known.options | dict(momentum=0.8)))
     assert door("momentum 0.9")["momentum 0.9"]["seeds"] == 2  # those of another version do not count
     assert door.made == [("momentum 0.9", 0), ("momentum 0.9", 1)]
-    table = door("--table")
-    assert [row["seeds"] for row in table.values()] == [2] and door.made == []
+    [row], [turned] = (door("--table", "--against", baseline).values() for baseline in ("", "momentum 0.9"))
+    assert turned["over_recipe"] == [-over for over in row["over_recipe"]] and row["seeds"] == 2 and door.made == []
     monkeypatch.setitem(lab.RECIPES, "speedrun", replace(lab.RECIPES["speedrun"], weight_decay=0.2))
     assert door("momentum 0.9")["momentum 0.9"]["seeds"] == 2 and len(door.made) == 4  # as if never made
 
