@@ -49,9 +49,6 @@ def door(small, tmp_path, monkeypatch, capsys):
     return run
 
 
-# ---------------------------------------------------------------------------------------------------------- evidence
-
-
 def test_the_evidence_is_the_ratio_of_two_integrals_over_what_is_not_known():
     over = [-0.03, 0.01, -0.05, -0.02, -0.04]
     log_sigma = torch.linspace(-8, 1, 3000, dtype=torch.float64)[:, None]
@@ -74,9 +71,6 @@ def test_noise_is_rarely_called_a_gain_although_every_seed_is_looked_at(effect, 
         found.append(next((said for said in looks if said != "not told apart"), "not told apart"))
     assert gains[0] <= found.count("gain") / 400 <= gains[1]
     assert harms[0] <= found.count("harm") / 400 <= harms[1]
-
-
-# -------------------------------------------------------------------------------------------------------- the runs
 
 
 def test_without_an_idea_it_is_a_run_of_train_gpt2(small, tmp_path, monkeypatch, capsys):
@@ -112,6 +106,12 @@ def test_no_run_is_made_twice_and_another_version_of_an_idea_is_another_run(door
     assert door("momentum 0.9")["momentum 0.9"]["seeds"] == 2 and len(door.made) == 4  # as if never made
 
 
+def test_seeds_that_only_one_of_two_ideas_has_are_not_compared(tmp_path):
+    ledger, run = lab.Ledger(tmp_path / "a.jsonl"), dict(setting="s", version="1", against="b")
+    ledger.runs = [run | dict(idea=idea, seed=seed, loss=3.0 + seed) for seed, idea in enumerate("ab")]
+    assert list(ledger.rows("")) == [dict(name="s: a, against b", mean=3.0, seeds=0)] and not list(ledger.rows("c"))
+
+
 def test_a_null_change_is_the_baseline_with_other_seeds(small):
     plan = lab.chosen(replace(small, null=3, against="momentum 0.9"))
     assert list(plan) == ["momentum 0.9", "null 1", "null 2", "null 3"]
@@ -125,9 +125,6 @@ def test_an_unknown_idea_or_a_ledger_cut_in_a_line_is_one_line(door, tmp_path):
     for cut in (b'{"idea', b"{}", b"3", b"\xff"):
         (tmp_path / "a.jsonl").write_bytes(b'{"setting":0,"idea":0,"version":0,"against":0,"seed":0,"loss":0}\n' + cut)
         assert_user_error(door("--table", "--ledger", "a.jsonl"), "a.jsonl", "line 2")
-
-
-# ------------------------------------------------------------------------------------------------------- the ideas
 
 
 def test_rows_are_normalized_before_a_matrix_is_orthogonalized():
