@@ -6,23 +6,18 @@ This file imports no torch and knows nothing of models or data; a worker process
 import atexit
 import contextlib
 import errno
-import hashlib
 import inspect
 import io
 import itertools
-import json
 import os
 import re
 import shutil
 import signal
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
-from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
-
-LOCK_SECONDS = 10  # how long to wait for a process that is about to exit
+from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 
 class UserError(Exception):
@@ -46,7 +41,7 @@ def script(main: Callable[[], None]) -> None:
         if (distributed := sys.modules.get("torch.distributed")) and distributed.is_initialized():
             distributed.barrier()  # Gloo still sends its last tensors
             distributed.destroy_process_group()
-            leave()
+            exit_now()
     except Stopped as e:
         sys.exit(128 + e.args[0])
     except KeyboardInterrupt:
@@ -65,7 +60,7 @@ if os.path.dirname(os.path.abspath(sys.argv[0])) == os.path.dirname(os.path.absp
     sys.excepthook = lambda kind, *about: kind is KeyboardInterrupt or sys.__excepthook__(kind, *about)
 
 
-def leave() -> None:
+def exit_now() -> None:
     """End a rank whose work is done, without shutting Python down: Gloo's threads outlive the process group, and one
     that requests the GIL during shutdown aborts the process."""
     atexit._run_exitfuncs()
@@ -211,107 +206,3 @@ def first_sentence(box: str) -> str:
     message = " ".join(lines[: rules[0]]).removesuffix(" .").rstrip(".")
     meant = re.search(r"Perhaps you meant:\s+(--[\w-]+)", " ".join(lines))
     return f"{message}; {'did you mean ' + meant[1] + '?' if meant else 'see --help'}"
-
-
-# ----------------------------------------------------------------------------------------------------- whole files
-
-
-def sha256(path: Path) -> str:
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
-
-
-def flush(path: Path) -> None:
-    """Wait until a file, or the names in a directory, are on the disk."""
-    if os.name == "nt" and path.is_dir():  # Windows cannot open a directory
-        return
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-@contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Add the path to an OSError raised in the block: a failed write, for example to a full disk, does not name it."""
-    try:
-        yield
-    except OSError as e:
-        e.filename = e.filename or str(path)
-        raise
-
-
-def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a file atomically: to a temporary file of this process, flushed to the disk and renamed over `path`."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with naming(path):
-            part.write_bytes(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
-            flush(part)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-    flush(path.parent)
-
-
-def write_atomically(path: Path, fill: Callable[[Path], None]) -> None:
-    """Make the directory `path` atomically: fill a hidden one next to it, flush it to the disk, and rename it.
-
-    An older one is set aside first. Whatever interrupts this, the old one stays complete and `path` is never partial.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        with naming(path):
-            temporary.mkdir(parents=True)
-            fill(temporary)
-            for file in temporary.iterdir():
-                flush(file)
-            flush(temporary)
-        if path.exists():
-            set_aside(path)
-        temporary.rename(path)
-        flush(path.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def set_aside(path: Path) -> Path:
-    """Rename a file or directory to PATH.1, or to the next number that is free, and return its new name.
-
-    This is all that `--overwrite` does to old work: one rename, so that no interruption can lose a part of it, and
-    nothing is deleted. Raises UserError for a directory that holds the current one, which would move under our feet.
-    """
-    here = Path.cwd()
-    if path.resolve() in (here, *here.parents):
-        raise UserError(f"cannot rename {path.resolve()}, which holds the current directory; choose another one")
-    free = next(name for n in itertools.count(1) if not os.path.lexists(name := path.with_name(f"{path.name}.{n}")))
-    return path.rename(free)
-
-
-def read_json(path: Path) -> Any:
-    """The content of a JSON file. Raises OSError if it cannot be read, UserError if it is not JSON."""
-    try:
-        return json.loads(path.read_bytes().decode("utf-8-sig"))
-    except (ValueError, RecursionError) as e:  # ValueError: not UTF-8, not JSON, or a number of 5,000 digits
-        raise UserError(f"{path} cannot be read as JSON: {e}; it is damaged, or another kind of file") from None
-
-
-@contextlib.contextmanager
-def only_one(lock: Path, what: str, seconds: float | None = None) -> Iterator[None]:
-    """Hold a lock file while the block runs, so that two processes do not write to one place.
-
-    A killed process frees its lock, and we wait for one that is about to exit. Raises UserError if another process
-    keeps it: `what` names the place, for instance "run directory out/tiny".
-    """
-    from filelock import FileLock, Timeout
-
-    try:
-        with naming(lock):
-            held = FileLock(lock, timeout=LOCK_SECONDS if seconds is None else seconds).acquire()
-    except Timeout:  # FileLock takes the "permission denied" of a file system without locks for a lock that is held
-        who = f"another process is writing to the {what}, or its file system grants no locks"
-        raise UserError(f"{who}; wait until that process ends, or use another directory") from None
-    with held:
-        yield

@@ -41,11 +41,12 @@ import numpy as np
 from tqdm import tqdm
 
 from bpe.tokenizer import Tokenizer, cpu_count, splitter, valid_unicode
-from cli import Count, Positive, Stopped, Tokens, UserError, counted, flush, only_one, parse_args, script, sha256
+from cli import Count, Positive, Stopped, Tokens, UserError, counted, parse_args, script
 from corpus.encoders import Encode, choose_encoder, encoder, same_ids
 from corpus.shards import load_tokenizer, save_manifest, shard_dtype, summary, verify
 from corpus.sources import Source, SourceFile, Unit, arriving, discard, documents_of, find_source, text_size, units_of
 from corpus.stream import open_shard, read_manifest
+from files import exclusive_lock, flush, sha256
 
 UNITS_AHEAD = 3  # per worker: one that it tokenizes, the others queued or waiting for their turn to be written
 TOKENS_PER_BYTE = 0.23  # of English text; for the plan, the progress bar and the default size of shards
@@ -94,7 +95,7 @@ def make_shards(config: Config, out_dir: Path) -> None:
             raise
         print(f"note    {e}")
         tok = Tokenizer([])
-    config = settle(config, tok, out_dir)
+    config = resolve_config(config, tok, out_dir)
     manifest = open_manifest(config, out_dir, tok)
     if "next" not in manifest:
         return print(f"{out_dir} is complete: {summary(manifest)}")
@@ -114,7 +115,7 @@ def make_shards(config: Config, out_dir: Path) -> None:
         return
     out_dir.mkdir(parents=True, exist_ok=True)
     try:
-        with only_one(out_dir / ".lock", f"shard directory {out_dir}"):
+        with exclusive_lock(out_dir / ".lock", f"shard directory {out_dir}"):
             manifest = with_files(open_manifest(config, out_dir, tok), source, out_dir)  # nobody else changes it now
             if "next" in manifest:  # else another process completed it while this one waited
                 write_shards(config, source, manifest, tok, expected)
@@ -124,7 +125,7 @@ def make_shards(config: Config, out_dir: Path) -> None:
     print(f"{out_dir}: {summary(manifest)}")
 
 
-def settle(config: Config, tok: Tokenizer, out_dir: Path) -> Config:
+def resolve_config(config: Config, tok: Tokenizer, out_dir: Path) -> Config:
     """The constants of the run; the default shard_size of a new directory is settled later. Raises UserError for
     constants that contradict each other."""
     if not config.out_dir or Path(config.out_dir).is_file():

@@ -45,7 +45,8 @@ model it uses `hidden`, `lm_head` and `config`, as GPT in model.py has them.
 """
 
 # imported first, so that Ctrl-C while torch loads does not print a traceback
-from cli import Count, UserError, parse_args, replace_file, script
+from cli import Count, UserError, parse_args, script
+from files import replace_file
 
 # isort: split
 import json
@@ -67,7 +68,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from corpus.rows import file_rows, hub_rows
-from run.runtime import Runtime
+from machine.runtime import Runtime
 
 HUB = "Rowan/hellaswag"  # of which the split `validation` is scored
 BATCH_TOKENS = {"cpu": 2**9, "cuda": 2**15}  # padded tokens in a batch: what fits a CPU's caches, what keeps a GPU busy
@@ -100,11 +101,11 @@ def main() -> None:
         raise UserError(f"--json {out} cannot be written; give a file in a directory that exists")
     rt = Runtime.setup(config.device, config.dtype, threads=config.threads)
     # the first rank chooses for all: a run that is still training may write a newer checkpoint at any moment
-    config = replace(config, model=rt.on_main(lambda: find_model(config.model)))
+    config = replace(config, model=rt.broadcast_from_main(lambda: find_model(config.model)))
     model, tokenizer = load_model(config.model), model_tokenizer(config.model)
     model = (remove_lora(merge(load_adapter(model, config.adapter))) if config.adapter else model).to(rt.device)
     rows = load_rows(config.data, rt)[: config.limit or None]
-    rt.print(f"{config.model}: {model.num_params():,} parameters on {rt.why}; {len(rows):,} rows")
+    rt.print(f"{config.model}: {model.num_params():,} parameters on {rt.description}; {len(rows):,} rows")
     wanted = {"": rows, " control": with_other_contexts(rows)} if config.control else {"": rows}
     results = {}
     for style, name in product(STYLES if config.style == "both" else [config.style], wanted):
@@ -130,7 +131,7 @@ def main() -> None:
 def load_rows(data: str, rt: Runtime, option: str = "--data") -> list[dict]:
     """The rows of a local file, or else of the hub, which the first rank reads. Raises UserError, on all ranks alike;
     `option` is the flag that takes the file."""
-    rows = rt.on_main(lambda: file_rows(data, option) if data else hub_rows(HUB, "validation", option))
+    rows = rt.broadcast_from_main(lambda: file_rows(data, option) if data else hub_rows(HUB, "validation", option))
     return [parse_row(row, f"row {number} of {data or HUB}") for number, row in enumerate(rows, start=1)]
 
 

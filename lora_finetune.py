@@ -15,8 +15,7 @@ end adapter/, which peft opens. Tokens in the log are answer tokens. finetuning/
 """
 
 # imported first, so that Ctrl-C while torch loads does not print a traceback
-import cli
-from cli import Count, NonNegative, Positive, Probability, Range, Seed, UserError
+from cli import Count, NonNegative, Positive, Probability, Range, Seed, UserError, parse_args, script
 
 # isort: split
 import hashlib
@@ -33,20 +32,22 @@ from typing import Annotated, Literal, NamedTuple
 import torch
 
 from bpe.tokenizer import Tokenizer
+from files import write_atomically
 from finetuning import lora
 from finetuning.chat import check_tokenizer, prompt_of, save_chat_files
 from finetuning.lora import TARGETS, AdapterFiles, LoRAConfig
 from finetuning.rows import Example, encode_rows, global_batch, load_rows, micro_batches, on_hub, split_rows
 from learning.evaluation import complete, validate
 from learning.optim import Optimizer, learning_rate, make_optimizer
-from model import GPT, GPTConfig, Loss
+from machine.runtime import Runtime, prefetch, ranks_of_environment
+from machine.trials import checkpoint_activations, choose_attention, find_micro_batch_size
+from model import GPT, GPTConfig, GPTWithLoss
 from run import card
 from run.checkpoint import ModelFiles, checkpoint_steps, find_model, load_model, load_shape, model_tokenizer, save_model
-from run.curves import read_log
-from run.directory import Run, RunDirectory, with_constants_of_run
+from run.directory import RunDirectory, with_constants_of_run
 from run.log import import_tracker
-from run.runtime import Runtime, prefetch, ranks_of_environment
-from run.trials import checkpoint_activations, choose_attention, find_micro_batch_size
+from run.records import read_log
+from run.run import Run
 
 # One more micro-batch costs as much as this many tokens of padding: it reads all weights again (which dominates on a
 # CPU) and launches all kernels again (which dominates on a GPU).
@@ -113,35 +114,36 @@ FIXED = ("adapter", "lora_dim", "lora_alpha", "targets", "rslora", "sequence_len
 
 
 def main() -> None:
-    written = cli.parse_args(Config, description=__doc__)
-    written = with_constants_of_run(replace(written, out_dir=written.out_dir or "out/lora"), sys.argv[1:])
-    refuse_bad_constants(written)
-    if written.merge and written.adapter:
-        write_merged(written, written.adapter)
+    requested = parse_args(Config, description=__doc__)
+    requested = with_constants_of_run(replace(requested, out_dir=requested.out_dir or "out/lora"), sys.argv[1:])
+    validate_config(requested)
+    if requested.merge and requested.adapter:
+        write_merged(requested, requested.adapter)
     else:
-        finetune(written)
+        finetune(requested)
 
 
-def finetune(written: Config) -> None:
+def finetune(requested: Config) -> None:
     """Train with the constants that a person wrote, from start to end."""
-    import_tracker(written.report_to)  # fail now: a rank that fails later would keep the others waiting
-    rt = Runtime.setup(written.device, written.dtype, written.compile, threads=written.threads)
-    directory = RunDirectory(written, rt, FIXED)
-    data = open_data(written, load_shape(written.base), rt)
+    import_tracker(requested.report_to)  # fail now: a rank that fails later would keep the others waiting
+    rt = Runtime.setup(requested.device, requested.dtype, requested.compile, threads=requested.threads)
+    directory = RunDirectory(requested, rt, FIXED)
+    data = open_data(requested, load_shape(requested.base), rt)
     # from here on the constants are fixed, except for a micro_batch_size that has to be found by trial
-    config = settle(written, directory.checkpoint, data, rt)
+    config = resolve_config(requested, directory.checkpoint, data, rt)
     base = load_model(config.base, config.dropout, choose_attention("auto", rt, config.sequence_length))
     identity = dict(base=lora.weights_sha256(base), tokenizer=data.tokenizer.fingerprint, data=data.sha256)
     facts = facts_of_run(config, base, data)
     trainable, fraction = lora.trainable_parameters(base, config.targets, config.lora_dim)
-    rt.print(f"{config.base}: {base.num_params():,} parameters on {rt.why}; training {trainable:,} ({fraction:.3%})")
+    rt.print(f"{config.base}: {base.num_params():,} parameters on {rt.description}")
+    rt.print(f"training {trainable:,} of them ({fraction:.3%})")
 
     model = adapt(base, config, directory.checkpoint)
     if config.lora_dim and rt.dtype != torch.float32:
         lora.cast_frozen(model, rt.dtype)
     if config.activation_checkpointing:
         checkpoint_activations(model.transformer.h)
-    forward = rt.wrap(Loss(model.to(rt.device)), dynamic=True)
+    forward = rt.wrap(GPTWithLoss(model.to(rt.device)), dynamic=True)
     if not config.micro_batch_size:
         rows, trained = config.batch_size // rt.world_size, (config.sequence_length, len(data.tokenizer))
         config = replace(config, micro_batch_size=find_micro_batch_size(forward, rows, trained, rt))
@@ -156,16 +158,16 @@ def finetune(written: Config) -> None:
         return
     if config.lora_dim:
         write, write_card = files.copy(), run.log.card()
-        cli.write_atomically(run.out_dir / "adapter", lambda path: [write(path), write_card(path)])
+        write_atomically(run.out_dir / "adapter", lambda path: [write(path), write_card(path)])
     if config.merge:
         write_merged(config, str(run.out_dir / "adapter"))
-    say_what_was_reached(config, run)
+    print_summary(config, run)
 
 
 # ------------------------------------------------------------------------------------------------------ the loop
 
 
-def train(config: Config, run: Run, model: GPT, forward: Loss, optimizer: Optimizer, data: "Data") -> None:
+def train(config: Config, run: Run, model: GPT, forward: GPTWithLoss, optimizer: Optimizer, data: "Data") -> None:
     """Optimizer steps until `config.max_steps`. `forward` is the model's loss, perhaps compiled and distributed."""
     rt = run.rt
     with run, closing(prefetch(micro_batches_from(run.data_step, config, data, rt), rt.device)) as batches:
@@ -182,7 +184,7 @@ def train(config: Config, run: Run, model: GPT, forward: Loss, optimizer: Optimi
             n_targets = rt.sum(sum((targets >= 0).sum() for _, targets, _ in batch))
             loss = torch.zeros((), device=rt.device)
             for i, (idx, targets, places) in enumerate(batch):
-                rt.exchange_gradients(forward, now=i == len(batch) - 1)
+                rt.set_gradient_sync(forward, now=i == len(batch) - 1)
                 with rt.autocast():
                     micro_loss = forward(idx, targets, places, n_targets=n_targets / rt.world_size)
                 optimizer.scale(micro_loss).backward()  # adds to the gradients of the earlier micro-batches
@@ -201,7 +203,7 @@ def train(config: Config, run: Run, model: GPT, forward: Loss, optimizer: Optimi
             evaluate_if_due(config, run, model, forward, data)
 
 
-def evaluate_if_due(config: Config, run: Run, model: GPT, forward: Loss, data: "Data") -> None:
+def evaluate_if_due(config: Config, run: Run, model: GPT, forward: GPTWithLoss, data: "Data") -> None:
     """The evaluations of this step that the log does not have yet."""
     rt = run.rt
     of_base = run.step == 0 and config.eval_interval > 0
@@ -237,7 +239,7 @@ def open_data(config: Config, shape: GPTConfig, rt: Runtime) -> Data:
         has = f"{config.base} has a context of {shape.n_positions} tokens, less than --sequence_length {T}"
         raise UserError(f"{has}; give {shape.n_positions} or less")
     if rt.world_size > 1:  # so that the other ranks find a hub dataset in the cache
-        rt.on_main(lambda: len(load_rows(config.data)))
+        rt.broadcast_from_main(lambda: len(load_rows(config.data)))
     rows = load_rows(config.data)
     parts = split_rows(rows, config.val_rows, config.seed)
     (train_set, counts), (val_set, more) = (encode_rows(part, tokenizer, T) for part in parts)
@@ -268,7 +270,7 @@ def micro_batches_from(data_step: int, config: Config, data: Data, rt: Runtime) 
 # ----------------------------------------------------------------------------------------------------------- constants
 
 
-def refuse_bad_constants(config: Config) -> None:
+def validate_config(config: Config) -> None:
     """Raises UserError for constants that contradict each other, before anything is touched."""
     if config.batch_size < (ranks := ranks_of_environment()[1]):
         raise UserError(f"--batch_size {config.batch_size} is less than one example a rank; give {ranks} or more")
@@ -284,26 +286,26 @@ def refuse_bad_constants(config: Config) -> None:
             raise UserError(f"--merge {out} already exists; pass --overwrite to rename it, or choose another name")
 
 
-def settle(written: Config, checkpoint: Path | None, data: Data, rt: Runtime) -> Config:
+def resolve_config(requested: Config, checkpoint: Path | None, data: Data, rt: Runtime) -> Config:
     """Turn the constants that a person wrote into those of the run, which also follow from base, adapter and rows."""
     if checkpoint and not (checkpoint / "adapter_config.json").exists():
         adapter = dict(lora_dim=0)
-    elif source := checkpoint or written.adapter:
+    elif source := checkpoint or requested.adapter:
         found = lora.read_adapter(source).config
         adapter = dict(lora_dim=found.r, lora_alpha=found.alpha, targets=found.targets, rslora=found.rslora)
     else:
-        adapter = dict(lora_dim=written.lora_dim, lora_alpha=written.lora_alpha or 2.0 * written.lora_dim)
-    max_steps = written.max_steps or max(round(written.epochs * len(data.train) / written.batch_size), 1)
+        adapter = dict(lora_dim=requested.lora_dim, lora_alpha=requested.lora_alpha or 2.0 * requested.lora_dim)
+    max_steps = requested.max_steps or max(round(requested.epochs * len(data.train) / requested.batch_size), 1)
     return replace(
-        written,
+        requested,
         **adapter,
-        base=rt.on_main(lambda: find_model(written.base)),  # the newest checkpoint of a run, found once for all ranks
+        base=rt.broadcast_from_main(lambda: find_model(requested.base)),  # of a run: its newest checkpoint
         sequence_length=data.sequence_length,
         max_steps=max_steps,
-        warmup_steps=min(written.warmup_steps or math.ceil(0.03 * max_steps), max_steps),
-        eval_interval=max(max_steps // 10, 1) if written.eval_interval < 0 else written.eval_interval,
-        max_lr=written.max_lr or (1e-3 if adapter["lora_dim"] else 1e-4),
-        threads=torch.get_num_threads() if rt.device.type == "cpu" else written.threads,
+        warmup_steps=min(requested.warmup_steps or math.ceil(0.03 * max_steps), max_steps),
+        eval_interval=max(max_steps // 10, 1) if requested.eval_interval < 0 else requested.eval_interval,
+        max_lr=requested.max_lr or (1e-3 if adapter["lora_dim"] else 1e-4),
+        threads=torch.get_num_threads() if rt.device.type == "cpu" else requested.threads,
     )
 
 
@@ -367,7 +369,7 @@ def write_merged(config: Config, adapter: str) -> None:
         save_chat_files(path, tokenizer)
         card.write_card(path, out.name, records, curve)
 
-    cli.write_atomically(out, write)
+    write_atomically(out, write)
     print(f"wrote {out}: {config.base} with {adapter} merged in; logits differ by at most {difference:.1e}")
 
 
@@ -380,7 +382,7 @@ def records_of(config: Config, found: Path) -> list[dict]:
     return [dict(step=0, kind="run", config=about, **card.provenance({}, "", find_model(config.base)))]
 
 
-def say_what_was_reached(config: Config, run: Run) -> None:
+def print_summary(config: Config, run: Run) -> None:
     val = list(run.log.val_losses().values())
     if val:
         print(f"\nvalidation loss {val[0]:.4f} before, {val[-1]:.4f} after, {min(val):.4f} at best (nats per token)")
@@ -393,4 +395,4 @@ def say_what_was_reached(config: Config, run: Run) -> None:
 
 
 if __name__ == "__main__":
-    cli.script(main)
+    script(main)

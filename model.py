@@ -123,7 +123,7 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        self.head_products = None  # how the loss multiplies by the head: None for matmul, or FP8_PRODUCTS
+        self.head_matmuls = None  # how the loss multiplies by the head: None for matmul, or FP8_MATMULS
         self.summed_loss = linear_cross_entropy  # may be replaced by a compiled one
         self.transformer = nn.ModuleDict(
             dict(
@@ -179,7 +179,7 @@ class GPT(nn.Module):
         x = self.hidden(idx).flatten(0, 1)  # (B * T, C)
         if places is not None:
             x = x.index_select(0, places.flatten())  # (M, C)
-        products = self.head_products if self.training else None
+        products = self.head_matmuls if self.training else None
         total = self.summed_loss(x, self.lm_head.weight, targets.flatten(), products)
         return total / ((targets >= 0).sum().clamp(min=1) if n_targets is None else n_targets)
 
@@ -271,7 +271,7 @@ class GPT(nn.Module):
         return gpt
 
 
-class Loss(nn.Module):
+class GPTWithLoss(nn.Module):
     """A GPT whose forward pass is its loss: what training compiles, and what DDP and FSDP hook."""
 
     def __init__(self, gpt: GPT):

@@ -18,7 +18,8 @@ from typing import Annotated, Literal
 import numpy as np
 from tyro.conf import Positional, arg
 
-from cli import UserError, parse_args, read_json, script, set_aside
+from cli import UserError, parse_args, script
+from files import read_json, set_aside
 from run.curves import curves_of, draw, has_loss, placed, read_log
 from run.reference import FILE, references
 

@@ -27,8 +27,8 @@ from tyro.conf import Positional, arg
 from finetuning.chat import chat_ids
 from finetuning.lora import load_adapter, merge, remove_lora
 from learning.generation import generate
+from machine.runtime import Runtime
 from run.checkpoint import load_model, model_tokenizer
-from run.runtime import Runtime
 
 BATCH = 64  # texts to generate at once, at most: each needs memory for its keys and values
 

@@ -10,7 +10,7 @@
 Writes OUT_DIR (out/RECIPE): config.json, log.jsonl, learning_curve.png, samples.txt, and checkpoints step_NNNNNN/ that
 transformers opens as they are. Where to find each part: the model in model.py, the loss in learning/loss.py, the
 schedule and the optimizers in learning/optim.py, the order of the data in corpus/order.py, when to save in
-run/directory.py, what a checkpoint holds in run/checkpoint.py, device, precision and ranks in run/runtime.py.
+run/directory.py, what a checkpoint holds in run/checkpoint.py, device, precision and ranks in machine/runtime.py.
 """
 
 # imported first, so that Ctrl-C while torch loads does not print a traceback
@@ -34,19 +34,20 @@ from corpus.order import Batches, to_inputs, training_batches, validation_batche
 from corpus.shards import data_tokenizer, origin, prepare_text
 from corpus.stream import TokenStream, find_shards, read_manifest
 from learning.evaluation import complete, validate
-from learning.fp8 import FP8_PRODUCTS
+from learning.fp8 import FP8_MATMULS
 from learning.memory import Layout, checkpoint_bytes, memory_table, n_parameters, time_table, token_flops
 from learning.optim import Optimizer, learning_rate, make_optimizer
-from model import GPT, GPTConfig, Loss
+from machine.runtime import Runtime, prefetch
+from machine.sharding import shard
+from machine.trials import checkpoint_activations, choose_attention, find_micro_batch_size
+from model import GPT, GPTConfig, GPTWithLoss
 from run.card import provenance
-from run.checkpoint import ModelFiles, load_model, load_shape, whole_model
-from run.directory import Run, RunDirectory, given, with_constants_of_run
+from run.checkpoint import ModelFiles, load_model, load_shape, unsharded_copy
+from run.directory import RunDirectory, flags_set, with_constants_of_run
 from run.log import import_tracker
 from run.plan import CARDS, about_disk, about_measured
 from run.reference import place_in_band
-from run.runtime import Runtime, prefetch
-from run.sharding import shard
-from run.trials import checkpoint_activations, choose_attention, find_micro_batch_size
+from run.run import Run
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class Config:
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of matrix products; weights stay in fp32
     fp8: bool = False  # compute the output projection in FP8 while training; needs an Ada, Hopper or newer GPU
     compile: Literal["auto", "on", "off"] = "auto"  # use torch.compile; auto: on CUDA only
-    shard: Literal["none", "optimizer", "full"] = "none"  # what to shard across ranks; see run/sharding.py
+    shard: Literal["none", "optimizer", "full"] = "none"  # what to shard across ranks; see machine/sharding.py
     activation_checkpointing: bool = False  # recompute activations: less memory, a third more time
     threads: Count = 0  # CPU threads; 0 tries several numbers for a second and takes the fastest
     report_to: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # tracker to report to, besides log.jsonl
@@ -141,18 +142,18 @@ SIZES = ("n_layer", "n_head", "n_embd", "vocab_size")  # --init_from and --resum
 
 
 def main() -> None:
-    written, demanded = read_command_line(sys.argv[1:])
-    import_tracker(written.report_to)  # fail now: a rank that fails later would keep the others waiting
-    rt = Runtime.setup(written.device, written.dtype, written.compile, written.shard, written.threads)
-    directory = None if written.dry_run else RunDirectory(written, rt, FIXED)
+    requested, cli_overrides = read_command_line(sys.argv[1:])
+    import_tracker(requested.report_to)  # fail now: a rank that fails later would keep the others waiting
+    rt = Runtime.setup(requested.device, requested.dtype, requested.compile, requested.shard, requested.threads)
+    directory = None if requested.dry_run else RunDirectory(requested, rt, FIXED)
     checkpoint = directory.checkpoint if directory else None
-    config, shape = settle(written, demanded, checkpoint, rt)
+    config, shape = resolve_config(requested, cli_overrides, checkpoint, rt)
     if config.dry_run:
         return rt.print(plan(config, shape, rt))
     data = open_data(config, shape, rt)
     model = build_model(config, shape, checkpoint)
-    rt.print(f"{config.out_dir}: {model.num_params():,} parameters on {rt.why}")
-    forward = Loss(model.to(rt.device))
+    rt.print(f"{config.out_dir}: {model.num_params():,} parameters on {rt.description}")
+    forward = GPTWithLoss(model.to(rt.device))
     if not rt.mesh:
         forward = rt.wrap(forward)  # compiled, and in DDP
     if not config.micro_batch_size:
@@ -167,13 +168,13 @@ def main() -> None:
     run = Run(directory, config, files, optimizer, identity, facts_of_run(config, model, data))
     say_what_is_read(config, data, rt)
     train(config, run, model, forward, optimizer, data)
-    say_what_was_reached(config, run)
+    print_summary(config, run)
 
 
 # ------------------------------------------------------------------------------------------------------ the loop
 
 
-def train(config: Config, run: Run, model: GPT, forward: Loss, optimizer: Optimizer, data: "Data") -> None:
+def train(config: Config, run: Run, model: GPT, forward: GPTWithLoss, optimizer: Optimizer, data: "Data") -> None:
     """Optimizer steps until `config.max_steps`. `forward` is the model's loss, perhaps compiled and distributed."""
     rt = run.rt
     n_tokens = torch.full((), config.total_batch_size, device=rt.device)
@@ -192,7 +193,7 @@ def train(config: Config, run: Run, model: GPT, forward: Loss, optimizer: Optimi
             loss = torch.zeros((), device=rt.device)
             for i, windows in enumerate(batch):  # (B, T + 1) each
                 idx, targets = to_inputs(windows)  # (B, T) each; targets are one token ahead
-                rt.exchange_gradients(forward, now=i == len(batch) - 1)
+                rt.set_gradient_sync(forward, now=i == len(batch) - 1)
                 with rt.autocast():
                     micro_loss = forward(idx, targets) / len(batch)
                 optimizer.scale(micro_loss).backward()
@@ -211,22 +212,22 @@ def train(config: Config, run: Run, model: GPT, forward: Loss, optimizer: Optimi
             evaluate_if_due(config, run, model, forward, data)
 
 
-def evaluate_if_due(config: Config, run: Run, model: GPT, forward: Loss, data: "Data") -> None:
+def evaluate_if_due(config: Config, run: Run, model: GPT, forward: GPTWithLoss, data: "Data") -> None:
     """The evaluations of this step that the log does not have yet."""
     rt = run.rt
     if run.due(config.eval_interval, "val"):
         run.catch_up()
-        whole_loss = rt.compiled(Loss(whole_model(model))) if rt.mesh else forward
+        whole_loss = rt.compiled(GPTWithLoss(unsharded_copy(model))) if rt.mesh else forward
         run.record("val", **validate(whole_loss, validation_inputs(config, data, rt), data.token_bytes, rt))
     if config.target_loss and run.val_loss <= config.target_loss:
         run.end_here()
     if data.hellaswag and run.due(config.hellaswag_interval, "hellaswag"):
         run.catch_up()
-        scores = hellaswag.evaluate(whole_model(model), data.hellaswag, rt)
+        scores = hellaswag.evaluate(unsharded_copy(model), data.hellaswag, rt)
         run.record("hellaswag", **{name: scores[name] for name in hellaswag.LOGGED})
     if run.due(config.sample_interval, "sample"):
         run.catch_up()
-        whole, prompt, seed = whole_model(model), config.sample_prompt, config.seed + run.step
+        whole, prompt, seed = unsharded_copy(model), config.sample_prompt, config.seed + run.step
         if rt.is_main:  # the other ranks only help to gather a divided model
             texts = complete(whole, data.tokenizer, [prompt], config.sample_tokens, rt, seed, top_k=50)
             run.record("sample", text=prompt + texts[0])
@@ -286,34 +287,36 @@ def read_command_line(argv: list[str]) -> tuple[Config, set[str]]:
         raise UserError(f"{recipe} is not a recipe; they are {', '.join(RECIPES)}")
     prog = "train_gpt2.py " + recipe
     config = parse_args(Config, args, RECIPES[recipe], prog, f"{__doc__}\nRecipes: {', '.join(RECIPES)}.")
-    return with_constants_of_run(replace(config, out_dir=config.out_dir or f"out/{recipe}"), args), given(args)
+    return with_constants_of_run(replace(config, out_dir=config.out_dir or f"out/{recipe}"), args), flags_set(args)
 
 
-def settle(written: Config, demanded: set, checkpoint: Path | None, rt: Runtime) -> tuple[Config, GPTConfig]:
+def resolve_config(
+    requested: Config, cli_overrides: set[str], checkpoint: Path | None, rt: Runtime
+) -> tuple[Config, GPTConfig]:
     """Settle the constants that a person wrote; returns those of the run, and the shape of its model.
 
     A run that resumes or starts from a checkpoint takes its sizes. Only a micro_batch_size of 0 stays open, because
     finding one needs the model. Raises UserError.
     """
-    source, sizes = str(checkpoint or written.init_from), {name: getattr(written, name) for name in SIZES}
-    n_positions = written.sequence_length
+    source, sizes = str(checkpoint or requested.init_from), {name: getattr(requested, name) for name in SIZES}
+    n_positions = requested.sequence_length
     if source:
         base = load_shape(source)
         n_positions, sizes = base.n_positions, {name: getattr(base, name) for name in SIZES}
-        if written.sequence_length > n_positions:
+        if requested.sequence_length > n_positions:
             raise UserError(f"{source} has a context of {n_positions} tokens; --sequence_length must not exceed it")
         for name, size in sizes.items():  # a size of the recipe gives way, one of the command line does not
-            if name in demanded and getattr(written, name) != size:
-                raise UserError(f"{source} has {name} {size}, not {getattr(written, name)}; leave out --{name}")
-    warmup = min(written.warmup_steps, written.max_steps)
-    attention = choose_attention(written.attention, rt, written.sequence_length)
-    threads = torch.get_num_threads() if rt.device.type == "cpu" else written.threads
-    config = replace(written, **sizes, warmup_steps=warmup, attention=attention, threads=threads)
-    refuse_bad_constants(config, rt)
+            if name in cli_overrides and getattr(requested, name) != size:
+                raise UserError(f"{source} has {name} {size}, not {getattr(requested, name)}; leave out --{name}")
+    warmup = min(requested.warmup_steps, requested.max_steps)
+    attention = choose_attention(requested.attention, rt, requested.sequence_length)
+    threads = torch.get_num_threads() if rt.device.type == "cpu" else requested.threads
+    config = replace(requested, **sizes, warmup_steps=warmup, attention=attention, threads=threads)
+    validate_config(config, rt)
     return config, GPTConfig(n_positions=n_positions, **sizes, dropout=config.dropout, attention=attention)
 
 
-def refuse_bad_constants(config: Config, rt: Runtime) -> None:
+def validate_config(config: Config, rt: Runtime) -> None:
     """Raise UserError for settled constants that contradict each other."""
     if config.n_embd % config.n_head:
         what = f"--n_embd {config.n_embd} is not divisible by --n_head {config.n_head}"
@@ -328,7 +331,7 @@ def refuse_bad_constants(config: Config, rt: Runtime) -> None:
         if rt.dtype != torch.bfloat16 or config.compile == "off" or old or odd or config.shard != "none":
             needs = "--dtype bfloat16, --shard none, torch.compile, a GPU of compute capability 8.9 or more"
             sizes = "a --n_embd, --sequence_length and --vocab_size that are multiples of 16"
-            raise UserError(f"--fp8 needs {needs}, and {sizes}; this is {rt.why}")
+            raise UserError(f"--fp8 needs {needs}, and {sizes}; this is {rt.description}")
     if rt.shard == "full" and rt.device.type == "cuda" and not config.micro_batch_size:
         raise UserError("--shard full needs a --micro_batch_size: a trial would take the memory of the whole model")
     unit = config.sequence_length * max(config.micro_batch_size, 1) * rt.world_size
@@ -383,7 +386,7 @@ def build_model(config: Config, shape: GPTConfig, checkpoint: Path | None) -> GP
     source = checkpoint or config.init_from
     model = load_model(str(source), shape.dropout, shape.attention) if source else GPT(shape)
     if config.fp8:
-        model.head_products = FP8_PRODUCTS
+        model.head_matmuls = FP8_MATMULS
     if config.activation_checkpointing:
         checkpoint_activations(model.transformer.h)
     return model
@@ -408,7 +411,7 @@ def say_what_is_read(config: Config, data: Data, rt: Runtime) -> None:
     )
 
 
-def say_what_was_reached(config: Config, run: Run) -> None:
+def print_summary(config: Config, run: Run) -> None:
     if not run.rt.is_main:
         return
     if val := [r for r in run.log.records if r["kind"] == "val" and None not in (r["loss"], r.get("bpb"))]:

@@ -29,7 +29,7 @@ from cli import UserError
 from corpus.order import Batches, training_batches
 from corpus.sources import documents_of, units_of
 from corpus.stream import TokenStream, find_shards
-from run.runtime import Runtime, prefetch
+from machine.runtime import Runtime, prefetch
 
 ROWS, T = 64, 1024  # of a batch
 

@@ -32,9 +32,10 @@ from typing import Annotated, NamedTuple
 import numpy as np
 
 from benchmarks.measure import ROOT, Common
-from cli import NonNegative, Positive, Range, UserError, read_json, replace_file, write_atomically
-from run.curves import read_log
+from cli import NonNegative, Positive, Range, UserError
+from files import read_json, replace_file, write_atomically
 from run.log import about_machine
+from run.records import read_log
 
 RECIPES = ("gpt2", "speedrun")
 FRACTIONS = np.array([1 / 8, 1 / 4, 1 / 2, 1])  # of the full length, at which runs end

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Annotated
 
 from benchmarks.measure import ROOT, Device, Size, machine, markdown_table
-from cli import Range, UserError, read_json, replace_file
-from run.runtime import Runtime
+from cli import Range, UserError
+from files import read_json, replace_file
+from machine.runtime import Runtime
 
 TESTS = [sys.executable, "-m", "pytest", "-v", "-rs", "-m", "gpu", "tests/test_gpu.py"]
 PARTS = {  # by name: a title, and the words of bench.py for this part alone

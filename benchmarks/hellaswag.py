@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from benchmarks.measure import Common, Size, fast_dtype, gpt2_tokenizer, model_sizes, rates
 from cli import Count
 from hellaswag import evaluate, load_rows, prepare
+from machine.runtime import Runtime
 from model import GPT, GPTConfig
-from run.runtime import Runtime
 
 
 @dataclass(frozen=True)

@@ -40,9 +40,9 @@ from corpus.shards import data_tokenizer, prepare_text
 from corpus.stream import TokenStream, find_shards
 from learning.evaluation import validate
 from learning.optim import learning_rate, make_optimizer
-from model import GPT, GPTConfig, Loss
-from run.runtime import Runtime
-from run.trials import choose_attention
+from machine.runtime import Runtime
+from machine.trials import choose_attention
+from model import GPT, GPTConfig, GPTWithLoss
 from train_gpt2 import RECIPES
 from train_gpt2 import Config as Training
 
@@ -235,4 +235,4 @@ def train(idea: Idea, config: Training, shards: str, device: str) -> dict:
     windows = validation_batches(val, T, 64, config.eval_steps * config.total_batch_size)
     inputs = (to_inputs(torch.from_numpy(rows).to(rt.device)) for rows in windows)
     token_bytes = torch.from_numpy(data_tokenizer(Path(shards), "train").token_bytes()).to(rt.device)
-    return validate(Loss(model), inputs, token_bytes, rt) | dict(seconds=seconds)
+    return validate(GPTWithLoss(model), inputs, token_bytes, rt) | dict(seconds=seconds)

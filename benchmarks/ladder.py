@@ -20,9 +20,9 @@ import torch.nn.functional as F
 
 from benchmarks.measure import Common, Size, failure, in_own_process, machine, model_sizes, timed
 from cli import Count, UserError
-from learning.fp8 import FP8_PRODUCTS
+from learning.fp8 import FP8_MATMULS
+from machine.runtime import Runtime
 from model import GPT, GPTConfig
-from run.runtime import Runtime
 
 WARM_UPS = 3  # steps: the first one compiles, and clocks of a GPU take a moment to rise
 
@@ -107,7 +107,7 @@ def plain_step(rung: Rung, shape: dict, batch_size: int, rt: Runtime) -> tuple[C
     vocab_size = -(-shape["vocab_size"] // 128) * 128 if rung.padded else shape["vocab_size"]
     model = GPT(GPTConfig(**shape | dict(vocab_size=vocab_size, attention=rung.attention))).to(rt.device)
     if rung.fp8:
-        model.head_products = FP8_PRODUCTS
+        model.head_matmuls = FP8_MATMULS
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=rung.fused, foreach=not rung.fused)
     tokens = random_tokens(shape, batch_size, rt)  # (B, T + 1)
 

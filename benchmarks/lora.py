@@ -20,9 +20,9 @@ from finetuning.rows import Example, encode_rows, load_rows, micro_batches, spli
 from learning.optim import make_optimizer
 from lora_finetune import MICRO_BATCH_COST
 from lora_finetune import Config as Finetuning
-from model import GPT, GPTConfig, Loss
-from run.runtime import Runtime
-from run.trials import choose_attention
+from machine.runtime import Runtime
+from machine.trials import choose_attention
+from model import GPT, GPTConfig, GPTWithLoss
 
 FINETUNING = Finetuning(lora_dim=8, lora_alpha=16.0, max_lr=1e-3)
 EXAMPLES, MAX_LENGTH = 32, 1024
@@ -61,7 +61,7 @@ def own_step(base: GPT, examples: list[Example], dtype: torch.dtype, rt: Runtime
     model.load_state_dict(base.state_dict())
     add_lora(model, LoRAConfig(FINETUNING.lora_dim, FINETUNING.lora_alpha))
     cast_frozen(model, dtype)
-    forward = Loss(model.to(rt.device))
+    forward = GPTWithLoss(model.to(rt.device))
     optimizer = make_optimizer(model, FINETUNING, rt)
 
     def step() -> float:

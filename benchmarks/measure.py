@@ -33,8 +33,8 @@ import torch
 from bpe.tokenizer import Tokenizer
 from cli import Range, UserError
 from corpus.shards import load_tokenizer
+from machine.runtime import Runtime, peaks
 from model import SIZES
-from run.runtime import Runtime, peaks
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = dict(n_layer=2, n_head=2, n_embd=64)  # to test that a command works, not how fast it is

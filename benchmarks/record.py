@@ -21,11 +21,12 @@ import torch
 from tyro.conf import Positional
 
 from benchmarks.measure import Device
-from cli import UserError, sha256
+from cli import UserError
 from corpus.shards import TRAIN_FRACTION
-from run.checkpoint import checkpoint_steps, damage, load_train_state
-from run.curves import read_log
-from run.runtime import Runtime, fastest_threads
+from files import sha256
+from machine.runtime import Runtime, fastest_threads
+from run.checkpoint import checkpoint_steps, find_damage, load_train_state
+from run.records import read_log
 
 
 class Kind(NamedTuple):
@@ -89,7 +90,7 @@ def facts_of(run_dir: Path, kind: Kind) -> dict:
     if not (steps := checkpoint_steps(run_dir)):
         raise UserError(f"{run_dir} has no checkpoint; give the run directories of the entry")
     step, checkpoint = steps[-1]
-    if problem := damage(checkpoint):
+    if problem := find_damage(checkpoint):
         raise UserError(f"{checkpoint} was changed after the run: {problem}; give it as it was written")
     log = read_log(run_dir / "log.jsonl")
     train = [record for record in log if record["kind"] == "train"]

@@ -16,20 +16,20 @@ import torch
 from benchmarks.measure import Common, Size, model_sizes
 from cli import UserError
 from learning.memory import BUSY, REACHED, STEP, step_parts, token_flops
+from machine.runtime import Runtime, peaks
 from model import GPTConfig
-from run.runtime import Runtime, peaks
 
 
 @dataclass(frozen=True)
 class Config(Common):
-    card: str = ""  # name of the card, as in run/runtime.py; empty for this GPU, or H100
+    card: str = ""  # name of the card, as in machine/runtime.py; empty for this GPU, or H100
     size: Size = ""  # size of the model
 
 
 def run(config: Config, rt: Runtime) -> Iterator[dict]:
     card = config.card or (torch.cuda.get_device_name(rt.device) if rt.device.type == "cuda" else "H100")
     if (found := peaks(card)) is None:
-        raise UserError(f"--card {card} is not in the table of run/runtime.py; give another name, such as H100")
+        raise UserError(f"--card {card} is not in the table of machine/runtime.py; give another name, such as H100")
     shape, milliseconds = GPTConfig(vocab_size=50304, **model_sizes(config.size)), {}
     print(f"{card}: {found[0] / 1e12:,.0f} TFLOP/s, {found[1] / 1e9:,.0f} GB/s; {STEP:,} tokens a step")
     for name, (bound, work) in step_parts(shape, shape.n_positions).items():

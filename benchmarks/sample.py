@@ -15,8 +15,8 @@ import torch
 from benchmarks.measure import Common, Size, built_late, model_sizes, rates
 from cli import Positive
 from learning.generation import generate
+from machine.runtime import Runtime
 from model import GPT, GPTConfig
-from run.runtime import Runtime
 
 
 @dataclass(frozen=True)

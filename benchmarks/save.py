@@ -26,11 +26,12 @@ import torch
 from benchmarks.measure import Common, Size, model_sizes, timed
 from bpe.tokenizer import Tokenizer
 from learning.optim import make_optimizer
-from model import GPT, GPTConfig, Loss
+from machine.runtime import Runtime
+from machine.sharding import shard
+from model import GPT, GPTConfig, GPTWithLoss
 from run.checkpoint import ModelFiles
-from run.directory import Run, RunDirectory
-from run.runtime import Runtime
-from run.sharding import shard
+from run.directory import RunDirectory
+from run.run import Run
 from train_gpt2 import RECIPES
 
 TORCHRUN = True  # may be started with it
@@ -39,12 +40,12 @@ TORCHRUN = True  # may be started with it
 @dataclass(frozen=True)
 class Config(Common):
     size: Size = ""  # size of the model; tiny for a quick test
-    shard: Literal["none", "optimizer", "full"] = "none"  # with torchrun: what to shard, see run/sharding.py
+    shard: Literal["none", "optimizer", "full"] = "none"  # with torchrun: what to shard, see machine/sharding.py
 
 
 def run(config: Config, rt: Runtime) -> Iterator[dict]:
     nowhere = io.StringIO()  # for what a run prints
-    out_dir = rt.on_main(lambda: tempfile.mkdtemp(prefix=".bench_", dir="."))
+    out_dir = rt.broadcast_from_main(lambda: tempfile.mkdtemp(prefix=".bench_", dir="."))
     constants = replace(RECIPES["gpt2"], out_dir=out_dir, max_steps=3 * config.repeats, keep_checkpoints=1)
     torch.manual_seed(0)  # every rank passes the same weights
     model = GPT(GPTConfig(**model_sizes(config.size), vocab_size=50304)).to(rt.device)
@@ -59,7 +60,7 @@ def run(config: Config, rt: Runtime) -> Iterator[dict]:
 
 def save_in_turn(constants, model: GPT, rt: Runtime) -> Iterator[tuple[str, list[float]]]:
     """(what was timed, all its seconds so far), after every timing. `rt` has the precision of a run."""
-    forward = Loss(model) if rt.mesh else rt.wrap(Loss(model))
+    forward = GPTWithLoss(model) if rt.mesh else rt.wrap(GPTWithLoss(model))
     if rt.mesh:
         shard(forward, model.transformer.h, rt)
     optimizer = make_optimizer(model, constants, rt)

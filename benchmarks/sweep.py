@@ -18,16 +18,18 @@ from pathlib import Path
 from typing import Annotated
 
 from benchmarks.measure import ROOT, markdown_table
-from cli import Range, Stopped, UserError, replace_file
+from cli import Range, Stopped, UserError
+from files import replace_file
 from finetuning.chat import prompt_of
 from finetuning.lora import load_adapter, trainable_parameters
 from learning.evaluation import complete
 from lora_finetune import Config as Finetuning
-from lora_finetune import refuse_bad_constants
+from lora_finetune import validate_config
+from machine.runtime import Runtime
 from model import GPT
 from run.checkpoint import checkpoint_steps, load_model, model_tokenizer
-from run.curves import draw, read_log
-from run.runtime import Runtime
+from run.curves import draw
+from run.records import read_log
 
 PROMPTS = (
     "Give three tips for a good meal.",
@@ -55,7 +57,7 @@ class Config(Finetuning):
 
 def run(config: Config, rt: Runtime) -> Iterator[dict]:
     config = replace(config, out_dir=config.out_dir or "out/lora_sweep")
-    refuse_bad_constants(config)
+    validate_config(config)
     if config.merge or config.adapter:
         raise UserError("the sweep trains adapters of several ranks; --adapter and --merge are for a single one")
     if not config.ranks:

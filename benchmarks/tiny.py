@@ -20,12 +20,13 @@ import torch
 
 import hellaswag
 from benchmarks.measure import ROOT, Common, machine
-from cli import Positive, Range, replace_file
+from cli import Positive, Range
 from corpus.shards import TRAIN_FRACTION, read_text
+from files import replace_file
+from machine.runtime import Runtime
 from run.checkpoint import find_model, load_model, model_tokenizer
-from run.curves import read_log
+from run.records import read_log
 from run.reference import FILE
-from run.runtime import Runtime
 from train_gpt2 import RECIPES
 
 # what a seed, a machine or a report does not change

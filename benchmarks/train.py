@@ -21,9 +21,9 @@ from benchmarks.measure import Common, Size, failure, in_own_process, rate_row
 from cli import Count, Positive
 from corpus.order import to_inputs
 from learning.optim import make_optimizer
-from model import Loss
-from run.runtime import Runtime
-from train_gpt2 import RECIPES, build_model, settle
+from machine.runtime import Runtime
+from model import GPTWithLoss
+from train_gpt2 import RECIPES, build_model, resolve_config
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,9 @@ def project_step(fp8: bool, shape: dict, batch_size: int, rt: Runtime) -> tuple[
     sizes = {"sequence_length" if name == "n_positions" else name: size for name, size in shape.items()}
     sizes["total_batch_size"] = batch_size * sizes["sequence_length"]
     written = replace(RECIPES["gpt2"], **sizes, micro_batch_size=batch_size, fp8=fp8)
-    config, settled_shape = settle(written, set(), None, rt)
+    config, settled_shape = resolve_config(written, set(), None, rt)
     model = build_model(config, settled_shape, None).to(rt.device)
-    forward = rt.wrap(Loss(model))
+    forward = rt.wrap(GPTWithLoss(model))
     optimizer = make_optimizer(model, config, rt)
     tokens = random_tokens(shape, batch_size, rt)  # (B, T + 1)
 

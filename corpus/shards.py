@@ -17,9 +17,10 @@ import numpy as np
 from tqdm import tqdm
 
 from bpe.tokenizer import Tokenizer
-from cli import UserError, only_one, replace_file, sha256, write_atomically
+from cli import UserError
 from corpus.sources import documents
 from corpus.stream import TokenStream, ds_metadata, read_manifest
+from files import exclusive_lock, replace_file, sha256, write_atomically
 
 TRAIN_FRACTION = 0.9  # of a text's characters; the rest is the validation split
 
@@ -147,7 +148,7 @@ def prepare_text(text_file: str, tokenizer: str, vocab_size: int, cache: Path) -
     if is_intact(directory):  # before the lock: an intact cache may be read-only, and all ranks come here at once
         return directory
     cache.mkdir(parents=True, exist_ok=True)
-    with only_one(cache / f".{directory.name}.lock", f"cached tokens {directory}", seconds=3600):  # others wait
+    with exclusive_lock(cache / f".{directory.name}.lock", f"cached tokens {directory}", seconds=3600):  # others wait
         if not is_intact(directory):  # another run may have made it by now
             split = int(len(text) * TRAIN_FRACTION)  # by characters, so that it is the same for every tokenizer
             try:

@@ -30,7 +30,8 @@ from urllib.parse import quote
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cli import UserError, sha256
+from cli import UserError
+from files import sha256
 
 # The kinds of files, and how many bytes of English text a byte of each holds. A dataset of the hub often comes in
 # several kinds: the first of them here is taken.

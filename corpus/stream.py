@@ -19,7 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from cli import UserError, read_json
+from cli import UserError
+from files import read_json
 
 BIN_MAGIC, BIN_HEADER = 20240520, 256  # llm.c: 256 int32 of header (magic, version 1, number of tokens), then uint16
 RELEASE_AFTER = 512  # release mapped pages after this many windows; reading one maps 64 KB of a file or more

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.forecast import ANCHOR, RECIPES, TARGET, fit_ladder, ladder_of, law, multipliers_of, other_means, trend
 from benchmarks.measure import ROOT
-from cli import read_json
+from files import read_json
 from run.curves import COLORS, MARKS
 
 runs, forecast = (read_json(ROOT / "docs" / f"{name}.json") for name in ("forecast_runs", "forecast_2"))

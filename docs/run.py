@@ -35,7 +35,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # before docs/,
 
 from tyro.conf import Positional
 
-from cli import UserError, parse_args, replace_file, script
+from cli import UserError, parse_args, script
+from files import replace_file
 
 ROOT = Path(__file__).resolve().parent.parent
 TOLERANCE = 0.02  # of a number with a decimal point: what fp32 in another order of summation changes in a short run

@@ -24,9 +24,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.nn import functional as F
 
-from cli import UserError, read_json
+from cli import UserError
+from files import read_json
 from model import GPT
-from run.checkpoint import SUMS, damage, newest_intact
+from run.checkpoint import SUMS, find_damage, newest_intact
 
 TARGETS = ("c_attn", "attn.c_proj", "c_fc", "mlp.c_proj")  # all projections of a block
 
@@ -265,7 +266,7 @@ def read_adapter(adapter: str | Path) -> Adapter:
     Raises UserError for an adapter that is missing, damaged, or computes something else than the picture above.
     """
     path = find_adapter(adapter)
-    if (path / SUMS).exists() and (problem := damage(path)):
+    if (path / SUMS).exists() and (problem := find_damage(path)):
         raise UserError(f"{path} is damaged: {problem}; take an earlier checkpoint of its run")
     settings = read_settings(path / "adapter_config.json")
     try:

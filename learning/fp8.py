@@ -1,6 +1,6 @@
 """The output projection in FP8: matrix products in 8 bits, for GPUs that multiply 8 bits twice as fast as 16.
 
-    model.head_products = FP8_PRODUCTS     # loss.py then multiplies with these while training
+    model.head_matmuls = FP8_MATMULS     # loss.py then multiplies with these while training
 
 **Two formats** (Micikevicius et al. 2022, section 3). E4M3 has 4 exponent bits and 3 mantissa bits: eight numbers for
 each power of two, so a rounding error of up to 6% from 2^-6 to 448, and coarser steps down to 2^-9. E5M2 moves one bit
@@ -46,7 +46,7 @@ def by_dlogits(dlogits, other):
     return multiply((dlogits / DLOGITS_SCALE).to(torch.float8_e5m2), other, scale, other_scale)
 
 
-FP8_PRODUCTS = (by_weights, by_dlogits)
+FP8_MATMULS = (by_weights, by_dlogits)
 
 
 def to_float8(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -70,7 +70,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             dlogits = softmax_minus_one_hot(log_probs, safe).to(x.dtype)  # (chunk, V)
             grad_x.append(to_gradient(dlogits, w) * valid)  # (chunk, C)
             if grad_w is not None:
-                grad_w = plus_product(grad_w, dlogits.T, xc * valid, to_gradient)
+                grad_w = accumulate_matmul(grad_w, dlogits.T, xc * valid, to_gradient)
         if need_grad:
             ctx.save_for_backward(torch.cat(grad_x), grad_w)
         return loss
@@ -83,7 +83,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         return grad_x * grad_loss, grad_w, None, None, None, None
 
 
-def plus_product(total, a, b, product=torch.mm) -> torch.Tensor:
+def accumulate_matmul(total, a, b, product=torch.mm) -> torch.Tensor:
     """total (V, C) + a (V, N) @ b (N, C), added up in the dtype of `total`, which it may overwrite: over thousands of
     positions, and before any loss scale, a sum in fp16 would pass 65,504."""
     if product is torch.mm and a.device.type == "cuda" and a.dtype != total.dtype:

@@ -1,7 +1,8 @@
 """Optimizers as the training loop sees them: schedules, AdamW, Muon, and a step that can be skipped.
 
 This file knows nothing of the model but the names and shapes of its parameters, and nothing of data or run directories.
-Where ranks divide a model, its parameters are DTensors (run/sharding.py): `local` is the part that this rank updates.
+Where ranks shard a model, its parameters are DTensors (machine/sharding.py): `local` is the part that this rank
+updates.
 
 The schedules, with warmup_steps W and max_steps S. Cosine (Loshchilov and Hutter 2017) has to know S from the start;
 wsd (warmup, stable, decay; Hu et al. 2024, section 4) can continue from any checkpoint of its plateau to a later end:

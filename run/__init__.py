@@ -1,3 +1,3 @@
-"""What exists because machines fail and differ: run directory, log, checkpoint, card, device, sharding.
-What a single machine that never fails would not need belongs here; nothing here computes a loss or a gradient.
+"""What a run leaves behind and continues from: directory, records, log, checkpoints, spikes; and what people look at:
+curves and the model card. What exists because machines fail belongs here; nothing here computes a loss or a gradient.
 """

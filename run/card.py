@@ -12,7 +12,7 @@ from pathlib import Path
 
 from huggingface_hub import ModelCardData
 
-from cli import replace_file
+from files import replace_file
 
 FIGURES = (  # kind and key in the log, and the name for people
     ("train", "tokens", "training tokens"),

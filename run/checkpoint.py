@@ -26,9 +26,10 @@ from pathlib import Path
 import torch
 
 from bpe.tokenizer import Tokenizer
-from cli import UserError, explain, replace_file, set_aside, sha256, write_atomically
+from cli import UserError, explain
+from files import replace_file, set_aside, sha256, write_atomically
+from machine.sharding import copy_into, whole
 from model import GPT, GPTConfig, read_config
-from run.sharding import copy_into, whole
 
 # weights and config: of a whole model, and of an adapter
 WEIGHTS = {"model.safetensors": "config.json", "adapter_model.safetensors": "adapter_config.json"}
@@ -47,7 +48,7 @@ def checkpoint_steps(run_dir: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in found if match and path.is_dir())
 
 
-def damage(path: Path) -> str | None:
+def find_damage(path: Path) -> str | None:
     """What is wrong with a checkpoint's files, None if all are there with the checksums that were written."""
     try:
         lines = (path / SUMS).read_text().splitlines()
@@ -70,7 +71,7 @@ def damage(path: Path) -> str | None:
 def newest_intact(run_dir: Path, before: float = math.inf) -> Path | None:
     """The newest intact checkpoint of a run, of a step < `before`; says on stderr which ones it skips."""
     for path in [path for step, path in reversed(checkpoint_steps(run_dir)) if step < before]:
-        if (problem := damage(path)) is None:
+        if (problem := find_damage(path)) is None:
             return path
         print(f"warning: skipping the damaged checkpoint {path}: {problem}", file=sys.stderr)
     return None
@@ -170,7 +171,7 @@ class CheckpointWriter:
     def _prune(self, val_losses: dict[int, float]) -> None:
         """Remove checkpoints that are neither new nor best. Damaged ones do not count, and stay for a person to see."""
         found = checkpoint_steps(self.run_dir) if self.keep else []
-        self._intact |= {path for _, path in found if path not in self._intact and damage(path) is None}
+        self._intact |= {path for _, path in found if path not in self._intact and find_damage(path) is None}
         steps = {path: step for step, path in found if path in self._intact}
         # the loss of a checkpoint's step, or the last one measured before it
         losses = {p: val_losses[max(at)] for p, step in steps.items() if (at := [x for x in val_losses if x <= step])}
@@ -197,7 +198,7 @@ def snapshot(state, keep: bool = True):
     return state
 
 
-def tied_once(model: GPT) -> dict[str, torch.Tensor]:
+def state_dict_without_head(model: GPT) -> dict[str, torch.Tensor]:
     # the head is the embedding: gathered or copied under both names, it would take its memory twice
     return {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
 
@@ -210,10 +211,10 @@ def filled(config: GPTConfig, state: dict[str, torch.Tensor]) -> GPT:
     return gpt
 
 
-def whole_model(model: GPT) -> GPT:
+def unsharded_copy(model: GPT) -> GPT:
     """An unsharded copy of a model that is sharded over ranks, for each rank to use by itself; any other model as it
     is. All ranks call this together."""
-    state = tied_once(model)
+    state = state_dict_without_head(model)
     gathered = {name: whole(tensor) for name, tensor in state.items()}
     return model if all(gathered[name] is state[name] for name in state) else filled(model.config, gathered)
 
@@ -230,7 +231,7 @@ class ModelFiles:
 
     def copy(self) -> Callable[[Path], None]:
         """Copy the weights as they are now, to host memory; the result writes the copy into a directory."""
-        state = snapshot(tied_once(self.model), self.keep)  # (name: fp32 tensor), 0.5 GB for 124M
+        state = snapshot(state_dict_without_head(self.model), self.keep)  # (name: fp32 tensor), 0.5 GB for 124M
         copy = filled(self.model.config, state) if self.keep else None
 
         def write(directory: Path) -> None:  # the writer's thread calls this
@@ -249,7 +250,7 @@ class ModelFiles:
         """Put the weights of a checkpoint into the model, in place."""
         state = load_model(str(directory)).state_dict()
         # in place, because the optimizer and compiled code hold these very parameters
-        for name, tensor in tied_once(self.model).items():
+        for name, tensor in state_dict_without_head(self.model).items():
             copy_into(tensor, state[name])
 
 
@@ -325,7 +326,7 @@ def load_model(model: str, dropout: float = 0.0, attention: str = "flash") -> GP
     model = find_model(model)
     path = Path(model)
     # models from the hub and from --merge have no sums
-    if (path / SUMS).exists() and (problem := damage(path)) is not None:
+    if (path / SUMS).exists() and (problem := find_damage(path)) is not None:
         other = newest_intact(path.parent)
         raise UserError(f"{path} is damaged: {problem}" + (f"; the newest intact one is {other}" if other else ""))
     with user_errors_of(model):

@@ -26,10 +26,12 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from cli import UserError, explain, naming, replace_file
+from cli import UserError, explain
+from files import naming, replace_file
+from machine.runtime import Runtime
 from run.card import write_card
-from run.curves import draw, read_log
-from run.runtime import Runtime
+from run.curves import draw
+from run.records import read_log
 
 # each is imported only when asked for
 TRACKERS = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
@@ -178,7 +180,7 @@ def about_machine(rt: Runtime) -> dict:
         git = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "describe", "--always", "--dirty"]
         commit = subprocess.run(git, capture_output=True, text=True, timeout=10).stdout.strip()
     versions = dict(python=platform.python_version(), torch=torch.__version__)
-    machine = f"{platform.machine()}, {rt.why}"
+    machine = f"{platform.machine()}, {rt.description}"
     return dict(versions=versions, machine=machine, ranks=rt.world_size, commit=commit or None)
 
 

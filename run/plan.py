@@ -8,8 +8,8 @@ import statistics
 from pathlib import Path
 
 from cli import UserError, counted
-from run.curves import read_log
-from run.runtime import peaks
+from machine.runtime import peaks
+from run.records import read_log
 
 CARDS = {name: peaks(name) for name in ("B200", "H100", "A100", "L40S", "RTX 4090", "RTX 3090")}
 

@@ -10,7 +10,7 @@ This file knows nothing of torch or models: it sees only the records of a log.
 import statistics
 from pathlib import Path
 
-from cli import read_json
+from files import read_json
 
 FILE = Path(__file__).resolve().parent.parent / "docs" / "reference.json"
 

@@ -25,12 +25,12 @@ import train_gpt2
 from cli import script
 from learning.loss import LinearCrossEntropy
 from learning.optim import local
-from model import GPT, GPTConfig, Loss
+from machine.runtime import Runtime
+from machine.sharding import whole
+from machine.trials import largest_that_fits
+from model import GPT, GPTConfig, GPTWithLoss
 from run.checkpoint import remove_after
-from run.directory import Run
-from run.runtime import Runtime
-from run.sharding import whole
-from run.trials import largest_that_fits
+from run.run import Run
 from tests.helpers import spoil_gradients
 
 FAULT_STEP = 3
@@ -68,7 +68,7 @@ def probe(kind: str, file: str) -> None:
     rt = Runtime.setup("cpu", "float32")
     torch.manual_seed(0)
     model = GPT(GPTConfig(n_positions=16, vocab_size=64, n_layer=2, n_head=2, n_embd=16))
-    forward = rt.wrap(Loss(model))
+    forward = rt.wrap(GPTWithLoss(model))
 
     def raise_above_4(grad):
         if len(grad) > 4 and rt.rank == rt.world_size - 1:
@@ -81,7 +81,7 @@ def probe(kind: str, file: str) -> None:
     model.transformer.h[0].register_forward_hook(watch)
     size = largest_that_fits(forward, [16, 8, 4, 2], (16, 64), rt)
     idx = torch.randint(64, (size, 16), generator=torch.Generator().manual_seed(rt.rank))
-    rt.exchange_gradients(forward, now=True)
+    rt.set_gradient_sync(forward, now=True)
     forward(idx, idx).backward()
     found = [None] * rt.world_size
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])

@@ -22,9 +22,9 @@ from bpe.tokenizer import Tokenizer
 from cli import UserError, parse_args
 from corpus.shards import load_tokenizer
 from finetuning.lora import TARGETS, trainable_parameters
+from machine.runtime import Runtime
 from model import GPT, GPTConfig
 from run.checkpoint import save_model
-from run.runtime import Runtime
 from tests.finetuning import ROWS, small_gpt, write_json
 from tests.helpers import ROOT, arguments, assert_user_error, run_inline, succeed, text_file
 

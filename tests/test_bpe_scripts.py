@@ -13,7 +13,8 @@ from transformers import AutoTokenizer
 
 from bpe import train, try_tokenizer
 from bpe.tokenizer import Tokenizer, visible
-from cli import UserError, set_aside
+from cli import UserError
+from files import set_aside
 from tests.helpers import ROOT, assert_user_error, command, environment, needs_gpt2, run_inline, succeed
 from tests.hub import Hub, hub_environment
 

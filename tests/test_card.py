@@ -10,7 +10,7 @@ from huggingface_hub.utils import filter_repo_objects
 
 import lora_finetune
 from run import card
-from run.checkpoint import damage, load_model
+from run.checkpoint import find_damage, load_model
 from tests.finetuning import ROWS, write_json
 from tests.helpers import ROOT, arguments, log_of, run_inline
 
@@ -99,7 +99,7 @@ def test_a_card_can_be_edited(train, tmp_path):
     path = tmp_path / "run" / "step_000004"
     (path / "README.md").write_text("mine")
     (path / ".README.md.77.tmp").write_text("half of one, by a process that was killed")
-    assert damage(path) is None
+    assert find_damage(path) is None
     assert train(**SHORT | dict(resume=True)).returncode == 0  # nothing is left to do
     assert train(**SHORT | dict(resume=True, max_steps=6)).returncode == 0
     assert (path / "README.md").read_text() == "mine" and not (path / ".README.md.77.tmp").exists()

@@ -12,7 +12,8 @@ import pytest
 import cli
 import sample
 import train_gpt2
-from cli import UserError, only_one, parse_args, replace_file, write_atomically
+from cli import UserError, parse_args
+from files import exclusive_lock, replace_file, write_atomically
 
 
 @pytest.mark.parametrize(
@@ -103,6 +104,6 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, code, words
 
     with monkeypatch.context() as context, pytest.raises((OSError, UserError)) as e:
         context.setattr(fcntl, "flock", no_locks)
-        with only_one(tmp_path / "lock", str(tmp_path), seconds=0.2):
+        with exclusive_lock(tmp_path / "lock", str(tmp_path), seconds=0.2):
             pass
     assert words in cli.explain(e.value) and str(tmp_path) in cli.explain(e.value)

@@ -59,7 +59,7 @@ attention | / math.sqrt(q.size(-1)) | | not divided by sqrt
 attention | .tril() | .tril(1) | tokens after t
 attention | dim=-1 | dim=-2 | add up to 1
 linear_cross_entropy | softmax_minus_one_hot(log_probs, safe) | log_probs.exp() | one_hot
-linear_cross_entropy | plus_product(grad_w, | plus_product(0 * grad_w, | of the last chunk
+linear_cross_entropy | accumulate_matmul(grad_w, | accumulate_matmul(0 * grad_w, | of the last chunk
 linear_cross_entropy | zip(x.split(chunk), targets.split(chunk), strict=True) | [(x, targets)] | N x V
 learning_rate | max_lr * step | max_lr * (step - 1) | steps count from 1
 learning_rate | progress)) | step / config.max_steps)) | jumps

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from cli import UserError
+from machine.runtime import Runtime
 from run import checkpoint
-from run.checkpoint import CheckpointWriter, checkpoint_steps, damage, load_train_state
-from run.runtime import Runtime
+from run.checkpoint import CheckpointWriter, checkpoint_steps, find_damage, load_train_state
 from tests.helpers import assert_user_error, log_of, spoil_gradients, weights
 
 # ---- disks
@@ -34,7 +34,7 @@ def test_a_full_disk_gives_one_line_and_loses_no_checkpoint(train, tmp_path, sma
     assert_user_error(result, "o space left", "--resume")
     steps = [step for step, _ in checkpoint_steps(small_disk / "run")]
     assert steps == list(range(1, len(steps) + 1)) and len(steps) >= 1
-    assert all(damage(path) is None for _, path in checkpoint_steps(small_disk / "run"))
+    assert all(find_damage(path) is None for _, path in checkpoint_steps(small_disk / "run"))
     assert [p.name for p in (small_disk / "run").glob(".*")] == [".lock"]  # what did not fit is gone
     assert len(log_of(small_disk / "run", "train")) < 40  # it does not go on without being able to save
     subprocess.run(["mount", "-o", "remount,size=50m", small_disk], check=True)
@@ -42,7 +42,7 @@ def test_a_full_disk_gives_one_line_and_loses_no_checkpoint(train, tmp_path, sma
     with suppress(OSError):  # now so full that not even a line fits into the log
         (small_disk / "ballast").write_bytes(bytes(60 * 2**20))
     assert_user_error(train(out="disk/run", resume=True, max_steps=50), "o space left")
-    assert damage(small_disk / "run" / "step_000040") is None
+    assert find_damage(small_disk / "run" / "step_000040") is None
 
 
 # ---- saving in the background

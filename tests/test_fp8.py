@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from learning.fp8 import FP8_PRODUCTS, by_dlogits, by_weights
+from learning.fp8 import FP8_MATMULS, by_dlogits, by_weights
 from learning.loss import LinearCrossEntropy, linear_cross_entropy
-from model import Loss
-from run.trials import checkpoint_activations
+from machine.trials import checkpoint_activations
+from model import GPTWithLoss
 from tests.test_model import loss_case, small, tokens
 
 
@@ -24,7 +24,7 @@ def test_8_bit_products_are_laid_out_as_cuda_wants_them():
     with torch.device("meta"):
         x, weight = torch.empty(1536, 768, dtype=torch.bfloat16, requires_grad=True), torch.empty(50304, 768)
         targets = torch.zeros(1536, dtype=torch.long)
-        loss = LinearCrossEntropy.apply(x, weight.requires_grad_(), targets, 1024, True, FP8_PRODUCTS)
+        loss = LinearCrossEntropy.apply(x, weight.requires_grad_(), targets, 1024, True, FP8_MATMULS)
         assert [grad.dtype for grad in torch.autograd.grad(loss, (x, weight))] == [torch.bfloat16, torch.float32]
         with pytest.raises(RuntimeError, match="16"):  # it does check
             by_weights(torch.empty(32, 40), torch.empty(64, 40).T)
@@ -40,7 +40,7 @@ def test_the_scale_that_is_known_for_the_gradient_of_logits_keeps_small_probabil
 def test_the_loss_in_8_bits_is_close_and_so_are_its_gradients():
     x, weight, targets = loss_case(n=256, channels=64, vocab=128, dtype=torch.float32)
     found = []
-    for products in (None, FP8_PRODUCTS):
+    for products in (None, FP8_MATMULS):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = linear_cross_entropy(x, weight, targets, products)
         found.append([loss.detach(), *torch.autograd.grad(loss, (x, weight))])
@@ -55,7 +55,7 @@ def test_a_head_in_8_bits_is_close_and_serves_training_only():
     idx = tokens(32)[None] % 208
     expected = model.eval().loss(idx, idx).item()
     gradient = torch.autograd.grad(model.loss(idx, idx), model.lm_head.weight)[0]
-    model.head_products = FP8_PRODUCTS
+    model.head_matmuls = FP8_MATMULS
     assert model.loss(idx, idx).item() == expected
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = model.train().loss(idx, idx)
@@ -67,9 +67,9 @@ def test_a_head_in_8_bits_is_close_and_serves_training_only():
 def test_8_bit_products_and_activation_checkpointing_compile_together_without_a_break():
     """Down to the operators of the backward pass; what fuses them needs a GPU to be of interest."""
     model = small(vocab_size=208, n_layer=1).train()
-    model.head_products = FP8_PRODUCTS
+    model.head_matmuls = FP8_MATMULS
     checkpoint_activations(model.transformer.h)
-    loss_of = Loss(model)
+    loss_of = GPTWithLoss(model)
     whole = torch.compile(loss_of, backend="aot_eager", fullgraph=True)
     idx, found = tokens(2, 32) % 208, []
     for forward in (whole, loss_of):

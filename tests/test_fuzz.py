@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cli import sha256
+from files import sha256
 from tests.helpers import SMALL, arguments, run_inline, text_file
 
 SECONDS = 120  # for one case, on a busy machine

@@ -5,8 +5,8 @@ import torch
 
 from learning.evaluation import complete
 from learning.generation import KVCache, generate, next_logits, sample_tokens
+from machine.runtime import Runtime
 from model import GPT
-from run.runtime import Runtime
 from tests.test_model import small, tokens
 
 PROMPTS = [tokens(n, seed=n).tolist() for n in (1, 5, 20)]  # the window is 32

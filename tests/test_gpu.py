@@ -24,12 +24,12 @@ from bpe.tokenizer import Tokenizer
 from corpus.order import to_inputs
 from hellaswag import evaluate, prepare
 from learning.optim import make_optimizer
-from model import GPT, GPTConfig, Loss
-from run import runtime
+from machine import runtime
+from machine.runtime import Runtime
+from machine.sharding import shard
+from model import GPT, GPTConfig, GPTWithLoss
 from run.checkpoint import remove_after, snapshot
-from run.directory import Run
-from run.runtime import Runtime
-from run.sharding import shard
+from run.run import Run
 from tests.helpers import log_of
 from tests.test_spikes import spiky_args, spiky_shards
 from train_gpt2 import RECIPES
@@ -69,7 +69,7 @@ def gradients(dtype: str, plain: bool, compile: str = "off") -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     windows = torch.randint(SHAPE.vocab_size, (4, SHAPE.n_positions + 1), generator=generator).to(rt.device)
     idx, targets = to_inputs(windows)
-    forward = model if plain else rt.wrap(Loss(model))
+    forward = model if plain else rt.wrap(GPTWithLoss(model))
     with rt.autocast():
         loss = forward(idx) if plain else forward(idx, targets)
     loss = F.cross_entropy(loss.float().flatten(0, 1), targets.flatten()) if plain else loss
@@ -144,7 +144,7 @@ def six_steps(way: str, optimizer: str) -> list[float]:
     config = replace(RECIPES["tiny"], optimizer=optimizer)
     torch.manual_seed(0)
     model = GPT(SHAPE).to(rt.device)
-    forward = Loss(model)
+    forward = GPTWithLoss(model)
     if way == "DDP":
         forward = DistributedDataParallel(forward, [0] if CUDA else None)
     elif way == "fully_shard":
@@ -195,7 +195,7 @@ def graphs(monkeypatch) -> list[int]:
     monkeypatch.setattr(Run, "log_step", log_step)
     if not CUDA:  # graphs are the same, and done in a second
         monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-        monkeypatch.setattr(runtime, "one_shape", "eager")
+        monkeypatch.setattr(runtime, "static_shapes", "eager")
     torch._dynamo.reset()
     counters.clear()
     yield found

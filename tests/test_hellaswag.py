@@ -19,8 +19,8 @@ import hellaswag
 from bpe.tokenizer import Tokenizer
 from cli import UserError
 from hellaswag import LOGGED, STYLES, encode_together, evaluate, harness, load_rows, prepare, validation_task
+from machine.runtime import Runtime
 from model import GPT, GPTConfig
-from run.runtime import Runtime
 from tests.finetuning import adapted, save_adapter
 from tests.helpers import ROOT, SMALL, arguments, assert_user_error, environment, log_of, run_inline, succeed, text_file
 

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
-from cli import UserError, sha256
+from cli import UserError
+from files import sha256
 from finetuning import lora
 from finetuning.lora import TARGETS, AdapterFiles, LoRAConfig, load_adapter
 from model import GPT, GPTConfig

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from run.checkpoint import checkpoint_steps, damage
+from run.checkpoint import checkpoint_steps, find_damage
 from tests.helpers import ROOT, TORCHRUN, environment, log_of, text_file
 from tests.test_distributed import alone, args, same_losses
 
@@ -104,7 +104,7 @@ def test_ranks_end_with_a_checkpoint_when_their_launcher_is_stopped_or_killed(lo
         assert time.monotonic() < deadline
         time.sleep(0.1)
     step, path = checkpoint_steps(run)[-1]
-    assert damage(path) is None and step == log_of(run, "train")[-1]["step"] > 20
+    assert find_damage(path) is None and step == log_of(run, "train")[-1]["step"] > 20
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ import torch
 
 from bpe.tokenizer import Tokenizer
 from cli import UserError, explain
+from machine import runtime
+from machine.runtime import PEAKS, Runtime, launcher, peaks
 from model import GPT, GPTConfig
-from run import runtime
-from run.checkpoint import CheckpointWriter, ModelFiles, damage, snapshot
-from run.runtime import PEAKS, Runtime, launcher, peaks
+from run.checkpoint import CheckpointWriter, ModelFiles, find_damage, snapshot
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_the_thread_that_writes_a_checkpoint_asks_nothing_of_a_gpu(tmp_path, mon
     writer = CheckpointWriter(tmp_path, keep=1)
     writer.save(1, copy, state, {})
     writer.wait()
-    assert damage(tmp_path / "step_000001") is None
+    assert find_damage(tmp_path / "step_000001") is None
 
 
 def test_an_error_of_the_first_rank_is_raised_with_its_sentence():
@@ -106,8 +106,8 @@ def test_an_error_of_the_first_rank_is_raised_with_its_sentence():
         raise UserError("the sentence")
 
     with pytest.raises(UserError, match="the sentence"):
-        rt.on_main(fail)
-    assert rt.on_main(lambda: 3) == 3
+        rt.broadcast_from_main(fail)
+    assert rt.broadcast_from_main(lambda: 3) == 3
 
 
 def test_a_compiler_that_is_missing_is_named(monkeypatch):

@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 from learning.memory import BUSY, REACHED, Layout, n_parameters, needs, step_parts, token_flops
 from learning.optim import make_optimizer
+from machine.runtime import Runtime, peaks
+from machine.trials import checkpoint_activations
 from model import GPT, GPTConfig
-from run.runtime import Runtime, peaks
-from run.trials import checkpoint_activations
 from tests.helpers import log_of
 
 

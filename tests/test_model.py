@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from corpus.order import IGNORED
 from learning import loss as loss_module
-from learning.loss import LinearCrossEntropy, chunk_size, linear_cross_entropy, plain_cross_entropy, plus_product
+from learning.loss import LinearCrossEntropy, accumulate_matmul, chunk_size, linear_cross_entropy, plain_cross_entropy
 from model import GPT, SIZES, GPTConfig, read_config
 
 warnings.filterwarnings("ignore")
@@ -332,7 +332,7 @@ def test_a_sum_over_many_positions_does_not_overflow_in_fp16():
 def test_on_a_gpu_the_product_itself_adds_up_in_fp32_by_an_operation_that_can_be_compiled():
     with FakeTensorMode():  # a GPU's tensors without a GPU: they have shapes and no numbers
         total, a, b = (torch.empty(4, 4, device="cuda", dtype=d) for d in (torch.float32, torch.half, torch.half))
-        graph = make_fx(lambda *tensors: plus_product(*tensors))(total, a, b).graph
+        graph = make_fx(lambda *tensors: accumulate_matmul(*tensors))(total, a, b).graph
     assert torch.ops.aten.mm.dtype in {node.target for node in graph.nodes}
 
 

@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 
 import plot
 from run import curves, reference
+from run.records import read_log
 from tests.helpers import ROOT, assert_user_error, environment, log_of, run_inline
 
 PNG = b"\x89PNG"
@@ -73,7 +74,7 @@ def test_a_log_is_read_as_it_was_written(tmp_path):
     records = [run_record(), *train_records(5), dict(step=1, kind="sample", text="a\u2028b\x85c\x0bd")]
     text = "".join(json.dumps(record, ensure_ascii=False) + "\r\n" for record in records)
     (tmp_path / "log.jsonl").write_text(text, encoding="utf-8-sig")
-    assert curves.read_log(tmp_path / "log.jsonl") == records
+    assert read_log(tmp_path / "log.jsonl") == records
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ def test_a_log_is_read_as_it_was_written(tmp_path):
 def test_a_damaged_line_is_skipped_and_named_in_one_warning(tmp_path, capsys, line):
     good = [json.dumps(record).encode() for record in train_records(3)]
     (tmp_path / "log.jsonl").write_bytes(b"\n".join([*good[:2], line, *good[2:], line]))
-    assert curves.read_log(tmp_path / "log.jsonl") == train_records(3)
+    assert read_log(tmp_path / "log.jsonl") == train_records(3)
     (warning,) = capsys.readouterr().err.splitlines()
     assert "log.jsonl" in warning and "line 3, 6" in warning
 

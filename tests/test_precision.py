@@ -17,8 +17,8 @@ import train_gpt2
 from benchmarks.ladder import mfu
 from learning import loss
 from learning.optim import learning_rate
-from model import GPT, GPTConfig, Loss
-from run import runtime, trials
+from machine import runtime, trials
+from model import GPT, GPTConfig, GPTWithLoss
 from run.checkpoint import checkpoint_steps, load_train_state
 from tests.helpers import log_of, losses, weights
 from tests.test_model import small
@@ -88,7 +88,7 @@ def test_cudnn_attends_only_in_steps_of_one_shape(h100, monkeypatch):
     for capability in ((9, 0), (8, 0)):  # on the older ones it is slower than the others
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, known=capability: known)
         with FakeTensorMode():
-            runtime.one_shape(None, [torch.empty(1, device="cuda")])
+            runtime.static_shapes(None, [torch.empty(1, device="cuda")])
     assert found == [[SDPBackend.CUDNN_ATTENTION, *runtime.ATTENTION], runtime.ATTENTION]
     assert SDPBackend.CUDNN_ATTENTION not in _cur_sdpa_kernel_backends()
 
@@ -124,7 +124,7 @@ def test_a_trial_holds_the_gradients_of_earlier_micro_batches():
     model, seen = small(), []
     block, params = model.transformer.h[0], list(model.parameters())
     block.register_forward_pre_hook(lambda *_: seen.append(all(p.grad is not None for p in params)))
-    assert trials.has_memory_for(2, (16, 200), Loss(model), runtime.Runtime.setup("cpu", "float32"))
+    assert trials.has_memory_for(2, (16, 200), GPTWithLoss(model), runtime.Runtime.setup("cpu", "float32"))
     assert seen == [True] and all(p.grad is None for p in params)
 
 
@@ -229,6 +229,6 @@ def test_a_second_start_takes_compiled_code_from_the_disk_if_nothing_that_it_dep
             change()
             torch._dynamo.reset()
             counters.clear()
-            rt.wrap(Loss(model))(idx, idx).backward()
+            rt.wrap(GPTWithLoss(model))(idx, idx).backward()
             found.append(counters["aot_autograd"]["autograd_cache_hit"])
     assert found == [0, 1, 0, 0]

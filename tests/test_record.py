@@ -13,7 +13,7 @@ import torch
 import bench
 import train_gpt2
 from benchmarks import record
-from cli import sha256
+from files import sha256
 from run.checkpoint import SUMS, checkpoint_steps
 from tests.helpers import SMALL, arguments, assert_user_error, run_inline
 

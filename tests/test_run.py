@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import train_gpt2
-from cli import UserError, only_one
-from run.checkpoint import SUMS, CheckpointWriter, checkpoint_steps, damage, load_train_state, remove_after
+from cli import UserError
+from files import exclusive_lock
+from run.checkpoint import SUMS, CheckpointWriter, checkpoint_steps, find_damage, load_train_state, remove_after
 from tests.helpers import (
     SHORT,
     SMALL,
@@ -72,7 +73,7 @@ def test_damaged_checkpoints_that_a_resume_skips_are_set_aside(train, tmp_path):
         damage_weights(tmp_path / "run" / f"step_{step:06d}")
     result = train(**SHORT | dict(max_steps=7, checkpoint_interval=50, keep_checkpoints=2, resume=True))
     assert result.returncode == 0 and "step_000012" in result.stderr
-    assert steps_of(tmp_path / "run") == [4, 7] and damage(tmp_path / "run" / "step_000007") is None
+    assert steps_of(tmp_path / "run") == [4, 7] and find_damage(tmp_path / "run" / "step_000007") is None
     assert {p.name for p in (tmp_path / "run").glob("damaged_*")} == {"damaged_step_000008", "damaged_step_000012"}
 
 
@@ -83,7 +84,7 @@ def test_a_list_of_checksums_that_was_cut_between_two_lines_is_damaged(train, tm
     for n in range(len(lines) + 1):
         (path / SUMS).write_text("".join(lines[:n]))
         listed = {line.split()[1] for line in lines[:n]}
-        assert (damage(path) is None) == ({"train_state.pt", "model.safetensors", "config.json"} <= listed), n
+        assert (find_damage(path) is None) == ({"train_state.pt", "model.safetensors", "config.json"} <= listed), n
 
 
 def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_not_called_damaged(train, tmp_path, monkeypatch):
@@ -100,7 +101,7 @@ def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_not_called_damaged(tra
 
 def test_the_checkpoint_is_on_the_disk_before_an_evaluation_of_its_step_begins(train, tmp_path, monkeypatch):
     def crash(*args):
-        assert damage(tmp_path / "run" / "step_000004") is None
+        assert find_damage(tmp_path / "run" / "step_000004") is None
         raise UserError("the evaluation failed")
 
     monkeypatch.setattr(train_gpt2, "validate", crash)
@@ -161,7 +162,7 @@ def test_while_a_run_replaces_another_one_its_directory_is_locked_and_the_old_on
     def validate(*args):
         for name in ("run", "run.1"):
             try:
-                with only_one(tmp_path / name / ".lock", name, seconds=0.1):
+                with exclusive_lock(tmp_path / name / ".lock", name, seconds=0.1):
                     free.append(name)
             except UserError:
                 pass
@@ -186,7 +187,7 @@ def test_a_checkpoint_that_is_a_link_is_pruned_and_what_it_links_to_stays(train,
     moved = (tmp_path / "run" / "step_000004").rename(tmp_path / "elsewhere")
     (tmp_path / "run" / "step_000004").symlink_to(moved)
     assert train(**SHORT | dict(max_steps=7, keep_checkpoints=1, resume=True)).returncode == 0
-    assert steps_of(tmp_path / "run") == [7] and damage(moved) is None
+    assert steps_of(tmp_path / "run") == [7] and find_damage(moved) is None
 
 
 def test_a_place_that_holds_other_things_or_does_not_exist_is_refused(train, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cli import UserError
-from run.runtime import prefetch
+from machine.runtime import prefetch
 
 
 def batches_of(n: int):

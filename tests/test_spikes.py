@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from bpe.tokenizer import Tokenizer
-from run import runtime
+from machine import runtime
 from run.checkpoint import load_train_state, newest_intact, remove_after
-from run.directory import Run
+from run.run import Run
 from run.spikes import SpikeDetector
 from tests.helpers import SMALL, assert_user_error, log_of, losses, steps_of, weights
 

@@ -10,8 +10,8 @@ import pytest
 
 import train_gpt2
 from cli import UserError
-from run.checkpoint import ModelFiles, damage
-from run.directory import Run
+from run.checkpoint import ModelFiles, find_damage
+from run.run import Run
 from tests.helpers import SHORT, SMALL, assert_user_error, log_of, losses, start_script, steps_of, text_file
 
 
@@ -97,7 +97,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint(tmp_path, name, code):
     _, err = process.communicate(timeout=60)
     assert process.returncode == code and "Traceback" not in err
     [step] = steps_of(tmp_path / "run")
-    assert damage(tmp_path / "run" / f"step_{step:06d}") is None and step == losses(tmp_path / "run")[-1][0]
+    assert find_damage(tmp_path / "run" / f"step_{step:06d}") is None and step == losses(tmp_path / "run")[-1][0]
 
 
 def test_no_evaluation_begins_after_a_signal(train, tmp_path, monkeypatch):
@@ -138,7 +138,7 @@ def test_a_signal_in_the_last_save_waits_for_it(train, tmp_path, monkeypatch):
 
     monkeypatch.setattr(ModelFiles, "copy", copy)
     assert train(**SHORT | dict(checkpoint_interval=3, max_steps=3)).returncode == 143
-    assert steps_of(tmp_path / "run") == [3] and damage(tmp_path / "run" / "step_000003") is None
+    assert steps_of(tmp_path / "run") == [3] and find_damage(tmp_path / "run" / "step_000003") is None
 
 
 # ---- what an interruption cut off

@@ -19,11 +19,11 @@ import torch
 import train_gpt2
 from cli import UserError
 from learning import evaluation as evaluate
-from model import GPT, MLP, SIZES, GPTConfig, Loss
+from machine import runtime
+from model import GPT, MLP, SIZES, GPTConfig, GPTWithLoss
 from run import log as runlog
-from run import runtime
-from run.checkpoint import FOR_PEOPLE, SUMS, checkpoint_steps, damage, load_train_state, newest_intact
-from run.directory import Run
+from run.checkpoint import FOR_PEOPLE, SUMS, checkpoint_steps, find_damage, load_train_state, newest_intact
+from run.run import Run
 from tests.helpers import (
     SMALL,
     arguments,
@@ -124,7 +124,8 @@ def test_targets_that_do_not_count_add_neither_loss_nor_bytes():
     model = GPT(GPTConfig(n_positions=16, vocab_size=64, n_layer=1, n_head=2, n_embd=16))
     idx, targets, token_bytes = torch.randint(64, (3, 16)), torch.randint(64, (3, 16)), torch.arange(1, 65)
     targets[:, ::3] = -1
-    found = evaluate.validate(Loss(model), [(idx, targets)], token_bytes, runtime.Runtime.setup("cpu", "float32"))
+    rt = runtime.Runtime.setup("cpu", "float32")
+    found = evaluate.validate(GPTWithLoss(model), [(idx, targets)], token_bytes, rt)
     with torch.no_grad():
         logits = model(idx)
     scored = targets >= 0
@@ -182,7 +183,7 @@ def test_no_rank_waits_for_a_tokenizer_in_an_exchange(train, monkeypatch):
     monkeypatch.setattr(
         train_gpt2, "prepare_text", lambda *args: callers.extend(f.function for f in inspect.stack()) or prepare(*args)
     )
-    assert train(max_steps=1).returncode == 0 and "main" in callers and "on_main" not in callers
+    assert train(max_steps=1).returncode == 0 and "main" in callers and "broadcast_from_main" not in callers
 
 
 # ---- recipes
@@ -264,9 +265,9 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(train, tmp_path,
     for file in sorted(f for f in newest.iterdir() if f.name not in FOR_PEOPLE):  # a model card is there to be edited
         original = file.read_bytes()
         file.write_bytes(original[: len(original) // 2] + b"\xff" + original[len(original) // 2 + 1 :])
-        assert damage(newest) and newest_intact(tmp_path / "run") == tmp_path / "run" / "step_000005", file
+        assert find_damage(newest) and newest_intact(tmp_path / "run") == tmp_path / "run" / "step_000005", file
         file.write_bytes(original)
-    assert damage(newest) is None
+    assert find_damage(newest) is None
     (newest / "model.safetensors").write_bytes((newest / "model.safetensors").read_bytes()[:-100])
     assert_user_error(run_inline(sample.main, [newest], capsys, monkeypatch), "model.safetensors", "step_000005")
     assert run_inline(sample.main, [tmp_path / "run", "--max_new_tokens", 3], capsys, monkeypatch).returncode == 0

@@ -12,8 +12,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt2
-from run.directory import Run
-from run.runtime import Runtime
+from machine.runtime import Runtime
+from run.run import Run
 from tests.helpers import log_of
 
 OPERATORS = {"_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "_unique2", "unique_dim"}

@@ -29,7 +29,7 @@ from cli import UserError, counted
 
 # How long a rank waits for the others, which may be compiling or writing a checkpoint. torchrun notices at once when a
 # process dies; one that hangs, or whose machine loses its network, ends the others only after this time.
-EXCHANGE = timedelta(minutes=10)
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 # For each card: the dense peak of its matrix units in TFLOP/s, for 16-bit inputs with fp32 accumulation, and its memory
 # bandwidth in GB/s. They are from the vendors' data sheets and whitepapers; for GeForce cards without a 16-bit figure,
@@ -70,8 +70,8 @@ class Runtime:
     compile: bool
     rank: int
     world_size: int
-    why: str  # how device, dtype and compile were chosen, for the first line of a run
-    shard: str = "none"  # what is sharded over ranks: none, optimizer, full (see run/sharding.py)
+    description: str  # how device, dtype and compile were chosen, for the first line of a run
+    shard: str = "none"  # what is sharded over ranks: none, optimizer, full (see machine/sharding.py)
     mesh: DeviceMesh | None = None  # of the ranks that do; None for "none" and for one rank
 
     @classmethod
@@ -85,7 +85,7 @@ class Runtime:
         device = _choose_device(device, local_rank)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-            torch.backends.cuda.enable_cudnn_sdp(False)  # but see one_shape
+            torch.backends.cuda.enable_cudnn_sdp(False)  # but see static_shapes
         if world_size > 1 and not dist.is_initialized():
             _join_ranks(device, rank, world_size)
         torch.set_float32_matmul_precision("high")  # TF32 for what is left in fp32
@@ -95,9 +95,9 @@ class Runtime:
         compile_on, why_compile = _choose_compile(compile, device)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         name += f" with {_choose_threads(threads)}" if device.type == "cpu" else ""
-        why = f"{name}, {why_dtype}, {why_compile}" + (f", {world_size} ranks" if world_size > 1 else "")
+        description = f"{name}, {why_dtype}, {why_compile}" + (f", {world_size} ranks" if world_size > 1 else "")
         mesh = init_device_mesh(device.type, (world_size,)) if shard != "none" and world_size > 1 else None
-        return cls(device, dtype, compile_on, rank, world_size, why, shard if mesh else "none", mesh)
+        return cls(device, dtype, compile_on, rank, world_size, description, shard if mesh else "none", mesh)
 
     @property
     def is_main(self) -> bool:
@@ -119,10 +119,10 @@ class Runtime:
 
     def compiled(self, function: Callable, dynamic: bool = False) -> Callable:
         """A function or a module, compiled if this run compiles."""
-        backend = "inductor" if dynamic else one_shape
+        backend = "inductor" if dynamic else static_shapes
         return torch.compile(function, dynamic=dynamic, backend=backend) if self.compile else function
 
-    def exchange_gradients(self, forward: torch.nn.Module, now: bool) -> None:
+    def set_gradient_sync(self, forward: torch.nn.Module, now: bool) -> None:
         """Set whether the next backward pass averages the gradients over the ranks; call it before the forward pass.
 
         With gradient accumulation only the last micro-batch has to: the others add up on each rank.
@@ -148,7 +148,7 @@ class Runtime:
         if self.world_size > 1:
             dist.barrier()
 
-    def on_main(self, work: Callable[[], object]) -> object:
+    def broadcast_from_main(self, work: Callable[[], object]) -> object:
         """`work()` on the first rank, its result on all. A UserError is raised on every rank, so that none waits."""
         found = [None, None]
         if self.is_main:
@@ -280,7 +280,7 @@ def _join_ranks(device: torch.device, rank: int, world_size: int) -> None:
         store=store,
         rank=rank,
         world_size=world_size,
-        timeout=EXCHANGE,
+        timeout=COLLECTIVE_TIMEOUT,
         device_id=device if on_gpu else None,
     )
 
@@ -376,7 +376,7 @@ def _missing_for_compile(device: torch.device) -> str:
 ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # the best first
 
 
-def one_shape(graph: torch.fx.GraphModule, inputs: list) -> Callable:
+def static_shapes(graph: torch.fx.GraphModule, inputs: list) -> Callable:
     """torch.compile's backend for code whose shapes never change: Inductor, with the best attention kernels first, and
     with a cache on the disk, which makes the second start fast (with DDP it holds a part of the graphs).
 

@@ -12,7 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from cli import UserError
-from run.runtime import Runtime
+from machine.runtime import Runtime
 
 # --------------------------------------------------------------------------------------------------- which attention
 

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 
 import torch
 
-from run.runtime import Runtime
+from machine.runtime import Runtime
 
 
 def shard(model: torch.nn.Module, blocks: Sequence[torch.nn.Module], rt: Runtime) -> None:
