@@ -61,7 +61,7 @@ def learn(
         chunks = {chunk.encode(): counts[chunk] for chunk in sorted(counts)}
         found = islice(find_merges(chunks, tie_break), n_merges)
         tokens, merges = [bytes([b]) for b in BYTE_ORDER], []
-        for a, b, count in tqdm(found, "merge", n_merges, disable=not options.progress, exit_now=False):
+        for a, b, count in tqdm(found, "merge", n_merges, disable=not options.progress, leave=False):
             merges.append((tokens[a], tokens[b]))
             tokens.append(tokens[a] + tokens[b])
             if options.on_merge:
@@ -132,7 +132,7 @@ def count_in_parallel(texts: Iterable[str], pattern: str, specials: tuple[str, .
         except (OSError, ValueError):  # it has died: counting here is slower, but no reason to stop
             return count_chunks(batch, pattern)
 
-    bar = tqdm(desc="count chunks", unit="char", unit_scale=True, disable=not options.progress, exit_now=False)
+    bar = tqdm(desc="count chunks", unit="char", unit_scale=True, disable=not options.progress, leave=False)
     threads = ThreadPoolExecutor(max(n_helpers, 1), initializer=start)  # each only waits for its process
     try:
         for n, batch in enumerate(batches(texts, pattern, specials, options.block)):

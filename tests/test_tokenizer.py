@@ -125,7 +125,7 @@ def test_counts_do_not_overflow():
 
 def test_processes_count_what_one_process_counts():
     texts, merges = [*TEXTS["english"], *TEXTS["chinese"], *TEXTS["code"], *TEXTS["emoji"]] * 3, []
-    for how in (dict(workers=3, block=2000), dict(workers=1, block=2000), dict(workers=1)):
+    for how in (dict(workers=3, block=2000), dict(workers=1, block=2000), dict(workers=1, progress=True)):
         found = []
         Tokenizer.train(texts, 400, on_merge=lambda *merge, found=found: found.append(merge), **how)
         merges.append(found)
