@@ -58,19 +58,22 @@ class LinearCrossEntropy(torch.autograd.Function):
         to_logits, to_gradient = products or (torch.mm, torch.mm)
         w = weight.to(x.dtype)  # cast here, so that the gradient's sum over chunks is not rounded to 16 bits
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
+        dtype = torch.promote_types(x.dtype, loss.dtype)  # of the softmax
         grad_x, grad_w = [], torch.zeros_like(weight) if need_grad and ctx.needs_input_grad[1] else None
         for xc, tc in zip(x.split(chunk), targets.split(chunk), strict=True):
             # (chunk, 1) each: an unscored target looks up token 0, and `valid` masks the result
             valid, safe = (tc >= 0)[:, None], tc.clamp(min=0)[:, None]
-            logits = to_logits(xc, w.T)  # (chunk, V)
-            log_probs = F.log_softmax(logits, dim=-1, dtype=torch.promote_types(x.dtype, loss.dtype))
+            # no name for the 16-bit logits, so that they are freed before the softmax
+            log_probs = F.log_softmax(to_logits(xc, w.T).to(dtype), dim=-1)  # (chunk, V)
             loss = loss - torch.where(valid, log_probs.gather(1, safe), 0.0).sum()
             if not need_grad:
                 continue
             dlogits = softmax_minus_one_hot(log_probs, safe).to(x.dtype)  # (chunk, V)
+            del log_probs
             grad_x.append(to_gradient(dlogits, w) * valid)  # (chunk, C)
             if grad_w is not None:
                 grad_w = accumulate_matmul(grad_w, dlogits.T, xc * valid, to_gradient)
+            del dlogits  # before the next chunk has its logits
         if need_grad:
             ctx.save_for_backward(torch.cat(grad_x), grad_w)
         return loss

@@ -20,12 +20,14 @@ In bytes, in a step of several micro-batches, so that gradients exist when the n
                  fp32 (8); the inputs of four matrices (1 + 1 + 1 + 4), q, k and v (3), the input of GELU (4). Naive
                  attention keeps B T L (H T (4 + e) + C e) more, H T 4 of it if e is 4. With
                  --activation_checkpointing a block keeps its input, 4 B T C, and one at a time recomputes the rest.
-    logits       n V (4 + e) for the n positions whose logits exist at once (loss.py), and 8 V C: the gradient of the
-                 output projection, twice
+    logits       of the n positions whose logits exist at once (loss.py): 8 n V for a copy in fp32 and its softmax,
+                 beside the sum of the projection's gradients, 4 V C; or their gradients, e n V, and that sum twice;
+                 or, when activations are gone, 12 V C: the gradients of the tied table's two uses, and their sum
 
 The sum is the peak, reached when the backward pass starts. When the optimizer steps, activations are gone; Muon then
 needs six times its largest stack of matrices of one shape. Not counted: dropout masks, the context of the device (0.5
-GB on CUDA), and fragmentation (5% is reserved for it). torch.compile needs less than this.
+GB on CUDA), and fragmentation (5% is reserved for it). This is the peak without compilation, which the trial of
+micro-batches measures too; torch.compile needs less.
 
 The time is an estimate, not a measurement, and leaves out what ranks spend on exchanging gradients: see `step_parts`.
 
@@ -89,7 +91,7 @@ def needs(shape, layout: Layout, rows: int) -> dict[str, int]:
     blocks = 4 * C * L + a_block if layout.checkpointing else L * a_block
     activations = rows * T * (blocks + (4 + 3 * e) * C)
     n = min(rows * T, chunk_size(rows * T, V, layout.device))
-    logits = n * V * (4 + e) + 8 * V * C
+    logits = max(8 * n * V + 4 * V * C, e * n * V + 8 * V * C, 12 * V * C - activations)
     if layout.optimizer == "muon":  # one shape's gradients and momenta stacked, the update, and three products
         logits = max(logits, 6 * 4 * 4 * L * C**2 - activations)
     return state(shape, layout) | dict(activations=activations, logits=logits)

@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from learning.loss import chunk_size, linear_cross_entropy
 from learning.memory import BUSY, REACHED, Layout, n_parameters, needs, step_parts, token_flops
 from learning.optim import make_optimizer
 from machine.runtime import Runtime, peaks
@@ -110,6 +111,17 @@ def test_the_gradient_of_the_output_projection_is_counted_twice():
     found = needs(shape, layout := Layout(64, itemsize=4, device="cpu"), 1)
     wanted = sum(found.values()) - found["optimizer"]
     assert peak_without_optimizer(GPT(shape), shape, layout, 1) == pytest.approx(wanted, rel=0.05)
+
+
+def test_the_loss_keeps_8_bytes_of_each_logit_without_compilation():
+    """One copy in fp32 and the softmax: nothing of the chunk before, and no 16-bit logits any more."""
+    n_positions, vocab_size = 4096, 1024
+    x, weight = torch.randn(n_positions, 8), torch.randn(vocab_size, 8, requires_grad=True)
+    targets = torch.randint(vocab_size, (n_positions,))
+    a_chunk = chunk_size(n_positions, vocab_size, "cpu") * vocab_size  # logits
+    with LiveBytes([x, weight, targets]) as memory, torch.autocast("cpu", torch.bfloat16):
+        linear_cross_entropy(x, weight, targets).backward()
+    assert a_chunk < n_positions * vocab_size and memory.peak == pytest.approx(8 * a_chunk, rel=0.15)
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
