@@ -85,6 +85,7 @@ class Runtime:
         device = _choose_device(device, local_rank)
         if device.type == "cuda":
             torch.cuda.set_device(device)
+            _refuse_gpu_without_kernels(device)
             torch.backends.cuda.enable_cudnn_sdp(False)  # but see static_shapes
         if world_size > 1 and not dist.is_initialized():
             _join_ranks(device, rank, world_size)
@@ -257,6 +258,24 @@ def _choose_device(device: str, local_rank: int) -> torch.device:
     if device == "cuda" and local_rank >= torch.cuda.device_count():
         raise UserError(f"there are {torch.cuda.device_count()} GPUs here; start torchrun with as many processes")
     return torch.device(f"cuda:{local_rank}" if device == "cuda" else device)
+
+
+def _refuse_gpu_without_kernels(device: torch.device) -> None:
+    """Raise UserError if this PyTorch has no code for the GPU, before the first kernel dies of it.
+
+    Binary code sm_XY runs on GPUs of the same X and at least this Y; compute_XY is compiled for any later GPU.
+    """
+    kernels = re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(torch.cuda.get_arch_list()))  # ROCm has gfx... instead
+    major, minor = torch.cuda.get_device_capability(device)
+    for kind, x, y in kernels:
+        oldest = (int(x), int(y))
+        if oldest <= (major, minor) and (kind == "compute" or oldest[0] == major):
+            return
+    if kernels:
+        card = f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}"
+        has = f"PyTorch {torch.__version__} has code for {', '.join(f'{x}.{y}' for _, x, y in kernels)}"
+        remedy = "install its build for CUDA 12.6 (the package index cu126)" if major < 8 else "install a newer one"
+        raise UserError(f"{card}, and {has}; {remedy}")
 
 
 def _join_ranks(device: torch.device, rank: int, world_size: int) -> None:

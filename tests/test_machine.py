@@ -1,12 +1,13 @@
 """Decisions about the machine: device, ranks, compiler, threads, peaks."""
 
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from bpe.tokenizer import Tokenizer
-from cli import UserError, explain
+from cli import UserError
 from machine import runtime
 from machine.runtime import PEAKS, Runtime, launcher, peaks
 from model import GPT, GPTConfig
@@ -36,10 +37,23 @@ def test_every_card_has_a_bandwidth_that_could_be_true():
         assert 200 <= float(gb) <= 8000
 
 
-def test_a_gpu_without_code_in_this_pytorch_gives_one_line():
-    """PyTorch itself warns before that, and names the wheel to install."""
-    error = torch.AcceleratorError("CUDA error: no kernel image is available for execution on the device")
-    assert "no code for this GPU" in explain(error)
+@pytest.mark.parametrize(
+    "capability, kernels, remedy",
+    [
+        ((7, 0), "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120", "cu126"),  # a V100, and the wheel for CUDA 13
+        ((7, 0), "sm_50 sm_60 sm_70 sm_75 sm_80", None),
+        ((8, 9), "sm_75 sm_80 sm_86 sm_90", None),  # within a generation older code runs
+        ((12, 1), "sm_90 sm_100 compute_120", None),
+        ((11, 0), "sm_90 sm_100 sm_120", "a newer one"),
+        ((9, 4), "gfx942", None),  # ROCm names the code in its own way
+    ],
+)
+def test_a_gpu_without_code_in_this_pytorch_gives_one_line(capability, kernels, remedy, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_arch_list", kernels.split)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    with pytest.raises(UserError, match=remedy) if remedy else nullcontext():
+        runtime._refuse_gpu_without_kernels(torch.device("cuda"))
 
 
 def test_the_fastest_number_of_threads_is_taken_unless_somebody_has_chosen(monkeypatch):
