@@ -1,6 +1,6 @@
 """GPT-2 (Radford et al. 2019): the model, its loss, plain generation, and its Hugging Face files.
 
-- pre-norm blocks, learned positions, tanh GELU, biases everywhere, `wte` tied to `lm_head`
+- pre-norm blocks, learned positions, tanh GELU, biases everywhere but in the head, which is tied to `wte`
 - fused QKV, `scaled_dot_product_attention`; `attention="naive"` spells the same thing out
 - a loss that never holds the logits of a large batch at once (learning/loss.py)
 - `from_pretrained` / `save_pretrained` in the Hugging Face layout, and a FLOP count for MFU
@@ -28,8 +28,14 @@ from torch.nn import functional as F
 from learning.loss import linear_cross_entropy
 
 
+LARGEST = 2**20  # upper bound for any size, so that a corrupt config cannot make us allocate terabytes
+
+
 @dataclass(frozen=True)
 class GPTConfig:
+    """The sizes of a model. Raises ValueError, which begins with the name of the size, for one that no model can have:
+    what this takes can be built, saved and loaded again."""
+
     n_positions: int = 1024  # the longest context; a training step may use a shorter one
     vocab_size: int = 50257
     n_layer: int = 12
@@ -38,7 +44,24 @@ class GPTConfig:
     dropout: float = 0.0
     attention: str = "flash"  # flash: scaled_dot_product_attention; naive: softmax(QK^T / sqrt(D)) V, spelled out
 
+    def __post_init__(self):
+        for name in SIZE_NAMES:
+            size = getattr(self, name)
+            if type(size) is not int or not 1 <= size <= LARGEST:
+                raise ValueError(f"{name} is {size!r}, not a number from 1 to {LARGEST:,}")
+        if self.n_embd % self.n_head:
+            what = f"n_embd {self.n_embd} is not divisible by n_head {self.n_head}"
+            raise ValueError(f"{what}: every head gets n_embd / n_head channels; change one of them")
 
+
+# a size, and what transformers calls it, too
+SIZE_NAMES = {
+    "n_positions": "max_position_embeddings",
+    "vocab_size": "vocab_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_embd": "hidden_size",
+}
 SIZES = {  # Radford et al. 2019, table 2; heads as in the released configs
     "gpt2": dict(n_layer=12, n_head=12, n_embd=768),  # 124M
     "gpt2-medium": dict(n_layer=24, n_head=16, n_embd=1024),  # 355M
@@ -53,20 +76,22 @@ SIZES = {  # Radford et al. 2019, table 2; heads as in the released configs
 class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
-        if config.n_embd % config.n_head:
-            raise ValueError(f"n_embd {config.n_embd} is not divisible by n_head {config.n_head}")
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # Q, K and V for all heads in one matmul
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
-        self.n_head, self.layer = config.n_head, layer
-        self.dropout, self.attention = config.dropout, config.attention
+        self.layer = layer
+        self.n_head = config.n_head
+        self.dropout = config.dropout
+        self.attention = config.attention
         self.resid_dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, mask=None, cache=None):
         B, T, C = x.size()
         q, k, v = self.c_attn(x).split(C, dim=2)  # (B, T, C) each
-        q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, H, T, D)
-        k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, H, T, D)
-        v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, H, T, D)
+        H = self.n_head
+        D = C // H
+        q = q.view(B, T, H, D).transpose(1, 2)  # (B, H, T, D)
+        k = k.view(B, T, H, D).transpose(1, 2)  # (B, H, T, D)
+        v = v.view(B, T, H, D).transpose(1, 2)  # (B, H, T, D)
         if cache is not None:
             k, v = cache.update(self.layer, k, v)  # (B, H, S, D): every cached position, and this one
         dropout_p = self.dropout if self.training else 0.0
@@ -84,8 +109,9 @@ def naive_attention(q, k, v, mask=None, dropout_p=0.0):
         mask = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device).tril()  # (T, T)
     bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, float("-inf"))
     # a sum of D products has variance D; dividing by sqrt(D) keeps the softmax from saturating
-    scores = (q / math.sqrt(q.size(-1))) @ k.transpose(-2, -1) + bias  # (B, H, T, S)
-    weights = F.softmax(scores, dim=-1)
+    q = q / math.sqrt(q.size(-1))
+    scores = q @ k.transpose(-2, -1)  # (B, H, T, S)
+    weights = F.softmax(scores + bias, dim=-1)
     return F.dropout(weights, dropout_p) @ v.to(weights.dtype)  # (B, H, T, D)
 
 
@@ -97,8 +123,10 @@ class MLP(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
+        x = self.c_fc(x)  # (B, T, 4 C)
         # GPT-2 was trained with the tanh approximation of GELU (Hendrycks and Gimpel 2016, section 2)
-        return self.dropout(self.c_proj(F.gelu(self.c_fc(x), approximate="tanh")))
+        x = F.gelu(x, approximate="tanh")
+        return self.dropout(self.c_proj(x))
 
 
 class Block(nn.Module):
@@ -160,7 +188,8 @@ class GPT(nn.Module):
             if T > self.config.n_positions:
                 raise ValueError(f"{T} tokens do not fit into the context of {self.config.n_positions}")
             positions = torch.arange(T, device=idx.device)
-        x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(positions))  # (B, T, C)
+        x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
+        x = self.transformer.drop(x)
         for block in self.transformer.h:
             x = block(x, mask, cache)
         return self.transformer.ln_f(x)
@@ -169,34 +198,45 @@ class GPT(nn.Module):
         """Logits (B, T, V) of idx (B, T) int64."""
         return self.lm_head(self.hidden(idx))
 
-    def loss(self, idx, targets, places=None, n_targets=None):
+    def loss(self, idx, targets, logit_positions=None, n_targets=None):
         """The cross-entropy of idx (B, T) against targets (B, T) int64 in nats per token, a scalar in fp32.
 
         It is the sum over all targets >= 0, divided by `n_targets`, by default their number. With gradient accumulation
         pass the number in the whole batch, so that the losses of its micro-batches add up. Where few positions are
-        scored, `places` (M,) names them among the B * T, and `targets` is (M,): the head computes no others.
+        scored, `logit_positions` (M,) names them among the B * T, and `targets` is (M,): the head computes no others.
         """
         x = self.hidden(idx).flatten(0, 1)  # (B * T, C)
-        if places is not None:
-            x = x.index_select(0, places.flatten())  # (M, C)
-        products = self.head_matmuls if self.training else None
-        total = self.summed_loss(x, self.lm_head.weight, targets.flatten(), products)
-        return total / ((targets >= 0).sum().clamp(min=1) if n_targets is None else n_targets)
+        if logit_positions is not None:
+            x = x.index_select(0, logit_positions.flatten())  # (M, C)
+        matmuls = self.head_matmuls if self.training else None
+        total = self.summed_loss(x, self.lm_head.weight, targets.flatten(), matmuls)
+        if n_targets is None:
+            n_targets = (targets >= 0).sum().clamp(min=1)
+        return total / n_targets
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None, generator=None):
         """Sample `max_new_tokens` tokens after idx (B, T), computing the whole context for each of them.
         learning/generation.py writes the same tokens with a cache."""
         for _ in range(max_new_tokens):
-            logits = self(idx[:, -self.config.n_positions :])[:, -1]  # (B, V): those of the last position
+            # crop: there is no embedding for a position beyond the context, so the oldest tokens drop out
+            context = idx[:, -self.config.n_positions :]
+            # every position predicts the token after it, and only the last one predicts a token that we do not have
+            logits = self(context)[:, -1]  # (B, V)
             if temperature == 0:
                 new = logits.argmax(dim=-1, keepdim=True)  # (B, 1)
             else:
+                # scale: a temperature below 1 widens the gaps between logits, so likely tokens become likelier still
                 logits = logits / temperature
                 if top_k:
+                    # keep k: each of thousands of unlikely tokens is a small risk, all together a large one.
+                    # They go before the softmax, which turns -inf into 0 and makes the others add up to 1
                     kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]  # (B, 1)
                     logits = logits.masked_fill(logits < kth, float("-inf"))
-                new = torch.multinomial(F.softmax(logits, dim=-1), 1, generator=generator)  # (B, 1)
+                # sample: text that always takes the likeliest token repeats itself (Holtzman et al. 2020)
+                probs = F.softmax(logits, dim=-1)
+                new = torch.multinomial(probs, 1, generator=generator)  # (B, 1)
+            # append: the model reads its own choice when it predicts the next token
             idx = torch.cat([idx, new], dim=1)
         return idx
 
@@ -224,24 +264,32 @@ class GPT(nn.Module):
         path.mkdir(parents=True, exist_ok=True)
         tokens = dict(bos_token_id=eos_token_id, eos_token_id=eos_token_id)
         sizes = {name: getattr(self.config, name) for name in SIZE_NAMES}
-        sizes["n_ctx"] = sizes["n_positions"]  # what llama.cpp's converter reads
-        dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), self.config.dropout)
-        config = dict(architectures=["GPT2LMHeadModel"], **HF_CONFIG, **sizes, **dropout, **tokens, dtype="float32")
+        config = dict(
+            architectures=["GPT2LMHeadModel"],
+            **HF_CONFIG,
+            **sizes,
+            n_ctx=self.config.n_positions,  # what llama.cpp's converter reads
+            **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), self.config.dropout),
+            **tokens,
+            dtype="float32",
+        )
         generation = dict(do_sample=True, top_k=50, **tokens)
         if n_tokens is not None and n_tokens < self.config.vocab_size:
             generation["suppress_tokens"] = list(range(n_tokens, self.config.vocab_size))
         (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         (path / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+        weights = path / "model.safetensors"
         tensors = {name: tensor.detach().float().contiguous() for name, tensor in self.hf_state_dict().items()}
-        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+        save_file(tensors, weights, metadata={"format": "pt"})
         # safetensors writes mode 0600; use the mode of the files next to it
-        (path / "model.safetensors").chmod((path / "config.json").stat().st_mode)
+        weights.chmod((path / "config.json").stat().st_mode)
 
     def hf_state_dict(self) -> dict[str, torch.Tensor]:
         """The weights under Hugging Face's names and in its orientation, without a copy: `Conv1D` keeps a projection as
         (in, out), the transpose of nn.Linear's weight. The tied head is stored once, as `wte`."""
         conv1d = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
-        state = {name: p for name, p in self.state_dict().items() if name != "lm_head.weight"}
+        state = self.state_dict()
+        del state["lm_head.weight"]
         return {name: p.t() if name.endswith(conv1d) else p for name, p in state.items()}
 
     @classmethod
@@ -260,13 +308,15 @@ class GPT(nn.Module):
             gpt = cls(config)
         expected = {name: p.shape for name, p in gpt.hf_state_dict().items()}
         found = {name: t.shape if t.is_floating_point() else t.dtype for name, t in state.items()}
-        if wrong := [name for name in expected | found if expected.get(name) != found.get(name)]:
+        wrong = [name for name in expected | found if expected.get(name) != found.get(name)]
+        if wrong:
             raise ValueError(f"{path} does not match its config.json: {len(wrong)} tensors, {wrong[0]} among them")
         gpt.to_empty(device="cpu")
         gpt.lm_head.weight = gpt.transformer.wte.weight  # to_empty() untied them
         with torch.no_grad():
             for name, p in gpt.hf_state_dict().items():  # views of the parameters: this fills the model
-                if not p.copy_(state[name]).isfinite().all():
+                p.copy_(state[name])
+                if not p.isfinite().all():
                     raise ValueError(f"{path}: {name} has numbers that are not finite; the file is damaged")
         return gpt
 
@@ -278,8 +328,8 @@ class GPTWithLoss(nn.Module):
         super().__init__()
         self.gpt = gpt
 
-    def forward(self, idx, targets, places=None, n_targets=None):
-        return self.gpt.loss(idx, targets, places, n_targets)
+    def forward(self, idx, targets, logit_positions=None, n_targets=None):
+        return self.gpt.loss(idx, targets, logit_positions, n_targets)
 
 
 # ------------------------------------------------------------------------------------------- Hugging Face's files
@@ -287,11 +337,15 @@ class GPTWithLoss(nn.Module):
 # The part of a Hugging Face config.json that decides what is computed. Saving writes it, loading compares it; a missing
 # key means this value, except for model_type.
 HF_CONFIG = dict(
-    model_type="gpt2", activation_function="gelu_new", n_inner=None, layer_norm_epsilon=1e-5, tie_word_embeddings=True,
-    scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False,
-)  # fmt: skip
-SIZE_NAMES = ("n_positions", "vocab_size", "n_layer", "n_head", "n_embd")
-LARGEST = 2**20  # upper bound for any size, so that a corrupt config cannot make us allocate terabytes
+    model_type="gpt2",
+    activation_function="gelu_new",
+    n_inner=None,
+    layer_norm_epsilon=1e-5,
+    tie_word_embeddings=True,
+    scale_attn_weights=True,
+    scale_attn_by_inverse_layer_idx=False,
+    add_cross_attention=False,
+)
 
 
 def local_directory(model, patterns: list[str]) -> Path:
@@ -309,23 +363,30 @@ def read_config(model, dropout: float = 0.0, attention: str = "flash") -> GPTCon
     Raises ValueError for a config.json that cannot be read, or is not of a GPT-2 that this file computes.
     """
     file = local_directory(model, ["config.json"]) / "config.json"
-    try:
-        hf = dict(json.loads(file.read_bytes()))
-    except (ValueError, TypeError, RecursionError, OSError) as e:
-        raise ValueError(f"{file} cannot be read as the config of a model ({type(e).__name__}: {e})") from e
+    hf = read_json_object(file)
+    found = HF_CONFIG | dict(model_type=None) | hf
     for key, value in HF_CONFIG.items():
-        found = hf.get(key, None if key == "model_type" else value)
-        if found != value and key != "n_inner":
-            raise ValueError(f"{file} does not describe a GPT-2 as computed here: {key} is {found!r}, not {value!r}")
+        if found[key] != value and key != "n_inner":
+            what = f"{key} is {found[key]!r}, not {value!r}"
+            raise ValueError(f"{file} does not describe a GPT-2 as computed here: {what}")
     sizes = {name: hf.get(name) for name in SIZE_NAMES}
-    for name, size in sizes.items():
-        if type(size) is not int or not 1 <= size <= LARGEST:
-            raise ValueError(f"{file}: {name} is {size!r}, not a number from 1 to {LARGEST:,}")
-    if sizes["n_embd"] % sizes["n_head"]:
-        raise ValueError(f"{file}: n_embd {sizes['n_embd']} is not divisible by n_head {sizes['n_head']}")
-    if hf.get("n_inner") not in (None, 4 * sizes["n_embd"]):
-        raise ValueError(f"{file}: n_inner is {hf['n_inner']!r}, and this code computes 4 n_embd only")
-    return GPTConfig(**sizes, dropout=dropout, attention=attention)
+    try:
+        config = GPTConfig(**sizes, dropout=dropout, attention=attention)
+    except ValueError as e:
+        raise ValueError(f"{file}: {e}") from e
+    for name, theirs in SIZE_NAMES.items():
+        if hf.get(theirs, sizes[name]) != sizes[name]:
+            raise ValueError(f"{file} has {name} {sizes[name]} and {theirs} {hf[theirs]}; remove the wrong one")
+    if found["n_inner"] not in (None, 4 * config.n_embd):
+        raise ValueError(f"{file}: n_inner is {found['n_inner']!r}, and this code computes 4 n_embd only")
+    return config
+
+
+def read_json_object(file: Path) -> dict:
+    try:
+        return dict(json.loads(file.read_bytes()))
+    except (ValueError, TypeError, RecursionError, OSError) as e:
+        raise ValueError(f"{file} cannot be read as a JSON object ({type(e).__name__}: {e})") from e
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -334,16 +395,37 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     state = {}
-    # one file, or the parts of a large model; anything else there (model_old.safetensors) is somebody's own
-    whole = path / "model.safetensors"
-    for file in [whole] if whole.exists() else sorted(path.glob("model-*-of-*.safetensors")):
+    for file in weight_files(path):
         try:
             state |= load_file(file)
         except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as e:
             raise ValueError(f"{file} cannot be read ({e}); it is damaged, or not a safetensors file") from e
-    if not state:
-        raise ValueError(f"{path} has no weights in model.safetensors")
     # the hub's files leave the prefix out, and some hold the causal masks and a copy of the tied head
     state = {name.removeprefix("transformer."): tensor for name, tensor in state.items()}
-    not_ours = (".attn.bias", ".attn.masked_bias", "lm_head.weight")
-    return {f"transformer.{name}": tensor for name, tensor in state.items() if not name.endswith(not_ours)}
+    wte = state.get("wte.weight", torch.empty(0))
+    head = state.pop("lm_head.weight", wte)
+    if head is not wte and not torch.equal(head.float(), wte.float()):
+        raise ValueError(f"{path}: lm_head.weight is not wte.weight, but GPT-2's head is tied to its embedding")
+    masks = (".attn.bias", ".attn.masked_bias")
+    return {f"transformer.{name}": tensor for name, tensor in state.items() if not name.endswith(masks)}
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The files that hold the weights: one, or the shards of a large model. Any other file there, such as
+    model_old.safetensors or the shards of another model, is somebody's own. Raises ValueError."""
+    whole = path / "model.safetensors"
+    if whole.exists():
+        return [whole]
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        weight_map = read_json_object(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"{index} has no weight_map")
+        return sorted({path / str(name) for name in weight_map.values()})
+    shards = sorted(path.glob("model-*-of-*.safetensors"))
+    if len({file.name.rpartition("-of-")[2] for file in shards}) > 1:
+        raise ValueError(f"{path} has shards of two models, such as {shards[0].name}; remove those of the other one")
+    if not shards:
+        what = f"{path} has no model.safetensors, and pickled weights (pytorch_model.bin) are not read"
+        raise ValueError(f"{what}: save the model again with safe_serialization=True")
+    return shards

@@ -286,7 +286,8 @@ def load_train_state(path: Path) -> dict:
 def find_model(model: str) -> str:
     """Resolve MODEL to a checkpoint directory or a hub id. Raises UserError for a directory without a model."""
     path = Path(model)
-    if (path / "config.json").is_file() and [*path.glob("model.safetensors"), *path.glob("model-*-of-*.safetensors")]:
+    weights = ("model.safetensors", "model-*-of-*.safetensors", "pytorch_model*.bin")  # model.py refuses the last
+    if (path / "config.json").is_file() and any([*path.glob(pattern)] for pattern in weights):
         return str(path)
     if model and path.is_dir():
         if (newest := newest_intact(path)) is None:

@@ -15,10 +15,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+from cli import UserError
 from corpus.order import IGNORED
 from learning import loss as loss_module
 from learning.loss import LinearCrossEntropy, accumulate_matmul, chunk_size, linear_cross_entropy, plain_cross_entropy
 from model import GPT, SIZES, GPTConfig, read_config
+from run.checkpoint import load_model
 
 warnings.filterwarnings("ignore")
 
@@ -64,6 +66,10 @@ def test_hub_files_without_prefix_and_with_masks_and_a_head_copy_are_read(tmp_pa
     save_file(state, tmp_path / "model.safetensors")
     idx = tokens(1, 8)
     assert torch.equal(GPT.from_pretrained(tmp_path)(idx), model(idx))
+    state["lm_head.weight"][7, 7] += 1
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="lm_head.weight"):
+        GPT.from_pretrained(tmp_path)
 
 
 def test_the_tied_head_is_stored_once(tmp_path):
@@ -134,6 +140,21 @@ def test_more_layers_than_the_weights_have_are_refused_at_once(saved, n_layer):
         GPT.from_pretrained(saved)
 
 
+@pytest.mark.parametrize("key", ["num_hidden_layers", "hidden_size", "num_attention_heads", "max_position_embeddings"])
+def test_a_size_that_transformers_finds_elsewhere_with_another_value_is_refused(saved, key):
+    (saved / "config.json").write_text(json.dumps(CONFIG | {key: 1}))
+    with pytest.raises(ValueError, match=f"{key} 1"):
+        read_config(saved)
+
+
+@pytest.mark.parametrize("size", ["n_positions", "vocab_size", "n_layer", "n_embd"])
+def test_no_model_is_made_that_could_not_be_loaded_again(size):
+    assert GPTConfig(**SMALL | {size: 2**20})
+    for value in (2**20 + 2, 0):
+        with pytest.raises(ValueError, match=f"^{size} is {value},"):
+            GPTConfig(**SMALL | {size: value})
+
+
 def test_a_missing_or_unreadable_file_is_refused_by_name(saved):
     (saved / "model.safetensors").unlink()
     assert read_config(saved).n_layer == 2  # no weights are needed for that
@@ -188,17 +209,48 @@ def test_weights_that_are_no_finite_fractions_are_refused(saved, wrong):
 
 
 def test_weights_in_several_files_and_in_16_bits_are_read(saved):
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load_file
 
     state = {k: v.bfloat16() for k, v in load_file(saved / "model.safetensors").items()}
     (saved / "model.safetensors").unlink()
-    names = sorted(state)
-    for i, part in enumerate((names[::2], names[1::2])):
-        save_file({name: state[name] for name in part}, saved / f"model-0000{i + 1}-of-00002.safetensors")
+    shards(saved, state, 2)
     read = GPT.from_pretrained(saved)
     for p, q in zip(read.parameters(), small().parameters(), strict=True):
         assert p.dtype == torch.float32 and torch.equal(p, q.bfloat16().float())
     assert read.lm_head.weight is read.transformer.wte.weight
+
+
+def shards(directory, state: dict, n: int) -> None:
+    """Write a state in n files, as transformers names them."""
+    from safetensors.torch import save_file
+
+    names = sorted(state)
+    for i in range(n):
+        save_file({name: state[name] for name in names[i::n]}, directory / f"model-0000{i + 1}-of-0000{n}.safetensors")
+
+
+def test_shards_of_another_model_are_not_mixed_in(saved):
+    from safetensors.torch import load_file
+
+    state = load_file(saved / "model.safetensors")
+    (saved / "model.safetensors").unlink()
+    shards(saved, state, 2)
+    index = {name: f"model-0000{i % 2 + 1}-of-00002.safetensors" for i, name in enumerate(sorted(state))}
+    shards(saved, {name: tensor + 1 for name, tensor in state.items()}, 3)
+    with pytest.raises(ValueError, match="shards of two models"):
+        GPT.from_pretrained(saved)
+    (saved / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=index)))
+    assert torch.equal(GPT.from_pretrained(saved)(tokens(1, 8)), small()(tokens(1, 8)))
+    for weight_map in ([], {"wte.weight": "gone"}):
+        (saved / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=weight_map)))
+        with pytest.raises(ValueError, match="index.json|gone"):
+            GPT.from_pretrained(saved)
+
+
+def test_pickled_weights_are_not_read_and_the_remedy_is_named(saved):
+    (saved / "model.safetensors").rename(saved / "pytorch_model.bin")
+    with pytest.raises(UserError, match="pytorch_model.bin.*safe_serialization"):
+        load_model(str(saved))
 
 
 @pytest.mark.parametrize("umask, mode", [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
