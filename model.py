@@ -27,7 +27,6 @@ from torch.nn import functional as F
 
 from learning.loss import linear_cross_entropy
 
-
 LARGEST = 2**20  # upper bound for any size, so that a corrupt config cannot make us allocate terabytes
 
 
