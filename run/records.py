@@ -19,16 +19,17 @@ def read_log(path: Path) -> Records:
     """
     if not path.is_file():
         raise UserError(f"{path} does not exist; give the directory of a run, or its log.jsonl")
-    records, damaged = [], []
-    lines = enumerate(path.read_bytes().split(b"\n"), 1)  # not splitlines, which also splits at U+2028
-    for number, line in lines:
+    records = []
+    damaged = []
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):  # not splitlines, which also splits at U+2028
+        if not line.strip():
+            continue
         try:
-            records += [checked(json.loads(line.decode("utf-8-sig")))] if line.strip() else []
+            records.append(checked(json.loads(line.decode("utf-8-sig"))))
         except (ValueError, TypeError, KeyError, RecursionError):
-            damaged.append(number)
+            damaged.append(str(number))
     if damaged:
-        which = ", ".join(map(str, damaged))
-        print(f"warning: {path}: skipped damaged lines: line {which}", file=sys.stderr, flush=True)
+        print(f"warning: {path}: skipped damaged lines: line {', '.join(damaged)}", file=sys.stderr, flush=True)
     return records
 
 
@@ -41,3 +42,12 @@ def checked(record: dict) -> dict:
     if not (right and isinstance(kind, str) and all(type(n) in (int, float, type(None)) for n in numbers)):
         raise ValueError(record)
     return record
+
+
+def of_kind(records: Records, kind: str) -> Records:
+    return [record for record in records if record["kind"] == kind]
+
+
+def newest_start(records: Records) -> dict:
+    """The newest record of kind "run", which every start and resume adds; {} if there is none."""
+    return next(iter(of_kind(records, "run")[::-1]), {})

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import bench
-import plot
 import train_gpt2
 from benchmarks import forecast
 from tests.helpers import assert_user_error, log_of, run_inline, steps_of, text_file
@@ -100,13 +99,3 @@ def test_a_forecast_is_written_once_with_its_date_and_what_it_was_made_of(tmp_pa
     # at 124M 3.28 takes 4.5% fewer tokens than the anchor's 3.2722, and gpt2 takes `multiplier` times as many
     assert found["tokens"]["middle"] * found["multiplier"]["middle"] == pytest.approx(0.955 * 10.26e9, rel=0.01)
     assert_user_error(run_inline(bench.main, words, capsys, monkeypatch), "forecast.json", "--forecast another name")
-
-
-@pytest.mark.parametrize("tokens, loss, said", [(2e9, 3.31, "inside"), (2e9, 3.45, "outside"), (9e9, 3.3, "not judge")])
-def test_plot_draws_the_fan_and_says_whether_a_run_ended_inside(tmp_path, capsys, monkeypatch, tokens, loss, said):
-    fan = [[1e9, 3.3, 3.4, 3.5], [2e9, 3.2, 3.3, 3.4], [4e9, 3.1, 3.2, 3.3]]
-    (tmp_path / "forecast.json").write_text(json.dumps(dict(fan=fan)))
-    records = [dict(step=9, kind=kind, loss=loss, lr=1e-3, grad_norm=1.0, tokens=tokens) for kind in ("train", "val")]
-    (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, records)))
-    monkeypatch.chdir(tmp_path)
-    assert said in run_inline(plot.main, ["log.jsonl", "--forecast", "forecast.json"], capsys, monkeypatch).stdout

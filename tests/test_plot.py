@@ -135,20 +135,6 @@ def test_published_models_are_those_of_the_runs_own_size(tmp_path, parameters, n
 # ---------------------------------------------------------------------------------------------- runs against others
 
 
-def test_the_compute_multiplier_of_two_power_laws_is_the_tenth_power_of_the_ratio_of_their_factors(door, tmp_path):
-    write_log(tmp_path / "a", power_law(10, [1e15, 4e15, 3e16, 2e17]))
-    write_log(tmp_path / "b", power_law(9, [1e15, 7e15, 5e16]))
-    multiplier = f"{(10 / 9) ** 10:.2f}"  # 2.87
-    result = door("a", "b", "--x", "flops", "--out", "c.svg")
-    assert f"a needs {multiplier} times its FLOPs" in result.stdout
-    assert f"x {multiplier}" in words_of(tmp_path / "c.svg")
-    write_log(tmp_path / "new", [run_record(), *train_records(3)[:3]])  # no validation yet
-    assert door("new", "--x", "flops").returncode == 0
-    write_log(tmp_path / "a", power_law(10, [1e15, 4e15]))
-    result = door("a", "b", "--x", "flops", "--out", "d.svg")
-    assert "beyond a's curve" in result.stdout and multiplier not in words_of(tmp_path / "d.svg")
-
-
 @pytest.mark.parametrize(
     "change, y, winner",
     [({}, "loss", "b"), (dict(data="other"), "loss", None), (dict(tokenizer="u"), "loss", None),
@@ -157,10 +143,9 @@ def test_the_compute_multiplier_of_two_power_laws_is_the_tenth_power_of_the_rati
 def test_a_winner_is_named_only_among_runs_that_can_be_compared(door, tmp_path, change, y, winner):
     write_log(tmp_path / "a", power_law(10, [1e15, 1e16]))
     write_log(tmp_path / "b", power_law(9, [1e15, 1e16], **change))
-    result = door("a", "b", "--x", "flops", "--y", y, "--out", "c.svg")
+    assert door("a", "b", "--x", "flops", "--y", y, "--out", "c.svg").returncode == 0
     words = words_of(tmp_path / "c.svg")
-    assert (f"reached by {winner}" if winner else "not comparable") in words
-    assert ("ends at" in result.stdout) == (winner is not None) and curves.LOSS_IN[y] in words
+    assert (f"reached by {winner}" if winner else "not comparable") in words and curves.LOSS_IN[y] in words
 
 
 def test_a_known_run_is_drawn_behind_one_with_its_constants_and_says_where_that_ends(door, tmp_path, monkeypatch):
