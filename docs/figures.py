@@ -5,8 +5,9 @@
     curves("residual", "what to see", "x (unit)", "y (unit)", {"label": (x, y), ...})
     runs("run", "what to see", {"label": read_log(Path("out/tiny/log.jsonl")), ...})
 
-They are written to ASSETS as walk_NAME.png. The file's metadata repeats the title, for a test to compare it with the
-page. This file knows nothing of models, only of numbers.
+They are written to out/pictures/ as walk_NAME.png; `docs/run.py --write` copies them to assets/. The file's metadata
+has the title and a few numbers of everything that it shows, for docs/run.py to compare with those of the picture in
+assets/. This file knows nothing of models, only of numbers.
 """
 
 from collections.abc import Iterator
@@ -17,9 +18,9 @@ import numpy as np
 from matplotlib.figure import Figure
 from PIL import Image, PngImagePlugin
 
+from docs.run import PICTURES
 from run.curves import CHANCE, PUBLISHED, draw, look
 
-ASSETS = Path(__file__).resolve().parent.parent / "assets"
 WIDTH = 9  # inches, at 100 dots
 GREYS = ("#1b4f72", "#e69f00", "#b7d7ea", "#7f7f7f", "#f4e3b5")  # dark and light in turn, so that grey tells them apart
 
@@ -42,13 +43,41 @@ def picture(name: str, title: str, x: str = "", y: str = "", height: float = 3.6
     for axes in panels:
         if axes.get_legend_handles_labels()[1] and axes.get_legend() is None:
             axes.legend(fontsize=9.5, framealpha=0.85)
-    figure.savefig(asset(f"{name}.png"), metadata=dict(Title=title), pil_kwargs=dict(optimize=True))
+    metadata = dict(Title=title, Data=data_of(figure))
+    figure.savefig(asset(f"{name}.png"), metadata=metadata, pil_kwargs=dict(optimize=True))
 
 
 def asset(name: str) -> Path:
     """The path of a picture."""
-    ASSETS.mkdir(parents=True, exist_ok=True)
-    return ASSETS / f"walk_{name}"
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    return PICTURES / f"walk_{name}"
+
+
+def data_of(figure: Figure) -> str:
+    """A line for each curve, map and set of bars of a figure, with a few of its numbers, and all its texts."""
+    lines = []
+    for axes in figure.axes:
+        for curve in axes.lines:
+            x, y = curve.get_data()
+            lines.append(f"{curve.get_label()}: {len(y)} points, x {in_brief(x)}, y {in_brief(y)}")
+        for drawn in axes.images:
+            lines.append(f"{axes.get_title()}: map of {in_brief(drawn.get_array())}")
+        boxes = [patch.get_extents().transformed(axes.transData.inverted()) for patch in axes.patches]
+        if boxes:
+            widths = in_brief([box.width for box in boxes])
+            heights = in_brief([box.height for box in boxes])
+            lines.append(f"{axes.get_title()}: {len(boxes)} bars, {widths} wide, {heights} high")
+        lines += [text.get_text() for text in axes.texts]
+    return "\n".join(lines)
+
+
+def in_brief(values) -> str:
+    """The largest size among numbers; as fractions of it the first, the last, the mean, and the mean size."""
+    values = np.asarray(values, float).flatten()
+    size = np.abs(values).max(initial=0)
+    parts = values / (size or 1)
+    few = (parts[0], parts[-1], parts.mean(), np.abs(parts).mean()) if len(parts) else ()
+    return f"{size:#.4g} x ({', '.join(f'{part:.3f}' for part in few)})"
 
 
 def plain_ticks(axes, values) -> None:
@@ -79,9 +108,16 @@ def side_by_side(name: str, title: str, x: str, units: dict[str, dict[str, tuple
 
 def runs(name: str, title: str, logs: dict[str, list], x: str = "steps") -> None:
     """Curves of training runs {label: records of its log}, as plot.py draws them, in a smaller file."""
-    path, info = asset(f"{name}.png"), PngImagePlugin.PngInfo()
+    path = asset(f"{name}.png")
     draw(logs, path, x)
+    lines = []
+    for label, log in logs.items():
+        for kind in ("train", "val"):
+            losses = [record["loss"] for record in log if record["kind"] == kind]
+            lines.append(f"{label}, {kind}: {len(losses)} points, {in_brief(losses)}")
+    info = PngImagePlugin.PngInfo()
     info.add_text("Title", title)
+    info.add_text("Data", "\n".join(lines))
     Image.open(path).convert("P", palette=Image.Palette.ADAPTIVE, colors=64).save(path, optimize=True, pnginfo=info)
 
 

@@ -3,7 +3,7 @@
     python docs/run.py                         # docs/walk.md, one to two minutes on two cores
     python docs/run.py docs/walk.md 5          # one station of it
     python docs/run.py docs/walk.md --slow     # include the blocks that train for minutes
-    python docs/run.py docs/walk.md 5 --write  # write the new output into the page
+    python docs/run.py docs/walk.md 5 --write  # record what it prints in the page, and what it draws in assets/
 
 A station is everything under a heading `## 5 ...`. Its Python blocks share their names with each other and with the
 blocks before the first station, not with other stations. A block is followed by its output:
@@ -11,16 +11,23 @@ blocks before the first station, not with other stations. A block is followed by
     ```python              ```python slow      runs with --slow, or when its station is asked for
     print(1 / 3)           ```python weights   runs if GPT-2's weights and vocabulary are in their caches
     ```
-    ```text                ```text varies      is not compared: seconds, and what depends on the machine
-    0.3333                 ```text within 0.1  is compared with this tolerance instead of 0.02
-    ```
+    ```text                ```text within 5%   is compared with this tolerance, instead of 2%
+    0.3333                 ```text within 0.1  the same, but absolute: for differences near 0
+    ```                    ```text varies      its numbers are not compared: seconds
+                           ```text sampled     only the number of its lines is compared: what a model writes
 
 Integers must be equal; numbers with a decimal point within 2%, or one unit of the last digit; rounding errors such as
-3.1e-08 within a factor of ten. Figures go to assets/. The exit code is 1 if anything differs. This file knows nothing
-of what a page is about.
+3.1e-08 within a factor of ten. Blocks draw in out/pictures/. A picture there is compared with the one of that name in
+assets/: its title, and a few numbers of everything that it shows (the key Data of a PNG), with the tolerance of its
+block. A picture in assets/ also has a hash of the output that its block printed when it was drawn, so that a test
+finds an old picture without running anything.
+
+Only --write records outputs and pictures; without it nothing that git tracks changes. The exit code is 1 if anything
+differs. This file knows nothing of what a page is about.
 """
 
 import contextlib
+import hashlib
 import io
 import math
 import os
@@ -31,6 +38,8 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
+from PIL import Image, PngImagePlugin
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # before docs/, where `run` would be this file
 
 from tyro.conf import Positional
@@ -39,6 +48,8 @@ from cli import UserError, parse_args, script
 from files import replace_file
 
 ROOT = Path(__file__).resolve().parent.parent
+PICTURES = ROOT / "out" / "pictures"  # where blocks draw
+ASSETS = ROOT / "assets"  # where --write keeps what they drew
 TOLERANCE = 0.02  # of a number with a decimal point: what fp32 in another order of summation changes in a short run
 FENCE = re.compile(
     r"^```python(?P<marks>[^\n]*)\n(?P<code>.*?)^```\n"
@@ -53,7 +64,7 @@ class Config:
     page: Positional[str] = "docs/walk.md"  # a Markdown file
     station: Positional[str] = ""  # the number of a station; empty for all
     slow: bool = False  # also run the blocks that take minutes
-    write: bool = False  # write the output into the page instead of comparing it
+    write: bool = False  # record outputs in the page and pictures in assets/, instead of comparing them
 
 
 @dataclass(frozen=True)
@@ -103,11 +114,18 @@ def run_station(station: Station, names: dict, path: Path, allowed: set, config:
         if missing := set(block.marks) - allowed:
             print(f"(line {block.line} is left out: {', '.join(sorted(missing))})")
             continue
+        drawn_before = pictures()
         printed, problem = run_block(block, names, path)
         print(printed, end="", flush=True)
-        if config.write and not problem.startswith("Traceback"):
-            write_output(path, block, printed)
-        elif problem:
+        drawn = [picture for picture, when in pictures().items() if drawn_before.get(picture) != when]
+        if config.write and not problem:
+            record(path, block, printed, drawn)
+            continue
+        if not problem and (block.printed is not None or "weights" not in block.marks):
+            problem = difference(block.printed or "", printed, block.how)
+        for picture in drawn:
+            problem = problem or difference_of_pictures(picture, block.how)
+        if problem:
             n_different += 1
             print(f"LINE {block.line} DIFFERS: {problem}", flush=True)
     if station.number:
@@ -137,14 +155,19 @@ def make_block(found: re.Match, text: str) -> Block:
     return Block(found["code"], line, *words, found["printed"], found.span("printed"))
 
 
-def write_output(path: Path, block: Block, printed: str) -> None:
-    """Replace what the page shows for a block. Its place is looked up again, since an earlier one may have moved it."""
+def record(path: Path, block: Block, printed: str, drawn: list[Path]) -> None:
+    """Replace what the page shows for a block, and the pictures that the block has drawn."""
     text = path.read_text(encoding="utf-8")
-    for found in FENCE.finditer(text):
+    for found in FENCE.finditer(text):  # its place is looked up again: an earlier block may have moved it
         if found["code"] == block.code and found["printed"] not in (None, printed):
             start, end = found.span("printed")
             replace_file(path, text[:start] + printed + text[end:])
-            return
+            break
+    for picture in drawn:
+        if picture.suffix == ".png":
+            add_hash(picture, printed)
+        ASSETS.mkdir(exist_ok=True)
+        replace_file(ASSETS / picture.name, picture.read_bytes())
 
 
 def has_gpt2() -> bool:
@@ -163,7 +186,7 @@ def has_gpt2() -> bool:
 
 
 def run_block(block: Block, names: dict, path: Path) -> tuple[str, str]:
-    """(what it printed, what is wrong with that, "" if nothing). Its names are left in `names`."""
+    """(what it printed, its traceback or ""). Its names are left in `names`."""
     # as many empty lines before it as the page has, so that a traceback shows the line of the page
     code, out = "\n" * (block.line - 1) + block.code, io.StringIO()
     try:
@@ -171,38 +194,78 @@ def run_block(block: Block, names: dict, path: Path) -> tuple[str, str]:
             exec(compile(code, str(path), "exec"), names)
     except Exception:
         return out.getvalue(), traceback.format_exc()
-    printed = "".join(line.rstrip() + "\n" for line in out.getvalue().splitlines())
-    if "varies" in block.how:
-        return printed, ""
-    tolerance = float(block.how[block.how.index("within") + 1]) if "within" in block.how else None
-    return printed, difference(block.printed or "", printed, tolerance)
+    return "".join(line.rstrip() + "\n" for line in out.getvalue().splitlines()), ""
 
 
-def difference(expected: str, printed: str, tolerance: float | None = None) -> str:
+def difference(expected: str, printed: str, how: tuple[str, ...] = ()) -> str:
     """The first line in which two outputs differ, "" where none does; runs of spaces count as one."""
-    wanted, found = expected.split("\n"), printed.split("\n")
+    wanted = expected.splitlines()
+    found = printed.splitlines()
     for want, line in zip(wanted, found, strict=False):
-        if not same_line(want, line, tolerance):
+        if not same_line(want, line, how):
             return f"the page says\n    {want}\nand printed was\n    {line}"
-    return "" if len(wanted) == len(found) else f"{len(found) - 1} lines were printed, the page has {len(wanted) - 1}"
+    return "" if len(wanted) == len(found) else f"{len(found)} lines were printed, the page has {len(wanted)}"
 
 
-def same_line(expected: str, printed: str, tolerance: float | None) -> bool:
+def same_line(expected: str, printed: str, how: tuple[str, ...]) -> bool:
+    if "sampled" in how:
+        return True
     words = [" ".join(NUMBER.sub(" # ", line).split()) for line in (expected, printed)]
+    if words[0] != words[1] or "varies" in how:
+        return words[0] == words[1]
+    tolerance = how[how.index("within") + 1] if "within" in how else ""
     numbers = [NUMBER.findall(line) for line in (expected, printed)]
-    return words[0] == words[1] and all(same_number(a, b, tolerance) for a, b in zip(*numbers, strict=True))
+    return all(same_number(a, b, tolerance) for a, b in zip(*numbers, strict=True))
 
 
-def same_number(expected: str, printed: str, tolerance: float | None) -> bool:
+def same_number(expected: str, printed: str, tolerance: str) -> bool:
+    """Whether two numbers agree within `tolerance`: "5%", "0.1", or "" for what the top of this file says."""
     a, b = (float(number.replace(",", "")) for number in (expected, printed))
+    if tolerance and not tolerance.endswith("%"):
+        return abs(a - b) <= float(tolerance)
     if a == b:
         return True
     if "e-" in expected:
         return a * b > 0 and abs(math.log10(a / b)) <= 1
-    if "." not in expected and "e" not in expected and tolerance is None:
+    if "." not in expected and "e" not in expected and not tolerance:
         return False
     decimals = len(expected.partition(".")[2]) if "e" not in expected else 300
-    return abs(a - b) <= (tolerance or TOLERANCE) * abs(a) + 1.001 * 10.0**-decimals * ("." in expected)
+    last_digit = 1.001 * 10.0**-decimals if "." in expected else 0
+    relative = float(tolerance[:-1]) / 100 if tolerance else TOLERANCE
+    return abs(a - b) <= relative * abs(a) + last_digit
+
+
+# ------------------------------------------------------------------------------------------------------- pictures
+
+
+def pictures() -> dict[Path, int]:
+    """{picture of any block: when it was drawn}"""
+    return {path: path.stat().st_mtime_ns for path in PICTURES.glob("*.*")}
+
+
+def difference_of_pictures(drawn: Path, how: tuple[str, ...]) -> str:
+    """What a picture that was just drawn shows differently from the one in assets/, "" if nothing."""
+    kept = ASSETS / drawn.name
+    if not kept.exists():
+        return f"assets/{drawn.name} is missing; --write puts it there"
+    if drawn.suffix == ".svg":
+        return "" if drawn.read_bytes() == kept.read_bytes() else f"another assets/{drawn.name} was drawn"
+    old, new = (Image.open(path).text for path in (kept, drawn))
+    problem = difference(*(f"{text.get('Title')}\n{text.get('Data')}" for text in (old, new)), how)
+    return problem and f"in assets/{drawn.name} {problem}"
+
+
+def hash_of(printed: str) -> str:
+    return hashlib.sha256(printed.encode()).hexdigest()[:16]
+
+
+def add_hash(picture: Path, printed: str) -> None:
+    """Keep a hash of the output in a picture that the same block has drawn."""
+    image = Image.open(picture)
+    info = PngImagePlugin.PngInfo()
+    for key, text in (image.text | {"Output": hash_of(printed)}).items():
+        info.add_text(key, text)
+    image.save(picture, optimize=True, pnginfo=info)
 
 
 if __name__ == "__main__":

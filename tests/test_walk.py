@@ -33,7 +33,8 @@ def opening(pictures):
     """What comes before the first station, run once; pictures go to a temporary folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
-        patch.setattr(figures, "ASSETS", pictures)
+        for module in (figures, run):
+            patch.setattr(module, "PICTURES", pictures)
         yield run.run_station(OPENING, {}, PAGE, set(), CONFIG)[0]
 
 
@@ -69,7 +70,9 @@ def test_a_picture_fits_a_page_and_has_the_title_that_its_station_gives_it(stati
         if path.suffix == ".png":
             picture = Image.open(path)
             assert picture.width == 900 and picture.text["Title"] == title
-            assert any(title in block.code for block in station.blocks), name
+            drawn_by = [block for block in station.blocks if title in block.code]
+            if "Output" in picture.text:  # else it is still one that was drawn before there were hashes
+                assert picture.text["Output"] in {run.hash_of(block.printed) for block in drawn_by}, f"{name} is old"
 
 
 @pytest.mark.parametrize(
@@ -91,15 +94,94 @@ def test_numbers_agree_within_what_processors_differ_by(expected, printed, same)
     assert (run.difference(expected, printed) == "") == same
 
 
+@pytest.mark.parametrize(
+    "how, expected, printed, same",
+    [
+        ("within 10%", "8.0 of 20", "8.5 of 22", True),
+        ("within 10%", "8.0 of 20", "8.5 of 23", False),
+        ("within 10%", "+0.01", "-0.03", False),
+        ("within 0.05", "+0.01", "-0.03", True),
+        ("within 0.05", "+0.01", "-0.05", False),
+        ("varies", "3 s, a: 5.1", "12 s, a: 0.7", True),
+        ("varies", "3 s, a: 5.1", "3 s, b: 5.1", False),
+        ("varies", "3 s\n4 s\n", "3 s\n", False),
+        ("varies", "3 s\n", "3 s\n4 s\n", False),
+        ("sampled", "she said\n", "he ran\n", True),
+        ("sampled", "she said\n", "he ran\nand ran\n", False),
+        ("sampled", "she said\nno\n", "he ran\n", False),
+    ],
+)
+def test_what_may_vary_is_said_by_the_page(how, expected, printed, same):
+    assert (run.difference(expected, printed, tuple(how.split())) == "") == same
+
+
 def test_a_page_that_says_something_else_ends_with_exit_code_1_and_the_line(tmp_path, capsys, monkeypatch):
-    page = tmp_path / "page.md"
-    page.write_text("# Page\n\n## 1 One\n\n```python\nprint(1 + 1)\n```\n```text\n3\n```\n")
+    page = page_of(tmp_path, "print(1 + 1)", "3")
     monkeypatch.chdir(tmp_path)
     result = run_inline(run.main, [page], capsys, monkeypatch)
     assert result.returncode not in (0, 2) and "LINE 6 DIFFERS" in result.stdout
     assert run_inline(run.main, [page, "--write"], capsys, monkeypatch).returncode == 0
     assert run_inline(run.main, [page, "1"], capsys, monkeypatch).returncode == 0 and "\n2\n```" in page.read_text()
     assert run_inline(run.main, [page, "7"], capsys, monkeypatch).returncode == 2
+
+
+def page_of(folder: Path, code: str, printed: str, how: str = "") -> Path:
+    """A page of one station with one block."""
+    page = folder / "page.md"
+    page.write_text(f"# Page\n\n## 1 One\n\n```python\n{code}\n```\n```text {how}\n{printed}\n```\n")
+    return page
+
+
+@pytest.mark.parametrize("shown", ["0.5 s", "0.5 s\n0.5 s\n0.5 s"])
+def test_a_page_with_fewer_or_more_lines_than_its_code_prints_fails_even_where_numbers_vary(
+    shown, tmp_path, capsys, monkeypatch
+):
+    page = page_of(tmp_path, "print('0.1 s')\nprint('0.2 s')", shown, "varies")
+    monkeypatch.chdir(tmp_path)
+    result = run_inline(run.main, [page], capsys, monkeypatch)
+    assert result.returncode not in (0, 2) and "2 lines were printed" in result.stdout
+    assert run_inline(run.main, [page, "--write"], capsys, monkeypatch).returncode == 0
+    assert "\n0.1 s\n0.2 s\n```" in page.read_text()
+    recorded = page.read_text()
+    assert run_inline(run.main, [page], capsys, monkeypatch).returncode == 0 and page.read_text() == recorded
+
+
+DRAW = """from docs import figures
+figures.curves("a", "TITLE", "x", "y", dict(a=([1, 2, 3], [4, 5, LAST])))
+print("drawn")"""
+
+
+@pytest.fixture
+def own_pictures(tmp_path, monkeypatch) -> Path:
+    """The folder that stands for assets/."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run, "ASSETS", tmp_path / "assets")
+    for module in (figures, run):
+        monkeypatch.setattr(module, "PICTURES", tmp_path / "pictures")
+    return tmp_path / "assets"
+
+
+@pytest.mark.parametrize(
+    "title, last, same",
+    [("a title", "6", True), ("a title", "6.001", True), ("a title", "7", False), ("another title", "6", False)],
+)
+def test_a_picture_is_compared_by_its_title_and_by_what_it_shows(
+    title, last, same, own_pictures, tmp_path, capsys, monkeypatch
+):
+    page = page_of(tmp_path, DRAW.replace("TITLE", "a title").replace("LAST", "6"), "drawn")
+    assert run_inline(run.main, [page, "--write"], capsys, monkeypatch).returncode == 0
+    kept = (own_pictures / "walk_a.png").read_bytes()
+    page_of(tmp_path, DRAW.replace("TITLE", title).replace("LAST", last), "drawn")
+    result = run_inline(run.main, [page], capsys, monkeypatch)
+    assert (result.returncode == 0) == same and ("in assets/walk_a.png" in result.stdout) != same
+    assert (own_pictures / "walk_a.png").read_bytes() == kept
+
+
+def test_without_write_a_picture_is_not_kept(own_pictures, tmp_path, capsys, monkeypatch):
+    page = page_of(tmp_path, DRAW.replace("LAST", "6"), "drawn")
+    result = run_inline(run.main, [page], capsys, monkeypatch)
+    assert result.returncode not in (0, 2) and "assets/walk_a.png is missing" in result.stdout
+    assert not own_pictures.exists()
 
 
 def test_the_table_at_the_end_names_what_is_there():
