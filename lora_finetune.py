@@ -174,6 +174,8 @@ def train(config: Config, run: Run, model: GPT, forward: GPTWithLoss, optimizer:
         evaluate_if_due(config, run, model, forward, data)  # the base, or evaluations that an interruption skipped
         for step, batch in run.steps(batches):
             # ┌──────────────────────────────────── one optimizer step ────────────────────────────────────┐
+            # dropout differs in every step and on every rank, and is the same again after an interruption
+            torch.manual_seed(config.seed + step * rt.world_size + rt.rank)
             lr = learning_rate(step, config)
             optimizer.set_lr(lr)
 
@@ -194,6 +196,7 @@ def train(config: Config, run: Run, model: GPT, forward: GPTWithLoss, optimizer:
             grad_norm = optimizer.clip_grad_norm(config.grad_clip)
             loss, grad_norm = rt.mean(torch.stack([loss, grad_norm]))
             optimizer.step(finite=(loss + grad_norm).isfinite())
+            optimizer.zero_grad()
             run.log_step(loss, grad_norm, lr, n_targets)
             # └────────────────────────────────────────────────────────────────────────────────────────────┘
 

@@ -5,7 +5,7 @@
     torchrun --standalone --nproc_per_node=8 train_gpt2.py   # the same run on 8 GPUs
     python train_gpt2.py gpt2-medium --micro_batch_size 16   # another recipe, another constant
     python train_gpt2.py --resume                            # continue from the newest intact checkpoint
-    python train_gpt2.py gpt2-xl --dry_run                   # print the plan and the memory it needs, then stop
+    python train_gpt2.py gpt2-xl --dry_run                   # print the plan: memory, disk, hours, money
 
 Writes OUT_DIR (out/RECIPE): config.json, log.jsonl, learning_curve.png, samples.txt, and checkpoints step_NNNNNN/ that
 transformers opens as they are. Where to find each part: the model in model.py, the loss in learning/loss.py, the
@@ -14,11 +14,11 @@ run/directory.py, what a checkpoint holds in run/checkpoint.py, device, precisio
 """
 
 # imported first, so that Ctrl-C while torch loads does not print a traceback
-from cli import Count, NonNegative, Positive, Probability, Range, Seed, UserError, counted, explain, parse_args, script
+from cli import Count, NonNegative, Positive, Probability, Range, Seed, UserError, counted, parse_args, script
 
 # isort: split
 import math
-import os
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -29,24 +29,20 @@ from typing import Annotated, Literal, NamedTuple
 import torch
 
 import hellaswag
-from bpe.tokenizer import Tokenizer
 from corpus.order import Batches, to_inputs, training_batches, validation_batches
-from corpus.shards import data_tokenizer, origin, prepare_text
-from corpus.stream import TokenStream, find_shards, read_manifest
+from corpus.shards import Shards, open_shards
 from learning.evaluation import complete, validate
 from learning.fp8 import FP8_MATMULS
-from learning.memory import Layout, checkpoint_bytes, memory_table, n_parameters, time_table, token_flops
 from learning.optim import Optimizer, learning_rate, make_optimizer
 from machine.runtime import Runtime, prefetch
 from machine.sharding import shard
 from machine.trials import checkpoint_activations, choose_attention, find_micro_batch_size
 from model import GPT, GPTConfig, GPTWithLoss
+from pretraining.plan import print_plan
 from run.card import provenance
 from run.checkpoint import ModelFiles, load_model, load_shape, unsharded_copy
 from run.directory import RunDirectory, flags_set, with_constants_of_run
 from run.log import import_tracker
-from run.plan import CARDS, about_disk, about_measured
-from run.reference import place_in_band
 from run.run import Run
 
 
@@ -59,8 +55,7 @@ class Config:
     resume: bool = False  # continue from the newest intact checkpoint in out_dir; start from step 0 if there is none
     overwrite: bool = False  # rename the run in out_dir to OUT_DIR.1, or the next free number, and start a new one
     dry_run: bool = False  # print what the run will do and the memory, time and money it needs, then stop
-    like: str = ""  # with --dry_run: a run directory; estimate the time from its measured tokens/s
-    price: NonNegative = 0.0  # with --dry_run: dollars per hour of one device; 0 leaves out the cost
+    price: NonNegative = 0.0  # with --dry_run: dollars per hour of one device; 0 to leave out the cost
     init_from: str = ""  # checkpoint directory or hub id (such as gpt2) to start from, instead of random weights
     # model
     n_layer: Positive = 12  # transformer blocks
@@ -143,82 +138,75 @@ SIZES = ("n_layer", "n_head", "n_embd", "vocab_size")  # --init_from and --resum
 
 def main() -> None:
     requested, cli_overrides = read_command_line(sys.argv[1:])
-    import_tracker(requested.report_to)  # fail now: a rank that fails later would keep the others waiting
     rt = Runtime.setup(requested.device, requested.dtype, requested.compile, requested.shard, requested.threads)
-    directory = None if requested.dry_run else RunDirectory(requested, rt, FIXED)
-    checkpoint = directory.checkpoint if directory else None
-    config, shape = resolve_config(requested, cli_overrides, checkpoint, rt)
-    if config.dry_run:
-        return rt.print(plan(config, shape, rt))
+    if requested.dry_run:
+        return print_plan(*resolve_config(requested, cli_overrides, None, rt), rt)
+    directory = RunDirectory(requested, rt, FIXED)
+    config, shape = resolve_config(requested, cli_overrides, directory.checkpoint, rt)
     data = open_data(config, shape, rt)
-    model = build_model(config, shape, checkpoint)
-    rt.print(f"{config.out_dir}: {model.num_params():,} parameters on {rt.description}")
-    forward = GPTWithLoss(model.to(rt.device))
-    if not rt.mesh:
-        forward = rt.wrap(forward)  # compiled, and in DDP
-    if not config.micro_batch_size:
-        rows, T = config.total_batch_size // config.sequence_length // rt.world_size, config.sequence_length
-        config = replace(config, micro_batch_size=find_micro_batch_size(forward, rows, (T, config.vocab_size), rt))
-    if rt.mesh:  # FSDP instead, compiled in parts; only now, as the trial needs the unsharded model
-        model.summed_loss = rt.compiled(model.summed_loss)
-        shard(forward, model.transformer.h, rt)
+    model = build_model(config, shape, directory.checkpoint).to(rt.device)
+    config, loss_fn = distribute(config, model, rt)
     optimizer = make_optimizer(model, config, rt)
-    files = ModelFiles(model, data.tokenizer, rt.is_main, compare=config.max_steps >= 100)  # not in a quick test
-    identity = dict(tokenizer=data.tokenizer.fingerprint, data=data.train.stream.digest())
-    run = Run(directory, config, files, optimizer, identity, facts_of_run(config, model, data))
-    say_what_is_read(config, data, rt)
-    train(config, run, model, forward, optimizer, data)
+    run = open_run(directory, config, model, optimizer, data)
+    train(config, run, model, loss_fn, optimizer, data)
     print_summary(config, run)
 
 
 # ------------------------------------------------------------------------------------------------------ the loop
 
 
-def train(config: Config, run: Run, model: GPT, forward: GPTWithLoss, optimizer: Optimizer, data: "Data") -> None:
-    """Optimizer steps until `config.max_steps`. `forward` is the model's loss, perhaps compiled and distributed."""
+def train(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, optimizer: Optimizer, data: "Data") -> None:
+    """Take optimizer steps until `config.max_steps`. `loss_fn(idx, targets)` is the model's mean loss in nats per
+    token, perhaps compiled and distributed; its parameters are those of `model`."""
     rt = run.rt
     n_tokens = torch.full((), config.total_batch_size, device=rt.device)
     n_windows = config.total_batch_size // config.sequence_length
     # endless, because after a loss spike a run reads more batches than it takes steps
     windows = training_batches(data.train, n_windows, run.data_step, sys.maxsize, config.micro_batch_size)
     with run, closing(prefetch(windows, rt.device)) as batches:
-        evaluate_if_due(config, run, model, forward, data)  # evaluations that an interruption skipped
-        for step, batch in run.steps(batches):
+        evaluate_if_due(config, run, model, loss_fn, data)  # evaluations that an interruption skipped
+        for step, micro_batches in run.steps(batches):
             # ┌──────────────────────────────────── one optimizer step ────────────────────────────────────┐
+            # dropout differs in every step and on every rank, and is the same again after an interruption
+            torch.manual_seed(config.seed + step * rt.world_size + rt.rank)
             lr = learning_rate(step, config)
             optimizer.set_lr(lr)
 
-            # Gradients add up from one backward() to the next, and DDP averages them over the ranks. All micro-batches
-            # have one size on all ranks, so the mean of their mean losses is the mean over all tokens of the batch.
+            # Gradients add up from one backward() to the next. All micro-batches have one size on all ranks, so the
+            # mean of their mean losses is the mean over all tokens of the batch.
             loss = torch.zeros((), device=rt.device)
-            for i, windows in enumerate(batch):  # (B, T + 1) each
-                idx, targets = to_inputs(windows)  # (B, T) each; targets are one token ahead
-                rt.set_gradient_sync(forward, now=i == len(batch) - 1)
+            for i, tokens in enumerate(micro_batches):  # (B, T + 1) each
+                idx = tokens[:, :-1]  # (B, T)
+                targets = tokens[:, 1:]  # (B, T), one token ahead
+                is_last = i == len(micro_batches) - 1
+                rt.set_gradient_sync(loss_fn, is_last)  # the last backward() also averages gradients over the ranks
                 with rt.autocast():
-                    micro_loss = forward(idx, targets) / len(batch)
-                optimizer.scale(micro_loss).backward()
+                    micro_loss = loss_fn(idx, targets) / len(micro_batches)
+                optimizer.scale(micro_loss).backward()  # scaled in fp16 only
                 loss += micro_loss.detach()
 
             # a non-finite loss or gradient on any rank skips the step on every rank
             grad_norm = optimizer.clip_grad_norm(config.grad_clip)
             loss, grad_norm = rt.mean(torch.stack([loss, grad_norm]))
             optimizer.step(finite=(loss + grad_norm).isfinite())
+            optimizer.zero_grad()  # now, so that evaluations have their memory
             run.log_step(loss, grad_norm, lr, n_tokens)
             # └────────────────────────────────────────────────────────────────────────────────────────────┘
 
             if run.due(config.checkpoint_interval):  # first, so that it is on the disk before an evaluation can fail
                 run.catch_up()  # wait for the figures of all steps and for the previous checkpoint
                 run.save()
-            evaluate_if_due(config, run, model, forward, data)
+            evaluate_if_due(config, run, model, loss_fn, data)
 
 
-def evaluate_if_due(config: Config, run: Run, model: GPT, forward: GPTWithLoss, data: "Data") -> None:
+def evaluate_if_due(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, data: "Data") -> None:
     """The evaluations of this step that the log does not have yet."""
     rt = run.rt
     if run.due(config.eval_interval, "val"):
         run.catch_up()
-        whole_loss = rt.compiled(GPTWithLoss(unsharded_copy(model))) if rt.mesh else forward
-        run.record("val", **validate(whole_loss, validation_inputs(config, data, rt), data.token_bytes, rt))
+        if rt.mesh:  # FSDP would gather the weights again for each batch
+            loss_fn = rt.compiled(GPTWithLoss(unsharded_copy(model)))
+        run.record("val", **validate(loss_fn, validation_inputs(config, data, rt), data.token_bytes, rt))
     if config.target_loss and run.val_loss <= config.target_loss:
         run.end_here()
     if data.hellaswag and run.due(config.hellaswag_interval, "hellaswag"):
@@ -227,9 +215,11 @@ def evaluate_if_due(config: Config, run: Run, model: GPT, forward: GPTWithLoss, 
         run.record("hellaswag", **{name: scores[name] for name in hellaswag.LOGGED})
     if run.due(config.sample_interval, "sample"):
         run.catch_up()
-        whole, prompt, seed = unsharded_copy(model), config.sample_prompt, config.seed + run.step
-        if rt.is_main:  # the other ranks only help to gather a divided model
-            texts = complete(whole, data.tokenizer, [prompt], config.sample_tokens, rt, seed, top_k=50)
+        whole = unsharded_copy(model)
+        if rt.is_main:  # the other ranks only help to gather a sharded model
+            prompt = config.sample_prompt
+            seed = config.seed + run.step
+            texts = complete(whole, data.shards.tokenizer, [prompt], config.sample_tokens, rt, seed, top_k=50)
             run.record("sample", text=prompt + texts[0])
 
 
@@ -237,77 +227,74 @@ def evaluate_if_due(config: Config, run: Run, model: GPT, forward: GPTWithLoss, 
 
 
 class Data(NamedTuple):
-    tokenizer: Tokenizer
+    shards: Shards  # tokens of both splits, and the tokenizer that made them
     train: Batches  # the windows of the training split in their order
-    val: TokenStream
     token_bytes: torch.Tensor  # (vocabulary,) bytes of text that each id encodes
     hellaswag: hellaswag.Task | None
-    origin: tuple[dict, str]  # where the tokens come from
 
 
 def open_data(config: Config, shape: GPTConfig, rt: Runtime) -> Data:
     """The shards of a directory, or of a .txt that is tokenized first. Raises UserError."""
-    shards = Path(config.data)
-    if config.data.endswith(".txt"):
-        cache = Path(config.out_dir).parent / "cache"
-        # one rank makes them, which may take long; the others wait for its file lock, as a collective would time out
-        shards = prepare_text(config.data, config.tokenizer, config.vocab_size, cache)
-    train_paths, val_paths = find_shards(str(shards), "train"), find_shards(str(shards), "val")
-    tokenizer = data_tokenizer(shards, config.tokenizer)
-    if "next" in read_manifest(shards if shards.is_dir() else shards.parent):
-        rt.print(f"warning: {shards} is incomplete; training on what has been written so far", file=sys.stderr)
-    if len(tokenizer) > config.vocab_size:
-        enough = -(-len(tokenizer) // 128) * 128
-        raise UserError(f"the tokenizer has {len(tokenizer)} tokens, more than --vocab_size; give {enough}")
-    train, val = TokenStream(train_paths, config.vocab_size), TokenStream(val_paths, config.vocab_size)
-    order = Batches(train, config.sequence_length, config.seed, config.shuffle, rt.rank, rt.world_size)
+    cache = Path(config.out_dir).parent / "cache"
+    shards = open_shards(config.data, config.tokenizer, config.vocab_size, cache)
+    for warning in shards.warnings:
+        rt.print(f"warning: {warning}", file=sys.stderr)
+    order = Batches(shards.train, config.sequence_length, config.seed, config.shuffle, rt.rank, rt.world_size)
+    token_bytes = torch.from_numpy(shards.tokenizer.token_bytes()).to(rt.device)
     task = None
     if config.hellaswag_interval:
-        task = hellaswag.validation_task(config.hellaswag_data, tokenizer, shape, rt)
-    token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(rt.device)
-    return Data(tokenizer, order, val, token_bytes, task, origin(shards))
+        task = hellaswag.validation_task(config.hellaswag_data, shards.tokenizer, shape, rt)
+    passes = config.max_steps * config.total_batch_size / config.sequence_length / order.n_windows
+    rt.print(f"data: {len(shards.train):,} training tokens, read {passes:.2g} times; {len(shards.val):,} to validate")
+    return Data(shards, order, token_bytes, task)
 
 
 def validation_inputs(config: Config, data: Data, rt: Runtime) -> Iterator[tuple]:
     """(idx, targets) on the device, of the windows that this rank validates on."""
     limit = config.eval_steps * config.total_batch_size
     windows = validation_batches(
-        data.val, config.sequence_length, config.micro_batch_size, limit, rt.rank, rt.world_size
+        data.shards.val, config.sequence_length, config.micro_batch_size, limit, rt.rank, rt.world_size
     )
     return map(to_inputs, prefetch(windows, rt.device))
 
 
-# ------------------------------------------------------------------------------------------------- before and after
+# ---------------------------------------------------------------------------------------------------- constants
 
 
 def read_command_line(argv: list[str]) -> tuple[Config, set[str]]:
     """The recipe that the first word names, with the constants that the other words change, and the names of these."""
-    recipe, args = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else ("gpt2", argv)
+    recipe = "gpt2"
+    args = argv
+    if argv and not argv[0].startswith("-"):
+        recipe, *args = argv
     if recipe not in RECIPES:
         raise UserError(f"{recipe} is not a recipe; they are {', '.join(RECIPES)}")
-    prog = "train_gpt2.py " + recipe
-    config = parse_args(Config, args, RECIPES[recipe], prog, f"{__doc__}\nRecipes: {', '.join(RECIPES)}.")
-    return with_constants_of_run(replace(config, out_dir=config.out_dir or f"out/{recipe}"), args), flags_set(args)
+    about = f"{__doc__}\nRecipes: {', '.join(RECIPES)}."
+    config = parse_args(Config, args, RECIPES[recipe], f"train_gpt2.py {recipe}", about)
+    config = with_constants_of_run(replace(config, out_dir=config.out_dir or f"out/{recipe}"), args)
+    import_tracker(config.report_to)  # fail now: a rank that fails later would keep the others waiting
+    return config, flags_set(args)
 
 
 def resolve_config(
     requested: Config, cli_overrides: set[str], checkpoint: Path | None, rt: Runtime
 ) -> tuple[Config, GPTConfig]:
-    """Settle the constants that a person wrote; returns those of the run, and the shape of its model.
+    """The constants of the run from those that a person wrote, and the shape of its model.
 
     A run that resumes or starts from a checkpoint takes its sizes. Only a micro_batch_size of 0 stays open, because
     finding one needs the model. Raises UserError.
     """
-    source, sizes = str(checkpoint or requested.init_from), {name: getattr(requested, name) for name in SIZES}
+    sizes = {name: getattr(requested, name) for name in SIZES}
     n_positions = requested.sequence_length
-    if source:
+    if source := str(checkpoint or requested.init_from):
         base = load_shape(source)
-        n_positions, sizes = base.n_positions, {name: getattr(base, name) for name in SIZES}
+        n_positions = base.n_positions
         if requested.sequence_length > n_positions:
             raise UserError(f"{source} has a context of {n_positions} tokens; --sequence_length must not exceed it")
-        for name, size in sizes.items():  # a size of the recipe gives way, one of the command line does not
-            if name in cli_overrides and getattr(requested, name) != size:
-                raise UserError(f"{source} has {name} {size}, not {getattr(requested, name)}; leave out --{name}")
+        for name, wanted in sizes.items():
+            sizes[name] = getattr(base, name)
+            if name in cli_overrides and wanted != sizes[name]:  # a size of the recipe gives way, a flag does not
+                raise UserError(f"{source} has {name} {sizes[name]}, not {wanted}; leave out --{name}")
     warmup = min(requested.warmup_steps, requested.max_steps)
     attention = choose_attention(requested.attention, rt, requested.sequence_length)
     threads = torch.get_num_threads() if rt.device.type == "cpu" else requested.threads
@@ -317,66 +304,35 @@ def resolve_config(
 
 
 def validate_config(config: Config, rt: Runtime) -> None:
-    """Raise UserError for settled constants that contradict each other."""
+    """Raise UserError for resolved constants that contradict each other."""
+    T = config.sequence_length
     if config.n_embd % config.n_head:
+        nearest = max(config.n_embd // config.n_head, 1) * config.n_head
         what = f"--n_embd {config.n_embd} is not divisible by --n_head {config.n_head}"
-        raise UserError(f"{what}; every head gets n_embd / n_head channels")
+        raise UserError(f"{what}; every head gets n_embd / n_head channels: give --n_embd {nearest}")
     if config.min_lr > config.max_lr:
         raise UserError(f"--min_lr {config.min_lr} is above --max_lr {config.max_lr}; the schedule ends at min_lr")
     if config.target_loss and not config.eval_interval:
         raise UserError(f"--target_loss {config.target_loss} needs evaluations; give an --eval_interval above 0")
     if config.fp8:
         old = rt.device.type == "cuda" and (not rt.compile or torch.cuda.get_device_capability() < (8, 9))
-        odd = config.n_embd % 16 or config.sequence_length % 16 or config.vocab_size % 16
+        odd = any(size % 16 for size in (config.n_embd, T, config.vocab_size))
         if rt.dtype != torch.bfloat16 or config.compile == "off" or old or odd or config.shard != "none":
             needs = "--dtype bfloat16, --shard none, torch.compile, a GPU of compute capability 8.9 or more"
             sizes = "a --n_embd, --sequence_length and --vocab_size that are multiples of 16"
             raise UserError(f"--fp8 needs {needs}, and {sizes}; this is {rt.description}")
     if rt.shard == "full" and rt.device.type == "cuda" and not config.micro_batch_size:
         raise UserError("--shard full needs a --micro_batch_size: a trial would take the memory of the whole model")
-    unit = config.sequence_length * max(config.micro_batch_size, 1) * rt.world_size
+    micro_batch = max(config.micro_batch_size, 1)
+    unit = T * micro_batch * rt.world_size
     if config.total_batch_size % unit:
         nearest = max(config.total_batch_size // unit, 1) * unit
-        rows = f"micro_batch_size {max(config.micro_batch_size, 1)} x {counted(rt.world_size, 'rank')}"
-        factors = f"{unit} = sequence_length {config.sequence_length} x {rows}"
-        raise UserError(f"--total_batch_size {config.total_batch_size} is not divisible by {factors}; {nearest} is")
+        factors = f"sequence_length {T} x micro_batch_size {micro_batch} x {counted(rt.world_size, 'rank')}"
+        what = f"--total_batch_size {config.total_batch_size} is not divisible by {unit} = {factors}"
+        raise UserError(f"{what}; give {nearest}")
 
 
-def plan(config: Config, shape: GPTConfig, rt: Runtime) -> str:
-    """Describe what a run will do and need, and write nothing. Plans for GPUs unless --device is cpu."""
-    on_cpu, T, tokens = config.device == "cpu", config.sequence_length, config.max_steps * config.total_batch_size
-    itemsize = rt.dtype.itemsize if on_cpu else 4 if config.dtype == "float32" else 2
-    shape = replace(shape, attention=config.attention if on_cpu else "flash")  # not this machine's choice
-    layout = Layout(
-        T, shard=config.shard, optimizer=config.optimizer, itemsize=itemsize, device="cpu" if on_cpu else "cuda",
-        checkpointing=config.activation_checkpointing,
-    )  # fmt: skip
-    lines = [
-        f"model   {n_parameters(shape):,} parameters",
-        f"steps   {config.max_steps:,} of {config.total_batch_size:,} tokens, {tokens:,} in all",
-        f"data    {about_data(config)}",
-        f"disk    {about_disk(config, checkpoint_bytes(shape, layout))}",
-        f"memory  GB on each rank, {config.optimizer}, {8 * itemsize}-bit products, micro-batches of B sequences\n",
-        *memory_table(shape, layout, config.total_batch_size // T, config.micro_batch_size),
-        "\ntime    estimated from data sheets, not measured; without the gradient exchange between ranks\n",
-        *time_table(shape, T, tokens, CARDS, config.price),
-    ]
-    if config.like:
-        lines += ["", about_measured(config.like, token_flops(shape, T), tokens, config.price)]
-    return "\n".join(lines)
-
-
-def about_data(config: Config) -> str:
-    """The training data and its tokenizer, or why they are unusable; of a .txt only the size: tokenizing is slow."""
-    shards = Path(config.data)
-    try:
-        if config.data.endswith(".txt"):
-            return f"{config.data}, {os.path.getsize(shards) / 1e6:,.1f} MB of text"
-        n, vocab = len(TokenStream(find_shards(str(shards), "train"))), len(data_tokenizer(shards, config.tokenizer))
-    except (UserError, OSError) as e:
-        return f"unusable: {explain(e)}"
-    passes = config.max_steps * config.total_batch_size / n
-    return f"{config.data}, {n:,} training tokens, read {passes:.2g} times; a tokenizer of {vocab:,}"
+# ------------------------------------------------------------------------------------------------- before and after
 
 
 def build_model(config: Config, shape: GPTConfig, checkpoint: Path | None) -> GPT:
@@ -392,48 +348,61 @@ def build_model(config: Config, shape: GPTConfig, checkpoint: Path | None) -> GP
     return model
 
 
-def facts_of_run(config: Config, model: GPT, data: Data) -> dict:
-    """What the log's first record holds besides the constants."""
-    return dict(
+def distribute(config: Config, model: GPT, rt: Runtime) -> tuple[Config, GPTWithLoss]:
+    """The model with its loss as the loop calls it: compiled, and in DDP or FSDP on several ranks. A micro_batch_size
+    of 0 becomes the largest that fits."""
+    rt.print(f"{config.out_dir}: {model.num_params():,} parameters on {rt.description}")
+    loss_fn = GPTWithLoss(model)
+    if not rt.mesh:
+        loss_fn = rt.wrap(loss_fn)  # compiled, and in DDP
+    n_sequences = config.total_batch_size // config.sequence_length
+    if not config.micro_batch_size:
+        shape = (config.sequence_length, config.vocab_size)
+        found = find_micro_batch_size(loss_fn, n_sequences // rt.world_size, shape, rt)
+        config = replace(config, micro_batch_size=found)
+    if rt.mesh:  # FSDP, compiled in parts; only now, as the trial needs the unsharded model
+        model.summed_loss = rt.compiled(model.summed_loss)
+        shard(loss_fn, model.transformer.h, rt)
+    ranks = counted(rt.world_size, "rank")
+    rt.print(f"{n_sequences} sequences per step, {config.micro_batch_size} at a time on each of {ranks}")
+    return config, loss_fn
+
+
+def open_run(directory: RunDirectory, config: Config, model: GPT, optimizer: Optimizer, data: Data) -> Run:
+    """Start the run, or continue it with its optimizer and counters. Raises UserError."""
+    shards = data.shards
+    compare = config.max_steps >= 100  # the files with what transformers makes of them; not in a quick test
+    files = ModelFiles(model, shards.tokenizer, directory.rt.is_main, compare)
+    data_fingerprint = dict(tokenizer=shards.tokenizer.fingerprint, data=shards.train.digest())
+    facts = dict(
         parameters=model.num_params(),
         flops_per_token=model.estimate_flops(config.sequence_length),
         uniform_loss=math.log(config.vocab_size),  # of a uniform guess; random weights start slightly above
-        **provenance(*data.origin, config.init_from),
+        **provenance(*shards.origin, config.init_from),
     )
-
-
-def say_what_is_read(config: Config, data: Data, rt: Runtime) -> None:
-    passes = config.max_steps * config.total_batch_size / config.sequence_length / data.train.n_windows
-    rt.print(
-        f"data: {len(data.train.stream):,} training tokens, read {passes:.2g} times; {len(data.val):,} to validate; "
-        f"{config.total_batch_size // config.sequence_length} sequences a step, {config.micro_batch_size} at a time on "
-        f"each of {counted(rt.world_size, 'rank')}"
-    )
+    return Run(directory, config, files, optimizer, data_fingerprint, facts)
 
 
 def print_summary(config: Config, run: Run) -> None:
     if not run.rt.is_main:
         return
-    if val := [r for r in run.log.records if r["kind"] == "val" and None not in (r["loss"], r.get("bpb"))]:
-        print(f"\nvalidation loss {val[-1]['loss']:.4f} nats per token, {val[-1]['bpb']:.4f} bits per byte")
-        print(place_in_band(run.log.records), end="")
-    rate, memory = run.log.median_rate(), run.rt.peak_memory() / 2**30
-    print(f"{run.tokens:,} tokens in {run.step:,} steps, {rate:,.0f} tokens/s, {memory:.2f} GiB at the peak")
+    run.print_results()
     guess = run.facts["uniform_loss"]
-    if not run.log.last_loss() < guess + 1:  # random weights start slightly above a guess
-        rates = f"--max_lr {config.max_lr}" + f" and --muon_lr {config.muon_lr}" * (config.optimizer == "muon")
+    loss = run.log.last_loss()
+    if not loss < guess + 1:  # or nan; random weights start slightly above a guess
+        rates = f"--max_lr {config.max_lr}"
+        if config.optimizer == "muon":
+            rates += f" and --muon_lr {config.muon_lr}"
         print(f"\nthe run diverged: guessing has a loss of {guess:.2f}; {rates} is most likely too high, try a tenth")
     elif run.step < config.max_steps:
         more = run.resume_command("--target_loss", "0")
         print(f"\n--target_loss {config.target_loss} is reached; to continue: {more}")
-    if run.log.last_loss() < guess:
-        newest = f"{config.out_dir}/step_{run.step:06d}"
-        print(
-            "\nNow try:\n"
-            f"  python sample.py {config.out_dir} --num_samples 3    # more text\n"
-            f"  {config.out_dir}/learning_curve.png    # the loss curve\n"
-            f"  python bpe/try_tokenizer.py --tokenizer {newest} --svg tokens.svg    # the tokens that it reads"
-        )
+    if loss < guess:
+        where = shlex.quote(config.out_dir)
+        newest = shlex.quote(f"{config.out_dir}/step_{run.step:06d}")
+        print(f"\nNow try:\n  python sample.py {where} --num_samples 3    # more text")
+        print(f"  {config.out_dir}/learning_curve.png    # the loss curve")
+        print(f"  python bpe/try_tokenizer.py --tokenizer {newest} --svg tokens.svg    # the tokens that it reads")
 
 
 if __name__ == "__main__":

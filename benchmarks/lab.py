@@ -229,6 +229,7 @@ def train(idea: Idea, config: Training, shards: str, device: str) -> dict:
         optimizer.set_lr(learning_rate(step, config))
         hooks["before_step"](step)
         optimizer.step(finite=norm.isfinite())
+        optimizer.zero_grad()
         hooks["after_step"](step)
     hooks["at_end"](step)
     seconds = round(time.perf_counter() - began, 1)

@@ -74,6 +74,7 @@ def own_step(base: GPT, examples: list[Example], dtype: torch.dtype, rt: Runtime
             optimizer.scale(micro_loss).backward()
             loss += micro_loss.detach()
         optimizer.step(finite=optimizer.clip_grad_norm(FINETUNING.grad_clip).isfinite())
+        optimizer.zero_grad()
         return loss.item()
 
     return step

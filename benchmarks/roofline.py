@@ -4,7 +4,7 @@ Each part of the step is bound by the matrix units or by the memory, so its shor
 card's 16-bit peak, or its bytes over the bandwidth. Kernels reach a fraction of that, which is assumed here, close to
 what is reported of an H100. If a part measures longer than its line here, it can be made faster.
 
-The parts and the fractions are in learning/memory.py, also for `train_gpt2.py --dry_run`. Below the sum, the table has
+The parts and the fractions are in pretraining/plan.py, also for `train_gpt2.py --dry_run`. Below the sum, the table has
 what each change that we have not made would save.
 """
 
@@ -15,9 +15,9 @@ import torch
 
 from benchmarks.measure import Common, Size, model_sizes
 from cli import UserError
-from learning.memory import BUSY, REACHED, STEP, step_parts, token_flops
 from machine.runtime import Runtime, peaks
 from model import GPTConfig
+from pretraining.plan import BUSY, REACHED, STEP, step_parts, token_flops
 
 
 @dataclass(frozen=True)

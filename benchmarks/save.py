@@ -95,5 +95,6 @@ def training_step(forward: torch.nn.Module, optimizer, rt: Runtime) -> Callable[
             loss = forward(idx, idx)
         optimizer.scale(loss).backward()
         optimizer.step(finite=optimizer.clip_grad_norm(1.0).isfinite())
+        optimizer.zero_grad()
 
     return step

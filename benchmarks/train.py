@@ -107,6 +107,7 @@ def project_step(fp8: bool, shape: dict, batch_size: int, rt: Runtime) -> tuple[
             total += loss.detach()
         grad_norm = optimizer.clip_grad_norm(config.grad_clip)
         optimizer.step(finite=grad_norm.isfinite())
+        optimizer.zero_grad()
         return total
 
     return step, model.estimate_flops(config.sequence_length)

@@ -12,6 +12,7 @@ import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -19,7 +20,7 @@ from tqdm import tqdm
 from bpe.tokenizer import Tokenizer
 from cli import UserError
 from corpus.sources import documents
-from corpus.stream import TokenStream, ds_metadata, read_manifest
+from corpus.stream import TokenStream, ds_metadata, find_shards, read_manifest
 from files import exclusive_lock, replace_file, sha256, write_atomically
 
 TRAIN_FRACTION = 0.9  # of a text's characters; the rest is the validation split
@@ -79,6 +80,47 @@ def verify(directory: Path, quiet: bool = False) -> str:
     if changed:
         raise UserError(f"shard {changed[0]} is not what was written: its sha256 differs; {remedy}")
     return summary(manifest)
+
+
+# ------------------------------------------------------------------------------------------------- for a training run
+
+
+class Shards(NamedTuple):
+    """What a training run reads: both splits, and the tokenizer that made them."""
+
+    train: TokenStream
+    val: TokenStream
+    tokenizer: Tokenizer
+    origin: tuple[dict, str]  # where the tokens come from, as `origin` says it
+    warnings: list[str]  # what a person should know, and what to do about it
+
+
+def open_shards(data: str, tokenizer: str, vocab_size: int, cache: Path) -> Shards:
+    """Open a directory or glob of shards, or a .txt file, which becomes shards below `cache` first. Raises UserError.
+
+    Under torchrun all ranks call this: one makes the shards of a .txt, and the others wait for its file lock, since a
+    collective would time out.
+    """
+    place = Path(data)
+    if data.endswith(".txt"):
+        place = prepare_text(data, tokenizer, vocab_size, cache)
+    paths = {split: find_shards(str(place), split) for split in ("train", "val")}
+    tok = data_tokenizer(place, tokenizer)
+    padded = -(-len(tok) // 128) * 128  # as the tensor cores like it
+    if len(tok) > vocab_size:
+        raise UserError(f"the tokenizer has {len(tok)} tokens, more than --vocab_size {vocab_size}; give {padded}")
+    train = TokenStream(paths["train"], vocab_size)
+    val = TokenStream(paths["val"], vocab_size)
+    warnings = []
+    if "next" in read_manifest(place if place.is_dir() else place.parent):
+        warnings.append(f"{place} is incomplete; training on what has been written so far")
+    if vocab_size > 2 * padded:
+        unused = 1 - len(tok) / vocab_size
+        warnings.append(f"{unused:.0%} of the {vocab_size:,} embeddings have no token; pass --vocab_size {padded}")
+    if len(val) > len(train) / 8:
+        sizes = f"{len(val):,} tokens to validate, {len(train):,} to train on"
+        warnings.append(f"the shards have {sizes}; move some of the validation shards to training")
+    return Shards(train, val, tok, origin(place), warnings)
 
 
 # ------------------------------------------------------------------------------------------------------- tokenizers

@@ -132,7 +132,7 @@ class Optimizer:
         return norm
 
     def step(self, finite: torch.Tensor) -> None:
-        """Update the parameters and clear the gradients; where `finite`, a bool scalar, is False, nothing changes.
+        """Update the parameters; where `finite`, a bool scalar, is False, nothing changes.
 
         `finite` stays on the device if the optimizer reads it there: a host that waited for its value could not launch
         the next step's work meanwhile. It has to be equal on all ranks.
@@ -144,9 +144,13 @@ class Optimizer:
                 optimizer.step()
             elif finite:
                 optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
         if self.loss_scale:
             self.loss_scale.update(finite)
+
+    def zero_grad(self) -> None:
+        """Free the gradients: the next backward pass would add to them."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict:
         """What a checkpoint needs. Moments are divided over the ranks as their parameters are."""

@@ -22,7 +22,7 @@ from run.checkpoint import (
 from run.records import read_log
 
 FILES = ("config.json", "log.jsonl", "samples.txt", "learning_curve.png")  # besides checkpoints
-OF_A_COMMAND = {"resume", "overwrite", "dry_run", "out_dir", "price", "like", "merge"}  # not of the run
+OF_A_COMMAND = {"resume", "overwrite", "dry_run", "out_dir", "price", "merge"}  # not of the run
 
 
 def with_constants_of_run(config, args: list[str]):

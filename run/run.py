@@ -37,6 +37,7 @@ from run.checkpoint import (
 )
 from run.directory import FILES, OF_A_COMMAND, RunDirectory
 from run.log import RunLog, about_machine
+from run.reference import place_in_band
 from run.spikes import SpikeDetector
 
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
@@ -135,9 +136,6 @@ class Run:
         """
         while self.step < self.max_steps:
             self.step, self.data_step, self._done = self.step + 1, self.data_step + 1, []
-            # Dropout differs in every step and on every rank, and is the same again after an interruption, so a
-            # checkpoint needs no state of random number generators.
-            torch.manual_seed(self.config.seed + self.step * self.rt.world_size + self.rt.rank)
             if not self._launched:  # none is under way: a step's time begins here, after evaluations and saves
                 self._clock = time.perf_counter()
             yield self.step, next(batches)
@@ -227,6 +225,16 @@ class Run:
     def resume_command(self, *words: str) -> str:
         """What a person types to continue this run, on as many ranks as now."""
         return shlex.join([*launcher(), Path(sys.argv[0]).name, "--resume", "--out_dir", str(self.out_dir), *words])
+
+    def print_results(self) -> None:
+        """The last validation losses, their place among reference runs, and the speed; all ranks may call this."""
+        if val := [r for r in self.log.records if r["kind"] == "val" and None not in (r["loss"], r.get("bpb"))]:
+            self.rt.print(f"\nvalidation loss {val[-1]['loss']:.4f} nats per token, {val[-1]['bpb']:.4f} bits per byte")
+            self.rt.print(place_in_band(self.log.records), end="")
+        rate = self.log.median_rate()
+        memory = self.rt.peak_memory() / 2**30
+        taken = f"{self.tokens:,} tokens in {self.step:,} steps"
+        self.rt.print(f"{taken}, {rate:,.0f} tokens/s, {memory:.2f} GiB at the peak")
 
     # ---- reading the figures of finished steps, and reacting to them
 

@@ -162,6 +162,7 @@ def six_steps(way: str, optimizer: str) -> list[float]:
                 loss = forward(idx, targets)
             found.scale(loss).backward()
             found.step(finite=found.clip_grad_norm(1.0).isfinite())
+            found.zero_grad()
             losses.append(loss.item())
         state = snapshot(found.state_dict())
     return losses

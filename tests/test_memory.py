@@ -1,6 +1,5 @@
 """The formula for the memory of training, against every byte that tensors have while a model trains."""
 
-import re
 import weakref
 from types import SimpleNamespace
 
@@ -10,12 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from learning.loss import chunk_size, linear_cross_entropy
-from learning.memory import BUSY, REACHED, Layout, n_parameters, needs, step_parts, token_flops
 from learning.optim import make_optimizer
 from machine.runtime import Runtime, peaks
 from machine.trials import checkpoint_activations
 from model import GPT, GPTConfig
-from tests.helpers import log_of
+from pretraining.plan import BUSY, REACHED, Layout, n_parameters, needs, step_parts, token_flops
 
 
 class LiveBytes(TorchDispatchMode):
@@ -67,6 +65,7 @@ def peak(shape: GPTConfig, layout: Layout, rows: int) -> int:
                 optimizer.scale(loss).backward()
                 del loss
             optimizer.step(finite=optimizer.clip_grad_norm(1.0).isfinite())
+            optimizer.zero_grad()
         return memory.peak
 
 
@@ -158,7 +157,8 @@ def test_more_ranks_that_divide_more_need_less():
 
 def test_a_dry_run_says_what_a_run_does_and_needs_and_leaves_nothing_behind(train, tmp_path):
     result = train(dry_run=True, n_layer=3, max_steps=7, checkpoint_interval=2, data=tmp_path / "missing.txt")
-    assert result.returncode == 0 and not (tmp_path / "run").exists()
+    assert result.returncode == 2 and result.stderr.startswith("error: this run would fail: ")
+    assert not (tmp_path / "run").exists()
     with torch.device("meta"):
         n = GPT(GPTConfig(n_positions=32, vocab_size=384, n_layer=3, n_embd=32, n_head=2)).num_params()
     for figure in (f"{n:,} parameters", f"{7 * 256:,} in all", "4 checkpoints"):
@@ -169,9 +169,8 @@ def test_a_dry_run_says_what_a_run_does_and_needs_and_leaves_nothing_behind(trai
 
 
 def test_a_plan_obeys_what_is_given_and_ends_at_the_batch(train, tmp_path):
-    train(out="run", max_steps=2)
     words = dict(dry_run=True, shard="full", micro_batch_size=2, activation_checkpointing=True, total_batch_size=512)
-    plan = train(**words, like=tmp_path / "run", price=2, max_steps=10**9, checkpoint_interval=1, keep_checkpoints=0)
+    plan = train(**words, price=2, max_steps=10**9, checkpoint_interval=1, keep_checkpoints=0)
     rows = [line.split() for line in plan.stdout.splitlines() if "recomputed" in line or "kept" in line]
     assert [row[:3] for row in rows] == [[str(n), "full" if n > 1 else "none", "recomputed"] for n in (1, 2, 4, 8)]
     assert [row[-1] for row in rows] == ["16", "8", "4", "2"]  # sequences of a step on each rank
@@ -181,9 +180,6 @@ def test_a_plan_obeys_what_is_given_and_ends_at_the_batch(train, tmp_path):
     assert [float(cell.replace(",", "")) for cell in card[3:]] == pytest.approx(
         [seconds / 3600, seconds / 3600 / 8, 2 * seconds / 3600], rel=0.01, abs=0.6
     )
-    rate = float(re.search(r"([\d,]+) tokens/s, ", plan.stdout)[1].replace(",", ""))
-    rates = [r["tokens_per_sec"] for r in log_of(tmp_path / "run", "train")]
-    assert rate == pytest.approx(sum(rates) / 2, rel=0.05)  # the median of two; biases count for 2% of FLOPs here
 
 
 def test_the_estimated_time_of_a_step_on_an_h100():

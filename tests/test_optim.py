@@ -41,6 +41,7 @@ def train(model: GPT, optimizer: LoopOptimizer, steps: range, finite: bool = Tru
             for i, p in enumerate(model.parameters()):
                 p.grad.fill_((math.nan, math.inf, -math.inf)[i % 3])
         optimizer.step(torch.tensor(finite))
+        optimizer.zero_grad()
 
 
 def through_a_file(state: dict) -> dict:
@@ -122,6 +123,7 @@ def test_adamw_steps_as_torch_does():
         optimizer.clip_grad_norm(0.5)
         torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
         optimizer.step(torch.tensor(True))
+        optimizer.zero_grad()
         plain.step()
         plain.zero_grad()
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
@@ -190,6 +192,7 @@ def test_no_operator_of_a_step_waits_for_the_device(name, dtype):
             optimizer.scale(model.loss(idx, idx)).backward()
             norm = optimizer.clip_grad_norm(1.0)
             optimizer.step(norm.isfinite())
+            optimizer.zero_grad()
     assert reads.count == 1
 
 

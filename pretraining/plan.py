@@ -1,0 +1,288 @@
+"""The plan of a run: the memory, disk, time and money that it needs, before a device is rented (`--dry_run`).
+
+`print_plan` prints the page that a person reads; the rest are formulas.
+
+L layers, C channels, H heads, P positions of context, V tokens in the vocabulary; B sequences of T tokens in a
+micro-batch; W ranks; e bytes per number in matrix products, 2 or 4. The parameters are
+
+    N_root = (V + P + 2) C outside the blocks, N_block = 12 C^2 + 13 C in each, N = N_root + L N_block in all
+
+In bytes, in a step of several micro-batches, so that gradients exist when the next one starts:
+
+    --shard      none                       optimizer                          full
+    weights      4 N                        4 N / W, and 4 N gathered          4 N / W, and 4 N_root + 4 times two
+                                                                               blocks gathered: this one and the next
+    copies       of all matrices for the products, 12 L C^2 e, where e is 2
+    gradients    4 N; on several ranks      4 N + 4 N / W: sharded after       4 N / W, and 4 N_root + 4 times two
+                 8 N with DDP's buckets     the last micro-batch               blocks whole
+    optimizer    8 N, less 48 L C^2 with    the same / W                       the same / W
+                 Muon: one moment, not two
+
+    activations  B T C (L (8 + 14 e) + 4 + 3 e). For its backward pass a block keeps of each token: two residuals in
+                 fp32 (8); the inputs of four matrices (1 + 1 + 1 + 4), q, k and v (3), the input of GELU (4). Naive
+                 attention keeps B T L (H T (4 + e) + C e) more, H T 4 of it if e is 4. With
+                 --activation_checkpointing a block keeps its input, 4 B T C, and one at a time recomputes the rest.
+    logits       of the n positions whose logits exist at once (loss.py): 8 n V for a copy in fp32 and its softmax,
+                 beside the sum of the projection's gradients, 4 V C; or their gradients, e n V, and that sum twice;
+                 or, when activations are gone, 12 V C: the gradients of the tied table's two uses, and their sum
+
+The sum is the peak, reached when the backward pass starts. When the optimizer steps, activations are gone; Muon then
+needs six times its largest stack of matrices of one shape. Not counted: dropout masks, the context of the device (0.5
+GB on CUDA), and fragmentation (5% is reserved for it). This is the peak without compilation, which the trial of
+micro-batches measures too; torch.compile needs less.
+
+The time is an estimate, not a measurement, and leaves out what ranks spend on exchanging gradients: see `step_parts`.
+
+This file runs no training and opens no run: it computes without a device, and reads only the sizes of data and disk.
+"""
+
+import os
+import shutil
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+from cli import UserError, counted, explain
+from corpus.shards import data_tokenizer
+from corpus.stream import TokenStream, find_shards
+from learning.loss import chunk_size
+from learning.optim import MOMENTS
+from machine.runtime import Runtime, peaks
+from model import GPTConfig
+
+CARDS = ("B200", "H100", "A100", "L40S", "RTX 4090", "RTX 3090")
+DEVICES = (16, 24, 40, 80, 141)  # GB that GPUs come with
+MICRO_BATCHES = (1, 8, 64)
+RANKS = (1, 2, 4, 8)
+STEP = 2**16  # tokens of the step whose time is estimated: 64 sequences of 1,024
+REACHED = dict(matrix=0.64, attention=0.25, memory=0.92)  # of the peaks, by kernels: near what is reported of an H100
+BUSY = 0.965  # of the time in which a kernel runs at all
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is trained: on how many ranks, what they shard, and in which precision."""
+
+    sequence_length: int = 1024  # tokens of a sequence in a step; the model may have more positions
+    ranks: int = 1
+    shard: str = "none"
+    optimizer: str = "adamw"
+    itemsize: int = 2  # bytes per number in matrix products
+    device: str = "cuda"
+    checkpointing: bool = False
+
+
+def print_plan(config, shape: GPTConfig, rt: Runtime) -> None:
+    """Print what a run will do and need, for GPUs unless --device is cpu. Raises UserError if it would be refused.
+
+    `config` is the resolved Config of train_gpt2.py. Nothing is written.
+    """
+    T = config.sequence_length
+    tokens = config.max_steps * config.total_batch_size
+    if config.device == "cpu":
+        device, itemsize, attention = "cpu", rt.dtype.itemsize, config.attention
+    else:  # what a GPU would choose, not this machine
+        device, itemsize, attention = "cuda", 4 if config.dtype == "float32" else 2, "flash"
+    shape = replace(shape, attention=attention)
+    layout = Layout(
+        sequence_length=T,
+        shard=config.shard,
+        optimizer=config.optimizer,
+        itemsize=itemsize,
+        device=device,
+        checkpointing=config.activation_checkpointing,
+    )
+    data, no_data = about_data(config)
+    disk, no_room = about_disk(config, checkpoint_bytes(shape, layout))
+    lines = [
+        f"model   {n_parameters(shape):,} parameters",
+        f"steps   {config.max_steps:,} of {config.total_batch_size:,} tokens, {tokens:,} in all",
+        f"data    {data}",
+        f"disk    {disk}",
+        f"memory  GB on each rank, {config.optimizer}, {8 * itemsize}-bit products, micro-batches of B sequences\n",
+        *memory_table(shape, layout, config.total_batch_size // T, config.micro_batch_size),
+        "\ntime    estimated from data sheets, not measured; without the gradient exchange between ranks,",
+        f"        evaluations (validation adds {validation_share(config):.1%}) and checkpoints\n",
+        *time_table(shape, T, tokens, config.price),
+    ]
+    rt.print("\n".join(lines))
+    if problem := no_data or no_room:
+        raise UserError(f"this run would fail: {problem}")
+
+
+def about_data(config) -> tuple[str, str]:
+    """The training data and its tokenizer, and why they are unusable or ""; of a .txt only its size is read."""
+    shards = Path(config.data)
+    try:
+        if config.data.endswith(".txt"):
+            megabytes = os.path.getsize(shards) / 1e6
+            return f"{config.data}, {megabytes:,.1f} MB of text", ""
+        n_tokens = len(TokenStream(find_shards(str(shards), "train")))
+        n_vocab = len(data_tokenizer(shards, config.tokenizer))
+    except (UserError, OSError) as e:
+        return f"unusable: {explain(e)}", explain(e)
+    passes = config.max_steps * config.total_batch_size / n_tokens
+    return f"{config.data}, {n_tokens:,} training tokens, read {passes:.2g} times; a tokenizer of {n_vocab:,}", ""
+
+
+def about_disk(config, n_bytes: int) -> tuple[str, str]:
+    """The checkpoints of a run, each of `n_bytes`, with the room where OUT_DIR will be; and what is lacking, or ""."""
+    n_saved = 0
+    if config.checkpoint_interval:
+        n_saved = -(-config.max_steps // config.checkpoint_interval)
+    n_kept = n_saved
+    if config.keep_checkpoints:
+        n_kept = min(n_saved, config.keep_checkpoints + 2)  # and the best one, and the one being written
+    out_dir = Path(config.out_dir).resolve()  # which may be a mount point
+    nearest = next(path for path in (out_dir, *out_dir.parents) if path.exists())
+    free = shutil.disk_usage(nearest).free
+    size = f"{n_bytes / 1e9:.2f} GB" if n_bytes > 1e8 else f"{n_bytes / 1e6:.2f} MB"
+    needed = f"{n_kept * n_bytes / 1e9:.1f} of {free / 1e9:.1f} GB free"
+    about = f"{counted(n_saved, 'checkpoint')} of {size}, {n_kept} at once: {needed}"
+    if n_kept * n_bytes <= free:
+        return about, ""
+    return f"{about}; NOT ENOUGH", f"the checkpoints take {needed}; keep fewer, or choose another --out_dir"
+
+
+def validation_share(config) -> float:
+    """Operations of all validations over those of all steps: a forward pass is a third of a step."""
+    if not (config.eval_interval and config.eval_steps):
+        return 0.0
+    return config.eval_steps / config.eval_interval / 3
+
+
+# ------------------------------------------------------------------------------------------------------------ memory
+
+
+def n_parameters(shape: GPTConfig) -> int:
+    C = shape.n_embd
+    return (shape.vocab_size + shape.n_positions + 2) * C + shape.n_layer * (12 * C**2 + 13 * C)
+
+
+def checkpoint_bytes(shape: GPTConfig, layout: Layout) -> int:
+    return 4 * n_parameters(shape) + state(shape, replace(layout, ranks=1))["optimizer"]
+
+
+def state(shape: GPTConfig, layout: Layout) -> dict[str, int]:
+    """Weights, gradients and optimizer: what does not grow with the micro-batch."""
+    L, C, W = shape.n_layer, shape.n_embd, layout.ranks
+    N = n_parameters(shape)
+    moments = 8 * N - (2 - MOMENTS[layout.optimizer]) * 4 * 12 * L * C**2
+    copies = 0
+    if layout.itemsize < 4:
+        copies = 12 * L * C**2 * layout.itemsize
+    if layout.shard == "none" or W == 1:
+        return dict(weights=4 * N + copies, gradients=4 * N * min(W, 2), optimizer=moments)
+    gathered = N
+    if layout.shard == "full":  # two blocks at a time
+        gathered = N - max(L - 2, 0) * (12 * C**2 + 13 * C)
+    both = 4 * (N // W + gathered)
+    return dict(weights=both + copies, gradients=both, optimizer=moments // W)
+
+
+def needs(shape: GPTConfig, layout: Layout, n_sequences: int) -> dict[str, int]:
+    """Bytes of each rank by kind, for micro-batches of `n_sequences`; their sum is the peak. See the top."""
+    L, C, V = shape.n_layer, shape.n_embd, shape.vocab_size
+    T, e = layout.sequence_length, layout.itemsize
+    a_block = (8 + 14 * e) * C
+    if shape.attention == "naive":
+        a_score = 4 if e == 4 else 4 + e
+        a_block += shape.n_head * T * a_score + C * e
+    blocks = L * a_block
+    if layout.checkpointing:
+        blocks = L * 4 * C + a_block
+    activations = n_sequences * T * (blocks + (4 + 3 * e) * C)
+    n_positions = min(n_sequences * T, chunk_size(n_sequences * T, V, layout.device))
+    logits = max(
+        8 * n_positions * V + 4 * V * C,
+        e * n_positions * V + 8 * V * C,
+        12 * V * C - activations,
+    )
+    if layout.optimizer == "muon":  # one shape's gradients and momenta stacked, the update, and three products
+        stacks = 6 * 4 * 4 * L * C**2
+        logits = max(logits, stacks - activations)
+    return state(shape, layout) | dict(activations=activations, logits=logits)
+
+
+def memory_table(shape: GPTConfig, asked: Layout, batch: int, micro_batch: int) -> list[str]:
+    """Lines: what a rank needs, by number of ranks, --shard and --activation_checkpointing, as far as `asked` leaves
+    them open. `batch` is the sequences of a step, `micro_batch` those at a time, 0 for a choice of sizes."""
+    columns = [micro_batch] if micro_batch else [size for size in MICRO_BATCHES if size <= batch]
+    sizes = "".join(f"{f'B={size}':>9}" for size in columns)
+    devices = "".join(f"{f'{gb} GB':>8}" for gb in DEVICES)
+    lines = [f"ranks  --shard    activations{sizes}    largest B on{devices}"]
+    ways = ("none", "optimizer", "full") if asked.shard == "none" else (asked.shard,)
+    for ranks, way, recomputed in product(RANKS, ways, (False, True)):
+        if (ranks == 1 and way != ways[0]) or recomputed < asked.checkpointing:
+            continue
+        shard = way if ranks > 1 else "none"
+        layout = replace(asked, ranks=ranks, shard=shard, checkpointing=recomputed)
+        possible = [size for size in {*columns, *(2**i for i in range(11))} if size * ranks <= batch]
+        peak = {size: sum(needs(shape, layout, size).values()) for size in possible}
+        line = f"{ranks:>5}  {shard:<11}{'recomputed' if recomputed else 'kept':<11}"
+        for size in columns:
+            cell = f"{peak[size] / 1e9:.2f}" if size in peak else "-"
+            line += f"{cell:>9}"
+        line += " " * 16
+        for gb in DEVICES:
+            fitting = [size for size in peak if peak[size] <= 0.95e9 * gb]
+            line += f"{max(fitting, default='-'):>8}"
+        lines.append(line)
+    return lines
+
+
+# -------------------------------------------------------------------------------------------------------------- time
+
+
+def token_flops(shape: GPTConfig, T: int) -> int:
+    """Operations of a token, forward and backward, as `GPT.estimate_flops` counts them."""
+    return 6 * (n_parameters(shape) - shape.n_positions * shape.n_embd) + 12 * shape.n_layer * shape.n_embd * T
+
+
+def step_parts(shape, T: int) -> dict[str, tuple[str, float]]:
+    """{name: (bound, operations or bytes)} of STEP tokens in one micro-batch: compiled, in bf16 autocast, with AdamW. A
+    number has 2 bytes in bf16, 4 in fp32 (residuals, weights)."""
+    L, C, V, N = shape.n_layer, shape.n_embd, shape.vocab_size, n_parameters(shape)
+    a_block = STEP * L * C  # numbers of one activation as wide as the residual stream, in all blocks
+    sums = -(-STEP // chunk_size(STEP, V, "cuda")) * V * C  # numbers that the chunks of the loss add
+    return {
+        # 2 operations a weight and token forward, 4 backward
+        "products of the blocks": ("matrix", 6 * 12 * a_block * C),
+        "products of the head": ("matrix", 6 * STEP * V * C),
+        # 2 products forward, 5 backward, of T^2 C operations each: half of the square is masked
+        "attention": ("attention", 7 * a_block * T),
+        # twice a block: read residual and branch, write the sum and its norm; backward one more is read
+        "norms and residuals": ("memory", 2 * a_block * (4 + 2 + 4 + 2 + 2 + 4 + 4 + 4 + 2)),
+        # 4 C wide: read, write; backward two are read
+        "GELU": ("memory", 4 * a_block * (2 + 2 + 2 + 2 + 2)),
+        # the outputs of four products, (3 + 1 + 4 + 1) C wide, and inputs and gradients of two norms are read again
+        "gradients of biases and norms": ("memory", a_block * (9 * 2 + 2 * (2 + 4))),
+        "gradients of q, k and v side by side": ("memory", 3 * a_block * (2 + 2)),
+        # read for the sum of exponentials, read again, gradients written
+        "loss": ("memory", STEP * V * (2 + 2 + 2)),
+        # AdamW (4 read, 3 written), the norm, clipping, casts of weights and gradients; embeddings
+        "optimizer, casts, embeddings": ("memory", N * (7 * 4 + 4 + 8 + 6 + 6) + sums * 12 + STEP * C * 24),
+    }
+
+
+def time_table(shape: GPTConfig, T: int, tokens: int, price: float) -> list[str]:
+    """Lines: tokens/s of each card, the hours that `tokens` take, and the cost if an hour of the card costs `price`."""
+    header = f"{'card':<10}{'tokens/s':>10}{'MFU':>8}{'hours on 1':>13}{'on 8':>9}"
+    if price:
+        header += f"   dollars, if an hour of this card costs {price:g}"
+    lines = [header]
+    parts = step_parts(shape, T).values()
+    for card in CARDS:
+        flops, bandwidth = peaks(card)
+        seconds = 0.0
+        for bound, work in parts:
+            peak = bandwidth if bound == "memory" else flops
+            seconds += work / peak / REACHED[bound]
+        rate = STEP * BUSY / seconds
+        hours = tokens / rate / 3600
+        mfu = token_flops(shape, T) * rate / flops
+        line = f"{card:<10}{rate:>10,.0f}{mfu:>8.1%}{hours:>13,.2f}{hours / 8:>9,.2f}"
+        if price:
+            line += f"{hours * price:>11,.0f}"
+        lines.append(line)
+    return lines
