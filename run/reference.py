@@ -11,27 +11,33 @@ import statistics
 from pathlib import Path
 
 from files import read_json
+from run.records import Records, newest_start, of_kind
 
 FILE = Path(__file__).resolve().parent.parent / "docs" / "reference.json"
 
 
-def references(records: list[dict]) -> list[dict]:
+def references(records: Records) -> list[dict]:
     """The entries that fit a run."""
-    run = next((record for record in reversed(records) if record["kind"] == "run"), {})
-    own = (run.get("config") or {}) | (run.get("data") or {})
-    known = read_json(FILE) if FILE.is_file() else []  # somebody may have copied the code alone
-    return [entry for entry in known if all(own.get(key) == value for key, value in entry["of"].items())]
+    if not FILE.is_file():  # somebody may have copied the code alone
+        return []
+    start = newest_start(records)
+    own = (start.get("config") or {}) | (start.get("data") or {})
+    return [entry for entry in read_json(FILE) if entry["of"].items() <= own.items()]
 
 
-def place_in_band(records: list[dict]) -> str:
+def place_in_band(records: Records) -> str:
     """A line that compares the end of a run with the seeds of its recipe, "" if none were measured."""
-    tokens = max((record.get("tokens") or 0 for record in records if record["kind"] == "train"), default=0)
-    last = next((record["loss"] for record in reversed(records) if record["kind"] == "val"), None)
-    for entry in references(records) if last is not None else []:
+    tokens = max((step.get("tokens") or 0 for step in of_kind(records, "train")), default=0)
+    val = of_kind(records, "val")
+    if not val or val[-1]["loss"] is None:
+        return ""
+    loss = val[-1]["loss"]
+    for entry in references(records):
         ends = sorted(losses[-1] for losses in entry["loss"])
         if len(ends) > 2 and tokens == entry["tokens"][-1]:
-            where = "within" if ends[0] <= round(last, 5) <= ends[-1] else "outside"  # the entry is rounded, too
-            distance = (last - statistics.mean(ends)) / statistics.stdev(ends)
-            seeds = f"the range of {entry['name']}, {ends[0]:.4f} to {ends[-1]:.4f}"
+            low, high = ends[0], ends[-1]
+            where = "within" if low <= round(loss, 5) <= high else "outside"  # the entry is rounded, too
+            distance = (loss - statistics.mean(ends)) / statistics.stdev(ends)
+            seeds = f"the range of {entry['name']}, {low:.4f} to {high:.4f}"
             return f"{where} {seeds}, {distance:+.1f} standard deviations from their mean\n"
     return ""
