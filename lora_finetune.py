@@ -22,6 +22,7 @@ import hashlib
 import itertools
 import json
 import math
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -114,65 +115,37 @@ FIXED = ("adapter", "lora_dim", "lora_alpha", "targets", "rslora", "sequence_len
 
 
 def main() -> None:
-    requested = parse_args(Config, description=__doc__)
-    requested = with_constants_of_run(replace(requested, out_dir=requested.out_dir or "out/lora"), sys.argv[1:])
-    validate_config(requested)
+    requested = read_command_line(sys.argv[1:])
     if requested.merge and requested.adapter:
-        write_merged(requested, requested.adapter)
-    else:
-        finetune(requested)
-
-
-def finetune(requested: Config) -> None:
-    """Train with the constants that a person wrote, from start to end."""
-    import_tracker(requested.report_to)  # fail now: a rank that fails later would keep the others waiting
+        return write_merged(requested, requested.adapter)
     rt = Runtime.setup(requested.device, requested.dtype, requested.compile, threads=requested.threads)
     directory = RunDirectory(requested, rt, FIXED)
     data = open_data(requested, load_shape(requested.base), rt)
-    # from here on the constants are fixed, except for a micro_batch_size that has to be found by trial
     config = resolve_config(requested, directory.checkpoint, data, rt)
     base = load_model(config.base, config.dropout, choose_attention("auto", rt, config.sequence_length))
-    identity = dict(base=lora.weights_sha256(base), tokenizer=data.tokenizer.fingerprint, data=data.sha256)
+    data_fingerprint = dict(base=lora.weights_sha256(base), tokenizer=data.tokenizer.fingerprint, data=data.sha256)
     facts = facts_of_run(config, base, data)
-    trainable, fraction = lora.trainable_parameters(base, config.targets, config.lora_dim)
-    rt.print(f"{config.base}: {base.num_params():,} parameters on {rt.description}")
-    rt.print(f"training {trainable:,} of them ({fraction:.3%})")
-
-    model = adapt(base, config, directory.checkpoint)
-    if config.lora_dim and rt.dtype != torch.float32:
-        lora.cast_frozen(model, rt.dtype)
-    if config.activation_checkpointing:
-        checkpoint_activations(model.transformer.h)
-    forward = rt.wrap(GPTWithLoss(model.to(rt.device)), dynamic=True)
-    if not config.micro_batch_size:
-        rows, trained = config.batch_size // rt.world_size, (config.sequence_length, len(data.tokenizer))
-        config = replace(config, micro_batch_size=find_micro_batch_size(forward, rows, trained, rt))
+    model = adapt(base, config, directory.checkpoint, rt).to(rt.device)
+    config, loss_fn = distribute(config, model, data, rt)
     optimizer = make_optimizer(model, config, rt)
-    files = ModelFiles(model, data.tokenizer)
-    if config.lora_dim:
-        files = AdapterFiles(model, config.base, identity["base"])
-    files = ChatFiles(files, data.tokenizer)
-    run = Run(directory, config, files, optimizer, identity, facts)
-    train(config, run, model, forward, optimizer, data)
-    if not rt.is_main:
-        return
-    if config.lora_dim:
-        write, write_card = files.copy(), run.log.card()
-        write_atomically(run.out_dir / "adapter", lambda path: [write(path), write_card(path)])
-    if config.merge:
-        write_merged(config, str(run.out_dir / "adapter"))
-    print_summary(config, run)
+    files = files_of_run(config, model, data, data_fingerprint["base"])
+    run = Run(directory, config, files, optimizer, data_fingerprint, facts)
+    train(config, run, model, loss_fn, optimizer, data)
+    if rt.is_main:
+        write_results(config, run, files)
+        print_summary(config, run)
 
 
 # ------------------------------------------------------------------------------------------------------ the loop
 
 
-def train(config: Config, run: Run, model: GPT, forward: GPTWithLoss, optimizer: Optimizer, data: "Data") -> None:
-    """Optimizer steps until `config.max_steps`. `forward` is the model's loss, perhaps compiled and distributed."""
+def train(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, optimizer: Optimizer, data: "Data") -> None:
+    """Take optimizer steps until `config.max_steps`. `loss_fn(idx, targets, logit_positions, n_targets)` is the model's
+    loss in nats, summed over the targets and divided by `n_targets`; perhaps compiled and distributed."""
     rt = run.rt
     with run, closing(prefetch(micro_batches_from(run.data_step, config, data, rt), rt.device)) as batches:
-        evaluate_if_due(config, run, model, forward, data)  # the base, or evaluations that an interruption skipped
-        for step, batch in run.steps(batches):
+        evaluate_if_due(config, run, model, loss_fn, data)  # the base, or evaluations that an interruption skipped
+        for step, micro_batches in run.steps(batches):
             # ┌──────────────────────────────────── one optimizer step ────────────────────────────────────┐
             # dropout differs in every step and on every rank, and is the same again after an interruption
             torch.manual_seed(config.seed + step * rt.world_size + rt.rank)
@@ -183,12 +156,13 @@ def train(config: Config, run: Run, model: GPT, forward: GPTWithLoss, optimizer:
             # rank, so a row with a long answer counts for more. Each micro-batch's loss is its sum over targets divided
             # by n_targets / world_size. Added up on a rank and averaged over ranks, as DDP does with gradients, that is
             # the sum over all targets divided by n_targets: the loss of the whole batch.
-            n_targets = rt.sum(sum((targets >= 0).sum() for _, targets, _ in batch))
+            n_targets = rt.sum(sum((targets >= 0).sum() for _, targets, _ in micro_batches))
             loss = torch.zeros((), device=rt.device)
-            for i, (idx, targets, places) in enumerate(batch):
-                rt.set_gradient_sync(forward, now=i == len(batch) - 1)
+            for i, (idx, targets, logit_positions) in enumerate(micro_batches):  # (B, T), (n,), (n,)
+                is_last = i == len(micro_batches) - 1
+                rt.set_gradient_sync(loss_fn, is_last)  # the last backward() also averages gradients over the ranks
                 with rt.autocast():
-                    micro_loss = forward(idx, targets, places, n_targets=n_targets / rt.world_size)
+                    micro_loss = loss_fn(idx, targets, logit_positions, n_targets=n_targets / rt.world_size)
                 optimizer.scale(micro_loss).backward()  # adds to the gradients of the earlier micro-batches
                 loss += micro_loss.detach()
 
@@ -203,21 +177,22 @@ def train(config: Config, run: Run, model: GPT, forward: GPTWithLoss, optimizer:
             if run.due(config.checkpoint_interval):  # first, so that it is on the disk before an evaluation can fail
                 run.catch_up()
                 run.save()
-            evaluate_if_due(config, run, model, forward, data)
+            evaluate_if_due(config, run, model, loss_fn, data)
 
 
-def evaluate_if_due(config: Config, run: Run, model: GPT, forward: GPTWithLoss, data: "Data") -> None:
+def evaluate_if_due(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, data: "Data") -> None:
     """The evaluations of this step that the log does not have yet."""
     rt = run.rt
     of_base = run.step == 0 and config.eval_interval > 0
     if data.val and (of_base or run.due(config.eval_interval, "val")):
         run.catch_up()
         inputs = prefetch(iter(cut(data.val, config, rt)), rt.device)
-        run.record("val", **validate(forward, inputs, data.token_bytes, rt))
+        run.record("val", **validate(loss_fn, inputs, data.token_bytes, rt))
     if run.due(config.sample_interval, "sample"):
         run.catch_up()
         if rt.is_main:
-            prompt, seed = prompt_of(config.sample_prompt, data.tokenizer), config.seed + run.step
+            prompt = prompt_of(config.sample_prompt, data.tokenizer)
+            seed = config.seed + run.step
             answers = complete(model, data.tokenizer, [prompt], config.sample_tokens, rt, seed, top_k=50)
             run.record("sample", text=prompt + answers[0])
 
@@ -236,7 +211,8 @@ class Data(NamedTuple):
 
 def open_data(config: Config, shape: GPTConfig, rt: Runtime) -> Data:
     """The rows as examples. Raises UserError."""
-    tokenizer, T = model_tokenizer(config.base), config.sequence_length or shape.n_positions
+    tokenizer = model_tokenizer(config.base)
+    T = config.sequence_length or shape.n_positions
     check_tokenizer(tokenizer, config.base)
     if T > shape.n_positions:
         has = f"{config.base} has a context of {shape.n_positions} tokens, less than --sequence_length {T}"
@@ -244,15 +220,18 @@ def open_data(config: Config, shape: GPTConfig, rt: Runtime) -> Data:
     if rt.world_size > 1:  # so that the other ranks find a hub dataset in the cache
         rt.broadcast_from_main(lambda: len(load_rows(config.data)))
     rows = load_rows(config.data)
-    parts = split_rows(rows, config.val_rows, config.seed)
-    (train_set, counts), (val_set, more) = (encode_rows(part, tokenizer, T) for part in parts)
+    train_rows, val_rows = split_rows(rows, config.val_rows, config.seed)
+    train_set, skipped = encode_rows(train_rows, tokenizer, T)
+    val_set, skipped_val = encode_rows(val_rows, tokenizer, T)
     if not train_set:
         raise UserError(f"{config.data} has {len(rows)} rows, none with an instruction and an answer to train on")
-    counts = {name: n + more[name] for name, n in counts.items()}
-    about = f"data: {len(rows):,} rows: {len(train_set):,} examples to train on, {len(val_set):,} to validate"
-    about += f"; {counts['empty']:,} empty rows skipped" * (counts["empty"] > 0)
-    about += f"; {counts['long']:,} rows longer than {T} tokens read in overlapping windows" * (counts["long"] > 0)
-    rt.print(about)
+    n_empty = skipped["empty"] + skipped_val["empty"]
+    n_long = skipped["long"] + skipped_val["long"]
+    rt.print(f"data: {len(rows):,} rows: {len(train_set):,} examples to train on, {len(val_set):,} to validate")
+    if n_empty:
+        rt.print(f"  {n_empty:,} empty rows skipped")
+    if n_long:
+        rt.print(f"  {n_long:,} rows longer than {T} tokens read in overlapping windows")
     token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(rt.device)
     sha256 = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
     return Data(tokenizer, train_set, val_set, T, sha256, token_bytes)
@@ -273,24 +252,30 @@ def micro_batches_from(data_step: int, config: Config, data: Data, rt: Runtime) 
 # ----------------------------------------------------------------------------------------------------------- constants
 
 
-def validate_config(config: Config) -> None:
-    """Raises UserError for constants that contradict each other, before anything is touched."""
-    if config.batch_size < (ranks := ranks_of_environment()[1]):
-        raise UserError(f"--batch_size {config.batch_size} is less than one example a rank; give {ranks} or more")
+def read_command_line(args: list[str]) -> Config:
+    """The constants as a person wrote them. Raises UserError for those that contradict each other."""
+    config = parse_args(Config, args, description=__doc__)
+    config = with_constants_of_run(replace(config, out_dir=config.out_dir or "out/lora"), args)
+    import_tracker(config.report_to)  # fail now: a rank that fails later would keep the others waiting
+    n_ranks = ranks_of_environment()[1]
+    if config.batch_size < n_ranks:
+        raise UserError(f"--batch_size {config.batch_size} is less than one example per rank; give {n_ranks} or more")
     if not config.lora_dim and (config.adapter or config.merge):
         raise UserError("--lora_dim 0 trains all weights and no adapter; leave out --adapter and --merge")
     if config.max_lr and config.min_lr > config.max_lr:
         raise UserError(f"--min_lr {config.min_lr} is above --max_lr {config.max_lr}; the schedule ends at min_lr")
     if config.merge:
-        out, read = Path(config.merge), (config.base, config.adapter, config.out_dir)
+        out = Path(config.merge)
+        read = [config.base, config.adapter, config.out_dir]
         if out.resolve() in {Path(path).resolve() for path in read if path}:
             raise UserError(f"--merge {out} is one of the directories that it reads; choose another one")
         if out.exists() and not config.overwrite:
             raise UserError(f"--merge {out} already exists; pass --overwrite to rename it, or choose another name")
+    return config
 
 
 def resolve_config(requested: Config, checkpoint: Path | None, data: Data, rt: Runtime) -> Config:
-    """Turn the constants that a person wrote into those of the run, which also follow from base, adapter and rows."""
+    """The constants of the run from those that a person wrote, which also follow from base, adapter and rows."""
     if checkpoint and not (checkpoint / "adapter_config.json").exists():
         adapter = dict(lora_dim=0)
     elif source := checkpoint or requested.adapter:
@@ -298,7 +283,12 @@ def resolve_config(requested: Config, checkpoint: Path | None, data: Data, rt: R
         adapter = dict(lora_dim=found.r, lora_alpha=found.alpha, targets=found.targets, rslora=found.rslora)
     else:
         adapter = dict(lora_dim=requested.lora_dim, lora_alpha=requested.lora_alpha or 2.0 * requested.lora_dim)
-    max_steps = requested.max_steps or max(round(requested.epochs * len(data.train) / requested.batch_size), 1)
+    max_steps = requested.max_steps
+    if not max_steps:
+        max_steps = max(round(requested.epochs * len(data.train) / requested.batch_size), 1)
+    eval_interval = requested.eval_interval
+    if eval_interval < 0:
+        eval_interval = max(max_steps // 10, 1)
     return replace(
         requested,
         **adapter,
@@ -306,7 +296,7 @@ def resolve_config(requested: Config, checkpoint: Path | None, data: Data, rt: R
         sequence_length=data.sequence_length,
         max_steps=max_steps,
         warmup_steps=min(requested.warmup_steps or math.ceil(0.03 * max_steps), max_steps),
-        eval_interval=max(max_steps // 10, 1) if requested.eval_interval < 0 else requested.eval_interval,
+        eval_interval=eval_interval,
         max_lr=requested.max_lr or (1e-3 if adapter["lora_dim"] else 1e-4),
         threads=torch.get_num_threads() if rt.device.type == "cpu" else requested.threads,
     )
@@ -315,15 +305,39 @@ def resolve_config(requested: Config, checkpoint: Path | None, data: Data, rt: R
 # ------------------------------------------------------------------------------------------------------------ the model
 
 
-def adapt(base: GPT, config: Config, checkpoint: Path | None) -> GPT:
+def adapt(base: GPT, config: Config, checkpoint: Path | None, rt: Runtime) -> GPT:
     """The model to train: the base with a new or a loaded adapter, or all weights, of the base or of a checkpoint."""
-    if not config.lora_dim:
-        return load_model(str(checkpoint), config.dropout, base.config.attention) if checkpoint else base
+    trainable, fraction = lora.trainable_parameters(base, config.targets, config.lora_dim)
+    rt.print(f"{config.base}: {base.num_params():,} parameters on {rt.description}")
+    rt.print(f"training {trainable:,} parameters ({fraction:.3%})")
+    if config.lora_dim:
+        model = with_adapter(base, config, checkpoint)
+        if rt.dtype != torch.float32:
+            lora.cast_frozen(model, rt.dtype)
+    else:
+        model = load_model(str(checkpoint), config.dropout, base.config.attention) if checkpoint else base
+    if config.activation_checkpointing:
+        checkpoint_activations(model.transformer.h)
+    return model
+
+
+def with_adapter(base: GPT, config: Config, checkpoint: Path | None) -> GPT:
     if source := checkpoint or config.adapter:
         return lora.load_adapter(base, source, config.lora_dropout)
     torch.manual_seed(config.seed)
     new = LoRAConfig(config.lora_dim, config.lora_alpha, config.lora_dropout, config.targets, config.rslora)
     return lora.add_lora(base, new)
+
+
+def distribute(config: Config, model: GPT, data: Data, rt: Runtime) -> tuple[Config, GPTWithLoss]:
+    """The model with its loss as the loop calls it: compiled, and in DDP on several ranks. A micro_batch_size of 0
+    becomes the largest that fits."""
+    loss_fn = rt.wrap(GPTWithLoss(model), dynamic=True)
+    if not config.micro_batch_size:
+        shape = (config.sequence_length, len(data.tokenizer))
+        found = find_micro_batch_size(loss_fn, config.batch_size // rt.world_size, shape, rt)
+        config = replace(config, micro_batch_size=found)
+    return config, loss_fn
 
 
 def facts_of_run(config: Config, base: GPT, data: Data) -> dict:
@@ -332,11 +346,13 @@ def facts_of_run(config: Config, base: GPT, data: Data) -> dict:
     FLOPs are counted as in `GPT.estimate_flops`, except that blocks run on prompts as well, the head runs on answers
     only, and a frozen weight has no gradient (4 operations instead of 6).
     """
-    c, per_weight = base.config, 4 if config.lora_dim else 6
-    tokens, squares = (sum(len(example.idx) ** power for example in data.train) for power in (1, 2))
-    answers = sum(int((example.targets >= 0).sum()) for example in data.train)
-    blocks = per_weight * sum(p.numel() for p in base.transformer.h.parameters())
-    flops = (blocks * tokens + 12 * c.n_layer * c.n_embd * squares) / answers + per_weight * c.vocab_size * c.n_embd
+    shape = base.config
+    per_weight = 4 if config.lora_dim else 6
+    lengths = [len(example.idx) for example in data.train]
+    n_answers = sum(int((example.targets >= 0).sum()) for example in data.train)
+    blocks = per_weight * sum(p.numel() for p in base.transformer.h.parameters()) * sum(lengths)
+    attention = 12 * shape.n_layer * shape.n_embd * sum(T**2 for T in lengths)
+    flops = (blocks + attention) / n_answers + per_weight * shape.vocab_size * shape.n_embd
     about = dict(source=config.data, examples=len(data.train), validation=len(data.val), sha256=data.sha256)
     origin = card.provenance(about, config.data if on_hub(config.data) else "", config.base)
     return dict(parameters=base.num_params(), flops_per_token=flops) | origin
@@ -356,16 +372,35 @@ class ChatFiles:
         return lambda path: [write(path), save_chat_files(path, self.tokenizer)]
 
 
+def files_of_run(config: Config, model: GPT, data: Data, base_sha256: str) -> ChatFiles:
+    if config.lora_dim:
+        return ChatFiles(AdapterFiles(model, config.base, base_sha256), data.tokenizer)
+    return ChatFiles(ModelFiles(model, data.tokenizer), data.tokenizer)
+
+
+def write_results(config: Config, run: Run, files: ChatFiles) -> None:
+    """OUT_DIR/adapter, and with --merge a plain model."""
+    adapter = run.out_dir / "adapter"
+    if config.lora_dim:
+        write, write_card = files.copy(), run.log.card()
+        write_atomically(adapter, lambda path: [write(path), write_card(path)])
+    if config.merge:
+        write_merged(config, str(adapter))
+
+
 def write_merged(config: Config, adapter: str) -> None:
     """Write base and adapter as one plain model, merged in fp32, and print how much that changes its logits."""
-    out, found, tokenizer = Path(config.merge), lora.find_adapter(adapter), model_tokenizer(config.base)
+    out = Path(config.merge)
+    found = lora.find_adapter(adapter)
+    tokenizer = model_tokenizer(config.base)
     model = lora.load_adapter(load_model(config.base), adapter).eval()
     idx = torch.randint(len(tokenizer), (4, min(64, model.config.n_positions)))
     with torch.no_grad():
         before = model(idx)
         model = lora.remove_lora(lora.merge(model))
         difference = (model(idx) - before).abs().max()
-    records, curve = records_of(config, found), found.parent / "learning_curve.png"
+    records = records_of(config, found)
+    curve = found.parent / "learning_curve.png"
 
     def write(path: Path) -> None:
         save_model(path, model, tokenizer)
@@ -386,15 +421,19 @@ def records_of(config: Config, found: Path) -> list[dict]:
 
 
 def print_summary(config: Config, run: Run) -> None:
-    val = list(run.log.val_losses().values())
-    if val:
-        print(f"\nvalidation loss {val[0]:.4f} before, {val[-1]:.4f} after, {min(val):.4f} at best (nats per token)")
+    losses = list(run.log.val_losses().values())
+    before = losses[0] if losses else math.inf
+    if losses:
+        best = min(losses)
+        print(f"\nvalidation loss {before:.4f} before, {losses[-1]:.4f} after, {best:.4f} at best (nats per token)")
     print(f"{run.log.median_rate():,.0f} answer tokens/s")
-    if not run.log.last_loss() < (val[0] if val else math.inf) + 1:
+    if not run.log.last_loss() < before + 1:
         print(f"\nthe run diverged: --max_lr {config.max_lr} is most likely too high, try a tenth")
         return
-    result = f"{config.base} --adapter {run.out_dir / 'adapter'}" if config.lora_dim else run.out_dir
-    print(f"\nNow try:\n  python sample.py {result} --chat\n  {run.out_dir / 'learning_curve.png'}    # the loss curve")
+    model = shlex.quote(str(run.out_dir))
+    if config.lora_dim:
+        model = f"{shlex.quote(config.base)} --adapter {shlex.quote(str(run.out_dir / 'adapter'))}"
+    print(f"\nNow try:\n  python sample.py {model} --chat\n  {run.out_dir / 'learning_curve.png'}    # the loss curve")
 
 
 if __name__ == "__main__":
