@@ -1,4 +1,4 @@
-"""What every script needs before it does anything: command line, checked constants, one-line errors, atomic writes.
+"""What every script needs before it does anything: the command line, checked constants, one-line errors.
 
 This file imports no torch and knows nothing of models or data; a worker process that imports it stays small.
 """
@@ -55,9 +55,14 @@ def script(main: Callable[[], None]) -> None:
         fail(message)
 
 
-if os.path.dirname(os.path.abspath(sys.argv[0])) == os.path.dirname(os.path.abspath(__file__)):
-    # one of our scripts: Ctrl-C while it imports torch, before it calls `script`, needs no traceback
-    sys.excepthook = lambda kind, *about: kind is KeyboardInterrupt or sys.__excepthook__(kind, *about)
+def hide_interrupts(kind, error, traceback) -> None:
+    """A `sys.excepthook`: Ctrl-C while a script imports torch, before it calls `script`, needs no traceback."""
+    if kind is not KeyboardInterrupt:
+        sys.__excepthook__(kind, error, traceback)
+
+
+if os.path.dirname(os.path.abspath(sys.argv[0])) == os.path.dirname(os.path.abspath(__file__)):  # a script of ours
+    sys.excepthook = hide_interrupts
 
 
 def exit_now() -> None:
@@ -95,7 +100,7 @@ def fail(message: str) -> None:
 
 def counted(n: int, noun: str) -> str:
     """A number with its noun: 1 thread, 2 threads."""
-    return f"{n:,} {noun}{'s' * (n != 1)}"
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
 
 
 # ------------------------------------------------------------------------------------------------------- constants
@@ -125,8 +130,9 @@ def parse_args(config_type, args: list[str] | None = None, default=None, prog: s
     """
     import tyro
 
-    args, prog = sys.argv[1:] if args is None else args, prog or os.path.basename(sys.argv[0])
-    values = {field.name: getattr(default, field.name) if default else field.default for field in fields(config_type)}
+    args = sys.argv[1:] if args is None else args
+    prog = prog or os.path.basename(sys.argv[0])
+    values = {field.name: getattr(default, field.name, field.default) for field in fields(config_type)}
     check_constants(config_type, values)  # a person may have edited them
     if {"-h", "--help"} & set(itertools.takewhile(lambda word: word != "--", args)):
         print(help_text(config_type, values, prog, description or ""))
@@ -146,17 +152,24 @@ def parse_args(config_type, args: list[str] | None = None, default=None, prog: s
 def check_constants(config_type, values: dict) -> None:
     """Raises UserError for a value of the wrong type or out of range."""
     for name, hint in get_type_hints(config_type, include_extras=True).items():
-        value, (kind, *limits) = values.get(name, MISSING), get_args(hint) if get_origin(hint) is Annotated else [hint]
+        kind, *limits = without_annotation(hint)
+        value = values.get(name, MISSING)
         if value is MISSING:
             continue
         if get_origin(kind) is Literal and value not in get_args(kind):
             raise UserError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, get_args(kind)))}")
-        if kind in (int, float, str, bool) and type(value) not in ((int, float) if kind is float else (kind,)):
+        allowed = (int, float) if kind is float else (kind,)
+        if kind in KINDS and type(value) not in allowed:
             raise UserError(f"{name} is {value!r}; it must be {KINDS[kind]}")
         items = value if isinstance(value, tuple) else (value,)
-        for low, high in ((each.low, each.high) for each in limits if isinstance(each, Range)):
-            if not all(low <= item <= high for item in items):
-                raise UserError(f"--{name} must be in [{low:,g}, {high:,g}], not {value}")
+        for limit in limits:
+            if isinstance(limit, Range) and not all(limit.low <= item <= limit.high for item in items):
+                raise UserError(f"--{name} must be in [{limit.low:,g}, {limit.high:,g}], not {value}")
+
+
+def without_annotation(hint) -> list:
+    """[type, *annotations] of a field's hint."""
+    return list(get_args(hint)) if get_origin(hint) is Annotated else [hint]
 
 
 KINDS = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "True or False"}
@@ -165,7 +178,9 @@ KINDS = {int: "a whole number", float: "a number", str: "a text in quotes", bool
 def help_text(config_type, values: dict, prog: str, description: str) -> str:
     """The constants under the headings that they have in the source, each with its comment and its default."""
     width = min(shutil.get_terminal_size().columns, 120)
-    hints, lines, usage = get_type_hints(config_type, include_extras=True), [], [f"usage: {prog}"]
+    hints = get_type_hints(config_type, include_extras=True)
+    lines = []
+    usage = [f"usage: {prog}"]
     sources = map(inspect.getsource, reversed(config_type.__mro__[:-1]))  # of `object` there is none
     for line in "".join(sources).splitlines():
         if heading := re.fullmatch(r"    # (.+)", line):
@@ -175,8 +190,8 @@ def help_text(config_type, values: dict, prog: str, description: str) -> str:
             option, default = as_option(field[1], hints[field[1]], values[field[1]])
             if not option.startswith("-"):
                 usage.append(option if values[field[1]] is MISSING else f"[{option}]")
-            first = f"  {option:<22}  "
-            lines += textwrap.wrap((field[2] or "") + default, width, initial_indent=first, subsequent_indent=" " * 26)
+            comment = (field[2] or "") + default
+            lines += textwrap.wrap(comment, width, initial_indent=f"  {option:<22}  ", subsequent_indent=" " * 26)
     usage = textwrap.fill(" ".join([*usage, "[options]; --two_words may also be written --two-words"]), width)
     # indented lines stay as they are
     about = [part if "\n " in f"\n{part}" else textwrap.fill(part, width) for part in description.strip().split("\n\n")]
@@ -185,22 +200,32 @@ def help_text(config_type, values: dict, prog: str, description: str) -> str:
 
 def as_option(name: str, hint, default) -> tuple[str, str]:
     """A constant as the command line has it, such as --max_steps INT, and its default in brackets."""
-    kind, *more = get_args(hint) if get_origin(hint) is Annotated else [hint]
+    kind, *more = without_annotation(hint)
     if any("Positional" in repr(one) for one in more):  # tyro's mark
-        return next((one.metavar for one in more if getattr(one, "metavar", None)), name.upper()), ""
+        shown = [one.metavar for one in more if getattr(one, "metavar", None)]
+        return (shown or [name.upper()])[0], ""
     if kind is bool:
         return (f"--no_{name}", " [on]") if default else (f"--{name}", "")
     values = {int: "INT", float: "FLOAT", str: "TEXT"}.get(kind, "TEXT ...")
     if get_origin(kind) is Literal:
         values = "{" + ",".join(get_args(kind)) + "}"
-    default = " ".join(map(str, default)) if isinstance(default, tuple) else default
-    return f"--{name} {values}", f" [{default}]" if default not in ("", MISSING) else ""
+    if isinstance(default, tuple):
+        default = " ".join(map(str, default))
+    return f"--{name} {values}", "" if default in ("", MISSING) else f" [{default}]"
 
 
 def first_sentence(box: str) -> str:
     """The message of tyro's error box, without the frame, plus the option that it thinks was meant."""
-    lines = [line.strip("│ ").strip() for line in box.splitlines() if not line.startswith(("╭", "╰"))]
-    rules = [i for i, line in enumerate(lines) if set(line) == {"─"}] or [len(lines)]
-    message = " ".join(lines[: rules[0]]).removesuffix(" .").rstrip(".")
-    meant = re.search(r"Perhaps you meant:\s+(--[\w-]+)", " ".join(lines))
-    return f"{message}; {'did you mean ' + meant[1] + '?' if meant else 'see --help'}"
+    sections = [[]]
+    for line in box.splitlines():
+        line = line.strip("│ ")
+        if line and set(line) <= set("─-"):
+            sections.append([])
+        elif line and line[0] not in "╭╰":
+            sections[-1].append(line)
+    if "╭" not in box:  # where stdout is ASCII, the title is no part of the frame
+        del sections[0]
+    message = " ".join(sections[0]).removesuffix(" .").rstrip(".")
+    meant = re.search(r"Perhaps you meant:[\s│]+(--[\w-]+)", box)
+    hint = f"did you mean {meant[1]}?" if meant else "see --help"
+    return f"{message}; {hint}"

@@ -14,6 +14,7 @@ import sample
 import train_gpt2
 from cli import UserError, parse_args
 from files import exclusive_lock, replace_file, write_atomically
+from tests.helpers import environment, run_script
 
 
 @pytest.mark.parametrize(
@@ -107,3 +108,9 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, code, words
         with exclusive_lock(tmp_path / "lock", str(tmp_path), seconds=0.2):
             pass
     assert words in cli.explain(e.value) and str(tmp_path) in cli.explain(e.value)
+
+
+def test_a_terminal_without_utf8_gets_the_same_line():
+    run = lambda code: run_script("plot.py", "--x", "hours", env=environment(PYTHONIOENCODING=code))  # noqa: E731
+    errors = [run(code).stderr for code in ("utf-8", "ascii")]
+    assert errors[0] == errors[1] and errors[0].startswith("error: ") and "hours" in errors[0]
