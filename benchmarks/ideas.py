@@ -100,7 +100,7 @@ SPEEDRUN = {
     "AdamW instead of Muon": Idea(UNDO, dict(optimizer="adamw")),
     "decay over half the steps": Idea(UNDO, dict(decay_fraction=0.5)),
     "Muon at 0.01": Idea(UNDO, dict(muon_lr=0.01)),
-    "Q, K and V as one matrix": Idea(UNDO, {}, groups, dict(of="muon", parts=1)),
+    "Q, K and V as one matrix": Idea(UNDO, {}, groups, dict(of="muon", n_stacked=1)),
     "momentum 0.9": Idea(UNDO, {}, groups, dict(of="muon", momentum=0.9)),
     "rows normalized": Idea("MuonEq-R: slowrun, nanochat", {}, row_norms),
 }

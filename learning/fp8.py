@@ -42,8 +42,9 @@ def by_dlogits(dlogits, other):
     `other` is row-major in both, so it is copied; the transposed dlogits too.
     """
     scale = torch.full((), DLOGITS_SCALE, device=dlogits.device)
+    dlogits = (dlogits / DLOGITS_SCALE).to(torch.float8_e5m2)
     other, other_scale = to_float8(other, torch.float8_e4m3fn)
-    return multiply((dlogits / DLOGITS_SCALE).to(torch.float8_e5m2), other, scale, other_scale)
+    return multiply(dlogits, other, scale, other_scale)
 
 
 FP8_MATMULS = (by_weights, by_dlogits)
@@ -52,8 +53,10 @@ FP8_MATMULS = (by_weights, by_dlogits)
 def to_float8(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """x in FP8, and the fp32 scalar that brings it back."""
     largest = torch.finfo(dtype).max
-    scale = x.abs().max().float().clamp(min=1e-12) / largest  # a tensor of zeros would divide by zero
-    return (x.float() / scale).clamp(-largest, largest).to(dtype), scale  # rounded division may exceed the format
+    absmax = x.abs().max().float().clamp(min=1e-12)  # a tensor of zeros would divide by zero
+    scale = absmax / largest
+    x = (x.float() / scale).clamp(-largest, largest)  # rounded division may exceed the format
+    return x.to(dtype), scale
 
 
 def multiply(a, b, a_scale, b_scale, fast: bool = False) -> torch.Tensor:
@@ -62,6 +65,12 @@ def multiply(a, b, a_scale, b_scale, fast: bool = False) -> torch.Tensor:
     `fast` keeps the running sum in the tensor core's registers, which on Hopper have 14 bits. That is good enough for
     activations; sums of gradients continue in fp32.
     """
-    a, b = a.contiguous(), b.T.contiguous().T  # row-major, column-major; no copy if they are so already
     # public as torch.nn.functional.scaled_mm only in newer versions of PyTorch
-    return torch._scaled_mm(a, b, scale_a=a_scale, scale_b=b_scale, out_dtype=torch.bfloat16, use_fast_accum=fast)
+    return torch._scaled_mm(
+        a.contiguous(),  # row-major; no copy if it is so already
+        b.T.contiguous().T,  # column-major
+        scale_a=a_scale,
+        scale_b=b_scale,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=fast,
+    )

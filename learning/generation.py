@@ -25,20 +25,27 @@ from torch.nn.utils.rnn import pad_sequence
 
 @torch.no_grad()
 def generate(
-    model, prompts: list[list[int]], max_new_tokens: int, *, stop_token: int | None = None,
-    n_tokens: int | None = None, generator: torch.Generator | None = None, **sampling,
-) -> Iterator[list[int]]:  # fmt: skip
+    model,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    *,
+    stop_token: int | None = None,
+    n_tokens: int | None = None,
+    generator: torch.Generator | None = None,
+    **sampling,
+) -> Iterator[list[int]]:
     """Continue several prompts, of any lengths, at once; yields the next token id of every row, step by step.
 
     `sampling` is what `sample_tokens` takes: temperature, top_k, top_p. A row that has produced `stop_token` keeps
     yielding it; the generator ends when all have. Ids from `n_tokens` on, the padding of the vocabulary, are never
     chosen. Raises ValueError for an empty prompt.
     """
-    if not prompts or not all(len(p) for p in prompts):
+    if not prompts or not all(len(prompt) for prompt in prompts):
         raise ValueError("a prompt needs at least one token")
-    rows, ended = [list(p) for p in prompts], [False] * len(prompts)
-    longest = min(model.config.n_positions, max(map(len, rows)) + max_new_tokens)
-    cache = KVCache(model, len(rows), longest)
+    rows = [list(prompt) for prompt in prompts]
+    ended = [False] * len(rows)
+    longest = max(map(len, rows)) + max_new_tokens
+    cache = KVCache(model, len(rows), min(longest, model.config.n_positions))
     training = model.training
     model.eval()
     try:
@@ -61,7 +68,8 @@ def next_logits(model, rows: list[list[int]], cache: "KVCache") -> torch.Tensor:
     """Logits (B, V) of the token after each row, in the dtype of the weights or of autocast, returned in fp32."""
     device = model.lm_head.weight.device
     if max(map(len, rows)) > cache.capacity:  # recompute
-        rows, cache = [row[-model.config.n_positions :] for row in rows], None
+        rows = [row[-model.config.n_positions :] for row in rows]
+        cache = None
     elif not cache.is_empty:  # decode
         idx = torch.tensor([row[-1:] for row in rows], device=device)  # (B, 1)
         x = model.hidden(idx, cache.lengths[:, None], cache.mask(), cache)  # (B, 1, C)
@@ -72,8 +80,10 @@ def next_logits(model, rows: list[list[int]], cache: "KVCache") -> torch.Tensor:
     lengths = torch.tensor([len(row) for row in rows], device=device)
     x = model.hidden(idx, cache=cache)  # (B, T, C)
     if cache is not None:
-        cache.lengths, cache.is_empty = lengths, False
-    last = x[torch.arange(len(rows), device=device), lengths - 1]  # (B, C)
+        cache.lengths = lengths
+        cache.is_empty = False
+    batch = torch.arange(len(rows), device=device)
+    last = x[batch, lengths - 1]  # (B, C)
     return model.lm_head(last).float()
 
 
@@ -84,13 +94,18 @@ class KVCache:
     """
 
     def __init__(self, model, batch_size: int, capacity: int):
-        config, weight = model.config, model.lm_head.weight
-        autocast = torch.is_autocast_enabled(weight.device.type)
-        dtype = torch.get_autocast_dtype(weight.device.type) if autocast else weight.dtype
+        config = model.config
+        weight = model.lm_head.weight
+        device = weight.device
+        dtype = weight.dtype
+        if torch.is_autocast_enabled(device.type):
+            dtype = torch.get_autocast_dtype(device.type)
         shape = (config.n_layer, batch_size, config.n_head, capacity, config.n_embd // config.n_head)
-        self.k, self.v = (torch.zeros(shape, device=weight.device, dtype=dtype) for _ in range(2))
-        self.lengths = torch.zeros(batch_size, dtype=torch.long, device=weight.device)
-        self.capacity, self.is_empty = capacity, True
+        self.k = torch.zeros(shape, device=device, dtype=dtype)
+        self.v = torch.zeros(shape, device=device, dtype=dtype)
+        self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
+        self.capacity = capacity
+        self.is_empty = True
 
     def update(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Store k, v (B, H, T, D), and return what their queries attend to.
@@ -98,17 +113,21 @@ class KVCache:
         An empty cache takes whole prompts, which start at position 0 and attend to themselves. Later it takes one token
         per row, stored at the row's own position, which attends to all of (B, H, capacity, D) under `mask`.
         """
+        B, _, T, _ = k.shape
         if self.is_empty:
-            self.k[layer][:, :, : k.size(2)], self.v[layer][:, :, : v.size(2)] = k, v
+            self.k[layer][:, :, :T] = k
+            self.v[layer][:, :, :T] = v
             return k, v
-        rows = torch.arange(k.size(0), device=k.device)  # (B,)
-        self.k[layer][rows, :, self.lengths] = k[:, :, 0]
-        self.v[layer][rows, :, self.lengths] = v[:, :, 0]
+        batch = torch.arange(B, device=k.device)
+        self.k[layer][batch, :, self.lengths] = k[:, :, 0]
+        self.v[layer][batch, :, self.lengths] = v[:, :, 0]
         return self.k[layer], self.v[layer]
 
     def mask(self) -> torch.Tensor:
         """(B, 1, 1, capacity) bool: each row's own past, and the token that is being decoded."""
-        return (torch.arange(self.capacity, device=self.lengths.device) <= self.lengths[:, None])[:, None, None]
+        positions = torch.arange(self.capacity, device=self.lengths.device)
+        visible = positions <= self.lengths[:, None]  # (B, capacity)
+        return visible[:, None, None]
 
 
 def sample_tokens(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
@@ -122,7 +141,10 @@ def sample_tokens(logits, temperature=1.0, top_k=None, top_p=None, generator=Non
         logits = logits.masked_fill(logits < kth, float("-inf"))
     if top_p is not None and top_p < 1:
         probs, order = F.softmax(logits, dim=-1).sort(dim=-1, descending=True)  # (B, V)
-        outside = probs.cumsum(dim=-1) - probs >= top_p  # the ids before it already have enough
+        before = probs.cumsum(dim=-1) - probs  # the probability of all likelier ids
+        outside = before >= top_p  # they are enough already
         outside[:, 0] = False  # the likeliest stays, whatever top_p
-        logits = logits.masked_fill(outside.scatter(-1, order, outside), float("-inf"))
-    return torch.multinomial(F.softmax(logits, dim=-1), 1, generator=generator)[:, 0]
+        outside = outside.scatter(-1, order, outside)  # from the sorted order back to that of the ids
+        logits = logits.masked_fill(outside, float("-inf"))
+    probs = F.softmax(logits, dim=-1)
+    return torch.multinomial(probs, 1, generator=generator)[:, 0]

@@ -21,6 +21,7 @@ import torch
 from torch.nn import functional as F
 
 LOGITS = {"cpu": 2**19, "cuda": 2**29}  # alive at once, at most: what caches hold; 2 GB in fp32
+TILE = 256  # a chunk is a multiple of this: tensor cores multiply whole tiles
 
 
 def plain_cross_entropy(x, weight, targets) -> torch.Tensor:
@@ -29,10 +30,10 @@ def plain_cross_entropy(x, weight, targets) -> torch.Tensor:
     return F.cross_entropy(logits, targets.where(targets >= 0, -100), ignore_index=-100, reduction="sum")
 
 
-def linear_cross_entropy(x, weight, targets, products=None) -> torch.Tensor:
+def linear_cross_entropy(x, weight, targets, matmuls=None) -> torch.Tensor:
     """Summed cross-entropy, an fp32 scalar in nats, of x (N, C) @ weight (V, C).T against targets (N,) int64.
 
-    Negative targets are not scored. Products are in autocast's dtype; `products` replaces them by two functions, for
+    Negative targets are not scored. Products are in autocast's dtype; `matmuls` replaces torch.mm by two functions, for
     the logits and for the gradients (see fp8.py). The gradient of `weight` has its own dtype.
     """
     device = x.device.type
@@ -41,31 +42,40 @@ def linear_cross_entropy(x, weight, targets, products=None) -> torch.Tensor:
     chunk = chunk_size(len(x), len(weight), device)
     with torch.autocast(device, enabled=False):
         # grad mode is always off inside a Function, so it is passed in
-        return LinearCrossEntropy.apply(x, weight, targets, chunk, torch.is_grad_enabled(), products)
+        return LinearCrossEntropy.apply(x, weight, targets, chunk, torch.is_grad_enabled(), matmuls)
 
 
 def chunk_size(n_positions: int, vocab_size: int, device: str) -> int:
     """Positions whose logits are alive at once: whole tiles of the tensor cores. Chunks are as few as LOGITS allows,
     since each adds a gradient of the size of `weight` to the sum, and about equally large."""
-    most = max(LOGITS.get(device, 2**25) // vocab_size // 256 * 256, 256)
-    n_chunks = -(-n_positions // most)
-    return -(-n_positions // (n_chunks * 256)) * 256 if n_chunks > 1 else most
+    most = LOGITS.get(device, 2**25) // vocab_size // TILE
+    most = max(most, 1)
+    n_tiles = -(-n_positions // TILE)  # rounded up
+    n_chunks = -(-n_tiles // most)
+    if n_chunks > 1:
+        most = -(-n_tiles // n_chunks)
+    return most * TILE
 
 
 class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, targets, chunk: int, need_grad: bool, products=None):
-        to_logits, to_gradient = products or (torch.mm, torch.mm)
+    def forward(ctx, x, weight, targets, chunk: int, need_grad: bool, matmuls=None):
+        to_logits, to_gradient = matmuls or (torch.mm, torch.mm)
         w = weight.to(x.dtype)  # cast here, so that the gradient's sum over chunks is not rounded to 16 bits
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
         dtype = torch.promote_types(x.dtype, loss.dtype)  # of the softmax
-        grad_x, grad_w = [], torch.zeros_like(weight) if need_grad and ctx.needs_input_grad[1] else None
+        grad_x = []
+        grad_w = None
+        if need_grad and ctx.needs_input_grad[1]:
+            grad_w = torch.zeros_like(weight)
         for xc, tc in zip(x.split(chunk), targets.split(chunk), strict=True):
-            # (chunk, 1) each: an unscored target looks up token 0, and `valid` masks the result
-            valid, safe = (tc >= 0)[:, None], tc.clamp(min=0)[:, None]
+            tc = tc[:, None]  # (chunk, 1)
+            valid = tc >= 0
+            safe = tc.clamp(min=0)  # an unscored target looks up token 0, and `valid` masks the result
             # no name for the 16-bit logits, so that they are freed before the softmax
             log_probs = F.log_softmax(to_logits(xc, w.T).to(dtype), dim=-1)  # (chunk, V)
-            loss = loss - torch.where(valid, log_probs.gather(1, safe), 0.0).sum()
+            log_likelihoods = log_probs.gather(1, safe)
+            loss = loss - torch.where(valid, log_likelihoods, 0.0).sum()
             if not need_grad:
                 continue
             dlogits = softmax_minus_one_hot(log_probs, safe).to(x.dtype)  # (chunk, V)
@@ -82,24 +92,31 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_loss):
         # scaled only here, by 1 / n_targets and the loss scale together: the first alone would underflow in fp16
         grad_x, grad_w = ctx.saved_tensors
-        grad_w = None if grad_w is None else grad_w * grad_loss
-        return grad_x * grad_loss, grad_w, None, None, None, None
+        grad_x = grad_x * grad_loss
+        if grad_w is not None:
+            grad_w = grad_w * grad_loss
+        return grad_x, grad_w, None, None, None, None
 
 
-def accumulate_matmul(total, a, b, product=torch.mm) -> torch.Tensor:
+def accumulate_matmul(total, a, b, matmul=torch.mm) -> torch.Tensor:
     """total (V, C) + a (V, N) @ b (N, C), added up in the dtype of `total`, which it may overwrite: over thousands of
     positions, and before any loss scale, a sum in fp16 would pass 65,504."""
-    if product is torch.mm and a.device.type == "cuda" and a.dtype != total.dtype:
+    if matmul is torch.mm and a.device.type == "cuda" and a.dtype != total.dtype:
         # tensor cores add up in fp32 anyway; addmm would save a pass, but torch.compile cannot lower its out_dtype
         return total.add_(torch.mm(a, b, out_dtype=total.dtype))
     if a.dtype == torch.float16:  # on a CPU, where speed does not count
-        a, b = a.float(), b.float()
-    return total.addmm_(a, b) if a.dtype == total.dtype else total.add_(product(a, b))
+        a = a.float()
+        b = b.float()
+    if a.dtype == total.dtype:
+        return total.addmm_(a, b)
+    return total.add_(matmul(a, b))
 
 
 def softmax_minus_one_hot(log_probs, targets):
     """exp(log_probs) (N, V), less 1 at `targets` (N, 1); may overwrite log_probs. Passes over (N, V) are what costs."""
     if torch.compiler.is_compiling():  # a comparison fuses with its neighbours into one pass, a scatter does not
         tokens = torch.arange(log_probs.size(1), device=targets.device)  # (V,)
-        return log_probs.exp() - (tokens == targets).to(log_probs.dtype)
-    return log_probs.exp_().scatter_add_(1, targets, torch.full_like(targets, -1, dtype=log_probs.dtype))
+        one_hot = tokens == targets
+        return log_probs.exp() - one_hot.to(log_probs.dtype)
+    minus_one = torch.full_like(targets, -1, dtype=log_probs.dtype)
+    return log_probs.exp_().scatter_add_(1, targets, minus_one)

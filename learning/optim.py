@@ -1,8 +1,8 @@
 """Optimizers as the training loop sees them: schedules, AdamW, Muon, and a step that can be skipped.
 
 This file knows nothing of the model but the names and shapes of its parameters, and nothing of data or run directories.
-Where ranks shard a model, its parameters are DTensors (machine/sharding.py): `local` is the part that this rank
-updates.
+Where ranks shard a model, its parameters are DTensors, which know their ranks themselves: `local`, `all_gather` and
+`sharded_as` ask them, and leave every other tensor as it is.
 
 The schedules, with warmup_steps W and max_steps S. Cosine (Loshchilov and Hutter 2017) has to know S from the start;
 wsd (warmup, stable, decay; Hu et al. 2024, section 4) can continue from any checkpoint of its plateau to a later end:
@@ -18,43 +18,50 @@ from collections import defaultdict
 
 import torch
 
+from learning.machine import Machine
+
 
 def learning_rate(step: int, config) -> float:
     """The learning rate of step 1 .. max_steps.
 
-    Reads max_steps, warmup_steps, max_lr, min_lr, lr_schedule and decay_fraction of `config`.
+    Reads max_steps, warmup_steps, max_lr, min_lr, lr_schedule and decay_fraction of `config`. Raises ValueError for an
+    unknown schedule.
     """
     if step <= config.warmup_steps:  # AdamW's moments still average only a few gradients: mostly noise
         return config.max_lr * step / config.warmup_steps
-    progress = (step - config.warmup_steps) / max(config.max_steps - config.warmup_steps, 1)  # 0 .. 1
+    n_steps = max(config.max_steps - config.warmup_steps, 1)
+    progress = (step - config.warmup_steps) / n_steps  # 0 .. 1
     if config.lr_schedule == "cosine":
         height = 0.5 * (1 + math.cos(math.pi * progress))
-    else:
+    elif config.lr_schedule == "wsd":
         height = min(1.0, (1 - progress) / config.decay_fraction)
+    else:
+        raise ValueError(f"unknown lr_schedule {config.lr_schedule!r}")
     return config.min_lr + height * (config.max_lr - config.min_lr)
 
 
 # ------------------------------------------------------------------------------------------------- what gets which
 
 
-def make_optimizer(model, config, rt) -> "Optimizer":
+def make_optimizer(model, config, rt: Machine) -> "Optimizer":
     """The optimizer of a training run over the trainable parameters of `model`.
 
     Reads optimizer (adamw if it has none), max_lr, muon_lr, weight_decay, beta1, beta2 and eps of `config`. Shard the
     model before this. To add an optimizer, add it here and to MOMENTS.
     """
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    # Muon is for matrices that map one hidden space into another. In `wpe` each row is on its own, and `wte` is both
-    # table and classifier: for embeddings and heads AdamW was found better (Jordan 2024)
-    muon = getattr(config, "optimizer", "adamw") == "muon"
-    hidden = [n for n, p in params.items() if muon and ".h." in n and p.dim() == 2]
-    rest = {n: p for n, p in params.items() if n not in hidden}
-    optimizers: list = [adamw(decay_groups(rest.values(), config.weight_decay), config)]
-    if hidden:
+    matrices = {}
+    if getattr(config, "optimizer", "adamw") == "muon":
+        # Muon is for matrices that map one hidden space into another. In `wpe` each row is on its own, and `wte` is
+        # both table and classifier: for embeddings and heads AdamW was found better (Jordan 2024)
+        matrices = {name: p for name, p in params.items() if ".h." in name and p.dim() == 2}
+    rest = [p for name, p in params.items() if name not in matrices]
+    optimizers: list = [adamw(decay_groups(rest, config.weight_decay), config)]
+    if matrices:
         # c_attn holds Q, K and V: orthogonalized as one matrix, the largest gradient of the three would get most of it
-        fused = [n for n in hidden if n.endswith("c_attn.weight")]
-        groups = [dict(params=[params[n] for n in hidden if n not in fused])]
-        groups += [dict(params=[params[n] for n in fused], parts=3)] if fused else []
+        stacked = [p for name, p in matrices.items() if name.endswith("c_attn.weight")]
+        single = [p for name, p in matrices.items() if not name.endswith("c_attn.weight")]
+        groups = [dict(params=single), dict(params=stacked, n_stacked=3)]
         optimizers.append(Muon(groups, config.muon_lr, config.weight_decay, dtype=rt.dtype, compile=rt.compile))
     return Optimizer(optimizers, config.max_lr, rt)
 
@@ -71,10 +78,9 @@ def decay_groups(params, weight_decay: float) -> list[dict]:
     and a gain that decays towards 0 shrinks the input of the next layer.
     """
     params = list(params)
-    return [
-        dict(params=[p for p in params if p.dim() >= 2], weight_decay=weight_decay),
-        dict(params=[p for p in params if p.dim() < 2], weight_decay=0.0),
-    ]
+    decayed = [p for p in params if p.dim() >= 2]
+    others = [p for p in params if p.dim() < 2]
+    return [dict(params=decayed, weight_decay=weight_decay), dict(params=others, weight_decay=0.0)]
 
 
 def adamw(groups: list[dict], config) -> torch.optim.AdamW:
@@ -85,7 +91,8 @@ def adamw(groups: list[dict], config) -> torch.optim.AdamW:
     default of 0.999 remembers 1000, and is slow to notice that gradients have grown. `fused` updates all tensors in one
     kernel instead of a dozen operations each.
     """
-    return torch.optim.AdamW(groups, lr=config.max_lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+    betas = (config.beta1, config.beta2)
+    return torch.optim.AdamW(groups, lr=config.max_lr, betas=betas, eps=config.eps, fused=True)
 
 
 # ------------------------------------------------------------------------------------------- what the loop sees
@@ -98,8 +105,10 @@ class Optimizer:
     too, at the price of a host that waits for the device in every step. A group's initial learning rate is its peak.
     """
 
-    def __init__(self, optimizers: list[torch.optim.Optimizer], max_lr: float, rt):
-        self.optimizers, self.max_lr, self.rt = optimizers, max_lr, rt
+    def __init__(self, optimizers: list[torch.optim.Optimizer], max_lr: float, rt: Machine):
+        self.optimizers = optimizers
+        self.max_lr = max_lr
+        self.rt = rt
         self.loss_scale = LossScale(rt.device) if rt.dtype == torch.float16 else None
         for group in self.param_groups():
             group.setdefault("initial_lr", group["lr"])
@@ -121,14 +130,15 @@ class Optimizer:
         2013); 0 only measures. Returns the norm before, a scalar on the device."""
         params = [p for group in self.param_groups() for p in group["params"]]
         grads = [p.grad for p in params if p.grad is not None]
-        mine = [local(grad) for grad in grads]
+        local_grads = [local(grad) for grad in grads]
         if self.loss_scale:
-            torch._foreach_mul_(mine, 1 / self.loss_scale.scale)
+            torch._foreach_mul_(local_grads, 1 / self.loss_scale.scale)
         norm = torch.nn.utils.get_total_norm(grads)
         if hasattr(norm, "full_tensor"):  # squares add up over the rows of all ranks
             norm = norm.full_tensor()
         if max_norm:
-            torch._foreach_mul_(mine, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+            factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_(local_grads, factor)
         return norm
 
     def step(self, finite: torch.Tensor) -> None:
@@ -153,37 +163,23 @@ class Optimizer:
             optimizer.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict:
-        """What a checkpoint needs. Moments are divided over the ranks as their parameters are."""
+        """What a checkpoint needs. Moments are sharded over the ranks as their parameters are."""
+        states = [optimizer.state_dict() for optimizer in self.optimizers]
         scale = self.loss_scale.state_dict() if self.loss_scale else {}
-        return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers], "scaler": scale}
+        return dict(optimizers=states, scaler=scale)
 
     def load_state_dict(self, state: dict) -> None:
         """Restore the moments, which every rank passes as whole tensors, and the loss scale. Learning rates, betas, eps
         and weight decay stay as they are now."""
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             params = [p for group in optimizer.param_groups for p in group["params"]]
-            moments = {
-                i: {name: divided_as(params[i], value) for name, value in values.items()}
-                for i, values in saved["state"].items()
-            }
-            optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
+            state = optimizer.state_dict()
+            state["state"] = {}
+            for i, moments in saved["state"].items():
+                state["state"][i] = {name: sharded_as(params[i], moment) for name, moment in moments.items()}
+            optimizer.load_state_dict(state)
         if self.loss_scale and state["scaler"]:
             self.loss_scale.load_state_dict(state["scaler"])
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's rows of a divided tensor, which share its memory; any other tensor as it is."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def divided_as(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """A whole `tensor`, which every rank has, divided as `like` is, without asking another rank."""
-    if not hasattr(like, "to_local") or tensor.dim() == 0:
-        return tensor
-    from torch.distributed.tensor import distribute_tensor  # a slow import, which one rank does not need
-
-    tensor = tensor.to(like.device)
-    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
 
 
 class LossScale:
@@ -204,11 +200,12 @@ class LossScale:
     def update(self, finite: torch.Tensor) -> None:
         self.good_steps = torch.where(finite, self.good_steps + 1, 0.0)
         grow = self.good_steps == self.GROW_AFTER
-        self.scale = torch.where(finite, torch.where(grow, self.scale * 2, self.scale), self.scale / 2)
+        grown = torch.where(grow, self.scale * 2, self.scale)
+        self.scale = torch.where(finite, grown, self.scale / 2)
         self.good_steps = torch.where(grow, 0.0, self.good_steps)
 
     def state_dict(self) -> dict:
-        return {"scale": self.scale.item(), "good_steps": int(self.good_steps.item())}
+        return dict(scale=self.scale.item(), good_steps=int(self.good_steps.item()))
 
     def load_state_dict(self, state: dict) -> None:
         self.scale.fill_(state["scale"])
@@ -227,7 +224,7 @@ class Muon(torch.optim.Optimizer):
     all that move no output by more than a fixed length, for inputs of length 1 (Bernstein and Newhouse 2024, "Old
     optimizer, new norm").
 
-    A matrix with more rows than columns gets sqrt(rows / columns) times the learning rate. A group with `parts` of n
+    A matrix with more rows than columns gets sqrt(rows / columns) times the learning rate. A group with `n_stacked` n
     treats each of its matrices as n matrices stacked vertically. `found_inf`, a scalar tensor, is 1 for a step that
     must change nothing, as in torch's fused AdamW; hence `fused` in the defaults.
 
@@ -237,8 +234,24 @@ class Muon(torch.optim.Optimizer):
     is spread over ranks, into a difference in the fourth digit of the loss after 20 steps.
     """
 
-    def __init__(self, params, lr=0.02, weight_decay=0.1, momentum=0.95, parts=1, dtype=torch.bfloat16, compile=False):
-        defaults = dict(lr=lr, weight_decay=weight_decay, momentum=momentum, parts=parts, dtype=dtype, fused=True)
+    def __init__(
+        self,
+        params,
+        lr=0.02,
+        weight_decay=0.1,
+        momentum=0.95,
+        n_stacked=1,
+        dtype=torch.bfloat16,
+        compile=False,
+    ):
+        defaults = dict(
+            lr=lr,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            n_stacked=n_stacked,
+            dtype=dtype,
+            fused=True,
+        )
         super().__init__(params, defaults)
         self._nesterov = torch.compile(nesterov, dynamic=True) if compile else nesterov
 
@@ -253,34 +266,36 @@ class Muon(torch.optim.Optimizer):
                 self._step_together(params, group)
 
     def _step_together(self, params: list, group: dict) -> None:
-        """One step of N matrices of one shape. Where ranks divide them, this one has r of their rows."""
+        """One step of N matrices of one shape. Where ranks shard them, this one has r of their rows."""
         for p in params:
             if "momentum_buffer" not in self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        good = 1.0 - getattr(self, "found_inf", local(params[0]).new_zeros(()))  # 1 or 0
+        weights = [local(p) for p in params]
         momenta = [local(self.state[p]["momentum_buffer"]) for p in params]
+        good = 1.0 - getattr(self, "found_inf", weights[0].new_zeros(()))  # 1 or 0
+
         # as vectors (N r columns,): a graph that has seen squares first would be compiled again for other matrices
-        grads, momentum = (torch.cat([t.flatten() for t in ts]) for ts in ([local(p.grad) for p in params], momenta))
-        update = self._nesterov(grads, momentum, group["momentum"], good).view(len(params), *momenta[0].shape)
-        torch._foreach_copy_(momenta, list(momentum.view(len(params), *momenta[0].shape)))
+        grad = as_vector([local(p.grad) for p in params])
+        momentum = as_vector(momenta)
+        update = self._nesterov(grad, momentum, group["momentum"], good)
+        shape = (len(params), *weights[0].shape)  # (N, r, columns)
+        torch._foreach_copy_(momenta, list(momentum.view(shape)))
 
         # singular values depend on every row: each rank gathers all rows of all matrices (1.6 TFLOP of work at 124M)
-        matrices = torch.stack([gathered(p, u) for p, u in zip(params, update, strict=True)])
-        rows, columns = params[0].size(0) // group["parts"], params[0].size(1)
+        matrices = torch.stack([all_gather(p, mine) for p, mine in zip(params, update.view(shape), strict=True)])
+        rows = matrices.size(1) // group["n_stacked"]
+        columns = matrices.size(2)
         step = orthogonalized(matrices.view(-1, rows, columns), group["dtype"]).reshape(matrices.shape)
+
         lr = group["lr"] * good
         step = step.to(update.dtype) * (lr * math.sqrt(max(1, rows / columns)))
-        mine = [local(p) for p in params]
-        torch._foreach_mul_(mine, 1 - lr * group["weight_decay"])
-        torch._foreach_sub_(mine, [local(divided_as(p, s)) for p, s in zip(params, step, strict=True)])
+        steps = [local(sharded_as(p, whole)) for p, whole in zip(params, step, strict=True)]
+        torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
+        torch._foreach_sub_(weights, steps)
 
 
-def gathered(like: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """All rows of a matrix that is divided as `like` is, from `rows` of each rank; `rows` if it is not divided."""
-    if not hasattr(like, "to_local"):
-        return rows
-    sizes = dict(shape=like.shape, stride=like.stride())
-    return type(like).from_local(rows, like.device_mesh, like.placements, run_check=False, **sizes).full_tensor()
+def as_vector(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])
 
 
 def nesterov(grads, momenta, beta: float, good):
@@ -312,11 +327,47 @@ def orthogonalized(matrices: torch.Tensor, dtype=torch.bfloat16, steps: int = 5)
     n^2 a token of training it: 0.7% for n = 768 and half a million tokens.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
+    upright = matrices.size(1) > matrices.size(2)
+    x = matrices.mT if upright else matrices  # the Gram matrix is then the smaller one
     with torch.autocast(matrices.device.type, enabled=False):
-        x = matrices if matrices.size(1) <= matrices.size(2) else matrices.mT  # the Gram matrix is then the smaller one
         # no singular value exceeds the Frobenius norm, so that all lie in (0, 1] from here on
-        x = (x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)).to(dtype)
+        norms = x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+        x = (x / norms).to(dtype)
         for _ in range(steps):
             gram = x @ x.mT  # (N, n, n)
-            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x if matrices.size(1) <= matrices.size(2) else x.mT.contiguous()  # as the fused update wants it
+            polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # b X X^T + c (X X^T)^2
+            x = torch.baddbmm(x, polynomial, x, beta=a)
+    return x.mT.contiguous() if upright else x  # as the fused update wants it
+
+
+# ------------------------------------------------------------------------------------------------- sharded parameters
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's rows of a sharded tensor, which share its memory; any other tensor as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def all_gather(like: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """All rows of a matrix that is sharded as `like` is, from `rows` of each rank; `rows` if it is not sharded."""
+    if not hasattr(like, "to_local"):
+        return rows
+    sharded = type(like).from_local(
+        rows,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+    return sharded.full_tensor()
+
+
+def sharded_as(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """An unsharded `tensor`, which every rank has, sharded as `like` is, without asking another rank."""
+    if not hasattr(like, "to_local") or tensor.dim() == 0:
+        return tensor
+    from torch.distributed.tensor import distribute_tensor  # a slow import, which one rank does not need
+
+    tensor = tensor.to(like.device)
+    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)

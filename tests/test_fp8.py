@@ -40,9 +40,9 @@ def test_the_scale_that_is_known_for_the_gradient_of_logits_keeps_small_probabil
 def test_the_loss_in_8_bits_is_close_and_so_are_its_gradients():
     x, weight, targets = loss_case(n=256, channels=64, vocab=128, dtype=torch.float32)
     found = []
-    for products in (None, FP8_MATMULS):
+    for matmuls in (None, FP8_MATMULS):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = linear_cross_entropy(x, weight, targets, products)
+            loss = linear_cross_entropy(x, weight, targets, matmuls)
         found.append([loss.detach(), *torch.autograd.grad(loss, (x, weight))])
     for exact, ours in zip(*found, strict=True):
         assert 1e-5 < (ours - exact).norm() / exact.norm() < 0.08  # it is another product, and a close one

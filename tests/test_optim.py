@@ -81,7 +81,7 @@ def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest():
     rest, muon = make_optimizer(model, Settings(), Machine()).optimizers
     blocks = {id(p) for n, p in model.named_parameters() if ".h." in n and p.dim() == 2}
     assert {id(p) for g in muon.param_groups for p in g["params"]} == blocks
-    apart = {id(p) for g in muon.param_groups if g["parts"] == 3 for p in g["params"]}
+    apart = {id(p) for g in muon.param_groups if g["n_stacked"] == 3 for p in g["params"]}
     assert apart == {id(p) for n, p in model.named_parameters() if n.endswith("c_attn.weight")}
     everything = sorted(id(p) for o in (rest, muon) for g in o.param_groups for p in g["params"])
     assert everything == sorted(id(p) for p in model.parameters())
@@ -107,6 +107,8 @@ def test_the_schedules_at_their_corners():
     assert [learning_rate(s, cosine) for s in (1, 10, 60, 110)] == pytest.approx([0.1, 1.0, 0.55, 0.1])
     wsd = replace(cosine, min_lr=0.0, warmup_steps=0, max_steps=100, lr_schedule="wsd")
     assert [learning_rate(s, wsd) for s in (1, 30, 60, 80, 100)] == pytest.approx([1.0, 1.0, 1.0, 0.5, 0.0])
+    with pytest.raises(ValueError, match="linear"):
+        learning_rate(1, replace(wsd, lr_schedule="linear"))
 
 
 # ---- the step
@@ -273,7 +275,7 @@ def test_q_k_and_v_apart_equal_three_separate_matrices():
     torch.manual_seed(0)
     fused = torch.nn.Parameter(torch.randn(48, 16))
     apart = [torch.nn.Parameter(part.clone()) for part in fused.detach().split(16)]
-    together = Muon([dict(params=[fused], parts=3)], dtype=torch.float32)
+    together = Muon([dict(params=[fused], n_stacked=3)], dtype=torch.float32)
     separate = Muon(apart, dtype=torch.float32)
     for _ in range(4):
         fused.grad = torch.randn(48, 16)
