@@ -32,13 +32,13 @@ the first steps on, and is comparable across tokenizers. --control scores every 
 another row: any accuracy above 0.25 that remains comes from the endings alone, not from reading the context.
 
 We compute each context once, which halves the work: it and its four endings share one row of the model's input. Each
-ending continues the positions of the context, and the mask lets a token see the context (part 0) and its own part. Take
-five tokens of context x and endings a, b, c and d of 3, 2, 2 and 1 tokens. The last token of an ending is scored but
-predicts nothing, so it is not an input, and d has no input at all:
+ending continues the positions of the context, and the mask lets a token see the context (segment 0) and its own
+segment. Take five tokens of context x and endings a, b, c and d of 3, 2, 2 and 1 tokens. The last token of an ending is
+scored but predicts nothing, so it is not an input, and d has no input at all:
 
-    token      x0 x1 x2 x3 x4 | a0 a1 | b0 | c0 |
-    position    0  1  2  3  4 |  5  6 |  5 |  5 |
-    part        0  0  0  0  0 |  1  1 |  2 |  3 |
+    token         x0 x1 x2 x3 x4 | a0 a1 | b0 | c0 |
+    position       0  1  2  3  4 |  5  6 |  5 |  5 |
+    segment id     0  0  0  0  0 |  1  1 |  2 |  3 |
 
 A training loop imports this file too. It knows nothing of training, except for the warning of `validation_task`. Of a
 model it uses `hidden`, `lm_head` and `config`, as GPT in model.py has them.
@@ -46,7 +46,7 @@ model it uses `hidden`, `lm_head` and `config`, as GPT in model.py has them.
 
 # imported first, so that Ctrl-C while torch loads does not print a traceback
 from cli import Count, UserError, parse_args, script
-from files import replace_file
+from files import replace_file, set_aside
 
 # isort: split
 import json
@@ -56,7 +56,6 @@ import reprlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -68,7 +67,9 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from corpus.rows import file_rows, hub_rows
+from finetuning.lora import load_adapter, merge, remove_lora
 from machine.runtime import Runtime
+from run.checkpoint import find_model, load_model, model_tokenizer
 
 HUB = "Rowan/hellaswag"  # of which the split `validation` is scored
 BATCH_TOKENS = {"cpu": 2**9, "cuda": 2**15}  # padded tokens in a batch: what fits a CPU's caches, what keeps a GPU busy
@@ -84,44 +85,54 @@ class Config:
     show: Count = 0  # print this many examples with the loss of each ending
     adapter: str = ""  # directory of a LoRA adapter for this model
     control: bool = False  # also score every ending after another row's context
-    json: str = ""  # write scores and log-likelihoods to this file
+    json: str = ""  # write scores and log-likelihoods to this .json; an older one becomes FILE.1
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: cuda, else mps, else cpu
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto: 16 bits where the device has them
     threads: Count = 0  # CPU threads; 0 tries several numbers for a second and takes the fastest
 
 
 def main() -> None:
-    # imported here, because a training loop that imports this file for its scores opens no checkpoint
-    from finetuning.lora import load_adapter, merge, remove_lora
-    from run.checkpoint import find_model, load_model, model_tokenizer
-
     config = parse_args(Config, description=__doc__)
     out = Path(config.json)
-    if config.json and (not out.parent.is_dir() or (out.exists() and not out.is_file())):  # now, not an hour later
-        raise UserError(f"--json {out} cannot be written; give a file in a directory that exists")
+    if config.json and (out.suffix != ".json" or out.is_dir() or not out.parent.is_dir()):  # now, not an hour later
+        raise UserError(f"--json {out} cannot be written; give a name that ends in .json, in a directory that exists")
     rt = Runtime.setup(config.device, config.dtype, threads=config.threads)
     # the first rank chooses for all: a run that is still training may write a newer checkpoint at any moment
     config = replace(config, model=rt.broadcast_from_main(lambda: find_model(config.model)))
-    model, tokenizer = load_model(config.model), model_tokenizer(config.model)
-    model = (remove_lora(merge(load_adapter(model, config.adapter))) if config.adapter else model).to(rt.device)
+    model = load_model(config.model)
+    tokenizer = model_tokenizer(config.model)
+    if config.adapter:
+        model = remove_lora(merge(load_adapter(model, config.adapter)))
+    model.to(rt.device)
     rows = load_rows(config.data, rt)[: config.limit or None]
     rt.print(f"{config.model}: {model.num_params():,} parameters on {rt.description}; {len(rows):,} rows")
-    wanted = {"": rows, " control": with_other_contexts(rows)} if config.control else {"": rows}
+
+    variants = {"": rows}
+    if config.control:
+        variants[" control"] = with_other_contexts(rows)
     results = {}
-    for style, name in product(STYLES if config.style == "both" else [config.style], wanted):
-        task = prepare(wanted[name], tokenizer, model.config, style)
-        results[style + name] = result = evaluate(model, task, rt, progress=True)
-        if not np.isfinite(result["log_likelihoods"]).all():
-            what = f"{config.model} computes numbers that are not finite in {rt.dtype}"
-            raise UserError(f"{what}; try an earlier checkpoint, or --dtype float32")
-        for number in range(min(config.show, len(rows))):
-            rt.print(row_with_losses(task, result, number))
-    for name, found in results.items():
-        acc, norm, gold = (f"{k} {found[k]:.4f} ± {found[f'{k}_stderr']:.4f}" for k in ("acc", "acc_norm", "gold_bpb"))
-        rt.print(f"{name:<19} {acc}   {norm} (per {found['normalized_by']})   {gold}   N {found['n']:,}")
+    for style in STYLES if config.style == "both" else [config.style]:
+        for name, variant in variants.items():
+            task = prepare(variant, tokenizer, model.config, style)
+            result = evaluate(model, task, rt, progress=True)
+            if result["acc"] is None:
+                what = f"{config.model} computes numbers that are not finite in {rt.dtype}"
+                raise UserError(f"{what}; try an earlier checkpoint, or --dtype float32")
+            results[style + name] = result
+            for number in range(min(config.show, len(rows))):
+                rt.print(row_with_losses(task, result, number))
+    for name, result in results.items():
+        rt.print(f"{name:<19} {summary(result)}")
     if config.json and rt.is_main:
-        given = dict(model=config.model, adapter=config.adapter, data=config.data or HUB)
-        scores = given | dict(dtype=str(rt.dtype).split(".")[-1], styles=results)
+        scores = dict(
+            model=config.model,
+            adapter=config.adapter,
+            data=config.data or HUB,
+            dtype=str(rt.dtype).removeprefix("torch."),
+            styles=results,
+        )
+        if out.exists():
+            set_aside(out)
         replace_file(out, json.dumps(scores, allow_nan=False) + "\n")
 
 
@@ -137,17 +148,23 @@ def load_rows(data: str, rt: Runtime, option: str = "--data") -> list[dict]:
 
 def parse_row(row, where: str) -> dict:
     """The row with its label as an int: on the hub it is a string. Raises UserError for a malformed row."""
-    row = row if isinstance(row, dict) else {}
-    endings, label = row.get("endings"), row.get("label")
-    if wrong := [name for name in ("ctx", "ctx_a", "ctx_b", "activity_label") if not isinstance(row.get(name), str)]:
-        what = f"{wrong[0]} is not text"
-    elif not (isinstance(endings, list) and len(endings) == 4 and all(isinstance(e, str) and e for e in endings)):
-        what = "endings is not a list of four texts"
-    elif isinstance(label, bool) or label not in (0, 1, 2, 3, "0", "1", "2", "3"):
-        what = f"label is {reprlib.repr(label)}, not 0, 1, 2 or 3"
-    else:
-        return row | {"label": int(label)}
-    raise UserError(f"{where} is not in HellaSwag's format: {what}; correct or remove it")
+    problem = find_problem(row if isinstance(row, dict) else {})
+    if problem:
+        raise UserError(f"{where} is not in HellaSwag's format: {problem}; correct or remove it")
+    return row | {"label": int(row["label"])}
+
+
+def find_problem(row: dict) -> str | None:
+    for name in ("ctx", "ctx_a", "ctx_b", "activity_label"):
+        if not isinstance(row.get(name), str):
+            return f"{name} is not text"
+    endings = row.get("endings")
+    if not isinstance(endings, list) or len(endings) != 4 or not all(isinstance(e, str) and e for e in endings):
+        return "endings is not a list of four texts"
+    label = row.get("label")
+    if isinstance(label, bool) or label not in (0, 1, 2, 3, "0", "1", "2", "3"):
+        return f"label is {reprlib.repr(label)}, not 0, 1, 2 or 3"
+    return None
 
 
 def with_other_contexts(rows: list[dict]) -> list[dict]:
@@ -155,7 +172,8 @@ def with_other_contexts(rows: list[dict]) -> list[dict]:
     UserError."""
     if len(rows) < 2:
         raise UserError("--control needs another row's context, and there is only one row; give at least two")
-    others = rows[len(rows) // 2 :] + rows[: len(rows) // 2]
+    half = len(rows) // 2
+    others = rows[half:] + rows[:half]
     return [other | dict(endings=row["endings"], label=row["label"]) for row, other in zip(rows, others, strict=True)]
 
 
@@ -196,9 +214,10 @@ def encode_apart(tokenizer, context: str, endings: list[str]) -> tuple[list[int]
 
 def encode_together(tokenizer, context: str, endings: list[str]) -> tuple[list[int], list[list[int]]]:
     """Tokens of the context, and those that context and ending together have beyond it; spaces go to the ending."""
-    ids = tokenizer.encode_ordinary(context.rstrip())
-    whole = [tokenizer.encode_ordinary(f"{context} {ending}") for ending in endings]
-    return ids, [tokens[len(ids) :] or tokens[-1:] for tokens in whole]  # a merge may cross: keep one token at least
+    before = tokenizer.encode_ordinary(context.rstrip())
+    n = len(before)
+    both = [tokenizer.encode_ordinary(f"{context} {ending}") for ending in endings]
+    return before, [tokens[n:] or tokens[-1:] for tokens in both]  # a merge may cross: keep one token at least
 
 
 LOGGED = ("acc", "acc_norm", "acc_norm_stderr", "gold_bpb", "gold_bpb_stderr", "n")  # by a training loop
@@ -209,8 +228,8 @@ STYLES = {"completion": (completion, encode_apart, "token"), "harness": (harness
 class Packed:
     """One row of the model's input, as at the top: a context, some of its endings, and the tokens to score."""
 
-    inputs: np.ndarray  # (3, T) tokens, positions, parts
-    scored: np.ndarray  # (3, S) the place that predicts a token, that token, the number of its ending
+    inputs: np.ndarray  # (3, T) tokens, positions, segment ids
+    scored: np.ndarray  # (3, S) the position that predicts a token, that token, the id of its ending
 
     def __len__(self) -> int:
         return self.inputs.shape[1]
@@ -218,7 +237,7 @@ class Packed:
 
 @dataclass
 class Task:
-    """All rows in one style, ready to score; ending k of row i has the number 4 i + k."""
+    """All rows in one style, ready to score; ending k of row i has the id 4 i + k."""
 
     style: str
     texts: list[tuple[str, list[str]]]  # context and endings
@@ -231,20 +250,25 @@ class Task:
 def prepare(rows: list[dict], tokenizer, model_config, style: str) -> Task:
     """Turn rows into text and tokens."""
     to_text, encode, unit = STYLES[style]
-    texts, lengths, packed = [to_text(row) for row in rows], [], []
-    for number, (context, endings) in enumerate(texts):
-        context_ids, ending_ids = encode(tokenizer, context, endings)
-        context_ids = context_ids or [tokenizer.eot_token or 0]  # the first token needs a token before it
-        lengths.append([len(e) for e in (ending_ids if unit == "token" else endings)])
-        packed.extend(fit(context_ids, ending_ids, 4 * number, model_config.n_positions))
-    labels = np.array([row["label"] for row in rows])
-    n_bytes = np.array([len(f" {endings[label]}".encode()) for (_, endings), label in zip(texts, labels, strict=True)])
-    return Task(style, texts, labels, np.array(lengths), n_bytes, sorted(packed, key=len, reverse=True))
+    texts = [to_text(row) for row in rows]
+    labels = [row["label"] for row in rows]
+    lengths = []
+    n_bytes = []
+    packed = []
+    for i, (context, endings) in enumerate(texts):
+        before, after = encode(tokenizer, context, endings)
+        if not before:  # the first token needs a token before it
+            before = [tokenizer.eot_token or 0]
+        lengths.append([len(ending) for ending in (after if unit == "token" else endings)])
+        n_bytes.append(len(f" {endings[labels[i]]}".encode()))
+        packed += fit(before, after, 4 * i, model_config.n_positions)
+    packed.sort(key=len, reverse=True)
+    return Task(style, texts, np.array(labels), np.array(lengths), np.array(n_bytes), packed)
 
 
 def fit(context: list[int], endings: list[list[int]], first: int, window: int) -> list[Packed]:
     """All four endings in one row if each fits after the context. Otherwise each ending alone, its context cut from the
-    left, and an ending longer than the window in pieces. `first` is the number of the first ending."""
+    left, and an ending longer than the window in pieces. `first` is the id of the first ending."""
     if len(context) + max(map(len, endings)) - 1 <= window:
         return [pack(context, endings, first)]
     packed = []
@@ -259,17 +283,26 @@ def fit(context: list[int], endings: list[list[int]], first: int, window: int) -
 def pack(context: list[int], endings: list[list[int]], first: int) -> Packed:
     """A context and its endings side by side, as in the picture at the top."""
     n = len(context)
-    tokens, positions, parts = list(context), list(range(n)), [0] * n
-    places, targets, numbers = [], [], []
+    tokens = list(context)
+    positions = list(range(n))
+    segment_ids = [0] * n
+    logit_positions = []
+    targets = []
+    ending_ids = []
     for k, ending in enumerate(endings):
+        inputs = ending[:-1]
+        start = len(tokens)
         # the context's last token predicts the ending's first one, and each of its tokens the next
-        places += [n - 1, *range(len(tokens), len(tokens) + len(ending) - 1)]
+        logit_positions += [n - 1, *range(start, start + len(inputs))]
         targets += ending
-        numbers += [first + k] * len(ending)
-        tokens += ending[:-1]
-        positions += range(n, n + len(ending) - 1)
-        parts += [k + 1] * (len(ending) - 1)
-    return Packed(np.array([tokens, positions, parts]), np.array([places, targets, numbers]))
+        ending_ids += [first + k] * len(ending)
+        tokens += inputs
+        positions += range(n, n + len(inputs))
+        segment_ids += [k + 1] * len(inputs)
+    return Packed(
+        inputs=np.array([tokens, positions, segment_ids]),
+        scored=np.array([logit_positions, targets, ending_ids]),
+    )
 
 
 # --------------------------------------------------------------------------------------------------------- scoring
@@ -279,20 +312,28 @@ def pack(context: list[int], endings: list[list[int]], first: int) -> Packed:
 def evaluate(model: nn.Module, task: Task, rt: Runtime, batch_tokens: int = 0, progress: bool = False) -> dict:
     """Score all rows; every rank returns what `score` does. It may run in the middle of training: `model` is the plain
     module, and its mode is restored, so that its compiled and distributed wrappers notice nothing."""
-    packed, sums = task.packed[rt.rank :: rt.world_size], np.zeros(task.lengths.size)
+    packed = task.packed[rt.rank :: rt.world_size]
+    sums = np.zeros(task.lengths.size)
     batch_tokens = batch_tokens or BATCH_TOKENS.get(rt.device.type, 2**13)
-    total, quiet = sum(map(len, packed)), None if progress and rt.is_main else True  # None: show it in a terminal
+    bar = tqdm(
+        total=sum(map(len, packed)),
+        unit="tok",
+        unit_scale=True,
+        desc=task.style,
+        disable=None if progress and rt.is_main else True,  # None: show it in a terminal
+    )
     training = model.training
     model.eval()
-    with rt.autocast(), tqdm(total=total, unit="tok", unit_scale=True, desc=task.style, disable=quiet) as bar:
+    with rt.autocast(), bar:
         for batch in batches(packed, batch_tokens):
-            inputs, (places, targets, numbers) = collate(batch)
-            arrays = (torch.from_numpy(a).to(rt.device) for a in (inputs, places, targets))
-            sums += np.bincount(numbers, weights=log_likelihoods(model, *arrays).cpu().numpy(), minlength=len(sums))
+            inputs, scored = collate(batch)
+            logit_positions, targets, ending_ids = scored
+            found = log_likelihoods(model, inputs.to(rt.device), logit_positions.to(rt.device), targets.to(rt.device))
+            sums += np.bincount(ending_ids.numpy(), weights=found.cpu().numpy(), minlength=len(sums))
             bar.update(sum(map(len, batch)))
     model.train(training)
-    sums = rt.sum(torch.from_numpy(sums).to("cpu" if rt.device.type == "mps" else rt.device))  # MPS has no float64
-    return score(task, sums.cpu().numpy())
+    sums = torch.from_numpy(sums).to("cpu" if rt.device.type == "mps" else rt.device)  # MPS has no float64
+    return score(task, rt.sum(sums).cpu().numpy())
 
 
 def batches(packed: list[Packed], batch_tokens: int) -> Iterator[list[Packed]]:
@@ -304,28 +345,34 @@ def batches(packed: list[Packed], batch_tokens: int) -> Iterator[list[Packed]]:
         start = stop
 
 
-def collate(batch: list[Packed]) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens, positions and parts of all rows (3, B, T), and what is scored (3, S), with places in the flattened batch.
-    Padding is part -1, which no other part sees."""
+def collate(batch: list[Packed]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens, positions and segment ids of all rows (3, B, T), and what is scored (3, S), with positions in the
+    flattened batch. Padding has segment id -1, which no other segment sees."""
     T = max(map(len, batch))
     inputs = np.zeros((3, len(batch), T), dtype=np.int64)
     inputs[2] = -1
+    scored = []
     for b, row in enumerate(batch):
         inputs[:, b, : len(row)] = row.inputs
-    return inputs, np.concatenate([row.scored + [[b * T], [0], [0]] for b, row in enumerate(batch)], axis=1)
+        scored.append(row.scored + [[b * T], [0], [0]])
+    return torch.from_numpy(inputs), torch.from_numpy(np.concatenate(scored, axis=1))
 
 
-def log_likelihoods(model: nn.Module, inputs, places, targets) -> torch.Tensor:
-    """Log-likelihoods (S,), in fp32, of the tokens to score. inputs (3, B, T), places (S,) and targets (S,) are tensors
-    of what `collate` returns."""
-    idx, positions, parts = inputs  # (B, T) each
-    query, key = parts[:, :, None], parts[:, None, :]
-    causal = torch.ones(idx.size(1), idx.size(1), dtype=torch.bool, device=idx.device).tril()  # (T, T)
+def log_likelihoods(model: nn.Module, inputs, logit_positions, targets) -> torch.Tensor:
+    """Log-likelihoods (S,), in fp32, of the tokens to score, from what `collate` returns, on the device: inputs
+    (3, B, T), logit_positions (S,) and targets (S,)."""
+    idx, positions, segment_ids = inputs  # (B, T) each
+    T = idx.size(1)
+    query = segment_ids[:, :, None]
+    key = segment_ids[:, None, :]
+    causal = torch.ones(T, T, dtype=torch.bool, device=idx.device).tril()
     mask = causal & ((key == query) | (key == 0))  # (B, T, T)
-    x = model.hidden(idx, positions, mask[:, None]).flatten(0, 1)[places].float()  # (S, C)
+    x = model.hidden(idx, positions, mask[:, None])  # (B, T, C)
+    x = x.flatten(0, 1)[logit_positions].float()  # (S, C)
     # We compute logits only where a token is scored, a chunk at a time, and always in fp32: GPT-2's are around -100,
     # where neighbouring bf16 numbers are 0.5 apart.
-    chunk, losses = max(CHUNK_LOGITS // model.config.vocab_size, 1), []
+    chunk = max(CHUNK_LOGITS // model.config.vocab_size, 1)
+    losses = []
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")  # not TF32, to which a GPU may round: it keeps 11 of their 24 bits
     with torch.autocast(x.device.type, enabled=False):
@@ -341,14 +388,17 @@ def score(task: Task, sums: np.ndarray) -> dict:
     of its endings and both predictions. The means are None if a log-likelihood is not finite."""
     sums = sums.reshape(-1, 4)  # (N, 4)
     with np.errstate(divide="ignore", invalid="ignore"):  # an ending may be nothing but brackets
-        guesses = dict(acc=sums.argmax(axis=1), acc_norm=(sums / task.lengths).argmax(axis=1))
+        normalized = sums / task.lengths
+    guesses = dict(acc=sums.argmax(axis=1), acc_norm=normalized.argmax(axis=1))
     values = {name: (guess == task.labels).astype(float) for name, guess in guesses.items()}  # (N,) zeros and ones
-    values["gold_bpb"] = -sums[np.arange(len(sums)), task.labels] / math.log(2) / task.n_bytes  # (N,)
+    nats = -sums[np.arange(len(sums)), task.labels]
+    values["gold_bpb"] = nats / math.log(2) / task.n_bytes  # (N,)
     result = dict(n=len(sums))
+    finite = np.isfinite(sums).all()
     for name, of_rows in values.items():
         error = of_rows.std() / math.sqrt(max(len(sums) - 1, 1))  # of the mean: n - 1, not n, as the mean is estimated
-        found = (float(of_rows.mean()), float(error)) if np.isfinite(sums).all() else (None, None)
-        result[name], result[f"{name}_stderr"] = found
+        result[name] = float(of_rows.mean()) if finite else None
+        result[f"{name}_stderr"] = float(error) if finite else None
     return result | dict(
         normalized_by=STYLES[task.style][2],
         log_likelihoods=sums.tolist(),
@@ -360,14 +410,25 @@ def score(task: Task, sums: np.ndarray) -> dict:
 # ------------------------------------------------------------------------------------------------------------- output
 
 
+def summary(result: dict) -> str:
+    """The three scores, each with its standard error."""
+    scores = {}
+    for name in ("acc", "acc_norm", "gold_bpb"):
+        scores[name] = f"{name} {result[name]:.4f} ± {result[name + '_stderr']:.4f}"
+    scores["acc_norm"] += f" (per {result['normalized_by']})"
+    return "   ".join([*scores.values(), f"N {result['n']:,}"])
+
+
 def row_with_losses(task: Task, result: dict, number: int) -> str:
     """A row with the loss of each ending, total and per unit of length; > marks the prediction, * the right one."""
     context, endings = task.texts[number]
     lines = [f"\n{task.style}, row {number + 1}: {context}", f"    sum     per {result['normalized_by']}"]
     for k, ending in enumerate(endings):
         loss = -result["log_likelihoods"][number][k]
-        marks = ">" if k == result["predictions_norm"][number] else " ", "*" if k == task.labels[number] else " "
-        lines.append(f"{marks[0]}{marks[1]} {loss:<7.2f} {loss / max(task.lengths[number, k], 1):<10.4f} {ending}")
+        per_unit = loss / max(task.lengths[number, k], 1)
+        predicted = ">" if k == result["predictions_norm"][number] else " "
+        right = "*" if k == task.labels[number] else " "
+        lines.append(f"{predicted}{right} {loss:<7.2f} {per_unit:<10.4f} {ending}")
     return "\n".join(lines)
 
 

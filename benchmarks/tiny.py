@@ -72,8 +72,8 @@ def cold_start(model_path: str, text: str, window: int) -> float:
         packed += hellaswag.fit(*ids, 0, model.config.n_positions)
     nats = 0.0
     for batch in hellaswag.batches(sorted(packed, key=len, reverse=True), 512):
-        inputs, (places, targets, _) = hellaswag.collate(batch)
-        nats -= hellaswag.log_likelihoods(model, *map(torch.from_numpy, (inputs, places, targets))).sum().item()
+        inputs, (logit_positions, targets, _) = hellaswag.collate(batch)
+        nats -= hellaswag.log_likelihoods(model, inputs, logit_positions, targets).sum().item()
     return nats / (len(text) - 1)
 
 

@@ -173,11 +173,10 @@ class Optimizer:
         and weight decay stay as they are now."""
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             params = [p for group in optimizer.param_groups for p in group["params"]]
-            state = optimizer.state_dict()
-            state["state"] = {}
-            for i, moments in saved["state"].items():
-                state["state"][i] = {name: sharded_as(params[i], moment) for name, moment in moments.items()}
-            optimizer.load_state_dict(state)
+            moments = {}
+            for i, values in saved["state"].items():
+                moments[i] = {name: sharded_as(params[i], value) for name, value in values.items()}
+            optimizer.load_state_dict(optimizer.state_dict() | dict(state=moments))
         if self.loss_scale and state["scaler"]:
             self.loss_scale.load_state_dict(state["scaler"])
 

@@ -65,11 +65,11 @@ learning_rate | max_lr * step | max_lr * (step - 1) | steps count from 1
 learning_rate | progress)) | step / config.max_steps)) | jumps
 learning_rate | config.min_lr + height * (config.max_lr - config.min_lr) | height * config.max_lr | ends at 0
 clip | _foreach_mul_ | _foreach_mul | in place
-clip | (max_norm / (norm + 1e-6)).clamp(max=1.0) | [max_norm / g.norm() for g in mine] | one norm of all
+clip | (max_norm / (norm + 1e-6)).clamp(max=1.0) | [max_norm / g.norm() for g in local_grads] | one norm of all
 clip | .clamp(max=1.0) | | 1 at most
-orthogonalize | (x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)) | x | explodes
+orthogonalize | x / norms | x | explodes
 orthogonalize | range(steps) | range(2) | five steps
-orthogonalize | dim=(1, 2), keepdim=True).clamp(min=1e-7) | dim=2, keepdim=True) / 4 | singular vectors
+orthogonalize | dim=(1, 2), keepdim=True).clamp(min=1e-7) | dim=2, keepdim=True) * 4 | singular vectors
 generate | [:, -1]  # | [:, 0]  # | first position
 generate | logits / temperature | logits * temperature | multiplied
 generate | logits < kth | logits <= kth | too few

@@ -297,8 +297,10 @@ def run(checkpoint, capsys, monkeypatch):
 def test_both_styles_are_reported_by_name_and_written_as_json(run, tmp_path, model, tokenizer, rt):
     rows = make_rows(9)
     data = write_rows(tmp_path / "rows.jsonl", rows)
+    (tmp_path / "scores.json").write_text("of an earlier model")
     result = run(data=data, limit=7, json=tmp_path / "scores.json")
     assert result.returncode == 0, result.stderr
+    assert (tmp_path / "scores.json.1").read_text() == "of an earlier model"
     scores = json.loads((tmp_path / "scores.json").read_text())["styles"]
     assert list(scores) == ["completion", "harness"]
     for style in STYLES:
@@ -362,7 +364,7 @@ def test_what_is_not_there_is_one_line(run, tmp_path):
     assert_user_error(run(data=absent, model=tmp_path / "nowhere"), "nowhere")  # before rows are downloaded
 
 
-@pytest.mark.parametrize("out", ["no/folder.json", ".", "/dev/null"])
+@pytest.mark.parametrize("out", ["no/folder.json", ".", "/dev/null", "model.safetensors"])
 def test_json_that_cannot_be_written_ends_before_anything_is_loaded(run, tmp_path, out):
     result = run(json=tmp_path / out, data=tmp_path / "absent.jsonl", model=tmp_path / "nowhere")
     assert_user_error(result, "--json")
@@ -413,10 +415,10 @@ def test_training_continues_without_the_hub_and_not_without_a_file(monkeypatch, 
 @pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.slow), 7])
 def test_two_ranks_score_as_one(run, checkpoint, tmp_path, n):
     data = write_rows(tmp_path / "rows.jsonl", make_rows(n))
-    assert run(data=data, json=tmp_path / "one").returncode == 0
-    options = dict(data=data, device="cpu", dtype="float32", json=tmp_path / "two")
+    assert run(data=data, json=tmp_path / "one.json").returncode == 0
+    options = dict(data=data, device="cpu", dtype="float32", json=tmp_path / "two.json")
     succeed("hellaswag.py", checkpoint, ranks=2, **options)
-    one, two = (json.loads((tmp_path / name).read_text())["styles"] for name in ("one", "two"))
+    one, two = (json.loads((tmp_path / f"{name}.json").read_text())["styles"] for name in ("one", "two"))
     for style in STYLES:
         np.testing.assert_allclose(one[style].pop("log_likelihoods"), two[style].pop("log_likelihoods"), atol=1e-5)
     assert one == two
