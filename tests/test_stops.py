@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import files
 import train_gpt2
 from cli import UserError
 from run.checkpoint import ModelFiles, find_damage
@@ -42,11 +43,9 @@ def signal_while_validating(monkeypatch, signum: int) -> None:
 
 
 def test_a_second_process_in_one_run_directory_gets_one_line(train, tmp_path, monkeypatch):
-    import cli
-
     first = start(tmp_path, max_steps=100_000, eval_interval=0, sample_interval=0)
     wait_for_steps(tmp_path / "run", 2, first)
-    monkeypatch.setattr(cli, "LOCK_SECONDS", 0.1)
+    monkeypatch.setattr(files, "LOCK_SECONDS", 0.1)
     for word in ({}, dict(resume=True), dict(overwrite=True)):
         assert_user_error(train(**word), "another process", str(tmp_path / "run"))
     first.send_signal(signal.SIGTERM)
