@@ -24,7 +24,7 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,8 +40,8 @@ from finetuning.lora import TARGETS, AdapterFiles, LoRAConfig
 from finetuning.rows import Example, encode_rows, global_batch, load_rows, micro_batches, on_hub, split_rows
 from learning.evaluation import complete, validate
 from learning.optim import Optimizer, learning_rate, make_optimizer
-from machine.runtime import Runtime, prefetch, ranks_of_environment
-from machine.trials import checkpoint_activations, choose_attention, find_micro_batch_size
+from machine.runtime import Runtime, checkpoint_activations, prefetch, ranks_of_environment
+from machine.trials import choose_attention, find_micro_batch_size
 from model import GPT, GPTConfig, GPTWithLoss
 from run import card
 from run.checkpoint import ModelFiles, checkpoint_steps, find_model, load_model, load_shape, model_tokenizer, save_model
@@ -174,8 +174,7 @@ def train(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, optimizer:
             run.log_step(loss, grad_norm, lr, n_targets)
             # └────────────────────────────────────────────────────────────────────────────────────────────┘
 
-            if run.due(config.checkpoint_interval):  # first, so that it is on the disk before an evaluation can fail
-                run.catch_up()
+            if run.begins(config.checkpoint_interval):  # first, so that it is on the disk before an evaluation can fail
                 run.save()
             evaluate_if_due(config, run, model, loss_fn, data)
 
@@ -183,13 +182,10 @@ def train(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, optimizer:
 def evaluate_if_due(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, data: "Data") -> None:
     """The evaluations of this step that the log does not have yet."""
     rt = run.rt
-    of_base = run.step == 0 and config.eval_interval > 0
-    if data.val and (of_base or run.due(config.eval_interval, "val")):
-        run.catch_up()
+    if data.val and run.begins(config.eval_interval, "val", at_start=True):
         inputs = prefetch(iter(cut(data.val, config, rt)), rt.device)
         run.record("val", **validate(loss_fn, inputs, data.token_bytes, rt))
-    if run.due(config.sample_interval, "sample"):
-        run.catch_up()
+    if run.begins(config.sample_interval, "sample"):
         if rt.is_main:
             prompt = prompt_of(config.sample_prompt, data.tokenizer)
             seed = config.seed + run.step
@@ -365,11 +361,16 @@ class ChatFiles:
     """The weights, as `weights` writes and reads them, together with what a chat needs."""
 
     def __init__(self, weights: AdapterFiles | ModelFiles, tokenizer: Tokenizer):
-        self.weights, self.tokenizer, self.load = weights, tokenizer, weights.load
+        self.weights = weights
+        self.tokenizer = tokenizer
+        self.load = weights.load
 
-    def copy(self) -> Callable[[Path], None]:
-        write = self.weights.copy()
-        return lambda path: [write(path), save_chat_files(path, self.tokenizer)]
+    def copy(self) -> "ChatFiles":
+        return ChatFiles(self.weights.copy(), self.tokenizer)
+
+    def write(self, directory: Path) -> None:
+        self.weights.write(directory)
+        save_chat_files(directory, self.tokenizer)
 
 
 def files_of_run(config: Config, model: GPT, data: Data, base_sha256: str) -> ChatFiles:
@@ -381,9 +382,13 @@ def files_of_run(config: Config, model: GPT, data: Data, base_sha256: str) -> Ch
 def write_results(config: Config, run: Run, files: ChatFiles) -> None:
     """OUT_DIR/adapter, and with --merge a plain model."""
     adapter = run.out_dir / "adapter"
+
+    def write(directory: Path) -> None:
+        files.copy().write(directory)
+        run.log.card().write(directory)
+
     if config.lora_dim:
-        write, write_card = files.copy(), run.log.card()
-        write_atomically(adapter, lambda path: [write(path), write_card(path)])
+        write_atomically(adapter, write)
     if config.merge:
         write_merged(config, str(adapter))
 
@@ -405,7 +410,7 @@ def write_merged(config: Config, adapter: str) -> None:
     def write(path: Path) -> None:
         save_model(path, model, tokenizer)
         save_chat_files(path, tokenizer)
-        card.write_card(path, out.name, records, curve)
+        card.Card(out.name, records, curve).write(path)
 
     write_atomically(out, write)
     print(f"wrote {out}: {config.base} with {adapter} merged in; logits differ by at most {difference:.1e}")

@@ -34,9 +34,9 @@ from corpus.shards import Shards, open_shards
 from learning.evaluation import complete, validate
 from learning.fp8 import FP8_MATMULS
 from learning.optim import Optimizer, learning_rate, make_optimizer
-from machine.runtime import Runtime, prefetch
+from machine.runtime import Runtime, checkpoint_activations, prefetch
 from machine.sharding import shard
-from machine.trials import checkpoint_activations, choose_attention, find_micro_batch_size
+from machine.trials import choose_attention, find_micro_batch_size
 from model import GPT, GPTConfig, GPTWithLoss
 from pretraining.plan import print_plan
 from run.card import provenance
@@ -193,8 +193,7 @@ def train(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, optimizer:
             run.log_step(loss, grad_norm, lr, n_tokens)
             # └────────────────────────────────────────────────────────────────────────────────────────────┘
 
-            if run.due(config.checkpoint_interval):  # first, so that it is on the disk before an evaluation can fail
-                run.catch_up()  # wait for the figures of all steps and for the previous checkpoint
+            if run.begins(config.checkpoint_interval):  # first, so that it is on the disk before an evaluation can fail
                 run.save()
             evaluate_if_due(config, run, model, loss_fn, data)
 
@@ -202,19 +201,16 @@ def train(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, optimizer:
 def evaluate_if_due(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, data: "Data") -> None:
     """The evaluations of this step that the log does not have yet."""
     rt = run.rt
-    if run.due(config.eval_interval, "val"):
-        run.catch_up()
+    if run.begins(config.eval_interval, "val"):
         if rt.mesh:  # FSDP would gather the weights again for each batch
             loss_fn = rt.compiled(GPTWithLoss(unsharded_copy(model)))
         run.record("val", **validate(loss_fn, validation_inputs(config, data, rt), data.token_bytes, rt))
     if config.target_loss and run.val_loss <= config.target_loss:
         run.end_here()
-    if data.hellaswag and run.due(config.hellaswag_interval, "hellaswag"):
-        run.catch_up()
+    if data.hellaswag and run.begins(config.hellaswag_interval, "hellaswag"):
         scores = hellaswag.evaluate(unsharded_copy(model), data.hellaswag, rt)
         run.record("hellaswag", **{name: scores[name] for name in hellaswag.LOGGED})
-    if run.due(config.sample_interval, "sample"):
-        run.catch_up()
+    if run.begins(config.sample_interval, "sample"):
         whole = unsharded_copy(model)
         if rt.is_main:  # the other ranks only help to gather a sharded model
             prompt = config.sample_prompt

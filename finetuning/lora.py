@@ -11,10 +11,10 @@ can replace in * out of them. Only they need gradients and optimizer state, and 
 This file knows nothing of training or conversations, and of the command line only the flag --targets.
 """
 
+import copy
 import hashlib
 import json
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -211,22 +211,25 @@ class AdapterFiles:
     """The adapter of `model` as files, for a run to save and restore."""
 
     def __init__(self, model: GPT, base: str, base_sha256: str):
-        self.model, self.metadata = model, dict(format="pt", base_sha256=base_sha256)  # peft ignores the latter
+        self.model = model
+        self.tensors = {name: p.detach() for name, p in factors(model).items()}  # they share its memory
+        self.metadata = dict(format="pt", base_sha256=base_sha256)  # peft ignores the latter
         self.settings = dict(
             peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=base, r=model.lora.r,
             lora_alpha=model.lora.alpha, lora_dropout=model.lora.dropout, target_modules=list(model.lora.targets),
             fan_in_fan_out=True, bias="none", use_rslora=model.lora.rslora, inference_mode=True,
         )  # fmt: skip
 
-    def copy(self) -> Callable[[Path], None]:
-        """Copy A and B as they are now; returns a function that writes the copy into a directory, as peft reads it."""
-        tensors = {name: p.detach().to("cpu", torch.float32, copy=True) for name, p in factors(self.model).items()}
+    def copy(self) -> "AdapterFiles":
+        """The same files of A and B as they are now, copied to host memory."""
+        copied = copy.copy(self)
+        copied.tensors = {name: p.to("cpu", torch.float32, copy=True) for name, p in self.tensors.items()}
+        return copied
 
-        def write(path: Path) -> None:
-            (path / "adapter_config.json").write_text(json.dumps(self.settings, indent=2) + "\n")
-            save_file(tensors, path / "adapter_model.safetensors", metadata=self.metadata)
-
-        return write
+    def write(self, path: Path) -> None:
+        """As peft reads them."""
+        (path / "adapter_config.json").write_text(json.dumps(self.settings, indent=2) + "\n")
+        save_file(self.tensors, path / "adapter_model.safetensors", metadata=self.metadata)
 
     def load(self, path: Path) -> None:
         """Put the A and B of a checkpoint into the model."""

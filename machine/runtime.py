@@ -12,10 +12,11 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from cli import UserError, counted
@@ -131,7 +133,7 @@ class Runtime:
         if self.shard == "optimizer":  # weights stay gathered from micro-batch to micro-batch, too
             forward.set_requires_gradient_sync(now)
             forward.set_reshard_after_backward(now)
-        elif self.world_size > 1 and not self.mesh:  # "full" divides each micro-batch's, as whole ones would not fit
+        elif self.world_size > 1 and not self.mesh:  # "full" shards those of each micro-batch: all would not fit
             forward.require_backward_grad_sync = now
 
     # ---- what ranks say to each other
@@ -417,6 +419,12 @@ def static_shapes(graph: torch.fx.GraphModule, inputs: list) -> Callable:
     key = torch.compiler.config.patch(cache_key_tag=f"{order}")
     with sdpa_kernel(order, set_priority=True), cached, functions, key:
         return compile_fx(graph, inputs)
+
+
+def checkpoint_activations(blocks: Iterable[torch.nn.Module]) -> None:
+    """Keep only the input of each block; the backward pass recomputes the rest (Chen et al. 2016)."""
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
 # ------------------------------------------------------------------------------------------------ batches to the device

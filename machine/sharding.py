@@ -5,21 +5,21 @@ weight, 4 for its gradient, 8 for two moments. On W ranks, W - 1 of these copies
 al. 2020, section 5). Here rank r keeps the r-th of W slices of rows of every tensor, and gets the others when it needs
 them:
 
-    forward     an all-gather before each block gives every rank the whole weights of that block
+    forward     an all-gather before each block gives every rank all weights of that block
     backward    a reduce-scatter after each block leaves every rank the averaged gradient of its own rows
     step        each rank updates its own rows: AdamW treats each number by itself (for Muon see learning/optim.py)
 
 Plain data parallelism does an all-reduce, which consists of these two, so this exchanges no more bytes:
 
-    --shard optimizer    weights stay whole from their first use in a step to the last; gradients until the last
-                         micro-batch is done. The moments, half of the 16 bytes, are always divided (ZeRO-1, and ZeRO-2
-                         if a step has one micro-batch)
-    --shard full         weights of a block are whole only while it computes, and are gathered again for the backward
-                         pass; gradients are divided after each micro-batch: least memory, and in each micro-batch 1.5
-                         times the bytes that plain data parallelism exchanges once a step (ZeRO-3)
+    --shard optimizer    weights stay gathered from their first use in a step to the last, and gradients unsharded until
+                         the last micro-batch is done. The moments, half of the 16 bytes, are always sharded (ZeRO-1,
+                         and ZeRO-2 if a step has one micro-batch)
+    --shard full         weights of a block are gathered only while it computes, and again for the backward pass;
+                         gradients are sharded after each micro-batch: least memory, and in each micro-batch 1.5 times
+                         the bytes that plain data parallelism exchanges once per step (ZeRO-3)
 
-PyTorch's `fully_shard` (Zhao et al. 2023 describe its predecessor) does the work, with hooks on the modules. Divided
-tensors are DTensors: they show the whole shape, and `to_local()` is this rank's rows.
+PyTorch's `fully_shard` (Zhao et al. 2023 describe its predecessor) does the work, with hooks on the modules. Sharded
+tensors are DTensors: they show the full shape, and `to_local()` is this rank's rows.
 
 This file knows nothing of GPT-2, optimizers, files or training loops.
 """
@@ -32,7 +32,7 @@ from machine.runtime import Runtime
 
 
 def shard(model: torch.nn.Module, blocks: Sequence[torch.nn.Module], rt: Runtime) -> None:
-    """Divide a model over the ranks as `rt.shard` says, in place; every rank passes the same weights.
+    """Shard a model over the ranks as `rt.shard` says, in place; every rank passes the same weights.
 
     Each of `blocks` is gathered by itself, everything else together. With compilation each block is compiled by itself,
     so that gathering and computing overlap.
@@ -49,13 +49,13 @@ def shard(model: torch.nn.Module, blocks: Sequence[torch.nn.Module], rt: Runtime
         module.set_force_sum_reduction_for_comms(rt.device.type == "cpu")  # Gloo has no AVG
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A divided tensor with all its rows, on every rank; any other tensor as it is. All ranks call this together."""
+def unsharded(tensor: torch.Tensor) -> torch.Tensor:
+    """A sharded tensor with all its rows, on every rank; any other tensor as it is. All ranks call this together."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def copy_into(like: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copy a whole `tensor`, which every rank has, into `like`, which may be divided."""
+    """Copy an unsharded `tensor`, which every rank has, into `like`, which may be sharded."""
     if hasattr(like, "to_local"):
         from torch.distributed.tensor import distribute_tensor
 

@@ -5,11 +5,8 @@ file knows nothing of GPT-2 beyond the shapes that it is given, and nothing of d
 """
 
 import re
-from collections.abc import Iterable
-from functools import partial
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from cli import UserError
 from machine.runtime import Runtime
@@ -29,12 +26,6 @@ def choose_attention(attention: str, rt: Runtime, sequence_length: int) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------ memory
-
-
-def checkpoint_activations(blocks: Iterable[torch.nn.Module]) -> None:
-    """Keep only the input of each block; the backward pass recomputes the rest (Chen et al. 2016)."""
-    for block in blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
 def find_micro_batch_size(forward, rows: int, shape: tuple[int, int], rt: Runtime) -> int:
@@ -69,7 +60,7 @@ def has_memory_for(size: int, shape: tuple[int, int], forward, rt: Runtime) -> b
     `forward` is not DDP's module: its backward pass would have a rank that is out of memory keep the others waiting.
     """
     T, V = shape
-    n_shards = rt.world_size if rt.mesh else 1  # ranks that divide the optimizer's state
+    n_shards = rt.world_size if rt.mesh else 1  # of the optimizer's state
     try:
         idx = torch.randint(V, (size, T), device=rt.device)
         trained = [p for p in forward.parameters() if p.requires_grad]

@@ -8,6 +8,7 @@ This file knows nothing of torch, or of how checkpoints are written: a log is a 
 """
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import ModelCardData
@@ -39,12 +40,20 @@ def provenance(data: dict, dataset: str, base: str) -> dict:
     return dict(data=data, base=base, hub=hub)
 
 
-def write_card(directory: Path, name: str, records: Records, curve: Path) -> None:
-    """Put README.md, and the learning curve if there is one, beside the weights; `records` end with their step."""
-    if curve.exists():
-        shutil.copyfile(curve, directory / "learning_curve.png")
-    files = {path.name for path in directory.iterdir()}
-    replace_file(directory / "README.md", model_card(name, records, files))
+@dataclass(frozen=True)
+class Card:
+    """The card of a run at one step, with which `records` end."""
+
+    name: str
+    records: Records
+    curve: Path
+
+    def write(self, directory: Path) -> None:
+        """Put README.md, and the learning curve if there is one, beside the weights."""
+        if self.curve.exists():
+            shutil.copyfile(self.curve, directory / "learning_curve.png")
+        files = {path.name for path in directory.iterdir()}
+        replace_file(directory / "README.md", model_card(self.name, self.records, files))
 
 
 def model_card(name: str, records: Records, files: set[str]) -> str:

@@ -21,19 +21,22 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from bpe.tokenizer import Tokenizer
 from cli import UserError, explain
 from files import replace_file, set_aside, sha256, write_atomically
-from machine.sharding import copy_into, whole
+from machine.sharding import copy_into, unsharded
 from model import GPT, GPTConfig, read_config
 
-# weights and config: of a whole model, and of an adapter
-WEIGHTS = {"model.safetensors": "config.json", "adapter_model.safetensors": "adapter_config.json"}
-TRAIN_STATE, SUMS = "train_state.pt", "SHA256SUMS"  # what a resume needs besides the weights
+MODEL_FILES = ("model.safetensors", "config.json")
+ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
+TRAIN_STATE = "train_state.pt"  # what a resume needs besides the weights
+SUMS = "SHA256SUMS"
 FOR_PEOPLE = {"README.md", "learning_curve.png"}  # people may edit these, so no checksum covers them
 NOT_READABLE_NOW = (errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE)
 
@@ -43,20 +46,31 @@ NOT_READABLE_NOW = (errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ET
 
 def checkpoint_steps(run_dir: Path) -> list[tuple[int, Path]]:
     """(step, directory) of every checkpoint of a run, oldest first."""
-    # 18 digits fit into 64 bits; step_notes/ and step_12.bak/ are not ours
-    found = [(re.fullmatch(r"step_(\d{1,18})", p.name), p) for p in Path(run_dir).glob("step_*")]
-    return sorted((int(match[1]), path) for match, path in found if match and path.is_dir())
+    found = []
+    for path in Path(run_dir).glob("step_*"):
+        named = re.fullmatch(r"step_(\d{1,18})", path.name)  # 18 digits fit into 64 bits; step_notes/ is not ours
+        if named and path.is_dir():
+            found.append((int(named[1]), path))
+    return sorted(found)
+
+
+def read_sums(path: Path) -> dict[str, str]:
+    """{file name: sha256} of a checkpoint, as SHA256SUMS lists them."""
+    sums = {}
+    for line in (path / SUMS).read_text().splitlines():
+        digest, _, name = line.partition("  ")
+        sums[name] = digest
+    return sums
 
 
 def find_damage(path: Path) -> str | None:
     """What is wrong with a checkpoint's files, None if all are there with the checksums that were written."""
     try:
-        lines = (path / SUMS).read_text().splitlines()
-        sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
-        # SHA256SUMS cut at a line break would look complete
-        needed = {TRAIN_STATE, *next((pair for pair in WEIGHTS.items() if pair[0] in sums), WEIGHTS)}
-        if missing := sorted(needed - sums.keys()):
-            return f"{SUMS} does not list {missing[0]}"
+        sums = read_sums(path)
+        weights = ADAPTER_FILES if ADAPTER_FILES[0] in sums else MODEL_FILES
+        for name in (*weights, TRAIN_STATE):  # SHA256SUMS cut at a line break would look complete
+            if name not in sums:
+                return f"{SUMS} does not list {name}"
         for name, digest in sums.items():  # a second per GB: cheaper than a week of training with a flipped bit
             if sha256(path / name) != digest:
                 return f"{name} is not what was written"
@@ -64,22 +78,25 @@ def find_damage(path: Path) -> str | None:
         # an error of the disk, the network or permissions says nothing about the file: it may well be intact
         if getattr(e, "errno", None) in NOT_READABLE_NOW:
             raise UserError(f"{e.filename} cannot be read now: {e.strerror}; fix that, or move it away") from e
-        return f"{Path(getattr(e, 'filename', None) or SUMS).name} is missing or unreadable"
+        unreadable = Path(getattr(e, "filename", None) or SUMS).name
+        return f"{unreadable} is missing or unreadable"
     return None
 
 
 def newest_intact(run_dir: Path, before: float = math.inf) -> Path | None:
     """The newest intact checkpoint of a run, of a step < `before`; says on stderr which ones it skips."""
-    for path in [path for step, path in reversed(checkpoint_steps(run_dir)) if step < before]:
-        if (problem := find_damage(path)) is None:
-            return path
-        print(f"warning: skipping the damaged checkpoint {path}: {problem}", file=sys.stderr)
+    for step, path in reversed(checkpoint_steps(run_dir)):
+        if step < before:
+            damage = find_damage(path)
+            if damage is None:
+                return path
+            print(f"warning: skipping the damaged checkpoint {path}: {damage}", file=sys.stderr)
     return None
 
 
 def rename_damaged(newer_than: Path) -> None:
     """Rename the checkpoints that a resume skipped: they are damaged, and their steps will be taken again."""
-    for _, path in newer(newer_than):
+    for path in newer(newer_than):
         target = path.with_name(f"damaged_{path.name}")
         if target.exists():  # one of the same step, damaged earlier
             set_aside(target)
@@ -88,14 +105,15 @@ def rename_damaged(newer_than: Path) -> None:
 
 def remove_after(checkpoint: Path) -> None:
     """Remove the checkpoints of a run that are newer than this one, newest first."""
-    for _, path in newer(checkpoint):
+    for path in newer(checkpoint):
         remove(path)
 
 
-def newer(checkpoint: Path) -> list[tuple[int, Path]]:
+def newer(checkpoint: Path) -> list[Path]:
     """The checkpoints of a run after this one, newest first."""
-    found = checkpoint_steps(checkpoint.parent)
-    return found[[path for _, path in found].index(checkpoint) + 1 :][::-1]
+    paths = [path for _, path in checkpoint_steps(checkpoint.parent)]
+    after = paths[paths.index(checkpoint) + 1 :]
+    return after[::-1]
 
 
 def remove(path: Path) -> None:
@@ -112,11 +130,39 @@ def remove_leftovers(run_dir: Path, files: tuple[str, ...]) -> None:
     """Remove what a killed process left unfinished: hidden checkpoints and hidden `files` of the run directory."""
     names = "|".join([r"(damaged_)?step_\d+", r"README\.md", *map(re.escape, files)])
     for path in (*run_dir.glob(".*"), *run_dir.glob("step_*/.*")):  # in a checkpoint: a card
-        if re.fullmatch(rf"\.({names})\.\d+\.(tmp|old)", path.name):
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        if not re.fullmatch(rf"\.({names})\.\d+\.(tmp|old)", path.name):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 # ---------------------------------------------------------------------------------------------------------- writing
+
+
+class Part(Protocol):
+    """Some of the files of a checkpoint: the model's, an adapter's, a chat's, the card."""
+
+    def write(self, directory: Path) -> None: ...
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One step of a run in host memory: a copy that does not change while training continues."""
+
+    step: int
+    parts: list[Part]  # each writes its files
+    state: dict  # for train_state.pt: what the next step depends on besides the weights
+
+    def write(self, directory: Path) -> None:
+        for part in self.parts:
+            part.write(directory)
+        torch.save(self.state, directory / TRAIN_STATE)
+        # the sums come last, and from the files: a checkpoint without them was never complete
+        files = sorted(file for file in directory.iterdir() if file.name not in FOR_PEOPLE)
+        sums = [f"{sha256(file)}  {file.name}\n" for file in files]
+        replace_file(directory / SUMS, "".join(sums))
 
 
 class CheckpointWriter:
@@ -127,74 +173,78 @@ class CheckpointWriter:
     """
 
     def __init__(self, run_dir: Path, keep: int):
-        self.run_dir, self.keep = Path(run_dir), keep
+        self.run_dir = Path(run_dir)
+        self.keep = keep
         self._thread = ThreadPoolExecutor(1)  # one, because writes would only compete; Python waits for it at exit
-        self._write: Future | None = None  # the one under way
+        self._under_way: Future | None = None
         self._intact: set[Path] = set()  # written or checked by this process, so that no file is hashed twice
 
-    def save(self, step: int, export: Callable[[Path], None], state: dict, val_losses: dict, announce=print) -> None:
-        """Start writing `step_NNNNNN`: `export(dir)` writes the model's files, `state` becomes train_state.pt.
+    def save(self, snapshot: Snapshot, val_losses: dict[int, float], announce: Callable = print) -> None:
+        """Start writing `step_NNNNNN`, after the one under way: two copies would take twice the host memory.
 
-        Both are copies that no longer change. `val_losses` is {step: loss}, to find the best checkpoint.
-        `announce` gets a line once the new one is durable.
+        `val_losses` is {step: loss}, to find the best checkpoint. `announce` gets a line once the new one is durable.
         """
-        self.wait()  # two copies of the state at once would take twice the host memory
-        path = self.run_dir / f"step_{step:06d}"
+        self.wait()
+        self._under_way = self._thread.submit(self._write, snapshot, val_losses, announce)
 
-        def fill(directory: Path) -> None:
-            export(directory)
-            torch.save(state, directory / TRAIN_STATE)
-            # the sums come last, and from the files: a checkpoint without them was never complete
-            files = sorted(file for file in directory.iterdir() if file.name not in FOR_PEOPLE)
-            replace_file(directory / SUMS, "".join(f"{sha256(file)}  {file.name}\n" for file in files))
-
-        def work() -> None:
-            write_atomically(path, fill)
-            self._intact.add(path)
-            announce(f"saved {path}")  # durable: from here on it survives a power failure
+    def _write(self, snapshot: Snapshot, val_losses: dict[int, float], announce: Callable) -> None:
+        path = self.run_dir / f"step_{snapshot.step:06d}"
+        write_atomically(path, snapshot.write)
+        self._intact.add(path)
+        announce(f"saved {path}")  # durable: from here on it survives a power failure
+        if self.keep:
             self._prune(val_losses)  # only now: at no moment are there fewer intact ones than before
-
-        self._write = self._thread.submit(work)
 
     @property
     def failed(self) -> bool:
         """Whether `wait` would raise an error that is already known; does not block."""
-        return self._write is not None and self._write.done() and self._write.exception() is not None
+        return self._under_way is not None and self._under_way.done() and self._under_way.exception() is not None
 
     def wait(self) -> None:
-        """Wait until the checkpoint being written is on the disk. Raises UserError if it could not be written."""
-        write, self._write = self._write, None
-        if write is not None and (error := write.exception()) is not None:
-            what = f"a checkpoint could not be written to {self.run_dir}: {explain(error) or error!r}"
+        """Wait until the checkpoint under way is on the disk. Raises UserError if it could not be written."""
+        if self._under_way is None:
+            return
+        error = self._under_way.exception()
+        self._under_way = None
+        if error is not None:
+            what = f"a checkpoint could not be written to {self.run_dir}: {explain(error) or repr(error)}"
             raise UserError(f"{what}; fix that, then --resume from the newest intact one") from error
 
     def _prune(self, val_losses: dict[int, float]) -> None:
         """Remove checkpoints that are neither new nor best. Damaged ones do not count, and stay for a person to see."""
-        found = checkpoint_steps(self.run_dir) if self.keep else []
-        self._intact |= {path for _, path in found if path not in self._intact and find_damage(path) is None}
-        steps = {path: step for step, path in found if path in self._intact}
-        # the loss of a checkpoint's step, or the last one measured before it
-        losses = {p: val_losses[max(at)] for p, step in steps.items() if (at := [x for x in val_losses if x <= step])}
+        found = checkpoint_steps(self.run_dir)
+        for _, path in found:
+            if path not in self._intact and find_damage(path) is None:
+                self._intact.add(path)
+        intact = [(step, path) for step, path in found if path in self._intact]
+        losses = {}
+        for step, path in intact:
+            measured = [at for at in val_losses if at <= step]
+            if measured:
+                losses[path] = val_losses[max(measured)]  # of its step, or the last one before it
         best = min(losses, key=losses.get, default=None)  # the oldest of several: the others inherited its loss
-        for path in [*steps][: -self.keep]:
+        for _, path in intact[: -self.keep]:
             if path != best:
                 with suppress(OSError):  # on Windows another program may have it open: no reason to end a run
                     remove(path)
 
 
-def snapshot(state, keep: bool = True):
+def copy_to_host(state, keep: bool = True):
     """Copy the tensors in nested dicts and lists to host memory, where later steps do not change them.
 
     If tensors are sharded over ranks, all ranks call this: each tensor is gathered, copied and released before the next
-    one, so that no device ever holds more than one of them whole. Ranks with `keep` False get None for each.
+    one, so that no device ever holds more than one of them unsharded. Ranks with `keep` False get None for each.
     """
     if isinstance(state, torch.Tensor):
-        gathered = whole(state := state.detach())
-        return gathered.to("cpu", copy=gathered is state) if keep else None  # .cpu() of a CPU's tensor does not copy
+        mine = state.detach()
+        gathered = unsharded(mine)
+        if not keep:
+            return None
+        return gathered.to("cpu", copy=gathered is mine)  # .cpu() of a CPU's tensor does not copy
     if isinstance(state, dict):
-        return {key: snapshot(value, keep) for key, value in state.items()}
+        return {key: copy_to_host(value, keep) for key, value in state.items()}
     if isinstance(state, list | tuple):  # such as an optimizer's param_groups
-        return type(state)(snapshot(value, keep) for value in state)
+        return type(state)(copy_to_host(value, keep) for value in state)
     return state
 
 
@@ -215,36 +265,38 @@ def unsharded_copy(model: GPT) -> GPT:
     """An unsharded copy of a model that is sharded over ranks, for each rank to use by itself; any other model as it
     is. All ranks call this together."""
     state = state_dict_without_head(model)
-    gathered = {name: whole(tensor) for name, tensor in state.items()}
-    return model if all(gathered[name] is state[name] for name in state) else filled(model.config, gathered)
+    gathered = {name: unsharded(tensor) for name, tensor in state.items()}
+    if all(gathered[name] is state[name] for name in state):
+        return model
+    return filled(model.config, gathered)
 
 
 class ModelFiles:
-    """The weights of a whole model and its tokenizer, as a run saves and restores them.
+    """The weights of a model and its tokenizer, as a run saves and restores them.
 
-    If the model is sharded over ranks, all of them call both methods, and the one with `keep` has the copies. With
+    If the model is sharded over ranks, all of them call `copy` and `load`, and the one with `keep` has the copies. With
     `compare`, transformers opens the first files, to warn anybody who has changed the architecture in model.py.
     """
 
     def __init__(self, model: GPT, tokenizer: Tokenizer, keep: bool = True, compare: bool = False):
-        self.model, self.tokenizer, self.keep, self.compare = model, tokenizer, keep, compare
+        self.model = model
+        self.tokenizer = tokenizer
+        self.keep = keep
+        self.compare = compare
 
-    def copy(self) -> Callable[[Path], None]:
-        """Copy the weights as they are now, to host memory; the result writes the copy into a directory."""
-        state = snapshot(state_dict_without_head(self.model), self.keep)  # (name: fp32 tensor), 0.5 GB for 124M
-        copy = filled(self.model.config, state) if self.keep else None
+    def copy(self) -> "ModelFiles | None":
+        """The same files of the weights as they are now, copied to host memory; None without `keep`."""
+        state = copy_to_host(state_dict_without_head(self.model), self.keep)  # (name: fp32 tensor), 0.5 GB for 124M
+        if not self.keep:
+            return None
+        copied = ModelFiles(filled(self.model.config, state), self.tokenizer, compare=self.compare)
+        self.compare = False
+        return copied
 
-        def write(directory: Path) -> None:  # the writer's thread calls this
-            save_model(directory, copy, self.tokenizer)
-            if self.compare and (apart := difference_from_transformers(directory, copy)) > 1e-3:
-                print(
-                    f"\nwarning: transformers and model.py compute different logits from these weights (by {apart:.1%} "
-                    "of the largest); change HF_CONFIG in model.py too, or others will load a different model",
-                    file=sys.stderr,
-                )
-            self.compare = False
-
-        return write
+    def write(self, directory: Path) -> None:
+        save_model(directory, self.model, self.tokenizer)
+        if self.compare:
+            warn_of_other_logits(directory, self.model)
 
     def load(self, directory: Path) -> None:
         """Put the weights of a checkpoint into the model, in place."""
@@ -254,6 +306,16 @@ class ModelFiles:
             copy_into(tensor, state[name])
 
 
+def warn_of_other_logits(directory: Path, model: GPT) -> None:
+    apart = difference_from_transformers(directory, model)
+    if apart > 1e-3:
+        print(
+            f"\nwarning: transformers and model.py compute different logits from these weights (by {apart:.1%} "
+            "of the largest); change HF_CONFIG in model.py too, or others will load a different model",
+            file=sys.stderr,
+        )
+
+
 @torch.no_grad()
 def difference_from_transformers(directory: Path, model: GPT) -> float:
     """The largest difference of logits between `model` and its files in transformers, relative to the largest logit."""
@@ -261,8 +323,9 @@ def difference_from_transformers(directory: Path, model: GPT) -> float:
 
     logging.disable_progress_bar()
     idx = torch.arange(min(64, model.config.n_positions))[None] % model.config.vocab_size  # (1, T)
-    logits = GPT2LMHeadModel.from_pretrained(directory).eval()(idx).logits
-    return ((model.eval()(idx) - logits).abs().max() / logits.abs().max()).item()
+    theirs = GPT2LMHeadModel.from_pretrained(directory).eval()(idx).logits
+    largest_difference = (model.eval()(idx) - theirs).abs().max()
+    return (largest_difference / theirs.abs().max()).item()
 
 
 def save_model(directory: Path, model: GPT, tokenizer: Tokenizer) -> None:
@@ -279,7 +342,7 @@ def load_train_state(path: Path) -> dict:
         # weights_only: a pickle is a program, and a checkpoint may come from anywhere
         return torch.load(Path(path) / TRAIN_STATE, map_location="cpu", weights_only=True)
     except Exception as e:  # a corrupt pickle can raise anything that its allowed classes can raise
-        reason = str(e).splitlines()[0] if str(e) else type(e).__name__
+        reason = [*str(e).splitlines(), type(e).__name__][0]
         raise UserError(f"{path}/{TRAIN_STATE} cannot be read: {reason}; resume from an earlier checkpoint") from e
 
 
@@ -290,7 +353,8 @@ def find_model(model: str) -> str:
     if (path / "config.json").is_file() and any([*path.glob(pattern)] for pattern in weights):
         return str(path)
     if model and path.is_dir():
-        if (newest := newest_intact(path)) is None:
+        newest = newest_intact(path)
+        if newest is None:
             raise UserError(f"{path} holds no model: no model.safetensors and no intact step_NNNNNN")
         return str(newest)
     # a typo in a path must not become a request to the hub, where anybody could own that name
@@ -326,10 +390,11 @@ def load_model(model: str, dropout: float = 0.0, attention: str = "flash") -> GP
     """GPT of a MODEL, in fp32 on the CPU. Raises UserError for what is missing, damaged, or not a GPT-2."""
     model = find_model(model)
     path = Path(model)
-    # models from the hub and from --merge have no sums
-    if (path / SUMS).exists() and (problem := find_damage(path)) is not None:
-        other = newest_intact(path.parent)
-        raise UserError(f"{path} is damaged: {problem}" + (f"; the newest intact one is {other}" if other else ""))
+    damage = find_damage(path) if (path / SUMS).exists() else None  # models of the hub and of --merge have no sums
+    if damage is not None:
+        newest = newest_intact(path.parent)
+        remedy = f"the newest intact one is {newest}" if newest else "write or download it again"
+        raise UserError(f"{path} is damaged: {damage}; {remedy}")
     with user_errors_of(model):
         return GPT.from_pretrained(model, dropout=dropout, attention=attention)
 
@@ -340,7 +405,8 @@ def model_tokenizer(model: str) -> Tokenizer:
     with user_errors_of(model):
         # models of the hub that read_config takes all have GPT-2's vocabulary
         tokenizer = Tokenizer.load(model) if Path(model).is_dir() else Tokenizer.from_tiktoken("gpt2")
-    if len(tokenizer) > (known := load_shape(model).vocab_size):
+    known = load_shape(model).vocab_size
+    if len(tokenizer) > known:
         what = f"the tokenizer of {model} has {len(tokenizer)} tokens and its model {known}"
         raise UserError(f"{what}; copy the tokenizer.json that the model was trained with there")
     return tokenizer

@@ -15,7 +15,8 @@ from cli import UserError, check_constants
 from files import exclusive_lock, read_json, set_aside
 from machine.runtime import Runtime
 from run.checkpoint import (
-    WEIGHTS,
+    ADAPTER_FILES,
+    MODEL_FILES,
     checkpoint_steps,
     newest_intact,
 )
@@ -115,5 +116,5 @@ def foreign_name(out_dir: Path) -> str:
         if "out_dir" in read_json(out_dir / "config.json"):  # ours: the run was killed before it began its log
             return ""
     others = (path.name for path in sorted(out_dir.iterdir()) if path.is_dir() and path.name != "lost+found")
-    names = (*(name for name in (*FILES, *WEIGHTS) if (out_dir / name).exists()), *others)
+    names = (*(name for name in (*FILES, MODEL_FILES[0], ADAPTER_FILES[0]) if (out_dir / name).exists()), *others)
     return next((name for name in names if not name.startswith(".")), "")

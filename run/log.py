@@ -28,7 +28,7 @@ from tqdm import tqdm
 from cli import UserError, explain
 from files import naming, replace_file
 from machine.runtime import Runtime
-from run.card import write_card
+from run.card import Card
 from run.curves import draw
 from run.records import Records, of_kind, read_log
 
@@ -164,10 +164,9 @@ class RunLog:
         except OSError as e:  # a full disk, for instance: no reason to end a run for a picture
             self.rt.print(f"warning: learning_curve.png is not drawn: {explain(e)}")
 
-    def card(self) -> Callable[[Path], None]:
-        """Copy the log as it is now; the result writes it into a directory as a model card."""
-        records = list(self.records)
-        return lambda directory: write_card(directory, self.name, records, self.out_dir / "learning_curve.png")
+    def card(self) -> Card:
+        """The model card of the log as it is now."""
+        return Card(self.name, list(self.records), self.out_dir / "learning_curve.png")
 
     def val_losses(self) -> dict[int, float]:
         """{step: validation loss}"""

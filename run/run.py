@@ -28,12 +28,13 @@ from machine.runtime import launcher
 from run.checkpoint import (
     TRAIN_STATE,
     CheckpointWriter,
+    Snapshot,
+    copy_to_host,
     load_train_state,
     newest_intact,
     remove_after,
     remove_leftovers,
     rename_damaged,
-    snapshot,
 )
 from run.directory import FILES, OF_A_COMMAND, RunDirectory
 from run.log import RunLog, about_machine
@@ -44,21 +45,29 @@ STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP"
 
 
 class Run:
-    """A run in progress. The loop reads `step`, the last one taken, and `data_step`, the number of batches read, which
-    is ahead of `step` by those that were skipped after spikes."""
+    """A run in progress. The loop reads `step`, the one under way or the last one taken, and `data_step`, the number of
+    batches read, which is ahead of `step` by those that were skipped after spikes."""
 
-    def __init__(self, directory: RunDirectory, config, files, optimizer, identity: dict, facts: dict):
+    def __init__(self, directory: RunDirectory, config, files, optimizer, data_fingerprint: dict, facts: dict):
         """Start, or continue from `directory.checkpoint` with its optimizer and counters.
 
         `config` has the settled constants. `files` copies and restores the weights, which the caller has loaded
-        already. `identity` is what the order of the data depends on besides constants. `facts` go to the log:
+        already. `data_fingerprint` is what the order of the data depends on besides constants. `facts` go to the log:
         `parameters`, `flops_per_token` for MFU, and perhaps `uniform_loss`, ln V, to compare the first loss with.
-        Raises UserError before anything changes if a fixed constant or the identity is not the checkpoint's.
+        Raises UserError before anything changes if a fixed constant or the fingerprint is not the checkpoint's.
         """
-        self.directory, self.out_dir, self.rt = directory, directory.path, directory.rt
-        self.config, self.files, self.optimizer, self.identity, self.facts = config, files, optimizer, identity, facts
+        self.directory = directory
+        self.out_dir = directory.path
+        self.rt = directory.rt
+        self.config = config
+        self.files = files
+        self.optimizer = optimizer
+        self.data_fingerprint = data_fingerprint
+        self.facts = facts
         self.max_steps = config.max_steps
-        self.step = self.data_step = self.tokens = 0
+        self.step = 0
+        self.data_step = 0
+        self.tokens = 0
         self._spikes = SpikeDetector(config.spike_threshold)
         changed = self._restore(directory.checkpoint) if directory.checkpoint else {}
         self.log = RunLog(self.out_dir, self.rt, config)
@@ -66,38 +75,51 @@ class Run:
         self._writer = CheckpointWriter(self.out_dir, config.keep_checkpoints)
         self._first_step = self.step  # of this process
         # what the log has of this step is not run again; evaluations that a kill cut off after the checkpoint are
-        broadcast = self.rt.broadcast_from_main
-        self._done = broadcast(lambda: [r["kind"] for r in self.log.records if r["step"] == self.step])
-        self.val_loss = broadcast(lambda: self.log.val_losses().get(self.step, math.inf))  # the newest one
+        self._done = self.rt.broadcast_from_main(self._kinds_of_this_step)
+        self.val_loss = self.rt.broadcast_from_main(self._val_loss_of_this_step)  # the newest one
         self._saved = self.step if directory.checkpoint else -1  # the last step with a checkpoint
         self._launched: deque[tuple] = deque()  # steps whose figures have not been read yet
         self._spike: tuple[int, float] | None = None  # (step, loss) of one that `steps` still has to undo
-        self._bad_steps = self._signum = 0
+        self._bad_steps = 0  # in a row
+        self._signum = 0  # of a signal to this rank
         self._stop = False  # a signal to any rank, or a checkpoint that could not be written
+
+    def _kinds_of_this_step(self) -> list[str]:
+        return [record["kind"] for record in self.log.records if record["step"] == self.step]
+
+    def _val_loss_of_this_step(self) -> float:
+        return self.log.val_losses().get(self.step, math.inf)
 
     def _prepare_directory(self, changed: dict) -> None:
         """config.json, log.jsonl and samples.txt as they have to be before the first step; the first rank only."""
-        checkpoint, overwrite = self.directory.checkpoint, self.directory.requested["overwrite"]
-        if overwrite and self.directory.holds_run():
+        checkpoint = self.directory.checkpoint
+        if self.directory.requested["overwrite"] and self.directory.holds_run():
             self.directory.start_over()
         remove_leftovers(self.out_dir, FILES)
+        log = self.out_dir / "log.jsonl"
         if checkpoint:
             rename_damaged(newer_than=checkpoint)
-        elif (log := self.out_dir / "log.jsonl").exists():
+        elif log.exists():
             old = set_aside(log)  # its steps will be taken again: do not mix old and new figures, and lose neither
             self.rt.print(f"{self.out_dir} holds no checkpoint: starting from step 0; the earlier log is now {old}")
         config = asdict(self.config)
-        requested = {name: value for name, value in self.directory.requested.items() if value != config[name]}
         replace_file(self.out_dir / "config.json", json.dumps(config, indent=2) + "\n")
         self.log.open(self.step)
-        command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-        start = dict(command=command, **self.facts, config=config, written=requested, **about_machine(self.rt))
-        start |= dict(tokenizer=self.identity.get("tokenizer"))
+        start = dict(
+            step=self.step,
+            kind="run",
+            command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            **self.facts,
+            config=config,
+            written={name: value for name, value in self.directory.requested.items() if value != config[name]},
+            **about_machine(self.rt),
+            tokenizer=self.data_fingerprint.get("tokenizer"),
+        )
         if checkpoint:
             start |= dict(resumed_from=str(checkpoint), changed=changed)
-            notes = "".join(f"; --{name} {old} is now {new}" for name, (old, new) in changed.items())
-            self.rt.print(f"resuming from {checkpoint}{notes}")
-        self.log.append({"step": self.step, "kind": "run", **start})
+            notes = [f"; --{name} {old} is now {new}" for name, (old, new) in changed.items()]
+            self.rt.print(f"resuming from {checkpoint}{''.join(notes)}")
+        self.log.append(start)
 
     # ---- the loop
 
@@ -135,7 +157,9 @@ class Run:
         Raises Stopped after a signal, with a checkpoint of the last step.
         """
         while self.step < self.max_steps:
-            self.step, self.data_step, self._done = self.step + 1, self.data_step + 1, []
+            self.step += 1
+            self.data_step += 1
+            self._done = []
             if not self._launched:  # none is under way: a step's time begins here, after evaluations and saves
                 self._clock = time.perf_counter()
             yield self.step, next(batches)
@@ -158,15 +182,24 @@ class Run:
         self._launched.append((self.step, lr, self.rt.read_later(figures), self.rt.read_later(n_targets)))
         self._read_steps(self.rt.steps_ahead)
 
-    def due(self, interval: int, kind: str = "") -> bool:
-        """True every `interval` steps and at the end; never for 0. False if the log already has a record of this
-        `kind`, and while a spike waits to be undone: spoilt weights are neither saved nor evaluated."""
-        at_interval = interval > 0 and self.step > 0 and (self.step % interval == 0 or self.step == self.max_steps)
-        return at_interval and self._spike is None and kind not in self._done
+    def begins(self, interval: int, kind: str = "", at_start: bool = False) -> bool:
+        """Whether a save or an evaluation begins now; if so, this waits for all that it depends on (see `catch_up`).
+
+        True every `interval` steps and at the end, with `at_start` also before the first; never for 0. False if the log
+        already has a record of this `kind`, and while a spike waits to be undone: spoilt weights are neither saved nor
+        evaluated. All ranks call this together.
+        """
+        if interval == 0 or self._spike or kind in self._done:
+            return False
+        due = self.step % interval == 0 or self.step == self.max_steps
+        if not due or (self.step == 0 and not at_start):
+            return False
+        self.catch_up()
+        return self._spike is None
 
     def catch_up(self) -> None:
-        """Wait until the figures of all steps are read and the checkpoint being written is on the disk, because what
-        comes next may take long, or fail. All ranks call this together.
+        """Wait until the figures of all steps are read and the checkpoint under way is on the disk, because what comes
+        next may take long, or fail. All ranks call this together.
 
         After a signal to any rank, saves this step and raises Stopped. If a spike shows only now, `save` and `record`
         do nothing, and `steps` undoes it.
@@ -178,38 +211,50 @@ class Run:
 
     def save(self) -> None:
         """Copy everything that the next step depends on; the copy is written while training continues. All ranks call
-        this, because a model that is divided over them is gathered on the first one."""
+        this, because a model that is sharded over them is gathered on the first one."""
         if self._spike or self.step == self._saved:
             return
-        state = dict(
-            step=self.step, data_step=self.data_step, tokens=self.tokens, optimizer=self.optimizer.state_dict(),
-            spikes=self._spikes.state_dict(), identity=self.identity, config=asdict(self.config),
-            written=self.directory.requested,
-        )  # fmt: skip
         self._saved = self.step
-        if self.rt.is_main or self.rt.mesh:
-            write_files, state = self.files.copy(), snapshot(state, self.rt.is_main)
+        if not (self.rt.is_main or self.rt.mesh):
+            return
+        state = dict(
+            step=self.step,
+            data_step=self.data_step,
+            tokens=self.tokens,
+            optimizer=self.optimizer.state_dict(),
+            spikes=self._spikes.state_dict(),
+            identity=self.data_fingerprint,
+            config=asdict(self.config),
+            written=self.directory.requested,
+        )
+        files = self.files.copy()
+        state = copy_to_host(state, self.rt.is_main)
         if self.rt.is_main:
-            losses, write_card = self.log.val_losses(), self.log.card()
-            export = lambda directory: [write(directory) for write in (write_files, write_card)]  # noqa: E731
-            self._writer.save(self.step, export, state, losses, self.rt.print)
+            snapshot = Snapshot(self.step, [files, self.log.card()], state)
+            self._writer.save(snapshot, self.log.val_losses(), self.rt.print)
             if not self.rt.writes_in_background:
                 self._writer.wait()
 
     def record(self, kind: str, **figures) -> None:
         """Log an evaluation or a sample of this step, print it, and redraw the curve."""
-        if not self._spike:
-            self.val_loss = figures["loss"] if kind == "val" else self.val_loss
-            spent = {"flops": self.tokens * self.facts["flops_per_token"]} if kind in ("val", "hellaswag") else {}
-            self.log.evaluation(self.step, kind, figures | spent)
-            self._renew_card()
+        if self._spike:
+            return
+        if kind == "val":
+            self.val_loss = figures["loss"]
+        if kind in ("val", "hellaswag"):
+            figures["flops"] = self._operations()
+        self.log.evaluation(self.step, kind, figures)
+        self._renew_card()
+
+    def _operations(self) -> float:
+        return self.tokens * self.facts["flops_per_token"]
 
     def _renew_card(self) -> None:
         """Add what was measured since the checkpoint of this step to its card, unless an earlier process wrote that:
         somebody may have edited it."""
         checkpoint = self.out_dir / f"step_{self.step:06d}"
         if self.rt.is_main and self._first_step < self.step == self._saved and checkpoint.is_dir():
-            self.log.card()(checkpoint)
+            self.log.card().write(checkpoint)
 
     def end_here(self) -> None:
         """Make this step the last one: save it, and log what it took to get here."""
@@ -218,9 +263,9 @@ class Run:
         self.max_steps = self.step
         self.save()
         if "target" not in self._done:
-            operations = self.tokens * self.facts["flops_per_token"]
-            hours = sum(r.get("dt_ms") or 0 for r in self.log.records if r["kind"] == "train") / 3.6e6  # of steps
-            self.record("target", tokens=self.tokens, hours=hours, petaflop=operations / 1e15)
+            milliseconds = sum(r.get("dt_ms") or 0 for r in self.log.records if r["kind"] == "train")
+            petaflop = self._operations() / 1e15
+            self.record("target", tokens=self.tokens, hours=milliseconds / 3.6e6, petaflop=petaflop)
 
     def resume_command(self, *words: str) -> str:
         """What a person types to continue this run, on as many ranks as now."""
@@ -245,20 +290,25 @@ class Run:
 
     def _read_step(self, step: int, lr: float, read_figures, read_n_targets) -> None:
         """Wait for a step, log it, and notice a stop, a spike or a bad step. Raises UserError after too many."""
-        (loss, grad_norm, stop), n_targets = read_figures(), read_n_targets()
+        loss, grad_norm, stop = read_figures()
+        n_targets = read_n_targets()
         # from one step's figures to the next step's: what a step takes when host and device overlap
         now = time.perf_counter()
-        seconds, self._clock = max(now - self._clock, 1e-9), now  # two readings may be equal
+        seconds = max(now - self._clock, 1e-9)  # two readings may be equal
+        self._clock = now
         self.tokens += n_targets
         figures = dict(loss=loss, lr=lr, grad_norm=grad_norm, tokens=self.tokens)
         self.log.train_step(step, figures, seconds, n_targets, self.facts["flops_per_token"])
         if step == 1 and "uniform_loss" in self.facts:
             self.rt.print(f"first loss {loss:.3f}; if all tokens are equally likely, {self.facts['uniform_loss']:.3f}")
-        self._stop = self._stop or stop > 0  # acted on between steps, where all ranks have read the same figures
-        good = math.isfinite(loss) and math.isfinite(grad_norm)
-        if good and self._spikes.add(loss):  # a step that is not finite has changed no weight: not a spike
-            self._spike = (step, loss)
-        self._bad_steps = 0 if good else self._bad_steps + 1
+        if stop > 0:
+            self._stop = True  # acted on between steps, where all ranks have read the same figures
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            self._bad_steps = 0
+            if self._spikes.add(loss):
+                self._spike = (step, loss)
+        else:  # it has changed no weight, so it is no spike
+            self._bad_steps += 1
         if self._bad_steps >= self.config.max_bad_steps:
             what = f"no finite loss or gradient in {self._bad_steps} steps, up to step {step}"
             raise UserError(f"{what}; lower --max_lr, or use --dtype float32, and --resume from the newest checkpoint")
@@ -282,7 +332,8 @@ class Run:
         The data position is not rewound, so the batches since then are skipped, as in PaLM (Chowdhery et al. 2022,
         section 5.1). Without an earlier checkpoint the jump is accepted. Raises UserError if this does not help.
         """
-        (step, loss), self._spike = self._spike, None  # from here on `record` and `save` work again
+        step, loss = self._spike
+        self._spike = None  # from here on `record` and `save` work again
         self._writer.wait()
         before = step - self._spikes.PATIENCE  # the weights of the step before the first high loss are suspect, too
         found = self.rt.broadcast_from_main(lambda: newest_intact(self.out_dir, before))
@@ -291,11 +342,13 @@ class Run:
             return self._spikes.accept()
         # newer checkpoints hold spoilt weights: a resume must not find them
         self.rt.broadcast_from_main(lambda: remove_after(found))
-        median, data_step = self._spikes.median(), self.data_step
+        median = self._spikes.median()
+        data_step = self.data_step
         self._spikes.count(found)
         self.files.load(found)
         self._restore(found)
-        self.data_step, self._saved = data_step, self.step
+        self.data_step = data_step
+        self._saved = self.step
         self._launched.clear()  # steps from after the jump
         self.log.cut(self.step)
         self.record("rollback", from_step=step, loss=loss, median=median)
@@ -310,23 +363,25 @@ class Run:
             changed = self._changed_constants(state, checkpoint)
             self.optimizer.load_state_dict(state["optimizer"])
             self._spikes.load_state_dict(state["spikes"])
-            self.step, self.data_step, self.tokens = (int(state[key]) for key in ("step", "data_step", "tokens"))
+            self.step = int(state["step"])
+            self.data_step = int(state["data_step"])
+            self.tokens = int(state["tokens"])
         except (LookupError, TypeError, ValueError, AttributeError) as e:
             reason = f"no {e}" if isinstance(e, KeyError) else str(e)
             raise UserError(f"{checkpoint}/{TRAIN_STATE} does not fit this run: {reason}; resume from another") from e
         return changed
 
     def _changed_constants(self, state: dict, checkpoint: Path) -> dict:
-        """Compare what a person wrote now with what was written then: a recipe's default that a checkpoint's sizes
+        """Compare what was requested now with what was requested then: a recipe's default that a checkpoint's sizes
         replaced is no change. Raises UserError for a constant that the data order or the model depends on."""
-        for name, value in self.identity.items():
+        for name, value in self.data_fingerprint.items():
             if state["identity"].get(name) != value:
                 raise UserError(f"{checkpoint} was trained with another {name}; give that one, or another --out_dir")
         changed = {}
         for name, now in self.directory.requested.items():
-            # written: by a person or a recipe; settled: what it came to, e.g. micro_batch_size 0 -> 16
-            then, settled = state["written"].get(name), state["config"].get(name)
-            if now in (then, settled) or name in OF_A_COMMAND | {"init_from"}:
+            requested = state["written"].get(name)  # by a person or a recipe
+            settled = state["config"].get(name)  # what it came to, for instance a micro_batch_size of 0 to 16
+            if now in (requested, settled) or name in OF_A_COMMAND | {"init_from"}:
                 continue
             if name in self.directory.fixed:
                 raise UserError(f"{checkpoint} was trained with --{name} {settled}, not {now}; give another --out_dir")

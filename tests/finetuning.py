@@ -31,7 +31,7 @@ def tokens(*shape) -> torch.Tensor:
 def save_adapter(model: GPT, path: Path, sha256="") -> Path:
     """The adapter that `adapted` makes, as files."""
     path.mkdir()
-    AdapterFiles(model, "base", sha256).copy()(path)
+    AdapterFiles(model, "base", sha256).write(path)
     return path
 
 

@@ -26,7 +26,7 @@ from cli import script
 from learning.loss import LinearCrossEntropy
 from learning.optim import local
 from machine.runtime import Runtime
-from machine.sharding import whole
+from machine.sharding import unsharded
 from machine.trials import largest_that_fits
 from model import GPT, GPTConfig, GPTWithLoss
 from run.checkpoint import remove_after
@@ -96,7 +96,7 @@ FAULTS = {"inf before exchange": inf_before_exchange, "inf after exchange": inf_
 def checksum(model) -> str:
     digest = hashlib.sha256()
     for tensor in model.state_dict().values():
-        digest.update(whole(tensor).numpy().tobytes())
+        digest.update(unsharded(tensor).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -5,6 +5,7 @@ import math
 import subprocess
 import time
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch
 from cli import UserError
 from machine.runtime import Runtime
 from run import checkpoint
-from run.checkpoint import CheckpointWriter, checkpoint_steps, find_damage, load_train_state
+from run.checkpoint import CheckpointWriter, Snapshot, checkpoint_steps, find_damage, load_train_state
 from tests.helpers import assert_user_error, log_of, spoil_gradients, weights
 
 # ---- disks
@@ -73,16 +74,17 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_changes_nothing_in_i
 
 
 def test_a_failed_write_is_known_before_the_next_save(tmp_path):
-    def export(directory):
+    def write(directory):
         raise OSError(28, "No space left on device", str(directory))
 
     writer = CheckpointWriter(tmp_path, 0)
-    writer.save(1, export, {}, {})
+    snapshot = Snapshot(1, [SimpleNamespace(write=write)], {})
+    writer.save(snapshot, {})
     deadline = time.time() + 60
     while not writer.failed and time.time() < deadline:
         time.sleep(0.001)
     with pytest.raises(UserError, match="no space left"):
-        writer.save(2, export, {}, {})
+        writer.save(snapshot, {})
 
 
 # ---- what is logged

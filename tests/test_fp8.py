@@ -5,7 +5,7 @@ import torch
 
 from learning.fp8 import FP8_MATMULS, by_dlogits, by_weights
 from learning.loss import LinearCrossEntropy, linear_cross_entropy
-from machine.trials import checkpoint_activations
+from machine.runtime import checkpoint_activations
 from model import GPTWithLoss
 from tests.test_model import loss_case, small, tokens
 

@@ -28,7 +28,7 @@ from machine import runtime
 from machine.runtime import Runtime
 from machine.sharding import shard
 from model import GPT, GPTConfig, GPTWithLoss
-from run.checkpoint import remove_after, snapshot
+from run.checkpoint import copy_to_host, remove_after
 from run.run import Run
 from tests.helpers import log_of
 from tests.test_spikes import spiky_args, spiky_shards
@@ -164,7 +164,7 @@ def six_steps(way: str, optimizer: str) -> list[float]:
             found.step(finite=found.clip_grad_norm(1.0).isfinite())
             found.zero_grad()
             losses.append(loss.item())
-        state = snapshot(found.state_dict())
+        state = copy_to_host(found.state_dict())
     return losses
 
 

@@ -11,7 +11,7 @@ from cli import UserError
 from machine import runtime
 from machine.runtime import PEAKS, Runtime, launcher, peaks
 from model import GPT, GPTConfig
-from run.checkpoint import CheckpointWriter, ModelFiles, find_damage, snapshot
+from run.checkpoint import CheckpointWriter, ModelFiles, Snapshot, copy_to_host, find_damage
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,8 @@ def test_cpu_means_that_no_gpu_is_asked_for(monkeypatch):
 def test_the_thread_that_writes_a_checkpoint_asks_nothing_of_a_gpu(tmp_path, monkeypatch):
     """What it writes was copied before; so it needs no GPU to be chosen in that thread."""
     model = GPT(GPTConfig(n_positions=8, vocab_size=260, n_layer=1, n_head=1, n_embd=8))
-    copy, state = ModelFiles(model, Tokenizer.train(["a"], 257)).copy(), snapshot(dict(moment=torch.ones(3)))
+    files = ModelFiles(model, Tokenizer.train(["a"], 257)).copy()
+    snapshot = Snapshot(1, [files], copy_to_host(dict(moment=torch.ones(3))))
 
     def asked(*args, **kwargs):
         raise AssertionError("a question to CUDA opens a context on GPU 0")
@@ -108,7 +109,7 @@ def test_the_thread_that_writes_a_checkpoint_asks_nothing_of_a_gpu(tmp_path, mon
     for name in ("_lazy_init", "set_device", "current_device", "current_stream", "synchronize", "mem_get_info"):
         monkeypatch.setattr(torch.cuda, name, asked)
     writer = CheckpointWriter(tmp_path, keep=1)
-    writer.save(1, copy, state, {})
+    writer.save(snapshot, {})
     writer.wait()
     assert find_damage(tmp_path / "step_000001") is None
 

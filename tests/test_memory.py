@@ -10,8 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from learning.loss import chunk_size, linear_cross_entropy
 from learning.optim import make_optimizer
-from machine.runtime import Runtime, peaks
-from machine.trials import checkpoint_activations
+from machine.runtime import Runtime, checkpoint_activations, peaks
 from model import GPT, GPTConfig
 from pretraining.plan import BUSY, REACHED, Layout, n_parameters, needs, step_parts, token_flops
 

@@ -136,7 +136,7 @@ def test_activation_checkpointing_changes_memory_and_no_number(train, tmp_path):
     for switch in (False, True):
         model = GPT(GPTConfig(n_positions=64, vocab_size=64, n_layer=4, n_head=2, n_embd=32))
         if switch:
-            trials.checkpoint_activations(model.transformer.h)
+            runtime.checkpoint_activations(model.transformer.h)
         idx, sizes = torch.zeros(2, 64, dtype=torch.long), {}
 
         def pack(tensor, sizes=sizes):

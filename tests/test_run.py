@@ -8,6 +8,7 @@ import shlex
 import shutil
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,15 @@ import torch
 import train_gpt2
 from cli import UserError
 from files import exclusive_lock
-from run.checkpoint import SUMS, CheckpointWriter, checkpoint_steps, find_damage, load_train_state, remove_after
+from run.checkpoint import (
+    SUMS,
+    CheckpointWriter,
+    Snapshot,
+    checkpoint_steps,
+    find_damage,
+    load_train_state,
+    remove_after,
+)
 from tests.helpers import (
     SHORT,
     SMALL,
@@ -51,18 +60,19 @@ def damage_weights(checkpoint: Path) -> None:
     ],
 )
 def test_the_newest_intact_checkpoints_stay_and_the_one_of_the_lowest_loss(tmp_path, keep, losses, damaged, left):
-    def export(directory):
+    def write(directory):
         for name in ("model.safetensors", "config.json"):
             (directory / name).write_text(str(directory))
 
+    files = SimpleNamespace(write=write)
     for step in (1, 2, 3, 4):
         writer = CheckpointWriter(tmp_path, 0)
-        writer.save(step, export, {}, {})
+        writer.save(Snapshot(step, [files], {}), {})
         writer.wait()
     for step in damaged:
         damage_weights(tmp_path / f"step_{step:06d}")
     writer = CheckpointWriter(tmp_path, keep)
-    writer.save(5, export, {}, losses)
+    writer.save(Snapshot(5, [files], {}), losses)
     writer.wait()
     assert steps_of(tmp_path) == left
 
