@@ -30,6 +30,8 @@ class Stopped(Exception):
 
 def script(main: Callable[[], None]) -> None:
     """Run `main` and end the process: 0 done, 2 for bad usage or input, 128 + n after signal n."""
+    if sys.stdin is None:  # the caller closed it: there is nothing to read
+        sys.stdin = open(os.devnull)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # the caller closed it: discard what we print
             setattr(sys, name, open(os.devnull, "w"))

@@ -33,7 +33,7 @@ from typing import Annotated, Literal, NamedTuple
 import torch
 
 from bpe.tokenizer import Tokenizer
-from files import write_atomically
+from files import set_aside, write_atomically
 from finetuning import lora
 from finetuning.chat import check_tokenizer, prompt_of, save_chat_files
 from finetuning.lora import TARGETS, AdapterFiles, LoRAConfig
@@ -261,13 +261,19 @@ def read_command_line(args: list[str]) -> Config:
     if config.max_lr and config.min_lr > config.max_lr:
         raise UserError(f"--min_lr {config.min_lr} is above --max_lr {config.max_lr}; the schedule ends at min_lr")
     if config.merge:
-        out = Path(config.merge)
-        read = [config.base, config.adapter, config.out_dir]
-        if out.resolve() in {Path(path).resolve() for path in read if path}:
-            raise UserError(f"--merge {out} is one of the directories that it reads; choose another one")
-        if out.exists() and not config.overwrite:
-            raise UserError(f"--merge {out} already exists; pass --overwrite to rename it, or choose another name")
+        refuse_to_overwrite(config)
     return config
+
+
+def refuse_to_overwrite(config: Config) -> None:
+    """Raises UserError, now and not after the training, unless --merge can be written."""
+    out = Path(config.merge)
+    if out.exists() and not config.overwrite:
+        raise UserError(f"--merge {out} already exists; pass --overwrite to rename it, or choose another name")
+    for used in (config.base, config.adapter, config.out_dir, "."):
+        path = Path(used).resolve()
+        if used and out.resolve() in (path, *path.parents):  # --overwrite would rename what is in use
+            raise UserError(f"--merge {out} is or contains {path}, which is in use; choose another directory")
 
 
 def resolve_config(requested: Config, checkpoint: Path | None, data: Data, rt: Runtime) -> Config:
@@ -277,6 +283,10 @@ def resolve_config(requested: Config, checkpoint: Path | None, data: Data, rt: R
     elif source := checkpoint or requested.adapter:
         found = lora.read_adapter(source).config
         adapter = dict(lora_dim=found.r, lora_alpha=found.alpha, targets=found.targets, rslora=found.rslora)
+        for name, value in adapter.items():
+            asked = getattr(requested, name)
+            if not checkpoint and asked not in (value, getattr(Config, name)):
+                raise UserError(f"the adapter {source} has {name} {value}, not {asked}; leave out --{name}")
     else:
         adapter = dict(lora_dim=requested.lora_dim, lora_alpha=requested.lora_alpha or 2.0 * requested.lora_dim)
     max_steps = requested.max_steps
@@ -412,6 +422,8 @@ def write_merged(config: Config, adapter: str) -> None:
         save_chat_files(path, tokenizer)
         card.Card(out.name, records, curve).write(path)
 
+    if out.exists():
+        print(f"the earlier {out} is now {set_aside(out)}")
     write_atomically(out, write)
     print(f"wrote {out}: {config.base} with {adapter} merged in; logits differ by at most {difference:.1e}")
 

@@ -55,7 +55,7 @@ def main() -> None:
     try:
         write_texts(config)
     except UnicodeDecodeError as e:
-        raise UserError(f"standard input is not UTF-8 ({e.reason} at byte {e.start}); convert it with iconv") from None
+        raise UserError(f"standard input is not UTF-8 ({e.reason} at byte {e.start}); save it as UTF-8") from None
 
 
 def write_texts(config: Config) -> None:
@@ -65,12 +65,16 @@ def write_texts(config: Config) -> None:
     rt = Runtime.setup(config.device, config.dtype, threads=config.threads)
     if config.dtype == "auto" and rt.device.type == "cpu":
         rt = Runtime.setup("cpu", "float32")  # one row is bound by memory, and 16 bits are partly emulated
-    model, tokenizer = load_model(config.model), model_tokenizer(config.model)
+    model = load_model(config.model)
+    tokenizer = model_tokenizer(config.model)
     if config.adapter:
         model = remove_lora(merge(load_adapter(model, config.adapter)))
     model.to(rt.device, rt.dtype)
     generator = torch.Generator(rt.device)
-    generator.manual_seed(config.seed) if config.seed >= 0 else generator.seed()
+    if config.seed >= 0:
+        generator.manual_seed(config.seed)
+    else:
+        generator.seed()
     more = partial(
         generate, model, stop_token=tokenizer.eot_token, n_tokens=len(tokenizer), temperature=config.temperature,
         top_k=config.top_k, top_p=config.top_p, generator=generator,
@@ -107,7 +111,8 @@ def converse(more: Callable, tokenizer, n_positions: int, max_new_tokens: int, s
     Earlier turns stay in the context as long as they fit; then the oldest is dropped. An answer gets at most a third of
     the context: another third is for the previous answer, and the last third for the two messages of the user.
     """
-    most, messages = min(max_new_tokens, n_positions // 3), []
+    most = min(max_new_tokens, n_positions // 3)
+    messages = []
     print(f"Say something; an empty line ends the conversation. An answer has at most {most} tokens.", file=sys.stderr)
     while said := said.strip() or read_line().strip():
         messages.append(dict(role="user", content=said))
@@ -115,8 +120,10 @@ def converse(more: Callable, tokenizer, n_positions: int, max_new_tokens: int, s
             del messages[:2]
         answer = ""
         for text in stream(more([chat_ids(tokenizer, messages)], most), tokenizer):
-            answer += (piece := text if answer else text.lstrip())  # a space after the colon belongs to the format
-            print(piece, end="", flush=True)
+            if not answer:
+                text = text.lstrip()  # a space after the colon belongs to the format
+            answer += text
+            print(text, end="", flush=True)
         print()
         messages.append(dict(role="assistant", content=answer))
         said = ""

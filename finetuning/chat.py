@@ -27,7 +27,9 @@ import regex
 from bpe.tokenizer import ENDOFTEXT, Tokenizer
 from cli import UserError
 
-START, USER, ASSISTANT = "BEGINNING OF CONVERSATION: ", "USER: ", " ASSISTANT:"
+START = "BEGINNING OF CONVERSATION: "
+USER = "USER: "
+ASSISTANT = " ASSISTANT:"
 ROLES = ("system", "user", "assistant")
 
 
@@ -49,9 +51,10 @@ def check_tokenizer(tokenizer: Tokenizer, base: str) -> None:
     if tokenizer.eot_token is None:
         raise UserError(f"{cannot}: it has no {ENDOFTEXT}, which ends an answer; choose another base")
     # `ASSISTANT:` and an answer may make `:D`, an answer and <|endoftext|> `!<`: a server would find a token there
-    before, after = [ASSISTANT[i:] for i in range(len(ASSISTANT))], [ENDOFTEXT[: i + 1] for i in range(len(ENDOFTEXT))]
+    ends = [ASSISTANT[i:] for i in range(len(ASSISTANT))]
+    starts = [ENDOFTEXT[: i + 1] for i in range(len(ENDOFTEXT))]
     for special in tokenizer.special_tokens.keys() - {ENDOFTEXT}:
-        joins = special.startswith((*before, ENDOFTEXT)) or special.endswith(tuple(after))
+        joins = special.startswith((*ends, ENDOFTEXT)) or special.endswith(tuple(starts))
         if joins or special in START + USER + ASSISTANT or any(map(str.isspace, special)):
             what = f"its special token {special!r} may arise in the chat format, or has a space in it"
             raise UserError(f"{cannot}: {what}; choose another base")
@@ -59,7 +62,8 @@ def check_tokenizer(tokenizer: Tokenizer, base: str) -> None:
 
 def pieces(messages: list[dict], tokenizer: Tokenizer) -> list[tuple[str, bool]]:
     """A conversation as texts, each with a flag: True for an answer, which <|endoftext|> follows."""
-    texts, said = [], []  # said: what the assistant has not answered yet
+    texts = []
+    said = []  # what the assistant has not answered yet
     for message in messages:
         text = clean(message["content"], tokenizer)
         if message["role"] != "assistant":
@@ -69,8 +73,9 @@ def pieces(messages: list[dict], tokenizer: Tokenizer) -> list[tuple[str, bool]]
         gap = "" if text[:1] in follows_directly(tokenizer) else " "
         texts.append((gap + text, True))
         said = []
-    # where the user spoke last, the text ends with `ASSISTANT:`, and the model continues from there
-    return texts + ([(turn(said, first=not texts), False)] if said else [])
+    if said:  # the user spoke last: the text ends with `ASSISTANT:`, and the model continues from there
+        texts.append((turn(said, first=not texts), False))
+    return texts
 
 
 def turn(said: list[str], first: bool) -> str:
@@ -105,7 +110,9 @@ def chat_ids(tokenizer: Tokenizer, messages: list[dict]) -> list[int]:
     """The tokens of a conversation. If the user spoke last, the model's answer comes next."""
     ids = []
     for text, is_answer in pieces(messages, tokenizer):
-        ids += tokenizer.encode_ordinary(text) + [tokenizer.eot_token] * is_answer
+        ids += tokenizer.encode_ordinary(text)
+        if is_answer:
+            ids.append(tokenizer.eot_token)
     return ids
 
 

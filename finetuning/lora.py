@@ -42,6 +42,13 @@ class LoRAConfig:
     targets: tuple[str, ...] = TARGETS
     rslora: bool = False  # scale by alpha / sqrt(r), so that a large r does not shrink the update (Kalajdzievski 2023)
 
+    def __post_init__(self):
+        """Raises UserError for what `read_adapter` would refuse later."""
+        for key, flag, value in (("r", "dim", self.r), ("lora_alpha", "alpha", self.alpha)):
+            if not within_limits(key, value):
+                low, high = LIMITS[key]
+                raise UserError(f"--lora_{flag} must be in [{low:g}, {high:g}], not {value:g}")
+
     @property
     def scale(self) -> float:
         return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
@@ -80,12 +87,14 @@ class LoRALinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, config: LoRAConfig):
         super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias  # same names as in nn.Linear, so a base's checkpoint fits
+        self.weight = linear.weight  # names as in nn.Linear, so that a base's checkpoint fits
+        self.bias = linear.bias
         device = linear.weight.device
         self.lora_A = nn.Parameter(torch.empty(config.r, linear.in_features, device=device))
         self.lora_B = nn.Parameter(torch.zeros(linear.out_features, config.r, device=device))
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))  # as in the authors' code and in nn.Linear
-        self.scale, self.dropout = config.scale, config.dropout
+        self.scale = config.scale
+        self.dropout = config.dropout
         self.register_buffer("unmerged", None, persistent=False)  # the base's weight, while merged
 
     def forward(self, x):
@@ -112,7 +121,8 @@ class LoRALinear(nn.Module):
     def unmerge(self) -> None:
         """Put the base's weight back. `merge` kept it: subtracting the bypass would not restore the exact bits."""
         if self.unmerged is not None:
-            self.weight.data, self.unmerged = self.unmerged, None
+            self.weight.data = self.unmerged
+            self.unmerged = None
 
 
 def target_names(model: GPT, targets) -> list[str]:
@@ -156,7 +166,8 @@ def remove_lora(model: GPT) -> GPT:
     for name, module in lora_modules(model).items():
         n_out, n_in = module.weight.shape
         linear = nn.Linear(n_in, n_out, device="meta")  # no memory for weights that are about to be replaced
-        linear.weight, linear.bias = module.weight, module.bias
+        linear.weight = module.weight
+        linear.bias = module.bias
         model.set_submodule(name, linear)
     return model
 
@@ -169,15 +180,18 @@ def cast_frozen(model: GPT, dtype: torch.dtype) -> None:
     """
     for module in model.transformer.h.modules():
         if isinstance(module, nn.Linear | LoRALinear):
-            module.weight.data, module.bias.data = module.weight.data.to(dtype), module.bias.data.to(dtype)
+            module.weight.data = module.weight.data.to(dtype)
+            module.bias.data = module.bias.data.to(dtype)
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.data.to(dtype), requires_grad=False)
 
 
 def trainable_parameters(model: GPT, targets: tuple[str, ...], r: int) -> tuple[int, float]:
     """(number at rank r, fraction of base and adapter together), for a plain model; rank 0 is full finetuning."""
     total = model.num_params()
+    if not r:
+        return total, 1.0
     n = r * sum(sum(model.get_submodule(name).weight.shape) for name in target_names(model, targets))  # r (in + out)
-    return (n, n / (total + n)) if r else (total, 1.0)
+    return n, n / (total + n)
 
 
 # ------------------------------------------------------------------------------------------------------ adapter files
@@ -185,7 +199,7 @@ def trainable_parameters(model: GPT, targets: tuple[str, ...], r: int) -> tuple[
 # What adapter_config.json may say. A setting that is off (None, False, empty) changes nothing, keys in IGNORED do not
 # describe the computation, and the values in KNOWN compute the picture above. Anything else, of later versions of peft
 # too, may change the base's weights (pissa, olora) or the forward pass (alora), and is refused.
-LIMITS = dict(r=(1, 2**12), lora_alpha=(1e-9, 1e9), lora_dropout=(0.0, 0.999))
+LIMITS = dict(r=(1, 2**12), lora_alpha=(1e-9, 1e9), lora_dropout=(0.0, 0.9999))
 KNOWN = dict(peft_type=("LORA",), task_type=("CAUSAL_LM",), bias=("none",), init_lora_weights=(True, "gaussian"),
              use_rslora=(True,))  # fmt: skip
 IGNORED = (
@@ -274,7 +288,8 @@ def read_adapter(adapter: str | Path) -> Adapter:
     settings = read_settings(path / "adapter_config.json")
     try:
         with safe_open(path / "adapter_model.safetensors", "pt") as f:
-            tensors, metadata = {name: f.get_tensor(name) for name in f.keys()}, f.metadata() or {}
+            tensors = {name: f.get_tensor(name) for name in f.keys()}
+            metadata = f.metadata() or {}
         if not all(t.is_floating_point() and t.isfinite().all() for t in tensors.values()):
             raise ValueError("it holds numbers that are not finite, or no floating-point numbers")
     except FileNotFoundError:
@@ -286,8 +301,13 @@ def read_adapter(adapter: str | Path) -> Adapter:
     targets = tuple(target for target in TARGETS if any(f".{target}.lora_A" in name for name in tensors))
     if not targets:
         raise UserError(f"the adapter {path} has no tensors for {', '.join(TARGETS)}; train it again")
-    alpha, dropout = float(settings["lora_alpha"]), float(settings["lora_dropout"])
-    config = LoRAConfig(settings["r"], alpha, dropout, targets, bool(settings.get("use_rslora")))
+    config = LoRAConfig(
+        r=settings["r"],
+        alpha=float(settings["lora_alpha"]),
+        dropout=float(settings["lora_dropout"]),
+        targets=targets,
+        rslora=bool(settings.get("use_rslora")),
+    )
     return Adapter(path, config, tensors, settings.get("base_model_name_or_path"), metadata.get("base_sha256"))
 
 
@@ -301,11 +321,17 @@ def read_settings(file: Path) -> dict:
             unknown = f"{file}: this code cannot compute an adapter whose {key} is {value!r:.80}"
             raise UserError(f"{unknown}; merge it with peft, or train one without it")
     settings = {"lora_dropout": 0.0} | settings
-    for key, (low, high) in LIMITS.items():
-        value = settings.get(key)
-        if type(value) not in ((int,) if key == "r" else (int, float)) or not low <= value <= high:
-            raise UserError(f"{file} is damaged: {key} is {value!r:.80}; write or download the adapter again")
+    for key in LIMITS:
+        if not within_limits(key, settings.get(key)):
+            value = f"{settings.get(key)!r:.80}"
+            raise UserError(f"{file} is damaged: {key} is {value}; write or download the adapter again")
     return settings
+
+
+def within_limits(key: str, value) -> bool:
+    low, high = LIMITS[key]
+    kinds = (int,) if key == "r" else (int, float)
+    return type(value) in kinds and low <= value <= high
 
 
 def load_adapter(model: GPT, adapter: str | Path, dropout: float = 0.0) -> GPT:
@@ -328,10 +354,11 @@ def fill_factors(model: GPT, adapter: Adapter) -> None:
     """Put the A and B of an adapter into an adapted model. Raises UserError unless they are exactly those that it has:
     a block without its own would silently stay the base's."""
     wanted = factors(model)
-    shapes, found = ({name: tuple(t.shape) for name, t in each.items()} for each in (wanted, adapter.tensors))
-    if wrong := [name for name in sorted(found.keys() | shapes) if found.get(name) != shapes.get(name)]:
+    needed = {name: tuple(factor.shape) for name, factor in wanted.items()}
+    found = {name: tuple(tensor.shape) for name, tensor in adapter.tensors.items()}
+    if wrong := [name for name in sorted(found.keys() | needed) if found.get(name) != needed.get(name)]:
         name = wrong[0]
-        differs = f"{name} is {found.get(name, 'missing')}, and the base needs {shapes.get(name, 'nothing')}"
+        differs = f"{name} is {found.get(name, 'missing')}, and the base needs {needed.get(name, 'nothing')}"
         remedy = "give the base that it was trained on, or merge it with peft if it adapts some layers only"
         raise UserError(f"the adapter {adapter.path} does not fit: {differs}; {remedy}")
     for name, factor in wanted.items():

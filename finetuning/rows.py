@@ -71,18 +71,18 @@ def encode_rows(rows: list[list[dict]], tokenizer, sequence_length: int) -> tupl
     A row longer than `sequence_length` becomes windows that overlap by half; each of its answer tokens is a target in
     exactly one of them.
     """
-    full = [
-        pieces(row, tokenizer)
-        for row in rows
-        if any(m["role"] == "assistant" for m in row) and all(clean(m["content"], tokenizer) for m in row)
-    ]
+    full = [pieces(row, tokenizer) for row in rows if asks_and_answers(row, tokenizer)]
     # all texts in one call, which spreads them over threads; `clean` has removed every special token
     ids = iter(tokenizer.encode_batch([text for row in full for text, _ in row], disallowed_special=()))
-    examples, counts = [], dict(empty=len(rows) - len(full), long=0)
+    examples = []
+    counts = dict(empty=len(rows) - len(full), long=0)
     for row in full:
-        tokens, scored = [], []
+        tokens = []
+        scored = []
         for _, is_answer in row:
-            part = next(ids) + [tokenizer.eot_token] * is_answer
+            part = next(ids)
+            if is_answer:
+                part = [*part, tokenizer.eot_token]
             tokens += part
             scored += [is_answer] * len(part)
         tokens = np.array(tokens, dtype=np.int32)
@@ -90,6 +90,13 @@ def encode_rows(rows: list[list[dict]], tokenizer, sequence_length: int) -> tupl
         counts["long"] += len(targets) > sequence_length
         examples += windows(tokens[:-1], targets, sequence_length)
     return examples, counts
+
+
+def asks_and_answers(messages: list[dict], tokenizer) -> bool:
+    """Whether somebody answers, and no turn is empty; an empty system message says nothing, and is left out."""
+    turns = [message for message in messages if message["role"] != "system"]
+    answered = any(message["role"] == "assistant" for message in turns)
+    return answered and all(clean(message["content"], tokenizer) for message in turns)
 
 
 def windows(idx: np.ndarray, targets: np.ndarray, T: int) -> list[Example]:
@@ -117,8 +124,11 @@ epoch_order = lru_cache(maxsize=2)(permutation)  # a batch may span the end of o
 
 def global_batch(examples: list[Example], step: int, batch_size: int, seed: int) -> list[Example]:
     """The examples of step 0, 1, ..., a function of seed and step alone. Every epoch permutes all of them."""
-    n, positions = len(examples), range(step * batch_size, (step + 1) * batch_size)
-    return [examples[epoch_order(n, seed, position // n)[position % n]] for position in positions]
+    batch = []
+    for position in range(step * batch_size, (step + 1) * batch_size):
+        epoch, at = divmod(position, len(examples))
+        batch.append(examples[epoch_order(len(examples), seed, epoch)[at]])
+    return batch
 
 
 def micro_batches(examples: list[Example], limit: int, cost: int, rank: int = 0, world_size: int = 1) -> list[tuple]:
@@ -128,7 +138,8 @@ def micro_batches(examples: list[Example], limit: int, cost: int, rank: int = 0,
     """
     # every world_size-th of the sorted ones: all ranks get about the same lengths and finish together
     mine = sorted(examples, key=lambda example: len(example.idx))[rank::world_size]
-    parts, real = [], 0  # real: the tokens of the last part, without padding
+    parts = []
+    real = 0  # tokens of the last part, without padding
     for example in mine:
         length = len(example.idx)  # the longest so far, to which its whole part is padded
         padded = length * (len(parts[-1]) + 1) if parts else math.inf
@@ -141,16 +152,18 @@ def micro_batches(examples: list[Example], limit: int, cost: int, rank: int = 0,
 
 
 def collate(examples: list[Example]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(idx (B, T), targets (1, M), places (1, M)), int64: padded inputs, the M targets, and the places among the B * T
-    positions where they are predicted. The 1 is the batch dimension that every input of a model has.
+    """(idx (B, T), targets (1, M), logit_positions (1, M)), int64: padded inputs, the M targets, and where among the
+    B * T positions they are predicted. The 1 is the batch dimension that every input of a model has.
 
     Padding is on the right, where the causal mask hides it from every real token.
     """
     T = max(len(example.idx) for example in examples)
-    idx, targets, places = np.zeros((len(examples), T), np.int64), [], []
-    for row, example in enumerate(examples):
-        idx[row, : len(example.idx)] = example.idx
-        (scored,) = np.nonzero(example.targets >= 0)  # positions in the row
+    idx = np.zeros((len(examples), T), np.int64)
+    targets = []
+    logit_positions = []
+    for i, example in enumerate(examples):
+        idx[i, : len(example.idx)] = example.idx
+        (scored,) = np.nonzero(example.targets >= 0)  # positions in the example
         targets.append(example.targets[scored])
-        places.append(row * T + scored)  # positions in the flattened (B * T)
-    return idx, *(np.concatenate(part).astype(np.int64)[None] for part in (targets, places))
+        logit_positions.append(i * T + scored)  # positions in the flattened (B * T)
+    return idx, np.concatenate(targets)[None].astype(np.int64), np.concatenate(logit_positions)[None].astype(np.int64)

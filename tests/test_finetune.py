@@ -138,6 +138,12 @@ def test_an_interrupted_run_continues_bit_for_bit(finetune, tmp_path, options):
     assert all(torch.equal(files[0][k], files[1][k]) for k in files[0])
 
 
+def test_an_adapter_keeps_its_rank(finetune, tmp_path):
+    finetune(max_steps=1)
+    result = finetune(adapter=tmp_path / "run/adapter", lora_dim=16, out_dir=tmp_path / "other")
+    assert_user_error(result, "lora_dim 4, not 16; leave out --lora_dim")
+
+
 def test_training_goes_on_from_an_adapter(finetune, tmp_path):
     finetune()
     after = log_of(tmp_path / "run", "val")[-1]["loss"]
@@ -181,10 +187,11 @@ def test_what_is_overwritten_is_renamed_and_never_lost(finetune, base, tmp_path)
     (tmp_path / "merged" / "notes.txt").write_text("mine")
     assert_user_error(finetune(max_steps=1, merge=tmp_path / "merged"), "merged already exists")
     assert not (tmp_path / "run" / "log.jsonl").exists()
-    assert finetune(max_steps=1, merge=tmp_path / "merged", overwrite=True).returncode == 0
+    result = finetune(max_steps=1, merge=tmp_path / "merged", overwrite=True)
+    assert f"the earlier {tmp_path / 'merged'} is now {tmp_path / 'merged.1'}" in result.stdout
     assert (tmp_path / "merged.1" / "notes.txt").read_text() == "mine"
     assert (tmp_path / "merged" / "model.safetensors").exists()
-    for target in (base / "base", tmp_path / "run", tmp_path / "run" / "adapter"):
+    for target in (base / "base", base, tmp_path / "run", tmp_path, tmp_path / "run" / "adapter", Path.cwd(), "/"):
         words = dict(merge=target, adapter=tmp_path / "run" / "adapter", overwrite=True)
         assert_user_error(finetune(**words), "--merge")
     (tmp_path / "run" / "adapter" / "notes.txt").write_text("mine")  # and the run continues
@@ -253,6 +260,9 @@ def test_recomputed_activations_change_no_figure_and_a_bare_resume_continues(fin
         (dict(sequence_length=1000), "128 tokens"),
         (dict(sequence_length=1), "none with an instruction and an answer"),
         (dict(lora_dim=-1), "--lora_dim must be in"),
+        (dict(lora_dim=5000), "--lora_dim must be in [1, 4096]"),
+        (dict(lora_alpha=1e-10), "--lora_alpha must be in [1e-09, 1e+09]"),
+        (dict(merge=".", overwrite=True), "--merge . is or contains"),
         (dict(lora_dropout=1.0), "--lora_dropout must be in"),
         (dict(min_lr=1), "--min_lr 1.0 is above --max_lr"),
         (dict(targets="wte"), "tied"),

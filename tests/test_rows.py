@@ -50,6 +50,13 @@ def test_every_answer_and_its_end_are_targets_and_nothing_else_is(small_tokenize
     assert small_tokenizer.decode(scored) == "Ho<|endoftext|>Bye<|endoftext|>"
 
 
+def test_an_empty_system_message_is_left_out(small_tokenizer):
+    said = [dict(role="user", content="Hi"), dict(role="assistant", content="Ho")]
+    silent = [dict(role="system", content=" "), *said]
+    examples, counts = encode([dict(messages=said), dict(messages=silent)], small_tokenizer)
+    assert counts["empty"] == 0 and examples[0].idx.tolist() == examples[1].idx.tolist()
+
+
 def test_empty_rows_are_counted_and_left_out(small_tokenizer):
     empty = [row("Hi", " "), row("", "Ho"), dict(messages=[]), dict(messages=[dict(role="user", content="x")])]
     examples, counts = encode([row("Hi", "Ho"), *empty], small_tokenizer)
