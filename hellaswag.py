@@ -74,6 +74,7 @@ from run.checkpoint import find_model, load_model, model_tokenizer
 HUB = "Rowan/hellaswag"  # of which the split `validation` is scored
 BATCH_TOKENS = {"cpu": 2**9, "cuda": 2**15}  # padded tokens in a batch: what fits a CPU's caches, what keeps a GPU busy
 CHUNK_LOGITS = 2**25  # logits in memory at once: 128 MB in fp32
+Ids = list[int]  # of tokens
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,10 @@ class Config:
 def main() -> None:
     config = parse_args(Config, description=__doc__)
     out = Path(config.json)
-    if config.json and (out.suffix != ".json" or out.is_dir() or not out.parent.is_dir()):  # now, not an hour later
-        raise UserError(f"--json {out} cannot be written; give a name that ends in .json, in a directory that exists")
+    if config.json:  # now, not an hour later
+        if out.suffix != ".json" or out.is_dir() or not out.parent.is_dir():
+            what = "give a name that ends in .json, in a directory that exists"
+            raise UserError(f"--json {out} cannot be written; {what}")
     rt = Runtime.setup(config.device, config.dtype, threads=config.threads)
     # the first rank chooses for all: a run that is still training may write a newer checkpoint at any moment
     config = replace(config, model=rt.broadcast_from_main(lambda: find_model(config.model)))
@@ -142,8 +145,12 @@ def main() -> None:
 def load_rows(data: str, rt: Runtime, option: str = "--data") -> list[dict]:
     """The rows of a local file, or else of the hub, which the first rank reads. Raises UserError, on all ranks alike;
     `option` is the flag that takes the file."""
-    rows = rt.broadcast_from_main(lambda: file_rows(data, option) if data else hub_rows(HUB, "validation", option))
-    return [parse_row(row, f"row {number} of {data or HUB}") for number, row in enumerate(rows, start=1)]
+
+    def read() -> list:
+        return file_rows(data, option) if data else hub_rows(HUB, "validation", option)
+
+    rows = rt.broadcast_from_main(read)
+    return [parse_row(row, f"row {i} of {data or HUB}") for i, row in enumerate(rows, start=1)]
 
 
 def parse_row(row, where: str) -> dict:
@@ -159,7 +166,8 @@ def find_problem(row: dict) -> str | None:
         if not isinstance(row.get(name), str):
             return f"{name} is not text"
     endings = row.get("endings")
-    if not isinstance(endings, list) or len(endings) != 4 or not all(isinstance(e, str) and e for e in endings):
+    four = isinstance(endings, list) and len(endings) == 4
+    if not four or not all(isinstance(ending, str) and ending for ending in endings):
         return "endings is not a list of four texts"
     label = row.get("label")
     if isinstance(label, bool) or label not in (0, 1, 2, 3, "0", "1", "2", "3"):
@@ -174,7 +182,10 @@ def with_other_contexts(rows: list[dict]) -> list[dict]:
         raise UserError("--control needs another row's context, and there is only one row; give at least two")
     half = len(rows) // 2
     others = rows[half:] + rows[:half]
-    return [other | dict(endings=row["endings"], label=row["label"]) for row, other in zip(rows, others, strict=True)]
+    mixed = []
+    for row, other in zip(rows, others, strict=True):
+        mixed.append(other | dict(endings=row["endings"], label=row["label"]))
+    return mixed
 
 
 def validation_task(data: str, tokenizer, model_config, rt: Runtime) -> "Task | None":
@@ -208,11 +219,12 @@ def without_brackets(text: str) -> str:
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
 
-def encode_apart(tokenizer, context: str, endings: list[str]) -> tuple[list[int], list[list[int]]]:
-    return tokenizer.encode_ordinary(context), [tokenizer.encode_ordinary(" " + ending) for ending in endings]
+def encode_apart(tokenizer, context: str, endings: list[str]) -> tuple[Ids, list[Ids]]:
+    before = tokenizer.encode_ordinary(context)
+    return before, [tokenizer.encode_ordinary(" " + ending) for ending in endings]
 
 
-def encode_together(tokenizer, context: str, endings: list[str]) -> tuple[list[int], list[list[int]]]:
+def encode_together(tokenizer, context: str, endings: list[str]) -> tuple[Ids, list[Ids]]:
     """Tokens of the context, and those that context and ending together have beyond it; spaces go to the ending."""
     before = tokenizer.encode_ordinary(context.rstrip())
     n = len(before)
@@ -221,7 +233,10 @@ def encode_together(tokenizer, context: str, endings: list[str]) -> tuple[list[i
 
 
 LOGGED = ("acc", "acc_norm", "acc_norm_stderr", "gold_bpb", "gold_bpb_stderr", "n")  # by a training loop
-STYLES = {"completion": (completion, encode_apart, "token"), "harness": (harness, encode_together, "character")}
+STYLES = {  # texts of a row, their tokens, unit of length
+    "completion": (completion, encode_apart, "token"),
+    "harness": (harness, encode_together, "character"),
+}
 
 
 @dataclass
@@ -259,14 +274,22 @@ def prepare(rows: list[dict], tokenizer, model_config, style: str) -> Task:
         before, after = encode(tokenizer, context, endings)
         if not before:  # the first token needs a token before it
             before = [tokenizer.eot_token or 0]
-        lengths.append([len(ending) for ending in (after if unit == "token" else endings)])
+        measured = after if unit == "token" else endings
+        lengths.append([len(ending) for ending in measured])
         n_bytes.append(len(f" {endings[labels[i]]}".encode()))
         packed += fit(before, after, 4 * i, model_config.n_positions)
     packed.sort(key=len, reverse=True)
-    return Task(style, texts, np.array(labels), np.array(lengths), np.array(n_bytes), packed)
+    return Task(
+        style,
+        texts,
+        np.array(labels),
+        np.array(lengths),
+        np.array(n_bytes),
+        packed,
+    )
 
 
-def fit(context: list[int], endings: list[list[int]], first: int, window: int) -> list[Packed]:
+def fit(context: Ids, endings: list[Ids], first: int, window: int) -> list[Packed]:
     """All four endings in one row if each fits after the context. Otherwise each ending alone, its context cut from the
     left, and an ending longer than the window in pieces. `first` is the id of the first ending."""
     if len(context) + max(map(len, endings)) - 1 <= window:
@@ -275,12 +298,13 @@ def fit(context: list[int], endings: list[list[int]], first: int, window: int) -
     for k, ending in enumerate(endings):
         for start in range(0, len(ending), window):
             piece = ending[start : start + window]
-            before = (context + ending[:start])[-(window + 1 - len(piece)) :]
+            before = context + ending[:start]
+            before = before[-(window + 1 - len(piece)) :]
             packed.append(pack(before, [piece], first + k))
     return packed
 
 
-def pack(context: list[int], endings: list[list[int]], first: int) -> Packed:
+def pack(context: Ids, endings: list[Ids], first: int) -> Packed:
     """A context and its endings side by side, as in the picture at the top."""
     n = len(context)
     tokens = list(context)
@@ -309,7 +333,13 @@ def pack(context: list[int], endings: list[list[int]], first: int) -> Packed:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, task: Task, rt: Runtime, batch_tokens: int = 0, progress: bool = False) -> dict:
+def evaluate(
+    model: nn.Module,
+    task: Task,
+    rt: Runtime,
+    batch_tokens: int = 0,
+    progress: bool = False,
+) -> dict:
     """Score all rows; every rank returns what `score` does. It may run in the middle of training: `model` is the plain
     module, and its mode is restored, so that its compiled and distributed wrappers notice nothing."""
     packed = task.packed[rt.rank :: rt.world_size]
@@ -328,12 +358,12 @@ def evaluate(model: nn.Module, task: Task, rt: Runtime, batch_tokens: int = 0, p
         for batch in batches(packed, batch_tokens):
             inputs, scored = collate(batch)
             logit_positions, targets, ending_ids = scored
-            found = log_likelihoods(model, inputs.to(rt.device), logit_positions.to(rt.device), targets.to(rt.device))
-            sums += np.bincount(ending_ids.numpy(), weights=found.cpu().numpy(), minlength=len(sums))
+            found = log_likelihoods(model, inputs, logit_positions, targets).cpu().numpy()
+            sums += np.bincount(ending_ids.numpy(), weights=found, minlength=len(sums))
             bar.update(sum(map(len, batch)))
     model.train(training)
-    sums = torch.from_numpy(sums).to("cpu" if rt.device.type == "mps" else rt.device)  # MPS has no float64
-    return score(task, rt.sum(sums).cpu().numpy())
+    sums = rt.sum(torch.from_numpy(sums))
+    return score(task, sums.cpu().numpy())
 
 
 def batches(packed: list[Packed], batch_tokens: int) -> Iterator[list[Packed]]:
@@ -349,23 +379,27 @@ def collate(batch: list[Packed]) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens, positions and segment ids of all rows (3, B, T), and what is scored (3, S), with positions in the
     flattened batch. Padding has segment id -1, which no other segment sees."""
     T = max(map(len, batch))
-    inputs = np.zeros((3, len(batch), T), dtype=np.int64)
+    inputs = torch.zeros(3, len(batch), T, dtype=torch.long)
     inputs[2] = -1
     scored = []
     for b, row in enumerate(batch):
-        inputs[:, b, : len(row)] = row.inputs
-        scored.append(row.scored + [[b * T], [0], [0]])
-    return torch.from_numpy(inputs), torch.from_numpy(np.concatenate(scored, axis=1))
+        inputs[:, b, : len(row)] = torch.from_numpy(row.inputs)
+        shifted = row.scored + [[b * T], [0], [0]]
+        scored.append(torch.from_numpy(shifted))
+    return inputs, torch.cat(scored, dim=1)
 
 
 def log_likelihoods(model: nn.Module, inputs, logit_positions, targets) -> torch.Tensor:
-    """Log-likelihoods (S,), in fp32, of the tokens to score, from what `collate` returns, on the device: inputs
-    (3, B, T), logit_positions (S,) and targets (S,)."""
-    idx, positions, segment_ids = inputs  # (B, T) each
-    T = idx.size(1)
+    """Log-likelihoods (S,), in fp32, of the tokens to score, from what `collate` returns: inputs (3, B, T),
+    logit_positions (S,) and targets (S,)."""
+    device = model.lm_head.weight.device
+    idx, positions, segment_ids = inputs.to(device)  # (B, T) each
+    logit_positions = logit_positions.to(device)
+    targets = targets.to(device)
     query = segment_ids[:, :, None]
     key = segment_ids[:, None, :]
-    causal = torch.ones(T, T, dtype=torch.bool, device=idx.device).tril()
+    T = idx.size(1)
+    causal = torch.ones(T, T, dtype=torch.bool, device=device).tril()
     mask = causal & ((key == query) | (key == 0))  # (B, T, T)
     x = model.hidden(idx, positions, mask[:, None])  # (B, T, C)
     x = x.flatten(0, 1)[logit_positions].float()  # (S, C)
@@ -375,7 +409,7 @@ def log_likelihoods(model: nn.Module, inputs, logit_positions, targets) -> torch
     losses = []
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")  # not TF32, to which a GPU may round: it keeps 11 of their 24 bits
-    with torch.autocast(x.device.type, enabled=False):
+    with torch.autocast(device.type, enabled=False):
         for xc, tc in zip(x.split(chunk), targets.split(chunk), strict=True):
             logits = F.linear(xc, model.lm_head.weight)  # (chunk, V)
             losses.append(F.cross_entropy(logits, tc, reduction="none"))
@@ -389,10 +423,14 @@ def score(task: Task, sums: np.ndarray) -> dict:
     sums = sums.reshape(-1, 4)  # (N, 4)
     with np.errstate(divide="ignore", invalid="ignore"):  # an ending may be nothing but brackets
         normalized = sums / task.lengths
-    guesses = dict(acc=sums.argmax(axis=1), acc_norm=normalized.argmax(axis=1))
-    values = {name: (guess == task.labels).astype(float) for name, guess in guesses.items()}  # (N,) zeros and ones
+    predictions = sums.argmax(axis=1)
+    predictions_norm = normalized.argmax(axis=1)
     nats = -sums[np.arange(len(sums)), task.labels]
-    values["gold_bpb"] = nats / math.log(2) / task.n_bytes  # (N,)
+    values = dict(  # (N,) each
+        acc=predictions == task.labels,
+        acc_norm=predictions_norm == task.labels,
+        gold_bpb=nats / math.log(2) / task.n_bytes,
+    )
     result = dict(n=len(sums))
     finite = np.isfinite(sums).all()
     for name, of_rows in values.items():
@@ -402,8 +440,8 @@ def score(task: Task, sums: np.ndarray) -> dict:
     return result | dict(
         normalized_by=STYLES[task.style][2],
         log_likelihoods=sums.tolist(),
-        predictions=guesses["acc"].tolist(),
-        predictions_norm=guesses["acc_norm"].tolist(),
+        predictions=predictions.tolist(),
+        predictions_norm=predictions_norm.tolist(),
     )
 
 

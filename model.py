@@ -53,14 +53,6 @@ class GPTConfig:
             raise ValueError(f"{what}: every head gets n_embd / n_head channels; change one of them")
 
 
-# a size, and what transformers calls it, too
-SIZE_NAMES = {
-    "n_positions": "max_position_embeddings",
-    "vocab_size": "vocab_size",
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "n_embd": "hidden_size",
-}
 SIZES = {  # Radford et al. 2019, table 2; heads as in the released configs
     "gpt2": dict(n_layer=12, n_head=12, n_embd=768),  # 124M
     "gpt2-medium": dict(n_layer=24, n_head=16, n_embd=1024),  # 355M
@@ -97,7 +89,8 @@ class CausalSelfAttention(nn.Module):
         if self.attention == "naive":
             y = naive_attention(q, k, v, mask, dropout_p)
         else:  # the T x T weights are never stored, only computed tile by tile (Dao et al. 2022, section 3.1)
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=mask is None)
+            is_causal = mask is None
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=is_causal)
         y = y.transpose(1, 2).reshape(B, T, C)  # heads side by side again
         return self.resid_dropout(self.c_proj(y))
 
@@ -105,8 +98,10 @@ class CausalSelfAttention(nn.Module):
 def naive_attention(q, k, v, mask=None, dropout_p=0.0):
     """softmax(QK^T / sqrt(D)) V of Vaswani et al. 2017 (section 3.2.1), causal unless a bool mask is given."""
     if mask is None:
-        mask = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device).tril()  # (T, T)
-    bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, float("-inf"))
+        mask = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device)  # (T, T)
+        mask = mask.tril()
+    bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device)
+    bias.masked_fill_(~mask, float("-inf"))
     # a sum of D products has variance D; dividing by sqrt(D) keeps the softmax from saturating
     q = q / math.sqrt(q.size(-1))
     scores = q @ k.transpose(-2, -1)  # (B, H, T, S)
@@ -173,8 +168,9 @@ class GPT(nn.Module):
         # 2 n_layer residual branches add up: keep their sum at the scale of one (Radford et al. 2019, section 2.3).
         # `apply` visits children first, so this overrides the 0.02 above
         if isinstance(module, Block):
-            for proj in (module.attn.c_proj, module.mlp.c_proj):
-                nn.init.normal_(proj.weight, std=0.02 / math.sqrt(2 * self.config.n_layer))
+            std = 0.02 / math.sqrt(2 * self.config.n_layer)
+            nn.init.normal_(module.attn.c_proj.weight, std=std)
+            nn.init.normal_(module.mlp.c_proj.weight, std=std)
 
     def hidden(self, idx, positions=None, mask=None, cache=None):
         """The final hidden states, after `ln_f`.
@@ -208,13 +204,21 @@ class GPT(nn.Module):
         if logit_positions is not None:
             x = x.index_select(0, logit_positions.flatten())  # (M, C)
         matmuls = self.head_matmuls if self.training else None
-        total = self.summed_loss(x, self.lm_head.weight, targets.flatten(), matmuls)
+        targets = targets.flatten()
+        total = self.summed_loss(x, self.lm_head.weight, targets, matmuls)
         if n_targets is None:
             n_targets = (targets >= 0).sum().clamp(min=1)
         return total / n_targets
 
     @torch.no_grad()
-    def generate(self, idx, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None, generator=None):
+    def generate(
+        self,
+        idx,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        generator=None,
+    ):
         """Sample `max_new_tokens` tokens after idx (B, T), computing the whole context for each of them.
         learning/generation.py writes the same tokens with a cache."""
         for _ in range(max_new_tokens):
@@ -230,7 +234,8 @@ class GPT(nn.Module):
                 if top_k:
                     # keep k: each of thousands of unlikely tokens is a small risk, all together a large one.
                     # They go before the softmax, which turns -inf into 0 and makes the others add up to 1
-                    kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]  # (B, 1)
+                    k = min(top_k, logits.size(-1))
+                    kth = logits.topk(k).values[:, -1:]  # (B, 1)
                     logits = logits.masked_fill(logits < kth, float("-inf"))
                 # sample: text that always takes the likeliest token repeats itself (Holtzman et al. 2020)
                 probs = F.softmax(logits, dim=-1)
@@ -278,7 +283,9 @@ class GPT(nn.Module):
         (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         (path / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
         weights = path / "model.safetensors"
-        tensors = {name: tensor.detach().float().contiguous() for name, tensor in self.hf_state_dict().items()}
+        tensors = {}
+        for name, tensor in self.hf_state_dict().items():
+            tensors[name] = tensor.detach().float().contiguous()
         save_file(tensors, weights, metadata={"format": "pt"})
         # safetensors writes mode 0600; use the mode of the files next to it
         weights.chmod((path / "config.json").stat().st_mode)
@@ -289,7 +296,10 @@ class GPT(nn.Module):
         conv1d = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
         state = self.state_dict()
         del state["lm_head.weight"]
-        return {name: p.t() if name.endswith(conv1d) else p for name, p in state.items()}
+        for name, p in state.items():
+            if name.endswith(conv1d):
+                state[name] = p.t()
+        return state
 
     @classmethod
     def from_pretrained(cls, model: str, dropout: float = 0.0, attention: str = "flash") -> "GPT":
@@ -306,7 +316,9 @@ class GPT(nn.Module):
         with torch.device("meta"):  # names and shapes only: no memory, no wasted initialization
             gpt = cls(config)
         expected = {name: p.shape for name, p in gpt.hf_state_dict().items()}
-        found = {name: t.shape if t.is_floating_point() else t.dtype for name, t in state.items()}
+        found = {}
+        for name, tensor in state.items():
+            found[name] = tensor.shape if tensor.is_floating_point() else tensor.dtype
         wrong = [name for name in expected | found if expected.get(name) != found.get(name)]
         if wrong:
             raise ValueError(f"{path} does not match its config.json: {len(wrong)} tensors, {wrong[0]} among them")
@@ -345,6 +357,13 @@ HF_CONFIG = dict(
     scale_attn_by_inverse_layer_idx=False,
     add_cross_attention=False,
 )
+SIZE_NAMES = {  # ours, and what transformers calls them, too
+    "n_positions": "max_position_embeddings",
+    "vocab_size": "vocab_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_embd": "hidden_size",
+}
 
 
 def local_directory(model, patterns: list[str]) -> Path:
@@ -422,7 +441,8 @@ def weight_files(path: Path) -> list[Path]:
             raise ValueError(f"{index} has no weight_map")
         return sorted({path / str(name) for name in weight_map.values()})
     shards = sorted(path.glob("model-*-of-*.safetensors"))
-    if len({file.name.rpartition("-of-")[2] for file in shards}) > 1:
+    models = {file.name.rpartition("-of-")[2] for file in shards}
+    if len(models) > 1:
         raise ValueError(f"{path} has shards of two models, such as {shards[0].name}; remove those of the other one")
     if not shards:
         what = f"{path} has no model.safetensors, and pickled weights (pytorch_model.bin) are not read"

@@ -28,14 +28,16 @@ def validate(
     was_training = module.training
     module.eval()
     # sums over millions of tokens need fp64, which MPS does not have
-    totals = torch.zeros(3, dtype=torch.float64, device="cpu" if rt.device.type == "mps" else rt.device)
+    device = "cpu" if rt.device.type == "mps" else rt.device
+    totals = torch.zeros(3, dtype=torch.float64, device=device)
     with torch.no_grad(), rt.autocast():
         for micro_batch in batches:
             targets = micro_batch[1]
             nats = module(*micro_batch, n_targets=1)  # the sum, not the mean
             scored = targets >= 0
             n_bytes = torch.where(scored, token_bytes[targets.clamp(min=0)], 0).sum()
-            totals += torch.stack([nats, scored.sum().to(nats), n_bytes.to(nats)]).to(totals)
+            found = (nats, scored.sum(), n_bytes)
+            totals += torch.stack([value.to(totals) for value in found])
     module.train(was_training)
     nats, tokens, n_bytes = rt.sum(totals).tolist()
     bits = nats / math.log(2)

@@ -19,6 +19,7 @@ Shapes in comments: B rows, T tokens, H heads, D channels of a head, V vocabular
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
@@ -64,7 +65,7 @@ def generate(
         model.train(training)
 
 
-def next_logits(model, rows: list[list[int]], cache: "KVCache") -> torch.Tensor:
+def next_logits(model, rows: list[list[int]], cache: "KVCache") -> Tensor:
     """Logits (B, V) of the token after each row, in the dtype of the weights or of autocast, returned in fp32."""
     device = model.lm_head.weight.device
     if max(map(len, rows)) > cache.capacity:  # recompute
@@ -72,13 +73,14 @@ def next_logits(model, rows: list[list[int]], cache: "KVCache") -> torch.Tensor:
         cache = None
     elif not cache.is_empty:  # decode
         idx = torch.tensor([row[-1:] for row in rows], device=device)  # (B, 1)
-        x = model.hidden(idx, cache.lengths[:, None], cache.mask(), cache)  # (B, 1, C)
+        positions = cache.lengths[:, None]
+        x = model.hidden(idx, positions, cache.mask(), cache)  # (B, 1, C)
         cache.lengths += 1
         return model.lm_head(x[:, 0]).float()
     # padding on the right is harmless: under the causal mask no real token sees it
-    idx = pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(device)  # (B, T)
+    idx = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)  # (B, T)
     lengths = torch.tensor([len(row) for row in rows], device=device)
-    x = model.hidden(idx, cache=cache)  # (B, T, C)
+    x = model.hidden(idx.to(device), cache=cache)  # (B, T, C)
     if cache is not None:
         cache.lengths = lengths
         cache.is_empty = False
@@ -100,14 +102,15 @@ class KVCache:
         dtype = weight.dtype
         if torch.is_autocast_enabled(device.type):
             dtype = torch.get_autocast_dtype(device.type)
-        shape = (config.n_layer, batch_size, config.n_head, capacity, config.n_embd // config.n_head)
+        D = config.n_embd // config.n_head
+        shape = (config.n_layer, batch_size, config.n_head, capacity, D)
         self.k = torch.zeros(shape, device=device, dtype=dtype)
         self.v = torch.zeros(shape, device=device, dtype=dtype)
         self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
         self.capacity = capacity
         self.is_empty = True
 
-    def update(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k, v (B, H, T, D), and return what their queries attend to.
 
         An empty cache takes whole prompts, which start at position 0 and attend to themselves. Later it takes one token
@@ -123,7 +126,7 @@ class KVCache:
         self.v[layer][batch, :, self.lengths] = v[:, :, 0]
         return self.k[layer], self.v[layer]
 
-    def mask(self) -> torch.Tensor:
+    def mask(self) -> Tensor:
         """(B, 1, 1, capacity) bool: each row's own past, and the token that is being decoded."""
         positions = torch.arange(self.capacity, device=self.lengths.device)
         visible = positions <= self.lengths[:, None]  # (B, capacity)
@@ -137,10 +140,12 @@ def sample_tokens(logits, temperature=1.0, top_k=None, top_p=None, generator=Non
         return logits.argmax(dim=-1)
     logits = logits / temperature
     if top_k:
-        kth = logits.topk(min(top_k, logits.size(-1)), dim=-1).values[:, -1:]  # (B, 1)
+        k = min(top_k, logits.size(-1))
+        kth = logits.topk(k).values[:, -1:]  # (B, 1)
         logits = logits.masked_fill(logits < kth, float("-inf"))
     if top_p is not None and top_p < 1:
-        probs, order = F.softmax(logits, dim=-1).sort(dim=-1, descending=True)  # (B, V)
+        probs = F.softmax(logits, dim=-1)  # (B, V)
+        probs, order = probs.sort(dim=-1, descending=True)
         before = probs.cumsum(dim=-1) - probs  # the probability of all likelier ids
         outside = before >= top_p  # they are enough already
         outside[:, 0] = False  # the likeliest stays, whatever top_p

@@ -27,7 +27,8 @@ TILE = 256  # a chunk is a multiple of this: tensor cores multiply whole tiles
 def plain_cross_entropy(x, weight, targets) -> torch.Tensor:
     """The oracle of `linear_cross_entropy`: all logits at once, and PyTorch's loss."""
     logits = x @ weight.T  # (N, V)
-    return F.cross_entropy(logits, targets.where(targets >= 0, -100), ignore_index=-100, reduction="sum")
+    targets = targets.where(targets >= 0, -100)
+    return F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
 
 
 def linear_cross_entropy(x, weight, targets, matmuls=None) -> torch.Tensor:

@@ -17,6 +17,7 @@ import math
 from collections import defaultdict
 
 import torch
+from torch import Tensor
 
 from learning.machine import Machine
 
@@ -59,10 +60,11 @@ def make_optimizer(model, config, rt: Machine) -> "Optimizer":
     optimizers: list = [adamw(decay_groups(rest, config.weight_decay), config)]
     if matrices:
         # c_attn holds Q, K and V: orthogonalized as one matrix, the largest gradient of the three would get most of it
-        stacked = [p for name, p in matrices.items() if name.endswith("c_attn.weight")]
-        single = [p for name, p in matrices.items() if not name.endswith("c_attn.weight")]
-        groups = [dict(params=single), dict(params=stacked, n_stacked=3)]
-        optimizers.append(Muon(groups, config.muon_lr, config.weight_decay, dtype=rt.dtype, compile=rt.compile))
+        qkv = [p for name, p in matrices.items() if name.endswith("c_attn.weight")]
+        others = [p for name, p in matrices.items() if not name.endswith("c_attn.weight")]
+        groups = [dict(params=others), dict(params=qkv, n_stacked=3)]
+        muon = Muon(groups, config.muon_lr, config.weight_decay, dtype=rt.dtype, compile=rt.compile)
+        optimizers.append(muon)
     return Optimizer(optimizers, config.max_lr, rt)
 
 
@@ -80,7 +82,10 @@ def decay_groups(params, weight_decay: float) -> list[dict]:
     params = list(params)
     decayed = [p for p in params if p.dim() >= 2]
     others = [p for p in params if p.dim() < 2]
-    return [dict(params=decayed, weight_decay=weight_decay), dict(params=others, weight_decay=0.0)]
+    return [
+        dict(params=decayed, weight_decay=weight_decay),
+        dict(params=others, weight_decay=0.0),
+    ]
 
 
 def adamw(groups: list[dict], config) -> torch.optim.AdamW:
@@ -91,8 +96,13 @@ def adamw(groups: list[dict], config) -> torch.optim.AdamW:
     default of 0.999 remembers 1000, and is slow to notice that gradients have grown. `fused` updates all tensors in one
     kernel instead of a dozen operations each.
     """
-    betas = (config.beta1, config.beta2)
-    return torch.optim.AdamW(groups, lr=config.max_lr, betas=betas, eps=config.eps, fused=True)
+    return torch.optim.AdamW(
+        groups,
+        lr=config.max_lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=True,
+    )
 
 
 # ------------------------------------------------------------------------------------------- what the loop sees
@@ -121,11 +131,11 @@ class Optimizer:
         for group in self.param_groups():
             group["lr"] = group["initial_lr"] * lr / self.max_lr
 
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+    def scale(self, loss: Tensor) -> Tensor:
         """The loss to call `.backward()` on: in fp16 multiplied by the loss scale, else as it is."""
         return self.loss_scale.scale * loss if self.loss_scale else loss
 
-    def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Shrink the gradients of all parameters together to the norm `max_norm` where they exceed it (Pascanu et al.
         2013); 0 only measures. Returns the norm before, a scalar on the device."""
         params = [p for group in self.param_groups() for p in group["params"]]
@@ -141,7 +151,7 @@ class Optimizer:
             torch._foreach_mul_(local_grads, factor)
         return norm
 
-    def step(self, finite: torch.Tensor) -> None:
+    def step(self, finite: Tensor) -> None:
         """Update the parameters; where `finite`, a bool scalar, is False, nothing changes.
 
         `finite` stays on the device if the optimizer reads it there: a host that waited for its value could not launch
@@ -196,7 +206,7 @@ class LossScale:
         self.scale = torch.full((), 2.0**16, device=device)
         self.good_steps = torch.zeros((), device=device)  # in a row
 
-    def update(self, finite: torch.Tensor) -> None:
+    def update(self, finite: Tensor) -> None:
         self.good_steps = torch.where(finite, self.good_steps + 1, 0.0)
         grow = self.good_steps == self.GROW_AFTER
         grown = torch.where(grow, self.scale * 2, self.scale)
@@ -204,7 +214,8 @@ class LossScale:
         self.good_steps = torch.where(grow, 0.0, self.good_steps)
 
     def state_dict(self) -> dict:
-        return dict(scale=self.scale.item(), good_steps=int(self.good_steps.item()))
+        good_steps = int(self.good_steps.item())
+        return dict(scale=self.scale.item(), good_steps=good_steps)
 
     def load_state_dict(self, state: dict) -> None:
         self.scale.fill_(state["scale"])
@@ -281,19 +292,21 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_copy_(momenta, list(momentum.view(shape)))
 
         # singular values depend on every row: each rank gathers all rows of all matrices (1.6 TFLOP of work at 124M)
-        matrices = torch.stack([all_gather(p, mine) for p, mine in zip(params, update.view(shape), strict=True)])
+        updates = [all_gather(p, rows) for p, rows in zip(params, update.view(shape), strict=True)]
+        matrices = torch.stack(updates)  # (N, n_stacked rows, columns)
         rows = matrices.size(1) // group["n_stacked"]
         columns = matrices.size(2)
-        step = orthogonalized(matrices.view(-1, rows, columns), group["dtype"]).reshape(matrices.shape)
+        step = orthogonalized(matrices.view(-1, rows, columns), group["dtype"])
+        step = step.view(matrices.shape).to(update.dtype)
 
         lr = group["lr"] * good
-        step = step.to(update.dtype) * (lr * math.sqrt(max(1, rows / columns)))
+        step *= lr * math.sqrt(max(1, rows / columns))
         steps = [local(sharded_as(p, whole)) for p, whole in zip(params, step, strict=True)]
         torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
         torch._foreach_sub_(weights, steps)
 
 
-def as_vector(tensors: list[torch.Tensor]) -> torch.Tensor:
+def as_vector(tensors: list[Tensor]) -> Tensor:
     return torch.cat([tensor.flatten() for tensor in tensors])
 
 
@@ -307,7 +320,7 @@ def nesterov(grads, momenta, beta: float, good):
     return grads.lerp_(momenta, beta)
 
 
-def orthogonalized(matrices: torch.Tensor, dtype=torch.bfloat16, steps: int = 5) -> torch.Tensor:
+def orthogonalized(matrices: Tensor, dtype=torch.bfloat16, steps: int = 5) -> Tensor:
     """U V^T, nearly, for each U S V^T of `matrices` (N, rows, columns); products are in `dtype`, as is the result.
 
     The singular value decomposition itself is slow on a GPU. But an odd polynomial of a matrix,
@@ -342,12 +355,12 @@ def orthogonalized(matrices: torch.Tensor, dtype=torch.bfloat16, steps: int = 5)
 # ------------------------------------------------------------------------------------------------- sharded parameters
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def local(tensor: Tensor) -> Tensor:
     """This rank's rows of a sharded tensor, which share its memory; any other tensor as it is."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def all_gather(like: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def all_gather(like: Tensor, rows: Tensor) -> Tensor:
     """All rows of a matrix that is sharded as `like` is, from `rows` of each rank; `rows` if it is not sharded."""
     if not hasattr(like, "to_local"):
         return rows
@@ -362,7 +375,7 @@ def all_gather(like: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return sharded.full_tensor()
 
 
-def sharded_as(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+def sharded_as(like: Tensor, tensor: Tensor) -> Tensor:
     """An unsharded `tensor`, which every rank has, sharded as `like` is, without asking another rank."""
     if not hasattr(like, "to_local") or tensor.dim() == 0:
         return tensor

@@ -139,8 +139,9 @@ class Runtime:
     # ---- what ranks say to each other
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` summed over all ranks, in place. Gloo has no AVG, so a mean is a sum, divided."""
+        """`tensor`, on the device or the host, summed over all ranks. Gloo has no AVG, so a mean is a sum, divided."""
         if self.world_size > 1:
+            tensor = tensor.to(self.device)
             dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
         return tensor
 
