@@ -90,7 +90,9 @@ def as_of_unicode_16(text: str) -> str:
     day of an installation. Taking these ranges out of each \\p{L} of a pattern, as [\\p{L}--[...]], would say the same,
     but takes twice the time on Chinese; looking for them beforehand takes 3% of it.
     """
-    return re.sub(f"[{NEWER}{NEWER_BEYOND}]", UNASSIGNED, text) if PERHAPS_NEWER.search(text) else text
+    if not PERHAPS_NEWER.search(text):
+        return text
+    return re.sub(f"[{NEWER}{NEWER_BEYOND}]", UNASSIGNED, text)
 
 
 # ---- chunks
@@ -107,19 +109,23 @@ class Splitter:
             raise ValueError(f"the split pattern {pattern} does not compile: {e}") from None
         if self.compiled.groups:
             raise ValueError(f"the split pattern {pattern} has a capturing group; write (?:...) instead of (...)")
-        _, ascii_twin, cut = next((known for known in PATTERNS.values() if known[0] == pattern), (None, None, None))
-        self.find_ascii = re.compile(ascii_twin).findall if ascii_twin else self.compiled.findall
-        self.cut = regex.compile(cut) if cut else None
-        self.last_cut = regex.compile(cut, regex.REVERSE) if cut else None
+        self.find_ascii = self.compiled.findall
+        self.cut = self.last_cut = None
+        for known, ascii_twin, cut in PATTERNS.values():
+            if pattern == known:
+                self.find_ascii = re.compile(ascii_twin).findall
+                self.cut = regex.compile(cut)
+                self.last_cut = regex.compile(cut, regex.REVERSE)
 
     def split(self, text: str) -> list[str]:
         """The chunks of `text`. Raises ValueError if the pattern does not match all of it."""
         if text.isascii():
             chunks = self.find_ascii(text)
-        elif (seen := as_of_unicode_16(text)) == text:
-            chunks = self.compiled.findall(text)
         else:
-            chunks = [text[m.start() : m.end()] for m in self.compiled.finditer(seen)]
+            seen = as_of_unicode_16(text)
+            chunks = self.compiled.findall(seen)
+            if seen != text:
+                chunks = [text[m.start() : m.end()] for m in self.compiled.finditer(seen)]
         if not self.cut and sum(map(len, chunks)) < len(text):
             raise ValueError("the split pattern leaves out some of the text; end it with an alternative such as |.|\\n")
         return chunks
@@ -141,7 +147,8 @@ def splitter(pattern: str) -> Splitter:
 @lru_cache
 def any_of(specials: tuple[str, ...]) -> re.Pattern:
     """Matches one of `specials`, the longest if one begins another."""
-    return re.compile("(" + "|".join(map(re.escape, sorted(specials, key=len, reverse=True))) + ")")
+    longest_first = sorted(specials, key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
 
 def valid_unicode(text: str) -> str:
@@ -164,7 +171,8 @@ def merge_chunk(chunk: bytes, rank_of: RankOfPair) -> list[int]:
     never = 1 << PLACE_BITS
     while len(parts) > 1:
         ranks = [rank_of.get(pair, never) for pair in zip(parts, parts[1:], strict=False)]
-        if (new := min(ranks)) == never:
+        new = min(ranks)
+        if new == never:
             break
         i = ranks.index(new)
         parts[i : i + 2] = [new]
@@ -178,20 +186,25 @@ def merge_long(parts: list[int], rank_of: RankOfPair) -> list[int]:
     merge that may be due; if an earlier merge has broken up its pair, that shows when its turn comes.
     """
     size = len(parts)
-    following, previous = list(range(1, size + 1)), list(range(-1, size))
+    following = list(range(1, size + 1))
+    previous = list(range(-1, size))
     parts.append(-1)  # ends the list on both sides: it follows the last part, and is parts[-1] for the first one
     pairs = enumerate(zip(parts, parts[1:], strict=False))
     due = [rank_of[pair] << PLACE_BITS | i for i, pair in pairs if pair in rank_of]
     heapq.heapify(due)
     while due:
         entry = heapq.heappop(due)
-        new, i = entry >> PLACE_BITS, entry & PLACE_MASK
+        new = entry >> PLACE_BITS
+        i = entry & PLACE_MASK
         j = following[i]
         if rank_of.get((parts[i], parts[j])) != new:
             continue
-        h, k = previous[i], following[j]  # h (i j) k
-        parts[i], parts[j] = new, -1
-        following[i], previous[k] = k, i
+        h = previous[i]  # h (i j) k
+        k = following[j]
+        parts[i] = new
+        parts[j] = -1
+        following[i] = k
+        previous[k] = i
         if (rank := rank_of.get((parts[h], new))) is not None:
             heapq.heappush(due, rank << PLACE_BITS | h)
         if (rank := rank_of.get((new, parts[k]))) is not None:

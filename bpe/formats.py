@@ -19,6 +19,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Collection, Iterable
+from itertools import permutations
 from pathlib import Path
 
 from bpe.chunks import BYTE_ORDER, KNOWN, PATTERNS, PRINTABLE, merge_chunk, splitter
@@ -50,7 +51,8 @@ def save(tok, path: str | os.PathLike) -> None:
     transformers.AutoTokenizer.from_pretrained reads. Raises ValueError, before anything is written, for special tokens
     that would have other ids there; warns of a split pattern that `tokenizers` reads differently.
     """
-    path, files = Path(path), {}
+    path = Path(path)
+    files = {}
     if path.suffix != ".json":
         path = path / "tokenizer.json"
         config = dict(tokenizer_class="PreTrainedTokenizerFast") | transformers_options(tok)
@@ -131,20 +133,26 @@ def read_json(file: Path) -> tuple:
     model = content["model"]
     if model.get("type", "BPE") != "BPE" or content["pre_tokenizer"] is None:
         raise ValueError("it is not byte-level BPE")
-    if used := [key for key, value in model.items() if value and key not in WITHOUT_EFFECT]:
-        raise ValueError(f"it uses {used[0]}, which this byte-level BPE does not have")
+    for key, value in model.items():
+        if value and key not in WITHOUT_EFFECT:
+            raise ValueError(f"it uses {key}, which this byte-level BPE does not have")
     theirs = Tokenizer.from_str(text)  # after these checks, since a prefix that is too long ends it in a panic of Rust
     theirs.no_truncation()  # these belong to a call and not to a vocabulary: transformers sets them each time
     theirs.no_padding()
     added = theirs.get_added_tokens_decoder()
-    if plain := [token.content for token in added.values() if not token.special]:
-        raise ValueError(f"the added token {plain[0]!r} is not special")
-    pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
-    special = {token.content: i for i, token in added.items()}
+    special = {}
+    for i, token in added.items():
+        if not token.special:
+            raise ValueError(f"the added token {token.content!r} is not special")
+        special[token.content] = i
+    merges = []
+    for pair in model["merges"]:
+        a, b = pair.split(" ") if isinstance(pair, str) else pair
+        merges.append((unshow(a), unshow(b)))
     ids = {unshow(token): i for token, i in model["vocab"].items() if token not in special}
     first = content["pre_tokenizer"].get("pretokenizers", [content["pre_tokenizer"]])[0]
     pattern = first["pattern"]["Regex"] if first["type"] == "Split" else "gpt2"
-    return ([(unshow(a), unshow(b)) for a, b in pairs], pattern, special, ids), theirs
+    return (merges, pattern, special, ids), theirs
 
 
 def show(token: bytes) -> str:
@@ -164,7 +172,9 @@ def unshow(token: str) -> bytes:
 
 def merges_of(tokens: Iterable[bytes]) -> Merges:
     """The merges that make `tokens`, in their order: the halves of each are what earlier merges leave of it."""
-    merges, rank_of, made = [], {}, [bytes([b]) for b in BYTE_ORDER]
+    made = [bytes([b]) for b in BYTE_ORDER]
+    merges = []
+    rank_of = {}
     for token in tokens:
         halves = merge_chunk(token, rank_of)
         if len(halves) != 2:
@@ -195,12 +205,17 @@ def to_tiktoken(tok, name: str = "bpe"):
     """A tiktoken.Encoding with the same ids. Raises ValueError if there is none; warns of an unknown pattern."""
     import tiktoken
 
-    if begun := [s for s in tok.special_tokens for t in tok.special_tokens if s != t and t.startswith(s)]:
-        raise ValueError(f"the special token {begun[0]!r} begins another one, and tiktoken may take either")
+    for a, b in permutations(tok.special_tokens, 2):
+        if b.startswith(a):
+            raise ValueError(f"the special token {a!r} begins another one, and tiktoken may take either")
     if tok.pattern not in KNOWN:
         warnings.warn(f"tiktoken may read the split pattern {tok.pattern} differently; compare some ids", stacklevel=2)
-    special, ranks = tok.special_tokens, to_ranks(tok)
-    return tiktoken.Encoding(name, pat_str=tok.pattern, mergeable_ranks=ranks, special_tokens=special)
+    return tiktoken.Encoding(
+        name,
+        pat_str=tok.pattern,
+        mergeable_ranks=to_ranks(tok),
+        special_tokens=tok.special_tokens,
+    )
 
 
 def get_encoding(name: str):

@@ -6,7 +6,8 @@ All of the algorithm, and none of the speed: tokenizer.py finds the same merges 
     encode("the then", merges)               # [257, 258, 77]
     decode([257, 258, 77], merges)           # "the then"
 
-A tokenizer is its list of merges: pairs of byte strings, in the order in which they were found.
+A tokenizer is its list of merges: pairs of byte strings, in the order in which they were found. This file knows nothing
+of special tokens, files or other libraries.
 """
 
 from collections import Counter
@@ -34,18 +35,21 @@ def split(text: str) -> list[list[Token]]:
 
 def merge(tokens: list[Token], pair: Merge) -> list[Token]:
     """Join the two tokens of `pair` wherever they are neighbours, from left to right: a a a becomes aa a."""
-    merged, i = [], 0
-    while i < len(tokens):
-        found = tuple(tokens[i : i + 2]) == pair
-        merged.append(tokens[i] + tokens[i + 1] if found else tokens[i])
-        i += 2 if found else 1
+    merged = []
+    for token in tokens:
+        if merged and (merged[-1], token) == pair:
+            merged[-1] += token
+        else:
+            merged.append(token)
     return merged
 
 
 def train(texts: Iterable[str], n_merges: int) -> list[Merge]:
     """Make the most frequent pair of neighbours a token, everywhere; repeat until there are enough."""
-    chunks = [chunk for text in texts for chunk in split(text)]
-    merges: list[Merge] = []
+    chunks = []
+    for text in texts:
+        chunks += split(text)
+    merges = []
     while len(merges) < n_merges:
         counts = Counter(pair for chunk in chunks for pair in pairwise(chunk))
         if not counts:
@@ -69,8 +73,9 @@ def encode(text: str, merges: list[Merge]) -> list[int]:
     order = {pair: i for i, pair in enumerate(merges)}
     encoded = []
     for chunk in split(text):
-        while pairs := order.keys() & pairwise(chunk):
-            chunk = merge(chunk, min(pairs, key=order.get))
+        while pairs := order.keys() & pairwise(chunk):  # those pairs of neighbours that training has merged
+            earliest = min(pairs, key=order.get)
+            chunk = merge(chunk, earliest)
         encoded += [ids[token] for token in chunk]
     return encoded
 

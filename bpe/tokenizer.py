@@ -19,7 +19,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
@@ -36,6 +36,7 @@ __all__ = ["ENDOFTEXT", "StreamDecoder", "Tokenizer", "cpu_count", "splitter", "
 
 CACHED_CHUNKS = 2**18  # distinct chunks whose ids the encoder remembers
 CACHED_LENGTH = 64  # characters of the longest chunk that it remembers
+SIGNS = str.maketrans(" \n\t", "␣⏎⇥")
 HIGHEST_ID = 2**24  # tables are as long as the highest id: a damaged file must not fill the memory
 Names = str | Collection[str]  # of special tokens
 
@@ -101,7 +102,8 @@ class Tokenizer:
         self.vocab |= {i: s.encode() for s, i in self.special_tokens.items()}
         self.n_vocab = max(self.vocab) + 1
         self.eot_token = self.special_tokens.get(ENDOFTEXT)
-        self._splitter, self._cache = splitter(self.pattern), ChunkCache(self._encode_chunk)
+        self._splitter = splitter(self.pattern)
+        self._cache = ChunkCache(self._encode_chunk)
 
     @classmethod
     def train(
@@ -127,13 +129,15 @@ class Tokenizer:
         if tie_break not in TIE_BREAKS:
             raise ValueError(f"tie_break is {tie_break!r}; choose {' or '.join(TIE_BREAKS)}")
         empty = cls((), pattern, special_tokens)  # validate everything before the work starts
-        specials, smallest = tuple(empty.special_tokens), len(empty.vocab)
+        specials = tuple(empty.special_tokens)
+        smallest = len(empty.vocab)
         if vocab_size < smallest:
             raise ValueError(f"vocab_size {vocab_size} is too small; the bytes and special tokens alone are {smallest}")
         merges = learn(texts, vocab_size - smallest, empty.pattern, specials, tie_break, Options(**options))
-        if smallest + len(merges) < vocab_size:
-            message = f"the vocabulary stops at {smallest + len(merges)} tokens, short of the {vocab_size} asked for"
-            warnings.warn(f"the corpus has no more pairs to merge: {message}", stacklevel=2)
+        size = smallest + len(merges)
+        if size < vocab_size:
+            short = f"the vocabulary stops at {size} tokens, short of the {vocab_size} asked for"
+            warnings.warn(f"the corpus has no more pairs to merge: {short}", stacklevel=2)
         return cls(merges, empty.pattern, specials)
 
     # ---- encoding
@@ -153,19 +157,23 @@ class Tokenizer:
         refuse_special(text, disallowed)
         if not any(s in text for s in allowed):
             return self.encode_ordinary(text)
-        parts = any_of(allowed).split(text)  # text, special token, text, ..., text
-        encoded = ([self.special_tokens[s]] if i % 2 else self.encode_ordinary(s) for i, s in enumerate(parts))
-        return list(chain.from_iterable(encoded))
+        ids = []
+        for part in any_of(allowed).split(text):  # text, special token, text, ..., text
+            if part in allowed:
+                ids.append(self.special_tokens[part])
+            else:
+                ids += self.encode_ordinary(part)
+        return ids
 
     def encode_batch(self, texts: Iterable[str], *, num_threads: int = 8, **special: Names) -> list[list[int]]:
         """`encode` with its options for every text, in threads of tiktoken; here if tiktoken may give other ids."""
         texts = list(texts)
         allowed, disallowed = self._which_special(**special)
-        if self._tiktoken is not None:
-            encode = partial(self._tiktoken.encode_batch, allowed_special=set(allowed), disallowed_special=disallowed)
+        options = dict(allowed_special=set(allowed), disallowed_special=disallowed)
+        if self._tiktoken:
             with contextlib.suppress(ValueError):  # its regular expressions give up on a million blanks
-                return encode(texts, num_threads=num_threads)
-        return [self.encode(t, allowed_special=allowed, disallowed_special=disallowed) for t in texts]
+                return self._tiktoken.encode_batch(texts, num_threads=num_threads, **options)
+        return [self.encode(text, **options) for text in texts]
 
     def encode_iterable(self, texts: Iterable[str], *, block: int = BLOCK, **special: Names) -> Iterator[int]:
         """The ids that `encode` with its options gives for all texts joined, such as the lines of an open file.
@@ -173,16 +181,19 @@ class Tokenizer:
         Holds about `block` characters at a time if the pattern is gpt2 or cl100k; otherwise the whole text.
         """
         allowed, disallowed = self._which_special(**special)
-        waiting, size = [], 0
-        for text in chain(texts, [None]):  # None: the end
-            waiting.append(text or "")
-            size += len(waiting[-1])
-            if text is None or size >= block and self._splitter.cut:
+        waiting = []
+        size = 0
+        for text in texts:
+            waiting.append(text)
+            size += len(text)
+            if size >= block and self._splitter.cut:
                 joined = "".join(waiting)
                 refuse_special(joined, disallowed)
-                cut = len(joined) if text is None else self._settled(joined, allowed, disallowed)
+                cut = self._settled(joined, allowed, disallowed)
                 yield from self.encode(joined[:cut], allowed_special=allowed, disallowed_special=())
-                waiting, size = [joined[cut:]], 0
+                waiting = [joined[cut:]]
+                size = 0
+        yield from self.encode("".join(waiting), allowed_special=allowed, disallowed_special=disallowed)
 
     def _settled(self, text: str, allowed: tuple[str, ...], disallowed: tuple[str, ...]) -> int:
         """Length of the part of `text` whose ids do not depend on what may follow, and that can be encoded alone."""
@@ -196,11 +207,15 @@ class Tokenizer:
 
     def _which_special(self, allowed_special: Names = (), disallowed_special: Names = "all") -> tuple[tuple, tuple]:
         """Both as names: "all" is every special token for the first, and every one not allowed for the second."""
-        allowed, disallowed = ({n} if isinstance(n, str) else set(n) for n in (allowed_special, disallowed_special))
-        allowed = tuple(s for s in self.special_tokens if s in allowed or allowed == {"all"})
+        allowed = as_set(allowed_special)
+        if allowed == {"all"}:
+            allowed = self.special_tokens.keys()
+        else:
+            allowed &= self.special_tokens.keys()
+        disallowed = as_set(disallowed_special)
         if disallowed == {"all"}:
             disallowed = self.special_tokens.keys() - allowed
-        return allowed, tuple(disallowed)
+        return tuple(allowed), tuple(disallowed)
 
     def _encode_chunk(self, chunk: str) -> list[int]:
         ranks = merge_chunk(chunk.encode(), self._rank_of_pair)
@@ -246,8 +261,10 @@ class Tokenizer:
 
     # ---- files and other libraries: formats.py
 
-    save, tiktoken_text = formats.save, formats.tiktoken_text
-    to_tiktoken, to_transformers = formats.to_tiktoken, formats.to_transformers
+    save = formats.save
+    tiktoken_text = formats.tiktoken_text
+    to_tiktoken = formats.to_tiktoken
+    to_transformers = formats.to_transformers
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Tokenizer":
@@ -273,12 +290,15 @@ class Tokenizer:
     @classmethod
     def from_tiktoken(cls, encoding) -> "Tokenizer":
         """From a tiktoken.Encoding, or its name. Raises ValueError if its files cannot be downloaded."""
-        return cls(*formats.read_encoding(formats.get_encoding(encoding) if isinstance(encoding, str) else encoding))
+        if isinstance(encoding, str):
+            encoding = formats.get_encoding(encoding)
+        return cls(*formats.read_encoding(encoding))
 
     @cached_property
     def _tiktoken(self):
-        with contextlib.suppress(ValueError):
-            return self.to_tiktoken() if self.pattern in KNOWN else None
+        if self.pattern in KNOWN:
+            with contextlib.suppress(ValueError):
+                return self.to_tiktoken()
 
 
 class StreamDecoder:
@@ -289,7 +309,9 @@ class StreamDecoder:
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, ids: int | Iterable[int]) -> str:
-        return self.utf8.decode(self.tokenizer.decode_bytes([ids] if isinstance(ids, int | np.integer) else ids))
+        if isinstance(ids, int | np.integer):
+            ids = [ids]
+        return self.utf8.decode(self.tokenizer.decode_bytes(ids))
 
     def flush(self) -> str:
         """What is left at the end: "", or U+FFFD for a character that was never finished."""
@@ -304,14 +326,20 @@ def check_ids(ids: list[int]) -> None:
         raise ValueError("two tokens have the same id")
 
 
+def as_set(names: Names) -> set[str]:
+    return {names} if isinstance(names, str) else set(names)
+
+
 def refuse_special(text: str, disallowed: Iterable[str]) -> None:
     for special in disallowed:
         if special in text:
-            remedy = f"pass allowed_special={{{special!r}}}, or disallowed_special=() to encode it as ordinary text"
-            raise ValueError(f"the text holds the special token {special!r}; {remedy}")
+            raise ValueError(
+                f"the text holds the special token {special!r}; pass allowed_special={{{special!r}}}, "
+                "or disallowed_special=() to encode it as ordinary text"
+            )
 
 
 def visible(token: bytes) -> str:
     """A token for people to read: spaces and line ends as signs, bytes of incomplete characters as \\x escapes."""
-    text = token.decode("utf-8", "backslashreplace").replace(" ", "␣").replace("\n", "⏎").replace("\t", "⇥")
+    text = token.decode("utf-8", "backslashreplace").translate(SIGNS)
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -7,7 +7,7 @@
 
 Prints merges as it finds them, how well the vocabulary compresses text that it was not trained on, and its longest
 tokens. Writes OUT: tokenizer.json, tokenizer.tiktoken and tokenizer_config.json, for `--tokenizer OUT` of the other
-scripts and for transformers.AutoTokenizer.
+scripts and for transformers.AutoTokenizer. This file knows nothing of models, shards or torch.
 """
 
 import contextlib
@@ -55,15 +55,22 @@ DOWNLOADS = ".downloads"  # folder in OUT for files of the hub, until they have 
 
 def main() -> None:
     config = parse_args(Config, description=__doc__)
-    warnings.formatwarning = lambda message, *_: f"note: {message}\n"  # without the line of code that gives it
+    warnings.formatwarning = as_note
     check(config)
     texts = Split(limit(read_texts(config), config.max_bytes), " ".join(config.input))
-    options = dict(workers=config.workers or None, progress=sys.stderr.isatty())
     tqdm.write("  merge       count     the most frequent pair of neighbours  →  a new token")
     began = time.perf_counter()
     try:
-        what = (config.vocab_size, config.pattern, config.special_tokens, config.tie_break)
-        tok = Tokenizer.train(texts, *what, on_merge=partial(print_merge, itertools.count(1)), **options)
+        tok = Tokenizer.train(
+            texts,
+            config.vocab_size,
+            config.pattern,
+            config.special_tokens,
+            config.tie_break,
+            workers=config.workers or None,
+            progress=sys.stderr.isatty(),
+            on_merge=partial(print_merge, itertools.count(1)),
+        )
     except ValueError as e:  # too small a vocabulary, or a pattern that leaves out some of the text
         raise UserError(f"{e}; see --help") from None
     seconds = time.perf_counter() - began
@@ -75,6 +82,11 @@ def main() -> None:
     report(tok, texts.held_out)
     print(f"\n{renamed}wrote {out}: tokenizer.json, tokenizer.tiktoken, tokenizer_config.json")
     print(f"next: python bpe/try_tokenizer.py --tokenizer {out}")
+
+
+def as_note(message, *_) -> str:
+    """A warning without the line of code that gives it."""
+    return f"note: {message}\n"
 
 
 def check(config: Config) -> None:
@@ -105,7 +117,9 @@ def read_texts(config: Config) -> Iterator[str]:
         for n_files, path in enumerate(arriving(source, folder), 1):
             for unit in units_of(path, config.text_field, LINE_END):
                 texts = [text for text, _ in documents_of(unit, config.text_field) if text]
-                yield from ["".join(texts)] if is_txt(path) else texts
+                if is_txt(path):
+                    texts = ["".join(texts)]
+                yield from texts
             discard(source, folder, n_files)
 
 
@@ -125,10 +139,14 @@ class Split:
     last tenth of each if there are fewer than ten."""
 
     def __init__(self, texts: Iterator[str], source: str = "the input"):
-        self.texts, self.source, self.held_out, self.train_bytes = texts, source, [], 0
+        self.texts = texts
+        self.source = source
+        self.held_out: list[str] = []
+        self.train_bytes = 0
 
     def __iter__(self) -> Iterator[str]:
-        first, size = list(itertools.islice(self.texts, 10)), 0
+        first = list(itertools.islice(self.texts, 10))
+        size = 0  # characters held out
         for n, text in enumerate(itertools.chain(first, self.texts)):
             cut = len(text)
             if len(first) < 10:
@@ -169,12 +187,17 @@ def report(tok: Tokenizer, held_out: list[str]) -> None:
 
 def compression(tok: Tokenizer, texts: list[str]) -> Iterator[tuple[int, float, float]]:
     """(vocabulary size, bytes per token, characters per token) of the first merges of `tok`, doubling each time."""
-    n_bytes, n_chars = sum(len(t.encode("utf-8", "replace")) for t in texts), sum(map(len, texts))
-    sizes = [256 * 2**n for n in range(20) if 256 * 2**n < 256 + len(tok.merges)]
-    for size in [*sizes, 256 + len(tok.merges)]:
+    n_chars = sum(map(len, texts))
+    n_bytes = sum(len(text.encode("utf-8", "replace")) for text in texts)
+    whole = 256 + len(tok.merges)
+    size = 256
+    while True:
         part = Tokenizer(tok.merges[: size - 256], tok.pattern, special_tokens=())
         n_tokens = sum(len(part.encode_ordinary(text)) for text in texts)
         yield size, n_bytes / n_tokens, n_chars / n_tokens
+        if size == whole:
+            return
+        size = min(2 * size, whole)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,8 @@ def learn(
         # as bytes, in an order that does not depend on which process counted them
         chunks = {chunk.encode(): counts[chunk] for chunk in sorted(counts)}
         found = islice(find_merges(chunks, tie_break), n_merges)
-        tokens, merges = [bytes([b]) for b in BYTE_ORDER], []
+        tokens = [bytes([b]) for b in BYTE_ORDER]
+        merges = []
         for a, b, count in tqdm(found, "merge", n_merges, disable=not options.progress, leave=False):
             merges.append((tokens[a], tokens[b]))
             tokens.append(tokens[a] + tokens[b])
@@ -81,15 +82,19 @@ def count_chunks(texts: list[str], pattern: str) -> Counter[str]:
 
 def batches(texts: Iterable[str], pattern: str, specials: tuple[str, ...], size: int) -> Iterator[list[str]]:
     """Lists of about `size` characters of text; long texts are cut between chunks, special tokens left out."""
-    batch, n = [], 0
+    batch = []
+    n = 0
     for text in map(valid_unicode, texts):
-        parts = any_of(specials).split(text)[::2] if any(s in text for s in specials) else [text]
+        parts = [text]
+        if any(s in text for s in specials):
+            parts = any_of(specials).split(text)[::2]
         for block in chain.from_iterable(splitter(pattern).blocks(part, size) for part in parts):
             batch.append(block)
             n += len(block)
             if n >= size:
                 yield batch
-                batch, n = [], 0
+                batch = []
+                n = 0
     yield batch
 
 
@@ -99,9 +104,10 @@ def counting_process() -> subprocess.Popen:
     multiprocessing would do, but its children run the main script again before they start: in a training script that
     imports torch this takes longer than most of the counting, and one without a main guard would train in each child.
     """
-    path, code = str(Path(__file__).parent.parent), "from bpe.training import answer_counts; answer_counts()"
-    words = [sys.executable, "-c", f"import sys; sys.path.insert(0, {path!r}); {code}"]
-    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    root = str(Path(__file__).parent.parent)
+    find_us = f"import sys; sys.path.insert(0, {root!r})"
+    code = f"{find_us}; from bpe.training import answer_counts; answer_counts()"
+    return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
 def answer_counts() -> None:
@@ -118,7 +124,10 @@ def count_in_parallel(texts: Iterable[str], pattern: str, specials: tuple[str, .
     to two batches each, and this one counts the rest, so that only a few batches are in memory.
     """
     n_helpers = (options.workers or cpu_count()) - 1
-    counts, pending, processes, of_thread = Counter(), deque(), [], threading.local()
+    counts = Counter()
+    pending = deque()
+    processes = []
+    of_thread = threading.local()
 
     def start() -> None:
         of_thread.process = counting_process()
@@ -179,31 +188,39 @@ class Corpus:
     """
 
     def __init__(self, chunks: dict[bytes, int]):
-        lengths = np.fromiter(map(len, chunks), np.int64, len(chunks))
+        lengths = np.array(list(map(len, chunks)), np.int64)
         at = np.arange(lengths.sum()) + np.repeat(np.arange(1, len(chunks) + 1), lengths)  # a gap before each chunk
         size = len(at) + len(chunks) + 1
-        symbols, counts = np.full(size, -1, np.int32), np.zeros(size, np.int64)
+        symbols = np.full(size, -1, np.int32)
         symbols[at] = np.frombuffer(b"".join(chunks).translate(BYTE_TO_RANK), np.uint8)
-        counts[at] = np.repeat(np.fromiter(chunks.values(), np.int64, len(chunks)), lengths)
+        counts = np.zeros(size, np.int64)
+        counts[at] = np.repeat(np.array(list(chunks.values()), np.int64), lengths)
         # all places, sorted by their pair of bytes; stable, as a merge goes through its places from left to right
         places = np.flatnonzero((symbols[:-1] >= 0) & (symbols[1:] >= 0))  # of the first symbol of each pair
         pairs = (symbols[places] << 8 | symbols[places + 1]).astype(np.uint16)
         order = np.argsort(pairs, kind="stable")
-        pairs, places = pairs[order], places[order]
+        pairs = pairs[order]
+        places = places[order]
         starts = np.flatnonzero(np.diff(pairs.astype(np.int32), prepend=-1))
         totals = np.add.reduceat(counts[places], starts) if len(starts) else starts
         keys = [(p >> 8) << PAIR_SHIFT | p & 255 for p in pairs[starts].tolist()]
         self.pair_count = dict(zip(keys, totals.tolist(), strict=True))
         self.pair_places = dict(zip(keys, np.split(places, starts[1:]), strict=False))
-        numbers = list(range(size + 1))
-        self.symbols, self.counts = symbols.tolist(), counts.tolist()  # lists: single items are read, not ranges
-        self.next, self.previous = numbers[1:], [0, *numbers[: size - 1]]
+        self.symbols = symbols.tolist()  # lists: single items are read, not ranges
+        self.counts = counts.tolist()
+        numbers = list(range(size + 1))  # `next` and `previous` share these integers
+        self.next = numbers[1:]
+        self.previous = [0, *numbers[: size - 1]]
 
     def merge(self, pair: int, new: int) -> list[int]:
         """Replace `pair` by the symbol `new` everywhere, from left to right; returns the pairs with `new` in them."""
-        a, b = pair >> PAIR_SHIFT, pair & PAIR_MASK
-        symbols, counts, following, previous = self.symbols, self.counts, self.next, self.previous
-        left, right = {}, {}  # by the symbol on that side: the places of the new pairs
+        a = pair >> PAIR_SHIFT
+        b = pair & PAIR_MASK
+        symbols = self.symbols
+        following = self.next
+        previous = self.previous
+        left = {}  # by the symbol on that side: the places of the new pairs
+        right = {}
         places = self.pair_places.pop(pair)
         for i in places if isinstance(places, list) else places.tolist():
             if symbols[i] != a:
@@ -211,9 +228,12 @@ class Corpus:
             j = following[i]
             if symbols[j] != b:
                 continue
-            h, k = previous[i], following[j]  # x a b y at h i j k
-            symbols[i], symbols[j] = new, -1
-            following[i], previous[k] = k, i
+            h = previous[i]  # x a b y at h i j k
+            k = following[j]
+            symbols[i] = new
+            symbols[j] = -1
+            following[i] = k
+            previous[k] = i
             # defaultdicts would be shorter and slower: most symbols come only once
             if (x := symbols[h]) >= 0:
                 if x in left:
@@ -230,9 +250,10 @@ class Corpus:
         changed = [(b << PAIR_SHIFT | y, new << PAIR_SHIFT | y, places) for y, places in right.items()]
         changed += [(x << PAIR_SHIFT | a, x << PAIR_SHIFT | new, places) for x, places in left.items()]
         for broken, created, places in changed:
-            count = sum(map(counts.__getitem__, places))
+            count = sum(map(self.counts.__getitem__, places))
             self.pair_count[broken] -= count
-            self.pair_count[created], self.pair_places[created] = count, places
+            self.pair_count[created] = count
+            self.pair_places[created] = places
         del self.pair_count[pair]
         return [created for _, created, _ in changed]
 
@@ -244,8 +265,9 @@ def find_merges(chunks: dict[bytes, int], tie_break: str) -> Iterator[tuple[int,
     only remove its symbols. So an outdated entry is too high in the heap, never too low, and can wait until it reaches
     the top, where it gets its true count and sinks.
     """
-    corpus, new = Corpus(chunks), 256
+    corpus = Corpus(chunks)
     counts = corpus.pair_count
+    new = 256
     # tokens as strings in reverse order: the greatest bytes come first, and of two tokens that begin alike the longer
     # one, since the end mark is above all bytes
     order = [chr(255 - b) + "\u0100" for b in BYTE_ORDER]
@@ -258,12 +280,17 @@ def find_merges(chunks: dict[bytes, int], tie_break: str) -> Iterator[tuple[int,
     heap = list(map(entry, counts))
     heapq.heapify(heap)
     while heap:
-        count, pair = -heap[0][0], heap[0][-1]
+        count = -heap[0][0]
+        pair = heap[0][-1]
         if count != counts[pair]:
-            heapq.heapreplace(heap, entry(pair)) if counts[pair] else heapq.heappop(heap)
+            if counts[pair]:
+                heapq.heapreplace(heap, entry(pair))
+            else:
+                heapq.heappop(heap)
             continue
         heapq.heappop(heap)
-        a, b = pair >> PAIR_SHIFT, pair & PAIR_MASK
+        a = pair >> PAIR_SHIFT
+        b = pair & PAIR_MASK
         yield a, b, count
         order.append(order[a][:-1] + order[b])
         for created in corpus.merge(pair, new):

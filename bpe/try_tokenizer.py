@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bpe.tokenizer import Tokenizer, valid_unicode
 from cli import UserError, parse_args, script
+from files import set_aside
 
 ENGLISH = (
     "The librarian keeps 3 clocks above the door. One is right, one is 5 minutes fast, and nobody remembers why "
@@ -38,7 +39,9 @@ class Config:
 
 
 COLORS = ("#f9d5a7", "#c5e3bf", "#bcd9f5", "#f6c5cf", "#dccbf0", "#f3eaa4")
-COLUMNS, COLUMN, ROW = 96, 9, 24  # of the picture: Latin letters in a row, pixels of one, pixels of a row
+COLUMNS = 96  # of the picture: Latin letters in a row
+COLUMN = 9  # pixels of a letter
+ROW = 24  # pixels of a row
 REASON = """\
 A pair is merged if it is frequent in the training text, as long as the vocabulary has room. So a tokenizer spends its
 tokens on the language that it was trained on. Text in another language falls apart, down to bytes (an English letter
@@ -47,6 +50,8 @@ is one, a Chinese character three), and becomes longer: more to compute, and les
 
 def main() -> None:
     config = parse_args(Config, description=__doc__)
+    if config.svg and not config.svg.endswith(".svg"):
+        raise UserError(f"--svg {config.svg} must end in .svg; give another name")
     tokenizers = load_both(config)
     texts = [valid_unicode(text) for text in (config.english, config.chinese) if text]
     results = [split_up(name, tok, text) for text in texts for name, tok in tokenizers.items()]
@@ -57,11 +62,16 @@ def main() -> None:
     for title, pieces in results:
         colored = "".join(f"{codes[i % len(codes)]}{piece}\x1b[0m" for i, piece in enumerate(pieces))
         print(f"{title}\n{colored if in_color else '|'.join(pieces)}\n")
-    same = all(tok.decode(tok.encode_ordinary(text)) == text for text in texts for tok in tokenizers.values())
     print(f"· is a token that ends in the middle of a character.\n{REASON}")
-    print("Decoded again, " + ("all texts are the same." if same else "a text differs: this is a bug of ours."))
+    same = all(tok.decode(tok.encode_ordinary(text)) == text for text in texts for tok in tokenizers.values())
+    found = "all texts are the same." if same else "a text differs: this is a bug of ours."
+    print(f"Decoded again, {found}")
     path = Path(config.tokenizer)
-    picture = Path(config.svg or (path if path.is_dir() else path.parent) / "tokens.svg")
+    picture = (path if path.is_dir() else path.parent) / "tokens.svg"
+    if config.svg:
+        picture = Path(config.svg)
+        if picture.exists():
+            print(f"\nrenamed the old {picture} to {set_aside(picture)}")
     draw_svg(results, picture)
     print(f"\nwrote {picture}")
 
@@ -91,14 +101,17 @@ def split_up(name: str, tok: Tokenizer, text: str) -> tuple[str, list[str]]:
 
 def draw_svg(results: list[tuple[str, list[str]]], path: Path) -> None:
     """Draw the tokens as coloured boxes. The viewer's own fonts draw the letters, so none has to be installed here."""
-    parts, y = [], 20  # y: where the letters of a line stand
+    parts = []
+    y = 20  # the baseline of a line of text
     for title, pieces in results:
         parts.append(f'<text x="0" y="{y}" font-weight="bold" font-family="sans-serif">{xml(title)}</text>')
-        x, y = 0, y + 26
+        x = 0
+        y += 26
         for i, piece in enumerate(pieces):
             w = width(piece) * COLUMN
             if x and x + w > COLUMNS * COLUMN:
-                x, y = 0, y + ROW
+                x = 0
+                y += ROW
             # a white edge, because neighbouring colours look alike in grey
             box = f'x="{x}" y="{y - 16}" width="{w}" height="{ROW - 2}" fill="{COLORS[i % len(COLORS)]}" stroke="#fff"'
             # textLength: East Asian fonts are not exactly two columns wide

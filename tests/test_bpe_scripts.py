@@ -113,7 +113,7 @@ def test_options_reach_the_trainer(run_train, tmp_path):
     [
         (["--input", "nowhere.txt"], None, ["nowhere.txt: no such file"]),
         (["--input", "FILE.txt"], b"", ["holds no text"]),
-        (["--input", "FILE.txt"], "研究生".encode("gb18030"), ["FILE.txt: not UTF-8 at byte 0", "iconv"]),
+        (["--input", "FILE.txt"], "研究生".encode("gb18030"), ["FILE.txt: not UTF-8 at byte 0", "encoding UTF-8"]),
         (["--input", "FILE.parquet"], b"not parquet", ["cannot read", "FILE.parquet"]),
         (["--input", "FILE.jsonl"], b'{"other": "a"}\n{"text": \n', ["holds no text"]),
         (["--vocab_size", "256"], None, ["vocab_size 256 is too small"]),
@@ -200,6 +200,7 @@ def test_tokens_are_shown_as_text_with_dots_for_parts_of_characters():
         (["--english", "", "--chinese", ""], ["both empty"]),
         (["--compare", "nowhere"], ["no tokenizer at nowhere"]),
         (["--compare", "README.md"], ["cannot use the tokenizer README.md"]),
+        (["--svg", "README.md"], ["--svg README.md must end in .svg"]),
         (["--tokenizer", "out/bpe"], ["no tokenizer at out/bpe", "python bpe/train.py"]),
     ],
 )
@@ -211,8 +212,10 @@ def test_what_cannot_be_shown_is_said_in_one_line(run_try, saved, tmp_path, monk
 
 def test_long_texts_and_bytes_that_are_no_utf8_are_shown(run_try, saved, tmp_path):
     argv = ["--tokenizer", saved / "zh", "--compare", saved / "zh", "--svg", tmp_path / "x.svg"]
+    (tmp_path / "x.svg").write_text("mine")
     result = run_try(*argv, "--english", "a\udcff $x$ \\frac " + "x" * 30_000, "--chinese", "")
     assert result.returncode == 0 and ElementTree.parse(tmp_path / "x.svg"), result.stderr
+    assert (tmp_path / "x.svg.1").read_text() == "mine" and "renamed the old" in result.stdout
 
 
 def test_without_gpt2_the_other_tokenizer_is_still_shown(saved, tmp_path):
