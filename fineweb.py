@@ -20,7 +20,6 @@ This file knows nothing of models, training or torch.
 """
 
 import multiprocessing
-import os
 import re
 import shutil
 import signal
@@ -43,10 +42,11 @@ from tqdm import tqdm
 from bpe.tokenizer import Tokenizer, cpu_count, splitter, valid_unicode
 from cli import Count, Positive, Stopped, Tokens, UserError, counted, parse_args, script
 from corpus.encoders import Encode, choose_encoder, encoder, same_ids
-from corpus.shards import load_tokenizer, save_manifest, shard_dtype, summary, verify
+from corpus.manifest import read_manifest, summary
+from corpus.shards import load_tokenizer, verify
 from corpus.sources import Source, SourceFile, Unit, arriving, discard, documents_of, find_source, text_size, units_of
-from corpus.stream import open_shard, read_manifest
-from files import exclusive_lock, flush, sha256
+from corpus.writer import Writer, shard_dtype, shard_name
+from files import exclusive_lock
 
 UNITS_AHEAD = 3  # per worker: one that it tokenizes, the others queued or waiting for their turn to be written
 TOKENS_PER_BYTE = 0.23  # of English text; for the plan, the progress bar and the default size of shards
@@ -88,28 +88,17 @@ def stop(signum, frame) -> None:
 
 def make_shards(config: Config, out_dir: Path) -> None:
     """Write the shards of `config.source`, or those that are missing. Raises UserError."""
-    try:
-        tok = load_tokenizer(config.tokenizer)
-    except UserError as e:  # a plan needs no vocabulary
-        if not config.dry_run or config.tokenizer != "gpt2":
-            raise
-        print(f"note    {e}")
-        tok = Tokenizer([])
+    tok = find_tokenizer(config)
     config = resolve_config(config, tok, out_dir)
     manifest = open_manifest(config, out_dir, tok)
     if "next" not in manifest:
-        return print(f"{out_dir} is complete: {summary(manifest)}")
-    try:
-        source = find_source(config.source, manifest.get("commit") or config.revision)
-    except UserError as e:  # the plan of the default source needs no network
-        if not config.dry_run or config.source != Config.source:
-            raise
-        print(f"note    {e}")
-        source = Source(14 * [SourceFile("train.parquet", 2 * 10**9, "")], config.source[0])  # about what it has
-    text_bytes = sum(text_size(file, config.text_field) for file in source.files)
-    expected = min(int(text_bytes * TOKENS_PER_BYTE), config.limit_tokens)  # a rough figure; 0 if unknown
-    default = min(100_000_000, max((expected or sys.maxsize) // 10, 1000))  # leaves most of a small source to train on
-    config = replace(config, shard_size=config.shard_size or default)
+        print(f"{out_dir} is complete: {summary(manifest)}")
+        return
+    source = find_files(config, manifest.get("commit"))
+    expected = estimate_tokens(config, source)
+    if not config.shard_size:  # leave most of a small source to train on
+        tenth = max(expected // 10, 1000) if expected else sys.maxsize
+        config = replace(config, shard_size=min(100_000_000, tenth))
     print_plan(config, source, with_files(manifest, source, out_dir), expected)
     if config.dry_run:
         return
@@ -125,38 +114,72 @@ def make_shards(config: Config, out_dir: Path) -> None:
     print(f"{out_dir}: {summary(manifest)}")
 
 
+def find_tokenizer(config: Config) -> Tokenizer:
+    try:
+        return load_tokenizer(config.tokenizer)
+    except UserError as e:
+        if not config.dry_run or config.tokenizer != "gpt2":
+            raise
+        print(f"note    {e}")
+        return Tokenizer([])  # enough for a plan
+
+
+def find_files(config: Config, commit: str | None) -> Source:
+    """The files of the source, at the commit that the first shards came from."""
+    try:
+        return find_source(config.source, commit or config.revision)
+    except UserError as e:
+        if not config.dry_run or config.source != Config.source:
+            raise
+        print(f"note    {e}")
+        return Source(14 * [SourceFile("train.parquet", 2 * 10**9, "")], config.source[0])  # about what it has
+
+
+def estimate_tokens(config: Config, source: Source) -> int:
+    """About how many tokens will be written; 0 if unknown."""
+    text_bytes = sum(text_size(file, config.text_field) for file in source.files)
+    return min(int(text_bytes * TOKENS_PER_BYTE), config.limit_tokens)
+
+
 def resolve_config(config: Config, tok: Tokenizer, out_dir: Path) -> Config:
-    """The constants of the run; the default shard_size of a new directory is settled later. Raises UserError for
+    """Fill in the constants that are 0 or auto, except for the shard_size of a new directory. Raises UserError for
     constants that contradict each other."""
-    if not config.out_dir or Path(config.out_dir).is_file():
-        raise UserError(f"--out_dir {config.out_dir!r} is {'a file' if config.out_dir else 'empty'}; give a directory")
+    if not config.out_dir:
+        raise UserError("--out_dir is empty; give a directory")
+    if out_dir.is_file():
+        raise UserError(f"--out_dir {out_dir} is a file; give a directory")
     if config.source != Config.source and config.out_dir == Config.out_dir:
-        raise UserError(f"{config.out_dir} is for FineWeb-Edu; give an --out_dir for the shards of {config.source[0]}")
+        raise UserError(f"{out_dir} is for FineWeb-Edu; give an --out_dir for the shards of {config.source[0]}")
     if tok.eot_token is None:
         raise UserError(f"{config.tokenizer} has no <|endoftext|> to put before documents; train one with it")
-    config = replace(config, workers=config.workers or cpu_count(), limit_tokens=config.limit_tokens or sys.maxsize)
-    before = read_manifest(out_dir).get("shard_size")  # a resumed run keeps it
-    known = before if isinstance(before, int) and 0 < before <= 10**9 else 0
-    return replace(config, shard_size=config.shard_size or known, encoder=choose_encoder(config.encoder, tok))
+    return replace(
+        config,
+        encoder=choose_encoder(config.encoder, tok),
+        shard_size=config.shard_size or read_manifest(out_dir).get("shard_size", 0),  # a resumed run keeps it
+        limit_tokens=config.limit_tokens or sys.maxsize,
+        workers=config.workers or cpu_count(),
+    )
 
 
 def write_shards(config: Config, source: Source, manifest: dict, tok: Tokenizer, expected: int) -> None:
     """The pipeline: files -> units -> tokens -> shards. Fills in `manifest`."""
-    out_dir, begin = Path(config.out_dir), manifest["next"]
+    out_dir = Path(config.out_dir)
     downloads = out_dir / ".downloads"
-    if not manifest["shards"]:  # else others may be reading it
+    begin = manifest["next"]
+    shards = manifest["shards"]
+    if not shards:  # else others may be reading it
         tok.save(out_dir / "tokenizer.json")
-    writer = Writer(config, out_dir, manifest, tok)
+    writer = Writer(out_dir, manifest, tok, config.shard_size, config.limit_tokens)
     bar = tqdm(total=expected, initial=writer.n_tokens, unit="tok", unit_scale=True, disable=None, dynamic_ncols=True)
     with start_workers(config, tok) as submit, bar:
         paths = arriving(source, downloads, begin["file"], config.downloads - 1)
         units = units_from(begin, paths, config.text_field, splitter(tok.pattern).cut)
         for place, tokens, skipped in tokenized(units, submit, config.workers * UNITS_AHEAD):
-            n_complete = len(manifest["shards"])
+            n_complete = len(shards)
             writer.write(place, tokens, skipped)
             bar.update(writer.n_tokens - bar.n)
-            if len(manifest["shards"]) > n_complete:
-                tqdm.write(f"{len(manifest['shards'])} shards, {manifest['tokens']:,} tokens are on the disk")
+            if len(shards) > n_complete:
+                tqdm.write(f"{len(shards)} shards, {manifest['tokens']:,} tokens are on the disk")
                 discard(source, downloads, manifest["next"]["file"])
             if writer.n_tokens == config.limit_tokens:
                 break
@@ -168,21 +191,24 @@ def write_shards(config: Config, source: Source, manifest: dict, tok: Tokenizer,
 
 
 def tokenize(unit: Unit, text_field: str, tok: Tokenizer, encode: Encode) -> tuple[np.ndarray, Counter]:
-    """`[eot, *encode(text)]` for every document of a unit, as one array (n,); and how many were skipped, and why."""
-    eot, blocks = np.array([tok.eot_token]), splitter(tok.pattern).blocks
-    ids, skipped = [np.zeros(0, int)], Counter()
-    for number, (text, reason) in enumerate(documents_of(unit, text_field)):
+    """The tokens of a unit as one array (n,), and how many documents were skipped for which reason."""
+    tokens = []
+    skipped = Counter()
+    for text, reason in documents_of(unit, text_field):
         if text is None:
             skipped[reason] += 1
             continue
-        if number == 0 and not same_ids(encode, tok, valid_unicode(text[:COMPARED])):
-            what = f"the encoder's ids differ from ours in {unit.path}, and perhaps in complete shards"
-            raise UserError(f"{what}; remove the shards, and give --encoder own")
-        if number > 0 or not unit.continued:  # a long document continues from the unit before, without another eot
-            ids.append(eot)
-        for block in blocks(valid_unicode(text)):  # a long text in parts, so that no list of ids is long
-            ids.append(encode(block))
-    return np.concatenate(ids, dtype=shard_dtype(len(tok)), casting="unsafe"), skipped
+        text = valid_unicode(text)
+        if not tokens and not same_ids(encode, tok, text[:COMPARED]):
+            raise UserError(
+                f"the encoder's ids differ from ours in {unit.path}, and perhaps in complete shards; "
+                "remove the shards, and give --encoder own"
+            )
+        blocks = splitter(tok.pattern).blocks(text)  # a long text in parts, so that no list of ids is long
+        tokens += [[tok.eot_token], *map(encode, blocks)]
+    if unit.continued:  # its first document began in the unit before, with an eot there
+        del tokens[0]
+    return np.concatenate([[], *tokens], dtype=shard_dtype(len(tok)), casting="unsafe"), skipped
 
 
 def units_from(begin: dict, paths: Iterator[Path], field: str, cut: re.Pattern | None) -> Iterator[tuple[dict, Unit]]:
@@ -193,7 +219,7 @@ def units_from(begin: dict, paths: Iterator[Path], field: str, cut: re.Pattern |
     """
     for file, path in enumerate(paths, begin["file"]):
         for number, unit in enumerate(units_of(path, field, cut)):
-            if (file, number) >= (begin["file"], begin["unit"]):
+            if file > begin["file"] or number >= begin["unit"]:
                 yield dict(file=file, unit=number), unit
 
 
@@ -208,7 +234,8 @@ def tokenized(units: Iterator, submit: Callable[[Unit], Future], ahead: int) -> 
         if len(pending) == ahead:
             place, result = pending.popleft()
             yield place, *result.result()
-    yield from ((place, *result.result()) for place, result in pending)
+    for place, result in pending:
+        yield place, *result.result()
 
 
 @contextmanager
@@ -218,11 +245,14 @@ def start_workers(config: Config, tok: Tokenizer) -> Iterator[Callable[[Unit], F
     Every process has its own pipe, and a thread that waits for its answers. The queues of ProcessPoolExecutor are
     shared: a process that is killed while writing to one never releases its lock, and the others hang.
     """
-    context, free, processes = multiprocessing.get_context("spawn"), SimpleQueue(), []
+    context = multiprocessing.get_context("spawn")
+    processes = []
+    free = SimpleQueue()  # our ends of the pipes to workers that have nothing to do
     for _ in range(config.workers):
         ours, theirs = context.Pipe()
-        processes.append(context.Process(target=work, args=(theirs, tok, config), daemon=True))
-        processes[-1].start()
+        process = context.Process(target=work, args=(theirs, tok, config), daemon=True)
+        process.start()
+        processes.append(process)
         theirs.close()
         free.put(ours)
 
@@ -232,8 +262,10 @@ def start_workers(config: Config, tok: Tokenizer) -> Iterator[Callable[[Unit], F
             connection.send(unit)
             answer = connection.recv()
         except (EOFError, OSError):
-            what = f"one of {config.workers} worker processes was killed, perhaps by the out-of-memory killer"
-            raise UserError(f"{what}; {RESUME}, with fewer --workers if memory was short") from None
+            raise UserError(
+                f"one of {config.workers} worker processes was killed, perhaps by the out-of-memory killer; "
+                f"{RESUME}, with fewer --workers if memory was short"
+            ) from None
         finally:
             free.put(connection)
         if isinstance(answer, Exception):
@@ -265,98 +297,6 @@ def work(connection: Connection, tok: Tokenizer, config: Config) -> None:
             connection.send(answer)
 
 
-# ------------------------------------------------------------------------------------------------ tokens -> shards
-
-
-class Writer:
-    """The only writer. It fills one shard in memory, and lists it in the manifest once it is complete and on the disk,
-    with the place in the source where the next one begins. After an interruption, writing resumes from that place."""
-
-    def __init__(self, config: Config, out_dir: Path, manifest: dict, tok: Tokenizer):
-        self.out_dir, self.manifest, self.limit = out_dir, manifest, config.limit_tokens
-        self.shard = np.empty(min(config.shard_size, config.limit_tokens), shard_dtype(len(tok)))
-        self.filled = 0  # tokens in it
-        self.eot, self.token_bytes = tok.eot_token, tok.token_bytes()
-        self.counts = np.zeros(len(tok), np.int64)  # of each id in this shard
-        # tokens of the first unit that are in the previous shard; None once the end of that shard has been checked
-        self.to_skip = manifest["next"]["skip"] if manifest["shards"] else None
-        self.skipped = Counter(manifest["skipped"])
-        for leftover in out_dir.glob(".*.tmp"):  # shards and manifests that a killed run was writing
-            leftover.unlink()
-        save_manifest(out_dir, manifest)
-
-    @property
-    def n_tokens(self) -> int:
-        return self.manifest["tokens"] + self.filled
-
-    def write(self, place: dict, tokens: np.ndarray, skipped: Counter) -> None:
-        """Append the tokens of the unit at `place`, up to the limit, and complete the shards that they fill."""
-        if self.to_skip is not None:
-            self._check_seam(tokens)
-        done, self.to_skip = self.to_skip or 0, None
-        tokens = tokens[: done + self.limit - self.n_tokens]
-        while done < len(tokens):
-            part = tokens[done : done + len(self.shard) - self.filled]
-            self.shard[self.filled : self.filled + len(part)] = part
-            self.counts += np.bincount(part, minlength=len(self.counts))
-            self.filled += len(part)
-            done += len(part)
-            if self.filled == len(self.shard):
-                self._complete(place | dict(skip=done))
-        self.skipped += skipped
-
-    def _check_seam(self, tokens: np.ndarray) -> None:
-        """Raises UserError unless the last shard ends with the first `to_skip` of `tokens`, the unit at `next`: the
-        manifest may be damaged, or the source edited."""
-        last = open_shard(self.out_dir / self.manifest["shards"][-1]["file"])
-        held = tokens[: self.to_skip][-len(last) :]
-        if not 0 < self.to_skip <= len(tokens) or not np.array_equal(held, last[-len(held) :]):
-            what = f"the last shard of {self.out_dir} does not end where `next` in manifest.json says"
-            raise UserError(f"{what}: the manifest is damaged, or the source has changed; remove {self.out_dir}")
-
-    def _complete(self, place: dict | None) -> None:
-        """Make the shard durable, then list it. `place` is where the next one begins; None if this was the last."""
-        number, tokens = len(self.manifest["shards"]), self.shard[: self.filled]
-        path = self.out_dir / f"{shard_name(self.out_dir)}_{'train' if number else 'val'}_{number:06d}.npy"
-        part = path.with_name(f".{path.name}.tmp")
-        with open(part, "wb") as f:
-            np.save(f, tokens)
-            f.flush()
-            os.fsync(f.fileno())
-        self.manifest["shards"].append(dict(file=path.name, tokens=len(tokens), sha256=sha256(part)))
-        part.rename(path)
-        flush(self.out_dir)
-        self.manifest["tokens"] += len(tokens)
-        self.manifest["documents"] += int(self.counts[self.eot])
-        self.manifest["bytes"] += int(self.counts @ self.token_bytes)
-        self.filled, self.counts[:] = 0, 0
-        self._save(place)
-
-    def _save(self, place: dict | None) -> None:
-        self.manifest |= dict(skipped=dict(sorted(self.skipped.items())), next=place)
-        if place is None:
-            del self.manifest["next"]
-        save_manifest(self.out_dir, self.manifest)
-
-    def end(self) -> None:
-        """Complete the last shard, and the manifest. Raises UserError if there is nothing in them."""
-        if self.to_skip is not None:  # no unit came: `next` is past the end of the source
-            self._check_seam(np.zeros(0, int))
-        if self.filled:
-            self._complete(None)
-        if not self.manifest["shards"]:
-            found = f"no document in {self.manifest['source']}; skipped: {dict(self.skipped) or 'none'}"
-            raise UserError(f"{found}; name the key of the text with --text_field, or give another --source")
-        if "next" in self.manifest:  # the source ended where a shard did
-            self._save(None)
-
-
-def shard_name(out_dir: Path) -> str:
-    """The part of a shard's name before _val_ or _train_, which cannot be mistaken for these."""
-    name = re.sub(r"[^A-Za-z0-9.]+", "-", out_dir.resolve().name.removesuffix("_shards")).strip("-.") or "text"
-    return name.replace("edu-fineweb10B", "edufineweb")
-
-
 # ------------------------------------------------------------------------------------------------ the manifest
 
 
@@ -365,36 +305,51 @@ def open_manifest(config: Config, out_dir: Path, tok: Tokenizer) -> dict:
 
     `next` is where the next shard begins: number of the file, number of the unit, tokens of it in the shard before.
     """
-    identity = dict(
-        source=" ".join(config.source), revision=config.revision, text_field=config.text_field,
-        tokenizer=tok.fingerprint, dtype=np.dtype(shard_dtype(len(tok))).name, shard_size=config.shard_size,
+    constants = dict(
+        source=" ".join(config.source),
+        revision=config.revision,
+        text_field=config.text_field,
+        tokenizer=tok.fingerprint,
+        dtype=np.dtype(shard_dtype(len(tok))).name,
+        shard_size=config.shard_size,
         limit_tokens=config.limit_tokens if config.limit_tokens < sys.maxsize else 0,
-    )  # fmt: skip
-    beginning = dict(file=0, unit=0, skip=0)
+    )
     manifest = read_manifest(out_dir)
-    if not manifest and (found := list(out_dir.glob(f"{shard_name(out_dir)}_*.npy"))):
+    found = list(out_dir.glob(f"{shard_name(out_dir)}_*.npy"))
+    if found and not manifest:
         raise UserError(f"{found[0]} is in no manifest.json; give another --out_dir, or remove the shards there")
     if not manifest.get("shards"):  # nothing to continue, whatever the constants were
-        return identity | dict(tokens=0, documents=0, bytes=0, skipped={}, shards=[], next=beginning)
-    for key, value in identity.items():
+        beginning = dict(file=0, unit=0, skip=0)
+        return constants | dict(tokens=0, documents=0, bytes=0, skipped={}, shards=[], next=beginning)
+    for key, value in constants.items():
         if manifest.get(key) != value:
-            was = f"{out_dir} holds shards of a run with {key} {manifest.get(key)}"
-            raise UserError(f"{was}, and now it is {value}; give another --out_dir, or remove that one")
+            raise UserError(
+                f"{out_dir} holds shards of a run with {key} {manifest.get(key)}, and now it is {value}; "
+                "give another --out_dir, or remove that one"
+            )
     return manifest
 
 
 def with_files(manifest: dict, source: Source, out_dir: Path) -> dict:
     """The manifest with the files of the source. Raises UserError if a file that shards were made of has changed since:
-    two versions of a source must not mix. Files that have not been read yet only need to have the same names."""
+    two versions of a source must not mix."""
     files = [file._asdict() for file in source.files]
     if manifest["shards"] and "next" in manifest:
-        used, before = manifest["next"]["file"] + 1, manifest["files"]
-        then, now = (known[:used] + [file["name"] for file in known[used:]] for known in (before, files))
+        n_used = manifest["next"]["file"] + 1
+        then = settled(manifest["files"], n_used)
+        now = settled(files, n_used)
         if then != now:
-            other = next(file["name"] for file in (*before, *files) if file not in before or file not in files)
-            what = f"{other} has changed since shards in {out_dir} were made, or was added or removed"
-            raise UserError(f"{what}; restore it, or remove {out_dir} to start over")
+            name, *_ = min(set(then) ^ set(now))
+            raise UserError(
+                f"{name} has changed since shards in {out_dir} were made, or was added or removed; "
+                f"restore it, or remove {out_dir} to start over"
+            )
     return manifest | dict(commit=source.commit, files=files)
+
+
+def settled(files: list[dict], n_used: int) -> list[tuple]:
+    """What may not change any more: all about the files that were used, and the names of the others."""
+    return [tuple(file.values()) if n < n_used else (file["name"],) for n, file in enumerate(files)]
 
 
 # ------------------------------------------------------------------------------------------------ the plan
@@ -402,22 +357,26 @@ def with_files(manifest: dict, source: Source, out_dir: Path) -> dict:
 
 def print_plan(config: Config, source: Source, manifest: dict, tokens: int) -> None:
     """Print what will be read and written, and the disk space it needs. Raises UserError if there is too little."""
-    size, sizes = partial(tqdm.format_sizeof, suffix="B"), sorted(file.bytes for file in source.files)
+    size = partial(tqdm.format_sizeof, suffix="B")
     out_dir = Path(config.out_dir)
-    for_shards = max(tokens - manifest["tokens"], 0) * np.dtype(manifest["dtype"]).itemsize
-    for_files = sum(sizes[-config.downloads - 1 :]) if source.repo else 0  # the one being read, and those ahead
-    free = shutil.disk_usage(next(path for path in (out_dir, *out_dir.resolve().parents) if path.exists())).free
+    sizes = sorted(file.bytes for file in source.files)
     commit = f" at {source.commit[:12]}" if source.commit else ""
     print(f"source  {manifest['source']}{commit}: {counted(len(sizes), 'file')}, {size(sum(sizes))}")
     print(f"target  {out_dir}: about {tokens:,} tokens, in shards of {config.shard_size:,} {manifest['dtype']}")
     if 0 < tokens <= config.shard_size:  # 0 is unknown
         print(f"note    all of it would be validation; give --shard_size {-(-tokens // 10)} to leave some to train on")
+    for_shards = max(tokens - manifest["tokens"], 0) * np.dtype(manifest["dtype"]).itemsize
+    for_files = sum(sizes[-config.downloads - 1 :]) if source.repo else 0  # the one being read, and those ahead
+    existing = next(path for path in (out_dir, *out_dir.resolve().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
     print(f"disk    {size(for_shards)} for shards, {size(for_files)} for files under way; {size(free)} are free")
     if manifest["shards"]:
         print(f"resume  after {len(manifest['shards'])} complete shards, {manifest['tokens']:,} tokens")
     if for_shards + for_files > free:
-        what = f"{out_dir} needs about {size(for_shards + for_files)}, and its disk has {size(free)} free"
-        raise UserError(f"{what}; free some, give a smaller --limit_tokens, or an --out_dir on another disk")
+        raise UserError(
+            f"{out_dir} needs about {size(for_shards + for_files)}, and its disk has {size(free)} free; "
+            "free some, give a smaller --limit_tokens, or an --out_dir on another disk"
+        )
 
 
 if __name__ == "__main__":

@@ -41,13 +41,13 @@ def encoder(tok: Tokenizer, name: str) -> Encode:
 
 def choose_encoder(name: str, tok: Tokenizer) -> str:
     """`name`, or for auto the first usable one of ENCODERS; own if its ids differ from ours. Raises UserError."""
-    for candidate in ENCODERS if name == "auto" else (name,):
+    for candidate in ENCODERS if name == "auto" else [name]:
         try:
             encode = encoder(tok, candidate)
         except Exception as e:  # gigatoken raises nothing more specific
-            if name != "auto":
-                raise UserError(f"--encoder {name}: {e}; pip install {name}, or give another one") from None
-            continue
+            if name == "auto":
+                continue
+            raise UserError(f"--encoder {name}: {e}; pip install {name}, or give another one") from None
         if all(same_ids(encode, tok, text) for text in (*PROBES, *tok.special_tokens)):
             return candidate
         print(f"note: {candidate} is not used: its ids differ from ours", file=sys.stderr)

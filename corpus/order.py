@@ -42,17 +42,25 @@ class Batches:
     """The windows of a stream in their training order, and one rank's part of every global batch."""
 
     def __init__(self, stream: TokenStream, sequence_length: int, seed: int, shuffle: bool, rank=0, world_size=1):
-        self.stream, self.T, self.seed, self.shuffle = stream, sequence_length, seed, shuffle
-        self.rank, self.world_size = rank, world_size
+        self.stream = stream
+        self.T = sequence_length
+        self.seed = seed
+        self.shuffle = shuffle
+        self.rank = rank
+        self.world_size = world_size
         self.n_windows = (len(stream) - 1) // sequence_length  # an epoch; fewer than T tokens at the end are left over
         if self.n_windows < 1:
-            few = f"{stream.paths[0]} has {len(stream)} tokens, fewer than sequence_length + 1 = {sequence_length + 1}"
-            raise UserError(f"{few}; give more text, or a smaller --sequence_length")
+            raise UserError(
+                f"{stream.paths[0]} has {len(stream)} tokens, fewer than sequence_length + 1 = {self.T + 1}; "
+                "give more text, or a smaller --sequence_length"
+            )
         self.order = lru_cache(maxsize=2)(self._order)  # a batch spans two epochs at most, unless an epoch is tiny
 
     def _order(self, epoch: int) -> np.ndarray:
         """All windows in the order of this epoch, (n_windows,): 39 MB for 10B tokens in windows of 1024."""
-        return permutation(self.n_windows, self.seed, epoch) if self.shuffle else np.arange(self.n_windows)
+        if not self.shuffle:
+            return np.arange(self.n_windows)
+        return permutation(self.n_windows, self.seed, epoch)
 
     def shift(self, epoch: int) -> int:
         """How many tokens later windows begin in this epoch, 0 .. T-1: 0 in the first one.
@@ -61,15 +69,19 @@ class Batches:
         places in every epoch would give a target the same context length every time. The recipe `tiny` reads its text
         several times, and gains 0.03 bits per byte from the shift.
         """
-        return int(np.random.PCG64([self.seed, epoch, 1]).random_raw()) % self.T if epoch and self.shuffle else 0
+        if epoch == 0 or not self.shuffle:
+            return 0
+        return int(np.random.PCG64([self.seed, epoch, 1]).random_raw()) % self.T
 
     def global_batch(self, position: int, rows: int) -> list[int]:
         """Where in the stream the `rows` windows from number `position` on begin."""
-        starts, last = [], len(self.stream) - 1 - self.T  # where the last window that fits begins
+        last = len(self.stream) - 1 - self.T  # where the last window that fits begins
+        starts = []
         while len(starts) < rows:  # the end of an epoch and the beginning of the next may share a batch
             epoch, at = divmod(position + len(starts), self.n_windows)
-            windows = self.order(epoch)[at : at + rows - len(starts)].tolist()
-            starts += [min(window * self.T + self.shift(epoch), last) for window in windows]
+            windows = self.order(epoch)[at : at + rows - len(starts)]
+            shift = self.shift(epoch)
+            starts += [min(window * self.T + shift, last) for window in windows.tolist()]
         return starts
 
     def micro_batches(self, position: int, rows: int, micro_rows: int) -> Iterator[np.ndarray]:
@@ -97,7 +109,8 @@ def training_batches(
     A step reads `batch_size` windows over all ranks, and steps count from 0: step s starts at window s * batch_size.
     """
     for step in range(first_step, first_step + n_steps):
-        yield list(order.micro_batches(step * batch_size, batch_size, micro_batch_size))
+        position = step * batch_size
+        yield list(order.micro_batches(position, batch_size, micro_batch_size))
 
 
 def validation_batches(
@@ -109,12 +122,14 @@ def validation_batches(
     padded with IGNORED. The union over ranks is the same for every world size.
     """
     T = sequence_length
-    n = len(stream) - 1 if limit <= 0 else min(len(stream) - 1, limit)
-    numbers = range(-(-n // T))[rank::world_size]  # of the windows that are this rank's
-    for i in range(0, len(numbers), micro_batch_size):
+    n = len(stream) - 1
+    if limit > 0:
+        n = min(n, limit)
+    starts = range(0, n, T)[rank::world_size]  # of the windows that are this rank's
+    for i in range(0, len(starts), micro_batch_size):
         windows = np.full((micro_batch_size, T + 1), IGNORED, np.int64)  # a new array: the last one may be in transit
-        for row, w in zip(windows, numbers[i : i + micro_batch_size], strict=False):
-            tokens = stream.read(w * T, min(T, n - w * T) + 1)
+        for row, start in zip(windows, starts[i : i + micro_batch_size], strict=False):
+            tokens = stream.read(start, min(T, n - start) + 1)
             row[: len(tokens)] = tokens
         yield windows
 

@@ -19,13 +19,15 @@ def file_rows(path: str, option: str = "--data") -> list:
         text = Path(path).read_bytes().decode("utf-8-sig")
     except (ValueError, OSError) as e:  # ValueError: not UTF-8
         raise UserError(f"{path} cannot be read as text: {e}; {remedy}") from None
-    rows, number = [], 1
+    rows = []
+    number = 1  # of the line
     try:
         if text.lstrip().startswith("["):
             rows = json.loads(text)
         else:  # a line of .jsonl ends at \n alone: a JSON string may hold the other line separators of Unicode
             for number, line in enumerate(text.split("\n"), start=1):  # noqa: B007 - the error below names the line
-                rows += [json.loads(line)] if line.strip() else []
+                if line.strip():
+                    rows.append(json.loads(line))
     except (ValueError, RecursionError) as e:
         number += getattr(e, "lineno", 1) - 1
         raise UserError(f"{path} is not JSON in line {number}: {getattr(e, 'msg', e)}; correct it there") from None

@@ -1,6 +1,6 @@
-"""What goes with token shards: their manifest, the tokenizer that made them, and turning a text file into shards.
+"""What goes with token shards: a check of all files, the tokenizer that made them, and turning a text file into shards.
 
-- manifest.json says where shards come from and what is in them; `verify` compares all of it with the files
+- `verify` compares the files of a directory with its manifest
 - tokenizers by name, and the one that belongs to given shards
 - `prepare_text` turns a .txt file into shards, once, for training on a text of your own
 
@@ -8,7 +8,6 @@ This file knows nothing of torch, models or training.
 """
 
 import hashlib
-import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,42 +18,27 @@ from tqdm import tqdm
 
 from bpe.tokenizer import Tokenizer
 from cli import UserError
-from corpus.sources import documents
-from corpus.stream import TokenStream, ds_metadata, find_shards, read_manifest
-from files import exclusive_lock, replace_file, sha256, write_atomically
+from corpus.manifest import read_manifest, save_manifest, summary
+from corpus.sources import decode, documents, readable
+from corpus.stream import TokenStream, ds_metadata, find_shards
+from corpus.writer import shard_dtype
+from files import exclusive_lock, sha256, write_atomically
 
 TRAIN_FRACTION = 0.9  # of a text's characters; the rest is the validation split
-
-
-def shard_dtype(n_vocab: int) -> type:
-    return np.uint16 if n_vocab <= 2**16 else np.uint32
-
-
-# ------------------------------------------------------------------------------------------------------ the manifest
-
-
-def save_manifest(directory: Path, manifest: dict) -> None:
-    """Replace the manifest; it is on the disk when this returns, and an interruption leaves the old one."""
-    replace_file(Path(directory) / "manifest.json", json.dumps(manifest, indent=2) + "\n")
-
-
-def summary(manifest: dict) -> str:
-    skipped = ", ".join(f"{n:,} ({reason})" for reason, n in manifest["skipped"].items())
-    return (
-        f"{manifest['tokens']:,} tokens in {len(manifest['shards'])} shards, {manifest['documents']:,} documents, "
-        f"{manifest['bytes'] / max(manifest['tokens'], 1):.2f} bytes per token, skipped documents: {skipped or 'none'}"
-    )
+FEW_TOKENS = 10_000  # to train on; the validation split of such a text is a page or two
 
 
 def origin(data: Path) -> tuple[dict, str]:
     """For a model card: what the manifest says about the source of the shards, and its name on the hub or ""."""
     file = (data if data.is_dir() else data.parent) / "manifest.json"
     manifest = read_manifest(file.parent)
+    if not manifest:
+        return {}, ""
     known = ("source", "commit", "tokens", "documents", "bytes", "tokenizer")
     about = {key: manifest[key] for key in known if manifest.get(key)}
     on_hub = "source" in about and "commit" in about
-    about |= {"manifest.json": sha256(file)} if manifest else {}
-    return about, "/".join(about["source"].split("/")[:2]) if on_hub else ""
+    name = "/".join(about["source"].split("/")[:2]) if on_hub else ""
+    return about | {"manifest.json": sha256(file)}, name
 
 
 def verify(directory: Path, quiet: bool = False) -> str:
@@ -72,13 +56,13 @@ def verify(directory: Path, quiet: bool = False) -> str:
     if ranks.exists() and ranks.read_bytes() != tok.tiktoken_text().encode():
         raise UserError(f"{ranks} is not what was written; {remedy}")
     written = {directory / entry["file"]: entry["sha256"] for entry in manifest["shards"]}
-    found = (path for split in ("train", "val") for path in directory.glob(f"*_{split}_*.npy"))
-    TokenStream(sorted({*written, *found}), len(tok))  # refuses one that is missing, cut short or in no manifest
+    found = {*directory.glob("*_train_*.npy"), *directory.glob("*_val_*.npy")}
+    TokenStream(sorted(found | written.keys()), len(tok))  # refuses one that is missing, cut short or in no manifest
     with ThreadPoolExecutor() as pool:  # hashing releases the GIL
         sums = tqdm(pool.map(sha256, written), total=len(written), unit="shard", disable=quiet or None)
-        changed = [path for path, checksum in zip(written, sums, strict=True) if checksum != written[path]]
-    if changed:
-        raise UserError(f"shard {changed[0]} is not what was written: its sha256 differs; {remedy}")
+        for path, checksum in zip(written, sums, strict=True):
+            if checksum != written[path]:
+                raise UserError(f"shard {path} is not what was written: its sha256 differs; {remedy}")
     return summary(manifest)
 
 
@@ -104,20 +88,23 @@ def open_shards(data: str, tokenizer: str, vocab_size: int, cache: Path) -> Shar
     place = Path(data)
     if data.endswith(".txt"):
         place = prepare_text(data, tokenizer, vocab_size, cache)
-    paths = {split: find_shards(str(place), split) for split in ("train", "val")}
+    train_paths = find_shards(str(place), "train")
+    val_paths = find_shards(str(place), "val")
     tok = data_tokenizer(place, tokenizer)
     padded = -(-len(tok) // 128) * 128  # as the tensor cores like it
     if len(tok) > vocab_size:
         raise UserError(f"the tokenizer has {len(tok)} tokens, more than --vocab_size {vocab_size}; give {padded}")
-    train = TokenStream(paths["train"], vocab_size)
-    val = TokenStream(paths["val"], vocab_size)
+    train = TokenStream(train_paths, vocab_size)
+    val = TokenStream(val_paths, vocab_size)
     warnings = []
     if "next" in read_manifest(place if place.is_dir() else place.parent):
         warnings.append(f"{place} is incomplete; training on what has been written so far")
     if vocab_size > 2 * padded:
         unused = 1 - len(tok) / vocab_size
         warnings.append(f"{unused:.0%} of the {vocab_size:,} embeddings have no token; pass --vocab_size {padded}")
-    if len(val) > len(train) / 8:
+    if len(train) < FEW_TOKENS:
+        warnings.append(f"{data} has {len(train):,} tokens to train on, which a model memorizes; give it a longer text")
+    elif len(val) > len(train) / 8:
         sizes = f"{len(val):,} tokens to validate, {len(train):,} to train on"
         warnings.append(f"the shards have {sizes}; move some of the validation shards to training")
     return Shards(train, val, tok, origin(place), warnings)
@@ -186,36 +173,39 @@ def prepare_text(text_file: str, tokenizer: str, vocab_size: int, cache: Path) -
     wanted = tok.fingerprint if tok else f"train:{vocab_size}"
     # everything that decides the shards, so that a change to any of it makes others
     key = hashlib.sha256(f"{TRAIN_FRACTION} {wanted} {text}".encode()).hexdigest()[:16]
-    directory = cache / f"{Path(text_file).stem[:60]}-{key}"  # a name has 255 bytes at most, a character up to 4
+    source = Path(text_file)
+    directory = cache / f"{source.stem[:60]}-{key}"  # a name has 255 bytes at most, a character up to 4
     if is_intact(directory):  # before the lock: an intact cache may be read-only, and all ranks come here at once
         return directory
     cache.mkdir(parents=True, exist_ok=True)
     with exclusive_lock(cache / f".{directory.name}.lock", f"cached tokens {directory}", seconds=3600):  # others wait
-        if not is_intact(directory):  # another run may have made it by now
-            split = int(len(text) * TRAIN_FRACTION)  # by characters, so that it is the same for every tokenizer
-            try:
-                tok = tok or Tokenizer.train([text[:split]], vocab_size)
-            except ValueError as e:
-                raise UserError(f"--tokenizer train --vocab_size {vocab_size}: {e}") from e
-            parts = {"val": text[split:], "train": text[:split]}
-            write_atomically(directory, lambda path: write_text_shards(path, parts, tok, Path(text_file).name))
+        if is_intact(directory):  # another run has made it
+            return directory
+        split = int(len(text) * TRAIN_FRACTION)  # by characters, so that it is the same for every tokenizer
+        try:
+            tok = tok or Tokenizer.train([text[:split]], vocab_size)
+        except ValueError as e:
+            raise UserError(f"--tokenizer train --vocab_size {vocab_size}: {e}") from e
+        parts = {"val": text[split:], "train": text[:split]}
+        write_atomically(directory, lambda path: write_text_shards(path, parts, tok, source.name))
     return directory
 
 
 def is_intact(directory: Path) -> bool:
     try:
-        return bool(verify(directory, quiet=True))
+        verify(directory, quiet=True)
     except (UserError, OSError):  # OSError: a file, or a directory that may not be read, in its place
         return False
+    return True
 
 
 def read_text(text_file: str) -> str:
-    try:
-        text = Path(text_file).read_bytes().decode("utf-8-sig")  # without the byte order mark that Windows puts first
-    except UnicodeDecodeError as e:
-        raise UserError(f"{text_file} is not UTF-8 text ({e}); convert it, for instance with iconv") from None
+    path = Path(text_file)
+    content = path.read_bytes()
+    with readable(path):
+        text = decode(content)
     if not text.strip():
-        raise UserError(f"{text_file} is empty; give a text with more than a few hundred words")
+        raise UserError(f"{path} is empty; give a text with more than a few hundred words")
     return text
 
 
@@ -224,7 +214,9 @@ def write_text_shards(directory: Path, parts: dict[str, str], tok: Tokenizer, so
     manifest = dict(source=source, tokenizer=tok.fingerprint, tokens=0, documents=0, bytes=0, skipped={}, shards=[])
     for number, (split, part) in enumerate(parts.items()):
         texts = documents(part)
-        ids = [i for text in texts for i in (tok.eot_token, *tok.encode_ordinary(text))]
+        ids = []
+        for text in texts:
+            ids += [tok.eot_token, *tok.encode_ordinary(text)]
         file = directory / f"text_{split}_{number:06d}.npy"
         np.save(file, np.array(ids, dtype=shard_dtype(len(tok))))
         manifest["shards"].append(dict(file=file.name, tokens=len(ids), sha256=sha256(file)))

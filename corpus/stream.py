@@ -6,7 +6,7 @@
 - manifest.json, if there is one, lists the shards: one that is missing, truncated or from another run is refused
 - pages that were read are released again, so resident memory stays flat over any number of batches
 
-Needs NumPy and cli.py: no torch, no tokenizer.
+This file knows nothing of text, tokenizers or torch.
 """
 
 import glob
@@ -20,9 +20,11 @@ from pathlib import Path
 import numpy as np
 
 from cli import UserError
-from files import read_json
+from corpus.manifest import listed_shards
 
-BIN_MAGIC, BIN_HEADER = 20240520, 256  # llm.c: 256 int32 of header (magic, version 1, number of tokens), then uint16
+BIN_MAGIC = 20240520  # of llm.c
+BIN_HEADER = 256  # int32: the magic number, version 1, the number of tokens, and zeros; uint16 tokens follow
+Layout = tuple[np.dtype, int, tuple[int, ...]]  # dtype, offset in bytes, shape
 RELEASE_AFTER = 512  # release mapped pages after this many windows; reading one maps 64 KB of a file or more
 
 
@@ -36,16 +38,22 @@ def find_shards(data: str, split: str) -> list[Path]:
     then "val", and the others are "train".
     """
     pattern = f"{glob.escape(data)}/*" if os.path.isdir(data) else data
-    paths = sorted(p for p in map(Path, glob.glob(pattern)) if p.suffix in LAYOUTS and not p.name.startswith("."))
-    named = {s: [p for p in paths if re.findall(r"_(train|val)(?=_|$)", p.stem)[-1:] == [s]] for s in ("train", "val")}
-    if not any(named.values()):
-        unnamed = [p for p in paths if p.suffix == ".ds"]
-        named = {"val": unnamed[:1], "train": unnamed[1:]}
-    if found := named[split]:
-        return found
+    paths = sorted(map(Path, glob.glob(pattern)))
+    paths = [path for path in paths if path.suffix in LAYOUTS and not path.name.startswith(".")]
+    shards = {"train": [], "val": []}
+    for path in paths:
+        if named := re.findall(r"_(train|val)(?=_|$)", path.stem):
+            shards[named[-1]].append(path)
+    if not shards["train"] and not shards["val"]:
+        unnamed = [path for path in paths if path.suffix == ".ds"]
+        shards = {"train": unnamed[1:], "val": unnamed[:1]}
+    if shards[split]:
+        return shards[split]
     if glob.glob(data):
-        make = f"to make shards of its .parquet, .jsonl or .txt: python fineweb.py --source '{data}' --out_dir FOLDER"
-        raise UserError(f"--data {data} holds no *_{split}_*.npy, .bin or .ds shard; {make}")
+        remedy = f"to make shards of its .parquet, .jsonl or .txt: python fineweb.py --source '{data}' --out_dir FOLDER"
+        if os.path.isfile(data) and not data.endswith((".parquet", ".jsonl", ".gz", ".zst")):
+            remedy = "export it as plain text, in UTF-8, and give the .txt, or give a folder of shards"
+        raise UserError(f"--data {data} holds no *_{split}_*.npy, .bin or .ds shard; {remedy}")
     remedy = "write shards with fineweb.py, or start with one that needs no other data: python train_gpt2.py tiny"
     if data == "fineweb10B":  # of the recipe `record`
         remedy = "to get it: hf download kjj0/fineweb10B-gpt2 --repo-type dataset --local-dir fineweb10B (20 GB)"
@@ -69,27 +77,27 @@ def open_shard(path: Path) -> np.ndarray:
         raise UserError(f"shard {path} cannot be read: {reason}; write it again") from e
 
 
-def npy_layout(path: Path) -> tuple[np.dtype, int, tuple[int, ...]]:
+def npy_layout(path: Path) -> Layout:
     tokens = np.lib.format.open_memmap(path, mode="r")  # refuses pickled objects
     return tokens.dtype, tokens.offset, tokens.shape
 
 
-def bin_layout(path: Path) -> tuple[np.dtype, int, tuple[int, ...]]:
+def bin_layout(path: Path) -> Layout:
     header = np.fromfile(path, "<i4", BIN_HEADER)  # fewer if the file is shorter
     if len(header) < BIN_HEADER or header[0] != BIN_MAGIC or header[1] != 1:
         raise ValueError(f"its header does not start with {BIN_MAGIC} and version 1")
     return np.dtype("<u2"), header.nbytes, (int(header[2]),)
 
 
-def ds_layout(path: Path) -> tuple[np.dtype, int, tuple[int, ...]]:
+def ds_layout(path: Path) -> Layout:
     """A .ds file holds nothing but tokens: X.ds.metadata says how many, and whether each takes 2 bytes or 4.
 
     X.ds.index, the ends of documents, is not needed, as datatrove writes its `eos_token` there. It ends a document and
     our <|endoftext|> begins one, which is the same in one long stream: there is one between any two documents, even
     across files. Only the very first document has none before it.
     """
-    _, size, n = ds_metadata(path)
-    return np.dtype(f"<u{size}"), 0, (n,)
+    _, size, n_tokens = ds_metadata(path)
+    return np.dtype(f"<u{size}"), 0, (n_tokens,)
 
 
 def ds_metadata(path: Path) -> tuple[str, int, int]:
@@ -104,49 +112,7 @@ def ds_metadata(path: Path) -> tuple[str, int, int]:
     return match[1], int(match[2]), int(match[3])
 
 
-LAYOUTS = {".npy": npy_layout, ".bin": bin_layout, ".ds": ds_layout}  # path -> dtype, offset in bytes, shape
-
-
-# ------------------------------------------------------------------------------------------------------ the manifest
-
-# a type for each value; a list has one form for all of its items, and {str: int} maps any words to numbers
-FORM = dict(
-    source=str, tokenizer=str, tokens=int, documents=int, bytes=int, skipped={str: int},
-    shards=[dict(file=str, tokens=int, sha256=str)],
-)  # fmt: skip
-UNFINISHED = dict(next=dict(file=int, unit=int, skip=int), files=[dict(name=str, bytes=int, version=str)])
-
-
-def read_manifest(directory: Path) -> dict:
-    """`manifest.json` of a shard directory; {} if there is none. Raises UserError for a damaged one.
-
-    It has all that FORM says, and in a directory that fineweb.py is still writing what UNFINISHED says.
-    """
-    path = Path(directory) / "manifest.json"
-    try:
-        manifest = read_json(path)
-    except FileNotFoundError:
-        return {}
-    known = manifest if type(manifest) is dict else {}
-    form = FORM | (UNFINISHED if "next" in known else {})
-    if wrong := [key for key in form if key not in known or not has_form(known[key], form[key])]:
-        raise UserError(f"{path} is damaged: {wrong[0]} is missing or of the wrong type; write the shards again")
-    return manifest
-
-
-def has_form(value: object, form: object) -> bool:
-    if type(form) is list:
-        return type(value) is list and all(has_form(item, form[0]) for item in value)
-    if type(form) is dict and type(value) is dict:
-        form = dict.fromkeys(value, int) if str in form else form
-        return form.keys() <= value.keys() and all(has_form(value[key], form[key]) for key in form)
-    return type(value) is form and (form is not int or value >= 0)  # `type`: to isinstance a bool is an int
-
-
-def listed_shards(paths: list[Path]) -> dict[Path, dict]:
-    """{path: its entry} of all shards in the manifests of the directories of `paths`."""
-    folders = dict.fromkeys(path.parent for path in paths)
-    return {folder / entry["file"]: entry for folder in folders for entry in read_manifest(folder).get("shards", [])}
+LAYOUTS = {".npy": npy_layout, ".bin": bin_layout, ".ds": ds_layout}
 
 
 # -------------------------------------------------------------------------------------------------------- the stream
@@ -160,7 +126,8 @@ class TokenStream:
     """
 
     def __init__(self, paths: list[Path], vocab_size: int):
-        self.paths, self.vocab_size = paths, vocab_size
+        self.paths = paths
+        self.vocab_size = vocab_size
         self._maps = [open_shard(path) for path in paths]
         self.shards = [np.asarray(m) for m in self._maps]  # plain arrays: slicing a np.memmap is slow
         self._unreleased = 0  # windows read since the last release
@@ -176,14 +143,17 @@ class TokenStream:
 
     def _compare_with_manifest(self) -> None:
         listed = listed_shards(self.paths)
-        if lost := [path for path in listed if not os.path.exists(path)]:
-            raise UserError(f"shard {lost[0]} is listed in manifest.json but missing; write it again")
+        for path in listed:
+            if not os.path.exists(path):
+                raise UserError(f"shard {path} is listed in manifest.json but missing; write it again")
         described = {path.parent for path in listed}  # without a manifest there is nothing to differ from
         for path, shard in zip(self.paths, self.shards, strict=True):
-            if path.parent in described and listed.get(path, {}).get("tokens") != len(shard):
-                found = f"{listed[path]['tokens']} tokens" if path in listed else "no such shard"
-                differs = f"shard {path} has {len(shard)} tokens, but manifest.json says {found}"
-                raise UserError(f"{differs}; write it again with fineweb.py, or remove it")
+            said = f"{listed[path]['tokens']} tokens" if path in listed else "no such shard"
+            if path.parent in described and said != f"{len(shard)} tokens":
+                raise UserError(
+                    f"shard {path} has {len(shard)} tokens, but manifest.json says {said}; "
+                    "write it again with fineweb.py, or remove it"
+                )
 
     def read(self, start: int, n: int) -> np.ndarray:
         """The slice [start : start + n] as a new array (n,) int64."""
@@ -200,16 +170,21 @@ class TokenStream:
             self.release()
         for row, start in zip(out, starts, strict=True):
             shard = bisect_right(self.starts, start) - 1  # the last one that begins at `start` or before
-            begin, done = start - self.starts[shard], 0
+            begin = start - self.starts[shard]
+            done = 0
             while done < n:  # over more than two shards if one is shorter than a window
                 part = self.shards[shard][begin : begin + n - done]
                 row[done : done + len(part)] = part  # the only copy: from the file's pages, widened
-                begin, done, shard = 0, done + len(part), shard + 1
+                done += len(part)
+                shard += 1
+                begin = 0
         if out.size and out.max() >= self.vocab_size:  # on a GPU this would surface only as a device-side assert
             window, i = np.unravel_index(out.argmax(), out.shape)
             path = self.paths[bisect_right(self.starts, starts[window] + i) - 1]
-            large = f"shard {path} has token {out[window, i]}, but vocab_size is {self.vocab_size}"
-            raise UserError(f"{large}; was it written with another tokenizer?")
+            raise UserError(
+                f"shard {path} has token {out[window, i]}, but vocab_size is {self.vocab_size}; "
+                "was it written with another tokenizer?"
+            )
         return out
 
     def release(self) -> None:
@@ -229,9 +204,13 @@ class TokenStream:
         A run that resumes compares them, since other data would break its order. They hash the checksums in the
         manifest; of a shard without one, its length, first and last tokens, since reading 20 GB takes too long.
         """
-        total, listed = hashlib.sha256(), listed_shards(self.paths)
+        listed = listed_shards(self.paths)
+        total = hashlib.sha256()
         for path, shard in zip(self.paths, self.shards, strict=True):
-            ends = np.concatenate([shard[:4096], shard[-4096:]]).astype("<u4")  # the same for every dtype
-            content = listed[path]["sha256"] if path in listed else hashlib.sha256(ends.tobytes()).hexdigest()
+            if path in listed:
+                content = listed[path]["sha256"]
+            else:
+                ends = np.concatenate([shard[:4096], shard[-4096:]]).astype("<u4")  # the same for every dtype
+                content = hashlib.sha256(ends.tobytes()).hexdigest()
             total.update(f"{len(shard)} {content}\n".encode())
         return total.hexdigest()[:16]

@@ -12,7 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from bpe.tokenizer import Tokenizer
-from corpus.stream import find_shards, read_manifest
+from corpus.manifest import read_manifest
+from corpus.stream import find_shards
 from fineweb import Config, make_shards
 from tests.helpers import ROOT
 

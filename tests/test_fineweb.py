@@ -16,8 +16,9 @@ import fineweb
 from bpe.tokenizer import Tokenizer
 from cli import UserError
 from corpus import encoders, sources
-from corpus.shards import save_manifest, verify
-from corpus.stream import find_shards, read_manifest
+from corpus.manifest import read_manifest, save_manifest
+from corpus.shards import verify
+from corpus.stream import find_shards
 from tests.corpora import (
     SHARD,
     assert_shards,
@@ -201,6 +202,11 @@ def test_every_encoder_writes_the_same_shards(corpus, tokenizer, tmp_path, name)
         pytest.importorskip("gigatoken", reason="pip install gigatoken")
     run_here(corpus[0], tmp_path / "shards", tokenizer, encoder=name)
     assert_shards(tmp_path / "shards", plain_shards(corpus[1], Tokenizer.load(tokenizer)))
+
+
+def test_a_million_blanks_have_their_ids_where_tiktoken_gives_up(tokenizer):
+    tok, text = Tokenizer.load(tokenizer), "x" + " " * 10**6 + "y"
+    assert encoders.encoder(tok, "tiktoken")(text).tolist() == tok.encode(text)
 
 
 def test_an_encoder_with_other_ids_is_not_used(tokenizer, monkeypatch, capsys):

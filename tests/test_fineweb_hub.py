@@ -13,7 +13,8 @@ import pytest
 import fineweb
 from bpe.tokenizer import Tokenizer
 from corpus import sources
-from corpus.stream import find_shards, read_manifest
+from corpus.manifest import read_manifest
+from corpus.stream import find_shards
 from tests.corpora import (
     assert_shards,
     full_disk,

@@ -17,8 +17,8 @@ import fineweb
 from bpe.tokenizer import Tokenizer
 from cli import UserError
 from corpus import sources
-from corpus.shards import save_manifest
-from corpus.stream import read_manifest
+from corpus.manifest import read_manifest, save_manifest
+from corpus.writer import Writer
 from tests.corpora import (
     assert_shards,
     count_shards,
@@ -40,10 +40,10 @@ from tests.helpers import command, environment, start_script, succeed
 
 def test_a_unit_that_is_taken_up_again_ends_at_the_limit(tokenizer, tmp_path):
     tok, tokens, place = Tokenizer.load(tokenizer), np.arange(30, dtype=np.uint16), dict(file=0, unit=0)
-    config = fineweb.Config(shard_size=10, limit_tokens=25)
-    manifest = fineweb.open_manifest(config, tmp_path, tok) | dict(files=[])
-    fineweb.Writer(config, tmp_path, manifest, tok).write(place, tokens, {})  # killed with two shards of three
-    (writer := fineweb.Writer(config, tmp_path, read_manifest(tmp_path), tok)).write(place, tokens, {})
+    manifest = fineweb.open_manifest(fineweb.Config(shard_size=10), tmp_path, tok) | dict(files=[])
+    Writer(tmp_path, manifest, tok, 10, 25).write(place, tokens, {})  # killed with two shards of three
+    writer = Writer(tmp_path, read_manifest(tmp_path), tok, 10, 25)
+    writer.write(place, tokens, {})
     writer.end()
     assert np.concatenate([np.load(path) for path in shard_paths(tmp_path)]).tolist() == list(range(25))
 

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from cli import UserError
+from corpus.manifest import read_manifest
 from corpus.order import Batches, training_batches
 from corpus.shards import verify
-from corpus.stream import TokenStream, find_shards, open_shard, read_manifest
+from corpus.stream import TokenStream, find_shards, open_shard
 from tests.token_shards import SIZES, VOCAB, T, open_stream, with_manifest, write_shards
 from train_gpt2 import RECIPES
 
@@ -219,7 +220,15 @@ DAMAGED_MANIFESTS = [
     dict(shards=[ENTRY | dict(tokens="50")]), dict(shards=[ENTRY | dict(tokens=True)]), dict(tokens=-1),
     dict(skipped={"empty": "many"}), dict(source=5), dict(next=[]), dict(next=dict(file=0, unit=0), files=[]),
     dict(next=dict(file=0, unit=-1, skip=0), files=[]),
+    dict(shard_size="many", next=dict(file=0, unit=0, skip=0), files=[]),
 ]  # fmt: skip
+
+
+def test_a_manifest_that_an_editor_of_windows_saved_is_read(tmp_path):
+    write_shards(tmp_path, (50,))
+    content = (with_manifest(tmp_path) / "manifest.json").read_bytes()
+    (tmp_path / "manifest.json").write_bytes(b"\xef\xbb\xbf" + content.replace(b"\n", b"\r\n"))
+    assert read_manifest(tmp_path)["shards"][0]["tokens"] == 50
 
 
 @pytest.mark.parametrize("damage", DAMAGED_MANIFESTS, ids=lambda damage: str(damage)[:40])
@@ -230,7 +239,7 @@ def test_a_manifest_with_wrong_values_or_of_another_kind_is_named(tmp_path, dama
         (tmp_path / "manifest.json").write_bytes(damage)
     else:
         with_manifest(tmp_path, **damage)
-    key = "" if isinstance(damage, bytes) else min(damage.keys() - {"files"})
+    key = "" if isinstance(damage, bytes) else list(damage)[0]
     for message in (refused(tmp_path), refused(tmp_path, verify)):
         assert str(tmp_path / "manifest.json") in message and key in message
 
@@ -239,6 +248,10 @@ def test_what_is_not_there_or_too_short(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="hf download kjj0/fineweb10B-gpt2"):
         find_shards(RECIPES["record"].data, "train")
+    for name in ("book.docx", "x_val_000001.npy"):
+        (tmp_path / name).touch()
+        with pytest.raises(UserError, match=f"{name} holds no .* shard; export it as plain text, in UTF-8"):
+            find_shards(str(tmp_path / name), "train")
     for text in (tmp_path, tmp_path / "x.parquet"):
         text.touch()
         with pytest.raises(UserError, match=rf"holds no \*_train_\*.npy, .* fineweb.py --source '{text}' --out_dir"):

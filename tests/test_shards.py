@@ -4,16 +4,20 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
+from filelock import FileLock
 
+import files
 from bpe.tokenizer import Tokenizer
 from cli import UserError
-from corpus.shards import data_tokenizer, load_tokenizer, prepare_text, summary, verify
-from corpus.stream import find_shards, open_shard, read_manifest
-from tests.helpers import ROOT, files_of
+from corpus.manifest import read_manifest, summary
+from corpus.shards import data_tokenizer, load_tokenizer, open_shards, prepare_text, verify
+from corpus.stream import find_shards, open_shard
+from tests.helpers import ROOT, files_of, text_file
 from tests.test_shard_files import write_ds
 
 TEXT = "One morning the clock stood still.\n\n\nThe second document, of two\n\nparagraphs.\n\n\n\nA third one.\n" * 40
@@ -117,6 +121,17 @@ def test_several_runs_at_once_share_one_cache(tmp_path, text):
     assert files_of(directory) == intact
 
 
+def test_a_run_waits_for_another_that_makes_its_cache(tmp_path, text, monkeypatch):
+    """As long as that takes, and not only until a process that is about to exit has done so."""
+    monkeypatch.setattr(files, "LOCK_SECONDS", 0)
+    directory = prepare_text(str(text), "train", 300, tmp_path / "cache")
+    DAMAGE["no shard"](directory)
+    lock = FileLock(tmp_path / "cache" / f".{directory.name}.lock", thread_local=False)
+    lock.acquire()
+    threading.Timer(0.5, lock.release).start()
+    assert prepare_text(str(text), "train", 300, tmp_path / "cache") == directory
+
+
 def test_an_intact_cache_is_used_without_a_lock(tmp_path, text):
     """All ranks come at once, and a cache may be read-only."""
     directory = prepare_text(str(text), "train", 300, tmp_path / "cache")
@@ -133,6 +148,8 @@ def test_texts_that_cannot_be_used(tmp_path):
         (None, path, "train", 300, f"No such file or directory: '{path}'"),
         *((content, path, "train", 300, f"{path} is empty") for content in (b"", b" \n\r\n", b"\xef\xbb\xbf")),
         (b"\xff\xfeA\0", path, "train", 300, "UTF-8"),
+        ("A text.".encode("utf-16-le"), path, "train", 300, "not UTF-8 at byte 1"),
+        ("A text.".encode("utf-16-be"), path, "train", 300, "not UTF-8 at byte 0"),
         (b"A text.", tmp_path, "train", 300, str(tmp_path)),
         (b"A text.", "n" * 5000 + ".txt", "train", 300, "nnn.txt"),
         (b"A text.", path, "train", 5, "--vocab_size 5"),
@@ -144,6 +161,14 @@ def test_texts_that_cannot_be_used(tmp_path):
         with pytest.raises((UserError, OSError)) as error:  # cli.script says an OSError in one line, too
             prepare_text(str(name), str(tokenizer), vocab_size, tmp_path / "cache")
         assert words in str(error.value)
+
+
+@pytest.mark.parametrize("n, warned", [(3000, True), (40_000, False)])
+def test_a_text_that_is_far_too_small_is_warned_of(tmp_path, n, warned):
+    path = text_file(tmp_path / "x.txt", n)
+    shards = open_shards(str(path), "train", 300, tmp_path / "cache")
+    few = f"{path} has {len(shards.train):,} tokens to train on, which a model memorizes"
+    assert [few in warning for warning in shards.warnings] == [True] * warned
 
 
 # -------------------------------------------------------------------------------------------------- tokenizers by name

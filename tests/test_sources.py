@@ -5,6 +5,7 @@ import json
 import random
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -128,12 +129,23 @@ def test_a_wrong_text_field_is_answered_with_those_there_are(tmp_path):
         read(path)
 
 
-def test_text_in_another_encoding_is_named_with_the_byte(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "other, byte", [("研究生".encode("gb18030"), 5000), ("word".encode("utf-16-le") * 1000, 5001)], ids=["GB", "UTF-16"]
+)
+def test_text_in_another_encoding_is_named_with_the_byte(tmp_path, monkeypatch, other, byte):
     monkeypatch.setattr(sources, "UNIT_BYTES", 1000)
     path = tmp_path / "docs.txt"
-    path.write_bytes(b"word " * 1000 + "研究生".encode("gb18030"))
-    with pytest.raises(UserError, match="docs.txt: not UTF-8 at byte 5000; convert it"):
+    path.write_bytes(b"word " * 1000 + other)
+    with pytest.raises(UserError, match=f"docs.txt: not UTF-8 at byte {byte}; open it in an editor"):
         read(path, cut=re.compile(r"(?<=\S)(?=\s)"))
+
+
+def test_a_file_of_the_hub_that_would_be_written_elsewhere_is_left_out(monkeypatch):
+    names = ["../up.txt", "a/../../up.txt", "/etc/up.txt", "a/..txt", "a/b.txt", "read.me"]
+    answer = dict(id="some/corpus", sha="its commit", siblings=[dict(rfilename=name, size=9) for name in names])
+    response = SimpleNamespace(json=lambda: answer, raise_for_status=lambda: None)
+    monkeypatch.setattr("huggingface_hub.utils.http_backoff", lambda *_, **__: response)
+    assert [file.name for file in find_source(("some/corpus",)).files] == ["a/..txt", "a/b.txt"]
 
 
 @pytest.mark.parametrize("unit_bytes", [4, 10**6])

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from corpus.shards import save_manifest
+from corpus.manifest import save_manifest
 from corpus.stream import TokenStream, find_shards
 from files import sha256
 
