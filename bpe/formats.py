@@ -44,18 +44,21 @@ GPT2_FILES = {
 # ---- files
 
 
-def save(tok, path: str | os.PathLike) -> None:
+def save(tok, path: str | os.PathLike, model_max_length: int | None = None) -> None:
     """Write `path`, a Hugging Face tokenizer.json that holds everything, and a .tiktoken file beside it.
 
     A directory gets tokenizer.json, tokenizer.tiktoken and tokenizer_config.json, and is what
-    transformers.AutoTokenizer.from_pretrained reads. Raises ValueError, before anything is written, for special tokens
-    that would have other ids there; warns of a split pattern that `tokenizers` reads differently.
+    transformers.AutoTokenizer.from_pretrained reads; `model_max_length`, the context of a model, goes there, too.
+    Raises ValueError, before anything is written, for special tokens that would have other ids there; warns of a split
+    pattern that `tokenizers` reads differently.
     """
     path = Path(path)
     files = {}
     if path.suffix != ".json":
         path = path / "tokenizer.json"
         config = dict(tokenizer_class="PreTrainedTokenizerFast") | transformers_options(tok)
+        if model_max_length:
+            config["model_max_length"] = model_max_length
         files[path.with_name("tokenizer_config.json")] = json.dumps(config, indent=2) + "\n"
     files[path] = to_tokenizers(tok).to_str(pretty=True) + "\n"
     if ranks := tiktoken_text(tok):
@@ -244,8 +247,10 @@ def get_encoding(name: str):
 
 
 def transformers_options(tok) -> dict:
-    ends = {} if tok.eot_token is None else dict(bos_token=ENDOFTEXT, eos_token=ENDOFTEXT)
-    return dict(clean_up_tokenization_spaces=False) | ends
+    options = dict(clean_up_tokenization_spaces=False)
+    if tok.eot_token is not None:  # the three as in OpenAI's files; no text needs the unknown token
+        options |= dict(bos_token=ENDOFTEXT, eos_token=ENDOFTEXT, unk_token=ENDOFTEXT)
+    return options
 
 
 def to_transformers(tok):

@@ -163,7 +163,8 @@ def template(tokenizer: Tokenizer) -> str:
 
 def save_chat_files(path: Path, tokenizer: Tokenizer) -> None:
     """Write what a chat needs besides weights: tokenizer, chat_template.jinja, and the token that ends an answer."""
-    tokenizer.save(path)
+    if not (path / "tokenizer.json").exists():  # beside a model it is there
+        tokenizer.save(path)
     (path / "chat_template.jinja").write_text(template(tokenizer), encoding="utf-8")
     if not (path / "generation_config.json").exists():  # a model has its own, with the same settings
         eot = tokenizer.eot_token

@@ -330,7 +330,7 @@ def difference_from_transformers(directory: Path, model: GPT) -> float:
 
 def save_model(directory: Path, model: GPT, tokenizer: Tokenizer) -> None:
     model.save_pretrained(directory, tokenizer.eot_token, len(tokenizer))
-    tokenizer.save(directory)
+    tokenizer.save(directory, model.config.n_positions)
 
 
 # ---------------------------------------------------------------------------------------------------------- reading

@@ -161,7 +161,9 @@ def test_a_merged_directory_is_a_plain_model_for_transformers(finetune, base, tm
     ours = load_adapter(load_model(str(base / "base")), tmp_path / "run")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert (logits(ours, tokens(2, 30)) - logits(theirs, tokens(2, 30))).abs().max() < 1e-4
-    assert AutoTokenizer.from_pretrained(tmp_path / "merged")("Hello")["input_ids"]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
+    assert len(tokenizer("Hello " * 500, truncation=True)["input_ids"]) == theirs.config.n_positions
+    assert tokenizer.unk_token == "<|endoftext|>"  # some converters want one
     assert_user_error(finetune(merge=tmp_path / "merged", overwrite=None), "already exists")
     result = finetune(adapter=tmp_path / "run", merge=tmp_path / "again", lora_dim=None)
     assert "logits differ by at most" in result.stdout
