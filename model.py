@@ -49,8 +49,9 @@ class GPTConfig:
             if type(size) is not int or not 1 <= size <= LARGEST:
                 raise ValueError(f"{name} is {size!r}, not a number from 1 to {LARGEST:,}")
         if self.n_embd % self.n_head:
+            nearest = max(self.n_embd // self.n_head, 1) * self.n_head
             what = f"n_embd {self.n_embd} is not divisible by n_head {self.n_head}"
-            raise ValueError(f"{what}: every head gets n_embd / n_head channels; change one of them")
+            raise ValueError(f"{what}: every head gets n_embd / n_head channels; {nearest} is")
 
 
 SIZES = {  # Radford et al. 2019, table 2; heads as in the released configs

@@ -296,16 +296,15 @@ def resolve_config(
     threads = torch.get_num_threads() if rt.device.type == "cpu" else requested.threads
     config = replace(requested, **sizes, warmup_steps=warmup, attention=attention, threads=threads)
     validate_config(config, rt)
-    return config, GPTConfig(n_positions=n_positions, **sizes, dropout=config.dropout, attention=attention)
+    try:
+        return config, GPTConfig(n_positions=n_positions, **sizes, dropout=config.dropout, attention=attention)
+    except ValueError as e:
+        raise UserError(str(e)) from e
 
 
 def validate_config(config: Config, rt: Runtime) -> None:
     """Raise UserError for resolved constants that contradict each other."""
     T = config.sequence_length
-    if config.n_embd % config.n_head:
-        nearest = max(config.n_embd // config.n_head, 1) * config.n_head
-        what = f"--n_embd {config.n_embd} is not divisible by --n_head {config.n_head}"
-        raise UserError(f"{what}; every head gets n_embd / n_head channels: give --n_embd {nearest}")
     if config.min_lr > config.max_lr:
         raise UserError(f"--min_lr {config.min_lr} is above --max_lr {config.max_lr}; the schedule ends at min_lr")
     if config.target_loss and not config.eval_interval:
