@@ -6,15 +6,11 @@ This file imports no torch and knows nothing of models or data; a worker process
 import atexit
 import contextlib
 import errno
-import inspect
 import io
-import itertools
 import os
 import re
-import shutil
 import signal
 import sys
-import textwrap
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
@@ -125,7 +121,7 @@ Probability = Annotated[float, Range(0, 0.9999)]  # of dropout, or a beta: 1 wou
 
 
 def parse_args(config_type, args: list[str] | None = None, default=None, prog: str | None = None, description=None):
-    """Fill the dataclass `config_type` from the command line; the comments after its fields are the help.
+    """Fill the dataclass `config_type` from the command line; tyro makes --help of the comments after its fields.
 
     `default` is an instance whose values replace the dataclass's own. Raises UserError instead of printing tyro's box,
     and for a constant of the wrong type or out of range.
@@ -136,16 +132,21 @@ def parse_args(config_type, args: list[str] | None = None, default=None, prog: s
     prog = prog or os.path.basename(sys.argv[0])
     values = {field.name: getattr(default, field.name, field.default) for field in fields(config_type)}
     check_constants(config_type, values)  # a person may have edited them
-    if {"-h", "--help"} & set(itertools.takewhile(lambda word: word != "--", args)):
-        print(help_text(config_type, values, prog, description or ""))
-        sys.exit(0)
     stderr = io.StringIO()
     try:
         with contextlib.redirect_stderr(stderr):
             config = tyro.cli(
-                config_type, args=args, default=default, prog=prog, config=(tyro.conf.FlagCreatePairsOff,)
+                config_type,
+                args=args,
+                default=default,
+                prog=prog,
+                description=description,
+                use_underscores=True,
+                config=(tyro.conf.FlagCreatePairsOff,),
             )
-    except SystemExit:
+    except SystemExit as e:
+        if not e.code:  # --help
+            raise
         raise UserError(first_sentence(stderr.getvalue())) from None
     check_constants(config_type, vars(config))
     return config
@@ -154,7 +155,7 @@ def parse_args(config_type, args: list[str] | None = None, default=None, prog: s
 def check_constants(config_type, values: dict) -> None:
     """Raises UserError for a value of the wrong type or out of range."""
     for name, hint in get_type_hints(config_type, include_extras=True).items():
-        kind, *limits = without_annotation(hint)
+        kind, *limits = get_args(hint) if get_origin(hint) is Annotated else [hint]
         value = values.get(name, MISSING)
         if value is MISSING:
             continue
@@ -169,51 +170,7 @@ def check_constants(config_type, values: dict) -> None:
                 raise UserError(f"--{name} must be in [{limit.low:,g}, {limit.high:,g}], not {value}")
 
 
-def without_annotation(hint) -> list:
-    """[type, *annotations] of a field's hint."""
-    return list(get_args(hint)) if get_origin(hint) is Annotated else [hint]
-
-
 KINDS = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "True or False"}
-
-
-def help_text(config_type, values: dict, prog: str, description: str) -> str:
-    """The constants under the headings that they have in the source, each with its comment and its default."""
-    width = min(shutil.get_terminal_size().columns, 120)
-    hints = get_type_hints(config_type, include_extras=True)
-    lines = []
-    usage = [f"usage: {prog}"]
-    sources = map(inspect.getsource, reversed(config_type.__mro__[:-1]))  # of `object` there is none
-    for line in "".join(sources).splitlines():
-        if heading := re.fullmatch(r"    # (.+)", line):
-            lines += ["", heading[1]]
-        field = re.match(r"    (\w+): .*?(?:  # (.*))?$", line)
-        if field and field[1] in values:
-            option, default = as_option(field[1], hints[field[1]], values[field[1]])
-            if not option.startswith("-"):
-                usage.append(option if values[field[1]] is MISSING else f"[{option}]")
-            comment = (field[2] or "") + default
-            lines += textwrap.wrap(comment, width, initial_indent=f"  {option:<22}  ", subsequent_indent=" " * 26)
-    usage = textwrap.fill(" ".join([*usage, "[options]; --two_words may also be written --two-words"]), width)
-    # indented lines stay as they are
-    about = [part if "\n " in f"\n{part}" else textwrap.fill(part, width) for part in description.strip().split("\n\n")]
-    return "\n\n".join([usage, *about, "\n".join(lines).strip("\n")])
-
-
-def as_option(name: str, hint, default) -> tuple[str, str]:
-    """A constant as the command line has it, such as --max_steps INT, and its default in brackets."""
-    kind, *more = without_annotation(hint)
-    if any("Positional" in repr(one) for one in more):  # tyro's mark
-        shown = [one.metavar for one in more if getattr(one, "metavar", None)]
-        return (shown or [name.upper()])[0], ""
-    if kind is bool:
-        return (f"--no_{name}", " [on]") if default else (f"--{name}", "")
-    values = {int: "INT", float: "FLOAT", str: "TEXT"}.get(kind, "TEXT ...")
-    if get_origin(kind) is Literal:
-        values = "{" + ",".join(get_args(kind)) + "}"
-    if isinstance(default, tuple):
-        default = " ".join(map(str, default))
-    return f"--{name} {values}", "" if default in ("", MISSING) else f" [{default}]"
 
 
 def first_sentence(box: str) -> str:

@@ -2,15 +2,15 @@
 
 import errno
 import os
+import re
 import resource
 import signal
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import cli
-import sample
 import train_gpt2
 from cli import UserError, parse_args
 from files import exclusive_lock, replace_file, write_atomically
@@ -34,31 +34,15 @@ def test_a_constant_that_was_edited_wrongly_gives_one_line(change, words):
     assert parse_args(train_gpt2.Config, [], train_gpt2.Config(max_lr=1)).max_lr == 1  # a whole number is a number
 
 
-@dataclass
-class Small:
-    # first things
-    size: int = 3  # of the thing
-    # more of them
-    loud: bool = True  # says it
-    names: tuple[str, ...] = ("a", "b")  # of all
-
-
-def test_help_has_the_headings_and_comments_of_the_source_wrapped_to_the_terminal(monkeypatch, capsys):
-    def help_of(config_type, columns: int) -> str:
-        monkeypatch.setenv("COLUMNS", str(columns))
-        with pytest.raises(SystemExit) as end:
-            about = "Some words. " * 9 + "\n\n    as it is" + "!" * 90
-            parse_args(config_type, ["--help"], prog="x.py", description=about)
-        assert not end.value.code
-        return capsys.readouterr().out
-
-    text = help_of(Small, 60)
-    assert "\nfirst things\n  --size INT              of the thing [3]\n\nmore of them\n  --no_loud " in text
-    assert "--names TEXT ...        of all [a b]" in text and "as it is!!!" in text
-    assert max(len(line) for line in help_of(train_gpt2.Config, 60).splitlines() if not set("!{") & set(line)) <= 60
-    assert "usage: x.py MODEL [PROMPT] [options]" in help_of(sample.Config, 100)
-    names = {line.split()[0] for line in help_of(train_gpt2.Config, 100).splitlines() if line.startswith("  --")}
-    assert len(names) == len(train_gpt2.Config.__dataclass_fields__)
+def test_help_shows_each_constant_with_its_comment_and_the_default_of_the_recipe(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as end:
+        parse_args(train_gpt2.Config, ["--help"], train_gpt2.RECIPES["tiny"], prog="x.py", description="Some words.")
+    text = capsys.readouterr().out
+    assert not end.value.code and "usage: x.py" in text and "Some words." in text
+    assert re.search(r"--max_steps INT +optimizer steps; .*\(default: 1200\)", text)
+    flags = ("no_shuffle" if name == "shuffle" else name for name in train_gpt2.Config.__dataclass_fields__)
+    assert all(f"--{flag}" in text for flag in flags)
 
 
 def test_files_and_directories_are_on_the_disk_before_they_have_their_name(tmp_path, monkeypatch):
