@@ -121,7 +121,7 @@ def test_options_reach_the_trainer(run_train, tmp_path):
         (["--pattern", r"\w+|\W+"], None, [r"the split pattern \w+|\W+"]),
         (["--special_tokens", "§"], None, ["special token '§'"]),
         (["--special_tokens", ""], None, ["is empty"]),
-        (["--vocab_sise", "300"], None, ["did you mean --vocab-size?"]),
+        (["--vocab_sise", "300"], None, ["did you mean --vocab_size?"]),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(run_train, tmp_path, monkeypatch, argv, content, words):

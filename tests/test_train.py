@@ -288,7 +288,7 @@ FP8 = dict(fp8=True, dtype="bfloat16", compile="auto")
         (dict(tokenizer="nowhere.json"), ["nowhere.json"]),
         (dict(init_from="./nowhere"), ["./nowhere"]),
         (dict(out="text.txt/run"), ["text.txt/run"]),
-        (dict(max_stepz=3), ["max-steps"]),
+        (dict(max_stepz=3), ["max_steps"]),
         (dict(min_lr=1.0), ["min_lr", "max_lr"]),
         (dict(target_loss=3.0, eval_interval=0), ["--target_loss 3.0", "--eval_interval"]),
         (dict(dtype="int8"), ["int8"]),
