@@ -59,14 +59,17 @@ UNITS = {  # of the x axis, the largest first
 
 
 def curves_of(records: Records) -> Curves:
-    """The values to draw, ordered by step, without null (a skipped step has no loss), nan and infinity."""
+    """The values to draw, ordered by step, without null (a skipped step has no loss), nan and infinity.
+
+    Where a log has a step twice, as one that was copied onto itself, the later record counts.
+    """
+    newest = {(record["kind"], record["step"]): record for record in records}
     points = {(kind, key): [] for kind, keys in DRAWN.items() for key in keys}
-    for record in sorted(records, key=lambda record: record["step"]):
-        kind = record["kind"]
+    for kind, step in sorted(newest):
         for key in DRAWN.get(kind, ()):
-            value = record.get(key)
+            value = newest[kind, step].get(key)
             if isinstance(value, int | float) and abs(value) < 1e30:  # more than matplotlib draws
-                points[kind, key].append((record["step"], value))
+                points[kind, key].append((step, value))
     return {what: np.array(found, float).reshape(-1, 2).T for what, found in points.items()}
 
 
@@ -232,6 +235,9 @@ def look(i: int, n: int = 0) -> dict:
 
 
 def finish(axes, title: str, unit: str) -> None:
+    for line in axes.lines:
+        if len(line.get_xdata()) == 1 and line.get_marker() == "None":
+            line.set_marker(".")  # or a run of one step would show nothing
     axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
     axes.set_ylabel(unit, fontsize=9)
 
@@ -272,10 +278,11 @@ def draw_loss(axes, runs: Runs, y: str, comparable: bool) -> None:
 
 
 def tail_of(x: np.ndarray, losses: np.ndarray) -> np.ndarray:
-    """What follows the first 5%: all runs begin with the same steep fall, and differ after it."""
+    """What follows the first 5%: all runs begin with the same steep fall, and differ after it. Also what was measured
+    before the first step, as finetuning does."""
     if not len(x):
         return losses
-    return losses[x >= 0.95 * x[0] + 0.05 * x[-1]]
+    return losses[(x >= 0.95 * x[0] + 0.05 * x[-1]) | (x == 0)]
 
 
 def verdict(ends: dict[str, float], alone: bool, comparable: bool) -> str:

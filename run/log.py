@@ -91,9 +91,13 @@ class RunLog:
         kind, step = record["kind"], record["step"]
         numbers = {f"{kind}/{key}": value for key, value in record.items() if type(value) in (int, float)}
         del numbers[f"{kind}/step"]
+        self._ask_tracker(self._report, numbers, step)
+
+    def _ask_tracker(self, call: Callable, *args) -> None:
+        """A lost server is no reason to end a run: log.jsonl has everything."""
         try:
-            self._report(numbers, step)
-        except Exception as e:  # a lost server is no reason to end a run: log.jsonl has everything
+            call(*args)
+        except Exception as e:
             self.rt.print(f"warning: {self.config.report_to} has stopped: {type(e).__name__}: {e}", file=sys.stderr)
             self._report = None
 
@@ -135,7 +139,7 @@ class RunLog:
 
     def _skipped_steps(self) -> int:
         """How many steps of the run had no finite loss or gradient."""
-        return next((record["skipped_steps"] for record in reversed(self.records) if "skipped_steps" in record), 0)
+        return next(filter(None, (record.get("skipped_steps") for record in reversed(self.records))), 0)
 
     def _show(self, step: int, said: str) -> None:
         """The progress bar, or a line now and then where there is no terminal."""
@@ -149,9 +153,10 @@ class RunLog:
     def close(self) -> None:
         if self.rt.is_main:
             self._bar.close()
-            self._painter.submit(self._draw).result()  # with the last figures
+            self._painter.shutdown()  # waits for a picture under way
+            self._draw()  # with the last numbers
             if self._close_tracker:
-                self._close_tracker()
+                self._ask_tracker(self._close_tracker)
 
     def draw(self) -> None:
         """Draw learning_curve.png in a thread, so that no rank waits for it; skipped while the thread is busy."""
@@ -161,8 +166,8 @@ class RunLog:
     def _draw(self) -> None:
         try:
             draw({self.name: list(self.records)}, self.out_dir / "learning_curve.png")
-        except OSError as e:  # a full disk, for instance: no reason to end a run for a picture
-            self.rt.print(f"warning: learning_curve.png is not drawn: {explain(e)}")
+        except Exception as e:  # no picture is a reason to end a run, or to hide the error that ended it
+            self.rt.print(f"warning: learning_curve.png is not drawn: {explain(e) or repr(e)}")
 
     def card(self) -> Card:
         """The model card of the log as it is now."""

@@ -10,6 +10,13 @@ from pathlib import Path
 from cli import UserError
 
 Records = list[dict]
+NEEDED = {"train": "loss", "val": "loss", "sample": "text"}  # besides the step and the kind
+NUMBERS = ("loss", "bpb", "dt_ms", "tokens_per_sec", "tokens", "memory_gib", "skipped_steps")
+TYPES = {  # of what people and programs read from a log; null where it was not known or not finite
+    **dict.fromkeys(NUMBERS, int | float),
+    **dict.fromkeys(("command", "commit", "text"), str),
+    **dict.fromkeys(("config", "written", "data", "hub"), dict),
+}
 
 
 def read_log(path: Path) -> Records:
@@ -17,30 +24,37 @@ def read_log(path: Path) -> Records:
 
     Skips damaged lines, with one warning on stderr that names them. Raises UserError if there is no such file.
     """
+    if path.is_dir():
+        raise UserError(f"{path} is a directory, not a log; move it away, or give another run")
     if not path.is_file():
         raise UserError(f"{path} does not exist; give the directory of a run, or its log.jsonl")
     records = []
     damaged = []
-    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):  # not splitlines, which also splits at U+2028
-        if not line.strip():
-            continue
-        try:
-            records.append(checked(json.loads(line.decode("utf-8-sig"))))
-        except (ValueError, TypeError, KeyError, RecursionError):
-            damaged.append(str(number))
+    with path.open("rb") as lines:  # bytes: a text of a sample may end lines in ways of its own
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                records.append(checked(json.loads(line.decode("utf-8-sig"))))
+            except (ValueError, TypeError, KeyError, RecursionError):
+                damaged.append(str(number))
     if damaged:
         print(f"warning: {path}: skipped damaged lines: line {', '.join(damaged)}", file=sys.stderr, flush=True)
     return records
 
 
 def checked(record: dict) -> dict:
-    """`record`, if it has a step, a kind, and what that kind needs. Raises ValueError, KeyError or TypeError."""
-    kind, step = record["kind"], record["step"]
-    needed = record[dict(train="loss", val="loss", sample="text").get(kind, "step")]
-    numbers = [record.get(name) for name in ("loss", "dt_ms", "tokens_per_sec")]  # null if they were not finite
-    right = type(step) is int and abs(step) < 1e15 and isinstance(needed, str) == (kind == "sample")
-    if not (right and isinstance(kind, str) and all(type(n) in (int, float, type(None)) for n in numbers)):
-        raise ValueError(record)
+    """`record`, if it has a step, a kind, what that kind needs, and the right types. Raises ValueError, KeyError or
+    TypeError."""
+    step = record["step"]
+    if type(step) is not int or abs(step) > 1e15:
+        raise ValueError(step)
+    kind = record["kind"]
+    if not isinstance(kind, str) or NEEDED.get(kind, "step") not in record:
+        raise ValueError(kind)
+    for name in TYPES.keys() & record.keys():
+        if not isinstance(record[name], TYPES[name] | None):
+            raise ValueError(name)
     return record
 
 

@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 import plot
 from run import curves, reference
@@ -48,6 +49,19 @@ def door(capsys, monkeypatch, tmp_path):
     return lambda *args: run_inline(plot.main, list(args), capsys, monkeypatch)
 
 
+@pytest.fixture
+def panels(monkeypatch, tmp_path):
+    """Draw, and return the panels by name, for what is in them."""
+
+    def run(*args) -> dict[str, Axes]:
+        curves.draw(args[0], tmp_path / "a.png", *args[1:])
+        return {axes.get_label(): axes for axes in figures[-1].axes}
+
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **options: figures.append(self))
+    return run
+
+
 def is_drawn(runs: dict, path, x="steps") -> bool:
     curves.draw(runs, path, x)
     return path.read_bytes().startswith(PNG)
@@ -81,7 +95,13 @@ def test_a_log_is_read_as_it_was_written(tmp_path):
     "line",
     [b'{"step": 3, "ki', b"\xff\xfe\x00", b"[" * 100_000, b"null", b'["step"]', b'{"step": 3}', b'{"kind": "val"}',
      b'{"step": "3", "kind": "val"}', b'{"step": 1e400, "kind": "val"}',
-     b'{"step": 3, "kind": null}', b'{"step": ' + b"9" * 5000 + b', "kind": "val"}'],
+     b'{"step": 3, "kind": null}', b'{"step": ' + b"9" * 5000 + b', "kind": "val"}',
+     *(b'{"step": 3, "loss": 1, "text": "", "kind": "%s", "%s": %s}' % (kind, name, value) for kind, name, value in (
+         (b"run", b"config", b"[]"), (b"run", b"written", b"7"), (b"run", b"data", b'"a"'), (b"run", b"hub", b"1"),
+         (b"run", b"command", b"5"), (b"run", b"commit", b"[]"), (b"train", b"tokens", b'"many"'),
+         (b"train", b"skipped_steps", b"{}"), (b"train", b"dt_ms", b"[]"), (b"train", b"tokens_per_sec", b'"9"'),
+         (b"train", b"memory_gib", b'"1"'), (b"val", b"loss", b'"x"'), (b"val", b"bpb", b"{}"),
+         (b"sample", b"text", b"1")))],
     ids=str,
 )  # fmt: skip
 def test_a_damaged_line_is_skipped_and_named_in_one_warning(tmp_path, capsys, line):
@@ -108,16 +128,36 @@ def test_a_long_curve_is_thinned_to_medians_at_their_first_step():
     assert x.tolist() == list(range(0, n, 20)) and np.abs(smooth[:-17] - np.arange(curves.POINTS - 17)).max() == 0
 
 
-@pytest.mark.parametrize("x, expected", [("steps", 4), ("tokens", 400), ("seconds", 2.0), ("flops", 4000)])
-def test_an_evaluation_is_drawn_at_the_training_step_of_its_number(x, expected):
-    evaluations = [dict(step=step, kind="val", loss=1.0) for step in (0, 4)]
-    figures = curves.curves_of([run_record(), *evaluations, *train_records(9)[:9]])
-    assert curves.placed(figures, x, "run")["val", "loss"][0].tolist() == [0, expected]
+@pytest.mark.parametrize(
+    "x, size, label, expected",  # `size` of a step: tokens or milliseconds; 10 FLOPs per token
+    [("steps", 1, "step", 4), ("tokens", 100, "tokens", 400), ("tokens", 300_000, "millions of tokens", 1.2),
+     ("tokens", 3e8, "billions of tokens", 1.2), ("seconds", 500, "seconds of training", 2),
+     ("seconds", 30_000, "minutes of training", 2), ("seconds", 18e5, "hours of training", 2),
+     ("flops", 100, "FLOPs of training", 4000), ("flops", 1e14, "petaFLOPs of training", 4),
+     ("flops", 1e17, "exaFLOPs of training", 4)],
+)  # fmt: skip
+def test_an_evaluation_is_drawn_at_the_training_step_of_its_number(panels, x, size, label, expected):
+    vals = [dict(step=step, kind="val", loss=1.0) for step in (0, 4)]
+    train = [record | dict(tokens=record["step"] * size, dt_ms=size) for record in train_records(9)[:9]]
+    train[1] |= dict(loss=None, grad_norm=None, skipped=True)  # its time counts
+    records = [run_record(), *vals, *train]
+    for log in (records, records + records):  # somebody wrote a log twice: it is drawn once
+        axes = panels({"run": log}, x)["loss"]
+        each_step, _, validation = axes.lines[:3]
+        assert axes.get_xlabel() == label and len(each_step.get_xdata()) == 8
+        assert validation.get_xdata().tolist() == pytest.approx([0, expected])
 
 
-def test_the_time_of_a_skipped_step_counts():
-    records = [dict(r, loss=None, grad_norm=None, skipped=True) if r["step"] == 2 else r for r in train_records(4)]
-    assert curves.placed(curves.curves_of(records), "seconds", "run")["val", "loss"][0] == [2.0]
+def test_the_loss_before_a_finetuning_is_inside_the_frame(panels):
+    low, high = panels({"lora": [dict(step=0, kind="val", loss=9.0), *train_records(100)]})["loss"].get_ylim()
+    assert low < 3.01 and 9.0 < high < 10
+
+
+def test_a_run_of_one_step_is_seen(panels):
+    drawn = panels({"run": train_records(1)[:1]})
+    for name in ("loss", "norm", "rate"):
+        lines = [line for line in drawn[name].lines if len(line.get_xdata()) == 1]
+        assert lines and all(line.get_marker() != "None" for line in lines), name
 
 
 @pytest.mark.parametrize(
@@ -137,7 +177,7 @@ def test_published_models_are_those_of_the_runs_own_size(tmp_path, parameters, n
 
 @pytest.mark.parametrize(
     "change, y, winner",
-    [({}, "loss", "b"), (dict(data="other"), "loss", None), (dict(tokenizer="u"), "loss", None),
+    [({}, "loss", "b"), (dict(data=dict(source="b.txt")), "loss", None), (dict(tokenizer="u"), "loss", None),
      (dict(tokenizer="u", data=dict(source="a.txt", tokenizer="u"), bpb=0.6), "bpb", "a")],
 )  # fmt: skip
 def test_a_winner_is_named_only_among_runs_that_can_be_compared(door, tmp_path, change, y, winner):
@@ -240,13 +280,16 @@ def test_a_log_that_does_not_say_what_x_needs_is_refused_in_one_line(door, tmp_p
 
 
 @pytest.mark.parametrize(
-    "args", [[], ["absent"], ["empty"], ["run", "--out", "a.bmp"], ["run", "--out", "dir.png"]], ids=str
-)
-def test_wrong_usage_is_one_line(door, tmp_path, args):
+    "args, word",
+    [([], "no run"), (["absent"], "absent does not exist"), (["empty"], "no loss"), (["a"], "a directory, not a log"),
+     (["run", "--out", "a.bmp"], "a.bmp"), (["run", "--out", "dir.png"], "dir.png")],
+)  # fmt: skip
+def test_wrong_usage_is_one_line(door, tmp_path, args, word):
     write_log(tmp_path / "run", train_records(3))
     write_log(tmp_path / "empty", [])
-    (tmp_path / "dir.png").mkdir()
-    assert_user_error(door(*args))
+    for name in ("dir.png", "a/log.jsonl"):
+        (tmp_path / name).mkdir(parents=True)
+    assert_user_error(door(*args), word)
 
 
 def test_a_training_process_that_imports_it_loads_neither_torch_nor_matplotlib():

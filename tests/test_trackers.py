@@ -1,14 +1,15 @@
 """--report_to: the trackers get what the log has. Of tensorboard the real package, if it is installed; for the others,
 whose functions are called alike, a module that writes down its calls."""
 
+import math
 import sys
 import types
 from pathlib import Path
 
 import pytest
 
-from run.log import start_tracker
-from tests.helpers import assert_user_error, log_of, steps_of
+from run import log
+from tests.helpers import assert_user_error, log_of, spoil_gradients, steps_of
 
 SHORT = dict(max_steps=4, eval_interval=2, eval_steps=1, checkpoint_interval=2, sample_interval=2)
 
@@ -20,6 +21,10 @@ def expected(run: Path) -> dict[tuple[str, int], float]:
     found |= {(f"val/{key}", r["step"]): r[key] for r in log_of(run, "val") for key in ("loss", "bpb")}
     assert len(found) == 4 * 7 + 2 * 2
     return found
+
+
+def fail(*args, **options):
+    raise RuntimeError("no server")
 
 
 class Tracker(types.ModuleType):
@@ -66,19 +71,45 @@ def test_tensorboard_forgets_the_steps_that_come_again(train, monkeypatch):
     train(**SHORT, report_to="tensorboard")
     assert train(**SHORT | dict(max_steps=5), report_to="tensorboard", resume=True).returncode == 0
     assert purged == [1, 5]
-    report, _ = start_tracker(module, types.SimpleNamespace(report_to="tensorboard", out_dir=""), "run", 5)
+    report, _ = log.start_tracker(module, types.SimpleNamespace(report_to="tensorboard", out_dir=""), "run", 5)
     for step, purge_step in ((6, None), (8, None), (6, 7), (7, 7)):  # rolled back to 6
         report({}, step)
         assert getattr(writer, "purge_step", None) == purge_step
 
 
-def test_a_tracker_that_fails_ends_no_run(train, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["log", "finish"])
+def test_a_tracker_that_fails_ends_no_run(train, tmp_path, monkeypatch, name):
     tracker = Tracker("wandb")
-    tracker.log = lambda numbers, step: (_ for _ in ()).throw(ConnectionError("no server"))
+    setattr(tracker, name, fail)
     monkeypatch.setitem(sys.modules, "wandb", tracker)
     result = train(**SHORT, report_to="wandb")
     assert result.returncode == 0 and steps_of(tmp_path / "run")[-1] == 4
     assert (result.stdout + result.stderr).count("no server") == 1
+
+
+def test_a_picture_that_fails_hides_no_other_error(train, monkeypatch):
+    monkeypatch.setattr(log, "draw", fail)
+    result = train(**SHORT)
+    assert result.returncode == 0 and "learning_curve.png is not drawn" in result.stdout
+    spoil_gradients(monkeypatch, lambda step: True, float("nan"))
+    assert_user_error(train(**SHORT | dict(max_bad_steps=2), overwrite=True), "no finite loss")
+
+
+def test_a_step_is_logged_in_the_units_of_its_names(tmp_path, capsys):
+    rt = types.SimpleNamespace(is_main=True, peak_flops=lambda: 1e12, peak_memory=lambda: 3 * 2**29, print=print)
+    run_log = log.RunLog(tmp_path, rt, types.SimpleNamespace(report_to="none", max_steps=3))
+    run_log.open(0)
+    metrics = dict(loss=2.0, lr=1e-3, grad_norm=1.0, tokens=4096)
+    for step, changes in enumerate(({}, dict(grad_norm=math.inf), {}), 1):
+        run_log.train_step(step, metrics | changes, seconds=0.5, n_targets=4096, flops_per_token=5e7)
+    run_log.close()
+    units = dict(dt_ms=500.0, tokens_per_sec=8192.0, mfu=0.4096, memory_gib=1.5)
+    first = dict(step=1, kind="train", **metrics, **units, skipped_steps=0)
+    skipped = dict(step=2, grad_norm=None, skipped_steps=1, skipped=True)
+    assert log_of(tmp_path, "train") == [first, first | skipped, first | dict(step=3, skipped_steps=1)]
+    assert run_log.median_rate() == 8192 and run_log.last_loss() == 2.0
+    said = capsys.readouterr().out.splitlines()
+    assert said == [f"step {step} of 3: loss 2.000, 8,192 tok/s, MFU 41%" for step in (1, 3)]
 
 
 @pytest.mark.parametrize("name, module", [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
