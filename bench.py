@@ -31,8 +31,11 @@ NAMES = [name for name, content in FILES.items() if "\ndef run(config" in conten
 def main() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name in ("-h", "--help"):
-        lines = (f"    {name:<12}{FILES[name].splitlines()[0][3:]}" for name in NAMES)
-        return print(__doc__, *lines, sep="\n")
+        print(__doc__)
+        for name in NAMES:
+            title = FILES[name].splitlines()[0].removeprefix('"""')
+            print(f"    {name:<12}{title}")
+        return
     if name not in NAMES:
         raise UserError(f"{name!r} is not a benchmark; say what to measure: python bench.py {' | '.join(NAMES)}")
     benchmark = importlib.import_module(f"benchmarks.{name}")
@@ -43,8 +46,10 @@ def main() -> None:
     rt = Runtime.setup(config.device, "float32")
     if rt.world_size > 1 and not getattr(benchmark, "TORCHRUN", False):
         raise UserError(f"{name} measures one process; start it without torchrun")
-    about, rows = machine(rt), {}
-    rt.print(f"{name}: {benchmark.__doc__.splitlines()[0]}\n{about}")
+    about = machine(rt)
+    title = benchmark.__doc__.splitlines()[0]
+    rt.print(f"{name}: {title}\n{about}")
+    rows = {}
     for row in benchmark.run(config, rt):
         rows[row["name"]] = row
         if config.json and rt.is_main:

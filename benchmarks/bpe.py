@@ -34,9 +34,11 @@ def run(config: Config, rt) -> Iterator[dict]:
     tok = Tokenizer.train(texts, vocab_size)
     same = same_merges(tok, contestants["training: tokenizers"]())
     print(f"the same merges as tokenizers: {'yes' if same else 'NO'}", flush=True)
-    yield from rates(encoders(tok, texts, config.repeats), config.repeats, rt, megabytes, "MB/s")
+    contestants = encoders(tok, texts, config.repeats)
+    yield from rates(contestants, config.repeats, rt, megabytes, "MB/s")
     for name, code in MEMORY.items():
-        yield dict(name=f"peak memory: {name}", rate=training_memory(code, config.data, vocab_size), unit="MB")
+        peak = training_memory(code, config.data, vocab_size)
+        yield dict(name=f"peak memory: {name}", rate=peak, unit="MB")
 
 
 def trainers(texts: list[str], vocab_size: int) -> dict[str, Callable]:
@@ -61,13 +63,18 @@ def train_theirs(texts: list[str], vocab_size: int):
 
 def same_merges(tok: Tokenizer, theirs) -> bool:
     """Both write bytes as the same characters, so the merges in their files can be compared directly."""
-    written = json.loads(tok.to_transformers().backend_tokenizer.to_str())
-    return written["model"]["merges"] == json.loads(theirs.to_str())["model"]["merges"]
+    ours = tok.to_transformers().backend_tokenizer
+    return merges_of(ours) == merges_of(theirs)
+
+
+def merges_of(tokenizer) -> list:
+    return json.loads(tokenizer.to_str())["model"]["merges"]
 
 
 def encoders(tok: Tokenizer, texts: list[str], repeats: int) -> dict[str, Callable]:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    tiktoken, transformers = tok.to_tiktoken(), tok.to_transformers()
+    tiktoken = tok.to_tiktoken()
+    transformers = tok.to_transformers()
     # one for each run: the cache of an unpickled tokenizer is empty
     unused = [pickle.loads(pickle.dumps(tok)) for _ in range(repeats + 1)]
     return {

@@ -9,14 +9,15 @@ scripts do, against windows in the order of one permutation. Copying to int64 al
 """
 
 import contextlib
-import functools
 import io
+import itertools
 import multiprocessing
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,7 @@ from corpus.sources import documents_of, units_of
 from corpus.stream import TokenStream, find_shards
 from machine.runtime import Runtime, prefetch
 
-ROWS, T = 64, 1024  # of a batch
+B, T = 64, 1024  # sequences of a batch, and their tokens
 
 
 @dataclass(frozen=True)
@@ -53,20 +54,21 @@ def shard_figures(config: Config, rt: Runtime, folder: Path) -> Iterator[dict]:
     import datasets
 
     files = parquet_files(config.data, folder)
-    rows = datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=str(folder / "cache"))
+    cache = str(folder / "cache")
+    rows = datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=cache)
     texts = list(rows["text"])
     n = sum(map(len, gpt2().encode_ordinary_batch(texts))) + len(texts)
     contestants = {
-        "the plain loop: Pool(2).imap over load_dataset": functools.partial(plain_loop, rows, n),
-        "2 processes that only call encode_ordinary_batch": functools.partial(in_two, encode_texts, texts),
-        "2 processes that only read the documents": functools.partial(in_two, read_documents, files),
-        "fineweb.py, from start to end": functools.partial(make_shards, files, folder / "shards", "tiktoken"),
-        "fineweb.py --encoder gigatoken": functools.partial(make_shards, files, folder / "shards", "gigatoken"),
+        "the plain loop: Pool(2).imap over load_dataset": partial(plain_loop, rows, n),
+        "2 processes that only call encode_ordinary_batch": partial(in_two, encode_texts, texts),
+        "2 processes that only read the documents": partial(in_two, read_documents, files),
+        "fineweb.py, from start to end": partial(make_shards, files, folder / "shards", "tiktoken"),
+        "fineweb.py --encoder gigatoken": partial(make_shards, files, folder / "shards", "gigatoken"),
     }
     yield from rates(contestants, config.repeats, rt, n, "tokens/s")
-    words = ["--source", *files, "--out_dir", str(folder / "memory"), "--workers", "2"]
-    words += ["--encoder", "tiktoken", "--shard_size", "100_000_000"]
-    peak = peak_memory([sys.executable, fineweb.__file__, *words])
+    command = [sys.executable, fineweb.__file__, "--source", *files, "--out_dir", str(folder / "memory")]
+    command += ["--workers", "2", "--encoder", "tiktoken", "--shard_size", "100_000_000"]
+    peak = peak_memory(command)
     yield dict(name="peak memory of all processes of fineweb.py, shards of 100M tokens", rate=peak / 2**20, unit="MiB")
 
 
@@ -75,21 +77,25 @@ def parquet_files(source: str, folder: Path) -> list[str]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    files = sorted(Path(source).rglob("*.parquet")) if source else [folder / "input.parquet"]
-    if not files:
-        raise UserError(f"--data {source}: there is no .parquet file below it; give another folder")
     if not source:
         text = (ROOT / "input.txt").read_text()
         pieces = [text[i : i + 2000] for i in range(0, len(text), 2000)]
-        pq.write_table(pa.table({"text": pieces}), files[0], row_group_size=1000)
-    copies = [(folder / f"copy_{i}_{file.name}", file) for i in range(8) for file in files]
-    for copy, file in copies:
-        copy.symlink_to(file.resolve())
-    return [str(copy) for copy, _ in copies]
+        pq.write_table(pa.table({"text": pieces}), folder / "input.parquet", row_group_size=1000)
+    files = sorted(Path(source or folder).rglob("*.parquet"))
+    if not files:
+        raise UserError(f"--data {source}: there is no .parquet file below it; give another folder")
+    copies = []
+    for i in range(8):
+        for file in files:
+            copy = folder / f"copy_{i}_{file.name}"
+            copy.symlink_to(file.resolve())
+            copies.append(str(copy))
+    return copies
 
 
 def plain_loop(rows, n: int) -> None:
-    buffer, used = np.empty(n, np.uint16), 0
+    buffer = np.empty(n, np.uint16)
+    used = 0
     with multiprocessing.Pool(2) as pool:
         for tokens in pool.imap(plain_tokens, rows, chunksize=16):
             buffer[used : used + len(tokens)] = tokens
@@ -98,13 +104,15 @@ def plain_loop(rows, n: int) -> None:
 
 
 def plain_tokens(row: dict) -> np.ndarray:
-    tokens = np.array([gpt2().eot_token, *gpt2().encode_ordinary(row["text"])])
+    ids = gpt2().encode_ordinary(row["text"])
+    tokens = np.array([gpt2().eot_token, *ids])
     assert (0 <= tokens).all() and (tokens < 2**16).all()
     return tokens.astype(np.uint16)
 
 
 def in_two(work: Callable[[list], None], items: list) -> None:
-    processes = [multiprocessing.Process(target=work, args=(half,)) for half in (items[::2], items[1::2])]
+    halves = items[::2], items[1::2]
+    processes = [multiprocessing.Process(target=work, args=(half,)) for half in halves]
     for process in processes:
         process.start()
     for process in processes:
@@ -125,12 +133,12 @@ def read_documents(files: list[str]) -> None:
 
 def make_shards(files: list[str], out_dir: Path, encoder: str) -> None:
     shutil.rmtree(out_dir, ignore_errors=True)
-    config = fineweb.Config(source=tuple(files), out_dir=str(out_dir), workers=2, encoder=encoder, shard_size=10**8)
+    constants = dict(source=tuple(files), out_dir=str(out_dir), workers=2, encoder=encoder, shard_size=10**8)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        fineweb.make_shards(config, out_dir)
+        fineweb.make_shards(fineweb.Config(**constants), out_dir)
 
 
-@functools.cache
+@cache
 def gpt2():
     try:
         return get_encoding("gpt2")
@@ -142,19 +150,21 @@ def gpt2():
 
 
 def loader_figures(config: Config, rt: Runtime, folder: Path) -> Iterator[dict]:
-    rng, steps = np.random.default_rng(0), 400
-    for i in range(100):
-        np.save(folder / f"x_train_{i:06d}.npy", rng.integers(0, 50257, 2_000_000, dtype=np.uint16))
+    rng = np.random.default_rng(0)
+    for path in shard_paths(folder):
+        np.save(path, rng.integers(0, 50257, 2_000_000, dtype=np.uint16))
     paths = find_shards(str(folder), "train")
-    stream, source = TokenStream(paths, 50304), np.load(paths[0])[: ROWS * (T + 1)]
+    stream = TokenStream(paths, 50304)
+    source = np.load(paths[0])[: B * (T + 1)]
+    steps = 400
     contestants = {
-        "the plain loader: whole shards, file order": functools.partial(read_plainly, paths, steps),
+        "the plain loader: whole shards, file order": partial(read_plainly, paths, steps),
         "this project, shuffled": lambda: read(stream, steps, shuffle=True),
         "this project, file order": lambda: read(stream, steps, shuffle=False),
-        "this project, shuffled, in the thread": lambda: read(stream, steps, True, in_thread),
+        "this project, shuffled, in the thread": lambda: read(stream, steps, shuffle=True, in_thread=True),
         "copying to int64 and nothing else": lambda: [source.astype(np.int64) for _ in range(steps)],
     }
-    yield from rates(contestants, config.repeats, rt, steps * ROWS * T, "tokens/s")
+    yield from rates(contestants, config.repeats, rt, steps * B * T, "tokens/s")
     paths = empty_shards(folder / "empty")
     start_up = timed(lambda: read(TokenStream(paths, 50304), 1, shuffle=True), rt)
     yield dict(name="start-up, from 100 shards of 100M tokens to the first batch", rate=start_up, unit="s")
@@ -162,30 +172,36 @@ def loader_figures(config: Config, rt: Runtime, folder: Path) -> Iterator[dict]:
 
 def read_plainly(paths: list[Path], steps: int) -> None:
     """A shard is read as a whole and converted; batches are slices of it."""
-    shard, position, tokens = -1, 0, torch.empty(0)
+    shards = itertools.cycle(paths)
+    tokens = torch.empty(0)
+    position = 0
     for _ in range(steps):
-        if position + ROWS * T + 1 > len(tokens):
-            shard, position = (shard + 1) % len(paths), 0
-            tokens = torch.tensor(np.load(paths[shard]).astype(np.int32), dtype=torch.long)
-        piece = tokens[position : position + ROWS * T + 1]
-        piece[:-1].view(ROWS, T), piece[1:].view(ROWS, T)
-        position += ROWS * T
+        if position + B * T + 1 > len(tokens):
+            shard = np.load(next(shards)).astype(np.int32)
+            tokens = torch.tensor(shard, dtype=torch.long)
+            position = 0
+        piece = tokens[position : position + B * T + 1]
+        piece[:-1].view(B, T)  # idx
+        piece[1:].view(B, T)  # targets
+        position += B * T
 
 
-def read(stream: TokenStream, steps: int, shuffle: bool, wrap: Callable = lambda batches: batches) -> None:
-    batches = Batches(stream, T, 0, shuffle)
-    for _ in wrap(training_batches(batches, ROWS, 0, steps, ROWS)):
+def read(stream: TokenStream, steps: int, shuffle: bool, in_thread: bool = False) -> None:
+    batches = training_batches(Batches(stream, T, 0, shuffle), B, 0, steps, B)
+    if in_thread:
+        batches = prefetch(batches, torch.device("cpu"))
+    for _ in batches:
         pass
-
-
-def in_thread(batches):
-    return prefetch(batches, torch.device("cpu"))
 
 
 def empty_shards(folder: Path) -> list[Path]:
     """100 shards of 100M tokens, all zero, for which a file system that knows holes needs no room."""
     folder.mkdir()
-    paths = [folder / f"x_train_{i:06d}.npy" for i in range(100)]
+    paths = shard_paths(folder)
     for path in paths:
         np.lib.format.open_memmap(path, "w+", np.uint16, (10**8,))
     return paths
+
+
+def shard_paths(folder: Path) -> list[Path]:
+    return [folder / f"x_train_{i:06d}.npy" for i in range(100)]

@@ -61,8 +61,9 @@ def run(config: Config, rt: Runtime) -> Iterator[dict]:
     for name in config.only or PARTS:
         figures = folder / f"{name}.json"
         figures.unlink(missing_ok=True)
-        left = deadline - time.monotonic()
-        limit = left / 3 if name == "tests" and config.only != ("tests",) else left  # a hanging test must not cost all
+        limit = deadline - time.monotonic()
+        if name == "tests" and config.only != ("tests",):
+            limit /= 3  # a hanging test must not cost all
         part = run_part(name, command(name, config, figures), folder, limit)
         rows = read_json(figures)["rows"] if figures.exists() else []
         replace_file(figures, json.dumps(dict(part, rows=rows), indent=1) + "\n")
@@ -76,9 +77,12 @@ def command(name: str, config: Config, figures: Path) -> list[str]:
     if name == "tests":
         return TESTS
     words = ["--device", config.device, "--json", str(figures), *PARTS[name][1]]
-    words += ["--size", config.size] if config.size else []
-    found = sorted(Path(config.data).glob(FILES[name])) if config.data and name in FILES else []
-    words += ["--data", str(found[0].absolute())] if found else []
+    if config.size:
+        words += ["--size", config.size]
+    if config.data and name in FILES:
+        found = sorted(Path(config.data).absolute().glob(FILES[name]))
+        if found:
+            words += ["--data", str(found[0])]
     return [sys.executable, str(ROOT / "bench.py"), name, *words]
 
 
@@ -92,13 +96,23 @@ def run_part(name: str, words: list[str], folder: Path, limit: float) -> dict:
         log.flush()
         start = log.tell()
         # the tests are found from the repository; what a benchmark draws goes into the folder
-        code = wait_for(words, dict(cwd=ROOT if name == "tests" else folder, stdout=log, stderr=log), limit)
+        cwd = ROOT if name == "tests" else folder
+        code = wait_for(words, dict(cwd=cwd, stdout=log, stderr=log), limit)
         log.seek(start)
         said = log.read().decode(errors="replace").strip()
     print(f"\n--- {name}\n{said}", flush=True)
-    last = (said.splitlines() or ["it printed nothing"])[-1].removeprefix("error: ")
-    error = "" if code == 0 else f"cut off after {limit:.0f} s" if code is None else last[:300]
-    return dict(seconds=round(time.monotonic() - began, 1), error=error, said=said)
+    seconds = round(time.monotonic() - began, 1)
+    return dict(seconds=seconds, error=what_failed(code, said, limit), said=said)
+
+
+def what_failed(code: int | None, said: str, limit: float) -> str:
+    """The error of a process that printed `said`; "" if there is none."""
+    if code == 0:
+        return ""
+    if code is None:
+        return f"cut off after {limit:.0f} s"
+    last = said.splitlines()[-1] if said else "it printed nothing"
+    return last.removeprefix("error: ")[:300]
 
 
 def wait_for(words: list[str], options: dict, limit: float) -> int | None:
@@ -119,14 +133,18 @@ def wait_for(words: list[str], options: dict, limit: float) -> int | None:
 
 def report(folder: Path, about: dict) -> str:
     """The page, from the parts that the folder has."""
-    parts = {name: read_json(folder / f"{name}.json") for name in PARTS if (folder / f"{name}.json").exists()}
+    files = {name: folder / f"{name}.json" for name in PARTS}
+    parts = {name: read_json(file) for name, file in files.items() if file.exists()}
     minutes = sum(part["seconds"] for part in parts.values()) / 60
     found = [{"machine": name, "found": value} for name, value in about.items()]
     lines = [f"# {about['device']}, {minutes:.1f} minutes", "", markdown_table(found)]
     for name, part in parts.items():
-        lines += [f"## {PARTS[name][0]}", "", f"`bench.py gpu --only {name}`, {part['seconds']:.0f} s", ""]
-        lines += [markdown_table(part["rows"])] if part["rows"] else []
-        lines += [f"**{part['error']}**", ""] if part["error"] else []
+        title, _ = PARTS[name]
+        lines += [f"## {title}", "", f"`bench.py gpu --only {name}`, {part['seconds']:.0f} s", ""]
+        if part["rows"]:
+            lines.append(markdown_table(part["rows"]))
+        if part["error"]:
+            lines += [f"**{part['error']}**", ""]
         if part["error"] or not part["rows"]:
             lines += ["```", *part["said"].splitlines()[-30:], "```", ""]
     return "\n".join(lines)

@@ -30,15 +30,21 @@ class Config(Common):
 def run(config: Config, rt: Runtime) -> Iterator[dict]:
     torch.manual_seed(0)
     model = GPT(GPTConfig(**model_sizes(config.size))).to(rt.device).eval()
-    tokenizer, rows = gpt2_tokenizer(), load_rows(config.data, rt)
-    rows = rows[: config.rows or (len(rows) if rt.device.type == "cuda" else 40)]
-    few, half = rows[:500], replace(rt, dtype=fast_dtype(rt))
-    contestants, scored = {}, {}
-    for name, runtime in {"fp32": rt, str(half.dtype).removeprefix("torch."): half}.items():
-        contestants[f"one row at a time, {name}"] = partial(score_one_by_one, model, tokenizer, few, runtime)
-        contestants[f"this project, {name}"] = partial(score_together, model, tokenizer, rows, runtime)
-        scored |= {f"one row at a time, {name}": len(few), f"this project, {name}": len(rows)}
-    yield from rates(contestants, config.repeats, rt, scored, "rows/s")
+    tokenizer = gpt2_tokenizer()
+    rows = load_rows(config.data, rt)
+    on_cpu = rt.device.type != "cuda"
+    if config.rows or on_cpu:
+        rows = rows[: config.rows or 40]
+    few = rows[:500]
+    half = replace(rt, dtype=fast_dtype(rt))
+    contestants = {}
+    n_scored = {}
+    for dtype, runtime in {"fp32": rt, str(half.dtype).removeprefix("torch."): half}.items():
+        plain, ours = f"one row at a time, {dtype}", f"this project, {dtype}"
+        contestants[plain] = partial(score_one_by_one, model, tokenizer, few, runtime)
+        contestants[ours] = partial(score_together, model, tokenizer, rows, runtime)
+        n_scored |= {plain: len(few), ours: len(rows)}
+    yield from rates(contestants, config.repeats, rt, n_scored, "rows/s")
 
 
 def score_together(model: GPT, tokenizer, rows: list[dict], rt: Runtime) -> dict:
@@ -52,14 +58,18 @@ def score_one_by_one(model: GPT, tokenizer, rows: list[dict], rt: Runtime) -> li
     for row in rows:
         context = tokenizer.encode_ordinary(row["ctx"])
         endings = [tokenizer.encode_ordinary(" " + ending) for ending in row["endings"]]
-        idx = torch.zeros(4, len(context) + max(map(len, endings)), dtype=torch.long)  # (4, T)
+        longest = max(map(len, endings))
+        idx = torch.zeros(4, len(context) + longest, dtype=torch.long)  # (4, T)
         scored = torch.zeros(idx.shape)
         for k, ending in enumerate(endings):
-            idx[k, : len(context) + len(ending)] = torch.tensor(context + ending)
-            scored[k, len(context) : len(context) + len(ending)] = 1
-        idx, scored = idx.to(rt.device), scored.to(rt.device)
+            end = len(context) + len(ending)
+            idx[k, :end] = torch.tensor(context + ending)
+            scored[k, len(context) : end] = 1
+        idx = idx.to(rt.device)
+        scored = scored.to(rt.device)
         with rt.autocast():
             logits = model(idx)  # (4, T, V)
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), idx[:, 1:].flatten(), reduction="none")
-        losses.append((loss.view(4, -1) * scored[:, 1:]).sum(dim=1).tolist())
+        logits = logits[:, :-1].flatten(0, 1).float()
+        loss = F.cross_entropy(logits, idx[:, 1:].flatten(), reduction="none").view(4, -1)
+        losses.append((loss * scored[:, 1:]).sum(dim=1).tolist())
     return losses

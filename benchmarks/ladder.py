@@ -24,6 +24,8 @@ from learning.fp8 import FP8_MATMULS
 from machine.runtime import Runtime
 from model import GPT, GPTConfig
 
+# One optimizer step in so many micro-batches, which returns its loss; and its FLOPs per token.
+Step = tuple[Callable[[int], torch.Tensor], float]
 WARM_UPS = 3  # steps: the first one compiles, and clocks of a GPU take a moment to rise
 
 
@@ -51,8 +53,10 @@ class Rung:
 
 
 def run(config: Config, rt: Runtime) -> Iterator[dict]:
-    shape, batch_size = model_shape(config.size, rt), config.batch_size
-    shape["n_positions"] = config.sequence_length or shape["n_positions"]
+    shape = model_shape(config.size, rt)
+    if config.sequence_length:
+        shape["n_positions"] = config.sequence_length
+    batch_size = config.batch_size
     print(f"{shape}, batch size {batch_size}")
     rows = []
     for rung in rungs(rt):
@@ -64,8 +68,10 @@ def run(config: Config, rt: Runtime) -> Iterator[dict]:
             continue
         rate = batch_size * shape["n_positions"] / statistics.median(found["seconds"])
         row = dict(name=rung.name, rate=rate, unit="tokens/s", mfu=mfu(rate, found["flops"], rt), **found)
-        row |= dict(over_before=rate / (rows or [row])[-1]["rate"], over_first=rate / (rows or [row])[0]["rate"])
         rows.append(row)
+        before = rows[max(len(rows) - 2, 0)]
+        row["over_before"] = rate / before["rate"]
+        row["over_first"] = rate / rows[0]["rate"]
         yield row
     if rows:
         draw(rows, Path(config.png), machine(rt)["device"])
@@ -74,17 +80,21 @@ def run(config: Config, rt: Runtime) -> Iterator[dict]:
 def rungs(rt: Runtime) -> list[Rung]:
     """fp32 first, then one change per rung. A CPU has no TF32, its fused attention is slow in bf16, and torch.compile
     is last because it starts slowly there."""
-    last = {"vocabulary padded to 128": dict(padded=True), "fused AdamW": dict(fused=True),
-            "chunked loss": dict(chunked=True)}  # fmt: skip
+    bf16 = {"bf16 autocast": dict(bf16=True)}
+    compiled = {"torch.compile": dict(compile=True)}
+    flash = {"flash attention": dict(attention="flash")}
+    last = {
+        "vocabulary padded to 128": dict(padded=True),
+        "fused AdamW": dict(fused=True),
+        "chunked loss": dict(chunked=True),
+    }
     if rt.device.type == "cuda":
-        changes = {"TF32": dict(tf32=True), "bf16 autocast": dict(bf16=True), "torch.compile": dict(compile=True),
-                   "flash attention": dict(attention="flash"), **last}  # fmt: skip
+        changes = {"TF32": dict(tf32=True)} | bf16 | compiled | flash | last
         if torch.cuda.get_device_capability() >= (8, 9):
             changes["FP8"] = dict(fp8=True)
     else:
-        changes = {"flash attention": dict(attention="flash"), "bf16 autocast": dict(bf16=True),
-                   "attention by hand again": dict(attention="naive"), **last,
-                   "torch.compile": dict(compile=True)}  # fmt: skip
+        by_hand = {"attention by hand again": dict(attention="naive")}
+        changes = flash | bf16 | by_hand | last | compiled
     ladder = [Rung("fp32, all by hand")]
     for name, change in changes.items():
         ladder.append(replace(ladder[-1], name=name, **change))
@@ -93,19 +103,26 @@ def rungs(rt: Runtime) -> list[Rung]:
 
 def model_shape(size: str, rt: Runtime) -> dict:
     """GPT-2 124M on a GPU; on a CPU a model that takes about a second for a step."""
-    if rt.device.type == "cuda" or size:
-        long = size != "tiny"
-        return model_sizes(size) | dict(n_positions=1024 if long else 32, vocab_size=50257 if long else 1000)
+    if size == "tiny":
+        return model_sizes(size) | dict(n_positions=32, vocab_size=1000)
+    if size or rt.device.type == "cuda":
+        return model_sizes(size) | dict(n_positions=1024, vocab_size=50257)
     return dict(n_layer=6, n_head=6, n_embd=384, n_positions=256, vocab_size=1000)
 
 
-def plain_step(rung: Rung, shape: dict, batch_size: int, rt: Runtime) -> tuple[Callable[[int], torch.Tensor], float]:
-    """(function that makes one optimizer step in so many micro-batches and returns its loss, FLOPs per token), as a
-    plain script has it."""
+def padded(vocab_size: int) -> int:
+    """The next multiple of 128."""
+    return -(-vocab_size // 128) * 128
+
+
+def plain_step(rung: Rung, shape: dict, batch_size: int, rt: Runtime) -> Step:
+    """A step as a plain script has it."""
     torch.set_float32_matmul_precision("high" if rung.tf32 else "highest")
     torch.backends.cuda.enable_cudnn_sdp(True)  # PyTorch's default, which our Runtime has changed
-    vocab_size = -(-shape["vocab_size"] // 128) * 128 if rung.padded else shape["vocab_size"]
-    model = GPT(GPTConfig(**shape | dict(vocab_size=vocab_size, attention=rung.attention))).to(rt.device)
+    config = GPTConfig(**shape, attention=rung.attention)
+    if rung.padded:
+        config = replace(config, vocab_size=padded(config.vocab_size))
+    model = GPT(config).to(rt.device)
     if rung.fp8:
         model.head_matmuls = FP8_MATMULS
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=rung.fused, foreach=not rung.fused)
@@ -117,13 +134,16 @@ def plain_step(rung: Rung, shape: dict, batch_size: int, rt: Runtime) -> tuple[C
         logits = model(idx)  # (B, T, V)
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
-    loss_of = torch.compile(loss_of) if rung.compile else loss_of
+    if rung.compile:
+        loss_of = torch.compile(loss_of)
 
     def step(n_micro: int) -> torch.Tensor:
         total = torch.zeros((), device=rt.device)
-        for rows in tokens.chunk(n_micro):
+        for windows in tokens.chunk(n_micro):
+            idx = windows[:, :-1].contiguous()
+            targets = windows[:, 1:].contiguous()
             with torch.autocast(rt.device.type, dtype=torch.bfloat16, enabled=rung.bf16):
-                loss = loss_of(rows[:, :-1].contiguous(), rows[:, 1:].contiguous()) / n_micro
+                loss = loss_of(idx, targets) / n_micro
             loss.backward()
             total += loss.detach()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -143,7 +163,8 @@ def measure_step(make: Callable, batch_size: int, repeats: int, device: str) -> 
     """{seconds, flops, memory, n_micro, first, loss} of the step that make(rt) returns, with as few micro-batches as
     fit: `first` is the seconds of the first step, and `loss` that of the third one."""
     rt = Runtime.setup(device, "float32")
-    for n_micro in (n for n in (1, 2, 4, 8, 16, 32, 64) if n <= batch_size):
+    micro_batches = [n for n in (1, 2, 4, 8, 16, 32, 64) if n <= batch_size]
+    for n_micro in micro_batches:
         torch.manual_seed(0)
         torch.compiler.reset()  # code for other sizes would make these sizes dynamic, which is slower
         try:
@@ -160,8 +181,14 @@ def measure_step(make: Callable, batch_size: int, repeats: int, device: str) -> 
         raise UserError(f"not even one sequence fits into the memory of this {device}; give a smaller --size")
     rt.reset_peak_memory()
     step(n_micro)
-    seconds = [timed(lambda: step(n_micro), rt) for _ in range(repeats)]
-    return dict(seconds=seconds, flops=flops, memory=rt.peak_memory(), n_micro=n_micro, first=first, loss=losses[-1])
+    return dict(
+        seconds=[timed(lambda: step(n_micro), rt) for _ in range(repeats)],
+        flops=flops,
+        memory=rt.peak_memory(),
+        n_micro=n_micro,
+        first=first,
+        loss=losses[-1],
+    )
 
 
 def mfu(rate: float, flops_per_token: float, rt: Runtime) -> float | None:
@@ -175,9 +202,11 @@ def draw(rows: list[dict], path: Path, device: str) -> None:
 
     figure = Figure(figsize=(8, 0.5 * len(rows) + 1.2), dpi=120, layout="tight")
     axes = figure.add_subplot()
-    bars = axes.barh([row["name"] for row in rows], [row["rate"] for row in rows], color="#0072B2")
+    names = [row["name"] for row in rows]
+    rates = [row["rate"] for row in rows]
+    bars = axes.barh(names, rates, color="#0072B2")
     axes.bar_label(bars, [f" {row['rate']:,.0f}  (x {row['over_first']:.1f})" for row in rows])
-    axes.set(xlabel=f"training, tokens/s on {device}", xlim=(0, 1.25 * max(row["rate"] for row in rows)))
+    axes.set(xlabel=f"training, tokens/s on {device}", xlim=(0, 1.25 * max(rates)))
     axes.invert_yaxis()
     figure.savefig(path)
     print(f"\ndrawn in {path}")

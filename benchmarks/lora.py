@@ -25,7 +25,9 @@ from machine.trials import choose_attention
 from model import GPT, GPTConfig, GPTWithLoss
 
 FINETUNING = Finetuning(lora_dim=8, lora_alpha=16.0, max_lr=1e-3)
-EXAMPLES, MAX_LENGTH = 32, 1024
+N_EXAMPLES = 32
+MAX_LENGTH = 1024
+Step = Callable[[], float]  # makes one optimizer step, and returns its loss
 
 
 @dataclass(frozen=True)
@@ -36,24 +38,35 @@ class Config(Common):
 
 def run(config: Config, rt: Runtime) -> Iterator[dict]:
     chosen, _ = split_rows(load_rows(config.data)[:2000], 0, 0)
-    examples, _ = encode_rows(chosen[: 2 * EXAMPLES], gpt2_tokenizer(), MAX_LENGTH)
-    examples = examples[:EXAMPLES]
+    examples, _ = encode_rows(chosen[: 2 * N_EXAMPLES], gpt2_tokenizer(), MAX_LENGTH)
+    examples = examples[:N_EXAMPLES]
     torch.manual_seed(0)
     base = GPT(GPTConfig(**model_sizes(config.size)))
     half = fast_dtype(rt)
     like = half if rt.device.type == "cuda" else torch.float32
-    n_targets = sum(int((example.targets >= 0).sum()) for example in examples)
-    print(f"{sum(len(example.idx) for example in examples)} tokens, {n_targets} of them answers")
+    n_tokens = sum(len(example.idx) for example in examples)
+    n_targets = count_targets(examples)
+    print(f"{n_tokens} tokens, {n_targets} of them answers")
     steps = {f"peft, {like}": built_late(peft_step, base, examples, like, rt)}
     for dtype in dict.fromkeys((torch.float32, half)):
         steps[f"this project, {dtype}"] = built_late(own_step, base, examples, dtype, rt)
     losses = {name: [] for name in steps}
-    runs = {name: lambda name=name: losses[name].append(steps[name]()) for name in steps}
-    for row in rates(runs, config.repeats, rt, n_targets, "answer tokens/s"):
-        yield row | (dict(first_loss=losses[row["name"]][0]) if "rate" in row else {})
+
+    def take(name: str) -> None:
+        losses[name].append(steps[name]())
+
+    contestants = {name: partial(take, name) for name in steps}
+    for row in rates(contestants, config.repeats, rt, n_targets, "answer tokens/s"):
+        if "rate" in row:
+            row["first_loss"] = losses[row["name"]][0]
+        yield row
 
 
-def own_step(base: GPT, examples: list[Example], dtype: torch.dtype, rt: Runtime) -> Callable[[], float]:
+def count_targets(examples: list[Example]) -> int:
+    return sum(int((example.targets >= 0).sum()) for example in examples)
+
+
+def own_step(base: GPT, examples: list[Example], dtype: torch.dtype, rt: Runtime) -> Step:
     """A step of lora_finetune.py: micro-batches of about one length, logits at answers alone."""
     micros = micro_batches(examples, 2**14, MICRO_BATCH_COST[rt.device.type])
     rt = replace(rt, dtype=dtype)
@@ -61,26 +74,27 @@ def own_step(base: GPT, examples: list[Example], dtype: torch.dtype, rt: Runtime
     model.load_state_dict(base.state_dict())
     add_lora(model, LoRAConfig(FINETUNING.lora_dim, FINETUNING.lora_alpha))
     cast_frozen(model, dtype)
-    forward = GPTWithLoss(model.to(rt.device))
+    loss_fn = GPTWithLoss(model.to(rt.device))
     optimizer = make_optimizer(model, FINETUNING, rt)
 
     def step() -> float:
         batch = [[torch.as_tensor(part, device=rt.device) for part in micro] for micro in micros]
         n_targets = sum(targets.numel() for _, targets, _ in batch)
         loss = torch.zeros((), device=rt.device)
-        for idx, targets, places in batch:
+        for idx, targets, logit_positions in batch:
             with rt.autocast():
-                micro_loss = forward(idx, targets, places, n_targets=n_targets)
+                micro_loss = loss_fn(idx, targets, logit_positions, n_targets=n_targets)
             optimizer.scale(micro_loss).backward()
             loss += micro_loss.detach()
-        optimizer.step(finite=optimizer.clip_grad_norm(FINETUNING.grad_clip).isfinite())
+        grad_norm = optimizer.clip_grad_norm(FINETUNING.grad_clip)
+        optimizer.step(finite=grad_norm.isfinite())
         optimizer.zero_grad()
         return loss.item()
 
     return step
 
 
-def peft_step(base: GPT, examples: list[Example], dtype: torch.dtype, rt: Runtime) -> Callable[[], float]:
+def peft_step(base: GPT, examples: list[Example], dtype: torch.dtype, rt: Runtime) -> Step:
     """The plain loop: peft on GPT2LMHeadModel, 8 examples at a time, padded to the longest."""
     from peft import LoraConfig, get_peft_model
     from transformers import GPT2LMHeadModel
@@ -89,21 +103,25 @@ def peft_step(base: GPT, examples: list[Example], dtype: torch.dtype, rt: Runtim
         base.save_pretrained(directory)
         model = GPT2LMHeadModel.from_pretrained(directory)
     settings = LoraConfig(
-        r=FINETUNING.lora_dim, lora_alpha=FINETUNING.lora_alpha, target_modules=list(TARGETS), fan_in_fan_out=True,
+        r=FINETUNING.lora_dim,
+        lora_alpha=FINETUNING.lora_alpha,
+        target_modules=list(TARGETS),
+        fan_in_fan_out=True,
         task_type="CAUSAL_LM",
-    )  # fmt: skip
+    )
     model = get_peft_model(model, settings).to(rt.device)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, fused=True)
-    n_targets = sum(int((example.targets >= 0).sum()) for example in examples)
+    factors = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(factors, lr=1e-3, fused=True)
+    n_targets = count_targets(examples)
     micros = [padded(examples[i : i + 8]) for i in range(0, len(examples), 8)]
 
     def step() -> float:
         loss = torch.zeros((), device=rt.device)
         for micro in micros:
-            idx, mask, labels = (part.to(rt.device) for part in micro)
+            inputs = {name: tensor.to(rt.device) for name, tensor in micro.items()}
             with torch.autocast(rt.device.type, dtype=dtype, enabled=dtype != torch.float32):
-                mean = model(input_ids=idx, attention_mask=mask, labels=labels).loss
-            micro_loss = mean * ((labels >= 0).sum() / n_targets)
+                mean = model(**inputs).loss
+            micro_loss = mean * ((inputs["labels"] >= 0).sum() / n_targets)
             micro_loss.backward()
             loss += micro_loss.detach()
         optimizer.step()
@@ -113,9 +131,13 @@ def peft_step(base: GPT, examples: list[Example], dtype: torch.dtype, rt: Runtim
     return step
 
 
-def padded(examples: list[Example]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(ids, mask, labels), each (B, T), as transformers takes them: it shifts the labels by itself."""
-    ids = [torch.tensor([*e.idx, max(e.targets[-1], 0)]) for e in examples]
-    labels = [torch.tensor([-100, *e.targets]) for e in examples]
+def padded(examples: list[Example]) -> dict[str, torch.Tensor]:
+    """(B, T) each, as transformers takes them: it shifts the labels by itself."""
+    ids = [torch.tensor([*example.idx, max(example.targets[-1], 0)]) for example in examples]
+    labels = [torch.tensor([-100, *example.targets]) for example in examples]
     pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
-    return pad(ids), pad([torch.ones_like(row) for row in ids]), pad(labels, padding_value=-100)
+    return dict(
+        input_ids=pad(ids),
+        attention_mask=pad([torch.ones_like(row) for row in ids]),
+        labels=pad(labels, padding_value=-100),
+    )

@@ -27,17 +27,22 @@ class Config(Common):
 
 
 def run(config: Config, rt: Runtime) -> Iterator[dict]:
-    card = config.card or (torch.cuda.get_device_name(rt.device) if rt.device.type == "cuda" else "H100")
-    if (found := peaks(card)) is None:
+    card = config.card or "H100"
+    if not config.card and rt.device.type == "cuda":
+        card = torch.cuda.get_device_name(rt.device)
+    known = peaks(card)
+    if known is None:
         raise UserError(f"--card {card} is not in the table of machine/runtime.py; give another name, such as H100")
-    shape, milliseconds = GPTConfig(vocab_size=50304, **model_sizes(config.size)), {}
-    print(f"{card}: {found[0] / 1e12:,.0f} TFLOP/s, {found[1] / 1e9:,.0f} GB/s; {STEP:,} tokens a step")
+    flops, bandwidth = known  # per second
+    shape = GPTConfig(vocab_size=50304, **model_sizes(config.size))
+    print(f"{card}: {flops / 1e12:,.0f} TFLOP/s, {bandwidth / 1e9:,.0f} GB/s; {STEP:,} tokens per step")
+    milliseconds = {}
     for name, (bound, work) in step_parts(shape, shape.n_positions).items():
-        at_peak = 1e3 * work / found[bound == "memory"]
+        at_peak = 1e3 * work / (bandwidth if bound == "memory" else flops)
         milliseconds[name] = at_peak / REACHED[bound]
         yield dict(name=name, bound_by=bound, tera=work / 1e12, ms_at_peak=at_peak, ms=milliseconds[name])
     total = sum(milliseconds.values()) / BUSY
-    least = 1e3 * STEP * token_flops(shape, shape.n_positions) / found[0]
+    least = 1e3 * STEP * token_flops(shape, shape.n_positions) / flops
     for name, saved in {"the step": 0.0, **savings(milliseconds)}.items():
         total -= saved
         yield dict(name=name, ms=total, tokens_per_second=round(1e3 * STEP / total), mfu=least / total)

@@ -9,6 +9,7 @@ Rates count new tokens, so that of recomputing falls with --new_tokens.
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -27,29 +28,29 @@ class Config(Common):
 
 def run(config: Config, rt: Runtime) -> Iterator[dict]:
     warnings.simplefilter("ignore")
-    cuda, n = rt.device.type == "cuda", config.new_tokens
-    dtype = torch.bfloat16 if cuda else torch.float32
+    n = config.new_tokens
+    if rt.device.type == "cuda":
+        dtype, batch_sizes = torch.bfloat16, (1, 64)
+    else:
+        dtype, batch_sizes = torch.float32, (4,)
     torch.manual_seed(0)
     model = GPT(GPTConfig(**model_sizes(config.size))).to(rt.device, dtype).eval()
-    for batch_size in (1, 64) if cuda else (4,):
+    for batch_size in batch_sizes:
         prompts = torch.randint(50257, (batch_size, 16), device=rt.device)
         contestants = {
-            "recomputing the context": recomputing(model, prompts, n),
+            "recomputing the context": partial(recompute, model, prompts, n),
             "transformers generate": built_late(generating, model_sizes(config.size), dtype, prompts, n),
-            "this project": own(model, prompts.tolist(), n),
+            "this project": partial(generate_all, model, prompts.tolist(), n),
         }
         contestants = {f"{name}, {batch_size} texts": run for name, run in contestants.items()}
         yield from rates(contestants, config.repeats, rt, batch_size * n, "tokens/s")
 
 
-def recomputing(model: GPT, idx: torch.Tensor, n: int) -> Callable[[], None]:
-    @torch.no_grad()
-    def run() -> None:
-        x = idx  # (B, T), a column longer with every token
-        for _ in range(n):
-            x = torch.cat([x, model(x)[:, -1].argmax(-1, keepdim=True)], dim=1)
-
-    return run
+@torch.no_grad()
+def recompute(model: GPT, idx: torch.Tensor, n: int) -> None:
+    for _ in range(n):
+        likeliest = model(idx)[:, -1].argmax(-1, keepdim=True)  # (B, 1)
+        idx = torch.cat([idx, likeliest], dim=1)
 
 
 def generating(shape: dict, dtype: torch.dtype, idx: torch.Tensor, n: int) -> Callable[[], object]:
@@ -57,8 +58,9 @@ def generating(shape: dict, dtype: torch.dtype, idx: torch.Tensor, n: int) -> Ca
 
     reference = GPT2LMHeadModel(GPT2Config(**shape)).to(idx.device, dtype).eval()
     options = dict(max_new_tokens=n, min_new_tokens=n, do_sample=False, pad_token_id=0)
-    return lambda: reference.generate(idx, attention_mask=torch.ones_like(idx), **options)
+    return partial(reference.generate, idx, attention_mask=torch.ones_like(idx), **options)
 
 
-def own(model: GPT, prompts: list[list[int]], n: int) -> Callable[[], None]:
-    return lambda: list(generate(model, prompts, n, temperature=0))
+def generate_all(model: GPT, prompts: list[list[int]], n: int) -> None:
+    for _ in generate(model, prompts, n, temperature=0):
+        pass

@@ -51,7 +51,8 @@ def run(config: Config, rt: Runtime) -> Iterator[dict]:
     model = GPT(GPTConfig(**model_sizes(config.size), vocab_size=50304)).to(rt.device)
     try:
         with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-            for name, seconds in save_in_turn(constants, model, Runtime.setup(rt.device.type, shard=config.shard)):
+            sharded = Runtime.setup(rt.device.type, shard=config.shard)
+            for name, seconds in save_in_turn(constants, model, sharded):
                 yield dict(name=name, median=f"{statistics.median(seconds):.4f} s", seconds=seconds)
     finally:
         if rt.is_main:
@@ -60,11 +61,13 @@ def run(config: Config, rt: Runtime) -> Iterator[dict]:
 
 def save_in_turn(constants, model: GPT, rt: Runtime) -> Iterator[tuple[str, list[float]]]:
     """(what was timed, all its seconds so far), after every timing. `rt` has the precision of a run."""
-    forward = GPTWithLoss(model) if rt.mesh else rt.wrap(GPTWithLoss(model))
+    loss_fn = GPTWithLoss(model)
     if rt.mesh:
-        shard(forward, model.transformer.h, rt)
+        shard(loss_fn, model.transformer.h, rt)
+    else:
+        loss_fn = rt.wrap(loss_fn)
     optimizer = make_optimizer(model, constants, rt)
-    step = training_step(forward, optimizer, rt)
+    step = training_step(loss_fn, optimizer, rt)
     step()  # makes the moments
     files = ModelFiles(model, Tokenizer.train(["a"], 257), rt.is_main)
     facts = dict(parameters=model.num_params(), flops_per_token=model.estimate_flops(model.config.n_positions))
@@ -75,26 +78,32 @@ def save_in_turn(constants, model: GPT, rt: Runtime) -> Iterator[tuple[str, list
         found[name].append(timed(work, rt))
         return name, found[name]
 
+    def save_and_wait() -> None:
+        training.save()
+        training.catch_up()  # waits for the checkpoint to be on the disk
+
+    one = torch.ones((), device=rt.device)
     with training:
         for number, _ in training.steps(itertools.repeat([])):
             yield add("a step during a write" if number % 3 == 0 else "a step", step)
-            training.log_step(*torch.ones(2, device=rt.device), 0.0, torch.tensor(512))
+            training.log_step(one, one, 0.0, torch.tensor(512))
             if number % 3 == 1:
-                yield add("a checkpoint, waited for", lambda: (training.save(), training.catch_up()))
+                yield add("a checkpoint, waited for", save_and_wait)
             elif number % 3 == 2:
                 yield add("run.save() alone", training.save)
             else:
-                training.catch_up()  # waits for the checkpoint to be on the disk
+                training.catch_up()
 
 
-def training_step(forward: torch.nn.Module, optimizer, rt: Runtime) -> Callable[[], None]:
+def training_step(loss_fn: torch.nn.Module, optimizer, rt: Runtime) -> Callable[[], None]:
     idx = torch.randint(50257, (1, 512), device=rt.device)  # (B, T)
 
     def step() -> None:
         with rt.autocast():
-            loss = forward(idx, idx)
+            loss = loss_fn(idx, idx)
         optimizer.scale(loss).backward()
-        optimizer.step(finite=optimizer.clip_grad_norm(1.0).isfinite())
+        grad_norm = optimizer.clip_grad_norm(1.0)
+        optimizer.step(finite=grad_norm.isfinite())
         optimizer.zero_grad()
 
     return step

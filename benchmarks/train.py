@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.ladder import Rung, measure_step, mfu, model_shape, plain_step, random_tokens
+from benchmarks.ladder import Rung, Step, measure_step, mfu, model_shape, padded, plain_step, random_tokens
 from benchmarks.measure import Common, Size, failure, in_own_process, rate_row
 from cli import Count, Positive
 from corpus.order import to_inputs
@@ -35,8 +35,11 @@ class Config(Common):
 
 def run(config: Config, rt: Runtime) -> Iterator[dict]:
     shape = model_shape(config.size, rt)
-    shape["vocab_size"] = -(-shape["vocab_size"] // 128) * 128
-    batch_sizes = [config.batch_size] if config.batch_size else [64, 16] if rt.device.type == "cuda" else [16]
+    shape["vocab_size"] = padded(shape["vocab_size"])
+    if config.batch_size:
+        batch_sizes = [config.batch_size]
+    else:
+        batch_sizes = [64, 16] if rt.device.type == "cuda" else [16]
     for batch_size in batch_sizes:
         print(f"{shape}, batch size {batch_size}", flush=True)
         yield from compare(shape, batch_size, config, rt)
@@ -45,14 +48,14 @@ def run(config: Config, rt: Runtime) -> Iterator[dict]:
 def compare(shape: dict, batch_size: int, config: Config, rt: Runtime) -> Iterator[dict]:
     """A row after each process, with the ratio to the eager recipe once that has run."""
     turns: dict[str, list[dict]] = {}
-    makers, failed = contestants(shape, batch_size, rt), set()
+    makers = contestants(shape, batch_size, rt)
+    repeats = -(-config.repeats // config.turns)  # in each turn
     for _ in range(config.turns):
-        for name in (name for name in makers if name not in failed):
-            repeats = -(-config.repeats // config.turns)
+        for name, make in list(makers.items()):
             try:
-                found = in_own_process(measure_step, makers[name], batch_size, repeats, rt.device.type)
+                found = in_own_process(measure_step, make, batch_size, repeats, rt.device.type)
             except Exception as e:
-                failed.add(name)
+                del makers[name]
                 yield failure(f"{name}, B = {batch_size}", e)
                 continue
             turns.setdefault(name, []).append(found)
@@ -60,13 +63,17 @@ def compare(shape: dict, batch_size: int, config: Config, rt: Runtime) -> Iterat
 
 
 def rows_of(turns: dict[str, list[dict]], batch_size: int, shape: dict, rt: Runtime) -> Iterator[dict]:
+    n_tokens = batch_size * shape["n_positions"]
     seconds = {name: [s for turn in found for s in turn["seconds"]] for name, found in turns.items()}
-    rates = {name: [batch_size * shape["n_positions"] / s for s in found] for name, found in seconds.items()}
-    eager = [rate for name, found in rates.items() if "eager" in name for rate in found]
+    rates = {name: [n_tokens / s for s in found] for name, found in seconds.items()}
+    eager = [rate for name in rates if "eager" in name for rate in rates[name]]
     for name, found in turns.items():
         row = rate_row(f"{name}, B = {batch_size}", rates[name], eager, "tokens/s")
-        row |= dict(mfu=mfu(row["rate"], found[0]["flops"], rt), memory=max(turn["memory"] for turn in found))
-        yield row | dict(micro_batches=max(turn["n_micro"] for turn in found), seconds=seconds[name])
+        row["mfu"] = mfu(row["rate"], found[0]["flops"], rt)
+        row["memory"] = max(turn["memory"] for turn in found)
+        row["micro_batches"] = max(turn["n_micro"] for turn in found)
+        row["seconds"] = seconds[name]
+        yield row
 
 
 def contestants(shape: dict, batch_size: int, rt: Runtime) -> dict[str, Callable]:
@@ -84,16 +91,16 @@ def contestants(shape: dict, batch_size: int, rt: Runtime) -> dict[str, Callable
     return found
 
 
-def project_step(fp8: bool, shape: dict, batch_size: int, rt: Runtime) -> tuple[Callable[[int], torch.Tensor], float]:
-    """(function that makes one optimizer step in so many micro-batches and returns its loss, FLOPs per token), as
-    train_gpt2.py does it."""
+def project_step(fp8: bool, shape: dict, batch_size: int, rt: Runtime) -> Step:
+    """A step as train_gpt2.py makes it."""
     rt = Runtime.setup(rt.device.type, "auto", "auto")
-    sizes = {"sequence_length" if name == "n_positions" else name: size for name, size in shape.items()}
+    sizes = dict(shape)
+    sizes["sequence_length"] = sizes.pop("n_positions")
     sizes["total_batch_size"] = batch_size * sizes["sequence_length"]
-    written = replace(RECIPES["gpt2"], **sizes, micro_batch_size=batch_size, fp8=fp8)
-    config, settled_shape = resolve_config(written, set(), None, rt)
-    model = build_model(config, settled_shape, None).to(rt.device)
-    forward = rt.wrap(GPTWithLoss(model))
+    requested = replace(RECIPES["gpt2"], **sizes, micro_batch_size=batch_size, fp8=fp8)
+    config, model_config = resolve_config(requested, set(), None, rt)
+    model = build_model(config, model_config, None).to(rt.device)
+    loss_fn = rt.wrap(GPTWithLoss(model))
     optimizer = make_optimizer(model, config, rt)
     tokens = random_tokens(shape, batch_size, rt)  # (B, T + 1)
 
@@ -102,7 +109,7 @@ def project_step(fp8: bool, shape: dict, batch_size: int, rt: Runtime) -> tuple[
         batch = [to_inputs(windows) for windows in tokens.chunk(n_micro)]
         for idx, targets in batch:
             with rt.autocast():
-                loss = forward(idx, targets) / len(batch)
+                loss = loss_fn(idx, targets) / len(batch)
             optimizer.scale(loss).backward()
             total += loss.detach()
         grad_norm = optimizer.clip_grad_norm(config.grad_clip)

@@ -144,7 +144,7 @@ def door(capsys, monkeypatch, tmp_path):
      ["bpe", "--size", "tiny"], ["bpe", "--json", "no/such/file.json"], ["lab", "--seeds", "nan"],
      ["save", "--size", "gpt4"], ["roofline", "--card", "x"], ["ladder", "--batch_size", "-1"],
      ["bpe", "--data", "absent.txt"], ["record", "nowhere"], ["gpu"], ["gpu", "--out", "here", "--only", "nonsense"],
-     ["sweep", "--ranks", "-1"], ["sweep", "--adapter", "x", "--merge", "y"]],
+     ["sweep", "--lora_dims", "-1"], ["sweep", "--adapter", "x", "--merge", "y"]],
     ids=str,
 )  # fmt: skip
 def test_wrong_usage_is_one_line(door, args):
@@ -269,7 +269,7 @@ def test_windows_of_characters_score_each_one_once_after_a_character_of_context(
 
 
 def test_a_command_line_repeats_the_constants():
-    config = replace(sweep.Config(), lora_dim=2, targets=("c_fc", "c_attn"), rslora=True, max_lr=0.02, ranks=(1, 0))
+    config = replace(sweep.Config(), lora_dim=2, targets=("c_fc", "c_attn"), rslora=True, max_lr=0.02, lora_dims=(1, 0))
     parsed = parse_args(lora_finetune.Config, sweep.command_line(config, lora_dim=16, out_dir="out/r16")[2:])
     wanted = dict(targets=("c_fc", "c_attn"), rslora=True, max_lr=0.02)
     assert parsed == lora_finetune.Config(lora_dim=16, out_dir="out/r16", **wanted)
@@ -282,7 +282,7 @@ def test_the_sweep_compares_ranks_and_full_finetuning(tmp_path):
     tokenizer.save(tmp_path / "base")
     options = dict(base=tmp_path / "base", data=write_json(tmp_path / "rows.json", ROWS), out_dir=tmp_path / "sweep")
     options |= dict(max_steps=2, eval_interval=1, sample_tokens=8, dtype="float32", device="cpu")
-    succeed("bench.py", "sweep", "--ranks", "2", "0", **options)
+    succeed("bench.py", "sweep", "--lora_dims", "2", "0", **options)
     header, _, *lines = (tmp_path / "sweep/sweep.md").read_text().splitlines()
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (header, *lines)]
     low, full = (dict(zip(cells[0], line, strict=True)) for line in cells[1:])
