@@ -42,7 +42,7 @@ from tqdm import tqdm
 from bpe.tokenizer import Tokenizer, cpu_count, splitter, valid_unicode
 from cli import Count, Positive, Stopped, Tokens, UserError, counted, parse_args, script
 from corpus.encoders import Encode, choose_encoder, encoder, same_ids
-from corpus.manifest import read_manifest, summary
+from corpus.manifest import new_manifest, read_manifest, summary
 from corpus.shards import load_tokenizer, verify
 from corpus.sources import Source, SourceFile, Unit, arriving, discard, documents_of, find_source, text_size, units_of
 from corpus.writer import Writer, shard_dtype, shard_name
@@ -191,7 +191,8 @@ def write_shards(config: Config, source: Source, manifest: dict, tok: Tokenizer,
 
 
 def tokenize(unit: Unit, text_field: str, tok: Tokenizer, encode: Encode) -> tuple[np.ndarray, Counter]:
-    """The tokens of a unit as one array (n,), and how many documents were skipped for which reason."""
+    """tokens = [eot] + encode(text) for one document after the other of a unit, as one array (n,); and how many were
+    skipped, for which reason."""
     tokens = []
     skipped = Counter()
     for text, reason in documents_of(unit, text_field):
@@ -256,7 +257,7 @@ def start_workers(config: Config, tok: Tokenizer) -> Iterator[Callable[[Unit], F
         theirs.close()
         free.put(ours)
 
-    def ask(unit: Unit) -> tuple[np.ndarray, Counter]:
+    def ask(unit):
         connection = free.get()
         try:
             connection.send(unit)
@@ -319,8 +320,7 @@ def open_manifest(config: Config, out_dir: Path, tok: Tokenizer) -> dict:
     if found and not manifest:
         raise UserError(f"{found[0]} is in no manifest.json; give another --out_dir, or remove the shards there")
     if not manifest.get("shards"):  # nothing to continue, whatever the constants were
-        beginning = dict(file=0, unit=0, skip=0)
-        return constants | dict(tokens=0, documents=0, bytes=0, skipped={}, shards=[], next=beginning)
+        return new_manifest(**constants) | dict(next=dict(file=0, unit=0, skip=0))
     for key, value in constants.items():
         if manifest.get(key) != value:
             raise UserError(
@@ -362,7 +362,10 @@ def print_plan(config: Config, source: Source, manifest: dict, tokens: int) -> N
     sizes = sorted(file.bytes for file in source.files)
     commit = f" at {source.commit[:12]}" if source.commit else ""
     print(f"source  {manifest['source']}{commit}: {counted(len(sizes), 'file')}, {size(sum(sizes))}")
-    print(f"target  {out_dir}: about {tokens:,} tokens, in shards of {config.shard_size:,} {manifest['dtype']}")
+    about = tokens
+    if tokens < config.limit_tokens:  # an estimate, good for two digits
+        about = float(f"{tokens:.1e}")
+    print(f"target  {out_dir}: about {about:,.0f} tokens, in shards of {config.shard_size:,} {manifest['dtype']}")
     if 0 < tokens <= config.shard_size:  # 0 is unknown
         print(f"note    all of it would be validation; give --shard_size {-(-tokens // 10)} to leave some to train on")
     for_shards = max(tokens - manifest["tokens"], 0) * np.dtype(manifest["dtype"]).itemsize

@@ -11,6 +11,7 @@ import heapq
 import re
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import pairwise
 
 import regex
 
@@ -21,7 +22,8 @@ LONG_CHUNK = 24  # bytes from which merging uses a heap; below, a simple loop is
 # characters: first printable Latin-1 as itself, then the other bytes as U+0100, U+0101, ...
 PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 BYTE_ORDER = bytes(PRINTABLE + sorted(set(range(256)) - set(PRINTABLE)))  # rank -> byte
-BYTE_TO_RANK = bytes(BYTE_ORDER.index(b) for b in range(256))  # a table for bytes.translate
+BYTE_TO_RANK = bytes(map(BYTE_ORDER.index, range(256)))  # a table for bytes.translate
+SINGLE_BYTES = [bytes([b]) for b in BYTE_ORDER]  # the first 256 tokens
 
 
 # ---- split patterns
@@ -125,7 +127,7 @@ class Splitter:
             seen = as_of_unicode_16(text)
             chunks = self.compiled.findall(seen)
             if seen != text:
-                chunks = [text[m.start() : m.end()] for m in self.compiled.finditer(seen)]
+                chunks = [text[slice(*match.span())] for match in self.compiled.finditer(seen)]
         if not self.cut and sum(map(len, chunks)) < len(text):
             raise ValueError("the split pattern leaves out some of the text; end it with an alternative such as |.|\\n")
         return chunks
@@ -133,7 +135,10 @@ class Splitter:
     def blocks(self, text: str, size: int = BLOCK) -> Iterator[str]:
         """Parts of about `size` characters that together have the chunks of `text`."""
         start = 0
-        while self.cut and len(text) - start > size and (cut := self.cut.search(text, start + size)):
+        while self.cut and len(text) - start > size:
+            cut = self.cut.search(text, start + size)
+            if not cut:
+                break
             yield text[start : cut.start()]
             start = cut.start()
         yield text[start:]
@@ -170,7 +175,7 @@ def merge_chunk(chunk: bytes, rank_of: RankOfPair) -> list[int]:
         return merge_long(parts, rank_of)
     never = 1 << PLACE_BITS
     while len(parts) > 1:
-        ranks = [rank_of.get(pair, never) for pair in zip(parts, parts[1:], strict=False)]
+        ranks = [rank_of.get(pair, never) for pair in pairwise(parts)]
         new = min(ranks)
         if new == never:
             break
@@ -189,8 +194,7 @@ def merge_long(parts: list[int], rank_of: RankOfPair) -> list[int]:
     following = list(range(1, size + 1))
     previous = list(range(-1, size))
     parts.append(-1)  # ends the list on both sides: it follows the last part, and is parts[-1] for the first one
-    pairs = enumerate(zip(parts, parts[1:], strict=False))
-    due = [rank_of[pair] << PLACE_BITS | i for i, pair in pairs if pair in rank_of]
+    due = [rank_of[pair] << PLACE_BITS | i for i, pair in enumerate(pairwise(parts)) if pair in rank_of]
     heapq.heapify(due)
     while due:
         entry = heapq.heappop(due)

@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterable
 from itertools import permutations
 from pathlib import Path
 
-from bpe.chunks import BYTE_ORDER, KNOWN, PATTERNS, PRINTABLE, merge_chunk, splitter
+from bpe.chunks import BYTE_ORDER, KNOWN, PATTERNS, PRINTABLE, SINGLE_BYTES, merge_chunk, splitter
 
 ENDOFTEXT = "<|endoftext|>"
 Merges = list[tuple[bytes, bytes]]
@@ -30,7 +30,8 @@ Specials = Collection[str] | dict[str, int]
 Parts = tuple[Merges, str, Specials, dict[bytes, int]]  # merges, pattern, special tokens, ids of the others
 
 # GPT-2's characters for bytes: the printable ones of Latin-1 as themselves, the others as U+0100, U+0101, ...
-BYTE_TO_CHAR = {b: chr(b if i < len(PRINTABLE) else 256 + i - len(PRINTABLE)) for i, b in enumerate(BYTE_ORDER)}
+CODE_POINTS = [*PRINTABLE, *range(256, 512 - len(PRINTABLE))]
+BYTE_TO_CHAR = dict(zip(BYTE_ORDER, map(chr, CODE_POINTS), strict=True))
 CHAR_TO_BYTE = {c: b for b, c in BYTE_TO_CHAR.items()}
 
 # What tiktoken downloads for GPT-2, and its sha256 (tiktoken_ext/openai_public.py).
@@ -108,7 +109,8 @@ def to_tokenizers(tok):
     for special in tok.special_tokens:
         if special in vocab or not special.isascii() and set(special) <= CHAR_TO_BYTE.keys():
             raise ValueError(f"Hugging Face would take the special token {special!r} for bytes; choose another name")
-    theirs = Tokenizer(models.BPE(vocab | tok.special_tokens, [(show(a), show(b)) for a, b in tok.merges]))
+    merges = [(show(a), show(b)) for a, b in tok.merges]
+    theirs = Tokenizer(models.BPE(vocab | tok.special_tokens, merges))
     theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     if tok.pattern != PATTERNS["gpt2"][0]:
         try:
@@ -153,7 +155,9 @@ def read_json(file: Path) -> tuple:
         a, b = pair.split(" ") if isinstance(pair, str) else pair
         merges.append((unshow(a), unshow(b)))
     ids = {unshow(token): i for token, i in model["vocab"].items() if token not in special}
-    first = content["pre_tokenizer"].get("pretokenizers", [content["pre_tokenizer"]])[0]
+    first = content["pre_tokenizer"]
+    if "pretokenizers" in first:
+        first = first["pretokenizers"][0]
     pattern = first["pattern"]["Regex"] if first["type"] == "Split" else "gpt2"
     return (merges, pattern, special, ids), theirs
 
@@ -175,7 +179,7 @@ def unshow(token: str) -> bytes:
 
 def merges_of(tokens: Iterable[bytes]) -> Merges:
     """The merges that make `tokens`, in their order: the halves of each are what earlier merges leave of it."""
-    made = [bytes([b]) for b in BYTE_ORDER]
+    made = list(SINGLE_BYTES)
     merges = []
     rank_of = {}
     for token in tokens:
@@ -183,7 +187,8 @@ def merges_of(tokens: Iterable[bytes]) -> Merges:
         if len(halves) != 2:
             raise ValueError(f"the token {token!r} is not made of two earlier tokens")
         rank_of[tuple(halves)] = len(made)
-        merges.append((made[halves[0]], made[halves[1]]))
+        a, b = halves
+        merges.append((made[a], made[b]))
         made.append(token)
     return merges
 
@@ -198,7 +203,7 @@ def read_encoding(encoding) -> Parts:
 def to_ranks(tok) -> dict[bytes, int]:
     """token -> id, as tiktoken has it. Raises ValueError if its order does not imply the same merges."""
     tokens = [a + b for a, b in tok.merges]
-    ids = {token: tok.ordinary[token] for token in (*(bytes([b]) for b in BYTE_ORDER), *tokens)}
+    ids = {token: tok.ordinary[token] for token in SINGLE_BYTES + tokens}
     if sorted(tokens, key=ids.get) != tokens or merges_of(tokens) != tok.merges:
         raise ValueError("tiktoken merges in the order of ids, which this tokenizer does not")
     return ids
@@ -230,16 +235,16 @@ def get_encoding(name: str):
     except Exception as e:  # of requests, of the checksum, of the file system: the file is not available
         if name != "gpt2":
             raise ValueError(f"tiktoken has no encoding {name!r} in its cache, and cannot download it: {e}") from None
-        folder = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
-        folder = Path(folder or os.path.join(tempfile.gettempdir(), "data-gym-cache"))
-        files = " and ".join(
-            f"{address} (sha256 {checksum}) as {folder / hashlib.sha1(address.encode()).hexdigest()}"
-            for address, checksum in GPT2_FILES.items()
-        )
+        default = os.path.join(tempfile.gettempdir(), "data-gym-cache")
+        folder = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or default)
+        files = []
+        for address, checksum in GPT2_FILES.items():
+            name = hashlib.sha1(address.encode()).hexdigest()
+            files.append(f"{address} (sha256 {checksum}) as {folder / name}")
         raise ValueError(
-            f"GPT-2's vocabulary is not in tiktoken's cache and could not be downloaded ({type(e).__name__}); fetch it "
-            f"elsewhere, store {files}, and set TIKTOKEN_CACHE_DIR={folder}; or use a tokenizer.json, which needs no "
-            f"network"
+            f"GPT-2's vocabulary is not in tiktoken's cache and could not be downloaded ({type(e).__name__}); "
+            f"fetch it elsewhere, store {' and '.join(files)}, and set TIKTOKEN_CACHE_DIR={folder}; "
+            "or use a tokenizer.json, which needs no network"
         ) from None
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from bpe import formats
-from bpe.chunks import BLOCK, BYTE_ORDER, KNOWN, any_of, full_pattern, merge_chunk, splitter, valid_unicode
+from bpe.chunks import BLOCK, KNOWN, SINGLE_BYTES, any_of, full_pattern, merge_chunk, splitter, valid_unicode
 from bpe.formats import ENDOFTEXT, Specials
 from bpe.training import TIE_BREAKS, Options, cpu_count, learn
 
@@ -76,7 +76,7 @@ class Tokenizer:
         """
         self.merges = [(a, b) for a, b in merges]
         self.pattern = full_pattern(pattern)
-        tokens = [*(bytes([b]) for b in BYTE_ORDER), *(a + b for a, b in self.merges)]
+        tokens = SINGLE_BYTES + [a + b for a, b in self.merges]
         rank = {token: i for i, token in enumerate(tokens)}
         if len(rank) < len(tokens):
             raise ValueError("two merges make the same token")
@@ -84,15 +84,19 @@ class Tokenizer:
             self._rank_of_pair = {(rank[a], rank[b]): 256 + i for i, (a, b) in enumerate(self.merges)}
         except KeyError as e:
             raise ValueError(f"a merge uses the token {e}, which is neither a byte nor made by a merge") from None
-        ids = rank if ids is None else ids
-        if missing := [token for token in tokens if token not in ids]:
-            raise ValueError(f"{len(missing)} tokens are not in the vocabulary, for instance {missing[0]!r}")
-        by_rank = [ids[token] for token in tokens]
-        self._ids = None if by_rank == list(range(len(tokens))) else by_rank  # rank -> id; None where they are the same
+        if ids is None:
+            ids = rank
+        for token in tokens:
+            if token not in ids:
+                raise ValueError(f"the token {token!r} is not in the vocabulary")
+        self._ids = [ids[token] for token in tokens]  # rank -> id; None where they are the same
+        if self._ids == list(range(len(tokens))):
+            self._ids = None
         if isinstance(special_tokens, str):
             special_tokens = (special_tokens,)
         if not isinstance(special_tokens, dict):
-            special_tokens = {s: i for i, s in enumerate(dict.fromkeys(special_tokens), max(ids.values()) + 1)}
+            next_id = max(ids.values()) + 1
+            special_tokens = {s: i for i, s in enumerate(dict.fromkeys(special_tokens), next_id)}
         check_ids([*ids.values(), *special_tokens.values()])
         if "" in special_tokens or b"" in ids:
             raise ValueError("a token is empty")
@@ -144,8 +148,11 @@ class Tokenizer:
 
     def encode_ordinary(self, text: str) -> list[int]:
         """Ids of `text`; special tokens in it are text like any other."""
-        chunks = chain.from_iterable(map(self._splitter.split, self._splitter.blocks(valid_unicode(text))))
-        return list(chain.from_iterable(map(self._cache.__getitem__, chunks)))
+        ids = []
+        for block in self._splitter.blocks(valid_unicode(text)):
+            chunks = self._splitter.split(block)
+            ids += chain.from_iterable(map(self._cache.__getitem__, chunks))
+        return ids
 
     def encode(self, text: str, *, allowed_special: Names = (), disallowed_special: Names = "all") -> list[int]:
         """Ids of `text`. Special tokens in `allowed_special` (a collection, or "all") become their ids.
@@ -219,7 +226,9 @@ class Tokenizer:
 
     def _encode_chunk(self, chunk: str) -> list[int]:
         ranks = merge_chunk(chunk.encode(), self._rank_of_pair)
-        return ranks if self._ids is None else [self._ids[r] for r in ranks]
+        if self._ids is None:
+            return ranks
+        return [self._ids[rank] for rank in ranks]
 
     # ---- decoding
 
@@ -320,8 +329,9 @@ class StreamDecoder:
 
 def check_ids(ids: list[int]) -> None:
     """Raises ValueError for an id that is not a whole number in range, or that occurs twice."""
-    if strange := [i for i in ids if type(i) is not int or not 0 <= i <= HIGHEST_ID]:
-        raise ValueError(f"an id is {strange[0]!r}, and not a whole number from 0 to {HIGHEST_ID:,}")
+    for i in ids:
+        if type(i) is not int or not 0 <= i <= HIGHEST_ID:
+            raise ValueError(f"an id is {i!r}, and not a whole number from 0 to {HIGHEST_ID:,}")
     if len(set(ids)) < len(ids):
         raise ValueError("two tokens have the same id")
 

@@ -128,10 +128,11 @@ def limit(texts: Iterator[str], max_bytes: int) -> Iterator[str]:
     left = max_bytes or sys.maxsize
     for text in texts:
         data = text.encode("utf-8", "replace")
-        yield text if len(data) <= left else data[:left].decode("utf-8", "ignore")
-        left -= len(data)
-        if left <= 0:
+        if len(data) >= left:
+            yield data[:left].decode("utf-8", "ignore")
             return
+        yield text
+        left -= len(data)
 
 
 class Split:
@@ -181,8 +182,10 @@ def report(tok: Tokenizer, held_out: list[str]) -> None:
         print(" vocabulary  bytes/token  characters/token")
         for size, bytes_per_token, chars_per_token in compression(tok, held_out):
             print(f"{size:>11,}  {bytes_per_token:>11.2f}  {chars_per_token:>16.2f}")
-    tokens = sorted((a + b for a, b in tok.merges), key=lambda token: (-len(token), token))
-    print("\nlongest tokens\n  " + "  ".join(map(visible, tokens[:20])))
+    tokens = [a + b for a, b in tok.merges]
+    tokens.sort(key=lambda token: (-len(token), token))
+    longest = "  ".join(map(visible, tokens[:20]))
+    print(f"\nlongest tokens\n  {longest}")
 
 
 def compression(tok: Tokenizer, texts: list[str]) -> Iterator[tuple[int, float, float]]:

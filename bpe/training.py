@@ -31,7 +31,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from bpe.chunks import BLOCK, BYTE_ORDER, BYTE_TO_RANK, any_of, splitter, valid_unicode
+from bpe.chunks import BLOCK, BYTE_ORDER, BYTE_TO_RANK, SINGLE_BYTES, any_of, splitter, valid_unicode
 
 TIE_BREAKS = ("lowest_id", "greatest_bytes")
 
@@ -47,11 +47,18 @@ class Options:
 
 
 def cpu_count() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def learn(
-    texts: Iterable[str], n_merges: int, pattern: str, specials: tuple[str, ...], tie_break: str, options: Options
+    texts: Iterable[str],
+    n_merges: int,
+    pattern: str,
+    specials: tuple[str, ...],
+    tie_break: str,
+    options: Options,
 ) -> list[tuple[bytes, bytes]]:
     """The first `n_merges` merges, or all there are. Texts are read once; special tokens in them are left out."""
     gc.disable()  # training makes millions of lists, none of them in a cycle; looking for cycles takes a fifth of it
@@ -60,13 +67,15 @@ def learn(
         # as bytes, in an order that does not depend on which process counted them
         chunks = {chunk.encode(): counts[chunk] for chunk in sorted(counts)}
         found = islice(find_merges(chunks, tie_break), n_merges)
-        tokens = [bytes([b]) for b in BYTE_ORDER]
+        tokens = list(SINGLE_BYTES)
         merges = []
-        for a, b, count in tqdm(found, "merge", n_merges, disable=not options.progress, leave=False):
-            merges.append((tokens[a], tokens[b]))
-            tokens.append(tokens[a] + tokens[b])
+        for i, j, count in tqdm(found, "merge", n_merges, disable=not options.progress, leave=False):
+            a = tokens[i]
+            b = tokens[j]
+            merges.append((a, b))
+            tokens.append(a + b)
             if options.on_merge:
-                options.on_merge(tokens[a], tokens[b], count)
+                options.on_merge(a, b, count)
     finally:
         gc.enable()
     return merges
@@ -77,7 +86,8 @@ def learn(
 
 def count_chunks(texts: list[str], pattern: str) -> Counter[str]:
     """How often each chunk occurs."""
-    return Counter(chain.from_iterable(map(splitter(pattern).split, texts)))
+    chunks = map(splitter(pattern).split, texts)
+    return Counter(chain.from_iterable(chunks))
 
 
 def batches(texts: Iterable[str], pattern: str, specials: tuple[str, ...], size: int) -> Iterator[list[str]]:
@@ -88,13 +98,14 @@ def batches(texts: Iterable[str], pattern: str, specials: tuple[str, ...], size:
         parts = [text]
         if any(s in text for s in specials):
             parts = any_of(specials).split(text)[::2]
-        for block in chain.from_iterable(splitter(pattern).blocks(part, size) for part in parts):
-            batch.append(block)
-            n += len(block)
-            if n >= size:
-                yield batch
-                batch = []
-                n = 0
+        for part in parts:
+            for block in splitter(pattern).blocks(part, size):
+                batch.append(block)
+                n += len(block)
+                if n >= size:
+                    yield batch
+                    batch = []
+                    n = 0
     yield batch
 
 
@@ -129,15 +140,16 @@ def count_in_parallel(texts: Iterable[str], pattern: str, specials: tuple[str, .
     processes = []
     of_thread = threading.local()
 
-    def start() -> None:
+    def start():
         of_thread.process = counting_process()
         processes.append(of_thread.process)
 
-    def count_elsewhere(batch: list[str]) -> dict[str, int]:
+    def count_elsewhere(batch):
+        process = of_thread.process
         try:
-            of_thread.process.stdin.write(json.dumps([batch, pattern]).encode() + b"\n")
-            of_thread.process.stdin.flush()
-            return json.loads(of_thread.process.stdout.readline())
+            process.stdin.write(json.dumps([batch, pattern]).encode() + b"\n")
+            process.stdin.flush()
+            return json.loads(process.stdout.readline())
         except (OSError, ValueError):  # it has died: counting here is slower, but no reason to stop
             return count_chunks(batch, pattern)
 
@@ -189,7 +201,8 @@ class Corpus:
 
     def __init__(self, chunks: dict[bytes, int]):
         lengths = np.array(list(map(len, chunks)), np.int64)
-        at = np.arange(lengths.sum()) + np.repeat(np.arange(1, len(chunks) + 1), lengths)  # a gap before each chunk
+        gaps = np.repeat(np.arange(1, len(chunks) + 1), lengths)  # one before each chunk
+        at = np.arange(len(gaps)) + gaps
         size = len(at) + len(chunks) + 1
         symbols = np.full(size, -1, np.int32)
         symbols[at] = np.frombuffer(b"".join(chunks).translate(BYTE_TO_RANK), np.uint8)
@@ -272,7 +285,7 @@ def find_merges(chunks: dict[bytes, int], tie_break: str) -> Iterator[tuple[int,
     # one, since the end mark is above all bytes
     order = [chr(255 - b) + "\u0100" for b in BYTE_ORDER]
 
-    def entry(pair: int) -> tuple:
+    def entry(pair):
         if tie_break == "lowest_id":
             return -counts[pair], pair
         return -counts[pair], order[pair >> PAIR_SHIFT] + order[pair & PAIR_MASK], pair

@@ -54,7 +54,10 @@ def main() -> None:
         raise UserError(f"--svg {config.svg} must end in .svg; give another name")
     tokenizers = load_both(config)
     texts = [valid_unicode(text) for text in (config.english, config.chinese) if text]
-    results = [split_up(name, tok, text) for text in texts for name, tok in tokenizers.items()]
+    results = []
+    for text in texts:
+        for name, tok in tokenizers.items():
+            results.append(split_up(name, tok, text))
     if not results:
         raise UserError("--english and --chinese are both empty; give a text")
     in_color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
@@ -63,8 +66,11 @@ def main() -> None:
         colored = "".join(f"{codes[i % len(codes)]}{piece}\x1b[0m" for i, piece in enumerate(pieces))
         print(f"{title}\n{colored if in_color else '|'.join(pieces)}\n")
     print(f"· is a token that ends in the middle of a character.\n{REASON}")
-    same = all(tok.decode(tok.encode_ordinary(text)) == text for text in texts for tok in tokenizers.values())
-    found = "all texts are the same." if same else "a text differs: this is a bug of ours."
+    found = "all texts are the same."
+    for text in texts:
+        for tok in tokenizers.values():
+            if tok.decode(tok.encode_ordinary(text)) != text:
+                found = "a text differs: this is a bug of ours."
     print(f"Decoded again, {found}")
     path = Path(config.tokenizer)
     picture = (path if path.is_dir() else path.parent) / "tokens.svg"
@@ -94,8 +100,10 @@ def split_up(name: str, tok: Tokenizer, text: str) -> tuple[str, list[str]]:
     completes the character shows it."""
     decoder = tok.stream_decoder()
     pieces = [decoder.push(i) or "·" for i in tok.encode_ordinary(text)]
-    rate = f"{len(text.encode()) / len(pieces):.2f} bytes and {len(text) / len(pieces):.2f} characters per token"
-    title = f"{name} ({len(tok):,} tokens): {len(pieces)} tokens, {rate}"
+    title = (
+        f"{name} ({len(tok):,} tokens): {len(pieces)} tokens, {len(text.encode()) / len(pieces):.2f} bytes "
+        f"and {len(text) / len(pieces):.2f} characters per token"
+    )
     return title, [piece.replace("\n", "⏎").replace("\t", "⇥") for piece in pieces]
 
 
@@ -123,8 +131,9 @@ def draw_svg(results: list[tuple[str, list[str]]], path: Path) -> None:
     style = 'width="900" font-family="monospace" font-size="15" style="background:#fff" xml:space="preserve">'
     # as well as xml:space: some browsers follow only one of the two and would drop the space that a token begins with
     spaces = "<style>text { white-space: pre }</style>"
+    lines = [f"{head} {style}", spaces, *parts, "</svg>\n"]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join([f"{head} {style}", spaces, *parts, "</svg>"]) + "\n", encoding="utf-8")
+    path.write_text("\n".join(lines), encoding="utf-8")
 
 
 def width(text: str) -> int:

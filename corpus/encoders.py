@@ -30,7 +30,7 @@ def encoder(tok: Tokenizer, name: str) -> Encode:
     elif name == "tiktoken":
         fast = partial(tok.to_tiktoken().encode_to_numpy, disallowed_special=())
 
-    def encode(text: str) -> np.ndarray:
+    def encode(text):
         with suppress(ValueError):  # tiktoken's regular expressions give up on a million blanks
             if fast:
                 return fast(text)

@@ -26,6 +26,10 @@ UNFINISHED = dict(
 )
 
 
+def new_manifest(**constants) -> dict:
+    return constants | dict(tokens=0, documents=0, bytes=0, skipped={}, shards=[])
+
+
 def read_manifest(directory: Path) -> dict:
     """`manifest.json` of a shard directory; {} if there is none. Raises UserError for a damaged one.
 

@@ -10,6 +10,7 @@ This file knows nothing of torch, models or training.
 import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from tqdm import tqdm
 
 from bpe.tokenizer import Tokenizer
 from cli import UserError
-from corpus.manifest import read_manifest, save_manifest, summary
+from corpus.manifest import new_manifest, read_manifest, save_manifest, summary
 from corpus.sources import decode, documents, readable
 from corpus.stream import TokenStream, ds_metadata, find_shards
 from corpus.writer import shard_dtype
@@ -36,8 +37,7 @@ def origin(data: Path) -> tuple[dict, str]:
         return {}, ""
     known = ("source", "commit", "tokens", "documents", "bytes", "tokenizer")
     about = {key: manifest[key] for key in known if manifest.get(key)}
-    on_hub = "source" in about and "commit" in about
-    name = "/".join(about["source"].split("/")[:2]) if on_hub else ""
+    name = "/".join(manifest["source"].split("/")[:2]) if "commit" in about else ""
     return about | {"manifest.json": sha256(file)}, name
 
 
@@ -187,7 +187,7 @@ def prepare_text(text_file: str, tokenizer: str, vocab_size: int, cache: Path) -
         except ValueError as e:
             raise UserError(f"--tokenizer train --vocab_size {vocab_size}: {e}") from e
         parts = {"val": text[split:], "train": text[:split]}
-        write_atomically(directory, lambda path: write_text_shards(path, parts, tok, source.name))
+        write_atomically(directory, partial(write_text_shards, parts=parts, tok=tok, source=source.name))
     return directory
 
 
@@ -211,7 +211,7 @@ def read_text(text_file: str) -> str:
 
 def write_text_shards(directory: Path, parts: dict[str, str], tok: Tokenizer, source: str) -> None:
     """One shard for each split, tokenizer.json and manifest.json."""
-    manifest = dict(source=source, tokenizer=tok.fingerprint, tokens=0, documents=0, bytes=0, skipped={}, shards=[])
+    manifest = new_manifest(source=source, tokenizer=tok.fingerprint)
     for number, (split, part) in enumerate(parts.items()):
         texts = documents(part)
         ids = []

@@ -57,7 +57,10 @@ AFTER_BLANK_LINES = re.compile(r"(?:(?<=\n\n\n)|(?<=\n\r\n\r\n))(?=[^\r\n])")
 
 def kind_of(name: str) -> str:
     """`.jsonl.gz` of `a/b.jsonl.gz`; empty for a file of no kind that can be read."""
-    return next((kind for kind in KINDS if name.endswith(kind)), "")
+    for kind in KINDS:
+        if name.endswith(kind):
+            return kind
+    return ""
 
 
 # ------------------------------------------------------------------------------------------------ source -> files
@@ -79,7 +82,10 @@ def find_source(patterns: tuple[str, ...], revision: str = "main") -> Source:
     """The files of local paths, folders and globs, or of a dataset of the hub at `revision`. Raises UserError."""
     if len(patterns) == 1 and on_hub(patterns[0]):
         return hub_source(patterns[0], revision)
-    return Source([local_file(path) for pattern in patterns for path in local_paths(pattern)])
+    paths = []
+    for pattern in patterns:
+        paths += local_paths(pattern)
+    return Source(list(map(local_file, paths)))
 
 
 def on_hub(pattern: str) -> bool:
@@ -134,14 +140,23 @@ def hub_source(name: str, revision: str) -> Source:
         hf_raise_for_status(answer)
         info = DatasetInfo(**answer.json())
     known = [hub_file(sibling) for sibling in info.siblings or []]
-    known = [file for file in known if kind_of(file.name) and not {"..", "/"} & {*Path(file.name).parts}]
+    known = [file for file in known if kind_of(file.name) and stays_below(file.name)]
     files = [file for file in known if fnmatch(file.name, folder) or fnmatch(file.name, f"{folder}/*")]
     files = [file for file in files if re.search("(?<![a-z])train", file.name)] or files
     if not files:
-        folders = ", ".join(sorted({os.path.dirname(file.name) or "." for file in known})[:9]) or "no folder"
-        raise UserError(f"{repo} has no data file in {folder}; it has some in {folders}: add one to its name")
-    kind = min((kind_of(file.name) for file in files), key=[*KINDS].index)
-    return Source(sorted(file for file in files if kind_of(file.name) == kind), repo, info.sha or revision)
+        folders = {os.path.dirname(file.name) or "." for file in known}
+        some = ", ".join(sorted(folders)[:9]) or "no folder"
+        raise UserError(f"{repo} has no data file in {folder}; it has some in {some}: add one to its name")
+    kinds = {kind_of(file.name) for file in files}
+    kind = min(kinds, key=[*KINDS].index)
+    files = sorted(file for file in files if kind_of(file.name) == kind)
+    return Source(files, repo, info.sha or revision)
+
+
+def stays_below(name: str) -> bool:
+    """False for a path that leads out of the folder of downloads."""
+    parts = Path(name).parts
+    return ".." not in parts and "/" not in parts
 
 
 def hub_file(sibling) -> SourceFile:
@@ -316,7 +331,8 @@ def text_column(file: pq.ParquetFile, path: Path, text_field: str) -> int:
     if text_field not in texts:
         remedy = f"--text_field one of {', '.join(texts)}" if texts else "another file"
         raise UserError(f"{path} has no column {text_field!r} of text; give {remedy}")
-    return [file.schema.column(i).path for i in range(len(file.schema))].index(text_field)
+    columns = map(file.schema.column, range(len(file.schema)))
+    return [column.path for column in columns].index(text_field)
 
 
 def stream_units(path: Path, place: Callable[[bytes], int]) -> Iterator[Unit]:
@@ -340,7 +356,9 @@ def end_of_match(block: bytes, pattern: re.Pattern) -> int:
     """Where the first match ends, in bytes; 0 if there is none."""
     text = block.decode("utf-8", "surrogateescape")  # the first 3 bytes may end a character of the previous block
     match = pattern.search(text, 4)
-    return len(text[: match.end()].encode("utf-8", "surrogateescape")) if match else 0
+    if not match:
+        return 0
+    return len(text[: match.end()].encode("utf-8", "surrogateescape"))
 
 
 def end_of_line(block: bytes) -> int:
@@ -378,7 +396,8 @@ def decode(content: bytes, at: int = 0) -> str:
 def documents(text: str) -> list[str]:
     """The pieces of a text that two or more blank lines separate; with those lines, so that they join to the text."""
     ends = [match.end() for match in BLANK_LINES.finditer(text)]
-    return [text[start:end] for start, end in pairwise([0, *ends, len(text)]) if start < end]
+    places = pairwise([0, *ends, len(text)])
+    return [text[start:end] for start, end in places if start < end]
 
 
 def text_of(line: bytes, text_field: str) -> tuple[str | None, str]:
@@ -387,7 +406,9 @@ def text_of(line: bytes, text_field: str) -> tuple[str | None, str]:
         text = json.loads(line.decode("utf-8-sig")).get(text_field)
     except (ValueError, AttributeError, RecursionError):
         return None, "broken line"
-    return (text, "") if isinstance(text, str) else (None, "no text")
+    if not isinstance(text, str):
+        return None, "no text"
+    return text, ""
 
 
 def texts_of(unit: Unit, text_field: str) -> list[str | None]:
@@ -395,7 +416,8 @@ def texts_of(unit: Unit, text_field: str) -> list[str | None]:
     if isinstance(unit.content, list):
         return unit.content
     file = open_parquet(unit.path, unit.path.stat().st_mtime_ns)
-    return file.read_row_group(unit.content, columns=[text_field], use_threads=False).column(0).to_pylist()
+    rows = file.read_row_group(unit.content, columns=[text_field], use_threads=False)
+    return rows.column(0).to_pylist()
 
 
 @lru_cache(maxsize=1)

@@ -15,6 +15,7 @@ import mmap
 import os
 import re
 from bisect import bisect_right
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -64,12 +65,13 @@ def open_shard(path: Path) -> np.ndarray:
     """A shard's tokens as a read-only memory map (n,) of uint16 or uint32. Raises UserError for a damaged file."""
     try:
         dtype, offset, shape = LAYOUTS[path.suffix](path)
-        if len(shape) != 1 or dtype not in (np.dtype("<u2"), np.dtype("<u4")):
+        if len(shape) != 1 or dtype not in ("<u2", "<u4"):
             raise ValueError(f"it holds {dtype} of shape {shape}, not a row of uint16 or uint32")
         # a truncated file, or one with a damaged header, maps as well, and would fail in the middle of a run
-        if path.stat().st_size != offset + shape[0] * dtype.itemsize:
-            raise ValueError(f"its header says {shape[0]} tokens of {dtype.itemsize} bytes, but the file size differs")
-        if shape[0] == 0:  # the system refuses to map an empty file
+        [n] = shape
+        if path.stat().st_size != offset + n * dtype.itemsize:
+            raise ValueError(f"its header says {n} tokens of {dtype.itemsize} bytes, but the file size differs")
+        if n == 0:  # the system refuses to map an empty file
             return np.zeros(0, dtype)
         return np.memmap(path, dtype, mode="r", offset=offset, shape=shape)
     except Exception as e:  # a damaged header makes NumPy raise nearly anything, SyntaxError and TypeError included
@@ -84,7 +86,7 @@ def npy_layout(path: Path) -> Layout:
 
 def bin_layout(path: Path) -> Layout:
     header = np.fromfile(path, "<i4", BIN_HEADER)  # fewer if the file is shorter
-    if len(header) < BIN_HEADER or header[0] != BIN_MAGIC or header[1] != 1:
+    if len(header) < BIN_HEADER or header[:2].tolist() != [BIN_MAGIC, 1]:
         raise ValueError(f"its header does not start with {BIN_MAGIC} and version 1")
     return np.dtype("<u2"), header.nbytes, (int(header[2]),)
 
@@ -131,7 +133,7 @@ class TokenStream:
         self._maps = [open_shard(path) for path in paths]
         self.shards = [np.asarray(m) for m in self._maps]  # plain arrays: slicing a np.memmap is slow
         self._unreleased = 0  # windows read since the last release
-        self.starts = np.cumsum([0] + [len(shard) for shard in self.shards]).tolist()  # of each shard, and the end
+        self.starts = [0, *accumulate(map(len, self.shards))]  # of each shard, and the end
         if len(self) < 2:
             raise UserError(f"{paths[0]} has {len(self)} tokens; a split needs at least two, an input and its target")
         self._compare_with_manifest()

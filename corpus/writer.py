@@ -117,5 +117,6 @@ class Writer:
 
 def shard_name(out_dir: Path) -> str:
     """The part of a shard's name before _val_ or _train_, which cannot be mistaken for these."""
-    name = re.sub(r"[^A-Za-z0-9.]+", "-", out_dir.resolve().name.removesuffix("_shards")).strip("-.") or "text"
+    name = out_dir.resolve().name.removesuffix("_shards")
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.") or "text"
     return name.replace("edu-fineweb10B", "edufineweb")

@@ -176,10 +176,11 @@ def test_usage_errors_are_one_line(tokenizer, tmp_path, capsys, monkeypatch, cha
 
 
 def test_dry_run_says_what_it_needs_and_writes_nothing(corpus, tokenizer, tmp_path):
-    words = options(corpus[0], tmp_path / "shards", tokenizer, dry_run=True, shard_size=10**7)
+    words = options(corpus[0], tmp_path / "shards", tokenizer, dry_run=True, shard_size=10**7, limit_tokens=12_345)
     result = succeed("fineweb.py", **words)
-    assert "12 files" in result.stdout and "are free" in result.stdout
-    assert "all of it would be validation; give --shard_size" in result.stdout
+    for said in ("12 files", "about 12,345 tokens", "24.7kB for shards, 0.00B for files under way", "are free"):
+        assert said in result.stdout
+    assert "all of it would be validation; give --shard_size 1235 to" in result.stdout
     assert not (tmp_path / "shards").exists()
 
 
