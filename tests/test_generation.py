@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from learning import evaluation
 from learning.evaluation import complete
 from learning.generation import KVCache, generate, next_logits, sample_tokens
 from machine.runtime import Runtime
@@ -112,3 +113,15 @@ def test_the_seed_decides_the_samples_of_training(small_tokenizer):
     rt, model = Runtime.setup("cpu"), small(vocab_size=384)
     one, other, again = (complete(model, small_tokenizer, ["A"], 8, rt, seed) for seed in (0, 1, 0))
     assert one == again != other
+
+
+def test_a_completion_starts_a_document_if_the_prompt_is_empty_and_ends_with_it(small_tokenizer, monkeypatch):
+    asked, eot = [], small_tokenizer.eot_token
+    steps = [[65, 66], [eot, 67], [eot, eot]]
+    monkeypatch.setattr(evaluation, "generate", lambda *args, **options: asked.append((args[1], options)) or steps)
+    assert complete(None, small_tokenizer, ["", "A"], 3, Runtime.setup("cpu"), 0) == [
+        small_tokenizer.decode(ids) for ids in ([65], [66, 67])
+    ]
+    ((prompts, options),) = asked
+    assert prompts == [[eot], small_tokenizer.encode_ordinary("A")]
+    assert (options["stop_token"], options["n_tokens"]) == (eot, len(small_tokenizer))

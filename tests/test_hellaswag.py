@@ -346,8 +346,8 @@ BAD = {
     "an empty ending": (dict(endings=["a", "b", "c", ""]), "four texts"),
     "no label": (dict(label=None), "label is None"),
     "a label out of range": (dict(label=4), "label is 4"),
-    "no context": (dict(ctx=None), "ctx is not text"),
-}
+    "a label that is true": (dict(label=True), "label is True"),
+} | {f"no {name}": ({name: None}, f"{name} is not text") for name in ("ctx", "ctx_a", "ctx_b", "activity_label")}
 
 
 @pytest.mark.parametrize("what", BAD)
