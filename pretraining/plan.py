@@ -18,18 +18,22 @@ In bytes, in a step of several micro-batches, so that gradients exist when the n
     optimizer    8 N, less 48 L C^2 with    the same / W                       the same / W
                  Muon: one moment, not two
 
-    activations  B T C (L (8 + 14 e) + 4 + 3 e). For its backward pass a block keeps of each token: two residuals in
-                 fp32 (8); the inputs of four matrices (1 + 1 + 1 + 4), q, k and v (3), the input of GELU (4). Naive
-                 attention keeps B T L (H T (4 + e) + C e) more, H T 4 of it if e is 4. With
-                 --activation_checkpointing a block keeps its input, 4 B T C, and one at a time recomputes the rest.
-    logits       of the n positions whose logits exist at once (loss.py): 8 n V for a copy in fp32 and its softmax,
-                 beside the sum of the projection's gradients, 4 V C; or their gradients, e n V, and that sum twice;
-                 or, when activations are gone, 12 V C: the gradients of the tied table's two uses, and their sum
+    activations  B T C (L (8 + 14 e) + 4 + 4 e) + B T L (16 + 4 H). For its backward pass a block keeps of each token:
+                 two residuals in fp32 (8); the inputs of four matrices (1 + 1 + 1 + 4), q, k and v (3), the input of
+                 GELU (4); mean and deviation of two norms (16) and the sum of each head's weights (4 H). Naive
+                 attention keeps B T L (H T e + C e) more, and on a GPU H T 4 for a softmax in fp32 if e is 2. With
+                 --activation_checkpointing a block keeps its input alone, 4 B T C.
+    logits       the largest of four moments: 8 n V + 4 V C, when the n positions whose logits exist at once (loss.py)
+                 have a copy in fp32 and its softmax, beside the sum of the projection's gradients; e n V + 8 V C, when
+                 they add to that sum; 8 V C and a block's recomputed activations, when the backward pass starts;
+                 12 V C, when activations are gone: the gradients of the tied table's two uses, and their sum.
+                 Besides e V C for the table in 16 bits
+    allocator    of PyTorch, on CUDA: 2% of what does not grow with B, which it rounds up, and cuBLAS's workspaces
 
-The sum is the peak, reached when the backward pass starts. When the optimizer steps, activations are gone; Muon then
-needs six times its largest stack of matrices of one shape. Not counted: dropout masks, the context of the device (0.5
-GB on CUDA), and fragmentation (5% is reserved for it). This is the peak without compilation, which the trial of
-micro-batches measures too; torch.compile needs less.
+The sum is the peak. When the optimizer steps, activations are gone; Muon then needs 6.5 times its largest stack of
+matrices of one shape. tests/fake_gpu compares all this with PyTorch's allocator. Not counted: dropout masks, the
+context of the device (0.5 GB on CUDA), and fragmentation (5% is reserved for it). This is the peak without compilation,
+which the trial of micro-batches measures too; torch.compile needs less.
 
 The time is an estimate, not a measurement, and leaves out what ranks spend on exchanging gradients: see `step_parts`.
 
@@ -52,6 +56,7 @@ from model import GPTConfig
 
 CARDS = ("B200", "H100", "A100", "L40S", "RTX 4090", "RTX 3090")
 DEVICES = (16, 24, 40, 80, 141)  # GB that GPUs come with
+WORKSPACES = 2 * 33_554_432  # bytes that cuBLAS takes on Hopper, for the forward and the backward pass; else a quarter
 MICRO_BATCHES = (1, 8, 64)
 RANKS = (1, 2, 4, 8)
 STEP = 2**16  # tokens of the step whose time is estimated: 64 sequences of 1,024
@@ -172,36 +177,50 @@ def state(shape: GPTConfig, layout: Layout) -> dict[str, int]:
     if layout.itemsize < 4:
         copies = 12 * L * C**2 * layout.itemsize
     if layout.shard == "none" or W == 1:
-        return dict(weights=4 * N + copies, gradients=4 * N * min(W, 2), optimizer=moments)
+        return dict(weights=4 * N, copies=copies, gradients=4 * N * min(W, 2), optimizer=moments)
     gathered = N
     if layout.shard == "full":  # two blocks at a time
         gathered = N - max(L - 2, 0) * (12 * C**2 + 13 * C)
     both = 4 * (N // W + gathered)
-    return dict(weights=both + copies, gradients=both, optimizer=moments // W)
+    return dict(weights=both, copies=copies, gradients=both, optimizer=moments // W)
 
 
 def needs(shape: GPTConfig, layout: Layout, n_sequences: int) -> dict[str, int]:
     """Bytes of each rank by kind, for micro-batches of `n_sequences`; their sum is the peak. See the top."""
     L, C, V = shape.n_layer, shape.n_embd, shape.vocab_size
     T, e = layout.sequence_length, layout.itemsize
-    a_block = (8 + 14 * e) * C
+    a_block = (8 + 14 * e) * C + 16 + 4 * shape.n_head
     if shape.attention == "naive":
-        a_score = 4 if e == 4 else 4 + e
+        a_score = e
+        if layout.device == "cuda" and e < 4:  # autocast's softmax is in fp32 there
+            a_score += 4
         a_block += shape.n_head * T * a_score + C * e
-    blocks = L * a_block
+    kept = L * a_block
+    recomputed = 0
     if layout.checkpointing:
-        blocks = L * 4 * C + a_block
-    activations = n_sequences * T * (blocks + (4 + 3 * e) * C)
-    n_positions = min(n_sequences * T, chunk_size(n_sequences * T, V, layout.device))
+        kept = L * 4 * C
+        recomputed = a_block
+    n_tokens = n_sequences * T
+    activations = n_tokens * (kept + (4 + 4 * e) * C)
+    found = state(shape, layout)
+    n_positions = min(n_tokens, chunk_size(n_tokens, V, layout.device))
     logits = max(
         8 * n_positions * V + 4 * V * C,
         e * n_positions * V + 8 * V * C,
+        n_tokens * recomputed + 8 * V * C,
         12 * V * C - activations,
     )
-    if layout.optimizer == "muon":  # one shape's gradients and momenta stacked, the update, and three products
-        stacks = 6 * 4 * 4 * L * C**2
-        logits = max(logits, stacks - activations)
-    return state(shape, layout) | dict(activations=activations, logits=logits)
+    if e < 4:  # the table in the dtype of products
+        logits += e * V * C
+    if (
+        layout.optimizer == "muon"
+    ):  # when it steps: gradients and momenta of one shape stacked, and what it makes of them
+        stacks = 6.5 * 4 * 4 * L * C**2
+        logits = max(logits, int(stacks) - activations - found["copies"])
+    found |= dict(activations=activations, logits=logits)
+    if layout.device == "cuda":
+        found["allocator"] = WORKSPACES + sum(state(shape, layout).values()) // 50
+    return found
 
 
 def memory_table(shape: GPTConfig, asked: Layout, batch: int, micro_batch: int) -> list[str]:
