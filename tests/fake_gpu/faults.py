@@ -1,0 +1,54 @@
+"""Defects that somebody could put into the training loop, for the checks to find; and one accident, a loss spike."""
+
+import torch
+import torch.distributed as dist
+
+import learning.loss
+from run.run import Run
+from run.spikes import SpikeDetector
+
+
+def at_the_end_of_step_3(action) -> None:
+    """Call `action(run, loss)` inside the body of the training loop."""
+    log_step = Run.log_step
+
+    def changed(run: Run, loss, *others) -> None:
+        if run.step == 3:
+            action(run, loss)
+        log_step(run, loss, *others)
+
+    Run.log_step = changed
+
+
+def waits_for_the_loss() -> None:
+    at_the_end_of_step_3(lambda run, loss: loss.item())
+
+
+def lonely_collective() -> None:
+    at_the_end_of_step_3(lambda run, loss: run.rt.is_main and dist.all_reduce(loss))
+
+
+def recompiles() -> None:
+    """As an evaluation would cause that leaves a global setting changed."""
+    at_the_end_of_step_3(lambda run, loss: torch.set_float32_matmul_precision("highest"))
+
+
+def sums_in_addmm() -> None:
+    """The sum of the projection's gradients, in one product that torch.compile cannot lower."""
+
+    def accumulate(total, a, b, *others):
+        return torch.addmm(total, a, b, out_dtype=total.dtype)
+
+    learning.loss.accumulate_matmul = accumulate
+
+
+def loss_spike() -> None:
+    """The sixth loss looks like one."""
+    add = SpikeDetector.add
+
+    def changed(detector: SpikeDetector, loss: float) -> bool:
+        add(detector, loss)
+        detector.seen = getattr(detector, "seen", 0) + 1
+        return detector.seen == 6
+
+    SpikeDetector.add = changed

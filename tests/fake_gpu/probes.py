@@ -1,0 +1,150 @@
+"""Checks that run no script of the project: parts of it, alone with the fake GPU. Each returns the text of its row."""
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import numpy as np
+import torch
+
+# private or recent operators that the project calls, and that a new version of PyTorch might not have
+OPERATORS = (
+    "mm.dtype", "_scaled_mm", "_fused_adamw_", "_foreach_norm.Scalar", "_foreach_mul_.Tensor",
+    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention",
+)  # fmt: skip
+
+
+def operators() -> str:
+    for name in OPERATORS:
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"), name
+    x = torch.ones(256, 256, device="cuda", dtype=torch.bfloat16)
+    assert torch.mm(x, x, out_dtype=torch.float32).dtype == torch.float32
+    one = torch.ones((), device="cuda")
+    e4m3 = x.to(torch.float8_e4m3fn).T
+    for left in (torch.float8_e4m3fn, torch.float8_e5m2):
+        torch._scaled_mm(x.to(left), e4m3, scale_a=one, scale_b=one, out_dtype=x.dtype, use_fast_accum=True)
+    return f"all {len(OPERATORS)} operators; code for {torch._C._cuda_getArchFlags()}"
+
+
+def prefetch() -> str:
+    """Pinned memory must not be filled again before its copy was made; with one buffer for all it is."""
+    from machine.runtime import prefetch
+
+    def batches() -> Iterator[list]:
+        for i in range(20):
+            yield [np.full((64, 1025), 8 * i + j) for j in range(8)]
+
+    def reused() -> Iterator[list]:
+        buffer = torch.empty(64, 1025, dtype=torch.int64, pin_memory=True)
+        for arrays in batches():
+            yield [buffer.copy_(torch.as_tensor(x)).to("cuda", non_blocking=True) for x in arrays]
+
+    ours = n_wrong(prefetch(batches(), torch.device("cuda", 0)))
+    control = n_wrong(reused())
+    assert ours == 0 < control
+    return f"{ours} of 160 tensors wrong; {control} if a pinned buffer is reused"
+
+
+def n_wrong(found: Iterator[list]) -> int:
+    kept = list(found)
+    torch.cuda.synchronize()
+    wrong = 0
+    for i, tensors in enumerate(kept):
+        for j, x in enumerate(tensors):
+            wrong += not (x.cpu() == 8 * i + j).all()
+    return wrong
+
+
+def flops() -> str:
+    """PyTorch counts what `estimate_flops` estimates, and the product that flash attention's backward pass repeats."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from model import GPT, GPTConfig, GPTWithLoss
+
+    with torch.device("cuda"):
+        loss_fn = GPTWithLoss(GPT(GPTConfig(vocab_size=50304)))
+        idx = torch.zeros(2, 1024, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter, torch.autocast("cuda", torch.bfloat16):
+        loss_fn(idx, idx).backward()
+    ratio = counter.get_total_flops() / idx.numel() / loss_fn.gpt.estimate_flops(1024)
+    assert 1 < ratio < 1.05
+    return f"counted / estimate_flops = {ratio:.4f}"
+
+
+class Trainer:
+    """The training of train_gpt2.py for the same command line, on random tokens and without files."""
+
+    def __init__(self, *words: str):
+        import train_gpt2 as script
+        from machine.runtime import Runtime
+
+        requested, overrides = script.read_command_line([*words, "--device", "cuda"])
+        self.rt = Runtime.setup("cuda", requested.dtype, requested.compile, requested.shard)
+        self.config, self.shape = script.resolve_config(requested, overrides, None, self.rt)
+        with torch.device("cuda"):
+            self.model = script.build_model(self.config, self.shape, None)
+        _, self.loss_fn = script.distribute(self.config, self.model, self.rt)
+        self.optimizer = script.make_optimizer(self.model, self.config, self.rt)
+        n_tokens = (self.config.micro_batch_size, self.config.sequence_length)
+        self.idx = torch.zeros(n_tokens, dtype=torch.long, device="cuda")
+
+    def micro_batch(self, last: bool) -> None:
+        self.rt.set_gradient_sync(self.loss_fn, last)
+        with self.rt.autocast():
+            loss = self.loss_fn(self.idx, self.idx)
+        self.optimizer.scale(loss).backward()
+
+    def step(self) -> None:
+        self.optimizer.set_lr(self.config.max_lr)
+        norm = self.optimizer.clip_grad_norm(self.config.grad_clip)
+        self.optimizer.step(finite=norm.isfinite())
+        self.optimizer.zero_grad()
+
+
+def memory(sizes: str, batches: str, *words: str) -> str:
+    """The allocator's peak against the table of --dry_run. Sizes and batches are lists with commas between."""
+    from pretraining.plan import Layout, needs
+
+    ratios = []
+    for size in sizes.split(","):
+        for rows in batches.split(","):
+            gc.collect()  # the trainer of the size before
+            torch.cuda.reset_peak_memory_stats()
+            trainer = Trainer(size, "--micro_batch_size", rows, *words)
+            for _ in range(2):
+                trainer.micro_batch(last=False)
+                trainer.micro_batch(last=True)
+                trainer.step()
+            config, rt = trainer.config, trainer.rt
+            layout = Layout(
+                config.sequence_length, ranks=rt.world_size, shard=rt.shard, optimizer=config.optimizer,
+                itemsize=rt.dtype.itemsize, checkpointing=config.activation_checkpointing,
+            )  # fmt: skip
+            table = sum(needs(trainer.shape, layout, int(rows)).values()) / 1e9
+            peak = torch.cuda.max_memory_allocated() / 1e9
+            print(f"{size} B={rows} {' '.join(words)}: peak {peak:.2f} GB, table {table:.2f}, {table / peak:.3f}")
+            ratios.append(table / peak)
+            del trainer
+            torch._dynamo.reset()
+    assert 1 <= min(ratios) and max(ratios) <= 1.05, f"table / peak is {min(ratios):.3f} to {max(ratios):.3f}"
+    return f"{len(ratios)} peaks; the table is {min(ratios):.3f} to {max(ratios):.3f} of them"
+
+
+def host(*words: str) -> str:
+    """What one core spends on launching a micro-batch and the optimizer's step, since kernels take no time."""
+    trainer = Trainer("gpt2", *words)
+    micro_batches, steps = [], []
+    for _ in range(6):
+        for last in (False, False, True):
+            micro_batches.append(seconds_of(partial(trainer.micro_batch, last)))
+        steps.append(seconds_of(trainer.step))
+    a_batch, a_step = np.median(micro_batches[9:]), np.median(steps[3:])
+    return f"{1e3 * a_batch:.1f} ms of a core for a micro-batch, {1e3 * a_step:.1f} ms for a step"
+
+
+def seconds_of(work: Callable) -> float:
+    """Of all threads of this process: the backward pass has its own."""
+    began = time.process_time()
+    work()
+    return time.process_time() - began

@@ -1,0 +1,138 @@
+"""One process with the fake GPU: runs a script of this project, and watches each optimizer step.
+
+    process.py train_gpt2.py gpt2 ...    # or a probe of probes.py, or pytest
+
+From the third step on, an operator of the training loop that waits for the GPU is an error, and so is a graph that has
+to be compiled. Each step prints a line that starts with [fake].
+"""
+
+import ctypes
+import os
+import pickle
+import runpy
+import sys
+import traceback
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+
+sys.path.insert(0, os.getcwd())
+
+import faults
+import probes
+
+from run.run import Run
+
+KINDS = ("ATen", "cuBLAS", "Triton", "NCCL")  # of launches, in the order of gpu.h
+library = ctypes.CDLL("libcuda.so.1")
+
+
+def main(words: list[str]) -> int:
+    imitate_cudnn()
+    if n_ranks := int(os.environ.get("WORLD_SIZE", 0)):
+        meet_nobody(n_ranks)
+    if fault := os.environ.get("FAKE_FAULT"):
+        getattr(faults, fault)()
+    watch_steps()
+    if words[0] == "pytest":
+        import pytest
+
+        return pytest.main(words[1:])
+    if hasattr(probes, words[0]):
+        print("[fake]", getattr(probes, words[0])(*words[1:]))
+        return 0
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
+    return 0
+
+
+def imitate_cudnn() -> None:
+    """cuDNN plans its attention on the card. Take shapes and strides from the operator's meta function instead."""
+    implementations = torch.library.Library("aten", "IMPL")
+
+    def on(device: str, x):
+        if not isinstance(x, torch.Tensor):
+            return x
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+
+    def register(name: str) -> None:
+        operator = getattr(torch.ops.aten, name).default
+
+        def empty(*args, **kwargs):
+            outputs = operator(*(on("meta", x) for x in args), **kwargs)
+            return tuple(on("cuda", x) for x in outputs)
+
+        implementations.impl(name, empty, "CUDA")
+
+    register("_scaled_dot_product_cudnn_attention")
+    register("_scaled_dot_product_cudnn_attention_backward")
+    imitate_cudnn.kept = implementations  # they last as long as this object
+
+
+def meet_nobody(n_ranks: int) -> None:
+    """Ranks run one after another. The store that they would share is a file, and so are the objects they broadcast."""
+    folder = Path(os.environ["FAKE_NCCL"])
+    store = dist.FileStore(str(folder / "store"), n_ranks)
+    numbers = count()
+
+    def broadcast_objects(objects: list, src: int = 0, **options) -> None:
+        file = folder / f"objects_{next(numbers)}"
+        if dist.get_rank() == src:
+            file.write_bytes(pickle.dumps(objects))
+        objects[:] = pickle.loads(file.read_bytes())
+        library.fake_note(b"broadcast of objects")
+
+    dist.rendezvous = lambda url, rank, world_size: iter([(store, rank, world_size)])
+    dist.broadcast_object_list = broadcast_objects
+    dist._verify_params_across_processes = lambda *args: None
+
+
+def launches() -> list[int]:
+    return [library.fake_launches(kind) for kind in range(len(KINDS))]
+
+
+def watch_steps() -> None:
+    """Between the start of a step and its `log_step` lies the body of the training loop."""
+    steps, log_step = Run.steps, Run.log_step
+
+    def strict(on: bool) -> None:
+        torch.cuda.set_sync_debug_mode("error" if on else "default")
+        torch._dynamo.config.error_on_recompile = on
+
+    before = {}
+
+    def watched_steps(run: Run, batches: Iterator) -> Iterator:
+        for step, batch in steps(run, batches):
+            before.update(launches=launches(), graphs=counters["stats"]["unique_graphs"])
+            strict(step >= 3)
+            yield step, batch
+
+    def watched_log_step(run: Run, *figures) -> None:
+        log_step(run, *figures)
+        strict(False)
+        graphs = counters["stats"]["unique_graphs"]
+        new = [f"{b - a} {kind}" for kind, a, b in zip(KINDS, before["launches"], launches(), strict=True)]
+        peak = torch.cuda.max_memory_allocated() / 1e9
+        breaks = sum(counters["graph_break"].values())
+        print(f"[fake] step {run.step}: {', '.join(new)}; peak {peak:.2f} GB; {graphs} graphs, {breaks} breaks")
+        if run.step >= 3 and graphs > before["graphs"]:
+            raise AssertionError(f"step {run.step} compiled {graphs - before['graphs']} more graphs")
+
+    Run.steps, Run.log_step = watched_steps, watched_log_step
+
+
+if __name__ == "__main__":
+    try:
+        status = main(sys.argv[1:])
+    except SystemExit as e:
+        status = e.code or 0
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(int(status))  # the fake GPU does not shut down in order
