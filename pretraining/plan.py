@@ -13,8 +13,8 @@ In bytes, in a step of several micro-batches, so that gradients exist when the n
     weights      4 N                        4 N / W, and 4 N gathered          4 N / W, and 4 N_root + 4 times two
                                                                                blocks gathered: this one and the next
     copies       of all matrices for the products, 12 L C^2 e, where e is 2
-    gradients    4 N; on several ranks      4 N + 4 N / W: sharded after       4 N / W, and 4 N_root + 4 times two
-                 8 N with DDP's buckets     the last micro-batch               blocks whole
+    gradients    4 N; on several ranks      4 N + 4 N / W: sharded after       4 N / W; in the backward pass those of
+                 8 N with DDP's buckets     the last micro-batch               two blocks are whole
     optimizer    8 N, less 48 L C^2 with    the same / W                       the same / W
                  Muon: one moment, not two
 
@@ -178,11 +178,12 @@ def state(shape: GPTConfig, layout: Layout) -> dict[str, int]:
         copies = 12 * L * C**2 * layout.itemsize
     if layout.shard == "none" or W == 1:
         return dict(weights=4 * N, copies=copies, gradients=4 * N * min(W, 2), optimizer=moments)
-    gathered = N
-    if layout.shard == "full":  # two blocks at a time
-        gathered = N - max(L - 2, 0) * (12 * C**2 + 13 * C)
-    both = 4 * (N // W + gathered)
-    return dict(weights=both, copies=copies, gradients=both, optimizer=moments // W)
+    if layout.shard == "optimizer":
+        both = 4 * (N // W + N)
+        return dict(weights=both, copies=copies, gradients=both, optimizer=moments // W)
+    gathered = N - max(L - 2, 0) * (12 * C**2 + 13 * C)  # two blocks at a time, and what is outside of them
+    weights = 4 * (N // W + gathered)
+    return dict(weights=weights, copies=copies, gradients=4 * (N // W), optimizer=moments // W)
 
 
 def needs(shape: GPTConfig, layout: Layout, n_sequences: int) -> dict[str, int]:
@@ -203,11 +204,14 @@ def needs(shape: GPTConfig, layout: Layout, n_sequences: int) -> dict[str, int]:
     n_tokens = n_sequences * T
     activations = n_tokens * (kept + (4 + 4 * e) * C)
     found = state(shape, layout)
+    two_blocks = 0
+    if layout.shard == "full" and layout.ranks > 1:
+        two_blocks = 4 * 2 * (12 * C**2 + 13 * C)
     n_positions = min(n_tokens, chunk_size(n_tokens, V, layout.device))
     logits = max(
         8 * n_positions * V + 4 * V * C,
         e * n_positions * V + 8 * V * C,
-        n_tokens * recomputed + 8 * V * C,
+        n_tokens * recomputed + 8 * V * C + two_blocks,
         12 * V * C - activations,
     )
     if e < 4:  # the table in the dtype of products
