@@ -1,4 +1,4 @@
-"""For `python -m pytest exercises`: skips functions that are not written yet, and lists all nine at the end."""
+"""For `python -m pytest exercises`: skips functions that are not written yet, and lists all of them at the end."""
 
 import pytest
 
@@ -17,8 +17,9 @@ def pytest_runtest_call(item):
 
 def pytest_runtest_logreport(report):
     if report.when == "call":
-        texts = {"passed": "right", "skipped": "not written yet", "failed": report.longreprtext}
-        LINES[report.nodeid.split("::test_")[-1]] = texts[report.outcome].strip().splitlines()[-1]
+        why = getattr(report.longrepr, "reprcrash", report.longrepr)  # of an exception its place and its text
+        texts = {"passed": "right", "skipped": "not written yet", "failed": str(why)}
+        LINES[report.nodeid.split("::test_")[-1]] = " ".join(texts[report.outcome].split())
 
 
 def pytest_terminal_summary(terminalreporter):

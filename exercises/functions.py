@@ -1,13 +1,14 @@
-"""Nine functions of this project for you to write, as README.md says. Tensors are float32, ids and targets int64.
+"""Eight functions and a class of this project for you to write, as README.md says.
 
-Shapes: B batch, H heads, T tokens, D channels of a head, C channels, V tokens of the vocabulary, N positions.
+Tensors are float32, ids and targets int64. Shapes: B batch, H heads, T tokens, D channels of a head, C channels, V
+tokens of the vocabulary, N positions.
 """
 
 from torch import Tensor, nn
 
 
 def merge(tokens: list[bytes], pair: tuple[bytes, bytes]) -> list[bytes]:
-    """A new list, in which the two tokens of `pair` are one wherever they are neighbours, from left to right.
+    """A new list, in which the first token of `pair` and the second behind it become one, from left to right.
 
     With the pair (t, h), the tokens t h e become th e. Training and encoding repeat this step (Sennrich et al. 2016,
     "Neural machine translation of rare words with subword units", section 3.2).
@@ -36,9 +37,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
     """The mean over N positions of -log softmax(x @ weight.T)[target], and its gradients: (loss, grad_x, grad_weight).
 
-    From x (N, C), weight (V, C) and targets (N,), with the logits of only `chunk` positions at a time: no tensor has
-    N x V numbers (Hsu et al. 2024, "Liger Kernel"). N need not be a multiple of `chunk`, and the gradient of the sum of
-    losses with respect to the logits is softmax(logits) - one_hot(target).
+    From x (N, C), weight (V, C) and targets (N,), with the logits of only `chunk` positions at a time: N x V
+    numbers are never in memory at once, not even in autograd's graph (Hsu et al. 2024, "Liger Kernel"). N need not be a
+    multiple of `chunk`. The gradient of the sum of losses by the logits is softmax(logits) - one_hot(target).
     """
     raise NotImplementedError
 

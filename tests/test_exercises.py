@@ -10,6 +10,7 @@ from functools import partial
 from textwrap import dedent
 from unittest.mock import Mock
 
+import numpy
 import pytest
 import torch
 
@@ -52,30 +53,46 @@ MISTAKES = """
 merge | 2 if found else 1 | 1 | two tokens further
 merge | == pair | == pair and len(merged) == i | only the first pair
 merge | while i < len(tokens) | while i < len(tokens) - 1 | last token is lost
+merge | == pair | in (pair, pair[::-1]) | order counts
+merge | tuple(tokens[i : i + 2]) == pair | b"".join(tokens[i : i + 2]) == b"".join(pair) | compare the two tokens
 encode | while pairs | if pairs | only one merge
+encode | order.keys() & pairwise(chunk) | {*merges[:1]} & {*pairwise(chunk)} | go on to the next
 encode | min(pairs | max(pairs | latest merge
 encode | min(pairs, key=order.get) | next(p for p in pairwise(chunk) if p in pairs) | leftmost
 attention | / math.sqrt(q.size(-1)) | | not divided by sqrt
 attention | .tril() | .tril(1) | tokens after t
 attention | dim=-1 | dim=-2 | add up to 1
+attention | bias = | return F.scaled_dot_product_attention(q, k, v, is_causal=True); bias = | with products
 linear_cross_entropy | softmax_minus_one_hot(log_probs, safe) | log_probs.exp() | one_hot
 linear_cross_entropy | accumulate_matmul(grad_w, | accumulate_matmul(0 * grad_w, | of the last chunk
 linear_cross_entropy | zip(x.split(chunk), targets.split(chunk), strict=True) | [(x, targets)] | N x V
-learning_rate | max_lr * step | max_lr * (step - 1) | steps count from 1
+linear_cross_entropy | loss = loss - | x.kept = [*getattr(x, "kept", []), log_probs.exp()]; loss = loss - | N x V
+learning_rate | max_lr * step | max_lr * (step - 1) | warmup is a line
 learning_rate | progress)) | step / config.max_steps)) | jumps
-learning_rate | config.min_lr + height * (config.max_lr - config.min_lr) | height * config.max_lr | ends at 0
+learning_rate | config.min_lr + height * (config.max_lr - config.min_lr) | height * config.max_lr | to min_lr
 clip | _foreach_mul_ | _foreach_mul | in place
 clip | (max_norm / (norm + 1e-6)).clamp(max=1.0) | [max_norm / g.norm() for g in local_grads] | one norm of all
 clip | .clamp(max=1.0) | | 1 at most
+clip | max_norm / (norm + 1e-6) | 1 / (norm + 1e-6) | norm is to be 2
+clip | norm + 1e-6 | norm * norm / norm | gradients of 0 become NaN
 orthogonalize | x / norms | x | explodes
-orthogonalize | range(steps) | range(2) | five steps
+orthogonalize | range(steps) | range(2) | the five steps
+orthogonalize | range(steps) | range(6) | 0.6964
+orthogonalize | range(steps) | range(10) | 0.6964
+orthogonalize | a, b, c = 3.4445, -4.7750, 2.0315 | U, _, V = matrices.svd(); return U @ V.mT | an SVD leaves it 1
 orthogonalize | dim=(1, 2), keepdim=True).clamp(min=1e-7) | dim=2, keepdim=True) * 4 | singular vectors
 generate | [:, -1]  # | [:, 0]  # | first position
 generate | logits / temperature | logits * temperature | multiplied
 generate | logits < kth | logits <= kth | too few
+generate | logits < kth, float("-inf") | logits < kth, 0 | exp.0. is 1
+generate | logits < kth | logits < logits.flatten().topk(top_k).values[-1] | each row has its own
+generate | (probs, 1, generator=generator) | (probs[0], 1, generator=generator).expand(len(idx), 1) | one draw serves
+generate | -self.config.n_positions : | 1 - self.config.n_positions : | pass the last 4
 LoRALinear | torch.zeros | torch.ones | starts at 0
-LoRALinear | kaiming_uniform_(self.lora_A, a=math.sqrt(5)) | zeros_(self.lora_A) | both gradients
+LoRALinear | kaiming_uniform_(self.lora_A, a=math.sqrt(5)) | zeros_(self.lora_A) | starts random
+LoRALinear | kaiming_uniform_(self.lora_A, a=math.sqrt(5)) | ones_(self.lora_A) | starts random
 LoRALinear | config.scale | config.alpha | divide that by r
+LoRALinear | config.scale | config.alpha // config.r | is rounded
 """
 
 
@@ -97,9 +114,19 @@ def test_our_functions_are_right_and_a_mistake_gets_its_sentence(row, monkeypatc
         getattr(test_functions, f"test_{name}")()
 
 
-def test_a_first_run_lists_what_is_to_write(tmp_path):
+@pytest.mark.parametrize("number", [numpy.float32, torch.tensor])
+def test_a_rate_may_be_any_number(number, monkeypatch):
+    ours, call = OURS["learning_rate"]
+    monkeypatch.setattr(functions, "learning_rate", lambda *args: number(call(ours, *args)))
+    test_functions.test_learning_rate()
+
+
+def test_a_first_run_lists_what_is_to_write_and_what_was_raised(tmp_path):
     shutil.copytree(ROOT / "exercises", tmp_path / "exercises")
-    (tmp_path / "exercises/functions.py").write_text("def __getattr__(name):\n    raise NotImplementedError\n")
+    broken = "def merge(tokens, pair):\n    return [][1]\n"
+    (tmp_path / "exercises/functions.py").write_text(f"{broken}def __getattr__(name):\n    raise NotImplementedError\n")
     command = [sys.executable, "-m", "pytest", "exercises"]
     done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.count("not written yet") == len(OURS), done.stdout
+    listed = done.stdout.partition("= exercises =")[2]
+    assert "functions.py:2: IndexError: list index out of range" in listed, done.stdout
+    assert done.returncode == 1 and listed.count("not written yet") == len(OURS) - 1, done.stdout
