@@ -50,11 +50,11 @@ OURS = {  # our function, and how to call it as the exercise is called
     "LoRALinear": (LoRALinear, lambda ours, linear, *args: ours(linear.requires_grad_(False), LoRAConfig(*args))),
 }
 MISTAKES = """
-merge | 2 if found else 1 | 1 | two tokens further
-merge | == pair | == pair and len(merged) == i | only the first pair
-merge | while i < len(tokens) | while i < len(tokens) - 1 | last token is lost
+merge | merged[-1] += token | merged[-1:] = [merged[-1] + token, token] | two tokens further
+merge | == pair | == pair and len(merged) == 1 | only the first pair
+merge | return merged | return merged[:-1] | last token is lost
 merge | == pair | in (pair, pair[::-1]) | order counts
-merge | tuple(tokens[i : i + 2]) == pair | b"".join(tokens[i : i + 2]) == b"".join(pair) | compare the two tokens
+merge | (merged[-1], token) == pair | merged[-1] + token == b"".join(pair) | compare the two tokens
 encode | while pairs | if pairs | only one merge
 encode | order.keys() & pairwise(chunk) | {*merges[:1]} & {*pairwise(chunk)} | go on to the next
 encode | min(pairs | max(pairs | latest merge
