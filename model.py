@@ -105,8 +105,8 @@ def naive_attention(q, k, v, mask=None, dropout_p=0.0):
     bias.masked_fill_(~mask, float("-inf"))
     # a sum of D products has variance D; dividing by sqrt(D) keeps the softmax from saturating
     q = q / math.sqrt(q.size(-1))
-    scores = q @ k.transpose(-2, -1)  # (B, H, T, S)
-    weights = F.softmax(scores + bias, dim=-1)
+    scores = q @ k.transpose(-2, -1) + bias  # (B, H, T, S)
+    weights = F.softmax(scores, dim=-1)
     return F.dropout(weights, dropout_p) @ v.to(weights.dtype)  # (B, H, T, D)
 
 
@@ -225,7 +225,7 @@ class GPT(nn.Module):
         for _ in range(max_new_tokens):
             # crop: there is no embedding for a position beyond the context, so the oldest tokens drop out
             context = idx[:, -self.config.n_positions :]
-            # every position predicts the token after it, and only the last one predicts a token that we do not have
+            # every position predicts the token after it; only the last one's is not known yet
             logits = self(context)[:, -1]  # (B, V)
             if temperature == 0:
                 new = logits.argmax(dim=-1, keepdim=True)  # (B, 1)
@@ -233,8 +233,8 @@ class GPT(nn.Module):
                 # scale: a temperature below 1 widens the gaps between logits, so likely tokens become likelier still
                 logits = logits / temperature
                 if top_k:
-                    # keep k: each of thousands of unlikely tokens is a small risk, all together a large one.
-                    # They go before the softmax, which turns -inf into 0 and makes the others add up to 1
+                    # keep k: one unlikely token is a small risk, thousands together are a large one. Remove them
+                    # before the softmax, which turns -inf into 0 and lets the others add up to 1
                     k = min(top_k, logits.size(-1))
                     kth = logits.topk(k).values[:, -1:]  # (B, 1)
                     logits = logits.masked_fill(logits < kth, float("-inf"))
@@ -430,8 +430,8 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The files that hold the weights: one, or the shards of a large model. Any other file there, such as
-    model_old.safetensors or the shards of another model, is somebody's own. Raises ValueError."""
+    """The files that hold the weights: one, or the shards of a large model, as its index lists them. Any other file
+    there, such as model_old.safetensors, is somebody's own. Raises ValueError."""
     whole = path / "model.safetensors"
     if whole.exists():
         return [whole]

@@ -292,8 +292,7 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_copy_(momenta, list(momentum.view(shape)))
 
         # singular values depend on every row: each rank gathers all rows of all matrices (1.6 TFLOP of work at 124M)
-        updates = [all_gather(p, rows) for p, rows in zip(params, update.view(shape), strict=True)]
-        matrices = torch.stack(updates)  # (N, n_stacked rows, columns)
+        matrices = torch.stack([all_gather(p, mine) for p, mine in zip(params, update.view(shape), strict=True)])
         rows = matrices.size(1) // group["n_stacked"]
         columns = matrices.size(2)
         step = orthogonalized(matrices.view(-1, rows, columns), group["dtype"])
