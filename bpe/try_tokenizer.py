@@ -38,7 +38,8 @@ class Config:
     svg: str = ""  # picture to write; tokens.svg beside the tokenizer if empty
 
 
-COLORS = ("#f9d5a7", "#c5e3bf", "#bcd9f5", "#f6c5cf", "#dccbf0", "#f3eaa4")
+# light and darker in turn, so that neighbours differ in grey, too
+COLORS = ("#fbe6c8", "#93cba0", "#dcebfb", "#ee9fae", "#efe6f8", "#d8c25c")
 COLUMNS = 96  # of the picture: Latin letters in a row
 COLUMN = 9  # pixels of a letter
 ROW = 24  # pixels of a row
@@ -120,7 +121,6 @@ def draw_svg(results: list[tuple[str, list[str]]], path: Path) -> None:
             if x and x + w > COLUMNS * COLUMN:
                 x = 0
                 y += ROW
-            # a white edge, because neighbouring colours look alike in grey
             box = f'x="{x}" y="{y - 16}" width="{w}" height="{ROW - 2}" fill="{COLORS[i % len(COLORS)]}" stroke="#fff"'
             # textLength: East Asian fonts are not exactly two columns wide
             fit = f'x="{x}" y="{y}" textLength="{w}" lengthAdjust="spacingAndGlyphs"'

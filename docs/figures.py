@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from PIL import Image, PngImagePlugin
 
 from docs.run import PICTURES
-from run.curves import CHANCE, PUBLISHED, draw, look
+from run.curves import CHANCE, COLORS, MARKS, PUBLISHED, draw, look
 
 WIDTH = 9  # inches, at 100 dots
 GREYS = ("#1b4f72", "#e69f00", "#b7d7ea", "#7f7f7f", "#f4e3b5")  # dark and light in turn, so that grey tells them apart
@@ -104,6 +104,7 @@ def side_by_side(name: str, title: str, x: str, units: dict[str, dict[str, tuple
             for i, (label, (xs, ys)) in enumerate(lines.items()):
                 axes.plot(xs, ys, label=label, **look(i, len(xs) if len(xs) < 60 else 0))
             axes.set_ylabel(unit, fontsize=10)
+            axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, fontsize=9.5)  # where no line ends
 
 
 def runs(name: str, title: str, logs: dict[str, list], x: str = "steps") -> None:
@@ -207,12 +208,12 @@ def bits_of_formats(title: str, formats: dict[str, tuple]) -> None:
 def attention_maps(title: str, maps: dict[str, np.ndarray], words: list[str]) -> None:
     """Weights (T, T) of each head, of two rows and as many columns as it takes."""
     columns, places = len(maps) // 2, range(len(words))
-    with picture("attention_maps", title, height=6, grid=(2, columns)) as panels:
+    with picture("attention_maps", title, height=8.4, grid=(2, columns)) as panels:
         for i, (axes, (name, weights)) in enumerate(zip(panels, maps.items(), strict=True)):
             axes.imshow(weights, cmap="Greys", vmin=0, vmax=1, aspect="auto")
-            axes.set_title(name, fontsize=9.5)
-            axes.set_yticks(places, words if i % columns == 0 else [""] * len(words), fontsize=8)
-            axes.set_xticks(places, words if i >= columns else [""] * len(words), fontsize=7, rotation=90)
+            axes.set_title(name, fontsize=10)
+            axes.set_yticks(places, words if i % columns == 0 else [""] * len(words), fontsize=9)
+            axes.set_xticks(places, words if i >= columns else [""] * len(words), fontsize=9, rotation=90)
             axes.grid(False)
 
 
@@ -229,16 +230,16 @@ def hellaswag_errors(title: str, rows: np.ndarray) -> None:
 
 
 def hellaswag_runs(title: str, scores: dict[str, list]) -> None:
-    """Accuracy over steps, two standard errors, of each log's records of kind hellaswag."""
-    with picture("hellaswag", title, "step", "accuracy (%), ± 2 standard errors", height=4) as axes:
-        for i, (name, records) in enumerate(scores.items()):
+    """A panel for each task, with the accuracy over steps, two standard errors, of a log's records of hellaswag."""
+    unit = "accuracy (%), ± 2 standard errors"
+    with picture("hellaswag", title, "step", unit, height=3.8, grid=(1, len(scores))) as panels:
+        for i, (axes, (name, records)) in enumerate(zip(panels, scores.items(), strict=True)):
             keys = ("step", "acc_norm", "acc_norm_stderr")
             steps, accuracy, error = (np.array([record[key] for record in records]) for key in keys)
             axes.errorbar(steps, 100 * accuracy, 200 * error, capsize=3, label=name, **look(i, 12))
-        for name, p in [("chance", CHANCE), ("GPT-2 124M on HellaSwag", PUBLISHED[0][2])]:
-            axes.axhline(100 * p, color="gray", linestyle="--", linewidth=0.9)
-            axes.text(1.025 * steps[-1], 100 * p, f"{name} {100 * p:.4g}%", va="bottom", fontsize=9)
-        axes.set(xlim=(0, 1.43 * steps[-1]), xticks=range(0, steps[-1] + 1, steps[-1] // 6))
+            axes.axhline(100 * CHANCE, color="black", linestyle=":", label="chance")
+            axes.set_ylim(15, 45)
+        panels[-1].axhline(100 * PUBLISHED[0][2], color="gray", linestyle="--", label="GPT-2 124M, all rows")
 
 
 def differences(title: str, columns: dict[str, dict[str, list]]) -> None:

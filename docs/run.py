@@ -5,12 +5,12 @@
     python docs/run.py docs/walk.md --slow     # include the blocks that train for minutes
     python docs/run.py docs/walk.md 5 --write  # record what it prints in the page, and what it draws in assets/
 
-A station is everything under a heading `## 5 ...`. Its Python blocks share their names with each other and with the
-blocks before the first station, not with other stations. A block is followed by its output:
+A station is everything under a heading `## 5 ...`. Its Python blocks share their names with each other, and all
+stations have those of the blocks marked `shared`, which run first. A block is followed by its output:
 
     ```python              ```python slow      runs with --slow, or when its station is asked for
     print(1 / 3)           ```python weights   runs if GPT-2's weights and vocabulary are in their caches
-    ```
+    ```                    ```python out/a     runs if there is a file out/a
     ```text                ```text within 5%   is compared with this tolerance, instead of 2%
     0.3333                 ```text within 0.1  the same, but absolute: for differences near 0
     ```                    ```text varies      its numbers are not compared: seconds
@@ -92,27 +92,37 @@ def main() -> None:
     if not path.is_file():
         raise UserError(f"there is no page {config.page}; give a Markdown file, such as docs/walk.md")
     stations = read_page(path)
-    opening, wanted = stations[0], [s for s in stations[1:] if config.station in ("", s.number)]
+    wanted = [station for station in stations if station.number and config.station in ("", station.number)]
     if not wanted:
         raise UserError(f"{config.page} has no station {config.station}; it has {len(stations) - 1}")
     os.chdir(ROOT)
     allowed = {"slow"} if config.slow or config.station else set()
     if any("weights" in block.marks for station in wanted for block in station.blocks) and has_gpt2():
         allowed |= {"weights"}
-    names = run_station(opening, {}, path, allowed, config)[0]
-    found = [run_station(station, dict(names), path, allowed, config)[1] for station in wanted]
+    names = shared_names(stations, path, config)
+    found = [run_station(station, dict(names), path, allowed, config) for station in wanted]
     if sum(found):
         sys.exit(f"{sum(found)} blocks differ from {config.page}")
 
 
-def run_station(station: Station, names: dict, path: Path, allowed: set, config: Config) -> tuple[dict, int]:
-    """Run the blocks, show what they print and what differs. Returns their names and how many differ."""
+def shared_names(stations: list[Station], path: Path, config: Config) -> dict:
+    """The names of all shared blocks."""
+    names = {}
+    blocks = [block for station in stations for block in station.blocks if "shared" in block.marks]
+    run_station(Station("", "", blocks), names, path, {"shared"}, config)
+    return names
+
+
+def run_station(station: Station, names: dict, path: Path, allowed: set, config: Config) -> int:
+    """Run the blocks, show what they print and what differs. Leaves their names in `names`; returns how many differ."""
     n_different, began = 0, time.perf_counter()
     if station.number:
         print(f"\n--- {station.number} {station.title}", flush=True)
     for block in station.blocks:
-        if missing := set(block.marks) - allowed:
-            print(f"(line {block.line} is left out: {', '.join(sorted(missing))})")
+        missing = [mark for mark in block.marks if mark not in allowed and not (ROOT / mark).exists()]
+        if missing:
+            if missing != ["shared"]:
+                print(f"(line {block.line} is left out: {', '.join(missing)})")
             continue
         drawn_before = pictures()
         printed, problem = run_block(block, names, path)
@@ -130,7 +140,7 @@ def run_station(station: Station, names: dict, path: Path, allowed: set, config:
             print(f"LINE {block.line} DIFFERS: {problem}", flush=True)
     if station.number:
         print(f"({time.perf_counter() - began:.1f} s)", flush=True)
-    return names, n_different
+    return n_different
 
 
 # --------------------------------------------------------------------------------------------------------- the page

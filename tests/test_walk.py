@@ -30,17 +30,17 @@ def pictures(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def opening(pictures):
-    """What comes before the first station, run once; pictures go to a temporary folder."""
+    """The names of all shared blocks, which are run once; pictures go to a temporary folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         for module in (figures, run):
             patch.setattr(module, "PICTURES", pictures)
-        yield run.run_station(OPENING, {}, PAGE, set(), CONFIG)[0]
+        yield run.shared_names([OPENING, *STATIONS], PAGE, CONFIG)
 
 
 def differences(station, opening, capsys, allowed=frozenset()) -> str:
     """What was printed, where a block differs from the page; "" where none does."""
-    n = run.run_station(station, dict(opening), PAGE, set(allowed), CONFIG)[1]
+    n = run.run_station(station, dict(opening), PAGE, set(allowed), CONFIG)
     return capsys.readouterr().out if n else ""
 
 
@@ -184,9 +184,9 @@ def test_without_write_a_picture_is_not_kept(own_pictures, tmp_path, capsys, mon
     assert not own_pictures.exists()
 
 
-def test_the_table_at_the_end_names_what_is_there():
-    rows = PAGE.read_text(encoding="utf-8").split("\n## Where to find it in the code\n")[1]
-    numbers = re.findall(r"^\| (\d+) ", rows, re.M)
+def test_the_table_of_the_code_names_what_is_there():
+    rows = (ROOT / "docs/glossary.md").read_text("utf-8").split("\n## Where to find it in the code\n")[1]
+    numbers = re.findall(r"^\| \[(\d+)\]", rows, re.M)
     assert numbers == [station.number for station in STATIONS]
     for file, names in re.findall(r"`([\w/]+\.py)`: ((?:`[\w.]+`(?:, )?)+)", rows):
         tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
@@ -198,26 +198,28 @@ def test_the_table_at_the_end_names_what_is_there():
             assert set(name.split(".")) <= defined, (file, name)
 
 
-def test_every_claim_names_a_station_that_is_there():
-    rows = re.findall(
-        r"^\| .*\| \[(\d+)\]\(walk\.md#([\w-]+)\) \|$", (ROOT / "docs/claims.md").read_text("utf-8"), re.M
-    )
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_every_link_to_a_station_names_one_that_is_there(page):
     titles = {station.number: station.title for station in STATIONS}
-    assert len(rows) >= 15
-    for number, anchor in rows:  # GitHub's anchors: lower case, spaces as dashes
-        assert anchor == f"{number}-{titles[number].lower().replace(' ', '-')}"
+    links = re.findall(r"\[([^\]]+)\]\((?:[\w/]*walk\.md)?#(\d+)-([\w-]+)\)", page.read_text("utf-8"))
+    for text, number, anchor in links:  # GitHub's anchors: lower case, spaces as dashes
+        assert anchor == titles[number].lower().replace(" ", "-"), (number, anchor)
+        assert number in text.split() or "station" not in text.lower(), (text, number)
+    assert len(links) >= dict(claims=15, glossary=40, walk=10).get(page.stem, 0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "number, constant, another",
     [
-        ("4", '"gpt2-xl": dict(n_layer=48', '"gpt2-xl": dict(n_layer=47'),
-        ("4", 'approximate="tanh"', 'approximate="none"'),
-        ("5", "nn.init.normal_(module.weight, std=0.02)", "nn.init.normal_(module.weight, std=0.04)"),
-        ("7", "math.sqrt(2 * self.config.n_layer)", "math.sqrt(self.config.n_layer)"),
-        ("9", "math.sqrt(q.size(-1))", "math.sqrt(q.size(-2))"),
-        ("9", ".tril()", ".tril(1)"),
+        ("5", '"gpt2-xl": dict(n_layer=48', '"gpt2-xl": dict(n_layer=47'),
+        ("5", 'approximate="tanh"', 'approximate="none"'),
+        ("6", "nn.init.normal_(module.weight, std=0.02)", "nn.init.normal_(module.weight, std=0.04)"),
+        ("8", "math.sqrt(2 * self.config.n_layer)", "math.sqrt(self.config.n_layer)"),
+        ("10", "math.sqrt(q.size(-1))", "math.sqrt(q.size(-2))"),
+        ("10", ".tril()", ".tril(1)"),
     ],
 )
 def test_another_constant_in_the_model_turns_its_station_red(number, constant, another, tmp_path):
