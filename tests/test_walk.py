@@ -146,6 +146,20 @@ def test_a_page_with_fewer_or_more_lines_than_its_code_prints_fails_even_where_n
     assert run_inline(run.main, [page], capsys, monkeypatch).returncode == 0 and page.read_text() == recorded
 
 
+def test_a_shared_block_is_known_to_all_stations_and_a_block_may_wait_for_a_file(tmp_path, capsys, monkeypatch):
+    page = tmp_path / "page.md"
+    block = "```python {}\n{}\n```\n```text\n{}\n```\n"
+    late = block.format(f"{tmp_path}/rows", "print('found')", "found")
+    shared = "```python shared\nx = 2\n```\n"
+    page.write_text("## 1 One\n\n" + block.format("", "print(x)", "2") + late + "\n## 2 Two\n\n" + shared)
+    monkeypatch.chdir(tmp_path)
+    result = run_inline(run.main, [page, "1"], capsys, monkeypatch)
+    assert result.returncode == 0 and "found" not in result.stdout and "is left out" in result.stdout
+    (tmp_path / "rows").touch()
+    result = run_inline(run.main, [page, "1"], capsys, monkeypatch)
+    assert result.returncode == 0 and "\nfound\n" in result.stdout
+
+
 DRAW = """from docs import figures
 figures.curves("a", "TITLE", "x", "y", dict(a=([1, 2, 3], [4, 5, LAST])))
 print("drawn")"""
