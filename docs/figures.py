@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from PIL import Image, PngImagePlugin
 
 from docs.run import PICTURES
-from run.curves import CHANCE, COLORS, MARKS, PUBLISHED, draw, look
+from run.curves import CHANCE, PUBLISHED, draw, look
 
 WIDTH = 9  # inches, at 100 dots
 GREYS = ("#1b4f72", "#e69f00", "#b7d7ea", "#7f7f7f", "#f4e3b5")  # dark and light in turn, so that grey tells them apart
