@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import statistics
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 import plot
 from run import curves, reference
@@ -50,15 +50,21 @@ def door(capsys, monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def panels(monkeypatch, tmp_path):
-    """Draw, and return the panels by name, for what is in them."""
+def figures(monkeypatch) -> list[Figure]:
+    """Those that were drawn, for what is in them: the file of a picture stays empty."""
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **options: drawn.append(self))
+    return drawn
 
-    def run(*args) -> dict[str, Axes]:
-        curves.draw(args[0], tmp_path / "a.png", *args[1:])
+
+@pytest.fixture
+def panels(figures, tmp_path):
+    """Draw, and return the panels by name."""
+
+    def run(runs: dict, *args) -> dict[str, Axes]:
+        curves.draw(runs, tmp_path / "a.png", *args)
         return {axes.get_label(): axes for axes in figures[-1].axes}
 
-    figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **options: figures.append(self))
     return run
 
 
@@ -67,9 +73,8 @@ def is_drawn(runs: dict, path, x="steps") -> bool:
     return path.read_bytes().startswith(PNG)
 
 
-def words_of(picture) -> str:
-    """The words in an .svg: matplotlib draws them as paths, and notes each text in a comment."""
-    return "\n".join(re.findall("<!-- (.+?) -->", picture.read_text(encoding="utf-8")))
+def words_of(drawn: Figure | Axes) -> str:
+    return "\n".join(text.get_text() for text in drawn.findobj(Text))
 
 
 def power_law(factor: float, flops: list[float], **changes) -> list[dict]:
@@ -96,12 +101,9 @@ def test_a_log_is_read_as_it_was_written(tmp_path):
     [b'{"step": 3, "ki', b"\xff\xfe\x00", b"[" * 100_000, b"null", b'["step"]', b'{"step": 3}', b'{"kind": "val"}',
      b'{"step": "3", "kind": "val"}', b'{"step": 1e400, "kind": "val"}',
      b'{"step": 3, "kind": null}', b'{"step": ' + b"9" * 5000 + b', "kind": "val"}',
-     *(b'{"step": 3, "loss": 1, "text": "", "kind": "%s", "%s": %s}' % (kind, name, value) for kind, name, value in (
-         (b"run", b"config", b"[]"), (b"run", b"written", b"7"), (b"run", b"data", b'"a"'), (b"run", b"hub", b"1"),
-         (b"run", b"command", b"5"), (b"run", b"commit", b"[]"), (b"train", b"tokens", b'"many"'),
-         (b"train", b"skipped_steps", b"{}"), (b"train", b"dt_ms", b"[]"), (b"train", b"tokens_per_sec", b'"9"'),
-         (b"train", b"memory_gib", b'"1"'), (b"val", b"loss", b'"x"'), (b"val", b"bpb", b"{}"),
-         (b"sample", b"text", b"1")))],
+     *(json.dumps(dict(step=3, kind="run") | {name: value}).encode() for name, value in dict(
+         config=[], written=7, data="a", hub=1, command=5, commit=[], tokens="many", skipped_steps={}, dt_ms=[],
+         tokens_per_sec="9", memory_gib="1", loss="x", bpb={}, text=1).items())],
     ids=str,
 )  # fmt: skip
 def test_a_damaged_line_is_skipped_and_named_in_one_warning(tmp_path, capsys, line):
@@ -165,11 +167,53 @@ def test_a_run_of_one_step_is_seen(panels):
     [(957_184, []), (124_439_808, ["GPT-2 124M", "GPT-3 Small"]), (354_823_168, ["GPT-3 Medium"]),
      (774_030_080, ["GPT-3 Large"]), (1_557_611_200, ["GPT-2 XL", "GPT-3 XL"])],
 )  # fmt: skip
-def test_published_models_are_those_of_the_runs_own_size(tmp_path, parameters, names):
+def test_published_models_are_those_of_the_runs_own_size(panels, parameters, names):
     records = [run_record(parameters=parameters), *train_records(9), *hellaswag_records(9)]
-    curves.draw({"run": records}, tmp_path / "a.svg")
-    words = words_of(tmp_path / "a.svg")
+    words = words_of(panels({"run": records})["acc_norm"])
     assert [name for name, _, _ in curves.PUBLISHED if name in words] == names
+
+
+def test_the_panels_of_one_run_have_its_values(panels):
+    n = 40
+    losses = [3 + 1 / step for step in range(1, n + 1)]
+    train = train_records(n, skipped=True)[:n]
+    vals = [dict(step=step, kind="val", loss=5.0 - step / 10, bpb=(5 - step / 10) / 4) for step in (20, n)]
+    score = dict(step=n, kind="hellaswag", acc_norm=0.27, acc_norm_stderr=0.02, gold_bpb=1.5, gold_bpb_stderr=0.125)
+    drawn = panels({"tiny": [run_record(), *train, *vals, score]})
+    each_step, smoothed, validation, uniform, first = drawn["loss"].lines
+    assert each_step.get_ydata().tolist() == losses and smoothed.get_ydata()[-1] == pytest.approx(losses[-1], abs=1e-3)
+    assert validation.get_xydata().tolist() == [[20, 3.0], [n, 1.0]]
+    assert set(uniform.get_ydata()) == {7.625} and first.get_xydata().tolist() == [[0, 4.0]]
+    assert each_step.get_color() == smoothed.get_color() != validation.get_color()
+    drawn["loss"].figure.draw_without_rendering()
+    tail = max(smoothed.get_ydata()[2:])  # from 5% of the run on
+    low, high = drawn["loss"].get_ylim()
+    assert (low, high) == pytest.approx((1.0 - 0.05 * (tail - 1.0), 1.05 * 7.625))
+    (bits,) = drawn["loss"].child_axes
+    assert bits.get_ylim() == pytest.approx((low / 4, high / 4)) and drawn["loss"].get_yscale() == "log"
+    for name, value, error in (("acc_norm", 27, 2), ("gold_bpb", 1.5, 0.125)):
+        ((point, _, (bar,)),) = drawn[name].containers
+        assert point.get_xydata().tolist() == [[n, pytest.approx(value)]]
+        assert bar.get_segments()[0][:, 1].tolist() == pytest.approx([value - error, value + error])
+    assert drawn["rate"].get_ylim()[0] == 0
+    assert drawn["rate"].lines[0].get_xydata().tolist() == [[step, 1e-3] for step in range(1, n + 1)]
+    for axes in drawn.values():
+        assert axes.get_xlim() == pytest.approx((-0.01 * n, 1.01 * n)) and axes.get_xlabel() == "step"
+    for name, words in dict(
+        loss="Validation loss: 1.000\nloss (nats per token)\nvalidation: 1.000 at the end\ntraining, smoothed\n"
+        "before the first step: 4.00 (ln V is 7.62)\nbits per byte",
+        acc_norm="accuracy (%)\ntiny: 27 ± 2 at the end\nchance 25%\nGPT-2 124M 29.55%",
+        gold_bpb="bits per byte\ntiny: 1.5 ± 0.12 at the end",
+        norm="Gradient norm before clipping; 40 steps skipped",
+    ).items():
+        assert set(words.split("\n")) <= set(words_of(drawn[name]).split("\n")), name
+
+
+@pytest.mark.parametrize("norms, low, high", [((2.0, 2.4), 1.265, 3.795), ((1.0, 100.0), 1 / 1.1, 110)])
+def test_the_norms_frame_spans_a_factor_of_three_at_least(panels, norms, low, high):
+    records = [record | dict(grad_norm=norm) for record, norm in zip(train_records(2), norms, strict=False)]
+    axes = panels({"run": records})["norm"]
+    assert axes.get_ylim() == pytest.approx((low, high), rel=1e-3) and axes.get_yscale() == "log"
 
 
 # ---------------------------------------------------------------------------------------------- runs against others
@@ -180,15 +224,19 @@ def test_published_models_are_those_of_the_runs_own_size(tmp_path, parameters, n
     [({}, "loss", "b"), (dict(data=dict(source="b.txt")), "loss", None), (dict(tokenizer="u"), "loss", None),
      (dict(tokenizer="u", data=dict(source="a.txt", tokenizer="u"), bpb=0.6), "bpb", "a")],
 )  # fmt: skip
-def test_a_winner_is_named_only_among_runs_that_can_be_compared(door, tmp_path, change, y, winner):
+def test_a_winner_is_named_only_among_runs_that_can_be_compared(door, figures, tmp_path, change, y, winner):
     write_log(tmp_path / "a", power_law(10, [1e15, 1e16]))
     write_log(tmp_path / "b", power_law(9, [1e15, 1e16], **change))
     assert door("a", "b", "--x", "flops", "--y", y, "--out", "c.svg").returncode == 0
-    words = words_of(tmp_path / "c.svg")
+    words = words_of(figures[0])
     assert (f"reached by {winner}" if winner else "not comparable") in words and curves.LOSS_IN[y] in words
+    styles = {(line.get_color(), line.get_linestyle(), line.get_marker()) for line in figures[0].axes[0].lines[1::2]}
+    assert len(styles) == 2 and ("thin: training" in words) == (y == "loss")
 
 
-def test_a_known_run_is_drawn_behind_one_with_its_constants_and_says_where_that_ends(door, tmp_path, monkeypatch):
+def test_a_known_run_is_drawn_behind_one_with_its_constants_and_says_where_that_ends(
+    door, figures, tmp_path, monkeypatch
+):
     known = dict(name="3 seeds", source="made up", of=dict(n_layer=4, tokenizer="t"), tokens=[1e14, 1e15])
     losses = [[0.4, 0.30], [0.4, 0.31], [0.4, 0.35]]
     (tmp_path / "known.json").write_text(json.dumps([known | dict(loss=losses)]))
@@ -197,8 +245,8 @@ def test_a_known_run_is_drawn_behind_one_with_its_constants_and_says_where_that_
     write_log(tmp_path / "fits", records)
     write_log(tmp_path / "other", power_law(10, [1e15, 1e16], config=dict(n_layer=5)))
     assert "3 seeds: made up" in door("fits", "--reference", "--out", "c.svg").stdout
-    start = "before the first step: 1.00 (ln V is 7.62)"  # the loss of step 1, which has learned nothing yet
-    assert all(words in words_of(tmp_path / "c.svg") for words in ("3 seeds", start, "bits per byte"))
+    (line,) = (line for line in figures[0].axes[0].lines if line.get_label() == "3 seeds")
+    assert line.get_xydata()[[0, -1]] == pytest.approx(np.array([[0, 0.4], [1, 0.32]]))
     assert_user_error(door("other", "--reference"), "--reference", "other")
     ends = [0.30, 0.31, 0.35]
     distance = (10 * 1e16**-0.1 - statistics.mean(ends)) / statistics.stdev(ends)
@@ -213,15 +261,6 @@ def test_an_evaluation_says_the_operations_until_then_and_a_run_its_tokenizer(tr
     assert start["tokenizer"] == start["data"]["tokenizer"]
     found = [(val["step"], val["flops"]) for val in log_of(tmp_path / "run", "val")]
     assert found == [(step, step * 256 * start["flops_per_token"]) for step in (3, 6)]
-
-
-def test_error_bars_are_the_logged_standard_errors(tmp_path, monkeypatch):
-    bars, draw = [], Axes.errorbar
-    note = lambda self, x, y, error, **rest: bars.append((y[0], error[0])) or draw(self, x, y, error, **rest)  # noqa: E731
-    monkeypatch.setattr(Axes, "errorbar", note)
-    score = dict(step=3, kind="hellaswag", acc_norm=0.27, acc_norm_stderr=0.02, gold_bpb=1.5, gold_bpb_stderr=0.125)
-    curves.draw({"run": [*train_records(5), score]}, tmp_path / "a.png")
-    assert bars == [(pytest.approx(27), pytest.approx(2)), (1.5, 0.125)]
 
 
 # -------------------------------------------------------------------------------------------------------- pictures
