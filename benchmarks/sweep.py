@@ -24,7 +24,6 @@ from finetuning.chat import prompt_of
 from finetuning.lora import load_adapter, trainable_parameters
 from learning.evaluation import complete
 from lora_finetune import Config as Finetuning
-from lora_finetune import validate_config
 from machine.runtime import Runtime
 from model import GPT
 from run.checkpoint import checkpoint_steps, load_model, model_tokenizer
@@ -62,7 +61,6 @@ class Config(Finetuning):
 
 def run(config: Config, rt: Runtime) -> Iterator[dict]:
     config = replace(config, out_dir=config.out_dir or "out/lora_sweep")
-    validate_config(config)
     if config.merge or config.adapter:
         raise UserError("the sweep trains adapters of several ranks; --adapter and --merge are for a single one")
     if not config.lora_dims:
