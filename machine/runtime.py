@@ -96,9 +96,9 @@ class Runtime:
             _keep_freed_memory()
         dtype, why_dtype = _choose_dtype(dtype, device)
         compile_on, why_compile = _choose_compile(compile, device)
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        name += f" with {_choose_threads(threads)}" if device.type == "cpu" else ""
-        description = f"{name}, {why_dtype}, {why_compile}" + (f", {world_size} ranks" if world_size > 1 else "")
+        description = f"{_name(device, threads)}, {why_dtype}, {why_compile}"
+        if world_size > 1:
+            description += f", {world_size} ranks"
         mesh = init_device_mesh(device.type, (world_size,)) if shard != "none" and world_size > 1 else None
         return cls(device, dtype, compile_on, rank, world_size, description, shard if mesh else "none", mesh)
 
@@ -115,26 +115,26 @@ class Runtime:
 
     def wrap(self, module: torch.nn.Module, dynamic: bool = False) -> torch.nn.Module:
         """The module as a loop calls it: compiled and distributed, as decided. Shapes change only if `dynamic`."""
-        forward = self.compiled(module, dynamic)
+        module = self.compiled(module, dynamic)
         if self.world_size > 1:
-            forward = DistributedDataParallel(forward, [self.device.index] if self.device.type == "cuda" else None)
-        return forward
+            module = DistributedDataParallel(module, [self.device.index] if self.device.type == "cuda" else None)
+        return module
 
     def compiled(self, function: Callable, dynamic: bool = False) -> Callable:
         """A function or a module, compiled if this run compiles."""
         backend = "inductor" if dynamic else static_shapes
         return torch.compile(function, dynamic=dynamic, backend=backend) if self.compile else function
 
-    def set_gradient_sync(self, forward: torch.nn.Module, now: bool) -> None:
+    def set_gradient_sync(self, loss_fn: torch.nn.Module, now: bool) -> None:
         """Set whether the next backward pass averages the gradients over the ranks; call it before the forward pass.
 
         With gradient accumulation only the last micro-batch has to: the others add up on each rank.
         """
         if self.shard == "optimizer":  # weights stay gathered from micro-batch to micro-batch, too
-            forward.set_requires_gradient_sync(now)
-            forward.set_reshard_after_backward(now)
+            loss_fn.set_requires_gradient_sync(now)
+            loss_fn.set_reshard_after_backward(now)
         elif self.world_size > 1 and not self.mesh:  # "full" shards those of each micro-batch: all would not fit
-            forward.require_backward_grad_sync = now
+            loss_fn.require_backward_grad_sync = now
 
     # ---- what ranks say to each other
 
@@ -237,17 +237,27 @@ class Runtime:
 # ------------------------------------------------------------------------------------------------- setup, in its order
 
 
+NO_RANKS = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+
+
 def ranks_of_environment() -> tuple[int, int, int]:
-    """(rank, world size, rank on this node) as torchrun sets them, else (0, 1, 0)."""
-    rank, world_size, local_rank = (os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    return int(rank or 0), int(world_size or 1), int(local_rank or 0)
+    """(rank, world size, rank on this node) as torchrun sets them, else (0, 1, 0). Raises UserError."""
+    found = {name: os.environ.get(name) or default for name, default in NO_RANKS.items()}
+    if all(value.isdecimal() for value in found.values()):
+        rank, world_size, local_rank = map(int, found.values())
+        if rank < world_size:
+            return rank, world_size, local_rank
+    what = " ".join(f"{name}={value}" for name, value in found.items())
+    raise UserError(f"{what} in the environment are not valid ranks; unset them, or start with torchrun")
 
 
 def launcher() -> list[str]:
     """The words before a script's name that start it as this process was: python, or torchrun with as many ranks."""
-    nodes, ranks = (os.environ.get(name, "1") for name in ("GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if ranks_of_environment()[1] == 1:
+        return ["python"]
+    nodes = os.environ.get("GROUP_WORLD_SIZE", "1")
     where = ["--standalone"] if nodes == "1" else [f"--nnodes={nodes}", "--rdzv_endpoint=HOST:PORT"]
-    return ["torchrun", *where, f"--nproc_per_node={ranks}"] if ranks_of_environment()[1] > 1 else ["python"]
+    return ["torchrun", *where, f"--nproc_per_node={os.environ.get('LOCAL_WORLD_SIZE', '1')}"]
 
 
 def _choose_device(device: str, local_rank: int) -> torch.device:
@@ -310,21 +320,30 @@ def _join_ranks(device: torch.device, rank: int, world_size: int) -> None:
 def _keep_freed_memory() -> None:
     """Let glibc reuse large blocks. By default it maps each activation from the system again, and page faults take up
     to a fifth of a training step. Without glibc this does nothing."""
-    M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # mallopt(3)
     with contextlib.suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        for option, n_bytes in ((M_MMAP_THRESHOLD, 2**30), (M_TRIM_THRESHOLD, 2**30), (M_TOP_PAD, 2**26)):
-            mallopt(option, n_bytes)
+        mallopt = ctypes.CDLL(None).mallopt  # the numbers of its options are in malloc.h
+        mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
+        mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
+        mallopt(-2, 2**26)  # M_TOP_PAD
+
+
+def _name(device: torch.device, threads: int | None) -> str:
+    """The device's name for people; of a CPU with the threads, which this sets."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu with {_choose_threads(threads)}" if device.type == "cpu" else device.type
 
 
 def _choose_threads(threads: int | None) -> str:
     """Set the number of threads, and describe it. OMP_NUM_THREADS, which torchrun sets, turns the trial off."""
-    most, tried = torch.get_num_threads(), threads == 0 and "OMP_NUM_THREADS" not in os.environ
+    most = torch.get_num_threads()
+    tried = threads == 0 and "OMP_NUM_THREADS" not in os.environ
     threads = fastest_threads(most) if tried else threads or most
     torch.set_num_threads(threads)
     if threads == most:
         return counted(most, "thread")
-    return f"{threads} of {counted(most, 'thread')}" + " (something else uses this machine)" * tried
+    why = " (something else uses this machine)" if tried else ""
+    return f"{threads} of {counted(most, 'thread')}{why}"
 
 
 def fastest_threads(most: int) -> int:
@@ -335,7 +354,8 @@ def fastest_threads(most: int) -> int:
     a second, with enough rows to keep all threads busy. No random state is touched.
     """
     seconds: dict[int, list[float]] = {most >> i: [] for i in range(most.bit_length())}
-    x, w = torch.full((512 * most, 128), 0.5), torch.full((512, 128), 0.01, requires_grad=True)
+    x = torch.full((512 * most, 128), 0.5)
+    w = torch.full((512, 128), 0.01, requires_grad=True)
     end = time.perf_counter() + 1
     while len(seconds[most]) < 3 or (len(seconds[most]) < 25 and time.perf_counter() < end):
         for n in seconds:
@@ -411,7 +431,7 @@ def static_shapes(graph: torch.fx.GraphModule, inputs: list) -> Callable:
 
     device = next(x.device for x in inputs if isinstance(x, torch.Tensor))
     on_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
-    order = [SDPBackend.CUDNN_ATTENTION] * on_hopper + ATTENTION
+    order = [SDPBackend.CUDNN_ATTENTION, *ATTENTION] if on_hopper else ATTENTION
     # The loss is an autograd.Function and switches autocast. Either would bypass the cache, which cannot know that here
     # both depend on the graph alone. And the cache's key lacks the order of kernels.
     switches = {f"torch.amp.autocast_mode.{name}": "by its arguments" for name in ("_enter_autocast", "_exit_autocast")}
@@ -438,12 +458,14 @@ def prefetch(batches: Iterator, device: torch.device) -> Iterator:
     places. On CUDA the thread puts them into pinned memory, so that the host does not wait for the copy.
     An error of the iterator is raised when its batch is due. Close the generator if you leave it early.
     """
-    on_gpu, ended = device.type == "cuda", object()
+    on_gpu = device.type == "cuda"
+    ended = object()
 
     def load():
         if on_gpu:  # a new thread starts on GPU 0, and would open a context there
             torch.cuda.set_device(device)
-        if (batch := next(batches, ended)) is ended:
+        batch = next(batches, ended)
+        if batch is ended:
             return ended
         tensors = tree_map(torch.as_tensor, batch)
         return tree_map(torch.Tensor.pin_memory, tensors) if on_gpu else tensors
@@ -451,5 +473,5 @@ def prefetch(batches: Iterator, device: torch.device) -> Iterator:
     with ThreadPoolExecutor(1, "prefetch") as thread:
         coming = thread.submit(load)
         while (batch := coming.result()) is not ended:
-            coming = thread.submit(load)
+            coming = thread.submit(load)  # the next one, while this one is used
             yield tree_map(lambda tensor: tensor.to(device, non_blocking=on_gpu), batch)

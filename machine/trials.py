@@ -28,42 +28,42 @@ def choose_attention(attention: str, rt: Runtime, sequence_length: int) -> str:
 # ------------------------------------------------------------------------------------------------------------ memory
 
 
-def find_micro_batch_size(forward, rows: int, shape: tuple[int, int], rt: Runtime) -> int:
-    """The largest divisor of `rows`, the sequences of a rank's step, whose forward and backward pass fit into memory.
+def find_micro_batch_size(loss_fn, sequences: int, shape: tuple[int, int], rt: Runtime) -> int:
+    """The largest divisor of `sequences`, those of a rank's step, whose forward and backward pass fit into memory.
 
     `shape` is (T, V): tokens per sequence and size of the vocabulary. On a CPU, where memory is not the limit, it is
     the size that keeps about 4096 tokens in the caches. Raises UserError if not even one sequence fits.
     """
-    sizes = [n for n in range(min(rows, 256), 0, -1) if rows % n == 0]
+    sizes = [n for n in range(min(sequences, 256), 0, -1) if sequences % n == 0]
     if rt.device.type == "cpu":
         return next((n for n in sizes if n * shape[0] <= 4096), 1)
-    return largest_that_fits(forward, sizes, shape, rt)
+    return largest_that_fits(loss_fn, sizes, shape, rt)
 
 
-def largest_that_fits(forward, sizes: list[int], shape: tuple[int, int], rt: Runtime) -> int:
+def largest_that_fits(loss_fn, sizes: list[int], shape: tuple[int, int], rt: Runtime) -> int:
     """The first of `sizes`, which descend, for which every rank has the memory. Raises UserError on all ranks alike."""
     # compiling each size would take a minute; a size that fits uncompiled also fits compiled
-    inside_ddp = getattr(forward, "module", forward)
+    inside_ddp = getattr(loss_fn, "module", loss_fn)
     uncompiled = getattr(inside_ddp, "_orig_mod", inside_ddp)
     for size in sizes:
         rt.reset_peak_memory()
-        mine = torch.tensor(int(has_memory_for(size, shape, uncompiled, rt)), device=rt.device)
-        if int(rt.sum(mine)) == rt.world_size:  # all ranks leave the trial together, whoever failed
+        fits = torch.tensor(has_memory_for(size, shape, uncompiled, rt), dtype=torch.int64, device=rt.device)
+        if rt.sum(fits).item() == rt.world_size:  # all ranks leave the trial together, whoever failed
             rt.print(f"micro_batch_size {size} fits: {rt.peak_memory() / 2**30:.1f} GiB at its peak")
             return size
     raise UserError("not even one sequence fits into the memory; use a smaller model or --sequence_length")
 
 
-def has_memory_for(size: int, shape: tuple[int, int], forward, rt: Runtime) -> bool:
+def has_memory_for(size: int, shape: tuple[int, int], loss_fn, rt: Runtime) -> bool:
     """Try one forward and backward pass of `size` sequences, with memory for the optimizer's state set aside.
 
-    `forward` is not DDP's module: its backward pass would have a rank that is out of memory keep the others waiting.
+    `loss_fn` is not DDP's module: its backward pass would have a rank that is out of memory keep the others waiting.
     """
     T, V = shape
     n_shards = rt.world_size if rt.mesh else 1  # of the optimizer's state
     try:
         idx = torch.randint(V, (size, T), device=rt.device)
-        trained = [p for p in forward.parameters() if p.requires_grad]
+        trained = [p for p in loss_fn.parameters() if p.requires_grad]
         moments = [torch.empty(2 * p.numel() // n_shards, device=rt.device) for p in trained]
         for p in trained:
             p.grad = torch.zeros_like(p)  # as earlier micro-batches leave them
@@ -71,7 +71,7 @@ def has_memory_for(size: int, shape: tuple[int, int], forward, rt: Runtime) -> b
             total = torch.cuda.get_device_properties(rt.device).total_memory
             moments.append(torch.empty(total // 20, dtype=torch.uint8, device=rt.device))
         with rt.autocast():
-            loss = forward(idx, idx)
+            loss = loss_fn(idx, idx)
         loss.backward()
         del loss, moments
         return True
@@ -80,6 +80,6 @@ def has_memory_for(size: int, shape: tuple[int, int], forward, rt: Runtime) -> b
             return False
         raise
     finally:
-        forward.zero_grad(set_to_none=True)
+        loss_fn.zero_grad(set_to_none=True)
         if rt.device.type == "cuda":
             torch.cuda.empty_cache()

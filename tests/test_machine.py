@@ -86,6 +86,18 @@ def test_a_command_for_people_starts_as_many_ranks_as_there_are(monkeypatch):
     for name, value in dict(WORLD_SIZE="8", LOCAL_WORLD_SIZE="8", GROUP_WORLD_SIZE="1").items():
         monkeypatch.setenv(name, value)
     assert launcher() == ["torchrun", "--standalone", "--nproc_per_node=8"]
+    for name, value in dict(WORLD_SIZE="16", GROUP_WORLD_SIZE="2").items():
+        monkeypatch.setenv(name, value)
+    assert launcher() == ["torchrun", "--nnodes=2", "--rdzv_endpoint=HOST:PORT", "--nproc_per_node=8"]
+
+
+@pytest.mark.parametrize("found", ["RANK=1", "RANK=2 WORLD_SIZE=2", "RANK=-1", "WORLD_SIZE=0", "WORLD_SIZE=abc"])
+def test_ranks_that_no_launcher_sets_are_refused(monkeypatch, found):
+    """As the only process, one of a rank above 0 would train to its end and write nothing."""
+    for pair in found.split():
+        monkeypatch.setenv(*pair.split("="))
+    with pytest.raises(UserError, match=f"{found.split()[0]}.*torchrun"):
+        Runtime.setup("cpu", "float32")
 
 
 def test_cpu_means_that_no_gpu_is_asked_for(monkeypatch):
