@@ -83,6 +83,8 @@ def explain(e: BaseException) -> str | None:
         return f"{place}: {e.strerror}; fix that, or give another path"
     if isinstance(e, MemoryError) or type(e).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(e):
         return f"out of memory ({str(e).splitlines()[0] if str(e) else 'in Python'}); use a smaller model or batch"
+    if "can't start new thread" in str(e):
+        return "the system grants no more threads; raise the limit (ulimit -u), or end other processes"
     if type(e).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError") or "gloo" in str(e).lower():
         return f"another rank has ended or cannot be reached ({str(e).splitlines()[0]}); then --resume continues"
     return None

@@ -5,9 +5,9 @@ This file imports no torch and knows nothing of what the files hold; a worker pr
 
 import contextlib
 import hashlib
-import itertools
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,12 +36,18 @@ def flush(path: Path) -> None:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the path to an OSError raised in the block: a failed write, for example to a full disk, does not name it."""
+    """Add the path to an OSError raised in the block: a failed write, for example to a full disk, does not name it.
+    Make one of what safetensors raises instead, which gives the system's number only in its text."""
     try:
         yield
     except OSError as e:
         e.filename = e.filename or str(path)
         raise
+    except Exception as e:
+        number = re.search(r"\(os error (\d+)\)", str(e))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from e
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
@@ -88,8 +94,10 @@ def set_aside(path: Path) -> Path:
     here = Path.cwd()
     if path.resolve() in (here, *here.parents):
         raise UserError(f"cannot rename {path.resolve()}, which holds the current directory; choose another one")
-    free = next(name for n in itertools.count(1) if not os.path.lexists(name := path.with_name(f"{path.name}.{n}")))
-    return path.rename(free)
+    n = 1
+    while os.path.lexists(f"{path}.{n}"):
+        n += 1
+    return path.rename(f"{path}.{n}")
 
 
 def read_json(path: Path) -> Any:

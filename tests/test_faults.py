@@ -3,14 +3,17 @@
 import json
 import math
 import subprocess
+import threading
 import time
 from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from cli import UserError
+from files import naming
 from machine.runtime import Runtime
 from run import checkpoint
 from run.checkpoint import CheckpointWriter, Snapshot, checkpoint_steps, find_damage, load_train_state
@@ -32,7 +35,7 @@ def small_disk(tmp_path):
 
 def test_a_full_disk_gives_one_line_and_loses_no_checkpoint(train, tmp_path, small_disk):
     result = train(out="disk/run", sample_interval=0, keep_checkpoints=0, checkpoint_interval=1, eval_interval=0)
-    assert_user_error(result, "o space left", "--resume")
+    assert_user_error(result, "no space left on the disk of", "--resume")
     steps = [step for step, _ in checkpoint_steps(small_disk / "run")]
     assert steps == list(range(1, len(steps) + 1)) and len(steps) >= 1
     assert all(find_damage(path) is None for _, path in checkpoint_steps(small_disk / "run"))
@@ -42,8 +45,18 @@ def test_a_full_disk_gives_one_line_and_loses_no_checkpoint(train, tmp_path, sma
     assert train(out="disk/run", keep_checkpoints=0, eval_interval=0, resume=True).returncode == 0
     with suppress(OSError):  # now so full that not even a line fits into the log
         (small_disk / "ballast").write_bytes(bytes(60 * 2**20))
-    assert_user_error(train(out="disk/run", resume=True, max_steps=50), "o space left")
+    assert_user_error(train(out="disk/run", resume=True, max_steps=50), "no space left on the disk of")
     assert find_damage(small_disk / "run" / "step_000040") is None
+    with pytest.raises(OSError, match="No space left"), naming(small_disk):  # its own error has no number
+        save_file(dict(x=torch.zeros(2**20)), small_disk / "model.safetensors")
+
+
+def test_a_system_that_grants_no_more_threads_gives_one_line(train, monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert_user_error(train(), "no more threads", "ulimit -u")
 
 
 # ---- saving in the background
