@@ -1,4 +1,4 @@
-"""Detects loss spikes, for run/directory.py to roll back. This file knows nothing of runs or checkpoints."""
+"""Detects loss spikes, for run/run.py to roll back. This file knows nothing of runs or checkpoints."""
 
 import statistics
 from collections import Counter, deque
@@ -10,9 +10,10 @@ class SpikeDetector:
     """A spike is PATIENCE steps in a row with a loss more than `threshold` above the median of the good steps. There is
     none before MIN_LOSSES losses, and none if the threshold is 0."""
 
-    # A median over 100 steps moves slowly; one over fewer than 20 is noise. Odd batches come singly, spikes do not.
-    # And a spike that recurs on different data three times is not caused by the data.
-    WINDOW, MIN_LOSSES, PATIENCE, MAX_RETURNS = 100, 20, 3, 3
+    WINDOW = 100  # a median over so many steps moves slowly
+    MIN_LOSSES = 20  # one over fewer is noise
+    PATIENCE = 3  # odd batches come singly, spikes do not
+    MAX_RETURNS = 3  # a spike that recurs so often, each time on other data, is not caused by the data
 
     def __init__(self, threshold: float):
         self.threshold = threshold
@@ -25,7 +26,8 @@ class SpikeDetector:
 
     def add(self, loss: float) -> bool:
         """Add the loss of a step; returns True for a spike."""
-        if 0 < self.threshold and self.MIN_LOSSES <= len(self.losses) and loss > self.median() + self.threshold:
+        known = self.threshold > 0 and len(self.losses) >= self.MIN_LOSSES
+        if known and loss > self.median() + self.threshold:
             self.high += 1
         else:  # high losses stay out of the median, or it would follow them
             self.high = 0

@@ -40,6 +40,14 @@ def test_nothing_is_a_spike_at_the_start_or_without_a_threshold():
     assert not any(detector.add(loss) for loss in [3.0] * 50 + [math.inf] * 5)
 
 
+def test_a_jump_that_was_accepted_is_the_new_normal():
+    detector = SpikeDetector(1.0)
+    for loss in [3.0] * 30 + [9.0] * 3:
+        detector.add(loss)
+    detector.accept()
+    assert not any(detector.add(9.0) for _ in range(30))
+
+
 def test_the_state_of_a_detector_continues_where_it_was():
     one, two = SpikeDetector(1.0), SpikeDetector(1.0)
     for loss in [3.0] * 30 + [9.0, 9.0]:

@@ -189,11 +189,13 @@ def test_a_run_that_was_killed_between_two_logs_starts_again(train, tmp_path):
 
 
 def test_a_target_loss_ends_the_run_with_a_checkpoint(train, tmp_path):
-    result = train(**SHORT | dict(max_steps=100, checkpoint_interval=0, eval_interval=2, target_loss=5.7))
+    options = dict(max_steps=100, checkpoint_interval=0, eval_interval=2, sample_interval=1000)
+    result = train(**SHORT | options, target_loss=5.7)
     assert result.returncode == 0 and "--target_loss 0\n" in result.stdout  # what continues it
     last = log_of(tmp_path / "run", "val")[-1]
     assert last["loss"] <= 5.7 and last["step"] < 100 and steps_of(tmp_path / "run") == [last["step"]]
     assert all(r["loss"] > 5.7 for r in log_of(tmp_path / "run", "val")[:-1])
+    assert [r["step"] for r in log_of(tmp_path / "run", "sample")] == [last["step"]]  # as at any run's end
     [target] = log_of(tmp_path / "run", "target")  # what it took
     tokens, operations = last["step"] * 256, log_of(tmp_path / "run", "run")[0]["flops_per_token"]
     assert (target["step"], target["tokens"]) == (last["step"], tokens) and target["hours"] > 0
