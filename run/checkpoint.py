@@ -23,7 +23,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -117,34 +116,28 @@ def newer(checkpoint: Path) -> list[Path]:
 
 
 def remove(path: Path) -> None:
-    """Remove a directory, or the link to one but not what it links to. It is renamed to a hidden name first, so that a
-    kill leaves a leftover and not a damaged checkpoint."""
-    hidden = path.rename(path.with_name(f".{path.name}.{os.getpid()}.old"))
-    if hidden.is_symlink():
-        hidden.unlink()
+    """Remove a directory. It is renamed to a hidden name first, so that a kill leaves a leftover and not a damaged
+    checkpoint."""
+    delete(path.rename(path.with_name(f".{path.name}.{os.getpid()}.old")))
+
+
+def delete(path: Path) -> None:
+    """Delete a file, a directory, or a link to one, but not what it links to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
     else:
-        shutil.rmtree(hidden)
+        path.unlink()
 
 
 def remove_leftovers(run_dir: Path, files: tuple[str, ...]) -> None:
     """Remove what a killed process left unfinished: hidden checkpoints and hidden `files` of the run directory."""
     names = "|".join([r"(damaged_)?step_\d+", r"README\.md", *map(re.escape, files)])
     for path in (*run_dir.glob(".*"), *run_dir.glob("step_*/.*")):  # in a checkpoint: a card
-        if not re.fullmatch(rf"\.({names})\.\d+\.(tmp|old)", path.name):
-            continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+        if re.fullmatch(rf"\.({names})\.\d+\.(tmp|old)", path.name):
+            delete(path)
 
 
 # ---------------------------------------------------------------------------------------------------------- writing
-
-
-class Part(Protocol):
-    """Some of the files of a checkpoint: the model's, an adapter's, a chat's, the card."""
-
-    def write(self, directory: Path) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -152,7 +145,7 @@ class Snapshot:
     """One step of a run in host memory: a copy that does not change while training continues."""
 
     step: int
-    parts: list[Part]  # each writes its files
+    parts: list  # what has a write(directory): the files of a model, an adapter or a chat, the card
     state: dict  # for train_state.pt: what the next step depends on besides the weights
 
     def write(self, directory: Path) -> None:
@@ -172,9 +165,10 @@ class CheckpointWriter:
     `wait` raises what went wrong in the thread.
     """
 
-    def __init__(self, run_dir: Path, keep: int):
+    def __init__(self, run_dir: Path, keep: int, check: Callable[[], None] = lambda: None):
         self.run_dir = Path(run_dir)
         self.keep = keep
+        self.check = check  # raises UserError if run_dir is not ours any more
         self._thread = ThreadPoolExecutor(1)  # one, because writes would only compete; Python waits for it at exit
         self._under_way: Future | None = None
         self._intact: set[Path] = set()  # written or checked by this process, so that no file is hashed twice
@@ -189,7 +183,17 @@ class CheckpointWriter:
 
     def _write(self, snapshot: Snapshot, val_losses: dict[int, float], announce: Callable) -> None:
         path = self.run_dir / f"step_{snapshot.step:06d}"
-        write_atomically(path, snapshot.write)
+
+        def write(directory: Path) -> None:
+            snapshot.write(directory)
+            self.check()  # from here on an older one of this step would be replaced
+
+        self.check()
+        try:
+            write_atomically(path, write)
+        except Exception:
+            self.check()  # that the directory is gone explains any other error
+            raise
         self._intact.add(path)
         announce(f"saved {path}")  # durable: from here on it survives a power failure
         if self.keep:
@@ -225,6 +229,7 @@ class CheckpointWriter:
         best = min(losses, key=losses.get, default=None)  # the oldest of several: the others inherited its loss
         for _, path in intact[: -self.keep]:
             if path != best:
+                self.check()
                 with suppress(OSError):  # on Windows another program may have it open: no reason to end a run
                     remove(path)
 
@@ -296,7 +301,7 @@ class ModelFiles:
     def write(self, directory: Path) -> None:
         save_model(directory, self.model, self.tokenizer)
         if self.compare:
-            warn_of_other_logits(directory, self.model)
+            compare_with_transformers(directory, self.model)
 
     def load(self, directory: Path) -> None:
         """Put the weights of a checkpoint into the model, in place."""
@@ -306,26 +311,21 @@ class ModelFiles:
             copy_into(tensor, state[name])
 
 
-def warn_of_other_logits(directory: Path, model: GPT) -> None:
-    apart = difference_from_transformers(directory, model)
+@torch.no_grad()
+def compare_with_transformers(directory: Path, model: GPT) -> None:
+    """Warn if transformers computes other logits from the files of `model` than model.py does."""
+    from transformers import GPT2LMHeadModel, logging  # a slow import, which most commands do not need
+
+    logging.disable_progress_bar()
+    idx = torch.arange(min(64, model.config.n_positions))[None] % model.config.vocab_size  # (1, T)
+    theirs = GPT2LMHeadModel.from_pretrained(directory).eval()(idx).logits
+    apart = (model.eval()(idx) - theirs).abs().max() / theirs.abs().max()
     if apart > 1e-3:
         print(
             f"\nwarning: transformers and model.py compute different logits from these weights (by {apart:.1%} "
             "of the largest); change HF_CONFIG in model.py too, or others will load a different model",
             file=sys.stderr,
         )
-
-
-@torch.no_grad()
-def difference_from_transformers(directory: Path, model: GPT) -> float:
-    """The largest difference of logits between `model` and its files in transformers, relative to the largest logit."""
-    from transformers import GPT2LMHeadModel, logging  # a slow import, which most commands do not need
-
-    logging.disable_progress_bar()
-    idx = torch.arange(min(64, model.config.n_positions))[None] % model.config.vocab_size  # (1, T)
-    theirs = GPT2LMHeadModel.from_pretrained(directory).eval()(idx).logits
-    largest_difference = (model.eval()(idx) - theirs).abs().max()
-    return (largest_difference / theirs.abs().max()).item()
 
 
 def save_model(directory: Path, model: GPT, tokenizer: Tokenizer) -> None:

@@ -8,19 +8,15 @@ loaded the rest. This file knows nothing of steps, losses or signals.
 
 import contextlib
 import os
+import sys
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from cli import UserError, check_constants
 from files import exclusive_lock, read_json, set_aside
 from machine.runtime import Runtime
-from run.checkpoint import (
-    ADAPTER_FILES,
-    MODEL_FILES,
-    checkpoint_steps,
-    newest_intact,
-)
-from run.records import read_log
+from run.checkpoint import ADAPTER_FILES, MODEL_FILES, checkpoint_steps, load_train_state, newest_intact
+from run.records import newest_start, read_log
 
 FILES = ("config.json", "log.jsonl", "samples.txt", "learning_curve.png")  # besides checkpoints
 OF_A_COMMAND = {"resume", "overwrite", "dry_run", "out_dir", "price", "merge"}  # not of the run
@@ -29,22 +25,55 @@ OF_A_COMMAND = {"resume", "overwrite", "dry_run", "out_dir", "price", "merge"}  
 def with_constants_of_run(config, args: list[str]):
     """With --resume, take every constant that the words `args` of the command line do not set from the earlier run.
 
-    Its config.json has the settled constants, and its log, under `written`, the values before settling. These are
-    settled again, since the machine may differ, except for the threads, on which the last bits depend.
+    What was requested then is settled again, since the machine may differ, except for the threads, on which the last
+    bits depend. Raises UserError.
     """
-    stored, log = {}, Path(config.out_dir) / "log.jsonl"
-    if config.resume:
-        with contextlib.suppress(OSError, UserError):  # none yet, or damaged: then all constants have to be given
-            stored = read_json(Path(config.out_dir) / "config.json")
-    if not isinstance(stored, dict) or "out_dir" not in stored:
+    if not config.resume:
         return config
-    threads = {} if "OMP_NUM_THREADS" in os.environ else dict(threads=stored.get("threads", 0))
-    names = {field.name for field in fields(config)} - flags_set(args) - OF_A_COMMAND
-    starts = [r for r in read_log(log) if r["kind"] == "run"] if log.exists() else []
-    stored |= (starts[-1].get("written", {}) if starts else {}) | threads
-    own = {name: tuple(v) if isinstance(v, list) else v for name, v in stored.items() if name in names}
+    settled, requested = constants_of_run(Path(config.out_dir))
+    constants = settled | requested
+    if settled and "OMP_NUM_THREADS" not in os.environ:
+        constants["threads"] = settled.get("threads", 0)
+    taken = {field.name for field in fields(config)} - flags_set(args) - OF_A_COMMAND
+    own = {}
+    for name in taken & constants.keys():
+        value = constants[name]
+        own[name] = tuple(value) if isinstance(value, list) else value
     check_constants(type(config), own)
     return replace(config, **own)
+
+
+def constants_of_run(out_dir: Path) -> tuple[dict, dict]:
+    """The settled constants of the run in `out_dir`, and the requested ones that differ; two empty dicts without a run.
+
+    They are in config.json and in the log, and once more in every checkpoint, for a config.json that is missing or
+    damaged. Raises UserError if it is damaged and there is no intact checkpoint, OSError if it cannot be read.
+    """
+    path = out_dir / "config.json"
+    damage = None
+    try:
+        settled = read_json(path)
+        if isinstance(settled, dict) and "out_dir" in settled:
+            return settled, requested_in(out_dir / "log.jsonl")
+        damage = UserError(f"{path} does not hold the constants of a run; choose another --out_dir")
+    except FileNotFoundError:
+        pass
+    except UserError as e:
+        damage = e
+    checkpoint = newest_intact(out_dir)
+    if checkpoint is None and damage:
+        raise damage
+    if checkpoint is None:
+        return {}, {}
+    print(f"warning: {path} is missing or damaged: taking the constants from {checkpoint}", file=sys.stderr)
+    state = load_train_state(checkpoint)
+    return state["config"], state["written"]
+
+
+def requested_in(log: Path) -> dict:
+    """The constants as the last start in a log requested them, where they were settled to other values."""
+    start = newest_start(read_log(log)) if log.exists() else {}
+    return start.get("written") or {}
 
 
 def flags_set(args: list[str]) -> set[str]:
@@ -63,22 +92,29 @@ class RunDirectory:
     def __init__(self, config, rt: Runtime, fixed: tuple[str, ...] = ()):
         if config.resume and config.overwrite:
             raise UserError("--resume continues a run and --overwrite starts a new one; give one of them")
-        self.path, self.rt, self.requested, self.fixed = Path(config.out_dir), rt, asdict(config), fixed
+        self.path = Path(config.out_dir)
+        self.rt = rt
+        self.requested = asdict(config)
+        self.fixed = fixed
         self.locks = contextlib.ExitStack()  # held until the end of the run
-        self.checkpoint = rt.broadcast_from_main(self._claim)
+        self.checkpoint = rt.broadcast_from_main(lambda: self._claim(config))
 
-    def _claim(self) -> Path | None:
-        """Lock OUT_DIR; with --resume, return its newest intact checkpoint."""
-        if self.path.is_dir() and not self.holds_run() and (foreign := foreign_name(self.path)):
+    def _claim(self, config) -> Path | None:
+        """Lock OUT_DIR; with --resume, return its newest intact checkpoint. The first rank only."""
+        foreign = foreign_name(self.path) if self.path.is_dir() and not self.holds_run() else ""
+        if foreign:
             raise UserError(f"{self.path} contains {foreign} but no run; choose another --out_dir to keep it safe")
         self._lock()  # what is found from here on must not change under us
-        resume, overwrite = self.requested["resume"], self.requested["overwrite"]
-        if self.holds_run() and not (resume or overwrite):
-            remedy = "pass --resume to continue it, --overwrite to rename it and start again"
-            raise UserError(f"{self.path} already holds a run; {remedy}, or choose another --out_dir")
-        newest = newest_intact(self.path) if resume else None
+        if not config.resume:
+            if self.holds_run() and not config.overwrite:
+                remedy = "pass --resume to continue it, --overwrite to rename it and start again"
+                raise UserError(f"{self.path} already holds a run; {remedy}, or choose another --out_dir")
+            return None
+        if with_constants_of_run(config, sys.argv[1:]) != config:  # another process had the lock until now
+            raise UserError(f"the constants of {self.path} have changed just now; give the same command again")
+        newest = newest_intact(self.path)
         # a run that has not begun is no error: a cluster can start and restart it with the same command
-        if resume and newest is None and checkpoint_steps(self.path):
+        if newest is None and checkpoint_steps(self.path):
             raise UserError(f"every checkpoint in {self.path} is damaged; pass --overwrite instead to start again")
         return newest
 
@@ -87,7 +123,19 @@ class RunDirectory:
             raise UserError(f"{self.path} links to {os.readlink(self.path)}, which does not exist; create it")
         self.path.mkdir(parents=True, exist_ok=True)
         # inside the directory, not next to it: containers may mount one disk under different names
-        self.locks.enter_context(exclusive_lock(self.path / ".lock", f"run directory {self.path}"))
+        lock = self.path / ".lock"
+        self.locks.enter_context(exclusive_lock(lock, f"run directory {self.path}"))
+        self._locked = os.stat(lock)
+
+    def check(self) -> None:
+        """Raises UserError if OUT_DIR is not the directory that was locked any more. After somebody renamed it, another
+        run may have begun there, and would lose its checkpoints to us."""
+        if not self.rt.is_main:  # it has no lock
+            return
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(self._locked, os.stat(self.path / ".lock")):
+                return
+        raise UserError(f"{self.path} was renamed or removed during the run; continue it with --resume where it is now")
 
     def holds_run(self) -> bool:
         """A log alone counts as a run: if somebody deleted its checkpoints, its figures are all that is left."""
@@ -115,6 +163,10 @@ def foreign_name(out_dir: Path) -> str:
     with contextlib.suppress(UserError, OSError, TypeError):
         if "out_dir" in read_json(out_dir / "config.json"):  # ours: the run was killed before it began its log
             return ""
-    others = (path.name for path in sorted(out_dir.iterdir()) if path.is_dir() and path.name != "lost+found")
-    names = (*(name for name in (*FILES, MODEL_FILES[0], ADAPTER_FILES[0]) if (out_dir / name).exists()), *others)
-    return next((name for name in names if not name.startswith(".")), "")
+    for name in (*FILES, MODEL_FILES[0], ADAPTER_FILES[0]):
+        if (out_dir / name).exists():
+            return name
+    for path in sorted(out_dir.iterdir()):
+        if path.is_dir() and path.name != "lost+found" and not path.name.startswith("."):
+            return path.name
+    return ""

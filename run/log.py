@@ -30,6 +30,7 @@ from files import naming, replace_file
 from machine.runtime import Runtime
 from run.card import Card
 from run.curves import draw
+from run.directory import RunDirectory
 from run.records import Records, of_kind, read_log
 
 # each is imported only when asked for
@@ -40,11 +41,12 @@ LINE_SECONDS = 30  # between progress lines, where there is no terminal for a pr
 class RunLog:
     """`records` are the lines of log.jsonl. Nothing is written before `open`."""
 
-    def __init__(self, out_dir: Path, rt: Runtime, config):
-        self.out_dir = out_dir
-        self.rt = rt
+    def __init__(self, directory: RunDirectory, config):
+        self.directory = directory
+        self.out_dir = directory.path
+        self.rt = directory.rt
         self.config = config
-        self.name = out_dir.resolve().name
+        self.name = self.out_dir.resolve().name
         self.records: Records = []
         self._report = self._close_tracker = None
         self._painter = ThreadPoolExecutor(1)  # Python waits for it at exit
@@ -80,6 +82,7 @@ class RunLog:
         """Add a line."""
         if not self.rt.is_main:
             return
+        self.directory.check()
         record = as_json(record)
         self.records.append(record)
         add_text(self.out_dir / "log.jsonl", line_of(record))
@@ -165,6 +168,7 @@ class RunLog:
 
     def _draw(self) -> None:
         try:
+            self.directory.check()
             draw({self.name: list(self.records)}, self.out_dir / "learning_curve.png")
         except Exception as e:  # no picture is a reason to end a run, or to hide the error that ended it
             self.rt.print(f"warning: learning_curve.png is not drawn: {explain(e) or repr(e)}")

@@ -11,7 +11,7 @@ from cli import UserError
 
 Records = list[dict]
 NEEDED = {"train": "loss", "val": "loss", "sample": "text"}  # besides the step and the kind
-NUMBERS = ("loss", "bpb", "dt_ms", "tokens_per_sec", "tokens", "memory_gib", "skipped_steps")
+NUMBERS = ("loss", "lr", "bpb", "dt_ms", "tokens_per_sec", "tokens", "memory_gib", "skipped_steps")
 TYPES = {  # of what people and programs read from a log; null where it was not known or not finite
     **dict.fromkeys(NUMBERS, int | float),
     **dict.fromkeys(("command", "commit", "text"), str),

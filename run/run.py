@@ -2,7 +2,7 @@
 
 The loop is in the script, as `train` in train_gpt2.py: it takes the steps, and tells the Run about them.
 
-A Run reads figures one step late on a GPU, so that the GPU never waits for the host. It writes checkpoints in the
+A Run reads metrics one step late on a GPU, so that the GPU never waits for the host. It writes checkpoints in the
 background, and handles signals, steps with a non-finite gradient, and loss spikes. Every rank makes the same decisions,
 because all of them follow from sums over the ranks.
 
@@ -38,6 +38,7 @@ from run.checkpoint import (
 )
 from run.directory import FILES, OF_A_COMMAND, RunDirectory
 from run.log import RunLog, about_machine
+from run.records import of_kind
 from run.reference import place_in_band
 from run.spikes import SpikeDetector
 
@@ -70,25 +71,23 @@ class Run:
         self.tokens = 0
         self._spikes = SpikeDetector(config.spike_threshold)
         changed = self._restore(directory.checkpoint) if directory.checkpoint else {}
-        self.log = RunLog(self.out_dir, self.rt, config)
+        self.log = RunLog(directory, config)
         self.rt.broadcast_from_main(lambda: self._prepare_directory(changed))
-        self._writer = CheckpointWriter(self.out_dir, config.keep_checkpoints)
+        self._writer = CheckpointWriter(self.out_dir, config.keep_checkpoints, directory.check)
         self._first_step = self.step  # of this process
         # what the log has of this step is not run again; evaluations that a kill cut off after the checkpoint are
-        self._done = self.rt.broadcast_from_main(self._kinds_of_this_step)
-        self.val_loss = self.rt.broadcast_from_main(self._val_loss_of_this_step)  # the newest one
+        self._done, self.val_loss = self.rt.broadcast_from_main(self._logged_at_this_step)
         self._saved = self.step if directory.checkpoint else -1  # the last step with a checkpoint
-        self._launched: deque[tuple] = deque()  # steps whose figures have not been read yet
+        self._launched: deque[tuple] = deque()  # steps whose metrics have not been read yet
         self._spike: tuple[int, float] | None = None  # (step, loss) of one that `steps` still has to undo
         self._bad_steps = 0  # in a row
         self._signum = 0  # of a signal to this rank
         self._stop = False  # a signal to any rank, or a checkpoint that could not be written
 
-    def _kinds_of_this_step(self) -> list[str]:
-        return [record["kind"] for record in self.log.records if record["step"] == self.step]
-
-    def _val_loss_of_this_step(self) -> float:
-        return self.log.val_losses().get(self.step, math.inf)
+    def _logged_at_this_step(self) -> tuple[list[str], float]:
+        """The kinds of records that the log has of this step, and its validation loss."""
+        kinds = [record["kind"] for record in self.log.records if record["step"] == self.step]
+        return kinds, self.log.val_losses().get(self.step, math.inf)
 
     def _prepare_directory(self, changed: dict) -> None:
         """config.json, log.jsonl and samples.txt as they have to be before the first step; the first rank only."""
@@ -100,7 +99,7 @@ class Run:
         if checkpoint:
             rename_damaged(newer_than=checkpoint)
         elif log.exists():
-            old = set_aside(log)  # its steps will be taken again: do not mix old and new figures, and lose neither
+            old = set_aside(log)  # its steps will be taken again: do not mix old and new metrics, and lose neither
             self.rt.print(f"{self.out_dir} holds no checkpoint: starting from step 0; the earlier log is now {old}")
         config = asdict(self.config)
         replace_file(self.out_dir / "config.json", json.dumps(config, indent=2) + "\n")
@@ -134,6 +133,7 @@ class Run:
             if error_type is None:  # on an error the writer thread still finishes: Python joins it at exit
                 self._writer.wait()
             self.log.close()
+            self.directory.check()
             self._renew_card()
         finally:
             for signum, handler in self._handlers.items():
@@ -171,15 +171,15 @@ class Run:
                 self._roll_back()
 
     def log_step(self, loss, grad_norm, lr: float, n_targets) -> None:
-        """Note a step's figures: scalar tensors that are the same on every rank.
+        """Note a step's metrics: scalar tensors that are the same on every rank.
 
         They are read once the device has reached this point, on a GPU during the next step. Raises UserError after too
         many bad steps in a row.
         """
         # Reading a number now would let the GPU run dry: the host must be ahead, launching the kernels of the next step
         # while those of this one run. The count of targets is separate, since fp32 is exact only up to 2**24.
-        figures = torch.stack([loss, grad_norm, self._stops_wanted()])
-        self._launched.append((self.step, lr, self.rt.read_later(figures), self.rt.read_later(n_targets)))
+        metrics = torch.stack([loss, grad_norm, self._stops_wanted()])
+        self._launched.append((self.step, lr, self.rt.read_later(metrics), self.rt.read_later(n_targets)))
         self._read_steps(self.rt.steps_ahead)
 
     def begins(self, interval: int, kind: str = "", at_start: bool = False) -> bool:
@@ -198,7 +198,7 @@ class Run:
         return self._spike is None
 
     def catch_up(self) -> None:
-        """Wait until the figures of all steps are read and the checkpoint under way is on the disk, because what comes
+        """Wait until the metrics of all steps are read and the checkpoint under way is on the disk, because what comes
         next may take long, or fail. All ranks call this together.
 
         After a signal to any rank, saves this step and raises Stopped. If a spike shows only now, `save` and `record`
@@ -235,15 +235,15 @@ class Run:
             if not self.rt.writes_in_background:
                 self._writer.wait()
 
-    def record(self, kind: str, **figures) -> None:
+    def record(self, kind: str, **metrics) -> None:
         """Log an evaluation or a sample of this step, print it, and redraw the curve."""
         if self._spike:
             return
         if kind == "val":
-            self.val_loss = figures["loss"]
+            self.val_loss = metrics["loss"]
         if kind in ("val", "hellaswag"):
-            figures["flops"] = self._operations()
-        self.log.evaluation(self.step, kind, figures)
+            metrics["flops"] = self._operations()
+        self.log.evaluation(self.step, kind, metrics)
         self._renew_card()
 
     def _operations(self) -> float:
@@ -263,7 +263,7 @@ class Run:
         self.max_steps = self.step
         self.save()
         if "target" not in self._done:
-            milliseconds = sum(r.get("dt_ms") or 0 for r in self.log.records if r["kind"] == "train")
+            milliseconds = sum(record.get("dt_ms") or 0 for record in of_kind(self.log.records, "train"))
             petaflop = self._operations() / 1e15
             self.record("target", tokens=self.tokens, hours=milliseconds / 3.6e6, petaflop=petaflop)
 
@@ -273,36 +273,40 @@ class Run:
 
     def print_results(self) -> None:
         """The last validation losses, their place among reference runs, and the speed; all ranks may call this."""
-        if val := [r for r in self.log.records if r["kind"] == "val" and None not in (r["loss"], r.get("bpb"))]:
-            self.rt.print(f"\nvalidation loss {val[-1]['loss']:.4f} nats per token, {val[-1]['bpb']:.4f} bits per byte")
+        measured = [r for r in of_kind(self.log.records, "val") if None not in (r["loss"], r.get("bpb"))]
+        if measured:
+            val = measured[-1]
+            self.rt.print(f"\nvalidation loss {val['loss']:.4f} nats per token, {val['bpb']:.4f} bits per byte")
             self.rt.print(place_in_band(self.log.records), end="")
         rate = self.log.median_rate()
         memory = self.rt.peak_memory() / 2**30
         taken = f"{self.tokens:,} tokens in {self.step:,} steps"
         self.rt.print(f"{taken}, {rate:,.0f} tokens/s, {memory:.2f} GiB at the peak")
 
-    # ---- reading the figures of finished steps, and reacting to them
+    # ---- reading the metrics of finished steps, and reacting to them
 
     def _read_steps(self, unread: int = 0) -> None:
-        """Read figures until those of at most `unread` steps are left, or one of them is a spike."""
+        """Read metrics until those of at most `unread` steps are left, or one of them is a spike."""
         while len(self._launched) > unread and self._spike is None:
             self._read_step(*self._launched.popleft())
 
-    def _read_step(self, step: int, lr: float, read_figures, read_n_targets) -> None:
+    def _read_step(self, step: int, lr: float, read_metrics, read_n_targets) -> None:
         """Wait for a step, log it, and notice a stop, a spike or a bad step. Raises UserError after too many."""
-        loss, grad_norm, stop = read_figures()
+        loss, grad_norm, stop = read_metrics()
         n_targets = read_n_targets()
-        # from one step's figures to the next step's: what a step takes when host and device overlap
+        # from one step's metrics to the next step's: what a step takes when host and device overlap
         now = time.perf_counter()
         seconds = max(now - self._clock, 1e-9)  # two readings may be equal
         self._clock = now
         self.tokens += n_targets
-        figures = dict(loss=loss, lr=lr, grad_norm=grad_norm, tokens=self.tokens)
-        self.log.train_step(step, figures, seconds, n_targets, self.facts["flops_per_token"])
+        metrics = dict(loss=loss, lr=lr, grad_norm=grad_norm, tokens=self.tokens)
+        if step == self._first_step + 1:
+            self._compare_lr(lr)
+        self.log.train_step(step, metrics, seconds, n_targets, self.facts["flops_per_token"])
         if step == 1 and "uniform_loss" in self.facts:
             self.rt.print(f"first loss {loss:.3f}; if all tokens are equally likely, {self.facts['uniform_loss']:.3f}")
         if stop > 0:
-            self._stop = True  # acted on between steps, where all ranks have read the same figures
+            self._stop = True  # acted on between steps, where all ranks have read the same metrics
         if math.isfinite(loss) and math.isfinite(grad_norm):
             self._bad_steps = 0
             if self._spikes.add(loss):
@@ -312,6 +316,14 @@ class Run:
         if self._bad_steps >= self.config.max_bad_steps:
             what = f"no finite loss or gradient in {self._bad_steps} steps, up to step {step}"
             raise UserError(f"{what}; lower --max_lr, or use --dtype float32, and --resume from the newest checkpoint")
+
+    def _compare_lr(self, lr: float) -> None:
+        """A longer --max_steps stretches the schedule: say so if a rate that had fallen rises again."""
+        trained = of_kind(self.log.records, "train")
+        before = trained[-1].get("lr") if trained else None
+        if before is not None and lr > 2 * before:
+            what = f"the learning rate rises from {before:.3g} at step {self._first_step} to {lr:.3g}"
+            self.rt.print(f"{what}, because the schedule now spans {self.max_steps} steps (docs/resume.md)")
 
     def _stop_here(self) -> None:
         """Save this step and raise Stopped; or raise the UserError of a checkpoint that could not be written."""
@@ -336,6 +348,7 @@ class Run:
         self._spike = None  # from here on `record` and `save` work again
         self._writer.wait()
         before = step - self._spikes.PATIENCE  # the weights of the step before the first high loss are suspect, too
+        self.directory.check()  # what is newer will be removed
         found = self.rt.broadcast_from_main(lambda: newest_intact(self.out_dir, before))
         if not found:
             self.rt.print(f"step {step}: the loss has jumped to {loss:.3f}, with no earlier checkpoint to roll back to")
@@ -360,6 +373,8 @@ class Run:
         new)}. Raises UserError for a state that is damaged or belongs to another run."""
         state = load_train_state(checkpoint)
         try:
+            if int(checkpoint.name.removeprefix("step_")) != state["step"]:
+                raise ValueError(f"it is of step {state['step']}")
             changed = self._changed_constants(state, checkpoint)
             self.optimizer.load_state_dict(state["optimizer"])
             self._spikes.load_state_dict(state["spikes"])

@@ -16,15 +16,18 @@ import torch
 import train_gpt2
 from cli import UserError
 from files import exclusive_lock
+from run import checkpoint, directory
 from run.checkpoint import (
     SUMS,
     CheckpointWriter,
     Snapshot,
     checkpoint_steps,
     find_damage,
+    find_model,
     load_train_state,
     remove_after,
 )
+from run.run import Run
 from tests.helpers import (
     SHORT,
     SMALL,
@@ -216,6 +219,96 @@ def test_a_place_that_holds_other_things_or_does_not_exist_is_refused(train, tmp
     assert [path.name for path in (tmp_path / "project").iterdir()] == ["src"]
 
 
+# ---- a directory that is renamed, removed or changed under a living run
+
+
+MOMENTS = {  # what a renaming precedes, with another run in the old place or none
+    "a line of the log": (train_gpt2, "validate", True),
+    "a checkpoint": (Run, "save", True),
+    "its files": (checkpoint, "save_model", True),
+    "the removal of old ones": (CheckpointWriter, "_prune", True),
+    "the comparison with transformers": (checkpoint, "compare_with_transformers", False),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_run_whose_directory_was_renamed_ends_and_touches_no_other(train, tmp_path, monkeypatch, moment):
+    owner, name, another = MOMENTS[moment]
+    real = getattr(owner, name)
+    place, moved = tmp_path / "run", tmp_path / "moved"
+    options = SHORT | dict(eval_interval=2, keep_checkpoints=1)
+    train(out="other", **options | dict(max_steps=4))
+
+    def rename_and_work(*args):
+        if not moved.exists():
+            place.rename(moved)
+            if another:
+                shutil.copytree(tmp_path / "other", place)
+        return real(*args)
+
+    with monkeypatch.context() as context:
+        context.setattr(owner, name, rename_and_work)
+        assert_user_error(train(**options | dict(max_steps=100)), f"{place} was renamed or removed")
+    assert files_of(place) == (files_of(tmp_path / "other") if another else {})
+    assert train(out="moved", **options | dict(resume=True)).returncode == 0 and steps_of(moved)[-1] == 6
+
+
+def test_constants_that_change_while_a_resume_waits_for_the_lock_are_not_mixed(train, tmp_path, monkeypatch):
+    train(**SHORT)
+
+    def lock(path, what):
+        config = json.loads((tmp_path / "run" / "config.json").read_text())
+        (tmp_path / "run" / "config.json").write_text(json.dumps(config | dict(max_lr=0.5)))
+        return exclusive_lock(path, what)
+
+    with monkeypatch.context() as context:
+        context.setattr(directory, "exclusive_lock", lock)
+        assert_user_error(train(**SHORT | dict(resume=True)), "have changed", "the same command")
+    assert train(**SHORT | dict(resume=True)).returncode == 0
+
+
+@pytest.mark.parametrize("damaged", ["", "[]", '{"max_lr": 1', None])
+def test_a_damaged_config_is_replaced_by_the_newest_checkpoint_s(train, tmp_path, capsys, monkeypatch, damaged):
+    options = SHORT | dict(max_lr=1e-3, micro_batch_size=4)
+    train(out="whole", **options | dict(max_steps=8))
+    train(**options)
+    config = tmp_path / "run" / "config.json"
+    config.unlink() if damaged is None else config.write_text(damaged)
+    words = arguments(resume=True, out_dir=tmp_path / "run", max_steps=8)
+    result = run_inline(train_gpt2.main, words, capsys, monkeypatch)
+    assert result.returncode == 0 and f"warning: {config}" in result.stderr
+    assert set(log_of(tmp_path / "run", "run")[-1]["changed"]) == {"max_steps"}
+    assert json.loads(config.read_text()) == json.loads((tmp_path / "whole" / "config.json").read_text()) | dict(
+        out_dir=str(tmp_path / "run"), resume=True
+    )
+    for path in steps_of(tmp_path / "run"):
+        (tmp_path / "run" / f"step_{path:06d}" / SUMS).unlink()
+    config.write_text("{")
+    assert_user_error(run_inline(train_gpt2.main, words, capsys, monkeypatch), str(config), "JSON")
+
+
+def test_a_config_that_cannot_be_read_is_named(train, tmp_path):
+    train(**SHORT)
+    (tmp_path / "run" / "config.json").unlink()
+    (tmp_path / "run" / "config.json").mkdir()
+    assert_user_error(train(**SHORT | dict(resume=True)), "config.json: Is a directory")
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(train, tmp_path):
+    train(**SHORT)
+    (tmp_path / "run" / "step_000006").rename(tmp_path / "run" / "step_000007")
+    before = files_of(tmp_path / "run")
+    assert_user_error(train(**SHORT | dict(resume=True)), "step_000007", "step 6")
+    assert files_of(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize("typo", ["out/tiyn", "./gpt2", "/nowhere", "out/tiny/step_000600", ""])
+def test_a_path_that_does_not_exist_is_not_asked_of_the_hub(typo):
+    with pytest.raises(UserError, match="is not a directory"):
+        find_model(typo)
+    assert [find_model(name) for name in ("gpt2", "openai/gpt2")] == ["gpt2", "openai/gpt2"]
+
+
 # ---- the log
 
 
@@ -246,7 +339,8 @@ def test_a_log_without_checkpoints_is_kept_and_the_restart_is_announced(train, t
 
 def test_the_first_record_says_where_a_run_comes_from(train, tmp_path):
     train(**SHORT)
-    train(**SHORT | dict(max_steps=8, resume=True, sample_prompt="it's two  words"))
+    result = train(**SHORT | dict(max_steps=8, resume=True, sample_prompt="it's two  words"))
+    assert "the learning rate rises from 0 at step 6 to " in result.stdout
     first, second = log_of(tmp_path / "run", "run")
     assert first["step"] == 0 and second["step"] == 6 and second["resumed_from"].endswith("step_000006")
     assert first["versions"]["torch"] == torch.__version__ and first["config"]["n_embd"] == 32
@@ -265,7 +359,7 @@ def test_a_resume_takes_from_the_run_what_is_not_given(train, tmp_path, capsys, 
     remove_after(tmp_path / "run" / "step_000004")
     words = ["--resume", f"--out_dir={tmp_path / 'run'}", "--no_shuffle", "--keep_checkpoints", 5, "--init_from=gpt2"]
     result = run_inline(train_gpt2.main, words, capsys, monkeypatch)  # of another recipe, by its name
-    assert result.returncode == 0, result.stderr
+    assert result.returncode == 0 and "rises" not in result.stdout, result.stderr
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     assert log_of(tmp_path / "run", "run")[-1]["changed"] == dict(keep_checkpoints=[0, 5])
     assert log_of(tmp_path / "run", "run")[0]["written"] == dict(threads=0, attention="auto")
@@ -338,7 +432,8 @@ def test_a_run_that_began_with_another_model_s_sizes_is_resumed_by_the_same_line
 def test_shards_that_are_not_complete_are_announced(train, tmp_path):
     train(**SHORT)
     shards = next((tmp_path / "cache").glob("text-*"))
-    manifest = json.loads((shards / "manifest.json").read_text()) | dict(next=dict(file=0, unit=0, skip=0), files=[])
+    manifest = json.loads((shards / "manifest.json").read_text())
+    manifest |= dict(next=dict(file=0, unit=0, skip=0), files=[], shard_size=10**6)
     (shards / "manifest.json").write_text(json.dumps(manifest))
     result = train(out="other", **SHORT | dict(data=shards))
     assert result.returncode == 0 and str(shards) in result.stderr
