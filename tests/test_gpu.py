@@ -210,7 +210,7 @@ def test_the_loop_waits_for_nothing_and_is_compiled_once(train, graphs, optimize
         request.getfixturevalue("one_rank")
         real, mesh = Runtime.setup, init_device_mesh(DEVICE, (1,))
         monkeypatch.setattr(Runtime, "setup", lambda *args: replace(real(*args), shard="optimizer", mesh=mesh))
-        monkeypatch.setattr("cli.leave", lambda: None)  # the tests go on after this rank
+        monkeypatch.setattr("cli.exit_now", lambda: None)  # the tests go on after this rank
     compiled = train(**RUN | dict(optimizer=optimizer, compile="on", micro_batch_size=8))
     assert compiled.returncode == 0, compiled.stderr
     assert not counters["graph_break"] and len(graphs) == 6
