@@ -18,6 +18,7 @@ import torch
 
 import train_gpt2
 from cli import UserError
+from corpus import shards
 from learning import evaluation as evaluate
 from machine import runtime
 from model import GPT, MLP, SIZES, GPTConfig, GPTWithLoss
@@ -179,11 +180,20 @@ def test_tokens_are_counted_exactly(train, tmp_path, monkeypatch):
 
 def test_no_rank_waits_for_a_tokenizer_in_an_exchange(train, monkeypatch):
     """Which would end it after ten minutes: it waits for a lock."""
-    callers, prepare = [], train_gpt2.prepare_text
-    monkeypatch.setattr(
-        train_gpt2, "prepare_text", lambda *args: callers.extend(f.function for f in inspect.stack()) or prepare(*args)
-    )
+    callers, prepare = [], shards.prepare_text
+
+    def watched(*args):
+        callers.extend(frame.function for frame in inspect.stack())
+        return prepare(*args)
+
+    monkeypatch.setattr(shards, "prepare_text", watched)
     assert train(max_steps=1).returncode == 0 and "main" in callers and "broadcast_from_main" not in callers
+
+
+def test_a_vocabulary_much_larger_than_the_tokenizer_is_warned_of(train, tokenizer):
+    assert not train(out="fits", max_steps=1, tokenizer=tokenizer, vocab_size=1280).stderr
+    warning = "warning: 71% of the 2,048 embeddings have no token; pass --vocab_size 640\n"
+    assert train(out="wide", max_steps=1, tokenizer=tokenizer, vocab_size=2048).stderr == warning
 
 
 # ---- recipes
