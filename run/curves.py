@@ -7,7 +7,6 @@ text. This file knows nothing of torch or models: it sees only the records of a 
 import io
 import math
 import os
-import statistics
 from pathlib import Path
 
 import numpy as np
@@ -165,11 +164,11 @@ def smoothed(x: np.ndarray, y: np.ndarray) -> Curve:
     Unlike an average it neither lags nor follows a spike.
     """
     groups = [group for group in np.array_split(np.arange(len(y)), POINTS) if len(group)]
-    medians = [float(np.median(y[group])) for group in groups]
+    medians = [np.median(y[group]) for group in groups]
     smooth = []
     for i in range(len(medians)):
         reach = min(len(medians) // 50 + 1, i)  # shorter at first: a median would hide the first drop
-        smooth.append(statistics.median(medians[i - reach : i + reach + 1]))
+        smooth.append(np.median(medians[i - reach : i + reach + 1]))
     starts = [x[group[0]] for group in groups]
     return np.array(starts), np.array(smooth)
 
@@ -216,7 +215,7 @@ def draw(runs: dict[str, Records], path: Path, x: str = "steps", y: str = "loss"
         axes.grid(alpha=0.3)
         axes.tick_params(labelsize=8.5)
     picture = io.BytesIO()
-    figure.savefig(picture, format=path.suffix[1:] or "png")
+    figure.savefig(picture, format=path.suffix[1:])
     replace_file(path, picture.getvalue())
 
 

@@ -13,8 +13,8 @@ Records = list[dict]
 NEEDED = {"train": "loss", "val": "loss", "sample": "text"}  # besides the step and the kind
 NUMBERS = ("loss", "lr", "bpb", "dt_ms", "tokens_per_sec", "tokens", "memory_gib", "skipped_steps")
 TYPES = {  # of what people and programs read from a log; null where it was not known or not finite
-    **dict.fromkeys(NUMBERS, int | float),
-    **dict.fromkeys(("command", "commit", "text"), str),
+    **dict.fromkeys(NUMBERS, int | float | None),
+    **dict.fromkeys(("command", "commit", "text"), str | None),
     **dict.fromkeys(("config", "written", "data", "hub"), dict),
 }
 
@@ -53,7 +53,7 @@ def checked(record: dict) -> dict:
     if not isinstance(kind, str) or NEEDED.get(kind, "step") not in record:
         raise ValueError(kind)
     for name in TYPES.keys() & record.keys():
-        if not isinstance(record[name], TYPES[name] | None):
+        if not isinstance(record[name], TYPES[name]):
             raise ValueError(name)
     return record
 

@@ -98,7 +98,7 @@ def test_a_log_is_read_as_it_was_written(tmp_path):
      b'{"step": "3", "kind": "val"}', b'{"step": 1e400, "kind": "val"}',
      b'{"step": 3, "kind": null}', b'{"step": ' + b"9" * 5000 + b', "kind": "val"}',
      *(json.dumps(dict(step=3, kind="run") | {name: value}).encode() for name, value in dict(
-         config=[], written=7, data="a", hub=1, command=5, commit=[], tokens="many", skipped_steps={}, dt_ms=[],
+         config=[], written=None, data="a", hub=1, command=5, commit=[], tokens="many", skipped_steps={}, dt_ms=[],
          tokens_per_sec="9", memory_gib="1", loss="x", bpb={}, text=1).items())],
     ids=str,
 )  # fmt: skip
@@ -152,6 +152,7 @@ def test_the_loss_before_a_finetuning_is_inside_the_frame(panels):
 
 
 def test_a_run_of_one_step_is_seen(panels):
+    assert len(panels({"only validated": train_records(1)[1:]})["loss"].lines) == 3
     drawn = panels({"run": train_records(1)[:1]})
     for name in ("loss", "norm", "rate"):
         lines = [line for line in drawn[name].lines if len(line.get_xdata()) == 1]
