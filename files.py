@@ -97,7 +97,7 @@ def set_aside(path: Path) -> Path:
     n = 1
     while os.path.lexists(f"{path}.{n}"):
         n += 1
-    return path.rename(f"{path}.{n}")
+    return path.rename(Path(f"{path}.{n}"))
 
 
 def read_json(path: Path) -> Any:
