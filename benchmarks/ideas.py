@@ -25,8 +25,6 @@ class Idea:
     patch: Callable[..., dict] | None = None
     options: dict = field(default_factory=dict)  # of the patch
     model: Callable[[GPT], object] | None = None
-    recipe: str = ""  # another one than the baseline's
-    tokens: float = 1.0  # steps, as a fraction of the baseline's
     seeds_from: int = 0  # added to every seed
 
 
@@ -72,10 +70,63 @@ def groups(run, of: str, **constants) -> dict:
     return {}
 
 
-def row_norms(run) -> dict:
-    """Divide each row of Muon's momentum by its norm before the matrix is orthogonalized."""
+def muon_schedule(run, height: Callable[[float], float]) -> dict:
+    """After the warmup Muon's rate is its peak times `height`, a function of progress, 0 to 1. The rest has its own."""
+
+    def before_step(step):
+        warmup, steps = run.config.warmup_steps, run.config.max_steps
+        for group in run.muon.param_groups:
+            if step > warmup:
+                group["lr"] = group["initial_lr"] * height((step - warmup) / (steps - warmup))
+
+    return dict(before_step=before_step)
+
+
+def four_phases(progress: float) -> float:
+    """After the warmup a plateau, a fast decay to a fifth (progress to the power of 0.6), and a slow one to 0."""
+    if progress < 0.04:
+        return 1.0
+    if progress < 0.56:
+        return 1 - 0.8 * ((progress - 0.04) / 0.52) ** 0.6
+    return 0.2 * (1 - progress) / 0.44
+
+
+def one_minus_root(progress: float) -> float:
+    return 1 - math.sqrt(progress)
+
+
+def two_momenta(run, first: float, last: float) -> dict:
+    """Muon's momentum is a mixture of averages with decay rates 0.85 and 0.98. The slow one's part goes from `first`
+    in the first step to `last` in the last one."""
+    averages = {}
+    keep = run.muon.defaults["momentum"]
+
+    def before_step(step):
+        part = first + (last - first) * step / run.config.max_steps
+        for p in (p for group in run.muon.param_groups for p in group["params"]):
+            state = run.muon.state[p]
+            fast, slow = averages.setdefault(p, (torch.zeros_like(p), torch.zeros_like(p)))
+            fast.lerp_(p.grad, 1 - 0.85)
+            slow.lerp_(p.grad, 1 - 0.98)
+            mixed = (1 - part) * fast + part * slow
+            state["momentum_buffer"] = (mixed - (1 - keep) * p.grad) / keep  # Muon's own average makes it the mixture
+
+    return dict(before_step=before_step)
+
+
+def equal_rows(run, beta: float = 0.95) -> dict:
+    """Divide each row of an orthogonalized matrix by the root of its recent mean square; the matrix keeps its norm."""
     plain = optim.orthogonalized
-    optim.orthogonalized = lambda matrices, dtype: plain(F.normalize(matrices, dim=2), dtype)
+    squares = {}
+
+    def orthogonalized(matrices, dtype):
+        step = plain(matrices, dtype).float()
+        mean = squares.setdefault(step.shape, torch.zeros_like(step[..., :1]))  # one shape is one set of matrices
+        mean.lerp_(step.square().mean(dim=2, keepdim=True), 1 - beta)
+        rows = step / (mean.sqrt() + 1e-8)
+        return rows * (step.norm(dim=(1, 2), keepdim=True) / rows.norm(dim=(1, 2), keepdim=True))
+
+    optim.orthogonalized = orthogonalized
     return dict(at_end=lambda step: setattr(optim, "orthogonalized", plain))
 
 
@@ -96,17 +147,21 @@ GPT2 = {
     "exact GELU": Idea("Hendrycks and Gimpel 2016", model=exact_gelu),
     "no positions": Idea("Haviv et al. 2022", model=no_positions),
 }
+TRACK = "modded-nanogpt, track 3, PR"
 SPEEDRUN = {
     "AdamW instead of Muon": Idea(UNDO, dict(optimizer="adamw")),
     "decay over half the steps": Idea(UNDO, dict(decay_fraction=0.5)),
-    "Muon at 0.01": Idea(UNDO, dict(muon_lr=0.01)),
     "Q, K and V as one matrix": Idea(UNDO, {}, groups, dict(of="muon", n_stacked=1)),
     "momentum 0.9": Idea(UNDO, {}, groups, dict(of="muon", momentum=0.9)),
-    "rows normalized": Idea("MuonEq-R: slowrun, nanochat", {}, row_norms),
+    "Muon at 0.01": Idea("half the rate", dict(muon_lr=0.01)),
+    "four phases": Idea(f"{TRACK} 351", dict(decay_fraction=0.5), muon_schedule, dict(height=four_phases)),
+    "two momenta": Idea(f"{TRACK} 340", {}, two_momenta, dict(first=0.5615, last=0.5615)),
+    "two momenta, the slow one fading": Idea(f"as in {TRACK} 357", {}, two_momenta, dict(first=0.85, last=0.4)),
+    "1 - root for Muon": Idea(f"{TRACK} 343", {}, muon_schedule, dict(height=one_minus_root)),
+    "the rest at 6e-3": Idea(f"{TRACK} 323", dict(max_lr=6e-3)),
+    "weight decay 0.03": Idea("Wang and Aitchison 2024: less in longer runs", dict(weight_decay=0.03)),
+    "rows of one size": Idea(f"NorMuon: {TRACK} 269", {}, equal_rows),
 }
-for rate in ("1e-3", "2e-3", "3e-3", "5e-3"):  # if even the best is a harm, speedrun saves more than half
-    rates = dict(max_lr=float(rate), min_lr=float(rate) / 10)
-    SPEEDRUN[f"AdamW at {rate}, 2 times the tokens"] = Idea("tuned", rates, recipe="gpt2", tokens=2.0)
 TINY = {f"weight decay {x}": Idea("slowrun, for 100M tokens", dict(weight_decay=x)) for x in (0.3, 0.8, 1.2, 1.6)}
 TINY["dropout 0.1"] = Idea("the same", dict(dropout=0.1))
 IDEAS = {"gpt2": GPT2, "speedrun": SPEEDRUN, "tiny": TINY}  # by the recipe of the baseline

@@ -53,9 +53,12 @@ SIZES = {  # the quarter is for 200 steps of gpt2, in fp32 so that they depend l
                   max_lr=3e-3, min_lr=3e-4, warmup_steps=8, eval_steps=0, dtype="float32"),
     "1M": dict(n_layer=4, n_head=2, n_embd=128, **SMALL),
     "5M": dict(n_layer=6, n_head=4, n_embd=256, **SMALL),
+    # as in bench.py share; 6,628 steps are 40 tokens a parameter
+    "0.34M": dict(n_layer=4, n_head=1, n_embd=64, sequence_length=128, vocab_size=2048, total_batch_size=2048,
+                  eval_steps=200, dtype="float32"),
 }  # fmt: skip
 CODE = ("model.py", "learning/loss.py", "learning/optim.py", "corpus/order.py")  # that decides a run, besides `train`
-FIRST_LOOK = 4  # seeds: with three, evidence reaches 10 only if they agree to a few percent
+FIRST_LOOK = 4  # seeds; with fewer there is no verdict: three that agree by accident have an evidence of 10
 ENOUGH = 10.0  # evidence for a verdict
 EFFECT = 2.0  # the expected |mean / standard deviation|: a small effect takes dozens of seeds in any case
 PLAIN = Idea("the recipe as it is")
@@ -66,11 +69,11 @@ class Config:
     ideas: Positional[tuple[str, ...]] = ()  # ideas to try; if none, all ideas for the recipe
     recipe: Literal["gpt2", "speedrun", "tiny"] = "speedrun"  # the baseline, a recipe of train_gpt2.py
     against: str = ""  # compare with this idea instead of the recipe; with --table, instead of each run's baseline
-    size: Literal["", "0.25M", "1M", "5M"] = "1M"  # parameters; empty for the recipe's own
+    size: Literal["", "0.25M", "0.34M", "1M", "5M"] = "1M"  # parameters; empty for the recipe's own
     steps: Count = 1000  # optimizer steps; 0 for the recipe's
     seeds: Annotated[int, Range(2, 100)] = 8  # seeds, at most; fewer if the verdict is clear
     null: Count = 0  # try this many changes of the seed alone
-    data: str = str(ROOT / "input.txt")  # a .txt file
+    data: str = str(ROOT / "input.txt")  # a .txt file, or a directory of shards
     ledger: str = "out/lab.jsonl"  # file with all runs, one per line
     table: bool = False  # show the results in the ledger, and train nothing
     device: Device = "auto"  # auto: cuda, else mps, else cpu
@@ -78,17 +81,23 @@ class Config:
 
 
 def run(config: Config, rt: Runtime) -> Iterator[dict]:
-    ledger = Ledger(Path(config.ledger))
+    ledger = LabLedger(Path(config.ledger))
     if config.table:
         return (yield from ledger.rows(config.against))
     ideas = chosen(config)
-    baseline, *undecided = ideas
     version = {name: version_of(idea) for name, idea in ideas.items()}
-    shards = str(prepare_text(config.data, "train", settings(config, PLAIN, 0).vocab_size, Path("out/cache")))
+    shards = config.data
+    if shards.endswith(".txt"):
+        vocab_size = settings(config, PLAIN, 0).vocab_size
+        shards = str(prepare_text(config.data, "train", vocab_size, Path("out/cache")))
     setting = setting_of(config, shards, rt)
-    for seeds in [range(min(FIRST_LOOK, config.seeds)), *([seed] for seed in range(FIRST_LOOK, config.seeds))]:
+    baseline, *undecided = ideas
+    first = min(FIRST_LOOK, config.seeds)
+    for seeds in [range(first), *([seed] for seed in range(first, config.seeds))]:
         names = (baseline, *undecided)
-        jobs = [(name, n) for n in seeds for name in names if n not in ledger.losses(setting, name, version[name])]
+        jobs = []
+        for seed in seeds:
+            jobs += [(name, seed) for name in names if seed not in ledger.losses(setting, name, version[name])]
         for (name, seed), figures in side_by_side(ideas, jobs, config, shards, rt):
             about = dict(idea=name, version=version[name], against=baseline, machine=machine(rt)["device"])
             ledger.add(setting=setting, seed=seed, **about, **figures)
@@ -101,8 +110,10 @@ def run(config: Config, rt: Runtime) -> Iterator[dict]:
 
 def chosen(config: Config) -> dict[str, Idea]:
     """The baseline and the ideas to compare with it, by name. Raises UserError."""
-    known, baseline = {config.recipe: PLAIN} | IDEAS[config.recipe], config.against or config.recipe
-    if unknown := {*config.ideas, baseline} - {*known}:
+    known = {config.recipe: PLAIN} | IDEAS[config.recipe]
+    baseline = config.against or config.recipe
+    unknown = {*config.ideas, baseline} - {*known}
+    if unknown:
         raise UserError(f"{sorted(unknown)[0]!r} is not an idea for {config.recipe}; choose from {', '.join(known)}")
     if config.null:
         other_seeds = {f"null {k}": replace(known[baseline], seeds_from=1000 * k) for k in range(1, config.null + 1)}
@@ -116,35 +127,50 @@ def chosen(config: Config) -> dict[str, Idea]:
 def evidence(over: list[float]) -> float:
     """The Bayes factor of an effect over none, for normal differences of unknown deviation. The prior of the effect,
     mean / deviation, is normal with mean 0 and standard deviation EFFECT (Gönen et al. 2005, equation 3)."""
-    n, mean = len(over), statistics.mean(over)
+    n = len(over)
     variance = statistics.variance(over) if n > 1 else 0.0
     if not variance:  # one seed, or a change that changes nothing
         return 1.0
-    t2, spread = n * mean**2 / variance, 1 + n * EFFECT**2  # Student's t, squared
+    t2 = n * statistics.mean(over) ** 2 / variance  # Student's t, squared
+    spread = 1 + n * EFFECT**2
     return ((1 + t2 / (n - 1)) / (1 + t2 / (n - 1) / spread)) ** (n / 2) / math.sqrt(spread)
 
 
 def verdict(over: list[float]) -> str:
-    return "not told apart" if evidence(over) < ENOUGH else "gain" if statistics.mean(over) < 0 else "harm"
+    if len(over) < FIRST_LOOK or evidence(over) < ENOUGH:
+        return "not told apart"
+    return "gain" if statistics.mean(over) < 0 else "harm"
 
 
 class Ledger:
-    """All runs, one per line of JSON. Runs of one `setting` can be compared."""
+    """Runs, one per line of JSON. Every line has the keys NEEDED."""
+
+    NEEDED: tuple[str, ...]
 
     def __init__(self, path: Path):
-        self.path, self.runs = path, []
-        for n, line in enumerate(path.read_bytes().splitlines() if path.exists() else [], 1):
+        self.path = path
+        self.runs = []
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        for number, line in enumerate(lines, 1):
             try:
-                self.runs.append(json.loads(line))
-                [self.runs[-1][name] for name in ("setting", "idea", "version", "against", "seed", "loss")]
-            except (ValueError, KeyError, TypeError):
-                raise UserError(f"{path}: line {n} is not the whole record of a run; delete that line") from None
+                record = dict(json.loads(line))
+            except (ValueError, TypeError):
+                record = {}
+            if not record.keys() >= {*self.NEEDED}:
+                raise UserError(f"{path}: line {number} is not the whole record of a run; delete that line")
+            self.runs.append(record)
 
     def add(self, **record) -> None:
         self.runs.append(record)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path, "a", encoding="utf-8") as f:
             f.write(json.dumps(record) + "\n")
+
+
+class LabLedger(Ledger):
+    """Runs of one `setting` can be compared."""
+
+    NEEDED = ("setting", "idea", "version", "against", "seed", "loss")
 
     def losses(self, setting: str, idea: str, version: str) -> dict[int, float]:
         """{seed: loss} of a version of an idea."""
@@ -153,7 +179,8 @@ class Ledger:
 
     def row(self, setting: str, idea: str, baseline: str, version: dict[str, str]) -> dict:
         """Statistics of an idea. `version` maps both names to the version to count: changed code is a new idea."""
-        losses, plain = (self.losses(setting, name, version[name]) for name in (idea, baseline))
+        losses = self.losses(setting, idea, version[idea])
+        plain = self.losses(setting, baseline, version[baseline])
         seeds = sorted(losses.keys() & plain.keys())
         row = dict(name=idea, mean=statistics.mean(losses[seed] for seed in seeds or losses), seeds=len(seeds))
         if idea == baseline or not seeds:
@@ -179,37 +206,44 @@ def setting_of(config: Config, shards: str, rt: Runtime) -> str:
     plain = settings(config, PLAIN, 0)
     precision = str(Runtime.setup(rt.device.type, plain.dtype).dtype).removeprefix("torch.")
     code = "".join((ROOT / file).read_text(encoding="utf-8") for file in CODE) + inspect.getsource(train) + str(plain)
-    size, digest = config.size or "own size", hashlib.sha256(ast.dump(ast.parse(code)).encode()).hexdigest()[:8]
+    digest = hashlib.sha256(ast.dump(ast.parse(code)).encode()).hexdigest()[:8]  # the same if a comment changes
+    size = config.size or "own size"
     return f"{config.recipe}, {size}, {plain.max_steps} steps, {Path(shards).name}, {precision}, code {digest}"
 
 
 def version_of(idea: Idea) -> str:
+    options = {name: inspect.getsource(of) if callable(of) else of for name, of in idea.options.items()}
     functions = [inspect.getsource(function) for function in (idea.model, idea.patch) if function]
-    about = repr([idea.constants, idea.options, idea.recipe, idea.tokens, idea.seeds_from, *functions])
+    about = repr([idea.constants, options, idea.seeds_from, *functions])
     return hashlib.sha256(about.encode()).hexdigest()[:8]
 
 
 def settings(config: Config, idea: Idea, seed: int) -> Training:
     """The constants of a run: the recipe with another size and length, and the same fraction of warmup."""
-    recipe = RECIPES[idea.recipe or config.recipe]
-    steps = round(idea.tokens * (config.steps or RECIPES[config.recipe].max_steps))
+    recipe = RECIPES[config.recipe]
+    steps = config.steps or recipe.max_steps
     length = dict(max_steps=steps, warmup_steps=steps * recipe.warmup_steps // recipe.max_steps)
     return replace(recipe, **length | SIZES[config.size] | idea.constants, seed=seed + idea.seeds_from)
 
 
 def side_by_side(ideas: dict[str, Idea], jobs: list[tuple], config: Config, shards: str, rt: Runtime) -> Iterator:
     """((name, seed), figures) of each job as it ends: one run a core on a CPU, one at a time on a GPU."""
-    workers, what = cpu_count() if rt.device.type == "cpu" else 1, (shards, rt.device.type)
+    workers = cpu_count() if rt.device.type == "cpu" else 1
+    started = {}
     with ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        started = {pool.submit(train, ideas[n], settings(config, ideas[n], seed), *what): (n, seed) for n, seed in jobs}
-        yield from ((started[done], done.result()) for done in as_completed(started))
+        for name, seed in jobs:
+            constants = settings(config, ideas[name], seed)
+            started[pool.submit(train, ideas[name], constants, shards, rt.device.type)] = (name, seed)
+        for done in as_completed(started):
+            yield started[done], done.result()
 
 
 def train(idea: Idea, config: Training, shards: str, device: str) -> dict:
     """The figures of a run of train_gpt2.py, reduced to what an idea may touch."""
     rt = Runtime.setup(device, config.dtype)
-    stream, val = (TokenStream(find_shards(shards, split), config.vocab_size) for split in ("train", "val"))
-    T, rows = config.sequence_length, config.total_batch_size // config.sequence_length
+    stream = TokenStream(find_shards(shards, "train"), config.vocab_size)
+    T = config.sequence_length
+    batch_size = config.total_batch_size // T
     order = Batches(stream, T, config.seed, config.shuffle)
     sizes = {name: getattr(config, name) for name in ("n_layer", "n_head", "n_embd", "vocab_size", "dropout")}
     torch.manual_seed(config.seed)
@@ -221,9 +255,9 @@ def train(idea: Idea, config: Training, shards: str, device: str) -> dict:
     hooks = defaultdict(lambda: lambda step: None, idea.patch(parts, **idea.options) if idea.patch else {})
     began = time.perf_counter()
     for step in range(1, config.max_steps + 1):
-        windows = torch.from_numpy(next(order.micro_batches((step - 1) * rows, rows, rows))).to(rt.device)
+        batch = next(order.micro_batches((step - 1) * batch_size, batch_size, batch_size))
         with rt.autocast():
-            loss = model.loss(*to_inputs(windows))
+            loss = model.loss(*to_inputs(torch.from_numpy(batch).to(rt.device)))
         optimizer.scale(loss).backward()
         norm = optimizer.clip_grad_norm(config.grad_clip)
         optimizer.set_lr(learning_rate(step, config))
@@ -233,7 +267,13 @@ def train(idea: Idea, config: Training, shards: str, device: str) -> dict:
         hooks["after_step"](step)
     hooks["at_end"](step)
     seconds = round(time.perf_counter() - began, 1)
-    windows = validation_batches(val, T, 64, config.eval_steps * config.total_batch_size)
-    inputs = (to_inputs(torch.from_numpy(rows).to(rt.device)) for rows in windows)
+    return validated(model, config, shards, rt) | dict(seconds=seconds)
+
+
+def validated(model: GPT, config: Training, shards: str, rt: Runtime) -> dict:
+    stream = TokenStream(find_shards(shards, "val"), config.vocab_size)
+    limit = config.eval_steps * config.total_batch_size
+    batches = validation_batches(stream, config.sequence_length, 64, limit)
+    inputs = (to_inputs(torch.from_numpy(windows).to(rt.device)) for windows in batches)
     token_bytes = torch.from_numpy(data_tokenizer(Path(shards), "train").token_bytes()).to(rt.device)
-    return validate(GPTWithLoss(model), inputs, token_bytes, rt) | dict(seconds=seconds)
+    return validate(GPTWithLoss(model), inputs, token_bytes, rt)

@@ -3,6 +3,7 @@
 import json
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,6 +63,12 @@ def test_the_evidence_is_the_ratio_of_two_integrals_over_what_is_not_known():
     assert lab.evidence([0.0, 0.0]) == lab.evidence([0.3]) == 1.0
 
 
+def test_three_seeds_that_agree_are_no_verdict():
+    over = [-0.0100, -0.0096, -0.0088]
+    assert lab.evidence(over) > lab.ENOUGH and lab.verdict(over) == "not told apart"
+    assert lab.verdict([*over, -0.0092]) == "gain"
+
+
 @pytest.mark.parametrize("effect, gains, harms", [(0.0, (0, 0.05), (0, 0.05)), (-3.0, (0.99, 1), (0, 0))])
 def test_noise_is_rarely_called_a_gain_although_every_seed_is_looked_at(effect, gains, harms):
     rng, found = random.Random(1), []
@@ -107,7 +114,7 @@ def test_no_run_is_made_twice_and_another_version_of_an_idea_is_another_run(door
 
 
 def test_seeds_that_only_one_of_two_ideas_has_are_not_compared(tmp_path):
-    ledger, run = lab.Ledger(tmp_path / "a.jsonl"), dict(setting="s", version="1", against="b")
+    ledger, run = lab.LabLedger(tmp_path / "a.jsonl"), dict(setting="s", version="1", against="b")
     ledger.runs = [run | dict(idea=idea, seed=seed, loss=3.0 + seed) for seed, idea in enumerate("ab")]
     assert list(ledger.rows("")) == [dict(name="s: a, against b", mean=3.0, seeds=0)] and not list(ledger.rows("c"))
 
@@ -127,12 +134,43 @@ def test_an_unknown_idea_or_a_ledger_cut_in_a_line_is_one_line(door, tmp_path):
         assert_user_error(door("--table", "--ledger", "a.jsonl"), "a.jsonl", "line 2")
 
 
-def test_rows_are_normalized_before_a_matrix_is_orthogonalized():
-    plain, momentum = optim.orthogonalized, torch.randn(1, 4, 6)
-    hooks = ideas.row_norms(None)
-    found = optim.orthogonalized(momentum * torch.tensor([[1.0], [10.0], [0.1], [3.0]]), torch.float32)
+@pytest.mark.parametrize("height", [ideas.four_phases, ideas.one_minus_root])
+def test_a_schedule_of_muon_alone_begins_at_its_peak_and_falls_to_zero(height):
+    muon = SimpleNamespace(param_groups=[dict(initial_lr=0.02, lr=0.0)])
+    run = SimpleNamespace(muon=muon, config=SimpleNamespace(warmup_steps=10, max_steps=1010))
+    before_step = ideas.muon_schedule(run, height)["before_step"]
+    rates = []
+    for step in (10, 11, *range(50, 1011, 40)):
+        before_step(step)
+        rates.append(muon.param_groups[0]["lr"])
+    assert rates[0] == 0.0, "the warmup is the schedule's own"
+    assert 0.019 < rates[1] <= 0.02 and rates[-1] == pytest.approx(0, abs=1e-12)
+    assert all(now <= before for before, now in zip(rates[1:], rates[2:], strict=False))
+
+
+def test_muon_steps_along_the_mixture_of_two_momenta():
+    p = torch.nn.Parameter(torch.zeros(3, 3))
+    muon = optim.Muon([p], momentum=0.95)
+    run = SimpleNamespace(muon=muon, config=SimpleNamespace(max_steps=4))
+    before_step = ideas.two_momenta(run, first=1.0, last=0.0)["before_step"]
+    fast = slow = torch.zeros(3, 3)
+    for step in (1, 2, 3):
+        p.grad = torch.randn(3, 3)
+        fast = 0.85 * fast + 0.15 * p.grad
+        slow = 0.98 * slow + 0.02 * p.grad
+        before_step(step)
+        momentum = muon.state[p]["momentum_buffer"].lerp(p.grad, 1 - 0.95)  # what Muon makes of it
+        torch.testing.assert_close(momentum, (1 - step / 4) * slow + step / 4 * fast)
+
+
+def test_rows_of_a_step_get_one_size_and_the_matrix_keeps_its_norm():
+    plain = optim.orthogonalized
+    momentum = torch.diag(torch.tensor([1.0, 10.0, 0.1, 3.0])) @ torch.randn(1, 4, 16)
+    hooks = ideas.equal_rows(None)
+    found = optim.orthogonalized(momentum, torch.float32)
     hooks["at_end"](1)
-    torch.testing.assert_close(found, plain(momentum / momentum.norm(dim=2, keepdim=True), torch.float32))
+    assert found.norm(dim=2)[0].tolist() == pytest.approx([found.norm().item() / 2] * 4, rel=1e-4)
+    assert found.norm() == pytest.approx(plain(momentum, torch.float32).norm().item(), rel=1e-4)
     assert optim.orthogonalized is plain, "the next run is not affected"
 
 
