@@ -1,101 +1,96 @@
-"""The forecast: its fit and its intervals on surfaces with known answers, its branches, and the file that it writes."""
+"""The forecast: its intervals hold the truth as often as they say, and it is written down before the hidden size."""
 
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import bench
-import train_gpt2
-from benchmarks import forecast
-from tests.helpers import assert_user_error, log_of, run_inline, steps_of, text_file
-
-SIZES, LENGTHS = np.array([100_000, 340_000, 650_000, 1_070_000]), 4_000_000 * forecast.FRACTIONS
-SURFACE = np.array([2.0, 0.54, 0.76, 0.35, 0.4])  # E, A, B, alpha, beta
+from benchmarks import forecast, share
+from benchmarks.share import HIDDEN, RUNGS, SHARES, Job, parameters
+from tests.helpers import assert_user_error, run_inline
 
 
-def ladder(rng, noise: float = 1.0) -> forecast.Ladder:
-    """A ladder on which speedrun needs half of the tokens at every size; a seed's luck is shared in part."""
-    losses = []
-    for n, seeds in zip(SIZES, (4, 4, 2, 2), strict=True):
-        clean = np.array([forecast.law(SURFACE, n / 1e6, m * LENGTHS / 1e6) for m in (1, 2)])
-        luck = [rng.normal(0, sd, (seeds, *shape)) for sd, shape in [(6e-3, (1, 1)), (6e-3, (2, 1)), (3e-3, (2, 4))]]
-        losses.append(clean + noise * sum(luck))
-    return forecast.Ladder(LENGTHS, SIZES, losses)
+def points(rng, slope: float = -0.2, noise: float = 0.05) -> dict:
+    """ln(share) of seeds whose truth is a line in ln(parameters): 0.6 at 0.1M."""
+    sizes = {120_512: 3, 339_328: 3, 656_448: 2}
+    truth = {n: np.log(0.6) + slope * np.log(n / 1e5) for n in sizes}
+    return {n: truth[n] + noise * rng.standard_normal(seeds) for n, seeds in sizes.items()}
 
 
-def test_non_negative_least_squares_meets_the_conditions_of_an_optimum():
-    """Karush, Kuhn and Tucker: the slope is 0 where a number is above 0, and not negative where it is 0."""
-    rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(500, 9, 3)), rng.normal(size=(500, 9, 1))
-    gram, moment = np.swapaxes(x, 1, 2) @ x, (np.swapaxes(x, 1, 2) @ y)[..., 0]
-    c = forecast.non_negative(gram, moment)
-    slope = (gram @ c[..., None])[..., 0] - moment
-    assert (c >= 0).all() and (slope > -1e-8).all() and np.abs(slope * c).max() < 1e-8
+def test_the_line_and_what_it_costs_at_124m_without_noise():
+    found = points(np.random.default_rng(0), noise=1e-9)
+    wanted = 0.6 * 1244.75904**-0.2
+    answer = forecast.at_124m(found, price=3.0)
+    assert answer["share"]["middle"] == pytest.approx(wanted, rel=1e-3)
+    # 3.28 takes gpt2 4.4% fewer tokens than the anchor's 3.2722
+    assert answer["tokens"]["middle"] == pytest.approx(0.9565 * 10.26e9 * wanted, rel=2e-3)
+    assert answer["dollars"]["to"] == pytest.approx(3 * answer["hours"]["to"])
+    assert answer["hours"]["middle"] == pytest.approx(answer["tokens"]["middle"] * 8 * 0.139 / 524_288 / 3600)
 
 
-def test_the_fit_finds_the_law_and_the_multiplier_that_a_ladder_was_made_with():
-    clean = ladder(np.random.default_rng(0), noise=1e-6)
-    laws, _ = forecast.fit_ladder(clean, [losses.mean(0)[None, 0] for losses in clean.losses])
-    assert laws[0] == pytest.approx(SURFACE, rel=0.1)
-    assert forecast.law(laws[0], 5.0, 50.0) == pytest.approx(forecast.law(SURFACE, 5.0, 50.0), abs=2e-3)
-    found = forecast.multipliers_of([losses.mean(0)[None] for losses in clean.losses])
-    assert found == pytest.approx(np.full((4, 1, 2), 2.0), rel=0.02)
+def test_intervals_of_ninety_percent_hold_the_truth_as_often():
+    rng = np.random.default_rng(1)
+    hits = []
+    for _ in range(1000):
+        found = points(rng)
+        hidden = found.pop(656_448)
+        rows = {
+            "a size": (forecast.interval_of(found[120_512], found), 0.6 * 1.20512**-0.2),
+            "124M": (forecast.line_at(124_475_904, found), 0.6 * 1244.75904**-0.2),
+            "the hidden size": (forecast.line_at(656_448, found, HIDDEN.seeds), np.exp(hidden.mean())),
+        }
+        hits.append([row["from"] <= truth <= row["to"] for row, truth in rows.values()])
+    assert np.mean(hits, axis=0) == pytest.approx([0.9, 0.9, 0.9], abs=0.03)
 
 
-@pytest.mark.parametrize("trials, low, high", [(20, 0.8, 1), pytest.param(200, 0.85, 0.95, marks=pytest.mark.slow)])
-def test_intervals_of_ninety_percent_hold_the_truth_as_often(trials, low, high):
-    rng, hits = np.random.default_rng(1), []
-    for _ in range(trials):
-        found = ladder(rng)
-        multipliers = forecast.multipliers_of(forecast.other_means(found, rng, 200))
-        values = [*multipliers[..., -1], forecast.trend(found, multipliers, 7.7e18)[1]]
-        rows = [forecast.interval(value, measured=2.0) for value in values]
-        hits.append([row["inside"] == "yes" for row in (*forecast.hidden_rung(found, rng, 100), *rows)])
-    x = np.mean(hits, 0)  # the hidden rung's two losses and multiplier, the multipliers of all sizes, the trend's end
-    found = dict(loss=x[:2].mean(), hidden=x[2], multiplier=x[3:7].mean(), trend=x[7])
-    assert all(low <= figure <= high for figure in found.values()), found
+def test_student_t_is_that_of_the_tables():
+    assert [forecast.student_t(df) for df in (2, 4, 10)] == pytest.approx([2.920, 2.132, 1.812], rel=0.01)
 
 
-def test_rates_are_halved_or_doubled_until_that_does_not_help(monkeypatch):
-    monkeypatch.setattr(forecast, "trained", lambda job, *_: dict(loss=(np.log2(job.factor) + 2.8) ** 2))
-    found = forecast.tune(("gpt2", 32), forecast.Config())
-    assert found["factor"] == 1 / 8 and list(found["losses"]) == [1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2]
-
-
-def test_a_branch_ends_as_a_run_of_its_length_and_nothing_is_trained_twice(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(forecast, "NIGHT", dict(vocab_size=512, sequence_length=32, total_batch_size=256))
-    text, commands = str(text_file(tmp_path / "text.txt")), []
-    config = forecast.Config(data=text, out_dir=str(tmp_path), night=True, device="cpu", tokens=256 * 40)
-
-    def run(command, **_):
-        commands.append(command)
-        return run_inline(train_gpt2.main, [*command[2:], "--tokenizer", "train"], capsys, monkeypatch)
-
-    monkeypatch.setattr(forecast, "subprocess", SimpleNamespace(run=run, DEVNULL=None, PIPE=None))
-    job = forecast.Job("speedrun", 32, 0, 1.0)
-    records, whole = forecast.train_trunk(job, config), forecast.trained(job, 10, "whole", config)
-    assert [record["tokens"] for record in records] == [40 * 256, 5 * 256, 10 * 256, 20 * 256]
-    assert records[2] == whole and log_of(tmp_path / "speedrun_w32_s0_10", "train")[0]["step"] == 9  # resumed
-    assert not steps_of(tmp_path / "speedrun_w32_s0") and len(commands) == 5
-    assert forecast.train_trunk(job, config) == records and len(commands) == 5
-
-
-def test_a_forecast_is_written_once_with_its_date_and_what_it_was_made_of(tmp_path, capsys, monkeypatch):
+@pytest.fixture
+def ledger(tmp_path, monkeypatch):
+    """A ledger in which speedrun needs 50% at the smallest size, 40% at the next, less at the hidden one; `add` it."""
     monkeypatch.chdir(tmp_path)
-    runs = [
-        dict(parameters=int(n), seed=seed, recipe=forecast.RECIPES[i], tokens=int(LENGTHS[j]), loss=loss)
-        for n, losses in zip(SIZES, ladder(np.random.default_rng(2)).losses, strict=True)
-        for (seed, i, j), loss in np.ndenumerate(losses)
-    ]
-    tuned = [dict(recipe=recipe, width=32, factor=2.0) for recipe in forecast.RECIPES]
-    (tmp_path / "runs.json").write_text(json.dumps(dict(tuned=tuned, runs=runs)))
-    words = ["forecast", "--kept", "runs.json", "--forecast", "forecast.json", "--device", "cpu", "--json", "rows.json"]
-    assert run_inline(bench.main, words, capsys, monkeypatch).returncode == 0
-    rows, found = (json.loads((tmp_path / name).read_text()) for name in ("rows.json", "forecast.json"))
-    assert rows["rows"][0]["name"].startswith("hidden rung") and rows["rows"][0]["inside"] in ("yes", "no")
-    assert found["date"] and found["anchor"]["loss"] == 3.2722 and found["parameters"] == SIZES.tolist()
-    # at 124M 3.28 takes 4.5% fewer tokens than the anchor's 3.2722, and gpt2 takes `multiplier` times as many
-    assert found["tokens"]["middle"] * found["multiplier"]["middle"] == pytest.approx(0.955 * 10.26e9, rel=0.01)
-    assert_user_error(run_inline(bench.main, words, capsys, monkeypatch), "forecast.json", "--forecast another name")
+    truth = {32: 0.5, 64: 0.4, 96: 0.35}
+
+    def train(job: Job) -> dict:
+        tokens = job.share / (truth[job.width] if job.recipe == "speedrun" else 1.0)
+        worse = job.factor != share.START[job.recipe]
+        return job._asdict() | dict(loss=3 + worse - 0.2 * np.log(tokens) * (1 + 0.01 * job.seed) + 0.01 * job.seed)
+
+    runs = share.Runs(tmp_path / "runs.jsonl", train)
+    return lambda rungs: [runs.log_shares(rung) for rung in rungs]
+
+
+@pytest.fixture
+def door(capsys, monkeypatch, tmp_path):
+    def run(*words):
+        words = ["forecast", "--ledger", "runs.jsonl", "--forecasts", "said.json", "--json", "rows.json", *words]
+        result = run_inline(bench.main, [*words, "--device", "cpu"], capsys, monkeypatch)
+        if result.returncode:
+            return result
+        return {row["name"]: row for row in json.loads((tmp_path / "rows.json").read_text())["rows"]}
+
+    return run
+
+
+def test_a_forecast_is_written_with_its_date_and_then_compared_with_the_hidden_size(ledger, door, tmp_path):
+    assert_user_error(door(), "runs.jsonl", "bench.py share")
+    (tmp_path / "said.json").write_text('[{"date": "2026-11-22"}]')
+    ledger(RUNGS)
+    rows = door("--write", "--png", "share.png")
+    assert rows["share at 120,512 parameters"]["middle"] == pytest.approx(0.5, rel=0.02)
+    assert rows["share at 339,328 parameters"]["seeds"] == pytest.approx([0.4] * 3, rel=0.03)
+    assert (tmp_path / "share.png").stat().st_size > 5000
+    [_, made] = json.loads((tmp_path / "said.json").read_text())
+    assert made["date"] and made["anchor"]["loss"] == 3.2722 and made["share"]["from"] < made["share"]["to"]
+    assert made["hidden"]["middle"] == rows[f"hidden size, {parameters(HIDDEN.width):,} parameters"]["middle"]
+    ledger([HIDDEN])
+    row = door()["hidden size, as forecast"]
+    assert row["middle"] == made["hidden"]["middle"]
+    assert row["inside"] == (row["from"] <= door()["share at 656,448 parameters"]["middle"] <= row["to"])
+
+
+def test_a_share_outside_of_what_was_run_is_still_a_number(ledger):
+    assert len(SHARES) == 4 and np.isfinite(np.concatenate(ledger([HIDDEN]))).all()

@@ -1,0 +1,114 @@
+"""The share of tokens that speedrun needs: its rates, its runs, which are made once, and a known answer."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import bench
+import train_gpt2
+from benchmarks import share
+from benchmarks.share import Job, Rung
+from corpus.shards import prepare_text
+from tests.helpers import assert_user_error, run_inline, steps_of, text_file
+
+BEST = dict(gpt2=16.0, speedrun=0.5)
+
+
+def loss_of(job: Job) -> float:
+    """Speedrun needs half of the tokens, and each recipe has a best factor of its rates."""
+    tokens = job.share * (2 if job.recipe == "speedrun" else 1)
+    rates = abs(math.log2(job.factor / BEST[job.recipe]))
+    return 3 + 0.1 * job.seed - 0.2 * math.log(tokens) + 0.01 * rates
+
+
+def train(job: Job) -> dict:
+    return job._asdict() | dict(loss=loss_of(job))
+
+
+def test_rates_are_halved_or_doubled_until_neither_helps_and_the_share_is_where_losses_meet(tmp_path):
+    runs = share.Runs(tmp_path / "runs.jsonl", train)
+    for recipe, best in BEST.items():
+        assert runs.best_factor(recipe, Rung(32)) == best
+    tried = {job.factor for job in runs.losses if job.recipe == "gpt2"}
+    assert tried == {4.0, 8.0, 16.0, 32.0}
+    shares = runs.log_shares(Rung(32, seeds=2))
+    assert np.exp(shares) == pytest.approx([0.5, 0.5])
+    again = share.Runs(tmp_path / "runs.jsonl")  # which trains nothing
+    assert again.losses == runs.losses and again.log_shares(Rung(32, seeds=3)).tolist() == shares.tolist()
+    with pytest.raises(LookupError):
+        again.loss(Job("gpt2", 32, 2048, 16.0, 1.0, 2))
+
+
+def test_the_hidden_size_takes_the_rates_of_the_largest_other_one(tmp_path):
+    runs = share.Runs(tmp_path / "runs.jsonl", train)
+    assert runs.best_factor("gpt2", share.HIDDEN) == 16.0
+    assert {job.width for job in runs.losses} == {64}
+
+
+def test_constants_are_the_recipes_at_eighty_tokens_a_parameter():
+    found = share.constants(Job("gpt2", 32, 2048, 8.0, 1.0, 1))
+    assert found["max_steps"] == round(80 * 120_512 / 2048) and found["warmup_steps"] == 4708 * 715 // 19_073
+    assert (found["max_lr"], found["min_lr"]) == pytest.approx((8 * 6e-4, 8 * 6e-5))
+    half = share.constants(Job("speedrun", 96, 512, 0.5, 0.5, 1))
+    assert half["max_steps"] == round(0.5 * round(80 * 656_448 / 512)) and half["micro_batch_size"] == 4
+    assert (half["max_lr"], half["min_lr"], half["muon_lr"]) == (1.5e-3, 0.0, 0.01)
+
+
+@pytest.fixture
+def small(tmp_path, capsys, monkeypatch):
+    """`bench.py share` with runs of a few steps, in this process; it returns their commands, too."""
+    commands = []
+
+    def run(command, **_):
+        commands.append(command)
+        return run_inline(train_gpt2.main, command[2:], capsys, monkeypatch)
+
+    def door(*words):
+        commands.clear()
+        words = ["share", "--device", "cpu", "--json", "rows.json", *words]
+        result = run_inline(bench.main, words, capsys, monkeypatch)
+        return result, commands
+
+    pool = SimpleNamespace(map=map, shutdown=lambda **_: None)  # Ctrl-C is heard in the main thread alone
+    monkeypatch.setattr(share, "ThreadPoolExecutor", lambda workers: pool)
+    monkeypatch.setattr(share, "subprocess", SimpleNamespace(run=run, DEVNULL=None, PIPE=None))
+    monkeypatch.setattr(share, "SHAPE", dict(n_layer=1, vocab_size=512))
+    monkeypatch.setattr(share, "VAL_TOKENS", 2048)
+    monkeypatch.setattr(share, "RATIO", 1)
+    monkeypatch.setattr(share, "RUNGS", [Rung(32, seeds=1)])
+    monkeypatch.setattr(share, "HIDDEN", Rung(64, seeds=1))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").mkdir()
+    text_file(tmp_path / "text.txt", 60_000)
+    prepare_text("text.txt", "train", 512, tmp_path / "cache")
+    return door
+
+
+def test_every_run_is_made_once(small, tmp_path):
+    shards = prepare_text("text.txt", "train", 512, tmp_path / "cache")
+    result, commands = small("--data", shards)
+    assert result.returncode == 0, result.stderr
+    made = [json.loads(line) for line in (tmp_path / "docs/share.jsonl").read_text().splitlines()]
+    assert len(commands) == len(made) >= 9 and all("--resume" in command for command in commands)
+    assert all(0 < run["loss"] < 8 and run["constants"]["n_embd"] == 32 for run in made)
+    logs = list((tmp_path / "out/share").iterdir())
+    assert len(logs) == len(made) and not any(map(steps_of, logs)), "their checkpoints are gone"
+    result, commands = small("--data", shards)
+    assert result.returncode == 0 and not commands
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert rows[-1]["name"].startswith("share of gpt2's tokens") and len(rows[-1]["seeds"]) == 1
+
+
+def test_the_hidden_size_is_trained_only_after_a_forecast(small):
+    result, commands = small("--hidden", "--data", "nowhere")
+    assert_user_error(result, "docs/forecasts.json", "bench.py forecast")
+    assert not commands
+
+
+def test_a_run_that_fails_is_one_line_and_nothing_in_the_ledger(small, tmp_path):
+    result, _ = small("--data", "nowhere")
+    assert_user_error(result, "has not ended", "nowhere")
+    assert not (tmp_path / "docs/share.jsonl").exists()
