@@ -12,7 +12,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -25,14 +25,16 @@ from corpus.shards import TRAIN_FRACTION, read_text
 from files import replace_file
 from machine.runtime import Runtime
 from run.checkpoint import find_model, load_model, model_tokenizer
-from run.records import read_log
+from run.records import of_kind, read_log
 from run.reference import FILE
 from train_gpt2 import RECIPES
 
-# what a seed, a machine or a report does not change
-DECISIVE = [*asdict(RECIPES["tiny"])]
-DECISIVE = set(DECISIVE[DECISIVE.index("n_layer") : DECISIVE.index("eval_interval")]) - {
-    "attention", "micro_batch_size", "target_loss", "max_bad_steps", "spike_threshold", "seed"}  # fmt: skip
+# constants that decide what the recipe reaches; not its seed, its machine or its reports
+DECISIVE = (
+    "n_layer", "n_head", "n_embd", "sequence_length", "vocab_size", "dropout",
+    "total_batch_size", "max_steps", "warmup_steps", "max_lr", "min_lr", "lr_schedule", "decay_fraction",
+    "optimizer", "muon_lr", "weight_decay", "beta1", "beta2", "eps", "grad_clip", "shuffle",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -45,18 +47,21 @@ class Config(Common):
 
 
 def run(config: Config, rt: Runtime) -> Iterator[dict]:
-    rows, text = [], read_text(config.data)
+    text = read_text(config.data)
+    validation = text[int(len(text) * TRAIN_FRACTION) :]
+    rows = []
     for seed in range(config.repeats):
         out = Path(config.out) / f"{Path(config.data).stem}_{seed}"
-        if not list(out.glob(f"step_{RECIPES['tiny'].max_steps:06d}")):
+        if not (out / f"step_{RECIPES['tiny'].max_steps:06d}").is_dir():
             words = ["--data", config.data, "--seed", str(seed), "--eval_interval", "100", "--out_dir", str(out)]
             subprocess.run([sys.executable, str(ROOT / "train_gpt2.py"), "tiny", *words, "--resume"], check=True)
         records = read_log(out / "log.jsonl")
-        vals = [record for record in records if record["kind"] == "val"]
+        vals = of_kind(records, "val")
         row = dict(name=f"seed {seed}", loss=[r["loss"] for r in vals], bpb=[r["bpb"] for r in vals])
-        characters = cold_start(str(out), text[int(len(text) * TRAIN_FRACTION) :], config.window)
-        rows.append(row | dict(windows_of_tokens=vals[-1]["bpb"] * math.log(2), windows_of_characters=characters))
-        yield rows[-1]
+        row["windows_of_tokens"] = vals[-1]["bpb"] * math.log(2)
+        row["windows_of_characters"] = cold_start(str(out), validation, config.window)
+        rows.append(row)
+        yield row
     if config.write:
         write_entry(records, rows, machine(rt)["device"])
 
