@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from learning import optim
 from model import GPT
 
 
@@ -70,29 +69,19 @@ def groups(run, of: str, **constants) -> dict:
     return {}
 
 
-def muon_schedule(run, height: Callable[[float], float]) -> dict:
-    """After the warmup Muon's rate is its peak times `height`, a function of progress, 0 to 1. The rest has its own."""
+def four_phases(run) -> dict:
+    """Muon's rate after the warmup: a plateau, a fast decay to a fifth (progress to the power 0.6), a slow one to 0."""
 
     def before_step(step):
         warmup, steps = run.config.warmup_steps, run.config.max_steps
+        progress = (step - warmup) / (steps - warmup)
+        fast = 1 - 0.8 * (max(0.0, progress - 0.04) / 0.52) ** 0.6
+        slow = 0.2 * (1 - progress) / 0.44
         for group in run.muon.param_groups:
-            if step > warmup:
-                group["lr"] = group["initial_lr"] * height((step - warmup) / (steps - warmup))
+            if progress > 0:
+                group["lr"] = group["initial_lr"] * (fast if progress < 0.56 else slow)
 
     return dict(before_step=before_step)
-
-
-def four_phases(progress: float) -> float:
-    """After the warmup a plateau, a fast decay to a fifth (progress to the power of 0.6), and a slow one to 0."""
-    if progress < 0.04:
-        return 1.0
-    if progress < 0.56:
-        return 1 - 0.8 * ((progress - 0.04) / 0.52) ** 0.6
-    return 0.2 * (1 - progress) / 0.44
-
-
-def one_minus_root(progress: float) -> float:
-    return 1 - math.sqrt(progress)
 
 
 def two_momenta(run, first: float, last: float) -> dict:
@@ -114,22 +103,6 @@ def two_momenta(run, first: float, last: float) -> dict:
     return dict(before_step=before_step)
 
 
-def equal_rows(run, beta: float = 0.95) -> dict:
-    """Divide each row of an orthogonalized matrix by the root of its recent mean square; the matrix keeps its norm."""
-    plain = optim.orthogonalized
-    squares = {}
-
-    def orthogonalized(matrices, dtype):
-        step = plain(matrices, dtype).float()
-        mean = squares.setdefault(step.shape, torch.zeros_like(step[..., :1]))  # one shape is one set of matrices
-        mean.lerp_(step.square().mean(dim=2, keepdim=True), 1 - beta)
-        rows = step / (mean.sqrt() + 1e-8)
-        return rows * (step.norm(dim=(1, 2), keepdim=True) / rows.norm(dim=(1, 2), keepdim=True))
-
-    optim.orthogonalized = orthogonalized
-    return dict(at_end=lambda step: setattr(optim, "orthogonalized", plain))
-
-
 # ------------------------------------------------------------------------------------------------------- the ideas
 
 UNDO = "a choice of the recipe, undone"
@@ -138,10 +111,8 @@ GPT2 = {
     "embedding and head not tied": Idea("Press and Wolf 2017 tie them", model=untied),
     "no 1/sqrt(2 n_layer)": Idea("Radford et al. 2019, section 2.3, scale so", model=unscaled_init),
     "no warmup": Idea(UNDO, dict(warmup_steps=0)),
-    "no clipping": Idea(UNDO, dict(grad_clip=0.0)),
     "no weight decay": Idea(UNDO, dict(weight_decay=0.0)),
     "weight decay on biases and gains": Idea("as torch's AdamW", {}, groups, dict(of="adamw", weight_decay=0.1)),
-    "no shuffling": Idea(UNDO, dict(shuffle=False)),
     "post-norm": Idea("Vaswani et al. 2017, section 3.1", model=post_norm),
     "post-norm, no warmup": Idea("the same", dict(warmup_steps=0), model=post_norm),
     "exact GELU": Idea("Hendrycks and Gimpel 2016", model=exact_gelu),
@@ -154,13 +125,11 @@ SPEEDRUN = {
     "Q, K and V as one matrix": Idea(UNDO, {}, groups, dict(of="muon", n_stacked=1)),
     "momentum 0.9": Idea(UNDO, {}, groups, dict(of="muon", momentum=0.9)),
     "Muon at 0.01": Idea("half the rate", dict(muon_lr=0.01)),
-    "four phases": Idea(f"{TRACK} 351", dict(decay_fraction=0.5), muon_schedule, dict(height=four_phases)),
+    "four phases": Idea(f"{TRACK} 351", dict(decay_fraction=0.5), four_phases),
     "two momenta": Idea(f"{TRACK} 340", {}, two_momenta, dict(first=0.5615, last=0.5615)),
     "two momenta, the slow one fading": Idea(f"as in {TRACK} 357", {}, two_momenta, dict(first=0.85, last=0.4)),
-    "1 - root for Muon": Idea(f"{TRACK} 343", {}, muon_schedule, dict(height=one_minus_root)),
     "the rest at 6e-3": Idea(f"{TRACK} 323", dict(max_lr=6e-3)),
     "weight decay 0.03": Idea("Wang and Aitchison 2024: less in longer runs", dict(weight_decay=0.03)),
-    "rows of one size": Idea(f"NorMuon: {TRACK} 269", {}, equal_rows),
 }
 TINY = {f"weight decay {x}": Idea("slowrun, for 100M tokens", dict(weight_decay=x)) for x in (0.3, 0.8, 1.2, 1.6)}
 TINY["dropout 0.1"] = Idea("the same", dict(dropout=0.1))

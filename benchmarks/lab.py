@@ -212,9 +212,8 @@ def setting_of(config: Config, shards: str, rt: Runtime) -> str:
 
 
 def version_of(idea: Idea) -> str:
-    options = {name: inspect.getsource(of) if callable(of) else of for name, of in idea.options.items()}
     functions = [inspect.getsource(function) for function in (idea.model, idea.patch) if function]
-    about = repr([idea.constants, options, idea.seeds_from, *functions])
+    about = repr([idea.constants, idea.options, idea.seeds_from, *functions])
     return hashlib.sha256(about.encode()).hexdigest()[:8]
 
 

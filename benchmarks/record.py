@@ -26,7 +26,7 @@ from corpus.shards import TRAIN_FRACTION
 from files import sha256
 from machine.runtime import Runtime, fastest_threads
 from run.checkpoint import checkpoint_steps, find_damage, load_train_state
-from run.records import read_log
+from run.records import of_kind, read_log
 
 
 class Kind(NamedTuple):
@@ -64,7 +64,8 @@ class Config:
 
 
 def run(config: Config, rt: Runtime) -> Iterator[dict]:
-    kind, found = KINDS[config.kind], []
+    kind = KINDS[config.kind]
+    found = []
     runs = [facts_of(Path(name), kind) for name in config.runs]
     refuse_chosen(runs, kind)
     torch.set_num_threads(fastest_threads(torch.get_num_threads()))
@@ -72,14 +73,16 @@ def run(config: Config, rt: Runtime) -> Iterator[dict]:
         model, tokenizer = opened(facts["checkpoint"], kind)
         ids, n_bytes = text_tokens(config.data, tokenizer, kind.text) if kind.text else shard_tokens(config.data)
         nats = nats_of(model.to(rt.device), ids.to(rt.device))
-        loss, logged = nats / (len(ids) - 1), facts["loss"]
-        if abs(loss - logged) > TOLERANCE:
-            what = f"{name}: the log says {logged:.4f} nats per token, the checkpoint has {loss:.4f}"
+        loss = nats / (len(ids) - 1)
+        if abs(loss - facts["loss"]) > TOLERANCE:
+            what = f"{name}: the log says {facts['loss']:.4f} nats per token, the checkpoint has {loss:.4f}"
             raise UserError(f"{what} in windows that do not overlap; log what the rules ask for")
         found.append(nats / math.log(2) / n_bytes if kind.text else loss)
         yield dict(name=name, result=found[-1], loss=loss, tokens=facts["tokens"], minutes=facts["minutes"])
     yield dict(name="entry", result=statistics.mean(found), verdict=verdict(found, kind))
-    first, c, seeds = runs[0], runs[0]["constants"], ", ".join(f"{value:.4f}" for value in found)
+    first = runs[0]
+    c = first["constants"]
+    seeds = ", ".join(f"{value:.4f}" for value in found)
     size = f"{c['n_layer']} x {c['n_embd']}, {c['vocab_size']} tokens, T = {c['sequence_length']} | {c['optimizer']}"
     took = f"{max(facts['minutes'] for facts in runs):.1f} min, {first['machine']} | {first['commit']}"
     print(f"| | {size} | {first['tokens']:,} | {statistics.mean(found):.4f} ({seeds}) | {took} |")
@@ -87,17 +90,20 @@ def run(config: Config, rt: Runtime) -> Iterator[dict]:
 
 def facts_of(run_dir: Path, kind: Kind) -> dict:
     """Last checkpoint, constants, validation loss and cost of a run. Raises UserError for one that is not whole."""
-    if not (steps := checkpoint_steps(run_dir)):
+    steps = checkpoint_steps(run_dir)
+    if not steps:
         raise UserError(f"{run_dir} has no checkpoint; give the run directories of the entry")
     step, checkpoint = steps[-1]
-    if problem := find_damage(checkpoint):
+    problem = find_damage(checkpoint)
+    if problem:
         raise UserError(f"{checkpoint} was changed after the run: {problem}; give it as it was written")
     log = read_log(run_dir / "log.jsonl")
-    train = [record for record in log if record["kind"] == "train"]
-    val = [record["loss"] for record in log if record["kind"] == "val" and record["step"] == step]
+    train = of_kind(log, "train")
+    val = [record["loss"] for record in of_kind(log, "val") if record["step"] == step]
     if len(train) != step or not val:
         raise UserError(f"{run_dir}/log.jsonl lacks steps, or a validation at step {step}; give a whole run")
-    minutes, machine = sum(record["dt_ms"] for record in train) / 6e4, log[0]["machine"]
+    minutes = sum(record["dt_ms"] for record in train) / 6e4
+    machine = log[0]["machine"]
     if minutes > kind.minutes or not re.search(kind.machine, machine):
         raise UserError(f"{run_dir} took {minutes:.1f} minutes on {machine}; docs/record.md says what this kind allows")
     facts = dict(checkpoint=checkpoint, constants=load_train_state(checkpoint)["config"], loss=val[-1], step=step)

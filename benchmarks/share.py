@@ -76,15 +76,15 @@ class Config:
 
 def run(config: Config, rt) -> Iterator[dict]:
     rungs = list(RUNGS)
-    if config.hidden:
-        if not (Path(config.forecasts).exists() and "hidden" in read_json(Path(config.forecasts))[-1]):
-            raise UserError(f"{config.forecasts} forecasts no hidden size; write that with bench.py forecast first")
+    if config.hidden or config.table:
         rungs.append(HIDDEN)
+    if config.hidden and not (Path(config.forecasts).exists() and "hidden" in read_json(Path(config.forecasts))[-1]):
+        raise UserError(f"{config.forecasts} forecasts no hidden size; write that with bench.py forecast first")
     runs = Runs(Path(config.ledger), None if config.table else partial(train, config=config))
     if not config.table:
         train_all(rungs, runs, config.workers)
     yield from runs.rows()
-    for rung in [*RUNGS, HIDDEN]:
+    for rung in rungs:
         shares = np.exp(runs.log_shares(rung)).tolist()
         if shares:
             name = f"share of gpt2's tokens, {parameters(rung.width):,} parameters, batches of {rung.batch:,}"

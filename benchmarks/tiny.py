@@ -69,12 +69,13 @@ def run(config: Config, rt: Runtime) -> Iterator[dict]:
 @torch.no_grad()
 def cold_start(model_path: str, text: str, window: int) -> float:
     """Nats per character of a text, cut into windows that see only the character before them."""
-    model, tokenizer = load_model(find_model(model_path)).eval(), model_tokenizer(model_path)
+    model = load_model(find_model(model_path)).eval()
+    tokenizer = model_tokenizer(model_path)
     packed = []
     for start in range(0, len(text) - 1, window):
-        context, rest = text[start], text[start + 1 : start + 1 + window]
-        ids = tokenizer.encode_ordinary(context), [tokenizer.encode_ordinary(rest)]
-        packed += hellaswag.fit(*ids, 0, model.config.n_positions)
+        context = tokenizer.encode_ordinary(text[start])
+        rest = tokenizer.encode_ordinary(text[start + 1 : start + 1 + window])
+        packed += hellaswag.fit(context, [rest], 0, model.config.n_positions)
     nats = 0.0
     for batch in hellaswag.batches(sorted(packed, key=len, reverse=True), 512):
         inputs, (logit_positions, targets, _) = hellaswag.collate(batch)
@@ -84,11 +85,13 @@ def cold_start(model_path: str, text: str, window: int) -> float:
 
 def write_entry(records: list[dict], rows: list[dict], device: str) -> None:
     """`records` are those of one of the runs."""
-    first, steps = records[0], [record["step"] for record in records if record["kind"] == "val"]
-    of = {key: first["config"][key] for key in DECISIVE} | {key: first["data"][key] for key in ("source", "tokenizer")}
+    first = records[0]
+    config = first["config"]
+    of = {key: config[key] for key in DECISIVE} | {key: first["data"][key] for key in ("source", "tokenizer")}
     about = f"bench.py tiny, commit {first['commit']}, {device}, {first['machine']}, PyTorch {torch.__version__}"
     entry = dict(name=f"{len(rows)} seeds of tiny", source=about, of=dict(sorted(of.items())))
-    entry |= dict(tokens=[step * first["config"]["total_batch_size"] for step in steps])
-    entry |= {key: [[round(value, 5) for value in row[key]] for row in rows] for key in ("loss", "bpb")}
+    entry["tokens"] = [record["step"] * config["total_batch_size"] for record in of_kind(records, "val")]
+    for key in ("loss", "bpb"):
+        entry[key] = [[round(value, 5) for value in row[key]] for row in rows]
     others = [known for known in json.loads(FILE.read_text()) if "seeds of tiny" not in known["name"]]
     replace_file(FILE, "[\n" + ",\n".join(json.dumps(known) for known in [entry, *others]) + "\n]\n")

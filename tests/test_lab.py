@@ -134,18 +134,17 @@ def test_an_unknown_idea_or_a_ledger_cut_in_a_line_is_one_line(door, tmp_path):
         assert_user_error(door("--table", "--ledger", "a.jsonl"), "a.jsonl", "line 2")
 
 
-@pytest.mark.parametrize("height", [ideas.four_phases, ideas.one_minus_root])
-def test_a_schedule_of_muon_alone_begins_at_its_peak_and_falls_to_zero(height):
+def test_four_phases_begin_at_the_peak_of_muon_and_fall_to_zero():
     muon = SimpleNamespace(param_groups=[dict(initial_lr=0.02, lr=0.0)])
     run = SimpleNamespace(muon=muon, config=SimpleNamespace(warmup_steps=10, max_steps=1010))
-    before_step = ideas.muon_schedule(run, height)["before_step"]
+    before_step = ideas.four_phases(run)["before_step"]
     rates = []
-    for step in (10, 11, *range(50, 1011, 40)):
+    for step in (10, 11, 50, 51, 569, 571, 800, 1010):
         before_step(step)
         rates.append(muon.param_groups[0]["lr"])
-    assert rates[0] == 0.0, "the warmup is the schedule's own"
-    assert 0.019 < rates[1] <= 0.02 and rates[-1] == pytest.approx(0, abs=1e-12)
-    assert all(now <= before for before, now in zip(rates[1:], rates[2:], strict=False))
+    assert rates[:3] == [0.0, 0.02, 0.02], "the warmup is the schedule's own"
+    assert rates[4:6] == pytest.approx([0.004, 0.004], rel=0.02) and rates[-1] == 0
+    assert rates[3:] == sorted(rates[3:], reverse=True)
 
 
 def test_muon_steps_along_the_mixture_of_two_momenta():
@@ -161,17 +160,6 @@ def test_muon_steps_along_the_mixture_of_two_momenta():
         before_step(step)
         momentum = muon.state[p]["momentum_buffer"].lerp(p.grad, 1 - 0.95)  # what Muon makes of it
         torch.testing.assert_close(momentum, (1 - step / 4) * slow + step / 4 * fast)
-
-
-def test_rows_of_a_step_get_one_size_and_the_matrix_keeps_its_norm():
-    plain = optim.orthogonalized
-    momentum = torch.diag(torch.tensor([1.0, 10.0, 0.1, 3.0])) @ torch.randn(1, 4, 16)
-    hooks = ideas.equal_rows(None)
-    found = optim.orthogonalized(momentum, torch.float32)
-    hooks["at_end"](1)
-    assert found.norm(dim=2)[0].tolist() == pytest.approx([found.norm().item() / 2] * 4, rel=1e-4)
-    assert found.norm() == pytest.approx(plain(momentum, torch.float32).norm().item(), rel=1e-4)
-    assert optim.orthogonalized is plain, "the next run is not affected"
 
 
 @pytest.mark.slow

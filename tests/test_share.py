@@ -93,13 +93,19 @@ def test_every_run_is_made_once(small, tmp_path):
     assert result.returncode == 0, result.stderr
     made = [json.loads(line) for line in (tmp_path / "docs/share.jsonl").read_text().splitlines()]
     assert len(commands) == len(made) >= 9 and all("--resume" in command for command in commands)
-    assert all(0 < run["loss"] < 8 and run["constants"]["n_embd"] == 32 for run in made)
+    assert all(0 < run["loss"] < 8 for run in made)
     logs = list((tmp_path / "out/share").iterdir())
     assert len(logs) == len(made) and not any(map(steps_of, logs)), "their checkpoints are gone"
     result, commands = small("--data", shards)
     assert result.returncode == 0 and not commands
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert rows[-1]["name"].startswith("share of gpt2's tokens") and len(rows[-1]["seeds"]) == 1
+    assert all(run["constants"]["n_embd"] == 32 for run in made), "the hidden size waits for its forecast"
+    (tmp_path / "docs/forecasts.json").write_text('[{"hidden": {}}]')
+    result, _ = small("--data", "nowhere", "--hidden")
+    assert_user_error(result, "gpt2_64_2048", "nowhere")
+    result, commands = small("--table", "--hidden")
+    assert result.returncode == 0 and not commands
 
 
 def test_the_hidden_size_is_trained_only_after_a_forecast(small):
