@@ -129,20 +129,14 @@ def draw(points: Points, said: dict | None, path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.2), dpi=120, layout="constrained")
-    axes = figure.add_subplot()
-    found = [interval_of(shares, points) for shares in points.values()]
-    bars(axes, np.array(list(points)), found, label="mean of the seeds, 90%", color="#0072B2", marker="o")
-    for n, shares in points.items():
-        axes.plot(np.full(len(shares), n), 100 * np.exp(shares), ".", color="#333333")
+    axes = figure.add_subplot(xscale="log", xlabel="parameters", ylabel="tokens that speedrun needs (% of gpt2's)")
+    bars = [(n, interval_of(shares, points), "o", "measured") for n, shares in points.items()]
     if said:  # a little to the right, so that it does not cover what was measured later
-        hidden = np.array([1.05 * parameters(HIDDEN.width)])
-        bars(axes, hidden, [said], label="hidden size, as forecast", color="#D55E00", marker="s")
-    axes.set(xscale="log", xlabel="parameters", ylabel="tokens that speedrun needs (% of gpt2's)")
+        bars.append((1.05 * parameters(HIDDEN.width), said, "s", "hidden size, as forecast"))
+    for n, found, marker, label in bars:
+        low, middle, high = 100 * np.array(list(found.values()))
+        label = f"{label}: {middle:.0f}% ({low:.0f} to {high:.0f}%)"
+        axes.errorbar(n, middle, [[middle - low], [high - middle]], fmt=marker, capsize=5, label=label)
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(path)
-
-
-def bars(axes, x: np.ndarray, found: list[dict], **look) -> None:
-    low, middle, high = 100 * np.array([list(one.values()) for one in found]).T
-    axes.errorbar(x, middle, [middle - low, high - middle], capsize=5, linestyle="", **look)

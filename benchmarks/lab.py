@@ -35,15 +35,13 @@ from benchmarks.ideas import IDEAS, Idea
 from benchmarks.measure import ROOT, Device, machine
 from bpe.tokenizer import cpu_count
 from cli import Count, Range, UserError
-from corpus.order import Batches, to_inputs, validation_batches
-from corpus.shards import data_tokenizer, prepare_text
-from corpus.stream import TokenStream, find_shards
+from corpus.order import to_inputs
+from corpus.shards import prepare_text
 from learning.evaluation import validate
 from learning.optim import learning_rate, make_optimizer
 from machine.runtime import Runtime
-from machine.trials import choose_attention
-from model import GPT, GPTConfig, GPTWithLoss
-from train_gpt2 import RECIPES
+from model import GPTWithLoss
+from train_gpt2 import RECIPES, build_model, open_data, resolve_config, validation_inputs
 from train_gpt2 import Config as Training
 
 SMALL = dict(sequence_length=64, vocab_size=1024, total_batch_size=1024, eval_steps=100)
@@ -217,12 +215,14 @@ def version_of(idea: Idea) -> str:
     return hashlib.sha256(about.encode()).hexdigest()[:8]
 
 
-def settings(config: Config, idea: Idea, seed: int) -> Training:
+def settings(config: Config, idea: Idea, seed: int, shards: str = "") -> Training:
     """The constants of a run: the recipe with another size and length, and the same fraction of warmup."""
     recipe = RECIPES[config.recipe]
     steps = config.steps or recipe.max_steps
     length = dict(max_steps=steps, warmup_steps=steps * recipe.warmup_steps // recipe.max_steps)
-    return replace(recipe, **length | SIZES[config.size] | idea.constants, seed=seed + idea.seeds_from)
+    config = replace(recipe, **length | SIZES[config.size] | idea.constants, seed=seed + idea.seeds_from)
+    batch_size = config.total_batch_size // config.sequence_length
+    return replace(config, data=shards, tokenizer="train", micro_batch_size=batch_size, hellaswag_interval=0)
 
 
 def side_by_side(ideas: dict[str, Idea], jobs: list[tuple], config: Config, shards: str, rt: Runtime) -> Iterator:
@@ -231,32 +231,29 @@ def side_by_side(ideas: dict[str, Idea], jobs: list[tuple], config: Config, shar
     started = {}
     with ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
         for name, seed in jobs:
-            constants = settings(config, ideas[name], seed)
-            started[pool.submit(train, ideas[name], constants, shards, rt.device.type)] = (name, seed)
+            constants = settings(config, ideas[name], seed, shards)
+            started[pool.submit(train, ideas[name], constants, rt.device.type)] = (name, seed)
         for done in as_completed(started):
             yield started[done], done.result()
 
 
-def train(idea: Idea, config: Training, shards: str, device: str) -> dict:
+def train(idea: Idea, requested: Training, device: str) -> dict:
     """The figures of a run of train_gpt2.py, reduced to what an idea may touch."""
-    rt = Runtime.setup(device, config.dtype)
-    stream = TokenStream(find_shards(shards, "train"), config.vocab_size)
-    T = config.sequence_length
-    batch_size = config.total_batch_size // T
-    order = Batches(stream, T, config.seed, config.shuffle)
-    sizes = {name: getattr(config, name) for name in ("n_layer", "n_head", "n_embd", "vocab_size", "dropout")}
-    torch.manual_seed(config.seed)
-    model = GPT(GPTConfig(**sizes, n_positions=T, attention=choose_attention(config.attention, rt, T)))
+    rt = Runtime.setup(device, requested.dtype)
+    config, shape = resolve_config(requested, set(), None, rt)
+    data = open_data(config, shape, rt)
+    model = build_model(config, shape, None)
     if idea.model:
         idea.model(model)
     optimizer = make_optimizer(model.to(rt.device), config, rt)
     parts = SimpleNamespace(model=model, config=config, adamw=optimizer.optimizers[0], muon=optimizer.optimizers[-1])
     hooks = defaultdict(lambda: lambda step: None, idea.patch(parts, **idea.options) if idea.patch else {})
+    batch_size = config.micro_batch_size  # the whole batch at once
     began = time.perf_counter()
     for step in range(1, config.max_steps + 1):
-        batch = next(order.micro_batches((step - 1) * batch_size, batch_size, batch_size))
+        [tokens] = data.train.micro_batches((step - 1) * batch_size, batch_size, batch_size)
         with rt.autocast():
-            loss = model.loss(*to_inputs(torch.from_numpy(batch).to(rt.device)))
+            loss = model.loss(*to_inputs(torch.from_numpy(tokens).to(rt.device)))
         optimizer.scale(loss).backward()
         norm = optimizer.clip_grad_norm(config.grad_clip)
         optimizer.set_lr(learning_rate(step, config))
@@ -266,13 +263,5 @@ def train(idea: Idea, config: Training, shards: str, device: str) -> dict:
         hooks["after_step"](step)
     hooks["at_end"](step)
     seconds = round(time.perf_counter() - began, 1)
-    return validated(model, config, shards, rt) | dict(seconds=seconds)
-
-
-def validated(model: GPT, config: Training, shards: str, rt: Runtime) -> dict:
-    stream = TokenStream(find_shards(shards, "val"), config.vocab_size)
-    limit = config.eval_steps * config.total_batch_size
-    batches = validation_batches(stream, config.sequence_length, 64, limit)
-    inputs = (to_inputs(torch.from_numpy(windows).to(rt.device)) for windows in batches)
-    token_bytes = torch.from_numpy(data_tokenizer(Path(shards), "train").token_bytes()).to(rt.device)
-    return validate(GPTWithLoss(model), inputs, token_bytes, rt)
+    figures = validate(GPTWithLoss(model), validation_inputs(config, data, rt), data.token_bytes, rt)
+    return figures | dict(seconds=seconds)

@@ -171,23 +171,21 @@ def train(job: Job, config: Config) -> dict:
     """The ledger's record of a run of train_gpt2.py, which continues where it was interrupted. Raises UserError."""
     out_dir = Path(config.out_dir) / "_".join(map(str, job))
     decisive = constants(job)
-    along = dict(data=config.data, out_dir=out_dir, device=config.device, threads=1, keep_checkpoints=1)
-    command = [sys.executable, str(ROOT / "train_gpt2.py"), job.recipe, "--resume"]
-    for flag, value in (decisive | along).items():
-        command += [f"--{flag}", str(value)]
+    flags = decisive | dict(data=config.data, out_dir=out_dir, device=config.device, threads=1, keep_checkpoints=1)
+    words = [f"--{name}={value}" for name, value in flags.items()]
+    command = [sys.executable, str(ROOT / "train_gpt2.py"), job.recipe, "--resume", *words]
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    records = read_log(out_dir / "log.jsonl") if (out_dir / "log.jsonl").exists() else []
-    ends = of_kind(records, "val")  # there is one, after the last step
+    log = out_dir / "log.jsonl"
+    ends = of_kind(read_log(log), "val") if log.exists() else []  # there is one, after the last step
     if not ends:
         said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise UserError(f"{out_dir} has not ended: {said}; fix that, and give the same command again")
+    print(f"  {out_dir.name}: {ends[-1]['loss']:.4f}", flush=True)
     for checkpoint in out_dir.glob("step_*"):
         shutil.rmtree(checkpoint)  # the log is enough
-    print(f"  {out_dir.name}: {ends[-1]['loss']:.4f}", flush=True)
-    seconds = sum(record["dt_ms"] for record in of_kind(records, "train")) / 1000
-    figures = dict(loss=ends[-1]["loss"], bpb=ends[-1]["bpb"], seconds=round(seconds))
-    about = {key: records[0][key] for key in ("parameters", "machine", "commit")}
-    return job._asdict() | figures | about | dict(constants=decisive)
+    start = read_log(log)[0]
+    figures = dict(loss=ends[-1]["loss"], bpb=ends[-1]["bpb"], machine=start["machine"], commit=start["commit"])
+    return job._asdict() | figures | dict(constants=decisive)
 
 
 def constants(job: Job) -> dict:

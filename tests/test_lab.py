@@ -33,7 +33,7 @@ def door(small, tmp_path, monkeypatch, capsys):
     def side_by_side(plan, jobs, config, shards, rt):
         made.extend(jobs)
         for name, seed in jobs:
-            yield (name, seed), lab.train(plan[name], lab.settings(config, plan[name], seed), shards, "cpu")
+            yield (name, seed), lab.train(plan[name], lab.settings(config, plan[name], seed, shards), "cpu")
 
     def run(*words):
         made.clear()
@@ -91,10 +91,10 @@ def test_without_an_idea_it_is_a_run_of_train_gpt2(small, tmp_path, monkeypatch,
     assert result.returncode == 0, result.stderr
     log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     [wanted] = [record for record in log if record["kind"] == "val"]
-    shards = str(prepare_text(str(text), "train", 512, tmp_path / "out/cache"))
-    found = lab.train(lab.PLAIN, config, shards, "cpu")
+    config = replace(config, data=str(prepare_text(str(text), "train", 512, tmp_path / "out/cache")))
+    found = lab.train(lab.PLAIN, config, "cpu")
     assert (found["loss"], found["bpb"]) == pytest.approx((wanted["loss"], wanted["bpb"]), abs=1e-5)
-    other = lab.train(IDEAS["speedrun"]["Q, K and V as one matrix"], config, shards, "cpu")
+    other = lab.train(IDEAS["speedrun"]["Q, K and V as one matrix"], config, "cpu")
     assert abs(other["loss"] - wanted["loss"]) > 1e-5
 
 
