@@ -12,7 +12,6 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from model import GPT
 
@@ -43,11 +42,6 @@ def unscaled_init(model: GPT) -> None:
 
 def no_positions(model: GPT) -> None:
     nn.init.zeros_(model.transformer.wpe.weight).requires_grad_(False)
-
-
-def exact_gelu(model: GPT) -> None:
-    for block in model.transformer.h:
-        block.mlp.forward = lambda x, mlp=block.mlp: mlp.dropout(mlp.c_proj(F.gelu(mlp.c_fc(x))))
 
 
 def post_norm(model: GPT) -> None:
@@ -114,8 +108,6 @@ GPT2 = {
     "no weight decay": Idea(UNDO, dict(weight_decay=0.0)),
     "weight decay on biases and gains": Idea("as torch's AdamW", {}, groups, dict(of="adamw", weight_decay=0.1)),
     "post-norm": Idea("Vaswani et al. 2017, section 3.1", model=post_norm),
-    "post-norm, no warmup": Idea("the same", dict(warmup_steps=0), model=post_norm),
-    "exact GELU": Idea("Hendrycks and Gimpel 2016", model=exact_gelu),
     "no positions": Idea("Haviv et al. 2022", model=no_positions),
 }
 TRACK = "modded-nanogpt, track 3, PR"
