@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +13,7 @@ import train_gpt2
 from benchmarks import share
 from benchmarks.share import Job, Rung
 from corpus.shards import prepare_text
-from tests.helpers import assert_user_error, run_inline, steps_of, text_file
+from tests.helpers import assert_user_error, log_of, run_inline, text_file
 
 BEST = dict(gpt2=16.0, speedrun=0.5)
 
@@ -59,12 +60,20 @@ def test_constants_are_the_recipes_at_eighty_tokens_a_parameter():
 
 @pytest.fixture
 def small(tmp_path, capsys, monkeypatch):
-    """`bench.py share` with runs of a few steps, in this process; it returns their commands, too."""
+    """`bench.py share`, whose runs only write a log; it returns their commands, too."""
     commands = []
 
     def run(command, **_):
         commands.append(command)
-        return run_inline(train_gpt2.main, command[2:], capsys, monkeypatch)
+        flags = dict(word.removeprefix("--").split("=") for word in command if "=" in word)
+        if not Path(flags["data"]).is_dir():
+            return SimpleNamespace(stderr="warning: slow\nerror: no shards in nowhere\n")
+        out_dir = Path(flags["out_dir"])
+        (out_dir / "step_000016").mkdir(parents=True)
+        start = dict(step=0, kind="run", machine="m", commit="c")
+        loss = 3 + abs(float(flags["max_lr"]) - 0.005) - 0.1 * math.log(int(flags["max_steps"]))
+        end = dict(step=int(flags["max_steps"]), kind="val", loss=loss, bpb=loss)
+        (out_dir / "log.jsonl").write_text(f"{json.dumps(start)}\n{json.dumps(end)}\n")
 
     def door(*words):
         commands.clear()
@@ -72,40 +81,49 @@ def small(tmp_path, capsys, monkeypatch):
         result = run_inline(bench.main, words, capsys, monkeypatch)
         return result, commands
 
-    pool = SimpleNamespace(map=map, shutdown=lambda **_: None)  # Ctrl-C is heard in the main thread alone
-    monkeypatch.setattr(share, "ThreadPoolExecutor", lambda workers: pool)
     monkeypatch.setattr(share, "subprocess", SimpleNamespace(run=run, DEVNULL=None, PIPE=None))
-    monkeypatch.setattr(share, "SHAPE", dict(n_layer=1, vocab_size=512))
-    monkeypatch.setattr(share, "VAL_TOKENS", 2048)
-    monkeypatch.setattr(share, "RATIO", 1)
     monkeypatch.setattr(share, "RUNGS", [Rung(32, seeds=1)])
     monkeypatch.setattr(share, "HIDDEN", Rung(64, seeds=1))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docs").mkdir()
-    text_file(tmp_path / "text.txt", 60_000)
-    prepare_text("text.txt", "train", 512, tmp_path / "cache")
+    (tmp_path / "books").mkdir()
     return door
 
 
-def test_every_run_is_made_once(small, tmp_path):
-    shards = prepare_text("text.txt", "train", 512, tmp_path / "cache")
-    result, commands = small("--data", shards)
+def test_every_run_is_made_once_and_the_hidden_size_waits_for_its_forecast(small, tmp_path):
+    result, commands = small("--workers", "2")
     assert result.returncode == 0, result.stderr
     made = [json.loads(line) for line in (tmp_path / "docs/share.jsonl").read_text().splitlines()]
-    assert len(commands) == len(made) >= 9 and all("--resume" in command for command in commands)
-    assert all(0 < run["loss"] < 8 for run in made)
-    logs = list((tmp_path / "out/share").iterdir())
-    assert len(logs) == len(made) and not any(map(steps_of, logs)), "their checkpoints are gone"
-    result, commands = small("--data", shards)
+    assert len(commands) == len(made) == 10 and all("--resume" in command for command in commands)
+    assert all(run["constants"]["n_embd"] == 32 and run["commit"] == "c" for run in made)
+    assert not list((tmp_path / "out/share").glob("*/step_*")), "the log is enough"
+    result, commands = small()
     assert result.returncode == 0 and not commands
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert rows[-1]["name"].startswith("share of gpt2's tokens") and len(rows[-1]["seeds"]) == 1
-    assert all(run["constants"]["n_embd"] == 32 for run in made), "the hidden size waits for its forecast"
     (tmp_path / "docs/forecasts.json").write_text('[{"hidden": {}}]')
-    result, _ = small("--data", "nowhere", "--hidden")
-    assert_user_error(result, "gpt2_64_2048", "nowhere")
+    result, commands = small("--hidden")
+    assert result.returncode == 0 and len(commands) == 5
     result, commands = small("--table", "--hidden")
     assert result.returncode == 0 and not commands
+
+
+def test_a_run_is_one_of_the_training_script(small, tmp_path, capsys, monkeypatch):
+    def run(command, **_):
+        return run_inline(train_gpt2.main, command[2:], capsys, monkeypatch)
+
+    monkeypatch.setattr(share, "subprocess", SimpleNamespace(run=run, DEVNULL=None, PIPE=None))
+    monkeypatch.setattr(share, "SHAPE", dict(n_layer=1, vocab_size=512))
+    monkeypatch.setattr(share, "VAL_TOKENS", 2048)
+    monkeypatch.setattr(share, "RATIO", 1)
+    shards = prepare_text(str(text_file(tmp_path / "text.txt", 60_000)), "train", 512, tmp_path / "cache")
+    job = Job("speedrun", 32, 2048, 2.0, 0.5, 3)
+    found = share.train(job, share.Config(data=str(shards), device="cpu"))
+    assert found["loss"] < 6.3 and found["seed"] == 3 and found["commit"]
+    [log] = (tmp_path / "out/share").glob("*/log.jsonl")
+    config = log_of(log.parent, "run")[0]["config"]
+    assert {name: config[name] for name in found["constants"]} == found["constants"]
+    assert log_of(log.parent, "val")[-1]["step"] == 8
 
 
 def test_the_hidden_size_is_trained_only_after_a_forecast(small):
@@ -116,5 +134,5 @@ def test_the_hidden_size_is_trained_only_after_a_forecast(small):
 
 def test_a_run_that_fails_is_one_line_and_nothing_in_the_ledger(small, tmp_path):
     result, _ = small("--data", "nowhere")
-    assert_user_error(result, "has not ended", "nowhere")
+    assert_user_error(result, "gpt2_32_2048_8.0_1.0_0 has not ended: error: no shards in nowhere")
     assert not (tmp_path / "docs/share.jsonl").exists()
