@@ -144,7 +144,7 @@ def text_tokens(data: str, tokenizer, digest: str) -> tuple[torch.Tensor, int]:
         raise UserError(f"--data {data!r} is not the text of this kind; docs/record.md says where to get it")
     text = Path(data).read_text(encoding="utf-8")
     text = text[int(len(text) * TRAIN_FRACTION) :]
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # longer than T is no mistake here
     if tokenizer.decode(ids, clean_up_tokenization_spaces=False) != text:
         raise UserError("the tokenizer does not give the text back, so that bits per byte mean nothing; fix it")
     return torch.tensor([tokenizer.eos_token_id, *ids]), len(text.encode())
