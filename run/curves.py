@@ -127,7 +127,10 @@ def in_bits(run: Curves, label: str) -> Curves:
     if not has(run, "val", "bpb"):
         raise UserError(f'--y bpb: the log of {label} has no "bpb" in its val records; use --y loss')
     nothing = np.zeros(0)
-    return run | {("val", "loss"): run["val", "bpb"], ("train", "loss"): (nothing, nothing)}
+    return run | {
+        ("val", "loss"): run["val", "bpb"],
+        ("train", "loss"): (nothing, nothing),
+    }
 
 
 def placed(run: Curves, x: str, label: str) -> Curves:
@@ -163,7 +166,8 @@ def smoothed(x: np.ndarray, y: np.ndarray) -> Curve:
 
     Unlike an average it neither lags nor follows a spike.
     """
-    groups = [group for group in np.array_split(np.arange(len(y)), POINTS) if len(group)]
+    groups = np.array_split(np.arange(len(y)), POINTS)
+    groups = [group for group in groups if len(group)]
     medians = [np.median(y[group]) for group in groups]
     smooth = []
     for i in range(len(medians)):
@@ -184,7 +188,7 @@ def draw(runs: dict[str, Records], path: Path, x: str = "steps", y: str = "loss"
     """
     from matplotlib.figure import Figure  # a slow import (0.5 s), which --help and the start of a run do not need
 
-    comparable = len({measured_on(records, y) for records in runs.values()}) == 1
+    validated_on = {measured_on(records, y) for records in runs.values()}
     curves = {plain(label): curves_of(records) for label, records in runs.items()}
     if not any(map(has_loss, curves.values())):
         return
@@ -200,7 +204,7 @@ def draw(runs: dict[str, Records], path: Path, x: str = "steps", y: str = "loss"
     mosaic = [[name, name] for name in heights]
     mosaic[-1] = ["norm", "rate"]  # side by side
     panels = figure.subplot_mosaic(mosaic, height_ratios=list(heights.values()))
-    draw_loss(panels["loss"], curves, y, comparable)
+    draw_loss(panels["loss"], curves, y, comparable=len(validated_on) == 1)
     draw_references(panels["loss"], references, y, next(iter(curves.values())))
     title = "thin: training; marked: validation" if len(curves) > 1 and y == "loss" else None
     panels["loss"].legend(loc="upper right", title=title, **LEGEND)
@@ -229,7 +233,9 @@ def look(i: int, n: int = 0) -> dict:
     """Colour and dash of run number `i`; for `n` points also a mark, at 25 of them at most."""
     style = dict(color=COLORS[i % len(COLORS)], linestyle=DASHES[i % len(DASHES)])
     if n:
-        style |= dict(marker=MARKS[i % len(MARKS)], markersize=4.5, markevery=max(n // 25, 1))
+        style["marker"] = MARKS[i % len(MARKS)]
+        style["markersize"] = 4.5
+        style["markevery"] = max(n // 25, 1)
     return style
 
 
@@ -303,13 +309,19 @@ def draw_start(axes, run: Curves) -> None:
     if uniform is not None and lowest > 0:
         first = run["train", "loss"][1][0]
         axes.axhline(uniform, **REFERENCE_LINE)
-        axes.plot(0, first, "D", color=COLORS[3], label=f"before the first step: {first:.2f} (ln V is {uniform:.2f})")
-        axes.set(yscale="log", ylim=(lowest, 1.05 * max(first, uniform)))  # log: runs differ in their ends
+        label = f"before the first step: {first:.2f} (ln V is {uniform:.2f})"
+        axes.plot(0, first, "D", color=COLORS[3], label=label)
+        axes.set_yscale("log")  # runs differ in their ends
+        axes.set_ylim(lowest, 1.05 * max(first, uniform))
     scales = [axes]
     nats = last(run, "val", "loss") or 0
     bits = last(run, "val", "bpb") or 0
     if nats > 0 and bits > 0:
-        right = axes.secondary_yaxis("right", functions=(lambda y: y * bits / nats, lambda y: y * nats / bits))
+        there_and_back = (
+            lambda loss: loss * bits / nats,
+            lambda loss: loss * nats / bits,
+        )
+        right = axes.secondary_yaxis("right", functions=there_and_back)
         right.set_ylabel("bits per byte", fontsize=9)
         right.tick_params(labelsize=8.5)
         scales.append(right)
@@ -326,7 +338,8 @@ def draw_references(axes, references, y: str, run: Curves) -> None:
         return
     for i, entry in enumerate(known for known in references if y in known):
         first, end = entry["tokens"][0], entry["tokens"][-1]
-        n = np.linspace(first, np.clip(tokens[-1], first, end), POINTS)
+        end = np.clip(tokens[-1], first, end)  # nothing ahead of the run
+        n = np.linspace(first, end, POINTS)
         losses = np.array([np.interp(n, entry["tokens"], seed) for seed in entry[y]])  # (seeds, POINTS)
         at = np.interp(n, tokens, x)
         lowest, highest = losses.min(axis=0), losses.max(axis=0)
@@ -362,14 +375,24 @@ def draw_scores(axes, runs: Runs, key: str) -> None:
 def published(runs: Runs) -> list[tuple[str, float]]:
     """(name, accuracy) of the published models that are about as large as one of the runs."""
     sizes = [last(run, "run", "parameters") or 0 for run in runs.values()]
-    return [(name, accuracy) for name, n, accuracy in PUBLISHED if any(0.8 <= size / n <= 1.25 for size in sizes)]
+    found = []
+    for name, n, accuracy in PUBLISHED:
+        if any(0.8 <= size / n <= 1.25 for size in sizes):
+            found.append((name, accuracy))
+    return found
 
 
 def draw_accuracy(axes, name: str, accuracy: float, **place) -> None:
     """A line across the panel, with its name."""
     percent = 100 * accuracy
     axes.axhline(percent, **REFERENCE_LINE)
-    axes.text(y=percent, s=f"{name} {percent:.4g}%", fontsize=8, transform=axes.get_yaxis_transform(), **place)
+    axes.text(
+        y=percent,
+        s=f"{name} {percent:.4g}%",
+        fontsize=8,
+        transform=axes.get_yaxis_transform(),  # x in parts of the width, y in percent
+        **place,
+    )
 
 
 def draw_norm_and_rate(norm, rate, runs: Runs) -> None:
@@ -387,7 +410,8 @@ def draw_norm_and_rate(norm, rate, runs: Runs) -> None:
     if norm.dataLim.height > 0:
         low, high = norm.dataLim.intervaly
         wider = max(1.1, math.sqrt(3 * low / high))  # a range of a factor of three has at least one tick
-        norm.set(yscale="log", ylim=(low / wider, high * wider))
+        norm.set_yscale("log")
+        norm.set_ylim(low / wider, high * wider)
         norm.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
         norm.yaxis.set(major_formatter="{x:g}", minor_formatter="")
     rate.set_ylim(bottom=0)
