@@ -96,7 +96,7 @@ def main() -> None:
     config = parse_args(Config, description=__doc__)
     out = Path(config.json)
     if config.json:  # now, not an hour later
-        if out.suffix != ".json" or out.is_dir() or not out.parent.is_dir():
+        if out.suffix != ".json" or not out.parent.is_dir():
             what = "give a name that ends in .json, in a directory that exists"
             raise UserError(f"--json {out} cannot be written; {what}")
     rt = Runtime.setup(config.device, config.dtype, threads=config.threads)

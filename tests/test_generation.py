@@ -58,19 +58,6 @@ def test_drawn_tokens_equal_those_of_the_plain_version(options):
     assert [token for (token,) in steps] == plain[0, len(prompt) :].tolist()
 
 
-def test_a_row_stops_at_the_stop_token_and_the_others_continue():
-    model = small()
-    prompts = [[1, 2, 3], [4, 5]]
-    free = list(generate(model, prompts, 20, temperature=0))
-    stop = free[4][0]
-    steps = list(generate(model, prompts, 20, temperature=0, stop_token=stop))
-    first = [step[0] for step in free].index(stop)
-    assert all(step[0] == stop for step in steps[first:])
-    seen = [step[1] for step in free]
-    until = seen.index(stop) if stop in seen else len(seen)
-    assert [step[1] for step in steps][:until] == seen[:until]
-
-
 def test_padded_ids_are_never_generated():
     model = small()
     with torch.no_grad():
@@ -102,11 +89,15 @@ def test_sampling_follows_the_distribution():
     assert frequencies(top_p=0.0)[0] == 1
 
 
-def test_a_row_that_has_ended_keeps_its_stop_token():
-    draw = lambda **stop: list(generate(lively(), PROMPTS, 12, generator=torch.Generator().manual_seed(1), **stop))  # noqa: E731
-    stop = draw()[2][0]
+def test_a_row_that_has_ended_keeps_its_stop_token_and_the_others_continue():
+    def draw(**stop) -> list[list[int]]:
+        return list(generate(lively(), PROMPTS, 12, generator=torch.Generator().manual_seed(1), **stop))
+
+    free = draw()
+    stop = free[2][0]
     steps = draw(stop_token=stop)
     assert len(steps) > 4 and [step[0] for step in steps[2:]] == [stop] * (len(steps) - 2)
+    assert [step[1:] for step in steps[:6]] == [step[1:] for step in free[:6]]
 
 
 def test_the_seed_decides_the_samples_of_training(small_tokenizer):

@@ -298,7 +298,7 @@ def test_both_styles_are_reported_by_name_and_written_as_json(run, tmp_path, mod
     rows = make_rows(9)
     data = write_rows(tmp_path / "rows.jsonl", rows)
     (tmp_path / "scores.json").write_text("of an earlier model")
-    result = run(data=data, limit=7, json=tmp_path / "scores.json")
+    result = run(data=data, limit=7, show=9, json=tmp_path / "scores.json")
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "scores.json.1").read_text() == "of an earlier model"
     scores = json.loads((tmp_path / "scores.json").read_text())["styles"]
@@ -319,8 +319,11 @@ def test_the_control_scores_the_endings_of_an_adapted_model_after_contexts_of_ot
     result = run(data=write_rows(tmp_path / "rows.jsonl", rows), adapter=tmp_path / "adapter", **options)
     assert result.returncode == 0, result.stderr
     others = [rows[i] | dict(ctx=rows[k]["ctx"]) for i, k in enumerate([2, 3, 4, 0, 1])]  # no row has its own
-    found = json.loads((tmp_path / "scores.json").read_text())["styles"]
-    for name, expected in {"completion": rows, "completion control": others}.items():
+    found = json.loads((tmp_path / "scores.json").read_text())
+    assert [found[name] for name in ("data", "adapter")] == [str(tmp_path / "rows.jsonl"), str(tmp_path / "adapter")]
+    found, sets = found["styles"], {"completion": rows, "completion control": others}
+    assert list(found) == list(sets)
+    for name, expected in sets.items():
         expected = evaluate(adapter_of, prepare(expected, tokenizer, model.config, "completion"), rt)
         np.testing.assert_allclose(found[name]["log_likelihoods"], expected["log_likelihoods"], atol=1e-4)
         assert found[name]["gold_bpb"] == pytest.approx(expected["gold_bpb"], abs=1e-4)

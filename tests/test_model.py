@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from functorch.compile import make_boxed_func
+from safetensors.torch import load_file, save_file
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses import FakeTensorMode
@@ -56,8 +57,6 @@ def test_logits_equal_those_of_transformers_in_both_directions(size, tmp_path):
 
 
 def test_hub_files_without_prefix_and_with_masks_and_a_head_copy_are_read(tmp_path):
-    from safetensors.torch import load_file, save_file
-
     model = small()
     model.save_pretrained(tmp_path)
     state = {k.removeprefix("transformer."): v for k, v in load_file(tmp_path / "model.safetensors").items()}
@@ -73,8 +72,6 @@ def test_hub_files_without_prefix_and_with_masks_and_a_head_copy_are_read(tmp_pa
 
 
 def test_the_tied_head_is_stored_once(tmp_path):
-    from safetensors.torch import load_file
-
     small().save_pretrained(tmp_path)
     names = load_file(tmp_path / "model.safetensors").keys()
     assert "lm_head.weight" not in names and "transformer.wte.weight" in names
@@ -90,8 +87,6 @@ def test_a_checkpoint_of_another_architecture_is_refused(tmp_path):
 
 
 def test_missing_or_extra_tensors_are_refused(tmp_path):
-    from safetensors.torch import load_file, save_file
-
     small().save_pretrained(tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     save_file({k: v for k, v in state.items() if "ln_f" not in k}, tmp_path / "model.safetensors")
@@ -200,8 +195,6 @@ def test_broken_weights_are_refused_by_name(saved, kind):
 
 @pytest.mark.parametrize("wrong", [torch.full((32,), math.nan), torch.full((32,), math.inf), torch.ones(32).int()])
 def test_weights_that_are_no_finite_fractions_are_refused(saved, wrong):
-    from safetensors.torch import load_file, save_file
-
     state = load_file(saved / "model.safetensors") | {"transformer.ln_f.bias": wrong}
     save_file(state, saved / "model.safetensors")
     with pytest.raises(ValueError, match=r"ln_f\.bias"):
@@ -209,8 +202,6 @@ def test_weights_that_are_no_finite_fractions_are_refused(saved, wrong):
 
 
 def test_weights_in_several_files_and_in_16_bits_are_read(saved):
-    from safetensors.torch import load_file
-
     state = {k: v.bfloat16() for k, v in load_file(saved / "model.safetensors").items()}
     (saved / "model.safetensors").unlink()
     shards(saved, state, 2)
@@ -222,16 +213,12 @@ def test_weights_in_several_files_and_in_16_bits_are_read(saved):
 
 def shards(directory, state: dict, n: int) -> None:
     """Write a state in n files, as transformers names them."""
-    from safetensors.torch import save_file
-
     names = sorted(state)
     for i in range(n):
         save_file({name: state[name] for name in names[i::n]}, directory / f"model-0000{i + 1}-of-0000{n}.safetensors")
 
 
 def test_shards_of_another_model_are_not_mixed_in(saved):
-    from safetensors.torch import load_file
-
     state = load_file(saved / "model.safetensors")
     (saved / "model.safetensors").unlink()
     shards(saved, state, 2)
