@@ -95,7 +95,7 @@ def run_part(name: str, words: list[str], folder: Path, limit: float) -> dict:
         log.write(f"\n--- {name}\n".encode())
         log.flush()
         start = log.tell()
-        # the tests are found from the repository; what a benchmark draws goes into the folder
+        # the tests are found from the repository; what a benchmark writes goes into the folder
         cwd = ROOT if name == "tests" else folder
         code = wait_for(words, dict(cwd=cwd, stdout=log, stderr=log), limit)
         log.seek(start)

@@ -2,9 +2,9 @@
 
 Every rung makes the same optimizer step (forward, backward, clipping, AdamW) on the same random tokens, and adds one
 change to the rung before it. Each runs in a new process, so that compiled code does not help the next one. The model is
-GPT-2 124M with 1,024 tokens of context on a GPU, 6 layers on a CPU, or --size; --png is the figure. Memory is the peak
-of the device's allocator, on a CPU that of the process. The first step includes the time of torch.compile; the loss of
-the third step shows that all rungs compute the same.
+GPT-2 124M with 1,024 tokens of context on a GPU, 6 layers on a CPU, or --size. Memory is the peak of the device's
+allocator, on a CPU that of the process. The first step includes the time of torch.compile; the loss of the third step
+shows that all rungs compute the same.
 The order decides how much of the gain a rung gets: with bf16 before TF32, TF32 would gain nothing.
 """
 
@@ -13,12 +13,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-from benchmarks.measure import Common, Size, failure, in_own_process, machine, model_sizes, timed
+from benchmarks.measure import Common, Size, failure, in_own_process, model_sizes, timed
 from cli import Count, UserError
 from learning.fp8 import FP8_MATMULS
 from machine.runtime import Runtime
@@ -34,7 +33,6 @@ class Config(Common):
     batch_size: Count = 16  # sequences per step
     size: Size = ""  # size of the model; tiny for a quick test
     sequence_length: Count = 0  # context in tokens; 0 for that of the model
-    png: str = "ladder.png"  # the figure to write
 
 
 @dataclass(frozen=True)
@@ -73,8 +71,6 @@ def run(config: Config, rt: Runtime) -> Iterator[dict]:
         row["over_before"] = rate / before["rate"]
         row["over_first"] = rate / rows[0]["rate"]
         yield row
-    if rows:
-        draw(rows, Path(config.png), machine(rt)["device"])
 
 
 def rungs(rt: Runtime) -> list[Rung]:
@@ -195,18 +191,3 @@ def mfu(rate: float, flops_per_token: float, rt: Runtime) -> float | None:
     """Model FLOPs utilization (Chowdhery et al. 2022, appendix B), None where the peak is not known."""
     peak = rt.peak_flops()
     return rate * flops_per_token / peak if peak else None
-
-
-def draw(rows: list[dict], path: Path, device: str) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 0.5 * len(rows) + 1.2), dpi=120, layout="tight")
-    axes = figure.add_subplot()
-    names = [row["name"] for row in rows]
-    rates = [row["rate"] for row in rows]
-    bars = axes.barh(names, rates, color="#0072B2")
-    axes.bar_label(bars, [f" {row['rate']:,.0f}  (x {row['over_first']:.1f})" for row in rows])
-    axes.set(xlabel=f"training, tokens/s on {device}", xlim=(0, 1.25 * max(rates)))
-    axes.invert_yaxis()
-    figure.savefig(path)
-    print(f"\ndrawn in {path}")

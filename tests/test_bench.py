@@ -221,19 +221,13 @@ def test_the_roofline_counts_the_operations_that_mfu_counts_but_for_the_half_of_
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_saved_in_both_ways(measure, tmp_path):
-    seconds = [row["seconds"] for row in measure("save", size="tiny", repeats=2).values()]
-    assert sorted(map(len, seconds)) == [2, 2, 2, 4] and min(map(min, seconds)) > 0
-    assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]  # nothing stays
-
-
-@pytest.mark.slow
 def test_a_checkpoint_of_a_divided_model_is_saved_in_both_ways(tmp_path):
     options = dict(size="tiny", repeats=2, shard="full", device="cpu", json=tmp_path / "figures.json")
     result = succeed("bench.py", "save", ranks=2, cwd=tmp_path, timeout=300, **options)
     assert result.stdout.count("run.save() alone") == 1  # one rank says it
     rows = json.loads((tmp_path / "figures.json").read_text())["rows"]
     assert sorted(len(row["seconds"]) for row in rows) == [2, 2, 2, 4]
+    assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]  # nothing stays
 
 
 @pytest.mark.slow
@@ -242,14 +236,13 @@ def test_a_checkpoint_of_a_divided_model_is_saved_in_both_ways(tmp_path):
     [("ladder", dict(size="tiny", batch_size=4, sequence_length=16), 8), ("train", dict(size="tiny", batch_size=4), 3),
      ("sample", dict(size="tiny", new_tokens=3), 3), ("data", {}, 12)],
 )  # fmt: skip
-def test_every_contestant_has_a_row(measure, tmp_path, name, options, n_rows, request):
+def test_every_contestant_has_a_row(measure, name, options, n_rows, request):
     if name == "data":
         request.getfixturevalue("gpt2_vocabulary")
     rows = list(measure(name, **options).values())
     assert len(rows) == n_rows
     if name == "ladder":
         assert [row["loss"] for row in rows] == pytest.approx([rows[0]["loss"]] * 8, abs=0.05)
-        assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
     if name == "train":
         assert all(len(row["seconds"]) == 2 and row["ratio"] for row in rows)  # one of each turn
 
