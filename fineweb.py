@@ -193,6 +193,8 @@ def write_shards(config: Config, source: Source, manifest: dict, tok: Tokenizer,
 def tokenize(unit: Unit, text_field: str, tok: Tokenizer, encode: Encode) -> tuple[np.ndarray, Counter]:
     """tokens = [eot] + encode(text) for one document after the other of a unit, as one array (n,); and how many were
     skipped, for which reason."""
+    eot = np.array([tok.eot_token])
+    blocks = splitter(tok.pattern).blocks  # of a long text, so that no list of ids is long
     tokens = []
     skipped = Counter()
     for text, reason in documents_of(unit, text_field):
@@ -205,11 +207,10 @@ def tokenize(unit: Unit, text_field: str, tok: Tokenizer, encode: Encode) -> tup
                 f"the encoder's ids differ from ours in {unit.path}, and perhaps in complete shards; "
                 "remove the shards, and give --encoder own"
             )
-        blocks = splitter(tok.pattern).blocks(text)  # a long text in parts, so that no list of ids is long
-        tokens += [[tok.eot_token], *map(encode, blocks)]
+        tokens += [eot, *map(encode, blocks(text))]
     if unit.continued:  # its first document began in the unit before, with an eot there
         del tokens[0]
-    return np.concatenate([[], *tokens], dtype=shard_dtype(len(tok)), casting="unsafe"), skipped
+    return np.concatenate([eot[:0], *tokens], dtype=shard_dtype(len(tok)), casting="unsafe"), skipped
 
 
 def units_from(begin: dict, paths: Iterator[Path], field: str, cut: re.Pattern | None) -> Iterator[tuple[dict, Unit]]:

@@ -388,7 +388,8 @@ def decode(content: bytes, at: int = 0) -> str:
 
     Raises UnicodeDecodeError, for UTF-16 too: without a mark, English in it is valid UTF-8, every other byte a 0.
     """
-    if content.count(0) > len(content) // 10:
+    start = content[:1000]
+    if start.count(0) > len(start) // 10:
         raise UnicodeDecodeError("utf-8", content, content.index(0), len(content), "it may be UTF-16")
     return content.decode("utf-8" if at else "utf-8-sig")
 

@@ -130,12 +130,12 @@ def test_a_wrong_text_field_is_answered_with_those_there_are(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "other, byte", [("研究生".encode("gb18030"), 5000), ("word".encode("utf-16-le") * 1000, 5001)], ids=["GB", "UTF-16"]
+    "end, encoding, byte", [("研究生", "gb18030", 5000), ("", "utf-16-le", 1), ("", "utf-16-be", 0)]
 )
-def test_text_in_another_encoding_is_named_with_the_byte(tmp_path, monkeypatch, other, byte):
+def test_text_in_another_encoding_is_named_with_the_byte(tmp_path, monkeypatch, end, encoding, byte):
     monkeypatch.setattr(sources, "UNIT_BYTES", 1000)
     path = tmp_path / "docs.txt"
-    path.write_bytes(b"word " * 1000 + other)
+    path.write_bytes(("word " * 1000 + end).encode(encoding))
     with pytest.raises(UserError, match=f"docs.txt: not UTF-8 at byte {byte}; open it in an editor"):
         read(path, cut=re.compile(r"(?<=\S)(?=\s)"))
 
