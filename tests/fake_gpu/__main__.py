@@ -13,6 +13,7 @@ import configparser
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -77,51 +78,58 @@ def write_inputs(folder: Path) -> None:
 
 
 def passes(name: str, check: configparser.SectionProxy, folder: Path) -> bool:
-    """Run a check on the first and the last of its ranks, print its row, and say whether it did what it should."""
+    """Run a check, print its row, and say whether it did what it should."""
     began = time.monotonic()
-    n_ranks = check.getint("ranks")
-    exchange = folder / f"{name}.nccl"
-    subprocess.run(["rm", "-rf", exchange], check=True)
-    exchange.mkdir()
     log = folder / f"{name}.log"
+    complaint = ""
     with open(log, "w") as output:
-        for rank in sorted({0, n_ranks - 1}):
-            variables = environment(check, folder, rank, n_ranks) | dict(FAKE_NCCL=str(exchange))
-            for command in check["command"].format(folder=folder, name=name).split("&&"):
-                words = [sys.executable, "-u", HERE / "process.py", *command.split()]
-                done = subprocess.run(words, cwd=ROOT, env=variables, stdout=output, stderr=output)
-                if done.returncode:
-                    break
+        for command in check["command"].format(folder=folder, name=name).split("&&"):
+            complaint = complaint or run(command.split(), check, folder / f"{name}.nccl", output)
     said = log.read_text()
-    complaint = f"exit status {done.returncode}, see {log}" if done.returncode else differs(exchange)
-    if expected := check["expect"]:  # this has to fail, and in this way
-        complaint = "" if complaint and re.search(expected, said + complaint) else f"it did not find: {expected}"
-    rows = re.findall(r"^\[fake\] (.*)", said, re.M) or [""]
-    row = f"found: {expected}" if expected and not complaint else rows[-1]
-    seconds = time.monotonic() - began
-    print(
-        f"{'FAIL' if complaint else 'ok  '} {name:<20} sm_{check['card']} {seconds:4.0f} s  {row}  {complaint}",
-        flush=True,
-    )
+    expected = check["expect"]
+    if expected:  # this has to fail, and in this way
+        found = complaint and re.search(expected, said + complaint)
+        complaint = "" if found else f"it did not find: {expected}"
+    rows = re.findall(r"^\[fake\] (.*)", said, re.M)
+    row = "; ".join([row for row in rows if not row.startswith("step")] or rows[-1:])
+    if expected and not complaint:
+        row = f"found: {expected}"
+    verdict = f"FAIL, {complaint}, see {log}:" if complaint else "ok"
+    print(f"{name:<30} sm_{check['card']} {time.monotonic() - began:5.0f} s  {verdict}  {row}", flush=True)
     if name == "base":  # its tokenizer reads the shards, too
         newest = sorted(folder.glob("base/step_*/tokenizer.json"))[-1]
         (folder / "shards/tokenizer.json").write_bytes(newest.read_bytes())
     return not complaint
 
 
-def environment(check: configparser.SectionProxy, folder: Path, rank: int, n_ranks: int) -> dict[str, str]:
+def run(words: list[str], check: configparser.SectionProxy, exchange: Path, output) -> str:
+    """Run a command on the first rank, then on the last. Returns what is wrong, "" if nothing."""
+    shutil.rmtree(exchange, ignore_errors=True)
+    exchange.mkdir()
+    n_ranks = check.getint("ranks")
+    for rank in sorted({0, n_ranks - 1}):
+        variables = environment(check, exchange, rank, n_ranks)
+        command = [sys.executable, "-u", HERE / "process.py", *words]
+        status = subprocess.run(command, cwd=ROOT, env=variables, stdout=output, stderr=output).returncode
+        if status:
+            return f"exit status {status} of rank {rank}"
+    return differs(exchange)
+
+
+def environment(check: configparser.SectionProxy, exchange: Path, rank: int, n_ranks: int) -> dict[str, str]:
     card = check["card"]
+    folder = exchange.parent
     variables = dict(
         LD_PRELOAD=folder / "libcuda.so.1", LD_LIBRARY_PATH=folder, LIBRARY_PATH=folder, TRITON_LIBCUDA_PATH=folder,
-        FAKE_CC=card, FAKE_MB=check["memory"], FAKE_FAULT=check["fault"],
+        FAKE_CC=card, FAKE_MB=check["memory"], FAKE_FAULT=check["fault"], FAKE_NCCL=exchange,
         OMP_NUM_THREADS=1, TORCHINDUCTOR_COMPILE_THREADS=1, TORCHINDUCTOR_CACHE_DIR=folder / f"inductor_{card}",
         TRITON_CACHE_DIR=folder / f"triton_{card}",
     )  # fmt: skip
-    if n_ranks > 1:
+    if n_ranks > 1:  # as torchrun says it; this machine has one GPU
         n_nodes = check.getint("nodes")
+        node_size = n_ranks // n_nodes
         variables |= dict(
-            RANK=rank, WORLD_SIZE=n_ranks, LOCAL_RANK=0, LOCAL_WORLD_SIZE=n_ranks // n_nodes,
-            GROUP_WORLD_SIZE=n_nodes,
+            RANK=rank, WORLD_SIZE=n_ranks, LOCAL_RANK=0, LOCAL_WORLD_SIZE=node_size, GROUP_WORLD_SIZE=n_nodes
         )  # fmt: skip
     return os.environ | {name: str(value) for name, value in variables.items()}
 

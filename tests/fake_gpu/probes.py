@@ -127,7 +127,8 @@ def memory(sizes: str, batches: str, *words: str) -> str:
             ratios.append(table / peak)
             del trainer
             torch._dynamo.reset()
-    assert 1 <= min(ratios) and max(ratios) <= 1.05, f"table / peak is {min(ratios):.3f} to {max(ratios):.3f}"
+    most = 1.05 if "off" in words else 2.0  # the table counts what is not compiled
+    assert 1 <= min(ratios) and max(ratios) <= most, f"table / peak is {min(ratios):.3f} to {max(ratios):.3f}"
     return f"{len(ratios)} peaks; the table is {min(ratios):.3f} to {max(ratios):.3f} of them"
 
 
