@@ -46,7 +46,8 @@ def generate(
     rows = [list(prompt) for prompt in prompts]
     ended = [False] * len(rows)
     longest = max(map(len, rows)) + max_new_tokens
-    cache = KVCache(model, len(rows), min(longest, model.config.n_positions))
+    capacity = min(longest, model.config.n_positions)
+    cache = KVCache(model, len(rows), capacity)
     training = model.training
     model.eval()
     try:
@@ -110,7 +111,12 @@ class KVCache:
         self.capacity = capacity
         self.is_empty = True
 
-    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def update(
+        self,
+        layer: int,
+        k: Tensor,
+        v: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         """Store k, v (B, H, T, D), and return what their queries attend to.
 
         An empty cache takes whole prompts, which start at position 0 and attend to themselves. Later it takes one token
@@ -133,7 +139,13 @@ class KVCache:
         return visible[:, None, None]
 
 
-def sample_tokens(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
+def sample_tokens(
+    logits,
+    temperature=1.0,
+    top_k=None,
+    top_p=None,
+    generator=None,
+):
     """One id (B,) int64 for each row of logits (B, V): greedy for temperature 0, else drawn from the `top_k` likeliest
     and the smallest set of ids with probability `top_p` or more (Holtzman et al. 2020, section 3.1)."""
     if temperature < 1e-3:  # dividing could overflow, and the likeliest id has all of the probability

@@ -43,7 +43,8 @@ def linear_cross_entropy(x, weight, targets, matmuls=None) -> torch.Tensor:
     chunk = chunk_size(len(x), len(weight), device)
     with torch.autocast(device, enabled=False):
         # grad mode is always off inside a Function, so it is passed in
-        return LinearCrossEntropy.apply(x, weight, targets, chunk, torch.is_grad_enabled(), matmuls)
+        need_grad = torch.is_grad_enabled()
+        return LinearCrossEntropy.apply(x, weight, targets, chunk, need_grad, matmuls)
 
 
 def chunk_size(n_positions: int, vocab_size: int, device: str) -> int:
@@ -60,7 +61,15 @@ def chunk_size(n_positions: int, vocab_size: int, device: str) -> int:
 
 class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, targets, chunk: int, need_grad: bool, matmuls=None):
+    def forward(
+        ctx,
+        x,
+        weight,
+        targets,
+        chunk: int,
+        need_grad: bool,
+        matmuls=None,
+    ):
         to_logits, to_gradient = matmuls or (torch.mm, torch.mm)
         w = weight.to(x.dtype)  # cast here, so that the gradient's sum over chunks is not rounded to 16 bits
         loss = torch.zeros((), dtype=torch.float32, device=x.device)

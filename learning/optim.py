@@ -63,7 +63,13 @@ def make_optimizer(model, config, rt: Machine) -> "Optimizer":
         qkv = [p for name, p in matrices.items() if name.endswith("c_attn.weight")]
         others = [p for name, p in matrices.items() if not name.endswith("c_attn.weight")]
         groups = [dict(params=others), dict(params=qkv, n_stacked=3)]
-        muon = Muon(groups, config.muon_lr, config.weight_decay, dtype=rt.dtype, compile=rt.compile)
+        muon = Muon(
+            groups,
+            config.muon_lr,
+            config.weight_decay,
+            dtype=rt.dtype,
+            compile=rt.compile,
+        )
         optimizers.append(muon)
     return Optimizer(optimizers, config.max_lr, rt)
 
@@ -115,7 +121,12 @@ class Optimizer:
     too, at the price of a host that waits for the device in every step. A group's initial learning rate is its peak.
     """
 
-    def __init__(self, optimizers: list[torch.optim.Optimizer], max_lr: float, rt: Machine):
+    def __init__(
+        self,
+        optimizers: list[torch.optim.Optimizer],
+        max_lr: float,
+        rt: Machine,
+    ):
         self.optimizers = optimizers
         self.max_lr = max_lr
         self.rt = rt
@@ -319,7 +330,11 @@ def nesterov(grads, momenta, beta: float, good):
     return grads.lerp_(momenta, beta)
 
 
-def orthogonalized(matrices: Tensor, dtype=torch.bfloat16, steps: int = 5) -> Tensor:
+def orthogonalized(
+    matrices: Tensor,
+    dtype: torch.dtype = torch.bfloat16,
+    steps: int = 5,
+) -> Tensor:
     """U V^T, nearly, for each U S V^T of `matrices` (N, rows, columns); products are in `dtype`, as is the result.
 
     The singular value decomposition itself is slow on a GPU. But an odd polynomial of a matrix,

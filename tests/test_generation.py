@@ -66,6 +66,12 @@ def test_padded_ids_are_never_generated():
     assert max(map(max, steps)) < 200
 
 
+@pytest.mark.parametrize("prompts", [[], [[1], []]])
+def test_a_prompt_without_tokens_is_refused(prompts):
+    with pytest.raises(ValueError, match="at least one token"):
+        next(generate(small(), prompts, 1))
+
+
 def test_generation_leaves_the_training_mode_as_it_was():
     model = small().train()
     list(generate(model, [[1]], 2))
@@ -85,7 +91,7 @@ def test_sampling_follows_the_distribution():
     torch.testing.assert_close(frequencies(top_p=0.81), torch.tensor([10 / 19, 6 / 19, 3 / 19, 0]), atol=0.02, rtol=0)
     squared = torch.tensor([0.25, 0.09, 0.0225, 0.0025])
     torch.testing.assert_close(frequencies(temperature=0.5), squared / squared.sum(), atol=0.02, rtol=0)
-    assert frequencies(temperature=0)[0] == 1
+    assert frequencies(temperature=0)[0] == frequencies(temperature=1e-40)[0] == 1
     assert frequencies(top_p=0.0)[0] == 1
 
 
