@@ -10,7 +10,7 @@
 Writes OUT_DIR (out/RECIPE): config.json, log.jsonl, learning_curve.png, samples.txt, and checkpoints step_NNNNNN/ that
 transformers opens as they are. Where to find each part: the model in model.py, the loss in learning/loss.py, the
 schedule and the optimizers in learning/optim.py, the order of the data in corpus/order.py, when to save in
-run/directory.py, what a checkpoint holds in run/checkpoint.py, device, precision and ranks in machine/runtime.py.
+run/run.py, what a checkpoint holds in run/checkpoint.py, device, precision and ranks in machine/runtime.py.
 """
 
 # imported first, so that Ctrl-C while torch loads does not print a traceback

@@ -96,7 +96,12 @@ class Runtime:
             _keep_freed_memory()
         dtype, why_dtype = _choose_dtype(dtype, device)
         compile_on, why_compile = _choose_compile(compile, device)
-        description = f"{_name(device, threads)}, {why_dtype}, {why_compile}"
+        name = device.type
+        if device.type == "cuda":
+            name = torch.cuda.get_device_name(device)
+        elif device.type == "cpu":
+            name += f" with {_choose_threads(threads)}"
+        description = f"{name}, {why_dtype}, {why_compile}"
         if world_size > 1:
             description += f", {world_size} ranks"
         mesh = init_device_mesh(device.type, (world_size,)) if shard != "none" and world_size > 1 else None
@@ -325,13 +330,6 @@ def _keep_freed_memory() -> None:
         mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
         mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
         mallopt(-2, 2**26)  # M_TOP_PAD
-
-
-def _name(device: torch.device, threads: int | None) -> str:
-    """The device's name for people; of a CPU with the threads, which this sets."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"cpu with {_choose_threads(threads)}" if device.type == "cpu" else device.type
 
 
 def _choose_threads(threads: int | None) -> str:

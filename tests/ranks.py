@@ -108,7 +108,7 @@ class Observer:
     """What a rank holds when a step is complete but for the optimizer's."""
 
     def watch(self, model, optimizer) -> None:
-        self.model, self.held, clip = model, {}, optimizer.clip_grad_norm
+        self.model, self.held, self.seeds, clip = model, {}, [], optimizer.clip_grad_norm
 
         def clip_grad_norm(max_norm):
             params = list(model.parameters())
@@ -120,7 +120,7 @@ class Observer:
         optimizer.clip_grad_norm = clip_grad_norm
 
     def end(self) -> dict:
-        return dict(checksum=checksum(self.model), held=self.held)
+        return dict(checksum=checksum(self.model), held=self.held, seeds=self.seeds)
 
 
 def copy_of_run(start: str, out_dir: Path, step=10) -> None:
@@ -153,6 +153,7 @@ def run(args: list[str], fault: str | None = None, start: str | None = None, ste
 
     def learning_rate(step, config):
         steps.append(step)
+        observer.seeds.append(torch.initial_seed())  # of the step's dropout
         return real_rate(step, config)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -117,7 +117,9 @@ def assert_as_alone(folder, n: int, name: str) -> None:
     """n ranks have the figures and weights of one process, and the same as each other."""
     same_losses(folder / f"{n}-{name}", folder / f"1-{name}")
     same_weights(folder / f"{n}-{name}", folder / f"1-{name}")
-    assert len({rank["checksum"] for rank in ranks_of(folder / f"{n}-{name}")}) == 1
+    ranks = ranks_of(folder / f"{n}-{name}")
+    assert len({rank["checksum"] for rank in ranks}) == 1
+    assert len({seed for rank in ranks for seed in rank["seeds"]}) == 10 * n  # dropout of every step and rank differs
 
 
 # ---- one process, two and three ranks
@@ -137,7 +139,7 @@ def test_three_ranks_train_as_one_process_does(folder, names):
 
 
 @pytest.mark.parametrize("name", ["adamw-optimizer", "adamw-full", "muon-full"])
-def test_what_is_divided_is_whole_in_a_checkpoint(two_ranks, name):
+def test_what_is_sharded_is_unsharded_in_a_checkpoint(two_ranks, name):
     runs = [two_ranks / run / "step_000010" for run in (f"1-{name}", f"2-{name}")]
     assert {p.name for p in runs[0].iterdir()} == {p.name for p in runs[1].iterdir()}
     for ours, theirs in zip(*(load_train_state(path)["optimizer"]["optimizers"] for path in runs), strict=True):

@@ -411,13 +411,6 @@ def test_other_data_or_another_tokenizer_is_refused_and_moved_data_is_not(train,
     assert_user_error(train(**other), "another data")
 
 
-def test_every_step_has_random_numbers_of_its_own(train, monkeypatch):
-    seeds, real = [], torch.manual_seed
-    monkeypatch.setattr(torch, "manual_seed", lambda seed: seeds.append(seed) or real(seed))
-    train(**SHORT)
-    assert len({*seeds[-SHORT["max_steps"] :]}) == SHORT["max_steps"]
-
-
 def test_a_run_that_began_with_another_model_s_sizes_is_resumed_by_the_same_line(train, tmp_path, capsys, monkeypatch):
     train(out="first", **SHORT)
     sizes = {key: value for key, value in SMALL.items() if key not in ("n_layer", "n_head", "n_embd", "vocab_size")}

@@ -1,4 +1,4 @@
-"""A model that is divided over ranks trains as one that every rank has whole, and takes a fraction of the bytes.
+"""A model that is sharded over ranks trains as one that every rank has in full, and takes a fraction of the bytes.
 
 That losses and weights are those of one process is in test_distributed.py, with every run of the tests.
 """
@@ -36,7 +36,7 @@ def pairs(folder):
         return dict(args=args(folder, f"{name}-{kind}", **changes), jump=24 if name == "jump" else 0)
 
     jobs = [job(name, "none", changes) for name, changes in PAIRS.items()]
-    jobs += [job(name, "divided", changes | SHARDED[name]) for name, changes in PAIRS.items()]
+    jobs += [job(name, "sharded", changes | SHARDED[name]) for name, changes in PAIRS.items()]
     late = dict(resume=True, shard="full", max_steps=12, eval_interval=0, sample_interval=10)
     jobs += [dict(args=args(folder, "late", **late), start=str(folder / "jump-none"))]
     on_ranks(2, jobs)
@@ -45,40 +45,40 @@ def pairs(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dropout", "sample", "jump"])
-def test_a_divided_model_trains_as_a_whole_one(pairs, name):
-    same_losses(pairs / f"{name}-divided", pairs / f"{name}-none")
+def test_a_sharded_model_trains_as_an_unsharded_one(pairs, name):
+    same_losses(pairs / f"{name}-sharded", pairs / f"{name}-none")
     step = 30 if name == "jump" else 10
-    same_weights(pairs / f"{name}-divided", pairs / f"{name}-none", step=step)
+    same_weights(pairs / f"{name}-sharded", pairs / f"{name}-none", step=step)
 
 
 @pytest.mark.slow
-def test_a_divided_model_goes_back_to_a_checkpoint(pairs):
-    assert [r["step"] for r in log_of(pairs / "jump-divided", "rollback")] == [20]
+def test_a_sharded_model_goes_back_to_a_checkpoint(pairs):
+    assert [r["step"] for r in log_of(pairs / "jump-sharded", "rollback")] == [20]
 
 
 @pytest.mark.slow
-def test_a_divided_model_writes_the_same_samples(pairs):
-    texts = [[r["text"] for r in log_of(pairs / f"sample-{kind}", "sample")] for kind in ("none", "divided")]
+def test_a_sharded_model_writes_the_same_samples(pairs):
+    texts = [[r["text"] for r in log_of(pairs / f"sample-{kind}", "sample")] for kind in ("none", "sharded")]
     assert texts[0] == texts[1] and len(texts[0]) == 1
 
 
 @pytest.mark.slow
-def test_a_divided_model_can_be_asked_for_a_sample_before_its_first_step(pairs):
+def test_a_sharded_model_can_be_asked_for_a_sample_before_its_first_step(pairs):
     assert [r["step"] for r in log_of(pairs / "late", "sample")][0] == 10
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_16_bits_are_as_precise_in_a_divided_model(pairs, dtype):
+def test_16_bits_are_as_precise_in_a_sharded_model(pairs, dtype):
     """Within 2e-3 of each other, over ten steps: sums of rounded numbers in another order."""
-    same_losses(pairs / f"{dtype}-divided", pairs / f"{dtype}-none", rel=2e-3)
-    states = [load_train_state(pairs / f"{dtype}-{kind}" / "step_000010") for kind in ("none", "divided")]
+    same_losses(pairs / f"{dtype}-sharded", pairs / f"{dtype}-none", rel=2e-3)
+    states = [load_train_state(pairs / f"{dtype}-{kind}" / "step_000010") for kind in ("none", "sharded")]
     assert states[0]["optimizer"]["scaler"] == states[1]["optimizer"]["scaler"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["optimizer", "full"])
-def test_a_divided_model_that_is_compiled_trains_as_one_process_does(folder, how):
+def test_a_sharded_model_that_is_compiled_trains_as_one_process_does(folder, how):
     variants = {
         "adamw": dict(optimizer="adamw"),
         "muon": dict(optimizer="muon"),
@@ -97,7 +97,7 @@ def test_a_divided_model_that_is_compiled_trains_as_one_process_does(folder, how
 
 @pytest.mark.slow
 def test_a_rank_holds_its_fraction_of_everything(pairs):
-    whole, divided = (ranks_of(pairs / f"dropout-{kind}") for kind in ("none", "divided"))
-    for ours, theirs in zip(divided, whole, strict=True):
+    full, sharded = (ranks_of(pairs / f"dropout-{kind}") for kind in ("none", "sharded"))
+    for ours, theirs in zip(sharded, full, strict=True):
         for kind, n_bytes in theirs["held"].items():
             assert ours["held"][kind] == pytest.approx(n_bytes / 2, rel=0.05), kind

@@ -3,11 +3,9 @@
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 from bpe.tokenizer import Tokenizer
 from machine import runtime
@@ -109,19 +107,6 @@ def test_steps_that_are_not_finite_are_no_spike_and_stop_a_run_only_in_a_row(tra
     assert train(max_bad_steps=4).returncode == 0
     assert not log_of(tmp_path / "run", "rollback") and len(log_of(tmp_path / "run", "train")) == 40
     assert_user_error(train(out="again", max_bad_steps=3), "3 steps, up to step 26")
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_every_step_on_every_rank_has_other_dropout_and_the_same_again(world_size):
-    def seeds(rank: int, first: int = 0) -> list[int]:
-        rt = SimpleNamespace(rank=rank, world_size=world_size)
-        run = SimpleNamespace(step=first, data_step=first, max_steps=5, config=SimpleNamespace(seed=7), rt=rt)
-        vars(run).update(_launched=(), _stop=False, _spike=None, _read_steps=lambda: None)
-        return [torch.initial_seed() for _ in Run.steps(run, iter(range(9)))]
-
-    whole = [seeds(rank) for rank in range(world_size)]
-    assert len({seed for rank in whole for seed in rank}) == 5 * world_size
-    assert [seeds(rank, first=3) for rank in range(world_size)] == [rank[3:] for rank in whole]
 
 
 @pytest.mark.parametrize("kept", [20, 30])
