@@ -188,7 +188,6 @@ class CheckpointWriter:
             snapshot.write(directory)
             self.check()  # from here on an older one of this step would be replaced
 
-        self.check()
         try:
             write_atomically(path, write)
         except Exception:
