@@ -96,6 +96,8 @@ def test_a_row_has_the_median_rate_its_spread_and_the_ratio_to_the_first(monkeyp
     assert (plain["rate"], plain["low"], plain["high"], plain["ratio"]) == (3.0, 0.2, 6.0, 1.0)
     assert (ours["rate"], ours["ratio"]) == (48.0, 48 / statistics.median([6, 3, 0.2]))
     assert " 3.0 things/s (0.2 to 6.0) |" in markdown_table(last) and markdown_table([]) == "nothing to show\n"
+    (*_, line) = markdown_table([dict(a=None, name="m", memory=3 * 2**29, n=12345, seconds=[0.5, 2.0])]).splitlines()
+    assert line == "|   |    m | 1.50 GiB | 12,345 |  0.5, 2 |"
 
 
 def test_a_contestant_that_raises_is_a_row_that_says_so_and_the_others_go_on():
@@ -266,6 +268,15 @@ def test_a_command_line_repeats_the_constants():
     parsed = parse_args(lora_finetune.Config, sweep.command_line(config, lora_dim=16, out_dir="out/r16")[2:])
     wanted = dict(targets=("c_fc", "c_attn"), rslora=True, max_lr=0.02)
     assert parsed == lora_finetune.Config(lora_dim=16, out_dir="out/r16", **wanted)
+
+
+def test_a_row_of_the_sweep_has_the_peak_the_median_and_the_best(tmp_path):
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes(bytes(4321))
+    steps = [dict(kind="train", memory_gib=m, tokens_per_sec=r) for m, r in ((1.0, 1100), (2.5, 1300), (2.0, 1500))]
+    vals = [dict(kind="val", loss=loss) for loss in (3.0, 1.0, 2.0)]
+    row = sweep.summary_row("r = 2", 1234, 0.005, steps + vals, tmp_path)
+    assert list(row.values()) == "r = 2|1,234|0.500%|2.50|1,300|3.0000|1.0000|2.0000|4,321".split("|")
 
 
 @pytest.mark.slow
