@@ -97,7 +97,8 @@ def test_a_picture_that_fails_hides_no_other_error(train, monkeypatch):
 
 def test_a_step_is_logged_in_the_units_of_its_names(tmp_path, capsys):
     rt = types.SimpleNamespace(is_main=True, peak_flops=lambda: 1e12, peak_memory=lambda: 3 * 2**29, print=print)
-    run_log = log.RunLog(tmp_path, rt, types.SimpleNamespace(report_to="none", max_steps=3))
+    directory = types.SimpleNamespace(path=tmp_path, rt=rt, check=lambda: None)
+    run_log = log.RunLog(directory, types.SimpleNamespace(report_to="none", max_steps=3))
     run_log.open(0)
     metrics = dict(loss=2.0, lr=1e-3, grad_norm=1.0, tokens=4096)
     for step, changes in enumerate(({}, dict(grad_norm=math.inf), {}), 1):
