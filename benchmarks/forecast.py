@@ -58,7 +58,8 @@ def run(config: Config, rt) -> Iterator[dict]:
     hidden = parameters(HIDDEN.width)
     if said and hidden in points:
         measured = math.exp(points[hidden].mean())
-        yield dict(name="hidden size, as forecast", **said, inside=said["from"] <= measured <= said["to"])
+        inside = "yes" if said["from"] <= measured <= said["to"] else "no"
+        yield dict(name="hidden size, as forecast", **said, inside=inside)
     else:
         said = line_at(hidden, points, HIDDEN.seeds)
         yield dict(name=f"hidden size, {hidden:,} parameters", **said)
@@ -130,9 +131,9 @@ def draw(points: Points, said: dict | None, path: Path) -> None:
 
     figure = Figure(figsize=(7, 4.2), dpi=120, layout="constrained")
     axes = figure.add_subplot(xscale="log", xlabel="parameters", ylabel="tokens that speedrun needs (% of gpt2's)")
-    bars = [(n, interval_of(shares, points), "o", "measured") for n, shares in points.items()]
+    bars = [(n, interval_of(shares, points), "o", f"{n:,} parameters") for n, shares in points.items()]
     if said:  # a little to the right, so that it does not cover what was measured later
-        bars.append((1.05 * parameters(HIDDEN.width), said, "s", "hidden size, as forecast"))
+        bars.append((1.05 * parameters(HIDDEN.width), said, "s", "the hidden size, as forecast"))
     for n, found, marker, label in bars:
         low, middle, high = 100 * np.array(list(found.values()))
         label = f"{label}: {middle:.0f}% ({low:.0f} to {high:.0f}%)"

@@ -16,13 +16,17 @@ from torch import nn
 from model import GPT
 
 
+def unchanged(of) -> dict:
+    return {}
+
+
 @dataclass(frozen=True)
 class Idea:
     source: str  # what it is, and whose
     constants: dict = field(default_factory=dict)  # of train_gpt2.py
-    patch: Callable[..., dict] | None = None
+    patch: Callable[..., dict] = unchanged
     options: dict = field(default_factory=dict)  # of the patch
-    model: Callable[[GPT], object] | None = None
+    model: Callable[[GPT], object] = unchanged
     seeds_from: int = 0  # added to every seed
 
 

@@ -19,7 +19,6 @@ import json
 import math
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
@@ -31,7 +30,7 @@ from typing import Annotated, Literal
 import torch
 from tyro.conf import Positional
 
-from benchmarks.ideas import IDEAS, Idea
+from benchmarks.ideas import IDEAS, Idea, unchanged
 from benchmarks.measure import ROOT, Device, machine
 from bpe.tokenizer import cpu_count
 from cli import Count, Range, UserError
@@ -210,8 +209,8 @@ def setting_of(config: Config, shards: str, rt: Runtime) -> str:
 
 
 def version_of(idea: Idea) -> str:
-    functions = [inspect.getsource(function) for function in (idea.model, idea.patch) if function]
-    about = repr([idea.constants, idea.options, idea.seeds_from, *functions])
+    code = inspect.getsource(idea.model) + inspect.getsource(idea.patch)
+    about = repr([idea.constants, idea.options, idea.seeds_from, code])
     return hashlib.sha256(about.encode()).hexdigest()[:8]
 
 
@@ -243,11 +242,10 @@ def train(idea: Idea, requested: Training, device: str) -> dict:
     config, shape = resolve_config(requested, set(), None, rt)
     data = open_data(config, shape, rt)
     model = build_model(config, shape, None)
-    if idea.model:
-        idea.model(model)
+    idea.model(model)
     optimizer = make_optimizer(model.to(rt.device), config, rt)
     parts = SimpleNamespace(model=model, config=config, adamw=optimizer.optimizers[0], muon=optimizer.optimizers[-1])
-    hooks = defaultdict(lambda: lambda step: None, idea.patch(parts, **idea.options) if idea.patch else {})
+    hooks = dict.fromkeys(("before_step", "after_step", "at_end"), unchanged) | idea.patch(parts, **idea.options)
     batch_size = config.micro_batch_size  # the whole batch at once
     began = time.perf_counter()
     for step in range(1, config.max_steps + 1):
