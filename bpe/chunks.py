@@ -21,7 +21,8 @@ LONG_CHUNK = 24  # bytes from which merging uses a heap; below, a simple loop is
 # GPT-2 shows bytes as characters that can be printed and are not spaces, and numbers them in the order of those
 # characters: first printable Latin-1 as itself, then the other bytes as U+0100, U+0101, ...
 PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-BYTE_ORDER = bytes(PRINTABLE + sorted(set(range(256)) - set(PRINTABLE)))  # rank -> byte
+OTHERS = sorted(set(range(256)) - set(PRINTABLE))
+BYTE_ORDER = bytes(PRINTABLE + OTHERS)  # rank -> byte
 BYTE_TO_RANK = bytes(map(BYTE_ORDER.index, range(256)))  # a table for bytes.translate
 SINGLE_BYTES = [bytes([b]) for b in BYTE_ORDER]  # the first 256 tokens
 

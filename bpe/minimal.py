@@ -25,12 +25,16 @@ PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|
 
 # The tokens to begin with, in GPT-2's order: printable Latin-1 first. UTF-8 writes every text with these 256.
 PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-BYTES = [bytes([b]) for b in PRINTABLE + sorted(set(range(256)) - set(PRINTABLE))]
+OTHERS = sorted(set(range(256)) - set(PRINTABLE))
+BYTES = [bytes([b]) for b in PRINTABLE + OTHERS]
 
 
 def split(text: str) -> list[list[Token]]:
     """The chunks of a text, as single bytes."""
-    return [[bytes([b]) for b in chunk.encode()] for chunk in regex.findall(PATTERN, text)]
+    chunks = []
+    for chunk in regex.findall(PATTERN, text):
+        chunks.append([bytes([b]) for b in chunk.encode()])
+    return chunks
 
 
 def merge(tokens: list[Token], pair: Merge) -> list[Token]:
@@ -83,4 +87,5 @@ def encode(text: str, merges: list[Merge]) -> list[int]:
 def decode(ids: Iterable[int], merges: list[Merge]) -> str:
     """Join the bytes. A token may end in the middle of a character; what is not valid UTF-8 becomes U+FFFD."""
     tokens = vocabulary(merges)
-    return b"".join(tokens[i] for i in ids).decode("utf-8", errors="replace")
+    data = b"".join(tokens[i] for i in ids)
+    return data.decode("utf-8", errors="replace")

@@ -81,7 +81,7 @@ class Tokenizer:
         if len(rank) < len(tokens):
             raise ValueError("two merges make the same token")
         try:
-            self._rank_of_pair = {(rank[a], rank[b]): 256 + i for i, (a, b) in enumerate(self.merges)}
+            self._rank_of_pair = {(rank[a], rank[b]): rank[a + b] for a, b in self.merges}
         except KeyError as e:
             raise ValueError(f"a merge uses the token {e}, which is neither a byte nor made by a merge") from None
         if ids is None:
@@ -103,7 +103,8 @@ class Tokenizer:
         self.ordinary = dict(sorted(ids.items(), key=itemgetter(1)))
         self.special_tokens = dict(sorted(special_tokens.items(), key=itemgetter(1)))
         self.vocab = {i: token for token, i in self.ordinary.items()}
-        self.vocab |= {i: s.encode() for s, i in self.special_tokens.items()}
+        for special, i in self.special_tokens.items():
+            self.vocab[i] = special.encode()
         self.n_vocab = max(self.vocab) + 1
         self.eot_token = self.special_tokens.get(ENDOFTEXT)
         self._splitter = splitter(self.pattern)
@@ -202,7 +203,7 @@ class Tokenizer:
                 size = 0
         yield from self.encode("".join(waiting), allowed_special=allowed, disallowed_special=disallowed)
 
-    def _settled(self, text: str, allowed: tuple[str, ...], disallowed: tuple[str, ...]) -> int:
+    def _settled(self, text: str, allowed: Names, disallowed: Names) -> int:
         """Length of the part of `text` whose ids do not depend on what may follow, and that can be encoded alone."""
         # the last characters may be the beginning of a special token, or of a longer one: they wait for the rest
         end = len(text) - max(map(len, allowed + disallowed), default=0)
@@ -258,14 +259,15 @@ class Tokenizer:
     @cached_property
     def fingerprint(self) -> str:
         """sha256 over pattern, merges, ids and special tokens; equal fingerprints, equal ids."""
-        merges = [[a.hex(), b.hex()] for a, b in self.merges]
-        content = json.dumps([self.pattern, merges, self._ids, list(self.special_tokens.items())])
-        return hashlib.sha256(content.encode()).hexdigest()
+        merges = [(a.hex(), b.hex()) for a, b in self.merges]
+        content = [self.pattern, merges, self._ids, list(self.special_tokens.items())]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def token_bytes(self) -> np.ndarray:
         """(n_vocab,) int64: how many bytes of text each id encodes, 0 for special tokens."""
         lengths = np.zeros(self.n_vocab, np.int64)
-        lengths[list(self.ordinary.values())] = list(map(len, self.ordinary))
+        for token, i in self.ordinary.items():
+            lengths[i] = len(token)
         return lengths
 
     # ---- files and other libraries: formats.py
@@ -281,7 +283,9 @@ class Tokenizer:
 
         Raises ValueError for a file that is missing or damaged, or that gives other ids in the `tokenizers` library.
         """
-        file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
+        file = path
+        if os.path.isdir(path):
+            file = os.path.join(path, "tokenizer.json")
         if not os.path.isfile(file):  # False for a name that no file can have, too
             if str(path) == "gpt2":
                 return cls.from_tiktoken("gpt2")
@@ -351,5 +355,9 @@ def refuse_special(text: str, disallowed: Iterable[str]) -> None:
 
 def visible(token: bytes) -> str:
     """A token for people to read: spaces and line ends as signs, bytes of incomplete characters as \\x escapes."""
-    text = token.decode("utf-8", "backslashreplace").translate(SIGNS)
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    shown = ""
+    for character in token.decode("utf-8", "backslashreplace").translate(SIGNS):
+        if not character.isprintable():
+            character = character.encode("unicode_escape").decode()
+        shown += character
+    return shown

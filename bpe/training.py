@@ -125,7 +125,8 @@ def answer_counts() -> None:
     """The main loop of a counting process; it ends with its input, and so with the process that started it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for that process to handle
     for line in sys.stdin.buffer:
-        print(json.dumps(count_chunks(*json.loads(line))), flush=True)
+        counts = count_chunks(*json.loads(line))
+        print(json.dumps(counts), flush=True)
 
 
 def count_in_parallel(texts: Iterable[str], pattern: str, specials: tuple[str, ...], options: Options) -> Counter[str]:
@@ -147,7 +148,7 @@ def count_in_parallel(texts: Iterable[str], pattern: str, specials: tuple[str, .
     def count_elsewhere(batch):
         process = of_thread.process
         try:
-            process.stdin.write(json.dumps([batch, pattern]).encode() + b"\n")
+            process.stdin.write(f"{json.dumps([batch, pattern])}\n".encode())
             process.stdin.flush()
             return json.loads(process.stdout.readline())
         except (OSError, ValueError):  # it has died: counting here is slower, but no reason to stop
@@ -215,7 +216,7 @@ class Corpus:
         pairs = pairs[order]
         places = places[order]
         starts = np.flatnonzero(np.diff(pairs.astype(np.int32), prepend=-1))
-        totals = np.add.reduceat(counts[places], starts) if len(starts) else starts
+        totals = np.add.reduceat(counts[places], starts)
         keys = [(p >> 8) << PAIR_SHIFT | p & 255 for p in pairs[starts].tolist()]
         self.pair_count = dict(zip(keys, totals.tolist(), strict=True))
         self.pair_places = dict(zip(keys, np.split(places, starts[1:]), strict=False))
@@ -260,8 +261,11 @@ class Corpus:
                     right[y] = [i]
         # b,y has become new,y, and x,a has become x,new; the right side first, since in a b a b the first merge
         # makes new,a, which the second one breaks up
-        changed = [(b << PAIR_SHIFT | y, new << PAIR_SHIFT | y, places) for y, places in right.items()]
-        changed += [(x << PAIR_SHIFT | a, x << PAIR_SHIFT | new, places) for x, places in left.items()]
+        changed = []
+        for y, places in right.items():
+            changed.append((b << PAIR_SHIFT | y, new << PAIR_SHIFT | y, places))
+        for x, places in left.items():
+            changed.append((x << PAIR_SHIFT | a, x << PAIR_SHIFT | new, places))
         for broken, created, places in changed:
             count = sum(map(self.counts.__getitem__, places))
             self.pair_count[broken] -= count
@@ -288,7 +292,8 @@ def find_merges(chunks: dict[bytes, int], tie_break: str) -> Iterator[tuple[int,
     def entry(pair):
         if tie_break == "lowest_id":
             return -counts[pair], pair
-        return -counts[pair], order[pair >> PAIR_SHIFT] + order[pair & PAIR_MASK], pair
+        tokens = order[pair >> PAIR_SHIFT] + order[pair & PAIR_MASK]
+        return -counts[pair], tokens, pair
 
     heap = list(map(entry, counts))
     heapq.heapify(heap)

@@ -71,7 +71,8 @@ class Batches:
         """
         if epoch == 0 or not self.shuffle:
             return 0
-        return int(np.random.PCG64([self.seed, epoch, 1]).random_raw()) % self.T
+        random = np.random.PCG64([self.seed, epoch, 1]).random_raw()
+        return int(random) % self.T
 
     def global_batch(self, position: int, rows: int) -> list[int]:
         """Where in the stream the `rows` windows from number `position` on begin."""
@@ -93,7 +94,8 @@ class Batches:
         if rows % (micro_rows * self.world_size):
             raise ValueError(f"{rows} rows are not a multiple of {self.world_size} ranks x {micro_rows}")
         own = rows // self.world_size
-        starts = self.global_batch(position, rows)[self.rank * own : (self.rank + 1) * own]
+        first = self.rank * own
+        starts = self.global_batch(position, rows)[first : first + own]
         for i in range(0, own, micro_rows):
             yield self.stream.read_windows(starts[i : i + micro_rows], self.T + 1)  # T + 1: the last target, too
 
@@ -102,7 +104,11 @@ class Batches:
 
 
 def training_batches(
-    order: Batches, batch_size: int, first_step: int, n_steps: int, micro_batch_size: int
+    order: Batches,
+    batch_size: int,
+    first_step: int,
+    n_steps: int,
+    micro_batch_size: int,
 ) -> Iterator[list[np.ndarray]]:
     """For each of `n_steps` steps the list of this rank's micro-batches, arrays of windows (micro_batch_size, T + 1).
 
@@ -114,7 +120,12 @@ def training_batches(
 
 
 def validation_batches(
-    stream: TokenStream, sequence_length: int, micro_batch_size: int, limit: int, rank=0, world_size=1
+    stream: TokenStream,
+    sequence_length: int,
+    micro_batch_size: int,
+    limit: int,
+    rank=0,
+    world_size=1,
 ) -> Iterator[np.ndarray]:
     """Every token of a split once, as a target, in windows dealt out to the ranks; at most `limit` tokens if it is > 0.
 
@@ -140,4 +151,6 @@ def to_inputs(windows):
     Each target is the token after its input. As an input IGNORED becomes token 0: it needs an embedding, and changes
     nothing, because no position looks ahead at it (attention is causal) and as a target it is not scored.
     """
-    return windows[:, :-1].clip(0), windows[:, 1:]
+    idx = windows[:, :-1].clip(0)
+    targets = windows[:, 1:]
+    return idx, targets

@@ -35,10 +35,14 @@ def origin(data: Path) -> tuple[dict, str]:
     manifest = read_manifest(file.parent)
     if not manifest:
         return {}, ""
-    known = ("source", "commit", "tokens", "documents", "bytes", "tokenizer")
-    about = {key: manifest[key] for key in known if manifest.get(key)}
-    name = "/".join(manifest["source"].split("/")[:2]) if "commit" in about else ""
-    return about | {"manifest.json": sha256(file)}, name
+    about = {}
+    for key in ("source", "commit", "tokens", "documents", "bytes", "tokenizer"):
+        if manifest.get(key):
+            about[key] = manifest[key]
+    about["manifest.json"] = sha256(file)
+    if "commit" not in about:
+        return about, ""
+    return about, "/".join(about["source"].split("/")[:2])
 
 
 def verify(directory: Path, quiet: bool = False) -> str:
@@ -59,9 +63,9 @@ def verify(directory: Path, quiet: bool = False) -> str:
     found = {*directory.glob("*_train_*.npy"), *directory.glob("*_val_*.npy")}
     TokenStream(sorted(found | written.keys()), len(tok))  # refuses one that is missing, cut short or in no manifest
     with ThreadPoolExecutor() as pool:  # hashing releases the GIL
-        sums = tqdm(pool.map(sha256, written), total=len(written), unit="shard", disable=quiet or None)
-        for path, checksum in zip(written, sums, strict=True):
-            if checksum != written[path]:
+        sums = pool.map(sha256, written)
+        for path in tqdm(written, unit="shard", disable=quiet or None):
+            if next(sums) != written[path]:
                 raise UserError(f"shard {path} is not what was written: its sha256 differs; {remedy}")
     return summary(manifest)
 

@@ -40,13 +40,16 @@ def find_shards(data: str, split: str) -> list[Path]:
     """
     pattern = f"{glob.escape(data)}/*" if os.path.isdir(data) else data
     paths = sorted(map(Path, glob.glob(pattern)))
-    paths = [path for path in paths if path.suffix in LAYOUTS and not path.name.startswith(".")]
     shards = {"train": [], "val": []}
+    unnamed = []
     for path in paths:
+        if path.suffix not in LAYOUTS or path.name.startswith("."):
+            continue
         if named := re.findall(r"_(train|val)(?=_|$)", path.stem):
             shards[named[-1]].append(path)
+        elif path.suffix == ".ds":
+            unnamed.append(path)
     if not shards["train"] and not shards["val"]:
-        unnamed = [path for path in paths if path.suffix == ".ds"]
         shards = {"train": unnamed[1:], "val": unnamed[:1]}
     if shards[split]:
         return shards[split]
@@ -182,9 +185,9 @@ class TokenStream:
                 begin = 0
         if out.size and out.max() >= self.vocab_size:  # on a GPU this would surface only as a device-side assert
             window, i = np.unravel_index(out.argmax(), out.shape)
-            path = self.paths[bisect_right(self.starts, starts[window] + i) - 1]
+            shard = bisect_right(self.starts, starts[window] + i) - 1
             raise UserError(
-                f"shard {path} has token {out[window, i]}, but vocab_size is {self.vocab_size}; "
+                f"shard {self.paths[shard]} has token {out[window, i]}, but vocab_size is {self.vocab_size}; "
                 "was it written with another tokenizer?"
             )
         return out

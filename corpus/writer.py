@@ -87,7 +87,7 @@ class Writer:
         shards.append(dict(file=path.name, tokens=len(tokens), sha256=sha256(part)))
         part.rename(path)
         flush(self.out_dir)
-        self.manifest["tokens"] += len(tokens)
+        self.manifest["tokens"] += self.filled
         self.manifest["documents"] += int(self.counts[self.eot])
         self.manifest["bytes"] += int(self.counts @ self.token_bytes)
         self.filled = 0

@@ -118,7 +118,7 @@ def test_a_truncated_file_is_named_and_what_came_before_it_is_kept(corpus, token
     result = run_script("fineweb.py", **options(copy, out_dir, tokenizer))
     assert_user_error(result, "cannot read", "part_09.parquet", "cut short")
     complete = len(read_manifest(out_dir)["shards"])
-    assert complete > 2
+    assert complete > 2  # which units were still under way is a matter of time
     shutil.copy(folder / broken.name, broken)
     result = succeed("fineweb.py", **options(copy, out_dir, tokenizer))
     assert f"after {complete} complete shards" in result.stdout
@@ -190,7 +190,8 @@ def test_compressed_parquet_is_estimated_by_its_text_and_a_small_corpus_is_mostl
     [file] = sources.find_source((str(tmp_path / "docs.parquet"),)).files
     assert sources.text_size(file, "text") == pytest.approx(sum(len(doc.encode()) for doc in docs), rel=0.05)
     manifest = run_here(tmp_path, tmp_path / "shards", tokenizer, shard_size=0)
-    assert manifest["shards"][0]["tokens"] == manifest["shard_size"] < manifest["tokens"] / 8
+    expected = int(sources.text_size(file, "text") * fineweb.TOKENS_PER_BYTE)
+    assert manifest["shards"][0]["tokens"] == manifest["shard_size"] == expected // 10
     assert run_here(tmp_path, tmp_path / "shards", tokenizer, shard_size=0) == manifest
 
 
