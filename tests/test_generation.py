@@ -104,6 +104,8 @@ def test_a_row_that_has_ended_keeps_its_stop_token_and_the_others_continue():
     steps = draw(stop_token=stop)
     assert len(steps) > 4 and [step[0] for step in steps[2:]] == [stop] * (len(steps) - 2)
     assert [step[1:] for step in steps[:6]] == [step[1:] for step in free[:6]]
+    first = next(generate(lively(), PROMPTS[:1], 1, temperature=0))
+    assert list(generate(lively(), PROMPTS[:1], 9, temperature=0, stop_token=first[0])) == [first]  # all have ended
 
 
 def test_the_seed_decides_the_samples_of_training(small_tokenizer):

@@ -419,8 +419,12 @@ def test_the_future_does_not_leak():
     assert torch.equal(before[:, :20], after[:, :20]) and not torch.equal(before[:, 20:], after[:, 20:])
 
 
-def test_the_padding_of_the_vocabulary_is_listed_for_transformers(tmp_path):
-    model = small()
-    model.save_pretrained(tmp_path, 0, model.config.vocab_size - 2)
-    listed = json.loads((tmp_path / "generation_config.json").read_text())["suppress_tokens"]
-    assert listed == [model.config.vocab_size - 2, model.config.vocab_size - 1]
+def test_the_files_for_transformers_hold_sizes_dropout_tokens_and_the_padding_of_the_vocabulary(tmp_path):
+    small(dropout=0.1).save_pretrained(tmp_path, 5, SMALL["vocab_size"] - 2)
+    config, generation = (
+        json.loads((tmp_path / f"{name}.json").read_text()) for name in ("config", "generation_config")
+    )
+    ends = dict(bos_token_id=5, eos_token_id=5)
+    dropout = dict(attn_pdrop=0.1, embd_pdrop=0.1, resid_pdrop=0.1)
+    assert config.items() >= (SMALL | ends | dropout | dict(n_ctx=SMALL["n_positions"])).items()
+    assert generation == ends | dict(do_sample=True, top_k=50, suppress_tokens=[209, 210])
