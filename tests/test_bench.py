@@ -286,14 +286,11 @@ def test_the_sweep_compares_ranks_and_full_finetuning(tmp_path):
     tokenizer.save(tmp_path / "base")
     options = dict(base=tmp_path / "base", data=write_json(tmp_path / "rows.json", ROWS), out_dir=tmp_path / "sweep")
     options |= dict(max_steps=2, eval_interval=1, sample_tokens=8, dtype="float32", device="cpu")
-    succeed("bench.py", "sweep", "--lora_dims", "2", "0", **options)
-    header, _, *lines = (tmp_path / "sweep/sweep.md").read_text().splitlines()
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (header, *lines)]
-    low, full = (dict(zip(cells[0], line, strict=True)) for line in cells[1:])
-    file = tmp_path / "sweep/r2/adapter/adapter_model.safetensors"
-    assert (low["variant"], low["trainable"]) == ("r = 2", f"{trainable_parameters(model, TARGETS, 2)[0]:,}")
-    assert (full["variant"], full["trainable"]) == ("full", f"{model.num_params():,}")
-    assert low["file (bytes)"] == f"{file.stat().st_size:,}" and low["loss before"] == full["loss before"]
+    succeed("bench.py", "sweep", "--lora_dims", "2", "0", json=tmp_path / "figures.json", **options)
+    low, full = json.loads((tmp_path / "figures.json").read_text())["rows"]
+    assert (low["name"], low["trainable"]) == ("r = 2", f"{trainable_parameters(model, TARGETS, 2)[0]:,}")
+    assert (full["name"], full["trainable"]) == ("full", f"{model.num_params():,}")
+    assert low["loss before"] == full["loss before"] and low["repeated"] in (tmp_path / "sweep/sweep.md").read_text()
     assert float(full["final loss"]) < float(full["loss before"])
     assert (tmp_path / "sweep/sweep.png").read_bytes().startswith(b"\x89PNG")
     samples = (tmp_path / "sweep/samples.md").read_text()
