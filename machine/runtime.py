@@ -242,15 +242,13 @@ class Runtime:
 # ------------------------------------------------------------------------------------------------- setup, in its order
 
 
-NO_RANKS = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-
-
 def ranks_of_environment() -> tuple[int, int, int]:
     """(rank, world size, rank on this node) as torchrun sets them, else (0, 1, 0). Raises UserError."""
-    found = {name: os.environ.get(name) or default for name, default in NO_RANKS.items()}
-    if all(value.isdecimal() for value in found.values()):
+    found = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    found |= {name: os.environ[name] for name in found if os.environ.get(name)}
+    with contextlib.suppress(ValueError):
         rank, world_size, local_rank = map(int, found.values())
-        if rank < world_size:
+        if 0 <= rank < world_size:
             return rank, world_size, local_rank
     what = " ".join(f"{name}={value}" for name, value in found.items())
     raise UserError(f"{what} in the environment are not valid ranks; unset them, or start with torchrun")

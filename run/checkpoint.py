@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from bpe.tokenizer import Tokenizer
 from cli import UserError, explain
@@ -239,17 +240,13 @@ def copy_to_host(state, keep: bool = True):
     If tensors are sharded over ranks, all ranks call this: each tensor is gathered, copied and released before the next
     one, so that no device ever holds more than one of them unsharded. Ranks with `keep` False get None for each.
     """
-    if isinstance(state, torch.Tensor):
-        mine = state.detach()
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor | None:
+        mine = tensor.detach()
         gathered = unsharded(mine)
-        if not keep:
-            return None
-        return gathered.to("cpu", copy=gathered is mine)  # .cpu() of a CPU's tensor does not copy
-    if isinstance(state, dict):
-        return {key: copy_to_host(value, keep) for key, value in state.items()}
-    if isinstance(state, list | tuple):  # such as an optimizer's param_groups
-        return type(state)(copy_to_host(value, keep) for value in state)
-    return state
+        return gathered.to("cpu", copy=gathered is mine) if keep else None  # .cpu() of a CPU's tensor does not copy
+
+    return tree_map_only(torch.Tensor, copy, state)
 
 
 def state_dict_without_head(model: GPT) -> dict[str, torch.Tensor]:
@@ -275,6 +272,7 @@ def unsharded_copy(model: GPT) -> GPT:
     return filled(model.config, gathered)
 
 
+@dataclass
 class ModelFiles:
     """The weights of a model and its tokenizer, as a run saves and restores them.
 
@@ -282,11 +280,10 @@ class ModelFiles:
     `compare`, transformers opens the first files, to warn anybody who has changed the architecture in model.py.
     """
 
-    def __init__(self, model: GPT, tokenizer: Tokenizer, keep: bool = True, compare: bool = False):
-        self.model = model
-        self.tokenizer = tokenizer
-        self.keep = keep
-        self.compare = compare
+    model: GPT
+    tokenizer: Tokenizer
+    keep: bool = True
+    compare: bool = False
 
     def copy(self) -> "ModelFiles | None":
         """The same files of the weights as they are now, copied to host memory; None without `keep`."""

@@ -72,11 +72,10 @@ class Run:
         self._spikes = SpikeDetector(config.spike_threshold)
         changed = self._restore(directory.checkpoint) if directory.checkpoint else {}
         self.log = RunLog(directory, config)
-        self.rt.broadcast_from_main(lambda: self._prepare_directory(changed))
+        # what the log has of this step is not run again; evaluations that a kill cut off after the checkpoint are
+        self._done, self.val_loss = self.rt.broadcast_from_main(lambda: self._prepare_directory(changed))
         self._writer = CheckpointWriter(self.out_dir, config.keep_checkpoints, directory.check)
         self._first_step = self.step  # of this process
-        # what the log has of this step is not run again; evaluations that a kill cut off after the checkpoint are
-        self._done, self.val_loss = self.rt.broadcast_from_main(self._logged_at_this_step)
         self._saved = self.step if directory.checkpoint else -1  # the last step with a checkpoint
         self._launched: deque[tuple] = deque()  # steps whose metrics have not been read yet
         self._spike: tuple[int, float] | None = None  # (step, loss) of one that `steps` still has to undo
@@ -84,13 +83,11 @@ class Run:
         self._signum = 0  # of a signal to this rank
         self._stop = False  # a signal to any rank, or a checkpoint that could not be written
 
-    def _logged_at_this_step(self) -> tuple[list[str], float]:
-        """The kinds of records that the log has of this step, and its validation loss."""
-        kinds = [record["kind"] for record in self.log.records if record["step"] == self.step]
-        return kinds, self.log.val_losses().get(self.step, math.inf)
+    def _prepare_directory(self, changed: dict) -> tuple[list[str], float]:
+        """config.json, log.jsonl and samples.txt as they have to be before the first step; the first rank only.
 
-    def _prepare_directory(self, changed: dict) -> None:
-        """config.json, log.jsonl and samples.txt as they have to be before the first step; the first rank only."""
+        Returns the kinds of records that the log has of the step that was resumed, and its validation loss.
+        """
         checkpoint = self.directory.checkpoint
         if self.directory.requested["overwrite"] and self.directory.holds_run():
             self.directory.start_over()
@@ -119,6 +116,8 @@ class Run:
             notes = [f"; --{name} {old} is now {new}" for name, (old, new) in changed.items()]
             self.rt.print(f"resuming from {checkpoint}{''.join(notes)}")
         self.log.append(start)
+        done = [record["kind"] for record in self.log.records if record["step"] == self.step]
+        return done, self.log.val_losses().get(self.step, math.inf)
 
     # ---- the loop
 
