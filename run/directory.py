@@ -110,8 +110,9 @@ class RunDirectory:
                 remedy = "pass --resume to continue it, --overwrite to rename it and start again"
                 raise UserError(f"{self.path} already holds a run; {remedy}, or choose another --out_dir")
             return None
-        if with_constants_of_run(config, sys.argv[1:]) != config:  # another process had the lock until now
-            raise UserError(f"the constants of {self.path} have changed just now; give the same command again")
+        if with_constants_of_run(config, sys.argv[1:]) != config:
+            what = f"the constants of {self.path} changed while we waited for its lock"
+            raise UserError(f"{what}; give the same command again")
         newest = newest_intact(self.path)
         # a run that has not begun is no error: a cluster can start and restart it with the same command
         if newest is None and checkpoint_steps(self.path):

@@ -273,7 +273,7 @@ def test_constants_that_change_while_a_resume_waits_for_the_lock_are_not_mixed(t
 
     with monkeypatch.context() as context:
         context.setattr(directory, "exclusive_lock", lock)
-        assert_user_error(train(**SHORT | dict(resume=True)), "have changed", "the same command")
+        assert_user_error(train(**SHORT | dict(resume=True)), "changed while we waited", "the same command")
     assert train(**SHORT | dict(resume=True)).returncode == 0
 
 
