@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -82,6 +83,7 @@ def passes(name: str, check: configparser.SectionProxy, folder: Path) -> bool:
     began = time.monotonic()
     log = folder / f"{name}.log"
     complaint = ""
+    shutil.rmtree(folder / name, ignore_errors=True)  # what an earlier run left
     with open(log, "w") as output:
         for command in check["command"].format(folder=folder, name=name).split("&&"):
             complaint = complaint or run(command.split(), check, folder / f"{name}.nccl", output)
@@ -137,11 +139,10 @@ def environment(check: configparser.SectionProxy, exchange: Path, rank: int, n_r
 def differs(exchange: Path) -> str:
     """Where the first and the last rank do not enter the same collectives, "" if nowhere."""
     lists = [path.read_text().splitlines() for path in sorted(exchange.glob("rank*"))]
-    for i, pair in enumerate(zip(*lists, strict=False)):
-        if len(set(pair)) > 1:
-            return f"collective {i}: one rank enters {pair[0]}, another {pair[-1]}"
-    lengths = {len(entered) for entered in lists}
-    return f"the ranks enter {lengths} collectives" if len(lengths) > 1 else ""
+    for i, entered in enumerate(zip_longest(*lists)):
+        if len(set(entered)) > 1:
+            return f"collective {i}: one rank enters {entered[0]}, another {entered[-1]}"
+    return ""
 
 
 if __name__ == "__main__":
