@@ -99,7 +99,7 @@ class Config:
     sample_interval: Count = 0  # generate an answer to sample_prompt
     sample_prompt: str = "Give three tips for a good meal."  # the question that samples answer
     sample_tokens: Count = 128  # tokens of that answer, at most
-    checkpoint_interval: Count = 500  # write a checkpoint, also after the last step
+    checkpoint_interval: Count = 500  # write a checkpoint, also after the last step; Ctrl-C always writes one
     keep_checkpoints: Count = 2  # keep this many of the newest, plus the one with the lowest validation loss; 0 for all
     # machine
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: cuda, else mps, else cpu
@@ -141,13 +141,14 @@ def main() -> None:
 
 def train(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, optimizer: Optimizer, data: "Data") -> None:
     """Take optimizer steps until `config.max_steps`. `loss_fn(idx, targets, logit_positions, n_targets)` is the model's
-    loss in nats, summed over the targets and divided by `n_targets`; perhaps compiled and distributed."""
+    loss in nats, summed over the targets and divided by `n_targets`; perhaps compiled and distributed. Its parameters
+    are those of `model`."""
     rt = run.rt
     with run, closing(prefetch(micro_batches_from(run.data_step, config, data, rt), rt.device)) as batches:
         evaluate_if_due(config, run, model, loss_fn, data)  # the base, or evaluations that an interruption skipped
         for step, micro_batches in run.steps(batches):
             # ┌──────────────────────────────────── one optimizer step ────────────────────────────────────┐
-            # dropout differs in every step and on every rank, and is the same again after an interruption
+            # dropout differs in every step and on every rank; a resume with as many ranks draws the same again
             torch.manual_seed(config.seed + step * rt.world_size + rt.rank)
             lr = learning_rate(step, config)
             optimizer.set_lr(lr)
@@ -163,18 +164,18 @@ def train(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, optimizer:
                 rt.set_gradient_sync(loss_fn, is_last)  # the last backward() also averages gradients over the ranks
                 with rt.autocast():
                     micro_loss = loss_fn(idx, targets, logit_positions, n_targets=n_targets / rt.world_size)
-                optimizer.scale(micro_loss).backward()  # adds to the gradients of the earlier micro-batches
+                optimizer.scale(micro_loss).backward()  # scaled in fp16 only; clip_grad_norm unscales
                 loss += micro_loss.detach()
 
             # a non-finite loss or gradient on any rank skips the step on every rank
             grad_norm = optimizer.clip_grad_norm(config.grad_clip)
             loss, grad_norm = rt.mean(torch.stack([loss, grad_norm]))
             optimizer.step(finite=(loss + grad_norm).isfinite())
-            optimizer.zero_grad()
+            optimizer.zero_grad()  # now, so that evaluations have their memory
             run.log_step(loss, grad_norm, lr, n_targets)
             # └────────────────────────────────────────────────────────────────────────────────────────────┘
 
-            if run.begins(config.checkpoint_interval):  # first, so that it is on the disk before an evaluation can fail
+            if run.begins(config.checkpoint_interval):  # each interval and at the end; evaluations may fail, so first
                 run.save()
             evaluate_if_due(config, run, model, loss_fn, data)
 

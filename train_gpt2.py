@@ -9,8 +9,9 @@
 
 Writes OUT_DIR (out/RECIPE): config.json, log.jsonl, learning_curve.png, samples.txt, and checkpoints step_NNNNNN/ that
 transformers opens as they are. Where to find each part: the model in model.py, the loss in learning/loss.py, the
-schedule and the optimizers in learning/optim.py, the order of the data in corpus/order.py, when to save in
-run/run.py, what a checkpoint holds in run/checkpoint.py, device, precision and ranks in machine/runtime.py.
+schedule and the optimizers in learning/optim.py, the order of the data in corpus/order.py, what is saved and when a run
+stops or goes back in run/run.py, the files of a checkpoint in run/checkpoint.py, device, precision (TF32, bf16, fp16)
+and ranks in machine/runtime.py.
 """
 
 # imported first, so that Ctrl-C while torch loads does not print a traceback
@@ -95,11 +96,11 @@ class Config:
     sample_interval: Count = 1000  # generate a sample of text on the first rank, while the others wait
     sample_prompt: str = "Hello, I'm a language model,"  # the sample's prompt; empty for the start of a document
     sample_tokens: Count = 128  # tokens of the sample, at most
-    checkpoint_interval: Count = 1000  # write a checkpoint, also after the last step
+    checkpoint_interval: Count = 1000  # write a checkpoint, also after the last step; Ctrl-C always writes one
     keep_checkpoints: Count = 3  # keep this many of the newest, plus the one with the lowest validation loss; 0 for all
     # machine
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: cuda, else mps, else cpu
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of matrix products; weights stay in fp32
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of matmuls; weights stay fp32; float32: no TF32
     fp8: bool = False  # compute the output projection in FP8 while training; needs an Ada, Hopper or newer GPU
     compile: Literal["auto", "on", "off"] = "auto"  # use torch.compile; auto: on CUDA only
     shard: Literal["none", "optimizer", "full"] = "none"  # what to shard across ranks; see machine/sharding.py
@@ -114,8 +115,8 @@ RECIPES = {
     "gpt2-large": Config(n_layer=36, n_head=20, n_embd=1280, max_lr=2.5e-4, min_lr=2.5e-5),
     "gpt2-xl": Config(n_layer=48, n_head=25, n_embd=1600, max_lr=2e-4, min_lr=2e-5, total_batch_size=1_048_576,
                       max_steps=9_536, warmup_steps=358),
-    # the same GPT-2 on half the tokens, with Muon for hidden matrices and a rate that falls to 0 from the warmup on;
-    # `bench.py lab` ablates each of these choices (not yet tested at 124M)
+    # the same GPT-2 with Muon for hidden matrices and a rate that falls to 0 from the warmup on, for half of gpt2's
+    # tokens; small models reach AdamW's loss on fewer tokens (docs/speedrun.md), not tried at 124M
     "speedrun": Config(optimizer="muon", lr_schedule="wsd", decay_fraction=1.0, max_steps=9_537, warmup_steps=256,
                        max_lr=3e-3, min_lr=0.0),
     # tuned by measurement for one to five minutes on 2 CPU cores
@@ -145,7 +146,7 @@ def main() -> None:
     config, shape = resolve_config(requested, cli_overrides, directory.checkpoint, rt)
     data = open_data(config, shape, rt)
     model = build_model(config, shape, directory.checkpoint).to(rt.device)
-    config, loss_fn = distribute(config, model, rt)
+    config, loss_fn = distribute(config, model, rt)  # settles micro_batch_size; --shard shards `model` in place
     optimizer = make_optimizer(model, config, rt)
     run = open_run(directory, config, model, optimizer, data)
     train(config, run, model, loss_fn, optimizer, data)
@@ -160,29 +161,29 @@ def train(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, optimizer:
     token, perhaps compiled and distributed; its parameters are those of `model`."""
     rt = run.rt
     n_tokens = torch.full((), config.total_batch_size, device=rt.device)
-    n_windows = config.total_batch_size // config.sequence_length
-    # endless, because after a loss spike a run reads more batches than it takes steps
-    windows = training_batches(data.train, n_windows, run.data_step, sys.maxsize, config.micro_batch_size)
-    with run, closing(prefetch(windows, rt.device)) as batches:
-        evaluate_if_due(config, run, model, loss_fn, data)  # evaluations that an interruption skipped
-        for step, micro_batches in run.steps(batches):
+    n_sequences = config.total_batch_size // config.sequence_length
+    # from batch run.data_step on, without end: a run that goes back after a loss spike does not read batches again
+    windows = training_batches(data.train, n_sequences, run.data_step, sys.maxsize, config.micro_batch_size)
+    with run, closing(prefetch(windows, rt.device)) as batches:  # run catches signals, and waits for the last save
+        evaluate_if_due(config, run, model, loss_fn, data)  # those that an interruption skipped; none at step 0
+        for step, micro_batches in run.steps(batches):  # sets run.step: 1, 2, ... max_steps, or back after a spike
             # ┌──────────────────────────────────── one optimizer step ────────────────────────────────────┐
-            # dropout differs in every step and on every rank, and is the same again after an interruption
+            # dropout differs in every step and on every rank; a resume with as many ranks draws the same again
             torch.manual_seed(config.seed + step * rt.world_size + rt.rank)
             lr = learning_rate(step, config)
             optimizer.set_lr(lr)
 
-            # Gradients add up from one backward() to the next. All micro-batches have one size on all ranks, so the
-            # mean of their mean losses is the mean over all tokens of the batch.
+            # Each backward() adds to the gradients, which zero_grad() below has cleared. All micro-batches have one
+            # size on all ranks, so the mean of their mean losses is the mean over all tokens of the batch.
             loss = torch.zeros((), device=rt.device)
             for i, tokens in enumerate(micro_batches):  # (B, T + 1) each
                 idx = tokens[:, :-1]  # (B, T)
                 targets = tokens[:, 1:]  # (B, T), one token ahead
                 is_last = i == len(micro_batches) - 1
-                rt.set_gradient_sync(loss_fn, is_last)  # the last backward() also averages gradients over the ranks
+                rt.set_gradient_sync(loss_fn, is_last)  # ranks average in the last backward(); --shard full: in each
                 with rt.autocast():
                     micro_loss = loss_fn(idx, targets) / len(micro_batches)
-                optimizer.scale(micro_loss).backward()  # scaled in fp16 only
+                optimizer.scale(micro_loss).backward()  # scaled in fp16 only; clip_grad_norm unscales
                 loss += micro_loss.detach()
 
             # a non-finite loss or gradient on any rank skips the step on every rank
@@ -190,10 +191,10 @@ def train(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, optimizer:
             loss, grad_norm = rt.mean(torch.stack([loss, grad_norm]))
             optimizer.step(finite=(loss + grad_norm).isfinite())
             optimizer.zero_grad()  # now, so that evaluations have their memory
-            run.log_step(loss, grad_norm, lr, n_tokens)
+            run.log_step(loss, grad_norm, lr, n_tokens)  # also looks for spikes and signals, on a GPU a step late
             # └────────────────────────────────────────────────────────────────────────────────────────────┘
 
-            if run.begins(config.checkpoint_interval):  # first, so that it is on the disk before an evaluation can fail
+            if run.begins(config.checkpoint_interval):  # each interval and at the end; evaluations may fail, so first
                 run.save()
             evaluate_if_due(config, run, model, loss_fn, data)
 
