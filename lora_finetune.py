@@ -221,7 +221,8 @@ def open_data(config: Config, shape: GPTConfig, rt: Runtime) -> Data:
     train_set, skipped = encode_rows(train_rows, tokenizer, T)
     val_set, skipped_val = encode_rows(val_rows, tokenizer, T)
     if not train_set:
-        raise UserError(f"{config.data} has {len(rows)} rows, none with an instruction and an answer to train on")
+        what = f"{config.data} has {len(rows)} rows, none with an instruction and an answer to train on"
+        raise UserError(f"{what}; correct the rows, or give a larger --sequence_length than {T}")
     n_empty = skipped["empty"] + skipped_val["empty"]
     n_long = skipped["long"] + skipped_val["long"]
     rt.print(f"data: {len(rows):,} rows: {len(train_set):,} examples to train on, {len(val_set):,} to validate")
