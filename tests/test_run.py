@@ -236,7 +236,11 @@ MOMENTS = {  # what a renaming precedes, with another run in the old place or no
 }
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+QUICK = ("a line of the log", "a checkpoint", "the comparison with transformers")
+SLOW = [pytest.param(moment, marks=pytest.mark.slow) for moment in MOMENTS if moment not in QUICK]
+
+
+@pytest.mark.parametrize("moment", [*QUICK, *SLOW])
 def test_a_run_whose_directory_was_renamed_ends_and_touches_no_other(train, tmp_path, monkeypatch, moment):
     owner, name, another = MOMENTS[moment]
     real = getattr(owner, name)
