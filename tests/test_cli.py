@@ -5,6 +5,7 @@ import os
 import re
 import resource
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -98,3 +99,10 @@ def test_a_terminal_without_utf8_gets_the_same_line():
     run = lambda code: run_script("plot.py", "--x", "hours", env=environment(PYTHONIOENCODING=code))  # noqa: E731
     errors = [run(code).stderr for code in ("utf-8", "ascii")]
     assert errors[0] == errors[1] and errors[0].startswith("error: ") and "hours" in errors[0]
+
+
+def test_a_closed_standard_input_is_an_empty_one(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    read = []
+    cli.script(lambda: read.append((sys.stdin.buffer.read(), sys.stdin.read())))
+    assert read == [(b"", "")]
