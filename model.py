@@ -152,7 +152,6 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        self.head_matmuls = None  # how the loss multiplies by the head: None for matmul, or FP8_MATMULS
         self.summed_loss = linear_cross_entropy  # may be replaced by a compiled one
         self.transformer = nn.ModuleDict(
             dict(
@@ -210,9 +209,7 @@ class GPT(nn.Module):
         x = self.hidden(idx).flatten(0, 1)  # (B * T, C)
         if logit_positions is not None:
             x = x.index_select(0, logit_positions.flatten())  # (M, C)
-        matmuls = self.head_matmuls if self.training else None
-        targets = targets.flatten()
-        total = self.summed_loss(x, self.lm_head.weight, targets, matmuls)
+        total = self.summed_loss(x, self.lm_head.weight, targets.flatten())
         if n_targets is None:
             n_targets = (targets >= 0).sum().clamp(min=1)
         return total / n_targets

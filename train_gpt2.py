@@ -33,7 +33,6 @@ import hellaswag
 from corpus.order import Batches, to_inputs, training_batches, validation_batches
 from corpus.shards import Shards, open_shards
 from learning.evaluation import complete, validate
-from learning.fp8 import FP8_MATMULS
 from learning.optim import Optimizer, learning_rate, make_optimizer
 from machine.runtime import Runtime, checkpoint_activations, prefetch
 from machine.sharding import shard
@@ -101,7 +100,6 @@ class Config:
     # machine
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: cuda, else mps, else cpu
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of matmuls; weights stay fp32; float32: no TF32
-    fp8: bool = False  # compute the output projection in FP8 while training; needs an Ada, Hopper or newer GPU
     compile: Literal["auto", "on", "off"] = "auto"  # use torch.compile; auto: on CUDA only
     shard: Literal["none", "optimizer", "full"] = "none"  # what to shard across ranks; see machine/sharding.py
     activation_checkpointing: bool = False  # recompute activations: less memory, a third more time
@@ -310,13 +308,6 @@ def validate_config(config: Config, rt: Runtime) -> None:
         raise UserError(f"--min_lr {config.min_lr} is above --max_lr {config.max_lr}; the schedule ends at min_lr")
     if config.target_loss and not config.eval_interval:
         raise UserError(f"--target_loss {config.target_loss} needs evaluations; give an --eval_interval above 0")
-    if config.fp8:
-        old = rt.device.type == "cuda" and (not rt.compile or torch.cuda.get_device_capability() < (8, 9))
-        odd = any(size % 16 for size in (config.n_embd, T, config.vocab_size))
-        if rt.dtype != torch.bfloat16 or config.compile == "off" or old or odd or config.shard != "none":
-            needs = "--dtype bfloat16, --shard none, torch.compile, a GPU of compute capability 8.9 or more"
-            sizes = "a --n_embd, --sequence_length and --vocab_size that are multiples of 16"
-            raise UserError(f"--fp8 needs {needs}, and {sizes}; this is {rt.description}")
     if rt.shard == "full" and rt.device.type == "cuda" and not config.micro_batch_size:
         raise UserError("--shard full needs a --micro_batch_size: a trial would take the memory of the whole model")
     micro_batch = max(config.micro_batch_size, 1)
@@ -332,13 +323,10 @@ def validate_config(config: Config, rt: Runtime) -> None:
 
 
 def build_model(config: Config, shape: GPTConfig, checkpoint: Path | None) -> GPT:
-    """Random weights, or those of the checkpoint to resume or start from. FP8 and recomputed activations change how
-    they are trained, not what they are."""
+    """Random weights, or those of the checkpoint to resume or start from."""
     torch.manual_seed(config.seed)
     source = checkpoint or config.init_from
     model = load_model(str(source), shape.dropout, shape.attention) if source else GPT(shape)
-    if config.fp8:
-        model.head_matmuls = FP8_MATMULS
     if config.activation_checkpointing:
         checkpoint_activations(model.transformer.h)
     return model

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 
 from benchmarks.measure import Common, Size, failure, in_own_process, model_sizes, timed
 from cli import Count, UserError
-from learning.fp8 import FP8_MATMULS
 from machine.runtime import Runtime
 from model import GPT, GPTConfig
 
@@ -47,7 +46,6 @@ class Rung:
     padded: bool = False  # vocabulary padded to a multiple of 128
     fused: bool = False  # AdamW in one kernel
     chunked: bool = False  # the loss of model.py, instead of all logits in fp32
-    fp8: bool = False  # the output projection in FP8
 
 
 def run(config: Config, rt: Runtime) -> Iterator[dict]:
@@ -86,8 +84,6 @@ def rungs(rt: Runtime) -> list[Rung]:
     }
     if rt.device.type == "cuda":
         changes = {"TF32": dict(tf32=True)} | bf16 | compiled | flash | last
-        if torch.cuda.get_device_capability() >= (8, 9):
-            changes["FP8"] = dict(fp8=True)
     else:
         by_hand = {"attention by hand again": dict(attention="naive")}
         changes = flash | bf16 | by_hand | last | compiled
@@ -119,8 +115,6 @@ def plain_step(rung: Rung, shape: dict, batch_size: int, rt: Runtime) -> Step:
     if rung.padded:
         config = replace(config, vocab_size=padded(config.vocab_size))
     model = GPT(config).to(rt.device)
-    if rung.fp8:
-        model.head_matmuls = FP8_MATMULS
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=rung.fused, foreach=not rung.fused)
     tokens = random_tokens(shape, batch_size, rt)  # (B, T + 1)
 

@@ -51,8 +51,6 @@ def run(config: Config, rt: Runtime) -> Iterator[dict]:
 def savings(ms: dict[str, float]) -> dict[str, float]:
     """{change: milliseconds that it would save}, from those of the parts."""
     return {
-        # twice the peak; but a second layout of the gradients of logits is made, 2 of the 6 bytes that the loss moves
-        "and the head in FP8": ms["products of the head"] / 2 - ms["loss"] / 3,
         # two of three reads and one of two writes then stay in the registers of the neighbouring products
         "and GELU within the products": ms["GELU"] * 3 / 5,
         "and gradients of biases and norms where their inputs are read anyway": ms["gradients of biases and norms"],

@@ -3,7 +3,7 @@
 The plain recipe is what a short script does: PyTorch's fused attention, all logits at once in fp32, AdamW, the
 vocabulary padded to a multiple of 128; on a GPU with TF32, bf16 autocast and fused AdamW, on a CPU in fp32 and again in
 bf16. "this project" is the step of train_gpt2.py with its choices for this device: precision, torch.compile, attention,
-chunked loss, the optimizer that can skip a step. FP8 is measured if the GPU supports it.
+chunked loss, the optimizer that can skip a step.
 
 All make the same optimizer step on the same random tokens, without data loading and logging. Each contestant runs in a
 new process, --turns times. A step that does not fit into memory is split into as few micro-batches as possible, and the
@@ -84,20 +84,18 @@ def contestants(shape: dict, batch_size: int, rt: Runtime) -> dict[str, Callable
     else:
         eager = Rung("plain, eager, fp32", attention="flash")
         plain = [eager, replace(eager, name="plain with bf16 autocast", bf16=True)]
-    found = {"this project": partial(project_step, False, shape, batch_size)}
+    found = {"this project": partial(project_step, shape, batch_size)}
     found |= {rung.name: partial(plain_step, rung, shape, batch_size) for rung in plain}
-    if rt.device.type == "cuda" and torch.cuda.get_device_capability() >= (8, 9):
-        found["this project, FP8"] = partial(project_step, True, shape, batch_size)
     return found
 
 
-def project_step(fp8: bool, shape: dict, batch_size: int, rt: Runtime) -> Step:
+def project_step(shape: dict, batch_size: int, rt: Runtime) -> Step:
     """A step as train_gpt2.py makes it."""
     rt = Runtime.setup(rt.device.type, "auto", "auto")
     sizes = dict(shape)
     sizes["sequence_length"] = sizes.pop("n_positions")
     sizes["total_batch_size"] = batch_size * sizes["sequence_length"]
-    requested = replace(RECIPES["gpt2"], **sizes, micro_batch_size=batch_size, fp8=fp8)
+    requested = replace(RECIPES["gpt2"], **sizes, micro_batch_size=batch_size)
     config, model_config = resolve_config(requested, set(), None, rt)
     model = build_model(config, model_config, None).to(rt.device)
     loss_fn = rt.wrap(GPTWithLoss(model))

@@ -31,11 +31,10 @@ def plain_cross_entropy(x, weight, targets) -> torch.Tensor:
     return F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
 
 
-def linear_cross_entropy(x, weight, targets, matmuls=None) -> torch.Tensor:
+def linear_cross_entropy(x, weight, targets) -> torch.Tensor:
     """Summed cross-entropy, an fp32 scalar in nats, of x (N, C) @ weight (V, C).T against targets (N,) int64.
 
-    Negative targets are not scored. Products are in autocast's dtype; `matmuls` replaces torch.mm by two functions, for
-    the logits and for the gradients (see fp8.py). The gradient of `weight` has its own dtype.
+    Negative targets are not scored. Products are in autocast's dtype, the gradient of `weight` is in its own.
     """
     device = x.device.type
     if torch.is_autocast_enabled(device):
@@ -44,7 +43,7 @@ def linear_cross_entropy(x, weight, targets, matmuls=None) -> torch.Tensor:
     with torch.autocast(device, enabled=False):
         # grad mode is always off inside a Function, so it is passed in
         need_grad = torch.is_grad_enabled()
-        return LinearCrossEntropy.apply(x, weight, targets, chunk, need_grad, matmuls)
+        return LinearCrossEntropy.apply(x, weight, targets, chunk, need_grad)
 
 
 def chunk_size(n_positions: int, vocab_size: int, device: str) -> int:
@@ -61,16 +60,7 @@ def chunk_size(n_positions: int, vocab_size: int, device: str) -> int:
 
 class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx,
-        x,
-        weight,
-        targets,
-        chunk: int,
-        need_grad: bool,
-        matmuls=None,
-    ):
-        to_logits, to_gradient = matmuls or (torch.mm, torch.mm)
+    def forward(ctx, x, weight, targets, chunk: int, need_grad: bool):
         w = weight.to(x.dtype)  # cast here, so that the gradient's sum over chunks is not rounded to 16 bits
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
         dtype = torch.promote_types(x.dtype, loss.dtype)  # of the softmax
@@ -83,16 +73,16 @@ class LinearCrossEntropy(torch.autograd.Function):
             valid = tc >= 0
             safe = tc.clamp(min=0)  # an unscored target looks up token 0, and `valid` masks the result
             # no name for the 16-bit logits, so that they are freed before the softmax
-            log_probs = F.log_softmax(to_logits(xc, w.T).to(dtype), dim=-1)  # (chunk, V)
+            log_probs = F.log_softmax((xc @ w.T).to(dtype), dim=-1)  # (chunk, V)
             log_likelihoods = log_probs.gather(1, safe)
             loss = loss - torch.where(valid, log_likelihoods, 0.0).sum()
             if not need_grad:
                 continue
             dlogits = softmax_minus_one_hot(log_probs, safe).to(x.dtype)  # (chunk, V)
             del log_probs
-            grad_x.append(to_gradient(dlogits, w) * valid)  # (chunk, C)
+            grad_x.append(dlogits @ w * valid)  # (chunk, C)
             if grad_w is not None:
-                grad_w = accumulate_matmul(grad_w, dlogits.T, xc * valid, to_gradient)
+                grad_w = accumulate_matmul(grad_w, dlogits.T, xc * valid)
             del dlogits  # before the next chunk has its logits
         if need_grad:
             ctx.save_for_backward(torch.cat(grad_x), grad_w)
@@ -105,13 +95,13 @@ class LinearCrossEntropy(torch.autograd.Function):
         grad_x = grad_x * grad_loss
         if grad_w is not None:
             grad_w = grad_w * grad_loss
-        return grad_x, grad_w, None, None, None, None
+        return grad_x, grad_w, None, None, None
 
 
-def accumulate_matmul(total, a, b, matmul=torch.mm) -> torch.Tensor:
+def accumulate_matmul(total, a, b) -> torch.Tensor:
     """total (V, C) + a (V, N) @ b (N, C), added up in the dtype of `total`, which it may overwrite: over thousands of
     positions, and before any loss scale, a sum in fp16 would pass 65,504."""
-    if matmul is torch.mm and a.device.type == "cuda" and a.dtype != total.dtype:
+    if a.device.type == "cuda" and a.dtype != total.dtype:
         # tensor cores add up in fp32 anyway; addmm would save a pass, but torch.compile cannot lower its out_dtype
         return total.add_(torch.mm(a, b, out_dtype=total.dtype))
     if a.dtype == torch.float16:  # on a CPU, where speed does not count
@@ -119,7 +109,7 @@ def accumulate_matmul(total, a, b, matmul=torch.mm) -> torch.Tensor:
         b = b.float()
     if a.dtype == total.dtype:
         return total.addmm_(a, b)
-    return total.add_(matmul(a, b))
+    return total.add_(a @ b)
 
 
 def softmax_minus_one_hot(log_probs, targets):

@@ -216,12 +216,3 @@ def test_the_loop_waits_for_nothing_and_is_compiled_once(train, graphs, optimize
     assert not counters["graph_break"] and len(graphs) == 6
     # Muon compiles its momentum; after the first step validation alone is compiled
     assert graphs[1] - graphs[0] == 1 + divided + (optimizer == "muon") and graphs[-1] - graphs[1] == 1
-
-
-@pytest.mark.skipif(not CUDA, reason="8-bit products on a CPU are in tests/test_fp8.py")
-def test_the_head_in_8_bits_is_close_to_that_in_16(train, tmp_path):
-    if torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("needs compute capability 8.9")
-    for name, switch in (("bf16", {}), ("fp8", dict(fp8=True))):
-        assert train(out=name, **RUN | dict(dtype="bfloat16", compile="on"), **switch).returncode == 0
-    assert far(losses_by_step(tmp_path / "fp8"), losses_by_step(tmp_path / "bf16")) < 0.02

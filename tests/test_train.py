@@ -283,9 +283,6 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(train, tmp_path,
     assert run_inline(sample.main, [tmp_path / "run", "--max_new_tokens", 3], capsys, monkeypatch).returncode == 0
 
 
-FP8 = dict(fp8=True, dtype="bfloat16", compile="auto")
-
-
 @pytest.mark.parametrize(
     "changes, words",
     [
@@ -302,9 +299,6 @@ FP8 = dict(fp8=True, dtype="bfloat16", compile="auto")
         (dict(min_lr=1.0), ["min_lr", "max_lr"]),
         (dict(target_loss=3.0, eval_interval=0), ["--target_loss 3.0", "--eval_interval"]),
         (dict(dtype="int8"), ["int8"]),
-        (FP8 | dict(dtype="float32"), ["--fp8", "bfloat16", "float32"]),
-        (dict(fp8=True, dtype="bfloat16"), ["--fp8", "torch.compile"]),
-        *((FP8 | {k: v}, ["--fp8", f"--{k}"]) for k, v in (("shard", "full"), ("n_embd", 40), ("vocab_size", 390))),
     ],
 )
 def test_bad_arguments_give_one_line(train, tmp_path, changes, words):
