@@ -17,10 +17,11 @@ from typing import Annotated, Literal
 from tyro.conf import Positional, arg
 
 from cli import UserError, parse_args, script
-from files import set_aside
+from files import read_json, set_aside
 from run.curves import curves_of, draw, has_loss
-from run.records import Records, read_log
-from run.reference import FILE, references
+from run.records import Records, newest_start, read_log
+
+REFERENCES = Path(__file__).resolve().parent / "docs" / "reference.json"
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,28 @@ def main() -> None:
     first = next(iter(runs))
     known = references(runs[first]) if config.reference else []
     if config.reference and not known:
-        raise UserError(f"--reference: {FILE} has no run with the constants and the data of {first}; leave it out")
+        raise UserError(
+            f"--reference: {REFERENCES} has no run with the constants and the data of {first}; leave it out"
+        )
     aside = f"; the earlier one is now {set_aside(out)}" if out.exists() else ""
     draw(runs, out, config.x, config.y, known)
     for entry in known:
         print(f"{entry['name']}: {entry['source']}")
     print(f"drawn in {out}{aside}")
+
+
+def references(records: Records) -> list[dict]:
+    """The known runs that fit a run: seeds of `tiny`, measured here, and published runs of GPT-2 124M.
+
+    Each has a `name`, its `source`, the `tokens` read at each validation, the `loss` of each seed there, perhaps also
+    as `bpb`, and `of`: the constants and facts of the data that a run must share with it. So a recipe that changes has
+    none until `bench.py tiny` measures it again.
+    """
+    if not REFERENCES.is_file():  # somebody may have copied the code alone
+        return []
+    start = newest_start(records)
+    own = (start.get("config") or {}) | (start.get("data") or {})
+    return [entry for entry in read_json(REFERENCES) if entry["of"].items() <= own.items()]
 
 
 def named_log(name: str) -> tuple[str, Records]:

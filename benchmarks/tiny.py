@@ -4,7 +4,7 @@ Trains one seed after another in --out, and skips those that are finished. A row
 steps, and two final losses in nats per character, for a text whose characters are bytes. Both score every character of
 the validation text once: in the recipe's windows of 128 tokens, and in windows of --window characters from a cold
 start, with one character of context, to compare with models of characters.
---write stores the losses in docs/reference.json, with which `plot.py --reference` and `tiny` itself compare a run.
+--write stores the losses in docs/reference.json, which `plot.py --reference` draws behind a run.
 """
 
 import json
@@ -24,9 +24,9 @@ from cli import Positive, Range
 from corpus.shards import TRAIN_FRACTION, read_text
 from files import replace_file
 from machine.runtime import Runtime
+from plot import REFERENCES
 from run.checkpoint import find_model, load_model, model_tokenizer
 from run.records import of_kind, read_log
-from run.reference import FILE
 from train_gpt2 import RECIPES
 
 # constants that decide what the recipe reaches; not its seed, its machine or its reports
@@ -93,5 +93,5 @@ def write_entry(records: list[dict], rows: list[dict], device: str) -> None:
     entry["tokens"] = [record["step"] * config["total_batch_size"] for record in of_kind(records, "val")]
     for key in ("loss", "bpb"):
         entry[key] = [[round(value, 5) for value in row[key]] for row in rows]
-    others = [known for known in json.loads(FILE.read_text()) if "seeds of tiny" not in known["name"]]
-    replace_file(FILE, "[\n" + ",\n".join(json.dumps(known) for known in [entry, *others]) + "\n]\n")
+    others = [known for known in json.loads(REFERENCES.read_text()) if "seeds of tiny" not in known["name"]]
+    replace_file(REFERENCES, "[\n" + ",\n".join(json.dumps(known) for known in [entry, *others]) + "\n]\n")

@@ -332,20 +332,17 @@ def draw_start(axes, run: Curves) -> None:
 
 
 def draw_references(axes, references, y: str, run: Curves) -> None:
-    """Known runs, up to the tokens that `run` has read: a line for one seed, a band from lowest to highest for more."""
+    """Known runs, up to the tokens that `run` has read: a line for each seed."""
     x, tokens = run["train", "tokens"]
     if not len(x):
         return
     for i, entry in enumerate(known for known in references if y in known):
-        first, end = entry["tokens"][0], entry["tokens"][-1]
-        end = np.clip(tokens[-1], first, end)  # nothing ahead of the run
-        n = np.linspace(first, end, POINTS)
-        losses = np.array([np.interp(n, entry["tokens"], seed) for seed in entry[y]])  # (seeds, POINTS)
-        at = np.interp(n, tokens, x)
-        lowest, highest = losses.min(axis=0), losses.max(axis=0)
-        axes.fill_between(at, lowest, highest, color="gray", alpha=0.4)
-        dash = DASHES[i % len(DASHES)]
-        axes.plot(at, losses.mean(axis=0), dash, color="gray", label=entry["name"])
+        read = np.array(entry["tokens"])
+        behind = read <= tokens[-1]  # nothing ahead of the run
+        at = np.interp(read[behind], tokens, x)
+        seeds = np.array(entry[y])[:, behind]
+        axes.plot(at, seeds.T, DASHES[i % len(DASHES)], color="gray", linewidth=0.8)
+        axes.lines[-1].set_label(entry["name"])
 
 
 def draw_scores(axes, runs: Runs, key: str) -> None:
