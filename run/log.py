@@ -252,14 +252,8 @@ def start_tracker(tracker, config, name: str, step: int) -> tuple[Callable[[dict
     """Two functions: one reports {name: number} of a step, one ends this. Numbers after `step` will come again."""
     if config.report_to == "tensorboard":
         writer = tracker.SummaryWriter(config.out_dir, purge_step=step + 1)
-        newest = step
 
         def report(numbers: dict, step: int) -> None:
-            nonlocal newest
-            if step < newest:  # after a roll-back, too: the next file of events says that those of later steps are void
-                writer.close()
-                writer.purge_step = step + 1
-            newest = step
             for name, number in numbers.items():
                 writer.add_scalar(name, number, step)
 
