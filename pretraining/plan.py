@@ -108,7 +108,7 @@ def print_plan(config, shape: GPTConfig, rt: Runtime) -> None:
         "        without torch.compile, which needs less\n",
         *memory_table(shape, layout, config.total_batch_size // T, config.micro_batch_size),
         "\ntime    estimated from data sheets, not measured; without the gradient exchange between ranks,",
-        f"        evaluations (validation adds {validation_share(config):.1%}) and checkpoints\n",
+        "        evaluations and checkpoints\n",
         *time_table(shape, T, tokens, config.price),
     ]
     rt.print("\n".join(lines))
@@ -148,13 +148,6 @@ def about_disk(config, n_bytes: int) -> tuple[str, str]:
     if n_kept * n_bytes <= free:
         return about, ""
     return f"{about}; NOT ENOUGH", f"the checkpoints take {needed}; keep fewer, or choose another --out_dir"
-
-
-def validation_share(config) -> float:
-    """Operations of all validations over those of all steps: a forward pass is a third of a step."""
-    if not (config.eval_interval and config.eval_steps):
-        return 0.0
-    return config.eval_steps / config.eval_interval / 3
 
 
 # ------------------------------------------------------------------------------------------------------------ memory
