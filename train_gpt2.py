@@ -355,8 +355,7 @@ def distribute(config: Config, model: GPT, rt: Runtime) -> tuple[Config, GPTWith
 def open_run(directory: RunDirectory, config: Config, model: GPT, optimizer: Optimizer, data: Data) -> Run:
     """Start the run, or continue it with its optimizer and counters. Raises UserError."""
     shards = data.shards
-    compare = config.max_steps >= 100  # the files with what transformers makes of them; not in a quick test
-    files = ModelFiles(model, shards.tokenizer, directory.rt.is_main, compare)
+    files = ModelFiles(model, shards.tokenizer, directory.rt.is_main)
     data_fingerprint = dict(tokenizer=shards.tokenizer.fingerprint, data=shards.train.digest())
     facts = dict(
         parameters=model.num_params(),
@@ -379,8 +378,8 @@ def print_summary(config: Config, run: Run) -> None:
             rates += f" and --muon_lr {config.muon_lr}"
         print(f"\nthe run diverged: guessing has a loss of {guess:.2f}; {rates} is most likely too high, try a tenth")
     elif run.step < config.max_steps:
-        more = run.resume_command("--target_loss", "0")
-        print(f"\n--target_loss {config.target_loss} is reached; to continue: {more}")
+        more = "give the same command with --resume --target_loss 0 to continue"
+        print(f"\n--target_loss {config.target_loss} is reached; {more}")
     if loss < guess:
         where = shlex.quote(config.out_dir)
         newest = shlex.quote(f"{config.out_dir}/step_{run.step:06d}")

@@ -254,15 +254,6 @@ def ranks_of_environment() -> tuple[int, int, int]:
     raise UserError(f"{what} in the environment are not valid ranks; unset them, or start with torchrun")
 
 
-def launcher() -> list[str]:
-    """The words before a script's name that start it as this process was: python, or torchrun with as many ranks."""
-    if ranks_of_environment()[1] == 1:
-        return ["python"]
-    nodes = os.environ.get("GROUP_WORLD_SIZE", "1")
-    where = ["--standalone"] if nodes == "1" else [f"--nnodes={nodes}", "--rdzv_endpoint=HOST:PORT"]
-    return ["torchrun", *where, f"--nproc_per_node={os.environ.get('LOCAL_WORLD_SIZE', '1')}"]
-
-
 def _choose_device(device: str, local_rank: int) -> torch.device:
     if device == "cpu":
         return torch.device("cpu")  # without asking for GPUs, which would open a context on one

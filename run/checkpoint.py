@@ -276,28 +276,22 @@ def unsharded_copy(model: GPT) -> GPT:
 class ModelFiles:
     """The weights of a model and its tokenizer, as a run saves and restores them.
 
-    If the model is sharded over ranks, all of them call `copy` and `load`, and the one with `keep` has the copies. With
-    `compare`, transformers opens the first files, to warn anybody who has changed the architecture in model.py.
+    If the model is sharded over ranks, all of them call `copy` and `load`, and the one with `keep` has the copies.
     """
 
     model: GPT
     tokenizer: Tokenizer
     keep: bool = True
-    compare: bool = False
 
     def copy(self) -> "ModelFiles | None":
         """The same files of the weights as they are now, copied to host memory; None without `keep`."""
         state = copy_to_host(state_dict_without_head(self.model), self.keep)  # (name: fp32 tensor), 0.5 GB for 124M
         if not self.keep:
             return None
-        copied = ModelFiles(filled(self.model.config, state), self.tokenizer, compare=self.compare)
-        self.compare = False
-        return copied
+        return ModelFiles(filled(self.model.config, state), self.tokenizer)
 
     def write(self, directory: Path) -> None:
         save_model(directory, self.model, self.tokenizer)
-        if self.compare:
-            compare_with_transformers(directory, self.model)
 
     def load(self, directory: Path) -> None:
         """Put the weights of a checkpoint into the model, in place."""
@@ -305,23 +299,6 @@ class ModelFiles:
         # in place, because the optimizer and compiled code hold these very parameters
         for name, tensor in state_dict_without_head(self.model).items():
             copy_into(tensor, state[name])
-
-
-@torch.no_grad()
-def compare_with_transformers(directory: Path, model: GPT) -> None:
-    """Warn if transformers computes other logits from the files of `model` than model.py does."""
-    from transformers import GPT2LMHeadModel, logging  # a slow import, which most commands do not need
-
-    logging.disable_progress_bar()
-    idx = torch.arange(min(64, model.config.n_positions))[None] % model.config.vocab_size  # (1, T)
-    theirs = GPT2LMHeadModel.from_pretrained(directory).eval()(idx).logits
-    apart = (model.eval()(idx) - theirs).abs().max() / theirs.abs().max()
-    if apart > 1e-3:
-        print(
-            f"\nwarning: transformers and model.py compute different logits from these weights (by {apart:.1%} "
-            "of the largest); change HF_CONFIG in model.py too, or others will load a different model",
-            file=sys.stderr,
-        )
 
 
 def save_model(directory: Path, model: GPT, tokenizer: Tokenizer) -> None:

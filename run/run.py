@@ -24,7 +24,6 @@ import torch
 
 from cli import Stopped, UserError
 from files import replace_file, set_aside
-from machine.runtime import launcher
 from run.checkpoint import (
     TRAIN_STATE,
     CheckpointWriter,
@@ -39,7 +38,6 @@ from run.checkpoint import (
 from run.directory import FILES, OF_A_COMMAND, RunDirectory
 from run.log import RunLog, about_machine
 from run.records import of_kind
-from run.reference import place_in_band
 from run.spikes import SpikeDetector
 
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
@@ -266,17 +264,12 @@ class Run:
             petaflop = self._operations() / 1e15
             self.record("target", tokens=self.tokens, hours=milliseconds / 3.6e6, petaflop=petaflop)
 
-    def resume_command(self, *words: str) -> str:
-        """What a person types to continue this run, on as many ranks as now."""
-        return shlex.join([*launcher(), Path(sys.argv[0]).name, "--resume", "--out_dir", str(self.out_dir), *words])
-
     def print_results(self) -> None:
-        """The last validation losses, their place among reference runs, and the speed; all ranks may call this."""
+        """The last validation losses and the speed; all ranks may call this."""
         measured = [r for r in of_kind(self.log.records, "val") if None not in (r["loss"], r.get("bpb"))]
         if measured:
             val = measured[-1]
             self.rt.print(f"\nvalidation loss {val['loss']:.4f} nats per token, {val['bpb']:.4f} bits per byte")
-            self.rt.print(place_in_band(self.log.records), end="")
         rate = self.log.median_rate()
         memory = self.rt.peak_memory() / 2**30
         taken = f"{self.tokens:,} tokens in {self.step:,} steps"
@@ -334,7 +327,7 @@ class Run:
             self._writer.wait()
         finally:
             self.rt.barrier()  # torchrun ends every rank once one has ended
-        self.rt.print(f"stopped after step {self.step}; to continue: {self.resume_command()}")
+        self.rt.print(f"stopped after step {self.step}; give the same command with --resume to continue")
         raise Stopped(self._signum or signal.SIGTERM)
 
     def _roll_back(self) -> None:

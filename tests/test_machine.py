@@ -9,7 +9,7 @@ import torch
 from bpe.tokenizer import Tokenizer
 from cli import UserError
 from machine import runtime
-from machine.runtime import PEAKS, Runtime, launcher, peaks
+from machine.runtime import PEAKS, Runtime, peaks
 from model import GPT, GPTConfig
 from run.checkpoint import CheckpointWriter, ModelFiles, Snapshot, copy_to_host, find_damage
 
@@ -79,16 +79,6 @@ def test_the_fastest_number_of_threads_is_taken_unless_somebody_has_chosen(monke
             monkeypatch.setenv("OMP_NUM_THREADS", environment)
         assert re.match(said, runtime._choose_threads(threads)) and now[-1] == chosen
     assert torch.equal(state, torch.get_rng_state())
-
-
-def test_a_command_for_people_starts_as_many_ranks_as_there_are(monkeypatch):
-    assert launcher() == ["python"]
-    for name, value in dict(WORLD_SIZE="8", LOCAL_WORLD_SIZE="8", GROUP_WORLD_SIZE="1").items():
-        monkeypatch.setenv(name, value)
-    assert launcher() == ["torchrun", "--standalone", "--nproc_per_node=8"]
-    for name, value in dict(WORLD_SIZE="16", GROUP_WORLD_SIZE="2").items():
-        monkeypatch.setenv(name, value)
-    assert launcher() == ["torchrun", "--nnodes=2", "--rdzv_endpoint=HOST:PORT", "--nproc_per_node=8"]
 
 
 @pytest.mark.parametrize("found", ["RANK=1", "RANK=2 WORLD_SIZE=2", "RANK=-1", "WORLD_SIZE=0", "WORLD_SIZE=abc"])

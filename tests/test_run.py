@@ -230,13 +230,12 @@ MOMENTS = {  # what a renaming precedes, with another run in the old place or no
     "a checkpoint": (Run, "save", True),
     "a rollback": (Run, "_roll_back", True),
     "the end": (RunLog, "close", True),
-    "its files": (checkpoint, "save_model", True),
+    "its files": (checkpoint, "save_model", False),
     "the removal of old ones": (CheckpointWriter, "_prune", True),
-    "the comparison with transformers": (checkpoint, "compare_with_transformers", False),
 }
 
 
-QUICK = ("a line of the log", "a checkpoint", "the comparison with transformers")
+QUICK = ("a line of the log", "a checkpoint", "its files")
 SLOW = [pytest.param(moment, marks=pytest.mark.slow) for moment in MOMENTS if moment not in QUICK]
 
 
