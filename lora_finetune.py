@@ -349,21 +349,10 @@ def distribute(config: Config, model: GPT, data: Data, rt: Runtime) -> tuple[Con
 
 
 def facts_of_run(config: Config, base: GPT, data: Data) -> dict:
-    """What the log's first record says about base and data, and the FLOPs per answer token for MFU.
-
-    FLOPs are counted as in `GPT.estimate_flops`, except that blocks run on prompts as well, the head runs on answers
-    only, and a frozen weight has no gradient (4 operations instead of 6).
-    """
-    shape = base.config
-    per_weight = 4 if config.lora_dim else 6
-    lengths = [len(example.idx) for example in data.train]
-    n_answers = sum(int((example.targets >= 0).sum()) for example in data.train)
-    blocks = per_weight * sum(p.numel() for p in base.transformer.h.parameters()) * sum(lengths)
-    attention = 12 * shape.n_layer * shape.n_embd * sum(T**2 for T in lengths)
-    flops = (blocks + attention) / n_answers + per_weight * shape.vocab_size * shape.n_embd
+    """What the log's first record says about base and data."""
     about = dict(source=config.data, examples=len(data.train), validation=len(data.val), sha256=data.sha256)
     origin = card.provenance(about, config.data if on_hub(config.data) else "", config.base)
-    return dict(parameters=base.num_params(), flops_per_token=flops) | origin
+    return dict(parameters=base.num_params()) | origin
 
 
 # ------------------------------------------------------------------------------------------------------------ the files

@@ -373,9 +373,7 @@ def print_summary(config: Config, run: Run) -> None:
     guess = run.facts["uniform_loss"]
     loss = run.log.last_loss()
     if not loss < guess + 1:  # or nan; random weights start slightly above a guess
-        rates = f"--max_lr {config.max_lr}"
-        if config.optimizer == "muon":
-            rates += f" and --muon_lr {config.muon_lr}"
+        rates = f"--max_lr {config.max_lr} (with Muon also --muon_lr {config.muon_lr})"
         print(f"\nthe run diverged: guessing has a loss of {guess:.2f}; {rates} is most likely too high, try a tenth")
     elif run.step < config.max_steps:
         more = "give the same command with --resume --target_loss 0 to continue"

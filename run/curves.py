@@ -139,15 +139,12 @@ def placed(run: Curves, x: str, label: str) -> Curves:
         return run
     key = "dt_ms" if x == "seconds" else "tokens"
     steps, reached = run["train", key]
-    lacking = ""
-    if x == "flops" and not has(run, "run", "flops_per_token"):
-        lacking = '"flops_per_token" in its record "run"'
-    if not len(steps):
-        lacking = f'"{key}" in its train records'
-    if lacking:
-        raise UserError(f"--x {x}: the log of {label} has no {lacking}, like logs of earlier versions; use --x steps")
+    per_token = last(run, "run", "flops_per_token")
+    if not len(steps) or (x == "flops" and not per_token):
+        needs = f'"{key}" in train records, and for --x flops "flops_per_token" in its record "run"'
+        raise UserError(f"--x {x}: the log of {label} lacks {needs}; use --x steps")
     if x == "flops":
-        reached = reached * last(run, "run", "flops_per_token")
+        reached = reached * per_token
     if x == "seconds":
         reached = np.cumsum(reached) / 1e3  # of the steps: without the pauses of a run that was stopped and resumed
     steps = np.append(0, steps)

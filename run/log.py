@@ -120,14 +120,14 @@ class RunLog:
             return
         rate = n_targets / seconds
         peak = self.rt.peak_flops()
-        mfu = rate * flops_per_token / peak if peak else None
+        mfu = rate * flops_per_token / peak if peak else 0
         record = {
             "step": step,
             "kind": "train",
             **metrics,
             "dt_ms": round(seconds * 1e3, 2),
             "tokens_per_sec": round(rate, 1),
-            "mfu": mfu and round(mfu, 4),
+            "mfu": round(mfu, 4) or None,
             "memory_gib": round(self.rt.peak_memory() / 2**30, 3),
             "skipped_steps": self._skipped_steps(),
         }

@@ -52,8 +52,8 @@ class Run:
 
         `config` has the settled constants. `files` copies and restores the weights, which the caller has loaded
         already. `data_fingerprint` is what the order of the data depends on besides constants. `facts` go to the log:
-        `parameters`, `flops_per_token` for MFU, and perhaps `uniform_loss`, ln V, to compare the first loss with.
-        Raises UserError before anything changes if a fixed constant or the fingerprint is not the checkpoint's.
+        `parameters`; in pretraining also `flops_per_token`, for MFU, and `uniform_loss`, ln V, to compare the first
+        loss with. Raises UserError before anything changes if a fixed constant or the fingerprint is not the checkpoint's.
         """
         self.directory = directory
         self.out_dir = directory.path
@@ -63,6 +63,7 @@ class Run:
         self.optimizer = optimizer
         self.data_fingerprint = data_fingerprint
         self.facts = facts
+        self.flops_per_token = facts.get("flops_per_token", 0)
         self.max_steps = config.max_steps
         self.step = 0
         self.data_step = 0
@@ -238,13 +239,10 @@ class Run:
             return
         if kind == "val":
             self.val_loss = metrics["loss"]
-        if kind in ("val", "hellaswag"):
-            metrics["flops"] = self._operations()
+        if kind in ("val", "hellaswag") and self.flops_per_token:
+            metrics["flops"] = self.tokens * self.flops_per_token
         self.log.evaluation(self.step, kind, metrics)
         self._renew_card()
-
-    def _operations(self) -> float:
-        return self.tokens * self.facts["flops_per_token"]
 
     def _renew_card(self) -> None:
         """Add what was measured since the checkpoint of this step to its card, unless an earlier process wrote that:
@@ -261,7 +259,7 @@ class Run:
         self.save()
         if "target" not in self._done:
             milliseconds = sum(record.get("dt_ms") or 0 for record in of_kind(self.log.records, "train"))
-            petaflop = self._operations() / 1e15
+            petaflop = self.tokens * self.flops_per_token / 1e15
             self.record("target", tokens=self.tokens, hours=milliseconds / 3.6e6, petaflop=petaflop)
 
     def print_results(self) -> None:
@@ -294,7 +292,7 @@ class Run:
         metrics = dict(loss=loss, lr=lr, grad_norm=grad_norm, tokens=self.tokens)
         if step == self._first_step + 1:
             self._compare_lr(lr)
-        self.log.train_step(step, metrics, seconds, n_targets, self.facts["flops_per_token"])
+        self.log.train_step(step, metrics, seconds, n_targets, self.flops_per_token)
         if step == 1 and "uniform_loss" in self.facts:
             self.rt.print(f"first loss {loss:.3f}; if all tokens are equally likely, {self.facts['uniform_loss']:.3f}")
         if stop > 0:

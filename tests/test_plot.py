@@ -239,7 +239,7 @@ def test_a_known_run_is_drawn_behind_one_with_its_constants(door, figures, tmp_p
     write_log(tmp_path / "fits", records)
     write_log(tmp_path / "other", run_of(0.25, config=dict(n_layer=5)))
     assert "3 seeds: made up" in door("fits", "--reference").stdout
-    seeds = [line for line in figures[0].axes[0].lines if line.get_color() == "gray" and len(line.get_xdata()) == 2]
+    seeds = [line for line in figures[0].axes[0].lines if line.get_ydata()[0] == 0.4]
     assert [[*line.get_ydata()] for line in seeds] == [[0.4, end] for end in ends]
     assert seeds[0].get_xdata() == pytest.approx([0, 1]) and seeds[-1].get_label() == "3 seeds"
     assert_user_error(door("other", "--reference"), "--reference", "other")
