@@ -53,7 +53,8 @@ class Run:
         `config` has the settled constants. `files` copies and restores the weights, which the caller has loaded
         already. `data_fingerprint` is what the order of the data depends on besides constants. `facts` go to the log:
         `parameters`; in pretraining also `flops_per_token`, for MFU, and `uniform_loss`, ln V, to compare the first
-        loss with. Raises UserError before anything changes if a fixed constant or the fingerprint is not the checkpoint's.
+        loss with. Raises UserError before anything changes if a fixed constant or the fingerprint is not the
+        checkpoint's.
         """
         self.directory = directory
         self.out_dir = directory.path

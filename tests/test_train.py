@@ -21,7 +21,7 @@ from cli import UserError
 from corpus import shards
 from learning import evaluation as evaluate
 from machine import runtime
-from model import GPT, MLP, SIZES, GPTConfig, GPTWithLoss
+from model import GPT, SIZES, GPTConfig, GPTWithLoss
 from run import log as runlog
 from run.checkpoint import FOR_PEOPLE, SUMS, checkpoint_steps, find_damage, load_train_state, newest_intact
 from run.run import Run
@@ -328,19 +328,9 @@ def test_compiled_training_evaluates_and_samples_without_recompiling(train, tmp_
     counters.clear()
     options = dict(n_layer=1, max_steps=8, eval_interval=2, sample_interval=2)
     assert train(out="compiled", compile="on", **options).returncode == 0
-    # one graph to train, one to evaluate, and one of Muon's momentum, whatever happens in between
-    assert counters["stats"]["unique_graphs"] == 3 and not counters["recompiles"]
+    # one graph to try the compiler, to train, to evaluate, and one of Muon's momentum, whatever happens in between
+    assert counters["stats"]["unique_graphs"] == 4 and not counters["recompiles"]
     train(out="eager", **options)
     pairs = zip(log_of(tmp_path / "compiled", "train"), log_of(tmp_path / "eager", "train"), strict=True)
     for a, b in pairs:
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
-
-
-@pytest.mark.parametrize("changed", [False, True])
-def test_whoever_changes_the_architecture_is_warned_at_the_first_checkpoint(train, monkeypatch, changed):
-    """Its files would say GPT2LMHeadModel and compute something else."""
-    if changed:
-        monkeypatch.setattr(MLP, "forward", lambda self, x: self.c_proj(self.c_fc(x).relu().square()))
-    result = train(max_steps=100, checkpoint_interval=50, eval_interval=0, sample_interval=0)
-    assert result.returncode == 0 and ("transformers" in result.stderr) is changed
-    assert result.stderr.count("different logits") == changed
