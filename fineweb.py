@@ -30,7 +30,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
+from itertools import count, zip_longest
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -44,7 +44,7 @@ from cli import Count, Positive, Stopped, Tokens, UserError, counted, parse_args
 from corpus.encoders import Encode, choose_encoder, encoder, same_ids
 from corpus.manifest import new_manifest, read_manifest, summary
 from corpus.shards import load_tokenizer, verify
-from corpus.sources import Source, SourceFile, Unit, arriving, discard, documents_of, find_source, text_size, units_of
+from corpus.sources import Source, Unit, arriving, discard, documents_of, find_source, text_size, units_of
 from corpus.writer import Writer, shard_dtype, shard_name
 from files import exclusive_lock
 
@@ -88,16 +88,17 @@ def stop(signum, frame) -> None:
 
 def make_shards(config: Config, out_dir: Path) -> None:
     """Write the shards of `config.source`, or those that are missing. Raises UserError."""
-    tok = find_tokenizer(config)
+    tok = load_tokenizer(config.tokenizer)
     config = resolve_config(config, tok, out_dir)
     manifest = open_manifest(config, out_dir, tok)
     if "next" not in manifest:
         print(f"{out_dir} is complete: {summary(manifest)}")
         return
-    source = find_files(config, manifest.get("commit"))
+    commit = manifest.get("commit") or config.revision  # later shards come from the commit of the first ones
+    source = find_source(config.source, commit)
     expected = estimate_tokens(config, source)
     if not config.shard_size:  # leave most of a small source to train on
-        tenth = max(expected // 10, 1000) if expected else sys.maxsize
+        tenth = max(expected // 10, 1000)
         config = replace(config, shard_size=min(100_000_000, tenth))
     print_plan(config, source, with_files(manifest, source, out_dir), expected)
     if config.dry_run:
@@ -114,29 +115,8 @@ def make_shards(config: Config, out_dir: Path) -> None:
     print(f"{out_dir}: {summary(manifest)}")
 
 
-def find_tokenizer(config: Config) -> Tokenizer:
-    try:
-        return load_tokenizer(config.tokenizer)
-    except UserError as e:
-        if not config.dry_run or config.tokenizer != "gpt2":
-            raise
-        print(f"note    {e}")
-        return Tokenizer([])  # enough for a plan
-
-
-def find_files(config: Config, commit: str | None) -> Source:
-    """The files of the source, at the commit that the first shards came from."""
-    try:
-        return find_source(config.source, commit or config.revision)
-    except UserError as e:
-        if not config.dry_run or config.source != Config.source:
-            raise
-        print(f"note    {e}")
-        return Source(14 * [SourceFile("train.parquet", 2 * 10**9, "")], config.source[0])  # about what it has
-
-
 def estimate_tokens(config: Config, source: Source) -> int:
-    """About how many tokens will be written; 0 if unknown."""
+    """About how many tokens will be written."""
     text_bytes = sum(text_size(file, config.text_field) for file in source.files)
     return min(int(text_bytes * TOKENS_PER_BYTE), config.limit_tokens)
 
@@ -146,8 +126,6 @@ def resolve_config(config: Config, tok: Tokenizer, out_dir: Path) -> Config:
     constants that contradict each other."""
     if not config.out_dir:
         raise UserError("--out_dir is empty; give a directory")
-    if out_dir.is_file():
-        raise UserError(f"--out_dir {out_dir} is a file; give a directory")
     if config.source != Config.source and config.out_dir == Config.out_dir:
         raise UserError(f"{out_dir} is for FineWeb-Edu; give an --out_dir for the shards of {config.source[0]}")
     if tok.eot_token is None:
@@ -332,25 +310,18 @@ def open_manifest(config: Config, out_dir: Path, tok: Tokenizer) -> dict:
 
 
 def with_files(manifest: dict, source: Source, out_dir: Path) -> dict:
-    """The manifest with the files of the source. Raises UserError if a file that shards were made of has changed since:
-    two versions of a source must not mix."""
+    """The manifest with the files of the source. Raises UserError if a file that shards were made of has changed since,
+    or another one comes before it: two versions of a source must not mix. Later files may still change."""
     files = [file._asdict() for file in source.files]
     if manifest["shards"] and "next" in manifest:
-        n_used = manifest["next"]["file"] + 1
-        then = settled(manifest["files"], n_used)
-        now = settled(files, n_used)
-        if then != now:
-            name, *_ = min(set(then) ^ set(now))
-            raise UserError(
-                f"{name} has changed since shards in {out_dir} were made, or was added or removed; "
-                f"restore it, or remove {out_dir} to start over"
-            )
+        used = manifest["files"][: manifest["next"]["file"] + 1]
+        for then, now in zip_longest(used, files[: len(used)]):
+            if then != now:
+                raise UserError(
+                    f"{then['name']} has changed since shards in {out_dir} were made, or a file before it was added "
+                    f"or removed; restore it, or remove {out_dir} to start over"
+                )
     return manifest | dict(commit=source.commit, files=files)
-
-
-def settled(files: list[dict], n_used: int) -> list[tuple]:
-    """What may not change any more: all about the files that were used, and the names of the others."""
-    return [tuple(file.values()) if n < n_used else (file["name"],) for n, file in enumerate(files)]
 
 
 # ------------------------------------------------------------------------------------------------ the plan
@@ -361,13 +332,12 @@ def print_plan(config: Config, source: Source, manifest: dict, tokens: int) -> N
     size = partial(tqdm.format_sizeof, suffix="B")
     out_dir = Path(config.out_dir)
     sizes = sorted(file.bytes for file in source.files)
-    commit = f" at {source.commit[:12]}" if source.commit else ""
-    print(f"source  {manifest['source']}{commit}: {counted(len(sizes), 'file')}, {size(sum(sizes))}")
+    print(f"source  {manifest['source']}: {counted(len(sizes), 'file')}, {size(sum(sizes))}")
     about = tokens
     if tokens < config.limit_tokens:  # an estimate, good for two digits
         about = float(f"{tokens:.1e}")
     print(f"target  {out_dir}: about {about:,.0f} tokens, in shards of {config.shard_size:,} {manifest['dtype']}")
-    if 0 < tokens <= config.shard_size:  # 0 is unknown
+    if 0 < tokens <= config.shard_size:
         print(f"note    all of it would be validation; give --shard_size {-(-tokens // 10)} to leave some to train on")
     for_shards = max(tokens - manifest["tokens"], 0) * np.dtype(manifest["dtype"]).itemsize
     for_files = sum(sizes[-config.downloads - 1 :]) if source.repo else 0  # the one being read, and those ahead

@@ -112,9 +112,9 @@ def test_the_training_split_of_a_dataset_is_chosen(dataset, tokenizer, tmp_path)
         [shard] = find_shards(str(tmp_path / "shards"), "val")
         assert np.load(shard).tolist() == [tok.eot_token, *tok.encode_ordinary("another text")]
         result = run_script("fineweb.py", **options("some/corpus/nowhere", tmp_path / "other", tokenizer), env=env)
-        assert_user_error(result, "no data file in nowhere", "sample/10BT")
+        assert_user_error(result, "no data file in nowhere", "name a folder", "sample/10BT")
         result = run_script("fineweb.py", **options("no/body", tmp_path / "other", tokenizer), env=env)
-        assert_user_error(result, "no/body", "HTTP 404")
+        assert_user_error(result, "no/body", "404")
 
 
 def test_no_network_is_one_line_and_loses_nothing(corpus, dataset, tokenizer, tmp_path):
@@ -123,10 +123,6 @@ def test_no_network_is_one_line_and_loses_nothing(corpus, dataset, tokenizer, tm
     nowhere = hub_environment("http://127.0.0.1:9", tmp_path / "home")
     assert_user_error(run_script("fineweb.py", **words, env=nowhere), "http://127.0.0.1:9", "HF_ENDPOINT")
     assert not out_dir.exists()
-    without_vocabulary = dict(TIKTOKEN_CACHE_DIR=str(tmp_path / "none"), https_proxy="http://127.0.0.1:9")
-    result = succeed("fineweb.py", dry_run=True, env=nowhere | without_vocabulary, cwd=tmp_path)
-    figures = ("14 files, 28.0GB", "about 10,000,000,000 tokens", "20.0GB for shards", "6.00GB for files")
-    assert all(words in result.stdout for words in ("vocab.bpe", "http://127.0.0.1:9", *figures))
 
 
 def test_content_that_is_not_what_the_hub_says_is_refused(corpus, dataset, tokenizer, tmp_path):
