@@ -12,7 +12,6 @@ This file knows nothing of tokens, shards, models or torch.
 
 import errno
 import glob
-import hashlib
 import json
 import os
 import re
@@ -45,8 +44,6 @@ KINDS = {
     ".txt.gz": 2.6,
     ".txt.zst": 3.0,
 }
-SAMPLES = 8  # of a local file, to see whether it has changed: all of a small one
-SAMPLE_BYTES = 2**16  # of each: little of a large file on a slow disk
 UNIT_BYTES = 2**22  # large against the cost of handing a unit to a process, small against its memory
 AS_STREAM = dict(buffer_size=2**20, pre_buffer=False)  # by default the bytes of a whole row group are in memory
 
@@ -68,8 +65,8 @@ def kind_of(name: str) -> str:
 
 class SourceFile(NamedTuple):
     name: str  # a local path, or the path in the dataset
-    bytes: int  # 0 where the hub does not say
-    version: str  # a local file: mtime in ns and a hash of samples; a file of the hub: the hash of its content
+    bytes: int
+    version: str  # a local file: mtime in ns; a file of the hub: the hash of its content
 
 
 class Source(NamedTuple):
@@ -116,19 +113,13 @@ def local_paths(pattern: str) -> list[Path]:
 
 
 def local_file(path: Path) -> SourceFile:
-    """The version hashes bytes at SAMPLES places, both ends included, as an edit may keep the time and the size."""
     stat = path.stat()
-    digest = hashlib.sha256()
-    with open(path, "rb") as f:
-        for i in range(SAMPLES):
-            f.seek(max(stat.st_size - SAMPLE_BYTES, 0) * i // (SAMPLES - 1))
-            digest.update(f.read(SAMPLE_BYTES))
-    return SourceFile(str(path), stat.st_size, f"{stat.st_mtime_ns} {digest.hexdigest()[:16]}")
+    return SourceFile(str(path), stat.st_size, str(stat.st_mtime_ns))
 
 
 def hub_source(name: str, revision: str) -> Source:
     """The files of a dataset of the hub, of one kind, of its training split if it has one. Raises UserError."""
-    from huggingface_hub import DatasetInfo, constants
+    from huggingface_hub import constants
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
 
     owner, dataset, *rest = name.strip("/").split("/")
@@ -138,19 +129,18 @@ def hub_source(name: str, revision: str) -> Source:
         url = f"{constants.ENDPOINT}/api/datasets/{repo}/revision/{quote(revision, safe='')}?blobs=true"
         answer = http_backoff("GET", url, headers=build_hf_headers(), timeout=60, max_retries=2)
         hf_raise_for_status(answer)
-        info = DatasetInfo(**answer.json())
-    known = [hub_file(sibling) for sibling in info.siblings or []]
-    known = [file for file in known if kind_of(file.name) and stays_below(file.name)]
+        info = answer.json()
+        listed = list(map(hub_file, info["siblings"]))
+    known = [file for file in listed if kind_of(file.name) and stays_below(file.name)]
     files = [file for file in known if fnmatch(file.name, folder) or fnmatch(file.name, f"{folder}/*")]
     files = [file for file in files if re.search("(?<![a-z])train", file.name)] or files
     if not files:
-        folders = {os.path.dirname(file.name) or "." for file in known}
-        some = ", ".join(sorted(folders)[:9]) or "no folder"
-        raise UserError(f"{repo} has no data file in {folder}; it has some in {some}: add one to its name")
+        folders = sorted({os.path.dirname(file.name) or "." for file in known})
+        raise UserError(f"{repo} has no data file in {folder}; name a folder that has some: {', '.join(folders[:9])}")
     kinds = {kind_of(file.name) for file in files}
     kind = min(kinds, key=[*KINDS].index)
     files = sorted(file for file in files if kind_of(file.name) == kind)
-    return Source(files, repo, info.sha or revision)
+    return Source(files, repo, info["sha"])
 
 
 def stays_below(name: str) -> bool:
@@ -159,10 +149,11 @@ def stays_below(name: str) -> bool:
     return ".." not in parts and "/" not in parts
 
 
-def hub_file(sibling) -> SourceFile:
-    """From huggingface_hub's RepoSibling."""
-    version = getattr(sibling.lfs, "sha256", None) or sibling.blob_id or ""
-    return SourceFile(sibling.rfilename, max(int(sibling.size or 0), 0), version)
+def hub_file(entry: dict) -> SourceFile:
+    """From an entry of the hub's list. Small files have the hash of git, large ones (LFS) that of their content."""
+    lfs = entry.get("lfs") or {}
+    version = lfs.get("sha256", entry["blobId"])
+    return SourceFile(entry["rfilename"], entry["size"], version)
 
 
 @contextmanager
@@ -179,8 +170,7 @@ def hub_errors(what: str) -> Iterator[None]:
     except Exception as e:
         if getattr(e, "errno", 0) in (errno.ENOSPC, errno.EDQUOT):
             raise
-        status = getattr(getattr(e, "response", None), "status_code", 0)
-        reason = f"HTTP {status}" if status else f"{type(e).__name__}: {e}".splitlines()[0]
+        reason = f"{type(e).__name__}: {e}".splitlines()[0]
         raise UserError(
             f"cannot get {what} from {ENDPOINT} ({reason}); check name and network, log in with `hf auth login`, "
             "set HF_ENDPOINT to a mirror, or give local files"
@@ -243,9 +233,8 @@ def download(source: Source, file: SourceFile, folder: Path) -> Path:
     disable_progress_bars()  # they would garble ours
     url = hf_hub_url(source.repo, file.name, repo_type="dataset", revision=source.commit)
     with hub_errors(file.name):
-        with open(part, "ab" if file.version else "wb") as f:
-            expected = file.bytes or None
-            http_get(url, f, headers=build_hf_headers(), resume_size=f.tell(), expected_size=expected)
+        with open(part, "ab") as f:
+            http_get(url, f, headers=build_hf_headers(), resume_size=f.tell(), expected_size=file.bytes)
         if checksum and sha256(part) != checksum:
             part.unlink()
             raise OSError("it arrived damaged: its hash is not the hub's")
@@ -293,15 +282,14 @@ def is_txt(path: Path) -> bool:
 
 
 @contextmanager
-def readable(path: Path, at: int = 0) -> Iterator[None]:
-    """Turn any error in reading a file into a UserError. `at` is the byte where the part being read begins."""
+def readable(path: Path) -> Iterator[None]:
+    """Turn any error in reading a file into a UserError."""
     try:
         yield
     except UnicodeDecodeError as e:
-        what = f"not UTF-8 at byte {at + e.start}; open it in an editor, and save it with the encoding UTF-8"
-        if kind_of(path.name) == ".parquet":
-            what = f"a row is not UTF-8 after {e.object[: e.start][-30:]!r}; correct it there, or leave the file out"
-        raise UserError(f"cannot read {path}: {what}") from e
+        raise UserError(
+            f"{path} is not UTF-8 at {e.object[: e.start + 4][-30:]!r}; save it as UTF-8, or leave it out"
+        ) from e
     except (pa.ArrowException, OSError, ValueError, EOFError) as e:
         raise UserError(
             f"cannot read {path}: {e}; it is damaged, cut short or of another kind: get it again, or leave it out"
@@ -370,7 +358,7 @@ def end_of_line(block: bytes) -> int:
 
 def documents_of(unit: Unit, text_field: str) -> Iterator[tuple[str | None, str]]:
     """(text, "") of every document, and (None, reason) of one to be skipped. Raises UserError for a damaged file."""
-    with readable(unit.path, unit.at):
+    with readable(unit.path):
         if not isinstance(unit.content, bytes):
             for text in texts_of(unit, text_field):
                 yield text, "no text" if text is None else ""
