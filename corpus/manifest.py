@@ -9,19 +9,19 @@ from pathlib import Path
 from cli import UserError
 from files import read_json, replace_file
 
-# a type for each value; a list has one form for all of its items, and {str: int} maps any words to numbers
+# a type for each value; a list has one form for all of its items
 FORM = dict(
     source=str,
     tokenizer=str,
     tokens=int,
     documents=int,
     bytes=int,
-    skipped={str: int},
+    skipped=dict,
     shards=[dict(file=str, tokens=int, sha256=str)],
 )
 UNFINISHED = dict(
     next=dict(file=int, unit=int, skip=int),
-    files=[dict(name=str, bytes=int, version=str)],
+    files=[dict(name=str)],
     shard_size=int,
 )
 
@@ -52,13 +52,9 @@ def read_manifest(directory: Path) -> dict:
 def has_form(value: object, form: object) -> bool:
     if type(form) is list:
         return type(value) is list and all(has_form(item, form[0]) for item in value)
-    if type(form) is dict and type(value) is dict:
-        if str in form:
-            form = dict.fromkeys(value, int)
-        return all(has_form(value.get(key), form[key]) for key in form)
-    if form is int:
-        return type(value) is int and value >= 0  # `type`: to isinstance a bool is an int
-    return type(value) is form
+    if type(form) is dict:
+        return type(value) is dict and all(has_form(value.get(key), form[key]) for key in form)
+    return type(value) is form  # not isinstance: to that a bool is an int
 
 
 def save_manifest(directory: Path, manifest: dict) -> None:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 from bpe.tokenizer import Tokenizer
 from cli import UserError
@@ -35,17 +34,15 @@ def origin(data: Path) -> tuple[dict, str]:
     manifest = read_manifest(file.parent)
     if not manifest:
         return {}, ""
-    about = {}
-    for key in ("source", "commit", "tokens", "documents", "bytes", "tokenizer"):
-        if manifest.get(key):
-            about[key] = manifest[key]
+    keys = ("source", "commit", "tokens", "documents", "bytes", "tokenizer")
+    about = {key: manifest[key] for key in keys if manifest.get(key)}
     about["manifest.json"] = sha256(file)
     if "commit" not in about:
         return about, ""
     return about, "/".join(about["source"].split("/")[:2])
 
 
-def verify(directory: Path, quiet: bool = False) -> str:
+def verify(directory: Path) -> str:
     """Compare shards and tokenizer with the manifest; returns its summary. Raises UserError for what differs."""
     manifest = read_manifest(directory)
     if "next" in manifest:  # where the command that writes it resumes; gone once it is done
@@ -56,16 +53,12 @@ def verify(directory: Path, quiet: bool = False) -> str:
     tok = load_tokenizer(str(directory / "tokenizer.json"))
     if tok.fingerprint != manifest["tokenizer"]:
         raise UserError(f"{directory}/tokenizer.json is another tokenizer; {remedy}")
-    ranks = directory / "tokenizer.tiktoken"  # the same for tiktoken; nobody else would notice an edit
-    if ranks.exists() and ranks.read_bytes() != tok.tiktoken_text().encode():
-        raise UserError(f"{ranks} is not what was written; {remedy}")
     written = {directory / entry["file"]: entry["sha256"] for entry in manifest["shards"]}
     found = {*directory.glob("*_train_*.npy"), *directory.glob("*_val_*.npy")}
     TokenStream(sorted(found | written.keys()), len(tok))  # refuses one that is missing, cut short or in no manifest
     with ThreadPoolExecutor() as pool:  # hashing releases the GIL
-        sums = pool.map(sha256, written)
-        for path in tqdm(written, unit="shard", disable=quiet or None):
-            if next(sums) != written[path]:
+        for path, digest in zip(written, pool.map(sha256, written), strict=True):
+            if digest != written[path]:
                 raise UserError(f"shard {path} is not what was written: its sha256 differs; {remedy}")
     return summary(manifest)
 
@@ -108,9 +101,6 @@ def open_shards(data: str, tokenizer: str, vocab_size: int, cache: Path) -> Shar
         warnings.append(f"{unused:.0%} of the {vocab_size:,} embeddings have no token; pass --vocab_size {padded}")
     if len(train) < FEW_TOKENS:
         warnings.append(f"{data} has {len(train):,} tokens to train on, which a model memorizes; give it a longer text")
-    elif len(val) > len(train) / 8:
-        sizes = f"{len(val):,} tokens to validate, {len(train):,} to train on"
-        warnings.append(f"the shards have {sizes}; move some of the validation shards to training")
     return Shards(train, val, tok, origin(place), warnings)
 
 
@@ -197,7 +187,7 @@ def prepare_text(text_file: str, tokenizer: str, vocab_size: int, cache: Path) -
 
 def is_intact(directory: Path) -> bool:
     try:
-        verify(directory, quiet=True)
+        verify(directory)
     except (UserError, OSError):  # OSError: a file, or a directory that may not be read, in its place
         return False
     return True

@@ -54,10 +54,10 @@ def find_shards(data: str, split: str) -> list[Path]:
     if shards[split]:
         return shards[split]
     if glob.glob(data):
-        remedy = f"to make shards of its .parquet, .jsonl or .txt: python fineweb.py --source '{data}' --out_dir FOLDER"
-        if os.path.isfile(data) and not data.endswith((".parquet", ".jsonl", ".gz", ".zst")):
-            remedy = "export it as plain text, in UTF-8, and give the .txt, or give a folder of shards"
-        raise UserError(f"--data {data} holds no *_{split}_*.npy, .bin or .ds shard; {remedy}")
+        raise UserError(
+            f"--data {data} holds no *_{split}_*.npy, .bin or .ds shard; give a folder of shards, or a plain text "
+            f"as .txt; to make shards of .parquet, .jsonl or .txt: python fineweb.py --source '{data}' --out_dir FOLDER"
+        )
     remedy = "write shards with fineweb.py, or start with one that needs no other data: python train_gpt2.py tiny"
     if data == "fineweb10B":  # of the recipe `record`
         remedy = "to get it: hf download kjj0/fineweb10B-gpt2 --repo-type dataset --local-dir fineweb10B (20 GB)"
@@ -78,8 +78,7 @@ def open_shard(path: Path) -> np.ndarray:
             return np.zeros(0, dtype)
         return np.memmap(path, dtype, mode="r", offset=offset, shape=shape)
     except Exception as e:  # a damaged header makes NumPy raise nearly anything, SyntaxError and TypeError included
-        reason = e.strerror if isinstance(e, OSError) and e.strerror else e
-        raise UserError(f"shard {path} cannot be read: {reason}; write it again") from e
+        raise UserError(f"shard {path} cannot be read: {e}; write it again") from e
 
 
 def npy_layout(path: Path) -> Layout:

@@ -36,8 +36,6 @@ class Writer:
         self.skipped = Counter(manifest["skipped"])
         # tokens of the first unit that are in the previous shard; None once the end of that shard has been checked
         self.to_skip = manifest["next"]["skip"] if manifest["shards"] else None
-        for leftover in out_dir.glob(".*.tmp"):  # shards and manifests that a killed run was writing
-            leftover.unlink()
         save_manifest(out_dir, manifest)
 
     @property
@@ -60,7 +58,8 @@ class Writer:
             done += len(part)
             if self.filled == len(self.shard):
                 self._complete()
-                self._save(place | dict(skip=done))
+                self.manifest["next"] = place | dict(skip=done)  # where the next shard begins
+                self._save()
         self.skipped += skipped
 
     def _check_seam(self, tokens: np.ndarray) -> None:
@@ -93,12 +92,8 @@ class Writer:
         self.filled = 0
         self.counts[:] = 0
 
-    def _save(self, place: dict | None) -> None:
-        """Save the manifest. `place` is where the next shard begins; None if there is none."""
+    def _save(self) -> None:
         self.manifest["skipped"] = dict(sorted(self.skipped.items()))
-        self.manifest["next"] = place
-        if place is None:
-            del self.manifest["next"]
         save_manifest(self.out_dir, self.manifest)
 
     def end(self) -> None:
@@ -112,7 +107,8 @@ class Writer:
                 f"no document in {self.manifest['source']}; skipped: {dict(self.skipped) or 'none'}; "
                 "name the key of the text with --text_field, or give another --source"
             )
-        self._save(None)
+        del self.manifest["next"]
+        self._save()
 
 
 def shard_name(out_dir: Path) -> str:
