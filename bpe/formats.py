@@ -62,19 +62,13 @@ def save(tok, path: str | os.PathLike, model_max_length: int | None = None) -> N
             config["model_max_length"] = model_max_length
         files[path.with_name("tokenizer_config.json")] = json.dumps(config, indent=2) + "\n"
     files[path] = to_tokenizers(tok).to_str(pretty=True) + "\n"
-    if ranks := tiktoken_text(tok):
-        files[path.with_suffix(".tiktoken")] = ranks
+    with contextlib.suppress(ValueError):  # tiktoken has no form for these ids
+        lines = [f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in to_ranks(tok).items()]
+        files[path.with_suffix(".tiktoken")] = "".join(lines)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".tiktoken").unlink(missing_ok=True)  # an older one would belong to another tokenizer
     for file, content in files.items():
         file.write_text(content, encoding="utf-8", newline="\n")
-
-
-def tiktoken_text(tok) -> str:
-    """The content of the .tiktoken file; "" for ids that tiktoken has no form for."""
-    with contextlib.suppress(ValueError):
-        return "".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in to_ranks(tok).items())
-    return ""
 
 
 # ---- tokenizer.json
@@ -136,7 +130,7 @@ def read_json(file: Path) -> tuple:
     text = file.read_text(encoding="utf-8")
     content = json.loads(text)
     model = content["model"]
-    if model.get("type", "BPE") != "BPE" or content["pre_tokenizer"] is None:
+    if content["pre_tokenizer"] is None:
         raise ValueError("it is not byte-level BPE")
     for key, value in model.items():
         if value and key not in WITHOUT_EFFECT:
@@ -209,7 +203,7 @@ def to_ranks(tok) -> dict[bytes, int]:
     return ids
 
 
-def to_tiktoken(tok, name: str = "bpe"):
+def to_tiktoken(tok):
     """A tiktoken.Encoding with the same ids. Raises ValueError if there is none; warns of an unknown pattern."""
     import tiktoken
 
@@ -219,7 +213,7 @@ def to_tiktoken(tok, name: str = "bpe"):
     if tok.pattern not in KNOWN:
         warnings.warn(f"tiktoken may read the split pattern {tok.pattern} differently; compare some ids", stacklevel=2)
     return tiktoken.Encoding(
-        name,
+        "bpe",
         pat_str=tok.pattern,
         mergeable_ranks=to_ranks(tok),
         special_tokens=tok.special_tokens,

@@ -273,7 +273,6 @@ class Tokenizer:
     # ---- files and other libraries: formats.py
 
     save = formats.save
-    tiktoken_text = formats.tiktoken_text
     to_tiktoken = formats.to_tiktoken
     to_transformers = formats.to_transformers
 
@@ -289,8 +288,10 @@ class Tokenizer:
         if not os.path.isfile(file):  # False for a name that no file can have, too
             if str(path) == "gpt2":
                 return cls.from_tiktoken("gpt2")
-            where = path or "an empty name"
-            raise ValueError(f"no tokenizer at {where}; give gpt2, a tokenizer.json, or the OUT of python bpe/train.py")
+            raise ValueError(
+                f"no tokenizer at {path or 'an empty name'}; "
+                "give gpt2, a tokenizer.json, or the OUT of python bpe/train.py"
+            )
         try:
             parts, theirs = formats.read_json(Path(file))
             tok = cls(*parts)
@@ -321,9 +322,7 @@ class StreamDecoder:
         self.tokenizer = tokenizer
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def push(self, ids: int | Iterable[int]) -> str:
-        if isinstance(ids, int | np.integer):
-            ids = [ids]
+    def push(self, ids: Iterable[int]) -> str:
         return self.utf8.decode(self.tokenizer.decode_bytes(ids))
 
     def flush(self) -> str:

@@ -15,7 +15,6 @@ import itertools
 import re
 import shutil
 import sys
-import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -59,7 +58,6 @@ def main() -> None:
     check(config)
     texts = Split(limit(read_texts(config), config.max_bytes), " ".join(config.input))
     tqdm.write("  merge       count     the most frequent pair of neighbours  →  a new token")
-    began = time.perf_counter()
     try:
         tok = Tokenizer.train(
             texts,
@@ -73,12 +71,11 @@ def main() -> None:
         )
     except ValueError as e:  # too small a vocabulary, or a pattern that leaves out some of the text
         raise UserError(f"{e}; see --help") from None
-    seconds = time.perf_counter() - began
     out = Path(config.out)  # written before anything is printed, because printing to `| head` may fail
     shutil.rmtree(out / DOWNLOADS, ignore_errors=True)
     renamed = f"renamed the old {out} to {set_aside(out)}\n" if holds_files(out) else ""
     tok.save(out)
-    print(f"\n{len(tok):,} tokens from {texts.train_bytes:,} bytes in {seconds:.2f} s")
+    print(f"\n{len(tok):,} tokens from {texts.train_bytes:,} bytes")
     report(tok, texts.held_out)
     print(f"\n{renamed}wrote {out}: tokenizer.json, tokenizer.tiktoken, tokenizer_config.json")
     print(f"next: python bpe/try_tokenizer.py --tokenizer {out}")
@@ -162,7 +159,7 @@ class Split:
                 self.train_bytes += len(text[:cut].encode("utf-8", "replace"))
                 yield text[:cut]
         if not self.train_bytes:
-            raise UserError(f"{self.source} holds no text to learn from; give another --input")
+            raise UserError(f"{self.source} holds no text to learn from; give another --input, or its --text_field")
 
 
 # ---- reporting
@@ -182,10 +179,8 @@ def report(tok: Tokenizer, held_out: list[str]) -> None:
         print(" vocabulary  bytes/token  characters/token")
         for size, bytes_per_token, chars_per_token in compression(tok, held_out):
             print(f"{size:>11,}  {bytes_per_token:>11.2f}  {chars_per_token:>16.2f}")
-    tokens = [a + b for a, b in tok.merges]
-    tokens.sort(key=lambda token: (-len(token), token))
-    longest = "  ".join(map(visible, tokens[:20]))
-    print(f"\nlongest tokens\n  {longest}")
+    tokens = sorted((a + b for a, b in tok.merges), key=len)
+    print("\nlongest tokens:", *map(visible, tokens[-20:]))
 
 
 def compression(tok: Tokenizer, texts: list[str]) -> Iterator[tuple[int, float, float]]:

@@ -114,7 +114,7 @@ def test_options_reach_the_trainer(run_train, tmp_path):
     [
         (["--input", "nowhere.txt"], None, ["nowhere.txt: no such file"]),
         (["--input", "FILE.txt"], b"", ["holds no text"]),
-        (["--input", "FILE.txt"], "研究生".encode("gb18030"), ["FILE.txt: not UTF-8 at byte 0", "encoding UTF-8"]),
+        (["--input", "FILE.txt"], "研究生".encode("gb18030"), ["FILE.txt is not UTF-8 at", "as UTF-8"]),
         (["--input", "FILE.parquet"], b"not parquet", ["cannot read", "FILE.parquet"]),
         (["--input", "FILE.jsonl"], b'{"other": "a"}\n{"text": \n', ["holds no text"]),
         (["--vocab_size", "256"], None, ["vocab_size 256 is too small"]),
@@ -168,16 +168,15 @@ def test_two_tokenizers_side_by_side(run_try, saved):
             n = len(tok.encode(text))
             line = f"{saved / name} (800 tokens): {n} tokens, {len(text.encode()) / n:.2f} bytes"
             assert line in result.stdout
-    assert "Decoded again, all texts are the same." in result.stdout
     assert ElementTree.parse(saved / "zh" / "tokens.svg").getroot().tag.endswith("svg")
 
 
 def test_an_svg_shows_the_same_tokens_in_rows(tmp_path):
-    pieces = ["a" * 90, "中中", " <b> &", "x\x00"]
+    pieces = ["a" * 90, "中中", " <b> &", "x·"]
     try_tokenizer.draw_svg([("a & b", pieces)], tmp_path / "tokens.svg")
     elements = list(ElementTree.parse(tmp_path / "tokens.svg").iter())
     texts = [e for e in elements if e.tag.endswith("}text")]
-    assert [e.text for e in texts] == ["a & b", *pieces[:3], "x·"]  # a zero byte cannot be in XML
+    assert [e.text for e in texts] == ["a & b", *pieces]
     boxes = [e.attrib for e in elements if e.tag.endswith("}rect")]
     assert [box["width"] for box in boxes] == [str(9 * n) for n in (90, 4, 6, 2)]  # a Chinese character is two columns
     assert [box["x"] for box in boxes] == ["0", "810", "0", "54"]  # the third would pass column 96
@@ -198,10 +197,8 @@ def test_tokens_are_shown_as_text_with_dots_for_parts_of_characters():
 @pytest.mark.parametrize(
     "argv, words",
     [
-        (["--english", "", "--chinese", ""], ["both empty"]),
         (["--compare", "nowhere"], ["no tokenizer at nowhere"]),
         (["--compare", "README.md"], ["cannot use the tokenizer README.md"]),
-        (["--svg", "README.md"], ["--svg README.md must end in .svg"]),
         (["--tokenizer", "out/bpe"], ["no tokenizer at out/bpe", "python bpe/train.py"]),
     ],
 )
@@ -211,18 +208,16 @@ def test_what_cannot_be_shown_is_said_in_one_line(run_try, saved, tmp_path, monk
     assert_user_error(run_try("--tokenizer", saved / "zh", "--compare", saved / "en", *argv), *words)
 
 
-def test_long_texts_and_bytes_that_are_no_utf8_are_shown(run_try, saved, tmp_path):
-    argv = ["--tokenizer", saved / "zh", "--compare", saved / "zh", "--svg", tmp_path / "x.svg"]
-    (tmp_path / "x.svg").write_text("mine")
+def test_long_texts_and_bytes_that_are_no_utf8_are_shown(run_try, saved):
+    argv = ["--tokenizer", saved / "zh", "--compare", saved / "zh"]
     result = run_try(*argv, "--english", "a\udcff $x$ \\frac " + "x" * 30_000, "--chinese", "")
-    assert result.returncode == 0 and ElementTree.parse(tmp_path / "x.svg"), result.stderr
-    assert (tmp_path / "x.svg.1").read_text() == "mine" and "renamed the old" in result.stdout
+    assert result.returncode == 0 and ElementTree.parse(saved / "zh" / "tokens.svg"), result.stderr
 
 
 def test_without_gpt2_the_other_tokenizer_is_still_shown(saved, tmp_path):
     """With an empty cache and no network: a proxy that refuses every connection."""
     env = environment(TIKTOKEN_CACHE_DIR=str(tmp_path), HTTPS_PROXY="http://127.0.0.1:9")
-    result = succeed("bpe/try_tokenizer.py", tokenizer=saved / "zh", svg=tmp_path / "x.svg", env=env)
+    result = succeed("bpe/try_tokenizer.py", tokenizer=saved / "zh", env=env)
     assert "note: without GPT-2's tokenizer" in result.stdout and "800 tokens" in result.stdout
 
 

@@ -137,7 +137,7 @@ DOORS = {
     "bench": Door("bench", lambda f, out: dict(size="tiny", new_tokens=2, repeats=1, device="cpu"), ("sample",)),
     "bpe/try": Door(
         "bpe.try_tokenizer",
-        lambda f, out: dict(tokenizer=f / "tokenizer.json", compare=f / "tokenizer.json", svg=out / "t.svg"),
+        lambda f, out: dict(tokenizer=f / "tokenizer.json", compare=f / "tokenizer.json"),
         files=("tokenizer.json",),
     ),
 }  # fmt: skip

@@ -238,7 +238,7 @@ def test_streaming_decode_equals_whole_decode(tok, ids, sizes):
 def test_streaming_decode_never_shows_half_a_character():
     tok = Tokenizer((), special_tokens=())
     decoder = tok.stream_decoder()
-    shown = [decoder.push(i) for i in tok.encode("é中😀!")]
+    shown = [decoder.push([i]) for i in tok.encode("é中😀!")]
     assert shown == ["", "é", "", "", "中", "", "", "", "😀", "!"]
     assert decoder.flush() == ""
     decoder.push(tok.encode("😀")[:2])
