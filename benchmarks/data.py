@@ -1,21 +1,20 @@
 """Text to shards, and shards to batches.
 
 Sharding compares, with GPT-2's tokens and two processes each: the loop that everybody writes (`Pool(2).imap` over
-load_dataset, into an array, without files and checksums); calling tiktoken and discarding the tokens; reading alone;
-and fineweb.py from start to end with files, checksums and manifest, by tiktoken and by gigatoken (pip install
-gigatoken). The text is that of --data, eight times over under different names.
-Reading takes 64 x 1,024 tokens at a time from 100 shards of 2M tokens: whole shards converted in file order, as short
-scripts do, against windows in the order of one permutation. Copying to int64 alone shows what is left to gain.
+load_dataset, into an array, without files and checksums); calling tiktoken and discarding the tokens; and fineweb.py
+from start to end with files, checksums and manifest, by tiktoken and by gigatoken (pip install gigatoken). The text is
+that of --data, eight times over under different names.
+Reading takes 64 x 1,024 tokens at a time from 100 shards of 2M tokens, in the order of one permutation and in that of
+the files.
 """
 
 import contextlib
 import io
-import itertools
 import multiprocessing
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -28,9 +27,8 @@ from benchmarks.measure import ROOT, Common, peak_memory, rates, timed
 from bpe.formats import get_encoding
 from cli import UserError
 from corpus.order import Batches, training_batches
-from corpus.sources import documents_of, units_of
 from corpus.stream import TokenStream, find_shards
-from machine.runtime import Runtime, prefetch
+from machine.runtime import Runtime
 
 B, T = 64, 1024  # sequences of a batch, and their tokens
 
@@ -60,8 +58,7 @@ def shard_figures(config: Config, rt: Runtime, folder: Path) -> Iterator[dict]:
     n = sum(map(len, gpt2().encode_ordinary_batch(texts))) + len(texts)
     contestants = {
         "the plain loop: Pool(2).imap over load_dataset": partial(plain_loop, rows, n),
-        "2 processes that only call encode_ordinary_batch": partial(in_two, encode_texts, texts),
-        "2 processes that only read the documents": partial(in_two, read_documents, files),
+        "2 processes that only call encode_ordinary_batch": partial(encode_in_two, texts),
         "fineweb.py, from start to end": partial(make_shards, files, folder / "shards", "tiktoken"),
         "fineweb.py --encoder gigatoken": partial(make_shards, files, folder / "shards", "gigatoken"),
     }
@@ -110,25 +107,18 @@ def plain_tokens(row: dict) -> np.ndarray:
     return tokens.astype(np.uint16)
 
 
-def in_two(work: Callable[[list], None], items: list) -> None:
-    halves = items[::2], items[1::2]
-    processes = [multiprocessing.Process(target=work, args=(half,)) for half in halves]
+def encode_in_two(texts: list[str]) -> None:
+    halves = texts[::2], texts[1::2]
+    processes = [multiprocessing.Process(target=encode, args=(half,)) for half in halves]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
 
 
-def encode_texts(texts: list[str]) -> None:
+def encode(texts: list[str]) -> None:
     for i in range(0, len(texts), 1000):
         gpt2().encode_ordinary_batch(texts[i : i + 1000], num_threads=1)
-
-
-def read_documents(files: list[str]) -> None:
-    for file in files:
-        for unit in units_of(Path(file), "text"):
-            for _ in documents_of(unit, "text"):
-                pass
 
 
 def make_shards(files: list[str], out_dir: Path, encoder: str) -> None:
@@ -155,14 +145,10 @@ def loader_figures(config: Config, rt: Runtime, folder: Path) -> Iterator[dict]:
         np.save(path, rng.integers(0, 50257, 2_000_000, dtype=np.uint16))
     paths = find_shards(str(folder), "train")
     stream = TokenStream(paths, 50304)
-    source = np.load(paths[0])[: B * (T + 1)]
     steps = 400
     contestants = {
-        "the plain loader: whole shards, file order": partial(read_plainly, paths, steps),
-        "this project, shuffled": lambda: read(stream, steps, shuffle=True),
-        "this project, file order": lambda: read(stream, steps, shuffle=False),
-        "this project, shuffled, in the thread": lambda: read(stream, steps, shuffle=True, in_thread=True),
-        "copying to int64 and nothing else": lambda: [source.astype(np.int64) for _ in range(steps)],
+        "reading, file order": partial(read, stream, steps, shuffle=False),
+        "reading, shuffled": partial(read, stream, steps, shuffle=True),
     }
     yield from rates(contestants, config.repeats, rt, steps * B * T, "tokens/s")
     paths = empty_shards(folder / "empty")
@@ -170,27 +156,8 @@ def loader_figures(config: Config, rt: Runtime, folder: Path) -> Iterator[dict]:
     yield dict(name="start-up, from 100 shards of 100M tokens to the first batch", rate=start_up, unit="s")
 
 
-def read_plainly(paths: list[Path], steps: int) -> None:
-    """A shard is read as a whole and converted; batches are slices of it."""
-    shards = itertools.cycle(paths)
-    tokens = torch.empty(0)
-    position = 0
-    for _ in range(steps):
-        if position + B * T + 1 > len(tokens):
-            shard = np.load(next(shards)).astype(np.int32)
-            tokens = torch.tensor(shard, dtype=torch.long)
-            position = 0
-        piece = tokens[position : position + B * T + 1]
-        piece[:-1].view(B, T)  # idx
-        piece[1:].view(B, T)  # targets
-        position += B * T
-
-
-def read(stream: TokenStream, steps: int, shuffle: bool, in_thread: bool = False) -> None:
-    batches = training_batches(Batches(stream, T, 0, shuffle), B, 0, steps, B)
-    if in_thread:
-        batches = prefetch(batches, torch.device("cpu"))
-    for _ in batches:
+def read(stream: TokenStream, steps: int, shuffle: bool) -> None:
+    for _ in training_batches(Batches(stream, T, 0, shuffle), B, 0, steps, B):
         pass
 
 
