@@ -5,8 +5,9 @@ most important first, each in a process that may use the rest of --minutes. FOLD
 has a table for each part; log.txt has everything that was printed. Both grow as it runs: a part that runs out of time
 keeps the rows of its finished contestants, and one that fails shows its last lines. --only NAME ... runs these parts
 again and keeps the results of the others.
-On a CPU, `--size tiny` goes through all of it in small. --data FOLDER has hellaswag*.jsonl and alpaca*.json, for a
-machine without a network. This file knows the order of the parts, but not what they measure.
+On a CPU, `--size tiny` goes through all of it in small. For a machine without a network: --data FOLDER has
+hellaswag*.jsonl and alpaca*.json, and TIKTOKEN_CACHE_DIR (absolute) is a copy of tiktoken's cache. This file knows the
+order of the parts, but not what they measure.
 """
 
 import contextlib

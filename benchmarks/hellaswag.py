@@ -13,8 +13,9 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from benchmarks.measure import Common, Size, fast_dtype, gpt2_tokenizer, model_sizes, rates
+from benchmarks.measure import Common, Size, fast_dtype, model_sizes, rates
 from cli import Count
+from corpus.shards import load_tokenizer
 from hellaswag import evaluate, load_rows, prepare
 from machine.runtime import Runtime
 from model import GPT, GPTConfig
@@ -30,7 +31,7 @@ class Config(Common):
 def run(config: Config, rt: Runtime) -> Iterator[dict]:
     torch.manual_seed(0)
     model = GPT(GPTConfig(**model_sizes(config.size))).to(rt.device).eval()
-    tokenizer = gpt2_tokenizer()
+    tokenizer = load_tokenizer("gpt2")
     rows = load_rows(config.data, rt)
     on_cpu = rt.device.type != "cuda"
     if config.rows or on_cpu:

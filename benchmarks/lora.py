@@ -14,7 +14,8 @@ from functools import partial
 
 import torch
 
-from benchmarks.measure import Common, Size, built_late, fast_dtype, gpt2_tokenizer, model_sizes, rates
+from benchmarks.measure import Common, Size, built_late, fast_dtype, model_sizes, rates
+from corpus.shards import load_tokenizer
 from finetuning.lora import TARGETS, LoRAConfig, add_lora, cast_frozen
 from finetuning.rows import Example, encode_rows, load_rows, micro_batches, split_rows
 from learning.optim import make_optimizer
@@ -38,7 +39,7 @@ class Config(Common):
 
 def run(config: Config, rt: Runtime) -> Iterator[dict]:
     chosen, _ = split_rows(load_rows(config.data)[:2000], 0, 0)
-    examples, _ = encode_rows(chosen[: 2 * N_EXAMPLES], gpt2_tokenizer(), MAX_LENGTH)
+    examples, _ = encode_rows(chosen[: 2 * N_EXAMPLES], load_tokenizer("gpt2"), MAX_LENGTH)
     examples = examples[:N_EXAMPLES]
     torch.manual_seed(0)
     base = GPT(GPTConfig(**model_sizes(config.size)))

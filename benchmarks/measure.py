@@ -6,7 +6,6 @@
 - `markdown_table(rows)` is how rows are shown
 - `peak_memory(command)` measures a whole tree of processes
 - `model_sizes(name)` is what --size means, `fast_dtype(rt)` the precision of training on this device
-- `gpt2_tokenizer()` has a substitute where the vocabulary cannot be downloaded
 - `machine(rt)` describes where the figures come from
 
 This file knows nothing of what is compared.
@@ -19,19 +18,15 @@ import re
 import statistics
 import subprocess
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import regex
 import torch
 
-from bpe.tokenizer import Tokenizer
-from cli import Range, UserError
-from corpus.shards import load_tokenizer
+from cli import Range
 from machine.runtime import Runtime, peaks
 from model import SIZES
 
@@ -175,36 +170,6 @@ def fast_dtype(rt) -> torch.dtype:
         return Runtime.setup(rt.device.type).dtype
     finally:
         torch.set_float32_matmul_precision(precision)  # or the contestants in fp32 would have TF32
-
-
-class Substitute:
-    """Replaces GPT-2's tokenizer: cuts the chunks of its pattern every nine bytes, and takes hashes as ids. Texts get
-    about as many tokens: 0.8% fewer on HellaSwag, 2.9% more on Alpaca. The ids do not affect the speed."""
-
-    eot_token = 50256
-    special_tokens = {"<|endoftext|>": eot_token}
-    pattern = Tokenizer.train([], 257).pattern
-
-    def __len__(self) -> int:
-        return 50257
-
-    def encode_ordinary(self, text: str) -> list[int]:
-        ids = []
-        for chunk in regex.findall(self.pattern, text):
-            data = chunk.encode()
-            ids += [zlib.crc32(data[i : i + 9]) % 50256 for i in range(0, len(data), 9)]
-        return ids
-
-    def encode_batch(self, texts: list[str], disallowed_special=()) -> list[list[int]]:
-        return list(map(self.encode_ordinary, texts))
-
-
-def gpt2_tokenizer():
-    try:
-        return load_tokenizer("gpt2")
-    except UserError as e:
-        print(f"{e}\nusing a substitute instead, which gives each text about as many tokens")
-        return Substitute()
 
 
 def machine(rt) -> dict:
