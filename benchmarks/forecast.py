@@ -1,7 +1,7 @@
 """How many tokens, hours and dollars speedrun needs at 124M, from its share of gpt2's tokens at small sizes.
 
     python bench.py forecast                                  # from docs/share.jsonl, which bench.py share has trained
-    python bench.py forecast --write --png forecast.png       # add it to docs/forecasts.json, and draw it
+    python bench.py forecast --write                          # add it to docs/forecasts.json
 
 The share is that of `bench.py share`, at 80 tokens a parameter. Over size, ln(share) is a line in ln(parameters). The
 hidden size tests that line: its share is forecast, with an interval, before it is trained. The line's end at 124M is
@@ -12,6 +12,7 @@ that bends on the way from half a million parameters to 124M. docs/forecast.md h
 import datetime
 import json
 import math
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -38,7 +39,6 @@ class Config:
     ledger: str = "docs/share.jsonl"  # the runs of bench.py share
     forecasts: str = "docs/forecasts.json"  # file with all forecasts, the newest one last
     write: bool = False  # add this one
-    png: str = ""  # draw the share over size in this file
     price: NonNegative = 2.5  # dollars per hour of one H100
     device: Device = "auto"  # of nothing; every benchmark has it
     json: str = ""  # write the figures to this file
@@ -51,8 +51,6 @@ def run(config: Config, rt) -> Iterator[dict]:
     points = points_of(Runs(Path(config.ledger)))
     if len(points) < 2:
         raise UserError(f"{config.ledger} has two seeds of fewer than two sizes; train them with bench.py share")
-    if config.png:
-        draw(points, said, Path(config.png))
     for n, shares in points.items():
         yield dict(name=f"share at {n:,} parameters", **interval_of(shares, points), seeds=np.exp(shares).tolist())
     hidden = parameters(HIDDEN.width)
@@ -67,9 +65,16 @@ def run(config: Config, rt) -> Iterator[dict]:
     for what, found in answer.items():
         yield dict(name=f"124M to {TARGET} with speedrun, {what}", **found)
     if config.write:
-        made = dict(date=str(datetime.date.today()), commit=about_machine(rt)["commit"], anchor=ANCHOR, target=TARGET)
-        made["shares"] = {n: interval_of(shares, points) for n, shares in points.items()}
-        replace_file(path, json.dumps([*forecasts, made | dict(hidden=said) | answer], indent=1) + "\n")
+        made = dict(
+            date=str(datetime.date.today()),
+            commit=about_machine(rt)["commit"],
+            anchor=ANCHOR,
+            target=TARGET,
+            shares={n: interval_of(shares, points) for n, shares in points.items()},
+            hidden=said,
+            **answer,
+        )
+        replace_file(path, json.dumps([*forecasts, made], indent=1) + "\n")
 
 
 def points_of(runs: Runs) -> Points:
@@ -89,18 +94,22 @@ def interval_of(shares: np.ndarray, points: Points) -> dict:
     """The share at one size. How far seeds are apart is taken from all sizes."""
     squares = sum(((other - other.mean()) ** 2).sum() for other in points.values())
     df = sum(len(other) - 1 for other in points.values())
-    return interval(shares.mean(), math.sqrt(squares / df / len(shares)), df)
+    variance = squares / df
+    return interval(shares.mean(), math.sqrt(variance / len(shares)), df)
 
 
 def line_at(n: float, points: Points, seeds: float = math.inf) -> dict:
     """The share at n parameters, as the mean of so many seeds, on the line through all points."""
-    x = np.concatenate([np.full(len(shares), math.log(size)) for size, shares in points.items()])
     y = np.concatenate(list(points.values()))
+    x = np.log(np.repeat(list(points), list(map(len, points.values()))))  # of the size of each
     slope, offset = np.polyfit(x, y, deg=1)
     df = len(x) - 2
     variance = ((y - slope * x - offset) ** 2).sum() / df
-    away = (math.log(n) - x.mean()) ** 2 / ((x - x.mean()) ** 2).sum()
-    return interval(slope * math.log(n) + offset, math.sqrt(variance * (1 / len(x) + away + 1 / seeds)), df)
+    away = math.log(n) - x.mean()
+    spread = ((x - x.mean()) ** 2).sum()
+    of_line = 1 / len(x) + away**2 / spread  # as every text on linear regression has it
+    error = math.sqrt(variance * (of_line + 1 / seeds))
+    return interval(slope * math.log(n) + offset, error, df)
 
 
 def interval(mean: float, error: float, df: int) -> dict:
@@ -118,26 +127,19 @@ def student_t(df: int) -> float:
 
 def at_124m(points: Points, price: float) -> dict:
     """Share, tokens, hours on one H100, and dollars to TARGET."""
+    tokens = statistics.mean(map(tokens_of_gpt2, PUBLISHED))
+    hours = tokens * ANCHOR["seconds_per_token"] / 3600
+    of_gpt2 = dict(share=1.0, tokens=tokens, hours=hours, dollars=hours * price)
     share = line_at(ANCHOR["parameters"], points)
-    needed = [((TARGET - ANCHOR["loss"]) / b + ANCHOR["tokens"] ** -beta) ** (-1 / beta) for b, beta in PUBLISHED]
-    hours = np.mean(needed) * ANCHOR["seconds_per_token"] / 3600
-    unit = dict(share=1.0, tokens=np.mean(needed), hours=hours, dollars=hours * price)
-    return {what: {end: factor * value for end, value in share.items()} for what, factor in unit.items()}
+    answer = {}
+    for what, amount in of_gpt2.items():
+        answer[what] = {end: amount * value for end, value in share.items()}
+    return answer
 
 
-def draw(points: Points, said: dict | None, path: Path) -> None:
-    """The share over size, and the hidden size as it was forecast."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.2), dpi=120, layout="constrained")
-    axes = figure.add_subplot(xscale="log", xlabel="parameters", ylabel="tokens that speedrun needs (% of gpt2's)")
-    bars = [(n, interval_of(shares, points), "o", f"{n:,} parameters") for n, shares in points.items()]
-    if said:  # a little to the right, so that it does not cover what was measured later
-        bars.append((1.05 * parameters(HIDDEN.width), said, "s", "the hidden size, as forecast"))
-    for n, found, marker, label in bars:
-        low, middle, high = 100 * np.array(list(found.values()))
-        label = f"{label}: {middle:.0f}% ({low:.0f} to {high:.0f}%)"
-        axes.errorbar(n, middle, [[middle - low], [high - middle]], fmt=marker, capsize=5, label=label)
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.savefig(path)
+def tokens_of_gpt2(law: tuple[float, float]) -> float:
+    """What gpt2 needs to TARGET, from what it needed to the anchor's loss: loss = constant + B / D^beta."""
+    b, beta = law
+    anchor = b / ANCHOR["tokens"] ** beta
+    left = TARGET - ANCHOR["loss"] + anchor
+    return (b / left) ** (1 / beta)
