@@ -15,10 +15,12 @@ Every run becomes a line of --ledger, and is repeated only if its code or the re
 import ast
 import hashlib
 import inspect
+import itertools
 import json
 import math
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
@@ -90,14 +92,23 @@ def run(config: Config, rt: Runtime) -> Iterator[dict]:
     setting = setting_of(config, shards, rt)
     baseline, *undecided = ideas
     first = min(FIRST_LOOK, config.seeds)
-    for seeds in [range(first), *([seed] for seed in range(first, config.seeds))]:
+    one_by_one = [[seed] for seed in range(first, config.seeds)]
+    for seeds in [range(first), *one_by_one]:
         names = (baseline, *undecided)
         jobs = []
-        for seed in seeds:
-            jobs += [(name, seed) for name in names if seed not in ledger.losses(setting, name, version[name])]
+        for seed, name in itertools.product(seeds, names):
+            if seed not in ledger.losses(setting, name, version[name]):
+                jobs.append((name, seed))
         for (name, seed), figures in side_by_side(ideas, jobs, config, shards, rt):
-            about = dict(idea=name, version=version[name], against=baseline, machine=machine(rt)["device"])
-            ledger.add(setting=setting, seed=seed, **about, **figures)
+            ledger.add(
+                setting=setting,
+                seed=seed,
+                idea=name,
+                version=version[name],
+                against=baseline,
+                machine=machine(rt)["device"],
+                **figures,
+            )
         rows = {name: ledger.row(setting, name, baseline, version) for name in names}
         yield from rows.values()
         undecided = [name for name in undecided if rows[name]["verdict"] == "not told apart"]
@@ -112,10 +123,12 @@ def chosen(config: Config) -> dict[str, Idea]:
     unknown = {*config.ideas, baseline} - {*known}
     if unknown:
         raise UserError(f"{sorted(unknown)[0]!r} is not an idea for {config.recipe}; choose from {', '.join(known)}")
+    found = {baseline: known[baseline]}
+    for k in range(1, config.null + 1):
+        found[f"null {k}"] = replace(known[baseline], seeds_from=1000 * k)
     if config.null:
-        other_seeds = {f"null {k}": replace(known[baseline], seeds_from=1000 * k) for k in range(1, config.null + 1)}
-        return {baseline: known[baseline]} | other_seeds
-    return {name: known[name] for name in (baseline, *(config.ideas or known))}
+        return found
+    return found | {name: known[name] for name in config.ideas or known}
 
 
 # ---------------------------------------------------------------------------------------------------------- evidence
@@ -179,20 +192,32 @@ class LabLedger(Ledger):
         losses = self.losses(setting, idea, version[idea])
         plain = self.losses(setting, baseline, version[baseline])
         seeds = sorted(losses.keys() & plain.keys())
-        row = dict(name=idea, mean=statistics.mean(losses[seed] for seed in seeds or losses), seeds=len(seeds))
+        mean = statistics.mean(losses[seed] for seed in seeds or losses)
+        row = dict(name=idea, mean=mean, seeds=len(seeds))
         if idea == baseline or not seeds:
             return row
         over = [losses[seed] - plain[seed] for seed in seeds]
-        error = statistics.stdev(over) / len(over) ** 0.5 if len(over) > 1 else 0.0
-        row |= dict(over=statistics.mean(over), standard_error=error, evidence=evidence(over), verdict=verdict(over))
-        return row | dict(over_recipe=over)
+        deviation = statistics.stdev(over) if len(over) > 1 else 0.0
+        return row | dict(
+            over=statistics.mean(over),
+            standard_error=deviation / math.sqrt(len(over)),
+            evidence=evidence(over),
+            verdict=verdict(over),
+            over_each=over,
+        )
 
     def rows(self, against: str) -> Iterator[dict]:
-        for setting, idea, first in dict.fromkeys((r["setting"], r["idea"], r["against"]) for r in self.runs):
-            newest = {r["idea"]: r["version"] for r in self.runs if r["setting"] == setting}
-            baseline = against or first
-            if idea != baseline and baseline in newest:
-                yield self.row(setting, idea, baseline, newest) | dict(name=f"{setting}: {idea}, against {baseline}")
+        """A row for every idea of every setting, compared with `against`, or with the baseline of its runs."""
+        newest = defaultdict(dict)  # by setting: the last version of each idea
+        compared = {}  # no idea twice, in the order of the ledger
+        for run in self.runs:
+            newest[run["setting"]][run["idea"]] = run["version"]
+            compared[run["setting"], run["idea"], against or run["against"]] = None
+        for setting, idea, baseline in compared:
+            version = newest[setting]
+            if idea != baseline and baseline in version:
+                row = self.row(setting, idea, baseline, version)
+                yield row | dict(name=f"{setting}: {idea}, against {baseline}")
 
 
 # ------------------------------------------------------------------------------------------------------------ the runs
@@ -202,8 +227,10 @@ def setting_of(config: Config, shards: str, rt: Runtime) -> str:
     """What all runs of a comparison share, in words."""
     plain = settings(config, PLAIN, 0)
     precision = str(Runtime.setup(rt.device.type, plain.dtype).dtype).removeprefix("torch.")
-    code = "".join((ROOT / file).read_text(encoding="utf-8") for file in CODE) + inspect.getsource(train) + str(plain)
-    digest = hashlib.sha256(ast.dump(ast.parse(code)).encode()).hexdigest()[:8]  # the same if a comment changes
+    code = [(ROOT / file).read_text(encoding="utf-8") for file in CODE]
+    code += [inspect.getsource(train), str(plain)]
+    parsed = ast.dump(ast.parse("".join(code)))  # the same if a comment changes
+    digest = hashlib.sha256(parsed.encode()).hexdigest()[:8]
     size = config.size or "own size"
     return f"{config.recipe}, {size}, {plain.max_steps} steps, {Path(shards).name}, {precision}, code {digest}"
 
@@ -219,9 +246,10 @@ def settings(config: Config, idea: Idea, seed: int, shards: str = "") -> Trainin
     recipe = RECIPES[config.recipe]
     steps = config.steps or recipe.max_steps
     length = dict(max_steps=steps, warmup_steps=steps * recipe.warmup_steps // recipe.max_steps)
-    config = replace(recipe, **length | SIZES[config.size] | idea.constants, seed=seed + idea.seeds_from)
-    batch_size = config.total_batch_size // config.sequence_length
-    return replace(config, data=shards, tokenizer="train", micro_batch_size=batch_size, hellaswag_interval=0)
+    constants = length | SIZES[config.size] | idea.constants
+    training = replace(recipe, **constants, seed=seed + idea.seeds_from)
+    batch_size = training.total_batch_size // training.sequence_length
+    return replace(training, data=shards, tokenizer="train", micro_batch_size=batch_size, hellaswag_interval=0)
 
 
 def side_by_side(ideas: dict[str, Idea], jobs: list[tuple], config: Config, shards: str, rt: Runtime) -> Iterator:

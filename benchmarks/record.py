@@ -31,21 +31,29 @@ from run.records import of_kind, read_log
 
 class Kind(NamedTuple):
     sizes: dict  # that the model must have
-    text: str  # sha256 of the text whose end is scored, in bits per byte; "" for FineWeb's shard, in nats per token
-    minutes: float  # of training, at most
-    machine: str  # pattern of its description in the log
-    seeds: int  # at least
     target: float  # what the mean must be below
     sigma: float  # standard deviation of a run
+    seeds: int = 3  # at least
+    text: str = ""  # sha256 of a text whose end is scored, in bits per byte; or FineWeb's shard, in nats per token
+    minutes: float = math.inf  # of training, at most
+    machine: str = ""  # pattern of its description in the log
     best: tuple[float, int] | None = None  # mean and seeds of the record
 
 
 GPT2 = dict(n_layer=12, n_head=12, n_embd=768, n_positions=1024)
 SHAKESPEARE = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 KINDS = {
-    "tokens": Kind(GPT2, "", math.inf, "", 3, 3.28, 0.002),
-    "h100": Kind(GPT2, "", math.inf, r"^(?!.*ranks).*H100", 3, 3.28, 0.002),
-    "cores": Kind({}, SHAKESPEARE, 10.0, "cpu with (1 of 2|1|2) threads?", 5, math.inf, 0.01),
+    "tokens": Kind(GPT2, target=3.28, sigma=0.002),
+    "h100": Kind(GPT2, target=3.28, sigma=0.002, machine=r"^(?!.*ranks).*H100"),
+    "cores": Kind(
+        {},
+        target=math.inf,
+        sigma=0.01,
+        seeds=5,
+        text=SHAKESPEARE,
+        minutes=10.0,
+        machine="cpu with (1 of 2|1|2) threads?",
+    ),
 }
 VAL_TOKENS = 10_485_760  # of FineWeb's shard
 TOLERANCE = 0.005  # nats between the loss in a log, perhaps in 16 bits, and ours in 32
@@ -65,10 +73,10 @@ class Config:
 
 def run(config: Config, rt: Runtime) -> Iterator[dict]:
     kind = KINDS[config.kind]
-    found = []
     runs = [facts_of(Path(name), kind) for name in config.runs]
     refuse_chosen(runs, kind)
     torch.set_num_threads(fastest_threads(torch.get_num_threads()))
+    found = []  # what the kind is judged by
     for name, facts in zip(config.runs, runs, strict=True):
         model, tokenizer = opened(facts["checkpoint"], kind)
         ids, n_bytes = text_tokens(config.data, tokenizer, kind.text) if kind.text else shard_tokens(config.data)
@@ -79,13 +87,21 @@ def run(config: Config, rt: Runtime) -> Iterator[dict]:
             raise UserError(f"{what} in windows that do not overlap; log what the rules ask for")
         found.append(nats / math.log(2) / n_bytes if kind.text else loss)
         yield dict(name=name, result=found[-1], loss=loss, tokens=facts["tokens"], minutes=facts["minutes"])
-    yield dict(name="entry", result=statistics.mean(found), verdict=verdict(found, kind))
+    mean = statistics.mean(found)
+    yield dict(name="entry", result=mean, verdict=verdict(found, kind))
     first = runs[0]
     c = first["constants"]
     seeds = ", ".join(f"{value:.4f}" for value in found)
-    size = f"{c['n_layer']} x {c['n_embd']}, {c['vocab_size']} tokens, T = {c['sequence_length']} | {c['optimizer']}"
-    took = f"{max(facts['minutes'] for facts in runs):.1f} min, {first['machine']} | {first['commit']}"
-    print(f"| | {size} | {first['tokens']:,} | {statistics.mean(found):.4f} ({seeds}) | {took} |")
+    minutes = max(facts["minutes"] for facts in runs)
+    cells = (
+        f"{c['n_layer']} x {c['n_embd']}, {c['vocab_size']} tokens, T = {c['sequence_length']}",
+        c["optimizer"],
+        f"{first['tokens']:,}",
+        f"{mean:.4f} ({seeds})",
+        f"{minutes:.1f} min, {first['machine']}",
+        first["commit"],
+    )
+    print(f"| | {' | '.join(cells)} |")  # the first cell is for a name
 
 
 def facts_of(run_dir: Path, kind: Kind) -> dict:
@@ -106,8 +122,16 @@ def facts_of(run_dir: Path, kind: Kind) -> dict:
     machine = log[0]["machine"]
     if minutes > kind.minutes or not re.search(kind.machine, machine):
         raise UserError(f"{run_dir} took {minutes:.1f} minutes on {machine}; docs/record.md says what this kind allows")
-    facts = dict(checkpoint=checkpoint, constants=load_train_state(checkpoint)["config"], loss=val[-1], step=step)
-    return facts | dict(tokens=train[-1]["tokens"], minutes=minutes, machine=machine, commit=log[0]["commit"])
+    return dict(
+        checkpoint=checkpoint,
+        constants=load_train_state(checkpoint)["config"],
+        loss=val[-1],
+        step=step,
+        tokens=train[-1]["tokens"],
+        minutes=minutes,
+        machine=machine,
+        commit=log[0]["commit"],
+    )
 
 
 def refuse_chosen(runs: list[dict], kind: Kind) -> None:
@@ -126,13 +150,16 @@ def opened(checkpoint: Path, kind: Kind) -> tuple:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
     model, about = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, output_loading_info=True)
-    tokenizer, found = AutoTokenizer.from_pretrained(checkpoint), model.config.to_dict()
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    found = model.config.to_dict()
     sizes = {key: found.get(key) for key in (*GPT2, "vocab_size", "bos_token_id", "eos_token_id")}
     plain = GPT2Config(**sizes).to_dict()
     wrong = [key for key in sorted({*found, *plain} - NOT_COMPUTED) if found.get(key) != plain.get(key)]
     wrong += [key for key, size in kind.sizes.items() if sizes[key] != size]
-    wrong += ["n_inner"] if found.get("n_inner") not in (None, 4 * found["n_embd"]) else []
-    wrong += ["vocab_size"] if found["vocab_size"] > -(-len(tokenizer) // 128) * 128 else []  # padded to 128, no more
+    if found.get("n_inner") not in (None, 4 * found["n_embd"]):
+        wrong.append("n_inner")
+    if found["vocab_size"] > -(-len(tokenizer) // 128) * 128:  # padded to 128, no more
+        wrong.append("vocab_size")
     if type(model).__name__ != "GPT2LMHeadModel" or wrong or any(about.values()):
         raise UserError(f"{checkpoint} is not a GPT-2 as the rules have it: {wrong or about}; see docs/record.md")
     return model.eval(), tokenizer
@@ -161,7 +188,8 @@ def shard_tokens(data: str) -> tuple[torch.Tensor, int]:
 def nats_of(model, ids: torch.Tensor) -> float:
     """The sum of -ln p of every token after the first. Windows do not overlap: with a smaller stride tokens would have
     more context, and the loss would be lower."""
-    total, T = 0.0, model.config.n_positions
+    T = model.config.n_positions
+    total = 0.0
     for start in range(0, len(ids) - 1, T):
         window = ids[start : start + T + 1]
         logits = model(window[None, :-1]).logits[0].float()  # (T, V)
@@ -171,7 +199,8 @@ def nats_of(model, ids: torch.Tensor) -> float:
 
 def verdict(found: list[float], kind: Kind) -> str:
     """Whether the mean is two standard errors below the target, and below the record; sigma is the same for both."""
-    n, mean = len(found), statistics.mean(found)
+    n = len(found)
+    mean = statistics.mean(found)
     if (kind.target - mean) * math.sqrt(n) < 2 * kind.sigma:
         return f"refused: not shown to be below {kind.target}"
     if kind.best and (kind.best[0] - mean) / math.sqrt(1 / n + 1 / kind.best[1]) < 2 * kind.sigma:

@@ -101,14 +101,14 @@ def test_without_an_idea_it_is_a_run_of_train_gpt2(small, tmp_path, monkeypatch,
 def test_no_run_is_made_twice_and_another_version_of_an_idea_is_another_run(door, monkeypatch):
     rows = door("momentum 0.9", "--seeds", "3")
     assert set(rows) == {"speedrun", "momentum 0.9"} and len(door.made) == 6
-    assert rows["momentum 0.9"]["over_recipe"] and rows["momentum 0.9"]["verdict"] == "not told apart"
+    assert rows["momentum 0.9"]["over_each"] and rows["momentum 0.9"]["verdict"] == "not told apart"
     assert door("momentum 0.9", "--seeds", "3") == rows and door.made == []
     known = IDEAS["speedrun"]["momentum 0.9"]
     monkeypatch.setitem(IDEAS["speedrun"], "momentum 0.9", replace(known, options=known.options | dict(momentum=0.8)))
     assert door("momentum 0.9")["momentum 0.9"]["seeds"] == 2  # those of another version do not count
     assert door.made == [("momentum 0.9", 0), ("momentum 0.9", 1)]
     [row], [turned] = (door("--table", "--against", baseline).values() for baseline in ("", "momentum 0.9"))
-    assert turned["over_recipe"] == [-over for over in row["over_recipe"]] and row["seeds"] == 2 and door.made == []
+    assert turned["over_each"] == [-over for over in row["over_each"]] and row["seeds"] == 2 and door.made == []
     monkeypatch.setitem(lab.RECIPES, "speedrun", replace(lab.RECIPES["speedrun"], weight_decay=0.2))
     assert door("momentum 0.9")["momentum 0.9"]["seeds"] == 2 and len(door.made) == 4  # as if never made
 
