@@ -149,12 +149,14 @@ def boxes(axes, title: str, places: dict[str, tuple], arrows: list[tuple]) -> No
     axes.set(xlim=(0, 1), ylim=(0, 1))
     axes.axis("off")
     axes.set_title(title, fontsize=10)
+    drawn = {}
     for text, at in places.items():
         box = dict(boxstyle="round", facecolor="white" if len(text.strip()) < 13 else GREYS[2], edgecolor="black")
-        axes.text(*at, text.strip(), ha="center", va="center", fontsize=9, bbox=box, zorder=3)
+        drawn[text] = axes.text(*at, text.strip(), ha="center", va="center", fontsize=9, bbox=box, zorder=3)
     for start, end, bend in arrows:
-        style = dict(arrowstyle="->", shrinkA=10, shrinkB=10, connectionstyle=f"arc3,rad={bend}")
-        axes.annotate("", places[end], places[start], arrowprops=style, zorder=2)
+        ends = dict(patchA=drawn[start].get_bbox_patch(), patchB=drawn[end].get_bbox_patch(), shrinkA=0, shrinkB=1)
+        style = dict(arrowstyle="->", connectionstyle=f"arc3,rad={bend}", **ends)
+        axes.annotate("", places[end], places[start], arrowprops=style, zorder=4)
 
 
 def blocks(title: str) -> None:
@@ -162,7 +164,7 @@ def blocks(title: str) -> None:
     attention, mlp = "attention: Q, K, V (B, H, T, D)", "MLP: (B, T, C) to (B, T, 4C), back"
     pre = ["x (B, T, C)", "LayerNorm", attention, "+", "LayerNorm ", mlp, "+ "]
     post = ["x (B, T, C)", attention, "+", "LayerNorm", mlp, "+ ", "LayerNorm "]
-    forms = {"pre-norm: GPT-2": (pre, "+", 1.5), "post-norm: the first transformer": (post, "LayerNorm", 2.3)}
+    forms = {"pre-norm: GPT-2": (pre, "+", 1.7), "post-norm: the first transformer": (post, "LayerNorm", 2.3)}
     with picture("blocks", title, height=4.4, grid=(1, 2)) as panels:
         for axes, (name, (parts, second, bend)) in zip(panels, forms.items(), strict=True):
             places = {part: (0.5, 0.04 + 0.15 * i) for i, part in enumerate(parts)}
@@ -179,6 +181,45 @@ def bypass(title: str) -> None:
         boxes(axes, "y = W x + (alpha / r) B A x", places, [(*arrow, 0) for arrow in arrows])
 
 
+def memory(title: str, gb: dict[str, dict[str, float]], cards: tuple[int, ...]) -> None:
+    """A bar for each model {name: {kind: GB}}, and a line for each size of card."""
+    with picture("memory", title, "GB on one GPU, AdamW", height=2.9) as axes:
+        stacked(axes, gb)
+        axes.set_xlim(0, 1.1 * max(cards))
+        for card in cards:
+            axes.axvline(card, color="black", linestyle=":")
+            axes.text(card + 0.5, 0, f"{card} GB", fontsize=9)
+
+
+def gradients(title: str, labels: dict[str, np.ndarray]) -> None:
+    """How often each size occurs among the gradients {label: of any sign}."""
+    with picture("fp16", title, "log2 of a gradient's size", "gradients") as axes:
+        for color, (label, values) in zip(GREYS, labels.items(), strict=False):
+            sizes = np.log2(np.maximum(np.abs(values), 2.0**-40))
+            axes.hist(sizes, 120, color=color, label=label)
+        axes.axvline(-25, color="black", linestyle="--", label="below 2^-25 FP16 rounds to 0")
+        axes.axvline(-14, color="black", linestyle=":", label="below 2^-14 FP16 loses precision")
+        axes.legend(loc="upper left", fontsize=9.5)
+
+
+def resumed_run(title: str, whole: dict[int, float], resumed: dict[int, float], killed: int, checkpoint: int) -> None:
+    """The losses {step: loss} of a run that was interrupted after step `killed` over those of one that was not."""
+    with picture("resume", title, "step", "training loss (nats)") as axes:
+        axes.plot(list(whole), list(whole.values()), linewidth=4, color=GREYS[2], label="not interrupted")
+        axes.plot(list(resumed), list(resumed.values()), linewidth=1.2, color="black", label="killed, then resumed")
+        axes.axvline(killed, color=GREYS[1], label="kill -9")
+        axes.axvline(checkpoint, color="gray", linestyle=":", label="the checkpoint it continues from")
+
+
+def losses_by_rank(title: str, ranks: tuple[int, ...], found: dict[str, list[list[float]]]) -> None:
+    """Losses {rule: for each rank, those of all seeds}."""
+    with picture("alpha", title, "rank (log)", "validation loss (nats per answer token)") as axes:
+        for i, (rule, losses) in enumerate(found.items()):
+            labels = [f"{rule}, a line for each seed"] + [""] * (len(losses[0]) - 1)
+            axes.plot(ranks, losses, label=labels, **look(i, len(ranks)))
+        plain_ticks(axes, ranks)
+
+
 def order_of_windows(title: str, epochs: dict, ranks: dict) -> None:
     """Each epoch (steps, rows) in colours; white lines separate the ranks of each step."""
     label = "row of the global batch; white lines separate ranks"
@@ -188,7 +229,7 @@ def order_of_windows(title: str, epochs: dict, ranks: dict) -> None:
             axes.set_title(name, fontsize=10)
             axes.grid(False)
             for step, n in enumerate(ranks[name]):
-                axes.hlines(np.arange(1, n) * 32 / n - 0.5, step - 0.5, step + 0.5, color="white", linewidth=2)
+                axes.hlines(np.arange(1, n) * 32 / n - 0.5, step - 0.5, step + 0.5, color="white", linewidth=3)
         panels[-1].figure.colorbar(drawn, label="number of the window in the text")
 
 
@@ -244,7 +285,8 @@ def hellaswag_runs(title: str, scores: dict[str, list]) -> None:
 
 def differences(title: str, columns: dict[str, dict[str, list]]) -> None:
     """A panel for each column, with the points {change: [difference of each seed]} and a bar at their mean."""
-    with picture("undone", title, "nats over the recipe's", height=4.2, grid=(1, len(columns))) as panels:
+    unit = "validation loss less the recipe's (nats)"
+    with picture("undone", title, unit, height=4.2, grid=(1, len(columns))) as panels:
         for axes in panels[1:]:
             axes.sharex(panels[0])
         for axes, (name, rows) in zip(panels, columns.items(), strict=True):
