@@ -1,7 +1,10 @@
 """Fixtures that several test files share."""
 
 import os
+import sys
+import traceback
 from pathlib import Path
+from types import SimpleNamespace
 
 # before torch is imported: threads of several processes wait for each other, and no test needs a trial of their number
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -11,11 +14,34 @@ import torch
 
 from bpe.tokenizer import Tokenizer
 from tests.corpora import make_documents, write_parquet
-from tests.helpers import ROOT, SMALL, arguments, run_inline, text_file
+from tests.helpers import SHORT, SMALL, arguments, prose, text_file
 
 
 @pytest.fixture
-def train(tmp_path, capsys, monkeypatch):
+def inline(capsys, monkeypatch):
+    """Run a script's main function in this process, inline(main, "a word", "--flag", "5", an_option=6): quicker than in
+    a new one, with the same exit codes and output."""
+    from cli import script
+
+    def run(main, *words, **options) -> SimpleNamespace:
+        monkeypatch.setattr(sys, "argv", ["script.py", *map(str, words), *arguments(**options)])
+        capsys.readouterr()
+        try:
+            script(main)
+            code = 0
+        except SystemExit as e:
+            code = e.code
+            while e:  # what their frames hold, such as the lock of a run, would else stay until garbage is collected
+                traceback.clear_frames(e.__traceback__)
+                e = e.__context__
+        out = capsys.readouterr()
+        return SimpleNamespace(returncode=code, stdout=out.out, stderr=out.err)
+
+    return run
+
+
+@pytest.fixture
+def train(tmp_path, inline):
     """Pretrain a small GPT in this process: train(out="run", max_steps=3, ...)."""
     import train_gpt2
 
@@ -25,9 +51,28 @@ def train(tmp_path, capsys, monkeypatch):
         if "data" not in changes and not data.exists():
             text_file(data)
         options = {**SMALL, "data": data, "out_dir": tmp_path / out, **changes}
-        return run_inline(train_gpt2.main, ["tiny", *arguments(**options)], capsys, monkeypatch)
+        return inline(train_gpt2.main, "tiny", **options)
 
     return run
+
+
+@pytest.fixture
+def short(train):
+    """Six steps, with checkpoints after 2, 4 and 6: short(max_steps=7, ...)."""
+    return lambda **changes: train(**SHORT | changes)
+
+
+@pytest.fixture
+def run_dir(tmp_path) -> Path:
+    """Where `train` writes, if it is not told otherwise."""
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def rt():
+    from machine.runtime import Runtime
+
+    return Runtime.setup("cpu", "float32")
 
 
 @pytest.fixture(scope="session")
@@ -44,14 +89,14 @@ def gpt2_vocabulary() -> None:
 def tokenizer(tmp_path_factory) -> Path:
     """A tokenizer.json with 600 tokens."""
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    text = (ROOT / "input.txt").read_text()
+    text = prose()
     Tokenizer.train([text[:100_000]], 600).save(path)
     return path
 
 
 @pytest.fixture(scope="session")
 def small_tokenizer() -> Tokenizer:
-    return Tokenizer.train([(ROOT / "input.txt").read_text()[:60_000]], 320)
+    return Tokenizer.train([prose(60_000)], 320)
 
 
 @pytest.fixture(scope="session")

@@ -15,14 +15,14 @@ from bpe.tokenizer import Tokenizer
 from corpus.manifest import read_manifest
 from corpus.stream import find_shards
 from fineweb import Config, make_shards
-from tests.helpers import ROOT
+from tests.helpers import prose
 
 SHARD = 20_000  # tokens
 
 
 def make_documents(n: int = 60, seed: int = 0) -> list[str]:
     """Pieces of prose of very different lengths, an empty one, other alphabets, all ends of lines, a special token."""
-    text, rng = (ROOT / "input.txt").read_text(), random.Random(seed)
+    text, rng = prose(), random.Random(seed)
     docs = []
     for _ in range(n):
         start = rng.randrange(len(text) - 9000)
@@ -39,21 +39,19 @@ def write_parquet(path: Path, docs: list, rows: int = 100) -> Path:
     return path
 
 
-def plain_shards(
-    docs: list[str], tok: Tokenizer, shard_size: int = SHARD, limit: int | None = None
-) -> list[np.ndarray]:
+def plain_shards(docs: list[str], tok: Tokenizer, limit: int | None) -> list[np.ndarray]:
     """The oracle: all tokens in a list, with the Python encoder, cut into pieces."""
     tokens = [i for doc in docs for i in (tok.eot_token, *tok.encode_ordinary(doc))][:limit]
-    return [np.array(tokens[i : i + shard_size], np.uint16) for i in range(0, len(tokens), shard_size)]
+    return [np.array(tokens[i : i + SHARD], np.uint16) for i in range(0, len(tokens), SHARD)]
 
 
 def shard_paths(out_dir: Path) -> list[Path]:
     return find_shards(str(out_dir), "val") + find_shards(str(out_dir), "train")
 
 
-def assert_shards(out_dir: Path, expected: list[np.ndarray]) -> None:
-    """The files are those that np.save writes, and nothing else is left behind."""
-    paths = shard_paths(out_dir)
+def assert_shards(out_dir: Path, docs: list[str], tokenizer: Path, limit: int | None = None) -> list[np.ndarray]:
+    """The files are those that np.save writes of the plain loop's tokens, and nothing else is left behind."""
+    expected, paths = plain_shards(docs, Tokenizer.load(tokenizer), limit), shard_paths(out_dir)
     assert len(paths) == len(expected)
     for i, (path, tokens) in enumerate(zip(paths, expected, strict=True)):
         assert path.name.endswith(f"_{'train' if i else 'val'}_{i:06d}.npy")
@@ -61,6 +59,7 @@ def assert_shards(out_dir: Path, expected: list[np.ndarray]) -> None:
         assert path.read_bytes() == (out_dir / "expected.npy").read_bytes(), path
         (out_dir / "expected.npy").unlink()
     assert not list(out_dir.glob(".*.tmp")) and not (out_dir / ".downloads").exists()
+    return expected
 
 
 def options(source, out_dir, tokenizer, **kwargs) -> dict:

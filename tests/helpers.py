@@ -7,10 +7,13 @@ import re
 import subprocess
 import sys
 import traceback
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
+from cli import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -61,6 +64,25 @@ def start_script(script: str, *args, **kwargs) -> subprocess.Popen:
     return subprocess.Popen(command(script, *args, **kwargs), env=environment(), **pipes)
 
 
+def children_of(pid: int) -> list[int]:
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        found += [int(child) for child in task.read_text().split()]
+    return found
+
+
+def state_of(pid: int) -> str:
+    """As proc(5) has it: R, S, Z, ...; X for one that is no more."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+    except OSError:
+        return "X"
+
+
+def gone(pid: int) -> bool:
+    return state_of(pid) in "ZX"
+
+
 def succeed(*args, **kwargs) -> subprocess.CompletedProcess:
     result = run_script(*args, **kwargs)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -76,14 +98,80 @@ def assert_user_error(result: subprocess.CompletedProcess, *words: str) -> None:
         assert word in lines[0], (word, lines[0])
 
 
-def text_file(path: Path, n_bytes: int = 40_000) -> Path:
-    path.write_text((ROOT / "input.txt").read_text()[:n_bytes])
+def refusals(text: str) -> list[tuple[str, list[str]]]:
+    """[(what is given, the words of the error)] of lines such as `n_head=3 | n_embd 32 | n_head 3`."""
+    rows = [line.strip().split(" | ") for line in text.strip().splitlines()]
+    return [(given, words) for given, *words in rows]
+
+
+def options_of(text: str) -> dict:
+    """Those of `total_batch_size=250 resume`, for `arguments`."""
+    pairs = [word.partition("=") for word in text.split()]
+    return {name: value if equals else True for name, equals, value in pairs}
+
+
+def json_values(text: str) -> list[tuple]:
+    """[(key, value)] of lines such as `n_layer 0 null "2"`: a key, and values in JSON without blanks."""
+    rows = [line.split() for line in text.strip().splitlines()]
+    return [(key, json.loads(value)) for key, *values in rows for value in values]
+
+
+def assert_refused(words: str, function, *args, error=UserError, **options) -> None:
+    """What the user gave is refused in a sentence that matches `words`."""
+    with pytest.raises(error, match=words):
+        function(*args, **options)
+
+
+assert_invalid = partial(assert_refused, error=ValueError)
+
+
+def prose(n: int | None = None) -> str:
+    """The first n characters of the text that comes with the project."""
+    return (ROOT / "input.txt").read_text()[:n]
+
+
+def text_file(path: Path, n: int = 40_000) -> Path:
+    path.write_text(prose(n))
+    return path
+
+
+def hellaswag_rows(path: Path, n: int = 7) -> Path:
+    """Rows that are alike but for their labels."""
+    row = dict(ctx="He", ctx_a="He", ctx_b="", activity_label="To", endings=["is", "was here", "a", "go on"])
+    return write_lines(path, [row | dict(label=i % 4) for i in range(n)])
+
+
+def read_json(path: Path):
+    return json.loads(Path(path).read_text(encoding="utf-8"))
+
+
+def write_json(path: Path, content) -> Path:
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return path
+
+
+def read_lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def write_lines(path: Path, rows) -> Path:
+    """A file of JSON lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
 
 def log_of(out_dir: Path, kind: str) -> list[dict]:
-    records = [json.loads(line) for line in (Path(out_dir) / "log.jsonl").read_text().splitlines()]
-    return [record for record in records if record["kind"] == kind]
+    return [record for record in read_lines(Path(out_dir) / "log.jsonl") if record["kind"] == kind]
+
+
+def column(out_dir: Path, kind: str, name: str) -> list:
+    """One figure of all records of a kind."""
+    return [record.get(name) for record in log_of(out_dir, kind)]
+
+
+def n_logged(run: Path) -> int:
+    """Training steps in the log."""
+    return (run / "log.jsonl").read_text().count('"train"') if (run / "log.jsonl").exists() else 0
 
 
 def losses(out_dir: Path) -> list[tuple[int, float, float]]:
@@ -109,10 +197,9 @@ def assert_changes_take_effect(train, run: Path, page: str, constants: dict, oth
     """Resume `run` with the values in `other` of all constants that the table says take effect; returns them."""
     effective = [name for name, said in resume_table(page).items() if said == "takes effect"]
     changes = {name: other[name] for name in effective if name in other}
-    result = train(**constants | changes | dict(resume=True))
-    assert result.returncode == 0, result.stderr
+    train(**constants | changes | dict(resume=True))
     assert {name: new for name, (_, new) in log_of(run, "run")[-1]["changed"].items()} == changes
-    config = json.loads((run / "config.json").read_text())
+    config = read_json(run / "config.json")
     assert {name: config[name] for name in changes} == changes
     return changes
 

@@ -31,7 +31,7 @@ from machine.trials import largest_that_fits
 from model import GPT, GPTConfig, GPTWithLoss
 from run.checkpoint import remove_after
 from run.run import Run
-from tests.helpers import spoil_gradients
+from tests.helpers import spoil_gradients, write_json
 
 FAULT_STEP = 3
 
@@ -87,7 +87,7 @@ def probe(kind: str, file: str) -> None:
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
     dist.all_gather_object(found, dict(size=size, norm=norm.item()))
     if rt.is_main:
-        Path(file).write_text(json.dumps(found))
+        write_json(Path(file), found)
 
 
 FAULTS = {"inf before exchange": inf_before_exchange, "inf after exchange": inf_after_exchange}
@@ -169,7 +169,7 @@ def run(args: list[str], fault: str | None = None, start: str | None = None, ste
     ranks = [None] * world_size
     dist.all_gather_object(ranks, observer.end())
     if rank == 0:
-        (out_dir / "ranks.json").write_text(json.dumps(ranks))
+        write_json(out_dir / "ranks.json", ranks)
 
 
 def main() -> None:

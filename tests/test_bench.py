@@ -2,7 +2,6 @@
 
 import importlib
 import itertools
-import json
 import os
 import re
 import statistics
@@ -18,28 +17,28 @@ import bench
 import lora_finetune
 from benchmarks import gpu, roofline, save, sweep, tiny
 from benchmarks.measure import Common, built_late, in_own_process, markdown_table, peak_memory, rates
-from bpe.tokenizer import Tokenizer
 from cli import UserError, parse_args
-from corpus.shards import load_tokenizer
 from finetuning.lora import TARGETS, trainable_parameters
-from machine.runtime import Runtime
 from model import GPT, GPTConfig
 from run.checkpoint import save_model
-from tests.finetuning import ROWS, small_gpt, write_json
-from tests.helpers import ROOT, arguments, assert_user_error, run_inline, succeed, text_file
+from tests.finetuning import ROWS, small_gpt
+from tests.helpers import (
+    ROOT,
+    arguments,
+    assert_user_error,
+    gone,
+    hellaswag_rows,
+    needs_gpt2,
+    prose,
+    read_json,
+    succeed,
+    text_file,
+    write_json,
+)
 
 CPU = SimpleNamespace(device=torch.device("cpu"), synchronize=lambda: None)
 NOT_COMMANDS = ("__init__", "measure", "ideas")
 COMMANDS = sorted({path.stem for path in (ROOT / "benchmarks").glob("*.py")} - set(NOT_COMMANDS))
-needs_gpt2 = pytest.mark.usefixtures("gpt2_vocabulary")
-
-
-@pytest.fixture(scope="module")
-def gpt2_vocabulary():
-    try:
-        load_tokenizer("gpt2")
-    except UserError as e:
-        pytest.skip(f"GPT-2's vocabulary cannot be had here: {e}")
 
 
 @pytest.fixture
@@ -49,7 +48,7 @@ def measure(tmp_path):
     def run(name: str, **kwargs) -> dict[str, dict]:
         options = dict(repeats=1, device="cpu", json=tmp_path / "figures.json") | kwargs
         result = succeed("bench.py", name, cwd=tmp_path, timeout=600, **options)
-        content = json.loads((tmp_path / "figures.json").read_text())
+        content = read_json(tmp_path / "figures.json")
         assert content["machine"]["torch"] == torch.__version__ and content["machine"]["device"]
         rows = {row["name"]: row for row in content["rows"]}
         assert all(f" {name} |" in result.stdout for name in rows)
@@ -62,20 +61,13 @@ def measure(tmp_path):
 
 @pytest.fixture
 def hellaswag_file(tmp_path):
-    """Rows of an invented HellaSwag."""
-    endings = ["drinks it.", "sings to the moon.", "counts every tile of the roof.", "sleeps."]
-    row = dict(activity_label="Tea", ctx_a="A woman makes tea.", ctx_b="she", ctx="A woman makes tea. she", label=0)
-    path = tmp_path / "hellaswag.jsonl"
-    path.write_text("".join(json.dumps(row | dict(ind=i, endings=endings)) + "\n" for i in range(5)))
-    return path
+    return hellaswag_rows(tmp_path / "hellaswag.jsonl")
 
 
 @pytest.fixture
 def alpaca_file(tmp_path):
     rows = [dict(instruction=f"Count to {i}.", input="", output=" ".join(map(str, range(i + 1)))) for i in range(40)]
-    path = tmp_path / "alpaca.json"
-    path.write_text(json.dumps(rows))
-    return path
+    return write_json(tmp_path / "alpaca.json", rows)
 
 
 # -------------------------------------------------------------------------------------------------------- measuring
@@ -128,22 +120,34 @@ def test_peak_memory_counts_all_processes_of_a_command():
 
 
 @pytest.fixture
-def door(capsys, monkeypatch, tmp_path):
+def door(inline, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    return lambda *args: run_inline(bench.main, list(args), capsys, monkeypatch)
+    return lambda *args: inline(bench.main, *args)
 
 
-@pytest.mark.parametrize(
-    "args",
-    [[], ["racing"], ["measure"], ["--repeats", "3"], ["bpe", "--repeats", "0"], ["bpe", "--repeats", "1e9"],
-     ["bpe", "--size", "tiny"], ["bpe", "--json", "no/such/file.json"], ["lab", "--seeds", "nan"],
-     ["save", "--size", "gpt4"], ["roofline", "--card", "x"], ["ladder", "--batch_size", "-1"],
-     ["bpe", "--data", "absent.txt"], ["record", "nowhere"], ["gpu"], ["gpu", "--out", "here", "--only", "nonsense"],
-     ["sweep", "--lora_dims", "-1"], ["sweep", "--adapter", "x", "--merge", "y"]],
-    ids=str,
-)  # fmt: skip
-def test_wrong_usage_is_one_line(door, args):
-    assert_user_error(door(*args))
+WRONG = """
+racing
+measure
+--repeats 3
+bpe --repeats 0
+bpe --repeats 1e9
+bpe --size tiny
+bpe --json no/such/file.json
+lab --seeds nan
+save --size gpt4
+roofline --card x
+ladder --batch_size -1
+bpe --data absent.txt
+record nowhere
+gpu
+gpu --out here --only nonsense
+sweep --lora_dims -1
+sweep --adapter x --merge y"""
+
+
+@pytest.mark.parametrize("line", WRONG.splitlines())  # the first one is empty
+def test_wrong_usage_is_one_line(door, line):
+    assert_user_error(door(*line.split()))
 
 
 def test_the_commands_are_the_benchmarks_of_the_folder(door):
@@ -162,7 +166,7 @@ def test_every_command_explains_itself(door, name):
 def test_rows_are_kept_as_they_come_and_replace_earlier_ones(door, tmp_path, monkeypatch):
     def run(config, rt):
         yield dict(name="a", rate=1.0, unit="x/s")
-        kept.append(json.loads((tmp_path / "rows.json").read_text())["rows"])
+        kept.append(read_json(tmp_path / "rows.json")["rows"])
         yield dict(name="a", rate=2.0, unit="x/s")
         raise UserError("the disk is gone")
 
@@ -172,7 +176,7 @@ def test_rows_are_kept_as_they_come_and_replace_earlier_ones(door, tmp_path, mon
     monkeypatch.setattr(bench, "NAMES", ["stub"])
     assert_user_error(door("stub", "--device", "cpu", "--json", "rows.json"), "the disk is gone")
     assert kept == [[dict(name="a", rate=1.0, unit="x/s")]]
-    assert json.loads((tmp_path / "rows.json").read_text())["rows"] == [dict(name="a", rate=2.0, unit="x/s")]
+    assert read_json(tmp_path / "rows.json")["rows"] == [dict(name="a", rate=2.0, unit="x/s")]
 
 
 # ------------------------------------------------------------------------------------------- every command, in small
@@ -197,17 +201,17 @@ def test_tokenizers_are_compared(measure, tmp_path):
     assert {"training: tokenizers", "encoding: tiktoken", "peak memory: this project"} <= set(rows)
 
 
-def test_saving_has_a_row_as_soon_as_something_is_timed(monkeypatch, tmp_path):
+def test_saving_has_a_row_as_soon_as_something_is_timed(rt, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    rows = save.run(save.Config(size="tiny", repeats=2, device="cpu"), Runtime.setup("cpu", "float32"))
+    rows = save.run(save.Config(size="tiny", repeats=2, device="cpu"), rt)
     assert [(row["name"], len(row["seconds"])) for row in itertools.islice(rows, 3)] == [
         ("a step", 1), ("a checkpoint, waited for", 1), ("a step", 2)
     ]  # fmt: skip
     rows.close()
 
 
-def test_the_roofline_counts_the_operations_that_mfu_counts_but_for_the_half_of_attention_that_is_masked():
-    rows = {row["name"]: row for row in roofline.run(roofline.Config(), Runtime.setup("cpu", "float32"))}
+def test_the_roofline_counts_the_operations_that_mfu_counts_but_for_the_half_of_attention_that_is_masked(rt):
+    rows = {row["name"]: row for row in roofline.run(roofline.Config(), rt)}
     with torch.device("meta"):
         counted = 65_536 * GPT(GPTConfig(vocab_size=50304)).estimate_flops(1024) / 1e12
     attention, step = rows["attention"]["tera"] * 12 / 7, rows["the step"]
@@ -222,7 +226,7 @@ def test_a_checkpoint_of_a_divided_model_is_saved_in_both_ways(tmp_path):
     options = dict(size="tiny", repeats=2, shard="full", device="cpu", json=tmp_path / "figures.json")
     result = succeed("bench.py", "save", ranks=2, cwd=tmp_path, timeout=300, **options)
     assert result.stdout.count("run.save() alone") == 1  # one rank says it
-    rows = json.loads((tmp_path / "figures.json").read_text())["rows"]
+    rows = read_json(tmp_path / "figures.json")["rows"]
     assert sorted(len(row["seconds"]) for row in rows) == [2, 2, 2, 4]
     assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]  # nothing stays
 
@@ -244,9 +248,9 @@ def test_every_contestant_has_a_row(measure, name, options, n_rows, request):
         assert all(len(row["seconds"]) == 2 and row["ratio"] for row in rows)  # one of each turn
 
 
-def test_windows_of_characters_score_each_one_once_after_a_character_of_context(tmp_path):
-    text, total = (ROOT / "input.txt").read_text()[:150], 0.0
-    model, tokenizer = small_gpt(), Tokenizer.train([(ROOT / "input.txt").read_text()[:60_000]], 320)
+def test_windows_of_characters_score_each_one_once_after_a_character_of_context(small_tokenizer, tmp_path):
+    text, total = prose(150), 0.0
+    model, tokenizer = small_gpt(), small_tokenizer
     save_model(tmp_path, model, tokenizer)
     for start in range(0, 149, 40):  # the last window has 29
         ids = [tokenizer.encode(part) for part in (text[start], text[start + 1 : start + 41])]
@@ -275,14 +279,13 @@ def test_a_row_of_the_sweep_has_the_peak_the_median_and_the_best(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_sweep_compares_ranks_and_full_finetuning(tmp_path):
-    model, tokenizer = small_gpt(n_positions=128), Tokenizer.train([(ROOT / "input.txt").read_text()[:60_000]], 320)
-    model.save_pretrained(tmp_path / "base", tokenizer.eot_token, len(tokenizer))
-    tokenizer.save(tmp_path / "base")
+def test_the_sweep_compares_ranks_and_full_finetuning(small_tokenizer, tmp_path):
+    model = small_gpt(n_positions=128)
+    save_model(tmp_path / "base", model, small_tokenizer)
     options = dict(base=tmp_path / "base", data=write_json(tmp_path / "rows.json", ROWS), out_dir=tmp_path / "sweep")
     options |= dict(max_steps=2, eval_interval=1, sample_tokens=8, dtype="float32", device="cpu")
     succeed("bench.py", "sweep", "--lora_dims", "2", "0", json=tmp_path / "figures.json", **options)
-    low, full = json.loads((tmp_path / "figures.json").read_text())["rows"]
+    low, full = read_json(tmp_path / "figures.json")["rows"]
     assert (low["name"], low["trainable"]) == ("r = 2", f"{trainable_parameters(model, TARGETS, 2)[0]:,}")
     assert (full["name"], full["trainable"]) == ("full", f"{model.num_params():,}")
     assert low["loss before"] == full["loss before"] and low["repeated"] in (tmp_path / "sweep/sweep.md").read_text()
@@ -326,20 +329,13 @@ def report(door, monkeypatch, tmp_path):
     return run
 
 
-def running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_limit_in_the_middle_of_a_part_keeps_its_rows_and_ends_its_processes(report, tmp_path):
     text = report(dict(first=HANG, second=WRITE), "--minutes", 2 / 60)
     first, second = re.split("## part second", text)
     assert "| 2.0 tokens/s |" in first and "cut off after 2 s" in first and "measuring" in first
     assert "no time was left" in second
-    assert not running(int((tmp_path / "gpu" / "pid").read_text()))
+    assert gone(int((tmp_path / "gpu" / "pid").read_text()))
 
 
 def test_a_part_that_fails_is_named_and_the_others_go_on(report):
@@ -360,6 +356,6 @@ def test_all_parts_of_the_report_of_a_gpu_run_on_a_cpu_in_small(door, tmp_path, 
     words = arguments(out="gpu", size="tiny", device="cpu", data=".", minutes=60)
     assert door("gpu", *words).returncode == 0
     for name in gpu.PARTS:
-        part = json.loads((tmp_path / "gpu" / f"{name}.json").read_text())
+        part = read_json(tmp_path / "gpu" / f"{name}.json")
         assert not part["error"] and (part["rows"] or name == "tests"), part
         assert not any("error" in row for row in part["rows"])

@@ -1,7 +1,7 @@
 """bpe/train.py, bpe/try_tokenizer.py and bpe/README.md as a reader meets them."""
 
-import json
 import re
+import shlex
 import subprocess
 from pathlib import Path
 from xml.etree import ElementTree
@@ -15,21 +15,31 @@ from bpe import train, try_tokenizer
 from bpe.tokenizer import Tokenizer, visible
 from cli import UserError
 from files import set_aside
-from tests.helpers import ROOT, assert_user_error, command, environment, needs_gpt2, run_inline, succeed
+from tests.helpers import (
+    ROOT,
+    assert_user_error,
+    command,
+    environment,
+    needs_gpt2,
+    prose,
+    refusals,
+    succeed,
+    write_lines,
+)
 from tests.hub import Hub, hub_environment
 
 MANUAL = (ROOT / "bpe/manual.txt").read_text(encoding="utf-8")
 
 
 @pytest.fixture
-def run_train(tmp_path, capsys, monkeypatch):
+def run_train(tmp_path, inline):
     """bpe/train.py in this process: run_train("--input", file, ...); the tokenizer goes to tmp_path / "out"."""
-    return lambda *argv: run_inline(train.main, ["--out", tmp_path / "out", *argv], capsys, monkeypatch)
+    return lambda *argv: inline(train.main, "--out", tmp_path / "out", *argv)
 
 
 @pytest.fixture
-def run_try(tmp_path, capsys, monkeypatch):
-    return lambda *argv: run_inline(try_tokenizer.main, argv, capsys, monkeypatch)
+def run_try(tmp_path, inline):
+    return lambda *argv: inline(try_tokenizer.main, *argv)
 
 
 # ---- train.py
@@ -100,7 +110,7 @@ def test_what_is_set_aside_takes_the_next_free_number(tmp_path, monkeypatch):
 
 def test_options_reach_the_trainer(run_train, tmp_path):
     texts, specials = MANUAL.split("\n\n"), ["<|user|>", "<|end|>"]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in texts))
+    write_lines(tmp_path / "a.jsonl", [dict(body=text) for text in texts])
     options = ["--vocab_size", "5_000", "--pattern", "cl100k", "--tie_break", "greatest_bytes", "--max_bytes", "9_999"]
     kept = list(train.Split(train.limit(iter(texts), 9_999)))
     with pytest.warns(UserWarning, match=r"stops at \d+ tokens, short of the 5000"):  # which cli.py prints as a note
@@ -109,27 +119,31 @@ def test_options_reach_the_trainer(run_train, tmp_path):
     assert Tokenizer.load(tmp_path / "out").fingerprint == expected.fingerprint
 
 
-@pytest.mark.parametrize(
-    "argv, content, words",
-    [
-        (["--input", "nowhere.txt"], None, ["nowhere.txt: no such file"]),
-        (["--input", "FILE.txt"], b"", ["holds no text"]),
-        (["--input", "FILE.txt"], "研究生".encode("gb18030"), ["FILE.txt is not UTF-8 at", "as UTF-8"]),
-        (["--input", "FILE.parquet"], b"not parquet", ["cannot read", "FILE.parquet"]),
-        (["--input", "FILE.jsonl"], b'{"other": "a"}\n{"text": \n', ["holds no text"]),
-        (["--vocab_size", "256"], None, ["vocab_size 256 is too small"]),
-        (["--pattern", "("], None, ["does not compile"]),
-        (["--pattern", r"\w+|\W+"], None, [r"the split pattern \w+|\W+"]),
-        (["--special_tokens", "§"], None, ["special token '§'"]),
-        (["--special_tokens", ""], None, ["is empty"]),
-        (["--vocab_sise", "300"], None, ["did you mean --vocab_size?"]),
-    ],
-)
-def test_what_is_wrong_is_said_in_one_line(run_train, tmp_path, monkeypatch, argv, content, words):
+FILES = {
+    "empty.txt": b"", "gb.txt": "研究生".encode("gb18030"), "bad.parquet": b"not parquet",
+    "odd.jsonl": b'{"other": "a"}\n{"text": \n',
+}  # fmt: skip
+WRONG = r"""
+--input nowhere.txt | nowhere.txt: no such file
+--input empty.txt | holds no text
+--input gb.txt | gb.txt is not UTF-8 at | as UTF-8
+--input bad.parquet | cannot read | bad.parquet
+--input odd.jsonl | holds no text
+--vocab_size 256 | vocab_size 256 is too small
+--pattern ( | does not compile
+--pattern '\w+|\W+' | the split pattern \w+|\W+
+--special_tokens § | special token '§'
+--special_tokens '' | is empty
+--vocab_sise 300 | did you mean --vocab_size?
+"""
+
+
+@pytest.mark.parametrize("argv, words", refusals(WRONG))
+def test_what_is_wrong_is_said_in_one_line(run_train, tmp_path, monkeypatch, argv, words):
     monkeypatch.chdir(tmp_path)
-    if content is not None:
-        Path(argv[-1]).write_bytes(content)
-    assert_user_error(run_train(*argv), *words)
+    for name, content in FILES.items():
+        Path(name).write_bytes(content)
+    assert_user_error(run_train(*shlex.split(argv)), *words)
     assert not (tmp_path / "out").exists()
 
 
@@ -155,7 +169,7 @@ def test_a_dataset_of_the_hub_is_downloaded_as_far_as_it_is_read(tmp_path):
 def saved(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("tokenizer")
     Tokenizer.train([MANUAL], 800).save(path / "zh")
-    Tokenizer.train([(ROOT / "input.txt").read_text()[:50_000]], 800).save(path / "en")
+    Tokenizer.train([prose(50_000)], 800).save(path / "en")
     return path
 
 
@@ -194,18 +208,18 @@ def test_tokens_are_shown_as_text_with_dots_for_parts_of_characters():
     assert "".join(p for p in pieces if p != "·") == MANUAL[:500].replace("\n", "⏎")
 
 
-@pytest.mark.parametrize(
-    "argv, words",
-    [
-        (["--compare", "nowhere"], ["no tokenizer at nowhere"]),
-        (["--compare", "README.md"], ["cannot use the tokenizer README.md"]),
-        (["--tokenizer", "out/bpe"], ["no tokenizer at out/bpe", "python bpe/train.py"]),
-    ],
-)
+NOT_SHOWN = """
+--compare nowhere | no tokenizer at nowhere
+--compare README.md | cannot use the tokenizer README.md
+--tokenizer out/bpe | no tokenizer at out/bpe | python bpe/train.py
+"""
+
+
+@pytest.mark.parametrize("argv, words", refusals(NOT_SHOWN))
 def test_what_cannot_be_shown_is_said_in_one_line(run_try, saved, tmp_path, monkeypatch, argv, words):
     monkeypatch.chdir(tmp_path)
     Path("README.md").touch()
-    assert_user_error(run_try("--tokenizer", saved / "zh", "--compare", saved / "en", *argv), *words)
+    assert_user_error(run_try("--tokenizer", saved / "zh", "--compare", saved / "en", *shlex.split(argv)), *words)
 
 
 def test_long_texts_and_bytes_that_are_no_utf8_are_shown(run_try, saved):

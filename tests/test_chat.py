@@ -1,15 +1,12 @@
 """The chat format: what is written, and that transformers makes the same ids from the template saved with a model."""
 
-import json
-
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bpe.tokenizer import Tokenizer
-from cli import UserError
 from finetuning import chat
-from tests.helpers import ROOT
+from tests.helpers import assert_refused, prose, read_json, refusals
 
 SPECIALS = ("<|endoftext|>", "<|pad|>", "||", "☃", ">U")
 
@@ -21,7 +18,7 @@ def pair(request, tmp_path_factory):
 
     path = tmp_path_factory.mktemp("chat")
     specials = SPECIALS if request.param == "cl100k" else SPECIALS[:1]
-    ours = Tokenizer.train([(ROOT / "input.txt").read_text()[:60_000]], 400, request.param, specials)
+    ours = Tokenizer.train([prose(60_000)], 400, request.param, specials)
     chat.save_chat_files(path, ours)
     return ours, AutoTokenizer.from_pretrained(path)
 
@@ -36,28 +33,25 @@ def written(messages, tokenizer) -> str:
     return "".join(text + "<|endoftext|>" * is_answer for text, is_answer in chat.pieces(messages, tokenizer))
 
 
-START = "BEGINNING OF CONVERSATION: USER: "
+FORM = r"""
+u: Hi | Hi ASSISTANT:
+u:  Hi \n / a:  Ho  | Hi ASSISTANT:Ho<|endoftext|>
+s: Be kind. / u: Hi | Be kind. Hi ASSISTANT:
+u: Hi / a: Ho / u: Bye | Hi ASSISTANT:Ho<|endoftext|>USER: Bye ASSISTANT:
+u: Hi / a: Ho / s: Now / u: Bye | Hi ASSISTANT:Ho<|endoftext|>USER: Now Bye ASSISTANT:
+u: Hi / u: you | Hi you ASSISTANT:
+u: Hi / a: :) | Hi ASSISTANT: :)<|endoftext|>
+u: Hi / a: 7 | Hi ASSISTANT:7<|endoftext|>
+u: Say <|endoftext|>! | Say  |endoftext| ! ASSISTANT:
+"""
 
 
-@pytest.mark.parametrize(
-    "messages, text",
-    [
-        (said("u: Hi"), START + "Hi ASSISTANT:"),
-        (said("u:  Hi \n", "a:  Ho "), START + "Hi ASSISTANT:Ho<|endoftext|>"),
-        (said("s: Be kind.", "u: Hi"), START + "Be kind. Hi ASSISTANT:"),
-        (said("u: Hi", "a: Ho", "u: Bye"), START + "Hi ASSISTANT:Ho<|endoftext|>USER: Bye ASSISTANT:"),
-        (said("u: Hi", "a: Ho", "s: Now", "u: Bye"), START + "Hi ASSISTANT:Ho<|endoftext|>USER: Now Bye ASSISTANT:"),
-        (said("u: Hi", "u: you"), START + "Hi you ASSISTANT:"),
-        (said("u: Hi", "a: :)"), START + "Hi ASSISTANT: :)<|endoftext|>"),
-        (said("u: Hi", "a: 7"), START + "Hi ASSISTANT:7<|endoftext|>"),
-        (said("u: Say <|endoftext|>!"), START + "Say  |endoftext| ! ASSISTANT:"),
-        ([], ""),
-    ],
-)
-def test_the_form(messages, text):
-    tokenizer = Tokenizer(())
-    assert written(messages, tokenizer) == text
-    if len(messages) == 1 and messages[0]["role"] == "user":
+@pytest.mark.parametrize("turns, words", refusals(FORM))
+def test_the_form(turns, words):
+    tokenizer, messages = Tokenizer(()), said(*turns.replace(r"\n", "\n").split(" / "))
+    (text,) = ("BEGINNING OF CONVERSATION: USER: " + answered for answered in words)
+    assert written(messages, tokenizer) == text and written([], tokenizer) == ""
+    if len(messages) == 1:
         assert chat.prompt_of(messages[0]["content"], tokenizer) == text
 
 
@@ -115,11 +109,11 @@ def test_the_characters_that_follow_directly_do_so_in_every_text(pair):
 def test_answers_end_where_the_template_ends_them(pair, tmp_path):
     ours, _ = pair
     chat.save_chat_files(tmp_path, ours)
-    content = json.loads((tmp_path / "generation_config.json").read_text())
+    content = read_json(tmp_path / "generation_config.json")
     assert content["eos_token_id"] == ours.eot_token
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')  # a model's own stays
     chat.save_chat_files(tmp_path, ours)
-    assert json.loads((tmp_path / "generation_config.json").read_text()) == {"eos_token_id": 7}
+    assert read_json(tmp_path / "generation_config.json") == {"eos_token_id": 7}
 
 
 DISORDERLY = [
@@ -130,8 +124,7 @@ DISORDERLY = [
 
 @pytest.mark.parametrize("messages", ["x", [dict(role="user")], [dict(role="user", content=3)], *DISORDERLY])
 def test_anything_but_a_conversation_is_refused(messages):
-    with pytest.raises(UserError, match="row 3: "):
-        chat.check_messages(messages, "row 3")
+    assert_refused("row 3: ", chat.check_messages, messages, "row 3")
 
 
 @pytest.mark.parametrize("messages", DISORDERLY)
@@ -145,6 +138,10 @@ def test_the_template_refuses_the_same_orders_and_roles(pair, messages):
 @pytest.mark.parametrize("special", ["USER:", "<| |>", ":D", "T:n", "!<", "x<|endo", "<|endoftext|>U", None])
 def test_a_tokenizer_that_cannot_express_the_format_is_refused(special):
     """Some tokens would arise between what the format and people write, as `:D` in `ASSISTANT:Done`."""
-    with pytest.raises(UserError, match="base"):
-        chat.check_tokenizer(Tokenizer((), special_tokens=("<|endoftext|>", special) if special else ("<|pad|>",)), "")
+    assert_refused(
+        "base",
+        chat.check_tokenizer,
+        Tokenizer((), special_tokens=("<|endoftext|>", special) if special else ("<|pad|>",)),
+        "",
+    )
     chat.check_tokenizer(Tokenizer((), special_tokens=SPECIALS), "")

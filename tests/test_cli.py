@@ -6,7 +6,6 @@ import re
 import resource
 import signal
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,23 +14,21 @@ import cli
 import train_gpt2
 from cli import UserError, parse_args
 from files import exclusive_lock, replace_file, write_atomically
-from tests.helpers import environment, run_script
+from tests.helpers import assert_refused, environment, json_values, refusals, run_script
+
+EDITED = """
+max_steps "1200" | max_steps is '1200'; it must be a whole number
+max_steps 12.5 | max_steps is 12.5; it must be a whole number
+max_lr "6e-4" | max_lr is '6e-4'; it must be a number
+optimizer "adam" | optimizer is 'adam'; it must be one of 'adamw', 'muon'
+shuffle "no" | shuffle is 'no'; it must be True or False
+beta1 1.0 | --beta1 must be in
+"""
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        (dict(max_steps="1200"), "max_steps is '1200'; it must be a whole number"),
-        (dict(max_steps=12.5), "max_steps is 12.5; it must be a whole number"),
-        (dict(max_lr="6e-4"), "max_lr is '6e-4'; it must be a number"),
-        (dict(optimizer="adam"), "optimizer is 'adam'; it must be one of 'adamw', 'muon'"),
-        (dict(shuffle="no"), "shuffle is 'no'; it must be True or False"),
-        (dict(beta1=1.0), "--beta1 must be in"),
-    ],
-)
-def test_a_constant_that_was_edited_wrongly_gives_one_line(change, words):
-    with pytest.raises(UserError, match=words):
-        parse_args(train_gpt2.Config, [], replace(train_gpt2.Config(), **change))
+@pytest.mark.parametrize("edit, words", refusals(EDITED))
+def test_a_constant_that_was_edited_wrongly_gives_one_line(edit, words):
+    assert_refused(words[0], parse_args, train_gpt2.Config, [], train_gpt2.Config(**dict(json_values(edit))))
     assert parse_args(train_gpt2.Config, [], train_gpt2.Config(max_lr=1)).max_lr == 1  # a whole number is a number
 
 

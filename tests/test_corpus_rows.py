@@ -6,8 +6,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cli import UserError
 from corpus.rows import file_rows, hub_rows
+from tests.helpers import assert_refused
 
 ROWS = [dict(instruction=f"count to {n}", input="", output=" ".join(map(str, range(n)))) for n in range(5)]
 
@@ -37,8 +37,7 @@ FOREIGN = {
 @pytest.mark.parametrize("what", FOREIGN)
 def test_a_file_without_rows_is_one_error(tmp_path, what):
     (tmp_path / "rows.jsonl").write_bytes(FOREIGN[what])
-    with pytest.raises(UserError, match=r"rows\.jsonl"):
-        file_rows(str(tmp_path / "rows.jsonl"))
+    assert_refused(r"rows\.jsonl", file_rows, str(tmp_path / "rows.jsonl"))
 
 
 @pytest.mark.parametrize(
@@ -46,14 +45,12 @@ def test_a_file_without_rows_is_one_error(tmp_path, what):
 )
 def test_the_line_that_is_not_json_is_named(tmp_path, content, line):
     (tmp_path / "rows").write_text(content)
-    with pytest.raises(UserError, match=f"line {line}:"):
-        file_rows(str(tmp_path / "rows"))
+    assert_refused(f"line {line}:", file_rows, str(tmp_path / "rows"))
 
 
 @pytest.mark.parametrize("name", ["absent.json", "", "x" * 300])
 def test_what_is_not_a_file_names_the_option(tmp_path, name):
-    with pytest.raises(UserError, match="--my_rows"):
-        file_rows(str(tmp_path / name), "--my_rows")
+    assert_refused("--my_rows", file_rows, str(tmp_path / name), "--my_rows")
 
 
 # ---- the hub
@@ -65,11 +62,9 @@ def test_a_split_is_read_through_datasets(tmp_path):
     for split, rows in dict(train=ROWS, validation=ROWS[:2]).items():
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / "data" / f"{split}-00000-of-00001.parquet")
     assert hub_rows(str(tmp_path), "train") == ROWS and hub_rows(str(tmp_path), "validation") == ROWS[:2]
-    with pytest.raises(UserError, match="nowhere"):
-        hub_rows(str(tmp_path), "nowhere")
+    assert_refused("nowhere", hub_rows, str(tmp_path), "nowhere")
 
 
 def test_without_a_network_the_error_says_what_to_do(monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match="some/rows.*network.*HF_ENDPOINT.*--my_rows"):
-        hub_rows("some/rows", "train", "--my_rows")
+    assert_refused("some/rows.*network.*HF_ENDPOINT.*--my_rows", hub_rows, "some/rows", "train", "--my_rows")

@@ -20,16 +20,24 @@ from corpus.manifest import read_manifest, save_manifest
 from corpus.shards import verify
 from corpus.stream import find_shards
 from tests.corpora import (
-    SHARD,
     assert_shards,
     make_documents,
     options,
-    plain_shards,
     run_here,
     shard_paths,
     write_parquet,
 )
-from tests.helpers import ROOT, arguments, assert_user_error, run_inline, run_script, succeed
+from tests.helpers import (
+    assert_refused,
+    assert_user_error,
+    files_of,
+    options_of,
+    prose,
+    refusals,
+    run_script,
+    succeed,
+    text_file,
+)
 
 # ------------------------------------------------------------------------------------------------------- the same bytes
 
@@ -40,8 +48,7 @@ def test_shards_are_those_of_the_plain_loop(corpus, tokenizer, tmp_path, workers
     out_dir = tmp_path / "shards"
     result = succeed("fineweb.py", **options(folder, out_dir, tokenizer, workers=workers))
     tok = Tokenizer.load(tokenizer)
-    expected = plain_shards(docs, tok)
-    assert_shards(out_dir, expected)
+    expected = assert_shards(out_dir, docs, tokenizer)
     manifest = read_manifest(out_dir)
     assert manifest["tokens"] == sum(map(len, expected)) and manifest["documents"] == len(docs)
     assert manifest["bytes"] == sum(len(doc.encode()) for doc in docs) and manifest["skipped"] == {}
@@ -49,14 +56,6 @@ def test_shards_are_those_of_the_plain_loop(corpus, tokenizer, tmp_path, workers
         assert entry["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
     assert manifest["tokenizer"] == tok.fingerprint == Tokenizer.load(out_dir / "tokenizer.json").fingerprint
     assert f"{manifest['tokens']:,} tokens in {len(expected)} shards" in result.stdout
-
-
-def test_limit_tokens_stops_at_exactly_that_token(corpus, tokenizer, tmp_path):
-    folder, docs = corpus
-    limit = 2 * SHARD + 777
-    manifest = run_here(folder, tmp_path / "shards", tokenizer, limit_tokens=limit)
-    assert_shards(tmp_path / "shards", plain_shards(docs, Tokenizer.load(tokenizer), limit=limit))
-    assert manifest["tokens"] == limit
 
 
 def test_a_vocabulary_beyond_16_bits_makes_uint32_shards(corpus, tmp_path):
@@ -95,8 +94,8 @@ def test_all_formats_in_one_folder(tokenizer, tmp_path, monkeypatch):
 def test_a_long_text_has_the_tokens_that_it_has_as_a_whole(tmp_path, monkeypatch, pattern, end):
     """Whether its documents are shorter than a unit or longer."""
     monkeypatch.setattr(sources, "UNIT_BYTES", 3000)
-    prose, chinese = (ROOT / "input.txt").read_text()[:40_000], "中文也一样，\u3000没有空格的句子很长。\n\n\n" * 100
-    text = prose + "\n\n\n\n" + chinese + prose[:9000] + "\n" * 5000 + "the end  \n"
+    english, chinese = prose(40_000), "中文也一样，\u3000没有空格的句子很长。\n\n\n" * 100
+    text = english + "\n\n\n\n" + chinese + english[:9000] + "\n" * 5000 + "the end  \n"
     docs = sources.documents(text.replace("\n", end))
     tok = Tokenizer.train(docs, 400, pattern)
     tok.save(tmp_path / "tokenizer.json")
@@ -122,60 +121,62 @@ def test_a_truncated_file_is_named_and_what_came_before_it_is_kept(corpus, token
     shutil.copy(folder / broken.name, broken)
     result = succeed("fineweb.py", **options(copy, out_dir, tokenizer))
     assert f"after {complete} complete shards" in result.stdout
-    assert_shards(out_dir, plain_shards(docs, Tokenizer.load(tokenizer)))
+    assert_shards(out_dir, docs, tokenizer)
 
 
 def test_a_source_without_documents(tokenizer, tmp_path):
-    with pytest.raises(UserError, match="missing.parquet"):
-        run_here("missing.parquet", tmp_path / "shards", tokenizer)
+    assert_refused("missing.parquet", run_here, "missing.parquet", tmp_path / "shards", tokenizer)
     assert not (tmp_path / "shards").exists()
     (tmp_path / "x.txt").touch()
-    with pytest.raises(UserError, match="no document in .*x.txt; skipped: none"):
-        run_here(tmp_path / "x.txt", tmp_path / "shards", tokenizer)
+    assert_refused(
+        "no document in .*x.txt; skipped: none", run_here, tmp_path / "x.txt", tmp_path / "shards", tokenizer
+    )
     (tmp_path / "x.jsonl").write_text('{"body": "one"}\n{"body": "two"}\n{broken\n')
-    with pytest.raises(UserError, match="{'no text': 2, 'broken line': 1}; name .* --text_field"):
-        run_here(tmp_path / "x.jsonl", tmp_path / "other", tokenizer)
+    assert_refused(
+        "{'no text': 2, 'broken line': 1}; name .* --text_field",
+        run_here,
+        tmp_path / "x.jsonl",
+        tmp_path / "other",
+        tokenizer,
+    )
 
 
 @pytest.mark.parametrize("change", [dict(shard_size=10_000), dict(text_field="id"), dict(limit_tokens=5), "tokenizer"])
 def test_another_run_is_not_mixed_into_a_directory(corpus, tokenizer, tmp_path, change):
     run_here(corpus[0] / "part_00.parquet", tmp_path / "shards", tokenizer)
-    before = {path: path.read_bytes() for path in (tmp_path / "shards").glob("*")}
+    before = files_of(tmp_path / "shards")
     if change == "tokenizer":
         Tokenizer.train(["another text"], 260).save(tmp_path / "other.json")
         tokenizer, change = tmp_path / "other.json", {}
-    with pytest.raises(UserError, match="give another --out_dir"):
-        run_here(corpus[0] / "part_00.parquet", tmp_path / "shards", tokenizer, **change)
-    assert {path: path.read_bytes() for path in (tmp_path / "shards").glob("*")} == before
+    assert_refused(
+        "give another --out_dir", run_here, corpus[0] / "part_00.parquet", tmp_path / "shards", tokenizer, **change
+    )
+    assert files_of(tmp_path / "shards") == before
 
 
 def test_shards_of_others_are_not_overwritten(corpus, tokenizer, tmp_path):
     out_dir = tmp_path / "shards"
     out_dir.mkdir()
     np.save(out_dir / "shards_train_000001.npy", np.zeros(5, np.uint16))
-    with pytest.raises(UserError, match="is in no manifest.json"):
-        run_here(corpus[0], out_dir, tokenizer)
+    assert_refused("is in no manifest.json", run_here, corpus[0], out_dir, tokenizer)
 
 
-@pytest.mark.parametrize(
-    "changes, words",
-    [
-        (dict(shard_size=-1), "--shard_size must be in [0,"),
-        (dict(tokenizer="train"), "no tokenizer at train; give gpt2, a tokenizer.json, or the OUT of python"),
-        (dict(source="a.txt"), "give an --out_dir"),
-        (dict(tokenizer="nowhere.json"), "nowhere.json"),
-        (dict(out_dir=""), "is empty; give a directory"),
-        (
-            dict(source=ROOT / "input.txt", out_dir=ROOT / "input.txt"),
-            "Not a directory; fix that, or give another path",
-        ),
-        (dict(verify=True, out_dir="."), "manifest.json"),
-    ],
-)
-def test_usage_errors_are_one_line(tokenizer, tmp_path, capsys, monkeypatch, changes, words):
+WRONG = """
+shard_size=-1 | --shard_size must be in [0,
+tokenizer=train | no tokenizer at train; give gpt2, a tokenizer.json, or the OUT of python
+source=a.txt | give an --out_dir
+tokenizer=nowhere.json | nowhere.json
+out_dir= | is empty; give a directory
+source=a.txt out_dir=a.txt | Not a directory; fix that, or give another path
+verify out_dir=. | manifest.json
+"""
+
+
+@pytest.mark.parametrize("changes, words", refusals(WRONG))
+def test_usage_errors_are_one_line(tokenizer, tmp_path, inline, monkeypatch, changes, words):
     monkeypatch.chdir(tmp_path)
-    argv = arguments(**dict(tokenizer=tokenizer) | changes)
-    assert_user_error(run_inline(fineweb.main, argv, capsys, monkeypatch), words)
+    text_file(Path("a.txt"))
+    assert_user_error(inline(fineweb.main, **dict(tokenizer=tokenizer) | options_of(changes)), *words)
 
 
 def test_dry_run_says_what_it_needs_and_writes_nothing(corpus, tokenizer, tmp_path):
@@ -206,7 +207,7 @@ def test_every_encoder_writes_the_same_shards(corpus, tokenizer, tmp_path, name)
     if name == "gigatoken":
         pytest.importorskip("gigatoken", reason="pip install gigatoken")
     run_here(corpus[0], tmp_path / "shards", tokenizer, encoder=name)
-    assert_shards(tmp_path / "shards", plain_shards(corpus[1], Tokenizer.load(tokenizer)))
+    assert_shards(tmp_path / "shards", corpus[1], tokenizer)
 
 
 def test_a_million_blanks_have_their_ids_where_tiktoken_gives_up(tokenizer):
@@ -221,13 +222,18 @@ def test_an_encoder_with_other_ids_is_not_used(tokenizer, monkeypatch, capsys):
     assert encoders.choose_encoder("auto", tok) == "own"
     assert "note: tiktoken is not used: its ids differ" in capsys.readouterr().err
     unit = sources.Unit(Path("x.parquet"), 0, ["as ½ of it"])
-    with pytest.raises(UserError, match="ids differ from ours in x.parquet.*--encoder own"):
-        fineweb.tokenize(unit, "text", tok, encoders.encoder(tok, "tiktoken"))
+    assert_refused(
+        "ids differ from ours in x.parquet.*--encoder own",
+        fineweb.tokenize,
+        unit,
+        "text",
+        tok,
+        encoders.encoder(tok, "tiktoken"),
+    )
     monkeypatch.setattr(encoders, "encoder", ours)
     monkeypatch.setitem(sys.modules, "gigatoken", None)  # as if it were not installed
     assert encoders.choose_encoder("auto", tok) == "tiktoken"
-    with pytest.raises(UserError, match="pip install gigatoken"):
-        encoders.choose_encoder("gigatoken", tok)
+    assert_refused("pip install gigatoken", encoders.choose_encoder, "gigatoken", tok)
 
 
 # ------------------------------------------------------------------------------------------------------------- --verify

@@ -1,6 +1,5 @@
 """Sharding what a hub has, which is busy, out of reach, or has changed."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -20,12 +19,11 @@ from tests.corpora import (
     full_disk,
     needs_proc,
     options,
-    plain_shards,
     run_here,
     wait_until,
     write_parquet,
 )
-from tests.helpers import assert_user_error, command, run_script, succeed
+from tests.helpers import assert_user_error, command, run_script, succeed, write_lines
 from tests.hub import Hub, hub_environment
 
 
@@ -46,7 +44,7 @@ def test_a_busy_hub_that_drops_connections_gives_the_same_shards(corpus, dataset
     words = options("some/corpus/sample/10BT", out_dir, tokenizer)
     with Hub(dataset, busy=2, moods={"part_03.parquet": "cut", "part_08.parquet": "cut"}) as hub:
         result = succeed("fineweb.py", **words, env=hub_environment(hub.url, tmp_path / "home"))
-    assert_shards(out_dir, plain_shards(corpus[1], Tokenizer.load(tokenizer)))
+    assert_shards(out_dir, corpus[1], tokenizer)
     assert read_manifest(out_dir)["commit"] == hub.COMMIT
     assert [status for _, _, status in hub.requests].count(429) == 2 and hub.hasty == 0
     downloads = Counter(path.rpartition("/")[2] for path, _, _ in hub.requests if path.startswith("/blob/"))
@@ -60,7 +58,7 @@ def test_a_killed_or_broken_download_continues_where_it_was(tokenizer, tmp_path,
     """huggingface_hub writes 10 MB at a time: so many are not fetched again."""
     docs = [f"{i} " * 40_000 for i in range(250)]
     (tmp_path / "dataset").mkdir()
-    (tmp_path / "dataset" / "docs.jsonl").write_text("".join(json.dumps(dict(text=doc)) + "\n" for doc in docs))
+    write_lines(tmp_path / "dataset" / "docs.jsonl", [dict(text=doc) for doc in docs])
     out_dir = tmp_path / "shards"
     words = options("some/corpus", out_dir, tokenizer, limit_tokens=50_000, workers=1)
     with Hub(tmp_path / "dataset", moods={"docs.jsonl": mood}) as hub:
@@ -73,7 +71,8 @@ def test_a_killed_or_broken_download_continues_where_it_was(tokenizer, tmp_path,
         succeed("fineweb.py", **words, env=env)
     first, second = [span for path, span, _ in hub.requests if path.startswith("/blob/")]
     assert first is None and int(second.removeprefix("bytes=").rstrip("-")) >= 10 * 2**20
-    assert_shards(out_dir, plain_shards(docs[:20], Tokenizer.load(tokenizer), limit=50_000))
+    assert_shards(out_dir, docs[:20], tokenizer, limit=50_000)
+    assert read_manifest(out_dir)["tokens"] == 50_000
 
 
 @needs_proc
@@ -101,7 +100,7 @@ def test_fetched_files_are_deleted_once_they_are_used(corpus, tokenizer, tmp_pat
     assert in_use in fetched[1:] and min(os.listdir(out_dir / ".downloads")) == in_use
     run_here("some/corpus", out_dir, tokenizer, downloads=1)
     assert fetched == names
-    assert_shards(out_dir, plain_shards(corpus[1], Tokenizer.load(tokenizer)))
+    assert_shards(out_dir, corpus[1], tokenizer)
 
 
 def test_the_training_split_of_a_dataset_is_chosen(dataset, tokenizer, tmp_path):
@@ -139,4 +138,4 @@ def test_content_that_is_not_what_the_hub_says_is_refused(corpus, dataset, token
         assert_user_error(run_script("fineweb.py", **words, env=env), "part_00.parquet has changed")
         used.write_bytes(intact)
         succeed("fineweb.py", **words, env=env)
-    assert_shards(out_dir, plain_shards(corpus[1], Tokenizer.load(tokenizer)))
+    assert_shards(out_dir, corpus[1], tokenizer)

@@ -1,6 +1,5 @@
 """Sharding that is interrupted, or whose source changes: nothing is lost, and nothing mixed."""
 
-import json
 import os
 import random
 import shutil
@@ -27,13 +26,23 @@ from tests.corpora import (
     make_documents,
     needs_proc,
     options,
-    plain_shards,
     run_here,
     shard_paths,
     wait_until,
     write_parquet,
 )
-from tests.helpers import command, environment, start_script, succeed
+from tests.helpers import (
+    assert_refused,
+    children_of,
+    command,
+    environment,
+    files_of,
+    gone,
+    start_script,
+    state_of,
+    succeed,
+    write_json,
+)
 
 # -------------------------------------------------------------------------------------------------------- interruptions
 
@@ -69,25 +78,6 @@ def assert_same_files(out_dir: Path, expected: Path) -> None:
     for ours, theirs in zip(shard_paths(out_dir), shard_paths(expected), strict=True):
         assert ours.read_bytes() == theirs.read_bytes()
     assert read_manifest(out_dir) == read_manifest(expected)
-
-
-def children_of(pid: int) -> list[int]:
-    found = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        found += [int(child) for child in task.read_text().split()]
-    return found
-
-
-def state_of(pid: int) -> str:
-    """As proc(5) has it: R, S, Z, ...; X for one that is no more."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
-    except OSError:
-        return "X"
-
-
-def gone(pid: int) -> bool:
-    return state_of(pid) in "ZX"
 
 
 @pytest.fixture
@@ -155,7 +145,7 @@ def test_two_runs_at_once_do_not_write_into_one_directory(corpus, tokenizer, tmp
     words = command("fineweb.py", **options(corpus[0], tmp_path / "shards", tokenizer, workers=1))
     runs = [subprocess.Popen(words, env=environment(), stdout=subprocess.DEVNULL) for _ in range(2)]
     assert sorted(run.wait(timeout=200) for run in runs) in ([0, 0], [0, 2])
-    assert_shards(tmp_path / "shards", plain_shards(corpus[1], Tokenizer.load(tokenizer)))
+    assert_shards(tmp_path / "shards", corpus[1], tokenizer)
 
 
 # ----------------------------------------------------------------------------------------------------- what has changed
@@ -189,11 +179,10 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_source_that_changed_is_refused(interrupted, change):
     copy, out_dir, resume = interrupted
-    before = {p: p.read_bytes() for p in out_dir.glob("*")}
+    before = files_of(out_dir)
     change(copy / "part_00.parquet", copy / f"part_{read_manifest(out_dir)['next']['file']:02d}.parquet")
-    with pytest.raises(UserError, match=r"part_\d\d.parquet has changed"):
-        resume()
-    assert {p: p.read_bytes() for p in out_dir.glob("*")} == before
+    assert_refused(r"part_\d\d.parquet has changed", resume)
+    assert files_of(out_dir) == before
 
 
 @needs_proc
@@ -205,7 +194,7 @@ def test_a_file_that_changed_before_it_was_read_may_and_a_new_one_may_follow(int
     resume()
     docs[40 * number : 40 * number + 40] = changed
     docs += changed
-    assert_shards(out_dir, plain_shards(docs, Tokenizer.load(tokenizer)))
+    assert_shards(out_dir, docs, tokenizer)
 
 
 @needs_proc
@@ -217,13 +206,12 @@ def test_a_wrong_place_to_resume_is_refused(interrupted, corpus, tokenizer):
     wrong_values = dict(file=[99], unit=[place["unit"] - 1, 99], skip=[0, place["skip"] + 1])
     for key, wrong in ((key, wrong) for key, values in wrong_values.items() for wrong in values):
         save_manifest(out_dir, intact | dict(next=place | {key: wrong}))
-        with pytest.raises(UserError, match="does not end where `next`"):
-            resume()
+        assert_refused("does not end where `next`", resume)
         assert count_shards(out_dir) == 2
     nothing = dict(tokens=0, shards=[], text_field="other", next=dict(file=5, unit=3, skip=9))
     save_manifest(out_dir, intact | nothing)
     resume()
-    assert_shards(out_dir, plain_shards(corpus[1], Tokenizer.load(tokenizer)))
+    assert_shards(out_dir, corpus[1], tokenizer)
 
 
 @needs_proc
@@ -232,6 +220,6 @@ def test_a_damaged_manifest_is_one_error(interrupted):
     _, out_dir, resume = interrupted
     intact = read_manifest(out_dir)
     for lost in intact.keys() - {"next", "commit"}:
-        (out_dir / "manifest.json").write_text(json.dumps({key: intact[key] for key in intact if key != lost}))
+        write_json(out_dir / "manifest.json", {key: intact[key] for key in intact if key != lost})
         with pytest.raises(UserError):
             resume(dry_run=True)

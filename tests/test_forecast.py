@@ -1,14 +1,12 @@
 """The forecast: its intervals hold the truth as often as they say, and it is written down before the hidden size."""
 
-import json
-
 import numpy as np
 import pytest
 
 import bench
 from benchmarks import forecast, share
 from benchmarks.share import HIDDEN, RUNGS, SHARES, Job, parameters
-from tests.helpers import assert_user_error, run_inline
+from tests.helpers import assert_user_error, read_json
 
 
 def points(rng, slope: float = -0.2, noise: float = 0.05) -> dict:
@@ -64,13 +62,13 @@ def ledger(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def door(capsys, monkeypatch, tmp_path):
+def door(inline, tmp_path):
     def run(*words):
         words = ["forecast", "--ledger", "runs.jsonl", "--forecasts", "said.json", "--json", "rows.json", *words]
-        result = run_inline(bench.main, [*words, "--device", "cpu"], capsys, monkeypatch)
+        result = inline(bench.main, *words, "--device", "cpu")
         if result.returncode:
             return result
-        return {row["name"]: row for row in json.loads((tmp_path / "rows.json").read_text())["rows"]}
+        return {row["name"]: row for row in read_json(tmp_path / "rows.json")["rows"]}
 
     return run
 
@@ -82,7 +80,7 @@ def test_a_forecast_is_written_with_its_date_and_then_compared_with_the_hidden_s
     rows = door("--write")
     assert rows["share at 120,512 parameters"]["middle"] == pytest.approx(0.5, rel=0.02)
     assert rows["share at 339,328 parameters"]["seeds"] == pytest.approx([0.4] * 3, rel=0.03)
-    [_, made] = json.loads((tmp_path / "said.json").read_text())
+    [_, made] = read_json(tmp_path / "said.json")
     assert made["date"] and made["anchor"]["loss"] == 3.2722 and made["share"]["from"] < made["share"]["to"]
     assert made["hidden"]["middle"] == rows[f"hidden size, {parameters(HIDDEN.width):,} parameters"]["middle"]
     ledger([HIDDEN])

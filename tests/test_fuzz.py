@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from files import sha256
-from tests.helpers import SMALL, arguments, run_inline, text_file
+from tests.helpers import SMALL, arguments, hellaswag_rows, text_file, write_json, write_lines
 
 SECONDS = 120  # for one case, on a busy machine
 VALUES = ["0", "-1", "1", str(10**12), "nan", "inf", "", "no such thing", "x" * 5000]
@@ -39,13 +39,11 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fuzz")
     text = text_file(folder / "text.txt").read_text()
     rows = [dict(text=piece) for piece in text.split("\n\n\n")]
-    (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(folder / "text.jsonl", rows)
     pq.write_table(pa.Table.from_pylist(rows), folder / "text.parquet")
-    endings = ["is", "was here", "a", "go on"]
-    row = dict(ctx="He", ctx_a="He", ctx_b="", activity_label="To", endings=endings, label=1)
-    (folder / "hellaswag.jsonl").write_text(f"{json.dumps(row)}\n" * 3)
+    hellaswag_rows(folder / "hellaswag.jsonl", 3)
     asked = [dict(instruction=f"Say {i}", input="", output=f"{i} is said") for i in range(30)]
-    (folder / "rows.json").write_text(json.dumps(asked))
+    write_json(folder / "rows.json", asked)
     for job in (
         ("train_gpt2", ["tiny", *arguments(**TRAIN, data=folder / "text.txt", out_dir=folder / "run")]),
         ("lora_finetune", arguments(**LORA, base=folder / "run", data=folder / "rows.json", out_dir=folder / "lora")),
@@ -225,14 +223,14 @@ def words_of(door: Door, folder: Path, out: Path) -> tuple[list[str], dict]:
     return [*door.recipe, *(str(folder / word) for word in door.first)], door.words(folder, out)
 
 
-def ends_well(door: Door, argv: list[str], given: list[str], out: Path, capsys, monkeypatch) -> str:
+def ends_well(door: Door, argv: list[str], given: list[str], out: Path, inline, monkeypatch) -> str:
     """Run it; returns what is wrong with how it ended, "" if nothing."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(sys, "stdin", open("/dev/null"))
     monkeypatch.chdir(out)
     try:
         with within(SECONDS):
-            result = run_inline(importlib.import_module(door.module).main, argv, capsys, monkeypatch)
+            result = inline(importlib.import_module(door.module).main, *argv)
     except BaseException as e:
         return f"{type(e).__name__}: {e}"[:300]
     if result.returncode == 0:
@@ -256,7 +254,7 @@ def not_finite(log: Path) -> str:
     return ""
 
 
-def constant_problems(name: str, field: str, folder: Path, tmp_path: Path, capsys, monkeypatch) -> list[str]:
+def constant_problems(name: str, field: str, folder: Path, tmp_path: Path, inline, monkeypatch) -> list[str]:
     door, problems, positional = DOORS[name], [], {"model": 0, "runs": 0, "prompt": 1}
     values = [value for value in VALUES if (name, field, value) != ("bench", "size", "")]  # 124M: half a minute
     for i, value in enumerate(values):
@@ -269,7 +267,7 @@ def constant_problems(name: str, field: str, folder: Path, tmp_path: Path, capsy
         else:
             argv = [*first, *arguments(**{k: v for k, v in words.items() if k != field}), f"--{field}={value}"]
         given = [field, field.replace("_", "-"), value or "empty"]
-        if problem := ends_well(door, argv, given, out, capsys, monkeypatch):
+        if problem := ends_well(door, argv, given, out, inline, monkeypatch):
             problems.append(f"{name}: --{field} {value[:30]!r}: {problem}")
     return problems
 
@@ -303,12 +301,12 @@ ALL_CONSTANTS = [(name, field) for name, door in CONSTANTS.items() for field in 
 
 
 @pytest.mark.parametrize("name, field", some(ALL_CONSTANTS, 12, seed=1))
-def test_constants_with_odd_values(name, field, folder, tmp_path, capsys, monkeypatch):
-    assert not constant_problems(name, field, folder, tmp_path, capsys, monkeypatch)
+def test_constants_with_odd_values(name, field, folder, tmp_path, inline, monkeypatch):
+    assert not constant_problems(name, field, folder, tmp_path, inline, monkeypatch)
 
 
 @pytest.mark.parametrize("name, file, how", some(FILE_CASES, 24, seed=1) + some(JSON_CASES, 12, seed=2))
-def test_files_that_are_damaged_or_hold_odd_values(name, file, how, folder, tmp_path, capsys, monkeypatch):
+def test_files_that_are_damaged_or_hold_odd_values(name, file, how, folder, tmp_path, inline, monkeypatch):
     copy, out = tmp_path / "copy", tmp_path / "out"
     shutil.copytree(folder, copy)
     out.mkdir()
@@ -316,4 +314,4 @@ def test_files_that_are_damaged_or_hold_odd_values(name, file, how, folder, tmp_
     spoil(path, how)
     first, words = words_of(DOORS[name], copy, out)
     given = [path.name, path.parent.name, str(path)]
-    assert not ends_well(DOORS[name], [*first, *arguments(**words)], given, out, capsys, monkeypatch)
+    assert not ends_well(DOORS[name], [*first, *arguments(**words)], given, out, inline, monkeypatch)

@@ -1,6 +1,5 @@
 """The laboratory: evidence that noise rarely reaches, runs that are made once, and ideas that do what they say."""
 
-import json
 import random
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ from benchmarks import ideas, lab
 from benchmarks.ideas import IDEAS
 from corpus.shards import prepare_text
 from learning import optim
-from tests.helpers import arguments, assert_user_error, run_inline, succeed, text_file
+from tests.helpers import arguments, assert_user_error, log_of, read_json, succeed, text_file
 
 SMALL = dict(n_layer=2, n_head=2, n_embd=32, sequence_length=32, vocab_size=512, total_batch_size=256)
 
@@ -27,7 +26,7 @@ def small(monkeypatch):
 
 
 @pytest.fixture
-def door(small, tmp_path, monkeypatch, capsys):
+def door(small, tmp_path, monkeypatch, inline):
     """`bench.py lab` on a small text, with its runs in this process: {name: row}, or the result with an error."""
 
     def side_by_side(plan, jobs, config, shards, rt):
@@ -38,10 +37,10 @@ def door(small, tmp_path, monkeypatch, capsys):
     def run(*words):
         made.clear()
         options = arguments(steps=4, seeds=2, device="cpu", data="text.txt", json="rows.json")
-        result = run_inline(bench.main, ["lab", *options, *words], capsys, monkeypatch)
+        result = inline(bench.main, "lab", *options, *words)
         if result.returncode:
             return result
-        return {row["name"]: row for row in json.loads((tmp_path / "rows.json").read_text())["rows"]}
+        return {row["name"]: row for row in read_json(tmp_path / "rows.json")["rows"]}
 
     made = run.made = []
     monkeypatch.setattr(lab, "side_by_side", side_by_side)
@@ -80,17 +79,14 @@ def test_noise_is_rarely_called_a_gain_although_every_seed_is_looked_at(effect, 
     assert harms[0] <= found.count("harm") / 400 <= harms[1]
 
 
-def test_without_an_idea_it_is_a_run_of_train_gpt2(small, tmp_path, monkeypatch, capsys):
+def test_without_an_idea_it_is_a_run_of_train_gpt2(small, tmp_path, inline):
     config = lab.settings(small, lab.PLAIN, seed=3)
     text, out = text_file(tmp_path / "text.txt", 60_000), tmp_path / "out/run"
     words = SMALL | dict(data=text, out_dir=out, tokenizer="train", max_steps=8, warmup_steps=config.warmup_steps)
     words |= dict(seed=3, eval_steps=4, eval_interval=8, sample_interval=0, hellaswag_interval=0, checkpoint_interval=0)
-    result = run_inline(
-        train_gpt2.main, ["speedrun", *arguments(**words, dtype="float32", device="cpu")], capsys, monkeypatch
-    )
+    result = inline(train_gpt2.main, "speedrun", **words, dtype="float32", device="cpu")
     assert result.returncode == 0, result.stderr
-    log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    [wanted] = [record for record in log if record["kind"] == "val"]
+    [wanted] = log_of(out, "val")
     config = replace(config, data=str(prepare_text(str(text), "train", 512, tmp_path / "out/cache")))
     found = lab.train(lab.PLAIN, config, "cpu")
     assert (found["loss"], found["bpb"]) == pytest.approx((wanted["loss"], wanted["bpb"]), abs=1e-5)
@@ -168,7 +164,7 @@ def test_every_idea_trains_another_model(tmp_path):
     for recipe, known in IDEAS.items():
         options = dict(recipe=recipe, size="0.25M", steps=20, seeds=2, device="cpu", data=text, json="rows.json")
         succeed("bench.py", "lab", cwd=tmp_path, timeout=600, **options)
-        rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+        rows = read_json(tmp_path / "rows.json")["rows"]
         losses = [row["mean"] for row in rows]
         assert [row["name"] for row in rows] == [recipe, *known]
         assert all(0 < loss < 9 for loss in losses) and losses.count(losses[0]) == 1

@@ -12,6 +12,7 @@ from machine import runtime
 from machine.runtime import PEAKS, Runtime, peaks
 from model import GPT, GPTConfig
 from run.checkpoint import CheckpointWriter, ModelFiles, Snapshot, copy_to_host, find_damage
+from tests.helpers import assert_refused
 
 
 @pytest.mark.parametrize(
@@ -86,8 +87,7 @@ def test_ranks_that_no_launcher_sets_are_refused(monkeypatch, found):
     """As the only process, one of a rank above 0 would train to its end and write nothing."""
     for pair in found.split():
         monkeypatch.setenv(*pair.split("="))
-    with pytest.raises(UserError, match=f"{found.split()[0]}.*torchrun"):
-        Runtime.setup("cpu", "float32")
+    assert_refused(f"{found.split()[0]}.*torchrun", Runtime.setup, "cpu", "float32")
 
 
 def test_cpu_means_that_no_gpu_is_asked_for(monkeypatch):
@@ -122,8 +122,7 @@ def test_an_error_of_the_first_rank_is_raised_with_its_sentence():
     def fail():
         raise UserError("the sentence")
 
-    with pytest.raises(UserError, match="the sentence"):
-        rt.broadcast_from_main(fail)
+    assert_refused("the sentence", rt.broadcast_from_main, fail)
     assert rt.broadcast_from_main(lambda: 3) == 3
 
 

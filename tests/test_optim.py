@@ -8,11 +8,11 @@ from functools import partial
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from learning.optim import LossScale, Muon, decay_groups, learning_rate, make_optimizer, orthogonalized
 from learning.optim import Optimizer as LoopOptimizer
 from model import GPT, GPTConfig
+from tests.helpers import assert_invalid
 from train_gpt2 import Config
 
 CONSTANTS = dict(max_lr=1e-3, min_lr=1e-4, max_steps=110, warmup_steps=10, decay_fraction=0.4)
@@ -113,8 +113,7 @@ def test_the_schedules_at_their_corners():
     assert [learning_rate(s, cosine) for s in (1, 10, 60, 110)] == pytest.approx([0.1, 1.0, 0.55, 0.1])
     wsd = replace(cosine, min_lr=0.0, warmup_steps=0, max_steps=100, lr_schedule="wsd")
     assert [learning_rate(s, wsd) for s in (1, 30, 60, 80, 100)] == pytest.approx([1.0, 1.0, 1.0, 0.5, 0.0])
-    with pytest.raises(ValueError, match="linear"):
-        learning_rate(1, replace(wsd, lr_schedule="linear"))
+    assert_invalid("linear", learning_rate, 1, replace(wsd, lr_schedule="linear"))
 
 
 # ---- the step
@@ -134,66 +133,28 @@ def test_adamw_steps_as_torch_does():
         optimizer.zero_grad()
         plain.step()
         plain.zero_grad()
-    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("before", [0, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_a_step_that_is_not_finite_changes_nothing(name, dtype):
-    model = small()
-    optimizer = make_optimizer(model, Settings(optimizer=name), Machine(dtype))
-    train(model, optimizer, range(1, 4))
-    before = tensors_of([model.state_dict(), optimizer.state_dict()])
-    train(model, optimizer, range(4, 5), finite=False)
-    assert equal(before, [model.state_dict(), optimizer.state_dict()])
-    assert all(p.grad is None for p in model.parameters())
-    train(model, optimizer, range(5, 6))
-    assert not equal(before, [model.state_dict(), optimizer.state_dict()])
-
-
-@pytest.mark.parametrize("dtype, plain, before", [(torch.float32, 0, 0), (torch.float16, 0, 0), (torch.float32, 1, 2)])
-def test_a_step_that_is_not_finite_leaves_no_trace_not_even_as_the_first(dtype, plain, before):
+@pytest.mark.parametrize("name", ["adamw", "muon", "sgd"])
+def test_a_step_that_is_not_finite_leaves_no_trace_not_even_as_the_first(name, dtype, before):
     """Nor where any optimizer of torch takes the place of ours."""
     runs = []
     for bad_steps in (0, 1):
         model = small()
-        optimizer = make_optimizer(model, Settings(), Machine(dtype))
-        if plain:
-            optimizer = LoopOptimizer([torch.optim.SGD(model.parameters(), 0.1, 0.9)], 0.1, Machine())
+        if name == "sgd":
+            optimizer = LoopOptimizer([torch.optim.SGD(model.parameters(), 0.1, 0.9)], 0.1, Machine(dtype))
+        else:
+            optimizer = make_optimizer(model, Settings(optimizer=name), Machine(dtype))
         train(model, optimizer, range(1, 1 + before))
+        trained = tensors_of([model.state_dict(), optimizer.state_dict()])
         train(model, optimizer, range(9, 9 + bad_steps), finite=False)
+        assert before == 0 or equal(trained, [model.state_dict(), optimizer.state_dict()])
         train(model, optimizer, range(1 + before, 6))
         runs.append(model.state_dict())
     assert equal(*runs)
-
-
-class HostReads(TorchDispatchMode):
-    """Counts the operators for which a host waits until a GPU is done."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_no_operator_of_a_step_waits_for_the_device(name, dtype):
-    model = small()
-    optimizer = make_optimizer(model, Settings(optimizer=name), Machine(dtype))
-    idx = torch.randint(61, (4, 16))
-    with HostReads() as reads:
-        torch.ones(()).item()
-        assert reads.count == 1  # it does see them
-        for _ in range(2):
-            optimizer.set_lr(1e-3)
-            optimizer.scale(model.loss(idx, idx)).backward()
-            norm = optimizer.clip_grad_norm(1.0)
-            optimizer.step(norm.isfinite())
-            optimizer.zero_grad()
-    assert reads.count == 1
 
 
 # ---- fp16

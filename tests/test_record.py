@@ -1,7 +1,6 @@
 """The judge of records: it accepts what the recipe leaves behind, and refuses each way to look better than one is."""
 
 import hashlib
-import json
 import math
 import shutil
 import sys
@@ -15,7 +14,17 @@ import train_gpt2
 from benchmarks import record
 from files import sha256
 from run.checkpoint import SUMS, checkpoint_steps
-from tests.helpers import SMALL, arguments, assert_user_error, run_inline
+from tests.helpers import (
+    SMALL,
+    arguments,
+    assert_refused,
+    assert_user_error,
+    column,
+    read_json,
+    read_lines,
+    write_json,
+    write_lines,
+)
 
 TEXT = "".join(f"Line {i} of {i % 7} says {i * i} words, and {i % 11} more.\n" for i in range(1500))
 
@@ -44,9 +53,9 @@ def entry(runs, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def judge(entry, capsys, monkeypatch):
+def judge(entry, inline):
     words = arguments(kind="cores", data="text.txt", device="cpu")
-    return lambda: run_inline(bench.main, ["record", "run0", "run1", *words], capsys, monkeypatch)
+    return lambda: inline(bench.main, "record", "run0", "run1", *words)
 
 
 def reseal(checkpoint) -> None:
@@ -56,8 +65,8 @@ def reseal(checkpoint) -> None:
 
 
 def edit_config(checkpoint, **changes) -> None:
-    config = json.loads((checkpoint / "config.json").read_text())
-    (checkpoint / "config.json").write_text(json.dumps(config | changes))
+    config = read_json(checkpoint / "config.json")
+    write_json(checkpoint / "config.json", config | changes)
 
 
 def pad(checkpoint) -> None:
@@ -78,17 +87,15 @@ def edit_constants(checkpoint, **changes) -> None:
 def lower_loss(checkpoint, by: float) -> None:
     """The log of somebody who validated with a stride of less than T."""
     path = checkpoint.parent / "log.jsonl"
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    records = [r | dict(loss=r["loss"] - by) if r["kind"] == "val" else r for r in records]
-    path.write_text("".join(json.dumps(r) + "\n" for r in records))
+    records = read_lines(path)
+    write_lines(path, [r | dict(loss=r["loss"] - by) if r["kind"] == "val" else r for r in records])
 
 
 def test_runs_of_the_recipe_are_accepted_with_the_loss_that_they_logged(judge, entry):
     result = judge()
     assert result.returncode == 0 and "accepted" in result.stdout, result.stderr
     row = [line for line in result.stdout.splitlines() if line.startswith("| | 2 x 32, 384 tokens, T = 32 | muon")]
-    logged = [json.loads(line) for line in (entry / "run1/log.jsonl").read_text().splitlines()]
-    wanted = next(r["bpb"] for r in reversed(logged) if r["kind"] == "val")
+    wanted = column(entry / "run1", "val", "bpb")[-1]
     [_, second] = row[0].split("(")[1].split(")")[0].split(", ")
     assert float(second) == pytest.approx(wanted, rel=1e-3)
 
@@ -142,8 +149,7 @@ def test_the_loss_at_124m_is_over_the_tokens_of_a_shard(tmp_path, monkeypatch):
     monkeypatch.setattr(record, "VAL_TOKENS", 100)
     (tmp_path / "val.bin").write_bytes(bytes(1024) + torch.arange(200, dtype=torch.int16).numpy().tobytes())
     assert record.shard_tokens(str(tmp_path / "val.bin"))[0].tolist() == list(range(101))
-    with pytest.raises(record.UserError, match="'' is not a file"):
-        record.shard_tokens("")
+    assert_refused("'' is not a file", record.shard_tokens, "")
 
 
 @pytest.mark.parametrize(
@@ -161,5 +167,4 @@ def test_a_record_is_two_standard_errors_below(found, best, wanted):
 
 def test_the_judge_of_124m_wants_124m(runs):
     [(_, checkpoint)] = checkpoint_steps(runs / "run0")[-1:]
-    with pytest.raises(record.UserError, match="n_layer"):
-        record.opened(checkpoint, record.KINDS["tokens"])
+    assert_refused("n_layer", record.opened, checkpoint, record.KINDS["tokens"])

@@ -1,6 +1,7 @@
 """Conversations, examples and micro-batches: what is a target, and in which order."""
 
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -8,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import CrossEntropyLoss
 
-from cli import UserError
 from finetuning import chat
 from finetuning.rows import (
     IGNORED,
@@ -22,7 +22,8 @@ from finetuning.rows import (
     split_rows,
     windows,
 )
-from tests.finetuning import ROWS, row, write_json
+from tests.finetuning import ROWS, row
+from tests.helpers import assert_refused, refusals, write_json
 
 
 def encode(rows: list[dict], tokenizer, sequence_length=1000):
@@ -123,23 +124,25 @@ def test_every_epoch_has_each_example_once_in_another_order():
     assert sum(across, []) == sum(first + second, [])
 
 
-@pytest.mark.parametrize(
-    "bad,words",
-    [
-        (dict(instruction="a"), "output is missing"),
-        (dict(output="b"), "instruction is missing"),
-        (row("a", 3), "output"),
-        (row("a", float("nan")), "output"),
-        (row("a", "b", input=3), "input"),
-        *((other, "a row is an object") for other in ("a", 3, None, [[]])),
-        (dict(messages=None), "instruction is missing"),
-        (dict(messages=[dict(role="assistant", content="x")]), "the assistant speaks after nobody"),
-    ],
-)
+BAD = """
+{"instruction": "a"} | output is missing
+{"output": "b"} | instruction is missing
+{"instruction": "a", "output": 3} | output
+{"instruction": "a", "output": NaN} | output
+{"instruction": "a", "output": "b", "input": 3} | input
+"a" | a row is an object
+3 | a row is an object
+null | a row is an object
+[[]] | a row is an object
+{"messages": null} | instruction is missing
+{"messages": [{"role": "assistant", "content": "x"}]} | the assistant speaks after nobody
+"""
+
+
+@pytest.mark.parametrize("bad, words", refusals(BAD))
 def test_a_malformed_row_is_named_with_its_number(tmp_path, bad, words):
-    path = write_json(tmp_path / "rows.json", [row("a", "b"), bad])
-    with pytest.raises(UserError, match=f"row 2 of .*rows.json.* {words}"):
-        load_rows(str(path))
+    path = write_json(tmp_path / "rows.json", [row("a", "b"), json.loads(bad)])
+    assert_refused(f"row 2 of .*rows.json.* {words[0]}", load_rows, str(path))
 
 
 def test_instructions_and_messages_are_read_alike(tmp_path):
@@ -163,8 +166,7 @@ def test_alpaca_comes_from_the_hub_through_datasets(monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", ["absent.json", "folder/absent.jsonl", "absent", "a/b/c", "./absent", "x" * 300])
 def test_a_name_that_is_not_a_dataset_of_the_hub_is_a_file(monkeypatch, name):
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: pytest.fail("asked the hub"))
-    with pytest.raises(UserError, match=name[-10:]):
-        load_rows(name)
+    assert_refused(name[-10:], load_rows, name)
 
 
 def test_a_target_that_is_not_scored_is_the_one_of_the_model():

@@ -14,12 +14,12 @@ from learning.generation import generate
 from model import GPT
 from run.checkpoint import save_model
 from tests.finetuning import adapted, save_adapter, small_gpt
-from tests.helpers import ROOT, arguments, assert_user_error, run_inline
+from tests.helpers import arguments, assert_user_error, options_of, prose
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return Tokenizer.train([(ROOT / "input.txt").read_text()[:60_000]], 320)
+    return Tokenizer.train([prose(60_000)], 320)
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +37,14 @@ def base(tmp_path_factory, tokenizer):
 
 
 @pytest.fixture
-def run(base, capsys, monkeypatch):
+def run(base, inline, monkeypatch):
     """Call the script in this process: run("a prompt", temperature=0, ...)."""
 
     def call(*words, stdin: bytes | None = None, **options):
         options = dict(max_new_tokens=8, dtype="float32", device="cpu") | options
         if stdin is not None:
             monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        return run_inline(sample.main, [base / "base", *arguments(**options), *words], capsys, monkeypatch)
+        return inline(sample.main, base / "base", *arguments(**options), *words)
 
     return call
 
@@ -120,19 +120,16 @@ def test_a_chat_continues_the_form_that_was_trained_and_forgets_the_oldest_turns
     assert f"at most {given} tokens" in result.stderr
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        dict(temperature=-1), dict(temperature="nan"), dict(top_p=-1), dict(top_k=-1),
-        dict(max_new_tokens=-1), dict(num_samples=0), dict(seed=-2), dict(adapter="absent"),
-    ],
-)  # fmt: skip
-def test_wrong_constants_are_one_line(run, options):
-    assert_user_error(run("Hi", **options), next(iter(options)))
+WRONG = "temperature=-1 temperature=nan top_p=-1 top_k=-1 max_new_tokens=-1 num_samples=0 seed=-2 adapter=absent"
 
 
-def test_a_tokenizer_that_is_too_large_for_the_model_is_refused(run, base, tmp_path, tokenizer, capsys, monkeypatch):
+@pytest.mark.parametrize("option", WRONG.split())
+def test_wrong_constants_are_one_line(run, option):
+    assert_user_error(run("Hi", **options_of(option)), option.partition("=")[0])
+
+
+def test_a_tokenizer_that_is_too_large_for_the_model_is_refused(run, base, tmp_path, tokenizer, inline):
     small_gpt(vocab_size=100).save_pretrained(tmp_path)
     tokenizer.save(tmp_path)
-    result = run_inline(sample.main, [tmp_path, "Hi", "--device", "cpu"], capsys, monkeypatch)
+    result = inline(sample.main, tmp_path, "Hi", "--device", "cpu")
     assert_user_error(result, "320 tokens", "100")

@@ -10,6 +10,7 @@ from corpus.manifest import read_manifest
 from corpus.order import Batches, training_batches
 from corpus.shards import verify
 from corpus.stream import TokenStream, find_shards, open_shard
+from tests.helpers import assert_refused, json_values
 from tests.token_shards import SIZES, VOCAB, T, open_stream, with_manifest, write_shards
 from train_gpt2 import RECIPES
 
@@ -213,14 +214,16 @@ def test_shards_have_to_fit_the_manifest(tmp_path):
         assert path in refused(tmp_path)
 
 
-ENTRY = dict(file="x_train_000000.npy", tokens=50, sha256="0")
-DAMAGED_MANIFESTS = [
-    *(b"", b"{", b"[]", b"7", b"[" * 100_000),
-    dict(shards={}), dict(shards=["x_train_000000.npy"]), dict(shards=[dict(tokens=50, sha256="0")]),
-    dict(shards=[ENTRY | dict(tokens="50")]), dict(shards=[ENTRY | dict(tokens=True)]),
-    dict(skipped=[]), dict(source=5), dict(next=[]), dict(next=dict(file=0, unit=0), files=[]),
-    dict(shard_size="many", next=dict(file=0, unit=0, skip=0), files=[]),
-]  # fmt: skip
+DAMAGED_MANIFESTS = """
+shards {} ["x_train_000000.npy"] [{"tokens":50,"sha256":"0"}]
+shards [{"file":"x_train_000000.npy","tokens":"50","sha256":"0"}]
+shards [{"file":"x_train_000000.npy","tokens":true,"sha256":"0"}]
+skipped []
+source 5
+next [] {"file":0,"unit":0}
+shard_size "many"
+"""
+UNFINISHED = dict(next=dict(file=0, unit=0, skip=0), files=[], shard_size=50)
 
 
 def test_a_manifest_that_an_editor_of_windows_saved_is_read(tmp_path):
@@ -230,36 +233,40 @@ def test_a_manifest_that_an_editor_of_windows_saved_is_read(tmp_path):
     assert read_manifest(tmp_path)["shards"][0]["tokens"] == 50
 
 
-@pytest.mark.parametrize("damage", DAMAGED_MANIFESTS, ids=lambda damage: str(damage)[:40])
-def test_a_manifest_with_wrong_values_or_of_another_kind_is_named(tmp_path, damage):
+@pytest.mark.parametrize("key, value", json_values(DAMAGED_MANIFESTS))
+def test_a_manifest_with_wrong_values_is_named(tmp_path, key, value):
     write_shards(tmp_path, (50,))
-    open_stream(with_manifest(tmp_path))
-    if isinstance(damage, bytes):
-        (tmp_path / "manifest.json").write_bytes(damage)
-    else:
-        with_manifest(tmp_path, **damage)
-    key = "" if isinstance(damage, bytes) else list(damage)[0]
-    for message in (refused(tmp_path), refused(tmp_path, verify)):
+    open_stream(with_manifest(tmp_path, **UNFINISHED))
+    with_manifest(tmp_path, **UNFINISHED | {key: value})
+    for use in (open_stream, verify):
+        message = refused(tmp_path, use)
         assert str(tmp_path / "manifest.json") in message and key in message
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"7", b"[" * 100_000], ids=lambda content: str(content)[:9])
+def test_a_manifest_of_another_kind_is_named(tmp_path, content):
+    write_shards(tmp_path, (50,))
+    (tmp_path / "manifest.json").write_bytes(content)
+    for use in (open_stream, verify):
+        assert str(tmp_path / "manifest.json") in refused(tmp_path, use)
 
 
 def test_what_is_not_there_or_too_short(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="hf download kjj0/fineweb10B-gpt2"):
-        find_shards(RECIPES["record"].data, "train")
+    assert_refused("hf download kjj0/fineweb10B-gpt2", find_shards, RECIPES["record"].data, "train")
     for name in ("book.docx", "x_val_000001.npy"):
         (tmp_path / name).touch()
-        with pytest.raises(UserError, match=f"{name} holds no .* shard; give .* a plain text as .txt"):
-            find_shards(str(tmp_path / name), "train")
+        assert_refused(
+            f"{name} holds no .* shard; give .* a plain text as .txt", find_shards, str(tmp_path / name), "train"
+        )
     for text in (tmp_path, tmp_path / "x.parquet"):
         text.touch()
-        with pytest.raises(UserError, match=rf"holds no \*_train_\*.npy, .* fineweb.py --source '{text}' --out_dir"):
-            find_shards(str(text), "train")
+        assert_refused(
+            rf"holds no \*_train_\*.npy, .* fineweb.py --source '{text}' --out_dir", find_shards, str(text), "train"
+        )
     for nowhere in (str(tmp_path / "nowhere"), "", "n" * 5000, "[", "**/nowhere*"):
-        with pytest.raises(UserError, match="does not exist; .* train_gpt2.py tiny"):
-            find_shards(nowhere, "train")
+        assert_refused("does not exist; .* train_gpt2.py tiny", find_shards, nowhere, "train")
     write_shards(tmp_path, (1,))
     assert "has 1 tokens" in refused(tmp_path)
     write_shards(tmp_path, (T,))
-    with pytest.raises(UserError, match="has 16 tokens, fewer than sequence_length \\+ 1 = 17"):
-        Batches(open_stream(tmp_path), T, 1, True)
+    assert_refused("has 16 tokens, fewer than sequence_length \\+ 1 = 17", Batches, open_stream(tmp_path), T, 1, True)

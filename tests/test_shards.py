@@ -17,7 +17,7 @@ from cli import UserError
 from corpus.manifest import read_manifest, summary
 from corpus.shards import data_tokenizer, load_tokenizer, open_shards, prepare_text, verify
 from corpus.stream import find_shards, open_shard
-from tests.helpers import ROOT, files_of, text_file
+from tests.helpers import ROOT, assert_refused, files_of, text_file
 from tests.test_shard_files import write_ds
 
 TEXT = "One morning the clock stood still.\n\n\nThe second document, of two\n\nparagraphs.\n\n\n\nA third one.\n" * 40
@@ -179,8 +179,7 @@ def test_shards_bring_their_tokenizer(tmp_path, text, byte_tokenizer):
     for name in ("gpt2", "train", str(directory / "tokenizer.json")):
         assert len(data_tokenizer(directory, name)) == 300
     assert len(data_tokenizer(directory / "*.npy", "gpt2")) == 300
-    with pytest.raises(UserError, match="was written with another tokenizer"):
-        data_tokenizer(directory, str(byte_tokenizer))
+    assert_refused("was written with another tokenizer", data_tokenizer, directory, str(byte_tokenizer))
 
 
 def test_shards_of_datatrove_say_what_tokenized_them(tmp_path, byte_tokenizer):

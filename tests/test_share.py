@@ -1,6 +1,5 @@
 """The share of tokens that speedrun needs: its rates, its runs, which are made once, and a known answer."""
 
-import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ import train_gpt2
 from benchmarks import share
 from benchmarks.share import Job, Rung
 from corpus.shards import prepare_text
-from tests.helpers import assert_user_error, log_of, run_inline, text_file
+from tests.helpers import assert_user_error, log_of, read_json, read_lines, text_file, write_lines
 
 BEST = dict(gpt2=16.0, speedrun=0.5)
 
@@ -59,7 +58,7 @@ def test_constants_are_the_recipes_at_eighty_tokens_a_parameter():
 
 
 @pytest.fixture
-def small(tmp_path, capsys, monkeypatch):
+def small(tmp_path, inline, monkeypatch):
     """`bench.py share`, whose runs only write a log; it returns their commands, too."""
     commands = []
 
@@ -73,12 +72,12 @@ def small(tmp_path, capsys, monkeypatch):
         start = dict(step=0, kind="run", machine="m", commit="c")
         loss = 3 + abs(float(flags["max_lr"]) - 0.005) - 0.1 * math.log(int(flags["max_steps"]))
         end = dict(step=int(flags["max_steps"]), kind="val", loss=loss, bpb=loss)
-        (out_dir / "log.jsonl").write_text(f"{json.dumps(start)}\n{json.dumps(end)}\n")
+        write_lines(out_dir / "log.jsonl", [start, end])
 
     def door(*words):
         commands.clear()
         words = ["share", "--device", "cpu", "--json", "rows.json", *words]
-        result = run_inline(bench.main, words, capsys, monkeypatch)
+        result = inline(bench.main, *words)
         return result, commands
 
     monkeypatch.setattr(share, "subprocess", SimpleNamespace(run=run, DEVNULL=None, PIPE=None))
@@ -93,13 +92,13 @@ def small(tmp_path, capsys, monkeypatch):
 def test_every_run_is_made_once_and_the_hidden_size_waits_for_its_forecast(small, tmp_path):
     result, commands = small("--workers", "2")
     assert result.returncode == 0, result.stderr
-    made = [json.loads(line) for line in (tmp_path / "docs/share.jsonl").read_text().splitlines()]
+    made = read_lines(tmp_path / "docs/share.jsonl")
     assert len(commands) == len(made) == 10 and all("--resume" in command for command in commands)
     assert all(run["constants"]["n_embd"] == 32 and run["commit"] == "c" for run in made)
     assert not list((tmp_path / "out/share").glob("*/step_*")), "the log is enough"
     result, commands = small()
     assert result.returncode == 0 and not commands
-    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    rows = read_json(tmp_path / "rows.json")["rows"]
     assert rows[-1]["name"].startswith("share of gpt2's tokens") and len(rows[-1]["seeds"]) == 1
     (tmp_path / "docs/forecasts.json").write_text('[{"hidden": {}}]')
     result, commands = small("--hidden")
@@ -108,9 +107,9 @@ def test_every_run_is_made_once_and_the_hidden_size_waits_for_its_forecast(small
     assert result.returncode == 0 and not commands
 
 
-def test_a_run_is_one_of_the_training_script(small, tmp_path, capsys, monkeypatch):
+def test_a_run_is_one_of_the_training_script(small, tmp_path, inline, monkeypatch):
     def run(command, **_):
-        return run_inline(train_gpt2.main, command[2:], capsys, monkeypatch)
+        return inline(train_gpt2.main, *command[2:])
 
     monkeypatch.setattr(share, "subprocess", SimpleNamespace(run=run, DEVNULL=None, PIPE=None))
     monkeypatch.setattr(share, "SHAPE", dict(n_layer=1, vocab_size=512))

@@ -17,6 +17,7 @@ from cli import UserError
 from corpus import sources
 from corpus.sources import documents, documents_of, find_source, units_of
 from tests.corpora import make_documents
+from tests.helpers import assert_refused
 
 KINDS = ["parquet", "one_group.parquet", "words.parquet", "jsonl", "jsonl.gz", "jsonl.zst", "json.gz"]
 
@@ -122,11 +123,9 @@ def test_lines_without_text_are_skipped_with_the_reason(tmp_path):
 def test_a_wrong_text_field_is_answered_with_those_there_are(tmp_path):
     path = tmp_path / "docs.parquet"
     pq.write_table(pa.table({"body": ["x"], "title": ["y"], "id": [1], "tags": [["a"]]}), path)
-    with pytest.raises(UserError, match="no column 'text' of text; give --text_field one of body, title$"):
-        read(path)
+    assert_refused("no column 'text' of text; give --text_field one of body, title$", read, path)
     pq.write_table(pa.table({"text": [1, 2]}), path)
-    with pytest.raises(UserError, match="no column 'text' of text; give another file"):
-        read(path)
+    assert_refused("no column 'text' of text; give another file", read, path)
 
 
 @pytest.mark.parametrize(
@@ -157,8 +156,8 @@ def test_a_row_that_is_not_utf8_is_named_by_what_is_before_it(tmp_path, monkeypa
     monkeypatch.setattr(sources, "UNIT_BYTES", unit_bytes)
     rows = pa.array([b"one", b"a long row of a caf\xe9"], pa.binary()).view(pa.string())
     pq.write_table(pa.table({"text": rows}), tmp_path / "docs.parquet")
-    with pytest.raises(UserError, match=r"docs.parquet is not UTF-8 at b'a long row of a caf\\xe9'; save it"):
-        read(tmp_path / "docs.parquet")
+    words = r"docs.parquet is not UTF-8 at b'a long row of a caf\\xe9'; save it"
+    assert_refused(words, read, tmp_path / "docs.parquet")
 
 
 def damaged(whole: bytes, rng: random.Random) -> dict[str, bytes]:

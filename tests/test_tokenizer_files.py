@@ -4,7 +4,6 @@ import inspect
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import tiktoken
@@ -17,11 +16,10 @@ from transformers import AutoTokenizer, GPT2Config
 from bpe.chunks import PATTERNS, SPELLINGS
 from bpe.formats import GPT2_FILES
 from bpe.tokenizer import ENDOFTEXT, Tokenizer
-from tests.helpers import needs_gpt2
+from tests.helpers import ROOT, assert_invalid, needs_gpt2, prose
 
-ROOT = Path(__file__).resolve().parent.parent
 TEXTS = [
-    (ROOT / "input.txt").read_text()[:20_000],
+    prose(20_000),
     (ROOT / "bpe/manual.txt").read_text(encoding="utf-8")[:6000],
     (ROOT / "model.py").read_text()[:10_000],
     "  don't ADD spaces , before . these ' s\n\n\n\t 中文　ok👍🏽 \x1c½",
@@ -169,5 +167,4 @@ def test_addresses_and_checksums_are_tiktokens():
 
 
 def test_an_unknown_encoding_is_one_clear_error():
-    with pytest.raises(ValueError, match="gpt5"):
-        Tokenizer.from_tiktoken("gpt5")
+    assert_invalid("gpt5", Tokenizer.from_tiktoken, "gpt5")
