@@ -96,7 +96,8 @@ def make_shards(config: Config, out_dir: Path) -> None:
         return
     commit = manifest.get("commit") or config.revision  # later shards come from the commit of the first ones
     source = find_source(config.source, commit)
-    expected = estimate_tokens(config, source)
+    text_bytes = sum(text_size(file, config.text_field) for file in source.files)
+    expected = min(int(text_bytes * TOKENS_PER_BYTE), config.limit_tokens)
     if not config.shard_size:  # leave most of a small source to train on
         tenth = max(expected // 10, 1000)
         config = replace(config, shard_size=min(100_000_000, tenth))
@@ -113,12 +114,6 @@ def make_shards(config: Config, out_dir: Path) -> None:
         print(f"stopped after {len(manifest['shards'])} complete shards; {RESUME}", file=sys.stderr)
         raise
     print(f"{out_dir}: {summary(manifest)}")
-
-
-def estimate_tokens(config: Config, source: Source) -> int:
-    """About how many tokens will be written."""
-    text_bytes = sum(text_size(file, config.text_field) for file in source.files)
-    return min(int(text_bytes * TOKENS_PER_BYTE), config.limit_tokens)
 
 
 def resolve_config(config: Config, tok: Tokenizer, out_dir: Path) -> Config:
@@ -333,10 +328,8 @@ def print_plan(config: Config, source: Source, manifest: dict, tokens: int) -> N
     out_dir = Path(config.out_dir)
     sizes = sorted(file.bytes for file in source.files)
     print(f"source  {manifest['source']}: {counted(len(sizes), 'file')}, {size(sum(sizes))}")
-    about = tokens
-    if tokens < config.limit_tokens:  # an estimate, good for two digits
-        about = float(f"{tokens:.1e}")
-    print(f"target  {out_dir}: about {about:,.0f} tokens, in shards of {config.shard_size:,} {manifest['dtype']}")
+    about = tqdm.format_sizeof(tokens)
+    print(f"target  {out_dir}: about {about} tokens, in shards of {config.shard_size:,} {manifest['dtype']}")
     if 0 < tokens <= config.shard_size:
         print(f"note    all of it would be validation; give --shard_size {-(-tokens // 10)} to leave some to train on")
     for_shards = max(tokens - manifest["tokens"], 0) * np.dtype(manifest["dtype"]).itemsize

@@ -174,7 +174,7 @@ def print_merge(numbers: Iterator[int], a: bytes, b: bytes, count: int) -> None:
 
 
 def report(tok: Tokenizer, held_out: list[str]) -> None:
-    if any(held_out):
+    if held_out:
         print(f"\ncompression of {sum(map(len, held_out)):,} characters that were held out")
         print(" vocabulary  bytes/token  characters/token")
         for size, bytes_per_token, chars_per_token in compression(tok, held_out):

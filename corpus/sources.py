@@ -125,7 +125,7 @@ def hub_source(name: str, revision: str) -> Source:
     owner, dataset, *rest = name.strip("/").split("/")
     repo = f"{owner}/{dataset}"
     folder = "/".join(rest) or "*"
-    with hub_errors(f"the list of files of {repo}"):  # HfApi().dataset_info does not retry if the hub is busy
+    with hub_errors(f"the list of files of {repo}"):  # as HfApi().dataset_info, which does not retry if the hub is busy
         url = f"{constants.ENDPOINT}/api/datasets/{repo}/revision/{quote(revision, safe='')}?blobs=true"
         answer = http_backoff("GET", url, headers=build_hf_headers(), timeout=60, max_retries=2)
         hf_raise_for_status(answer)
@@ -133,12 +133,12 @@ def hub_source(name: str, revision: str) -> Source:
         listed = list(map(hub_file, info["siblings"]))
     known = [file for file in listed if kind_of(file.name) and stays_below(file.name)]
     files = [file for file in known if fnmatch(file.name, folder) or fnmatch(file.name, f"{folder}/*")]
-    files = [file for file in files if re.search("(?<![a-z])train", file.name)] or files
+    files = [file for file in files if re.search("(?<![a-z])train", file.name)] or files  # all, if no name says train
     if not files:
         folders = sorted({os.path.dirname(file.name) or "." for file in known})
         raise UserError(f"{repo} has no data file in {folder}; name a folder that has some: {', '.join(folders[:9])}")
     kinds = {kind_of(file.name) for file in files}
-    kind = min(kinds, key=[*KINDS].index)
+    kind = min(kinds, key=[*KINDS].index)  # each may hold the same documents: the first of KINDS
     files = sorted(file for file in files if kind_of(file.name) == kind)
     return Source(files, repo, info["sha"])
 
@@ -256,8 +256,8 @@ class Unit(NamedTuple):
     """A part of a file: what a worker process turns into tokens at once."""
 
     path: Path
-    at: int  # the byte of the text where it begins; 0 in a .parquet
     content: int | list[str | None] | bytes  # number of a row group to read, its rows, or whole lines or a text
+    first: bool = True  # of its file
     continued: bool = False  # its first document began in the unit before
 
 
@@ -272,7 +272,7 @@ def units_of(path: Path, text_field: str, cut: re.Pattern | None = None) -> Iter
             yield from parquet_units(path, text_field)
         elif is_txt(path):
             for unit in stream_units(path, partial(end_of_match, pattern=cut or AFTER_BLANK_LINES)):
-                yield unit._replace(continued=cut is not None and unit.at > 0)
+                yield unit._replace(continued=cut is not None and not unit.first)
         else:
             yield from stream_units(path, end_of_line)
 
@@ -305,11 +305,11 @@ def parquet_units(path: Path, text_field: str) -> Iterator[Unit]:
             group = file.metadata.row_group(number)
             n_bytes = group.column(column).total_uncompressed_size
             if n_bytes <= 2 * UNIT_BYTES:
-                yield Unit(path, 0, number)
+                yield Unit(path, number)
                 continue
             rows = max(group.num_rows * UNIT_BYTES // n_bytes, 1)
             for batch in file.iter_batches(rows, row_groups=[number], columns=[text_field], use_threads=False):
-                yield Unit(path, 0, batch.column(0).to_pylist())
+                yield Unit(path, batch.column(0).to_pylist())
 
 
 def text_column(file: pq.ParquetFile, path: Path, text_field: str) -> int:
@@ -326,18 +326,18 @@ def text_column(file: pq.ParquetFile, path: Path, text_field: str) -> int:
 def stream_units(path: Path, place: Callable[[bytes], int]) -> Iterator[Unit]:
     """Parts of a text, plain or compressed, cut at the first place in each block; `place` finds it, or returns 0."""
     with pa.input_stream(str(path)) as stream:  # its name says how it is compressed
-        at = 0
+        first = True
         unit = b""
         while block := stream.read(UNIT_BYTES):
             end = place(block) if unit else 0  # never in the first block, whose unit would be tiny
             if end:
                 unit += block[:end]
-                yield Unit(path, at, unit)
-                at += len(unit)
+                yield Unit(path, unit, first)
+                first = False
                 unit = b""
             unit += block[end:]
         if unit:
-            yield Unit(path, at, unit)
+            yield Unit(path, unit, first)
 
 
 def end_of_match(block: bytes, pattern: re.Pattern) -> int:
@@ -363,7 +363,7 @@ def documents_of(unit: Unit, text_field: str) -> Iterator[tuple[str | None, str]
             for text in texts_of(unit, text_field):
                 yield text, "no text" if text is None else ""
         elif is_txt(unit.path):
-            for text in documents(decode(unit.content, unit.at)):
+            for text in documents(decode(unit.content, unit.first)):
                 yield text, ""
         else:
             for line in unit.content.split(b"\n"):  # not splitlines: a JSON string may hold U+2028
@@ -371,15 +371,15 @@ def documents_of(unit: Unit, text_field: str) -> Iterator[tuple[str | None, str]
                     yield text_of(line, text_field)
 
 
-def decode(content: bytes, at: int = 0) -> str:
-    """The text of UTF-8, of which `content` is the part from byte `at` on, without the byte order mark of Windows.
+def decode(content: bytes, first: bool = True) -> str:
+    """The text of UTF-8, without the byte order mark of Windows, which only the first part of a file may have.
 
     Raises UnicodeDecodeError, for UTF-16 too: without a mark, English in it is valid UTF-8, every other byte a 0.
     """
     start = content[:1000]
     if start.count(0) > len(start) // 10:
         raise UnicodeDecodeError("utf-8", content, content.index(0), len(content), "it may be UTF-16")
-    return content.decode("utf-8" if at else "utf-8-sig")
+    return content.decode("utf-8-sig" if first else "utf-8")
 
 
 def documents(text: str) -> list[str]:

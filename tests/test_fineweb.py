@@ -182,7 +182,7 @@ def test_usage_errors_are_one_line(tokenizer, tmp_path, inline, monkeypatch, cha
 def test_dry_run_says_what_it_needs_and_writes_nothing(corpus, tokenizer, tmp_path):
     words = options(corpus[0], tmp_path / "shards", tokenizer, dry_run=True, shard_size=10**7, limit_tokens=12_345)
     result = succeed("fineweb.py", **words)
-    for said in ("12 files", "about 12,345 tokens", "24.7kB for shards, 0.00B for files under way", "are free"):
+    for said in ("12 files", "about 12.3k tokens", "24.7kB for shards, 0.00B for files under way", "are free"):
         assert said in result.stdout
     assert "all of it would be validation; give --shard_size 1235 to" in result.stdout
     assert not (tmp_path / "shards").exists()
@@ -221,7 +221,7 @@ def test_an_encoder_with_other_ids_is_not_used(tokenizer, monkeypatch, capsys):
     monkeypatch.setattr(encoders, "encoder", lambda tok, name: lambda text: ours(tok, "own")(text.replace("½", "?")))
     assert encoders.choose_encoder("auto", tok) == "own"
     assert "note: tiktoken is not used: its ids differ" in capsys.readouterr().err
-    unit = sources.Unit(Path("x.parquet"), 0, ["as ½ of it"])
+    unit = sources.Unit(Path("x.parquet"), ["as ½ of it"])
     assert_refused(
         "ids differ from ours in x.parquet.*--encoder own",
         fineweb.tokenize,
