@@ -5,7 +5,6 @@ text. This file knows nothing of torch or models: it sees only the records of a 
 """
 
 import io
-import math
 import os
 from pathlib import Path
 
@@ -298,34 +297,21 @@ def verdict(ends: dict[str, float], alone: bool, comparable: bool) -> str:
 
 def draw_start(axes, run: Curves) -> None:
     """Mark where a run starts: ln V, the loss of a uniform guess, and the loss of its first batch, before any training.
-    The axis on the right is the same in bits per byte of the validation text."""
-    from matplotlib.ticker import MaxNLocator, NullLocator
+    """
+    from matplotlib.ticker import MaxNLocator
 
     uniform = last(run, "run", "uniform_loss")
     lowest = axes.get_ylim()[0]
-    if uniform is not None and lowest > 0:
-        first = run["train", "loss"][1][0]
-        axes.axhline(uniform, **REFERENCE_LINE)
-        label = f"before the first step: {first:.2f} (ln V is {uniform:.2f})"
-        axes.plot(0, first, "D", color=COLORS[3], label=label)
-        axes.set_yscale("log")  # runs differ in their ends
-        axes.set_ylim(lowest, 1.05 * max(first, uniform))
-    scales = [axes]
-    nats = last(run, "val", "loss") or 0
-    bits = last(run, "val", "bpb") or 0
-    if nats > 0 and bits > 0:
-        there_and_back = (
-            lambda loss: loss * bits / nats,
-            lambda loss: loss * nats / bits,
-        )
-        right = axes.secondary_yaxis("right", functions=there_and_back)
-        right.set_ylabel("bits per byte", fontsize=9)
-        right.tick_params(labelsize=8.5)
-        scales.append(right)
-    for scale in scales:
-        scale.yaxis.set_major_locator(MaxNLocator(9, steps=(1, 2, 5, 10)))
-        scale.yaxis.set_minor_locator(NullLocator())
-        scale.yaxis.set_major_formatter("{x:g}")
+    if uniform is None or lowest <= 0:
+        return
+    first = run["train", "loss"][1][0]
+    axes.axhline(uniform, **REFERENCE_LINE)
+    label = f"before the first step: {first:.2f} (ln V is {uniform:.2f})"
+    axes.plot(0, first, "D", color=COLORS[3], label=label)
+    axes.set_yscale("log")  # runs differ in their ends
+    axes.set_ylim(lowest, 1.05 * max(first, uniform))
+    axes.yaxis.set_major_locator(MaxNLocator(9, steps=(1, 2, 5, 10)))
+    axes.yaxis.set(major_formatter="{x:g}", minor_formatter="")
 
 
 def draw_references(axes, references, y: str, run: Curves) -> None:
@@ -402,11 +388,8 @@ def draw_norm_and_rate(norm, rate, runs: Runs) -> None:
         rate.plot(*run["train", "lr"], linewidth=1.2, **look(i))
         skipped += len(run["train", "skipped"][0])
     if norm.dataLim.height > 0:
-        low, high = norm.dataLim.intervaly
-        wider = max(1.1, math.sqrt(3 * low / high))  # a range of a factor of three has at least one tick
         norm.set_yscale("log")
-        norm.set_ylim(low / wider, high * wider)
-        norm.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
+        norm.yaxis.get_major_locator().set_params(subs=(1, 1.5, 2, 3, 5, 7))
         norm.yaxis.set(major_formatter="{x:g}", minor_formatter="")
     rate.set_ylim(bottom=0)
     title = "Gradient norm before clipping"

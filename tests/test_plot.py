@@ -185,8 +185,7 @@ def test_the_panels_of_one_run_have_its_values(panels):
     tail = max(smoothed.get_ydata()[2:])  # from 5% of the run on
     low, high = drawn["loss"].get_ylim()
     assert (low, high) == pytest.approx((1.0 - 0.05 * (tail - 1.0), 1.05 * 7.625))
-    (bits,) = drawn["loss"].child_axes
-    assert bits.get_ylim() == pytest.approx((low / 4, high / 4)) and drawn["loss"].get_yscale() == "log"
+    assert drawn["loss"].get_yscale() == "log"
     for name, value, error in (("acc_norm", 27, 2), ("gold_bpb", 1.5, 0.125)):
         ((point, _, (bar,)),) = drawn[name].containers
         assert point.get_xydata().tolist() == [[n, pytest.approx(value)]]
@@ -197,7 +196,7 @@ def test_the_panels_of_one_run_have_its_values(panels):
         assert axes.get_xlim() == pytest.approx((-0.01 * n, 1.01 * n)) and axes.get_xlabel() == "step"
     for name, words in dict(
         loss="Validation loss: 1.000\nloss (nats per token)\nvalidation: 1.000 at the end\ntraining, smoothed\n"
-        "before the first step: 4.00 (ln V is 7.62)\nbits per byte",
+        "before the first step: 4.00 (ln V is 7.62)",
         acc_norm="accuracy (%)\ntiny: 27 ± 2 at the end\nchance 25%\nGPT-2 124M 29.55%",
         gold_bpb="bits per byte\ntiny: 1.5 ± 0.12 at the end",
         norm="Gradient norm before clipping; 40 steps skipped",
@@ -205,11 +204,13 @@ def test_the_panels_of_one_run_have_its_values(panels):
         assert set(words.split("\n")) <= set(words_of(drawn[name]).split("\n")), name
 
 
-@pytest.mark.parametrize("norms, low, high", [((2.0, 2.4), 1.265, 3.795), ((1.0, 100.0), 1 / 1.1, 110)])
-def test_the_norms_frame_spans_a_factor_of_three_at_least(panels, norms, low, high):
+@pytest.mark.parametrize("norms", [(2.0, 2.4), (1.0, 100.0)])
+def test_a_norms_axis_is_logarithmic_and_names_a_number(panels, norms):
     records = [record | dict(grad_norm=norm) for record, norm in zip(train_records(2), norms, strict=False)]
     axes = panels({"run": records})["norm"]
-    assert axes.get_ylim() == pytest.approx((low, high), rel=1e-3) and axes.get_yscale() == "log"
+    axes.figure.draw_without_rendering()
+    low, high = axes.get_ylim()
+    assert axes.get_yscale() == "log" and any(low <= tick <= high for tick in axes.get_yticks())
 
 
 # ---------------------------------------------------------------------------------------------- runs against others
