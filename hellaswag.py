@@ -40,8 +40,8 @@ scored but predicts nothing, so it is not an input, and d has no input at all:
     position       0  1  2  3  4 |  5  6 |  5 |  5 |
     segment id     0  0  0  0  0 |  1  1 |  2 |  3 |
 
-A training loop imports this file too. It knows nothing of training, except for the warning of `validation_task`. Of a
-model it uses `hidden`, `lm_head` and `config`, as GPT in model.py has them.
+A training loop imports this file too, which knows nothing of training. Of a model it uses `hidden`, `lm_head` and
+`config`, as GPT in model.py has them.
 """
 
 # imported first, so that Ctrl-C while torch loads does not print a traceback
@@ -53,7 +53,6 @@ import json
 import math
 import re
 import reprlib
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -186,18 +185,6 @@ def with_other_contexts(rows: list[dict]) -> list[dict]:
     for row, other in zip(rows, others, strict=True):
         mixed.append(other | dict(endings=row["endings"], label=row["label"]))
     return mixed
-
-
-def validation_task(data: str, tokenizer, model_config, rt: Runtime) -> "Task | None":
-    """What a training loop scores; None, after one warning, without a file and without a network to get it from."""
-    try:
-        rows = load_rows(data, rt, "--hellaswag_data")
-    except UserError as e:
-        if data:
-            raise
-        rt.print(f"warning: training continues without HellaSwag: {e}", file=sys.stderr)
-        return None
-    return prepare(rows, tokenizer, model_config, "completion")
 
 
 # ------------------------------------------------------------------------------------------- from rows to tokens

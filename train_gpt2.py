@@ -236,12 +236,22 @@ def open_data(config: Config, shape: GPTConfig, rt: Runtime) -> Data:
         rt.print(f"warning: {warning}", file=sys.stderr)
     order = Batches(shards.train, config.sequence_length, config.seed, config.shuffle, rt.rank, rt.world_size)
     token_bytes = torch.from_numpy(shards.tokenizer.token_bytes()).to(rt.device)
-    task = None
-    if config.hellaswag_interval:
-        task = hellaswag.validation_task(config.hellaswag_data, shards.tokenizer, shape, rt)
+    task = open_hellaswag(config.hellaswag_data, shards, shape, rt) if config.hellaswag_interval else None
     passes = config.max_steps * config.total_batch_size / config.sequence_length / order.n_windows
     rt.print(f"data: {len(shards.train):,} training tokens, read {passes:.2g} times; {len(shards.val):,} to validate")
     return Data(shards, order, token_bytes, task)
+
+
+def open_hellaswag(data: str, shards: Shards, shape: GPTConfig, rt: Runtime) -> hellaswag.Task | None:
+    """The task to score; None, after one warning, without a file and without a network to get it from."""
+    try:
+        rows = hellaswag.load_rows(data, rt, "--hellaswag_data")
+    except UserError as e:
+        if data:
+            raise
+        rt.print(f"warning: training continues without HellaSwag: {e}", file=sys.stderr)
+        return None
+    return hellaswag.prepare(rows, shards.tokenizer, shape, "completion")
 
 
 def validation_inputs(config: Config, data: Data, rt: Runtime) -> Iterator[tuple]:

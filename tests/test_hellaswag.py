@@ -6,6 +6,7 @@ import re
 from copy import deepcopy
 from math import log2
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -18,11 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hellaswag
 from bpe.tokenizer import Tokenizer
 from cli import UserError
-from hellaswag import LOGGED, STYLES, encode_together, evaluate, harness, load_rows, prepare, validation_task
+from hellaswag import LOGGED, STYLES, encode_together, evaluate, harness, load_rows, prepare
 from machine.runtime import Runtime
 from model import GPT, GPTConfig
 from tests.finetuning import adapted, save_adapter
 from tests.helpers import ROOT, SMALL, arguments, assert_user_error, environment, log_of, run_inline, succeed, text_file
+from train_gpt2 import open_hellaswag
 
 WINDOW = 48
 
@@ -409,10 +411,11 @@ def no_network(*args, **kwargs):
 
 def test_training_continues_without_the_hub_and_not_without_a_file(monkeypatch, tokenizer, model, rt, tmp_path, capsys):
     monkeypatch.setattr("datasets.load_dataset", no_network)
-    assert validation_task("", tokenizer, model.config, rt) is None
+    shards = SimpleNamespace(tokenizer=tokenizer)
+    assert open_hellaswag("", shards, model.config, rt) is None
     assert "without HellaSwag" in (warning := capsys.readouterr().err) and "--hellaswag_data" in warning
     with pytest.raises(UserError, match="absent.jsonl.*--hellaswag_data"):
-        validation_task(str(tmp_path / "absent.jsonl"), tokenizer, model.config, rt)
+        open_hellaswag(str(tmp_path / "absent.jsonl"), shards, model.config, rt)
 
 
 @pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.slow), 7])
