@@ -33,6 +33,7 @@ class Config:
     compare: str = "gpt2"  # tokenizer to compare with: gpt2, or a directory or file
     english: str = ENGLISH  # the first text
     chinese: str = CHINESE  # the second text
+    svg: str = ""  # picture to write; tokens.svg beside the tokenizer if empty
 
 
 # light and darker in turn, so that neighbours differ in grey, too
@@ -48,6 +49,11 @@ is one, a Chinese character three), and becomes longer: more to compute, and les
 
 def main() -> None:
     config = parse_args(Config, description=__doc__)
+    path = Path(config.tokenizer)
+    beside = (path if path.is_dir() else path.parent) / "tokens.svg"
+    picture = Path(config.svg or beside)
+    if picture.suffix != ".svg":  # it may be another file, and would be replaced
+        raise UserError(f"--svg {picture} must end in .svg; give another name")
     tokenizers = load_both(config)
     texts = [valid_unicode(text) for text in (config.english, config.chinese) if text]
     results = []
@@ -60,8 +66,6 @@ def main() -> None:
         colored = "".join(f"{codes[i % len(codes)]}{piece}\x1b[0m" for i, piece in enumerate(pieces))
         print(f"{title}\n{colored if in_color else '|'.join(pieces)}\n")
     print(f"· is a token that ends in the middle of a character.\n{REASON}")
-    path = Path(config.tokenizer)
-    picture = (path if path.is_dir() else path.parent) / "tokens.svg"
     draw_svg(results, picture)
     print(f"\nwrote {picture}")
 

@@ -79,10 +79,12 @@ def find_source(patterns: tuple[str, ...], revision: str = "main") -> Source:
     """The files of local paths, folders and globs, or of a dataset of the hub at `revision`. Raises UserError."""
     if len(patterns) == 1 and on_hub(patterns[0]):
         return hub_source(patterns[0], revision)
-    paths = []
+    files = []
     for pattern in patterns:
-        paths += local_paths(pattern)
-    return Source(list(map(local_file, paths)))
+        for path in local_paths(pattern):
+            stat = path.stat()
+            files.append(SourceFile(str(path), stat.st_size, str(stat.st_mtime_ns)))
+    return Source(files)
 
 
 def on_hub(pattern: str) -> bool:
@@ -110,11 +112,6 @@ def local_paths(pattern: str) -> list[Path]:
             "give files, a folder, a quoted glob, or OWNER/NAME of a dataset of the hub"
         )
     return files
-
-
-def local_file(path: Path) -> SourceFile:
-    stat = path.stat()
-    return SourceFile(str(path), stat.st_size, str(stat.st_mtime_ns))
 
 
 def hub_source(name: str, revision: str) -> Source:
