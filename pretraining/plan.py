@@ -13,8 +13,8 @@ In bytes, in a step of several micro-batches, so that gradients exist when the n
     weights      4 N                        4 N / W, and 4 N gathered          4 N / W, and 4 N_root + 4 times two
                                                                                blocks gathered: this one and the next
     copies       of all matrices for the products, 12 L C^2 e, where e is 2
-    gradients    4 N; on several ranks      4 N + 4 N / W: sharded after       4 N / W; in the backward pass those of
-                 8 N with DDP's buckets     the last micro-batch               two blocks are whole
+    gradients    4 N; on several ranks      4 N; as the last micro-batch       4 N / W; in the backward pass those of
+                 8 N with DDP's buckets     shards them, activations go        a block are whole
     optimizer    8 N, less 48 L C^2 with    the same / W                       the same / W
                  Muon: one moment, not two
 
@@ -30,10 +30,10 @@ In bytes, in a step of several micro-batches, so that gradients exist when the n
                  Besides e V C for the table in 16 bits
     allocator    of PyTorch, on CUDA: 2% of what does not grow with B, which it rounds up, and cuBLAS's workspaces
 
-The sum is the peak. When the optimizer steps, activations are gone; Muon then needs 6.5 times its largest stack of
-matrices of one shape. tests/fake_gpu compares all this with PyTorch's allocator. Not counted: dropout masks, the
-context of the device (0.5 GB on CUDA), and fragmentation (5% is reserved for it). This is the peak without compilation,
-which the trial of micro-batches measures too; torch.compile needs less.
+The sum is the peak. When the optimizer steps, activations are gone; Muon then needs 2.5 + 3 / W times its largest stack
+of matrices of one shape, 16 L C^2, where W is 1 with --shard none. tests/fake_gpu compares all this with PyTorch's
+allocator. Not counted: dropout masks, the context of the device (0.5 GB on CUDA), and fragmentation (5% is reserved for
+it). This is the peak without compilation, which the trial of micro-batches measures too; torch.compile needs less.
 
 The time is an estimate, not a measurement, and leaves out what ranks spend on exchanging gradients: see `step_parts`.
 
@@ -173,8 +173,8 @@ def state(shape: GPTConfig, layout: Layout) -> dict[str, int]:
     if layout.shard == "none" or W == 1:
         return dict(weights=4 * N, copies=copies, gradients=4 * N * min(W, 2), optimizer=moments)
     if layout.shard == "optimizer":
-        both = 4 * (N // W + N)
-        return dict(weights=both, copies=copies, gradients=both, optimizer=moments // W)
+        weights = 4 * (N // W + N)
+        return dict(weights=weights, copies=copies, gradients=4 * N, optimizer=moments // W)
     gathered = N - max(L - 2, 0) * (12 * C**2 + 13 * C)  # two blocks at a time, and what is outside of them
     weights = 4 * (N // W + gathered)
     return dict(weights=weights, copies=copies, gradients=4 * (N // W), optimizer=moments // W)
@@ -198,23 +198,25 @@ def needs(shape: GPTConfig, layout: Layout, n_sequences: int) -> dict[str, int]:
     n_tokens = n_sequences * T
     activations = n_tokens * (kept + (4 + 4 * e) * C)
     found = state(shape, layout)
-    two_blocks = 0
+    of_a_block = 0
     if layout.shard == "full" and layout.ranks > 1:
-        two_blocks = 4 * 2 * (12 * C**2 + 13 * C)
+        of_a_block = 4 * (12 * C**2 + 13 * C)
     n_positions = min(n_tokens, chunk_size(n_tokens, V, layout.device))
     logits = max(
         8 * n_positions * V + 4 * V * C,
         e * n_positions * V + 8 * V * C,
-        n_tokens * recomputed + 8 * V * C + two_blocks,
+        n_tokens * recomputed + 8 * V * C + of_a_block,
         12 * V * C - activations,
     )
     if e < 4:  # the table in the dtype of products
         logits += e * V * C
-    if (
-        layout.optimizer == "muon"
-    ):  # when it steps: gradients and momenta of one shape stacked, and what it makes of them
-        stacks = 6.5 * 4 * 4 * L * C**2
-        logits = max(logits, int(stacks) - activations - found["copies"])
+    if layout.optimizer == "muon":  # when it steps, activations, copies and what was gathered are gone
+        W = 1 if layout.shard == "none" else layout.ranks
+        resident = sum(found.values()) - found["copies"]
+        if W > 1:
+            resident = 8 * n_parameters(shape) // W + found["optimizer"]
+        stacks = 16 * L * C**2 * (2.5 + 3 / W)
+        logits = max(logits, int(stacks) + resident - sum(found.values()) - activations)
     found |= dict(activations=activations, logits=logits)
     if layout.device == "cuda":
         found["allocator"] = WORKSPACES + sum(state(shape, layout).values()) // 50
