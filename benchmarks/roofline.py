@@ -17,7 +17,7 @@ from benchmarks.measure import Common, Size, model_sizes
 from cli import UserError
 from machine.runtime import Runtime, peaks
 from model import GPTConfig
-from pretraining.plan import BUSY, REACHED, STEP, step_parts, token_flops
+from pretraining.plan import LAUNCHES, REACHED, STEP, step_parts, token_flops
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,9 @@ def run(config: Config, rt: Runtime) -> Iterator[dict]:
         at_peak = 1e3 * work / (bandwidth if bound == "memory" else flops)
         milliseconds[name] = at_peak / REACHED[bound]
         yield dict(name=name, bound_by=bound, tera=work / 1e12, ms_at_peak=at_peak, ms=milliseconds[name])
-    total = sum(milliseconds.values()) / BUSY
+    launches = 1e3 * LAUNCHES * shape.n_layer
+    yield dict(name="launching kernels", bound_by="host", ms=launches)
+    total = sum(milliseconds.values()) + launches
     least = 1e3 * STEP * token_flops(shape, shape.n_positions) / flops
     for name, saved in {"the step": 0.0, **savings(milliseconds)}.items():
         total -= saved
