@@ -13,6 +13,7 @@ import configparser
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -86,7 +87,7 @@ def passes(name: str, check: configparser.SectionProxy, folder: Path) -> bool:
     shutil.rmtree(folder / name, ignore_errors=True)  # what an earlier run left
     with open(log, "w") as output:
         for command in check["command"].format(folder=folder, name=name).split("&&"):
-            complaint = complaint or run(command.split(), check, folder / f"{name}.nccl", output)
+            complaint = complaint or run(shlex.split(command), check, folder / f"{name}.nccl", output)
     said = log.read_text()
     expected = check["expect"]
     if expected:  # this has to fail, and in this way
@@ -124,6 +125,7 @@ def environment(check: configparser.SectionProxy, exchange: Path, rank: int, n_r
     variables = dict(
         LD_PRELOAD=folder / "libcuda.so.1", LD_LIBRARY_PATH=folder, LIBRARY_PATH=folder, TRITON_LIBCUDA_PATH=folder,
         FAKE_CC=card, FAKE_MB=check["memory"], FAKE_FAULT=check["fault"], FAKE_NCCL=exchange,
+        FAKE_COMPILED_BY=check["compiled_by"],
         OMP_NUM_THREADS=1, TORCHINDUCTOR_COMPILE_THREADS=1, TORCHINDUCTOR_CACHE_DIR=folder / f"inductor_{card}",
         TRITON_CACHE_DIR=folder / f"triton_{card}",
     )  # fmt: skip
