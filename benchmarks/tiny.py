@@ -29,7 +29,8 @@ from run.checkpoint import find_model, load_model, model_tokenizer
 from run.records import of_kind, read_log
 from train_gpt2 import RECIPES
 
-# constants that decide what the recipe reaches; not its seed, its machine or its reports
+# Runs that agree in these constants, and in their data, are seeds of one recipe: the others (seed, machine, reports) do
+# not change what a run reaches.
 DECISIVE = (
     "n_layer", "n_head", "n_embd", "sequence_length", "vocab_size", "dropout",
     "total_batch_size", "max_steps", "warmup_steps", "max_lr", "min_lr", "lr_schedule", "decay_fraction",
@@ -57,9 +58,13 @@ def run(config: Config, rt: Runtime) -> Iterator[dict]:
             subprocess.run([sys.executable, str(ROOT / "train_gpt2.py"), "tiny", *words, "--resume"], check=True)
         records = read_log(out / "log.jsonl")
         vals = of_kind(records, "val")
-        row = dict(name=f"seed {seed}", loss=[r["loss"] for r in vals], bpb=[r["bpb"] for r in vals])
-        row["windows_of_tokens"] = vals[-1]["bpb"] * math.log(2)
-        row["windows_of_characters"] = cold_start(str(out), validation, config.window)
+        row = dict(
+            name=f"seed {seed}",
+            loss=[r["loss"] for r in vals],
+            bpb=[r["bpb"] for r in vals],
+            windows_of_tokens=vals[-1]["bpb"] * math.log(2),
+            windows_of_characters=cold_start(str(out), validation, config.window),
+        )
         rows.append(row)
         yield row
     if config.write:
@@ -87,7 +92,9 @@ def write_entry(records: list[dict], rows: list[dict], device: str) -> None:
     """`records` are those of one of the runs."""
     first = records[0]
     config = first["config"]
-    of = {key: config[key] for key in DECISIVE} | {key: first["data"][key] for key in ("source", "tokenizer")}
+    of = {key: config[key] for key in DECISIVE}
+    for key in ("source", "tokenizer"):
+        of[key] = first["data"][key]
     about = f"bench.py tiny, commit {first['commit']}, {device}, {first['machine']}, PyTorch {torch.__version__}"
     entry = dict(name=f"{len(rows)} seeds of tiny", source=about, of=dict(sorted(of.items())))
     entry["tokens"] = [record["step"] * config["total_batch_size"] for record in of_kind(records, "val")]
