@@ -240,9 +240,9 @@ class Tokenizer:
         except KeyError as e:
             raise ValueError(f"id {e} is not in this vocabulary of {self.n_vocab} tokens") from None
 
-    def decode(self, ids: Iterable[int], errors: str = "replace") -> str:
-        """The text of `ids`; what is not UTF-8 becomes U+FFFD, or raises with errors="strict"."""
-        return self.decode_bytes(ids).decode("utf-8", errors)
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`; what is not UTF-8 becomes U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", "replace")
 
     def stream_decoder(self) -> "StreamDecoder":
         return StreamDecoder(self)
@@ -354,9 +354,5 @@ def refuse_special(text: str, disallowed: Iterable[str]) -> None:
 
 def visible(token: bytes) -> str:
     """A token for people to read: spaces and line ends as signs, bytes of incomplete characters as \\x escapes."""
-    shown = ""
-    for character in token.decode("utf-8", "backslashreplace").translate(SIGNS):
-        if not character.isprintable():
-            character = character.encode("unicode_escape").decode()
-        shown += character
-    return shown
+    text = token.decode("utf-8", "backslashreplace").translate(SIGNS)
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

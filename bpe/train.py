@@ -65,7 +65,7 @@ def main() -> None:
             config.pattern,
             config.special_tokens,
             config.tie_break,
-            workers=config.workers or None,
+            workers=config.workers,
             progress=sys.stderr.isatty(),
             on_merge=partial(print_merge, itertools.count(1)),
         )

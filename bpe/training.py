@@ -40,7 +40,7 @@ TIE_BREAKS = ("lowest_id", "greatest_bytes")
 class Options:
     """How to train, as opposed to what: none of these changes the merges."""
 
-    workers: int | None = None  # processes that count chunks; all cores by default
+    workers: int = 0  # processes that count chunks; 0 for one per core
     progress: bool = False  # show bars
     on_merge: Callable[[bytes, bytes, int], None] | None = None  # called with each merge and the count of its pair
     block: int = BLOCK  # characters that are counted or sent to a process at a time
