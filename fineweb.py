@@ -333,7 +333,9 @@ def print_plan(config: Config, source: Source, manifest: dict, tokens: int) -> N
     if 0 < tokens <= config.shard_size:
         print(f"note    all of it would be validation; give --shard_size {-(-tokens // 10)} to leave some to train on")
     for_shards = max(tokens - manifest["tokens"], 0) * np.dtype(manifest["dtype"]).itemsize
-    for_files = sum(sizes[-config.downloads - 1 :]) if source.repo else 0  # the one being read, and those ahead
+    for_files = (
+        sum(sizes[-config.downloads - 1 :]) if source.repo else 0
+    )  # the largest: one is being read, others ahead
     existing = next(path for path in (out_dir, *out_dir.resolve().parents) if path.exists())
     free = shutil.disk_usage(existing).free
     print(f"disk    {size(for_shards)} for shards, {size(for_files)} for files under way; {size(free)} are free")

@@ -47,7 +47,7 @@ class Config:
 def run(config: Config, rt) -> Iterator[dict]:
     path = Path(config.forecasts)
     forecasts = read_json(path) if path.exists() else []
-    said = forecasts[-1].get("hidden") if forecasts else None
+    said = forecasts[-1].get("hidden") if forecasts else None  # of the hidden size, before it was trained
     points = points_of(Runs(Path(config.ledger)))
     if len(points) < 2:
         raise UserError(f"{config.ledger} has two seeds of fewer than two sizes; train them with bench.py share")
@@ -58,7 +58,7 @@ def run(config: Config, rt) -> Iterator[dict]:
         measured = math.exp(points[hidden].mean())
         inside = "yes" if said["from"] <= measured <= said["to"] else "no"
         yield dict(name="hidden size, as forecast", **said, inside=inside)
-    else:
+    else:  # not trained yet: this is its forecast
         said = line_at(hidden, points, HIDDEN.seeds)
         yield dict(name=f"hidden size, {hidden:,} parameters", **said)
     answer = at_124m(points, config.price)
@@ -107,7 +107,7 @@ def line_at(n: float, points: Points, seeds: float = math.inf) -> dict:
     variance = ((y - slope * x - offset) ** 2).sum() / df
     away = math.log(n) - x.mean()
     spread = ((x - x.mean()) ** 2).sum()
-    of_line = 1 / len(x) + away**2 / spread  # as every text on linear regression has it
+    of_line = 1 / len(x) + away**2 / spread  # variances of the line there and, below, of a mean of new seeds
     error = math.sqrt(variance * (of_line + 1 / seeds))
     return interval(slope * math.log(n) + offset, error, df)
 
