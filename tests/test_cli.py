@@ -6,6 +6,8 @@ import re
 import resource
 import signal
 import sys
+from dataclasses import MISSING, asdict, fields
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,57 @@ beta1 1.0 | --beta1 must be in
 def test_a_constant_that_was_edited_wrongly_gives_one_line(edit, words):
     assert_refused(words[0], parse_args, train_gpt2.Config, [], train_gpt2.Config(**dict(json_values(edit))))
     assert parse_args(train_gpt2.Config, [], train_gpt2.Config(max_lr=1)).max_lr == 1  # a whole number is a number
+
+
+# a run of today is compared with one of last year: to change a constant is a decision, not a slip
+CONSTANTS = """
+train_gpt2 data='edu_fineweb10B' tokenizer='gpt2' out_dir='' resume=False overwrite=False dry_run=False price=0.0
+  init_from='' n_layer=12 n_head=12 n_embd=768 sequence_length=1024 vocab_size=50304 dropout=0.0 attention='auto'
+  total_batch_size=524288 micro_batch_size=0 max_steps=19073 target_loss=0.0 warmup_steps=715 max_lr=0.0006
+  min_lr=6e-05 lr_schedule='cosine' decay_fraction=0.5 optimizer='adamw' muon_lr=0.02 weight_decay=0.1 beta1=0.9
+  beta2=0.95 eps=1e-08 grad_clip=1.0 max_bad_steps=20 spike_threshold=1.0 seed=1337 shuffle=True eval_interval=250
+  eval_steps=20 hellaswag_interval=1000 hellaswag_data='' sample_interval=1000 sample_prompt="Hello, I'm a language
+  model," sample_tokens=128 checkpoint_interval=1000 keep_checkpoints=3 device='auto' dtype='auto'
+  compile='auto' shard='none' activation_checkpointing=False threads=0 report_to='none'
+lora_finetune base='gpt2' data='tatsu-lab/alpaca' out_dir='' resume=False overwrite=False adapter='' merge=''
+  lora_dim=8 lora_alpha=0.0 lora_dropout=0.0 targets=('c_attn', 'attn.c_proj', 'c_fc', 'mlp.c_proj') rslora=False
+  sequence_length=0 val_rows=1000 batch_size=32 micro_batch_size=0 epochs=3.0 max_steps=0 warmup_steps=0 max_lr=0.0
+  min_lr=0.0 lr_schedule='cosine' decay_fraction=0.5 weight_decay=0.01 beta1=0.9 beta2=0.999 eps=1e-08 grad_clip=1.0
+  max_bad_steps=20 spike_threshold=2.0 dropout=0.0 seed=1337 eval_interval=-1 sample_interval=0 sample_prompt='Give
+  three tips for a good meal.' sample_tokens=128 checkpoint_interval=500 keep_checkpoints=2 device='auto' dtype='auto'
+  compile='off' activation_checkpointing=False threads=0 report_to='none'
+fineweb source=('HuggingFaceFW/fineweb-edu/sample/10BT',) revision='main' text_field='text' tokenizer='gpt2'
+  out_dir='edu_fineweb10B' encoder='auto' shard_size=0 limit_tokens=0 workers=0 downloads=2 verify=False dry_run=False
+hellaswag data='' limit=0 style='both' show=0 adapter='' control=False json='' device='auto' dtype='auto' threads=0
+sample prompt='' num_samples=1 max_new_tokens=200 temperature=1.0 top_k=50 top_p=1.0 seed=1337 adapter='' chat=False
+  device='auto' dtype='auto' threads=0
+plot x='steps' y='loss' reference=False out='plot.png'
+bpe.train input=() text_field='text' max_bytes=0 vocab_size=1024 pattern='gpt2' special_tokens=('<|endoftext|>',)
+  tie_break='lowest_id' workers=0 out='out/bpe' overwrite=False
+gpt2
+gpt2-medium n_layer=24 n_head=16 n_embd=1024 max_lr=0.0003 min_lr=3e-05
+gpt2-large n_layer=36 n_head=20 n_embd=1280 max_lr=0.00025 min_lr=2.5e-05
+gpt2-xl n_layer=48 n_head=25 n_embd=1600 total_batch_size=1048576 max_steps=9536 warmup_steps=358 max_lr=0.0002
+  min_lr=2e-05
+speedrun max_steps=9537 warmup_steps=256 max_lr=0.003 min_lr=0.0 lr_schedule='wsd' decay_fraction=1.0 optimizer='muon'
+tiny data='input.txt' tokenizer='train' n_layer=4 n_head=2 n_embd=128 sequence_length=128 vocab_size=2048
+  total_batch_size=2048 max_steps=1200 warmup_steps=20 max_lr=0.003 min_lr=0.0 lr_schedule='wsd' decay_fraction=0.4
+  optimizer='muon' weight_decay=0.15 eval_interval=200 eval_steps=0 hellaswag_interval=0 sample_interval=600
+  sample_prompt='' checkpoint_interval=600
+record data='fineweb10B' max_steps=9537 target_loss=3.28 warmup_steps=256 max_lr=0.003 min_lr=0.0 lr_schedule='wsd'
+  decay_fraction=1.0 optimizer='muon' hellaswag_interval=0
+"""
+
+
+def test_no_constant_of_a_door_or_of_a_recipe_changes_by_accident():
+    found = []
+    for name in "train_gpt2 lora_finetune fineweb hellaswag sample plot bpe.train".split():
+        constants = fields(import_module(name).Config)
+        found += [name, *(f"{c.name}={c.default!r}" for c in constants if c.default is not MISSING)]
+    for name, recipe in train_gpt2.RECIPES.items():
+        changed = [(key, value) for key, value in asdict(recipe).items() if value != getattr(train_gpt2.Config, key)]
+        found += [name, *(f"{key}={value!r}" for key, value in changed)]
+    assert " ".join(found).split() == CONSTANTS.split()
 
 
 def test_help_shows_each_constant_with_its_comment_and_the_default_of_the_recipe(monkeypatch, capsys):
