@@ -99,6 +99,11 @@ def test_mfu_is_the_fraction_of_the_peak_of_all_ranks(h100):
     assert rt.peak_flops() == 8 * 989e12 and mfu(1e6, 0.8e9, rt) == pytest.approx(0.8e15 / (8 * 989e12))
 
 
+def test_a_gpu_has_work_queued_and_a_processor_waits(h100):
+    cpu = runtime.Runtime.setup("cpu", "float32")
+    assert [(rt.steps_ahead, rt.writes_in_background) for rt in (h100, cpu)] == [(1, True), (0, False)]
+
+
 def test_the_log_has_the_mfu_of_every_step(train, tmp_path, monkeypatch):
     monkeypatch.setattr(runtime.Runtime, "peak_flops", lambda rt: 1e9)
     train(max_steps=2, eval_interval=0, sample_interval=0, checkpoint_interval=0)
