@@ -5,7 +5,7 @@
 
 First every test file runs once under coverage, in subprocesses too: which tests run which line, and how long they take.
 out/mutants/ keeps that, and a test file that changes is run again. Then each mistake is made in a copy of the tree, and
-the tests that run its line are run on it, the fastest first, until one fails, hangs, or `seconds` of tests have passed.
+the tests that run its line are run on it, quick special ones first, until one fails, hangs, or `seconds` have passed.
 A line is known by its function and its text, so that the same seed draws the same mistakes after other lines change.
 Left out are slow tests, comments, annotations, prose (texts with a blank between two words) and the texts of f-strings.
 The score is raw: of what survives, some cannot be told apart by anybody.
@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
+from importlib import import_module
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
@@ -35,7 +36,6 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import coverage
 import pytest
-import torch  # noqa: F401  once, not in each of the processes that are forked from this one
 import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,6 +55,12 @@ NotIn: not in to in
 And: and to or
 Or: or to and
 """
+SLOW_IMPORTS = (
+    "torch._inductor.compile_fx",
+    "transformers.models.gpt2.modeling_gpt2",
+    "matplotlib.figure",
+    "hypothesis",
+)
 MTIME = count(1_000_000_000)  # a new one for each write: Python compares whole seconds and the size with its bytecode's
 
 
@@ -268,8 +274,9 @@ def map_lines(folder: Path, test_file: str, product: list[str]) -> dict:
     return dict(tests=tests, lines=lines)
 
 
-def tests_of(mutant: Mutant, lines: dict) -> set[str]:
-    """Tests that run the statement; outside of functions, those that run lines where its name occurs."""
+def tests_of(mutant: Mutant, lines: dict, looking: set[str]) -> set[str]:
+    """Tests that run the statement; outside of functions, those that run lines where its name occurs, and those that
+    run none at all, as they look at constants or pages."""
     named = lines[mutant.file]
     users = [named.get(name, ()) for name in mutant.lines]
     if mutant.binds:
@@ -278,7 +285,7 @@ def tests_of(mutant: Mutant, lines: dict) -> set[str]:
     if not any(users):  # a line that has changed since, or a name that only such statements use: its function, the file
         scope = mutant.lines[0].split("|")[0]
         users = [by for name, by in named.items() if not scope or name.startswith(scope + "|")]
-    return set().union(*users)
+    return set().union(looking if "()|" not in mutant.lines[0] else (), *users)
 
 
 def write(path: Path, data: bytes) -> None:
@@ -303,15 +310,17 @@ def read(path: Path) -> dict[str, dict]:
     return {result["place"]: result for result in map(json.loads, path.read_text().splitlines())}
 
 
-def main(n: int = 300, seed: int = 0, workers: int = 1, minutes: float = 1e9, seconds: float = 60, name: str = "seed"):
+def main(n: int = 300, seed: int = 0, workers: int = 1, minutes: float = 1e9, seconds: float = 20, name: str = "seed"):
     """n: mistakes. seconds: at most this much of tests on each. name: of the ledger, as in before_0.jsonl."""
     end = time.time() + 60 * minutes
+    for name_of_module in SLOW_IMPORTS:  # once, and not in each of the processes that are forked from this one
+        import_module(name_of_module)
     OUT.mkdir(parents=True, exist_ok=True)
     product = [file for file in tracked() if file.endswith(".py") and ("/" not in file or file.split("/")[0] in ROOMS)]
     test_files = [file for file in tracked() if re.fullmatch(r"tests/test_\w+\.py", file)]
     maps = OUT / "lines.json"
     known = json.loads(maps.read_text()) if maps.exists() else {}
-    tests, lines = {}, {file: defaultdict(list) for file in product}
+    tests, lines, n_lines = {}, {file: defaultdict(list) for file in product}, Counter()
     with tempfile.TemporaryDirectory(prefix="mutants_") as temporary:
         folder = copy_of_tree(temporary)
         for file in test_files:
@@ -325,14 +334,17 @@ def main(n: int = 300, seed: int = 0, workers: int = 1, minutes: float = 1e9, se
             for path in product:
                 for line, by in known[file]["lines"].get(path, {}).items():
                     lines[path][line] += by
+                    n_lines.update(by)
 
     mutants = [mutant for file in product for mutant in mutants_of(file)]
     mutants = sorted(mutants, key=lambda m: hashlib.sha256(f"{seed} {m.place}".encode()).digest())[:n]
     ledger = OUT / f"{name}_{seed}.jsonl"
     ledger.touch()
     todo = [mutant for mutant in mutants if mutant.place not in read(ledger)]
+    pids = []
     for worker in range(workers):
-        if os.fork():
+        pids.append(os.fork())
+        if pids[-1]:
             continue
         with tempfile.TemporaryDirectory(prefix="mutants_") as temporary:
             folder = copy_of_tree(temporary)
@@ -342,7 +354,10 @@ def main(n: int = 300, seed: int = 0, workers: int = 1, minutes: float = 1e9, se
                 todo = []
             for mutant in todo[worker::workers]:
                 chosen, total = {}, 0.0
-                for test in sorted(tests_of(mutant, lines) & tests.keys(), key=tests.get):
+                for test in sorted(
+                    tests_of(mutant, lines, tests.keys() - n_lines.keys()) & tests.keys(),
+                    key=lambda test: tests[test] * n_lines[test],
+                ):
                     if total < seconds:
                         chosen[test] = tests[test]
                         total += tests[test]
@@ -350,8 +365,8 @@ def main(n: int = 300, seed: int = 0, workers: int = 1, minutes: float = 1e9, se
                     with open(ledger, "a") as file:
                         file.write(json.dumps(judge(folder, mutant, chosen)) + "\n")
         os._exit(0)
-    for _ in range(workers):
-        os.wait()
+    for pid in pids:
+        os.waitpid(pid, 0)
 
     results = read(ledger)
     done = [mutant for mutant in mutants if mutant.place in results]
