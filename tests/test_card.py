@@ -42,7 +42,7 @@ def test_the_hub_reads_where_a_model_comes_from_and_people_what_it_reached():
     assert (data.library_name, data.pipeline_tag, data.license) == ("transformers", "text-generation", "unknown")
     assert data.datasets == ["HuggingFaceFW/fineweb-edu"] and data.base_model is None
     assert figures(text) == ["262,144,000", "4.0200", "1.3010", "0.2700", "0.2600", "1.2000", "10,042"]
-    for words in ("124,439,808", "10,000,000,000", "4.0200 at step 500", "abc",
+    for words in ("124,439,808", "10,000,000,000", "4.0200 at step 500", "abc", "random weights on `edu_fineweb10B`.",
                   "    python train_gpt2.py --data 'a  |b'\n"):  # fmt: skip
         assert words in text, words
 
@@ -74,7 +74,7 @@ BREAKS_OUT = "a\n---\n|`b"  # of a line, of the metadata, of a cell, of backquot
 def test_no_word_of_a_log_breaks_out_of_its_place_in_the_card(change):
     nulls = dict(step=600, kind="val", loss=None, bpb=None)
     text = card.model_card("gpt2", [RUN | change, *LOG[1:], nulls], MODEL)
-    assert text.count("\n---\n") == 1 and "4.0200" in figures(text)
+    assert text.count("\n---\n") == 1 and "4.0200" in figures(text) and card.shown(BREAKS_OUT) == "`a --- \\|'b`"
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     assert rows and all(len(re.findall(r"(?<!\\)\|", row)) == 3 for row in rows), rows
 

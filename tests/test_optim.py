@@ -254,7 +254,9 @@ def test_q_k_and_v_apart_equal_three_separate_matrices():
 def test_muon_makes_singular_values_one_and_leaves_the_directions(shape, dtype):
     torch.manual_seed(0)
     matrices = torch.randn(3, *shape) * torch.tensor([1e-6, 1.0, 1e6])[:, None, None]  # whatever their size
-    for matrix, result in zip(matrices, orthogonalized(matrices, dtype).float(), strict=True):
+    with torch.autocast("cpu", torch.bfloat16):  # which a caller may have on
+        results = orthogonalized(matrices, dtype).float()
+    for matrix, result in zip(matrices, results, strict=True):
         u, s, v = torch.linalg.svd(matrix, full_matrices=False)
         inside = u.T @ result @ v.T  # diagonal, were it exact
         values = inside.diagonal()[s > 0.01 * s[0]]

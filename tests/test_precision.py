@@ -126,12 +126,13 @@ def test_a_micro_batch_on_a_processor_has_at_most_4096_tokens():
     assert [trials.find_micro_batch_size(None, 64, (T, 384), rt) for T in (64, 65, 5000)] == [64, 32, 1]
 
 
-def test_a_trial_holds_the_gradients_of_earlier_micro_batches():
-    model, seen = small(), []
+def test_a_trial_holds_two_moments_and_the_gradients_of_earlier_micro_batches(monkeypatch):
+    model, seen, sizes, empty = small(), [], [], torch.empty
     block, params = model.transformer.h[0], list(model.parameters())
     block.register_forward_pre_hook(lambda *_: seen.append(all(p.grad is not None for p in params)))
+    monkeypatch.setattr(torch, "empty", lambda n, **options: sizes.append(n) or empty(n, **options))
     assert trials.has_memory_for(2, (16, 200), GPTWithLoss(model), runtime.Runtime.setup("cpu", "float32"))
-    assert seen == [True] and all(p.grad is None for p in params)
+    assert seen == [True] and all(p.grad is None for p in params) and sizes == [2 * p.numel() for p in params]
 
 
 def test_activation_checkpointing_changes_memory_and_no_number(train, tmp_path):

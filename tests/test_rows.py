@@ -85,6 +85,7 @@ def test_the_split_is_by_seed_and_complete():
     assert len(val) == 30 and sorted(train + val) == rows
     assert (train, val) == split_rows(rows, 1000, seed=5) != split_rows(rows, 1000, seed=6)
     assert len(split_rows(rows, 7, seed=5)[1]) == 7
+    assert split_rows(rows[:40], 1000, seed=5)[1] == [36, 25, 3, 27]  # of every version
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=30), st.integers(20, 200), st.integers(0, 100))

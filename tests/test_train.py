@@ -164,7 +164,7 @@ def test_a_run_that_diverges_is_told_why_and_not_what_to_try_next(train, tmp_pat
 
 
 def test_without_a_terminal_progress_is_a_line_now_and_then(train, monkeypatch):
-    result = train(max_steps=9)
+    result = train(max_steps=9, max_lr=0.003, min_lr=0.003)
     lines = [line for line in result.stdout.splitlines() if re.match(r"step \d+ of 9: loss", line)]
     assert [line.split()[1] for line in lines] == ["1", "9"] and "\r" not in result.stdout + result.stderr
     monkeypatch.setattr(runlog, "LINE_SECONDS", 0)
