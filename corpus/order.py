@@ -74,30 +74,31 @@ class Batches:
         random = np.random.PCG64([self.seed, epoch, 1]).random_raw()
         return int(random) % self.T
 
-    def global_batch(self, position: int, rows: int) -> list[int]:
-        """Where in the stream the `rows` windows from number `position` on begin."""
+    def global_batch(self, position: int, batch_size: int) -> list[int]:
+        """Where in the stream the `batch_size` windows from number `position` on begin."""
         last = len(self.stream) - 1 - self.T  # where the last window that fits begins
         starts = []
-        while len(starts) < rows:  # the end of an epoch and the beginning of the next may share a batch
+        while len(starts) < batch_size:  # the end of an epoch and the beginning of the next may share a batch
             epoch, at = divmod(position + len(starts), self.n_windows)
-            windows = self.order(epoch)[at : at + rows - len(starts)]
+            windows = self.order(epoch)[at : at + batch_size - len(starts)]
             shift = self.shift(epoch)
             starts += [min(window * self.T + shift, last) for window in windows.tolist()]
         return starts
 
-    def micro_batches(self, position: int, rows: int, micro_rows: int) -> Iterator[np.ndarray]:
-        """This rank's part of that global batch, in arrays of one shape, (micro_rows, T + 1) int64.
+    def micro_batches(self, position: int, batch_size: int, micro_batch_size: int) -> Iterator[np.ndarray]:
+        """This rank's part of that global batch, in arrays of one shape, (micro_batch_size, T + 1) int64.
 
-        `rows` is a multiple of `micro_rows` times the number of ranks: all ranks take part in every exchange of
-        gradients, so each of them needs as many micro-batches as the others.
+        `batch_size` is a multiple of `micro_batch_size` times the number of ranks: all ranks take part in every
+        exchange of gradients, so each of them needs as many micro-batches as the others.
         """
-        if rows % (micro_rows * self.world_size):
-            raise ValueError(f"{rows} rows are not a multiple of {self.world_size} ranks x {micro_rows}")
-        own = rows // self.world_size
+        if batch_size % (micro_batch_size * self.world_size):
+            unit = f"{self.world_size} ranks x {micro_batch_size}"
+            raise ValueError(f"a batch of {batch_size} windows is not a multiple of {unit}")
+        own = batch_size // self.world_size
         first = self.rank * own
-        starts = self.global_batch(position, rows)[first : first + own]
-        for i in range(0, own, micro_rows):
-            yield self.stream.read_windows(starts[i : i + micro_rows], self.T + 1)  # T + 1: the last target, too
+        starts = self.global_batch(position, batch_size)[first : first + own]
+        for i in range(0, own, micro_batch_size):
+            yield self.stream.read_windows(starts[i : i + micro_batch_size], self.T + 1)  # T + 1: the last target, too
 
 
 # -------------------------------------------------------------------------------------------------------- the batches
@@ -139,14 +140,14 @@ def validation_batches(
     starts = range(0, n, T)[rank::world_size]  # of the windows that are this rank's
     for i in range(0, len(starts), micro_batch_size):
         windows = np.full((micro_batch_size, T + 1), IGNORED, np.int64)  # a new array: the last one may be in transit
-        for row, start in zip(windows, starts[i : i + micro_batch_size], strict=False):
+        for window, start in zip(windows, starts[i : i + micro_batch_size], strict=False):
             tokens = stream.read(start, min(T, n - start) + 1)
-            row[: len(tokens)] = tokens
+            window[: len(tokens)] = tokens
         yield windows
 
 
 def to_inputs(windows):
-    """(idx, targets), each (rows, T), of windows (rows, T + 1): a NumPy array, or a tensor on any device.
+    """(idx, targets), each (B, T), of windows (B, T + 1): a NumPy array, or a tensor on any device.
 
     Each target is the token after its input. As an input IGNORED becomes token 0: it needs an embedding, and changes
     nothing, because no position looks ahead at it (attention is causal) and as a target it is not scored.

@@ -7,13 +7,13 @@
 values of all earlier ones stay the same, as long as no token changes its position. So a cache keeps them:
 
     prefill    one pass over the prompts, whose keys and values fill the cache
-    decode     one token per row, which attends to the cached tokens of its row
+    decode     one token per sequence, which attends to the cached tokens of its sequence
     recompute  beyond the context, the window slides: every token gets another position and, as positions are learned,
                another key and value, so the whole cache is stale
 
 This file knows nothing of tokenizers, files or devices. The tests compare its tokens with those of `GPT.generate`.
 
-Shapes in comments: B rows, T tokens, H heads, D channels of a head, V vocabulary.
+Shapes in comments: B sequences, T tokens, H heads, D channels of a head, V vocabulary.
 """
 
 from collections.abc import Iterator
@@ -35,65 +35,65 @@ def generate(
     generator: torch.Generator | None = None,
     **sampling,
 ) -> Iterator[list[int]]:
-    """Continue several prompts, of any lengths, at once; yields the next token id of every row, step by step.
+    """Continue several prompts, of any lengths, at once; yields the next token id of every sequence, step by step.
 
-    `sampling` is what `sample_tokens` takes: temperature, top_k, top_p. A row that has produced `stop_token` keeps
+    `sampling` is what `sample_tokens` takes: temperature, top_k, top_p. A sequence that has produced `stop_token` keeps
     yielding it; the generator ends when all have. Ids from `n_tokens` on, the padding of the vocabulary, are never
     chosen. Raises ValueError for an empty prompt.
     """
     if not prompts or not all(len(prompt) for prompt in prompts):
         raise ValueError("a prompt needs at least one token")
-    rows = [list(prompt) for prompt in prompts]
-    ended = [False] * len(rows)
-    longest = max(map(len, rows)) + max_new_tokens
+    sequences = [list(prompt) for prompt in prompts]
+    ended = [False] * len(sequences)
+    longest = max(map(len, sequences)) + max_new_tokens
     capacity = min(longest, model.config.n_positions)
-    cache = KVCache(model, len(rows), capacity)
+    cache = KVCache(model, len(sequences), capacity)
     training = model.training
     model.eval()
     try:
         for _ in range(max_new_tokens):
-            logits = next_logits(model, rows, cache)  # (B, V)
+            logits = next_logits(model, sequences, cache)  # (B, V)
             if n_tokens is not None:
                 logits[:, n_tokens:] = float("-inf")
             chosen = sample_tokens(logits, generator=generator, **sampling).tolist()
-            for i, row in enumerate(rows):
-                row.append(stop_token if ended[i] else chosen[i])
-                ended[i] = ended[i] or row[-1] == stop_token
-            yield [row[-1] for row in rows]
+            for i, sequence in enumerate(sequences):
+                sequence.append(stop_token if ended[i] else chosen[i])
+                ended[i] = ended[i] or sequence[-1] == stop_token
+            yield [sequence[-1] for sequence in sequences]
             if all(ended):
                 break
     finally:
         model.train(training)
 
 
-def next_logits(model, rows: list[list[int]], cache: "KVCache") -> Tensor:
-    """Logits (B, V) of the token after each row, in the dtype of the weights or of autocast, returned in fp32."""
+def next_logits(model, sequences: list[list[int]], cache: "KVCache") -> Tensor:
+    """Logits (B, V) of the token after each sequence, in the dtype of the weights or of autocast, returned in fp32."""
     device = model.lm_head.weight.device
-    if max(map(len, rows)) > cache.capacity:  # recompute
-        rows = [row[-model.config.n_positions :] for row in rows]
+    if max(map(len, sequences)) > cache.capacity:  # recompute
+        sequences = [sequence[-model.config.n_positions :] for sequence in sequences]
         cache = None
     elif not cache.is_empty:  # decode
-        idx = torch.tensor([row[-1:] for row in rows], device=device)  # (B, 1)
+        idx = torch.tensor([sequence[-1:] for sequence in sequences], device=device)  # (B, 1)
         positions = cache.lengths[:, None]
         x = model.hidden(idx, positions, cache.mask(), cache)  # (B, 1, C)
         cache.lengths += 1
         return model.lm_head(x[:, 0]).float()
     # padding on the right is harmless: under the causal mask no real token sees it
-    idx = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)  # (B, T)
-    lengths = torch.tensor([len(row) for row in rows], device=device)
+    idx = pad_sequence([torch.tensor(sequence) for sequence in sequences], batch_first=True)  # (B, T)
+    lengths = torch.tensor([len(sequence) for sequence in sequences], device=device)
     x = model.hidden(idx.to(device), cache=cache)  # (B, T, C)
     if cache is not None:
         cache.lengths = lengths
         cache.is_empty = False
-    batch = torch.arange(len(rows), device=device)
+    batch = torch.arange(len(sequences), device=device)
     last = x[batch, lengths - 1]  # (B, C)
     return model.lm_head(last).float()
 
 
 class KVCache:
-    """Keys and values of every layer, (B, H, capacity, D) each, for B rows that may be at different positions.
+    """Keys and values of every layer, (B, H, capacity, D) each, for B sequences that may be at different positions.
 
-    `lengths` (B,) int64 counts the cached tokens of each row; positions past it hold stale data and are masked.
+    `lengths` (B,) int64 counts the cached tokens of each sequence; positions past it hold stale data and are masked.
     """
 
     def __init__(self, model, batch_size: int, capacity: int):
@@ -120,7 +120,7 @@ class KVCache:
         """Store k, v (B, H, T, D), and return what their queries attend to.
 
         An empty cache takes whole prompts, which start at position 0 and attend to themselves. Later it takes one token
-        per row, stored at the row's own position, which attends to all of (B, H, capacity, D) under `mask`.
+        per sequence, stored at the sequence's own position, which attends to all of (B, H, capacity, D) under `mask`.
         """
         B, _, T, _ = k.shape
         if self.is_empty:
@@ -133,7 +133,7 @@ class KVCache:
         return self.k[layer], self.v[layer]
 
     def mask(self) -> Tensor:
-        """(B, 1, 1, capacity) bool: each row's own past, and the token that is being decoded."""
+        """(B, 1, 1, capacity) bool: each sequence's own past, and the token that is being decoded."""
         positions = torch.arange(self.capacity, device=self.lengths.device)
         visible = positions <= self.lengths[:, None]  # (B, capacity)
         return visible[:, None, None]
