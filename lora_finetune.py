@@ -223,13 +223,10 @@ def open_data(config: Config, shape: GPTConfig, rt: Runtime) -> Data:
     if not train_set:
         what = f"{config.data} has {len(rows)} rows, none with an instruction and an answer to train on"
         raise UserError(f"{what}; correct the rows, or give a larger --sequence_length than {T}")
-    n_empty = skipped["empty"] + skipped_val["empty"]
-    n_long = skipped["long"] + skipped_val["long"]
     rt.print(f"data: {len(rows):,} rows: {len(train_set):,} examples to train on, {len(val_set):,} to validate")
-    if n_empty:
-        rt.print(f"  {n_empty:,} empty rows skipped")
-    if n_long:
-        rt.print(f"  {n_long:,} rows longer than {T} tokens read in overlapping windows")
+    for kind, what in dict(empty="are empty, skipped", long=f"exceed {T} tokens, read in overlapping windows").items():
+        if n := skipped[kind] + skipped_val[kind]:
+            rt.print(f"  {n:,} of them {what}")
     token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(rt.device)
     sha256 = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
     return Data(tokenizer, train_set, val_set, T, sha256, token_bytes)
