@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bpe.tokenizer import Tokenizer, valid_unicode
 from cli import UserError, parse_args, script
+from files import set_aside
 
 ENGLISH = (
     "The librarian keeps 3 clocks above the door. One is right, one is 5 minutes fast, and nobody remembers why "
@@ -66,6 +67,8 @@ def main() -> None:
         colored = "".join(f"{codes[i % len(codes)]}{piece}\x1b[0m" for i, piece in enumerate(pieces))
         print(f"{title}\n{colored if in_color else '|'.join(pieces)}\n")
     print(f"· is a token that ends in the middle of a character.\n{REASON}")
+    if config.svg and picture.exists():
+        set_aside(picture)
     draw_svg(results, picture)
     print(f"\nwrote {picture}")
 

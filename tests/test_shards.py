@@ -163,12 +163,21 @@ def test_texts_that_cannot_be_used(tmp_path):
         assert words in str(error.value)
 
 
-@pytest.mark.parametrize("n, warned", [(3000, True), (40_000, False)])
-def test_a_text_that_is_far_too_small_is_warned_of(tmp_path, n, warned):
-    path = text_file(tmp_path / "x.txt", n)
-    shards = open_shards(str(path), "train", 300, tmp_path / "cache")
-    few = f"{path} has {len(shards.train):,} tokens to train on, which a model memorizes"
-    assert [few in warning for warning in shards.warnings] == [True] * warned
+@pytest.mark.parametrize(
+    "n, fraction, warning",
+    [
+        (3000, 0.9, "has {train:,} tokens to train on, which a model memorizes"),
+        (40_000, 0.5, "has {val:,} tokens to validate, {train:,} to train on; move"),
+        (40_000, 0.9, ""),
+    ],
+)
+def test_a_text_that_is_far_too_small_and_a_validation_split_that_is_large_are_warned_of(
+    tmp_path, monkeypatch, n, fraction, warning
+):
+    monkeypatch.setattr("corpus.shards.TRAIN_FRACTION", fraction)
+    shards = open_shards(str(text_file(tmp_path / "x.txt", n)), "train", 300, tmp_path / "cache")
+    words = warning.format(train=len(shards.train), val=len(shards.val))
+    assert [words in found for found in shards.warnings] == [True] * bool(warning)
 
 
 # -------------------------------------------------------------------------------------------------- tokenizers by name
