@@ -44,8 +44,6 @@ def main() -> None:
     if config.json and not out.absolute().parent.is_dir():  # before the hours that it may take
         raise UserError(f"--json {out}: {out.parent} is not a directory; make it, or give another path")
     rt = Runtime.setup(config.device, "float32")
-    if rt.world_size > 1 and not getattr(benchmark, "TORCHRUN", False):
-        raise UserError(f"{name} measures one process; start it without torchrun")
     about = machine(rt)
     title = benchmark.__doc__.splitlines()[0]
     rt.print(f"{name}: {title}\n{about}")

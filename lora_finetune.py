@@ -402,27 +402,21 @@ def write_merged(config: Config, adapter: str) -> None:
         before = model(idx)
         model = lora.remove_lora(lora.merge(model))
         difference = (model(idx) - before).abs().max()
-    records = records_of(config, found)
-    curve = found.parent / "learning_curve.png"
+    log = found.parent / "log.jsonl"  # of the adapter's run
+    records = read_log(log) if log.exists() else []
+    last = dict((path, step) for step, path in checkpoint_steps(found.parent)).get(found, math.inf)
+    records = [record for record in records if record["step"] <= last]
 
     def write(path: Path) -> None:
         save_model(path, model, tokenizer)
         save_chat_files(path, tokenizer)
-        card.Card(out.name, records, curve).write(path)
+        if records:  # else the adapter was made elsewhere
+            card.Card(out.name, records, found.parent / "learning_curve.png").write(path)
 
     if out.exists():
         print(f"the earlier {out} is now {set_aside(out)}")
     write_atomically(out, write)
     print(f"wrote {out}: {config.base} with {adapter} merged in; logits differ by at most {difference:.1e}")
-
-
-def records_of(config: Config, found: Path) -> list[dict]:
-    """The log of the adapter's run, up to the adapter's step; without one, a record of what the adapter's files say."""
-    if (log := found.parent / "log.jsonl").exists():
-        last = dict((path, step) for step, path in checkpoint_steps(found.parent)).get(found, math.inf)
-        return [record for record in read_log(log) if record["step"] <= last]
-    about = dict(data="unknown data", lora_dim=lora.read_adapter(found).config.r)
-    return [dict(step=0, kind="run", config=about, **card.provenance({}, "", find_model(config.base)))]
 
 
 def print_summary(config: Config, run: Run) -> None:

@@ -34,8 +34,6 @@ from run.directory import RunDirectory
 from run.run import Run
 from train_gpt2 import RECIPES
 
-TORCHRUN = True  # may be started with it
-
 
 @dataclass(frozen=True)
 class Config(Common):
