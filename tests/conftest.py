@@ -14,7 +14,7 @@ import torch
 
 from bpe.tokenizer import Tokenizer
 from tests.corpora import make_documents, write_parquet
-from tests.helpers import SHORT, SMALL, arguments, prose, text_file
+from tests.helpers import SHORT, arguments, assert_user_error, prose, small_args
 
 
 @pytest.fixture
@@ -40,6 +40,22 @@ def inline(capsys, monkeypatch):
     return run
 
 
+class Door:
+    """How a test calls a script: door(max_steps=3) has to succeed, door.error("its words", max_steps=0) is refused in
+    one line, and door.result() may end in any way."""
+
+    def __init__(self, result):
+        self.result = result
+
+    def __call__(self, **options) -> SimpleNamespace:
+        found = self.result(**options)
+        assert found.returncode == 0, found.stderr
+        return found
+
+    def error(self, *words, **options) -> None:
+        assert_user_error(self.result(**options), *words)
+
+
 @pytest.fixture
 def train(tmp_path, inline):
     """Pretrain a small GPT in this process: train(out="run", max_steps=3, ...)."""
@@ -47,19 +63,15 @@ def train(tmp_path, inline):
 
     def run(out="run", **changes):
         torch.manual_seed(0)
-        data = tmp_path / "text.txt"
-        if "data" not in changes and not data.exists():
-            text_file(data)
-        options = {**SMALL, "data": data, "out_dir": tmp_path / out, **changes}
-        return inline(train_gpt2.main, "tiny", **options)
+        return inline(train_gpt2.main, *small_args(tmp_path, out, **changes))
 
-    return run
+    return Door(run)
 
 
 @pytest.fixture
 def short(train):
     """Six steps, with checkpoints after 2, 4 and 6: short(max_steps=7, ...)."""
-    return lambda **changes: train(**SHORT | changes)
+    return Door(lambda **changes: train.result(**SHORT | changes))
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 
 from bpe.tokenizer import Tokenizer
 from corpus.manifest import read_manifest
@@ -87,9 +86,6 @@ def full_disk(at: int, fsync=os.fsync):
         fsync(fd)
 
     return flush
-
-
-needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="asks /proc which file is flushed")
 
 
 def count_shards(out_dir: Path) -> int:

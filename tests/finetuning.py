@@ -1,6 +1,5 @@
 """What the tests of finetuning share: a small base, adapters on it, rows to finetune it on."""
 
-import json
 from pathlib import Path
 
 import torch
@@ -47,8 +46,3 @@ def row(instruction, output, input="") -> dict:
 
 WORDS = "sea tide boat gull sand wind rope sail reef moon star fish".split()
 ROWS = [row(f"Say {WORDS[n % 12]}.", f"{WORDS[n % 12]} " * (1 + n % 7), "now" * (n % 2)) for n in range(60)]
-
-
-def write_json(path: Path, content) -> Path:
-    path.write_text(content if isinstance(content, str) else json.dumps(content))
-    return path

@@ -6,10 +6,10 @@ import os
 import re
 import subprocess
 import sys
-import traceback
+import time
+from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -26,7 +26,13 @@ SMALL = dict(
 )  # fmt: skip
 SHORT = dict(max_steps=6, checkpoint_interval=2, eval_interval=0, sample_interval=0, keep_checkpoints=0)
 
+needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="reads /proc")
 needs_gpt2 = pytest.mark.usefixtures("gpt2_vocabulary")
+
+
+def slow(*case):
+    """A case of a parametrized test that runs with -m slow only."""
+    return pytest.param(*case, marks=pytest.mark.slow)
 
 
 def arguments(**kwargs) -> list[str]:
@@ -35,6 +41,14 @@ def arguments(**kwargs) -> list[str]:
     for name, value in kwargs.items():
         words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
     return words
+
+
+def small_args(folder: Path, out="run", **changes) -> list[str]:
+    """A short run of the recipe tiny on a text in the folder, which is written unless it is there."""
+    data = folder / "text.txt"
+    if "data" not in changes and not data.exists():
+        text_file(data)
+    return ["tiny", *arguments(**SMALL | dict(data=data, out_dir=folder / out) | changes)]
 
 
 def environment(**extra) -> dict:
@@ -98,10 +112,11 @@ def assert_user_error(result: subprocess.CompletedProcess, *words: str) -> None:
         assert word in lines[0], (word, lines[0])
 
 
-def refusals(text: str) -> list[tuple[str, list[str]]]:
-    """[(what is given, the words of the error)] of lines such as `n_head=3 | n_embd 32 | n_head 3`."""
+def table(text: str) -> list[tuple[str, list[str]]]:
+    """[(the first cell, the others)] of lines such as `n_head=3 | n_embd 32 | n_head 3`: what is given, and the words
+    of its error."""
     rows = [line.strip().split(" | ") for line in text.strip().splitlines()]
-    return [(given, words) for given, *words in rows]
+    return [(first, others) for first, *others in rows]
 
 
 def options_of(text: str) -> dict:
@@ -133,6 +148,23 @@ def prose(n: int | None = None) -> str:
 def text_file(path: Path, n: int = 40_000) -> Path:
     path.write_text(prose(n))
     return path
+
+
+def damaged(content: bytes) -> dict[str, bytes]:
+    """{what was done: content}"""
+    middle = len(content) // 2
+    flipped = content[:middle] + bytes([content[middle] ^ 0x41]) + content[middle + 1 :]
+    return {
+        "empty": b"",
+        "one byte": content[:1],
+        "cut in half": content[:middle],
+        "a flipped byte": flipped,
+        "a picture": b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 4,
+        "utf-16": "näive 潮汐".encode("utf-16") * 20,
+        "deep": b"[" * 200_000,
+        "deeper": b'{"a":' * 100_000,
+        "nan": b'{"step": NaN, "kind": "train", "n_layer": NaN, "shards": Infinity}',
+    }
 
 
 def hellaswag_rows(path: Path, n: int = 7) -> Path:
@@ -174,6 +206,12 @@ def n_logged(run: Path) -> int:
     return (run / "log.jsonl").read_text().count('"train"') if (run / "log.jsonl").exists() else 0
 
 
+def wait_for_steps(run: Path, n: int, process: subprocess.Popen) -> None:
+    while n_logged(run) < n:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.005)
+
+
 def losses(out_dir: Path) -> list[tuple[int, float, float]]:
     """(step, loss, grad_norm) of every training step, and the validation losses: what an exact resume repeats."""
     train = [(r["step"], r["loss"], r["grad_norm"]) for r in log_of(out_dir, "train")]
@@ -204,22 +242,17 @@ def assert_changes_take_effect(train, run: Path, page: str, constants: dict, oth
     return changes
 
 
-def run_inline(main, argv: list, capsys, monkeypatch) -> SimpleNamespace:
-    """Run a script's main function in this process: quicker than a new one, with the same exit codes and output."""
-    from cli import script
+def quietly(main, *words, **options) -> None:
+    """Run a script's main function in this process to prepare something; it has to succeed."""
+    with pytest.MonkeyPatch.context() as patch, open(os.devnull, "w") as null:
+        patch.setattr(sys, "argv", ["script.py", *map(str, words), *arguments(**options)])
+        with redirect_stdout(null), redirect_stderr(null):
+            main()
 
-    monkeypatch.setattr(sys, "argv", ["script.py", *map(str, argv)])
-    capsys.readouterr()
-    try:
-        script(main)
-        code = 0
-    except SystemExit as e:
-        code = e.code
-        while e:  # what their frames hold, such as the lock of a run, would else stay until garbage is collected
-            traceback.clear_frames(e.__traceback__)
-            e = e.__context__
-    out = capsys.readouterr()
-    return SimpleNamespace(returncode=code, stdout=out.out, stderr=out.err)
+
+def stamps(directory: Path) -> dict[Path, int]:
+    """When each file was written."""
+    return {path: path.stat().st_mtime_ns for path in directory.iterdir()}
 
 
 def spoil_gradients(monkeypatch, when, value: float) -> None:

@@ -1,6 +1,5 @@
 """A hub on 127.0.0.1 for tests of downloads."""
 
-import hashlib
 import http.server
 import json
 import socket
@@ -8,6 +7,7 @@ import threading
 import time
 from pathlib import Path
 
+from files import sha256
 from tests.helpers import environment
 
 
@@ -76,8 +76,7 @@ class HubRequest(http.server.BaseHTTPRequestHandler):
             files = sorted(path for path in hub.folder.rglob("*") if path.is_file())
             siblings = [
                 dict(rfilename=str(path.relative_to(hub.folder)), size=path.stat().st_size, blobId="0",
-                     lfs=dict(sha256=hashlib.sha256(path.read_bytes()).hexdigest(), size=path.stat().st_size,
-                              pointerSize=130))
+                     lfs=dict(sha256=sha256(path), size=path.stat().st_size, pointerSize=130))
                 for path in files
             ]  # fmt: skip
             body = json.dumps(dict(id="some/corpus", sha=hub.COMMIT, siblings=siblings)).encode()

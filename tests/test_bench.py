@@ -29,6 +29,7 @@ from tests.helpers import (
     gone,
     hellaswag_rows,
     needs_gpt2,
+    needs_proc,
     prose,
     read_json,
     succeed,
@@ -107,7 +108,7 @@ def test_what_a_contestant_changes_in_its_own_process_stays_there(tmp_path):
         in_own_process(int, "no number")
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@needs_proc
 def test_peak_memory_counts_all_processes_of_a_command():
     hold = "import time; block = bytearray(b'x' * 60_000_000); time.sleep(1)"
     child = f"import subprocess, sys; block = b'x' * 60_000_000; subprocess.run([sys.executable, '-c', {hold!r}])"
@@ -329,7 +330,7 @@ def report(door, monkeypatch, tmp_path):
     return run
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@needs_proc
 def test_a_limit_in_the_middle_of_a_part_keeps_its_rows_and_ends_its_processes(report, tmp_path):
     text = report(dict(first=HANG, second=WRITE), "--minutes", 2 / 60)
     first, second = re.split("## part second", text)

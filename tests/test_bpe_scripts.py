@@ -22,8 +22,8 @@ from tests.helpers import (
     environment,
     needs_gpt2,
     prose,
-    refusals,
     succeed,
+    table,
     write_lines,
 )
 from tests.hub import Hub, hub_environment
@@ -138,7 +138,7 @@ WRONG = r"""
 """
 
 
-@pytest.mark.parametrize("argv, words", refusals(WRONG))
+@pytest.mark.parametrize("argv, words", table(WRONG))
 def test_what_is_wrong_is_said_in_one_line(run_train, tmp_path, monkeypatch, argv, words):
     monkeypatch.chdir(tmp_path)
     for name, content in FILES.items():
@@ -216,7 +216,7 @@ NOT_SHOWN = """
 """
 
 
-@pytest.mark.parametrize("argv, words", refusals(NOT_SHOWN))
+@pytest.mark.parametrize("argv, words", table(NOT_SHOWN))
 def test_what_cannot_be_shown_is_said_in_one_line(run_try, saved, tmp_path, monkeypatch, argv, words):
     monkeypatch.chdir(tmp_path)
     Path("README.md").touch()

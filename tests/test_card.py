@@ -11,8 +11,9 @@ from huggingface_hub.utils import filter_repo_objects
 import lora_finetune
 from run import card
 from run.checkpoint import find_damage, load_model
-from tests.finetuning import ROWS, write_json
-from tests.helpers import ROOT, arguments, log_of, run_inline
+from tests.conftest import Door
+from tests.finetuning import ROWS
+from tests.helpers import ROOT, log_of, write_json
 
 SHORT = dict(max_steps=4, eval_interval=2, checkpoint_interval=2, sample_interval=0, keep_checkpoints=0, eval_steps=1)
 MODEL, ADAPTER = {"model.safetensors", "config.json"}, {"adapter_model.safetensors", "adapter_config.json"}
@@ -82,40 +83,35 @@ def test_no_word_of_a_log_breaks_out_of_its_place_in_the_card(change):
 # ---- when it is written
 
 
-def test_every_checkpoint_has_a_card_with_the_figures_of_its_step(train, tmp_path):
-    assert train(**SHORT).returncode == 0
-    cards = [(tmp_path / "run" / f"step_00000{step}" / "README.md").read_text() for step in (2, 4)]
+def test_every_checkpoint_has_a_card_with_the_figures_of_its_step(train, run_dir):
+    train(**SHORT)
+    cards = [(run_dir / f"step_00000{step}" / "README.md").read_text() for step in (2, 4)]
     # a checkpoint is written before the evaluation of its step, and its card has the figures all the same
-    for val, text in zip(log_of(tmp_path / "run", "val"), cards, strict=True):
+    for val, text in zip(log_of(run_dir, "val"), cards, strict=True):
         assert figures(text)[1:] == [f"{val['loss']:.4f}", f"{val['bpb']:.4f}"]
     assert "512 at step 2 " in cards[0]
     assert all(words in cards[1] for words in ("1,024 at step 4 ", "text.txt", "learning_curve.png", "manifest"))
-    curves = [path.read_bytes() for path in (tmp_path / "run").rglob("learning_curve.png")]
+    curves = [path.read_bytes() for path in run_dir.rglob("learning_curve.png")]
     assert len(curves) >= 2 and curves[0] == curves[-1]
 
 
-def test_a_card_can_be_edited(train, tmp_path):
+def test_a_card_can_be_edited(train, run_dir):
     train(**SHORT)
-    path = tmp_path / "run" / "step_000004"
+    path = run_dir / "step_000004"
     (path / "README.md").write_text("mine")
     (path / ".README.md.77.tmp").write_text("half of one, by a process that was killed")
     assert find_damage(path) is None
-    assert train(**SHORT | dict(resume=True)).returncode == 0  # nothing is left to do
-    assert train(**SHORT | dict(resume=True, max_steps=6)).returncode == 0
+    train(**SHORT | dict(resume=True))  # nothing is left to do
+    train(**SHORT | dict(resume=True, max_steps=6))
     assert (path / "README.md").read_text() == "mine" and not (path / ".README.md.77.tmp").exists()
 
 
-def finetune(tmp_path, capsys, monkeypatch, **options):
-    write_json(tmp_path / "rows.json", ROWS)
-    settings = dict(base=tmp_path / "run", data=tmp_path / "rows.json", out_dir=tmp_path / "lora", max_steps=2,
-                    lora_dim=2, batch_size=8, dtype="float32", device="cpu") | options  # fmt: skip
-    return run_inline(lora_finetune.main, arguments(**settings), capsys, monkeypatch)
-
-
-def test_adapters_and_merged_models_have_cards_and_no_older_one_is_lost(train, tmp_path, capsys, monkeypatch):
+def test_adapters_and_merged_models_have_cards_and_no_older_one_is_lost(train, tmp_path, inline):
     train(**SHORT)
-    tune = lambda **options: finetune(tmp_path, capsys, monkeypatch, **options)  # noqa: E731
-    assert tune(merge=tmp_path / "merged").returncode == 0
+    settings = dict(base=tmp_path / "run", data=write_json(tmp_path / "rows.json", ROWS), out_dir=tmp_path / "lora",
+                    max_steps=2, lora_dim=2, batch_size=8, dtype="float32", device="cpu")  # fmt: skip
+    finetune = Door(lambda **options: inline(lora_finetune.main, **settings | options))
+    finetune(merge=tmp_path / "merged")
     adapter, merged = ((tmp_path / name / "README.md").read_text() for name in ("lora/adapter", "merged"))
     assert ModelCard(adapter).data.library_name == "peft" and ModelCard(merged).data.library_name == "transformers"
     loss = f"{log_of(tmp_path / 'lora', 'val')[-1]['loss']:.4f}"
@@ -124,7 +120,7 @@ def test_adapters_and_merged_models_have_cards_and_no_older_one_is_lost(train, t
     # an adapter without its run still says what it is
     (tmp_path / "lora" / "adapter").rename(tmp_path / "alone")
     (tmp_path / "merged" / "README.md").write_text("mine")
-    assert tune(adapter=tmp_path / "alone", merge=tmp_path / "merged", overwrite=True).returncode == 0
+    finetune(adapter=tmp_path / "alone", merge=tmp_path / "merged", overwrite=True)
     assert (tmp_path / "merged.1" / "README.md").read_text() == "mine"
     assert "LoRA of rank 2" in (tmp_path / "merged" / "README.md").read_text()
 

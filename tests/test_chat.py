@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from bpe.tokenizer import Tokenizer
 from finetuning import chat
-from tests.helpers import assert_refused, prose, read_json, refusals
+from tests.helpers import assert_refused, prose, read_json, table
 
 SPECIALS = ("<|endoftext|>", "<|pad|>", "||", "☃", ">U")
 
@@ -46,7 +46,7 @@ u: Say <|endoftext|>! | Say  |endoftext| ! ASSISTANT:
 """
 
 
-@pytest.mark.parametrize("turns, words", refusals(FORM))
+@pytest.mark.parametrize("turns, words", table(FORM))
 def test_the_form(turns, words):
     tokenizer, messages = Tokenizer(()), said(*turns.replace(r"\n", "\n").split(" / "))
     (text,) = ("BEGINNING OF CONVERSATION: USER: " + answered for answered in words)

@@ -16,7 +16,7 @@ import cli
 import train_gpt2
 from cli import UserError, parse_args
 from files import exclusive_lock, replace_file, write_atomically
-from tests.helpers import assert_refused, environment, json_values, refusals, run_script
+from tests.helpers import assert_refused, environment, json_values, run_script, table
 
 EDITED = """
 max_steps "1200" | max_steps is '1200'; it must be a whole number
@@ -28,7 +28,7 @@ beta1 1.0 | --beta1 must be in
 """
 
 
-@pytest.mark.parametrize("edit, words", refusals(EDITED))
+@pytest.mark.parametrize("edit, words", table(EDITED))
 def test_a_constant_that_was_edited_wrongly_gives_one_line(edit, words):
     assert_refused(words[0], parse_args, train_gpt2.Config, [], train_gpt2.Config(**dict(json_values(edit))))
     assert parse_args(train_gpt2.Config, [], train_gpt2.Config(max_lr=1)).max_lr == 1  # a whole number is a number

@@ -1,6 +1,5 @@
 """The loader: one order for every number of ranks, each window once an epoch, exact resumption, flat memory."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ from corpus import stream as reading
 from corpus.order import IGNORED, Batches, permutation, to_inputs, training_batches, validation_batches
 from corpus.stream import TokenStream
 from model import GPT, GPTConfig
+from tests.helpers import needs_proc
 from tests.token_shards import VOCAB, T, open_stream, write_shards
 
 
@@ -160,7 +160,7 @@ def resident_pages_of(name: str) -> int:
     return total
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="resident pages are counted in /proc, which only Linux has")
+@needs_proc
 def test_resident_memory_is_flat(tmp_path, monkeypatch):
     np.save(tmp_path / "x_train_000000.npy", np.zeros(48 * 2**20, np.uint16))  # 96 MB
     stream = open_stream(tmp_path)

@@ -1,9 +1,6 @@
 """Several ranks: the same losses and weights as one process, whatever their number and the interruptions."""
 
-import contextlib
-import io
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +9,7 @@ import torch
 import train_gpt2
 from model import GPT
 from run.checkpoint import checkpoint_steps, load_train_state
-from tests.helpers import SMALL, arguments, log_of, run_script, text_file
+from tests.helpers import SMALL, arguments, column, log_of, quietly, read_json, run_script, text_file
 from tests.ranks import FAULTS, OUT_OF_MEMORY, copy_of_run
 
 # 24 sequences a step: 6, 3 and 2 micro-steps on 1, 2 and 3 ranks
@@ -33,20 +30,17 @@ def on_ranks(n: int, jobs: list[dict], timeout=400) -> None:
 
 def alone(folder: Path, out: str, **changes) -> None:
     """One process, this one, with one thread as the ranks have."""
-    threads, argv = torch.get_num_threads(), sys.argv
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        sys.argv = ["train_gpt2.py", *args(folder, out, **changes)]
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            train_gpt2.main()
+        quietly(train_gpt2.main, *args(folder, out, **changes))
     finally:
         torch.set_num_threads(threads)
-        sys.argv = argv
 
 
 def ranks_of(run: Path) -> list[dict]:
     """What was seen on each rank; see ranks.py."""
-    return json.loads((run / "ranks.json").read_text())
+    return read_json(run / "ranks.json")
 
 
 def loss_of(run: Path) -> dict:
@@ -183,8 +177,8 @@ def test_an_infinite_gradient_on_one_rank_changes_no_weight_on_any(two_ranks, fa
     run = two_ranks / fault
     files = [(path / "model.safetensors").read_bytes() for _, path in checkpoint_steps(run)]
     assert files[0] != files[1] and files[1] == files[2] and files[2] != files[3]
-    assert [r.get("skipped", False) for r in log_of(run, "train")] == [False, False, True, False]
-    assert [r["skipped_steps"] for r in log_of(run, "train")] == [0, 0, 1, 1]
+    assert column(run, "train", "skipped") == [None, None, True, None]
+    assert column(run, "train", "skipped_steps") == [0, 0, 1, 1]
     assert log_of(run, "train")[2]["grad_norm"] is None
     assert len({rank["checksum"] for rank in ranks_of(run)}) == 1
 
@@ -194,5 +188,5 @@ def test_an_infinite_gradient_on_one_rank_changes_no_weight_on_any(two_ranks, fa
 
 @pytest.mark.parametrize("kind", OUT_OF_MEMORY)
 def test_all_ranks_leave_a_trial_together_whichever_runs_out_of_memory(two_ranks, kind):
-    one, two = json.loads((two_ranks / f"{kind}.json").read_text())
+    one, two = read_json(two_ranks / f"{kind}.json")
     assert one["size"] == two["size"] == 4 and one["norm"] == pytest.approx(two["norm"])  # and gradients are exchanged

@@ -12,12 +12,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from cli import UserError
 from files import naming
 from machine.runtime import Runtime
 from run import checkpoint
 from run.checkpoint import CheckpointWriter, Snapshot, checkpoint_steps, find_damage, load_train_state
-from tests.helpers import assert_user_error, log_of, spoil_gradients, weights
+from tests.helpers import assert_refused, assert_user_error, log_of, spoil_gradients, weights
 
 # ---- disks
 
@@ -34,7 +33,7 @@ def small_disk(tmp_path):
 
 
 def test_a_full_disk_gives_one_line_and_loses_no_checkpoint(train, tmp_path, small_disk):
-    result = train(out="disk/run", sample_interval=0, keep_checkpoints=0, checkpoint_interval=1, eval_interval=0)
+    result = train.result(out="disk/run", sample_interval=0, keep_checkpoints=0, checkpoint_interval=1, eval_interval=0)
     assert_user_error(result, "no space left on the disk of", "--resume")
     steps = [step for step, _ in checkpoint_steps(small_disk / "run")]
     assert steps == list(range(1, len(steps) + 1)) and len(steps) >= 1
@@ -42,10 +41,10 @@ def test_a_full_disk_gives_one_line_and_loses_no_checkpoint(train, tmp_path, sma
     assert [p.name for p in (small_disk / "run").glob(".*")] == [".lock"]  # what did not fit is gone
     assert len(log_of(small_disk / "run", "train")) < 40  # it does not go on without being able to save
     subprocess.run(["mount", "-o", "remount,size=50m", small_disk], check=True)
-    assert train(out="disk/run", keep_checkpoints=0, eval_interval=0, resume=True).returncode == 0
+    train(out="disk/run", keep_checkpoints=0, eval_interval=0, resume=True)
     with suppress(OSError):  # now so full that not even a line fits into the log
         (small_disk / "ballast").write_bytes(bytes(60 * 2**20))
-    assert_user_error(train(out="disk/run", resume=True, max_steps=50), "no space left on the disk of")
+    train.error("no space left on the disk of", out="disk/run", resume=True, max_steps=50)
     assert find_damage(small_disk / "run" / "step_000040") is None
     with pytest.raises(OSError, match="No space left"), naming(small_disk):  # its own error has no number
         save_file(dict(x=torch.zeros(2**20)), small_disk / "model.safetensors")
@@ -56,13 +55,15 @@ def test_a_system_that_grants_no_more_threads_gives_one_line(train, monkeypatch)
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    assert_user_error(train(), "no more threads", "ulimit -u")
+    train.error("no more threads", "ulimit -u")
 
 
 # ---- saving in the background
 
 
-def test_training_goes_on_while_a_checkpoint_is_written_and_changes_nothing_in_it(train, tmp_path, monkeypatch):
+def test_training_goes_on_while_a_checkpoint_is_written_and_changes_nothing_in_it(
+    train, tmp_path, run_dir, monkeypatch
+):
     """A write that waits for training to log another step would never end if training waited for it."""
     train(out="quick", max_steps=4, checkpoint_interval=2, eval_interval=0)
     real, waited = checkpoint.save_model, []
@@ -70,17 +71,17 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_changes_nothing_in_i
     def save_model(path, model, tokenizer):
         step = int(path.name.split(".")[1].removeprefix("step_"))
         deadline = time.time() + 60
-        while step < 4 and len(log_of(tmp_path / "run", "train")) <= step and time.time() < deadline:
+        while step < 4 and len(log_of(run_dir, "train")) <= step and time.time() < deadline:
             time.sleep(0.001)
         waited.append(time.time() < deadline)
         real(path, model, tokenizer)
 
     monkeypatch.setattr(checkpoint, "save_model", save_model)
     monkeypatch.setattr(Runtime, "writes_in_background", True)  # as on a GPU
-    assert train(max_steps=4, checkpoint_interval=2, eval_interval=0).returncode == 0
+    train(max_steps=4, checkpoint_interval=2, eval_interval=0)
     assert waited == [True, True]
     for step in (2, 4):
-        assert weights(tmp_path / "quick", step) == weights(tmp_path / "run", step)
+        assert weights(tmp_path / "quick", step) == weights(run_dir, step)
         states = [load_train_state(tmp_path / out / f"step_{step:06d}") for out in ("quick", "run")]
         moments = [[one["state"] for one in state["optimizer"]["optimizers"]] for state in states]
         torch.testing.assert_close(*moments, rtol=0, atol=0)
@@ -96,23 +97,22 @@ def test_a_failed_write_is_known_before_the_next_save(tmp_path):
     deadline = time.time() + 60
     while not writer.failed and time.time() < deadline:
         time.sleep(0.001)
-    with pytest.raises(UserError, match="no space left"):
-        writer.save(snapshot, {})
+    assert_refused("no space left", writer.save, snapshot, {})
 
 
 # ---- what is logged
 
 
-def test_a_bad_step_is_counted_and_the_log_stays_json(train, tmp_path, monkeypatch):
+def test_a_bad_step_is_counted_and_the_log_stays_json(train, run_dir, monkeypatch):
     def refuse(constant):
         raise AssertionError(f"{constant} is not JSON")
 
     spoil_gradients(monkeypatch, lambda step: step in (2, 4), math.nan)
     train(max_steps=5)
-    lines = (tmp_path / "run" / "log.jsonl").read_text().splitlines()
+    lines = (run_dir / "log.jsonl").read_text().splitlines()
     records = [json.loads(line, parse_constant=refuse) for line in lines]
     assert [r["skipped_steps"] for r in records if r["kind"] == "train"] == [0, 1, 1, 2, 2]
     assert all(0 < r["memory_gib"] < 100 for r in records if r["kind"] == "train")
     assert [r["tokens"] for r in records if r["kind"] == "train"] == [256 * step for step in range(1, 6)]  # read, too
     train(max_steps=7, resume=True)
-    assert log_of(tmp_path / "run", "train")[-1]["skipped_steps"] == 2
+    assert log_of(run_dir, "train")[-1]["skipped_steps"] == 2

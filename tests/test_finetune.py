@@ -1,6 +1,5 @@
 """lora_finetune.py: its loss and gradients, and runs as a user meets them."""
 
-import json
 import shutil
 from dataclasses import fields
 from pathlib import Path
@@ -14,18 +13,21 @@ import lora_finetune as lf
 from finetuning import chat
 from finetuning.lora import TARGETS, load_adapter
 from finetuning.rows import Example, encode_rows, messages_of, micro_batches
-from run.checkpoint import checkpoint_steps, load_model, remove_after
-from tests.finetuning import ROWS, adapted, logits, small_gpt, tokens, write_json
+from run.checkpoint import checkpoint_steps, load_model, remove_after, save_model
+from tests.conftest import Door
+from tests.finetuning import ROWS, adapted, logits, small_gpt, tokens
 from tests.helpers import (
     arguments,
     assert_changes_take_effect,
-    assert_user_error,
     files_of,
     log_of,
     losses,
+    options_of,
+    read_json,
     resume_table,
-    run_inline,
     succeed,
+    table,
+    write_json,
 )
 
 # ---- the loss
@@ -54,7 +56,7 @@ def test_a_batch_gives_the_loss_and_gradients_of_its_examples_one_by_one(small_t
 # ---- constants
 
 
-def test_constants_follow_from_the_rows_and_the_rank_unless_they_are_given(finetune, tmp_path):
+def test_constants_follow_from_the_rows_and_the_rank_unless_they_are_given(finetune, run_dir):
     derived = ("max_steps", "warmup_steps", "eval_interval", "lora_alpha", "max_lr")
     plain = dict.fromkeys(("max_steps", "max_lr", "eval_interval"))
     for constants, expected in (
@@ -62,9 +64,8 @@ def test_constants_follow_from_the_rows_and_the_rank_unless_they_are_given(finet
         (plain | dict(lora_dim=0, epochs=1e-6, warmup_steps=9), (1, 1, 1, 0, 1e-4)),
         (found := dict(zip(derived, (2, 1, 0, 5.0, 0.01), strict=True)), tuple(found.values())),
     ):
-        result = finetune(overwrite=True, val_rows=1000, **constants)
-        assert result.returncode == 0, result.stderr
-        config = json.loads((tmp_path / "run" / "config.json").read_text())
+        finetune(overwrite=True, val_rows=1000, **constants)
+        config = read_json(run_dir / "config.json")
         assert tuple(config[name] for name in derived) == expected
         assert config["sequence_length"] == 128 and config["micro_batch_size"] == 16
 
@@ -78,8 +79,7 @@ def base(tmp_path_factory, small_tokenizer):
     path = tmp_path_factory.mktemp("base")
     model = small_gpt(n_positions=128)
     model.transformer.wte.weight.data *= 10  # as after training: logits that a frozen head can move
-    model.save_pretrained(path / "base", small_tokenizer.eot_token, len(small_tokenizer))
-    small_tokenizer.save(path / "base")
+    save_model(path / "base", model, small_tokenizer)
     write_json(path / "rows.json", ROWS)
     return path
 
@@ -94,25 +94,23 @@ def quick_args(folder: Path, out, **changes) -> list[str]:
 
 
 @pytest.fixture
-def finetune(base, tmp_path, capsys, monkeypatch):
+def finetune(base, tmp_path, inline):
     """Finetune in this process: finetune(out="run", lora_dim=2, ...)."""
 
     def run(out="run", **changes):
-        return run_inline(lf.main, quick_args(base, tmp_path / out, **changes), capsys, monkeypatch)
+        return inline(lf.main, *quick_args(base, tmp_path / out, **changes))
 
-    return run
+    return Door(run)
 
 
 @pytest.mark.parametrize("r,options", [(4, {}), (0, {}), (4, dict(dtype="bfloat16", lora_dropout=0.1))])
 def test_finetuning_lowers_the_validation_loss_and_leaves_what_it_should(finetune, base, tmp_path, r, options):
     result = finetune(lora_dim=r, sample_interval=6, **options)
-    assert result.returncode == 0, result.stderr[-2000:]
     run = tmp_path / "run"
     val = log_of(run, "val")
     assert [v["step"] for v in val] == [0, 6, 12] and val[-1]["loss"] < val[0]["loss"] - 0.5
     train = log_of(run, "train")
     assert [t["step"] for t in train] == list(range(1, 13))
-    assert {"loss", "lr", "grad_norm", "dt_ms", "tokens_per_sec", "mfu"} <= set(train[0])
     assert (run / "learning_curve.png").exists() and "--- step 12" in (run / "samples.txt").read_text()
     assert [step for step, _ in checkpoint_steps(run)] == [4, 8, 12]
     newest = {p.name for p in checkpoint_steps(run)[-1][1].iterdir()}
@@ -127,45 +125,40 @@ def test_finetuning_lowers_the_validation_loss_and_leaves_what_it_should(finetun
 
 
 @pytest.mark.parametrize("options", [dict(), dict(lora_dim=0), dict(lora_dropout=0.2)])
-def test_an_interrupted_run_continues_bit_for_bit(finetune, tmp_path, options):
+def test_an_interrupted_run_continues_bit_for_bit(finetune, tmp_path, run_dir, options):
     finetune(**options)
-    shutil.copytree(tmp_path / "run", tmp_path / "other")
+    shutil.copytree(run_dir, tmp_path / "other")
     remove_after(tmp_path / "other" / "step_000004")
-    assert finetune(out="other", resume=True, **options).returncode == 0
-    assert losses(tmp_path / "other") == losses(tmp_path / "run")
+    finetune(out="other", resume=True, **options)
+    assert losses(tmp_path / "other") == losses(run_dir)
     name = "model.safetensors" if options.get("lora_dim") == 0 else "adapter_model.safetensors"
     files = [load_file(tmp_path / run / "step_000012" / name) for run in ("run", "other")]
     assert all(torch.equal(files[0][k], files[1][k]) for k in files[0])
 
 
-def test_an_adapter_keeps_its_rank(finetune, tmp_path):
-    finetune(max_steps=1)
-    result = finetune(adapter=tmp_path / "run/adapter", lora_dim=16, out_dir=tmp_path / "other")
-    assert_user_error(result, "lora_dim 4, not 16; leave out --lora_dim")
-
-
-def test_training_goes_on_from_an_adapter(finetune, tmp_path):
+def test_training_goes_on_from_an_adapter(finetune, tmp_path, run_dir):
     finetune()
-    after = log_of(tmp_path / "run", "val")[-1]["loss"]
-    result = finetune(out="more", adapter=tmp_path / "run", lora_dim=None, max_steps=2, eval_interval=1)
-    assert result.returncode == 0, result.stderr[-2000:]
+    after = log_of(run_dir, "val")[-1]["loss"]
+    words = "lora_dim 4, not 16; leave out --lora_dim"
+    finetune.error(words, out="more", adapter=run_dir / "adapter", lora_dim=16)
+    finetune(out="more", adapter=run_dir, lora_dim=None, max_steps=2, eval_interval=1)
     assert log_of(tmp_path / "more", "val")[0]["loss"] == after
-    assert json.loads((tmp_path / "more" / "config.json").read_text())["lora_dim"] == 4
-    assert json.loads((tmp_path / "more" / "adapter" / "adapter_config.json").read_text())["r"] == 4
+    assert read_json(tmp_path / "more" / "config.json")["lora_dim"] == 4
+    assert read_json(tmp_path / "more" / "adapter" / "adapter_config.json")["r"] == 4
 
 
-def test_a_merged_directory_is_a_plain_model_for_transformers(finetune, base, tmp_path):
+def test_a_merged_directory_is_a_plain_model_for_transformers(finetune, base, tmp_path, run_dir):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     finetune(merge=tmp_path / "merged")
-    ours = load_adapter(load_model(str(base / "base")), tmp_path / "run")
+    ours = load_adapter(load_model(str(base / "base")), run_dir)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert (logits(ours, tokens(2, 30)) - logits(theirs, tokens(2, 30))).abs().max() < 1e-4
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
     assert len(tokenizer("Hello " * 500, truncation=True)["input_ids"]) == theirs.config.n_positions
     assert tokenizer.unk_token == "<|endoftext|>"  # some converters want one
-    assert_user_error(finetune(merge=tmp_path / "merged", overwrite=None), "already exists")
-    result = finetune(adapter=tmp_path / "run", merge=tmp_path / "again", lora_dim=None)
+    finetune.error("already exists", merge=tmp_path / "merged", overwrite=None)
+    result = finetune(adapter=run_dir, merge=tmp_path / "again", lora_dim=None)
     assert "logits differ by at most" in result.stdout
     assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "merged/model.safetensors").read_bytes()
 
@@ -184,22 +177,22 @@ def test_what_is_written_is_spoken_to_in_the_form_that_was_trained(finetune, tmp
         assert GenerationConfig.from_pretrained(tmp_path / path).eos_token_id == small_tokenizer.eot_token
 
 
-def test_what_is_overwritten_is_renamed_and_never_lost(finetune, base, tmp_path):
+def test_what_is_overwritten_is_renamed_and_never_lost(finetune, base, tmp_path, run_dir):
     (tmp_path / "merged").mkdir()
     (tmp_path / "merged" / "notes.txt").write_text("mine")
-    assert_user_error(finetune(max_steps=1, merge=tmp_path / "merged"), "merged already exists")
-    assert not (tmp_path / "run" / "log.jsonl").exists()
+    finetune.error("merged already exists", max_steps=1, merge=tmp_path / "merged")
+    assert not (run_dir / "log.jsonl").exists()
     result = finetune(max_steps=1, merge=tmp_path / "merged", overwrite=True)
     assert f"the earlier {tmp_path / 'merged'} is now {tmp_path / 'merged.1'}" in result.stdout
     assert (tmp_path / "merged.1" / "notes.txt").read_text() == "mine"
     assert (tmp_path / "merged" / "model.safetensors").exists()
-    for target in (base / "base", base, tmp_path / "run", tmp_path, tmp_path / "run" / "adapter", Path.cwd(), "/"):
-        words = dict(merge=target, adapter=tmp_path / "run" / "adapter", overwrite=True)
-        assert_user_error(finetune(**words), "--merge")
-    (tmp_path / "run" / "adapter" / "notes.txt").write_text("mine")  # and the run continues
-    assert finetune(max_steps=2, resume=True).returncode == 0
-    assert (tmp_path / "run" / "adapter.1" / "notes.txt").read_text() == "mine"
-    assert load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
+    for target in (base / "base", base, run_dir, tmp_path, run_dir / "adapter", Path.cwd(), "/"):
+        words = dict(merge=target, adapter=run_dir / "adapter", overwrite=True)
+        finetune.error("--merge", **words)
+    (run_dir / "adapter" / "notes.txt").write_text("mine")  # and the run continues
+    finetune(max_steps=2, resume=True)
+    assert (run_dir / "adapter.1" / "notes.txt").read_text() == "mine"
+    assert load_file(run_dir / "adapter" / "adapter_model.safetensors")
 
 
 # ---- what a resume does with a changed constant: docs/lora.md
@@ -215,66 +208,66 @@ OTHER = dict(  # another value for every constant
 SHORT = dict(max_steps=2, eval_interval=0, checkpoint_interval=2)
 
 
-def test_what_the_table_calls_refused_is_refused_by_name_and_changes_nothing(finetune, tmp_path):
+def test_what_the_table_calls_refused_is_refused_by_name_and_changes_nothing(finetune, run_dir):
     finetune(**SHORT)
-    before = files_of(tmp_path / "run")
+    before = files_of(run_dir)
     table = resume_table("lora.md")
     refused = [name for name, said in table.items() if said == "refused"]
     assert set(refused) == set(lf.FIXED) and set(table) == {field.name for field in fields(lf.Config)}
     for name in refused:
-        assert_user_error(finetune(**SHORT | dict(resume=True, max_steps=4) | {name: OTHER[name]}), name)
-        assert files_of(tmp_path / "run") == before
+        finetune.error(name, **SHORT | dict(resume=True, max_steps=4) | {name: OTHER[name]})
+        assert files_of(run_dir) == before
 
 
-def test_what_the_table_says_takes_effect_does_and_is_noted(finetune, tmp_path):
+def test_what_the_table_says_takes_effect_does_and_is_noted(finetune, run_dir):
     finetune(**SHORT)
-    changes = assert_changes_take_effect(finetune, tmp_path / "run", "lora.md", SHORT, OTHER)
+    changes = assert_changes_take_effect(finetune, run_dir, "lora.md", SHORT, OTHER)
     assert len(changes) > 20
-    assert log_of(tmp_path / "run", "train")[-1]["lr"] == pytest.approx(1e-4)  # of the new schedule
+    assert log_of(run_dir, "train")[-1]["lr"] == pytest.approx(1e-4)  # of the new schedule
 
 
 def test_another_base_and_other_rows_are_refused(finetune, base, tmp_path):
     finetune(**SHORT)
     small_gpt(seed=1, n_positions=128).save_pretrained(tmp_path / "base", 319, 320)
     shutil.copy(base / "base" / "tokenizer.json", tmp_path / "base")
-    assert_user_error(finetune(**SHORT, resume=True, base=tmp_path / "base"), "another base")
+    finetune.error("another base", **SHORT, resume=True, base=tmp_path / "base")
     data = write_json(tmp_path / "rows.json", ROWS[:-1])
-    assert_user_error(finetune(**SHORT, resume=True, data=data), "another data")
-    assert finetune(**SHORT, resume=True, data=write_json(tmp_path / "moved.json", ROWS)).returncode == 0
+    finetune.error("another data", **SHORT, resume=True, data=data)
+    finetune(**SHORT, resume=True, data=write_json(tmp_path / "moved.json", ROWS))
 
 
-def test_recomputed_activations_change_no_figure_and_a_bare_resume_continues(finetune, tmp_path, capsys, monkeypatch):
+def test_recomputed_activations_change_no_figure_and_a_bare_resume_continues(finetune, tmp_path, inline):
     finetune(max_steps=6, warmup_steps=1)
     finetune(out="again", max_steps=4, activation_checkpointing=True, warmup_steps=1, lora_dim=4)
     words = ["--resume", "--out_dir", tmp_path / "again", "--max_steps", 6]
-    assert run_inline(lf.main, words, capsys, monkeypatch).returncode == 0
+    assert inline(lf.main, *words).returncode == 0
     one, other = (log_of(tmp_path / out, "train") for out in ("run", "again"))
     assert [r["loss"] for r in other[:2]] == pytest.approx([r["loss"] for r in one[:2]], rel=1e-4)
-    assert len(other) == 6 and json.loads((tmp_path / "again/config.json").read_text())["targets"] == list(TARGETS)
+    assert len(other) == 6 and read_json(tmp_path / "again/config.json")["targets"] == list(TARGETS)
 
 
-@pytest.mark.parametrize(
-    "changes,words",
-    [
-        (dict(data="absent.json"), "absent.json"),
-        (dict(base="absent/"), "absent"),
-        (dict(adapter="absent"), "absent holds no adapter"),
-        (dict(sequence_length=1000), "128 tokens"),
-        (dict(sequence_length=1), "none with an instruction and an answer"),
-        (dict(lora_dim=-1), "--lora_dim must be in"),
-        (dict(lora_dim=5000), "--lora_dim must be in [1, 4096]"),
-        (dict(lora_alpha=1e-10), "--lora_alpha must be in [1e-09, 1e+09]"),
-        (dict(merge=".", overwrite=True), "--merge . is or contains"),
-        (dict(lora_dropout=1.0), "--lora_dropout must be in"),
-        (dict(min_lr=1), "--min_lr 1.0 is above --max_lr"),
-        (dict(targets="wte"), "tied"),
-        (dict(lora_dim=0, adapter="x"), "--adapter"),
-        (dict(lora_rank=3), "lora_rank"),
-    ],
-)
-def test_wrong_usage_is_one_clear_line(finetune, tmp_path, changes, words):
-    assert_user_error(finetune(**changes), words)
-    assert not (tmp_path / "run" / "log.jsonl").exists()
+BAD = """
+data=absent.json | absent.json
+base=absent/ | absent
+adapter=absent | absent holds no adapter
+sequence_length=1000 | 128 tokens
+sequence_length=1 | none with an instruction and an answer
+lora_dim=-1 | --lora_dim must be in
+lora_dim=5000 | --lora_dim must be in [1, 4096]
+lora_alpha=1e-10 | --lora_alpha must be in [1e-09, 1e+09]
+merge=. overwrite | --merge . is or contains
+lora_dropout=1.0 | --lora_dropout must be in
+min_lr=1 | --min_lr 1.0 is above --max_lr
+targets=wte | tied
+lora_dim=0 adapter=x | --adapter
+lora_rank=3 | lora_rank
+"""
+
+
+@pytest.mark.parametrize("changes, words", table(BAD))
+def test_wrong_usage_is_one_clear_line(finetune, run_dir, changes, words):
+    finetune.error(*words, **options_of(changes))
+    assert not (run_dir / "log.jsonl").exists()
 
 
 @pytest.mark.slow

@@ -33,9 +33,9 @@ from tests.helpers import (
     files_of,
     options_of,
     prose,
-    refusals,
     run_script,
     succeed,
+    table,
     text_file,
 )
 
@@ -172,7 +172,7 @@ verify out_dir=. | manifest.json
 """
 
 
-@pytest.mark.parametrize("changes, words", refusals(WRONG))
+@pytest.mark.parametrize("changes, words", table(WRONG))
 def test_usage_errors_are_one_line(tokenizer, tmp_path, inline, monkeypatch, changes, words):
     monkeypatch.chdir(tmp_path)
     text_file(Path("a.txt"))

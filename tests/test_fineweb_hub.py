@@ -17,13 +17,12 @@ from corpus.stream import find_shards
 from tests.corpora import (
     assert_shards,
     full_disk,
-    needs_proc,
     options,
     run_here,
     wait_until,
     write_parquet,
 )
-from tests.helpers import assert_user_error, command, run_script, succeed, write_lines
+from tests.helpers import assert_user_error, command, needs_proc, run_script, succeed, write_lines
 from tests.hub import Hub, hub_environment
 
 

@@ -24,7 +24,6 @@ from tests.corpora import (
     full_disk,
     has_more_shards,
     make_documents,
-    needs_proc,
     options,
     run_here,
     shard_paths,
@@ -38,6 +37,9 @@ from tests.helpers import (
     environment,
     files_of,
     gone,
+    needs_proc,
+    slow,
+    stamps,
     start_script,
     state_of,
     succeed,
@@ -104,9 +106,7 @@ def test_five_kills_at_random_moments_change_nothing(start, long_shards, tmp_pat
     assert_same_files(out_dir, long_shards)
 
 
-@pytest.mark.parametrize(
-    "signum, code", [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 143)]
-)
+@pytest.mark.parametrize("signum, code", [slow(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_it_in_good_order(start, long_shards, tmp_path, signum, code):
     out_dir, (begin, words) = tmp_path / "shards", start
     process = begin()
@@ -117,12 +117,12 @@ def test_a_signal_ends_it_in_good_order(start, long_shards, tmp_path, signum, co
     assert "the same command again to resume" in message and "Traceback" not in message
     assert "complete shards" in succeed("fineweb.py", **words).stdout
     assert_same_files(out_dir, long_shards)
-    before = {path: path.stat().st_mtime_ns for path in out_dir.iterdir()}
+    before = stamps(out_dir)
     assert "is complete" in succeed("fineweb.py", **words).stdout  # and is left alone
-    assert {path: path.stat().st_mtime_ns for path in out_dir.iterdir()} == before
+    assert stamps(out_dir) == before
 
 
-@pytest.mark.parametrize("when", [pytest.param("at work", marks=pytest.mark.slow), "in the middle of an answer"])
+@pytest.mark.parametrize("when", [slow("at work"), "in the middle of an answer"])
 def test_a_killed_worker_is_reported_and_loses_nothing(start, long_shards, tmp_path, when):
     out_dir, (begin, words) = tmp_path / "shards", start
     process = begin()

@@ -20,8 +20,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import fineweb
+import lora_finetune
+import train_gpt2
 from files import sha256
-from tests.helpers import SMALL, arguments, hellaswag_rows, text_file, write_json, write_lines
+from tests.helpers import SMALL, arguments, damaged, hellaswag_rows, quietly, text_file, write_json, write_lines
 
 SECONDS = 120  # for one case, on a busy machine
 VALUES = ["0", "-1", "1", str(10**12), "nan", "inf", "", "no such thing", "x" * 5000]
@@ -44,25 +47,14 @@ def folder(tmp_path_factory):
     hellaswag_rows(folder / "hellaswag.jsonl", 3)
     asked = [dict(instruction=f"Say {i}", input="", output=f"{i} is said") for i in range(30)]
     write_json(folder / "rows.json", asked)
-    for job in (
-        ("train_gpt2", ["tiny", *arguments(**TRAIN, data=folder / "text.txt", out_dir=folder / "run")]),
-        ("lora_finetune", arguments(**LORA, base=folder / "run", data=folder / "rows.json", out_dir=folder / "lora")),
-        ("fineweb", arguments(source=folder / "text.parquet", tokenizer=folder / "run/step_000002/tokenizer.json",
-                              out_dir=folder / "shards", shard_size=4000, workers=1)),
-    ):  # fmt: skip
-        quietly(*job)
+    quietly(train_gpt2.main, "tiny", **TRAIN, data=folder / "text.txt", out_dir=folder / "run")
+    quietly(lora_finetune.main, **LORA, base=folder / "run", data=folder / "rows.json", out_dir=folder / "lora")
+    options = dict(tokenizer=folder / "run/step_000002/tokenizer.json", shard_size=4000, workers=1)
+    quietly(fineweb.main, source=folder / "text.parquet", out_dir=folder / "shards", **options)
     shutil.copy(folder / "run/step_000002/tokenizer.json", folder / "tokenizer.json")
     shutil.copytree(folder / "run/step_000002", folder / "unsealed")
     (folder / "unsealed/SHA256SUMS").unlink()  # what a user has got from elsewhere has no checksums
     return folder
-
-
-def quietly(module: str, argv: list[str]) -> None:
-    """Run a door's main function to prepare something; it has to succeed."""
-    with pytest.MonkeyPatch.context() as patch, open("/dev/null", "w") as null:
-        patch.setattr(sys, "argv", [module, *argv])
-        with contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
-            importlib.import_module(module).main()
 
 
 # ---- the doors, and what each of them reads
@@ -149,23 +141,6 @@ def constants(door: Door) -> list[str]:
     config = importlib.import_module(module).Config
     hints = typing.get_type_hints(config)
     return [field.name for field in fields(config) if hints[field.name] is not bool]
-
-
-def damaged(content: bytes) -> dict[str, bytes]:
-    """{what was done: content}"""
-    middle = len(content) // 2
-    flipped = content[:middle] + bytes([content[middle] ^ 0x41]) + content[middle + 1 :]
-    return {
-        "empty": b"",
-        "one byte": content[:1],
-        "cut in half": content[:middle],
-        "a flipped byte": flipped,
-        "a picture": b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 4,
-        "utf-16": "näive 潮汐".encode("utf-16") * 20,
-        "deep": b"[" * 200_000,
-        "deeper": b'{"a":' * 100_000,
-        "nan": b'{"step": NaN, "kind": "train", "n_layer": NaN, "shards": Infinity}',
-    }
 
 
 def malformed(content: bytes, key: str, value: str) -> bytes:

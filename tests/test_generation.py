@@ -6,7 +6,6 @@ import torch
 from learning import evaluation
 from learning.evaluation import complete
 from learning.generation import KVCache, generate, next_logits, sample_tokens
-from machine.runtime import Runtime
 from model import GPT
 from tests.test_model import small, tokens
 
@@ -110,17 +109,17 @@ def test_a_row_that_has_ended_keeps_its_stop_token_and_the_others_continue():
     assert list(generate(lively(), PROMPTS[:1], 9, temperature=0, stop_token=first[0])) == [first]  # all have ended
 
 
-def test_the_seed_decides_the_samples_of_training(small_tokenizer):
-    rt, model = Runtime.setup("cpu"), small(vocab_size=384)
+def test_the_seed_decides_the_samples_of_training(small_tokenizer, rt):
+    model = small(vocab_size=384)
     one, other, again = (complete(model, small_tokenizer, ["A"], 8, rt, seed) for seed in (0, 1, 0))
     assert one == again != other
 
 
-def test_a_completion_starts_a_document_if_the_prompt_is_empty_and_ends_with_it(small_tokenizer, monkeypatch):
+def test_a_completion_starts_a_document_if_the_prompt_is_empty_and_ends_with_it(small_tokenizer, rt, monkeypatch):
     asked, eot = [], small_tokenizer.eot_token
     steps = [[65, 66], [eot, 67], [eot, eot]]
     monkeypatch.setattr(evaluation, "generate", lambda *args, **options: asked.append((args[1], options)) or steps)
-    assert complete(None, small_tokenizer, ["", "A"], 3, Runtime.setup("cpu"), 0) == [
+    assert complete(None, small_tokenizer, ["", "A"], 3, rt, 0) == [
         small_tokenizer.decode(ids) for ids in ([65], [66, 67])
     ]
     ((prompts, options),) = asked

@@ -6,7 +6,6 @@ import re
 from copy import deepcopy
 from math import log2
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -17,14 +16,21 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hellaswag
-from bpe.tokenizer import Tokenizer
-from cli import UserError
 from hellaswag import LOGGED, STYLES, encode_together, evaluate, harness, load_rows, prepare
 from machine.runtime import Runtime
-from model import GPT, GPTConfig
-from tests.finetuning import adapted, save_adapter
-from tests.helpers import ROOT, SMALL, arguments, assert_user_error, environment, log_of, run_inline, succeed, text_file
-from train_gpt2 import open_hellaswag
+from model import GPT
+from run.checkpoint import save_model
+from tests.finetuning import adapted, save_adapter, small_gpt
+from tests.helpers import (
+    ROOT,
+    assert_user_error,
+    prose,
+    read_json,
+    slow,
+    succeed,
+    table,
+    write_lines,
+)
 
 WINDOW = 48
 
@@ -32,7 +38,7 @@ WINDOW = 48
 def make_rows(n: int, seed: int = 0) -> list[dict]:
     """Rows in HellaSwag's format, out of the words of input.txt: long and short, with brackets and double spaces."""
     rng = random.Random(seed)
-    words = (ROOT / "input.txt").read_text()[:20_000].split()
+    words = prose(20_000).split()
     text = lambda low, high: " ".join(rng.choices(words, k=rng.randint(low, high)))  # noqa: E731
     rows = []
     for number in range(n):
@@ -48,41 +54,22 @@ def make_rows(n: int, seed: int = 0) -> list[dict]:
     return rows
 
 
-def write_rows(path: Path, rows: list[dict]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.train([(ROOT / "input.txt").read_text()[:50_000]], 400)
-
-
-def make_model(vocab_size: int, window: int = WINDOW) -> GPT:
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, n_positions=window, vocab_size=vocab_size))
+def make_model() -> GPT:
+    model = small_gpt(n_positions=WINDOW)
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(3)  # a fresh model finds all tokens nearly alike
     return model
 
 
-@pytest.fixture(scope="module")
-def model() -> GPT:
-    return make_model(400)
+model = pytest.fixture(make_model, scope="module", name="model")
 
 
 @pytest.fixture(scope="module")
-def checkpoint(model, tokenizer, tmp_path_factory) -> Path:
+def checkpoint(model, small_tokenizer, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("checkpoint")
-    model.save_pretrained(path, tokenizer.eot_token, len(tokenizer))
-    tokenizer.save(path)
+    save_model(path, model, small_tokenizer)
     return path
-
-
-@pytest.fixture(scope="module")
-def rt() -> Runtime:
-    return Runtime.setup("cpu", "float32")
 
 
 @torch.no_grad()
@@ -97,10 +84,10 @@ def log_likelihood(model: GPT, context: list[int], ending: list[int]) -> float:
     return total
 
 
-def one_by_one(model: GPT, tokenizer, rows: list[dict], style: str) -> tuple[np.ndarray, np.ndarray]:
+def one_by_one(model: GPT, small_tokenizer, rows: list[dict], style: str) -> tuple[np.ndarray, np.ndarray]:
     """(N, 4) summed log-likelihoods and numbers of tokens."""
     to_text, encode, _ = STYLES[style]
-    encoded = [encode(tokenizer, *to_text(row)) for row in rows]
+    encoded = [encode(small_tokenizer, *to_text(row)) for row in rows]
     sums = [[log_likelihood(model, context, ending) for ending in endings] for context, endings in encoded]
     return np.array(sums), np.array([[len(ending) for ending in endings] for _, endings in encoded])
 
@@ -110,13 +97,13 @@ def one_by_one(model: GPT, tokenizer, rows: list[dict], style: str) -> tuple[np.
 
 @pytest.mark.parametrize("batch_tokens", [1, 100, 5000])
 @pytest.mark.parametrize("style", STYLES)
-def test_batched_scores_equal_one_sequence_at_a_time(model, tokenizer, rt, style, batch_tokens):
+def test_batched_scores_equal_one_sequence_at_a_time(model, small_tokenizer, rt, style, batch_tokens):
     short = ["a", "é", "a", "中文"]  # one token, or equal; and fewer characters than bytes
     rows = make_rows(25) + [row | dict(endings=short) for row in make_rows(3)]
-    lengths = [len(tokenizer.encode_ordinary(row["ctx"])) for row in rows]
+    lengths = [len(small_tokenizer.encode_ordinary(row["ctx"])) for row in rows]
     assert min(lengths) < WINDOW < max(lengths)  # some contexts are cut, some are not
-    sums, counts = one_by_one(model, tokenizer, rows, style)
-    task = prepare(rows, tokenizer, model.config, style)
+    sums, counts = one_by_one(model, small_tokenizer, rows, style)
+    task = prepare(rows, small_tokenizer, model.config, style)
     result = evaluate(model, task, rt, batch_tokens)
     np.testing.assert_allclose(result["log_likelihoods"], sums, rtol=0, atol=1e-4)
     endings = [STYLES[style][0](row)[1] for row in rows]
@@ -141,7 +128,7 @@ def fed(model, monkeypatch) -> list[list[int]]:
 
 
 class Ids:
-    """A tokenizer for texts that are written as ids."""
+    """A small_tokenizer for texts that are written as ids."""
 
     eot_token = 0
 
@@ -192,11 +179,11 @@ def test_a_merge_across_context_and_ending_leaves_a_token_to_score(model, rt):
     assert all(sum_ < 0 for sum_ in result["log_likelihoods"][0])
 
 
-def test_an_empty_context_is_predicted_from_the_start_of_a_document(model, tokenizer, rt):
+def test_an_empty_context_is_predicted_from_the_start_of_a_document(model, small_tokenizer, rt):
     rows = [row | dict(ctx="") for row in make_rows(2)]
-    result = evaluate(model, prepare(rows, tokenizer, model.config, "completion"), rt)
-    ids = tokenizer.encode_ordinary(" " + rows[0]["endings"][0])
-    expected = log_likelihood(model, [tokenizer.eot_token], ids)
+    result = evaluate(model, prepare(rows, small_tokenizer, model.config, "completion"), rt)
+    ids = small_tokenizer.encode_ordinary(" " + rows[0]["endings"][0])
+    expected = log_likelihood(model, [small_tokenizer.eot_token], ids)
     assert result["log_likelihoods"][0][0] == pytest.approx(expected, abs=1e-4)
 
 
@@ -216,8 +203,8 @@ class Products(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_logits_are_true_fp32_in_every_precision(model, tokenizer, dtype):
-    task = prepare(make_rows(2), tokenizer, model.config, "completion")
+def test_logits_are_true_fp32_in_every_precision(model, small_tokenizer, dtype):
+    task = prepare(make_rows(2), small_tokenizer, model.config, "completion")
     rt = Runtime.setup("cpu", dtype)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")  # TF32 on a GPU, as training has it
@@ -230,17 +217,17 @@ def test_logits_are_true_fp32_in_every_precision(model, tokenizer, dtype):
         torch.set_float32_matmul_precision(before)
 
 
-def test_weights_that_are_not_finite_have_no_accuracy(tokenizer, rt):
-    model = make_model(400)
-    task = prepare(make_rows(3), tokenizer, model.config, "completion")
+def test_weights_that_are_not_finite_have_no_accuracy(small_tokenizer, rt):
+    model = make_model()
+    task = prepare(make_rows(3), small_tokenizer, model.config, "completion")
     with torch.no_grad():
         model.transformer.h[0].mlp.c_fc.weight[0, 0] = float("nan")
     result = evaluate(model, task, rt)
     assert result["n"] == 3 and all(result[k] is None for k in LOGGED if k != "n")
 
 
-def test_scoring_leaves_mode_gradients_and_random_numbers_alone(model, tokenizer, rt):
-    task = prepare(make_rows(3), tokenizer, model.config, "completion")
+def test_scoring_leaves_mode_gradients_and_random_numbers_alone(model, small_tokenizer, rt):
+    task = prepare(make_rows(3), small_tokenizer, model.config, "completion")
     rng = torch.get_rng_state()
     for training in (True, False):
         model.train(training)
@@ -258,7 +245,7 @@ def test_harness_text_is_label_context_and_no_brackets():
     assert harness(row) == ("Baking: Mix it.. Stir it. The cook", ["adds an egg.", " Wait. Eat."])
 
 
-def test_scores_equal_those_of_lm_eval(checkpoint, model, tokenizer, rt, tmp_path, monkeypatch):
+def test_scores_equal_those_of_lm_eval(checkpoint, model, small_tokenizer, rt, tmp_path, monkeypatch):
     """--model hf on the same directory and the same rows, some of which are too long for the window, though no ending
     is: the harness refuses those."""
     lm_eval = pytest.importorskip("lm_eval", reason="needs lm_eval: pip install lm_eval[hf]")
@@ -266,18 +253,18 @@ def test_scores_equal_those_of_lm_eval(checkpoint, model, tokenizer, rt, tmp_pat
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    tokens = {row["ind"]: encode_together(tokenizer, *harness(row)) for row in make_rows(80)}
+    tokens = {row["ind"]: encode_together(small_tokenizer, *harness(row)) for row in make_rows(80)}
     rows = [row for row in make_rows(80) if max(map(len, tokens[row["ind"]][1])) <= WINDOW]
     assert len(rows) > 30 and max(len(tokens[row["ind"]][0]) for row in rows) > WINDOW
     (task,) = re.findall("```yaml\n(.+?)```", (ROOT / "docs/hellaswag.md").read_text(), re.DOTALL)
-    data = write_rows(tmp_path / "rows.jsonl", rows)
+    data = write_lines(tmp_path / "rows.jsonl", rows)
     (tmp_path / "local.yaml").write_text(task.replace("/path/to/hellaswag_val.jsonl", str(data)))
     (tmp_path / "local.py").write_text("from lm_eval.tasks.hellaswag.utils import process_docs  # noqa: F401\n")
     theirs = lm_eval.simple_evaluate(
         model="hf", model_args=f"pretrained={checkpoint},dtype=float32", tasks=["hellaswag_local"], device="cpu",
         batch_size=8, task_manager=TaskManager(include_path=str(tmp_path)), bootstrap_iters=0,
     )  # fmt: skip
-    ours = evaluate(model, prepare(rows, tokenizer, model.config, "harness"), rt)
+    ours = evaluate(model, prepare(rows, small_tokenizer, model.config, "harness"), rt)
     for name in ("acc", "acc_norm"):
         assert ours[name] == pytest.approx(theirs["results"]["hellaswag_local"][f"{name},none"], abs=1e-12)
     samples = sorted(theirs["samples"]["hellaswag_local"], key=lambda sample: sample["doc_id"])
@@ -289,78 +276,74 @@ def test_scores_equal_those_of_lm_eval(checkpoint, model, tokenizer, rt, tmp_pat
 
 
 @pytest.fixture
-def run(checkpoint, capsys, monkeypatch):
+def run(checkpoint, inline):
     """hellaswag.py on the small checkpoint, in this process."""
-    return lambda *words, model=checkpoint, **options: run_inline(
-        hellaswag.main, [model, *words, *arguments(device="cpu", dtype="float32", **options)], capsys, monkeypatch
+    return lambda *words, model=checkpoint, **options: inline(
+        hellaswag.main, model, *words, device="cpu", dtype="float32", **options
     )
 
 
-def test_both_styles_are_reported_by_name_and_written_as_json(run, tmp_path, model, tokenizer, rt):
+def test_both_styles_are_reported_by_name_written_as_json_and_shown(run, tmp_path, model, small_tokenizer, rt):
     rows = make_rows(9)
-    data = write_rows(tmp_path / "rows.jsonl", rows)
+    data = write_lines(tmp_path / "rows.jsonl", rows)
     (tmp_path / "scores.json").write_text("of an earlier model")
-    result = run(data=data, limit=7, show=9, json=tmp_path / "scores.json")
+    result = run(data=data, limit=7, show=2, json=tmp_path / "scores.json")
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "scores.json.1").read_text() == "of an earlier model"
-    scores = json.loads((tmp_path / "scores.json").read_text())["styles"]
+    scores = read_json(tmp_path / "scores.json")["styles"]
     assert list(scores) == ["completion", "harness"]
     for style in STYLES:
-        assert scores[style] == evaluate(model, prepare(rows[:7], tokenizer, model.config, style), rt)
+        assert scores[style] == evaluate(model, prepare(rows[:7], small_tokenizer, model.config, style), rt)
         (line,) = (line for line in result.stdout.splitlines() if line.startswith(style + " "))
         assert all(f"{name} {scores[style][name]:.4f} ± " in line for name in ("acc", "gold_bpb"))
         assert line.endswith("N 7")
     assert "per token" in result.stdout and "per character" in result.stdout
+    shown, found = result.stdout.split("row 2: ")[1].splitlines(), scores["completion"]
+    assert shown[0] == rows[1]["ctx"]
+    for k, line in enumerate(shown[2:6]):
+        assert line.endswith(rows[1]["endings"][k]) and f"{-found['log_likelihoods'][1][k]:.2f}" in line
+        assert (">" in line[:2], "*" in line[:2]) == (found["predictions_norm"][1] == k, rows[1]["label"] == k)
+    assert "row 3" not in result.stdout
 
 
 def test_the_control_scores_the_endings_of_an_adapted_model_after_contexts_of_other_rows(
-    run, tmp_path, model, tokenizer, rt
+    run, tmp_path, model, small_tokenizer, rt
 ):
     save_adapter(adapter_of := adapted(deepcopy(model)), tmp_path / "adapter")
-    rows, options = make_rows(5), dict(style="completion", json=tmp_path / "scores.json", control=True)
-    result = run(data=write_rows(tmp_path / "rows.jsonl", rows), adapter=tmp_path / "adapter", **options)
+    rows, options = make_rows(5), dict(style="completion", json=tmp_path / "scores.json", control=True, show=9)
+    result = run(data=write_lines(tmp_path / "rows.jsonl", rows), adapter=tmp_path / "adapter", **options)
     assert result.returncode == 0, result.stderr
     others = [rows[i] | dict(ctx=rows[k]["ctx"]) for i, k in enumerate([2, 3, 4, 0, 1])]  # no row has its own
-    found = json.loads((tmp_path / "scores.json").read_text())
+    found = read_json(tmp_path / "scores.json")
     assert [found[name] for name in ("data", "adapter")] == [str(tmp_path / "rows.jsonl"), str(tmp_path / "adapter")]
     found, sets = found["styles"], {"completion": rows, "completion control": others}
     assert list(found) == list(sets)
     for name, expected in sets.items():
-        expected = evaluate(adapter_of, prepare(expected, tokenizer, model.config, "completion"), rt)
+        expected = evaluate(adapter_of, prepare(expected, small_tokenizer, model.config, "completion"), rt)
         np.testing.assert_allclose(found[name]["log_likelihoods"], expected["log_likelihoods"], atol=1e-4)
         assert found[name]["gold_bpb"] == pytest.approx(expected["gold_bpb"], abs=1e-4)
     assert_user_error(run(data=tmp_path / "rows.jsonl", limit=1, control=True), "--control", "one row")
 
 
-def test_show_prints_losses_prediction_and_truth(run, tmp_path):
-    rows = make_rows(4)
-    data = write_rows(tmp_path / "rows.jsonl", rows)
-    result = run(data=data, show=2, style="completion", json=tmp_path / "scores.json")
-    scores = json.loads((tmp_path / "scores.json").read_text())["styles"]["completion"]
-    block = result.stdout.split("row 2: ")[1].splitlines()
-    assert block[0] == rows[1]["ctx"]
-    for k, line in enumerate(block[2:6]):
-        assert line.endswith(rows[1]["endings"][k]) and f"{-scores['log_likelihoods'][1][k]:.2f}" in line
-        assert (">" in line[:2], "*" in line[:2]) == (scores["predictions_norm"][1] == k, rows[1]["label"] == k)
-    assert "row 3" not in result.stdout
+BAD = """
+[] | ctx is not text
+{"endings": ["a", "b", "c"]} | four texts
+{"endings": ["a", "b", "c", ""]} | four texts
+{"label": null} | label is None
+{"label": 4} | label is 4
+{"label": true} | label is True
+{"ctx": null} | ctx is not text
+{"ctx_a": null} | ctx_a is not text
+{"ctx_b": null} | ctx_b is not text
+{"activity_label": null} | activity_label is not text
+"""
 
 
-BAD = {
-    "a list": ([], "ctx is not text"),
-    "three endings": (dict(endings=["a", "b", "c"]), "four texts"),
-    "an empty ending": (dict(endings=["a", "b", "c", ""]), "four texts"),
-    "no label": (dict(label=None), "label is None"),
-    "a label out of range": (dict(label=4), "label is 4"),
-    "a label that is true": (dict(label=True), "label is True"),
-} | {f"no {name}": ({name: None}, f"{name} is not text") for name in ("ctx", "ctx_a", "ctx_b", "activity_label")}
-
-
-@pytest.mark.parametrize("what", BAD)
-def test_a_malformed_row_is_named_with_its_number(run, tmp_path, what):
-    change, words = BAD[what]
-    good = make_rows(1)[0]
-    data = write_rows(tmp_path / "rows.jsonl", [good, good | change if isinstance(change, dict) else change])
-    assert_user_error(run(data=data), "row 2", words)
+@pytest.mark.parametrize("change, words", table(BAD))
+def test_a_malformed_row_is_named_with_its_number(run, tmp_path, change, words):
+    (good,), change = make_rows(1), json.loads(change)
+    data = write_lines(tmp_path / "rows.jsonl", [good, good | change if change else change])
+    assert_user_error(run(data=data), "row 2", *words)
 
 
 def test_what_is_not_there_is_one_line(run, tmp_path):
@@ -376,13 +359,12 @@ def test_json_that_cannot_be_written_ends_before_anything_is_loaded(run, tmp_pat
     assert not list(tmp_path.iterdir())
 
 
-def test_a_model_whose_numbers_are_not_finite_is_one_line_and_writes_nothing(run, tokenizer, tmp_path):
-    model = make_model(400)
+def test_a_model_whose_numbers_are_not_finite_is_one_line_and_writes_nothing(run, small_tokenizer, tmp_path):
+    model = make_model()
     with torch.no_grad():
         model.transformer.wte.weight[7] = float("nan")
-    model.save_pretrained(tmp_path / "bad", tokenizer.eot_token, len(tokenizer))
-    tokenizer.save(tmp_path / "bad")
-    data, scores = write_rows(tmp_path / "rows.jsonl", make_rows(2)), tmp_path / "scores.json"
+    save_model(tmp_path / "bad", model, small_tokenizer)
+    data, scores = write_lines(tmp_path / "rows.jsonl", make_rows(2)), tmp_path / "scores.json"
     scores.write_text("of an earlier model")
     assert_user_error(run(data=data, json=scores, model=tmp_path / "bad"), "bad", "not finite")
     assert scores.read_text() == "of an earlier model"
@@ -400,51 +382,27 @@ def test_rows_of_the_hub_are_those_of_its_validation_split(monkeypatch, rt, tmp_
     assert load_rows("", rt) == rows
 
 
-def test_without_the_hub_one_line_says_what_to_do(run, monkeypatch):
+def test_without_the_hub_one_line_says_what_to_do_and_training_continues(run, train, monkeypatch):
+    def no_network(*args, **kwargs):
+        raise ConnectionError("Couldn't reach 'Rowan/hellaswag' on the Hub")
+
     monkeypatch.setattr("datasets.load_dataset", no_network)
     assert_user_error(run(), "Rowan/hellaswag", "HF_ENDPOINT", "--data")
+    options = dict(max_steps=2, hellaswag_interval=1)
+    result = train(**options)
+    assert "without HellaSwag" in result.stderr and "--hellaswag_data" in result.stderr
+    # not without a file that was named
+    train.error("absent.jsonl", "--hellaswag_data", out="other", hellaswag_data="absent.jsonl", **options)
 
 
-def no_network(*args, **kwargs):
-    raise ConnectionError("Couldn't reach 'Rowan/hellaswag' on the Hub")
-
-
-def test_training_continues_without_the_hub_and_not_without_a_file(monkeypatch, tokenizer, model, rt, tmp_path, capsys):
-    monkeypatch.setattr("datasets.load_dataset", no_network)
-    shards = SimpleNamespace(tokenizer=tokenizer)
-    assert open_hellaswag("", shards, model.config, rt) is None
-    assert "without HellaSwag" in (warning := capsys.readouterr().err) and "--hellaswag_data" in warning
-    with pytest.raises(UserError, match="absent.jsonl.*--hellaswag_data"):
-        open_hellaswag(str(tmp_path / "absent.jsonl"), shards, model.config, rt)
-
-
-@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.slow), 7])
+@pytest.mark.parametrize("n", [slow(1), 7])
 def test_two_ranks_score_as_one(run, checkpoint, tmp_path, n):
-    data = write_rows(tmp_path / "rows.jsonl", make_rows(n))
+    data = write_lines(tmp_path / "rows.jsonl", make_rows(n))
     assert run(data=data, json=tmp_path / "one.json").returncode == 0
     options = dict(data=data, device="cpu", dtype="float32", json=tmp_path / "two.json")
     succeed("hellaswag.py", checkpoint, ranks=2, **options)
-    one, two = (json.loads((tmp_path / f"{name}.json").read_text())["styles"] for name in ("one", "two"))
+    one, two = (read_json(tmp_path / f"{name}.json")["styles"] for name in ("one", "two"))
     for style in STYLES:
-        np.testing.assert_allclose(one[style].pop("log_likelihoods"), two[style].pop("log_likelihoods"), atol=1e-5)
+        for name in ("log_likelihoods", "gold_bpb", "gold_bpb_stderr"):
+            np.testing.assert_allclose(one[style].pop(name), two[style].pop(name), atol=1e-5)
     assert one == two
-
-
-@pytest.mark.slow
-def test_training_on_two_ranks_with_compile_scores_as_one_process(tmp_path):
-    """What two compiled ranks log for 7 rows is what one process finds in the checkpoint; nothing is recompiled."""
-    data, text = write_rows(tmp_path / "rows.jsonl", make_rows(7)), text_file(tmp_path / "text.txt")
-    options = SMALL | dict(data=text, out_dir=tmp_path / "out", max_steps=6, compile="on", checkpoint_interval=2)
-    options |= dict(hellaswag_interval=2, hellaswag_data=data, max_lr=0.03, keep_checkpoints=0, micro_batch_size=4)
-    options |= dict(eval_interval=0)  # the validation loss would compile another graph
-    env = environment(TORCH_LOGS="recompiles")
-    result = succeed("train_gpt2.py", "tiny", ranks=2, env=env, timeout=1200, **options)
-    assert "Recompiling" not in result.stderr
-    records = log_of(tmp_path / "out", "hellaswag")
-    assert [record["step"] for record in records] == [2, 4, 6]
-    for record in records:
-        checkpoint = tmp_path / "out" / f"step_{record['step']:06d}"
-        same = dict(data=data, dtype="float32", device="cpu", style="completion", json=tmp_path / "scores.json")
-        succeed("hellaswag.py", checkpoint, **same)
-        scores = json.loads((tmp_path / "scores.json").read_text())["styles"]["completion"]
-        assert {name: record[name] for name in LOGGED} == {name: scores[name] for name in LOGGED}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from run.checkpoint import checkpoint_steps, find_damage
-from tests.helpers import ROOT, TORCHRUN, environment, log_of, text_file
+from tests.helpers import ROOT, TORCHRUN, environment, log_of, text_file, wait_for_steps
 from tests.test_distributed import alone, args, same_losses
 
 LONG = dict(max_steps=60, checkpoint_interval=10, eval_interval=60)
@@ -45,12 +45,6 @@ def torchrun(folder: Path, out: str, *options: str, prefix=(), **changes) -> sub
     return STARTED[-1]
 
 
-def wait_for_step(run: Path, step: int, process: subprocess.Popen) -> None:
-    while not (run / "log.jsonl").exists() or f'"step": {step}, "kind": "train"' not in (run / "log.jsonl").read_text():
-        assert process.poll() is None, process.communicate()[0][-3000:]
-        time.sleep(0.005)
-
-
 def workers(process: subprocess.Popen) -> list[int]:
     """Process ids of the ranks, which are the children of torchrun, by rank."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -66,9 +60,9 @@ def wait_for_save(run: Path, process: subprocess.Popen) -> None:
 
 
 MOMENTS = {
-    "a step": lambda run, process: wait_for_step(run, 25, process),
+    "a step": lambda run, process: wait_for_steps(run, 25, process),
     "a save": wait_for_save,
-    "an evaluation": lambda run, process: wait_for_step(run, 60, process),
+    "an evaluation": lambda run, process: wait_for_steps(run, 60, process),
 }
 TWO = ("--standalone", "--nproc_per_node=2", "--max-restarts=3")
 
@@ -94,7 +88,7 @@ def test_torchrun_restarts_ranks_of_which_one_is_killed_and_nothing_is_lost(long
 def test_ranks_end_with_a_checkpoint_when_their_launcher_is_stopped_or_killed(long_run, signum):
     run = long_run / f"launcher-{signum}"
     process = torchrun(long_run, run.name, *TWO, shard="optimizer", **LONG | dict(max_steps=10**6))
-    wait_for_step(run, 25, process)
+    wait_for_steps(run, 25, process)
     ranks = workers(process)
     process.stdout.close()
     process.send_signal(signum)
@@ -155,7 +149,7 @@ def test_a_node_that_is_killed_and_comes_back_continues_with_the_other(long_run,
     """Without the first node, where they meet, the second ends too, and both are started again."""
     run, head = long_run / f"node-{killed}-killed-{shard}", two_nodes[0][2]
     nodes = [start_node(long_run, run.name, node, head, shard=shard) for node in two_nodes]
-    wait_for_step(run, 25, nodes[1 - killed])
+    wait_for_steps(run, 25, nodes[1 - killed])
     kill(nodes[killed])
     if killed == 0:
         assert nodes[1].communicate(timeout=60) and nodes[1].returncode == 1

@@ -15,7 +15,7 @@ from learning.optim import make_optimizer
 from machine.runtime import Runtime, checkpoint_activations, peaks
 from model import GPT, GPTConfig
 from pretraining.plan import CARDS, LAUNCHES, REACHED, Layout, n_parameters, needs, step_parts, token_flops
-from tests.helpers import ROOT, run_inline
+from tests.helpers import ROOT, slow
 
 
 class LiveBytes(TorchDispatchMode):
@@ -85,7 +85,7 @@ CASES = {
     "30M, Muon": (M30, Layout(256, optimizer="muon", itemsize=4, device="cpu"), 1),
     "30M, recomputed": (M30, Layout(256, itemsize=4, device="cpu", checkpointing=True), 8),
 }
-SLOW = [pytest.param(name, marks=pytest.mark.slow) if "30M" in name else name for name in CASES]
+SLOW = [slow(name) if "30M" in name else name for name in CASES]
 
 
 @pytest.mark.parametrize("name", SLOW)
@@ -144,7 +144,7 @@ def test_parameters_are_counted_as_the_model_has_them():
 
 
 def test_a_dry_run_says_what_a_run_does_and_needs_and_leaves_nothing_behind(train, tmp_path):
-    result = train(dry_run=True, n_layer=3, max_steps=7, checkpoint_interval=2, data=tmp_path / "missing.txt")
+    result = train.result(dry_run=True, n_layer=3, max_steps=7, checkpoint_interval=2, data=tmp_path / "missing.txt")
     assert result.returncode == 2 and result.stderr.startswith("error: this run would fail: ")
     assert not (tmp_path / "run").exists()
     with torch.device("meta"):
@@ -163,9 +163,9 @@ def rows_of(page: str, head: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def test_the_plan_of_gpt2_has_the_figures_of_the_page_about_one_gpu(capsys, monkeypatch, tmp_path):
+def test_the_plan_of_gpt2_has_the_figures_of_the_page_about_one_gpu(inline, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    page = run_inline(train_gpt2.main, ["--dry_run", "--price", "2.5"], capsys, monkeypatch).stdout
+    page = inline(train_gpt2.main, "--dry_run", "--price", "2.5").stdout
     lines = [line.rsplit(None, 5) for line in page.splitlines() if line]
     cards = [[name, rate, hours, dollars] for name, rate, _, hours, _, dollars in lines[-len(CARDS) :]]
     assert cards == rows_of("one_gpu.md", "| card | tokens/s")
@@ -196,7 +196,7 @@ def test_gpt2_xl_needs_what_the_page_about_clusters_says():
 
 def test_a_plan_obeys_what_is_given_and_ends_at_the_batch(train, tmp_path):
     words = dict(dry_run=True, shard="full", micro_batch_size=2, activation_checkpointing=True, total_batch_size=512)
-    plan = train(**words, max_steps=10**9, checkpoint_interval=1, keep_checkpoints=0)
+    plan = train.result(**words, max_steps=10**9, checkpoint_interval=1, keep_checkpoints=0)
     rows = [line.split() for line in plan.stdout.splitlines() if "recomputed" in line or "kept" in line]
     assert [row[:3] for row in rows] == [[str(n), "full" if n > 1 else "none", "recomputed"] for n in (1, 2, 4, 8)]
     assert [row[-1] for row in rows] == ["16", "8", "4", "2"]  # sequences of a step on each rank

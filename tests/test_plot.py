@@ -14,7 +14,7 @@ from matplotlib.text import Text
 import plot
 from run import curves
 from run.records import read_log
-from tests.helpers import ROOT, assert_user_error, environment, log_of, run_inline
+from tests.helpers import ROOT, assert_user_error, environment, json_values, log_of, table, write_json, write_lines
 
 
 def train_records(n: int, **changes) -> list[dict]:
@@ -36,14 +36,14 @@ def run_record(**changes) -> dict:
 
 def write_log(path, records) -> None:
     path.mkdir(parents=True, exist_ok=True)
-    (path / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_lines(path / "log.jsonl", records)
 
 
 @pytest.fixture
-def door(capsys, monkeypatch, tmp_path):
+def door(inline, monkeypatch, tmp_path):
     """Run plot.py in this process and in tmp_path."""
     monkeypatch.chdir(tmp_path)
-    return lambda *args: run_inline(plot.main, list(args), capsys, monkeypatch)
+    return lambda *args: inline(plot.main, *args)
 
 
 @pytest.fixture
@@ -91,16 +91,37 @@ def test_a_log_is_read_as_it_was_written(tmp_path):
     assert read_log(tmp_path / "log.jsonl") == records
 
 
-@pytest.mark.parametrize(
-    "line",
-    [b'{"step": 3, "ki', b"\xff\xfe\x00", b"[" * 100_000, b"null", b'["step"]', b'{"step": 3}', b'{"kind": "val"}',
-     b'{"step": "3", "kind": "val"}', b'{"step": 1e400, "kind": "val"}',
-     b'{"step": 3, "kind": null}', b'{"step": ' + b"9" * 5000 + b', "kind": "val"}',
-     *(json.dumps(dict(step=3, kind="run") | {name: value}).encode() for name, value in dict(
-         config=[], written=None, data="a", hub=1, command=5, commit=[], tokens="many", skipped_steps={}, dt_ms=[],
-         tokens_per_sec="9", memory_gib="1", loss="x", bpb={}, text=1).items())],
-    ids=str,
-)  # fmt: skip
+DAMAGED = """
+{"step": 3, "ki
+null
+["step"]
+{"step": 3}
+{"kind": "val"}
+{"step": "3", "kind": "val"}
+{"step": 1e400, "kind": "val"}
+{"step": 3, "kind": null}
+"""
+for key, value in json_values("""
+config []
+written null
+data "a"
+hub 1
+command 5
+commit []
+tokens "many"
+skipped_steps {}
+dt_ms []
+tokens_per_sec "9"
+memory_gib "1"
+loss "x"
+bpb {}
+text 1
+"""):
+    DAMAGED += json.dumps(dict(step=3, kind="run") | {key: value}) + "\n"
+NO_TEXT = [b"\xff\xfe\x00", b"[" * 100_000, b'{"step": ' + b"9" * 5000 + b', "kind": "val"}']
+
+
+@pytest.mark.parametrize("line", [*NO_TEXT, *DAMAGED.strip().encode().splitlines()], ids=str)
 def test_a_damaged_line_is_skipped_and_named_in_one_warning(tmp_path, capsys, line):
     good = [json.dumps(record).encode() for record in train_records(3)]
     (tmp_path / "log.jsonl").write_bytes(b"\n".join([*good[:2], line, *good[2:], line]))
@@ -125,15 +146,23 @@ def test_a_long_curve_is_thinned_to_medians_at_their_first_step():
     assert x.tolist() == list(range(0, n, 20)) and np.abs(smooth[:-17] - np.arange(curves.POINTS - 17)).max() == 0
 
 
-@pytest.mark.parametrize(
-    "x, size, label, expected",  # `size` of a step: tokens or milliseconds; 10 FLOPs per token
-    [("steps", 1, "step", 4), ("tokens", 100, "tokens", 400), ("tokens", 300_000, "millions of tokens", 1.2),
-     ("tokens", 3e8, "billions of tokens", 1.2), ("seconds", 500, "seconds of training", 2),
-     ("seconds", 30_000, "minutes of training", 2), ("seconds", 18e5, "hours of training", 2),
-     ("flops", 100, "FLOPs of training", 4000), ("flops", 1e14, "petaFLOPs of training", 4),
-     ("flops", 1e17, "exaFLOPs of training", 4)],
-)  # fmt: skip
-def test_an_evaluation_is_drawn_at_the_training_step_of_its_number(panels, x, size, label, expected):
+AXES = """
+steps | 1 | step | 4
+tokens | 100 | tokens | 400
+tokens | 300_000 | millions of tokens | 1.2
+tokens | 3e8 | billions of tokens | 1.2
+seconds | 500 | seconds of training | 2
+seconds | 30_000 | minutes of training | 2
+seconds | 18e5 | hours of training | 2
+flops | 100 | FLOPs of training | 4000
+flops | 1e14 | petaFLOPs of training | 4
+flops | 1e17 | exaFLOPs of training | 4
+"""  # the size of a step: tokens or milliseconds; 10 FLOPs per token
+
+
+@pytest.mark.parametrize("x, row", table(AXES))
+def test_an_evaluation_is_drawn_at_the_training_step_of_its_number(panels, x, row):
+    size, label, expected = float(row[0]), row[1], float(row[2])
     vals = [dict(step=step, kind="val", loss=1.0) for step in (0, 4)]
     train = [record | dict(tokens=record["step"] * size, dt_ms=size) for record in train_records(9)[:9]]
     train[1] |= dict(loss=None, grad_norm=None, skipped=True)  # its time counts
@@ -234,7 +263,7 @@ def test_a_winner_is_named_only_among_runs_that_can_be_compared(door, figures, t
 def test_a_known_run_is_drawn_behind_one_with_its_constants(door, figures, tmp_path, monkeypatch):
     ends = [0.30, 0.31, 0.35]
     known = dict(name="3 seeds", source="made up", of=dict(n_layer=4, source="a.txt"), tokens=[10**14, 10**15])
-    (tmp_path / "known.json").write_text(json.dumps([known | dict(loss=[[0.4, end] for end in ends])]))
+    write_json(tmp_path / "known.json", [known | dict(loss=[[0.4, end] for end in ends])])
     monkeypatch.setattr(plot, "REFERENCES", tmp_path / "known.json")
     records = run_of(0.25, config=dict(n_layer=4))
     write_log(tmp_path / "fits", records)
@@ -246,11 +275,11 @@ def test_a_known_run_is_drawn_behind_one_with_its_constants(door, figures, tmp_p
     assert_user_error(door("other", "--reference"), "--reference", "other")
 
 
-def test_an_evaluation_says_the_operations_until_then_and_a_run_its_tokenizer(train, tmp_path):
-    assert train(max_steps=6, eval_interval=3, sample_interval=0, checkpoint_interval=0).returncode == 0
-    (start,) = log_of(tmp_path / "run", "run")
+def test_an_evaluation_says_the_operations_until_then_and_a_run_its_tokenizer(train, run_dir):
+    train(max_steps=6, eval_interval=3, sample_interval=0, checkpoint_interval=0)
+    (start,) = log_of(run_dir, "run")
     assert start["tokenizer"] == start["data"]["tokenizer"]
-    found = [(val["step"], val["flops"]) for val in log_of(tmp_path / "run", "val")]
+    found = [(val["step"], val["flops"]) for val in log_of(run_dir, "val")]
     assert found == [(step, step * 256 * start["flops_per_token"]) for step in (3, 6)]
 
 
@@ -299,17 +328,22 @@ def test_a_log_that_does_not_say_what_x_needs_is_refused_in_one_line(door, tmp_p
     assert_user_error(door("old", "--x", x), "old", missing, "--x steps")
 
 
-@pytest.mark.parametrize(
-    "args, word",
-    [([], "no run"), (["absent"], "absent does not exist"), (["empty"], "no loss"), (["a"], "a directory, not a log"),
-     (["run", "--out", "a.bmp"], "a.bmp"), (["run", "--out", "dir.png"], "dir.png")],
-)  # fmt: skip
-def test_wrong_usage_is_one_line(door, tmp_path, args, word):
+WRONG = """
+absent | absent does not exist
+empty | no loss
+a | a directory, not a log
+run --out a.bmp | a.bmp
+run --out dir.png | dir.png
+"""
+
+
+@pytest.mark.parametrize("args, words", [("", ["no run"]), *table(WRONG)])
+def test_wrong_usage_is_one_line(door, tmp_path, args, words):
     write_log(tmp_path / "run", train_records(3))
     write_log(tmp_path / "empty", [])
     for name in ("dir.png", "a/log.jsonl"):
         (tmp_path / name).mkdir(parents=True)
-    assert_user_error(door(*args), word)
+    assert_user_error(door(*args.split()), *words)
 
 
 def test_a_training_process_that_imports_it_loads_neither_torch_nor_matplotlib():

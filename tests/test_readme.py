@@ -25,14 +25,10 @@ def test_the_table_of_files_is_complete_and_its_line_counts_are_right_within_a_t
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_link_and_picture_is_there(page):
+def test_every_link_and_picture_is_there_and_every_script_that_a_command_names(page):
     for target in re.findall(r"\]\(([^)\s#]+)", page.read_text(encoding="utf-8")):
         if not target.startswith(("http:", "https:")):
             assert (page.parent / target).exists(), target
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_script_that_a_command_names_is_there(page):
     blocks = "\n".join(re.findall(r"^```(?:sh|bash)?\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S))
     for script in re.findall(r"\b(?:python3?|torchrun[^#\n]*?) ((?:\w+/)*\w+\.py)\b", blocks):
         assert (ROOT / script).is_file(), script

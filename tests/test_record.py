@@ -3,7 +3,6 @@
 import hashlib
 import math
 import shutil
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -15,13 +14,14 @@ from benchmarks import record
 from files import sha256
 from run.checkpoint import SUMS, checkpoint_steps
 from tests.helpers import (
-    SMALL,
     arguments,
     assert_refused,
     assert_user_error,
     column,
+    quietly,
     read_json,
     read_lines,
+    small_args,
     write_json,
     write_lines,
 )
@@ -35,10 +35,7 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("entry")
     (folder / "text.txt").write_text(TEXT)
     for seed in (0, 1):
-        constants = SMALL | dict(max_steps=60, data=folder / "text.txt", out_dir=folder / f"run{seed}", eval_steps=0)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "argv", ["train_gpt2.py", "tiny", *arguments(**constants | dict(seed=seed))])
-            train_gpt2.main()
+        quietly(train_gpt2.main, *small_args(folder, f"run{seed}", max_steps=60, eval_steps=0, seed=seed))
     return folder
 
 

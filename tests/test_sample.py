@@ -7,31 +7,24 @@ import pytest
 import torch
 
 import sample
-from bpe.tokenizer import Tokenizer
 from finetuning import chat
 from finetuning.lora import load_adapter
 from learning.generation import generate
 from model import GPT
 from run.checkpoint import save_model
 from tests.finetuning import adapted, save_adapter, small_gpt
-from tests.helpers import arguments, assert_user_error, options_of, prose
+from tests.helpers import arguments, assert_user_error, options_of
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return Tokenizer.train([prose(60_000)], 320)
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory, tokenizer):
+def base(tmp_path_factory, small_tokenizer):
     """A model directory, and an adapter for it."""
     path = tmp_path_factory.mktemp("base")
     model = small_gpt(n_positions=128)
     embedding = model.transformer.wte.weight.data
     embedding *= 10  # as after training: some tokens are much likelier than others
-    model.transformer.ln_f.bias.data += 1.2 * embedding[tokenizer.eot_token]  # some texts end early
-    (path / "base").mkdir()
-    save_model(path / "base", model, tokenizer)
+    model.transformer.ln_f.bias.data += 1.2 * embedding[small_tokenizer.eot_token]  # some texts end early
+    save_model(path / "base", model, small_tokenizer)
     save_adapter(adapted(model), path / "adapter")
     return path
 
@@ -49,23 +42,25 @@ def run(base, inline, monkeypatch):
     return call
 
 
-def greedy(model: GPT, tokenizer, ids: list[int], n: int) -> str:
+def greedy(model: GPT, small_tokenizer, ids: list[int], n: int) -> str:
     """The oracle: generation without a cache, cut at the end of the document."""
-    ids = ids or [tokenizer.eot_token]
+    ids = ids or [small_tokenizer.eot_token]
     new = model.generate(torch.tensor([ids]), n, temperature=0)[0, len(ids) :].tolist()
-    return tokenizer.decode(new[: new.index(tokenizer.eot_token)] if tokenizer.eot_token in new else new)
+    return small_tokenizer.decode(
+        new[: new.index(small_tokenizer.eot_token)] if small_tokenizer.eot_token in new else new
+    )
 
 
-def test_a_greedy_text_is_that_of_the_model_up_to_the_end_of_the_document(run, base, tokenizer):
+def test_a_greedy_text_is_that_of_the_model_up_to_the_end_of_the_document(run, base, small_tokenizer):
     model, lengths = GPT.from_pretrained(str(base / "base")), set()
     for prompt in ("The sea", "", "中文", "A boat ", "of"):
-        ids = tokenizer.encode_ordinary(prompt)
-        text = greedy(model, tokenizer, ids, 8)
+        ids = small_tokenizer.encode_ordinary(prompt)
+        text = greedy(model, small_tokenizer, ids, 8)
         assert run(prompt, temperature=0).stdout == prompt + text + "\n"
         assert run(prompt, temperature=0, num_samples=2).stdout == "".join(
             f"--- sample {number}\n{prompt}{text}\n" for number in (1, 2)
         )
-        lengths.add(len(tokenizer.encode_ordinary(text)))
+        lengths.add(len(small_tokenizer.encode_ordinary(text)))
     assert min(lengths) < 8 <= max(lengths)
 
 
@@ -100,7 +95,7 @@ def test_the_seed_decides_the_texts_and_each_of_them_is_another(run):
 @pytest.mark.parametrize("asked, given", [(10, 10), (200, 42)])  # a third of the context of 128
 @pytest.mark.parametrize("n", [5, 7, 8])  # long first messages, of which the last two leave no room for the second turn
 def test_a_chat_continues_the_form_that_was_trained_and_forgets_the_oldest_turns(
-    run, base, tokenizer, monkeypatch, n, asked, given
+    run, base, small_tokenizer, monkeypatch, n, asked, given
 ):
     said, read = ["Say sea. " * n, "Say tide.", "Say boat."], []
     note = lambda model, rows, most, **rest: read.append((*rows, most)) or generate(model, rows, most, **rest)  # noqa: E731
@@ -111,10 +106,10 @@ def test_a_chat_continues_the_form_that_was_trained_and_forgets_the_oldest_turns
     messages, answers, expected = [], [], []
     for text in said:
         messages.append(dict(role="user", content=text))
-        while len(ids := chat.chat_ids(tokenizer, messages)) > 128 - given and len(messages) > 1:
+        while len(ids := chat.chat_ids(small_tokenizer, messages)) > 128 - given and len(messages) > 1:
             messages = messages[2:]
         expected.append((ids, given))
-        answers.append(greedy(model, tokenizer, ids, given).lstrip())
+        answers.append(greedy(model, small_tokenizer, ids, given).lstrip())
         messages.append(dict(role="assistant", content=answers[-1]))
     assert read == expected and result.stdout == "".join(f"{answer}\n> " for answer in answers)
     assert f"at most {given} tokens" in result.stderr
@@ -128,8 +123,8 @@ def test_wrong_constants_are_one_line(run, option):
     assert_user_error(run("Hi", **options_of(option)), option.partition("=")[0])
 
 
-def test_a_tokenizer_that_is_too_large_for_the_model_is_refused(run, base, tmp_path, tokenizer, inline):
+def test_a_tokenizer_that_is_too_large_for_the_model_is_refused(run, base, tmp_path, small_tokenizer, inline):
     small_gpt(vocab_size=100).save_pretrained(tmp_path)
-    tokenizer.save(tmp_path)
+    small_tokenizer.save(tmp_path)
     result = inline(sample.main, tmp_path, "Hi", "--device", "cpu")
     assert_user_error(result, "320 tokens", "100")

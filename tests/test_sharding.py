@@ -6,7 +6,7 @@ That losses and weights are those of one process is in test_distributed.py, with
 import pytest
 
 from run.checkpoint import load_train_state
-from tests.helpers import log_of, text_file
+from tests.helpers import column, text_file
 from tests.test_distributed import alone, args, on_ranks, ranks_of, same_losses, same_weights
 
 HALF = dict(max_steps=10, eval_interval=10)
@@ -53,18 +53,18 @@ def test_a_sharded_model_trains_as_an_unsharded_one(pairs, name):
 
 @pytest.mark.slow
 def test_a_sharded_model_goes_back_to_a_checkpoint(pairs):
-    assert [r["step"] for r in log_of(pairs / "jump-sharded", "rollback")] == [20]
+    assert column(pairs / "jump-sharded", "rollback", "step") == [20]
 
 
 @pytest.mark.slow
 def test_a_sharded_model_writes_the_same_samples(pairs):
-    texts = [[r["text"] for r in log_of(pairs / f"sample-{kind}", "sample")] for kind in ("none", "sharded")]
+    texts = [column(pairs / f"sample-{kind}", "sample", "text") for kind in ("none", "sharded")]
     assert texts[0] == texts[1] and len(texts[0]) == 1
 
 
 @pytest.mark.slow
 def test_a_sharded_model_can_be_asked_for_a_sample_before_its_first_step(pairs):
-    assert [r["step"] for r in log_of(pairs / "late", "sample")][0] == 10
+    assert column(pairs / "late", "sample", "step")[0] == 10
 
 
 @pytest.mark.slow

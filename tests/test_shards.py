@@ -17,7 +17,7 @@ from cli import UserError
 from corpus.manifest import read_manifest, summary
 from corpus.shards import data_tokenizer, load_tokenizer, open_shards, prepare_text, verify
 from corpus.stream import find_shards, open_shard
-from tests.helpers import ROOT, assert_refused, files_of, text_file
+from tests.helpers import ROOT, assert_refused, files_of, stamps, text_file
 from tests.test_shard_files import write_ds
 
 TEXT = "One morning the clock stood still.\n\n\nThe second document, of two\n\nparagraphs.\n\n\n\nA third one.\n" * 40
@@ -80,9 +80,9 @@ def test_line_ends_of_windows_end_documents_and_a_byte_order_mark_is_no_text(tmp
 def test_prepared_once_and_again_for_another_text_or_tokenizer(tmp_path, text, byte_tokenizer):
     cache = tmp_path / "cache"
     first = prepare_text(str(text), "train", 300, cache)
-    stamps = {path: path.stat().st_mtime_ns for path in first.iterdir()}
+    before = stamps(first)
     assert prepare_text(str(text), "train", 300, cache) == first
-    assert {path: path.stat().st_mtime_ns for path in first.iterdir()} == stamps
+    assert stamps(first) == before
     others = {prepare_text(str(text), *wanted, cache) for wanted in (("train", 290), (str(byte_tokenizer), 300))}
     text.write_text(TEXT + "More.\n")
     assert len({first, *others, prepare_text(str(text), "train", 300, cache)}) == 4
@@ -144,23 +144,25 @@ def test_an_intact_cache_is_used_without_a_lock(tmp_path, text):
 def test_texts_that_cannot_be_used(tmp_path):
     path, plain = tmp_path / "x.txt", tmp_path / "plain.json"
     Tokenizer.train(["ab"], 256, special_tokens=()).save(plain)
-    for content, name, tokenizer, vocab_size, words in (
-        (None, path, "train", 300, f"No such file or directory: '{path}'"),
-        *((content, path, "train", 300, f"{path} is empty") for content in (b"", b" \n\r\n", b"\xef\xbb\xbf")),
-        (b"\xff\xfeA\0", path, "train", 300, "UTF-8"),
-        ("A text.".encode("utf-16-le"), path, "train", 300, "not UTF-8 at"),
-        ("A text.".encode("utf-16-be"), path, "train", 300, "not UTF-8 at"),
-        (b"A text.", tmp_path, "train", 300, str(tmp_path)),
-        (b"A text.", "n" * 5000 + ".txt", "train", 300, "nnn.txt"),
-        (b"A text.", path, "train", 5, "--vocab_size 5"),
-        (b"A text.", path, tmp_path / "nowhere.json", 300, "nowhere.json"),
-        (b"A text.", path, plain, 300, "has no <|endoftext|>"),
-    ):
-        if content is not None:
-            path.write_bytes(content)
+
+    def refused(words: str, name=path, tokenizer="train", vocab_size=300) -> None:
         with pytest.raises((UserError, OSError)) as error:  # cli.script says an OSError in one line, too
             prepare_text(str(name), str(tokenizer), vocab_size, tmp_path / "cache")
         assert words in str(error.value)
+
+    refused(f"No such file or directory: '{path}'")
+    for content, words in {
+        b"": f"{path} is empty", b" \n\r\n": f"{path} is empty", b"\xef\xbb\xbf": f"{path} is empty",
+        b"\xff\xfeA\0": "UTF-8", b"A\0 \0t\0e\0": "not UTF-8 at", b"\0A\0 \0t\0e": "not UTF-8 at",
+    }.items():  # fmt: skip
+        path.write_bytes(content)
+        refused(words)
+    path.write_text("A text.")
+    refused(str(tmp_path), tmp_path)
+    refused("nnn.txt", "n" * 5000 + ".txt")
+    refused("--vocab_size 5", vocab_size=5)
+    refused("nowhere.json", tokenizer=tmp_path / "nowhere.json")
+    refused("has no <|endoftext|>", tokenizer=plain)
 
 
 @pytest.mark.parametrize(

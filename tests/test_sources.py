@@ -17,7 +17,7 @@ from cli import UserError
 from corpus import sources
 from corpus.sources import documents, documents_of, find_source, units_of
 from tests.corpora import make_documents
-from tests.helpers import assert_refused
+from tests.helpers import assert_refused, damaged
 
 KINDS = ["parquet", "one_group.parquet", "words.parquet", "jsonl", "jsonl.gz", "jsonl.zst", "json.gz"]
 
@@ -160,24 +160,15 @@ def test_a_row_that_is_not_utf8_is_named_by_what_is_before_it(tmp_path, monkeypa
     assert_refused(words, read, tmp_path / "docs.parquet")
 
 
-def damaged(whole: bytes, rng: random.Random) -> dict[str, bytes]:
-    flips = {}
-    for _ in range(40):
-        i = rng.randrange(len(whole))
-        flips[f"byte {i} flipped"] = whole[:i] + bytes([whole[i] ^ 1 << rng.randrange(8)]) + whole[i + 1 :]
-    n = len(whole)
-    return flips | {
-        "empty": b"", "one byte": whole[:1], "half": whole[: n // 2], "cut short": whole[:-5], "zeros": bytes(n),
-        "another format": b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n" * 50, "UTF-16": "text".encode("utf-16") * 50,
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize("kind", [*KINDS, "txt", "txt.gz", "txt.zst"])
 def test_a_damaged_file_gives_documents_or_one_error_with_its_name(tmp_path, kind):
     rng, path = random.Random(kind), tmp_path / f"docs.{kind}"
     docs = make_documents(20)
     whole = (compress(path, "\n\n\n".join(docs).encode()) if "txt" in kind else write(path, docs)).read_bytes()
-    for what, data in damaged(whole, rng).items():
+    contents = damaged(whole) | {"cut short": whole[:-5], "zeros": bytes(len(whole))}
+    for i in rng.choices(range(len(whole)), k=40):
+        contents[f"byte {i} flipped"] = whole[:i] + bytes([whole[i] ^ 1 << rng.randrange(8)]) + whole[i + 1 :]
+    for what, data in contents.items():
         path.write_bytes(data)
         try:
             assert all(isinstance(doc, str) for doc in read(path)[0]), what

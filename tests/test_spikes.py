@@ -12,7 +12,7 @@ from machine import runtime
 from run.checkpoint import load_train_state, newest_intact, remove_after
 from run.run import Run
 from run.spikes import SpikeDetector
-from tests.helpers import SMALL, assert_user_error, log_of, losses, steps_of, weights
+from tests.helpers import SMALL, column, log_of, losses, slow, steps_of, weights
 
 
 @pytest.fixture(params=[0, 1])
@@ -77,13 +77,10 @@ def spiky_args(directory: Path, **changes) -> dict:
     return constants | dict(data=directory, tokenizer=directory / "tokenizer.json") | changes
 
 
-@pytest.mark.parametrize(
-    "optimizer, eval_interval", [pytest.param("adamw", 40, marks=pytest.mark.slow), ("muon", 40), ("adamw", 27)]
-)
+@pytest.mark.parametrize("optimizer, eval_interval", [slow("adamw", 40), ("muon", 40), ("adamw", 27)])
 def test_a_spike_goes_back_to_a_good_checkpoint_and_skips_its_data(train, tmp_path, ahead, optimizer, eval_interval):
     options = dict(optimizer=optimizer, eval_interval=eval_interval)
     result = train(out="spiky-run", **spiky_args(spiky_shards(tmp_path / "spiky", range(24, 27)), **options))
-    assert result.returncode == 0
     # the spike is noticed at once, or a step later unless an evaluation is due: the weights it has spoilt get none
     read = 27 + ahead * (eval_interval != 27)
     clean = spiky_shards(tmp_path / "clean", range(0), left_out=range(20, read))
@@ -96,7 +93,7 @@ def test_a_spike_goes_back_to_a_good_checkpoint_and_skips_its_data(train, tmp_pa
     assert load_train_state(tmp_path / "spiky-run" / "step_000040")["data_step"] == 20 + read
 
 
-def test_steps_that_are_not_finite_are_no_spike_and_stop_a_run_only_in_a_row(train, tmp_path, monkeypatch):
+def test_steps_that_are_not_finite_are_no_spike_and_stop_a_run_only_in_a_row(train, run_dir, monkeypatch):
     real = Run.log_step
 
     def log_step(run, loss, *others):
@@ -104,32 +101,32 @@ def test_steps_that_are_not_finite_are_no_spike_and_stop_a_run_only_in_a_row(tra
         real(run, loss + (math.inf if bad else 0), *others)
 
     monkeypatch.setattr(Run, "log_step", log_step)
-    assert train(max_bad_steps=4).returncode == 0
-    assert not log_of(tmp_path / "run", "rollback") and len(log_of(tmp_path / "run", "train")) == 40
-    assert_user_error(train(out="again", max_bad_steps=3), "3 steps, up to step 26")
+    train(max_bad_steps=4)
+    assert not log_of(run_dir, "rollback") and len(log_of(run_dir, "train")) == 40
+    train.error("3 steps, up to step 26", out="again", max_bad_steps=3)
 
 
-@pytest.mark.parametrize("kept", [20, 30])
-def test_a_rollback_is_resumed_exactly(train, tmp_path, kept):
+def test_a_rollback_is_resumed_exactly(train, tmp_path, run_dir):
     """Killed after the rollback, before and after the next checkpoint."""
     spiky = spiky_args(spiky_shards(tmp_path / "spiky", range(24, 27)))
     train(**spiky)
-    before = losses(tmp_path / "run")
-    remove_after(tmp_path / "run" / f"step_{kept:06d}")
-    assert train(resume=True, **spiky).returncode == 0
-    assert losses(tmp_path / "run") == before
+    before = losses(run_dir)
+    for kept in (20, 30):
+        remove_after(run_dir / f"step_{kept:06d}")
+        train(resume=True, **spiky)
+        assert losses(run_dir) == before, kept
 
 
-def test_spikes_that_other_data_does_not_cure_stop_the_run(train, tmp_path):
+def test_spikes_that_other_data_does_not_cure_stop_the_run(train, tmp_path, run_dir):
     spiky = spiky_args(spiky_shards(tmp_path / "spiky", range(24, 60)))
     newest = "step_000015"  # the jump comes again right after step 20, so that this one is suspect, too
-    assert_user_error(train(**spiky), "3 rollbacks", newest, "--max_lr")
-    assert newest_intact(tmp_path / "run") == tmp_path / "run" / newest  # the spoilt ones are gone
+    train.error("3 rollbacks", newest, "--max_lr", **spiky)
+    assert newest_intact(run_dir) == run_dir / newest  # the spoilt ones are gone
 
 
-def test_a_spike_without_a_checkpoint_is_reported_and_passed(train, tmp_path):
+def test_a_spike_without_a_checkpoint_is_reported_and_passed(train, tmp_path, run_dir):
     spiky = spiky_args(spiky_shards(tmp_path / "spiky", range(24, 60)), checkpoint_interval=0)
     result = train(**spiky)
-    assert result.returncode == 0 and "no earlier checkpoint" in result.stdout
-    assert steps_of(tmp_path / "run") == []
-    assert [r["step"] for r in log_of(tmp_path / "run", "train")] == list(range(1, 41))
+    assert "no earlier checkpoint" in result.stdout
+    assert steps_of(run_dir) == []
+    assert column(run_dir, "train", "step") == list(range(1, 41))

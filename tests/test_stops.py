@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -13,20 +12,22 @@ import train_gpt2
 from cli import UserError
 from run.checkpoint import ModelFiles, find_damage
 from run.run import Run
-from tests.helpers import SHORT, SMALL, assert_user_error, log_of, losses, start_script, steps_of, text_file
+from tests.helpers import (
+    SHORT,
+    column,
+    log_of,
+    losses,
+    slow,
+    small_args,
+    start_script,
+    steps_of,
+    text_file,
+    wait_for_steps,
+)
 
 
 def start(tmp_path: Path, **changes) -> subprocess.Popen:
-    if not (tmp_path / "text.txt").exists():
-        text_file(tmp_path / "text.txt")
-    options = SMALL | dict(data=tmp_path / "text.txt", out_dir=tmp_path / "run") | changes
-    return start_script("train_gpt2.py", "tiny", **options)
-
-
-def wait_for_steps(run: Path, n: int, process: subprocess.Popen) -> None:
-    while not (run / "log.jsonl").exists() or (run / "log.jsonl").read_text().count('"train"') < n:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
+    return start_script("train_gpt2.py", *small_args(tmp_path, **changes))
 
 
 def signal_while_validating(monkeypatch, signum: int) -> None:
@@ -42,43 +43,43 @@ def signal_while_validating(monkeypatch, signum: int) -> None:
 # ---- two processes, terminals, names
 
 
-def test_a_second_process_in_one_run_directory_gets_one_line(train, tmp_path, monkeypatch):
+def test_a_second_process_in_one_run_directory_gets_one_line(train, tmp_path, run_dir, monkeypatch):
     first = start(tmp_path, max_steps=100_000, eval_interval=0, sample_interval=0)
-    wait_for_steps(tmp_path / "run", 2, first)
+    wait_for_steps(run_dir, 2, first)
     monkeypatch.setattr(files, "LOCK_SECONDS", 0.1)
     for word in ({}, dict(resume=True), dict(overwrite=True)):
-        assert_user_error(train(**word), "another process", str(tmp_path / "run"))
+        train.error("another process", str(run_dir), **word)
     first.send_signal(signal.SIGTERM)
     out, err = first.communicate(timeout=60)
     assert first.returncode == 143 and "Traceback" not in err
 
 
-@pytest.mark.parametrize("closed", [pytest.param(["stdout"], marks=pytest.mark.slow), ["stdout", "stderr"]])
-def test_a_run_outlives_the_readers_of_its_output(tmp_path, closed):
+@pytest.mark.parametrize("closed", [slow(["stdout"]), ["stdout", "stderr"]])
+def test_a_run_outlives_the_readers_of_its_output(tmp_path, run_dir, closed):
     process = start(tmp_path, max_steps=30, eval_interval=10, sample_interval=0, checkpoint_interval=10)
-    wait_for_steps(tmp_path / "run", 2, process)
+    wait_for_steps(run_dir, 2, process)
     for stream in closed:  # as `| head -1` does, and a terminal that goes away
         getattr(process, stream).close()
     if "stderr" not in closed:
         process.stderr.read()
     assert process.wait(60) == 0
-    assert len(log_of(tmp_path / "run", "train")) == 30 and steps_of(tmp_path / "run")[-1] == 30
+    assert len(log_of(run_dir, "train")) == 30 and steps_of(run_dir)[-1] == 30
 
 
-def test_what_was_ignored_when_a_run_began_stays_ignored(train, tmp_path, monkeypatch):
+def test_what_was_ignored_when_a_run_began_stays_ignored(short, run_dir, monkeypatch):
     signal_while_validating(monkeypatch, signal.SIGHUP)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
-        assert train(**SHORT | dict(eval_interval=2)).returncode == 0
+        short(eval_interval=2)
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert steps_of(tmp_path / "run")[-1] == 6
+    assert steps_of(run_dir)[-1] == 6
 
 
 def test_names_and_prompts_that_are_not_utf_8_end_no_run(train, tmp_path):
     text_file(tmp_path / "caf\udce9.txt")
     options = SHORT | dict(data=tmp_path / "caf\udce9.txt", sample_interval=3, sample_prompt="\udcff")
-    assert train(out="out\udce9", **options).returncode == 0
+    train(out="out\udce9", **options)
     assert steps_of(tmp_path / "out\udce9")[-1] == 6
 
 
@@ -87,19 +88,19 @@ def test_names_and_prompts_that_are_not_utf_8_end_no_run(train, tmp_path):
 
 @pytest.mark.parametrize(
     "name, code",
-    [("TERM", 143), *(pytest.param(name, code, marks=pytest.mark.slow) for name, code in (("HUP", 129), ("INT", 130)))],
+    [("TERM", 143), slow("HUP", 129), slow("INT", 130)],
 )
-def test_a_signal_ends_the_run_with_a_checkpoint(tmp_path, name, code):
+def test_a_signal_ends_the_run_with_a_checkpoint(tmp_path, run_dir, name, code):
     process = start(tmp_path, max_steps=100_000, checkpoint_interval=0, eval_interval=0, sample_interval=0)
-    wait_for_steps(tmp_path / "run", 3, process)
+    wait_for_steps(run_dir, 3, process)
     process.send_signal(signal.Signals[f"SIG{name}"])
     _, err = process.communicate(timeout=60)
     assert process.returncode == code and "Traceback" not in err
-    [step] = steps_of(tmp_path / "run")
-    assert find_damage(tmp_path / "run" / f"step_{step:06d}") is None and step == losses(tmp_path / "run")[-1][0]
+    [step] = steps_of(run_dir)
+    assert find_damage(run_dir / f"step_{step:06d}") is None and step == losses(run_dir)[-1][0]
 
 
-def test_no_evaluation_begins_after_a_signal(train, tmp_path, monkeypatch):
+def test_no_evaluation_begins_after_a_signal(short, run_dir, monkeypatch):
     real = Run.log_step
 
     def log_step(self, *figures):
@@ -108,27 +109,27 @@ def test_no_evaluation_begins_after_a_signal(train, tmp_path, monkeypatch):
         real(self, *figures)
 
     monkeypatch.setattr(Run, "log_step", log_step)
-    result = train(**SHORT | dict(eval_interval=4, sample_interval=4))
-    assert result.returncode == 143 and f"--resume --out_dir {tmp_path / 'run'}\n" in result.stdout
-    assert steps_of(tmp_path / "run")[-1] == 4
-    assert not log_of(tmp_path / "run", "val") and not log_of(tmp_path / "run", "sample")
+    result = short.result(eval_interval=4, sample_interval=4)
+    assert result.returncode == 143 and "give the same command with --resume to continue\n" in result.stdout
+    assert steps_of(run_dir)[-1] == 4
+    assert not log_of(run_dir, "val") and not log_of(run_dir, "sample")
 
 
 def test_a_signal_in_an_evaluation_ends_the_run_after_it_and_a_resume_makes_up_for_the_rest(
-    train, tmp_path, monkeypatch
+    train, tmp_path, run_dir, monkeypatch
 ):
     options = SHORT | dict(eval_interval=2, sample_interval=2, checkpoint_interval=0)
     train(out="whole", **options)
     with monkeypatch.context() as context:
         signal_while_validating(context, signal.SIGTERM)
-        assert train(**options).returncode == 143
-    assert not log_of(tmp_path / "run", "sample") and steps_of(tmp_path / "run") == [2]
-    assert train(**options | dict(resume=True)).returncode == 0
+        assert train.result(**options).returncode == 143
+    assert not log_of(run_dir, "sample") and steps_of(run_dir) == [2]
+    train(**options | dict(resume=True))
     texts = [[(r["step"], r["text"]) for r in log_of(tmp_path / out, "sample")] for out in ("whole", "run")]
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole") and texts[0] == texts[1]
+    assert losses(run_dir) == losses(tmp_path / "whole") and texts[0] == texts[1]
 
 
-def test_a_signal_in_the_last_save_waits_for_it(train, tmp_path, monkeypatch):
+def test_a_signal_in_the_last_save_waits_for_it(short, run_dir, monkeypatch):
     real = ModelFiles.copy
 
     def copy(self):
@@ -136,76 +137,78 @@ def test_a_signal_in_the_last_save_waits_for_it(train, tmp_path, monkeypatch):
         return real(self)
 
     monkeypatch.setattr(ModelFiles, "copy", copy)
-    assert train(**SHORT | dict(checkpoint_interval=3, max_steps=3)).returncode == 143
-    assert steps_of(tmp_path / "run") == [3] and find_damage(tmp_path / "run" / "step_000003") is None
+    assert short.result(checkpoint_interval=3, max_steps=3).returncode == 143
+    assert steps_of(run_dir) == [3] and find_damage(run_dir / "step_000003") is None
 
 
 # ---- what an interruption cut off
 
 
-@pytest.mark.parametrize("cut_off", ["validate", "complete"])
-def test_an_evaluation_that_was_cut_off_is_made_up_for_and_no_other_comes_twice(train, tmp_path, monkeypatch, cut_off):
+def test_an_evaluation_that_was_cut_off_is_made_up_for_and_no_other_comes_twice(train, tmp_path, monkeypatch):
     options = SHORT | dict(eval_interval=2, sample_interval=2)
     train(out="whole", **options)
 
     def crash(*args, **kwargs):
         raise UserError("the evaluation failed")
 
-    with monkeypatch.context() as context:
-        context.setattr(train_gpt2, cut_off, crash)
-        assert_user_error(train(**options), "the evaluation failed")
-    assert train(**options | dict(resume=True)).returncode == 0
-    for kind, figure in (("val", "loss"), ("sample", "text")):
-        whole, made_up = ([(r["step"], r[figure]) for r in log_of(tmp_path / o, kind)] for o in ("whole", "run"))
-        assert made_up == whole
+    for cut_off in ("validate", "complete"):
+        with monkeypatch.context() as context:
+            context.setattr(train_gpt2, cut_off, crash)
+            train.error("the evaluation failed", out=cut_off, **options)
+        train(out=cut_off, resume=True, **options)
+        for kind, figure in (("val", "loss"), ("sample", "text")):
+            whole, made_up = ([(r["step"], r[figure]) for r in log_of(tmp_path / o, kind)] for o in ("whole", cut_off))
+            assert made_up == whole
 
 
-def test_what_a_killed_run_was_writing_goes_and_nothing_else(train, tmp_path):
-    train(**SHORT)
+def test_what_a_killed_run_was_writing_goes_and_nothing_else(short, run_dir):
+    short()
     names = (".log.jsonl.123.tmp", ".config.json.9.tmp", ".notes.123.tmp", ".log.jsonl.mine.tmp")
     for name in names:
-        (tmp_path / "run" / name).write_text("{")
-    assert train(**SHORT | dict(max_steps=7, resume=True)).returncode == 0
-    assert [name for name in names if (tmp_path / "run" / name).exists()] == [".notes.123.tmp", ".log.jsonl.mine.tmp"]
+        (run_dir / name).write_text("{")
+    short(max_steps=7, resume=True)
+    assert [name for name in names if (run_dir / name).exists()] == [".notes.123.tmp", ".log.jsonl.mine.tmp"]
 
 
-def test_a_run_killed_before_its_first_checkpoint_starts_again(train, tmp_path):
+def test_a_run_killed_before_its_first_checkpoint_starts_again(short, tmp_path, run_dir):
     process = start(tmp_path, **SHORT | dict(max_steps=100_000, checkpoint_interval=0))
-    wait_for_steps(tmp_path / "run", 3, process)
+    wait_for_steps(run_dir, 3, process)
     process.kill()
     process.communicate()
-    assert train(**SHORT | dict(resume=True)).returncode == 0
-    train(out="undisturbed", **SHORT)
-    assert losses(tmp_path / "run") == losses(tmp_path / "undisturbed")
+    short(resume=True)
+    short(out="undisturbed")
+    assert losses(run_dir) == losses(tmp_path / "undisturbed")
 
 
-def test_a_run_that_was_killed_between_two_logs_starts_again(train, tmp_path):
-    train(**SHORT | dict(checkpoint_interval=0))
-    (tmp_path / "run" / "log.jsonl").rename(tmp_path / "run" / "log.jsonl.1")
-    assert train(**SHORT | dict(resume=True)).returncode == 0 and steps_of(tmp_path / "run") == [2, 4, 6]
+def test_a_run_that_was_killed_between_two_logs_starts_again(short, run_dir):
+    short(checkpoint_interval=0)
+    (run_dir / "log.jsonl").rename(run_dir / "log.jsonl.1")
+    short(resume=True)
+    assert steps_of(run_dir) == [2, 4, 6]
 
 
 # ---- a target
 
 
-def test_a_target_loss_ends_the_run_with_a_checkpoint(train, tmp_path):
+def test_a_target_loss_ends_the_run_with_a_checkpoint(short, run_dir):
     options = dict(max_steps=100, checkpoint_interval=0, eval_interval=2, sample_interval=1000)
-    result = train(**SHORT | options, target_loss=5.7)
-    assert result.returncode == 0 and "--target_loss 0\n" in result.stdout  # what continues it
-    last = log_of(tmp_path / "run", "val")[-1]
-    assert last["loss"] <= 5.7 and last["step"] < 100 and steps_of(tmp_path / "run") == [last["step"]]
-    assert all(r["loss"] > 5.7 for r in log_of(tmp_path / "run", "val")[:-1])
-    assert [r["step"] for r in log_of(tmp_path / "run", "sample")] == [last["step"]]  # as at any run's end
-    [target] = log_of(tmp_path / "run", "target")  # what it took
-    tokens, operations = last["step"] * 256, log_of(tmp_path / "run", "run")[0]["flops_per_token"]
+    result = short(**options, target_loss=5.7)
+    assert "--resume --target_loss 0 to continue\n" in result.stdout
+    last = log_of(run_dir, "val")[-1]
+    assert last["loss"] <= 5.7 and last["step"] < 100 and steps_of(run_dir) == [last["step"]]
+    assert all(r["loss"] > 5.7 for r in log_of(run_dir, "val")[:-1])
+    assert column(run_dir, "sample", "step") == [last["step"]]  # as at any run's end
+    [target] = log_of(run_dir, "target")  # what it took
+    tokens, operations = last["step"] * 256, log_of(run_dir, "run")[0]["flops_per_token"]
     assert (target["step"], target["tokens"]) == (last["step"], tokens) and target["hours"] > 0
     assert target["petaflop"] == pytest.approx(tokens * operations / 1e15)
 
 
-def test_a_run_that_has_reached_its_target_adds_nothing_when_it_is_resumed(train, tmp_path):
+def test_a_run_that_has_reached_its_target_adds_nothing_when_it_is_resumed(train, run_dir):
     options = SHORT | dict(max_steps=100, eval_interval=2, sample_interval=2, target_loss=5.8)
-    read = (tmp_path / "run" / "samples.txt").read_bytes
+    read = (run_dir / "samples.txt").read_bytes
     train(**options)
-    before, samples = ([log_of(tmp_path / "run", kind) for kind in ("train", "target", "val")], read())
-    assert train(**options | dict(resume=True)).returncode == 0 and read() == samples
-    assert [log_of(tmp_path / "run", kind) for kind in ("train", "target", "val")] == before and len(before[1]) == 1
+    before, samples = ([log_of(run_dir, kind) for kind in ("train", "target", "val")], read())
+    train(**options | dict(resume=True))
+    assert read() == samples
+    assert [log_of(run_dir, kind) for kind in ("train", "target", "val")] == before and len(before[1]) == 1

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as HFTokenizer
 from transformers import AutoTokenizer
 
 from bpe.tokenizer import ENDOFTEXT, Tokenizer
-from tests.helpers import assert_invalid, prose, read_json, write_json
+from tests.helpers import assert_invalid, prose, read_json, slow, table, write_json
 
 pytestmark = pytest.mark.filterwarnings("ignore:the corpus has no more pairs")  # small corpora have few
 TEXT = prose(3000) + "中文 naïve 1234 👍🏽"
@@ -95,23 +95,28 @@ def split(pattern: str, behavior: str = "Isolated") -> dict:
     return dict(type="Sequence", pretokenizers=[by_pattern, BYTE_LEVEL | dict(use_regex=False)])
 
 
+VALUES = """
+single_word | added_tokens 1 single_word | true
+lstrip | added_tokens 1 lstrip | true
+an added token that is not special | added_tokens 1 special | false
+a normalizer | normalizer | {"type": "Lowercase"}
+a negative id | model vocab zz | -1
+dropout | model dropout | 1.0
+ignore_merges | model ignore_merges | true
+a suffix | model end_of_word_suffix | "</w>"
+a prefix space | pre_tokenizer add_prefix_space | true
+"""
 REFUSED = {
+    name: set_(*(int(k) if k.isdigit() else k for k in path.split()), json.loads(value))
+    for name, (path, value) in table(VALUES)
+} | {
     "a post-processor that begins with <bos>": set_("post_processor", template(1, 0)),
     "a post-processor that ends with <eos>": set_("post_processor", template(0, 1)),
-    "a normalizer": set_("normalizer", dict(type="Lowercase")),
-    "single_word": set_("added_tokens", 1, "single_word", True),
-    "lstrip": set_("added_tokens", 1, "lstrip", True),
-    "an added token that is not special": set_("added_tokens", 1, "special", False),
     "a special token that is normalized beside one that is not": all_(
         set_("added_tokens", 0, "normalized", True), set_("added_tokens", 0, "content", "<|user|>x")
     ),
     "an added token with the name of a token": all_(add_token("the", 300), add_merges(("t", "h"), ("th", "e"))),
     "a second merge for a token": add_merges(("b", "c"), ("a", "bc"), ("a", "b"), ("ab", "c")),
-    "a negative id": set_("model", "vocab", "zz", -1),
-    "dropout": set_("model", "dropout", 1.0),
-    "ignore_merges": set_("model", "ignore_merges", True),
-    "a suffix": set_("model", "end_of_word_suffix", "</w>"),
-    "a prefix space": set_("pre_tokenizer", "add_prefix_space", True),
     "words that are split again": set_(
         "pre_tokenizer", dict(type="Sequence", pretokenizers=[dict(type="Whitespace"), BYTE_LEVEL])
     ),
@@ -253,7 +258,7 @@ def check_reading(file: Path) -> None:
     assert same_in_tokenizers(tok, read_json(file))
 
 
-@pytest.mark.parametrize("n", [12, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [12, slow(1000)])
 def test_a_file_that_is_cut_or_flipped_or_of_another_kind_is_one_error_or_works(tmp_path, n):
     TOK.save(tmp_path)
     file, rng = tmp_path / "tokenizer.json", random.Random(n)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from run import log
-from tests.helpers import assert_user_error, log_of, spoil_gradients, steps_of
+from tests.helpers import log_of, spoil_gradients, steps_of
 
 SHORT = dict(max_steps=4, eval_interval=2, eval_steps=1, checkpoint_interval=2, sample_interval=2)
 
@@ -41,25 +41,25 @@ class Tracker(types.ModuleType):
 
 
 @pytest.mark.parametrize("name, own", [("wandb", "dir"), ("trackio", "resume")])
-def test_a_tracker_gets_the_constants_and_every_number(train, tmp_path, monkeypatch, name, own):
+def test_a_tracker_gets_the_constants_and_every_number(train, run_dir, monkeypatch, name, own):
     tracker = Tracker(name)
     monkeypatch.setitem(sys.modules, name, tracker)
-    assert train(**SHORT, report_to=name).returncode == 0
-    assert expected(tmp_path / "run").items() <= tracker.held.items()
+    train(**SHORT, report_to=name)
+    assert expected(run_dir).items() <= tracker.held.items()
     assert tracker.ended_with == len(tracker.held)  # after the last number
     assert tracker.options["name"] == "run" and tracker.options["config"]["n_embd"] == 32
-    assert tracker.options[own] == dict(wandb=str(tmp_path / "run"), trackio="never")[name]
+    assert tracker.options[own] == dict(wandb=str(run_dir), trackio="never")[name]
 
 
-def test_tensorboard_holds_the_figures_in_the_new_run_directory(train, tmp_path):
+def test_tensorboard_holds_the_figures_in_the_new_run_directory(train, run_dir):
     pytest.importorskip("tensorboard", reason="needs tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for _ in range(2):
-        assert train(**SHORT, report_to="tensorboard", overwrite=True).returncode == 0
-    events = EventAccumulator(str(tmp_path / "run")).Reload()
+        train(**SHORT, report_to="tensorboard", overwrite=True)
+    events = EventAccumulator(str(run_dir)).Reload()
     held = {(tag, e.step): e.value for tag in events.Tags()["scalars"] for e in events.Scalars(tag)}
-    for key, value in expected(tmp_path / "run").items():
+    for key, value in expected(run_dir).items():
         assert held[key] == pytest.approx(value, rel=1e-6), key
 
 
@@ -69,26 +69,26 @@ def test_tensorboard_forgets_the_steps_that_come_again(train, monkeypatch):
     module.SummaryWriter = lambda out_dir, purge_step: purged.append(purge_step) or writer
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
     train(**SHORT, report_to="tensorboard")
-    assert train(**SHORT | dict(max_steps=5), report_to="tensorboard", resume=True).returncode == 0
+    train(**SHORT | dict(max_steps=5), report_to="tensorboard", resume=True)
     assert purged == [1, 5]
 
 
 @pytest.mark.parametrize("name", ["log", "finish"])
-def test_a_tracker_that_fails_ends_no_run(train, tmp_path, monkeypatch, name):
+def test_a_tracker_that_fails_ends_no_run(train, run_dir, monkeypatch, name):
     tracker = Tracker("wandb")
     setattr(tracker, name, fail)
     monkeypatch.setitem(sys.modules, "wandb", tracker)
     result = train(**SHORT, report_to="wandb")
-    assert result.returncode == 0 and steps_of(tmp_path / "run")[-1] == 4
+    assert steps_of(run_dir)[-1] == 4
     assert (result.stdout + result.stderr).count("no server") == 1
 
 
 def test_a_picture_that_fails_hides_no_other_error(train, monkeypatch):
     monkeypatch.setattr(log, "draw", fail)
     result = train(**SHORT)
-    assert result.returncode == 0 and "learning_curve.png is not drawn" in result.stdout
+    assert "learning_curve.png is not drawn" in result.stdout
     spoil_gradients(monkeypatch, lambda step: True, float("nan"))
-    assert_user_error(train(**SHORT | dict(max_bad_steps=2), overwrite=True), "no finite loss")
+    train.error("no finite loss", "2 steps, up to step 2", "--resume", **SHORT | dict(max_bad_steps=2), overwrite=True)
 
 
 def test_a_step_is_logged_in_the_units_of_its_names(tmp_path, capsys):
@@ -113,5 +113,5 @@ def test_a_step_is_logged_in_the_units_of_its_names(tmp_path, capsys):
 def test_a_missing_tracker_says_what_to_install_before_anything_changes(train, tmp_path, monkeypatch, name, module):
     train(**SHORT)
     monkeypatch.setitem(sys.modules, module, None)
-    assert_user_error(train(**SHORT, report_to=name, overwrite=True), f"pip install {name}")
+    train.error(f"pip install {name}", **SHORT, report_to=name, overwrite=True)
     assert steps_of(tmp_path / "run") == [2, 4] and not (tmp_path / "run.1").exists()
