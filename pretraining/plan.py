@@ -13,8 +13,8 @@ In bytes, in a step of several micro-batches, so that gradients exist when the n
     weights      4 N                        4 N / W, and 4 N gathered          4 N / W, and 4 N_root + 4 times two
                                                                                blocks gathered: this one and the next
     copies       of all matrices for the products, 12 L C^2 e, where e is 2
-    gradients    4 N; on several ranks      4 N; as the last micro-batch       4 N / W; in the backward pass those of
-                 8 N with DDP's buckets     shards them, activations go        a block are whole
+    gradients    4 N; on several ranks      4 N, and those of a block twice;   4 N / W; in the backward pass those of
+                 8 N with DDP's buckets     as they are sharded, they shrink   a block are whole
     optimizer    8 N, less 48 L C^2 with    the same / W                       the same / W
                  Muon: one moment, not two
 
@@ -173,10 +173,11 @@ def state(shape: GPTConfig, layout: Layout) -> dict[str, int]:
         copies = 12 * L * C**2 * layout.itemsize
     if layout.shard == "none" or W == 1:
         return dict(weights=4 * N, copies=copies, gradients=4 * N * min(W, 2), optimizer=moments)
+    block = 12 * C**2 + 13 * C
     if layout.shard == "optimizer":
         weights = 4 * (N // W + N)
-        return dict(weights=weights, copies=copies, gradients=4 * N, optimizer=moments // W)
-    gathered = N - max(L - 2, 0) * (12 * C**2 + 13 * C)  # two blocks at a time, and what is outside of them
+        return dict(weights=weights, copies=copies, gradients=4 * (N + block), optimizer=moments // W)
+    gathered = N - max(L - 2, 0) * block  # two blocks at a time, and what is outside of them
     weights = 4 * (N // W + gathered)
     return dict(weights=weights, copies=copies, gradients=4 * (N // W), optimizer=moments // W)
 
