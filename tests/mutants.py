@@ -190,7 +190,7 @@ class Watch:
         self.results[item.nodeid] = [0.0, True]
         start = time.monotonic()
         if self.limits:
-            signal.setitimer(signal.ITIMER_REAL, 30 + 5 * self.limits[item.nodeid])
+            signal.setitimer(signal.ITIMER_REAL, self.limits[item.nodeid])
         if self.cov:
             self.cov.switch_context(item.nodeid)
         done = yield
@@ -258,7 +258,7 @@ def map_lines(folder: Path, test_file: str, product: list[str]) -> dict:
     results.write_text("{}")
     run_pytest(folder, [test_file], settings=settings)
     tests = json.loads(results.read_text())
-    failed = {test: 60 for test, (_, passed) in tests.items() if not passed}
+    failed = {test: 300 for test, (_, passed) in tests.items() if not passed}
     if failed:  # some do not stand coverage
         run_pytest(folder, [test_file], failed)
         tests |= json.loads(results.read_text())
@@ -274,18 +274,56 @@ def map_lines(folder: Path, test_file: str, product: list[str]) -> dict:
     return dict(tests=tests, lines=lines)
 
 
-def tests_of(mutant: Mutant, lines: dict, looking: set[str]) -> set[str]:
-    """Tests that run the statement; outside of functions, those that run lines where its name occurs, and those that
-    run none at all, as they look at constants or pages."""
-    named = lines[mutant.file]
-    users = [named.get(name, ()) for name in mutant.lines]
-    if mutant.binds:
-        word = re.compile(rf"\b{mutant.binds}\b")
-        users = [by for found in lines.values() for name, by in found.items() if "()|" in name and word.search(name)]
-    if not any(users):  # a line that has changed since, or a name that only such statements use: its function, the file
-        scope = mutant.lines[0].split("|")[0]
-        users = [by for name, by in named.items() if not scope or name.startswith(scope + "|")]
-    return set().union(looking if "()|" not in mutant.lines[0] else (), *users)
+class Tests:
+    """What is known of the tests: seconds of each that passes, and for each line of the product those that run it."""
+
+    def __init__(self, product: list[str], end: float):
+        """Reads the map, and runs the test files that have changed since, until `end`."""
+        self.seconds: dict[str, float] = {}
+        self.limits: dict[str, float] = {}  # in seconds; what tests of a file share is in the time of any of them
+        self.lines = {file: defaultdict(list) for file in product}
+        self.n_lines = Counter()  # that a test runs: few for one that is about something special
+        path = OUT / "lines.json"
+        known = json.loads(path.read_text()) if path.exists() else {}
+        with tempfile.TemporaryDirectory(prefix="mutants_") as temporary:
+            folder = copy_of_tree(temporary)
+            for file in tracked():
+                if not re.fullmatch(r"tests/test_\w+\.py", file):
+                    continue
+                digest = hashlib.sha256((ROOT / file).read_bytes()).hexdigest()
+                if known.get(file, {}).get("digest") != digest:
+                    if time.time() > end:
+                        sys.exit("the time is over; the same command continues")
+                    known[file] = map_lines(folder, file, product) | dict(digest=digest)
+                    path.write_text(json.dumps(known))
+                took = {test: seconds for test, (seconds, passed) in known[file]["tests"].items() if passed}
+                self.seconds |= took
+                self.limits |= dict.fromkeys(took, 60 + 5 * max(took.values(), default=0))
+                for of_product in product:
+                    for line, by in known[file]["lines"].get(of_product, {}).items():
+                        self.lines[of_product][line] += by
+                        self.n_lines.update(by)
+
+    def of(self, mutant: Mutant, seconds: float) -> dict[str, float]:
+        """{test: limit} of those that run the statement, quick special ones first, `seconds` of them. Outside of
+        functions, those that run lines where its name occurs, and those that run none: they look at constants."""
+        named = self.lines[mutant.file]
+        users = [named.get(name, ()) for name in mutant.lines]
+        if mutant.binds:
+            word = re.compile(rf"\b{mutant.binds}\b")
+            every_line = [line for found in self.lines.values() for line in found.items()]
+            users = [by for name, by in every_line if "()|" in name and word.search(name)]
+        if not any(users):  # a line that has changed since, or a name for statements like it: its function, the file
+            scope = mutant.lines[0].split("|")[0]
+            users = [by for name, by in named.items() if not scope or name.startswith(scope + "|")]
+        if "()|" not in mutant.lines[0]:
+            users.append(self.seconds.keys() - self.n_lines.keys())
+        chosen, total = {}, 0.0
+        for test in sorted(set().union(*users) & self.seconds.keys(), key=lambda t: self.seconds[t] * self.n_lines[t]):
+            if total < seconds:
+                chosen[test] = self.limits[test]
+                total += self.seconds[test]
+        return chosen
 
 
 def write(path: Path, data: bytes) -> None:
@@ -306,6 +344,20 @@ def judge(folder: Path, mutant: Mutant, chosen: dict) -> dict:
     return dict(place=mutant.place, killer=killer, status=status, tests=len(chosen), seconds=seconds)
 
 
+def work(mutants: list[Mutant], tests: Tests, seconds: float, end: float, ledger: Path) -> None:
+    """Judge them in a tree of our own."""
+    with tempfile.TemporaryDirectory(prefix="mutants_") as temporary:
+        folder = copy_of_tree(temporary)
+        fastest = dict.fromkeys(sorted(tests.seconds, key=tests.seconds.get)[:20], 300)
+        if run_pytest(folder, {test.split("::")[0] for test in fastest}, fastest):
+            sys.exit(f"the tests fail without any mistake:\n{(folder / 'output').read_text()}")
+        for mutant in mutants:
+            if time.time() < end:
+                result = judge(folder, mutant, tests.of(mutant, seconds))
+                with open(ledger, "a") as file:
+                    file.write(json.dumps(result) + "\n")
+
+
 def read(path: Path) -> dict[str, dict]:
     return {result["place"]: result for result in map(json.loads, path.read_text().splitlines())}
 
@@ -313,29 +365,11 @@ def read(path: Path) -> dict[str, dict]:
 def main(n: int = 300, seed: int = 0, workers: int = 1, minutes: float = 1e9, seconds: float = 20, name: str = "seed"):
     """n: mistakes. seconds: at most this much of tests on each. name: of the ledger, as in before_0.jsonl."""
     end = time.time() + 60 * minutes
-    for name_of_module in SLOW_IMPORTS:  # once, and not in each of the processes that are forked from this one
-        import_module(name_of_module)
+    for module in SLOW_IMPORTS:  # once, and not in each of the processes that are forked from this one
+        import_module(module)
     OUT.mkdir(parents=True, exist_ok=True)
     product = [file for file in tracked() if file.endswith(".py") and ("/" not in file or file.split("/")[0] in ROOMS)]
-    test_files = [file for file in tracked() if re.fullmatch(r"tests/test_\w+\.py", file)]
-    maps = OUT / "lines.json"
-    known = json.loads(maps.read_text()) if maps.exists() else {}
-    tests, lines, n_lines = {}, {file: defaultdict(list) for file in product}, Counter()
-    with tempfile.TemporaryDirectory(prefix="mutants_") as temporary:
-        folder = copy_of_tree(temporary)
-        for file in test_files:
-            digest = hashlib.sha256((ROOT / file).read_bytes()).hexdigest()
-            if known.get(file, {}).get("digest") != digest:
-                if time.time() > end:
-                    sys.exit("the time is over; the same command continues")
-                known[file] = map_lines(folder, file, product) | dict(digest=digest)
-                maps.write_text(json.dumps(known))
-            tests |= {test: took for test, (took, passed) in known[file]["tests"].items() if passed}
-            for path in product:
-                for line, by in known[file]["lines"].get(path, {}).items():
-                    lines[path][line] += by
-                    n_lines.update(by)
-
+    tests = Tests(product, end)
     mutants = [mutant for file in product for mutant in mutants_of(file)]
     mutants = sorted(mutants, key=lambda m: hashlib.sha256(f"{seed} {m.place}".encode()).digest())[:n]
     ledger = OUT / f"{name}_{seed}.jsonl"
@@ -344,30 +378,11 @@ def main(n: int = 300, seed: int = 0, workers: int = 1, minutes: float = 1e9, se
     pids = []
     for worker in range(workers):
         pids.append(os.fork())
-        if pids[-1]:
-            continue
-        with tempfile.TemporaryDirectory(prefix="mutants_") as temporary:
-            folder = copy_of_tree(temporary)
-            fastest = dict.fromkeys(sorted(tests, key=tests.get)[:20], 60)
-            if run_pytest(folder, {test.split("::")[0] for test in fastest}, fastest):
-                print("the tests fail without any mistake:", (folder / "output").read_text())
-                todo = []
-            for mutant in todo[worker::workers]:
-                chosen, total = {}, 0.0
-                for test in sorted(
-                    tests_of(mutant, lines, tests.keys() - n_lines.keys()) & tests.keys(),
-                    key=lambda test: tests[test] * n_lines[test],
-                ):
-                    if total < seconds:
-                        chosen[test] = tests[test]
-                        total += tests[test]
-                if time.time() < end:
-                    with open(ledger, "a") as file:
-                        file.write(json.dumps(judge(folder, mutant, chosen)) + "\n")
-        os._exit(0)
+        if not pids[-1]:
+            work(todo[worker::workers], tests, seconds, end, ledger)
+            os._exit(0)
     for pid in pids:
         os.waitpid(pid, 0)
-
     results = read(ledger)
     done = [mutant for mutant in mutants if mutant.place in results]
     survivors = [mutant for mutant in done if not results[mutant.place]["killer"]]
