@@ -64,6 +64,14 @@ def test_a_greedy_text_is_that_of_the_model_up_to_the_end_of_the_document(run, b
     assert min(lengths) < 8 <= max(lengths)
 
 
+def test_a_text_appears_as_it_is_written(run, monkeypatch):
+    terminal, seen = io.StringIO(), []
+    terminal.flush = lambda: seen.append(terminal.getvalue())
+    monkeypatch.setattr(sys, "stdout", terminal)
+    run("The sea", temperature=0)
+    assert seen[0] == "The sea" and len(set(seen)) > 4
+
+
 def test_a_prompt_that_looks_like_an_option_goes_last_after_two_dashes(run):
     assert run("--", "--chat", max_new_tokens=0).stdout == "--chat\n"
     assert_user_error(run("Hi", temprature=3), "temprature")

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HFTokenizer
 
-from bpe import minimal
+from bpe import minimal, tokenizer
 from bpe.chunks import BLOCK, BYTE_ORDER, PATTERNS, splitter
 from bpe.formats import CHAR_TO_BYTE, ENDOFTEXT
 from bpe.tokenizer import Tokenizer
@@ -210,6 +210,13 @@ def test_encode_iterable_streams(tok):
 
     ids = tok.encode_iterable(endless())
     assert tok.decode([next(ids) for _ in range(100)]) in TEXTS["english"][0]
+
+
+def test_the_cache_of_chunks_starts_again_when_it_is_full(monkeypatch):
+    monkeypatch.setattr(tokenizer, "CACHED_CHUNKS", 3)
+    cache = tokenizer.ChunkCache(lambda chunk: [len(chunk)])
+    assert [cache["a" * n] for n in (1, 2, 3, 4, 2, 65)] == [[1], [2], [3], [4], [2], [65]]
+    assert list(cache) == ["aaaa", "aa"]  # and nothing that is too long
 
 
 # ---- decoding
