@@ -135,13 +135,6 @@ def test_the_template_refuses_the_same_orders_and_roles(pair, messages):
         pair[1].apply_chat_template(messages, tokenize=False)
 
 
-@pytest.mark.parametrize("special", ["USER:", "<| |>", ":D", "T:n", "!<", "x<|endo", "<|endoftext|>U", None])
-def test_a_tokenizer_that_cannot_express_the_format_is_refused(special):
-    """Some tokens would arise between what the format and people write, as `:D` in `ASSISTANT:Done`."""
-    assert_refused(
-        "base",
-        chat.check_tokenizer,
-        Tokenizer((), special_tokens=("<|endoftext|>", special) if special else ("<|pad|>",)),
-        "",
-    )
-    chat.check_tokenizer(Tokenizer((), special_tokens=SPECIALS), "")
+def test_a_tokenizer_without_an_end_is_refused():
+    assert_refused("no <|endoftext|>", chat.check_tokenizer, Tokenizer((), special_tokens=("<|pad|>",)), "base")
+    chat.check_tokenizer(Tokenizer((), special_tokens=SPECIALS), "base")
