@@ -12,7 +12,7 @@ all are done. A text ends at `<|endoftext|>` or after --max_new_tokens. Standard
 """
 
 # imported first, so that Ctrl-C while torch loads does not print a traceback
-from cli import Count, NonNegative, Positive, Range, UserError, parse_args, script
+from cli import Count, NonNegative, Positive, Seed, UserError, parse_args, script
 
 # isort: split
 import sys
@@ -42,7 +42,7 @@ class Config:
     temperature: NonNegative = 1.0  # 0 always takes the likeliest token; higher is more random
     top_k: Count = 50  # draw from the k likeliest tokens; 0 for all
     top_p: NonNegative = 1.0  # draw from the likeliest tokens that together have this probability
-    seed: Annotated[int, Range(-1, 2**63 - 1)] = 1337  # of the random draws; -1 for a new one each time
+    seed: Seed = 1337  # of the random draws: another seed, another text
     adapter: str = ""  # directory of a LoRA adapter for this model
     chat: bool = False  # hold a conversation in the terminal; PROMPT is the first message
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: cuda, else mps, else cpu
@@ -70,11 +70,7 @@ def write_texts(config: Config) -> None:
     if config.adapter:
         model = remove_lora(merge(load_adapter(model, config.adapter)))
     model.to(rt.device, rt.dtype)
-    generator = torch.Generator(rt.device)
-    if config.seed >= 0:
-        generator.manual_seed(config.seed)
-    else:
-        generator.seed()
+    generator = torch.Generator(rt.device).manual_seed(config.seed)
     more = partial(
         generate, model, stop_token=tokenizer.eot_token, n_tokens=len(tokenizer), temperature=config.temperature,
         top_k=config.top_k, top_p=config.top_p, generator=generator,

@@ -390,10 +390,9 @@ def print_summary(config: Config, run: Run) -> None:
         print(f"\n--target_loss {config.target_loss} is reached; {more}")
     if loss < guess:
         where = shlex.quote(config.out_dir)
-        newest = shlex.quote(f"{config.out_dir}/step_{run.step:06d}")
         print(f"\nNow try:\n  python sample.py {where} --num_samples 3    # more text")
         print(f"  {config.out_dir}/learning_curve.png    # the loss curve")
-        print(f"  python bpe/try_tokenizer.py --tokenizer {newest} --svg tokens.svg    # the tokens that it reads")
+        print(f"  python bpe/try_tokenizer.py --tokenizer {where}/step_{run.step:06d}    # the tokens that it reads")
 
 
 if __name__ == "__main__":
