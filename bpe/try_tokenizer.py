@@ -19,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bpe.tokenizer import Tokenizer, valid_unicode
 from cli import UserError, parse_args, script
-from files import set_aside
 
 ENGLISH = (
     "The librarian keeps 3 clocks above the door. One is right, one is 5 minutes fast, and nobody remembers why "
@@ -34,7 +33,6 @@ class Config:
     compare: str = "gpt2"  # tokenizer to compare with: gpt2, or a directory or file
     english: str = ENGLISH  # the first text
     chinese: str = CHINESE  # the second text
-    svg: str = ""  # picture to write; tokens.svg beside the tokenizer if empty
 
 
 # light and darker in turn, so that neighbours differ in grey, too
@@ -51,10 +49,7 @@ is one, a Chinese character three), and becomes longer: more to compute, and les
 def main() -> None:
     config = parse_args(Config, description=__doc__)
     path = Path(config.tokenizer)
-    beside = (path if path.is_dir() else path.parent) / "tokens.svg"
-    picture = Path(config.svg or beside)
-    if picture.suffix != ".svg":  # it may be another file, and would be replaced
-        raise UserError(f"--svg {picture} must end in .svg; give another name")
+    picture = (path if path.is_dir() else path.parent) / "tokens.svg"
     tokenizers = load_both(config)
     texts = [valid_unicode(text) for text in (config.english, config.chinese) if text]
     results = []
@@ -67,8 +62,6 @@ def main() -> None:
         colored = "".join(f"{codes[i % len(codes)]}{piece}\x1b[0m" for i, piece in enumerate(pieces))
         print(f"{title}\n{colored if in_color else '|'.join(pieces)}\n")
     print(f"· is a token that ends in the middle of a character.\n{REASON}")
-    if config.svg and picture.exists():
-        set_aside(picture)
     draw_svg(results, picture)
     print(f"\nwrote {picture}")
 
