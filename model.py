@@ -90,14 +90,7 @@ class CausalSelfAttention(nn.Module):
         if self.attention == "naive":
             y = naive_attention(q, k, v, mask, dropout_p)
         else:  # the T x T weights are never stored, only computed tile by tile (Dao et al. 2022, section 3.1)
-            y = F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=mask,
-                dropout_p=dropout_p,
-                is_causal=mask is None,
-            )
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=mask is None)
         y = y.transpose(1, 2).reshape(B, T, C)  # heads side by side again
         return self.resid_dropout(self.c_proj(y))
 
@@ -215,14 +208,7 @@ class GPT(nn.Module):
         return total / n_targets
 
     @torch.no_grad()
-    def generate(
-        self,
-        idx,
-        max_new_tokens: int,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        generator=None,
-    ):
+    def generate(self, idx, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None, generator=None):
         """Sample `max_new_tokens` tokens after idx (B, T), computing the whole context for each of them.
         learning/generation.py writes the same tokens with a cache."""
         for _ in range(max_new_tokens):
@@ -263,12 +249,7 @@ class GPT(nn.Module):
 
     # ---- files
 
-    def save_pretrained(
-        self,
-        path,
-        eos_token_id: int | None = None,
-        n_tokens: int | None = None,
-    ) -> None:
+    def save_pretrained(self, path, eos_token_id: int | None = None, n_tokens: int | None = None) -> None:
         """Write `config.json`, `generation_config.json` and `model.safetensors` (fp32), which transformers reads as
         GPT2LMHeadModel. `n_tokens` is the size of the tokenizer: ids from there on are listed in suppress_tokens."""
         from safetensors.torch import save_file

@@ -386,8 +386,7 @@ def print_summary(config: Config, run: Run) -> None:
         rates = f"--max_lr {config.max_lr} (with Muon also --muon_lr {config.muon_lr})"
         print(f"\nthe run diverged: guessing has a loss of {guess:.2f}; {rates} is most likely too high, try a tenth")
     elif run.step < config.max_steps:
-        more = "give the same command with --resume --target_loss 0 to continue"
-        print(f"\n--target_loss {config.target_loss} is reached; {more}")
+        print(f"\n--target_loss {config.target_loss} is reached; to continue, add --resume --target_loss 0")
     if loss < guess:
         where = shlex.quote(config.out_dir)
         print(f"\nNow try:\n  python sample.py {where} --num_samples 3    # more text")

@@ -13,10 +13,7 @@ from learning.machine import Machine
 
 
 def validate(
-    loss_fn: torch.nn.Module,
-    batches: Iterable[tuple],
-    token_bytes: torch.Tensor,
-    rt: Machine,
+    loss_fn: torch.nn.Module, batches: Iterable[tuple], token_bytes: torch.Tensor, rt: Machine
 ) -> dict[str, float]:
     """Mean loss in nats per token, and bits per byte of text, over the micro-batches of all ranks.
 
@@ -44,15 +41,7 @@ def validate(
     return dict(loss=nats / tokens, bpb=bits / max(n_bytes, 1))
 
 
-def complete(
-    model,
-    tokenizer,
-    prompts: list[str],
-    max_tokens: int,
-    rt: Machine,
-    seed: int,
-    **options,
-) -> list[str]:
+def complete(model, tokenizer, prompts: list[str], max_tokens: int, rt: Machine, seed: int, **options) -> list[str]:
     """The text that `generate` with `options` adds to each prompt, up to `<|endoftext|>`; all prompts at once.
 
     Uses a separate random number generator, so that sampling does not affect training.
@@ -62,13 +51,7 @@ def complete(
     ids = [tokenizer.encode_ordinary(prompt) or [eot or 0] for prompt in prompts]
     with rt.autocast():
         steps = generate(
-            model,
-            ids,
-            max_tokens,
-            stop_token=eot,
-            n_tokens=len(tokenizer),
-            generator=generator,
-            **options,
+            model, ids, max_tokens, stop_token=eot, n_tokens=len(tokenizer), generator=generator, **options
         )
         texts = zip(*steps, strict=True)  # from the tokens of each step to those of each prompt
     return [tokenizer.decode([token for token in text if token != eot]) for text in texts]

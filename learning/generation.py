@@ -111,12 +111,7 @@ class KVCache:
         self.capacity = capacity
         self.is_empty = True
 
-    def update(
-        self,
-        layer: int,
-        k: Tensor,
-        v: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k, v (B, H, T, D), and return what their queries attend to.
 
         An empty cache takes whole prompts, which start at position 0 and attend to themselves. Later it takes one token
@@ -139,13 +134,7 @@ class KVCache:
         return visible[:, None, None]
 
 
-def sample_tokens(
-    logits,
-    temperature=1.0,
-    top_k=None,
-    top_p=None,
-    generator=None,
-):
+def sample_tokens(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
     """One id (B,) int64 for each row of logits (B, V): greedy for temperature 0, else drawn from the `top_k` likeliest
     and the smallest set of ids with probability `top_p` or more (Holtzman et al. 2020, section 3.1)."""
     if temperature < 1e-3:  # dividing could overflow, and the likeliest id has all of the probability

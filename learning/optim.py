@@ -63,13 +63,7 @@ def make_optimizer(model, config, rt: Machine) -> "Optimizer":
         qkv = [p for name, p in matrices.items() if name.endswith("c_attn.weight")]
         others = [p for name, p in matrices.items() if not name.endswith("c_attn.weight")]
         groups = [dict(params=others), dict(params=qkv, n_stacked=3)]
-        muon = Muon(
-            groups,
-            config.muon_lr,
-            config.weight_decay,
-            dtype=rt.dtype,
-            compile=rt.compile,
-        )
+        muon = Muon(groups, config.muon_lr, config.weight_decay, dtype=rt.dtype, compile=rt.compile)
         optimizers.append(muon)
     return Optimizer(optimizers, config.max_lr, rt)
 
@@ -88,10 +82,7 @@ def decay_groups(params, weight_decay: float) -> list[dict]:
     params = list(params)
     decayed = [p for p in params if p.dim() >= 2]
     others = [p for p in params if p.dim() < 2]
-    return [
-        dict(params=decayed, weight_decay=weight_decay),
-        dict(params=others, weight_decay=0.0),
-    ]
+    return [dict(params=decayed, weight_decay=weight_decay), dict(params=others, weight_decay=0.0)]
 
 
 def adamw(groups: list[dict], config) -> torch.optim.AdamW:
@@ -102,13 +93,7 @@ def adamw(groups: list[dict], config) -> torch.optim.AdamW:
     default of 0.999 remembers 1000, and is slow to notice that gradients have grown. `fused` updates all tensors in one
     kernel instead of a dozen operations each.
     """
-    return torch.optim.AdamW(
-        groups,
-        lr=config.max_lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        fused=True,
-    )
+    return torch.optim.AdamW(groups, lr=config.max_lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
 
 
 # ------------------------------------------------------------------------------------------- what the loop sees
@@ -121,12 +106,7 @@ class Optimizer:
     too, at the price of a host that waits for the device in every step. A group's initial learning rate is its peak.
     """
 
-    def __init__(
-        self,
-        optimizers: list[torch.optim.Optimizer],
-        max_lr: float,
-        rt: Machine,
-    ):
+    def __init__(self, optimizers: list[torch.optim.Optimizer], max_lr: float, rt: Machine):
         self.optimizers = optimizers
         self.max_lr = max_lr
         self.rt = rt
@@ -256,22 +236,10 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(
-        self,
-        params,
-        lr=0.02,
-        weight_decay=0.1,
-        momentum=0.95,
-        n_stacked=1,
-        dtype=torch.bfloat16,
-        compile=False,
+        self, params, lr=0.02, weight_decay=0.1, momentum=0.95, n_stacked=1, dtype=torch.bfloat16, compile=False
     ):
         defaults = dict(
-            lr=lr,
-            weight_decay=weight_decay,
-            momentum=momentum,
-            n_stacked=n_stacked,
-            dtype=dtype,
-            fused=True,
+            lr=lr, weight_decay=weight_decay, momentum=momentum, n_stacked=n_stacked, dtype=dtype, fused=True
         )
         super().__init__(params, defaults)
         self._nesterov = torch.compile(nesterov, dynamic=True) if compile else nesterov
@@ -330,11 +298,7 @@ def nesterov(grads, momenta, beta: float, good):
     return grads.lerp_(momenta, beta)
 
 
-def orthogonalized(
-    matrices: Tensor,
-    dtype: torch.dtype = torch.bfloat16,
-    steps: int = 5,
-) -> Tensor:
+def orthogonalized(matrices: Tensor, dtype: torch.dtype = torch.bfloat16, steps: int = 5) -> Tensor:
     """U V^T, nearly, for each U S V^T of `matrices` (N, rows, columns); products are in `dtype`, as is the result.
 
     The singular value decomposition itself is slow on a GPU. But an odd polynomial of a matrix,
@@ -379,12 +343,7 @@ def all_gather(like: Tensor, rows: Tensor) -> Tensor:
     if not hasattr(like, "to_local"):
         return rows
     sharded = type(like).from_local(
-        rows,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
+        rows, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
     return sharded.full_tensor()
 

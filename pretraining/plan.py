@@ -99,7 +99,8 @@ def print_plan(config, shape: GPTConfig, rt: Runtime) -> None:
         checkpointing=config.activation_checkpointing,
     )
     data, no_data = about_data(config)
-    disk, no_room = about_disk(config, checkpoint_bytes(shape, layout))
+    n_bytes = 4 * n_parameters(shape) + state(shape, layout)["optimizer"]  # of a checkpoint
+    disk, no_room = about_disk(config, n_bytes)
     lines = [
         f"model   {n_parameters(shape):,} parameters",
         f"steps   {config.max_steps:,} of {config.total_batch_size:,} tokens, {tokens:,} in all",
@@ -143,9 +144,8 @@ def about_disk(config, n_bytes: int) -> tuple[str, str]:
     out_dir = Path(config.out_dir).resolve()  # which may be a mount point
     nearest = next(path for path in (out_dir, *out_dir.parents) if path.exists())
     free = shutil.disk_usage(nearest).free
-    size = f"{n_bytes / 1e9:.2f} GB" if n_bytes > 1e8 else f"{n_bytes / 1e6:.2f} MB"
     needed = f"{n_kept * n_bytes / 1e9:.1f} of {free / 1e9:.1f} GB free"
-    about = f"{counted(n_saved, 'checkpoint')} of {size}, {n_kept} at once: {needed}"
+    about = f"{counted(n_saved, 'checkpoint')} of {n_bytes / 1e9:.3g} GB, {n_kept} at once: {needed}"
     if n_kept * n_bytes <= free:
         return about, ""
     return f"{about}; NOT ENOUGH", f"the checkpoints take {needed}; keep fewer, or choose another --out_dir"
@@ -157,10 +157,6 @@ def about_disk(config, n_bytes: int) -> tuple[str, str]:
 def n_parameters(shape: GPTConfig) -> int:
     C = shape.n_embd
     return (shape.vocab_size + shape.n_positions + 2) * C + shape.n_layer * (12 * C**2 + 13 * C)
-
-
-def checkpoint_bytes(shape: GPTConfig, layout: Layout) -> int:
-    return 4 * n_parameters(shape) + state(shape, replace(layout, ranks=1))["optimizer"]
 
 
 def state(shape: GPTConfig, layout: Layout) -> dict[str, int]:

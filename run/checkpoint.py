@@ -54,19 +54,11 @@ def checkpoint_steps(run_dir: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
-def read_sums(path: Path) -> dict[str, str]:
-    """{file name: sha256} of a checkpoint, as SHA256SUMS lists them."""
-    sums = {}
-    for line in (path / SUMS).read_text().splitlines():
-        digest, _, name = line.partition("  ")
-        sums[name] = digest
-    return sums
-
-
 def find_damage(path: Path) -> str | None:
     """What is wrong with a checkpoint's files, None if all are there with the checksums that were written."""
     try:
-        sums = read_sums(path)
+        lines = (path / SUMS).read_text().splitlines()
+        sums = {line[66:]: line[:64] for line in lines}  # "digest  name"
         weights = ADAPTER_FILES if ADAPTER_FILES[0] in sums else MODEL_FILES
         for name in (*weights, TRAIN_STATE):  # SHA256SUMS cut at a line break would look complete
             if name not in sums:

@@ -87,7 +87,7 @@ def last(run: Curves, kind: str, key: str) -> float | None:
 def measured_on(records: Records, y: str) -> str:
     """The text that a run validates on, and for y = "loss" its tokenizer: only runs with the same can be compared."""
     start = newest_start(records)
-    data = start.get("data") or (start.get("config") or {}).get("data")
+    data = start.get("data")
     if y == "bpb" and isinstance(data, dict):
         return repr([data.get(key) for key in ("source", "bytes", "examples")])  # no tokenizer changes these
     return repr((data, start.get("tokenizer")))
@@ -355,11 +355,7 @@ def draw_scores(axes, runs: Runs, key: str) -> None:
 def published(runs: Runs) -> list[tuple[str, float]]:
     """(name, accuracy) of the published models that are about as large as one of the runs."""
     sizes = [last(run, "run", "parameters") or 0 for run in runs.values()]
-    found = []
-    for name, n, accuracy in PUBLISHED:
-        if any(0.8 <= size / n <= 1.25 for size in sizes):
-            found.append((name, accuracy))
-    return found
+    return [(name, accuracy) for name, n, accuracy in PUBLISHED if any(0.8 <= size / n <= 1.25 for size in sizes)]
 
 
 def draw_accuracy(axes, name: str, accuracy: float, **place) -> None:
