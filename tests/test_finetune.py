@@ -20,6 +20,7 @@ from tests.helpers import (
     arguments,
     assert_changes_take_effect,
     files_of,
+    json_values,
     log_of,
     losses,
     options_of,
@@ -198,13 +199,43 @@ def test_what_is_overwritten_is_renamed_and_never_lost(finetune, base, tmp_path,
 # ---- what a resume does with a changed constant: docs/lora.md
 
 
-OTHER = dict(  # another value for every constant
-    adapter="elsewhere", lora_dim=2, lora_alpha=5.0, targets="c_fc", rslora=True, sequence_length=64, val_rows=3,
-    batch_size=8, seed=7, lora_dropout=0.1, micro_batch_size=2, epochs=2.0, max_steps=4, warmup_steps=2,
-    max_lr=0.002, min_lr=1e-4, lr_schedule="wsd", decay_fraction=0.3, weight_decay=0.2, beta1=0.8, beta2=0.99, eps=1e-7,
-    grad_clip=0.5, max_bad_steps=3, spike_threshold=1.0, dropout=0.1, eval_interval=2, sample_interval=3,
-    sample_prompt="A", sample_tokens=4, checkpoint_interval=3, keep_checkpoints=5,
-)  # fmt: skip
+# another value for every constant
+OTHER = dict(
+    json_values("""
+adapter "elsewhere"
+lora_dim 2
+lora_alpha 5.0
+targets "c_fc"
+rslora true
+sequence_length 64
+val_rows 3
+batch_size 8
+seed 7
+lora_dropout 0.1
+micro_batch_size 2
+epochs 2.0
+max_steps 4
+warmup_steps 2
+max_lr 0.002
+min_lr 0.0001
+lr_schedule "wsd"
+decay_fraction 0.3
+weight_decay 0.2
+beta1 0.8
+beta2 0.99
+eps 1e-07
+grad_clip 0.5
+max_bad_steps 3
+spike_threshold 1.0
+dropout 0.1
+eval_interval 2
+sample_interval 3
+sample_prompt "A"
+sample_tokens 4
+checkpoint_interval 3
+keep_checkpoints 5
+""")
+)
 SHORT = dict(max_steps=2, eval_interval=0, checkpoint_interval=2)
 
 

@@ -187,13 +187,18 @@ def test_a_run_of_one_step_is_seen(panels):
         assert lines and all(line.get_marker() != "None" for line in lines), name
 
 
-@pytest.mark.parametrize(
-    "parameters, names",
-    [(957_184, []), (124_439_808, ["GPT-2 124M", "GPT-3 Small"]), (354_823_168, ["GPT-3 Medium"]),
-     (774_030_080, ["GPT-3 Large"]), (1_557_611_200, ["GPT-2 XL", "GPT-3 XL"])],
-)  # fmt: skip
+PUBLISHED = """
+957_184
+124_439_808 | GPT-2 124M | GPT-3 Small
+354_823_168 | GPT-3 Medium
+774_030_080 | GPT-3 Large
+1_557_611_200 | GPT-2 XL | GPT-3 XL
+"""
+
+
+@pytest.mark.parametrize("parameters, names", table(PUBLISHED))
 def test_published_models_are_those_of_the_runs_own_size(panels, parameters, names):
-    records = [run_record(parameters=parameters), *train_records(9), *hellaswag_records(9)]
+    records = [run_record(parameters=int(parameters)), *train_records(9), *hellaswag_records(9)]
     words = words_of(panels({"run": records})["acc_norm"])
     assert [name for name, _, _ in curves.PUBLISHED if name in words] == names
 

@@ -40,6 +40,7 @@ from tests.helpers import (
     assert_user_error,
     column,
     files_of,
+    json_values,
     log_of,
     losses,
     read_json,
@@ -392,14 +393,46 @@ def test_a_resume_takes_from_the_run_what_is_not_given(short, tmp_path, run_dir,
     assert read_json(run_dir / "config.json")["threads"] == torch.get_num_threads()
 
 
-OTHER = dict(  # another valid value for every constant
-    n_layer=1, n_head=4, n_embd=64, sequence_length=16, vocab_size=512, total_batch_size=512, optimizer="adamw",
-    seed=7, micro_batch_size=4, max_steps=9, target_loss=0.1, warmup_steps=3,
-    max_lr=1e-3, min_lr=1e-4, lr_schedule="cosine", decay_fraction=0.3, muon_lr=0.01, weight_decay=0.2, beta1=0.8,
-    beta2=0.9, eps=1e-7, grad_clip=0.5, max_bad_steps=3, spike_threshold=2.0, eval_interval=3, eval_steps=1,
-    sample_interval=4, sample_prompt="A", sample_tokens=4, checkpoint_interval=3, keep_checkpoints=5, dropout=0.1,
-    attention="naive", activation_checkpointing=True, hellaswag_data="rows.jsonl",
-)  # fmt: skip
+# another valid value for every constant
+OTHER = dict(
+    json_values("""
+n_layer 1
+n_head 4
+n_embd 64
+sequence_length 16
+vocab_size 512
+total_batch_size 512
+optimizer "adamw"
+seed 7
+micro_batch_size 4
+max_steps 9
+target_loss 0.1
+warmup_steps 3
+max_lr 0.001
+min_lr 0.0001
+lr_schedule "cosine"
+decay_fraction 0.3
+muon_lr 0.01
+weight_decay 0.2
+beta1 0.8
+beta2 0.9
+eps 1e-07
+grad_clip 0.5
+max_bad_steps 3
+spike_threshold 2.0
+eval_interval 3
+eval_steps 1
+sample_interval 4
+sample_prompt "A"
+sample_tokens 4
+checkpoint_interval 3
+keep_checkpoints 5
+dropout 0.1
+attention "naive"
+activation_checkpointing true
+hellaswag_data "rows.jsonl"
+""")
+)
 
 
 def test_what_the_table_calls_refused_is_refused_by_name_and_changes_nothing(short, run_dir):

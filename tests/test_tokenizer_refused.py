@@ -87,7 +87,6 @@ def template(*single):
 
 TEXT_ALONE = {"Sequence": {"id": "A", "type_id": 0}}
 BYTE_LEVEL = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
-PADDING = dict(strategy="BatchLongest", direction="Right", pad_to_multiple_of=8, pad_id=0, pad_type_id=0, pad_token="!")
 
 
 def split(pattern: str, behavior: str = "Isolated") -> dict:
@@ -106,10 +105,22 @@ ignore_merges | model ignore_merges | true
 a suffix | model end_of_word_suffix | "</w>"
 a prefix space | pre_tokenizer add_prefix_space | true
 """
-REFUSED = {
-    name: set_(*(int(k) if k.isdigit() else k for k in path.split()), json.loads(value))
-    for name, (path, value) in table(VALUES)
-} | {
+UNCHANGED = """
+no decoder | decoder | null
+an unknown token | model unk_token | "<|endoftext|>"
+a token that no merge makes | model vocab zz | 300
+truncation | truncation | {"max_length": 4, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
+padding | padding | {"strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": 8, "pad_id": 0, "pad_type_id": 0, "pad_token": "!"}
+"""  # noqa: E501
+
+
+def set_each(text: str) -> dict:
+    """{name: change} of a table of names, places and values in JSON."""
+    rows = [(name, path.split(), json.loads(value)) for name, (path, value) in table(text)]
+    return {name: set_(*(int(key) if key.isdigit() else key for key in path), value) for name, path, value in rows}
+
+
+REFUSED = set_each(VALUES) | {
     "a post-processor that begins with <bos>": set_("post_processor", template(1, 0)),
     "a post-processor that ends with <eos>": set_("post_processor", template(0, 1)),
     "a special token that is normalized beside one that is not": all_(
@@ -123,12 +134,10 @@ REFUSED = {
     "what is split off is dropped": set_("pre_tokenizer", split(r"\s+|\S+", "Removed")),
     "digits that Ruby counts otherwise": set_("pre_tokenizer", split(r"\p{N}{1,3}+|\P{N}+")),
 }
-HARMLESS = {
+HARMLESS = set_each(UNCHANGED) | {
     "nothing": lambda content: None,
     "a post-processor for offsets": set_("post_processor", BYTE_LEVEL | dict(trim_offsets=False)),
     "transformers' post-processor that adds nothing": set_("post_processor", template(0)),
-    "no decoder": set_("decoder", None),
-    "an unknown token": set_("model", "unk_token", ENDOFTEXT),
     "an old file without type": lambda content: content["model"].pop("type"),
     "the older form of merges": lambda content: content["model"].update(
         merges=[" ".join(pair) for pair in content["model"]["merges"]]
@@ -137,10 +146,7 @@ HARMLESS = {
     "a special token that is only among the added ones": take_from_vocab("<|user|>"),
     "the next id for an added token": add_token("<|pad|>", 300),
     "a special token that begins another one": add_token("<|user|><|user|>", 300),
-    "a token that no merge makes": set_("model", "vocab", "zz", 300),
     "another pattern": set_("pre_tokenizer", split(r"\p{N}|\p{L}+|\s+|[^\p{N}\p{L}\s]+")),
-    "truncation": set_("truncation", dict(max_length=4, strategy="LongestFirst", stride=0, direction="Right")),
-    "padding": set_("padding", PADDING),
     "an id of an added token that is not the next one": all_(
         take_from_vocab("<|user|>"), set_("added_tokens", 1, "id", 310)
     ),
