@@ -38,9 +38,13 @@ def write_parquet(path: Path, docs: list, rows: int = 100) -> Path:
     return path
 
 
+def plain_tokens(docs: list[str], tok: Tokenizer) -> list[int]:
+    """The oracle: all tokens in a list, with the Python encoder."""
+    return [i for doc in docs for i in (tok.eot_token, *tok.encode_ordinary(doc))]
+
+
 def plain_shards(docs: list[str], tok: Tokenizer, limit: int | None) -> list[np.ndarray]:
-    """The oracle: all tokens in a list, with the Python encoder, cut into pieces."""
-    tokens = [i for doc in docs for i in (tok.eot_token, *tok.encode_ordinary(doc))][:limit]
+    tokens = plain_tokens(docs, tok)[:limit]
     return [np.array(tokens[i : i + SHARD], np.uint16) for i in range(0, len(tokens), SHARD)]
 
 

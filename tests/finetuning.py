@@ -40,6 +40,11 @@ def logits(model, idx):
     return out if isinstance(out, torch.Tensor) else out.logits
 
 
+def distance(a, b) -> float:
+    """The largest difference of two models' logits."""
+    return (logits(a, tokens(2, 30)) - logits(b, tokens(2, 30))).abs().max().item()
+
+
 def row(instruction, output, input="") -> dict:
     return dict(instruction=instruction, input=input, output=output)
 

@@ -23,6 +23,7 @@ from tests.corpora import (
     assert_shards,
     make_documents,
     options,
+    plain_tokens,
     run_here,
     shard_paths,
     write_parquet,
@@ -64,7 +65,7 @@ def test_a_vocabulary_beyond_16_bits_makes_uint32_shards(corpus, tmp_path):
     tok.save(tmp_path / "wide.json")
     run_here(folder / "part_00.parquet", tmp_path / "shards", tmp_path / "wide.json", shard_size=10**6)
     tokens = np.load(find_shards(str(tmp_path / "shards"), "val")[0])
-    expected = [i for doc in docs[:40] for i in (70_000, *tok.encode_ordinary(doc))]
+    expected = plain_tokens(docs[:40], tok)
     assert tokens.dtype == np.uint32 and tokens.tolist() == expected
 
 
@@ -86,7 +87,7 @@ def test_all_formats_in_one_folder(tokenizer, tmp_path, monkeypatch):
     run_here(folder, tmp_path / "shards", tokenizer, shard_size=10_000)
     docs[90:-1] = [doc + "\n\n\n" for doc in docs[90:-1]]
     tok = Tokenizer.load(tokenizer)
-    assert tokens_of(tmp_path / "shards") == [i for doc in docs for i in (tok.eot_token, *tok.encode_ordinary(doc))]
+    assert tokens_of(tmp_path / "shards") == plain_tokens(docs, tok)
 
 
 @pytest.mark.parametrize("pattern", ["gpt2", "cl100k", r"\S+|\s+"])
@@ -101,7 +102,7 @@ def test_a_long_text_has_the_tokens_that_it_has_as_a_whole(tmp_path, monkeypatch
     tok.save(tmp_path / "tokenizer.json")
     (tmp_path / "long.txt").write_bytes("".join(docs).encode())
     manifest = run_here(tmp_path / "long.txt", tmp_path / "shards", tmp_path / "tokenizer.json", shard_size=5000)
-    assert tokens_of(tmp_path / "shards") == [i for doc in docs for i in (tok.eot_token, *tok.encode_ordinary(doc))]
+    assert tokens_of(tmp_path / "shards") == plain_tokens(docs, tok)
     assert manifest["documents"] == len(docs) > 100
 
 

@@ -13,7 +13,7 @@ from files import sha256
 from finetuning import lora
 from finetuning.lora import TARGETS, AdapterFiles, LoRAConfig, load_adapter
 from model import GPT, GPTConfig
-from tests.finetuning import adapted, logits, save_adapter, small_gpt, tokens
+from tests.finetuning import adapted, distance, logits, save_adapter, small_gpt, tokens
 from tests.helpers import assert_refused, json_values, read_json, write_json
 
 SUBSETS = [s for n in range(1, 5) for s in itertools.combinations(TARGETS, n)]
@@ -149,7 +149,7 @@ def test_peft_loads_our_adapter(tmp_path, on_disk, targets, rslora, recwarn):
     model = adapted(small_gpt(), targets, rslora=rslora)
     save_adapter(model, tmp_path / "adapter")
     theirs = PeftModel.from_pretrained(transformers_model(on_disk), tmp_path / "adapter")
-    assert (logits(model, tokens(2, 30)) - logits(theirs, tokens(2, 30))).abs().max() < 1e-4
+    assert distance(model, theirs) < 1e-4
     # neither missing nor unexpected keys, nor settings that it has to correct
     assert not [w for w in recwarn if "adapter" in str(w.message) or "fan_in" in str(w.message)]
 
@@ -171,8 +171,8 @@ def test_we_load_an_adapter_that_peft_trained_and_saved(tmp_path, on_disk, targe
         optimizer.step()
     theirs.save_pretrained(tmp_path / "adapter")
     ours = load_adapter(small_gpt(), tmp_path / "adapter")
-    assert (logits(ours, tokens(2, 30)) - logits(small_gpt(), tokens(2, 30))).abs().max() > 1e-3
-    assert (logits(ours, tokens(2, 30)) - logits(theirs, tokens(2, 30))).abs().max() < 1e-4
+    assert distance(ours, small_gpt()) > 1e-3
+    assert distance(ours, theirs) < 1e-4
 
 
 def test_the_file_holds_the_adapter_bit_for_bit_and_nothing_else(tmp_path):
@@ -186,11 +186,11 @@ def test_the_file_holds_the_adapter_bit_for_bit_and_nothing_else(tmp_path):
     names = {f"base_model.model.{name}.lora_{f}.weight" for name in lora.lora_modules(model) for f in "AB"}
     assert set(load_file(file)) == names
     loaded = load_adapter(small_gpt(), path)
-    assert torch.equal(logits(loaded, tokens(2, 30)), logits(model, tokens(2, 30)))
+    assert distance(loaded, model) == 0
     assert not any(p.requires_grad for n, p in loaded.named_parameters() if "lora" not in n)
     other = adapted(small_gpt(), random=False)
     AdapterFiles(other, "", "").load(path)  # as a run does that rolls back
-    assert torch.equal(logits(other, tokens(2, 30)), logits(model, tokens(2, 30)))
+    assert distance(other, model) == 0
 
 
 def test_a_wrong_base_is_refused(tmp_path):
@@ -209,9 +209,13 @@ def test_the_fingerprint_is_of_the_weights_and_not_of_their_files(tmp_path):
 
 
 @pytest.mark.parametrize("shape", [dict(n_embd=48), dict(n_layer=1)])
-def test_an_adapter_of_another_shape_is_refused(tmp_path, shape):
-    path = save_adapter(adapted(small_gpt()), tmp_path / "adapter")
-    assert_refused(r"lora_A\.weight is .*the base needs", load_adapter, small_gpt(**shape), path)
+def test_an_adapter_of_another_shape_is_refused(saved, shape):
+    assert_refused(r"lora_A\.weight is .*the base needs", load_adapter, small_gpt(**shape), saved)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    return save_adapter(adapted(small_gpt()), tmp_path / "adapter")
 
 
 def settings_with(path, **changes) -> None:
@@ -240,10 +244,9 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
         (CONFIG, lambda file: settings_with(file.parent, r=2), "lora_A"),
     ],
 )
-def test_an_adapter_that_cannot_be_used_is_refused_in_one_line(tmp_path, name, harm, words):
-    path = save_adapter(adapted(small_gpt()), tmp_path / "adapter")
-    harm(path / name)
-    assert_refused(words, load_adapter, small_gpt(), path)
+def test_an_adapter_that_cannot_be_used_is_refused_in_one_line(saved, name, harm, words):
+    harm(saved / name)
+    assert_refused(words, load_adapter, small_gpt(), saved)
 
 
 OTHER = """
@@ -268,10 +271,9 @@ use_something_new true
 
 
 @pytest.mark.parametrize("key, value", json_values(OTHER))
-def test_a_setting_that_we_do_not_compute_is_refused_by_name(tmp_path, key, value):
-    path = save_adapter(adapted(small_gpt()), tmp_path / "adapter")
-    settings_with(path, **{key: value})
-    assert_refused(key, load_adapter, small_gpt(), path)
+def test_a_setting_that_we_do_not_compute_is_refused_by_name(saved, key, value):
+    settings_with(saved, **{key: value})
+    assert_refused(key, load_adapter, small_gpt(), saved)
 
 
 def test_of_a_run_the_newest_checkpoint_counts_and_else_its_result(tmp_path):

@@ -31,6 +31,11 @@ def text(tmp_path) -> Path:
 
 
 @pytest.fixture
+def prepare(tmp_path, text):
+    return lambda: prepare_text(str(text), "train", 300, tmp_path / "cache")
+
+
+@pytest.fixture
 def byte_tokenizer(tmp_path) -> Path:
     Tokenizer.train(["ab"], 257).save(tmp_path / "bytes.json")
     return tmp_path / "bytes.json"
@@ -77,15 +82,15 @@ def test_line_ends_of_windows_end_documents_and_a_byte_order_mark_is_no_text(tmp
     ]
 
 
-def test_prepared_once_and_again_for_another_text_or_tokenizer(tmp_path, text, byte_tokenizer):
+def test_prepared_once_and_again_for_another_text_or_tokenizer(tmp_path, prepare, text, byte_tokenizer):
     cache = tmp_path / "cache"
-    first = prepare_text(str(text), "train", 300, cache)
+    first = prepare()
     before = stamps(first)
-    assert prepare_text(str(text), "train", 300, cache) == first
+    assert prepare() == first
     assert stamps(first) == before
     others = {prepare_text(str(text), *wanted, cache) for wanted in (("train", 290), (str(byte_tokenizer), 300))}
     text.write_text(TEXT + "More.\n")
-    assert len({first, *others, prepare_text(str(text), "train", 300, cache)}) == 4
+    assert len({first, *others, prepare()}) == 4
 
 
 DAMAGE = {
@@ -99,46 +104,46 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
-def test_a_damaged_cache_is_made_again(tmp_path, text, damage):
-    directory = prepare_text(str(text), "train", 300, tmp_path / "cache")
+def test_a_damaged_cache_is_made_again(tmp_path, prepare, damage):
+    directory = prepare()
     intact = files_of(directory)
     damage(directory)
-    assert prepare_text(str(text), "train", 300, tmp_path / "cache") == directory
+    assert prepare() == directory
     assert files_of(directory) == intact
     kept = {path.name for path in (tmp_path / "cache").iterdir() if path.name[0] != "."}
     assert kept == {directory.name, f"{directory.name}.1"}  # the damaged one is set aside
 
 
-def test_several_runs_at_once_share_one_cache(tmp_path, text):
+def test_several_runs_at_once_share_one_cache(tmp_path, prepare, text):
     """Three processes, with a damaged cache in their way."""
-    directory = prepare_text(str(text), "train", 300, tmp_path / "cache")
+    directory = prepare()
     intact = files_of(directory)
     DAMAGE["a shard is cut"](directory)
-    prepare = f"prepare_text({str(text)!r}, 'train', 300, Path({str(tmp_path / 'cache')!r}))"
-    code = f"from pathlib import Path; from corpus.shards import prepare_text; print({prepare})"
+    call = f"prepare_text({str(text)!r}, 'train', 300, Path({str(tmp_path / 'cache')!r}))"
+    code = f"from pathlib import Path; from corpus.shards import prepare_text; print({call})"
     runs = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in "abc"]
     assert [run.communicate(timeout=300)[0] for run in runs] == [f"{directory}\n"] * 3
     assert files_of(directory) == intact
 
 
-def test_a_run_waits_for_another_that_makes_its_cache(tmp_path, text, monkeypatch):
+def test_a_run_waits_for_another_that_makes_its_cache(tmp_path, prepare, monkeypatch):
     """As long as that takes, and not only until a process that is about to exit has done so."""
     monkeypatch.setattr(files, "LOCK_SECONDS", 0)
-    directory = prepare_text(str(text), "train", 300, tmp_path / "cache")
+    directory = prepare()
     DAMAGE["no shard"](directory)
     lock = FileLock(tmp_path / "cache" / f".{directory.name}.lock", thread_local=False)
     lock.acquire()
     threading.Timer(0.5, lock.release).start()
-    assert prepare_text(str(text), "train", 300, tmp_path / "cache") == directory
+    assert prepare() == directory
 
 
-def test_an_intact_cache_is_used_without_a_lock(tmp_path, text):
+def test_an_intact_cache_is_used_without_a_lock(tmp_path, prepare):
     """All ranks come at once, and a cache may be read-only."""
-    directory = prepare_text(str(text), "train", 300, tmp_path / "cache")
+    directory = prepare()
     (lock,) = (tmp_path / "cache").glob("*.lock")
     lock.unlink()
     lock.mkdir()  # whoever locks now fails
-    assert prepare_text(str(text), "train", 300, tmp_path / "cache") == directory
+    assert prepare() == directory
 
 
 def test_texts_that_cannot_be_used(tmp_path):
@@ -185,8 +190,8 @@ def test_a_text_that_is_far_too_small_and_a_validation_split_that_is_large_are_w
 # -------------------------------------------------------------------------------------------------- tokenizers by name
 
 
-def test_shards_bring_their_tokenizer(tmp_path, text, byte_tokenizer):
-    directory = prepare_text(str(text), "train", 300, tmp_path / "cache")
+def test_shards_bring_their_tokenizer(prepare, byte_tokenizer):
+    directory = prepare()
     for name in ("gpt2", "train", str(directory / "tokenizer.json")):
         assert len(data_tokenizer(directory, name)) == 300
     assert len(data_tokenizer(directory / "*.npy", "gpt2")) == 300

@@ -181,12 +181,10 @@ def test_a_vocabulary_much_larger_than_the_tokenizer_is_warned_of(train, tokeniz
 # ---- recipes
 
 
-def test_recipes_have_the_sizes_of_gpt2_and_the_record_validates_on_the_tokens_of_its_rule():
+def test_recipes_have_the_sizes_of_gpt2():
     for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "speedrun", "record"):
         size = SIZES.get(name, SIZES["gpt2"])
         assert {k: asdict(RECIPES[name])[k] for k in size} == size
-    record = RECIPES["record"]
-    assert (record.eval_steps * record.total_batch_size, record.target_loss) == (10_485_760, 3.28)
 
 
 # ---- interruption

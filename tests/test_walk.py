@@ -106,14 +106,20 @@ def test_numbers_agree_within_what_processors_differ_by_and_the_page_says_what_m
     assert (run.difference(expected, printed, tuple(how.split())) == "") == (row in SAME)
 
 
-def test_a_page_that_says_something_else_ends_with_exit_code_1_and_the_line(tmp_path, inline, monkeypatch):
-    page = page_of(tmp_path, "print(1 + 1)", "3")
+@pytest.fixture
+def check(tmp_path, inline, monkeypatch):
+    """docs/run.py on a page of its own: check(page, "--write")."""
     monkeypatch.chdir(tmp_path)
-    result = inline(run.main, page)
+    return lambda page, *words: inline(run.main, page, *words)
+
+
+def test_a_page_that_says_something_else_ends_with_exit_code_1_and_the_line(tmp_path, check):
+    page = page_of(tmp_path, "print(1 + 1)", "3")
+    result = check(page)
     assert result.returncode not in (0, 2) and "LINE 6 DIFFERS" in result.stdout
-    assert inline(run.main, page, "--write").returncode == 0
-    assert inline(run.main, page, "1").returncode == 0 and "\n2\n```" in page.read_text()
-    assert inline(run.main, page, "7").returncode == 2
+    assert check(page, "--write").returncode == 0
+    assert check(page, "1").returncode == 0 and "\n2\n```" in page.read_text()
+    assert check(page, "7").returncode == 2
 
 
 def page_of(folder: Path, code: str, printed: str, how: str = "") -> Path:
@@ -124,30 +130,26 @@ def page_of(folder: Path, code: str, printed: str, how: str = "") -> Path:
 
 
 @pytest.mark.parametrize("shown", ["0.5 s", "0.5 s\n0.5 s\n0.5 s"])
-def test_a_page_with_fewer_or_more_lines_than_its_code_prints_fails_even_where_numbers_vary(
-    shown, tmp_path, inline, monkeypatch
-):
+def test_a_page_with_fewer_or_more_lines_than_its_code_prints_fails_even_where_numbers_vary(shown, tmp_path, check):
     page = page_of(tmp_path, "print('0.1 s')\nprint('0.2 s')", shown, "varies")
-    monkeypatch.chdir(tmp_path)
-    result = inline(run.main, page)
+    result = check(page)
     assert result.returncode not in (0, 2) and "2 lines were printed" in result.stdout
-    assert inline(run.main, page, "--write").returncode == 0
+    assert check(page, "--write").returncode == 0
     assert "\n0.1 s\n0.2 s\n```" in page.read_text()
     recorded = page.read_text()
-    assert inline(run.main, page).returncode == 0 and page.read_text() == recorded
+    assert check(page).returncode == 0 and page.read_text() == recorded
 
 
-def test_a_shared_block_is_known_to_all_stations_and_a_block_may_wait_for_a_file(tmp_path, inline, monkeypatch):
+def test_a_shared_block_is_known_to_all_stations_and_a_block_may_wait_for_a_file(tmp_path, check):
     page = tmp_path / "page.md"
     block = "```python {}\n{}\n```\n```text\n{}\n```\n"
     late = block.format(f"{tmp_path}/rows", "print('found')", "found")
     shared = "```python shared\nx = 2\n```\n"
     page.write_text("## 1 One\n\n" + block.format("", "print(x)", "2") + late + "\n## 2 Two\n\n" + shared)
-    monkeypatch.chdir(tmp_path)
-    result = inline(run.main, page, "1")
+    result = check(page, "1")
     assert result.returncode == 0 and "found" not in result.stdout and "is left out" in result.stdout
     (tmp_path / "rows").touch()
-    result = inline(run.main, page, "1")
+    result = check(page, "1")
     assert result.returncode == 0 and "\nfound\n" in result.stdout
 
 
@@ -170,19 +172,19 @@ def own_pictures(tmp_path, monkeypatch) -> Path:
     "title, last, same",
     [("a title", "6", True), ("a title", "6.001", True), ("a title", "7", False), ("another title", "6", False)],
 )
-def test_a_picture_is_compared_by_its_title_and_by_what_it_shows(title, last, same, own_pictures, tmp_path, inline):
+def test_a_picture_is_compared_by_its_title_and_by_what_it_shows(title, last, same, own_pictures, tmp_path, check):
     page = page_of(tmp_path, DRAW.replace("TITLE", "a title").replace("LAST", "6"), "drawn")
-    assert inline(run.main, page, "--write").returncode == 0
+    assert check(page, "--write").returncode == 0
     kept = (own_pictures / "walk_a.png").read_bytes()
     page_of(tmp_path, DRAW.replace("TITLE", title).replace("LAST", last), "drawn")
-    result = inline(run.main, page)
+    result = check(page)
     assert (result.returncode == 0) == same and ("in assets/walk_a.png" in result.stdout) != same
     assert (own_pictures / "walk_a.png").read_bytes() == kept
 
 
-def test_without_write_a_picture_is_not_kept(own_pictures, tmp_path, inline):
+def test_without_write_a_picture_is_not_kept(own_pictures, tmp_path, check):
     page = page_of(tmp_path, DRAW.replace("LAST", "6"), "drawn")
-    result = inline(run.main, page)
+    result = check(page)
     assert result.returncode not in (0, 2) and "assets/walk_a.png is missing" in result.stdout
     assert not own_pictures.exists()
 
