@@ -43,17 +43,6 @@ def signal_while_validating(monkeypatch, signum: int) -> None:
 # ---- two processes, terminals, names
 
 
-def test_a_second_process_in_one_run_directory_gets_one_line(train, tmp_path, run_dir, monkeypatch):
-    first = start(tmp_path, max_steps=100_000, eval_interval=0, sample_interval=0)
-    wait_for_steps(run_dir, 2, first)
-    monkeypatch.setattr(files, "LOCK_SECONDS", 0.1)
-    for word in ({}, dict(resume=True), dict(overwrite=True)):
-        train.error("another process", str(run_dir), **word)
-    first.send_signal(signal.SIGTERM)
-    out, err = first.communicate(timeout=60)
-    assert first.returncode == 143 and "Traceback" not in err
-
-
 @pytest.mark.parametrize("closed", [slow(["stdout"]), ["stdout", "stderr"]])
 def test_a_run_outlives_the_readers_of_its_output(tmp_path, run_dir, closed):
     process = start(tmp_path, max_steps=30, eval_interval=10, sample_interval=0, checkpoint_interval=10)
@@ -90,9 +79,14 @@ def test_names_and_prompts_that_are_not_utf_8_end_no_run(train, tmp_path):
     "name, code",
     [("TERM", 143), slow("HUP", 129), slow("INT", 130)],
 )
-def test_a_signal_ends_the_run_with_a_checkpoint(tmp_path, run_dir, name, code):
+def test_a_signal_ends_the_run_with_a_checkpoint_and_until_then_no_other_process_enters(
+    train, tmp_path, run_dir, monkeypatch, name, code
+):
     process = start(tmp_path, max_steps=100_000, checkpoint_interval=0, eval_interval=0, sample_interval=0)
     wait_for_steps(run_dir, 3, process)
+    monkeypatch.setattr(files, "LOCK_SECONDS", 0.1)
+    for word in ({}, dict(resume=True), dict(overwrite=True)):
+        train.error("another process", str(run_dir), **word)
     process.send_signal(signal.Signals[f"SIG{name}"])
     _, err = process.communicate(timeout=60)
     assert process.returncode == code and "Traceback" not in err
