@@ -52,7 +52,7 @@ def small_args(folder: Path, out="run", **changes) -> list[str]:
 
 
 def environment(**extra) -> dict:
-    return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"} | extra
+    return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": ""} | extra
 
 
 def command(script: str, *args, ranks: int = 0, **kwargs) -> list[str]:

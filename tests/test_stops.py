@@ -168,7 +168,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(short, tmp_path, 
     process = start(tmp_path, **SHORT | dict(max_steps=100_000, checkpoint_interval=0))
     wait_for_steps(run_dir, 3, process)
     process.kill()
-    process.communicate()
+    assert "step 1 of" in process.communicate()[0]  # written when it was printed
     short(resume=True)
     short(out="undisturbed")
     assert losses(run_dir) == losses(tmp_path / "undisturbed")
