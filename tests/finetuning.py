@@ -7,6 +7,7 @@ import torch
 from finetuning import lora
 from finetuning.lora import TARGETS, AdapterFiles, LoRAConfig
 from model import GPT, GPTConfig
+from tests.helpers import seeded
 
 
 def small_gpt(seed=0, **changes) -> GPT:
@@ -24,7 +25,7 @@ def adapted(model: GPT, targets=TARGETS, r=4, alpha=8.0, random=True, **options)
 
 
 def tokens(*shape) -> torch.Tensor:
-    return torch.randint(0, 320, shape, generator=torch.Generator().manual_seed(1))
+    return torch.randint(0, 320, shape, generator=seeded(1))
 
 
 def save_adapter(model: GPT, path: Path, sha256="") -> Path:

@@ -255,6 +255,13 @@ def stamps(directory: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in directory.iterdir()}
 
 
+def seeded(seed: int = 0):
+    """Random numbers of PyTorch."""
+    import torch
+
+    return torch.Generator().manual_seed(seed)
+
+
 def spoil_gradients(monkeypatch, when, value: float) -> None:
     """Put `value` into the gradients of each step for which `when(step)` is true; steps count from 1."""
     import torch

@@ -31,7 +31,7 @@ from machine.trials import largest_that_fits
 from model import GPT, GPTConfig, GPTWithLoss
 from run.checkpoint import remove_after
 from run.run import Run
-from tests.helpers import spoil_gradients, write_json
+from tests.helpers import seeded, spoil_gradients, write_json
 
 FAULT_STEP = 3
 
@@ -80,7 +80,7 @@ def probe(kind: str, file: str) -> None:
 
     model.transformer.h[0].register_forward_hook(watch)
     size = largest_that_fits(forward, [16, 8, 4, 2], (16, 64), rt)
-    idx = torch.randint(64, (size, 16), generator=torch.Generator().manual_seed(rt.rank))
+    idx = torch.randint(64, (size, 16), generator=seeded(rt.rank))
     rt.set_gradient_sync(forward, now=True)
     forward(idx, idx).backward()
     found = [None] * rt.world_size

@@ -7,6 +7,7 @@ from learning import evaluation
 from learning.evaluation import complete
 from learning.generation import KVCache, generate, next_logits, sample_tokens
 from model import GPT
+from tests.helpers import seeded
 from tests.test_model import small, tokens
 
 PROMPTS = [tokens(n, seed=n).tolist() for n in (1, 5, 20)]  # the window is 32
@@ -52,8 +53,8 @@ def test_greedy_tokens_of_unequal_prompts_equal_the_plain_version_past_the_windo
 @pytest.mark.parametrize("options", [dict(), dict(top_k=5), dict(temperature=0.7, top_k=300)], ids=str)
 def test_drawn_tokens_equal_those_of_the_plain_version(options):
     model, prompt = lively(), PROMPTS[1]
-    plain = model.generate(torch.tensor([prompt]), 40, **options, generator=torch.Generator().manual_seed(1))
-    steps = generate(model, [prompt], 40, **options, generator=torch.Generator().manual_seed(1))
+    plain = model.generate(torch.tensor([prompt]), 40, **options, generator=seeded(1))
+    steps = generate(model, [prompt], 40, **options, generator=seeded(1))
     assert [token for (token,) in steps] == plain[0, len(prompt) :].tolist()
 
 
@@ -61,7 +62,7 @@ def test_padded_ids_are_never_generated():
     model = small()
     with torch.no_grad():
         model.transformer.wte.weight[200:] *= 50
-    steps = generate(model, [[1]] * 8, 24, n_tokens=200, generator=torch.Generator().manual_seed(0))
+    steps = generate(model, [[1]] * 8, 24, n_tokens=200, generator=seeded())
     assert max(map(max, steps)) < 200
 
 
@@ -79,7 +80,7 @@ def test_generation_leaves_the_training_mode_as_it_was():
 
 def test_sampling_follows_the_distribution():
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).repeat(20_000, 1)
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded()
 
     def frequencies(**kwargs):
         return torch.bincount(sample_tokens(logits, generator=generator, **kwargs), minlength=4) / len(logits)
@@ -98,7 +99,7 @@ def test_sampling_follows_the_distribution():
 
 def test_a_row_that_has_ended_keeps_its_stop_token_and_the_others_continue():
     def draw(**stop) -> list[list[int]]:
-        return list(generate(lively(), PROMPTS, 12, generator=torch.Generator().manual_seed(1), **stop))
+        return list(generate(lively(), PROMPTS, 12, generator=seeded(1), **stop))
 
     free = draw()
     stop = free[2][0]

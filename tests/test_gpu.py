@@ -30,8 +30,8 @@ from machine.sharding import shard
 from model import GPT, GPTConfig, GPTWithLoss
 from run.checkpoint import copy_to_host, remove_after
 from run.run import Run
-from tests.helpers import log_of
-from tests.test_spikes import spiky_args, spiky_shards
+from tests.helpers import log_of, seeded
+from tests.test_spikes import spiky_args
 from train_gpt2 import RECIPES
 
 pytestmark = pytest.mark.gpu
@@ -66,7 +66,7 @@ def gradients(dtype: str, plain: bool, compile: str = "off") -> torch.Tensor:
     rt = Runtime.setup(DEVICE, dtype, compile)
     torch.manual_seed(0)
     model = GPT(replace(SHAPE, attention="naive" if plain else "flash")).to(rt.device)
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded()
     windows = torch.randint(SHAPE.vocab_size, (4, SHAPE.n_positions + 1), generator=generator).to(rt.device)
     idx, targets = to_inputs(windows)
     forward = model if plain else rt.wrap(GPTWithLoss(model))
@@ -117,7 +117,7 @@ def test_a_resumed_run_has_the_losses_of_one_that_was_not_interrupted(train, tmp
 
 @pytest.mark.skipif(not CUDA, reason="tests/test_spikes.py does this on a CPU")
 def test_after_a_spike_a_run_continues_from_a_checkpoint(train, tmp_path, run_dir, optimizer):
-    spiky = spiky_args(spiky_shards(tmp_path / "spiky", range(24, 27)), optimizer=optimizer, device=DEVICE)
+    spiky = spiky_args(tmp_path, optimizer=optimizer, device=DEVICE)
     train(**spiky)
     (rollback,) = log_of(run_dir, "rollback")
     assert rollback["step"] == 20 and list(losses_by_step(run_dir)) == list(range(1, 41))
@@ -149,7 +149,7 @@ def six_steps(way: str, optimizer: str) -> list[float]:
         forward = DistributedDataParallel(forward, [0] if CUDA else None)
     elif way == "fully_shard":
         shard(forward, model.transformer.h, rt)
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded()
     idx, targets = to_inputs(torch.randint(50, (8, SHAPE.n_positions + 1), generator=generator).to(rt.device))
     losses, state = [], None
     for _ in range(2):

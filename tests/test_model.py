@@ -20,7 +20,7 @@ from learning import loss as loss_module
 from learning.loss import LinearCrossEntropy, accumulate_matmul, chunk_size, linear_cross_entropy, plain_cross_entropy
 from model import GPT, SIZES, GPTConfig, read_config
 from run.checkpoint import load_model
-from tests.helpers import assert_invalid, assert_refused, json_values, read_json, write_json
+from tests.helpers import assert_invalid, assert_refused, json_values, read_json, seeded, write_json
 
 warnings.filterwarnings("ignore")
 
@@ -33,7 +33,7 @@ def small(**kwargs) -> GPT:
 
 
 def tokens(*shape, seed=0, vocab=211):
-    return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(vocab, shape, generator=seeded(seed))
 
 
 # ---- against transformers
@@ -265,7 +265,7 @@ def test_dropout_is_on_embeddings_attention_and_both_branches_in_training_alone(
 
 
 def loss_case(n=64, channels=16, vocab=50, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded()
     x = torch.randn(n, channels, generator=generator, dtype=dtype, requires_grad=True)
     weight = torch.randn(vocab, channels, generator=generator, dtype=dtype, requires_grad=True)
     targets = torch.randint(vocab, (n,), generator=generator)

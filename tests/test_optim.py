@@ -12,7 +12,7 @@ import torch
 from learning.optim import LossScale, Muon, decay_groups, learning_rate, make_optimizer, orthogonalized
 from learning.optim import Optimizer as LoopOptimizer
 from model import GPT, GPTConfig
-from tests.helpers import assert_invalid
+from tests.helpers import assert_invalid, seeded
 from train_gpt2 import Config
 
 CONSTANTS = dict(max_lr=1e-3, min_lr=1e-4, max_steps=110, warmup_steps=10, decay_fraction=0.4)
@@ -31,9 +31,13 @@ def small() -> GPT:
     return GPT(GPTConfig(n_positions=16, vocab_size=61, n_layer=2, n_head=2, n_embd=32))
 
 
+def batch(seed: int) -> torch.Tensor:
+    return torch.randint(61, (4, 16), generator=seeded(seed))
+
+
 def train(model: GPT, optimizer: LoopOptimizer, steps: range, finite: bool = True) -> None:
     for step in steps:
-        idx = torch.randint(61, (4, 16), generator=torch.Generator().manual_seed(step))
+        idx = batch(step)
         optimizer.set_lr(1e-3 / step)
         optimizer.scale(model.loss(idx, idx)).backward()
         optimizer.clip_grad_norm(1.0)
@@ -124,7 +128,7 @@ def test_adamw_steps_as_torch_does():
     optimizer = make_optimizer(ours, Settings(optimizer="adamw"), Machine())
     plain = torch.optim.AdamW(decay_groups(theirs.parameters(), 0.1), 1e-3, (0.9, 0.95), foreach=False, fused=False)
     for step in range(1, 6):
-        idx = torch.randint(61, (4, 16), generator=torch.Generator().manual_seed(step))
+        idx = batch(step)
         for model in (ours, theirs):
             model.loss(idx, idx).backward()
         optimizer.clip_grad_norm(0.5)
@@ -163,7 +167,7 @@ def test_a_step_that_is_not_finite_leaves_no_trace_not_even_as_the_first(name, d
 @pytest.mark.parametrize("max_norm", [0.01, 100.0])
 def test_clipping_is_torch_s_and_leaves_a_small_norm_alone(max_norm):
     model, grads = small(), []
-    idx = torch.randint(61, (4, 16), generator=torch.Generator().manual_seed(0))
+    idx = batch(0)
     for clip in (
         make_optimizer(model, Settings(), Machine()).clip_grad_norm,
         lambda norm: torch.nn.utils.clip_grad_norm_(model.parameters(), norm),

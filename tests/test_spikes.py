@@ -72,7 +72,10 @@ def spiky_shards(directory: Path, bad_steps: range, left_out: range = range(0)) 
     return directory
 
 
-def spiky_args(directory: Path, **changes) -> dict:
+def spiky_args(folder: Path, until=27, **changes) -> dict:
+    """A run whose spike is in the data of steps 24 to `until`."""
+    if not (directory := folder / "spiky").exists():
+        spiky_shards(directory, range(24, until))
     constants = dict(optimizer="adamw", eval_interval=40, keep_checkpoints=0, max_lr=1e-2) | {"no-shuffle": True}
     return constants | dict(data=directory, tokenizer=directory / "tokenizer.json") | changes
 
@@ -80,11 +83,11 @@ def spiky_args(directory: Path, **changes) -> dict:
 @pytest.mark.parametrize("optimizer, eval_interval", [slow("adamw", 40), ("muon", 40), ("adamw", 27)])
 def test_a_spike_goes_back_to_a_good_checkpoint_and_skips_its_data(train, tmp_path, ahead, optimizer, eval_interval):
     options = dict(optimizer=optimizer, eval_interval=eval_interval)
-    result = train(out="spiky-run", **spiky_args(spiky_shards(tmp_path / "spiky", range(24, 27)), **options))
+    result = train(out="spiky-run", **spiky_args(tmp_path, **options))
     # the spike is noticed at once, or a step later unless an evaluation is due: the weights it has spoilt get none
     read = 27 + ahead * (eval_interval != 27)
     clean = spiky_shards(tmp_path / "clean", range(0), left_out=range(20, read))
-    train(out="clean-run", **spiky_args(clean, **options))
+    train(out="clean-run", **spiky_args(tmp_path, **options) | dict(data=clean))
     assert losses(tmp_path / "spiky-run") == losses(tmp_path / "clean-run")
     assert weights(tmp_path / "spiky-run", 40) == weights(tmp_path / "clean-run", 40)
     (rollback,) = log_of(tmp_path / "spiky-run", "rollback")
@@ -108,7 +111,7 @@ def test_steps_that_are_not_finite_are_no_spike_and_stop_a_run_only_in_a_row(tra
 
 def test_a_rollback_is_resumed_exactly(train, tmp_path, run_dir):
     """Killed after the rollback, before and after the next checkpoint."""
-    spiky = spiky_args(spiky_shards(tmp_path / "spiky", range(24, 27)))
+    spiky = spiky_args(tmp_path)
     train(**spiky)
     before = losses(run_dir)
     for kept in (20, 30):
@@ -118,14 +121,14 @@ def test_a_rollback_is_resumed_exactly(train, tmp_path, run_dir):
 
 
 def test_spikes_that_other_data_does_not_cure_stop_the_run(train, tmp_path, run_dir):
-    spiky = spiky_args(spiky_shards(tmp_path / "spiky", range(24, 60)))
+    spiky = spiky_args(tmp_path, until=60)
     newest = "step_000015"  # the jump comes again right after step 20, so that this one is suspect, too
     train.error("3 rollbacks", newest, "--max_lr", **spiky)
     assert newest_intact(run_dir) == run_dir / newest  # the spoilt ones are gone
 
 
 def test_a_spike_without_a_checkpoint_is_reported_and_passed(train, tmp_path, run_dir):
-    spiky = spiky_args(spiky_shards(tmp_path / "spiky", range(24, 60)), checkpoint_interval=0)
+    spiky = spiky_args(tmp_path, until=60, checkpoint_interval=0)
     result = train(**spiky)
     assert "no earlier checkpoint" in result.stdout
     assert steps_of(run_dir) == []
