@@ -5,6 +5,7 @@ import math
 import random
 import re
 import signal
+import statistics
 import subprocess
 import time
 from dataclasses import asdict
@@ -71,7 +72,15 @@ def test_a_run_learns_and_leaves_everything_that_it_should(finished):
     assert (run / "samples.txt").read_text().count("--- step") == 2
     assert [step for step, _ in checkpoint_steps(run)] == list(range(5, 41, 5))
     assert [p.name for p in run.glob(".*")] == [".lock"]  # nothing half written
-    assert "bits per byte" in result.stdout and "Now try:" in result.stdout
+    rate = statistics.median(r["tokens_per_sec"] for r in train)
+    for said in (
+        f"validation loss {val[-1]['loss']:.4f} nats per token, {val[-1]['bpb']:.4f} bits per byte\n",
+        f"10,240 tokens in 40 steps, {rate:,.0f} tokens/s, ",
+        f"python sample.py {run} ", f"\n  {run}/learning_curve.png ", f" --tokenizer {run}/step_000040 ",
+    ):  # fmt: skip
+        assert said in result.stdout, said
+    memory = float(re.search(r" ([\d.]+) GiB at the peak", result.stdout)[1])
+    assert memory == pytest.approx(train[-1]["memory_gib"], rel=0.3)
     first, uniform = map(float, re.search(r"first loss ([\d.]+);.* ([\d.]+)\n", result.stdout).groups())
     assert (first, uniform) == pytest.approx((train[0]["loss"], math.log(SMALL["vocab_size"])), abs=1e-3)
     assert subprocess.run(["sha256sum", "-c", "--quiet", SUMS], cwd=run / "step_000040").returncode == 0
