@@ -77,7 +77,14 @@ def test_compression_is_measured_on_text_that_was_held_out(run_train, tmp_path):
     assert Tokenizer.train([trained], 1024).merges == tok.merges
     n = len(tok.encode(held_out))
     table = re.findall(r"^ +([\d,]+) +([\d.]+) +([\d.]+)$", out, re.M)
-    assert table[0][:2] == ("256", "1.00")
+    assert [row[0] for row in table] == ["256", "512", "1,023"] and table[0][1] == "1.00"
+    longest = visible(max((a + b for a, b in reversed(tok.merges)), key=len))
+    for said in (
+        f"1,024 tokens from {len(trained.encode()):,} bytes",
+        f"of {len(held_out):,} characters",
+        longest + "\n",
+    ):
+        assert said in out
     assert table[-1] == ("1,023", f"{len(held_out.encode()) / n:.2f}", f"{len(held_out) / n:.2f}")
 
 
