@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tqdm import tqdm
 
 import fineweb
 from bpe.tokenizer import Tokenizer
@@ -183,7 +184,13 @@ def test_usage_errors_are_one_line(tokenizer, tmp_path, inline, monkeypatch, cha
 def test_dry_run_says_what_it_needs_and_writes_nothing(corpus, tokenizer, tmp_path):
     words = options(corpus[0], tmp_path / "shards", tokenizer, dry_run=True, shard_size=10**7, limit_tokens=12_345)
     result = succeed("fineweb.py", **words)
-    for said in ("12 files", "about 12.3k tokens", "24.7kB for shards, 0.00B for files under way", "are free"):
+    size = tqdm.format_sizeof(sum(file.stat().st_size for file in corpus[0].iterdir()), "B")
+    for said in (
+        f"{corpus[0]}: 12 files, {size}\n",
+        "about 12.3k tokens, in shards of 10,000,000 uint16\n",
+        "24.7kB for shards, 0.00B for files under way",
+        "are free",
+    ):
         assert said in result.stdout
     assert "all of it would be validation; give --shard_size 1235 to" in result.stdout
     assert not (tmp_path / "shards").exists()
