@@ -46,7 +46,7 @@ class Rung(NamedTuple):
     seeds: int = 3
 
 
-RUNGS = [Rung(32), Rung(64), Rung(32, batch=512), Rung(32, batch=8192)]
+RUNGS = [Rung(32), Rung(32, batch=8192), Rung(64), Rung(32, batch=512)]
 HIDDEN = Rung(96, seeds=2)  # at the rates of the largest other one
 
 
