@@ -1,7 +1,7 @@
 """How many tokens, hours and dollars speedrun needs at 124M, from its share of gpt2's tokens at small sizes.
 
     python bench.py forecast                                  # from docs/share.jsonl, which bench.py share has trained
-    python bench.py forecast --write                          # add it to docs/forecasts.json
+    python bench.py forecast --write --png forecast.png       # add it to docs/forecasts.json, and draw it
 
 The share is that of `bench.py share`, at 80 tokens a parameter. Over size, ln(share) is a line in ln(parameters). The
 hidden size tests that line: its share is forecast, with an interval, before it is trained. The line's end at 124M is
@@ -39,6 +39,7 @@ class Config:
     ledger: str = "docs/share.jsonl"  # the runs of bench.py share
     forecasts: str = "docs/forecasts.json"  # file with all forecasts, the newest one last
     write: bool = False  # add this one
+    png: str = ""  # draw the share over size in this file
     price: NonNegative = 2.5  # dollars per hour of one H100
     device: Device = "auto"  # of nothing; every benchmark has it
     json: str = ""  # write the figures to this file
@@ -61,6 +62,8 @@ def run(config: Config, rt) -> Iterator[dict]:
     else:  # not trained yet: this is its forecast
         said = line_at(hidden, points, HIDDEN.seeds)
         yield dict(name=f"hidden size, {hidden:,} parameters", **said)
+    if config.png:
+        draw(points, said, Path(config.png))
     answer = at_124m(points, config.price)
     for what, found in answer.items():
         yield dict(name=f"124M to {TARGET} with speedrun, {what}", **found)
@@ -143,3 +146,23 @@ def tokens_of_gpt2(law: tuple[float, float]) -> float:
     anchor = b / ANCHOR["tokens"] ** beta
     left = TARGET - ANCHOR["loss"] + anchor
     return (b / left) ** (1 / beta)
+
+
+def draw(points: Points, said: dict, path: Path) -> None:
+    """The share over size, and the hidden size as it was forecast."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), dpi=120, layout="constrained")
+    axes = figure.add_subplot(xscale="log", xlabel="parameters", ylabel="tokens that speedrun needs (% of gpt2's)")
+    bars = {f"{n:,} parameters": (n, interval_of(shares, points)) for n, shares in points.items()}
+    # a little to the right, so that it does not cover what was measured later
+    bars["the hidden size, as forecast"] = (1.05 * parameters(HIDDEN.width), said)
+    for label, (n, found) in bars.items():
+        low = 100 * found["from"]
+        middle = 100 * found["middle"]
+        high = 100 * found["to"]
+        label += f": {middle:.0f}% ({low:.0f} to {high:.0f}%)"
+        axes.errorbar(n, middle, [[middle - low], [high - middle]], fmt="o", capsize=5, label=label)
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path)

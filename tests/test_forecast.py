@@ -77,7 +77,8 @@ def test_a_forecast_is_written_with_its_date_and_then_compared_with_the_hidden_s
     assert_user_error(door(), "runs.jsonl", "bench.py share")
     (tmp_path / "said.json").write_text('[{"date": "2026-11-22"}]')
     ledger(RUNGS)
-    rows = door("--write")
+    rows = door("--write", "--png", "share.png")
+    assert (tmp_path / "share.png").stat().st_size > 5000
     assert rows["share at 120,512 parameters"]["middle"] == pytest.approx(0.5, rel=0.02)
     assert rows["share at 339,328 parameters"]["seeds"] == pytest.approx([0.4] * 3, rel=0.03)
     [_, made] = read_json(tmp_path / "said.json")
