@@ -132,6 +132,7 @@ def parse_args(config_type, args: list[str] | None = None, default=None, prog: s
 
     args = sys.argv[1:] if args is None else args
     prog = prog or os.path.basename(sys.argv[0])
+    # without a default instance those of the dataclass: None has no such attribute
     values = {field.name: getattr(default, field.name, field.default) for field in fields(config_type)}
     check_constants(config_type, values)  # a person may have edited them
     stderr = io.StringIO()
@@ -184,7 +185,7 @@ def first_sentence(box: str) -> str:
             sections.append([])
         elif line and line[0] not in "╭╰":
             sections[-1].append(line)
-    if "╭" not in box:  # where stdout is ASCII, the title is no part of the frame
+    if "╭" not in box:  # an ASCII frame leaves the title outside, as the first section
         del sections[0]
     message = " ".join(sections[0]).removesuffix(" .").rstrip(".")
     meant = re.search(r"Perhaps you meant:[\s│]+(--[\w-]+)", box)

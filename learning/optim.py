@@ -263,7 +263,7 @@ class Muon(torch.optim.Optimizer):
         momenta = [local(self.state[p]["momentum_buffer"]) for p in params]
         good = 1.0 - getattr(self, "found_inf", weights[0].new_zeros(()))  # 1 or 0
 
-        # as vectors (N r columns,): a graph that has seen squares first would be compiled again for other matrices
+        # as vectors (N r columns,): one compiled graph then serves all shapes, and one of squares would not
         grad = as_vector([local(p.grad) for p in params])
         momentum = as_vector(momenta)
         update = self._nesterov(grad, momentum, group["momentum"], good)

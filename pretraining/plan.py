@@ -230,7 +230,7 @@ def memory_table(shape: GPTConfig, asked: Layout, batch: int, micro_batch: int) 
     lines = [f"ranks  --shard    activations{sizes}    largest B on{devices}"]
     ways = ("none", "optimizer", "full") if asked.shard == "none" else (asked.shard,)
     for ranks, way, recomputed in product(RANKS, ways, (False, True)):
-        if (ranks == 1 and way != ways[0]) or recomputed < asked.checkpointing:
+        if (ranks == 1 and way != ways[0]) or (asked.checkpointing and not recomputed):
             continue
         shard = way if ranks > 1 else "none"
         layout = replace(asked, ranks=ranks, shard=shard, checkpointing=recomputed)

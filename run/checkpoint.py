@@ -218,7 +218,7 @@ class CheckpointWriter:
             measured = [at for at in val_losses if at <= step]
             if measured:
                 losses[path] = val_losses[max(measured)]  # of its step, or the last one before it
-        best = min(losses, key=losses.get, default=None)  # the oldest of several: the others inherited its loss
+        best = min(losses, key=losses.get, default=None)  # several may share one loss: the oldest was measured
         for _, path in intact[: -self.keep]:
             if path != best:
                 self.check()

@@ -59,7 +59,7 @@ UNITS = {  # of the x axis, the largest first
 def curves_of(records: Records) -> Curves:
     """The values to draw, ordered by step, without null (a skipped step has no loss), nan and infinity.
 
-    Where a log has a step twice, as one that was copied onto itself, the later record counts.
+    If a log has a step twice, the later record counts.
     """
     newest = {(record["kind"], record["step"]): record for record in records}
     points = {(kind, key): [] for kind, keys in DRAWN.items() for key in keys}
@@ -103,7 +103,7 @@ def in_units(runs: Runs, x: str, y: str) -> tuple[Runs, str]:
     """
     if y == "bpb":
         runs = {label: in_bits(run, label) for label, run in runs.items()}
-    runs = {label: placed(run, x, label) for label, run in runs.items()}
+    runs = {label: along(run, x, label) for label, run in runs.items()}
     unit, name = unit_of(x, end_of(runs))
     return {label: with_x(run, lambda x: x / unit) for label, run in runs.items()}, name
 
@@ -132,7 +132,7 @@ def in_bits(run: Curves, label: str) -> Curves:
     }
 
 
-def placed(run: Curves, x: str, label: str) -> Curves:
+def along(run: Curves, x: str, label: str) -> Curves:
     """The run with positions on the x axis in place of steps."""
     if x == "steps":
         return run
@@ -279,8 +279,8 @@ def draw_loss(axes, runs: Runs, y: str, comparable: bool) -> None:
 
 
 def tail_of(x: np.ndarray, losses: np.ndarray) -> np.ndarray:
-    """What follows the first 5%: all runs begin with the same steep fall, and differ after it. Also what was measured
-    before the first step, as finetuning does."""
+    """What follows the first 5%: all runs begin with the same steep fall, and differ after it. Keeps a loss
+    that was measured before the first step (x = 0), as finetuning has."""
     if not len(x):
         return losses
     return losses[(x >= 0.95 * x[0] + 0.05 * x[-1]) | (x == 0)]

@@ -25,8 +25,8 @@ OF_A_COMMAND = {"resume", "overwrite", "dry_run", "out_dir", "price", "merge"}  
 def with_constants_of_run(config, args: list[str]):
     """With --resume, take every constant that the words `args` of the command line do not set from the earlier run.
 
-    What was requested then is settled again, since the machine may differ, except for the threads, on which the last
-    bits depend. Raises UserError.
+    What was requested then is settled again, since the machine may differ, except for the threads: their number changes
+    the last bits of every sum. Raises UserError.
     """
     if not config.resume:
         return config
