@@ -41,6 +41,7 @@ from tests.helpers import (
     slow,
     small_args,
     spoil_gradients,
+    steps_of,
     succeed,
     table,
     weights,
@@ -62,17 +63,16 @@ def finished(tmp_path_factory):
 def test_a_run_learns_and_leaves_everything_that_it_should(finished):
     tmp_path, result = finished
     run = tmp_path / "run"
-    train = log_of(run, "train")
-    assert [r["step"] for r in train] == list(range(1, 41))
-    assert {"step", "kind", "loss", "lr", "grad_norm", "dt_ms", "tokens_per_sec", "mfu"} <= set(train[0])
-    val = log_of(run, "val")
-    assert [r["step"] for r in val] == [10, 20, 30, 40] and val[-1]["loss"] < train[0]["loss"] - 1
+    train, val = log_of(run, "train"), log_of(run, "val")
+    assert column(run, "train", "step") == list(range(1, 41)) and column(run, "val", "step") == [10, 20, 30, 40]
+    assert {"lr", "grad_norm", "dt_ms", "tokens_per_sec", "mfu"} <= set(train[0])
+    assert val[-1]["loss"] < train[0]["loss"] - 1
     assert read_json(run / "config.json")["n_embd"] == 32
     assert (run / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     assert (run / "samples.txt").read_text().count("--- step") == 2
-    assert [step for step, _ in checkpoint_steps(run)] == list(range(5, 41, 5))
+    assert steps_of(run) == list(range(5, 41, 5))
     assert [p.name for p in run.glob(".*")] == [".lock"]  # nothing half written
-    rate = statistics.median(r["tokens_per_sec"] for r in train)
+    rate = statistics.median(column(run, "train", "tokens_per_sec"))
     for said in (
         f"validation loss {val[-1]['loss']:.4f} nats per token, {val[-1]['bpb']:.4f} bits per byte\n",
         f"10,240 tokens in 40 steps, {rate:,.0f} tokens/s, ",
