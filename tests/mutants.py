@@ -55,12 +55,7 @@ NotIn: not in to in
 And: and to or
 Or: or to and
 """
-SLOW_IMPORTS = (
-    "torch._inductor.compile_fx",
-    "transformers.models.gpt2.modeling_gpt2",
-    "matplotlib.figure",
-    "hypothesis",
-)
+SLOW_IMPORTS = ("torch._inductor.compile_fx", "transformers.models.gpt2.modeling_gpt2", "matplotlib.figure")
 MTIME = count(1_000_000_000)  # a new one for each write: Python compares whole seconds and the size with its bytecode's
 
 
@@ -94,15 +89,14 @@ def names_of_lines(source: str) -> list[str]:
     return [""] + [f"{scope}|{text.strip()}" for scope, text in zip(scopes[1:], source.split("\n"), strict=True)]
 
 
-def nodes_of(node: ast.AST, statement: ast.stmt, in_function=False):
-    """(node, its statement, whether that is in a function) of all that may change."""
-    yield node, statement, in_function
+def nodes_of(node: ast.AST, statement: ast.stmt):
+    """(node, its statement) of all that may change."""
+    yield node, statement
     for name, value in ast.iter_fields(node):
         for child in value if isinstance(value, list) else [value]:
             docstring = isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant)
             if isinstance(child, ast.AST) and name not in ("annotation", "returns", "format_spec") and not docstring:
-                inner = in_function or (isinstance(node, ast.FunctionDef) and name == "body")
-                yield from nodes_of(child, child if isinstance(child, ast.stmt) else statement, inner)
+                yield from nodes_of(child, child if isinstance(child, ast.stmt) else statement)
 
 
 def edits(node: ast.AST, text):
@@ -156,17 +150,17 @@ def mutants_of(file: str) -> list[Mutant]:
             return False
 
     found, seen = [], Counter()
-    for node, statement, in_function in nodes_of(ast.parse(data), None):
+    for node, statement in nodes_of(ast.parse(data), None):
         for kind, first, last, after in edits(node, text):
             if not all(map(is_where_it_says, (node, first, last))):
                 continue
             header = statement.body[0].lineno if hasattr(statement, "body") else statement.end_lineno + 1
+            lines = names[statement.lineno : max(header, statement.lineno + 1)]
             target = getattr(statement, "target", None) or getattr(statement, "targets", [None])[0]
-            binds = "" if in_function else getattr(target, "id", "") or getattr(statement, "name", "")
+            binds = "" if "()|" in lines[0] else getattr(target, "id", "") or getattr(statement, "name", "")
             before = data[begin(first) : end(last)].decode()
             place = f"{file}|{names[first.lineno]}|{kind}|{before}|{after}"
             seen[place] += 1
-            lines = names[statement.lineno : max(header, statement.lineno + 1)]
             position = file, first.lineno, kind, begin(first), end(last)
             found.append(Mutant(*position, before, after, f"{place}|{seen[place]}", lines, binds))
     return found
