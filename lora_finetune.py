@@ -52,7 +52,7 @@ from run.run import Run
 
 # One more micro-batch costs as much as this many tokens of padding: it reads all weights again (which dominates on a
 # CPU) and launches all kernels again (which dominates on a GPU).
-MICRO_BATCH_COST = {"cpu": 64, "cuda": 4096}
+MICRO_BATCH_COST = {"cpu": 64, "mps": 1024, "cuda": 4096}
 
 
 @dataclass(frozen=True)
@@ -93,13 +93,13 @@ class Config:
     max_bad_steps: Positive = 20  # stop after this many steps in a row with a loss or gradient that is not finite
     spike_threshold: NonNegative = 2.0  # roll back if the loss stays this far above its running median; 0 for never
     dropout: Probability = 0.0  # of the base: on embeddings, attention and residual branches
-    seed: Seed = 1337  # of the adapter, the split, the data order and the samples
+    seed: Seed = 1337  # of the adapter, the split, the data order, dropout and the samples
     # evaluation and checkpoints; intervals in steps, 0 for never
     eval_interval: int = -1  # compute the validation loss; -1 for ten times in the run
     sample_interval: Count = 0  # generate an answer to sample_prompt
     sample_prompt: str = "Give three tips for a good meal."  # the question that samples answer
     sample_tokens: Count = 128  # tokens of that answer, at most
-    checkpoint_interval: Count = 500  # write a checkpoint, also after the last step; Ctrl-C always writes one
+    checkpoint_interval: Count = 500  # write a checkpoint, also after the last step, 0 for none; Ctrl-C always does
     keep_checkpoints: Count = 2  # keep this many of the newest, plus the one with the lowest validation loss; 0 for all
     # machine
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: cuda, else mps, else cpu
@@ -148,18 +148,20 @@ def train(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, optimizer:
         evaluate_if_due(config, run, model, loss_fn, data)  # the base, or evaluations that an interruption skipped
         for step, micro_batches in run.steps(batches):
             # ┌──────────────────────────────────── one optimizer step ────────────────────────────────────┐
-            # dropout differs in every step and on every rank; a resume with as many ranks draws the same again
+            # dropout differs in every step and on every rank; with as many ranks and the same micro_batch_size a resume
+            # draws the same again
             torch.manual_seed(config.seed + step * rt.world_size + rt.rank)
             lr = learning_rate(step, config)
             optimizer.set_lr(lr)
 
-            # Every answer token of the global batch has the same weight, whatever its row, its micro-batch and its
-            # rank, so a row with a long answer counts for more. Each micro-batch's loss is its sum over targets divided
-            # by n_targets / world_size. Added up on a rank and averaged over ranks, as DDP does with gradients, that is
-            # the sum over all targets divided by n_targets: the loss of the whole batch.
+            # Divide by all targets of the batch, times world_size for DDP's mean. Every answer token has the same weight,
+            # whatever its row, its micro-batch and its rank, so a row with a long answer counts for more. Each
+            # micro-batch's loss is its sum over targets divided by n_targets / world_size. Added up on a rank and
+            # averaged over ranks, as DDP does with gradients, that is the sum over all targets divided by n_targets:
+            # the loss of the whole batch.
             n_targets = rt.sum(sum((targets >= 0).sum() for _, targets, _ in micro_batches))
             loss = torch.zeros((), device=rt.device)
-            for i, (idx, targets, logit_positions) in enumerate(micro_batches):  # (B, T), (n,), (n,)
+            for i, (idx, targets, logit_positions) in enumerate(micro_batches):  # (B, T), (1, M), (1, M)
                 is_last = i == len(micro_batches) - 1
                 rt.set_gradient_sync(loss_fn, is_last)  # the last backward() also averages gradients over the ranks
                 with rt.autocast():
@@ -167,15 +169,15 @@ def train(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, optimizer:
                 optimizer.scale(micro_loss).backward()  # scaled in fp16 only; clip_grad_norm unscales
                 loss += micro_loss.detach()
 
-            # a non-finite loss or gradient on any rank skips the step on every rank
             grad_norm = optimizer.clip_grad_norm(config.grad_clip)
+            # nan or inf on one rank makes the mean nan or inf on all of them, and then step() changes nothing
             loss, grad_norm = rt.mean(torch.stack([loss, grad_norm]))
             optimizer.step(finite=(loss + grad_norm).isfinite())
             optimizer.zero_grad()  # now, so that evaluations have their memory
             run.log_step(loss, grad_norm, lr, n_targets)
             # └────────────────────────────────────────────────────────────────────────────────────────────┘
 
-            if run.begins(config.checkpoint_interval):  # each interval and at the end; evaluations may fail, so first
+            if run.begins(config.checkpoint_interval):  # then waits for all steps; before evaluations, which may fail
                 run.save()
             evaluate_if_due(config, run, model, loss_fn, data)
 
@@ -224,9 +226,9 @@ def open_data(config: Config, shape: GPTConfig, rt: Runtime) -> Data:
         what = f"{config.data} has {len(rows)} rows, none with an instruction and an answer to train on"
         raise UserError(f"{what}; correct the rows, or give a larger --sequence_length than {T}")
     rt.print(f"data: {len(rows):,} rows: {len(train_set):,} examples to train on, {len(val_set):,} to validate")
-    for kind, what in dict(empty="are empty, skipped", long=f"exceed {T} tokens, read in overlapping windows").items():
+    for kind, what in dict(empty="are empty, and skipped", long=f"exceed {T} tokens, read in windows").items():
         if n := skipped[kind] + skipped_val[kind]:
-            rt.print(f"  {n:,} of them {what}")
+            rt.print(f"  {n:,} rows {what}")
     token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(rt.device)
     sha256 = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
     return Data(tokenizer, train_set, val_set, T, sha256, token_bytes)
@@ -235,7 +237,7 @@ def open_data(config: Config, shape: GPTConfig, rt: Runtime) -> Data:
 def cut(examples: list[Example], config: Config, rt: Runtime) -> list[tuple]:
     """This rank's micro-batches of some examples."""
     limit = config.sequence_length * config.micro_batch_size  # tokens
-    return micro_batches(examples, limit, MICRO_BATCH_COST.get(rt.device.type, 1024), rt.rank, rt.world_size)
+    return micro_batches(examples, limit, MICRO_BATCH_COST[rt.device.type], rt.rank, rt.world_size)
 
 
 def micro_batches_from(data_step: int, config: Config, data: Data, rt: Runtime) -> Iterator[list]:
@@ -276,7 +278,7 @@ def refuse_to_overwrite(config: Config) -> None:
 
 
 def resolve_config(requested: Config, checkpoint: Path | None, data: Data, rt: Runtime) -> Config:
-    """The constants of the run from those that a person wrote, which also follow from base, adapter and rows."""
+    """What a person wrote, completed from base, adapter and rows."""
     if checkpoint and not (checkpoint / "adapter_config.json").exists():
         adapter = dict(lora_dim=0)
     elif source := checkpoint or requested.adapter:
@@ -297,7 +299,7 @@ def resolve_config(requested: Config, checkpoint: Path | None, data: Data, rt: R
     return replace(
         requested,
         **adapter,
-        base=rt.broadcast_from_main(lambda: find_model(requested.base)),  # of a run: its newest checkpoint
+        base=rt.broadcast_from_main(lambda: find_model(requested.base)),  # of a run directory: its newest checkpoint
         sequence_length=data.sequence_length,
         max_steps=max_steps,
         warmup_steps=min(requested.warmup_steps or math.ceil(0.03 * max_steps), max_steps),
@@ -361,7 +363,7 @@ class ChatFiles:
     def __init__(self, weights: AdapterFiles | ModelFiles, tokenizer: Tokenizer):
         self.weights = weights
         self.tokenizer = tokenizer
-        self.load = weights.load
+        self.load = weights.load  # a Run restores weights only
 
     def copy(self) -> "ChatFiles":
         return ChatFiles(self.weights.copy(), self.tokenizer)
@@ -402,7 +404,7 @@ def write_merged(config: Config, adapter: str) -> None:
         before = model(idx)
         model = lora.remove_lora(lora.merge(model))
         difference = (model(idx) - before).abs().max()
-    log = found.parent / "log.jsonl"  # of the adapter's run
+    log = found.parent / "log.jsonl"  # of the adapter's run: of a checkpoint up to its step, of adapter/ all of it
     records = read_log(log) if log.exists() else []
     last = dict((path, step) for step, path in checkpoint_steps(found.parent)).get(found, math.inf)
     records = [record for record in records if record["step"] <= last]

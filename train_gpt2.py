@@ -71,10 +71,10 @@ class Config:
     max_steps: Positive = 19_073  # optimizer steps; 19,073 steps of 524,288 tokens are one epoch of 10B
     target_loss: NonNegative = 0.0  # stop at the first validation loss at or below this; 0 to train all steps
     warmup_steps: Count = 715  # steps of linear warmup; 715 are 375M tokens, as for GPT-3; 0 for none
-    max_lr: Annotated[float, Range(1e-9, 1e9)] = 6e-4  # peak learning rate; with Muon, of what AdamW updates
+    max_lr: Annotated[float, Range(1e-9, 1e9)] = 6e-4  # peak learning rate of AdamW; Muon has muon_lr
     min_lr: NonNegative = 6e-5  # learning rate at the last step
     lr_schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: warmup, stable, linear decay
-    decay_fraction: Annotated[float, Range(1e-6, 1)] = 0.5  # wsd decays over this fraction of the steps after warmup
+    decay_fraction: Annotated[float, Range(1e-6, 1)] = 0.5  # of the steps after warmup: wsd decays over the last ones
     # optimizer
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for the blocks' matrices, AdamW for the rest
     muon_lr: NonNegative = 0.02  # peak learning rate of Muon
@@ -95,7 +95,7 @@ class Config:
     sample_interval: Count = 1000  # generate a sample of text on the first rank, while the others wait
     sample_prompt: str = "Hello, I'm a language model,"  # the sample's prompt; empty for the start of a document
     sample_tokens: Count = 128  # tokens of the sample, at most
-    checkpoint_interval: Count = 1000  # write a checkpoint, also after the last step; Ctrl-C always writes one
+    checkpoint_interval: Count = 1000  # write a checkpoint, also after the last step; Ctrl-C and target_loss always do
     keep_checkpoints: Count = 3  # keep this many of the newest, plus the one with the lowest validation loss; 0 for all
     # machine
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: cuda, else mps, else cpu
@@ -126,7 +126,7 @@ RECIPES = {
     ),
 }  # fmt: skip
 
-# docs/record.md: speedrun on the shards and the 10,485,760 tokens of validation that others publish their losses on
+# docs/record.md: speedrun on the data of the public record, with its 10,485,760 validation tokens
 RECIPES["record"] = replace(RECIPES["speedrun"], data="fineweb10B", target_loss=3.28, hellaswag_interval=0)
 
 # --resume refuses to change these: the model, the data order or the optimizer depends on them (docs/resume.md)
@@ -158,41 +158,42 @@ def train(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, optimizer:
     """Take optimizer steps until `config.max_steps`. `loss_fn(idx, targets)` is the model's mean loss in nats per
     token, perhaps compiled and distributed; its parameters are those of `model`."""
     rt = run.rt
-    n_tokens = torch.full((), config.total_batch_size, device=rt.device)
+    n_tokens = torch.full((), config.total_batch_size, device=rt.device)  # a tensor, as finetuning counts its targets
     n_sequences = config.total_batch_size // config.sequence_length
     # from batch run.data_step on, without end: a run that goes back after a loss spike does not read batches again
-    windows = training_batches(data.train, n_sequences, run.data_step, sys.maxsize, config.micro_batch_size)
-    with run, closing(prefetch(windows, rt.device)) as batches:  # run catches signals, and waits for the last save
-        evaluate_if_due(config, run, model, loss_fn, data)  # those that an interruption skipped; none at step 0
+    step_batches = training_batches(data.train, n_sequences, run.data_step, sys.maxsize, config.micro_batch_size)
+    with run, closing(prefetch(step_batches, rt.device)) as batches:  # run catches signals, and waits for the last save
+        evaluate_if_due(config, run, model, loss_fn, data)  # after a resume: those that the interruption skipped
         for step, micro_batches in run.steps(batches):  # sets run.step: 1, 2, ... max_steps, or back after a spike
             # ┌──────────────────────────────────── one optimizer step ────────────────────────────────────┐
-            # dropout differs in every step and on every rank; a resume with as many ranks draws the same again
+            # dropout differs in every step and on every rank; with as many ranks and the same micro_batch_size a resume
+            # draws the same again
             torch.manual_seed(config.seed + step * rt.world_size + rt.rank)
             lr = learning_rate(step, config)
             optimizer.set_lr(lr)
 
-            # Each backward() adds to the gradients, which zero_grad() below has cleared. All micro-batches have one
-            # size on all ranks, so the mean of their mean losses is the mean over all tokens of the batch.
+            # Each backward() adds to the gradients, which the last step's zero_grad() has cleared. All micro-batches
+            # have one size on all ranks, so the mean of their mean losses is the mean over all tokens of the batch.
             loss = torch.zeros((), device=rt.device)
             for i, tokens in enumerate(micro_batches):  # (B, T + 1) each
                 idx = tokens[:, :-1]  # (B, T)
                 targets = tokens[:, 1:]  # (B, T), one token ahead
                 is_last = i == len(micro_batches) - 1
-                rt.set_gradient_sync(loss_fn, is_last)  # ranks average in the last backward(); --shard full: in each
+                rt.set_gradient_sync(loss_fn, is_last)  # ranks average in the last backward() only; --shard full: in each
                 with rt.autocast():
                     micro_loss = loss_fn(idx, targets) / len(micro_batches)
                 optimizer.scale(micro_loss).backward()  # scaled in fp16 only; clip_grad_norm unscales
                 loss += micro_loss.detach()
 
-            # a non-finite loss or gradient on any rank skips the step on every rank
             grad_norm = optimizer.clip_grad_norm(config.grad_clip)
+            # nan or inf on one rank makes the mean nan or inf on all of them, and then step() changes nothing
             loss, grad_norm = rt.mean(torch.stack([loss, grad_norm]))
             optimizer.step(finite=(loss + grad_norm).isfinite())
             optimizer.zero_grad()  # now, so that evaluations have their memory
-            run.log_step(loss, grad_norm, lr, n_tokens)  # also looks for spikes and signals, on a GPU a step late
+            run.log_step(loss, grad_norm, lr, n_tokens)  # on a GPU a step late; also notices spikes, signals, bad steps
             # └────────────────────────────────────────────────────────────────────────────────────────────┘
 
-            if run.begins(config.checkpoint_interval):  # each interval and at the end; evaluations may fail, so first
+            if run.begins(config.checkpoint_interval):  # then waits for all steps; before evaluations, which may fail
                 run.save()
             evaluate_if_due(config, run, model, loss_fn, data)
 
@@ -201,11 +202,11 @@ def evaluate_if_due(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, 
     """The evaluations of this step that the log does not have yet."""
     rt = run.rt
     if run.begins(config.eval_interval, "val"):
-        if rt.mesh:  # FSDP would gather the weights again for each batch
+        if rt.mesh:  # sharded: one gathered copy for all batches, as FSDP would gather for each
             loss_fn = rt.compiled(GPTWithLoss(unsharded_copy(model)))
         run.record("val", **validate(loss_fn, validation_inputs(config, data, rt), data.token_bytes, rt))
     if config.target_loss and run.val_loss <= config.target_loss:
-        run.end_here()
+        run.end_here()  # saves this step as the last one; all evaluations below are due
     if data.hellaswag and run.begins(config.hellaswag_interval, "hellaswag"):
         scores = hellaswag.evaluate(unsharded_copy(model), data.hellaswag, rt)
         run.record("hellaswag", **{name: scores[name] for name in hellaswag.LOGGED})
@@ -347,14 +348,14 @@ def distribute(config: Config, model: GPT, rt: Runtime) -> tuple[Config, GPTWith
     of 0 becomes the largest that fits."""
     rt.print(f"{config.out_dir}: {model.num_params():,} parameters on {rt.description}")
     loss_fn = GPTWithLoss(model)
-    if not rt.mesh:
+    if not rt.mesh:  # --shard none, or one rank
         loss_fn = rt.wrap(loss_fn)  # compiled, and in DDP
     n_sequences = config.total_batch_size // config.sequence_length
     if not config.micro_batch_size:
-        shape = (config.sequence_length, config.vocab_size)
-        found = find_micro_batch_size(loss_fn, n_sequences // rt.world_size, shape, rt)
+        trial = (config.sequence_length, config.vocab_size)
+        found = find_micro_batch_size(loss_fn, n_sequences // rt.world_size, trial, rt)
         config = replace(config, micro_batch_size=found)
-    if rt.mesh:  # FSDP, compiled in parts; only now, as the trial needs the unsharded model
+    if rt.mesh:  # FSDP compiles the blocks and the loss by themselves; only now, as the trial needs the whole model
         model.summed_loss = rt.compiled(model.summed_loss)
         shard(loss_fn, model.transformer.h, rt)
     ranks = counted(rt.world_size, "rank")
@@ -387,7 +388,7 @@ def print_summary(config: Config, run: Run) -> None:
         print(f"\nthe run diverged: guessing has a loss of {guess:.2f}; {rates} is most likely too high, try a tenth")
     elif run.step < config.max_steps:
         print(f"\n--target_loss {config.target_loss} is reached; to continue, add --resume --target_loss 0")
-    if loss < guess:
+    if loss < guess and config.checkpoint_interval:
         where = shlex.quote(config.out_dir)
         print(f"\nNow try:\n  python sample.py {where} --num_samples 3    # more text")
         print(f"  {config.out_dir}/learning_curve.png    # the loss curve")
