@@ -154,8 +154,8 @@ def train(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, optimizer:
             lr = learning_rate(step, config)
             optimizer.set_lr(lr)
 
-            # Divide by all targets of the batch, times world_size for DDP's mean. Every answer token has the same weight,
-            # whatever its row, its micro-batch and its rank, so a row with a long answer counts for more. Each
+            # Divide by all targets of the batch, times world_size for DDP's mean. Every answer token has the same
+            # weight, whatever its row, its micro-batch and its rank, so a row with a long answer counts for more. Each
             # micro-batch's loss is its sum over targets divided by n_targets / world_size. Added up on a rank and
             # averaged over ranks, as DDP does with gradients, that is the sum over all targets divided by n_targets:
             # the loss of the whole batch.

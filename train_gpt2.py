@@ -179,7 +179,7 @@ def train(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, optimizer:
                 idx = tokens[:, :-1]  # (B, T)
                 targets = tokens[:, 1:]  # (B, T), one token ahead
                 is_last = i == len(micro_batches) - 1
-                rt.set_gradient_sync(loss_fn, is_last)  # ranks average in the last backward() only; --shard full: in each
+                rt.set_gradient_sync(loss_fn, is_last)  # ranks average in the last backward(); --shard full: in each
                 with rt.autocast():
                     micro_loss = loss_fn(idx, targets) / len(micro_batches)
                 optimizer.scale(micro_loss).backward()  # scaled in fp16 only; clip_grad_norm unscales
