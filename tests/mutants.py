@@ -110,8 +110,9 @@ def edits(node: ast.AST, text):
             yield "not", node, node, text(node).removeprefix("not").strip()
         case ast.Expr(value=ast.Call()):
             yield "call", node, node, "pass"
-        case ast.Call(args=[a, b, *_]) if not isinstance(a, ast.Starred) and text(a) != text(b):
-            yield "arguments", a, b, text(b) + text(a, b) + text(a)
+        case ast.Call(func=function, args=[a, b, *_]) if text(function) not in ("min", "max") and text(a) != text(b):
+            if not isinstance(a, ast.Starred):
+                yield "arguments", a, b, text(b) + text(a, b) + text(a)
         case ast.Constant(value=bool(value)):
             yield "bool", node, node, repr(not value)
         case ast.Constant(value=int(value) | float(value)):
@@ -299,8 +300,9 @@ class Tests:
                         self.n_lines.update(by)
 
     def of(self, mutant: Mutant, seconds: float) -> dict[str, float]:
-        """{test: limit} of those that run the statement, quick special ones first, `seconds` of them. Outside of
-        functions, those that run lines where its name occurs, and those that run none: they look at constants."""
+        """{test: limit} of those that run the statement, quick special ones of each file first, `seconds` of them.
+        Outside of functions, those that run lines where its name occurs, and those that run none: they look at
+        constants."""
         named = self.lines[mutant.file]
         users = [named.get(name, ()) for name in mutant.lines]
         if mutant.binds:
@@ -312,8 +314,13 @@ class Tests:
             users = [by for name, by in named.items() if not scope or name.startswith(scope + "|")]
         if "()|" not in mutant.lines[0]:
             users.append(self.seconds.keys() - self.n_lines.keys())
-        chosen, total = {}, 0.0
+        turns, n_of_file = {}, Counter()
         for test in sorted(set().union(*users) & self.seconds.keys(), key=lambda t: self.seconds[t] * self.n_lines[t]):
+            file = test.split("::")[0]
+            turns[test] = n_of_file[file]
+            n_of_file[file] += 1
+        chosen, total = {}, 0.0
+        for test in sorted(turns, key=turns.get):  # of each file the first, then of each the second
             if total < seconds:
                 chosen[test] = self.limits[test]
                 total += self.seconds[test]
