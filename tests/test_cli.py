@@ -156,3 +156,10 @@ def test_a_closed_standard_input_is_an_empty_one(monkeypatch):
     read = []
     cli.script(lambda: read.append((sys.stdin.buffer.read(), sys.stdin.read())))
     assert read == [(b"", "")]
+
+
+def test_an_error_of_the_backend_between_ranks_names_the_remedy():
+    nccl = type("DistBackendError", (RuntimeError,), {})
+    for error in (nccl("NCCL error"), RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer")):
+        assert "--resume continues" in cli.explain(error)
+    assert cli.explain(RuntimeError("a mistake of ours")) is None

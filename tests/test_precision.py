@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
 import train_gpt2
 from benchmarks.ladder import mfu
+from cli import UserError
 from corpus.order import to_inputs
 from learning import loss
 from learning.optim import learning_rate
@@ -92,6 +93,13 @@ def test_cudnn_attends_only_in_steps_of_one_shape(h100, monkeypatch):
 def test_mfu_is_the_fraction_of_the_peak_of_all_ranks(h100):
     rt = replace(h100, world_size=8)
     assert rt.peak_flops() == 8 * 989e12 and mfu(1e6, 0.8e9, rt) == pytest.approx(0.8e15 / (8 * 989e12))
+
+
+def test_full_sharding_on_gpus_needs_the_size_of_a_micro_batch(h100):
+    rt = replace(h100, shard="full")
+    with pytest.raises(UserError, match="--micro_batch_size"):
+        train_gpt2.validate_config(Config(), rt)
+    train_gpt2.validate_config(Config(micro_batch_size=4), rt)
 
 
 def test_a_gpu_has_work_queued_and_a_processor_waits(h100, rt):
