@@ -100,7 +100,7 @@ def check(config: Config) -> None:
 
 
 def holds_files(out: Path) -> bool:
-    return out.exists() and any(file.name != DOWNLOADS for file in out.iterdir())
+    return any(file.name != DOWNLOADS for file in out.glob("*"))
 
 
 # ---- reading
@@ -111,6 +111,7 @@ def read_texts(config: Config) -> Iterator[str]:
     inputs = config.input or (str(Path(__file__).with_name("manual.txt")),)
     folder = Path(config.out) / DOWNLOADS
     for source in [find_source((pattern,)) for pattern in inputs]:
+        folder.mkdir(parents=True, exist_ok=True)  # if OUT cannot be written, fail before the training
         for n_files, path in enumerate(arriving(source, folder), 1):
             for unit in units_of(path, config.text_field, LINE_END):
                 texts = [text for text, _ in documents_of(unit, config.text_field) if text]
@@ -139,7 +140,7 @@ class Split:
     def __init__(self, texts: Iterator[str], source: str = "the input"):
         self.texts = texts
         self.source = source
-        self.held_out: list[str] = []
+        self.held_out = []
         self.train_bytes = 0
 
     def __iter__(self) -> Iterator[str]:

@@ -136,6 +136,7 @@ WRONG = r"""
 --input gb.txt | gb.txt is not UTF-8 at | as UTF-8
 --input bad.parquet | cannot read | bad.parquet
 --input odd.jsonl | holds no text
+--input gb.txt --out gb.txt/x | gb.txt/x/.downloads: Not a directory
 --vocab_size 256 | vocab_size 256 is too small
 --pattern ( | does not compile
 --pattern '\w+|\W+' | the split pattern \w+|\W+
@@ -151,7 +152,7 @@ def test_what_is_wrong_is_said_in_one_line(run_train, tmp_path, monkeypatch, arg
     for name, content in FILES.items():
         Path(name).write_bytes(content)
     assert_user_error(run_train(*shlex.split(argv)), *words)
-    assert not (tmp_path / "out").exists()
+    assert not train.holds_files(tmp_path / "out")
 
 
 def test_a_dataset_of_the_hub_is_downloaded_as_far_as_it_is_read(tmp_path):
