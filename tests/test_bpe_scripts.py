@@ -139,6 +139,7 @@ WRONG = r"""
 --input gb.txt --out gb.txt/x | gb.txt/x/.downloads: Not a directory
 --vocab_size 256 | vocab_size 256 is too small
 --pattern ( | does not compile
+--pattern '(\w)|\W' | capturing group
 --pattern '\w+|\W+' | the split pattern \w+|\W+
 --special_tokens § | special token '§'
 --special_tokens '' | is empty
