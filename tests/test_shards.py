@@ -175,7 +175,7 @@ def test_texts_that_cannot_be_used(tmp_path):
     [
         (3000, 0.9, "has {train:,} tokens to train on, which a model memorizes"),
         (40_000, 0.5, "has {val:,} tokens to validate, {train:,} to train on; move"),
-        (40_000, 0.9, ""),
+        (40_000, 0.82, ""),
     ],
 )
 def test_a_text_that_is_far_too_small_and_a_validation_split_that_is_large_are_warned_of(
