@@ -105,7 +105,7 @@ def test_an_old_tokenizer_is_renamed_and_never_deleted(run_train, tmp_path):
 def test_what_is_set_aside_takes_the_next_free_number(tmp_path, monkeypatch):
     for n in range(3):
         (tmp_path / "out").mkdir()
-        (tmp_path / "out" / "file").write_text(str(n))
+        (tmp_path / "out/file").write_text(str(n))
         if n == 1:
             (tmp_path / "out.2").symlink_to("nowhere")  # taken, even if it leads nowhere
         assert set_aside(tmp_path / "out") == tmp_path / f"out.{(1, 3, 4)[n]}"
@@ -157,7 +157,7 @@ def test_what_is_wrong_is_said_in_one_line(run_train, tmp_path, monkeypatch, arg
 
 
 def test_a_dataset_of_the_hub_is_downloaded_as_far_as_it_is_read(tmp_path):
-    texts, folder = MANUAL.split("\n\n"), tmp_path / "dataset" / "some" / "folder"
+    texts, folder = MANUAL.split("\n\n"), tmp_path / "dataset/some/folder"
     folder.mkdir(parents=True)
     for i in range(3):
         pyarrow.parquet.write_table(pyarrow.table({"text": texts[i::3]}), folder / f"{i}.parquet")
@@ -191,7 +191,7 @@ def test_two_tokenizers_side_by_side(run_try, saved):
             n = len(tok.encode(text))
             line = f"{saved / name} (800 tokens): {n} tokens, {len(text.encode()) / n:.2f} bytes"
             assert line in result.stdout
-    assert ElementTree.parse(saved / "zh" / "tokens.svg").getroot().tag.endswith("svg")
+    assert ElementTree.parse(saved / "zh/tokens.svg").getroot().tag.endswith("svg")
 
 
 def test_an_svg_shows_the_same_tokens_in_rows(tmp_path):
@@ -234,7 +234,7 @@ def test_what_cannot_be_shown_is_said_in_one_line(run_try, saved, tmp_path, monk
 def test_long_texts_and_bytes_that_are_no_utf8_are_shown(run_try, saved, tmp_path):
     argv = ["--tokenizer", saved / "zh", "--compare", saved / "zh"]
     result = run_try(*argv, "--english", "a\udcff $x$ \\frac " + "x" * 30_000, "--chinese", "")
-    assert result.returncode == 0 and ElementTree.parse(saved / "zh" / "tokens.svg"), result.stderr
+    assert result.returncode == 0 and ElementTree.parse(saved / "zh/tokens.svg"), result.stderr
 
 
 def test_without_gpt2_the_other_tokenizer_is_still_shown(saved, tmp_path):
