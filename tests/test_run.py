@@ -384,6 +384,7 @@ def test_a_resume_takes_from_the_run_what_is_not_given(short, tmp_path, run_dir,
     short(out="whole", **{"dropout": 0.1, "no-shuffle": True})
     shutil.copytree(tmp_path / "whole", run_dir)
     remove_after(run_dir / "step_000004")
+    assert steps_of(run_dir) == [2, 4]
     words = ["--resume", f"--out_dir={run_dir}", "--no_shuffle", "--keep_checkpoints", 5, "--init_from=gpt2"]
     result = inline(train_gpt2.main, *words)  # of another recipe, by its name
     assert result.returncode == 0 and "rises" not in result.stdout, result.stderr
