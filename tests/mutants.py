@@ -28,7 +28,6 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from importlib import import_module
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
@@ -56,7 +55,6 @@ NotIn: not in to in
 And: and to or
 Or: or to and
 """
-SLOW_IMPORTS = ("torch._inductor.compile_fx", "transformers.models.gpt2.modeling_gpt2", "matplotlib.figure")
 MTIME = count(1_000_000_000)  # a new one for each write: Python compares whole seconds and the size with its bytecode's
 
 
@@ -367,8 +365,6 @@ def read(path: Path) -> dict[str, dict]:
 def main(n: int = 300, seed: int = 0, workers: int = 1, minutes: float = 1e9, seconds: float = 20, name: str = "seed"):
     """n: mistakes. seconds: at most this much of tests on each. name: of the ledger, as in before_0.jsonl."""
     end = time.time() + 60 * minutes
-    for module in SLOW_IMPORTS:  # once, and not in each of the processes that are forked from this one
-        import_module(module)
     OUT.mkdir(parents=True, exist_ok=True)
     product = [file for file in tracked() if file.endswith(".py") and ("/" not in file or file.split("/")[0] in ROOMS)]
     tests = Tests(product, end)
