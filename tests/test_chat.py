@@ -137,4 +137,3 @@ def test_the_template_refuses_the_same_orders_and_roles(pair, messages):
 
 def test_a_tokenizer_without_an_end_is_refused():
     assert_refused("no <|endoftext|>", chat.check_tokenizer, Tokenizer((), special_tokens=("<|pad|>",)), "base")
-    chat.check_tokenizer(Tokenizer((), special_tokens=SPECIALS), "base")
