@@ -181,8 +181,7 @@ def with_other_contexts(rows: list[dict]) -> list[dict]:
         raise UserError("--control needs another row's context, and there is only one row; give at least two")
     half = len(rows) // 2
     others = rows[half:] + rows[:half]
-    pairs = zip(rows, others, strict=True)
-    return [other | dict(endings=row["endings"], label=row["label"]) for row, other in pairs]
+    return [other | dict(endings=row["endings"], label=row["label"]) for row, other in zip(rows, others, strict=True)]
 
 
 # ------------------------------------------------------------------------------------------- from rows to tokens

@@ -388,7 +388,7 @@ def print_summary(config: Config, run: Run) -> None:
         print(f"\nthe run diverged: guessing has a loss of {guess:.2f}; {rates} is most likely too high, try a tenth")
     elif run.step < config.max_steps:
         print(f"\n--target_loss {config.target_loss} is reached; to continue, add --resume --target_loss 0")
-    if loss < guess and config.checkpoint_interval:
+    if loss < guess:
         where = shlex.quote(config.out_dir)
         print(f"\nNow try:\n  python sample.py {where} --num_samples 3    # more text")
         print(f"  {config.out_dir}/learning_curve.png    # the loss curve")

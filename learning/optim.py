@@ -205,8 +205,7 @@ class LossScale:
         self.good_steps = torch.where(grow, 0.0, self.good_steps)
 
     def state_dict(self) -> dict:
-        good_steps = int(self.good_steps.item())
-        return dict(scale=self.scale.item(), good_steps=good_steps)
+        return dict(scale=self.scale.item(), good_steps=int(self.good_steps.item()))
 
     def load_state_dict(self, state: dict) -> None:
         self.scale.fill_(state["scale"])

@@ -385,10 +385,15 @@ def _missing_for_compile(device: torch.device) -> str:
 
     Inductor turns graphs into C++ on a CPU, and on a GPU into Triton kernels, whose C launchers link with libcuda.
     """
+    from torch._inductor.cpp_builder import get_cpp_compiler  # a slow import, only for runs that compile
+
     if device.type == "mps":
         return "it has given wrong numbers on mps"
-    try:  # only a trial shows all of it
-        torch.compile(lambda x: x + 1)(torch.zeros(8, device=device))
+    try:
+        if device.type == "cpu":
+            get_cpp_compiler()
+        else:  # only a trial shows all that a GPU needs
+            torch.compile(lambda x: x + 1)(torch.zeros(8, device=device))
         return ""
     except Exception as e:
         if "lcuda" in str(e):

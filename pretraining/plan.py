@@ -171,11 +171,9 @@ def state(shape: GPTConfig, layout: Layout) -> dict[str, int]:
         return dict(weights=4 * N, copies=copies, gradients=4 * N * min(W, 2), optimizer=moments)
     block = 12 * C**2 + 13 * C
     if layout.shard == "optimizer":
-        weights = 4 * (N // W + N)
-        return dict(weights=weights, copies=copies, gradients=4 * (N + block), optimizer=moments // W)
+        return dict(weights=4 * (N // W + N), copies=copies, gradients=4 * (N + block), optimizer=moments // W)
     gathered = N - max(L - 2, 0) * block  # two blocks at a time, and what is outside of them
-    weights = 4 * (N // W + gathered)
-    return dict(weights=weights, copies=copies, gradients=4 * (N // W), optimizer=moments // W)
+    return dict(weights=4 * (N // W + gathered), copies=copies, gradients=4 * (N // W), optimizer=moments // W)
 
 
 def needs(shape: GPTConfig, layout: Layout, n_sequences: int) -> dict[str, int]:

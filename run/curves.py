@@ -169,8 +169,7 @@ def smoothed(x: np.ndarray, y: np.ndarray) -> Curve:
     for i in range(len(medians)):
         reach = min(len(medians) // 50 + 1, i)  # shorter at first: a median would hide the first drop
         smooth.append(np.median(medians[i - reach : i + reach + 1]))
-    starts = [x[group[0]] for group in groups]
-    return np.array(starts), np.array(smooth)
+    return np.array([x[group[0]] for group in groups]), np.array(smooth)
 
 
 # ------------------------------------------------------------------------------------------------------- the picture
@@ -296,8 +295,7 @@ def verdict(ends: dict[str, float], alone: bool, comparable: bool) -> str:
 
 
 def draw_start(axes, run: Curves) -> None:
-    """Mark where a run starts: ln V, the loss of a uniform guess, and the loss of its first batch, before any training.
-    """
+    """Mark where a run starts: ln V, the loss of a uniform guess, and the loss of its first batch, before any training."""
     from matplotlib.ticker import MaxNLocator
 
     uniform = last(run, "run", "uniform_loss")
