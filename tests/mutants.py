@@ -252,10 +252,6 @@ def map_lines(folder: Path, test_file: str, product: list[str]) -> dict:
     results.write_text("{}")
     run_pytest(folder, [test_file], settings=settings)
     tests = json.loads(results.read_text())
-    failed = {test: 300 for test, (_, passed) in tests.items() if not passed}
-    if failed:  # some do not stand coverage
-        run_pytest(folder, [test_file], failed)
-        tests |= json.loads(results.read_text())
     cov = coverage.Coverage(config_file=settings)
     cov.combine()
     lines = {}
