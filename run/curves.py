@@ -295,7 +295,7 @@ def verdict(ends: dict[str, float], alone: bool, comparable: bool) -> str:
 
 
 def draw_start(axes, run: Curves) -> None:
-    """Mark where a run starts: ln V, the loss of a uniform guess, and the loss of its first batch, before any training."""
+    """Mark where a run starts: ln V, the loss of a uniform guess, and the loss of the first batch, before training."""
     from matplotlib.ticker import MaxNLocator
 
     uniform = last(run, "run", "uniform_loss")
