@@ -34,7 +34,7 @@ from train_gpt2 import RECIPES
 
 RATIO = 80  # tokens for each parameter
 SHARES = (1.0, 0.67, 0.5, 0.4)  # of these tokens, for speedrun
-START = dict(gpt2=8.0, speedrun=1.0)  # the first factor to try: AdamW wants larger rates in small models
+START = dict(gpt2=32.0, speedrun=2.0)  # the first factor to try: those of the smallest rung
 SHAPE = dict(n_layer=4, vocab_size=2048)
 CONTEXT = 128
 VAL_TOKENS = 409_600
