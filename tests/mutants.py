@@ -309,13 +309,13 @@ class Tests:
             users = [by for name, by in named.items() if not scope or name.startswith(scope + "|")]
         if "()|" not in mutant.lines[0]:
             users.append(self.seconds.keys() - self.n_lines.keys())
-        turns, n_of_file = {}, Counter()
+        turns, seconds_of_file = {}, Counter()
         for test in sorted(set().union(*users) & self.seconds.keys(), key=lambda t: self.seconds[t] * self.n_lines[t]):
             file = test.split("::")[0]
-            turns[test] = n_of_file[file]
-            n_of_file[file] += 1
+            turns[test] = seconds_of_file[file]
+            seconds_of_file[file] += self.seconds[test]
         chosen, total = {}, 0.0
-        for test in sorted(turns, key=turns.get):  # of each file the first, then of each the second
+        for test in sorted(turns, key=turns.get):  # of each file as much time: all that take none come first
             if total < seconds:
                 chosen[test] = self.limits[test]
                 total += self.seconds[test]
