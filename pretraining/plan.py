@@ -47,8 +47,7 @@ from itertools import product
 from pathlib import Path
 
 from cli import UserError, counted, explain
-from corpus.shards import data_tokenizer
-from corpus.stream import TokenStream, find_shards
+from corpus.shards import open_shards
 from learning.loss import chunk_size
 from learning.optim import MOMENTS
 from machine.runtime import Runtime, peaks
@@ -69,7 +68,7 @@ LAUNCHES = 5e-4  # seconds for which a core launches the kernels of a block, com
 class Layout:
     """How a model is trained: on how many ranks, what they shard, and in which precision."""
 
-    sequence_length: int = 1024  # tokens of a sequence in a step; the model may have more positions
+    sequence_length: int  # tokens of a sequence in a step; the model may have more positions
     ranks: int = 1
     shard: str = "none"
     optimizer: str = "adamw"
@@ -120,17 +119,17 @@ def print_plan(config, shape: GPTConfig, rt: Runtime) -> None:
 
 def about_data(config) -> tuple[str, str]:
     """The training data and its tokenizer, and why they are unusable or ""; of a .txt only its size is read."""
-    shards = Path(config.data)
     try:
         if config.data.endswith(".txt"):
-            megabytes = os.path.getsize(shards) / 1e6
+            megabytes = os.path.getsize(config.data) / 1e6
             return f"{config.data}, {megabytes:,.1f} MB of text", ""
-        n_tokens = len(TokenStream(find_shards(str(shards), "train")))
-        n_vocab = len(data_tokenizer(shards, config.tokenizer))
+        shards = open_shards(config.data, config.tokenizer, config.vocab_size, Path())
     except (UserError, OSError) as e:
         return f"unusable: {explain(e)}", explain(e)
+    n_tokens = len(shards.train)
     passes = config.max_steps * config.total_batch_size / n_tokens
-    return f"{config.data}, {n_tokens:,} training tokens, read {passes:.2g} times; a tokenizer of {n_vocab:,}", ""
+    about = f"{config.data}, {n_tokens:,} training tokens, read {passes:.2g} times"
+    return f"{about}; a tokenizer of {len(shards.tokenizer):,}", ""
 
 
 def about_disk(config, n_bytes: int) -> tuple[str, str]:
@@ -165,7 +164,7 @@ def state(shape: GPTConfig, layout: Layout) -> dict[str, int]:
     N = n_parameters(shape)
     moments = 8 * N - (2 - MOMENTS[layout.optimizer]) * 4 * 12 * L * C**2
     copies = 0
-    if layout.itemsize < 4:
+    if layout.itemsize == 2:
         copies = 12 * L * C**2 * layout.itemsize
     if layout.shard == "none" or W == 1:
         return dict(weights=4 * N, copies=copies, gradients=4 * N * min(W, 2), optimizer=moments)
@@ -183,7 +182,7 @@ def needs(shape: GPTConfig, layout: Layout, n_sequences: int) -> dict[str, int]:
     a_block = (8 + 14 * e) * C + 16 + 4 * shape.n_head
     if shape.attention == "naive":
         a_score = e
-        if layout.device == "cuda" and e < 4:  # autocast's softmax is in fp32 there
+        if layout.device == "cuda" and e == 2:  # autocast's softmax is in fp32 there
             a_score += 4
         a_block += shape.n_head * T * a_score + C * e
     kept = L * a_block
@@ -204,7 +203,7 @@ def needs(shape: GPTConfig, layout: Layout, n_sequences: int) -> dict[str, int]:
         n_tokens * recomputed + 8 * V * C + of_a_block,
         12 * V * C - activations,
     )
-    if e < 4:  # the table in the dtype of products
+    if e == 2:  # the table in the dtype of products
         logits += e * V * C
     if layout.optimizer == "muon":  # when it steps, activations, copies and what was gathered are gone
         W = 1 if layout.shard == "none" else layout.ranks

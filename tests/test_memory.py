@@ -3,20 +3,23 @@
 import json
 import re
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train_gpt2
+from corpus.shards import prepare_text
 from learning.loss import chunk_size, linear_cross_entropy
 from learning.optim import make_optimizer
 from machine.runtime import Runtime, checkpoint_activations, peaks
 from model import GPT, GPTConfig
 from pretraining.plan import CARDS, LAUNCHES, REACHED, Layout, n_parameters, needs, step_parts, token_flops
-from tests.helpers import ROOT, slow
+from tests.helpers import ROOT, slow, table, text_file
 
 
 class LiveBytes(TorchDispatchMode):
@@ -97,6 +100,38 @@ def test_the_peak_of_training_is_what_the_formula_says(case):
     assert sum(needs(shape, layout, int(rows)).values()) == pytest.approx(peak(shape, layout, int(rows)), rel=0.15)
 
 
+# a model's attention; tokens of a sequence, sequences, how it is trained; the bytes of each kind, by hand from the
+# docstring of plan.py. Of the four moments of the logits and Muon's step each is the largest in some of them
+BYTES = """
+flash 16 3 {} | 44480 18432 44480 88960 184320 25920 67112791
+flash 4 1 {"ranks":3} | 44480 18432 88960 88960 15360 5280 67113680
+flash 1 1 {"shard":"optimizer","itemsize":4} | 44480 0 44480 88960 6592 4080 67112422
+flash 1 1 {"shard":"full"} | 44480 18432 44480 88960 3840 4920 67112791
+naive 16 3 {} | 44480 18432 44480 88960 304128 25920 67112791
+naive 16 3 {"itemsize":4} | 44480 0 44480 88960 408576 24960 67112422
+naive 16 3 {"device":"cpu"} | 44480 18432 44480 88960 230400 25920
+flash 4 1 {"itemsize":4,"device":"cpu"} | 44480 0 44480 88960 26368 4800
+flash 16 3 {"checkpointing":true} | 44480 18432 44480 88960 23040 25920 67112791
+flash 4 3 {"ranks":3,"shard":"optimizer"} | 59304 18432 47968 29653 46080 8640 67111971
+flash 16 5 {"ranks":3,"shard":"optimizer","checkpointing":true} | 59304 18432 47968 29653 38400 41280 67111971
+flash 4 1 {"ranks":3,"shard":"full","checkpointing":true} | 24424 18432 14824 29653 1920 9536 67110610
+flash 4 1 {"optimizer":"muon"} | 44480 18432 44480 52096 15360 33792 67112053
+flash 4 1 {"optimizer":"muon","ranks":3} | 44480 18432 88960 52096 15360 33792 67112943
+flash 1 1 {"checkpointing":true,"ranks":3,"shard":"optimizer"} | 59304 18432 47968 29653 480 6240 67111971
+flash 1 1 {"optimizer":"muon","ranks":3,"shard":"optimizer"} | 59304 18432 47968 17365 3840 4920 67111725
+flash 1 1 {"optimizer":"muon","ranks":3,"shard":"full"} | 24424 18432 14824 17365 3840 11141 67110364
+flash 1 1 {"optimizer":"muon","shard":"full"} | 44480 18432 44480 52096 3840 45312 67112053
+"""
+
+
+@pytest.mark.parametrize("case, said", table(BYTES))
+def test_every_byte_of_the_formula(case, said):
+    attention, T, rows, layout = case.split()
+    shape = GPTConfig(n_positions=20, vocab_size=60, n_layer=12, n_head=2, n_embd=8, attention=attention)
+    found = needs(shape, Layout(int(T), **json.loads(layout)), int(rows))
+    assert " ".join(map(str, found.values())) == said[0]
+
+
 def peak_without_optimizer(model: GPT, shape: GPTConfig, layout: Layout, rows: int) -> int:
     idx = torch.arange(rows * layout.sequence_length).view(rows, -1) % shape.vocab_size
     with LiveBytes(model.parameters()) as memory:
@@ -165,24 +200,58 @@ def rows_of(page: str, head: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
+PLAN = """\
+model   124,475,904 parameters
+steps   19,073 of 524,288 tokens, 9,999,745,024 in all
+data    unusable: --data edu_fineweb10B does not exist; write shards with fineweb.py, or start with one that needs no other data: python train_gpt2.py tiny
+disk    20 checkpoints of 1.49 GB, 5 at once: 7.5 of ... GB free
+memory  GB on each rank, adamw, 16-bit products, micro-batches of B sequences;
+        without torch.compile, which needs less
+
+ranks  --shard    activations      B=1      B=8     B=64    largest B on   16 GB   24 GB   40 GB   80 GB  141 GB
+    1  none       kept            3.27     8.60    28.71                      16      32      64     128     256
+    1  none       recomputed      2.96     6.18     9.34                     128     256     256     512     512
+    2  none       kept            3.77     9.11    29.22                      16      32      64     128     256
+    2  none       recomputed      3.47     6.69     9.84                     128     256     256     256     256
+    2  optimizer  kept            3.04     8.38    28.49                      16      32      64     128     256
+    2  optimizer  recomputed      2.74     5.95     9.11                     128     256     256     256     256
+    2  full       kept            2.47     7.80    27.92                      16      32      64     128     256
+    2  full       recomputed      2.17     5.38     8.54                     128     256     256     256     256
+    4  none       kept            3.77     9.11    29.22                      16      32      64     128     128
+    4  none       recomputed      3.47     6.69     9.84                     128     128     128     128     128
+    4  optimizer  kept            2.66     7.99    28.11                      16      32      64     128     128
+    4  optimizer  recomputed      2.36     5.57     8.73                     128     128     128     128     128
+    4  full       kept            1.96     7.30    27.41                      16      32      64     128     128
+    4  full       recomputed      1.66     4.87     8.03                     128     128     128     128     128
+    8  none       kept            3.77     9.11    29.22                      16      32      64      64      64
+    8  none       recomputed      3.47     6.69     9.84                      64      64      64      64      64
+    8  optimizer  kept            2.47     7.80    27.92                      16      32      64      64      64
+    8  optimizer  recomputed      2.17     5.38     8.54                      64      64      64      64      64
+    8  full       kept            1.71     7.04    27.15                      16      32      64      64      64
+    8  full       recomputed      1.40     4.62     7.78                      64      64      64      64      64
+
+time    estimated from data sheets, not measured; without the gradient exchange between ranks,
+        evaluations and checkpoints
+
+card        tokens/s     MFU   hours on 1     on 8   dollars, if an hour of this card costs 2.5
+B200       1,041,319   39.6%         2.67     0.33          7
+H100         477,461   41.3%         5.82     0.73         15
+A100         179,237   49.1%        15.50     1.94         39
+L40S         161,002   38.0%        17.25     2.16         43
+RTX 4090      94,423   49.0%        29.42     3.68         74
+RTX 3090      45,146   54.4%        61.53     7.69        154
+"""  # noqa: E501
+
+
 def test_the_plan_of_gpt2_has_the_figures_of_the_page_about_one_gpu(inline, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     page = inline(train_gpt2.main, "--dry_run", "--price", "2.5").stdout
+    assert re.sub("[0-9.]+ GB free", "... GB free", page) == PLAN
     lines = [line.rsplit(None, 5) for line in page.splitlines() if line]
     cards = [[name, rate, hours, dollars] for name, rate, _, hours, _, dollars in lines[-len(CARDS) :]]
     assert cards == rows_of("one_gpu.md", "| card | tokens/s")
-    assert float(lines[-1][-2].replace(",", "")) * 8 == pytest.approx(float(lines[-1][-3]), rel=1e-2)
-    memory = [line for line in lines if line[0].startswith("    1  none")]
-    assert [line[1:] for line in memory] == [row[1:] for row in rows_of("one_gpu.md", "| what fits, 124M in bf16")]
-    shape = GPTConfig(vocab_size=50304)
-    for line, recomputed in zip(memory, (False, True), strict=True):
-        needed = [sum(needs(shape, Layout(checkpointing=recomputed), B).values()) / 1e9 for B in (1, 8, 64)]
-        assert line[0].split()[3:] == [f"{gb:.2f}" for gb in needed]
-    for figure in (
-        "124,475,904 parameters", "19,073 of 524,288", "9,999,745,024 in all", "B=1 ", "B=64 ", "16 GB", "141 GB",
-        "20 checkpoints of 1.49 GB, 5 at once: 7.5 of", "this card costs 2.5",
-    ):  # fmt: skip
-        assert figure in page, figure
+    memory = [line[1:] for line in lines if line[0].startswith("    1  none")]
+    assert memory == [row[1:] for row in rows_of("one_gpu.md", "| what fits, 124M in bf16")]
 
 
 def test_gpt2_xl_needs_what_the_page_about_clusters_says():
@@ -190,19 +259,34 @@ def test_gpt2_xl_needs_what_the_page_about_clusters_says():
     shape = GPTConfig(vocab_size=50304, n_layer=48, n_head=25, n_embd=1600)
     for command, *said, _ in rows_of("cluster.md", "| | weights | gradients | moments"):
         how, checkpointing, n = re.fullmatch(r"`--shard (\w+)( --activation.*)?`, B = (\d+)", command).groups()
-        found = needs(shape, Layout(ranks=8, shard=how, checkpointing=bool(checkpointing)), int(n))
+        found = needs(shape, Layout(1024, ranks=8, shard=how, checkpointing=bool(checkpointing)), int(n))
         found["weights"] += found.pop("copies")
         figures = [*found.values(), sum(found.values())]
         assert [figure.split(":")[0] for figure in said] == [f"{figure / 1e9:.1f}" for figure in figures], command
 
 
+OBEYED = """\
+memory  GB on each rank, muon, 32-bit products, micro-batches of B sequences;
+        without torch.compile, which needs less
+
+ranks  --shard    activations    B=256    largest B on   16 GB   24 GB   40 GB   80 GB  141 GB
+    1  none       recomputed      1.16                    1024    1024    1024    1024    1024
+    2  full       recomputed      1.15                    1024    1024    1024    1024    1024
+    4  full       recomputed      1.08                    1024    1024    1024    1024    1024
+    8  full       recomputed      1.04                     512     512     512     512     512
+
+"""
+
+
 def test_a_plan_obeys_what_is_given_and_ends_at_the_batch(train, tmp_path):
-    words = dict(dry_run=True, shard="full", micro_batch_size=2, activation_checkpointing=True, total_batch_size=512)
-    plan = train.result(**words, max_steps=10**9, checkpoint_interval=1, keep_checkpoints=0)
-    rows = [line.split() for line in plan.stdout.splitlines() if "recomputed" in line or "kept" in line]
-    assert [row[:3] for row in rows] == [[str(n), "full" if n > 1 else "none", "recomputed"] for n in (1, 2, 4, 8)]
-    assert [row[-1] for row in rows] == ["16", "8", "4", "2"]  # sequences of a step on each rank
-    assert "B=2 " in plan.stdout and "B=8" not in plan.stdout and "NOT ENOUGH" in plan.stdout
+    """On shards, for a GPU in fp32."""
+    data = prepare_text(str(text_file(tmp_path / "text.txt")), "train", 300, tmp_path / "cache")
+    words = dict(shard="full", micro_batch_size=256, activation_checkpointing=True, total_batch_size=2**17, n_embd=1024)
+    words |= dict(device="auto", data=data, max_steps=10**7, checkpoint_interval=1, keep_checkpoints=0)
+    plan = train.result(dry_run=True, **words).stdout
+    assert OBEYED in plan and "NOT ENOUGH" in plan
+    n = len(np.load(data / "text_train_000001.npy"))
+    assert f"data    {data}, {n:,} training tokens, read {1e7 * 2**17 / n:.2g} times; a tokenizer of 300\n" in plan
 
 
 def test_the_estimated_time_of_a_step_on_an_h100():
@@ -216,7 +300,11 @@ def test_the_estimated_time_of_a_step_on_an_h100():
 
 def test_a_dry_run_from_a_model_with_more_positions_counts_the_tokens_of_a_step(train, tmp_path):
     """The activations of 32 tokens, whatever the base has; its weights differ by the rows of `wpe` alone."""
-    GPT(GPTConfig(n_positions=1024, vocab_size=384, n_layer=2, n_head=2, n_embd=32)).save_pretrained(tmp_path / "base")
-    plans = [train(dry_run=True, **more).stdout.splitlines() for more in ({}, dict(init_from=tmp_path / "base"))]
-    small, large = (float(next(line.split()[4] for line in plan if " none " in line)) for plan in plans)
-    assert small <= large < small + 16 * 4 * 992 * 32 / 1e9 + 0.01
+    shape = GPTConfig(n_positions=1024, vocab_size=384, n_layer=2, n_head=2, n_embd=32, attention="naive")
+    GPT(shape).save_pretrained(tmp_path / "base")
+    words = dict(dry_run=True, attention="naive", total_batch_size=2**20, micro_batch_size=2**15, optimizer="adamw")
+    for more, n_positions in (({}, 32), (dict(init_from=tmp_path / "base"), 1024)):
+        wanted = needs(replace(shape, n_positions=n_positions), Layout(32, itemsize=4, device="cpu"), 2**15)
+        plan = train(**words, **more).stdout
+        assert f" none       kept{sum(wanted.values()) / 1e9:>16.2f} " in plan
+        assert " none       kept               -  " in plan  # more than two ranks have
