@@ -81,5 +81,4 @@ def has_memory_for(size: int, shape: tuple[int, int], loss_fn, rt: Runtime) -> b
         raise
     finally:
         loss_fn.zero_grad(set_to_none=True)
-        if rt.device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # of a process that uses CUDA

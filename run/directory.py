@@ -19,7 +19,7 @@ from run.checkpoint import ADAPTER_FILES, MODEL_FILES, checkpoint_steps, load_tr
 from run.records import newest_start, read_log
 
 FILES = ("config.json", "log.jsonl", "samples.txt", "learning_curve.png")  # besides checkpoints
-OF_A_COMMAND = {"resume", "overwrite", "dry_run", "out_dir", "price", "merge"}  # not of the run
+OF_A_COMMAND = {"resume", "overwrite", "out_dir", "price", "merge"}  # not of the run
 
 
 def with_constants_of_run(config, args: list[str]):
