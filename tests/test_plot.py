@@ -100,6 +100,9 @@ null
 {"step": "3", "kind": "val"}
 {"step": 1e400, "kind": "val"}
 {"step": 3, "kind": null}
+{"step": 3, "kind": "sample"}
+{"step": 3, "kind": "val"}
+{"step": 3, "kind": "train"}
 """
 for key, value in json_values("""
 config []
@@ -203,39 +206,117 @@ def test_published_models_are_those_of_the_runs_own_size(panels, parameters, nam
     assert [word for word in words if word.startswith("GPT-")] == names
 
 
-def test_the_panels_of_one_run_have_its_values(panels):
-    n = 40
-    losses = [3 + 1 / step for step in range(1, n + 1)]
-    train = train_records(n, skipped=True)[:n]
-    vals = [dict(step=step, kind="val", loss=5.0 - step / 10, bpb=(5 - step / 10) / 4) for step in (20, n)]
-    score = dict(step=n, kind="hellaswag", acc_norm=0.27, acc_norm_stderr=0.02, gold_bpb=1.5, gold_bpb_stderr=0.125)
+STYLE = "color linestyle linewidth alpha marker markersize markevery".split()
+
+
+def shown(axes: Axes) -> str:
+    """A panel in words: its titles, sizes of texts, its frame; the ends and the look of each line; its names."""
+    legend = axes.get_legend()
+    names = [*axes.texts, *(legend.texts if legend else ())]
+    sizes = {text.get_fontsize() for text in (*names, axes._left_title, axes.yaxis.label, *axes.get_xticklabels())}
+    said = [f"{axes.get_label()}: {axes.get_title('left')}\n{axes.get_ylabel()} | {axes.get_xlabel()}"]
+    said.append(f"sizes {sorted(sizes)}, grid {axes.xaxis.get_gridlines()[0].get_alpha()}")
+    said.append(f"{np.round([axes.get_xlim(), axes.get_ylim()], 3).tolist()} {axes.get_yscale()}")
+    for line in axes.lines:
+        ends = np.round(line.get_xydata()[[0, -1]], 3).tolist()
+        said.append(" ".join([str(ends), *(str(getattr(line, f"get_{name}")()) for name in STYLE)]))
+    for bars in axes.collections:
+        said.append(f"bar {np.round(bars.get_segments()[0], 3).tolist()} {bars.get_linewidth()}")
+    said += [f"{np.round(text.get_position(), 3).tolist()} {text.get_text()}" for text in names]
+    return "\n".join(said) + "\n"
+
+
+ONE_RUN = """
+loss: Validation loss: 1.000
+loss (nats per token) | step
+sizes [8.5, 9.0, 10.0], grid 0.3
+[[-0.4, 40.4], [0.883, 8.006]] log
+[[1.0, 4.0], [40.0, 3.025]] #0072B2 - 0.8 0.25 None 6.0 None
+[[1.0, 4.0], [40.0, 3.025]] #0072B2 - 1.5 None None 6.0 None
+[[20.0, 3.0], [40.0, 1.0]] #000000 - 1.6 None o 4.5 1
+[[0.0, 7.625], [1.0, 7.625]] gray -- 0.8 None None 6.0 None
+[[0.0, 4.0], [0.0, 4.0]] #D55E00 None 1.5 None D 6.0 None
+[0, 0] training, each step
+[0, 0] training, smoothed
+[0, 0] validation: 1.000 at the end
+[0, 0] before the first step: 4.00 (ln V is 7.62)
+
+acc_norm: HellaSwag: how often the right ending of four is the likeliest, lengths normalised, ± standard error
+accuracy (%) | step
+sizes [8.0, 8.5, 9.0, 10.0], grid 0.3
+[[-0.4, 40.4], [23.956, 34.744]] linear
+[[40.0, 27.0], [40.0, 27.0]] #0072B2 - 1.5 None o 4.5 1
+[[0.0, 29.55], [1.0, 29.55]] gray -- 0.8 None None 6.0 None
+[[0.0, 33.7], [1.0, 33.7]] gray -- 0.8 None None 6.0 None
+[[0.0, 25.0], [1.0, 25.0]] gray -- 0.8 None None 6.0 None
+bar [[40.0, 25.0], [40.0, 29.0]] [0.8]
+[0.005, 29.55] GPT-2 124M 29.55%
+[0.005, 33.7] GPT-3 Small 33.7%
+[0.995, 25.0] chance 25%
+[0, 0] tiny: 27 ± 2 at the end
+
+gold_bpb: HellaSwag: what the right ending costs, ± standard error
+bits per byte | step
+sizes [8.5, 9.0, 10.0], grid 0.3
+[[-0.4, 40.4], [1.345, 1.655]] linear
+[[40.0, 1.5], [40.0, 1.5]] #0072B2 - 1.5 None o 4.5 1
+bar [[40.0, 1.375], [40.0, 1.625]] [0.8]
+[0, 0] tiny: 1.5 ± 0.12 at the end
+
+norm: Gradient norm before clipping; 40 steps skipped
+norm (log) | step
+sizes [8.5, 9.0, 10.0], grid 0.3
+[[-0.4, 40.4], [0.945, 1.055]] linear
+[[1.0, 1.0], [40.0, 1.0]] #0072B2 - 0.8 0.25 None 6.0 None
+[[1.0, 1.0], [40.0, 1.0]] #0072B2 - 1.2 None None 6.0 None
+
+rate: Learning rate
+ | step
+sizes [8.5, 9.0, 10.0], grid 0.3
+[[-0.4, 40.4], [0.0, 0.001]] linear
+[[1.0, 0.001], [40.0, 0.001]] #0072B2 - 1.2 None None 6.0 None
+"""
+EIGHT_RUNS = """
+loss: Validation loss: 5.000, reached by 0
+loss (nats per token) | step
+sizes [8.5, 9.0, 10.0], grid 0.3
+[[-0.74, 74.74], [2.927, 5.099]] linear
+[[1.0, 4.0], [40.0, 3.025]] #0072B2 - 0.8 None None 6.0 None
+[[0.0, 5.0], [74.0, 5.0]] #0072B2 - 1.6 None o 4.5 3
+[[1.0, 4.0], [40.0, 3.025]] #E69F00 - 0.8 None None 6.0 None
+[[0.0, 5.0], [74.0, 5.0]] #E69F00 -- 1.6 None s 4.5 3
+[[1.0, 4.0], [40.0, 3.025]] #000000 - 0.8 None None 6.0 None
+[[0.0, 5.0], [74.0, 5.0]] #000000 -. 1.6 None ^ 4.5 3
+[[1.0, 4.0], [40.0, 3.025]] #D55E00 - 0.8 None None 6.0 None
+[[0.0, 5.0], [74.0, 5.0]] #D55E00 : 1.6 None D 4.5 3
+[[1.0, 4.0], [40.0, 3.025]] #56B4E9 - 0.8 None None 6.0 None
+[[0.0, 5.0], [74.0, 5.0]] #56B4E9 - 1.6 None v 4.5 3
+[[1.0, 4.0], [40.0, 3.025]] #009E73 - 0.8 None None 6.0 None
+[[0.0, 5.0], [74.0, 5.0]] #009E73 -- 1.6 None P 4.5 3
+[[1.0, 4.0], [40.0, 3.025]] #CC79A7 - 0.8 None None 6.0 None
+[[0.0, 5.0], [74.0, 5.0]] #CC79A7 -. 1.6 None X 4.5 3
+[[1.0, 4.0], [40.0, 3.025]] #0072B2 - 0.8 None None 6.0 None
+[[0.0, 5.0], [74.0, 5.0]] #0072B2 : 1.6 None o 4.5 3
+[0, 0] 0: 5.000 at the end
+[0, 0] 1: 5.000 at the end
+[0, 0] 2: 5.000 at the end
+[0, 0] 3: 5.000 at the end
+[0, 0] 4: 5.000 at the end
+[0, 0] 5: 5.000 at the end
+[0, 0] 6: 5.000 at the end
+[0, 0] 7: 5.000 at the end
+"""
+
+
+def test_the_panels_of_one_run_have_its_values_and_those_of_several_tell_them_apart(panels):
+    train = train_records(40, skipped=True)[:40]
+    vals = [dict(step=step, kind="val", loss=5.0 - step / 10, bpb=(5 - step / 10) / 4) for step in (20, 40)]
+    score = dict(step=40, kind="hellaswag", acc_norm=0.27, acc_norm_stderr=0.02, gold_bpb=1.5, gold_bpb_stderr=0.125)
     drawn = panels({"tiny": [run_record(), *train, *vals, score]})
-    each_step, smoothed, validation, uniform, first = drawn["loss"].lines
-    assert each_step.get_ydata().tolist() == losses and smoothed.get_ydata()[-1] == pytest.approx(losses[-1], abs=1e-3)
-    assert validation.get_xydata().tolist() == [[20, 3.0], [n, 1.0]]
-    assert set(uniform.get_ydata()) == {7.625} and first.get_xydata().tolist() == [[0, 4.0]]
-    assert each_step.get_color() == smoothed.get_color() != validation.get_color()
-    drawn["loss"].figure.draw_without_rendering()
-    tail = max(smoothed.get_ydata()[2:])  # from 5% of the run on
-    low, high = drawn["loss"].get_ylim()
-    assert (low, high) == pytest.approx((1.0 - 0.05 * (tail - 1.0), 1.05 * 7.625))
-    assert drawn["loss"].get_yscale() == "log"
-    for name, value, error in (("acc_norm", 27, 2), ("gold_bpb", 1.5, 0.125)):
-        ((point, _, (bar,)),) = drawn[name].containers
-        assert point.get_xydata().tolist() == [[n, pytest.approx(value)]]
-        assert bar.get_segments()[0][:, 1].tolist() == pytest.approx([value - error, value + error])
-    assert drawn["rate"].get_ylim()[0] == 0
-    assert drawn["rate"].lines[0].get_xydata().tolist() == [[step, 1e-3] for step in range(1, n + 1)]
-    for axes in drawn.values():
-        assert axes.get_xlim() == pytest.approx((-0.01 * n, 1.01 * n)) and axes.get_xlabel() == "step"
-    for name, words in dict(
-        loss="Validation loss: 1.000\nloss (nats per token)\nvalidation: 1.000 at the end\ntraining, smoothed\n"
-        "before the first step: 4.00 (ln V is 7.62)",
-        acc_norm="accuracy (%)\ntiny: 27 ± 2 at the end\nchance 25%\nGPT-2 124M 29.55%",
-        gold_bpb="bits per byte\ntiny: 1.5 ± 0.12 at the end",
-        norm="Gradient norm before clipping; 40 steps skipped",
-    ).items():
-        assert set(words.split("\n")) <= set(words_of(drawn[name]).split("\n")), name
+    assert "\n".join(map(shown, drawn.values())) == ONE_RUN.lstrip()
+    assert drawn["loss"].figure.get_size_inches().tolist() == [9, 11.5]
+    many = [*train, *(dict(step=step, kind="val", loss=5.0) for step in range(75))]
+    assert shown(panels({str(i): many for i in range(8)})["loss"]) == EIGHT_RUNS.lstrip()
 
 
 @pytest.mark.parametrize("norms", [(2.0, 2.4), (1.0, 100.0)])
@@ -261,8 +342,7 @@ def test_a_winner_is_named_only_among_runs_that_can_be_compared(door, figures, t
     assert door("a", "b", "--x", "flops", "--y", y).returncode == 0
     words = words_of(figures[0])
     assert (f"reached by {winner}" if winner else "not comparable") in words and curves.LOSS_IN[y] in words
-    styles = {(line.get_color(), line.get_linestyle(), line.get_marker()) for line in figures[0].axes[0].lines[1::2]}
-    assert len(styles) == 2 and ("thin: training" in words) == (y == "loss")
+    assert ("thin: training" in words) == (y == "loss")
 
 
 def test_a_known_run_is_drawn_behind_one_with_its_constants(door, figures, tmp_path, monkeypatch):
