@@ -15,9 +15,12 @@ import pytest
 import cli
 import train_gpt2
 from cli import UserError, parse_args
-from files import exclusive_lock, replace_file, write_atomically
-from tests.helpers import assert_refused, environment, json_values, run_script, table
+from files import exclusive_lock, read_json, replace_file, set_aside, write_atomically
+from tests.helpers import assert_refused, environment, json_values, resume_table, run_script, table
 
+DOORS = {
+    name: import_module(name) for name in "train_gpt2 lora_finetune fineweb hellaswag sample plot bpe.train".split()
+}
 EDITED = """
 max_steps "1200" | max_steps is '1200'; it must be a whole number
 max_steps 12.5 | max_steps is 12.5; it must be a whole number
@@ -76,13 +79,19 @@ record data='fineweb10B' max_steps=9537 target_loss=3.28 warmup_steps=256 max_lr
 
 def test_no_constant_of_a_door_or_of_a_recipe_changes_by_accident():
     found = []
-    for name in "train_gpt2 lora_finetune fineweb hellaswag sample plot bpe.train".split():
-        constants = fields(import_module(name).Config)
-        found += [name, *(f"{c.name}={c.default!r}" for c in constants if c.default is not MISSING)]
+    for name, door in DOORS.items():
+        found += [name, *(f"{c.name}={c.default!r}" for c in fields(door.Config) if c.default is not MISSING)]
     for name, recipe in train_gpt2.RECIPES.items():
         changed = [(key, value) for key, value in asdict(recipe).items() if value != getattr(train_gpt2.Config, key)]
         found += [name, *(f"{key}={value!r}" for key, value in changed)]
     assert " ".join(found).split() == CONSTANTS.split()
+
+
+@pytest.mark.parametrize("page, door", [("resume.md", "train_gpt2"), ("lora.md", "lora_finetune")])
+def test_a_page_says_of_every_constant_what_a_resume_does_with_another_value(page, door):
+    table = resume_table(page)
+    assert set(table) == {field.name for field in fields(DOORS[door].Config)}
+    assert {name for name in table if table[name] == "refused"} == set(DOORS[door].FIXED)
 
 
 def test_help_shows_each_constant_with_its_comment_and_the_default_of_the_recipe(monkeypatch, capsys):
@@ -111,6 +120,18 @@ def test_files_and_directories_are_on_the_disk_before_they_have_their_name(tmp_p
         write_atomically(tmp_path / "dir", lambda path: (path / "a").write_text("x"))
         old = ["name dir.1"] * n
         assert events == ["flush a", f"flush .dir.{me}.tmp", *old, "name dir", f"flush {tmp_path.name}"]
+
+
+@pytest.mark.parametrize("place", [".", "..", "../.."])
+def test_what_holds_the_current_directory_is_not_renamed(tmp_path, monkeypatch, place):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "a" / "b")
+    assert_refused("holds the current directory", set_aside, Path(place))
+
+
+def test_json_may_begin_with_a_byte_order_mark(tmp_path):
+    (tmp_path / "a.json").write_text("[1]", encoding="utf-8-sig")
+    assert read_json(tmp_path / "a.json") == [1]
 
 
 def test_what_cannot_be_written_is_named_by_its_path(tmp_path, monkeypatch):

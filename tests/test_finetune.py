@@ -1,7 +1,7 @@
 """lora_finetune.py: its loss and gradients, and runs as a user meets them."""
 
 import shutil
-from dataclasses import fields
+import statistics
 from pathlib import Path
 
 import pytest
@@ -26,7 +26,6 @@ from tests.helpers import (
     losses,
     options_of,
     read_json,
-    resume_table,
     steps_of,
     succeed,
     table,
@@ -63,7 +62,7 @@ def test_constants_follow_from_the_rows_and_the_rank_unless_they_are_given(finet
     derived = ("max_steps", "warmup_steps", "eval_interval", "lora_alpha", "max_lr")
     plain = dict.fromkeys(("max_steps", "max_lr", "eval_interval"))
     for constants, expected in (
-        (plain, (10, 1, 1, 8, 1e-3)),  # 3 epochs of 54 examples, 16 a step; 3%, a tenth, 2 r
+        (plain | dict(epochs=6), (20, 1, 2, 8, 1e-3)),  # of 54 examples, 16 a step; 3%, a tenth, 2 r
         (plain | dict(lora_dim=0, epochs=1e-6, warmup_steps=9), (1, 1, 1, 0, 1e-4)),
         (found := dict(zip(derived, (2, 1, 0, 5.0, 0.01), strict=True)), tuple(found.values())),
     ):
@@ -111,6 +110,14 @@ def test_finetuning_lowers_the_validation_loss_and_leaves_what_it_should(finetun
     result = finetune(lora_dim=r, sample_interval=6, **options)
     assert "60 rows: 54 examples to train on, 6 to validate" in result.stdout
     val = column(run_dir, "val", "loss")
+    model = f"{base / 'base'} --adapter {run_dir / 'adapter'}" if r else run_dir
+    rate = statistics.median(column(run_dir, "train", "tokens_per_sec"))
+    assert result.stdout.endswith(
+        f"\nvalidation loss {val[0]:.4f} before, {val[-1]:.4f} after, {min(val):.4f} at best (nats per token)\n"
+        f"{rate:,.0f} answer tokens/s\n"
+        f"\nNow try:\n  python sample.py {model} --chat\n  {run_dir}/learning_curve.png    # the loss curve\n"
+    )
+    assert log_of(run_dir, "val")[0].keys() == {"step", "kind", "loss", "bpb"}
     assert column(run_dir, "val", "step") == [0, 6, 12] and val[-1] < val[0] - 0.5
     assert column(run_dir, "train", "step") == list(range(1, 13))
     assert (run_dir / "learning_curve.png").exists() and "--- step 12" in (run_dir / "samples.txt").read_text()
@@ -168,7 +175,8 @@ def test_what_is_written_is_spoken_to_in_the_form_that_was_trained(finetune, tmp
     said = [("system", "Be kind."), ("user", "Say <|endoftext|> (twice)"), ("assistant", ":) ok"), ("user", "Bye")]
     messages = [dict(role=role, content=content) for role, content in said]
     finetune(max_steps=1, merge=tmp_path / "merged")
-    finetune(max_steps=1, out="full", lora_dim=0)
+    finetune(max_steps=1, out="full", lora_dim=0, val_rows=0)
+    assert not log_of(tmp_path / "full", "val")
     for path in ("run/adapter", "run/step_000001", "merged", "full/step_000001"):
         theirs = AutoTokenizer.from_pretrained(tmp_path / path)
         ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
@@ -240,10 +248,7 @@ SHORT = dict(max_steps=2, eval_interval=0, checkpoint_interval=2)
 def test_what_the_table_calls_refused_is_refused_by_name_and_changes_nothing(finetune, run_dir):
     finetune(**SHORT)
     before = files_of(run_dir)
-    table = resume_table("lora.md")
-    refused = [name for name, said in table.items() if said == "refused"]
-    assert set(refused) == set(lf.FIXED) and set(table) == {field.name for field in fields(lf.Config)}
-    for name in refused:
+    for name in lf.FIXED:
         finetune.error(name, **SHORT | dict(resume=True, max_steps=4) | {name: OTHER[name]})
         assert files_of(run_dir) == before
 

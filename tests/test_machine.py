@@ -40,7 +40,7 @@ KERNELS = """
 7 0 | sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 | cu126
 7 0 | sm_50 sm_60 sm_70 sm_75 sm_80
 8 9 | sm_75 sm_80 sm_86 sm_90
-12 1 | sm_90 sm_100 compute_120
+12 1 | sm_90 compute_100
 11 0 | sm_90 sm_100 sm_120 | a newer one
 9 4 | gfx942
 """
@@ -87,6 +87,33 @@ def test_ranks_that_no_launcher_sets_are_refused(monkeypatch, found):
     for pair in found.split():
         monkeypatch.setenv(*pair.split("="))
     assert_refused(f"{found.split()[0]}.*torchrun", Runtime.setup, "cpu", "float32")
+
+
+def test_the_first_line_of_a_run_says_how_it_computes(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    assert Runtime.setup("cpu", "float32", threads=1).description.endswith("1 thread, float32, compile off, 2 ranks")
+
+
+DEVICES = """
+auto 1 1 | cuda:0
+auto 0 1 | mps
+auto 0 0 | cpu
+cpu 1 1 | cpu
+cuda 0 1 | --device cuda: .* sees no such GPU here
+mps 1 0 | --device mps: .* sees no such GPU here
+cuda 1 0 1 | there are 1 GPUs here
+"""
+
+
+@pytest.mark.parametrize("given, row", table(DEVICES))
+def test_a_device_is_the_best_one_or_the_one_that_was_asked_for(monkeypatch, given, row):
+    device, cuda, mps, *local_rank = given.split()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda == "1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps == "1")
+    with pytest.raises(UserError, match=row[0]) if "here" in row[0] else nullcontext():
+        assert str(runtime._choose_device(device, len(local_rank))) == row[0]
 
 
 def test_cpu_means_that_no_gpu_is_asked_for(monkeypatch):

@@ -99,7 +99,7 @@ def test_full_sharding_on_gpus_needs_the_size_of_a_micro_batch(h100):
     rt = replace(h100, shard="full")
     with pytest.raises(UserError, match="--micro_batch_size"):
         train_gpt2.validate_config(Config(), rt)
-    train_gpt2.validate_config(Config(micro_batch_size=4), rt)
+    train_gpt2.validate_config(Config(micro_batch_size=4, min_lr=6e-4), rt)
 
 
 def test_a_gpu_has_work_queued_and_a_processor_waits(h100, rt):
@@ -145,14 +145,6 @@ def test_activation_checkpointing_changes_no_number(train, tmp_path):
 # ---- faster paths
 
 
-FASTER = {
-    "fused attention, loss in chunks, two micro-batches, fused AdamW": dict(),
-    "compiled": dict(compile="on"),
-    "spelled-out attention": dict(attention="naive"),
-    "activations computed again": dict(activation_checkpointing=True),
-}
-
-
 def plain_losses(seed: int, dtype: torch.dtype, batches: list, config: Config) -> list[float]:
     """The plain recipe, eager: attention spelled out, all logits at once, one batch, a loop over torch's AdamW."""
     torch.manual_seed(seed)
@@ -178,16 +170,12 @@ def plain_losses(seed: int, dtype: torch.dtype, batches: list, config: Config) -
     return found
 
 
-FUSED, COMPILED, NAIVE, AGAIN = FASTER
-QUICK = [(FUSED, "float32"), (FUSED, "bfloat16"), (NAIVE, "float32"), (AGAIN, "float32")]
-SLOW = [(COMPILED, "float32"), (COMPILED, "bfloat16"), (NAIVE, "bfloat16"), (AGAIN, "bfloat16")]
-SLOW = [slow(*case) for case in SLOW]
-
-
-@pytest.mark.parametrize("path, dtype", QUICK + SLOW)
-def test_faster_paths_have_the_loss_curve_of_the_plain_one(train, run_dir, monkeypatch, path, dtype):
-    """Within 1e-5 in fp32, and in bf16 within what two seeds of the plain recipe differ by."""
-    options = dict(max_steps=50, optimizer="adamw", micro_batch_size=4, eval_interval=0, dtype=dtype) | FASTER[path]
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("compile", ["off", slow("on")])
+def test_faster_paths_have_the_loss_curve_of_the_plain_one(train, run_dir, monkeypatch, compile, dtype):
+    """Fused attention, the loss in chunks, two micro-batches, fused AdamW, compiled or not: within 1e-5 in fp32, and in
+    bf16 within what two seeds of the plain recipe differ by."""
+    options = dict(max_steps=50, optimizer="adamw", micro_batch_size=4, eval_interval=0, dtype=dtype, compile=compile)
     batches, real = [], train_gpt2.training_batches
 
     def training_batches(*args):

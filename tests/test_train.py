@@ -9,7 +9,6 @@ import statistics
 import subprocess
 import time
 from dataclasses import asdict
-from functools import partial
 
 import numpy as np
 import pytest
@@ -147,10 +146,15 @@ def test_hellaswag_is_scored_on_the_way_and_changes_nothing(train, inline, tmp_p
     assert losses(tmp_path / "with") == losses(tmp_path / "without")
 
 
-def test_a_run_that_diverges_is_told_why_and_not_what_to_try_next(train, run_dir):
-    result = train(max_lr=50, muon_lr=50, max_steps=20, eval_interval=20)
-    assert log_of(run_dir, "val")[-1]["loss"] > math.log(384) + 1
-    assert "diverged" in result.stdout and "--max_lr 50" in result.stdout and "Now try" not in result.stdout
+ADVICE = {math.nan: "diverged", 1.01: "diverged", 0.99: "", -0.01: "Now try"}  # of a loss so far above a guess
+
+
+@pytest.mark.parametrize("above", ADVICE)
+def test_a_run_that_diverges_is_told_why_and_one_that_does_not_what_to_try_next(train, monkeypatch, above):
+    monkeypatch.setattr(train_gpt2, "validate", lambda *_: dict(loss=math.log(384) + above, bpb=1.0))
+    result = train(max_steps=1, max_lr=50)
+    words = re.findall("diverged|Now try", result.stdout)
+    assert "".join(words) == ADVICE[above] and ("--max_lr 50" in result.stdout) == (words == ["diverged"])
 
 
 def test_without_a_terminal_progress_is_a_line_now_and_then(train, monkeypatch):
@@ -166,6 +170,7 @@ def test_tokens_are_counted_exactly(train, run_dir, monkeypatch):
     monkeypatch.setattr(Run, "log_step", lambda run, *figures: real(run, *figures[:-1], torch.tensor(many)))
     train(max_steps=3)
     assert column(run_dir, "train", "tokens") == [many, 2 * many, 3 * many]
+    assert read_json(run_dir / "config.json")["warmup_steps"] == 3  # not 4: no longer than the run
 
 
 def test_no_rank_waits_for_a_tokenizer_in_an_exchange(train, monkeypatch):
@@ -191,9 +196,7 @@ def test_a_vocabulary_much_larger_than_the_tokenizer_is_warned_of(train, tokeniz
 
 
 def test_recipes_have_the_sizes_of_gpt2():
-    for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "speedrun", "record"):
-        size = SIZES.get(name, SIZES["gpt2"])
-        assert {k: asdict(RECIPES[name])[k] for k in size} == size
+    assert all(SIZES[name].items() <= asdict(RECIPES[name]).items() for name in SIZES)
 
 
 # ---- interruption
@@ -273,7 +276,7 @@ tokenizer=nowhere.json | nowhere.json
 init_from=./nowhere | ./nowhere
 out=text.txt/run | text.txt/run
 max_stepz=3 | max_steps
-min_lr=1.0 | min_lr | max_lr
+min_lr=1.0 | error: --min_lr 1.0 is above --max_lr 0.003; the schedule
 target_loss=3.0 eval_interval=0 | --target_loss 3.0 | --eval_interval
 dtype=int8 | int8
 """
@@ -298,11 +301,9 @@ def test_training_goes_on_from_another_checkpoint(train, tmp_path):
     train.error("n_layer 2, not 4", out="third", init_from=start, n_layer=4)  # tiny has 4
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", slow("inductor")])
-def test_compiled_training_evaluates_scores_and_samples_without_recompiling(train, tmp_path, monkeypatch, backend):
+def test_compiled_training_evaluates_scores_and_samples_without_recompiling(train, tmp_path):
     from torch._dynamo.utils import counters
 
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     torch._dynamo.reset()
     counters.clear()
     options = dict(n_layer=1, max_steps=8, eval_interval=2, sample_interval=2, hellaswag_interval=2)
