@@ -97,7 +97,7 @@ def check_ids(tok, theirs) -> None:
 def to_tokenizers(tok):
     """A tokenizers.Tokenizer with the same ids. Raises ValueError for special tokens that it would take for bytes, and
     for a split pattern that it cannot compile; warns if it reads the pattern differently."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     vocab = {show(token): i for token, i in tok.ordinary.items()}
     for special in tok.special_tokens:
@@ -114,7 +114,7 @@ def to_tokenizers(tok):
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         theirs.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     theirs.decoder = decoders.ByteLevel()
-    theirs.add_special_tokens([AddedToken(special, normalized=False) for special in tok.special_tokens])
+    theirs.add_special_tokens([*tok.special_tokens])
     if tok.pattern not in KNOWN:
         try:
             check_ids(tok, theirs)

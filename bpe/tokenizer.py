@@ -100,7 +100,7 @@ class Tokenizer:
         check_ids([*ids.values(), *special_tokens.values()])
         if "" in special_tokens or b"" in ids:
             raise ValueError("a token is empty")
-        self.ordinary = dict(sorted(ids.items(), key=itemgetter(1)))
+        self.ordinary = dict(ids)
         self.special_tokens = dict(sorted(special_tokens.items(), key=itemgetter(1)))
         self.vocab = {i: token for token, i in self.ordinary.items()}
         for special, i in self.special_tokens.items():

@@ -109,7 +109,7 @@ def chat_ids(tokenizer: Tokenizer, messages: list[dict]) -> list[int]:
 
 def prompt_of(text: str, tokenizer: Tokenizer) -> str:
     """What the model reads before it answers `text`, the first message."""
-    return pieces([dict(role="user", content=text)], tokenizer)[0][0]
+    return turn([clean(text, tokenizer)], first=True)
 
 
 # ------------------------------------------------------------------------------------------------ the same in Jinja

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HFTokenizer
 
-from bpe import minimal, tokenizer
+from bpe import minimal, tokenizer, training
 from bpe.chunks import BLOCK, BYTE_ORDER, PATTERNS, splitter
 from bpe.formats import CHAR_TO_BYTE, ENDOFTEXT
 from bpe.tokenizer import Tokenizer
@@ -116,13 +116,16 @@ def test_counts_do_not_overflow():
     assert (BYTE_ORDER[first[0]], BYTE_ORDER[first[1]], first[2]) == (*b"bc", 2**40 + 1)
 
 
-def test_processes_count_what_one_process_counts():
+def test_processes_count_what_one_process_counts(monkeypatch):
     texts, merges = [*TEXTS["english"], *TEXTS["chinese"], *TEXTS["code"], *TEXTS["emoji"]] * 3, []
+    started, start = [], training.counting_process
+    monkeypatch.setattr(training, "counting_process", lambda: started.append(start()) or started[-1])
     for how in (dict(workers=3, block=2000), dict(workers=1, block=2000), dict(workers=1, progress=True)):
         found = []
         Tokenizer.train(texts, 400, on_merge=lambda *merge, found=found: found.append(merge), **how)
         merges.append(found)
     assert len(merges[0]) == 143 and merges[0] == merges[1] == merges[2]
+    assert [process.returncode for process in started] == [0, 0]  # besides this one; and they have ended
 
 
 def test_a_quarter_of_a_million_letters_without_a_space():
@@ -245,6 +248,7 @@ def test_streaming_decode_never_shows_half_a_character():
 
 def test_what_is_not_utf8_is_replaced_and_an_id_outside_the_vocabulary_is_an_error(tok):
     assert tok.decode([BYTE_ORDER.index("中".encode()[0])]) == "\ufffd"
+    assert tokenizer.visible(b" a\n\t\xe4\x00\xc2\xa0") == r"␣a⏎⇥\xe4\x00\xa0"
     assert_invalid("50303", tok.decode, [0, 50303])
 
 
@@ -269,10 +273,12 @@ def test_fingerprint_is_of_the_content(tok):
         Tokenizer(tok.merges[:-1], tok.pattern, tok.special_tokens),
         Tokenizer(tok.merges, "cl100k", tok.special_tokens),
         Tokenizer(tok.merges, tok.pattern, (ENDOFTEXT,)),
-        Tokenizer(tok.merges, tok.pattern, tok.special_tokens, tok.ordinary | {b"a": 3_000}),
+        Tokenizer(tok.merges, tok.pattern, tok.special_tokens, tok.ordinary | {b"a": 2**24}),
     ]
     assert same.fingerprint == tok.fingerprint
     assert len({t.fingerprint for t in [tok, *others]}) == 5
+    known = Tokenizer([(b"a", b"b")], special_tokens=("<|b|>", "<|a|>")).fingerprint
+    assert known.startswith("e71190aba3f64968"), "older shards would be refused"
 
 
 def test_a_tokenizer_survives_pickle_and_a_new_process(tok):
@@ -291,7 +297,9 @@ IMPOSSIBLE = [
     lambda: Tokenizer.train("some text", 300),  # would be taken for texts of one character
     lambda: Tokenizer([(b"ab", b"c")]),  # nothing makes ab
     lambda: Tokenizer([(b"a", b"b"), (b"a", b"b")]),
-    *(lambda i=i: Tokenizer([], special_tokens={ENDOFTEXT: i}) for i in (5, -1, 10**12, 256.0)),  # 5 is that of a byte
+    *(
+        lambda i=i: Tokenizer([], special_tokens={ENDOFTEXT: i}) for i in (5, -1, 2**24 + 1, 256.0)
+    ),  # 5 is that of a byte
     lambda: Tokenizer([], special_tokens=("",)),
 ]
 

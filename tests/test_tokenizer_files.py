@@ -1,9 +1,6 @@
 """Files of the tokenizer: nothing is lost between tokenizer.json, .tiktoken, transformers and GPT-2's vocabulary."""
 
 import inspect
-import os
-import subprocess
-import sys
 
 import pytest
 import tiktoken
@@ -52,9 +49,10 @@ def test_a_directory_and_its_file_come_back(tok, tmp_path):
     assert files == ["tokenizer.json", "tokenizer.tiktoken", "tokenizer_config.json"]
     for name in ["", "tokenizer.json"]:
         assert_same(tok, Tokenizer.load(tmp_path / "tokenizer" / name))
-    tok.save(tmp_path / "deep" / "mine.json")
-    assert sorted(file.name for file in (tmp_path / "deep").iterdir()) == ["mine.json", "mine.tiktoken"]
-    assert_same(tok, Tokenizer.load(tmp_path / "deep" / "mine.json"))
+    folder = tmp_path / "very/deep"
+    tok.save(folder / "mine.json")
+    assert sorted(file.name for file in folder.iterdir()) == ["mine.json", "mine.tiktoken"]
+    assert_same(tok, Tokenizer.load(folder / "mine.json"))
 
 
 def test_tiktoken_reads_the_file_as_we_do(tok, tmp_path):
@@ -141,24 +139,26 @@ def test_gpt2_from_tiktoken_has_gpt2s_ids_and_saves_them_for_auto_tokenizer(tmp_
     assert_same(tok, Tokenizer.load("gpt2"))
 
 
-def test_without_network_and_cache_the_error_names_file_folder_and_checksum(tmp_path):
-    """In a process of its own, where every connection fails at once."""
-    code = """
-import socket
-def fail(*args, **kwargs): raise OSError('no network')
-socket.getaddrinfo = socket.create_connection = fail
-from bpe.tokenizer import Tokenizer
-try: Tokenizer.load('gpt2')
-except ValueError as e: print(e)
-"""
-    env = os.environ | {"TIKTOKEN_CACHE_DIR": str(tmp_path)}
-    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+@pytest.mark.parametrize("given", [True, False])
+def test_without_network_and_cache_the_error_names_file_folder_and_checksum(given, tmp_path, monkeypatch):
+    """Where every connection fails at once, with a folder that is given, and with the one that tiktoken takes."""
+
+    def fail(*_, **__):
+        raise OSError("no network")
+
+    monkeypatch.setattr("tiktoken.registry.ENCODINGS", {})
+    monkeypatch.setattr("socket.getaddrinfo", fail)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path) if given else "")
+    with pytest.raises(ValueError) as error:
+        Tokenizer.load("gpt2")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     names = ("6d1cbeee0f20b3d9449abfede4726ed8212e3aee", "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6")
+    folder = tmp_path if given else tmp_path / "data-gym-cache"
     for (address, checksum), name in zip(GPT2_FILES.items(), names, strict=True):
-        assert f"{address} (sha256 {checksum}) as {tmp_path / name}" in out.stdout, out.stderr
+        assert f"{address} (sha256 {checksum}) as {folder / name}" in str(error.value)
         assert address in readme and name in readme
-    assert f"TIKTOKEN_CACHE_DIR={tmp_path}" in out.stdout
+    assert f"TIKTOKEN_CACHE_DIR={folder}" in str(error.value)
 
 
 def test_addresses_and_checksums_are_tiktokens():
