@@ -43,7 +43,7 @@ def find_shards(data: str, split: str) -> list[Path]:
     shards = {"train": [], "val": []}
     unnamed = []
     for path in paths:
-        if path.suffix not in LAYOUTS or path.name.startswith("."):
+        if path.suffix not in LAYOUTS:
             continue
         if named := re.findall(r"_(train|val)(?=_|$)", path.stem):
             shards[named[-1]].append(path)

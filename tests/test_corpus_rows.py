@@ -37,7 +37,7 @@ FOREIGN = {
 @pytest.mark.parametrize("what", FOREIGN)
 def test_a_file_without_rows_is_one_error(tmp_path, what):
     (tmp_path / "rows.jsonl").write_bytes(FOREIGN[what])
-    assert_refused(r"rows\.jsonl", file_rows, str(tmp_path / "rows.jsonl"))
+    assert_refused(r"rows\.jsonl .*(; --data takes a|; correct it there)", file_rows, str(tmp_path / "rows.jsonl"))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_split_is_read_through_datasets(tmp_path):
     for split, rows in dict(train=ROWS, validation=ROWS[:2]).items():
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / "data" / f"{split}-00000-of-00001.parquet")
     assert hub_rows(str(tmp_path), "train") == ROWS and hub_rows(str(tmp_path), "validation") == ROWS[:2]
-    assert_refused("nowhere", hub_rows, str(tmp_path), "nowhere")
+    assert_refused("nowhere.*with --data", hub_rows, str(tmp_path), "nowhere")
 
 
 def test_without_a_network_the_error_says_what_to_do(monkeypatch):

@@ -20,6 +20,7 @@ from corpus import encoders, sources
 from corpus.manifest import read_manifest, save_manifest
 from corpus.shards import verify
 from corpus.stream import find_shards
+from corpus.writer import shard_dtype
 from tests.corpora import (
     assert_shards,
     make_documents,
@@ -62,12 +63,13 @@ def test_shards_are_those_of_the_plain_loop(corpus, tokenizer, tmp_path, workers
 
 def test_a_vocabulary_beyond_16_bits_makes_uint32_shards(corpus, tmp_path):
     folder, docs = corpus
-    tok = Tokenizer([], special_tokens={"<|endoftext|>": 70_000})
+    tok = Tokenizer([], special_tokens={"<|endoftext|>": 2**16})
     tok.save(tmp_path / "wide.json")
     run_here(folder / "part_00.parquet", tmp_path / "shards", tmp_path / "wide.json", shard_size=10**6)
     tokens = np.load(find_shards(str(tmp_path / "shards"), "val")[0])
     expected = plain_tokens(docs[:40], tok)
     assert tokens.dtype == np.uint32 and tokens.tolist() == expected
+    assert shard_dtype(2**16) == np.uint16
 
 
 def tokens_of(out_dir: Path) -> list[int]:

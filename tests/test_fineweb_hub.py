@@ -6,19 +6,15 @@ import subprocess
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import fineweb
-from bpe.tokenizer import Tokenizer
 from corpus import sources
 from corpus.manifest import read_manifest
-from corpus.stream import find_shards
 from tests.corpora import (
     assert_shards,
     full_disk,
     options,
-    plain_tokens,
     run_here,
     wait_until,
     write_parquet,
@@ -29,13 +25,9 @@ from tests.hub import Hub, hub_environment
 
 @pytest.fixture(scope="session")
 def dataset(corpus, tmp_path_factory) -> Path:
-    """The corpus as a dataset of the hub, besides files that are not meant."""
+    """The corpus as a dataset of the hub."""
     folder = tmp_path_factory.mktemp("dataset")
     shutil.copytree(corpus[0], folder / "sample" / "10BT")
-    write_parquet(folder / "data" / "train-00000.parquet", ["another text"])
-    write_parquet(folder / "data" / "constrained-test.parquet", ["for a test"])
-    (folder / "README.md").write_text("# a dataset")
-    (folder / "license.txt").write_text("free")
     return folder
 
 
@@ -103,19 +95,6 @@ def test_fetched_files_are_deleted_once_they_are_used(corpus, tokenizer, tmp_pat
     assert_shards(out_dir, corpus[1], tokenizer)
 
 
-def test_the_training_split_of_a_dataset_is_chosen(dataset, tokenizer, tmp_path):
-    with Hub(dataset) as hub:
-        env = hub_environment(hub.url, tmp_path / "home")
-        succeed("fineweb.py", **options("some/corpus", tmp_path / "shards", tokenizer), env=env)
-        tok = Tokenizer.load(tokenizer)
-        [shard] = find_shards(str(tmp_path / "shards"), "val")
-        assert np.load(shard).tolist() == plain_tokens(["another text"], tok)
-        result = run_script("fineweb.py", **options("some/corpus/nowhere", tmp_path / "other", tokenizer), env=env)
-        assert_user_error(result, "no data file in nowhere", "name a folder", "sample/10BT")
-        result = run_script("fineweb.py", **options("no/body", tmp_path / "other", tokenizer), env=env)
-        assert_user_error(result, "no/body", "404")
-
-
 def test_no_network_is_one_line_and_loses_nothing(corpus, dataset, tokenizer, tmp_path):
     out_dir = tmp_path / "shards"
     words = options("some/corpus/sample/10BT", out_dir, tokenizer, shard_size=3000)
@@ -138,4 +117,6 @@ def test_content_that_is_not_what_the_hub_says_is_refused(corpus, dataset, token
         assert_user_error(run_script("fineweb.py", **words, env=env), "part_00.parquet has changed")
         used.write_bytes(intact)
         succeed("fineweb.py", **words, env=env)
+        words |= dict(source="no/body", out_dir=tmp_path / "other")
+        assert_user_error(run_script("fineweb.py", **words, env=env), "no/body", "404")
     assert_shards(out_dir, corpus[1], tokenizer)

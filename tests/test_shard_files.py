@@ -38,11 +38,8 @@ def test_shards_of_llm_c_are_read_as_they_are(tmp_path):
     for i, part in enumerate(np.split(tokens, np.cumsum(SIZES)[:-1])):
         write_bin(tmp_path / "bin" / f"fineweb_train_{i:06d}.bin", part)
     write_bin(tmp_path / "bin" / "fineweb_val_000000.bin", tokens[:50])
-    ours, theirs = open_stream(tmp_path), open_stream(tmp_path / "bin")
-    assert np.array_equal(theirs.read(0, len(theirs)), tokens) and len(ours) == len(theirs)
-    for step in range(5):
-        [a], [b] = (Batches(s, T, 1, True).micro_batches(step * 8, 8, 8) for s in (ours, theirs))
-        assert np.array_equal(a, b)
+    theirs = open_stream(tmp_path / "bin")
+    assert np.array_equal(theirs.read(0, len(theirs)), tokens)
     assert find_shards(str(tmp_path / "bin"), "val") == [tmp_path / "bin" / "fineweb_val_000000.bin"]
     write_bin(tmp_path / "tiny_shakespeare_val.bin", tokens[:50])
     assert find_shards(str(tmp_path), "val") == [tmp_path / "tiny_shakespeare_val.bin"]
@@ -58,19 +55,6 @@ def test_shards_of_datatrove_are_read_as_they_are(tmp_path, dtype):
     assert np.array_equal(stream.read(0, len(stream)), tokens[200:])
     assert find_shards(str(tmp_path), "val") == [tmp_path / "00000_00000_shuffled.ds"], "the first one validates"
     assert find_shards(f"{tmp_path}/0000[12]*", "val") == [tmp_path / "00001_00000_shuffled.ds"]
-
-
-def test_endoftext_at_the_end_of_documents_is_our_stream_from_its_second_token_on(tmp_path):
-    """datatrove puts it after a document, we before: files of both, cut between documents, as one stream."""
-    eot, rng = 0, np.random.default_rng(0)
-    files = [[rng.integers(1, 99, n).astype(np.uint16) for n in sizes] for sizes in ((7,), (3, 9, 1), (5, 5), (2,))]
-    for i, documents in enumerate(files):
-        name = f"x_{'train' if i else 'val'}_{i:06d}"
-        write_ds(tmp_path / f"{i:05d}.ds", np.concatenate([np.append(d, eot) for d in documents]).astype(np.uint16))
-        np.save(tmp_path / f"{name}.npy", np.concatenate([np.insert(d, 0, eot) for d in documents]))
-    ours = open_stream(tmp_path)
-    theirs = TokenStream(find_shards(f"{tmp_path}/*.ds", "train"), VOCAB)
-    assert ours.read(1, len(ours) - 1).tolist() + [eot] == theirs.read(0, len(theirs)).tolist()
 
 
 def test_wide_ids_and_globs(tmp_path):
@@ -205,8 +189,8 @@ def test_shards_have_to_fit_the_manifest(tmp_path):
     open_stream(tmp_path)
     for path, shards in {
         "x_train_000002.npy": entries[:2] + [dict(entries[2], tokens=17)] + entries[3:],  # truncated
-        "x_train_000004.npy": entries[:-1],  # of another run
-        "x_train_000005.npy": entries + [dict(entries[0], file="x_train_000005.npy")],  # missing
+        "x_train_000005.npy": entries[:-1],  # of another run
+        "x_train_000006.npy": entries + [dict(entries[0], file="x_train_000006.npy")],  # missing
         "n" * 5000: [dict(entries[0], file="n" * 5000)],
         "missing": [dict(entries[0], file="a\0b")],
     }.items():

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +16,13 @@ import files
 from bpe.tokenizer import Tokenizer
 from cli import UserError
 from corpus.manifest import read_manifest, summary
-from corpus.shards import data_tokenizer, load_tokenizer, open_shards, prepare_text, verify
+from corpus.shards import data_tokenizer, load_tokenizer, open_shards, origin, prepare_text, verify
 from corpus.stream import find_shards, open_shard
-from tests.helpers import ROOT, assert_refused, files_of, stamps, text_file
-from tests.test_shard_files import write_ds
+from corpus.writer import shard_name
+from files import sha256
+from tests.helpers import ROOT, assert_refused, files_of, stamps, table
+from tests.test_shard_files import UNFINISHED, write_ds
+from tests.token_shards import with_manifest, write_shards
 
 TEXT = "One morning the clock stood still.\n\n\nThe second document, of two\n\nparagraphs.\n\n\n\nA third one.\n" * 40
 TEXT += "zig zag zig zag " * 25  # in the validation part
@@ -65,6 +69,7 @@ def test_a_text_becomes_shards_that_hold_all_of_it(tmp_path, text, byte_tokenize
     ]  # fmt: skip
     manifest = read_manifest(directory)
     assert manifest["documents"] == (train + val).count("<|endoftext|>") and manifest["bytes"] == len(TEXT.encode())
+    assert manifest["tokens"] == sum(len(np.load(path)) for path in directory.glob("*.npy"))
     assert verify(directory) == summary(manifest)
     tok = load_tokenizer(str(directory / "tokenizer.json"))
     assert len(tok) == (300 if tokenizer == "train" else 257)
@@ -170,32 +175,72 @@ def test_texts_that_cannot_be_used(tmp_path):
     refused("has no <|endoftext|>", tokenizer=plain)
 
 
-@pytest.mark.parametrize(
-    "n, fraction, warning",
-    [
-        (3000, 0.9, "has {train:,} tokens to train on, which a model memorizes"),
-        (40_000, 0.5, "has {val:,} tokens to validate, {train:,} to train on; move"),
-        (40_000, 0.82, ""),
-    ],
-)
-def test_a_text_that_is_far_too_small_and_a_validation_split_that_is_large_are_warned_of(
-    tmp_path, monkeypatch, n, fraction, warning
-):
-    monkeypatch.setattr("corpus.shards.TRAIN_FRACTION", fraction)
-    shards = open_shards(str(text_file(tmp_path / "x.txt", n)), "train", 300, tmp_path / "cache")
-    words = warning.format(train=len(shards.train), val=len(shards.val))
-    assert [words in found for found in shards.warnings] == [True] * bool(warning)
-
-
 # -------------------------------------------------------------------------------------------------- tokenizers by name
 
 
-def test_shards_bring_their_tokenizer(prepare, byte_tokenizer):
-    directory = prepare()
-    for name in ("gpt2", "train", str(directory / "tokenizer.json")):
-        assert len(data_tokenizer(directory, name)) == 300
-    assert len(data_tokenizer(directory / "*.npy", "gpt2")) == 300
-    assert_refused("was written with another tokenizer", data_tokenizer, directory, str(byte_tokenizer))
+def test_shards_bring_their_tokenizer(tmp_path, byte_tokenizer):
+    tok = Tokenizer.load(byte_tokenizer)
+    tok.save(tmp_path / "tokenizer.json")
+    Tokenizer([(b"a", b"b")]).save(tmp_path / "other.json")
+    write_shards(tmp_path, (50,))
+    with_manifest(tmp_path, tokenizer=tok.fingerprint)
+    for name in ("gpt2", "train", str(byte_tokenizer)):
+        for data in (tmp_path, tmp_path / "*.npy"):
+            assert data_tokenizer(data, name).fingerprint == tok.fingerprint
+    words = f"{tmp_path} was written with another tokenizer than .*other.json; use {tmp_path}/tokenizer.json or write"
+    assert_refused(words, data_tokenizer, tmp_path, str(tmp_path / "other.json"))
+
+
+WARNINGS = """\
+{0} is incomplete; training on what has been written so far
+67% of the 769 embeddings have no token; pass --vocab_size 384
+{0} has 9,999 tokens to train on, which a model memorizes; give it a longer text
+{0} has 2,500 tokens to validate, 9,999 to train on; move shards to training"""
+
+
+def test_shards_that_are_incomplete_or_small_or_mostly_for_validation_are_warned_of(tmp_path, byte_tokenizer):
+    Tokenizer.load(byte_tokenizer).save(tmp_path / "tokenizer.json")
+    open_with = partial(open_shards, str(tmp_path), "gpt2", cache=tmp_path)
+    for split, n in (("val", 2500), ("train", 10_000)):
+        np.save(tmp_path / f"x_{split}_000000.npy", np.zeros(n, np.uint16))
+    assert_refused("has 257 tokens, more than --vocab_size 256; give 384", open_with, vocab_size=256)
+    assert open_with(vocab_size=768).warnings == []
+    np.save(tmp_path / "x_train_000000.npy", np.zeros(9_999, np.uint16))
+    with_manifest(tmp_path, **UNFINISHED, tokenizer=Tokenizer.load(byte_tokenizer).fingerprint)
+    assert "\n".join(open_with(vocab_size=769).warnings) == WARNINGS.format(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------------- the manifest
+
+
+def test_the_origin_of_shards_is_what_their_manifest_says(tmp_path):
+    write_shards(tmp_path, (50,))
+    assert origin(tmp_path) == ({}, "")
+    said = dict(source="some/corpus/sample", commit="abc", tokens=50, documents=7, bytes=170, tokenizer="none")
+    with_manifest(tmp_path, **said, skipped={"no text": 1200, "broken line": 3})
+    for data in (tmp_path, tmp_path / "*.npy"):
+        assert origin(data) == (said | {"manifest.json": sha256(tmp_path / "manifest.json")}, "some/corpus")
+    assert summary(read_manifest(tmp_path)) == (
+        "50 tokens in 1 shards, 7 documents, 3.40 bytes per token, skipped documents: 1,200 (no text), 3 (broken line)"
+    )
+    with_manifest(tmp_path)
+    assert origin(tmp_path)[1] == "" and summary(read_manifest(tmp_path)).endswith("skipped documents: none")
+
+
+NAMES = """
+edu_fineweb10B | edufineweb
+my_shards | my
+x_val 2.0 | x-val-2.0
+数据 | text
+"""
+
+
+@pytest.mark.parametrize("folder, words", table(NAMES))
+def test_the_name_of_a_folder_is_that_of_its_shards(tmp_path, folder, words):
+    assert shard_name(tmp_path / folder) == words[0]
+
+
+# ------------------------------------------------------------------------------------------------------------ datatrove
 
 
 def test_shards_of_datatrove_say_what_tokenized_them(tmp_path, byte_tokenizer):

@@ -10,14 +10,15 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub.constants import ENDPOINT
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cli import UserError
 from corpus import sources
-from corpus.sources import documents, documents_of, find_source, units_of
+from corpus.sources import Source, SourceFile, documents, documents_of, find_source, text_size, units_of
 from tests.corpora import make_documents
-from tests.helpers import assert_refused, damaged
+from tests.helpers import assert_refused, damaged, table
 
 KINDS = ["parquet", "one_group.parquet", "words.parquet", "jsonl", "jsonl.gz", "jsonl.zst", "json.gz"]
 
@@ -141,14 +142,63 @@ def test_text_in_another_encoding_is_named_with_the_place(tmp_path, monkeypatch,
     assert f"{near!r}"[2:] in str(error.value)
 
 
-def test_a_file_of_the_hub_that_would_be_written_elsewhere_is_left_out(monkeypatch):
-    names = ["../up.txt", "a/../../up.txt", "/etc/up.txt", "a/..txt", "a/b.txt", "read.me"]
-    answer = dict(
-        id="some/corpus", sha="its commit", siblings=[dict(rfilename=name, size=9, blobId="0") for name in names]
-    )
-    response = SimpleNamespace(json=lambda: answer, raise_for_status=lambda: None)
-    monkeypatch.setattr("huggingface_hub.utils.http_backoff", lambda *_, **__: response)
-    assert [file.name for file in find_source(("some/corpus",)).files] == ["a/..txt", "a/b.txt"]
+LISTED = """\
+../up.txt a/../../up.txt /etc/up.txt a/..txt a/b.txt a/b.txt.gz read.me c.jsonl data/test.parquet data/train-1.parquet
+data/train-0.parquet strained/x.json.gz"""
+CHOSEN = """
+some/corpus | data/train-0.parquet data/train-1.parquet
+some/corpus/a | a/..txt a/b.txt
+some/corpus/a/b* | a/b.txt
+some/corpus/data/test* | data/test.parquet
+some/corpus/strained/ | strained/x.json.gz
+some/corpus/[cs]* | c.jsonl
+"""
+
+
+@pytest.fixture
+def hub(monkeypatch) -> None:
+    """A hub that has LISTED, some of them large."""
+
+    def answer(method: str, url: str, **options):
+        assert (method, url) == ("GET", f"{ENDPOINT}/api/datasets/some/corpus/revision/a%2Fbranch?blobs=true")
+        small = dict(size=9, blobId="0")
+        files = [
+            small | dict(rfilename=name, lfs=dict(sha256="1") if "data" in name else None) for name in LISTED.split()
+        ]
+        return SimpleNamespace(json=lambda: dict(siblings=files, sha="abc"), raise_for_status=lambda: None)
+
+    monkeypatch.setattr("huggingface_hub.utils.http_backoff", answer)
+
+
+@pytest.mark.parametrize("source, names", table(CHOSEN))
+def test_of_the_hub_files_of_one_kind_to_train_on_are_chosen_and_none_that_leads_elsewhere(hub, source, names):
+    found = find_source((source,), "a/branch")
+    version = "1" if "data" in names[0] else "0"
+    assert found == Source([SourceFile(name, 9, version) for name in names[0].split()], "some/corpus", "abc")
+
+
+def test_a_folder_of_the_hub_without_data_is_answered_with_those_that_have_some(hub):
+    words = "some/corpus has no data file in no/where; name a folder that has some: ., a, data, strained$"
+    assert_refused(words, find_source, ("some/corpus/no/where",), "a/branch")
+
+
+OF_1000_BYTES = """\
+.parquet 1550
+.jsonl 950
+.jsonl.gz 2600
+.jsonl.zst 3000
+.json.gz 2600
+.txt 1000
+.txt.gz 2600
+.txt.zst 3000
+"""
+
+
+def test_the_text_of_a_thousand_bytes_of_each_kind():
+    """As measured on English."""
+    kinds = OF_1000_BYTES.split()[::2]
+    lines = [f"{kind} {text_size(SourceFile('a' + kind, 1000, ''), 'text'):.0f}\n" for kind in kinds]
+    assert "".join(lines) == OF_1000_BYTES
 
 
 @pytest.mark.parametrize("unit_bytes", [4, 10**6])

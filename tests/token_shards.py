@@ -9,7 +9,7 @@ from corpus.stream import TokenStream, find_shards
 from files import sha256
 
 VOCAB, T = 1000, 16
-SIZES = (1003, 517, 16, 5, 1459)  # tokens of the shards: no multiple of T, and some shorter than a window
+SIZES = (1003, 517, 16, 5, 0, 1459)  # tokens of the shards: no multiple of T, and some shorter than a window
 
 
 def write_shards(folder: Path, sizes=SIZES, split: str = "train", dtype=np.uint16) -> np.ndarray:
