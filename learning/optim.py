@@ -30,7 +30,7 @@ def learning_rate(step: int, config) -> float:
     """
     if step <= config.warmup_steps:  # AdamW's moments still average only a few gradients: mostly noise
         return config.max_lr * step / config.warmup_steps
-    n_steps = max(config.max_steps - config.warmup_steps, 1)
+    n_steps = config.max_steps - config.warmup_steps
     progress = (step - config.warmup_steps) / n_steps  # 0 .. 1
     if config.lr_schedule == "cosine":
         height = 0.5 * (1 + math.cos(math.pi * progress))

@@ -98,14 +98,6 @@ def test_the_permutation_is_fixed_by_seed_and_epoch_for_good():
     assert len(orders) == 16
 
 
-def test_any_stretch_of_the_stream_reads_across_shards(stream):
-    tokens, rng = all_tokens(stream), np.random.default_rng(1)
-    for _ in range(300):
-        start = int(rng.integers(len(tokens)))
-        n = int(rng.integers(len(tokens) - start)) + 1
-        assert np.array_equal(stream.read(start, n), tokens[start : start + n])
-
-
 # ---------------------------------------------------------------------------------- validation, inputs and targets
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from bpe.tokenizer import Tokenizer
 from learning import evaluation
 from learning.evaluation import complete
 from learning.generation import KVCache, generate, next_logits, sample_tokens
@@ -126,3 +127,5 @@ def test_a_completion_starts_a_document_if_the_prompt_is_empty_and_ends_with_it(
     ((prompts, options),) = asked
     assert prompts == [[eot], small_tokenizer.encode_ordinary("A")]
     assert (options["stop_token"], options["n_tokens"]) == (eot, len(small_tokenizer))
+    complete(None, Tokenizer((), special_tokens={"x": eot}), [""], 3, rt, 0)
+    assert asked[1][0] == [[0]]

@@ -115,6 +115,7 @@ def test_trainable_parameters_on_gpt2(r):
         model = GPT(GPTConfig())
     count = 147_456 * r  # DESIGN.md, section 7
     assert lora.trainable_parameters(model, TARGETS, r) == (count, count / (124_439_808 + count))
+    assert lora.trainable_parameters(model, TARGETS, 0) == (124_439_808, 1.0)
     lora.add_lora(model, LoRAConfig(r, 16.0))
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == count
 
@@ -170,26 +171,54 @@ def test_we_load_an_adapter_that_peft_trained_and_saved(tmp_path, on_disk, targe
         theirs(tokens(4, 20), labels=tokens(4, 20)).loss.backward()
         optimizer.step()
     theirs.save_pretrained(tmp_path / "adapter")
+    settings_with(tmp_path / "adapter", revision="main", auto_mapping={"a": 1}, peft_version="0.1")
     ours = load_adapter(small_gpt(), tmp_path / "adapter")
     assert distance(ours, small_gpt()) > 1e-3
     assert distance(ours, theirs) < 1e-4
 
 
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+SETTINGS = """\
+{
+  "peft_type": "LORA",
+  "task_type": "CAUSAL_LM",
+  "base_model_name_or_path": "base",
+  "r": 4,
+  "lora_alpha": 8.0,
+  "lora_dropout": 0.0,
+  "target_modules": [
+    "c_attn",
+    "attn.c_proj",
+    "c_fc",
+    "mlp.c_proj"
+  ],
+  "fan_in_fan_out": true,
+  "bias": "none",
+  "use_rslora": false,
+  "inference_mode": true
+}
+"""
+
+
 def test_the_file_holds_the_adapter_bit_for_bit_and_nothing_else(tmp_path):
     model = adapted(small_gpt())
     path = save_adapter(model, tmp_path / "adapter", lora.weights_sha256(small_gpt()))
-    file = path / "adapter_model.safetensors"
-    assert sorted(p.name for p in path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    file = path / TENSORS
+    assert sorted(p.name for p in path.iterdir()) == [CONFIG, TENSORS]
     header = int.from_bytes(file.read_bytes()[:8], "little")
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert file.stat().st_size == 8 + header + 4 * trainable  # safetensors: length, header, fp32 values
     names = {f"base_model.model.{name}.lora_{f}.weight" for name in lora.lora_modules(model) for f in "AB"}
     assert set(load_file(file)) == names
+    assert (path / CONFIG).read_text() == SETTINGS
     loaded = load_adapter(small_gpt(), path)
     assert distance(loaded, model) == 0
     assert not any(p.requires_grad for n, p in loaded.named_parameters() if "lora" not in n)
     other = adapted(small_gpt(), random=False)
-    AdapterFiles(other, "", "").load(path)  # as a run does that rolls back
+    files = AdapterFiles(other, "", "")
+    files.load(path)  # as a run does that rolls back
+    assert distance(other, model) == 0
+    torch.nn.init.ones_(files.copy().tensors.popitem()[1])
     assert distance(other, model) == 0
 
 
@@ -197,7 +226,9 @@ def test_a_wrong_base_is_refused(tmp_path):
     path = save_adapter(adapted(small_gpt()), tmp_path / "adapter", lora.weights_sha256(small_gpt()))
     other = small_gpt()
     other.transformer.h[1].ln_2.bias.data[7] += 1e-6
-    assert_refused("another base", load_adapter, other, path)
+    theirs, ours = (lora.weights_sha256(model)[:12] for model in (small_gpt(), other))
+    words = f"on another base, base with sha256 {theirs}, and this one has {ours}; give that one"
+    assert_refused(words, load_adapter, other, path)
 
 
 def test_the_fingerprint_is_of_the_weights_and_not_of_their_files(tmp_path):
@@ -206,11 +237,15 @@ def test_the_fingerprint_is_of_the_weights_and_not_of_their_files(tmp_path):
     transformers_model(tmp_path / "ours").save_pretrained(tmp_path / "theirs")
     assert lora.weights_sha256(model) == lora.weights_sha256(GPT.from_pretrained(tmp_path / "theirs"))
     assert lora.weights_sha256(model) != lora.weights_sha256(small_gpt(seed=1))
+    for p in model.parameters():
+        torch.nn.init.ones_(p)
+    assert lora.weights_sha256(model).startswith("10da1f01396e5051"), "older adapters would be refused"
 
 
-@pytest.mark.parametrize("shape", [dict(n_embd=48), dict(n_layer=1)])
-def test_an_adapter_of_another_shape_is_refused(saved, shape):
-    assert_refused(r"lora_A\.weight is .*the base needs", load_adapter, small_gpt(**shape), saved)
+@pytest.mark.parametrize("shape, needed", [(dict(n_embd=48), r"\(4, 48\)"), (dict(n_layer=1), "nothing")])
+def test_an_adapter_of_another_shape_is_refused(saved, shape, needed):
+    words = rf"c_attn\.lora_A\.weight is \(4, 32\), and the base needs {needed};"
+    assert_refused(words, load_adapter, small_gpt(**shape), saved)
 
 
 @pytest.fixture
@@ -227,9 +262,6 @@ def tensors_with(change):
     return lambda file: save_file(change(load_file(file)), file)
 
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-
-
 @pytest.mark.parametrize(
     "name, harm, words",
     [
@@ -237,7 +269,12 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
         (TENSORS, lambda file: file.rename(file.with_suffix(".bin")), "pickled .bin adapters are not read"),
         (TENSORS, tensors_with(lambda found: {name: t * math.nan for name, t in found.items()}), "not finite"),
         (TENSORS, tensors_with(lambda found: {name: t.int() for name, t in found.items()}), "no floating-point"),
-        (TENSORS, tensors_with(lambda found: {n: t for n, t in found.items() if ".h.1." not in n}), "some layers only"),
+        (
+            TENSORS,
+            tensors_with(lambda found: {n: t for n, t in found.items() if ".h.1." not in n}),
+            "is missing.* some layers only",
+        ),
+        (TENSORS, tensors_with(lambda found: {}), "has no tensors for c_attn"),
         (CONFIG, lambda file: file.write_text("{"), CONFIG),
         (CONFIG, lambda file: file.write_text("[]"), CONFIG),
         (CONFIG, lambda file: file.unlink(), "holds no adapter"),
@@ -250,9 +287,9 @@ def test_an_adapter_that_cannot_be_used_is_refused_in_one_line(saved, name, harm
 
 
 OTHER = """
-r 0 true 2.0 1000000000000000000000000000000
-lora_alpha 0 Infinity
-lora_dropout 1.0
+r 0 true 2.0 4097
+lora_alpha 0 9e-10 1.1e9 Infinity
+lora_dropout -0.1 0.99995
 use_dora true
 peft_type "LOHA"
 task_type "SEQ_CLS"
@@ -268,6 +305,11 @@ loftq_config {"loftq_bits":4}
 trainable_token_indices [1]
 use_something_new true
 """
+
+
+def test_the_limits_themselves_are_allowed():
+    for key, value in json_values("r 1 4096\nlora_alpha 1e-9 1 1e9\nlora_dropout 0 0.9999"):
+        assert lora.within_limits(key, value)
 
 
 @pytest.mark.parametrize("key, value", json_values(OTHER))
@@ -286,3 +328,5 @@ def test_of_a_run_the_newest_checkpoint_counts_and_else_its_result(tmp_path):
     assert lora.read_adapter(tmp_path).config.r == 4  # a checkpoint without checksums does not count
     (checkpoint / "SHA256SUMS").write_text("".join(f"{sha256(p)}  {p.name}\n" for p in checkpoint.iterdir()))
     assert lora.read_adapter(tmp_path).config.r == 2
+    (checkpoint / "train_state.pt").write_bytes(b"x")
+    assert_refused("step_000004 is damaged: .*train_state.pt.*; take an earlier", lora.read_adapter, checkpoint)

@@ -174,6 +174,7 @@ def test_clipping_is_torch_s_and_leaves_a_small_norm_alone(max_norm):
 
 
 def test_the_loss_scale_moves_as_that_of_torch(monkeypatch):
+    assert LossScale.GROW_AFTER == torch.amp.GradScaler("cpu").get_growth_interval()
     monkeypatch.setattr(LossScale, "GROW_AFTER", 3)
     ours, theirs = LossScale("cpu"), torch.amp.GradScaler("cpu", growth_interval=3)
     p = torch.nn.Parameter(torch.ones(1))
@@ -241,10 +242,6 @@ def test_q_k_and_v_apart_equal_three_separate_matrices():
         together.step()
         separate.step()
     torch.testing.assert_close(fused, torch.cat(apart), rtol=1e-5, atol=1e-6)
-    whole = Muon([torch.nn.Parameter(torch.cat(apart).detach())], dtype=torch.float32)
-    whole.param_groups[0]["params"][0].grad = fused.grad
-    whole.step()
-    assert not torch.allclose(whole.param_groups[0]["params"][0], fused, atol=1e-2)  # fused, it is another step
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -48,19 +48,15 @@ def test_every_answer_and_its_end_are_targets_and_nothing_else_is(small_tokenize
     assert all(target in (IGNORED, i) for target, i in zip(example.targets, ids[1:], strict=True))
     scored = example.targets[example.targets >= 0].tolist()
     assert small_tokenizer.decode(scored) == "Ho<|endoftext|>Bye<|endoftext|>"
+    counts = [encode([dict(messages=messages)] * 2, small_tokenizer, len(ids) - n)[1] for n in (1, 2)]
+    assert counts == [dict(empty=0, long=0), dict(empty=0, long=2)]
 
 
-def test_an_empty_system_message_is_left_out(small_tokenizer):
-    said = [dict(role="user", content="Hi"), dict(role="assistant", content="Ho")]
-    silent = [dict(role="system", content=" "), *said]
-    examples, counts = encode([dict(messages=said), dict(messages=silent)], small_tokenizer)
-    assert counts["empty"] == 0 and examples[0].idx.tolist() == examples[1].idx.tolist()
-
-
-def test_empty_rows_are_counted_and_left_out(small_tokenizer):
-    empty = [row("Hi", " "), row("", "Ho"), dict(messages=[]), dict(messages=[dict(role="user", content="x")])]
-    examples, counts = encode([row("Hi", "Ho"), *empty], small_tokenizer)
-    assert len(examples) == 1 and counts["empty"] == 4
+def test_empty_rows_are_counted_and_left_out_and_an_empty_system_message_is_nothing(small_tokenizer):
+    said = [dict(role="system", content=" "), dict(role="user", content="Hi"), dict(role="assistant", content="Ho")]
+    empty = [row("Hi", " "), row("", "Ho"), dict(messages=[]), dict(messages=said[:2])]
+    (one, other), counts = encode([row("Hi", "Ho"), *empty, dict(messages=said)], small_tokenizer)
+    assert one.idx.tolist() == other.idx.tolist() and counts["empty"] == 4
 
 
 @given(st.integers(1, 90), st.integers(2, 40), st.integers(0, 89))
