@@ -79,10 +79,13 @@ def test_the_hub_reads_where_a_model_comes_from_and_people_what_it_reached():
     [(MODEL, "gpt2", "transformers"), (ADAPTER, "gpt2", "peft"), (MODEL, "tests", "transformers")],
 )
 def test_a_base_is_named_to_the_hub_if_it_is_on_the_hub(files, base, library):
-    record = RUN | card.provenance({}, "", base) | dict(config=dict(base=base, data="rows.json", lora_dim=8))
+    record = (
+        RUN | card.provenance({}, "tatsu-lab/alpaca", base) | dict(config=dict(base=base, data="rows.json", lora_dim=8))
+    )
     text = card.model_card("lora", [record], files)
     data = ModelCard(text).data.to_dict()
-    assert data["library_name"] == library and f"further from `{base}` on `rows.json` with LoRA of rank 8." in text
+    assert data["datasets"] == ["tatsu-lab/alpaca"] and data["library_name"] == library
+    assert f"further from `{base}` on `rows.json` with LoRA of rank 8." in text
     assert data.get("base_model") == (None if base == "tests" else base)
     assert ("An adapter for" in text) == (files == ADAPTER)
 

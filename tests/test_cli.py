@@ -179,8 +179,46 @@ def test_a_closed_standard_input_is_an_empty_one(monkeypatch):
     assert read == [(b"", "")]
 
 
-def test_an_error_of_the_backend_between_ranks_names_the_remedy():
-    nccl = type("DistBackendError", (RuntimeError,), {})
-    for error in (nccl("NCCL error"), RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer")):
-        assert "--resume continues" in cli.explain(error)
-    assert cli.explain(RuntimeError("a mistake of ours")) is None
+class DistBackendError(RuntimeError):
+    """As NCCL raises."""
+
+
+class OutOfMemoryError(RuntimeError):
+    """As CUDA's allocator raises."""
+
+
+# what ends a script; its exit code, or an error's line; nothing for our own mistakes
+ENDS = r"""
+KeyboardInterrupt() | 130
+cli.Stopped(signal.SIGTERM) | 143
+BrokenPipeError() | 0
+UserError("one\n  two") | one two
+OSError(errno.ENOSPC, "Full", "a.png") | no space left on the disk of a.png; free some, then give the same command again
+OSError(errno.EDQUOT, "Full") | no space left on the disk of the output; free some, then give the same command again
+OSError(errno.EACCES, "Permission denied", "a") | a: Permission denied; fix that, or give another path
+MemoryError() | out of memory (in Python); use a smaller model or batch
+OutOfMemoryError("a GB\nmore") | out of memory (a GB); use a smaller model or batch
+RuntimeError("can't allocate memory") | out of memory (can't allocate memory); use a smaller model or batch
+RuntimeError("can't start new thread") | the system grants no more threads; raise the limit (ulimit -u), or end other \
+processes
+DistBackendError("lost\nit") | another rank has ended or cannot be reached (lost); then --resume continues
+RuntimeError("[Gloo] x") | another rank has ended or cannot be reached ([Gloo] x); then --resume continues
+RuntimeError("a mistake of ours")
+OSError("a mistake of ours")
+""".replace("\\\n", "")
+
+
+@pytest.mark.parametrize("rank, who", [("0", ""), ("1", "rank 1: ")])
+@pytest.mark.parametrize("raised, row", table(ENDS))
+def test_whatever_ends_a_script_has_its_exit_code_and_its_line(monkeypatch, capsys, raised, row, rank, who):
+    def main():
+        raise eval(raised)
+
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(os, "dup2", lambda *_: None)
+    monkeypatch.setattr(sys.stdout, "fileno", lambda: 1)
+    with pytest.raises(SystemExit if row else Exception) as end:
+        cli.script(main)
+    said = [] if not row or row[0].isdigit() else [f"error: {who}{row[0]}\n"]
+    assert [capsys.readouterr().err] == (said or [""])
+    assert not row or end.value.code == (2 if said else int(row[0]))

@@ -1,5 +1,7 @@
 """lora_finetune.py: its loss and gradients, and runs as a user meets them."""
 
+import math
+import re
 import shutil
 import statistics
 from pathlib import Path
@@ -302,6 +304,18 @@ lora_rank=3 | lora_rank
 def test_wrong_usage_is_one_clear_line(finetune, run_dir, changes, words):
     finetune.error(*words, **options_of(changes))
     assert not (run_dir / "log.jsonl").exists()
+
+
+def test_an_example_for_each_rank_is_the_least(finetune, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    finetune.error("--batch_size 2 is less than one example per rank; give 3 or more", batch_size=2)
+
+
+@pytest.mark.parametrize("after, said", [(math.nan, "diverged"), (6.0, "diverged"), (5.9, "Now try")])
+def test_a_run_that_diverges_is_told_so(finetune, monkeypatch, after, said):
+    losses = iter((5.0, after))
+    monkeypatch.setattr(lf, "validate", lambda *_: dict(loss=next(losses), bpb=1.0))
+    assert re.findall("diverged|Now try", finetune(max_steps=1).stdout) == [said]
 
 
 @pytest.mark.slow

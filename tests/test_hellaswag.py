@@ -362,11 +362,13 @@ def test_json_that_cannot_be_written_ends_before_anything_is_loaded(run, tmp_pat
 def test_a_model_whose_numbers_are_not_finite_is_one_line_and_writes_nothing(run, small_tokenizer, tmp_path):
     model = make_model()
     with torch.no_grad():
-        model.transformer.wte.weight[7] = float("nan")
+        model.transformer.wte.weight[7] = 3e38  # finite, but its logits are not
     save_model(tmp_path / "bad", model, small_tokenizer)
     data, scores = write_lines(tmp_path / "rows.jsonl", make_rows(2)), tmp_path / "scores.json"
     scores.write_text("of an earlier model")
-    assert_user_error(run(data=data, json=scores, model=tmp_path / "bad"), "bad", "not finite")
+    assert_user_error(
+        run(data=data, json=scores, model=tmp_path / "bad"), "bad computes numbers that are not finite in torch.float32"
+    )
     assert scores.read_text() == "of an earlier model"
 
 

@@ -81,12 +81,22 @@ def test_the_fastest_number_of_threads_is_taken_unless_somebody_has_chosen(monke
     assert torch.equal(state, torch.get_rng_state())
 
 
-@pytest.mark.parametrize("found", ["RANK=1", "RANK=2 WORLD_SIZE=2", "RANK=-1", "WORLD_SIZE=0", "WORLD_SIZE=abc"])
-def test_ranks_that_no_launcher_sets_are_refused(monkeypatch, found):
+STRAY = """
+RANK=1 | RANK=1 WORLD_SIZE=1 LOCAL_RANK=0 in the environment are not valid ranks; .* torchrun
+RANK=2 WORLD_SIZE=2 | RANK=2 WORLD_SIZE=2 LOCAL_RANK=0 in
+RANK=-1 | RANK=-1 WORLD
+WORLD_SIZE=0 | RANK=0 WORLD_SIZE=0
+WORLD_SIZE=abc | RANK=0 WORLD_SIZE=abc
+WORLD_SIZE=2 | the 2 ranks of WORLD_SIZE do not find each other .*MASTER_ADDR.*torchrun
+"""
+
+
+@pytest.mark.parametrize("found, words", table(STRAY))
+def test_ranks_that_no_launcher_sets_are_refused(monkeypatch, found, words):
     """As the only process, one of a rank above 0 would train to its end and write nothing."""
     for pair in found.split():
         monkeypatch.setenv(*pair.split("="))
-    assert_refused(f"{found.split()[0]}.*torchrun", Runtime.setup, "cpu", "float32")
+    assert_refused(words[0], Runtime.setup, "cpu", "float32")
 
 
 def test_the_first_line_of_a_run_says_how_it_computes(monkeypatch):
@@ -168,3 +178,4 @@ def test_what_a_compiler_lacks_is_named(monkeypatch, raised, says):
     monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: None)
     on, why = runtime._choose_compile("auto", torch.device("cuda:0"))
     assert not on and re.search(says, why)  # training continues without
+    assert_refused("--compile on: .* wrong numbers on mps", runtime._choose_compile, "on", torch.device("mps"))

@@ -86,7 +86,7 @@ def run_of(loss: float, bpb: float = 0.1, **changes) -> list[dict]:
 
 def test_a_log_is_read_as_it_was_written(tmp_path):
     records = [run_record(), *train_records(5), dict(step=1, kind="sample", text="a\u2028b\x85c\x0bd")]
-    text = "".join(json.dumps(record, ensure_ascii=False) + "\r\n" for record in records)
+    text = "".join(json.dumps(record, ensure_ascii=False) + "\r\n\n" for record in records)
     (tmp_path / "log.jsonl").write_text(text, encoding="utf-8-sig")
     assert read_log(tmp_path / "log.jsonl") == records
 
@@ -406,11 +406,12 @@ def test_a_directory_and_a_log_are_drawn_and_no_earlier_picture_is_lost(door, tm
     assert (tmp_path / f"curves.{suffix}.1").read_bytes() == earlier
 
 
-@pytest.mark.parametrize("x, missing", [("tokens", "tokens"), ("flops", "flops_per_token")])
-def test_a_log_that_does_not_say_what_x_needs_is_refused_in_one_line(door, tmp_path, x, missing):
-    old = train_records(5) if x == "flops" else train_records(5, tokens=None)
-    write_log(tmp_path / "old", old)
-    assert_user_error(door("old", "--x", x), "old", missing, "--x steps")
+@pytest.mark.parametrize(
+    "axis, missing", [("--x tokens", "tokens"), ("--x flops", "flops_per_token"), ("--y bpb", "bpb")]
+)
+def test_a_log_that_does_not_say_what_an_axis_needs_is_refused_in_one_line(door, tmp_path, axis, missing):
+    write_log(tmp_path / "old", train_records(5, tokens=None if "tokens" in axis else 1)[:5])
+    assert_user_error(door("old", *axis.split()), f"{axis}: the log of old", f'"{missing}"', f"use {axis[:3]} ")
 
 
 WRONG = """

@@ -21,7 +21,7 @@ from learning.optim import learning_rate
 from machine import runtime, trials
 from model import GPT, GPTConfig, GPTWithLoss
 from run.checkpoint import checkpoint_steps, load_train_state
-from tests.helpers import column, log_of, losses, read_json, slow, weights
+from tests.helpers import assert_refused, column, losses, read_json, slow, weights
 from tests.test_model import small
 from train_gpt2 import Config
 
@@ -59,6 +59,14 @@ def test_the_precision_follows_from_the_gpu_and_says_why(monkeypatch, capability
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     chosen, why = runtime._choose_dtype("auto", torch.device("cuda"))
     assert chosen == getattr(torch, dtype) and f"{capability[0]}.{capability[1]}" in why
+
+
+@pytest.mark.parametrize("native, dtype", [(True, "bfloat16"), (False, "float32")])
+def test_16_bits_are_chosen_where_the_processor_multiplies_them(monkeypatch, native, dtype):
+    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        monkeypatch.setattr(torch.cpu, name, lambda: native)
+    chosen, why = runtime._choose_dtype("auto", torch.device("cpu"))
+    assert chosen == getattr(torch, dtype) and why.startswith(f"{dtype} (")
 
 
 def test_whoever_asks_for_fp32_does_not_get_tf32():
@@ -106,14 +114,6 @@ def test_a_gpu_has_work_queued_and_a_processor_waits(h100, rt):
     assert [(machine.steps_ahead, machine.writes_in_background) for machine in (h100, rt)] == [(1, True), (0, False)]
 
 
-def test_the_log_has_the_mfu_of_every_step(train, run_dir, monkeypatch):
-    monkeypatch.setattr(runtime.Runtime, "peak_flops", lambda rt: 1e9)
-    train(max_steps=2, eval_interval=0, sample_interval=0, checkpoint_interval=0)
-    (start,) = log_of(run_dir, "run")
-    for step in log_of(run_dir, "train"):
-        assert step["mfu"] == pytest.approx(step["tokens_per_sec"] * start["flops_per_token"] / 1e9, rel=1e-3)
-
-
 @pytest.mark.parametrize(
     "dtype, length, expected", [("bfloat16", 1024, "naive"), ("bfloat16", 1025, "flash"), ("float32", 64, "flash")]
 )
@@ -127,12 +127,23 @@ def test_a_micro_batch_on_a_processor_has_at_most_4096_tokens(rt):
     assert [trials.find_micro_batch_size(None, 64, (T, 384), rt) for T in (64, 65, 5000)] == [64, 32, 1]
 
 
+def test_a_micro_batch_on_a_gpu_is_the_largest_divisor_of_at_most_256_that_fits(h100, rt, monkeypatch, capsys):
+    monkeypatch.setattr(trials, "has_memory_for", lambda size, *_: size <= 100)
+    with monkeypatch.context() as context:
+        context.setattr(trials, "largest_that_fits", lambda _, sizes, *others: sizes)
+        sizes = trials.find_micro_batch_size(None, 768, (1024, 384), h100)
+    assert f"{sizes}" == "[256, 192, 128, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1]"
+    assert trials.largest_that_fits(None, sizes, (1024, 384), rt) == 96
+    assert "micro_batch_size 96 fits: " in capsys.readouterr().out
+    assert_refused("not even one sequence fits", trials.largest_that_fits, None, [128], (1024, 384), rt)
+
+
 def test_a_trial_holds_two_moments_and_the_gradients_of_earlier_micro_batches(rt, monkeypatch):
     model, seen, sizes, empty = small(), [], [], torch.empty
     block, params = model.transformer.h[0], list(model.parameters())
     block.register_forward_pre_hook(lambda *_: seen.append(all(p.grad is not None for p in params)))
     monkeypatch.setattr(torch, "empty", lambda n, **options: sizes.append(n) or empty(n, **options))
-    assert trials.has_memory_for(2, (16, 200), GPTWithLoss(model), rt)
+    assert trials.has_memory_for(2, (16, 200), GPTWithLoss(model), replace(rt, world_size=2))  # which share nothing
     assert seen == [True] and all(p.grad is None for p in params) and sizes == [2 * p.numel() for p in params]
 
 

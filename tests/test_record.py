@@ -22,6 +22,7 @@ from tests.helpers import (
     read_json,
     read_lines,
     small_args,
+    table,
     write_json,
     write_lines,
 )
@@ -97,24 +98,23 @@ def test_runs_of_the_recipe_are_accepted_with_the_loss_that_they_logged(judge, e
     assert float(second) == pytest.approx(wanted, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    "cheat, word",
-    [
-        (lambda path: pad(path), "vocab_size"),
-        (lambda path: edit_constants(path, seed=7), "seeds are [0, 7]"),
-        (lambda path: edit_constants(path, max_lr=0.5), "max_lr"),
-        (lambda path: lower_loss(path, by=0.02), "do not overlap"),
-        (lambda path: edit_config(path, activation_function="relu"), "activation_function"),
-        (lambda path: edit_config(path, final_logit_softcapping=15.0), "final_logit_softcapping"),
-        (lambda path: edit_config(path, n_head=1), "the checkpoint has"),
-    ],
-    ids="padded seed constants stride activation softcap heads".split(),
-)
-def test_what_is_not_the_recipes_is_refused(judge, entry, cheat, word):
+CHEATS = """
+pad(path) | vocab_size
+edit_constants(path, seed=7) | seeds are [0, 7]
+edit_constants(path, max_lr=0.5) | max_lr
+lower_loss(path, by=0.02) | do not overlap
+edit_config(path, activation_function="relu") | activation_function
+edit_config(path, final_logit_softcapping=15.0) | final_logit_softcapping
+edit_config(path, n_head=1) | the checkpoint has
+"""
+
+
+@pytest.mark.parametrize("cheat, words", table(CHEATS))
+def test_what_is_not_the_recipes_is_refused(judge, entry, cheat, words):
     [(_, checkpoint)] = checkpoint_steps(entry / "run1")[-1:]
-    cheat(checkpoint)
+    eval(cheat, globals() | dict(path=checkpoint))
     reseal(checkpoint)
-    assert_user_error(judge(), word)
+    assert_user_error(judge(), *words)
 
 
 def test_an_edited_file_of_a_checkpoint_is_refused(judge, entry):

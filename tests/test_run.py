@@ -92,10 +92,12 @@ def test_damaged_checkpoints_that_a_resume_skips_are_set_aside(short, run_dir):
     short(checkpoint_interval=4, max_steps=12)
     for step in (8, 12):
         damage_weights(run_dir / f"step_{step:06d}")
+    (run_dir / "damaged_step_000008").mkdir()  # of an earlier resume
     result = short(max_steps=7, checkpoint_interval=50, keep_checkpoints=2, resume=True)
     assert "step_000012" in result.stderr
     assert steps_of(run_dir) == [4, 7] and find_damage(run_dir / "step_000007") is None
-    assert {p.name for p in run_dir.glob("damaged_*")} == {"damaged_step_000008", "damaged_step_000012"}
+    damaged = {path.name.removeprefix("damaged_step_0000") for path in run_dir.glob("damaged_*")}
+    assert damaged == {"08", "08.1", "12"} and find_damage(run_dir / "damaged_step_000008")
 
 
 def test_a_list_of_checksums_that_was_cut_between_two_lines_is_damaged(short, run_dir):
@@ -305,6 +307,18 @@ def test_a_damaged_config_is_replaced_by_the_newest_checkpoint_s(train, tmp_path
         (run_dir / f"step_{path:06d}" / SUMS).unlink()
     config.write_text("{")
     assert_user_error(inline(train_gpt2.main, *words), str(config), "JSON")
+
+
+def test_a_directory_without_a_model_or_with_another_file_as_its_state_is_named(tmp_path):
+    assert_refused(f"{tmp_path} holds no model", find_model, str(tmp_path))
+    (tmp_path / "train_state.pt").write_bytes(b"no pickle")
+    assert_refused("train_state.pt cannot be read: .*; resume from an earlier", load_train_state, tmp_path)
+
+
+@pytest.mark.parametrize("name", (*directory.FILES, "model.safetensors", "adapter_model.safetensors"))
+def test_a_file_of_others_that_a_run_would_replace_is_found(tmp_path, name):
+    (tmp_path / name).write_text("{}")
+    assert directory.foreign_name(tmp_path) == name
 
 
 def test_a_config_that_cannot_be_read_is_named(short, run_dir):

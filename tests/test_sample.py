@@ -108,7 +108,7 @@ def test_a_chat_continues_the_form_that_was_trained_and_forgets_the_oldest_turns
     said, read = ["Say sea. " * n, "Say tide.", "Say boat."], []
     note = lambda model, rows, most, **rest: read.append((*rows, most)) or generate(model, rows, most, **rest)  # noqa: E731
     monkeypatch.setattr(sample, "generate", note)
-    stdin = "\n".join([*said[1:], "", ""]).encode()
+    stdin = "\n".join(said[1:]).encode()
     result = run(said[0], adapter=base / "adapter", chat=True, temperature=0, max_new_tokens=asked, stdin=stdin)
     model = load_adapter(GPT.from_pretrained(str(base / "base")), base / "adapter").eval()
     messages, answers, expected = [], [], []

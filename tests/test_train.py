@@ -299,6 +299,7 @@ def test_training_goes_on_from_another_checkpoint(train, tmp_path):
     first, second = log_of(tmp_path / "first", "train"), log_of(tmp_path / "second", "train")
     assert second[0]["loss"] < first[-1]["loss"] + 0.2 < first[0]["loss"] - 0.4
     train.error("n_layer 2, not 4", out="third", init_from=start, n_layer=4)  # tiny has 4
+    train.error("a context of 32 tokens; --sequence_length", out="third", init_from=start, sequence_length=64)
 
 
 def test_compiled_training_evaluates_scores_and_samples_without_recompiling(train, tmp_path):
