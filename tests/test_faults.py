@@ -112,6 +112,5 @@ def test_a_bad_step_is_counted_and_the_log_stays_json(train, run_dir, monkeypatc
     lines = (run_dir / "log.jsonl").read_text().splitlines()
     records = [json.loads(line, parse_constant=refuse) for line in lines]
     assert [r["skipped_steps"] for r in records if r["kind"] == "train"] == [0, 1, 1, 2, 2]
-    assert [r["tokens"] for r in records if r["kind"] == "train"] == [256 * step for step in range(1, 6)]  # read, too
     train(max_steps=7, resume=True)
     assert log_of(run_dir, "train")[-1]["skipped_steps"] == 2
