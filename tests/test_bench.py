@@ -169,15 +169,19 @@ def test_rows_are_kept_as_they_come_and_replace_earlier_ones(door, tmp_path, mon
         yield dict(name="a", rate=1.0, unit="x/s")
         kept.append(read_json(tmp_path / "rows.json")["rows"])
         yield dict(name="a", rate=2.0, unit="x/s")
-        raise UserError("the disk is gone")
+        if config.repeats == 1:
+            raise UserError("the disk is gone")
 
     kept, stub = [], ModuleType("benchmarks.stub", "A stub.")
     stub.run, stub.Config = run, Common
     monkeypatch.setitem(sys.modules, "benchmarks.stub", stub)
     monkeypatch.setattr(bench, "NAMES", ["stub"])
-    assert_user_error(door("stub", "--device", "cpu", "--json", "rows.json"), "the disk is gone")
+    words = ["stub", "--device", "cpu", "--json", "rows.json", "--repeats"]
+    assert_user_error(door(*words, 1), "the disk is gone")
     assert kept == [[dict(name="a", rate=1.0, unit="x/s")]]
-    assert read_json(tmp_path / "rows.json")["rows"] == [dict(name="a", rate=2.0, unit="x/s")]
+    assert read_json(tmp_path / "rows.json")["rows"] == (rows := [dict(name="a", rate=2.0, unit="x/s")])
+    first, about, table = door(*words, 2).stdout.split("\n", 2)
+    assert first == "stub: A stub." and "torch" in about and table == "\n" + markdown_table(rows)
 
 
 # ------------------------------------------------------------------------------------------- every command, in small

@@ -124,7 +124,6 @@ def test_finetuning_lowers_the_validation_loss_and_leaves_what_it_should(finetun
     assert column(run_dir, "train", "step") == list(range(1, 13))
     assert (run_dir / "learning_curve.png").exists() and "--- step 12" in (run_dir / "samples.txt").read_text()
     assert steps_of(run_dir) == [4, 8, 12] and (run_dir / "adapter").exists() == (r > 0)
-    assert (run_dir / "step_000012" / "train_state.pt").exists()
     written = [path.name for path in (run_dir / "step_000012").glob("*.safetensors")]
     assert written == ["adapter_model.safetensors" if r else "model.safetensors"]
     if r:

@@ -26,7 +26,7 @@ KNOWS_NOTHING_OF = {  # a file: what its import does not bring
     "corpus.order": "torch tqdm regex tiktoken tyro pyarrow bpe corpus.shards corpus.sources",
     "corpus.sources": "torch datasets huggingface_hub bpe corpus.stream corpus.shards",
     "corpus.shards": "torch datasets huggingface_hub corpus.order",
-    "fineweb": "torch datasets huggingface_hub corpus.order",
+    "fineweb": "torch datasets huggingface_hub corpus.order", "plot": "torch matplotlib",
 }  # fmt: skip
 
 

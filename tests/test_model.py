@@ -15,11 +15,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+from bpe.tokenizer import Tokenizer
 from corpus.order import IGNORED
 from learning import loss as loss_module
 from learning.loss import LinearCrossEntropy, accumulate_matmul, chunk_size, linear_cross_entropy, plain_cross_entropy
 from model import GPT, SIZES, GPTConfig, read_config
-from run.checkpoint import load_model
+from run.checkpoint import load_model, model_tokenizer
 from tests.helpers import assert_invalid, assert_refused, json_values, read_json, seeded, write_json
 
 warnings.filterwarnings("ignore")
@@ -209,8 +210,10 @@ def test_a_model_of_the_hub_is_downloaded_without_what_is_not_read(saved, monkey
     asked = []
     download = lambda name, allow_patterns: asked.append((name, allow_patterns)) or saved  # noqa: E731
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr(Tokenizer, "from_tiktoken", lambda name: asked.append(name) or Tokenizer(()))
     assert torch.equal(load_model("gpt2")(tokens(1, 8)), small()(tokens(1, 8)))
-    assert asked == [("gpt2", ["*.json", "model*.safetensors"])]
+    assert_refused("of gpt2 has 257 tokens and its model 211; copy", model_tokenizer, "gpt2")
+    assert asked == [("gpt2", ["*.json", "model*.safetensors"]), "gpt2", ("gpt2", ["config.json"])]
     monkeypatch.setattr("huggingface_hub.snapshot_download", None)
     assert_refused(r"gpt2 .*could not be downloaded from the hub \(TypeError\).*: hf download gpt2", load_model, "gpt2")
 

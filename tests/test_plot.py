@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -14,7 +12,7 @@ from matplotlib.text import Text
 import plot
 from run import curves
 from run.records import read_log
-from tests.helpers import ROOT, assert_user_error, environment, json_values, log_of, table, write_json, write_lines
+from tests.helpers import assert_user_error, json_values, log_of, table, write_json, write_lines
 
 
 def train_records(n: int, **changes) -> list[dict]:
@@ -430,8 +428,3 @@ def test_wrong_usage_is_one_line(door, tmp_path, args, words):
     for name in ("dir.png", "a/log.jsonl"):
         (tmp_path / name).mkdir(parents=True)
     assert_user_error(door(*args.split()), *words)
-
-
-def test_a_training_process_that_imports_it_loads_neither_torch_nor_matplotlib():
-    code = "import sys, plot; assert not {'torch', 'matplotlib'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), check=True)

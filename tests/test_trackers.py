@@ -97,6 +97,8 @@ def test_a_step_is_logged_in_the_units_of_its_names(tmp_path, capsys):
     skipped = dict(step=2, grad_norm=None, skipped_steps=1, skipped=True)
     assert log_of(tmp_path, "train") == [first, first | skipped, first | dict(step=3, skipped_steps=1)]
     assert run_log.median_rate() == 8192 and run_log.last_loss() == 2.0
+    run_log.cut(1)
+    assert log_of(tmp_path, "train") == [first]
     said = capsys.readouterr().out.splitlines()
     assert said == [f"step {step} of 3: loss 2.000, 8,192 tok/s, MFU 41%" for step in (1, 3)]
 
