@@ -97,6 +97,19 @@ def gpt2_vocabulary() -> None:
         pytest.skip(f"needs the GPT-2 vocabulary in tiktoken's cache ({type(e).__name__})")
 
 
+@pytest.fixture
+def offline(monkeypatch, tmp_path) -> Path:
+    """No network, and an empty cache of tiktoken; returns its folder."""
+
+    def fail(*_, **__):
+        raise OSError("no network")
+
+    monkeypatch.setattr("socket.getaddrinfo", fail)
+    monkeypatch.setattr("tiktoken.registry.ENCODINGS", {})
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory) -> Path:
     """A tokenizer.json with 600 tokens."""

@@ -4,16 +4,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corpus import stream as reading
 from corpus.order import IGNORED, Batches, permutation, to_inputs, training_batches, validation_batches
 from corpus.stream import TokenStream
-from model import GPT, GPTConfig
 from tests.helpers import needs_proc
-from tests.token_shards import VOCAB, T, open_stream, write_shards
+from tests.token_shards import T, open_stream, write_shards
 
 
 @pytest.fixture
@@ -114,20 +112,6 @@ def test_validation_scores_the_same_tokens_for_every_world_size(stream, world_si
             keep = targets != IGNORED
             scored += zip(idx[keep].tolist(), targets[keep].tolist(), strict=True)
     assert sorted(scored) == sorted(zip(tokens[:n].tolist(), tokens[1 : n + 1].tolist(), strict=True))
-
-
-def test_padding_changes_no_loss(tmp_path):
-    """25 tokens scored in padded rows, against the same tokens in rows of their own length."""
-    assert IGNORED == torch.nn.CrossEntropyLoss().ignore_index
-    tokens = write_shards(tmp_path, (26,)).astype(np.int64)
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, n_positions=T, vocab_size=VOCAB)).eval()
-    one = torch.ones(())  # sums, not means
-    [windows] = validation_batches(open_stream(tmp_path), T, 5, 0)
-    padded = model.loss(*to_inputs(torch.from_numpy(windows)), n_targets=one)
-    rows = [torch.from_numpy(tokens[None, :17]), torch.from_numpy(tokens[None, 16:])]
-    expected = sum(model.loss(*to_inputs(row), n_targets=one) for row in rows)
-    torch.testing.assert_close(padded, expected, rtol=1e-6, atol=0)
 
 
 # ------------------------------------------------------------------------------------------------------------ memory

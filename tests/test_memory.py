@@ -16,9 +16,9 @@ import train_gpt2
 from corpus.shards import prepare_text
 from learning.loss import chunk_size, linear_cross_entropy
 from learning.optim import make_optimizer
-from machine.runtime import Runtime, checkpoint_activations, peaks
+from machine.runtime import Runtime, checkpoint_activations
 from model import GPT, GPTConfig
-from pretraining.plan import CARDS, LAUNCHES, REACHED, Layout, n_parameters, needs, step_parts, token_flops
+from pretraining.plan import CARDS, Layout, n_parameters, needs, token_flops
 from tests.helpers import ROOT, slow, table, text_file
 
 
@@ -281,15 +281,6 @@ def test_a_plan_obeys_what_is_given_and_ends_at_the_batch(train, tmp_path):
     assert OBEYED in plan and "NOT ENOUGH" in plan
     n = len(np.load(data / "text_train_000001.npy"))
     assert f"data    {data}, {n:,} training tokens, read {1e7 * 2**17 / n:.2g} times; a tokenizer of 300\n" in plan
-
-
-def test_the_estimated_time_of_a_step_on_an_h100():
-    """By hand, from what docs/benchmarks.md says of 65,536 tokens of GPT-2 124M: 137 ms."""
-    shape, found = GPTConfig(n_positions=1024, vocab_size=50304, n_layer=12, n_head=12, n_embd=768), peaks("H100")
-    parts = step_parts(shape, 1024).values()
-    seconds = [1e3 * work / found[bound == "memory"] / REACHED[bound] for bound, work in parts]  # ms
-    assert seconds == pytest.approx([53, 24, 17.5, 11, 7.8, 5.9, 2.4, 6.4, 3.5], abs=0.3)
-    assert sum(seconds) + 1e3 * LAUNCHES * 12 == pytest.approx(137, abs=0.5)
 
 
 def test_a_dry_run_from_a_model_with_more_positions_counts_the_tokens_of_a_step(train, tmp_path):

@@ -13,7 +13,7 @@ from itertools import chain, pairwise
 
 import pytest
 import regex
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HFTokenizer
@@ -89,6 +89,7 @@ any_letters = st.text(st.characters(exclude_categories=("Cs",)), max_size=60)
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(few_letters, max_size=6), st.sampled_from(TIE_BREAKS))
+@example(["?!"] * 9 + ["?!!"] * 3 + ["!!"] * 2, "lowest_id")  # the first symbol is 0
 def test_merges_are_those_of_a_naive_trainer_on_generated_texts(texts, tie_break):
     ours = Tokenizer.train(texts, 300, special_tokens=(), tie_break=tie_break)
     assert ours.merges == naive_merges(texts, 44, tie_break)
