@@ -62,8 +62,8 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, targets, chunk: int, need_grad: bool):
         w = weight.to(x.dtype)  # cast here, so that the gradient's sum over chunks is not rounded to 16 bits
-        loss = torch.zeros((), dtype=torch.float32, device=x.device)
-        dtype = torch.promote_types(x.dtype, loss.dtype)  # of the softmax
+        dtype = torch.promote_types(x.dtype, torch.float32)  # of the softmax
+        log_likelihoods = []
         grad_x = []
         grad_w = None
         if need_grad and ctx.needs_input_grad[1]:
@@ -74,8 +74,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             safe = tc.clamp(min=0)  # an unscored target looks up token 0, and `valid` masks the result
             # no name for the 16-bit logits, so that they are freed before the softmax
             log_probs = F.log_softmax((xc @ w.T).to(dtype), dim=-1)  # (chunk, V)
-            log_likelihoods = log_probs.gather(1, safe)
-            loss = loss - torch.where(valid, log_likelihoods, 0.0).sum()
+            log_likelihoods.append(torch.where(valid, log_probs.gather(1, safe), 0.0))
             if not need_grad:
                 continue
             dlogits = softmax_minus_one_hot(log_probs, safe).to(x.dtype)  # (chunk, V)
@@ -86,7 +85,8 @@ class LinearCrossEntropy(torch.autograd.Function):
             del dlogits  # before the next chunk has its logits
         if need_grad:
             ctx.save_for_backward(torch.cat(grad_x), grad_w)
-        return loss
+        # one sum at the end: a sum of each chunk makes torch.compile take all logits before any gradient
+        return -torch.cat(log_likelihoods).sum()
 
     @staticmethod
     def backward(ctx, grad_loss):
