@@ -9,6 +9,7 @@ import sys
 from dataclasses import MISSING, asdict, fields
 from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
@@ -85,6 +86,65 @@ def test_no_constant_of_a_door_or_of_a_recipe_changes_by_accident():
         changed = [(key, value) for key, value in asdict(recipe).items() if value != getattr(train_gpt2.Config, key)]
         found += [name, *(f"{key}={value!r}" for key, value in changed)]
     assert " ".join(found).split() == CONSTANTS.split()
+
+
+# what was measured, or is agreed on with others
+NUMBERS = """
+bpe.chunks.BLOCK | 1048576
+bpe.chunks.LONG_CHUNK | 24
+bpe.chunks.PLACE_BITS | 32
+bpe.tokenizer.CACHED_CHUNKS | 262144
+bpe.tokenizer.CACHED_LENGTH | 64
+bpe.tokenizer.HIGHEST_ID | 16777216
+bpe.train.HELD_OUT | 1048576
+bpe.training.PAIR_SHIFT | 32
+corpus.sources.KINDS | {'.parquet': 1.55, '.jsonl': 0.95, '.jsonl.gz': 2.6, '.jsonl.zst': 3.0, \
+'.json.gz': 2.6, '.txt': 1.0, '.txt.gz': 2.6, '.txt.zst': 3.0}
+corpus.sources.UNIT_BYTES | 4194304
+corpus.sources.AS_STREAM | {'buffer_size': 1048576, 'pre_buffer': False}
+corpus.shards.TRAIN_FRACTION | 0.9
+corpus.shards.FEW_TOKENS | 10000
+corpus.stream.RELEASE_AFTER | 512
+files.LOCK_SECONDS | 10
+finetuning.lora.LIMITS | {'r': (1, 4096), 'lora_alpha': (1e-09, 1000000000.0), 'lora_dropout': (0.0, 0.9999)}
+fineweb.UNITS_AHEAD | 3
+fineweb.TOKENS_PER_BYTE | 0.23
+fineweb.COMPARED | 8192
+fineweb.FORGET_AFTER | 256
+hellaswag.BATCH_TOKENS | {'cpu': 512, 'cuda': 32768}
+hellaswag.CHUNK_LOGITS | 33554432
+learning.loss.LOGITS | {'cpu': 524288, 'cuda': 536870912}
+learning.loss.TILE | 256
+lora_finetune.MICRO_BATCH_COST | {'cpu': 64, 'mps': 1024, 'cuda': 4096}
+machine.runtime.COLLECTIVE_TIMEOUT | datetime.timedelta(seconds=600)
+model.LARGEST | 1048576
+model.SIZES | {'gpt2': {'n_layer': 12, 'n_head': 12, 'n_embd': 768}, 'gpt2-medium': {'n_layer': 24, 'n_head': 16, \
+'n_embd': 1024}, 'gpt2-large': {'n_layer': 36, 'n_head': 20, 'n_embd': 1280}, 'gpt2-xl': {'n_layer': 48, \
+'n_head': 25, 'n_embd': 1600}}
+pretraining.plan.CARDS | ('B200', 'H100', 'A100', 'L40S', 'RTX 4090', 'RTX 3090')
+pretraining.plan.DEVICES | (16, 24, 40, 80, 141)
+pretraining.plan.WORKSPACES | 67108864
+pretraining.plan.MICRO_BATCHES | (1, 8, 64)
+pretraining.plan.RANKS | (1, 2, 4, 8)
+pretraining.plan.STEP | 65536
+pretraining.plan.REACHED | {'matrix': 0.64, 'attention': 0.25, 'memory': 0.92}
+pretraining.plan.LAUNCHES | 0.0005
+run.curves.CHANCE | 0.25
+run.curves.POINTS | 800
+run.log.LINE_SECONDS | 30
+run.log.TRACKERS | {'tensorboard': 'torch.utils.tensorboard', 'wandb': 'wandb', 'trackio': 'trackio'}
+run.records.NEEDED | {'train': 'loss', 'val': 'loss', 'sample': 'text'}
+run.spikes.SpikeDetector.WINDOW | 100
+run.spikes.SpikeDetector.MIN_LOSSES | 20
+run.spikes.SpikeDetector.PATIENCE | 3
+run.spikes.SpikeDetector.MAX_RETURNS | 3
+sample.BATCH | 64
+"""
+
+
+@pytest.mark.parametrize("name, value", table(NUMBERS))
+def test_no_number_of_a_room_changes_by_accident(name, value):
+    assert [repr(resolve_name(name))] == value
 
 
 @pytest.mark.parametrize("page, door", [("resume.md", "train_gpt2"), ("lora.md", "lora_finetune")])

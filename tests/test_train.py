@@ -8,7 +8,6 @@ import signal
 import statistics
 import subprocess
 import time
-from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from corpus import shards
 from hellaswag import LOGGED
 from learning import evaluation as evaluate
 from machine import runtime
-from model import GPT, SIZES
+from model import GPT
 from run import log as runlog
 from run.checkpoint import FOR_PEOPLE, SUMS, checkpoint_steps, find_damage, load_train_state, newest_intact
 from run.run import Run
@@ -45,7 +44,6 @@ from tests.helpers import (
     table,
     weights,
 )
-from train_gpt2 import RECIPES
 
 
 @pytest.fixture(scope="module")
@@ -185,13 +183,6 @@ def test_a_vocabulary_much_larger_than_the_tokenizer_is_warned_of(train, tokeniz
     assert not train(out="fits", max_steps=1, tokenizer=tokenizer, vocab_size=1280).stderr
     warning = "warning: 71% of the 2,048 embeddings have no token; pass --vocab_size 640\n"
     assert train(out="wide", max_steps=1, tokenizer=tokenizer, vocab_size=2048).stderr == warning
-
-
-# ---- recipes
-
-
-def test_recipes_have_the_sizes_of_gpt2():
-    assert all(SIZES[name].items() <= asdict(RECIPES[name]).items() for name in SIZES)
 
 
 # ---- interruption
