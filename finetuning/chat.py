@@ -115,7 +115,9 @@ def prompt_of(text: str, tokenizer: Tokenizer) -> str:
 # ------------------------------------------------------------------------------------------------ the same in Jinja
 
 # The dashes in each tag remove the white space of this layout. `template` fills in the words in capitals. Only filters,
-# slices and `in`: a Jinja in C++ or JavaScript may lack the methods of Python's str.
+# slices and `in`: a Jinja in C++ or JavaScript may lack the methods of Python's str. `generation` is an extension of
+# transformers that marks what a model writes, for training elsewhere (assistant_only_loss of TRL); the engines of
+# llama.cpp, vLLM and transformers.js take it.
 TEMPLATE = """\
 {%- set ns = namespace(start=START, said='', before='nobody') -%}
 {%- for message in messages -%}
@@ -124,7 +126,10 @@ TEMPLATE = """\
         {%- if ns.before != 'user' -%}
             {{- raise_exception('the assistant speaks after ' + ns.before + ', and can only answer the user') -}}
         {%- endif -%}
-        {{- ns.start + USER + ns.said + ASSISTANT + ('' if text[:1] in DIRECTLY else ' ') + text + ENDOFTEXT -}}
+        {{- ns.start + USER + ns.said + ASSISTANT -}}
+        {%- generation -%}
+            {{- ('' if text[:1] in DIRECTLY else ' ') + text + ENDOFTEXT -}}
+        {%- endgeneration -%}
         {%- set ns.start = '' -%}
         {%- set ns.said = '' -%}
     {%- elif message['role'] == 'user' or message['role'] == 'system' -%}
