@@ -4,7 +4,7 @@
     python bpe/try_tokenizer.py --tokenizer out/bpe4k --chinese "我喜欢吃苹果。"
     python bpe/try_tokenizer.py --compare out/bpe4k                  # instead of GPT-2's
 
-Prints the tokens in colour, how many there are and bytes per token; draws the same as tokens.svg beside the tokenizer.
+Prints the tokens in colour, how many there are and bytes per token; draws the same in out/tokens.svg.
 This file knows nothing of training.
 """
 
@@ -37,6 +37,7 @@ class Config:
 
 # light and darker in turn, so that neighbours differ in grey, too
 COLORS = ("#fbe6c8", "#93cba0", "#dcebfb", "#ee9fae", "#efe6f8", "#d8c25c")
+PICTURE = Path("out/tokens.svg")  # not beside the tokenizer, which may be in a checkpoint
 COLUMNS = 96  # of the picture: Latin letters in a row
 COLUMN = 9  # pixels of a letter
 ROW = 24  # pixels of a row
@@ -48,8 +49,6 @@ is one, a Chinese character three), and becomes longer: more to compute, and les
 
 def main() -> None:
     config = parse_args(Config, description=__doc__)
-    path = Path(config.tokenizer)
-    picture = (path if path.is_dir() else path.parent) / "tokens.svg"
     tokenizers = load_both(config)
     texts = [valid_unicode(text) for text in (config.english, config.chinese) if text]
     results = []
@@ -62,8 +61,8 @@ def main() -> None:
         colored = "".join(f"{codes[i % len(codes)]}{piece}\x1b[0m" for i, piece in enumerate(pieces))
         print(f"{title}\n{colored if in_color else '|'.join(pieces)}\n")
     print(f"· is a token that ends in the middle of a character.\n{REASON}")
-    draw_svg(results, picture)
-    print(f"\nwrote {picture}")
+    draw_svg(results, PICTURE)
+    print(f"\nwrote {PICTURE}")
 
 
 def load_both(config: Config) -> dict[str, Tokenizer]:
