@@ -36,12 +36,14 @@ def flush(path: Path) -> None:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the path to an OSError raised in the block: a failed write, for example to a full disk, does not name it.
-    Make one of what safetensors raises instead, which gives the system's number only in its text."""
+    """Name the path in an OSError raised in the block: a failed write, for example to a full disk, names nothing, and
+    the name of a temporary file tells nobody what could not be written. Make an OSError of what safetensors raises
+    instead, which gives the system's number only in its text."""
     try:
         yield
     except OSError as e:
-        e.filename = e.filename or str(path)
+        if not e.filename or str(e.filename).endswith(".tmp"):
+            e.filename = str(path)
         raise
     except Exception as e:
         number = re.search(r"\(os error (\d+)\)", str(e))

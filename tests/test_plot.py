@@ -418,6 +418,7 @@ empty | no loss
 a | a directory, not a log
 run --out a.bmp | a.bmp
 run --out dir.png | dir.png
+run --out absent/a.png | error: absent/a.png
 """
 
 
