@@ -249,22 +249,22 @@ def draw_loss(axes, runs: Runs, y: str, comparable: bool) -> None:
     """Smoothed training loss, over that of every step if there is only one run; validation loss with marks. The title
     names the best run if all were validated on the same data."""
     alone = len(runs) == 1
-    ends = {}  # {label: the last validation loss}
+    ends = {}  # {name: the last validation loss}
     tails = []  # the losses that the axis is scaled to
-    for i, (label, run) in enumerate(runs.items()):
+    for i, (name, run) in enumerate(runs.items()):
         training = smoothed(*run["train", "loss"])
         validation = run["val", "loss"]
         style = look(i, len(validation[0]))
         if alone:
             axes.plot(*run["train", "loss"], **EACH_STEP, label="training, each step")
             axes.plot(*training, linewidth=1.5, color=COLORS[0], label="training, smoothed")
-            label = "validation"
             style["color"] = COLORS[2]  # unlike its own training loss
         else:
             axes.plot(*training, linewidth=0.8, color=style["color"])
+        label = "validation" if alone else name
         end = last(run, "val", "loss")
         if end is not None:
-            ends[label] = end
+            ends[name] = end
             label += f": {end:.3f} at the end"
         axes.plot(*validation, linewidth=1.6, label=label, **style)
         tails.extend(tail_of(*training))
