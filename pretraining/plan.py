@@ -28,12 +28,14 @@ In bytes, in a step of several micro-batches, so that gradients exist when the n
                  they add to that sum; 8 V C and a block's recomputed activations, when the backward pass starts;
                  12 V C, when activations are gone: the gradients of the tied table's two uses, and their sum.
                  Besides e V C for the table in 16 bits
+    muon         by how much Muon's step exceeds the forward and backward pass, 0 if it does not. Then activations,
+                 copies and gathered weights are gone, and it needs 2.5 + 3 / W times its largest stack of matrices of
+                 one shape, 16 L C^2, where W is 1 with --shard none
     allocator    of PyTorch, on CUDA: 2% of what does not grow with B, which it rounds up, and cuBLAS's workspaces
 
-The sum is the peak. When the optimizer steps, activations are gone; Muon then needs 2.5 + 3 / W times its largest stack
-of matrices of one shape, 16 L C^2, where W is 1 with --shard none. tests/fake_gpu compares all this with PyTorch's
-allocator. Not counted: dropout masks, the context of the device (0.5 GB on CUDA), and fragmentation (5% is reserved for
-it). This is the peak without compilation, which the trial of micro-batches measures too; torch.compile needs less.
+The sum is the peak. tests/fake_gpu compares all this with PyTorch's allocator. Not counted: dropout masks, the context
+of the device (0.5 GB on CUDA), and fragmentation (5% is reserved for it). This is the peak without compilation, which
+the trial of micro-batches measures too; torch.compile needs less.
 
 The time is an estimate, not a measurement, and leaves out what ranks spend on exchanging gradients: see `step_parts`.
 
@@ -205,14 +207,14 @@ def needs(shape: GPTConfig, layout: Layout, n_sequences: int) -> dict[str, int]:
     )
     if e == 2:  # the table in the dtype of products
         logits += e * V * C
-    if layout.optimizer == "muon":  # when it steps, activations, copies and what was gathered are gone
-        W = 1 if layout.shard == "none" else layout.ranks
-        resident = sum(found.values()) - found["copies"]
-        if W > 1:
-            resident = 8 * n_parameters(shape) // W + found["optimizer"]
-        stacks = 16 * L * C**2 * (2.5 + 3 / W)
-        logits = max(logits, int(stacks) + resident - sum(found.values()) - activations)
     found |= dict(activations=activations, logits=logits)
+    if layout.optimizer == "muon":
+        W = 1 if layout.shard == "none" else layout.ranks
+        resident = found["weights"] + found["gradients"]
+        if W > 1:  # without what was gathered
+            resident = 8 * n_parameters(shape) // W
+        stacks = int(16 * L * C**2 * (2.5 + 3 / W))
+        found["muon"] = max(0, resident + found["optimizer"] + stacks - sum(found.values()))
     if layout.device == "cuda":
         found["allocator"] = WORKSPACES + sum(state(shape, layout).values()) // 50
     return found
