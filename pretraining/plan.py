@@ -282,10 +282,13 @@ def step_parts(shape, T: int) -> dict[str, tuple[str, float]]:
 
 
 def time_table(shape: GPTConfig, T: int, tokens: int, price: float) -> list[str]:
-    """Lines: tokens/s of each card, the hours that `tokens` take, and the cost if an hour of the card costs `price`."""
+    """Lines: tokens/s of each card, the hours that `tokens` take, and the cost if an hour of one card costs `price`.
+
+    Eight cards cost eight times as much an hour, and take an eighth of the hours: there is one cost.
+    """
     header = f"{'card':<10}{'tokens/s':>10}{'MFU':>8}{'hours on 1':>13}{'on 8':>9}"
     if price:
-        header += f"   dollars, if an hour of this card costs {price:g}"
+        header += f"   dollars on 1 or 8, if an hour of one card costs {price:g}"
     lines = [header]
     parts = step_parts(shape, T).values()
     for card in CARDS:

@@ -227,7 +227,7 @@ ranks  --shard    activations      B=1      B=8     B=64    largest B on   16 GB
 time    estimated from data sheets, not measured; without the gradient exchange between ranks,
         evaluations and checkpoints
 
-card        tokens/s     MFU   hours on 1     on 8   dollars, if an hour of this card costs 2.5
+card        tokens/s     MFU   hours on 1     on 8   dollars on 1 or 8, if an hour of one card costs 2.5
 B200       1,041,319   39.6%         2.67     0.33          7
 H100         477,461   41.3%         5.82     0.73         15
 A100         179,237   49.1%        15.50     1.94         39
