@@ -177,7 +177,7 @@ def train(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, optimizer:
             run.log_step(loss, grad_norm, lr, n_targets)
             # └────────────────────────────────────────────────────────────────────────────────────────────┘
 
-            if run.begins(config.checkpoint_interval):  # then waits for all steps; before evaluations, which may fail
+            if run.catch_up_if_due(config.checkpoint_interval):  # before evaluations, which may fail
                 run.save()
             evaluate_if_due(config, run, model, loss_fn, data)
 
@@ -185,10 +185,10 @@ def train(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, optimizer:
 def evaluate_if_due(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, data: "Data") -> None:
     """The evaluations of this step that the log does not have yet."""
     rt = run.rt
-    if data.val and run.begins(config.eval_interval, "val", at_start=True):
+    if data.val and run.catch_up_if_due(config.eval_interval, "val", at_start=True):
         inputs = prefetch(iter(cut(data.val, config, rt)), rt.device)
         run.record("val", **validate(loss_fn, inputs, data.token_bytes, rt))
-    if run.begins(config.sample_interval, "sample"):
+    if run.catch_up_if_due(config.sample_interval, "sample"):
         if rt.is_main:
             prompt = prompt_of(config.sample_prompt, data.tokenizer)
             seed = config.seed + run.step

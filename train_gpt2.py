@@ -193,7 +193,7 @@ def train(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, optimizer:
             run.log_step(loss, grad_norm, lr, n_tokens)  # on a GPU a step late; also notices spikes, signals, bad steps
             # └────────────────────────────────────────────────────────────────────────────────────────────┘
 
-            if run.begins(config.checkpoint_interval):  # then waits for all steps; before evaluations, which may fail
+            if run.catch_up_if_due(config.checkpoint_interval):  # before evaluations, which may fail
                 run.save()
             evaluate_if_due(config, run, model, loss_fn, data)
 
@@ -201,16 +201,16 @@ def train(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, optimizer:
 def evaluate_if_due(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, data: "Data") -> None:
     """The evaluations of this step that the log does not have yet."""
     rt = run.rt
-    if run.begins(config.eval_interval, "val"):
+    if run.catch_up_if_due(config.eval_interval, "val"):
         if rt.mesh:  # sharded: one gathered copy for all batches, as FSDP would gather for each
             loss_fn = rt.compiled(GPTWithLoss(unsharded_copy(model)))
         run.record("val", **validate(loss_fn, validation_inputs(config, data, rt), data.token_bytes, rt))
     if config.target_loss and run.val_loss <= config.target_loss:
         run.end_here()  # saves this step as the last one; all evaluations below are due
-    if data.hellaswag and run.begins(config.hellaswag_interval, "hellaswag"):
+    if data.hellaswag and run.catch_up_if_due(config.hellaswag_interval, "hellaswag"):
         scores = hellaswag.evaluate(unsharded_copy(model), data.hellaswag, rt)
         run.record("hellaswag", **{name: scores[name] for name in hellaswag.LOGGED})
-    if run.begins(config.sample_interval, "sample"):
+    if run.catch_up_if_due(config.sample_interval, "sample"):
         whole = unsharded_copy(model)
         if rt.is_main:  # the other ranks only help to gather a sharded model
             prompt = config.sample_prompt
@@ -348,14 +348,14 @@ def distribute(config: Config, model: GPT, rt: Runtime) -> tuple[Config, GPTWith
     of 0 becomes the largest that fits."""
     rt.print(f"{config.out_dir}: {model.num_params():,} parameters on {rt.description}")
     loss_fn = GPTWithLoss(model)
-    if not rt.mesh:  # --shard none, or one rank
+    if not rt.mesh:  # not sharded: --shard none, or one rank
         loss_fn = rt.wrap(loss_fn)  # compiled, and in DDP
     n_sequences = config.total_batch_size // config.sequence_length
     if not config.micro_batch_size:
         trial = (config.sequence_length, config.vocab_size)
         found = find_micro_batch_size(loss_fn, n_sequences // rt.world_size, trial, rt)
         config = replace(config, micro_batch_size=found)
-    if rt.mesh:  # FSDP compiles the blocks and the loss by themselves; only now, as the trial needs the whole model
+    if rt.mesh:  # sharded: FSDP compiles blocks and loss by themselves; only now, as the trial needs the whole model
         model.summed_loss = rt.compiled(model.summed_loss)
         shard(loss_fn, model.transformer.h, rt)
     ranks = counted(rt.world_size, "rank")

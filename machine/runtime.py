@@ -73,7 +73,7 @@ class Runtime:
     world_size: int
     description: str  # how device, dtype and compile were chosen, for the first line of a run
     shard: str = "none"  # what is sharded over ranks: none, optimizer, full (see machine/sharding.py)
-    mesh: DeviceMesh | None = None  # of the ranks that do; None for "none" and for one rank
+    mesh: DeviceMesh | None = None  # of the ranks that do; None for "none" and for one rank. `if rt.mesh`: if sharded
 
     @classmethod
     def setup(cls, device="auto", dtype="auto", compile="off", shard="none", threads: int | None = None) -> "Runtime":
@@ -137,7 +137,7 @@ class Runtime:
         if self.shard == "optimizer":  # weights stay gathered from micro-batch to micro-batch, too
             loss_fn.set_requires_gradient_sync(now)
             loss_fn.set_reshard_after_backward(now)
-        elif self.world_size > 1 and not self.mesh:  # "full" shards those of each micro-batch: all would not fit
+        elif self.world_size > 1 and not self.mesh:  # DDP; "full" shards those of each micro-batch: all would not fit
             loss_fn.require_backward_grad_sync = now
 
     # ---- what ranks say to each other

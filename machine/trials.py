@@ -60,7 +60,7 @@ def has_memory_for(size: int, shape: tuple[int, int], loss_fn, rt: Runtime) -> b
     `loss_fn` is not DDP's module: its backward pass would have a rank that is out of memory keep the others waiting.
     """
     T, V = shape
-    n_shards = rt.world_size if rt.mesh else 1  # of the optimizer's state
+    n_shards = rt.world_size if rt.mesh else 1  # of the optimizer's state, if it is sharded
     try:
         idx = torch.randint(V, (size, T), device=rt.device)
         trained = [p for p in loss_fn.parameters() if p.requires_grad]

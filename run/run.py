@@ -170,10 +170,12 @@ class Run:
                 self._roll_back()
 
     def log_step(self, loss, grad_norm, lr: float, n_targets) -> None:
-        """Note a step's metrics: scalar tensors that are the same on every rank.
+        """Hand over a step's metrics, scalar tensors that are the same on every rank, and read those that are ready:
+        on a GPU the last step's, else this one's.
 
-        They are read once the device has reached this point, on a GPU during the next step. Raises UserError after too
-        many bad steps in a row.
+        What is read is logged and counted, and may change what follows: a spike, or a signal to any rank, waits for
+        `steps` to act on it; too many bad steps in a row raise UserError. All ranks call this together, because it sums
+        their signals.
         """
         # Reading a number now would let the GPU run dry: the host must be ahead, launching the kernels of the next step
         # while those of this one run. The count of targets is separate, since fp32 is exact only up to 2**24.
@@ -181,8 +183,9 @@ class Run:
         self._launched.append((self.step, lr, self.rt.read_later(metrics), self.rt.read_later(n_targets)))
         self._read_steps(self.rt.steps_ahead)
 
-    def begins(self, interval: int, kind: str = "", at_start: bool = False) -> bool:
-        """Whether a save or an evaluation begins now; if so, this waits for all that it depends on (see `catch_up`).
+    def catch_up_if_due(self, interval: int, kind: str = "", at_start: bool = False) -> bool:
+        """Whether a save or an evaluation is due; if so, this waits for all that it depends on (see `catch_up`), and
+        after a signal stops the run instead.
 
         True every `interval` steps and at the end, with `at_start` also before the first; never for 0. False if the log
         already has a record of this `kind`, and while a spike waits to be undone: spoilt weights are neither saved nor
@@ -214,7 +217,7 @@ class Run:
         if self._spike or self.step == self._saved:
             return
         self._saved = self.step
-        if not (self.rt.is_main or self.rt.mesh):
+        if not (self.rt.is_main or self.rt.mesh):  # not sharded: the other ranks have nothing to add
             return
         state = dict(
             step=self.step,
