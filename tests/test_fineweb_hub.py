@@ -95,14 +95,6 @@ def test_fetched_files_are_deleted_once_they_are_used(corpus, tokenizer, tmp_pat
     assert_shards(out_dir, corpus[1], tokenizer)
 
 
-def test_no_network_is_one_line_and_loses_nothing(corpus, dataset, tokenizer, tmp_path):
-    out_dir = tmp_path / "shards"
-    words = options("some/corpus/sample/10BT", out_dir, tokenizer, shard_size=3000)
-    nowhere = hub_environment("http://127.0.0.1:9", tmp_path / "home")
-    assert_user_error(run_script("fineweb.py", **words, env=nowhere), "http://127.0.0.1:9", "HF_ENDPOINT")
-    assert not out_dir.exists()
-
-
 def test_content_that_is_not_what_the_hub_says_is_refused(corpus, dataset, tokenizer, tmp_path):
     """As a mirror may have it that is out of date: the hub's hashes tell."""
     shutil.copytree(dataset, tmp_path / "dataset")

@@ -1,9 +1,11 @@
 """The layout of the house: doors at the root, rooms in folders, and no import that runs back up."""
 
 import ast
+import importlib
 import signal
 import subprocess
 import sys
+from dataclasses import is_dataclass
 
 import pytest
 
@@ -90,3 +92,16 @@ def test_a_file_that_is_read_alone_brings_few_others(module, most):
     ours = {name for name in brings(module) if name.split(".")[0] in DOORS | FOLDERS | {"model", "cli", "files"}}
     ours -= FOLDERS | {module}
     assert len(ours) <= most, sorted(ours)
+
+
+DATACLASSES = """
+bpe.train bpe.training bpe.try_tokenizer finetuning.lora fineweb hellaswag lora_finetune model plot pretraining.plan
+sample train_gpt2
+""".split()
+
+
+@pytest.mark.parametrize("module", DATACLASSES)
+def test_what_is_settled_cannot_be_changed(module):
+    kinds = [value for value in vars(importlib.import_module(module)).values() if is_dataclass(value)]
+    own = [kind.__dataclass_params__.frozen for kind in kinds if kind.__module__ == module]
+    assert own and all(own)

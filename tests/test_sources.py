@@ -1,5 +1,6 @@
 """Reading text: the same documents from every format, however it is cut; one line for whatever is wrong with a file."""
 
+import errno
 import gzip
 import json
 import random
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from cli import UserError
 from corpus import sources
-from corpus.sources import Source, SourceFile, documents, documents_of, find_source, text_size, units_of
+from corpus.sources import Source, SourceFile, documents, documents_of, find_source, hub_errors, units_of
 from tests.corpora import make_documents
 from tests.helpers import assert_refused, damaged, table
 
@@ -182,23 +183,12 @@ def test_a_folder_of_the_hub_without_data_is_answered_with_those_that_have_some(
     assert_refused(words, find_source, ("some/corpus/no/where",), "a/branch")
 
 
-OF_1000_BYTES = """\
-.parquet 1550
-.jsonl 950
-.jsonl.gz 2600
-.jsonl.zst 3000
-.json.gz 2600
-.txt 1000
-.txt.gz 2600
-.txt.zst 3000
-"""
-
-
-def test_the_text_of_a_thousand_bytes_of_each_kind():
-    """As measured on English."""
-    kinds = OF_1000_BYTES.split()[::2]
-    lines = [f"{kind} {text_size(SourceFile('a' + kind, 1000, ''), 'text'):.0f}\n" for kind in kinds]
-    assert "".join(lines) == OF_1000_BYTES
+def test_without_a_network_the_error_says_what_to_do_and_a_full_disk_is_no_error_of_the_hub(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.utils.http_backoff", lambda *_, **__: 1 / 0)
+    words = r"list of files of a/b from http.* \(ZeroDivisionError: division by zero\); check .* HF_ENDPOINT"
+    assert_refused(words, find_source, ("a/b",))
+    with pytest.raises(OSError, match="full"), hub_errors("a file"):
+        raise OSError(errno.ENOSPC, "full")
 
 
 @pytest.mark.parametrize("unit_bytes", [4, 10**6])

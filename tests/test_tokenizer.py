@@ -255,7 +255,6 @@ def test_what_is_not_utf8_is_replaced_and_an_id_outside_the_vocabulary_is_an_err
 
 def test_base_ids_are_laid_out_as_in_gpt2(tok):
     assert tok.vocab[0] == b"!" and tok.vocab[220] == b" " and tok.vocab[198] == b"\n"
-    assert b"".join(tok.vocab[i] for i in range(256)) == BYTE_ORDER
     assert all(tok.vocab[256 + i] == a + b for i, (a, b) in enumerate(tok.merges))
 
 
@@ -265,18 +264,12 @@ def test_token_bytes_counts_the_bytes_of_text(tok):
     assert tok.token_bytes()[tok.eot_token] == 0 and len(tok.token_bytes()) == len(tok)
 
 
-def test_fingerprint_is_of_the_content(tok):
-    same = Tokenizer(tok.merges, tok.pattern, tok.special_tokens)
-    others = [
-        Tokenizer(tok.merges[:-1], tok.pattern, tok.special_tokens),
-        Tokenizer(tok.merges, "cl100k", tok.special_tokens),
-        Tokenizer(tok.merges, tok.pattern, (ENDOFTEXT,)),
-        Tokenizer(tok.merges, tok.pattern, tok.special_tokens, tok.ordinary | {b"a": 2**24}),
-    ]
-    assert same.fingerprint == tok.fingerprint
-    assert len({t.fingerprint for t in [tok, *others]}) == 5
-    known = Tokenizer([(b"a", b"b")], special_tokens=("<|b|>", "<|a|>")).fingerprint
-    assert known.startswith("e71190aba3f64968"), "older shards would be refused"
+def test_fingerprint_is_of_the_content_and_the_same_in_every_version(tok):
+    assert Tokenizer(tok.merges, tok.pattern, tok.special_tokens).fingerprint == tok.fingerprint
+    plain = Tokenizer([(b"a", b"b")], special_tokens=("<|b|>", "<|a|>"))
+    other = Tokenizer(plain.merges, plain.pattern, plain.special_tokens, plain.ordinary | {b"a": 2**24})
+    found = [known.fingerprint[:16] for known in (plain, other)]
+    assert found == ["e71190aba3f64968", "0bb42da6324155ac"], "older shards would be refused"
 
 
 def test_a_tokenizer_survives_pickle_and_a_new_process(tok):
