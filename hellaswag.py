@@ -389,7 +389,7 @@ def log_likelihoods(model: nn.Module, inputs, logit_positions, targets) -> torch
     x = x.flatten(0, 1)[logit_positions].float()  # (S, C)
     # We compute logits only where a token is scored, a chunk at a time, and always in fp32: GPT-2's are around -100,
     # where neighbouring bf16 numbers are 0.5 apart.
-    chunk = max(CHUNK_LOGITS // model.config.vocab_size, 1)
+    chunk = CHUNK_LOGITS // model.config.vocab_size  # at least 32: model.py takes no more than 2**20 tokens
     losses = []
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")  # not TF32, to which a GPU may round: it keeps 11 of their 24 bits

@@ -5,6 +5,7 @@ import re
 import shutil
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -60,18 +61,18 @@ def test_a_batch_gives_the_loss_and_gradients_of_its_examples_one_by_one(small_t
 # ---- constants
 
 
-def test_constants_follow_from_the_rows_and_the_rank_unless_they_are_given(finetune, run_dir):
+def test_constants_follow_from_the_rows_and_the_rank_unless_they_are_given(base, rt):
     derived = ("max_steps", "warmup_steps", "eval_interval", "lora_alpha", "max_lr")
-    plain = dict.fromkeys(("max_steps", "max_lr", "eval_interval"))
+    data = SimpleNamespace(train=range(54), sequence_length=128)
     for constants, expected in (
-        (plain | dict(epochs=6), (20, 1, 2, 8, 1e-3)),  # of 54 examples, 16 a step; 3%, a tenth, 2 r
-        (plain | dict(lora_dim=0, epochs=1e-6, warmup_steps=9), (1, 1, 1, 0, 1e-4)),
+        (dict(epochs=60), (202, 7, 20, 16, 1e-3)),  # of 54 examples, 16 a step; 3%, a tenth, 2 r
+        (dict(lora_dim=0, epochs=1e-6, warmup_steps=9), (1, 1, 1, 0, 1e-4)),
         (found := dict(zip(derived, (2, 1, 0, 5.0, 0.01), strict=True)), tuple(found.values())),
     ):
-        finetune(overwrite=True, val_rows=1000, **constants)
-        config = read_json(run_dir / "config.json")
-        assert tuple(config[name] for name in derived) == expected
-        assert config["sequence_length"] == 128 and config["micro_batch_size"] == 16
+        requested = lf.Config(base=str(base / "base"), batch_size=16, **constants)
+        config = lf.resolve_config(requested, None, data, rt)
+        assert tuple(getattr(config, name) for name in derived) == expected
+        assert config.sequence_length == 128
 
 
 # ---- runs
