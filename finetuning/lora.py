@@ -270,7 +270,7 @@ def weights_sha256(model: GPT) -> str:
 def find_adapter(adapter: str | Path) -> Path:
     """The directory with the adapter: the one given; or the newest checkpoint of a run, or else its adapter/."""
     path = Path(adapter)
-    newest = newest_intact(path) if path.is_dir() else None  # adapter/ is older than the checkpoints of a resumed run
+    newest = newest_intact(path)  # adapter/ is older than the checkpoints of a resumed run
     for directory in (path, newest or path, path / "adapter"):
         if (directory / "adapter_config.json").is_file():
             return directory
