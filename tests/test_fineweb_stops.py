@@ -49,10 +49,17 @@ from tests.helpers import (
 # -------------------------------------------------------------------------------------------------------- interruptions
 
 
-def test_a_unit_that_is_taken_up_again_ends_at_the_limit(tokenizer, tmp_path):
+def test_a_unit_that_is_taken_up_again_ends_at_the_limit(tokenizer, tmp_path, monkeypatch):
     tok, tokens, place = Tokenizer.load(tokenizer), np.arange(30, dtype=np.uint16), dict(file=0, unit=0)
-    manifest = fineweb.open_manifest(fineweb.Config(shard_size=10), tmp_path, tok) | dict(files=[])
-    Writer(tmp_path, manifest, tok, 10, 25).write(place, tokens, {})  # killed with two shards of three
+
+    def begun() -> Writer:
+        manifest = fineweb.open_manifest(fineweb.Config(shard_size=10), tmp_path, tok) | dict(files=[])
+        return Writer(tmp_path, manifest, tok, 10, 25)
+
+    with monkeypatch.context() as patch, pytest.raises(TypeError):
+        patch.setattr(Writer, "_save", None)
+        begun().write(place, tokens, {})  # killed with a shard that is not yet listed
+    begun().write(place, tokens, {})  # killed with two shards of three
     writer = Writer(tmp_path, read_manifest(tmp_path), tok, 10, 25)
     writer.write(place, tokens, {})
     writer.end()
