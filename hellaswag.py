@@ -71,7 +71,8 @@ from machine.runtime import Runtime
 from run.checkpoint import find_model, load_model, model_tokenizer
 
 HUB = "Rowan/hellaswag"  # of which the split `validation` is scored
-BATCH_TOKENS = {"cpu": 2**9, "cuda": 2**15}  # padded tokens in a batch: what fits a CPU's caches, what keeps a GPU busy
+# padded tokens in a batch: what fits a CPU's caches, what keeps a GPU busy
+BATCH_TOKENS = {"cpu": 2**9, "mps": 2**13, "cuda": 2**15}
 CHUNK_LOGITS = 2**25  # logits in memory at once: 128 MB in fp32
 Ids = list[int]  # of tokens
 
@@ -328,7 +329,7 @@ def evaluate(
     module, and its mode is restored, so that its compiled and distributed wrappers notice nothing."""
     packed = task.packed[rt.rank :: rt.world_size]
     sums = np.zeros(task.lengths.size)
-    batch_tokens = batch_tokens or BATCH_TOKENS.get(rt.device.type, 2**13)
+    batch_tokens = batch_tokens or BATCH_TOKENS[rt.device.type]
     bar = tqdm(
         total=sum(map(len, packed)),
         unit="tok",

@@ -32,6 +32,9 @@ from cli import UserError, counted
 # process dies; one that hangs, or whose machine loses its network, ends the others only after this time.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
+# M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD: the numbers of these options of mallopt are in malloc.h
+MALLOC = {-3: 2**30, -1: 2**30, -2: 2**26}
+
 # For each card: the dense peak of its matrix units in TFLOP/s, for 16-bit inputs with fp32 accumulation, and its memory
 # bandwidth in GB/s. They are from the vendors' data sheets and whitepapers; for GeForce cards without a 16-bit figure,
 # twice the published fp32 rate, as where both are printed; for an MI250X, one of its two chips. 0 is unknown. The first
@@ -314,10 +317,9 @@ def _keep_freed_memory() -> None:
     """Let glibc reuse large blocks. By default it maps each activation from the system again, and page faults take up
     to a fifth of a training step. Without glibc this does nothing."""
     with contextlib.suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL(None).mallopt  # the numbers of its options are in malloc.h
-        mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
-        mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
-        mallopt(-2, 2**26)  # M_TOP_PAD
+        mallopt = ctypes.CDLL(None).mallopt
+        for option, size in MALLOC.items():
+            mallopt(option, size)
 
 
 def _choose_threads(threads: int | None) -> str:

@@ -111,7 +111,7 @@ fineweb.UNITS_AHEAD | 3
 fineweb.TOKENS_PER_BYTE | 0.23
 fineweb.COMPARED | 8192
 fineweb.FORGET_AFTER | 256
-hellaswag.BATCH_TOKENS | {'cpu': 512, 'cuda': 32768}
+hellaswag.BATCH_TOKENS | {'cpu': 512, 'mps': 8192, 'cuda': 32768}
 hellaswag.CHUNK_LOGITS | 33554432
 learning.loss.LOGITS | {'cpu': 524288, 'cuda': 536870912}
 learning.loss.TILE | 256
@@ -139,6 +139,27 @@ run.spikes.SpikeDetector.MIN_LOSSES | 20
 run.spikes.SpikeDetector.PATIENCE | 3
 run.spikes.SpikeDetector.MAX_RETURNS | 3
 sample.BATCH | 64
+hellaswag.LOGGED | ('acc', 'acc_norm', 'acc_norm_stderr', 'gold_bpb', 'gold_bpb_stderr', 'n')
+model.HF_CONFIG | {'model_type': 'gpt2', 'activation_function': 'gelu_new', 'n_inner': None, 'layer_norm_epsilon': \
+1e-05, 'tie_word_embeddings': True, 'scale_attn_weights': True, 'scale_attn_by_inverse_layer_idx': False, \
+'add_cross_attention': False}
+model.SIZE_NAMES | {'n_positions': 'max_position_embeddings', 'vocab_size': 'vocab_size', 'n_layer': \
+'num_hidden_layers', 'n_head': 'num_attention_heads', 'n_embd': 'hidden_size'}
+run.curves.LEGEND | {'fontsize': 8.5, 'title_fontsize': 8.5, 'framealpha': 0.85}
+run.curves.PUBLISHED | (('GPT-2 124M', 124000000.0, 0.2955), ('GPT-2 XL', 1558000000.0, 0.4893), ('GPT-3 Small', \
+125000000.0, 0.337), ('GPT-3 Medium', 350000000.0, 0.436), ('GPT-3 Large', 760000000.0, 0.51), ('GPT-3 XL', \
+1300000000.0, 0.547))
+run.curves.UNITS | {'steps': [(1, 'step')], 'tokens': [(1000000000.0, 'billions of tokens'), (1000000.0, 'millions \
+of tokens'), (1, 'tokens')], 'seconds': [(3600, 'hours of training'), (60, 'minutes of training'), (1, 'seconds of \
+training')], 'flops': [(1e+18, 'exaFLOPs of training'), (1000000000000000.0, 'petaFLOPs of training'), (1, 'FLOPs of\
+ training')]}
+run.records.NUMBERS | ('loss', 'lr', 'bpb', 'dt_ms', 'tokens_per_sec', 'tokens', 'memory_gib', 'skipped_steps')
+finetuning.lora.TARGETS | ('c_attn', 'attn.c_proj', 'c_fc', 'mlp.c_proj')
+learning.optim.MOMENTS | {'adamw': 2, 'muon': 1}
+bpe.tokenizer.SIGNS | {32: 9251, 10: 9166, 9: 8677}
+corpus.stream.BIN_MAGIC | 20240520
+corpus.stream.BIN_HEADER | 256
+machine.runtime.MALLOC | {-3: 1073741824, -1: 1073741824, -2: 67108864}
 """
 
 

@@ -286,13 +286,13 @@ BAD = """
 data=absent.json | absent.json
 base=absent/ | absent
 adapter=absent | absent holds no adapter
-sequence_length=1000 | 128 tokens
-sequence_length=1 | none with an instruction and an answer
-lora_dim=-1 | --lora_dim must be in
+sequence_length=1000 | has a context of 128 tokens, less than --sequence_length 1000; give 128 or less
+sequence_length=1 | has 60 rows, none with an instruction and an answer | than 1
+lora_dim=-1 | --lora_dim must be in [0, 1e+09], not -1
 lora_dim=5000 | --lora_dim must be in [1, 4096]
 lora_alpha=1e-10 | --lora_alpha must be in [1e-09, 1e+09]
 merge=. overwrite | --merge . is or contains
-lora_dropout=1.0 | --lora_dropout must be in
+lora_dropout=1.0 | --lora_dropout must be in [0, 0.9999], not 1.0
 min_lr=1 | --min_lr 1.0 is above --max_lr
 targets=wte | tied
 lora_dim=0 adapter=x | --adapter

@@ -330,7 +330,7 @@ BAD = """
 {"endings": ["a", "b", "c"]} | four texts
 {"endings": ["a", "b", "c", ""]} | four texts
 {"label": null} | label is None
-{"label": 4} | label is 4
+{"label": 4} | label is 4, not 0, 1, 2 or 3
 {"label": true} | label is True
 {"ctx": null} | ctx is not text
 {"ctx_a": null} | ctx_a is not text

@@ -144,7 +144,7 @@ def test_smoothing_keeps_the_first_value_and_passes_over_a_lone_spike():
 def test_a_long_curve_is_thinned_to_medians_at_their_first_step():
     n = 20 * curves.POINTS
     x, smooth = curves.smoothed(np.arange(n), np.repeat(np.arange(curves.POINTS), 20))
-    assert x.tolist() == list(range(0, n, 20)) and np.abs(smooth[:-17] - np.arange(curves.POINTS - 17)).max() == 0
+    assert x.tolist() == list(range(0, n, 20)) and smooth[:-17].tolist() == list(range(783)) and smooth[-1] == 790.5
 
 
 AXES = """

@@ -71,6 +71,7 @@ def test_a_run_learns_and_leaves_everything_that_it_should(finished):
     rate = statistics.median(column(run, "train", "tokens_per_sec"))
     for said in (
         f"validation loss {val[-1]['loss']:.4f} nats per token, {val[-1]['bpb']:.4f} bits per byte\n",
+        f"\nstep 40: val loss {val[-1]['loss']:.4f}, bpb {val[-1]['bpb']:.4f}\n",
         f"10,240 tokens in 40 steps, {rate:,.0f} tokens/s, ",
         f"python sample.py {run} ", f"\n  {run}/learning_curve.png ", f" --tokenizer {run}/step_000040 ",
     ):  # fmt: skip
@@ -139,7 +140,7 @@ def test_hellaswag_is_scored_on_the_way_and_changes_nothing(train, inline, tmp_p
     assert losses(tmp_path / "with") == losses(tmp_path / "without")
 
 
-ADVICE = {math.nan: "diverged", 1.01: "diverged", 0.99: "", -0.01: "Now try"}  # of a loss so far above a guess
+ADVICE = {math.nan: "diverged", 1.0: "diverged", 0.99: "", -0.01: "Now try"}  # of a loss so far above a guess
 
 
 @pytest.mark.parametrize("above", ADVICE)
@@ -254,14 +255,14 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(train, run_dir, 
 BAD = """
 data=nowhere.txt | nowhere.txt
 data=nowhere | nowhere | fineweb.py
-total_batch_size=250 | 250 | 256
+total_batch_size=250 | 250 is not divisible by 256 = sequence_length 32 x micro_batch_size 8 x 1 rank; give 256
 n_head=3 | n_embd 32 | n_head 3 | ; 30 is
 vocab_size=1048704 | vocab_size is 1048704, not a number from 1 to 1,048,576
-max_steps=0 | max_steps
+max_steps=0 | --max_steps must be in [1, 1e+09], not 0
 tokenizer=nowhere.json | nowhere.json
 init_from=./nowhere | ./nowhere
 out=text.txt/run | text.txt/run
-max_stepz=3 | max_steps
+max_stepz=3 | did you mean --max_steps?
 min_lr=1.0 | error: --min_lr 1.0 is above --max_lr 0.003; the schedule
 target_loss=3.0 eval_interval=0 | --target_loss 3.0 | --eval_interval
 dtype=int8 | int8
