@@ -255,6 +255,17 @@ def stamps(directory: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in directory.iterdir()}
 
 
+class NoWeights:
+    """The files of a model that has no weights."""
+
+    def copy(self):
+        return self
+
+    def write(self, directory: Path) -> None:
+        for name in ("model.safetensors", "config.json"):
+            (directory / name).write_text(name)
+
+
 def seeded(seed: int = 0):
     """Random numbers of PyTorch."""
     import torch

@@ -1,12 +1,21 @@
 """log.jsonl: damaged lines cost themselves alone, no log is lost, and its first record says where a run comes from."""
 
-import shlex
+import json
+import platform
+import re
 import shutil
+import sys
+from itertools import chain
+from types import SimpleNamespace
 
 import torch
 
+from run import log
 from run.checkpoint import checkpoint_steps
-from tests.helpers import column, log_of
+from run.directory import RunDirectory
+from run.run import Run
+from tests.helpers import NoWeights, arguments, column, read_lines
+from train_gpt2 import Config
 
 
 def test_damaged_lines_in_the_log_cost_those_lines_alone(short, run_dir):
@@ -38,14 +47,76 @@ def test_a_log_without_checkpoints_is_kept_and_the_restart_is_announced(short, r
     assert (run_dir / "log.jsonl.1").read_bytes() == before
 
 
-def test_the_first_record_says_where_a_run_comes_from(short, run_dir):
-    short()
-    result = short(max_steps=8, resume=True, sample_prompt="it's two  words")
-    assert "the learning rate rises from 0 at step 6 to " in result.stdout
-    first, second = log_of(run_dir, "run")
-    assert first["step"] == 0 and second["step"] == 6 and second["resumed_from"].endswith("step_000006")
-    assert first["versions"]["torch"] == torch.__version__ and first["config"]["n_embd"] == 32
-    assert {"command", "machine", "commit", "parameters", "flops_per_token"} <= set(first)
-    assert shlex.split(second["command"])[-2:] == ["--sample_prompt", "it's two  words"]
-    tokens = column(run_dir, "train", "tokens")
-    assert tokens == [256 * step for step in range(1, 9)]
+SAID = """
+step 0: val loss 9.5000, bpb 1.0000
+step 1 of 4: loss 9.000, N tok/s
+first loss 9.000; if all tokens are equally likely, 6.500
+step 2: val loss 8.5000, bpb 1.0000
+saved run/step_000003
+step 4 of 4: loss 7.500, N tok/s
+saved run/step_000004
+step 4: val loss 7.5000, bpb 1.0000
+
+validation loss 7.5000 nats per token, 1.0000 bits per byte
+67,108,868 tokens in 4 steps, N tokens/s, N GiB at the peak
+resuming from run/step_000004; --max_steps 4 is now 6; --sample_prompt Hello, I'm a language model, is now it's two  \
+words
+the learning rate rises from 0.1 at step 4 to 0.25, because the schedule now spans 6 steps (docs/resume.md)
+step 5 of 6: loss 7.000, N tok/s
+step 6 of 6: loss 6.000, N tok/s
+saved run/step_000006
+step 6: val loss 6.0000, bpb 1.0000
+
+validation loss 6.0000 nats per token, 1.0000 bits per byte
+100,663,302 tokens in 6 steps, N tokens/s, N GiB at the peak
+"""
+LOGGED = """
+{"step": 0, "kind": "run", "command": "train_gpt2.py --max_steps 4", "flops_per_token": 2.0, "uniform_loss": 6.5, \
+"ranks": 1, "tokenizer": "t"}
+{"step": 0, "kind": "val", "loss": 9.5, "bpb": 1.0, "flops": 0.0}
+{"step": 1, "kind": "train", "loss": 9.0, "lr": 0.1, "grad_norm": 9.0, "tokens": 16777217, "skipped_steps": 0}
+{"step": 2, "kind": "train", "loss": 8.5, "lr": 0.1, "grad_norm": null, "tokens": 33554434, "skipped_steps": 1, \
+"skipped": true}
+{"step": 2, "kind": "val", "loss": 8.5, "bpb": 1.0, "flops": 67108868.0}
+{"step": 3, "kind": "train", "loss": 8.0, "lr": 0.1, "grad_norm": 8.0, "tokens": 50331651, "skipped_steps": 1}
+{"step": 4, "kind": "train", "loss": 7.5, "lr": 0.1, "grad_norm": 7.5, "tokens": 67108868, "skipped_steps": 1}
+{"step": 4, "kind": "val", "loss": 7.5, "bpb": 1.0, "flops": 134217736.0}
+{"step": 4, "kind": "run", "command": "train_gpt2.py --max_steps 6 --resume --sample_prompt 'it'\\"'\\"'s two  words'",\
+ "flops_per_token": 2.0, "uniform_loss": 6.5, "ranks": 1, "tokenizer": "t", "resumed_from": "run/step_000004", \
+"changed": {"max_steps": [4, 6], "sample_prompt": ["Hello, I'm a language model,", "it's two  words"]}}
+{"step": 5, "kind": "train", "loss": 7.0, "lr": 0.25, "grad_norm": 7.0, "tokens": 83886085, "skipped_steps": 1}
+{"step": 6, "kind": "train", "loss": 6.0, "lr": 0.25, "grad_norm": 6.0, "tokens": 100663302, "skipped_steps": 1}
+{"step": 6, "kind": "val", "loss": 6.0, "bpb": 1.0, "flops": 201326604.0}
+"""
+
+
+def test_a_run_says_logs_and_saves_what_it_should_when_it_should(rt, run_dir, monkeypatch, capsys):
+    """A run without a model, stopped and resumed."""
+    losses = [9.5, 9.0, 8.5, 8.0, 7.5, 7.0, 6.0]
+    monkeypatch.setattr(log, "draw", lambda *_: None)
+    monkeypatch.chdir(run_dir.parent)
+    for changes in (dict(max_steps=4), dict(max_steps=6, resume=True, sample_prompt="it's two  words")):
+        monkeypatch.setattr(sys, "argv", ["house/train_gpt2.py", *arguments(**changes)])
+        config = Config(out_dir="run", **changes)
+        optimizer = SimpleNamespace(state_dict=dict, load_state_dict=len)
+        facts = dict(flops_per_token=2.0, uniform_loss=6.5)
+        run = Run(RunDirectory(config, rt), config, NoWeights(), optimizer, dict(tokenizer="t"), facts)
+        with run:
+            for step, batch in chain([(0, 0)], run.steps(iter(range(run.data_step + 1, 99)))):
+                loss = torch.tensor(losses[batch])  # whose gradient is infinite in step 2
+                if step:
+                    run.log_step(loss, loss / (batch != 2), 0.1 + 0.15 * (batch > 4), torch.tensor(2**24 + 1))
+                if run.catch_up_if_due(3):
+                    run.save()
+                if run.catch_up_if_due(2, "val", at_start=True):
+                    run.record("val", loss=losses[run.step], bpb=1.0)
+                assert not run.catch_up_if_due(0, "sample")
+        run.print_results()
+    said = re.sub(r"[\d,.]+ (tok/s|tokens/s|GiB)", r"N \1", capsys.readouterr().out)
+    assert said == SAID.lstrip()
+    records = read_lines(run_dir / "log.jsonl")
+    assert records[0]["machine"] == f"{platform.machine()}, {rt.description}"
+    for record in records:
+        for measured in "versions machine commit config written dt_ms tokens_per_sec memory_gib mfu".split():
+            record.pop(measured, None)
+    assert "\n".join(map(json.dumps, records)) == LOGGED.strip()

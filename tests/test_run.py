@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,6 +30,7 @@ from run.spikes import SpikeDetector
 from tests.helpers import (
     SHORT,
     SMALL,
+    NoWeights,
     arguments,
     assert_changes_take_effect,
     assert_refused,
@@ -71,19 +71,14 @@ KEPT = """
 def test_the_newest_intact_checkpoints_stay_and_the_one_of_the_lowest_loss(tmp_path, row):
     keep, losses, damaged, left = map(json.loads, row.split())
 
-    def write(directory):
-        for name in ("model.safetensors", "config.json"):
-            (directory / name).write_text(str(directory))
-
-    files = SimpleNamespace(write=write)
     for step in (1, 2, 3, 4):
         writer = CheckpointWriter(tmp_path, 0)
-        writer.save(Snapshot(step, [files], {}), {})
+        writer.save(Snapshot(step, [NoWeights()], {}), {})
         writer.wait()
     if damaged:
         damage_weights(tmp_path / f"step_{damaged:06d}")
     writer = CheckpointWriter(tmp_path, keep)
-    writer.save(Snapshot(5, [files], {}), {int(step): loss for step, loss in losses.items()})
+    writer.save(Snapshot(5, [NoWeights()], {}), {int(step): loss for step, loss in losses.items()})
     writer.wait()
     assert steps_of(tmp_path) == left
 
