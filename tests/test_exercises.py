@@ -66,7 +66,7 @@ attention | bias = | return F.scaled_dot_product_attention(q, k, v, is_causal=Tr
 linear_cross_entropy | softmax_minus_one_hot(log_probs, safe) | log_probs.exp() | one_hot
 linear_cross_entropy | accumulate_matmul(grad_w, | accumulate_matmul(0 * grad_w, | of the last chunk
 linear_cross_entropy | zip(x.split(chunk), targets.split(chunk), strict=True) | [(x, targets)] | N x V
-linear_cross_entropy | log_likelihoods.append | x.kept = [*getattr(x, "kept", []), log_probs.exp()]; log_likelihoods.append | N x V
+linear_cross_entropy | del log_probs | x.kept = [*getattr(x, "kept", []), log_probs.clone()] | N x V
 learning_rate | max_lr * step | max_lr * (step - 1) | warmup is a line
 learning_rate | progress)) | step / config.max_steps)) | jumps
 learning_rate | config.min_lr + height * (config.max_lr - config.min_lr) | height * config.max_lr | to min_lr
