@@ -192,7 +192,7 @@ class Runtime:
         not for work queued since."""
         if self.device.type != "cuda":
             return tensor.tolist
-        host = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+        host = tensor.to("cpu", non_blocking=True)  # which is pinned memory
         copied = torch.cuda.Event()
         copied.record()
 
