@@ -42,7 +42,8 @@ def find_micro_batch_size(loss_fn, sequences: int, shape: tuple[int, int], rt: R
 
 def largest_that_fits(loss_fn, sizes: list[int], shape: tuple[int, int], rt: Runtime) -> int:
     """The first of `sizes`, which descend, for which every rank has the memory. Raises UserError on all ranks alike."""
-    # compiling each size would take a minute; a size that fits uncompiled also fits compiled
+    # compiling each size would take a minute; a size that fits uncompiled also fits compiled, but for a few tokens of a
+    # large model with recomputed activations, which may need a few percent more (see the end of `needs` in the plan)
     inside_ddp = getattr(loss_fn, "module", loss_fn)
     uncompiled = getattr(inside_ddp, "_orig_mod", inside_ddp)
     for size in sizes:

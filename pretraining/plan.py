@@ -21,21 +21,28 @@ In bytes, in a step of several micro-batches, so that gradients exist when the n
     activations  B T C (L (8 + 14 e) + 4 + 4 e) + B T L (16 + 4 H). For its backward pass a block keeps of each token:
                  two residuals in fp32 (8); the inputs of four matrices (1 + 1 + 1 + 4), q, k and v (3), the input of
                  GELU (4); mean and deviation of two norms (16) and the sum of each head's weights (4 H). Naive
-                 attention keeps B T L (H T e + C e) more, and on a GPU H T 4 for a softmax in fp32 if e is 2. With
-                 --activation_checkpointing a block keeps its input alone, 4 B T C.
+                 attention keeps B T L (H T e + C e) more. With --activation_checkpointing a block keeps its input
+                 alone, 4 B T C
     logits       the largest of four moments: 8 n V + 4 V C, when the n positions whose logits exist at once (loss.py)
                  have a copy in fp32 and its softmax, beside the sum of the projection's gradients; e n V + 8 V C, when
                  they add to that sum; 8 V C and a block's recomputed activations, when the backward pass starts;
                  12 V C, when activations are gone: the gradients of the tied table's two uses, and their sum.
                  Besides e V C for the table in 16 bits
+    compiled     activations end with 4 + 2 e in place of 4 + 4 e, and with --shard, where each block is compiled by
+                 itself, it keeps one residual in the products' dtype: 4 + 15 e in place of 8 + 14 e. With
+                 --activation_checkpointing there are no copies; they end with 2 e (with --shard 4 + 2 e), and a block
+                 that is recomputed has 8 C more of each token. The logits' moments are 2 e n V + 4 V C for each chunk
+                 before this one, and the table in 16 bits; e n V and 4 V C for each chunk; 8 V C (with --shard 4 V C)
+                 and recomputed activations; and on one rank 4 N + 4 V C, without activations and copies, when a
+                 backward pass that is one graph has the gradients of all weights before it adds them to the others
     muon         by how much Muon's step exceeds the forward and backward pass, 0 if it does not. Then activations,
                  copies and gathered weights are gone, and it needs 2.5 + 3 / W times its largest stack of matrices of
                  one shape, 16 L C^2, where W is 1 with --shard none
     allocator    of PyTorch, on CUDA: 2% of what does not grow with B, which it rounds up, and cuBLAS's workspaces
 
-The sum is the peak. tests/fake_gpu compares all this with PyTorch's allocator. Not counted: dropout masks, the context
-of the device (0.5 GB on CUDA), and fragmentation (5% is reserved for it). This is the peak without compilation, which
-the trial of micro-batches measures too; torch.compile needs less.
+The sum is the peak, compiled or not. tests/fake_gpu compares all this with PyTorch's allocator. Not counted: dropout
+masks, the context of the device (0.5 GB on CUDA), and fragmentation (5% is reserved for it). The trial of micro-batches
+measures what is not compiled.
 
 The time is an estimate, not a measurement, and leaves out what ranks spend on exchanging gradients: see `step_parts`.
 
@@ -72,11 +79,12 @@ class Layout:
 
     sequence_length: int  # tokens of a sequence in a step; the model may have more positions
     ranks: int = 1
-    shard: str = "none"
+    shard: str = "none"  # as it is on one rank
     optimizer: str = "adamw"
     itemsize: int = 2  # bytes per number in matrix products
     device: str = "cuda"
     checkpointing: bool = False
+    compiled: bool = False
 
 
 def print_plan(config, shape: GPTConfig, rt: Runtime) -> None:
@@ -98,6 +106,7 @@ def print_plan(config, shape: GPTConfig, rt: Runtime) -> None:
         itemsize=itemsize,
         device=device,
         checkpointing=config.activation_checkpointing,
+        compiled=device == "cuda" and config.compile != "off",
     )
     data, no_data = about_data(config)
     n_bytes = 4 * n_parameters(shape) + state(shape, layout)["optimizer"]  # of a checkpoint
@@ -108,7 +117,7 @@ def print_plan(config, shape: GPTConfig, rt: Runtime) -> None:
         f"data    {data}",
         f"disk    {disk}",
         f"memory  GB on each rank, {config.optimizer}, {8 * itemsize}-bit products, micro-batches of B sequences;",
-        "        without torch.compile, which needs less\n",
+        "        with torch.compile on a GPU, unless --compile off; --micro_batch_size 0 tries without\n",
         *memory_table(shape, layout, config.total_batch_size // T, config.micro_batch_size),
         "\ntime    estimated from data sheets, not measured; without the gradient exchange between ranks,",
         "        evaluations and checkpoints\n",
@@ -166,15 +175,20 @@ def state(shape: GPTConfig, layout: Layout) -> dict[str, int]:
     N = n_parameters(shape)
     moments = 8 * N - (2 - MOMENTS[layout.optimizer]) * 4 * 12 * L * C**2
     copies = 0
-    if layout.itemsize == 2:
+    if layout.itemsize == 2 and not (layout.compiled and layout.checkpointing):
         copies = 12 * L * C**2 * layout.itemsize
-    if layout.shard == "none" or W == 1:
-        return dict(weights=4 * N, copies=copies, gradients=4 * N * min(W, 2), optimizer=moments)
     block = 12 * C**2 + 13 * C
-    if layout.shard == "optimizer":
-        return dict(weights=4 * (N // W + N), copies=copies, gradients=4 * (N + block), optimizer=moments // W)
-    gathered = N - max(L - 2, 0) * block  # two blocks at a time, and what is outside of them
-    return dict(weights=4 * (N // W + gathered), copies=copies, gradients=4 * (N // W), optimizer=moments // W)
+    if layout.shard == "none":
+        gathered = 0
+        gradients = N * min(W, 2)
+        W = 1
+    elif layout.shard == "optimizer":
+        gathered = N
+        gradients = N + block
+    else:
+        gathered = N - max(L - 2, 0) * block  # two blocks at a time, and what is outside of them
+        gradients = N // W
+    return dict(weights=4 * (N // W + gathered), copies=copies, gradients=4 * gradients, optimizer=moments // W)
 
 
 def needs(shape: GPTConfig, layout: Layout, n_sequences: int) -> dict[str, int]:
@@ -182,31 +196,51 @@ def needs(shape: GPTConfig, layout: Layout, n_sequences: int) -> dict[str, int]:
     L, C, V = shape.n_layer, shape.n_embd, shape.vocab_size
     T, e = layout.sequence_length, layout.itemsize
     a_block = (8 + 14 * e) * C + 16 + 4 * shape.n_head
+    outside = (4 + 4 * e) * C
+    if layout.compiled:
+        outside -= 2 * e * C
+        if layout.shard != "none":
+            a_block -= (4 - e) * C
     if shape.attention == "naive":
-        a_score = e
-        if layout.device == "cuda" and e == 2:  # autocast's softmax is in fp32 there
-            a_score += 4
-        a_block += shape.n_head * T * a_score + C * e
+        a_block += e * (shape.n_head * T + C)
     kept = L * a_block
     recomputed = 0
     if layout.checkpointing:
         kept = L * 4 * C
         recomputed = a_block
+        if layout.compiled:
+            recomputed += 8 * C
+            if layout.shard == "none":
+                outside -= 4 * C
     n_tokens = n_sequences * T
-    activations = n_tokens * (kept + (4 + 4 * e) * C)
+    activations = n_tokens * (kept + outside)
     found = state(shape, layout)
-    of_a_block = 0
-    if layout.shard == "full" and layout.ranks > 1:
-        of_a_block = 4 * (12 * C**2 + 13 * C)
     n_positions = min(n_tokens, chunk_size(n_tokens, V, layout.device))
-    logits = max(
-        8 * n_positions * V + 4 * V * C,
-        e * n_positions * V + 8 * V * C,
-        n_tokens * recomputed + 8 * V * C + of_a_block,
-        12 * V * C - activations,
-    )
-    if e == 2:  # the table in the dtype of products
-        logits += e * V * C
+    gradient = 4 * V * C
+    table = 0
+    if e == 2:
+        table = e * V * C
+    backward = n_tokens * recomputed + 2 * gradient
+    if layout.compiled:
+        n_chunks = -(-n_tokens // n_positions)
+        if layout.shard != "none":
+            backward -= gradient
+        logits = max(
+            2 * e * n_positions * V + (n_chunks - 1) * gradient + table,
+            e * n_positions * V + n_chunks * gradient,
+            backward,
+        )
+        if layout.ranks == 1:
+            logits = max(logits, found["weights"] + gradient - found["copies"] - activations)
+    else:
+        if layout.shard == "full":  # the gradients of a block, before they are sharded
+            backward += 4 * (12 * C**2 + 13 * C)
+        logits = table + max(
+            8 * n_positions * V + gradient,
+            e * n_positions * V + 2 * gradient,
+            backward,
+            3 * gradient - activations,
+        )
     found |= dict(activations=activations, logits=logits)
     if layout.optimizer == "muon":
         W = 1 if layout.shard == "none" else layout.ranks
