@@ -29,10 +29,8 @@ import numpy as np
 from bpe import formats
 from bpe.chunks import BLOCK, KNOWN, SINGLE_BYTES, any_of, full_pattern, merge_chunk, splitter, valid_unicode
 from bpe.formats import ENDOFTEXT, Specials
-from bpe.training import TIE_BREAKS, Options, cpu_count, learn
-
-# names of the files beside this one too, so that other folders need only this one
-__all__ = ["ENDOFTEXT", "StreamDecoder", "Tokenizer", "cpu_count", "splitter", "valid_unicode", "visible"]
+from bpe.training import TIE_BREAKS, Options, learn
+from bpe.training import cpu_count as cpu_count  # other folders take it from here
 
 CACHED_CHUNKS = 2**18  # distinct chunks whose ids the encoder remembers
 CACHED_LENGTH = 64  # characters of the longest chunk that it remembers

@@ -28,9 +28,14 @@ TRAIN_FRACTION = 0.9  # of a text's characters; the rest is the validation split
 FEW_TOKENS = 10_000  # to train on; the validation split of such a text is a page or two
 
 
+def folder_of(data: Path) -> Path:
+    """The directory of shards that are given as a directory or a glob."""
+    return data if data.is_dir() else data.parent
+
+
 def origin(data: Path) -> tuple[dict, str]:
     """For a model card: what the manifest says about the source of the shards, and its name on the hub or ""."""
-    file = (data if data.is_dir() else data.parent) / "manifest.json"
+    file = folder_of(data) / "manifest.json"
     manifest = read_manifest(file.parent)
     if not manifest:
         return {}, ""
@@ -94,7 +99,7 @@ def open_shards(data: str, tokenizer: str, vocab_size: int, cache: Path) -> Shar
     train = TokenStream(train_paths, vocab_size)
     val = TokenStream(val_paths, vocab_size)
     warnings = []
-    if "next" in read_manifest(place if place.is_dir() else place.parent):
+    if "next" in read_manifest(folder_of(place)):
         warnings.append(f"{place} is incomplete; training on what has been written so far")
     if vocab_size > 2 * padded:
         unused = 1 - len(tok) / vocab_size
@@ -124,7 +129,7 @@ def data_tokenizer(data: Path, tokenizer: str) -> Tokenizer:
 
     Raises UserError if the shards were written with another one than asked for.
     """
-    directory = data if data.is_dir() else data.parent
+    directory = folder_of(data)
     own = directory / "tokenizer.json"
     if tokenizer in ("gpt2", "train"):
         tokenizer = str(own) if own.exists() else ds_tokenizer(directory)

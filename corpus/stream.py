@@ -88,7 +88,7 @@ def npy_layout(path: Path) -> Layout:
 
 def bin_layout(path: Path) -> Layout:
     header = np.fromfile(path, "<i4", BIN_HEADER)  # fewer if the file is shorter
-    if len(header) < BIN_HEADER or header[:2].tolist() != [BIN_MAGIC, 1]:
+    if header[:2].tolist() != [BIN_MAGIC, 1]:
         raise ValueError(f"its header does not start with {BIN_MAGIC} and version 1")
     return np.dtype("<u2"), header.nbytes, (int(header[2]),)
 
@@ -109,8 +109,7 @@ def ds_metadata(path: Path) -> tuple[str, int, int]:
     metadata = path.with_name(f"{path.name}.metadata")
     if not metadata.exists():
         raise ValueError(f"there is no {metadata.name}; let datatrove write it (save_final_metadata=True)")
-    with open(metadata, encoding="utf-8") as f:
-        match = re.match(r"(.*)\|([24])\n(\d{1,18})(\n|$)", f.read(10_000))
+    match = re.match(r"(.*)\|([24])\n(\d{1,18})(\n|$)", metadata.read_text(encoding="utf-8"))
     if not match:
         raise ValueError(f"{metadata.name} does not begin with the lines TOKENIZER|2, or |4, and NUMBER OF TOKENS")
     return match[1], int(match[2]), int(match[3])

@@ -234,9 +234,7 @@ class Muon(torch.optim.Optimizer):
     is spread over ranks, into a difference in the fourth digit of the loss after 20 steps.
     """
 
-    def __init__(
-        self, params, lr=0.02, weight_decay=0.1, momentum=0.95, n_stacked=1, dtype=torch.bfloat16, compile=False
-    ):
+    def __init__(self, params, lr, weight_decay, momentum=0.95, n_stacked=1, dtype=torch.bfloat16, compile=False):
         defaults = dict(
             lr=lr, weight_decay=weight_decay, momentum=momentum, n_stacked=n_stacked, dtype=dtype, fused=True
         )

@@ -16,8 +16,7 @@ class Hub(http.server.ThreadingHTTPServer):
 
     The files are below `folder`, and behind a redirect, as on the real hub. The first `busy` requests are answered with
     429 and a Retry-After of 2 seconds; `hasty` counts requests that come earlier. `moods` says what happens to the
-    first download of a file: `cut` ends it half-way, with the connection, `stall` sends three quarters and no more,
-    and `spoil` changes a byte.
+    first download of a file: `cut` ends it half-way, with the connection, `stall` sends three quarters and no more.
     """
 
     COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -97,8 +96,6 @@ class HubRequest(http.server.BaseHTTPRequestHandler):
             hub.most = max(hub.most, hub.now)
         try:
             body, mood = data[start:], hub.moods.get(path.name) if first else None
-            if mood == "spoil":
-                body = body[:-1] + bytes([body[-1] ^ 1])
             sent = body[: len(body) // 2] if mood == "cut" else body[: len(body) * 3 // 4] if mood == "stall" else body
             headers = dict(Content_Range=f"bytes {start}-{len(data) - 1}/{len(data)}") if span else {}
             headers |= dict(Content_Length=str(len(body)))

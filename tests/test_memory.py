@@ -151,14 +151,6 @@ def peak_without_optimizer(model: GPT, shape: GPTConfig, layout: Layout, rows: i
     return memory.peak
 
 
-def test_the_gradient_of_the_output_projection_is_counted_twice():
-    """Where it is a third of everything, so that half of it is no rounding error; before the optimizer's first step."""
-    shape = GPTConfig(n_positions=64, vocab_size=8000, n_layer=1, n_head=1, n_embd=128)
-    found = needs(shape, layout := Layout(64, itemsize=4, device="cpu"), 1)
-    wanted = sum(found.values()) - found["optimizer"]
-    assert peak_without_optimizer(GPT(shape), shape, layout, 1) == pytest.approx(wanted, rel=0.05)
-
-
 def test_the_loss_keeps_8_bytes_of_each_logit_without_compilation():
     """One copy in fp32 and the softmax: nothing of the chunk before, and no 16-bit logits any more."""
     n_positions, vocab_size = 4096, 1024

@@ -236,6 +236,7 @@ def test_training_goes_on_from_a_state_bit_for_bit(name, dtype):
     other.load_state_dict(state)
     train(again, other, range(4, 7))
     assert equal(model.state_dict(), again.state_dict())
+    make_optimizer(again, Settings(optimizer=name), Machine(torch.float16)).load_state_dict(state | dict(scaler={}))
 
 
 # ---- Muon
@@ -264,8 +265,8 @@ def test_q_k_and_v_apart_equal_three_separate_matrices():
     torch.manual_seed(0)
     fused = torch.nn.Parameter(torch.randn(48, 16))
     apart = [torch.nn.Parameter(part.clone()) for part in fused.detach().split(16)]
-    together = Muon([dict(params=[fused], n_stacked=3)], dtype=torch.float32)
-    separate = Muon(apart, dtype=torch.float32)
+    together = Muon([dict(params=[fused], n_stacked=3)], 0.02, 0.1, dtype=torch.float32)
+    separate = Muon(apart, 0.02, 0.1, dtype=torch.float32)
     for _ in range(4):
         fused.grad = torch.randn(48, 16)
         for p, grad in zip(apart, fused.grad.split(16), strict=True):

@@ -7,7 +7,7 @@ import pytest
 
 from cli import UserError
 from corpus.manifest import read_manifest
-from corpus.order import Batches, training_batches
+from corpus.order import Batches
 from corpus.shards import verify
 from corpus.stream import TokenStream, find_shards, open_shard
 from tests.helpers import assert_refused, json_values
@@ -167,7 +167,7 @@ def test_a_flipped_bit_in_a_header_is_an_error_or_harmless(tmp_path, kind):
 
 
 @pytest.mark.parametrize("place", [0, 1003, 1519, 2990])
-def test_a_token_of_another_tokenizer_is_refused_when_it_is_read(tmp_path, place):
+def test_a_token_of_another_tokenizer_is_refused_at_once(tmp_path, place):
     tokens = write_shards(tmp_path)
     tokens[place] = 5000
     for path, part in zip(find_shards(str(tmp_path), "train"), np.split(tokens, np.cumsum(SIZES)[:-1]), strict=True):
@@ -176,11 +176,18 @@ def test_a_token_of_another_tokenizer_is_refused_when_it_is_read(tmp_path, place
             culprit = path
     assert open_stream(tmp_path, 5001).read(place, 1) == 5000
 
-    def read_all(folder):
-        list(training_batches(Batches(open_stream(folder, 5000), T, 1, True), 8, 0, 24, 8))
-
-    message = refused(tmp_path, read_all)
+    message = refused(tmp_path, lambda folder: open_stream(folder, 5000))
     assert all(word in message for word in (str(culprit), "5000", "vocab_size is 5000"))
+
+
+def test_a_token_far_inside_a_shard_is_refused_when_it_is_read(tmp_path):
+    tokens = np.zeros(2**16 + 1, np.uint16)
+    for place in (2**16, 2**16 - 1):
+        tokens[place] = 5000
+        np.save(tmp_path / "x_train_000000.npy", tokens)
+        if place == 2**16:
+            assert_refused("token 5000", open_stream(tmp_path, 5000).read, place, 1)
+    assert_refused("token 5000", open_stream, tmp_path, 5000)
 
 
 def test_shards_have_to_fit_the_manifest(tmp_path):
@@ -252,5 +259,7 @@ def test_what_is_not_there_or_too_short(tmp_path, monkeypatch):
         assert_refused("does not exist; .* train_gpt2.py tiny", find_shards, nowhere, "train")
     write_shards(tmp_path, (1,))
     assert "has 1 tokens" in refused(tmp_path)
+    write_shards(tmp_path, (2,))
+    assert len(open_stream(tmp_path)) == 2
     write_shards(tmp_path, (T,))
     assert_refused("has 16 tokens, fewer than sequence_length \\+ 1 = 17", Batches, open_stream(tmp_path), T, 1, True)

@@ -2,9 +2,11 @@
 
 import errno
 import gzip
+import hashlib
 import json
 import random
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +19,17 @@ from hypothesis import strategies as st
 
 from cli import UserError
 from corpus import sources
-from corpus.sources import Source, SourceFile, documents, documents_of, find_source, hub_errors, units_of
+from corpus.sources import (
+    Source,
+    SourceFile,
+    decode,
+    documents,
+    documents_of,
+    download,
+    find_source,
+    hub_errors,
+    units_of,
+)
 from tests.corpora import make_documents
 from tests.helpers import assert_refused, damaged, table
 
@@ -132,15 +144,24 @@ def test_a_wrong_text_field_is_answered_with_those_there_are(tmp_path):
 
 @pytest.mark.parametrize(
     "end, encoding, near",
-    [("研究生", "gb18030", b"word \xd1\xd0\xbe\xbf"), ("", "utf-16-le", b"w\0o\0r"), ("", "utf-16-be", b"\0w\0o")],
+    [
+        ("研究生", "gb18030", b" " + b"word " * 5 + b"\xd1\xd0\xbe\xbf"),
+        ("", "utf-16-le", b"w\0o\0r"),
+        ("", "utf-16-be", b"\0w\0o"),
+    ],
 )
 def test_text_in_another_encoding_is_named_with_the_place(tmp_path, monkeypatch, end, encoding, near):
     monkeypatch.setattr(sources, "UNIT_BYTES", 1000)
     path = tmp_path / "docs.txt"
     path.write_bytes(("word " * 1000 + end).encode(encoding))
-    with pytest.raises(UserError, match="docs.txt is not UTF-8 at b'.*; save it as UTF-8") as error:
-        read(path, cut=re.compile(r"(?<=\S)(?=\s)"))
-    assert f"{near!r}"[2:] in str(error.value)
+    words = re.escape(f"docs.txt is not UTF-8 at {near!r}; save it as UTF-8")
+    assert_refused(words, read, path, cut=re.compile(r"(?<=\S)(?=\s)"))
+
+
+def test_a_tenth_of_zeros_is_no_text():
+    text = b"\0" * 100 + b"a" * 900 + b"\0"
+    assert decode(text) == text.decode()
+    assert_refused("it may be UTF-16", decode, b"\0" * 101 + b"a" * 899, error=UnicodeDecodeError)
 
 
 LISTED = """\
@@ -161,7 +182,8 @@ def hub(monkeypatch) -> None:
     """A hub that has LISTED, some of them large."""
 
     def answer(method: str, url: str, **options):
-        assert (method, url) == ("GET", f"{ENDPOINT}/api/datasets/some/corpus/revision/a%2Fbranch?blobs=true")
+        wanted = rf"{ENDPOINT}/api/datasets/some/corpus/revision/(a%2Fbranch|main)\?blobs=true"
+        assert method == "GET" and re.fullmatch(wanted, url) and options["max_retries"] == 2
         small = dict(size=9, blobId="0")
         files = [
             small | dict(rfilename=name, lfs=dict(sha256="1") if "data" in name else None) for name in LISTED.split()
@@ -180,7 +202,7 @@ def test_of_the_hub_files_of_one_kind_to_train_on_are_chosen_and_none_that_leads
 
 def test_a_folder_of_the_hub_without_data_is_answered_with_those_that_have_some(hub):
     words = "some/corpus has no data file in no/where; name a folder that has some: ., a, data, strained$"
-    assert_refused(words, find_source, ("some/corpus/no/where",), "a/branch")
+    assert_refused(words, find_source, ("some/corpus/no/where",))
 
 
 def test_without_a_network_the_error_says_what_to_do_and_a_full_disk_is_no_error_of_the_hub(monkeypatch):
@@ -189,6 +211,29 @@ def test_without_a_network_the_error_says_what_to_do_and_a_full_disk_is_no_error
     assert_refused(words, find_source, ("a/b",))
     with pytest.raises(OSError, match="full"), hub_errors("a file"):
         raise OSError(errno.ENOSPC, "full")
+
+
+def test_a_download_is_resumed_compared_and_made_once(tmp_path, monkeypatch):
+    content, asked = b"The tide comes twice.", []
+
+    def http_get(url: str, f, *, resume_size: int, expected_size: int, headers) -> None:
+        asked.append((url.removeprefix(ENDPOINT), resume_size, expected_size))
+        f.write(content[resume_size:])
+
+    monkeypatch.setattr("huggingface_hub.file_download.http_get", http_get)
+    version = hashlib.sha256(content).hexdigest()
+    get = partial(download, Source([], "some/corpus", "abc"), SourceFile("a/b.txt", 21, version), tmp_path)
+    path = get()
+    part = path.with_name(f"b.txt.{version[:8]}.part")
+    assert get().read_bytes() == content and not part.exists()
+    for begun in (b"The", b"the"):
+        path.unlink()
+        part.write_bytes(begun)
+        if begun == b"The":
+            assert get().read_bytes() == content
+    assert_refused("cannot get a/b.txt .*it arrived damaged", get)
+    url = "/datasets/some/corpus/resolve/abc/a/b.txt"
+    assert asked == [(url, 0, 21), (url, 3, 21), (url, 3, 21)] and not part.exists()
 
 
 @pytest.mark.parametrize("unit_bytes", [4, 10**6])

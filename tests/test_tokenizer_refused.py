@@ -274,6 +274,8 @@ def test_a_file_that_is_cut_or_flipped_or_of_another_kind_is_one_error_or_works(
     for content in damaged:
         file.write_bytes(content)
         check_reading(file)
+    file.write_bytes(b"{}")
+    assert_invalid("it has no 'model'; download", Tokenizer.load, file)
 
 
 @pytest.mark.parametrize("path", ["x" * 5000, "a\0b", "", "no/such/place", "con\udcffused"])
