@@ -98,7 +98,7 @@ def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest_but_for_what_i
 
 def test_the_constants_reach_both_optimizers():
     adamw, muon = make_optimizer(small(), Settings(weight_decay=0.3, eps=1e-7), Machine(torch.float16)).optimizers
-    assert adamw.defaults["eps"] == 1e-7 and muon.defaults["dtype"] == torch.float16
+    assert adamw.defaults["eps"] == 1e-7 and adamw.defaults["fused"] and muon.defaults["dtype"] == torch.float16
     assert [g["weight_decay"] for g in adamw.param_groups + muon.param_groups] == [0.3, 0.0, 0.3, 0.3]
 
 

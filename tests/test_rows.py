@@ -30,10 +30,10 @@ def encode(rows: list[dict], tokenizer, sequence_length=1000):
 
 
 def test_the_places_of_a_micro_batch_are_where_its_targets_are_predicted():
-    long = Example(np.arange(5), np.array([IGNORED, 2, 3, IGNORED, 5]))  # each token is followed by its successor
-    idx, scored, places = collate([long, Example(np.arange(7, 9), np.array([IGNORED, 9]))])
-    assert idx.tolist() == [[0, 1, 2, 3, 4], [7, 8, 0, 0, 0]]
-    assert (idx.flatten()[places] + 1).tolist() == scored.tolist() == [[2, 3, 5, 9]]
+    long = Example(np.arange(1, 6), np.array([IGNORED, 1, 2, IGNORED, 4]))  # each token is followed by its predecessor
+    idx, scored, places = collate([long, Example(np.arange(1, 3), np.array([0, IGNORED]))])
+    assert idx.tolist() == [[1, 2, 3, 4, 5], [1, 2, 0, 0, 0]]
+    assert (idx.flatten()[places] - 1).tolist() == scored.tolist() == [[1, 2, 4, 0]]
 
 
 def test_every_answer_and_its_end_are_targets_and_nothing_else_is(small_tokenizer):
@@ -63,14 +63,14 @@ def test_empty_rows_are_counted_and_left_out_and_an_empty_system_message_is_noth
 @settings(max_examples=200, deadline=None)
 def test_a_long_row_is_read_in_windows_that_score_every_answer_token_once(n, T, prompt):
     idx = np.arange(n, dtype=np.int32)
-    targets = np.where(idx < prompt, IGNORED, idx + 1).astype(np.int32)
+    targets = np.where(idx < prompt, IGNORED, idx).astype(np.int32)  # of each token itself
     parts = windows(idx, targets, T)
     scored = np.concatenate([np.zeros(0, np.int32), *(part.targets[part.targets >= 0] for part in parts)])
     assert scored.tolist() == targets[targets >= 0].tolist()
     for part in parts:
         assert len(part.idx) == len(part.targets) <= T
         places = part.targets >= 0
-        assert (part.targets[places] == part.idx[places] + 1).all()
+        assert (part.targets[places] == part.idx[places]).all()
         assert part.idx[0] == 0 or part.idx[places].min() - part.idx[0] >= T // 2  # half a window of context
 
 
@@ -159,7 +159,9 @@ def test_alpaca_comes_from_the_hub_through_datasets(monkeypatch, tmp_path):
     assert load_rows("tatsu-lab/alpaca") == [messages]
 
 
-@pytest.mark.parametrize("name", ["absent.json", "folder/absent.jsonl", "absent", "a/b/c", "./absent", "x" * 300])
+@pytest.mark.parametrize(
+    "name", [*"absent.json folder/absent.json folder/absent.jsonl absent a/b/c ./absent".split(), "x" * 300]
+)
 def test_a_name_that_is_not_a_dataset_of_the_hub_is_a_file(monkeypatch, name):
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: pytest.fail("asked the hub"))
     assert_refused(name[-10:], load_rows, name)

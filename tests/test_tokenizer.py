@@ -306,6 +306,14 @@ def test_what_makes_no_sense_is_an_error(make):
         make()
 
 
+def test_the_cores_that_this_process_may_use_are_counted(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: "abc" * (pid == 0), raising=False)
+    assert training.cpu_count() == 3
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert training.cpu_count() == 1
+
+
 def test_work_of_a_process_that_dies_is_done_here(monkeypatch):
     texts = TEXTS["english"][0].split("\n\n") * 4
     monkeypatch.setattr(sys, "executable", "/bin/false" if os.name == "posix" else "where.exe")
