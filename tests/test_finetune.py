@@ -149,10 +149,11 @@ def test_training_goes_on_from_an_adapter(finetune, tmp_path, run_dir):
     after = log_of(run_dir, "val")[-1]["loss"]
     words = "lora_dim 4, not 16; leave out --lora_dim"
     finetune.error(words, out="more", adapter=run_dir / "adapter", lora_dim=16)
-    finetune(out="more", adapter=run_dir, lora_dim=None, max_steps=2, eval_interval=1)
+    finetune(out="more", adapter=run_dir, lora_dim=None, lora_dropout=0.5, max_steps=2, eval_interval=1)
     assert log_of(tmp_path / "more", "val")[0]["loss"] == after
     assert read_json(tmp_path / "more" / "config.json")["lora_dim"] == 4
-    assert read_json(tmp_path / "more" / "adapter" / "adapter_config.json")["r"] == 4
+    found = read_json(tmp_path / "more" / "adapter" / "adapter_config.json")
+    assert (found["r"], found["lora_dropout"]) == (4, 0.5)
 
 
 def test_a_merged_directory_is_a_plain_model_for_transformers(finetune, base, tmp_path, run_dir):

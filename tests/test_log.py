@@ -94,6 +94,7 @@ def test_a_run_says_logs_and_saves_what_it_should_when_it_should(rt, run_dir, mo
     """A run without a model, stopped and resumed."""
     losses = [9.5, 9.0, 8.5, 8.0, 7.5, 7.0, 6.0]
     monkeypatch.setattr(log, "draw", lambda *_: None)
+    monkeypatch.setattr(log, "LINE_SECONDS", 9999)
     monkeypatch.chdir(run_dir.parent)
     for changes in (dict(max_steps=4), dict(max_steps=6, resume=True, sample_prompt="it's two  words")):
         monkeypatch.setattr(sys, "argv", ["house/train_gpt2.py", *arguments(**changes)])

@@ -11,7 +11,7 @@ from cli import UserError
 from machine import runtime
 from machine.runtime import PEAKS, Runtime, peaks
 from model import GPT, GPTConfig
-from run.checkpoint import CheckpointWriter, ModelFiles, Snapshot, copy_to_host, find_damage
+from run.checkpoint import CheckpointWriter, ModelFiles, Snapshot, copy_to_host, find_damage, state_dict_without_head
 from tests.helpers import assert_refused, table
 
 
@@ -138,6 +138,7 @@ def test_cpu_means_that_no_gpu_is_asked_for(monkeypatch):
 def test_the_thread_that_writes_a_checkpoint_asks_nothing_of_a_gpu(tmp_path, monkeypatch):
     """What it writes was copied before; so it needs no GPU to be chosen in that thread."""
     model = GPT(GPTConfig(n_positions=8, vocab_size=260, n_layer=1, n_head=1, n_embd=8))
+    assert "lm_head.weight" not in state_dict_without_head(model)  # which is the embedding
     files = ModelFiles(model, Tokenizer.train(["a"], 257)).copy()
     snapshot = Snapshot(1, [files], copy_to_host(dict(moment=torch.ones(3))))
 
