@@ -33,8 +33,8 @@ In bytes, in a step of several micro-batches, so that gradients exist when the n
                  --activation_checkpointing there are no copies; they end with 2 e (with --shard 4 + 2 e), and a block
                  that is recomputed has 8 C more of each token. The logits' moments are 2 e n V + 4 V C for each chunk
                  before this one, and the table in 16 bits; e n V and 4 V C for each chunk; 8 V C (with --shard 4 V C)
-                 and recomputed activations; and on one rank 4 N + 4 V C, without activations and copies, when a
-                 backward pass that is one graph has the gradients of all weights before it adds them to the others
+                 and recomputed activations; and on one rank 4 N, rounded up by 5%, and 4 V C, without activations and
+                 copies, when a backward pass that is one graph has the gradients of all weights before it adds them
     muon         by how much Muon's step exceeds the forward and backward pass, 0 if it does not. Then activations,
                  copies and gathered weights are gone, and it needs 2.5 + 3 / W times its largest stack of matrices of
                  one shape, 16 L C^2, where W is 1 with --shard none
@@ -217,9 +217,7 @@ def needs(shape: GPTConfig, layout: Layout, n_sequences: int) -> dict[str, int]:
     found = state(shape, layout)
     n_positions = min(n_tokens, chunk_size(n_tokens, V, layout.device))
     gradient = 4 * V * C
-    table = 0
-    if e == 2:
-        table = e * V * C
+    table = (4 - e) * V * C  # its copy in 16 bits; there is none in fp32
     backward = n_tokens * recomputed + 2 * gradient
     if layout.compiled:
         n_chunks = -(-n_tokens // n_positions)
@@ -231,7 +229,7 @@ def needs(shape: GPTConfig, layout: Layout, n_sequences: int) -> dict[str, int]:
             backward,
         )
         if layout.ranks == 1:
-            logits = max(logits, found["weights"] + gradient - found["copies"] - activations)
+            logits = max(logits, found["weights"] * 21 // 20 + gradient - found["copies"] - activations)
     else:
         if layout.shard == "full":  # the gradients of a block, before they are sharded
             backward += 4 * (12 * C**2 + 13 * C)

@@ -124,7 +124,7 @@ flash 1 1 {"optimizer":"muon"} | 44480 18432 44480 52096 3840 4920 40392 6711205
 flash 16 3 {"compiled":true} | 44480 18432 44480 88960 182784 12480 67112791
 flash 16 3 {"compiled":true,"itemsize":4} | 44480 0 44480 88960 313344 23040 67112422
 flash 16 1000000 {"compiled":true} | 44480 18432 44480 88960 60928000000 1920002880 67112791
-flash 1 1 {"compiled":true,"checkpointing":true} | 44480 0 44480 88960 416 45984 67112422
+flash 1 1 {"compiled":true,"checkpointing":true} | 44480 0 44480 88960 416 48208 67112422
 flash 4 1 {"compiled":true,"ranks":3} | 44480 18432 88960 88960 15232 3840 67113680
 flash 16 3 {"compiled":true,"ranks":3,"shard":"full"} | 24424 18432 14824 29653 173568 12480 67110610
 flash 1 1 {"compiled":true,"ranks":3,"shard":"full"} | 24424 18432 14824 29653 3616 2040 67110610
@@ -204,7 +204,7 @@ memory  GB on each rank, adamw, 16-bit products, micro-batches of B sequences;
 
 ranks  --shard    activations      B=1      B=8     B=64    largest B on   16 GB   24 GB   40 GB   80 GB  141 GB
     1  none       kept            2.93     6.77    27.38                      16      32      64     128     256
-    1  none       recomputed      2.75     4.15     7.63                     128     256     256     512     512
+    1  none       recomputed      2.78     4.15     7.63                     128     256     256     512     512
     2  none       kept            3.44     7.28    27.89                      16      32      64     128     256
     2  none       recomputed      2.99     4.66     8.13                     128     256     256     256     256
     2  optimizer  kept            2.66     6.40    25.95                      32      32      64     128     256
