@@ -313,10 +313,10 @@ class Tests:
         turns, seconds_of_file = {}, Counter()
         for test in sorted(set().union(*users) & self.seconds.keys(), key=lambda t: self.seconds[t] * self.n_lines[t]):
             file = test.split("::")[0]
-            turns[test] = seconds_of_file[file]
             seconds_of_file[file] += self.seconds[test]
+            turns[test] = seconds_of_file[file]
         chosen, total = {}, 0.0
-        for test in sorted(turns, key=turns.get):  # of each file as much time: all that take none come first
+        for test in sorted(turns, key=turns.get):  # those of all files that end first, if each file had a core
             if total < seconds:
                 chosen[test] = self.limits[test]
                 total += self.seconds[test]
