@@ -93,6 +93,13 @@ def test_all_formats_in_one_folder(tokenizer, tmp_path, monkeypatch):
     assert tokens_of(tmp_path / "shards") == plain_tokens(docs, tok)
 
 
+@pytest.mark.parametrize("continued", [0, 1])
+def test_a_unit_is_its_documents_each_after_the_token_that_ends_one(tokenizer, continued):
+    tok, unit = Tokenizer.load(tokenizer), sources.Unit(Path("x"), ["one", None, "two"], continued=continued)
+    tokens, skipped = fineweb.tokenize(unit, "text", tok, tok.encode_ordinary)
+    assert tokens.tolist() == plain_tokens(["one", "two"], tok)[continued:] and skipped == {"no text": 1}
+
+
 @pytest.mark.parametrize("pattern", ["gpt2", "cl100k", r"\S+|\s+"])
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_a_long_text_has_the_tokens_that_it_has_as_a_whole(tmp_path, monkeypatch, pattern, end):

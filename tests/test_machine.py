@@ -26,12 +26,11 @@ def test_the_peak_follows_from_the_name_of_the_gpu():
         assert peaks(name) is None
 
 
-def test_every_card_has_a_bandwidth_that_could_be_true():
+def test_every_card_is_found_by_its_name_and_has_a_bandwidth():
     assert [peaks(name)[1] / 1e9 for name in ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB")] == [1555, 2039]
     for entry in PEAKS.replace("\n", " ").split(","):
         *name, tflops, gb = entry.split()
         assert peaks(" ".join(name)) == (None if tflops == "0" else (float(tflops) * 1e12, float(gb) * 1e9)), entry
-        assert 200 <= float(gb) <= 8000
 
 
 # first a V100, and the wheel for CUDA 13; third: within a generation older code runs; last: ROCm names the code in its

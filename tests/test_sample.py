@@ -74,7 +74,6 @@ def test_a_text_appears_as_it_is_written(run, monkeypatch):
 
 def test_a_prompt_that_looks_like_an_option_goes_last_after_two_dashes(run):
     assert run("--", "--chat", max_new_tokens=0).stdout == "--chat\n"
-    assert_user_error(run("Hi", temprature=3), "temprature")
 
 
 @pytest.mark.parametrize(
