@@ -269,8 +269,7 @@ def test_token_bytes_counts_the_bytes_of_text(tok):
     assert tok.token_bytes()[tok.eot_token] == 0 and len(tok.token_bytes()) == len(tok)
 
 
-def test_fingerprint_is_of_the_content_and_the_same_in_every_version(tok):
-    assert Tokenizer(tok.merges, tok.pattern, tok.special_tokens).fingerprint == tok.fingerprint
+def test_a_fingerprint_is_the_same_in_every_version():
     plain = Tokenizer([(b"a", b"b")], special_tokens=("<|b|>", "<|a|>"))
     other = Tokenizer(plain.merges, plain.pattern, plain.special_tokens, plain.ordinary | {b"a": 2**24})
     found = [known.fingerprint[:16] for known in (plain, other)]
