@@ -234,6 +234,7 @@ def test_a_download_is_resumed_compared_and_made_once(tmp_path, monkeypatch):
     assert_refused("cannot get a/b.txt .*it arrived damaged", get)
     url = "/datasets/some/corpus/resolve/abc/a/b.txt"
     assert asked == [(url, 0, 21), (url, 3, 21), (url, 3, 21)] and not part.exists()
+    assert download(get.args[0], SourceFile("c", 21, "git"), tmp_path).exists()  # without a hash to compare
 
 
 @pytest.mark.parametrize("unit_bytes", [4, 10**6])
