@@ -249,7 +249,7 @@ def test_merges_that_tiktoken_would_do_in_another_order_are_refused_for_it(tmp_p
 
 # ---- damaged files
 
-OTHER = [b"", b"1", b"[]", b"NaN", b"[" * 200_000, b'{"a":' * 100_000, b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"]
+OTHER = [b"", b"NaN", b"[" * 200_000, b'{"a":' * 100_000, b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"]
 
 
 def check_reading(file: Path) -> None:
