@@ -28,7 +28,7 @@ def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
     The numbers are sorted by random bits of PCG64, which are put above their own bits. NumPy guarantees the stream of
     PCG64 forever, but not that of Generator.shuffle, which is also slower.
     """
-    bits = max(n - 1, 1).bit_length()  # enough for a number below n
+    bits = (n - 1).bit_length()  # enough for a number below n
     keys = np.random.PCG64([seed, epoch]).random_raw(n)  # (n,) uint64
     keys >>= np.uint64(bits)
     keys <<= np.uint64(bits)  # the low bits are free
