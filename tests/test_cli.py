@@ -160,11 +160,31 @@ bpe.tokenizer.SIGNS | {32: 9251, 10: 9166, 9: 8677}
 corpus.stream.BIN_MAGIC | 20240520
 corpus.stream.BIN_HEADER | 256
 machine.runtime.MALLOC | {-3: 1073741824, -1: 1073741824, -2: 67108864}
+run.curves.SCORES | {'acc_norm': (2.1, 'how often the right ending of four is the likeliest, lengths normalised', \
+100, 'accuracy (%)'), 'gold_bpb': (1.5, 'what the right ending costs', 1, 'bits per byte')}
+run.curves.COLORS | ('#0072B2', '#E69F00', '#000000', '#D55E00', '#56B4E9', '#009E73', '#CC79A7')
+run.curves.DASHES | ('-', '--', '-.', ':')
+run.curves.MARKS | ('o', 's', '^', 'D', 'v', 'P', 'X')
+run.curves.EACH_STEP | {'color': '#0072B2', 'alpha': 0.25, 'linewidth': 0.8}
+run.curves.REFERENCE_LINE | {'color': 'gray', 'linestyle': '--', 'linewidth': 0.8}
+run.curves.DRAWN | {'run': ('parameters', 'flops_per_token', 'uniform_loss'), 'train': ('loss', 'grad_norm', 'lr', \
+'tokens', 'dt_ms', 'skipped'), 'val': ('loss', 'bpb'), 'hellaswag': ('acc_norm', 'acc_norm_stderr', 'gold_bpb', \
+'gold_bpb_stderr')}
+run.curves.LOSS_IN | {'loss': 'nats per token', 'bpb': 'bits per byte'}
+run.card.METRICS | (('train', 'tokens', 'training tokens'), ('val', 'loss', 'validation loss, nats per token'), \
+('val', 'bpb', 'validation, bits per byte'), ('hellaswag', 'acc_norm', 'HellaSwag accuracy, lengths normalized'), \
+('hellaswag', 'acc', 'HellaSwag accuracy'), ('hellaswag', 'gold_bpb', 'HellaSwag, bits per byte of the right \
+ending'), ('hellaswag', 'n', 'HellaSwag, examples'))
+run.directory.FILES | ('config.json', 'log.jsonl', 'samples.txt', 'learning_curve.png')
+run.checkpoint.MODEL_FILES | ('model.safetensors', 'config.json')
+run.checkpoint.ADAPTER_FILES | ('adapter_model.safetensors', 'adapter_config.json')
+bpe.try_tokenizer.COLORS | ('#fbe6c8', '#93cba0', '#dcebfb', '#ee9fae', '#efe6f8', '#d8c25c')
+finetuning.chat.ROLES | ('system', 'user', 'assistant')
 """
 
 
 @pytest.mark.parametrize("name, value", table(NUMBERS))
-def test_no_number_of_a_room_changes_by_accident(name, value):
+def test_no_table_or_number_of_a_room_changes_by_accident(name, value):
     assert [repr(resolve_name(name))] == value
 
 
