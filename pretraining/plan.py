@@ -28,13 +28,14 @@ In bytes, in a step of several micro-batches, so that gradients exist when the n
                  they add to that sum; 8 V C and a block's recomputed activations, when the backward pass starts;
                  12 V C, when activations are gone: the gradients of the tied table's two uses, and their sum.
                  Besides e V C for the table in 16 bits
-    compiled     activations end with 4 + 2 e in place of 4 + 4 e, and with --shard, where each block is compiled by
-                 itself, it keeps one residual in the products' dtype: 4 + 15 e in place of 8 + 14 e. With
-                 --activation_checkpointing there are no copies; they end with 2 e (with --shard 4 + 2 e), and a block
-                 that is recomputed has 8 C more of each token. The logits' moments are 2 e n V + 4 V C for each chunk
-                 before this one, and the table in 16 bits; e n V and 4 V C for each chunk; 8 V C (with --shard 4 V C)
-                 and recomputed activations; and on one rank 4 N, rounded up by 5%, and 4 V C, without activations and
-                 copies, when a backward pass that is one graph has the gradients of all weights before it adds them
+    compiled     activations end with 4 + 2 e in place of 4 + 4 e, and with --shard, where each block and the loss are
+                 compiled by themselves, with 4 + 3 e, and a block keeps one residual in the products' dtype: 4 + 15 e
+                 in place of 8 + 14 e. With --activation_checkpointing there are no copies; activations end with 2 e
+                 (with --shard 4 + 3 e), and a block that is recomputed has 8 C more of each token. The logits'
+                 moments are 2 e n V + 4 V C for each chunk before this one, and the table in 16 bits; e n V and 4 V C
+                 for each chunk; 8 V C (with --shard 4 V C) and recomputed activations; and on one rank 4 N, rounded
+                 up by 5%, and 4 V C, without activations and copies, when a backward pass that is one graph has the
+                 gradients of all weights before it adds them
     muon         by how much Muon's step exceeds the forward and backward pass, 0 if it does not. Then activations,
                  copies and gathered weights are gone, and it needs 2.5 + 3 / W times its largest stack of matrices of
                  one shape, 16 L C^2, where W is 1 with --shard none
@@ -201,6 +202,7 @@ def needs(shape: GPTConfig, layout: Layout, n_sequences: int) -> dict[str, int]:
         outside -= 2 * e * C
         if layout.shard != "none":
             a_block -= (4 - e) * C
+            outside += e * C
     if shape.attention == "naive":
         a_block += e * (shape.n_head * T + C)
     kept = L * a_block

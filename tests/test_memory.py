@@ -126,9 +126,9 @@ flash 16 3 {"compiled":true,"itemsize":4} | 44480 0 44480 88960 313344 23040 671
 flash 16 1000000 {"compiled":true} | 44480 18432 44480 88960 60928000000 1920002880 67112791
 flash 1 1 {"compiled":true,"checkpointing":true} | 44480 0 44480 88960 416 48208 67112422
 flash 4 1 {"compiled":true,"ranks":3} | 44480 18432 88960 88960 15232 3840 67113680
-flash 16 3 {"compiled":true,"ranks":3,"shard":"full"} | 24424 18432 14824 29653 173568 12480 67110610
-flash 1 1 {"compiled":true,"ranks":3,"shard":"full"} | 24424 18432 14824 29653 3616 2040 67110610
-flash 16 9 {"compiled":1,"checkpointing":1,"ranks":3,"shard":"optimizer"} | 59304 0 47968 29653 64512 53760 67111602
+flash 16 3 {"compiled":true,"ranks":3,"shard":"full"} | 24424 18432 14824 29653 174336 12480 67110610
+flash 1 1 {"compiled":true,"ranks":3,"shard":"full"} | 24424 18432 14824 29653 3632 2040 67110610
+flash 16 9 {"compiled":1,"checkpointing":1,"ranks":3,"shard":"optimizer"} | 59304 0 47968 29653 66816 53760 67111602
 """
 
 
@@ -207,22 +207,22 @@ ranks  --shard    activations      B=1      B=8     B=64    largest B on   16 GB
     1  none       recomputed      2.78     4.15     7.63                     128     256     256     512     512
     2  none       kept            3.44     7.28    27.89                      16      32      64     128     256
     2  none       recomputed      2.99     4.66     8.13                     128     256     256     256     256
-    2  optimizer  kept            2.66     6.40    25.95                      32      32      64     128     256
-    2  optimizer  recomputed      2.20     3.95     7.60                     128     256     256     256     256
-    2  full       kept            2.09     5.82    25.37                      32      32      64     128     256
-    2  full       recomputed      1.63     3.38     7.03                     128     256     256     256     256
+    2  optimizer  kept            2.66     6.41    26.05                      32      32      64     128     256
+    2  optimizer  recomputed      2.20     3.96     7.70                     128     256     256     256     256
+    2  full       kept            2.09     5.84    25.47                      32      32      64     128     256
+    2  full       recomputed      1.63     3.39     7.13                     128     256     256     256     256
     4  none       kept            3.44     7.28    27.89                      16      32      64     128     128
     4  none       recomputed      2.99     4.66     8.13                     128     128     128     128     128
-    4  optimizer  kept            2.28     6.02    25.56                      32      32      64     128     128
-    4  optimizer  recomputed      1.82     3.57     7.22                     128     128     128     128     128
-    4  full       kept            1.58     5.32    24.87                      32      32      64     128     128
-    4  full       recomputed      1.12     2.87     6.52                     128     128     128     128     128
+    4  optimizer  kept            2.28     6.03    25.67                      32      32      64     128     128
+    4  optimizer  recomputed      1.82     3.58     7.32                     128     128     128     128     128
+    4  full       kept            1.58     5.33    24.97                      32      32      64     128     128
+    4  full       recomputed      1.12     2.88     6.62                     128     128     128     128     128
     8  none       kept            3.44     7.28    27.89                      16      32      64      64      64
     8  none       recomputed      2.99     4.66     8.13                      64      64      64      64      64
-    8  optimizer  kept            2.09     5.82    25.37                      32      32      64      64      64
-    8  optimizer  recomputed      1.63     3.38     7.03                      64      64      64      64      64
-    8  full       kept            1.32     5.06    24.61                      32      32      64      64      64
-    8  full       recomputed      0.87     2.62     6.27                      64      64      64      64      64
+    8  optimizer  kept            2.09     5.84    25.47                      32      32      64      64      64
+    8  optimizer  recomputed      1.63     3.39     7.13                      64      64      64      64      64
+    8  full       kept            1.33     5.07    24.71                      32      32      64      64      64
+    8  full       recomputed      0.87     2.63     6.37                      64      64      64      64      64
 
 time    estimated from data sheets, not measured; without the gradient exchange between ranks,
         evaluations and checkpoints
