@@ -81,6 +81,8 @@ def test_the_newest_intact_checkpoints_stay_and_the_one_of_the_lowest_loss(tmp_p
     writer.save(Snapshot(5, [NoWeights()], {}), {int(step): loss for step, loss in losses.items()})
     writer.wait()
     assert steps_of(tmp_path) == left
+    remove_after(tmp_path / f"step_{left[0]:06d}")
+    assert steps_of(tmp_path) == left[:1]
 
 
 def test_damaged_checkpoints_that_a_resume_skips_are_set_aside(short, run_dir):
