@@ -145,7 +145,7 @@ def test_four_phases_begin_at_the_peak_of_muon_and_fall_to_zero():
 
 def test_muon_steps_along_the_mixture_of_two_momenta():
     p = torch.nn.Parameter(torch.zeros(3, 3))
-    muon = optim.Muon([p], momentum=0.95)
+    muon = optim.Muon([p], 0.02, 0.1)  # momentum 0.95
     run = SimpleNamespace(muon=muon, config=SimpleNamespace(max_steps=4))
     before_step = ideas.two_momenta(run, first=1.0, last=0.0)["before_step"]
     fast = slow = torch.zeros(3, 3)
