@@ -200,7 +200,7 @@ def needs(shape: GPTConfig, layout: Layout, n_sequences: int) -> dict[str, int]:
     outside = (4 + 4 * e) * C
     if layout.compiled:
         outside -= 2 * e * C
-        if layout.shard != "none":
+        if layout.shard != "none":  # blocks and loss are compiled by themselves
             a_block -= (4 - e) * C
             outside += e * C
     if shape.attention == "naive":
@@ -210,7 +210,7 @@ def needs(shape: GPTConfig, layout: Layout, n_sequences: int) -> dict[str, int]:
     if layout.checkpointing:
         kept = L * 4 * C
         recomputed = a_block
-        if layout.compiled:
+        if layout.compiled:  # by measurement, as all of the compiled form
             recomputed += 8 * C
             if layout.shard == "none":
                 outside -= 4 * C
@@ -230,7 +230,7 @@ def needs(shape: GPTConfig, layout: Layout, n_sequences: int) -> dict[str, int]:
             e * n_positions * V + n_chunks * gradient,
             backward,
         )
-        if layout.ranks == 1:
+        if layout.ranks == 1:  # one graph has the gradients of all weights before it adds them; 5% for rounding up
             logits = max(logits, found["weights"] * 21 // 20 + gradient - found["copies"] - activations)
     else:
         if layout.shard == "full":  # the gradients of a block, before they are sharded
