@@ -333,7 +333,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_refused(short, run_dir):
     assert files_of(run_dir) == before
 
 
-@pytest.mark.parametrize("typo", ["out/tiyn", "./gpt2", "/nowhere", "out/tiny/step_000600", ""])
+@pytest.mark.parametrize("typo", ["out/tiyn", "./gpt2", "/nowhere", "out/tiyn/step_000600", ""])
 def test_a_path_that_does_not_exist_is_not_asked_of_the_hub(typo):
     assert_refused("is not a directory", find_model, typo)
     assert [find_model(name) for name in ("gpt2", "openai/gpt2")] == ["gpt2", "openai/gpt2"]
