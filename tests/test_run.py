@@ -14,6 +14,7 @@ import torch
 import train_gpt2
 from cli import UserError
 from files import exclusive_lock
+from machine.runtime import Runtime
 from run import checkpoint, directory
 from run.checkpoint import (
     SUMS,
@@ -285,6 +286,11 @@ def test_constants_that_change_while_a_resume_waits_for_the_lock_are_not_mixed(s
         context.setattr(directory, "exclusive_lock", lock)
         short.error("changed while we waited", "the same command", resume=True)
     short(resume=True)
+
+
+def test_a_rank_whose_constants_are_not_those_of_the_first_ends(train, monkeypatch):
+    monkeypatch.setattr(Runtime, "broadcast_from_main", lambda *_: (None, {}))
+    train.error("rank 0 has other constants than rank 0", "the same command")
 
 
 def test_a_damaged_config_is_replaced_by_the_newest_checkpoint_s(train, tmp_path, run_dir, inline):
