@@ -163,8 +163,7 @@ def run(args: list[str], fault: str | None = None, start: str | None = None, ste
         jump_at(patch, jump)
         if fault and rank == world_size - 1:
             FAULTS[fault](patch, steps)
-        if dist.is_initialized():
-            dist.barrier()
+        dist.barrier()  # until there is the copy
         train_gpt2.main()
     ranks = [None] * world_size
     dist.all_gather_object(ranks, observer.end())
@@ -173,6 +172,7 @@ def run(args: list[str], fault: str | None = None, start: str | None = None, ste
 
 
 def main() -> None:
+    Runtime.setup("cpu", "float32")  # joins the ranks
     for job in json.loads(sys.argv[1]):
         probe(**job) if "kind" in job else run(**job)
 
