@@ -36,6 +36,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import coverage
 import pytest
+import torch  # noqa: F401  the tests run in forks, which find these imported
+import transformers  # noqa: F401
 import tyro
 
 ROOT = Path(__file__).resolve().parent.parent

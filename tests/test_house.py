@@ -95,7 +95,7 @@ def test_a_file_that_is_read_alone_brings_few_others(module, most):
 
 
 DATACLASSES = """
-bpe.train bpe.training bpe.try_tokenizer finetuning.lora fineweb lora_finetune model plot pretraining.plan
+bpe.train bpe.training bpe.try_tokenizer finetuning.lora fineweb hellaswag lora_finetune model plot pretraining.plan
 sample train_gpt2
 """.split()
 
