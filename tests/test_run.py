@@ -445,15 +445,3 @@ def test_a_run_that_began_with_another_model_s_sizes_is_resumed_by_the_same_line
         words = arguments(**options | resume)
         assert inline(train_gpt2.main, "tiny", *words).returncode == 0
     assert read_json(tmp_path / "second" / "config.json")["n_embd"] == 32
-
-
-def test_shards_that_are_not_complete_are_announced(short, tmp_path):
-    short()
-    shards = next((tmp_path / "cache").glob("text-*"))
-    manifest = read_json(shards / "manifest.json")
-    manifest |= dict(next=dict(file=0, unit=0, skip=0), files=[], shard_size=10**6)
-    write_json(shards / "manifest.json", manifest)
-    result = short(out="other", data=shards)
-    assert str(shards) in result.stderr
-    (shards / "manifest.json").unlink()  # they train without one, too
-    short(out="third", data=shards)
