@@ -189,21 +189,6 @@ def test_a_step_that_is_not_finite_leaves_no_trace_not_even_as_the_first(name, d
 # ---- fp16
 
 
-@pytest.mark.parametrize("max_norm", [0.01, 100.0])
-def test_clipping_is_torch_s_and_leaves_a_small_norm_alone(max_norm):
-    model, grads = small(), []
-    idx = batch(0)
-    for clip in (
-        make_optimizer(model, Settings(), Machine()).clip_grad_norm,
-        lambda norm: torch.nn.utils.clip_grad_norm_(model.parameters(), norm),
-    ):
-        model.zero_grad()
-        model.loss(idx, idx).backward()
-        clip(max_norm)
-        grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    torch.testing.assert_close(*grads)
-
-
 def test_the_loss_scale_moves_as_that_of_torch(monkeypatch):
     assert LossScale.GROW_AFTER == torch.amp.GradScaler("cpu").get_growth_interval()
     monkeypatch.setattr(LossScale, "GROW_AFTER", 3)
