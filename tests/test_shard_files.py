@@ -217,13 +217,6 @@ shard_size "many"
 UNFINISHED = dict(next=dict(file=0, unit=0, skip=0), files=[], shard_size=50)
 
 
-def test_a_manifest_that_an_editor_of_windows_saved_is_read(tmp_path):
-    write_shards(tmp_path, (50,))
-    content = (with_manifest(tmp_path) / "manifest.json").read_bytes()
-    (tmp_path / "manifest.json").write_bytes(b"\xef\xbb\xbf" + content.replace(b"\n", b"\r\n"))
-    assert read_manifest(tmp_path)["shards"][0]["tokens"] == 50
-
-
 @pytest.mark.parametrize("key, value", json_values(DAMAGED_MANIFESTS))
 def test_a_manifest_with_wrong_values_is_named(tmp_path, key, value):
     write_shards(tmp_path, (50,))
