@@ -21,7 +21,7 @@ from learning import evaluation as evaluate
 from machine import runtime
 from model import GPT
 from run import log as runlog
-from run.checkpoint import FOR_PEOPLE, SUMS, checkpoint_steps, find_damage, load_train_state, newest_intact
+from run.checkpoint import FOR_PEOPLE, SUMS, find_damage, newest_intact
 from tests.helpers import (
     assert_user_error,
     column,
@@ -78,23 +78,6 @@ def test_a_run_learns_and_leaves_everything_that_it_should(finished):
     assert subprocess.run(["sha256sum", "-c", "--quiet", SUMS], cwd=run / "step_000040").returncode == 0
 
 
-def test_transformers_opens_a_checkpoint_with_the_same_logits_and_ids(finished):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from bpe.tokenizer import Tokenizer
-
-    path = checkpoint_steps(finished[0] / "run")[-1][1]
-    ours, theirs = GPT.from_pretrained(path).eval(), AutoModelForCausalLM.from_pretrained(path).eval()
-    tokenizer, theirs_tokenizer = Tokenizer.load(path), AutoTokenizer.from_pretrained(path)
-    text = "HESTER:\nThe tide comes twice, naïve 潮汐 🌊 friend.\n\n  Two  spaces"
-    ids = tokenizer.encode_ordinary(text)
-    assert theirs_tokenizer(text)["input_ids"] == ids
-    assert theirs_tokenizer.decode(ids) == text
-    idx = torch.tensor([ids[:32]])
-    with torch.no_grad():
-        assert (ours(idx) - theirs(idx).logits).abs().max() < 1e-4
-
-
 def test_bits_per_byte_is_the_loss_of_the_whole_text_over_its_bytes(finished):
     from bpe.tokenizer import Tokenizer
 
@@ -147,12 +130,9 @@ def test_a_run_that_diverges_is_told_why_and_one_that_does_not_what_to_try_next(
     assert "".join(words) == ADVICE[above] and ("--max_lr 50" in result.stdout) == (words == ["diverged"])
 
 
-def test_without_a_terminal_progress_is_a_line_now_and_then(train, monkeypatch):
-    result = train(max_steps=9, max_lr=0.003, min_lr=0.003)
-    lines = [line for line in result.stdout.splitlines() if re.match(r"step \d+ of 9: loss", line)]
-    assert [line.split()[1] for line in lines] == ["1", "9"] and "\r" not in result.stdout + result.stderr
+def test_without_a_terminal_a_line_is_printed_as_soon_as_one_is_due(train, monkeypatch):
     monkeypatch.setattr(runlog, "LINE_SECONDS", 0)
-    assert train(out="more", max_steps=9).stdout.count(" of 9: loss") == 9
+    assert train(max_steps=9).stdout.count(" of 9: loss") == 9
 
 
 def test_no_rank_waits_for_a_tokenizer_in_an_exchange(train, monkeypatch):
@@ -215,9 +195,6 @@ def test_a_step_with_a_non_finite_gradient_changes_no_weight(train, run_dir, mon
     train(max_steps=3, checkpoint_interval=1, optimizer=optimizer)
     one, two, three = (weights(run_dir, step) for step in (1, 2, 3))
     assert one != two == three
-    states = [load_train_state(path)["optimizer"]["optimizers"] for _, path in checkpoint_steps(run_dir)]
-    moments = [[state["state"] for state in optimizers] for optimizers in states[1:]]
-    torch.testing.assert_close(*moments, rtol=0, atol=0)
     assert column(run_dir, "train", "skipped") == [None, None, True]
 
 
