@@ -9,6 +9,7 @@ from run.checkpoint import load_train_state
 from tests.helpers import column, text_file
 from tests.test_distributed import alone, args, on_ranks, ranks_of, same_losses, same_weights
 
+pytestmark = pytest.mark.slow
 HALF = dict(max_steps=10, eval_interval=10)
 PAIRS = {  # the same run with --shard none and with another one
     "dropout": dict(dropout=0.2, optimizer="muon", **HALF),
@@ -43,7 +44,6 @@ def pairs(folder):
     return folder
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dropout", "sample", "jump"])
 def test_a_sharded_model_trains_as_an_unsharded_one(pairs, name):
     same_losses(pairs / f"{name}-sharded", pairs / f"{name}-none")
@@ -51,23 +51,19 @@ def test_a_sharded_model_trains_as_an_unsharded_one(pairs, name):
     same_weights(pairs / f"{name}-sharded", pairs / f"{name}-none", step=step)
 
 
-@pytest.mark.slow
 def test_a_sharded_model_goes_back_to_a_checkpoint(pairs):
     assert column(pairs / "jump-sharded", "rollback", "step") == [20]
 
 
-@pytest.mark.slow
 def test_a_sharded_model_writes_the_same_samples(pairs):
     texts = [column(pairs / f"sample-{kind}", "sample", "text") for kind in ("none", "sharded")]
     assert texts[0] == texts[1] and len(texts[0]) == 1
 
 
-@pytest.mark.slow
 def test_a_sharded_model_can_be_asked_for_a_sample_before_its_first_step(pairs):
     assert column(pairs / "late", "sample", "step")[0] == 10
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_16_bits_are_as_precise_in_a_sharded_model(pairs, dtype):
     """Within 2e-3 of each other, over ten steps: sums of rounded numbers in another order."""
@@ -76,7 +72,6 @@ def test_16_bits_are_as_precise_in_a_sharded_model(pairs, dtype):
     assert states[0]["optimizer"]["scaler"] == states[1]["optimizer"]["scaler"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["optimizer", "full"])
 def test_a_sharded_model_that_is_compiled_trains_as_one_process_does(folder, how):
     variants = {
@@ -95,7 +90,6 @@ def test_a_sharded_model_that_is_compiled_trains_as_one_process_does(folder, how
         same_weights(folder / runs[name], folder / reference)
 
 
-@pytest.mark.slow
 def test_a_rank_holds_its_fraction_of_everything(pairs):
     full, sharded = (ranks_of(pairs / f"dropout-{kind}") for kind in ("none", "sharded"))
     for ours, theirs in zip(sharded, full, strict=True):
