@@ -173,8 +173,7 @@ def test_what_a_compiler_lacks_is_named(monkeypatch, raised, says):
 
     monkeypatch.setattr(torch, "compile", lambda function: fail)
     monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", fail)
-    with pytest.raises(UserError, match=f"--compile on: .*{says}"):
-        Runtime.setup("cpu", "float32", "on")
+    assert_refused(f"--compile on: .*{says}", Runtime.setup, "cpu", "float32", "on")
     monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: None)
     on, why = runtime._choose_compile("auto", torch.device("cuda:0"))
     assert not on and re.search(says, why)  # training continues without

@@ -14,7 +14,6 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
 import train_gpt2
 from benchmarks.ladder import mfu
-from cli import UserError
 from corpus.order import to_inputs
 from learning import loss
 from learning.optim import learning_rate
@@ -97,8 +96,7 @@ def test_mfu_is_the_fraction_of_the_peak_of_all_ranks(h100):
 
 def test_full_sharding_on_gpus_needs_the_size_of_a_micro_batch(h100):
     rt = replace(h100, shard="full")
-    with pytest.raises(UserError, match="--micro_batch_size"):
-        train_gpt2.validate_config(Config(), rt)
+    assert_refused("--micro_batch_size", train_gpt2.validate_config, Config(), rt)
     train_gpt2.validate_config(Config(micro_batch_size=4, min_lr=6e-4), rt)
 
 
