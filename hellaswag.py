@@ -224,7 +224,7 @@ STYLES = {  # texts of a row, their tokens, unit of length
 }
 
 
-@dataclass
+@dataclass(frozen=True)
 class Packed:
     """One row of the model's input, as at the top: a context, some of its endings, and the tokens to score."""
 
@@ -235,7 +235,7 @@ class Packed:
         return self.inputs.shape[1]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Task:
     """All rows in one style, ready to score; ending k of row i has the id 4 i + k."""
 

@@ -264,7 +264,7 @@ def unsharded_copy(model: GPT) -> GPT:
     return filled(model.config, gathered)
 
 
-@dataclass
+@dataclass(frozen=True)
 class ModelFiles:
     """The weights of a model and its tokenizer, as a run saves and restores them.
 

@@ -95,8 +95,8 @@ def test_a_file_that_is_read_alone_brings_few_others(module, most):
 
 
 DATACLASSES = """
-bpe.train bpe.training bpe.try_tokenizer finetuning.lora fineweb hellaswag lora_finetune model plot pretraining.plan
-sample train_gpt2
+bpe.train bpe.training bpe.try_tokenizer cli finetuning.lora fineweb hellaswag lora_finetune machine.runtime model plot
+pretraining.plan run.card run.checkpoint sample train_gpt2
 """.split()
 
 
