@@ -183,7 +183,8 @@ class Watch:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item):
         (self.folder / "current").write_text(item.nodeid)
-        self.results[item.nodeid] = [0.0, True]
+        fixtures = item._fixtureinfo.name2fixturedefs
+        self.results[item.nodeid] = [0.0, True, [name for name in fixtures if fixtures[name][-1].scope == "module"]]
         start = time.monotonic()
         if self.limits:
             signal.setitimer(signal.ITIMER_REAL, self.limits[item.nodeid])
@@ -242,7 +243,7 @@ def copy_of_tree(folder: str) -> Path:
 
 
 def map_lines(folder: Path, test_file: str, product: list[str]) -> dict:
-    """{"tests": {test: [seconds, passed]}, "lines": {file: {name of a line: [tests]}}} of one test file."""
+    """{"tests": {test: [seconds, passed, fixtures]}, "lines": {file: {name of a line: [tests]}}} of one test file."""
     shutil.rmtree(folder / "data", ignore_errors=True)
     (folder / "data").mkdir()
     settings = folder / "settings"
@@ -288,7 +289,13 @@ class Tests:
                         sys.exit("the time is over; the same command continues")
                     known[file] = map_lines(folder, file, product) | dict(digest=digest)
                     path.write_text(json.dumps(known))
-                took = {test: seconds for test, (seconds, passed) in known[file]["tests"].items() if passed}
+                took = {}
+                first = {}
+                for test, (seconds, passed, shared) in known[file]["tests"].items():
+                    for fixture in shared:  # the first test that uses it has made it, alone each of them would
+                        seconds = max(seconds, first.setdefault(fixture, seconds))
+                    if passed:
+                        took[test] = seconds
                 self.seconds |= took
                 self.limits |= dict.fromkeys(took, 60 + 5 * max(took.values(), default=0))
                 for of_product in product:
