@@ -288,38 +288,54 @@ class OutOfMemoryError(RuntimeError):
     """As CUDA's allocator raises."""
 
 
-# what ends a script; its exit code, or an error's line; nothing for our own mistakes
-ENDS = r"""
-KeyboardInterrupt() | 130
-cli.Stopped(signal.SIGTERM) | 143
-BrokenPipeError() | 0
-UserError("one\n  two") | one two
-OSError(errno.ENOSPC, "Full", "a.png") | no space left on the disk of a.png; free some, then give the same command again
-OSError(errno.EDQUOT, "Full") | no space left on the disk of the output; free some, then give the same command again
-OSError(errno.EACCES, "Permission denied", "a") | a: Permission denied; fix that, or give another path
-MemoryError() | out of memory (in Python); use a smaller model or batch
-OutOfMemoryError("a GB\nmore") | out of memory (a GB); use a smaller model or batch
-RuntimeError("can't allocate memory") | out of memory (can't allocate memory); use a smaller model or batch
-RuntimeError("can't start new thread") | the system grants no more threads; raise the limit (ulimit -u), or end other \
-processes
-DistBackendError("lost\nit") | another rank has ended or cannot be reached (lost); then --resume continues
-RuntimeError("[Gloo] x") | another rank has ended or cannot be reached ([Gloo] x); then --resume continues
-RuntimeError("a mistake of ours")
-OSError("a mistake of ours")
-""".replace("\\\n", "")
+ENDS = [
+    (KeyboardInterrupt(), 130, ""),
+    (cli.Stopped(signal.SIGTERM), 143, ""),
+    (BrokenPipeError(), 0, ""),
+    (UserError("one\n  two"), 2, "one two"),
+    (OSError(errno.ENOSPC, "Full", "a.png"), 2,
+     "no space left on the disk of a.png; free some, then give the same command again"),
+    (OSError(errno.EDQUOT, "Full"), 2,
+     "no space left on the disk of the output; free some, then give the same command again"),
+    (OSError(errno.EACCES, "Permission denied", "a"), 2, "a: Permission denied; fix that, or give another path"),
+    (MemoryError(), 2, "out of memory (in Python); use a smaller model or batch"),
+    (OutOfMemoryError("a GB\nmore"), 2, "out of memory (a GB); use a smaller model or batch"),
+    (RuntimeError("can't allocate memory"), 2, "out of memory (can't allocate memory); use a smaller model or batch"),
+    (RuntimeError("can't start new thread"), 2,
+     "the system grants no more threads; raise the limit (ulimit -u), or end other processes"),
+    (DistBackendError("lost\nit"), 2,
+     "another rank has ended or cannot be reached (lost); then --resume continues"),
+    (RuntimeError("[Gloo] x"), 2, "another rank has ended or cannot be reached ([Gloo] x); then --resume continues"),
+]  # fmt: skip
+MISTAKES_OF_OURS = [RuntimeError("a mistake of ours"), OSError("a mistake of ours")]
+
+
+@pytest.fixture
+def ends(monkeypatch):
+    """A script that ends with an exception."""
+
+    def run(raised, rank="0"):
+        def main():
+            raise raised
+
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setattr(os, "dup2", lambda *_: None)
+        monkeypatch.setattr(sys.stdout, "fileno", lambda: 1)
+        cli.script(main)
+
+    return run
 
 
 @pytest.mark.parametrize("rank, who", [("0", ""), ("1", "rank 1: ")])
-@pytest.mark.parametrize("raised, row", table(ENDS))
-def test_whatever_ends_a_script_has_its_exit_code_and_its_line(monkeypatch, capsys, raised, row, rank, who):
-    def main():
-        raise eval(raised)
+@pytest.mark.parametrize("raised, code, message", ENDS)
+def test_whatever_ends_a_script_has_its_exit_code_and_its_line(ends, capsys, raised, code, message, rank, who):
+    with pytest.raises(SystemExit) as end:
+        ends(raised, rank)
+    assert end.value.code == code
+    assert capsys.readouterr().err == (f"error: {who}{message}\n" if message else "")
 
-    monkeypatch.setenv("RANK", rank)
-    monkeypatch.setattr(os, "dup2", lambda *_: None)
-    monkeypatch.setattr(sys.stdout, "fileno", lambda: 1)
-    with pytest.raises(SystemExit if row else Exception) as end:
-        cli.script(main)
-    said = [] if not row or row[0].isdigit() else [f"error: {who}{row[0]}\n"]
-    assert [capsys.readouterr().err] == (said or [""])
-    assert not row or end.value.code == (2 if said else int(row[0]))
+
+@pytest.mark.parametrize("raised", MISTAKES_OF_OURS)
+def test_a_mistake_of_ours_keeps_its_traceback(ends, raised):
+    with pytest.raises(type(raised), match="a mistake of ours"):
+        ends(raised)

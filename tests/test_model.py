@@ -139,26 +139,25 @@ def test_a_missing_or_unreadable_file_is_refused_by_name(saved):
             assert config == GPTConfig(**SMALL, dropout=0.1, attention="naive")
 
 
-# nothing; cut; with a byte too many; of another kind; with a header that is flipped, endless, or too deep
-BROKEN = r"""
-b""
-data[:1]
-data[:300]
-data[: len(data) // 2]
-data[:-1]
-data + b"x"
-b"PK\x03\x04" + data
-b"hello " * 99
-data[:40] + b"\xff" + data[41:]
-b"\xff" * 8 + data[8:]
-(250_000).to_bytes(8, "little") + b'{"a":' * 50_000
-"""
+BROKEN = {
+    "nothing": lambda data: b"",
+    "one byte": lambda data: data[:1],
+    "300 bytes": lambda data: data[:300],
+    "the first half": lambda data: data[: len(data) // 2],
+    "all but a byte": lambda data: data[:-1],
+    "a byte too many": lambda data: data + b"x",
+    "a zip file": lambda data: b"PK\x03\x04" + data,
+    "text": lambda data: b"hello " * 99,
+    "a flipped header": lambda data: data[:40] + b"\xff" + data[41:],
+    "an endless header": lambda data: b"\xff" * 8 + data[8:],
+    "a header that is too deep": lambda data: (250_000).to_bytes(8, "little") + b'{"a":' * 50_000,
+}
 
 
-@pytest.mark.parametrize("code", BROKEN.strip().splitlines())
-def test_broken_weights_are_refused_by_name(saved, code):
+@pytest.mark.parametrize("damage", BROKEN.values(), ids=BROKEN)
+def test_broken_weights_are_refused_by_name(saved, damage):
     file = saved / "model.safetensors"
-    file.write_bytes(eval(code, dict(data=file.read_bytes())))
+    file.write_bytes(damage(file.read_bytes()))
     assert_invalid(r"model\.safetensors", GPT.from_pretrained, saved)
 
 

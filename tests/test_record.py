@@ -3,6 +3,7 @@
 import hashlib
 import math
 import shutil
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +23,6 @@ from tests.helpers import (
     read_json,
     read_lines,
     small_args,
-    table,
     write_json,
     write_lines,
 )
@@ -98,23 +98,23 @@ def test_runs_of_the_recipe_are_accepted_with_the_loss_that_they_logged(judge, e
     assert float(second) == pytest.approx(wanted, rel=1e-3)
 
 
-CHEATS = """
-pad(path) | vocab_size
-edit_constants(path, seed=7) | seeds are [0, 7]
-edit_constants(path, max_lr=0.5) | max_lr
-lower_loss(path, by=0.02) | do not overlap
-edit_config(path, activation_function="relu") | activation_function
-edit_config(path, final_logit_softcapping=15.0) | final_logit_softcapping
-edit_config(path, n_head=1) | the checkpoint has
-"""
+CHEATS = [
+    (pad, "vocab_size"),
+    (partial(edit_constants, seed=7), "seeds are [0, 7]"),
+    (partial(edit_constants, max_lr=0.5), "max_lr"),
+    (partial(lower_loss, by=0.02), "do not overlap"),
+    (partial(edit_config, activation_function="relu"), "activation_function"),
+    (partial(edit_config, final_logit_softcapping=15.0), "final_logit_softcapping"),
+    (partial(edit_config, n_head=1), "the checkpoint has"),
+]
 
 
-@pytest.mark.parametrize("cheat, words", table(CHEATS))
+@pytest.mark.parametrize("cheat, words", CHEATS)
 def test_what_is_not_the_recipes_is_refused(judge, entry, cheat, words):
     [(_, checkpoint)] = checkpoint_steps(entry / "run1")[-1:]
-    eval(cheat, globals() | dict(path=checkpoint))
+    cheat(checkpoint)
     reseal(checkpoint)
-    assert_user_error(judge(), *words)
+    assert_user_error(judge(), words)
 
 
 def test_an_edited_file_of_a_checkpoint_is_refused(judge, entry):

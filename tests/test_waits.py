@@ -52,27 +52,32 @@ class Watch(ExitStack):
             self.enter_context(mode)
 
 
-PLANTED = """
-t.sum().item()
-float(t.sum())
-bool(t.sum() > 0)
-t.tolist()
-t.cpu()
-t.to("cpu", torch.float64)
-t.numpy()
-t[t > 0]
-(t > 0).nonzero()
-t.exp().sum().backward()
-"""
+def hooked(t: torch.Tensor) -> torch.Tensor:
+    """With an `if` in its backward pass."""
+    t.requires_grad_().register_hook(lambda grad: grad if grad.sum() > 0 else None)
+    return t
 
 
-@pytest.mark.parametrize("code", PLANTED.strip().splitlines())
-def test_what_waits_is_seen(code):
-    watch, t = Watch(), torch.ones(3)
-    if "backward" in code:  # an `if` in it
-        t.requires_grad_().register_hook(lambda grad: grad if grad.sum() > 0 else None)
+PLANTED = [
+    lambda t: t.sum().item(),
+    lambda t: float(t.sum()),
+    lambda t: bool(t.sum() > 0),
+    lambda t: t.tolist(),
+    lambda t: t.cpu(),
+    lambda t: t.to("cpu", torch.float64),
+    lambda t: t.numpy(),
+    lambda t: t[t > 0],
+    lambda t: (t > 0).nonzero(),
+    lambda t: hooked(t).exp().sum().backward(),
+]
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_what_waits_is_seen(planted):
+    watch = Watch()
+    t = torch.ones(3)
     watch.start()
-    eval(code)
+    planted(t)
     watch.close()
     torch.ones(()).item()  # nothing afterwards
     assert 0 < len(watch.found) <= 2
