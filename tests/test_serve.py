@@ -50,6 +50,7 @@ def test_a_pipeline_of_transformers_gives_the_answers_of_sample_chat(tmp_path, s
 
 # ---- the page
 
+PAGE = (ROOT / "docs/chat.html").read_text(encoding="utf-8")
 PROMPTS = [
     [dict(role="user", content="  Hi ")],
     [dict(role="system", content="Be kind."), dict(role="user", content="Say <|endoftext|>!")],
@@ -60,12 +61,66 @@ PROMPTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.skipif(not shutil.which("node"), reason="runs the page's functions in node")
+needs_node = pytest.mark.skipif(not shutil.which("node"), reason="runs the page's functions in node")
+
+
+@needs_node
 @pytest.mark.parametrize("pattern", ["gpt2", "cl100k"])
 def test_the_page_writes_conversations_as_chat_py_does(pattern):
-    tokenizer, page = Tokenizer((), pattern), (ROOT / "docs/chat.html").read_text(encoding="utf-8")
-    functions = page[page.index("const END") : page.index("function make")]
+    tokenizer = Tokenizer((), pattern)
+    functions = PAGE[PAGE.index("const END") : PAGE.index("function make")]
     call = f"{json.dumps(PROMPTS)}.map(m => prompt(m, directly({json.dumps(chat.template(tokenizer))})))"
     out = subprocess.check_output(["node", "-e", f"{functions} console.log(JSON.stringify({call}))"], text=True)
     pieces = [chat.pieces(messages, tokenizer) for messages in PROMPTS]
     assert json.loads(out) == ["".join(t + "<|endoftext|>" * answer for t, answer in said) for said in pieces]
+
+
+# as much of a browser as a conversation needs; each answer is [status, bodies of the chunks]
+BROWSER = """
+const $ = id => ({ value: "" }), columns = new Map(), address = path => path, headers = () => ({});
+const requestAnimationFrame = setTimeout;
+const document = {
+  createTextNode: data => ({
+    data, get length() { return this.data.length; }, appendData(more) { this.data += more; },
+  }),
+  createElement: () => ({
+    children: [], classList: { remove() {} }, scrollIntoView() {},
+    append(...more) { this.children.push(...more); }, appendChild(child) { this.append(child); return child; },
+  }),
+};
+async function answer(status, chunks) {
+  const bytes = new TextEncoder().encode(chunks.join(""));
+  const body = new ReadableStream({ start(stream) {
+    for (let i = 0; i < bytes.length; i += 7) stream.enqueue(bytes.slice(i, i + 7));  // cuts characters, too
+    stream.close();
+  } });
+  globalThis.fetch = async () => new Response(body, { status });
+  const list = document.createElement(), mode = { value: "chat" };
+  const column = { messages: [], direct: GPT2, mode, list, read: {} };
+  const text = await ask(column, "Hi", null);
+  const words = list.children[1].children[1].children[0];
+  return [text, column.messages.length, words.split("; ")[0]];
+}
+"""
+HO = 'data: {"choices": [{"delta": {"content": " 中Ho"}, "finish_reason": null}]}\n\n'
+REASON = 'data: {"choices": [{"delta": {}, "finish_reason": "REASON"}]}\n'
+FAILED = ". The server failed in the middle of this answer"
+ANSWERS = [
+    (200, [HO, HO, REASON.replace("REASON", "stop"), "data: [DONE]\n"], ["中Ho 中Ho", 2, "ended by itself"]),
+    (200, [HO, REASON.replace("REASON", "length")], ["中Ho", 2, "cut at max tokens"]),
+    (200, [HO, REASON.replace("REASON", "")], ["中Ho", 2, "ended without saying why"]),
+    (200, ['data: {"choices": null}\n', HO, 'data: {"choices": []}\n'], ["中Ho", 2, "ended without saying why"]),
+    (200, [HO, 'data: {"error": {"message": "no memory"}}'], ["中Ho", 2, "no memory" + FAILED]),
+    (200, ['data: {"error": "no model"}\n'], ["", 0, "no model. Is the server started, with CORS? "]),
+    (500, ["<b>broken</b>"], ["", 0, "500 <b>broken</b>. Is the server started, with CORS? "]),
+]
+
+
+@needs_node
+@pytest.mark.parametrize("status, chunks, wanted", ANSWERS)
+def test_the_page_shows_an_answer_or_why_there_is_none(status, chunks, wanted):
+    functions = PAGE[PAGE.index("const END") : PAGE.index("async function send")]
+    call = f"answer({status}, {json.dumps(chunks)}).then(found => console.log(JSON.stringify(found)))"
+    out = subprocess.check_output(["node", "-e", BROWSER + functions + call], text=True)
+    *found, words = json.loads(out)
+    assert found == wanted[:2] and words.startswith(wanted[2])
