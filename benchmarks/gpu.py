@@ -3,8 +3,8 @@
 First the tests that need a GPU (`python -m pytest -m gpu`: does it compute what it should?), then the benchmarks, the
 most important first, each in a process that may use the rest of --minutes. FOLDER/report.md describes the machine and
 has a table for each part; log.txt has everything that was printed. Both grow as it runs: a part that runs out of time
-keeps the rows of its finished contestants, and one that fails shows its last lines. --only NAME ... runs these parts
-again and keeps the results of the others.
+keeps the rows of its finished contestants, and one that fails shows its last lines; with either, the exit code is 2 at
+the end. --only NAME ... runs these parts again and keeps the results of the others.
 On a CPU, `--size tiny` goes through all of it in small. For a machine without a network: --data FOLDER has
 hellaswag*.jsonl and alpaca*.json, and TIKTOKEN_CACHE_DIR (absolute) is a copy of tiktoken's cache. This file knows the
 order of the parts, but not what they measure.
@@ -59,6 +59,7 @@ def run(config: Config, rt: Runtime) -> Iterator[dict]:
     folder = Path(config.out).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + 60 * config.minutes
+    failed = []
     for name in config.only or PARTS:
         figures = folder / f"{name}.json"
         figures.unlink(missing_ok=True)
@@ -69,7 +70,11 @@ def run(config: Config, rt: Runtime) -> Iterator[dict]:
         rows = read_json(figures)["rows"] if figures.exists() else []
         replace_file(figures, json.dumps(dict(part, rows=rows), indent=1) + "\n")
         replace_file(folder / "report.md", report(folder, machine(rt)))
+        if part["error"]:
+            failed.append(name)
         yield dict(name=name, seconds=part["seconds"], error=part["error"], rows=len(rows))
+    if failed:
+        raise UserError(f"{', '.join(failed)} failed; {folder}/report.md says why, and has the figures of what did not")
     print(f"\n{folder}/report.md")
 
 
