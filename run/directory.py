@@ -99,8 +99,8 @@ class RunDirectory:
         self.locks = contextlib.ExitStack()  # held until the end of the run
         self.checkpoint, of_main = rt.broadcast_from_main(lambda: (self._claim(config), self.requested))
         if self.requested != of_main:  # ranks with other learning rates would train, with another --shard wait forever
-            what = f"rank {rt.rank} has other constants than rank 0"
-            raise UserError(f"{what}; give all nodes the same command, and a disk on which they all see {self.path}")
+            remedy = f"give all nodes the same command, and a disk on which they all see {self.path}"
+            raise UserError(f"the constants here are not those of rank 0; {remedy}")
 
     def _claim(self, config) -> Path | None:
         """Lock OUT_DIR; with --resume, return its newest intact checkpoint. The first rank only."""

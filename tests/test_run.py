@@ -290,7 +290,7 @@ def test_constants_that_change_while_a_resume_waits_for_the_lock_are_not_mixed(s
 
 def test_a_rank_whose_constants_are_not_those_of_the_first_ends(train, monkeypatch):
     monkeypatch.setattr(Runtime, "broadcast_from_main", lambda *_: (None, {}))
-    train.error("rank 0 has other constants than rank 0", "the same command")
+    train.error("the constants here are not those of rank 0", "the same command")
 
 
 def test_a_damaged_config_is_replaced_by_the_newest_checkpoint_s(train, tmp_path, run_dir, inline):
