@@ -293,3 +293,4 @@ def test_a_dry_run_from_a_model_with_more_positions_counts_the_tokens_of_a_step(
         plan = train(**words, **more).stdout
         assert f" none       kept{sum(wanted.values()) / 1e9:>16.2f} " in plan
         assert " none       kept               -  " in plan  # more than two ranks have
+    assert f"{tmp_path}/text.txt, {(tmp_path / 'text.txt').stat().st_size / 1e6:.1f} MB of text\n" in plan

@@ -326,6 +326,11 @@ def test_a_norms_axis_is_logarithmic_and_names_a_number(panels, norms):
     assert axes.get_yscale() == "log" and any(low <= tick <= high for tick in axes.get_yticks())
 
 
+def test_scores_without_errors_have_no_bars(panels):
+    axes = panels({"a": [*train_records(2), dict(step=2, kind="hellaswag", acc_norm=0.27)]})["acc_norm"]
+    assert "27 ± 0 at the end" in words_of(axes)
+
+
 # ---------------------------------------------------------------------------------------------- runs against others
 
 

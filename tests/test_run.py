@@ -318,6 +318,11 @@ def test_a_directory_without_a_model_or_with_another_file_as_its_state_is_named(
     assert_refused("train_state.pt cannot be read: .*; resume from an earlier", load_train_state, tmp_path)
 
 
+def test_what_goes_wrong_with_a_local_model_is_not_put_down_to_the_hub(tmp_path):
+    with pytest.raises(OSError, match="^no memory$"), checkpoint.user_errors_of(tmp_path):
+        raise OSError("no memory")
+
+
 @pytest.mark.parametrize("name", (*directory.FILES, "model.safetensors", "adapter_model.safetensors"))
 def test_a_file_of_others_that_a_run_would_replace_is_found(tmp_path, name):
     (tmp_path / name).write_text("{}")
