@@ -262,8 +262,7 @@ def difference_of_pictures(drawn: Path, how: tuple[str, ...]) -> str:
         return "" if drawn.read_bytes() == kept.read_bytes() else f"another assets/{drawn.name} was drawn"
     old = Image.open(kept).text
     new = Image.open(drawn).text
-    keys = [key for key in ("Title", "Data") if key in old]  # pictures recorded before --write kept Data have a title
-    problem = difference(*("\n".join(text[key] for key in keys) for text in (old, new)), how)
+    problem = difference(*(f"{text['Title']}\n{text['Data']}" for text in (old, new)), how)
     return problem and f"in assets/{drawn.name} {problem}"
 
 
