@@ -160,7 +160,7 @@ class Split:
                 self.train_bytes += len(text[:cut].encode("utf-8", "replace"))
                 yield text[:cut]
         if not self.train_bytes:
-            raise UserError(f"{self.source} holds no text to learn from; give another --input, or its --text_field")
+            raise UserError(f"{self.source} holds no text to learn from; change --input, --text_field or --max_bytes")
 
 
 # ---- reporting
