@@ -3,7 +3,7 @@
 First the tests that need a GPU (`python -m pytest -m gpu`: does it compute what it should?), then the benchmarks, the
 most important first, each in a process that may use the rest of --minutes. FOLDER/report.md describes the machine and
 has a table for each part; log.txt has everything that was printed. Both grow as it runs: a part that runs out of time
-keeps the rows of its finished contestants, and one that fails shows its last lines; with either, the exit code is 2 at
+keeps the rows of its finished contestants, and one that fails shows its last lines; either way the exit code is 2 at
 the end. --only NAME ... runs these parts again and keeps the results of the others.
 On a CPU, `--size tiny` goes through all of it in small. For a machine without a network: --data FOLDER has
 hellaswag*.jsonl and alpaca*.json, and TIKTOKEN_CACHE_DIR (absolute) is a copy of tiktoken's cache. This file knows the

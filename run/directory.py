@@ -98,7 +98,7 @@ class RunDirectory:
         self.fixed = fixed
         self.locks = contextlib.ExitStack()  # held until the end of the run
         self.checkpoint, of_main = rt.broadcast_from_main(lambda: (self._claim(config), self.requested))
-        if self.requested != of_main:  # ranks with other learning rates would train, with another --shard wait forever
+        if self.requested != of_main:  # another learning rate would train on in silence, another --shard wait forever
             remedy = f"give all nodes the same command, and a disk on which they all see {self.path}"
             raise UserError(f"the constants here are not those of rank 0; {remedy}")
 

@@ -292,7 +292,7 @@ class Tests:
                 took = {}
                 first = {}
                 for test, (seconds, passed, shared) in known[file]["tests"].items():
-                    for fixture in shared:  # the first test that uses it has made it, alone each of them would
+                    for fixture in shared:  # the first test to use one pays for it; alone, each would
                         seconds = max(seconds, first.setdefault(fixture, seconds))
                     if passed:
                         took[test] = seconds

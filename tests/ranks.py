@@ -163,7 +163,7 @@ def run(args: list[str], fault: str | None = None, start: str | None = None, ste
         jump_at(patch, jump)
         if fault and rank == world_size - 1:
             FAULTS[fault](patch, steps)
-        dist.barrier()  # until there is the copy
+        dist.barrier()  # wait for the copy
         train_gpt2.main()
     ranks = [None] * world_size
     dist.all_gather_object(ranks, observer.end())
