@@ -121,10 +121,10 @@ class Runs(Ledger):
         def loss(factor: float) -> float:
             return self.loss(Job(recipe, rung.width, rung.batch, factor, share=1.0, seed=0))
 
-        best, before = START[recipe], None
-        while best != before:
-            before = best
-            best = min((best, best / 2, best * 2), key=loss)
+        best = START[recipe]
+        for step in (1 / 2, 2):
+            while loss(best) > loss(best * step):
+                best *= step
         return best
 
     def ends(self, recipe: str, rung: Rung, seed: int) -> np.ndarray:
