@@ -181,7 +181,7 @@ def saved(tmp_path_factory) -> Path:
     return path
 
 
-def test_two_tokenizers_side_by_side(run_try, saved):
+def test_two_tokenizers_side_by_side(run_try, saved, monkeypatch):
     result = run_try("--tokenizer", saved / "zh", "--compare", saved / "en")
     assert result.returncode == 0, result.stderr
     for name in ("zh", "en"):
@@ -191,6 +191,9 @@ def test_two_tokenizers_side_by_side(run_try, saved):
             line = f"{saved / name} (800 tokens): {n} tokens, {len(text.encode()) / n:.2f} bytes"
             assert f"{line} and {len(text) / n:.2f} characters per token\n" in result.stdout
     assert ElementTree.parse("out/tokens.svg").getroot().tag.endswith("svg")
+    assert "\x1b" not in result.stdout
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert "\x1b[48;2;147;203;160m\x1b[30m" in run_try("--tokenizer", saved / "en").stdout
 
 
 SVG = """\

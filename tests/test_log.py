@@ -93,7 +93,8 @@ LOGGED = """
 def test_a_run_says_logs_and_saves_what_it_should_when_it_should(rt, run_dir, monkeypatch, capsys):
     """A run without a model, stopped and resumed."""
     losses = [9.5, 9.0, 8.5, 8.0, 7.5, 7.0, 6.0]
-    monkeypatch.setattr(log, "draw", lambda *_: None)
+    drawn = []
+    monkeypatch.setattr(log, "draw", lambda *_: drawn.append(run.step))
     monkeypatch.setattr(log, "LINE_SECONDS", 9999)
     monkeypatch.chdir(run_dir.parent)
     for changes in (dict(max_steps=4), dict(max_steps=6, resume=True, sample_prompt="it's two  words")):
@@ -115,6 +116,7 @@ def test_a_run_says_logs_and_saves_what_it_should_when_it_should(rt, run_dir, mo
         run.print_results()
     said = re.sub(r"[\d,.]+ (tok/s|tokens/s|GiB)", r"N \1", capsys.readouterr().out)
     assert said == SAID.lstrip()
+    assert len(drawn) >= 4  # each half at its end, and before
     records = read_lines(run_dir / "log.jsonl")
     assert records[0]["machine"] == f"{platform.machine()}, {rt.description}"
     for record in records:

@@ -22,7 +22,12 @@ def test_the_peak_follows_from_the_name_of_the_gpu():
     }.items():
         assert peaks(name)[0] == tflops * 1e12
     # another chip, a slice of one, an older one
-    for name in ("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "Quadro RTX 6000"):
+    for name in (
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "A100 Mobile",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "Quadro RTX 6000",
+    ):
         assert peaks(name) is None
 
 

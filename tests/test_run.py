@@ -300,7 +300,7 @@ def test_a_damaged_config_is_replaced_by_the_newest_checkpoint_s(train, tmp_path
     config = run_dir / "config.json"
     words = arguments(resume=True, out_dir=run_dir, max_steps=8)
     wanted = read_json(tmp_path / "whole" / "config.json") | dict(out_dir=str(run_dir), resume=True)
-    for damaged in ("", "[]", '{"max_lr": 1', None):
+    for damaged in ("", "[]", "{}", '{"max_lr": 1', None):
         config.unlink() if damaged is None else config.write_text(damaged)
         result = inline(train_gpt2.main, *words)
         assert result.returncode == 0 and f"warning: {config}" in result.stderr
