@@ -127,11 +127,15 @@ class Runs(Ledger):
                 best *= step
         return best
 
-    def ends(self, recipe: str, rung: Rung, seed: int) -> np.ndarray:
-        """The losses of a seed at the best rates: gpt2's alone, or those of speedrun at SHARES."""
+    def jobs(self, recipe: str, rung: Rung, seed: int) -> list[Job]:
+        """The runs of a seed at the best rates: gpt2's alone, or those of speedrun at SHARES."""
         factor = self.best_factor(recipe, rung)
         shares = SHARES if recipe == "speedrun" else SHARES[:1]
-        return np.array([self.loss(Job(recipe, rung.width, rung.batch, factor, share, seed)) for share in shares])
+        return [Job(recipe, rung.width, rung.batch, factor, share, seed) for share in shares]
+
+    def ends(self, recipe: str, rung: Rung, seed: int) -> np.ndarray:
+        """The losses of those runs."""
+        return np.array([self.loss(job) for job in self.jobs(recipe, rung, seed)])
 
     def log_shares(self, rung: Rung) -> np.ndarray:
         """ln(share) of each seed that has all of its runs, (seeds,)."""
@@ -156,13 +160,13 @@ class Runs(Ledger):
 
 
 def train_all(rungs: list[Rung], runs: Runs, workers: int) -> None:
-    """One rung after the other, and its rates before its seeds."""
+    """One rung after the other, its rates before its seeds, and all runs of its seeds side by side."""
     pool = ThreadPoolExecutor(workers)  # threads are enough: each waits for a process
     try:
         for rung in rungs:
             list(pool.map(partial(runs.best_factor, rung=rung), START))
-            for seed in range(rung.seeds):
-                list(pool.map(partial(runs.ends, rung=rung, seed=seed), START))
+            jobs = [job for seed in range(rung.seeds) for recipe in START for job in runs.jobs(recipe, rung, seed)]
+            list(pool.map(runs.loss, jobs))
     finally:
         pool.shutdown(cancel_futures=True)  # after an error no other run starts
 
