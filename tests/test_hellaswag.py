@@ -50,7 +50,7 @@ def make_rows(n: int, seed: int = 0) -> list[dict]:
         if number % 5 == 0:
             endings[1] = endings[0] + " " + text(1, 3)
         row = dict(ind=number, activity_label=text(1, 3), ctx_a=ctx_a, ctx_b=ctx_b, ctx=f"{ctx_a} {ctx_b}".strip())
-        rows.append(row | dict(endings=endings, label=rng.randrange(4), split="val", source_id=f"made~{number}"))
+        rows.append(row | dict(endings=endings, label=rng.randrange(4)))
     return rows
 
 

@@ -149,14 +149,11 @@ def test_instructions_and_messages_are_read_alike(tmp_path):
     assert plain[0] == [dict(role="user", content="Hi there"), dict(role="assistant", content="Ho")]
 
 
-def test_alpaca_comes_from_the_hub_through_datasets(monkeypatch, tmp_path):
-    import datasets
-
+def test_alpaca_comes_from_the_hub(monkeypatch, tmp_path):
     hub = {("tatsu-lab/alpaca", "train"): [row("Hi", "Ho", "there") | dict(text="...")]}
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(datasets, "load_dataset", lambda repo, split: datasets.Dataset.from_list(hub[repo, split]))
-    messages = [dict(role="user", content="Hi there"), dict(role="assistant", content="Ho")]
-    assert load_rows("tatsu-lab/alpaca") == [messages]
+    monkeypatch.setattr("finetuning.rows.hub_rows", lambda *asked: hub[asked])
+    assert load_rows("tatsu-lab/alpaca") == [messages_of(row("Hi", "Ho", "there"), "")]
 
 
 @pytest.mark.parametrize(

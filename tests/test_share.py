@@ -108,10 +108,7 @@ def test_every_run_is_made_once_and_the_hidden_size_waits_for_its_forecast(small
 
 
 def test_a_run_is_one_of_the_training_script(small, tmp_path, inline, monkeypatch):
-    def run(command, **_):
-        return inline(train_gpt2.main, *command[2:])
-
-    monkeypatch.setattr(share, "subprocess", SimpleNamespace(run=run, DEVNULL=None, PIPE=None))
+    share.subprocess.run = lambda command, **_: inline(train_gpt2.main, *command[2:])
     monkeypatch.setattr(share, "SHAPE", dict(n_layer=1, vocab_size=512))
     monkeypatch.setattr(share, "VAL_TOKENS", 2048)
     monkeypatch.setattr(share, "RATIO", 1)
