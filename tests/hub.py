@@ -69,23 +69,21 @@ class HubRequest(http.server.BaseHTTPRequestHandler):
                 hub.quiet_until = time.monotonic() + 2
         if busy:
             return self.answer(429, b"slow down", Retry_After="2")
-        if self.path.startswith(
-            ("/api/datasets/some/corpus/revision/main", f"/api/datasets/some/corpus/revision/{hub.COMMIT}")
-        ):
+        if self.path.startswith("/api/datasets/some/corpus/revision/"):
             files = sorted(path for path in hub.folder.rglob("*") if path.is_file())
             siblings = [
                 dict(rfilename=str(path.relative_to(hub.folder)), size=path.stat().st_size, blobId="0",
-                     lfs=dict(sha256=sha256(path), size=path.stat().st_size, pointerSize=130))
+                     lfs=dict(sha256=sha256(path)))
                 for path in files
             ]  # fmt: skip
-            body = json.dumps(dict(id="some/corpus", sha=hub.COMMIT, siblings=siblings)).encode()
-            return self.answer(200, body, Content_Type="application/json")
+            body = json.dumps(dict(sha=hub.COMMIT, siblings=siblings)).encode()
+            return self.answer(200, body)
         prefix = f"/datasets/some/corpus/resolve/{hub.COMMIT}/"
         if self.path.startswith(prefix):
             return self.answer(302, Location=f"{hub.url}/blob/{self.path.removeprefix(prefix)}")
         if self.path.startswith("/blob/"):
             return self.send_file(hub.folder / self.path.removeprefix("/blob/"))
-        self.answer(404, X_Error_Code="RepoNotFound")
+        self.answer(404)
 
     def send_file(self, path: Path) -> None:
         hub, data, span = self.server, path.read_bytes(), self.headers.get("Range")
@@ -96,7 +94,7 @@ class HubRequest(http.server.BaseHTTPRequestHandler):
             hub.most = max(hub.most, hub.now)
         try:
             body, mood = data[start:], hub.moods.get(path.name) if first else None
-            sent = body[: len(body) // 2] if mood == "cut" else body[: len(body) * 3 // 4] if mood == "stall" else body
+            sent = body[: int(len(body) * dict(cut=0.5, stall=0.75).get(mood, 1))]
             headers = dict(Content_Range=f"bytes {start}-{len(data) - 1}/{len(data)}") if span else {}
             headers |= dict(Content_Length=str(len(body)))
             self.answer(206 if span else 200, sent, **headers)
@@ -104,7 +102,6 @@ class HubRequest(http.server.BaseHTTPRequestHandler):
                 hub.over.wait()
             if len(sent) < len(body):
                 self.close_connection = True
-                self.wfile.flush()
                 self.connection.shutdown(socket.SHUT_RDWR)
             time.sleep(0.02)
         except OSError:

@@ -44,9 +44,9 @@ def ranks_of(run: Path) -> list[dict]:
 
 
 def loss_of(run: Path) -> dict:
-    """{(kind, step): loss} of training and validation, and {("bpb", step): bits per byte}."""
-    losses = {(kind, r["step"]): r["loss"] for kind in ("train", "val") for r in log_of(run, kind)}
-    return losses | {("bpb", r["step"]): r["bpb"] for r in log_of(run, "val")}
+    """{(kind, step, name): figure}: the losses of training and validation, and bits per byte."""
+    records = log_of(run, "train") + log_of(run, "val")
+    return {(r["kind"], r["step"], name): r[name] for r in records for name in ("loss", "bpb") if name in r}
 
 
 def same_losses(run: Path, reference: Path, rel=1e-5) -> None:
