@@ -243,18 +243,7 @@ def test_flops_follow_the_stated_formula():
     assert model.estimate_flops(1024) == 6 * matmul_params + 12 * 12 * 768 * 1024
 
 
-# ---- attention and loss against naive versions
-
-
-def test_naive_attention_equals_scaled_dot_product_attention():
-    flash, naive = small(), small(attention="naive")
-    idx, targets = tokens(3, 32), tokens(3, 32, seed=1)
-    losses = [model.loss(idx, targets) for model in (flash, naive)]
-    for loss in losses:
-        loss.backward()
-    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
-    for p, q in zip(flash.parameters(), naive.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
+# ---- dropout, and the loss against a naive version
 
 
 @pytest.mark.parametrize("attention", ["flash", "naive"])
