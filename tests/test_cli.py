@@ -214,7 +214,8 @@ def test_files_and_directories_are_on_the_disk_before_they_have_their_name(tmp_p
     for name, rename in real.items():
         monkeypatch.setattr(Path, name, lambda a, b, rename=rename: (events.append(f"name {b.name}"), rename(a, b))[1])
     me = os.getpid()
-    replace_file(tmp_path / "file", "text")
+    replace_file(tmp_path / "file", "text\ud800")
+    assert (tmp_path / "file").read_text() == "text\\ud800"
     assert events == [f"flush .file.{me}.tmp", "name file", f"flush {tmp_path.name}"]
     for n in range(2):
         events.clear()
@@ -280,10 +281,6 @@ def test_a_closed_standard_input_is_an_empty_one(monkeypatch):
     assert read == [(b"", "")]
 
 
-class DistBackendError(RuntimeError):
-    """As NCCL raises."""
-
-
 class OutOfMemoryError(RuntimeError):
     """As CUDA's allocator raises."""
 
@@ -303,8 +300,9 @@ ENDS = [
     (RuntimeError("can't allocate memory"), 2, "out of memory (can't allocate memory); use a smaller model or batch"),
     (RuntimeError("can't start new thread"), 2,
      "the system grants no more threads; raise the limit (ulimit -u), or end other processes"),
-    (DistBackendError("lost\nit"), 2,
-     "another rank has ended or cannot be reached (lost); then --resume continues"),
+    *((type(name, (RuntimeError,), {})("lost\nit"), 2,
+       "another rank has ended or cannot be reached (lost); then --resume continues")
+      for name in ("DistBackendError", "DistNetworkError", "DistStoreError")),
     (RuntimeError("[Gloo] x"), 2, "another rank has ended or cannot be reached ([Gloo] x); then --resume continues"),
 ]  # fmt: skip
 MISTAKES_OF_OURS = [RuntimeError("a mistake of ours"), OSError("a mistake of ours")]
@@ -333,6 +331,12 @@ def test_whatever_ends_a_script_has_its_exit_code_and_its_line(ends, capsys, rai
         ends(raised, rank)
     assert end.value.code == code
     assert capsys.readouterr().err == (f"error: {who}{message}\n" if message else "")
+
+
+def test_nothing_but_an_interrupt_is_hidden_before_a_script_begins(capsys):
+    for error in (KeyboardInterrupt("hidden"), ValueError("shown")):
+        cli.hide_interrupts(type(error), error, None)
+    assert capsys.readouterr().err == "ValueError: shown\n"
 
 
 @pytest.mark.parametrize("raised", MISTAKES_OF_OURS)

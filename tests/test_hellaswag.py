@@ -346,6 +346,11 @@ def test_a_malformed_row_is_named_with_its_number(run, tmp_path, change, words):
     assert_user_error(run(data=data), "row 2", *words)
 
 
+@pytest.mark.parametrize("label", [0, 1, 2, 3, "0", "1", "2", "3"])
+def test_a_label_is_a_number_or_its_digit(label):
+    assert not hellaswag.find_problem(make_rows(1)[0] | dict(label=label))
+
+
 def test_what_is_not_there_is_one_line(run, tmp_path):
     absent = tmp_path / "absent.jsonl"
     assert_user_error(run(data=absent), "absent.jsonl")

@@ -305,6 +305,13 @@ use_something_new true
 """
 
 
+def test_an_adapter_that_names_no_dropout_has_none(saved):
+    settings = read_json(saved / CONFIG)
+    del settings["lora_dropout"]
+    write_json(saved / CONFIG, settings)
+    assert lora.read_settings(saved / CONFIG)["lora_dropout"] == 0
+
+
 def test_the_limits_themselves_are_allowed():
     for key, value in json_values("r 1 4096\nlora_alpha 1e-9 1 1e9\nlora_dropout 0 0.9999"):
         assert lora.within_limits(key, value)

@@ -1,7 +1,9 @@
 """Decisions about the machine: device, ranks, compiler, threads, peaks."""
 
 import re
+import sys
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,6 +31,13 @@ def test_the_peak_follows_from_the_name_of_the_gpu():
         "Quadro RTX 6000",
     ):
         assert peaks(name) is None
+
+
+def test_memory_without_a_gpu_is_the_peak_of_the_process(rt, monkeypatch):
+    monkeypatch.setattr("resource.getrusage", lambda who: SimpleNamespace(ru_maxrss=3000))
+    for system, unit in (("linux", 1024), ("darwin", 1)):
+        monkeypatch.setattr(sys, "platform", system)
+        assert rt.peak_memory() == 3000 * unit
 
 
 def test_every_card_is_found_by_its_name_and_has_a_bandwidth():

@@ -52,10 +52,10 @@ def test_the_precision_follows_from_the_gpu_and_says_why(monkeypatch, capability
     assert chosen == getattr(torch, dtype) and f"{capability[0]}.{capability[1]}" in why
 
 
-@pytest.mark.parametrize("native, dtype", [(True, "bfloat16"), (False, "float32")])
+@pytest.mark.parametrize("native, dtype", [("avx512_bf16", "bfloat16"), ("amx_tile", "bfloat16"), ("", "float32")])
 def test_16_bits_are_chosen_where_the_processor_multiplies_them(monkeypatch, native, dtype):
-    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
-        monkeypatch.setattr(torch.cpu, name, lambda: native)
+    for name in ("avx512_bf16", "amx_tile"):
+        monkeypatch.setattr(torch.cpu, f"_is_{name}_supported", lambda it=name: it == native)
     chosen, why = runtime._choose_dtype("auto", torch.device("cpu"))
     assert chosen == getattr(torch, dtype) and why.startswith(f"{dtype} (")
 
