@@ -37,6 +37,10 @@ def figures(text: str) -> list[str]:
 # ---- what is in it
 
 
+def test_a_card_says_no_more_than_the_log():
+    assert card.what_it_is({}) == "GPT-2, trained from random weights on `unknown data`."
+
+
 FOR_PEOPLE = """
 # gpt2
 

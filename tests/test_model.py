@@ -316,6 +316,13 @@ def test_a_sum_over_many_positions_does_not_overflow_in_fp16():
     torch.testing.assert_close(grad[0], torch.full((16,), 2560 * 26.0 * (1 / 300 - 1)), rtol=1e-3, atol=0)
 
 
+def test_the_gradient_of_the_logits_is_the_same_when_compiled(monkeypatch):
+    logits, targets = torch.randn(3, 5).log_softmax(1), torch.tensor([[4], [0], [2]])
+    eager = loss_module.softmax_minus_one_hot(logits.clone(), targets)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    torch.testing.assert_close(loss_module.softmax_minus_one_hot(logits, targets), eager)
+
+
 def test_on_a_gpu_the_product_itself_adds_up_in_fp32_by_an_operation_that_can_be_compiled():
     with FakeTensorMode():  # a GPU's tensors without a GPU: they have shapes and no numbers
         total, a, b = (torch.empty(4, 4, device="cuda", dtype=d) for d in (torch.float32, torch.half, torch.half))

@@ -82,11 +82,17 @@ def run_of(loss: float, bpb: float = 0.1, **changes) -> list[dict]:
 # ------------------------------------------------------------------------------------------------ reading a log
 
 
-def test_a_log_is_read_as_it_was_written(tmp_path):
+def test_a_log_is_read_as_it_was_written(tmp_path, capsys):
     records = [run_record(), *train_records(5), dict(step=1, kind="sample", text="a\u2028b\x85c\x0bd")]
     text = "".join(json.dumps(record, ensure_ascii=False) + "\r\n\n" for record in records)
     (tmp_path / "log.jsonl").write_text(text, encoding="utf-8-sig")
     assert read_log(tmp_path / "log.jsonl") == records
+    assert not capsys.readouterr().err
+
+
+def test_the_steep_start_of_a_curve_does_not_count_but_what_came_before_it():
+    x = np.arange(101)
+    assert curves.tail_of(x, x).tolist() == [0, *range(5, 101)]
 
 
 DAMAGED = """
