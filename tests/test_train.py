@@ -241,7 +241,7 @@ def test_bad_arguments_give_one_line(train, run_dir, changes, words):
 
 
 def test_an_unknown_recipe_names_the_known_ones(inline):
-    assert_user_error(inline(train_gpt2.main, "gpt3"), "gpt3", "tiny", "gpt2-xl")
+    assert_user_error(inline(train_gpt2.main, "gpt3"), "gpt3", "they are gpt2, gpt2-medium, ", ", tiny, ")
 
 
 def test_training_goes_on_from_another_checkpoint(train, tmp_path):
