@@ -69,7 +69,9 @@ class HubRequest(http.server.BaseHTTPRequestHandler):
                 hub.quiet_until = time.monotonic() + 2
         if busy:
             return self.answer(429, b"slow down", Retry_After="2")
-        if self.path.startswith("/api/datasets/some/corpus/revision/"):
+        if self.path.startswith(
+            ("/api/datasets/some/corpus/revision/main", f"/api/datasets/some/corpus/revision/{hub.COMMIT}")
+        ):
             files = sorted(path for path in hub.folder.rglob("*") if path.is_file())
             siblings = [
                 dict(rfilename=str(path.relative_to(hub.folder)), size=path.stat().st_size, blobId="0",
@@ -83,7 +85,7 @@ class HubRequest(http.server.BaseHTTPRequestHandler):
             return self.answer(302, Location=f"{hub.url}/blob/{self.path.removeprefix(prefix)}")
         if self.path.startswith("/blob/"):
             return self.send_file(hub.folder / self.path.removeprefix("/blob/"))
-        self.answer(404)
+        self.answer(404, X_Error_Code="RepoNotFound")
 
     def send_file(self, path: Path) -> None:
         hub, data, span = self.server, path.read_bytes(), self.headers.get("Range")

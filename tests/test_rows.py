@@ -153,7 +153,8 @@ def test_alpaca_comes_from_the_hub(monkeypatch, tmp_path):
     hub = {("tatsu-lab/alpaca", "train"): [row("Hi", "Ho", "there") | dict(text="...")]}
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("finetuning.rows.hub_rows", lambda *asked: hub[asked])
-    assert load_rows("tatsu-lab/alpaca") == [messages_of(row("Hi", "Ho", "there"), "")]
+    messages = [dict(role="user", content="Hi there"), dict(role="assistant", content="Ho")]
+    assert load_rows("tatsu-lab/alpaca") == [messages]
 
 
 @pytest.mark.parametrize(
