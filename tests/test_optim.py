@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from learning.optim import LossScale, Muon, learning_rate, make_optimizer, orthogonalized
+from learning.optim import LossScale, Muon, decay_groups, learning_rate, make_optimizer, orthogonalized
 from learning.optim import Optimizer as LoopOptimizer
 from model import GPT, GPTConfig
 from tests.helpers import assert_invalid, seeded
@@ -119,6 +119,23 @@ def test_the_schedules_at_their_corners():
 
 
 # ---- the step
+
+
+def test_adamw_steps_as_torch_does():
+    ours, theirs = small(), small()
+    optimizer = make_optimizer(ours, Settings(optimizer="adamw"), Machine())
+    plain = torch.optim.AdamW(decay_groups(theirs.parameters(), 0.1), 1e-3, (0.9, 0.95), foreach=False, fused=False)
+    for step in range(1, 6):
+        idx = batch(step)
+        for model in (ours, theirs):
+            model.loss(idx, idx).backward()
+        optimizer.clip_grad_norm(0.5)
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        optimizer.step(torch.tensor(True))
+        optimizer.zero_grad()
+        plain.step()
+        plain.zero_grad()
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.fixture
