@@ -265,17 +265,19 @@ def test_a_damaged_file_gives_documents_or_one_error_with_its_name(tmp_path, kin
 # ------------------------------------------------------------------------------------------------------- which files
 
 
-def test_files_folders_and_globs_are_found_in_order(tmp_path):
-    for name in ("b.txt", "a.jsonl.gz", "sub/c.parquet", "sub/readme.md", "d.json"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
+def test_files_folders_and_globs_are_found_in_order(tmp_path, monkeypatch):
+    """Also where a glob looks like OWNER/NAME/FOLDER of the hub."""
+    monkeypatch.chdir(tmp_path)
+    Path("sub/deep").mkdir(parents=True)
+    for name in ("b.txt", "a.jsonl.gz", "sub/deep/c.parquet", "sub/readme.md", "d.json"):
+        Path(name).touch()
 
     def names(*patterns: str) -> list[str]:
-        return [str(Path(f.name).relative_to(tmp_path)) for f in find_source(tuple(map(str, patterns))).files]
+        return [file.name for file in find_source(patterns).files]
 
-    assert names(tmp_path) == ["a.jsonl.gz", "b.txt", "sub/c.parquet"]
-    assert names(tmp_path / "b.txt", tmp_path / "*.gz") == ["b.txt", "a.jsonl.gz"]
-    assert names(f"{tmp_path}/**/*.parquet") == ["sub/c.parquet"]
+    assert names(".") == ["a.jsonl.gz", "b.txt", "sub/deep/c.parquet"]
+    assert names("b.txt", "*.gz") == ["b.txt", "a.jsonl.gz"]
+    assert names("sub/deep/**/*.parquet") == ["sub/deep/c.parquet"]
 
 
 @pytest.mark.parametrize(
