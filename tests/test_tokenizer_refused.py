@@ -108,6 +108,7 @@ a prefix space | pre_tokenizer add_prefix_space | true
 UNCHANGED = """
 no decoder | decoder | null
 an unknown token | model unk_token | "<|endoftext|>"
+unknown tokens in a row as one | model fuse_unk | true
 a token that no merge makes | model vocab zz | 300
 truncation | truncation | {"max_length": 4, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
 padding | padding | {"strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": 8, "pad_id": 0, "pad_type_id": 0, "pad_token": "!"}
