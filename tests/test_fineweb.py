@@ -54,6 +54,7 @@ def test_shards_are_those_of_the_plain_loop(corpus, tokenizer, tmp_path, workers
     manifest = read_manifest(out_dir)
     assert manifest["tokens"] == sum(map(len, expected)) and manifest["documents"] == len(docs)
     assert manifest["bytes"] == sum(len(doc.encode()) for doc in docs) and manifest["skipped"] == {}
+    assert manifest["commit"] == ""  # which only the hub has
     for entry, path in zip(manifest["shards"], shard_paths(out_dir), strict=True):
         assert entry["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
     assert manifest["tokenizer"] == tok.fingerprint == Tokenizer.load(out_dir / "tokenizer.json").fingerprint
