@@ -210,6 +210,7 @@ def test_compressed_parquet_is_estimated_by_its_text_and_a_small_corpus_is_mostl
     pq.write_table(pa.table({"text": docs, "n": range(100)}), tmp_path / "docs.parquet", compression="zstd")
     [file] = sources.find_source((str(tmp_path / "docs.parquet"),)).files
     assert sources.text_size(file, "text") == pytest.approx(sum(len(doc.encode()) for doc in docs), rel=0.05)
+    assert sources.text_size(file, "absent") == 0
     manifest = run_here(tmp_path, tmp_path / "shards", tokenizer, shard_size=0)
     expected = int(sources.text_size(file, "text") * fineweb.TOKENS_PER_BYTE)
     assert manifest["shards"][0]["tokens"] == manifest["shard_size"] == expected // 10
