@@ -15,6 +15,7 @@ import torch
 
 import hellaswag
 import train_gpt2
+from bpe.tokenizer import Tokenizer
 from corpus import shards
 from hellaswag import LOGGED
 from learning import evaluation as evaluate
@@ -79,8 +80,6 @@ def test_a_run_learns_and_leaves_everything_that_it_should(finished):
 
 
 def test_bits_per_byte_is_the_loss_of_the_whole_text_over_its_bytes(finished):
-    from bpe.tokenizer import Tokenizer
-
     run = finished[0] / "run"
     model, tokenizer = GPT.from_pretrained(run / "step_000040").eval(), Tokenizer.load(run / "step_000040")
     [shard] = (finished[0] / "cache").glob("*/*_val_000000.npy")
@@ -102,6 +101,14 @@ def test_targets_that_do_not_count_add_neither_loss_nor_bytes(rt):
     targets = torch.tensor([[0, -1], [3, -1]])
     found = evaluate.validate(SevenNats(), [(None, targets)] * 2, torch.tensor([2, 8, 8, 4]), rt)
     assert found == dict(loss=3.5, bpb=14 / math.log(2) / 12)
+
+
+def test_a_sample_is_drawn_from_the_50_likeliest_tokens_with_a_seed_of_its_step(train, run_dir, rt):
+    train(max_steps=1, sample_tokens=300)  # enough that the 50th and the 51st would be drawn
+    saved = run_dir / "step_000001"
+    model = GPT.from_pretrained(saved)
+    texts = evaluate.complete(model, Tokenizer.load(saved), [""], 300, rt, seed=1337 + 1, top_k=50)
+    assert column(run_dir, "sample", "text") == texts
 
 
 def test_hellaswag_is_scored_on_the_way_and_changes_nothing(train, inline, tmp_path):
