@@ -73,6 +73,7 @@ def test_constants_follow_from_the_rows_and_the_rank_unless_they_are_given(base,
         config = lf.resolve_config(requested, None, data, rt)
         assert tuple(getattr(config, name) for name in derived) == expected
         assert config.sequence_length == 128
+        assert config.threads == torch.get_num_threads()
 
 
 # ---- runs
