@@ -356,7 +356,7 @@ def fill_factors(model: GPT, adapter: Adapter) -> None:
     wanted = factors(model)
     needed = {name: tuple(factor.shape) for name, factor in wanted.items()}
     found = {name: tuple(tensor.shape) for name, tensor in adapter.tensors.items()}
-    if wrong := [name for name in sorted(found.keys() | needed) if found.get(name) != needed.get(name)]:
+    if wrong := [name for name in sorted(found | needed) if found.get(name) != needed.get(name)]:
         name = wrong[0]
         differs = f"{name} is {found.get(name, 'missing')}, and the base needs {needed.get(name, 'nothing')}"
         remedy = "give the base that it was trained on, or merge it with peft if it adapts some layers only"

@@ -72,7 +72,7 @@ def curves_of(records: Records) -> Curves:
 
 
 def has(run: Curves, kind: str, key: str) -> bool:
-    return len(run[kind, key][0]) > 0
+    return run[kind, key][0].size > 0
 
 
 def has_loss(run: Curves) -> bool:
@@ -153,8 +153,7 @@ def along(run: Curves, x: str, label: str) -> Curves:
 
 def end_of(runs: Runs) -> float:
     """The largest x."""
-    every_x = [x for run in runs.values() for x, _ in run.values()]
-    return float(np.concatenate(every_x).max())
+    return max(x.max(initial=0.0) for run in runs.values() for x, _ in run.values())
 
 
 def smoothed(x: np.ndarray, y: np.ndarray) -> Curve:
@@ -228,9 +227,7 @@ def look(i: int, n: int = 0) -> dict:
     """Colour and dash of run number `i`; for `n` points also a mark, at 25 of them at most."""
     style = dict(color=COLORS[i % len(COLORS)], linestyle=DASHES[i % len(DASHES)])
     if n:
-        style["marker"] = MARKS[i % len(MARKS)]
-        style["markersize"] = 4.5
-        style["markevery"] = max(n // 25, 1)
+        style |= dict(marker=MARKS[i % len(MARKS)], markersize=4.5, markevery=max(n // 25, 1))
     return style
 
 

@@ -61,9 +61,9 @@ def constants_of_run(out_dir: Path) -> tuple[dict, dict]:
     except UserError as e:
         damage = e
     checkpoint = newest_intact(out_dir)
-    if checkpoint is None and damage:
-        raise damage
     if checkpoint is None:
+        if damage:
+            raise damage
         return {}, {}
     print(f"warning: {path} is missing or damaged: taking the constants from {checkpoint}", file=sys.stderr)
     state = load_train_state(checkpoint)

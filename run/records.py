@@ -64,4 +64,5 @@ def of_kind(records: Records, kind: str) -> Records:
 
 def newest_start(records: Records) -> dict:
     """The newest record of kind "run", which every start and resume adds; {} if there is none."""
-    return next(iter(of_kind(records, "run")[::-1]), {})
+    starts = of_kind(records, "run")
+    return starts[-1] if starts else {}

@@ -54,11 +54,13 @@ class Run:
         already. `data_fingerprint` is what the order of the data depends on besides constants. `facts` go to the log:
         `parameters`; in pretraining also `flops_per_token`, for MFU, and `uniform_loss`, ln V, to compare the first
         loss with. Raises UserError before anything changes if a fixed constant or the fingerprint is not the
-        checkpoint's.
+        checkpoint's, and on a rank whose fingerprint is not that of the first one.
         """
         self.directory = directory
         self.out_dir = directory.path
         self.rt = directory.rt
+        if data_fingerprint != self.rt.broadcast_from_main(lambda: data_fingerprint):
+            raise UserError("the data here is not that of rank 0; copy the same files to all nodes")
         self.config = config
         self.files = files
         self.optimizer = optimizer

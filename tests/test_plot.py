@@ -63,7 +63,7 @@ def panels(figures, tmp_path):
     return run
 
 
-def is_drawn(runs: dict, path) -> bool:
+def is_drawn(runs, path) -> bool:
     curves.draw(runs, path)
     return path.read_bytes().startswith(b"\x89PNG")
 

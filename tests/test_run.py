@@ -288,9 +288,13 @@ def test_constants_that_change_while_a_resume_waits_for_the_lock_are_not_mixed(s
     short(resume=True)
 
 
-def test_a_rank_whose_constants_are_not_those_of_the_first_ends(train, monkeypatch):
+def test_a_rank_whose_constants_or_data_are_not_those_of_the_first_ends(train, monkeypatch):
     monkeypatch.setattr(Runtime, "broadcast_from_main", lambda *_: (None, {}))
     train.error("the constants here are not those of rank 0", "the same command")
+    monkeypatch.setattr(
+        Runtime, "broadcast_from_main", lambda _, work: {} if isinstance(found := work(), dict) else found
+    )
+    train.error("the data here is not that of rank 0")
 
 
 def test_a_damaged_config_is_replaced_by_the_newest_checkpoint_s(train, tmp_path, run_dir, inline):
