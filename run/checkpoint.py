@@ -318,10 +318,12 @@ def find_model(model: str) -> str:
     if (path / "config.json").is_file() and any([*path.glob(pattern)] for pattern in weights):
         return str(path)
     if model and path.is_dir():
-        newest = newest_intact(path)
-        if newest is None:
-            raise UserError(f"{path} holds no model: no model.safetensors and no intact step_NNNNNN")
-        return str(newest)
+        if newest := newest_intact(path):
+            return find_model(str(newest))
+        raise UserError(
+            f"{path} holds no model: no model.safetensors and no intact step_NNNNNN; to use an adapter, give the "
+            "model that it was trained on, and its directory as --adapter"
+        )
     # a typo in a path must not become a request to the hub, where anybody could own that name
     local = path.exists() or path.is_absolute() or model.count("/") > 1 or model.startswith((".", "out/"))
     if local or not re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", model):
