@@ -4,6 +4,7 @@ This file imports no torch and knows nothing of what the files hold; a worker pr
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -38,7 +39,7 @@ def flush(path: Path) -> None:
 def naming(path: Path) -> Iterator[None]:
     """Name the path in an OSError raised in the block: a failed write, for example to a full disk, names nothing, and
     the name of a temporary file tells nobody what could not be written. Make an OSError of what safetensors raises
-    instead, which gives the system's number only in its text."""
+    instead, which gives the system's number only in its text, and of what torch.save says of a file cut short."""
     try:
         yield
     except OSError as e:
@@ -46,10 +47,11 @@ def naming(path: Path) -> Iterator[None]:
             e.filename = str(path)
         raise
     except Exception as e:
-        number = re.search(r"\(os error (\d+)\)", str(e))
-        if number is None:
+        found = re.search(r"\(os error (\d+)\)|unexpected pos", str(e))
+        if found is None:
             raise
-        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from e
+        number = int(found[1] or errno.ENOSPC)
+        raise OSError(number, os.strerror(number), str(path)) from e
 
 
 def replace_file(path: Path, content: str | bytes) -> None:

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from files import naming
 from machine.runtime import Runtime
 from run import checkpoint
-from run.checkpoint import CheckpointWriter, Snapshot, checkpoint_steps, find_damage, load_train_state
-from tests.helpers import assert_refused, assert_user_error, log_of, weights
+from run.checkpoint import CheckpointWriter, Snapshot, find_damage, load_train_state
+from tests.helpers import assert_refused, assert_user_error, log_of, steps_of, weights
 
 # ---- disks
 
@@ -31,21 +31,23 @@ def small_disk(tmp_path):
 
 
 def test_a_full_disk_gives_one_line_and_loses_no_checkpoint(train, tmp_path, small_disk):
+    run = small_disk / "run"
     result = train.result(out="disk/run", sample_interval=0, keep_checkpoints=0, checkpoint_interval=1, eval_interval=0)
     assert_user_error(result, "no space left on the disk of", "--resume")
-    steps = [step for step, _ in checkpoint_steps(small_disk / "run")]
-    assert steps == list(range(1, len(steps) + 1)) and len(steps) >= 1
-    assert all(find_damage(path) is None for _, path in checkpoint_steps(small_disk / "run"))
-    assert [p.name for p in (small_disk / "run").glob(".*")] == [".lock"]  # what did not fit is gone
-    assert len(log_of(small_disk / "run", "train")) < 40  # it does not go on without being able to save
+    steps = steps_of(run)
+    assert steps == list(range(1, len(steps) + 1)) and steps
+    assert not any(map(find_damage, run.glob("step_*")))
+    assert [p.name for p in run.glob(".*")] == [".lock"]  # what did not fit is gone
+    assert len(log_of(run, "train")) < 40  # it does not go on without being able to save
     subprocess.run(["mount", "-o", "remount,size=50m", small_disk], check=True)
     train(out="disk/run", keep_checkpoints=0, eval_interval=0, resume=True)
     with suppress(OSError):  # now so full that not even a line fits into the log
         (small_disk / "ballast").write_bytes(bytes(60 * 2**20))
     train.error("no space left on the disk of", out="disk/run", resume=True, max_steps=50)
-    assert find_damage(small_disk / "run" / "step_000040") is None
-    with pytest.raises(OSError, match="No space left"), naming(small_disk):  # its own error has no number
-        save_file(dict(x=torch.zeros(2**20)), small_disk / "model.safetensors")
+    assert find_damage(run / "step_000040") is None
+    for save in (save_file, torch.save):  # their own errors have no number
+        with pytest.raises(OSError, match="No space left"), naming(run):
+            save(dict(x=torch.zeros(2**20)), run / "x")
 
 
 def test_a_system_that_grants_no_more_threads_gives_one_line(train, monkeypatch):
