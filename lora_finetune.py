@@ -271,7 +271,7 @@ def refuse_to_overwrite(config: Config) -> None:
     out = Path(config.merge)
     if out.exists() and not config.overwrite:
         raise UserError(f"--merge {out} already exists; pass --overwrite to rename it, or choose another name")
-    for used in (config.base, config.adapter, config.out_dir, "."):
+    for used in (config.base, config.adapter, f"{config.out_dir}/adapter", "."):
         path = Path(used).resolve()
         if used and out.resolve() in (path, *path.parents):  # --overwrite would rename what is in use
             raise UserError(f"--merge {out} is or contains {path}, which is in use; choose another directory")
@@ -434,7 +434,10 @@ def print_summary(config: Config, run: Run) -> None:
     model = shlex.quote(str(run.out_dir))
     if config.lora_dim:
         model = f"{shlex.quote(config.base)} --adapter {shlex.quote(str(run.out_dir / 'adapter'))}"
-    print(f"\nNow try:\n  python sample.py {model} --chat\n  {run.out_dir / 'learning_curve.png'}    # the loss curve")
+    print(
+        f"\nNow try:\n  python sample.py {model} --chat\n"
+        f"  {shlex.quote(str(run.out_dir / 'learning_curve.png'))}    # the loss curve"
+    )
 
 
 if __name__ == "__main__":

@@ -391,7 +391,7 @@ def print_summary(config: Config, run: Run) -> None:
     if loss < guess:
         where = shlex.quote(config.out_dir)
         print(f"\nNow try:\n  python sample.py {where} --num_samples 3    # more text")
-        print(f"  {config.out_dir}/learning_curve.png    # the loss curve")
+        print(f"  {where}/learning_curve.png    # the loss curve")
         print(f"  python bpe/try_tokenizer.py --tokenizer {where}/step_{run.step:06d}    # the tokens that it reads")
 
 

@@ -140,7 +140,7 @@ def assert_refused(words: str, function, *args, error=UserError, **options) -> N
 assert_invalid = partial(assert_refused, error=ValueError)
 
 
-def prose(n: int | None = None) -> str:
+def prose(n=None) -> str:
     """The first n characters of the text that comes with the project."""
     return (ROOT / "input.txt").read_text()[:n]
 

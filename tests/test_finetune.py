@@ -262,8 +262,9 @@ def test_what_the_table_says_takes_effect_does_and_is_noted(finetune, run_dir):
     assert log_of(run_dir, "train")[-1]["lr"] == pytest.approx(1e-4)  # of the new schedule
 
 
-def test_another_base_and_other_rows_are_refused(finetune, base, tmp_path):
+def test_another_base_and_other_rows_are_refused(finetune, base, tmp_path, run_dir):
     finetune(**SHORT)
+    finetune.error("as --adapter", out="further", base=run_dir)
     small_gpt(seed=1, n_positions=128).save_pretrained(tmp_path / "base", 319, 320)
     shutil.copy(base / "base" / "tokenizer.json", tmp_path / "base")
     finetune.error("another base", **SHORT, resume=True, base=tmp_path / "base")
@@ -292,6 +293,7 @@ lora_dim=-1 | --lora_dim must be in [0, 1e+09], not -1
 lora_dim=5000 | --lora_dim must be in [1, 4096]
 lora_alpha=1e-10 | --lora_alpha must be in [1e-09, 1e+09]
 merge=. overwrite | --merge . is or contains
+merge=x/adapter out_dir=x | --merge x/adapter is or contains
 lora_dropout=1.0 | --lora_dropout must be in [0, 0.9999], not 1.0
 min_lr=1 | --min_lr 1.0 is above --max_lr
 targets=wte | tied
