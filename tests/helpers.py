@@ -140,12 +140,12 @@ def assert_refused(words: str, function, *args, error=UserError, **options) -> N
 assert_invalid = partial(assert_refused, error=ValueError)
 
 
-def prose(n=None) -> str:
+def prose(n: int | None = None) -> str:
     """The first n characters of the text that comes with the project."""
     return (ROOT / "input.txt").read_text()[:n]
 
 
-def text_file(path: Path, n: int = 40_000) -> Path:
+def text_file(path: Path, n=40_000) -> Path:
     path.write_text(prose(n))
     return path
 

@@ -1,6 +1,5 @@
 """How a run ends and continues: signals, kills, terminals, two processes in one directory, a target."""
 
-import os
 import signal
 import subprocess
 from pathlib import Path
@@ -34,7 +33,7 @@ def signal_while_validating(monkeypatch, signum: int) -> None:
     real = train_gpt2.validate
 
     def validate(*args):
-        os.kill(os.getpid(), signum)
+        signal.raise_signal(signum)
         return real(*args)
 
     monkeypatch.setattr(train_gpt2, "validate", validate)
@@ -103,7 +102,7 @@ def test_no_evaluation_begins_after_a_signal(short, run_dir, monkeypatch):
 
     def log_step(self, *figures):
         if self.step == 4:
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
         real(self, *figures)
 
     monkeypatch.setattr(Run, "log_step", log_step)
@@ -131,9 +130,10 @@ def test_a_signal_in_the_last_save_waits_for_it(short, run_dir, monkeypatch):
     real = ModelFiles.copy
 
     def copy(self):
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         return real(self)
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell ignores it
     monkeypatch.setattr(ModelFiles, "copy", copy)
     assert short.result(checkpoint_interval=3, max_steps=3).returncode == 130
     assert steps_of(run_dir) == [3] and find_damage(run_dir / "step_000003") is None
