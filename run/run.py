@@ -59,6 +59,7 @@ class Run:
         self.directory = directory
         self.out_dir = directory.path
         self.rt = directory.rt
+        # each rank has opened its own files, and on another node they may be others
         if data_fingerprint != self.rt.broadcast_from_main(lambda: data_fingerprint):
             raise UserError("the data here is not that of rank 0; copy the same files to all nodes")
         self.config = config
