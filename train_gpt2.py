@@ -31,7 +31,7 @@ import torch
 
 import hellaswag
 from corpus.order import Batches, to_inputs, training_batches, validation_batches
-from corpus.shards import Shards, open_shards
+from corpus.shards import TOKENIZATIONS, Shards, open_shards
 from learning.evaluation import complete, validate
 from learning.optim import Optimizer, learning_rate, make_optimizer
 from machine.runtime import Runtime, checkpoint_activations, prefetch
@@ -51,6 +51,7 @@ class Config:
     # input and output
     data: str = "edu_fineweb10B"  # directory of token shards (fineweb.py writes them), or a .txt file
     tokenizer: str = "gpt2"  # gpt2, a tokenizer.json, or train: learn a BPE of vocab_size tokens from the .txt
+    bpe_dropout: Probability = 0.0  # of a .txt: forget merges this often, so that each pass reads other tokens of it
     out_dir: str = ""  # run directory; out/RECIPE if empty
     resume: bool = False  # continue from the newest intact checkpoint in out_dir; start from step 0 if there is none
     overwrite: bool = False  # rename the run in out_dir to OUT_DIR.1, or the next free number, and start a new one
@@ -232,14 +233,16 @@ class Data(NamedTuple):
 def open_data(config: Config, shape: GPTConfig, rt: Runtime) -> Data:
     """The shards of a directory, or of a .txt that is tokenized first. Raises UserError."""
     cache = Path(config.out_dir).parent / "cache"
-    shards = open_shards(config.data, config.tokenizer, config.vocab_size, cache)
+    shards = open_shards(config.data, config.tokenizer, config.vocab_size, cache, config.bpe_dropout)
     for warning in shards.warnings:
         rt.print(f"warning: {warning}", file=sys.stderr)
-    order = Batches(shards.train, config.sequence_length, config.seed, config.shuffle, rt.rank, rt.world_size)
+    n_parts = TOKENIZATIONS if config.bpe_dropout else 1
+    order = Batches(shards.train, config.sequence_length, config.seed, config.shuffle, rt.rank, rt.world_size, n_parts)
     token_bytes = torch.from_numpy(shards.tokenizer.token_bytes()).to(rt.device)
     task = open_hellaswag(config.hellaswag_data, shards, shape, rt) if config.hellaswag_interval else None
     passes = config.max_steps * config.total_batch_size / config.sequence_length / order.n_windows
-    rt.print(f"data: {len(shards.train):,} training tokens, read {passes:.2g} times; {len(shards.val):,} to validate")
+    n_tokens = len(shards.train) // n_parts
+    rt.print(f"data: {n_tokens:,} training tokens, read {passes:.2g} times; {len(shards.val):,} to validate")
     return Data(shards, order, token_bytes, task)
 
 

@@ -41,14 +41,25 @@ def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
 class Batches:
     """The windows of a stream in their training order, and one rank's part of every global batch."""
 
-    def __init__(self, stream: TokenStream, sequence_length: int, seed: int, shuffle: bool, rank=0, world_size=1):
+    def __init__(
+        self,
+        stream: TokenStream,
+        sequence_length: int,
+        seed: int,
+        shuffle: bool,
+        rank=0,
+        world_size=1,
+        n_parts=1,  # epochs take turns in as many equal parts of the stream, such as tokenizations of one text
+    ):
         self.stream = stream
         self.T = sequence_length
         self.seed = seed
         self.shuffle = shuffle
         self.rank = rank
         self.world_size = world_size
-        self.n_windows = (len(stream) - 1) // sequence_length  # an epoch; fewer than T tokens at the end are left over
+        self.n_parts = n_parts
+        # an epoch; fewer than T tokens at the end are left over
+        self.n_windows = (len(stream) - 1) // sequence_length // n_parts
         if self.n_windows < 1:
             raise UserError(
                 f"{stream.paths[0]} has {len(stream)} tokens, fewer than sequence_length + 1 = {self.T + 1}; "
@@ -81,7 +92,7 @@ class Batches:
         while len(starts) < batch_size:  # the end of an epoch and the beginning of the next may share a batch
             epoch, at = divmod(position + len(starts), self.n_windows)
             windows = self.order(epoch)[at : at + batch_size - len(starts)]
-            shift = self.shift(epoch)
+            shift = self.shift(epoch) + epoch % self.n_parts * self.n_windows * self.T
             starts += [min(window * self.T + shift, last) for window in windows.tolist()]
         return starts
 

@@ -25,6 +25,7 @@ from corpus.writer import shard_dtype
 from files import exclusive_lock, sha256, write_atomically
 
 TRAIN_FRACTION = 0.9  # of a text's characters; the rest is the validation split
+TOKENIZATIONS = 16  # with BPE-dropout: how often a text is encoded, each time in another way
 FEW_TOKENS = 10_000  # to train on; the validation split of such a text is a page or two
 
 
@@ -81,7 +82,7 @@ class Shards(NamedTuple):
     warnings: list[str]  # what a person should know, and what to do about it
 
 
-def open_shards(data: str, tokenizer: str, vocab_size: int, cache: Path) -> Shards:
+def open_shards(data: str, tokenizer: str, vocab_size: int, cache: Path, bpe_dropout: float = 0.0) -> Shards:
     """Open a directory or glob of shards, or a .txt file, which becomes shards below `cache` first. Raises UserError.
 
     Under torchrun all ranks call this: one makes the shards of a .txt, and the others wait for its file lock, since a
@@ -89,7 +90,9 @@ def open_shards(data: str, tokenizer: str, vocab_size: int, cache: Path) -> Shar
     """
     place = Path(data)
     if data.endswith(".txt"):
-        place = prepare_text(data, tokenizer, vocab_size, cache)
+        place = prepare_text(data, tokenizer, vocab_size, cache, bpe_dropout)
+    elif bpe_dropout:
+        raise UserError(f"--bpe_dropout is for a .txt; the tokens of {data} are fixed")
     train_paths = find_shards(str(place), "train")
     val_paths = find_shards(str(place), "val")
     tok = data_tokenizer(place, tokenizer)
@@ -162,10 +165,11 @@ def ds_tokenizer(directory: Path) -> str:
 # ------------------------------------------------------------------------------------------------- a text as shards
 
 
-def prepare_text(text_file: str, tokenizer: str, vocab_size: int, cache: Path) -> Path:
+def prepare_text(text_file: str, tokenizer: str, vocab_size: int, cache: Path, bpe_dropout: float = 0.0) -> Path:
     """Shards of a text file, the first part of it to train on and the rest to validate. Raises UserError.
 
     `tokenizer` is `train`, for a BPE of `vocab_size` tokens trained on the training part, or as in `load_tokenizer`.
+    With `bpe_dropout` the training part is encoded TOKENIZATIONS times, each time in another way, into as many shards.
     Returns the shard directory below `cache`, which also holds `tokenizer.json` and `manifest.json`. It is made once:
     later runs use it as long as it is intact, and if several runs need it at the same time, one of them makes it.
     """
@@ -174,6 +178,10 @@ def prepare_text(text_file: str, tokenizer: str, vocab_size: int, cache: Path) -
     if tok and tok.eot_token is None:
         raise UserError(f"--tokenizer {tokenizer} has no <|endoftext|> to start documents with; train one that has")
     wanted = tok.fingerprint if tok else f"train:{vocab_size}"
+    n_train = 1
+    if bpe_dropout:
+        n_train = TOKENIZATIONS
+        wanted += f" {bpe_dropout} x {n_train}"
     # everything that decides the shards, so that a change to any of it makes others
     key = hashlib.sha256(f"{TRAIN_FRACTION} {wanted} {text}".encode()).hexdigest()[:16]
     source = Path(text_file)
@@ -189,7 +197,7 @@ def prepare_text(text_file: str, tokenizer: str, vocab_size: int, cache: Path) -
             tok = tok or Tokenizer.train([text[:split]], vocab_size)
         except ValueError as e:
             raise UserError(f"--tokenizer train --vocab_size {vocab_size}: {e}") from e
-        parts = {"val": text[split:], "train": text[:split]}
+        parts = [("val", text[split:], 0.0)] + [("train", text[:split], bpe_dropout)] * n_train
         write_atomically(directory, partial(write_text_shards, parts=parts, tok=tok, source=source.name))
     return directory
 
@@ -212,14 +220,14 @@ def read_text(text_file: str) -> str:
     return text
 
 
-def write_text_shards(directory: Path, parts: dict[str, str], tok: Tokenizer, source: str) -> None:
-    """One shard for each split, tokenizer.json and manifest.json."""
+def write_text_shards(directory: Path, parts: list[tuple], tok: Tokenizer, source: str) -> None:
+    """A shard for each of `parts`, (split, text, BPE-dropout), tokenizer.json and manifest.json."""
     manifest = new_manifest(source=source, tokenizer=tok.fingerprint)
-    for number, (split, part) in enumerate(parts.items()):
+    for number, (split, part, dropout) in enumerate(parts):
         texts = documents(part)
         ids = []
         for text in texts:
-            ids += [tok.eot_token, *tok.encode_ordinary(text)]
+            ids += [tok.eot_token, *tok.encode_ordinary(text, dropout, number)]
         file = directory / f"text_{split}_{number:06d}.npy"
         np.save(file, np.array(ids, dtype=shard_dtype(len(tok))))
         manifest["shards"].append(dict(file=file.name, tokens=len(ids), sha256=sha256(file)))

@@ -135,7 +135,7 @@ def about_data(config) -> tuple[str, str]:
         if config.data.endswith(".txt"):
             megabytes = os.path.getsize(config.data) / 1e6
             return f"{config.data}, {megabytes:,.1f} MB of text", ""
-        shards = open_shards(config.data, config.tokenizer, config.vocab_size, Path())
+        shards = open_shards(config.data, config.tokenizer, config.vocab_size, Path(), config.bpe_dropout)
     except (UserError, OSError) as e:
         return f"unusable: {explain(e)}", explain(e)
     n_tokens = len(shards.train)

@@ -40,14 +40,14 @@ def test_a_constant_that_was_edited_wrongly_gives_one_line(edit, words):
 
 # a run of today is compared with one of last year: to change a constant is a decision, not a slip
 CONSTANTS = """
-train_gpt2 data='edu_fineweb10B' tokenizer='gpt2' out_dir='' resume=False overwrite=False dry_run=False price=0.0
-  init_from='' n_layer=12 n_head=12 n_embd=768 sequence_length=1024 vocab_size=50304 dropout=0.0 attention='auto'
-  total_batch_size=524288 micro_batch_size=0 max_steps=19073 target_loss=0.0 warmup_steps=715 max_lr=0.0006
-  min_lr=6e-05 lr_schedule='cosine' decay_fraction=0.5 optimizer='adamw' muon_lr=0.02 weight_decay=0.1 beta1=0.9
-  beta2=0.95 eps=1e-08 grad_clip=1.0 max_bad_steps=20 spike_threshold=1.0 seed=1337 shuffle=True eval_interval=250
-  eval_steps=20 hellaswag_interval=1000 hellaswag_data='' sample_interval=1000 sample_prompt="Hello, I'm a language
-  model," sample_tokens=128 checkpoint_interval=1000 keep_checkpoints=3 device='auto' dtype='auto'
-  compile='auto' shard='none' activation_checkpointing=False threads=0 report_to='none'
+train_gpt2 data='edu_fineweb10B' tokenizer='gpt2' bpe_dropout=0.0 out_dir='' resume=False overwrite=False
+  dry_run=False price=0.0 init_from='' n_layer=12 n_head=12 n_embd=768 sequence_length=1024 vocab_size=50304
+  dropout=0.0 attention='auto' total_batch_size=524288 micro_batch_size=0 max_steps=19073 target_loss=0.0
+  warmup_steps=715 max_lr=0.0006 min_lr=6e-05 lr_schedule='cosine' decay_fraction=0.5 optimizer='adamw' muon_lr=0.02
+  weight_decay=0.1 beta1=0.9 beta2=0.95 eps=1e-08 grad_clip=1.0 max_bad_steps=20 spike_threshold=1.0 seed=1337
+  shuffle=True eval_interval=250 eval_steps=20 hellaswag_interval=1000 hellaswag_data='' sample_interval=1000
+  sample_prompt="Hello, I'm a language model," sample_tokens=128 checkpoint_interval=1000 keep_checkpoints=3
+  device='auto' dtype='auto' compile='auto' shard='none' activation_checkpointing=False threads=0 report_to='none'
 lora_finetune base='gpt2' data='tatsu-lab/alpaca' out_dir='' resume=False overwrite=False adapter='' merge=''
   lora_dim=8 lora_alpha=0.0 lora_dropout=0.0 targets=('c_attn', 'attn.c_proj', 'c_fc', 'mlp.c_proj') rslora=False
   sequence_length=0 val_rows=1000 batch_size=32 micro_batch_size=0 epochs=3.0 max_steps=0 warmup_steps=0 max_lr=0.0

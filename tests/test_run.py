@@ -443,6 +443,7 @@ def test_other_data_or_another_tokenizer_is_refused_and_moved_data_is_not(train,
     tokenizer = tmp_path / "run" / "step_000006" / "tokenizer.json"
     other = SHORT | dict(data=tmp_path / "other.txt", tokenizer=tokenizer, resume=True)
     train.error("another data", **other)
+    short.error("another data", bpe_dropout=0.1, resume=True)
 
 
 def test_a_run_that_began_with_another_model_s_sizes_is_resumed_by_the_same_line(short, tmp_path, inline):

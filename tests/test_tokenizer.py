@@ -183,6 +183,19 @@ def test_ids_are_those_of_a_naive_encoder(tok):
         assert tok.encode(text) == minimal.encode(text, tok.merges)
 
 
+def test_dropout_forgets_each_merge_as_often_as_it_says(tok):
+    merges = Tokenizer([(b"a", b"b"), (b"ab", b"c")])
+    ids = [merges.encode_ordinary("abc", 0.2, seed) for seed in range(2000)]
+    for end, share in (("abc", 0.8 * 0.8), ("ab c", 0.8 * 0.2), ("a b c", 0.2)):
+        n = ids.count([merges.ordinary[token.encode()] for token in end.split()])
+        assert n == pytest.approx(2000 * share, abs=90)  # four standard errors and more
+    assert merges.encode_ordinary("abc", 1.0) == list(map(merges.ordinary.get, (b"a", b"b", b"c")))
+    text = prose(4000) + " " * 100
+    some = [tok.encode_ordinary(text, 0.1, seed) for seed in (0, 0, 1)]
+    assert some[0] == some[1] != some[2]
+    assert [tok.decode(ids) for ids in some] == [text] * 3
+
+
 def test_special_tokens_follow_the_rules_of_tiktoken(tok):
     text = f"one{ENDOFTEXT}two<|end|>{ENDOFTEXT}"
     theirs = tok.to_tiktoken()
