@@ -130,7 +130,6 @@ def parse_args(config_type, args: list[str] | None = None, default=None, prog: s
     """
     import tyro
 
-    args = sys.argv[1:] if args is None else args
     prog = prog or os.path.basename(sys.argv[0])
     # without a default instance those of the dataclass: None has no such attribute
     values = {field.name: getattr(default, field.name, field.default) for field in fields(config_type)}

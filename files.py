@@ -125,7 +125,9 @@ def exclusive_lock(lock: Path, what: str, seconds: float | None = None) -> Itera
         with naming(lock):
             held = FileLock(lock, timeout=seconds or LOCK_SECONDS).acquire()
     except Timeout:  # FileLock takes the "permission denied" of a file system without locks for a lock that is held
-        who = f"another process is writing to the {what}, or its file system grants no locks"
-        raise UserError(f"{who}; wait until that process ends, or use another directory") from None
+        raise UserError(
+            f"another process is writing to the {what}, or its file system grants no locks; "
+            "wait until that process ends, or use another directory"
+        ) from None
     with held:
         yield

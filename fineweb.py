@@ -94,13 +94,12 @@ def make_shards(config: Config, out_dir: Path) -> None:
     if "next" not in manifest:
         print(f"{out_dir} is complete: {summary(manifest)}")
         return
-    commit = manifest.get("commit") or config.revision  # later shards come from the commit of the first ones
-    source = find_source(config.source, commit)
+    # later shards come from the commit of the first ones
+    source = find_source(config.source, manifest.get("commit") or config.revision)
     text_bytes = sum(text_size(file, config.text_field) for file in source.files)
     expected = min(int(text_bytes * TOKENS_PER_BYTE), config.limit_tokens)
     if not config.shard_size:  # leave most of a small source to train on
-        tenth = max(expected // 10, 1000)
-        config = replace(config, shard_size=min(100_000_000, tenth))
+        config = replace(config, shard_size=min(max(expected // 10, 1000), 100_000_000))
     print_plan(config, source, with_files(manifest, source, out_dir), expected)
     if config.dry_run:
         return
@@ -328,8 +327,10 @@ def print_plan(config: Config, source: Source, manifest: dict, tokens: int) -> N
     out_dir = Path(config.out_dir)
     sizes = sorted(file.bytes for file in source.files)
     print(f"source  {manifest['source']}: {counted(len(sizes), 'file')}, {size(sum(sizes))}")
-    about = tqdm.format_sizeof(tokens)
-    print(f"target  {out_dir}: about {about} tokens, in shards of {config.shard_size:,} {manifest['dtype']}")
+    print(
+        f"target  {out_dir}: about {tqdm.format_sizeof(tokens)} tokens, "
+        f"in shards of {config.shard_size:,} {manifest['dtype']}"
+    )
     if 0 < tokens <= config.shard_size:
         print(f"note    all of it would be validation; give --shard_size {-(-tokens // 10)} to leave some to train on")
     for_shards = max(tokens - manifest["tokens"], 0) * np.dtype(manifest["dtype"]).itemsize

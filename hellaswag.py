@@ -97,8 +97,9 @@ def main() -> None:
     out = Path(config.json)
     if config.json:  # now, not an hour later
         if out.suffix != ".json" or not out.parent.is_dir():
-            what = "give a name that ends in .json, in a directory that exists"
-            raise UserError(f"--json {out} cannot be written; {what}")
+            raise UserError(
+                f"--json {out} cannot be written; give a name that ends in .json, in a directory that exists"
+            )
     rt = Runtime.setup(config.device, config.dtype, threads=config.threads)
     # the first rank chooses for all: a run that is still training may write a newer checkpoint at any moment
     config = replace(config, model=rt.broadcast_from_main(lambda: find_model(config.model)))
@@ -119,8 +120,10 @@ def main() -> None:
             task = prepare(variant, tokenizer, model.config, style)
             result = evaluate(model, task, rt, progress=True)
             if result["acc"] is None:
-                what = f"{config.model} computes numbers that are not finite in {rt.dtype}"
-                raise UserError(f"{what}; try an earlier checkpoint, or --dtype float32")
+                raise UserError(
+                    f"{config.model} computes numbers that are not finite in {rt.dtype}; "
+                    "try an earlier checkpoint, or --dtype float32"
+                )
             results[style + name] = result
             for number in range(min(config.show, len(rows))):
                 rt.print(row_with_losses(task, result, number))
@@ -166,11 +169,10 @@ def find_problem(row: dict) -> str | None:
         if not isinstance(row.get(name), str):
             return f"{name} is not text"
     endings = row.get("endings")
-    four = isinstance(endings, list) and len(endings) == 4
-    if not four or not all(isinstance(ending, str) and ending for ending in endings):
+    if not isinstance(endings, list) or len(endings) != 4 or not all(type(e) is str and e for e in endings):
         return "endings is not a list of four texts"
     label = row.get("label")
-    if isinstance(label, bool) or label not in (0, 1, 2, 3, "0", "1", "2", "3"):
+    if str(label) not in list("0123"):
         return f"label is {reprlib.repr(label)}, not 0, 1, 2 or 3"
     return None
 
@@ -264,14 +266,7 @@ def prepare(rows: list[dict], tokenizer, model_config, style: str) -> Task:
         n_bytes.append(len(f" {endings[labels[i]]}".encode()))
         packed += fit(before, after, 4 * i, model_config.n_positions)
     packed.sort(key=len, reverse=True)
-    return Task(
-        style,
-        texts,
-        np.array(labels),
-        np.array(lengths),
-        np.array(n_bytes),
-        packed,
-    )
+    return Task(style, texts, *map(np.array, (labels, lengths, n_bytes)), packed)
 
 
 def fit(context: Ids, endings: list[Ids], first: int, window: int) -> list[Packed]:
@@ -322,14 +317,12 @@ def evaluate(
     model: nn.Module,
     task: Task,
     rt: Runtime,
-    batch_tokens: int = 0,
     progress: bool = False,
 ) -> dict:
     """Score all rows; every rank returns what `score` does. It may run in the middle of training: `model` is the plain
     module, and its mode is restored, so that its compiled and distributed wrappers notice nothing."""
     packed = task.packed[rt.rank :: rt.world_size]
     sums = np.zeros(task.lengths.size)
-    batch_tokens = batch_tokens or BATCH_TOKENS[rt.device.type]
     bar = tqdm(
         total=sum(map(len, packed)),
         unit="tok",
@@ -340,7 +333,7 @@ def evaluate(
     training = model.training
     model.eval()
     with rt.autocast(), bar:
-        for batch in batches(packed, batch_tokens):
+        for batch in batches(packed, BATCH_TOKENS[rt.device.type]):
             inputs, scored = collate(batch)
             logit_positions, targets, ending_ids = scored
             found = log_likelihoods(model, inputs, logit_positions, targets).cpu().numpy()
@@ -369,8 +362,7 @@ def collate(batch: list[Packed]) -> tuple[torch.Tensor, torch.Tensor]:
     scored = []
     for b, row in enumerate(batch):
         inputs[:, b, : len(row)] = torch.from_numpy(row.inputs)
-        shifted = row.scored + [[b * T], [0], [0]]
-        scored.append(torch.from_numpy(shifted))
+        scored.append(torch.from_numpy(row.scored + [[b * T], [0], [0]]))
     return inputs, torch.cat(scored, dim=1)
 
 

@@ -214,8 +214,10 @@ def open_data(config: Config, shape: GPTConfig, rt: Runtime) -> Data:
     T = config.sequence_length or shape.n_positions
     check_tokenizer(tokenizer, config.base)
     if T > shape.n_positions:
-        has = f"{config.base} has a context of {shape.n_positions} tokens, less than --sequence_length {T}"
-        raise UserError(f"{has}; give {shape.n_positions} or less")
+        raise UserError(
+            f"{config.base} has a context of {shape.n_positions} tokens, less than --sequence_length {T}; "
+            f"give {shape.n_positions} or less"
+        )
     if rt.world_size > 1:  # so that the other ranks find a hub dataset in the cache
         rt.broadcast_from_main(lambda: len(load_rows(config.data)))
     rows = load_rows(config.data)
@@ -223,8 +225,10 @@ def open_data(config: Config, shape: GPTConfig, rt: Runtime) -> Data:
     train_set, skipped = encode_rows(train_rows, tokenizer, T)
     val_set, skipped_val = encode_rows(val_rows, tokenizer, T)
     if not train_set:
-        what = f"{config.data} has {len(rows)} rows, none with an instruction and an answer to train on"
-        raise UserError(f"{what}; correct the rows, or give a larger --sequence_length than {T}")
+        raise UserError(
+            f"{config.data} has {len(rows)} rows, none with an instruction and an answer to train on; "
+            f"correct the rows, or give a larger --sequence_length than {T}"
+        )
     rt.print(f"data: {len(rows):,} rows: {len(train_set):,} examples to train on, {len(val_set):,} to validate")
     for kind, what in dict(empty="are empty, and skipped", long=f"exceed {T} tokens, read in windows").items():
         if n := skipped[kind] + skipped_val[kind]:
@@ -315,8 +319,10 @@ def resolve_config(requested: Config, checkpoint: Path | None, data: Data, rt: R
 def adapt(base: GPT, config: Config, checkpoint: Path | None, rt: Runtime) -> GPT:
     """The model to train: the base with a new or a loaded adapter, or all weights, of the base or of a checkpoint."""
     trainable, fraction = lora.trainable_parameters(base, config.targets, config.lora_dim)
-    rt.print(f"{config.base}: {base.num_params():,} parameters on {rt.description}")
-    rt.print(f"training {trainable:,} parameters ({fraction:.3%})")
+    rt.print(
+        f"{config.base}: {base.num_params():,} parameters on {rt.description}\n"
+        f"training {trainable:,} parameters ({fraction:.3%})"
+    )
     if config.lora_dim:
         model = with_adapter(base, config, checkpoint)
         if rt.dtype != torch.float32:

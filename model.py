@@ -50,8 +50,10 @@ class GPTConfig:
                 raise ValueError(f"{name} is {size!r}, not a number from 1 to {LARGEST:,}")
         if self.n_embd % self.n_head:
             nearest = max(self.n_embd // self.n_head, 1) * self.n_head
-            what = f"n_embd {self.n_embd} is not divisible by n_head {self.n_head}"
-            raise ValueError(f"{what}: every head gets n_embd / n_head channels; {nearest} is")
+            raise ValueError(
+                f"n_embd {self.n_embd} is not divisible by n_head {self.n_head}: "
+                f"every head gets n_embd / n_head channels; {nearest} is"
+            )
 
 
 SIZES = {  # Radford et al. 2019, table 2; heads as in the released configs
@@ -375,8 +377,9 @@ def read_config(model, dropout: float = 0.0, attention: str = "flash") -> GPTCon
     found = HF_CONFIG | dict(model_type=None) | hf
     for key, value in HF_CONFIG.items():
         if found[key] != value and key != "n_inner":
-            what = f"{key} is {found[key]!r}, not {value!r}"
-            raise ValueError(f"{file} does not describe a GPT-2 as computed here: {what}")
+            raise ValueError(
+                f"{file} does not describe a GPT-2 as computed here: {key} is {found[key]!r}, not {value!r}"
+            )
     sizes = {name: hf.get(name) for name in SIZE_NAMES}
     try:
         config = GPTConfig(**sizes, dropout=dropout, attention=attention)
@@ -435,6 +438,8 @@ def weight_files(path: Path) -> list[Path]:
     if len(models) > 1:
         raise ValueError(f"{path} has shards of two models, such as {shards[0].name}; remove those of the other one")
     if not shards:
-        what = f"{path} has no model.safetensors, and pickled weights (pytorch_model.bin) are not read"
-        raise ValueError(f"{what}: save the model again with safe_serialization=True")
+        raise ValueError(
+            f"{path} has no model.safetensors, and pickled weights (pytorch_model.bin) are not read: "
+            "save the model again with safe_serialization=True"
+        )
     return shards

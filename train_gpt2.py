@@ -329,8 +329,9 @@ def validate_config(config: Config, rt: Runtime) -> None:
     if config.total_batch_size % unit:
         nearest = max(config.total_batch_size // unit, 1) * unit
         factors = f"sequence_length {T} x micro_batch_size {micro_batch} x {counted(rt.world_size, 'rank')}"
-        what = f"--total_batch_size {config.total_batch_size} is not divisible by {unit} = {factors}"
-        raise UserError(f"{what}; give {nearest}")
+        raise UserError(
+            f"--total_batch_size {config.total_batch_size} is not divisible by {unit} = {factors}; give {nearest}"
+        )
 
 
 # ------------------------------------------------------------------------------------------------- before and after
@@ -393,9 +394,11 @@ def print_summary(config: Config, run: Run) -> None:
         print(f"\n--target_loss {config.target_loss} is reached; to continue, add --resume --target_loss 0")
     if loss < guess:
         where = shlex.quote(config.out_dir)
-        print(f"\nNow try:\n  python sample.py {where} --num_samples 3    # more text")
-        print(f"  {where}/learning_curve.png    # the loss curve")
-        print(f"  python bpe/try_tokenizer.py --tokenizer {where}/step_{run.step:06d}    # the tokens that it reads")
+        print(
+            f"\nNow try:\n  python sample.py {where} --num_samples 3    # more text\n"
+            f"  {where}/learning_curve.png    # the loss curve\n"
+            f"  python bpe/try_tokenizer.py --tokenizer {where}/step_{run.step:06d}    # the tokens that it reads"
+        )
 
 
 if __name__ == "__main__":

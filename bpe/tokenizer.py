@@ -139,8 +139,11 @@ class Tokenizer:
         merges = learn(texts, vocab_size - smallest, empty.pattern, specials, tie_break, Options(**options))
         size = smallest + len(merges)
         if size < vocab_size:
-            short = f"the vocabulary stops at {size} tokens, short of the {vocab_size} asked for"
-            warnings.warn(f"the corpus has no more pairs to merge: {short}", stacklevel=2)
+            warnings.warn(
+                "the corpus has no more pairs to merge: "
+                f"the vocabulary stops at {size} tokens, short of the {vocab_size} asked for",
+                stacklevel=2,
+            )
         return cls(merges, empty.pattern, specials)
 
     # ---- encoding

@@ -77,8 +77,10 @@ def main() -> None:
     tok.save(out)
     print(f"\n{len(tok):,} tokens from {texts.train_bytes:,} bytes")
     report(tok, texts.held_out)
-    print(f"\n{renamed}wrote {out}: tokenizer.json, tokenizer.tiktoken, tokenizer_config.json")
-    print(f"next: python bpe/try_tokenizer.py --tokenizer {out}")
+    print(
+        f"\n{renamed}wrote {out}: tokenizer.json, tokenizer.tiktoken, tokenizer_config.json\n"
+        f"next: python bpe/try_tokenizer.py --tokenizer {out}"
+    )
 
 
 def as_note(message, *_) -> str:
@@ -180,8 +182,7 @@ def report(tok: Tokenizer, held_out: list[str]) -> None:
         print(" vocabulary  bytes/token  characters/token")
         for size, bytes_per_token, chars_per_token in compression(tok, held_out):
             print(f"{size:>11,}  {bytes_per_token:>11.2f}  {chars_per_token:>16.2f}")
-    tokens = sorted((a + b for a, b in tok.merges), key=len)
-    print("\nlongest tokens:", *map(visible, tokens[-20:]))
+    print("\nlongest tokens:", *map(visible, sorted((a + b for a, b in tok.merges), key=len)[-20:]))
 
 
 def compression(tok: Tokenizer, texts: list[str]) -> Iterator[tuple[int, float, float]]:

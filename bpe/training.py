@@ -292,8 +292,7 @@ def find_merges(chunks: dict[bytes, int], tie_break: str) -> Iterator[tuple[int,
     def entry(pair):
         if tie_break == "lowest_id":
             return -counts[pair], pair
-        tokens = order[pair >> PAIR_SHIFT] + order[pair & PAIR_MASK]
-        return -counts[pair], tokens, pair
+        return -counts[pair], order[pair >> PAIR_SHIFT] + order[pair & PAIR_MASK], pair
 
     heap = list(map(entry, counts))
     heapq.heapify(heap)

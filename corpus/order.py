@@ -82,8 +82,7 @@ class Batches:
         """
         if epoch == 0 or not self.shuffle:
             return 0
-        random = np.random.PCG64([self.seed, epoch, 1]).random_raw()
-        return int(random) % self.T
+        return int(np.random.PCG64([self.seed, epoch, 1]).random_raw()) % self.T
 
     def global_batch(self, position: int, batch_size: int) -> list[int]:
         """Where in the stream the `batch_size` windows from number `position` on begin."""
@@ -103,8 +102,9 @@ class Batches:
         exchange of gradients, so each of them needs as many micro-batches as the others.
         """
         if batch_size % (micro_batch_size * self.world_size):
-            unit = f"{self.world_size} ranks x {micro_batch_size}"
-            raise ValueError(f"a batch of {batch_size} windows is not a multiple of {unit}")
+            raise ValueError(
+                f"a batch of {batch_size} windows is not a multiple of {self.world_size} ranks x {micro_batch_size}"
+            )
         own = batch_size // self.world_size
         first = self.rank * own
         starts = self.global_batch(position, batch_size)[first : first + own]
@@ -127,8 +127,7 @@ def training_batches(
     A step reads `batch_size` windows over all ranks, and steps count from 0: step s starts at window s * batch_size.
     """
     for step in range(first_step, first_step + n_steps):
-        position = step * batch_size
-        yield list(order.micro_batches(position, batch_size, micro_batch_size))
+        yield list(order.micro_batches(step * batch_size, batch_size, micro_batch_size))
 
 
 def validation_batches(

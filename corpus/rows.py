@@ -46,5 +46,7 @@ def hub_rows(repo: str, split: str, option: str = "--data") -> list[dict]:
     try:
         return datasets.load_dataset(repo, split=split).to_list()
     except Exception as e:  # of the network, the hub, the library or the data: each has its own classes
-        remedy = f"check the network, set HF_ENDPOINT to a mirror, or give a local file with {option}"
-        raise UserError(f"cannot load the split {split} of {repo} from the hub: {e}; {remedy}") from e
+        raise UserError(
+            f"cannot load the split {split} of {repo} from the hub: {e}; "
+            f"check the network, set HF_ENDPOINT to a mirror, or give a local file with {option}"
+        ) from e

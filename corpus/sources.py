@@ -149,8 +149,7 @@ def stays_below(name: str) -> bool:
 def hub_file(entry: dict) -> SourceFile:
     """From an entry of the hub's list. Small files have the hash of git, large ones (LFS) that of their content."""
     lfs = entry.get("lfs") or {}
-    version = lfs.get("sha256", entry["blobId"])
-    return SourceFile(entry["rfilename"], entry["size"], version)
+    return SourceFile(entry["rfilename"], entry["size"], lfs.get("sha256", entry["blobId"]))
 
 
 @contextmanager
@@ -382,8 +381,7 @@ def decode(content: bytes, first: bool = True) -> str:
 def documents(text: str) -> list[str]:
     """The pieces of a text that two or more blank lines separate; with those lines, so that they join to the text."""
     ends = [match.end() for match in BLANK_LINES.finditer(text)]
-    places = pairwise([0, *ends, len(text)])
-    return [text[start:end] for start, end in places if start < end]
+    return [text[start:end] for start, end in pairwise([0, *ends, len(text)]) if start < end]
 
 
 def text_of(line: bytes, text_field: str) -> tuple[str | None, str]:

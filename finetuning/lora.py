@@ -128,8 +128,10 @@ class LoRALinear(nn.Module):
 def target_names(model: GPT, targets) -> list[str]:
     """The names of the modules to adapt, in every block. Raises UserError for what cannot be adapted."""
     if not targets or not set(targets) <= set(TARGETS):
-        why = "wte and lm_head are one tied matrix; a bypass on one would untie them and could not be merged"
-        raise UserError(f"--targets {' '.join(targets)!r:.80}: choose from {', '.join(TARGETS)} ({why})")
+        raise UserError(
+            f"--targets {' '.join(targets)!r:.80}: choose from {', '.join(TARGETS)} "
+            "(wte and lm_head are one tied matrix; a bypass on one would untie them and could not be merged)"
+        )
     return [name for name, _ in model.named_modules() if name.endswith(tuple(targets))]
 
 
@@ -293,8 +295,10 @@ def read_adapter(adapter: str | Path) -> Adapter:
         if not all(t.is_floating_point() and t.isfinite().all() for t in tensors.values()):
             raise ValueError("it holds numbers that are not finite, or no floating-point numbers")
     except FileNotFoundError:
-        remedy = "pickled .bin adapters are not read: load it with peft and save it with safe_serialization=True"
-        raise UserError(f"{path} has no adapter_model.safetensors; {remedy}") from None
+        raise UserError(
+            f"{path} has no adapter_model.safetensors; "
+            "pickled .bin adapters are not read: load it with peft and save it with safe_serialization=True"
+        ) from None
     except (ValueError, OSError, RuntimeError, SafetensorError) as e:
         raise UserError(f"{path}/adapter_model.safetensors is damaged: {e}; write or download it again") from None
     # target_modules may be a regular expression; the tensors say what was adapted
@@ -318,13 +322,16 @@ def read_settings(file: Path) -> dict:
         raise UserError(f"{file} is damaged: it is not an object; write or download it again")
     for key, value in settings.items():
         if key not in (*LIMITS, *IGNORED) and value not in (None, False, "", [], {}, *KNOWN.get(key, ())):
-            unknown = f"{file}: this code cannot compute an adapter whose {key} is {value!r:.80}"
-            raise UserError(f"{unknown}; merge it with peft, or train one without it")
+            raise UserError(
+                f"{file}: this code cannot compute an adapter whose {key} is {value!r:.80}; "
+                "merge it with peft, or train one without it"
+            )
     settings = {"lora_dropout": 0.0} | settings
     for key in LIMITS:
         if not within_limits(key, settings.get(key)):
-            value = f"{settings.get(key)!r:.80}"
-            raise UserError(f"{file} is damaged: {key} is {value}; write or download the adapter again")
+            raise UserError(
+                f"{file} is damaged: {key} is {settings.get(key)!r:.80}; write or download the adapter again"
+            )
     return settings
 
 
@@ -342,8 +349,10 @@ def load_adapter(model: GPT, adapter: str | Path, dropout: float = 0.0) -> GPT:
     """
     found = read_adapter(adapter)
     if found.base_sha256 and found.base_sha256 != (ours := weights_sha256(model)):
-        other = f"{found.base} with sha256 {found.base_sha256[:12]}, and this one has {ours[:12]}"
-        raise UserError(f"the adapter {found.path} was trained on another base, {other}; give that one")
+        raise UserError(
+            f"the adapter {found.path} was trained on another base, {found.base} with sha256 {found.base_sha256[:12]}, "
+            f"and this one has {ours[:12]}; give that one"
+        )
     add_lora(model, replace(found.config, dropout=dropout))
     fill_factors(model, found)
     return model
@@ -358,8 +367,10 @@ def fill_factors(model: GPT, adapter: Adapter) -> None:
     found = {name: tuple(tensor.shape) for name, tensor in adapter.tensors.items()}
     if wrong := [name for name in sorted(found | needed) if found.get(name) != needed.get(name)]:
         name = wrong[0]
-        differs = f"{name} is {found.get(name, 'missing')}, and the base needs {needed.get(name, 'nothing')}"
-        remedy = "give the base that it was trained on, or merge it with peft if it adapts some layers only"
-        raise UserError(f"the adapter {adapter.path} does not fit: {differs}; {remedy}")
+        raise UserError(
+            f"the adapter {adapter.path} does not fit: "
+            f"{name} is {found.get(name, 'missing')}, and the base needs {needed.get(name, 'nothing')}; "
+            "give the base that it was trained on, or merge it with peft if it adapts some layers only"
+        )
     for name, factor in wanted.items():
         factor.copy_(adapter.tensors[name])

@@ -37,8 +37,7 @@ def validate(
             totals += torch.stack([value.to(totals) for value in found])
     module.train(was_training)
     nats, tokens, n_bytes = rt.sum(totals).tolist()
-    bits = nats / math.log(2)
-    return dict(loss=nats / tokens, bpb=bits / max(n_bytes, 1))
+    return dict(loss=nats / tokens, bpb=nats / math.log(2) / max(n_bytes, 1))
 
 
 def complete(model, tokenizer, prompts: list[str], max_tokens: int, rt: Machine, seed: int, **options) -> list[str]:

@@ -166,8 +166,7 @@ class Optimizer:
     def state_dict(self) -> dict:
         """What a checkpoint needs. Moments are sharded over the ranks as their parameters are."""
         states = [optimizer.state_dict() for optimizer in self.optimizers]
-        scale = self.loss_scale.state_dict() if self.loss_scale else {}
-        return dict(optimizers=states, scaler=scale)
+        return dict(optimizers=states, scaler=self.loss_scale.state_dict() if self.loss_scale else {})
 
     def load_state_dict(self, state: dict) -> None:
         """Restore the moments, which every rank passes as whole tensors, and the loss scale. Learning rates, betas, eps

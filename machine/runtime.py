@@ -204,8 +204,7 @@ class Runtime:
 
     def synchronize(self) -> None:
         """Wait for the device, so that a clock that is read afterwards counts all of its work."""
-        if self.device.type in ("cuda", "mps"):
-            getattr(torch, self.device.type).synchronize()
+        getattr(torch, self.device.type).synchronize()
 
     def peak_memory(self) -> int:
         """Peak bytes: of the GPU's allocator, else resident memory of the process."""
@@ -281,10 +280,11 @@ def _refuse_gpu_without_kernels(device: torch.device) -> None:
         if oldest <= (major, minor) and (kind == "compute" or oldest[0] == major):
             return
     if kernels:
-        card = f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}"
-        has = f"PyTorch {torch.__version__} has code for {', '.join(f'{x}.{y}' for _, x, y in kernels)}"
         remedy = "install its build for CUDA 12.6 (the package index cu126)" if major < 8 else "install a newer one"
-        raise UserError(f"{card}, and {has}; {remedy}")
+        raise UserError(
+            f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}, and "
+            f"PyTorch {torch.__version__} has code for {', '.join(f'{x}.{y}' for _, x, y in kernels)}; {remedy}"
+        )
 
 
 def _join_ranks(device: torch.device, rank: int, world_size: int) -> None:

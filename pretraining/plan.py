@@ -133,8 +133,7 @@ def about_data(config) -> tuple[str, str]:
     """The training data and its tokenizer, and why they are unusable or ""; of a .txt only its size is read."""
     try:
         if config.data.endswith(".txt"):
-            megabytes = os.path.getsize(config.data) / 1e6
-            return f"{config.data}, {megabytes:,.1f} MB of text", ""
+            return f"{config.data}, {os.path.getsize(config.data) / 1e6:,.1f} MB of text", ""
         shards = open_shards(config.data, config.tokenizer, config.vocab_size, Path(), config.bpe_dropout)
     except (UserError, OSError) as e:
         return f"unusable: {explain(e)}", explain(e)

@@ -57,8 +57,7 @@ def checkpoint_steps(run_dir: Path) -> list[tuple[int, Path]]:
 def find_damage(path: Path) -> str | None:
     """What is wrong with a checkpoint's files, None if all are there with the checksums that were written."""
     try:
-        lines = (path / SUMS).read_text().splitlines()
-        sums = {line[66:]: line[:64] for line in lines}  # "digest  name"
+        sums = {line[66:]: line[:64] for line in (path / SUMS).read_text().splitlines()}  # "digest  name"
         weights = ADAPTER_FILES if ADAPTER_FILES[0] in sums else MODEL_FILES
         for name in (*weights, TRAIN_STATE):  # SHA256SUMS cut at a line break would look complete
             if name not in sums:
@@ -104,8 +103,7 @@ def remove_after(checkpoint: Path) -> None:
 def newer(checkpoint: Path) -> list[Path]:
     """The checkpoints of a run after this one, newest first."""
     paths = [path for _, path in checkpoint_steps(checkpoint.parent)]
-    after = paths[paths.index(checkpoint) + 1 :]
-    return after[::-1]
+    return paths[: paths.index(checkpoint) : -1]
 
 
 def remove(path: Path) -> None:
@@ -203,8 +201,10 @@ class CheckpointWriter:
         error = self._under_way.exception()
         self._under_way = None
         if error is not None:
-            what = f"a checkpoint could not be written to {self.run_dir}: {explain(error) or repr(error)}"
-            raise UserError(f"{what}; fix that, then --resume from the newest intact one") from error
+            raise UserError(
+                f"a checkpoint could not be written to {self.run_dir}: {explain(error) or repr(error)}; "
+                "fix that, then --resume from the newest intact one"
+            ) from error
 
     def _prune(self, val_losses: dict[int, float]) -> None:
         """Remove checkpoints that are neither new nor best. Damaged ones do not count, and stay for a person to see."""
@@ -327,8 +327,10 @@ def find_model(model: str) -> str:
     # a typo in a path must not become a request to the hub, where anybody could own that name
     local = path.exists() or path.is_absolute() or model.count("/") > 1 or model.startswith((".", "out/"))
     if local or not re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", model):
-        what = f"{model or 'an empty name'} is not a directory"
-        raise UserError(f"{what}; give a checkpoint, a run directory, or a hub id such as gpt2")
+        raise UserError(
+            f"{model or 'an empty name'} is not a directory; "
+            "give a checkpoint, a run directory, or a hub id such as gpt2"
+        )
     return model
 
 
@@ -342,8 +344,10 @@ def user_errors_of(model: str) -> Iterator[None]:
     except Exception as e:  # the network, the hub's client and a broken server each raise their own
         if Path(model).is_dir() or isinstance(e, UserError):
             raise
-        what = f"{model} is not a local directory and could not be downloaded from the hub ({type(e).__name__})"
-        raise UserError(f"{what}; check the name, or download it where there is a network: hf download {model}") from e
+        raise UserError(
+            f"{model} is not a local directory and could not be downloaded from the hub ({type(e).__name__}); "
+            f"check the name, or download it where there is a network: hf download {model}"
+        ) from e
 
 
 def load_shape(model: str) -> GPTConfig:
@@ -374,6 +378,8 @@ def model_tokenizer(model: str) -> Tokenizer:
         tokenizer = Tokenizer.load(model) if Path(model).is_dir() else Tokenizer.from_tiktoken("gpt2")
     known = load_shape(model).vocab_size
     if len(tokenizer) > known:
-        what = f"the tokenizer of {model} has {len(tokenizer)} tokens and its model {known}"
-        raise UserError(f"{what}; copy the tokenizer.json that the model was trained with there")
+        raise UserError(
+            f"the tokenizer of {model} has {len(tokenizer)} tokens and its model {known}; "
+            "copy the tokenizer.json that the model was trained with there"
+        )
     return tokenizer

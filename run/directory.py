@@ -99,8 +99,10 @@ class RunDirectory:
         self.locks = contextlib.ExitStack()  # held until the end of the run
         self.checkpoint, of_main = rt.broadcast_from_main(lambda: (self._claim(config), self.requested))
         if self.requested != of_main:  # another learning rate would train on in silence, another --shard wait forever
-            remedy = f"give all nodes the same command, and a disk on which they all see {self.path}"
-            raise UserError(f"the constants here are not those of rank 0; {remedy}")
+            raise UserError(
+                "the constants here are not those of rank 0; "
+                f"give all nodes the same command, and a disk on which they all see {self.path}"
+            )
 
     def _claim(self, config) -> Path | None:
         """Lock OUT_DIR; with --resume, return its newest intact checkpoint. The first rank only."""
@@ -110,12 +112,15 @@ class RunDirectory:
         self._lock()  # what is found from here on must not change under us
         if not config.resume:
             if self.holds_run() and not config.overwrite:
-                remedy = "pass --resume to continue it, --overwrite to rename it and start again"
-                raise UserError(f"{self.path} already holds a run; {remedy}, or choose another --out_dir")
+                raise UserError(
+                    f"{self.path} already holds a run; pass --resume to continue it, "
+                    "--overwrite to rename it and start again, or choose another --out_dir"
+                )
             return None
         if with_constants_of_run(config, sys.argv[1:]) != config:
-            what = f"the constants of {self.path} changed while we waited for its lock"
-            raise UserError(f"{what}; give the same command again")
+            raise UserError(
+                f"the constants of {self.path} changed while we waited for its lock; give the same command again"
+            )
         newest = newest_intact(self.path)
         # a run that has not begun is no error: a cluster can start and restart it with the same command
         if newest is None and checkpoint_steps(self.path):

@@ -189,9 +189,8 @@ class RunLog:
 
     def median_rate(self) -> float:
         """Tokens per second; nan before the first step."""
-        rates = [step.get("tokens_per_sec") for step in of_kind(self.records, "train")]
-        known = [rate for rate in rates if rate is not None]
-        return statistics.median(known) if known else math.nan
+        rates = [step["tokens_per_sec"] for step in of_kind(self.records, "train") if step.get("tokens_per_sec")]
+        return statistics.median(rates) if rates else math.nan
 
 
 def as_json(record: dict) -> dict:

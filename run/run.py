@@ -277,8 +277,9 @@ class Run:
             self.rt.print(f"\nvalidation loss {val['loss']:.4f} nats per token, {val['bpb']:.4f} bits per byte")
         rate = self.log.median_rate()
         memory = self.rt.peak_memory() / 2**30
-        taken = f"{self.tokens:,} tokens in {self.step:,} steps"
-        self.rt.print(f"{taken}, {rate:,.0f} tokens/s, {memory:.2f} GiB at the peak")
+        self.rt.print(
+            f"{self.tokens:,} tokens in {self.step:,} steps, {rate:,.0f} tokens/s, {memory:.2f} GiB at the peak"
+        )
 
     # ---- reading the metrics of finished steps, and reacting to them
 
@@ -311,16 +312,20 @@ class Run:
         else:  # it has changed no weight, so it is no spike
             self._bad_steps += 1
         if self._bad_steps >= self.config.max_bad_steps:
-            what = f"no finite loss or gradient in {self._bad_steps} steps, up to step {step}"
-            raise UserError(f"{what}; lower --max_lr, or use --dtype float32, and --resume from the newest checkpoint")
+            raise UserError(
+                f"no finite loss or gradient in {self._bad_steps} steps, up to step {step}; "
+                "lower --max_lr, or use --dtype float32, and --resume from the newest checkpoint"
+            )
 
     def _compare_lr(self, lr: float) -> None:
         """A longer --max_steps stretches the schedule: say so if a rate that had fallen rises again."""
         trained = of_kind(self.log.records, "train")
         before = trained[-1].get("lr") if trained else None
         if before is not None and lr > 2 * before:
-            what = f"the learning rate rises from {before:.3g} at step {self._first_step} to {lr:.3g}"
-            self.rt.print(f"{what}, because the schedule now spans {self.max_steps} steps (docs/resume.md)")
+            self.rt.print(
+                f"the learning rate rises from {before:.3g} at step {self._first_step} to {lr:.3g}, "
+                f"because the schedule now spans {self.max_steps} steps (docs/resume.md)"
+            )
 
     def _stop_here(self) -> None:
         """Save this step and raise Stopped; or raise the UserError of a checkpoint that could not be written."""

@@ -43,8 +43,10 @@ class SpikeDetector:
         """Count a rollback. Raises UserError after too many to the same checkpoint: other data does not help then."""
         self.returns[checkpoint] += 1
         if self.returns[checkpoint] > self.MAX_RETURNS:
-            what = f"the loss jumps again after {self.MAX_RETURNS} rollbacks to {checkpoint}, each with other data"
-            raise UserError(f"{what}; lower --max_lr and --resume, or accept the jump with --spike_threshold 0")
+            raise UserError(
+                f"the loss jumps again after {self.MAX_RETURNS} rollbacks to {checkpoint}, each with other data; "
+                "lower --max_lr and --resume, or accept the jump with --spike_threshold 0"
+            )
 
     def state_dict(self) -> dict:
         return dict(losses=list(self.losses), high=self.high)

@@ -97,14 +97,15 @@ def one_by_one(model: GPT, small_tokenizer, rows: list[dict], style: str) -> tup
 
 @pytest.mark.parametrize("batch_tokens", [1, 100, 5000])
 @pytest.mark.parametrize("style", STYLES)
-def test_batched_scores_equal_one_sequence_at_a_time(model, small_tokenizer, rt, style, batch_tokens):
+def test_batched_scores_equal_one_sequence_at_a_time(model, small_tokenizer, rt, style, batch_tokens, monkeypatch):
     short = ["a", "é", "a", "中文"]  # one token, or equal; and fewer characters than bytes
     rows = make_rows(25) + [row | dict(endings=short) for row in make_rows(3)]
     lengths = [len(small_tokenizer.encode_ordinary(row["ctx"])) for row in rows]
     assert min(lengths) < WINDOW < max(lengths)  # some contexts are cut, some are not
     sums, counts = one_by_one(model, small_tokenizer, rows, style)
     task = prepare(rows, small_tokenizer, model.config, style)
-    result = evaluate(model, task, rt, batch_tokens)
+    monkeypatch.setitem(hellaswag.BATCH_TOKENS, "cpu", batch_tokens)
+    result = evaluate(model, task, rt)
     np.testing.assert_allclose(result["log_likelihoods"], sums, rtol=0, atol=1e-4)
     endings = [STYLES[style][0](row)[1] for row in rows]
     units = [[len(e) for e in four] for four in endings] if style == "harness" else counts
@@ -143,7 +144,7 @@ def score_ids(model, rt, context: list[int], *endings: list[int]) -> dict:
     """Score one row whose tokens are given."""
     context, *endings = (" ".join(map(str, ids)) for ids in (context, *endings))
     row = dict(ctx=context, endings=endings, label=0)
-    return evaluate(model, prepare([row], Ids(), model.config, "completion"), rt, batch_tokens=1)
+    return evaluate(model, prepare([row], Ids(), model.config, "completion"), rt)
 
 
 def test_the_context_is_fed_once_and_the_last_token_of_an_ending_never(model, rt, fed):
