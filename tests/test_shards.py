@@ -73,16 +73,14 @@ def test_a_text_becomes_shards_that_hold_all_of_it(tmp_path, text, byte_tokenize
     assert len(tok) == (300 if tokenizer == "train" else 257)
 
 
-def test_with_dropout_a_text_is_there_in_sixteen_tokenizations(tmp_path, text):
-    cache = tmp_path / "cache"
-    plain, dropped = (open_shards(str(text), "train", 300, cache, p) for p in (0.0, 0.1))
-    assert dropped.val.digest() == plain.val.digest()
-    n = int(0.9 * len(TEXT))
+def test_with_dropout_a_text_is_there_in_sixteen_tokenizations(tmp_path, text, prepare):
+    dropped = open_shards(str(text), "train", 300, tmp_path, 0.1)
+    assert dropped.val.digest() == open_shards(str(prepare()), "train", 300, tmp_path).val.digest()
     paths = dropped.train.paths
-    assert decoded(paths[0].parent, "train").replace("<|endoftext|>", "") == TEXT[:n] * 16
+    folder = paths[0].parent
+    assert decoded(folder, "train").replace("<|endoftext|>", "") == TEXT[: int(0.9 * len(TEXT))] * 16
     assert len({open_shard(path).tobytes() for path in paths}) == 16
-    folder = str(paths[0].parent)
-    assert_refused(f"is for a .txt; the tokens of {folder}", open_shards, folder, "train", 300, cache, 0.1)
+    assert_refused(f"is for a .txt; the tokens of {folder}", open_shards, str(folder), "train", 300, tmp_path, 0.1)
 
 
 def test_line_ends_of_windows_end_documents_and_a_byte_order_mark_is_no_text(tmp_path, byte_tokenizer):

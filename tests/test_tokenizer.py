@@ -184,16 +184,14 @@ def test_ids_are_those_of_a_naive_encoder(tok):
 
 
 def test_dropout_forgets_each_merge_as_often_as_it_says(tok):
-    merges = Tokenizer([(b"a", b"b"), (b"ab", b"c")])
-    ids = [merges.encode_ordinary("abc", 0.2, seed) for seed in range(2000)]
-    for end, share in (("abc", 0.8 * 0.8), ("ab c", 0.8 * 0.2), ("a b c", 0.2)):
-        n = ids.count([merges.ordinary[token.encode()] for token in end.split()])
-        assert n == pytest.approx(2000 * share, abs=90)  # four standard errors and more
-    assert merges.encode_ordinary("abc", 1.0) == list(map(merges.ordinary.get, (b"a", b"b", b"c")))
+    two_merges = Tokenizer([(b"a", b"b"), (b"ab", b"c")])
+    lengths = Counter(len(two_merges.encode_ordinary("abc", 0.2, seed)) for seed in range(2000))
+    shares = [lengths[n] / 2000 for n in (1, 2, 3)]
+    assert shares == pytest.approx([0.8 * 0.8, 0.8 * 0.2, 0.2], abs=0.045)  # four standard errors
     text = prose(4000) + " " * 100
-    some = [tok.encode_ordinary(text, 0.1, seed) for seed in (0, 0, 1)]
-    assert some[0] == some[1] != some[2]
-    assert [tok.decode(ids) for ids in some] == [text] * 3
+    ids = [tok.encode_ordinary(text, 0.1, seed) for seed in (0, 0, 1)]
+    assert ids[0] == ids[1] != ids[2]
+    assert {*map(tok.decode, ids)} == {text}
 
 
 def test_special_tokens_follow_the_rules_of_tiktoken(tok):
