@@ -63,8 +63,7 @@ def train_theirs(texts: list[str], vocab_size: int):
 
 def same_merges(tok: Tokenizer, theirs) -> bool:
     """Both write bytes as the same characters, so the merges in their files can be compared directly."""
-    ours = tok.to_transformers().backend_tokenizer
-    return merges_of(ours) == merges_of(theirs)
+    return merges_of(tok.to_transformers().backend_tokenizer) == merges_of(theirs)
 
 
 def merges_of(tokenizer) -> list:

@@ -59,8 +59,7 @@ def score_one_by_one(model: GPT, tokenizer, rows: list[dict], rt: Runtime) -> li
     for row in rows:
         context = tokenizer.encode_ordinary(row["ctx"])
         endings = [tokenizer.encode_ordinary(" " + ending) for ending in row["endings"]]
-        longest = max(map(len, endings))
-        idx = torch.zeros(4, len(context) + longest, dtype=torch.long)  # (4, T)
+        idx = torch.zeros(4, len(context) + max(map(len, endings)), dtype=torch.long)  # (4, T)
         scored = torch.zeros(idx.shape)
         for k, ending in enumerate(endings):
             end = len(context) + len(ending)

@@ -65,8 +65,7 @@ def run(config: Config, rt: Runtime) -> Iterator[dict]:
         rate = batch_size * shape["n_positions"] / statistics.median(found["seconds"])
         row = dict(name=rung.name, rate=rate, unit="tokens/s", mfu=mfu(rate, found["flops"], rt), **found)
         rows.append(row)
-        before = rows[max(len(rows) - 2, 0)]
-        row["over_before"] = rate / before["rate"]
+        row["over_before"] = rate / rows[max(len(rows) - 2, 0)]["rate"]
         row["over_first"] = rate / rows[0]["rate"]
         yield row
 

@@ -1,8 +1,8 @@
-"""Seeds of the recipe `tiny` on a text: the spread of its curve, and its loss in windows of characters.
+"""Seeds of the recipe `tiny`, or `cores`, on a text: the spread of its curve, and its loss in windows of characters.
 
 Trains one seed after another in --out, and skips those that are finished. A row has the validation losses, every 100
 steps, and two final losses in nats per character, for a text whose characters are bytes. Both score every character of
-the validation text once: in the recipe's windows of 128 tokens, and in windows of --window characters from a cold
+the validation text once: in the recipe's windows of tokens, and in windows of --window characters from a cold
 start, with one character of context, to compare with models of characters.
 --write stores the losses in docs/reference.json, which `plot.py --reference` draws behind a run.
 """
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 
@@ -32,7 +32,7 @@ from train_gpt2 import RECIPES
 # Runs that agree in these constants, and in their data, are seeds of one recipe: the others (seed, machine, reports) do
 # not change what a run reaches.
 DECISIVE = (
-    "n_layer", "n_head", "n_embd", "sequence_length", "vocab_size", "dropout",
+    "bpe_dropout", "n_layer", "n_head", "n_embd", "sequence_length", "vocab_size", "dropout",
     "total_batch_size", "max_steps", "warmup_steps", "max_lr", "min_lr", "lr_schedule", "decay_fraction",
     "optimizer", "muon_lr", "weight_decay", "beta1", "beta2", "eps", "grad_clip", "shuffle",
 )  # fmt: skip
@@ -41,21 +41,21 @@ DECISIVE = (
 @dataclass(frozen=True)
 class Config(Common):
     repeats: Annotated[int, Range(1, 1000)] = 10  # seeds to train
+    recipe: Literal["tiny", "cores"] = "tiny"  # what to train
     data: str = str(ROOT / "input.txt")  # a .txt file
     window: Positive = 256  # characters of a window
     out: str = "out/seeds"  # directory of the runs, OUT/TEXT_SEED
-    write: bool = False  # replace the entry of tiny in docs/reference.json
+    write: bool = False  # replace the entry of tiny in docs/reference.json; leave --recipe as it is
 
 
 def run(config: Config, rt: Runtime) -> Iterator[dict]:
     text = read_text(config.data)
-    validation = text[int(len(text) * TRAIN_FRACTION) :]
     rows = []
     for seed in range(config.repeats):
         out = Path(config.out) / f"{Path(config.data).stem}_{seed}"
-        if not (out / f"step_{RECIPES['tiny'].max_steps:06d}").is_dir():
+        if not (out / f"step_{RECIPES[config.recipe].max_steps:06d}").is_dir():
             words = ["--data", config.data, "--seed", str(seed), "--eval_interval", "100", "--out_dir", str(out)]
-            subprocess.run([sys.executable, str(ROOT / "train_gpt2.py"), "tiny", *words, "--resume"], check=True)
+            subprocess.run([sys.executable, str(ROOT / "train_gpt2.py"), config.recipe, *words, "--resume"], check=True)
         records = read_log(out / "log.jsonl")
         vals = of_kind(records, "val")
         row = dict(
@@ -63,7 +63,7 @@ def run(config: Config, rt: Runtime) -> Iterator[dict]:
             loss=[r["loss"] for r in vals],
             bpb=[r["bpb"] for r in vals],
             windows_of_tokens=vals[-1]["bpb"] * math.log(2),
-            windows_of_characters=cold_start(str(out), validation, config.window),
+            windows_of_characters=cold_start(str(out), text[int(len(text) * TRAIN_FRACTION) :], config.window),
         )
         rows.append(row)
         yield row
