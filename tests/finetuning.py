@@ -1,10 +1,10 @@
-"""What the tests of finetuning share: a small base, adapters on it, rows to finetune it on."""
+"""What the tests of finetuning share: a small base, adapters on it, rows to finetune it on, conversations."""
 
 from pathlib import Path
 
 import torch
 
-from finetuning import lora
+from finetuning import chat, lora
 from finetuning.lora import TARGETS, AdapterFiles, LoRAConfig
 from model import GPT, GPTConfig
 from tests.helpers import seeded
@@ -48,6 +48,16 @@ def distance(a, b) -> float:
 
 def row(instruction, output, input="") -> dict:
     return dict(instruction=instruction, input=input, output=output)
+
+
+def said(*turns) -> list[dict]:
+    """said("s: Be kind.", "u: Hi", "a: Ho"), with the blanks after the colon's one left in."""
+    roles = dict(s="system", u="user", a="assistant")
+    return [dict(role=roles[turn[0]], content=turn[3:]) for turn in turns]
+
+
+def written(messages, tokenizer) -> str:
+    return "".join(text + "<|endoftext|>" * is_answer for text, is_answer in chat.pieces(messages, tokenizer))
 
 
 WORDS = "sea tide boat gull sand wind rope sail reef moon star fish".split()

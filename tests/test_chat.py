@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from bpe.tokenizer import Tokenizer
 from finetuning import chat
+from tests.finetuning import said, written
 from tests.helpers import assert_refused, prose, read_json, table
 
 SPECIALS = ("<|endoftext|>", "<|pad|>", "||", "☃", ">U")
@@ -21,16 +22,6 @@ def pair(request, tmp_path_factory):
     ours = Tokenizer.train([prose(60_000)], 400, request.param, specials)
     chat.save_chat_files(path, ours)
     return ours, AutoTokenizer.from_pretrained(path)
-
-
-def said(*turns) -> list[dict]:
-    """said("s: Be kind.", "u: Hi", "a: Ho"), with the blanks after the colon's one left in."""
-    roles = dict(s="system", u="user", a="assistant")
-    return [dict(role=roles[turn[0]], content=turn[3:]) for turn in turns]
-
-
-def written(messages, tokenizer) -> str:
-    return "".join(text + "<|endoftext|>" * is_answer for text, is_answer in chat.pieces(messages, tokenizer))
 
 
 FORM = r"""
@@ -102,7 +93,7 @@ def test_the_characters_that_follow_directly_do_so_in_every_text(pair):
     ours, _ = pair
     for first in map(chr, [*range(33, 0x250), *range(0x250, 0x3000, 53)]):
         for rest in ("", "a", " a", "'s", "1"):
-            messages = [*said("u: Hi"), dict(role="assistant", content=first + rest)]
+            messages = said("u: Hi", "a: " + first + rest)
             whole = ours.encode(written(messages, ours), allowed_special="all")
             assert whole == chat.chat_ids(ours, messages), (first, rest)
 

@@ -18,7 +18,7 @@ from finetuning.lora import TARGETS, load_adapter
 from finetuning.rows import Example, encode_rows, messages_of, micro_batches
 from run.checkpoint import load_model, remove_after, save_model
 from tests.conftest import Door
-from tests.finetuning import ROWS, adapted, distance, small_gpt
+from tests.finetuning import ROWS, adapted, distance, said, small_gpt
 from tests.helpers import (
     arguments,
     assert_changes_take_effect,
@@ -175,8 +175,7 @@ def test_a_merged_directory_is_a_plain_model_for_transformers(finetune, base, tm
 def test_what_is_written_is_spoken_to_in_the_form_that_was_trained(finetune, tmp_path, small_tokenizer):
     from transformers import AutoTokenizer, GenerationConfig
 
-    said = [("system", "Be kind."), ("user", "Say <|endoftext|> (twice)"), ("assistant", ":) ok"), ("user", "Bye")]
-    messages = [dict(role=role, content=content) for role, content in said]
+    messages = said("s: Be kind.", "u: Say <|endoftext|> (twice)", "a: :) ok", "u: Bye")
     finetune(max_steps=1, merge=tmp_path / "merged")
     finetune(max_steps=1, out="full", lora_dim=0, val_rows=0)
     assert not log_of(tmp_path / "full", "val")

@@ -21,7 +21,7 @@ from finetuning.rows import (
     split_rows,
     windows,
 )
-from tests.finetuning import ROWS, row
+from tests.finetuning import ROWS, row, said
 from tests.helpers import assert_refused, table, write_json
 
 
@@ -38,8 +38,7 @@ def test_the_places_of_a_micro_batch_are_where_its_targets_are_predicted():
 
 def test_every_answer_and_its_end_are_targets_and_nothing_else_is(small_tokenizer):
     """And a special token in a row is text, without its ends."""
-    said = (("system", "Be"), ("user", "Hi"), ("assistant", "Ho"), ("user", "A <|endoftext|>!"), ("assistant", "Bye"))
-    messages = [dict(role=role, content=content) for role, content in said]
+    messages = said("s: Be", "u: Hi", "a: Ho", "u: A <|endoftext|>!", "a: Bye")
     (example,), _ = encode([dict(messages=messages)], small_tokenizer)
     text = "BEGINNING OF CONVERSATION: USER: Be Hi ASSISTANT:Ho<|endoftext|>"
     text += "USER: A  |endoftext| ! ASSISTANT:Bye<|endoftext|>"
@@ -53,9 +52,9 @@ def test_every_answer_and_its_end_are_targets_and_nothing_else_is(small_tokenize
 
 
 def test_empty_rows_are_counted_and_left_out_and_an_empty_system_message_is_nothing(small_tokenizer):
-    said = [dict(role="system", content=" "), dict(role="user", content="Hi"), dict(role="assistant", content="Ho")]
-    empty = [row("Hi", " "), row("", "Ho"), dict(messages=[]), dict(messages=said[:2])]
-    (one, other), counts = encode([row("Hi", "Ho"), *empty, dict(messages=said)], small_tokenizer)
+    messages = said("s:  ", "u: Hi", "a: Ho")
+    empty = [row("Hi", " "), row("", "Ho"), dict(messages=[]), dict(messages=messages[:2])]
+    (one, other), counts = encode([row("Hi", "Ho"), *empty, dict(messages=messages)], small_tokenizer)
     assert one.idx.tolist() == other.idx.tolist() and counts["empty"] == 4
 
 
@@ -146,15 +145,14 @@ def test_instructions_and_messages_are_read_alike(tmp_path):
     messages = [dict(messages=messages_of(r, "")) for r in rows]
     plain, chats = (load_rows(str(write_json(tmp_path / "rows.json", content))) for content in (rows, messages))
     assert plain == chats
-    assert plain[0] == [dict(role="user", content="Hi there"), dict(role="assistant", content="Ho")]
+    assert plain[0] == said("u: Hi there", "a: Ho")
 
 
 def test_alpaca_comes_from_the_hub(monkeypatch, tmp_path):
     hub = {("tatsu-lab/alpaca", "train"): [row("Hi", "Ho", "there") | dict(text="...")]}
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("finetuning.rows.hub_rows", lambda *asked: hub[asked])
-    messages = [dict(role="user", content="Hi there"), dict(role="assistant", content="Ho")]
-    assert load_rows("tatsu-lab/alpaca") == [messages]
+    assert load_rows("tatsu-lab/alpaca") == [said("u: Hi there", "a: Ho")]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import sample
 from bpe.tokenizer import Tokenizer
 from finetuning import chat
 from run.checkpoint import save_model
-from tests.finetuning import adapted, save_adapter, small_gpt
+from tests.finetuning import adapted, said, save_adapter, small_gpt, written
 from tests.helpers import ROOT
 
 SAID = ["Say boat now.", "Say <|endoftext|> tide (twice).", "Say it."]
@@ -52,13 +52,12 @@ def test_a_pipeline_of_transformers_gives_the_answers_of_sample_chat(tmp_path, s
 
 PAGE = (ROOT / "docs/chat.html").read_text(encoding="utf-8")
 PROMPTS = [
-    [dict(role="user", content="  Hi ")],
-    [dict(role="system", content="Be kind."), dict(role="user", content="Say <|endoftext|>!")],
-    [dict(role="user", content="a"), dict(role="assistant", content=":) x"), dict(role="user", content="")],
-    [dict(role="user", content="a"), dict(role="assistant", content=""), dict(role="user", content="b"),
-     dict(role="user", content="中\n😀"), dict(role="assistant", content="7"), dict(role="system", content="{{x}}")],
+    said("u:   Hi "),
+    said("s: Be kind.", "u: Say <|endoftext|>!"),
+    said("u: a", "a: :) x", "u: "),
+    said("u: a", "a: ", "u: b", "u: 中\n😀", "a: 7", "s: {{x}}"),
     [],
-]  # fmt: skip
+]
 
 
 needs_node = pytest.mark.skipif(not shutil.which("node"), reason="runs the page's functions in node")
@@ -71,8 +70,7 @@ def test_the_page_writes_conversations_as_chat_py_does(pattern):
     functions = PAGE[PAGE.index("const END") : PAGE.index("function make")]
     call = f"{json.dumps(PROMPTS)}.map(m => prompt(m, directly({json.dumps(chat.template(tokenizer))})))"
     out = subprocess.check_output(["node", "-e", f"{functions} console.log(JSON.stringify({call}))"], text=True)
-    pieces = [chat.pieces(messages, tokenizer) for messages in PROMPTS]
-    assert json.loads(out) == ["".join(t + "<|endoftext|>" * answer for t, answer in said) for said in pieces]
+    assert json.loads(out) == [written(messages, tokenizer) for messages in PROMPTS]
 
 
 # as much of a browser as a conversation needs; each answer is [status, bodies of the chunks]
