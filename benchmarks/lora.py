@@ -51,15 +51,15 @@ def run(config: Config, rt: Runtime) -> Iterator[dict]:
     steps = {f"peft, {like}": built_late(peft_step, base, examples, like, rt)}
     for dtype in dict.fromkeys((torch.float32, half)):
         steps[f"this project, {dtype}"] = built_late(own_step, base, examples, dtype, rt)
-    losses = {name: [] for name in steps}
+    first_losses = {}
 
     def take(name: str) -> None:
-        losses[name].append(steps[name]())
+        first_losses.setdefault(name, steps[name]())
 
     contestants = {name: partial(take, name) for name in steps}
     for row in rates(contestants, config.repeats, rt, n_targets, "answer tokens/s"):
         if "rate" in row:
-            row["first_loss"] = losses[row["name"]][0]
+            row["first_loss"] = first_losses[row["name"]]
         yield row
 
 
