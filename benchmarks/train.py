@@ -104,10 +104,10 @@ def project_step(shape: dict, batch_size: int, rt: Runtime) -> Step:
 
     def step(n_micro: int) -> torch.Tensor:
         total = torch.zeros((), device=rt.device)
-        batch = [to_inputs(windows) for windows in tokens.chunk(n_micro)]
-        for idx, targets in batch:
+        micros = tokens.chunk(n_micro)
+        for windows in micros:
             with rt.autocast():
-                loss = loss_fn(idx, targets) / len(batch)
+                loss = loss_fn(*to_inputs(windows)) / len(micros)
             optimizer.scale(loss).backward()
             total += loss.detach()
         grad_norm = optimizer.clip_grad_norm(config.grad_clip)
