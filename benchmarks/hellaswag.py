@@ -33,8 +33,7 @@ def run(config: Config, rt: Runtime) -> Iterator[dict]:
     model = GPT(GPTConfig(**model_sizes(config.size))).to(rt.device).eval()
     tokenizer = load_tokenizer("gpt2")
     rows = load_rows(config.data, rt)
-    on_cpu = rt.device.type != "cuda"
-    if config.rows or on_cpu:
+    if config.rows or rt.device.type != "cuda":
         rows = rows[: config.rows or 40]
     few = rows[:500]
     half = replace(rt, dtype=fast_dtype(rt))

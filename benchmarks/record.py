@@ -110,8 +110,7 @@ def facts_of(run_dir: Path, kind: Kind) -> dict:
     if not steps:
         raise UserError(f"{run_dir} has no checkpoint; give the run directories of the entry")
     step, checkpoint = steps[-1]
-    problem = find_damage(checkpoint)
-    if problem:
+    if problem := find_damage(checkpoint):
         raise UserError(f"{checkpoint} was changed after the run: {problem}; give it as it was written")
     log = read_log(run_dir / "log.jsonl")
     train = of_kind(log, "train")
