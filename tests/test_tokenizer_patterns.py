@@ -20,6 +20,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:the corpus has no more pairs")  
 CODES = [c for c in range(0x110000) if not 0xD800 <= c < 0xE000]
 EVERYTHING = ["\0" + "".join(map(chr, CODES[i : i + 2**13])) for i in range(0, len(CODES), 2**13)]
 
+BYTES = {bytes([b]): b for b in range(256)}
+
 
 def by_tokenizers(pattern: str, text: str) -> list[str]:
     split = pre_tokenizers.Split(Regex(pattern), "isolated")
@@ -29,15 +31,13 @@ def by_tokenizers(pattern: str, text: str) -> list[str]:
 def by_tiktoken(pattern: str, text: str) -> list[str]:
     """With every part of the text in the vocabulary, each chunk is one token."""
     parts = {text[i:j].encode() for i, j in itertools.combinations(range(len(text) + 1), 2)}
-    ranks = {bytes([b]): b for b in range(256)}
-    ranks |= {part: 256 + i for i, part in enumerate(parts - ranks.keys())}
+    ranks = BYTES | {part: 256 + i for i, part in enumerate(parts - BYTES.keys())}
     encoding = tiktoken.Encoding("parts", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
     return [token.decode() for token in encoding.decode_tokens_bytes(encoding.encode_ordinary(text))]
 
 
 def found_by_tiktoken(of_one_character: str) -> str:
-    ranks = {bytes([b]): b for b in range(256)}
-    encoding = tiktoken.Encoding("bytes", pat_str=of_one_character, mergeable_ranks=ranks, special_tokens={})
+    encoding = tiktoken.Encoding("bytes", pat_str=of_one_character, mergeable_ranks=BYTES, special_tokens={})
     return "".join(bytes(encoding.encode_ordinary(part)).decode() for part in EVERYTHING)
 
 
