@@ -165,8 +165,11 @@ def test_sharded_parameters_step_as_whole_ones_do(mesh, name):
     assert all(torch.equal(p.full_tensor(), whole) for p, whole in pairs)
 
 
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+
+
 @pytest.mark.parametrize("before", [0, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@every_dtype
 @pytest.mark.parametrize("name", ["adamw", "muon", "sgd"])
 def test_a_step_that_is_not_finite_leaves_no_trace_not_even_as_the_first(name, dtype, before):
     """Nor where any optimizer of torch takes the place of ours."""
@@ -261,7 +264,7 @@ def test_q_k_and_v_apart_equal_three_separate_matrices():
     torch.testing.assert_close(fused, torch.cat(apart), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@every_dtype
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24), (32, 32)])
 def test_muon_makes_singular_values_one_and_leaves_the_directions(shape, dtype):
     torch.manual_seed(0)
