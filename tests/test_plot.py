@@ -181,11 +181,6 @@ def test_an_evaluation_is_drawn_at_the_training_step_of_its_number(panels, x, ro
         assert validation.get_xdata().tolist() == pytest.approx([0, expected])
 
 
-def test_the_loss_before_a_finetuning_is_inside_the_frame(panels):
-    low, high = panels({"lora": [dict(step=0, kind="val", loss=9.0), *train_records(100)]})["loss"].get_ylim()
-    assert low < 3.01 and 9.0 < high < 10
-
-
 def test_a_run_of_one_step_is_seen(panels):
     assert len(panels({"only validated": train_records(1)[1:]})["loss"].lines) == 3
     drawn = panels({"run": train_records(1)[:1]})
