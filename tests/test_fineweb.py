@@ -40,6 +40,7 @@ from tests.helpers import (
     table,
     text_file,
 )
+from tests.token_shards import UNFINISHED
 
 # ------------------------------------------------------------------------------------------------------- the same bytes
 
@@ -269,7 +270,6 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-UNFINISHED = dict(next=dict(file=0, unit=0, skip=0), files=[])
 DAMAGE = {
     "is not what was written": flip,
     "cannot be read": lambda path: path.unlink(),

@@ -11,7 +11,7 @@ from corpus.order import Batches
 from corpus.shards import verify
 from corpus.stream import TokenStream, find_shards, open_shard
 from tests.helpers import assert_refused, json_values
-from tests.token_shards import SIZES, VOCAB, T, open_stream, with_manifest, write_shards
+from tests.token_shards import SIZES, UNFINISHED, VOCAB, T, open_stream, with_manifest, write_shards
 from train_gpt2 import RECIPES
 
 
@@ -214,7 +214,6 @@ source 5
 next [] {"file":0,"unit":0}
 shard_size "many"
 """
-UNFINISHED = dict(next=dict(file=0, unit=0, skip=0), files=[], shard_size=50)
 
 
 @pytest.mark.parametrize("key, value", json_values(DAMAGED_MANIFESTS))

@@ -10,6 +10,7 @@ from files import sha256
 
 VOCAB, T = 1000, 16
 SIZES = (1003, 517, 16, 5, 0, 1459)  # tokens of the shards: no multiple of T, and some shorter than a window
+UNFINISHED = dict(next=dict(file=0, unit=0, skip=0), files=[], shard_size=50)  # of a manifest
 
 
 def write_shards(folder: Path, sizes=SIZES, split: str = "train", dtype=np.uint16) -> np.ndarray:
