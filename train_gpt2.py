@@ -115,7 +115,8 @@ RECIPES = {
     "gpt2-xl": Config(n_layer=48, n_head=25, n_embd=1600, max_lr=2e-4, min_lr=2e-5, total_batch_size=1_048_576,
                       max_steps=9_536, warmup_steps=358),
     # the same GPT-2 with Muon for hidden matrices and a rate that falls to 0 from the warmup on, for half of gpt2's
-    # tokens: models of 0.12M and 0.34M need about half for the loss of tuned AdamW (docs/speedrun.md); 124M is untried
+    # tokens: at 80 tokens a parameter, with the rates of both tuned, models of 0.12M and 0.34M need about half for the
+    # same loss (docs/speedrun.md); 124M is untried
     "speedrun": Config(optimizer="muon", lr_schedule="wsd", decay_fraction=1.0, max_steps=9_537, warmup_steps=256,
                        max_lr=3e-3, min_lr=0.0),
     # tuned by measurement for one to five minutes on 2 CPU cores
@@ -127,9 +128,9 @@ RECIPES = {
     ),
 }  # fmt: skip
 
-# docs/record.md: speedrun on the data of the public record, with its 10,485,760 validation tokens
-# ten minutes on two cores that have bf16: a larger one, kept from memorizing the text by BPE-dropout
+# ten minutes on two CPU cores that multiply bf16 natively: larger, and kept from memorizing the text by BPE-dropout
 RECIPES["cores"] = replace(RECIPES["tiny"], n_head=4, n_embd=256, sequence_length=256, max_steps=2100, bpe_dropout=0.06)
+# docs/record.md: speedrun on the data of the public record, with its 10,485,760 validation tokens
 RECIPES["record"] = replace(RECIPES["speedrun"], data="fineweb10B", target_loss=3.28, hellaswag_interval=0)
 
 # --resume refuses to change these: the model, the data order or the optimizer depends on them (docs/resume.md)
