@@ -190,8 +190,8 @@ class Forgetful(dict):
     """A RankOfPair that forgets a merge with probability `dropout`, each time that it is asked for it.
 
     With it `merge_chunk` is BPE-dropout (Provilkov et al. 2020, algorithm 1): a word is cut up in several ways, and so
-    a model sees the tokens that are otherwise always merged into longer ones. In a long chunk a merge is only
-    forgotten when it is due, and then it is lost."""
+    a model sees the tokens that are otherwise always merged into longer ones. In a long chunk a merge that is forgotten
+    once, when it becomes possible or is due, is lost for its place."""
 
     def __init__(self, rank_of: RankOfPair, dropout: float, seed: str):
         super().__init__(rank_of)
