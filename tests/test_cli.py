@@ -73,6 +73,10 @@ tiny data='input.txt' tokenizer='train' n_layer=4 n_head=2 n_embd=128 sequence_l
   total_batch_size=2048 max_steps=1200 warmup_steps=20 max_lr=0.003 min_lr=0.0 lr_schedule='wsd' decay_fraction=0.4
   optimizer='muon' weight_decay=0.15 eval_interval=200 eval_steps=0 hellaswag_interval=0 sample_interval=600
   sample_prompt='' checkpoint_interval=600
+cores data='input.txt' tokenizer='train' bpe_dropout=0.1 n_layer=4 n_head=4 n_embd=256 sequence_length=256
+  vocab_size=2048 total_batch_size=2048 max_steps=2000 warmup_steps=20 max_lr=0.003 min_lr=0.0 lr_schedule='wsd'
+  decay_fraction=0.4 optimizer='muon' weight_decay=0.15 eval_interval=200 eval_steps=0 hellaswag_interval=0
+  sample_interval=600 sample_prompt='' checkpoint_interval=600
 record data='fineweb10B' max_steps=9537 target_loss=3.28 warmup_steps=256 max_lr=0.003 min_lr=0.0 lr_schedule='wsd'
   decay_fraction=1.0 optimizer='muon' hellaswag_interval=0
 """
