@@ -266,7 +266,7 @@ def prepare(rows: list[dict], tokenizer, model_config, style: str) -> Task:
         n_bytes.append(len(f" {endings[labels[i]]}".encode()))
         packed += fit(before, after, 4 * i, model_config.n_positions)
     packed.sort(key=len, reverse=True)
-    return Task(style, texts, *map(np.array, (labels, lengths, n_bytes)), packed)
+    return Task(style, texts, np.array(labels), np.array(lengths), np.array(n_bytes), packed)
 
 
 def fit(context: Ids, endings: list[Ids], first: int, window: int) -> list[Packed]:

@@ -331,9 +331,9 @@ def validate_config(config: Config, rt: Runtime) -> None:
     unit = T * micro_batch * rt.world_size
     if config.total_batch_size % unit:
         nearest = max(config.total_batch_size // unit, 1) * unit
-        factors = f"sequence_length {T} x micro_batch_size {micro_batch} x {counted(rt.world_size, 'rank')}"
         raise UserError(
-            f"--total_batch_size {config.total_batch_size} is not divisible by {unit} = {factors}; give {nearest}"
+            f"--total_batch_size {config.total_batch_size} is not divisible by {unit} = sequence_length {T} x "
+            f"micro_batch_size {micro_batch} x {counted(rt.world_size, 'rank')}; give {nearest}"
         )
 
 

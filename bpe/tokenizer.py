@@ -151,12 +151,13 @@ class Tokenizer:
     def encode_ordinary(self, text: str, dropout: float = 0.0, seed: int = 0) -> list[int]:
         """Ids of `text`; special tokens in it are text like any other. With `dropout`, the probability with which a
         merge is forgotten (BPE-dropout), another `seed` gives other ids, which decode to the same text."""
+        text = valid_unicode(text)
         encode_chunk = self._cache.__getitem__
         if dropout:
             rank_of = Forgetful(self._rank_of_pair, dropout, f"{seed} {text}")
             encode_chunk = partial(self._encode_chunk, rank_of=rank_of)
         ids = []
-        for block in self._splitter.blocks(valid_unicode(text)):
+        for block in self._splitter.blocks(text):
             chunks = self._splitter.split(block)
             ids += chain.from_iterable(map(encode_chunk, chunks))
         return ids

@@ -182,7 +182,8 @@ def report(tok: Tokenizer, held_out: list[str]) -> None:
         print(" vocabulary  bytes/token  characters/token")
         for size, bytes_per_token, chars_per_token in compression(tok, held_out):
             print(f"{size:>11,}  {bytes_per_token:>11.2f}  {chars_per_token:>16.2f}")
-    print("\nlongest tokens:", *map(visible, sorted((a + b for a, b in tok.merges), key=len)[-20:]))
+    tokens = sorted((a + b for a, b in tok.merges), key=len)
+    print("\nlongest tokens:", *map(visible, tokens[-20:]))
 
 
 def compression(tok: Tokenizer, texts: list[str]) -> Iterator[tuple[int, float, float]]:

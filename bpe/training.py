@@ -116,8 +116,7 @@ def counting_process() -> subprocess.Popen:
     imports torch this takes longer than most of the counting, and one without a main guard would train in each child.
     """
     root = str(Path(__file__).parent.parent)
-    find_us = f"import sys; sys.path.insert(0, {root!r})"
-    code = f"{find_us}; from bpe.training import answer_counts; answer_counts()"
+    code = f"import sys; sys.path.insert(0, {root!r}); from bpe.training import answer_counts; answer_counts()"
     return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 

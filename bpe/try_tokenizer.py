@@ -112,8 +112,7 @@ def draw_svg(results: list[tuple[str, list[str]]], path: Path) -> None:
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-10 -4 {COLUMNS * COLUMN + 20} {y - 20}"'
     style = 'width="900" font-family="monospace" font-size="15" style="background:#fff" xml:space="preserve">'
     # as well as xml:space: some browsers follow only one of the two and would drop the space that a token begins with
-    spaces = "<style>text { white-space: pre }</style>"
-    lines = [f"{head} {style}", spaces, *parts, "</svg>\n"]
+    lines = [f"{head} {style}", "<style>text { white-space: pre }</style>", *parts, "</svg>\n"]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines), encoding="utf-8")
 

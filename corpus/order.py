@@ -62,8 +62,8 @@ class Batches:
         self.n_windows = (len(stream) - 1) // sequence_length // n_parts
         if self.n_windows < 1:
             raise UserError(
-                f"{stream.paths[0]} has {len(stream)} tokens, fewer than sequence_length + 1 = {self.T + 1}; "
-                "give more text, or a smaller --sequence_length"
+                f"{stream.paths[0]} has {len(stream) // n_parts} tokens, fewer than "
+                f"sequence_length + 1 = {self.T + 1}; give more text, or a smaller --sequence_length"
             )
         self.order = lru_cache(maxsize=2)(self._order)  # a batch spans two epochs at most, unless an epoch is tiny
 

@@ -192,6 +192,7 @@ def test_dropout_forgets_each_merge_as_often_as_it_says(tok):
     ids = [tok.encode_ordinary(text, 0.1, seed) for seed in (0, 0, 1)]
     assert ids[0] == ids[1] != ids[2]
     assert {*map(tok.decode, ids)} == {text}
+    assert tok.encode_ordinary("\ud800", 0.1) == tok.encode_ordinary("\ufffd", 0.1)
 
 
 def test_special_tokens_follow_the_rules_of_tiktoken(tok):
