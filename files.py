@@ -24,6 +24,12 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
+def free_bytes(path: Path) -> int:
+    """The free space of the disk that `path` is on, or will be on."""
+    nearest = next(p for p in (path, *path.resolve().parents) if p.exists())  # which may be a mount point
+    return shutil.disk_usage(nearest).free
+
+
 def flush(path: Path) -> None:
     """Wait until a file, or the names in a directory, are on the disk."""
     if os.name == "nt" and path.is_dir():  # Windows cannot open a directory

@@ -46,7 +46,7 @@ from corpus.manifest import new_manifest, read_manifest, summary
 from corpus.shards import load_tokenizer, verify
 from corpus.sources import Source, Unit, arriving, discard, documents_of, find_source, text_size, units_of
 from corpus.writer import Writer, shard_dtype, shard_name
-from files import exclusive_lock
+from files import exclusive_lock, free_bytes
 
 UNITS_AHEAD = 3  # per worker: one that it tokenizes, the others queued or waiting for their turn to be written
 TOKENS_PER_BYTE = 0.23  # of English text; for the plan, the progress bar and the default size of shards
@@ -334,11 +334,10 @@ def print_plan(config: Config, source: Source, manifest: dict, tokens: int) -> N
     if 0 < tokens <= config.shard_size:
         print(f"note    all of it would be validation; give --shard_size {-(-tokens // 10)} to leave some to train on")
     for_shards = max(tokens - manifest["tokens"], 0) * np.dtype(manifest["dtype"]).itemsize
-    for_files = (
-        sum(sizes[-config.downloads - 1 :]) if source.repo else 0
-    )  # the largest: one is being read, others ahead
-    existing = next(path for path in (out_dir, *out_dir.resolve().parents) if path.exists())
-    free = shutil.disk_usage(existing).free
+    for_files = 0
+    if source.repo:
+        for_files = sum(sizes[-config.downloads - 1 :])  # the largest: one is being read, others ahead
+    free = free_bytes(out_dir)
     print(f"disk    {size(for_shards)} for shards, {size(for_files)} for files under way; {size(free)} are free")
     if manifest["shards"]:
         print(f"resume  after {len(manifest['shards'])} complete shards, {manifest['tokens']:,} tokens")

@@ -31,7 +31,7 @@ import torch
 
 import hellaswag
 from corpus.order import Batches, to_inputs, training_batches, validation_batches
-from corpus.shards import TOKENIZATIONS, Shards, open_shards
+from corpus.shards import Shards, open_shards
 from learning.evaluation import complete, validate
 from learning.optim import Optimizer, learning_rate, make_optimizer
 from machine.runtime import Runtime, checkpoint_activations, prefetch
@@ -239,7 +239,7 @@ def open_data(config: Config, shape: GPTConfig, rt: Runtime) -> Data:
     shards = open_shards(config.data, config.tokenizer, config.vocab_size, cache, config.bpe_dropout)
     for warning in shards.warnings:
         rt.print(f"warning: {warning}", file=sys.stderr)
-    n_parts = TOKENIZATIONS if config.bpe_dropout else 1
+    n_parts = shards.n_tokenizations
     order = Batches(shards.train, config.sequence_length, config.seed, config.shuffle, rt.rank, rt.world_size, n_parts)
     token_bytes = torch.from_numpy(shards.tokenizer.token_bytes()).to(rt.device)
     task = open_hellaswag(config.hellaswag_data, shards, shape, rt) if config.hellaswag_interval else None

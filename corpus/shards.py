@@ -78,6 +78,7 @@ class Shards(NamedTuple):
     train: TokenStream
     val: TokenStream
     tokenizer: Tokenizer
+    n_tokenizations: int  # that many of the same text are in `train`, one after the other
     origin: tuple[dict, str]  # where the tokens come from, as `origin` says it
     warnings: list[str]  # what a person should know, and what to do about it
 
@@ -101,19 +102,19 @@ def open_shards(data: str, tokenizer: str, vocab_size: int, cache: Path, bpe_dro
         raise UserError(f"the tokenizer has {len(tok)} tokens, more than --vocab_size {vocab_size}; give {padded}")
     train = TokenStream(train_paths, vocab_size)
     val = TokenStream(val_paths, vocab_size)
+    n_tokenizations = TOKENIZATIONS if bpe_dropout else 1
+    n_train = len(train) // n_tokenizations
     warnings = []
     if "next" in read_manifest(folder_of(place)):
         warnings.append(f"{place} is incomplete; training on what has been written so far")
     if vocab_size > 2 * padded:
         unused = 1 - len(tok) / vocab_size
         warnings.append(f"{unused:.0%} of the {vocab_size:,} embeddings have no token; pass --vocab_size {padded}")
-    if len(train) < FEW_TOKENS:
-        warnings.append(f"{data} has {len(train):,} tokens to train on, which a model memorizes; give it a longer text")
-    if len(val) > len(train) / 4:  # the last tenth of a text may have an eighth of the tokens
-        warnings.append(
-            f"{data} has {len(val):,} tokens to validate, {len(train):,} to train on; move shards to training"
-        )
-    return Shards(train, val, tok, origin(place), warnings)
+    if n_train < FEW_TOKENS:
+        warnings.append(f"{data} has {n_train:,} tokens to train on, which a model memorizes; give it a longer text")
+    if len(val) > n_train / 4:  # the last tenth of a text may have an eighth of the tokens
+        warnings.append(f"{data} has {len(val):,} tokens to validate, {n_train:,} to train on; move shards to training")
+    return Shards(train, val, tok, n_tokenizations, origin(place), warnings)
 
 
 # ------------------------------------------------------------------------------------------------------- tokenizers

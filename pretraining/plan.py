@@ -51,13 +51,13 @@ This file runs no training and opens no run: it computes without a device, and r
 """
 
 import os
-import shutil
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
 from cli import UserError, counted, explain
 from corpus.shards import open_shards
+from files import free_bytes
 from learning.loss import chunk_size
 from learning.optim import MOMENTS
 from machine.runtime import Runtime, peaks
@@ -151,9 +151,7 @@ def about_disk(config, n_bytes: int) -> tuple[str, str]:
     n_kept = n_saved
     if config.keep_checkpoints:
         n_kept = min(n_saved, config.keep_checkpoints + 2)  # and the best one, and the one being written
-    out_dir = Path(config.out_dir).resolve()  # which may be a mount point
-    nearest = next(path for path in (out_dir, *out_dir.parents) if path.exists())
-    free = shutil.disk_usage(nearest).free
+    free = free_bytes(Path(config.out_dir))
     needed = f"{n_kept * n_bytes / 1e9:.1f} of {free / 1e9:.1f} GB free"
     about = f"{counted(n_saved, 'checkpoint')} of {n_bytes / 1e9:.3g} GB, {n_kept} at once: {needed}"
     if n_kept * n_bytes <= free:

@@ -78,7 +78,7 @@ def test_with_dropout_a_text_is_there_in_sixteen_tokenizations(tmp_path, text, p
     assert dropped.val.digest() == open_shards(str(prepare()), "train", 300, tmp_path).val.digest()
     paths = dropped.train.paths
     folder = paths[0].parent
-    assert decoded(folder, "train").replace("<|endoftext|>", "") == TEXT[: int(0.9 * len(TEXT))] * 16
+    assert decoded(folder, "train").replace("<|endoftext|>", "") == TEXT[: int(0.9 * len(TEXT))] * dropped.n_tokenizations
     assert len({open_shard(path).tobytes() for path in paths}) == 16
     assert_refused(f"is for a .txt; the tokens of {folder}", open_shards, str(folder), "train", 300, tmp_path, 0.1)
 
