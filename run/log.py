@@ -54,10 +54,13 @@ class RunLog:
 
     def open(self, step: int) -> None:
         """Continue the log from `step`; start the tracker and the progress bar. Only the first rank calls this."""
-        self.cut(step)
         tracker = import_tracker(self.config.report_to)
         if tracker:
-            self._report, self._close_tracker = start_tracker(tracker, self.config, self.name, step)
+            try:
+                self._report, self._close_tracker = start_tracker(tracker, self.config, self.name, step)
+            except Exception as e:  # each tracker raises its own
+                raise UserError(f"--report_to {self.config.report_to}: {e}; log in there, or leave it out") from e
+        self.cut(step)
         self._bar = tqdm(
             total=self.config.max_steps,
             initial=step,
@@ -119,6 +122,7 @@ class RunLog:
         if not self.rt.is_main:
             return
         rate = n_targets / seconds
+        skipped = (old["skipped_steps"] for old in reversed(self.records) if "skipped_steps" in old)  # newest first
         peak = self.rt.peak_flops()
         mfu = rate * flops_per_token / peak if peak else 0
         record = {
@@ -129,7 +133,7 @@ class RunLog:
             "tokens_per_sec": round(rate, 1),
             "mfu": round(mfu, 4) or None,
             "memory_gib": round(self.rt.peak_memory() / 2**30, 3),
-            "skipped_steps": self._skipped_steps(),
+            "skipped_steps": next(skipped, 0),
         }
         if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
             record["skipped_steps"] += 1
@@ -139,10 +143,6 @@ class RunLog:
         if mfu:
             shown += f", MFU {mfu:.0%}"
         self._show(step, shown)
-
-    def _skipped_steps(self) -> int:
-        """How many steps of the run had no finite loss or gradient."""
-        return next(filter(None, (record.get("skipped_steps") for record in reversed(self.records))), 0)
 
     def _show(self, step: int, said: str) -> None:
         """The progress bar, or a line now and then where there is no terminal."""

@@ -74,12 +74,14 @@ def test_a_tracker_that_fails_ends_no_run(train, run_dir, monkeypatch, name):
     result = train(**SHORT, report_to="wandb")
     assert steps_of(run_dir)[-1] == 4
     assert (result.stdout + result.stderr).count("no server") == 1
+    tracker.init = fail
+    train.error("wandb: no server; log in", **SHORT, report_to="wandb", out="next")
+    train(**SHORT, out="next")
 
 
 def test_a_picture_that_fails_hides_no_other_error(train, monkeypatch):
     monkeypatch.setattr(log, "draw", fail)
-    result = train(**SHORT)
-    assert "learning_curve.png is not drawn" in result.stdout
+    assert "learning_curve.png is not drawn" in train(**SHORT).stdout
     spoil_gradients(monkeypatch, lambda step: True, float("nan"))
     train.error("no finite loss", "2 steps, up to step 2", "--resume", **SHORT | dict(max_bad_steps=2), overwrite=True)
 
