@@ -31,7 +31,7 @@ from bpe.tokenizer import Tokenizer
 from cli import UserError, explain
 from files import replace_file, set_aside, sha256, write_atomically
 from machine.sharding import copy_into, unsharded
-from model import GPT, GPTConfig, read_config
+from model import GPT, GPTConfig, local_directory, read_config
 
 MODEL_FILES = ("model.safetensors", "config.json")
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
@@ -374,8 +374,7 @@ def model_tokenizer(model: str) -> Tokenizer:
     """The tokenizer of a MODEL. Raises UserError, also for one with more tokens than the model knows."""
     model = find_model(model)
     with user_errors_of(model):
-        # models of the hub that read_config takes all have GPT-2's vocabulary
-        tokenizer = Tokenizer.load(model) if Path(model).is_dir() else Tokenizer.from_tiktoken("gpt2")
+        tokenizer = Tokenizer.load(local_directory(model, ["tokenizer.json"]))
     known = load_shape(model).vocab_size
     if len(tokenizer) > known:
         raise UserError(

@@ -209,10 +209,10 @@ def test_a_model_of_the_hub_is_downloaded_without_what_is_not_read(saved, monkey
     asked = []
     download = lambda name, allow_patterns: asked.append((name, allow_patterns)) or saved  # noqa: E731
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    monkeypatch.setattr(Tokenizer, "from_tiktoken", lambda name: asked.append(name) or Tokenizer(()))
+    Tokenizer(()).save(saved)
     assert torch.equal(load_model("gpt2")(tokens(1, 8)), small()(tokens(1, 8)))
     assert_refused("of gpt2 has 257 tokens and its model 211; copy", model_tokenizer, "gpt2")
-    assert asked == [("gpt2", ["*.json", "model*.safetensors"]), "gpt2", ("gpt2", ["config.json"])]
+    assert asked == [("gpt2", read) for read in (["*.json", "model*.safetensors"], ["tokenizer.json"], ["config.json"])]
     monkeypatch.setattr("huggingface_hub.snapshot_download", None)
     assert_refused(r"gpt2 .*could not be downloaded from the hub \(TypeError\).*: hf download gpt2", load_model, "gpt2")
 
