@@ -40,7 +40,7 @@ from machine.trials import choose_attention, find_micro_batch_size
 from model import GPT, GPTConfig, GPTWithLoss
 from pretraining.plan import print_plan
 from run.card import provenance
-from run.checkpoint import ModelFiles, load_model, load_shape, unsharded_copy
+from run.checkpoint import ModelFiles, find_model, load_model, load_shape, model_tokenizer, unsharded_copy
 from run.directory import RunDirectory, flags_set, with_constants_of_run
 from run.log import import_tracker
 from run.run import Run
@@ -95,7 +95,7 @@ class Config:
     hellaswag_data: str = ""  # local .jsonl with the validation split of HellaSwag; downloaded once if empty
     sample_interval: Count = 1000  # generate a sample of text on the first rank, while the others wait
     sample_prompt: str = "Hello, I'm a language model,"  # the sample's prompt; empty for the start of a document
-    sample_tokens: Count = 128  # tokens of the sample, at most
+    sample_tokens: Positive = 128  # tokens of the sample, at most
     checkpoint_interval: Count = 1000  # write a checkpoint, also after the last step; Ctrl-C and target_loss always do
     keep_checkpoints: Count = 3  # keep this many of the newest, plus the one with the lowest validation loss; 0 for all
     # machine
@@ -146,7 +146,7 @@ def main() -> None:
         return print_plan(*resolve_config(requested, cli_overrides, None, rt), rt)
     directory = RunDirectory(requested, rt, FIXED)
     config, shape = resolve_config(requested, cli_overrides, directory.checkpoint, rt)
-    data = open_data(config, shape, rt)
+    data = open_data(config, shape, directory.checkpoint, rt)
     model = build_model(config, shape, directory.checkpoint).to(rt.device)
     config, loss_fn = distribute(config, model, rt)  # settles micro_batch_size; --shard shards `model` in place
     optimizer = make_optimizer(model, config, rt)
@@ -233,19 +233,23 @@ class Data(NamedTuple):
     hellaswag: hellaswag.Task | None
 
 
-def open_data(config: Config, shape: GPTConfig, rt: Runtime) -> Data:
+def open_data(config: Config, shape: GPTConfig, checkpoint: Path | None, rt: Runtime) -> Data:
     """The shards of a directory, or of a .txt that is tokenized first. Raises UserError."""
     cache = Path(config.out_dir).parent / "cache"
     shards = open_shards(config.data, config.tokenizer, config.vocab_size, cache, config.bpe_dropout)
     for warning in shards.warnings:
         rt.print(f"warning: {warning}", file=sys.stderr)
+    if config.init_from and not checkpoint:
+        if model_tokenizer(config.init_from).fingerprint != shards.tokenizer.fingerprint:
+            base = find_model(config.init_from)
+            raise UserError(f"{config.data} has other tokens than --init_from {base}; give --tokenizer {base}, too")
     n_parts = shards.n_tokenizations
     order = Batches(shards.train, config.sequence_length, config.seed, config.shuffle, rt.rank, rt.world_size, n_parts)
     token_bytes = torch.from_numpy(shards.tokenizer.token_bytes()).to(rt.device)
     task = open_hellaswag(config.hellaswag_data, shards, shape, rt) if config.hellaswag_interval else None
     passes = config.max_steps * config.total_batch_size / config.sequence_length / order.n_windows
-    n_tokens = len(shards.train) // n_parts
-    rt.print(f"data: {n_tokens:,} training tokens, read {passes:.2g} times; {len(shards.val):,} to validate")
+    about = f"data: {len(shards.train) // n_parts:,} training tokens, read {passes:.2g} times"
+    rt.print(f"{about}; {len(shards.val):,} to validate")
     return Data(shards, order, token_bytes, task)
 
 
@@ -333,7 +337,8 @@ def validate_config(config: Config, rt: Runtime) -> None:
         nearest = max(config.total_batch_size // unit, 1) * unit
         raise UserError(
             f"--total_batch_size {config.total_batch_size} is not divisible by {unit} = sequence_length {T} x "
-            f"micro_batch_size {micro_batch} x {counted(rt.world_size, 'rank')}; give {nearest}"
+            f"micro_batch_size {micro_batch} x {counted(rt.world_size, 'rank')}; "
+            f"give {nearest}, or another --micro_batch_size"
         )
 
 
@@ -395,7 +400,7 @@ def print_summary(config: Config, run: Run) -> None:
         print(f"\nthe run diverged: guessing has a loss of {guess:.2f}; {rates} is most likely too high, try a tenth")
     elif run.step < config.max_steps:
         print(f"\n--target_loss {config.target_loss} is reached; to continue, add --resume --target_loss 0")
-    if loss < guess:
+    if loss < guess and config.checkpoint_interval:
         where = shlex.quote(config.out_dir)
         print(
             f"\nNow try:\n  python sample.py {where} --num_samples 3    # more text\n"

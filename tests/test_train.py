@@ -41,6 +41,7 @@ from tests.helpers import (
     steps_of,
     succeed,
     table,
+    text_file,
     weights,
 )
 
@@ -238,6 +239,7 @@ max_stepz=3 | did you mean --max_steps?
 min_lr=1.0 | error: --min_lr 1.0 is above --max_lr 0.003; the schedule
 target_loss=3.0 eval_interval=0 | --target_loss 3.0 | --eval_interval
 dtype=int8 | int8
+sample_tokens=0 | --sample_tokens must be in [1, 1e+09], not 0
 """
 
 
@@ -259,6 +261,7 @@ def test_training_goes_on_from_another_checkpoint(train, tmp_path):
     assert second[0] < first[-1] + 0.2 < first[0] - 0.4
     train.error("n_layer 2, not 4", out="third", init_from=start, n_layer=4)  # tiny has 4
     train.error("a context of 32 tokens; --sequence_length", out="third", init_from=start, sequence_length=64)
+    train.error(f"give --tokenizer {start}", out="third", init_from=start, data=text_file(tmp_path / "b.txt", 9999))
 
 
 def test_compiled_training_evaluates_scores_and_samples_without_recompiling(train, tmp_path):
