@@ -51,6 +51,7 @@ def largest_that_fits(loss_fn, sizes: list[int], shape: tuple[int, int], rt: Run
         fits = torch.tensor(has_memory_for(size, shape, uncompiled, rt), dtype=torch.int64, device=rt.device)
         if rt.sum(fits).item() == rt.world_size:  # all ranks leave the trial together, whoever failed
             rt.print(f"micro_batch_size {size} fits: {rt.peak_memory() / 2**30:.1f} GiB at its peak")
+            rt.reset_peak_memory()  # the log tells the peak of the run
             return size
     raise UserError("not even one sequence fits into the memory; use a smaller model or --sequence_length")
 
