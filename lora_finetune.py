@@ -98,7 +98,7 @@ class Config:
     eval_interval: int = -1  # compute the validation loss; -1 for ten times in the run
     sample_interval: Count = 0  # generate an answer to sample_prompt
     sample_prompt: str = "Give three tips for a good meal."  # the question that samples answer
-    sample_tokens: Count = 128  # tokens of that answer, at most
+    sample_tokens: Positive = 128  # tokens of that answer, at most
     checkpoint_interval: Count = 500  # write a checkpoint, also after the last step, 0 for none; Ctrl-C always does
     keep_checkpoints: Count = 2  # keep this many of the newest, plus the one with the lowest validation loss; 0 for all
     # machine
@@ -116,7 +116,7 @@ FIXED = ("adapter", "lora_dim", "lora_alpha", "targets", "rslora", "sequence_len
 
 def main() -> None:
     requested = read_command_line(sys.argv[1:])
-    if requested.merge and requested.adapter:
+    if requested.merge and requested.adapter and not requested.resume:
         return write_merged(requested, requested.adapter)
     rt = Runtime.setup(requested.device, requested.dtype, requested.compile, threads=requested.threads)
     directory = RunDirectory(requested, rt, FIXED)
@@ -380,9 +380,10 @@ class ChatFiles:
 
 
 def files_of_run(config: Config, model: GPT, data: Data, base_sha256: str) -> ChatFiles:
+    weights = ModelFiles(model, data.tokenizer)
     if config.lora_dim:
-        return ChatFiles(AdapterFiles(model, config.base, base_sha256), data.tokenizer)
-    return ChatFiles(ModelFiles(model, data.tokenizer), data.tokenizer)
+        weights = AdapterFiles(model, config.base, base_sha256)
+    return ChatFiles(weights, data.tokenizer)
 
 
 def write_results(config: Config, run: Run, files: ChatFiles) -> None:
@@ -431,8 +432,8 @@ def print_summary(config: Config, run: Run) -> None:
     losses = list(run.log.val_losses().values())
     before = losses[0] if losses else math.inf
     if losses:
-        best = min(losses)
-        print(f"\nvalidation loss {before:.4f} before, {losses[-1]:.4f} after, {best:.4f} at best (nats per token)")
+        after = f"{losses[-1]:.4f} after, {min(losses):.4f} at best (nats per token)"
+        print(f"\nvalidation loss {before:.4f} before, {after}")
     print(f"{run.log.median_rate():,.0f} answer tokens/s")
     if not run.log.last_loss() < before + 1:
         print(f"\nthe run diverged: --max_lr {config.max_lr} is most likely too high, try a tenth")

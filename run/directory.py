@@ -31,6 +31,7 @@ def with_constants_of_run(config, args: list[str]):
     if not config.resume:
         return config
     settled, requested = constants_of_run(Path(config.out_dir))
+    requested.pop("base", None)  # a run directory may have newer checkpoints than the one that was taken
     constants = settled | requested
     if settled and "OMP_NUM_THREADS" not in os.environ:
         constants["threads"] = settled.get("threads", 0)
@@ -54,7 +55,9 @@ def constants_of_run(out_dir: Path) -> tuple[dict, dict]:
     try:
         settled = read_json(path)
         if isinstance(settled, dict) and "out_dir" in settled:
-            return settled, requested_in(out_dir / "log.jsonl")
+            log = out_dir / "log.jsonl"
+            start = newest_start(read_log(log)) if log.exists() else {}
+            return settled, start.get("written") or {}
         damage = UserError(f"{path} does not hold the constants of a run; choose another --out_dir")
     except FileNotFoundError:
         pass
@@ -68,12 +71,6 @@ def constants_of_run(out_dir: Path) -> tuple[dict, dict]:
     print(f"warning: {path} is missing or damaged: taking the constants from {checkpoint}", file=sys.stderr)
     state = load_train_state(checkpoint)
     return state["config"], state["written"]
-
-
-def requested_in(log: Path) -> dict:
-    """The constants as the last start in a log requested them, where they were settled to other values."""
-    start = newest_start(read_log(log)) if log.exists() else {}
-    return start.get("written") or {}
 
 
 def flags_set(args: list[str]) -> set[str]:

@@ -267,16 +267,14 @@ def test_another_base_and_other_rows_are_refused(finetune, base, tmp_path, run_d
     small_gpt(seed=1, n_positions=128).save_pretrained(tmp_path / "base", 319, 320)
     shutil.copy(base / "base" / "tokenizer.json", tmp_path / "base")
     finetune.error("another base", **SHORT, resume=True, base=tmp_path / "base")
-    data = write_json(tmp_path / "rows.json", ROWS[:-1])
-    finetune.error("another data", **SHORT, resume=True, data=data)
+    finetune.error("another data", **SHORT, resume=True, data=write_json(tmp_path / "rows.json", ROWS[:-1]))
     finetune(**SHORT, resume=True, data=write_json(tmp_path / "moved.json", ROWS))
 
 
 def test_recomputed_activations_change_no_figure_and_a_bare_resume_continues(finetune, tmp_path, inline):
     finetune(max_steps=6, warmup_steps=1)
     finetune(out="again", max_steps=4, activation_checkpointing=True, warmup_steps=1, lora_dim=4)
-    words = ["--resume", "--out_dir", tmp_path / "again", "--max_steps", 6]
-    assert inline(lf.main, *words).returncode == 0
+    assert inline(lf.main, "--resume", "--out_dir", tmp_path / "again", "--max_steps", 6).returncode == 0
     one, other = (column(tmp_path / out, "train", "loss") for out in ("run", "again"))
     assert other[:2] == pytest.approx(one[:2], rel=1e-6)
     assert len(other) == 6 and read_json(tmp_path / "again/config.json")["targets"] == list(TARGETS)
