@@ -108,8 +108,10 @@ def open_shards(data: str, tokenizer: str, vocab_size: int, cache: Path, bpe_dro
     if "next" in read_manifest(folder_of(place)):
         warnings.append(f"{place} is incomplete; training on what has been written so far")
     if vocab_size > 2 * padded:
-        unused = 1 - len(tok) / vocab_size
-        warnings.append(f"{unused:.0%} of the {vocab_size:,} embeddings have no token; pass --vocab_size {padded}")
+        warnings.append(
+            f"{1 - len(tok) / vocab_size:.0%} of the {vocab_size:,} embeddings have no token; "
+            f"pass --vocab_size {padded}"
+        )
     if n_train < FEW_TOKENS:
         warnings.append(f"{data} has {n_train:,} tokens to train on, which a model memorizes; give it a longer text")
     if len(val) > n_train / 4:  # the last tenth of a text may have an eighth of the tokens

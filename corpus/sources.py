@@ -270,7 +270,7 @@ def units_of(path: Path, text_field: str, cut: re.Pattern | None = None) -> Iter
             for unit in stream_units(path, partial(end_of_match, pattern=cut or AFTER_BLANK_LINES)):
                 yield unit._replace(continued=cut is not None and not unit.first)
         else:
-            yield from stream_units(path, end_of_line)
+            yield from stream_units(path, lambda block: block.find(b"\n") + 1)
 
 
 def is_txt(path: Path) -> bool:
@@ -343,10 +343,6 @@ def end_of_match(block: bytes, pattern: re.Pattern) -> int:
     if not match:
         return 0
     return len(text[: match.end()].encode("utf-8", "surrogateescape"))
-
-
-def end_of_line(block: bytes) -> int:
-    return block.find(b"\n") + 1
 
 
 # ------------------------------------------------------------------------------------------------ units -> documents

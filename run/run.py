@@ -275,11 +275,8 @@ class Run:
         if measured:
             val = measured[-1]
             self.rt.print(f"\nvalidation loss {val['loss']:.4f} nats per token, {val['bpb']:.4f} bits per byte")
-        rate = self.log.median_rate()
-        memory = self.rt.peak_memory() / 2**30
-        self.rt.print(
-            f"{self.tokens:,} tokens in {self.step:,} steps, {rate:,.0f} tokens/s, {memory:.2f} GiB at the peak"
-        )
+        speed = f"{self.log.median_rate():,.0f} tokens/s, {self.rt.peak_memory() / 2**30:.2f} GiB at the peak"
+        self.rt.print(f"{self.tokens:,} tokens in {self.step:,} steps, {speed}")
 
     # ---- reading the metrics of finished steps, and reacting to them
 

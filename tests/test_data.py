@@ -92,8 +92,7 @@ def test_the_permutation_is_fixed_by_seed_and_epoch_for_good():
     for n in (1, 2, 3, 1000, 65537):
         assert sorted(permutation(n, 1, 2).tolist()) == list(range(n))
     assert permutation(12, 1337, 0).tolist() == [10, 5, 1, 6, 11, 7, 8, 4, 0, 9, 2, 3], "older runs would not resume"
-    orders = {tuple(permutation(50, seed, epoch).tolist()) for seed in range(4) for epoch in range(4)}
-    assert len(orders) == 16
+    assert len({tuple(permutation(50, seed, epoch).tolist()) for seed in range(4) for epoch in range(4)}) == 16
 
 
 # ---------------------------------------------------------------------------------- validation, inputs and targets

@@ -68,8 +68,7 @@ def test_a_vocabulary_beyond_16_bits_makes_uint32_shards(corpus, tmp_path):
     tok.save(tmp_path / "wide.json")
     run_here(folder / "part_00.parquet", tmp_path / "shards", tmp_path / "wide.json", shard_size=10**6)
     tokens = np.load(find_shards(str(tmp_path / "shards"), "val")[0])
-    expected = plain_tokens(docs[:40], tok)
-    assert tokens.dtype == np.uint32 and tokens.tolist() == expected
+    assert tokens.dtype == np.uint32 and tokens.tolist() == plain_tokens(docs[:40], tok)
     assert shard_dtype(2**16) == np.uint16
 
 
@@ -90,8 +89,7 @@ def test_all_formats_in_one_folder(tokenizer, tmp_path, monkeypatch):
     (folder / "d.txt").write_text("\n\n\n".join(docs[90:]))
     run_here(folder, tmp_path / "shards", tokenizer, shard_size=10_000)
     docs[90:-1] = [doc + "\n\n\n" for doc in docs[90:-1]]
-    tok = Tokenizer.load(tokenizer)
-    assert tokens_of(tmp_path / "shards") == plain_tokens(docs, tok)
+    assert tokens_of(tmp_path / "shards") == plain_tokens(docs, Tokenizer.load(tokenizer))
 
 
 @pytest.mark.parametrize("continued", [0, 1])

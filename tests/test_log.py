@@ -42,8 +42,7 @@ def test_a_log_without_checkpoints_is_kept_and_the_restart_is_announced(short, r
     before = (run_dir / "log.jsonl").read_bytes()
     for _, path in checkpoint_steps(run_dir):
         shutil.rmtree(path)
-    result = short(resume=True)
-    assert "no checkpoint" in result.stdout
+    assert "no checkpoint" in short(resume=True).stdout
     assert (run_dir / "log.jsonl.1").read_bytes() == before
 
 

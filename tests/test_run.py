@@ -91,8 +91,7 @@ def test_damaged_checkpoints_that_a_resume_skips_are_set_aside(short, run_dir):
     for step in (8, 12):
         damage_weights(run_dir / f"step_{step:06d}")
     (run_dir / "damaged_step_000008").mkdir()  # of an earlier resume
-    result = short(max_steps=7, checkpoint_interval=50, keep_checkpoints=2, resume=True)
-    assert "step_000012" in result.stderr
+    assert "step_000012" in short(max_steps=7, checkpoint_interval=50, keep_checkpoints=2, resume=True).stderr
     assert steps_of(run_dir) == [4, 7] and find_damage(run_dir / "step_000007") is None
     damaged = {path.name.removeprefix("damaged_step_0000") for path in run_dir.glob("damaged_*")}
     assert damaged == {"08", "08.1", "12"} and find_damage(run_dir / "damaged_step_000008")

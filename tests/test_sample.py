@@ -133,5 +133,4 @@ def test_wrong_constants_are_one_line(run, option):
 def test_a_tokenizer_that_is_too_large_for_the_model_is_refused(run, base, tmp_path, small_tokenizer, inline):
     small_gpt(vocab_size=100).save_pretrained(tmp_path)
     small_tokenizer.save(tmp_path)
-    result = inline(sample.main, tmp_path, "Hi", "--device", "cpu")
-    assert_user_error(result, "320 tokens", "100")
+    assert_user_error(inline(sample.main, tmp_path, "Hi", "--device", "cpu"), "320 tokens", "100")

@@ -69,8 +69,7 @@ def test_a_text_becomes_shards_that_hold_all_of_it(tmp_path, text, byte_tokenize
     assert manifest["documents"] == (train + val).count("<|endoftext|>") and manifest["bytes"] == len(TEXT.encode())
     assert manifest["tokens"] == sum(len(np.load(path)) for path in directory.glob("*.npy"))
     assert verify(directory) == summary(manifest)
-    tok = load_tokenizer(str(directory / "tokenizer.json"))
-    assert len(tok) == (300 if tokenizer == "train" else 257)
+    assert len(load_tokenizer(str(directory / "tokenizer.json"))) == (300 if tokenizer == "train" else 257)
 
 
 def test_with_dropout_a_text_is_there_in_sixteen_tokenizations(tmp_path, text):

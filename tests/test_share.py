@@ -32,8 +32,7 @@ def test_rates_are_halved_or_doubled_until_neither_helps_and_the_share_is_where_
     runs = share.Runs(tmp_path / "runs.jsonl", train)
     for recipe, best in BEST.items():
         assert runs.best_factor(recipe, Rung(32)) == best
-    tried = {job.factor for job in runs.losses if job.recipe == "gpt2"}
-    assert tried == {8.0, 16.0, 32.0}
+    assert {job.factor for job in runs.losses if job.recipe == "gpt2"} == {8.0, 16.0, 32.0}
     shares = runs.log_shares(Rung(32, seeds=2))
     assert np.exp(shares) == pytest.approx([0.5, 0.5])
     again = share.Runs(tmp_path / "runs.jsonl")  # which trains nothing

@@ -189,8 +189,7 @@ def test_a_run_that_was_killed_between_two_logs_starts_again(short, run_dir):
 
 def test_a_target_loss_ends_the_run_with_a_checkpoint(short, run_dir):
     options = dict(max_steps=100, checkpoint_interval=0, eval_interval=2, sample_interval=1000)
-    result = short(**options, target_loss=5.7)
-    assert "--resume --target_loss 0\n" in result.stdout  # what continues it
+    assert "--resume --target_loss 0\n" in short(**options, target_loss=5.7).stdout  # what continues it
     last = log_of(run_dir, "val")[-1]
     assert last["loss"] <= 5.7 and last["step"] < 100 and steps_of(run_dir) == [last["step"]]
     assert all(r["loss"] > 5.7 for r in log_of(run_dir, "val")[:-1])
