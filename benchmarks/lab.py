@@ -268,7 +268,7 @@ def train(idea: Idea, requested: Training, device: str) -> dict:
     """The figures of a run of train_gpt2.py, reduced to what an idea may touch."""
     rt = Runtime.setup(device, requested.dtype)
     config, shape = resolve_config(requested, set(), None, rt)
-    data = open_data(config, shape, rt)
+    data = open_data(config, shape, None, rt)
     model = build_model(config, shape, None)
     idea.model(model)
     optimizer = make_optimizer(model.to(rt.device), config, rt)
