@@ -27,8 +27,8 @@ from files import read_json, replace_file
 from run.log import about_machine
 
 Points = dict[int, np.ndarray]  # ln(share) of every seed, by parameters
-# llm.c, October 2024 (docs/record.md): GPT-2 124M on FineWeb, AdamW, one seed, 139 ms a step on 8 H100
-ANCHOR = dict(parameters=124_475_904, tokens=10.26e9, loss=3.2722, seconds_per_token=8 * 0.139 / 524_288)
+# llm.c, October 2024 (docs/record.md): GPT-2 124M on FineWeb, AdamW, one seed, 140 ms a step on 8 H100
+ANCHOR = dict(parameters=124_475_904, tokens=10.26e9, loss=3.2722, seconds_per_token=8 * 0.140 / 524_288)
 TARGET = 3.28
 # B and beta of B / D^beta: Hoffmann et al. 2022, approach 3; Besiroglu et al. 2024, who fitted the same runs again
 PUBLISHED = ((410.7, 0.28), (2085.43, 0.3658))

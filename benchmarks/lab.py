@@ -6,9 +6,10 @@
 
 With the same seed, baseline and idea start from the same weights and read the same data in the same order. After every
 seed, `evidence` is the Bayes factor of their differences: how much better an effect explains them than none. For an
-idea that does nothing, the chance that it ever reaches ENOUGH is at most 1 in 10, half of that for a gain, however many
-seeds are added (Hendriksen et al. 2021, "Optional stopping with Bayes factors"). So add seeds to an idea that is not
-told apart. But twenty ideas are twenty chances: test a gain again at another size. It need not hold at 124M.
+idea that does nothing, and normal differences, the chance that it ever reaches ENOUGH is at most 1 in 10, half of that
+for a gain, however many seeds are added (Hendriksen et al. 2021, "Optional stopping with Bayes factors"). So add seeds
+to an idea that is not told apart. But twenty ideas are twenty chances: test a gain again at another size. It need not
+hold at 124M.
 Every run becomes a line of --ledger, and is repeated only if its code or the recipe changes.
 """
 

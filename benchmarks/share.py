@@ -7,7 +7,7 @@
 GPT-2 124M on 10B tokens reads 80 tokens for each parameter. So does `gpt2` here, and `speedrun` reads 40, 50, 67 and
 100% of that. Both are as train_gpt2.py has them, their warmup scaled, and all rates of a recipe times one factor, which
 is halved and doubled at full length until neither helps. With one seed both start from the same weights and read the
-same data. The share of a seed is a parabola of ln(share) in the loss, through speedrun's four runs, at gpt2's loss.
+same data. The share of a seed is a parabola of ln(share) in the loss, fitted to speedrun's four runs, at gpt2's loss.
 docs/forecast.md says how to make the shards. Every run becomes a line of --ledger, and is not repeated.
 """
 
