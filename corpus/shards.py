@@ -29,15 +29,10 @@ TOKENIZATIONS = 16  # with BPE-dropout: how often a text is encoded, each time i
 FEW_TOKENS = 10_000  # to train on; the validation split of such a text is a page or two
 
 
-def folder_of(data: Path) -> Path:
-    """The directory of shards that are given as a directory or a glob."""
-    return data if data.is_dir() else data.parent
-
-
-def origin(data: Path) -> tuple[dict, str]:
+def origin(folder: Path) -> tuple[dict, str]:
     """For a model card: what the manifest says about the source of the shards, and its name on the hub or ""."""
-    file = folder_of(data) / "manifest.json"
-    manifest = read_manifest(file.parent)
+    file = folder / "manifest.json"
+    manifest = read_manifest(folder)
     if not manifest:
         return {}, ""
     keys = ("source", "commit", "tokens", "documents", "bytes", "tokenizer")
@@ -96,7 +91,10 @@ def open_shards(data: str, tokenizer: str, vocab_size: int, cache: Path, bpe_dro
         raise UserError(f"--bpe_dropout is for a .txt; the tokens of {data} are fixed")
     train_paths = find_shards(str(place), "train")
     val_paths = find_shards(str(place), "val")
-    tok = data_tokenizer(place, tokenizer)
+    folder = train_paths[0].parent
+    if any(path.parent != folder for path in train_paths + val_paths):
+        raise UserError(f"--data {data} has shards in several folders; put them, and one tokenizer.json, into one")
+    tok = data_tokenizer(folder, tokenizer)
     padded = -(-len(tok) // 128) * 128  # as the tensor cores like it
     if len(tok) > vocab_size:
         raise UserError(f"the tokenizer has {len(tok)} tokens, more than --vocab_size {vocab_size}; give {padded}")
@@ -105,7 +103,7 @@ def open_shards(data: str, tokenizer: str, vocab_size: int, cache: Path, bpe_dro
     n_tokenizations = TOKENIZATIONS if bpe_dropout else 1
     n_train = len(train) // n_tokenizations
     warnings = []
-    if "next" in read_manifest(folder_of(place)):
+    if "next" in read_manifest(folder):
         warnings.append(f"{place} is incomplete; training on what has been written so far")
     if vocab_size > 2 * padded:
         warnings.append(
@@ -116,7 +114,7 @@ def open_shards(data: str, tokenizer: str, vocab_size: int, cache: Path, bpe_dro
         warnings.append(f"{data} has {n_train:,} tokens to train on, which a model memorizes; give it a longer text")
     if len(val) > n_train / 4:  # the last tenth of a text may have an eighth of the tokens
         warnings.append(f"{data} has {len(val):,} tokens to validate, {n_train:,} to train on; move shards to training")
-    return Shards(train, val, tok, n_tokenizations, origin(place), warnings)
+    return Shards(train, val, tok, n_tokenizations, origin(folder), warnings)
 
 
 # ------------------------------------------------------------------------------------------------------- tokenizers
@@ -130,19 +128,18 @@ def load_tokenizer(name: str) -> Tokenizer:
         raise UserError(str(e)) from e
 
 
-def data_tokenizer(data: Path, tokenizer: str) -> Tokenizer:
-    """The tokenizer of a directory or glob of shards: the one beside them, else `tokenizer`.
+def data_tokenizer(directory: Path, tokenizer: str) -> Tokenizer:
+    """The tokenizer of a directory of shards: the one beside them, else `tokenizer`.
 
     Raises UserError if the shards were written with another one than asked for.
     """
-    directory = folder_of(data)
     own = directory / "tokenizer.json"
     if tokenizer in ("gpt2", "train"):
         tokenizer = str(own) if own.exists() else ds_tokenizer(directory)
     tok = load_tokenizer(tokenizer)
     written = read_manifest(directory).get("tokenizer")
     if written and written != tok.fingerprint:
-        raise UserError(f"{data} was written with another tokenizer than {tokenizer}; use {own} or write it again")
+        raise UserError(f"{directory} was written with another tokenizer than {tokenizer}; use {own} or write it again")
     return tok
 
 

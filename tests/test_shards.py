@@ -182,8 +182,7 @@ def test_shards_bring_their_tokenizer(tmp_path, byte_tokenizer):
     write_shards(tmp_path, (50,))
     with_manifest(tmp_path, tokenizer=tok.fingerprint)
     for name in ("gpt2", "train", str(byte_tokenizer)):
-        for data in (tmp_path, tmp_path / "*.npy"):
-            assert data_tokenizer(data, name).fingerprint == tok.fingerprint
+        assert data_tokenizer(tmp_path, name).fingerprint == tok.fingerprint
     words = f"{tmp_path} was written with another tokenizer than .*other.json; use {tmp_path}/tokenizer.json or write"
     assert_refused(words, data_tokenizer, tmp_path, str(tmp_path / "other.json"))
 
@@ -196,15 +195,19 @@ WARNINGS = """\
 
 
 def test_shards_that_are_incomplete_or_small_or_mostly_for_validation_are_warned_of(tmp_path, byte_tokenizer):
-    Tokenizer.load(byte_tokenizer).save(tmp_path / "tokenizer.json")
+    tok = Tokenizer.load(byte_tokenizer)
+    tok.save(tmp_path / "tokenizer.json")
     open_with = partial(open_shards, str(tmp_path), "gpt2", cache=tmp_path)
     for split, n in (("val", 2500), ("train", 10_000)):
         np.save(tmp_path / f"x_{split}_000000.npy", np.zeros(n, np.uint16))
     assert_refused("has 257 tokens, more than --vocab_size 256; give 384", open_with, vocab_size=256)
-    assert open_with(vocab_size=768).warnings == []
+    assert not open_with(vocab_size=768).warnings
     np.save(tmp_path / "x_train_000000.npy", np.zeros(9_999, np.uint16))
-    with_manifest(tmp_path, **UNFINISHED, tokenizer=Tokenizer.load(byte_tokenizer).fingerprint)
+    with_manifest(tmp_path, **UNFINISHED, tokenizer=tok.fingerprint)
     assert "\n".join(open_with(vocab_size=769).warnings) == WARNINGS.format(tmp_path)
+    for name in "ab":
+        (tmp_path / name).symlink_to(tmp_path)
+    assert_refused("in several folders", open_shards, f"{tmp_path}/*/*", "gpt2", 769, tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------------- the manifest
@@ -215,8 +218,7 @@ def test_the_origin_of_shards_is_what_their_manifest_says(tmp_path):
     assert origin(tmp_path) == ({}, "")
     said = dict(source="some/corpus/sample", commit="abc", tokens=50, documents=7, bytes=170, tokenizer="none")
     with_manifest(tmp_path, **said, skipped={"no text": 1200, "broken line": 3})
-    for data in (tmp_path, tmp_path / "*.npy"):
-        assert origin(data) == (said | {"manifest.json": sha256(tmp_path / "manifest.json")}, "some/corpus")
+    assert origin(tmp_path) == (said | {"manifest.json": sha256(tmp_path / "manifest.json")}, "some/corpus")
     assert summary(read_manifest(tmp_path)) == (
         "50 tokens in 1 shards, 7 documents, 3.40 bytes per token, skipped documents: 1,200 (no text), 3 (broken line)"
     )
