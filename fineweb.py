@@ -11,9 +11,9 @@ The idea is one line, ids = [eot, *encode(text)], for one document after the oth
 
     source -> files -> units (row groups, or lines of a few MB) -> tokens, by workers -> shards, by one writer
 
-Writes OUT_DIR: NAME_val_000000.npy, NAME_train_000001.npy, ..., manifest.json and tokenizer.json. Documents keep the
-order of the source, whatever the number of workers. However a run ends, the same command resumes after the last
-complete shard, and the shards come out byte for byte the same.
+Writes OUT_DIR: NAME_val_000000.npy, NAME_train_000001.npy, ..., manifest.json, tokenizer.json and .tiktoken. Documents
+keep the order of the source, whatever the number of workers. However a run ends, the same command resumes after the
+last complete shard, and the shards come out byte for byte the same.
 
 All of it runs on one machine. For a corpus that needs more, use datatrove: training reads its files as they are.
 This file knows nothing of models, training or torch.
@@ -92,14 +92,14 @@ def make_shards(config: Config, out_dir: Path) -> None:
     config = resolve_config(config, tok, out_dir)
     manifest = open_manifest(config, out_dir, tok)
     if "next" not in manifest:
-        print(f"{out_dir} is complete: {summary(manifest)}")
+        print(f"{out_dir} is complete, and the source is not read again: {summary(manifest)}")
         return
     # later shards come from the commit of the first ones
     source = find_source(config.source, manifest.get("commit") or config.revision)
     text_bytes = sum(text_size(file, config.text_field) for file in source.files)
     expected = min(int(text_bytes * TOKENS_PER_BYTE), config.limit_tokens)
-    if not config.shard_size:  # leave most of a small source to train on
-        config = replace(config, shard_size=min(max(expected // 10, 1000), 100_000_000))
+    # by default leave most of a small source to train on
+    config = replace(config, shard_size=manifest["shard_size"] or min(max(expected // 10, 1000), 100_000_000))
     print_plan(config, source, with_files(manifest, source, out_dir), expected)
     if config.dry_run:
         return
@@ -127,7 +127,6 @@ def resolve_config(config: Config, tok: Tokenizer, out_dir: Path) -> Config:
     return replace(
         config,
         encoder=choose_encoder(config.encoder, tok),
-        shard_size=config.shard_size or read_manifest(out_dir).get("shard_size", 0),  # a resumed run keeps it
         limit_tokens=config.limit_tokens or sys.maxsize,
         workers=config.workers or cpu_count(),
     )
@@ -139,9 +138,9 @@ def write_shards(config: Config, source: Source, manifest: dict, tok: Tokenizer,
     downloads = out_dir / ".downloads"
     begin = manifest["next"]
     shards = manifest["shards"]
+    writer = Writer(out_dir, manifest, tok, config.shard_size, config.limit_tokens)
     if not shards:  # else others may be reading it
         tok.save(out_dir / "tokenizer.json")
-    writer = Writer(out_dir, manifest, tok, config.shard_size, config.limit_tokens)
     bar = tqdm(total=expected, initial=writer.n_tokens, unit="tok", unit_scale=True, disable=None, dynamic_ncols=True)
     with start_workers(config, tok) as submit, bar:
         paths = arriving(source, downloads, begin["file"], config.downloads - 1)
@@ -279,20 +278,22 @@ def open_manifest(config: Config, out_dir: Path, tok: Tokenizer) -> dict:
 
     `next` is where the next shard begins: number of the file, number of the unit, tokens of it in the shard before.
     """
+    manifest = read_manifest(out_dir)
+    found = [*out_dir.glob(f"{shard_name(out_dir)}_*.npy"), *out_dir.glob("tokenizer.json")]
+    if found and not manifest:
+        raise UserError(f"{found[0]} is in no manifest.json; give another --out_dir, or remove it")
+    if not manifest.get("shards"):  # nothing to continue, whatever the constants were
+        manifest = {}
     constants = dict(
         source=" ".join(config.source),
         revision=config.revision,
         text_field=config.text_field,
         tokenizer=tok.fingerprint,
         dtype=np.dtype(shard_dtype(len(tok))).name,
-        shard_size=config.shard_size,
+        shard_size=config.shard_size or manifest.get("shard_size", 0),  # a resumed run keeps it
         limit_tokens=config.limit_tokens if config.limit_tokens < sys.maxsize else 0,
     )
-    manifest = read_manifest(out_dir)
-    found = list(out_dir.glob(f"{shard_name(out_dir)}_*.npy"))
-    if found and not manifest:
-        raise UserError(f"{found[0]} is in no manifest.json; give another --out_dir, or remove the shards there")
-    if not manifest.get("shards"):  # nothing to continue, whatever the constants were
+    if not manifest:
         return new_manifest(**constants) | dict(next=dict(file=0, unit=0, skip=0))
     for key, value in constants.items():
         if manifest.get(key) != value:

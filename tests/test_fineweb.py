@@ -167,8 +167,9 @@ def test_another_run_is_not_mixed_into_a_directory(corpus, tokenizer, tmp_path, 
 def test_shards_of_others_are_not_overwritten(corpus, tokenizer, tmp_path):
     out_dir = tmp_path / "shards"
     out_dir.mkdir()
-    np.save(out_dir / "shards_train_000001.npy", np.zeros(5, np.uint16))
-    assert_refused("is in no manifest.json", run_here, corpus[0], out_dir, tokenizer)
+    for name in ("tokenizer.json", "shards_train_000001.npy"):
+        (out_dir / name).touch()
+        assert_refused(f"{name} is in no manifest.json", run_here, corpus[0], out_dir, tokenizer)
 
 
 WRONG = """
