@@ -55,7 +55,7 @@ def save(tok, path: str | os.PathLike, model_max_length: int | None = None) -> N
     """
     path = Path(path)
     files = {}
-    if path.suffix != ".json":
+    if path.suffix != ".json" or path.is_dir():
         path = path / "tokenizer.json"
         config = dict(tokenizer_class="PreTrainedTokenizerFast") | transformers_options(tok)
         if model_max_length:
