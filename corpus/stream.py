@@ -78,7 +78,7 @@ def open_shard(path: Path) -> np.ndarray:
             return np.zeros(0, dtype)
         return np.memmap(path, dtype, mode="r", offset=offset, shape=shape)
     except Exception as e:  # a damaged header makes NumPy raise nearly anything, SyntaxError and TypeError included
-        raise UserError(f"shard {path} cannot be read: {e}; write it again") from e
+        raise UserError(f"shard {path} cannot be read: {e}; write it again, or raise ulimit -n") from e
 
 
 def npy_layout(path: Path) -> Layout:
