@@ -47,7 +47,7 @@ class Config:
     overwrite: bool = False  # rename an existing OUT to OUT.1, or the next free number
 
 
-HELD_OUT = 2**20  # characters to measure compression on, at most
+HELD_OUT = 2**20  # characters to measure compression on; the last text is taken whole
 LINE_END = re.compile("\n")
 DOWNLOADS = ".downloads"  # folder in OUT for files of the hub, until they have been read
 
@@ -136,7 +136,7 @@ def limit(texts: Iterator[str], max_bytes: int) -> Iterator[str]:
 
 
 class Split:
-    """Iterates over the texts to train on, and keeps up to HELD_OUT characters in `held_out`: every tenth text, or the
+    """Iterates over the texts to train on, and keeps about HELD_OUT characters in `held_out`: every tenth text, or the
     last tenth of each if there are fewer than ten."""
 
     def __init__(self, texts: Iterator[str], source: str = "the input"):

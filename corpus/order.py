@@ -58,7 +58,7 @@ class Batches:
         self.rank = rank
         self.world_size = world_size
         self.n_parts = n_parts
-        # an epoch; fewer than T tokens at the end are left over
+        # an epoch; at the end of the stream up to T * n_parts tokens are left over
         self.n_windows = (len(stream) - 1) // sequence_length // n_parts
         if self.n_windows < 1:
             raise UserError(
