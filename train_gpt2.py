@@ -115,8 +115,8 @@ RECIPES = {
     "gpt2-xl": Config(n_layer=48, n_head=25, n_embd=1600, max_lr=2e-4, min_lr=2e-5, total_batch_size=1_048_576,
                       max_steps=9_536, warmup_steps=358),
     # the same GPT-2 with Muon for hidden matrices and a rate that falls to 0 from the warmup on, for half of gpt2's
-    # tokens: at 80 tokens a parameter, with the rates of both tuned, models of 0.12M and 0.34M need about half for the
-    # same loss (docs/speedrun.md); 124M is untried
+    # tokens: at 80 tokens a parameter, models of 0.12M, 0.34M and 0.66M need about half for the same loss, with
+    # the rates of both tuned at the first two (docs/speedrun.md); 124M is untried
     "speedrun": Config(optimizer="muon", lr_schedule="wsd", decay_fraction=1.0, max_steps=9_537, warmup_steps=256,
                        max_lr=3e-3, min_lr=0.0),
     # tuned by measurement for one to five minutes on 2 CPU cores
