@@ -324,8 +324,9 @@ def find_model(model: str) -> str:
             f"{path} holds no model: no model.safetensors and no intact step_NNNNNN; to use an adapter, give the "
             "model that it was trained on, and its directory as --adapter"
         )
-    # a typo in a path must not become a request to the hub, where anybody could own that name
-    local = path.exists() or path.is_absolute() or model.count("/") > 1 or model.startswith((".", "out/"))
+    # a typo in a path must not become a request to the hub, where anybody could own that name; the pattern takes one
+    # slash at most, and none in front
+    local = path.exists() or model.startswith((".", "out/"))
     if local or not re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", model):
         raise UserError(
             f"{model or 'an empty name'} is not a directory; "
