@@ -227,13 +227,13 @@ class Runtime:
         found = peaks(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
         return found and found[0] * self.world_size
 
-    def print(self, *args, **kwargs) -> None:
+    def print(self, text: str, **options) -> None:
         """print, on the first rank only and without garbling a progress bar. A run outlives the reader of its output,
         such as `| head`: what nobody reads any more is dropped."""
         if not self.is_main:
             return
         try:
-            tqdm.write(" ".join(map(str, args)), **kwargs)
+            tqdm.write(text, **options)
             sys.stdout.flush()
         except (OSError, ValueError):  # the reader or the terminal went away, the disk is full, the file was closed
             with contextlib.suppress(OSError, ValueError):
