@@ -70,10 +70,6 @@ def summary(manifest: dict) -> str:
     )
 
 
-def listed_shards(paths: list[Path]) -> dict[Path, dict]:
-    """{path: its entry} of all shards in the manifests of the directories of `paths`."""
-    listed = {}
-    for folder in dict.fromkeys(path.parent for path in paths):
-        for entry in read_manifest(folder).get("shards", []):
-            listed[folder / entry["file"]] = entry
-    return listed
+def listed_shards(directory: Path) -> dict[Path, dict]:
+    """{path: its entry} of all shards in the manifest of a directory; {} if there is none."""
+    return {directory / entry["file"]: entry for entry in read_manifest(directory).get("shards", [])}

@@ -122,7 +122,8 @@ LAYOUTS = {".npy": npy_layout, ".bin": bin_layout, ".ds": ds_layout}
 
 
 class TokenStream:
-    """The shards of one split as one long sequence of tokens, compared with the manifest and the vocabulary.
+    """The shards of one split, all in one directory, as one long sequence of tokens, compared with the manifest and the
+    vocabulary.
 
     Raises UserError if a shard is damaged, missing or differs from `manifest.json`, and for a token >= vocab_size when
     it is read: another tokenizer shows in any stretch of text.
@@ -145,14 +146,13 @@ class TokenStream:
         return self.starts[-1]
 
     def _compare_with_manifest(self) -> None:
-        listed = listed_shards(self.paths)
+        listed = listed_shards(self.paths[0].parent)
         for path in listed:
             if not os.path.exists(path):
                 raise UserError(f"shard {path} is listed in manifest.json but missing; write it again")
-        described = {path.parent for path in listed}  # without a manifest there is nothing to differ from
         for path, shard in zip(self.paths, self.shards, strict=True):
             said = f"{listed[path]['tokens']} tokens" if path in listed else "no such shard"
-            if path.parent in described and said != f"{len(shard)} tokens":
+            if listed and said != f"{len(shard)} tokens":  # without a manifest there is nothing to differ from
                 raise UserError(
                     f"shard {path} has {len(shard)} tokens, but manifest.json says {said}; "
                     "write it again with fineweb.py, or remove it"
@@ -207,7 +207,7 @@ class TokenStream:
         A run that resumes compares them, since other data would break its order. They hash the checksums in the
         manifest; of a shard without one, its length, first and last tokens, since reading 20 GB takes too long.
         """
-        listed = listed_shards(self.paths)
+        listed = listed_shards(self.paths[0].parent)
         total = hashlib.sha256()
         for path, shard in zip(self.paths, self.shards, strict=True):
             if path in listed:
