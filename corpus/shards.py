@@ -31,13 +31,12 @@ FEW_TOKENS = 10_000  # to train on; the validation split of such a text is a pag
 
 def origin(folder: Path) -> tuple[dict, str]:
     """For a model card: what the manifest says about the source of the shards, and its name on the hub or ""."""
-    file = folder / "manifest.json"
     manifest = read_manifest(folder)
     if not manifest:
         return {}, ""
     keys = ("source", "commit", "tokens", "documents", "bytes", "tokenizer")
     about = {key: manifest[key] for key in keys if manifest.get(key)}
-    about["manifest.json"] = sha256(file)
+    about["manifest.json"] = sha256(folder / "manifest.json")
     if "commit" not in about:
         return about, ""
     return about, "/".join(about["source"].split("/")[:2])
