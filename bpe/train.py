@@ -155,12 +155,14 @@ class Split:
                 cut = text.find("\n", cut) + 1 or cut
             elif n % 10 == 9 and size < HELD_OUT:
                 cut = 0
-            if text[cut:]:
-                self.held_out.append(text[cut:])
-                size += len(text) - cut
-            if text[:cut]:
-                self.train_bytes += len(text[:cut].encode("utf-8", "replace"))
-                yield text[:cut]
+            rest = text[cut:]
+            text = text[:cut]
+            if rest:
+                self.held_out.append(rest)
+                size += len(rest)
+            if text:
+                self.train_bytes += len(text.encode("utf-8", "replace"))
+                yield text
         if not self.train_bytes:
             raise UserError(f"{self.source} holds no text to learn from; change --input, --text_field or --max_bytes")
 
