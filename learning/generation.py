@@ -41,7 +41,7 @@ def generate(
     yielding it; the generator ends when all have. Ids from `n_tokens` on, the padding of the vocabulary, are never
     chosen. Raises ValueError for an empty prompt.
     """
-    if not prompts or not all(len(prompt) for prompt in prompts):
+    if not prompts or not all(prompts):
         raise ValueError("a prompt needs at least one token")
     sequences = [list(prompt) for prompt in prompts]
     ended = [False] * len(sequences)
@@ -134,7 +134,7 @@ class KVCache:
         return visible[:, None, None]
 
 
-def sample_tokens(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
+def sample_tokens(logits, temperature=1.0, top_k=None, top_p=1.0, generator=None):
     """One id (B,) int64 for each row of logits (B, V): greedy for temperature 0, else drawn from the `top_k` likeliest
     and the smallest set of ids with probability `top_p` or more (Holtzman et al. 2020, section 3.1)."""
     if temperature < 1e-3:  # dividing could overflow, and the likeliest id has all of the probability
@@ -144,7 +144,7 @@ def sample_tokens(logits, temperature=1.0, top_k=None, top_p=None, generator=Non
         k = min(top_k, logits.size(-1))
         kth = logits.topk(k).values[:, -1:]  # (B, 1)
         logits = logits.masked_fill(logits < kth, float("-inf"))
-    if top_p is not None and top_p < 1:
+    if top_p < 1:
         probs = F.softmax(logits, dim=-1)  # (B, V)
         probs, order = probs.sort(dim=-1, descending=True)
         before = probs.cumsum(dim=-1) - probs  # the probability of all likelier ids
