@@ -362,8 +362,7 @@ def load_model(model: str, dropout: float = 0.0, attention: str = "flash") -> GP
     """GPT of a MODEL, in fp32 on the CPU. Raises UserError for what is missing, damaged, or not a GPT-2."""
     model = find_model(model)
     path = Path(model)
-    damage = find_damage(path) if (path / SUMS).exists() else None  # models of the hub and of --merge have no sums
-    if damage is not None:
+    if (path / SUMS).exists() and (damage := find_damage(path)):  # models of the hub and of --merge have no sums
         newest = newest_intact(path.parent)
         remedy = f"the newest intact one is {newest}" if newest else "write or download it again"
         raise UserError(f"{path} is damaged: {damage}; {remedy}")
