@@ -47,7 +47,7 @@ NOT_READABLE_NOW = (errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ET
 def checkpoint_steps(run_dir: Path) -> list[tuple[int, Path]]:
     """(step, directory) of every checkpoint of a run, oldest first."""
     found = []
-    for path in Path(run_dir).glob("step_*"):
+    for path in run_dir.glob("step_*"):
         named = re.fullmatch(r"step_(\d{1,18})", path.name)  # 18 digits fit into 64 bits; step_notes/ is not ours
         if named and path.is_dir():
             found.append((int(named[1]), path))
@@ -157,7 +157,7 @@ class CheckpointWriter:
     """
 
     def __init__(self, run_dir: Path, keep: int, check: Callable[[], None] = lambda: None):
-        self.run_dir = Path(run_dir)
+        self.run_dir = run_dir
         self.keep = keep
         self.check = check  # raises UserError if run_dir is not ours any more
         self._thread = ThreadPoolExecutor(1)  # one, because writes would only compete; Python waits for it at exit
@@ -305,7 +305,7 @@ def load_train_state(path: Path) -> dict:
     """`train_state.pt` of a checkpoint: tensors and plain containers only, on the CPU. Raises UserError."""
     try:
         # weights_only: a pickle is a program, and a checkpoint may come from anywhere
-        return torch.load(Path(path) / TRAIN_STATE, map_location="cpu", weights_only=True)
+        return torch.load(path / TRAIN_STATE, map_location="cpu", weights_only=True)
     except Exception as e:  # a corrupt pickle can raise anything that its allowed classes can raise
         reason = [*str(e).splitlines(), type(e).__name__][0]
         raise UserError(f"{path}/{TRAIN_STATE} cannot be read: {reason}; resume from an earlier checkpoint") from e
