@@ -341,7 +341,7 @@ def fastest_threads(most: int) -> int:
     spend their time waiting for the preempted one, and a single thread is faster. The candidates take turns for about
     a second, with enough rows to keep all threads busy. No random state is touched.
     """
-    seconds: dict[int, list[float]] = {most >> i: [] for i in range(most.bit_length())}
+    seconds = {most >> i: [] for i in range(most.bit_length())}  # by the number of threads: of each turn
     x = torch.full((512 * most, 128), 0.5)
     w = torch.full((512, 128), 0.01, requires_grad=True)
     end = time.perf_counter() + 1

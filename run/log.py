@@ -247,7 +247,7 @@ def import_tracker(report_to: str):
         raise UserError(f"--report_to {report_to}: {e}; pip install {report_to}") from e
 
 
-def start_tracker(tracker, config, name: str, step: int) -> tuple[Callable[[dict, int], object], Callable[[], object]]:
+def start_tracker(tracker, config, name: str, step: int) -> tuple[Callable, Callable]:
     """Two functions: one reports {name: number} of a step, one ends this. Numbers after `step` will come again."""
     if config.report_to == "tensorboard":
         writer = tracker.SummaryWriter(config.out_dir, purge_step=step + 1)

@@ -80,8 +80,8 @@ class Run:
         self._writer = CheckpointWriter(self.out_dir, config.keep_checkpoints, directory.check)
         self._first_step = self.step  # of this process
         self._saved = self.step if directory.checkpoint else -1  # the last step with a checkpoint
-        self._launched: deque[tuple] = deque()  # steps whose metrics have not been read yet
-        self._spike: tuple[int, float] | None = None  # (step, loss) of one that `steps` still has to undo
+        self._launched = deque()  # steps whose metrics have not been read yet
+        self._spike = None  # (step, loss) of one that `steps` still has to undo
         self._bad_steps = 0  # in a row
         self._signum = 0  # of a signal to this rank
         self._stop = False  # a signal to any rank, or a checkpoint that could not be written

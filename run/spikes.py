@@ -17,9 +17,9 @@ class SpikeDetector:
 
     def __init__(self, threshold: float):
         self.threshold = threshold
-        self.losses: deque[float] = deque(maxlen=self.WINDOW)
+        self.losses = deque(maxlen=self.WINDOW)  # of good steps
         self.high = 0  # steps in a row
-        self.returns: Counter[str] = Counter()  # to each checkpoint
+        self.returns = Counter()  # to each checkpoint
 
     def median(self) -> float:
         return statistics.median(self.losses)
