@@ -162,7 +162,8 @@ def save_chat_files(path: Path, tokenizer: Tokenizer) -> None:
     if not (path / "tokenizer.json").exists():  # beside a model it is there
         tokenizer.save(path)
     (path / "chat_template.jinja").write_text(template(tokenizer), encoding="utf-8")
-    if not (path / "generation_config.json").exists():  # a model has its own, with the same settings
+    settings = path / "generation_config.json"
+    if not settings.exists():  # a model has its own, with the same settings
         eot = tokenizer.eot_token
         content = dict(do_sample=True, top_k=50, bos_token_id=eot, eos_token_id=eot)
-        (path / "generation_config.json").write_text(json.dumps(content, indent=2) + "\n")
+        settings.write_text(json.dumps(content, indent=2) + "\n")
