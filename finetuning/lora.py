@@ -254,8 +254,8 @@ class AdapterFiles:
 
 def factors(model: GPT) -> dict[str, nn.Parameter]:
     """A and B of every adapted module, under the names that they have in peft's files; the shapes are ours."""
-    found = ((name, p) for name, p in model.named_parameters() if name.endswith((".lora_A", ".lora_B")))
-    return {f"base_model.model.{name}.weight": p for name, p in found}
+    ours = (".lora_A", ".lora_B")
+    return {f"base_model.model.{name}.weight": p for name, p in model.named_parameters() if name.endswith(ours)}
 
 
 def weights_sha256(model: GPT) -> str:
