@@ -94,14 +94,13 @@ class Runtime:
         if world_size > 1 and not dist.is_initialized():
             _join_ranks(device, rank, world_size)
         torch.set_float32_matmul_precision("high")  # TF32 for what is left in fp32
-        if device.type == "cpu":
-            _keep_freed_memory()
         dtype, why_dtype = _choose_dtype(dtype, device)
         compile_on, why_compile = _choose_compile(compile, device)
         name = device.type
         if device.type == "cuda":
             name = torch.cuda.get_device_name(device)
         elif device.type == "cpu":
+            _keep_freed_memory()
             name += f" with {_choose_threads(threads)}"
         description = f"{name}, {why_dtype}, {why_compile}"
         if world_size > 1:
