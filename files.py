@@ -113,8 +113,8 @@ def set_aside(path: Path) -> Path:
 def read_json(path: Path) -> Any:
     """The content of a JSON file. Raises OSError if it cannot be read, UserError if it is not JSON."""
     try:
-        return json.loads(path.read_bytes().decode("utf-8-sig"))
-    except (ValueError, RecursionError) as e:  # ValueError: not UTF-8, not JSON, or a number of 5,000 digits
+        return json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as e:  # ValueError: not Unicode, not JSON, or a number of 5,000 digits
         raise UserError(f"{path} cannot be read as JSON: {e}; it is damaged, or another kind of file") from None
 
 
