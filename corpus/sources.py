@@ -321,7 +321,7 @@ def text_column(file: pq.ParquetFile, path: Path, text_field: str) -> int:
 
 def stream_units(path: Path, place: Callable[[bytes], int]) -> Iterator[Unit]:
     """Parts of a text, plain or compressed, cut at the first place in each block; `place` finds it, or returns 0."""
-    with pa.input_stream(str(path)) as stream:  # its name says how it is compressed
+    with pa.input_stream(path) as stream:  # its name says how it is compressed
         first = True
         unit = b""
         while block := stream.read(UNIT_BYTES):

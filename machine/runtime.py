@@ -148,7 +148,7 @@ class Runtime:
         """`tensor`, on the device or the host, summed over all ranks. Gloo has no AVG, so a mean is a sum, divided."""
         if self.world_size > 1:
             tensor = tensor.to(self.device)
-            dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
+            dist.all_reduce(tensor)  # its default is the sum
         return tensor
 
     def mean(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -82,5 +82,5 @@ def has_memory_for(size: int, shape: tuple[int, int], loss_fn, rt: Runtime) -> b
             return False
         raise
     finally:
-        loss_fn.zero_grad(set_to_none=True)
+        loss_fn.zero_grad()
         torch.cuda.empty_cache()  # of a process that uses CUDA
