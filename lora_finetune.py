@@ -209,7 +209,7 @@ class Data(NamedTuple):
 
 
 def open_data(config: Config, shape: GPTConfig, rt: Runtime) -> Data:
-    """The rows as examples. Raises UserError."""
+    """The rows, which the first rank reads, as examples. Raises UserError."""
     tokenizer = model_tokenizer(config.base)
     T = config.sequence_length or shape.n_positions
     check_tokenizer(tokenizer, config.base)
@@ -218,9 +218,7 @@ def open_data(config: Config, shape: GPTConfig, rt: Runtime) -> Data:
             f"{config.base} has a context of {shape.n_positions} tokens, less than --sequence_length {T}; "
             f"give {shape.n_positions} or less"
         )
-    if rt.world_size > 1:  # so that the other ranks find a hub dataset in the cache
-        rt.broadcast_from_main(lambda: len(load_rows(config.data)))
-    rows = load_rows(config.data)
+    rows = rt.broadcast_from_main(lambda: load_rows(config.data))
     train_rows, val_rows = split_rows(rows, config.val_rows, config.seed)
     train_set, skipped = encode_rows(train_rows, tokenizer, T)
     val_set, skipped_val = encode_rows(val_rows, tokenizer, T)
