@@ -411,7 +411,7 @@ def write_merged(config: Config, adapter: str) -> None:
         difference = (model(idx) - before).abs().max()
     log = found.parent / "log.jsonl"  # of the adapter's run: of a checkpoint up to its step, of adapter/ all of it
     records = read_log(log) if log.exists() else []
-    last = dict((path, step) for step, path in checkpoint_steps(found.parent)).get(found, math.inf)
+    last = {path: step for step, path in checkpoint_steps(found.parent)}.get(found, math.inf)
     records = [record for record in records if record["step"] <= last]
 
     def write(path: Path) -> None:
