@@ -52,7 +52,8 @@ KINDS = {
         seeds=5,
         text=SHAKESPEARE,
         minutes=10.0,
-        machine="cpu with (1 of 2|1|2) threads?",
+        machine=r"^(?!.*ranks).*cpu with [12] (of|thread)",
+        best=(2.0370, 5),
     ),
 }
 VAL_TOKENS = 10_485_760  # of FineWeb's shard
@@ -114,22 +115,26 @@ def facts_of(run_dir: Path, kind: Kind) -> dict:
         raise UserError(f"{checkpoint} was changed after the run: {problem}; give it as it was written")
     log = read_log(run_dir / "log.jsonl")
     train = of_kind(log, "train")
-    val = [record["loss"] for record in of_kind(log, "val") if record["step"] == step]
-    if len(train) != step or not val:
-        raise UserError(f"{run_dir}/log.jsonl lacks steps, or a validation at step {step}; give a whole run")
+    val = [record["loss"] for record in of_kind(log, "val") if record["step"] == step and record["loss"]]
+    starts = of_kind(log, "run")  # one for each resume, too
+    if len(train) != step or not val or not starts:
+        raise UserError(f"{run_dir}/log.jsonl lacks its start, steps, or a validation at step {step}; give a whole run")
     minutes = sum(record["dt_ms"] for record in train) / 6e4
-    machine = log[0]["machine"]
-    if minutes > kind.minutes or not re.search(kind.machine, machine):
-        raise UserError(f"{run_dir} took {minutes:.1f} minutes on {machine}; docs/record.md says what this kind allows")
+    machines = {start["machine"] for start in starts}
+    constants = load_train_state(checkpoint)["config"]
+    origin = constants.get("init_from") or "random weights"
+    if minutes > kind.minutes or origin != "random weights" or not all(re.search(kind.machine, m) for m in machines):
+        what = f"{run_dir} took {minutes:.1f} minutes from {origin} on {' and '.join(sorted(machines))}"
+        raise UserError(f"{what}; docs/record.md says what this kind allows")
     return dict(
         checkpoint=checkpoint,
-        constants=load_train_state(checkpoint)["config"],
+        constants=constants,
         loss=val[-1],
         step=step,
         tokens=train[-1]["tokens"],
         minutes=minutes,
-        machine=machine,
-        commit=log[0]["commit"],
+        machine=starts[0]["machine"],
+        commit=str(starts[0]["commit"]),
     )
 
 
