@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch.nn import functional as F
 
 from cli import UserError
@@ -245,7 +245,8 @@ class AdapterFiles:
     def write(self, path: Path) -> None:
         """As peft reads them."""
         (path / "adapter_config.json").write_text(json.dumps(self.settings, indent=2) + "\n")
-        save_file(self.tensors, path / "adapter_model.safetensors", metadata=self.metadata)
+        # not save_file, which makes a file that only its owner may read
+        (path / "adapter_model.safetensors").write_bytes(save(self.tensors, self.metadata))
 
     def load(self, path: Path) -> None:
         """Put the A and B of a checkpoint into the model."""

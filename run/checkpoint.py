@@ -122,7 +122,7 @@ def delete(path: Path) -> None:
 
 def remove_leftovers(run_dir: Path, files: tuple[str, ...]) -> None:
     """Remove what a killed process left unfinished: hidden checkpoints and hidden `files` of the run directory."""
-    names = "|".join([r"(damaged_)?step_\d+", r"README\.md", *map(re.escape, files)])
+    names = "|".join([r"(damaged_)?step_\d+", "adapter", r"README\.md", *map(re.escape, files)])
     for path in (*run_dir.glob(".*"), *run_dir.glob("step_*/.*")):  # in a checkpoint: a card
         if re.fullmatch(rf"\.({names})\.\d+\.(tmp|old)", path.name):
             delete(path)
