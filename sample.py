@@ -24,7 +24,7 @@ from typing import Annotated, Literal
 import torch
 from tyro.conf import Positional, arg
 
-from finetuning.chat import chat_ids
+from finetuning.chat import chat_ids, check_tokenizer
 from finetuning.lora import load_adapter, merge, remove_lora
 from learning.generation import generate
 from machine.runtime import Runtime
@@ -77,6 +77,7 @@ def write_texts(config: Config) -> None:
     )  # fmt: skip
     ids = tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token or 0]  # no prompt: start a document
     if config.chat:
+        check_tokenizer(tokenizer, config.model)
         converse(more, tokenizer, model.config.n_positions, config.max_new_tokens, prompt)
     elif config.num_samples == 1:
         print(prompt, end="", flush=True)
