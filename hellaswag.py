@@ -263,7 +263,7 @@ def prepare(rows: list[dict], tokenizer, model_config, style: str) -> Task:
             before = [tokenizer.eot_token or 0]
         measured = after if unit == "token" else endings
         lengths.append([len(ending) for ending in measured])
-        n_bytes.append(len(f" {endings[labels[i]]}".encode()))
+        n_bytes.append(len(f" {endings[labels[i]]}".encode(errors="replace")))
         packed += fit(before, after, 4 * i, model_config.n_positions)
     packed.sort(key=len, reverse=True)
     return Task(style, texts, np.array(labels), np.array(lengths), np.array(n_bytes), packed)
