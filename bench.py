@@ -41,8 +41,8 @@ def main() -> None:
     benchmark = importlib.import_module(f"benchmarks.{name}")
     config = parse_args(benchmark.Config, sys.argv[2:], prog=f"bench.py {name}", description=benchmark.__doc__)
     out = Path(config.json)
-    if config.json and not out.parent.is_dir():  # before the hours that it may take
-        raise UserError(f"--json {out}: {out.parent} is not a directory; make it, or give another path")
+    if config.json and (out.is_dir() or not out.parent.is_dir()):  # before the hours that it may take
+        raise UserError(f"--json {out} must be a file in a directory that exists; make that, or give another path")
     rt = Runtime.setup(config.device, "float32")
     about = machine(rt)
     title = benchmark.__doc__.splitlines()[0]

@@ -67,7 +67,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
         with naming(path):
             part.write_bytes(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
             flush(part)
-        part.replace(path)
+            part.replace(path)
     finally:
         part.unlink(missing_ok=True)
     flush(path.parent)
