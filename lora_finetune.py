@@ -99,7 +99,7 @@ class Config:
     sample_interval: Count = 0  # generate an answer to sample_prompt
     sample_prompt: str = "Give three tips for a good meal."  # the question that samples answer
     sample_tokens: Positive = 128  # tokens of that answer, at most
-    checkpoint_interval: Count = 500  # write a checkpoint, also after the last step, 0 for none; Ctrl-C always does
+    checkpoint_interval: Count = 500  # write a checkpoint, also after the last step; 0: only then; Ctrl-C always does
     keep_checkpoints: Count = 2  # keep this many of the newest, plus the one with the lowest validation loss; 0 for all
     # machine
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: cuda, else mps, else cpu
@@ -177,7 +177,7 @@ def train(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, optimizer:
             run.log_step(loss, grad_norm, lr, n_targets)
             # └────────────────────────────────────────────────────────────────────────────────────────────┘
 
-            if run.catch_up_if_due(config.checkpoint_interval):  # before evaluations, which may fail
+            if run.catch_up_if_due(config.checkpoint_interval or config.max_steps):  # evaluations may fail
                 run.save()
             evaluate_if_due(config, run, model, loss_fn, data)
 
@@ -261,22 +261,23 @@ def read_command_line(args: list[str]) -> Config:
         raise UserError(f"--batch_size {config.batch_size} is less than one example per rank; give {n_ranks} or more")
     if not config.lora_dim and (config.adapter or config.merge):
         raise UserError("--lora_dim 0 trains all weights and no adapter; leave out --adapter and --merge")
-    if config.max_lr and config.min_lr > config.max_lr:
-        raise UserError(f"--min_lr {config.min_lr} is above --max_lr {config.max_lr}; the schedule ends at min_lr")
+    used = (config.base, config.adapter)
+    if config.overwrite and not (config.merge and config.adapter):  # both: out_dir stays as it is
+        refuse_to_rename("--out_dir", config.out_dir, used)
     if config.merge:
-        refuse_to_overwrite(config)
+        if Path(config.merge).exists() and not (config.overwrite or config.resume):
+            what = f"--merge {config.merge} already exists"
+            raise UserError(f"{what}; pass --overwrite to rename it, or choose another name")
+        refuse_to_rename("--merge", config.merge, (*used, f"{config.out_dir}/adapter", "."))
     return config
 
 
-def refuse_to_overwrite(config: Config) -> None:
-    """Raises UserError, now and not after the training, unless --merge can be written."""
-    out = Path(config.merge)
-    if out.exists() and not config.overwrite:
-        raise UserError(f"--merge {out} already exists; pass --overwrite to rename it, or choose another name")
-    for used in (config.base, config.adapter, f"{config.out_dir}/adapter", "."):
-        path = Path(used).resolve()
-        if used and out.resolve() in (path, *path.parents):  # --overwrite would rename what is in use
-            raise UserError(f"--merge {out} is or contains {path}, which is in use; choose another directory")
+def refuse_to_rename(flag: str, directory: str, used: tuple[str, ...]) -> None:
+    """Raises UserError, now and not after the training, for a directory that is or contains what is in use."""
+    for name in filter(None, used):
+        path = Path(name).resolve()
+        if Path(directory).resolve() in (path, *path.parents):
+            raise UserError(f"{flag} {directory} is or contains {path}, which is in use; choose another directory")
 
 
 def resolve_config(requested: Config, checkpoint: Path | None, data: Data, rt: Runtime) -> Config:
@@ -298,6 +299,9 @@ def resolve_config(requested: Config, checkpoint: Path | None, data: Data, rt: R
     eval_interval = requested.eval_interval
     if eval_interval < 0:
         eval_interval = max(max_steps // 10, 1)
+    max_lr = requested.max_lr or (1e-3 if adapter["lora_dim"] else 1e-4)
+    if requested.min_lr > max_lr:
+        raise UserError(f"--min_lr {requested.min_lr} is above --max_lr {max_lr}; the schedule ends at min_lr")
     return replace(
         requested,
         **adapter,
@@ -306,7 +310,7 @@ def resolve_config(requested: Config, checkpoint: Path | None, data: Data, rt: R
         max_steps=max_steps,
         warmup_steps=min(requested.warmup_steps or math.ceil(0.03 * max_steps), max_steps),
         eval_interval=eval_interval,
-        max_lr=requested.max_lr or (1e-3 if adapter["lora_dim"] else 1e-4),
+        max_lr=max_lr,
         threads=torch.get_num_threads() if rt.device.type == "cpu" else requested.threads,
     )
 

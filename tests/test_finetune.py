@@ -293,6 +293,8 @@ merge=. overwrite | --merge . is or contains
 merge=x/adapter out_dir=x | --merge x/adapter is or contains
 lora_dropout=1.0 | --lora_dropout must be in [0, 0.9999], not 1.0
 min_lr=1 | --min_lr 1.0 is above --max_lr
+max_lr=0 min_lr=0.01 | --min_lr 0.01 is above --max_lr 0.001
+base=x/step_000001 out_dir=x overwrite | --out_dir x is or contains
 targets=wte | tied
 lora_dim=0 adapter=x | --adapter
 lora_rank=3 | lora_rank
