@@ -321,6 +321,8 @@ def draw_references(axes, references, y: str, run: Curves) -> None:
         seeds = np.array(entry[y])[:, behind]
         axes.plot(at, seeds.T, DASHES[i % len(DASHES)], color="gray", linewidth=0.8)
         axes.lines[-1].set_label(entry["name"])
+        low, high = axes.get_ylim()
+        axes.set_ylim(seeds.min(initial=low), high)  # so that they show below a run that stays high
 
 
 def draw_scores(axes, runs: Runs, key: str) -> None:
