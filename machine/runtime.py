@@ -167,7 +167,7 @@ class Runtime:
             except UserError as e:
                 found[1] = str(e)
         if self.world_size > 1:
-            dist.broadcast_object_list(found, src=0, device=self.device if self.device.type == "cuda" else None)
+            dist.broadcast_object_list(found, src=0)
         if found[1] is not None:
             raise UserError(found[1])
         return found[0]
