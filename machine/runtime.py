@@ -123,7 +123,7 @@ class Runtime:
         """The module as a loop calls it: compiled and distributed, as decided. Shapes change only if `dynamic`."""
         module = self.compiled(module, dynamic)
         if self.world_size > 1:
-            module = DistributedDataParallel(module, [self.device.index] if self.device.type == "cuda" else None)
+            module = DistributedDataParallel(module)
         return module
 
     def compiled(self, function: Callable, dynamic: bool = False) -> Callable:
