@@ -266,8 +266,9 @@ def read_command_line(args: list[str]) -> Config:
         refuse_to_rename("--out_dir", config.out_dir, used)
     if config.merge:
         if Path(config.merge).exists() and not (config.overwrite or config.resume):
-            what = f"--merge {config.merge} already exists"
-            raise UserError(f"{what}; pass --overwrite to rename it, or choose another name")
+            raise UserError(
+                f"--merge {config.merge} already exists; pass --overwrite to rename it, or choose another name"
+            )
         refuse_to_rename("--merge", config.merge, (*used, f"{config.out_dir}/adapter", "."))
     return config
 

@@ -33,7 +33,7 @@ import hellaswag
 from corpus.order import Batches, to_inputs, training_batches, validation_batches
 from corpus.shards import Shards, open_shards
 from learning.evaluation import complete, validate
-from learning.optim import Optimizer, learning_rate, make_optimizer
+from learning.optim import Optimizer, learning_rate, make_optimizer, muon_part
 from machine.runtime import Runtime, checkpoint_activations, prefetch
 from machine.sharding import shard
 from machine.trials import choose_attention, find_micro_batch_size
@@ -74,7 +74,8 @@ class Config:
     warmup_steps: Count = 715  # steps of linear warmup; 715 are 375M tokens, as for GPT-3; 0 for none
     max_lr: Annotated[float, Range(1e-9, 1e9)] = 6e-4  # peak learning rate of AdamW; Muon has muon_lr
     min_lr: NonNegative = 6e-5  # learning rate at the last step
-    lr_schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: warmup, stable, linear decay
+    # wsd: warmup, stable, linear decay; four_phases: wsd for AdamW, and for Muon a rate that falls sooner (muon_part)
+    lr_schedule: Literal["cosine", "wsd", "four_phases"] = "cosine"
     decay_fraction: Annotated[float, Range(1e-6, 1)] = 0.5  # of the steps after warmup: wsd decays over the last ones
     # optimizer
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for the blocks' matrices, AdamW for the rest
@@ -114,11 +115,11 @@ RECIPES = {
     "gpt2-large": Config(n_layer=36, n_head=20, n_embd=1280, max_lr=2.5e-4, min_lr=2.5e-5),
     "gpt2-xl": Config(n_layer=48, n_head=25, n_embd=1600, max_lr=2e-4, min_lr=2e-5, total_batch_size=1_048_576,
                       max_steps=9_536, warmup_steps=358),
-    # the same GPT-2 with Muon for hidden matrices and a rate that falls to 0 from the warmup on, for half of gpt2's
-    # tokens: at 80 tokens a parameter, models of 0.12M, 0.34M and 0.66M need about half for the same loss, with
-    # the rates of both tuned at the first two (docs/speedrun.md); 124M is untried
-    "speedrun": Config(optimizer="muon", lr_schedule="wsd", decay_fraction=1.0, max_steps=9_537, warmup_steps=256,
-                       max_lr=3e-3, min_lr=0.0),
+    # the same GPT-2 with Muon for hidden matrices, at a rate that falls to 0 from the warmup on, for half of gpt2's
+    # tokens: at 80 tokens a parameter, models of 0.12M, 0.34M and 0.66M needed about half for the same loss, with the
+    # rates of both tuned at the first two, and before four_phases (docs/speedrun.md); 124M is untried
+    "speedrun": Config(optimizer="muon", lr_schedule="four_phases", max_steps=9_537, warmup_steps=256, max_lr=3e-3,
+                       min_lr=0.0),
     # tuned by measurement for one to five minutes on 2 CPU cores
     "tiny": Config(
         data="input.txt", tokenizer="train", vocab_size=2048, n_layer=4, n_head=2, n_embd=128, sequence_length=128,
@@ -174,7 +175,7 @@ def train(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, optimizer:
             # draws the same again
             torch.manual_seed(config.seed + step * rt.world_size + rt.rank)
             lr = learning_rate(step, config)
-            optimizer.set_lr(lr)
+            optimizer.set_lr(lr, muon_part(step, config))
 
             # Each backward() adds to the gradients, which the last step's zero_grad() has cleared. All micro-batches
             # have one size on all ranks, so the mean of their mean losses is the mean over all tokens of the batch.

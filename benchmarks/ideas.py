@@ -67,21 +67,6 @@ def groups(run, of: str, **constants) -> dict:
     return {}
 
 
-def four_phases(run) -> dict:
-    """Muon's rate after the warmup: a plateau, a fast decay to a fifth (progress to the power 0.6), a slow one to 0."""
-
-    def before_step(step):
-        warmup, steps = run.config.warmup_steps, run.config.max_steps
-        progress = (step - warmup) / (steps - warmup)
-        fast = 1 - 0.8 * (max(0.0, progress - 0.04) / 0.52) ** 0.6
-        slow = 0.2 * (1 - progress) / 0.44
-        for group in run.muon.param_groups:
-            if progress > 0:
-                group["lr"] = group["initial_lr"] * (fast if progress < 0.56 else slow)
-
-    return dict(before_step=before_step)
-
-
 def two_momenta(run, first: float, last: float) -> dict:
     """Muon's momentum is a mixture of averages with decay rates 0.85 and 0.98. The slow one's part goes from `first`
     in the first step to `last` in the last one."""
@@ -117,11 +102,10 @@ GPT2 = {
 TRACK = "modded-nanogpt, track 3, PR"
 SPEEDRUN = {
     "AdamW instead of Muon": Idea(UNDO, dict(optimizer="adamw")),
-    "decay over half the steps": Idea(UNDO, dict(decay_fraction=0.5)),
     "Q, K and V as one matrix": Idea(UNDO, {}, groups, dict(of="muon", n_stacked=1)),
     "momentum 0.9": Idea(UNDO, {}, groups, dict(of="muon", momentum=0.9)),
     "Muon at 0.01": Idea("half the rate", dict(muon_lr=0.01)),
-    "four phases": Idea(f"{TRACK} 351", dict(decay_fraction=0.5), four_phases),
+    "one schedule for both": Idea(UNDO, dict(lr_schedule="wsd", decay_fraction=1.0)),
     "two momenta": Idea(f"{TRACK} 340", {}, two_momenta, dict(first=0.5615, last=0.5615)),
     "two momenta, the slow one fading": Idea(f"as in {TRACK} 357", {}, two_momenta, dict(first=0.85, last=0.4)),
     "the rest at 6e-3": Idea(f"{TRACK} 323", dict(max_lr=6e-3)),

@@ -40,7 +40,7 @@ from cli import Count, Range, UserError
 from corpus.order import to_inputs
 from corpus.shards import prepare_text
 from learning.evaluation import validate
-from learning.optim import learning_rate, make_optimizer
+from learning.optim import learning_rate, make_optimizer, muon_part
 from machine.runtime import Runtime
 from model import GPTWithLoss
 from train_gpt2 import RECIPES, build_model, open_data, resolve_config, validation_inputs
@@ -283,7 +283,7 @@ def train(idea: Idea, requested: Training, device: str) -> dict:
             loss = model.loss(*to_inputs(torch.from_numpy(tokens).to(rt.device)))
         optimizer.scale(loss).backward()
         norm = optimizer.clip_grad_norm(config.grad_clip)
-        optimizer.set_lr(learning_rate(step, config))
+        optimizer.set_lr(learning_rate(step, config), muon_part(step, config))
         hooks["before_step"](step)
         optimizer.step(finite=norm.isfinite())
         optimizer.zero_grad()

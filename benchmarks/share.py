@@ -34,6 +34,8 @@ from train_gpt2 import RECIPES
 
 RATIO = 80  # tokens for each parameter
 SHARES = (1.0, 0.67, 0.5, 0.4)  # of these tokens, for speedrun
+# speedrun as it was for these runs: one schedule for Muon and AdamW
+THEN = dict(gpt2={}, speedrun=dict(lr_schedule="wsd", decay_fraction=1.0))
 START = dict(gpt2=32.0, speedrun=2.0)  # the first factor to try: those of the smallest rung
 SHAPE = dict(n_layer=4, vocab_size=2048)
 CONTEXT = 128
@@ -201,7 +203,8 @@ def constants(job: Job) -> dict:
     sizes = dict(sequence_length=CONTEXT, total_batch_size=job.batch, micro_batch_size=job.batch // CONTEXT)
     end = dict(max_steps=steps, warmup_steps=warmup, eval_interval=steps, eval_steps=VAL_TOKENS // job.batch)
     never = dict(hellaswag_interval=0, sample_interval=0, spike_threshold=0, compile="off")
-    return shape(job.width) | sizes | end | never | rates | dict(dtype="float32", attention="flash", seed=job.seed)
+    fixed = dict(dtype="float32", attention="flash", seed=job.seed)
+    return shape(job.width) | sizes | end | never | rates | THEN[job.recipe] | fixed
 
 
 def shape(width: int) -> dict:

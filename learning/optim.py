@@ -5,7 +5,8 @@ Where ranks shard a model, its parameters are DTensors, which know their ranks t
 `sharded_as` ask them, and leave every other tensor as it is.
 
 The schedules, with warmup_steps W and max_steps S. Cosine (Loshchilov and Hutter 2017) has to know S from the start;
-wsd (warmup, stable, decay; Hu et al. 2024, section 4) can continue from any checkpoint of its plateau to a later end:
+wsd (warmup, stable, decay; Hu et al. 2024, section 4) can continue from any checkpoint of its plateau to a later end;
+four_phases is wsd for AdamW, and for Muon a rate that falls sooner (see muon_part):
 
     max_lr     .-._                     max_lr     .-----------.
               /    `-.                            /             \\
@@ -25,8 +26,7 @@ from learning.machine import Machine
 def learning_rate(step: int, config) -> float:
     """The learning rate of step 1 .. max_steps.
 
-    Reads max_steps, warmup_steps, max_lr, min_lr, lr_schedule and decay_fraction of `config`. Raises ValueError for an
-    unknown schedule.
+    Reads max_steps, warmup_steps, max_lr, min_lr, lr_schedule and decay_fraction of `config`.
     """
     if step <= config.warmup_steps:  # AdamW's moments still average only a few gradients: mostly noise
         return config.max_lr * step / config.warmup_steps
@@ -34,11 +34,26 @@ def learning_rate(step: int, config) -> float:
     progress = (step - config.warmup_steps) / n_steps  # 0 .. 1
     if config.lr_schedule == "cosine":
         height = 0.5 * (1 + math.cos(math.pi * progress))
-    elif config.lr_schedule == "wsd":
+    else:  # wsd, four_phases
         height = min(1.0, (1 - progress) / config.decay_fraction)
-    else:
-        raise ValueError(f"unknown lr_schedule {config.lr_schedule!r}")
     return config.min_lr + height * (config.max_lr - config.min_lr)
+
+
+def muon_part(step: int, config) -> float | None:
+    """Which part of its peak Muon's learning rate has in step 1 .. max_steps of `four_phases`; None for the other
+    schedules, where it has the shape of AdamW's.
+
+    After the warmup a plateau until 4% of the steps, a fast decay to a fifth until 56%, and a slow one to 0
+    (modded-nanogpt, track 3, PR 351, whose constants these are).
+    """
+    if config.lr_schedule != "four_phases":
+        return None
+    if step <= config.warmup_steps:
+        return step / config.warmup_steps
+    progress = (step - config.warmup_steps) / (config.max_steps - config.warmup_steps)
+    fast = 1 - 0.8 * (max(0.0, progress - 0.04) / 0.52) ** 0.6
+    slow = 0.2 * (1 - progress) / 0.44
+    return max(fast, slow)  # they meet at 56%
 
 
 # ------------------------------------------------------------------------------------------------- what gets which
@@ -117,10 +132,12 @@ class Optimizer:
     def param_groups(self) -> list[dict]:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
-    def set_lr(self, lr: float) -> None:
-        """Scale the peak of every group by lr / max_lr."""
+    def set_lr(self, lr: float, muon_part: float | None = None) -> None:
+        """Scale the peak of every group by lr / max_lr, but Muon's by `muon_part` where that is given."""
         for group in self.param_groups():
             group["lr"] = group["initial_lr"] * lr / self.max_lr
+            if muon_part is not None and "n_stacked" in group:  # Muon's
+                group["lr"] = group["initial_lr"] * muon_part
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss to call `.backward()` on: in fp16 multiplied by the loss scale, else as it is."""

@@ -68,7 +68,7 @@ gpt2-medium n_layer=24 n_head=16 n_embd=1024 max_lr=0.0003 min_lr=3e-05
 gpt2-large n_layer=36 n_head=20 n_embd=1280 max_lr=0.00025 min_lr=2.5e-05
 gpt2-xl n_layer=48 n_head=25 n_embd=1600 total_batch_size=1048576 max_steps=9536 warmup_steps=358 max_lr=0.0002
   min_lr=2e-05
-speedrun max_steps=9537 warmup_steps=256 max_lr=0.003 min_lr=0.0 lr_schedule='wsd' decay_fraction=1.0 optimizer='muon'
+speedrun max_steps=9537 warmup_steps=256 max_lr=0.003 min_lr=0.0 lr_schedule='four_phases' optimizer='muon'
 tiny data='input.txt' tokenizer='train' n_layer=4 n_head=2 n_embd=128 sequence_length=128 vocab_size=2048
   total_batch_size=2048 max_steps=1200 warmup_steps=20 max_lr=0.003 min_lr=0.0 lr_schedule='wsd' decay_fraction=0.4
   optimizer='muon' weight_decay=0.15 eval_interval=200 eval_steps=0 hellaswag_interval=0 sample_interval=600
@@ -77,8 +77,8 @@ cores data='input.txt' tokenizer='train' bpe_dropout=0.1 n_layer=4 n_head=4 n_em
   vocab_size=2048 total_batch_size=2048 max_steps=2000 warmup_steps=20 max_lr=0.003 min_lr=0.0 lr_schedule='wsd'
   decay_fraction=0.4 optimizer='muon' weight_decay=0.15 eval_interval=200 eval_steps=0 hellaswag_interval=0
   sample_interval=600 sample_prompt='' checkpoint_interval=600
-record data='fineweb10B' max_steps=9537 target_loss=3.28 warmup_steps=256 max_lr=0.003 min_lr=0.0 lr_schedule='wsd'
-  decay_fraction=1.0 optimizer='muon' hellaswag_interval=0
+record data='fineweb10B' max_steps=9537 target_loss=3.28 warmup_steps=256 max_lr=0.003 min_lr=0.0
+  lr_schedule='four_phases' optimizer='muon' hellaswag_interval=0
 """
 
 

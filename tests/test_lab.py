@@ -130,19 +130,6 @@ def test_an_unknown_idea_or_a_ledger_cut_in_a_line_is_one_line(door, tmp_path):
         assert_user_error(door("--table", "--ledger", "a.jsonl"), "a.jsonl", "line 2")
 
 
-def test_four_phases_begin_at_the_peak_of_muon_and_fall_to_zero():
-    muon = SimpleNamespace(param_groups=[dict(initial_lr=0.02, lr=0.0)])
-    run = SimpleNamespace(muon=muon, config=SimpleNamespace(warmup_steps=10, max_steps=1010))
-    before_step = ideas.four_phases(run)["before_step"]
-    rates = []
-    for step in (10, 11, 50, 51, 569, 571, 800, 1010):
-        before_step(step)
-        rates.append(muon.param_groups[0]["lr"])
-    assert rates[:3] == [0.0, 0.02, 0.02], "the warmup is the schedule's own"
-    assert rates[4:6] == pytest.approx([0.004, 0.004], rel=0.02) and rates[-1] == 0
-    assert rates[3:] == sorted(rates[3:], reverse=True)
-
-
 def test_muon_steps_along_the_mixture_of_two_momenta():
     p = torch.nn.Parameter(torch.zeros(3, 3))
     muon = optim.Muon([p], 0.02, 0.1)  # momentum 0.95

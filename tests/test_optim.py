@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from learning.optim import LossScale, Muon, decay_groups, learning_rate, make_optimizer, orthogonalized
+from learning.optim import LossScale, Muon, decay_groups, learning_rate, make_optimizer, muon_part, orthogonalized
 from learning.optim import Optimizer as LoopOptimizer
 from model import GPT, GPTConfig
-from tests.helpers import assert_invalid, seeded
+from tests.helpers import seeded
 from train_gpt2 import Config
 
 CONSTANTS = dict(max_lr=1e-3, min_lr=1e-4, max_steps=110, warmup_steps=10, decay_fraction=0.4)
@@ -115,7 +115,17 @@ def test_the_schedules_at_their_corners():
     assert [learning_rate(s, cosine) for s in (1, 10, 60, 110)] == pytest.approx([0.1, 1.0, 0.55, 0.1])
     wsd = replace(cosine, min_lr=0.0, warmup_steps=0, max_steps=100, lr_schedule="wsd")
     assert [learning_rate(s, wsd) for s in (1, 30, 60, 80, 100)] == pytest.approx([1.0, 1.0, 1.0, 0.5, 0.0])
-    assert_invalid("linear", learning_rate, 1, replace(wsd, lr_schedule="linear"))
+    assert [muon_part(s, wsd) for s in (1, 100)] == [None, None]
+
+
+def test_four_phases_are_those_of_muon_while_adamw_has_a_plateau():
+    config = Settings(max_lr=1e-3, min_lr=0.0, warmup_steps=10, max_steps=1010, lr_schedule="four_phases")
+    steps = (5, 10, 50, 310, 569, 571, 790, 1010)
+    parts = [0.5, 1.0, 1.0, 0.4722, 0.2, 0.2, 0.1, 0.0]
+    assert [muon_part(s, config) for s in steps] == pytest.approx(parts, abs=2e-3)
+    optimizer = make_optimizer(small(), config, Machine())
+    optimizer.set_lr(learning_rate(310, config), muon_part(310, config))
+    assert [g["lr"] for g in optimizer.param_groups()] == pytest.approx([1e-3, 1e-3, 0.009444, 0.009444], rel=1e-4)
 
 
 # ---- the step
