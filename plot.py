@@ -29,7 +29,7 @@ class Config:
     runs: Annotated[tuple[str, ...], Positional, arg(metavar="RUN [RUN ...]")]  # run directories, or log.jsonl files
     x: Literal["steps", "tokens", "seconds", "flops"] = "steps"  # the x axis
     y: Literal["loss", "bpb"] = "loss"  # loss in nats per token, or in bits per byte
-    reference: bool = False  # also draw the runs of docs/reference.json that are comparable with the first run
+    reference: bool = False  # also draw runs of docs/reference.json with the same constants; llm.c's is on FineWeb
     out: str = "plot.png"  # picture to write: .png, .svg or .pdf; an existing one is renamed
 
 
@@ -44,9 +44,7 @@ def main() -> None:
     first = next(iter(runs))
     known = references(runs[first]) if config.reference else []
     if config.reference and not known:
-        raise UserError(
-            f"--reference: {REFERENCES} has no run with the constants and the data of {first}; leave it out"
-        )
+        raise UserError(f"--reference: {REFERENCES} has no run with the constants of {first}; leave it out")
     aside = f"; the earlier one is now {set_aside(out)}" if out.exists() else ""
     draw(runs, out, config.x, config.y, known)
     for entry in known:
