@@ -183,9 +183,10 @@ def text_tokens(data: str, tokenizer, digest: str) -> tuple[torch.Tensor, int]:
 
 def shard_tokens(data: str) -> tuple[torch.Tensor, int]:
     """The first tokens of a shard in llm.c's format: 256 int32 of header, then uint16. Raises UserError."""
-    if not Path(data).is_file():
-        raise UserError(f"--data {data!r} is not a file; give FineWeb's validation shard, see docs/record.md")
-    return torch.from_numpy(np.fromfile(data, np.uint16, VAL_TOKENS + 1, offset=1024).astype(np.int64)), 0
+    ids = np.fromfile(data, np.uint16, VAL_TOKENS + 1, offset=1024) if Path(data).is_file() else ()
+    if len(ids) <= VAL_TOKENS:
+        raise UserError(f"--data {data!r} is not FineWeb's validation shard, which docs/record.md names; give that")
+    return torch.from_numpy(ids.astype(np.int64)), 0
 
 
 @torch.no_grad()

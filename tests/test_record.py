@@ -146,7 +146,7 @@ def test_the_loss_at_124m_is_over_the_tokens_of_a_shard(tmp_path, monkeypatch):
     monkeypatch.setattr(record, "VAL_TOKENS", 100)
     (tmp_path / "val.bin").write_bytes(bytes(1024) + torch.arange(200, dtype=torch.int16).numpy().tobytes())
     assert record.shard_tokens(str(tmp_path / "val.bin"))[0].tolist() == list(range(101))
-    assert_refused("'' is not a file", record.shard_tokens, "")
+    assert_refused("'' is not FineWeb's", record.shard_tokens, "")
 
 
 @pytest.mark.parametrize(
