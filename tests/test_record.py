@@ -102,6 +102,7 @@ CHEATS = [
     (pad, "vocab_size"),
     (partial(edit_constants, seed=7), "seeds are [0, 7]"),
     (partial(edit_constants, max_lr=0.5), "max_lr"),
+    (partial(edit_constants, init_from="gpt2"), "from gpt2 on"),
     (partial(lower_loss, by=0.02), "do not overlap"),
     (partial(edit_config, activation_function="relu"), "activation_function"),
     (partial(edit_config, final_logit_softcapping=15.0), "final_logit_softcapping"),
