@@ -177,7 +177,8 @@ def train(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, optimizer:
             run.log_step(loss, grad_norm, lr, n_targets)
             # └────────────────────────────────────────────────────────────────────────────────────────────┘
 
-            if run.catch_up_if_due(config.checkpoint_interval or config.max_steps):  # evaluations may fail
+            # before evaluations, which may fail
+            if run.catch_up_if_due(config.checkpoint_interval or config.max_steps):
                 run.save()
             evaluate_if_due(config, run, model, loss_fn, data)
 

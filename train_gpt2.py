@@ -74,7 +74,7 @@ class Config:
     warmup_steps: Count = 715  # steps of linear warmup; 715 are 375M tokens, as for GPT-3; 0 for none
     max_lr: Annotated[float, Range(1e-9, 1e9)] = 6e-4  # peak learning rate of AdamW; Muon has muon_lr
     min_lr: NonNegative = 6e-5  # learning rate at the last step
-    # wsd: warmup, stable, linear decay; four_phases: wsd for AdamW, and for Muon a rate that falls sooner (muon_part)
+    # wsd: warmup, stable, linear decay; four_phases: the same for AdamW, while Muon's rate falls from the start
     lr_schedule: Literal["cosine", "wsd", "four_phases"] = "cosine"
     decay_fraction: Annotated[float, Range(1e-6, 1)] = 0.5  # of the steps after warmup: wsd decays over the last ones
     # optimizer

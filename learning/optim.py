@@ -6,7 +6,7 @@ Where ranks shard a model, its parameters are DTensors, which know their ranks t
 
 The schedules, with warmup_steps W and max_steps S. Cosine (Loshchilov and Hutter 2017) has to know S from the start;
 wsd (warmup, stable, decay; Hu et al. 2024, section 4) can continue from any checkpoint of its plateau to a later end;
-four_phases is wsd for AdamW, and for Muon a rate that falls sooner (see muon_part):
+four_phases is wsd for AdamW, while Muon's rate falls from the start (`muon_part`):
 
     max_lr     .-._                     max_lr     .-----------.
               /    `-.                            /             \\
@@ -40,11 +40,11 @@ def learning_rate(step: int, config) -> float:
 
 
 def muon_part(step: int, config) -> float | None:
-    """Which part of its peak Muon's learning rate has in step 1 .. max_steps of `four_phases`; None for the other
-    schedules, where it has the shape of AdamW's.
+    """Muon's learning rate over its peak, in step 1 .. max_steps of `four_phases`. None for the other schedules, where
+    it has the shape of AdamW's.
 
-    After the warmup a plateau until 4% of the steps, a fast decay to a fifth until 56%, and a slow one to 0
-    (modded-nanogpt, track 3, PR 351, whose constants these are).
+    The phases are the warmup, a plateau until 4% of the steps after it, a fast decay to a fifth until 56%, and a slow
+    one to 0. The constants are those of modded-nanogpt, track 3, PR 351.
     """
     if config.lr_schedule != "four_phases":
         return None
@@ -132,12 +132,12 @@ class Optimizer:
     def param_groups(self) -> list[dict]:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
-    def set_lr(self, lr: float, muon_part: float | None = None) -> None:
-        """Scale the peak of every group by lr / max_lr, but Muon's by `muon_part` where that is given."""
+    def set_lr(self, lr: float, for_muon: float | None = None) -> None:
+        """Scale the peak of every group by lr / max_lr, but those of Muon by `for_muon` if it is given."""
         for group in self.param_groups():
             group["lr"] = group["initial_lr"] * lr / self.max_lr
-            if muon_part is not None and "n_stacked" in group:  # Muon's
-                group["lr"] = group["initial_lr"] * muon_part
+            if for_muon is not None and "n_stacked" in group:  # a group of Muon
+                group["lr"] = group["initial_lr"] * for_muon
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss to call `.backward()` on: in fp16 multiplied by the loss scale, else as it is."""
