@@ -187,20 +187,20 @@ def test_what_is_written_is_spoken_to_in_the_form_that_was_trained(finetune, tmp
 
 
 def test_what_is_overwritten_is_renamed_and_never_lost(finetune, base, tmp_path, run_dir):
-    (tmp_path / "merged").mkdir()
-    (tmp_path / "merged" / "notes.txt").write_text("mine")
-    finetune.error("merged already exists", max_steps=1, merge=tmp_path / "merged")
+    merged = tmp_path / "merged"
+    merged.mkdir()
+    (merged / "notes.txt").write_text("mine")
+    finetune.error("merged already exists", max_steps=1, merge=merged)
     assert not (run_dir / "log.jsonl").exists()
-    result = finetune(max_steps=1, merge=tmp_path / "merged", overwrite=True)
-    assert f"the earlier {tmp_path / 'merged'} is now {tmp_path / 'merged.1'}" in result.stdout
+    result = finetune(max_steps=1, merge=merged, overwrite=True)
+    assert f"the earlier {merged} is now {merged}.1" in result.stdout
     assert (tmp_path / "merged.1" / "notes.txt").read_text() == "mine"
-    assert (tmp_path / "merged" / "model.safetensors").exists()
     for target in (base / "base", base, run_dir, tmp_path, run_dir / "adapter", Path.cwd(), "/"):
-        words = dict(merge=target, adapter=run_dir / "adapter", overwrite=True)
-        finetune.error("--merge", **words)
+        finetune.error("--merge", merge=target, adapter=run_dir / "adapter", overwrite=True)
     (run_dir / "adapter" / "notes.txt").write_text("mine")  # and the run continues
-    finetune(max_steps=2, resume=True)
+    finetune(max_steps=2, resume=True, merge=merged, checkpoint_interval=0)
     assert (run_dir / "adapter.1" / "notes.txt").read_text() == "mine"
+    assert (tmp_path / "merged.2" / "model.safetensors").exists() and (run_dir / "step_000002").exists()
 
 
 # ---- what a resume does with a changed constant: docs/lora.md

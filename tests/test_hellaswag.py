@@ -175,7 +175,7 @@ def test_a_merge_across_context_and_ending_leaves_a_token_to_score(model, rt):
         def encode_ordinary(self, text: str) -> list[int]:
             return [7] if "not" in text else [5, 6, 6]
 
-    row = dict(activity_label="To", ctx_a="be or", ctx_b="", endings=["not to be"] * 4, label=0)
+    row = dict(activity_label="To", ctx_a="be or", ctx_b="", endings=["not to be \ud800"] * 4, label=0)
     result = evaluate(model, prepare([row], Greedy(), model.config, "harness"), rt)
     assert all(sum_ < 0 for sum_ in result["log_likelihoods"][0])
 

@@ -1,9 +1,10 @@
 """The judge of records: it accepts what the recipe leaves behind, and refuses each way to look better than one is."""
 
 import hashlib
+import json
 import math
+import re
 import shutil
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +24,7 @@ from tests.helpers import (
     read_json,
     read_lines,
     small_args,
+    table,
     write_json,
     write_lines,
 )
@@ -82,11 +84,11 @@ def edit_constants(checkpoint, **changes) -> None:
     torch.save(state, checkpoint / "train_state.pt")
 
 
-def lower_loss(checkpoint, by: float) -> None:
-    """The log of somebody who validated with a stride of less than T."""
+def edit_log(checkpoint, of: str, lower: float = 0, **changes) -> None:
+    """Change the records of one kind, or lower their loss, as it is with a stride of less than T."""
     path = checkpoint.parent / "log.jsonl"
     records = read_lines(path)
-    write_lines(path, [r | dict(loss=r["loss"] - by) if r["kind"] == "val" else r for r in records])
+    write_lines(path, [r | (changes or dict(loss=r["loss"] - lower)) if r["kind"] == of else r for r in records])
 
 
 def test_runs_of_the_recipe_are_accepted_with_the_loss_that_they_logged(judge, entry):
@@ -98,24 +100,41 @@ def test_runs_of_the_recipe_are_accepted_with_the_loss_that_they_logged(judge, e
     assert float(second) == pytest.approx(wanted, rel=1e-3)
 
 
-CHEATS = [
-    (pad, "vocab_size"),
-    (partial(edit_constants, seed=7), "seeds are [0, 7]"),
-    (partial(edit_constants, max_lr=0.5), "max_lr"),
-    (partial(edit_constants, init_from="gpt2"), "from gpt2 on"),
-    (partial(lower_loss, by=0.02), "do not overlap"),
-    (partial(edit_config, activation_function="relu"), "activation_function"),
-    (partial(edit_config, final_logit_softcapping=15.0), "final_logit_softcapping"),
-    (partial(edit_config, n_head=1), "the checkpoint has"),
-]
+# what somebody edits, and what the judge says
+CHEATS = """
+pad | {} | vocab_size
+edit_constants | {"seed": 7} | seeds are [0, 7]
+edit_constants | {"max_lr": 0.5} | max_lr
+edit_constants | {"init_from": "gpt2"} | from gpt2 on
+edit_log | {"of": "val", "lower": 0.02} | do not overlap
+edit_log | {"of": "val", "loss": null} | or a validation at step 60
+edit_log | {"of": "run", "kind": "damaged"} | lacks its start
+edit_log | {"of": "run", "machine": "a TPU"} | on a TPU
+edit_config | {"activation_function": "relu"} | activation_function
+edit_config | {"final_logit_softcapping": 15.0} | final_logit_softcapping
+edit_config | {"n_head": 1} | the checkpoint has
+"""
 
 
-@pytest.mark.parametrize("cheat, words", CHEATS)
-def test_what_is_not_the_recipes_is_refused(judge, entry, cheat, words):
+@pytest.mark.parametrize("edit, cells", table(CHEATS))
+def test_what_is_not_the_recipes_is_refused(judge, entry, edit, cells):
+    changes, words = cells
     [(_, checkpoint)] = checkpoint_steps(entry / "run1")[-1:]
-    cheat(checkpoint)
+    globals()[edit](checkpoint, **json.loads(changes))
     reseal(checkpoint)
     assert_user_error(judge(), words)
+
+
+MACHINES = """\
+x86_64, cpu with 1 thread, bfloat16
+x86_64, cpu with 2 of 8 threads, bfloat16
+x86_64, cpu with 1 thread, bfloat16, 8 ranks
+x86_64, cpu with 12 threads, bfloat16
+"""
+
+
+def test_two_cores_are_one_or_two_threads_of_one_rank():
+    assert re.findall(record.KINDS["cores"].machine, MACHINES, re.MULTILINE) == ["thread", "of"]
 
 
 def test_an_edited_file_of_a_checkpoint_is_refused(judge, entry):

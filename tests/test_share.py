@@ -52,8 +52,8 @@ def test_constants_are_the_recipes_at_eighty_tokens_a_parameter():
     assert found["max_steps"] == round(80 * 120_512 / 2048) and found["warmup_steps"] == 4708 * 715 // 19_073
     assert (found["max_lr"], found["min_lr"]) == pytest.approx((8 * 6e-4, 8 * 6e-5))
     half = share.constants(Job("speedrun", 96, 512, 0.5, 0.5, 1))
-    assert half["max_steps"] == round(0.5 * round(80 * 656_448 / 512)) and half["micro_batch_size"] == 4
-    assert (half["max_lr"], half["min_lr"], half["muon_lr"]) == (1.5e-3, 0.0, 0.01)
+    wanted = dict(micro_batch_size=4, max_lr=1.5e-3, min_lr=0.0, muon_lr=0.01, lr_schedule="wsd", decay_fraction=1.0)
+    assert half | wanted == half and half["max_steps"] == round(0.5 * round(80 * 656_448 / 512))
 
 
 @pytest.fixture
