@@ -203,6 +203,7 @@ def test_the_file_holds_the_adapter_bit_for_bit_and_nothing_else(tmp_path):
     path = save_adapter(model, tmp_path / "adapter", lora.weights_sha256(small_gpt()))
     file = path / TENSORS
     assert sorted(p.name for p in path.iterdir()) == [CONFIG, TENSORS]
+    assert file.stat().st_mode == (path / CONFIG).stat().st_mode
     header = int.from_bytes(file.read_bytes()[:8], "little")
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert file.stat().st_size == 8 + header + 4 * trainable  # safetensors: length, header, fp32 values

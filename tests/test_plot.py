@@ -335,17 +335,22 @@ def test_scores_without_errors_have_no_bars(panels):
 # ---------------------------------------------------------------------------------------------- runs against others
 
 
-@pytest.mark.parametrize(
-    "change, y, winner",
-    [({}, "loss", "b"), (dict(data=dict(source="b.txt")), "loss", None), (dict(tokenizer="u"), "loss", None),
-     (dict(tokenizer="u", data=dict(source="a.txt", tokenizer="u"), bpb=0.2), "bpb", "a")],
-)  # fmt: skip
-def test_a_winner_is_named_only_among_runs_that_can_be_compared(door, figures, tmp_path, change, y, winner):
+RIVALS = """
+{} | loss | reached by b
+{"data": {"source": "b.txt"}} | loss | not comparable
+{"tokenizer": "u"} | loss | not comparable
+{"tokenizer": "u", "data": {"source": "a.txt", "tokenizer": "u"}, "bpb": 0.2} | bpb | reached by a
+"""
+
+
+@pytest.mark.parametrize("change, cells", table(RIVALS))
+def test_a_winner_is_named_only_among_runs_that_can_be_compared(door, figures, tmp_path, change, cells):
+    y, verdict = cells
     write_log(tmp_path / "a", run_of(0.3))
-    write_log(tmp_path / "b", run_of(0.25, **change))
+    write_log(tmp_path / "b", run_of(0.25, **json.loads(change)))
     assert door("a", "b", "--x", "flops", "--y", y).returncode == 0
     words = words_of(figures[0])
-    assert (f"reached by {winner}" if winner else "not comparable") in words and curves.LOSS_IN[y] in words
+    assert verdict in words and curves.LOSS_IN[y] in words
     assert ("thin: training" in words) == (y == "loss")
 
 
@@ -354,13 +359,14 @@ def test_a_known_run_is_drawn_behind_one_with_its_constants(door, figures, tmp_p
     known = dict(name="3 seeds", source="made up", of=dict(n_layer=4, source="a.txt"), tokens=[10**14, 10**15])
     write_json(tmp_path / "known.json", [known | dict(loss=[[0.4, end] for end in ends])])
     monkeypatch.setattr(plot, "REFERENCES", tmp_path / "known.json")
-    records = run_of(0.25, config=dict(n_layer=4))
-    write_log(tmp_path / "fits", records)
+    write_log(tmp_path / "fits", run_of(0.45, config=dict(n_layer=4)))
     write_log(tmp_path / "other", run_of(0.25, config=dict(n_layer=5)))
     assert "3 seeds: made up" in door("fits", "--reference").stdout
-    seeds = [line for line in figures[0].axes[0].lines if line.get_ydata()[0] == 0.4]
+    axes = figures[0].axes[0]
+    seeds = [line for line in axes.lines if line.get_ydata()[0] == 0.4]
     assert [[*line.get_ydata()] for line in seeds] == [[0.4, end] for end in ends]
     assert seeds[0].get_xdata() == pytest.approx([0, 1]) and seeds[-1].get_label() == "3 seeds"
+    assert axes.get_ylim()[0] <= 0.3, "they show, although this run stays above them"
     assert_user_error(door("other", "--reference"), "--reference", "other")
 
 

@@ -89,6 +89,11 @@ def test_bytes_that_are_not_utf8_are_one_line(run):
     assert "caf" in run("caf\udce9").stdout
 
 
+def test_a_chat_needs_a_token_that_ends_an_answer(run, monkeypatch):
+    monkeypatch.setattr("bpe.tokenizer.ENDOFTEXT", "absent")
+    assert_user_error(run(chat=True), "has no <|endoftext|>")
+
+
 def test_the_seed_decides_the_texts_and_each_of_them_is_another(run):
     first, again, other = (run("The sea", max_new_tokens=20, seed=seed).stdout for seed in (1, 1, 2))
     assert first == again != other
