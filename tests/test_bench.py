@@ -349,6 +349,10 @@ def test_a_part_that_fails_is_named_and_the_others_go_on(report):
     assert "**there is no data**" in first and "some words" in first and "| 2.0 tokens/s |" in second
 
 
+def test_data_that_is_not_there_is_named_and_not_downloaded():
+    assert "/nowhere/alpaca*.json" in gpu.command("lora", gpu.Config(data="/nowhere"), Path())
+
+
 def test_a_part_alone_is_added_to_the_report_in_its_place(report):
     both = dict(first=WRITE, second=WRITE)
     assert "part first" not in report(both, "--only", "second")
