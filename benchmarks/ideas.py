@@ -104,7 +104,6 @@ SPEEDRUN = {
     "AdamW instead of Muon": Idea(UNDO, dict(optimizer="adamw")),
     "Q, K and V as one matrix": Idea(UNDO, {}, groups, dict(of="muon", n_stacked=1)),
     "momentum 0.9": Idea(UNDO, {}, groups, dict(of="muon", momentum=0.9)),
-    "Muon at 0.01": Idea("half the rate", dict(muon_lr=0.01)),
     "one schedule for both": Idea(UNDO, dict(lr_schedule="wsd", decay_fraction=1.0)),
     "two momenta": Idea(f"{TRACK} 340", {}, two_momenta, dict(first=0.5615, last=0.5615)),
     "two momenta, the slow one fading": Idea(f"as in {TRACK} 357", {}, two_momenta, dict(first=0.85, last=0.4)),
