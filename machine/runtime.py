@@ -205,6 +205,20 @@ class Runtime:
         """Wait for the device, so that a clock that is read afterwards counts all of its work."""
         getattr(torch, self.device.type).synchronize()
 
+    def mark_time(self) -> "torch.cuda.Event | float":
+        """The moment at which the device will have done the work that it has now. The host's clock would not tell: it
+        is up to a step ahead, or held up where a thousand launches wait."""
+        if self.device.type == "cuda":
+            mark = torch.cuda.Event(enable_timing=True)
+            mark.record()
+            return mark
+        self.synchronize()
+        return time.perf_counter()
+
+    def seconds_between(self, a, b) -> float:
+        """Between two results of `mark_time`, which the device has passed."""
+        return a.elapsed_time(b) / 1e3 if self.device.type == "cuda" else b - a
+
     def peak_memory(self) -> int:
         """Peak bytes: of the GPU's allocator, else resident memory of the process."""
         if self.device.type == "cuda":
@@ -446,19 +460,18 @@ def prefetch(batches: Iterator, device: torch.device) -> Iterator:
     An error of the iterator is raised when its batch is due. Close the generator if you leave it early.
     """
     on_gpu = device.type == "cuda"
-    ended = object()
 
     def load():
         if on_gpu:  # a new thread starts on GPU 0, and would open a context there
             torch.cuda.set_device(device)
-        batch = next(batches, ended)
-        if batch is ended:
-            return ended
+        batch = next(batches, None)
+        if batch is None:
+            return None
         tensors = tree_map(torch.as_tensor, batch)
         return tree_map(torch.Tensor.pin_memory, tensors) if on_gpu else tensors
 
     with ThreadPoolExecutor(1, "prefetch") as thread:
         coming = thread.submit(load)
-        while (batch := coming.result()) is not ended:
+        while (batch := coming.result()) is not None:
             coming = thread.submit(load)  # the next one, while this one is used
             yield tree_map(lambda tensor: tensor.to(device, non_blocking=on_gpu), batch)

@@ -135,7 +135,7 @@ class RunLog:
             "memory_gib": round(self.rt.peak_memory() / 2**30, 3),
             "skipped_steps": next(skipped, 0),
         }
-        if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
+        if not math.isfinite(metrics["loss"] + metrics["grad_norm"]):
             record["skipped_steps"] += 1
             record["skipped"] = True
         self.append(record)

@@ -14,7 +14,6 @@ import math
 import shlex
 import signal
 import sys
-import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -163,7 +162,7 @@ class Run:
             self.data_step += 1
             self._done = []
             if not self._launched:  # none is under way: a step's time begins here, after evaluations and saves
-                self._clock = time.perf_counter()
+                self._began = self.rt.mark_time()
             yield self.step, next(batches)
             if self.step == self.max_steps:
                 self._read_steps()  # the last ones may hold a spike, and are then taken again
@@ -183,7 +182,9 @@ class Run:
         # Reading a number now would let the GPU run dry: the host must be ahead, launching the kernels of the next step
         # while those of this one run. The count of targets is separate, since fp32 is exact only up to 2**24.
         metrics = torch.stack([loss, grad_norm, self._stops_wanted()])
-        self._launched.append((self.step, lr, self.rt.read_later(metrics), self.rt.read_later(n_targets)))
+        self._launched.append(
+            (self.step, lr, self.rt.read_later(metrics), self.rt.read_later(n_targets), self.rt.mark_time())
+        )
         self._read_steps(self.rt.steps_ahead)
 
     def catch_up_if_due(self, interval: int, kind: str = "", at_start: bool = False) -> bool:
@@ -285,14 +286,12 @@ class Run:
         while len(self._launched) > unread and self._spike is None:
             self._read_step(*self._launched.popleft())
 
-    def _read_step(self, step: int, lr: float, read_metrics, read_n_targets) -> None:
+    def _read_step(self, step: int, lr: float, read_metrics, read_n_targets, ended) -> None:
         """Wait for a step, log it, and notice a stop, a spike or a bad step. Raises UserError after too many."""
         loss, grad_norm, stop = read_metrics()
         n_targets = read_n_targets()
-        # from one step's metrics to the next step's: what a step takes when host and device overlap
-        now = time.perf_counter()
-        seconds = max(now - self._clock, 1e-9)  # two readings may be equal
-        self._clock = now
+        seconds = self.rt.seconds_between(self._began, ended)
+        self._began = ended
         self.tokens += n_targets
         metrics = dict(loss=loss, lr=lr, grad_norm=grad_norm, tokens=self.tokens)
         if step == self._first_step + 1:
@@ -302,7 +301,7 @@ class Run:
             self.rt.print(f"first loss {loss:.3f}; if all tokens are equally likely, {self.facts['uniform_loss']:.3f}")
         if stop > 0:
             self._stop = True  # acted on between steps, where all ranks have read the same metrics
-        if math.isfinite(loss) and math.isfinite(grad_norm):
+        if math.isfinite(loss + grad_norm):
             self._bad_steps = 0
             if self._spikes.add(loss):
                 self._spike = (step, loss)

@@ -6,6 +6,7 @@ can be equal: the fast way may be twice as far from fp32 as the plain way in bf1
 """
 
 import shutil
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -31,7 +32,6 @@ from model import GPT, GPTConfig, GPTWithLoss
 from run.checkpoint import copy_to_host, remove_after
 from run.run import Run
 from tests.helpers import log_of, seeded
-from tests.test_spikes import spiky_args
 from train_gpt2 import RECIPES
 
 pytestmark = pytest.mark.gpu
@@ -115,15 +115,6 @@ def test_a_resumed_run_has_the_losses_of_one_that_was_not_interrupted(train, tmp
     assert far(losses_by_step(tmp_path / "parts"), losses_by_step(tmp_path / "whole")) < 1e-3
 
 
-@pytest.mark.skipif(not CUDA, reason="tests/test_spikes.py does this on a CPU")
-def test_after_a_spike_a_run_continues_from_a_checkpoint(train, tmp_path, run_dir, optimizer):
-    spiky = spiky_args(tmp_path, optimizer=optimizer, device=DEVICE)
-    train(**spiky)
-    (rollback,) = log_of(run_dir, "rollback")
-    assert rollback["step"] == 20 and list(losses_by_step(run_dir)) == list(range(1, 41))
-    assert losses_by_step(run_dir)[40] < 1.5 * losses_by_step(run_dir)[20]
-
-
 # ------------------------------------------------------------------------------------------------------ between ranks
 
 
@@ -174,6 +165,15 @@ def test_a_group_of_one_rank_makes_the_steps_of_a_process_alone(one_rank, way, o
 
 
 # ----------------------------------------------------------------------------------------------------- nothing is slow
+
+
+def test_the_time_between_two_marks_is_that_of_the_device_and_not_of_the_host():
+    rt = Runtime.setup(DEVICE)
+    marks = [rt.mark_time()]
+    torch.cuda._sleep(10**9) if CUDA else time.sleep(0.3)  # cycles, for which the host does not wait
+    marks.append(rt.mark_time())
+    rt.synchronize()
+    assert 0.25 < rt.seconds_between(*marks) < 2
 
 
 @pytest.fixture
