@@ -45,7 +45,8 @@ The sum is the peak, compiled or not. tests/fake_gpu compares all this with PyTo
 masks, the context of the device (0.5 GB on CUDA), and fragmentation (5% is reserved for it). The trial of micro-batches
 measures what is not compiled.
 
-The time is an estimate, not a measurement, and leaves out what ranks spend on exchanging gradients: see `step_parts`.
+The time is an estimate, measured on an H200 alone, and leaves out what ranks spend on exchanging gradients: see
+`step_parts`.
 
 This file runs no training and opens no run: it computes without a device, and reads only the sizes of data and disk.
 """
@@ -63,15 +64,14 @@ from learning.optim import MOMENTS
 from machine.runtime import Runtime, peaks
 from model import GPTConfig
 
-CARDS = ("B200", "H100", "A100", "L40S", "RTX 4090", "RTX 3090")
+CARDS = ("B200", "H200", "H100", "A100", "L40S", "RTX 4090", "RTX 3090")
 DEVICES = (16, 24, 40, 80, 141)  # GB that GPUs come with
 WORKSPACES = 2 * 33_554_432  # bytes that cuBLAS takes on Hopper, for the forward and the backward pass; else a quarter
 MICRO_BATCHES = (1, 8, 64)
 RANKS = (1, 2, 4, 8)
 STEP = 2**16  # tokens of the step whose time is estimated: 64 sequences of 1,024
-REACHED = dict(matrix=0.64, attention=0.25, memory=0.92)  # of the peaks, by kernels: near what is reported of an H100
-LAUNCHES = 5e-4  # seconds for which a core launches the kernels of a block, compiled (tests/fake_gpu measures it); the
-# GPU works meanwhile, but there are gaps between kernels, so the step is taken to be longer by all of it
+# of the peaks, by the kernels of a profiled step on an H200 (docs/benchmarks.md); `memory` with the gaps between kernels
+REACHED = dict(matrix=0.72, attention=0.25, memory=0.66)
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,8 @@ def print_plan(config, shape: GPTConfig, rt: Runtime) -> None:
         f"memory  GB on each rank, {config.optimizer}, {8 * itemsize}-bit products, micro-batches of B sequences;",
         "        with torch.compile on a GPU, unless --compile off; --micro_batch_size 0 tries without\n",
         *memory_table(shape, layout, config.total_batch_size // T, config.micro_batch_size),
-        "\ntime    estimated from data sheets, not measured; without the gradient exchange between ranks,",
-        "        evaluations and checkpoints\n",
+        "\ntime    estimated from data sheets and the profile of one H200; without the gradient exchange",
+        "        between ranks, evaluations and checkpoints\n",
         *time_table(shape, T, tokens, config.price),
     ]
     rt.print("\n".join(lines))
@@ -298,13 +298,11 @@ def step_parts(shape, T: int) -> dict[str, tuple[str, float]]:
         "products of the head": ("matrix", 6 * STEP * V * C),
         # 2 products forward, 5 backward, of T^2 C operations each: half of the square is masked
         "attention": ("attention", 7 * a_block * T),
-        # twice a block: read residual and branch, write the sum and its norm; backward one more is read
-        "norms and residuals": ("memory", 2 * a_block * (4 + 2 + 4 + 2 + 2 + 4 + 4 + 4 + 2)),
-        # 4 C wide: read, write; backward two are read
-        "GELU": ("memory", 4 * a_block * (2 + 2 + 2 + 2 + 2)),
-        # the outputs of four products, (3 + 1 + 4 + 1) C wide, and inputs and gradients of two norms are read again
-        "gradients of biases and norms": ("memory", a_block * (9 * 2 + 2 * (2 + 4))),
-        "gradients of q, k and v side by side": ("memory", 3 * a_block * (2 + 2)),
+        # Norms and residuals, twice a block: read residual and branch, write the sum and its norm, 2 (4 + 2 + 4 + 2);
+        # backward one more is read, 2 (2 + 4 + 4 + 4 + 2). GELU, 4 C wide: read, write; backward two are read, 4 x 10.
+        # Gradients of biases and gains: outputs of four products, (3 + 1 + 4 + 1) C wide, and inputs and gradients of
+        # two norms are read again, 9 x 2 + 2 (2 + 4). Gradients of q, k and v are put side by side, 3 (2 + 2)
+        "between the products": ("memory", a_block * (56 + 40 + 30 + 12)),
         # read for the sum of exponentials, read again, gradients written
         "loss": ("memory", STEP * V * (2 + 2 + 2)),
         # AdamW (4 read, 3 written), the norm, clipping, casts of weights and gradients; embeddings
@@ -324,7 +322,7 @@ def time_table(shape: GPTConfig, T: int, tokens: int, price: float) -> list[str]
     parts = step_parts(shape, T).values()
     for card in CARDS:
         flops, bandwidth = peaks(card)
-        seconds = LAUNCHES * shape.n_layer
+        seconds = 0.0
         for bound, work in parts:
             peak = bandwidth if bound == "memory" else flops
             seconds += work / peak / REACHED[bound]

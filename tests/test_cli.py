@@ -119,20 +119,20 @@ hellaswag.BATCH_TOKENS | {'cpu': 512, 'mps': 8192, 'cuda': 32768}
 hellaswag.CHUNK_LOGITS | 33554432
 learning.loss.LOGITS | {'cpu': 524288, 'cuda': 536870912}
 learning.loss.TILE | 256
+learning.loss.MOST_CHUNKS | 12
 lora_finetune.MICRO_BATCH_COST | {'cpu': 64, 'mps': 1024, 'cuda': 4096}
 machine.runtime.COLLECTIVE_TIMEOUT | datetime.timedelta(seconds=600)
 model.LARGEST | 1048576
 model.SIZES | {'gpt2': {'n_layer': 12, 'n_head': 12, 'n_embd': 768}, 'gpt2-medium': {'n_layer': 24, 'n_head': 16, \
 'n_embd': 1024}, 'gpt2-large': {'n_layer': 36, 'n_head': 20, 'n_embd': 1280}, 'gpt2-xl': {'n_layer': 48, \
 'n_head': 25, 'n_embd': 1600}}
-pretraining.plan.CARDS | ('B200', 'H100', 'A100', 'L40S', 'RTX 4090', 'RTX 3090')
+pretraining.plan.CARDS | ('B200', 'H200', 'H100', 'A100', 'L40S', 'RTX 4090', 'RTX 3090')
 pretraining.plan.DEVICES | (16, 24, 40, 80, 141)
 pretraining.plan.WORKSPACES | 67108864
 pretraining.plan.MICRO_BATCHES | (1, 8, 64)
 pretraining.plan.RANKS | (1, 2, 4, 8)
 pretraining.plan.STEP | 65536
-pretraining.plan.REACHED | {'matrix': 0.64, 'attention': 0.25, 'memory': 0.92}
-pretraining.plan.LAUNCHES | 0.0005
+pretraining.plan.REACHED | {'matrix': 0.72, 'attention': 0.25, 'memory': 0.66}
 run.curves.CHANCE | 0.25
 run.curves.POINTS | 800
 run.log.LINE_SECONDS | 30

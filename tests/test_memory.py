@@ -224,16 +224,17 @@ ranks  --shard    activations      B=1      B=8     B=64    largest B on   16 GB
     8  full       kept            1.33     5.07    24.71                      32      32      64      64      64
     8  full       recomputed      0.87     2.63     6.37                      64      64      64      64      64
 
-time    estimated from data sheets, not measured; without the gradient exchange between ranks,
-        evaluations and checkpoints
+time    estimated from data sheets and the profile of one H200; without the gradient exchange
+        between ranks, evaluations and checkpoints
 
 card        tokens/s     MFU   hours on 1     on 8   dollars on 1 or 8, if an hour of one card costs 2.5
-B200       1,041,319   39.6%         2.67     0.33          7
-H100         477,461   41.3%         5.82     0.73         15
-A100         179,237   49.1%        15.50     1.94         39
-L40S         161,002   38.0%        17.25     2.16         43
-RTX 4090      94,423   49.0%        29.42     3.68         74
-RTX 3090      45,146   54.4%        61.53     7.69        154
+B200       1,105,325   42.0%         2.51     0.31          6
+H200         538,294   46.6%         5.16     0.65         13
+H100         477,320   41.3%         5.82     0.73         15
+A100         183,804   50.4%        15.11     1.89         38
+L40S         150,910   35.7%        18.41     2.30         46
+RTX 4090      95,618   49.6%        29.05     3.63         73
+RTX 3090      47,524   57.3%        58.45     7.31        146
 """  # noqa: E501
 
 
