@@ -117,14 +117,14 @@ class KVCache:
         An empty cache takes whole prompts, which start at position 0 and attend to themselves. Later it takes one token
         per sequence, stored at the sequence's own position, which attends to all of (B, H, capacity, D) under `mask`.
         """
-        B, _, T, _ = k.shape
         if self.is_empty:
+            T = k.size(2)
             self.k[layer][:, :, :T] = k
             self.v[layer][:, :, :T] = v
             return k, v
-        batch = torch.arange(B, device=k.device)
-        self.k[layer][batch, :, self.lengths] = k[:, :, 0]
-        self.v[layer][batch, :, self.lengths] = v[:, :, 0]
+        index = self.lengths.view(-1, 1, 1, 1).expand_as(k)
+        self.k[layer].scatter_(2, index, k)  # one launch, where [batch, :, lengths] = k takes several
+        self.v[layer].scatter_(2, index, v)
         return self.k[layer], self.v[layer]
 
     def mask(self) -> Tensor:
