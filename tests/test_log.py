@@ -76,21 +76,21 @@ LOGGED = """
 {"step": 1, "kind": "train", "loss": 9.0, "lr": 0.1, "grad_norm": 9.0, "tokens": 16777217, \
 "dt_ms": 1000.0, "skipped_steps": 0}
 {"step": 2, "kind": "train", "loss": 8.5, "lr": 0.1, "grad_norm": null, "tokens": 33554434, \
-"dt_ms": 1000.0, "skipped_steps": 1, \
+"dt_ms": 5000.0, "skipped_steps": 1, \
 "skipped": true}
 {"step": 2, "kind": "val", "loss": 8.5, "bpb": 1.0, "flops": 67108868.0}
 {"step": 3, "kind": "train", "loss": 8.0, "lr": 0.1, "grad_norm": 8.0, "tokens": 50331651, \
-"dt_ms": 1000.0, "skipped_steps": 1}
+"dt_ms": 9000.0, "skipped_steps": 1}
 {"step": 4, "kind": "train", "loss": 7.5, "lr": 0.1, "grad_norm": 7.5, "tokens": 67108868, \
-"dt_ms": 1000.0, "skipped_steps": 1}
+"dt_ms": 13000.0, "skipped_steps": 1}
 {"step": 4, "kind": "val", "loss": 7.5, "bpb": 1.0, "flops": 134217736.0}
 {"step": 4, "kind": "run", "command": "train_gpt2.py --max_steps 6 --resume --sample_prompt 'it'\\"'\\"'s two  words'",\
  "flops_per_token": 2.0, "uniform_loss": 6.5, "ranks": 1, "tokenizer": "t", "resumed_from": "run/step_000004", \
 "changed": {"max_steps": [4, 6], "sample_prompt": ["Hello, I'm a language model,", "it's two  words"]}}
 {"step": 5, "kind": "train", "loss": 7.0, "lr": 0.25, "grad_norm": 7.0, "tokens": 83886085, \
-"dt_ms": 1000.0, "skipped_steps": 1}
+"dt_ms": 17000.0, "skipped_steps": 1}
 {"step": 6, "kind": "train", "loss": 6.0, "lr": 0.25, "grad_norm": 6.0, "tokens": 100663302, \
-"dt_ms": 1000.0, "skipped_steps": 1}
+"dt_ms": 21000.0, "skipped_steps": 1}
 {"step": 6, "kind": "val", "loss": 6.0, "bpb": 1.0, "flops": 201326604.0}
 """
 
@@ -101,7 +101,7 @@ def test_a_run_says_logs_and_saves_what_it_should_when_it_should(rt, run_dir, mo
     drawn = []
     monkeypatch.setattr(log, "draw", lambda *_: drawn.append(run.step))
     monkeypatch.setattr(log, "LINE_SECONDS", 9999)
-    monkeypatch.setattr(type(rt), "mark_time", lambda rt, clock=count(): next(clock))
+    monkeypatch.setattr(type(rt), "mark_time", lambda rt, clock=count(): next(clock) ** 2)
     monkeypatch.chdir(run_dir.parent)
     for changes in (dict(max_steps=4), dict(max_steps=6, resume=True, sample_prompt="it's two  words")):
         monkeypatch.setattr(sys, "argv", ["house/train_gpt2.py", *arguments(**changes)])

@@ -5,6 +5,7 @@ Where such an operator shows without a GPU: `.item()`, `if tensor:`, `tensor[mas
 """
 
 from contextlib import ExitStack
+from itertools import count
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt2
+from learning.optim import learning_rate
 from machine.runtime import Runtime
 from run.run import Run
 from tests.helpers import column
@@ -86,11 +88,11 @@ def test_what_waits_is_seen(planted):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_nothing_in_the_loop_s_body_waits_for_the_device(train, run_dir, monkeypatch, optimizer, dtype):
-    watch, to_inputs, log_step = Watch(), train_gpt2.to_inputs, Run.log_step
+    watch, log_step = Watch(), Run.log_step
 
-    def first_call(*micro):  # of the body
+    def first_call(*args):  # of the body
         watch.start()
-        return to_inputs(*micro)
+        return learning_rate(*args)
 
     def last_call(*args):
         log_step(*args)
@@ -101,12 +103,12 @@ def test_nothing_in_the_loop_s_body_waits_for_the_device(train, run_dir, monkeyp
             values = tensor.tolist()
         return lambda: values
 
-    monkeypatch.setattr(train_gpt2, "to_inputs", first_call)
+    monkeypatch.setattr(train_gpt2, "learning_rate", first_call)
     monkeypatch.setattr(Run, "log_step", last_call)
     monkeypatch.setattr(Runtime, "read_later", read_later)
+    monkeypatch.setattr(Runtime, "mark_time", lambda rt, clock=count(): next(clock))
     monkeypatch.setattr(Runtime, "steps_ahead", 1)
     with watch:
-        options = dict(dtype=dtype, max_steps=4, eval_interval=0, sample_interval=0, dropout=0.1)
-        train(optimizer=optimizer, **options)
-    assert column(run_dir, "train", "step") == [1, 2, 3, 4]
+        train(dtype=dtype, optimizer=optimizer, max_steps=4, eval_interval=0, sample_interval=0, dropout=0.1)
+    assert column(run_dir, "train", "dt_ms") == [1000] * 4
     assert not watch.found
