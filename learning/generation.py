@@ -122,7 +122,7 @@ class KVCache:
             self.k[layer][:, :, :T] = k
             self.v[layer][:, :, :T] = v
             return k, v
-        index = self.lengths.view(-1, 1, 1, 1).expand_as(k)
+        index = self.lengths[:, None, None, None].expand_as(k)
         self.k[layer].scatter_(2, index, k)  # one launch, where [batch, :, lengths] = k takes several
         self.v[layer].scatter_(2, index, v)
         return self.k[layer], self.v[layer]

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 LOGITS = {"cpu": 2**19, "cuda": 2**29}  # alive at once, at most: what caches hold; 2 GB in fp32
 TILE = 256  # a chunk is a multiple of this: tensor cores multiply whole tiles
-MOST_CHUNKS = 12  # with 25 of them torch.compile takes the logits of 9 at once: 10 GB more for 256 x 1024 tokens
+MOST_CHUNKS = 12  # in a graph: of 25 torch.compile takes the logits of 9 at once, 10 GB more for 256 x 1024 tokens
 
 
 def plain_cross_entropy(x, weight, targets) -> torch.Tensor:
@@ -40,21 +40,21 @@ def linear_cross_entropy(x, weight, targets) -> torch.Tensor:
     device = x.device.type
     if torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
-    chunk = chunk_size(len(x), len(weight), device)
+    chunk = chunk_size(len(x), len(weight), device, torch.compiler.is_compiling())
     with torch.autocast(device, enabled=False):
         # grad mode is always off inside a Function, so it is passed in
         need_grad = torch.is_grad_enabled()
         return LinearCrossEntropy.apply(x, weight, targets, chunk, need_grad)
 
 
-def chunk_size(n_positions: int, vocab_size: int, device: str) -> int:
+def chunk_size(n_positions: int, vocab_size: int, device: str, compiled: bool) -> int:
     """Positions whose logits are alive at once: whole tiles of the tensor cores. Chunks are as few as LOGITS allows,
-    since each adds a gradient of the size of `weight` to the sum, and about equally large."""
-    most = LOGITS.get(device, 2**25) // vocab_size // TILE
-    most = max(most, 1)
+    since each adds a gradient of the size of `weight` to the sum, and about equally large. In a compiled graph of a GPU
+    they are MOST_CHUNKS at most, and larger than LOGITS if need be."""
+    most = max(LOGITS.get(device, 2**25) // vocab_size // TILE, 1)
     n_tiles = -(-n_positions // TILE)  # rounded up
     n_chunks = -(-n_tiles // most)
-    if device == "cuda":
+    if device == "cuda" and compiled:
         n_chunks = min(n_chunks, MOST_CHUNKS)
     if n_chunks > 1:
         most = -(-n_tiles // n_chunks)

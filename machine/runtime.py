@@ -207,7 +207,7 @@ class Runtime:
 
     def mark_time(self) -> "torch.cuda.Event | float":
         """The moment at which the device will have done the work that it has now. The host's clock would not tell: it
-        is up to a step ahead, or held up where a thousand launches wait."""
+        is up to a step ahead, or held up where launches wait in line."""
         if self.device.type == "cuda":
             mark = torch.cuda.Event(enable_timing=True)
             mark.record()

@@ -45,7 +45,7 @@ The sum is the peak, compiled or not. tests/fake_gpu compares all this with PyTo
 masks, the context of the device (0.5 GB on CUDA), and fragmentation (5% is reserved for it). The trial of micro-batches
 measures what is not compiled.
 
-The time is an estimate, measured on an H200 alone, and leaves out what ranks spend on exchanging gradients: see
+The time is an estimate, with fractions of the peaks as in one step on an H200, and leaves out what ranks spend on exchanging gradients: see
 `step_parts`.
 
 This file runs no training and opens no run: it computes without a device, and reads only the sizes of data and disk.
@@ -70,7 +70,7 @@ WORKSPACES = 2 * 33_554_432  # bytes that cuBLAS takes on Hopper, for the forwar
 MICRO_BATCHES = (1, 8, 64)
 RANKS = (1, 2, 4, 8)
 STEP = 2**16  # tokens of the step whose time is estimated: 64 sequences of 1,024
-# of the peaks, by the kernels of a profiled step on an H200 (docs/benchmarks.md); `memory` with the gaps between kernels
+# of the peaks, by the kernels of a profiled step on an H200 (docs/h200.md); `memory` with the gaps between kernels
 REACHED = dict(matrix=0.72, attention=0.25, memory=0.66)
 
 
@@ -214,7 +214,7 @@ def needs(shape: GPTConfig, layout: Layout, n_sequences: int) -> dict[str, int]:
     n_tokens = n_sequences * T
     activations = n_tokens * (kept + outside)
     found = state(shape, layout)
-    n_positions = min(n_tokens, chunk_size(n_tokens, V, layout.device))
+    n_positions = min(n_tokens, chunk_size(n_tokens, V, layout.device, layout.compiled))
     gradient = 4 * V * C
     table = (4 - e) * V * C  # its copy in 16 bits; there is none in fp32
     backward = n_tokens * recomputed + 2 * gradient
@@ -291,7 +291,7 @@ def step_parts(shape, T: int) -> dict[str, tuple[str, float]]:
     number has 2 bytes in bf16, 4 in fp32 (residuals, weights)."""
     L, C, V, N = shape.n_layer, shape.n_embd, shape.vocab_size, n_parameters(shape)
     a_block = STEP * L * C  # numbers of one activation as wide as the residual stream, in all blocks
-    sums = -(-STEP // chunk_size(STEP, V, "cuda")) * V * C  # numbers that the chunks of the loss add
+    sums = -(-STEP // chunk_size(STEP, V, "cuda", True)) * V * C  # numbers that the chunks of the loss add
     return {
         # 2 operations a weight and token forward, 4 backward
         "products of the blocks": ("matrix", 6 * 12 * a_block * C),

@@ -183,7 +183,8 @@ class Run:
         # while those of this one run. The count of targets is separate, since fp32 is exact only up to 2**24.
         metrics = torch.stack([loss, grad_norm, self._stops_wanted()])
         self._launched.append(
-            (self.step, lr, self.rt.read_later(metrics), self.rt.read_later(n_targets), self.rt.mark_time())
+            # the mark first: once a copy has arrived, the device has passed it
+            (self.step, lr, self.rt.mark_time(), self.rt.read_later(metrics), self.rt.read_later(n_targets))
         )
         self._read_steps(self.rt.steps_ahead)
 
@@ -286,7 +287,7 @@ class Run:
         while len(self._launched) > unread and self._spike is None:
             self._read_step(*self._launched.popleft())
 
-    def _read_step(self, step: int, lr: float, read_metrics, read_n_targets, ended) -> None:
+    def _read_step(self, step: int, lr: float, ended, read_metrics, read_n_targets) -> None:
         """Wait for a step, log it, and notice a stop, a spike or a bad step. Raises UserError after too many."""
         loss, grad_norm, stop = read_metrics()
         n_targets = read_n_targets()

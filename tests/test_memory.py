@@ -156,7 +156,7 @@ def test_the_loss_keeps_8_bytes_of_each_logit_without_compilation():
     n_positions, vocab_size = 4096, 1024
     x, weight = torch.randn(n_positions, 8), torch.randn(vocab_size, 8, requires_grad=True)
     targets = torch.randint(vocab_size, (n_positions,))
-    a_chunk = chunk_size(n_positions, vocab_size, "cpu") * vocab_size  # logits
+    a_chunk = chunk_size(n_positions, vocab_size, "cpu", False) * vocab_size  # logits
     with LiveBytes([x, weight, targets]) as memory, torch.autocast("cpu", torch.bfloat16):
         linear_cross_entropy(x, weight, targets).backward()
     assert a_chunk < n_positions * vocab_size and memory.peak == pytest.approx(8 * a_chunk, rel=0.15)

@@ -333,13 +333,13 @@ def test_on_a_gpu_the_product_itself_adds_up_in_fp32_by_an_operation_that_can_be
 @pytest.mark.parametrize("device", ["cuda", "cpu", "mps"])
 @pytest.mark.parametrize("n_positions", [1, 1024, 8 * 1024, 64 * 1024])
 def test_the_loss_takes_as_few_chunks_as_memory_allows_and_all_about_as_large(n_positions, device):
-    most = {"cuda": 2**29, "cpu": 2**19, "mps": 2**25}[device]
-    chunk = chunk_size(n_positions, 1024, device)
+    most = {"cuda": 2**29, "cpu": 524_288, "mps": 33_554_432}[device]
+    chunk = chunk_size(n_positions, 1024, device, False)
     assert chunk % 256 == 0 and chunk * 1024 <= most
     n_chunks = math.ceil(n_positions / chunk)
     assert n_chunks == math.ceil(n_positions * 1024 / most)
     assert n_chunks == 1 or n_chunks * chunk - n_positions < 256 * n_chunks
-    assert chunk_size(2**24, 1024, "cuda") == 1_398_272  # 12 of them: of more torch.compile keeps several
+    assert chunk_size(16_777_216, 1024, "cuda", True) == 1_398_272  # 12 of them: of more torch.compile keeps several
 
 
 def test_ignored_targets_do_not_count():
