@@ -206,8 +206,8 @@ class Runtime:
         getattr(torch, self.device.type).synchronize()
 
     def mark_time(self) -> "torch.cuda.Event | float":
-        """The moment at which the device will have done the work that it has now. The host's clock would not tell: it
-        is up to a step ahead, or held up where launches wait in line."""
+        """The moment at which the device will have finished all work launched so far. The host's clock would not tell:
+        the host is up to a step ahead, or waits until it may launch more."""
         if self.device.type == "cuda":
             mark = torch.cuda.Event(enable_timing=True)
             mark.record()
@@ -216,7 +216,7 @@ class Runtime:
         return time.perf_counter()
 
     def seconds_between(self, a, b) -> float:
-        """Between two results of `mark_time`, which the device has passed."""
+        """The time from mark `a` to mark `b` of `mark_time`; the device has passed both."""
         return a.elapsed_time(b) / 1e3 if self.device.type == "cuda" else b - a
 
     def peak_memory(self) -> int:

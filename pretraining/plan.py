@@ -45,8 +45,8 @@ The sum is the peak, compiled or not. tests/fake_gpu compares all this with PyTo
 masks, the context of the device (0.5 GB on CUDA), and fragmentation (5% is reserved for it). The trial of micro-batches
 measures what is not compiled.
 
-The time is an estimate, with fractions of the peaks as in one step on an H200, and leaves out what ranks spend on exchanging gradients: see
-`step_parts`.
+The time is an estimate, with the fractions of the peaks that one step reached on an H200, and leaves out what ranks
+spend on exchanging gradients: see `step_parts`.
 
 This file runs no training and opens no run: it computes without a device, and reads only the sizes of data and disk.
 """

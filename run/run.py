@@ -182,8 +182,8 @@ class Run:
         # Reading a number now would let the GPU run dry: the host must be ahead, launching the kernels of the next step
         # while those of this one run. The count of targets is separate, since fp32 is exact only up to 2**24.
         metrics = torch.stack([loss, grad_norm, self._stops_wanted()])
+        # the mark first: once a copy has arrived, the device has passed it
         self._launched.append(
-            # the mark first: once a copy has arrived, the device has passed it
             (self.step, lr, self.rt.mark_time(), self.rt.read_later(metrics), self.rt.read_later(n_targets))
         )
         self._read_steps(self.rt.steps_ahead)
