@@ -10,8 +10,8 @@ the rows that it has. This file knows nothing of what is measured.
 """
 
 # imported first, so that Ctrl-C while torch loads does not print a traceback
-from cli import UserError, parse_args, script
-from files import replace_file
+from parts.cli import UserError, parse_args, script
+from parts.files import replace_file
 
 # isort: split
 import importlib
@@ -21,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.measure import machine, markdown_table
-from machine.runtime import Runtime
+from parts.runtime import Runtime
 
 # Read, not imported: some benchmarks import packages that may not be installed.
 FILES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("benchmarks/*.py"))}

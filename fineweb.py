@@ -30,28 +30,23 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count, zip_longest
+from itertools import zip_longest
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Literal
 
 import numpy as np
 from tqdm import tqdm
 
-from bpe.tokenizer import Tokenizer, cpu_count, splitter, valid_unicode
-from cli import Count, Positive, Stopped, Tokens, UserError, counted, parse_args, script
-from corpus.encoders import Encode, choose_encoder, encoder, same_ids
-from corpus.manifest import new_manifest, read_manifest, summary
-from corpus.shards import load_tokenizer, verify
-from corpus.sources import Source, Unit, arriving, discard, documents_of, find_source, text_size, units_of
-from corpus.writer import Writer, shard_dtype, shard_name
-from files import exclusive_lock, free_bytes
+from bpe.tokenizer import Tokenizer, cpu_count, splitter
+from parts.cli import Count, Positive, Stopped, Tokens, UserError, counted, parse_args, script
+from parts.data import new_manifest, read_manifest, summary
+from parts.files import exclusive_lock, free_bytes
+from parts.shards import Writer, load_tokenizer, shard_dtype, shard_name, verify
+from parts.sources import Source, Unit, arriving, discard, documents_of, find_source, text_size, units_of
 
 UNITS_AHEAD = 3  # per worker: one that it tokenizes, the others queued or waiting for their turn to be written
 TOKENS_PER_BYTE = 0.23  # of English text; for the plan, the progress bar and the default size of shards
-COMPARED = 2**13  # characters of each unit whose ids are compared with those of our own encoder
-FORGET_AFTER = 256  # units, a GB at most: then a worker makes a new encoder, as gigatoken caches every word it has seen
 RESUME = "give the same command again to resume"
 
 
@@ -62,7 +57,6 @@ class Config:
     text_field: str = "text"  # column or JSON key that holds the text; in a .txt, two blank lines end a document
     tokenizer: str = "gpt2"  # gpt2, or a tokenizer.json
     out_dir: str = "edu_fineweb10B"  # directory for the shards
-    encoder: Literal["auto", "gigatoken", "tiktoken", "own"] = "auto"  # all give the same ids; auto: the fastest here
     shard_size: Count = 0  # tokens per shard; the first is for validation; 0 for 100M, or a tenth of a small source
     limit_tokens: Tokens = 0  # stop after this many tokens; 0 for the whole source
     workers: Count = 0  # processes that read and tokenize; 0 for one per core
@@ -116,8 +110,8 @@ def make_shards(config: Config, out_dir: Path) -> None:
 
 
 def resolve_config(config: Config, tok: Tokenizer, out_dir: Path) -> Config:
-    """Fill in the constants that are 0 or auto, except for the shard_size of a new directory. Raises UserError for
-    constants that contradict each other."""
+    """Fill in the constants that are 0, except for the shard_size of a new directory. Raises UserError for constants
+    that contradict each other."""
     if not config.out_dir:
         raise UserError("--out_dir is empty; give a directory")
     if config.source != Config.source and config.out_dir == Config.out_dir:
@@ -126,7 +120,6 @@ def resolve_config(config: Config, tok: Tokenizer, out_dir: Path) -> Config:
         raise UserError(f"{config.tokenizer} has no <|endoftext|> to put before documents; train one with it")
     return replace(
         config,
-        encoder=choose_encoder(config.encoder, tok),
         limit_tokens=config.limit_tokens or sys.maxsize,
         workers=config.workers or cpu_count(),
     )
@@ -161,24 +154,17 @@ def write_shards(config: Config, source: Source, manifest: dict, tok: Tokenizer,
 # ------------------------------------------------------------------------------------------------ units -> tokens
 
 
-def tokenize(unit: Unit, text_field: str, tok: Tokenizer, encode: Encode) -> tuple[np.ndarray, Counter]:
+def tokenize(unit: Unit, text_field: str, tok: Tokenizer) -> tuple[np.ndarray, Counter]:
     """tokens = [eot] + encode(text) for one document after the other of a unit, as one array (n,); and how many were
     skipped, for which reason."""
     eot = np.array([tok.eot_token])
-    blocks = splitter(tok.pattern).blocks  # of a long text, so that no list of ids is long
     tokens = []
     skipped = Counter()
     for text, reason in documents_of(unit, text_field):
         if text is None:
             skipped[reason] += 1
-            continue
-        text = valid_unicode(text)
-        if not tokens and not same_ids(encode, tok, text[:COMPARED]):
-            raise UserError(
-                f"the encoder's ids differ from ours in {unit.path}, and perhaps in complete shards; "
-                "remove the shards, and give --encoder own"
-            )
-        tokens += [eot, *map(encode, blocks(text))]
+        else:
+            tokens += [eot, tok.encode_to_numpy(text)]
     if unit.continued:  # its first document began in the unit before, with an eot there
         del tokens[0]
     return np.concatenate([eot[:0], *tokens], dtype=shard_dtype(len(tok)), casting="unsafe"), skipped
@@ -259,12 +245,10 @@ def work(connection: Connection, tok: Tokenizer, config: Config) -> None:
     """A worker process: units in, tokens out, until the main process is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process decides what a Ctrl-C means
     with suppress(EOFError, OSError):
-        for n in count():
+        while True:
             unit = connection.recv()
-            if n % FORGET_AFTER == 0:
-                encode = encoder(tok, config.encoder)
             try:
-                answer = tokenize(unit, config.text_field, tok, encode)
+                answer = tokenize(unit, config.text_field, tok)
             except Exception as e:
                 answer = e
             connection.send(answer)

@@ -45,8 +45,8 @@ A training loop imports this file too, which knows nothing of training. Of a mod
 """
 
 # imported first, so that Ctrl-C while torch loads does not print a traceback
-from cli import Count, UserError, parse_args, script
-from files import replace_file, set_aside
+from parts.cli import Count, UserError, parse_args, script
+from parts.files import replace_file, set_aside
 
 # isort: split
 import json
@@ -65,10 +65,10 @@ from torch import nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from corpus.rows import file_rows, hub_rows
-from finetuning.lora import load_adapter, merge, remove_lora
-from machine.runtime import Runtime
-from run.checkpoint import find_model, load_model, model_tokenizer
+from parts.checkpoint import find_model, load_model, model_tokenizer
+from parts.lora import load_adapter, merge, remove_lora
+from parts.runtime import Runtime
+from parts.sources import file_rows, hub_rows
 
 HUB = "Rowan/hellaswag"  # of which the split `validation` is scored
 # padded tokens in a batch: what fits a CPU's caches, what keeps a GPU busy

@@ -11,11 +11,11 @@ A row is a conversation, and the loss counts its answers:
     ─────────────────── read ──────────────────────────────┘└── learned ──┘
 
 Writes OUT_DIR (out/lora): config.json, log.jsonl, learning_curve.png, samples.txt, checkpoints step_NNNNNN/, and at the
-end adapter/, which peft opens. Tokens in the log are answer tokens. finetuning/lora.py explains the method.
+end adapter/, which peft opens. Tokens in the log are answer tokens. parts/lora.py explains the method.
 """
 
 # imported first, so that Ctrl-C while torch loads does not print a traceback
-from cli import Count, NonNegative, Positive, Probability, Range, Seed, UserError, parse_args, script
+from parts.cli import Count, Fraction, NonNegative, Positive, Probability, Seed, UserError, parse_args, script
 
 # isort: split
 import hashlib
@@ -28,27 +28,34 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from bpe.tokenizer import Tokenizer
-from files import set_aside, write_atomically
-from finetuning import lora
-from finetuning.chat import check_tokenizer, prompt_of, save_chat_files
-from finetuning.lora import TARGETS, AdapterFiles, LoRAConfig
-from finetuning.rows import Example, encode_rows, global_batch, load_rows, micro_batches, on_hub, split_rows
-from learning.evaluation import complete, validate
-from learning.optim import Optimizer, learning_rate, make_optimizer
-from machine.runtime import Runtime, checkpoint_activations, prefetch, ranks_of_environment
-from machine.trials import choose_attention, find_micro_batch_size
 from model import GPT, GPTConfig, GPTWithLoss
-from run import card
-from run.checkpoint import ModelFiles, checkpoint_steps, find_model, load_model, load_shape, model_tokenizer, save_model
-from run.directory import RunDirectory, with_constants_of_run
-from run.log import import_tracker
-from run.records import read_log
-from run.run import Run
+from parts import card, lora
+from parts.chat import check_tokenizer, prompt_of, save_chat_files
+from parts.checkpoint import (
+    ModelFiles,
+    checkpoint_steps,
+    find_model,
+    load_model,
+    load_shape,
+    model_tokenizer,
+    save_model,
+)
+from parts.conversations import Example, encode_rows, global_batch, load_rows, micro_batches, on_hub, split_rows
+from parts.directory import RunDirectory, with_constants_of_run
+from parts.evaluation import complete, validate
+from parts.files import set_aside, write_atomically
+from parts.log import read_log
+from parts.lora import TARGETS, AdapterFiles, LoRAConfig
+from parts.optim import Optimizer, learning_rate, make_optimizer
+from parts.report import import_tracker
+from parts.run import Run
+from parts.runtime import Runtime, checkpoint_activations, prefetch, ranks_of_environment
+from parts.trials import choose_attention, find_micro_batch_size
 
 # One more micro-batch costs as much as this many tokens of padding: it reads all weights again (which dominates on a
 # CPU) and launches all kernels again (which dominates on a GPU).
@@ -83,7 +90,7 @@ class Config:
     max_lr: NonNegative = 0.0  # peak learning rate; 0 for 1e-3 with LoRA, 1e-4 for all weights
     min_lr: NonNegative = 0.0  # learning rate at the last step
     lr_schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: warmup, stable, linear decay
-    decay_fraction: Annotated[float, Range(1e-6, 1)] = 0.5  # wsd decays over this fraction of the steps after warmup
+    decay_fraction: Fraction = 0.5  # fraction of the steps after warmup in which wsd decays
     # optimizer
     weight_decay: NonNegative = 0.01  # AdamW: on matrices and embeddings, not on biases and LayerNorm gains
     beta1: Probability = 0.9  # AdamW: decay rate of the mean of gradients

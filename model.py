@@ -2,7 +2,7 @@
 
 - pre-norm blocks, learned positions, tanh GELU, biases everywhere but in the head, which is tied to `wte`
 - fused QKV, `scaled_dot_product_attention`; `attention="naive"` spells the same thing out
-- a loss that never holds the logits of a large batch at once (learning/loss.py)
+- a loss that never holds the logits of a large batch at once (parts/loss.py)
 - `from_pretrained` / `save_pretrained` in the Hugging Face layout, and a FLOP count for MFU
 
 This file knows nothing of ranks, optimizers, training loops, data or tokenizers.
@@ -11,7 +11,7 @@ This file knows nothing of ranks, optimizers, training loops, data or tokenizers
     model = GPT(GPTConfig(n_layer=6, n_head=6, n_embd=384))
     logits = model(idx)                              # idx (B, T) -> logits (B, T, vocab_size)
     loss = model.loss(idx, targets)                  # mean cross-entropy in nats
-    idx = model.generate(idx, 100, top_k=50)         # learning/generation.py does the same with a KV cache
+    idx = model.generate(idx, 100, top_k=50)         # parts/generation.py does the same with a KV cache
 
 Shapes in comments: B batch, T tokens, C n_embd, H n_head, D = C / H, V vocab_size, S tokens that attention looks at.
 """
@@ -25,7 +25,7 @@ import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-from learning.loss import linear_cross_entropy
+from parts.loss import linear_cross_entropy
 
 LARGEST = 2**20  # upper bound for any size, so that a corrupt config cannot make us allocate terabytes
 
@@ -212,7 +212,7 @@ class GPT(nn.Module):
     @torch.no_grad()
     def generate(self, idx, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None, generator=None):
         """Sample `max_new_tokens` tokens after idx (B, T), computing the whole context for each of them.
-        learning/generation.py writes the same tokens with a cache."""
+        parts/generation.py writes the same tokens with a cache."""
         for _ in range(max_new_tokens):
             # crop: there is no embedding for a position beyond the context, so the oldest tokens drop out
             context = idx[:, -self.config.n_positions :]

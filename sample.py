@@ -12,7 +12,7 @@ all are done. A text ends at `<|endoftext|>` or after --max_new_tokens. Standard
 """
 
 # imported first, so that Ctrl-C while torch loads does not print a traceback
-from cli import Count, NonNegative, Positive, Seed, UserError, parse_args, script
+from parts.cli import Count, NonNegative, Positive, Seed, UserError, parse_args, script
 
 # isort: split
 import sys
@@ -24,11 +24,11 @@ from typing import Annotated, Literal
 import torch
 from tyro.conf import Positional, arg
 
-from finetuning.chat import chat_ids, check_tokenizer
-from finetuning.lora import load_adapter, merge, remove_lora
-from learning.generation import generate
-from machine.runtime import Runtime
-from run.checkpoint import load_model, model_tokenizer
+from parts.chat import chat_ids, check_tokenizer
+from parts.checkpoint import load_model, model_tokenizer
+from parts.generation import generate
+from parts.lora import load_adapter, merge, remove_lora
+from parts.runtime import Runtime
 
 BATCH = 64  # texts to generate at once, at most: each needs memory for its keys and values
 

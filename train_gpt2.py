@@ -8,14 +8,24 @@
     python train_gpt2.py gpt2-xl --dry_run                   # print the plan: memory, disk, hours, money
 
 Writes OUT_DIR (out/RECIPE): config.json, log.jsonl, learning_curve.png, samples.txt, and checkpoints step_NNNNNN/ that
-transformers opens as they are. Where to find each part: the model in model.py, the loss in learning/loss.py, the
-schedule and the optimizers in learning/optim.py, the order of the data in corpus/order.py, what is saved and when a run
-stops or goes back in run/run.py, the files of a checkpoint in run/checkpoint.py, device, precision (TF32, bf16, fp16)
-and ranks in machine/runtime.py.
+transformers opens as they are. The model is in model.py, everything else in parts/: the loss in loss.py, schedules and
+optimizers in optim.py, the order of the data in data.py, what is logged, saved and resumed in run.py, the files of a
+checkpoint in checkpoint.py, device, precision (TF32, bf16, fp16) and ranks in runtime.py.
 """
 
 # imported first, so that Ctrl-C while torch loads does not print a traceback
-from cli import Count, NonNegative, Positive, Probability, Range, Seed, UserError, counted, parse_args, script
+from parts.cli import (
+    Count,
+    Fraction,
+    NonNegative,
+    Positive,
+    PositiveFloat,
+    Probability,
+    Seed,
+    UserError,
+    parse_args,
+    script,
+)
 
 # isort: split
 import math
@@ -25,25 +35,26 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 import hellaswag
-from corpus.order import Batches, to_inputs, training_batches, validation_batches
-from corpus.shards import Shards, open_shards
-from learning.evaluation import complete, validate
-from learning.optim import Optimizer, learning_rate, make_optimizer, muon_part
-from machine.runtime import Runtime, checkpoint_activations, prefetch
-from machine.sharding import shard
-from machine.trials import choose_attention, find_micro_batch_size
 from model import GPT, GPTConfig, GPTWithLoss
-from pretraining.plan import print_plan
-from run.card import provenance
-from run.checkpoint import ModelFiles, find_model, load_model, load_shape, model_tokenizer, unsharded_copy
-from run.directory import RunDirectory, flags_set, with_constants_of_run
-from run.log import import_tracker
-from run.run import Run
+from parts.card import provenance
+from parts.checkpoint import ModelFiles, find_model, load_model, load_shape, model_tokenizer, unsharded_copy
+from parts.cli import counted
+from parts.data import Batches, to_inputs, training_batches, validation_batches
+from parts.directory import RunDirectory, flags_set, with_constants_of_run
+from parts.evaluation import complete, validate
+from parts.optim import Optimizer, learning_rate, make_optimizer, muon_lr_fraction
+from parts.plan import print_plan
+from parts.report import import_tracker
+from parts.run import Run
+from parts.runtime import Runtime, checkpoint_activations, prefetch
+from parts.sharding import shard
+from parts.shards import Shards, open_shards
+from parts.trials import choose_attention, find_micro_batch_size
 
 
 @dataclass(frozen=True)
@@ -51,7 +62,6 @@ class Config:
     # input and output
     data: str = "edu_fineweb10B"  # directory of token shards (fineweb.py writes them), or a .txt file
     tokenizer: str = "gpt2"  # gpt2, a tokenizer.json, or train: learn a BPE of vocab_size tokens from the .txt
-    bpe_dropout: Probability = 0.0  # of a .txt: forget merges this often, so that each pass reads other tokens of it
     out_dir: str = ""  # run directory; out/RECIPE if empty
     resume: bool = False  # continue from the newest intact checkpoint in out_dir; start from step 0 if there is none
     overwrite: bool = False  # rename the run in out_dir to OUT_DIR.1, or the next free number, and start a new one
@@ -72,18 +82,18 @@ class Config:
     max_steps: Positive = 19_073  # optimizer steps; 19,073 steps of 524,288 tokens are one epoch of 10B
     target_loss: NonNegative = 0.0  # stop at the first validation loss at or below this; 0 to train all steps
     warmup_steps: Count = 715  # steps of linear warmup; 715 are 375M tokens, as for GPT-3; 0 for none
-    max_lr: Annotated[float, Range(1e-9, 1e9)] = 6e-4  # peak learning rate of AdamW; Muon has muon_lr
+    max_lr: PositiveFloat = 6e-4  # peak learning rate of AdamW; Muon has muon_lr
     min_lr: NonNegative = 6e-5  # learning rate at the last step
     # wsd: warmup, stable, linear decay; four_phases: the same for AdamW, while Muon's rate falls from the start
     lr_schedule: Literal["cosine", "wsd", "four_phases"] = "cosine"
-    decay_fraction: Annotated[float, Range(1e-6, 1)] = 0.5  # of the steps after warmup: wsd decays over the last ones
+    decay_fraction: Fraction = 0.5  # fraction of the steps after warmup in which wsd decays
     # optimizer
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for the blocks' matrices, AdamW for the rest
     muon_lr: NonNegative = 0.02  # peak learning rate of Muon
     weight_decay: NonNegative = 0.1  # on matrices and embeddings, not on biases and LayerNorm gains
     beta1: Probability = 0.9  # AdamW: decay rate of the mean of gradients
     beta2: Probability = 0.95  # AdamW: decay rate of the mean of squared gradients
-    eps: Annotated[float, Range(1e-30, 1)] = 1e-8  # AdamW: added to the denominator
+    eps: PositiveFloat = 1e-8  # AdamW: added to the denominator
     grad_clip: NonNegative = 1.0  # clip the norm of the gradient to this; 0 for no clipping
     max_bad_steps: Positive = 20  # stop after this many steps in a row with a loss or gradient that is not finite
     spike_threshold: NonNegative = 1.0  # roll back if the loss stays this far above its running median; 0 for never
@@ -103,7 +113,7 @@ class Config:
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: cuda, else mps, else cpu
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of matmuls; weights stay fp32; float32: no TF32
     compile: Literal["auto", "on", "off"] = "auto"  # use torch.compile; auto: on CUDA only
-    shard: Literal["none", "optimizer", "full"] = "none"  # what to shard across ranks; see machine/sharding.py
+    shard: Literal["none", "optimizer", "full"] = "none"  # what to shard across ranks; see parts/sharding.py
     activation_checkpointing: bool = False  # recompute activations: less memory, a third more time
     threads: Count = 0  # CPU threads; 0 tries several numbers for a second and takes the fastest
     report_to: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # tracker to report to, besides log.jsonl
@@ -128,11 +138,6 @@ RECIPES = {
         sample_interval=600, sample_prompt="", checkpoint_interval=600,
     ),
 }  # fmt: skip
-
-# ten minutes on two CPU cores that multiply bf16 natively: larger, and kept from memorizing the text by BPE-dropout
-RECIPES["cores"] = replace(RECIPES["tiny"], n_head=4, n_embd=256, sequence_length=256, max_steps=2000, bpe_dropout=0.1)
-# docs/record.md: speedrun on the data of the public record, with its 10,485,760 validation tokens
-RECIPES["record"] = replace(RECIPES["speedrun"], data="fineweb10B", target_loss=3.28, hellaswag_interval=0)
 
 # --resume refuses to change these: the model, the data order or the optimizer depends on them (docs/resume.md)
 FIXED = ("n_layer", "n_head", "n_embd", "sequence_length", "vocab_size", "total_batch_size", "optimizer", "seed",
@@ -175,7 +180,7 @@ def train(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, optimizer:
             # draws the same again
             torch.manual_seed(config.seed + step * rt.world_size + rt.rank)
             lr = learning_rate(step, config)
-            optimizer.set_lr(lr, muon_part(step, config))
+            optimizer.set_lr(lr, muon_lr_fraction(step, config))
 
             # Each backward() adds to the gradients, which the last step's zero_grad() has cleared. All micro-batches
             # have one size on all ranks, so the mean of their mean losses is the mean over all tokens of the batch.
@@ -237,19 +242,18 @@ class Data(NamedTuple):
 def open_data(config: Config, shape: GPTConfig, checkpoint: Path | None, rt: Runtime) -> Data:
     """The shards of a directory, or of a .txt that is tokenized first. Raises UserError."""
     cache = Path(config.out_dir).parent / "cache"
-    shards = open_shards(config.data, config.tokenizer, config.vocab_size, cache, config.bpe_dropout)
+    shards = open_shards(config.data, config.tokenizer, config.vocab_size, cache)
     for warning in shards.warnings:
         rt.print(f"warning: {warning}", file=sys.stderr)
     if config.init_from and not checkpoint:
         if model_tokenizer(config.init_from).fingerprint != shards.tokenizer.fingerprint:
             base = find_model(config.init_from)
             raise UserError(f"{config.data} has other tokens than --init_from {base}; give --tokenizer {base}, too")
-    n_parts = shards.n_tokenizations
-    order = Batches(shards.train, config.sequence_length, config.seed, config.shuffle, rt.rank, rt.world_size, n_parts)
+    order = Batches(shards.train, config.sequence_length, config.seed, config.shuffle, rt.rank, rt.world_size)
     token_bytes = torch.from_numpy(shards.tokenizer.token_bytes()).to(rt.device)
     task = open_hellaswag(config.hellaswag_data, shards, shape, rt) if config.hellaswag_interval else None
     passes = config.max_steps * config.total_batch_size / config.sequence_length / order.n_windows
-    about = f"data: {len(shards.train) // n_parts:,} training tokens, read {passes:.2g} times"
+    about = f"data: {len(shards.train):,} training tokens, read {passes:.2g} times"
     rt.print(f"{about}; {len(shards.val):,} to validate")
     return Data(shards, order, token_bytes, task)
 

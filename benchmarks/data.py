@@ -2,8 +2,8 @@
 
 Sharding compares, with GPT-2's tokens and two processes each: the loop that everybody writes (`Pool(2).imap` over
 load_dataset, into an array, without files and checksums); calling tiktoken and discarding the tokens; and fineweb.py
-from start to end with files, checksums and manifest, by tiktoken and by gigatoken (pip install gigatoken). The text is
-that of --data, eight times over under different names.
+from start to end, with files, checksums and manifest. The text is that of --data, eight times over under different
+names.
 Reading takes 64 x 1,024 tokens at a time from 100 shards of 2M tokens, in the order of one permutation and in that of
 the files.
 """
@@ -25,10 +25,9 @@ import torch
 import fineweb
 from benchmarks.measure import ROOT, Common, peak_memory, rates, timed
 from bpe.formats import get_encoding
-from cli import UserError
-from corpus.order import Batches, training_batches
-from corpus.stream import TokenStream, find_shards
-from machine.runtime import Runtime
+from parts.cli import UserError
+from parts.data import Batches, TokenStream, find_shards, training_batches
+from parts.runtime import Runtime
 
 B, T = 64, 1024  # sequences of a batch, and their tokens
 
@@ -59,12 +58,11 @@ def shard_figures(config: Config, rt: Runtime, folder: Path) -> Iterator[dict]:
     contestants = {
         "the plain loop: Pool(2).imap over load_dataset": partial(plain_loop, rows, n),
         "2 processes that only call encode_ordinary_batch": partial(encode_in_two, texts),
-        "fineweb.py, from start to end": partial(make_shards, files, folder / "shards", "tiktoken"),
-        "fineweb.py --encoder gigatoken": partial(make_shards, files, folder / "shards", "gigatoken"),
+        "fineweb.py, from start to end": partial(make_shards, files, folder / "shards"),
     }
     yield from rates(contestants, config.repeats, rt, n, "tokens/s")
     command = [sys.executable, fineweb.__file__, "--source", *files, "--out_dir", str(folder / "memory")]
-    command += ["--workers", "2", "--encoder", "tiktoken", "--shard_size", "100_000_000"]
+    command += ["--workers", "2", "--shard_size", "100_000_000"]
     peak = peak_memory(command)
     yield dict(name="peak memory of all processes of fineweb.py, shards of 100M tokens", rate=peak / 2**20, unit="MiB")
 
@@ -121,9 +119,9 @@ def encode(texts: list[str]) -> None:
         gpt2().encode_ordinary_batch(texts[i : i + 1000], num_threads=1)
 
 
-def make_shards(files: list[str], out_dir: Path, encoder: str) -> None:
+def make_shards(files: list[str], out_dir: Path) -> None:
     shutil.rmtree(out_dir, ignore_errors=True)
-    constants = dict(source=tuple(files), out_dir=str(out_dir), workers=2, encoder=encoder, shard_size=10**8)
+    constants = dict(source=tuple(files), out_dir=str(out_dir), workers=2, shard_size=10**8)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         fineweb.make_shards(fineweb.Config(**constants), out_dir)
 

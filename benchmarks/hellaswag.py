@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.measure import Common, Size, fast_dtype, model_sizes, rates
-from cli import Count
-from corpus.shards import load_tokenizer
 from hellaswag import evaluate, load_rows, prepare
-from machine.runtime import Runtime
 from model import GPT, GPTConfig
+from parts.cli import Count
+from parts.runtime import Runtime
+from parts.shards import load_tokenizer
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.measure import Common, Size, failure, in_own_process, model_sizes, timed
-from cli import Count, UserError
-from machine.runtime import Runtime
 from model import GPT, GPTConfig
+from parts.cli import Count, UserError
+from parts.runtime import Runtime
 
 # One optimizer step in so many micro-batches, which returns its loss; and its FLOPs per token.
 Step = tuple[Callable[[int], torch.Tensor], float]

@@ -15,15 +15,15 @@ from functools import partial
 import torch
 
 from benchmarks.measure import Common, Size, built_late, fast_dtype, model_sizes, rates
-from corpus.shards import load_tokenizer
-from finetuning.lora import TARGETS, LoRAConfig, add_lora, cast_frozen
-from finetuning.rows import Example, encode_rows, load_rows, micro_batches, split_rows
-from learning.optim import make_optimizer
 from lora_finetune import MICRO_BATCH_COST
 from lora_finetune import Config as Finetuning
-from machine.runtime import Runtime
-from machine.trials import choose_attention
 from model import GPT, GPTConfig, GPTWithLoss
+from parts.conversations import Example, encode_rows, load_rows, micro_batches, split_rows
+from parts.lora import TARGETS, LoRAConfig, add_lora, cast_frozen
+from parts.optim import make_optimizer
+from parts.runtime import Runtime
+from parts.shards import load_tokenizer
+from parts.trials import choose_attention
 
 FINETUNING = Finetuning(lora_dim=8, lora_alpha=16.0, max_lr=1e-3)
 N_EXAMPLES = 32

@@ -26,9 +26,10 @@ from typing import Annotated, Literal
 
 import torch
 
-from cli import Range
-from machine.runtime import Runtime, peaks
 from model import SIZES
+from parts.cards import peaks
+from parts.cli import Range
+from parts.runtime import Runtime
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = dict(n_layer=2, n_head=2, n_embd=64)  # to test that a command works, not how fast it is

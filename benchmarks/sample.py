@@ -14,10 +14,10 @@ from functools import partial
 import torch
 
 from benchmarks.measure import Common, Size, built_late, model_sizes, rates
-from cli import Positive
-from learning.generation import generate
-from machine.runtime import Runtime
 from model import GPT, GPTConfig
+from parts.cli import Positive
+from parts.generation import generate
+from parts.runtime import Runtime
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ import torch
 
 from benchmarks.ladder import Rung, Step, measure_step, mfu, model_shape, padded, plain_step, random_tokens
 from benchmarks.measure import Common, Size, failure, in_own_process, rate_row
-from cli import Count, Positive
-from corpus.order import to_inputs
-from learning.optim import make_optimizer
-from machine.runtime import Runtime
 from model import GPTWithLoss
+from parts.cli import Count, Positive
+from parts.data import to_inputs
+from parts.optim import make_optimizer
+from parts.runtime import Runtime
 from train_gpt2 import RECIPES, build_model, resolve_config
 
 

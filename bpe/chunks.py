@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import pairwise
-from random import Random
 
 import regex
 
@@ -184,24 +183,6 @@ def merge_chunk(chunk: bytes, rank_of: RankOfPair) -> list[int]:
         i = ranks.index(new)
         parts[i : i + 2] = [new]
     return parts
-
-
-class Forgetful(dict):
-    """A RankOfPair that forgets a merge with probability `dropout`, each time that it is asked for it.
-
-    With it `merge_chunk` is BPE-dropout (Provilkov et al. 2020, algorithm 1): a word is cut up in several ways, and so
-    a model sees the tokens that are otherwise always merged into longer ones. In a long chunk a merge that is forgotten
-    once, when it becomes possible or is due, is lost for its place."""
-
-    def __init__(self, rank_of: RankOfPair, dropout: float, seed: str):
-        super().__init__(rank_of)
-        self.dropout = dropout
-        self.random = Random(seed).random
-
-    def get(self, pair, default=None):
-        if self.random() < self.dropout:
-            return default
-        return super().get(pair, default)
 
 
 def merge_long(parts: list[int], rank_of: RankOfPair) -> list[int]:

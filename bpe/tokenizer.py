@@ -19,7 +19,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from bpe import formats
-from bpe.chunks import BLOCK, KNOWN, SINGLE_BYTES, Forgetful, any_of, full_pattern, merge_chunk, splitter, valid_unicode
+from bpe.chunks import BLOCK, KNOWN, SINGLE_BYTES, any_of, full_pattern, merge_chunk, splitter, valid_unicode
 from bpe.formats import ENDOFTEXT, Specials
 from bpe.training import TIE_BREAKS, Options, learn
 from bpe.training import cpu_count as cpu_count  # other folders take it from here
@@ -148,19 +148,26 @@ class Tokenizer:
 
     # ---- encoding
 
-    def encode_ordinary(self, text: str, dropout: float = 0.0, seed: int = 0) -> list[int]:
-        """Ids of `text`; special tokens in it are text like any other. With `dropout`, the probability with which a
-        merge is forgotten (BPE-dropout), another `seed` gives other ids, which decode to the same text."""
-        text = valid_unicode(text)
-        encode_chunk = self._cache.__getitem__
-        if dropout:
-            rank_of = Forgetful(self._rank_of_pair, dropout, f"{seed} {text}")
-            encode_chunk = partial(self._encode_chunk, rank_of=rank_of)
+    def encode_ordinary(self, text: str) -> list[int]:
+        """Ids of `text`; special tokens in it are text like any other."""
         ids = []
-        for block in self._splitter.blocks(text):
+        for block in self._splitter.blocks(valid_unicode(text)):
             chunks = self._splitter.split(block)
-            ids += chain.from_iterable(map(encode_chunk, chunks))
+            ids += chain.from_iterable(map(self._cache.__getitem__, chunks))
         return ids
+
+    def encode_to_numpy(self, text: str) -> np.ndarray:
+        """`encode_ordinary` as an array (n,) uint32, by tiktoken where it gives the same ids: ten times as fast."""
+        blocks = []  # so that no list of ids is long
+        for block in self._splitter.blocks(valid_unicode(text)):
+            blocks.append(self._block_to_numpy(block))
+        return np.concatenate(blocks)
+
+    def _block_to_numpy(self, block: str) -> np.ndarray:
+        if self._tiktoken:
+            with contextlib.suppress(ValueError):  # its regular expressions give up on a million blanks
+                return self._tiktoken.encode_to_numpy(block, disallowed_special=())
+        return np.array(self.encode_ordinary(block), np.uint32)
 
     def encode(self, text: str, *, allowed_special: Names = (), disallowed_special: Names = "all") -> list[int]:
         """Ids of `text`. Special tokens in `allowed_special` (a collection, or "all") become their ids.
@@ -232,8 +239,8 @@ class Tokenizer:
             disallowed = self.special_tokens.keys() - allowed
         return tuple(allowed), tuple(disallowed)
 
-    def _encode_chunk(self, chunk: str, rank_of: dict | None = None) -> list[int]:
-        ranks = merge_chunk(chunk.encode(), rank_of or self._rank_of_pair)
+    def _encode_chunk(self, chunk: str) -> list[int]:
+        ranks = merge_chunk(chunk.encode(), self._rank_of_pair)
         if self._ids is None:
             return ranks
         return [self._ids[rank] for rank in ranks]

@@ -28,9 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bpe import formats
 from bpe.tokenizer import ENDOFTEXT, Tokenizer, visible
-from cli import Count, Positive, Tokens, UserError, parse_args, script
-from corpus.sources import arriving, discard, documents_of, find_source, is_txt, units_of
-from files import set_aside
+from parts.cli import Count, Positive, Tokens, UserError, parse_args, script
+from parts.files import set_aside
+from parts.sources import arriving, discard, documents_of, find_source, is_txt, units_of
 
 
 @dataclass(frozen=True)

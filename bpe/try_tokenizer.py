@@ -18,7 +18,7 @@ from xml.sax.saxutils import escape
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bpe.tokenizer import Tokenizer, valid_unicode
-from cli import UserError, parse_args, script
+from parts.cli import UserError, parse_args, script
 
 ENGLISH = (
     "The librarian keeps 3 clocks above the door. One is right, one is 5 minutes fast, and nobody remembers why "

@@ -21,7 +21,7 @@ from tests.helpers import SHORT, arguments, assert_user_error, prose, small_args
 def inline(capsys, monkeypatch):
     """Run a script's main function in this process, inline(main, "a word", "--flag", "5", an_option=6): quicker than in
     a new one, with the same exit codes and output."""
-    from cli import script
+    from parts.cli import script
 
     def run(main, *words, **options) -> SimpleNamespace:
         monkeypatch.setattr(sys, "argv", ["script.py", *map(str, words), *arguments(**options)])
@@ -82,7 +82,7 @@ def run_dir(tmp_path) -> Path:
 
 @pytest.fixture
 def rt():
-    from machine.runtime import Runtime
+    from parts.runtime import Runtime
 
     return Runtime.setup("cpu", "float32")
 

@@ -11,9 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from bpe.tokenizer import Tokenizer
-from corpus.manifest import read_manifest
-from corpus.stream import find_shards
 from fineweb import Config, make_shards
+from parts.data import find_shards, read_manifest
 from tests.helpers import prose
 
 SHARD = 20_000  # tokens

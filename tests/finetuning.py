@@ -4,9 +4,9 @@ from pathlib import Path
 
 import torch
 
-from finetuning import chat, lora
-from finetuning.lora import TARGETS, AdapterFiles, LoRAConfig
 from model import GPT, GPTConfig
+from parts import chat, lora
+from parts.lora import TARGETS, AdapterFiles, LoRAConfig
 from tests.helpers import seeded
 
 

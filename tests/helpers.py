@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cli import UserError
+from parts.cli import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]

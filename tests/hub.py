@@ -7,7 +7,7 @@ import threading
 import time
 from pathlib import Path
 
-from files import sha256
+from parts.files import sha256
 from tests.helpers import environment
 
 

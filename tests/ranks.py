@@ -22,15 +22,15 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_gpt2
-from cli import script
-from learning.loss import LinearCrossEntropy
-from learning.optim import local
-from machine.runtime import Runtime
-from machine.sharding import unsharded
-from machine.trials import largest_that_fits
 from model import GPT, GPTConfig, GPTWithLoss
-from run.checkpoint import remove_after
-from run.run import Run
+from parts.checkpoint import remove_after
+from parts.cli import script
+from parts.loss import LinearCrossEntropy
+from parts.optim import local
+from parts.run import Run
+from parts.runtime import Runtime
+from parts.sharding import unsharded
+from parts.trials import largest_that_fits
 from tests.helpers import seeded, spoil_gradients, write_json
 
 FAULT_STEP = 3

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from bpe import train, try_tokenizer
 from bpe.tokenizer import Tokenizer, visible
-from files import set_aside
+from parts.files import set_aside
 from tests.helpers import (
     ROOT,
     assert_user_error,
@@ -119,7 +119,7 @@ def test_options_reach_the_trainer(run_train, tmp_path):
     write_lines(tmp_path / "a.jsonl", [dict(body=text) for text in texts])
     options = ["--vocab_size", "5_000", "--pattern", "cl100k", "--tie_break", "greatest_bytes", "--max_bytes", "9_999"]
     kept = list(train.Split(train.limit(iter(texts), 9_999)))
-    with pytest.warns(UserWarning, match=r"stops at \d+ tokens, short of the 5000"):  # which cli.py prints as a note
+    with pytest.warns(UserWarning, match=r"stops at \d+ tokens, short of the 5000"):
         run_train("--input", tmp_path / "a.jsonl", "--text_field=body", *options, "--special_tokens", *specials)
         expected = Tokenizer.train(kept, 5000, "cl100k", specials, "greatest_bytes")
     assert Tokenizer.load(tmp_path / "out").fingerprint == expected.fingerprint

@@ -9,8 +9,8 @@ from huggingface_hub import ModelCard
 from huggingface_hub.utils import filter_repo_objects
 
 import lora_finetune
-from run import card
-from run.checkpoint import find_damage, load_model
+from parts import card
+from parts.checkpoint import find_damage, load_model
 from tests.conftest import Door
 from tests.finetuning import ROWS
 from tests.helpers import ROOT, log_of, write_json

@@ -5,7 +5,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bpe.tokenizer import Tokenizer
-from finetuning import chat
+from parts import chat
 from tests.finetuning import said, written
 from tests.helpers import assert_refused, prose, read_json, table
 

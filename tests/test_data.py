@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corpus import stream as reading
-from corpus.order import IGNORED, Batches, permutation, to_inputs, training_batches, validation_batches
-from corpus.stream import TokenStream
+from parts import data as reading
+from parts.data import IGNORED, Batches, TokenStream, permutation, to_inputs, training_batches, validation_batches
 from tests.helpers import needs_proc
 from tests.token_shards import T, open_stream, write_shards
 

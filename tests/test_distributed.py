@@ -8,7 +8,7 @@ import torch
 
 import train_gpt2
 from model import GPT
-from run.checkpoint import checkpoint_steps, load_train_state
+from parts.checkpoint import checkpoint_steps, load_train_state
 from tests.helpers import SMALL, arguments, column, log_of, quietly, read_json, run_script, text_file
 from tests.ranks import FAULTS, OUT_OF_MEMORY, copy_of_run
 

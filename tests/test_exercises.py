@@ -16,9 +16,9 @@ import torch
 
 from bpe import minimal
 from exercises import functions, test_functions
-from finetuning.lora import LoRAConfig, LoRALinear
-from learning import loss, optim
 from model import GPT, naive_attention
+from parts import loss, optim
+from parts.lora import LoRAConfig, LoRALinear
 from tests.helpers import ROOT, environment
 
 

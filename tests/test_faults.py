@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from files import naming
-from machine.runtime import Runtime
-from run import checkpoint
-from run.checkpoint import CheckpointWriter, Snapshot, find_damage, load_train_state
+from parts import checkpoint
+from parts.checkpoint import CheckpointWriter, Snapshot, find_damage, load_train_state
+from parts.files import naming
+from parts.runtime import Runtime
 from tests.helpers import assert_refused, assert_user_error, log_of, steps_of, weights
 
 # ---- disks

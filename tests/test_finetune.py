@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 import lora_finetune as lf
-from finetuning import chat
-from finetuning.lora import TARGETS, load_adapter
-from finetuning.rows import Example, encode_rows, messages_of, micro_batches
-from run.checkpoint import load_model, remove_after, save_model
+from parts import chat
+from parts.checkpoint import load_model, remove_after, save_model
+from parts.conversations import Example, encode_rows, messages_of, micro_batches
+from parts.lora import TARGETS, load_adapter
 from tests.conftest import Door
 from tests.finetuning import ROWS, adapted, distance, said, small_gpt
 from tests.helpers import (

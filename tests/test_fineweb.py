@@ -4,7 +4,6 @@ import gzip
 import hashlib
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +14,9 @@ from tqdm import tqdm
 
 import fineweb
 from bpe.tokenizer import Tokenizer
-from corpus import encoders, sources
-from corpus.manifest import read_manifest, save_manifest
-from corpus.shards import verify
-from corpus.stream import find_shards
-from corpus.writer import shard_dtype
+from parts import sources
+from parts.data import find_shards, read_manifest, save_manifest
+from parts.shards import shard_dtype, verify
 from tests.corpora import (
     assert_shards,
     make_documents,
@@ -217,41 +214,12 @@ def test_compressed_parquet_is_estimated_by_its_text_and_a_small_corpus_is_mostl
     assert run_here(tmp_path, tmp_path / "shards", tokenizer, shard_size=0) == manifest
 
 
-# ------------------------------------------------------------------------------------------------------------ encoders
-
-
-@pytest.mark.parametrize("name", encoders.ENCODERS)
-def test_every_encoder_writes_the_same_shards(corpus, tokenizer, tmp_path, name):
-    if name == "gigatoken":
-        pytest.importorskip("gigatoken", reason="pip install gigatoken")
-    run_here(corpus[0], tmp_path / "shards", tokenizer, encoder=name)
-    assert_shards(tmp_path / "shards", corpus[1], tokenizer)
 
 
 def test_a_million_blanks_have_their_ids_where_tiktoken_gives_up(tokenizer):
-    tok, text = Tokenizer.load(tokenizer), "x" + " " * 10**6 + "y"
-    assert encoders.encoder(tok, "tiktoken")(text).tolist() == tok.encode(text)
-
-
-def test_an_encoder_with_other_ids_is_not_used(tokenizer, monkeypatch, capsys):
-    """Neither where its ids on the probes differ, nor in a document."""
-    tok, ours = Tokenizer.load(tokenizer), encoders.encoder
-    monkeypatch.setattr(encoders, "encoder", lambda tok, name: lambda text: ours(tok, "own")(text.replace("½", "?")))
-    assert encoders.choose_encoder("auto", tok) == "own"
-    assert "note: tiktoken is not used: its ids differ" in capsys.readouterr().err
-    unit = sources.Unit(Path("x.parquet"), ["as ½ of it"])
-    assert_refused(
-        "ids differ from ours in x.parquet.*--encoder own",
-        fineweb.tokenize,
-        unit,
-        "text",
-        tok,
-        encoders.encoder(tok, "tiktoken"),
-    )
-    monkeypatch.setattr(encoders, "encoder", ours)
-    monkeypatch.setitem(sys.modules, "gigatoken", None)  # as if it were not installed
-    assert encoders.choose_encoder("auto", tok) == "tiktoken"
-    assert_refused("pip install gigatoken", encoders.choose_encoder, "gigatoken", tok)
+    tok = Tokenizer.load(tokenizer)
+    text = "x" + " " * 10**6 + "y"
+    assert tok.encode_to_numpy(text).tolist() == tok.encode(text)
 
 
 # ------------------------------------------------------------------------------------------------------------- --verify

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import fineweb
-from corpus import sources
-from corpus.manifest import read_manifest
+from parts import sources
+from parts.data import read_manifest
 from tests.corpora import (
     assert_shards,
     full_disk,

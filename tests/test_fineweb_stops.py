@@ -14,10 +14,10 @@ import pytest
 
 import fineweb
 from bpe.tokenizer import Tokenizer
-from cli import UserError
-from corpus import sources
-from corpus.manifest import read_manifest, save_manifest
-from corpus.writer import Writer
+from parts import sources
+from parts.cli import UserError
+from parts.data import read_manifest, save_manifest
+from parts.shards import Writer
 from tests.corpora import (
     assert_shards,
     count_shards,

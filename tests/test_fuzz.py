@@ -23,7 +23,7 @@ import pytest
 import fineweb
 import lora_finetune
 import train_gpt2
-from files import sha256
+from parts.files import sha256
 from tests.helpers import SMALL, arguments, damaged, hellaswag_rows, quietly, text_file, write_json, write_lines
 
 SECONDS = 120  # for one case, on a busy machine

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from bpe.tokenizer import Tokenizer
-from learning import evaluation
-from learning.evaluation import complete
-from learning.generation import KVCache, generate, next_logits, sample_tokens
 from model import GPT
+from parts import evaluation
+from parts.evaluation import complete
+from parts.generation import KVCache, generate, next_logits, sample_tokens
 from tests.helpers import seeded
 from tests.test_model import small, tokens
 

@@ -22,15 +22,15 @@ from torch.nn.parallel import DistributedDataParallel
 import train_gpt2
 from benchmarks.hellaswag import score_one_by_one
 from bpe.tokenizer import Tokenizer
-from corpus.order import to_inputs
 from hellaswag import evaluate, prepare
-from learning.optim import make_optimizer
-from machine import runtime
-from machine.runtime import Runtime
-from machine.sharding import shard
 from model import GPT, GPTConfig, GPTWithLoss
-from run.checkpoint import copy_to_host, remove_after
-from run.run import Run
+from parts import runtime
+from parts.checkpoint import copy_to_host, remove_after
+from parts.data import to_inputs
+from parts.optim import make_optimizer
+from parts.run import Run
+from parts.runtime import Runtime
+from parts.sharding import shard
 from tests.helpers import log_of, seeded
 from train_gpt2 import RECIPES
 
@@ -210,7 +210,7 @@ def test_the_loop_waits_for_nothing_and_is_compiled_once(train, graphs, optimize
         request.getfixturevalue("one_rank")
         real, mesh = Runtime.setup, init_device_mesh(DEVICE, (1,))
         monkeypatch.setattr(Runtime, "setup", lambda *args: replace(real(*args), shard="optimizer", mesh=mesh))
-        monkeypatch.setattr("cli.exit_now", lambda: None)  # the tests go on after this rank
+        monkeypatch.setattr("parts.cli.exit_now", lambda: None)  # the tests go on after this rank
     train(**RUN | dict(optimizer=optimizer, compile="on", micro_batch_size=8))
     assert not counters["graph_break"] and len(graphs) == 6
     # Muon compiles its momentum; after the first step validation alone is compiled

@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hellaswag
 from hellaswag import LOGGED, STYLES, encode_together, evaluate, harness, load_rows, prepare
-from machine.runtime import Runtime
 from model import GPT
-from run.checkpoint import save_model
+from parts.checkpoint import save_model
+from parts.runtime import Runtime
 from tests.finetuning import adapted, save_adapter, small_gpt
 from tests.helpers import (
     ROOT,

@@ -1,4 +1,4 @@
-"""The layout of the house: doors at the root, rooms in folders, and no import that runs back up."""
+"""The layout of the house: doors at the root, parts in one folder, and no import that runs back up."""
 
 import ast
 import importlib
@@ -6,33 +6,18 @@ import signal
 import subprocess
 import sys
 from dataclasses import is_dataclass
+from pathlib import Path
 
 import pytest
 
 from tests.helpers import ROOT, environment, run_script
 
-DOORS = {*"train_gpt2 fineweb hellaswag lora_finetune sample plot bench".split()}
-FOLDERS = {*"bpe corpus learning finetuning machine pretraining run benchmarks".split()}
-NEVER = {  # folder: what none of its files imports, besides the doors
-    "bpe": "model learning finetuning pretraining machine run benchmarks torch",
-    "corpus": "model learning finetuning pretraining machine run benchmarks torch",
-    "learning": "model corpus bpe finetuning pretraining machine run benchmarks",
-    "machine": "model corpus bpe learning finetuning pretraining run benchmarks",
-    "run": "learning finetuning pretraining benchmarks",
-    "finetuning": "pretraining benchmarks",
-    "pretraining": "finetuning benchmarks",
-}
-KNOWS_NOTHING_OF = {  # a file: what its import does not bring
-    "cli": "torch", "files": "torch", "run.records": "torch", "finetuning.chat": "torch", "finetuning.rows": "torch",
-    "corpus.stream": "torch tqdm regex tiktoken tyro pyarrow bpe corpus.shards corpus.sources corpus.order",
-    "corpus.order": "torch tqdm regex tiktoken tyro pyarrow bpe corpus.shards corpus.sources",
-    "corpus.sources": "torch datasets huggingface_hub bpe corpus.stream corpus.shards",
-    "corpus.shards": "torch datasets huggingface_hub corpus.order",
-    "fineweb": "torch datasets huggingface_hub corpus.order", "plot": "torch matplotlib",
-}  # fmt: skip
+DOORS = {"train_gpt2", "fineweb", "hellaswag", "lora_finetune", "sample", "plot", "bench"}
+PARTS = sorted(ROOT.glob("parts/*.py"))
+ROOMS_OF_BPE = [path for path in sorted(ROOT.glob("bpe/*.py")) if path.stem not in ("train", "try_tokenizer")]
 
 
-def imports(path) -> set[str]:
+def imports(path: Path) -> set[str]:
     """The dotted names that a file imports, at its top or in a function."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -43,65 +28,86 @@ def imports(path) -> set[str]:
     return found
 
 
-def first_names(path) -> set[str]:
+def first_names(path: Path) -> set[str]:
     return {name.split(".")[0] for name in imports(path)}
 
 
-def brings(module: str) -> set[str]:
+def modules_after(statement: str) -> set[str]:
     """The modules that exist after an import in a fresh interpreter."""
-    code = f"import sys, {module}; print(*sys.modules)"
+    code = f"import sys; {statement}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     return set(done.stdout.split())
 
 
-def test_at_the_root_are_doors_the_model_and_the_command_line():
+def test_at_the_root_are_the_doors_and_the_model():
     """Of what is in git: a reader's own script at the root is welcome."""
     git = ["git", "-C", str(ROOT), "ls-files", "*.py"]
     files = subprocess.run(git, capture_output=True, text=True).stdout.split()
     if not files:
         pytest.skip("this is no git checkout")
-    assert {file.removesuffix(".py") for file in files if "/" not in file} == DOORS | {"model", "cli", "files"}
+    assert {file.removesuffix(".py") for file in files if "/" not in file} == DOORS | {"model"}
 
 
-@pytest.mark.parametrize("folder", NEVER)
-def test_no_folder_imports_one_that_imports_it(folder):
-    for path in (ROOT / folder).glob("*.py"):
-        doors_of_bpe = {"bpe/train.py", "bpe/try_tokenizer.py"}
-        allowed = {"corpus", "cli"} if str(path.relative_to(ROOT)) in doors_of_bpe else set()
-        assert not first_names(path) & (DOORS | {*NEVER[folder].split()} - allowed), path
-    if folder == "bpe":
-        rooms = [path for path in (ROOT / "bpe").glob("*.py") if path.stem not in ("train", "try_tokenizer")]
-        assert not [path for path in rooms if first_names(path) & {"cli", "corpus"}]
+@pytest.mark.parametrize("path", PARTS, ids=lambda path: path.stem)
+def test_a_part_imports_no_door(path):
+    assert not first_names(path) & DOORS
+    assert not first_names(path) & {"benchmarks", "walk", "tests"}
+
+
+@pytest.mark.parametrize("path", ROOMS_OF_BPE, ids=lambda path: path.stem)
+def test_the_tokenizer_needs_nothing_else_of_the_house(path):
+    assert not first_names(path) & (DOORS | {"parts", "model", "torch"})
+
+
+@pytest.mark.parametrize("door", sorted(DOORS - {"bench"}))
+def test_a_door_imports_no_other_but_hellaswag(door):
+    assert first_names(ROOT / f"{door}.py") & DOORS <= {"hellaswag"}
+
+
+def test_no_imports_run_in_a_circle():
+    files = {f"parts.{path.stem}": path for path in PARTS} | {"model": ROOT / "model.py"}
+    files |= {f"bpe.{path.stem}": path for path in ROOMS_OF_BPE}
+    remaining = {name: imports(path) & files.keys() for name, path in files.items()}
+    while free := [name for name in remaining if not remaining[name] & remaining.keys()]:
+        for name in free:
+            del remaining[name]
+    assert not {name: used for name, used in remaining.items() if not name.startswith("bpe.")}
+
+
+@pytest.mark.parametrize("path", PARTS, ids=lambda path: path.stem)
+def test_the_loop_is_in_the_door(path):
+    """No part but the trial of micro-batches calls backward, and that one takes no step."""
+    if path.stem != "trials":
+        assert ".backward(" not in path.read_text(encoding="utf-8")
+
+
+WORKERS = ["parts.cli", "parts.files", "parts.data", "parts.shards", "parts.sources", "fineweb"]
+
+
+@pytest.mark.parametrize("module", WORKERS)
+def test_what_a_worker_process_imports_is_free_of_torch(module):
+    assert "torch" not in modules_after(f"import {module}")
+
+
+def test_plot_imports_torch_and_matplotlib_only_when_it_draws():
+    assert not {"torch", "matplotlib"} & modules_after("import plot")
+
+
+def test_the_model_brings_at_most_two_files_of_ours():
+    ours = {name for name in modules_after("import model") if name.startswith(("parts.", "bpe."))}
+    assert len(ours) <= 2, sorted(ours)
 
 
 @pytest.mark.parametrize("door", ["train_gpt2", "lora_finetune", "hellaswag", "sample", "bench"])
 def test_ctrl_c_while_torch_is_imported_is_not_a_traceback(door, tmp_path):
     (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
     result = run_script(f"{door}.py", env=environment(PYTHONPATH=str(tmp_path)))
-    assert result.returncode == -signal.SIGINT and not result.stderr
+    assert result.returncode == -signal.SIGINT
+    assert not result.stderr
 
 
-@pytest.mark.parametrize("module", KNOWS_NOTHING_OF)
-def test_a_file_brings_nothing_of_which_it_says_it_knows_nothing(module):
-    """And what worker processes import is free of torch."""
-    assert not set(KNOWS_NOTHING_OF[module].split()) & brings(module)
-
-
-@pytest.mark.parametrize("module, most", [("model", 2), ("hellaswag", 13)])
-def test_a_file_that_is_read_alone_brings_few_others(module, most):
-    ours = {name for name in brings(module) if name.split(".")[0] in DOORS | FOLDERS | {"model", "cli", "files"}}
-    ours -= FOLDERS | {module}
-    assert len(ours) <= most, sorted(ours)
-
-
-DATACLASSES = """
-bpe.train bpe.training bpe.try_tokenizer cli finetuning.lora fineweb hellaswag lora_finetune machine.runtime model plot
-pretraining.plan run.card run.checkpoint sample train_gpt2
-""".split()
-
-
-@pytest.mark.parametrize("module", DATACLASSES)
+@pytest.mark.parametrize("module", [*sorted(DOORS), "model", *(f"parts.{path.stem}" for path in PARTS)])
 def test_what_is_settled_cannot_be_changed(module):
-    kinds = [value for value in vars(importlib.import_module(module)).values() if is_dataclass(value)]
-    own = [kind.__dataclass_params__.frozen for kind in kinds if kind.__module__ == module]
-    assert own and all(own)
+    values = vars(importlib.import_module(module)).values()
+    own = [value for value in values if is_dataclass(value) and value.__module__ == module]
+    assert [kind for kind in own if not kind.__dataclass_params__.frozen] == []

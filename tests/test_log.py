@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import torch
 
-from run import log
-from run.checkpoint import checkpoint_steps
-from run.directory import RunDirectory
-from run.run import Run
+from parts import report as log
+from parts.checkpoint import checkpoint_steps
+from parts.directory import RunDirectory
+from parts.run import Run
 from tests.helpers import NoWeights, arguments, column, read_lines
 from train_gpt2 import Config
 

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
-from files import sha256
-from finetuning import lora
-from finetuning.lora import TARGETS, AdapterFiles, LoRAConfig, load_adapter
 from model import GPT, GPTConfig
+from parts import lora
+from parts.files import sha256
+from parts.lora import TARGETS, AdapterFiles, LoRAConfig, load_adapter
 from tests.finetuning import adapted, distance, logits, save_adapter, small_gpt, tokens
 from tests.helpers import assert_refused, json_values, read_json, write_json
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from run.checkpoint import checkpoint_steps, find_damage
+from parts.checkpoint import checkpoint_steps, find_damage
 from tests.helpers import ROOT, TORCHRUN, environment, log_of, text_file, wait_for_steps
 from tests.test_distributed import alone, args, same_losses
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from bpe.tokenizer import Tokenizer
-from cli import UserError
-from machine import runtime
-from machine.runtime import PEAKS, Runtime, peaks
 from model import GPT, GPTConfig
-from run.checkpoint import CheckpointWriter, ModelFiles, Snapshot, copy_to_host, find_damage, state_dict_without_head
+from parts import runtime
+from parts.cards import CARDS, peaks
+from parts.checkpoint import CheckpointWriter, ModelFiles, Snapshot, copy_to_host, find_damage, state_dict_without_head
+from parts.cli import UserError
+from parts.runtime import Runtime
 from tests.helpers import assert_refused, table
 
 
@@ -40,11 +41,16 @@ def test_memory_without_a_gpu_is_the_peak_of_the_process(rt, monkeypatch):
         assert rt.peak_memory() == 3000 * unit
 
 
-def test_every_card_is_found_by_its_name_and_has_a_bandwidth():
-    assert [peaks(name)[1] / 1e9 for name in ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB")] == [1555, 2039]
-    for entry in PEAKS.replace("\n", " ").split(","):
-        *name, tflops, gb = entry.split()
-        assert peaks(" ".join(name)) == (None if tflops == "0" else (float(tflops) * 1e12, float(gb) * 1e9)), entry
+@pytest.mark.parametrize("name", CARDS)
+def test_every_card_is_found_by_its_name_and_no_other_comes_before_it(name):
+    tflops, gigabytes = CARDS[name]
+    expected = (tflops * 1e12, gigabytes * 1e9) if tflops else None
+    assert peaks(f"NVIDIA {name}") == expected
+
+
+def test_cards_of_two_memory_sizes_are_told_apart():
+    assert peaks("NVIDIA A100-SXM4-40GB")[1] == 1555e9
+    assert peaks("NVIDIA A100-SXM4-80GB")[1] == 2039e9
 
 
 # first a V100, and the wheel for CUDA 13; third: within a generation older code runs; last: ROCm names the code in its

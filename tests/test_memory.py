@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train_gpt2
-from corpus.shards import prepare_text
-from learning.loss import chunk_size, linear_cross_entropy
-from learning.optim import make_optimizer
-from machine.runtime import Runtime, checkpoint_activations
 from model import GPT, GPTConfig
-from pretraining.plan import CARDS, Layout, n_parameters, needs, token_flops
+from parts.loss import chunk_size, linear_cross_entropy
+from parts.optim import make_optimizer
+from parts.plan import CARDS, Layout, n_parameters, needs, token_flops
+from parts.runtime import Runtime, checkpoint_activations
+from parts.shards import prepare_text
 from tests.helpers import ROOT, slow, table, text_file
 
 

@@ -16,11 +16,11 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from bpe.tokenizer import Tokenizer
-from corpus.order import IGNORED
-from learning import loss as loss_module
-from learning.loss import LinearCrossEntropy, accumulate_matmul, chunk_size, linear_cross_entropy, plain_cross_entropy
 from model import GPT, SIZES, GPTConfig, read_config
-from run.checkpoint import load_model, model_tokenizer
+from parts import loss as loss_module
+from parts.checkpoint import load_model, model_tokenizer
+from parts.data import IGNORED
+from parts.loss import LinearCrossEntropy, accumulate_matmul, chunk_size, linear_cross_entropy, plain_cross_entropy
 from tests.helpers import assert_invalid, assert_refused, json_values, read_json, seeded, write_json
 
 warnings.filterwarnings("ignore")

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from learning.optim import LossScale, Muon, decay_groups, learning_rate, make_optimizer, muon_part, orthogonalized
-from learning.optim import Optimizer as LoopOptimizer
 from model import GPT, GPTConfig
+from parts.optim import LossScale, Muon, decay_groups, learning_rate, make_optimizer, muon_lr_fraction, orthogonalized
+from parts.optim import Optimizer as LoopOptimizer
 from tests.helpers import seeded
 from train_gpt2 import Config
 
@@ -115,15 +115,15 @@ def test_the_schedules_at_their_corners():
     assert [learning_rate(s, cosine) for s in (1, 10, 60, 110)] == pytest.approx([0.1, 1.0, 0.55, 0.1])
     wsd = replace(cosine, min_lr=0.0, warmup_steps=0, max_steps=100, lr_schedule="wsd")
     assert [learning_rate(s, wsd) for s in (1, 30, 60, 80, 100)] == pytest.approx([1.0, 1.0, 1.0, 0.5, 0.0])
-    assert muon_part(1, wsd) is None
+    assert muon_lr_fraction(1, wsd) is None
 
 
 def test_four_phases_are_those_of_muon_while_adamw_has_a_plateau():
     config = Settings(max_lr=1e-3, min_lr=0.0, warmup_steps=10, max_steps=1010, lr_schedule="four_phases")
-    parts = [muon_part(step, config) for step in (5, 10, 50, 310, 569, 571, 790, 1010)]
+    parts = [muon_lr_fraction(step, config) for step in (5, 10, 50, 310, 569, 571, 790, 1010)]
     assert parts == pytest.approx([0.5, 1.0, 1.0, 0.4722, 0.2, 0.2, 0.1, 0.0], abs=2e-3)
     optimizer = make_optimizer(small(), config, Machine())
-    optimizer.set_lr(learning_rate(310, config), muon_part(310, config))
+    optimizer.set_lr(learning_rate(310, config), muon_lr_fraction(310, config))
     assert [g["lr"] for g in optimizer.param_groups()] == pytest.approx([1e-3, 1e-3, 0.009444, 0.009444], rel=1e-4)
 
 

@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 import plot
-from run import curves
-from run.records import read_log
-from tests.helpers import assert_user_error, json_values, log_of, table, write_json, write_lines
+from parts import curves
+from parts.log import read_log
+from tests.helpers import assert_user_error, json_values, log_of, table, write_lines
 
 
 def train_records(n: int, **changes) -> list[dict]:
@@ -225,99 +225,6 @@ def shown(axes: Axes) -> str:
     return "\n".join(said) + "\n"
 
 
-ONE_RUN = """
-loss: Validation loss: 1.000
-loss (nats per token) | step
-sizes [8.5, 9.0, 10.0], grid 0.3
-[[-0.4, 40.4], [0.883, 8.006]] log
-[[1.0, 4.0], [40.0, 3.025]] #0072B2 - 0.8 0.25 None 6.0 None
-[[1.0, 4.0], [40.0, 3.025]] #0072B2 - 1.5 None None 6.0 None
-[[20.0, 3.0], [40.0, 1.0]] #000000 - 1.6 None o 4.5 1
-[[0.0, 7.625], [1.0, 7.625]] gray -- 0.8 None None 6.0 None
-[[0.0, 4.0], [0.0, 4.0]] #D55E00 None 1.5 None D 6.0 None
-[0, 0] training, each step
-[0, 0] training, smoothed
-[0, 0] validation: 1.000 at the end
-[0, 0] before the first step: 4.00 (ln V is 7.62)
-
-acc_norm: HellaSwag: how often the right ending of four is the likeliest, lengths normalised, ± standard error
-accuracy (%) | step
-sizes [8.0, 8.5, 9.0, 10.0], grid 0.3
-[[-0.4, 40.4], [23.956, 34.744]] linear
-[[40.0, 27.0], [40.0, 27.0]] #0072B2 - 1.5 None o 4.5 1
-[[0.0, 29.55], [1.0, 29.55]] gray -- 0.8 None None 6.0 None
-[[0.0, 33.7], [1.0, 33.7]] gray -- 0.8 None None 6.0 None
-[[0.0, 25.0], [1.0, 25.0]] gray -- 0.8 None None 6.0 None
-bar [[40.0, 25.0], [40.0, 29.0]] [0.8]
-[0.005, 29.55] GPT-2 124M 29.55%
-[0.005, 33.7] GPT-3 Small 33.7%
-[0.995, 25.0] chance 25%
-[0, 0] tiny: 27 ± 2 at the end
-
-gold_bpb: HellaSwag: what the right ending costs, ± standard error
-bits per byte | step
-sizes [8.5, 9.0, 10.0], grid 0.3
-[[-0.4, 40.4], [1.345, 1.655]] linear
-[[40.0, 1.5], [40.0, 1.5]] #0072B2 - 1.5 None o 4.5 1
-bar [[40.0, 1.375], [40.0, 1.625]] [0.8]
-[0, 0] tiny: 1.5 ± 0.12 at the end
-
-norm: Gradient norm before clipping; 40 steps skipped
-norm (log) | step
-sizes [8.5, 9.0, 10.0], grid 0.3
-[[-0.4, 40.4], [0.945, 1.055]] linear
-[[1.0, 1.0], [40.0, 1.0]] #0072B2 - 0.8 0.25 None 6.0 None
-[[1.0, 1.0], [40.0, 1.0]] #0072B2 - 1.2 None None 6.0 None
-
-rate: Learning rate
- | step
-sizes [8.5, 9.0, 10.0], grid 0.3
-[[-0.4, 40.4], [0.0, 0.001]] linear
-[[1.0, 0.001], [40.0, 0.001]] #0072B2 - 1.2 None None 6.0 None
-"""
-EIGHT_RUNS = """
-loss: Validation loss: 5.000, reached by 0
-loss (nats per token) | step
-sizes [8.5, 9.0, 10.0], grid 0.3
-[[-0.74, 74.74], [2.927, 5.099]] linear
-[[1.0, 4.0], [40.0, 3.025]] #0072B2 - 0.8 None None 6.0 None
-[[0.0, 5.0], [74.0, 5.0]] #0072B2 - 1.6 None o 4.5 3
-[[1.0, 4.0], [40.0, 3.025]] #E69F00 - 0.8 None None 6.0 None
-[[0.0, 5.0], [74.0, 5.0]] #E69F00 -- 1.6 None s 4.5 3
-[[1.0, 4.0], [40.0, 3.025]] #000000 - 0.8 None None 6.0 None
-[[0.0, 5.0], [74.0, 5.0]] #000000 -. 1.6 None ^ 4.5 3
-[[1.0, 4.0], [40.0, 3.025]] #D55E00 - 0.8 None None 6.0 None
-[[0.0, 5.0], [74.0, 5.0]] #D55E00 : 1.6 None D 4.5 3
-[[1.0, 4.0], [40.0, 3.025]] #56B4E9 - 0.8 None None 6.0 None
-[[0.0, 5.0], [74.0, 5.0]] #56B4E9 - 1.6 None v 4.5 3
-[[1.0, 4.0], [40.0, 3.025]] #009E73 - 0.8 None None 6.0 None
-[[0.0, 5.0], [74.0, 5.0]] #009E73 -- 1.6 None P 4.5 3
-[[1.0, 4.0], [40.0, 3.025]] #CC79A7 - 0.8 None None 6.0 None
-[[0.0, 5.0], [74.0, 5.0]] #CC79A7 -. 1.6 None X 4.5 3
-[[1.0, 4.0], [40.0, 3.025]] #0072B2 - 0.8 None None 6.0 None
-[[0.0, 5.0], [74.0, 5.0]] #0072B2 : 1.6 None o 4.5 3
-[0, 0] 0: 5.000 at the end
-[0, 0] 1: 5.000 at the end
-[0, 0] 2: 5.000 at the end
-[0, 0] 3: 5.000 at the end
-[0, 0] 4: 5.000 at the end
-[0, 0] 5: 5.000 at the end
-[0, 0] 6: 5.000 at the end
-[0, 0] 7: 5.000 at the end
-"""
-
-
-def test_the_panels_of_one_run_have_its_values_and_those_of_several_tell_them_apart(panels):
-    train = train_records(40, skipped=True)[:40]
-    vals = [dict(step=step, kind="val", loss=5.0 - step / 10, bpb=(5 - step / 10) / 4) for step in (20, 40)]
-    score = dict(step=40, kind="hellaswag", acc_norm=0.27, acc_norm_stderr=0.02, gold_bpb=1.5, gold_bpb_stderr=0.125)
-    drawn = panels({"tiny": [run_record(), *train, *vals, score]})
-    assert "\n".join(map(shown, drawn.values())) == ONE_RUN.lstrip()
-    assert drawn["loss"].figure.get_size_inches().tolist() == [9, 11.5]
-    many = [*train, *(dict(step=step, kind="val", loss=5.0) for step in range(75))]
-    assert shown(panels({str(i): many for i in range(8)})["loss"]) == EIGHT_RUNS.lstrip()
-
-
 @pytest.mark.parametrize("norms", [(2.0, 2.4), (1.0, 100.0)])
 def test_a_norms_axis_is_logarithmic_and_names_a_number(panels, norms):
     records = [record | dict(grad_norm=norm) for record, norm in zip(train_records(2), norms, strict=False)]
@@ -348,26 +255,10 @@ def test_a_winner_is_named_only_among_runs_that_can_be_compared(door, figures, t
     y, verdict = cells
     write_log(tmp_path / "a", run_of(0.3))
     write_log(tmp_path / "b", run_of(0.25, **json.loads(change)))
-    assert door("a", "b", "--x", "flops", "--y", y).returncode == 0
+    assert door("a", "b", "--x", "tokens", "--y", y).returncode == 0
     words = words_of(figures[0])
     assert verdict in words and curves.LOSS_IN[y] in words
     assert ("thin: training" in words) == (y == "loss")
-
-
-def test_a_known_run_is_drawn_behind_one_with_its_constants(door, figures, tmp_path, monkeypatch):
-    ends = [0.30, 0.31, 0.35]
-    known = dict(name="3 seeds", source="made up", of=dict(n_layer=4, source="a.txt"), tokens=[10**14, 10**15])
-    write_json(tmp_path / "known.json", [known | dict(loss=[[0.4, end] for end in ends])])
-    monkeypatch.setattr(plot, "REFERENCES", tmp_path / "known.json")
-    write_log(tmp_path / "fits", run_of(0.45, config=dict(n_layer=4)))
-    write_log(tmp_path / "other", run_of(0.25, config=dict(n_layer=5)))
-    assert "3 seeds: made up" in door("fits", "--reference").stdout
-    axes = figures[0].axes[0]
-    seeds = [line for line in axes.lines if line.get_ydata()[0] == 0.4]
-    assert [[*line.get_ydata()] for line in seeds] == [[0.4, end] for end in ends]
-    assert seeds[0].get_xdata() == pytest.approx([0, 1]) and seeds[-1].get_label() == "3 seeds"
-    assert axes.get_ylim()[0] <= 0.3, "they show, although this run stays above them"
-    assert_user_error(door("other", "--reference"), "--reference", "other")
 
 
 def test_an_evaluation_says_the_operations_until_then_and_a_run_its_tokenizer(train, run_dir):
@@ -417,7 +308,7 @@ def test_a_directory_and_a_log_are_drawn_and_no_earlier_picture_is_lost(door, tm
 
 
 @pytest.mark.parametrize(
-    "axis, missing", [("--x tokens", "tokens"), ("--x flops", "flops_per_token"), ("--y bpb", "bpb")]
+    "axis, missing", [("--x tokens", "tokens"), ("--y bpb", "bpb")]
 )
 def test_a_log_that_does_not_say_what_an_axis_needs_is_refused_in_one_line(door, tmp_path, axis, missing):
     write_log(tmp_path / "old", train_records(5, tokens=None if "tokens" in axis else 1)[:5])

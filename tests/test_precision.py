@@ -14,12 +14,11 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
 import train_gpt2
 from benchmarks.ladder import mfu
-from corpus.order import to_inputs
-from learning import loss
-from learning.optim import learning_rate
-from machine import runtime, trials
 from model import GPT, GPTConfig, GPTWithLoss
-from run.checkpoint import checkpoint_steps, load_train_state
+from parts import loss, runtime, trials
+from parts.checkpoint import checkpoint_steps, load_train_state
+from parts.data import to_inputs
+from parts.optim import learning_rate
 from tests.helpers import assert_refused, column, losses, read_json, slow, spoil_gradients, weights
 from tests.test_model import small
 from train_gpt2 import Config

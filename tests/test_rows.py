@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetuning import chat
-from finetuning.rows import (
+from parts import chat
+from parts.conversations import (
     IGNORED,
     Example,
     collate,
@@ -151,7 +151,7 @@ def test_instructions_and_messages_are_read_alike(tmp_path):
 def test_alpaca_comes_from_the_hub(monkeypatch, tmp_path):
     hub = {("tatsu-lab/alpaca", "train"): [row("Hi", "Ho", "there") | dict(text="...")]}
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("finetuning.rows.hub_rows", lambda *asked: hub[asked])
+    monkeypatch.setattr("parts.conversations.hub_rows", lambda *asked: hub[asked])
     assert load_rows("tatsu-lab/alpaca") == [said("u: Hi there", "a: Ho")]
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from cli import UserError
-from machine.runtime import prefetch
+from parts.cli import UserError
+from parts.runtime import prefetch
 
 
 def batches_of(n):

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import sample
-from finetuning import chat
-from finetuning.lora import load_adapter
-from learning.generation import generate
 from model import GPT
-from run.checkpoint import save_model
+from parts import chat
+from parts.checkpoint import save_model
+from parts.generation import generate
+from parts.lora import load_adapter
 from tests.finetuning import adapted, save_adapter, small_gpt
 from tests.helpers import arguments, assert_user_error, options_of
 

@@ -11,8 +11,8 @@ import pytest
 import lora_finetune as lf
 import sample
 from bpe.tokenizer import Tokenizer
-from finetuning import chat
-from run.checkpoint import save_model
+from parts import chat
+from parts.checkpoint import save_model
 from tests.finetuning import adapted, said, save_adapter, small_gpt, written
 from tests.helpers import ROOT
 

@@ -5,11 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cli import UserError
-from corpus.manifest import read_manifest
-from corpus.order import Batches
-from corpus.shards import verify
-from corpus.stream import TokenStream, find_shards, open_shard
+from parts.cli import UserError
+from parts.data import Batches, TokenStream, find_shards, open_shard, read_manifest
+from parts.shards import verify
 from tests.helpers import assert_refused, json_values
 from tests.token_shards import SIZES, UNFINISHED, VOCAB, T, open_stream, with_manifest, write_shards
 from train_gpt2 import RECIPES

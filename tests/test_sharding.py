@@ -5,7 +5,7 @@ That losses and weights are those of one process is in test_distributed.py, with
 
 import pytest
 
-from run.checkpoint import load_train_state
+from parts.checkpoint import load_train_state
 from tests.helpers import column, text_file
 from tests.test_distributed import alone, args, on_ranks, ranks_of, same_losses, same_weights
 

@@ -10,14 +10,21 @@ import numpy as np
 import pytest
 from filelock import FileLock
 
-import files
 from bpe.tokenizer import Tokenizer
-from cli import UserError
-from corpus.manifest import new_manifest, read_manifest, summary
-from corpus.shards import data_tokenizer, ds_tokenizer, load_tokenizer, open_shards, origin, prepare_text, verify
-from corpus.stream import find_shards, open_shard
-from corpus.writer import shard_name
-from files import sha256
+from parts import files
+from parts.cli import UserError
+from parts.data import find_shards, new_manifest, open_shard, read_manifest, summary
+from parts.files import sha256
+from parts.shards import (
+    data_tokenizer,
+    ds_tokenizer,
+    load_tokenizer,
+    open_shards,
+    origin,
+    prepare_text,
+    shard_name,
+    verify,
+)
 from tests.helpers import assert_refused, files_of, stamps, table
 from tests.test_shard_files import UNFINISHED, write_ds
 from tests.token_shards import with_manifest, write_shards
@@ -72,17 +79,6 @@ def test_a_text_becomes_shards_that_hold_all_of_it(tmp_path, text, byte_tokenize
     assert len(load_tokenizer(str(directory / "tokenizer.json"))) == (300 if tokenizer == "train" else 257)
 
 
-def test_with_dropout_a_text_is_there_in_sixteen_tokenizations(tmp_path, text):
-    dropped = open_shards(str(text), "train", 300, tmp_path, 0.1)
-    plain = open_shards(str(text), "train", 300, tmp_path)
-    assert dropped.val.digest() == plain.val.digest()
-    paths = dropped.train.paths
-    folder = paths[0].parent
-    assert decoded(folder, "train").replace("<|endoftext|>", "") == TEXT[: int(0.9 * len(TEXT))] * 16
-    assert len({open_shard(path).tobytes() for path in paths + plain.train.paths}) == 17
-    assert_refused(f"is for a .txt; the tokens of {folder}", open_shards, str(folder), "train", 300, tmp_path, 0.1)
-
-
 def test_line_ends_of_windows_end_documents_and_a_byte_order_mark_is_no_text(tmp_path, byte_tokenizer):
     (tmp_path / "x.txt").write_bytes(("\ufeff" + TEXT.replace("\n", "\r\n")).encode())
     directory = prepare_text(str(tmp_path / "x.txt"), str(byte_tokenizer), 257, tmp_path / "deep/cache")
@@ -99,7 +95,7 @@ def test_prepared_once_and_again_for_another_text_or_tokenizer(tmp_path, prepare
     before = stamps(first)
     assert prepare() == first
     answers = iter([False, True])  # another run has made it meanwhile
-    monkeypatch.setattr("corpus.shards.is_intact", lambda _: next(answers, True))
+    monkeypatch.setattr("parts.shards.is_intact", lambda _: next(answers, True))
     assert prepare() == first
     assert stamps(first) == before and first.name == "story-1243e5f18b856391"
     others = {prepare_text(str(text), *wanted, cache) for wanted in (("train", 290), (str(byte_tokenizer), 300))}

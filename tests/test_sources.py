@@ -17,9 +17,9 @@ from huggingface_hub.constants import ENDPOINT
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cli import UserError
-from corpus import sources
-from corpus.sources import (
+from parts import sources
+from parts.cli import UserError
+from parts.sources import (
     Source,
     SourceFile,
     decode,

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from bpe.tokenizer import Tokenizer
-from machine import runtime
-from run.checkpoint import load_train_state, newest_intact, remove_after
-from run.run import Run
-from run.spikes import SpikeDetector
+from parts import runtime
+from parts.checkpoint import load_train_state, newest_intact, remove_after
+from parts.run import Run, SpikeDetector
 from tests.helpers import SMALL, column, log_of, losses, slow, steps_of, weights
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-import files
 import train_gpt2
-from cli import UserError
-from run.checkpoint import ModelFiles, find_damage
-from run.run import Run
+from parts import files
+from parts.checkpoint import ModelFiles, find_damage
+from parts.cli import UserError
+from parts.run import Run
 from tests.helpers import (
     SHORT,
     column,

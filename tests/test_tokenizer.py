@@ -182,18 +182,6 @@ def test_ids_are_those_of_a_naive_encoder(tok):
         assert tok.encode(text) == minimal.encode(text, tok.merges)
 
 
-def test_dropout_forgets_each_merge_as_often_as_it_says(tok):
-    two_merges = Tokenizer([(b"a", b"b"), (b"ab", b"c")])
-    lengths = Counter(len(two_merges.encode_ordinary("abc", 0.2, seed)) for seed in range(2000))
-    shares = [lengths[n] / 2000 for n in (1, 2, 3)]
-    assert shares == pytest.approx([0.8 * 0.8, 0.8 * 0.2, 0.2], abs=0.045)  # four standard errors
-    text = prose(4000) + " " * 100
-    ids = [tok.encode_ordinary(text, 0.1, seed) for seed in (0, 0, 1)]
-    assert ids[0] == ids[1] != ids[2]
-    assert {*map(tok.decode, ids)} == {text}
-    assert tok.encode_ordinary("\ud800", 0.1) == tok.encode_ordinary("\ufffd", 0.1)
-
-
 def test_special_tokens_follow_the_rules_of_tiktoken(tok):
     text = f"one{ENDOFTEXT}two<|end|>{ENDOFTEXT}"
     theirs = tok.to_tiktoken()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from run import log
+from parts import report as log
 from tests.helpers import log_of, spoil_gradients, steps_of
 
 SHORT = dict(max_steps=4, eval_interval=2, eval_steps=1, checkpoint_interval=2, sample_interval=2)

@@ -16,13 +16,12 @@ import torch
 import hellaswag
 import train_gpt2
 from bpe.tokenizer import Tokenizer
-from corpus import shards
 from hellaswag import LOGGED
-from learning import evaluation as evaluate
-from machine import runtime
 from model import GPT
-from run import log as runlog
-from run.checkpoint import FOR_PEOPLE, SUMS, find_damage, newest_intact
+from parts import evaluation as evaluate
+from parts import report as runlog
+from parts import runtime, shards
+from parts.checkpoint import FOR_PEOPLE, SUMS, find_damage, newest_intact
 from tests.helpers import (
     assert_user_error,
     column,

@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt2
-from learning.optim import learning_rate
-from machine.runtime import Runtime
-from run.run import Run
+from parts.optim import learning_rate
+from parts.run import Run
+from parts.runtime import Runtime
 from tests.helpers import column
 
 OPERATORS = {"_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "_unique2", "unique_dim"}

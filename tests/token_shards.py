@@ -4,9 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
-from corpus.manifest import save_manifest
-from corpus.stream import TokenStream, find_shards
-from files import sha256
+from parts.data import TokenStream, find_shards, save_manifest
+from parts.files import sha256
 
 VOCAB, T = 1000, 16
 SIZES = (1003, 517, 16, 5, 0, 1459)  # tokens of the shards: no multiple of T, and some shorter than a window

@@ -3,9 +3,8 @@
 import torch
 import torch.distributed as dist
 
-import learning.loss
-from run.run import Run
-from run.spikes import SpikeDetector
+import parts.loss
+from parts.run import Run, SpikeDetector
 
 
 def at_the_end_of_step_3(action) -> None:
@@ -39,7 +38,7 @@ def sums_in_addmm() -> None:
     def accumulate(total, a, b, *others):
         return torch.addmm(total, a, b, out_dtype=total.dtype)
 
-    learning.loss.accumulate_matmul = accumulate
+    parts.loss.accumulate_matmul = accumulate
 
 
 def loss_spike() -> None:

@@ -26,7 +26,7 @@ def operators() -> str:
 
 def prefetch() -> str:
     """Pinned memory must not be filled again before its copy was made; with one buffer for all it is."""
-    from machine.runtime import prefetch
+    from parts.runtime import prefetch
 
     def batches() -> Iterator[list]:
         for i in range(20):
@@ -71,7 +71,7 @@ class Trainer:
 
     def __init__(self, *words: str):
         import train_gpt2 as script
-        from machine.runtime import Runtime
+        from parts.runtime import Runtime
 
         requested, overrides = script.read_command_line([*words, "--device", "cuda"])
         self.rt = Runtime.setup("cuda", requested.dtype, requested.compile, requested.shard)
@@ -98,7 +98,7 @@ class Trainer:
 
 def memory(sizes: str, batches: str, *words: str) -> str:
     """The allocator's peak against the table of --dry_run. Sizes and batches are lists with commas between."""
-    from pretraining.plan import Layout, needs
+    from parts.plan import Layout, needs
 
     ratios = []
     for size in sizes.split(","):

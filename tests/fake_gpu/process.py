@@ -25,7 +25,7 @@ sys.path.insert(0, os.getcwd())
 import faults
 import probes
 
-from run.run import Run
+from parts.run import Run
 
 KINDS = ("ATen", "cuBLAS", "Triton", "NCCL")  # of launches, in the order of gpu.h
 library = ctypes.CDLL("libcuda.so.1")

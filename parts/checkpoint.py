@@ -1,0 +1,384 @@
+"""Checkpoints: Hugging Face model directories that appear whole or not at all.
+
+    OUT_DIR/step_000500/   the weights and their config, generation_config.json, tokenizer files, train_state.pt,
+                           SHA256SUMS, and for people README.md, learning_curve.png
+
+A checkpoint is written to a hidden directory, flushed to the disk, and renamed. `SHA256SUMS` (check it by hand with
+`sha256sum -c SHA256SUMS`) shows whether one was damaged later; files that people may edit are not listed in it.
+The weights are copied to host memory while training waits, 0.2 s for 124M on two cores; a background thread writes the
+copy while training continues. Nothing is ever unpickled beyond plain tensors and containers.
+
+MODEL, as every script takes it, is a checkpoint directory, a run directory (its newest intact checkpoint), or a hub id.
+This file knows nothing of training: the state that it stores is a dict, which the caller fills and reads.
+"""
+
+import errno
+import math
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from bpe.tokenizer import Tokenizer
+from model import GPT, GPTConfig, local_directory, read_config
+from parts.cli import UserError, explain
+from parts.files import replace_file, set_aside, sha256, write_atomically
+from parts.sharding import copy_into, unsharded
+
+MODEL_FILES = ("model.safetensors", "config.json")
+ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
+TRAIN_STATE = "train_state.pt"  # what a resume needs besides the weights
+SUMS = "SHA256SUMS"
+FOR_PEOPLE = {"README.md", "learning_curve.png"}  # people may edit these, so no checksum covers them
+NOT_READABLE_NOW = (errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE)
+
+
+# ------------------------------------------------------------------------------------------ which checkpoints there are
+
+
+def checkpoint_steps(run_dir: Path) -> list[tuple[int, Path]]:
+    """(step, directory) of every checkpoint of a run, oldest first."""
+    found = []
+    for path in run_dir.glob("step_*"):
+        named = re.fullmatch(r"step_(\d{1,18})", path.name)  # 18 digits fit into 64 bits; step_notes/ is not ours
+        if named and path.is_dir():
+            found.append((int(named[1]), path))
+    return sorted(found)
+
+
+def find_damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint's files, None if all are there with the checksums that were written."""
+    try:
+        sums = {line[66:]: line[:64] for line in (path / SUMS).read_text().splitlines()}  # "digest  name"
+        weights = ADAPTER_FILES if ADAPTER_FILES[0] in sums else MODEL_FILES
+        for name in (*weights, TRAIN_STATE):  # SHA256SUMS cut at a line break would look complete
+            if name not in sums:
+                return f"{SUMS} does not list {name}"
+        for name, digest in sums.items():  # a second per GB: cheaper than a week of training with a flipped bit
+            if sha256(path / name) != digest:
+                return f"{name} is not what was written"
+    except (OSError, ValueError) as e:
+        # an error of the disk, the network or permissions says nothing about the file: it may well be intact
+        if getattr(e, "errno", None) in NOT_READABLE_NOW:
+            raise UserError(f"{e.filename} cannot be read now: {e.strerror}; fix that, or move it away") from e
+        unreadable = Path(getattr(e, "filename", None) or SUMS).name
+        return f"{unreadable} is missing or unreadable"
+    return None
+
+
+def newest_intact(run_dir: Path, before: float = math.inf) -> Path | None:
+    """The newest intact checkpoint of a run, of a step < `before`; says on stderr which ones it skips."""
+    for step, path in reversed(checkpoint_steps(run_dir)):
+        if step < before:
+            damage = find_damage(path)
+            if damage is None:
+                return path
+            print(f"warning: skipping the damaged checkpoint {path}: {damage}", file=sys.stderr)
+    return None
+
+
+def rename_damaged(newer_than: Path) -> None:
+    """Rename the checkpoints that a resume skipped: they are damaged, and their steps will be taken again."""
+    for path in newer(newer_than):
+        target = path.with_name(f"damaged_{path.name}")
+        if target.exists():  # one of the same step, damaged earlier
+            set_aside(target)
+        path.rename(target)  # not removed: a person may want to know what has damaged it
+
+
+def remove_after(checkpoint: Path) -> None:
+    """Remove the checkpoints of a run that are newer than this one, newest first."""
+    for path in newer(checkpoint):
+        remove(path)
+
+
+def newer(checkpoint: Path) -> list[Path]:
+    """The checkpoints of a run after this one, newest first."""
+    paths = [path for _, path in checkpoint_steps(checkpoint.parent)]
+    return paths[: paths.index(checkpoint) : -1]
+
+
+def remove(path: Path) -> None:
+    """Remove a directory. It is renamed to a hidden name first, so that a kill leaves a leftover and not a damaged
+    checkpoint."""
+    delete(path.rename(path.with_name(f".{path.name}.{os.getpid()}.old")))
+
+
+def delete(path: Path) -> None:
+    """Delete a file, a directory, or a link to one, but not what it links to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def remove_leftovers(run_dir: Path, files: tuple[str, ...]) -> None:
+    """Remove what a killed process left unfinished: hidden checkpoints and hidden `files` of the run directory."""
+    names = "|".join([r"(damaged_)?step_\d+", "adapter", r"README\.md", *map(re.escape, files)])
+    for path in (*run_dir.glob(".*"), *run_dir.glob("step_*/.*")):  # in a checkpoint: a card
+        if re.fullmatch(rf"\.({names})\.\d+\.(tmp|old)", path.name):
+            delete(path)
+
+
+# ---------------------------------------------------------------------------------------------------------- writing
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One step of a run in host memory: a copy that does not change while training continues."""
+
+    step: int
+    parts: list  # what has a write(directory): the files of a model, an adapter or a chat, the card
+    state: dict  # for train_state.pt: what the next step depends on besides the weights
+
+    def write(self, directory: Path) -> None:
+        for part in self.parts:
+            part.write(directory)
+        torch.save(self.state, directory / TRAIN_STATE)
+        # the sums come last, and from the files: a checkpoint without them was never complete
+        files = sorted(file for file in directory.iterdir() if file.name not in FOR_PEOPLE)
+        sums = [f"{sha256(file)}  {file.name}\n" for file in files]
+        replace_file(directory / SUMS, "".join(sums))
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of one run in a background thread, one at a time, and removes old ones.
+
+    Keeps the newest `keep` intact ones, and the one with the lowest validation loss; 0 keeps all. The next `save` or
+    `wait` raises what went wrong in the thread.
+    """
+
+    def __init__(self, run_dir: Path, keep: int, check: Callable[[], None] = lambda: None):
+        self.run_dir = run_dir
+        self.keep = keep
+        self.check = check  # raises UserError if run_dir is not ours any more
+        self._thread = ThreadPoolExecutor(1)  # one, because writes would only compete; Python waits for it at exit
+        self._under_way: Future | None = None
+        self._intact: set[Path] = set()  # written or checked by this process, so that no file is hashed twice
+
+    def save(self, snapshot: Snapshot, val_losses: dict[int, float], announce: Callable = print) -> None:
+        """Start writing `step_NNNNNN`, after the one under way: two copies would take twice the host memory.
+
+        `val_losses` is {step: loss}, to find the best checkpoint. `announce` gets a line once the new one is durable.
+        """
+        self.wait()
+        self._under_way = self._thread.submit(self._write, snapshot, val_losses, announce)
+
+    def _write(self, snapshot: Snapshot, val_losses: dict[int, float], announce: Callable) -> None:
+        path = self.run_dir / f"step_{snapshot.step:06d}"
+
+        def write(directory: Path) -> None:
+            snapshot.write(directory)
+            self.check()  # from here on an older one of this step would be replaced
+
+        try:
+            write_atomically(path, write)
+        except Exception:
+            self.check()  # that the directory is gone explains any other error
+            raise
+        self._intact.add(path)
+        announce(f"saved {path}")  # durable: from here on it survives a power failure
+        if self.keep:
+            self._prune(val_losses)  # only now: at no moment are there fewer intact ones than before
+
+    @property
+    def failed(self) -> bool:
+        """Whether `wait` would raise an error that is already known; does not block."""
+        return self._under_way is not None and self._under_way.done() and self._under_way.exception() is not None
+
+    def wait(self) -> None:
+        """Wait until the checkpoint under way is on the disk. Raises UserError if it could not be written."""
+        if self._under_way is None:
+            return
+        error = self._under_way.exception()
+        self._under_way = None
+        if error is not None:
+            raise UserError(
+                f"a checkpoint could not be written to {self.run_dir}: {explain(error) or repr(error)}; "
+                "fix that, then --resume from the newest intact one"
+            ) from error
+
+    def _prune(self, val_losses: dict[int, float]) -> None:
+        """Remove checkpoints that are neither new nor best. Damaged ones do not count, and stay for a person to see."""
+        found = checkpoint_steps(self.run_dir)
+        for _, path in found:
+            if path not in self._intact and find_damage(path) is None:
+                self._intact.add(path)
+        intact = [(step, path) for step, path in found if path in self._intact]
+        losses = {}
+        for step, path in intact:
+            measured = [at for at in val_losses if at <= step]
+            if measured:
+                losses[path] = val_losses[max(measured)]  # of its step, or the last one before it
+        best = min(losses, key=losses.get, default=None)  # several may share one loss: the oldest was measured
+        for _, path in intact[: -self.keep]:
+            if path != best:
+                self.check()
+                with suppress(OSError):  # on Windows another program may have it open: no reason to end a run
+                    remove(path)
+
+
+def copy_to_host(state, keep: bool = True):
+    """Copy the tensors in nested dicts and lists to host memory, where later steps do not change them.
+
+    If tensors are sharded over ranks, all ranks call this: each tensor is gathered, copied and released before the next
+    one, so that no device ever holds more than one of them unsharded. Ranks with `keep` False get None for each.
+    """
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor | None:
+        mine = tensor.detach()
+        gathered = unsharded(mine)
+        return gathered.to("cpu", copy=gathered is mine) if keep else None  # .cpu() of a CPU's tensor does not copy
+
+    return tree_map_only(torch.Tensor, copy, state)
+
+
+def state_dict_without_head(model: GPT) -> dict[str, torch.Tensor]:
+    # the head is the embedding: gathered or copied under both names, it would take its memory twice
+    return {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+
+
+def filled(config: GPTConfig, state: dict[str, torch.Tensor]) -> GPT:
+    """A GPT with these tensors, not copies of them, as its weights."""
+    with torch.device("meta"):  # parameters without memory, which the tensors then replace
+        gpt = GPT(config)
+    gpt.load_state_dict(state | {"lm_head.weight": state["transformer.wte.weight"]}, assign=True)  # tied again
+    return gpt
+
+
+def unsharded_copy(model: GPT) -> GPT:
+    """An unsharded copy of a model that is sharded over ranks, for each rank to use by itself; any other model as it
+    is. All ranks call this together."""
+    state = state_dict_without_head(model)
+    gathered = {name: unsharded(tensor) for name, tensor in state.items()}
+    if all(gathered[name] is state[name] for name in state):
+        return model
+    return filled(model.config, gathered)
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """The weights of a model and its tokenizer, as a run saves and restores them.
+
+    If the model is sharded over ranks, all of them call `copy` and `load`, and the one with `keep` has the copies.
+    """
+
+    model: GPT
+    tokenizer: Tokenizer
+    keep: bool = True
+
+    def copy(self) -> "ModelFiles | None":
+        """The same files of the weights as they are now, copied to host memory; None without `keep`."""
+        state = copy_to_host(state_dict_without_head(self.model), self.keep)  # (name: fp32 tensor), 0.5 GB for 124M
+        if not self.keep:
+            return None
+        return ModelFiles(filled(self.model.config, state), self.tokenizer)
+
+    def write(self, directory: Path) -> None:
+        save_model(directory, self.model, self.tokenizer)
+
+    def load(self, directory: Path) -> None:
+        """Put the weights of a checkpoint into the model, in place."""
+        state = load_model(str(directory)).state_dict()
+        # in place, because the optimizer and compiled code hold these very parameters
+        for name, tensor in state_dict_without_head(self.model).items():
+            copy_into(tensor, state[name])
+
+
+def save_model(directory: Path, model: GPT, tokenizer: Tokenizer) -> None:
+    model.save_pretrained(directory, tokenizer.eot_token, len(tokenizer))
+    tokenizer.save(directory, model.config.n_positions)
+
+
+# ---------------------------------------------------------------------------------------------------------- reading
+
+
+def load_train_state(path: Path) -> dict:
+    """`train_state.pt` of a checkpoint: tensors and plain containers only, on the CPU. Raises UserError."""
+    try:
+        # weights_only: a pickle is a program, and a checkpoint may come from anywhere
+        return torch.load(path / TRAIN_STATE, map_location="cpu", weights_only=True)
+    except Exception as e:  # a corrupt pickle can raise anything that its allowed classes can raise
+        reason = [*str(e).splitlines(), type(e).__name__][0]
+        raise UserError(f"{path}/{TRAIN_STATE} cannot be read: {reason}; resume from an earlier checkpoint") from e
+
+
+def find_model(model: str) -> str:
+    """Resolve MODEL to a checkpoint directory or a hub id. Raises UserError for a directory without a model."""
+    path = Path(model)
+    weights = ("model.safetensors", "model-*-of-*.safetensors", "pytorch_model*.bin")  # model.py refuses the last
+    if (path / "config.json").is_file() and any([*path.glob(pattern)] for pattern in weights):
+        return str(path)
+    if model and path.is_dir():
+        if newest := newest_intact(path):
+            return find_model(str(newest))
+        raise UserError(
+            f"{path} holds no model: no model.safetensors and no intact step_NNNNNN; to use an adapter, give the "
+            "model that it was trained on, and its directory as --adapter"
+        )
+    # a typo in a path must not become a request to the hub, where anybody could own that name; the pattern takes one
+    # slash at most, and none in front
+    local = path.exists() or model.startswith((".", "out/"))
+    if local or not re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", model):
+        raise UserError(
+            f"{model or 'an empty name'} is not a directory; "
+            "give a checkpoint, a run directory, or a hub id such as gpt2"
+        )
+    return model
+
+
+@contextmanager
+def user_errors_of(model: str) -> Iterator[None]:
+    """Turn what can go wrong in reading a MODEL into UserErrors."""
+    try:
+        yield
+    except ValueError as e:
+        raise UserError(str(e)) from e
+    except Exception as e:  # the network, the hub's client and a broken server each raise their own
+        if Path(model).is_dir() or isinstance(e, UserError):
+            raise
+        raise UserError(
+            f"{model} is not a local directory and could not be downloaded from the hub ({type(e).__name__}); "
+            f"check the name, or download it where there is a network: hf download {model}"
+        ) from e
+
+
+def load_shape(model: str) -> GPTConfig:
+    """The sizes of a MODEL, without its weights. Raises UserError."""
+    model = find_model(model)
+    with user_errors_of(model):
+        return read_config(model)
+
+
+def load_model(model: str, dropout: float = 0.0, attention: str = "flash") -> GPT:
+    """GPT of a MODEL, in fp32 on the CPU. Raises UserError for what is missing, damaged, or not a GPT-2."""
+    model = find_model(model)
+    path = Path(model)
+    if (path / SUMS).exists() and (damage := find_damage(path)):  # models of the hub and of --merge have no sums
+        newest = newest_intact(path.parent)
+        remedy = f"the newest intact one is {newest}" if newest else "write or download it again"
+        raise UserError(f"{path} is damaged: {damage}; {remedy}")
+    with user_errors_of(model):
+        return GPT.from_pretrained(model, dropout=dropout, attention=attention)
+
+
+def model_tokenizer(model: str) -> Tokenizer:
+    """The tokenizer of a MODEL. Raises UserError, also for one with more tokens than the model knows."""
+    model = find_model(model)
+    with user_errors_of(model):
+        tokenizer = Tokenizer.load(local_directory(model, ["tokenizer.json"]))
+    known = load_shape(model).vocab_size
+    if len(tokenizer) > known:
+        raise UserError(
+            f"the tokenizer of {model} has {len(tokenizer)} tokens and its model {known}; "
+            "copy the tokenizer.json that the model was trained with there"
+        )
+    return tokenizer

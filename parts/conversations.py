@@ -1,0 +1,169 @@
+"""Conversations as finetuning reads them: rows of a file or of the hub, examples, micro-batches.
+
+    row -> messages -> tokens, and which of them are answers -> examples of at most T tokens -> micro-batches
+
+- a row has instruction, input and output, or a chat as `messages`; add another format in `messages_of`
+- an example is a conversation, or a window of a long one; only its answers are targets
+- a micro-batch holds examples of about one length, so that few of its tokens are padding
+- the global batch of a step is a function of seed and step, whatever the number of ranks and of interruptions
+
+This file knows nothing of torch, models or devices. parts/chat.py defines how a conversation is written.
+"""
+
+import math
+import os
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from parts.chat import check_messages, clean, pieces
+from parts.cli import UserError
+from parts.data import IGNORED, permutation
+from parts.sources import file_rows, hub_rows
+
+# -------------------------------------------------------------------------------------------------- rows to messages
+
+
+def load_rows(data: str) -> list[list[dict]]:
+    """The conversations of --data: a file, or the split `train` of a dataset on the hub. Raises UserError."""
+    rows = hub_rows(data, "train") if on_hub(data) else file_rows(data)
+    return [messages_of(row, f"row {number} of {data}") for number, row in enumerate(rows, start=1)]
+
+
+def on_hub(data: str) -> bool:
+    """True for OWNER/NAME, unless a local file has that name."""
+    is_name = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", data) and Path(data).suffix not in (".json", ".jsonl")
+    return bool(is_name) and not os.path.exists(data)
+
+
+def messages_of(row, where: str) -> list[dict]:
+    """One row as messages. Raises UserError for a field that is missing or not text."""
+    if not isinstance(row, dict):
+        raise UserError(f"{where} is a {type(row).__name__}; a row is an object with instruction, input and output")
+    row = {field: value for field, value in row.items() if value is not None}  # null counts as absent
+    if "messages" in row:
+        check_messages(row["messages"], where)
+        return row["messages"]
+    said = {"input": ""} | row
+    for field in ("instruction", "input", "output"):
+        if not isinstance(said.get(field), str):
+            raise UserError(f"{where}: {field} is missing or no text; rows have instruction, input, output or messages")
+    user = " ".join(filter(None, (said["instruction"].strip(), said["input"].strip())))
+    return [dict(role="user", content=user), dict(role="assistant", content=said["output"])]
+
+
+# ------------------------------------------------------------------------------------------------ messages to examples
+
+
+class Example(NamedTuple):
+    """Inputs and targets of one conversation, or of a window of a long one; -100 where no answer is predicted."""
+
+    idx: np.ndarray  # (T,) int32
+    targets: np.ndarray  # (T,) int32
+
+
+def encode_rows(rows: list[list[dict]], tokenizer, sequence_length: int) -> tuple[list[Example], dict[str, int]]:
+    """Examples of all rows that ask and answer something, and how many rows were empty or long.
+
+    A row longer than `sequence_length` becomes windows that overlap by half; each of its answer tokens is a target in
+    exactly one of them.
+    """
+    full = [pieces(row, tokenizer) for row in rows if asks_and_answers(row, tokenizer)]
+    # all texts in one call, which spreads them over threads; `clean` has removed every special token
+    ids = iter(tokenizer.encode_batch([text for row in full for text, _ in row], disallowed_special=()))
+    examples = []
+    counts = dict(empty=len(rows) - len(full), long=0)
+    for row in full:
+        tokens = []
+        scored = []
+        for _, is_answer in row:
+            part = next(ids)
+            if is_answer:
+                part = [*part, tokenizer.eot_token]
+            tokens += part
+            scored += [is_answer] * len(part)
+        tokens = np.array(tokens, dtype=np.int32)
+        targets = np.where(scored, tokens, IGNORED)[1:].astype(np.int32)  # shifted: the next token of each
+        counts["long"] += len(targets) > sequence_length
+        examples += windows(tokens[:-1], targets, sequence_length)
+    return examples, counts
+
+
+def asks_and_answers(messages: list[dict], tokenizer) -> bool:
+    """Whether somebody answers, and no turn is empty; an empty system message says nothing, and is left out."""
+    turns = [message for message in messages if message["role"] != "system"]
+    answered = any(message["role"] == "assistant" for message in turns)
+    return answered and all(clean(message["content"], tokenizer) for message in turns)
+
+
+def windows(idx: np.ndarray, targets: np.ndarray, T: int) -> list[Example]:
+    """Parts of at most T tokens, each half a window after the one before, that score every target once."""
+    parts = [Example(idx[:T], targets[:T])]
+    for end in range(T + T // 2, len(idx) + T // 2, max(T // 2, 1)):  # the last is up to half a window shorter
+        part = targets[end - T : end].copy()
+        part[: T - T // 2] = IGNORED  # scored in the window before
+        parts.append(Example(idx[end - T : end], part))
+    return [part for part in parts if (part.targets >= 0).any()]
+
+
+def split_rows(rows: list, val_rows: int, seed: int) -> tuple[list, list]:
+    """(training rows, validation rows), chosen by the seed alone; at most a tenth is held out."""
+    order = permutation(len(rows), seed, 2**31)  # of an epoch that training never reaches
+    n_val = min(val_rows, len(rows) // 10)
+    return [rows[i] for i in order[n_val:]], [rows[i] for i in order[:n_val]]
+
+
+# -------------------------------------------------------------------------------------------------- batches of examples
+
+
+epoch_order = lru_cache(maxsize=2)(permutation)  # a batch may span the end of one epoch and the start of the next
+
+
+def global_batch(examples: list[Example], step: int, batch_size: int, seed: int) -> list[Example]:
+    """The examples of step 0, 1, ..., a function of seed and step alone. Every epoch permutes all of them."""
+    batch = []
+    for position in range(step * batch_size, (step + 1) * batch_size):
+        epoch, at = divmod(position, len(examples))
+        batch.append(examples[epoch_order(len(examples), seed, epoch)[at]])
+    return batch
+
+
+def micro_batches(examples: list[Example], limit: int, cost: int, rank: int = 0, world_size: int = 1) -> list[tuple]:
+    """One rank's share of a global batch, in micro-batches of at most `limit` tokens, unless a single example has more.
+
+    A micro-batch costs as much as `cost` more tokens, so it is worth up to that many of padding, but no more.
+    """
+    # every world_size-th of the sorted ones: all ranks get about the same lengths and finish together
+    mine = sorted(examples, key=lambda example: len(example.idx))[rank::world_size]
+    parts = []
+    real = 0  # tokens of the last part, without padding
+    for example in mine:
+        length = len(example.idx)  # the longest so far, to which its whole part is padded
+        padded = length * (len(parts[-1]) + 1) if parts else math.inf
+        if padded > limit or padded - real - length > cost:
+            parts.append([])
+            real = 0
+        parts[-1].append(example)
+        real += length
+    return [collate(part) for part in parts]
+
+
+def collate(examples: list[Example]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(idx (B, T), targets (1, M), logit_positions (1, M)), int64: padded inputs, the M targets, and where among the
+    B * T positions they are predicted. The 1 is the batch dimension that every input of a model has.
+
+    Padding is on the right, where the causal mask hides it from every real token.
+    """
+    T = max(len(example.idx) for example in examples)
+    idx = np.zeros((len(examples), T), np.int64)
+    targets = []
+    logit_positions = []
+    for i, example in enumerate(examples):
+        idx[i, : len(example.idx)] = example.idx
+        (scored,) = np.nonzero(example.targets >= 0)  # positions in the example
+        targets.append(example.targets[scored])
+        logit_positions.append(i * T + scored)  # positions in the flattened (B * T)
+    return idx, np.concatenate(targets)[None].astype(np.int64), np.concatenate(logit_positions)[None].astype(np.int64)

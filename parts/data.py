@@ -1,0 +1,439 @@
+"""Tokens for training: shards and their manifest, the stream that they form, and the order in which it is read.
+
+    shards -> stream -> windows of T + 1 tokens -> a seeded permutation of them, one an epoch -> batches -> a rank's
+
+The order is a pure function of (seed, epoch, step):
+
+- window i is the slice [i*T : (i+1)*T + 1]: T inputs and, shifted by one, T targets. Windows may straddle two shards,
+  so nothing is dropped between them. From the second epoch on, all windows begin up to T - 1 tokens later
+- step s takes the windows from number s * batch_size on, counted through all epochs. Every rank takes its slice of the
+  same global batch, so the order depends on neither the number of ranks, the micro-batch nor interruptions
+
+Batches are NumPy arrays of windows, (rows, T + 1) int64; `to_inputs` cuts them into inputs and targets on any device.
+This file knows nothing of text, tokenizers, torch, models or devices.
+"""
+
+import glob
+import hashlib
+import json
+import mmap
+import os
+import re
+from bisect import bisect_right
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+
+from parts.cli import UserError
+from parts.files import read_json, replace_file
+
+IGNORED = -100  # a target that is not scored, as in PyTorch; pads the last windows of validation
+
+
+def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
+    """A permutation of 0 .. n-1 as (n,) uint32.
+
+    The numbers are sorted by random bits of PCG64, which are put above their own bits. NumPy guarantees the stream of
+    PCG64 forever, but not that of Generator.shuffle, which is also slower.
+    """
+    bits = (n - 1).bit_length()  # enough for a number below n
+    keys = np.random.PCG64([seed, epoch]).random_raw(n)  # (n,) uint64
+    keys >>= np.uint64(bits)
+    keys <<= np.uint64(bits)  # the low bits are free
+    keys |= np.arange(n, dtype=np.uint64)
+    keys.sort()  # by the random bits; equal ones, which are rare, by number
+    keys &= np.uint64(2**bits - 1)
+    return keys.astype(np.uint32)
+
+
+class Batches:
+    """The windows of a stream in their training order, and one rank's part of every global batch."""
+
+    def __init__(
+        self,
+        stream: "TokenStream",
+        sequence_length: int,
+        seed: int,
+        shuffle: bool,
+        rank=0,
+        world_size=1,
+    ):
+        self.stream = stream
+        self.T = sequence_length
+        self.seed = seed
+        self.shuffle = shuffle
+        self.rank = rank
+        self.world_size = world_size
+        self.n_windows = (len(stream) - 1) // sequence_length  # an epoch; up to T tokens at the end are left over
+        if self.n_windows < 1:
+            raise UserError(
+                f"{stream.paths[0]} has {len(stream)} tokens, fewer than "
+                f"sequence_length + 1 = {self.T + 1}; give more text, or a smaller --sequence_length"
+            )
+        self.order = lru_cache(maxsize=2)(self._order)  # a batch spans two epochs at most, unless an epoch is tiny
+
+    def _order(self, epoch: int) -> np.ndarray:
+        """All windows in the order of this epoch, (n_windows,): 39 MB for 10B tokens in windows of 1024."""
+        if not self.shuffle:
+            return np.arange(self.n_windows)
+        return permutation(self.n_windows, self.seed, epoch)
+
+    def shift(self, epoch: int) -> int:
+        """How many tokens later windows begin in this epoch, 0 .. T-1: 0 in the first one.
+
+        The first target of a window is predicted from one token, the last one from T. Windows that were cut at the same
+        places in every epoch would give a target the same context length every time. The recipe `tiny` reads its text
+        several times, and gains 0.03 bits per byte from the shift.
+        """
+        if epoch == 0 or not self.shuffle:
+            return 0
+        return int(np.random.PCG64([self.seed, epoch, 1]).random_raw()) % self.T
+
+    def global_batch(self, position: int, batch_size: int) -> list[int]:
+        """Where in the stream the `batch_size` windows from number `position` on begin."""
+        last = len(self.stream) - 1 - self.T  # where the last window that fits begins
+        starts = []
+        while len(starts) < batch_size:  # the end of an epoch and the beginning of the next may share a batch
+            epoch, at = divmod(position + len(starts), self.n_windows)
+            windows = self.order(epoch)[at : at + batch_size - len(starts)]
+            shift = self.shift(epoch)
+            starts += [min(window * self.T + shift, last) for window in windows.tolist()]
+        return starts
+
+    def micro_batches(self, position: int, batch_size: int, micro_batch_size: int) -> Iterator[np.ndarray]:
+        """This rank's part of that global batch, in arrays of one shape, (micro_batch_size, T + 1) int64.
+
+        `batch_size` is a multiple of `micro_batch_size` times the number of ranks: all ranks take part in every
+        exchange of gradients, so each of them needs as many micro-batches as the others.
+        """
+        if batch_size % (micro_batch_size * self.world_size):
+            raise ValueError(
+                f"a batch of {batch_size} windows is not a multiple of {self.world_size} ranks x {micro_batch_size}"
+            )
+        own = batch_size // self.world_size
+        first = self.rank * own
+        starts = self.global_batch(position, batch_size)[first : first + own]
+        for i in range(0, own, micro_batch_size):
+            yield self.stream.read_windows(starts[i : i + micro_batch_size], self.T + 1)  # T + 1: the last target, too
+
+
+# -------------------------------------------------------------------------------------------------------- the batches
+
+
+def training_batches(
+    order: Batches,
+    batch_size: int,
+    first_step: int,
+    n_steps: int,
+    micro_batch_size: int,
+) -> Iterator[list[np.ndarray]]:
+    """For each of `n_steps` steps the list of this rank's micro-batches, arrays of windows (micro_batch_size, T + 1).
+
+    A step reads `batch_size` windows over all ranks, and steps count from 0: step s starts at window s * batch_size.
+    """
+    for step in range(first_step, first_step + n_steps):
+        yield list(order.micro_batches(step * batch_size, batch_size, micro_batch_size))
+
+
+def validation_batches(
+    stream: "TokenStream",
+    sequence_length: int,
+    micro_batch_size: int,
+    limit: int,
+    rank=0,
+    world_size=1,
+) -> Iterator[np.ndarray]:
+    """Every token of a split once, as a target, in windows dealt out to the ranks; at most `limit` tokens if it is > 0.
+
+    Yields micro-batches, all (micro_batch_size, T + 1) int64, so that compiled code sees one shape; short windows are
+    padded with IGNORED. The union over ranks is the same for every world size.
+    """
+    T = sequence_length
+    n = len(stream) - 1
+    if limit > 0:
+        n = min(n, limit)
+    starts = range(0, n, T)[rank::world_size]  # of the windows that are this rank's
+    for i in range(0, len(starts), micro_batch_size):
+        windows = np.full((micro_batch_size, T + 1), IGNORED, np.int64)  # a new array: the last one may be in transit
+        for window, start in zip(windows, starts[i : i + micro_batch_size], strict=False):
+            tokens = stream.read(start, min(T, n - start) + 1)
+            window[: len(tokens)] = tokens
+        yield windows
+
+
+def to_inputs(windows):
+    """(idx, targets), each (B, T), of windows (B, T + 1): a NumPy array, or a tensor on any device.
+
+    Each target is the token after its input. As an input IGNORED becomes token 0: it needs an embedding, and changes
+    nothing, because no position looks ahead at it (attention is causal) and as a target it is not scored.
+    """
+    idx = windows[:, :-1].clip(0)
+    targets = windows[:, 1:]
+    return idx, targets
+
+
+# --------------------------------------------------------------------------------------------- a stream of shards
+
+BIN_MAGIC = 20240520  # of llm.c
+BIN_HEADER = 256  # int32: the magic number, version 1, the number of tokens, and zeros; uint16 tokens follow
+Layout = tuple[np.dtype, int, tuple[int, ...]]  # dtype, offset in bytes, shape
+RELEASE_AFTER = 512  # release mapped pages after this many windows; reading one maps 64 KB of a file or more
+
+
+def find_shards(data: str, split: str) -> list[Path]:
+    """The shards of a split, "train" or "val", in a directory or a glob, in file order. Raises UserError without any.
+
+    The last _train or _val in the name of a file decides. datatrove's .ds files have no such names: the first one is
+    then "val", and the others are "train".
+    """
+    pattern = f"{glob.escape(data)}/*" if os.path.isdir(data) else data
+    paths = sorted(map(Path, glob.glob(pattern)))
+    shards = {"train": [], "val": []}
+    unnamed = []
+    for path in paths:
+        if path.suffix not in LAYOUTS:
+            continue
+        if named := re.findall(r"_(train|val)(?=_|$)", path.stem):
+            shards[named[-1]].append(path)
+        elif path.suffix == ".ds":
+            unnamed.append(path)
+    if not shards["train"] and not shards["val"]:
+        shards = {"train": unnamed[1:], "val": unnamed[:1]}
+    if shards[split]:
+        return shards[split]
+    if glob.glob(data):
+        raise UserError(
+            f"--data {data} holds no *_{split}_*.npy, .bin or .ds shard; give a folder of shards, or a plain text "
+            f"as .txt; to make shards of .parquet, .jsonl or .txt: python fineweb.py --source '{data}' --out_dir FOLDER"
+        )
+    remedy = "write shards with fineweb.py, or start with one that needs no other data: python train_gpt2.py tiny"
+    if data == "fineweb10B":  # the public speed record's, see docs/speedrun.md
+        remedy = "to get it: hf download kjj0/fineweb10B-gpt2 --repo-type dataset --local-dir fineweb10B (20 GB)"
+    raise UserError(f"--data {data} does not exist; {remedy}")
+
+
+def open_shard(path: Path) -> np.ndarray:
+    """A shard's tokens as a read-only memory map (n,) of uint16 or uint32. Raises UserError for a damaged file."""
+    try:
+        dtype, offset, shape = LAYOUTS[path.suffix](path)
+        if len(shape) != 1 or dtype not in ("<u2", "<u4"):
+            raise ValueError(f"it holds {dtype} of shape {shape}, not a row of uint16 or uint32")
+        # a truncated file, or one with a damaged header, maps as well, and would fail in the middle of a run
+        [n] = shape
+        if path.stat().st_size != offset + n * dtype.itemsize:
+            raise ValueError(f"its header says {n} tokens of {dtype.itemsize} bytes, but the file size differs")
+        if n == 0:  # the system refuses to map an empty file
+            return np.zeros(0, dtype)
+        return np.memmap(path, dtype, mode="r", offset=offset, shape=shape)
+    except Exception as e:  # a damaged header makes NumPy raise nearly anything, SyntaxError and TypeError included
+        raise UserError(f"shard {path} cannot be read: {e}; write it again, or raise ulimit -n") from e
+
+
+def npy_layout(path: Path) -> Layout:
+    tokens = np.lib.format.open_memmap(path, mode="r")  # refuses pickled objects
+    return tokens.dtype, tokens.offset, tokens.shape
+
+
+def bin_layout(path: Path) -> Layout:
+    header = np.fromfile(path, "<i4", BIN_HEADER)  # fewer if the file is shorter
+    if header[:2].tolist() != [BIN_MAGIC, 1]:
+        raise ValueError(f"its header does not start with {BIN_MAGIC} and version 1")
+    return np.dtype("<u2"), header.nbytes, (int(header[2]),)
+
+
+def ds_layout(path: Path) -> Layout:
+    """A .ds file holds nothing but tokens: X.ds.metadata says how many, and whether each takes 2 bytes or 4.
+
+    X.ds.index, the ends of documents, is not needed, as datatrove writes its `eos_token` there. It ends a document and
+    our <|endoftext|> begins one, which is the same in one long stream: there is one between any two documents, even
+    across files. Only the very first document has none before it.
+    """
+    _, size, n_tokens = ds_metadata(path)
+    return np.dtype(f"<u{size}"), 0, (n_tokens,)
+
+
+def ds_metadata(path: Path) -> tuple[str, int, int]:
+    """(name of its tokenizer, bytes of a token, number of tokens) of a .ds file. Raises ValueError, or OSError."""
+    metadata = path.with_name(f"{path.name}.metadata")
+    if not metadata.exists():
+        raise ValueError(f"there is no {metadata.name}; let datatrove write it (save_final_metadata=True)")
+    match = re.match(r"(.*)\|([24])\n(\d{1,18})(\n|$)", metadata.read_text(encoding="utf-8"))
+    if not match:
+        raise ValueError(f"{metadata.name} does not begin with the lines TOKENIZER|2, or |4, and NUMBER OF TOKENS")
+    return match[1], int(match[2]), int(match[3])
+
+
+LAYOUTS = {".npy": npy_layout, ".bin": bin_layout, ".ds": ds_layout}
+
+
+# -------------------------------------------------------------------------------------------------------- the stream
+
+
+class TokenStream:
+    """The shards of one split, all in one directory, as one long sequence of tokens, compared with the manifest and the
+    vocabulary.
+
+    Raises UserError if a shard is damaged, missing or differs from `manifest.json`, and for a token >= vocab_size when
+    it is read: another tokenizer shows in any stretch of text.
+    """
+
+    def __init__(self, paths: list[Path], vocab_size: int):
+        self.paths = paths
+        self.vocab_size = vocab_size
+        self._maps = [open_shard(path) for path in paths]
+        self.shards = [np.asarray(m) for m in self._maps]  # plain arrays: slicing a np.memmap is slow
+        self._unreleased = 0  # windows read since the last release
+        self.starts = [0, *accumulate(map(len, self.shards))]  # of each shard, and the end
+        if len(self) < 2:
+            raise UserError(f"{paths[0]} has {len(self)} tokens; a split needs at least two, an input and its target")
+        self._compare_with_manifest()
+        for start, shard in zip(self.starts, self.shards, strict=False):
+            self.read(start, min(len(shard), 2**16))  # another tokenizer shows in any stretch of text
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def _compare_with_manifest(self) -> None:
+        listed = listed_shards(self.paths[0].parent)
+        for path in listed:
+            if not os.path.exists(path):
+                raise UserError(f"shard {path} is listed in manifest.json but missing; write it again")
+        for path, shard in zip(self.paths, self.shards, strict=True):
+            expected = listed[path]["tokens"] if path in listed else None
+            if listed and expected != len(shard):  # without a manifest there is nothing to differ from
+                said = "does not list it" if expected is None else f"says {expected}"
+                raise UserError(
+                    f"shard {path} has {len(shard)} tokens, but manifest.json {said}; "
+                    "write it again with fineweb.py, or remove it"
+                )
+
+    def read(self, start: int, n: int) -> np.ndarray:
+        """The slice [start : start + n] as a new array (n,) int64."""
+        return self.read_windows([start], n)[0]
+
+    def read_windows(self, starts: list[int], n: int) -> np.ndarray:
+        """The slice [start : start + n] for every start, as a new array (len(starts), n) int64.
+
+        Raises UserError for a token that is not in the vocabulary.
+        """
+        out = np.empty((len(starts), n), np.int64)
+        self._unreleased += len(starts)
+        if self._unreleased > RELEASE_AFTER:
+            self.release()
+        for row, start in zip(out, starts, strict=True):
+            shard = bisect_right(self.starts, start) - 1  # the last one that begins at `start` or before
+            begin = start - self.starts[shard]
+            done = 0
+            while done < n:  # over more than two shards if one is shorter than a window
+                part = self.shards[shard][begin : begin + n - done]
+                row[done : done + len(part)] = part  # the only copy: from the file's pages, widened
+                done += len(part)
+                shard += 1
+                begin = 0
+        if out.size and out.max() >= self.vocab_size:  # on a GPU this would surface only as a device-side assert
+            window, i = np.unravel_index(out.argmax(), out.shape)
+            shard = bisect_right(self.starts, starts[window] + i) - 1
+            raise UserError(
+                f"shard {self.paths[shard]} has token {out[window, i]}, but vocab_size is {self.vocab_size}; "
+                "was it written with another tokenizer?"
+            )
+        return out
+
+    def release(self) -> None:
+        """Unmap the pages that were read.
+
+        They stay in the system's page cache, and come back without disk reads while there is room. Otherwise everything
+        ever read of 20 GB of shards would count as memory of this process, and a cluster might kill it for that.
+        """
+        self._unreleased = 0
+        for shard in self._maps:
+            if hasattr(shard, "_mmap") and hasattr(mmap, "MADV_DONTNEED"):
+                shard._mmap.madvise(mmap.MADV_DONTNEED)
+
+    def digest(self) -> str:
+        """16 hexadecimal digits that identify these tokens in this order, wherever the shards are.
+
+        A run that resumes compares them, since other data would break its order. They hash the checksums in the
+        manifest; of a shard without one, its length, first and last tokens, since reading 20 GB takes too long.
+        """
+        listed = listed_shards(self.paths[0].parent)
+        total = hashlib.sha256()
+        for path, shard in zip(self.paths, self.shards, strict=True):
+            if path in listed:
+                content = listed[path]["sha256"]
+            else:
+                ends = np.concatenate([shard[:4096], shard[-4096:]]).astype("<u4")  # the same for every dtype
+                content = hashlib.sha256(ends.tobytes()).hexdigest()
+            total.update(f"{len(shard)} {content}\n".encode())
+        return total.hexdigest()[:16]
+
+
+# ------------------------------------------------------------------------------------------------ manifest.json
+
+# a type for each value; a list has one form for all of its items
+FORM = dict(
+    source=str,
+    tokenizer=str,
+    tokens=int,
+    documents=int,
+    bytes=int,
+    skipped=dict,
+    shards=[dict(file=str, tokens=int, sha256=str)],
+)
+UNFINISHED = dict(
+    next=dict(file=int, unit=int, skip=int),
+    files=[dict(name=str)],
+    shard_size=int,
+)
+
+
+def new_manifest(**constants) -> dict:
+    return constants | dict(tokens=0, documents=0, bytes=0, skipped={}, shards=[])
+
+
+def read_manifest(directory: Path) -> dict:
+    """`manifest.json` of a shard directory; {} if there is none. Raises UserError for a damaged one.
+
+    It has all that FORM says, and in a directory that fineweb.py is still writing what UNFINISHED says.
+    """
+    path = directory / "manifest.json"
+    try:
+        manifest = read_json(path)
+    except FileNotFoundError:
+        return {}
+    if type(manifest) is not dict:
+        manifest = {}
+    form = FORM | UNFINISHED if "next" in manifest else FORM
+    for key in form:
+        if not has_form(manifest.get(key), form[key]):
+            raise UserError(f"{path} is damaged: {key} is missing or of the wrong type; write the shards again")
+    return manifest
+
+
+def has_form(value: object, form: object) -> bool:
+    if type(form) is list:
+        return type(value) is list and all(has_form(item, form[0]) for item in value)
+    if type(form) is dict:
+        return type(value) is dict and all(has_form(value.get(key), form[key]) for key in form)
+    return type(value) is form  # not isinstance: to that a bool is an int
+
+
+def save_manifest(directory: Path, manifest: dict) -> None:
+    """Replace the manifest; it is on the disk when this returns, and an interruption leaves the old one."""
+    replace_file(directory / "manifest.json", json.dumps(manifest, indent=2) + "\n")
+
+
+def summary(manifest: dict) -> str:
+    skipped = ", ".join(f"{n:,} ({reason})" for reason, n in manifest["skipped"].items())
+    return (
+        f"{manifest['tokens']:,} tokens in {len(manifest['shards'])} shards, {manifest['documents']:,} documents, "
+        f"{manifest['bytes'] / max(manifest['tokens'], 1):.2f} bytes per token, skipped documents: {skipped or 'none'}"
+    )
+
+
+def listed_shards(directory: Path) -> dict[Path, dict]:
+    """{path: its entry} of all shards in the manifest of a directory; {} if there is none."""
+    return {directory / entry["file"]: entry for entry in read_manifest(directory).get("shards", [])}

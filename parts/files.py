@@ -1,0 +1,139 @@
+"""Whole files: locks, atomic writes, checksums. A file or directory written here appears complete or not at all.
+
+This file imports no torch and knows nothing of what the files hold; a worker process that imports it stays small.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from parts.cli import UserError
+
+LOCK_SECONDS = 10  # how long to wait for a process that is about to exit
+
+
+def sha256(path: Path) -> str:
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def free_bytes(path: Path) -> int:
+    """The free space of the disk that `path` is on, or will be on."""
+    nearest = next(p for p in (path, *path.resolve().parents) if p.exists())  # which may be a mount point
+    return shutil.disk_usage(nearest).free
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or the names in a directory, are on the disk."""
+    if os.name == "nt" and path.is_dir():  # Windows cannot open a directory
+        return
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name the path in an OSError raised in the block: a failed write, for example to a full disk, names nothing, and
+    the name of a temporary file tells nobody what could not be written. Make an OSError of what safetensors raises
+    instead, which gives the system's number only in its text, and of what torch.save says of a file cut short."""
+    try:
+        yield
+    except OSError as e:
+        if not e.filename or str(e.filename).endswith(".tmp"):
+            e.filename = str(path)
+        raise
+    except Exception as e:
+        found = re.search(r"\(os error (\d+)\)|unexpected pos", str(e))
+        if found is None:
+            raise
+        number = int(found[1] or errno.ENOSPC)
+        raise OSError(number, os.strerror(number), str(path)) from e
+
+
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Write a file atomically: to a temporary file of this process, flushed to the disk and renamed over `path`."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with naming(path):
+            part.write_bytes(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
+            flush(part)
+            part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    flush(path.parent)
+
+
+def write_atomically(path: Path, fill: Callable[[Path], None]) -> None:
+    """Make the directory `path` atomically: fill a hidden one next to it, flush it to the disk, and rename it.
+
+    An older one is set aside first. Whatever interrupts this, the old one stays complete and `path` is never partial.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        with naming(path):
+            temporary.mkdir(parents=True)
+            fill(temporary)
+            for file in temporary.iterdir():
+                flush(file)
+            flush(temporary)
+        if path.exists():
+            set_aside(path)
+        temporary.rename(path)
+        flush(path.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a file or directory to PATH.1, or to the next number that is free, and return its new name.
+
+    This is all that `--overwrite` does to old work: one rename, so that no interruption can lose a part of it, and
+    nothing is deleted. Raises UserError for a directory that holds the current one, which would move under our feet.
+    """
+    here = Path.cwd()
+    if path.resolve() in (here, *here.parents):
+        raise UserError(f"cannot rename {path.resolve()}, which holds the current directory; choose another one")
+    n = 1
+    while os.path.lexists(f"{path}.{n}"):
+        n += 1
+    return path.rename(Path(f"{path}.{n}"))
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file. Raises OSError if it cannot be read, UserError if it is not JSON."""
+    try:
+        return json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as e:  # ValueError: not Unicode, not JSON, or a number of 5,000 digits
+        raise UserError(f"{path} cannot be read as JSON: {e}; it is damaged, or another kind of file") from None
+
+
+@contextlib.contextmanager
+def exclusive_lock(lock: Path, what: str, seconds: float | None = None) -> Iterator[None]:
+    """Hold a lock file while the block runs, so that two processes do not write to one place.
+
+    A killed process frees its lock, and we wait for one that is about to exit. Raises UserError if another process
+    keeps it: `what` names the place, for instance "run directory out/tiny".
+    """
+    from filelock import FileLock, Timeout
+
+    try:
+        with naming(lock):
+            held = FileLock(lock, timeout=seconds or LOCK_SECONDS).acquire()
+    except Timeout:  # FileLock takes the "permission denied" of a file system without locks for a lock that is held
+        raise UserError(
+            f"another process is writing to the {what}, or its file system grants no locks; "
+            "wait until that process ends, or use another directory"
+        ) from None
+    with held:
+        yield

@@ -1,0 +1,377 @@
+"""LoRA (Hu et al. 2021): the method, merging, and adapters as PEFT files.
+
+A projection y = x W^T + b of a block keeps W and b, and gains a bypass of rank r:
+
+    x ──┬── W (frozen) ──────────────────────(+)── y        A (r, in)  Kaiming uniform
+        └── dropout ── A ── B ── * alpha / r ──┘            B (out, r) zero, so that y starts as the base's
+
+The paper's hypothesis is that finetuning moves a weight along few directions (section 4.1). If so, r (in + out) numbers
+can replace in * out of them. Only they need gradients and optimizer state, and only they are in an adapter's file.
+
+This file knows nothing of training or conversations, and of the command line only the flag --targets.
+"""
+
+import copy
+import hashlib
+import json
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch.nn import functional as F
+
+from model import GPT
+from parts.checkpoint import SUMS, find_damage, newest_intact
+from parts.cli import UserError
+from parts.files import read_json
+
+TARGETS = ("c_attn", "attn.c_proj", "c_fc", "mlp.c_proj")  # all projections of a block
+
+
+@dataclass(frozen=True)
+class LoRAConfig:
+    """What defines an adapted model besides A and B."""
+
+    r: int
+    alpha: float
+    dropout: float = 0.0  # on the input of the bypass
+    targets: tuple[str, ...] = TARGETS
+    rslora: bool = False  # scale by alpha / sqrt(r), so that a large r does not shrink the update (Kalajdzievski 2023)
+
+    def __post_init__(self):
+        """Raises UserError for what `read_adapter` would refuse later."""
+        for key, flag, value in (("r", "dim", self.r), ("lora_alpha", "alpha", self.alpha)):
+            if not within_limits(key, value):
+                low, high = LIMITS[key]
+                raise UserError(f"--lora_{flag} must be in [{low:g}, {high:g}], not {value:g}")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
+
+
+# -------------------------------------------------------------------------------------------------------- the method
+
+
+class LowRankLinear(torch.autograd.Function):
+    """x W^T + b + s (x A^T) B^T, for frozen W and b.
+
+    Autograd would compute the same from the formula, but allocate and keep more tensors as large as x and y. Here the
+    bypass is added in place, forward and backward. All tensors have one dtype; x is (N, in).
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, A, B, scale: float):
+        h = x @ A.T  # (N, r)
+        ctx.save_for_backward(x, weight, A, B, h)  # the formula would keep x as well, and h is small
+        ctx.scale = scale
+        return F.linear(x, weight, bias).addmm_(h, B.T, alpha=scale)  # (N, out)
+
+    @staticmethod
+    def backward(ctx, grad_y):  # (N, out)
+        x, weight, A, B, h = ctx.saved_tensors
+        # the chain rule on y = x W^T + s h B^T and h = x A^T; W and b are frozen, which saves the largest product
+        grad_h = (grad_y @ B) * ctx.scale  # (N, r)
+        # nothing below the first adapted projection needs a gradient
+        grad_x = (grad_y @ weight).addmm_(grad_h, A) if ctx.needs_input_grad[0] else None  # (N, in)
+        grad_B = (h.T @ grad_y).T * ctx.scale  # (out, r); transposed because a tall thin product is slow on a CPU
+        return grad_x, None, None, grad_h.T @ x, grad_B, None
+
+
+class LoRALinear(nn.Module):
+    """A frozen nn.Linear with a bypass of rank r."""
+
+    def __init__(self, linear: nn.Linear, config: LoRAConfig):
+        super().__init__()
+        self.weight = linear.weight  # names as in nn.Linear, so that a base's checkpoint fits
+        self.bias = linear.bias
+        device = linear.weight.device
+        self.lora_A = nn.Parameter(torch.empty(config.r, linear.in_features, device=device))
+        self.lora_B = nn.Parameter(torch.zeros(linear.out_features, config.r, device=device))
+        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))  # as in the authors' code and in nn.Linear
+        self.scale = config.scale
+        self.dropout = config.dropout
+        self.register_buffer("unmerged", None, persistent=False)  # the base's weight, while merged
+
+    def forward(self, x):
+        if self.unmerged is not None:  # merged: the weight contains the bypass
+            return F.linear(x, self.weight, self.bias)
+        if self.dropout and self.training:  # W and A read different inputs, so the fused Function does not apply
+            bypass = F.linear(F.linear(F.dropout(x, self.dropout), self.lora_A), self.lora_B)
+            return F.linear(x, self.weight, self.bias) + bypass * self.scale
+        # autocast does not reach into a Function, so we choose the precision of its products here
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        tensors = (t.to(dtype) for t in (x.flatten(0, -2), self.weight, self.bias, self.lora_A, self.lora_B))
+        return LowRankLinear.apply(*tensors, self.scale).unflatten(0, x.shape[:-1])
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Add the bypass to the weight, in fp64 so that fp32 is rounded only once. Merging again changes nothing."""
+        if self.unmerged is None:
+            self.unmerged = self.weight.data
+            # on the CPU, because MPS has no fp64
+            delta = self.lora_B.cpu().double() @ self.lora_A.cpu().double() * self.scale  # (out, in)
+            self.weight.data = (self.weight.cpu().double() + delta).to(self.weight)
+
+    def unmerge(self) -> None:
+        """Put the base's weight back. `merge` kept it: subtracting the bypass would not restore the exact bits."""
+        if self.unmerged is not None:
+            self.weight.data = self.unmerged
+            self.unmerged = None
+
+
+def target_names(model: GPT, targets) -> list[str]:
+    """The names of the modules to adapt, in every block. Raises UserError for what cannot be adapted."""
+    if not targets or not set(targets) <= set(TARGETS):
+        raise UserError(
+            f"--targets {' '.join(targets)!r:.80}: choose from {', '.join(TARGETS)} "
+            "(wte and lm_head are one tied matrix; a bypass on one would untie them and could not be merged)"
+        )
+    return [name for name, _ in model.named_modules() if name.endswith(tuple(targets))]
+
+
+def add_lora(model: GPT, config: LoRAConfig) -> GPT:
+    """Freeze `model` and add a bypass to each target, in place, and keep the config as `model.lora`. Its outputs do not
+    change until B is trained."""
+    model.requires_grad_(False)  # embeddings and LayerNorm too: only the adapter is trained
+    for name in target_names(model, config.targets):
+        model.set_submodule(name, LoRALinear(model.get_submodule(name), config))
+    model.lora = config
+    return model
+
+
+def lora_modules(model: GPT) -> dict[str, LoRALinear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
+
+
+def merge(model: GPT) -> GPT:
+    """Add every bypass to its weight, for inference without overhead. Idempotent."""
+    for module in lora_modules(model).values():
+        module.merge()
+    return model
+
+
+def unmerge(model: GPT) -> GPT:
+    """Undo `merge`; the base's weights come back bit for bit. Idempotent."""
+    for module in lora_modules(model).values():
+        module.unmerge()
+    return model
+
+
+def remove_lora(model: GPT) -> GPT:
+    """Turn the adapted modules back into plain nn.Linear, with their present weights, merged or not."""
+    for name, module in lora_modules(model).items():
+        n_out, n_in = module.weight.shape
+        linear = nn.Linear(n_in, n_out, device="meta")  # no memory for weights that are about to be replaced
+        linear.weight = module.weight
+        linear.bias = module.bias
+        model.set_submodule(name, linear)
+    return model
+
+
+def cast_frozen(model: GPT, dtype: torch.dtype) -> None:
+    """Cast frozen projections to the dtype of the matrix products once, instead of in every forward pass.
+
+    The output projection becomes a separate copy, because `wte`, to which it is tied, is looked up in fp32. The results
+    equal those of autocast bit for bit.
+    """
+    for module in model.transformer.h.modules():
+        if isinstance(module, nn.Linear | LoRALinear):
+            module.weight.data = module.weight.data.to(dtype)
+            module.bias.data = module.bias.data.to(dtype)
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.data.to(dtype), requires_grad=False)
+
+
+def trainable_parameters(model: GPT, targets: tuple[str, ...], r: int) -> tuple[int, float]:
+    """(number at rank r, fraction of base and adapter together), for a plain model; rank 0 is full finetuning."""
+    total = model.num_params()
+    if not r:
+        return total, 1.0
+    n = r * sum(sum(model.get_submodule(name).weight.shape) for name in target_names(model, targets))  # r (in + out)
+    return n, n / (total + n)
+
+
+# ------------------------------------------------------------------------------------------------------ adapter files
+
+# What adapter_config.json may say. A setting that is off (None, False, empty) changes nothing, keys in IGNORED do not
+# describe the computation, and the values in KNOWN compute the picture above. Anything else, of later versions of peft
+# too, may change the base's weights (pissa, olora) or the forward pass (alora), and is refused.
+LIMITS = dict(r=(1, 2**12), lora_alpha=(1e-9, 1e9), lora_dropout=(0.0, 0.9999))
+KNOWN = dict(peft_type=("LORA",), task_type=("CAUSAL_LM",), bias=("none",), init_lora_weights=(True, "gaussian"),
+             use_rslora=(True,))  # fmt: skip
+IGNORED = (
+    "base_model_name_or_path", "revision", "auto_mapping", "peft_version", "inference_mode",
+    "target_modules",  # the tensors' names say it
+    "fan_in_fan_out",  # whether the base stores (in, out), which peft finds out itself
+    "megatron_core", "qalora_group_size",  # options of features that are off
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What an adapter's directory holds."""
+
+    path: Path
+    config: LoRAConfig
+    tensors: dict[str, torch.Tensor]  # under peft's names
+    base: str | None  # the model that it was trained on, where the files say so
+    base_sha256: str | None  # of the base's weights, see `weights_sha256`
+
+
+class AdapterFiles:
+    """The adapter of `model` as files, for a run to save and restore."""
+
+    def __init__(self, model: GPT, base: str, base_sha256: str):
+        self.model = model
+        self.tensors = {name: p.detach() for name, p in factors(model).items()}  # they share its memory
+        self.metadata = dict(format="pt", base_sha256=base_sha256)  # peft ignores the latter
+        self.settings = dict(
+            peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=base, r=model.lora.r,
+            lora_alpha=model.lora.alpha, lora_dropout=model.lora.dropout, target_modules=list(model.lora.targets),
+            fan_in_fan_out=True, bias="none", use_rslora=model.lora.rslora, inference_mode=True,
+        )  # fmt: skip
+
+    def copy(self) -> "AdapterFiles":
+        """The same files of A and B as they are now, copied to host memory."""
+        copied = copy.copy(self)
+        copied.tensors = {name: p.to("cpu", torch.float32, copy=True) for name, p in self.tensors.items()}
+        return copied
+
+    def write(self, path: Path) -> None:
+        """As peft reads them."""
+        (path / "adapter_config.json").write_text(json.dumps(self.settings, indent=2) + "\n")
+        # not save_file, which makes a file that only its owner may read
+        (path / "adapter_model.safetensors").write_bytes(save(self.tensors, self.metadata))
+
+    def load(self, path: Path) -> None:
+        """Put the A and B of a checkpoint into the model."""
+        fill_factors(self.model, read_adapter(path))
+
+
+def factors(model: GPT) -> dict[str, nn.Parameter]:
+    """A and B of every adapted module, under the names that they have in peft's files; the shapes are ours."""
+    ours = (".lora_A", ".lora_B")
+    return {f"base_model.model.{name}.weight": p for name, p in model.named_parameters() if name.endswith(ours)}
+
+
+def weights_sha256(model: GPT) -> str:
+    """sha256 over names, shapes and fp32 values of a plain model: equal for equal weights, however they are stored."""
+    digest = hashlib.sha256()
+    # sorted and in fp32, so that neither the order in a file nor 16-bit storage of the same numbers changes it
+    for name, tensor in sorted(model.state_dict().items()):
+        if name != "lm_head.weight":  # tied
+            digest.update(f"{name} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().float().cpu().contiguous().numpy())
+    return digest.hexdigest()
+
+
+def find_adapter(adapter: str | Path) -> Path:
+    """The directory with the adapter: the one given; or the newest checkpoint of a run, or else its adapter/."""
+    path = Path(adapter)
+    newest = newest_intact(path)  # adapter/ is older than the checkpoints of a resumed run
+    for directory in (path, newest or path, path / "adapter"):
+        if (directory / "adapter_config.json").is_file():
+            return directory
+    raise UserError(f"{adapter} holds no adapter; give a directory with adapter_config.json, such as out/lora/adapter")
+
+
+def read_adapter(adapter: str | Path) -> Adapter:
+    """Read a directory with adapter_config.json and adapter_model.safetensors, or the one of a run.
+
+    Raises UserError for an adapter that is missing, damaged, or computes something else than the picture above.
+    """
+    path = find_adapter(adapter)
+    if (path / SUMS).exists() and (problem := find_damage(path)):
+        raise UserError(f"{path} is damaged: {problem}; take an earlier checkpoint of its run")
+    settings = read_settings(path / "adapter_config.json")
+    try:
+        with safe_open(path / "adapter_model.safetensors", "pt") as f:
+            tensors = {name: f.get_tensor(name) for name in f.keys()}
+            metadata = f.metadata() or {}
+        if not all(t.is_floating_point() and t.isfinite().all() for t in tensors.values()):
+            raise ValueError("it holds numbers that are not finite, or no floating-point numbers")
+    except FileNotFoundError:
+        raise UserError(
+            f"{path} has no adapter_model.safetensors; "
+            "pickled .bin adapters are not read: load it with peft and save it with safe_serialization=True"
+        ) from None
+    except (ValueError, OSError, RuntimeError, SafetensorError) as e:
+        raise UserError(f"{path}/adapter_model.safetensors is damaged: {e}; write or download it again") from None
+    # target_modules may be a regular expression; the tensors say what was adapted
+    targets = tuple(target for target in TARGETS if any(f".{target}.lora_A" in name for name in tensors))
+    if not targets:
+        raise UserError(f"the adapter {path} has no tensors for {', '.join(TARGETS)}; train it again")
+    config = LoRAConfig(
+        r=settings["r"],
+        alpha=float(settings["lora_alpha"]),
+        dropout=float(settings["lora_dropout"]),
+        targets=targets,
+        rslora=bool(settings.get("use_rslora")),
+    )
+    return Adapter(path, config, tensors, settings.get("base_model_name_or_path"), metadata.get("base_sha256"))
+
+
+def read_settings(file: Path) -> dict:
+    """The content of an adapter_config.json. Raises UserError for any setting not known to be harmless."""
+    settings = read_json(file)
+    if not isinstance(settings, dict):
+        raise UserError(f"{file} is damaged: it is not an object; write or download it again")
+    for key, value in settings.items():
+        if key not in (*LIMITS, *IGNORED) and value not in (None, False, "", [], {}, *KNOWN.get(key, ())):
+            raise UserError(
+                f"{file}: this code cannot compute an adapter whose {key} is {value!r:.80}; "
+                "merge it with peft, or train one without it"
+            )
+    settings = {"lora_dropout": 0.0} | settings
+    for key in LIMITS:
+        if not within_limits(key, settings.get(key)):
+            raise UserError(
+                f"{file} is damaged: {key} is {settings.get(key)!r:.80}; write or download the adapter again"
+            )
+    return settings
+
+
+def within_limits(key: str, value) -> bool:
+    low, high = LIMITS[key]
+    kinds = (int,) if key == "r" else (int, float)
+    return type(value) in kinds and low <= value <= high
+
+
+def load_adapter(model: GPT, adapter: str | Path, dropout: float = 0.0) -> GPT:
+    """Add an adapter of ours or of peft to `model`, a plain base in fp32, in place; all but A and B is then frozen.
+
+    `dropout` is for further training. Raises UserError if the adapter cannot be read, does not fit the model, or was
+    trained on another base.
+    """
+    found = read_adapter(adapter)
+    if found.base_sha256 and found.base_sha256 != (ours := weights_sha256(model)):
+        raise UserError(
+            f"the adapter {found.path} was trained on another base, {found.base} with sha256 {found.base_sha256[:12]}, "
+            f"and this one has {ours[:12]}; give that one"
+        )
+    add_lora(model, replace(found.config, dropout=dropout))
+    fill_factors(model, found)
+    return model
+
+
+@torch.no_grad()
+def fill_factors(model: GPT, adapter: Adapter) -> None:
+    """Put the A and B of an adapter into an adapted model. Raises UserError unless they are exactly those that it has:
+    a block without its own would silently stay the base's."""
+    wanted = factors(model)
+    needed = {name: tuple(factor.shape) for name, factor in wanted.items()}
+    found = {name: tuple(tensor.shape) for name, tensor in adapter.tensors.items()}
+    if wrong := [name for name in sorted(found | needed) if found.get(name) != needed.get(name)]:
+        name = wrong[0]
+        raise UserError(
+            f"the adapter {adapter.path} does not fit: "
+            f"{name} is {found.get(name, 'missing')}, and the base needs {needed.get(name, 'nothing')}; "
+            "give the base that it was trained on, or merge it with peft if it adapts some layers only"
+        )
+    for name, factor in wanted.items():
+        factor.copy_(adapter.tensors[name])

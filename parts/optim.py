@@ -1,0 +1,350 @@
+r"""Optimizers as the training loop sees them: schedules, AdamW, Muon, and a step that can be skipped.
+
+This file knows nothing of the model but the names and shapes of its parameters, and nothing of data or run directories.
+Where ranks shard a model, its parameters are DTensors: parts/sharding.py explains `local`, `all_gather` and
+`sharded_as`, which return every other tensor as it is.
+
+The schedules, with warmup_steps W and max_steps S. Cosine (Loshchilov and Hutter 2017) has to know S from the start;
+wsd (warmup, stable, decay; Hu et al. 2024, section 4) can continue from any checkpoint of its plateau to a later end;
+four_phases is wsd for AdamW, while Muon's rate falls from the start (`muon_lr_fraction`):
+
+    max_lr     .-._                     max_lr     .-----------.
+              /    `-.                            /             \
+    min_lr   /        `--.              min_lr   /               \
+            0  W         S                      0  W             S
+"""
+
+import math
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+from parts.runtime import Runtime
+from parts.sharding import all_gather, local, sharded_as
+
+
+def learning_rate(step: int, config) -> float:
+    """The learning rate of step 1 .. max_steps.
+
+    Reads max_steps, warmup_steps, max_lr, min_lr, lr_schedule and decay_fraction of `config`.
+    """
+    if step <= config.warmup_steps:  # AdamW's moments still average only a few gradients: mostly noise
+        return config.max_lr * step / config.warmup_steps
+    n_steps = config.max_steps - config.warmup_steps
+    progress = (step - config.warmup_steps) / n_steps  # 0 .. 1
+    if config.lr_schedule == "cosine":
+        height = 0.5 * (1 + math.cos(math.pi * progress))
+    else:  # wsd, four_phases
+        height = min(1.0, (1 - progress) / config.decay_fraction)
+    return config.min_lr + height * (config.max_lr - config.min_lr)
+
+
+def muon_lr_fraction(step: int, config) -> float | None:
+    """Muon's learning rate as a fraction of muon_lr, in step 1 .. max_steps of `four_phases`. None for the other
+    schedules, where it has the shape of AdamW's.
+
+    The phases are the warmup, a plateau until 4% of the steps after it, a fast decay to a fifth until 56%, and a slow
+    one to 0. The constants are those of modded-nanogpt, track 3, PR 351.
+    """
+    if config.lr_schedule != "four_phases":
+        return None
+    if step <= config.warmup_steps:
+        return step / config.warmup_steps
+    progress = (step - config.warmup_steps) / (config.max_steps - config.warmup_steps)
+    fast = 1 - 0.8 * (max(0.0, progress - 0.04) / 0.52) ** 0.6
+    slow = 0.2 * (1 - progress) / 0.44
+    return max(fast, slow)  # they meet at 56%
+
+
+# ------------------------------------------------------------------------------------------------- what gets which
+
+
+def make_optimizer(model, config, rt: Runtime) -> "Optimizer":
+    """The optimizer of a training run over the trainable parameters of `model`.
+
+    Reads optimizer (adamw if it has none), max_lr, muon_lr, weight_decay, beta1, beta2 and eps of `config`. Shard the
+    model before this. To add an optimizer, add it here and to MOMENTS.
+    """
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    matrices = {}
+    if getattr(config, "optimizer", "adamw") == "muon":
+        # Muon is for matrices that map one hidden space into another. In `wpe` each row is on its own, and `wte` is
+        # both table and classifier: for embeddings and heads AdamW was found better (Jordan 2024)
+        matrices = {name: p for name, p in params.items() if ".h." in name and p.dim() == 2}
+    rest = [p for name, p in params.items() if name not in matrices]
+    optimizers: list = [adamw(decay_groups(rest, config.weight_decay), config)]
+    if matrices:
+        # c_attn holds Q, K and V: orthogonalized as one matrix, the largest gradient of the three would get most of it
+        qkv = [p for name, p in matrices.items() if name.endswith("c_attn.weight")]
+        others = [p for name, p in matrices.items() if not name.endswith("c_attn.weight")]
+        groups = [dict(params=others), dict(params=qkv, n_stacked=3)]
+        muon = Muon(groups, config.muon_lr, config.weight_decay, dtype=rt.dtype, compile=rt.compile)
+        optimizers.append(muon)
+    return Optimizer(optimizers, config.max_lr, rt)
+
+
+MOMENTS = {"adamw": 2, "muon": 1}  # numbers that an optimizer keeps for each number of a block's matrices
+
+
+def decay_groups(params, weight_decay: float) -> list[dict]:
+    """[group with weight decay, group without], for torch.optim.
+
+    Tensors of two dimensions, which multiply activations or are looked up, are decayed: without decay weights grow for
+    as long as training lasts, and a step of the same length turns them less and less. Biases and LayerNorm gains are
+    not: they are few (in GPT-2 124M 98 tensors with 121,344 numbers, against 50 with 124,354,560), too few to overfit,
+    and a gain that decays towards 0 shrinks the input of the next layer.
+    """
+    params = list(params)
+    decayed = [p for p in params if p.dim() >= 2]
+    others = [p for p in params if p.dim() < 2]
+    return [dict(params=decayed, weight_decay=weight_decay), dict(params=others, weight_decay=0.0)]
+
+
+def adamw(groups: list[dict], config) -> torch.optim.AdamW:
+    """AdamW (Loshchilov and Hutter 2019) with max_lr, beta1, beta2 and eps of `config`.
+
+    Each number steps by the mean of its recent gradients over the root of their mean square, so it moves by about the
+    learning rate, however large its gradient is. beta2 0.95, as in GPT-3, remembers about 20 gradients; torch's
+    default of 0.999 remembers 1000, and is slow to notice that gradients have grown. `fused` updates all tensors in one
+    kernel instead of a dozen operations each.
+    """
+    return torch.optim.AdamW(groups, lr=config.max_lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+
+
+# ------------------------------------------------------------------------------------------- what the loop sees
+
+
+class Optimizer:
+    """One or two torch optimizers, and the loss scale of fp16, as the loop sees them.
+
+    `Muon` and torch's fused optimizers skip a bad step on their own, on the device. Any other torch optimizer works
+    too, at the price of a host that waits for the device in every step. A group's initial learning rate is its peak.
+    """
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer], max_lr: float, rt: Runtime):
+        self.optimizers = optimizers
+        self.max_lr = max_lr
+        self.rt = rt
+        self.loss_scale = LossScale(rt.device) if rt.dtype == torch.float16 else None
+        for group in self.param_groups():
+            group.setdefault("initial_lr", group["lr"])
+
+    def param_groups(self) -> list[dict]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def set_lr(self, lr: float, for_muon: float | None = None) -> None:
+        """Scale the peak of every group by lr / max_lr, but those of Muon by `for_muon` if it is given."""
+        for group in self.param_groups():
+            group["lr"] = group["initial_lr"] * lr / self.max_lr
+            if for_muon is not None and group.get("kind") == "muon":
+                group["lr"] = group["initial_lr"] * for_muon
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss to call `.backward()` on: in fp16 multiplied by the loss scale, else as it is."""
+        return self.loss_scale.scale * loss if self.loss_scale else loss
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Shrink the gradients of all parameters together to the norm `max_norm` where they exceed it (Pascanu et al.
+        2013); 0 only measures. Returns the norm before, a scalar on the device."""
+        params = [p for group in self.param_groups() for p in group["params"]]
+        grads = [p.grad for p in params if p.grad is not None]
+        local_grads = [local(grad) for grad in grads]
+        if self.loss_scale:
+            torch._foreach_mul_(local_grads, 1 / self.loss_scale.scale)
+        norm = torch.nn.utils.get_total_norm(grads)
+        if hasattr(norm, "full_tensor"):  # squares add up over the rows of all ranks
+            norm = norm.full_tensor()
+        if max_norm:
+            factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_(local_grads, factor)
+        return norm
+
+    def step(self, finite: Tensor) -> None:
+        """Update the parameters; where `finite`, a bool scalar, is False, nothing changes.
+
+        `finite` stays on the device if the optimizer reads it there: a host that waited for its value could not launch
+        the next step's work meanwhile. It has to be equal on all ranks.
+        """
+        for optimizer in self.optimizers:
+            # Apple's fused kernel appears to ignore found_inf
+            if optimizer.defaults.get("fused") and self.rt.device.type != "mps":
+                optimizer.found_inf = (~finite).float()  # the name under which torch's fused kernels know it
+                optimizer.step()
+            elif finite:
+                optimizer.step()
+        if self.loss_scale:
+            self.loss_scale.update(finite)
+
+    def zero_grad(self) -> None:
+        """Free the gradients: the next backward pass would add to them."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+    def state_dict(self) -> dict:
+        """What a checkpoint needs. Moments are sharded over the ranks as their parameters are."""
+        states = [optimizer.state_dict() for optimizer in self.optimizers]
+        return dict(optimizers=states, scaler=self.loss_scale.state_dict() if self.loss_scale else {})
+
+    def load_state_dict(self, state: dict) -> None:
+        """Restore the moments, which every rank passes as whole tensors, and the loss scale. Learning rates, betas, eps
+        and weight decay stay as they are now."""
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            moments = {}
+            for i, values in saved["state"].items():
+                moments[i] = {name: sharded_as(params[i], value) for name, value in values.items()}
+            optimizer.load_state_dict(optimizer.state_dict() | dict(state=moments))
+        if self.loss_scale and state["scaler"]:
+            self.loss_scale.load_state_dict(state["scaler"])
+
+
+class LossScale:
+    """Keeps the gradients of fp16 within its range (Micikevicius et al. 2018, section 3.2).
+
+    fp16 holds nothing between 0 and 6e-8, where many gradients lie. So the loss is multiplied by a large number, which
+    the chain rule hands on to all gradients, and they are divided by it, in fp32, before anything else happens. Too
+    large a number overflows: it halves after such a step, and doubles after GROW_AFTER good ones in a row. Like
+    torch.amp.GradScaler, but the decision about a step is the caller's, so that the host never waits for the GPU.
+    """
+
+    GROW_AFTER = 2000
+
+    def __init__(self, device):
+        self.scale = torch.full((), 2.0**16, device=device)
+        self.good_steps = torch.zeros((), device=device)  # in a row
+
+    def update(self, finite: Tensor) -> None:
+        self.good_steps = torch.where(finite, self.good_steps + 1, 0.0)
+        grow = self.good_steps == self.GROW_AFTER
+        grown = torch.where(grow, self.scale * 2, self.scale)
+        self.scale = torch.where(finite, grown, self.scale / 2)
+        self.good_steps = torch.where(grow, 0.0, self.good_steps)
+
+    def state_dict(self) -> dict:
+        return dict(scale=self.scale.item(), good_steps=int(self.good_steps.item()))
+
+    def load_state_dict(self, state: dict) -> None:
+        self.scale.fill_(state["scale"])
+        self.good_steps.fill_(state["good_steps"])
+
+
+# ------------------------------------------------------------------------------------------------------------ Muon
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon (Jordan 2024): momentum, orthogonalized, for the weight matrices of hidden layers.
+
+    Write a matrix of momentum as G = U S V^T, its singular value decomposition. In a transformer a few directions have
+    singular values orders of magnitude above the others, and a step along G learns those alone. Muon steps along
+    U V^T: the same directions, all of them equally far. To first order it is the step that lowers the loss most among
+    all that move no output by more than a fixed length, for inputs of length 1 (Bernstein and Newhouse 2024, "Old
+    optimizer, new norm").
+
+    A matrix with more rows than columns gets sqrt(rows / columns) times the learning rate. A group with `n_stacked` n
+    treats each of its matrices as n matrices stacked vertically. `found_inf`, a scalar tensor, is 1 for a step that
+    must change nothing, as in torch's fused AdamW; hence `fused` in the defaults.
+
+    torch.optim.Muon computes the same, one matrix after the other and always in bf16. Here matrices of one shape go
+    through together, because a GPU that multiplies one matrix of 768 x 768 at a time is mostly idle. And products are
+    in `dtype`: in an fp32 run, rounding to bf16 would turn the last bit of a gradient, which depends on how the batch
+    is spread over ranks, into a difference in the fourth digit of the loss after 20 steps.
+    """
+
+    def __init__(self, params, lr, weight_decay, momentum=0.95, n_stacked=1, dtype=torch.bfloat16, compile=False):
+        defaults = dict(
+            kind="muon",
+            lr=lr,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            n_stacked=n_stacked,
+            dtype=dtype,
+            fused=True,
+        )
+        super().__init__(params, defaults)
+        self._nesterov = torch.compile(nesterov, dynamic=True) if compile else nesterov
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            same_shape = defaultdict(list)
+            for p in group["params"]:
+                if p.grad is not None:
+                    same_shape[p.shape].append(p)
+            for params in same_shape.values():
+                self._step_together(params, group)
+
+    def _step_together(self, params: list, group: dict) -> None:
+        """One step of N matrices of one shape. Where ranks shard them, this one has r of their rows."""
+        for p in params:
+            if "momentum_buffer" not in self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        weights = [local(p) for p in params]
+        momenta = [local(self.state[p]["momentum_buffer"]) for p in params]
+        good = 1.0 - getattr(self, "found_inf", weights[0].new_zeros(()))  # 1 or 0
+
+        # as vectors (N r columns,): one compiled graph then serves all shapes, and one of squares would not
+        grad = as_vector([local(p.grad) for p in params])
+        momentum = as_vector(momenta)
+        update = self._nesterov(grad, momentum, group["momentum"], good)
+        shape = (len(params), *weights[0].shape)  # (N, r, columns)
+        torch._foreach_copy_(momenta, list(momentum.view(shape)))
+
+        # singular values depend on every row: each rank gathers all rows of all matrices (1.6 TFLOP of work at 124M)
+        matrices = torch.stack([all_gather(p, mine) for p, mine in zip(params, update.view(shape), strict=True)])
+        rows = matrices.size(1) // group["n_stacked"]
+        columns = matrices.size(2)
+        step = orthogonalized(matrices.view(-1, rows, columns), group["dtype"])
+        step = step.view(matrices.shape).to(update.dtype)
+
+        lr = group["lr"] * good
+        step *= lr * math.sqrt(max(1, rows / columns))
+        steps = [local(sharded_as(p, whole)) for p, whole in zip(params, step, strict=True)]
+        torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
+        torch._foreach_sub_(weights, steps)
+
+
+def as_vector(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def nesterov(grads, momenta, beta: float, good):
+    """Update the momenta in place, and return where one more gradient like this one would take them; `good` is 1 or 0.
+
+    In a bad step the momenta replace the gradients: lerp between equal numbers changes nothing.
+    """
+    grads = torch.where(good > 0, grads, momenta)
+    momenta.lerp_(grads, 1 - beta)
+    return grads.lerp_(momenta, beta)
+
+
+def orthogonalized(matrices: Tensor, dtype: torch.dtype = torch.bfloat16, steps: int = 5) -> Tensor:
+    """U V^T, nearly, for each U S V^T of `matrices` (N, rows, columns); products are in `dtype`, as is the result.
+
+    The singular value decomposition itself is slow on a GPU. But an odd polynomial of a matrix,
+
+        p(X) = a X + b (X X^T) X + c (X X^T)^2 X = U (a S + b S^3 + c S^5) V^T,
+
+    changes its singular values and nothing else, since X X^T = U S^2 U^T, and takes three products. So find one that,
+    applied again and again, moves every number of (0, 1] close to 1. The classical coefficients of Newton and Schulz,
+    (15/8, -10/8, 3/8), reach 1 exactly, but the slope at 0 is 15/8, and a singular value of 0.001 has come to 0.023
+    after five times. Jordan's coefficients give up the limit for a slope of 3.44: after five times everything from
+    0.002 to 1 lies between 0.68 and 1.21, and that trains as well as 1 does (Jordan 2024).
+
+    This is also why bf16, with its relative error of 2^-9, is enough: a product is wrong by 0.2% where the result is
+    wanted to 30%, and each application corrects the errors of the one before in the singular values. Tensor cores
+    multiply bf16 twice as fast as TF32. For a matrix of n x n all this takes 30 n^3 operations a step, against the 6
+    n^2 a token of training it: 0.7% for n = 768 and half a million tokens.
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    upright = matrices.size(1) > matrices.size(2)
+    x = matrices.mT if upright else matrices  # the Gram matrix is then the smaller one
+    with torch.autocast(matrices.device.type, enabled=False):
+        # no singular value exceeds the Frobenius norm, so that all lie in (0, 1] from here on
+        norms = x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+        x = (x / norms).to(dtype)
+        for _ in range(steps):
+            gram = x @ x.mT  # (N, n, n)
+            polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # b X X^T + c (X X^T)^2
+            x = torch.baddbmm(x, polynomial, x, beta=a)
+    return x.mT.contiguous() if upright else x  # as the fused update wants it

@@ -1,0 +1,265 @@
+"""Everything that a run reports: log.jsonl, samples.txt, learning_curve.png, the terminal, and a tracker if asked for.
+
+    {"step": 0, "kind": "run", "command": "train_gpt2.py", "parameters": 124475904, "versions": {...}, ...}
+    {"step": 10, "kind": "train", "loss": 9.91, "lr": 8.4e-6, "grad_norm": 1.4, "dt_ms": 93.1, "tokens": 5242880, ...}
+    {"step": 250, "kind": "val", "loss": 5.02, "bpb": 1.61, "flops": 1.1e17}
+    {"step": 9750, "kind": "target", "tokens": 4865392640, "hours": 1.43, "petaflop": 4163.1}  # --target_loss
+
+The first rank writes; on the others every method does nothing. This file knows nothing of models, optimizers or data.
+"""
+
+import contextlib
+import importlib
+import json
+import math
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from parts.card import Card
+from parts.cli import UserError, explain
+from parts.curves import draw
+from parts.directory import RunDirectory
+from parts.files import naming, replace_file
+from parts.log import Records, of_kind, read_log
+from parts.runtime import Runtime
+
+# each is imported only when asked for
+TRACKERS = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
+LINE_SECONDS = 30  # between progress lines, where there is no terminal for a progress bar
+
+
+class RunLog:
+    """`records` are the lines of log.jsonl. Nothing is written before `open`."""
+
+    def __init__(self, directory: RunDirectory, config):
+        self.directory = directory
+        self.out_dir = directory.path
+        self.rt = directory.rt
+        self.config = config
+        self.name = self.out_dir.resolve().name
+        self.records: Records = []
+        self._report = self._close_tracker = None
+        self._painter = ThreadPoolExecutor(1)  # Python waits for it at exit
+        self._drawing = None
+
+    def open(self, step: int) -> None:
+        """Continue the log from `step`; start the tracker and the progress bar. Only the first rank calls this."""
+        tracker = import_tracker(self.config.report_to)
+        if tracker:
+            try:
+                self._report, self._close_tracker = start_tracker(tracker, self.config, self.name, step)
+            except Exception as e:  # each tracker raises its own
+                raise UserError(f"--report_to {self.config.report_to}: {e}; log in there, or leave it out") from e
+        self.cut(step)
+        self._bar = tqdm(
+            total=self.config.max_steps,
+            initial=step,
+            unit="step",
+            disable=None,  # unless stderr is a terminal
+            dynamic_ncols=True,
+        )
+        self._line_due = 0.0
+
+    def cut(self, step: int) -> None:
+        """Drop what was logged after `step`: steps that a killed run took after its checkpoint will be taken again."""
+        if not self.rt.is_main:
+            return
+        path = self.out_dir / "log.jsonl"
+        earlier = read_log(path) if path.exists() else []
+        self.records = [as_json(record) for record in earlier if record["step"] <= step]
+        replace_file(path, "".join(map(line_of, self.records)))
+        samples = map(sample_entry, of_kind(self.records, "sample"))
+        replace_file(self.out_dir / "samples.txt", "".join(samples))
+
+    def append(self, record: dict) -> None:
+        """Add a line."""
+        if not self.rt.is_main:
+            return
+        self.directory.check()
+        record = as_json(record)
+        self.records.append(record)
+        add_text(self.out_dir / "log.jsonl", line_of(record))
+        if self._report and record["kind"] != "run":
+            self._track(record)
+
+    def _track(self, record: dict) -> None:
+        """The numbers of a record for the tracker, which draws no text and no lists."""
+        kind, step = record["kind"], record["step"]
+        numbers = {f"{kind}/{key}": value for key, value in record.items() if type(value) in (int, float)}
+        del numbers[f"{kind}/step"]
+        self._ask_tracker(self._report, numbers, step)
+
+    def _ask_tracker(self, call: Callable, *args) -> None:
+        """A lost server is no reason to end a run: log.jsonl has everything."""
+        try:
+            call(*args)
+        except Exception as e:
+            self.rt.print(f"warning: {self.config.report_to} has stopped: {type(e).__name__}: {e}", file=sys.stderr)
+            self._report = None
+
+    def evaluation(self, step: int, kind: str, metrics: dict) -> None:
+        """Log an evaluation or a sample, print it, and redraw the curve."""
+        if not self.rt.is_main:
+            return
+        self.append({"step": step, "kind": kind, **metrics})
+        if kind == "sample":
+            add_text(self.out_dir / "samples.txt", sample_entry(self.records[-1]))
+        self.rt.print(f"step {step}: {describe(kind, metrics)}")
+        self.draw()
+
+    def train_step(self, step: int, metrics: dict, seconds: float, n_targets: int, flops_per_token: float) -> None:
+        """A training step in the log and the progress bar. `metrics`: loss, lr, grad_norm, tokens."""
+        if not self.rt.is_main:
+            return
+        rate = n_targets / seconds
+        skipped = (old["skipped_steps"] for old in reversed(self.records) if "skipped_steps" in old)  # newest first
+        peak = self.rt.peak_flops()
+        mfu = rate * flops_per_token / peak if peak else 0
+        record = {
+            "step": step,
+            "kind": "train",
+            **metrics,
+            "dt_ms": round(seconds * 1e3, 2),
+            "tokens_per_sec": round(rate, 1),
+            "mfu": round(mfu, 4) or None,
+            "memory_gib": round(self.rt.peak_memory() / 2**30, 3),
+            "skipped_steps": next(skipped, 0),
+        }
+        if not math.isfinite(metrics["loss"] + metrics["grad_norm"]):
+            record["skipped_steps"] += 1
+            record["skipped"] = True
+        self.append(record)
+        shown = f"loss {metrics['loss']:.3f}, {rate:,.0f} tok/s"
+        if mfu:
+            shown += f", MFU {mfu:.0%}"
+        self._show(step, shown)
+
+    def _show(self, step: int, said: str) -> None:
+        """The progress bar, or a line now and then where there is no terminal."""
+        if not self._bar.disable:
+            self._bar.set_postfix_str(said, refresh=False)
+            self._bar.update(step - self._bar.n)  # the run outlives its terminal: tqdm drops what that refuses
+        elif time.monotonic() > self._line_due or step == self._bar.total:
+            self._line_due = time.monotonic() + LINE_SECONDS
+            self.rt.print(f"step {step} of {self._bar.total}: {said}")
+
+    def close(self) -> None:
+        if self.rt.is_main:
+            self._bar.close()
+            self._painter.shutdown()  # waits for a picture under way
+            self._draw()  # with the last numbers
+            if self._close_tracker:
+                self._ask_tracker(self._close_tracker)
+
+    def draw(self) -> None:
+        """Draw learning_curve.png in a thread, so that no rank waits for it; skipped while the thread is busy."""
+        if self._drawing is None or self._drawing.done():
+            self._drawing = self._painter.submit(self._draw)
+
+    def _draw(self) -> None:
+        try:
+            self.directory.check()
+            draw({self.name: list(self.records)}, self.out_dir / "learning_curve.png")
+        except Exception as e:  # no picture is a reason to end a run, or to hide the error that ended it
+            self.rt.print(f"warning: learning_curve.png is not drawn: {explain(e) or repr(e)}")
+
+    def card(self) -> Card:
+        """The model card of the log as it is now."""
+        return Card(self.name, list(self.records), self.out_dir / "learning_curve.png")
+
+    def val_losses(self) -> dict[int, float]:
+        """{step: validation loss}"""
+        return {val["step"]: val["loss"] for val in of_kind(self.records, "val") if val["loss"] is not None}
+
+    def last_loss(self) -> float:
+        """The newest validation loss, else that of the last training step; nan for one that was not finite."""
+        measured = of_kind(self.records, "val") or of_kind(self.records, "train")
+        loss = measured[-1]["loss"] if measured else None
+        return math.nan if loss is None else loss
+
+    def median_rate(self) -> float:
+        """Tokens per second; nan before the first step."""
+        rates = [step["tokens_per_sec"] for step in of_kind(self.records, "train") if step.get("tokens_per_sec")]
+        return statistics.median(rates) if rates else math.nan
+
+
+def as_json(record: dict) -> dict:
+    """JSON has no NaN: a number that is not finite becomes null."""
+    strange = [key for key, value in record.items() if isinstance(value, float) and not math.isfinite(value)]
+    return record | dict.fromkeys(strange)
+
+
+def line_of(record: dict) -> str:
+    return json.dumps(record) + "\n"
+
+
+def add_text(path: Path, text: str) -> None:
+    """Append to a file that is opened each time: the text is in it at once, and a kill cuts one line at most."""
+    with naming(path), open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(text)
+
+
+def sample_entry(record: dict) -> str:
+    return f"--- step {record['step']}\n{record['text']}\n\n"
+
+
+def describe(kind: str, metrics: dict) -> str:
+    if kind == "sample":
+        return "sample: " + metrics["text"].strip()[:300].replace("\n", "\n    ")
+    words = []
+    for name, value in metrics.items():
+        if name != "flops":
+            words.append(f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}")
+    return f"{kind} {', '.join(words)}"
+
+
+def about_machine(rt: Runtime) -> dict:
+    """What the metrics of a run depend on besides its constants."""
+    commit = None
+    with contextlib.suppress(OSError, subprocess.SubprocessError):  # no git, or a download without its history
+        git = ["git", "-C", str(Path(__file__).resolve().parent), "describe", "--always", "--dirty"]
+        commit = subprocess.run(git, capture_output=True, text=True, timeout=10).stdout.strip() or None
+    return dict(
+        versions=dict(python=platform.python_version(), torch=torch.__version__),
+        machine=f"{platform.machine()}, {rt.description}",
+        ranks=rt.world_size,
+        commit=commit,
+    )
+
+
+def import_tracker(report_to: str):
+    """The module of a tracker, None for "none". Raises UserError if it is not installed."""
+    if report_to not in TRACKERS:
+        return None
+    try:
+        return importlib.import_module(TRACKERS[report_to])
+    except ImportError as e:
+        raise UserError(f"--report_to {report_to}: {e}; pip install {report_to}") from e
+
+
+def start_tracker(tracker, config, name: str, step: int) -> tuple[Callable, Callable]:
+    """Two functions: one reports {name: number} of a step, one ends this. Numbers after `step` will come again."""
+    if config.report_to == "tensorboard":
+        writer = tracker.SummaryWriter(config.out_dir, purge_step=step + 1)
+
+        def report(numbers: dict, step: int) -> None:
+            for name, number in numbers.items():
+                writer.add_scalar(name, number, step)
+
+        return report, writer.close
+    if config.report_to == "wandb":
+        own = dict(dir=config.out_dir)
+    else:
+        own = dict(resume="allow" if config.resume else "never")
+    tracker.init(project="gpt2", name=name, config=asdict(config), **own)
+    return lambda numbers, step: tracker.log(numbers, step=step), tracker.finish

@@ -1,0 +1,449 @@
+"""The machine: device, precision, ranks, torch.compile, moving batches to the device. One place for each decision.
+
+This file knows nothing of GPT-2, shards, checkpoints or run directories.
+"""
+
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+
+from parts.cards import peaks
+from parts.cli import UserError, counted
+
+# How long a rank waits for the others, which may be compiling or writing a checkpoint. torchrun notices at once when a
+# process dies; one that hangs, or whose machine loses its network, ends the others only after this time.
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+
+# M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD: the numbers of these options of mallopt are in malloc.h
+MALLOC = {-3: 2**30, -1: 2**30, -2: 2**26}
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """The machine as one process of a run sees it."""
+
+    device: torch.device
+    dtype: torch.dtype  # of matrix products; weights are kept in fp32
+    compile: bool
+    rank: int
+    world_size: int
+    description: str  # how device, dtype and compile were chosen, for the first line of a run
+    shard: str = "none"  # what is sharded over ranks: none, optimizer, full (see parts/sharding.py)
+    mesh: DeviceMesh | None = None  # of the ranks that do; None for "none" and for one rank. `if rt.mesh`: if sharded
+
+    @classmethod
+    def setup(cls, device="auto", dtype="auto", compile="off", shard="none", threads: int | None = None) -> "Runtime":
+        """Decide for this process, join the process group under torchrun, choose matmul precision.
+
+        `threads` of a CPU: None leaves PyTorch's number, 0 tries which one is fastest now. Raises UserError for a
+        device, a dtype or a compiler that is not there.
+        """
+        rank, world_size, local_rank = ranks_of_environment()
+        device = _choose_device(device, local_rank)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            _refuse_gpu_without_kernels(device)
+            torch.backends.cuda.enable_cudnn_sdp(False)  # but see static_shapes
+        if world_size > 1 and not dist.is_initialized():
+            _join_ranks(device, rank, world_size)
+        torch.set_float32_matmul_precision("high")  # TF32 for what is left in fp32
+        dtype, why_dtype = _choose_dtype(dtype, device)
+        compile_on, why_compile = _choose_compile(compile, device)
+        name = device.type
+        if device.type == "cuda":
+            name = torch.cuda.get_device_name(device)
+        elif device.type == "cpu":
+            _keep_freed_memory()
+            name += f" with {_choose_threads(threads)}"
+        description = f"{name}, {why_dtype}, {why_compile}"
+        if world_size > 1:
+            description += f", {world_size} ranks"
+        mesh = init_device_mesh(device.type, (world_size,)) if shard != "none" and world_size > 1 else None
+        return cls(device, dtype, compile_on, rank, world_size, description, shard if mesh else "none", mesh)
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    # ---- the forward pass
+
+    def autocast(self):
+        """The context of every forward pass: matrix products in `dtype`. The residual stream and LayerNorm stay in
+        fp32, softmax on a GPU too; on a CPU it is in `dtype`."""
+        return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
+
+    def wrap(self, module: torch.nn.Module, dynamic: bool = False) -> torch.nn.Module:
+        """The module as a loop calls it: compiled and distributed, as decided. Shapes change only if `dynamic`."""
+        module = self.compiled(module, dynamic)
+        if self.world_size > 1:
+            module = DistributedDataParallel(module)
+        return module
+
+    def compiled(self, function: Callable, dynamic: bool = False) -> Callable:
+        """A function or a module, compiled if this run compiles."""
+        backend = "inductor" if dynamic else static_shapes
+        return torch.compile(function, dynamic=dynamic, backend=backend) if self.compile else function
+
+    def set_gradient_sync(self, loss_fn: torch.nn.Module, now: bool) -> None:
+        """Set whether the next backward pass averages the gradients over the ranks; call it before the forward pass.
+
+        With gradient accumulation only the last micro-batch has to: the others add up on each rank.
+        """
+        if self.shard == "optimizer":  # weights stay gathered from micro-batch to micro-batch, too
+            loss_fn.set_requires_gradient_sync(now)
+            loss_fn.set_reshard_after_backward(now)
+        elif self.world_size > 1 and not self.mesh:  # DDP; "full" shards those of each micro-batch: all would not fit
+            loss_fn.require_backward_grad_sync = now
+
+    # ---- what ranks say to each other
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor`, on the device or the host, summed over all ranks. Gloo has no AVG, so a mean is a sum, divided."""
+        if self.world_size > 1:
+            tensor = tensor.to(self.device)
+            dist.all_reduce(tensor)  # its default is the sum
+        return tensor
+
+    def mean(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.sum(tensor) / self.world_size
+
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            dist.barrier()
+
+    def broadcast_from_main(self, work: Callable[[], object]) -> object:
+        """`work()` on the first rank, its result on all. A UserError is raised on every rank, so that none waits."""
+        found = [None, None]
+        if self.is_main:
+            try:
+                found[0] = work()
+            except UserError as e:
+                found[1] = str(e)
+        if self.world_size > 1:
+            dist.broadcast_object_list(found, src=0)
+        if found[1] is not None:
+            raise UserError(found[1])
+        return found[0]
+
+    # ---- the device's clock and memory
+
+    @property
+    def steps_ahead(self) -> int:
+        """Training steps that may be in flight before the figures of the first one are read: a GPU that waits for the
+        host to read them is idle. On a CPU there is nothing to wait for."""
+        return int(self.device.type == "cuda")
+
+    @property
+    def writes_in_background(self) -> bool:
+        """Whether to train while a checkpoint is written. On a CPU it is faster to wait: on two cores a step of 124M
+        took 5.5 s during a write and 1.2 s without, and a write alone took 3.2 s."""
+        return self.device.type != "cpu"
+
+    def read_later(self, tensor: torch.Tensor) -> Callable[[], list[float]]:
+        """Start copying a small tensor to the host. The returned function waits for it, and for all work before it, but
+        not for work queued since."""
+        if self.device.type != "cuda":
+            return tensor.tolist
+        host = tensor.to("cpu", non_blocking=True)  # which is pinned memory
+        copied = torch.cuda.Event()
+        copied.record()
+
+        def wait() -> list[float]:
+            copied.synchronize()
+            return host.tolist()
+
+        return wait
+
+    def synchronize(self) -> None:
+        """Wait for the device, so that a clock that is read afterwards counts all of its work."""
+        getattr(torch, self.device.type).synchronize()
+
+    def mark_time(self) -> "torch.cuda.Event | float":
+        """The moment at which the device will have finished all work launched so far. The host's clock would not tell:
+        the host is up to a step ahead, or waits until it may launch more."""
+        if self.device.type == "cuda":
+            mark = torch.cuda.Event(enable_timing=True)
+            mark.record()
+            return mark
+        self.synchronize()
+        return time.perf_counter()
+
+    def seconds_between(self, a, b) -> float:
+        """The time from mark `a` to mark `b` of `mark_time`; the device has passed both."""
+        return a.elapsed_time(b) / 1e3 if self.device.type == "cuda" else b - a
+
+    def peak_memory(self) -> int:
+        """Peak bytes: of the GPU's allocator, else resident memory of the process."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        try:
+            import resource
+        except ImportError:  # Windows
+            return 0
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+    def reset_peak_memory(self) -> None:
+        """Measure the peak from here on; only that of a GPU can be reset."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peak_flops(self) -> float | None:
+        """Of all ranks together; None where it is unknown, so that MFU is n/a."""
+        found = peaks(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
+        return found and found[0] * self.world_size
+
+    def print(self, text: str, **options) -> None:
+        """print, on the first rank only and without garbling a progress bar. A run outlives the reader of its output,
+        such as `| head`: what nobody reads any more is dropped."""
+        if not self.is_main:
+            return
+        try:
+            tqdm.write(text, **options)
+            sys.stdout.flush()
+        except (OSError, ValueError):  # the reader or the terminal went away, the disk is full, the file was closed
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+# ------------------------------------------------------------------------------------------------- setup, in its order
+
+
+def ranks_of_environment() -> tuple[int, int, int]:
+    """(rank, world size, rank on this node) as torchrun sets them, else (0, 1, 0). Raises UserError."""
+    found = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    found |= {name: os.environ[name] for name in found if os.environ.get(name)}
+    with contextlib.suppress(ValueError):
+        rank, world_size, local_rank = map(int, found.values())
+        if 0 <= rank < world_size:
+            return rank, world_size, local_rank
+    what = " ".join(f"{name}={value}" for name, value in found.items())
+    raise UserError(f"{what} in the environment are not valid ranks; unset them, or start with torchrun")
+
+
+def _choose_device(device: str, local_rank: int) -> torch.device:
+    if device == "cpu":
+        return torch.device("cpu")  # without asking for GPUs, which would open a context on one
+    found = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
+    if device == "auto":
+        device = next(name for name in found if found[name])
+    if not found[device]:
+        raise UserError(f"--device {device}: PyTorch {torch.__version__} sees no such GPU here; use --device cpu")
+    if device == "cuda" and local_rank >= torch.cuda.device_count():
+        raise UserError(f"there are {torch.cuda.device_count()} GPUs here; start torchrun with as many processes")
+    return torch.device(f"cuda:{local_rank}" if device == "cuda" else device)
+
+
+def _refuse_gpu_without_kernels(device: torch.device) -> None:
+    """Raise UserError if this PyTorch has no code for the GPU, before the first kernel dies of it.
+
+    Binary code sm_XY runs on GPUs of the same X and at least this Y; compute_XY is compiled for any later GPU.
+    """
+    kernels = re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(torch.cuda.get_arch_list()))  # ROCm has gfx... instead
+    major, minor = torch.cuda.get_device_capability(device)
+    for kind, x, y in kernels:
+        oldest = (int(x), int(y))
+        if oldest <= (major, minor) and (kind == "compute" or oldest[0] == major):
+            return
+    if kernels:
+        remedy = "install its build for CUDA 12.6 (the package index cu126)" if major < 8 else "install a newer one"
+        raise UserError(
+            f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}, and "
+            f"PyTorch {torch.__version__} has code for {', '.join(f'{x}.{y}' for _, x, y in kernels)}; {remedy}"
+        )
+
+
+def _join_ranks(device: torch.device, rank: int, world_size: int) -> None:
+    """Make the process group: NCCL between GPUs, Gloo between CPUs.
+
+    torchrun keeps one store for all its restarts, where ranks could find the addresses of those that were killed. On
+    one node each restart therefore gets its own part of it; several nodes do not count restarts alike, and need
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun.
+    """
+    try:
+        store, _, _ = next(dist.rendezvous("env://", rank, world_size))
+    except (ValueError, RuntimeError) as e:  # the environment may have a WORLD_SIZE, but no launcher
+        raise UserError(f"the {world_size} ranks of WORLD_SIZE do not find each other ({e}); use torchrun") from e
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":
+        store = dist.PrefixStore("restart " + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    with contextlib.suppress(OSError, AttributeError):  # on Linux: if torchrun is killed, its ranks get a SIGTERM
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    on_gpu = device.type == "cuda"
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=COLLECTIVE_TIMEOUT,
+        device_id=device if on_gpu else None,
+    )
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc reuse large blocks. By default it maps each activation from the system again, and page faults take up
+    to a fifth of a training step. Without glibc this does nothing."""
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        for option, size in MALLOC.items():
+            mallopt(option, size)
+
+
+def _choose_threads(threads: int | None) -> str:
+    """Set the number of threads, and describe it. OMP_NUM_THREADS, which torchrun sets, turns the trial off."""
+    most = torch.get_num_threads()
+    tried = threads == 0 and "OMP_NUM_THREADS" not in os.environ
+    threads = fastest_threads(most) if tried else threads or most
+    torch.set_num_threads(threads)
+    if threads == most:
+        return counted(most, "thread")
+    why = " (something else uses this machine)" if tried else ""
+    return f"{threads} of {counted(most, 'thread')}{why}"
+
+
+def fastest_threads(most: int) -> int:
+    """`most`, or a half, a quarter, ... of it: whichever computes a small network's gradients fastest at this moment.
+
+    The threads of an operator wait for each other, spinning. If another process takes one of two cores, our threads
+    spend their time waiting for the preempted one, and a single thread is faster. The candidates take turns for about
+    a second, with enough rows to keep all threads busy. No random state is touched.
+    """
+    seconds = {most >> i: [] for i in range(most.bit_length())}  # by the number of threads: of each turn
+    x = torch.full((512 * most, 128), 0.5)
+    w = torch.full((512, 128), 0.01, requires_grad=True)
+    end = time.perf_counter() + 1
+    while len(seconds[most]) < 3 or (len(seconds[most]) < 25 and time.perf_counter() < end):
+        for n in seconds:
+            torch.set_num_threads(n)
+            begun = time.perf_counter()
+            ((torch.nn.functional.gelu(x @ w.T) @ w).softmax(-1) * x).sum().backward()
+            seconds[n].append(time.perf_counter() - begun)
+    return min(seconds, key=lambda n: statistics.median(seconds[n][1:]))  # the first turn starts the threads
+
+
+def _choose_dtype(dtype: str, device: torch.device) -> tuple[torch.dtype, str]:
+    if dtype != "auto":
+        if dtype == "float32":
+            torch.set_float32_matmul_precision("highest")  # someone who asks for fp32 does not want TF32
+        return getattr(torch, dtype), dtype
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        if major >= 8:
+            return torch.bfloat16, f"bfloat16 (compute capability {major}.{minor})"
+        return torch.float16, f"float16 (compute capability {major}.{minor} is below 8.0, so no bfloat16)"
+    # AVX512-BF16 or AMX: the emulation that other processors would use is slower than fp32
+    native = any(getattr(torch.cpu, f, bool)() for f in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    if device.type == "cpu" and native:
+        return torch.bfloat16, "bfloat16 (native on this CPU)"
+    return torch.float32, f"float32 ({device.type} has no fast 16-bit format here)"
+
+
+def _choose_compile(compile: str, device: torch.device) -> tuple[bool, str]:
+    """On a GPU unless something that torch.compile needs is missing; on a CPU only when asked for."""
+    # on a CPU it costs half a minute and gains little over bf16; on MPS it has given NaN (pytorch 171764)
+    if compile == "off" or (compile == "auto" and device.type != "cuda"):
+        return False, "compile off"
+    missing = _missing_for_compile(device)
+    if missing and compile == "on":
+        raise UserError(f"--compile on: {missing}; or use --compile off")
+    return not missing, f"compile off, because {missing}" if missing else "compile on"
+
+
+def _missing_for_compile(device: torch.device) -> str:
+    """What torch.compile lacks on this machine and what to do, "" if nothing.
+
+    Inductor turns graphs into C++ on a CPU, and on a GPU into Triton kernels, whose C launchers link with libcuda.
+    """
+    from torch._inductor.cpp_builder import get_cpp_compiler  # a slow import, only for runs that compile
+
+    if device.type == "mps":
+        return "it has given wrong numbers on mps"
+    try:
+        if device.type == "cpu":
+            get_cpp_compiler()
+        else:  # only a trial shows all that a GPU needs
+            torch.compile(lambda x: x + 1)(torch.zeros(8, device=device))
+        return ""
+    except Exception as e:
+        if "lcuda" in str(e):
+            return "the linker cannot find libcuda.so; add its folder to LIBRARY_PATH (`ldconfig -p | grep libcuda`)"
+        return f"a trial failed, perhaps for lack of a compiler on the PATH ({' '.join(str(e).split())[:120]})"
+
+
+ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # the best first
+
+
+def static_shapes(graph: torch.fx.GraphModule, inputs: list) -> Callable:
+    """torch.compile's backend for code whose shapes never change: Inductor, with the best attention kernels first, and
+    with a cache on the disk, which makes the second start fast (with DDP it holds a part of the graphs).
+
+    On Hopper (compute capability 9) and B200 (10) cuDNN's attention is the fastest, but it builds a plan for each new
+    shape, which takes longer than a batch of finetuning, HellaSwag or sampling: these run without it.
+    """
+    from torch._functorch import config as autograd
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx  # a slow import, only for runs that compile
+
+    device = next(x.device for x in inputs if isinstance(x, torch.Tensor))
+    on_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    order = [SDPBackend.CUDNN_ATTENTION, *ATTENTION] if on_hopper else ATTENTION
+    # The loss is an autograd.Function and switches autocast. Either would bypass the cache, which cannot know that here
+    # both depend on the graph alone. And the cache's key lacks the order of kernels.
+    switches = {f"torch.amp.autocast_mode.{name}": "by its arguments" for name in ("_enter_autocast", "_exit_autocast")}
+    cached = config.patch(unsafe_marked_cacheable_functions=switches)
+    functions = autograd.patch(autograd_cache_allow_custom_autograd_functions=True)
+    key = torch.compiler.config.patch(cache_key_tag=f"{order}")
+    with sdpa_kernel(order, set_priority=True), cached, functions, key:
+        return compile_fx(graph, inputs)
+
+
+def checkpoint_activations(blocks: Iterable[torch.nn.Module]) -> None:
+    """Keep only the input of each block; the backward pass recomputes the rest (Chen et al. 2016)."""
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+# ------------------------------------------------------------------------------------------------ batches to the device
+
+
+def prefetch(batches: Iterator, device: torch.device) -> Iterator:
+    """Read an iterator one batch ahead in a thread, and move what it yields to the device.
+
+    A batch is an array, a tensor, or any nesting of tuples, lists and dicts of them; the result has tensors in their
+    places. On CUDA the thread puts them into pinned memory, so that the host does not wait for the copy.
+    An error of the iterator is raised when its batch is due. Close the generator if you leave it early.
+    """
+    on_gpu = device.type == "cuda"
+
+    def load():
+        if on_gpu:  # a new thread starts on GPU 0, and would open a context there
+            torch.cuda.set_device(device)
+        batch = next(batches, None)
+        if batch is None:
+            return None
+        tensors = tree_map(torch.as_tensor, batch)
+        return tree_map(torch.Tensor.pin_memory, tensors) if on_gpu else tensors
+
+    with ThreadPoolExecutor(1, "prefetch") as thread:
+        coming = thread.submit(load)
+        while (batch := coming.result()) is not None:
+            coming = thread.submit(load)  # the next one, while this one is used
+            yield tree_map(lambda tensor: tensor.to(device, non_blocking=on_gpu), batch)

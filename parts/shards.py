@@ -1,0 +1,340 @@
+"""What goes with token shards: a check of all files, the tokenizer that made them, and turning a text file into shards.
+
+- `verify` compares the files of a directory with its manifest
+- tokenizers by name, and the one that belongs to given shards
+- `prepare_text` turns a .txt file into shards, once, for training on a text of your own
+
+This file knows nothing of torch, models or training.
+"""
+
+import hashlib
+import os
+import re
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from bpe.tokenizer import Tokenizer
+from parts.cli import UserError
+from parts.data import (
+    TokenStream,
+    ds_metadata,
+    find_shards,
+    new_manifest,
+    open_shard,
+    read_manifest,
+    save_manifest,
+    summary,
+)
+from parts.files import exclusive_lock, flush, sha256, write_atomically
+from parts.sources import decode, documents, readable
+
+TRAIN_FRACTION = 0.9  # of a text's characters; the rest is the validation split
+FEW_TOKENS = 10_000  # to train on; the validation split of such a text is a page or two
+
+
+def origin(folder: Path) -> tuple[dict, str]:
+    """For a model card: what the manifest says about the source of the shards, and its name on the hub or ""."""
+    manifest = read_manifest(folder)
+    if not manifest:
+        return {}, ""
+    keys = ("source", "commit", "tokens", "documents", "bytes", "tokenizer")
+    about = {key: manifest[key] for key in keys if manifest.get(key)}
+    about["manifest.json"] = sha256(folder / "manifest.json")
+    if "commit" not in about:
+        return about, ""
+    return about, "/".join(about["source"].split("/")[:2])
+
+
+def verify(directory: Path) -> str:
+    """Compare shards and tokenizer with the manifest; returns its summary. Raises UserError for what differs."""
+    manifest = read_manifest(directory)
+    if "next" in manifest:  # where the command that writes it resumes; gone once it is done
+        raise UserError(f"{directory} is not complete: {summary(manifest)}; repeat the command that started it")
+    if not manifest.get("shards"):
+        raise UserError(f"{directory}/manifest.json is missing or lists no shard; write the shards with fineweb.py")
+    remedy = f"remove {directory} and write it again, or restore the intact file"
+    tok = load_tokenizer(str(directory / "tokenizer.json"))
+    if tok.fingerprint != manifest["tokenizer"]:
+        raise UserError(f"{directory}/tokenizer.json is another tokenizer; {remedy}")
+    written = {directory / entry["file"]: entry["sha256"] for entry in manifest["shards"]}
+    found = {*directory.glob("*_train_*.npy"), *directory.glob("*_val_*.npy")}
+    TokenStream(sorted(found | written.keys()), len(tok))  # refuses one that is missing, cut short or in no manifest
+    with ThreadPoolExecutor() as pool:  # hashing releases the GIL
+        for path, digest in zip(written, pool.map(sha256, written), strict=True):
+            if digest != written[path]:
+                raise UserError(f"shard {path} is not what was written: its sha256 differs; {remedy}")
+    return summary(manifest)
+
+
+# ------------------------------------------------------------------------------------------------- for a training run
+
+
+class Shards(NamedTuple):
+    """What a training run reads: both splits, and the tokenizer that made them."""
+
+    train: TokenStream
+    val: TokenStream
+    tokenizer: Tokenizer
+    origin: tuple[dict, str]  # where the tokens come from, as `origin` says it
+    warnings: list[str]  # what a person should know, and what to do about it
+
+
+def open_shards(data: str, tokenizer: str, vocab_size: int, cache: Path) -> Shards:
+    """Open a directory or glob of shards, or a .txt file, which becomes shards below `cache` first. Raises UserError.
+
+    Under torchrun all ranks call this: one makes the shards of a .txt, and the others wait for its file lock, since a
+    collective would time out.
+    """
+    place = Path(data)
+    if data.endswith(".txt"):
+        place = prepare_text(data, tokenizer, vocab_size, cache)
+    train_paths = find_shards(str(place), "train")
+    val_paths = find_shards(str(place), "val")
+    folder = train_paths[0].parent
+    if any(path.parent != folder for path in train_paths + val_paths):
+        raise UserError(f"--data {data} has shards in several folders; put them, and one tokenizer.json, into one")
+    tok = data_tokenizer(folder, tokenizer)
+    padded = -(-len(tok) // 128) * 128  # as the tensor cores like it
+    if len(tok) > vocab_size:
+        raise UserError(f"the tokenizer has {len(tok)} tokens, more than --vocab_size {vocab_size}; give {padded}")
+    train = TokenStream(train_paths, vocab_size)
+    val = TokenStream(val_paths, vocab_size)
+    warnings = []
+    if "next" in read_manifest(folder):
+        warnings.append(f"{place} is incomplete; training on what has been written so far")
+    if vocab_size > 2 * padded:
+        warnings.append(
+            f"{1 - len(tok) / vocab_size:.0%} of the {vocab_size:,} embeddings have no token; "
+            f"pass --vocab_size {padded}"
+        )
+    if len(train) < FEW_TOKENS:
+        warnings.append(f"{data} has {len(train):,} tokens to train on, which a model memorizes; give it a longer text")
+    if len(val) > len(train) / 4:  # the last tenth of a text may have an eighth of the tokens
+        warnings.append(f"{data} has {len(val):,} tokens to validate and {len(train):,} to train on; move some shards")
+    return Shards(train, val, tok, origin(folder), warnings)
+
+
+# ------------------------------------------------------------------------------------------------------- tokenizers
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """`gpt2`, or a tokenizer file or directory. Raises UserError."""
+    try:
+        return Tokenizer.load(name)
+    except ValueError as e:
+        raise UserError(str(e)) from e
+
+
+def data_tokenizer(directory: Path, tokenizer: str) -> Tokenizer:
+    """The tokenizer of a directory of shards: the one beside them, else `tokenizer`.
+
+    Raises UserError if the shards were written with another one than asked for.
+    """
+    own = directory / "tokenizer.json"
+    if tokenizer in ("gpt2", "train"):
+        tokenizer = str(own) if own.exists() else ds_tokenizer(directory)
+    tok = load_tokenizer(tokenizer)
+    written = read_manifest(directory).get("tokenizer")
+    if written and written != tok.fingerprint:
+        raise UserError(f"{directory} was written with another tokenizer than {tokenizer}; use {own} or write it again")
+    return tok
+
+
+def ds_tokenizer(directory: Path) -> str:
+    """The tokenizer that datatrove used for the .ds files in a directory; `gpt2` if there are none.
+
+    Raises UserError for one that is not here: to read its tokens as GPT-2's would be silently wrong.
+    """
+    try:
+        names = {ds_metadata(path)[0] for path in directory.glob("*.ds")} or {"gpt2"}
+    except (ValueError, OSError) as e:
+        raise UserError(f"the .ds files of {directory} cannot be used: {e}") from e
+    name, *others = sorted(names)
+    if others:
+        raise UserError(f"the .ds files of {directory} have different tokenizers, {name} and {others[0]}; keep one")
+    if name in ("gpt2", "openai-community/gpt2"):
+        return "gpt2"
+    if not os.path.exists(name):
+        raise UserError(f"{directory} was tokenized with {name}; put its tokenizer.json there, or name it: --tokenizer")
+    return name
+
+
+# ------------------------------------------------------------------------------------------------- a text as shards
+
+
+def prepare_text(text_file: str, tokenizer: str, vocab_size: int, cache: Path) -> Path:
+    """Shards of a text file, the first part of it to train on and the rest to validate. Raises UserError.
+
+    `tokenizer` is `train`, for a BPE of `vocab_size` tokens trained on the training part, or as in `load_tokenizer`.
+    Returns the shard directory below `cache`, which also holds `tokenizer.json` and `manifest.json`. It is made once:
+    later runs use it as long as it is intact, and if several runs need it at the same time, one of them makes it.
+    """
+    text = read_text(text_file)
+    tok = None if tokenizer == "train" else load_tokenizer(tokenizer)
+    if tok and tok.eot_token is None:
+        raise UserError(f"--tokenizer {tokenizer} has no <|endoftext|> to start documents with; train one that has")
+    wanted = tok.fingerprint if tok else f"train:{vocab_size}"
+    # everything that decides the shards, so that a change to any of it makes others
+    key = hashlib.sha256(f"{TRAIN_FRACTION} {wanted} {text}".encode()).hexdigest()[:16]
+    source = Path(text_file)
+    directory = cache / f"{source.stem[:60]}-{key}"  # a name has 255 bytes at most, a character up to 4
+    if is_intact(directory):  # before the lock: an intact cache may be read-only, and all ranks come here at once
+        return directory
+    cache.mkdir(parents=True, exist_ok=True)
+    with exclusive_lock(cache / f".{directory.name}.lock", f"cached tokens {directory}", seconds=3600):  # others wait
+        if is_intact(directory):  # another run has made it
+            return directory
+        split = int(len(text) * TRAIN_FRACTION)  # by characters, so that it is the same for every tokenizer
+        try:
+            tok = tok or Tokenizer.train([text[:split]], vocab_size)
+        except ValueError as e:
+            raise UserError(f"--tokenizer train --vocab_size {vocab_size}: {e}") from e
+        parts = dict(val=text[split:], train=text[:split])
+        write_atomically(directory, partial(write_text_shards, parts=parts, tok=tok, source=source.name))
+    return directory
+
+
+def is_intact(directory: Path) -> bool:
+    try:
+        verify(directory)
+    except (UserError, OSError):  # OSError: a file, or a directory that may not be read, in its place
+        return False
+    return True
+
+
+def read_text(text_file: str) -> str:
+    path = Path(text_file)
+    content = path.read_bytes()
+    with readable(path):
+        text = decode(content)
+    if not text.strip():
+        raise UserError(f"{path} is empty; give a text with more than a few hundred words")
+    return text
+
+
+def write_text_shards(directory: Path, parts: dict[str, str], tok: Tokenizer, source: str) -> None:
+    """A shard for each of `parts`, {split: text}, tokenizer.json and manifest.json."""
+    manifest = new_manifest(source=source, tokenizer=tok.fingerprint)
+    for number, (split, part) in enumerate(parts.items()):
+        texts = documents(part)
+        ids = []
+        for text in texts:
+            ids += [tok.eot_token, *tok.encode_ordinary(text)]
+        file = directory / f"text_{split}_{number:06d}.npy"
+        np.save(file, np.array(ids, dtype=shard_dtype(len(tok))))
+        manifest["shards"].append(dict(file=file.name, tokens=len(ids), sha256=sha256(file)))
+        manifest["tokens"] += len(ids)
+        manifest["documents"] += len(texts)
+        manifest["bytes"] += len(part.encode())
+    tok.save(directory / "tokenizer.json")
+    save_manifest(directory, manifest)
+
+
+# -------------------------------------------------------------------------------------------- the writer of shards
+
+
+def shard_dtype(n_vocab: int) -> type:
+    return np.uint16 if n_vocab <= 2**16 else np.uint32
+
+
+class Writer:
+    """The only writer. It fills one shard in memory, and lists it in the manifest once it is complete and on the disk,
+    with the place in the source where the next one begins. After an interruption, writing resumes from that place."""
+
+    def __init__(self, out_dir: Path, manifest: dict, tok: Tokenizer, shard_size: int, limit: int):
+        self.out_dir = out_dir
+        self.manifest = manifest
+        self.limit = limit  # of all tokens
+        self.eot = tok.eot_token
+        self.token_bytes = tok.token_bytes()
+        self.shard = np.empty(min(shard_size, limit), shard_dtype(len(tok)))
+        self.filled = 0  # tokens in it
+        self.counts = np.zeros(len(tok), np.int64)  # of each id in it
+        self.skipped = Counter(manifest["skipped"])
+        # tokens of the first unit that are in the previous shard; None once the end of that shard has been checked
+        self.to_skip = manifest["next"]["skip"] if manifest["shards"] else None
+        save_manifest(out_dir, manifest)
+
+    @property
+    def n_tokens(self) -> int:
+        return self.manifest["tokens"] + self.filled
+
+    def write(self, place: dict, tokens: np.ndarray, skipped: Counter) -> None:
+        """Append the tokens of the unit at `place`, up to the limit, and complete the shards that they fill."""
+        done = 0
+        if self.to_skip is not None:
+            self._check_seam(tokens)
+            done = self.to_skip
+            self.to_skip = None
+        tokens = tokens[: done + self.limit - self.n_tokens]
+        while done < len(tokens):
+            part = tokens[done : done + len(self.shard) - self.filled]
+            self.shard[self.filled : self.filled + len(part)] = part
+            self.counts += np.bincount(part, minlength=len(self.counts))
+            self.filled += len(part)
+            done += len(part)
+            if self.filled == len(self.shard):
+                self._complete()
+                self.manifest["next"] = place | dict(skip=done)  # where the next shard begins
+                self._save()
+        self.skipped += skipped
+
+    def _check_seam(self, tokens: np.ndarray) -> None:
+        """Raises UserError unless the last shard ends with the first `to_skip` of `tokens`, the unit at `next`: the
+        manifest may be damaged, or the source edited."""
+        last = open_shard(self.out_dir / self.manifest["shards"][-1]["file"])
+        held = tokens[: self.to_skip][-len(last) :]
+        if not 0 < self.to_skip <= len(tokens) or not np.array_equal(held, last[-len(held) :]):
+            raise UserError(
+                f"the last shard of {self.out_dir} does not end where `next` in manifest.json says: "
+                f"the manifest is damaged, or the source has changed; remove {self.out_dir}"
+            )
+
+    def _complete(self) -> None:
+        """Make the shard durable, then list it."""
+        tokens = self.shard[: self.filled]
+        shards = self.manifest["shards"]
+        split = "train" if shards else "val"
+        path = self.out_dir / f"{shard_name(self.out_dir)}_{split}_{len(shards):06d}.npy"
+        part = path.with_name(f".{path.name}.tmp")
+        with open(part, "wb") as f:
+            np.save(f, tokens)
+        flush(part)
+        shards.append(dict(file=path.name, tokens=len(tokens), sha256=sha256(part)))
+        part.rename(path)
+        flush(self.out_dir)
+        self.manifest["tokens"] += self.filled
+        self.manifest["documents"] += int(self.counts[self.eot])
+        self.manifest["bytes"] += int(self.counts @ self.token_bytes)
+        self.filled = 0
+        self.counts[:] = 0
+
+    def _save(self) -> None:
+        self.manifest["skipped"] = dict(sorted(self.skipped.items()))
+        save_manifest(self.out_dir, self.manifest)
+
+    def end(self) -> None:
+        """Complete the last shard, and the manifest. Raises UserError if there is nothing in them."""
+        if self.to_skip is not None:  # no unit came: `next` is past the end of the source
+            self._check_seam(np.zeros(0, int))
+        if self.filled:
+            self._complete()
+        if not self.manifest["shards"]:
+            raise UserError(
+                f"no document in {self.manifest['source']}; skipped: {dict(self.skipped) or 'none'}; "
+                "name the key of the text with --text_field, or give another --source"
+            )
+        del self.manifest["next"]
+        self._save()
+
+
+def shard_name(out_dir: Path) -> str:
+    """The part of a shard's name before _val_ or _train_, which cannot be mistaken for these."""
+    name = out_dir.resolve().name.removesuffix("_shards")
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.") or "text"
+    return name.replace("edu-fineweb10B", "edufineweb")

@@ -1,0 +1,86 @@
+"""Choices made before a run: the kind of attention, and the largest micro-batch that fits into memory.
+
+On a GPU memory is measured, and all ranks agree on the outcome; on a CPU fixed rules follow earlier measurements. This
+file knows nothing of GPT-2 beyond the shapes that it is given, and nothing of data or checkpoints.
+"""
+
+import re
+
+import torch
+
+from parts.cli import UserError
+from parts.runtime import Runtime
+
+# --------------------------------------------------------------------------------------------------- which attention
+
+
+def choose_attention(attention: str, rt: Runtime, sequence_length: int) -> str:
+    """Settle "auto": "flash" or "naive", whichever trained faster when it was measured.
+
+    On CPUs PyTorch's fused kernel has no fast backward pass in 16 bits: it takes three times as long as the formula at
+    64 tokens, and 1.6 times at 1024, where the formula starts to cost memory.
+    """
+    if attention != "auto":
+        return attention
+    return "naive" if rt.device.type == "cpu" and rt.dtype.itemsize == 2 and sequence_length <= 1024 else "flash"
+
+
+# ------------------------------------------------------------------------------------------------------------ memory
+
+
+def find_micro_batch_size(loss_fn, sequences: int, shape: tuple[int, int], rt: Runtime) -> int:
+    """The largest divisor of `sequences`, those of a rank's step, whose forward and backward pass fit into memory.
+
+    `shape` is (T, V): tokens per sequence and size of the vocabulary. On a CPU, where memory is not the limit, it is
+    the size that keeps about 4096 tokens in the caches. Raises UserError if not even one sequence fits.
+    """
+    sizes = [n for n in range(min(sequences, 256), 0, -1) if sequences % n == 0]
+    if rt.device.type == "cpu":
+        return next((n for n in sizes if n * shape[0] <= 4096), 1)
+    return largest_that_fits(loss_fn, sizes, shape, rt)
+
+
+def largest_that_fits(loss_fn, sizes: list[int], shape: tuple[int, int], rt: Runtime) -> int:
+    """The first of `sizes`, which descend, for which every rank has the memory. Raises UserError on all ranks alike."""
+    # compiling each size would take a minute; a size that fits uncompiled also fits compiled, but for a few tokens of a
+    # large model with recomputed activations, which may need a few percent more (see the end of `needs` in the plan)
+    inside_ddp = getattr(loss_fn, "module", loss_fn)
+    uncompiled = getattr(inside_ddp, "_orig_mod", inside_ddp)
+    for size in sizes:
+        rt.reset_peak_memory()
+        fits = torch.tensor(has_memory_for(size, shape, uncompiled, rt), dtype=torch.int64, device=rt.device)
+        if rt.sum(fits).item() == rt.world_size:  # all ranks leave the trial together, whoever failed
+            rt.print(f"micro_batch_size {size} fits: {rt.peak_memory() / 2**30:.1f} GiB at its peak")
+            rt.reset_peak_memory()  # the log tells the peak of the run
+            return size
+    raise UserError("not even one sequence fits into the memory; use a smaller model or --sequence_length")
+
+
+def has_memory_for(size: int, shape: tuple[int, int], loss_fn, rt: Runtime) -> bool:
+    """Try one forward and backward pass of `size` sequences, with memory for the optimizer's state set aside.
+
+    `loss_fn` is not DDP's module: its backward pass would have a rank that is out of memory keep the others waiting.
+    """
+    T, V = shape
+    n_shards = rt.world_size if rt.mesh else 1  # of the optimizer's state, if it is sharded
+    try:
+        idx = torch.randint(V, (size, T), device=rt.device)
+        trained = [p for p in loss_fn.parameters() if p.requires_grad]
+        moments = [torch.empty(2 * p.numel() // n_shards, device=rt.device) for p in trained]
+        for p in trained:
+            p.grad = torch.zeros_like(p)  # as earlier micro-batches leave them
+        if rt.device.type == "cuda":  # 5% for fragmentation and NCCL's buffers
+            total = torch.cuda.get_device_properties(rt.device).total_memory
+            moments.append(torch.empty(total // 20, dtype=torch.uint8, device=rt.device))
+        with rt.autocast():
+            loss = loss_fn(idx, idx)
+        loss.backward()
+        del loss, moments
+        return True
+    except RuntimeError as e:  # the allocator raises its own type; cuBLAS and Triton raise plain RuntimeErrors
+        if isinstance(e, torch.OutOfMemoryError) or re.search(r"out of memory|ALLOC_FAILED|out of resource", str(e)):
+            return False
+        raise
+    finally:
+        loss_fn.zero_grad()
+        torch.cuda.empty_cache()  # of a process that uses CUDA

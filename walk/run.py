@@ -1,0 +1,265 @@
+"""Run the Python blocks of a Markdown page, and compare their output with the one that the page shows.
+
+    python walk/run.py                         # walk/walk.md, one to two minutes on two cores
+    python walk/run.py walk/walk.md 5          # one station of it
+    python walk/run.py walk/walk.md --slow     # include the blocks that train for minutes
+    python walk/run.py walk/walk.md 5 --write  # record what it prints in the page, and what it draws in walk/
+
+A station is everything under a heading `## 5 ...`. Its Python blocks share their names with each other, and all
+stations have those of the blocks marked `shared`, which run first. A block is followed by its output:
+
+    ```python              ```python slow      runs with --slow, or when its station is asked for
+    print(1 / 3)           ```python weights   runs if GPT-2's weights and vocabulary are in their caches
+    ```                    ```python out/a     runs if there is a file out/a
+    ```text                ```text within 5%   is compared with this tolerance, instead of 2%
+    0.3333                 ```text within 0.1  the same, but absolute: for differences near 0
+    ```                    ```text varies      its numbers are not compared: seconds
+                           ```text sampled     only the number of its lines is compared: what a model writes
+
+Integers must be equal; numbers with a decimal point within 2%, or one unit of the last digit; rounding errors such as
+3.1e-08 within a factor of ten. Blocks draw in out/pictures/. A picture there is compared with the one of that name in
+walk/: its title, and a few numbers of everything that it shows (the key Data of a PNG), with the tolerance of its
+block.
+
+Only --write records outputs and pictures; without it nothing that git tracks changes. The exit code is 1 if anything
+differs. This file knows nothing of what a page is about.
+"""
+
+import contextlib
+import io
+import math
+import os
+import re
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # before docs/, where `run` would be this file
+
+from tyro.conf import Positional
+
+from parts.cli import UserError, parse_args, script
+from parts.files import replace_file
+
+ROOT = Path(__file__).resolve().parent.parent
+PICTURES = ROOT / "out" / "pictures"  # where blocks draw
+KEPT = ROOT / "walk"  # where --write keeps what they drew
+TOLERANCE = 0.02  # of a number with a decimal point: what fp32 in another order of summation changes in a short run
+FENCE = re.compile(
+    r"^```python(?P<marks>[^\n]*)\n(?P<code>.*?)^```\n"
+    r"(?:\n*^```text(?P<how>[^\n]*)\n(?P<printed>.*?)^```$)?",
+    re.M | re.S,
+)
+NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
+
+
+@dataclass(frozen=True)
+class Config:
+    page: Positional[str] = "walk/walk.md"  # a Markdown file
+    station: Positional[str] = ""  # the number of a station; empty for all
+    slow: bool = False  # also run the blocks that take minutes
+    write: bool = False  # record outputs in the page and pictures in walk/, instead of comparing them
+
+
+@dataclass(frozen=True)
+class Block:
+    """Python, and what it prints."""
+
+    code: str
+    line: int  # of the page, where the code begins
+    marks: tuple[str, ...]  # words after ```python
+    how: tuple[str, ...]  # words after ```text
+    printed: str | None  # None where the page shows nothing
+    span: tuple[int, int]  # where `printed` is in the page
+
+
+@dataclass(frozen=True)
+class Station:
+    number: str  # "" before the first one
+    title: str
+    blocks: list[Block]
+
+
+def main() -> None:
+    config = parse_args(Config, description=__doc__)
+    path = Path(config.page).resolve()
+    if not path.is_file():
+        raise UserError(f"there is no page {config.page}; give a Markdown file, such as walk/walk.md")
+    stations = read_page(path)
+    wanted = [station for station in stations if station.number and config.station in ("", station.number)]
+    if not wanted:
+        raise UserError(f"{config.page} has no station {config.station}; it has {len(stations) - 1}")
+    os.chdir(ROOT)
+    allowed = {"slow"} if config.slow or config.station else set()
+    if any("weights" in block.marks for station in wanted for block in station.blocks) and has_gpt2():
+        allowed |= {"weights"}
+    names = shared_names(stations, path, config)
+    found = [run_station(station, dict(names), path, allowed, config) for station in wanted]
+    if sum(found):
+        sys.exit(f"{sum(found)} blocks differ from {config.page}")
+
+
+def shared_names(stations: list[Station], path: Path, config: Config) -> dict:
+    """The names of all shared blocks."""
+    names = {}
+    blocks = [block for station in stations for block in station.blocks if "shared" in block.marks]
+    run_station(Station("", "", blocks), names, path, {"shared"}, config)
+    return names
+
+
+def run_station(station: Station, names: dict, path: Path, allowed: set, config: Config) -> int:
+    """Run the blocks, show what they print and what differs. Leaves their names in `names`; returns how many differ."""
+    n_different, began = 0, time.perf_counter()
+    if station.number:
+        print(f"\n--- {station.number} {station.title}", flush=True)
+    for block in station.blocks:
+        missing = [mark for mark in block.marks if mark not in allowed and not (ROOT / mark).exists()]
+        if missing:
+            if missing != ["shared"]:
+                print(f"(line {block.line} is left out: {', '.join(missing)})")
+            continue
+        drawn_before = pictures()
+        printed, problem = run_block(block, names, path)
+        print(printed, end="", flush=True)
+        drawn = [picture for picture, when in pictures().items() if drawn_before.get(picture) != when]
+        if config.write and not problem:
+            record(path, block, printed, drawn)
+            continue
+        if not problem and (block.printed is not None or "weights" not in block.marks):
+            problem = difference(block.printed or "", printed, block.how)
+        for picture in drawn:
+            problem = problem or difference_of_pictures(picture, block.how)
+        if problem:
+            n_different += 1
+            print(f"LINE {block.line} DIFFERS: {problem}", flush=True)
+    if station.number:
+        print(f"({time.perf_counter() - began:.1f} s)", flush=True)
+    return n_different
+
+
+# --------------------------------------------------------------------------------------------------------- the page
+
+
+def read_page(path: Path) -> list[Station]:
+    """What comes before the first station, and the stations."""
+    text = path.read_text(encoding="utf-8")
+    heads = list(re.finditer(r"^## (\d+) (.+)$", text, re.M))
+    starts = [0, *(head.start() for head in heads), len(text)]
+    stations = []
+    for i, start in enumerate(starts[:-1]):
+        blocks = [make_block(found, text) for found in FENCE.finditer(text, start, starts[i + 1])]
+        number, title = heads[i - 1].groups() if i else ("", "")
+        stations.append(Station(number, title, blocks))
+    return stations
+
+
+def make_block(found: re.Match, text: str) -> Block:
+    line = text.count("\n", 0, found.start("code")) + 1
+    words = [tuple((found[name] or "").split()) for name in ("marks", "how")]
+    return Block(found["code"], line, *words, found["printed"], found.span("printed"))
+
+
+def record(path: Path, block: Block, printed: str, drawn: list[Path]) -> None:
+    """Replace what the page shows for a block, and the pictures that the block has drawn."""
+    text = path.read_text(encoding="utf-8")
+    for found in FENCE.finditer(text):  # its place is looked up again: an earlier block may have moved it
+        if found["code"] == block.code and found["printed"] not in (None, printed):
+            start, end = found.span("printed")
+            replace_file(path, text[:start] + printed + text[end:])
+            break
+    for picture in drawn:
+        replace_file(KEPT / picture.name, picture.read_bytes())
+
+
+def has_gpt2() -> bool:
+    """Whether GPT-2's weights are in the hub's cache, and its vocabulary can be opened."""
+    from huggingface_hub import try_to_load_from_cache
+
+    from bpe.tokenizer import Tokenizer
+
+    try:
+        return isinstance(try_to_load_from_cache("gpt2", "model.safetensors"), str) and bool(Tokenizer.load("gpt2"))
+    except (ValueError, OSError):
+        return False
+
+
+# -------------------------------------------------------------------------------------------------------- a block
+
+
+def run_block(block: Block, names: dict, path: Path) -> tuple[str, str]:
+    """(what it printed, its traceback or ""). Its names are left in `names`."""
+    # as many empty lines before it as the page has, so that a traceback shows the line of the page
+    code, out = "\n" * (block.line - 1) + block.code, io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out):
+            exec(compile(code, str(path), "exec"), names)
+    except Exception:
+        return out.getvalue(), traceback.format_exc()
+    return "".join(line.rstrip() + "\n" for line in out.getvalue().splitlines()), ""
+
+
+def difference(expected: str, printed: str, how: tuple[str, ...] = ()) -> str:
+    """The first line in which two outputs differ, "" where none does; runs of spaces count as one."""
+    wanted = expected.splitlines()
+    found = printed.splitlines()
+    for want, line in zip(wanted, found, strict=False):
+        if not same_line(want, line, how):
+            return f"the page says\n    {want}\nand printed was\n    {line}"
+    return "" if len(wanted) == len(found) else f"{len(found)} lines were printed, the page has {len(wanted)}"
+
+
+def same_line(expected: str, printed: str, how: tuple[str, ...]) -> bool:
+    if "sampled" in how:
+        return True
+    words = [" ".join(NUMBER.sub(" # ", line).split()) for line in (expected, printed)]
+    if words[0] != words[1] or "varies" in how:
+        return words[0] == words[1]
+    tolerance = how[how.index("within") + 1] if "within" in how else ""
+    numbers = [NUMBER.findall(line) for line in (expected, printed)]
+    return all(same_number(a, b, tolerance) for a, b in zip(*numbers, strict=True))
+
+
+def same_number(expected: str, printed: str, tolerance: str) -> bool:
+    """Whether two numbers agree within `tolerance`: "5%", "0.1", or "" for what the top of this file says."""
+    a, b = (float(number.replace(",", "")) for number in (expected, printed))
+    if tolerance and not tolerance.endswith("%"):
+        return abs(a - b) <= float(tolerance)
+    if a == b:
+        return True
+    if "e-" in expected:
+        return a * b > 0 and abs(math.log10(a / b)) <= 1
+    if "." not in expected and "e" not in expected and not tolerance:
+        return False
+    decimals = len(expected.partition(".")[2]) if "e" not in expected else 300
+    last_digit = 1.001 * 10.0**-decimals if "." in expected else 0
+    relative = float(tolerance[:-1]) / 100 if tolerance else TOLERANCE
+    return abs(a - b) <= relative * abs(a) + last_digit
+
+
+# ------------------------------------------------------------------------------------------------------- pictures
+
+
+def pictures() -> dict[Path, int]:
+    """{picture of any block: when it was drawn}"""
+    return {path: path.stat().st_mtime_ns for path in PICTURES.glob("*.*")}
+
+
+def difference_of_pictures(drawn: Path, how: tuple[str, ...]) -> str:
+    """What a picture that was just drawn shows differently from the one in walk/, "" if nothing."""
+    kept = KEPT / drawn.name
+    if not kept.exists():
+        return f"walk/{drawn.name} is missing; --write puts it there"
+    if drawn.suffix == ".svg":
+        return "" if drawn.read_bytes() == kept.read_bytes() else f"another walk/{drawn.name} was drawn"
+    old = Image.open(kept).text
+    new = Image.open(drawn).text
+    problem = difference(*(f"{text['Title']}\n{text['Data']}" for text in (old, new)), how)
+    return problem and f"in walk/{drawn.name} {problem}"
+
+
+if __name__ == "__main__":
+    script(main)
