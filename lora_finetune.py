@@ -19,7 +19,6 @@ from parts.cli import Count, Fraction, NonNegative, Positive, Probability, Seed,
 
 # isort: split
 import hashlib
-import itertools
 import json
 import math
 import shlex
@@ -34,7 +33,8 @@ import torch
 
 from bpe.tokenizer import Tokenizer
 from model import GPT, GPTConfig, GPTWithLoss
-from parts import card, lora
+from parts import lora
+from parts.card import write_card
 from parts.chat import check_tokenizer, prompt_of, save_chat_files
 from parts.checkpoint import (
     ModelFiles,
@@ -98,7 +98,7 @@ class Config:
     eps: NonNegative = 1e-8  # AdamW: added to the denominator
     grad_clip: NonNegative = 1.0  # clip the norm of the gradient to this; 0 for no clipping
     max_bad_steps: Positive = 20  # stop after this many steps in a row with a loss or gradient that is not finite
-    spike_threshold: NonNegative = 2.0  # roll back if the loss stays this far above its running median; 0 for never
+    spike_threshold: NonNegative = 2.0  # stop if the loss stays this far above its running median; 0 for never
     dropout: Probability = 0.0  # of the base: on embeddings, attention and residual branches
     seed: Seed = 1337  # of the adapter, the split, the data order, dropout and the samples
     # evaluation and checkpoints; intervals in steps, 0 for never
@@ -131,12 +131,12 @@ def main() -> None:
     config = resolve_config(requested, directory.checkpoint, data, rt)
     base = load_model(config.base, config.dropout, choose_attention("auto", rt, config.sequence_length))
     data_fingerprint = dict(base=lora.weights_sha256(base), tokenizer=data.tokenizer.fingerprint, data=data.sha256)
-    facts = facts_of_run(config, base, data)
+    run_info = run_info_of(config, base, data)
     model = adapt(base, config, directory.checkpoint, rt).to(rt.device)
     config, loss_fn = distribute(config, model, data, rt)
     optimizer = make_optimizer(model, config, rt)
     files = files_of_run(config, model, data, data_fingerprint["base"])
-    run = Run(directory, config, files, optimizer, data_fingerprint, facts)
+    run = Run(directory, config, files, optimizer, data_fingerprint, run_info)
     train(config, run, model, loss_fn, optimizer, data)
     if rt.is_main:
         write_results(config, run, files)
@@ -151,7 +151,7 @@ def train(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, optimizer:
     loss in nats, summed over the targets and divided by `n_targets`; perhaps compiled and distributed. Its parameters
     are those of `model`."""
     rt = run.rt
-    with run, closing(prefetch(micro_batches_from(run.data_step, config, data, rt), rt.device)) as batches:
+    with run, closing(prefetch(micro_batches_from(run.step, config, data, rt), rt.device)) as batches:
         evaluate_if_due(config, run, model, loss_fn, data)  # the base, or evaluations that an interruption skipped
         for step, micro_batches in run.steps(batches):
             # ┌──────────────────────────────────── one optimizer step ────────────────────────────────────┐
@@ -181,27 +181,28 @@ def train(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, optimizer:
             loss, grad_norm = rt.mean(torch.stack([loss, grad_norm]))
             optimizer.step(finite=(loss + grad_norm).isfinite())
             optimizer.zero_grad()  # now, so that evaluations have their memory
-            run.log_step(loss, grad_norm, lr, n_targets)
+            run.log(loss, grad_norm, lr, n_targets)
             # └────────────────────────────────────────────────────────────────────────────────────────────┘
 
-            # before evaluations, which may fail
-            if run.catch_up_if_due(config.checkpoint_interval or config.max_steps):
-                run.save()
+            if run.due(config.checkpoint_interval):
+                run.save()  # before evaluations, which may fail
             evaluate_if_due(config, run, model, loss_fn, data)
 
 
 def evaluate_if_due(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, data: "Data") -> None:
     """The evaluations of this step that the log does not have yet."""
     rt = run.rt
-    if data.val and run.catch_up_if_due(config.eval_interval, "val", at_start=True):
-        inputs = prefetch(iter(cut(data.val, config, rt)), rt.device)
+    if data.val and run.due(config.eval_interval, "val", at_start=True):
+        inputs = prefetch(iter(to_micro_batches(data.val, config, rt)), rt.device)
         run.record("val", **validate(loss_fn, inputs, data.token_bytes, rt))
-    if run.catch_up_if_due(config.sample_interval, "sample"):
+    if run.due(config.sample_interval, "sample"):
+        text = ""  # of the other ranks
         if rt.is_main:
             prompt = prompt_of(config.sample_prompt, data.tokenizer)
             seed = config.seed + run.step
             answers = complete(model, data.tokenizer, [prompt], config.sample_tokens, rt, seed, top_k=50)
-            run.record("sample", text=prompt + answers[0])
+            text = prompt + answers[0]
+        run.record("sample", text=text)
 
 
 # --------------------------------------------------------------------------------------------------------------- rows
@@ -244,16 +245,16 @@ def open_data(config: Config, shape: GPTConfig, rt: Runtime) -> Data:
     return Data(tokenizer, train_set, val_set, T, sha256, token_bytes)
 
 
-def cut(examples: list[Example], config: Config, rt: Runtime) -> list[tuple]:
+def to_micro_batches(examples: list[Example], config: Config, rt: Runtime) -> list[tuple]:
     """This rank's micro-batches of some examples."""
     limit = config.sequence_length * config.micro_batch_size  # tokens
     return micro_batches(examples, limit, MICRO_BATCH_COST[rt.device.type], rt.rank, rt.world_size)
 
 
-def micro_batches_from(data_step: int, config: Config, data: Data, rt: Runtime) -> Iterator[list]:
-    """This rank's micro-batches of each step, without end: after a spike a run reads more steps than it takes."""
-    for step in itertools.count(data_step):
-        yield cut(global_batch(data.train, step, config.batch_size, config.seed), config, rt)
+def micro_batches_from(first: int, config: Config, data: Data, rt: Runtime) -> Iterator[list]:
+    """This rank's micro-batches of each step; steps count from 0 here."""
+    for step in range(first, config.max_steps):
+        yield to_micro_batches(global_batch(data.train, step, config.batch_size, config.seed), config, rt)
 
 
 # ----------------------------------------------------------------------------------------------------------- constants
@@ -364,23 +365,23 @@ def distribute(config: Config, model: GPT, data: Data, rt: Runtime) -> tuple[Con
     return config, loss_fn
 
 
-def facts_of_run(config: Config, base: GPT, data: Data) -> dict:
+def run_info_of(config: Config, base: GPT, data: Data) -> dict:
     """What the log's first record says about base and data."""
     about = dict(source=config.data, examples=len(data.train), validation=len(data.val), sha256=data.sha256)
-    origin = card.provenance(about, config.data if on_hub(config.data) else "", config.base)
-    return dict(parameters=base.num_params()) | origin
+    if on_hub(config.data):
+        about["dataset"] = config.data
+    return dict(parameters=base.num_params(), data=about, base=config.base)
 
 
 # ------------------------------------------------------------------------------------------------------------ the files
 
 
 class ChatFiles:
-    """The weights, as `weights` writes and reads them, together with what a chat needs."""
+    """The weights, as `weights` writes them, together with what a chat needs."""
 
     def __init__(self, weights: AdapterFiles | ModelFiles, tokenizer: Tokenizer):
         self.weights = weights
         self.tokenizer = tokenizer
-        self.load = weights.load  # a Run restores weights only
 
     def copy(self) -> "ChatFiles":
         return ChatFiles(self.weights.copy(), self.tokenizer)
@@ -399,14 +400,10 @@ def files_of_run(config: Config, model: GPT, data: Data, base_sha256: str) -> Ch
 
 def write_results(config: Config, run: Run, files: ChatFiles) -> None:
     """OUT_DIR/adapter, and with --merge a plain model."""
-    adapter = run.out_dir / "adapter"
-
-    def write(directory: Path) -> None:
-        files.copy().write(directory)
-        run.log.card().write(directory)
-
+    adapter = Path(config.out_dir) / "adapter"
     if config.lora_dim:
-        write_atomically(adapter, write)
+        write_atomically(adapter, files.copy().write)
+        write_card(adapter, run.report.name, run.report.records)
     if config.merge:
         write_merged(config, str(adapter))
 
@@ -431,7 +428,7 @@ def write_merged(config: Config, adapter: str) -> None:
         save_model(path, model, tokenizer)
         save_chat_files(path, tokenizer)
         if records:  # else the adapter was made elsewhere
-            card.Card(out.name, records, found.parent / "learning_curve.png").write(path)
+            write_card(path, out.name, records)
 
     if out.exists():
         print(f"the earlier {out} is now {set_aside(out)}")
@@ -440,21 +437,21 @@ def write_merged(config: Config, adapter: str) -> None:
 
 
 def print_summary(config: Config, run: Run) -> None:
-    losses = list(run.log.val_losses().values())
+    losses = list(run.report.val_losses().values())
     before = losses[0] if losses else math.inf
     if losses:
         after = f"{losses[-1]:.4f} after, {min(losses):.4f} at best (nats per token)"
         print(f"\nvalidation loss {before:.4f} before, {after}")
-    print(f"{run.log.median_rate():,.0f} answer tokens/s")
-    if not run.log.last_loss() < before + 1:
+    print(f"{run.report.median_rate():,.0f} answer tokens/s")
+    if not run.report.last_loss() < before + 1:
         print(f"\nthe run diverged: --max_lr {config.max_lr} is most likely too high, try a tenth")
         return
-    model = shlex.quote(str(run.out_dir))
+    model = shlex.quote(str(Path(config.out_dir)))
     if config.lora_dim:
-        model = f"{shlex.quote(config.base)} --adapter {shlex.quote(str(run.out_dir / 'adapter'))}"
+        model = f"{shlex.quote(config.base)} --adapter {shlex.quote(str(Path(config.out_dir) / 'adapter'))}"
     print(
         f"\nNow try:\n  python sample.py {model} --chat\n"
-        f"  {shlex.quote(str(run.out_dir / 'learning_curve.png'))}    # the loss curve"
+        f"  {shlex.quote(str(Path(config.out_dir) / 'learning_curve.png'))}    # the loss curve"
     )
 
 

@@ -41,7 +41,6 @@ import torch
 
 import hellaswag
 from model import GPT, GPTConfig, GPTWithLoss
-from parts.card import provenance
 from parts.checkpoint import ModelFiles, find_model, load_model, load_shape, model_tokenizer, unsharded_copy
 from parts.cli import counted
 from parts.data import Batches, to_inputs, training_batches, validation_batches
@@ -96,7 +95,7 @@ class Config:
     eps: PositiveFloat = 1e-8  # AdamW: added to the denominator
     grad_clip: NonNegative = 1.0  # clip the norm of the gradient to this; 0 for no clipping
     max_bad_steps: Positive = 20  # stop after this many steps in a row with a loss or gradient that is not finite
-    spike_threshold: NonNegative = 1.0  # roll back if the loss stays this far above its running median; 0 for never
+    spike_threshold: NonNegative = 1.0  # stop if the loss stays this far above its running median; 0 for never
     seed: Seed = 1337  # of weights, data order, dropout and samples
     shuffle: bool = True  # permute the windows of every epoch; --no_shuffle reads them in file order
     # evaluation and checkpoints; intervals in steps, 0 for never
@@ -139,7 +138,7 @@ RECIPES = {
     ),
 }  # fmt: skip
 
-# --resume refuses to change these: the model, the data order or the optimizer depends on them (docs/resume.md)
+# --resume refuses to change these: the model, the data order or the optimizer depends on them (docs/run.md)
 FIXED = ("n_layer", "n_head", "n_embd", "sequence_length", "vocab_size", "total_batch_size", "optimizer", "seed",
          "shuffle")  # fmt: skip
 SIZES = ("n_layer", "n_head", "n_embd", "vocab_size")  # --init_from and --resume take these from the checkpoint
@@ -168,13 +167,12 @@ def train(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, optimizer:
     """Take optimizer steps until `config.max_steps`. `loss_fn(idx, targets)` is the model's mean loss in nats per
     token, perhaps compiled and distributed; its parameters are those of `model`."""
     rt = run.rt
-    n_tokens = torch.full((), config.total_batch_size, device=rt.device)  # a tensor, as finetuning counts its targets
     n_sequences = config.total_batch_size // config.sequence_length
-    # from batch run.data_step on, without end: a run that goes back after a loss spike does not read batches again
-    step_batches = training_batches(data.train, n_sequences, run.data_step, sys.maxsize, config.micro_batch_size)
+    n_steps = config.max_steps - run.step
+    step_batches = training_batches(data.train, n_sequences, run.step, n_steps, config.micro_batch_size)
     with run, closing(prefetch(step_batches, rt.device)) as batches:  # run catches signals, and waits for the last save
         evaluate_if_due(config, run, model, loss_fn, data)  # after a resume: those that the interruption skipped
-        for step, micro_batches in run.steps(batches):  # sets run.step: 1, 2, ... max_steps, or back after a spike
+        for step, micro_batches in run.steps(batches):  # sets run.step: 1, 2, ... max_steps
             # ┌──────────────────────────────────── one optimizer step ────────────────────────────────────┐
             # dropout differs in every step and on every rank; with as many ranks and the same micro_batch_size a resume
             # draws the same again
@@ -200,33 +198,35 @@ def train(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, optimizer:
             loss, grad_norm = rt.mean(torch.stack([loss, grad_norm]))
             optimizer.step(finite=(loss + grad_norm).isfinite())
             optimizer.zero_grad()  # now, so that evaluations have their memory
-            run.log_step(loss, grad_norm, lr, n_tokens)  # on a GPU a step late; also notices spikes, signals, bad steps
+            run.log(loss, grad_norm, lr, config.total_batch_size)  # on a GPU a step late; notices spikes, signals
             # └────────────────────────────────────────────────────────────────────────────────────────────┘
 
-            if run.catch_up_if_due(config.checkpoint_interval):  # before evaluations, which may fail
-                run.save()
+            if run.due(config.checkpoint_interval):
+                run.save()  # before evaluations, which may fail
             evaluate_if_due(config, run, model, loss_fn, data)
 
 
 def evaluate_if_due(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, data: "Data") -> None:
     """The evaluations of this step that the log does not have yet."""
     rt = run.rt
-    if run.catch_up_if_due(config.eval_interval, "val"):
+    if run.due(config.eval_interval, "val"):
         if rt.mesh:  # sharded: one gathered copy for all batches, as FSDP would gather for each
             loss_fn = rt.compiled(GPTWithLoss(unsharded_copy(model)))
         run.record("val", **validate(loss_fn, validation_inputs(config, data, rt), data.token_bytes, rt))
     if config.target_loss and run.val_loss <= config.target_loss:
         run.end_here()  # saves this step as the last one; all evaluations below are due
-    if data.hellaswag and run.catch_up_if_due(config.hellaswag_interval, "hellaswag"):
+    if data.hellaswag and run.due(config.hellaswag_interval, "hellaswag"):
         scores = hellaswag.evaluate(unsharded_copy(model), data.hellaswag, rt)
         run.record("hellaswag", **{name: scores[name] for name in hellaswag.LOGGED})
-    if run.catch_up_if_due(config.sample_interval, "sample"):
+    if run.due(config.sample_interval, "sample"):
         whole = unsharded_copy(model)
-        if rt.is_main:  # the other ranks only help to gather a sharded model
+        text = ""  # of the other ranks, which only help to gather a sharded model
+        if rt.is_main:
             prompt = config.sample_prompt
             seed = config.seed + run.step
             texts = complete(whole, data.shards.tokenizer, [prompt], config.sample_tokens, rt, seed, top_k=50)
-            run.record("sample", text=prompt + texts[0])
+            text = prompt + texts[0]
+        run.record("sample", text=text)
 
 
 # ------------------------------------------------------------------------------------------------- what it reads
@@ -384,22 +384,27 @@ def open_run(directory: RunDirectory, config: Config, model: GPT, optimizer: Opt
     """Start the run, or continue it with its optimizer and counters. Raises UserError."""
     shards = data.shards
     files = ModelFiles(model, shards.tokenizer, directory.rt.is_main)
-    data_fingerprint = dict(tokenizer=shards.tokenizer.fingerprint, data=shards.train.digest())
-    facts = dict(
+    data_fingerprint = dict(
+        tokenizer=shards.tokenizer.fingerprint,
+        data=shards.train.digest(),
+        validation=shards.val.digest(),
+    )
+    run_info = dict(
         parameters=model.num_params(),
         flops_per_token=model.estimate_flops(config.sequence_length),
         uniform_loss=math.log(config.vocab_size),  # of a uniform guess; random weights start slightly above
-        **provenance(*shards.origin, config.init_from),
+        data=shards.origin,
+        base=config.init_from,
     )
-    return Run(directory, config, files, optimizer, data_fingerprint, facts)
+    return Run(directory, config, files, optimizer, data_fingerprint, run_info)
 
 
 def print_summary(config: Config, run: Run) -> None:
     if not run.rt.is_main:
         return
-    run.print_results()
-    guess = run.facts["uniform_loss"]
-    loss = run.log.last_loss()
+    run.report.print_results()
+    guess = run.run_info["uniform_loss"]
+    loss = run.report.last_loss()
     if not loss < guess + 1:  # or nan; random weights start slightly above a guess
         rates = f"--max_lr {config.max_lr} (with Muon also --muon_lr {config.muon_lr})"
         print(f"\nthe run diverged: guessing has a loss of {guess:.2f}; {rates} is most likely too high, try a tenth")

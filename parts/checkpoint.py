@@ -1,7 +1,7 @@
 """Checkpoints: Hugging Face model directories that appear whole or not at all.
 
     OUT_DIR/step_000500/   the weights and their config, generation_config.json, tokenizer files, train_state.pt,
-                           SHA256SUMS, and for people README.md, learning_curve.png
+                           SHA256SUMS; the last one of a run also README.md and learning_curve.png
 
 A checkpoint is written to a hidden directory, flushed to the disk, and renamed. `SHA256SUMS` (check it by hand with
 `sha256sum -c SHA256SUMS`) shows whether one was damaged later; files that people may edit are not listed in it.
@@ -12,7 +12,6 @@ MODEL, as every script takes it, is a checkpoint directory, a run directory (its
 This file knows nothing of training: the state that it stores is a dict, which the caller fills and reads.
 """
 
-import errno
 import math
 import os
 import re
@@ -31,14 +30,12 @@ from bpe.tokenizer import Tokenizer
 from model import GPT, GPTConfig, local_directory, read_config
 from parts.cli import UserError, explain
 from parts.files import replace_file, set_aside, sha256, write_atomically
-from parts.sharding import copy_into, unsharded
+from parts.sharding import unsharded
 
 MODEL_FILES = ("model.safetensors", "config.json")
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
 TRAIN_STATE = "train_state.pt"  # what a resume needs besides the weights
 SUMS = "SHA256SUMS"
-FOR_PEOPLE = {"README.md", "learning_curve.png"}  # people may edit these, so no checksum covers them
-NOT_READABLE_NOW = (errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE)
 
 
 # ------------------------------------------------------------------------------------------ which checkpoints there are
@@ -55,7 +52,9 @@ def checkpoint_steps(run_dir: Path) -> list[tuple[int, Path]]:
 
 
 def find_damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint's files, None if all are there with the checksums that were written."""
+    """What is wrong with a checkpoint's files: one is missing, or its checksum is not what was written. None if nothing
+    is. Raises UserError for any other error, of the disk, the network or permissions: the file may well be intact."""
+    name = SUMS
     try:
         sums = {line[66:]: line[:64] for line in (path / SUMS).read_text().splitlines()}  # "digest  name"
         weights = ADAPTER_FILES if ADAPTER_FILES[0] in sums else MODEL_FILES
@@ -65,12 +64,12 @@ def find_damage(path: Path) -> str | None:
         for name, digest in sums.items():  # a second per GB: cheaper than a week of training with a flipped bit
             if sha256(path / name) != digest:
                 return f"{name} is not what was written"
-    except (OSError, ValueError) as e:
-        # an error of the disk, the network or permissions says nothing about the file: it may well be intact
-        if getattr(e, "errno", None) in NOT_READABLE_NOW:
-            raise UserError(f"{e.filename} cannot be read now: {e.strerror}; fix that, or move it away") from e
-        unreadable = Path(getattr(e, "filename", None) or SUMS).name
-        return f"{unreadable} is missing or unreadable"
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return f"{name} is missing"
+    except ValueError:  # not UTF-8, or a name that no file can have
+        return f"{name} is unreadable"
+    except OSError as e:
+        raise UserError(f"{path / name} cannot be read now: {e.strerror}; fix that, or move it away") from e
     return None
 
 
@@ -85,25 +84,15 @@ def newest_intact(run_dir: Path, before: float = math.inf) -> Path | None:
     return None
 
 
-def rename_damaged(newer_than: Path) -> None:
-    """Rename the checkpoints that a resume skipped: they are damaged, and their steps will be taken again."""
-    for path in newer(newer_than):
-        target = path.with_name(f"damaged_{path.name}")
-        if target.exists():  # one of the same step, damaged earlier
+def set_newer_aside(run_dir: Path, step: int, why: str) -> None:
+    """Rename the checkpoints of a run after `step` to WHY_step_NNNNNN, so that no resume finds them. They are not
+    removed: a person may want to know what has damaged or spoilt them."""
+    newer = [path for found, path in checkpoint_steps(run_dir) if found > step]
+    for path in reversed(newer):  # the newest first: an interruption leaves no gap
+        target = path.with_name(f"{why}_{path.name}")
+        if target.exists():  # one of the same step, earlier
             set_aside(target)
-        path.rename(target)  # not removed: a person may want to know what has damaged it
-
-
-def remove_after(checkpoint: Path) -> None:
-    """Remove the checkpoints of a run that are newer than this one, newest first."""
-    for path in newer(checkpoint):
-        remove(path)
-
-
-def newer(checkpoint: Path) -> list[Path]:
-    """The checkpoints of a run after this one, newest first."""
-    paths = [path for _, path in checkpoint_steps(checkpoint.parent)]
-    return paths[: paths.index(checkpoint) : -1]
+        path.rename(target)
 
 
 def remove(path: Path) -> None:
@@ -122,7 +111,7 @@ def delete(path: Path) -> None:
 
 def remove_leftovers(run_dir: Path, files: tuple[str, ...]) -> None:
     """Remove what a killed process left unfinished: hidden checkpoints and hidden `files` of the run directory."""
-    names = "|".join([r"(damaged_)?step_\d+", "adapter", r"README\.md", *map(re.escape, files)])
+    names = "|".join([r"((damaged|spoilt)_)?step_\d+", "adapter", r"README\.md", *map(re.escape, files)])
     for path in (*run_dir.glob(".*"), *run_dir.glob("step_*/.*")):  # in a checkpoint: a card
         if re.fullmatch(rf"\.({names})\.\d+\.(tmp|old)", path.name):
             delete(path)
@@ -131,22 +120,13 @@ def remove_leftovers(run_dir: Path, files: tuple[str, ...]) -> None:
 # ---------------------------------------------------------------------------------------------------------- writing
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """One step of a run in host memory: a copy that does not change while training continues."""
-
-    step: int
-    parts: list  # what has a write(directory): the files of a model, an adapter or a chat, the card
-    state: dict  # for train_state.pt: what the next step depends on besides the weights
-
-    def write(self, directory: Path) -> None:
-        for part in self.parts:
-            part.write(directory)
-        torch.save(self.state, directory / TRAIN_STATE)
-        # the sums come last, and from the files: a checkpoint without them was never complete
-        files = sorted(file for file in directory.iterdir() if file.name not in FOR_PEOPLE)
-        sums = [f"{sha256(file)}  {file.name}\n" for file in files]
-        replace_file(directory / SUMS, "".join(sums))
+def write_checkpoint(directory: Path, files, state: dict) -> None:
+    """Write what `files.write(directory)` writes, train_state.pt, and last their checksums, from the files: a
+    checkpoint without them was never complete."""
+    files.write(directory)
+    torch.save(state, directory / TRAIN_STATE)
+    sums = [f"{sha256(file)}  {file.name}\n" for file in sorted(directory.iterdir())]
+    replace_file(directory / SUMS, "".join(sums))
 
 
 class CheckpointWriter:
@@ -164,19 +144,18 @@ class CheckpointWriter:
         self._under_way: Future | None = None
         self._intact: set[Path] = set()  # written or checked by this process, so that no file is hashed twice
 
-    def save(self, snapshot: Snapshot, val_losses: dict[int, float], announce: Callable = print) -> None:
-        """Start writing `step_NNNNNN`, after the one under way: two copies would take twice the host memory.
+    def save(self, path: Path, files, state: dict, val_losses: dict[int, float], announce: Callable = print) -> None:
+        """Start writing the checkpoint `path`, after the one under way: two copies would take twice the host memory.
 
-        `val_losses` is {step: loss}, to find the best checkpoint. `announce` gets a line once the new one is durable.
+        `files` and `state` are copies that nobody changes. `val_losses` is {step: loss}, to find the best checkpoint.
+        `announce` gets a line once the new one is durable.
         """
         self.wait()
-        self._under_way = self._thread.submit(self._write, snapshot, val_losses, announce)
+        self._under_way = self._thread.submit(self._write, path, files, state, val_losses, announce)
 
-    def _write(self, snapshot: Snapshot, val_losses: dict[int, float], announce: Callable) -> None:
-        path = self.run_dir / f"step_{snapshot.step:06d}"
-
+    def _write(self, path: Path, files, state: dict, val_losses: dict[int, float], announce: Callable) -> None:
         def write(directory: Path) -> None:
-            snapshot.write(directory)
+            write_checkpoint(directory, files, state)
             self.check()  # from here on an older one of this step would be replaced
 
         try:
@@ -234,9 +213,10 @@ def copy_to_host(state, keep: bool = True):
     """
 
     def copy(tensor: torch.Tensor) -> torch.Tensor | None:
-        mine = tensor.detach()
-        gathered = unsharded(mine)
-        return gathered.to("cpu", copy=gathered is mine) if keep else None  # .cpu() of a CPU's tensor does not copy
+        tensor = tensor.detach()
+        whole = unsharded(tensor)
+        is_copy = whole is not tensor
+        return whole.to("cpu", copy=not is_copy) if keep else None  # .cpu() of a CPU's tensor does not copy
 
     return tree_map_only(torch.Tensor, copy, state)
 
@@ -246,7 +226,7 @@ def state_dict_without_head(model: GPT) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
 
 
-def filled(config: GPTConfig, state: dict[str, torch.Tensor]) -> GPT:
+def gpt_from_state(config: GPTConfig, state: dict[str, torch.Tensor]) -> GPT:
     """A GPT with these tensors, not copies of them, as its weights."""
     with torch.device("meta"):  # parameters without memory, which the tensors then replace
         gpt = GPT(config)
@@ -261,15 +241,13 @@ def unsharded_copy(model: GPT) -> GPT:
     gathered = {name: unsharded(tensor) for name, tensor in state.items()}
     if all(gathered[name] is state[name] for name in state):
         return model
-    return filled(model.config, gathered)
+    return gpt_from_state(model.config, gathered)
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The weights of a model and its tokenizer, as a run saves and restores them.
-
-    If the model is sharded over ranks, all of them call `copy` and `load`, and the one with `keep` has the copies.
-    """
+    """The weights of a model and its tokenizer, as a run saves them. If the model is sharded over ranks, all of them
+    call `copy`, and the one with `keep` has the copies."""
 
     model: GPT
     tokenizer: Tokenizer
@@ -280,17 +258,10 @@ class ModelFiles:
         state = copy_to_host(state_dict_without_head(self.model), self.keep)  # (name: fp32 tensor), 0.5 GB for 124M
         if not self.keep:
             return None
-        return ModelFiles(filled(self.model.config, state), self.tokenizer)
+        return ModelFiles(gpt_from_state(self.model.config, state), self.tokenizer)
 
     def write(self, directory: Path) -> None:
         save_model(directory, self.model, self.tokenizer)
-
-    def load(self, directory: Path) -> None:
-        """Put the weights of a checkpoint into the model, in place."""
-        state = load_model(str(directory)).state_dict()
-        # in place, because the optimizer and compiled code hold these very parameters
-        for name, tensor in state_dict_without_head(self.model).items():
-            copy_into(tensor, state[name])
 
 
 def save_model(directory: Path, model: GPT, tokenizer: Tokenizer) -> None:

@@ -19,7 +19,7 @@ from parts.log import newest_start, read_log
 from parts.runtime import Runtime
 
 FILES = ("config.json", "log.jsonl", "samples.txt", "learning_curve.png")  # besides checkpoints
-OF_A_COMMAND = {"resume", "overwrite", "out_dir", "price", "merge"}  # not of the run
+NOT_RESUMED = {"resume", "overwrite", "out_dir", "price", "merge"}  # belong to one command, not to the run
 
 
 def with_constants_of_run(config, args: list[str]):
@@ -30,34 +30,44 @@ def with_constants_of_run(config, args: list[str]):
     """
     if not config.resume:
         return config
-    settled, requested = constants_of_run(Path(config.out_dir))
-    requested.pop("base", None)  # a run directory may have newer checkpoints than the one that was taken
-    constants = settled | requested
+    requested, settled = constants_of_run(Path(config.out_dir))
+    constants = dict(requested)
+    if "base" in settled:  # a run directory may have newer checkpoints than the one that was taken
+        constants["base"] = settled["base"]
     if settled and "OMP_NUM_THREADS" not in os.environ:
         constants["threads"] = settled.get("threads", 0)
-    taken = {field.name for field in fields(config)} - flags_set(args) - OF_A_COMMAND
+    names = {field.name for field in fields(config)}
     own = {}
-    for name in taken & constants.keys():
+    for name in (names - flags_set(args) - NOT_RESUMED) & constants.keys():
         value = constants[name]
         own[name] = tuple(value) if isinstance(value, list) else value
+    for name in constants.keys() - names:
+        if constants[name]:  # a feature that was on
+            print(
+                f"warning: the run in {config.out_dir} had --{name} {constants[name]}, "
+                "which this version does not know: it continues without",
+                file=sys.stderr,
+            )
     check_constants(type(config), own)
     return replace(config, **own)
 
 
 def constants_of_run(out_dir: Path) -> tuple[dict, dict]:
-    """The settled constants of the run in `out_dir`, and the requested ones that differ; two empty dicts without a run.
+    """The constants of the run in `out_dir` as requested, and as settled; two empty dicts without a run.
 
-    They are in config.json and in the log, and once more in every checkpoint, for a config.json that is missing or
-    damaged. Raises UserError if it is damaged and there is no intact checkpoint, OSError if it cannot be read.
+    The former are in config.json, the latter in the newest start of the log; both are in every checkpoint, for a
+    config.json that is missing or damaged. Raises UserError if it is damaged and there is no intact checkpoint, OSError
+    if it cannot be read.
     """
     path = out_dir / "config.json"
     damage = None
     try:
-        settled = read_json(path)
-        if isinstance(settled, dict) and "out_dir" in settled:
+        constants = read_json(path)
+        if isinstance(constants, dict) and "out_dir" in constants:
             log = out_dir / "log.jsonl"
             start = newest_start(read_log(log)) if log.exists() else {}
-            return settled, start.get("written") or {}
+            # earlier versions kept what was settled in config.json, and here what had been requested instead
+            return constants | start.get("written", {}), start.get("config", {})
         damage = UserError(f"{path} does not hold the constants of a run; choose another --out_dir")
     except FileNotFoundError:
         pass
@@ -70,7 +80,7 @@ def constants_of_run(out_dir: Path) -> tuple[dict, dict]:
         return {}, {}
     print(f"warning: {path} is missing or damaged: taking the constants from {checkpoint}", file=sys.stderr)
     state = load_train_state(checkpoint)
-    return state["config"], state["written"]
+    return state["requested"] if "requested" in state else state["written"], state["config"]
 
 
 def flags_set(args: list[str]) -> set[str]:
@@ -95,7 +105,7 @@ class RunDirectory:
         self.fixed = fixed
         self.locks = contextlib.ExitStack()  # held until the end of the run
         self.checkpoint, of_main = rt.broadcast_from_main(lambda: (self._claim(config), self.requested))
-        if self.requested != of_main:  # another learning rate would train on in silence, another --shard wait forever
+        if self.requested != of_main:  # a different --max_lr would go unnoticed, a different --shard would deadlock
             raise UserError(
                 "the constants here are not those of rank 0; "
                 f"give all nodes the same command, and a disk on which they all see {self.path}"
@@ -103,9 +113,9 @@ class RunDirectory:
 
     def _claim(self, config) -> Path | None:
         """Lock OUT_DIR; with --resume, return its newest intact checkpoint. The first rank only."""
-        foreign = foreign_name(self.path) if self.path.is_dir() and not self.holds_run() else ""
-        if foreign:
-            raise UserError(f"{self.path} contains {foreign} but no run; choose another --out_dir to keep it safe")
+        unrelated = unrelated_file(self.path) if self.path.is_dir() and not self.holds_run() else ""
+        if unrelated:
+            raise UserError(f"{self.path} contains {unrelated} but no run; choose another --out_dir to keep it safe")
         self._lock()  # what is found from here on must not change under us
         if not config.resume:
             if self.holds_run() and not config.overwrite:
@@ -164,7 +174,7 @@ class RunDirectory:
         self._lock()
 
 
-def foreign_name(out_dir: Path) -> str:
+def unrelated_file(out_dir: Path) -> str:
     """In a directory without a run: a file that a run would replace, or a subdirectory, as in / or a project; or ""."""
     with contextlib.suppress(UserError, OSError, TypeError):
         if "out_dir" in read_json(out_dir / "config.json"):  # ours: the run was killed before it began its log

@@ -224,7 +224,7 @@ class Adapter:
 
 
 class AdapterFiles:
-    """The adapter of `model` as files, for a run to save and restore."""
+    """The adapter of `model` as files, for a run to save."""
 
     def __init__(self, model: GPT, base: str, base_sha256: str):
         self.model = model
@@ -247,10 +247,6 @@ class AdapterFiles:
         (path / "adapter_config.json").write_text(json.dumps(self.settings, indent=2) + "\n")
         # not save_file, which makes a file that only its owner may read
         (path / "adapter_model.safetensors").write_bytes(save(self.tensors, self.metadata))
-
-    def load(self, path: Path) -> None:
-        """Put the A and B of a checkpoint into the model."""
-        fill_factors(self.model, read_adapter(path))
 
 
 def factors(model: GPT) -> dict[str, nn.Parameter]:

@@ -18,14 +18,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from parts.card import Card
 from parts.cli import UserError, explain
 from parts.curves import draw
 from parts.directory import RunDirectory
@@ -38,19 +36,18 @@ TRACKERS = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio
 LINE_SECONDS = 30  # between progress lines, where there is no terminal for a progress bar
 
 
-class RunLog:
+class Report:
     """`records` are the lines of log.jsonl. Nothing is written before `open`."""
 
-    def __init__(self, directory: RunDirectory, config):
+    def __init__(self, directory: RunDirectory, config, run_info: dict):
         self.directory = directory
         self.out_dir = directory.path
         self.rt = directory.rt
         self.config = config
+        self.run_info = run_info
         self.name = self.out_dir.resolve().name
         self.records: Records = []
         self._report = self._close_tracker = None
-        self._painter = ThreadPoolExecutor(1)  # Python waits for it at exit
-        self._drawing = None
 
     def open(self, step: int) -> None:
         """Continue the log from `step`; start the tracker and the progress bar. Only the first rank calls this."""
@@ -60,7 +57,9 @@ class RunLog:
                 self._report, self._close_tracker = start_tracker(tracker, self.config, self.name, step)
             except Exception as e:  # each tracker raises its own
                 raise UserError(f"--report_to {self.config.report_to}: {e}; log in there, or leave it out") from e
-        self.cut(step)
+        self._read_until(step)
+        trained = of_kind(self.records, "train")
+        self._lr_before = trained[-1].get("lr") if trained else None
         self._bar = tqdm(
             total=self.config.max_steps,
             initial=step,
@@ -70,10 +69,8 @@ class RunLog:
         )
         self._line_due = 0.0
 
-    def cut(self, step: int) -> None:
-        """Drop what was logged after `step`: steps that a killed run took after its checkpoint will be taken again."""
-        if not self.rt.is_main:
-            return
+    def _read_until(self, step: int) -> None:
+        """Keep what was logged up to `step`: steps that a killed run took after its checkpoint will be taken again."""
         path = self.out_dir / "log.jsonl"
         earlier = read_log(path) if path.exists() else []
         self.records = [as_json(record) for record in earlier if record["step"] <= step]
@@ -108,23 +105,22 @@ class RunLog:
             self._report = None
 
     def evaluation(self, step: int, kind: str, metrics: dict) -> None:
-        """Log an evaluation or a sample, print it, and redraw the curve."""
+        """Log an evaluation or a sample, and print it."""
         if not self.rt.is_main:
             return
         self.append({"step": step, "kind": kind, **metrics})
         if kind == "sample":
             add_text(self.out_dir / "samples.txt", sample_entry(self.records[-1]))
         self.rt.print(f"step {step}: {describe(kind, metrics)}")
-        self.draw()
 
-    def train_step(self, step: int, metrics: dict, seconds: float, n_targets: int, flops_per_token: float) -> None:
+    def train_step(self, step: int, metrics: dict, seconds: float, n_targets: int) -> None:
         """A training step in the log and the progress bar. `metrics`: loss, lr, grad_norm, tokens."""
         if not self.rt.is_main:
             return
         rate = n_targets / seconds
         skipped = (old["skipped_steps"] for old in reversed(self.records) if "skipped_steps" in old)  # newest first
         peak = self.rt.peak_flops()
-        mfu = rate * flops_per_token / peak if peak else 0
+        mfu = rate * self.run_info.get("flops_per_token", 0) / peak if peak else 0
         record = {
             "step": step,
             "kind": "train",
@@ -139,43 +135,50 @@ class RunLog:
             record["skipped_steps"] += 1
             record["skipped"] = True
         self.append(record)
+        self._compare(step, metrics)
         shown = f"loss {metrics['loss']:.3f}, {rate:,.0f} tok/s"
         if mfu:
             shown += f", MFU {mfu:.0%}"
         self._show(step, shown)
 
-    def _show(self, step: int, said: str) -> None:
+    def _compare(self, step: int, metrics: dict) -> None:
+        """The first loss with that of a guess; the first rate after a resume with the last one before it: a longer
+        --max_steps stretches the schedule, and may raise a rate that had fallen."""
+        if step == 1 and "uniform_loss" in self.run_info:
+            guess = self.run_info["uniform_loss"]
+            self.rt.print(f"first loss {metrics['loss']:.3f}; if all tokens are equally likely, {guess:.3f}")
+        before = self._lr_before
+        self._lr_before = None
+        if before is not None and metrics["lr"] > 2 * before:
+            self.rt.print(
+                f"the learning rate rises from {before:.3g} at step {step - 1} to {metrics['lr']:.3g}, "
+                f"because the schedule now spans {self.config.max_steps} steps (docs/run.md)"
+            )
+
+    def _show(self, step: int, text: str) -> None:
         """The progress bar, or a line now and then where there is no terminal."""
         if not self._bar.disable:
-            self._bar.set_postfix_str(said, refresh=False)
+            self._bar.set_postfix_str(text, refresh=False)
             self._bar.update(step - self._bar.n)  # the run outlives its terminal: tqdm drops what that refuses
         elif time.monotonic() > self._line_due or step == self._bar.total:
             self._line_due = time.monotonic() + LINE_SECONDS
-            self.rt.print(f"step {step} of {self._bar.total}: {said}")
+            self.rt.print(f"step {step} of {self._bar.total}: {text}")
 
     def close(self) -> None:
         if self.rt.is_main:
             self._bar.close()
-            self._painter.shutdown()  # waits for a picture under way
-            self._draw()  # with the last numbers
+            self.draw()
             if self._close_tracker:
                 self._ask_tracker(self._close_tracker)
 
     def draw(self) -> None:
-        """Draw learning_curve.png in a thread, so that no rank waits for it; skipped while the thread is busy."""
-        if self._drawing is None or self._drawing.done():
-            self._drawing = self._painter.submit(self._draw)
-
-    def _draw(self) -> None:
+        """Draw learning_curve.png. This takes half a second, in which nothing is launched: not in a thread, which would
+        hold the interpreter for as long, in the middle of a step."""
         try:
             self.directory.check()
-            draw({self.name: list(self.records)}, self.out_dir / "learning_curve.png")
+            draw({self.name: self.records}, self.out_dir / "learning_curve.png")
         except Exception as e:  # no picture is a reason to end a run, or to hide the error that ended it
             self.rt.print(f"warning: learning_curve.png is not drawn: {explain(e) or repr(e)}")
-
-    def card(self) -> Card:
-        """The model card of the log as it is now."""
-        return Card(self.name, list(self.records), self.out_dir / "learning_curve.png")
 
     def val_losses(self) -> dict[int, float]:
         """{step: validation loss}"""
@@ -186,6 +189,15 @@ class RunLog:
         measured = of_kind(self.records, "val") or of_kind(self.records, "train")
         loss = measured[-1]["loss"] if measured else None
         return math.nan if loss is None else loss
+
+    def print_results(self) -> None:
+        """The last validation losses, what was read, and the speed."""
+        measured = [val for val in of_kind(self.records, "val") if None not in (val["loss"], val.get("bpb"))]
+        for val in measured[-1:]:
+            self.rt.print(f"\nvalidation loss {val['loss']:.4f} nats per token, {val['bpb']:.4f} bits per byte")
+        for step in of_kind(self.records, "train")[-1:]:
+            speed = f"{self.median_rate():,.0f} tokens/s, {self.rt.peak_memory() / 2**30:.2f} GiB at the peak"
+            self.rt.print(f"{step.get('tokens') or 0:,} tokens in {step['step']:,} steps, {speed}")
 
     def median_rate(self) -> float:
         """Tokens per second; nan before the first step."""

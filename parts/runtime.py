@@ -29,6 +29,8 @@ from tqdm import tqdm
 from parts.cards import peaks
 from parts.cli import UserError, counted
 
+STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
 # How long a rank waits for the others, which may be compiling or writing a checkpoint. torchrun notices at once when a
 # process dies; one that hangs, or whose machine loses its network, ends the others only after this time.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
@@ -376,6 +378,7 @@ def _missing_for_compile(device: torch.device) -> str:
 
     if device.type == "mps":
         return "it has given wrong numbers on mps"
+    _start_compile_workers()
     try:
         if device.type == "cpu":
             get_cpp_compiler()
@@ -386,6 +389,19 @@ def _missing_for_compile(device: torch.device) -> str:
         if "lcuda" in str(e):
             return "the linker cannot find libcuda.so; add its folder to LIBRARY_PATH (`ldconfig -p | grep libcuda`)"
         return f"a trial failed, perhaps for lack of a compiler on the PATH ({' '.join(str(e).split())[:120]})"
+
+
+def _start_compile_workers() -> None:
+    """Start the processes that compile for us with signals ignored. `timeout`, SLURM and a shell signal a whole group of
+    processes; we end between two steps, and would wait forever for workers that have died at once."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    before = {s: signal.signal(s, signal.SIG_IGN) for s in STOP_SIGNALS}
+    try:
+        AsyncCompile.warm_pool()
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # the best first

@@ -77,8 +77,3 @@ def sharded_as(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
     tensor = tensor.to(like.device)
     return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
-
-
-def copy_into(like: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copy an unsharded `tensor`, which every rank has, into `like`, which may be sharded."""
-    like.copy_(sharded_as(like, tensor))

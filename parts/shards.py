@@ -37,17 +37,17 @@ TRAIN_FRACTION = 0.9  # of a text's characters; the rest is the validation split
 FEW_TOKENS = 10_000  # to train on; the validation split of such a text is a page or two
 
 
-def origin(folder: Path) -> tuple[dict, str]:
-    """For a model card: what the manifest says about the source of the shards, and its name on the hub or ""."""
+def origin(folder: Path) -> dict:
+    """For the log and the model card: what the manifest says about the source of the shards; {} without one."""
     manifest = read_manifest(folder)
     if not manifest:
-        return {}, ""
+        return {}
     keys = ("source", "commit", "tokens", "documents", "bytes", "tokenizer")
     about = {key: manifest[key] for key in keys if manifest.get(key)}
     about["manifest.json"] = sha256(folder / "manifest.json")
-    if "commit" not in about:
-        return about, ""
-    return about, "/".join(about["source"].split("/")[:2])
+    if "commit" in about:  # of a dataset on the hub, OWNER/NAME
+        about["dataset"] = "/".join(about["source"].split("/")[:2])
+    return about
 
 
 def verify(directory: Path) -> str:
@@ -80,7 +80,7 @@ class Shards(NamedTuple):
     train: TokenStream
     val: TokenStream
     tokenizer: Tokenizer
-    origin: tuple[dict, str]  # where the tokens come from, as `origin` says it
+    origin: dict  # where the tokens come from, as `origin` says it
     warnings: list[str]  # what a person should know, and what to do about it
 
 
