@@ -263,8 +263,9 @@ class Run:
 
     def record(self, kind: str, **metrics) -> None:
         """Log an evaluation or a sample of this step, and print it. Waits for the metrics of all steps, so that the log
-        has them first. All ranks call this together."""
+        has them first. All ranks call this together, because it sums their signals, as `log` does."""
         self._read_pending()
+        self._stop = self._stop or bool(self._stops_wanted() > 0)
         if kind == "val":
             self.val_loss = metrics["loss"]
         if kind in ("val", "hellaswag") and "flops_per_token" in self.run_info:

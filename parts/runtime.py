@@ -392,7 +392,7 @@ def _missing_for_compile(device: torch.device) -> str:
 
 
 def _start_compile_workers() -> None:
-    """Start the processes that compile for us with signals ignored. `timeout`, SLURM and a shell signal a whole group of
+    """Start the processes that compile for us, with signals ignored. `timeout`, SLURM and a shell signal a group of
     processes; we end between two steps, and would wait forever for workers that have died at once."""
     from torch._inductor.async_compile import AsyncCompile
 

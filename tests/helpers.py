@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -290,6 +291,13 @@ def spoil_gradients(monkeypatch, when, value: float) -> None:
 def steps_of(run: Path) -> list[int]:
     """The steps of the checkpoints of a run, in their order."""
     return sorted(int(path.name.removeprefix("step_")) for path in run.glob("step_" + "[0-9]" * 6))
+
+
+def remove_after(run: Path, step: int) -> None:
+    """Remove the checkpoints of a run after `step`."""
+    for newer in steps_of(run):
+        if newer > step:
+            shutil.rmtree(run / f"step_{newer:06d}")
 
 
 def weights(run: Path, step: int) -> bytes:

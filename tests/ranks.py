@@ -4,8 +4,7 @@
 
 After each run it writes `ranks.json` into the run directory: what `Observer` has seen on every rank. `fault` is
 something that goes wrong on the last rank, in step FAULT_STEP; `start` is a run of which a copy, up to step `step`, is
-made before; `jump` is a step whose loss, and that of the next two, every rank sees 9 nats higher, once. A job with a
-`kind` is no run, but a search for the micro-batch: see `probe`.
+made before. A job with a `kind` is no run, but a search for the micro-batch: see `probe`.
 """
 
 import hashlib
@@ -23,15 +22,12 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_gpt2
 from model import GPT, GPTConfig, GPTWithLoss
-from parts.checkpoint import remove_after
 from parts.cli import script
 from parts.loss import LinearCrossEntropy
-from parts.optim import local
-from parts.run import Run
 from parts.runtime import Runtime
-from parts.sharding import unsharded
+from parts.sharding import local, unsharded
 from parts.trials import largest_that_fits
-from tests.helpers import seeded, spoil_gradients, write_json
+from tests.helpers import remove_after, seeded, spoil_gradients, write_json
 
 FAULT_STEP = 3
 
@@ -125,21 +121,10 @@ class Observer:
 
 def copy_of_run(start: str, out_dir: Path, step=10) -> None:
     shutil.copytree(start, out_dir)
-    remove_after(out_dir / f"step_{step:06d}")
+    remove_after(out_dir, step)
 
 
-def jump_at(patch, first: int) -> None:
-    real, seen = Run.log_step, []
-
-    def log_step(run, loss, *others):
-        higher = first > 0 and run.step - first in (0, 1, 2) and run.step not in seen
-        seen.append(run.step)
-        real(run, loss + 9.0 * higher, *others)
-
-    patch.setattr(Run, "log_step", log_step)
-
-
-def run(args: list[str], fault: str | None = None, start: str | None = None, step=10, jump=0) -> None:
+def run(args: list[str], fault: str | None = None, start: str | None = None, step=10) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     out_dir = Path(args[args.index("--out_dir") + 1])
     if start and rank == 0:
@@ -160,7 +145,6 @@ def run(args: list[str], fault: str | None = None, start: str | None = None, ste
         patch.setattr(train_gpt2, "train", train)
         patch.setattr(train_gpt2, "learning_rate", learning_rate)
         patch.setattr(sys, "argv", ["train_gpt2.py", *args])
-        jump_at(patch, jump)
         if fault and rank == world_size - 1:
             FAULTS[fault](patch, steps)
         dist.barrier()  # wait for the copy

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from parts import checkpoint
-from parts.checkpoint import CheckpointWriter, Snapshot, find_damage, load_train_state
+from parts.checkpoint import CheckpointWriter, find_damage, load_train_state
 from parts.files import naming
 from parts.runtime import Runtime
 from tests.helpers import assert_refused, assert_user_error, log_of, steps_of, weights
@@ -92,9 +92,9 @@ def test_a_failed_write_is_known_before_the_next_save(tmp_path):
         raise OSError(28, "No space left on device", str(directory))
 
     writer = CheckpointWriter(tmp_path, 0)
-    snapshot = Snapshot(1, [SimpleNamespace(write=write)], {})
-    writer.save(snapshot, {})
+    files = SimpleNamespace(write=write)
+    writer.save(tmp_path / "step_000001", files, {}, {})
     deadline = time.time() + 60
     while not writer.failed and time.time() < deadline:
         time.sleep(0.001)
-    assert_refused("no space left", writer.save, snapshot, {})
+    assert_refused("no space left", writer.save, tmp_path / "step_000002", files, {}, {})

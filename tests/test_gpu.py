@@ -180,7 +180,7 @@ def test_the_time_between_two_marks_is_that_of_the_device_and_not_of_the_host():
 def graphs(monkeypatch) -> list[int]:
     """The number of compiled graphs at the start of each step. From step 3 on the body of the training loop runs with
     every operator that waits for the GPU an error; evaluations and checkpoints may wait."""
-    found, real, real_log = [], train_gpt2.learning_rate, Run.log_step
+    found, real, real_log = [], train_gpt2.learning_rate, Run.log
     mode = torch.cuda.set_sync_debug_mode if CUDA else lambda mode: None
 
     def learning_rate(step, config):  # the first call of the loop's body
@@ -193,7 +193,7 @@ def graphs(monkeypatch) -> list[int]:
         mode("default")
 
     monkeypatch.setattr(train_gpt2, "learning_rate", learning_rate)
-    monkeypatch.setattr(Run, "log_step", log_step)
+    monkeypatch.setattr(Run, "log", log_step)
     if not CUDA:  # graphs are the same, and done in a second
         monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
         monkeypatch.setattr(runtime, "static_shapes", "eager")

@@ -3,7 +3,6 @@
 import errno
 import hashlib
 import itertools
-import json
 import os
 import shutil
 from pathlib import Path
@@ -12,20 +11,19 @@ import pytest
 import torch
 
 import train_gpt2
+from bpe.tokenizer import Tokenizer
 from parts import checkpoint, directory
 from parts.checkpoint import (
     SUMS,
     CheckpointWriter,
-    Snapshot,
     find_damage,
     find_model,
     load_train_state,
-    remove_after,
 )
 from parts.cli import UserError
-from parts.files import exclusive_lock
-from parts.report import RunLog
-from parts.run import Run, SpikeDetector
+from parts.files import exclusive_lock, sha256
+from parts.report import Report
+from parts.run import LossWatch, Run
 from parts.runtime import Runtime
 from tests.helpers import (
     SHORT,
@@ -37,14 +35,18 @@ from tests.helpers import (
     assert_user_error,
     column,
     files_of,
-    json_values,
     log_of,
     losses,
     read_json,
+    read_lines,
+    remove_after,
     slow,
     steps_of,
+    weights,
     write_json,
+    write_lines,
 )
+from tests.token_shards import write_shards
 
 
 def damage_weights(checkpoint: Path) -> None:
@@ -55,34 +57,33 @@ def damage_weights(checkpoint: Path) -> None:
 # ---- checkpoints that stay
 
 
-# the first value has losses that the later checkpoints inherit without being better; a damaged checkpoint does not
-# count, and is left for a person to look at; nor is it the best
-KEPT = """
-0 {} 0 [1,2,3,4,5]
-2 {} 0 [4,5]
-1 {"1":3.0,"2":2.0,"4":2.5} 0 [2,5]
-1 {"1":2.0} 0 [1,5]
-2 {} 4 [3,4,5]
-1 {"1":3.0,"2":2.0,"4":2.5} 2 [2,3,5]
-"""
+def save_without_weights(writer: CheckpointWriter, step: int, val_losses: dict[int, float]) -> None:
+    writer.save(writer.run_dir / f"step_{step:06d}", NoWeights(), {}, val_losses)
+    writer.wait()
 
 
-@pytest.mark.parametrize("row", KEPT.strip().splitlines())
-def test_the_newest_intact_checkpoints_stay_and_the_one_of_the_lowest_loss(tmp_path, row):
-    keep, losses, damaged, left = map(json.loads, row.split())
+LOSSES = {1: 3.0, 2: 2.0, 4: 2.5}  # the checkpoint of step 3 inherits the loss of step 2 without being better
 
+
+@pytest.mark.parametrize(
+    "keep, val_losses, damaged, left",
+    [
+        (0, {}, None, [1, 2, 3, 4, 5]),
+        (2, {}, None, [4, 5]),
+        (1, LOSSES, None, [2, 5]),
+        (1, {1: 2.0}, None, [1, 5]),
+        # a damaged one does not count, is left for a person to look at, and is not the best
+        (2, {}, 4, [3, 4, 5]),
+        (1, LOSSES, 2, [2, 3, 5]),
+    ],
+)
+def test_the_newest_intact_checkpoints_stay_and_the_one_of_the_lowest_loss(tmp_path, keep, val_losses, damaged, left):
     for step in (1, 2, 3, 4):
-        writer = CheckpointWriter(tmp_path, 0)
-        writer.save(Snapshot(step, [NoWeights()], {}), {})
-        writer.wait()
+        save_without_weights(CheckpointWriter(tmp_path, 0), step, {})
     if damaged:
         damage_weights(tmp_path / f"step_{damaged:06d}")
-    writer = CheckpointWriter(tmp_path, keep)
-    writer.save(Snapshot(5, [NoWeights()], {}), {int(step): loss for step, loss in losses.items()})
-    writer.wait()
+    save_without_weights(CheckpointWriter(tmp_path, keep), 5, val_losses)
     assert steps_of(tmp_path) == left
-    remove_after(tmp_path / f"step_{left[0]:06d}")
-    assert steps_of(tmp_path) == left[:1]
 
 
 def test_damaged_checkpoints_that_a_resume_skips_are_set_aside(short, run_dir):
@@ -106,15 +107,17 @@ def test_a_list_of_checksums_that_was_cut_between_two_lines_is_damaged(short, ru
         assert (find_damage(path) is None) == ({"train_state.pt", "model.safetensors", "config.json"} <= listed), n
 
 
-def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_not_called_damaged(short, run_dir, monkeypatch):
+@pytest.mark.parametrize("name", ["ESTALE", "EIO", "ENOMEM", "ENFILE", "EBUSY", "EAGAIN", "ENOTCONN", "ENODEV"])
+def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_not_called_damaged(short, run_dir, monkeypatch, name):
     short()
+    number = getattr(errno, name)
 
-    def stale(file, algorithm):
-        raise OSError(errno.ESTALE, "Stale file handle", file.name)
+    def fail(file, algorithm):
+        raise OSError(number, os.strerror(number))  # as read(2): without the name of the file
 
     with monkeypatch.context() as context:
-        context.setattr(hashlib, "file_digest", stale)
-        short.error("Stale file handle", resume=True)
+        context.setattr(hashlib, "file_digest", fail)
+        short.error(os.strerror(number), "step_000006", resume=True)
     assert steps_of(run_dir) == [2, 4, 6]
 
 
@@ -233,8 +236,8 @@ def test_a_place_that_holds_other_things_or_does_not_exist_is_refused(train, sho
 MOMENTS = {  # what a renaming precedes, with another run in the old place or none
     "a line of the log": (train_gpt2, "validate", True),
     "a checkpoint": (Run, "save", True),
-    "a rollback": (Run, "_roll_back", True),
-    "the end": (RunLog, "close", True),
+    "a spike": (Run, "_raise_spike", True),
+    "the end": (Report, "close", True),
     "its files": (checkpoint, "save_model", False),
     "the removal of old ones": (CheckpointWriter, "_prune", True),
 }
@@ -262,7 +265,8 @@ def test_a_run_whose_directory_was_renamed_ends_and_touches_no_other(train, tmp_
 
     with monkeypatch.context() as context:
         context.setattr(owner, name, rename_and_work)
-        context.setattr(SpikeDetector, "add", lambda *_: next(n_losses) == 6 and moment == "a rollback")
+        if moment == "a spike":
+            context.setattr(LossWatch, "is_spike", property(lambda _: next(n_losses) == 6))
         train.error(f"{place} was renamed or removed", **options | dict(max_steps=100))
     before, after = (files_of(tmp_path / "other") if another else {}), files_of(place)
     for files in (before, after):  # a picture that was being drawn may still land there; its owner draws it again
@@ -286,13 +290,43 @@ def test_constants_that_change_while_a_resume_waits_for_the_lock_are_not_mixed(s
     short(resume=True)
 
 
-def test_a_rank_whose_constants_or_data_are_not_those_of_the_first_ends(train, monkeypatch):
+def test_a_rank_whose_requested_constants_are_not_those_of_the_first_ends(train, monkeypatch):
     monkeypatch.setattr(Runtime, "broadcast_from_main", lambda *_: (None, {}))
     train.error("the constants here are not those of rank 0", "the same command")
-    monkeypatch.setattr(
-        Runtime, "broadcast_from_main", lambda _, work: {} if isinstance(found := work(), dict) else found
-    )
-    train.error("the data here is not that of rank 0")
+
+
+@pytest.mark.parametrize(
+    "name, of_rank_0",
+    [("dtype", "torch.float16"), ("compile", True), ("micro_batch_size", 4), ("attention", "naive")],
+)
+def test_a_rank_that_has_settled_something_else_than_the_first_ends_before_step_1(
+    train, run_dir, monkeypatch, name, of_rank_0
+):
+    def broadcast(rt, work):
+        found = work()
+        return found | {name: of_rank_0} if isinstance(found, dict) and name in found and "dtype" in found else found
+
+    real = Run._compare_with_rank_0
+
+    def compare(run):
+        with monkeypatch.context() as patch:
+            patch.setattr(Runtime, "broadcast_from_main", broadcast)
+            real(run)
+
+    monkeypatch.setattr(Run, "_compare_with_rank_0", compare)
+    train.error("not those of rank 0", name, str(of_rank_0))
+    assert not (run_dir / "log.jsonl").exists()
+
+
+@pytest.mark.parametrize("name", ["data", "validation", "tokenizer"])
+def test_a_rank_with_other_data_than_the_first_ends_before_step_1(train, run_dir, monkeypatch, name):
+    def broadcast(rt, work):
+        found = work()
+        return found | {name: "another"} if isinstance(found, dict) and "validation" in found else found
+
+    monkeypatch.setattr(Runtime, "broadcast_from_main", broadcast)
+    train.error("the data here are not those of rank 0", name)
+    assert not (run_dir / "log.jsonl").exists()
 
 
 def test_a_damaged_config_is_replaced_by_the_newest_checkpoint_s(train, tmp_path, run_dir, inline):
@@ -307,7 +341,7 @@ def test_a_damaged_config_is_replaced_by_the_newest_checkpoint_s(train, tmp_path
         result = inline(train_gpt2.main, *words)
         assert result.returncode == 0 and f"warning: {config}" in result.stderr
         assert column(run_dir, "run", "changed")[-1].keys() == {"max_steps"} and read_json(config) == wanted
-        remove_after(run_dir / "step_000006")
+        remove_after(run_dir, 6)
     for path in steps_of(run_dir):
         (run_dir / f"step_{path:06d}" / SUMS).unlink()
     config.write_text("{")
@@ -328,7 +362,7 @@ def test_what_goes_wrong_with_a_local_model_is_not_put_down_to_the_hub(tmp_path)
 @pytest.mark.parametrize("name", (*directory.FILES, "model.safetensors", "adapter_model.safetensors"))
 def test_a_file_of_others_that_a_run_would_replace_is_found(tmp_path, name):
     (tmp_path / name).write_text("{}")
-    assert directory.foreign_name(tmp_path) == name
+    assert directory.unrelated_file(tmp_path) == name
 
 
 def test_a_config_that_cannot_be_read_is_named(short, run_dir):
@@ -358,56 +392,121 @@ def test_a_path_that_does_not_exist_is_not_asked_of_the_hub(typo):
 def test_a_resume_takes_from_the_run_what_is_not_given(short, tmp_path, run_dir, inline):
     short(out="whole", **{"dropout": 0.1, "no-shuffle": True})
     shutil.copytree(tmp_path / "whole", run_dir)
-    remove_after(run_dir / "step_000004")
-    assert steps_of(run_dir) == [2, 4]
+    remove_after(run_dir, 4)
     words = ["--resume", f"--out_dir={run_dir}", "--no_shuffle", "--keep_checkpoints", 5, "--init_from=gpt2"]
     result = inline(train_gpt2.main, *words)  # of another recipe, by its name
     assert result.returncode == 0 and "rises" not in result.stdout, result.stderr
     assert losses(run_dir) == losses(tmp_path / "whole")
     assert log_of(run_dir, "run")[-1]["changed"] == dict(keep_checkpoints=[0, 5])
-    assert log_of(run_dir, "run")[0]["written"] == dict(threads=0, attention="auto")
-    assert read_json(run_dir / "config.json")["threads"] == torch.get_num_threads()
 
 
-# another valid value for every constant
-OTHER = dict(
-    json_values("""
-n_layer 1
-n_head 4
-n_embd 64
-sequence_length 16
-vocab_size 512
-total_batch_size 512
-optimizer "adamw"
-seed 7
-micro_batch_size 4
-max_steps 9
-target_loss 0.1
-warmup_steps 3
-max_lr 0.001
-min_lr 0.0001
-lr_schedule "cosine"
-decay_fraction 0.3
-muon_lr 0.01
-weight_decay 0.2
-beta1 0.8
-beta2 0.9
-eps 1e-07
-grad_clip 0.5
-max_bad_steps 3
-spike_threshold 2.0
-eval_interval 3
-eval_steps 1
-sample_interval 4
-sample_prompt "A"
-sample_tokens 4
-checkpoint_interval 3
-keep_checkpoints 5
-dropout 0.1
-attention "naive"
-activation_checkpointing true
-hellaswag_data "rows.jsonl"
-""")
+def test_constants_are_kept_once_as_requested_and_once_as_settled(short, run_dir):
+    short(warmup_steps=100)
+    requested = read_json(run_dir / "config.json")
+    settled = log_of(run_dir, "run")[0]["config"]
+    differing = {name: (requested[name], settled[name]) for name in requested if requested[name] != settled[name]}
+    threads = torch.get_num_threads()
+    assert differing == dict(threads=(0, threads), attention=("auto", "flash"), warmup_steps=(100, 6))
+    state = load_train_state(run_dir / "step_000006")
+    assert (state["requested"], state["config"]) == (requested, settled)
+
+
+def as_of_ec548d9(run: Path) -> None:
+    """Turn a run into what earlier versions wrote: settled constants in config.json, the requested ones elsewhere."""
+    records = read_lines(run / "log.jsonl")
+    requested = read_json(run / "config.json")
+    settled = records[0]["config"]
+    records[0]["written"] = {name: value for name, value in requested.items() if value != settled[name]}
+    write_json(run / "config.json", settled)
+    write_lines(run / "log.jsonl", records)
+    for path in run.glob("step_*"):
+        state = load_train_state(path)
+        state["written"] = state.pop("requested")
+        state["data_step"] = state["step"]
+        del state["identity"]["validation"]
+        torch.save(state, path / "train_state.pt")
+        seal(path)
+
+
+def seal(path: Path) -> None:
+    """Write the checksums of a checkpoint again."""
+    files = [file for file in sorted(path.iterdir()) if file.name not in (SUMS, "README.md", "learning_curve.png")]
+    (path / SUMS).write_text("".join(f"{sha256(file)}  {file.name}\n" for file in files))
+
+
+@pytest.mark.parametrize("config_is_there", [True, False])
+def test_a_run_of_an_earlier_version_is_resumed(short, tmp_path, run_dir, config_is_there):
+    options = dict(warmup_steps=100, max_steps=8)
+    short(out="whole", **options)
+    short(**options)
+    remove_after(run_dir, 6)
+    as_of_ec548d9(run_dir)
+    if not config_is_there:
+        (run_dir / "config.json").unlink()
+    short(resume=True, **options)
+    assert weights_of_all(run_dir)[8] == weights_of_all(tmp_path / "whole")[8]
+    assert read_json(run_dir / "config.json")["attention"] == "auto"
+
+
+def weights_of_all(run: Path) -> dict[int, bytes]:
+    return {step: weights(run, step) for step in steps_of(run)}
+
+
+def test_a_constant_that_is_gone_is_named_when_a_run_that_used_it_is_resumed(short, run_dir):
+    short()
+    config = read_json(run_dir / "config.json")
+    write_json(run_dir / "config.json", config | dict(batch_ramp=8, other_ramp=0))
+    result = short(resume=True, max_steps=7)
+    assert "--batch_ramp 8" in result.stderr
+    assert "other_ramp" not in result.stderr
+
+
+def test_another_validation_split_is_refused(short, run_dir, tmp_path):
+    write_shards(tmp_path / "shards", [4000], "train", vocab_size=257)
+    write_shards(tmp_path / "shards", [900], "val", vocab_size=257)
+    Tokenizer.train(["ab"], 257).save(tmp_path / "shards" / "tokenizer.json")
+    options = dict(data=tmp_path / "shards", eval_interval=3)
+    short(**options)
+    write_shards(tmp_path / "shards", [800], "val", vocab_size=257)
+    short.error("trained with another validation", resume=True, max_steps=7, **options)
+
+
+OTHER = dict(  # another valid value for every constant
+    n_layer=1,
+    n_head=4,
+    n_embd=64,
+    sequence_length=16,
+    vocab_size=512,
+    total_batch_size=512,
+    optimizer="adamw",
+    seed=7,
+    micro_batch_size=4,
+    max_steps=9,
+    target_loss=0.1,
+    warmup_steps=3,
+    max_lr=0.001,
+    min_lr=0.0001,
+    lr_schedule="cosine",
+    decay_fraction=0.3,
+    muon_lr=0.01,
+    weight_decay=0.2,
+    beta1=0.8,
+    beta2=0.9,
+    eps=1e-07,
+    grad_clip=0.5,
+    max_bad_steps=3,
+    spike_threshold=2.0,
+    eval_interval=3,
+    eval_steps=1,
+    sample_interval=4,
+    sample_prompt="A",
+    sample_tokens=4,
+    checkpoint_interval=3,
+    keep_checkpoints=5,
+    dropout=0.1,
+    attention="naive",
+    activation_checkpointing=True,
+    hellaswag_data="rows.jsonl",
 )
 
 
@@ -451,4 +550,4 @@ def test_a_run_that_began_with_another_model_s_sizes_is_resumed_by_the_same_line
     for resume in ({}, dict(resume=True, max_steps=8)):  # the recipe's own sizes are others
         words = arguments(**options | resume)
         assert inline(train_gpt2.main, "tiny", *words).returncode == 0
-    assert read_json(tmp_path / "second" / "config.json")["n_embd"] == 32
+    assert [start["config"]["n_embd"] for start in log_of(tmp_path / "second", "run")] == [32, 32]

@@ -1,133 +1,168 @@
-"""Losses that jump: seen, undone, and left out of what is read; or reported where nothing can be done."""
+"""A loss that jumps: noticed, nothing spoilt is saved, and one command continues."""
 
 import json
 import math
+import re
+import shlex
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import train_gpt2
 from bpe.tokenizer import Tokenizer
 from parts import runtime
-from parts.checkpoint import load_train_state, newest_intact, remove_after
-from parts.run import Run, SpikeDetector
-from tests.helpers import SMALL, column, log_of, losses, slow, steps_of, weights
+from parts.checkpoint import newest_intact
+from parts.run import LossWatch, Run
+from tests.helpers import SMALL, column, log_of, losses, steps_of
 
 
 @pytest.fixture(params=[0, 1])
 def ahead(request, monkeypatch) -> int:
-    """As on a processor and as on a GPU: the steps that are under way before the figures of the first are read."""
+    """As on a processor and as on a GPU: the steps that are under way before the metrics of the first are read."""
     monkeypatch.setattr(runtime.Runtime, "steps_ahead", request.param)
     return request.param
 
 
+def spikes(watch: LossWatch, *losses: float) -> list[bool]:
+    found = []
+    for loss in losses:
+        watch.add(loss, 1.0)
+        found.append(watch.is_spike)
+    return found
+
+
 def test_a_spike_is_three_steps_in_a_row_above_the_median():
-    detector = SpikeDetector(1.0)
-    for i in range(50):
-        assert not detector.add(3.0 + 0.5 * (i % 2))
-    assert not any([detector.add(9.0), detector.add(9.0), detector.add(3.0)])  # an odd batch or two pass by themselves
-    assert [detector.add(4.4) for _ in range(3)] == [False, False, True]
-    assert detector.median() in (3.0, 3.25)  # high losses do not become normal
+    watch = LossWatch(1.0)
+    assert not any(spikes(watch, *[3.0, 3.5] * 25))
+    assert not any(spikes(watch, 9.0, 9.0, 3.0))  # an odd batch or two pass by themselves
+    assert spikes(watch, 4.4, 4.4, 4.4) == [False, False, True]
+    assert watch.median() in (3.0, 3.25)  # high losses do not become normal
 
 
-def test_nothing_is_a_spike_at_the_start_or_without_a_threshold():
-    detector = SpikeDetector(1.0)
-    assert not any(detector.add(loss) for loss in range(19))
-    detector = SpikeDetector(0.0)
-    assert not any(detector.add(loss) for loss in [3.0] * 50 + [math.inf] * 5)
+def test_nothing_is_a_spike_at_the_start():
+    assert not any(spikes(LossWatch(1.0), *range(19)))
 
 
-def test_a_jump_that_was_accepted_is_the_new_normal():
-    detector = SpikeDetector(1.0)
-    for loss in [3.0] * 30 + [9.0] * 3:
-        detector.add(loss)
-    detector.accept()
-    assert not any(detector.add(9.0) for _ in range(30))
+def test_nothing_is_a_spike_without_a_threshold():
+    assert not any(spikes(LossWatch(0.0), *[3.0] * 50, *[1e9] * 5))
 
 
-def test_the_state_of_a_detector_continues_where_it_was():
-    one, two = SpikeDetector(1.0), SpikeDetector(1.0)
-    for loss in [3.0] * 30 + [9.0, 9.0]:
-        one.add(loss)
+def test_a_watch_continues_where_it_was():
+    one = LossWatch(1.0)
+    two = LossWatch(1.0)
+    spikes(one, *[3.0] * 30, 9.0, 9.0)
     two.load_state_dict(json.loads(json.dumps(one.state_dict())))
-    assert two.add(9.0)
+    assert spikes(two, 9.0) == [True]
 
 
-STEP_TOKENS = SMALL["total_batch_size"]  # the spike shows in step 27, and step 20 is the last good one
+STEP_TOKENS = SMALL["total_batch_size"]
+FIRST_BAD = 25  # the first step with a high loss; the third one in a row is step 27
 
 
-def spiky_shards(directory: Path, bad_steps: range, left_out: range = range(0)) -> Path:
-    """Shards of 8 different tokens that a model learns at once, but for the steps whose tokens it has never seen."""
+def poisoned_shards(directory: Path, until: int) -> Path:
+    """Shards of 8 different tokens that a model learns at once, but for steps FIRST_BAD to `until`, whose tokens it has
+    never seen."""
     directory.mkdir()
     rng = np.random.default_rng(0)
     tokens = rng.integers(8, size=60 * STEP_TOKENS + 1, dtype=np.uint16)
-    for step in bad_steps:
+    for step in range(FIRST_BAD - 1, until):
         tokens[step * STEP_TOKENS : (step + 1) * STEP_TOKENS] = rng.integers(100, 250, STEP_TOKENS)
-    tokens[::STEP_TOKENS] = 0  # the last target of a step is the first token of the next
-    steps = [tokens[i * STEP_TOKENS : (i + 1) * STEP_TOKENS] for i in range(60) if i not in left_out]
-    np.save(directory / "x_train_000001.npy", np.concatenate(steps))
+    np.save(directory / "x_train_000001.npy", tokens)
     np.save(directory / "x_val_000000.npy", tokens[:1000])
     Tokenizer.train(["ab"], 257).save(directory / "tokenizer.json")
     return directory
 
 
-def spiky_args(folder: Path, until=27, **changes) -> dict:
-    """A run whose spike is in the data of steps 24 to `until`."""
-    if not (directory := folder / "spiky").exists():
-        spiky_shards(directory, range(24, until))
-    constants = dict(optimizer="adamw", eval_interval=40, keep_checkpoints=0, max_lr=1e-2) | {"no-shuffle": True}
-    return constants | dict(data=directory, tokenizer=directory / "tokenizer.json") | changes
+@pytest.fixture
+def poisoned(tmp_path) -> dict:
+    """Constants of a run with three poisoned batches."""
+    shards = poisoned_shards(tmp_path / "poisoned", until=27)
+    constants = dict(optimizer="adamw", max_lr=1e-2, eval_interval=0, sample_interval=0, keep_checkpoints=0)
+    return constants | dict(data=shards, tokenizer=shards / "tokenizer.json") | {"no-shuffle": True}
 
 
-@pytest.mark.parametrize("optimizer, eval_interval", [slow("adamw", 40), ("muon", 40), ("adamw", 27)])
-def test_a_spike_goes_back_to_a_good_checkpoint_and_skips_its_data(train, tmp_path, ahead, optimizer, eval_interval):
-    options = dict(optimizer=optimizer, eval_interval=eval_interval)
-    result = train(out="spiky-run", **spiky_args(tmp_path, **options))
-    # the spike is noticed at once, or a step later unless an evaluation is due: the weights it has spoilt get none
-    read = 27 + ahead * (eval_interval != 27)
-    clean = spiky_shards(tmp_path / "clean", range(0), left_out=range(20, read))
-    train(out="clean-run", **spiky_args(tmp_path, **options) | dict(data=clean))
-    assert losses(tmp_path / "spiky-run") == losses(tmp_path / "clean-run")
-    assert weights(tmp_path / "spiky-run", 40) == weights(tmp_path / "clean-run", 40)
-    (rollback,) = log_of(tmp_path / "spiky-run", "rollback")
-    assert rollback["step"] == 20 and rollback["from_step"] == 27 and rollback["loss"] > rollback["median"] + 1
-    assert "rollback" in result.stdout
-    assert load_train_state(tmp_path / "spiky-run" / "step_000040")["data_step"] == 20 + read
+def advice(err: str) -> list[list[str]]:
+    """The words that each command of an error adds to the one that was given."""
+    return [shlex.split(words) for words in re.findall(r"(--resume(?: --\w+ [\w.]+)+)", err)]
+
+
+def test_a_spike_stops_the_run_and_names_the_checkpoint_before_it(train, run_dir, poisoned, ahead):
+    train.error("step 27: the loss has jumped from a median of", "step_000020", "--max_lr 0.005", **poisoned)
+    assert newest_intact(run_dir) == run_dir / "step_000020"
+    assert column(run_dir, "train", "step")[-1] == 27
+
+
+def test_both_commands_that_a_spike_names_continue_the_run(train, run_dir, poisoned, inline):
+    error = train.result(**poisoned).stderr
+    lower, accept = advice(error)
+    assert lower == ["--resume", "--max_lr", "0.005"]
+    options = poisoned | dict(resume=True, spike_threshold=float(accept[2]))
+    assert accept[1] == "--spike_threshold"
+    train(**options)
+    assert steps_of(run_dir)[-1] == 40
+    assert column(run_dir, "train", "step") == list(range(1, 41))
+
+
+def test_a_rate_that_is_too_high_is_cured_by_the_lower_one_that_is_named(train, run_dir, monkeypatch):
+    """Steps 25 on have 50 times the rate, as long as nobody lowers it."""
+    real = train_gpt2.learning_rate
+    options = dict(optimizer="adamw", eval_interval=0, sample_interval=0, keep_checkpoints=0, grad_clip=0.0)
+
+    def learning_rate(step, config):
+        return real(step, config) * (50 if step >= 25 and config.max_lr == 1e-2 else 1)
+
+    monkeypatch.setattr(train_gpt2, "learning_rate", learning_rate)
+    error = train.result(max_lr=1e-2, spike_threshold=0.5, **options).stderr
+    assert "the loss has jumped" in error
+    [lower, _] = advice(error)
+    train(resume=True, max_lr=float(lower[2]), spike_threshold=0.5, **options)
+    assert steps_of(run_dir)[-1] == 40
+
+
+def test_checkpoints_from_since_the_jump_are_renamed_and_none_is_written_while_the_loss_is_high(
+    train, run_dir, poisoned, ahead
+):
+    train.error("the loss has jumped", **poisoned | dict(checkpoint_interval=1))
+    # the weights of the step before the first high loss are suspect, too
+    assert steps_of(run_dir) == list(range(1, FIRST_BAD - 1))
+    assert [path.name for path in run_dir.glob("spoilt_*")] == ["spoilt_step_000024"]
+
+
+def test_an_odd_batch_only_delays_a_checkpoint(train, run_dir, poisoned, monkeypatch):
+    options = poisoned | dict(data=poisoned["data"].parent / "two")
+    poisoned_shards(options["data"], until=26)
+    result = train(**options)
+    assert "step 25: no checkpoint while the loss is high" in result.stdout
+    assert steps_of(run_dir) == [5, 10, 15, 20, 30, 35, 40]
+
+
+def test_the_last_step_is_saved_even_if_its_loss_is_high(train, run_dir, poisoned):
+    train(**poisoned | dict(max_steps=26))
+    assert steps_of(run_dir)[-1] == 26
+
+
+def test_a_spike_without_a_checkpoint_says_how_to_start_again(train, run_dir, poisoned):
+    train.error("no checkpoint from before it", "--overwrite --max_lr 0.005", **poisoned | dict(checkpoint_interval=0))
+    assert steps_of(run_dir) == []
 
 
 def test_steps_that_are_not_finite_are_no_spike_and_stop_a_run_only_in_a_row(train, run_dir, monkeypatch):
-    real = Run.log_step
+    real = Run.log
 
-    def log_step(run, loss, *others):
+    def log(run, loss, *others):
         bad = run.step in (22, 24, 25, 26, 28, 29, 30)
         real(run, loss + (math.inf if bad else 0), *others)
 
-    monkeypatch.setattr(Run, "log_step", log_step)
+    monkeypatch.setattr(Run, "log", log)
     train(max_bad_steps=4)
-    assert not log_of(run_dir, "rollback") and len(log_of(run_dir, "train")) == 40
+    assert len(log_of(run_dir, "train")) == 40
     train.error("3 steps, up to step 26", out="again", max_bad_steps=3)
 
 
-def test_a_rollback_is_resumed_exactly(train, tmp_path, run_dir):
-    """Killed after the rollback, before and after the next checkpoint."""
-    spiky = spiky_args(tmp_path)
-    train(**spiky)
-    before = losses(run_dir)
-    for kept in (20, 30):
-        remove_after(run_dir / f"step_{kept:06d}")
-        train(resume=True, **spiky)
-        assert losses(run_dir) == before, kept
-
-
-def test_spikes_that_other_data_does_not_cure_stop_the_run(train, tmp_path, run_dir):
-    spiky = spiky_args(tmp_path, until=60)
-    newest = "step_000015"  # the jump comes again right after step 20, so that this one is suspect, too
-    train.error("3 rollbacks", newest, "--max_lr", **spiky)
-    assert newest_intact(run_dir) == run_dir / newest  # the spoilt ones are gone
-
-
-def test_a_spike_without_a_checkpoint_is_reported_and_passed(train, tmp_path, run_dir):
-    spiky = spiky_args(tmp_path, until=60, checkpoint_interval=0)
-    assert "no earlier checkpoint" in train(**spiky).stdout
-    assert steps_of(run_dir) == []
-    assert column(run_dir, "train", "step") == list(range(1, 41))
+def test_a_run_that_was_spoilt_continues_with_the_losses_of_one_that_never_was(train, tmp_path, run_dir, poisoned):
+    """With the jump accepted from the start: up to it all losses are the same."""
+    train.error("the loss has jumped", **poisoned)
+    train(**poisoned | dict(resume=True, spike_threshold=0.0))
+    train(out="accepted", **poisoned | dict(spike_threshold=0.0))
+    assert losses(run_dir) == losses(tmp_path / "accepted")

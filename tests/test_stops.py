@@ -1,8 +1,10 @@
 """How a run ends and continues: signals, kills, terminals, two processes in one directory, a target."""
 
+import os
 import signal
 import subprocess
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
@@ -11,9 +13,12 @@ from parts import files
 from parts.checkpoint import ModelFiles, find_damage
 from parts.cli import UserError
 from parts.run import Run
+from tests.corpora import wait_until
 from tests.helpers import (
     SHORT,
     column,
+    command,
+    environment,
     log_of,
     losses,
     slow,
@@ -98,14 +103,14 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_until_then_no_other_process
 
 
 def test_no_evaluation_begins_after_a_signal(short, run_dir, monkeypatch):
-    real = Run.log_step
+    real = Run.log
 
-    def log_step(self, *figures):
+    def log(self, *metrics):
         if self.step == 4:
             signal.raise_signal(signal.SIGTERM)
-        real(self, *figures)
+        real(self, *metrics)
 
-    monkeypatch.setattr(Run, "log_step", log_step)
+    monkeypatch.setattr(Run, "log", log)
     result = short.result(eval_interval=4, sample_interval=4)
     assert result.returncode == 143 and "give the same command with --resume to continue\n" in result.stdout
     assert steps_of(run_dir)[-1] == 4
@@ -137,6 +142,51 @@ def test_a_signal_in_the_last_save_waits_for_it(short, run_dir, monkeypatch):
     monkeypatch.setattr(ModelFiles, "copy", copy)
     assert short.result(checkpoint_interval=3, max_steps=3).returncode == 130
     assert steps_of(run_dir) == [3] and find_damage(run_dir / "step_000003") is None
+
+
+@pytest.mark.parametrize("name, code", [("TERM", 143), slow("INT", 130)])
+def test_a_signal_to_the_group_before_the_first_step_ends_the_run_at_once(tmp_path, run_dir, name, code):
+    """While it compiles: the workers that compile get the signal, too."""
+    args = small_args(tmp_path, compile="on", n_layer=1)
+    fresh = environment(TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "compiled"))
+    process = subprocess.Popen(
+        command("train_gpt2.py", *args), env=fresh, start_new_session=True, stdout=PIPE, stderr=PIPE, text=True
+    )
+    assert wait_until(lambda: any((tmp_path / "compiled").glob("*/*")))  # code that is being compiled
+    os.killpg(process.pid, signal.Signals[f"SIG{name}"])
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == code
+    assert "Traceback" not in err
+    assert not steps_of(run_dir)
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_group_while_the_first_evaluation_compiles_saves_the_step_before(tmp_path, run_dir):
+    args = small_args(tmp_path, compile="on", n_layer=1, eval_interval=2, checkpoint_interval=0)
+    fresh = environment(TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "compiled"))
+    process = subprocess.Popen(
+        command("train_gpt2.py", *args), env=fresh, start_new_session=True, stdout=PIPE, stderr=PIPE, text=True
+    )
+    wait_for_steps(run_dir, 2, process)
+    os.killpg(process.pid, signal.SIGTERM)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 143, err
+    assert "Traceback" not in err
+    [step] = steps_of(run_dir)
+    assert step >= 2
+
+
+def test_an_error_after_a_signal_is_put_down_to_the_signal(short, run_dir, monkeypatch):
+    """A compiler that is a child of ours got the signal, too."""
+
+    def validate(*args):
+        signal.raise_signal(signal.SIGTERM)
+        raise RuntimeError("g++ was terminated")
+
+    monkeypatch.setattr(train_gpt2, "validate", validate)
+    result = short.result(eval_interval=3)
+    assert result.returncode == 143
+    assert steps_of(run_dir) == [2]
 
 
 # ---- what an interruption cut off

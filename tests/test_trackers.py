@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from parts import report as log
+from parts import report
 from tests.helpers import log_of, spoil_gradients, steps_of
 
 SHORT = dict(max_steps=4, eval_interval=2, eval_steps=1, checkpoint_interval=2, sample_interval=2)
@@ -80,7 +80,7 @@ def test_a_tracker_that_fails_ends_no_run(train, run_dir, monkeypatch, name):
 
 
 def test_a_picture_that_fails_hides_no_other_error(train, monkeypatch):
-    monkeypatch.setattr(log, "draw", fail)
+    monkeypatch.setattr(report, "draw", fail)
     assert "learning_curve.png is not drawn" in train(**SHORT).stdout
     spoil_gradients(monkeypatch, lambda step: True, float("nan"))
     train.error("no finite loss", "2 steps, up to step 2", "--resume", **SHORT | dict(max_bad_steps=2), overwrite=True)
@@ -89,22 +89,23 @@ def test_a_picture_that_fails_hides_no_other_error(train, monkeypatch):
 def test_a_step_is_logged_and_shown_in_the_units_of_its_names(tmp_path, monkeypatch, capsys):
     rt = types.SimpleNamespace(is_main=True, peak_flops=lambda: 1e12, peak_memory=lambda: 3 * 2**29, print=print)
     directory = types.SimpleNamespace(path=tmp_path, rt=rt, check=lambda: None)
-    run_log = log.RunLog(directory, types.SimpleNamespace(report_to="none", max_steps=3))
+    config = types.SimpleNamespace(report_to="none", max_steps=3)
+    run_log = report.Report(directory, config, dict(flops_per_token=5.0001e7))
     run_log.open(0)
     metrics = dict(loss=2.0, lr=1e-3, grad_norm=1.0, tokens=4096)
-    run_log.train_step(1, metrics, seconds=0.5, n_targets=4096, flops_per_token=5.0001e7)
+    run_log.train_step(1, metrics, seconds=0.5, n_targets=4096)
     run_log.close()
     units = dict(dt_ms=500.0, tokens_per_sec=8192.0, mfu=0.4096, memory_gib=1.5)
     assert log_of(tmp_path, "train") == [dict(step=1, kind="train", **metrics, **units, skipped_steps=0)]
     assert run_log.median_rate() == 8192 and run_log.last_loss() == 2.0
     assert capsys.readouterr().out == "step 1 of 3: loss 2.000, 8,192 tok/s, MFU 41%\n"
-    assert log.describe("sample", dict(text=" a\nb" + "c" * 400)) == f"sample: a\n    b{'c' * 297}"
+    assert report.describe("sample", dict(text=" a\nb" + "c" * 400)) == f"sample: a\n    b{'c' * 297}"
     terminal = io.StringIO()
     terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", terminal)
     run_log.open(0)
     assert not (tmp_path / "log.jsonl").read_bytes()
-    run_log.train_step(2, metrics, seconds=0.5, n_targets=4096, flops_per_token=5.0001e7)
+    run_log.train_step(2, metrics, seconds=0.5, n_targets=4096)
     run_log.close()
     assert re.search(r" 2/3 \[.*step/s, loss 2.000, 8,192 tok/s, MFU 41%\]", terminal.getvalue())
 

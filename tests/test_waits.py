@@ -88,14 +88,15 @@ def test_what_waits_is_seen(planted):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_nothing_in_the_loop_s_body_waits_for_the_device(train, run_dir, monkeypatch, optimizer, dtype):
-    watch, log_step = Watch(), Run.log_step
+    watch = Watch()
+    log = Run.log
 
     def first_call(*args):  # of the body
         watch.start()
         return learning_rate(*args)
 
     def last_call(*args):
-        log_step(*args)
+        log(*args)
         watch.close()
 
     def read_later(self, tensor):  # on a GPU a copy is started, and read a step later
@@ -104,9 +105,10 @@ def test_nothing_in_the_loop_s_body_waits_for_the_device(train, run_dir, monkeyp
         return lambda: values
 
     monkeypatch.setattr(train_gpt2, "learning_rate", first_call)
-    monkeypatch.setattr(Run, "log_step", last_call)
+    monkeypatch.setattr(Run, "log", last_call)
     monkeypatch.setattr(Runtime, "read_later", read_later)
-    monkeypatch.setattr(Runtime, "mark_time", lambda rt, clock=count(): next(clock))
+    clock = count()
+    monkeypatch.setattr(Runtime, "mark_time", lambda rt: next(clock))
     monkeypatch.setattr(Runtime, "steps_ahead", 1)
     with watch:
         train(dtype=dtype, optimizer=optimizer, max_steps=4, eval_interval=0, sample_interval=0, dropout=0.1)

@@ -12,9 +12,9 @@ SIZES = (1003, 517, 16, 5, 0, 1459)  # tokens of the shards: no multiple of T, a
 UNFINISHED = dict(next=dict(file=0, unit=0, skip=0), files=[], shard_size=50)  # of a manifest
 
 
-def write_shards(folder: Path, sizes=SIZES, split: str = "train", dtype=np.uint16) -> np.ndarray:
+def write_shards(folder: Path, sizes=SIZES, split: str = "train", dtype=np.uint16, vocab_size=VOCAB) -> np.ndarray:
     """Shards of random tokens; returns all of them in one array."""
-    tokens = np.random.default_rng(0).integers(0, VOCAB, sum(sizes)).astype(dtype)
+    tokens = np.random.default_rng(0).integers(0, vocab_size, sum(sizes)).astype(dtype)
     folder.mkdir(exist_ok=True)
     for i, part in enumerate(np.split(tokens, np.cumsum(sizes)[:-1])):
         np.save(folder / f"x_{split}_{i:06d}.npy", part)

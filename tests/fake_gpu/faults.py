@@ -1,22 +1,22 @@
-"""Defects that somebody could put into the training loop, for the checks to find; and one accident, a loss spike."""
+"""Defects that somebody could put into the training loop, for the checks to find."""
 
 import torch
 import torch.distributed as dist
 
 import parts.loss
-from parts.run import Run, SpikeDetector
+from parts.run import Run
 
 
 def at_the_end_of_step_3(action) -> None:
     """Call `action(run, loss)` inside the body of the training loop."""
-    log_step = Run.log_step
+    log_step = Run.log
 
     def changed(run: Run, loss, *others) -> None:
         if run.step == 3:
             action(run, loss)
         log_step(run, loss, *others)
 
-    Run.log_step = changed
+    Run.log = changed
 
 
 def waits_for_the_loss() -> None:
@@ -39,15 +39,3 @@ def sums_in_addmm() -> None:
         return torch.addmm(total, a, b, out_dtype=total.dtype)
 
     parts.loss.accumulate_matmul = accumulate
-
-
-def loss_spike() -> None:
-    """The sixth loss looks like one."""
-    add = SpikeDetector.add
-
-    def changed(detector: SpikeDetector, loss: float) -> bool:
-        add(detector, loss)
-        detector.seen = getattr(detector, "seen", 0) + 1
-        return detector.seen == 6
-
-    SpikeDetector.add = changed

@@ -96,8 +96,8 @@ def launches() -> list[int]:
 
 
 def watch_steps() -> None:
-    """Between the start of a step and its `log_step` lies the body of the training loop."""
-    steps, log_step = Run.steps, Run.log_step
+    """Between the start of a step and its `log` lies the body of the training loop."""
+    steps, log_step = Run.steps, Run.log
 
     def strict(on: bool) -> None:
         torch.cuda.set_sync_debug_mode("error" if on else "default")
@@ -122,7 +122,7 @@ def watch_steps() -> None:
         if run.step >= 3 and graphs > before["graphs"]:
             raise AssertionError(f"step {run.step} compiled {graphs - before['graphs']} more graphs")
 
-    Run.steps, Run.log_step = watched_steps, watched_log_step
+    Run.steps, Run.log = watched_steps, watched_log_step
 
 
 if __name__ == "__main__":
