@@ -172,7 +172,7 @@ def find_problem(row: dict) -> str | None:
     if not isinstance(endings, list) or len(endings) != 4 or not all(type(e) is str and e for e in endings):
         return "endings is not a list of four texts"
     label = row.get("label")
-    if str(label) not in list("0123"):
+    if isinstance(label, bool) or label not in (0, 1, 2, 3, "0", "1", "2", "3"):
         return f"label is {reprlib.repr(label)}, not 0, 1, 2 or 3"
     return None
 
@@ -317,10 +317,15 @@ def evaluate(
     model: nn.Module,
     task: Task,
     rt: Runtime,
+    batch_tokens: int = 0,
     progress: bool = False,
 ) -> dict:
-    """Score all rows; every rank returns what `score` does. It may run in the middle of training: `model` is the plain
-    module, and its mode is restored, so that its compiled and distributed wrappers notice nothing."""
+    """Score all rows; every rank returns what `score` does. `batch_tokens` of 0 is what suits the device.
+
+    It may run in the middle of training: `model` is the plain module, and its mode is restored, so that its compiled
+    and distributed wrappers notice nothing.
+    """
+    batch_tokens = batch_tokens or BATCH_TOKENS[rt.device.type]
     packed = task.packed[rt.rank :: rt.world_size]
     sums = np.zeros(task.lengths.size)
     bar = tqdm(
@@ -333,7 +338,7 @@ def evaluate(
     training = model.training
     model.eval()
     with rt.autocast(), bar:
-        for batch in batches(packed, BATCH_TOKENS[rt.device.type]):
+        for batch in batches(packed, batch_tokens):
             inputs, scored = collate(batch)
             logit_positions, targets, ending_ids = scored
             found = log_likelihoods(model, inputs, logit_positions, targets).cpu().numpy()
@@ -362,7 +367,8 @@ def collate(batch: list[Packed]) -> tuple[torch.Tensor, torch.Tensor]:
     scored = []
     for b, row in enumerate(batch):
         inputs[:, b, : len(row)] = torch.from_numpy(row.inputs)
-        scored.append(torch.from_numpy(row.scored + [[b * T], [0], [0]]))
+        shifted = row.scored + [[b * T], [0], [0]]
+        scored.append(torch.from_numpy(shifted))
     return inputs, torch.cat(scored, dim=1)
 
 

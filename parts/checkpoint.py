@@ -43,12 +43,12 @@ SUMS = "SHA256SUMS"
 
 def checkpoint_steps(run_dir: Path) -> list[tuple[int, Path]]:
     """(step, directory) of every checkpoint of a run, oldest first."""
-    found = []
+    checkpoints = []
     for path in run_dir.glob("step_*"):
-        named = re.fullmatch(r"step_(\d{1,18})", path.name)  # 18 digits fit into 64 bits; step_notes/ is not ours
-        if named and path.is_dir():
-            found.append((int(named[1]), path))
-    return sorted(found)
+        match = re.fullmatch(r"step_(\d{1,18})", path.name)  # 18 digits fit into 64 bits; step_notes/ is not ours
+        if match and path.is_dir():
+            checkpoints.append((int(match[1]), path))
+    return sorted(checkpoints)
 
 
 def find_damage(path: Path) -> str | None:
@@ -87,7 +87,7 @@ def newest_intact(run_dir: Path, before: float = math.inf) -> Path | None:
 def set_newer_aside(run_dir: Path, step: int, why: str) -> None:
     """Rename the checkpoints of a run after `step` to WHY_step_NNNNNN, so that no resume finds them. They are not
     removed: a person may want to know what has damaged or spoilt them."""
-    newer = [path for found, path in checkpoint_steps(run_dir) if found > step]
+    newer = [path for number, path in checkpoint_steps(run_dir) if number > step]
     for path in reversed(newer):  # the newest first: an interruption leaves no gap
         target = path.with_name(f"{why}_{path.name}")
         if target.exists():  # one of the same step, earlier
@@ -187,11 +187,11 @@ class CheckpointWriter:
 
     def _prune(self, val_losses: dict[int, float]) -> None:
         """Remove checkpoints that are neither new nor best. Damaged ones do not count, and stay for a person to see."""
-        found = checkpoint_steps(self.run_dir)
-        for _, path in found:
+        checkpoints = checkpoint_steps(self.run_dir)
+        for _, path in checkpoints:
             if path not in self._intact and find_damage(path) is None:
                 self._intact.add(path)
-        intact = [(step, path) for step, path in found if path in self._intact]
+        intact = [(step, path) for step, path in checkpoints if path in self._intact]
         losses = {}
         for step, path in intact:
             measured = [at for at in val_losses if at <= step]

@@ -104,7 +104,10 @@ class Observer:
     """What a rank holds when a step is complete but for the optimizer's."""
 
     def watch(self, model, optimizer) -> None:
-        self.model, self.held, self.seeds, clip = model, {}, [], optimizer.clip_grad_norm
+        self.model = model
+        self.held = {}
+        self.seeds = []
+        clip = optimizer.clip_grad_norm
 
         def clip_grad_norm(max_norm):
             params = list(model.parameters())
@@ -125,12 +128,15 @@ def copy_of_run(start: str, out_dir: Path, step=10) -> None:
 
 
 def run(args: list[str], fault: str | None = None, start: str | None = None, step=10) -> None:
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
     out_dir = Path(args[args.index("--out_dir") + 1])
     if start and rank == 0:
         copy_of_run(start, out_dir, step)
-    steps, observer = [], Observer()
-    real_train, real_rate = train_gpt2.train, train_gpt2.learning_rate
+    steps = []
+    observer = Observer()
+    real_train = train_gpt2.train
+    real_rate = train_gpt2.learning_rate
 
     def train(config, run, model, forward, optimizer, data):
         observer.watch(model, optimizer)

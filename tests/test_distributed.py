@@ -64,7 +64,8 @@ def weights_of(run: Path, step: int = 10) -> dict[str, torch.Tensor]:
 
 
 def same_weights(run: Path, reference: Path, rel=1e-5, step=10) -> None:
-    ours, theirs = weights_of(run, step), weights_of(reference, step)
+    ours = weights_of(run, step)
+    theirs = weights_of(reference, step)
     assert ours.keys() == theirs.keys()
     for name in ours:
         assert (ours[name] - theirs[name]).norm() <= rel * theirs[name].norm(), name
@@ -137,7 +138,8 @@ def test_what_is_sharded_is_unsharded_in_a_checkpoint(two_ranks, name):
     runs = [two_ranks / run / "step_000010" for run in (f"1-{name}", f"2-{name}")]
     assert {p.name for p in runs[0].iterdir()} == {p.name for p in runs[1].iterdir()}
     for ours, theirs in zip(*(load_train_state(path)["optimizer"]["optimizers"] for path in runs), strict=True):
-        assert ours["param_groups"] == theirs["param_groups"] and ours["state"].keys() == theirs["state"].keys()
+        assert ours["param_groups"] == theirs["param_groups"]
+        assert ours["state"].keys() == theirs["state"].keys()
         for i, state in ours["state"].items():
             for key, value in state.items():
                 assert (value - theirs["state"][i][key]).norm() <= 1e-4 * value.norm() + 1e-9, (i, key)
@@ -176,7 +178,9 @@ def test_compiled_checkpoints_go_on_anywhere_and_others_in_compiled_runs(two_ran
 def test_an_infinite_gradient_on_one_rank_changes_no_weight_on_any(two_ranks, fault):
     run = two_ranks / fault
     files = [(path / "model.safetensors").read_bytes() for _, path in checkpoint_steps(run)]
-    assert files[0] != files[1] and files[1] == files[2] and files[2] != files[3]
+    assert files[0] != files[1]
+    assert files[1] == files[2]
+    assert files[2] != files[3]
     assert column(run, "train", "skipped") == [None, None, True, None]
     assert column(run, "train", "skipped_steps") == [0, 0, 1, 1]
     assert log_of(run, "train")[2]["grad_norm"] is None
@@ -189,4 +193,5 @@ def test_an_infinite_gradient_on_one_rank_changes_no_weight_on_any(two_ranks, fa
 @pytest.mark.parametrize("kind", OUT_OF_MEMORY)
 def test_all_ranks_leave_a_trial_together_whichever_runs_out_of_memory(two_ranks, kind):
     one, two = read_json(two_ranks / f"{kind}.json")
-    assert one["size"] == two["size"] == 4 and one["norm"] == pytest.approx(two["norm"])  # and gradients are exchanged
+    assert one["size"] == two["size"] == 4
+    assert one["norm"] == pytest.approx(two["norm"])  # and gradients are exchanged

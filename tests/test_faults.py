@@ -35,7 +35,8 @@ def test_a_full_disk_gives_one_line_and_loses_no_checkpoint(train, tmp_path, sma
     result = train.result(out="disk/run", sample_interval=0, keep_checkpoints=0, checkpoint_interval=1, eval_interval=0)
     assert_user_error(result, "no space left on the disk of", "--resume")
     steps = steps_of(run)
-    assert steps == list(range(1, len(steps) + 1)) and steps
+    assert steps == list(range(1, len(steps) + 1))
+    assert steps
     assert not any(map(find_damage, run.glob("step_*")))
     assert [p.name for p in run.glob(".*")] == [".lock"]  # what did not fit is gone
     assert len(log_of(run, "train")) < 40  # it does not go on without being able to save
@@ -66,7 +67,8 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_changes_nothing_in_i
 ):
     """A write that waits for training to log another step would never end if training waited for it."""
     train(out="quick", max_steps=4, checkpoint_interval=2, eval_interval=0)
-    real, waited = checkpoint.save_model, []
+    real = checkpoint.save_model
+    waited = []
 
     def save_model(path, model, tokenizer):
         step = int(path.name.split(".")[1].removeprefix("step_"))

@@ -1,6 +1,5 @@
 """HellaSwag: scores equal a loop over single sequences and lm-evaluation-harness; bad input is one clear line."""
 
-import json
 import random
 import re
 from copy import deepcopy
@@ -28,7 +27,6 @@ from tests.helpers import (
     read_json,
     slow,
     succeed,
-    table,
     write_lines,
 )
 
@@ -42,7 +40,8 @@ def make_rows(n: int, seed: int = 0) -> list[dict]:
     text = lambda low, high: " ".join(rng.choices(words, k=rng.randint(low, high)))  # noqa: E731
     rows = []
     for number in range(n):
-        ctx_a, ctx_b = text(3, 25) + ".", rng.choice(["", text(1, 3)])
+        ctx_a = text(3, 25) + "."
+        ctx_b = rng.choice(["", text(1, 3)])
         endings = [text(1, 12) for _ in range(4)]
         if number % 3 == 0:
             ctx_a = f"[header] {text(2, 4)} [title] {ctx_a} [step] {text(2, 9)}"
@@ -75,7 +74,8 @@ def checkpoint(model, small_tokenizer, tmp_path_factory) -> Path:
 @torch.no_grad()
 def log_likelihood(model: GPT, context: list[int], ending: list[int]) -> float:
     """Of an ending after a context: one unpadded sequence at a time, window after window."""
-    total, window = 0.0, model.config.n_positions
+    total = 0.0
+    window = model.config.n_positions
     for start in range(0, len(ending), window):
         piece = ending[start : start + window]
         ids = torch.tensor((context + ending[: start + len(piece)])[-(window + 1) :])
@@ -97,15 +97,14 @@ def one_by_one(model: GPT, small_tokenizer, rows: list[dict], style: str) -> tup
 
 @pytest.mark.parametrize("batch_tokens", [1, 100, 5000])
 @pytest.mark.parametrize("style", STYLES)
-def test_batched_scores_equal_one_sequence_at_a_time(model, small_tokenizer, rt, style, batch_tokens, monkeypatch):
+def test_batched_scores_equal_one_sequence_at_a_time(model, small_tokenizer, rt, style, batch_tokens):
     short = ["a", "é", "a", "中文"]  # one token, or equal; and fewer characters than bytes
     rows = make_rows(25) + [row | dict(endings=short) for row in make_rows(3)]
     lengths = [len(small_tokenizer.encode_ordinary(row["ctx"])) for row in rows]
     assert min(lengths) < WINDOW < max(lengths)  # some contexts are cut, some are not
     sums, counts = one_by_one(model, small_tokenizer, rows, style)
     task = prepare(rows, small_tokenizer, model.config, style)
-    monkeypatch.setitem(hellaswag.BATCH_TOKENS, "cpu", batch_tokens)
-    result = evaluate(model, task, rt)
+    result = evaluate(model, task, rt, batch_tokens)
     np.testing.assert_allclose(result["log_likelihoods"], sums, rtol=0, atol=1e-4)
     endings = [STYLES[style][0](row)[1] for row in rows]
     units = [[len(e) for e in four] for four in endings] if style == "harness" else counts
@@ -123,7 +122,8 @@ def test_batched_scores_equal_one_sequence_at_a_time(model, small_tokenizer, rt,
 @pytest.fixture
 def fed(model, monkeypatch) -> list[list[int]]:
     """The rows of tokens that the model was given, padding included."""
-    rows, hidden = [], model.hidden
+    rows = []
+    hidden = model.hidden
     monkeypatch.setattr(model, "hidden", lambda idx, *rest: rows.extend(idx.tolist()) or hidden(idx, *rest))
     return rows
 
@@ -144,7 +144,7 @@ def score_ids(model, rt, context: list[int], *endings: list[int]) -> dict:
     """Score one row whose tokens are given."""
     context, *endings = (" ".join(map(str, ids)) for ids in (context, *endings))
     row = dict(ctx=context, endings=endings, label=0)
-    return evaluate(model, prepare([row], Ids(), model.config, "completion"), rt)
+    return evaluate(model, prepare([row], Ids(), model.config, "completion"), rt, batch_tokens=1)
 
 
 def test_the_context_is_fed_once_and_the_last_token_of_an_ending_never(model, rt, fed):
@@ -157,8 +157,10 @@ def test_what_does_not_fit_is_split_with_the_context_cut_from_the_left(model, rt
     assert len(fed) == 1  # just fits
     fed.clear()
     score_ids(model, rt, list(range(100, 150)), [1, 2, 3, 4], [5], [6, 7], [8])
-    assert [*range(105, 150), 1, 2, 3] in fed and list(range(102, 150)) in fed
-    assert len(fed) == 4 and all(len(row) == WINDOW for row in fed)
+    assert [*range(105, 150), 1, 2, 3] in fed
+    assert list(range(102, 150)) in fed
+    assert len(fed) == 4
+    assert all(len(row) == WINDOW for row in fed)
 
 
 def test_an_ending_longer_than_the_window_counts_with_every_token(model, rt, fed):
@@ -193,7 +195,8 @@ class Products(TorchDispatchMode):
 
     def __init__(self, n_columns: int):
         super().__init__()
-        self.n_columns, self.found = n_columns, set()
+        self.n_columns = n_columns
+        self.found = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -213,7 +216,8 @@ def test_logits_are_true_fp32_in_every_precision(model, small_tokenizer, dtype):
         with Products(model.config.vocab_size) as products:
             evaluate(model, task, rt)
         assert products.found == {(torch.float32, False, "ieee")}
-        assert torch.get_float32_matmul_precision() == "high" and torch.backends.cuda.matmul.allow_tf32
+        assert torch.get_float32_matmul_precision() == "high"
+        assert torch.backends.cuda.matmul.allow_tf32
     finally:
         torch.set_float32_matmul_precision(before)
 
@@ -224,7 +228,8 @@ def test_weights_that_are_not_finite_have_no_accuracy(small_tokenizer, rt):
     with torch.no_grad():
         model.transformer.h[0].mlp.c_fc.weight[0, 0] = float("nan")
     result = evaluate(model, task, rt)
-    assert result["n"] == 3 and all(result[k] is None for k in LOGGED if k != "n")
+    assert result["n"] == 3
+    assert all(result[k] is None for k in LOGGED if k != "n")
 
 
 def test_scoring_leaves_mode_gradients_and_random_numbers_alone(model, small_tokenizer, rt):
@@ -234,7 +239,8 @@ def test_scoring_leaves_mode_gradients_and_random_numbers_alone(model, small_tok
         model.train(training)
         evaluate(model, task, rt)
         assert all(module.training == training for module in model.modules())
-    assert torch.equal(rng, torch.get_rng_state()) and all(p.grad is None for p in model.parameters())
+    assert torch.equal(rng, torch.get_rng_state())
+    assert all(p.grad is None for p in model.parameters())
 
 
 # ------------------------------------------------------------------------------------------------------ the harness
@@ -256,7 +262,8 @@ def test_scores_equal_those_of_lm_eval(checkpoint, model, small_tokenizer, rt, t
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     tokens = {row["ind"]: encode_together(small_tokenizer, *harness(row)) for row in make_rows(80)}
     rows = [row for row in make_rows(80) if max(map(len, tokens[row["ind"]][1])) <= WINDOW]
-    assert len(rows) > 30 and max(len(tokens[row["ind"]][0]) for row in rows) > WINDOW
+    assert len(rows) > 30
+    assert max(len(tokens[row["ind"]][0]) for row in rows) > WINDOW
     (task,) = re.findall("```yaml\n(.+?)```", (ROOT / "docs/hellaswag.md").read_text(), re.DOTALL)
     data = write_lines(tmp_path / "rows.jsonl", rows)
     (tmp_path / "local.yaml").write_text(task.replace("/path/to/hellaswag_val.jsonl", str(data)))
@@ -298,11 +305,14 @@ def test_both_styles_are_reported_by_name_written_as_json_and_shown(run, tmp_pat
         (line,) = (line for line in result.stdout.splitlines() if line.startswith(style + " "))
         assert all(f"{name} {scores[style][name]:.4f} ± " in line for name in ("acc", "gold_bpb"))
         assert line.endswith("N 7")
-    assert "per token" in result.stdout and "per character" in result.stdout
-    shown, found = result.stdout.split("row 2: ")[1].splitlines(), scores["completion"]
+    assert "per token" in result.stdout
+    assert "per character" in result.stdout
+    shown = result.stdout.split("row 2: ")[1].splitlines()
+    found = scores["completion"]
     assert shown[0] == rows[1]["ctx"]
     for k, line in enumerate(shown[2:6]):
-        assert line.endswith(rows[1]["endings"][k]) and f"{-found['log_likelihoods'][1][k]:.2f}" in line
+        assert line.endswith(rows[1]["endings"][k])
+        assert f"{-found['log_likelihoods'][1][k]:.2f}" in line
         assert (">" in line[:2], "*" in line[:2]) == (found["predictions_norm"][1] == k, rows[1]["label"] == k)
     assert "row 3" not in result.stdout
 
@@ -311,7 +321,8 @@ def test_the_control_scores_the_endings_of_an_adapted_model_after_contexts_of_ot
     run, tmp_path, model, small_tokenizer, rt
 ):
     save_adapter(adapter_of := adapted(deepcopy(model)), tmp_path / "adapter")
-    rows, options = make_rows(5), dict(style="completion", json=tmp_path / "scores.json", control=True, show=9)
+    rows = make_rows(5)
+    options = dict(style="completion", json=tmp_path / "scores.json", control=True, show=9)
     result = run(data=write_lines(tmp_path / "rows.jsonl", rows), adapter=tmp_path / "adapter", **options)
     assert result.returncode == 0, result.stderr
     others = [rows[i] | dict(ctx=rows[k]["ctx"]) for i, k in enumerate([2, 3, 4, 0, 1])]  # no row has its own
@@ -326,25 +337,29 @@ def test_the_control_scores_the_endings_of_an_adapted_model_after_contexts_of_ot
     assert_user_error(run(data=tmp_path / "rows.jsonl", limit=1, control=True), "--control", "one row")
 
 
-BAD = """
-[] | ctx is not text
-{"endings": ["a", "b", "c"]} | four texts
-{"endings": ["a", "b", "c", ""]} | four texts
-{"label": null} | label is None
-{"label": 4} | label is 4, not 0, 1, 2 or 3
-{"label": true} | label is True
-{"ctx": null} | ctx is not text
-{"ctx_a": null} | ctx_a is not text
-{"ctx_b": null} | ctx_b is not text
-{"activity_label": null} | activity_label is not text
-"""
+BAD = [
+    (dict(endings=["a", "b", "c"]), "four texts"),
+    (dict(endings=["a", "b", "c", ""]), "four texts"),
+    (dict(label=None), "label is None"),
+    (dict(label=4), "label is 4, not 0, 1, 2 or 3"),
+    (dict(label=True), "label is True"),
+    (dict(ctx=None), "ctx is not text"),
+    (dict(ctx_a=None), "ctx_a is not text"),
+    (dict(ctx_b=None), "ctx_b is not text"),
+    (dict(activity_label=None), "activity_label is not text"),
+]
 
 
-@pytest.mark.parametrize("change, words", table(BAD))
+@pytest.mark.parametrize("change, words", BAD)
 def test_a_malformed_row_is_named_with_its_number(run, tmp_path, change, words):
-    (good,), change = make_rows(1), json.loads(change)
-    data = write_lines(tmp_path / "rows.jsonl", [good, good | change if change else change])
-    assert_user_error(run(data=data), "row 2", *words)
+    [good] = make_rows(1)
+    data = write_lines(tmp_path / "rows.jsonl", [good, good | change])
+    assert_user_error(run(data=data), "row 2", words)
+
+
+def test_a_row_that_is_no_object_is_named_with_its_number(run, tmp_path):
+    data = write_lines(tmp_path / "rows.jsonl", [*make_rows(1), []])
+    assert_user_error(run(data=data), "row 2", "ctx is not text")
 
 
 @pytest.mark.parametrize("label", [0, 1, 2, 3, "0", "1", "2", "3"])
@@ -370,7 +385,8 @@ def test_a_model_whose_numbers_are_not_finite_is_one_line_and_writes_nothing(run
     with torch.no_grad():
         model.transformer.wte.weight[7] = 3e38  # finite, but its logits are not
     save_model(tmp_path / "bad", model, small_tokenizer)
-    data, scores = write_lines(tmp_path / "rows.jsonl", make_rows(2)), tmp_path / "scores.json"
+    data = write_lines(tmp_path / "rows.jsonl", make_rows(2))
+    scores = tmp_path / "scores.json"
     scores.write_text("of an earlier model")
     assert_user_error(
         run(data=data, json=scores, model=tmp_path / "bad"), "bad computes numbers that are not finite in torch.float32"
@@ -398,7 +414,8 @@ def test_without_the_hub_one_line_says_what_to_do_and_training_continues(run, tr
     assert_user_error(run(), "Rowan/hellaswag", "HF_ENDPOINT", "--data")
     options = dict(max_steps=2, hellaswag_interval=1)
     result = train(**options)
-    assert "without HellaSwag" in result.stderr and "--hellaswag_data" in result.stderr
+    assert "without HellaSwag" in result.stderr
+    assert "--hellaswag_data" in result.stderr
     # not without a file that was named
     train.error("absent.jsonl", "--hellaswag_data", out="other", hellaswag_data="absent.jsonl", **options)
 

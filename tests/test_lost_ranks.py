@@ -98,13 +98,15 @@ def test_ranks_end_with_a_checkpoint_when_their_launcher_is_stopped_or_killed(lo
         assert time.monotonic() < deadline
         time.sleep(0.1)
     step, path = checkpoint_steps(run)[-1]
-    assert find_damage(path) is None and step == log_of(run, "train")[-1]["step"] > 20
+    assert find_damage(path) is None
+    assert step == log_of(run, "train")[-1]["step"] > 20
 
 
 @pytest.fixture
 def two_nodes():
     """Two network namespaces that share one cable, and nothing else."""
-    names, addresses = ("gpt-node-0", "gpt-node-1"), ("10.213.7.1", "10.213.7.2")
+    names = ("gpt-node-0", "gpt-node-1")
+    addresses = ("10.213.7.1", "10.213.7.2")
     if not shutil.which("ip") or subprocess.run(["ip", "netns", "add", names[0]], capture_output=True).returncode:
         pytest.skip("network namespaces are not permitted here")
     subprocess.run(["ip", "netns", "add", names[1]], check=True)
@@ -139,7 +141,8 @@ def kill(process: subprocess.Popen) -> None:
 def end_well(run: Path, processes: list[subprocess.Popen]) -> None:
     outputs = [process.communicate(timeout=400)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], "\n".join(output[-3000:] for output in outputs)
-    assert "resuming from" in outputs[0] + outputs[1] and "4 ranks" in outputs[0] + outputs[1]
+    assert "resuming from" in outputs[0] + outputs[1]
+    assert "4 ranks" in outputs[0] + outputs[1]
     same_losses(run, run.parent / "long")
 
 
@@ -147,12 +150,14 @@ def end_well(run: Path, processes: list[subprocess.Popen]) -> None:
 @pytest.mark.parametrize("killed, shard", [(1, "none"), (1, "full"), (0, "optimizer")])
 def test_a_node_that_is_killed_and_comes_back_continues_with_the_other(long_run, two_nodes, killed, shard):
     """Without the first node, where they meet, the second ends too, and both are started again."""
-    run, head = long_run / f"node-{killed}-killed-{shard}", two_nodes[0][2]
+    run = long_run / f"node-{killed}-killed-{shard}"
+    head = two_nodes[0][2]
     nodes = [start_node(long_run, run.name, node, head, shard=shard) for node in two_nodes]
     wait_for_steps(run, 25, nodes[1 - killed])
     kill(nodes[killed])
     if killed == 0:
-        assert nodes[1].communicate(timeout=60) and nodes[1].returncode == 1
+        assert nodes[1].communicate(timeout=60)
+        assert nodes[1].returncode == 1
         nodes[1] = start_node(long_run, run.name, two_nodes[1], head, shard=shard)
     nodes[killed] = start_node(long_run, run.name, two_nodes[killed], head, shard=shard)
     end_well(run, nodes)

@@ -92,9 +92,11 @@ def test_damaged_checkpoints_that_a_resume_skips_are_set_aside(short, run_dir):
         damage_weights(run_dir / f"step_{step:06d}")
     (run_dir / "damaged_step_000008").mkdir()  # of an earlier resume
     assert "step_000012" in short(max_steps=7, checkpoint_interval=50, keep_checkpoints=2, resume=True).stderr
-    assert steps_of(run_dir) == [4, 7] and find_damage(run_dir / "step_000007") is None
+    assert steps_of(run_dir) == [4, 7]
+    assert find_damage(run_dir / "step_000007") is None
     damaged = {path.name.removeprefix("damaged_step_0000") for path in run_dir.glob("damaged_*")}
-    assert damaged == {"08", "08.1", "12"} and find_damage(run_dir / "damaged_step_000008")
+    assert damaged == {"08", "08.1", "12"}
+    assert find_damage(run_dir / "damaged_step_000008")
 
 
 def test_a_list_of_checksums_that_was_cut_between_two_lines_is_damaged(short, run_dir):
@@ -148,11 +150,13 @@ def test_overwrite_with_a_mistake_in_it_leaves_the_old_run_as_it_was(short, tmp_
     before = files_of(run_dir)
     for mistake in (dict(data="nowhere"), dict(tokenizer="nowhere.json"), dict(init_from="./nowhere"), dict(n_head=3)):
         short.error(overwrite=True, **mistake)
-        assert files_of(run_dir) == before and not (tmp_path / "run.1").exists()
+        assert files_of(run_dir) == before
+        assert not (tmp_path / "run.1").exists()
 
 
 def test_overwrite_renames_the_old_run_and_deletes_none(short, tmp_path):
-    run, old = tmp_path / "run", []
+    run = tmp_path / "run"
+    old = []
     short()
     (run / "notes").write_text("mine")
     short.error("--resume", "--overwrite")  # never in silence
@@ -161,13 +165,15 @@ def test_overwrite_renames_the_old_run_and_deletes_none(short, tmp_path):
         result = short(max_steps=max_steps, checkpoint_interval=0, overwrite=True)
         assert f"run.{len(old)}" in result.stdout
         assert [files_of(tmp_path / f"run.{i + 1}") for i in range(len(old))] == old
-        assert len(log_of(run, "train")) == max_steps and not (run / "notes").exists()
+        assert len(log_of(run, "train")) == max_steps
+        assert not (run / "notes").exists()
     short(out="run.1", max_steps=8, resume=True)  # the old one can be continued
 
 
 def test_an_old_run_that_cannot_be_renamed_is_unchanged(short, run_dir, monkeypatch):
     short()
-    before, real = files_of(run_dir), Path.rename
+    before = files_of(run_dir)
+    real = Path.rename
 
     def rename(path, target):
         if path == run_dir:
@@ -181,7 +187,8 @@ def test_an_old_run_that_cannot_be_renamed_is_unchanged(short, run_dir, monkeypa
 
 def test_while_a_run_replaces_another_one_its_directory_is_locked_and_the_old_one_is_not(short, tmp_path, monkeypatch):
     short()
-    real, free = train_gpt2.validate, []
+    real = train_gpt2.validate
+    free = []
 
     def validate(*args):
         for name in ("run", "run.1"):
@@ -211,7 +218,8 @@ def test_a_checkpoint_that_is_a_link_is_pruned_and_what_it_links_to_stays(short,
     moved = (run_dir / "step_000004").rename(tmp_path / "elsewhere")
     (run_dir / "step_000004").symlink_to(moved)
     short(max_steps=7, keep_checkpoints=1, resume=True)
-    assert steps_of(run_dir) == [7] and find_damage(moved) is None
+    assert steps_of(run_dir) == [7]
+    assert find_damage(moved) is None
 
 
 def test_a_place_that_holds_other_things_or_does_not_exist_is_refused(train, short, tmp_path):
@@ -251,7 +259,8 @@ SLOW = [slow(moment) for moment in MOMENTS if moment not in QUICK]
 def test_a_run_whose_directory_was_renamed_ends_and_touches_no_other(train, tmp_path, monkeypatch, moment):
     owner, name, another = MOMENTS[moment]
     real = getattr(owner, name)
-    place, moved = tmp_path / "run", tmp_path / "moved"
+    place = tmp_path / "run"
+    moved = tmp_path / "moved"
     options = SHORT | dict(eval_interval=2, keep_checkpoints=1)
     train(out="other", **options | dict(max_steps=4, keep_checkpoints=0))
     n_losses = itertools.count(1)
@@ -268,7 +277,8 @@ def test_a_run_whose_directory_was_renamed_ends_and_touches_no_other(train, tmp_
         if moment == "a spike":
             context.setattr(LossWatch, "is_spike", property(lambda _: next(n_losses) == 6))
         train.error(f"{place} was renamed or removed", **options | dict(max_steps=100))
-    before, after = (files_of(tmp_path / "other") if another else {}), files_of(place)
+    before = files_of(tmp_path / "other") if another else {}
+    after = files_of(place)
     for files in (before, after):  # a picture that was being drawn may still land there; its owner draws it again
         files.pop("learning_curve.png", None)
     assert before == after
@@ -339,8 +349,10 @@ def test_a_damaged_config_is_replaced_by_the_newest_checkpoint_s(train, tmp_path
     for damaged in ("", "[]", "{}", '{"max_lr": 1', None):
         config.unlink() if damaged is None else config.write_text(damaged)
         result = inline(train_gpt2.main, *words)
-        assert result.returncode == 0 and f"warning: {config}" in result.stderr
-        assert column(run_dir, "run", "changed")[-1].keys() == {"max_steps"} and read_json(config) == wanted
+        assert result.returncode == 0
+        assert f"warning: {config}" in result.stderr
+        assert column(run_dir, "run", "changed")[-1].keys() == {"max_steps"}
+        assert read_json(config) == wanted
         remove_after(run_dir, 6)
     for path in steps_of(run_dir):
         (run_dir / f"step_{path:06d}" / SUMS).unlink()
@@ -395,7 +407,8 @@ def test_a_resume_takes_from_the_run_what_is_not_given(short, tmp_path, run_dir,
     remove_after(run_dir, 4)
     words = ["--resume", f"--out_dir={run_dir}", "--no_shuffle", "--keep_checkpoints", 5, "--init_from=gpt2"]
     result = inline(train_gpt2.main, *words)  # of another recipe, by its name
-    assert result.returncode == 0 and "rises" not in result.stdout, result.stderr
+    assert result.returncode == 0, result.stderr
+    assert "rises" not in result.stdout, result.stderr
     assert losses(run_dir) == losses(tmp_path / "whole")
     assert log_of(run_dir, "run")[-1]["changed"] == dict(keep_checkpoints=[0, 5])
 
@@ -525,7 +538,8 @@ def test_what_the_table_says_takes_effect_does_and_is_noted(train, short, run_di
     # the optimizer keeps its moments, and has the new constants
     adamw, muon = load_train_state(run_dir / "step_000009")["optimizer"]["optimizers"]
     decayed, plain = adamw["param_groups"]
-    assert decayed["betas"] == (0.8, 0.9) and decayed["eps"] == 1e-7
+    assert decayed["betas"] == (0.8, 0.9)
+    assert decayed["eps"] == 1e-7
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.2, 0.0)
     assert (decayed["initial_lr"], muon["param_groups"][0]["initial_lr"]) == (1e-3, 0.01)
     assert column(run_dir, "val", "step") == [6, 9]  # the first, due by now, is made up for

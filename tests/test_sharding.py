@@ -52,7 +52,8 @@ def test_a_sharded_model_trains_as_an_unsharded_one(pairs, name):
 
 def test_a_sharded_model_writes_the_same_samples(pairs):
     texts = [column(pairs / f"sample-{kind}", "sample", "text") for kind in ("none", "sharded")]
-    assert texts[0] == texts[1] and len(texts[0]) == 1
+    assert texts[0] == texts[1]
+    assert len(texts[0]) == 1
 
 
 def test_a_sharded_model_can_be_asked_for_a_sample_before_its_first_step(pairs):

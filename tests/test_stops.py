@@ -60,7 +60,8 @@ def test_a_run_outlives_the_readers_of_its_output(tmp_path, run_dir, closed):
     if "stderr" not in closed:
         process.stderr.read()
     assert process.wait(60) == 0
-    assert len(log_of(run_dir, "train")) == 30 and steps_of(run_dir)[-1] == 30
+    assert len(log_of(run_dir, "train")) == 30
+    assert steps_of(run_dir)[-1] == 30
 
 
 def test_what_was_ignored_when_a_run_began_stays_ignored(short, run_dir, monkeypatch):
@@ -97,9 +98,11 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_until_then_no_other_process
         train.error("another process", str(run_dir), **word)
     process.send_signal(signal.Signals[f"SIG{name}"])
     _, err = process.communicate(timeout=60)
-    assert process.returncode == code and "Traceback" not in err
+    assert process.returncode == code
+    assert "Traceback" not in err
     [step] = steps_of(run_dir)
-    assert find_damage(run_dir / f"step_{step:06d}") is None and step == losses(run_dir)[-1][0]
+    assert find_damage(run_dir / f"step_{step:06d}") is None
+    assert step == losses(run_dir)[-1][0]
 
 
 def test_no_evaluation_begins_after_a_signal(short, run_dir, monkeypatch):
@@ -112,9 +115,11 @@ def test_no_evaluation_begins_after_a_signal(short, run_dir, monkeypatch):
 
     monkeypatch.setattr(Run, "log", log)
     result = short.result(eval_interval=4, sample_interval=4)
-    assert result.returncode == 143 and "give the same command with --resume to continue\n" in result.stdout
+    assert result.returncode == 143
+    assert "give the same command with --resume to continue\n" in result.stdout
     assert steps_of(run_dir)[-1] == 4
-    assert not log_of(run_dir, "val") and not log_of(run_dir, "sample")
+    assert not log_of(run_dir, "val")
+    assert not log_of(run_dir, "sample")
 
 
 def test_a_signal_in_an_evaluation_ends_the_run_after_it_and_a_resume_makes_up_for_the_rest(
@@ -125,7 +130,8 @@ def test_a_signal_in_an_evaluation_ends_the_run_after_it_and_a_resume_makes_up_f
     with monkeypatch.context() as context:
         signal_while_validating(context, signal.SIGTERM)
         assert train.result(**options).returncode == 143
-    assert not log_of(run_dir, "sample") and steps_of(run_dir) == [2]
+    assert not log_of(run_dir, "sample")
+    assert steps_of(run_dir) == [2]
     train(**options | dict(resume=True))
     assert losses(run_dir) == losses(tmp_path / "whole")
     assert samples(run_dir) == samples(tmp_path / "whole")
@@ -141,7 +147,8 @@ def test_a_signal_in_the_last_save_waits_for_it(short, run_dir, monkeypatch):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell ignores it
     monkeypatch.setattr(ModelFiles, "copy", copy)
     assert short.result(checkpoint_interval=3, max_steps=3).returncode == 130
-    assert steps_of(run_dir) == [3] and find_damage(run_dir / "step_000003") is None
+    assert steps_of(run_dir) == [3]
+    assert find_damage(run_dir / "step_000003") is None
 
 
 @pytest.mark.parametrize("name, code", [("TERM", 143), slow("INT", 130)])
@@ -241,11 +248,14 @@ def test_a_target_loss_ends_the_run_with_a_checkpoint(short, run_dir):
     options = dict(max_steps=100, checkpoint_interval=0, eval_interval=2, sample_interval=1000)
     assert "--resume --target_loss 0\n" in short(**options, target_loss=5.7).stdout  # what continues it
     last = log_of(run_dir, "val")[-1]
-    assert last["loss"] <= 5.7 and last["step"] < 100 and steps_of(run_dir) == [last["step"]]
+    assert last["loss"] <= 5.7
+    assert last["step"] < 100
+    assert steps_of(run_dir) == [last["step"]]
     assert all(r["loss"] > 5.7 for r in log_of(run_dir, "val")[:-1])
     assert column(run_dir, "sample", "step") == [last["step"]]  # as at any run's end
     [target] = log_of(run_dir, "target")  # what it took
-    tokens, operations = last["step"] * 256, log_of(run_dir, "run")[0]["flops_per_token"]
+    tokens = last["step"] * 256
+    operations = log_of(run_dir, "run")[0]["flops_per_token"]
     assert (target["step"], target["tokens"]) == (last["step"], tokens)
     assert target["hours"] == pytest.approx(sum(column(run_dir, "train", "dt_ms")) / 3.6e6)
     assert target["petaflop"] == pytest.approx(tokens * operations / 1e15)

@@ -31,7 +31,8 @@ class Tracker(types.ModuleType):
     """A stand-in for wandb and trackio."""
 
     def init(self, **options):
-        self.options, self.held = options, {}
+        self.options = options
+        self.held = {}
 
     def log(self, numbers: dict, step: int):
         self.held |= {(name, step): value for name, value in numbers.items()}
@@ -47,12 +48,15 @@ def test_a_tracker_gets_the_constants_and_every_number(train, run_dir, monkeypat
     train(**SHORT, report_to=name)
     assert expected(run_dir).items() <= tracker.held.items()
     assert tracker.ended_with == len(tracker.held)  # after the last number
-    assert tracker.options["name"] == "run" and tracker.options["config"]["n_embd"] == 32
+    assert tracker.options["name"] == "run"
+    assert tracker.options["config"]["n_embd"] == 32
     assert tracker.options[own] == dict(wandb=str(run_dir), trackio="never")[name]
 
 
 def test_tensorboard_holds_the_figures_and_forgets_the_steps_that_come_again(train, run_dir, monkeypatch):
-    module, made, held = types.ModuleType("torch.utils.tensorboard"), [], {}
+    module = types.ModuleType("torch.utils.tensorboard")
+    made = []
+    held = {}
 
     def add_scalar(name, number, step):
         held[name, step] = number
@@ -97,7 +101,8 @@ def test_a_step_is_logged_and_shown_in_the_units_of_its_names(tmp_path, monkeypa
     run_log.close()
     units = dict(dt_ms=500.0, tokens_per_sec=8192.0, mfu=0.4096, memory_gib=1.5)
     assert log_of(tmp_path, "train") == [dict(step=1, kind="train", **metrics, **units, skipped_steps=0)]
-    assert run_log.median_rate() == 8192 and run_log.last_loss() == 2.0
+    assert run_log.median_rate() == 8192
+    assert run_log.last_loss() == 2.0
     assert capsys.readouterr().out == "step 1 of 3: loss 2.000, 8,192 tok/s, MFU 41%\n"
     assert report.describe("sample", dict(text=" a\nb" + "c" * 400)) == f"sample: a\n    b{'c' * 297}"
     terminal = io.StringIO()
@@ -115,4 +120,5 @@ def test_a_missing_tracker_says_what_to_install_before_anything_changes(train, t
     train(**SHORT)
     monkeypatch.setitem(sys.modules, module, None)
     train.error(f"pip install {name}", **SHORT, report_to=name, overwrite=True)
-    assert steps_of(tmp_path / "run") == [2, 4] and not (tmp_path / "run.1").exists()
+    assert steps_of(tmp_path / "run") == [2, 4]
+    assert not (tmp_path / "run.1").exists()

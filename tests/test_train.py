@@ -31,7 +31,6 @@ from tests.helpers import (
     log_of,
     losses,
     n_logged,
-    options_of,
     read_json,
     read_lines,
     slow,
@@ -39,7 +38,6 @@ from tests.helpers import (
     spoil_gradients,
     steps_of,
     succeed,
-    table,
     text_file,
     weights,
 )
@@ -59,8 +57,10 @@ def finished(tmp_path_factory):
 def test_a_run_learns_and_leaves_everything_that_it_should(finished):
     tmp_path, result = finished
     run = tmp_path / "run"
-    train, val = log_of(run, "train"), log_of(run, "val")
-    assert column(run, "train", "step") == list(range(1, 41)) and column(run, "val", "step") == [10, 20, 30, 40]
+    train = log_of(run, "train")
+    val = log_of(run, "val")
+    assert column(run, "train", "step") == list(range(1, 41))
+    assert column(run, "val", "step") == [10, 20, 30, 40]
     assert val[-1]["loss"] < train[0]["loss"] - 1
     assert (run / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     assert (run / "samples.txt").read_text().count("--- step") == 2
@@ -81,7 +81,8 @@ def test_a_run_learns_and_leaves_everything_that_it_should(finished):
 
 def test_bits_per_byte_is_the_loss_of_the_whole_text_over_its_bytes(finished):
     run = finished[0] / "run"
-    model, tokenizer = GPT.from_pretrained(run / "step_000040").eval(), Tokenizer.load(run / "step_000040")
+    model = GPT.from_pretrained(run / "step_000040").eval()
+    tokenizer = Tokenizer.load(run / "step_000040")
     [shard] = (finished[0] / "cache").glob("*/*_val_000000.npy")
     ids = torch.from_numpy(np.load(shard)[: 2 * 256 + 1].astype(np.int64))  # eval_steps x total_batch_size
     with torch.no_grad():
@@ -134,7 +135,8 @@ def test_a_run_that_diverges_is_told_why_and_one_that_does_not_what_to_try_next(
     result = train(max_steps=1, max_lr=50)
     assert read_json(run_dir / "config.json")["warmup_steps"] == 1  # not 4: no longer than the run
     words = re.findall("diverged|Now try", result.stdout)
-    assert "".join(words) == ADVICE[above] and ("--max_lr 50" in result.stdout) == (words == ["diverged"])
+    assert "".join(words) == ADVICE[above]
+    assert ("--max_lr 50" in result.stdout) == (words == ["diverged"])
 
 
 def test_without_a_terminal_a_line_is_printed_as_soon_as_one_is_due(train, monkeypatch):
@@ -144,7 +146,8 @@ def test_without_a_terminal_a_line_is_printed_as_soon_as_one_is_due(train, monke
 
 def test_no_rank_waits_for_a_tokenizer_in_an_exchange(train, monkeypatch):
     """Which would end it after ten minutes: it waits for a lock."""
-    callers, prepare = [], shards.prepare_text
+    callers = []
+    prepare = shards.prepare_text
 
     def watched(*args):
         callers.extend(frame.function for frame in inspect.stack())
@@ -152,7 +155,8 @@ def test_no_rank_waits_for_a_tokenizer_in_an_exchange(train, monkeypatch):
 
     monkeypatch.setattr(shards, "prepare_text", watched)
     train(max_steps=1)
-    assert "main" in callers and "broadcast_from_main" not in callers
+    assert "main" in callers
+    assert "broadcast_from_main" not in callers
 
 
 def test_a_vocabulary_much_larger_than_the_tokenizer_is_warned_of(train, tokenizer):
@@ -167,7 +171,9 @@ def test_a_vocabulary_much_larger_than_the_tokenizer_is_warned_of(train, tokeniz
 @pytest.mark.parametrize("kills, keep", [(2, 0), slow(20, 2)])
 def test_killed_and_resumed_equals_undisturbed_bit_for_bit(finished, tmp_path, kills, keep):
     """After some steps, and every third time in the middle of a save; the slow test prunes, too."""
-    run, rng, in_a_save = tmp_path / "killed", random.Random(0), 0
+    run = tmp_path / "killed"
+    rng = random.Random(0)
+    in_a_save = 0
     (tmp_path / "text.txt").write_bytes((finished[0] / "text.txt").read_bytes())
     args = small_args(tmp_path, out=run.name, keep_checkpoints=keep, resume=True)
     for i in range(kills):
@@ -191,7 +197,8 @@ def test_figures_that_are_read_a_step_later_change_nothing(train, tmp_path, monk
         train(out=f"run-{ahead}", max_steps=20)
         log = read_lines(tmp_path / f"run-{ahead}" / "log.jsonl")
         records.append([(r["step"], r["kind"]) for r in log])
-    assert records[0] == records[1] and losses(tmp_path / "run-0") == losses(tmp_path / "run-1")
+    assert records[0] == records[1]
+    assert losses(tmp_path / "run-0") == losses(tmp_path / "run-1")
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -216,7 +223,8 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(train, run_dir, 
     for file in sorted(f for f in newest.iterdir() if f.name not in ("README.md", "learning_curve.png")):  # for people
         original = file.read_bytes()
         file.write_bytes(original[: len(original) // 2] + b"\xff" + original[len(original) // 2 + 1 :])
-        assert find_damage(newest) and newest_intact(run_dir) == run_dir / "step_000005", file
+        assert find_damage(newest), file
+        assert newest_intact(run_dir) == run_dir / "step_000005", file
         file.write_bytes(original)
     assert find_damage(newest) is None
     (newest / "model.safetensors").write_bytes((newest / "model.safetensors").read_bytes()[:-100])
@@ -224,27 +232,30 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(train, run_dir, 
     assert inline(sample.main, run_dir, "--max_new_tokens", 3).returncode == 0
 
 
-BAD = """
-data=nowhere.txt | nowhere.txt
-data=nowhere | nowhere | fineweb.py
-total_batch_size=250 | 250 is not divisible by 256 = sequence_length 32 x micro_batch_size 8 x 1 rank; give 256
-n_head=3 | n_embd 32 | n_head 3 | ; 30 is
-vocab_size=1048704 | vocab_size is 1048704, not a number from 1 to 1,048,576
-max_steps=0 | --max_steps must be in [1, 1e+09], not 0
-tokenizer=nowhere.json | nowhere.json
-init_from=./nowhere | ./nowhere
-out=text.txt/run | text.txt/run
-max_stepz=3 | did you mean --max_steps?
-min_lr=1.0 | error: --min_lr 1.0 is above --max_lr 0.003; the schedule
-target_loss=3.0 eval_interval=0 | --target_loss 3.0 | --eval_interval
-dtype=int8 | int8
-sample_tokens=0 | --sample_tokens must be in [1, 1e+09], not 0
-"""
+BAD = [
+    (dict(data="nowhere.txt"), ["nowhere.txt"]),
+    (dict(data="nowhere"), ["nowhere", "fineweb.py"]),
+    (
+        dict(total_batch_size=250),
+        ["250 is not divisible by 256 = sequence_length 32 x micro_batch_size 8 x 1 rank; give 256"],
+    ),
+    (dict(n_head=3), ["n_embd 32", "n_head 3", "; 30 is"]),
+    (dict(vocab_size=1048704), ["vocab_size is 1048704, not a number from 1 to 1,048,576"]),
+    (dict(max_steps=0), ["--max_steps must be in [1, 1e+09], not 0"]),
+    (dict(tokenizer="nowhere.json"), ["nowhere.json"]),
+    (dict(init_from="./nowhere"), ["./nowhere"]),
+    (dict(out="text.txt/run"), ["text.txt/run"]),
+    (dict(max_stepz=3), ["did you mean --max_steps?"]),
+    (dict(min_lr=1.0), ["error: --min_lr 1.0 is above --max_lr 0.003; the schedule"]),
+    (dict(target_loss=3.0, eval_interval=0), ["--target_loss 3.0", "--eval_interval"]),
+    (dict(dtype="int8"), ["int8"]),
+    (dict(sample_tokens=0), ["--sample_tokens must be in [1, 1e+09], not 0"]),
+]
 
 
-@pytest.mark.parametrize("changes, words", table(BAD))
+@pytest.mark.parametrize("changes, words", BAD)
 def test_bad_arguments_give_one_line(train, run_dir, changes, words):
-    train.error(*words, **options_of(changes))
+    train.error(*words, **changes)
     assert not (run_dir / "log.jsonl").exists()
 
 
@@ -272,7 +283,8 @@ def test_compiled_training_evaluates_scores_and_samples_without_recompiling(trai
     options |= dict(hellaswag_data=hellaswag_rows(tmp_path / "rows.jsonl"))
     train(out="compiled", compile="on", **options)
     # one graph to train, one to evaluate, and one of Muon's momentum, whatever happens in between
-    assert counters["stats"]["unique_graphs"] == 3 and not counters["recompiles"]
+    assert counters["stats"]["unique_graphs"] == 3
+    assert not counters["recompiles"]
     train(out="eager", **options)
     eager = column(tmp_path / "eager", "train", "loss")
     assert column(tmp_path / "compiled", "train", "loss") == pytest.approx(eager, rel=1e-5)

@@ -33,7 +33,8 @@ class Operators(TorchDispatchMode):
 
 class Calls(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        name, given = getattr(func, "__name__", ""), [*args[1:], *(kwargs or {}).values()]
+        name = getattr(func, "__name__", "")
+        given = [*args[1:], *(kwargs or {}).values()]
         # a device that is no word is that of another tensor, and would be the GPU there
         if name in CALLS or (name == "to" and any(isinstance(x, str) and x == "cpu" for x in given)):
             self.found.append(name)
