@@ -403,7 +403,7 @@ def print_summary(config: Config, run: Run) -> None:
     if not run.rt.is_main:
         return
     run.report.print_results()
-    guess = run.run_info["uniform_loss"]
+    guess = run.report.run_info["uniform_loss"]
     loss = run.report.last_loss()
     if not loss < guess + 1:  # or nan; random weights start slightly above a guess
         rates = f"--max_lr {config.max_lr} (with Muon also --muon_lr {config.muon_lr})"

@@ -77,7 +77,6 @@ class Run:
         self.files = files
         self.optimizer = optimizer
         self.data_fingerprint = data_fingerprint
-        self.run_info = run_info
         self._compare_with_rank_0()
         self.max_steps = config.max_steps
         self.step = 0
@@ -129,7 +128,7 @@ class Run:
             step=self.step,
             kind="run",
             command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-            **self.run_info,
+            **self.report.run_info,
             config=asdict(self.config),
             **about_machine(self.rt),
             tokenizer=self.data_fingerprint.get("tokenizer"),
@@ -147,7 +146,8 @@ class Run:
     def __enter__(self) -> "Run":
         # what was ignored when we started, as nohup ignores SIGHUP, stays ignored
         heard = [s for s in STOP_SIGNALS if signal.getsignal(s) != signal.SIG_IGN]
-        self._handlers = {s: signal.signal(s, self._on_signal) for s in heard}
+        for signum in heard:
+            self.directory.locks.callback(signal.signal, signum, signal.signal(signum, self._on_signal))
         return self
 
     def _on_signal(self, signum: int, frame) -> None:
@@ -169,9 +169,7 @@ class Run:
             if ended_well and self.rt.is_main and self._taken and self._saved == self.step:
                 write_card(self._checkpoint(), self.report.name, self.report.records)
         finally:
-            for signum, handler in self._handlers.items():
-                signal.signal(signum, handler)
-            self.directory.locks.close()
+            self.directory.locks.close()  # and restore the handlers of signals
         if error_type is None and self._stops_wanted() > 0:
             raise Stopped(self._signum or signal.SIGTERM)
         if self._signum and error_type not in (None, Stopped, UserError):
@@ -268,8 +266,8 @@ class Run:
         self._stop = self._stop or bool(self._stops_wanted() > 0)
         if kind == "val":
             self.val_loss = metrics["loss"]
-        if kind in ("val", "hellaswag") and "flops_per_token" in self.run_info:
-            metrics["flops"] = self.tokens * self.run_info["flops_per_token"]
+        if kind in ("val", "hellaswag") and "flops_per_token" in self.report.run_info:
+            metrics["flops"] = self.tokens * self.report.run_info["flops_per_token"]
         self.report.evaluation(self.step, kind, metrics)
 
     def end_here(self) -> None:
@@ -278,7 +276,7 @@ class Run:
         self.save()
         if "target" not in self._done:
             milliseconds = sum(record.get("dt_ms") or 0 for record in of_kind(self.report.records, "train"))
-            petaflop = self.tokens * self.run_info["flops_per_token"] / 1e15
+            petaflop = self.tokens * self.report.run_info["flops_per_token"] / 1e15
             self.record("target", tokens=self.tokens, hours=milliseconds / 3.6e6, petaflop=petaflop)
 
     # ---- reading the metrics of finished steps, and reacting to them
