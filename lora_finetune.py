@@ -357,10 +357,10 @@ def with_adapter(base: GPT, config: Config, checkpoint: Path | None) -> GPT:
 def distribute(config: Config, model: GPT, data: Data, rt: Runtime) -> tuple[Config, GPTWithLoss]:
     """The model with its loss as the loop calls it: compiled, and in DDP on several ranks. A micro_batch_size of 0
     becomes the largest that fits."""
-    loss_fn = rt.wrap(GPTWithLoss(model), dynamic=True)
+    loss_fn = rt.wrap(GPTWithLoss(model, rt.compiled(model.hidden, dynamic=True)))
     if not config.micro_batch_size:
         shape = (config.sequence_length, len(data.tokenizer))
-        found = find_micro_batch_size(loss_fn, config.batch_size // rt.world_size, shape, rt)
+        found = find_micro_batch_size(GPTWithLoss(model), config.batch_size // rt.world_size, shape, rt)
         config = replace(config, micro_batch_size=found)
     return config, loss_fn
 

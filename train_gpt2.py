@@ -111,7 +111,7 @@ class Config:
     # machine
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: cuda, else mps, else cpu
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of matmuls; weights stay fp32; float32: no TF32
-    compile: Literal["auto", "on", "off"] = "auto"  # use torch.compile; auto: on CUDA only
+    compile: Literal["auto", "on", "off"] = "auto"  # use torch.compile; auto: on CUDA, unless the run is short
     shard: Literal["none", "optimizer", "full"] = "none"  # what to shard across ranks; see parts/sharding.py
     activation_checkpointing: bool = False  # recompute activations: less memory, a third more time
     threads: Count = 0  # CPU threads; 0 tries several numbers for a second and takes the fastest
@@ -146,7 +146,8 @@ SIZES = ("n_layer", "n_head", "n_embd", "vocab_size")  # --init_from and --resum
 
 def main() -> None:
     requested, cli_overrides = read_command_line(sys.argv[1:])
-    rt = Runtime.setup(requested.device, requested.dtype, requested.compile, requested.shard, requested.threads)
+    machine = (requested.device, requested.dtype, requested.compile, requested.shard, requested.threads)
+    rt = Runtime.setup(*machine, flops_of_run(requested))
     if requested.dry_run:
         return print_plan(*resolve_config(requested, cli_overrides, None, rt), rt)
     directory = RunDirectory(requested, rt, FIXED)
@@ -211,7 +212,8 @@ def evaluate_if_due(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, 
     rt = run.rt
     if run.due(config.eval_interval, "val"):
         if rt.mesh:  # sharded: one gathered copy for all batches, as FSDP would gather for each
-            loss_fn = rt.compiled(GPTWithLoss(unsharded_copy(model)))
+            whole = unsharded_copy(model)
+            loss_fn = GPTWithLoss(whole, rt.compiled(whole.hidden))
         run.record("val", **validate(loss_fn, validation_inputs(config, data, rt), data.token_bytes, rt))
     if config.target_loss and run.val_loss <= config.target_loss:
         run.end_here()  # saves this step as the last one; all evaluations below are due
@@ -327,6 +329,12 @@ def resolve_config(
         raise UserError(str(e)) from e
 
 
+def flops_of_run(config: Config) -> int:
+    """About so many, by the constants: 6 for each weight of a matrix and each token."""
+    weights = 12 * config.n_layer * config.n_embd**2 + config.vocab_size * config.n_embd
+    return 6 * weights * config.max_steps * config.total_batch_size
+
+
 def validate_config(config: Config, rt: Runtime) -> None:
     """Raise UserError for resolved constants that contradict each other."""
     T = config.sequence_length
@@ -366,14 +374,13 @@ def distribute(config: Config, model: GPT, rt: Runtime) -> tuple[Config, GPTWith
     rt.print(f"{config.out_dir}: {model.num_params():,} parameters on {rt.description}")
     loss_fn = GPTWithLoss(model)
     if not rt.mesh:  # not sharded: --shard none, or one rank
-        loss_fn = rt.wrap(loss_fn)  # compiled, and in DDP
+        loss_fn = rt.wrap(GPTWithLoss(model, rt.compiled(model.hidden)))
     n_sequences = config.total_batch_size // config.sequence_length
     if not config.micro_batch_size:
         trial = (config.sequence_length, config.vocab_size)
-        found = find_micro_batch_size(loss_fn, n_sequences // rt.world_size, trial, rt)
+        found = find_micro_batch_size(GPTWithLoss(model), n_sequences // rt.world_size, trial, rt)
         config = replace(config, micro_batch_size=found)
-    if rt.mesh:  # sharded: FSDP compiles blocks and loss by themselves; only now, as the trial needs the whole model
-        model.summed_loss = rt.compiled(model.summed_loss)
+    if rt.mesh:  # compiles each block by itself; only now, as the trial needs the whole model
         shard(loss_fn, model.transformer.h, rt)
     ranks = counted(rt.world_size, "rank")
     rt.print(f"{n_sequences} sequences per step, {config.micro_batch_size} at a time on each of {ranks}")

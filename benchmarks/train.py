@@ -98,7 +98,7 @@ def project_step(shape: dict, batch_size: int, rt: Runtime) -> Step:
     requested = replace(RECIPES["gpt2"], **sizes, micro_batch_size=batch_size)
     config, model_config = resolve_config(requested, set(), None, rt)
     model = build_model(config, model_config, None).to(rt.device)
-    loss_fn = rt.wrap(GPTWithLoss(model))
+    loss_fn = rt.wrap(GPTWithLoss(model, rt.compiled(model.hidden)))
     optimizer = make_optimizer(model, config, rt)
     tokens = random_tokens(shape, batch_size, rt)  # (B, T + 1)
 

@@ -12,17 +12,22 @@ once. So the forward pass takes a chunk of positions, computes their logits, the
 of the loss. No product is computed twice, so this costs no time, unlike activation checkpointing. (The same idea: Hsu
 et al. 2024, Liger Kernel; Wijmans et al. 2024, "Cut your losses".)
 
+On a GPU one kernel turns the logits of a chunk into their gradient (parts/loss_kernel.py). Nothing of this is compiled:
+torch.compile keeps the logits of several chunks alive, and was no faster.
+
 This file knows nothing of GPT-2 or ranks, and decides no precision: it obeys the autocast under which it is called.
 
 Shapes in comments: N positions, C channels, V tokens of the vocabulary.
 """
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch.nn import functional as F
 
-LOGITS = {"cpu": 2**19, "cuda": 2**29}  # alive at once, at most: what caches hold; 2 GB in fp32
+LOGITS = {"cpu": 2**19, "cuda": 2**30}  # alive at once, at most: what caches hold; 2 GB in 16 bits
 TILE = 256  # a chunk is a multiple of this: tensor cores multiply whole tiles
-MOST_CHUNKS = 12  # of a compiled graph: with 25, it kept the logits of 9 at once, 10 GB more for 256 x 1024 tokens
 
 
 def plain_cross_entropy(x, weight, targets) -> torch.Tensor:
@@ -40,22 +45,34 @@ def linear_cross_entropy(x, weight, targets) -> torch.Tensor:
     device = x.device.type
     if torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
-    chunk = chunk_size(len(x), len(weight), device, torch.compiler.is_compiling())
+    chunk = chunk_size(len(x), len(weight), device)
     with torch.autocast(device, enabled=False):
         # grad mode is always off inside a Function, so it is passed in
         need_grad = torch.is_grad_enabled()
+        if device == "cuda" and (kernel := loss_kernel(len(weight), x.dtype)):
+            return KernelCrossEntropy.apply(x, weight, targets, chunk, need_grad, kernel)
         return LinearCrossEntropy.apply(x, weight, targets, chunk, need_grad)
 
 
-def chunk_size(n_positions: int, vocab_size: int, device: str, compiled: bool) -> int:
+@functools.cache
+def loss_kernel(vocab_size: int, dtype: torch.dtype) -> Callable | None:
+    """`cross_entropy_` of parts/loss_kernel.py, or None where there is no Triton (Windows), no C compiler, which Triton
+    needs, or a GPU for which it cannot compile the kernel: one row shows it."""
+    try:
+        from parts.loss_kernel import cross_entropy_
+
+        cross_entropy_(torch.zeros(1, vocab_size, dtype=dtype, device="cuda"), torch.zeros(1, dtype=int, device="cuda"))
+    except Exception:
+        return None
+    return cross_entropy_
+
+
+def chunk_size(n_positions: int, vocab_size: int, device: str) -> int:
     """Positions whose logits are alive at once: whole tiles of the tensor cores. Chunks are as few as LOGITS allows,
-    since each adds a gradient of the size of `weight` to the sum, and about equally large. In a compiled graph of a GPU
-    they are MOST_CHUNKS at most, and larger than LOGITS if need be."""
+    since each adds a gradient of the size of `weight` to the sum, and about equally large."""
     most = max(LOGITS.get(device, 2**25) // vocab_size // TILE, 1)
     n_tiles = -(-n_positions // TILE)  # rounded up
     n_chunks = -(-n_tiles // most)
-    if device == "cuda" and compiled:
-        n_chunks = min(n_chunks, MOST_CHUNKS)
     if n_chunks > 1:
         most = -(-n_tiles // n_chunks)
     return most * TILE
@@ -88,7 +105,6 @@ class LinearCrossEntropy(torch.autograd.Function):
             del dlogits  # before the next chunk has its logits
         if need_grad:
             ctx.save_for_backward(torch.cat(grad_x), grad_w)
-        # one sum at the end: a sum of each chunk makes torch.compile take all logits before any gradient
         return -torch.cat(log_likelihoods).sum()
 
     @staticmethod
@@ -101,25 +117,49 @@ class LinearCrossEntropy(torch.autograd.Function):
         return grad_x, grad_w, None, None, None
 
 
+class KernelCrossEntropy(LinearCrossEntropy):
+    """The same on a GPU, where a kernel overwrites the logits of a chunk with their gradient."""
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, chunk: int, need_grad: bool, kernel: Callable):
+        w = weight.to(x.dtype)
+        losses = []
+        grad_x = torch.empty_like(x)
+        grad_w = None
+        if need_grad and ctx.needs_input_grad[1]:
+            grad_w = torch.zeros_like(weight)
+        for xc, tc, grad_xc in zip(x.split(chunk), targets.split(chunk), grad_x.split(chunk), strict=True):
+            logits = xc @ w.T  # (chunk, V)
+            losses.append(kernel(logits, tc, need_grad))  # (chunk,)
+            if not need_grad:
+                continue
+            dlogits = logits  # (chunk, V), by now
+            torch.mm(dlogits, w, out=grad_xc)  # (chunk, C)
+            if grad_w is not None:
+                grad_w = accumulate_matmul(grad_w, dlogits.T, xc)
+            del logits, dlogits  # before the next chunk has its logits
+        if need_grad:
+            ctx.save_for_backward(grad_x, grad_w)
+        return torch.cat(losses).sum()
+
+    @staticmethod
+    def backward(ctx, grad_loss):
+        return *LinearCrossEntropy.backward(ctx, grad_loss), None
+
+
 def accumulate_matmul(total, a, b) -> torch.Tensor:
     """total (V, C) + a (V, N) @ b (N, C), added up in the dtype of `total`, which it may overwrite: over thousands of
     positions, and before any loss scale, a sum in fp16 would pass 65,504."""
-    if a.device.type == "cuda" and a.dtype != total.dtype:
-        # tensor cores add up in fp32 anyway; addmm would save a pass, but torch.compile cannot lower its out_dtype
-        return total.add_(torch.mm(a, b, out_dtype=total.dtype))
-    if a.dtype == torch.float16:  # on a CPU, where speed does not count
-        a = a.float()
-        b = b.float()
     if a.dtype == total.dtype:
         return total.addmm_(a, b)
+    if a.device.type == "cuda":  # tensor cores add up in fp32 anyway
+        return torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    if a.dtype == torch.float16:  # on a CPU, where speed does not count
+        return total.addmm_(a.float(), b.float())
     return total.add_(a @ b)
 
 
 def softmax_minus_one_hot(log_probs, targets):
-    """exp(log_probs) (N, V), less 1 at `targets` (N, 1); may overwrite log_probs. Passes over (N, V) are what costs."""
-    if torch.compiler.is_compiling():  # a comparison fuses with its neighbours into one pass, a scatter does not
-        tokens = torch.arange(log_probs.size(1), device=targets.device)  # (V,)
-        one_hot = tokens == targets
-        return log_probs.exp() - one_hot.to(log_probs.dtype)
+    """exp(log_probs) (N, V), less 1 at `targets` (N, 1); overwrites log_probs. Passes over (N, V) are what costs."""
     minus_one = torch.full_like(targets, -1, dtype=log_probs.dtype)
     return log_probs.exp_().scatter_add_(1, targets, minus_one)

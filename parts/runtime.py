@@ -5,6 +5,7 @@ This file knows nothing of GPT-2, shards, checkpoints or run directories.
 
 import contextlib
 import ctypes
+import math
 import os
 import re
 import signal
@@ -50,32 +51,35 @@ class Runtime:
     world_size: int
     description: str  # how device, dtype and compile were chosen, for the first line of a run
     shard: str = "none"  # what is sharded over ranks: none, optimizer, full (see parts/sharding.py)
-    mesh: DeviceMesh | None = None  # of the ranks that do; None for "none" and for one rank. `if rt.mesh`: if sharded
+    mesh: DeviceMesh | None = None  # the ranks that share a sharded model; None if it is not sharded
 
     @classmethod
-    def setup(cls, device="auto", dtype="auto", compile="off", shard="none", threads: int | None = None) -> "Runtime":
+    def setup(cls, device="auto", dtype="auto", compile="off", shard="none", threads=None, flops=math.inf) -> "Runtime":
         """Decide for this process, join the process group under torchrun, choose matmul precision.
 
-        `threads` of a CPU: None leaves PyTorch's number, 0 tries which one is fastest now. Raises UserError for a
-        device, a dtype or a compiler that is not there.
+        `threads` of a CPU: None leaves PyTorch's number, 0 tries which one is fastest now. `flops` are those of the
+        whole run, on all ranks. Raises UserError for a device, a dtype or a compiler that is not there.
         """
         rank, world_size, local_rank = ranks_of_environment()
         device = _choose_device(device, local_rank)
         if device.type == "cuda":
             torch.cuda.set_device(device)
             _refuse_gpu_without_kernels(device)
-            torch.backends.cuda.enable_cudnn_sdp(False)  # but see static_shapes
+            # cuDNN builds a plan for each new shape, which is slow for batches of changing shapes; see static_shapes
+            torch.backends.cuda.enable_cudnn_sdp(False)
         if world_size > 1 and not dist.is_initialized():
             _join_ranks(device, rank, world_size)
         torch.set_float32_matmul_precision("high")  # TF32 for what is left in fp32
         dtype, why_dtype = _choose_dtype(dtype, device)
-        compile_on, why_compile = _choose_compile(compile, device)
+        compile_on, why_compile = _choose_compile(compile, device, flops / world_size)
         name = device.type
         if device.type == "cuda":
             name = torch.cuda.get_device_name(device)
         elif device.type == "cpu":
             _keep_freed_memory()
-            name += f" with {_choose_threads(threads)}"
+            most = torch.get_num_threads()
+            _set_threads(threads, most)
+            name += f" with {_describe_threads(threads, most)}"
         description = f"{name}, {why_dtype}, {why_compile}"
         if world_size > 1:
             description += f", {world_size} ranks"
@@ -89,19 +93,16 @@ class Runtime:
     # ---- the forward pass
 
     def autocast(self):
-        """The context of every forward pass: matrix products in `dtype`. The residual stream and LayerNorm stay in
-        fp32, softmax on a GPU too; on a CPU it is in `dtype`."""
+        """The context of every forward pass: matrix products in `dtype`. LayerNorm stays in fp32, softmax on a GPU too;
+        on a CPU it is in `dtype`. For the residual stream see `residual_dtype` in model.py."""
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
 
-    def wrap(self, module: torch.nn.Module, dynamic: bool = False) -> torch.nn.Module:
-        """The module as a loop calls it: compiled and distributed, as decided. Shapes change only if `dynamic`."""
-        module = self.compiled(module, dynamic)
-        if self.world_size > 1:
-            module = DistributedDataParallel(module)
-        return module
+    def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
+        """The module as a loop calls it: on several ranks in DDP, which averages gradients over them."""
+        return DistributedDataParallel(module) if self.world_size > 1 else module
 
     def compiled(self, function: Callable, dynamic: bool = False) -> Callable:
-        """A function or a module, compiled if this run compiles."""
+        """The function, compiled if this run compiles. Shapes change only if `dynamic`."""
         backend = "inductor" if dynamic else static_shapes
         return torch.compile(function, dynamic=dynamic, backend=backend) if self.compile else function
 
@@ -309,16 +310,19 @@ def _keep_freed_memory() -> None:
             mallopt(option, size)
 
 
-def _choose_threads(threads: int | None) -> str:
-    """Set the number of threads, and describe it. OMP_NUM_THREADS, which torchrun sets, turns the trial off."""
-    most = torch.get_num_threads()
-    tried = threads == 0 and "OMP_NUM_THREADS" not in os.environ
-    threads = fastest_threads(most) if tried else threads or most
-    torch.set_num_threads(threads)
-    if threads == most:
+def _set_threads(asked: int | None, most: int) -> None:
+    """Set what was asked for; OMP_NUM_THREADS, which torchrun sets, turns the trial of 0 off."""
+    if asked == 0 and "OMP_NUM_THREADS" not in os.environ:
+        asked = fastest_threads(most)
+    torch.set_num_threads(asked or most)
+
+
+def _describe_threads(asked: int | None, most: int) -> str:
+    n = torch.get_num_threads()
+    if n == most:
         return counted(most, "thread")
-    why = " (something else uses this machine)" if tried else ""
-    return f"{threads} of {counted(most, 'thread')}{why}"
+    why = "" if asked else " (something else uses this machine)"
+    return f"{n} of {counted(most, 'thread')}{why}"
 
 
 def fastest_threads(most: int) -> int:
@@ -358,11 +362,19 @@ def _choose_dtype(dtype: str, device: torch.device) -> tuple[torch.dtype, str]:
     return torch.float32, f"float32 ({device.type} has no fast 16-bit format here)"
 
 
-def _choose_compile(compile: str, device: torch.device) -> tuple[bool, str]:
-    """On a GPU unless something that torch.compile needs is missing; on a CPU only when asked for."""
+# Seconds that a run takes at the peak of its card, from which on torch.compile pays. GPT-2 124M has a step at 0.33 of the
+# peak without and at 0.45 with it (H100, H200), so that it saves 0.8 times these seconds, and it takes about 30 itself.
+COMPILE_PAYS_FROM = 40
+
+
+def _choose_compile(compile: str, device: torch.device, flops: float) -> tuple[bool, str]:
+    """On a GPU unless something that torch.compile needs is missing, or the whole run, of `flops` on this device, is
+    too short for it (not what is left of it: a resume computes as the run did); on a CPU only when asked for."""
     # on a CPU it costs half a minute and gains little over bf16; on MPS it has given NaN (pytorch 171764)
     if compile == "off" or (compile == "auto" and device.type != "cuda"):
         return False, "compile off"
+    if compile == "auto" and (card := peaks(torch.cuda.get_device_name(device))) and flops < COMPILE_PAYS_FROM * card[0]:
+        return False, "compile off for so short a run"
     missing = _missing_for_compile(device)
     if missing and compile == "on":
         raise UserError(f"--compile on: {missing}; or use --compile off")
@@ -414,20 +426,13 @@ def static_shapes(graph: torch.fx.GraphModule, inputs: list) -> Callable:
     On Hopper (compute capability 9) and B200 (10) cuDNN's attention is the fastest, but it builds a plan for each new
     shape, which takes longer than a batch of finetuning, HellaSwag or sampling: these run without it.
     """
-    from torch._functorch import config as autograd
-    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx  # a slow import, only for runs that compile
 
     device = next(x.device for x in inputs if isinstance(x, torch.Tensor))
     on_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
     order = [SDPBackend.CUDNN_ATTENTION, *ATTENTION] if on_hopper else ATTENTION
-    # The loss is an autograd.Function and switches autocast. Either would bypass the cache, which cannot know that here
-    # both depend on the graph alone. And the cache's key lacks the order of kernels.
-    switches = {f"torch.amp.autocast_mode.{name}": "by its arguments" for name in ("_enter_autocast", "_exit_autocast")}
-    cached = config.patch(unsafe_marked_cacheable_functions=switches)
-    functions = autograd.patch(autograd_cache_allow_custom_autograd_functions=True)
-    key = torch.compiler.config.patch(cache_key_tag=f"{order}")
-    with sdpa_kernel(order, set_priority=True), cached, functions, key:
+    key = torch.compiler.config.patch(cache_key_tag=f"{order}")  # which the cache's key lacks
+    with sdpa_kernel(order, set_priority=True), key:
         return compile_fx(graph, inputs)
 
 

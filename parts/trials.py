@@ -31,7 +31,9 @@ def choose_attention(attention: str, rt: Runtime, sequence_length: int) -> str:
 def find_micro_batch_size(loss_fn, sequences: int, shape: tuple[int, int], rt: Runtime) -> int:
     """The largest divisor of `sequences`, those of a rank's step, whose forward and backward pass fit into memory.
 
-    `shape` is (T, V): tokens per sequence and size of the vocabulary. On a CPU, where memory is not the limit, it is
+    `shape` is (T, V): tokens per sequence and size of the vocabulary. `loss_fn` is neither compiled, as compiling each
+    size would take a minute, and what fits without also fits compiled; nor in DDP, as the backward pass of its module
+    would have a rank that is out of memory keep the others waiting. On a CPU, where memory is not the limit, it is
     the size that keeps about 4096 tokens in the caches. Raises UserError if not even one sequence fits.
     """
     sizes = [n for n in range(min(sequences, 256), 0, -1) if sequences % n == 0]
@@ -42,13 +44,9 @@ def find_micro_batch_size(loss_fn, sequences: int, shape: tuple[int, int], rt: R
 
 def largest_that_fits(loss_fn, sizes: list[int], shape: tuple[int, int], rt: Runtime) -> int:
     """The first of `sizes`, which descend, for which every rank has the memory. Raises UserError on all ranks alike."""
-    # compiling each size would take a minute; a size that fits uncompiled also fits compiled, but for a few tokens of a
-    # large model with recomputed activations, which may need a few percent more (see the end of `needs` in the plan)
-    inside_ddp = getattr(loss_fn, "module", loss_fn)
-    uncompiled = getattr(inside_ddp, "_orig_mod", inside_ddp)
     for size in sizes:
         rt.reset_peak_memory()
-        fits = torch.tensor(has_memory_for(size, shape, uncompiled, rt), dtype=torch.int64, device=rt.device)
+        fits = torch.tensor(has_memory_for(size, shape, loss_fn, rt), dtype=torch.int64, device=rt.device)
         if rt.sum(fits).item() == rt.world_size:  # all ranks leave the trial together, whoever failed
             rt.print(f"micro_batch_size {size} fits: {rt.peak_memory() / 2**30:.1f} GiB at its peak")
             rt.reset_peak_memory()  # the log tells the peak of the run
@@ -57,10 +55,7 @@ def largest_that_fits(loss_fn, sizes: list[int], shape: tuple[int, int], rt: Run
 
 
 def has_memory_for(size: int, shape: tuple[int, int], loss_fn, rt: Runtime) -> bool:
-    """Try one forward and backward pass of `size` sequences, with memory for the optimizer's state set aside.
-
-    `loss_fn` is not DDP's module: its backward pass would have a rank that is out of memory keep the others waiting.
-    """
+    """Try one forward and backward pass of `size` sequences, with memory for the optimizer's state set aside."""
     T, V = shape
     n_shards = rt.world_size if rt.mesh else 1  # of the optimizer's state, if it is sharded
     try:

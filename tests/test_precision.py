@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,14 +13,15 @@ from torch._inductor.utils import fresh_cache
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
+import model as model_module
 import train_gpt2
 from benchmarks.ladder import mfu
 from model import GPT, GPTConfig, GPTWithLoss
-from parts import loss, runtime, trials
+from parts import runtime, trials
 from parts.checkpoint import checkpoint_steps, load_train_state
 from parts.data import to_inputs
 from parts.optim import learning_rate
-from tests.helpers import assert_refused, column, losses, read_json, slow, spoil_gradients, weights
+from tests.helpers import assert_refused, column, losses, read_json, seeded, slow, spoil_gradients, weights
 from tests.test_model import small
 from train_gpt2 import Config
 
@@ -50,6 +52,48 @@ def test_16_bits_are_chosen_where_the_processor_multiplies_them(monkeypatch, nat
         monkeypatch.setattr(torch.cpu, f"_is_{name}_supported", lambda it=name: it == native)
     chosen, why = runtime._choose_dtype("auto", torch.device("cpu"))
     assert chosen == getattr(torch, dtype) and why.startswith(f"{dtype} (")
+
+
+@pytest.mark.parametrize(
+    "device, enabled, products, expected",
+    [
+        ("cuda", True, torch.bfloat16, torch.bfloat16),
+        ("cuda", True, torch.float16, torch.float32),
+        ("cuda", False, torch.bfloat16, torch.float32),
+        ("cpu", True, torch.bfloat16, torch.float32),
+    ],
+)
+def test_the_residual_stream_is_in_bf16_where_a_gpu_multiplies_in_bf16(
+    monkeypatch, device, enabled, products, expected
+):
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda asked: enabled)
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda asked: products)
+    embeddings = SimpleNamespace(device=torch.device(device), dtype=torch.float32)
+    assert model_module.residual_dtype(embeddings) == expected
+
+
+def gradients(dtype: torch.dtype, compile: str = "off") -> torch.Tensor:
+    """All gradients of one loss in a row."""
+    rt = runtime.Runtime.setup("cpu", str(dtype).removeprefix("torch."), compile)
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_positions=64, vocab_size=300, n_layer=6, n_head=4, n_embd=64))
+    loss_fn = GPTWithLoss(model, rt.compiled(model.hidden))
+    idx = torch.randint(300, (4, 64), generator=seeded())
+    targets = torch.randint(300, (4, 64), generator=seeded(1))
+    targets[:, ::7] = -1
+    with rt.autocast():
+        loss_fn(idx, targets).backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("compile", ["off", slow("on")])
+def test_a_residual_stream_in_bf16_costs_less_than_the_products_in_bf16(monkeypatch, compile):
+    """Of the error against fp32; on a GPU 1.17% in place of 0.86%."""
+    exact = gradients(torch.float32)
+    error = lambda x: ((x - exact).norm() / exact.norm()).item()  # noqa: E731
+    products = error(gradients(torch.bfloat16, compile))
+    monkeypatch.setattr(model_module, "residual_dtype", lambda x: torch.bfloat16)
+    assert products < error(gradients(torch.bfloat16, compile)) < 2 * products
 
 
 def test_whoever_asks_for_fp32_does_not_get_tf32():
@@ -192,16 +236,15 @@ def test_faster_paths_have_the_loss_curve_of_the_plain_one(train, run_dir, monke
 
 @pytest.mark.slow
 def test_a_second_start_takes_compiled_code_from_the_disk_if_nothing_that_it_depends_on_has_changed(monkeypatch):
-    rt, found = runtime.Runtime.setup("cpu", "float32", "on"), []
+    rt = runtime.Runtime.setup("cpu", "float32", "on")
+    found = []
     idx = torch.zeros(2, 256, dtype=torch.long)
     model = GPT(GPTConfig(n_positions=256, vocab_size=64, n_layer=1, n_head=1, n_embd=16))
-    changes = [lambda: None, lambda: monkeypatch.setitem(loss.LOGITS, "cpu", 1),
-               lambda: monkeypatch.setattr(runtime, "ATTENTION", [SDPBackend.MATH])]  # fmt: skip
     with fresh_cache():
-        for change in [changes[0], *changes]:
-            change()
+        for order in (runtime.ATTENTION, runtime.ATTENTION, [SDPBackend.MATH]):
+            monkeypatch.setattr(runtime, "ATTENTION", order)
             torch._dynamo.reset()
             counters.clear()
-            rt.wrap(GPTWithLoss(model))(idx, idx).backward()
+            GPTWithLoss(model, rt.compiled(model.hidden))(idx, idx).backward()
             found.append(counters["aot_autograd"]["autograd_cache_hit"])
-    assert found == [0, 1, 0, 0]
+    assert found == [0, 1, 0]

@@ -1,20 +1,20 @@
-"""Defects that somebody could put into the training loop, for the checks to find."""
+"""Defects that somebody could put into the training loop, for the checks to find; and one accident, a loss spike."""
 
 import torch
 import torch.distributed as dist
 
 import parts.loss
-from parts.run import Run
+from parts.run import LossWatch, Run
 
 
 def at_the_end_of_step_3(action) -> None:
     """Call `action(run, loss)` inside the body of the training loop."""
-    log_step = Run.log
+    log = Run.log
 
     def changed(run: Run, loss, *others) -> None:
         if run.step == 3:
             action(run, loss)
-        log_step(run, loss, *others)
+        log(run, loss, *others)
 
     Run.log = changed
 
@@ -39,3 +39,8 @@ def sums_in_addmm() -> None:
         return torch.addmm(total, a, b, out_dtype=total.dtype)
 
     parts.loss.accumulate_matmul = accumulate
+
+
+def loss_spike() -> None:
+    """The sixth loss looks like one."""
+    LossWatch.is_spike = property(lambda watch: len(watch.losses) == 6)

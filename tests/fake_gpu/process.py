@@ -97,7 +97,7 @@ def launches() -> list[int]:
 
 def watch_steps() -> None:
     """Between the start of a step and its `log` lies the body of the training loop."""
-    steps, log_step = Run.steps, Run.log
+    steps, log = Run.steps, Run.log
 
     def strict(on: bool) -> None:
         torch.cuda.set_sync_debug_mode("error" if on else "default")
@@ -111,8 +111,8 @@ def watch_steps() -> None:
             strict(step >= 3)
             yield step, batch
 
-    def watched_log_step(run: Run, *figures) -> None:
-        log_step(run, *figures)
+    def watched_log(run: Run, *figures) -> None:
+        log(run, *figures)
         strict(False)
         graphs = counters["stats"]["unique_graphs"]
         new = [f"{b - a} {kind}" for kind, a, b in zip(KINDS, before["launches"], launches(), strict=True)]
@@ -122,7 +122,7 @@ def watch_steps() -> None:
         if run.step >= 3 and graphs > before["graphs"]:
             raise AssertionError(f"step {run.step} compiled {graphs - before['graphs']} more graphs")
 
-    Run.steps, Run.log = watched_steps, watched_log_step
+    Run.steps, Run.log = watched_steps, watched_log
 
 
 if __name__ == "__main__":

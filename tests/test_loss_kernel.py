@@ -1,0 +1,107 @@
+"""The kernel of the loss, interpreted on the CPU, against the formula. Needs Triton, which PyTorch's builds for CUDA
+bring along; the numbers of a compiled kernel are compared by test_gpu.py."""
+
+import math
+from concurrent.futures import ProcessPoolExecutor
+from importlib.util import find_spec
+from multiprocessing import get_context
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from parts.data import IGNORED
+from parts.loss import KernelCrossEntropy, LinearCrossEntropy, plain_cross_entropy
+from tests.helpers import seeded
+
+if find_spec("triton") is None:
+    pytest.skip("there is no Triton here", allow_module_level=True)
+
+EPS = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}  # rounding, of numbers up to 1
+DTYPES = list(EPS)
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    """interpreted(function, *args) calls it in a process in which Triton interprets kernels. Triton decides that when
+    it is imported, and here it may have been imported already."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("TRITON_INTERPRET", "1")
+        with ProcessPoolExecutor(1, get_context("spawn")) as process:
+            yield lambda function, *args: process.submit(function, *args).result()
+
+
+def call_kernel(logits, targets, need_gradient=True) -> tuple[torch.Tensor, torch.Tensor]:
+    """The losses, and what is in the place of the logits then."""
+    from parts.loss_kernel import cross_entropy_
+
+    return cross_entropy_(logits, targets, need_gradient), logits
+
+
+def loss_and_gradients(x, weight, targets, scale: float) -> tuple[torch.Tensor, ...]:
+    """Of chunks of 256 positions: as a GPU computes them."""
+    from parts.loss_kernel import cross_entropy_
+
+    loss = KernelCrossEntropy.apply(x, weight, targets, 256, True, cross_entropy_)
+    return loss.detach(), *torch.autograd.grad(scale * loss, (x, weight))
+
+
+def rows(n_rows: int, vocab_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits, and targets of which every third is not scored."""
+    logits = 4 * torch.randn(n_rows, vocab_size, generator=seeded())
+    targets = torch.randint(vocab_size, (n_rows,), generator=seeded())
+    targets[::3] = IGNORED
+    return logits.to(dtype), targets
+
+
+# fewer tokens than a block has, a block and its last one, several blocks and a ragged one: GPT-2's vocabulary
+@pytest.mark.parametrize("n_rows, vocab_size", [(4, 1), (2, 17), (33, 2048), (3, 16384), (4, 50257)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_kernel_has_the_losses_and_the_gradients_of_each_row(interpreted, n_rows, vocab_size, dtype):
+    logits, targets = rows(n_rows, vocab_size, dtype)
+    exact = logits.double().requires_grad_()
+    expected = F.cross_entropy(exact, targets, ignore_index=IGNORED, reduction="none")
+    (gradient,) = torch.autograd.grad(expected.sum(), exact)
+    losses, overwritten = interpreted(call_kernel, logits, targets)
+    torch.testing.assert_close(losses.double(), expected.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(overwritten.double(), gradient, rtol=EPS[dtype], atol=EPS[dtype] / 100)
+    assert not overwritten[targets < 0].any()
+
+
+def test_without_a_gradient_the_logits_stay_as_they_are(interpreted):
+    logits, targets = rows(5, 300, torch.float32)
+    losses, after = interpreted(call_kernel, logits, targets, False)
+    assert torch.equal(after, logits)
+    assert torch.equal(losses, interpreted(call_kernel, logits, targets)[0])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_logit_that_is_not_finite_shows_in_the_loss_of_its_row_alone(interpreted, value):
+    logits, targets = rows(6, 300, torch.float32)
+    logits[4, 7] = value
+    losses, _ = interpreted(call_kernel, logits, targets)
+    assert losses.isfinite().tolist() == [True, True, True, True, False, True]
+
+
+@pytest.mark.parametrize("n_positions", [1, 256, 600])  # a few, a whole chunk, three of which the last is ragged
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_loss_of_a_gpu_is_as_near_to_the_formula_as_the_one_without_a_kernel(interpreted, n_positions, dtype):
+    x = torch.randn(n_positions, 16, generator=seeded())
+    weight = torch.randn(300, 16, generator=seeded(1), requires_grad=True)
+    targets = torch.randint(300, (n_positions,), generator=seeded())
+    targets[1::5] = IGNORED
+    x = x.to(dtype).requires_grad_()
+    exact = x.detach().float().requires_grad_()
+    # in fp16 with the scale of a loss of 2^19 tokens; it comes last, or most gradients of logits would be 0
+    scale = 2**16 / 2**19
+    expected = plain_cross_entropy(exact, weight, targets)
+    expected_gradients = torch.autograd.grad(scale * expected, (exact, weight))
+    loss, *gradients = interpreted(loss_and_gradients, x, weight, targets, scale)
+    plain = LinearCrossEntropy.apply(x, weight, targets, 256, True)
+    plain_gradients = torch.autograd.grad(scale * plain, (x, weight))
+    assert loss.item() == pytest.approx(expected.item(), rel=10 * EPS[dtype])
+    assert [gradient.dtype for gradient in gradients] == [dtype, torch.float32]
+    for found, without, wanted in zip(gradients, plain_gradients, expected_gradients, strict=True):
+        error = (found - wanted).norm() / wanted.norm()
+        # to bf16 the interpreter truncates, where PyTorch and a GPU round
+        assert error < 2.5 * (without - wanted).norm() / wanted.norm() + 1e-6
