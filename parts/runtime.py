@@ -362,8 +362,8 @@ def _choose_dtype(dtype: str, device: torch.device) -> tuple[torch.dtype, str]:
     return torch.float32, f"float32 ({device.type} has no fast 16-bit format here)"
 
 
-# Seconds that a run takes at the peak of its card, from which on torch.compile pays. GPT-2 124M has a step at 0.33 of the
-# peak without and at 0.45 with it (H100, H200), so that it saves 0.8 times these seconds, and it takes about 30 itself.
+# Compile a run that would take this many seconds at the peak of its card. GPT-2 124M reaches 0.33 of the peak without
+# torch.compile and 0.45 with it (H100, H200), so that it saves 0.8 times these seconds, and takes about 30 itself.
 COMPILE_PAYS_FROM = 40
 
 
@@ -373,7 +373,8 @@ def _choose_compile(compile: str, device: torch.device, flops: float) -> tuple[b
     # on a CPU it costs half a minute and gains little over bf16; on MPS it has given NaN (pytorch 171764)
     if compile == "off" or (compile == "auto" and device.type != "cuda"):
         return False, "compile off"
-    if compile == "auto" and (card := peaks(torch.cuda.get_device_name(device))) and flops < COMPILE_PAYS_FROM * card[0]:
+    card = peaks(torch.cuda.get_device_name(device)) if compile == "auto" else None
+    if card and flops < COMPILE_PAYS_FROM * card[0]:
         return False, "compile off for so short a run"
     missing = _missing_for_compile(device)
     if missing and compile == "on":

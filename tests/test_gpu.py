@@ -24,9 +24,9 @@ from benchmarks.hellaswag import score_one_by_one
 from bpe.tokenizer import Tokenizer
 from hellaswag import evaluate, prepare
 from model import GPT, GPTConfig, GPTWithLoss
-from parts import runtime
+from parts import loss, runtime
 from parts.checkpoint import copy_to_host, remove_after
-from parts.data import to_inputs
+from parts.data import IGNORED, to_inputs
 from parts.optim import make_optimizer
 from parts.run import Run
 from parts.runtime import Runtime
@@ -38,7 +38,8 @@ pytestmark = pytest.mark.gpu
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 SHAPE = GPTConfig(n_layer=4, n_positions=512, vocab_size=50304) if CUDA else GPTConfig(32, 512, 2, 2, 64)
-RUN = dict(device=DEVICE, dtype="auto", max_steps=6, checkpoint_interval=3, eval_interval=3)
+COMPILE = "on" if CUDA else "off"  # `auto` would not compile so short a run
+RUN = dict(device=DEVICE, dtype="auto", compile=COMPILE, max_steps=6, checkpoint_interval=3, eval_interval=3)
 OPTIMIZERS = ["adamw", "muon"]
 WORDS = "A woman makes tea in a kitchen and then she drinks it while the rain falls on the roof of her house".split()
 
@@ -69,7 +70,7 @@ def gradients(dtype: str, plain: bool, compile: str = "off") -> torch.Tensor:
     generator = seeded()
     windows = torch.randint(SHAPE.vocab_size, (4, SHAPE.n_positions + 1), generator=generator).to(rt.device)
     idx, targets = to_inputs(windows)
-    forward = model if plain else rt.wrap(GPTWithLoss(model))
+    forward = model if plain else GPTWithLoss(model, rt.compiled(model.hidden))
     with rt.autocast():
         loss = forward(idx) if plain else forward(idx, targets)
     loss = F.cross_entropy(loss.float().flatten(0, 1), targets.flatten()) if plain else loss
@@ -80,9 +81,37 @@ def gradients(dtype: str, plain: bool, compile: str = "off") -> torch.Tensor:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gradients_are_those_of_the_formula(dtype):
     exact = gradients("float32", plain=True)
-    found = gradients(dtype, plain=False, compile="auto")
+    found = gradients(dtype, plain=False, compile=COMPILE)
     error = lambda x: ((x - exact).norm() / exact.norm()).item()  # noqa: E731
     assert error(found) < (1e-4 if dtype == "float32" else 2 * error(gradients(dtype, plain=True)) + 1e-3)
+
+
+@pytest.mark.parametrize("n_positions", [3, 5000])  # few, and chunks of which the last is ragged
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_loss_and_its_gradients_are_those_of_the_formula(monkeypatch, dtype, n_positions):
+    """On a GPU by the kernel. The scale is that of fp16 for 2^19 targets."""
+    monkeypatch.setitem(loss.LOGITS, DEVICE, 2048 * 50257)
+    Runtime.setup(DEVICE, "float32")  # no TF32
+    generator = seeded()
+    x = torch.randn(n_positions, 64, generator=generator).to(DEVICE)
+    weight = (0.3 * torch.randn(50257, 64, generator=generator)).to(DEVICE).requires_grad_()
+    targets = torch.randint(50257, (n_positions,), generator=generator).to(DEVICE)
+    targets[1::5] = IGNORED
+    scale = 2**16 / 2**19
+    exact = x.to(dtype).float().requires_grad_()
+    expected = loss.plain_cross_entropy(exact, weight, targets)
+    wanted = torch.autograd.grad(scale * expected, (exact, weight))
+    x = x.to(dtype).requires_grad_()
+    found = loss.linear_cross_entropy(x, weight, targets)
+    limit = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}[dtype]
+    assert found.item() == pytest.approx(expected.item(), rel=limit / 10)
+    for gradient, exact_gradient in zip(torch.autograd.grad(scale * found, (x, weight)), wanted, strict=True):
+        assert (gradient - exact_gradient).norm() < limit * exact_gradient.norm()
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a GPU")
+def test_a_gpu_computes_its_loss_with_the_kernel():
+    assert loss.loss_kernel(50304, torch.bfloat16)
 
 
 def invented(number: int) -> dict:
@@ -127,13 +156,13 @@ def one_rank():
         dist.destroy_process_group()
 
 
-def six_steps(way: str, optimizer: str) -> list[float]:
-    """Losses of three steps, a checkpoint of the optimizer, and three more."""
+def four_steps(way: str, optimizer: str, seed: int = 0) -> list[float]:
+    """Losses of two steps, a checkpoint of the optimizer, and two more."""
     rt = Runtime.setup(DEVICE, "auto")
     if way == "fully_shard":
         rt = replace(rt, shard="optimizer", mesh=init_device_mesh(DEVICE, (1,), mesh_dim_names=("shard",)))
     config = replace(RECIPES["tiny"], optimizer=optimizer)
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = GPT(SHAPE).to(rt.device)
     forward = GPTWithLoss(model)
     if way == "DDP":
@@ -142,12 +171,13 @@ def six_steps(way: str, optimizer: str) -> list[float]:
         shard(forward, model.transformer.h, rt)
     generator = seeded()
     idx, targets = to_inputs(torch.randint(50, (8, SHAPE.n_positions + 1), generator=generator).to(rt.device))
-    losses, state = [], None
+    losses = []
+    state = None
     for _ in range(2):
         found = make_optimizer(model, config, rt)
         if state is not None:
             found.load_state_dict(state)
-        for _ in range(3):
+        for _ in range(2):
             found.set_lr(config.max_lr)
             with rt.autocast():
                 loss = forward(idx, targets)
@@ -161,7 +191,11 @@ def six_steps(way: str, optimizer: str) -> list[float]:
 
 @pytest.mark.parametrize("way", ["DDP", "fully_shard"])
 def test_a_group_of_one_rank_makes_the_steps_of_a_process_alone(one_rank, way, optimizer):
-    assert six_steps(way, optimizer) == pytest.approx(six_steps("alone", optimizer), rel=1e-3)
+    """To a fifth of what another seed changes, which rounding alone does not reach in so few steps."""
+    alone = np.array(four_steps("alone", optimizer))
+    other_seed = np.array(four_steps("alone", optimizer, seed=1))
+    found = np.array(four_steps(way, optimizer))
+    assert np.abs(found - alone).max() < np.abs(other_seed - alone).max() / 5
 
 
 # ----------------------------------------------------------------------------------------------------- nothing is slow
@@ -180,7 +214,9 @@ def test_the_time_between_two_marks_is_that_of_the_device_and_not_of_the_host():
 def graphs(monkeypatch) -> list[int]:
     """The number of compiled graphs at the start of each step. From step 3 on the body of the training loop runs with
     every operator that waits for the GPU an error; evaluations and checkpoints may wait."""
-    found, real, real_log = [], train_gpt2.learning_rate, Run.log
+    found = []
+    real = train_gpt2.learning_rate
+    real_log = Run.log
     mode = torch.cuda.set_sync_debug_mode if CUDA else lambda mode: None
 
     def learning_rate(step, config):  # the first call of the loop's body
@@ -188,12 +224,12 @@ def graphs(monkeypatch) -> list[int]:
         mode("error" if step >= 3 else "default")
         return real(step, config)
 
-    def log_step(*args):  # the last one
+    def log(*args):  # the last one
         real_log(*args)
         mode("default")
 
     monkeypatch.setattr(train_gpt2, "learning_rate", learning_rate)
-    monkeypatch.setattr(Run, "log", log_step)
+    monkeypatch.setattr(Run, "log", log)
     if not CUDA:  # graphs are the same, and done in a second
         monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
         monkeypatch.setattr(runtime, "static_shapes", "eager")
@@ -206,12 +242,14 @@ def graphs(monkeypatch) -> list[int]:
 
 @pytest.mark.parametrize("divided", [False, True])
 def test_the_loop_waits_for_nothing_and_is_compiled_once(train, graphs, optimizer, divided, request, monkeypatch):
-    if divided:  # as on several ranks: blocks and the loss are compiled each by itself
+    if divided:  # as on several ranks: blocks are compiled each by itself
         request.getfixturevalue("one_rank")
-        real, mesh = Runtime.setup, init_device_mesh(DEVICE, (1,))
+        real = Runtime.setup
+        mesh = init_device_mesh(DEVICE, (1,))
         monkeypatch.setattr(Runtime, "setup", lambda *args: replace(real(*args), shard="optimizer", mesh=mesh))
         monkeypatch.setattr("parts.cli.exit_now", lambda: None)  # the tests go on after this rank
     train(**RUN | dict(optimizer=optimizer, compile="on", micro_batch_size=8))
-    assert not counters["graph_break"] and len(graphs) == 6
-    # Muon compiles its momentum; after the first step validation alone is compiled
-    assert graphs[1] - graphs[0] == 1 + divided + (optimizer == "muon") and graphs[-1] - graphs[1] == 1
+    assert not counters["graph_break"]
+    assert len(graphs) == 6
+    assert graphs[1] - graphs[0] == 1 + (optimizer == "muon")  # the hidden states, or a block; Muon's momentum
+    assert graphs[-1] - graphs[1] == 1  # of validation

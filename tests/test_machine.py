@@ -1,5 +1,6 @@
 """Decisions about the machine: device, ranks, compiler, threads, peaks."""
 
+import math
 import re
 import sys
 from contextlib import nullcontext
@@ -8,11 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import train_gpt2
 from bpe.tokenizer import Tokenizer
 from model import GPT, GPTConfig
 from parts import runtime
 from parts.cards import CARDS, peaks
-from parts.checkpoint import CheckpointWriter, ModelFiles, Snapshot, copy_to_host, find_damage, state_dict_without_head
+from parts.checkpoint import CheckpointWriter, ModelFiles, copy_to_host, find_damage, state_dict_without_head
 from parts.cli import UserError
 from parts.runtime import Runtime
 from tests.helpers import assert_refused, table
@@ -76,9 +78,12 @@ def test_a_gpu_without_code_in_this_pytorch_gives_one_line(capability, row, monk
 
 
 def test_the_fastest_number_of_threads_is_taken_unless_somebody_has_chosen(monkeypatch):
-    now, gelu, state, clock = [2], torch.nn.functional.gelu, torch.get_rng_state(), [0.0]
+    now = [2]
+    gelu = torch.nn.functional.gelu
+    state = torch.get_rng_state()
+    clock = [0.0]
     monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: now[-1])
     monkeypatch.setattr(torch, "set_num_threads", lambda n: now.append(n))
     waits = {4: 0.02, 2: 0.001, 1: 0.01}  # seconds that so many threads wait for each other
     monkeypatch.setattr(runtime.time, "perf_counter", lambda: clock[0])
@@ -96,7 +101,9 @@ def test_the_fastest_number_of_threads_is_taken_unless_somebody_has_chosen(monke
     ):
         if environment:
             monkeypatch.setenv("OMP_NUM_THREADS", environment)
-        assert re.match(said, runtime._choose_threads(threads)) and now[-1] == chosen
+        runtime._set_threads(threads, most=4)
+        assert now[-1] == chosen
+        assert re.match(said, runtime._describe_threads(threads, most=4))
     assert torch.equal(state, torch.get_rng_state())
 
 
@@ -157,11 +164,11 @@ def test_the_thread_that_writes_a_checkpoint_asks_nothing_of_a_gpu(tmp_path, mon
     model = GPT(GPTConfig(n_positions=8, vocab_size=260, n_layer=1, n_head=1, n_embd=8))
     assert "lm_head.weight" not in state_dict_without_head(model)  # which is the embedding
     files = ModelFiles(model, Tokenizer.train(["a"], 257)).copy()
-    snapshot = Snapshot(1, [files], copy_to_host(dict(moment=torch.ones(3))))
+    state = copy_to_host(dict(moment=torch.ones(3)))
     for name in ("_lazy_init", "set_device", "current_device", "current_stream", "synchronize", "mem_get_info"):
         monkeypatch.setattr(torch.cuda, name, None)  # a question opens a context on GPU 0
     writer = CheckpointWriter(tmp_path, keep=1)
-    writer.save(snapshot, {})
+    writer.save(tmp_path / "step_000001", files, state, {})
     writer.wait()
     assert find_damage(tmp_path / "step_000001") is None
 
@@ -189,6 +196,36 @@ def test_what_a_compiler_lacks_is_named(monkeypatch, raised, says):
     monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", fail)
     assert_refused(f"--compile on: .*{says}", Runtime.setup, "cpu", "float32", "on")
     monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: None)
-    on, why = runtime._choose_compile("auto", torch.device("cuda:0"))
-    assert not on and re.search(says, why)  # training continues without
-    assert_refused("--compile on: .* wrong numbers on mps", runtime._choose_compile, "on", torch.device("mps"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    on, why = runtime._choose_compile("auto", torch.device("cuda:0"), math.inf)
+    assert not on  # training continues without
+    assert re.search(says, why)
+
+
+def test_wrong_numbers_are_refused():
+    assert_refused("--compile on: .* wrong numbers on mps", runtime._choose_compile, "on", torch.device("mps"), 1e20)
+
+
+@pytest.mark.parametrize(
+    "recipe, card, compiled",
+    [
+        ("gpt2", "NVIDIA H100 80GB HBM3", True),
+        ("tiny", "NVIDIA H100 80GB HBM3", False),
+        ("tiny", "Tesla T4", False),
+        ("tiny", "a card of 2027", True),  # of which nobody knows how long the run takes
+    ],
+)
+def test_a_run_that_is_over_before_the_compiler_is_not_compiled(monkeypatch, recipe, card, compiled):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: card)
+    monkeypatch.setattr(runtime, "_missing_for_compile", lambda device: "")
+    flops = train_gpt2.flops_of_run(train_gpt2.RECIPES[recipe])
+    assert runtime._choose_compile("auto", torch.device("cuda:0"), flops)[0] == compiled
+    assert runtime._choose_compile("on", torch.device("cuda:0"), flops)[0]
+
+
+def test_the_flops_of_a_run_are_about_those_that_the_model_counts():
+    config = train_gpt2.RECIPES["gpt2"]
+    with torch.device("meta"):
+        counted = GPT(GPTConfig(vocab_size=config.vocab_size)).estimate_flops(config.sequence_length)
+    tokens = config.max_steps * config.total_batch_size
+    assert train_gpt2.flops_of_run(config) == pytest.approx(counted * tokens, rel=0.15)

@@ -3,7 +3,6 @@
 import torch
 import torch.distributed as dist
 
-import parts.loss
 from parts.run import LossWatch, Run
 
 
@@ -30,15 +29,6 @@ def lonely_collective() -> None:
 def recompiles() -> None:
     """As an evaluation would cause that leaves a global setting changed."""
     at_the_end_of_step_3(lambda run, loss: torch.set_float32_matmul_precision("highest"))
-
-
-def sums_in_addmm() -> None:
-    """The sum of the projection's gradients, in one product that torch.compile cannot lower."""
-
-    def accumulate(total, a, b, *others):
-        return torch.addmm(total, a, b, out_dtype=total.dtype)
-
-    parts.loss.accumulate_matmul = accumulate
 
 
 def loss_spike() -> None:

@@ -11,7 +11,7 @@ import torch
 
 # private or recent operators that the project calls, and that a new version of PyTorch might not have
 OPERATORS = (
-    "mm.dtype", "_fused_adamw_", "_foreach_norm.Scalar", "_foreach_mul_.Tensor",
+    "addmm.dtype_out", "_fused_adamw_", "_foreach_norm.Scalar", "_foreach_mul_.Tensor",
     "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention",
 )  # fmt: skip
 
@@ -20,7 +20,8 @@ def operators() -> str:
     for name in OPERATORS:
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"), name
     x = torch.ones(256, 256, device="cuda", dtype=torch.bfloat16)
-    assert torch.mm(x, x, out_dtype=torch.float32).dtype == torch.float32
+    total = torch.ones(256, 256, device="cuda")
+    assert torch.addmm(total, x, x, out_dtype=torch.float32, out=total) is total
     return f"all {len(OPERATORS)} operators; code for {torch._C._cuda_getArchFlags()}"
 
 
