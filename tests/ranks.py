@@ -75,7 +75,7 @@ def probe(kind: str, file: str) -> None:
             output.register_hook(raise_above_4)
 
     model.transformer.h[0].register_forward_hook(watch)
-    size = largest_that_fits(forward, [16, 8, 4, 2], (16, 64), rt)
+    size = largest_that_fits(GPTWithLoss(model), [16, 8, 4, 2], (16, 64), rt)
     idx = torch.randint(64, (size, 16), generator=seeded(rt.rank))
     rt.set_gradient_sync(forward, now=True)
     forward(idx, idx).backward()
