@@ -25,7 +25,7 @@ from bpe.tokenizer import Tokenizer
 from hellaswag import evaluate, prepare
 from model import GPT, GPTConfig, GPTWithLoss
 from parts import loss, runtime
-from parts.checkpoint import copy_to_host, remove_after
+from parts.checkpoint import copy_to_host, set_newer_aside
 from parts.data import IGNORED, to_inputs
 from parts.optim import make_optimizer
 from parts.run import Run
@@ -139,7 +139,7 @@ def test_sums_of_hellaswag_are_those_of_one_row_at_a_time(dtype, limit):
 def test_a_resumed_run_has_the_losses_of_one_that_was_not_interrupted(train, tmp_path, optimizer):
     train(out="whole", optimizer=optimizer, **RUN)
     shutil.copytree(tmp_path / "whole", tmp_path / "parts")
-    remove_after(tmp_path / "parts" / "step_000003")  # as if it had been killed after that
+    set_newer_aside(tmp_path / "parts", step=3, why="spoilt")  # as if it had been killed after that
     train(out="parts", optimizer=optimizer, resume=True, **RUN)
     assert far(losses_by_step(tmp_path / "parts"), losses_by_step(tmp_path / "whole")) < 1e-3
 
