@@ -246,7 +246,7 @@ def open_data(config: Config, shape: GPTConfig, checkpoint: Path | None, rt: Run
     for warning in shards.warnings:
         rt.print(f"warning: {warning}", file=sys.stderr)
     if config.init_from and not checkpoint:
-        if model_tokenizer(config.init_from).fingerprint != shards.tokenizer.fingerprint:
+        if not model_tokenizer(config.init_from).same_ids(shards.tokenizer):
             base = find_model(config.init_from)
             raise UserError(f"{config.data} has other tokens than --init_from {base}; give --tokenizer {base}, too")
     order = Batches(shards.train, config.sequence_length, config.seed, config.shuffle, rt.rank, rt.world_size)

@@ -277,6 +277,16 @@ class Tokenizer:
         content = [self.pattern, merges, self._ids, list(self.special_tokens.items())]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
+    def same_ids(self, other: "Tokenizer") -> bool:
+        """Whether both give every text, and its end, the same ids; further special tokens may differ."""
+        ours, theirs = ((tok.pattern, tok.merges, tok.ordinary, tok.eot_token) for tok in (self, other))
+        return ours == theirs
+
+    def unused_ids(self, vocab_size: int) -> list[int]:
+        """The ids below `vocab_size` that are no token: gaps in a vocabulary, and the padding of a model's. Nothing can
+        be decoded from them, and a model must not choose them."""
+        return [i for i in range(vocab_size) if i not in self.vocab]
+
     def token_bytes(self) -> np.ndarray:
         """(n_vocab,) int64: how many bytes of text each id encodes, 0 for special tokens."""
         lengths = np.zeros(self.n_vocab, np.int64)

@@ -265,7 +265,7 @@ class ModelFiles:
 
 
 def save_model(directory: Path, model: GPT, tokenizer: Tokenizer) -> None:
-    model.save_pretrained(directory, tokenizer.eot_token, len(tokenizer))
+    model.save_pretrained(directory, tokenizer.eot_token, tokenizer.unused_ids(model.config.vocab_size))
     tokenizer.save(directory, model.config.n_positions)
 
 
