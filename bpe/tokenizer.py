@@ -302,28 +302,48 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Tokenizer":
-        """Read a tokenizer.json (ours, or any byte-level BPE of Hugging Face), the one in a directory, or "gpt2".
+        """Read a tokenizer.json (ours, or any byte-level BPE of Hugging Face), the one in a directory, else GPT-2's
+        vocab.json and merges.txt there, or "gpt2".
 
         Raises ValueError for a file that is missing or damaged, or that gives other ids in the `tokenizers` library.
         """
         file = path
+        read = formats.read_json
         if os.path.isdir(path):
             file = os.path.join(path, "tokenizer.json")
-        if not os.path.isfile(file):  # False for a name that no file can have, too
+            if not os.path.isfile(file) and formats.has_vocab(Path(path)):
+                file = path
+                read = formats.read_vocab
+            elif not os.path.isfile(file):
+                raise ValueError(
+                    f"no tokenizer at {path}: neither tokenizer.json nor vocab.json and merges.txt; copy those of its "
+                    f"model there, or write them: AutoTokenizer.from_pretrained(MODEL).save_pretrained('{path}')"
+                )
+        elif not os.path.isfile(file):  # False for a name that no file can have, too
             if str(path) == "gpt2":
-                return cls.from_tiktoken("gpt2")
+                return cls._gpt2()
             raise ValueError(
                 f"no tokenizer at {path or 'an empty name'}; "
                 "give gpt2, a tokenizer.json, or the OUT of python bpe/train.py"
             )
         try:
-            parts, theirs = formats.read_json(Path(file))
+            parts, theirs = read(Path(file))
             tok = cls(*parts)
             formats.check_ids(tok, theirs)
         except Exception as e:  # `tokenizers` raises nothing more specific
             reason = f"it has no {e}" if isinstance(e, KeyError) else e
             raise ValueError(f"cannot use the tokenizer {file}: {reason}; download or train it again") from None
         return tok
+
+    @classmethod
+    def _gpt2(cls) -> "Tokenizer":
+        """GPT-2's, of tiktoken, or of transformers if it has the files and tiktoken cannot get them."""
+        try:
+            return cls.from_tiktoken("gpt2")
+        except ValueError:
+            if folder := formats.gpt2_of_transformers():
+                return cls.load(folder)
+            raise
 
     @classmethod
     def from_tiktoken(cls, encoding) -> "Tokenizer":

@@ -35,6 +35,7 @@ from parts.files import exclusive_lock, flush, sha256, write_atomically
 from parts.sources import decode, documents, readable
 
 TRAIN_FRACTION = 0.9  # of a text's characters; the rest is the validation split
+LARGEST_TEXT = 10**9  # bytes of a .txt; its tokens take ten times as many, as Python's numbers
 FEW_TOKENS = 10_000  # to train on; the validation split of such a text is a page or two
 
 
@@ -225,6 +226,11 @@ def is_intact(directory: Path) -> bool:
 
 def read_text(text_file: str) -> str:
     path = Path(text_file)
+    if path.is_file() and path.stat().st_size > LARGEST_TEXT:
+        raise UserError(
+            f"{path} has more than {LARGEST_TEXT / 1e9:g} GB, too much to tokenize at once; make shards of it: "
+            f"python fineweb.py --source '{path}' --out_dir FOLDER, then --data FOLDER"
+        )
     content = path.read_bytes()
     with readable(path):
         text = decode(content)
