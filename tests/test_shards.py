@@ -3,7 +3,6 @@
 import os
 import shutil
 import threading
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ from filelock import FileLock
 from bpe.tokenizer import Tokenizer
 from parts import files
 from parts.cli import UserError
-from parts.data import find_shards, new_manifest, open_shard, read_manifest, summary
+from parts.data import Shard, find_shards, new_manifest, read_manifest, summary
 from parts.files import sha256
 from parts.shards import (
     data_tokenizer,
@@ -25,7 +24,7 @@ from parts.shards import (
     shard_name,
     verify,
 )
-from tests.helpers import assert_refused, files_of, stamps, table
+from tests.helpers import assert_refused, files_of, stamps
 from tests.test_shard_files import UNFINISHED, write_ds
 from tests.token_shards import with_manifest, write_shards
 
@@ -51,7 +50,8 @@ def byte_tokenizer(tmp_path) -> Path:
 
 
 def decoded(directory: Path, split: str) -> str:
-    tokens = np.concatenate([open_shard(path) for path in find_shards(str(directory), split)])
+    shards = [Shard(path) for path in find_shards(str(directory), split)]
+    tokens = np.concatenate([shard.read(0, len(shard)) for shard in shards])
     return load_tokenizer(str(directory / "tokenizer.json")).decode(tokens.tolist())
 
 
@@ -183,27 +183,88 @@ def test_shards_bring_their_tokenizer(tmp_path, byte_tokenizer):
     assert_refused(words, data_tokenizer, tmp_path, str(tmp_path / "other.json"))
 
 
-WARNINGS = """\
-{0} is incomplete; training on what has been written so far
-67% of the 769 embeddings have no token; pass --vocab_size 384
-{0} has 9,999 tokens to train on, which a model memorizes; give it a longer text
-{0} has 2,500 tokens to validate, 9,999 to train on; move shards to training"""
+@pytest.fixture
+def folder(tmp_path, byte_tokenizer) -> Path:
+    """A folder of two shards with their tokenizer of 257 tokens."""
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    shutil.copy(byte_tokenizer, folder / "tokenizer.json")
+    np.save(folder / "x_val_000000.npy", np.zeros(2500, np.uint16))
+    np.save(folder / "x_train_000000.npy", np.zeros(10_000, np.uint16))
+    return folder
 
 
-def test_shards_that_are_incomplete_or_small_or_mostly_for_validation_are_warned_of(tmp_path, byte_tokenizer):
-    tok = Tokenizer.load(byte_tokenizer)
-    tok.save(tmp_path / "tokenizer.json")
-    open_with = partial(open_shards, str(tmp_path), "gpt2", cache=tmp_path)
-    for split, n in (("val", 2500), ("train", 10_000)):
-        np.save(tmp_path / f"x_{split}_000000.npy", np.zeros(n, np.uint16))
-    assert_refused("has 257 tokens, more than --vocab_size 256; give 384", open_with, vocab_size=256)
-    assert not open_with(vocab_size=768).warnings
-    np.save(tmp_path / "x_train_000000.npy", np.zeros(9_999, np.uint16))
-    with_manifest(tmp_path, **UNFINISHED, tokenizer=tok.fingerprint)
-    assert "\n".join(open_with(vocab_size=769).warnings) == WARNINGS.format(tmp_path)
-    for name in "ab":
-        (tmp_path / name).symlink_to(tmp_path)
-    assert_refused("in several folders", open_shards, f"{tmp_path}/*/*", "gpt2", 769, tmp_path)
+def opened(folder: Path, tokenizer: str = "gpt2", vocab_size: int = 384):
+    return open_shards(str(folder), tokenizer, vocab_size, folder)
+
+
+@pytest.mark.parametrize("split", ["val", "train"])
+@pytest.mark.parametrize("place", [0, 2499])
+def test_a_token_of_another_tokenizer_is_refused_at_the_start_although_the_model_has_room(folder, split, place):
+    """Shard, token and tokenizer are named: as a validation target it would be an error in the middle of a run, and in
+    the training split nobody would notice."""
+    tokens = np.zeros(2500, np.uint16)
+    tokens[place] = 300
+    np.save(folder / f"x_{split}_000000.npy", tokens)
+    path = folder / f"x_{split}_000000.npy"
+    words = f"shard {path} has token 300, which is not one of the 257 of the tokenizer {folder}/tokenizer.json;"
+    assert_refused(words, opened, folder)
+
+
+def test_a_gap_in_the_vocabulary_is_no_token(folder):
+    Tokenizer([], special_tokens={"<|endoftext|>": 300}).save(folder / "tokenizer.json")
+    np.save(folder / "x_train_000000.npy", np.full(10_000, 300, np.uint16))
+    assert len(opened(folder).train) == 10_000
+    np.save(folder / "x_train_000000.npy", np.full(10_000, 299, np.uint16))
+    assert_refused("has token 299, which is not one of the 301", opened, folder)
+
+
+def test_a_vocabulary_larger_than_the_model_is_refused(folder):
+    assert_refused("has 257 tokens, more than --vocab_size 256; give 384", opened, folder, vocab_size=256)
+
+
+def test_what_a_person_should_know_of_shards_is_a_warning(folder):
+    assert not opened(folder, vocab_size=768).warnings
+    [warning] = opened(folder, vocab_size=769).warnings
+    assert warning == "67% of the 769 embeddings have no token; pass --vocab_size 384"
+    np.save(folder / "x_train_000000.npy", np.zeros(9_999, np.uint16))
+    few, uneven = opened(folder).warnings
+    assert few.startswith(f"{folder} has 9,999 tokens to train on, which a model memorizes")
+    assert uneven.startswith(f"{folder} has 2,500 tokens to validate and 9,999 to train on")
+    with_manifest(folder, **UNFINISHED, tokenizer=Tokenizer.load(folder).fingerprint)
+    assert f"{folder} is incomplete; training on what has been written so far" in opened(folder).warnings
+
+
+def test_files_of_tokens_whose_names_say_no_split_are_named(folder):
+    for name in ("x_000001.npy", "x_test_000001.bin"):
+        (folder / name).touch()
+    [warning] = opened(folder).warnings
+    assert warning.startswith(f"2 files in {folder} not read, as the names say neither _train_ nor _val_")
+    assert "x_000001.npy, x_test_000001.bin" in warning
+
+
+def test_shards_in_several_folders_are_refused(folder):
+    (folder / "a").mkdir()
+    (folder / "b").mkdir()
+    shutil.copy(folder / "x_train_000000.npy", folder / "a")
+    shutil.copy(folder / "x_val_000000.npy", folder / "b")
+    assert_refused("in several folders", open_shards, f"{folder}/[ab]/*", "gpt2", 384, folder)
+
+
+def test_a_tokenizer_with_further_special_tokens_reads_the_same_shards(folder):
+    """As GPT-2's with a [PAD]; one with another text, or another end of it, does not."""
+    own = Tokenizer.load(folder)
+    with_manifest(folder, tokenizer=own.fingerprint)
+    padded = Tokenizer(own.merges, special_tokens=("<|endoftext|>", "[PAD]"))
+    padded.save(folder / "padded.json")
+    assert opened(folder, str(folder / "padded.json")).tokenizer.fingerprint == padded.fingerprint
+    for name, other in {
+        "merges": Tokenizer([(b"a", b"b")], special_tokens={"<|endoftext|>": 257}),
+        "pattern": Tokenizer(own.merges, "cl100k"),
+        "end": Tokenizer(own.merges, special_tokens=("[PAD]", "<|endoftext|>")),
+    }.items():
+        other.save(folder / f"{name}.json")
+        assert_refused("was written with another tokenizer", opened, folder, str(folder / f"{name}.json"))
 
 
 # ------------------------------------------------------------------------------------------------------- the manifest
@@ -224,17 +285,12 @@ def test_the_origin_of_shards_is_what_their_manifest_says(tmp_path):
     assert summary(new_manifest()) == nothing
 
 
-NAMES = """
-edu_fineweb10B | edufineweb
-my_shards | my
-x_val 2.0 | x-val-2.0
-数据 | text
-"""
+NAMES = {"edu_fineweb10B": "edufineweb", "my_shards": "my", "x_val 2.0": "x-val-2.0", "数据": "text"}
 
 
-@pytest.mark.parametrize("folder, words", table(NAMES))
-def test_the_name_of_a_folder_is_that_of_its_shards(tmp_path, folder, words):
-    assert shard_name(tmp_path / folder) == words[0]
+@pytest.mark.parametrize("folder, name", NAMES.items())
+def test_the_name_of_a_folder_is_that_of_its_shards(tmp_path, folder, name):
+    assert shard_name(tmp_path / folder) == name
 
 
 # ------------------------------------------------------------------------------------------------------------ datatrove
