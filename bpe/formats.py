@@ -188,6 +188,8 @@ def read_vocab(folder: Path) -> tuple:
     pairs = [line.split(" ") for line in lines if line.strip() and not line.startswith("#version")]
     merges = [(unshow(a), unshow(b)) for a, b in pairs]
     ids = {unshow(token): i for token, i in vocab.items() if token not in special}
+    if lost := ids.keys() - {*SINGLE_BYTES, *(a + b for a, b in merges)}:
+        raise ValueError(f"merges.txt is cut short: vocab.json has {min(lost)!r}, and no merge makes it")
     theirs = Tokenizer(models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt")))
     theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     theirs.add_special_tokens([*special])

@@ -327,7 +327,8 @@ def text_size(file: SourceFile, text_field: str) -> float:
         if kind == ".parquet" and os.path.exists(file.name):
             return parquet_text_size(Path(file.name), text_field)
         if kind.endswith((".gz", ".zst")) and os.path.exists(file.name):
-            return file.bytes * expansion(file.name) * KINDS[kind[: kind.rindex(".")]]
+            of_lines = KINDS[".txt" if kind.startswith(".txt") else ".jsonl"]
+            return file.bytes * expansion(file.name) * of_lines
     return file.bytes * KINDS[kind]
 
 
@@ -595,15 +596,15 @@ def documents_of_lines(unit: Unit, text_field: str) -> Iterator[tuple[str | None
         raise UserError(f"{unit.path} begins with [, so it is one JSON array and not one object a line; {one_a_line}")
     documents = 0
     broken = []  # numbers of lines
-    without_text = b""  # the first line that has none
+    keys = []  # of the objects before the first document
     lines = unit.content.split(b"\n")  # not splitlines: a JSON string may hold U+2028
     for number, line in enumerate(lines, unit.line):
         if not line.strip():
             continue
         text, reason = text_of(line, text_field)
         documents += text is not None
-        if reason == "no text":
-            without_text = without_text or line
+        if reason == "no text" and not documents:
+            keys += json.loads(line.decode("utf-8-sig"))
         if reason == "broken line":
             broken.append(number)
             if line.rstrip().endswith(b",") and text_of(line.rstrip()[:-1], text_field)[1] != reason:
@@ -614,10 +615,9 @@ def documents_of_lines(unit: Unit, text_field: str) -> Iterator[tuple[str | None
             f"{unit.path} has {counted(len(broken), 'broken line')} and {counted(documents, 'document')} from line "
             f"{unit.line} on, the first broken one is line {broken[0]}; {one_a_line}, or leave the file out"
         )
-    if unit.first and without_text and not documents and f'"{text_field}"'.encode() not in unit.content:
-        keys = [key for key, value in json.loads(without_text.decode("utf-8-sig")).items() if isinstance(value, str)]
-        remedy = f"--text_field one of {', '.join(keys)}" if keys else "another file"
-        raise UserError(f"{unit.path} has no key {text_field!r} with text; give {remedy}")
+    if unit.first and keys and not documents and text_field not in keys:
+        found = ", ".join([*dict.fromkeys(keys)][:9])
+        raise UserError(f"{unit.path} has no key {text_field!r}; give --text_field one of {found}, or another file")
 
 
 def decode(content: bytes, first: bool = True) -> str:

@@ -66,6 +66,26 @@ def test_a_unit_that_is_taken_up_again_ends_at_the_limit(tokenizer, tmp_path, mo
     assert np.concatenate([np.load(path) for path in shard_paths(tmp_path)]).tolist() == list(range(25))
 
 
+@needs_proc
+def test_a_shard_and_its_name_are_on_the_disk_before_the_manifest_lists_it(corpus, tokenizer, tmp_path, monkeypatch):
+    """After a power failure the manifest must not list a file whose name was never written."""
+    flushed = []
+
+    def fsync(fd: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        flushed.append((path.name, {file.name for file in out_dir.glob("*.npy")}))
+
+    out_dir = tmp_path / "shards"
+    monkeypatch.setattr(os, "fsync", fsync)
+    run_here(corpus[0] / "part_00.parquet", out_dir, tokenizer)
+    for path in shard_paths(out_dir):
+        content, name, listed = (
+            min(i for i, (file, names) in enumerate(flushed) if file.startswith(what) and (path.name in names) == there)
+            for what, there in ((f".{path.name}.tmp", False), (out_dir.name, True), (".manifest.json", True))
+        )
+        assert content < name < listed
+
+
 @pytest.fixture(scope="session")
 def long_corpus(tmp_path_factory) -> Path:
     """Enough to be at work for some seconds: 40 files of half a million characters."""
