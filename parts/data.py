@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from parts.cli import UserError
-from parts.files import read_json, replace_file
+from parts.files import identity, read_json, replace_file
 
 IGNORED = -100  # a target that is not scored, as in PyTorch; pads the last windows of validation
 
@@ -229,8 +229,8 @@ def refuse_doubles(data: str, paths: list[Path]) -> None:
     """Raises UserError for a shard that is there in two formats, or under two names."""
     seen = {}
     for path in paths:
-        for identity in (path.stem, path.resolve()):
-            twin = seen.setdefault(identity, path)
+        for name in (path.stem, identity(path)):
+            twin = seen.setdefault(name, path)
             if twin != path:
                 raise UserError(
                     f"--data {data}: {twin} and {path.name} are one shard, and would be read twice; "

@@ -33,7 +33,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from parts.cli import UserError, counted
-from parts.files import sha256
+from parts.files import identity, sha256
 
 # The kinds of files, and how many bytes of English text a byte of each holds. A dataset of the hub often comes in
 # several kinds: the first of them here is taken.
@@ -88,20 +88,20 @@ def find_source(patterns: tuple[str, ...], revision: str = "main") -> Source:
         return hub_source(patterns[0], revision)
     files = []
     left_out = {}
-    names = {}  # real path -> the name under which it is read
+    names = {}  # identity of a file -> the name under which it is read
     for pattern in patterns:
         readable_here = False
         for path, reason in local_paths(pattern):
-            real = path.resolve()
+            known = names.get(identity(path))
             if reason:
                 left_out[str(path)] = reason
-            elif real in names and names[real] != path:
-                left_out[str(path)] = f"the same file as {names[real]}"
-            elif real not in names:
-                names[real] = path
+            elif known is None:
+                names[identity(path)] = path
                 stat = path.stat()
                 files.append(SourceFile(str(path), stat.st_size, str(stat.st_mtime_ns)))
-            readable_here = readable_here or real in names
+            elif known != path:
+                left_out[str(path)] = f"the same file as {known}"
+            readable_here = readable_here or not reason
         if not readable_here:
             raise UserError(
                 f"{pattern or 'the empty name'}: no such file, or none whose name ends in {', '.join(KINDS)}; "
@@ -197,7 +197,8 @@ def hub_source(name: str, revision: str) -> Source:
     listed = [file for file in listed if stays_below(file.name)]
     inside = [file for file in listed if fnmatch(file.name, folder) or fnmatch(file.name, f"{folder}/*")]
     known = [file for file in inside if kind_of(file.name)]
-    to_train = [file for file in known if re.search("(?<![a-z])train", file.name)] or known  # all, if no name says so
+    # all, if no name says so
+    to_train = [file for file in known if re.search("(?<![a-z])train", file.name, re.IGNORECASE)] or known
     if not to_train:
         folders = sorted({os.path.dirname(file.name) or "." for file in listed if kind_of(file.name)})
         raise UserError(f"{repo} has no data file in {folder}; name a folder that has some: {', '.join(folders[:9])}")
@@ -642,12 +643,25 @@ def documents(text: str) -> list[str]:
 def text_of(line: bytes, text_field: str) -> tuple[str | None, str]:
     """(text, "") of a line of a .jsonl, or (None, reason)."""
     try:
-        text = json.loads(line.decode("utf-8-sig")).get(text_field)
+        text = parse(line.decode("utf-8-sig")).get(text_field)
     except (ValueError, AttributeError, RecursionError):
         return None, "broken line"
     if not isinstance(text, str):
         return None, "no text"
     return text, ""
+
+
+def parse(text: str):
+    """json.loads, which takes the last of two values of a key. Raises ValueError for these, too."""
+    return json.loads(text, object_pairs_hook=unique)
+
+
+def unique(pairs: list[tuple[str, object]]) -> dict:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"an object has the key {max(keys, key=keys.count)!r} twice")
+    return found
 
 
 def texts_of(unit: Unit, text_field: str) -> list[str | None]:
@@ -683,13 +697,13 @@ def file_rows(path: str, option: str = "--data") -> list:
     number = 1  # of the line
     try:
         if text.lstrip().startswith("["):
-            rows = json.loads(text)
+            rows = parse(text)
         elif path.endswith(".json") and (keys := keys_of(text)):
             raise UserError(f"{path} is one object ({', '.join(keys[:5])}) and not a list of rows; save the list alone")
         else:  # a line of .jsonl ends at \n alone: a JSON string may hold the other line separators of Unicode
             for number, line in enumerate(text.split("\n"), start=1):  # noqa: B007 - the error below names the line
                 if line := line.strip().removeprefix("\ufeff"):  # each line may have a mark, as from files joined
-                    rows.append(json.loads(line))
+                    rows.append(parse(line))
     except (ValueError, RecursionError) as e:
         number += getattr(e, "lineno", 1) - 1
         raise UserError(f"{path} is not JSON in line {number}: {getattr(e, 'msg', e)}; correct it there") from None

@@ -56,6 +56,13 @@ def test_an_object_around_the_rows_is_named_with_its_keys(tmp_path, key, indent)
     assert_refused(words, file_rows, str(tmp_path / "rows.json"))
 
 
+@pytest.mark.parametrize("form", ["{}", "[{}]"])
+def test_a_key_that_is_there_twice_is_refused(tmp_path, form):
+    """JSON leaves open which of the two counts."""
+    (tmp_path / "rows.jsonl").write_text(form.format('{"instruction": "a", "output": "b", "output": "c"}'))
+    assert_refused("an object has the key 'output' twice", file_rows, str(tmp_path / "rows.jsonl"))
+
+
 def test_a_single_row_of_lines_is_a_row(tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[2]))
     assert file_rows(str(tmp_path / "rows.jsonl")) == [ROWS[2]]

@@ -212,10 +212,11 @@ def test_a_shard_in_two_formats_is_refused_and_a_glob_chooses_one(tmp_path):
     assert names == ["x_train_000000.npy", "x_train_000001.npy"]
 
 
-@pytest.mark.parametrize("link", ["y_train_000000.npy", "x_val_000000.npy"])
-def test_a_shard_under_two_names_is_refused(tmp_path, link):
+@pytest.mark.parametrize("link", [Path.symlink_to, Path.hardlink_to])
+@pytest.mark.parametrize("name", ["y_train_000000.npy", "x_val_000000.npy"])
+def test_a_shard_under_two_names_is_refused(tmp_path, link, name):
     write_shards(tmp_path, (100,))
-    (tmp_path / link).symlink_to(tmp_path / "x_train_000000.npy")
+    link(tmp_path / name, tmp_path / "x_train_000000.npy")
     assert_refused("are one shard, and would be read twice", find_shards, str(tmp_path), "train")
 
 

@@ -10,7 +10,9 @@ import pytest
 from filelock import FileLock
 
 from bpe.tokenizer import Tokenizer
+from model import GPT, GPTConfig
 from parts import files
+from parts.checkpoint import save_model
 from parts.cli import UserError
 from parts.data import Shard, find_shards, new_manifest, read_manifest, summary
 from parts.files import sha256
@@ -162,6 +164,10 @@ def test_texts_that_cannot_be_used(tmp_path):
         refused(words)
     path.write_text("A text.")
     refused(str(tmp_path), tmp_path)
+    with path.open("ab") as file:
+        file.truncate(10**9 + 1)  # no block of it is on the disk
+    refused(f"has more than 1 GB, too much to tokenize at once; make shards of it: python fineweb.py --source '{path}'")
+    path.write_text("A text.")
     refused("nnn.txt", "n" * 5000 + ".txt")
     refused("--vocab_size 5", vocab_size=5)
     refused("nowhere.json", tokenizer=tmp_path / "nowhere.json")
@@ -265,6 +271,28 @@ def test_a_tokenizer_with_further_special_tokens_reads_the_same_shards(folder):
     }.items():
         other.save(folder / f"{name}.json")
         assert_refused("was written with another tokenizer", opened, folder, str(folder / f"{name}.json"))
+
+
+def save_base(folder: Path, tok: Tokenizer) -> Path:
+    save_model(folder, GPT(GPTConfig(n_positions=32, vocab_size=384, n_layer=2, n_head=2, n_embd=32)), tok)
+    return folder
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_base_with_an_added_token_is_trained_on_the_shards_of_its_vocabulary(tmp_path, prepare, train, named):
+    """With the tokenizer of the base, if that is named."""
+    shards = prepare()
+    tok = Tokenizer.load(shards)
+    padded = Tokenizer(tok.merges, special_tokens=("<|endoftext|>", "[PAD]"))
+    base = save_base(tmp_path / "base", padded)
+    train(data=shards, init_from=base, max_steps=1, eval_interval=0, **dict(tokenizer=base) if named else {})
+    saved = Tokenizer.load(tmp_path / "run/step_000001")
+    assert saved.fingerprint == (padded if named else tok).fingerprint
+
+
+def test_a_base_of_another_vocabulary_is_told_to_write_other_shards(tmp_path, prepare, train):
+    base = save_base(tmp_path / "base", Tokenizer([(b"a", b"b")]))
+    train.error(f"write shards with its tokenizer: fineweb.py --tokenizer {base}", data=prepare(), init_from=base)
 
 
 # ------------------------------------------------------------------------------------------------------- the manifest
