@@ -332,7 +332,7 @@ class TokenStream:
     vocabulary: at once in a split of up to SCANNED tokens and in the first 65,536 of each shard, else when it is read.
     """
 
-    def __init__(self, paths: list[Path], vocab_size: int, unused_ids: Sequence[int] = (), tokenizer: str = ""):
+    def __init__(self, paths: list[Path], vocab_size: int, unused_ids: Sequence[int] = (), tokenizer: str = "given"):
         self.paths = paths
         self.vocab_size = vocab_size
         self.unused_ids = list(unused_ids)

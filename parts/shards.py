@@ -111,8 +111,10 @@ def open_shards(data: str, tokenizer: str, vocab_size: int, cache: Path) -> Shar
     warnings = []
     if left_out := shards_by_split(str(place))["neither"]:
         names = ", ".join(path.name for path in left_out[:3])
-        warnings.append(f"{counted(len(left_out), 'file')} in {data} not read, as the names say neither _train_ nor "
-                        f"_val_: {names}; rename or remove them")
+        warnings.append(
+            f"{counted(len(left_out), 'file')} in {data} not read, as the names say neither _train_ nor "
+            f"_val_: {names}; rename or remove them"
+        )
     if "next" in read_manifest(folder):
         warnings.append(f"{place} is incomplete; training on what has been written so far")
     if vocab_size > 2 * padded:

@@ -208,9 +208,11 @@ def hub_source(name: str, revision: str) -> Source:
     names = [file.name for file in files]
     if not glob.has_magic("".join(rest)):  # else a glob has chosen
         subsets = subsets_of(info.get("cardData"), names)
-        refuse_subsets(repo, names, subsets or subsets_by_folder(names))
+        if set().union(*subsets.values()) != set(names):  # the card does not say
+            subsets = subsets_by_folder(names)
+        refuse_subsets(repo, names, subsets)
     reasons = dict.fromkeys((file.name for file in inside), "of another kind")
-    reasons |= dict.fromkeys((file.name for file in known if file not in to_train), "of another split")
+    reasons |= dict.fromkeys((file.name for file in {*known} - {*to_train}), "of another split")
     for name in [*names, *filter(re.compile(r"README\.md$|\.").match, reasons)]:  # read, or nobody's data
         reasons.pop(name, None)
     return Source(files, repo, info["sha"], tuple(reasons.items()))

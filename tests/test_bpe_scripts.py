@@ -76,13 +76,15 @@ def test_compression_is_measured_on_text_that_was_held_out(run_train, tmp_path):
     out = run_train().stdout
     tok = Tokenizer.load(tmp_path / "out")
     split = train.Split(iter([MANUAL]))
-    trained, held_out = "".join(split), "".join(split.held_out)
+    trained = "".join(split)
+    held_out = "".join(split.held_out)
     assert trained + held_out == MANUAL
     assert len(trained) == MANUAL.index("\n", len(MANUAL) * 9 // 10) + 1
     assert Tokenizer.train([trained], 1024).merges == tok.merges
     n = len(tok.encode(held_out))
     table = re.findall(r"^ +([\d,]+) +([\d.]+) +([\d.]+)$", out, re.M)
-    assert [row[0] for row in table] == ["256", "512", "1,023"] and table[0][1] == "1.00"
+    assert [row[0] for row in table] == ["256", "512", "1,023"]
+    assert table[0][1] == "1.00"
     longest = sorted((a + b for a, b in tok.merges), key=len)[-20:]
     for said in (
         f"1,024 tokens from {len(trained.encode()):,} bytes",
@@ -121,7 +123,8 @@ def test_what_is_set_aside_takes_the_next_free_number(tmp_path):
 
 
 def test_options_reach_the_trainer(run_train, tmp_path):
-    texts, specials = [f"{text}\ud800" for text in MANUAL.split("\n\n")], ["<|user|>", "<|end|>"]
+    texts = [f"{text}\ud800" for text in MANUAL.split("\n\n")]
+    specials = ["<|user|>", "<|end|>"]
     write_lines(tmp_path / "a.jsonl", [dict(body=text) for text in texts])
     options = ["--vocab_size", "5_000", "--pattern", "cl100k", "--tie_break", "greatest_bytes", "--max_bytes", "9_999"]
     kept = list(train.Split(train.limit(iter(texts), 9_999)))
@@ -201,7 +204,8 @@ def test_a_file_of_the_hub_in_two_inputs_is_refused(monkeypatch):
 
 
 def test_a_dataset_of_the_hub_is_downloaded_as_far_as_it_is_read(tmp_path):
-    texts, folder = MANUAL.split("\n\n"), tmp_path / "dataset/some/folder"
+    texts = MANUAL.split("\n\n")
+    folder = tmp_path / "dataset/some/folder"
     folder.mkdir(parents=True)
     for i in range(3):
         pyarrow.parquet.write_table(pyarrow.table({"text": texts[i::3]}), folder / f"{i}.parquet")
@@ -313,7 +317,8 @@ def test_without_gpt2_the_other_tokenizer_is_still_shown(run_try, saved, offline
 @needs_gpt2
 def test_the_code_of_the_readme_prints_what_it_says(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    text, namespace = (ROOT / "bpe/README.md").read_text(encoding="utf-8"), {}
+    text = (ROOT / "bpe/README.md").read_text(encoding="utf-8")
+    namespace = {}
     blocks = re.findall(r"```python\n(.*?)```(?:\n```text\n(.*?)```)?", text, re.S)
     for code, expected in blocks:
         exec(code, namespace)
@@ -324,5 +329,6 @@ def test_the_code_of_the_readme_prints_what_it_says(monkeypatch, capsys):
 def test_the_readme_shows_the_code_of_minimal_py():
     text, code = ((ROOT / "bpe" / name).read_text(encoding="utf-8") for name in ("README.md", "minimal.py"))
     shown = re.findall(r"```py\n(.*?)```", text, re.S)
-    assert shown and all(part in code for block in shown for part in block.split("\n\n\n"))
+    assert shown
+    assert all(part in code for block in shown for part in block.split("\n\n\n"))
     assert text.index("minimal.py") < text.index("tokenizer.py")

@@ -88,7 +88,8 @@ def test_a_split_is_read_through_datasets(tmp_path):
     (tmp_path / "data").mkdir()
     for split, rows in dict(train=ROWS, validation=ROWS[:2]).items():
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / "data" / f"{split}-00000-of-00001.parquet")
-    assert hub_rows(str(tmp_path), "train") == ROWS and hub_rows(str(tmp_path), "validation") == ROWS[:2]
+    assert hub_rows(str(tmp_path), "train") == ROWS
+    assert hub_rows(str(tmp_path), "validation") == ROWS[:2]
     assert_refused("nowhere.*with --data", hub_rows, str(tmp_path), "nowhere")
 
 

@@ -50,8 +50,10 @@ def test_shards_are_those_of_the_plain_loop(corpus, tokenizer, tmp_path, workers
     tok = Tokenizer.load(tokenizer)
     expected = assert_shards(out_dir, docs, tokenizer)
     manifest = read_manifest(out_dir)
-    assert manifest["tokens"] == sum(map(len, expected)) and manifest["documents"] == len(docs)
-    assert manifest["bytes"] == sum(len(doc.encode()) for doc in docs) and manifest["skipped"] == {}
+    assert manifest["tokens"] == sum(map(len, expected))
+    assert manifest["documents"] == len(docs)
+    assert manifest["bytes"] == sum(len(doc.encode()) for doc in docs)
+    assert manifest["skipped"] == {}
     assert manifest["commit"] == ""  # which only the hub has
     for entry, path in zip(manifest["shards"], shard_paths(out_dir), strict=True):
         assert entry["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
@@ -65,7 +67,8 @@ def test_a_vocabulary_beyond_16_bits_makes_uint32_shards(corpus, tmp_path):
     tok.save(tmp_path / "wide.json")
     run_here(folder / "part_00.parquet", tmp_path / "shards", tmp_path / "wide.json", shard_size=10**6)
     tokens = np.load(find_shards(str(tmp_path / "shards"), "val")[0])
-    assert tokens.dtype == np.uint32 and tokens.tolist() == plain_tokens(docs[:40], tok)
+    assert tokens.dtype == np.uint32
+    assert tokens.tolist() == plain_tokens(docs[:40], tok)
     assert shard_dtype(2**16) == np.uint16
 
 
@@ -76,7 +79,8 @@ def tokens_of(out_dir: Path) -> list[int]:
 def test_all_formats_in_one_folder(tokenizer, tmp_path, monkeypatch):
     """Rows, row groups, lines and texts travel to the workers in different ways."""
     monkeypatch.setattr(sources, "UNIT_BYTES", 20_000)
-    docs, folder = [" ".join(doc.split()) + "." for doc in make_documents(120)], tmp_path / "docs"
+    docs = [" ".join(doc.split()) + "." for doc in make_documents(120)]
+    folder = tmp_path / "docs"
     write_parquet(folder / "a.parquet", docs[:30], rows=5)
     write_parquet(folder / "b.parquet", docs[30:60], rows=1000)
     docs[60] = "a lone \ud800 surrogate"
@@ -103,7 +107,8 @@ def test_a_unit_is_its_documents_each_after_the_token_that_ends_one(tokenizer, c
 def test_a_long_text_has_the_tokens_that_it_has_as_a_whole(tmp_path, monkeypatch, pattern, end):
     """Whether its documents are shorter than a unit or longer."""
     monkeypatch.setattr(sources, "UNIT_BYTES", 3000)
-    english, chinese = prose(40_000), "中文也一样，\u3000没有空格的句子很长。\n\n\n" * 100
+    english = prose(40_000)
+    chinese = "中文也一样，\u3000没有空格的句子很长。\n\n\n" * 100
     text = english + "\n\n\n\n" + chinese + english[:9000] + "\n" * 5000 + "the end  \n"
     docs = sources.documents(text.replace("\n", end))
     tok = Tokenizer.train(docs, 400, pattern)
@@ -118,7 +123,8 @@ def test_a_long_text_has_the_tokens_that_it_has_as_a_whole(tmp_path, monkeypatch
 
 
 def test_a_truncated_file_is_named_and_what_came_before_it_is_kept(corpus, tokenizer, tmp_path):
-    (folder, docs), out_dir = corpus, tmp_path / "shards"
+    folder, docs = corpus
+    out_dir = tmp_path / "shards"
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
     broken = copy / "part_09.parquet"
@@ -151,7 +157,8 @@ def test_another_run_is_not_mixed_into_a_directory(corpus, tokenizer, tmp_path, 
     before = files_of(tmp_path / "shards")
     if change == "tokenizer":
         Tokenizer.train(["another text"], 260).save(tmp_path / "other.json")
-        tokenizer, change = tmp_path / "other.json", {}
+        tokenizer = tmp_path / "other.json"
+        change = {}
     assert_refused(
         "give another --out_dir", run_here, corpus[0] / "part_00.parquet", tmp_path / "shards", tokenizer, **change
     )

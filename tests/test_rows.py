@@ -54,7 +54,8 @@ def test_empty_rows_are_counted_and_left_out_and_an_empty_system_message_is_noth
     messages = said("s:  ", "u: Hi", "a: Ho")
     empty = [row("Hi", " "), row("", "Ho"), dict(messages=[]), dict(messages=messages[:2])]
     (one, other), counts = encode([row("Hi", "Ho"), *empty, dict(messages=messages)], small_tokenizer)
-    assert one.idx.tolist() == other.idx.tolist() and counts["empty"] == 4
+    assert one.idx.tolist() == other.idx.tolist()
+    assert counts["empty"] == 4
 
 
 @given(st.integers(1, 90), st.integers(2, 40), st.integers(0, 89))
@@ -75,7 +76,8 @@ def test_a_long_row_is_read_in_windows_that_score_every_answer_token_once(n, T, 
 def test_the_split_is_by_seed_and_complete():
     rows = list(range(300))
     train, val = split_rows(rows, 1000, seed=5)
-    assert len(val) == 30 and sorted(train + val) == rows
+    assert len(val) == 30
+    assert sorted(train + val) == rows
     assert (train, val) == split_rows(rows, 1000, seed=5) != split_rows(rows, 1000, seed=6)
     assert len(split_rows(rows, 7, seed=5)[1]) == 7
     assert split_rows(rows[:40], 1000, seed=5)[1] == [36, 25, 3, 27]  # of every version
@@ -113,7 +115,8 @@ def test_the_ranks_share_every_global_batch_whatever_their_number(small_tokenize
 def test_every_epoch_has_each_example_once_in_another_order():
     examples = list(range(12))
     first, second = ([global_batch(examples, step, 4, 3) for step in steps] for steps in ((0, 1, 2), (3, 4, 5)))
-    assert sorted(sum(first, [])) == sorted(sum(second, [])) == examples and first != second
+    assert sorted(sum(first, [])) == sorted(sum(second, [])) == examples
+    assert first != second
     across = [global_batch(examples, step, 8, 3) for step in (0, 1, 2)]  # the same order in other portions
     assert sum(across, []) == sum(first + second, [])
 

@@ -75,7 +75,8 @@ def test_a_text_becomes_shards_that_hold_all_of_it(tmp_path, text, byte_tokenize
         "A third one.\nOne morning the clock stood still.\n\n\n",
     ]  # fmt: skip
     manifest = read_manifest(directory)
-    assert manifest["documents"] == (train + val).count("<|endoftext|>") and manifest["bytes"] == len(TEXT.encode())
+    assert manifest["documents"] == (train + val).count("<|endoftext|>")
+    assert manifest["bytes"] == len(TEXT.encode())
     assert manifest["tokens"] == sum(len(np.load(path)) for path in directory.glob("*.npy"))
     assert verify(directory) == summary(manifest)
     assert len(load_tokenizer(str(directory / "tokenizer.json"))) == (300 if tokenizer == "train" else 257)
@@ -99,7 +100,8 @@ def test_prepared_once_and_again_for_another_text_or_tokenizer(tmp_path, prepare
     answers = iter([False, True])  # another run has made it meanwhile
     monkeypatch.setattr("parts.shards.is_intact", lambda _: next(answers, True))
     assert prepare() == first
-    assert stamps(first) == before and first.name == "story-1243e5f18b856391"
+    assert stamps(first) == before
+    assert first.name == "story-1243e5f18b856391"
     others = {prepare_text(str(text), *wanted, cache) for wanted in (("train", 290), (str(byte_tokenizer), 300))}
     text.write_text(TEXT + "More.\n")
     assert len({first, *others, prepare()}) == 4
@@ -147,7 +149,8 @@ def test_an_intact_cache_is_used_without_a_lock(tmp_path, prepare):
 
 
 def test_texts_that_cannot_be_used(tmp_path):
-    path, plain = tmp_path / "x.txt", tmp_path / "plain.json"
+    path = tmp_path / "x.txt"
+    plain = tmp_path / "plain.json"
     Tokenizer.train(["ab"], 256, special_tokens=()).save(plain)
 
     def refused(words: str, name=path, tokenizer="train", vocab_size=300) -> None:

@@ -86,8 +86,10 @@ def test_auto_tokenizer_reads_the_directory_with_the_same_ids(tok, tmp_path, bes
         ids = tok.encode(text, allowed_special="all")
         assert theirs(text)["input_ids"] == theirs.encode(text) == ids
         assert theirs.decode(ids) == text
-    assert theirs.eos_token_id == theirs.bos_token_id == tok.eot_token and theirs.eos_token == ENDOFTEXT
-    assert len(theirs) == theirs.vocab_size == len(tok) and theirs.model_max_length == 77
+    assert theirs.eos_token_id == theirs.bos_token_id == tok.eot_token
+    assert theirs.eos_token == ENDOFTEXT
+    assert len(theirs) == theirs.vocab_size == len(tok)
+    assert theirs.model_max_length == 77
     assert theirs.decode(tok.encode(ENDOFTEXT + "x", allowed_special="all"), skip_special_tokens=True) == "x"
 
 
@@ -102,7 +104,8 @@ def test_without_endoftext_there_is_no_eos(tmp_path):
     tok = Tokenizer.train(TEXTS[:1], 300, special_tokens=("<|end|>",))
     tok.save(tmp_path)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
-    assert tok.eot_token is None and theirs.eos_token is None
+    assert tok.eot_token is None
+    assert theirs.eos_token is None
     assert theirs("a<|end|>")["input_ids"] == tok.encode("a<|end|>", allowed_special="all")
 
 
@@ -117,7 +120,8 @@ def test_a_file_of_the_tokenizers_library_keeps_its_ids(tmp_path):
     theirs.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=800, special_tokens=[*SPECIALS], **options))
     theirs.save(str(tmp_path / "theirs.json"))
     tok = Tokenizer.load(tmp_path / "theirs.json")
-    assert tok.special_tokens == {s: i for i, s in enumerate(SPECIALS)} and tok.vocab[3] == b"!"
+    assert tok.special_tokens == {s: i for i, s in enumerate(SPECIALS)}
+    assert tok.vocab[3] == b"!"
     for text in [*TEXTS, conversation()]:
         ids = theirs.encode(text).ids
         assert tok.encode(text, allowed_special="all") == ids == tok.to_tiktoken().encode(text, allowed_special="all")
@@ -226,8 +230,11 @@ def test_tokenizers_have_the_same_ids_if_only_further_special_tokens_differ():
 
 @needs_gpt2
 def test_gpt2_from_tiktoken_has_gpt2s_ids_and_saves_them_for_auto_tokenizer(tmp_path):
-    theirs, tok = tiktoken.get_encoding("gpt2"), Tokenizer.from_tiktoken("gpt2")
-    assert len(tok) == 50257 and tok.eot_token == 50256 and tok.merges[0] == (b" ", b"t")
+    theirs = tiktoken.get_encoding("gpt2")
+    tok = Tokenizer.from_tiktoken("gpt2")
+    assert len(tok) == 50257
+    assert tok.eot_token == 50256
+    assert tok.merges[0] == (b" ", b"t")
     tok.save(tmp_path)
     transformers = AutoTokenizer.from_pretrained(tmp_path)
     for text in [*TEXTS, f"a{ENDOFTEXT}b"]:
@@ -251,7 +258,8 @@ def test_without_network_and_cache_the_error_names_file_folder_and_checksum(give
     names = ("6d1cbeee0f20b3d9449abfede4726ed8212e3aee", "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6")
     for (address, checksum), name in zip(GPT2_FILES.items(), names, strict=True):
         assert f"{address} (sha256 {checksum}) as {folder / name}" in str(error.value)
-        assert address in readme and name in readme
+        assert address in readme
+        assert name in readme
     assert f"TIKTOKEN_CACHE_DIR={folder}" in str(error.value)
 
 
