@@ -161,6 +161,7 @@ def test_texts_that_cannot_be_used(tmp_path):
     refused(f"No such file or directory: '{path}'")
     for content, words in {
         b"": f"{path} is empty", b" \n\r\n": f"{path} is empty", b"\xef\xbb\xbf": f"{path} is empty",
+        b"version https://git-lfs.github.com/spec/v1\n": f"{path}: it is a pointer of Git LFS",
         b"\xff\xfeA\0": "UTF-8", b"A\0 \0t\0e\0": "not UTF-8 at", b"\0A\0 \0t\0e": "not UTF-8 at",
     }.items():  # fmt: skip
         path.write_bytes(content)
