@@ -304,15 +304,16 @@ def test_a_base_of_another_vocabulary_is_told_to_write_other_shards(tmp_path, pr
 
 def test_the_origin_of_shards_is_what_their_manifest_says(tmp_path):
     write_shards(tmp_path, (50,))
-    assert origin(tmp_path) == ({}, "")
+    assert origin(tmp_path) == {}
     said = dict(source="some/corpus/sample", commit="abc", tokens=50, documents=7, bytes=170, tokenizer="none")
     with_manifest(tmp_path, **said, skipped={"no text": 1200, "broken line": 3})
-    assert origin(tmp_path) == (said | {"manifest.json": sha256(tmp_path / "manifest.json")}, "some/corpus")
+    of_manifest = {"manifest.json": sha256(tmp_path / "manifest.json")}
+    assert origin(tmp_path) == said | of_manifest | dict(dataset="some/corpus")
     assert summary(read_manifest(tmp_path)) == (
         "50 tokens in 1 shards, 7 documents, 3.40 bytes per token, skipped documents: 1,200 (no text), 3 (broken line)"
     )
     with_manifest(tmp_path)
-    assert origin(tmp_path)[1] == ""
+    assert "dataset" not in origin(tmp_path)
     nothing = "0 tokens in 0 shards, 0 documents, 0.00 bytes per token, skipped documents: none"
     assert summary(new_manifest()) == nothing
 
