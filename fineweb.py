@@ -43,7 +43,7 @@ from parts.cli import Count, Positive, Stopped, Tokens, UserError, counted, pars
 from parts.data import new_manifest, read_manifest, summary
 from parts.files import exclusive_lock, free_bytes
 from parts.shards import Writer, load_tokenizer, shard_dtype, shard_name, verify
-from parts.sources import Source, Unit, arriving, discard, documents_of, find_source, text_size, units_of
+from parts.sources import Source, Unit, arriving, discard, documents_of, find_source, left_out, text_size, units_of
 
 UNITS_AHEAD = 3  # per worker: one that it tokenizes, the others queued or waiting for their turn to be written
 TOKENS_PER_BYTE = 0.23  # of English text; for the plan, the progress bar and the default size of shards
@@ -155,19 +155,18 @@ def write_shards(config: Config, source: Source, manifest: dict, tok: Tokenizer,
 
 
 def tokenize(unit: Unit, text_field: str, tok: Tokenizer) -> tuple[np.ndarray, Counter]:
-    """tokens = [eot] + encode(text) for one document after the other of a unit, as one array (n,); and how many were
+    """tokens = [eot, *encode(text)] for one document after the other of a unit, as one array (n,); and how many were
     skipped, for which reason."""
-    eot = np.array([tok.eot_token])
-    tokens = []
+    tokens = []  # of arrays: in a list, an id would take eight bytes
     skipped = Counter()
     for text, reason in documents_of(unit, text_field):
         if text is None:
             skipped[reason] += 1
         else:
-            tokens += [eot, tok.encode_to_numpy(text)]
+            tokens += [[tok.eot_token], tok.encode_to_numpy(text)]
     if unit.continued:  # its first document began in the unit before, with an eot there
         del tokens[0]
-    return np.concatenate([eot[:0], *tokens], dtype=shard_dtype(len(tok)), casting="unsafe"), skipped
+    return np.concatenate([[], *tokens], dtype=shard_dtype(len(tok)), casting="unsafe"), skipped
 
 
 def units_from(begin: dict, paths: Iterator[Path], field: str, cut: re.Pattern | None) -> Iterator[tuple[dict, Unit]]:
@@ -312,6 +311,8 @@ def print_plan(config: Config, source: Source, manifest: dict, tokens: int) -> N
     out_dir = Path(config.out_dir)
     sizes = sorted(file.bytes for file in source.files)
     print(f"source  {manifest['source']}: {counted(len(sizes), 'file')}, {size(sum(sizes))}")
+    if source.left_out:
+        print(f"without {left_out(source)}")
     print(
         f"target  {out_dir}: about {tqdm.format_sizeof(tokens)} tokens, "
         f"in shards of {config.shard_size:,} {manifest['dtype']}"

@@ -252,9 +252,9 @@ class GPT(nn.Module):
 
     # ---- files
 
-    def save_pretrained(self, path, eos_token_id: int | None = None, n_tokens: int | None = None) -> None:
+    def save_pretrained(self, path, eos_token_id: int | None = None, suppress_tokens: list[int] | None = None) -> None:
         """Write `config.json`, `generation_config.json` and `model.safetensors` (fp32), which transformers reads as
-        GPT2LMHeadModel. `n_tokens` is the size of the tokenizer: ids from there on are listed in suppress_tokens."""
+        GPT2LMHeadModel. `suppress_tokens` are the ids that nobody should generate, as they are no token."""
         from safetensors.torch import save_file
 
         path = Path(path)
@@ -271,8 +271,8 @@ class GPT(nn.Module):
             dtype="float32",
         )
         generation = dict(do_sample=True, top_k=50, **tokens)
-        if n_tokens is not None and n_tokens < self.config.vocab_size:
-            generation["suppress_tokens"] = list(range(n_tokens, self.config.vocab_size))
+        if suppress_tokens:
+            generation["suppress_tokens"] = suppress_tokens
         (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         (path / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
         weights = path / "model.safetensors"

@@ -72,8 +72,8 @@ def write_texts(config: Config) -> None:
     model.to(rt.device, rt.dtype)
     generator = torch.Generator(rt.device).manual_seed(config.seed)
     more = partial(
-        generate, model, stop_token=tokenizer.eot_token, n_tokens=len(tokenizer), temperature=config.temperature,
-        top_k=config.top_k, top_p=config.top_p, generator=generator,
+        generate, model, stop_token=tokenizer.eot_token, suppress_tokens=tokenizer.unused_ids(model.config.vocab_size),
+        temperature=config.temperature, top_k=config.top_k, top_p=config.top_p, generator=generator,
     )  # fmt: skip
     ids = tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token or 0]  # no prompt: start a document
     if config.chat:

@@ -248,9 +248,12 @@ def open_data(config: Config, shape: GPTConfig, checkpoint: Path | None, rt: Run
     for warning in shards.warnings:
         rt.print(f"warning: {warning}", file=sys.stderr)
     if config.init_from and not checkpoint:
-        if model_tokenizer(config.init_from).fingerprint != shards.tokenizer.fingerprint:
+        if not model_tokenizer(config.init_from).same_ids(shards.tokenizer):
             base = find_model(config.init_from)
-            raise UserError(f"{config.data} has other tokens than --init_from {base}; give --tokenizer {base}, too")
+            remedy = f"give --tokenizer {base}, too"
+            if Path(config.data, "tokenizer.json").exists():
+                remedy = f"write shards with its tokenizer: fineweb.py --tokenizer {base}"
+            raise UserError(f"{config.data} has other tokens than --init_from {base}; {remedy}")
     order = Batches(shards.train, config.sequence_length, config.seed, config.shuffle, rt.rank, rt.world_size)
     token_bytes = torch.from_numpy(shards.tokenizer.token_bytes()).to(rt.device)
     task = open_hellaswag(config.hellaswag_data, shards, shape, rt) if config.hellaswag_interval else None

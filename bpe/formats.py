@@ -3,6 +3,7 @@
 | | what it holds | read, written by |
 |---|---|---|
 | tokenizer.json | everything (Hugging Face) | `read_json`, `to_tokenizers` |
+| vocab.json, merges.txt | ids and merges, as OpenAI published GPT-2's | `read_vocab` alone |
 | .tiktoken | the tokens in order, without pattern and special tokens | tiktoken alone, `to_ranks` |
 
 A tokenizer.json can ask for much that is not byte-level BPE. So it is also opened with the `tokenizers` library, which
@@ -154,6 +155,57 @@ def read_json(file: Path) -> tuple:
         first = first["pretokenizers"][0]
     pattern = first["pattern"]["Regex"] if first["type"] == "Split" else "gpt2"
     return (merges, pattern, special, ids), theirs
+
+
+TOKENIZER_FILES = ["tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json", "added_tokens.json"]
+
+
+def has_vocab(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in ("vocab.json", "merges.txt"))
+
+
+def read_vocab(folder: Path) -> tuple:
+    """As `read_json`, from the vocab.json and merges.txt of a GPT-2. They do not say how text is split, so files of
+    another model are refused."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    def content(name: str) -> dict:
+        return json.loads((folder / name).read_bytes()) if (folder / name).is_file() else {}
+
+    settings = content("tokenizer_config.json")
+    kind = settings.get("tokenizer_class") or content("config.json").get("model_type") or "gpt2"
+    unusual = [name for name in ("add_prefix_space", "add_bos_token", "add_eos_token") if settings.get(name)]
+    unusual += [token["content"] for token in settings.get("added_tokens_decoder", {}).values() if not token["special"]]
+    if kind not in ("gpt2", "GPT2Tokenizer", "GPT2TokenizerFast") or unusual:
+        raise ValueError(
+            f"only a tokenizer.json says how {' '.join([kind, *unusual])} splits text; write one with transformers: "
+            f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
+        )
+    vocab = content("vocab.json")
+    special = {token: i for token, i in vocab.items() if token == ENDOFTEXT} | content("added_tokens.json")
+    special = dict(sorted(special.items(), key=lambda item: item[1]))
+    lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
+    pairs = [line.split(" ") for line in lines if line.strip() and not line.startswith("#version")]
+    merges = [(unshow(a), unshow(b)) for a, b in pairs]
+    ids = {unshow(token): i for token, i in vocab.items() if token not in special}
+    if lost := ids.keys() - {*SINGLE_BYTES, *(a + b for a, b in merges)}:
+        raise ValueError(f"merges.txt is cut short: vocab.json has {min(lost)!r}, and no merge makes it")
+    theirs = Tokenizer(models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt")))
+    theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    theirs.add_special_tokens([*special])
+    return (merges, "gpt2", special, ids), theirs
+
+
+def gpt2_of_transformers() -> Path | None:
+    """The folder of GPT-2's files in the cache of the hub, which transformers fills; None without them."""
+    from huggingface_hub import try_to_load_from_cache
+
+    for repo in ("openai-community/gpt2", "gpt2"):
+        for name in ("tokenizer.json", "vocab.json"):
+            found = try_to_load_from_cache(repo, name)
+            if isinstance(found, str) and (name == "tokenizer.json" or has_vocab(Path(found).parent)):
+                return Path(found).parent
+    return None
 
 
 def show(token: bytes) -> str:

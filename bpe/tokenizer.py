@@ -277,6 +277,16 @@ class Tokenizer:
         content = [self.pattern, merges, self._ids, list(self.special_tokens.items())]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
+    def same_ids(self, other: "Tokenizer") -> bool:
+        """Whether both give every text, and its end, the same ids; further special tokens may differ."""
+        ours, theirs = ((tok.pattern, tok.merges, tok.ordinary, tok.eot_token) for tok in (self, other))
+        return ours == theirs
+
+    def unused_ids(self, vocab_size: int) -> list[int]:
+        """The ids below `vocab_size` that are no token: gaps in a vocabulary, and the padding of a model's. Nothing can
+        be decoded from them, and a model must not choose them."""
+        return [i for i in range(vocab_size) if i not in self.vocab]
+
     def token_bytes(self) -> np.ndarray:
         """(n_vocab,) int64: how many bytes of text each id encodes, 0 for special tokens."""
         lengths = np.zeros(self.n_vocab, np.int64)
@@ -292,28 +302,48 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Tokenizer":
-        """Read a tokenizer.json (ours, or any byte-level BPE of Hugging Face), the one in a directory, or "gpt2".
+        """Read a tokenizer.json (ours, or any byte-level BPE of Hugging Face), the one in a directory, else GPT-2's
+        vocab.json and merges.txt there, or "gpt2".
 
         Raises ValueError for a file that is missing or damaged, or that gives other ids in the `tokenizers` library.
         """
         file = path
+        read = formats.read_json
         if os.path.isdir(path):
             file = os.path.join(path, "tokenizer.json")
-        if not os.path.isfile(file):  # False for a name that no file can have, too
+            if not os.path.isfile(file) and formats.has_vocab(Path(path)):
+                file = path
+                read = formats.read_vocab
+            elif not os.path.isfile(file):
+                raise ValueError(
+                    f"no tokenizer at {path}: neither tokenizer.json nor vocab.json and merges.txt; copy those of its "
+                    f"model there, or write them: AutoTokenizer.from_pretrained(MODEL).save_pretrained('{path}')"
+                )
+        elif not os.path.isfile(file):  # False for a name that no file can have, too
             if str(path) == "gpt2":
-                return cls.from_tiktoken("gpt2")
+                return cls._gpt2()
             raise ValueError(
                 f"no tokenizer at {path or 'an empty name'}; "
                 "give gpt2, a tokenizer.json, or the OUT of python bpe/train.py"
             )
         try:
-            parts, theirs = formats.read_json(Path(file))
+            parts, theirs = read(Path(file))
             tok = cls(*parts)
             formats.check_ids(tok, theirs)
         except Exception as e:  # `tokenizers` raises nothing more specific
             reason = f"it has no {e}" if isinstance(e, KeyError) else e
             raise ValueError(f"cannot use the tokenizer {file}: {reason}; download or train it again") from None
         return tok
+
+    @classmethod
+    def _gpt2(cls) -> "Tokenizer":
+        """GPT-2's, of tiktoken, or of transformers if it has the files and tiktoken cannot get them."""
+        try:
+            return cls.from_tiktoken("gpt2")
+        except ValueError:
+            if folder := formats.gpt2_of_transformers():
+                return cls.load(folder)
+            raise
 
     @classmethod
     def from_tiktoken(cls, encoding) -> "Tokenizer":

@@ -16,6 +16,7 @@ import re
 import shutil
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +31,7 @@ from bpe import formats
 from bpe.tokenizer import ENDOFTEXT, Tokenizer, visible
 from parts.cli import Count, Positive, Tokens, UserError, parse_args, script
 from parts.files import set_aside
-from parts.sources import arriving, discard, documents_of, find_source, is_txt, units_of
+from parts.sources import Source, arriving, discard, documents_of, find_source, is_txt, left_out, on_hub, units_of
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ def main() -> None:
     config = parse_args(Config, description=__doc__)
     warnings.formatwarning = as_note
     check(config)
-    texts = Split(limit(read_texts(config), config.max_bytes), " ".join(config.input))
+    skipped = Counter()
+    texts = Split(limit(read_texts(config, skipped), config.max_bytes), " ".join(config.input))
     tqdm.write("  merge       count     the most frequent pair of neighbours  →  a new token")
     try:
         tok = Tokenizer.train(
@@ -76,6 +78,8 @@ def main() -> None:
     renamed = f"renamed the old {out} to {set_aside(out)}\n" if holds_files(out) else ""
     tok.save(out)
     print(f"\n{len(tok):,} tokens from {texts.train_bytes:,} bytes")
+    if skipped:
+        print("skipped documents: " + ", ".join(f"{n:,} ({reason})" for reason, n in sorted(skipped.items())))
     report(tok, texts.held_out)
     print(
         f"\n{renamed}wrote {out}: tokenizer.json, tokenizer.tiktoken, tokenizer_config.json\n"
@@ -108,19 +112,35 @@ def holds_files(out: Path) -> bool:
 # ---- reading
 
 
-def read_texts(config: Config) -> Iterator[str]:
-    """All texts of all inputs; a .txt comes in blocks of whole lines. Raises UserError."""
-    inputs = config.input or (str(Path(__file__).with_name("manual.txt")),)
+def read_texts(config: Config, skipped: Counter) -> Iterator[str]:
+    """All texts of all inputs, each file once; a .txt comes in blocks of whole lines. Counts in `skipped` the documents
+    that are left out, by reason. Raises UserError."""
     folder = Path(config.out) / DOWNLOADS
-    for source in [find_source((pattern,)) for pattern in inputs]:
+    for source in sources_of(config.input or (str(Path(__file__).with_name("manual.txt")),)):
+        if source.left_out:
+            tqdm.write(f"without {left_out(source)}")
         folder.mkdir(parents=True, exist_ok=True)  # if OUT cannot be written, fail before the training
         for n_files, path in enumerate(arriving(source, folder), 1):
             for unit in units_of(path, config.text_field, LINE_END):
-                texts = [text for text, _ in documents_of(unit, config.text_field) if text]
+                found = list(documents_of(unit, config.text_field))
+                skipped.update(reason for _, reason in found if reason)
+                texts = [text for text, _ in found if text]
                 if is_txt(path):
                     texts = ["".join(texts)]
                 yield from texts
             discard(source, folder, n_files)
+
+
+def sources_of(inputs: tuple[str, ...]) -> list[Source]:
+    """Local inputs as one source, as two of them may name one file, and each dataset of the hub. Raises UserError."""
+    datasets = [(name,) for name in inputs if on_hub(name)]
+    local = tuple(name for name in inputs if (name,) not in datasets)
+    sources = [find_source(names) for names in [local, *datasets] if names]
+    files = Counter((source.repo, file.name) for source in sources for file in source.files)
+    for (repo, name), n in files.items():
+        if n > 1:
+            raise UserError(f"{name} of {repo} is in several of --input, and would be read {n} times; name it once")
+    return sources
 
 
 def limit(texts: Iterator[str], max_bytes: int) -> Iterator[str]:

@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 from torch.utils._pytree import tree_map_only
 
+from bpe.formats import TOKENIZER_FILES
 from bpe.tokenizer import Tokenizer
 from model import GPT, GPTConfig, local_directory, read_config
 from parts.cli import UserError, explain
@@ -265,7 +266,7 @@ class ModelFiles:
 
 
 def save_model(directory: Path, model: GPT, tokenizer: Tokenizer) -> None:
-    model.save_pretrained(directory, tokenizer.eot_token, len(tokenizer))
+    model.save_pretrained(directory, tokenizer.eot_token, tokenizer.unused_ids(model.config.vocab_size))
     tokenizer.save(directory, model.config.n_positions)
 
 
@@ -345,7 +346,11 @@ def model_tokenizer(model: str) -> Tokenizer:
     """The tokenizer of a MODEL. Raises UserError, also for one with more tokens than the model knows."""
     model = find_model(model)
     with user_errors_of(model):
-        tokenizer = Tokenizer.load(local_directory(model, ["tokenizer.json"]))
+        folder = local_directory(model, TOKENIZER_FILES)
+        # somebody may have fetched the weights of OpenAI's models alone; all of these have one tokenizer
+        openai = re.fullmatch(r"(openai-community/)?gpt2(-medium|-large|-xl)?", model) and not os.path.isdir(model)
+        weights_alone = openai and not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json"))
+        tokenizer = Tokenizer.load("gpt2" if weights_alone else folder)
     known = load_shape(model).vocab_size
     if len(tokenizer) > known:
         raise UserError(

@@ -2,7 +2,9 @@
 
     row -> messages -> tokens, and which of them are answers -> examples of at most T tokens -> micro-batches
 
-- a row has instruction, input and output, or a chat as `messages`; add another format in `messages_of`
+- a row has instruction, input and output, or a chat as `messages`; add another format in `messages_of`. What else a
+  row says to a model is refused by name, in whichever of SAYS_MORE it stands: trained on without it, the row would
+  mean something else. Other keys, such as id, source or score, are nobody's words
 - an example is a conversation, or a window of a long one; only its answers are targets
 - a micro-batch holds examples of about one length, so that few of its tokens are padding
 - the global batch of a step is a function of seed and step, whatever the number of ranks and of interruptions
@@ -23,6 +25,20 @@ from parts.chat import check_messages, clean, pieces
 from parts.cli import UserError
 from parts.data import IGNORED, permutation
 from parts.sources import file_rows, hub_rows
+
+# Keys of public formats that hold what somebody says: in rows (Alpaca with a system prompt and a history, ShareGPT,
+# preferences, questions with a context, calls of tools), and in a single message.
+SAYS_MORE = set(
+    "instruction input output messages system system_prompt history context knowledge conversation conversations "
+    "dialog dialogue turns prompt completion question query answer response chosen rejected tools functions images "
+    "image audio video thinking reasoning thought inputs targets target".split()
+)
+MESSAGE_SAYS_MORE = set(
+    "tool_calls tool_call_id function_call thinking reasoning reasoning_content images image audio video from value "
+    "text prefix".split()
+)
+COUNTS_LESS = {"weight", "train", "loss"}  # as numbers: 0 or false to read an answer and not to train on it
+WITHOUT_EFFECT = (None, "", [], {}, True, 1)  # as a value of such a key
 
 # -------------------------------------------------------------------------------------------------- rows to messages
 
@@ -46,13 +62,32 @@ def messages_of(row, where: str) -> list[dict]:
     row = {field: value for field, value in row.items() if value is not None}  # null counts as absent
     if "messages" in row:
         check_messages(row["messages"], where)
+        for message in row["messages"]:
+            refuse_more(message, MESSAGE_SAYS_MORE, [], f"{where}: a message")
+        refuse_more(row, SAYS_MORE - {"messages"}, row["messages"], where)
         return row["messages"]
     said = {"input": ""} | row
-    for field in ("instruction", "input", "output"):
+    fields = ("instruction", "input", "output")
+    for field in fields:
         if not isinstance(said.get(field), str):
             raise UserError(f"{where}: {field} is missing or no text; rows have instruction, input, output or messages")
     user = " ".join(filter(None, (said["instruction"].strip(), said["input"].strip())))
-    return [dict(role="user", content=user), dict(role="assistant", content=said["output"])]
+    messages = [dict(role="user", content=user), dict(role="assistant", content=said["output"])]
+    refuse_more(row, SAYS_MORE - {*fields}, messages, where)
+    return messages
+
+
+def refuse_more(row: dict, keys: set[str], messages: list[dict], where: str) -> None:
+    """Raises UserError for one of `keys` in a row, unless it only repeats what is in the messages."""
+    repeated = [messages, *(message["content"].strip() for message in messages)]
+    for key, value in row.items():
+        said = value.strip() if isinstance(value, str) else value
+        matters = COUNTS_LESS if isinstance(value, int | float) else keys
+        if key.lower() in matters and said not in WITHOUT_EFFECT and said not in repeated:
+            raise UserError(
+                f"{where} has {key}, which training would not read; put it into `messages` (role and content), "
+                "or remove the key"
+            )
 
 
 # ------------------------------------------------------------------------------------------------ messages to examples

@@ -16,19 +16,19 @@ This file knows nothing of text, tokenizers, torch, models or devices.
 import glob
 import hashlib
 import json
-import mmap
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from io import FileIO
 from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 
 from parts.cli import UserError
-from parts.files import read_json, replace_file
+from parts.files import identity, read_json, replace_file
 
 IGNORED = -100  # a target that is not scored, as in PyTorch; pads the last windows of validation
 
@@ -180,30 +180,21 @@ def to_inputs(windows):
 BIN_MAGIC = 20240520  # of llm.c
 BIN_HEADER = 256  # int32: the magic number, version 1, the number of tokens, and zeros; uint16 tokens follow
 Layout = tuple[np.dtype, int, tuple[int, ...]]  # dtype, offset in bytes, shape
-RELEASE_AFTER = 512  # release mapped pages after this many windows; reading one maps 64 KB of a file or more
+SCANNED = 2**28  # tokens of a split that are all compared with the vocabulary at the start: a second, if on the disk
 
 
 def find_shards(data: str, split: str) -> list[Path]:
-    """The shards of a split, "train" or "val", in a directory or a glob, in file order. Raises UserError without any.
-
-    The last _train or _val in the name of a file decides. datatrove's .ds files have no such names: the first one is
-    then "val", and the others are "train".
-    """
-    pattern = f"{glob.escape(data)}/*" if os.path.isdir(data) else data
-    paths = sorted(map(Path, glob.glob(pattern)))
-    shards = {"train": [], "val": []}
-    unnamed = []
-    for path in paths:
-        if path.suffix not in LAYOUTS:
-            continue
-        if named := re.findall(r"_(train|val)(?=_|$)", path.stem):
-            shards[named[-1]].append(path)
-        elif path.suffix == ".ds":
-            unnamed.append(path)
-    if not shards["train"] and not shards["val"]:
-        shards = {"train": unnamed[1:], "val": unnamed[:1]}
+    """The shards of a split, "train" or "val", in a directory or a glob, in file order. Raises UserError without any,
+    and for a shard that would be read twice."""
+    shards = shards_by_split(data)
+    refuse_doubles(data, shards["train"] + shards["val"])
     if shards[split]:
         return shards[split]
+    if [path.suffix for path in shards["val"]] == [".ds"]:
+        raise UserError(
+            f"--data {data} holds one .ds file, and the first one is for validation: training needs at least two; "
+            "let datatrove write more, with tasks=2"
+        )
     if glob.glob(data):
         raise UserError(
             f"--data {data} holds no *_{split}_*.npy, .bin or .ds shard; give a folder of shards, or a plain text "
@@ -215,21 +206,82 @@ def find_shards(data: str, split: str) -> list[Path]:
     raise UserError(f"--data {data} does not exist; {remedy}")
 
 
-def open_shard(path: Path) -> np.ndarray:
-    """A shard's tokens as a read-only memory map (n,) of uint16 or uint32. Raises UserError for a damaged file."""
-    try:
-        dtype, offset, shape = LAYOUTS[path.suffix](path)
-        if len(shape) != 1 or dtype not in ("<u2", "<u4"):
-            raise ValueError(f"it holds {dtype} of shape {shape}, not a row of uint16 or uint32")
-        # a truncated file, or one with a damaged header, maps as well, and would fail in the middle of a run
-        [n] = shape
-        if path.stat().st_size != offset + n * dtype.itemsize:
-            raise ValueError(f"its header says {n} tokens of {dtype.itemsize} bytes, but the file size differs")
-        if n == 0:  # the system refuses to map an empty file
-            return np.zeros(0, dtype)
-        return np.memmap(path, dtype, mode="r", offset=offset, shape=shape)
-    except Exception as e:  # a damaged header makes NumPy raise nearly anything, SyntaxError and TypeError included
-        raise UserError(f"shard {path} cannot be read: {e}; write it again, or raise ulimit -n") from e
+def shards_by_split(data: str) -> dict[str, list[Path]]:
+    """The files of tokens in a directory or a glob: those of "train", of "val", and of "neither".
+
+    The last _train or _val in the name of a file decides. datatrove's .ds files have no such names: the first one is
+    then "val", and the others are "train".
+    """
+    pattern = f"{glob.escape(data)}/*" if os.path.isdir(data) else data
+    shards = dict(train=[], val=[], neither=[])
+    for path in sorted(map(Path, glob.glob(pattern))):
+        if path.suffix in LAYOUTS:
+            named = re.findall(r"_(train|val)(?=_|$)", path.stem)
+            shards[named[-1] if named else "neither"].append(path)
+    if not shards["train"] and not shards["val"]:
+        unnamed = [path for path in shards["neither"] if path.suffix == ".ds"]
+        others = [path for path in shards["neither"] if path.suffix != ".ds"]
+        shards = dict(train=unnamed[1:], val=unnamed[:1], neither=others)
+    return shards
+
+
+def refuse_doubles(data: str, paths: list[Path]) -> None:
+    """Raises UserError for a shard that is there in two formats, or under two names."""
+    seen = {}
+    for path in paths:
+        for name in (path.stem, identity(path)):
+            twin = seen.setdefault(name, path)
+            if twin != path:
+                raise UserError(
+                    f"--data {data}: {twin} and {path.name} are one shard, and would be read twice; "
+                    f"remove one of them, or give a glob such as '{path.parent}/*{path.suffix}'"
+                )
+
+
+class Shard:
+    """The tokens of one file, which stay on the disk until they are read.
+
+    They are read and not mapped: where a mapped file is cut short, or its disk fails, the system kills the process
+    without a word. What was read stays in the system's page cache, and does not count as memory of this process.
+    """
+
+    def __init__(self, path: Path):
+        """Raises UserError for a damaged file, however NumPy or the system put it."""
+        self.path = path
+        try:
+            self.dtype, self.offset, shape = LAYOUTS[path.suffix](path)
+            if len(shape) != 1 or self.dtype not in ("<u2", "<u4"):
+                raise ValueError(f"it holds {self.dtype} of shape {shape}, not a row of uint16 or uint32")
+            [self.n_tokens] = shape
+            size = self.dtype.itemsize
+            if path.stat().st_size != self.offset + self.n_tokens * size:
+                raise ValueError(f"its header says {self.n_tokens} tokens of {size} bytes, but the file size differs")
+            self.file = open(path, "rb", buffering=0)
+        except Exception as e:  # a damaged header makes NumPy raise nearly anything, SyntaxError and TypeError included
+            raise UserError(f"shard {path} cannot be read: {e}; write it again, or raise ulimit -n") from e
+
+    def __len__(self) -> int:
+        return self.n_tokens
+
+    def read(self, start: int, n: int) -> np.ndarray:
+        """The slice [start : start + n], fewer at the end of the shard. Raises UserError if the file has shrunk."""
+        size = self.dtype.itemsize
+        n_bytes = max(min(n, self.n_tokens - start), 0) * size
+        try:
+            content = read_at(self.file, self.offset + start * size, n_bytes)
+        except OSError as e:  # of a disk that fails, which names no file
+            e.filename = str(self.path)
+            raise
+        if len(content) < n_bytes:
+            raise UserError(f"shard {self.path} was cut short while it was in use; write it again, then --resume")
+        return np.frombuffer(content, self.dtype)
+
+
+def read_at(file: FileIO, offset: int, n: int) -> bytes:
+    if hasattr(os, "pread"):
+        return os.pread(file.fileno(), n, offset)
+    file.seek(offset)  # on Windows, where it takes two calls
+    return file.read(n)
 
 
 def npy_layout(path: Path) -> Layout:
@@ -274,24 +326,26 @@ LAYOUTS = {".npy": npy_layout, ".bin": bin_layout, ".ds": ds_layout}
 
 class TokenStream:
     """The shards of one split, all in one directory, as one long sequence of tokens, compared with the manifest and the
-    vocabulary.
+    vocabulary: ids below `vocab_size`, but for `unused_ids`, of what `tokenizer` names.
 
-    Raises UserError if a shard is damaged, missing or differs from `manifest.json`, and for a token >= vocab_size when
-    it is read: another tokenizer shows in any stretch of text.
+    Raises UserError if a shard is damaged, missing or differs from `manifest.json`, and for a token that is not in the
+    vocabulary: at once in a split of up to SCANNED tokens and in the first 65,536 of each shard, else when it is read.
     """
 
-    def __init__(self, paths: list[Path], vocab_size: int):
+    def __init__(self, paths: list[Path], vocab_size: int, unused_ids: Sequence[int] = (), tokenizer: str = "given"):
         self.paths = paths
         self.vocab_size = vocab_size
-        self._maps = [open_shard(path) for path in paths]
-        self.shards = [np.asarray(m) for m in self._maps]  # plain arrays: slicing a np.memmap is slow
-        self._unreleased = 0  # windows read since the last release
+        self.unused_ids = list(unused_ids)
+        self.tokenizer = tokenizer
+        self.shards = [Shard(path) for path in paths]
         self.starts = [0, *accumulate(map(len, self.shards))]  # of each shard, and the end
         if len(self) < 2:
             raise UserError(f"{paths[0]} has {len(self)} tokens; a split needs at least two, an input and its target")
         self._compare_with_manifest()
-        for start, shard in zip(self.starts, self.shards, strict=False):
-            self.read(start, min(len(shard), 2**16))  # another tokenizer shows in any stretch of text
+        for shard in self.shards:
+            n = len(shard) if len(self) <= SCANNED else 2**16  # another tokenizer shows in any stretch of text
+            for start in range(0, n, 2**16):
+                self._refuse_foreign(shard.read(start, 2**16), shard.path)
 
     def __len__(self) -> int:
         return self.starts[-1]
@@ -320,38 +374,31 @@ class TokenStream:
         Raises UserError for a token that is not in the vocabulary.
         """
         out = np.empty((len(starts), n), np.int64)
-        self._unreleased += len(starts)
-        if self._unreleased > RELEASE_AFTER:
-            self.release()
         for row, start in zip(out, starts, strict=True):
             shard = bisect_right(self.starts, start) - 1  # the last one that begins at `start` or before
             begin = start - self.starts[shard]
             done = 0
             while done < n:  # over more than two shards if one is shorter than a window
-                part = self.shards[shard][begin : begin + n - done]
-                row[done : done + len(part)] = part  # the only copy: from the file's pages, widened
+                part = self.shards[shard].read(begin, n - done)
+                self._refuse_foreign(part, self.paths[shard])
+                row[done : done + len(part)] = part  # widened
                 done += len(part)
                 shard += 1
                 begin = 0
-        if out.size and out.max() >= self.vocab_size:  # on a GPU this would surface only as a device-side assert
-            window, i = np.unravel_index(out.argmax(), out.shape)
-            shard = bisect_right(self.starts, starts[window] + i) - 1
-            raise UserError(
-                f"shard {self.paths[shard]} has token {out[window, i]}, but vocab_size is {self.vocab_size}; "
-                "was it written with another tokenizer?"
-            )
         return out
 
-    def release(self) -> None:
-        """Unmap the pages that were read.
-
-        They stay in the system's page cache, and come back without disk reads while there is room. Otherwise everything
-        ever read of 20 GB of shards would count as memory of this process, and a cluster might kill it for that.
-        """
-        self._unreleased = 0
-        for shard in self._maps:
-            if hasattr(shard, "_mmap") and hasattr(mmap, "MADV_DONTNEED"):
-                shard._mmap.madvise(mmap.MADV_DONTNEED)
+    def _refuse_foreign(self, tokens: np.ndarray, path: Path) -> None:
+        """Raises UserError for a token without an entry in the vocabulary: on a GPU it would surface only as a
+        device-side assert, or, if the model is padded to more ids, be trained on without a word."""
+        if tokens.max(initial=0) < self.vocab_size and not self.unused_ids:  # as in nearly every vocabulary
+            return
+        foreign = (tokens >= self.vocab_size) | np.isin(tokens, self.unused_ids)
+        if foreign.any():
+            raise UserError(
+                f"shard {path} has token {tokens[foreign.argmax()]}, which is not one of the {self.vocab_size} of the "
+                f"tokenizer {self.tokenizer}; was it written with another one? name that with --tokenizer, or remove "
+                "the shard"
+            )
 
     def digest(self) -> str:
         """16 hexadecimal digits that identify these tokens in this order, wherever the shards are.
@@ -365,7 +412,8 @@ class TokenStream:
             if path in listed:
                 content = listed[path]["sha256"]
             else:
-                ends = np.concatenate([shard[:4096], shard[-4096:]]).astype("<u4")  # the same for every dtype
+                ends = [shard.read(0, 4096), shard.read(max(len(shard) - 4096, 0), 4096)]
+                ends = np.concatenate(ends).astype("<u4")  # the same for every dtype
                 content = hashlib.sha256(ends.tobytes()).hexdigest()
             total.update(f"{len(shard)} {content}\n".encode())
         return total.hexdigest()[:16]

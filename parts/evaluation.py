@@ -48,9 +48,8 @@ def complete(model, tokenizer, prompts: list[str], max_tokens: int, rt: Runtime,
     eot = tokenizer.eot_token
     generator = torch.Generator(rt.device).manual_seed(seed)
     ids = [tokenizer.encode_ordinary(prompt) or [eot or 0] for prompt in prompts]
+    options |= dict(stop_token=eot, suppress_tokens=tokenizer.unused_ids(model.config.vocab_size))
     with rt.autocast():
-        steps = generate(
-            model, ids, max_tokens, stop_token=eot, n_tokens=len(tokenizer), generator=generator, **options
-        )
+        steps = generate(model, ids, max_tokens, generator=generator, **options)
         texts = zip(*steps, strict=True)  # from the tokens of each step to those of each prompt
     return [tokenizer.decode([token for token in text if token != eot]) for text in texts]

@@ -16,7 +16,7 @@ This file knows nothing of tokenizers, files or devices. The tests compare its t
 Shapes in comments: B sequences, T tokens, H heads, D channels of a head, V vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -31,15 +31,15 @@ def generate(
     max_new_tokens: int,
     *,
     stop_token: int | None = None,
-    n_tokens: int | None = None,
+    suppress_tokens: Sequence[int] = (),
     generator: torch.Generator | None = None,
     **sampling,
 ) -> Iterator[list[int]]:
     """Continue several prompts, of any lengths, at once; yields the next token id of every sequence, step by step.
 
     `sampling` is what `sample_tokens` takes: temperature, top_k, top_p. A sequence that has produced `stop_token` keeps
-    yielding it; the generator ends when all have. Ids from `n_tokens` on, the padding of the vocabulary, are never
-    chosen. Raises ValueError for an empty prompt.
+    yielding it; the generator ends when all have. The ids in `suppress_tokens`, such as those that are no token, are
+    never chosen. Raises ValueError for an empty prompt.
     """
     if not prompts or not all(prompts):
         raise ValueError("a prompt needs at least one token")
@@ -48,13 +48,13 @@ def generate(
     longest = max(map(len, sequences)) + max_new_tokens
     capacity = min(longest, model.config.n_positions)
     cache = KVCache(model, len(sequences), capacity)
+    suppressed = torch.tensor(suppress_tokens, dtype=torch.long, device=model.lm_head.weight.device)
     training = model.training
     model.eval()
     try:
         for _ in range(max_new_tokens):
             logits = next_logits(model, sequences, cache)  # (B, V)
-            if n_tokens is not None:
-                logits[:, n_tokens:] = float("-inf")
+            logits.index_fill_(1, suppressed, float("-inf"))
             chosen = sample_tokens(logits, generator=generator, **sampling).tolist()
             for i, sequence in enumerate(sequences):
                 sequence.append(stop_token if ended[i] else chosen[i])

@@ -19,21 +19,23 @@ from typing import NamedTuple
 import numpy as np
 
 from bpe.tokenizer import Tokenizer
-from parts.cli import UserError
+from parts.cli import UserError, counted
 from parts.data import (
+    Shard,
     TokenStream,
     ds_metadata,
     find_shards,
     new_manifest,
-    open_shard,
     read_manifest,
     save_manifest,
+    shards_by_split,
     summary,
 )
 from parts.files import exclusive_lock, flush, sha256, write_atomically
 from parts.sources import decode, documents, readable
 
 TRAIN_FRACTION = 0.9  # of a text's characters; the rest is the validation split
+LARGEST_TEXT = 10**9  # bytes of a .txt; its tokens take ten times as many, as Python's numbers
 FEW_TOKENS = 10_000  # to train on; the validation split of such a text is a page or two
 
 
@@ -63,7 +65,8 @@ def verify(directory: Path) -> str:
         raise UserError(f"{directory}/tokenizer.json is another tokenizer; {remedy}")
     written = {directory / entry["file"]: entry["sha256"] for entry in manifest["shards"]}
     found = {*directory.glob("*_train_*.npy"), *directory.glob("*_val_*.npy")}
-    TokenStream(sorted(found | written.keys()), len(tok))  # refuses one that is missing, cut short or in no manifest
+    # refuses one that is missing, cut short, in no manifest, or of another tokenizer
+    TokenStream(sorted(found | written.keys()), len(tok), tok.unused_ids(len(tok)), f"{directory}/tokenizer.json")
     with ThreadPoolExecutor() as pool:  # hashing releases the GIL
         for path, digest in zip(written, pool.map(sha256, written), strict=True):
             if digest != written[path]:
@@ -99,12 +102,19 @@ def open_shards(data: str, tokenizer: str, vocab_size: int, cache: Path) -> Shar
     if any(path.parent != folder for path in train_paths + val_paths):
         raise UserError(f"--data {data} has shards in several folders; put them, and one tokenizer.json, into one")
     tok = data_tokenizer(folder, tokenizer)
+    named = tokenizer_of(folder, tokenizer)
     padded = -(-len(tok) // 128) * 128  # as the tensor cores like it
     if len(tok) > vocab_size:
         raise UserError(f"the tokenizer has {len(tok)} tokens, more than --vocab_size {vocab_size}; give {padded}")
-    train = TokenStream(train_paths, vocab_size)
-    val = TokenStream(val_paths, vocab_size)
+    # the model may be padded to more ids, which no token has
+    val, train = (TokenStream(paths, len(tok), tok.unused_ids(len(tok)), named) for paths in (val_paths, train_paths))
     warnings = []
+    if left_out := shards_by_split(str(place))["neither"]:
+        names = ", ".join(path.name for path in left_out[:3])
+        warnings.append(
+            f"{counted(len(left_out), 'file')} in {data} not read, as the names say neither _train_ nor "
+            f"_val_: {names}; rename or remove them"
+        )
     if "next" in read_manifest(folder):
         warnings.append(f"{place} is incomplete; training on what has been written so far")
     if vocab_size > 2 * padded:
@@ -135,14 +145,23 @@ def data_tokenizer(directory: Path, tokenizer: str) -> Tokenizer:
 
     Raises UserError if the shards were written with another one than asked for.
     """
+    name = tokenizer_of(directory, tokenizer)
+    tok = load_tokenizer(name)
     own = directory / "tokenizer.json"
-    if tokenizer in ("gpt2", "train"):
-        tokenizer = str(own) if own.exists() else ds_tokenizer(directory)
-    tok = load_tokenizer(tokenizer)
-    written = read_manifest(directory).get("tokenizer")
-    if written and written != tok.fingerprint:
-        raise UserError(f"{directory} was written with another tokenizer than {tokenizer}; use {own} or write it again")
-    return tok
+    beside = load_tokenizer(str(own)) if own.exists() else tok
+    written = read_manifest(directory).get("tokenizer") or beside.fingerprint
+    # one with further special tokens, such as [PAD], has the same ids for every text
+    if tok.fingerprint == written or beside.fingerprint == written and beside.same_ids(tok):
+        return tok
+    raise UserError(f"{directory} was written with another tokenizer than {name}; use {own} or write it again")
+
+
+def tokenizer_of(directory: Path, tokenizer: str) -> str:
+    """The name of the tokenizer of a directory of shards. Raises UserError for one that is not here."""
+    own = directory / "tokenizer.json"
+    if tokenizer not in ("gpt2", "train"):
+        return tokenizer
+    return str(own) if own.exists() else ds_tokenizer(directory)
 
 
 def ds_tokenizer(directory: Path) -> str:
@@ -209,6 +228,11 @@ def is_intact(directory: Path) -> bool:
 
 def read_text(text_file: str) -> str:
     path = Path(text_file)
+    if path.is_file() and path.stat().st_size > LARGEST_TEXT:
+        raise UserError(
+            f"{path} has more than {LARGEST_TEXT / 1e9:g} GB, too much to tokenize at once; make shards of it: "
+            f"python fineweb.py --source '{path}' --out_dir FOLDER, then --data FOLDER"
+        )
     content = path.read_bytes()
     with readable(path):
         text = decode(content)
@@ -287,9 +311,10 @@ class Writer:
     def _check_seam(self, tokens: np.ndarray) -> None:
         """Raises UserError unless the last shard ends with the first `to_skip` of `tokens`, the unit at `next`: the
         manifest may be damaged, or the source edited."""
-        last = open_shard(self.out_dir / self.manifest["shards"][-1]["file"])
+        last = Shard(self.out_dir / self.manifest["shards"][-1]["file"])
         held = tokens[: self.to_skip][-len(last) :]
-        if not 0 < self.to_skip <= len(tokens) or not np.array_equal(held, last[-len(held) :]):
+        end = last.read(len(last) - len(held), len(held))
+        if not 0 < self.to_skip <= len(tokens) or not np.array_equal(held, end):
             raise UserError(
                 f"the last shard of {self.out_dir} does not end where `next` in manifest.json says: "
                 f"the manifest is damaged, or the source has changed; remove {self.out_dir}"

@@ -99,7 +99,7 @@ def gpt2_vocabulary() -> None:
 
 @pytest.fixture
 def offline(monkeypatch, tmp_path) -> Path:
-    """No network, and an empty cache of tiktoken; returns its folder."""
+    """No network, and empty caches of tiktoken and the hub; returns their folder."""
 
     def fail(*_, **__):
         raise OSError("no network")
@@ -107,6 +107,7 @@ def offline(monkeypatch, tmp_path) -> Path:
     monkeypatch.setattr("socket.getaddrinfo", fail)
     monkeypatch.setattr("tiktoken.registry.ENCODINGS", {})
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     return tmp_path
 
 

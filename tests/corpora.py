@@ -20,7 +20,8 @@ SHARD = 20_000  # tokens
 
 def make_documents(n: int = 60, seed: int = 0) -> list[str]:
     """Pieces of prose of very different lengths, an empty one, other alphabets, all ends of lines, a special token."""
-    text, rng = prose(), random.Random(seed)
+    text = prose()
+    rng = random.Random(seed)
     docs = []
     for _ in range(n):
         start = rng.randrange(len(text) - 9000)
@@ -53,14 +54,16 @@ def shard_paths(out_dir: Path) -> list[Path]:
 
 def assert_shards(out_dir: Path, docs: list[str], tokenizer: Path, limit: int | None = None) -> list[np.ndarray]:
     """The files are those that np.save writes of the plain loop's tokens, and nothing else is left behind."""
-    expected, paths = plain_shards(docs, Tokenizer.load(tokenizer), limit), shard_paths(out_dir)
+    expected = plain_shards(docs, Tokenizer.load(tokenizer), limit)
+    paths = shard_paths(out_dir)
     assert len(paths) == len(expected)
     for i, (path, tokens) in enumerate(zip(paths, expected, strict=True)):
         assert path.name.endswith(f"_{'train' if i else 'val'}_{i:06d}.npy")
         np.save(out_dir / "expected.npy", tokens)
         assert path.read_bytes() == (out_dir / "expected.npy").read_bytes(), path
         (out_dir / "expected.npy").unlink()
-    assert not list(out_dir.glob(".*.tmp")) and not (out_dir / ".downloads").exists()
+    assert not list(out_dir.glob(".*.tmp"))
+    assert not (out_dir / ".downloads").exists()
     return expected
 
 

@@ -24,11 +24,14 @@ class Hub(http.server.ThreadingHTTPServer):
 
     def __init__(self, folder: Path, busy: int = 0, moods: dict[str, str] | None = None):
         super().__init__(("127.0.0.1", 0), HubRequest)
-        self.folder, self.busy, self.moods = folder, busy, moods or {}
+        self.folder = folder
+        self.busy = busy
+        self.moods = moods or {}
         self.requests: list[tuple[str, str | None, int]] = []  # path, Range, status
         self.now = self.most = self.hasty = 0
         self.quiet_until = 0.0
-        self.lock, self.over = threading.Lock(), threading.Event()
+        self.lock = threading.Lock()
+        self.over = threading.Event()
 
     def __enter__(self):
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -88,14 +91,17 @@ class HubRequest(http.server.BaseHTTPRequestHandler):
         self.answer(404, X_Error_Code="RepoNotFound")
 
     def send_file(self, path: Path) -> None:
-        hub, data, span = self.server, path.read_bytes(), self.headers.get("Range")
+        hub = self.server
+        data = path.read_bytes()
+        span = self.headers.get("Range")
         start = int(span.removeprefix("bytes=").split("-")[0]) if span else 0
         with hub.lock:
             first = not any(p == self.path for p, _, _ in hub.requests)
             hub.now += 1
             hub.most = max(hub.most, hub.now)
         try:
-            body, mood = data[start:], hub.moods.get(path.name) if first else None
+            body = data[start:]
+            mood = hub.moods.get(path.name) if first else None
             sent = body[: int(len(body) * dict(cut=0.5, stall=0.75).get(mood, 1))]
             headers = dict(Content_Range=f"bytes {start}-{len(data) - 1}/{len(data)}") if span else {}
             headers |= dict(Content_Length=str(len(body)))

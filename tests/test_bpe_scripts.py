@@ -1,7 +1,7 @@
 """bpe/train.py, bpe/try_tokenizer.py and bpe/README.md as a reader meets them."""
 
 import re
-import shlex
+import shutil
 import subprocess
 from pathlib import Path
 from xml.etree import ElementTree
@@ -14,15 +14,16 @@ from transformers import AutoTokenizer
 from bpe import train, try_tokenizer
 from bpe.tokenizer import Tokenizer, visible
 from parts.files import set_aside
+from parts.sources import Source, SourceFile
 from tests.helpers import (
     ROOT,
+    assert_refused,
     assert_user_error,
     command,
     environment,
     needs_gpt2,
     prose,
     succeed,
-    table,
     write_lines,
 )
 from tests.hub import Hub, hub_environment
@@ -49,7 +50,9 @@ def test_the_default_run_as_a_user_starts_it(tmp_path):
     """In another directory, so that nothing depends on where it is started."""
     result = succeed("bpe/train.py", cwd=tmp_path)
     tok = Tokenizer.load(tmp_path / "out/bpe")
-    assert len(tok) == 1024 and tok.eot_token == 1023 and not result.stderr
+    assert len(tok) == 1024
+    assert tok.eot_token == 1023
+    assert not result.stderr
     printed = re.findall(r"^ *([\d,]+) +([\d,]+) x   (.*) \+ (.*)  →  (.*)$", result.stdout, re.M)
     numbers = [int(row[0].replace(",", "")) for row in printed]
     assert numbers == [*range(1, 21), *range(30, 100, 10), *range(100, 767, 100)]
@@ -65,19 +68,23 @@ def test_the_tokenizer_is_written_also_if_nobody_reads_to_the_end(tmp_path):
     with subprocess.Popen(command("bpe/train.py"), cwd=tmp_path, env=environment(), stdout=subprocess.PIPE) as run:
         run.stdout.readline()
         run.stdout.close()  # as `| head -1` does
-    assert run.returncode == 0 and len(Tokenizer.load(tmp_path / "out/bpe")) == 1024
+    assert run.returncode == 0
+    assert len(Tokenizer.load(tmp_path / "out/bpe")) == 1024
 
 
 def test_compression_is_measured_on_text_that_was_held_out(run_train, tmp_path):
     out = run_train().stdout
     tok = Tokenizer.load(tmp_path / "out")
     split = train.Split(iter([MANUAL]))
-    trained, held_out = "".join(split), "".join(split.held_out)
-    assert trained + held_out == MANUAL and len(trained) == MANUAL.index("\n", len(MANUAL) * 9 // 10) + 1
+    trained = "".join(split)
+    held_out = "".join(split.held_out)
+    assert trained + held_out == MANUAL
+    assert len(trained) == MANUAL.index("\n", len(MANUAL) * 9 // 10) + 1
     assert Tokenizer.train([trained], 1024).merges == tok.merges
     n = len(tok.encode(held_out))
     table = re.findall(r"^ +([\d,]+) +([\d.]+) +([\d.]+)$", out, re.M)
-    assert [row[0] for row in table] == ["256", "512", "1,023"] and table[0][1] == "1.00"
+    assert [row[0] for row in table] == ["256", "512", "1,023"]
+    assert table[0][1] == "1.00"
     longest = sorted((a + b for a, b in tok.merges), key=len)[-20:]
     for said in (
         f"1,024 tokens from {len(trained.encode()):,} bytes",
@@ -91,7 +98,8 @@ def test_compression_is_measured_on_text_that_was_held_out(run_train, tmp_path):
 @pytest.mark.parametrize("n, size, kept, held", [(95, 0.75, 93, 2 * 0.75), (10, 0.75, 9, 0.75), (8, 2, 8, 1)])
 def test_of_many_texts_every_tenth_is_held_out_until_there_are_enough_and_of_few_the_ends(n, size, kept, held):
     split = train.Split(iter(["x" * int(train.HELD_OUT * size)] * n))
-    assert len(list(split)) == kept and sum(map(len, split.held_out)) == train.HELD_OUT * held
+    assert len(list(split)) == kept
+    assert sum(map(len, split.held_out)) == train.HELD_OUT * held
 
 
 def test_an_old_tokenizer_is_renamed_and_never_deleted(run_train, tmp_path):
@@ -115,7 +123,8 @@ def test_what_is_set_aside_takes_the_next_free_number(tmp_path):
 
 
 def test_options_reach_the_trainer(run_train, tmp_path):
-    texts, specials = [f"{text}\ud800" for text in MANUAL.split("\n\n")], ["<|user|>", "<|end|>"]
+    texts = [f"{text}\ud800" for text in MANUAL.split("\n\n")]
+    specials = ["<|user|>", "<|end|>"]
     write_lines(tmp_path / "a.jsonl", [dict(body=text) for text in texts])
     options = ["--vocab_size", "5_000", "--pattern", "cl100k", "--tie_break", "greatest_bytes", "--max_bytes", "9_999"]
     kept = list(train.Split(train.limit(iter(texts), 9_999)))
@@ -126,37 +135,77 @@ def test_options_reach_the_trainer(run_train, tmp_path):
 
 
 FILES = {
-    "empty.txt": b"", "gb.txt": "研究生".encode("gb18030"), "bad.parquet": b"not parquet",
+    "empty.txt": b"",
+    "gb.txt": "研究生".encode("gb18030"),
+    "bad.parquet": b"not parquet",
+    "null.jsonl": b'{"text": null}\n',
     "odd.jsonl": b'{"other": "a"}\n{"text": \n',
-}  # fmt: skip
-WRONG = r"""
---input nowhere.txt | nowhere.txt: no such file
---input empty.txt | empty.txt holds no text
---input gb.txt | gb.txt is not UTF-8 at | as UTF-8
---input bad.parquet | cannot read | bad.parquet
---input odd.jsonl | holds no text
---input gb.txt --out gb.txt/x | gb.txt/x/.downloads: Not a directory
---vocab_size 256 | vocab_size 256 is too small
---pattern ( | does not compile
---pattern '(\w)|\W' | capturing group
---pattern '\w+|\W+' | the split pattern \w+|\W+
---special_tokens § | special token '§'
---special_tokens '' | is empty
---vocab_sise 300 | did you mean --vocab_size?
-"""
+    "array.jsonl": b'[{"text": "one"}, {"text": "two"}]',
+    "commas.jsonl": b'{"text": "one"}\n{"text": "two"},\n{"text": "three"}',
+    "other.jsonl": b'{"body": "one"}',
+}
+WRONG = [
+    (["--input", "nowhere.txt"], ["nowhere.txt: no such file"]),
+    (["--input", "empty.txt"], ["empty.txt holds no text"]),
+    (["--input", "gb.txt"], ["gb.txt is not UTF-8 at", "as UTF-8"]),
+    (["--input", "bad.parquet"], ["cannot read", "bad.parquet"]),
+    (["--input", "null.jsonl"], ["null.jsonl holds no text"]),
+    (["--input", "odd.jsonl"], ["odd.jsonl has 1 broken line and 0 documents"]),
+    (["--input", "array.jsonl"], ["array.jsonl begins with ["]),
+    (["--input", "commas.jsonl"], ["commas.jsonl has a comma after the object in line 2"]),
+    (["--input", "other.jsonl"], ["other.jsonl has no key 'text'; give --text_field one of body"]),
+    (["--input", "gb.txt", "--out", "gb.txt/x"], ["gb.txt/x/.downloads: Not a directory"]),
+    (["--vocab_size", "256"], ["vocab_size 256 is too small"]),
+    (["--pattern", "("], ["does not compile"]),
+    (["--pattern", r"(\w)|\W"], ["capturing group"]),
+    (["--pattern", r"\w+|\W+"], [r"the split pattern \w+|\W+"]),
+    (["--special_tokens", "§"], ["special token '§'"]),
+    (["--special_tokens", ""], ["is empty"]),
+    (["--vocab_sise", "300"], ["did you mean --vocab_size?"]),
+]
 
 
-@pytest.mark.parametrize("argv, words", table(WRONG))
+@pytest.mark.parametrize("argv, words", WRONG)
 def test_what_is_wrong_is_said_in_one_line(run_train, tmp_path, monkeypatch, argv, words):
     monkeypatch.chdir(tmp_path)
     for name, content in FILES.items():
         Path(name).write_bytes(content)
-    assert_user_error(run_train(*shlex.split(argv)), *words)
+    assert_user_error(run_train(*argv), *words)
     assert not train.holds_files(tmp_path / "out")
 
 
+def test_documents_and_files_that_are_left_out_are_counted_and_named(run_train, tmp_path):
+    rows = [dict(text="spring has come"), dict(text=None), dict(text=""), dict(body="x"), dict(text="so it has")]
+    (tmp_path / "in").mkdir()
+    write_lines(tmp_path / "in/a.jsonl", rows)
+    (tmp_path / "in/b.jsonl").write_text('{"text": "one more"}\n{broken\n')
+    (tmp_path / "in/c.csv").touch()
+    printed = run_train("--input", tmp_path / "in", "--vocab_size", 258).stdout
+    assert "skipped documents: 1 (broken line), 2 (no text)\n" in printed
+    assert f"without 1 file (of another kind): {tmp_path}/in/c.csv\n" in printed
+
+
+def test_an_input_that_is_named_twice_is_read_once(run_train, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("one", "two"):
+        Path(name).mkdir()
+        (Path(name) / "a.txt").write_text(f"{name} spring has come " * 50)
+    once = run_train("--input", "one", "two", "--vocab_size", 262).stdout
+    again = run_train("--input", "one", "two/a.txt", "**", "./one/../two", "--vocab_size", 262, "--overwrite").stdout
+    [n_bytes] = re.findall(r"tokens from ([\d,]+) bytes", once)
+    assert f"tokens from {n_bytes} bytes" in again
+
+
+def test_a_file_of_the_hub_in_two_inputs_is_refused(monkeypatch):
+    files = [SourceFile("data/a.parquet", 1, "")]
+    monkeypatch.setattr(train, "find_source", lambda names: Source(files, "some/corpus", "abc"))
+    words = "data/a.parquet of some/corpus is in several of --input, and would be read 2 times"
+    assert_refused(words, train.sources_of, ("some/corpus", "some/corpus/data"))
+
+
 def test_a_dataset_of_the_hub_is_downloaded_as_far_as_it_is_read(tmp_path):
-    texts, folder = MANUAL.split("\n\n"), tmp_path / "dataset/some/folder"
+    texts = MANUAL.split("\n\n")
+    folder = tmp_path / "dataset/some/folder"
     folder.mkdir(parents=True)
     for i in range(3):
         pyarrow.parquet.write_table(pyarrow.table({"text": texts[i::3]}), folder / f"{i}.parquet")
@@ -179,6 +228,18 @@ def saved(tmp_path_factory) -> Path:
     Tokenizer.train([MANUAL], 800).save(path / "zh")
     Tokenizer.train([prose(50_000)], 800).save(path / "en")
     return path
+
+
+def test_the_script_shows_the_tokenizer_that_train_py_writes(saved, tmp_path):
+    """As a user starts it, in another directory, with nothing but what it is compared with."""
+    shutil.copytree(saved / "zh", tmp_path / "out/bpe")
+    printed = succeed("bpe/try_tokenizer.py", compare=saved / "en", cwd=tmp_path).stdout
+    tok = Tokenizer.load(saved / "zh")
+    for text in (try_tokenizer.ENGLISH, try_tokenizer.CHINESE):
+        title, pieces = try_tokenizer.split_up("out/bpe", tok, text)
+        assert f"{title}\n{'|'.join(pieces)}\n" in printed
+    assert "wrote out/tokens.svg" in printed
+    assert ElementTree.parse(tmp_path / "out/tokens.svg").getroot().tag.endswith("svg")
 
 
 def test_two_tokenizers_side_by_side(run_try, saved, monkeypatch):
@@ -225,17 +286,17 @@ def test_tokens_are_shown_as_text_with_dots_for_parts_of_characters():
     assert "".join(p for p in pieces if p != "·") == MANUAL[:500].replace("\n", "⏎")
 
 
-NOT_SHOWN = """
---compare nowhere | no tokenizer at nowhere
---compare README.md | cannot use the tokenizer README.md
---tokenizer out/bpe | no tokenizer at out/bpe | python bpe/train.py
-"""
+NOT_SHOWN = [
+    (["--compare", "nowhere"], ["no tokenizer at nowhere"]),
+    (["--compare", "README.md"], ["cannot use the tokenizer README.md"]),
+    (["--tokenizer", "out/bpe"], ["no tokenizer at out/bpe", "python bpe/train.py"]),
+]
 
 
-@pytest.mark.parametrize("argv, words", table(NOT_SHOWN))
+@pytest.mark.parametrize("argv, words", NOT_SHOWN)
 def test_what_cannot_be_shown_is_said_in_one_line(run_try, saved, argv, words):
     Path("README.md").touch()
-    assert_user_error(run_try("--tokenizer", saved / "zh", "--compare", saved / "en", *shlex.split(argv)), *words)
+    assert_user_error(run_try("--tokenizer", saved / "zh", "--compare", saved / "en", *argv), *words)
 
 
 def test_long_texts_and_bytes_that_are_no_utf8_are_shown(run_try, saved):
@@ -256,7 +317,8 @@ def test_without_gpt2_the_other_tokenizer_is_still_shown(run_try, saved, offline
 @needs_gpt2
 def test_the_code_of_the_readme_prints_what_it_says(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    text, namespace = (ROOT / "bpe/README.md").read_text(encoding="utf-8"), {}
+    text = (ROOT / "bpe/README.md").read_text(encoding="utf-8")
+    namespace = {}
     blocks = re.findall(r"```python\n(.*?)```(?:\n```text\n(.*?)```)?", text, re.S)
     for code, expected in blocks:
         exec(code, namespace)
@@ -267,5 +329,6 @@ def test_the_code_of_the_readme_prints_what_it_says(monkeypatch, capsys):
 def test_the_readme_shows_the_code_of_minimal_py():
     text, code = ((ROOT / "bpe" / name).read_text(encoding="utf-8") for name in ("README.md", "minimal.py"))
     shown = re.findall(r"```py\n(.*?)```", text, re.S)
-    assert shown and all(part in code for block in shown for part in block.split("\n\n\n"))
+    assert shown
+    assert all(part in code for block in shown for part in block.split("\n\n\n"))
     assert text.index("minimal.py") < text.index("tokenizer.py")

@@ -48,6 +48,33 @@ def test_the_line_that_is_not_json_is_named(tmp_path, content, line):
     assert_refused(f"line {line}:", file_rows, str(tmp_path / "rows"))
 
 
+@pytest.mark.parametrize("key", ["data", "rows", "train"])
+@pytest.mark.parametrize("indent", [None, 1])
+def test_an_object_around_the_rows_is_named_with_its_keys(tmp_path, key, indent):
+    (tmp_path / "rows.json").write_text(json.dumps(dict(version="1.0") | {key: ROWS}, indent=indent))
+    words = rf"rows.json is one object \(version, {key}\) and not a list of rows; save the list alone"
+    assert_refused(words, file_rows, str(tmp_path / "rows.json"))
+
+
+@pytest.mark.parametrize("form", ["{}", "[{}]"])
+def test_a_key_that_is_there_twice_is_refused(tmp_path, form):
+    """JSON leaves open which of the two counts."""
+    (tmp_path / "rows.jsonl").write_text(form.format('{"instruction": "a", "output": "b", "output": "c"}'))
+    assert_refused("an object has the key 'output' twice", file_rows, str(tmp_path / "rows.jsonl"))
+
+
+def test_a_single_row_of_lines_is_a_row(tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[2]))
+    assert file_rows(str(tmp_path / "rows.jsonl")) == [ROWS[2]]
+
+
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
+def test_each_line_may_have_a_byte_order_mark(tmp_path, name):
+    """As where files are joined, and as fineweb.py reads it."""
+    (tmp_path / name).write_text("".join(f"\ufeff{json.dumps(row)}\r\n" for row in ROWS))
+    assert file_rows(str(tmp_path / name)) == ROWS
+
+
 @pytest.mark.parametrize("name", ["absent.json", "", "x" * 300])
 def test_what_is_not_a_file_names_the_option(tmp_path, name):
     assert_refused("--my_rows", file_rows, str(tmp_path / name), "--my_rows")
@@ -61,7 +88,8 @@ def test_a_split_is_read_through_datasets(tmp_path):
     (tmp_path / "data").mkdir()
     for split, rows in dict(train=ROWS, validation=ROWS[:2]).items():
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / "data" / f"{split}-00000-of-00001.parquet")
-    assert hub_rows(str(tmp_path), "train") == ROWS and hub_rows(str(tmp_path), "validation") == ROWS[:2]
+    assert hub_rows(str(tmp_path), "train") == ROWS
+    assert hub_rows(str(tmp_path), "validation") == ROWS[:2]
     assert_refused("nowhere.*with --data", hub_rows, str(tmp_path), "nowhere")
 
 

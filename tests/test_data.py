@@ -1,5 +1,8 @@
-"""The loader: one order for every number of ranks, each window once an epoch, exact resumption, flat memory."""
+"""The loader: one order for every number of ranks, each window once an epoch, exact resumption, flat memory, and files
+that change while they are read."""
 
+import errno
+import os
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parts import data as reading
+from parts.cli import explain
 from parts.data import IGNORED, Batches, TokenStream, permutation, to_inputs, training_batches, validation_batches
-from tests.helpers import needs_proc
+from tests.helpers import assert_refused, needs_proc
 from tests.token_shards import T, open_stream, write_shards
 
 
@@ -41,28 +45,24 @@ class Counting:
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_an_epoch_is_every_window_once_in_an_order_of_its_own(stream, shuffle):
-    batches, tokens = Batches(stream, T, 7, shuffle), all_tokens(stream).tolist()
+    batches = Batches(stream, T, 7, shuffle)
+    tokens = all_tokens(stream).tolist()
     n = (len(tokens) - 1) // T
     for epoch in (0, 1):
         windows = [tokens[i * T + batches.shift(epoch) :][: T + 1] for i in range(n)]
         if len(windows[-1]) < T + 1:
             windows[-1] = tokens[-T - 1 :]  # the last window ends where the text does
         seen = np.concatenate([*batches.micro_batches(epoch * n, n, 1)])
-        assert seen.dtype == np.int64 and sorted(seen.tolist()) == sorted(windows)
+        assert seen.dtype == np.int64
+        assert sorted(seen.tolist()) == sorted(windows)
         assert (seen.tolist() == windows) == (not shuffle)
-
-
-def test_epochs_take_turns_in_the_parts_of_a_stream():
-    batches = Batches(Counting(10 * T + 3), T, 7, True, n_parts=2)
-    for epoch in range(4):
-        first = epoch % 2 * 5 * T + batches.shift(epoch)
-        assert sorted(batches.global_batch(epoch * 5, 5)) == [min(first + i * T, 9 * T + 2) for i in range(5)]
 
 
 @given(st.integers(1, 60), st.integers(1, 8), st.integers(1, 10), st.integers(1, 5), st.integers(0, 200))
 @settings(max_examples=60, deadline=None)
 def test_a_batch_is_a_slice_of_the_epochs_one_after_the_other(n, length, micro_rows, world_size, position):
-    stream, rows = Counting(n * length + 1), 2 * micro_rows * world_size
+    stream = Counting(n * length + 1)
+    rows = 2 * micro_rows * world_size
     ranks = [Batches(stream, length, 3, True, rank, world_size) for rank in range(world_size)]
     epochs = [
         min(window * length + ranks[0].shift(epoch), (n - 1) * length)
@@ -105,7 +105,8 @@ def test_validation_scores_the_same_tokens_for_every_world_size(stream, world_si
     scored = []
     for rank in range(world_size):
         for windows in validation_batches(stream, T, 5, max_tokens, rank, world_size):
-            assert windows.shape == (5, T + 1) and windows.dtype == np.int64  # compiled code sees one shape
+            assert windows.shape == (5, T + 1)  # compiled code sees one shape
+            assert windows.dtype == np.int64
             idx, targets = to_inputs(windows)
             keep = targets != IGNORED
             scored += zip(idx[keep].tolist(), targets[keep].tolist(), strict=True)
@@ -115,28 +116,35 @@ def test_validation_scores_the_same_tokens_for_every_world_size(stream, world_si
 # ------------------------------------------------------------------------------------------------------------ memory
 
 
-def resident_pages_of(name: str) -> int:
-    """Bytes of the file `name` that are mapped and resident in this process, whatever else is."""
-    total, counting = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if "-" in line.split(" ")[0]:  # the head of a mapping: its address, and the file
-            counting = line.endswith(name)
-        elif counting and line.startswith("Rss:"):
-            total += int(line.split()[1]) * 1024
-    return total
-
-
 @needs_proc
-def test_resident_memory_is_flat(tmp_path, monkeypatch):
-    np.save(tmp_path / "x_train_000000.npy", np.zeros(48 * 2**20, np.uint16))  # 96 MB
+def test_what_is_read_is_no_memory_of_the_process(tmp_path):
+    """A cluster would kill a process for 20 GB of shards that it had mapped."""
+    np.save(tmp_path / "x_train_000000.npy", np.zeros(2**20, np.uint16))
     stream = open_stream(tmp_path)
-    batches, most = Batches(stream, 1024, 1, True), 0
-    monkeypatch.setattr(reading, "RELEASE_AFTER", 7)  # at most two batches of 8 windows
-    for step, _ in enumerate(training_batches(batches, 8, 0, 256, 8)):
-        if step % 20 == 19:  # /proc takes its time
-            most = max(most, resident_pages_of("x_train_000000.npy"))
-    assert 0 < most < 48 * 2**20  # a fault maps what the system has cached around it, up to 2 MB a window
-    monkeypatch.setattr(reading, "RELEASE_AFTER", 10**9)
-    list(training_batches(batches, 8, 0, 256, 8))
-    # without a release they pile up, though the system may take some of them back by itself
-    assert resident_pages_of("x_train_000000.npy") > most
+    list(training_batches(Batches(stream, 1024, 1, True), 8, 0, 256, 8))
+    assert "x_train_000000.npy" not in Path("/proc/self/maps").read_text()
+
+
+# --------------------------------------------------------------------------------------- a file that changes under us
+
+
+@pytest.mark.parametrize("left", [0, 100, 15_000])
+def test_a_shard_that_is_cut_short_while_it_is_in_use_is_named(tmp_path, left):
+    """Of a mapped file, the system would kill the process without a word."""
+    write_shards(tmp_path, (10_000,))
+    stream = open_stream(tmp_path)
+    [path] = stream.paths
+    os.truncate(path, left)
+    assert_refused(f"shard {path} was cut short while it was in use", stream.read, 9000, 17)
+
+
+def test_a_disk_that_fails_is_an_error_with_the_name_of_the_shard(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    write_shards(tmp_path, (100,))
+    stream = open_stream(tmp_path)
+    monkeypatch.setattr(reading, "read_at", fail)
+    with pytest.raises(OSError) as error:
+        stream.read(0, 17)
+    assert explain(error.value) == f"{stream.paths[0]}: Input/output error; fix that, or give another path"

@@ -264,7 +264,7 @@ def test_what_the_table_says_takes_effect_does_and_is_noted(finetune, run_dir):
 def test_another_base_and_other_rows_are_refused(finetune, base, tmp_path, run_dir):
     finetune(**SHORT)
     finetune.error("as --adapter", out="further", base=run_dir)
-    small_gpt(seed=1, n_positions=128).save_pretrained(tmp_path / "base", 319, 320)
+    small_gpt(seed=1, n_positions=128).save_pretrained(tmp_path / "base", 319)
     shutil.copy(base / "base" / "tokenizer.json", tmp_path / "base")
     finetune.error("another base", **SHORT, resume=True, base=tmp_path / "base")
     finetune.error("another data", **SHORT, resume=True, data=write_json(tmp_path / "rows.json", ROWS[:-1]))

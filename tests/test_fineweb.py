@@ -4,7 +4,9 @@ import gzip
 import hashlib
 import json
 import shutil
+from concurrent.futures import Future
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -30,11 +32,9 @@ from tests.helpers import (
     assert_refused,
     assert_user_error,
     files_of,
-    options_of,
     prose,
     run_script,
     succeed,
-    table,
     text_file,
 )
 from tests.token_shards import UNFINISHED
@@ -50,8 +50,10 @@ def test_shards_are_those_of_the_plain_loop(corpus, tokenizer, tmp_path, workers
     tok = Tokenizer.load(tokenizer)
     expected = assert_shards(out_dir, docs, tokenizer)
     manifest = read_manifest(out_dir)
-    assert manifest["tokens"] == sum(map(len, expected)) and manifest["documents"] == len(docs)
-    assert manifest["bytes"] == sum(len(doc.encode()) for doc in docs) and manifest["skipped"] == {}
+    assert manifest["tokens"] == sum(map(len, expected))
+    assert manifest["documents"] == len(docs)
+    assert manifest["bytes"] == sum(len(doc.encode()) for doc in docs)
+    assert manifest["skipped"] == {}
     assert manifest["commit"] == ""  # which only the hub has
     for entry, path in zip(manifest["shards"], shard_paths(out_dir), strict=True):
         assert entry["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
@@ -65,7 +67,8 @@ def test_a_vocabulary_beyond_16_bits_makes_uint32_shards(corpus, tmp_path):
     tok.save(tmp_path / "wide.json")
     run_here(folder / "part_00.parquet", tmp_path / "shards", tmp_path / "wide.json", shard_size=10**6)
     tokens = np.load(find_shards(str(tmp_path / "shards"), "val")[0])
-    assert tokens.dtype == np.uint32 and tokens.tolist() == plain_tokens(docs[:40], tok)
+    assert tokens.dtype == np.uint32
+    assert tokens.tolist() == plain_tokens(docs[:40], tok)
     assert shard_dtype(2**16) == np.uint16
 
 
@@ -76,7 +79,8 @@ def tokens_of(out_dir: Path) -> list[int]:
 def test_all_formats_in_one_folder(tokenizer, tmp_path, monkeypatch):
     """Rows, row groups, lines and texts travel to the workers in different ways."""
     monkeypatch.setattr(sources, "UNIT_BYTES", 20_000)
-    docs, folder = [" ".join(doc.split()) + "." for doc in make_documents(120)], tmp_path / "docs"
+    docs = [" ".join(doc.split()) + "." for doc in make_documents(120)]
+    folder = tmp_path / "docs"
     write_parquet(folder / "a.parquet", docs[:30], rows=5)
     write_parquet(folder / "b.parquet", docs[30:60], rows=1000)
     docs[60] = "a lone \ud800 surrogate"
@@ -91,9 +95,11 @@ def test_all_formats_in_one_folder(tokenizer, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("continued", [0, 1])
 def test_a_unit_is_its_documents_each_after_the_token_that_ends_one(tokenizer, continued):
-    tok, unit = Tokenizer.load(tokenizer), sources.Unit(Path("x"), ["one", None, "two"], continued=continued)
-    tokens, skipped = fineweb.tokenize(unit, "text", tok, tok.encode_ordinary)
-    assert tokens.tolist() == plain_tokens(["one", "two"], tok)[continued:] and skipped == {"no text": 1}
+    tok = Tokenizer.load(tokenizer)
+    unit = sources.Unit(Path("x"), ["one", None, "two"], continued=continued)
+    tokens, skipped = fineweb.tokenize(unit, "text", tok)
+    assert tokens.tolist() == plain_tokens(["one", "two"], tok)[continued:]
+    assert skipped == {"no text": 1}
 
 
 @pytest.mark.parametrize("pattern", ["gpt2", "cl100k", r"\S+|\s+"])
@@ -101,7 +107,8 @@ def test_a_unit_is_its_documents_each_after_the_token_that_ends_one(tokenizer, c
 def test_a_long_text_has_the_tokens_that_it_has_as_a_whole(tmp_path, monkeypatch, pattern, end):
     """Whether its documents are shorter than a unit or longer."""
     monkeypatch.setattr(sources, "UNIT_BYTES", 3000)
-    english, chinese = prose(40_000), "中文也一样，\u3000没有空格的句子很长。\n\n\n" * 100
+    english = prose(40_000)
+    chinese = "中文也一样，\u3000没有空格的句子很长。\n\n\n" * 100
     text = english + "\n\n\n\n" + chinese + english[:9000] + "\n" * 5000 + "the end  \n"
     docs = sources.documents(text.replace("\n", end))
     tok = Tokenizer.train(docs, 400, pattern)
@@ -116,7 +123,8 @@ def test_a_long_text_has_the_tokens_that_it_has_as_a_whole(tmp_path, monkeypatch
 
 
 def test_a_truncated_file_is_named_and_what_came_before_it_is_kept(corpus, tokenizer, tmp_path):
-    (folder, docs), out_dir = corpus, tmp_path / "shards"
+    folder, docs = corpus
+    out_dir = tmp_path / "shards"
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
     broken = copy / "part_09.parquet"
@@ -132,20 +140,15 @@ def test_a_truncated_file_is_named_and_what_came_before_it_is_kept(corpus, token
 
 
 def test_a_source_without_documents(tokenizer, tmp_path):
-    assert_refused("missing.parquet", run_here, "missing.parquet", tmp_path / "shards", tokenizer)
-    assert not (tmp_path / "shards").exists()
+    def refused(words: str, path: Path) -> None:
+        assert_refused(words, run_here, path, tmp_path / path.name.replace(".", "_"), tokenizer)
+
+    refused("missing.parquet", Path("missing.parquet"))
+    assert not (tmp_path / "missing_parquet").exists()
     (tmp_path / "x.txt").touch()
-    assert_refused(
-        "no document in .*x.txt; skipped: none", run_here, tmp_path / "x.txt", tmp_path / "shards", tokenizer
-    )
-    (tmp_path / "x.jsonl").write_text('{"body": "one"}\n{"body": "two"}\n{broken\n')
-    assert_refused(
-        "{'no text': 2, 'broken line': 1}; name .* --text_field",
-        run_here,
-        tmp_path / "x.jsonl",
-        tmp_path / "other",
-        tokenizer,
-    )
+    refused("no document in .*x.txt; skipped: none", tmp_path / "x.txt")
+    (tmp_path / "x.jsonl").write_text('{"text": null}\n{"text": 7}\n')
+    refused("{'no text': 2}; name .* --text_field", tmp_path / "x.jsonl")
 
 
 @pytest.mark.parametrize("change", [dict(shard_size=10_000), dict(text_field="id"), dict(limit_tokens=5), "tokenizer"])
@@ -154,7 +157,8 @@ def test_another_run_is_not_mixed_into_a_directory(corpus, tokenizer, tmp_path, 
     before = files_of(tmp_path / "shards")
     if change == "tokenizer":
         Tokenizer.train(["another text"], 260).save(tmp_path / "other.json")
-        tokenizer, change = tmp_path / "other.json", {}
+        tokenizer = tmp_path / "other.json"
+        change = {}
     assert_refused(
         "give another --out_dir", run_here, corpus[0] / "part_00.parquet", tmp_path / "shards", tokenizer, **change
     )
@@ -169,22 +173,22 @@ def test_shards_of_others_are_not_overwritten(corpus, tokenizer, tmp_path):
         assert_refused(f"{name} is in no manifest.json", run_here, corpus[0], out_dir, tokenizer)
 
 
-WRONG = """
-shard_size=-1 | --shard_size must be in [0,
-tokenizer=train | no tokenizer at train; give gpt2, a tokenizer.json, or the OUT of python
-source=a.txt | give an --out_dir
-tokenizer=nowhere.json | nowhere.json
-out_dir= | is empty; give a directory
-source=a.txt out_dir=a.txt | Not a directory; fix that, or give another path
-verify out_dir=. | manifest.json
-"""
+WRONG = [
+    (dict(shard_size=-1), ["--shard_size must be in [0,"]),
+    (dict(tokenizer="train"), ["no tokenizer at train; give gpt2, a tokenizer.json, or the OUT of python"]),
+    (dict(source="a.txt"), ["give an --out_dir"]),
+    (dict(tokenizer="nowhere.json"), ["nowhere.json"]),
+    (dict(out_dir=""), ["is empty; give a directory"]),
+    (dict(source="a.txt", out_dir="a.txt"), ["Not a directory; fix that, or give another path"]),
+    (dict(verify=True, out_dir="."), ["manifest.json"]),
+]
 
 
-@pytest.mark.parametrize("changes, words", table(WRONG))
+@pytest.mark.parametrize("changes, words", WRONG)
 def test_usage_errors_are_one_line(tokenizer, tmp_path, inline, monkeypatch, changes, words):
     monkeypatch.chdir(tmp_path)
     text_file(Path("a.txt"))
-    assert_user_error(inline(fineweb.main, **dict(tokenizer=tokenizer) | options_of(changes)), *words)
+    assert_user_error(inline(fineweb.main, **dict(tokenizer=tokenizer) | changes), *words)
 
 
 def test_dry_run_says_what_it_needs_and_writes_nothing(corpus, tokenizer, tmp_path):
@@ -214,12 +218,156 @@ def test_compressed_parquet_is_estimated_by_its_text_and_a_small_corpus_is_mostl
     assert run_here(tmp_path, tmp_path / "shards", tokenizer, shard_size=0) == manifest
 
 
-
-
 def test_a_million_blanks_have_their_ids_where_tiktoken_gives_up(tokenizer):
     tok = Tokenizer.load(tokenizer)
     text = "x" + " " * 10**6 + "y"
     assert tok.encode_to_numpy(text).tolist() == tok.encode(text)
+
+
+# ----------------------------------------------------------------------------------------- documents in, documents out
+
+
+def lines(*docs, key: str = "text") -> bytes:
+    return "".join(json.dumps({"id": n, key: doc}, ensure_ascii=False) + "\n" for n, doc in enumerate(docs)).encode()
+
+
+def parquet(docs: list, key: str = "text", **options) -> bytes:
+    buffer = pa.BufferOutputStream()
+    pq.write_table(pa.table({"id": range(len(docs)), key: docs}), buffer, **options)
+    return buffer.getvalue().to_pybytes()
+
+
+def zst(data: bytes) -> bytes:
+    return pa.compress(data, codec="zstd", asbytes=True)
+
+
+class Link(NamedTuple):
+    to: str
+
+
+A = lines("one", "two", "three")
+B = lines("four", "five")
+ARRAY = json.dumps([{"text": "one"}, {"text": "two"}])
+OVER_LINES = json.dumps({"text": "one"}, indent=1) + "\n"
+WORDS = pa.array(["one", "two", "one", None]).dictionary_encode()
+HIDDEN = {"a.jsonl": (A, 3), ".b.jsonl": (B, 2), ".git/c.jsonl": (B, 2)}
+SUFFIXES = {"a.jsonl": (A, 3), "b.csv": (b"text\none\n", 1), "c.JSONL": (B, 2), "d.ndjson": (B, 2)}
+NESTED = {"a.jsonl": (A, 3), "x/b.jsonl": (B, 2), "x/y/c.jsonl": (B, 2)}
+LINKED = {"x/a.jsonl": (A, 3), "../elsewhere/b.jsonl": (B, 2), "y": (Link("../elsewhere"), 0)}
+OTHER_KEY = {"a.jsonl": (A, 3), "b.jsonl": (lines("one", key="body"), 1)}
+TWINS = {"a.jsonl": (A, 3), "a.jsonl.gz": (gzip.compress(A), 3)}
+KINDS = {"a.jsonl": (A, 3), "b.parquet": (parquet(["x"]), 1), "c.txt": (b"x\n\n\ny", 2)}
+
+# {what: (files, expected)}: {file: (its content, or a link, and how many documents are in it)}, and how many come out,
+# or the words of the error
+INPUTS = {
+    "other suffixes": (SUFFIXES, 3),
+    "hidden files and folders": (HIDDEN, 3),
+    "a link to a file": ({"a.jsonl": (A, 3), "b.jsonl": (Link("a.jsonl"), 3)}, 3),
+    "a link to a folder": (LINKED, 5),
+    "a link that leads nowhere": ({"a.jsonl": (A, 3), "b.jsonl": (Link("nowhere"), 0)}, 3),
+    "an array": ({"a.jsonl": (ARRAY.encode(), 2)}, "a.jsonl begins with"),
+    "an array over lines": ({"a.jsonl": (ARRAY.replace("}, ", "},\n").encode(), 2)}, "a.jsonl begins with"),
+    "commas after objects": ({"a.jsonl": (A.replace(b"\n", b",\n"), 3)}, "a.jsonl has a comma .* line 1;"),
+    "objects over lines": ({"a.jsonl": (OVER_LINES.encode() * 2, 2)}, "a.jsonl has 6 broken lines and 0 documents"),
+    "an object around rows": ({"a.jsonl": (f'{{"data": {ARRAY}}}'.encode(), 2)}, "a.jsonl has no key 'text'"),
+    "a byte order mark": ({"a.jsonl": (b"\xef\xbb\xbf" + A, 3)}, 3),
+    "a mark in each line": ({"a.jsonl": (A.replace(b"{", b"\xef\xbb\xbf{"), 3)}, 3),
+    "line ends of Windows": ({"a.jsonl": (A.replace(b"\n", b"\r\n"), 3)}, 3),
+    "blank lines, no last end": ({"a.jsonl": (A.replace(b"\n", b"\n \n").rstrip(), 3)}, 3),
+    "other line separators": ({"a.jsonl": (lines("a\u2028b\x85c", "d\x0ce"), 2)}, 2),
+    "gzip of many members": ({"a.jsonl.gz": (gzip.compress(A) + gzip.compress(B), 5)}, 5),
+    "zstd of many frames": ({"a.jsonl.zst": (zst(A) + zst(B), 5)}, 5),
+    "gzip cut short": ({"a.jsonl.gz": (gzip.compress(A)[:-5], 3)}, "a.jsonl.gz: Truncated"),
+    "nulls and numbers": ({"a.jsonl": (lines("one", None, 5), 3)}, 1),
+    "nulls in parquet": ({"a.parquet": (parquet(["one", None, "two"]), 3)}, 2),
+    "numbers of words": ({"a.parquet": (parquet(WORDS), 4)}, 3),
+    "groups of rows": ({"a.parquet": (parquet(["one"] * 50, row_group_size=3), 50)}, 50),
+    "empty texts": ({"a.jsonl": (lines("", "one", " "), 3), "b.jsonl": (b"", 0)}, 3),
+    "special tokens in texts": ({"a.jsonl": (lines("a<|endoftext|>b", "<|endoftext|>"), 2)}, 2),
+    "mixed keys": ({"a.jsonl": (lines("one") + lines("two", key="body"), 2)}, 1),
+    "another key": (OTHER_KEY, "b.jsonl has no key 'text'"),
+    "another column": ({"a.parquet": (parquet(["one"], "body"), 1)}, "a.parquet has no column 'text'"),
+    "some broken lines": ({"a.jsonl": (A + b"{\n" + B + b'{"text": "cut', 7)}, 5),
+    "mostly broken lines": ({"a.jsonl": (A + b"{\n" * 4, 7)}, "4 broken lines and 3 documents .* is line 4;"),
+    "a text in two formats": (TWINS, "a.jsonl and .*a.jsonl.gz may hold the same documents"),
+    "many formats": (KINDS, 6),
+    "paragraphs of Windows": ({"a.txt": (b"x\r\n\r\ny\r\n\r\n\r\nz", 2)}, 2),
+    "UTF-16": ({"a.txt": ("one two".encode("utf-16"), 1)}, "a.txt is not UTF-8"),
+    "C4": ({"c4-train.00000.json.gz": (gzip.compress(lines("one", "two")), 2)}, 2),
+    "the Pile": ({"00.jsonl.zst": (zst(b'{"text": "one", "meta": {"set": "x"}}\n'), 1)}, 1),
+}
+
+
+class Inline:
+    """A worker in this process."""
+
+    def __init__(self, config: fineweb.Config, tok: Tokenizer):
+        self.config = config
+        self.tok = tok
+
+    def __enter__(self):
+        return self.submit
+
+    def __exit__(self, *_):
+        pass
+
+    def submit(self, unit: sources.Unit) -> Future:
+        done = Future()
+        done.set_result(fineweb.tokenize(unit, self.config.text_field, self.tok))
+        return done
+
+
+@pytest.fixture
+def shards_of(tokenizer, tmp_path, monkeypatch):
+    """shards_of(files, patterns) writes the files to a folder, and shards of what the patterns name there; returns the
+    manifest, and how many documents are in files that are named as left out."""
+    monkeypatch.setattr(fineweb, "start_workers", Inline)
+    folder = tmp_path / "folder"
+
+    def make(files: dict, patterns=("",)) -> tuple[dict, int]:
+        for name, (content, _) in files.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if isinstance(content, Link):
+                path.symlink_to(content.to)
+            else:
+                path.write_bytes(content)
+        source = tuple(f"{folder}/{pattern}" for pattern in patterns)
+        manifest = run_here(source, tmp_path / "shards", tokenizer)
+        named = [name for name, _ in sources.find_source(source).left_out]
+        return manifest, sum(n for name, (_, n) in files.items() if any(map((folder / name).is_relative_to, named)))
+
+    return make
+
+
+@pytest.mark.parametrize("what", INPUTS)
+def test_documents_come_out_or_are_named_as_left_out(shards_of, what):
+    """Each is in the shards, or counted by reason, or in a file that is named; or the error names its file."""
+    files, expected = INPUTS[what]
+    if isinstance(expected, str):
+        assert_refused(expected, shards_of, files)
+        return
+    manifest, in_files_left_out = shards_of(files)
+    documents_in = sum(n for _, n in files.values())
+    assert manifest["documents"] == expected
+    assert documents_in == expected + sum(manifest["skipped"].values()) + in_files_left_out
+
+
+PATTERNS = [[""], ["**"], ["*"], ["**/*"], ["x/b.jsonl", "", "x"], ["*.jsonl", "*/*"]]
+
+
+@pytest.mark.parametrize("patterns", PATTERNS, ids=str)
+def test_nested_documents_come_out_once_whatever_the_patterns(shards_of, patterns):
+    manifest, _ = shards_of(NESTED, patterns)
+    assert manifest["documents"] == 7
+
+
+def test_what_is_left_out_is_printed(shards_of, capsys):
+    shards_of(HIDDEN | SUFFIXES)
+    printed = capsys.readouterr().out
+    for name in [".b.jsonl", ".git", "b.csv", "c.JSONL", "d.ndjson"]:
+        assert f"/{name}" in printed
 
 
 # ------------------------------------------------------------------------------------------------------------- --verify
@@ -240,8 +388,8 @@ def flip(path: Path) -> None:
 DAMAGE = {
     "is not what was written": flip,
     "cannot be read": lambda path: path.unlink(),
-    "manifest.json says 5000 tokens": lambda path: np.save(path, np.load(path)[:100]),
-    "manifest.json says no such shard": lambda path: shutil.copy(path, path.with_name("stray_train_000009.npy")),
+    "has 100 tokens, but manifest.json says 5000": lambda path: np.save(path, np.load(path)[:100]),
+    "manifest.json does not list it": lambda path: shutil.copy(path, path.with_name("stray_train_000009.npy")),
     "manifest.json cannot be read": lambda path: path.with_name("manifest.json").write_text("{ cut"),
     "is not complete": lambda path: save_manifest(path.parent, read_manifest(path.parent) | UNFINISHED),
     "another tokenizer": lambda path: Tokenizer.train(["abc"], 260).save(path.with_name("tokenizer.json")),

@@ -40,9 +40,11 @@ def test_a_busy_hub_that_drops_connections_gives_the_same_shards(corpus, dataset
         assert_user_error(run_script("fineweb.py", **words, env=env), "no/body", "404")
     assert_shards(out_dir, corpus[1], tokenizer)
     assert read_manifest(out_dir)["commit"] == hub.COMMIT
-    assert [status for _, _, status in hub.requests].count(429) == 2 and hub.hasty == 0
+    assert [status for _, _, status in hub.requests].count(429) == 2
+    assert hub.hasty == 0
     downloads = Counter(path.rpartition("/")[2] for path, _, _ in hub.requests if path.startswith("/blob/"))
-    assert len(downloads) == 12 and [name for name in downloads if downloads[name] > 1] == sorted(hub.moods)
+    assert len(downloads) == 12
+    assert [name for name in downloads if downloads[name] > 1] == sorted(hub.moods)
     assert hub.most <= 2, "more connections at a time than asked for"
     assert "429" in result.stderr
 
@@ -64,7 +66,8 @@ def test_a_killed_or_broken_download_continues_where_it_was(tokenizer, tmp_path,
             process.wait()
         succeed("fineweb.py", **words, env=env)
     first, second = [span for path, span, _ in hub.requests if path.startswith("/blob/")]
-    assert first is None and int(second.removeprefix("bytes=").rstrip("-")) >= 10 * 2**20
+    assert first is None
+    assert int(second.removeprefix("bytes=").rstrip("-")) >= 10 * 2**20
     assert_shards(out_dir, docs[:20], tokenizer, limit=50_000)
     assert read_manifest(out_dir)["tokens"] == 50_000
 
@@ -72,7 +75,8 @@ def test_a_killed_or_broken_download_continues_where_it_was(tokenizer, tmp_path,
 @needs_proc
 def test_fetched_files_are_deleted_once_they_are_used(corpus, tokenizer, tmp_path, monkeypatch):
     """An interrupted run keeps the one in use, and fetches none again."""
-    fetched, out_dir = [], tmp_path / "shards"
+    fetched = []
+    out_dir = tmp_path / "shards"
     names = sorted(path.name for path in corpus[0].iterdir())
     source = sources.Source([sources.SourceFile(name, 10**5, "") for name in names], "some/corpus", "its commit")
 
@@ -91,7 +95,8 @@ def test_fetched_files_are_deleted_once_they_are_used(corpus, tokenizer, tmp_pat
         with pytest.raises(OSError):
             run_here("some/corpus", out_dir, tokenizer, downloads=1)
     in_use = names[read_manifest(out_dir)["next"]["file"]]
-    assert in_use in fetched[1:] and min(os.listdir(out_dir / ".downloads")) == in_use
+    assert in_use in fetched[1:]
+    assert min(os.listdir(out_dir / ".downloads")) == in_use
     run_here("some/corpus", out_dir, tokenizer, downloads=1)
     assert fetched == names
     assert_shards(out_dir, corpus[1], tokenizer)

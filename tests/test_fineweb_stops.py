@@ -50,7 +50,9 @@ from tests.helpers import (
 
 
 def test_a_unit_that_is_taken_up_again_ends_at_the_limit(tokenizer, tmp_path, monkeypatch):
-    tok, tokens, place = Tokenizer.load(tokenizer), np.arange(30, dtype=np.uint16), dict(file=0, unit=0)
+    tok = Tokenizer.load(tokenizer)
+    tokens = np.arange(30, dtype=np.uint16)
+    place = dict(file=0, unit=0)
 
     def begun() -> Writer:
         manifest = fineweb.open_manifest(fineweb.Config(shard_size=10), tmp_path, tok) | dict(files=[])
@@ -64,6 +66,26 @@ def test_a_unit_that_is_taken_up_again_ends_at_the_limit(tokenizer, tmp_path, mo
     writer.write(place, tokens, {})
     writer.end()
     assert np.concatenate([np.load(path) for path in shard_paths(tmp_path)]).tolist() == list(range(25))
+
+
+@needs_proc
+def test_a_shard_and_its_name_are_on_the_disk_before_the_manifest_lists_it(corpus, tokenizer, tmp_path, monkeypatch):
+    """After a power failure the manifest must not list a file whose name was never written."""
+    flushed = []
+
+    def fsync(fd: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        flushed.append((path.name, {file.name for file in out_dir.glob("*.npy")}))
+
+    out_dir = tmp_path / "shards"
+    monkeypatch.setattr(os, "fsync", fsync)
+    run_here(corpus[0] / "part_00.parquet", out_dir, tokenizer)
+    for path in shard_paths(out_dir):
+        content, name, listed = (
+            min(i for i, (file, names) in enumerate(flushed) if file.startswith(what) and (path.name in names) == there)
+            for what, there in ((f".{path.name}.tmp", False), (out_dir.name, True), (".manifest.json", True))
+        )
+        assert content < name < listed
 
 
 @pytest.fixture(scope="session")
@@ -97,7 +119,10 @@ def start(long_corpus, tokenizer, tmp_path):
 
 
 def test_five_kills_at_random_moments_change_nothing(start, long_shards, tmp_path):
-    out_dir, rng, orphans, (begin, words) = tmp_path / "shards", random.Random(0), [], start
+    out_dir = tmp_path / "shards"
+    rng = random.Random(0)
+    orphans = []
+    begin, words = start
     for attempt in range(5):
         process = begin()
         if attempt != 2:  # somewhere in the middle of the work, however fast the machine is; else while it starts
@@ -115,13 +140,15 @@ def test_five_kills_at_random_moments_change_nothing(start, long_shards, tmp_pat
 
 @pytest.mark.parametrize("signum, code", [slow(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_it_in_good_order(start, long_shards, tmp_path, signum, code):
-    out_dir, (begin, words) = tmp_path / "shards", start
+    out_dir = tmp_path / "shards"
+    begin, words = start
     process = begin()
     assert wait_until(partial(has_more_shards, out_dir, 1, process))
     process.send_signal(signum)
     assert process.wait(timeout=200) == code
     message = process.stderr.read()
-    assert "the same command again to resume" in message and "Traceback" not in message
+    assert "the same command again to resume" in message
+    assert "Traceback" not in message
     assert "complete shards" in succeed("fineweb.py", **words).stdout
     assert_same_files(out_dir, long_shards)
     before = stamps(out_dir)
@@ -131,7 +158,8 @@ def test_a_signal_ends_it_in_good_order(start, long_shards, tmp_path, signum, co
 
 @pytest.mark.parametrize("when", [slow("at work"), "in the middle of an answer"])
 def test_a_killed_worker_is_reported_and_loses_nothing(start, long_shards, tmp_path, when):
-    out_dir, (begin, words) = tmp_path / "shards", start
+    out_dir = tmp_path / "shards"
+    begin, words = start
     process = begin()
     assert wait_until(partial(has_more_shards, out_dir, 1, process))
     _, *workers = children_of(process.pid)  # the first one is the resource tracker of multiprocessing
@@ -161,7 +189,8 @@ def test_two_runs_at_once_do_not_write_into_one_directory(corpus, tokenizer, tmp
 @pytest.fixture
 def interrupted(corpus, tokenizer, tmp_path, monkeypatch):
     """(a copy of the corpus, two of its shards, how to resume): some files are used, one is in use."""
-    copy, out_dir = tmp_path / "copy", tmp_path / "shards"
+    copy = tmp_path / "copy"
+    out_dir = tmp_path / "shards"
     shutil.copytree(corpus[0], copy)
     monkeypatch.setattr(sources, "UNIT_BYTES", 9000)
     with monkeypatch.context() as patch:
@@ -195,7 +224,9 @@ def test_a_source_that_changed_is_refused(interrupted, change):
 @needs_proc
 def test_a_file_that_changed_before_it_was_read_may_and_a_new_one_may_follow(interrupted, corpus, tokenizer):
     copy, out_dir, resume = interrupted
-    number, docs, changed = read_manifest(out_dir)["next"]["file"] + 1, list(corpus[1]), make_documents(40, seed=7)
+    number = read_manifest(out_dir)["next"]["file"] + 1
+    docs = list(corpus[1])
+    changed = make_documents(40, seed=7)
     for name in (f"part_{number:02d}", "part_12"):
         write_parquet(copy / f"{name}.parquet", changed, rows=15)
     resume()

@@ -59,12 +59,23 @@ def test_drawn_tokens_equal_those_of_the_plain_version(options):
     assert [token for (token,) in steps] == plain[0, len(prompt) :].tolist()
 
 
-def test_padded_ids_are_never_generated_and_the_training_mode_stays_as_it_was():
-    model = small().train()
+def test_suppressed_ids_are_never_generated_and_the_training_mode_stays_as_it_was():
+    model, suppressed = small().train(), [3, 77, *range(200, 211)]
     with torch.no_grad():
-        model.transformer.wte.weight[200:] *= 50
-    steps = generate(model, [[1]] * 8, 24, n_tokens=200, generator=seeded())
-    assert max(map(max, steps)) < 200 and model.training
+        model.transformer.wte.weight[suppressed] *= 50
+    steps = list(generate(model, [[1]] * 8, 24, suppress_tokens=suppressed, generator=seeded()))
+    assert not {token for step in steps for token in step} & {*suppressed}
+    assert model.training
+
+
+def test_a_vocabulary_with_gaps_gives_text_from_a_model_that_would_choose_the_gaps(rt):
+    tok = Tokenizer([(b"a", b"b")], special_tokens={"<|endoftext|>": 290})  # 257 tokens; 257 .. 289 are none
+    model = small(vocab_size=384)
+    with torch.no_grad():
+        model.transformer.wte.weight[257:] *= 50
+        model.transformer.wte.weight[290] /= 50
+    [text] = complete(model, tok, ["A"], 20, rt, 0)
+    assert text
 
 
 @pytest.mark.parametrize("prompts", [[], [[1], []]])
@@ -112,14 +123,14 @@ def test_the_seed_decides_the_samples_of_training(small_tokenizer, rt):
 
 
 def test_a_completion_starts_a_document_if_the_prompt_is_empty_and_ends_with_it(small_tokenizer, rt, monkeypatch):
-    asked, eot = [], small_tokenizer.eot_token
+    asked, eot, model = [], small_tokenizer.eot_token, small(vocab_size=384)
     steps = [[65, 66], [eot, 67], [eot, eot]]
     monkeypatch.setattr(evaluation, "generate", lambda *args, **options: asked.append((args[1], options)) or steps)
-    assert complete(None, small_tokenizer, ["", "A"], 3, rt, 0) == [
-        small_tokenizer.decode(ids) for ids in ([65], [66, 67])
-    ]
+    texts = complete(model, small_tokenizer, ["", "A"], 3, rt, 0)
+    assert texts == [small_tokenizer.decode(ids) for ids in ([65], [66, 67])]
     ((prompts, options),) = asked
     assert prompts == [[eot], small_tokenizer.encode_ordinary("A")]
-    assert (options["stop_token"], options["n_tokens"]) == (eot, len(small_tokenizer))
-    complete(None, Tokenizer((), special_tokens={"x": eot}), [""], 3, rt, 0)
+    assert options["stop_token"] == eot
+    assert options["suppress_tokens"] == list(range(320, 384))
+    complete(model, Tokenizer((), special_tokens={"x": eot}), [""], 3, rt, 0)
     assert asked[1][0] == [[0]]

@@ -314,7 +314,7 @@ def test_more_tokens_than_the_context_holds_are_refused():
 
 
 def test_the_files_for_transformers_hold_sizes_dropout_tokens_and_the_padding_of_the_vocabulary(tmp_path):
-    small(dropout=0.1).save_pretrained(tmp_path, 5, SMALL["vocab_size"] - 2)
+    small(dropout=0.1).save_pretrained(tmp_path, 5, [209, 210])
     config, generation = (read_json(tmp_path / f"{name}.json") for name in ("config", "generation_config"))
     ends = dict(bos_token_id=5, eos_token_id=5)
     dropout = dict(attn_pdrop=0.1, embd_pdrop=0.1, resid_pdrop=0.1)

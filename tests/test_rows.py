@@ -1,7 +1,6 @@
 """Conversations, examples and micro-batches: what is a target, and in which order."""
 
 import itertools
-import json
 
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ from parts.conversations import (
     windows,
 )
 from tests.finetuning import ROWS, row, said
-from tests.helpers import assert_refused, table, write_json
+from tests.helpers import assert_refused, write_json
 
 
 def encode(rows: list[dict], tokenizer, sequence_length=1000):
@@ -55,7 +54,8 @@ def test_empty_rows_are_counted_and_left_out_and_an_empty_system_message_is_noth
     messages = said("s:  ", "u: Hi", "a: Ho")
     empty = [row("Hi", " "), row("", "Ho"), dict(messages=[]), dict(messages=messages[:2])]
     (one, other), counts = encode([row("Hi", "Ho"), *empty, dict(messages=messages)], small_tokenizer)
-    assert one.idx.tolist() == other.idx.tolist() and counts["empty"] == 4
+    assert one.idx.tolist() == other.idx.tolist()
+    assert counts["empty"] == 4
 
 
 @given(st.integers(1, 90), st.integers(2, 40), st.integers(0, 89))
@@ -76,7 +76,8 @@ def test_a_long_row_is_read_in_windows_that_score_every_answer_token_once(n, T, 
 def test_the_split_is_by_seed_and_complete():
     rows = list(range(300))
     train, val = split_rows(rows, 1000, seed=5)
-    assert len(val) == 30 and sorted(train + val) == rows
+    assert len(val) == 30
+    assert sorted(train + val) == rows
     assert (train, val) == split_rows(rows, 1000, seed=5) != split_rows(rows, 1000, seed=6)
     assert len(split_rows(rows, 7, seed=5)[1]) == 7
     assert split_rows(rows[:40], 1000, seed=5)[1] == [36, 25, 3, 27]  # of every version
@@ -114,30 +115,106 @@ def test_the_ranks_share_every_global_batch_whatever_their_number(small_tokenize
 def test_every_epoch_has_each_example_once_in_another_order():
     examples = list(range(12))
     first, second = ([global_batch(examples, step, 4, 3) for step in steps] for steps in ((0, 1, 2), (3, 4, 5)))
-    assert sorted(sum(first, [])) == sorted(sum(second, [])) == examples and first != second
+    assert sorted(sum(first, [])) == sorted(sum(second, [])) == examples
+    assert first != second
     across = [global_batch(examples, step, 8, 3) for step in (0, 1, 2)]  # the same order in other portions
     assert sum(across, []) == sum(first + second, [])
 
 
-BAD = """
-{"instruction": "a"} | output is missing
-{"output": "b"} | instruction is missing
-{"instruction": "a", "output": 3} | output
-{"instruction": "a", "output": NaN} | output
-{"instruction": "a", "output": "b", "input": 3} | input
-"a" | a row is an object
-3 | a row is an object
-null | a row is an object
-[[]] | a row is an object
-{"messages": null} | instruction is missing
-{"messages": [{"role": "assistant", "content": "x"}]} | the assistant speaks after nobody
-"""
+BAD = [
+    (dict(instruction="a"), "output is missing"),
+    (dict(output="b"), "instruction is missing"),
+    (row("a", 3), "output"),
+    (row("a", float("nan")), "output"),
+    (row("a", "b", 3), "input"),
+    ("a", "a row is an object"),
+    (3, "a row is an object"),
+    (None, "a row is an object"),
+    ([[]], "a row is an object"),
+    (dict(messages=None), "instruction is missing"),
+    (dict(messages=[dict(role="assistant", content="x")]), "the assistant speaks after nobody"),
+]
 
 
-@pytest.mark.parametrize("bad, words", table(BAD))
+@pytest.mark.parametrize("bad, words", BAD)
 def test_a_malformed_row_is_named_with_its_number(tmp_path, bad, words):
-    path = write_json(tmp_path / "rows.json", [row("a", "b"), json.loads(bad)])
-    assert_refused(f"row 2 of .*rows.json.* {words[0]}", load_rows, str(path))
+    path = write_json(tmp_path / "rows.json", [row("a", "b"), bad])
+    assert_refused(f"row 2 of .*rows.json.* {words}", load_rows, str(path))
+
+
+CHAT = said("u: Hi there", "a: Ho")
+PLAIN = row("Hi", "Ho", "there")
+MORE = [
+    # what public formats say beside an instruction and an output
+    PLAIN | dict(system="Be kind."),
+    PLAIN | dict(system_prompt="Be kind."),
+    PLAIN | dict(history=[["Hi", "Ho"]]),
+    PLAIN | dict(context="It is late."),
+    PLAIN | dict(conversations=[{"from": "human", "value": "Hi"}]),
+    PLAIN | dict(rejected="Hm"),
+    PLAIN | dict(Response="Hm"),
+    PLAIN | dict(tools=[dict(name="clock")]),
+    PLAIN | dict(images=["a.png"]),
+    PLAIN | dict(weight=0),
+    # and beside messages
+    dict(messages=CHAT) | row("Say", "x"),
+    dict(messages=CHAT, output="Hm"),
+    dict(messages=CHAT, system="Be kind."),
+    dict(messages=CHAT, chosen=CHAT, rejected=said("u: Hi there", "a: Hm")),
+    dict(messages=CHAT, prompt="Another one"),
+    dict(messages=CHAT, tools=[dict(name="clock")]),
+    # and in a message
+    dict(messages=[CHAT[0], CHAT[1] | dict(tool_calls=[dict(name="clock")])]),
+    dict(messages=[CHAT[0], CHAT[1] | dict(reasoning_content="Hm")]),
+    dict(messages=[CHAT[0], CHAT[1] | dict(weight=0)]),
+    dict(messages=[CHAT[0], CHAT[1] | dict(train=False)]),
+]
+
+
+@pytest.mark.parametrize("more", MORE, ids=str)
+def test_what_else_a_row_says_is_refused_by_name(tmp_path, more):
+    path = write_json(tmp_path / "rows.json", [row("a", "b"), more])
+    assert_refused(r"row 2 of .*rows.json.* has \w+, which training would not read; put it into", load_rows, str(path))
+
+
+HARMLESS = [
+    PLAIN | dict(id=7, source="web", url="http://a", score=0.5, category="greeting", metadata=dict(lang="en")),
+    PLAIN | dict(text="BEGIN Hi there Ho END"),  # of Alpaca: the same in another form
+    PLAIN | dict(system="", history=[], tools=None, context=" ", weight=1, turns=2),
+    dict(messages=CHAT, prompt="Hi there", prompt_id="x", chosen=CHAT, output="Ho"),  # only repeats what is read
+    dict(messages=[message | dict(name="Ann", weight=1, tool_calls=None) for message in CHAT]),
+]
+
+
+@pytest.mark.parametrize("harmless", HARMLESS, ids=str)
+def test_keys_that_say_nothing_more_may_stay(tmp_path, harmless):
+    [messages] = load_rows(str(write_json(tmp_path / "rows.json", [harmless])))
+    assert [message["role"] for message in messages] == ["user", "assistant"]
+    assert [message["content"] for message in messages] == ["Hi there", "Ho"]
+
+
+# Rows as public datasets have them: what is read of each, or the key for which it is refused.
+PUBLIC = {
+    "Alpaca": (PLAIN | dict(text="BEGIN Hi there Ho"), CHAT),
+    "Alpaca with a system prompt and a history": (PLAIN | dict(system="Be kind.", history=[["a", "b"]]), "system"),
+    "Dolly": (dict(instruction="Hi", context="there", response="Ho", category="chat"), "output"),
+    "ShareGPT": (dict(conversations=[{"from": "human", "value": "Hi"}]), "instruction"),
+    "chats of OpenAI": (dict(messages=said("s: Be kind.", "u: Hi", "a: Ho")), said("s: Be kind.", "u: Hi", "a: Ho")),
+    "calls of tools": (dict(messages=[dict(role="tool", content="12:00")]), "role"),
+    "UltraChat": (dict(prompt="Hi there", prompt_id="0", messages=CHAT), CHAT),
+    "UltraFeedback": (dict(prompt="Hi there", messages=CHAT, chosen=CHAT, rejected=CHAT[:1]), "rejected"),
+    "questions": (dict(id=1, system_prompt="Be kind.", question="Hi", response="Ho"), "instruction"),
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_rows_of_public_datasets_are_read_whole_or_refused_by_name(tmp_path, name):
+    public, expected = PUBLIC[name]
+    path = str(write_json(tmp_path / "rows.json", [public]))
+    if isinstance(expected, str):
+        assert_refused(rf"row 1 of .*\b{expected}\b", load_rows, path)
+    else:
+        assert load_rows(path) == [expected]
 
 
 def test_instructions_and_messages_are_read_alike(tmp_path):
@@ -155,9 +232,10 @@ def test_alpaca_comes_from_the_hub(monkeypatch, tmp_path):
     assert load_rows("tatsu-lab/alpaca") == [said("u: Hi there", "a: Ho")]
 
 
-@pytest.mark.parametrize(
-    "name", [*"absent.json folder/absent.json folder/absent.jsonl absent a/b/c ./absent".split(), "x" * 300]
-)
+LOCAL = ["absent.json", "folder/absent.json", "folder/absent.jsonl", "absent", "a/b/c", "./absent", "x" * 300]
+
+
+@pytest.mark.parametrize("name", LOCAL)
 def test_a_name_that_is_not_a_dataset_of_the_hub_is_a_file(monkeypatch, name):
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: pytest.fail("asked the hub"))
     assert_refused(name[-10:], load_rows, name)

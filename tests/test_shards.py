@@ -3,7 +3,6 @@
 import os
 import shutil
 import threading
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +10,11 @@ import pytest
 from filelock import FileLock
 
 from bpe.tokenizer import Tokenizer
+from model import GPT, GPTConfig
 from parts import files
+from parts.checkpoint import save_model
 from parts.cli import UserError
-from parts.data import find_shards, new_manifest, open_shard, read_manifest, summary
+from parts.data import Shard, find_shards, new_manifest, read_manifest, summary
 from parts.files import sha256
 from parts.shards import (
     data_tokenizer,
@@ -25,7 +26,7 @@ from parts.shards import (
     shard_name,
     verify,
 )
-from tests.helpers import assert_refused, files_of, stamps, table
+from tests.helpers import assert_refused, files_of, stamps
 from tests.test_shard_files import UNFINISHED, write_ds
 from tests.token_shards import with_manifest, write_shards
 
@@ -51,7 +52,8 @@ def byte_tokenizer(tmp_path) -> Path:
 
 
 def decoded(directory: Path, split: str) -> str:
-    tokens = np.concatenate([open_shard(path) for path in find_shards(str(directory), split)])
+    shards = [Shard(path) for path in find_shards(str(directory), split)]
+    tokens = np.concatenate([shard.read(0, len(shard)) for shard in shards])
     return load_tokenizer(str(directory / "tokenizer.json")).decode(tokens.tolist())
 
 
@@ -73,7 +75,8 @@ def test_a_text_becomes_shards_that_hold_all_of_it(tmp_path, text, byte_tokenize
         "A third one.\nOne morning the clock stood still.\n\n\n",
     ]  # fmt: skip
     manifest = read_manifest(directory)
-    assert manifest["documents"] == (train + val).count("<|endoftext|>") and manifest["bytes"] == len(TEXT.encode())
+    assert manifest["documents"] == (train + val).count("<|endoftext|>")
+    assert manifest["bytes"] == len(TEXT.encode())
     assert manifest["tokens"] == sum(len(np.load(path)) for path in directory.glob("*.npy"))
     assert verify(directory) == summary(manifest)
     assert len(load_tokenizer(str(directory / "tokenizer.json"))) == (300 if tokenizer == "train" else 257)
@@ -97,7 +100,8 @@ def test_prepared_once_and_again_for_another_text_or_tokenizer(tmp_path, prepare
     answers = iter([False, True])  # another run has made it meanwhile
     monkeypatch.setattr("parts.shards.is_intact", lambda _: next(answers, True))
     assert prepare() == first
-    assert stamps(first) == before and first.name == "story-1243e5f18b856391"
+    assert stamps(first) == before
+    assert first.name == "story-1243e5f18b856391"
     others = {prepare_text(str(text), *wanted, cache) for wanted in (("train", 290), (str(byte_tokenizer), 300))}
     text.write_text(TEXT + "More.\n")
     assert len({first, *others, prepare()}) == 4
@@ -145,7 +149,8 @@ def test_an_intact_cache_is_used_without_a_lock(tmp_path, prepare):
 
 
 def test_texts_that_cannot_be_used(tmp_path):
-    path, plain = tmp_path / "x.txt", tmp_path / "plain.json"
+    path = tmp_path / "x.txt"
+    plain = tmp_path / "plain.json"
     Tokenizer.train(["ab"], 256, special_tokens=()).save(plain)
 
     def refused(words: str, name=path, tokenizer="train", vocab_size=300) -> None:
@@ -156,12 +161,17 @@ def test_texts_that_cannot_be_used(tmp_path):
     refused(f"No such file or directory: '{path}'")
     for content, words in {
         b"": f"{path} is empty", b" \n\r\n": f"{path} is empty", b"\xef\xbb\xbf": f"{path} is empty",
+        b"version https://git-lfs.github.com/spec/v1\n": f"{path}: it is a pointer of Git LFS",
         b"\xff\xfeA\0": "UTF-8", b"A\0 \0t\0e\0": "not UTF-8 at", b"\0A\0 \0t\0e": "not UTF-8 at",
     }.items():  # fmt: skip
         path.write_bytes(content)
         refused(words)
     path.write_text("A text.")
     refused(str(tmp_path), tmp_path)
+    with path.open("ab") as file:
+        file.truncate(10**9 + 1)  # no block of it is on the disk
+    refused(f"has more than 1 GB, too much to tokenize at once; make shards of it: python fineweb.py --source '{path}'")
+    path.write_text("A text.")
     refused("nnn.txt", "n" * 5000 + ".txt")
     refused("--vocab_size 5", vocab_size=5)
     refused("nowhere.json", tokenizer=tmp_path / "nowhere.json")
@@ -183,27 +193,110 @@ def test_shards_bring_their_tokenizer(tmp_path, byte_tokenizer):
     assert_refused(words, data_tokenizer, tmp_path, str(tmp_path / "other.json"))
 
 
-WARNINGS = """\
-{0} is incomplete; training on what has been written so far
-67% of the 769 embeddings have no token; pass --vocab_size 384
-{0} has 9,999 tokens to train on, which a model memorizes; give it a longer text
-{0} has 2,500 tokens to validate, 9,999 to train on; move shards to training"""
+@pytest.fixture
+def folder(tmp_path, byte_tokenizer) -> Path:
+    """A folder of two shards with their tokenizer of 257 tokens."""
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    shutil.copy(byte_tokenizer, folder / "tokenizer.json")
+    np.save(folder / "x_val_000000.npy", np.zeros(2500, np.uint16))
+    np.save(folder / "x_train_000000.npy", np.zeros(10_000, np.uint16))
+    return folder
 
 
-def test_shards_that_are_incomplete_or_small_or_mostly_for_validation_are_warned_of(tmp_path, byte_tokenizer):
-    tok = Tokenizer.load(byte_tokenizer)
-    tok.save(tmp_path / "tokenizer.json")
-    open_with = partial(open_shards, str(tmp_path), "gpt2", cache=tmp_path)
-    for split, n in (("val", 2500), ("train", 10_000)):
-        np.save(tmp_path / f"x_{split}_000000.npy", np.zeros(n, np.uint16))
-    assert_refused("has 257 tokens, more than --vocab_size 256; give 384", open_with, vocab_size=256)
-    assert not open_with(vocab_size=768).warnings
-    np.save(tmp_path / "x_train_000000.npy", np.zeros(9_999, np.uint16))
-    with_manifest(tmp_path, **UNFINISHED, tokenizer=tok.fingerprint)
-    assert "\n".join(open_with(vocab_size=769).warnings) == WARNINGS.format(tmp_path)
-    for name in "ab":
-        (tmp_path / name).symlink_to(tmp_path)
-    assert_refused("in several folders", open_shards, f"{tmp_path}/*/*", "gpt2", 769, tmp_path)
+def opened(folder: Path, tokenizer: str = "gpt2", vocab_size: int = 384):
+    return open_shards(str(folder), tokenizer, vocab_size, folder)
+
+
+@pytest.mark.parametrize("split", ["val", "train"])
+@pytest.mark.parametrize("place", [0, 2499])
+def test_a_token_of_another_tokenizer_is_refused_at_the_start_although_the_model_has_room(folder, split, place):
+    """Shard, token and tokenizer are named: as a validation target it would be an error in the middle of a run, and in
+    the training split nobody would notice."""
+    tokens = np.zeros(2500, np.uint16)
+    tokens[place] = 300
+    np.save(folder / f"x_{split}_000000.npy", tokens)
+    path = folder / f"x_{split}_000000.npy"
+    words = f"shard {path} has token 300, which is not one of the 257 of the tokenizer {folder}/tokenizer.json;"
+    assert_refused(words, opened, folder)
+
+
+def test_a_gap_in_the_vocabulary_is_no_token(folder):
+    Tokenizer([], special_tokens={"<|endoftext|>": 300}).save(folder / "tokenizer.json")
+    np.save(folder / "x_train_000000.npy", np.full(10_000, 300, np.uint16))
+    assert len(opened(folder).train) == 10_000
+    np.save(folder / "x_train_000000.npy", np.full(10_000, 299, np.uint16))
+    assert_refused("has token 299, which is not one of the 301", opened, folder)
+
+
+def test_a_vocabulary_larger_than_the_model_is_refused(folder):
+    assert_refused("has 257 tokens, more than --vocab_size 256; give 384", opened, folder, vocab_size=256)
+
+
+def test_what_a_person_should_know_of_shards_is_a_warning(folder):
+    assert not opened(folder, vocab_size=768).warnings
+    [warning] = opened(folder, vocab_size=769).warnings
+    assert warning == "67% of the 769 embeddings have no token; pass --vocab_size 384"
+    np.save(folder / "x_train_000000.npy", np.zeros(9_999, np.uint16))
+    few, uneven = opened(folder).warnings
+    assert few.startswith(f"{folder} has 9,999 tokens to train on, which a model memorizes")
+    assert uneven.startswith(f"{folder} has 2,500 tokens to validate and 9,999 to train on")
+    with_manifest(folder, **UNFINISHED, tokenizer=Tokenizer.load(folder).fingerprint)
+    assert f"{folder} is incomplete; training on what has been written so far" in opened(folder).warnings
+
+
+def test_files_of_tokens_whose_names_say_no_split_are_named(folder):
+    for name in ("x_000001.npy", "x_test_000001.bin"):
+        (folder / name).touch()
+    [warning] = opened(folder).warnings
+    assert warning.startswith(f"2 files in {folder} not read, as the names say neither _train_ nor _val_")
+    assert "x_000001.npy, x_test_000001.bin" in warning
+
+
+def test_shards_in_several_folders_are_refused(folder):
+    (folder / "a").mkdir()
+    (folder / "b").mkdir()
+    shutil.copy(folder / "x_train_000000.npy", folder / "a")
+    shutil.copy(folder / "x_val_000000.npy", folder / "b")
+    assert_refused("in several folders", open_shards, f"{folder}/[ab]/*", "gpt2", 384, folder)
+
+
+def test_a_tokenizer_with_further_special_tokens_reads_the_same_shards(folder):
+    """As GPT-2's with a [PAD]; one with another text, or another end of it, does not."""
+    own = Tokenizer.load(folder)
+    with_manifest(folder, tokenizer=own.fingerprint)
+    padded = Tokenizer(own.merges, special_tokens=("<|endoftext|>", "[PAD]"))
+    padded.save(folder / "padded.json")
+    assert opened(folder, str(folder / "padded.json")).tokenizer.fingerprint == padded.fingerprint
+    for name, other in {
+        "merges": Tokenizer([(b"a", b"b")], special_tokens={"<|endoftext|>": 257}),
+        "pattern": Tokenizer(own.merges, "cl100k"),
+        "end": Tokenizer(own.merges, special_tokens=("[PAD]", "<|endoftext|>")),
+    }.items():
+        other.save(folder / f"{name}.json")
+        assert_refused("was written with another tokenizer", opened, folder, str(folder / f"{name}.json"))
+
+
+def save_base(folder: Path, tok: Tokenizer) -> Path:
+    save_model(folder, GPT(GPTConfig(n_positions=32, vocab_size=384, n_layer=2, n_head=2, n_embd=32)), tok)
+    return folder
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_base_with_an_added_token_is_trained_on_the_shards_of_its_vocabulary(tmp_path, prepare, train, named):
+    """With the tokenizer of the base, if that is named."""
+    shards = prepare()
+    tok = Tokenizer.load(shards)
+    padded = Tokenizer(tok.merges, special_tokens=("<|endoftext|>", "[PAD]"))
+    base = save_base(tmp_path / "base", padded)
+    train(data=shards, init_from=base, max_steps=1, eval_interval=0, **dict(tokenizer=base) if named else {})
+    saved = Tokenizer.load(tmp_path / "run/step_000001")
+    assert saved.fingerprint == (padded if named else tok).fingerprint
+
+
+def test_a_base_of_another_vocabulary_is_told_to_write_other_shards(tmp_path, prepare, train):
+    base = save_base(tmp_path / "base", Tokenizer([(b"a", b"b")]))
+    train.error(f"write shards with its tokenizer: fineweb.py --tokenizer {base}", data=prepare(), init_from=base)
 
 
 # ------------------------------------------------------------------------------------------------------- the manifest
@@ -211,30 +304,26 @@ def test_shards_that_are_incomplete_or_small_or_mostly_for_validation_are_warned
 
 def test_the_origin_of_shards_is_what_their_manifest_says(tmp_path):
     write_shards(tmp_path, (50,))
-    assert origin(tmp_path) == ({}, "")
+    assert origin(tmp_path) == {}
     said = dict(source="some/corpus/sample", commit="abc", tokens=50, documents=7, bytes=170, tokenizer="none")
     with_manifest(tmp_path, **said, skipped={"no text": 1200, "broken line": 3})
-    assert origin(tmp_path) == (said | {"manifest.json": sha256(tmp_path / "manifest.json")}, "some/corpus")
+    of_manifest = {"manifest.json": sha256(tmp_path / "manifest.json")}
+    assert origin(tmp_path) == said | of_manifest | dict(dataset="some/corpus")
     assert summary(read_manifest(tmp_path)) == (
         "50 tokens in 1 shards, 7 documents, 3.40 bytes per token, skipped documents: 1,200 (no text), 3 (broken line)"
     )
     with_manifest(tmp_path)
-    assert origin(tmp_path)[1] == ""
+    assert "dataset" not in origin(tmp_path)
     nothing = "0 tokens in 0 shards, 0 documents, 0.00 bytes per token, skipped documents: none"
     assert summary(new_manifest()) == nothing
 
 
-NAMES = """
-edu_fineweb10B | edufineweb
-my_shards | my
-x_val 2.0 | x-val-2.0
-数据 | text
-"""
+NAMES = {"edu_fineweb10B": "edufineweb", "my_shards": "my", "x_val 2.0": "x-val-2.0", "数据": "text"}
 
 
-@pytest.mark.parametrize("folder, words", table(NAMES))
-def test_the_name_of_a_folder_is_that_of_its_shards(tmp_path, folder, words):
-    assert shard_name(tmp_path / folder) == words[0]
+@pytest.mark.parametrize("folder, name", NAMES.items())
+def test_the_name_of_a_folder_is_that_of_its_shards(tmp_path, folder, name):
+    assert shard_name(tmp_path / folder) == name
 
 
 # ------------------------------------------------------------------------------------------------------------ datatrove

@@ -48,7 +48,8 @@ def naive_merges(texts: list[str], n_merges: int, tie_break: str) -> list[tuple[
     """minimal.py's trainer; for greatest_bytes its loop with the other choice."""
     if tie_break == "lowest_id":
         return minimal.train(texts, n_merges)
-    chunks, merges = [chunk for text in texts for chunk in minimal.split(text)], []
+    chunks = [chunk for text in texts for chunk in minimal.split(text)]
+    merges = []
     while len(merges) < n_merges and (counts := Counter(pair for chunk in chunks for pair in pairwise(chunk))):
         merges.append(max(counts, key=lambda pair: (counts[pair], pair)))
         chunks = [minimal.merge(chunk, merges[-1]) for chunk in chunks]
@@ -98,17 +99,20 @@ def test_merges_are_those_of_a_naive_trainer_on_generated_texts(texts, tie_break
 def test_special_tokens_come_last_and_take_no_part_in_merges():
     texts = [ENDOFTEXT.join(["one two"] * 50), "<|my token|>" * 50]
     tok = Tokenizer.train(texts, 262, special_tokens=(ENDOFTEXT, "<|my token|>"))
-    assert tok.special_tokens == {ENDOFTEXT: 260, "<|my token|>": 261} and tok.n_vocab == len(tok.vocab) == 262
+    assert tok.special_tokens == {ENDOFTEXT: 260, "<|my token|>": 261}
+    assert tok.n_vocab == len(tok.vocab) == 262
     assert tok.merges == Tokenizer.train(["one two"] * 50, 260, special_tokens=()).merges
 
 
 def test_a_vocabulary_that_the_corpus_cannot_reach_stops_and_says_where():
     with pytest.warns(UserWarning, match="stops at 261 tokens, short of the 5000"):
         tok = Tokenizer.train(["abcd abcd"], 5000)
-    assert [a + b for a, b in tok.merges] == [b"ab", b"cd", b"abcd", b" abcd"] and tok.eot_token == 260
+    assert [a + b for a, b in tok.merges] == [b"ab", b"cd", b"abcd", b" abcd"]
+    assert tok.eot_token == 260
     for texts in ([], [""], [ENDOFTEXT]):
         tok = Tokenizer.train(texts, 300)
-        assert tok.decode(tok.encode("né")) == "né" and tok.merges == []
+        assert tok.decode(tok.encode("né")) == "né"
+        assert tok.merges == []
 
 
 def test_counts_do_not_overflow():
@@ -123,15 +127,18 @@ def test_what_a_merge_leaves_of_a_pair_is_not_merged_again():
 
 
 def test_processes_count_what_one_process_counts(monkeypatch):
-    texts, merges = [*TEXTS["english"], *TEXTS["chinese"], *TEXTS["code"], *TEXTS["emoji"]] * 3, []
-    started, start = [], training.counting_process
+    texts = [*TEXTS["english"], *TEXTS["chinese"], *TEXTS["code"], *TEXTS["emoji"]] * 3
+    merges = []
+    started = []
+    start = training.counting_process
     monkeypatch.setattr(training, "counting_process", lambda: started.append(start()) or started[-1])
     monkeypatch.setattr(training, "cpu_count", lambda: 3)
     for how in (dict(block=2000), dict(workers=1, block=2000), dict(workers=1, progress=True)):
         found = []
         Tokenizer.train(texts, 400, on_merge=lambda *merge, found=found: found.append(merge), **how)
         merges.append(found)
-    assert len(merges[0]) == 143 and merges[0] == merges[1] == merges[2]
+    assert len(merges[0]) == 143
+    assert merges[0] == merges[1] == merges[2]
     assert gc.isenabled() and [process.returncode for process in started] == [
         0,
         0,
@@ -146,9 +153,12 @@ def test_a_quarter_of_a_million_letters_without_a_space():
 
 
 def test_a_long_line_is_worked_on_in_blocks_whose_chunks_are_those_of_the_whole():
-    pattern, line = PATTERNS["gpt2"][0], " ".join(TEXTS["english"][0].split() * 100)
+    pattern = PATTERNS["gpt2"][0]
+    line = " ".join(TEXTS["english"][0].split() * 100)
     blocks = list(splitter(pattern).blocks(line))
-    assert "".join(blocks) == line and len(blocks) > 2 and max(map(len, blocks)) < BLOCK + 100
+    assert "".join(blocks) == line
+    assert len(blocks) > 2
+    assert max(map(len, blocks)) < BLOCK + 100
     assert list(chain.from_iterable(map(splitter(pattern).split, blocks))) == regex.findall(pattern, line)
 
 
@@ -159,7 +169,8 @@ def test_a_long_line_is_worked_on_in_blocks_whose_chunks_are_those_of_the_whole(
 @pytest.mark.parametrize("name", TEXTS)
 def test_ids_agree_with_tiktoken_and_transformers_and_decode_to_the_text(name, pattern):
     tok = Tokenizer.train(TEXTS[name], 1000, pattern)
-    theirs, transformers = tok.to_tiktoken(), tok.to_transformers()
+    theirs = tok.to_tiktoken()
+    transformers = tok.to_transformers()
     for text in [*TEXTS[name], *TEXTS["emoji"], ENDOFTEXT.join(TEXTS[name])]:
         ids = tok.encode(text, allowed_special="all")
         assert ids == theirs.encode(text, allowed_special="all") == transformers(text)["input_ids"]
@@ -233,7 +244,9 @@ def test_the_cache_of_chunks_starts_again_when_it_is_full(monkeypatch):
 @given(ids=st.lists(st.integers(0, 1999) | st.integers(90, 255), max_size=40), sizes=st.lists(st.integers(0, 3)))
 def test_streaming_decode_equals_whole_decode(tok, ids, sizes):
     """Also for ids that are no valid UTF-8, and however they come."""
-    decoder, shown, start = tok.stream_decoder(), "", 0
+    decoder = tok.stream_decoder()
+    shown = ""
+    start = 0
     for size in sizes:
         shown += decoder.push(ids[start : start + size])
         start += size
@@ -262,7 +275,8 @@ def test_what_is_not_utf8_is_replaced_and_an_id_outside_the_vocabulary_is_an_err
 def test_token_bytes_counts_the_bytes_of_text(tok):
     text = TEXTS["chinese"][0]
     assert tok.token_bytes()[tok.encode(text)].sum() == len(text.encode())
-    assert tok.token_bytes()[tok.eot_token] == 0 and len(tok.token_bytes()) == len(tok)
+    assert tok.token_bytes()[tok.eot_token] == 0
+    assert len(tok.token_bytes()) == len(tok)
 
 
 def test_a_fingerprint_is_the_same_in_every_version():
@@ -275,7 +289,8 @@ def test_a_fingerprint_is_the_same_in_every_version():
 def test_a_tokenizer_survives_pickle_and_a_new_process(tok):
     tok.encode_batch(["warm the caches"])
     for clone in (copy.deepcopy(tok), pickle.loads(pickle.dumps(tok))):
-        assert clone.fingerprint == tok.fingerprint and clone.vocab == tok.vocab
+        assert clone.fingerprint == tok.fingerprint
+        assert clone.vocab == tok.vocab
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         assert pool.apply(tok.encode, ("in another process",)) == tok.encode("in another process")
 
@@ -321,4 +336,5 @@ def test_a_script_without_a_main_guard_trains_once(tmp_path):
     (tmp_path / "script.py").write_text(script)
     env = environment(PYTHONPATH=str(ROOT))
     out = subprocess.run([sys.executable, tmp_path / "script.py"], env=env, capture_output=True, text=True, timeout=60)
-    assert out.stdout == "started\n260\n" and not out.stderr
+    assert out.stdout == "started\n260\n"
+    assert not out.stderr

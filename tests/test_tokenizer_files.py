@@ -1,6 +1,9 @@
 """Files of the tokenizer: nothing is lost between tokenizer.json, .tiktoken, transformers and GPT-2's vocabulary."""
 
 import inspect
+import json
+import shutil
+from pathlib import Path
 
 import pytest
 import tiktoken
@@ -13,7 +16,7 @@ from transformers import AutoTokenizer, GPT2Config
 from bpe.chunks import PATTERNS, SPELLINGS
 from bpe.formats import GPT2_FILES
 from bpe.tokenizer import ENDOFTEXT, Tokenizer
-from tests.helpers import ROOT, assert_invalid, needs_gpt2, prose
+from tests.helpers import ROOT, assert_invalid, needs_gpt2, prose, write_json
 
 TEXTS = [
     prose(20_000),
@@ -83,8 +86,10 @@ def test_auto_tokenizer_reads_the_directory_with_the_same_ids(tok, tmp_path, bes
         ids = tok.encode(text, allowed_special="all")
         assert theirs(text)["input_ids"] == theirs.encode(text) == ids
         assert theirs.decode(ids) == text
-    assert theirs.eos_token_id == theirs.bos_token_id == tok.eot_token and theirs.eos_token == ENDOFTEXT
-    assert len(theirs) == theirs.vocab_size == len(tok) and theirs.model_max_length == 77
+    assert theirs.eos_token_id == theirs.bos_token_id == tok.eot_token
+    assert theirs.eos_token == ENDOFTEXT
+    assert len(theirs) == theirs.vocab_size == len(tok)
+    assert theirs.model_max_length == 77
     assert theirs.decode(tok.encode(ENDOFTEXT + "x", allowed_special="all"), skip_special_tokens=True) == "x"
 
 
@@ -99,7 +104,8 @@ def test_without_endoftext_there_is_no_eos(tmp_path):
     tok = Tokenizer.train(TEXTS[:1], 300, special_tokens=("<|end|>",))
     tok.save(tmp_path)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
-    assert tok.eot_token is None and theirs.eos_token is None
+    assert tok.eot_token is None
+    assert theirs.eos_token is None
     assert theirs("a<|end|>")["input_ids"] == tok.encode("a<|end|>", allowed_special="all")
 
 
@@ -114,7 +120,8 @@ def test_a_file_of_the_tokenizers_library_keeps_its_ids(tmp_path):
     theirs.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=800, special_tokens=[*SPECIALS], **options))
     theirs.save(str(tmp_path / "theirs.json"))
     tok = Tokenizer.load(tmp_path / "theirs.json")
-    assert tok.special_tokens == {s: i for i, s in enumerate(SPECIALS)} and tok.vocab[3] == b"!"
+    assert tok.special_tokens == {s: i for i, s in enumerate(SPECIALS)}
+    assert tok.vocab[3] == b"!"
     for text in [*TEXTS, conversation()]:
         ids = theirs.encode(text).ids
         assert tok.encode(text, allowed_special="all") == ids == tok.to_tiktoken().encode(text, allowed_special="all")
@@ -123,13 +130,111 @@ def test_a_file_of_the_tokenizers_library_keeps_its_ids(tmp_path):
     assert_same(tok, Tokenizer.load(tmp_path / "ours"))
 
 
+# ---- vocab.json and merges.txt
+
+
+@pytest.fixture
+def published(tmp_path) -> tuple[Tokenizer, Path]:
+    """A tokenizer in the files that OpenAI published for GPT-2, and nothing else."""
+    tok = Tokenizer.train(TEXTS, 600)
+    tok.save(tmp_path / "whole")
+    model = json.loads((tmp_path / "whole/tokenizer.json").read_text())["model"]
+    folder = tmp_path / "published"
+    folder.mkdir()
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"], indent=1))
+    merges = "".join(f"{a} {b}\n" for a, b in model["merges"])
+    (folder / "merges.txt").write_text(f"#version: 0.2\n{merges}", encoding="utf-8")
+    return tok, folder
+
+
+def test_the_files_of_gpt2_are_read(published):
+    tok, folder = published
+    assert_same(tok, Tokenizer.load(folder))
+    write_json(folder / "tokenizer_config.json", dict(tokenizer_class="GPT2Tokenizer", model_max_length=1024))
+    assert_same(tok, Tokenizer.load(folder))
+
+
+def test_added_tokens_keep_their_ids(published):
+    tok, folder = published
+    write_json(folder / "added_tokens.json", {"[PAD]": 600, "[SEP]": 601})
+    found = Tokenizer.load(folder)
+    assert found.special_tokens == tok.special_tokens | {"[PAD]": 600, "[SEP]": 601}
+    assert found.same_ids(tok)
+
+
+OTHERS = {
+    "another class": ("tokenizer_config.json", dict(tokenizer_class="Qwen2Tokenizer")),
+    "another model": ("config.json", dict(model_type="roberta")),
+    "a space in front": ("tokenizer_config.json", dict(add_prefix_space=True)),
+    "a token in front": ("tokenizer_config.json", dict(add_bos_token=True)),
+    "an added word": ("tokenizer_config.json", dict(added_tokens_decoder={"600": dict(content="word", special=False)})),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_same_files_of_another_model_are_refused_with_what_to_do(published, name):
+    """They do not say how text is split."""
+    folder = published[1]
+    file, content = OTHERS[name]
+    write_json(folder / file, content)
+    words = r"only a tokenizer.json says .*AutoTokenizer.from_pretrained\(.*save_pretrained"
+    assert_invalid(words, Tokenizer.load, folder)
+
+
+@pytest.mark.parametrize("name", ["vocab.json", "merges.txt"])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"a b c\n", b"x y\n", None])
+def test_damaged_files_of_gpt2_are_one_error(published, name, content):
+    """None: cut short after a line."""
+    folder = published[1]
+    whole = (folder / name).read_bytes()
+    (folder / name).write_bytes(whole[: whole.rindex(b"\n", 0, -1) + 1] if content is None else content)
+    assert_invalid(f"cannot use the tokenizer {folder}: .*; download", Tokenizer.load, folder)
+
+
+def test_a_folder_without_a_tokenizer_is_told_how_to_get_one(tmp_path):
+    words = "neither tokenizer.json nor vocab.json and merges.txt; .*AutoTokenizer.from_pretrained"
+    assert_invalid(words, Tokenizer.load, tmp_path)
+
+
+def test_gpt2_is_found_where_transformers_keeps_it(published, offline):
+    """Without a network, and without tiktoken's files."""
+    tok, folder = published
+    snapshot = offline / "models--openai-community--gpt2/snapshots/abc"
+    shutil.copytree(folder, snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs/main").write_text("abc")
+    assert_same(tok, Tokenizer.load("gpt2"))
+
+
+# ---- vocabularies with gaps
+
+
+def test_the_ids_without_a_token_are_gaps_and_padding():
+    tok = Tokenizer([(b"a", b"b")], special_tokens={ENDOFTEXT: 260})
+    assert tok.unused_ids(len(tok)) == [257, 258, 259]
+    assert tok.unused_ids(264) == [257, 258, 259, 261, 262, 263]
+    for i in tok.unused_ids(264):
+        assert_invalid("not in this vocabulary", tok.decode, [i])
+
+
+def test_tokenizers_have_the_same_ids_if_only_further_special_tokens_differ():
+    tok = Tokenizer([(b"a", b"b")])
+    assert tok.same_ids(Tokenizer([(b"a", b"b")], special_tokens=(ENDOFTEXT, "[PAD]")))
+    assert not tok.same_ids(Tokenizer([(b"a", b"c")]))
+    assert not tok.same_ids(Tokenizer([(b"a", b"b")], "cl100k"))
+    assert not tok.same_ids(Tokenizer([(b"a", b"b")], special_tokens=("[PAD]", ENDOFTEXT)))
+
+
 # ---- GPT-2
 
 
 @needs_gpt2
 def test_gpt2_from_tiktoken_has_gpt2s_ids_and_saves_them_for_auto_tokenizer(tmp_path):
-    theirs, tok = tiktoken.get_encoding("gpt2"), Tokenizer.from_tiktoken("gpt2")
-    assert len(tok) == 50257 and tok.eot_token == 50256 and tok.merges[0] == (b" ", b"t")
+    theirs = tiktoken.get_encoding("gpt2")
+    tok = Tokenizer.from_tiktoken("gpt2")
+    assert len(tok) == 50257
+    assert tok.eot_token == 50256
+    assert tok.merges[0] == (b" ", b"t")
     tok.save(tmp_path)
     transformers = AutoTokenizer.from_pretrained(tmp_path)
     for text in [*TEXTS, f"a{ENDOFTEXT}b"]:
@@ -153,7 +258,8 @@ def test_without_network_and_cache_the_error_names_file_folder_and_checksum(give
     names = ("6d1cbeee0f20b3d9449abfede4726ed8212e3aee", "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6")
     for (address, checksum), name in zip(GPT2_FILES.items(), names, strict=True):
         assert f"{address} (sha256 {checksum}) as {folder / name}" in str(error.value)
-        assert address in readme and name in readme
+        assert address in readme
+        assert name in readme
     assert f"TIKTOKEN_CACHE_DIR={folder}" in str(error.value)
 
 

@@ -7,7 +7,8 @@ import numpy as np
 from parts.data import TokenStream, find_shards, save_manifest
 from parts.files import sha256
 
-VOCAB, T = 1000, 16
+VOCAB = 1000
+T = 16
 SIZES = (1003, 517, 16, 5, 0, 1459)  # tokens of the shards: no multiple of T, and some shorter than a window
 UNFINISHED = dict(next=dict(file=0, unit=0, skip=0), files=[], shard_size=50)  # of a manifest
 
