@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
 import train_gpt2
-from benchmarks.ladder import mfu
+from benchmarks.steps import mfu
 from model import GPT, GPTConfig, GPTWithLoss
 from parts import loss, runtime, trials
 from parts.checkpoint import checkpoint_steps, load_train_state
