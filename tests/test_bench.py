@@ -20,8 +20,9 @@ from benchmarks.steps import in_own_process, measure_step, step_rates
 from parts.cli import UserError
 from tests.helpers import (
     ROOT,
+    SMALL,
+    arguments,
     assert_user_error,
-    children_of,
     column,
     command,
     environment,
@@ -31,7 +32,6 @@ from tests.helpers import (
     needs_gpt2,
     needs_proc,
     read_json,
-    small_args,
     succeed,
     text_file,
     wait_for_steps,
@@ -253,12 +253,16 @@ def test_rows_are_kept_as_they_come_and_replace_earlier_ones(door, tmp_path, mon
 
 
 @pytest.fixture
-def words(tmp_path) -> str:
-    """A command that trains for seconds."""
-    constants = dict(max_steps=4, eval_interval=4, checkpoint_interval=1, sample_interval=0, data=tmp_path / "text.txt")
-    found = small_args(tmp_path, **constants, tokenizer="train")
-    text_file(tmp_path / "text.txt")
-    return " ".join(found[: found.index("--out_dir")] + found[found.index("--out_dir") + 2 :])
+def words(tmp_path):
+    """words(max_steps): a command that trains a small model."""
+    text = text_file(tmp_path / "text.txt")
+
+    def make(max_steps: int) -> str:
+        changes = dict(max_steps=max_steps, eval_interval=max_steps, checkpoint_interval=1, sample_interval=0)
+        constants = SMALL | changes | dict(data=text)
+        return " ".join(["tiny", *arguments(**constants)])
+
+    return make
 
 
 def runs_of(folder: Path) -> list[Path]:
@@ -299,39 +303,38 @@ def test_losses_per_token_are_compared_only_if_the_tokens_are_the_same():
 
 
 def test_a_comparison_trains_what_it_lacks_and_reads_the_rest(tmp_path, words):
-    other = f"{words} --weight_decay 0.5"
-    first = succeed("bench.py", "compare", words, other, seeds=1, cwd=tmp_path)
-    a, b = runs_of(tmp_path)
-    assert log_of(a, "run")[0]["config"]["seed"] == 1
-    assert {log_of(run, "run")[0]["config"]["weight_decay"] for run in (a, b)} == {0.15, 0.5}
-    for run in (a, b):
+    small, decayed, clipped = words(4), f"{words(4)} --weight_decay 0.5", f"{words(4)} --grad_clip 0.1"
+    first = succeed("bench.py", "compare", small, decayed, seeds=1, cwd=tmp_path)
+    runs = runs_of(tmp_path)
+    assert {log_of(run, "run")[0]["config"]["weight_decay"] for run in runs} == {0.15, 0.5}
+    for run in runs:
+        assert log_of(run, "run")[0]["config"]["seed"] == 1
         assert f"{column(run, 'val', 'loss')[-1]:.4f}" in first.stdout
-    second = succeed("bench.py", "compare", words, other, seeds=2, cwd=tmp_path)
-    assert second.stdout.count(": complete") == 2
-    assert len(runs_of(tmp_path)) == 4
-    assert len(log_of(a, "run")) == 1
+    second = succeed("bench.py", "compare", small, clipped, seeds=1, cwd=tmp_path)
+    assert second.stdout.count(": complete") == 1
+    assert second.stdout.count(": training") == 1
+    assert [len(log_of(run, "run")) for run in runs_of(tmp_path)] == [1, 1, 1]
 
 
 @needs_proc
 def test_an_interrupted_run_saves_its_step_and_the_same_command_resumes_it(tmp_path, words):
-    words = words.replace("--max_steps 4 --eval_interval 4", "--max_steps 60 --eval_interval 60")
-    line = command("bench.py", "compare", words, words, seeds=1)
+    pair = (words(40), words(40))
+    line = command("bench.py", "compare", *pair, seeds=1)
     process = subprocess.Popen(line, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     while not runs_of(tmp_path):
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
     (run,) = runs_of(tmp_path)
     wait_for_steps(run, 2, process)
-    (child,) = children_of(process.pid)
     process.send_signal(signal.SIGTERM)
     assert process.wait(90) == 128 + signal.SIGTERM
     taken = n_logged(run)
-    assert 2 <= taken < 60
+    assert 2 <= taken < 40
     process.communicate()
-    succeed("bench.py", "compare", words, words, seeds=1, cwd=tmp_path)
+    succeed("bench.py", "compare", *pair, seeds=1, cwd=tmp_path)
     starts = log_of(run, "run")
     assert [start["step"] for start in starts] == [0, taken]
-    assert column(run, "train", "step") == list(range(1, 61))
+    assert column(run, "train", "step") == list(range(1, 41))
 
 
 STUB = """
