@@ -86,7 +86,7 @@ def trained(command: str, words: list[str], seed: int, out_dir: Path) -> Records
     place = out_dir / f"{readable}-{digest}-seed{seed}"
     log = place / "log.jsonl"
     if log.exists() and is_complete(records := read_log(log)):
-        print(f"{place}: complete", flush=True)
+        print(f"{place}: complete, {origin(records)}", flush=True)
         return records
     print(f"{place}: training", flush=True)
     code = run_to_its_end([sys.executable, *words, "--resume", "--seed", str(seed), "--out_dir", str(place)])
@@ -95,7 +95,14 @@ def trained(command: str, words: list[str], seed: int, out_dir: Path) -> Records
     records = read_log(log)
     if not is_complete(records):
         raise UserError(f"{command!r} ends without a validation loss; give it an --eval_interval above 0")
+    print(f"{place}: trained, {origin(records)}", flush=True)
     return records
+
+
+def origin(records: Records) -> str:
+    """The machine and the code of a run."""
+    start = newest_start(records)
+    return f"on {start.get('machine')}, at commit {start.get('commit')}"
 
 
 def is_complete(records: Records) -> bool:
