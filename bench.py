@@ -43,7 +43,7 @@ def main() -> None:
     out = Path(config.json)
     if config.json and (out.is_dir() or not out.parent.is_dir()):  # before the hours that it may take
         raise UserError(f"--json {out} must be a file in a directory that exists; make that, or give another path")
-    rt = Runtime.setup(config.device, "float32")
+    rt = Runtime.setup(getattr(config, "device", "cpu"), "float32")  # compare has none: its commands choose
     about = machine(rt)
     title = benchmark.__doc__.splitlines()[0]
     rt.print(f"{name}: {title}\n{about}")

@@ -8,28 +8,23 @@ shows that all rungs compute the same.
 The order decides how much of the gain a rung gets: with bf16 before TF32, TF32 would gain nothing.
 """
 
-import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 
-from benchmarks.measure import Common, Size, failure, in_own_process, model_sizes, timed
+from benchmarks.measure import Common, Size, model_sizes
+from benchmarks.steps import Step, in_own_process, measure_step, step_rates
 from model import GPT, GPTConfig
-from parts.cli import Count, UserError
+from parts.cli import Count, Positive
 from parts.runtime import Runtime
-
-# One optimizer step in so many micro-batches, which returns its loss; and its FLOPs per token.
-Step = tuple[Callable[[int], torch.Tensor], float]
-WARM_UPS = 3  # steps: the first one compiles, and clocks of a GPU take a moment to rise
 
 
 @dataclass(frozen=True)
 class Config(Common):
-    batch_size: Count = 16  # sequences per step
+    batch_size: Positive = 16  # sequences per step
     size: Size = ""  # size of the model; tiny for a quick test
     sequence_length: Count = 0  # context in tokens; 0 for that of the model
 
@@ -52,21 +47,16 @@ def run(config: Config, rt: Runtime) -> Iterator[dict]:
     shape = model_shape(config.size, rt)
     if config.sequence_length:
         shape["n_positions"] = config.sequence_length
-    batch_size = config.batch_size
-    print(f"{shape}, batch size {batch_size}")
-    rows = []
-    for rung in rungs(rt):
-        make = partial(plain_step, rung, shape, batch_size)
-        try:
-            found = in_own_process(measure_step, make, batch_size, config.repeats, rt.device.type)
-        except Exception as e:  # out of memory, or this GPU cannot do it
-            yield failure(rung.name, e)
-            continue
-        rate = batch_size * shape["n_positions"] / statistics.median(found["seconds"])
-        row = dict(name=rung.name, rate=rate, unit="tokens/s", mfu=mfu(rate, found["flops"], rt), **found)
-        rows.append(row)
-        row["over_before"] = rate / rows[max(len(rows) - 2, 0)]["rate"]
-        row["over_first"] = rate / rows[0]["rate"]
+    print(f"{shape}, batch size {config.batch_size}", flush=True)
+    contestants = {rung.name: plain(rung, shape, config.batch_size, config.repeats, rt) for rung in rungs(rt)}
+    n_tokens = config.batch_size * shape["n_positions"]
+    before = None
+    for row in step_rates(contestants, n_tokens, "tokens/s", 1, rt):
+        if "rate" in row:
+            row["loss"] = row.pop("losses")[-1]
+            row["over_before"] = row["rate"] / (before or row["rate"])
+            row["over_first"] = row.pop("ratio")
+            before = row["rate"]
         yield row
 
 
@@ -106,6 +96,12 @@ def padded(vocab_size: int) -> int:
     return -(-vocab_size // 128) * 128
 
 
+def plain(rung: Rung, shape: dict, batch_size: int, repeats: int, rt: Runtime) -> partial:
+    """A contestant: measures the step of a rung in a new process."""
+    make = partial(plain_step, rung, shape, batch_size)
+    return partial(in_own_process, measure_step, make, batch_size, repeats, rt.device.type)
+
+
 def plain_step(rung: Rung, shape: dict, batch_size: int, rt: Runtime) -> Step:
     """A step as a plain script has it."""
     torch.set_float32_matmul_precision("high" if rung.tf32 else "highest")
@@ -115,7 +111,8 @@ def plain_step(rung: Rung, shape: dict, batch_size: int, rt: Runtime) -> Step:
         config = replace(config, vocab_size=padded(config.vocab_size))
     model = GPT(config).to(rt.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=rung.fused, foreach=not rung.fused)
-    tokens = random_tokens(shape, batch_size, rt)  # (B, T + 1)
+    # which tokens they are does not affect the speed of a step
+    tokens = torch.randint(shape["vocab_size"], (batch_size, shape["n_positions"] + 1), device=rt.device)  # (B, T + 1)
 
     def loss_of(idx, targets):
         if rung.chunked:
@@ -141,46 +138,3 @@ def plain_step(rung: Rung, shape: dict, batch_size: int, rt: Runtime) -> Step:
         return total
 
     return step, model.estimate_flops(shape["n_positions"])
-
-
-def random_tokens(shape: dict, batch_size: int, rt: Runtime) -> torch.Tensor:
-    """(B, T + 1). Which tokens they are does not affect the speed of a step."""
-    return torch.randint(shape["vocab_size"], (batch_size, shape["n_positions"] + 1), device=rt.device)
-
-
-def measure_step(make: Callable, batch_size: int, repeats: int, device: str) -> dict:
-    """{seconds, flops, memory, n_micro, first, loss} of the step that make(rt) returns, with as few micro-batches as
-    fit: `first` is the seconds of the first step, and `loss` that of the third one."""
-    rt = Runtime.setup(device, "float32")
-    micro_batches = [n for n in (1, 2, 4, 8, 16, 32, 64) if n <= batch_size]
-    for n_micro in micro_batches:
-        torch.manual_seed(0)
-        torch.compiler.reset()  # code for other sizes would make these sizes dynamic, which is slower
-        try:
-            step, flops = make(rt)
-            began = time.perf_counter()
-            losses = [step(n_micro).item()]
-            first = time.perf_counter() - began
-            losses += [step(n_micro).item() for _ in range(WARM_UPS - 1)]
-            break
-        except torch.OutOfMemoryError:
-            step = None
-            torch.cuda.empty_cache()
-    else:
-        raise UserError(f"not even one sequence fits into the memory of this {device}; give a smaller --size")
-    rt.reset_peak_memory()
-    step(n_micro)
-    return dict(
-        seconds=[timed(lambda: step(n_micro), rt) for _ in range(repeats)],
-        flops=flops,
-        memory=rt.peak_memory(),
-        n_micro=n_micro,
-        first=first,
-        loss=losses[-1],
-    )
-
-
-def mfu(rate: float, flops_per_token: float, rt: Runtime) -> float | None:
-    """Model FLOPs utilization (Chowdhery et al. 2022, appendix B), None where the peak is not known."""
-    peak = rt.peak_flops()
-    return rate * flops_per_token / peak if peak else None

@@ -1,122 +1,115 @@
-"""Finetuning with LoRA, r = 8, on GPT-2 124M: peft on transformers, against this project, with random weights.
+"""Finetuning with LoRA, r = 8, on GPT-2 124M: peft on transformers, against lora_finetune.py, with random weights.
 
 Each step takes the same 32 examples of Alpaca, with AdamW on the same factors and a loss on the same answer tokens,
 which the rate counts; the table shows the first losses, which have to agree.
-peft runs as in its documentation: 8 examples at a time, padded to the longest of them, with all logits. Ours are sorted
-by length and cut into micro-batches as in lora_finetune.py. peft runs in fp32 on a CPU, and on a GPU with autocast in
-the 16-bit format that is fast there; this project runs in fp32 and in that format.
+peft runs as in its documentation: 8 examples at a time, padded to the longest of them, with all logits; in fp32 on a
+CPU, and on a GPU with autocast in the 16-bit format that is fast there. "this project" is lora_finetune.py itself, in
+fp32 and in that format. Each contestant runs in a new process, --turns times.
 """
 
+import json
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 
-from benchmarks.measure import Common, Size, built_late, fast_dtype, model_sizes, rates
-from lora_finetune import MICRO_BATCH_COST
+from benchmarks.measure import Common, Size, fast_dtype, model_sizes
+from benchmarks.steps import Step, in_own_process, measure_door, measure_step, step_rates
+from bpe.tokenizer import Tokenizer
 from lora_finetune import Config as Finetuning
-from model import GPT, GPTConfig, GPTWithLoss
-from parts.conversations import Example, encode_rows, load_rows, micro_batches, split_rows
-from parts.lora import TARGETS, LoRAConfig, add_lora, cast_frozen
-from parts.optim import make_optimizer
+from model import GPT, GPTConfig
+from parts.checkpoint import save_model
+from parts.cli import Positive
+from parts.conversations import Example, encode_rows, load_rows, split_rows
+from parts.lora import TARGETS
 from parts.runtime import Runtime
 from parts.shards import load_tokenizer
-from parts.trials import choose_attention
 
-FINETUNING = Finetuning(lora_dim=8, lora_alpha=16.0, max_lr=1e-3)
 N_EXAMPLES = 32
-MAX_LENGTH = 1024
-Step = Callable[[], float]  # makes one optimizer step, and returns its loss
+LORA_DIM = 8
+LORA_ALPHA = 16
+MAX_LR = 1e-3
+PEFT_BATCH = 8  # examples at a time
 
 
 @dataclass(frozen=True)
 class Config(Common):
-    data: str = FINETUNING.data  # rows, as for lora_finetune.py
+    data: str = Finetuning.data  # rows, as for lora_finetune.py
     size: Size = ""  # size of the model; tiny for a quick test
+    turns: Positive = 2  # processes of each contestant, taken in turn, so that drift of the machine affects all alike
 
 
 def run(config: Config, rt: Runtime) -> Iterator[dict]:
-    chosen, _ = split_rows(load_rows(config.data)[:2000], 0, 0)
-    examples, _ = encode_rows(chosen[: 2 * N_EXAMPLES], load_tokenizer("gpt2"), MAX_LENGTH)
-    examples = examples[:N_EXAMPLES]
-    torch.manual_seed(0)
-    base = GPT(GPTConfig(**model_sizes(config.size)))
+    tokenizer = load_tokenizer("gpt2")
+    shape = GPTConfig(**model_sizes(config.size))
+    rows, examples = choose_rows(config.data, tokenizer, shape.n_positions)
+    n_targets = sum(int((example.targets >= 0).sum()) for example in examples)
+    print(f"{sum(len(example.idx) for example in examples)} tokens, {n_targets} of them answers", flush=True)
+    repeats = -(-config.repeats // config.turns)  # in each turn
     half = fast_dtype(rt)
     like = half if rt.device.type == "cuda" else torch.float32
-    n_tokens = sum(len(example.idx) for example in examples)
-    n_targets = count_targets(examples)
-    print(f"{n_tokens} tokens, {n_targets} of them answers")
-    steps = {f"peft, {like}": built_late(peft_step, base, examples, like, rt)}
-    for dtype in dict.fromkeys((torch.float32, half)):
-        steps[f"this project, {dtype}"] = built_late(own_step, base, examples, dtype, rt)
-    first_losses = {}
-
-    def take(name: str) -> None:
-        first_losses.setdefault(name, steps[name]())
-
-    contestants = {name: partial(take, name) for name in steps}
-    for row in rates(contestants, config.repeats, rt, n_targets, "answer tokens/s"):
-        if "rate" in row:
-            row["first_loss"] = first_losses[row["name"]]
-        yield row
-
-
-def count_targets(examples: list[Example]) -> int:
-    return sum(int((example.targets >= 0).sum()) for example in examples)
-
-
-def own_step(base: GPT, examples: list[Example], dtype: torch.dtype, rt: Runtime) -> Step:
-    """A step of lora_finetune.py: micro-batches of about one length, logits at answers alone."""
-    micros = micro_batches(examples, 2**14, MICRO_BATCH_COST[rt.device.type])
-    rt = replace(rt, dtype=dtype)
-    model = GPT(replace(base.config, attention=choose_attention("auto", rt, MAX_LENGTH)))
-    model.load_state_dict(base.state_dict())
-    add_lora(model, LoRAConfig(FINETUNING.lora_dim, FINETUNING.lora_alpha))
-    cast_frozen(model, dtype)
-    loss_fn = GPTWithLoss(model.to(rt.device))
-    optimizer = make_optimizer(model, FINETUNING, rt)
-
-    def step() -> float:
-        batch = [[torch.as_tensor(part, device=rt.device) for part in micro] for micro in micros]
-        n_targets = sum(targets.numel() for _, targets, _ in batch)
-        loss = torch.zeros((), device=rt.device)
-        for idx, targets, logit_positions in batch:
-            with rt.autocast():
-                micro_loss = loss_fn(idx, targets, logit_positions, n_targets=n_targets)
-            optimizer.scale(micro_loss).backward()
-            loss += micro_loss.detach()
-        grad_norm = optimizer.clip_grad_norm(FINETUNING.grad_clip)
-        optimizer.step(finite=grad_norm.isfinite())
-        optimizer.zero_grad()
-        return loss.item()
-
-    return step
+    with tempfile.TemporaryDirectory() as folder:
+        base = Path(folder) / "base"
+        base.mkdir()
+        torch.manual_seed(0)
+        save_model(base, GPT(shape), tokenizer)
+        data = Path(folder) / "rows.json"
+        data.write_text(json.dumps(rows))
+        make = partial(peft_step, base, examples, like)
+        measure = partial(in_own_process, measure_step, make, PEFT_BATCH, repeats, rt.device.type)
+        contestants = {f"peft, {name_of(like)}": measure}
+        constants = dict(base=base, data=data, val_rows=0, batch_size=len(rows), device=rt.device.type)
+        constants |= dict(lora_dim=LORA_DIM, lora_alpha=LORA_ALPHA, max_lr=MAX_LR)
+        for dtype in dict.fromkeys((torch.float32, half)):
+            name = f"this project, {name_of(dtype)}"
+            contestants[name] = partial(measure_door, "lora_finetune.py", repeats, **constants, dtype=name_of(dtype))
+        for row in step_rates(contestants, n_targets, "answer tokens/s", config.turns, rt):
+            if "rate" in row:
+                row["first_loss"] = row.pop("losses")[0]
+            yield row
 
 
-def peft_step(base: GPT, examples: list[Example], dtype: torch.dtype, rt: Runtime) -> Step:
-    """The plain loop: peft on GPT2LMHeadModel, 8 examples at a time, padded to the longest."""
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def choose_rows(data: str, tokenizer: Tokenizer, max_length: int) -> tuple[list[dict], list[Example]]:
+    """The first rows, in a random order, that become one example each, and these examples."""
+    rows = []
+    examples = []
+    shuffled, _ = split_rows(load_rows(data)[:2000], 0, 0)
+    for row in shuffled:
+        found, _ = encode_rows([row], tokenizer, max_length)
+        if len(found) == 1:
+            rows.append(dict(messages=row))
+            examples += found
+        if len(rows) == N_EXAMPLES:
+            break
+    return rows, examples
+
+
+def peft_step(base: Path, examples: list[Example], dtype: torch.dtype, rt: Runtime) -> Step:
+    """The plain loop: peft on GPT2LMHeadModel."""
     from peft import LoraConfig, get_peft_model
     from transformers import GPT2LMHeadModel
 
-    with tempfile.TemporaryDirectory() as directory:
-        base.save_pretrained(directory)
-        model = GPT2LMHeadModel.from_pretrained(directory)
     settings = LoraConfig(
-        r=FINETUNING.lora_dim,
-        lora_alpha=FINETUNING.lora_alpha,
+        r=LORA_DIM,
+        lora_alpha=LORA_ALPHA,
         target_modules=list(TARGETS),
         fan_in_fan_out=True,
         task_type="CAUSAL_LM",
     )
-    model = get_peft_model(model, settings).to(rt.device)
+    model = get_peft_model(GPT2LMHeadModel.from_pretrained(base), settings).to(rt.device)
     factors = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(factors, lr=1e-3, fused=True)
-    n_targets = count_targets(examples)
-    micros = [padded(examples[i : i + 8]) for i in range(0, len(examples), 8)]
+    optimizer = torch.optim.AdamW(factors, lr=MAX_LR, fused=True)
+    micros = [padded(examples[i : i + PEFT_BATCH]) for i in range(0, len(examples), PEFT_BATCH)]
+    n_targets = sum(int((micro["labels"] >= 0).sum()) for micro in micros)
 
-    def step() -> float:
+    def step(_: int) -> torch.Tensor:
         loss = torch.zeros((), device=rt.device)
         for micro in micros:
             inputs = {name: tensor.to(rt.device) for name, tensor in micro.items()}
@@ -127,9 +120,9 @@ def peft_step(base: GPT, examples: list[Example], dtype: torch.dtype, rt: Runtim
             loss += micro_loss.detach()
         optimizer.step()
         optimizer.zero_grad()
-        return loss.item()
+        return loss
 
-    return step
+    return step, 0
 
 
 def padded(examples: list[Example]) -> dict[str, torch.Tensor]:

@@ -1,8 +1,8 @@
 """How all benchmarks measure: contestants in turn, medians, tables, the machine.
 
 - `Common`: the constants that every benchmark has
-- `rates(contestants, ...)` times contestants in turn in this process, and yields a row whenever one has run
-- `in_own_process(function, *args)` keeps what a contestant compiles, chooses or allocates away from the others
+- `rates(contestants, ...)` times contestants in turn in this process, and yields a row whenever one has run; for
+  contestants in processes of their own see steps.py
 - `markdown_table(rows)` is how rows are shown
 - `peak_memory(command)` measures a whole tree of processes
 - `model_sizes(name)` is what --size means, `fast_dtype(rt)` the precision of training on this device
@@ -12,14 +12,12 @@ This file knows nothing of what is compared.
 """
 
 import contextlib
-import multiprocessing
 import platform
 import re
 import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -104,18 +102,10 @@ def failure(name: str, e: BaseException) -> dict:
     return dict(name=name, error=f"{type(e).__name__}: {said[0]}")
 
 
-def in_own_process(function: Callable, *args):
-    """function(*args), computed by a new Python that ends with it. Both must be picklable.
-
-    What torch.compile and the allocator of a GPU leave is gone with the process. Errors come back as they are;
-    BrokenProcessPool (a RuntimeError) says that the process was killed.
-    """
-    spawn = multiprocessing.get_context("spawn")  # a fork would inherit all that
-    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
-        return pool.submit(function, *args).result()
-
-
 # ------------------------------------------------------------------------------------------------------------- tables
+
+
+LOSSES = ("loss", "first_loss", "a", "b", "difference", "standard_error")  # shown with four decimals
 
 
 def markdown_table(rows: list[dict]) -> str:
@@ -138,17 +128,21 @@ def markdown_table(rows: list[dict]) -> str:
 
 
 def cell(row: dict, key: str) -> str:
-    value = row.get(key)
-    if value is None:
+    if key not in row:
         return ""
+    value = row[key]
+    if value is None:
+        return "n/a"
     if key == "rate":
         form = ",.0f" if value >= 1000 else ",.1f"
         spread = f" ({row['low']:{form}} to {row['high']:{form}})" if "low" in row else ""
         return f"{value:{form}} {row['unit']}{spread}"
     if key == "memory":
         return f"{value / 2**30:.2f} GiB"
+    if key in LOSSES:
+        return f"{value:.4f}"
     if isinstance(value, list):
-        return ", ".join(cell({key: one}, key) or "-" for one in value)
+        return ", ".join(cell({key: one}, key) for one in value)
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, int):

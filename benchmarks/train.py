@@ -1,29 +1,30 @@
-"""This project's training step against the plain recipe, eager and compiled.
+"""A training step of train_gpt2.py against the plain recipe, eager and compiled: tokens/s, MFU, memory.
 
 The plain recipe is what a short script does: PyTorch's fused attention, all logits at once in fp32, AdamW, the
 vocabulary padded to a multiple of 128; on a GPU with TF32, bf16 autocast and fused AdamW, on a CPU in fp32 and again in
-bf16. "this project" is the step of train_gpt2.py with its choices for this device: precision, torch.compile, attention,
-chunked loss, the optimizer that can skip a step.
+bf16. "this project" is train_gpt2.py itself on shards of random tokens, with its choices for this device: precision,
+torch.compile, attention, micro-batches, loss. It times its steps in its log, and they include loading and logging.
 
-All make the same optimizer step on the same random tokens, without data loading and logging. Each contestant runs in a
-new process, --turns times. A step that does not fit into memory is split into as few micro-batches as possible, and the
-row says so. A GPU runs batches of 64 sequences, then of 16, where the optimizer's share is larger.
+All train models of one size on as many random tokens a step. Each contestant runs in a new process, --turns times. A
+plain step that does not fit into memory is split into as few micro-batches as possible, and the row says so. A GPU runs
+batches of 64 sequences, then of 16, where the optimizer's share is larger. Memory is the peak of the device's
+allocator, on a CPU that of the process. MFU is known for graphics cards only.
 """
 
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
-import torch
+import numpy as np
 
-from benchmarks.ladder import Rung, Step, measure_step, mfu, model_shape, padded, plain_step, random_tokens
-from benchmarks.measure import Common, Size, failure, in_own_process, rate_row
-from model import GPTWithLoss
+from benchmarks.ladder import Rung, model_shape, padded, plain
+from benchmarks.measure import Common, Size
+from benchmarks.steps import measure_door, step_rates
+from bpe.tokenizer import Tokenizer
 from parts.cli import Count, Positive
-from parts.data import to_inputs
-from parts.optim import make_optimizer
 from parts.runtime import Runtime
-from train_gpt2 import RECIPES, build_model, resolve_config
 
 
 @dataclass(frozen=True)
@@ -40,79 +41,44 @@ def run(config: Config, rt: Runtime) -> Iterator[dict]:
         batch_sizes = [config.batch_size]
     else:
         batch_sizes = [64, 16] if rt.device.type == "cuda" else [16]
-    for batch_size in batch_sizes:
-        print(f"{shape}, batch size {batch_size}", flush=True)
-        yield from compare(shape, batch_size, config, rt)
+    with tempfile.TemporaryDirectory() as shards:
+        write_random_shards(Path(shards), shape, max(batch_sizes))
+        for batch_size in batch_sizes:
+            print(f"{shape}, batch size {batch_size}", flush=True)
+            yield from compare(shape, batch_size, shards, config, rt)
 
 
-def compare(shape: dict, batch_size: int, config: Config, rt: Runtime) -> Iterator[dict]:
-    """A row after each process, with the ratio to the eager recipe once that has run."""
-    turns: dict[str, list[dict]] = {}
-    makers = contestants(shape, batch_size, rt)
+def compare(shape: dict, batch_size: int, shards: str, config: Config, rt: Runtime) -> Iterator[dict]:
     repeats = -(-config.repeats // config.turns)  # in each turn
-    for _ in range(config.turns):
-        for name, make in list(makers.items()):
-            try:
-                found = in_own_process(measure_step, make, batch_size, repeats, rt.device.type)
-            except Exception as e:
-                del makers[name]
-                yield failure(f"{name}, B = {batch_size}", e)
-                continue
-            turns.setdefault(name, []).append(found)
-            yield from rows_of(turns, batch_size, shape, rt)
+    contestants = {}
+    for rung in recipes(rt):
+        contestants[f"{rung.name}, B = {batch_size}"] = plain(rung, shape, batch_size, repeats, rt)
+    sizes = dict(shape)
+    sequence_length = sizes.pop("n_positions")
+    constants = dict(
+        device=rt.device.type,
+        data=shards,
+        sequence_length=sequence_length,
+        total_batch_size=batch_size * sequence_length,
+        hellaswag_interval=0,
+        **sizes,
+    )
+    contestants[f"this project, B = {batch_size}"] = partial(measure_door, "train_gpt2.py", repeats, **constants)
+    yield from step_rates(contestants, batch_size * sequence_length, "tokens/s", config.turns, rt)
 
 
-def rows_of(turns: dict[str, list[dict]], batch_size: int, shape: dict, rt: Runtime) -> Iterator[dict]:
-    n_tokens = batch_size * shape["n_positions"]
-    seconds = {name: [s for turn in found for s in turn["seconds"]] for name, found in turns.items()}
-    rates = {name: [n_tokens / s for s in found] for name, found in seconds.items()}
-    eager = [rate for name in rates if "eager" in name for rate in rates[name]]
-    for name, found in turns.items():
-        row = rate_row(f"{name}, B = {batch_size}", rates[name], eager, "tokens/s")
-        row["mfu"] = mfu(row["rate"], found[0]["flops"], rt)
-        row["memory"] = max(turn["memory"] for turn in found)
-        row["micro_batches"] = max(turn["n_micro"] for turn in found)
-        row["seconds"] = seconds[name]
-        yield row
-
-
-def contestants(shape: dict, batch_size: int, rt: Runtime) -> dict[str, Callable]:
-    """{name: function(rt) that builds a step}; on a GPU the most important first, since its time may run out."""
+def recipes(rt: Runtime) -> list[Rung]:
     if rt.device.type == "cuda":
         eager = Rung("plain, eager, bf16", tf32=True, bf16=True, attention="flash", fused=True)
-        plain = [replace(eager, name="plain with torch.compile, bf16", compile=True), eager]
-    else:
-        eager = Rung("plain, eager, fp32", attention="flash")
-        plain = [eager, replace(eager, name="plain with bf16 autocast", bf16=True)]
-    found = {"this project": partial(project_step, shape, batch_size)}
-    found |= {rung.name: partial(plain_step, rung, shape, batch_size) for rung in plain}
-    return found
+        return [eager, replace(eager, name="plain with torch.compile, bf16", compile=True)]
+    eager = Rung("plain, eager, fp32", attention="flash")
+    return [eager, replace(eager, name="plain with bf16 autocast", bf16=True)]
 
 
-def project_step(shape: dict, batch_size: int, rt: Runtime) -> Step:
-    """A step as train_gpt2.py makes it."""
-    rt = Runtime.setup(rt.device.type, "auto", "auto")
-    sizes = dict(shape)
-    sizes["sequence_length"] = sizes.pop("n_positions")
-    sizes["total_batch_size"] = batch_size * sizes["sequence_length"]
-    requested = replace(RECIPES["gpt2"], **sizes, micro_batch_size=batch_size)
-    config, model_config = resolve_config(requested, set(), None, rt)
-    model = build_model(config, model_config, None).to(rt.device)
-    loss_fn = rt.wrap(GPTWithLoss(model, rt.compiled(model.hidden)))
-    optimizer = make_optimizer(model, config, rt)
-    tokens = random_tokens(shape, batch_size, rt)  # (B, T + 1)
-
-    def step(n_micro: int) -> torch.Tensor:
-        total = torch.zeros((), device=rt.device)
-        micros = tokens.chunk(n_micro)
-        for windows in micros:
-            with rt.autocast():
-                loss = loss_fn(*to_inputs(windows)) / len(micros)
-            optimizer.scale(loss).backward()
-            total += loss.detach()
-        grad_norm = optimizer.clip_grad_norm(config.grad_clip)
-        optimizer.step(finite=grad_norm.isfinite())
-        optimizer.zero_grad()
-        return total
-
-    return step, model.estimate_flops(config.sequence_length)
+def write_random_shards(folder: Path, shape: dict, batch_size: int) -> None:
+    """Shards of random tokens, and a tokenizer that needs no download: nothing decodes them."""
+    rng = np.random.default_rng(0)
+    n_tokens = batch_size * shape["n_positions"] + 1
+    for name in ("random_val_000000.npy", "random_train_000001.npy"):
+        np.save(folder / name, rng.integers(shape["vocab_size"], size=n_tokens, dtype=np.uint16))
+    Tokenizer.train(["no merges"], 257).save(folder / "tokenizer.json")

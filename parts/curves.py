@@ -6,6 +6,7 @@ text. This file knows nothing of torch or models: it sees only the records of a 
 
 import io
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -99,8 +100,8 @@ def in_units(runs: Runs, x: str, y: str) -> tuple[Runs, str]:
         return runs, "step"
     runs = {label: with_x_axis(run, x, label) for label, run in runs.items()}
     if x == "tokens":
-        return {label: with_x(run, lambda x: x / 1e6) for label, run in runs.items()}, "millions of tokens"
-    return {label: with_x(run, lambda x: x / 60) for label, run in runs.items()}, "minutes of training"
+        return {label: with_x(run, lambda tokens: tokens / 1e6) for label, run in runs.items()}, "millions of tokens"
+    return {label: with_x(run, lambda seconds: seconds / 60) for label, run in runs.items()}, "minutes of training"
 
 
 def with_x(run: Curves, change) -> Curves:
@@ -203,12 +204,20 @@ def escape_label(label: str) -> str:
     return " ".join(valid.split()).lstrip("_").replace("$", r"\$")
 
 
-def line_style(i: int, n: int = 0) -> dict:
-    """Of run number `i`; for `n` points with a mark, at 25 of them at most. Colours come again dashed."""
-    style = dict(color=COLORS[i % len(COLORS)], linestyle="-" if i < len(COLORS) else "--")
-    if n:
-        style |= dict(marker="o", markersize=4.5, markevery=max(n // 25, 1))
-    return style
+def with_colors(runs: Runs) -> Iterator[tuple]:
+    """(colour, label, curves) of each run: in all panels the same colour, and no two runs have one."""
+    from matplotlib import colormaps  # a slow import, as in `draw`
+
+    colors = COLORS
+    if len(runs) > len(COLORS):
+        colors = colormaps["turbo"](np.linspace(0.05, 0.95, len(runs)))
+    for color, (label, run) in zip(colors, runs.items(), strict=False):
+        yield color, label, run
+
+
+def line_style(color, n_points: int) -> dict:
+    """Of a curve with marks, at 25 of its points at most."""
+    return dict(color=color, marker="o", markersize=4.5, markevery=max(n_points // 25, 1))
 
 
 def label_axes(axes, title: str, unit: str) -> None:
@@ -228,16 +237,16 @@ def draw_loss(axes, runs: Runs, y: str, comparable: bool) -> None:
     alone = len(runs) == 1
     ends = {}  # {name: the last validation loss}
     tails = []  # the losses that the axis is scaled to
-    for i, (name, run) in enumerate(runs.items()):
+    for color, name, run in with_colors(runs):
         training = smoothed(*run["train", "loss"])
         validation = run["val", "loss"]
-        style = line_style(i, len(validation[0]))
+        style = line_style(color, len(validation[0]))
         if alone:
             axes.plot(*run["train", "loss"], **EACH_STEP, label="training, each step")
             axes.plot(*training, linewidth=1.5, color=COLORS[0], label="training, smoothed")
             style["color"] = COLORS[2]  # unlike its own training loss
         else:
-            axes.plot(*training, linewidth=0.8, color=style["color"])
+            axes.plot(*training, linewidth=0.8, color=color)
         label = "validation" if alone else name
         end = last(run, "val", "loss")
         if end is not None:
@@ -292,7 +301,7 @@ def draw_start(axes, run: Curves) -> None:
 def draw_scores(axes, runs: Runs, key: str) -> None:
     """A score of HellaSwag with its standard error; for accuracies also chance and published models."""
     _, title, scale, unit = SCORES[key]
-    for i, (label, run) in enumerate(runs.items()):
+    for color, label, run in with_colors(runs):
         x, score = run["hellaswag", key]
         error = scale * np.abs(run["hellaswag", f"{key}_stderr"][1])
         if len(error) != len(x):
@@ -300,7 +309,7 @@ def draw_scores(axes, runs: Runs, key: str) -> None:
         score = scale * score
         if len(x):
             label += f": {score[-1]:.4g} ± {error[-1]:.2g} at the end"
-        axes.errorbar(x, score, error, elinewidth=0.8, label=label, **line_style(i, len(x)))
+        axes.errorbar(x, score, error, elinewidth=0.8, label=label, **line_style(color, len(x)))
     if key == "acc_norm":
         # Curves start near chance on the left and end above it on the right: names go where curves do not.
         for name, accuracy in published(runs):
@@ -333,14 +342,14 @@ def draw_accuracy(axes, name: str, accuracy: float, **place) -> None:
 def draw_norm_and_rate(norm, rate, runs: Runs) -> None:
     """The norm on a logarithmic axis, so that a spike shows and the rest stays readable."""
     skipped = 0
-    for i, run in enumerate(runs.values()):
+    for color, _, run in with_colors(runs):
         x, norms = run["train", "grad_norm"]
         x = x[norms > 0]
         norms = norms[norms > 0]
         if len(runs) == 1:
             norm.plot(x, norms, **EACH_STEP)
-        norm.plot(*smoothed(x, norms), linewidth=1.2, **line_style(i))
-        rate.plot(*run["train", "lr"], linewidth=1.2, **line_style(i))
+        norm.plot(*smoothed(x, norms), linewidth=1.2, color=color)
+        rate.plot(*run["train", "lr"], linewidth=1.2, color=color)
         skipped += len(run["train", "skipped"][0])
     if norm.dataLim.height > 0:
         norm.set_yscale("log")

@@ -204,7 +204,7 @@ def column(out_dir: Path, kind: str, name: str) -> list:
 
 def n_logged(run: Path) -> int:
     """Training steps in the log."""
-    return (run / "log.jsonl").read_text().count('"train"') if (run / "log.jsonl").exists() else 0
+    return (run / "log.jsonl").read_text().count('"kind": "train"') if (run / "log.jsonl").exists() else 0
 
 
 def wait_for_steps(run: Path, n: int, process: subprocess.Popen) -> None:

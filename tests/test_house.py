@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import re
 import signal
 import subprocess
 import sys
@@ -14,13 +15,36 @@ from tests.helpers import ROOT, environment, run_script
 
 DOORS = {"train_gpt2", "fineweb", "hellaswag", "lora_finetune", "sample", "plot", "bench"}
 PARTS = sorted(ROOT.glob("parts/*.py"))
+BENCHMARKS = sorted(ROOT.glob("benchmarks/*.py"))
 ROOMS_OF_BPE = [path for path in sorted(ROOT.glob("bpe/*.py")) if path.stem not in ("train", "try_tokenizer")]
+
+
+PRODUCT = [*(ROOT / f"{door}.py" for door in sorted(DOORS)), ROOT / "model.py", *PARTS, *sorted(ROOT.glob("bpe/*.py"))]
+
+
+def name_of(path: Path) -> str:
+    """As it is imported: `model`, `parts.data`."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def functions(path: Path) -> dict[str, ast.FunctionDef]:
+    """{its name, with that of its class: a function of the file}"""
+    found = {}
+    for node in tree(path).body:
+        members = node.body if isinstance(node, ast.ClassDef) else [node]
+        prefix = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
+        found |= {prefix + member.name: member for member in members if isinstance(member, ast.FunctionDef)}
+    return found
 
 
 def imports(path: Path) -> set[str]:
     """The dotted names that a file imports, at its top or in a function."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             found |= {name.name for name in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -48,6 +72,22 @@ def test_at_the_root_are_the_doors_and_the_model():
     assert {file.removesuffix(".py") for file in files if "/" not in file} == DOORS | {"model"}
 
 
+def test_the_parts_lie_flat_in_one_folder():
+    """A reader looks for a part by its name alone."""
+    assert not [path for path in ROOT.glob("parts/*/**/*.py")]
+
+
+def test_docs_holds_pages_and_their_pictures():
+    """And the page that a server of ours shows."""
+    others = {path.name for path in (ROOT / "docs").iterdir() if path.suffix not in (".md", ".png", ".svg")}
+    assert others <= {"chat.html"}
+
+
+@pytest.mark.parametrize("path", [*PRODUCT, *BENCHMARKS], ids=name_of)
+def test_a_file_opens_with_what_it_holds(path):
+    assert ast.get_docstring(tree(path))
+
+
 @pytest.mark.parametrize("path", PARTS, ids=lambda path: path.stem)
 def test_a_part_imports_no_door(path):
     assert not first_names(path) & DOORS
@@ -71,26 +111,64 @@ def test_no_imports_run_in_a_circle():
     while free := [name for name in remaining if not remaining[name] & remaining.keys()]:
         for name in free:
             del remaining[name]
-    assert not {name: used for name, used in remaining.items() if not name.startswith("bpe.")}
+    assert not remaining
+
+
+TRIALS = {"parts.trials": {"has_memory_for"}, "parts.runtime": {"fastest_threads"}}  # they take no step
 
 
 @pytest.mark.parametrize("path", PARTS, ids=lambda path: path.stem)
 def test_the_loop_is_in_the_door(path):
-    """No part but the trial of micro-batches calls backward, and that one takes no step."""
-    if path.stem != "trials":
-        assert ".backward(" not in path.read_text(encoding="utf-8")
+    """No part calls backward, but for trials of memory and threads."""
+    callers = set()
+    for name, function in functions(path).items():
+        calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
+        if any(isinstance(called, ast.Attribute) and called.attr == "backward" for called in calls):
+            callers.add(name)
+    assert callers <= TRIALS.get(name_of(path), set())
 
 
-WORKERS = ["parts.cli", "parts.files", "parts.data", "parts.shards", "parts.sources", "fineweb"]
+LINES_OF_A_SCREEN = 60
+LIKE_TORCH = {"Muon.__init__"}  # takes what torch's optimizers take
 
 
-@pytest.mark.parametrize("module", WORKERS)
-def test_what_a_worker_process_imports_is_free_of_torch(module):
+@pytest.mark.parametrize("path", [*PRODUCT, *BENCHMARKS], ids=name_of)
+def test_a_function_fits_on_one_screen_with_at_most_six_parameters(path):
+    for name, function in functions(path).items():
+        parameters = [argument.arg for argument in function.args.args + function.args.kwonlyargs]
+        count = len([parameter for parameter in parameters if parameter not in ("self", "cls", "ctx")])
+        assert count <= 6 or name in LIKE_TORCH, name
+        assert function.end_lineno - function.lineno < LINES_OF_A_SCREEN, name
+
+
+WORKERS = {"parts.cli", "parts.files", "parts.data", "parts.shards", "parts.sources", "fineweb"}
+
+
+def says_it_knows_no_torch(path: Path) -> bool:
+    docstring = " ".join((ast.get_docstring(tree(path)) or "").split())
+    return bool(re.search(r"(knows nothing of|imports no)[^.:]*\btorch\b", docstring))
+
+
+FREE_OF_TORCH = sorted(WORKERS | {name_of(path) for path in PRODUCT if says_it_knows_no_torch(path)})
+
+
+@pytest.mark.parametrize("module", FREE_OF_TORCH)
+def test_what_a_worker_process_imports_is_free_of_torch_and_so_is_what_says_so(module):
     assert "torch" not in modules_after(f"import {module}")
 
 
-def test_plot_imports_torch_and_matplotlib_only_when_it_draws():
-    assert not {"torch", "matplotlib"} & modules_after("import plot")
+@pytest.mark.parametrize("module", ["fineweb", "parts.sources", "parts.shards"])
+def test_a_worker_process_imports_no_library_of_the_hub(module):
+    assert not {"datasets", "huggingface_hub", "transformers"} & modules_after(f"import {module}")
+
+
+def test_the_order_of_the_data_needs_no_tokenizer():
+    needed = {name.split(".")[0] for name in modules_after("import parts.data")}
+    assert not needed & {"bpe", "tiktoken", "regex", "pyarrow", "tyro"}
+
+
+def test_plot_imports_matplotlib_only_when_it_draws():
+    assert "matplotlib" not in modules_after("import plot")
 
 
 def test_the_model_brings_at_most_two_files_of_ours():

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
 import model as model_module
 import train_gpt2
-from benchmarks.ladder import mfu
+from benchmarks.steps import mfu
 from model import GPT, GPTConfig, GPTWithLoss
 from parts import runtime, trials
 from parts.checkpoint import checkpoint_steps, load_train_state

@@ -1,0 +1,79 @@
+"""The recipes, where somebody else decides what a constant is: papers on GPT-2 and GPT-3, and released models."""
+
+import math
+
+import pytest
+import torch
+
+import train_gpt2
+from model import GPT, GPTConfig
+from parts.optim import learning_rate
+
+RECIPES = train_gpt2.RECIPES
+
+# Brown et al. 2020, table 2.1: GPT-3 Small, Medium, Large, XL, which are about as large as the four sizes of GPT-2
+GPT3_LEARNING_RATE = {"gpt2": 6.0e-4, "gpt2-medium": 3.0e-4, "gpt2-large": 2.5e-4, "gpt2-xl": 2.0e-4}
+GPT3_BATCH_SIZE = {"gpt2": 0.5e6, "gpt2-medium": 0.5e6, "gpt2-large": 0.5e6, "gpt2-xl": 1e6}  # tokens
+# of the released weights, the tied head counted once
+GPT2_PARAMETERS = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+}
+SIZES = list(GPT2_PARAMETERS)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_recipe_trains_the_model_that_was_released(size):
+    recipe = RECIPES[size]
+    with torch.device("meta"):
+        model = GPT(GPTConfig(n_layer=recipe.n_layer, n_head=recipe.n_head, n_embd=recipe.n_embd))
+    assert model.num_params() == GPT2_PARAMETERS[size]
+    assert recipe.n_embd / recipe.n_head == 64  # channels of a head, in all four
+    assert recipe.sequence_length == 1024
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_learning_rate_and_batch_are_those_of_the_gpt3_of_that_size(size):
+    recipe = RECIPES[size]
+    assert recipe.max_lr == GPT3_LEARNING_RATE[size]
+    assert recipe.total_batch_size == pytest.approx(GPT3_BATCH_SIZE[size], rel=0.05)
+    assert math.log2(recipe.total_batch_size).is_integer()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_adam_is_set_as_for_gpt3(size):
+    """Brown et al. 2020, appendix B."""
+    recipe = RECIPES[size]
+    assert recipe.optimizer == "adamw"
+    assert (recipe.beta1, recipe.beta2, recipe.eps) == (0.9, 0.95, 1e-8)
+    assert recipe.weight_decay == 0.1
+    assert recipe.grad_clip == 1.0
+    assert recipe.dropout == 0
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_rate_rises_over_375_million_tokens_and_falls_along_a_cosine_to_a_tenth(size):
+    """Brown et al. 2020, appendix B; their cosine ends after 260 billion tokens, ours with the run."""
+    recipe = RECIPES[size]
+    assert recipe.warmup_steps * recipe.total_batch_size == pytest.approx(375e6, rel=2e-3)
+    assert learning_rate(recipe.warmup_steps, recipe) == pytest.approx(recipe.max_lr)
+    middle = (recipe.warmup_steps + recipe.max_steps) // 2
+    assert learning_rate(middle, recipe) == pytest.approx(0.55 * recipe.max_lr, rel=1e-3)
+    assert learning_rate(recipe.max_steps, recipe) == pytest.approx(recipe.max_lr / 10)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_run_reads_fineweb_edu_10b_once(size):
+    recipe = RECIPES[size]
+    assert recipe.max_steps * recipe.total_batch_size == pytest.approx(10e9, rel=1e-3)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
+def test_vocabularies_are_padded_to_whole_tiles_of_the_tensor_cores(recipe):
+    assert recipe.vocab_size % 128 == 0
+
+
+def test_the_vocabulary_has_room_for_the_tokens_of_gpt2():
+    assert 50_257 <= RECIPES["gpt2"].vocab_size < 50_257 + 128
