@@ -348,7 +348,7 @@ class Run:
             if int(checkpoint.name.removeprefix("step_")) != state["step"]:
                 raise ValueError(f"it is of step {state['step']}")
             changed = self._changed_constants(state, checkpoint)
-            self.optimizer.load_state_dict(state["optimizer"])
+            self.optimizer.load_state_dict(state["optimizer"], state["step"])
             self._watch.load_state_dict(state["spikes"])
             self.step = int(state["step"])
             self.tokens = int(state["tokens"])
