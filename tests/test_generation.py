@@ -1,5 +1,7 @@
 """Text, token by token: the cached version against `GPT.generate`, which computes the whole context for each token."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from model import GPT
 from parts import evaluation
 from parts.evaluation import complete
 from parts.generation import KVCache, generate, next_logits, sample_tokens
-from tests.helpers import seeded
+from tests.helpers import assert_refused, seeded
 from tests.test_model import small, tokens
 
 PROMPTS = [tokens(n, seed=n).tolist() for n in (1, 5, 20)]  # the window is 32
@@ -65,6 +67,27 @@ def test_padded_ids_are_never_generated_and_the_training_mode_stays_as_it_was():
         model.transformer.wte.weight[200:] *= 50
     steps = generate(model, [[1]] * 8, 24, n_tokens=200, generator=seeded())
     assert max(map(max, steps)) < 200 and model.training
+
+
+def test_texts_that_are_generated_in_turns_have_no_dropout_and_leave_the_model_in_training():
+    model = GPT(replace(lively().config, dropout=0.5))
+    model.load_state_dict(lively().state_dict())
+    (expected,) = zip(*generate(model.eval(), PROMPTS[:1], 6, temperature=0), strict=True)
+    model.train()
+    first, second = (generate(model, PROMPTS[:1], 6, temperature=0) for _ in range(2))
+    tokens = []
+    for (one,), (other,) in zip(first, second, strict=True):
+        assert model.training
+        tokens += [one, other]
+    assert tokens == [token for token in expected for _ in range(2)]
+    assert model.training
+
+
+def test_logits_that_are_not_finite_are_said_and_a_sample_of_training_says_so(small_tokenizer, rt):
+    model = small(vocab_size=384)
+    model.transformer.ln_f.bias.data[0] = torch.inf  # as after a step that was much too long
+    assert_refused("logits are not finite", lambda: next(generate(model, [[1]], 1, temperature=0)))
+    assert complete(model, small_tokenizer, ["A"], 8, rt, 0)[0].startswith(" [the model's logits are not finite")
 
 
 @pytest.mark.parametrize("prompts", [[], [[1], []]])
