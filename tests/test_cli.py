@@ -5,6 +5,8 @@ import os
 import re
 import resource
 import signal
+import stat
+import subprocess
 import sys
 from dataclasses import fields
 from importlib import import_module
@@ -13,34 +15,33 @@ from pathlib import Path
 import pytest
 
 import train_gpt2
+from model import GPT
 from parts import cli
 from parts.cli import UserError, parse_args
 from parts.files import exclusive_lock, read_json, replace_file, set_aside, write_atomically
-from tests.helpers import assert_refused, environment, json_values, resume_table, run_script, table
+from tests.finetuning import distance, small_gpt
+from tests.helpers import ROOT, assert_refused, environment, resume_table, run_script
 
 DOORS = {
     name: import_module(name) for name in "train_gpt2 lora_finetune fineweb hellaswag sample plot bpe.train".split()
 }
-EDITED = """
-max_steps "1200" | max_steps is '1200'; it must be a whole number
-max_steps 12.5 | max_steps is 12.5; it must be a whole number
-max_lr "6e-4" | max_lr is '6e-4'; it must be a number
-optimizer "adam" | optimizer is 'adam'; it must be one of 'adamw', 'muon'
-shuffle "no" | shuffle is 'no'; it must be True or False
-beta1 1.0 | --beta1 must be in
-"""
+EDITED = [
+    (dict(max_steps="1200"), "max_steps is '1200'; it must be a whole number"),
+    (dict(max_steps=12.5), "max_steps is 12.5; it must be a whole number"),
+    (dict(max_lr="6e-4"), "max_lr is '6e-4'; it must be a number"),
+    (dict(optimizer="adam"), "optimizer is 'adam'; it must be one of 'adamw', 'muon'"),
+    (dict(shuffle="no"), "shuffle is 'no'; it must be True or False"),
+    (dict(beta1=1.0), "--beta1 must be in"),
+]
 
 
-@pytest.mark.parametrize("edit, words", table(EDITED))
+@pytest.mark.parametrize("edit, words", EDITED)
 def test_a_constant_that_was_edited_wrongly_gives_one_line(edit, words):
-    assert_refused(words[0], parse_args, train_gpt2.Config, [], train_gpt2.Config(**dict(json_values(edit))))
-    assert parse_args(train_gpt2.Config, [], train_gpt2.Config(max_lr=1)).max_lr == 1  # a whole number is a number
+    assert_refused(words, parse_args, train_gpt2.Config, [], train_gpt2.Config(**edit))
 
 
-# a run of today is compared with one of last year: to change a constant is a decision, not a slip
-
-
-# what was measured, or is agreed on with others
+def test_a_whole_number_is_a_number():
+    assert parse_args(train_gpt2.Config, [], train_gpt2.Config(max_lr=1)).max_lr == 1
 
 
 @pytest.mark.parametrize("page, door", [("resume.md", "train_gpt2"), ("lora.md", "lora_finetune")])
@@ -77,6 +78,47 @@ def test_files_and_directories_are_on_the_disk_before_they_have_their_name(tmp_p
         write_atomically(tmp_path / "dir", lambda path: (path / "a").write_text("x"))
         old = ["name dir.1"] * n
         assert events == ["flush a", f"flush .dir.{me}.tmp", *old, "name dir", f"flush {tmp_path.name}"]
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EBADF, errno.ENOTSUP])
+def test_a_file_system_that_cannot_flush_directories_gets_files_all_the_same(tmp_path, monkeypatch, code):
+    real = os.fsync
+
+    def fsync(fd):
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(code, os.strerror(code))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    replace_file(tmp_path / "file", "text")
+    write_atomically(tmp_path / "dir", lambda path: (path / "a").write_text("x"))
+    assert (tmp_path / "file").read_text() == "text"
+    assert (tmp_path / "dir" / "a").read_text() == "x"
+
+
+@pytest.mark.parametrize(
+    "is_kind, code", [(stat.S_ISREG, errno.EINVAL), (stat.S_ISREG, errno.EIO), (stat.S_ISDIR, errno.EIO)]
+)
+def test_any_other_failure_to_flush_is_an_error(tmp_path, monkeypatch, is_kind, code):
+    def fsync(fd):
+        if is_kind(os.fstat(fd).st_mode):
+            raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match=os.strerror(code)):
+        replace_file(tmp_path / "file", "text")
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS])
+def test_a_file_system_without_modes_gets_weights_all_the_same(tmp_path, monkeypatch, code):
+    def chmod(*args, **options):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "chmod", chmod)
+    monkeypatch.setattr(Path, "chmod", chmod)
+    model = small_gpt()
+    model.save_pretrained(tmp_path)
+    assert distance(GPT.from_pretrained(tmp_path), model) == 0
 
 
 @pytest.mark.parametrize("place", [".", "..", "../.."])
@@ -186,6 +228,41 @@ def test_whatever_ends_a_script_has_its_exit_code_and_its_line(ends, capsys, rai
         ends(raised, rank)
     assert end.value.code == code
     assert capsys.readouterr().err == (f"error: {who}{message}\n" if message else "")
+
+
+def test_a_name_cannot_write_escape_sequences_to_the_terminal(ends, capsys, rt):
+    name = "a\x1b]0;title\x07\x9b2Jb é中"
+    with pytest.raises(SystemExit):
+        ends(UserError(name))
+    assert capsys.readouterr().err == "error: a\\x1b]0;title\\x07\\x9b2Jb é中\n"
+    rt.print(f"{name}\n\tline")
+    assert capsys.readouterr().out == "a\\x1b]0;title\\x07\\x9b2Jb é中\n\tline\n"
+
+
+LAST_WORDS = """
+import atexit, sys, time
+from pathlib import Path
+import torch.distributed as dist
+from parts.cli import script
+
+rank = int(sys.argv[1])
+folder = Path(sys.argv[2])
+dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
+
+def main():
+    time.sleep(rank)
+    (folder / f"{rank} has ended").touch()
+
+atexit.register(lambda: print((folder / "1 has ended").exists()))
+script(main)
+"""
+
+
+def test_no_rank_leaves_before_the_last_one_has_ended(tmp_path):
+    """Gloo may still be sending what the others wait for."""
+    words = [[sys.executable, "-c", LAST_WORDS, str(rank), str(tmp_path)] for rank in range(2)]
+    ranks = [subprocess.Popen(word, cwd=ROOT, stdout=subprocess.PIPE, text=True) for word in words]
+    assert [rank.communicate()[0] for rank in ranks] == ["True\n", "True\n"]
 
 
 def test_nothing_but_an_interrupt_is_hidden_before_a_script_begins(capsys):

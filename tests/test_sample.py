@@ -13,7 +13,7 @@ from parts.checkpoint import save_model
 from parts.generation import generate
 from parts.lora import load_adapter
 from tests.finetuning import adapted, save_adapter, small_gpt
-from tests.helpers import arguments, assert_user_error, options_of
+from tests.helpers import arguments, assert_user_error
 
 
 @pytest.fixture(scope="module")
@@ -127,12 +127,37 @@ def test_a_chat_continues_the_form_that_was_trained_and_forgets_the_oldest_turns
     assert f"at most {given} tokens" in result.stderr
 
 
-WRONG = "temperature=-1 temperature=nan top_p=-1 top_k=-1 max_new_tokens=-1 num_samples=0 seed=-2 adapter=absent"
+WRONG = [
+    dict(temperature=-1), dict(temperature="nan"), dict(top_p=-1), dict(top_k=-1), dict(max_new_tokens=-1),
+    dict(num_samples=0), dict(seed=-2), dict(adapter="absent"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("option", WRONG.split())
-def test_wrong_constants_are_one_line(run, option):
-    assert_user_error(run("Hi", **options_of(option)), option.partition("=")[0])
+@pytest.mark.parametrize("options", WRONG, ids=str)
+def test_wrong_constants_are_one_line(run, options):
+    (name,) = options
+    assert_user_error(run("Hi", **options), name)
+
+
+def test_a_terminal_shows_control_characters_and_does_not_obey_them(run, monkeypatch):
+    prompt = "a\x1b[2Jb\n\tc"
+    assert run(prompt, max_new_tokens=0).stdout == prompt + "\n"  # a file or a pipe
+    for number in (1, 2):
+        terminal = io.StringIO()
+        terminal.isatty = lambda: True
+        monkeypatch.setattr(sys, "stdout", terminal)
+        run(prompt, max_new_tokens=0, num_samples=number)
+        assert "a\\x1b[2Jb\n\tc\n" in terminal.getvalue()
+        assert "\x1b" not in terminal.getvalue()
+
+
+def test_a_model_that_overflows_is_one_line(base, tmp_path, small_tokenizer, inline):
+    model = GPT.from_pretrained(str(base / "base"))
+    model.transformer.ln_f.bias.data *= 1e30
+    model.transformer.wte.weight.data *= 1e30
+    save_model(tmp_path / "model", model, small_tokenizer)
+    result = inline(sample.main, tmp_path / "model", "The sea", device="cpu", dtype="float32")
+    assert_user_error(result, "logits are not finite")
 
 
 def test_a_tokenizer_that_is_too_large_for_the_model_is_refused(run, base, tmp_path, small_tokenizer, inline):
