@@ -353,7 +353,7 @@ class Run:
             self.step = int(state["step"])
             self.tokens = int(state["tokens"])
             skipped = int(state.get("data_step", self.step)) - self.step
-        except (LookupError, TypeError, ValueError, AttributeError) as e:
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as e:
             reason = f"no {e}" if isinstance(e, KeyError) else str(e)
             raise UserError(f"{checkpoint}/{TRAIN_STATE} does not fit this run: {reason}; resume from another") from e
         if skipped:  # by a version that went back after a spike
