@@ -56,7 +56,9 @@ def test_help_shows_each_constant_with_its_comment_and_the_default_of_the_recipe
     with pytest.raises(SystemExit) as end:
         parse_args(train_gpt2.Config, ["--help"], train_gpt2.RECIPES["tiny"], prog="x.py", description="Some words.")
     text = capsys.readouterr().out
-    assert not end.value.code and "usage: x.py" in text and "Some words." in text
+    assert not end.value.code
+    assert "usage: x.py" in text
+    assert "Some words." in text
     assert re.search(r"--max_steps INT +optimizer steps; .*\(default: 1200\)", text)
     flags = ("no_shuffle" if name == "shuffle" else name for name in train_gpt2.Config.__dataclass_fields__)
     assert all(f"--{flag}" in text for flag in flags)
@@ -64,7 +66,9 @@ def test_help_shows_each_constant_with_its_comment_and_the_default_of_the_recipe
 
 def test_files_and_directories_are_on_the_disk_before_they_have_their_name(tmp_path, monkeypatch):
     """A power failure after a rename would otherwise leave an empty file under the final name."""
-    events, fsync, real = [], os.fsync, {name: getattr(Path, name) for name in ("rename", "replace")}
+    events = []
+    fsync = os.fsync
+    real = {name: getattr(Path, name) for name in ("rename", "replace")}
     place = lambda fd: Path(os.readlink(f"/proc/self/fd/{fd}")).name  # noqa: E731
     monkeypatch.setattr(os, "fsync", lambda fd: (events.append(f"flush {place(fd)}"), fsync(fd)))
     for name, rename in real.items():
@@ -162,13 +166,16 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, code, words
         context.setattr(fcntl, "flock", no_locks)
         with exclusive_lock(tmp_path / "lock", str(tmp_path), seconds=0.2):
             pass
-    assert words in cli.explain(e.value) and str(tmp_path) in cli.explain(e.value)
+    assert words in cli.explain(e.value)
+    assert str(tmp_path) in cli.explain(e.value)
 
 
 def test_a_terminal_without_utf8_gets_the_same_line():
     run = lambda code: run_script("plot.py", "--x", "hours", env=environment(PYTHONIOENCODING=code))  # noqa: E731
     errors = [run(code).stderr for code in ("utf-8", "ascii")]
-    assert errors[0] == errors[1] and errors[0].startswith("error: ") and "hours" in errors[0]
+    assert errors[0] == errors[1]
+    assert errors[0].startswith("error: ")
+    assert "hours" in errors[0]
 
 
 def test_a_closed_standard_input_is_an_empty_one(monkeypatch):

@@ -50,7 +50,8 @@ def test_a_batch_gives_the_loss_and_gradients_of_its_examples_one_by_one(small_t
         logits = model(torch.from_numpy(example.idx).long()[None])[0]  # (T, V)
         return F.cross_entropy(logits, torch.from_numpy(example.targets).long(), reduction="sum") / n_targets
 
-    factors, found = [p for p in model.parameters() if p.requires_grad], []
+    factors = [p for p in model.parameters() if p.requires_grad]
+    found = []
     for parts in ([model.loss(*micro, n_targets=n_targets) for micro in micros], list(map(alone, examples))):
         found.append([sum(parts), *torch.autograd.grad(sum(parts), factors)])
     assert all((a - b).abs().max() < 1e-5 for a, b in zip(*found, strict=True))
@@ -121,10 +122,13 @@ def test_finetuning_lowers_the_validation_loss_and_leaves_what_it_should(finetun
         f"\nNow try:\n  python sample.py {model} --chat\n  {run_dir}/learning_curve.png    # the loss curve\n"
     )
     assert log_of(run_dir, "val")[0].keys() == {"step", "kind", "loss", "bpb"}
-    assert column(run_dir, "val", "step") == [0, 6, 12] and val[-1] < val[0] - 0.5
+    assert column(run_dir, "val", "step") == [0, 6, 12]
+    assert val[-1] < val[0] - 0.5
     assert column(run_dir, "train", "step") == list(range(1, 13))
-    assert (run_dir / "learning_curve.png").exists() and "--- step 12" in (run_dir / "samples.txt").read_text()
-    assert steps_of(run_dir) == [4, 8, 12] and (run_dir / "adapter").exists() == (r > 0)
+    assert (run_dir / "learning_curve.png").exists()
+    assert "--- step 12" in (run_dir / "samples.txt").read_text()
+    assert steps_of(run_dir) == [4, 8, 12]
+    assert (run_dir / "adapter").exists() == (r > 0)
     written = [path.name for path in (run_dir / "step_000012").glob("*.safetensors")]
     assert written == ["adapter_model.safetensors" if r else "model.safetensors"]
     if r:
@@ -199,7 +203,8 @@ def test_what_is_overwritten_is_renamed_and_never_lost(finetune, base, tmp_path,
     (run_dir / "adapter" / "notes.txt").write_text("mine")  # and the run continues
     finetune(max_steps=2, resume=True, merge=merged)
     assert (run_dir / "adapter.1" / "notes.txt").read_text() == "mine"
-    assert (tmp_path / "merged.2" / "model.safetensors").exists() and (run_dir / "step_000002").exists()
+    assert (tmp_path / "merged.2" / "model.safetensors").exists()
+    assert (run_dir / "step_000002").exists()
 
 
 def test_without_an_interval_there_are_no_checkpoints_but_an_adapter(finetune, run_dir):
@@ -260,7 +265,8 @@ def test_recomputed_activations_change_no_figure_and_a_bare_resume_continues(fin
     assert inline(lf.main, "--resume", "--out_dir", tmp_path / "again", "--max_steps", 6).returncode == 0
     one, other = (column(tmp_path / out, "train", "loss") for out in ("run", "again"))
     assert other[:2] == pytest.approx(one[:2], rel=1e-6)
-    assert len(other) == 6 and read_json(tmp_path / "again/config.json")["targets"] == list(TARGETS)
+    assert len(other) == 6
+    assert read_json(tmp_path / "again/config.json")["targets"] == list(TARGETS)
 
 
 BAD = [

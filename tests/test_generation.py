@@ -31,7 +31,8 @@ def lively() -> GPT:
 
 def test_cached_logits_equal_those_of_the_whole_context():
     """Prefill, then decoding of rows that are at different positions, until one fills the window."""
-    model, rows = lively(), [list(p) for p in PROMPTS]
+    model = lively()
+    rows = [list(p) for p in PROMPTS]
     cache = KVCache(model, len(rows), 32)
     with torch.no_grad():
         for _ in range(13):
@@ -40,12 +41,14 @@ def test_cached_logits_equal_those_of_the_whole_context():
                 expected = model(torch.tensor([row]))[0, -1]
                 torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
                 row.append(found.argmax().item())
-    assert not cache.is_empty and max(map(len, rows)) == 33
+    assert not cache.is_empty
+    assert max(map(len, rows)) == 33
 
 
 @pytest.mark.parametrize("longest", [20, 30, 50])
 def test_greedy_tokens_of_unequal_prompts_equal_the_plain_version_past_the_window_too(longest):
-    model, prompts = lively(), [*PROMPTS, tokens(longest, seed=longest).tolist()]
+    model = lively()
+    prompts = [*PROMPTS, tokens(longest, seed=longest).tolist()]
     steps = list(generate(model, prompts, 40, temperature=0))
     assert len({token for step in steps for token in step}) > 15  # else this proves little
     for i, prompt in enumerate(prompts):
@@ -55,7 +58,8 @@ def test_greedy_tokens_of_unequal_prompts_equal_the_plain_version_past_the_windo
 
 @pytest.mark.parametrize("options", [dict(), dict(top_k=5), dict(temperature=0.7, top_k=300)], ids=str)
 def test_drawn_tokens_equal_those_of_the_plain_version(options):
-    model, prompt = lively(), PROMPTS[1]
+    model = lively()
+    prompt = PROMPTS[1]
     plain = model.generate(torch.tensor([prompt]), 40, **options, generator=seeded(1))
     steps = generate(model, [prompt], 40, **options, generator=seeded(1))
     assert [token for (token,) in steps] == plain[0, len(prompt) :].tolist()
@@ -66,7 +70,8 @@ def test_padded_ids_are_never_generated_and_the_training_mode_stays_as_it_was():
     with torch.no_grad():
         model.transformer.wte.weight[200:] *= 50
     steps = generate(model, [[1]] * 8, 24, n_tokens=200, generator=seeded())
-    assert max(map(max, steps)) < 200 and model.training
+    assert max(map(max, steps)) < 200
+    assert model.training
 
 
 def test_texts_that_are_generated_in_turns_have_no_dropout_and_leave_the_model_in_training():
@@ -122,7 +127,8 @@ def test_a_row_that_has_ended_keeps_its_stop_token_and_the_others_continue():
     free = draw()
     stop = free[2][0]
     steps = draw(stop_token=stop)
-    assert len(steps) > 4 and [step[0] for step in steps[2:]] == [stop] * (len(steps) - 2)
+    assert len(steps) > 4
+    assert [step[0] for step in steps[2:]] == [stop] * (len(steps) - 2)
     assert [step[1:] for step in steps[:6]] == [step[1:] for step in free[:6]]
     first = next(generate(lively(), PROMPTS[:1], 1, temperature=0))
     assert list(generate(lively(), PROMPTS[:1], 9, temperature=0, stop_token=first[0])) == [first]  # all have ended
@@ -135,7 +141,8 @@ def test_the_seed_decides_the_samples_of_training(small_tokenizer, rt):
 
 
 def test_a_completion_starts_a_document_if_the_prompt_is_empty_and_ends_with_it(small_tokenizer, rt, monkeypatch):
-    asked, eot = [], small_tokenizer.eot_token
+    asked = []
+    eot = small_tokenizer.eot_token
     steps = [[65, 66], [eot, 67], [eot, eot]]
     monkeypatch.setattr(evaluation, "generate", lambda *args, **options: asked.append((args[1], options)) or steps)
     assert complete(None, small_tokenizer, ["", "A"], 3, rt, 0) == [

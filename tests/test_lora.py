@@ -34,7 +34,8 @@ def test_the_bypass_is_the_formula_forward_and_backward():
     torch.manual_seed(0)
     double = partial(torch.randn, dtype=torch.float64)
     x, W, b, A, B = double(5, 6), double(7, 6), double(7), double(3, 6), double(7, 3)
-    trained, found = [t.requires_grad_() for t in (x, A, B)], []
+    trained = [t.requires_grad_() for t in (x, A, B)]
+    found = []
     for out in (lora.LowRankLinear.apply(x, W, b, A, B, 2.5), x @ W.T + b + 2.5 * (x @ A.T) @ B.T):
         found.append([out, *torch.autograd.grad(out.square().sum(), trained)])
     torch.testing.assert_close(*found, rtol=0, atol=1e-12)
@@ -45,15 +46,18 @@ def test_the_factors_start_as_in_the_paper():
     module = lora.LoRALinear(torch.nn.Linear(400, 50), LoRAConfig(16, 32.0))
     bound = math.sqrt(6 / (1 + 5) / 400)  # Kaiming uniform, a = sqrt(5)
     A = module.lora_A.detach()
-    assert A.abs().max() <= bound and A.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.05)
-    assert not module.lora_B.any() and module.scale == 2.0
+    assert A.abs().max() <= bound
+    assert A.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.05)
+    assert not module.lora_B.any()
+    assert module.scale == 2.0
     assert lora.LoRALinear(torch.nn.Linear(400, 50), LoRAConfig(16, 32.0, rslora=True)).scale == 8.0
 
 
 def test_dropout_is_on_the_bypass_only_and_off_in_evaluation():
     model = lora.add_lora(small_gpt(), LoRAConfig(4, 8.0, dropout=0.5, targets=("c_fc",)))
     module = model.transformer.h[0].mlp.c_fc
-    x, plain = torch.randn(4, 9, 32), torch.nn.Linear(32, 128)
+    x = torch.randn(4, 9, 32)
+    plain = torch.nn.Linear(32, 128)
     plain.weight, plain.bias = module.weight, module.bias
     torch.manual_seed(3)
     assert torch.equal(module.train()(x), plain(x))  # zero up-projection: whatever is dropped
@@ -69,7 +73,8 @@ def test_dropout_is_on_the_bypass_only_and_off_in_evaluation():
 @pytest.mark.parametrize("targets", SUBSETS, ids=",".join)
 def test_merged_equals_unmerged_and_unmerging_restores_the_base_bit_for_bit(targets):
     model = adapted(small_gpt(), targets)
-    before, idx = deepcopy(model.state_dict()), tokens(2, 30)
+    before = deepcopy(model.state_dict())
+    idx = tokens(2, 30)
     unmerged = logits(model, idx)
     assert (unmerged - logits(small_gpt(), idx)).abs().max() > 1e-3  # the adapter does something
     merged = logits(lora.merge(model), idx)
@@ -95,11 +100,13 @@ def test_frozen_weights_in_bf16_give_the_numbers_of_autocast_bit_for_bit():
             loss = model.loss(idx, targets)
         loss.backward()
         found.append([loss, *(p.grad for p in model.parameters() if p.requires_grad)])
-    assert len(found[0]) == 1 + 2 * 8 and all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert len(found[0]) == 1 + 2 * 8
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_only_the_factors_are_trained_and_layers_below_the_first_one_get_no_gradient():
-    model, seen = adapted(small_gpt(), ("mlp.c_proj",)), []
+    model = adapted(small_gpt(), ("mlp.c_proj",))
+    seen = []
     model.transformer.h[0].attn.c_attn.register_full_backward_hook(lambda *_: seen.append("first"))
     model.transformer.h[1].attn.c_attn.register_full_backward_hook(lambda *_: seen.append("second"))
     model.loss(tokens(2, 8), tokens(2, 8)).backward()
@@ -175,7 +182,8 @@ def test_we_load_an_adapter_that_peft_trained_and_saved(tmp_path, on_disk, targe
     assert distance(ours, theirs) < 1e-4
 
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+TENSORS = "adapter_model.safetensors"
 SETTINGS = """\
 {
   "peft_type": "LORA",

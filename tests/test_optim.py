@@ -99,7 +99,9 @@ def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest_but_for_what_i
 
 def test_the_constants_reach_both_optimizers():
     adamw, muon = make_optimizer(small(), Settings(weight_decay=0.3, eps=1e-7), Machine(torch.float16)).optimizers
-    assert adamw.defaults["eps"] == 1e-7 and adamw.defaults["fused"] and muon.defaults["dtype"] == torch.float16
+    assert adamw.defaults["eps"] == 1e-7
+    assert adamw.defaults["fused"]
+    assert muon.defaults["dtype"] == torch.float16
     assert [g["weight_decay"] for g in adamw.param_groups + muon.param_groups] == [0.3, 0.0, 0.3, 0.3]
 
 
@@ -226,7 +228,8 @@ def test_training_goes_on_from_a_state_bit_for_bit(name, dtype):
     model = small()
     optimizer = make_optimizer(model, Settings(optimizer=name), Machine(dtype))
     train(model, optimizer, range(1, 4))
-    state, weights = through_a_file(optimizer.state_dict()), deepcopy(model.state_dict())
+    state = through_a_file(optimizer.state_dict())
+    weights = deepcopy(model.state_dict())
     train(model, optimizer, range(4, 7))
     again = small()
     again.load_state_dict(weights)
@@ -385,5 +388,6 @@ def test_muon_makes_singular_values_one_and_leaves_the_directions(shape, dtype):
         u, s, v = torch.linalg.svd(matrix, full_matrices=False)
         inside = u.T @ result @ v.T  # diagonal, were it exact
         values = inside.diagonal()[s > 0.01 * s[0]]
-        assert values.min() > 0.6 and values.max() < 1.3  # what five iterations of this polynomial are made for
+        assert values.min() > 0.6  # what five iterations of this polynomial are made for
+        assert values.max() < 1.3
         assert (inside - inside.diagonal().diag()).abs().max() < (1e-3 if dtype == torch.float32 else 0.1)

@@ -52,7 +52,8 @@ def greedy(model: GPT, small_tokenizer, ids: list[int], n: int) -> str:
 
 
 def test_a_greedy_text_is_that_of_the_model_up_to_the_end_of_the_document(run, base, small_tokenizer):
-    model, lengths = GPT.from_pretrained(str(base / "base")), set()
+    model = GPT.from_pretrained(str(base / "base"))
+    lengths = set()
     for prompt in ("The sea", "", "中文", "A boat ", "of"):
         ids = small_tokenizer.encode_ordinary(prompt)
         text = greedy(model, small_tokenizer, ids, 8)
@@ -65,11 +66,13 @@ def test_a_greedy_text_is_that_of_the_model_up_to_the_end_of_the_document(run, b
 
 
 def test_a_text_appears_as_it_is_written(run, monkeypatch):
-    terminal, seen = io.StringIO(), []
+    terminal = io.StringIO()
+    seen = []
     terminal.flush = lambda: seen.append(terminal.getvalue())
     monkeypatch.setattr(sys, "stdout", terminal)
     run("The sea", temperature=0)
-    assert seen[0] == "The sea" and len(set(seen)) > 4
+    assert seen[0] == "The sea"
+    assert len(set(seen)) > 4
 
 
 def test_a_prompt_that_looks_like_an_option_goes_last_after_two_dashes(run):
@@ -100,7 +103,8 @@ def test_the_seed_decides_the_texts_and_each_of_them_is_another(run):
     several, once_more = (run("The sea", max_new_tokens=20, num_samples=70).stdout for _ in range(2))
     assert several == once_more
     texts = [text.split("\n", 1) for text in several.split("--- sample ")[1:]]
-    assert [int(number) for number, _ in texts] == list(range(1, 71)) and len({text for _, text in texts}) > 60
+    assert [int(number) for number, _ in texts] == list(range(1, 71))
+    assert len({text for _, text in texts}) > 60
     assert [text for _, text in texts[64:]] != [text for _, text in texts[:6]]  # the second batch draws other numbers
 
 
@@ -109,13 +113,16 @@ def test_the_seed_decides_the_texts_and_each_of_them_is_another(run):
 def test_a_chat_continues_the_form_that_was_trained_and_forgets_the_oldest_turns(
     run, base, small_tokenizer, monkeypatch, n, asked, given
 ):
-    said, read = ["Say sea. " * n, "Say tide.", "Say boat."], []
+    said = ["Say sea. " * n, "Say tide.", "Say boat."]
+    read = []
     note = lambda model, rows, most, **rest: read.append((*rows, most)) or generate(model, rows, most, **rest)  # noqa: E731
     monkeypatch.setattr(sample, "generate", note)
     stdin = "\n".join(said[1:]).encode()
     result = run(said[0], adapter=base / "adapter", chat=True, temperature=0, max_new_tokens=asked, stdin=stdin)
     model = load_adapter(GPT.from_pretrained(str(base / "base")), base / "adapter").eval()
-    messages, answers, expected = [], [], []
+    messages = []
+    answers = []
+    expected = []
     for text in said:
         messages.append(dict(role="user", content=text))
         while len(ids := chat.chat_ids(small_tokenizer, messages)) > 128 - given and len(messages) > 1:
@@ -123,7 +130,8 @@ def test_a_chat_continues_the_form_that_was_trained_and_forgets_the_oldest_turns
         expected.append((ids, given))
         answers.append(greedy(model, small_tokenizer, ids, given).lstrip())
         messages.append(dict(role="assistant", content=answers[-1]))
-    assert read == expected and result.stdout == "".join(f"{answer}\n> " for answer in answers)
+    assert read == expected
+    assert result.stdout == "".join(f"{answer}\n> " for answer in answers)
     assert f"at most {given} tokens" in result.stderr
 
 
