@@ -376,3 +376,23 @@ def test_a_forged_state_with_a_sum_of_its_own_is_refused_in_one_line(harm, folde
     door = DOORS["train on"]
     words = door.words(tmp_path, tmp_path) | dict(data=folder / "text.txt", max_steps=4, hellaswag_interval=0)
     assert_user_error(inline(train_gpt2.main, *door.recipe, **words), "train_state.pt")
+
+
+NO_CONSTANTS = {
+    "a list": lambda path: torch.save([1, 2], path),
+    "no constants": change_state(lambda state: state.pop("requested")),
+    "constants in a list": change_state(lambda state: state.update(requested=[1])),
+    "settled constants that are a word": change_state(lambda state: state.update(config="x")),
+}
+
+
+@pytest.mark.parametrize("harm", NO_CONSTANTS.values(), ids=NO_CONSTANTS)
+def test_constants_that_a_state_does_not_hold_are_missed_in_one_line(harm, folder, tmp_path, inline):
+    """A resume takes them from there if config.json is missing."""
+    shutil.copytree(folder / "run", tmp_path / "run")
+    (tmp_path / "run/config.json").unlink()
+    path = tmp_path / "run/step_000002/train_state.pt"
+    harm(path)
+    write_sum_again(path)
+    result = inline(train_gpt2.main, "tiny", resume=True, out_dir=tmp_path / "run", device="cpu")
+    assert_user_error(result, "train_state.pt holds no constants of a run")
