@@ -15,7 +15,7 @@ end adapter/, which peft opens. Tokens in the log are answer tokens. parts/lora.
 """
 
 # imported first, so that Ctrl-C while torch loads does not print a traceback
-from parts.cli import Count, Fraction, NonNegative, Positive, Probability, Seed, UserError, parse_args, script
+from parts.cli import Count, Fraction, NonNegative, Positive, Probability, Seed, UserError, counted, parse_args, script
 
 # isort: split
 import hashlib
@@ -106,7 +106,7 @@ class Config:
     sample_interval: Count = 0  # generate an answer to sample_prompt
     sample_prompt: str = "Give three tips for a good meal."  # the question that samples answer
     sample_tokens: Positive = 128  # tokens of that answer, at most
-    checkpoint_interval: Count = 500  # write a checkpoint, also after the last step; 0: only then; Ctrl-C always does
+    checkpoint_interval: Count = 500  # write a checkpoint, also after the last step; Ctrl-C always does
     keep_checkpoints: Count = 2  # keep this many of the newest, plus the one with the lowest validation loss; 0 for all
     # machine
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: cuda, else mps, else cpu
@@ -229,17 +229,18 @@ def open_data(config: Config, shape: GPTConfig, rt: Runtime) -> Data:
         )
     rows = rt.broadcast_from_main(lambda: load_rows(config.data))
     train_rows, val_rows = split_rows(rows, config.val_rows, config.seed)
-    train_set, skipped = encode_rows(train_rows, tokenizer, T)
-    val_set, skipped_val = encode_rows(val_rows, tokenizer, T)
+    train_set, counts = encode_rows(train_rows, tokenizer, T)
+    val_set, counts_val = encode_rows(val_rows, tokenizer, T)
     if not train_set:
         raise UserError(
             f"{config.data} has {len(rows)} rows, none with an instruction and an answer to train on; "
             f"correct the rows, or give a larger --sequence_length than {T}"
         )
     rt.print(f"data: {len(rows):,} rows: {len(train_set):,} examples to train on, {len(val_set):,} to validate")
-    for kind, what in dict(empty="are empty, and skipped", long=f"exceed {T} tokens, read in windows").items():
-        if n := skipped[kind] + skipped_val[kind]:
-            rt.print(f"  {n:,} rows {what}")
+    if n_empty := counts["empty"] + counts_val["empty"]:
+        rt.print(f"  {counted(n_empty, 'row')} with an empty message or no answer, skipped")
+    if n_long := counts["long"] + counts_val["long"]:
+        rt.print(f"  {counted(n_long, 'row')} longer than {T} tokens, read in windows")
     token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(rt.device)
     sha256 = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
     return Data(tokenizer, train_set, val_set, T, sha256, token_bytes)
@@ -270,6 +271,8 @@ def read_command_line(args: list[str]) -> Config:
         raise UserError(f"--batch_size {config.batch_size} is less than one example per rank; give {n_ranks} or more")
     if not config.lora_dim and (config.adapter or config.merge):
         raise UserError("--lora_dim 0 trains all weights and no adapter; leave out --adapter and --merge")
+    if not config.lora_dim and not config.checkpoint_interval:
+        raise UserError("--lora_dim 0 keeps its weights in checkpoints alone; give a --checkpoint_interval above 0")
     used = (config.base, config.adapter)
     if config.overwrite and not (config.merge and config.adapter):  # both: out_dir stays as it is
         refuse_to_rename("--out_dir", config.out_dir, used)

@@ -16,6 +16,7 @@ This file knows nothing of ranks, optimizers, training loops, data or tokenizers
 Shapes in comments: B batch, T tokens, C n_embd, H n_head, D = C / H, V vocab_size, S tokens that attention looks at.
 """
 
+import contextlib
 import json
 import math
 from dataclasses import dataclass
@@ -281,7 +282,8 @@ class GPT(nn.Module):
             tensors[name] = tensor.detach().float().contiguous()
         save_file(tensors, weights, metadata={"format": "pt"})
         # safetensors writes mode 0600; use the mode of the files next to it
-        weights.chmod((path / "config.json").stat().st_mode)
+        with contextlib.suppress(OSError):  # a file system may have no modes, or let nobody change them
+            weights.chmod((path / "config.json").stat().st_mode)
 
     def hf_state_dict(self) -> dict[str, torch.Tensor]:
         """The weights under Hugging Face's names and in its orientation, without a copy: `Conv1D` keeps a projection as

@@ -12,7 +12,7 @@ all are done. A text ends at `<|endoftext|>` or after --max_new_tokens. Standard
 """
 
 # imported first, so that Ctrl-C while torch loads does not print a traceback
-from parts.cli import Count, NonNegative, Positive, Seed, UserError, parse_args, script
+from parts.cli import Count, NonNegative, Positive, Seed, UserError, parse_args, printable, script
 
 # isort: split
 import sys
@@ -71,26 +71,32 @@ def write_texts(config: Config) -> None:
         model = remove_lora(merge(load_adapter(model, config.adapter)))
     model.to(rt.device, rt.dtype)
     generator = torch.Generator(rt.device).manual_seed(config.seed)
-    more = partial(
+    generate_more = partial(
         generate, model, stop_token=tokenizer.eot_token, suppress_tokens=tokenizer.unused_ids(model.config.vocab_size),
         temperature=config.temperature, top_k=config.top_k, top_p=config.top_p, generator=generator,
     )  # fmt: skip
     ids = tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token or 0]  # no prompt: start a document
     if config.chat:
         check_tokenizer(tokenizer, config.model)
-        converse(more, tokenizer, model.config.n_positions, config.max_new_tokens, prompt)
+        converse(generate_more, tokenizer, model.config.n_positions, config.max_new_tokens, prompt)
     elif config.num_samples == 1:
-        print(prompt, end="", flush=True)
-        for text in stream(more([ids], config.max_new_tokens), tokenizer):
-            print(text, end="", flush=True)
+        show(prompt)
+        for text in stream(generate_more([ids], config.max_new_tokens), tokenizer):
+            show(text)
         print()
     else:
         for start in range(0, config.num_samples, BATCH):
             n = min(BATCH, config.num_samples - start)
-            steps = list(more([ids] * n, config.max_new_tokens))  # of n tokens each
+            steps = list(generate_more([ids] * n, config.max_new_tokens))  # of n tokens each
             for i in range(n):
                 new = [step[i] for step in steps if step[i] != tokenizer.eot_token]
-                print(f"--- sample {start + i + 1}\n{prompt}{tokenizer.decode(new)}")
+                show(f"--- sample {start + i + 1}\n{prompt}{tokenizer.decode(new)}\n")
+
+
+def show(text: str) -> None:
+    """Print a text now. A terminal would obey the control characters that a model can write, so there they are escaped;
+    a file or a pipe gets them as they are."""
+    print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
 def stream(steps: Iterator[list[int]], tokenizer) -> Iterator[str]:
@@ -102,7 +108,7 @@ def stream(steps: Iterator[list[int]], tokenizer) -> Iterator[str]:
     yield decoder.flush()
 
 
-def converse(more: Callable, tokenizer, n_positions: int, max_new_tokens: int, said: str) -> None:
+def converse(generate_more: Callable, tokenizer, n_positions: int, max_new_tokens: int, said: str) -> None:
     """A conversation in the form that lora_finetune.py trains on; an empty line or Ctrl-D ends it.
 
     Earlier turns stay in the context as long as they fit; then the oldest is dropped. An answer gets at most a third of
@@ -116,11 +122,11 @@ def converse(more: Callable, tokenizer, n_positions: int, max_new_tokens: int, s
         while len(messages) > 1 and len(chat_ids(tokenizer, messages)) > n_positions - most:
             del messages[:2]
         answer = ""
-        for text in stream(more([chat_ids(tokenizer, messages)], most), tokenizer):
+        for text in stream(generate_more([chat_ids(tokenizer, messages)], most), tokenizer):
             if not answer:
                 text = text.lstrip()  # a space after the colon belongs to the format
             answer += text
-            print(text, end="", flush=True)
+            show(text)
         print()
         messages.append(dict(role="assistant", content=answer))
         said = ""

@@ -26,6 +26,7 @@ import regex
 
 from bpe.tokenizer import ENDOFTEXT, Tokenizer
 from parts.cli import UserError
+from parts.files import read_json
 
 START = "BEGINNING OF CONVERSATION: "
 USER = "USER: "
@@ -77,11 +78,11 @@ def turn(said: list[str], first: bool) -> str:
 def clean(text: str, tokenizer: Tokenizer) -> str:
     """A message's content as the model reads it: stripped, and without special tokens."""
     for special in tokenizer.special_tokens:  # in any order: the spaces cannot complete another one
-        text = text.replace(special, blunt(special))
+        text = text.replace(special, neutralize(special))
     return text.strip()
 
 
-def blunt(special: str) -> str:
+def neutralize(special: str) -> str:
     """Replace both ends, or an overlapping token would survive: `||` occurs three times in `||||`."""
     return f" {special[1:-1]} "
 
@@ -153,15 +154,19 @@ def template(tokenizer: Tokenizer) -> str:
     words = dict(START=START, USER=USER, ASSISTANT=ASSISTANT, ENDOFTEXT=ENDOFTEXT, DIRECTLY=follows_directly(tokenizer))
     words = {name: repr(value) for name, value in words.items()}
     # repr escapes quotes and backslashes in a special token, and its quotes contain any braces
-    words["CLEAN"] = " ".join(f"| replace({s!r}, {blunt(s)!r})" for s in tokenizer.special_tokens)
+    words["CLEAN"] = " ".join(f"| replace({s!r}, {neutralize(s)!r})" for s in tokenizer.special_tokens)
     return regex.sub("|".join(words), lambda match: words[match[0]], TEMPLATE)
 
 
 def save_chat_files(path: Path, tokenizer: Tokenizer) -> None:
-    """Write what a chat needs besides weights: tokenizer, chat_template.jinja, and the token that ends an answer."""
+    """Write what a chat needs besides weights: tokenizer, template, and the token that ends an answer."""
     if not (path / "tokenizer.json").exists():  # beside a model it is there
         tokenizer.save(path)
     (path / "chat_template.jinja").write_text(template(tokenizer), encoding="utf-8")
+    # transformers.js and older servers look for the template here only; transformers prefers the file
+    file = path / "tokenizer_config.json"
+    content = read_json(file) | dict(chat_template=template(tokenizer))
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     settings = path / "generation_config.json"
     if not settings.exists():  # a model has its own, with the same settings
         eot = tokenizer.eot_token

@@ -1,6 +1,7 @@
 """What every script needs before it does anything: the command line, checked constants, one-line errors.
 
-This file imports no torch and knows nothing of models or data; a worker process that imports it stays small.
+This file imports no torch, so that a worker process that imports it stays small. Of models, ranks and runs it knows
+only the remedies that `explain` names.
 """
 
 import atexit
@@ -95,8 +96,20 @@ def fail(message: str) -> None:
     """Print `error: message` on one line of stderr and exit with code 2. Each rank prints its own."""
     rank = os.environ.get("RANK", "0")
     who = "" if rank == "0" else f"rank {rank}: "
-    print(f"error: {who}" + " ".join(message.split()), file=sys.stderr, flush=True)
+    print(f"error: {who}" + printable(" ".join(message.split())), file=sys.stderr, flush=True)
     sys.exit(2)
+
+
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but for tabs and line ends
+
+
+def printable(text: str) -> str:
+    """The text with its control characters escaped.
+
+    A name that somebody else chose, of a folder or of the base in an adapter's file, could otherwise move the cursor,
+    overwrite what the terminal shows, or set its title.
+    """
+    return CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def counted(n: int, noun: str) -> str:

@@ -13,7 +13,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from parts.checkpoint import ADAPTER_FILES, MODEL_FILES, checkpoint_steps, load_train_state, newest_intact
-from parts.cli import UserError, check_constants
+from parts.cli import UserError, check_constants, printable
 from parts.files import exclusive_lock, read_json, set_aside
 from parts.log import newest_start, read_log
 from parts.runtime import Runtime
@@ -43,9 +43,10 @@ def with_constants_of_run(config, args: list[str]):
         own[name] = tuple(value) if isinstance(value, list) else value
     for name in constants.keys() - names:
         if constants[name]:  # a feature that was on
+            had = printable(f"--{name} {constants[name]}")
             print(
-                f"warning: the run in {config.out_dir} had --{name} {constants[name]}, "
-                "which this version does not know: it continues without",
+                f"warning: the run in {config.out_dir} had {had}, which this version does not know: "
+                "it continues without",
                 file=sys.stderr,
             )
     check_constants(type(config), own)
@@ -80,7 +81,11 @@ def constants_of_run(out_dir: Path) -> tuple[dict, dict]:
         return {}, {}
     print(f"warning: {path} is missing or damaged: taking the constants from {checkpoint}", file=sys.stderr)
     state = load_train_state(checkpoint)
-    return state["requested"] if "requested" in state else state["written"], state["config"]
+    try:
+        requested = state["requested"] if "requested" in state else state["written"]  # its name in earlier versions
+        return dict(requested), dict(state["config"])
+    except (LookupError, TypeError, ValueError) as e:
+        raise UserError(f"{checkpoint}/train_state.pt holds no constants of a run; resume from another") from e
 
 
 def flags_set(args: list[str]) -> set[str]:

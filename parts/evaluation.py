@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 import torch
 
+from parts.cli import UserError
 from parts.generation import generate
 from parts.runtime import Runtime
 
@@ -41,7 +42,8 @@ def validate(
 
 
 def complete(model, tokenizer, prompts: list[str], max_tokens: int, rt: Runtime, seed: int, **options) -> list[str]:
-    """The text that `generate` with `options` adds to each prompt, up to `<|endoftext|>`; all prompts at once.
+    """The text that `generate` with `options` adds to each prompt, up to `<|endoftext|>`; all prompts at once. Where
+    there is none, because training has diverged, the reason in brackets: the run goes on to its own error.
 
     Uses a separate random number generator, so that sampling does not affect training.
     """
@@ -51,5 +53,8 @@ def complete(model, tokenizer, prompts: list[str], max_tokens: int, rt: Runtime,
     options |= dict(stop_token=eot, suppress_tokens=tokenizer.unused_ids(model.config.vocab_size))
     with rt.autocast():
         steps = generate(model, ids, max_tokens, generator=generator, **options)
-        texts = zip(*steps, strict=True)  # from the tokens of each step to those of each prompt
+        try:
+            texts = list(zip(*steps, strict=True))  # from the tokens of each step to those of each prompt
+        except UserError as e:
+            return [f" [{e}]" for _ in prompts]
     return [tokenizer.decode([token for token in text if token != eot]) for text in texts]

@@ -46,15 +46,20 @@ def flush(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
+    except OSError as e:  # some file systems, of networks and of users, cannot flush a directory
+        if not (path.is_dir() and e.errno in (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)):
+            raise
     finally:
         os.close(fd)
 
 
 @contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Name the path in an OSError raised in the block: a failed write, for example to a full disk, names nothing, and
-    the name of a temporary file tells nobody what could not be written. Make an OSError of what safetensors raises
-    instead, which gives the system's number only in its text, and of what torch.save says of a file cut short."""
+def errors_name(path: Path) -> Iterator[None]:
+    """Raise OSErrors with the path in them, also for the disk errors that safetensors and torch.save report as text.
+
+    A failed write, for example to a full disk, names nothing, and the name of a temporary file tells nobody what could
+    not be written.
+    """
     try:
         yield
     except OSError as e:
@@ -73,7 +78,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
     """Write a file atomically: to a temporary file of this process, flushed to the disk and renamed over `path`."""
     part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with naming(path):
+        with errors_name(path):
             part.write_bytes(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
             flush(part)
             part.replace(path)
@@ -90,7 +95,7 @@ def write_atomically(path: Path, fill: Callable[[Path], None]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        with naming(path):
+        with errors_name(path):
             temporary.mkdir(parents=True)
             fill(temporary)
             for file in temporary.iterdir():
@@ -137,7 +142,7 @@ def exclusive_lock(lock: Path, what: str, seconds: float | None = None) -> Itera
     from filelock import FileLock, Timeout
 
     try:
-        with naming(lock):
+        with errors_name(lock):
             held = FileLock(lock, timeout=seconds or LOCK_SECONDS).acquire()
     except Timeout:  # FileLock takes the "permission denied" of a file system without locks for a lock that is held
         raise UserError(

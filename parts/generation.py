@@ -17,11 +17,14 @@ Shapes in comments: B sequences, T tokens, H heads, D channels of a head, V voca
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
+
+from parts.cli import UserError
 
 
 @torch.no_grad()
@@ -39,7 +42,7 @@ def generate(
 
     `sampling` is what `sample_tokens` takes: temperature, top_k, top_p. A sequence that has produced `stop_token` keeps
     yielding it; the generator ends when all have. The ids in `suppress_tokens`, such as those that are no token, are
-    never chosen. Raises ValueError for an empty prompt.
+    never chosen. Raises ValueError for an empty prompt, UserError if the model's logits are not finite.
     """
     if not prompts or not all(prompts):
         raise ValueError("a prompt needs at least one token")
@@ -49,21 +52,32 @@ def generate(
     capacity = min(longest, model.config.n_positions)
     cache = KVCache(model, len(sequences), capacity)
     suppressed = torch.tensor(suppress_tokens, dtype=torch.long, device=model.lm_head.weight.device)
-    training = model.training
-    model.eval()
-    try:
-        for _ in range(max_new_tokens):
+    for _ in range(max_new_tokens):
+        with evaluating(model):  # in each step: between two of them the caller may train, or begin another text
             logits = next_logits(model, sequences, cache)  # (B, V)
-            logits.index_fill_(1, suppressed, float("-inf"))
-            chosen = sample_tokens(logits, generator=generator, **sampling).tolist()
-            for i, sequence in enumerate(sequences):
-                sequence.append(stop_token if ended[i] else chosen[i])
-                ended[i] = ended[i] or sequence[-1] == stop_token
-            yield [sequence[-1] for sequence in sequences]
-            if all(ended):
-                break
+        if not logits.isfinite().all():  # a GPU would abort the process when it samples from them
+            raise UserError("the model's logits are not finite; use --dtype float32, or an earlier checkpoint")
+        logits.index_fill_(1, suppressed, float("-inf"))
+        chosen = sample_tokens(logits, generator=generator, **sampling).tolist()
+        for i, sequence in enumerate(sequences):
+            sequence.append(stop_token if ended[i] else chosen[i])
+            ended[i] = ended[i] or sequence[-1] == stop_token
+        yield [sequence[-1] for sequence in sequences]
+        if all(ended):
+            break
+
+
+@contextmanager
+def evaluating(model) -> Iterator[None]:
+    """Without dropout while the block runs."""
+    training = model.training
+    if training:
+        model.eval()
+    try:
+        yield
     finally:
-        model.train(training)
+        if training:
+            model.train()
 
 
 def next_logits(model, sequences: list[list[int]], cache: "KVCache") -> Tensor:

@@ -44,10 +44,8 @@ class LoRAConfig:
 
     def __post_init__(self):
         """Raises UserError for what `read_adapter` would refuse later."""
-        for key, flag, value in (("r", "dim", self.r), ("lora_alpha", "alpha", self.alpha)):
-            if not within_limits(key, value):
-                low, high = LIMITS[key]
-                raise UserError(f"--lora_{flag} must be in [{low:g}, {high:g}], not {value:g}")
+        check_limits("--lora_dim", "r", self.r)
+        check_limits("--lora_alpha", "lora_alpha", self.alpha)
 
     @property
     def scale(self) -> float:
@@ -330,6 +328,13 @@ def read_settings(file: Path) -> dict:
                 f"{file} is damaged: {key} is {settings.get(key)!r:.80}; write or download the adapter again"
             )
     return settings
+
+
+def check_limits(flag: str, key: str, value: float) -> None:
+    """Raises UserError, with the name of the flag that set it, for a value that `within_limits` refuses."""
+    if not within_limits(key, value):
+        low, high = LIMITS[key]
+        raise UserError(f"{flag} must be in [{low:g}, {high:g}], not {value:g}")
 
 
 def within_limits(key: str, value) -> bool:

@@ -27,7 +27,7 @@ from tqdm import tqdm
 from parts.cli import UserError, explain
 from parts.curves import draw
 from parts.directory import RunDirectory
-from parts.files import naming, replace_file
+from parts.files import errors_name, replace_file
 from parts.log import Records, of_kind, read_log
 from parts.runtime import Runtime
 
@@ -217,7 +217,7 @@ def line_of(record: dict) -> str:
 
 def add_text(path: Path, text: str) -> None:
     """Append to a file that is opened each time: the text is in it at once, and a kill cuts one line at most."""
-    with naming(path), open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
+    with errors_name(path), open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
         file.write(text)
 
 

@@ -348,12 +348,12 @@ class Run:
             if int(checkpoint.name.removeprefix("step_")) != state["step"]:
                 raise ValueError(f"it is of step {state['step']}")
             changed = self._changed_constants(state, checkpoint)
-            self.optimizer.load_state_dict(state["optimizer"])
+            self.optimizer.load_state_dict(state["optimizer"], state["step"])
             self._watch.load_state_dict(state["spikes"])
             self.step = int(state["step"])
             self.tokens = int(state["tokens"])
             skipped = int(state.get("data_step", self.step)) - self.step
-        except (LookupError, TypeError, ValueError, AttributeError) as e:
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as e:
             reason = f"no {e}" if isinstance(e, KeyError) else str(e)
             raise UserError(f"{checkpoint}/{TRAIN_STATE} does not fit this run: {reason}; resume from another") from e
         if skipped:  # by a version that went back after a spike

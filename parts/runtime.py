@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from parts.cards import peaks
-from parts.cli import UserError, counted
+from parts.cli import UserError, counted, printable
 
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
@@ -221,7 +221,7 @@ class Runtime:
         if not self.is_main:
             return
         try:
-            tqdm.write(text, **options)
+            tqdm.write(printable(text), **options)
             sys.stdout.flush()
         except (OSError, ValueError):  # the reader or the terminal went away, the disk is full, the file was closed
             with contextlib.suppress(OSError, ValueError):

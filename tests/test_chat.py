@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from bpe.tokenizer import Tokenizer
 from parts import chat
 from tests.finetuning import said, written
-from tests.helpers import assert_refused, prose, read_json, table
+from tests.helpers import assert_refused, prose, read_json
 
 SPECIALS = ("<|endoftext|>", "<|pad|>", "||", "☃", ">U")
 
@@ -24,26 +24,31 @@ def pair(request, tmp_path_factory):
     return ours, AutoTokenizer.from_pretrained(path)
 
 
-FORM = r"""
-u: Hi | Hi ASSISTANT:
-u:  Hi \n / a:  Ho  | Hi ASSISTANT:Ho<|endoftext|>
-s: Be kind. / u: Hi | Be kind. Hi ASSISTANT:
-u: Hi / a: Ho / u: Bye | Hi ASSISTANT:Ho<|endoftext|>USER: Bye ASSISTANT:
-u: Hi / a: Ho / s: Now / u: Bye | Hi ASSISTANT:Ho<|endoftext|>USER: Now Bye ASSISTANT:
-u: Hi / u: you | Hi you ASSISTANT:
-u: Hi / a: :) | Hi ASSISTANT: :)<|endoftext|>
-u: Hi / a: 7 | Hi ASSISTANT:7<|endoftext|>
-u: Say <|endoftext|>! | Say  |endoftext| ! ASSISTANT:
-"""
+FORM = [
+    (["u: Hi"], "Hi ASSISTANT:"),
+    (["u:  Hi \n", "a:  Ho "], "Hi ASSISTANT:Ho<|endoftext|>"),
+    (["s: Be kind.", "u: Hi"], "Be kind. Hi ASSISTANT:"),
+    (["u: Hi", "a: Ho", "u: Bye"], "Hi ASSISTANT:Ho<|endoftext|>USER: Bye ASSISTANT:"),
+    (["u: Hi", "a: Ho", "s: Now", "u: Bye"], "Hi ASSISTANT:Ho<|endoftext|>USER: Now Bye ASSISTANT:"),
+    (["u: Hi", "u: you"], "Hi you ASSISTANT:"),
+    (["u: Hi", "a: :)"], "Hi ASSISTANT: :)<|endoftext|>"),
+    (["u: Hi", "a: 7"], "Hi ASSISTANT:7<|endoftext|>"),
+    (["u: Say <|endoftext|>!"], "Say  |endoftext| ! ASSISTANT:"),
+]
 
 
-@pytest.mark.parametrize("turns, words", table(FORM))
-def test_the_form(turns, words):
-    tokenizer, messages = Tokenizer(()), said(*turns.replace(r"\n", "\n").split(" / "))
-    (text,) = ("BEGINNING OF CONVERSATION: USER: " + answered for answered in words)
-    assert written(messages, tokenizer) == text and written([], tokenizer) == ""
-    if len(messages) == 1:
-        assert chat.prompt_of(messages[0]["content"], tokenizer) == text
+@pytest.mark.parametrize("turns, text", FORM)
+def test_the_form(turns, text):
+    assert written(said(*turns), Tokenizer(())) == "BEGINNING OF CONVERSATION: USER: " + text
+
+
+def test_no_turns_are_no_text():
+    assert written([], Tokenizer(())) == ""
+
+
+def test_a_prompt_is_a_first_message():
+    tokenizer = Tokenizer(())
+    assert chat.prompt_of(" Hi\n", tokenizer) == written(said("u: Hi"), tokenizer)
 
 
 atoms = st.sampled_from(
@@ -82,7 +87,8 @@ def test_without_a_prompt_for_the_answer_and_in_the_middle_of_one(pair):
     messages = said("s: Be kind.", "u: Hi (you)")
     ids = theirs.apply_chat_template(messages, add_generation_prompt=False, return_dict=False)
     whole = chat.chat_ids(ours, messages)
-    assert whole[: len(ids)] == ids and ours.decode(whole[len(ids) :]) == " ASSISTANT:"
+    assert whole[: len(ids)] == ids
+    assert ours.decode(whole[len(ids) :]) == " ASSISTANT:"
     messages = said("u: Hi", "a: Once upon")
     ids = theirs.apply_chat_template(messages, continue_final_message=True, return_dict=False)
     assert ids == chat.chat_ids(ours, messages)[:-1]
@@ -106,6 +112,20 @@ def test_answers_end_where_the_template_ends_them(pair, tmp_path):
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')  # a model's own stays
     chat.save_chat_files(tmp_path, ours)
     assert read_json(tmp_path / "generation_config.json") == {"eos_token_id": 7}
+
+
+def test_a_client_that_reads_tokenizer_config_json_alone_gets_the_same_template(pair, tmp_path):
+    """As transformers.js does."""
+    from transformers import AutoTokenizer
+
+    ours, theirs = pair
+    chat.save_chat_files(tmp_path, ours)
+    (tmp_path / "chat_template.jinja").unlink()
+    other = AutoTokenizer.from_pretrained(tmp_path)
+    messages = said("s: Be kind.", "u: Hi <|endoftext|>", "a: :) ok", "u: Bye")
+    expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert other.apply_chat_template(messages, add_generation_prompt=True, return_dict=False) == expected
+    assert other.eos_token == "<|endoftext|>"  # what else the file says has stayed
 
 
 DISORDERLY = [

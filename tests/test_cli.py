@@ -5,6 +5,8 @@ import os
 import re
 import resource
 import signal
+import stat
+import subprocess
 import sys
 from dataclasses import fields
 from importlib import import_module
@@ -13,34 +15,33 @@ from pathlib import Path
 import pytest
 
 import train_gpt2
+from model import GPT
 from parts import cli
 from parts.cli import UserError, parse_args
 from parts.files import exclusive_lock, read_json, replace_file, set_aside, write_atomically
-from tests.helpers import assert_refused, environment, json_values, resume_table, run_script, table
+from tests.finetuning import distance, small_gpt
+from tests.helpers import ROOT, assert_refused, environment, resume_table, run_script
 
 DOORS = {
     name: import_module(name) for name in "train_gpt2 lora_finetune fineweb hellaswag sample plot bpe.train".split()
 }
-EDITED = """
-max_steps "1200" | max_steps is '1200'; it must be a whole number
-max_steps 12.5 | max_steps is 12.5; it must be a whole number
-max_lr "6e-4" | max_lr is '6e-4'; it must be a number
-optimizer "adam" | optimizer is 'adam'; it must be one of 'adamw', 'muon'
-shuffle "no" | shuffle is 'no'; it must be True or False
-beta1 1.0 | --beta1 must be in
-"""
+EDITED = [
+    (dict(max_steps="1200"), "max_steps is '1200'; it must be a whole number"),
+    (dict(max_steps=12.5), "max_steps is 12.5; it must be a whole number"),
+    (dict(max_lr="6e-4"), "max_lr is '6e-4'; it must be a number"),
+    (dict(optimizer="adam"), "optimizer is 'adam'; it must be one of 'adamw', 'muon'"),
+    (dict(shuffle="no"), "shuffle is 'no'; it must be True or False"),
+    (dict(beta1=1.0), "--beta1 must be in"),
+]
 
 
-@pytest.mark.parametrize("edit, words", table(EDITED))
+@pytest.mark.parametrize("edit, words", EDITED)
 def test_a_constant_that_was_edited_wrongly_gives_one_line(edit, words):
-    assert_refused(words[0], parse_args, train_gpt2.Config, [], train_gpt2.Config(**dict(json_values(edit))))
-    assert parse_args(train_gpt2.Config, [], train_gpt2.Config(max_lr=1)).max_lr == 1  # a whole number is a number
+    assert_refused(words, parse_args, train_gpt2.Config, [], train_gpt2.Config(**edit))
 
 
-# a run of today is compared with one of last year: to change a constant is a decision, not a slip
-
-
-# what was measured, or is agreed on with others
+def test_a_whole_number_is_a_number():
+    assert parse_args(train_gpt2.Config, [], train_gpt2.Config(max_lr=1)).max_lr == 1
 
 
 @pytest.mark.parametrize("page, door", [("resume.md", "train_gpt2"), ("lora.md", "lora_finetune")])
@@ -55,7 +56,9 @@ def test_help_shows_each_constant_with_its_comment_and_the_default_of_the_recipe
     with pytest.raises(SystemExit) as end:
         parse_args(train_gpt2.Config, ["--help"], train_gpt2.RECIPES["tiny"], prog="x.py", description="Some words.")
     text = capsys.readouterr().out
-    assert not end.value.code and "usage: x.py" in text and "Some words." in text
+    assert not end.value.code
+    assert "usage: x.py" in text
+    assert "Some words." in text
     assert re.search(r"--max_steps INT +optimizer steps; .*\(default: 1200\)", text)
     flags = ("no_shuffle" if name == "shuffle" else name for name in train_gpt2.Config.__dataclass_fields__)
     assert all(f"--{flag}" in text for flag in flags)
@@ -63,7 +66,9 @@ def test_help_shows_each_constant_with_its_comment_and_the_default_of_the_recipe
 
 def test_files_and_directories_are_on_the_disk_before_they_have_their_name(tmp_path, monkeypatch):
     """A power failure after a rename would otherwise leave an empty file under the final name."""
-    events, fsync, real = [], os.fsync, {name: getattr(Path, name) for name in ("rename", "replace")}
+    events = []
+    fsync = os.fsync
+    real = {name: getattr(Path, name) for name in ("rename", "replace")}
     place = lambda fd: Path(os.readlink(f"/proc/self/fd/{fd}")).name  # noqa: E731
     monkeypatch.setattr(os, "fsync", lambda fd: (events.append(f"flush {place(fd)}"), fsync(fd)))
     for name, rename in real.items():
@@ -77,6 +82,47 @@ def test_files_and_directories_are_on_the_disk_before_they_have_their_name(tmp_p
         write_atomically(tmp_path / "dir", lambda path: (path / "a").write_text("x"))
         old = ["name dir.1"] * n
         assert events == ["flush a", f"flush .dir.{me}.tmp", *old, "name dir", f"flush {tmp_path.name}"]
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EBADF, errno.ENOTSUP])
+def test_a_file_system_that_cannot_flush_directories_gets_files_all_the_same(tmp_path, monkeypatch, code):
+    real = os.fsync
+
+    def fsync(fd):
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(code, os.strerror(code))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    replace_file(tmp_path / "file", "text")
+    write_atomically(tmp_path / "dir", lambda path: (path / "a").write_text("x"))
+    assert (tmp_path / "file").read_text() == "text"
+    assert (tmp_path / "dir" / "a").read_text() == "x"
+
+
+@pytest.mark.parametrize(
+    "is_kind, code", [(stat.S_ISREG, errno.EINVAL), (stat.S_ISREG, errno.EIO), (stat.S_ISDIR, errno.EIO)]
+)
+def test_any_other_failure_to_flush_is_an_error(tmp_path, monkeypatch, is_kind, code):
+    def fsync(fd):
+        if is_kind(os.fstat(fd).st_mode):
+            raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match=os.strerror(code)):
+        replace_file(tmp_path / "file", "text")
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS])
+def test_a_file_system_without_modes_gets_weights_all_the_same(tmp_path, monkeypatch, code):
+    def chmod(*args, **options):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "chmod", chmod)
+    monkeypatch.setattr(Path, "chmod", chmod)
+    model = small_gpt()
+    model.save_pretrained(tmp_path)
+    assert distance(GPT.from_pretrained(tmp_path), model) == 0
 
 
 @pytest.mark.parametrize("place", [".", "..", "../.."])
@@ -120,13 +166,16 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, code, words
         context.setattr(fcntl, "flock", no_locks)
         with exclusive_lock(tmp_path / "lock", str(tmp_path), seconds=0.2):
             pass
-    assert words in cli.explain(e.value) and str(tmp_path) in cli.explain(e.value)
+    assert words in cli.explain(e.value)
+    assert str(tmp_path) in cli.explain(e.value)
 
 
 def test_a_terminal_without_utf8_gets_the_same_line():
     run = lambda code: run_script("plot.py", "--x", "hours", env=environment(PYTHONIOENCODING=code))  # noqa: E731
     errors = [run(code).stderr for code in ("utf-8", "ascii")]
-    assert errors[0] == errors[1] and errors[0].startswith("error: ") and "hours" in errors[0]
+    assert errors[0] == errors[1]
+    assert errors[0].startswith("error: ")
+    assert "hours" in errors[0]
 
 
 def test_a_closed_standard_input_is_an_empty_one(monkeypatch):
@@ -186,6 +235,41 @@ def test_whatever_ends_a_script_has_its_exit_code_and_its_line(ends, capsys, rai
         ends(raised, rank)
     assert end.value.code == code
     assert capsys.readouterr().err == (f"error: {who}{message}\n" if message else "")
+
+
+def test_a_name_cannot_write_escape_sequences_to_the_terminal(ends, capsys, rt):
+    name = "a\x1b]0;title\x07\x9b2Jb é中"
+    with pytest.raises(SystemExit):
+        ends(UserError(name))
+    assert capsys.readouterr().err == "error: a\\x1b]0;title\\x07\\x9b2Jb é中\n"
+    rt.print(f"{name}\n\tline")
+    assert capsys.readouterr().out == "a\\x1b]0;title\\x07\\x9b2Jb é中\n\tline\n"
+
+
+LAST_WORDS = """
+import atexit, sys, time
+from pathlib import Path
+import torch.distributed as dist
+from parts.cli import script
+
+rank = int(sys.argv[1])
+folder = Path(sys.argv[2])
+dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
+
+def main():
+    time.sleep(rank)
+    (folder / f"{rank} has ended").touch()
+
+atexit.register(lambda: print((folder / "1 has ended").exists()))
+script(main)
+"""
+
+
+def test_no_rank_leaves_before_the_last_one_has_ended(tmp_path):
+    """Gloo may still be sending what the others wait for."""
+    words = [[sys.executable, "-c", LAST_WORDS, str(rank), str(tmp_path)] for rank in range(2)]
+    ranks = [subprocess.Popen(word, cwd=ROOT, stdout=subprocess.PIPE, text=True) for word in words]
+    assert [rank.communicate()[0] for rank in ranks] == ["True\n", "True\n"]
 
 
 def test_nothing_but_an_interrupt_is_hidden_before_a_script_begins(capsys):

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from parts import checkpoint
 from parts.checkpoint import CheckpointWriter, find_damage, load_train_state
-from parts.files import naming
+from parts.files import errors_name
 from parts.runtime import Runtime
 from tests.helpers import assert_refused, assert_user_error, log_of, steps_of, weights
 
@@ -47,7 +47,7 @@ def test_a_full_disk_gives_one_line_and_loses_no_checkpoint(train, tmp_path, sma
     train.error("no space left on the disk of", out="disk/run", resume=True, max_steps=50)
     assert find_damage(run / "step_000040") is None
     for save in (save_file, torch.save):  # their own errors have no number
-        with pytest.raises(OSError, match="No space left"), naming(run):
+        with pytest.raises(OSError, match="No space left"), errors_name(run):
             save(dict(x=torch.zeros(2**20)), run / "x")
 
 

@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 import lora_finetune as lf
+from bpe.tokenizer import Tokenizer
 from parts import chat
-from parts.checkpoint import load_model, remove_after, save_model
+from parts.checkpoint import load_model, save_model, set_newer_aside
 from parts.conversations import Example, encode_rows, messages_of, micro_batches
 from parts.lora import TARGETS, load_adapter
 from tests.conftest import Door
@@ -24,14 +25,12 @@ from tests.helpers import (
     assert_changes_take_effect,
     column,
     files_of,
-    json_values,
     log_of,
     losses,
-    options_of,
+    prose,
     read_json,
     steps_of,
     succeed,
-    table,
     write_json,
 )
 
@@ -51,7 +50,8 @@ def test_a_batch_gives_the_loss_and_gradients_of_its_examples_one_by_one(small_t
         logits = model(torch.from_numpy(example.idx).long()[None])[0]  # (T, V)
         return F.cross_entropy(logits, torch.from_numpy(example.targets).long(), reduction="sum") / n_targets
 
-    factors, found = [p for p in model.parameters() if p.requires_grad], []
+    factors = [p for p in model.parameters() if p.requires_grad]
+    found = []
     for parts in ([model.loss(*micro, n_targets=n_targets) for micro in micros], list(map(alone, examples))):
         found.append([sum(parts), *torch.autograd.grad(sum(parts), factors)])
     assert all((a - b).abs().max() < 1e-5 for a, b in zip(*found, strict=True))
@@ -122,10 +122,13 @@ def test_finetuning_lowers_the_validation_loss_and_leaves_what_it_should(finetun
         f"\nNow try:\n  python sample.py {model} --chat\n  {run_dir}/learning_curve.png    # the loss curve\n"
     )
     assert log_of(run_dir, "val")[0].keys() == {"step", "kind", "loss", "bpb"}
-    assert column(run_dir, "val", "step") == [0, 6, 12] and val[-1] < val[0] - 0.5
+    assert column(run_dir, "val", "step") == [0, 6, 12]
+    assert val[-1] < val[0] - 0.5
     assert column(run_dir, "train", "step") == list(range(1, 13))
-    assert (run_dir / "learning_curve.png").exists() and "--- step 12" in (run_dir / "samples.txt").read_text()
-    assert steps_of(run_dir) == [4, 8, 12] and (run_dir / "adapter").exists() == (r > 0)
+    assert (run_dir / "learning_curve.png").exists()
+    assert "--- step 12" in (run_dir / "samples.txt").read_text()
+    assert steps_of(run_dir) == [4, 8, 12]
+    assert (run_dir / "adapter").exists() == (r > 0)
     written = [path.name for path in (run_dir / "step_000012").glob("*.safetensors")]
     assert written == ["adapter_model.safetensors" if r else "model.safetensors"]
     if r:
@@ -137,7 +140,7 @@ def test_finetuning_lowers_the_validation_loss_and_leaves_what_it_should(finetun
 def test_an_interrupted_run_continues_bit_for_bit(finetune, tmp_path, run_dir, options):
     finetune(**options)
     shutil.copytree(run_dir, tmp_path / "other")
-    remove_after(tmp_path / "other" / "step_000004")
+    set_newer_aside(tmp_path / "other", 4, "lost")
     finetune(out="other", resume=True, **options)
     assert losses(tmp_path / "other") == losses(run_dir)
     (weights,) = (run_dir / "step_000012").glob("*.safetensors")
@@ -152,7 +155,7 @@ def test_training_goes_on_from_an_adapter(finetune, tmp_path, run_dir):
     finetune.error(words, out="more", adapter=run_dir / "adapter", lora_dim=16)
     finetune(out="more", adapter=run_dir, lora_dim=None, lora_dropout=0.5, max_steps=2, eval_interval=1)
     assert log_of(tmp_path / "more", "val")[0]["loss"] == after
-    assert read_json(tmp_path / "more" / "config.json")["lora_dim"] == 4
+    assert log_of(tmp_path / "more", "run")[0]["config"]["lora_dim"] == 4
     found = read_json(tmp_path / "more" / "adapter" / "adapter_config.json")
     assert (found["r"], found["lora_dropout"]) == (4, 0.5)
 
@@ -198,9 +201,23 @@ def test_what_is_overwritten_is_renamed_and_never_lost(finetune, base, tmp_path,
     for target in (base / "base", base, run_dir, tmp_path, run_dir / "adapter", Path.cwd(), "/"):
         finetune.error("--merge", merge=target, adapter=run_dir / "adapter", overwrite=True)
     (run_dir / "adapter" / "notes.txt").write_text("mine")  # and the run continues
-    finetune(max_steps=2, resume=True, merge=merged, checkpoint_interval=0)
+    finetune(max_steps=2, resume=True, merge=merged)
     assert (run_dir / "adapter.1" / "notes.txt").read_text() == "mine"
-    assert (tmp_path / "merged.2" / "model.safetensors").exists() and (run_dir / "step_000002").exists()
+    assert (tmp_path / "merged.2" / "model.safetensors").exists()
+    assert (run_dir / "step_000002").exists()
+
+
+def test_without_an_interval_there_are_no_checkpoints_but_an_adapter(finetune, run_dir):
+    finetune(max_steps=2, checkpoint_interval=0)
+    assert steps_of(run_dir) == []
+    assert (run_dir / "adapter" / "adapter_model.safetensors").exists()
+
+
+def test_the_gradient_norm_in_the_log_is_the_one_before_clipping(finetune, tmp_path):
+    for out, clip in ("free", 0.0), ("clipped", 1e-3):
+        finetune(out=out, grad_clip=clip, max_steps=1, eval_interval=0, checkpoint_interval=0)
+    (free,), (clipped,) = (column(tmp_path / out, "train", "grad_norm") for out in ("free", "clipped"))
+    assert clipped == free > 1e-2
 
 
 # ---- what a resume does with a changed constant: docs/lora.md
@@ -208,41 +225,12 @@ def test_what_is_overwritten_is_renamed_and_never_lost(finetune, base, tmp_path,
 
 # another value for every constant
 OTHER = dict(
-    json_values("""
-adapter "elsewhere"
-lora_dim 2
-lora_alpha 5.0
-targets "c_fc"
-rslora true
-sequence_length 64
-val_rows 3
-batch_size 8
-seed 7
-lora_dropout 0.1
-micro_batch_size 2
-epochs 2.0
-max_steps 4
-warmup_steps 2
-max_lr 0.002
-min_lr 0.0001
-lr_schedule "wsd"
-decay_fraction 0.3
-weight_decay 0.2
-beta1 0.8
-beta2 0.99
-eps 1e-07
-grad_clip 0.5
-max_bad_steps 3
-spike_threshold 1.0
-dropout 0.1
-eval_interval 2
-sample_interval 3
-sample_prompt "A"
-sample_tokens 4
-checkpoint_interval 3
-keep_checkpoints 5
-""")
-)
+    adapter="elsewhere", lora_dim=2, lora_alpha=5.0, targets="c_fc", rslora=True, sequence_length=64, val_rows=3,
+    batch_size=8, seed=7, lora_dropout=0.1, micro_batch_size=2, epochs=2.0, max_steps=4, warmup_steps=2, max_lr=0.002,
+    min_lr=0.0001, lr_schedule="wsd", decay_fraction=0.3, weight_decay=0.2, beta1=0.8, beta2=0.99, eps=1e-7,
+    grad_clip=0.5, max_bad_steps=3, spike_threshold=1.0, dropout=0.1, eval_interval=2, sample_interval=3,
+    sample_prompt="A", sample_tokens=4, checkpoint_interval=3, keep_checkpoints=5,
+)  # fmt: skip
 SHORT = dict(max_steps=2, eval_interval=0, checkpoint_interval=2)
 
 
@@ -277,34 +265,43 @@ def test_recomputed_activations_change_no_figure_and_a_bare_resume_continues(fin
     assert inline(lf.main, "--resume", "--out_dir", tmp_path / "again", "--max_steps", 6).returncode == 0
     one, other = (column(tmp_path / out, "train", "loss") for out in ("run", "again"))
     assert other[:2] == pytest.approx(one[:2], rel=1e-6)
-    assert len(other) == 6 and read_json(tmp_path / "again/config.json")["targets"] == list(TARGETS)
+    assert len(other) == 6
+    assert read_json(tmp_path / "again/config.json")["targets"] == list(TARGETS)
 
 
-BAD = """
-data=absent.json | absent.json
-base=absent/ | absent
-adapter=absent | absent holds no adapter
-sequence_length=1000 | has a context of 128 tokens, less than --sequence_length 1000; give 128 or less
-sequence_length=1 | has 60 rows, none with an instruction and an answer | than 1
-lora_dim=-1 | --lora_dim must be in [0, 1e+09], not -1
-lora_dim=5000 | --lora_dim must be in [1, 4096]
-lora_alpha=1e-10 | --lora_alpha must be in [1e-09, 1e+09]
-merge=. overwrite | --merge . is or contains
-merge=x/adapter out_dir=x | --merge x/adapter is or contains
-lora_dropout=1.0 | --lora_dropout must be in [0, 0.9999], not 1.0
-min_lr=1 | --min_lr 1.0 is above --max_lr
-max_lr=0 min_lr=0.01 | --min_lr 0.01 is above --max_lr 0.001
-base=x/step_000001 out_dir=x overwrite | --out_dir x is or contains
-targets=wte | tied
-lora_dim=0 adapter=x | --adapter
-lora_rank=3 | lora_rank
-"""
+BAD = [
+    (dict(data="absent.json"), ["absent.json"]),
+    (dict(base="absent/"), ["absent"]),
+    (dict(adapter="absent"), ["absent holds no adapter"]),
+    (dict(sequence_length=1000),
+     ["has a context of 128 tokens, less than --sequence_length 1000; give 128 or less"]),
+    (dict(sequence_length=1), ["has 60 rows, none with an instruction and an answer", "than 1"]),
+    (dict(lora_dim=-1), ["--lora_dim must be in [0, 1e+09], not -1"]),
+    (dict(lora_dim=5000), ["--lora_dim must be in [1, 4096]"]),
+    (dict(lora_alpha=1e-10), ["--lora_alpha must be in [1e-09, 1e+09]"]),
+    (dict(merge=".", overwrite=True), ["--merge . is or contains"]),
+    (dict(merge="x/adapter", out_dir="x"), ["--merge x/adapter is or contains"]),
+    (dict(lora_dropout=1.0), ["--lora_dropout must be in [0, 0.9999], not 1.0"]),
+    (dict(min_lr=1), ["--min_lr 1.0 is above --max_lr"]),
+    (dict(max_lr=0, min_lr=0.01), ["--min_lr 0.01 is above --max_lr 0.001"]),
+    (dict(base="x/step_000001", out_dir="x", overwrite=True), ["--out_dir x is or contains"]),
+    (dict(targets="wte"), ["tied"]),
+    (dict(lora_dim=0, adapter="x"), ["--adapter"]),
+    (dict(lora_dim=0, checkpoint_interval=0), ["give a --checkpoint_interval above 0"]),
+    (dict(lora_rank=3), ["lora_rank"]),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("changes, words", table(BAD))
+@pytest.mark.parametrize("changes, words", BAD, ids=str)
 def test_wrong_usage_is_one_clear_line(finetune, run_dir, changes, words):
-    finetune.error(*words, **options_of(changes))
+    finetune.error(*words, **changes)
     assert not (run_dir / "log.jsonl").exists()
+
+
+def test_a_base_without_a_token_that_ends_an_answer_is_refused(finetune, tmp_path):
+    tokenizer = Tokenizer.train([prose(20_000)], 320, special_tokens=("<|pad|>",))
+    save_model(tmp_path / "base", small_gpt(), tokenizer)
+    finetune.error("base has no <|endoftext|>, which ends an answer; choose another base", base=tmp_path / "base")
 
 
 def test_an_example_for_each_rank_is_the_least(finetune, monkeypatch):
@@ -319,9 +316,11 @@ def test_a_run_that_diverges_is_told_so(finetune, monkeypatch, after, said):
     assert re.findall("diverged|Now try", finetune(max_steps=1).stdout) == [said]
 
 
-@pytest.mark.slow
-def test_two_ranks_finetune_as_one_process_does(base, tmp_path):
-    succeed("lora_finetune.py", *quick_args(base, tmp_path / "two"), ranks=2)
-    succeed("lora_finetune.py", *quick_args(base, tmp_path / "one"))
+def test_two_ranks_finetune_as_one_process_does(base, tmp_path, finetune):
+    """They count the targets of both of them, although these have different numbers."""
+    constants = dict(max_steps=2, eval_interval=2, checkpoint_interval=0)
+    succeed("lora_finetune.py", *quick_args(base, tmp_path / "two", **constants), ranks=2)
+    finetune(out="one", **constants)
+    assert column(tmp_path / "two", "train", "tokens") == column(tmp_path / "one", "train", "tokens")
     for a, b in zip(losses(tmp_path / "one"), losses(tmp_path / "two"), strict=True):
         assert a == pytest.approx(b, abs=1e-4)

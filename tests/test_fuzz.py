@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import typing
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -19,12 +20,23 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 import fineweb
 import lora_finetune
 import train_gpt2
 from parts.files import sha256
-from tests.helpers import SMALL, arguments, damaged, hellaswag_rows, quietly, text_file, write_json, write_lines
+from tests.helpers import (
+    SMALL,
+    arguments,
+    assert_user_error,
+    damaged,
+    hellaswag_rows,
+    quietly,
+    text_file,
+    write_json,
+    write_lines,
+)
 
 SECONDS = 120  # for one case, on a busy machine
 VALUES = ["0", "-1", "1", str(10**12), "nan", "inf", "", "no such thing", "x" * 5000]
@@ -132,7 +144,8 @@ DOORS = {
     ),
 }  # fmt: skip
 # doors whose constants are tried; the others differ from them in files only
-CONSTANTS = {name: DOORS[name] for name in "train hellaswag lora sample plot fineweb bench bpe/train bpe/try".split()}
+TRIED = ["train", "hellaswag", "lora", "sample", "plot", "fineweb", "bench", "bpe/train", "bpe/try"]
+CONSTANTS = {name: DOORS[name] for name in TRIED}
 
 
 def constants(door: Door) -> list[str]:
@@ -157,23 +170,32 @@ def malformed(content: bytes, key: str, value: str) -> bytes:
 
 ODD_JSON = ["absent", "null", "-1", "1e300", '"x"', "[]", "{}", "[[null]]", "true", "99999999999999999999"]
 JSON_KEYS = {  # what is read of each file, besides what only transformers or people read
-    "config.json": "model_type n_layer n_head n_embd n_positions vocab_size activation_function layer_norm_epsilon "
-                   "tie_word_embeddings dtype eos_token_id architectures",
-    "manifest.json": "source tokenizer tokens documents bytes skipped shards dtype shard_size next files version",
-    "log.jsonl": "step kind loss parameters config",
-    "tokenizer.json": "version model added_tokens pre_tokenizer decoder post_processor normalizer truncation",
-    "adapter_config.json": "peft_type r lora_alpha target_modules bias use_rslora rank_pattern alpha_pattern "
-                           "modules_to_save fan_in_fan_out base_model_name_or_path init_lora_weights",
-    "rows.json": "instruction input output messages",
-    "hellaswag.jsonl": "ctx ctx_a ctx_b activity_label endings label",
-    "text.jsonl": "text",
+    "config.json": [
+        "model_type", "n_layer", "n_head", "n_embd", "n_positions", "vocab_size", "activation_function",
+        "layer_norm_epsilon", "tie_word_embeddings", "dtype", "eos_token_id", "architectures",
+    ],
+    "manifest.json": [
+        "source", "tokenizer", "tokens", "documents", "bytes", "skipped", "shards", "dtype", "shard_size", "next",
+        "files", "version",
+    ],
+    "log.jsonl": ["step", "kind", "loss", "parameters", "config"],
+    "tokenizer.json": [
+        "version", "model", "added_tokens", "pre_tokenizer", "decoder", "post_processor", "normalizer", "truncation",
+    ],
+    "adapter_config.json": [
+        "peft_type", "r", "lora_alpha", "target_modules", "bias", "use_rslora", "rank_pattern", "alpha_pattern",
+        "modules_to_save", "fan_in_fan_out", "base_model_name_or_path", "init_lora_weights",
+    ],
+    "rows.json": ["instruction", "input", "output", "messages"],
+    "hellaswag.jsonl": ["ctx", "ctx_a", "ctx_b", "activity_label", "endings", "label"],
+    "text.jsonl": ["text"],
 }  # fmt: skip
 WAYS = [*damaged(b"ab"), "a directory"]
 FILES = [(name, file) for name, door in DOORS.items() for file in door.files]
 FILE_CASES = [(*file, how) for file in FILES for how in WAYS]
 JSON_CASES = [
     (*file, f"{key} {value}")
-    for file in FILES for key in JSON_KEYS.get(Path(file[1]).name, "").split() for value in ODD_JSON
+    for file in FILES for key in JSON_KEYS.get(Path(file[1]).name, []) for value in ODD_JSON
 ]  # fmt: skip
 
 
@@ -230,7 +252,9 @@ def not_finite(log: Path) -> str:
 
 
 def constant_problems(name: str, field: str, folder: Path, tmp_path: Path, inline, monkeypatch) -> list[str]:
-    door, problems, positional = DOORS[name], [], {"model": 0, "runs": 0, "prompt": 1}
+    door = DOORS[name]
+    problems = []
+    positional = {"model": 0, "runs": 0, "prompt": 1}
     values = [value for value in VALUES if (name, field, value) != ("bench", "size", "")]  # 124M: half a minute
     for i, value in enumerate(values):
         out = tmp_path / str(i)
@@ -257,10 +281,16 @@ def spoil(path: Path, how: str) -> None:
         path.write_bytes(damaged(path.read_bytes())[how])
     else:
         path.write_bytes(malformed(path.read_bytes(), *how.split(" ")))
-        if (path.parent / "SHA256SUMS").exists():  # or no more than the checksum is looked at
-            lines = (path.parent / "SHA256SUMS").read_text().splitlines()
-            lines = [f"{sha256(path)}  {path.name}" if line.endswith(f"  {path.name}") else line for line in lines]
-            (path.parent / "SHA256SUMS").write_text("\n".join(lines) + "\n")
+        write_sum_again(path)
+
+
+def write_sum_again(path: Path) -> None:
+    """Or no more than the checksum of the file is looked at."""
+    sums = path.parent / "SHA256SUMS"
+    if sums.exists():
+        lines = sums.read_text().splitlines()
+        lines = [f"{sha256(path)}  {path.name}" if line.endswith(f"  {path.name}") else line for line in lines]
+        sums.write_text("\n".join(lines) + "\n")
 
 
 # ---- the cases
@@ -282,7 +312,8 @@ def test_constants_with_odd_values(name, field, folder, tmp_path, inline, monkey
 
 @pytest.mark.parametrize("name, file, how", some(FILE_CASES, 24, seed=1) + some(JSON_CASES, 12, seed=2))
 def test_files_that_are_damaged_or_hold_odd_values(name, file, how, folder, tmp_path, inline, monkeypatch):
-    copy, out = tmp_path / "copy", tmp_path / "out"
+    copy = tmp_path / "copy"
+    out = tmp_path / "out"
     shutil.copytree(folder, copy)
     out.mkdir()
     path = copy / file
@@ -291,3 +322,77 @@ def test_files_that_are_damaged_or_hold_odd_values(name, file, how, folder, tmp_
     # a cache is named after its text
     given = [path.name, path.parent.name, f"{path.stem}-", "every checkpoint in"]
     assert not ends_well(DOORS[name], [*first, *arguments(**words)], given, out, inline, monkeypatch)
+
+
+# ---- a file that unpickles safely may still hold anything
+
+
+def first_moments(state: dict) -> dict:
+    return state["optimizer"]["optimizers"][0]["state"][0]
+
+
+def change_state(change: Callable) -> Callable:
+    """Apply `change` to the state that is in a file."""
+
+    def harm(path: Path) -> None:
+        state = torch.load(path, weights_only=True)
+        change(state)
+        torch.save(state, path)
+
+    return harm
+
+
+def cut_a_storage(path: Path) -> None:
+    """The tensor still says how many numbers it has."""
+    with zipfile.ZipFile(path) as archive:
+        files = {name: archive.read(name) for name in archive.namelist()}
+    longest = max((name for name in files if "/data/" in name), key=lambda name: len(files[name]))
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content[:64] if name == longest else content)
+
+
+FORGED = {
+    "a moment of one number": change_state(lambda state: first_moments(state).update(exp_avg=torch.zeros(1))),
+    "moments of no parameter": change_state(lambda state: state["optimizer"]["optimizers"][0].update(state={})),
+    "an infinite moment": change_state(lambda state: first_moments(state)["exp_avg"].fill_(float("inf"))),
+    "optimizers that are a number": change_state(lambda state: state["optimizer"].update(optimizers=7)),
+    "a storage that is too short": cut_a_storage,
+    "a list": lambda path: torch.save([1, 2], path),
+    "a tensor": lambda path: torch.save(torch.ones(3), path),
+    "a step of two numbers": change_state(lambda state: state.update(step=torch.tensor([2, 2]))),
+    "another step": change_state(lambda state: state.update(step=1)),
+    "infinitely many tokens": change_state(lambda state: state.update(tokens=float("inf"))),
+    "losses that are words": change_state(lambda state: state["spikes"].update(losses=["a"])),
+}
+
+
+@pytest.mark.parametrize("harm", FORGED.values(), ids=FORGED)
+def test_a_forged_state_with_a_sum_of_its_own_is_refused_in_one_line(harm, folder, tmp_path, inline):
+    shutil.copytree(folder / "run", tmp_path / "run")
+    path = tmp_path / "run/step_000002/train_state.pt"
+    harm(path)
+    write_sum_again(path)
+    door = DOORS["train on"]
+    words = door.words(tmp_path, tmp_path) | dict(data=folder / "text.txt", max_steps=4, hellaswag_interval=0)
+    assert_user_error(inline(train_gpt2.main, *door.recipe, **words), "train_state.pt")
+
+
+NO_CONSTANTS = {
+    "a list": lambda path: torch.save([1, 2], path),
+    "no constants": change_state(lambda state: state.pop("requested")),
+    "constants in a list": change_state(lambda state: state.update(requested=[1])),
+    "settled constants that are a word": change_state(lambda state: state.update(config="x")),
+}
+
+
+@pytest.mark.parametrize("harm", NO_CONSTANTS.values(), ids=NO_CONSTANTS)
+def test_constants_that_a_state_does_not_hold_are_missed_in_one_line(harm, folder, tmp_path, inline):
+    """A resume takes them from there if config.json is missing."""
+    shutil.copytree(folder / "run", tmp_path / "run")
+    (tmp_path / "run/config.json").unlink()
+    path = tmp_path / "run/step_000002/train_state.pt"
+    harm(path)
+    write_sum_again(path)
+    result = inline(train_gpt2.main, "tiny", resume=True, out_dir=tmp_path / "run", device="cpu")
+    assert_user_error(result, "train_state.pt holds no constants of a run")

@@ -1,5 +1,7 @@
 """Text, token by token: the cached version against `GPT.generate`, which computes the whole context for each token."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from model import GPT
 from parts import evaluation
 from parts.evaluation import complete
 from parts.generation import KVCache, generate, next_logits, sample_tokens
-from tests.helpers import seeded
+from tests.helpers import assert_refused, seeded
 from tests.test_model import small, tokens
 
 PROMPTS = [tokens(n, seed=n).tolist() for n in (1, 5, 20)]  # the window is 32
@@ -29,7 +31,8 @@ def lively() -> GPT:
 
 def test_cached_logits_equal_those_of_the_whole_context():
     """Prefill, then decoding of rows that are at different positions, until one fills the window."""
-    model, rows = lively(), [list(p) for p in PROMPTS]
+    model = lively()
+    rows = [list(p) for p in PROMPTS]
     cache = KVCache(model, len(rows), 32)
     with torch.no_grad():
         for _ in range(13):
@@ -38,12 +41,14 @@ def test_cached_logits_equal_those_of_the_whole_context():
                 expected = model(torch.tensor([row]))[0, -1]
                 torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
                 row.append(found.argmax().item())
-    assert not cache.is_empty and max(map(len, rows)) == 33
+    assert not cache.is_empty
+    assert max(map(len, rows)) == 33
 
 
 @pytest.mark.parametrize("longest", [20, 30, 50])
 def test_greedy_tokens_of_unequal_prompts_equal_the_plain_version_past_the_window_too(longest):
-    model, prompts = lively(), [*PROMPTS, tokens(longest, seed=longest).tolist()]
+    model = lively()
+    prompts = [*PROMPTS, tokens(longest, seed=longest).tolist()]
     steps = list(generate(model, prompts, 40, temperature=0))
     assert len({token for step in steps for token in step}) > 15  # else this proves little
     for i, prompt in enumerate(prompts):
@@ -53,7 +58,8 @@ def test_greedy_tokens_of_unequal_prompts_equal_the_plain_version_past_the_windo
 
 @pytest.mark.parametrize("options", [dict(), dict(top_k=5), dict(temperature=0.7, top_k=300)], ids=str)
 def test_drawn_tokens_equal_those_of_the_plain_version(options):
-    model, prompt = lively(), PROMPTS[1]
+    model = lively()
+    prompt = PROMPTS[1]
     plain = model.generate(torch.tensor([prompt]), 40, **options, generator=seeded(1))
     steps = generate(model, [prompt], 40, **options, generator=seeded(1))
     assert [token for (token,) in steps] == plain[0, len(prompt) :].tolist()
@@ -76,6 +82,27 @@ def test_a_vocabulary_with_gaps_gives_text_from_a_model_that_would_choose_the_ga
         model.transformer.wte.weight[290] /= 50
     [text] = complete(model, tok, ["A"], 20, rt, 0)
     assert text
+
+
+def test_texts_that_are_generated_in_turns_have_no_dropout_and_leave_the_model_in_training():
+    model = GPT(replace(lively().config, dropout=0.5))
+    model.load_state_dict(lively().state_dict())
+    (expected,) = zip(*generate(model.eval(), PROMPTS[:1], 6, temperature=0), strict=True)
+    model.train()
+    first, second = (generate(model, PROMPTS[:1], 6, temperature=0) for _ in range(2))
+    tokens = []
+    for (one,), (other,) in zip(first, second, strict=True):
+        assert model.training
+        tokens += [one, other]
+    assert tokens == [token for token in expected for _ in range(2)]
+    assert model.training
+
+
+def test_logits_that_are_not_finite_are_said_and_a_sample_of_training_says_so(small_tokenizer, rt):
+    model = small(vocab_size=384)
+    model.transformer.ln_f.bias.data[0] = torch.inf  # as after a step that was much too long
+    assert_refused("logits are not finite", lambda: next(generate(model, [[1]], 1, temperature=0)))
+    assert complete(model, small_tokenizer, ["A"], 8, rt, 0)[0].startswith(" [the model's logits are not finite")
 
 
 @pytest.mark.parametrize("prompts", [[], [[1], []]])
@@ -110,7 +137,8 @@ def test_a_row_that_has_ended_keeps_its_stop_token_and_the_others_continue():
     free = draw()
     stop = free[2][0]
     steps = draw(stop_token=stop)
-    assert len(steps) > 4 and [step[0] for step in steps[2:]] == [stop] * (len(steps) - 2)
+    assert len(steps) > 4
+    assert [step[0] for step in steps[2:]] == [stop] * (len(steps) - 2)
     assert [step[1:] for step in steps[:6]] == [step[1:] for step in free[:6]]
     first = next(generate(lively(), PROMPTS[:1], 1, temperature=0))
     assert list(generate(lively(), PROMPTS[:1], 9, temperature=0, stop_token=first[0])) == [first]  # all have ended
@@ -123,7 +151,9 @@ def test_the_seed_decides_the_samples_of_training(small_tokenizer, rt):
 
 
 def test_a_completion_starts_a_document_if_the_prompt_is_empty_and_ends_with_it(small_tokenizer, rt, monkeypatch):
-    asked, eot, model = [], small_tokenizer.eot_token, small(vocab_size=384)
+    asked = []
+    eot = small_tokenizer.eot_token
+    model = small(vocab_size=384)
     steps = [[65, 66], [eot, 67], [eot, eot]]
     monkeypatch.setattr(evaluation, "generate", lambda *args, **options: asked.append((args[1], options)) or steps)
     texts = complete(model, small_tokenizer, ["", "A"], 3, rt, 0)

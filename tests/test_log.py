@@ -55,7 +55,7 @@ def test_a_run_logs_saves_and_evaluates_when_it_should(rt, run_dir, monkeypatch,
     for changes in (dict(max_steps=4), dict(max_steps=6, resume=True, sample_prompt="it's two  words")):
         monkeypatch.setattr(sys, "argv", ["house/train_gpt2.py", *arguments(**changes)])
         config = Config(out_dir="run", **changes)
-        optimizer = SimpleNamespace(state_dict=dict, load_state_dict=len)
+        optimizer = SimpleNamespace(state_dict=dict, load_state_dict=lambda *_: None)
         run_info = dict(flops_per_token=2.0, uniform_loss=6.5)
         run = Run(RunDirectory(config, rt), config, NoWeights(), optimizer, dict(tokenizer="t"), run_info)
         with run:
@@ -94,7 +94,7 @@ def test_a_step_s_time_leaves_out_evaluations_and_saves(rt, run_dir, monkeypatch
     ticks = count()
     monkeypatch.setattr(type(rt), "mark_time", lambda rt: next(ticks))
     config = Config(out_dir=str(run_dir), max_steps=3)
-    optimizer = SimpleNamespace(state_dict=dict, load_state_dict=len)
+    optimizer = SimpleNamespace(state_dict=dict, load_state_dict=lambda *_: None)
     run = Run(RunDirectory(config, rt), config, NoWeights(), optimizer, {}, {})
     with run:
         for _ in run.steps(iter([None] * 3)):

@@ -2,6 +2,7 @@
 
 import io
 import math
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from model import GPT, GPTConfig
 from parts.optim import LossScale, Muon, decay_groups, learning_rate, make_optimizer, muon_lr_fraction, orthogonalized
 from parts.optim import Optimizer as LoopOptimizer
-from tests.helpers import seeded
+from tests.helpers import assert_invalid, seeded
 from train_gpt2 import Config
 
 CONSTANTS = dict(max_lr=1e-3, min_lr=1e-4, max_steps=110, warmup_steps=10, decay_fraction=0.4)
@@ -98,7 +99,9 @@ def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest_but_for_what_i
 
 def test_the_constants_reach_both_optimizers():
     adamw, muon = make_optimizer(small(), Settings(weight_decay=0.3, eps=1e-7), Machine(torch.float16)).optimizers
-    assert adamw.defaults["eps"] == 1e-7 and adamw.defaults["fused"] and muon.defaults["dtype"] == torch.float16
+    assert adamw.defaults["eps"] == 1e-7
+    assert adamw.defaults["fused"]
+    assert muon.defaults["dtype"] == torch.float16
     assert [g["weight_decay"] for g in adamw.param_groups + muon.param_groups] == [0.3, 0.0, 0.3, 0.3]
 
 
@@ -225,7 +228,8 @@ def test_training_goes_on_from_a_state_bit_for_bit(name, dtype):
     model = small()
     optimizer = make_optimizer(model, Settings(optimizer=name), Machine(dtype))
     train(model, optimizer, range(1, 4))
-    state, weights = through_a_file(optimizer.state_dict()), deepcopy(model.state_dict())
+    state = through_a_file(optimizer.state_dict())
+    weights = deepcopy(model.state_dict())
     train(model, optimizer, range(4, 7))
     again = small()
     again.load_state_dict(weights)
@@ -234,6 +238,106 @@ def test_training_goes_on_from_a_state_bit_for_bit(name, dtype):
     train(again, other, range(4, 7))
     assert equal(model.state_dict(), again.state_dict())
     make_optimizer(again, Settings(optimizer=name), Machine(torch.float16)).load_state_dict(state | dict(scaler={}))
+
+
+def with_moment(name: str, change):
+    """Put `change(value)` in the place of a moment of parameter 0."""
+
+    def harm(state: dict) -> None:
+        moments = state["optimizers"][0]["state"][0]
+        moments[name] = change(moments[name])
+
+    return harm
+
+
+def with_moments(change):
+    """Apply `change` to the moments of all parameters of the first optimizer, {number: {name: value}}."""
+    return lambda state: change(state["optimizers"][0]["state"])
+
+
+def without_second_moments(moments: dict) -> None:
+    for values in moments.values():
+        del values["exp_avg_sq"]
+
+
+def without_momenta(state: dict) -> None:
+    for values in state["optimizers"][1]["state"].values():
+        values["momentum"] = values.pop("momentum_buffer")
+
+
+def add_to_each(name: str, numbers) -> Callable:
+    def harm(moments: dict) -> None:
+        for values, number in zip(moments.values(), numbers, strict=False):
+            values[name] = values[name] + number
+
+    return harm
+
+
+HARMS = {
+    "too few rows": (with_moment("exp_avg", lambda t: t[:10].clone()), "exp_avg of parameter 0 is .*, not"),
+    "one number": (with_moment("exp_avg", lambda t: torch.zeros(1)), "exp_avg of parameter 0 is .*, not"),
+    "too many rows": (with_moment("exp_avg", lambda t: torch.cat([t, t])), "exp_avg of parameter 0 is .*, not"),
+    "transposed": (with_moment("exp_avg", lambda t: t.T.contiguous()), "exp_avg of parameter 0 is .*, not"),
+    "complex": (with_moment("exp_avg", lambda t: t.to(torch.complex64)), "torch.complex64"),
+    "fp64": (with_moment("exp_avg", torch.Tensor.double), "torch.float64"),
+    "expanded": (with_moment("exp_avg", lambda t: torch.zeros(1, 1).expand(t.shape)), "not contiguous"),
+    "strided": (with_moment("exp_avg", lambda t: t.T.contiguous().T), "not contiguous"),
+    "sparse": (with_moment("exp_avg", torch.Tensor.to_sparse), "no dense tensor"),
+    "without memory": (with_moment("exp_avg", lambda t: t.to("meta")), "no dense tensor"),
+    "a parameter": (with_moment("exp_avg", torch.nn.Parameter), "no dense tensor but Parameter"),
+    "a list": (with_moment("exp_avg", torch.Tensor.tolist), "no dense tensor but list"),
+    "nan": (with_moment("exp_avg", lambda t: t.index_fill(0, torch.tensor(3), math.nan)), "not finite"),
+    "negative squares": (with_moment("exp_avg_sq", lambda t: -t - 1), "negative"),
+    "a half step": (with_moments(add_to_each("step", [0.5] * 99)), "step of parameter 0 is 3.5"),
+    "more steps than were taken": (with_moments(add_to_each("step", [1] * 99)), "step of parameter 0 is 4"),
+    "unequal steps": (with_moments(add_to_each("step", [0, -1])), "different numbers of steps"),
+    "infinite steps": (with_moment("step", lambda t: t * math.inf), "step of parameter 0 is inf"),
+    "a step of two numbers": (with_moment("step", lambda t: t.repeat(2)), "single fp32 number"),
+    "a step that is an int": (with_moment("step", torch.Tensor.item), "single fp32 number"),
+    "no second moments": (with_moments(without_second_moments), "parameter 0 has the moments"),
+    "other names": (without_momenta, "parameter 0 has the moments"),
+    "no moments at all": (with_moments(dict.clear), "moments of parameter 0 are missing"),
+    "a parameter less": (with_moments(lambda moments: moments.pop(1)), "moments of parameter 1 are missing"),
+    "a parameter more": (with_moments(lambda moments: moments.update({"x": moments[0]})), "moments of"),
+    "moments in a list": (lambda state: state["optimizers"][0].update(state=[{}, {}]), "not in dicts"),
+    "moments in a tensor": (lambda state: state["optimizers"][0]["state"].update({0: torch.ones(3)}), "not in dicts"),
+    "an optimizer less": (lambda state: state["optimizers"].pop(), "1 optimizers, not 2"),
+    "a scale of 0": (lambda state: state["scaler"].update(scale=0.0), "loss scale is 0"),
+    "an infinite scale": (lambda state: state["scaler"].update(scale=math.inf), "loss scale is inf"),
+    "a scale that is a tensor": (lambda state: state["scaler"].update(scale=torch.ones(3)), "loss scale is tensor"),
+    "too many good steps": (lambda state: state["scaler"].update(good_steps=2000), "2000 good steps"),
+}
+
+
+@pytest.mark.parametrize("harm, words", HARMS.values(), ids=HARMS)
+def test_a_state_that_does_not_fit_is_refused(harm, words):
+    """The fused kernels trust what they are given: they would write past the end of a smaller moment."""
+    model = small()
+    optimizer = make_optimizer(model, Settings(), Machine(torch.float16))
+    train(model, optimizer, range(1, 4))
+    state = through_a_file(optimizer.state_dict())
+    harm(state)
+    other = make_optimizer(small(), Settings(), Machine(torch.float16))
+    assert_invalid(words, other.load_state_dict, through_a_file(state), 3)
+
+
+def test_moments_that_share_memory_in_a_file_do_not_share_it_in_the_optimizer():
+    model = small()
+    optimizer = make_optimizer(model, Settings(optimizer="adamw"), Machine())
+    train(model, optimizer, range(1, 4))
+    state = through_a_file(optimizer.state_dict())
+    moments = state["optimizers"][0]["state"]
+    moments[1]["exp_avg"] = moments[1]["exp_avg_sq"]
+    optimizer.load_state_dict(state, 3)
+    loaded = optimizer.state_dict()["optimizers"][0]["state"][1]
+    assert loaded["exp_avg"].data_ptr() != loaded["exp_avg_sq"].data_ptr()
+
+
+def test_the_state_before_the_first_step_has_no_moments():
+    state = through_a_file(make_optimizer(small(), Settings(), Machine()).state_dict())
+    other = make_optimizer(small(), Settings(), Machine())
+    other.load_state_dict(state, 0)
+    assert_invalid("missing", other.load_state_dict, state, 1)
 
 
 # ---- Muon
@@ -284,5 +388,6 @@ def test_muon_makes_singular_values_one_and_leaves_the_directions(shape, dtype):
         u, s, v = torch.linalg.svd(matrix, full_matrices=False)
         inside = u.T @ result @ v.T  # diagonal, were it exact
         values = inside.diagonal()[s > 0.01 * s[0]]
-        assert values.min() > 0.6 and values.max() < 1.3  # what five iterations of this polynomial are made for
+        assert values.min() > 0.6  # what five iterations of this polynomial are made for
+        assert values.max() < 1.3
         assert (inside - inside.diagonal().diag()).abs().max() < (1e-3 if dtype == torch.float32 else 0.1)

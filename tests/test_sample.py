@@ -13,7 +13,7 @@ from parts.checkpoint import save_model
 from parts.generation import generate
 from parts.lora import load_adapter
 from tests.finetuning import adapted, save_adapter, small_gpt
-from tests.helpers import arguments, assert_user_error, options_of
+from tests.helpers import arguments, assert_user_error
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,8 @@ def greedy(model: GPT, small_tokenizer, ids: list[int], n: int) -> str:
 
 
 def test_a_greedy_text_is_that_of_the_model_up_to_the_end_of_the_document(run, base, small_tokenizer):
-    model, lengths = GPT.from_pretrained(str(base / "base")), set()
+    model = GPT.from_pretrained(str(base / "base"))
+    lengths = set()
     for prompt in ("The sea", "", "中文", "A boat ", "of"):
         ids = small_tokenizer.encode_ordinary(prompt)
         text = greedy(model, small_tokenizer, ids, 8)
@@ -65,11 +66,13 @@ def test_a_greedy_text_is_that_of_the_model_up_to_the_end_of_the_document(run, b
 
 
 def test_a_text_appears_as_it_is_written(run, monkeypatch):
-    terminal, seen = io.StringIO(), []
+    terminal = io.StringIO()
+    seen = []
     terminal.flush = lambda: seen.append(terminal.getvalue())
     monkeypatch.setattr(sys, "stdout", terminal)
     run("The sea", temperature=0)
-    assert seen[0] == "The sea" and len(set(seen)) > 4
+    assert seen[0] == "The sea"
+    assert len(set(seen)) > 4
 
 
 def test_a_prompt_that_looks_like_an_option_goes_last_after_two_dashes(run):
@@ -100,7 +103,8 @@ def test_the_seed_decides_the_texts_and_each_of_them_is_another(run):
     several, once_more = (run("The sea", max_new_tokens=20, num_samples=70).stdout for _ in range(2))
     assert several == once_more
     texts = [text.split("\n", 1) for text in several.split("--- sample ")[1:]]
-    assert [int(number) for number, _ in texts] == list(range(1, 71)) and len({text for _, text in texts}) > 60
+    assert [int(number) for number, _ in texts] == list(range(1, 71))
+    assert len({text for _, text in texts}) > 60
     assert [text for _, text in texts[64:]] != [text for _, text in texts[:6]]  # the second batch draws other numbers
 
 
@@ -109,13 +113,16 @@ def test_the_seed_decides_the_texts_and_each_of_them_is_another(run):
 def test_a_chat_continues_the_form_that_was_trained_and_forgets_the_oldest_turns(
     run, base, small_tokenizer, monkeypatch, n, asked, given
 ):
-    said, read = ["Say sea. " * n, "Say tide.", "Say boat."], []
+    said = ["Say sea. " * n, "Say tide.", "Say boat."]
+    read = []
     note = lambda model, rows, most, **rest: read.append((*rows, most)) or generate(model, rows, most, **rest)  # noqa: E731
     monkeypatch.setattr(sample, "generate", note)
     stdin = "\n".join(said[1:]).encode()
     result = run(said[0], adapter=base / "adapter", chat=True, temperature=0, max_new_tokens=asked, stdin=stdin)
     model = load_adapter(GPT.from_pretrained(str(base / "base")), base / "adapter").eval()
-    messages, answers, expected = [], [], []
+    messages = []
+    answers = []
+    expected = []
     for text in said:
         messages.append(dict(role="user", content=text))
         while len(ids := chat.chat_ids(small_tokenizer, messages)) > 128 - given and len(messages) > 1:
@@ -123,16 +130,42 @@ def test_a_chat_continues_the_form_that_was_trained_and_forgets_the_oldest_turns
         expected.append((ids, given))
         answers.append(greedy(model, small_tokenizer, ids, given).lstrip())
         messages.append(dict(role="assistant", content=answers[-1]))
-    assert read == expected and result.stdout == "".join(f"{answer}\n> " for answer in answers)
+    assert read == expected
+    assert result.stdout == "".join(f"{answer}\n> " for answer in answers)
     assert f"at most {given} tokens" in result.stderr
 
 
-WRONG = "temperature=-1 temperature=nan top_p=-1 top_k=-1 max_new_tokens=-1 num_samples=0 seed=-2 adapter=absent"
+WRONG = [
+    dict(temperature=-1), dict(temperature="nan"), dict(top_p=-1), dict(top_k=-1), dict(max_new_tokens=-1),
+    dict(num_samples=0), dict(seed=-2), dict(adapter="absent"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("option", WRONG.split())
-def test_wrong_constants_are_one_line(run, option):
-    assert_user_error(run("Hi", **options_of(option)), option.partition("=")[0])
+@pytest.mark.parametrize("options", WRONG, ids=str)
+def test_wrong_constants_are_one_line(run, options):
+    (name,) = options
+    assert_user_error(run("Hi", **options), name)
+
+
+def test_a_terminal_shows_control_characters_and_does_not_obey_them(run, monkeypatch):
+    prompt = "a\x1b[2Jb\n\tc"
+    assert run(prompt, max_new_tokens=0).stdout == prompt + "\n"  # a file or a pipe
+    for number in (1, 2):
+        terminal = io.StringIO()
+        terminal.isatty = lambda: True
+        monkeypatch.setattr(sys, "stdout", terminal)
+        run(prompt, max_new_tokens=0, num_samples=number)
+        assert "a\\x1b[2Jb\n\tc\n" in terminal.getvalue()
+        assert "\x1b" not in terminal.getvalue()
+
+
+def test_a_model_that_overflows_is_one_line(base, tmp_path, small_tokenizer, inline):
+    model = GPT.from_pretrained(str(base / "base"))
+    model.transformer.ln_f.bias.data *= 1e30
+    model.transformer.wte.weight.data *= 1e30
+    save_model(tmp_path / "model", model, small_tokenizer)
+    result = inline(sample.main, tmp_path / "model", "The sea", device="cpu", dtype="float32")
+    assert_user_error(result, "logits are not finite")
 
 
 def test_a_tokenizer_that_is_too_large_for_the_model_is_refused(run, base, tmp_path, small_tokenizer, inline):

@@ -25,10 +25,12 @@ def test_a_pipeline_of_transformers_gives_the_answers_of_sample_chat(tmp_path, s
     cut."""
     from transformers import pipeline
 
-    base, merged = small_gpt(n_positions=256), str(tmp_path / "merged")
+    base = small_gpt(n_positions=256)
+    merged = str(tmp_path / "merged")
     for p in base.transformer.h.parameters():
         p.data *= 30 if p.dim() == 2 else 1  # what was read counts for more than the last token
-    embedding, eot = base.transformer.wte.weight.data, small_tokenizer.eot_token
+    embedding = base.transformer.wte.weight.data
+    eot = small_tokenizer.eot_token
     base.transformer.ln_f.bias.data += 10 * embedding[eot]  # makes the end of an answer likelier
     texts = {i: text.decode("latin-1") for i, text in small_tokenizer.vocab.items() if i != eot}
     embedding[[i for i, text in texts.items() if not text.isprintable() or text > "~"]] = 0
@@ -38,7 +40,9 @@ def test_a_pipeline_of_transformers_gives_the_answers_of_sample_chat(tmp_path, s
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\n".join([*SAID[1:], "", ""]).encode())))
     options = dict(temperature=0, max_new_tokens=LONGEST, chat=True, dtype="float32", device="cpu")
     result = inline(sample.main, merged, SAID[0], **options)
-    ask, messages, printed = pipeline("text-generation", merged, device="cpu"), [], ""
+    ask = pipeline("text-generation", merged, device="cpu")
+    messages = []
+    printed = ""
     for text in SAID:
         messages.append(dict(role="user", content=text))
         messages = ask(messages, max_new_tokens=LONGEST, do_sample=False)[0]["generated_text"]
@@ -121,4 +125,5 @@ def test_the_page_shows_an_answer_or_why_there_is_none(status, chunks, wanted):
     call = f"answer({status}, {json.dumps(chunks)}).then(found => console.log(JSON.stringify(found)))"
     out = subprocess.check_output(["node", "-e", BROWSER + functions + call], text=True)
     *found, words = json.loads(out)
-    assert found == wanted[:2] and words.startswith(wanted[2])
+    assert found == wanted[:2]
+    assert words.startswith(wanted[2])
