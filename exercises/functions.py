@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 def merge(tokens: list[bytes], pair: tuple[bytes, bytes]) -> list[bytes]:
-    """A new list, in which the first token of `pair` and the second behind it become one, from left to right.
+    """A new list, in which the first token of `pair` and the second after it become one, from left to right.
 
     With the pair (t, h), the tokens t h e become th e. Training and encoding repeat this step (Sennrich et al. 2016,
     "Neural machine translation of rare words with subword units", section 3.2).
@@ -47,7 +47,8 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int)
 def learning_rate(step: int, max_steps: int, warmup_steps: int, max_lr: float, min_lr: float) -> float:
     """The learning rate of step 1, 2, ... max_steps: a line that starts from 0 at step 0, then half a cosine.
 
-    It is max_lr at step `warmup_steps`, and min_lr at step `max_steps` (Loshchilov and Hutter 2017, "SGDR").
+    It is max_lr at step `warmup_steps`, which may be 0, and min_lr at step `max_steps` (Loshchilov and Hutter 2017,
+    "SGDR").
     """
     raise NotImplementedError
 
@@ -64,8 +65,9 @@ def clip(grads: list[Tensor], max_norm: float) -> Tensor:
 def orthogonalize(matrix: Tensor) -> Tensor:
     """Nearly U V^T, for a matrix (rows, columns) = U S V^T, by products of matrices alone: the step that Muon takes.
 
-    Divide by a norm, so that all singular values are at most 1; then do five times X <- a X + b A X + c A A X with
-    A = X X^T and (a, b, c) = (3.4445, -4.7750, 2.0315) (Jordan 2024, "Muon: an optimizer for hidden layers").
+    Divide by a norm, so that all singular values are at most 1, but leave `matrix` as it is; then do five times
+    X <- a X + b A X + c A A X with A = X X^T and (a, b, c) = (3.4445, -4.7750, 2.0315) (Jordan 2024, "Muon: an
+    optimizer for hidden layers").
     """
     raise NotImplementedError
 
@@ -74,7 +76,8 @@ def generate(model, idx: Tensor, max_new_tokens: int, context: int, temperature=
     """Sample tokens after idx (B, T), with torch.multinomial and `generator`; returns (B, T + max_new_tokens).
 
     model(idx) turns up to `context` tokens (B, T) into logits (B, T, V), which the temperature divides; at 0, take the
-    likeliest token. With `top_k`, sample from that many (Fan et al. 2018, "Hierarchical neural story generation").
+    likeliest token. With `top_k`, sample from that many, or from all V if it is larger (Fan et al. 2018, "Hierarchical
+    neural story generation").
     """
     raise NotImplementedError
 

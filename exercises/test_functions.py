@@ -1,6 +1,8 @@
 """Compares functions.py with libraries and formulas; recognizes common mistakes and says what to look at."""
 
 import math
+import traceback
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import pytest
@@ -34,6 +36,20 @@ def compare(got, right, mistakes: dict, otherwise: str):
         wrong(next((sentence for sentence, value in mistakes.items() if same(got, value)), otherwise))
 
 
+@contextmanager
+def hint(sentence: str):
+    """If the code within raises, fail with the sentence, and with what was raised in which line of functions.py."""
+    try:
+        yield
+    except NotImplementedError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == functions.__file__]
+        place = f"functions.py:{lines[-1]}: " if lines else ""
+        wrong(f"{sentence} ({place}{type(error).__name__}: {error})")
+
+
 def random(*shape) -> torch.Tensor:  # the same numbers in each run
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
@@ -54,11 +70,19 @@ class Watch(TorchDispatchMode):
 
 def test_merge():
     a, b, aa, ab = b"a", b"b", b"aa", b"ab"
-    repeated = {"a a a becomes aa a: go from left to right": [a, aa, b]}
+    repeated = {
+        "a a a becomes aa a: go from left to right": [a, aa, b],
+        "after a pair, continue two tokens further: its second token is in it": [aa, aa, b],
+    }
     apart = {
         "after a pair, continue two tokens further: its second token is in it": [ab, b, ab, b, a],
         "the last token is lost": [ab, ab],
         "only the first pair is joined: continue to the end of the list": [ab, a, b, a],
+    }
+    odd = {
+        "a token that does not begin the pair moves you on by one token, not by two": [b, a, b],
+        "the first token is lost": [ab],
+        "the pair at the end of the list is not joined": [b, a],
     }
     order = "b a is not the pair (a, b): the order counts"
     concatenated = "(ab, a) is not the pair (a, ba), although both make aba: compare the two tokens"
@@ -66,47 +90,74 @@ def test_merge():
         ([a, b, a, b, a], (a, b), [ab, ab, a], apart),
         ([a, a, a, b], (a, a), [aa, a, b], repeated),
         ([b, a], (a, b), [b, a], {order: [b"ba"]}),
+        ([b, a, b], (a, b), [b, ab], odd),
         ([ab, a], (a, b"ba"), [ab, a], {concatenated: [b"aba"]}),
+        ([a] * 4, (a, a), [aa, aa], {"aa aa is not the pair (a, a): go through the list once": [b"aaaa"]}),
+        ([a], (a, b), [a], {}),
         ([], (a, b), [], {}),
     ]
     for tokens, pair, right, mistakes in cases:
         given = list(tokens)
-        got = functions.merge(given, pair)
+        with hint(f"{tokens} with {pair} becomes {right}; do you look beyond the end of the list?"):
+            got = functions.merge(given, pair)
         compare(got, right, mistakes, f"{tokens} with {pair} becomes {right}, this is {got}")
         if given != tokens:
             wrong("the list that was passed has changed: build a new one")
 
 
 def test_encode():
-    h, e, n, t = b"h", b"e", b"n", b"t"
+    h, e, n, t, th, he = b"h", b"e", b"n", b"t", b"th", b"he"
+    once = "each merge joins one pair of neighbours: join all of them, or look again"
     twice = {
         "the latest merge is done first: the one with the smallest index in `merges` comes first": [h, b"en", h, b"en"],
-        "encoding ends at a merge that the word does not have: go on to the next one": [h, e, n, h, e, n],
+        "encoding ends at a merge that the word does not have: continue with the next one": [h, e, n, h, e, n],
+        once: [he, n, h, b"en"],
     }
     order = {
-        "only one merge is done: repeat, with the new tokens, until no neighbours are in `merges`": [t, b"he", n],
-        "the leftmost pair is joined first: join the one that is earliest in `merges`": [b"th", e, n],
+        "only one merge is done: repeat, with the new tokens, until no neighbours are in `merges`": [t, he, n],
+        "the leftmost pair is joined first: join the one that is earliest in `merges`": [th, e, n],
         "the longest token is taken first: only the order of `merges` counts": [b"the", n],
     }
+    joined = "(th, e) is not the pair (t, he), although both make the: look up the two tokens, not what they make"
+    characters = "begin with the single bytes of the word's UTF-8, each a `bytes` of length 1; é has two"
     cases = [
-        ("henhen", [(t, h), (h, e), (e, n)], [b"he", n, b"he", n], twice),
-        ("then", [(h, e), (t, h), (b"he", n), (t, b"he")], [t, b"hen"], order),
-        ("é", [], [b"\xc3", b"\xa9"], {}),
+        ("hehe", [(h, e)], [he, he], {once: [he, h, e]}),
+        ("henhen", [(t, h), (h, e), (e, n)], [he, n, he, n], twice),
+        ("then", [(h, e), (t, h), (he, n), (t, he)], [t, b"hen"], order),
+        ("the", [(t, h), (h, e), (t, he)], [th, e], {joined: [b"the"]}),
+        (
+            "é",
+            [],
+            [b"\xc3", b"\xa9"],
+            {characters: ["é"], characters + " ": [b"\xc3\xa9"], characters + "  ": [b"\xe9"]},
+        ),
+        ("h", [(h, e)], [h], {}),
     ]
     for word, merges, right, mistakes in cases:
-        got = functions.encode(word, merges)
+        given = list(merges)
+        with hint(f"{word!r} with {merges} becomes {right}; do you stop where no neighbours are in `merges`?"):
+            got = functions.encode(word, given)
+        if isinstance(got, list) and any(type(token) is not bytes for token in got):
+            wrong(f"{characters}: tokens are `bytes`, this is {got}")
         compare(got, right, mistakes, f"{word!r} with {merges} becomes {right}, this is {got}")
+        if given != merges:
+            wrong("the list of merges has changed: it is needed for the next word")
 
 
 def test_attention():
     q, k, v = (random(2, 3, 5, 16).roll(i) for i in range(3))  # T = 5, D = 16
+    given = [tensor.clone() for tensor in (q, k, v)]
     with Watch() as watch:
-        got = functions.attention(q, k, v)
+        got = functions.attention(*given)
     expect(got, q)
     if "scaled_dot_product" in watch.names:
         wrong("scaled_dot_product_attention is called: write it with products, a mask and a softmax")
+    if got.isnan().all():
+        wrong("all is NaN: 0 times -inf is NaN, so set hidden scores with masked_fill or torch.where")
     if got[:, :, 0].isnan().any():
         wrong("row 0 is NaN, as all of its scores are masked: a token looks at itself, too")
+    if not all(same(a, b) for a, b in zip(given, (q, k, v), strict=True)):
+        wrong("q, k or v has changed: the model still needs them, so do not write into them")
     changed = torch.cat([v[:, :, :-1], v[:, :, -1:] + 1], dim=2)  # the last token, which only the last row may see
     ahead = "row t looks at tokens after t: set their scores, but not its own, to -inf before the softmax"
     compare(functions.attention(q, k, changed)[:, :, :-1], got[:, :, :-1], {}, ahead)
@@ -114,57 +165,145 @@ def test_attention():
     ones = torch.ones_like(v)
     compare(functions.attention(q, k, ones), ones, {}, sums)
     sdpa = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
-    mistakes = {"the scores are not divided by sqrt(D)": sdpa(scale=1.0), "they are divided by D": sdpa(scale=1 / 16)}
+    mistakes = {
+        "the scores are not divided by sqrt(D)": sdpa(scale=1.0),
+        "they are divided by D: divide them by its square root": sdpa(scale=1 / 16),
+        "they are divided by sqrt(T): D is the size of the last dimension": sdpa(scale=5**-0.5),
+        "they are multiplied by sqrt(D): divide them": sdpa(scale=4.0),
+        "the softmax is divided by sqrt(D): divide the scores": sdpa(scale=1.0) / 4,
+        "q and k are exchanged: row t is the query of token t": F.scaled_dot_product_attention(k, q, v, is_causal=True),
+    }
     compare(got, sdpa(), mistakes, "row t is the mean of v[0] .. v[t], weighted by softmax(q[t] @ k.T / sqrt(D))")
+    if not functions.attention(q.clone().requires_grad_(), k, v).requires_grad:
+        wrong("no gradient reaches q, k and v: they are to be trained, so leave out no_grad, detach and .data")
 
 
 def test_linear_cross_entropy():
     N, C, V, chunk = 66, 3, 100, 4  # the last chunk has 2 positions
     x, weight, targets = random(N, C), random(V, C), torch.arange(N) * 7 % V
+    given = [x.clone(), weight.clone(), targets.clone()]
     with Watch() as watch:
-        answer = functions.linear_cross_entropy(x, weight, targets, chunk)
+        answer = functions.linear_cross_entropy(*given, chunk)
     expect(answer, (None, None, None))
+    answer = tuple(part.detach() if torch.is_tensor(part) else part for part in answer)
     logits = (x @ weight.T).requires_grad_()
     losses = F.cross_entropy(logits, targets, reduction="none")  # (N,)
     losses.mean().backward()
     mean_of_means = sum(part.mean() for part in losses.split(chunk)) / 17
     mistakes = {
         "the loss is a sum over positions: divide it by N": losses.sum(),
+        "the loss is the log of the probability: -log is wanted": -losses.mean(),
         "the last, shorter chunk is left out": losses[:64].sum() / N,
+        "the loss is that of the last chunk: add up all chunks": losses[64:].sum() / N,
         "the shorter chunk counts as much as the others: add up sums, then divide by N": mean_of_means,
+        "the means of the chunks are added up: add up sums, then divide by N": mean_of_means * 17,
     }
     compare(answer[0], losses.mean(), mistakes, f"the loss is {losses.mean():.4f}, this is {answer[0]}")
-    mistakes = {"one_hot(target) is missing: subtract it from softmax(logits)": logits.softmax(-1) @ weight / N}
-    compare(answer[1], logits.grad @ weight, mistakes, "grad_x is (softmax(logits) - one_hot(target)) @ weight / N")
-    mistakes = {"grad_weight is that of the last chunk: add up all chunks": logits.grad[64:].T @ x[64:]}
-    compare(answer[2], logits.grad.T @ x, mistakes, "grad_weight is (softmax(logits) - one_hot(target)).T @ x / N")
+    grad_x, grad_weight = logits.grad @ weight, logits.grad.T @ x
+    sizes = torch.tensor([[chunk] * 64 + [2] * 2]).T  # (N, 1): positions in the chunk of each position
+    by_N = "is that of the sum of losses: divide it by N"
+    by_chunk = "is divided by the size of a chunk: divide by N"
+    sign = "has the wrong sign: it is softmax(logits) - one_hot(target)"
+    mistakes = {
+        "one_hot(target) is missing: subtract it from softmax(logits)": logits.softmax(-1) @ weight / N,
+        f"grad_x {sign}": -grad_x,
+        f"grad_x {by_N}": N * grad_x,
+        f"grad_x {by_chunk}": N * grad_x / sizes,
+        f"grad_x {by_chunk} ": N * grad_x / chunk,
+    }
+    compare(answer[1], grad_x, mistakes, "grad_x is (softmax(logits) - one_hot(target)) @ weight / N")
+    mistakes = {
+        "grad_weight is that of the last chunk: add up all chunks": logits.grad[64:].T @ x[64:],
+        f"grad_weight {sign}": -grad_weight,
+        f"grad_weight {by_N}": N * grad_weight,
+        f"grad_weight {by_chunk}": N * (logits.grad / sizes).T @ x,
+        f"grad_weight {by_chunk} ": N * grad_weight / chunk,
+    }
+    compare(answer[2], grad_weight, mistakes, "grad_weight is (softmax(logits) - one_hot(target)).T @ x / N")
+    if not all(same(a, b) for a, b in zip(given, (x, weight, targets), strict=True)):
+        wrong("x, weight or targets has changed: do not write into what was passed")
     if watch.most >= 4 * N * V:
         wrong(f"N x V numbers are kept, {watch.most} bytes: let go of a chunk's logits and of autograd's graph of them")
-    if not functions.linear_cross_entropy(1000 * x, weight, targets, chunk)[0].isfinite():
-        wrong("exp of large logits overflows: log_softmax and logsumexp subtract the largest logit first")
+    large = functions.linear_cross_entropy(1000 * x, weight.clone(), targets.clone(), chunk)
+    if not all(part.isfinite().all() for part in large):
+        wrong("exp of large logits overflows, and log of a probability of 0 is -inf: log_softmax takes care of both")
 
 
 def test_learning_rate():
     S, W, high, low = 12, 4, 1.0, 0.1
-    rates = [functions.learning_rate(step, S, W, high, low) for step in range(1, S + 1)]
-    rates, steps = torch.tensor([float(rate) for rate in rates]), torch.arange(1, S + 1)
-    height = 0.5 * (1 + torch.cos(math.pi * (steps - W).clamp(min=0) / (S - W)))
-    right = (low + (high - low) * height) * (steps / W).clamp(max=1)
+
+    def rates_of(warmup):
+        rates = [functions.learning_rate(step, S, warmup, high, low) for step in range(1, S + 1)]
+        if None in rates:
+            wrong("a rate is expected in every step, this is None; is a return missing?")
+        return torch.tensor([float(rate) for rate in rates])
+
+    rates, steps = rates_of(W), torch.arange(1, S + 1)
+
+    def cosine(progress):
+        return low + (high - low) * 0.5 * (1 + torch.cos(math.pi * progress))
+
+    right = torch.where(steps <= W, high * steps / W, cosine((steps - W) / (S - W)))
     line = "the warmup is a line, 0 at step 0 and max_lr at step warmup_steps"
-    compare(rates[:W], right[:W], {}, f"{line}: {right[:W]}, not {rates[:W]}")
-    cosine = "the rate jumps, or is not half a cosine from max_lr at step warmup_steps to min_lr at step max_steps"
-    compare(rates[W:], right[W:], {}, f"{cosine}: {right[W:]}, not {rates[W:]}")
+    mistakes = {
+        f"{line}: it is one step late": ((steps - 1) / W)[: W - 1],
+        f"{line}: it is one step early": ((steps + 1) / W)[: W - 1],
+        f"{line}: it ends at step warmup_steps + 1": (steps / (W + 1))[: W - 1],
+        f"{line}: it starts from min_lr": (low + (high - low) * steps / W)[: W - 1],
+        f"{line}: it multiplies the cosine, which only begins after it": (cosine(steps / S) * steps / W)[: W - 1],
+        f"{line}: it is missing": cosine(steps / S)[: W - 1],
+    }
+    compare(rates[: W - 1], right[: W - 1], mistakes, f"{line}: {right[:W]}, not {rates[:W]}")
+    part = (steps - W) / (S - W)
+    begins = (
+        "the cosine begins at step warmup_steps: its progress is (step - warmup_steps) / (max_steps - warmup_steps)"
+    )
+    mistakes = {
+        begins: cosine(steps / S),
+        f"{begins}; the divisor is wrong": cosine((steps - W) / S),
+        f"{begins}; the divisor is wrong ": cosine((steps - W) / (S - W - 1)),
+        f"{begins}; it is one step late": cosine((steps - W - 1) / (S - W - 1)),
+        f"{begins}; it is one step late ": cosine((steps - W - 1) / (S - W)),
+        "the cosine falls to 0: it goes from max_lr to min_lr": high * cosine(part).sub(low) / (high - low),
+        "min_lr cuts the cosine off: let it go from max_lr to min_lr": (cosine(part).sub(low) / 0.9).clamp(min=low),
+        "min_lr is added to a cosine of max_lr: its height is max_lr - min_lr": cosine(part).sub(low) / 0.9 + low,
+        "it is a whole cosine, which rises again: half of one goes from 0 to pi": cosine(2 * part),
+        "it is a quarter of a cosine: half of one is 0.5 (1 + cos), from 0 to pi": low
+        + 0.9 * torch.cos(math.pi / 2 * part),
+        "the cosine rises from min_lr: 0.5 (1 + cos) falls": cosine(1 - part),
+        "it is a line: the rate falls along half a cosine": high - (high - low) * part,
+    }
+    mistakes = {sentence: value[W:] for sentence, value in mistakes.items()}
+    otherwise = "the rate is not half a cosine, from max_lr at step warmup_steps to min_lr at step max_steps"
+    compare(rates[W:], right[W:], mistakes, f"{otherwise}: {right[W:]}, not {rates[W:]}")
+    compare(rates[W - 1], right[W - 1], {}, f"at step warmup_steps the rate is max_lr, this is {rates[W - 1]:.4f}")
+    without = "with warmup_steps 0 the cosine begins at once, at step 0"
+    with hint(without):
+        rates = rates_of(0)
+    compare(rates, cosine(steps / S), {}, f"{without}: {cosine(steps / S)}, not {rates}")
 
 
 def test_clip():
     before, got = 3 * random(7), 3 * random(7)
     grads = [got[:3], got[3:].view(2, 2)]  # they share the memory of `got`
     norm = functions.clip(grads, 2.0)
-    one_by_one = 2 * torch.cat([F.normalize(part, dim=0) for part in before.split([3, 4])])
+    parts = before.split([3, 4])
+    norms = torch.stack([part.norm() for part in parts])
+    one_by_one = 2 * torch.cat([F.normalize(part, dim=0) for part in parts])
+    together = "all tensors are one vector: its norm is the root of the sum of all squares"
     mistakes = {
         "the gradients have not changed: shrink them in place, with mul_": before,
         "each tensor has its own factor, so the direction changes: take one norm of all": one_by_one,
         "each number is clamped, so the direction changes: multiply all by one factor": before.clamp(-2, 2),
+        "the norm becomes 1: multiply by max_norm, too": before / before.norm(),
+        f"{together}; the norms of the tensors are added up": 2 * before / norms.sum(),
+        f"{together}; this is the norm of the first": 2 * before / norms[0],
+        f"{together}; this is the norm of the last": 2 * before / norms[-1],
+        f"{together}; this is the largest of their norms": 2 * before / norms.max(),
+        f"{together}; the root is missing": 2 * before / before.norm() ** 2,
+        f"{together}; these are absolute values": 2 * before / before.abs().sum(),
+        f"{together}; this is the largest number": 2 * before / before.abs().max(),
+        f"{together}; this is their mean": 2 * before / before.square().mean().sqrt(),
     }
     shrunk = f"the norm is to be 2, in the same direction; this one is {got.norm():.4f}"
     right = F.normalize(before, dim=0) * 2
@@ -174,29 +313,50 @@ def test_clip():
     functions.clip(grads, 1000.0)
     compare(got, right, {}, "gradients with a norm below max_norm change: the factor is 1 at most")
     got.zero_()
-    functions.clip(grads, 1.0)
+    with hint("gradients of 0 have a norm of 0, and it divides"):
+        functions.clip(grads, 1.0)
     if got.isnan().any():
         wrong("gradients of 0 become NaN: their norm is 0, and it divides")
 
 
 def test_orthogonalize():
+    a, b, c = 3.4445, -4.7750, 2.0315
+    wanted = "X <- a X + b A X + c A A X is wanted"
+    mistakes = {  # what becomes of a singular value in a step
+        f"{wanted}; A X is taken for A A X": lambda s: a * s + (b + c) * s**3,
+        f"{wanted}; the first term is missing": lambda s: b * s**3 + c * s**5,
+        f"{wanted}; the last term is missing": lambda s: a * s + b * s**3,
+    }
+    one = functions.orthogonalize(3 * torch.eye(1, 2))  # whose norm is 3, whichever it is
+    expect(one, torch.eye(1, 2))
+    for sentence, step in mistakes.items():
+        value = 1.0
+        for _ in range(5):
+            value = step(value)
+        if math.isclose(one[0, 0], value, rel_tol=0.01):
+            wrong(sentence)
     for rows, columns in ((12, 8), (8, 12)):
         U, V = torch.linalg.qr(random(rows, 8)).Q, torch.linalg.qr(random(columns, 8)).Q
         matrix = U * torch.logspace(1, -1.5, 8) @ V.T  # singular values from 10 to 0.03
-        got = functions.orthogonalize(matrix.clone())
+        given = matrix.clone()
+        got = functions.orthogonalize(given)
         expect(got, matrix)
-        if not got.isfinite().all():
-            wrong("it explodes: divide by a norm first, so that no singular value is above 1; b is negative")
+        if not given.equal(matrix):
+            wrong("the matrix that was passed has changed: X = X / norm makes a new one, X /= norm does not")
+        if not got.isfinite().all() or got.abs().max() > 100:
+            wrong("it explodes: divide by a norm first, so that no singular value is above 1; b, of A X, is negative")
         S = U.T @ got @ V  # (8, 8), diagonal if the answer has the same U and V
         if (S - S.diag().diag()).abs().max() > 0.1:
             wrong("the singular vectors have changed: X X^T is a matrix product; nothing goes by element or by row")
         if S.diag().min() < 0.6 or S.diag().max() > 1.25:
-            wrong(f"singular values are {S.diag()}, not 0.6 to 1.25: look at a, b, c and the five steps")
-    if functions.orthogonalize(torch.zeros(2, 2)).isnan().any():
-        wrong("a matrix of 0 becomes NaN: its norm is 0, and it divides")
-    got = functions.orthogonalize(3 * torch.eye(1, 2))[0, 0]  # whose norm is 3, whichever it is
+            wrong(f"singular values are {S.diag()}, not 0.6 to 1.25: look at a, b, c, A and the five steps")
+    zeros = "a matrix of 0 becomes NaN: its norm is 0, and it divides"
+    with hint(zeros):
+        got = functions.orthogonalize(torch.zeros(2, 2))
+    if got.isnan().any():
+        wrong(zeros)
     five = "five steps, with a, b, c and float32, turn a singular value of 1 into 0.6964, and an SVD leaves it 1"
-    compare(got, torch.tensor(0.69644), {}, f"{five}; this is {got:.4f}")
+    compare(one[0, 0], torch.tensor(0.69644), {}, f"{five}; this is {one[0, 0]:.4f}")
 
 
 def test_generate():
@@ -210,30 +370,50 @@ def test_generate():
     mistakes = {
         "the logits of the first position are used: those of the last one tell the next token": [0, 1, 1, 1, 1, 2, 2],
         "the model reads the first tokens of a long text: pass the last ones": [0, 1, 2, 3, 4, 4, 4],
+        "a place among the sorted logits is no id: topk and sort return the ids, too": [0, 1, 0, 0, 0, 0, 0],
     }
     for temperature in (1.0, 0):
         lengths = []
-        got = functions.generate(count, torch.tensor([[0, 1]]), 5, context, temperature=temperature)
+        divided = hint("at temperature 0 take the likeliest token, and do not divide by it")
+        with divided if temperature == 0 else nullcontext():
+            got = functions.generate(count, torch.tensor([[0, 1]]), 5, context, temperature=temperature)
+        if torch.is_tensor(got) and got.shape == (1, 5):
+            wrong("only the new tokens are returned: return idx with them after it")
         expect(got, torch.tensor([right]))
         if lengths != [2, 3, 4, 4, 4]:
             wrong(f"the model is given {lengths} tokens: append every new one, and pass the last {context}")
-        compare(got[0].tolist(), right, mistakes, f"the model is almost certain of {right}, this is {got[0].tolist()}")
+        certain = f"the model is almost certain of {right}, this is {got[0].tolist()}"
+        compare(got[0].tolist(), right, mistakes, certain + "; is the softmax over the vocabulary, dim=-1?")
+
+    generator = torch.Generator()
+
+    def draw(logits, n, **options):  # logits (B, V), the same after each token -> (B, n)
+        idx = torch.zeros(len(logits), 1).long()
+        model = lambda idx: logits[:, None].expand(-1, idx.size(1), -1).clone()  # noqa: E731
+        return functions.generate(model, idx, n, context, generator=generator, **options)[:, 1:]
+
+    even = draw(torch.zeros(16, V), 50)
+    if even.eq(even[:1]).all() and not even.eq(even[:, :1]).all():
+        wrong("one draw serves all rows of the batch: draw one for each row")
+    if even.eq(even[0, 0]).all():
+        wrong("the likeliest token is always taken: draw one with torch.multinomial")
+    if even.eq(even[:, :1]).all():
+        wrong("every step draws the same: do not make or seed a generator in it, but pass `generator` on")
+    if generator.get_state().equal(torch.Generator().get_state()):
+        wrong("`generator` is not used: pass it to torch.multinomial")
+    if draw(torch.zeros(16, V), 50).equal(even):
+        wrong("two calls draw the same: do not seed the generator, whoever passes it does")
 
     z = torch.tensor([0.2, 0.4, 0.6, 0.8, 1.0, 2.0])
     z = torch.stack([z, z.flip(0) + 0.7])  # (B, V), logits divided by a temperature of 0.5
-    generator = torch.Generator()
-    options = dict(context=context, temperature=0.5, top_k=3, generator=generator)
-    idx = torch.zeros(2, 1).long()
-    got = functions.generate(lambda idx: (z / 2)[:, None].expand(-1, idx.size(1), -1), idx, 1000, **options)
-    if got[0].equal(got[1]):
-        wrong("one draw serves all rows of the batch: draw one for each row")
-    shares = F.one_hot(got[:, 1:], V).float().mean(dim=1)  # (B, V)
 
     def drawn(logits, keep):
         return logits.where(keep, -math.inf).softmax(dim=-1)
 
     kth = z.topk(3).values[:, 2:]  # (B, 1)
     other = "top_k takes the k-th largest of the batch or of another row: each row has its own, topk(k).values[:, -1:]"
+    unequal = "the softmax is over the rows of the batch: dim=-1 is that of the vocabulary"
+    kept = z.where(z >= kth, -math.inf)
     cases = {
         "": drawn(z, z >= kth),
         "the likeliest token is always taken: draw one with torch.multinomial": drawn(z, z > kth + 0.9),
@@ -241,15 +421,23 @@ def test_generate():
         "the logits are multiplied by the temperature: divide them by it": drawn(z / 4, z >= kth),
         "top_k is not used in each row: logits below its k-th largest become -inf": drawn(z, z > 0),
         "one token too few is kept: the k-th largest stays": drawn(z, z > kth),
+        "one token too many is kept: only the k largest stay": drawn(z, z >= z.topk(4).values[:, 3:]),
         "logits below the k-th largest become 0, and exp(0) is 1: set them to -inf": (z * (z >= kth)).softmax(dim=-1),
         "the k smallest logits are kept, and the largest are the likeliest": drawn(z, z < kth),
         "places among the top k are no ids: topk tells the ids, too": F.pad(z.topk(3).values.softmax(dim=-1), (0, 3)),
         other: drawn(z, z >= z.flatten().topk(3).values[-1]),
+        unequal: F.normalize(kept.softmax(dim=0).nan_to_num(), p=1, dim=-1),
+        "the softmax is missing: torch.multinomial takes probabilities": F.normalize(z * (z >= kth), p=1, dim=-1),
+        "the k likeliest are equally likely: keep their probabilities": drawn(0 * z, z >= kth),
     }
+    got = draw(z / 2, 1000, temperature=0.5, top_k=3)
+    shares = F.one_hot(got, V).float().mean(dim=1)  # (B, V)
     if nearest := min(cases, key=lambda sentence: (cases[sentence] - shares).abs().sum()):
         wrong(nearest)
-    if generator.get_state().equal(torch.Generator().get_state()):
-        wrong("`generator` is not used: pass it to torch.multinomial")
+    with hint("a top_k above V keeps all V tokens: topk takes V at most"):
+        got = draw(z, 1000, top_k=100)
+    if (F.one_hot(got, V).float().mean(dim=1) - z.softmax(dim=-1)).abs().max() > 0.1:
+        wrong("a top_k above V keeps all V tokens, with their probabilities")
 
 
 def test_LoRALinear():
@@ -258,7 +446,8 @@ def test_LoRALinear():
     base = linear(x).detach()
     layer = functions.LoRALinear(linear, r, alpha)
     trained = sorted(name for name, p in layer.named_parameters() if p.requires_grad)
-    compare(trained, ["lora_A", "lora_B"], {}, f"{trained} are trained, not lora_A and lora_B alone: freeze `linear`")
+    both = "lora_A and lora_B alone, each an nn.Parameter of the layer: freeze `linear`"
+    compare(trained, ["lora_A", "lora_B"], {}, f"{trained} are trained, not {both}")
     if layer.lora_B.any():
         wrong("lora_B starts at 0, so that the layer begins as `linear`; lora_A starts random")
     compare(layer(x).detach(), base, {}, "the layer does not begin as `linear` with its bias: scale the bypass alone")
@@ -271,7 +460,37 @@ def test_LoRALinear():
     mistakes = {
         "the bypass is multiplied by alpha: divide that by r": base + alpha * bypass,
         "the bypass is not scaled: multiply it by alpha / r": base + bypass,
+        "the bypass is divided by r: multiply it by alpha, too": base + bypass / r,
+        "the bypass is multiplied by r / alpha: it is alpha / r": base + r / alpha * bypass,
+        "alpha is divided by the root of r: divide it by r": base + alpha / r**0.5 * bypass,
         "alpha / r is rounded: divide with / and keep the fraction": base + 2 * bypass,
+        "the bypass is subtracted: add it": base - alpha / r * bypass,
+        "the bypass is alone: add the layer `linear` to it": alpha / r * bypass,
         "lora_A and lora_B do nothing: use them in `forward`, not in `__init__`": base,
+        "the bypass has the bias, too: it is added once": base + alpha / r * bypass + linear.bias.detach(),
     }
     compare(layer(x).detach(), base + alpha / r * bypass, mistakes, "the bypass is alpha / r * x A^T B^T")
+
+    leaf = x.clone().requires_grad_()
+    out = layer(leaf)
+    cut = "leave out no_grad, detach and .data in `forward`"
+    if not out.requires_grad:
+        wrong(f"no gradient reaches lora_A, lora_B and x: {cut}")
+    out.sum().backward()
+    ones = torch.ones(6, 4)  # the gradient of the sum, a row for each position
+    rights = {"lora_A": alpha / r * (ones @ B).T @ x.view(6, 6), "lora_B": alpha / r * ones.T @ x.view(6, 6) @ A.T}
+    for name, right in rights.items():
+        grad = getattr(layer, name).grad
+        if grad is None:
+            wrong(f"no gradient reaches {name}, so it is never trained: {cut}")
+        compare(grad, right, {}, f"the gradient of {name} is wrong: {cut}")
+    if leaf.grad is None:
+        wrong(f"no gradient reaches x, and the layers before this one need it: {cut}")
+    through_linear = (ones @ linear.weight.detach()).view(x.shape)
+    through_bypass = (alpha / r * ones @ B @ A).view(x.shape)
+    lacks = "the gradient of x lacks the part through"
+    mistakes = {
+        f"{lacks} `linear`, and the layers before this one need it: {cut}": through_bypass,
+        f"{lacks} the bypass, and the layers before this one need it: {cut}": through_linear,
+    }
+    compare(leaf.grad, through_linear + through_bypass, mistakes, f"the gradient of x is wrong: {cut}")

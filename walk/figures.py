@@ -5,9 +5,10 @@
     curves("residual", "what to see", "x (unit)", "y (unit)", {"label": (x, y), ...})
     runs("run", "what to see", {"label": read_log(Path("out/tiny/log.jsonl")), ...})
 
-They are written to out/pictures/NAME.png; `walk/run.py --write` copies them to walk/. The file's metadata has the
-title and a few numbers of everything that it shows, for walk/run.py to compare with those of the picture in walk/.
-This file knows nothing of models, only of numbers.
+First comes what several figures share, then a function for each figure, in the order of the page. They are written to
+out/pictures/NAME.png; `walk/run.py --write` copies them to walk/. The file's metadata has the title and a few numbers
+of everything that it shows, for walk/run.py to compare with those of the picture in walk/. This file knows nothing of
+models, only of numbers.
 """
 
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from PIL import Image, PngImagePlugin
 
+from bpe.try_tokenizer import draw_svg, split_up
 from parts.curves import CHANCE, PUBLISHED, draw, line_style
 from walk.run import PICTURES
 
@@ -159,8 +161,20 @@ def boxes(axes, title: str, places: dict[str, tuple], arrows: list[tuple]) -> No
         axes.annotate("", places[end], places[start], arrowprops=style, zorder=4)
 
 
-def blocks(title: str) -> None:
+def tokens(tokenizers: dict, sentences: tuple[str, ...]) -> None:
+    """The tokens of each sentence in each tokenizer {name: tokenizer}, as an SVG."""
+    rows = [split_up(name, tok, sentence) for sentence in sentences for name, tok in tokenizers.items()]
+    draw_svg(rows, asset("tokens.svg"))
+
+
+def vocabulary(lines: dict[str, tuple]) -> None:
+    title = "Each doubling of the vocabulary gains less, in English and in Chinese"
+    curves("vocabulary", title, "tokens in the vocabulary (log)", "bytes a token", lines, xscale="log")
+
+
+def blocks() -> None:
     """A block of GPT-2, and one of the first transformer."""
+    title = "Each block adds to the stream twice; GPT-2 normalizes what a branch reads, not the sum"
     attention, mlp = "attention: Q, K, V (B, H, T, D)", "MLP: (B, T, C) to (B, T, 4C), back"
     pre = ["x (B, T, C)", "LayerNorm", attention, "+", "LayerNorm ", mlp, "+ "]
     post = ["x (B, T, C)", attention, "+", "LayerNorm", mlp, "+ ", "LayerNorm "]
@@ -172,18 +186,64 @@ def blocks(title: str) -> None:
             boxes(axes, name, places, arrows + [("x (B, T, C)", "+", bend), (second, "+ ", bend)])
 
 
-def bypass(title: str) -> None:
-    places = {"x (in)": (0.5, 0.06), "W (out, in), frozen": (0.25, 0.45), "A (r, in), random": (0.72, 0.3)}
-    places |= {"B (out, r), zero at first": (0.72, 0.62), "+": (0.5, 0.9)}
-    arrows = [("x (in)", "W (out, in), frozen"), ("x (in)", "A (r, in), random"), ("W (out, in), frozen", "+")]
-    arrows += [("A (r, in), random", "B (out, r), zero at first"), ("B (out, r), zero at first", "+")]
-    with picture("bypass", title, height=2.9) as axes:
-        boxes(axes, "y = W x + (alpha / r) B A x", places, [(*arrow, 0) for arrow in arrows])
+def one_batch(good: list[float], bad: list[float]) -> None:
+    """Losses of two runs on one batch, of which the second has a bug."""
+    title = "A healthy model memorizes one batch; with the bug it learns only token frequencies"
+    steps = range(len(good))
+    lines = {"inputs and targets": (steps, good), "the bug: targets in another order each step": (steps, bad)}
+    curves("one_batch", title, "step", "loss (nats per token, log)", lines, yscale="log")
 
 
-def memory(title: str, gb: dict[str, dict[str, float]], cards: tuple[int, ...]) -> None:
+def run(log: list[dict]) -> None:
+    runs("run", "The curve of a run: in its first epoch training and validation are one line", {"tiny": log})
+
+
+def changed_runs(lines: dict[str, tuple]) -> None:
+    title = "More epochs gain more than any other change here"
+    curves("runs", title, "step", "validation loss (nats per token)", lines)
+
+
+def attention_maps(maps: dict[str, np.ndarray], words: list[str]) -> None:
+    """Weights (T, T) of each head, side by side."""
+    title, places = (
+        "What three heads look at: row by row, the weights of a token (white is 0, black is 1)",
+        range(len(words)),
+    )
+    with picture("attention_maps", title, height=4.8, grid=(1, len(maps))) as panels:
+        for i, (axes, (name, weights)) in enumerate(zip(panels, maps.items(), strict=True)):
+            axes.imshow(weights, cmap="Greys", vmin=0, vmax=1, aspect="auto")
+            axes.set_title(name, fontsize=9.5)
+            axes.set_yticks(places, words if i == 0 else [""] * len(words), fontsize=8.5)
+            axes.set_xticks(places, words, fontsize=8.5, rotation=90)
+            axes.grid(False)
+
+
+def sampling(draws: dict[str, dict[str, float]]) -> None:
+    """A panel for each way of sampling {name: {token: percent}}."""
+    title = "One distribution, and what three ways of sampling leave of it"
+    with picture("sampling", title, "draws (%)", height=3, grid=(1, len(draws))) as panels:
+        for axes, (name, shares) in zip(panels, draws.items(), strict=True):
+            bars(axes, shares, "{:.0f}")
+            axes.set_title(name, fontsize=10)
+
+
+def parameters(rows: dict[str, dict[str, float]]) -> None:
+    title = "The larger the model, the less of it is the table of tokens"
+    with picture("parameters", title, "fraction of the parameters", height=2.8) as axes:
+        stacked(axes, rows)
+
+
+def gelu(x, exact, approximate, relu) -> None:
+    units = {"output": {"GELU": (x, exact), "ReLU, for comparison": (x, relu)}}
+    units["tanh form less GELU (thousandths)"] = {"error": (x, 1e3 * (approximate - exact))}
+    side_by_side("gelu", "GELU, and its tanh form, whose error stays below 0.0005", "input", units)
+
+
+def memory(gb: dict[str, dict[str, float]]) -> None:
     """A bar for each model {name: {kind: GB}}, and a line for each size of card."""
-    with picture("memory", title, "GB on one GPU, AdamW", height=2.9) as axes:
+    title = "Memory to train the four sizes (AdamW, bf16, compiled, 8 sequences of 1,024 tokens)"
+    cards = (24, 40, 80)
+    with picture("memory", title, "GB on one GPU; dotted: the sizes of three cards", height=2.9) as axes:
         stacked(axes, gb)
         axes.set_xlim(0, 1.1 * max(cards))
         for card in cards:
@@ -191,49 +251,47 @@ def memory(title: str, gb: dict[str, dict[str, float]], cards: tuple[int, ...]) 
             axes.text(card + 0.5, 0, f"{card} GB", fontsize=9)
 
 
-def gradients(title: str, labels: dict[str, np.ndarray]) -> None:
-    """How often each size occurs among the gradients {label: of any sign}."""
-    with picture("fp16", title, "log2 of a gradient's size", "gradients") as axes:
-        for color, (label, values) in zip(GREYS, labels.items(), strict=False):
-            sizes = np.log2(np.maximum(np.abs(values), 2.0**-40))
-            axes.hist(sizes, 120, color=color, label=label)
-        axes.axvline(-25, color="black", linestyle="--", label="below 2^-25 FP16 rounds to 0")
-        axes.axvline(-14, color="black", linestyle=":", label="below 2^-14 FP16 loses precision")
-        axes.legend(loc="upper left", fontsize=9.5)
+def first_loss(stds: list[float], measured: list[float]) -> None:
+    """The first loss less ln V, for standard deviations of the initial embedding."""
+    title = "The first loss exceeds ln V by half the variance of the logits"
+    lines = {"768 std² / 2": (stds, [768 * std**2 / 2 for std in stds]), "measured, 4,096 tokens": (stds, measured)}
+    curves("first_loss", title, "standard deviation of the initial embedding", "first loss less ln V (nats)", lines)
 
 
-def resumed_run(title: str, whole: dict[int, float], resumed: dict[int, float], killed: int, checkpoint: int) -> None:
-    """The losses {step: loss} of a run that was interrupted after step `killed` over those of one that was not."""
-    with picture("resume", title, "step", "training loss (nats)") as axes:
-        axes.plot(list(whole), list(whole.values()), linewidth=4, color=GREYS[2], label="not interrupted")
-        axes.plot(list(resumed), list(resumed.values()), linewidth=1.2, color="black", label="killed, then resumed")
-        axes.axvline(killed, color=GREYS[1], label="kill -9")
-        axes.axvline(checkpoint, color="gray", linestyle=":", label="the checkpoint it continues from")
+def residual(streams: dict[str, list[float]]) -> None:
+    """Standard deviations {label: after each block}."""
+    title = "Scaled, the stream ends with the same standard deviation at any depth; unscaled, it grows"
+    lines = {name: (np.linspace(0, 1, len(stds)), stds) for name, stds in streams.items()}
+    curves("residual", title, "depth (fraction of the layers)", "standard deviation of the stream", lines)
 
 
-def losses_by_rank(title: str, ranks: tuple[int, ...], found: dict[str, list[list[float]]]) -> None:
-    """Losses {rule: for each rank, those of all seeds}."""
-    with picture("alpha", title, "rank (log)", "validation loss (nats per answer token)") as axes:
-        for i, (rule, losses) in enumerate(found.items()):
-            labels = [f"{rule}, a line for each seed"] + [""] * (len(losses[0]) - 1)
-            axes.plot(ranks, losses, label=labels, **line_style(i, len(ranks)))
-        plain_ticks(axes, ranks)
+def schedules(recipes: dict[str, tuple], lengths: dict[str, tuple]) -> None:
+    """Rates over their peak {label: (steps, rates)}: of recipes, and of wsd runs of several lengths."""
+    title = "The schedules of two recipes (left); four wsd runs share a plateau, and each ends from it (right)"
+    units = {"learning rate over its peak": recipes, "rate over its peak, four runs of wsd": lengths}
+    side_by_side("recipes", title, "steps, as a fraction of the run", units)
 
 
-def order_of_windows(title: str, epochs: dict, ranks: dict) -> None:
-    """Each epoch (steps, rows) in colours; white lines separate the ranks of each step."""
-    label = "row of the global batch; white lines separate ranks"
-    with picture("order", title, "step", label, 4.2, grid=(1, 4)) as panels:
-        for axes, (name, epoch) in zip(panels, epochs.items(), strict=True):
-            drawn = axes.imshow(epoch.T, aspect="auto", cmap="viridis", interpolation="nearest")
+def order_of_windows(runs: dict[str, np.ndarray], ranks: dict[str, list[int]]) -> None:
+    """The windows (steps, rows) that each run reads, as numbers; a shade for each rank, by the ranks of each step."""
+    title = "An epoch of 32 windows: every column has the same eight windows; shades are ranks"
+    with picture("order", title, "step", height=3.8, grid=(1, len(runs))) as panels:
+        for axes, (name, windows) in zip(panels, runs.items(), strict=True):
+            n_rows = windows.shape[1]
+            shades = np.array([np.arange(n_rows) * n // n_rows for n in ranks[name]])
+            axes.imshow(shades.T, aspect="auto", cmap="Blues", vmin=-1, vmax=6)
+            for step, row in np.ndindex(windows.shape):
+                axes.text(step, row, str(windows[step, row]), ha="center", va="center", fontsize=9.5)
             axes.set_title(name, fontsize=10)
+            axes.set_xticks(range(len(windows)), range(1, len(windows) + 1))
+            axes.set_yticks([])
             axes.grid(False)
-            for step, n in enumerate(ranks[name]):
-                axes.hlines(np.arange(1, n) * 32 / n - 0.5, step - 0.5, step + 0.5, color="white", linewidth=3)
-        panels[-1].figure.colorbar(drawn, label="number of the window in the text")
+        panels[0].set_ylabel("windows of the batch, rank by rank", fontsize=10)
 
 
-def bits_of_formats(title: str, formats: dict[str, tuple]) -> None:
+def bits(formats: dict[str, tuple]) -> None:
+    """The bits of each format {name: (exponent, mantissa)}."""
+    title = "TF32 and BF16 have the range of FP32 (exponent); TF32 has the precision of FP16 (mantissa)"
     with picture("bits", title, "bit: s sign, e exponent, m mantissa", height=2.9) as axes:
         for row, (exponent, mantissa) in enumerate(formats.values()):
             for at, letter in enumerate("s" + "e" * exponent + "m" * mantissa):
@@ -246,45 +304,45 @@ def bits_of_formats(title: str, formats: dict[str, tuple]) -> None:
         axes.grid(False)
 
 
-def attention_maps(title: str, maps: dict[str, np.ndarray], words: list[str]) -> None:
-    """Weights (T, T) of each head, of two rows and as many columns as it takes."""
-    columns, places = len(maps) // 2, range(len(words))
-    with picture("attention_maps", title, height=8.4, grid=(2, columns)) as panels:
-        for i, (axes, (name, weights)) in enumerate(zip(panels, maps.items(), strict=True)):
-            axes.imshow(weights, cmap="Greys", vmin=0, vmax=1, aspect="auto")
-            axes.set_title(name, fontsize=10)
-            axes.set_yticks(places, words if i % columns == 0 else [""] * len(words), fontsize=9)
-            axes.set_xticks(places, words if i >= columns else [""] * len(words), fontsize=9, rotation=90)
-            axes.grid(False)
+def gradients(labels: dict[str, np.ndarray]) -> None:
+    """How often each size occurs among the gradients {label: of any sign}."""
+    title = "In FP16 over a third of these gradients are lost without the loss scale"
+    with picture("fp16", title, "log2 of a gradient's size", "gradients") as axes:
+        for color, (label, values) in zip(GREYS, labels.items(), strict=False):
+            sizes = np.log2(np.maximum(np.abs(values), 2.0**-40))
+            axes.hist(sizes, 120, color=color, label=label)
+        axes.axvline(-25, color="black", linestyle="--", label="below 2^-25 FP16 rounds to 0")
+        axes.axvline(-14, color="black", linestyle=":", label="below 2^-14 FP16 loses precision")
+        axes.legend(loc="upper left", fontsize=9.5)
 
 
-def hellaswag_errors(title: str, rows: np.ndarray) -> None:
-    with picture("error", title, "rows of HellaSwag (log)", "accuracy (%)") as axes:
-        axes.axhline(100 * CHANCE, color="black", linestyle=":", label="chance")
-        for i, (name, _, p) in enumerate(PUBLISHED[:3]):
-            error = 200 * np.sqrt(p * (1 - p) / rows)
-            at = rows * (0.97 + 0.03 * i)
-            axes.errorbar(at, [100 * p] * len(rows), error, capsize=4, label=name, **line_style(i, 7))
-        plain_ticks(axes, rows)
-        axes.set_ylim(18, 68)
-        axes.legend(ncols=4, loc="upper right", fontsize=9.5)
+def attention(lengths: tuple[int, ...], kept: dict[str, list[float]]) -> None:
+    """MiB kept for the backward pass {name: for each length}."""
+    title = "The formula keeps memory that grows with the square of T, the kernel with T"
+    lines = {name: (lengths, mib) for name, mib in kept.items()}
+    unit = "kept for the backward pass (MiB, log)"
+    curves("attention", title, "T (tokens, log)", unit, lines, xscale="log", yscale="log")
 
 
-def hellaswag_runs(title: str, scores: dict[str, list]) -> None:
-    """A panel for each task, with the accuracy over steps, two standard errors, of a log's records of hellaswag."""
-    unit = "accuracy (%), ± 2 standard errors"
-    with picture("hellaswag", title, "step", unit, height=3.8, grid=(1, len(scores))) as panels:
-        for i, (axes, (name, records)) in enumerate(zip(panels, scores.items(), strict=True)):
-            keys = ("step", "acc_norm", "acc_norm_stderr")
-            steps, accuracy, error = (np.array([record[key] for record in records]) for key in keys)
-            axes.errorbar(steps, 100 * accuracy, 200 * error, capsize=3, label=name, **line_style(i, 12))
-            axes.axhline(100 * CHANCE, color="black", linestyle=":", label="chance")
-            axes.set_ylim(15, 45)
-        panels[-1].axhline(100 * PUBLISHED[0][2], color="gray", linestyle="--", label="GPT-2 124M, all rows")
+def peak(speeds: dict[str, float], percent: dict[str, float]) -> None:
+    """Each rung's speed over that of fp32, and its percentage of the peak of its format."""
+    title = "A faster format uses less of its peak, until less is read from memory"
+    with picture("peak", title, height=3.6, grid=(1, 2)) as panels:
+        bars(panels[0], speeds)
+        bars(panels[1], percent, "{:.0f}%", GREYS[1])
+        panels[0].set_xlabel("times the speed of fp32")
+        panels[1].set(xlabel="of the format's peak (%)", yticklabels=[])
 
 
-def differences(title: str, columns: dict[str, dict[str, list]]) -> None:
+def ladder(speeds: dict[str, float]) -> None:
+    title = "On two cores of a Xeon without instructions for bf16, bf16 is a quarter as fast as fp32"
+    with picture("ladder", title, "times the speed of fp32 by hand") as axes:
+        bars(axes, speeds)
+
+
+def undone(columns: dict[str, dict[str, list]]) -> None:
     """A panel for each column, with the points {change: [difference of each seed]} and a bar at their mean."""
+    title = "By the end of an epoch only shuffling still matters much (a circle is a seed)"
     unit = "validation loss less the recipe's (nats)"
     with picture("undone", title, unit, height=4.2, grid=(1, len(columns))) as panels:
         for axes in panels[1:]:
@@ -297,3 +355,44 @@ def differences(title: str, columns: dict[str, dict[str, list]]) -> None:
             axes.axvline(0, color="black", linestyle=":")
             axes.set_yticks(range(len(rows)), list(rows) if axes is panels[0] else [""] * len(rows))
             axes.invert_yaxis()
+
+
+def muon(values: dict[str, np.ndarray]) -> None:
+    """The singular values of matrices {name: from the largest}."""
+    title = "A gradient's singular values span two powers of ten; those of Muon's step are nearly equal"
+    lines = {name: (range(1, 1 + len(s)), s / s[0]) for name, s in values.items()}
+    curves("muon", title, "singular value, from the largest", "over the largest (log)", lines, yscale="log")
+
+
+def hellaswag_errors(rows: np.ndarray) -> None:
+    title = "Two standard errors: 500 rows hardly tell GPT-2 124M from GPT-3 Small; all 10,042 do"
+    with picture("error", title, "rows of HellaSwag (log)", "accuracy (%)") as axes:
+        axes.axhline(100 * CHANCE, color="black", linestyle=":", label="chance")
+        for i, (name, _, p) in enumerate(PUBLISHED[:3]):
+            error = 200 * np.sqrt(p * (1 - p) / rows)
+            at = rows * (0.97 + 0.03 * i)
+            axes.errorbar(at, [100 * p] * len(rows), error, capsize=4, label=name, **line_style(i, 7))
+        plain_ticks(axes, rows)
+        axes.set_ylim(18, 68)
+        axes.legend(ncols=4, loc="upper right", fontsize=9.5)
+
+
+def bypass() -> None:
+    title = "LoRA: a bypass of rank r beside each frozen matrix"
+    places = {"x (in)": (0.5, 0.06), "W (out, in), frozen": (0.25, 0.45), "A (r, in), random": (0.72, 0.3)}
+    places |= {"B (out, r), zero at first": (0.72, 0.62), "+": (0.5, 0.9)}
+    arrows = [("x (in)", "W (out, in), frozen"), ("x (in)", "A (r, in), random"), ("W (out, in), frozen", "+")]
+    arrows += [("A (r, in), random", "B (out, r), zero at first"), ("B (out, r), zero at first", "+")]
+    with picture("bypass", title, height=2.9) as axes:
+        boxes(axes, "y = W x + (alpha / r) B A x", places, [(*arrow, 0) for arrow in arrows])
+
+
+def overfitting(held_out: dict[str, tuple], trained: dict[str, tuple]) -> None:
+    """Losses {label: (epochs, losses)} on held-out rows, and on those that a run trains on."""
+    title = "Full finetuning gets worse on new rows while its loss on its own falls to 1; r = 1 does not"
+    units = {"held-out rows (nats per answer token)": held_out, "the rows it trains on (the same unit)": trained}
+    side_by_side("overfitting", title, "epochs", units)
+
+
+def chinese(log: list[dict]) -> None:
+    runs("chinese", "40,000 characters, read five times: training falls below validation", {"bpe/manual.txt": log})

@@ -21,8 +21,9 @@ Integers must be equal; numbers with a decimal point within 2%, or one unit of t
 walk/: its title, and a few numbers of everything that it shows (the key Data of a PNG), with the tolerance of its
 block.
 
-Only --write records outputs and pictures; without it nothing that git tracks changes. The exit code is 1 if anything
-differs. This file knows nothing of what a page is about.
+Only --write records outputs and pictures; without it nothing that git tracks changes. The last line says PASS or FAIL,
+how many blocks ran, and how many were left out and why. The exit code is 1 if anything differs. This file knows nothing
+of what a page is about.
 """
 
 import contextlib
@@ -33,6 +34,7 @@ import re
 import sys
 import time
 import traceback
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,22 +100,38 @@ def main() -> None:
     if any("weights" in block.marks for station in wanted for block in station.blocks) and has_gpt2():
         allowed |= {"weights"}
     names = shared_names(stations, path, config)
-    found = [run_station(station, dict(names), path, allowed, config) for station in wanted]
-    if sum(found):
-        sys.exit(f"{sum(found)} blocks differ from {config.page}")
+    found = Counter()
+    for station in wanted:
+        found += run_station(station, dict(names), path, allowed, config)
+    print("\n" + verdict(found, config))
+    if found["different"]:
+        sys.exit(1)
+
+
+def verdict(found: Counter, config: Config) -> str:
+    """One line: PASS or FAIL, and how many blocks did what."""
+    marks = {name.removeprefix("without "): n for name, n in found.items() if name.startswith("without ")}
+    left_out = ", ".join(f"{n} {mark}" for mark, n in marks.items())
+    left_out = f"; left out: {left_out}" if left_out else ""
+    if found["different"]:
+        return f"FAIL: {found['different']} of {found['ran']} blocks differ from {config.page}{left_out}"
+    done = "were recorded in" if config.write else "ran as on"
+    return f"PASS: {found['ran']} blocks {done} {config.page}{left_out}"
 
 
 def shared_names(stations: list[Station], path: Path, config: Config) -> dict:
     """The names of all shared blocks."""
     names = {}
     blocks = [block for station in stations for block in station.blocks if "shared" in block.marks]
-    run_station(Station("", "", blocks), names, path, {"shared"}, config)
+    if run_station(Station("", "", blocks), names, path, {"shared"}, config)["different"]:
+        sys.exit("FAIL: a shared block differs, and all stations need it")
     return names
 
 
-def run_station(station: Station, names: dict, path: Path, allowed: set, config: Config) -> int:
-    """Run the blocks, show what they print and what differs. Leaves their names in `names`; returns how many differ."""
-    n_different, began = 0, time.perf_counter()
+def run_station(station: Station, names: dict, path: Path, allowed: set, config: Config) -> Counter:
+    """Run the blocks, show what they print and what differs. Leaves their names in `names`; returns how many blocks
+    `ran`, are `different`, and were left out `without` a mark such as slow."""
+    found, began = Counter(), time.perf_counter()
     if station.number:
         print(f"\n--- {station.number} {station.title}", flush=True)
     for block in station.blocks:
@@ -121,7 +139,9 @@ def run_station(station: Station, names: dict, path: Path, allowed: set, config:
         if missing:
             if missing != ["shared"]:
                 print(f"(line {block.line} is left out: {', '.join(missing)})")
+                found[f"without {missing[0]}"] += 1
             continue
+        found["ran"] += 1
         drawn_before = pictures()
         printed, problem = run_block(block, names, path)
         print(printed, end="", flush=True)
@@ -134,11 +154,11 @@ def run_station(station: Station, names: dict, path: Path, allowed: set, config:
         for picture in drawn:
             problem = problem or difference_of_pictures(picture, block.how)
         if problem:
-            n_different += 1
+            found["different"] += 1
             print(f"LINE {block.line} DIFFERS: {problem}", flush=True)
     if station.number:
         print(f"({time.perf_counter() - began:.1f} s)", flush=True)
-    return n_different
+    return found
 
 
 # --------------------------------------------------------------------------------------------------------- the page
