@@ -43,7 +43,7 @@ def test_a_constant_that_was_edited_wrongly_gives_one_line(edit, words):
 # what was measured, or is agreed on with others
 
 
-@pytest.mark.parametrize("page, door", [("resume.md", "train_gpt2"), ("lora.md", "lora_finetune")])
+@pytest.mark.parametrize("page, door", [("run.md", "train_gpt2"), ("lora.md", "lora_finetune")])
 def test_a_page_says_of_every_constant_what_a_resume_does_with_another_value(page, door):
     table = resume_table(page)
     assert set(table) == {field.name for field in fields(DOORS[door].Config)}

@@ -238,21 +238,21 @@ RTX 3090      47,524   57.3%        58.45     7.31        146
 """  # noqa: E501
 
 
-def test_the_plan_of_gpt2_has_the_figures_of_the_page_about_one_gpu(inline, monkeypatch, tmp_path):
+def test_the_plan_of_gpt2_has_the_figures_of_the_page_about_gpus(inline, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     page = inline(train_gpt2.main, "--dry_run", "--price", "2.5").stdout
     assert re.sub("[0-9.]+ GB free", "... GB free", page) == PLAN
     lines = [line.rsplit(None, 5) for line in page.splitlines() if line]
     cards = [[name, rate, hours, dollars] for name, rate, _, hours, _, dollars in lines[-len(CARDS) :]]
-    assert cards == rows_of("one_gpu.md", "| card | tokens/s")
+    assert cards == rows_of("gpu.md", "| card | tokens/s")
     memory = [line[1:] for line in lines if line[0].startswith("    1  none")]
-    assert memory == [row[1:] for row in rows_of("one_gpu.md", "| what fits, 124M in bf16")]
+    assert memory == [row[1:] for row in rows_of("gpu.md", "| what fits, 124M in bf16")]
 
 
-def test_gpt2_xl_needs_what_the_page_about_clusters_says():
+def test_gpt2_xl_needs_what_the_page_about_gpus_says():
     """In GB, on 8 ranks."""
     shape = GPTConfig(vocab_size=50304, n_layer=48, n_head=25, n_embd=1600)
-    for command, *said, _ in rows_of("cluster.md", "| | weights | gradients | moments"):
+    for command, *said, _ in rows_of("gpu.md", "| | weights | gradients | moments"):
         how, checkpointing, n = re.fullmatch(r"`--shard (\w+)( --activation.*)?`, B = (\d+)", command).groups()
         found = needs(shape, Layout(1024, ranks=8, shard=how, checkpointing=bool(checkpointing), compiled=True), int(n))
         found["weights"] += found.pop("copies")
