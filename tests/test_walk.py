@@ -192,7 +192,7 @@ def test_without_write_a_picture_is_not_kept(own_pictures, tmp_path, check):
 )
 def test_every_link_to_a_station_names_one_that_is_there(page):
     titles = {station.number: station.title for station in STATIONS}
-    links = re.findall(r"\[([^\]]+)\]\((?:[\w/]*walk\.md)?#(\d+)-([\w-]+)\)", page.read_text("utf-8"))
+    links = re.findall(r"\[([^\]]+)\]\((?:[\w/.]*walk\.md)?#(\d+)-([\w-]+)\)", page.read_text("utf-8"))
     for text, number, anchor in links:  # GitHub's anchors: lower case, spaces as dashes
         assert anchor == titles[number].lower().replace(" ", "-"), (number, anchor)
         assert number in text.split() or "station" not in text.lower(), (text, number)
