@@ -71,7 +71,7 @@ WORKSPACES = 2 * 33_554_432  # bytes that cuBLAS takes on Hopper, for the forwar
 MICRO_BATCHES = (1, 8, 64)
 RANKS = (1, 2, 4, 8)
 STEP = 2**16  # tokens of the step whose time is estimated: 64 sequences of 1,024
-# of the peaks, by the kernels of a profiled step on an H200 (docs/benchmarks.md); `memory` with the gaps between kernels
+# of the peaks, by the kernels of a profiled step on an H200 (docs/h200.md); `memory` with the gaps between kernels
 REACHED = dict(matrix=0.72, attention=0.25, memory=0.66)
 
 

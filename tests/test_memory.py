@@ -238,7 +238,7 @@ RTX 3090      47,524   57.3%        58.45     7.31        146
 """  # noqa: E501
 
 
-def test_the_plan_of_gpt2_has_the_figures_of_the_page_about_gpus(inline, monkeypatch, tmp_path):
+def test_the_plan_of_gpt2_has_the_figures_of_the_page_about_one_gpu(inline, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     page = inline(train_gpt2.main, "--dry_run", "--price", "2.5").stdout
     assert re.sub("[0-9.]+ GB free", "... GB free", page) == PLAN
@@ -249,7 +249,7 @@ def test_the_plan_of_gpt2_has_the_figures_of_the_page_about_gpus(inline, monkeyp
     assert memory == [row[1:] for row in rows_of("gpu.md", "| what fits, 124M in bf16")]
 
 
-def test_gpt2_xl_needs_what_the_page_about_gpus_says():
+def test_gpt2_xl_needs_what_the_page_about_clusters_says():
     """In GB, on 8 ranks."""
     shape = GPTConfig(vocab_size=50304, n_layer=48, n_head=25, n_embd=1600)
     for command, *said, _ in rows_of("gpu.md", "| | weights | gradients | moments"):

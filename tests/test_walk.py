@@ -3,6 +3,7 @@
 `python walk/run.py` runs the same, and says more where something differs.
 """
 
+import ast
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -187,13 +188,27 @@ def test_without_write_a_picture_is_not_kept(own_pictures, tmp_path, check):
     assert not list(own_pictures.iterdir())
 
 
+def test_the_table_of_the_code_names_what_is_there():
+    rows = (ROOT / "docs/glossary.md").read_text("utf-8").split("\n## Where to find it in the code\n")[1]
+    numbers = re.findall(r"^\| \[(\d+)\]", rows, re.M)
+    assert numbers == [station.number for station in STATIONS]
+    for file, names in re.findall(r"`([\w/]+\.py)`: ((?:`[\w.]+`(?:, )?)+)", rows):
+        tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+        defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        defined |= {
+            t.id for node in tree.body if isinstance(node, ast.Assign) for t in node.targets if hasattr(t, "id")
+        }
+        for name in re.findall(r"`([\w.]+)`", names):
+            assert set(name.split(".")) <= defined, (file, name)
+
+
 @pytest.mark.parametrize(
     "page", [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))], ids=lambda page: str(page.relative_to(ROOT))
 )
 def test_every_link_to_a_station_names_one_that_is_there(page):
     titles = {station.number: station.title for station in STATIONS}
-    links = re.findall(r"\[([^\]]+)\]\((?:[\w/.]*walk\.md)?#(\d+)-([\w-]+)\)", page.read_text("utf-8"))
+    links = re.findall(r"\[([^\]]+)\]\((?:[\w/]*walk\.md)?#(\d+)-([\w-]+)\)", page.read_text("utf-8"))
     for text, number, anchor in links:  # GitHub's anchors: lower case, spaces as dashes
         assert anchor == titles[number].lower().replace(" ", "-"), (number, anchor)
         assert number in text.split() or "station" not in text.lower(), (text, number)
-    assert len(links) >= dict(claims=55, walk=10).get(page.stem, 0)
+    assert len(links) >= dict(claims=15, glossary=40, walk=10).get(page.stem, 0)
