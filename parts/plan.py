@@ -50,7 +50,7 @@ MICRO_BATCHES = (1, 8, 64)
 RANKS = (1, 2, 4, 8)
 MUON_STACKS = (2.5, 3)  # whole ones, and ones that are sharded over the ranks
 # Fractions of the data sheets' peaks that a step of 124M reached, by the kernels of its profile on an H200
-# (docs/h200.md): of 16-bit products, and of memory's bandwidth by what is between them.
+# (docs/benchmarks.md): of 16-bit products, and of memory's bandwidth by what is between them.
 EFFICIENCY = dict(products=0.72, attention=0.25, memory=0.66)
 
 

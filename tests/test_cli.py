@@ -44,7 +44,7 @@ def test_a_whole_number_is_a_number():
     assert parse_args(train_gpt2.Config, [], train_gpt2.Config(max_lr=1)).max_lr == 1
 
 
-@pytest.mark.parametrize("page, door", [("resume.md", "train_gpt2"), ("lora.md", "lora_finetune")])
+@pytest.mark.parametrize("page, door", [("run.md", "train_gpt2"), ("lora.md", "lora_finetune")])
 def test_a_page_says_of_every_constant_what_a_resume_does_with_another_value(page, door):
     table = resume_table(page)
     assert set(table) == {field.name for field in fields(DOORS[door].Config)}

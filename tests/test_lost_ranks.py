@@ -121,7 +121,7 @@ def two_nodes():
 
 
 def start_node(folder: Path, out: str, node: tuple[str, str, str], head: str, **changes) -> subprocess.Popen:
-    """torchrun on one of `two_nodes`, as docs/cluster.md says; `head` is the address of the first."""
+    """torchrun on one of `two_nodes`, as docs/gpu.md says; `head` is the address of the first."""
     name, device, address = node
     options = ("--nnodes=2", "--nproc_per_node=2", "--max-restarts=3", "--rdzv_id=7", "--rdzv_backend=c10d")
     is_host = f"--rdzv_conf=is_host={int(address == head)}"

@@ -203,9 +203,9 @@ def test_the_plan_of_gpt2_has_the_figures_of_the_page_about_one_gpu(inline, monk
     assert "disk    20 checkpoints of 1.49 GB, 5 at once: 7.5 of " in page
     lines = [line.rsplit(None, 5) for line in page.splitlines() if line]
     cards = [[name, rate, hours, dollars] for name, rate, _, hours, _, dollars in lines[-len(CARDS) :]]
-    assert cards == rows_of("one_gpu.md", "| card | tokens/s")
+    assert cards == rows_of("gpu.md", "| card | tokens/s")
     memory = [line[1:] for line in lines if line[0].startswith("    1  none")]
-    assert memory == [row[1:] for row in rows_of("one_gpu.md", "| what fits, 124M in bf16")]
+    assert memory == [row[1:] for row in rows_of("gpu.md", "| what fits, 124M in bf16")]
 
 
 def test_the_estimated_rate_is_near_what_a_card_did():
@@ -216,7 +216,7 @@ def test_the_estimated_rate_is_near_what_a_card_did():
 def test_gpt2_xl_needs_what_the_page_about_clusters_says():
     """In GB, on 8 ranks."""
     shape = GPTConfig(vocab_size=50304, n_layer=48, n_head=25, n_embd=1600)
-    for command, *said in rows_of("cluster.md", "| | weights | gradients | moments"):
+    for command, *said in rows_of("gpu.md", "| | weights | gradients | moments"):
         how, checkpointing, n = re.fullmatch(r"`--shard (\w+)( --activation.*)?`, B = (\d+)", command).groups()
         found = needs(shape, Layout(1024, ranks=8, shard=how, checkpointing=bool(checkpointing)), int(n))
         figures = [*found.values(), sum(found.values())]

@@ -24,3 +24,14 @@ def test_every_script_that_a_command_of_a_page_names_is_there(page):
     blocks = "\n".join(re.findall(r"^```(?:sh|bash)?\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S))
     scripts = re.findall(r"\b(?:python3?|torchrun[^#\n]*?) ((?:\w+/)*\w+\.py)\b", blocks)
     assert [script for script in scripts if not (ROOT / script).is_file()] == []
+
+
+def test_the_step_on_the_first_page_is_that_of_the_script():
+    """Without the comments that have a line of their own."""
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"```python\n(for i, tokens.*?)```", page, re.S)
+    script = (ROOT / "train_gpt2.py").read_text(encoding="utf-8")
+    lines = [line.strip() for line in script.splitlines() if not line.strip().startswith("#")]
+    wanted = [line.strip() for line in shown.strip().splitlines()]
+    first = lines.index(wanted[0])
+    assert lines[first : first + len(wanted)] == wanted

@@ -534,7 +534,7 @@ def test_what_the_table_calls_refused_is_refused_by_name_and_changes_nothing(sho
 
 def test_what_the_table_says_takes_effect_does_and_is_noted(train, short, run_dir):
     short()
-    assert len(assert_changes_take_effect(train, run_dir, "resume.md", SHORT, OTHER)) > 25
+    assert len(assert_changes_take_effect(train, run_dir, "run.md", SHORT, OTHER)) > 25
     # the optimizer keeps its moments, and has the new constants
     adamw, muon = load_train_state(run_dir / "step_000009")["optimizer"]["optimizers"]
     decayed, plain = adamw["param_groups"]

@@ -254,12 +254,12 @@ def test_without_network_and_cache_the_error_names_file_folder_and_checksum(give
         folder /= "data-gym-cache"
     with pytest.raises(ValueError) as error:
         Tokenizer.load("gpt2")
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/data.md").read_text(encoding="utf-8")
     names = ("6d1cbeee0f20b3d9449abfede4726ed8212e3aee", "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6")
     for (address, checksum), name in zip(GPT2_FILES.items(), names, strict=True):
         assert f"{address} (sha256 {checksum}) as {folder / name}" in str(error.value)
-        assert address in readme
-        assert name in readme
+        assert address in page
+        assert name in page
     assert f"TIKTOKEN_CACHE_DIR={folder}" in str(error.value)
 
 
