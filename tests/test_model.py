@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+from bpe.formats import TOKENIZER_FILES
 from bpe.tokenizer import Tokenizer
 from model import GPT, SIZES, GPTConfig, read_config
 from parts import loss as loss_module
@@ -207,7 +208,7 @@ def test_a_model_of_the_hub_is_downloaded_without_what_is_not_read(saved, monkey
     Tokenizer(()).save(saved)
     assert torch.equal(load_model("gpt2")(tokens(1, 8)), small()(tokens(1, 8)))
     assert_refused("of gpt2 has 257 tokens and its model 211; copy", model_tokenizer, "gpt2")
-    assert asked == [("gpt2", read) for read in (["*.json", "model*.safetensors"], ["tokenizer.json"], ["config.json"])]
+    assert asked == [("gpt2", read) for read in (["*.json", "model*.safetensors"], TOKENIZER_FILES, ["config.json"])]
     monkeypatch.setattr("huggingface_hub.snapshot_download", None)
     assert_refused(r"gpt2 .*could not be downloaded from the hub \(TypeError\).*: hf download gpt2", load_model, "gpt2")
 

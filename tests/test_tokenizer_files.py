@@ -16,7 +16,9 @@ from transformers import AutoTokenizer, GPT2Config
 from bpe.chunks import PATTERNS, SPELLINGS
 from bpe.formats import GPT2_FILES
 from bpe.tokenizer import ENDOFTEXT, Tokenizer
-from tests.helpers import ROOT, assert_invalid, needs_gpt2, prose, write_json
+from model import GPTConfig
+from parts import checkpoint
+from tests.helpers import ROOT, assert_invalid, assert_refused, needs_gpt2, prose, write_json
 
 TEXTS = [
     prose(20_000),
@@ -204,6 +206,15 @@ def test_gpt2_is_found_where_transformers_keeps_it(published, offline):
     (snapshot.parents[1] / "refs").mkdir()
     (snapshot.parents[1] / "refs/main").write_text("abc")
     assert_same(tok, Tokenizer.load("gpt2"))
+
+
+@pytest.mark.parametrize("model", ["gpt2", "openai-community/gpt2-xl"])
+def test_a_model_of_openai_whose_weights_alone_are_here_has_gpt2s_tokenizer(tmp_path, monkeypatch, model):
+    monkeypatch.setattr(checkpoint, "local_directory", lambda *_: tmp_path)
+    monkeypatch.setattr(checkpoint, "load_shape", lambda _: GPTConfig())
+    monkeypatch.setattr(Tokenizer, "_gpt2", lambda: Tokenizer(()))
+    assert_same(checkpoint.model_tokenizer(model), Tokenizer(()))
+    assert_refused("no tokenizer at", checkpoint.model_tokenizer, "somebody/gpt2")
 
 
 # ---- vocabularies with gaps
