@@ -41,9 +41,10 @@ from tqdm import tqdm
 from bpe.tokenizer import Tokenizer, cpu_count, splitter
 from parts.cli import Count, Positive, Stopped, Tokens, UserError, counted, parse_args, script
 from parts.data import new_manifest, read_manifest, summary
+from parts.documents import Unit, documents_of, text_size, units_of
 from parts.files import exclusive_lock, free_bytes
 from parts.shards import Writer, load_tokenizer, shard_dtype, shard_name, verify
-from parts.sources import Source, Unit, arriving, discard, documents_of, find_source, left_out, text_size, units_of
+from parts.sources import Source, arriving, discard, find_source, left_out
 
 UNITS_AHEAD = 3  # per worker: one that it tokenizes, the others queued or waiting for their turn to be written
 TOKENS_PER_BYTE = 0.23  # of English text; for the plan, the progress bar and the default size of shards
@@ -90,7 +91,7 @@ def make_shards(config: Config, out_dir: Path) -> None:
         return
     # later shards come from the commit of the first ones
     source = find_source(config.source, manifest.get("commit") or config.revision)
-    text_bytes = sum(text_size(file, config.text_field) for file in source.files)
+    text_bytes = sum(text_size(file.name, file.bytes, config.text_field) for file in source.files)
     expected = min(int(text_bytes * TOKENS_PER_BYTE), config.limit_tokens)
     # by default leave most of a small source to train on
     config = replace(config, shard_size=manifest["shard_size"] or min(max(expected // 10, 1000), 100_000_000))

@@ -66,9 +66,9 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from parts.checkpoint import find_model, load_model, model_tokenizer
+from parts.documents import file_rows, hub_rows
 from parts.lora import load_adapter, merge, remove_lora
 from parts.runtime import Runtime
-from parts.sources import file_rows, hub_rows
 
 HUB = "Rowan/hellaswag"  # of which the split `validation` is scored
 # padded tokens in a batch: what fits a CPU's caches, what keeps a GPU busy

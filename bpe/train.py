@@ -30,8 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bpe import formats
 from bpe.tokenizer import ENDOFTEXT, Tokenizer, visible
 from parts.cli import Count, Positive, Tokens, UserError, parse_args, script
+from parts.documents import documents_of, is_txt, units_of
 from parts.files import set_aside
-from parts.sources import Source, arriving, discard, documents_of, find_source, is_txt, left_out, on_hub, units_of
+from parts.sources import Source, arriving, discard, find_source, left_out, on_hub
 
 
 @dataclass(frozen=True)

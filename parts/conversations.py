@@ -24,7 +24,7 @@ import numpy as np
 from parts.chat import check_messages, clean, pieces
 from parts.cli import UserError
 from parts.data import IGNORED, permutation
-from parts.sources import file_rows, hub_rows
+from parts.documents import file_rows, hub_rows
 
 # Keys of public formats that hold what somebody says: in rows (Alpaca with a system prompt and a history, ShareGPT,
 # preferences, questions with a context, calls of tools), and in a single message.

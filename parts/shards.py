@@ -31,8 +31,8 @@ from parts.data import (
     shards_by_split,
     summary,
 )
+from parts.documents import decode, documents, readable
 from parts.files import exclusive_lock, flush, sha256, write_atomically
-from parts.sources import decode, documents, readable
 
 TRAIN_FRACTION = 0.9  # of a text's characters; the rest is the validation split
 LARGEST_TEXT = 10**9  # bytes of a .txt; its tokens take ten times as many, as Python's numbers

@@ -1,4 +1,4 @@
-"""parts/sources.py: whole datasets, of files and, through the real `datasets`, of the hub."""
+"""parts/documents.py: whole datasets, of files and, through the real `datasets`, of the hub."""
 
 import json
 
@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from parts.sources import file_rows, hub_rows
+from parts.documents import file_rows, hub_rows
 from tests.helpers import assert_refused
 
 ROWS = [dict(instruction=f"count to {n}", input="", output=" ".join(map(str, range(n)))) for n in range(5)]

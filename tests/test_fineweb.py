@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 import fineweb
 from bpe.tokenizer import Tokenizer
-from parts import sources
+from parts import documents, sources
 from parts.data import find_shards, read_manifest, save_manifest
 from parts.shards import shard_dtype, verify
 from tests.corpora import (
@@ -96,7 +96,7 @@ def test_all_formats_in_one_folder(tokenizer, tmp_path, monkeypatch):
 @pytest.mark.parametrize("continued", [0, 1])
 def test_a_unit_is_its_documents_each_after_the_token_that_ends_one(tokenizer, continued):
     tok = Tokenizer.load(tokenizer)
-    unit = sources.Unit(Path("x"), ["one", None, "two"], continued=continued)
+    unit = documents.Unit(Path("x"), ["one", None, "two"], continued=continued)
     tokens, skipped = fineweb.tokenize(unit, "text", tok)
     assert tokens.tolist() == plain_tokens(["one", "two"], tok)[continued:]
     assert skipped == {"no text": 1}
@@ -110,7 +110,7 @@ def test_a_long_text_has_the_tokens_that_it_has_as_a_whole(tmp_path, monkeypatch
     english = prose(40_000)
     chinese = "中文也一样，\u3000没有空格的句子很长。\n\n\n" * 100
     text = english + "\n\n\n\n" + chinese + english[:9000] + "\n" * 5000 + "the end  \n"
-    docs = sources.documents(text.replace("\n", end))
+    docs = documents.documents(text.replace("\n", end))
     tok = Tokenizer.train(docs, 400, pattern)
     tok.save(tmp_path / "tokenizer.json")
     (tmp_path / "long.txt").write_bytes("".join(docs).encode())
@@ -210,10 +210,11 @@ def test_compressed_parquet_is_estimated_by_its_text_and_a_small_corpus_is_mostl
     docs = make_documents(100)
     pq.write_table(pa.table({"text": docs, "n": range(100)}), tmp_path / "docs.parquet", compression="zstd")
     [file] = sources.find_source((str(tmp_path / "docs.parquet"),)).files
-    assert sources.text_size(file, "text") == pytest.approx(sum(len(doc.encode()) for doc in docs), rel=0.05)
-    assert sources.text_size(file, "absent") == 0
+    n_bytes = sum(len(doc.encode()) for doc in docs)
+    assert documents.text_size(file.name, file.bytes, "text") == pytest.approx(n_bytes, rel=0.05)
+    assert documents.text_size(file.name, file.bytes, "absent") == 0
     manifest = run_here(tmp_path, tmp_path / "shards", tokenizer, shard_size=0)
-    expected = int(sources.text_size(file, "text") * fineweb.TOKENS_PER_BYTE)
+    expected = int(documents.text_size(file.name, file.bytes, "text") * fineweb.TOKENS_PER_BYTE)
     assert manifest["shards"][0]["tokens"] == manifest["shard_size"] == expected // 10
     assert run_here(tmp_path, tmp_path / "shards", tokenizer, shard_size=0) == manifest
 
@@ -312,7 +313,7 @@ class Inline:
     def __exit__(self, *_):
         pass
 
-    def submit(self, unit: sources.Unit) -> Future:
+    def submit(self, unit: documents.Unit) -> Future:
         done = Future()
         done.set_result(fineweb.tokenize(unit, self.config.text_field, self.tok))
         return done

@@ -17,19 +17,11 @@ from huggingface_hub.constants import ENDPOINT
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from parts import documents as texts
 from parts import sources
 from parts.cli import UserError
-from parts.sources import (
-    Source,
-    SourceFile,
-    decode,
-    documents,
-    documents_of,
-    download,
-    find_source,
-    hub_errors,
-    units_of,
-)
+from parts.documents import decode, documents, documents_of, units_of
+from parts.sources import Source, SourceFile, download, find_source, hub_errors
 from tests.corpora import make_documents
 from tests.helpers import assert_refused, damaged
 
@@ -208,7 +200,7 @@ def test_a_text_that_repeats_has_the_size_of_its_rows_and_is_read_in_units(tmp_p
         pq.write_table(table, path)
         assert path.stat().st_size < 10_000
         [file] = find_source((str(path),)).files
-        assert sources.text_size(file, "text") == size
+        assert texts.text_size(file.name, file.bytes, "text") == size
         units = list(units_of(path, "text"))
         assert max(sum(len(text or "") for text in unit.content) for unit in units) <= 20_000
         assert [text for unit in units for text in unit.content] == docs
@@ -220,7 +212,7 @@ def test_a_compressed_text_has_the_size_that_it_unpacks_to(tmp_path, kind):
     content = text if "txt" in kind else json.dumps(dict(text=text)) + "\n"
     path = compress(tmp_path / f"docs.{kind}", content.encode())
     [file] = find_source((str(path),)).files
-    assert sources.text_size(file, "text") == pytest.approx(len(text), rel=0.1)
+    assert texts.text_size(file.name, file.bytes, "text") == pytest.approx(len(text), rel=0.1)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "jsonl.zst", "txt", "txt.gz"])
