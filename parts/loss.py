@@ -114,7 +114,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         grad_x = grad_x * grad_loss
         if grad_w is not None:
             grad_w = grad_w * grad_loss
-        return grad_x, grad_w, None, None, None
+        return grad_x, grad_w, None, None, None, None  # the last one is of KernelCrossEntropy's `kernel`
 
 
 class KernelCrossEntropy(LinearCrossEntropy):
@@ -141,10 +141,6 @@ class KernelCrossEntropy(LinearCrossEntropy):
         if need_grad:
             ctx.save_for_backward(grad_x, grad_w)
         return torch.cat(losses).sum()
-
-    @staticmethod
-    def backward(ctx, grad_loss):
-        return *LinearCrossEntropy.backward(ctx, grad_loss), None
 
 
 def accumulate_matmul(total, a, b) -> torch.Tensor:
