@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from PIL import Image, PngImagePlugin
 
 from bpe.try_tokenizer import draw_svg, split_up
-from parts.curves import CHANCE, PUBLISHED, draw, line_style
+from parts.curves import CHANCE, COLORS, PUBLISHED, draw
 from walk.run import PICTURES
 
 WIDTH = 9  # inches, at 100 dots
@@ -89,11 +89,19 @@ def plain_ticks(axes, values) -> None:
     axes.minorticks_off()
 
 
+def line_style(i: int, n: int) -> dict:
+    """Of line number `i`, whose `n` points get marks if they are few."""
+    style = dict(color=COLORS[i % len(COLORS)], linestyle="-" if i < len(COLORS) else "--")
+    if n < 60:
+        style |= dict(marker="o", markersize=4.5, markevery=max(n // 25, 1))
+    return style
+
+
 def curves(name: str, title: str, x: str, y: str, lines: dict[str, tuple], **scales) -> None:
     """Lines {label: (xs, ys)} with marks; `scales` as Axes.set takes them, such as yscale="log"."""
     with picture(name, title, x, y) as axes:
         for i, (label, (xs, ys)) in enumerate(lines.items()):
-            axes.plot(xs, ys, label=label, linewidth=1.5, **line_style(i, len(xs) if len(xs) < 60 else 0))
+            axes.plot(xs, ys, label=label, linewidth=1.5, **line_style(i, len(xs)))
         axes.set(**scales)
         if scales.get("xscale") == "log":
             plain_ticks(axes, sorted({x for xs, _ in lines.values() for x in xs}))
@@ -104,7 +112,7 @@ def side_by_side(name: str, title: str, x: str, units: dict[str, dict[str, tuple
     with picture(name, title, x, grid=(1, len(units))) as panels:
         for axes, (unit, lines) in zip(panels, units.items(), strict=True):
             for i, (label, (xs, ys)) in enumerate(lines.items()):
-                axes.plot(xs, ys, label=label, **line_style(i, len(xs) if len(xs) < 60 else 0))
+                axes.plot(xs, ys, label=label, **line_style(i, len(xs)))
             axes.set_ylabel(unit, fontsize=10)
             axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, fontsize=9.5)  # where no line ends
 
