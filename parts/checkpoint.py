@@ -277,7 +277,10 @@ def load_train_state(path: Path) -> dict:
     """`train_state.pt` of a checkpoint: tensors and plain containers only, on the CPU. Raises UserError."""
     try:
         # weights_only: a pickle is a program, and a checkpoint may come from anywhere
-        return torch.load(path / TRAIN_STATE, map_location="cpu", weights_only=True)
+        state = torch.load(path / TRAIN_STATE, map_location="cpu", weights_only=True)
+        if type(state) is not dict:
+            raise ValueError(f"it holds a {type(state).__name__}")
+        return state
     except Exception as e:  # a corrupt pickle can raise anything that its allowed classes can raise
         reason = [*str(e).splitlines(), type(e).__name__][0]
         raise UserError(f"{path}/{TRAIN_STATE} cannot be read: {reason}; resume from an earlier checkpoint") from e

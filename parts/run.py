@@ -352,6 +352,8 @@ class Run:
             self._watch.load_state_dict(state["spikes"])
             self.step = int(state["step"])
             self.tokens = int(state["tokens"])
+            if self.tokens < 0:
+                raise ValueError(f"it has read {self.tokens} tokens")
             skipped = int(state.get("data_step", self.step)) - self.step
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as e:
             reason = f"no {e}" if isinstance(e, KeyError) else str(e)
@@ -420,5 +422,8 @@ class LossWatch:
         return dict(losses=list(self.losses), high=self.high)
 
     def load_state_dict(self, state: dict) -> None:
-        self.losses = deque(map(float, state["losses"]), maxlen=self.WINDOW)
+        losses = list(map(float, state["losses"]))
+        if not all(map(math.isfinite, losses)) or not 0 <= int(state["high"]) < self.PATIENCE:
+            raise ValueError("its losses are not those of a run")
+        self.losses = deque(losses, maxlen=self.WINDOW)
         self.high = int(state["high"])

@@ -78,7 +78,7 @@ def tokens_of(out_dir: Path) -> list[int]:
 
 def test_all_formats_in_one_folder(tokenizer, tmp_path, monkeypatch):
     """Rows, row groups, lines and texts travel to the workers in different ways."""
-    monkeypatch.setattr(sources, "UNIT_BYTES", 20_000)
+    monkeypatch.setattr(documents, "UNIT_BYTES", 20_000)
     docs = [" ".join(doc.split()) + "." for doc in make_documents(120)]
     folder = tmp_path / "docs"
     write_parquet(folder / "a.parquet", docs[:30], rows=5)
@@ -106,7 +106,7 @@ def test_a_unit_is_its_documents_each_after_the_token_that_ends_one(tokenizer, c
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_a_long_text_has_the_tokens_that_it_has_as_a_whole(tmp_path, monkeypatch, pattern, end):
     """Whether its documents are shorter than a unit or longer."""
-    monkeypatch.setattr(sources, "UNIT_BYTES", 3000)
+    monkeypatch.setattr(documents, "UNIT_BYTES", 3000)
     english = prose(40_000)
     chinese = "中文也一样，\u3000没有空格的句子很长。\n\n\n" * 100
     text = english + "\n\n\n\n" + chinese + english[:9000] + "\n" * 5000 + "the end  \n"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import fineweb
-from parts import sources
+from parts import documents, sources
 from parts.data import read_manifest
 from tests.corpora import (
     assert_shards,
@@ -87,7 +87,7 @@ def test_fetched_files_are_deleted_once_they_are_used(corpus, tokenizer, tmp_pat
             shutil.copy(corpus[0] / file.name, folder)
         return folder / file.name
 
-    monkeypatch.setattr(sources, "UNIT_BYTES", 9000)  # several of a file
+    monkeypatch.setattr(documents, "UNIT_BYTES", 9000)  # several of a file
     monkeypatch.setattr(sources, "download", download)
     monkeypatch.setattr(fineweb, "find_source", lambda *_: source)
     with monkeypatch.context() as patch:

@@ -14,7 +14,7 @@ import pytest
 
 import fineweb
 from bpe.tokenizer import Tokenizer
-from parts import sources
+from parts import documents
 from parts.cli import UserError
 from parts.data import read_manifest, save_manifest
 from parts.shards import Writer
@@ -192,7 +192,7 @@ def interrupted(corpus, tokenizer, tmp_path, monkeypatch):
     copy = tmp_path / "copy"
     out_dir = tmp_path / "shards"
     shutil.copytree(corpus[0], copy)
-    monkeypatch.setattr(sources, "UNIT_BYTES", 9000)
+    monkeypatch.setattr(documents, "UNIT_BYTES", 9000)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full_disk(3))
         with pytest.raises(OSError, match="No space left"):  # which cli.script says in a line

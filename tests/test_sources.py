@@ -67,7 +67,7 @@ def read(path: Path, **options) -> tuple[list[str], list[str]]:
 @pytest.mark.parametrize("unit_bytes", [500, 20_000, 10**9])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_format_gives_the_same_documents_however_it_is_cut(tmp_path, monkeypatch, kind, unit_bytes):
-    monkeypatch.setattr(sources, "UNIT_BYTES", unit_bytes)
+    monkeypatch.setattr(texts, "UNIT_BYTES", unit_bytes)
     docs = make_documents()
     path = write(tmp_path / f"docs.{kind}", docs)
     assert read(path) == (docs, [])
@@ -77,7 +77,7 @@ def test_every_format_gives_the_same_documents_however_it_is_cut(tmp_path, monke
 
 @pytest.mark.parametrize("kind", ["one_group.parquet", "parquet", "jsonl.gz", "txt"])
 def test_no_unit_is_much_larger_than_it_should_be(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(sources, "UNIT_BYTES", 30_000)
+    monkeypatch.setattr(texts, "UNIT_BYTES", 30_000)
     docs = make_documents(400)
     path = tmp_path / f"docs.{kind}"
     write(path, docs) if kind != "txt" else path.write_text("\n\n\n\n".join(docs))
@@ -166,7 +166,7 @@ def test_half_of_the_lines_may_be_broken_and_are_counted(tmp_path):
 
 def test_a_file_that_was_cut_short_loses_its_last_line_and_says_so(tmp_path, monkeypatch):
     """Also where that line is a unit by itself."""
-    monkeypatch.setattr(sources, "UNIT_BYTES", 100)
+    monkeypatch.setattr(texts, "UNIT_BYTES", 100)
     path = tmp_path / "docs.jsonl"
     lines = "".join(json.dumps(dict(text=f"{n:70}")) + "\n" for n in range(20))
     path.write_text(lines + '{"text": "cut')
@@ -176,7 +176,7 @@ def test_a_file_that_was_cut_short_loses_its_last_line_and_says_so(tmp_path, mon
 
 
 def test_the_line_of_an_error_is_that_of_the_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "UNIT_BYTES", 100)
+    monkeypatch.setattr(texts, "UNIT_BYTES", 100)
     path = tmp_path / "docs.jsonl"
     path.write_text("\n".join(WHOLE * 10) + ",\n" + "\n".join(WHOLE))
     assert_refused("the object in line 100;", read, path)
@@ -192,7 +192,7 @@ def test_a_pointer_of_git_lfs_is_no_text(tmp_path):
 
 def test_a_text_that_repeats_has_the_size_of_its_rows_and_is_read_in_units(tmp_path, monkeypatch):
     """Parquet stores it once; the plan, and the memory, are those of the rows."""
-    monkeypatch.setattr(sources, "UNIT_BYTES", 10_000)
+    monkeypatch.setattr(texts, "UNIT_BYTES", 10_000)
     docs = ["The tide comes twice a day. " * 100, "", None] * 1000
     size = 2800 * 1000
     for table in (pa.table({"text": docs}), pa.table({"text": pa.array(docs).dictionary_encode()})):
@@ -217,8 +217,8 @@ def test_a_compressed_text_has_the_size_that_it_unpacks_to(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "jsonl.zst", "txt", "txt.gz"])
 def test_a_document_over_the_limit_is_an_error_before_it_is_in_memory(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(sources, "UNIT_BYTES", 2**16)
-    monkeypatch.setattr(sources, "LARGEST_DOCUMENT", 2**20)
+    monkeypatch.setattr(texts, "UNIT_BYTES", 2**16)
+    monkeypatch.setattr(texts, "LARGEST_DOCUMENT", 2**20)
     text = "word " * 2**20
     content = text if "txt" in kind else json.dumps(dict(text=text)) + "\n"
     path = compress(tmp_path / f"docs.{kind}", content.encode())
@@ -227,8 +227,8 @@ def test_a_document_over_the_limit_is_an_error_before_it_is_in_memory(tmp_path, 
 
 @pytest.mark.parametrize("repeats", [1, 50])
 def test_a_row_over_the_limit_is_an_error(tmp_path, monkeypatch, repeats):
-    monkeypatch.setattr(sources, "UNIT_BYTES", 2**16)
-    monkeypatch.setattr(sources, "LARGEST_DOCUMENT", 2**20)
+    monkeypatch.setattr(texts, "UNIT_BYTES", 2**16)
+    monkeypatch.setattr(texts, "LARGEST_DOCUMENT", 2**20)
     path = write(tmp_path / "docs.parquet", ["word " * 2**18] * repeats)
     assert_refused("docs.parquet has a document of 1 MB or more", read, path)
 
@@ -250,7 +250,7 @@ def test_a_wrong_text_field_is_answered_with_those_there_are(tmp_path):
     ],
 )
 def test_text_in_another_encoding_is_named_with_the_place(tmp_path, monkeypatch, end, encoding, near):
-    monkeypatch.setattr(sources, "UNIT_BYTES", 1000)
+    monkeypatch.setattr(texts, "UNIT_BYTES", 1000)
     path = tmp_path / "docs.txt"
     path.write_bytes(("word " * 1000 + end).encode(encoding))
     words = re.escape(f"docs.txt is not UTF-8 at {near!r}; save it as UTF-8")
@@ -401,7 +401,7 @@ def test_a_download_is_resumed_compared_and_made_once(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("unit_bytes", [4, 10**6])
 def test_a_row_that_is_not_utf8_is_named_by_what_is_before_it(tmp_path, monkeypatch, unit_bytes):
-    monkeypatch.setattr(sources, "UNIT_BYTES", unit_bytes)
+    monkeypatch.setattr(texts, "UNIT_BYTES", unit_bytes)
     rows = pa.array([b"one", b"a long row of a caf\xe9"], pa.binary()).view(pa.string())
     pq.write_table(pa.table({"text": rows}), tmp_path / "docs.parquet")
     words = r"docs.parquet is not UTF-8 at b'a long row of a caf\\xe9'; save it"

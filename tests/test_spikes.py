@@ -56,6 +56,20 @@ def test_a_watch_continues_where_it_was():
     assert spikes(two, 9.0) == [True]
 
 
+@pytest.mark.parametrize(
+    "state",
+    [
+        dict(losses=[3.0, math.nan], high=0),  # whose median would turn the watch off
+        dict(losses=[math.inf], high=0),
+        dict(losses=[3.0], high=-(10**9)),
+        dict(losses=[3.0], high=3),
+    ],
+)
+def test_a_state_that_no_watch_can_have_is_refused(state):
+    with pytest.raises(ValueError, match="not those of a run"):
+        LossWatch(1.0).load_state_dict(state)
+
+
 STEP_TOKENS = SMALL["total_batch_size"]
 FIRST_BAD = 25  # the first step with a high loss; the third one in a row is step 27
 
