@@ -22,7 +22,7 @@ products, else 4. In bytes, with AdamW:
     muon         a step has its largest stack of matrices of one shape, 16 L C^2, several times: MUON_STACKS. Counted
                  where this is more than the forward and backward pass take
 
-The sum is the peak, within 10% of PyTorch's allocator (tests/fake_gpu) and of what an H100 and an H200 took; a trial
+The sum is the peak: of 124M compiled on one card within 10% of PyTorch's allocator (tests/fake_gpu). A trial
 (`--micro_batch_size 0`) measures the rest: dropout masks, fp16, what is not compiled. The device's context (0.5 GB on
 CUDA) is not counted; 5% are left for it and for fragmentation.
 
