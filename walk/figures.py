@@ -249,7 +249,7 @@ def gelu(x, exact, approximate, relu) -> None:
 
 def memory(gb: dict[str, dict[str, float]]) -> None:
     """A bar for each model {name: {kind: GB}}, and a line for each size of card."""
-    title = "Memory to train the four sizes (AdamW, bf16, compiled, 8 sequences of 1,024 tokens)"
+    title = "Memory to train the four sizes (AdamW, bf16, 8 sequences of 1,024 tokens)"
     cards = (24, 40, 80)
     with picture("memory", title, "GB on one GPU; dotted: the sizes of three cards", height=2.9) as axes:
         stacked(axes, gb)
