@@ -144,6 +144,16 @@ class Block(nn.Module):
 # -------------------------------------------------------------------------------------------------------- the model
 
 
+def residual_dtype(x) -> torch.dtype:
+    """The dtype of the residual stream that starts with the embeddings x: bf16 where a GPU multiplies in bf16, as every
+    norm, every addition and their gradients then move half the bytes (7 of 132 ms on an H100); the norms compute in
+    fp32 even so. Else that of x, fp32: fp16 lacks the range, and on a CPU, where the products take the time, two runs
+    with it in bf16 ended 0.002 and 0.005 nats higher."""
+    device = x.device.type
+    bf16 = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
+    return torch.bfloat16 if device == "cuda" and bf16 else x.dtype
+
+
 class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -186,7 +196,7 @@ class GPT(nn.Module):
             positions = torch.arange(T, device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
         x = self.transformer.drop(x)
-        x = x.to(residual_dtype(x))  # (B, T, C), in which all blocks add up
+        x = x.to(residual_dtype(x))  # bf16 on a GPU that multiplies in it, else fp32; all blocks add to it
         for block in self.transformer.h:
             x = block(x, mask, cache)
         return self.transformer.ln_f(x)
@@ -195,15 +205,18 @@ class GPT(nn.Module):
         """Logits (B, T, V) of idx (B, T) int64."""
         return self.lm_head(self.hidden(idx))
 
-    def loss(self, idx, targets, logit_positions=None, n_targets=None, hidden=None):
+    def loss(self, idx, targets, logit_positions=None, n_targets=None):
         """The cross-entropy of idx (B, T) against targets (B, T) int64 in nats per token, a scalar in fp32.
 
         It is the sum over all targets >= 0, divided by `n_targets`, by default their number. With gradient accumulation
         pass the number in the whole batch, so that the losses of its micro-batches add up. Where few positions are
         scored, `logit_positions` (M,) names them among the B * T, and `targets` is (M,): the head computes no others.
-        `hidden` computes what `self.hidden` does, perhaps compiled.
         """
-        x = (hidden or self.hidden)(idx).flatten(0, 1)  # (B * T, C)
+        return self.loss_of_hidden(self.hidden(idx), targets, logit_positions, n_targets)
+
+    def loss_of_hidden(self, x, targets, logit_positions=None, n_targets=None):
+        """The same of the final hidden states x (B, T, C)."""
+        x = x.flatten(0, 1)  # (B * T, C)
         if logit_positions is not None:
             x = x.index_select(0, logit_positions.flatten())  # (M, C)
         total = linear_cross_entropy(x, self.lm_head.weight, targets.flatten())
@@ -337,17 +350,7 @@ class GPTWithLoss(nn.Module):
         self.hidden = hidden or gpt.hidden
 
     def forward(self, idx, targets, logit_positions=None, n_targets=None):
-        return self.gpt.loss(idx, targets, logit_positions, n_targets, self.hidden)
-
-
-def residual_dtype(x) -> torch.dtype:
-    """The dtype of the residual stream that starts with the embeddings x: bf16 where a GPU multiplies in bf16, as every
-    norm, every addition and their gradients then move half the bytes (7 of 132 ms on an H100); the norms compute in
-    fp32 even so. Else that of x, fp32: fp16 lacks the range, and on a CPU, where the products take the time, two runs
-    with it in bf16 ended 0.002 and 0.005 nats higher."""
-    device = x.device.type
-    bf16 = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
-    return torch.bfloat16 if device == "cuda" and bf16 else x.dtype
+        return self.gpt.loss_of_hidden(self.hidden(idx), targets, logit_positions, n_targets)
 
 
 # ------------------------------------------------------------------------------------------- Hugging Face's files

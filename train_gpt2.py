@@ -8,24 +8,13 @@
     python train_gpt2.py gpt2-xl --dry_run                   # print the plan: memory, disk, hours, money
 
 Writes OUT_DIR (out/RECIPE): config.json, log.jsonl, learning_curve.png, samples.txt, and checkpoints step_NNNNNN/ that
-transformers opens as they are. The model is in model.py, everything else in parts/: the loss in loss.py, schedules and
-optimizers in optim.py, the order of the data in data.py, what is logged, saved and resumed in run.py, the files of a
-checkpoint in checkpoint.py, device, precision (TF32, bf16, fp16) and ranks in runtime.py.
+transformers opens as they are. The model is in model.py, what a step needs besides it in parts/: the loss in loss.py,
+schedules and optimizers in optim.py, the order of the data in data.py, what is logged, saved and resumed in run.py, the
+files of a checkpoint in checkpoint.py, device, precision (TF32, bf16, fp16) and ranks in runtime.py.
 """
 
 # imported first, so that Ctrl-C while torch loads does not print a traceback
-from parts.cli import (
-    Count,
-    Fraction,
-    NonNegative,
-    Positive,
-    PositiveFloat,
-    Probability,
-    Seed,
-    UserError,
-    parse_args,
-    script,
-)
+from parts.cli import Count, Fraction, NonNegative, Positive, PositiveFloat, Probability, Seed, UserError, script
 
 # isort: split
 import math
@@ -42,7 +31,7 @@ import torch
 import hellaswag
 from model import GPT, GPTConfig, GPTWithLoss
 from parts.checkpoint import ModelFiles, find_model, load_model, load_shape, model_tokenizer, unsharded_copy
-from parts.cli import counted
+from parts.cli import counted, parse_args
 from parts.data import Batches, to_inputs, training_batches, validation_batches
 from parts.directory import RunDirectory, flags_set, with_constants_of_run
 from parts.evaluation import complete, validate
@@ -111,7 +100,7 @@ class Config:
     # machine
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: cuda, else mps, else cpu
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of matmuls; weights stay fp32; float32: no TF32
-    compile: Literal["auto", "on", "off"] = "auto"  # use torch.compile; auto: on CUDA, unless the run is short
+    compile: Literal["auto", "on", "off"] = "auto"  # use torch.compile; auto: on CUDA only
     shard: Literal["none", "optimizer", "full"] = "none"  # what to shard across ranks; see parts/sharding.py
     activation_checkpointing: bool = False  # recompute activations: less memory, a third more time
     threads: Count = 0  # CPU threads; 0 tries several numbers for a second and takes the fastest
@@ -135,6 +124,7 @@ RECIPES = {
         total_batch_size=2048, max_steps=1200, warmup_steps=20, max_lr=3e-3, min_lr=0.0, weight_decay=0.15,
         lr_schedule="wsd", decay_fraction=0.4, optimizer="muon", eval_interval=200, eval_steps=0, hellaswag_interval=0,
         sample_interval=600, sample_prompt="", checkpoint_interval=600,
+        compile="off",  # on a GPU the run takes 20 seconds, and compiling 30
     ),
 }  # fmt: skip
 
@@ -146,8 +136,7 @@ SIZES = ("n_layer", "n_head", "n_embd", "vocab_size")  # --init_from and --resum
 
 def main() -> None:
     requested, cli_overrides = read_command_line(sys.argv[1:])
-    machine = (requested.device, requested.dtype, requested.compile, requested.shard, requested.threads)
-    rt = Runtime.setup(*machine, flops_of_run(requested))
+    rt = Runtime.setup(requested.device, requested.dtype, requested.compile, requested.shard, requested.threads)
     if requested.dry_run:
         return print_plan(*resolve_config(requested, cli_overrides, None, rt), rt)
     directory = RunDirectory(requested, rt, FIXED)
@@ -332,12 +321,6 @@ def resolve_config(
         raise UserError(str(e)) from e
 
 
-def flops_of_run(config: Config) -> int:
-    """About so many, by the constants: 6 for each weight of a matrix and each token."""
-    weights = 12 * config.n_layer * config.n_embd**2 + config.vocab_size * config.n_embd
-    return 6 * weights * config.max_steps * config.total_batch_size
-
-
 def validate_config(config: Config, rt: Runtime) -> None:
     """Raise UserError for resolved constants that contradict each other."""
     T = config.sequence_length
@@ -375,16 +358,16 @@ def distribute(config: Config, model: GPT, rt: Runtime) -> tuple[Config, GPTWith
     """The model with its loss as the loop calls it: compiled, and in DDP or FSDP on several ranks. A micro_batch_size
     of 0 becomes the largest that fits."""
     rt.print(f"{config.out_dir}: {model.num_params():,} parameters on {rt.description}")
-    loss_fn = GPTWithLoss(model)
-    if not rt.mesh:  # not sharded: --shard none, or one rank
-        loss_fn = rt.wrap(GPTWithLoss(model, rt.compiled(model.hidden)))
     n_sequences = config.total_batch_size // config.sequence_length
-    if not config.micro_batch_size:
+    if not config.micro_batch_size:  # before sharding, as the trial needs the whole model
         trial = (config.sequence_length, config.vocab_size)
-        found = find_micro_batch_size(GPTWithLoss(model), n_sequences // rt.world_size, trial, rt)
-        config = replace(config, micro_batch_size=found)
-    if rt.mesh:  # compiles each block by itself; only now, as the trial needs the whole model
-        shard(loss_fn, model.transformer.h, rt)
+        size = find_micro_batch_size(GPTWithLoss(model), n_sequences // rt.world_size, trial, rt)
+        config = replace(config, micro_batch_size=size)
+    if rt.mesh:
+        loss_fn = GPTWithLoss(model)
+        shard(loss_fn, model.transformer.h, rt)  # compiles each block by itself
+    else:  # --shard none, or one rank
+        loss_fn = rt.wrap(GPTWithLoss(model, rt.compiled(model.hidden)))
     ranks = counted(rt.world_size, "rank")
     rt.print(f"{n_sequences} sequences per step, {config.micro_batch_size} at a time on each of {ranks}")
     return config, loss_fn

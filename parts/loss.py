@@ -21,12 +21,13 @@ Shapes in comments: N positions, C channels, V tokens of the vocabulary.
 """
 
 import functools
+import sys
 from collections.abc import Callable
 
 import torch
 from torch.nn import functional as F
 
-LOGITS = {"cpu": 2**19, "cuda": 2**30}  # alive at once, at most: what caches hold; 2 GB in 16 bits
+LOGITS = {"cpu": 2**19, "cuda": 2**30}  # alive at once, at most: on a CPU what its caches hold, on a GPU 2 GB in bf16
 TILE = 256  # a chunk is a multiple of this: tensor cores multiply whole tiles
 
 
@@ -62,7 +63,8 @@ def loss_kernel(vocab_size: int, dtype: torch.dtype) -> Callable | None:
         from parts.loss_kernel import cross_entropy_
 
         cross_entropy_(torch.zeros(1, vocab_size, dtype=dtype, device="cuda"), torch.zeros(1, dtype=int, device="cuda"))
-    except Exception:
+    except Exception as e:
+        print(f"note: the loss does without its kernel: {' '.join(str(e).split())[:120]}", file=sys.stderr)
         return None
     return cross_entropy_
 

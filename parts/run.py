@@ -2,13 +2,14 @@
 
 The loop is in the script, as `train` in train_gpt2.py, and needs six words of a Run:
 
-    for step, micro_batches in run.steps(batches):  # until max_steps or a signal
-        ...                                         # one optimizer step
-        run.log(loss, grad_norm, lr, n_targets)
-        if run.due(checkpoint_interval):
-            run.save()
-        if run.due(eval_interval, "val"):
-            run.record("val", loss=...)             # or run.end_here(), to make this step the last one
+    with run:                                           # hears signals, and waits for the last save
+        for step, micro_batches in run.steps(batches):  # until max_steps or a signal
+            ...                                         # one optimizer step
+            run.log(loss, grad_norm, lr, n_targets)
+            if run.due(checkpoint_interval):
+                run.save()
+            if run.due(eval_interval, "val"):
+                run.record("val", loss=...)             # or run.end_here(), to make this step the last one
 
 On a GPU metrics are read one step late, so that it never waits for the host, and checkpoints are written in the
 background. Every rank makes the same decisions, because all of them follow from sums over the ranks.
@@ -47,6 +48,8 @@ from parts.files import replace_file, set_aside
 from parts.log import of_kind
 from parts.report import Report, about_machine
 from parts.runtime import STOP_SIGNALS
+
+EVALUATIONS = ("eval_interval", "hellaswag_interval", "sample_interval")
 
 
 class Pending(NamedTuple):
@@ -255,8 +258,8 @@ class Run:
         if self.rt.is_main:
             self._writer.save(self._checkpoint(), files, state, self.report.val_losses(), self.rt.print)
             self.report.draw()
-            evaluations = [value for name, value in vars(self.config).items() if name.endswith(EVALUATIONS)]
-            if not self.rt.writes_in_background or any(map(self.due, evaluations)):
+            evaluates = any(self.due(getattr(self.config, name, 0)) for name in EVALUATIONS)
+            if evaluates or not self.rt.writes_in_background:
                 self._writer.wait()
 
     def record(self, kind: str, **metrics) -> None:
@@ -379,9 +382,6 @@ class Run:
                 raise UserError(f"{checkpoint} was trained with --{name} {settled}, not {now}; give another --out_dir")
             changed[name] = (settled, getattr(self.config, name))
         return changed
-
-
-EVALUATIONS = ("eval_interval", "hellaswag_interval", "sample_interval")
 
 
 class LossWatch:

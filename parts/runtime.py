@@ -5,7 +5,6 @@ This file knows nothing of GPT-2, shards, checkpoints or run directories.
 
 import contextlib
 import ctypes
-import math
 import os
 import re
 import signal
@@ -54,11 +53,11 @@ class Runtime:
     mesh: DeviceMesh | None = None  # the ranks that share a sharded model; None if it is not sharded
 
     @classmethod
-    def setup(cls, device="auto", dtype="auto", compile="off", shard="none", threads=None, flops=math.inf) -> "Runtime":
+    def setup(cls, device="auto", dtype="auto", compile="off", shard="none", threads: int | None = None) -> "Runtime":
         """Decide for this process, join the process group under torchrun, choose matmul precision.
 
-        `threads` of a CPU: None leaves PyTorch's number, 0 tries which one is fastest now. `flops` are those of the
-        whole run, on all ranks. Raises UserError for a device, a dtype or a compiler that is not there.
+        `threads` of a CPU: None leaves PyTorch's number, 0 tries which one is fastest now. Raises UserError for a
+        device, a dtype or a compiler that is not there.
         """
         rank, world_size, local_rank = ranks_of_environment()
         device = _choose_device(device, local_rank)
@@ -71,7 +70,7 @@ class Runtime:
             _join_ranks(device, rank, world_size)
         torch.set_float32_matmul_precision("high")  # TF32 for what is left in fp32
         dtype, why_dtype = _choose_dtype(dtype, device)
-        compile_on, why_compile = _choose_compile(compile, device, flops / world_size)
+        compile_on, why_compile = _choose_compile(compile, device)
         name = device.type
         if device.type == "cuda":
             name = torch.cuda.get_device_name(device)
@@ -363,20 +362,11 @@ def _choose_dtype(dtype: str, device: torch.device) -> tuple[torch.dtype, str]:
     return torch.float32, f"float32 ({device.type} has no fast 16-bit format here)"
 
 
-# Compile a run that would take this many seconds at the peak of its card. GPT-2 124M reaches 0.33 of the peak without
-# torch.compile and 0.45 with it (H100, H200), so that it saves 0.8 times these seconds, and takes about 30 itself.
-COMPILE_PAYS_FROM = 40
-
-
-def _choose_compile(compile: str, device: torch.device, flops: float) -> tuple[bool, str]:
-    """On a GPU unless something that torch.compile needs is missing, or the whole run, of `flops` on this device, is
-    too short for it (not what is left of it: a resume computes as the run did); on a CPU only when asked for."""
+def _choose_compile(compile: str, device: torch.device) -> tuple[bool, str]:
+    """On a GPU unless something that torch.compile needs is missing; on a CPU only when asked for."""
     # on a CPU it costs half a minute and gains little over bf16; on MPS it has given NaN (pytorch 171764)
     if compile == "off" or (compile == "auto" and device.type != "cuda"):
         return False, "compile off"
-    card = peaks(torch.cuda.get_device_name(device)) if compile == "auto" else None
-    if card and flops < COMPILE_PAYS_FROM * card[0]:
-        return False, "compile off for so short a run"
     missing = _missing_for_compile(device)
     if missing and compile == "on":
         raise UserError(f"--compile on: {missing}; or use --compile off")

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.gpu
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 SHAPE = GPTConfig(n_layer=4, n_positions=512, vocab_size=50304) if CUDA else GPTConfig(32, 512, 2, 2, 64)
-COMPILE = "on" if CUDA else "off"  # `auto` would not compile so short a run
+COMPILE = "on" if CUDA else "off"  # the recipe tiny is not compiled
 RUN = dict(device=DEVICE, dtype="auto", compile=COMPILE, max_steps=6, checkpoint_interval=3, eval_interval=3)
 OPTIMIZERS = ["adamw", "muon"]
 WORDS = "A woman makes tea in a kitchen and then she drinks it while the rain falls on the roof of her house".split()

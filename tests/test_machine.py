@@ -1,6 +1,5 @@
 """Decisions about the machine: device, ranks, compiler, threads, peaks."""
 
-import math
 import re
 import sys
 from contextlib import nullcontext
@@ -197,35 +196,15 @@ def test_what_a_compiler_lacks_is_named(monkeypatch, raised, says):
     assert_refused(f"--compile on: .*{says}", Runtime.setup, "cpu", "float32", "on")
     monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
-    on, why = runtime._choose_compile("auto", torch.device("cuda:0"), math.inf)
+    on, why = runtime._choose_compile("auto", torch.device("cuda:0"))
     assert not on  # training continues without
     assert re.search(says, why)
 
 
 def test_wrong_numbers_are_refused():
-    assert_refused("--compile on: .* wrong numbers on mps", runtime._choose_compile, "on", torch.device("mps"), 1e20)
+    assert_refused("--compile on: .* wrong numbers on mps", runtime._choose_compile, "on", torch.device("mps"))
 
 
-@pytest.mark.parametrize(
-    "recipe, card, compiled",
-    [
-        ("gpt2", "NVIDIA H100 80GB HBM3", True),
-        ("tiny", "NVIDIA H100 80GB HBM3", False),
-        ("tiny", "Tesla T4", False),
-        ("tiny", "a card of 2027", True),  # of which nobody knows how long the run takes
-    ],
-)
-def test_a_run_that_is_over_before_the_compiler_is_not_compiled(monkeypatch, recipe, card, compiled):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: card)
-    monkeypatch.setattr(runtime, "_missing_for_compile", lambda device: "")
-    flops = train_gpt2.flops_of_run(train_gpt2.RECIPES[recipe])
-    assert runtime._choose_compile("auto", torch.device("cuda:0"), flops)[0] == compiled
-    assert runtime._choose_compile("on", torch.device("cuda:0"), flops)[0]
-
-
-def test_the_flops_of_a_run_are_about_those_that_the_model_counts():
-    config = train_gpt2.RECIPES["gpt2"]
-    with torch.device("meta"):
-        counted = GPT(GPTConfig(vocab_size=config.vocab_size)).estimate_flops(config.sequence_length)
-    tokens = config.max_steps * config.total_batch_size
-    assert train_gpt2.flops_of_run(config) == pytest.approx(counted * tokens, rel=0.15)
+def test_the_recipe_that_is_over_before_the_compiler_is_not_compiled():
+    assert train_gpt2.RECIPES["tiny"].compile == "off"
+    assert train_gpt2.RECIPES["gpt2"].compile == "auto"
