@@ -4,7 +4,7 @@
     python fineweb.py --dry_run                                # what that reads, writes and needs
     python fineweb.py --verify                                 # compare every shard with its checksum
     python fineweb.py --source roneneldan/TinyStories --out_dir stories       # a dataset: OWNER/NAME[/FOLDER or /GLOB]
-    python fineweb.py --source corpus/*.jsonl.gz --tokenizer tokenizer.json --out_dir corpus_shards     # local files
+    python fineweb.py --source "texts/*.jsonl.gz" --tokenizer tokenizer.json --out_dir text_shards    # local files
 
 The idea is one line, ids = [eot, *encode(text)], for one document after the other, cut into shards of equal length
 (`tokenize`). Everything else makes it fast and safe to interrupt:

@@ -205,6 +205,11 @@ def test_wrong_numbers_are_refused():
     assert_refused("--compile on: .* wrong numbers on mps", runtime._choose_compile, "on", torch.device("mps"))
 
 
+def test_nothing_is_compiled_on_a_cpu_or_on_mps_unless_asked_for():
+    assert not runtime._choose_compile("auto", torch.device("cpu"))[0]
+    assert not runtime._choose_compile("auto", torch.device("mps"))[0]
+
+
 def test_the_recipe_that_is_over_before_the_compiler_is_not_compiled():
     assert train_gpt2.RECIPES["tiny"].compile == "off"
     assert train_gpt2.RECIPES["gpt2"].compile == "auto"

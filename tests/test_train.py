@@ -212,6 +212,15 @@ def test_a_step_with_a_non_finite_gradient_changes_no_weight(train, run_dir, mon
     assert column(run_dir, "train", "skipped") == [None, None, True]
 
 
+def test_a_batch_has_the_same_loss_and_gradient_in_micro_batches_of_any_size(train, tmp_path):
+    options = dict(max_steps=3, eval_interval=0, sample_interval=0, checkpoint_interval=0)
+    for size in (1, 8):
+        train(out=f"micro-{size}", micro_batch_size=size, **options)
+    for name in ("loss", "grad_norm"):
+        one, eight = (column(tmp_path / f"micro-{size}", "train", name) for size in (1, 8))
+        assert one == pytest.approx(eight, rel=1e-5)
+
+
 # ---- damaged and missing things
 
 
