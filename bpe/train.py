@@ -113,9 +113,10 @@ def holds_files(out: Path) -> bool:
 # ---- reading
 
 
-def read_texts(config: Config, skipped: Counter) -> Iterator[str]:
+def read_texts(config: Config, skipped: Counter | None = None) -> Iterator[str]:
     """All texts of all inputs, each file once; a .txt comes in blocks of whole lines. Counts in `skipped` the documents
     that are left out, by reason. Raises UserError."""
+    skipped = Counter() if skipped is None else skipped
     folder = Path(config.out) / DOWNLOADS
     for source in sources_of(config.input or (str(Path(__file__).with_name("manual.txt")),)):
         if source.left_out:
