@@ -51,6 +51,7 @@ from parts.files import replace_file, set_aside
 # isort: split
 import json
 import math
+import os
 import re
 import reprlib
 from collections.abc import Iterator
@@ -96,7 +97,7 @@ def main() -> None:
     config = parse_args(Config, description=__doc__)
     out = Path(config.json)
     if config.json:  # now, not an hour later
-        if out.suffix != ".json" or not out.parent.is_dir():
+        if out.suffix != ".json" or out.is_dir() or not out.parent.is_dir():
             raise UserError(
                 f"--json {out} cannot be written; give a name that ends in .json, in a directory that exists"
             )
@@ -137,8 +138,8 @@ def main() -> None:
             dtype=str(rt.dtype).removeprefix("torch."),
             styles=results,
         )
-        if out.exists():
-            set_aside(out)
+        if os.path.lexists(out):
+            print(f"the earlier {out} is now {set_aside(out)}")
         replace_file(out, json.dumps(scores, allow_nan=False) + "\n")
 
 

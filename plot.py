@@ -8,6 +8,7 @@ RUN is a run directory or its log.jsonl. Training draws its learning_curve.png w
 parts/curves.py. This file knows nothing of torch or models.
 """
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -16,7 +17,7 @@ from tyro.conf import Positional, arg
 
 from parts.cli import UserError, parse_args, script
 from parts.curves import curves_of, draw, has_loss
-from parts.files import set_aside
+from parts.files import errors_name, set_aside
 from parts.log import Records, read_log
 
 
@@ -35,9 +36,14 @@ def main() -> None:
         raise UserError(f"--out {out} is not the name of a picture; give one that ends in .png, .svg or .pdf")
     if not config.runs or "" in config.runs:
         raise UserError("no run was given, or an empty name; give the directory of a run, or its log.jsonl")
+    if not out.parent.is_dir():
+        raise UserError(f"{out} would be in a directory that does not exist; create it, or give another --out")
     runs = dict(map(named_log, config.runs))
-    aside = f"; the earlier one is now {set_aside(out)}" if out.exists() else ""
-    draw(runs, out, config.x, config.y)
+    new = out.with_name(f".{os.getpid()}.{out.name}")
+    with errors_name(out):
+        draw(runs, new, config.x, config.y)  # first, as it may refuse the runs
+    aside = f"; the earlier one is now {set_aside(out)}" if os.path.lexists(out) else ""
+    new.rename(out)
     print(f"drawn in {out}{aside}")
 
 

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
@@ -26,6 +27,7 @@ from tyro.conf import Positional, arg
 
 from parts.chat import chat_ids, check_tokenizer
 from parts.checkpoint import load_model, model_tokenizer
+from parts.files import errors_name
 from parts.generation import generate
 from parts.lora import load_adapter, merge, remove_lora
 from parts.runtime import Runtime
@@ -61,7 +63,8 @@ def main() -> None:
 def write_texts(config: Config) -> None:
     prompt = config.prompt
     if prompt == "-":  # without the line end that `echo` and editors put after the last line
-        prompt = sys.stdin.buffer.read().decode().removesuffix("\n").removesuffix("\r")
+        with errors_name(Path("standard input")):
+            prompt = sys.stdin.buffer.read().decode().removesuffix("\n").removesuffix("\r")
     rt = Runtime.setup(config.device, config.dtype, threads=config.threads)
     if config.dtype == "auto" and rt.device.type == "cpu":
         rt = Runtime.setup("cpu", "float32")  # one row is bound by memory, and 16 bits are partly emulated

@@ -14,6 +14,7 @@ interruption. After a change of code, give another --out_dir.
 """
 
 import hashlib
+import os
 import re
 import shlex
 import signal
@@ -82,7 +83,7 @@ def words_of(command: str) -> list[str]:
 def trained(command: str, words: list[str], seed: int, out_dir: Path) -> Records:
     """The log of a complete run, which is trained or continued as far as needed."""
     readable = re.sub(r"[^\w.]+", "_", command).strip("_")[:80]
-    digest = hashlib.sha256(command.encode()).hexdigest()[:8]
+    digest = hashlib.sha256(os.fsencode(command)).hexdigest()[:8]
     place = out_dir / f"{readable}-{digest}-seed{seed}"
     log = place / "log.jsonl"
     if log.exists() and is_complete(records := read_log(log)):

@@ -18,7 +18,8 @@ from xml.sax.saxutils import escape
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bpe.tokenizer import Tokenizer, valid_unicode
-from parts.cli import UserError, parse_args, script
+from parts.cli import UserError, parse_args, printable, script
+from parts.files import replace_file
 
 ENGLISH = (
     "The librarian keeps 3 clocks above the door. One is right, one is 5 minutes fast, and nobody remembers why "
@@ -114,7 +115,7 @@ def draw_svg(results: list[tuple[str, list[str]]], path: Path) -> None:
     # as well as xml:space: some browsers follow only one of the two and would drop the space that a token begins with
     lines = [f"{head} {style}", "<style>text { white-space: pre }</style>", *parts, "</svg>\n"]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines), encoding="utf-8")
+    replace_file(path, printable("\n".join(lines)))
 
 
 def width(text: str) -> int:

@@ -25,7 +25,7 @@ def write_card(directory: Path, name: str, records: Records) -> None:
     if (directory / "README.md").exists():
         return
     curve = directory.parent / "learning_curve.png"
-    if curve.exists():
+    if curve.is_file():
         shutil.copyfile(curve, directory / curve.name)
     replace_file(directory / "README.md", model_card(directory, name, records))
 
@@ -52,6 +52,7 @@ def model_card(directory: Path, name: str, records: Records) -> str:
                 if newest.get(key) is not None:  # null was not finite
                     rows.append(f"| {label} | {shown(newest[key])} at step {newest['step']:,} |")
     load = f'PeftModel.from_pretrained(base, "{name}")' if is_adapter else f'pipeline("text-generation", "{name}")'
+    commands = [start["command"] for start in starts if start.get("command")]
     begun = f"from {shown(base)}" if base else "from random weights"
     parts = [
         f"---\n{metadata.to_yaml()}\n---",
@@ -62,7 +63,7 @@ def model_card(directory: Path, name: str, records: Records) -> str:
         "![Learning curve](learning_curve.png)" if (directory / "learning_curve.png").exists() else "",
         f"## How to load it\n\n    {load}",
         # indented: no command can end such a block, as three backquotes would end a fenced one
-        "## How it was made\n\n" + "\n".join(f"    python {' '.join(s['command'].split())}" for s in starts),
+        "## How it was made\n\n" + "\n".join(f"    python {' '.join(command.split())}" for command in commands),
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
 

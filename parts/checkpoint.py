@@ -63,6 +63,8 @@ def find_damage(path: Path) -> str | None:
             if name not in sums:
                 return f"{SUMS} does not list {name}"
         for name, digest in sums.items():  # a second per GB: cheaper than a week of training with a flipped bit
+            if "/" in name or not (path / name).is_file():  # or the sums of a stranger would have us read any file
+                return f"{name} is missing"
             if sha256(path / name) != digest:
                 return f"{name} is not what was written"
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):

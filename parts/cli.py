@@ -182,6 +182,8 @@ def check_constants(config_type, values: dict) -> None:
         allowed = (int, float) if kind is float else (kind,)
         if kind in KINDS and type(value) not in allowed:
             raise UserError(f"{name} is {value!r}; it must be {KINDS[kind]}")
+        if get_origin(kind) is tuple and not (type(value) is tuple and all(type(item) is str for item in value)):
+            raise UserError(f"{name} is {value!r}; it must be a list of texts")
         items = value if isinstance(value, tuple) else (value,)
         for limit in limits:
             if isinstance(limit, Range) and not all(limit.low <= item <= limit.high for item in items):

@@ -165,7 +165,10 @@ def draw(runs: dict[str, Records], path: Path, x: str = "steps", y: str = "loss"
     from matplotlib.figure import Figure  # a slow import (0.5 s), which --help and the start of a run do not need
 
     validated_on = {measured_on(records, y) for records in runs.values()}
-    curves = {escape_label(label): curves_of(records) for label, records in runs.items()}
+    curves = {}
+    for label, records in runs.items():
+        drawn = escape_label(label)
+        curves[f"{drawn} ({len(curves) + 1})" if drawn in curves else drawn] = curves_of(records)
     if not any(map(has_loss, curves.values())):
         return
     curves, x_label = in_units(curves, x, y)

@@ -14,7 +14,7 @@ NEEDED = {"train": "loss", "val": "loss", "sample": "text"}  # besides the step 
 NUMBERS = ("loss", "lr", "bpb", "dt_ms", "tokens_per_sec", "tokens", "memory_gib", "skipped_steps")
 TYPES = {  # of what people and programs read from a log; null where it was not known or not finite
     **dict.fromkeys(NUMBERS, int | float | None),
-    **dict.fromkeys(("command", "commit", "text"), str | None),
+    **dict.fromkeys(("command", "commit", "text", "base"), str | None),
     **dict.fromkeys(("config", "written", "data", "hub"), dict),
 }
 
@@ -35,7 +35,7 @@ def read_log(path: Path) -> Records:
             if not line.strip():
                 continue
             try:
-                records.append(checked(json.loads(line.decode("utf-8-sig"))))
+                records.append(validate_record(json.loads(line.decode("utf-8-sig"))))
             except (ValueError, TypeError, KeyError, RecursionError):
                 damaged.append(str(number))
     if damaged:
@@ -43,7 +43,7 @@ def read_log(path: Path) -> Records:
     return records
 
 
-def checked(record: dict) -> dict:
+def validate_record(record: dict) -> dict:
     """`record`, if it has a step, a kind, what that kind needs, and the right types. Raises ValueError, KeyError or
     TypeError."""
     step = record["step"]
@@ -54,6 +54,8 @@ def checked(record: dict) -> dict:
         raise ValueError(kind)
     for name in TYPES.keys() & record.keys():
         if not isinstance(record[name], TYPES[name]):
+            raise ValueError(name)
+        if isinstance(record[name], int) and abs(record[name]) > 1e300:  # more than a float holds
             raise ValueError(name)
     return record
 

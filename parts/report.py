@@ -129,7 +129,7 @@ class Report:
             "tokens_per_sec": round(rate, 1),
             "mfu": round(mfu, 4) or None,
             "memory_gib": round(self.rt.peak_memory() / 2**30, 3),
-            "skipped_steps": next(skipped, 0),
+            "skipped_steps": next(skipped, 0) or 0,
         }
         if not math.isfinite(metrics["loss"] + metrics["grad_norm"]):
             record["skipped_steps"] += 1

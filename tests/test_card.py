@@ -186,3 +186,12 @@ def test_an_upload_sends_the_model_and_its_card_and_nothing_else(train, tmp_path
     for name in sent:  # what comes back is a model: no sums that speak of files left out
         shutil.copy(path / name, tmp_path / "download")
     assert load_model(str(tmp_path / "download")).num_params() == load_model(str(path)).num_params()
+
+
+def test_a_curve_that_cannot_be_copied_ends_no_run(train, run_dir):
+    run_dir.mkdir()
+    train(**SHORT)
+    (run_dir / "learning_curve.png").unlink()
+    (run_dir / "learning_curve.png").mkdir()
+    assert "learning_curve.png is not drawn" in train(**SHORT | dict(resume=True, max_steps=6)).stdout
+    assert (run_dir / "step_000006" / "README.md").exists()

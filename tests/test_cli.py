@@ -282,3 +282,11 @@ def test_nothing_but_an_interrupt_is_hidden_before_a_script_begins(capsys):
 def test_a_mistake_of_ours_keeps_its_traceback(ends, raised):
     with pytest.raises(type(raised), match="a mistake of ours"):
         ends(raised)
+
+
+@pytest.mark.parametrize("targets", [None, [1], "c_attn", (1,), (("c_attn",),)])
+def test_a_list_of_texts_holds_texts(targets):
+    import lora_finetune
+
+    with pytest.raises(UserError, match="targets is .*; it must be a list of texts"):
+        cli.check_constants(lora_finetune.Config, dict(targets=targets))

@@ -379,7 +379,6 @@ def test_a_forged_state_with_a_sum_of_its_own_is_refused_in_one_line(harm, folde
 
 
 NO_CONSTANTS = {
-    "a list": lambda path: torch.save([1, 2], path),
     "no constants": change_state(lambda state: state.pop("requested")),
     "constants in a list": change_state(lambda state: state.update(requested=[1])),
     "settled constants that are a word": change_state(lambda state: state.update(config="x")),

@@ -1,11 +1,13 @@
 """log.jsonl: damaged lines cost themselves alone, no log is lost, and its first record says where a run comes from."""
 
+import json
 import platform
 import shutil
 import sys
 from itertools import chain, count
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from parts import report
@@ -101,3 +103,21 @@ def test_a_step_s_time_leaves_out_evaluations_and_saves(rt, run_dir, monkeypatch
             run.log(torch.tensor(1.0), torch.tensor(1.0), 0.1, 1)
             next(ticks)  # an evaluation
     assert column(run_dir, "train", "dt_ms") == [1000, 1000, 1000]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        dict(step=4, kind="train", loss=5.0, skipped_steps=None),
+        dict(step=4, kind="train", loss=5.0, tokens_per_sec=10**400),
+        dict(step=4, kind="val", loss=10**400, bpb=1.0),
+        dict(step=4, kind="run", command=None),
+        dict(step=4, kind="run"),
+        dict(step=4, kind="run", command="x", base=7),
+    ],
+)
+def test_no_odd_record_of_a_log_ends_a_run_that_resumes(short, run_dir, record):
+    short()
+    with open(run_dir / "log.jsonl", "a") as log:
+        log.write(json.dumps(record) + "\n")
+    short(resume=True, max_steps=7)

@@ -401,3 +401,19 @@ def test_wrong_usage_is_one_line(door, tmp_path, args, words):
     for name in ("dir.png", "a/log.jsonl"):
         (tmp_path / name).mkdir(parents=True)
     assert_user_error(door(*args.split()), words)
+
+
+def test_a_refusal_leaves_the_earlier_picture_where_it_is(door, tmp_path):
+    write_log(tmp_path / "run", train_records(5, tokens=None)[:5])
+    (tmp_path / "plot.png").write_text("mine")
+    assert_user_error(door("run", "--x", "tokens"), "--x tokens")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plot.png", "run"]
+    assert (tmp_path / "plot.png").read_text() == "mine"
+
+
+def test_runs_whose_labels_look_alike_are_both_drawn(door, figures, tmp_path):
+    for name in ("a", "_a"):
+        write_log(tmp_path / name, train_records(5))
+    assert door("a", "_a").returncode == 0
+    labels = [label for label in words_of(figures[0]).splitlines() if "at the end" in label]
+    assert len(labels) == 2

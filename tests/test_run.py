@@ -565,3 +565,23 @@ def test_a_run_that_began_with_another_model_s_sizes_is_resumed_by_the_same_line
         words = arguments(**options | resume)
         assert inline(train_gpt2.main, "tiny", *words).returncode == 0
     assert [start["config"]["n_embd"] for start in log_of(tmp_path / "second", "run")] == [32, 32]
+
+
+def test_what_is_no_regular_file_is_not_read(short, run_dir):
+    """A pipe or a device would never end."""
+    short()
+    newest = run_dir / "step_000006"
+    (newest / "train_state.pt").unlink()
+    os.mkfifo(newest / "train_state.pt")
+    assert find_damage(newest) == "train_state.pt is missing"
+    short(resume=True, max_steps=5)
+    (run_dir / "config.json").unlink()
+    os.mkfifo(run_dir / "config.json")
+    assert "config.json is missing or damaged" in short(resume=True, max_steps=7).stderr
+
+
+def test_checksums_name_no_file_outside_of_their_checkpoint(short, run_dir):
+    short()
+    sums = run_dir / "step_000006" / SUMS
+    sums.write_text(sums.read_text() + f"{'0' * 64}  /dev/zero\n")
+    assert find_damage(run_dir / "step_000006") == "/dev/zero is missing"
