@@ -133,7 +133,7 @@ ADVICE = {math.nan: "diverged", 1.0: "diverged", 0.99: "", -0.01: "Now try"}  # 
 def test_a_run_that_diverges_is_told_why_and_one_that_does_not_what_to_try_next(train, run_dir, monkeypatch, above):
     monkeypatch.setattr(train_gpt2, "validate", lambda *_: dict(loss=math.log(384) + above, bpb=1.0))
     result = train(max_steps=1, max_lr=50)
-    assert read_json(run_dir / "config.json")["warmup_steps"] == 1  # not 4: no longer than the run
+    assert log_of(run_dir, "run")[0]["config"]["warmup_steps"] == 1  # not 4: no longer than the run
     words = re.findall("diverged|Now try", result.stdout)
     assert "".join(words) == ADVICE[above]
     assert ("--max_lr 50" in result.stdout) == (words == ["diverged"])
@@ -269,7 +269,7 @@ def test_bad_arguments_give_one_line(train, run_dir, changes, words):
 
 
 def test_an_unknown_recipe_names_the_known_ones(inline):
-    assert_user_error(inline(train_gpt2.main, "gpt3"), "gpt3", "they are gpt2, gpt2-medium, ", ", tiny, ")
+    assert_user_error(inline(train_gpt2.main, "gpt3"), "gpt3", "they are gpt2, gpt2-medium, ", ", tiny")
 
 
 def test_training_goes_on_from_another_checkpoint(train, tmp_path):
