@@ -120,12 +120,6 @@ def table(text: str) -> list[tuple[str, list[str]]]:
     return [(first, others) for first, *others in rows]
 
 
-def options_of(text: str) -> dict:
-    """Those of `total_batch_size=250 resume`, for `arguments`."""
-    pairs = [word.partition("=") for word in text.split()]
-    return {name: value if equals else True for name, equals, value in pairs}
-
-
 def json_values(text: str) -> list[tuple]:
     """[(key, value)] of lines such as `n_layer 0 null "2"`: a key, and values in JSON without blanks."""
     rows = [line.split() for line in text.strip().splitlines()]

@@ -581,7 +581,10 @@ def test_what_is_no_regular_file_is_not_read(short, run_dir):
 
 
 def test_checksums_name_no_file_outside_of_their_checkpoint(short, run_dir):
+    """Neither one that never ends, nor one that is what they say."""
     short()
     sums = run_dir / "step_000006" / SUMS
-    sums.write_text(sums.read_text() + f"{'0' * 64}  /dev/zero\n")
-    assert find_damage(run_dir / "step_000006") == "/dev/zero is missing"
+    written = sums.read_text()
+    for name, digest in {"/dev/zero": "0" * 64, "../config.json": sha256(run_dir / "config.json")}.items():
+        sums.write_text(f"{written}{digest}  {name}\n")
+        assert find_damage(run_dir / "step_000006") == f"{name} is missing"
