@@ -420,12 +420,16 @@ def static_shapes(graph: torch.fx.GraphModule, inputs: list) -> Callable:
     """
     from torch._inductor.compile_fx import compile_fx  # a slow import, only for runs that compile
 
+    from parts.graphs import BiasGradients
+
     device = next(x.device for x in inputs if isinstance(x, torch.Tensor))
     on_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
     order = [SDPBackend.CUDNN_ATTENTION, *ATTENTION] if on_hopper else ATTENTION
     key = torch.compiler.config.patch(cache_key_tag=f"{order}")  # which the cache's key lacks
     with sdpa_kernel(order, set_priority=True), key:
-        return compile_fx(graph, inputs)
+        # on a CPU nobody has measured it
+        changes = {"post_grad_custom_pre_pass": BiasGradients()} if device.type == "cuda" else None
+        return compile_fx(graph, inputs, config_patches=changes)
 
 
 def checkpoint_activations(blocks: Iterable[torch.nn.Module]) -> None:

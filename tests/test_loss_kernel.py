@@ -54,8 +54,8 @@ def rows(n_rows: int, vocab_size: int, dtype: torch.dtype) -> tuple[torch.Tensor
     return logits.to(dtype), targets
 
 
-# fewer tokens than a block has, a block and its last one, several blocks and a ragged one: GPT-2's vocabulary
-@pytest.mark.parametrize("n_rows, vocab_size", [(4, 1), (2, 17), (33, 2048), (3, 16384), (4, 50257)])
+# one token, fewer than a block has, a whole block, GPT-2's vocabulary, and one that no program has registers for
+@pytest.mark.parametrize("n_rows, vocab_size", [(4, 1), (2, 17), (33, 2048), (4, 50257), (3, 70000)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_kernel_has_the_losses_and_the_gradients_of_each_row(interpreted, n_rows, vocab_size, dtype):
     logits, targets = rows(n_rows, vocab_size, dtype)
@@ -64,7 +64,8 @@ def test_the_kernel_has_the_losses_and_the_gradients_of_each_row(interpreted, n_
     (gradient,) = torch.autograd.grad(expected.sum(), exact)
     losses, overwritten = interpreted(call_kernel, logits, targets)
     torch.testing.assert_close(losses.double(), expected.detach(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(overwritten.double(), gradient, rtol=EPS[dtype], atol=EPS[dtype] / 100)
+    # rounded twice: the exponentials, and what becomes of them
+    torch.testing.assert_close(overwritten.double(), gradient, rtol=2 * EPS[dtype], atol=EPS[dtype] / 100)
     assert not overwritten[targets < 0].any()
 
 
