@@ -90,7 +90,7 @@ def test_gradients_are_those_of_the_formula(dtype):
 
 
 def bias_gradients(changes: dict) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Of a linear layer before a GELU: by autograd, compiled with `changes`, and the number of kernels of the latter."""
+    """Of a linear layer before a GELU: by autograd, compiled with `changes`, and the number of the latter's kernels."""
     rt = Runtime.setup(DEVICE, "float32")
     torch.manual_seed(0)
     linear = torch.nn.Linear(32, 128).to(rt.device)
