@@ -287,8 +287,6 @@ def _join_ranks(device: torch.device, rank: int, world_size: int) -> None:
         raise UserError(f"the {world_size} ranks of WORLD_SIZE do not find each other ({e}); use torchrun") from e
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
         store = dist.PrefixStore("restart " + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    with contextlib.suppress(OSError, AttributeError):  # on Linux: if torchrun is killed, its ranks get a SIGTERM
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     on_gpu = device.type == "cuda"
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
