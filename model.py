@@ -146,7 +146,7 @@ class Block(nn.Module):
 
 def residual_dtype(x) -> torch.dtype:
     """The dtype of the residual stream that starts with the embeddings x: bf16 where a GPU multiplies in bf16, as every
-    norm, every addition and their gradients then move half the bytes (a prototype: 7 of 132 ms, H100); norms compute in
+    norm, every addition and their gradients then move half the bytes (7 ms of 132, on an H100); norms compute in
     fp32 even so. Else that of x, fp32: fp16 lacks the range, and on a CPU, where the products take the time, two runs
     with it in bf16 ended 0.002 and 0.005 nats higher."""
     device = x.device.type

@@ -49,9 +49,9 @@ USABLE = 0.95  # of them
 MICRO_BATCHES = (1, 8, 64)
 RANKS = (1, 2, 4, 8)
 MUON_STACKS = (2.5, 3)  # whole ones, and ones that are sharded over the ranks
-# Fractions of the data sheets' peaks that a step of 124M reached, by the kernels of its profile on an H200
-# (docs/benchmarks.md): of 16-bit products, and of memory's bandwidth by what is between them.
-EFFICIENCY = dict(products=0.72, attention=0.25, memory=0.66)
+# Fractions of the data sheets' peaks that a step of 124M reached on an H100, by the kernels of its profile
+# (docs/benchmarks.md): of 16-bit products, and of memory's bandwidth by all the rest of the step, gaps included.
+EFFICIENCY = dict(products=0.71, attention=0.23, memory=0.67)
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def print_plan(config, shape: GPTConfig, rt: Runtime) -> None:
         f"memory  GB on each rank, {config.optimizer}, {8 * itemsize}-bit products, micro-batches of B sequences;",
         "        a formula, within 10%; --micro_batch_size 0 measures what fits\n",
         *memory_table(shape, layout, config.total_batch_size // T, config.micro_batch_size),
-        "\ntime    estimated from data sheets and the profile of one H200; without the gradient exchange",
+        "\ntime    estimated from data sheets and the profile of one H100; without the gradient exchange",
         "        between ranks, evaluations and checkpoints\n",
         *time_table(shape, T, tokens, config.price),
     ]
@@ -228,8 +228,7 @@ def token_flops(shape: GPTConfig, T: int) -> int:
 
 
 def token_seconds(shape: GPTConfig, T: int, flops: float, bandwidth: float) -> float:
-    """Of a token on a card with these peaks: compiled, in bf16, without what a micro-batch or a step does once (casts
-    and sums of weights' gradients, AdamW: 2% at B = 64)."""
+    """Of a token on a card with these peaks: compiled, in bf16, in micro-batches of 64 sequences."""
     L, C, V = shape.n_layer, shape.n_embd, shape.vocab_size
     # 2 operations a weight and token forward, 4 backward
     products = 6 * (12 * L * C + V) * C
@@ -237,10 +236,10 @@ def token_seconds(shape: GPTConfig, T: int, flops: float, bandwidth: float) -> f
     attention = 7 * L * C * T
     # Bytes that a block moves for each channel. Two norms and additions: residual and branch are read, sum and norm are
     # written, 2 (2 + 2 + 2 + 2); backward one more is read, 2 x 10. GELU, 4 C wide: read, write; backward two are
-    # read, 4 x 10. Gradients of biases and gains: outputs of four products, 9 C wide, and inputs and gradients of two
-    # norms are read again, 9 x 2 + 2 (2 + 2). Gradients of q, k and v are put side by side, 3 (2 + 2). The loss reads
-    # each logit twice, and overwrites it with its gradient
-    memory = L * C * (16 + 20 + 40 + 26 + 12) + V * (2 + 2 + 2)
+    # read, 4 x 10. Gradients of q, k and v are put side by side, 3 (2 + 2). For the gradients of two biases the
+    # gradients of the residual are read again, 2 x 2; the other two are summed where they are computed. The loss reads
+    # each logit, and overwrites it with its gradient
+    memory = L * C * (16 + 20 + 40 + 12 + 4) + V * (2 + 2)
     return (
         products / (EFFICIENCY["products"] * flops)
         + attention / (EFFICIENCY["attention"] * flops)
