@@ -22,7 +22,8 @@ products, else 4. In bytes, with AdamW:
     muon         a step has its largest stack of matrices of one shape, 16 L C^2, several times: MUON_STACKS. Counted
                  where this is more than the forward and backward pass take
 
-The sum is the peak: of 124M compiled on one card within 10% of PyTorch's allocator (tests/fake_gpu). A trial
+The sum is the peak of a compiled run, within 10% of PyTorch's allocator (tests/fake_gpu); an eager one keeps the inputs
+of norms in fp32, which makes up to 12% more. A trial
 (`--micro_batch_size 0`) measures the rest: dropout masks, fp16, what is not compiled. The device's context (0.5 GB on
 CUDA) is not counted; 5% are left for it and for fragmentation.
 

@@ -123,7 +123,8 @@ def memory(sizes: str, batches: str, *words: str) -> str:
             ratios.append(table / peak)
             del trainer
             torch._dynamo.reset()
-    assert 0.9 <= min(ratios) and max(ratios) <= 1.1, f"table / peak is {min(ratios):.3f} to {max(ratios):.3f}"
+    least = 0.9 if rt.compile else 0.88  # the table is that of compiled runs
+    assert least <= min(ratios) and max(ratios) <= 1.1, f"table / peak is {min(ratios):.3f} to {max(ratios):.3f}"
     return f"{len(ratios)} peaks; the table is {min(ratios):.3f} to {max(ratios):.3f} of them"
 
 
