@@ -399,16 +399,18 @@ def _missing_for_compile(device: torch.device) -> str:
 
 
 def _start_compile_workers() -> None:
-    """Start the processes that compile for us, with signals ignored. `timeout`, SLURM and a shell signal a group of
-    processes; we end between two steps, and would wait forever for workers that have died at once."""
+    """Start the processes that compile for us, with signals blocked. `timeout`, SLURM and a shell signal a group of
+    processes; we end between two steps, and would wait forever for workers that have died at once. A signal to us
+    meanwhile comes when the workers have started."""
     from torch._inductor.async_compile import AsyncCompile
 
-    before = {s: signal.signal(s, signal.SIG_IGN) for s in STOP_SIGNALS}
+    if not hasattr(signal, "pthread_sigmask"):  # Windows has no signals to a group
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # workers inherit it
     try:
         AsyncCompile.warm_pool()
     finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # the best first

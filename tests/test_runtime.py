@@ -1,5 +1,6 @@
 """The machine as a run sees it: batches on their way to the device."""
 
+import signal
 import socket
 import threading
 import time
@@ -8,6 +9,7 @@ from datetime import timedelta
 import numpy as np
 import pytest
 import torch
+from torch._inductor.async_compile import AsyncCompile
 
 from parts import runtime
 from parts.cli import UserError
@@ -64,3 +66,20 @@ def test_a_rank_whose_launcher_was_killed_at_once_does_not_wait_for_its_store(mo
     monkeypatch.setattr(runtime, "STORE_TIMEOUT", timedelta(seconds=1))
     with pytest.raises(UserError, match="the 2 ranks of WORLD_SIZE do not find each other"):
         Runtime.setup("cpu", "float32")
+
+
+def test_a_signal_while_the_compile_workers_start_comes_afterwards(monkeypatch):
+    started = []
+
+    def warm_pool():
+        signal.raise_signal(signal.SIGINT)
+        started.append(True)
+
+    monkeypatch.setattr(AsyncCompile, "warm_pool", warm_pool)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            runtime._start_compile_workers()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert started
