@@ -14,7 +14,6 @@ four_phases is wsd for AdamW, while Muon's rate falls from the start (`muon_lr_f
             0  W         S                      0  W             S
 """
 
-import copy
 import math
 from collections import defaultdict
 
@@ -187,90 +186,45 @@ class Optimizer:
         states = [optimizer.state_dict() for optimizer in self.optimizers]
         return dict(optimizers=states, scaler=self.loss_scale.state_dict() if self.loss_scale else {})
 
-    def load_state_dict(self, state: dict, step: int | None = None) -> None:
+    def load_state_dict(self, state: dict, step: int = 0) -> None:
         """Restore the moments, which every rank passes as whole tensors, and the loss scale. Learning rates, betas, eps
         and weight decay stay as they are now.
 
-        Raises ValueError for anything but the state of these parameters, after `step` training steps if that is given.
+        Raises ValueError for the state of other parameters, and for one without moments after the first `step`.
         """
         if len(state["optimizers"]) != len(self.optimizers):
             raise ValueError(f"it is of {len(state['optimizers'])} optimizers, not {len(self.optimizers)}")
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            params = [p for group in optimizer.param_groups for p in group["params"]]
-            check_moments(optimizer, params, saved["state"], step)
             moments = {}
-            for i, values in saved["state"].items():
-                moments[i] = {name: own_copy(params[i], value) for name, value in values.items()}
+            if saved["state"] or step:
+                moments = own_moments(optimizer, saved["state"])
             optimizer.load_state_dict(optimizer.state_dict() | dict(state=moments))
         if self.loss_scale and state["scaler"] != {}:  # {}: the run was not in fp16 then
             self.loss_scale.load_state_dict(state["scaler"])
 
 
-def check_moments(optimizer: torch.optim.Optimizer, params: list[Tensor], moments: dict, step: int | None) -> None:
-    """Raises ValueError unless `moments`, read from a file, fit the parameters of `optimizer`.
-
-    A file that unpickles safely may still hold anything, and the fused kernels trust what they are given: they write
-    past the end of a moment that is smaller than its parameter.
-    """
-    if not isinstance(moments, dict) or not all(isinstance(values, dict) for values in moments.values()):
-        raise ValueError("its moments are not in dicts")
-    if not moments and not step:
-        return  # of a run that has taken no step
-    if missing := [i for i in range(len(params)) if i not in moments]:
-        raise ValueError(f"the moments of parameter {missing[0]} are missing")
-    if len(moments) != len(params):
-        raise ValueError(f"it has moments of {len(moments)} parameters, not {len(params)}")
-    names = MOMENT_NAMES.get(type(optimizer).__name__, set(moments[0]))  # of another optimizer: one and the same
-    for i, p in enumerate(params):
-        if set(moments[i]) != names:
-            raise ValueError(f"parameter {i} has the moments {list(moments[i])!r:.80}, not {sorted(names)}")
-        for name, value in moments[i].items():
-            if problem := problem_of_count(value, step) if name == "step" else problem_of_moment(name, value, p):
-                raise ValueError(f"{name} of parameter {i} {problem}")
-    if len({float(values.get("step", 0)) for values in moments.values()}) > 1:
-        raise ValueError("its parameters have taken different numbers of steps")
-
-
 MOMENT_NAMES = {"AdamW": {"step", "exp_avg", "exp_avg_sq"}, "Muon": {"momentum_buffer"}}
 
 
-def problem_of_count(value, step: int | None) -> str:
-    """What is wrong with a count of steps, "" if nothing. Bad steps do not count."""
-    if not (is_plain(value) and value.dim() == 0 and value.dtype == torch.float32):
-        return "is not a single fp32 number"
-    most = 2**24 if step is None else step  # in fp32 a count ends there
-    fine = 0 <= value.item() <= most and value.item() == int(value.item())
-    return "" if fine else f"is {value.item():g}, not a number of steps in [0, {most}]"
-
-
-def problem_of_moment(name: str, value, p: Tensor) -> str:
-    """What is wrong with a moment of the parameter `p`, "" if nothing."""
-    if value is None:
-        return ""  # torch's SGD without momentum
-    if not is_plain(value):
-        return f"is no dense tensor but {type(value).__name__}"
-    if value.shape != p.shape or value.dtype != p.dtype:
-        return f"is {value.dtype} {tuple(value.shape)}, not {p.dtype} {tuple(p.shape)}"
-    if not value.is_contiguous():
-        return "is not contiguous"
-    if not value.isfinite().all():
-        return "has numbers that are not finite"
-    if name == "exp_avg_sq" and value.min() < 0:
-        return "is a mean of squares, and has negative numbers"
-    return ""
-
-
-def is_plain(value) -> bool:
-    """Whether this is a dense tensor in host memory, and no sparse, quantized, nested or empty shell of one."""
-    strided = type(value) is Tensor and value.layout == torch.strided
-    return strided and value.device.type == "cpu" and not (value.is_quantized or value.is_nested)
-
-
-def own_copy(p: Tensor, value: Tensor | None) -> Tensor | None:
-    """A moment of `p`, in memory of its own: tensors in a file may share theirs."""
-    if value is None or value.dim() == 0:
-        return copy.deepcopy(value)
-    return torch.empty_like(p, requires_grad=False).copy_(sharded_as(p, value))
+def own_moments(optimizer: torch.optim.Optimizer, moments: dict) -> dict:
+    """Moments from a file, {number of a parameter: {name: tensor}}, in memory of their own, because tensors in a file
+    may share theirs. Raises ValueError unless they fit the parameters of `optimizer`: its fused kernels trust their
+    sizes, and would write past the end of a smaller one."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if moments.keys() != set(range(len(params))):
+        raise ValueError(f"it has moments of {len(moments)} parameters, and not of these {len(params)}")
+    names = MOMENT_NAMES.get(type(optimizer).__name__, moments[0].keys())  # of another optimizer: one and the same
+    own = defaultdict(dict)
+    for i, p in enumerate(params):
+        if moments[i].keys() != names:
+            raise ValueError(f"parameter {i} has the moments {list(moments[i])!r:.80}, not {sorted(names)}")
+        for name, value in moments[i].items():
+            like = torch.zeros(()) if name == "step" else p
+            if value.shape != like.shape or value.dtype != like.dtype:
+                now = f"{like.dtype} {tuple(like.shape)}"
+                raise ValueError(f"{name} of parameter {i} is {value.dtype} {tuple(value.shape)}, not {now}")
+            own[i][name] = torch.empty_like(like, requires_grad=False).copy_(sharded_as(like, value))
+    return own
 
 
 class LossScale:

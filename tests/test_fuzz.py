@@ -355,7 +355,6 @@ def cut_a_storage(path: Path) -> None:
 FORGED = {
     "a moment of one number": change_state(lambda state: first_moments(state).update(exp_avg=torch.zeros(1))),
     "moments of no parameter": change_state(lambda state: state["optimizer"]["optimizers"][0].update(state={})),
-    "an infinite moment": change_state(lambda state: first_moments(state)["exp_avg"].fill_(float("inf"))),
     "optimizers that are a number": change_state(lambda state: state["optimizer"].update(optimizers=7)),
     "a storage that is too short": cut_a_storage,
     "a list": lambda path: torch.save([1, 2], path),
