@@ -15,7 +15,6 @@ This file knows nothing of torch, models or devices. parts/chat.py defines how a
 import math
 import os
 import re
-from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -154,15 +153,12 @@ def split_rows(rows: list, val_rows: int, seed: int) -> tuple[list, list]:
 # -------------------------------------------------------------------------------------------------- batches of examples
 
 
-epoch_order = lru_cache(maxsize=2)(permutation)  # a batch may span the end of one epoch and the start of the next
-
-
 def global_batch(examples: list[Example], step: int, batch_size: int, seed: int) -> list[Example]:
     """The examples of step 0, 1, ..., a function of seed and step alone. Every epoch permutes all of them."""
     batch = []
     for position in range(step * batch_size, (step + 1) * batch_size):
         epoch, at = divmod(position, len(examples))
-        batch.append(examples[epoch_order(len(examples), seed, epoch)[at]])
+        batch.append(examples[permutation(len(examples), seed, epoch)[at]])
     return batch
 
 

@@ -10,7 +10,7 @@ The order is a pure function of (seed, epoch, step):
   same global batch, so the order depends on neither the number of ranks, the micro-batch nor interruptions
 
 Batches are NumPy arrays of windows, (rows, T + 1) int64; `to_inputs` cuts them into inputs and targets on any device.
-This file knows nothing of text, tokenizers, torch, models or devices.
+This file knows nothing of text, torch, models or devices, and of a tokenizer only which ids it has.
 """
 
 import glob
@@ -21,7 +21,6 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from io import FileIO
 from itertools import accumulate
 from pathlib import Path
 
@@ -32,150 +31,7 @@ from parts.files import identity, read_json, replace_file
 
 IGNORED = -100  # a target that is not scored, as in PyTorch; pads the last windows of validation
 
-
-def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
-    """A permutation of 0 .. n-1 as (n,) uint32.
-
-    The numbers are sorted by random bits of PCG64, which are put above their own bits. NumPy guarantees the stream of
-    PCG64 forever, but not that of Generator.shuffle, which is also slower.
-    """
-    bits = (n - 1).bit_length()  # enough for a number below n
-    keys = np.random.PCG64([seed, epoch]).random_raw(n)  # (n,) uint64
-    keys >>= np.uint64(bits)
-    keys <<= np.uint64(bits)  # the low bits are free
-    keys |= np.arange(n, dtype=np.uint64)
-    keys.sort()  # by the random bits; equal ones, which are rare, by number
-    keys &= np.uint64(2**bits - 1)
-    return keys.astype(np.uint32)
-
-
-class Batches:
-    """The windows of a stream in their training order, and one rank's part of every global batch."""
-
-    def __init__(
-        self,
-        stream: "TokenStream",
-        sequence_length: int,
-        seed: int,
-        shuffle: bool,
-        rank=0,
-        world_size=1,
-    ):
-        self.stream = stream
-        self.T = sequence_length
-        self.seed = seed
-        self.shuffle = shuffle
-        self.rank = rank
-        self.world_size = world_size
-        self.n_windows = (len(stream) - 1) // sequence_length  # an epoch; up to T tokens at the end are left over
-        if self.n_windows < 1:
-            raise UserError(
-                f"{stream.paths[0]} has {len(stream)} tokens, fewer than "
-                f"sequence_length + 1 = {self.T + 1}; give more text, or a smaller --sequence_length"
-            )
-        self.order = lru_cache(maxsize=2)(self._order)  # a batch spans two epochs at most, unless an epoch is tiny
-
-    def _order(self, epoch: int) -> np.ndarray:
-        """All windows in the order of this epoch, (n_windows,): 39 MB for 10B tokens in windows of 1024."""
-        if not self.shuffle:
-            return np.arange(self.n_windows)
-        return permutation(self.n_windows, self.seed, epoch)
-
-    def shift(self, epoch: int) -> int:
-        """How many tokens later windows begin in this epoch, 0 .. T-1: 0 in the first one.
-
-        The first target of a window is predicted from one token, the last one from T. Windows that were cut at the same
-        places in every epoch would give a target the same context length every time. The recipe `tiny` reads its text
-        several times, and gains 0.03 bits per byte from the shift.
-        """
-        if epoch == 0 or not self.shuffle:
-            return 0
-        return int(np.random.PCG64([self.seed, epoch, 1]).random_raw()) % self.T
-
-    def global_batch(self, position: int, batch_size: int) -> list[int]:
-        """Where in the stream the `batch_size` windows from number `position` on begin."""
-        last = len(self.stream) - 1 - self.T  # where the last window that fits begins
-        starts = []
-        while len(starts) < batch_size:  # the end of an epoch and the beginning of the next may share a batch
-            epoch, at = divmod(position + len(starts), self.n_windows)
-            windows = self.order(epoch)[at : at + batch_size - len(starts)]
-            shift = self.shift(epoch)
-            starts += [min(window * self.T + shift, last) for window in windows.tolist()]
-        return starts
-
-    def micro_batches(self, position: int, batch_size: int, micro_batch_size: int) -> Iterator[np.ndarray]:
-        """This rank's part of that global batch, in arrays of one shape, (micro_batch_size, T + 1) int64.
-
-        `batch_size` is a multiple of `micro_batch_size` times the number of ranks: all ranks take part in every
-        exchange of gradients, so each of them needs as many micro-batches as the others.
-        """
-        if batch_size % (micro_batch_size * self.world_size):
-            raise ValueError(
-                f"a batch of {batch_size} windows is not a multiple of {self.world_size} ranks x {micro_batch_size}"
-            )
-        own = batch_size // self.world_size
-        first = self.rank * own
-        starts = self.global_batch(position, batch_size)[first : first + own]
-        for i in range(0, own, micro_batch_size):
-            yield self.stream.read_windows(starts[i : i + micro_batch_size], self.T + 1)  # T + 1: the last target, too
-
-
-# -------------------------------------------------------------------------------------------------------- the batches
-
-
-def training_batches(
-    order: Batches,
-    batch_size: int,
-    first_step: int,
-    n_steps: int,
-    micro_batch_size: int,
-) -> Iterator[list[np.ndarray]]:
-    """For each of `n_steps` steps the list of this rank's micro-batches, arrays of windows (micro_batch_size, T + 1).
-
-    A step reads `batch_size` windows over all ranks, and steps count from 0: step s starts at window s * batch_size.
-    """
-    for step in range(first_step, first_step + n_steps):
-        yield list(order.micro_batches(step * batch_size, batch_size, micro_batch_size))
-
-
-def validation_batches(
-    stream: "TokenStream",
-    sequence_length: int,
-    micro_batch_size: int,
-    limit: int,
-    rank=0,
-    world_size=1,
-) -> Iterator[np.ndarray]:
-    """Every token of a split once, as a target, in windows dealt out to the ranks; at most `limit` tokens if it is > 0.
-
-    Yields micro-batches, all (micro_batch_size, T + 1) int64, so that compiled code sees one shape; short windows are
-    padded with IGNORED. The union over ranks is the same for every world size.
-    """
-    T = sequence_length
-    n = len(stream) - 1
-    if limit > 0:
-        n = min(n, limit)
-    starts = range(0, n, T)[rank::world_size]  # of the windows that are this rank's
-    for i in range(0, len(starts), micro_batch_size):
-        windows = np.full((micro_batch_size, T + 1), IGNORED, np.int64)  # a new array: the last one may be in transit
-        for window, start in zip(windows, starts[i : i + micro_batch_size], strict=False):
-            tokens = stream.read(start, min(T, n - start) + 1)
-            window[: len(tokens)] = tokens
-        yield windows
-
-
-def to_inputs(windows):
-    """(idx, targets), each (B, T), of windows (B, T + 1): a NumPy array, or a tensor on any device.
-
-    Each target is the token after its input. As an input IGNORED becomes token 0: it needs an embedding, and changes
-    nothing, because no position looks ahead at it (attention is causal) and as a target it is not scored.
-    """
-    idx = windows[:, :-1].clip(0)
-    targets = windows[:, 1:]
-    return idx, targets
-
-
-# --------------------------------------------------------------------------------------------- a stream of shards
+# --------------------------------------------------------------------------------------------------------------- shards
 
 BIN_MAGIC = 20240520  # of llm.c
 BIN_HEADER = 256  # int32: the magic number, version 1, the number of tokens, and zeros; uint16 tokens follow
@@ -268,20 +124,14 @@ class Shard:
         size = self.dtype.itemsize
         n_bytes = max(min(n, self.n_tokens - start), 0) * size
         try:
-            content = read_at(self.file, self.offset + start * size, n_bytes)
+            self.file.seek(self.offset + start * size)
+            content = self.file.read(n_bytes)
         except OSError as e:  # of a disk that fails, which names no file
             e.filename = str(self.path)
             raise
         if len(content) < n_bytes:
             raise UserError(f"shard {self.path} was cut short while it was in use; write it again, then --resume")
         return np.frombuffer(content, self.dtype)
-
-
-def read_at(file: FileIO, offset: int, n: int) -> bytes:
-    if hasattr(os, "pread"):
-        return os.pread(file.fileno(), n, offset)
-    file.seek(offset)  # on Windows, where it takes two calls
-    return file.read(n)
 
 
 def npy_layout(path: Path) -> Layout:
@@ -417,6 +267,146 @@ class TokenStream:
                 content = hashlib.sha256(ends.tobytes()).hexdigest()
             total.update(f"{len(shard)} {content}\n".encode())
         return total.hexdigest()[:16]
+
+
+# ---------------------------------------------------------------------------------------------- windows, in their order
+
+
+@lru_cache(maxsize=2)  # a batch may span the end of one epoch and the beginning of the next
+def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
+    """A permutation of 0 .. n-1 as (n,) uint32: 39 MB for the windows of 1024 of 10B tokens.
+
+    The numbers are sorted by random bits of PCG64, which are put above their own bits. NumPy guarantees the stream of
+    PCG64 forever, but not that of Generator.shuffle, which is also slower.
+    """
+    bits = (n - 1).bit_length()  # enough for a number below n
+    keys = np.random.PCG64([seed, epoch]).random_raw(n)  # (n,) uint64
+    keys >>= np.uint64(bits)
+    keys <<= np.uint64(bits)  # the low bits are free
+    keys |= np.arange(n, dtype=np.uint64)
+    keys.sort()  # by the random bits; equal ones, which are rare, by number
+    keys &= np.uint64(2**bits - 1)
+    return keys.astype(np.uint32)
+
+
+class Batches:
+    """The windows of a stream in their training order, and one rank's part of every global batch."""
+
+    def __init__(
+        self,
+        stream: TokenStream,
+        sequence_length: int,
+        seed: int,
+        shuffle: bool,
+        rank=0,
+        world_size=1,
+    ):
+        self.stream = stream
+        self.T = sequence_length
+        self.seed = seed
+        self.shuffle = shuffle
+        self.rank = rank
+        self.world_size = world_size
+        self.n_windows = (len(stream) - 1) // sequence_length  # an epoch; up to T tokens at the end are left over
+        if self.n_windows < 1:
+            raise UserError(
+                f"{stream.paths[0]} has {len(stream)} tokens, fewer than "
+                f"sequence_length + 1 = {self.T + 1}; give more text, or a smaller --sequence_length"
+            )
+
+    def shift(self, epoch: int) -> int:
+        """How many tokens later windows begin in this epoch, 0 .. T-1: 0 in the first one.
+
+        The first target of a window is predicted from one token, the last one from T. Windows that were cut at the same
+        places in every epoch would give a target the same context length every time. The recipe `tiny` reads its text
+        several times, and gains 0.03 bits per byte from the shift.
+        """
+        if epoch == 0 or not self.shuffle:
+            return 0
+        return int(np.random.PCG64([self.seed, epoch, 1]).random_raw()) % self.T
+
+    def global_batch(self, position: int, batch_size: int) -> list[int]:
+        """Where in the stream the `batch_size` windows from number `position` on begin."""
+        last = len(self.stream) - 1 - self.T  # where the last window that fits begins
+        starts = []
+        while len(starts) < batch_size:  # the end of an epoch and the beginning of the next may share a batch
+            epoch, at = divmod(position + len(starts), self.n_windows)
+            order = permutation(self.n_windows, self.seed, epoch) if self.shuffle else range(self.n_windows)
+            windows = order[at : at + batch_size - len(starts)]
+            shift = self.shift(epoch)
+            starts += [min(int(window) * self.T + shift, last) for window in windows]
+        return starts
+
+    def micro_batches(self, position: int, batch_size: int, micro_batch_size: int) -> Iterator[np.ndarray]:
+        """This rank's part of that global batch, in arrays of one shape, (micro_batch_size, T + 1) int64.
+
+        `batch_size` is a multiple of `micro_batch_size` times the number of ranks: all ranks take part in every
+        exchange of gradients, so each of them needs as many micro-batches as the others.
+        """
+        if batch_size % (micro_batch_size * self.world_size):
+            raise ValueError(
+                f"a batch of {batch_size} windows is not a multiple of {self.world_size} ranks x {micro_batch_size}"
+            )
+        own = batch_size // self.world_size
+        first = self.rank * own
+        starts = self.global_batch(position, batch_size)[first : first + own]
+        for i in range(0, own, micro_batch_size):
+            yield self.stream.read_windows(starts[i : i + micro_batch_size], self.T + 1)  # T + 1: the last target, too
+
+
+# -------------------------------------------------------------------------------------------------------- the batches
+
+
+def training_batches(
+    batches: Batches,
+    batch_size: int,
+    first_step: int,
+    n_steps: int,
+    micro_batch_size: int,
+) -> Iterator[list[np.ndarray]]:
+    """For each of `n_steps` steps the list of this rank's micro-batches, arrays of windows (micro_batch_size, T + 1).
+
+    A step reads `batch_size` windows over all ranks, and steps count from 0: step s starts at window s * batch_size.
+    """
+    for step in range(first_step, first_step + n_steps):
+        yield list(batches.micro_batches(step * batch_size, batch_size, micro_batch_size))
+
+
+def validation_batches(
+    stream: TokenStream,
+    sequence_length: int,
+    micro_batch_size: int,
+    limit: int,
+    rank=0,
+    world_size=1,
+) -> Iterator[np.ndarray]:
+    """Every token of a split once, as a target, in windows dealt out to the ranks; at most `limit` tokens if it is > 0.
+
+    Yields micro-batches, all (micro_batch_size, T + 1) int64, so that compiled code sees one shape; short windows are
+    padded with IGNORED. The union over ranks is the same for every world size.
+    """
+    T = sequence_length
+    n = len(stream) - 1
+    if limit > 0:
+        n = min(n, limit)
+    starts = range(0, n, T)[rank::world_size]  # of the windows that are this rank's
+    for i in range(0, len(starts), micro_batch_size):
+        windows = np.full((micro_batch_size, T + 1), IGNORED, np.int64)  # a new array: the last one may be in transit
+        for window, start in zip(windows, starts[i : i + micro_batch_size], strict=False):
+            tokens = stream.read(start, min(T, n - start) + 1)
+            window[: len(tokens)] = tokens
+        yield windows
+
+
+def to_inputs(windows):
+    """(idx, targets), each (B, T), of windows (B, T + 1): a NumPy array, or a tensor on any device.
+
+    Each target is the token after its input. As an input IGNORED becomes token 0: it needs an embedding, and changes
+    nothing, because no position looks ahead at it (attention is causal) and as a target it is not scored.
+    """
+    idx = windows[:, :-1].clip(0)
+    targets = windows[:, 1:]
+    return idx, targets
 
 
 # ------------------------------------------------------------------------------------------------ manifest.json

@@ -4,13 +4,13 @@ that change while they are read."""
 import errno
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parts import data as reading
 from parts.cli import explain
 from parts.data import IGNORED, Batches, TokenStream, permutation, to_inputs, training_batches, validation_batches
 from tests.helpers import assert_refused, needs_proc
@@ -144,7 +144,7 @@ def test_a_disk_that_fails_is_an_error_with_the_name_of_the_shard(tmp_path, monk
 
     write_shards(tmp_path, (100,))
     stream = open_stream(tmp_path)
-    monkeypatch.setattr(reading, "read_at", fail)
+    monkeypatch.setattr(stream.shards[0], "file", SimpleNamespace(seek=fail))
     with pytest.raises(OSError) as error:
         stream.read(0, 17)
     assert explain(error.value) == f"{stream.paths[0]}: Input/output error; fix that, or give another path"
