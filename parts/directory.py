@@ -2,8 +2,8 @@
 
     OUT_DIR/   config.json, log.jsonl, samples.txt, learning_curve.png, step_NNNNNN/
 
-A RunDirectory takes the lock and finds the checkpoint to resume from; no file changes before a Run (parts/run.py) has
-loaded the rest. This file knows nothing of steps, losses or signals.
+A RunDirectory takes the lock and finds the checkpoint to resume from; no file changes before a Run (parts/run.py)
+begins, when all else has been loaded. This file knows nothing of steps, losses or signals.
 """
 
 import contextlib
@@ -82,7 +82,7 @@ def constants_of_run(out_dir: Path) -> tuple[dict, dict]:
     print(f"warning: {path} is missing or damaged: taking the constants from {checkpoint}", file=sys.stderr)
     state = load_train_state(checkpoint)
     try:
-        requested = state["requested"] if "requested" in state else state["written"]  # its name in earlier versions
+        requested = state.get("requested") or state["written"]  # its name in earlier versions
         return dict(requested), dict(state["config"])
     except (LookupError, TypeError, ValueError) as e:
         raise UserError(f"{checkpoint}/train_state.pt holds no constants of a run; resume from another") from e

@@ -2,7 +2,7 @@
 
 The loop is in the script, as `train` in train_gpt2.py, and needs six words of a Run:
 
-    with run:                                           # hears signals, and waits for the last save
+    with run:                                           # opens the log, hears signals, waits for the last save
         for step, micro_batches in run.steps(batches):  # until max_steps or a signal
             ...                                         # one optimizer step
             run.log(loss, grad_norm, lr, n_targets)
@@ -66,13 +66,14 @@ class Run:
     """A run in progress. `step` is the one under way, or the last one taken."""
 
     def __init__(self, directory: RunDirectory, config, files, optimizer, data_fingerprint: dict, run_info: dict):
-        """Start, or continue from `directory.checkpoint` with its optimizer and counters.
+        """A new run, or one that continues from `directory.checkpoint`, with its optimizer and counters. Nothing is
+        written before `with`.
 
         `config` has the settled constants. `files` copies the weights, which the caller has loaded already.
         `data_fingerprint` is what the order of the data depends on besides constants. `run_info` goes to the log:
         `parameters`, `data`, `base`; in pretraining also `flops_per_token`, for MFU, and `uniform_loss`, ln V, to
-        compare the first loss with. Raises UserError before anything changes if a fixed constant or the fingerprint is
-        not the checkpoint's, and on a rank that differs from the first one in constants, precision or data.
+        compare the first loss with. Raises UserError if a fixed constant or the fingerprint is not the checkpoint's,
+        and on a rank that differs from the first one in constants, precision or data.
         """
         self.directory = directory
         self.rt = directory.rt
@@ -85,10 +86,13 @@ class Run:
         self.step = 0
         self.tokens = 0
         self._watch = LossWatch(config.spike_threshold)
-        changed = self._restore(directory.checkpoint) if directory.checkpoint else {}
-        self.report = Report(directory, config, run_info)
-        # skip evaluations that the log already has; run those that a kill prevented
-        self._done, self.val_loss = self.rt.broadcast_from_main(lambda: self._prepare_directory(changed))
+        resumed = {}
+        if directory.checkpoint:
+            changed = self._restore(directory.checkpoint)
+            resumed = dict(resumed_from=str(directory.checkpoint), changed=changed)
+        self.report = Report(directory, config, run_info | resumed)
+        self.val_loss = math.inf
+        self._done: list[str] = []  # the kinds of records that the log has of this step
         self._writer = CheckpointWriter(directory.path, config.keep_checkpoints, directory.check)
         self._saved = self.step if directory.checkpoint else -1  # the last step with a checkpoint
         self._taken = 0  # steps, by this process
@@ -109,7 +113,7 @@ class Run:
                         "give constants that all ranks can use, such as --dtype, and copy the same files to all nodes"
                     )
 
-    def _prepare_directory(self, changed: dict) -> tuple[list[str], float]:
+    def _prepare_directory(self) -> tuple[list[str], float]:
         """config.json, log.jsonl and samples.txt as they have to be before the first step; the first rank only.
 
         Returns the kinds of records that the log has of the step that was resumed, and its validation loss.
@@ -137,7 +141,7 @@ class Run:
             tokenizer=self.data_fingerprint.get("tokenizer"),
         )
         if checkpoint:
-            start |= dict(resumed_from=str(checkpoint), changed=changed)
+            changed = self.report.run_info["changed"]
             notes = [f"; --{name} {old} is now {new}" for name, (old, new) in changed.items()]
             self.rt.print(f"resuming from {checkpoint}{''.join(notes)}")
         self.report.append(start)
@@ -147,6 +151,8 @@ class Run:
     # ---- the loop
 
     def __enter__(self) -> "Run":
+        # skip evaluations that the log already has; run those that a kill prevented
+        self._done, self.val_loss = self.rt.broadcast_from_main(self._prepare_directory)
         # what was ignored when we started, as nohup ignores SIGHUP, stays ignored
         heard = [s for s in STOP_SIGNALS if signal.getsignal(s) != signal.SIG_IGN]
         for signum in heard:
@@ -226,7 +232,7 @@ class Run:
             return at_start
         return self.step % interval == 0 or self.step == self.max_steps
 
-    def save(self, at_end: bool = False) -> None:
+    def save(self) -> None:
         """Copy everything that the next step depends on; the copy is written while training continues, but before an
         evaluation of this step, which may fail. All ranks call this, because a model that is sharded over them is
         gathered on the first one.
@@ -238,7 +244,7 @@ class Run:
         self._writer.wait()
         if self.step == self._saved:
             return
-        if self._watch.high and self.step < self.max_steps and not at_end:
+        if self._watch.high and self.step < self.max_steps:
             self.rt.print(f"step {self.step}: no checkpoint while the loss is high")
             return
         self._saved = self.step
@@ -288,25 +294,23 @@ class Run:
         """Wait for and log steps until the metrics of at most `unread` are left. Raises UserError after a spike or too
         many bad steps, on all ranks alike."""
         while len(self._pending) > unread:
-            self._read_step(self._pending.popleft())
-
-    def _read_step(self, pending: Pending) -> None:
-        loss, grad_norm, stops_wanted = pending.read_metrics()
-        n_targets = pending.read_n_targets()
-        seconds = self.rt.seconds_between(self._began, pending.ended)
-        self._began = pending.ended
-        self.tokens += n_targets
-        metrics = dict(loss=loss, lr=pending.lr, grad_norm=grad_norm, tokens=self.tokens)
-        self.report.train_step(pending.step, metrics, seconds, n_targets)
-        self._stop = self._stop or stops_wanted > 0
-        self._watch.add(loss, grad_norm)
-        if self._watch.bad == self.config.max_bad_steps:
-            raise UserError(
-                f"no finite loss or gradient in {self._watch.bad} steps, up to step {pending.step}; "
-                "lower --max_lr, or use --dtype float32, and --resume from the newest checkpoint"
-            )
-        if self._watch.is_spike:
-            self._raise_spike(pending.step, loss)
+            pending = self._pending.popleft()
+            loss, grad_norm, stops_wanted = pending.read_metrics()
+            n_targets = pending.read_n_targets()
+            seconds = self.rt.seconds_between(self._began, pending.ended)
+            self._began = pending.ended
+            self.tokens += n_targets
+            metrics = dict(loss=loss, lr=pending.lr, grad_norm=grad_norm, tokens=self.tokens)
+            self.report.train_step(pending.step, metrics, seconds, n_targets)
+            self._stop = self._stop or stops_wanted > 0
+            self._watch.add(loss, grad_norm)
+            if self._watch.bad == self.config.max_bad_steps:
+                raise UserError(
+                    f"no finite loss or gradient in {self._watch.bad} steps, up to step {pending.step}; "
+                    "lower --max_lr, or use --dtype float32, and --resume from the newest checkpoint"
+                )
+            if self._watch.is_spike:
+                self._raise_spike(pending.step, loss)
 
     def _raise_spike(self, step: int, loss: float) -> None:
         """Raise the UserError that says how to continue from before a spike. Checkpoints since then are renamed, so
@@ -333,8 +337,9 @@ class Run:
 
     def _stop_here(self) -> None:
         """Save this step and raise Stopped; or raise the UserError of a checkpoint that could not be written."""
+        self.max_steps = self.step
         try:
-            self.save(at_end=True)
+            self.save()
             self._writer.wait()
         finally:
             self.rt.barrier()  # torchrun ends every rank once one has ended
@@ -355,8 +360,6 @@ class Run:
             self._watch.load_state_dict(state["spikes"])
             self.step = int(state["step"])
             self.tokens = int(state["tokens"])
-            if self.tokens < 0:
-                raise ValueError(f"it has read {self.tokens} tokens")
             skipped = int(state.get("data_step", self.step)) - self.step
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as e:
             reason = f"no {e}" if isinstance(e, KeyError) else str(e)
@@ -372,7 +375,7 @@ class Run:
             # earlier versions did not store the fingerprint of the validation data
             if state["identity"].get(name, value if name == "validation" else None) != value:
                 raise UserError(f"{checkpoint} was trained with another {name}; give that one, or another --out_dir")
-        requested = state["requested"] if "requested" in state else state["written"]  # its name in earlier versions
+        requested = state.get("requested") or state["written"]  # its name in earlier versions
         changed = {}
         for name, now in self.directory.requested.items():
             settled = state["config"].get(name)  # what it came to, for instance a micro_batch_size of 0 to 16
