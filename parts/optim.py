@@ -319,8 +319,8 @@ class Muon(torch.optim.Optimizer):
         good = 1.0 - getattr(self, "found_inf", weights[0].new_zeros(()))  # 1 or 0
 
         # as vectors (N r columns,): one compiled graph then serves all shapes, and one of squares would not
-        grad = as_vector([local(p.grad) for p in params])
-        momentum = as_vector(momenta)
+        grad = torch.cat([local(p.grad).flatten() for p in params])
+        momentum = torch.cat([tensor.flatten() for tensor in momenta])
         update = self._nesterov(grad, momentum, group["momentum"], good)
         shape = (len(params), *weights[0].shape)  # (N, r, columns)
         torch._foreach_copy_(momenta, list(momentum.view(shape)))
@@ -337,10 +337,6 @@ class Muon(torch.optim.Optimizer):
         steps = [local(sharded_as(p, whole)) for p, whole in zip(params, step, strict=True)]
         torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
         torch._foreach_sub_(weights, steps)
-
-
-def as_vector(tensors: list[Tensor]) -> Tensor:
-    return torch.cat([tensor.flatten() for tensor in tensors])
 
 
 def nesterov(grads, momenta, beta: float, good):
