@@ -74,27 +74,24 @@ class Report:
         path = self.out_dir / "log.jsonl"
         earlier = read_log(path) if path.exists() else []
         self.records = [as_json(record) for record in earlier if record["step"] <= step]
-        replace_file(path, "".join(map(line_of, self.records)))
+        replace_file(path, "".join(json.dumps(record) + "\n" for record in self.records))
         samples = map(sample_entry, of_kind(self.records, "sample"))
         replace_file(self.out_dir / "samples.txt", "".join(samples))
 
     def append(self, record: dict) -> None:
-        """Add a line."""
+        """Add a line to the log, and its numbers to the tracker, which draws no text and no lists."""
         if not self.rt.is_main:
             return
         self.directory.check()
         record = as_json(record)
         self.records.append(record)
-        add_text(self.out_dir / "log.jsonl", line_of(record))
+        add_text(self.out_dir / "log.jsonl", json.dumps(record) + "\n")
         if self._report and record["kind"] != "run":
-            self._track(record)
-
-    def _track(self, record: dict) -> None:
-        """The numbers of a record for the tracker, which draws no text and no lists."""
-        kind, step = record["kind"], record["step"]
-        numbers = {f"{kind}/{key}": value for key, value in record.items() if type(value) in (int, float)}
-        del numbers[f"{kind}/step"]
-        self._ask_tracker(self._report, numbers, step)
+            numbers = {}
+            for key, value in record.items():
+                if key != "step" and type(value) in (int, float):
+                    numbers[f"{record['kind']}/{key}"] = value
+            self._ask_tracker(self._report, numbers, record["step"])
 
     def _ask_tracker(self, call: Callable, *args) -> None:
         """A lost server is no reason to end a run: log.jsonl has everything."""
@@ -209,10 +206,6 @@ def as_json(record: dict) -> dict:
     """JSON has no NaN: a number that is not finite becomes null."""
     strange = [key for key, value in record.items() if isinstance(value, float) and not math.isfinite(value)]
     return record | dict.fromkeys(strange)
-
-
-def line_of(record: dict) -> str:
-    return json.dumps(record) + "\n"
 
 
 def add_text(path: Path, text: str) -> None:
