@@ -98,12 +98,6 @@ def set_newer_aside(run_dir: Path, step: int, why: str) -> None:
         path.rename(target)
 
 
-def remove(path: Path) -> None:
-    """Remove a directory. It is renamed to a hidden name first, so that a kill leaves a leftover and not a damaged
-    checkpoint."""
-    delete(path.rename(path.with_name(f".{path.name}.{os.getpid()}.old")))
-
-
 def delete(path: Path) -> None:
     """Delete a file, a directory, or a link to one, but not what it links to."""
     if path.is_dir() and not path.is_symlink():
@@ -121,15 +115,6 @@ def remove_leftovers(run_dir: Path, files: tuple[str, ...]) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- writing
-
-
-def write_checkpoint(directory: Path, files, state: dict) -> None:
-    """Write what `files.write(directory)` writes, train_state.pt, and last their checksums, from the files: a
-    checkpoint without them was never complete."""
-    files.write(directory)
-    torch.save(state, directory / TRAIN_STATE)
-    sums = [f"{sha256(file)}  {file.name}\n" for file in sorted(directory.iterdir())]
-    replace_file(directory / SUMS, "".join(sums))
 
 
 class CheckpointWriter:
@@ -158,7 +143,11 @@ class CheckpointWriter:
 
     def _write(self, path: Path, files, state: dict, val_losses: dict[int, float], announce: Callable) -> None:
         def write(directory: Path) -> None:
-            write_checkpoint(directory, files, state)
+            files.write(directory)
+            torch.save(state, directory / TRAIN_STATE)
+            # last, and of what is on the disk: a checkpoint without them was never complete
+            sums = [f"{sha256(file)}  {file.name}\n" for file in sorted(directory.iterdir())]
+            replace_file(directory / SUMS, "".join(sums))
             self.check()  # from here on an older one of this step would be replaced
 
         try:
@@ -205,7 +194,8 @@ class CheckpointWriter:
             if path != best:
                 self.check()
                 with suppress(OSError):  # on Windows another program may have it open: no reason to end a run
-                    remove(path)
+                    # hidden first, so that a kill leaves a leftover and not a damaged checkpoint
+                    delete(path.rename(path.with_name(f".{path.name}.{os.getpid()}.old")))
 
 
 def copy_to_host(state, keep: bool = True):
