@@ -381,21 +381,16 @@ def hub_rows(repo: str, split: str, option: str = "--data") -> list[dict]:
 def text_size(name: str, n_bytes: int, text_field: str) -> float:
     """About how many bytes of text a file holds: a local one is asked; for others, from their `n_bytes` and kind."""
     kind = kind_of(name)
-    with suppress(pa.ArrowException, OSError):  # a damaged file is an error when its turn comes
+    # a file that is damaged or has no such column is an error when its turn comes
+    with suppress(pa.ArrowException, OSError, ValueError):
         if kind == ".parquet" and os.path.exists(name):
-            return parquet_text_size(Path(name), text_field)
+            with pq.ParquetFile(name, **AS_STREAM) as file:
+                groups = range(file.num_row_groups)
+                return sum(group_text_size(file, Path(name), text_field, number) for number in groups)
         if kind.endswith((".gz", ".zst")) and os.path.exists(name):
             of_lines = KINDS[".txt" if kind.startswith(".txt") else ".jsonl"]
             return n_bytes * expansion(name) * of_lines
     return n_bytes * KINDS[kind]
-
-
-def parquet_text_size(path: Path, text_field: str) -> int:
-    with pq.ParquetFile(path, **AS_STREAM) as file:
-        names = [file.schema.column(i).path for i in range(len(file.schema))]
-        if text_field not in names:
-            return 0
-        return sum(group_text_size(file, path, text_field, number) for number in range(file.num_row_groups))
 
 
 def group_text_size(file: pq.ParquetFile, path: Path, text_field: str, group: int) -> int:

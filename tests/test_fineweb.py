@@ -212,7 +212,7 @@ def test_compressed_parquet_is_estimated_by_its_text_and_a_small_corpus_is_mostl
     [file] = sources.find_source((str(tmp_path / "docs.parquet"),)).files
     n_bytes = sum(len(doc.encode()) for doc in docs)
     assert documents.text_size(file.name, file.bytes, "text") == pytest.approx(n_bytes, rel=0.05)
-    assert documents.text_size(file.name, file.bytes, "absent") == 0
+    assert documents.text_size(file.name, file.bytes, "absent") > 0, "an estimate; the error comes with its turn"
     manifest = run_here(tmp_path, tmp_path / "shards", tokenizer, shard_size=0)
     expected = int(documents.text_size(file.name, file.bytes, "text") * fineweb.TOKENS_PER_BYTE)
     assert manifest["shards"][0]["tokens"] == manifest["shard_size"] == expected // 10
