@@ -286,7 +286,7 @@ HARMS = {
     "an optimizer less": (lambda state: state["optimizers"].pop(), "1 optimizers, not 2"),
     "a scale of 0": (lambda state: state["scaler"].update(scale=0.0), "loss scale is 0"),
     "an infinite scale": (lambda state: state["scaler"].update(scale=math.inf), "loss scale is inf"),
-    "a scale that is a tensor": (lambda state: state["scaler"].update(scale=torch.ones(3)), "loss scale is tensor"),
+    "a scale that is a tensor": (lambda state: state["scaler"].update(scale=torch.ones(3)), "Boolean value"),
     "too many good steps": (lambda state: state["scaler"].update(good_steps=2000), "2000 good steps"),
 }
 
