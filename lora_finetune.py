@@ -379,12 +379,12 @@ def run_info_of(config: Config, base: GPT, data: Data) -> dict:
 # ------------------------------------------------------------------------------------------------------------ the files
 
 
+@dataclass(frozen=True)
 class ChatFiles:
     """The weights, as `weights` writes them, together with what a chat needs."""
 
-    def __init__(self, weights: AdapterFiles | ModelFiles, tokenizer: Tokenizer):
-        self.weights = weights
-        self.tokenizer = tokenizer
+    weights: AdapterFiles | ModelFiles
+    tokenizer: Tokenizer
 
     def copy(self) -> "ChatFiles":
         return ChatFiles(self.weights.copy(), self.tokenizer)
