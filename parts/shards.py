@@ -106,8 +106,9 @@ def open_shards(data: str, tokenizer: str, vocab_size: int, cache: Path) -> Shar
     padded = -(-len(tok) // 128) * 128  # as the tensor cores like it
     if len(tok) > vocab_size:
         raise UserError(f"the tokenizer has {len(tok)} tokens, more than --vocab_size {vocab_size}; give {padded}")
-    # the model may be padded to more ids, which no token has
-    val, train = (TokenStream(paths, len(tok), tok.unused_ids(len(tok)), named) for paths in (val_paths, train_paths))
+    unused = tok.unused_ids(len(tok))  # the model may be padded to more ids, which no token has
+    val = TokenStream(val_paths, len(tok), unused, named)
+    train = TokenStream(train_paths, len(tok), unused, named)
     warnings = []
     if left_out := shards_by_split(str(place))["neither"]:
         names = ", ".join(path.name for path in left_out[:3])
