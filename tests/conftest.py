@@ -13,8 +13,24 @@ import pytest
 import torch
 
 from bpe.tokenizer import Tokenizer
+from parts import curves, report
 from tests.corpora import make_documents, write_parquet
-from tests.helpers import SHORT, arguments, assert_user_error, prose, small_args
+from tests.helpers import SHORT, arguments, assert_user_error, draw_nothing, prose, small_args
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_learning_curve():
+    """Runs in this process draw no learning curve, which takes longer than all the rest of a small run. Those in
+    processes of their own do, and test_plot.py looks at pictures."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "draw", draw_nothing)
+        yield
+
+
+@pytest.fixture
+def learning_curve(monkeypatch):
+    """For a test whose runs have to draw it."""
+    monkeypatch.setattr(report, "draw", curves.draw)
 
 
 @pytest.fixture

@@ -22,12 +22,13 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_gpt2
 from model import GPT, GPTConfig, GPTWithLoss
+from parts import report
 from parts.cli import script
 from parts.loss import LinearCrossEntropy
 from parts.runtime import Runtime
 from parts.sharding import local, unsharded
 from parts.trials import largest_that_fits
-from tests.helpers import remove_after, seeded, spoil_gradients, write_json
+from tests.helpers import draw_nothing, remove_after, seeded, spoil_gradients, write_json
 
 FAULT_STEP = 3
 
@@ -148,6 +149,7 @@ def run(args: list[str], fault: str | None = None, start: str | None = None, ste
         return real_rate(step, config)
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "draw", draw_nothing)
         patch.setattr(train_gpt2, "train", train)
         patch.setattr(train_gpt2, "learning_rate", learning_rate)
         patch.setattr(sys, "argv", ["train_gpt2.py", *args])

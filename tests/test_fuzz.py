@@ -311,6 +311,7 @@ def test_constants_with_odd_values(name, field, folder, tmp_path, inline, monkey
 
 
 @pytest.mark.parametrize("name, file, how", some(FILE_CASES, 24, seed=1) + some(JSON_CASES, 12, seed=2))
+@pytest.mark.usefixtures("learning_curve")  # of a damaged log, too
 def test_files_that_are_damaged_or_hold_odd_values(name, file, how, folder, tmp_path, inline, monkeypatch):
     copy = tmp_path / "copy"
     out = tmp_path / "out"
