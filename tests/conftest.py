@@ -18,6 +18,14 @@ from tests.corpora import make_documents, write_parquet
 from tests.helpers import SHORT, arguments, assert_user_error, draw_nothing, prose, small_args
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """pytest -n: a file's tests go to one worker, or each would build what a file builds once for all of them."""
+    from xdist.scheduler import LoadFileScheduling
+
+    return LoadFileScheduling(config, log)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_learning_curve():
     """Runs in this process draw no learning curve, which takes longer than all the rest of a small run. Those in
