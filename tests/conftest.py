@@ -152,7 +152,8 @@ def small_tokenizer() -> Tokenizer:
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory, tokenizer) -> tuple[Path, list[str]]:
     """A folder of 12 parquet files, and their documents."""
-    folder, docs = tmp_path_factory.mktemp("corpus"), make_documents(480)
+    folder = tmp_path_factory.mktemp("corpus")
+    docs = make_documents(480)
     for i in range(12):
         write_parquet(folder / f"part_{i:02d}.parquet", docs[40 * i : 40 * (i + 1)], rows=15)
     return folder, docs

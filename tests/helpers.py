@@ -41,7 +41,9 @@ def arguments(**kwargs) -> list[str]:
     """Command-line flags; True is a plain switch."""
     words = []
     for name, value in kwargs.items():
-        words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+        words.append(f"--{name}")
+        if value is not True:
+            words.append(str(value))
     return words
 
 
@@ -109,22 +111,10 @@ def assert_user_error(result: subprocess.CompletedProcess, *words: str) -> None:
     """Exit code 2, no traceback, and exactly one line on stderr that starts with `error:` and holds the words."""
     assert result.returncode == 2, (result.returncode, result.stderr[-2000:])
     lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1 and "Traceback" not in result.stderr, result.stderr[-2000:]
+    assert len(lines) == 1, result.stderr[-2000:]
+    assert "Traceback" not in result.stderr, result.stderr[-2000:]
     for word in words:
         assert word in lines[0], (word, lines[0])
-
-
-def table(text: str) -> list[tuple[str, list[str]]]:
-    """[(the first cell, the others)] of lines such as `n_head=3 | n_embd 32 | n_head 3`: what is given, and the words
-    of its error."""
-    rows = [line.strip().split(" | ") for line in text.strip().splitlines()]
-    return [(first, others) for first, *others in rows]
-
-
-def json_values(text: str) -> list[tuple]:
-    """[(key, value)] of lines such as `n_layer 0 null "2"`: a key, and values in JSON without blanks."""
-    rows = [line.split() for line in text.strip().splitlines()]
-    return [(key, json.loads(value)) for key, *values in rows for value in values]
 
 
 def assert_refused(words: str, function, *args, error=UserError, **options) -> None:
@@ -279,7 +269,8 @@ def spoil_gradients(monkeypatch, when, value: float) -> None:
     """Put `value` into the gradients of each step for which `when(step)` is true; steps count from 1."""
     import torch
 
-    real, steps = torch.nn.utils.get_total_norm, itertools.count(1)
+    real = torch.nn.utils.get_total_norm
+    steps = itertools.count(1)
 
     def get_total_norm(grads, *args):
         if when(next(steps)):

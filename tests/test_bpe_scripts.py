@@ -302,7 +302,8 @@ def test_what_cannot_be_shown_is_said_in_one_line(run_try, saved, argv, words):
 def test_long_texts_and_bytes_that_are_no_utf8_are_shown(run_try, saved):
     argv = ["--tokenizer", saved / "zh/tokenizer.json", "--compare", saved / "zh"]
     result = run_try(*argv, "--english", "a\udcff $x$ \\frac " + "x" * 30_000, "--chinese", "")
-    assert result.returncode == 0 and ElementTree.parse("out/tokens.svg"), result.stderr
+    assert result.returncode == 0, result.stderr
+    assert ElementTree.parse("out/tokens.svg")
 
 
 def test_without_gpt2_the_other_tokenizer_is_still_shown(run_try, saved, offline):
@@ -327,7 +328,8 @@ def test_the_code_of_the_readme_prints_what_it_says(monkeypatch, capsys):
 
 
 def test_the_readme_shows_the_code_of_minimal_py():
-    text, code = ((ROOT / "bpe" / name).read_text(encoding="utf-8") for name in ("README.md", "minimal.py"))
+    text = (ROOT / "bpe/README.md").read_text(encoding="utf-8")
+    code = (ROOT / "bpe/minimal.py").read_text(encoding="utf-8")
     shown = re.findall(r"```py\n(.*?)```", text, re.S)
     assert shown
     assert all(part in code for block in shown for part in block.split("\n\n\n"))

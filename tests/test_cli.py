@@ -69,7 +69,10 @@ def test_files_and_directories_are_on_the_disk_before_they_have_their_name(tmp_p
     events = []
     fsync = os.fsync
     real = {name: getattr(Path, name) for name in ("rename", "replace")}
-    place = lambda fd: Path(os.readlink(f"/proc/self/fd/{fd}")).name  # noqa: E731
+
+    def place(fd: int) -> str:
+        return Path(os.readlink(f"/proc/self/fd/{fd}")).name
+
     monkeypatch.setattr(os, "fsync", lambda fd: (events.append(f"flush {place(fd)}"), fsync(fd)))
     for name, rename in real.items():
         monkeypatch.setattr(Path, name, lambda a, b, rename=rename: (events.append(f"name {b.name}"), rename(a, b))[1])
@@ -171,8 +174,9 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, code, words
 
 
 def test_a_terminal_without_utf8_gets_the_same_line():
-    run = lambda code: run_script("plot.py", "--x", "hours", env=environment(PYTHONIOENCODING=code))  # noqa: E731
-    errors = [run(code).stderr for code in ("utf-8", "ascii")]
+    errors = []
+    for code in ("utf-8", "ascii"):
+        errors.append(run_script("plot.py", "--x", "hours", env=environment(PYTHONIOENCODING=code)).stderr)
     assert errors[0] == errors[1]
     assert errors[0].startswith("error: ")
     assert "hours" in errors[0]

@@ -66,7 +66,8 @@ def test_drawn_tokens_equal_those_of_the_plain_version(options):
 
 
 def test_suppressed_ids_are_never_generated_and_the_training_mode_stays_as_it_was():
-    model, suppressed = small().train(), [3, 77, *range(200, 211)]
+    model = small().train()
+    suppressed = [3, 77, *range(200, 211)]
     with torch.no_grad():
         model.transformer.wte.weight[suppressed] *= 50
     steps = list(generate(model, [[1]] * 8, 24, suppress_tokens=suppressed, generator=seeded()))
@@ -89,7 +90,8 @@ def test_texts_that_are_generated_in_turns_have_no_dropout_and_leave_the_model_i
     model.load_state_dict(lively().state_dict())
     (expected,) = zip(*generate(model.eval(), PROMPTS[:1], 6, temperature=0), strict=True)
     model.train()
-    first, second = (generate(model, PROMPTS[:1], 6, temperature=0) for _ in range(2))
+    first = generate(model, PROMPTS[:1], 6, temperature=0)
+    second = generate(model, PROMPTS[:1], 6, temperature=0)
     tokens = []
     for (one,), (other,) in zip(first, second, strict=True):
         assert model.training
@@ -146,8 +148,12 @@ def test_a_row_that_has_ended_keeps_its_stop_token_and_the_others_continue():
 
 def test_the_seed_decides_the_samples_of_training(small_tokenizer, rt):
     model = small(vocab_size=384)
-    one, other, again = (complete(model, small_tokenizer, ["A"], 8, rt, seed) for seed in (0, 1, 0))
-    assert one == again != other
+
+    def sample(seed: int) -> list[str]:
+        return complete(model, small_tokenizer, ["A"], 8, rt, seed)
+
+    assert sample(0) == sample(0)
+    assert sample(0) != sample(1)
 
 
 def test_a_completion_starts_a_document_if_the_prompt_is_empty_and_ends_with_it(small_tokenizer, rt, monkeypatch):
@@ -158,7 +164,7 @@ def test_a_completion_starts_a_document_if_the_prompt_is_empty_and_ends_with_it(
     monkeypatch.setattr(evaluation, "generate", lambda *args, **options: asked.append((args[1], options)) or steps)
     texts = complete(model, small_tokenizer, ["", "A"], 3, rt, 0)
     assert texts == [small_tokenizer.decode(ids) for ids in ([65], [66, 67])]
-    ((prompts, options),) = asked
+    [(prompts, options)] = asked
     assert prompts == [[eot], small_tokenizer.encode_ordinary("A")]
     assert options["stop_token"] == eot
     assert options["suppress_tokens"] == list(range(320, 384))

@@ -37,7 +37,10 @@ def make_rows(n: int, seed: int = 0) -> list[dict]:
     """Rows in HellaSwag's format, out of the words of input.txt: long and short, with brackets and double spaces."""
     rng = random.Random(seed)
     words = prose(20_000).split()
-    text = lambda low, high: " ".join(rng.choices(words, k=rng.randint(low, high)))  # noqa: E731
+
+    def text(low: int, high: int) -> str:
+        return " ".join(rng.choices(words, k=rng.randint(low, high)))
+
     rows = []
     for number in range(n):
         ctx_a = text(3, 25) + "."
@@ -328,7 +331,8 @@ def test_the_control_scores_the_endings_of_an_adapted_model_after_contexts_of_ot
     others = [rows[i] | dict(ctx=rows[k]["ctx"]) for i, k in enumerate([2, 3, 4, 0, 1])]  # no row has its own
     found = read_json(tmp_path / "scores.json")
     assert [found[name] for name in ("data", "adapter")] == [str(tmp_path / "rows.jsonl"), str(tmp_path / "adapter")]
-    found, sets = found["styles"], {"completion": rows, "completion control": others}
+    found = found["styles"]
+    sets = {"completion": rows, "completion control": others}
     assert list(found) == list(sets)
     for name, expected in sets.items():
         expected = evaluate(adapter_of, prepare(expected, small_tokenizer, model.config, "completion"), rt)

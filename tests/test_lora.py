@@ -25,7 +25,8 @@ SUBSETS = [s for n in range(1, 5) for s in itertools.combinations(TARGETS, n)]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_new_adapter_changes_no_output_at_all(dtype):
-    base, model = small_gpt(), adapted(small_gpt(), random=False)
+    base = small_gpt()
+    model = adapted(small_gpt(), random=False)
     with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
         assert torch.equal(logits(base, tokens(3, 20)), logits(model, tokens(3, 20)))
 
@@ -33,7 +34,11 @@ def test_a_new_adapter_changes_no_output_at_all(dtype):
 def test_the_bypass_is_the_formula_forward_and_backward():
     torch.manual_seed(0)
     double = partial(torch.randn, dtype=torch.float64)
-    x, W, b, A, B = double(5, 6), double(7, 6), double(7), double(3, 6), double(7, 3)
+    x = double(5, 6)
+    W = double(7, 6)
+    b = double(7)
+    A = double(3, 6)
+    B = double(7, 3)
     trained = [t.requires_grad_() for t in (x, A, B)]
     found = []
     for out in (lora.LowRankLinear.apply(x, W, b, A, B, 2.5), x @ W.T + b + 2.5 * (x @ A.T) @ B.T):
@@ -58,7 +63,8 @@ def test_dropout_is_on_the_bypass_only_and_off_in_evaluation():
     module = model.transformer.h[0].mlp.c_fc
     x = torch.randn(4, 9, 32)
     plain = torch.nn.Linear(32, 128)
-    plain.weight, plain.bias = module.weight, module.bias
+    plain.weight = module.weight
+    plain.bias = module.bias
     torch.manual_seed(3)
     assert torch.equal(module.train()(x), plain(x))  # zero up-projection: whatever is dropped
     torch.nn.init.ones_(module.lora_B)
@@ -89,7 +95,8 @@ def test_merged_equals_unmerged_and_unmerging_restores_the_base_bit_for_bit(targ
 
 
 def test_frozen_weights_in_bf16_give_the_numbers_of_autocast_bit_for_bit():
-    idx, targets = tokens(3, 20), tokens(3, 20)
+    idx = tokens(3, 20)
+    targets = tokens(3, 20)
     found = []
     for cast in (False, True):
         model = adapted(small_gpt())
@@ -340,7 +347,8 @@ def test_a_setting_that_we_do_not_compute_is_refused_by_name(saved, key, value):
 
 def test_of_a_run_the_newest_checkpoint_counts_and_else_its_result(tmp_path):
     """`adapter/` may be of a run that was replaced since."""
-    old, new = adapted(small_gpt()), adapted(small_gpt(), r=2, alpha=4.0)
+    old = adapted(small_gpt())
+    new = adapted(small_gpt(), r=2, alpha=4.0)
     save_adapter(old, tmp_path / "adapter")
     assert lora.read_adapter(tmp_path).config.r == 4
     checkpoint = save_adapter(new, tmp_path / "step_000004")

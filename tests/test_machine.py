@@ -2,7 +2,6 @@
 
 import re
 import sys
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +15,7 @@ from parts.cards import CARDS, peaks
 from parts.checkpoint import CheckpointWriter, ModelFiles, copy_to_host, find_damage, state_dict_without_head
 from parts.cli import UserError
 from parts.runtime import Runtime
-from tests.helpers import assert_refused, table
+from tests.helpers import assert_refused
 
 
 def test_the_peak_follows_from_the_name_of_the_gpu():
@@ -54,26 +53,37 @@ def test_cards_of_two_memory_sizes_are_told_apart():
     assert peaks("NVIDIA A100-SXM4-80GB")[1] == 2039e9
 
 
-# first a V100, and the wheel for CUDA 13; third: within a generation older code runs; last: ROCm names the code in its
-# own way
-KERNELS = """
-7 0 | sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 | cu126
-7 0 | sm_50 sm_60 sm_70 sm_75 sm_80
-8 9 | sm_75 sm_80 sm_86 sm_90
-12 1 | sm_90 compute_100
-11 0 | sm_90 sm_100 sm_120 | a newer one
-9 4 | gfx942
-"""
+RUN_HERE = [  # (a capability, the code in a PyTorch)
+    ((7, 0), ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80"]),
+    ((8, 9), ["sm_75", "sm_80", "sm_86", "sm_90"]),  # within a generation older code runs
+    ((12, 1), ["sm_90", "compute_100"]),
+    ((9, 4), ["gfx942"]),  # ROCm names the code in its own way
+]
+TOO_OLD = ((7, 0), ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"], "cu126")  # a V100, CUDA 13
+TOO_NEW = ((11, 0), ["sm_90", "sm_100", "sm_120"], "a newer one")
 
 
-@pytest.mark.parametrize("capability, row", table(KERNELS))
-def test_a_gpu_without_code_in_this_pytorch_gives_one_line(capability, row, monkeypatch):
-    kernels, *remedy = row
-    monkeypatch.setattr(torch.cuda, "get_arch_list", kernels.split)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: tuple(map(int, capability.split())))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
-    with pytest.raises(UserError, match=remedy[0]) if remedy else nullcontext():
-        runtime._refuse_gpu_without_kernels(torch.device("cuda"))
+@pytest.fixture
+def gpu_here(monkeypatch):
+    """gpu_here(capability, code): a GPU, and what PyTorch has code for."""
+
+    def make(capability, code) -> torch.device:
+        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: code)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+        return torch.device("cuda")
+
+    return make
+
+
+@pytest.mark.parametrize("capability, code", RUN_HERE)
+def test_a_gpu_that_this_pytorch_has_code_for_is_taken(gpu_here, capability, code):
+    runtime._refuse_gpu_without_kernels(gpu_here(capability, code))
+
+
+@pytest.mark.parametrize("capability, code, remedy", [TOO_OLD, TOO_NEW])
+def test_a_gpu_without_code_in_this_pytorch_gives_one_line(gpu_here, capability, code, remedy):
+    assert_refused(remedy, runtime._refuse_gpu_without_kernels, gpu_here(capability, code))
 
 
 def test_the_fastest_number_of_threads_is_taken_unless_somebody_has_chosen(monkeypatch):
@@ -106,22 +116,22 @@ def test_the_fastest_number_of_threads_is_taken_unless_somebody_has_chosen(monke
     assert torch.equal(state, torch.get_rng_state())
 
 
-STRAY = """
-RANK=1 | RANK=1 WORLD_SIZE=1 LOCAL_RANK=0 in the environment are not valid ranks; .* torchrun
-RANK=2 WORLD_SIZE=2 | RANK=2 WORLD_SIZE=2 LOCAL_RANK=0 in
-RANK=-1 | RANK=-1 WORLD
-WORLD_SIZE=0 | RANK=0 WORLD_SIZE=0
-WORLD_SIZE=abc | RANK=0 WORLD_SIZE=abc
-WORLD_SIZE=2 | the 2 ranks of WORLD_SIZE do not find each other .*MASTER_ADDR.*torchrun
-"""
+STRAY = [  # (what the environment holds, words of the error)
+    (dict(RANK="1"), "RANK=1 WORLD_SIZE=1 LOCAL_RANK=0 in the environment are not valid ranks; .* torchrun"),
+    (dict(RANK="2", WORLD_SIZE="2"), "RANK=2 WORLD_SIZE=2 LOCAL_RANK=0 in"),
+    (dict(RANK="-1"), "RANK=-1 WORLD"),
+    (dict(WORLD_SIZE="0"), "RANK=0 WORLD_SIZE=0"),
+    (dict(WORLD_SIZE="abc"), "RANK=0 WORLD_SIZE=abc"),
+    (dict(WORLD_SIZE="2"), "the 2 ranks of WORLD_SIZE do not find each other .*MASTER_ADDR.*torchrun"),
+]
 
 
-@pytest.mark.parametrize("found, words", table(STRAY))
+@pytest.mark.parametrize("found, words", STRAY)
 def test_ranks_that_no_launcher_sets_are_refused(monkeypatch, found, words):
     """As the only process, one of a rank above 0 would train to its end and write nothing."""
-    for pair in found.split():
-        monkeypatch.setenv(*pair.split("="))
-    assert_refused(words[0], Runtime.setup, "cpu", "float32")
+    for name, value in found.items():
+        monkeypatch.setenv(name, value)
+    assert_refused(words, Runtime.setup, "cpu", "float32")
 
 
 def test_the_first_line_of_a_run_says_how_it_computes(monkeypatch):
@@ -130,25 +140,43 @@ def test_the_first_line_of_a_run_says_how_it_computes(monkeypatch):
     assert Runtime.setup("cpu", "float32", threads=1).description.endswith("1 thread, float32, compile off, 2 ranks")
 
 
-DEVICES = """
-auto 1 1 | cuda:0
-auto 0 1 | mps
-auto 0 0 | cpu
-cpu 1 1 | cpu
-cuda 0 1 | --device cuda: .* sees no such GPU here
-mps 1 0 | --device mps: .* sees no such GPU here
-cuda 1 0 1 | there are 1 GPUs here
-"""
+@pytest.fixture
+def gpus_here(monkeypatch):
+    """gpus_here(cuda=True, mps=False): which kinds of GPU there are; of cuda one."""
+
+    def make(cuda: bool, mps: bool) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+
+    return make
 
 
-@pytest.mark.parametrize("given, row", table(DEVICES))
-def test_a_device_is_the_best_one_or_the_one_that_was_asked_for(monkeypatch, given, row):
-    device, cuda, mps, *local_rank = given.split()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda == "1")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps == "1")
-    with pytest.raises(UserError, match=row[0]) if "here" in row[0] else nullcontext():
-        assert str(runtime._choose_device(device, len(local_rank))) == row[0]
+@pytest.mark.parametrize(
+    "asked, cuda, mps, chosen",
+    [
+        ("auto", True, True, "cuda:0"),
+        ("auto", False, True, "mps"),
+        ("auto", False, False, "cpu"),
+        ("cpu", True, True, "cpu"),
+    ],
+)
+def test_a_device_is_the_best_one_or_the_one_that_was_asked_for(gpus_here, asked, cuda, mps, chosen):
+    gpus_here(cuda, mps)
+    assert str(runtime._choose_device(asked, 0)) == chosen
+
+
+@pytest.mark.parametrize(
+    "asked, cuda, mps, local_rank, words",
+    [
+        ("cuda", False, True, 0, "--device cuda: .* sees no such GPU here"),
+        ("mps", True, False, 0, "--device mps: .* sees no such GPU here"),
+        ("cuda", True, False, 1, "there are 1 GPUs here"),
+    ],
+)
+def test_a_device_that_is_not_here_is_refused(gpus_here, asked, cuda, mps, local_rank, words):
+    gpus_here(cuda, mps)
+    assert_refused(words, runtime._choose_device, asked, local_rank)
 
 
 def test_cpu_means_that_no_gpu_is_asked_for(monkeypatch):

@@ -151,8 +151,10 @@ def peak_without_optimizer(model: GPT, shape: GPTConfig, layout: Layout, rows: i
 
 def test_the_loss_keeps_8_bytes_of_each_logit_on_a_processor():
     """One copy in fp32 and the softmax: nothing of the chunk before, and no 16-bit logits any more."""
-    n_positions, vocab_size = 4096, 1024
-    x, weight = torch.randn(n_positions, 8), torch.randn(vocab_size, 8, requires_grad=True)
+    n_positions = 4096
+    vocab_size = 1024
+    x = torch.randn(n_positions, 8)
+    weight = torch.randn(vocab_size, 8, requires_grad=True)
     targets = torch.randint(vocab_size, (n_positions,))
     a_chunk = chunk_size(n_positions, vocab_size, "cpu") * vocab_size  # logits
     with LiveBytes([x, weight, targets]) as memory, torch.autocast("cpu", torch.bfloat16):
@@ -183,9 +185,11 @@ def test_parameters_are_counted_as_the_model_has_them():
 
 def test_a_dry_run_says_what_a_run_does_and_needs_and_leaves_nothing_behind(train, tmp_path):
     result = train.result(dry_run=True, max_steps=7, checkpoint_interval=2, data=tmp_path / "missing.txt")
-    assert result.returncode == 2 and result.stderr.startswith("error: this run would fail: ")
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: this run would fail: ")
     assert not (tmp_path / "run").exists()
-    assert f"data    unusable: {tmp_path / 'missing.txt'}" in result.stdout and " 4 checkpoints of " in result.stdout
+    assert f"data    unusable: {tmp_path / 'missing.txt'}" in result.stdout
+    assert " 4 checkpoints of " in result.stdout
 
 
 def rows_of(page: str, head: str) -> list[list[str]]:

@@ -17,7 +17,7 @@ from parts import loss as loss_module
 from parts.checkpoint import load_model, model_tokenizer
 from parts.data import IGNORED
 from parts.loss import LinearCrossEntropy, chunk_size, linear_cross_entropy, plain_cross_entropy
-from tests.helpers import assert_invalid, assert_refused, json_values, read_json, seeded, write_json
+from tests.helpers import assert_invalid, assert_refused, read_json, seeded, write_json
 
 warnings.filterwarnings("ignore")
 
@@ -79,22 +79,23 @@ MALFORMED = {
     "not UTF-8": b'{"model_type": "\xff\xfe"}', "a list": b"[1, 2]", "a word": b'"gpt2"', "null": b"null",
     "deep": b"[" * 100_000, "deep inside": b'{"a":' * 100_000, "long number": b'{"n_layer": ' + b"9" * 5000 + b"}",
 } | {f"{key} absent": json.dumps({k: v for k, v in CONFIG.items() if k != key}).encode() for key in CONFIG}  # fmt: skip
-for key, value in json_values("""
-n_layer 0 -1 1180591620717411303424 1000000000000 2.0 "2" null [2] {} true NaN Infinity
-n_embd 0 33 null 1000000000000
-n_head 0 3 "x"
-vocab_size -5 1e30
-n_positions null 0
-n_inner 7 "x" [1]
-model_type "llama" null 3
-activation_function "relu" null []
-layer_norm_epsilon 1e-6 NaN
-tie_word_embeddings false null
-scale_attn_weights false
-scale_attn_by_inverse_layer_idx true
-add_cross_attention true
-"""):
-    MALFORMED[f"{key} {value!r}"] = json.dumps(CONFIG | {key: value}).encode()
+WRONG_VALUES = dict(
+    n_layer=[0, -1, 2**70, 10**12, 2.0, "2", None, [2], {}, True, math.nan, math.inf],
+    n_embd=[0, 33, None, 10**12],
+    n_head=[0, 3, "x"],
+    vocab_size=[-5, 1e30],
+    n_positions=[None, 0],
+    n_inner=[7, "x", [1]],
+    model_type=["llama", None, 3],
+    activation_function=["relu", None, []],
+    layer_norm_epsilon=[1e-6, math.nan],
+    tie_word_embeddings=[False, None],
+    scale_attn_weights=[False],
+    scale_attn_by_inverse_layer_idx=[True],
+    add_cross_attention=[True],
+)
+for key, values in WRONG_VALUES.items():
+    MALFORMED |= {f"{key} {value!r}": json.dumps(CONFIG | {key: value}).encode() for value in values}
 
 
 @pytest.mark.parametrize("kind", MALFORMED)
@@ -176,7 +177,8 @@ def test_weights_in_several_files_and_in_16_bits_are_read(saved):
     shards(saved, state, 2)
     read = GPT.from_pretrained(saved)
     for p, q in zip(read.parameters(), small().parameters(), strict=True):
-        assert p.dtype == torch.float32 and torch.equal(p, q.bfloat16().float())
+        assert p.dtype == torch.float32
+        assert torch.equal(p, q.bfloat16().float())
     assert read.lm_head.weight is read.transformer.wte.weight
 
 
@@ -203,7 +205,11 @@ def test_shards_of_another_model_are_not_mixed_in(saved):
 
 def test_a_model_of_the_hub_is_downloaded_without_what_is_not_read(saved, monkeypatch):
     asked = []
-    download = lambda name, allow_patterns: asked.append((name, allow_patterns)) or saved  # noqa: E731
+
+    def download(name, allow_patterns):
+        asked.append((name, allow_patterns))
+        return saved
+
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     Tokenizer(()).save(saved)
     assert torch.equal(load_model("gpt2")(tokens(1, 8)), small()(tokens(1, 8)))
@@ -244,13 +250,16 @@ def test_flops_follow_the_stated_formula():
 
 @pytest.mark.parametrize("attention", ["flash", "naive"])
 def test_dropout_is_on_embeddings_attention_and_both_branches_in_training_alone(attention):
-    model, idx = small(n_layer=1, dropout=0.5, attention=attention), tokens(2, 32)
-    block, seen = model.transformer.h[0], {}
+    model = small(n_layer=1, dropout=0.5, attention=attention)
+    idx = tokens(2, 32)
+    block = model.transformer.h[0]
+    seen = {}
     assert torch.equal(model(idx), small(n_layer=1, attention=attention)(idx))  # eval()
     for name, module in dict(embeddings=model.transformer.drop, attn=block.attn, mlp=block.mlp).items():
         module.register_forward_hook(lambda module, inputs, output, name=name: seen.update({name: output}))
     model.train()(idx)
-    assert all(0.4 < (output == 0).float().mean() < 0.6 for output in seen.values()) and len(seen) == 3
+    assert len(seen) == 3
+    assert all(0.4 < (output == 0).float().mean() < 0.6 for output in seen.values())
     for module in model.modules():
         module.p = 0.0  # of all nn.Dropout, so that only the weights of attention are dropped
     assert not torch.equal(model(idx), model(idx))
@@ -281,14 +290,16 @@ def test_the_gradient_of_fp32_weights_is_summed_in_fp32(monkeypatch):
     monkeypatch.setitem(loss_module.LOGITS, "cpu", 1)
     x, weight, targets = loss_case(n=2048, dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        (grad,) = torch.autograd.grad(linear_cross_entropy(x, weight, targets), weight)
-    assert grad.dtype == torch.float32 and not torch.equal(grad, grad.bfloat16().float())
+        [grad] = torch.autograd.grad(linear_cross_entropy(x, weight, targets), weight)
+    assert grad.dtype == torch.float32
+    assert not torch.equal(grad, grad.bfloat16().float())
 
 
 def test_a_sum_over_many_positions_does_not_overflow_in_fp16():
-    x, weight = torch.full((2560, 16), 26.0), torch.zeros(300, 16, requires_grad=True)
+    x = torch.full((2560, 16), 26.0)
+    weight = torch.zeros(300, 16, requires_grad=True)
     loss = LinearCrossEntropy.apply(x.half(), weight, torch.zeros(2560, dtype=torch.long), 2560, True)
-    (grad,) = torch.autograd.grad(loss, weight)  # 2560 times (softmax - one_hot) x: 66,338 is above fp16's 65,504
+    [grad] = torch.autograd.grad(loss, weight)  # 2560 times (softmax - one_hot) x: 66,338 is above fp16's 65,504
     torch.testing.assert_close(grad[0], torch.full((16,), 2560 * 26.0 * (1 / 300 - 1)), rtol=1e-3, atol=0)
 
 
@@ -297,14 +308,17 @@ def test_a_sum_over_many_positions_does_not_overflow_in_fp16():
 def test_the_loss_takes_as_few_chunks_as_memory_allows_and_all_about_as_large(n_positions, device):
     most = {"cuda": 2**30, "cpu": 524_288, "mps": 33_554_432}[device]
     chunk = chunk_size(n_positions, 1024, device)
-    assert chunk % 256 == 0 and chunk * 1024 <= most
+    assert chunk % 256 == 0
+    assert chunk * 1024 <= most
     n_chunks = math.ceil(n_positions / chunk)
     assert n_chunks == math.ceil(n_positions * 1024 / most)
     assert n_chunks == 1 or n_chunks * chunk - n_positions < 256 * n_chunks
 
 
 def test_ignored_targets_do_not_count():
-    model, idx, targets = small(), tokens(1, 8), tokens(1, 8, seed=1)
+    model = small()
+    idx = tokens(1, 8)
+    targets = tokens(1, 8, seed=1)
     targets[:, 3:] = IGNORED
     expected = F.cross_entropy(model(idx)[0, :3], targets[0, :3])
     assert model.loss(idx, targets).item() == pytest.approx(expected.item(), rel=1e-6)
@@ -316,7 +330,8 @@ def test_more_tokens_than_the_context_holds_are_refused():
 
 def test_the_files_for_transformers_hold_sizes_dropout_tokens_and_the_padding_of_the_vocabulary(tmp_path):
     small(dropout=0.1).save_pretrained(tmp_path, 5, [209, 210])
-    config, generation = (read_json(tmp_path / f"{name}.json") for name in ("config", "generation_config"))
+    config = read_json(tmp_path / "config.json")
+    generation = read_json(tmp_path / "generation_config.json")
     ends = dict(bos_token_id=5, eos_token_id=5)
     dropout = dict(attn_pdrop=0.1, embd_pdrop=0.1, resid_pdrop=0.1)
     assert config.items() >= (SMALL | ends | dropout | dict(n_ctx=SMALL["n_positions"])).items()

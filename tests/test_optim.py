@@ -68,7 +68,8 @@ def tensors_of(state) -> list[torch.Tensor]:
 
 
 def equal(a, b) -> bool:
-    a, b = tensors_of(a), tensors_of(b)
+    a = tensors_of(a)
+    b = tensors_of(b)
     return len(a) == len(b) > 0 and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
@@ -133,7 +134,8 @@ def test_four_phases_are_those_of_muon_while_adamw_has_a_plateau():
 
 
 def test_adamw_steps_as_torch_does():
-    ours, theirs = small(), small()
+    ours = small()
+    theirs = small()
     optimizer = make_optimizer(ours, Settings(optimizer="adamw"), Machine())
     plain = torch.optim.AdamW(decay_groups(theirs.parameters(), 0.1), 1e-3, (0.9, 0.95), foreach=False, fused=False)
     for step in range(1, 6):
@@ -159,7 +161,8 @@ def mesh(tmp_path):
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_sharded_parameters_step_as_whole_ones_do(mesh, name):
-    ours, theirs = small(), small()
+    ours = small()
+    theirs = small()
     fully_shard(ours, mesh=mesh)
     pairs = list(zip(ours.parameters(), theirs.parameters(), strict=True))
     optimizers = [make_optimizer(model, Settings(optimizer=name), Machine()) for model in (ours, theirs)]
@@ -206,7 +209,8 @@ def test_a_step_that_is_not_finite_leaves_no_trace_not_even_as_the_first(name, d
 def test_the_loss_scale_moves_as_that_of_torch(monkeypatch):
     assert LossScale.GROW_AFTER == torch.amp.GradScaler("cpu").get_growth_interval()
     monkeypatch.setattr(LossScale, "GROW_AFTER", 3)
-    ours, theirs = LossScale("cpu"), torch.amp.GradScaler("cpu", growth_interval=3)
+    ours = LossScale("cpu")
+    theirs = torch.amp.GradScaler("cpu", growth_interval=3)
     p = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([p], lr=0.0)
     theirs.scale(torch.ones(1))

@@ -32,7 +32,8 @@ def test_the_scale_of_fp16_halves_after_a_bad_step_and_is_resumed(train, run_dir
     scales = [load_train_state(path)["optimizer"]["scaler"]["scale"] for _, path in checkpoint_steps(run_dir)]
     assert scales[1] == scales[0] / 2
     norms = column(run_dir, "train", "grad_norm")
-    assert norms.pop(2) is None and max(norms) < 100  # unscaled before they are clipped: the scale is 65536
+    assert norms.pop(2) is None
+    assert max(norms) < 100  # unscaled before they are clipped: the scale is 65536
     weights_before = weights(run_dir, 4)
     train(dtype="float16", max_steps=6, checkpoint_interval=2, resume=True)
     assert load_train_state(run_dir / "step_000006")["optimizer"]["scaler"]["scale"] == scales[1]
@@ -43,7 +44,8 @@ def test_the_scale_of_fp16_halves_after_a_bad_step_and_is_resumed(train, run_dir
 def test_the_precision_follows_from_the_gpu_and_says_why(monkeypatch, capability, dtype):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     chosen, why = runtime._choose_dtype("auto", torch.device("cuda"))
-    assert chosen == getattr(torch, dtype) and f"{capability[0]}.{capability[1]}" in why
+    assert chosen == getattr(torch, dtype)
+    assert f"{capability[0]}.{capability[1]}" in why
 
 
 @pytest.mark.parametrize("native, dtype", [("avx512_bf16", "bfloat16"), ("amx_tile", "bfloat16"), ("", "float32")])
@@ -51,7 +53,8 @@ def test_16_bits_are_chosen_where_the_processor_multiplies_them(monkeypatch, nat
     for name in ("avx512_bf16", "amx_tile"):
         monkeypatch.setattr(torch.cpu, f"_is_{name}_supported", lambda it=name: it == native)
     chosen, why = runtime._choose_dtype("auto", torch.device("cpu"))
-    assert chosen == getattr(torch, dtype) and why.startswith(f"{dtype} (")
+    assert chosen == getattr(torch, dtype)
+    assert why.startswith(f"{dtype} (")
 
 
 @pytest.mark.parametrize(
@@ -90,7 +93,10 @@ def gradients(dtype: torch.dtype, compile: str = "off") -> torch.Tensor:
 def test_a_residual_stream_in_bf16_costs_less_than_the_products_in_bf16(monkeypatch, compile):
     """Of the error against fp32."""
     exact = gradients(torch.float32)
-    error = lambda x: ((x - exact).norm() / exact.norm()).item()  # noqa: E731
+
+    def error(found: torch.Tensor) -> float:
+        return ((found - exact).norm() / exact.norm()).item()
+
     products = error(gradients(torch.bfloat16, compile))
     monkeypatch.setattr(model_module, "residual_dtype", lambda x: torch.bfloat16)
     assert products < error(gradients(torch.bfloat16, compile)) < 2 * products
@@ -127,7 +133,8 @@ def test_cudnn_attends_only_in_steps_of_one_shape(h100, monkeypatch):
 
 def test_mfu_is_the_fraction_of_the_peak_of_all_ranks(h100):
     rt = replace(h100, world_size=8)
-    assert rt.peak_flops() == 8 * 989e12 and mfu(1e6, 0.8e9, rt) == pytest.approx(0.8e15 / (8 * 989e12))
+    assert rt.peak_flops() == 8 * 989e12
+    assert mfu(1e6, 0.8e9, rt) == pytest.approx(0.8e15 / (8 * 989e12))
 
 
 def test_full_sharding_on_gpus_needs_the_size_of_a_micro_batch(h100):
@@ -164,12 +171,23 @@ def test_a_micro_batch_on_a_gpu_is_the_largest_divisor_of_at_most_256_that_fits(
 
 
 def test_a_trial_holds_two_moments_and_the_gradients_of_earlier_micro_batches(rt, monkeypatch):
-    model, seen, sizes, empty = small(), [], [], torch.empty
-    block, params = model.transformer.h[0], list(model.parameters())
-    block.register_forward_pre_hook(lambda *_: seen.append(all(p.grad is not None for p in params)))
-    monkeypatch.setattr(torch, "empty", lambda n, **options: sizes.append(n) or empty(n, **options))
+    model = small()
+    params = list(model.parameters())
+    has_gradients = []
+    sizes = []
+    real = torch.empty
+
+    def empty(n, **options):
+        sizes.append(n)
+        return real(n, **options)
+
+    block = model.transformer.h[0]
+    block.register_forward_pre_hook(lambda *_: has_gradients.append(all(p.grad is not None for p in params)))
+    monkeypatch.setattr(torch, "empty", empty)
     assert trials.has_memory_for(2, (16, 200), GPTWithLoss(model), replace(rt, world_size=2))  # which share nothing
-    assert seen == [True] and all(p.grad is None for p in params) and sizes == [2 * p.numel() for p in params]
+    assert has_gradients == [True]
+    assert all(p.grad is None for p in params)
+    assert sizes == [2 * p.numel() for p in params]
 
 
 def test_activation_checkpointing_changes_no_number(train, tmp_path):
@@ -212,7 +230,8 @@ def test_faster_paths_have_the_loss_curve_of_the_plain_one(train, run_dir, monke
     """Fused attention, the loss in chunks, two micro-batches, fused AdamW, compiled or not: within 1e-5 in fp32, and in
     16 bits within what two seeds of the plain recipe differ by."""
     options = dict(max_steps=50, optimizer="adamw", micro_batch_size=4, eval_interval=0, dtype=dtype, compile=compile)
-    batches, real = [], train_gpt2.training_batches
+    batches = []
+    real = train_gpt2.training_batches
 
     def training_batches(*args):
         for micro_batches in real(*args):

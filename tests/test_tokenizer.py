@@ -139,10 +139,8 @@ def test_processes_count_what_one_process_counts(monkeypatch):
         merges.append(found)
     assert len(merges[0]) == 143
     assert merges[0] == merges[1] == merges[2]
-    assert gc.isenabled() and [process.returncode for process in started] == [
-        0,
-        0,
-    ]  # besides this one; and they have ended
+    assert gc.isenabled()
+    assert [process.returncode for process in started] == [0, 0]  # besides this one; and they have ended
 
 
 def test_a_quarter_of_a_million_letters_without_a_space():
