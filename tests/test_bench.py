@@ -302,27 +302,50 @@ def test_losses_per_token_are_compared_only_if_the_tokens_are_the_same():
         compare.losses([record_of("a"), record_of("a") + [dict(step=2, kind="val", loss=None, bpb=None)]])
 
 
-def test_a_comparison_trains_what_it_lacks_and_reads_the_rest(door, tmp_path, words):
-    small = words(2)
-    decayed = f"{small} --weight_decay 0.5"
-    first = door("compare", small, small, "--seeds", 1)
-    assert first.stdout.count(": training") == 1
-    assert first.stdout.count(": complete") == 1
-    second = door("compare", small, decayed, "--seeds", 1)
-    assert second.stdout.count(": training") == 1
-    assert second.stdout.count(": complete") == 1
-    runs = runs_of(tmp_path)
-    assert {log_of(run, "run")[0]["config"]["weight_decay"] for run in runs} == {0.15, 0.5}
-    for run in runs:
-        [start] = log_of(run, "run")
-        assert start["config"]["seed"] == 1
-        assert f"{column(run, 'val', 'loss')[-1]:.4f}" in second.stdout
+STUB = """
+import json, pathlib, sys
+
+def write(loss):
+    out_dir = pathlib.Path(sys.argv[sys.argv.index("--out_dir") + 1])
+    out_dir.mkdir(parents=True)
+    start = dict(step=0, kind="run", config=dict(max_steps=1), words=sys.argv[1:])
+    val = dict(step=1, kind="val", loss=loss, bpb=1.0)
+    (out_dir / "log.jsonl").write_text(json.dumps(start) + "\\n" + json.dumps(val))
+
+"""
+
+
+@pytest.fixture
+def two_checkouts(tmp_path) -> tuple[str, str]:
+    """Two commands; what they start ends at once, and a second time in the same directory fails."""
+    for name, loss in (("old", 9.0), ("new", 7.5)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train_gpt2.py").write_text(STUB + f"write(loss={loss})\n")
+    return "old/train_gpt2.py tiny", "new/train_gpt2.py tiny"
+
+
+def test_a_command_in_another_checkout_is_run_there(door, two_checkouts):
+    result = door("compare", *two_checkouts, "--seeds", 2)
+    assert "|   mean | 9.0000 | 7.5000 |    -1.5000 |         0.0000 |" in result.stdout
+
+
+def test_a_comparison_trains_what_it_lacks_and_reads_the_rest(door, two_checkouts, tmp_path):
+    one_seed = door("compare", *two_checkouts, "--seeds", 1)
+    assert one_seed.stdout.count(": training") == 2
+    assert ": complete" not in one_seed.stdout
+    two_seeds = door("compare", *two_checkouts, "--seeds", 2)
+    assert two_seeds.stdout.count(": training") == 2
+    assert two_seeds.stdout.count(": complete") == 2
+    words = [log_of(run, "run")[0]["words"] for run in runs_of(tmp_path)]
+    seeds = [found[found.index("--seed") + 1] for found in words]
+    assert sorted(seeds) == ["1", "1", "2", "2"]
+    assert all(found[:2] == ["tiny", "--resume"] for found in words)
 
 
 @needs_proc
 def test_an_interrupted_run_saves_its_step_and_the_same_command_resumes_it(door, tmp_path, words):
     n_steps = 200
-    pair = (words(n_steps), words(n_steps))
+    pair = [f"{words(n_steps)} --weight_decay 0.5"] * 2
     line = command("bench.py", "compare", *pair, seeds=1)
     process = subprocess.Popen(line, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     while not runs_of(tmp_path):
@@ -335,31 +358,13 @@ def test_an_interrupted_run_saves_its_step_and_the_same_command_resumes_it(door,
     taken = n_logged(run)
     assert 2 <= taken < n_steps
     process.communicate()
-    assert door("compare", *pair, "--seeds", 1).returncode == 0
+    result = door("compare", *pair, "--seeds", 1)
+    assert f"{column(run, 'val', 'loss')[-1]:.4f}" in result.stdout
     starts = log_of(run, "run")
     assert [start["step"] for start in starts] == [0, taken]
+    assert starts[0]["config"]["seed"] == 1
+    assert starts[0]["config"]["weight_decay"] == 0.5
     assert column(run, "train", "step") == list(range(1, n_steps + 1))
-
-
-STUB = """
-import json, pathlib, sys
-
-def write(loss):
-    out_dir = pathlib.Path(sys.argv[sys.argv.index("--out_dir") + 1])
-    out_dir.mkdir(parents=True)
-    start = dict(step=0, kind="run", config=dict(max_steps=1))
-    val = dict(step=1, kind="val", loss=loss, bpb=1.0)
-    (out_dir / "log.jsonl").write_text(json.dumps(start) + "\\n" + json.dumps(val))
-
-"""
-
-
-def test_a_command_in_another_checkout_is_run_there(door, tmp_path):
-    for name, loss in (("old", 9.0), ("new", 7.5)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "train_gpt2.py").write_text(STUB + f"write(loss={loss})\n")
-    result = door("compare", "old/train_gpt2.py tiny", "new/train_gpt2.py tiny", "--seeds", 2)
-    assert "|   mean | 9.0000 | 7.5000 |    -1.5000 |         0.0000 |" in result.stdout
 
 
 REFUSED = {
