@@ -90,9 +90,9 @@ def test_a_shard_and_its_name_are_on_the_disk_before_the_manifest_lists_it(corpu
 
 @pytest.fixture(scope="session")
 def long_corpus(tmp_path_factory) -> Path:
-    """Enough to be at work for some seconds: 40 files of half a million characters."""
+    """Enough to be at work for some seconds: 20 files of half a million characters."""
     folder = tmp_path_factory.mktemp("long")
-    for i in range(40):
+    for i in range(20):
         write_parquet(folder / f"part_{i:02d}.parquet", make_documents(250, seed=i))
     return folder
 
@@ -100,7 +100,7 @@ def long_corpus(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def long_shards(long_corpus, tokenizer, tmp_path_factory) -> Path:
     out_dir = tmp_path_factory.mktemp("long_shards") / "shards"
-    succeed("fineweb.py", **options(long_corpus, out_dir, tokenizer, shard_size=100_000))
+    succeed("fineweb.py", **options(long_corpus, out_dir, tokenizer, shard_size=50_000))
     return out_dir
 
 
@@ -114,7 +114,7 @@ def assert_same_files(out_dir: Path, expected: Path) -> None:
 @pytest.fixture
 def start(long_corpus, tokenizer, tmp_path):
     """A function that starts the sharding of the long corpus, and the words of its command line."""
-    words = options(long_corpus, tmp_path / "shards", tokenizer, shard_size=100_000)
+    words = options(long_corpus, tmp_path / "shards", tokenizer, shard_size=50_000)
     return lambda: start_script("fineweb.py", **words), words
 
 
