@@ -114,7 +114,8 @@ def test_the_ranks_share_every_global_batch_whatever_their_number(small_tokenize
 
 def test_every_epoch_has_each_example_once_in_another_order():
     examples = list(range(12))
-    first, second = ([global_batch(examples, step, 4, 3) for step in steps] for steps in ((0, 1, 2), (3, 4, 5)))
+    first = [global_batch(examples, step, 4, 3) for step in (0, 1, 2)]
+    second = [global_batch(examples, step, 4, 3) for step in (3, 4, 5)]
     assert sorted(sum(first, [])) == sorted(sum(second, [])) == examples
     assert first != second
     across = [global_batch(examples, step, 8, 3) for step in (0, 1, 2)]  # the same order in other portions
@@ -220,7 +221,8 @@ def test_rows_of_public_datasets_are_read_whole_or_refused_by_name(tmp_path, nam
 def test_instructions_and_messages_are_read_alike(tmp_path):
     rows = [row("Hi", "Ho", "there"), row("Say", "x"), dict(instruction="Hm", input=None, output="y", messages=None)]
     messages = [dict(messages=messages_of(r, "")) for r in rows]
-    plain, chats = (load_rows(str(write_json(tmp_path / "rows.json", content))) for content in (rows, messages))
+    plain = load_rows(str(write_json(tmp_path / "rows.json", rows)))
+    chats = load_rows(str(write_json(tmp_path / "messages.json", messages)))
     assert plain == chats
     assert plain[0] == said("u: Hi there", "a: Ho")
 

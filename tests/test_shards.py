@@ -64,7 +64,8 @@ def decoded(directory: Path, split: str) -> str:
 def test_a_text_becomes_shards_that_hold_all_of_it(tmp_path, text, byte_tokenizer, tokenizer):
     tokenizer = "train" if tokenizer == "train" else str(byte_tokenizer)
     directory = prepare_text(str(text), tokenizer, 300, tmp_path / "cache")
-    train, val = (decoded(directory, split) for split in ("train", "val"))
+    train = decoded(directory, "train")
+    val = decoded(directory, "val")
     assert (train + val).replace("<|endoftext|>", "") == TEXT
     n = int(0.9 * len(TEXT))
     assert len(train.replace("<|endoftext|>", "")) == n
