@@ -17,7 +17,7 @@ import bench
 from benchmarks import compare
 from benchmarks.measure import Common, built_late, markdown_table, peak_memory, rates
 from benchmarks.steps import in_own_process, measure_step, step_rates
-from parts.cli import UserError, script
+from parts.cli import UserError
 from tests.helpers import (
     ROOT,
     SMALL,
@@ -32,6 +32,7 @@ from tests.helpers import (
     needs_gpt2,
     needs_proc,
     read_json,
+    run_script,
     succeed,
     text_file,
     wait_for_steps,
@@ -382,12 +383,8 @@ def test_a_command_that_cannot_be_compared_is_refused_before_anything_is_trained
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_training_script_refuses_is_the_one_line_of_the_comparison(tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["bench.py", "compare", "tiny --nonsense 1", "tiny"])
-    with pytest.raises(SystemExit) as end:
-        script(bench.main)
-    result = SimpleNamespace(returncode=end.value.code, stderr=capfd.readouterr().err)  # of the script's process, too
+def test_what_a_training_script_refuses_is_the_one_line_of_the_comparison(tmp_path):
+    result = run_script("bench.py", "compare", "tiny --nonsense 1", "tiny", cwd=tmp_path)
     assert_user_error(result, "--nonsense")
 
 
