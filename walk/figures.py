@@ -211,16 +211,17 @@ def changed_runs(lines: dict[str, tuple]) -> None:
     curves("runs", title, "step", "validation loss (nats per token)", lines)
 
 
-def attention_maps(maps: dict[str, np.ndarray], words: list[str]) -> None:
-    """Weights (T, T) of each head, side by side."""
-    title, places = (
-        "What three heads look at: row by row, the weights of a token (white is 0, black is 1)",
-        range(len(words)),
-    )
-    with picture("attention_maps", title, height=4.8, grid=(1, len(maps))) as panels:
-        for i, (axes, (name, weights)) in enumerate(zip(panels, maps.items(), strict=True)):
-            axes.imshow(weights, cmap="Greys", vmin=0, vmax=1, aspect="auto")
-            axes.set_title(name, fontsize=9.5)
+def attention_maps(heads: dict[str, np.ndarray], found: dict[str, tuple], words: list[str]) -> None:
+    """Weights (T, T) of the heads that are `found`, {kind of token: (head, share, share in uniform attention)}."""
+    title = "What three heads look at: row by row, the weights of a token (white is 0, black is 1)"
+    labels = {}
+    for kind, (head, share, uniform) in found.items():
+        labels.setdefault(head, []).append(f"{kind}: {share:.2f}, uniform {uniform:.2f}")
+    places = range(len(words))
+    with picture("attention_maps", title, height=4.8, grid=(1, len(labels))) as panels:
+        for i, (axes, (head, lines)) in enumerate(zip(panels, labels.items(), strict=True)):
+            axes.imshow(heads[head], cmap="Greys", vmin=0, vmax=1, aspect="auto")
+            axes.set_title("\n".join(lines), fontsize=9.5)
             axes.set_yticks(places, words if i == 0 else [""] * len(words), fontsize=8.5)
             axes.set_xticks(places, words, fontsize=8.5, rotation=90)
             axes.grid(False)

@@ -1,0 +1,162 @@
+"""The small runs of the walk, of about a minute each. Whatever they write is in out/walk/.
+
+    log = train_tiny("base", "--max_steps 300")        # the recipe tiny with an even smaller model; its log
+    model = base_model()                               # the model of that run, trained if it is not there yet
+    python("sample.py out/walk/base --device cpu")     # what a script prints
+    kill_tiny("killed", "--max_steps 300", step=150)   # a run that is killed
+    val, train, answer = finetune("r8", "--lora_dim 8")
+    train_gpt2_in_small(seed=0, grad_clip=0.0)         # the recipe gpt2 with a quarter of a million parameters
+
+Each runs a door in a process of its own, as a user does, but for the last, which has to change the model.
+"""
+
+import json
+import random
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from model import GPT, GPTConfig
+from parts.checkpoint import find_model, load_model
+from parts.data import Batches, TokenStream, find_shards, to_inputs, validation_batches
+from parts.log import read_log
+from parts.optim import learning_rate, make_optimizer
+from parts.runtime import Runtime
+from parts.shards import prepare_text
+from train_gpt2 import RECIPES
+
+RUNS = Path("out/walk")
+TINY = "--n_embd 64 --sequence_length 64 --vocab_size 1024 --total_batch_size 1024 --weight_decay 0.1"
+TINY += " --eval_interval 50 --sample_interval 0 --dtype float32 --device cpu --threads 1"
+
+
+def python(words: str) -> str:
+    """What `python words` prints."""
+    return subprocess.run([sys.executable, *shlex.split(words)], check=True, capture_output=True, text=True).stdout
+
+
+def tiny(name: str, words: str) -> str:
+    """The command of a run of the recipe tiny, made smaller still, in out/walk/NAME; `words` change its constants."""
+    return f"train_gpt2.py tiny --out_dir {RUNS / name} {TINY} {words}"
+
+
+def train_tiny(name: str, words: str, start: str = "--overwrite") -> list[dict]:
+    """The log of such a run."""
+    python(f"{tiny(name, words)} {start}")
+    return read_log(RUNS / name / "log.jsonl")
+
+
+def kill_tiny(name: str, words: str, step: int) -> int:
+    """Start such a run, kill it once its log has `step`, and return the last step that the log has then."""
+    path = RUNS / name / "log.jsonl"
+    path.unlink(missing_ok=True)  # of an earlier try
+    command = [sys.executable, *shlex.split(tiny(name, words)), "--overwrite"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not path.exists() or not any(record["step"] == step for record in read_log(path)):
+        if process.poll() is not None:
+            raise RuntimeError(f"the run ended before step {step}")
+        time.sleep(0.1)
+    process.kill()
+    process.wait()
+    return read_log(path)[-1]["step"]
+
+
+def base_model() -> GPT:
+    """The model of station 6, which others use, too."""
+    if not (RUNS / "base").exists():
+        train_tiny("base", "--max_steps 300")
+    return load_model(find_model(str(RUNS / "base")))
+
+
+# ------------------------------------------------------------------------------------------------- rows of input.txt
+
+
+def write_endings(path: str, n_rows: int = 400) -> None:
+    """Rows in HellaSwag's format from the last tenth of input.txt, on which no model here trains: the start of a
+    sentence, its ending, and those of three others."""
+    english = Path("input.txt").read_text(encoding="utf-8")
+    held_out = " ".join(english[len(english) * 9 // 10 :].split())
+    sentences = [s.split(" ") for s in re.findall(r"[A-Z][^.?!:]{50,110}[.?!]", held_out)][:n_rows]
+    endings = [" ".join(words[5:]) for words in sentences]
+    draw_from = random.Random(0)
+    lines = []
+    for i, words in enumerate(sentences):
+        four = [endings[i], *draw_from.sample(endings[:i] + endings[i + 1 :], 3)]
+        order = draw_from.sample(range(4), 4)
+        start = " ".join(words[:5])
+        row = dict(ctx=start, ctx_a=start, ctx_b="", activity_label="A sentence")
+        lines.append(json.dumps(row | dict(label=order.index(0), endings=[four[k] for k in order])) + "\n")
+    Path(path).write_text("".join(lines), encoding="utf-8")
+
+
+def write_instructions(path: str, n_rows: int = 400) -> None:
+    """Rows to finetune on: the first words of a sentence of input.txt, and the rest of it as the answer."""
+    text = " ".join(Path("input.txt").read_text(encoding="utf-8").split())
+    sentences = [sentence.split(" ") for sentence in re.findall(r"[A-Z][^.?!]{60,160}[.?!]", text)[:n_rows]]
+    rows = [dict(instruction="Go on.", input=" ".join(w[:5]), output=" ".join(w[5:])) for w in sentences]
+    Path(path).write_text(json.dumps(rows), encoding="utf-8")
+
+
+def finetune(name: str, words: str) -> tuple[list, list, str]:
+    """[(epoch, loss)] of validation and, as means of an epoch, of training, and the last answer to a prompt.
+
+    The base is out/walk/base128 and the rows are out/walk/rows.json: 360 to train on, and 40 held out."""
+    files = f"--base {RUNS}/base128 --data {RUNS}/rows.json --out_dir {RUNS / name} --overwrite"
+    samples = "--sample_interval 330 --sample_prompt 'Why do people sleep?' --sample_tokens 32"
+    python(f"lora_finetune.py {files} --batch_size 16 --dtype float32 --device cpu --threads 1 {words} {samples}")
+    log = read_log(RUNS / name / "log.jsonl")
+    val = [(r["step"] * 16 / 360, r["loss"]) for r in log if r["kind"] == "val"]
+    train = [(r["step"] * 16 / 360, r["loss"]) for r in log if r["kind"] == "train"]
+    means = [(train[i][0], np.mean([loss for _, loss in train[i - 22 : i]])) for i in range(22, len(train))]
+    answer = [r["text"] for r in log if r["kind"] == "sample"][-1].partition("ASSISTANT:")[2]
+    return val, means, " ".join(answer.split())
+
+
+# ---------------------------------------------------------------------------------------------- the recipe in small
+
+SIZES = dict(n_layer=4, n_head=2, n_embd=64, vocab_size=1024)
+IN_SMALL = replace(RECIPES["gpt2"], **SIZES, sequence_length=32, total_batch_size=512, max_steps=718, warmup_steps=28)
+IN_SMALL = replace(IN_SMALL, max_lr=3e-3, min_lr=3e-4)
+
+
+def train_gpt2_in_small(seed: int, change: Callable = lambda model: None, **constants) -> tuple[float, float]:
+    """Validation loss after 200 steps, and after 718, an epoch of input.txt. `change` is called with the untrained
+    model; `constants` replace those of IN_SMALL."""
+    config = replace(IN_SMALL, seed=seed, **constants)
+    folder = prepare_text("input.txt", "train", 1024, Path("out/cache"))
+    stream, val = (TokenStream(find_shards(str(folder), split), vocab_size=1024) for split in ("train", "val"))
+    torch.manual_seed(seed)
+    model = GPT(GPTConfig(**SIZES, n_positions=32))
+    change(model)
+    optimizer = make_optimizer(model, config, Runtime.setup("cpu", "float32"))
+    order = Batches(stream, 32, seed, config.shuffle)
+    losses = {}
+    for step in range(1, 719):
+        windows = torch.from_numpy(next(order.micro_batches(16 * (step - 1), 16, 16)))
+        model.loss(*to_inputs(windows)).backward()
+        norm = optimizer.clip_grad_norm(config.grad_clip)
+        optimizer.set_lr(learning_rate(step, config))
+        optimizer.step(finite=norm.isfinite())
+        optimizer.zero_grad()
+        if step in (200, 718):
+            losses[step] = validation_loss(model, val)
+    return losses[200], losses[718]
+
+
+@torch.no_grad()
+def validation_loss(model, stream: TokenStream) -> float:
+    """In nats per token of the whole split."""
+    total, n_targets = 0.0, 0
+    for rows in validation_batches(stream, 32, 64, 0):
+        x, y = to_inputs(torch.from_numpy(rows))
+        total += model.loss(x, y, n_targets=1).item()
+        n_targets += (y >= 0).sum().item()
+    return total / n_targets
