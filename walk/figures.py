@@ -11,7 +11,7 @@ of everything that it shows, for walk/run.py to compare with those of the pictur
 models, only of numbers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -242,12 +242,6 @@ def parameters(rows: dict[str, dict[str, float]]) -> None:
         stacked(axes, rows)
 
 
-def gelu(x, exact, approximate, relu) -> None:
-    units = {"output": {"GELU": (x, exact), "ReLU, for comparison": (x, relu)}}
-    units["tanh form less GELU (thousandths)"] = {"error": (x, 1e3 * (approximate - exact))}
-    side_by_side("gelu", "GELU, and its tanh form, whose error stays below 0.0005", "input", units)
-
-
 def memory(gb: dict[str, dict[str, float]]) -> None:
     """A bar for each model {name: {kind: GB}}, and a line for each size of card."""
     title = "Memory to train the four sizes (AdamW, bf16, 8 sequences of 1,024 tokens)"
@@ -274,8 +268,16 @@ def residual(streams: dict[str, list[float]]) -> None:
     curves("residual", title, "depth (fraction of the layers)", "standard deviation of the stream", lines)
 
 
-def schedules(recipes: dict[str, tuple], lengths: dict[str, tuple]) -> None:
-    """Rates over their peak {label: (steps, rates)}: of recipes, and of wsd runs of several lengths."""
+def schedules(rate: Callable, recipes: dict, lengths: dict) -> None:
+    """Rates over their peak, of recipes and of wsd runs of several lengths {label: Config}, by rate(step, Config)."""
+
+    def line(config, length: int) -> tuple:
+        steps = np.unique(np.linspace(0, config.max_steps, 1000).astype(int))
+        return steps / length, [rate(step, config) / config.max_lr for step in steps]
+
+    longest = max(config.max_steps for config in lengths.values())
+    recipes = {name: line(config, config.max_steps) for name, config in recipes.items()}
+    lengths = {name: line(config, longest) for name, config in lengths.items()}
     title = "The schedules of two recipes (left); four wsd runs share a plateau, and each ends from it (right)"
     units = {"learning rate over its peak": recipes, "rate over its peak, four runs of wsd": lengths}
     side_by_side("recipes", title, "steps, as a fraction of the run", units)
@@ -313,22 +315,23 @@ def bits(formats: dict[str, tuple]) -> None:
         axes.grid(False)
 
 
-def gradients(labels: dict[str, np.ndarray]) -> None:
-    """How often each size occurs among the gradients {label: of any sign}."""
+def gradients(values: np.ndarray, lost: dict[float, float]) -> None:
+    """How often each size occurs among gradients of any sign, times each factor of {factor: fraction that is lost}."""
     title = "In FP16 over a third of these gradients are lost without the loss scale"
     with picture("fp16", title, "log2 of a gradient's size", "gradients") as axes:
-        for color, (label, values) in zip(GREYS, labels.items(), strict=False):
-            sizes = np.log2(np.maximum(np.abs(values), 2.0**-40))
-            axes.hist(sizes, 120, color=color, label=label)
+        for color, (factor, fraction) in zip(GREYS, lost.items(), strict=False):
+            sizes = np.log2(np.maximum(np.abs(values * factor), 2.0**-40))
+            axes.hist(sizes, 120, color=color, label=f"times {factor:,.0f}: {fraction:.1%} become zero")
         axes.axvline(-25, color="black", linestyle="--", label="below 2^-25 FP16 rounds to 0")
         axes.axvline(-14, color="black", linestyle=":", label="below 2^-14 FP16 loses precision")
         axes.legend(loc="upper left", fontsize=9.5)
 
 
-def attention(lengths: tuple[int, ...], kept: dict[str, list[float]]) -> None:
-    """MiB kept for the backward pass {name: for each length}."""
+def attention(kept: dict[int, dict[str, float]]) -> None:
+    """MiB kept for the backward pass {T: {name: MiB}}."""
     title = "The formula keeps memory that grows with the square of T, the kernel with T"
-    lines = {name: (lengths, mib) for name, mib in kept.items()}
+    names = next(iter(kept.values()))
+    lines = {name: (list(kept), [mib[name] for mib in kept.values()]) for name in names}
     unit = "kept for the backward pass (MiB, log)"
     curves("attention", title, "T (tokens, log)", unit, lines, xscale="log", yscale="log")
 
@@ -349,20 +352,20 @@ def ladder(speeds: dict[str, float]) -> None:
         bars(axes, speeds)
 
 
-def undone(columns: dict[str, dict[str, list]]) -> None:
-    """A panel for each column, with the points {change: [difference of each seed]} and a bar at their mean."""
+def undone(over: dict[str, list]) -> None:
+    """Two panels, with the points {change: [(early, late) of each seed]} and a bar at their mean."""
     title = "By the end of an epoch only shuffling still matters much (a circle is a seed)"
     unit = "validation loss less the recipe's (nats)"
-    with picture("undone", title, unit, height=4.2, grid=(1, len(columns))) as panels:
-        for axes in panels[1:]:
-            axes.sharex(panels[0])
-        for axes, (name, rows) in zip(panels, columns.items(), strict=True):
+    with picture("undone", title, unit, height=4.2, grid=(1, 2)) as panels:
+        panels[1].sharex(panels[0])
+        for i, (axes, name) in enumerate(zip(panels, ("after 200 steps", "after an epoch of 718"), strict=True)):
             axes.set_title(name, fontsize=10)
-            for y, over in enumerate(rows.values()):
-                axes.plot(over, [y] * len(over), "o", color="white", markeredgecolor="black", markersize=7)
-                axes.plot(np.mean(over), y, "|", color="black", markersize=16, markeredgewidth=3)
+            for y, seeds in enumerate(over.values()):
+                points = [seed[i] for seed in seeds]
+                axes.plot(points, [y] * len(points), "o", color="white", markeredgecolor="black", markersize=7)
+                axes.plot(np.mean(points), y, "|", color="black", markersize=16, markeredgewidth=3)
             axes.axvline(0, color="black", linestyle=":")
-            axes.set_yticks(range(len(rows)), list(rows) if axes is panels[0] else [""] * len(rows))
+            axes.set_yticks(range(len(over)), list(over) if i == 0 else [""] * len(over))
             axes.invert_yaxis()
 
 

@@ -7,11 +7,13 @@
     heads = attention_weights(model, tokens)           # {"head 0 of block 0": (T, T)}
     strongest_heads(heads, words)                      # which of them attends most to four kinds of token
 
+    mib, y = kept_for_backward(attention, q, k, v)     # what autograd keeps of a call
+
 This file knows nothing of training or of figures.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -77,3 +79,16 @@ def strongest_heads(heads: dict[str, torch.Tensor], words: list[str]) -> dict[st
         head = max(heads, key=lambda name: share(heads[name]))
         found[kind] = head, share(heads[head]).item(), share(uniform).item()
     return found
+
+
+def kept_for_backward(function: Callable, *args) -> tuple[float, torch.Tensor]:
+    """(MiB of the tensors that autograd keeps for the backward pass of function(*args), what it returns)"""
+    sizes = {}
+
+    def keep(tensor):
+        sizes[tensor.data_ptr()] = tensor.nbytes  # a tensor that is kept twice counts once
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = function(*args)
+    return sum(sizes.values()) / 2**20, result
