@@ -9,12 +9,11 @@ A station is everything under a heading `## 5 ...`. Its Python blocks share thei
 stations have those of the blocks marked `shared`, which run first. A block is followed by its output:
 
     ```python              ```python slow      runs with --slow, or when its station is asked for
-    print(1 / 3)           ```python weights   runs if GPT-2's weights and vocabulary are in their caches
-    ```                    ```python out/a     runs if there is a file out/a
-    ```text                ```text within 5%   is compared with this tolerance, instead of 2%
-    0.3333                 ```text within 0.1  the same, but absolute: for differences near 0
-    ```                    ```text varies      its numbers are not compared: seconds
-                           ```text sampled     only the number of its lines is compared: what a model writes
+    print(1 / 3)           ```python out/a     runs if there is a file out/a
+    ```                    ```text within 5%   is compared with this tolerance, instead of 2%
+    ```text                ```text within 0.1  the same, but absolute: for differences near 0
+    0.3333                 ```text varies      its numbers are not compared: seconds
+    ```                    ```text sampled     only the number of its lines is compared: what a model writes
 
 Integers must be equal; numbers with a decimal point within 2%, or one unit of the last digit; rounding errors such as
 3.1e-08 within a factor of ten. Blocks draw in out/pictures/. A picture there is compared with the one of that name in
@@ -97,8 +96,6 @@ def main() -> None:
         raise UserError(f"{config.page} has no station {config.station}; it has {len(stations) - 1}")
     os.chdir(ROOT)
     allowed = {"slow"} if config.slow or config.station else set()
-    if any("weights" in block.marks for station in wanted for block in station.blocks) and has_gpt2():
-        allowed |= {"weights"}
     names = shared_names(stations, path, config)
     found = Counter()
     for station in wanted:
@@ -149,7 +146,7 @@ def run_station(station: Station, names: dict, path: Path, allowed: set, config:
         if config.write and not problem:
             record(path, block, printed, drawn)
             continue
-        if not problem and (block.printed is not None or "weights" not in block.marks):
+        if not problem:
             problem = difference(block.printed or "", printed, block.how)
         for picture in drawn:
             problem = problem or difference_of_pictures(picture, block.how)
@@ -193,18 +190,6 @@ def record(path: Path, block: Block, printed: str, drawn: list[Path]) -> None:
             break
     for picture in drawn:
         replace_file(KEPT / picture.name, picture.read_bytes())
-
-
-def has_gpt2() -> bool:
-    """Whether GPT-2's weights are in the hub's cache, and its vocabulary can be opened."""
-    from huggingface_hub import try_to_load_from_cache
-
-    from bpe.tokenizer import Tokenizer
-
-    try:
-        return isinstance(try_to_load_from_cache("gpt2", "model.safetensors"), str) and bool(Tokenizer.load("gpt2"))
-    except (ValueError, OSError):
-        return False
 
 
 # -------------------------------------------------------------------------------------------------------- a block
