@@ -40,6 +40,7 @@ TINY += " --eval_interval 50 --sample_interval 0 --dtype float32 --device cpu --
 
 def python(words: str) -> str:
     """What `python words` prints."""
+    RUNS.mkdir(parents=True, exist_ok=True)
     return subprocess.run([sys.executable, *shlex.split(words)], check=True, capture_output=True, text=True).stdout
 
 
