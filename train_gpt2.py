@@ -243,13 +243,13 @@ def open_data(config: Config, shape: GPTConfig, checkpoint: Path | None, rt: Run
             if Path(config.data, "tokenizer.json").exists():
                 remedy = f"write shards with its tokenizer: fineweb.py --tokenizer {base}"
             raise UserError(f"{config.data} has other tokens than --init_from {base}; {remedy}")
-    order = Batches(shards.train, config.sequence_length, config.seed, config.shuffle, rt.rank, rt.world_size)
+    batches = Batches(shards.train, config.sequence_length, config.seed, config.shuffle, rt.rank, rt.world_size)
     token_bytes = torch.from_numpy(shards.tokenizer.token_bytes()).to(rt.device)
     task = open_hellaswag(config.hellaswag_data, shards, shape, rt) if config.hellaswag_interval else None
-    passes = config.max_steps * config.total_batch_size / config.sequence_length / order.n_windows
+    passes = config.max_steps * config.total_batch_size / config.sequence_length / batches.n_windows
     about = f"data: {len(shards.train):,} training tokens, read {passes:.2g} times"
     rt.print(f"{about}; {len(shards.val):,} to validate")
-    return Data(shards, order, token_bytes, task)
+    return Data(shards, batches, token_bytes, task)
 
 
 def open_hellaswag(data: str, shards: Shards, shape: GPTConfig, rt: Runtime) -> hellaswag.Task | None:
