@@ -14,7 +14,8 @@ products, else 4. In bytes, with AdamW:
     activations  B T L C (2 r + 14 e). For its backward pass a block keeps of each token the inputs of two norms (2 r);
                  those of four matrices (1 + 1 + 1 + 4), q, k and v (3), and the input of GELU (4). Naive attention
                  keeps B T L (H T e + C e) more. With --activation_checkpointing a block keeps its input alone,
-                 B T L C r, and one block at a time all of this
+                 B T L C r; one block at a time has all of this, after the loss. The larger of both counts, and the
+                 sum of both if the model is sharded: then weights are gathered and gradients scattered meanwhile
     loss         of the n positions whose logits exist at once (parts/loss.py): e n V on a GPU, 8 n V elsewhere; 8 V C
                  for the gradient of the table, which is scaled in a copy; B T C (4 + 2 e) for the last hidden states.
                  On one rank activations and this are 4 N at least, since a compiled backward pass has the gradients of
@@ -23,7 +24,7 @@ products, else 4. In bytes, with AdamW:
                  where this is more than the forward and backward pass take
 
 The sum is the peak of a compiled run, within 10% of PyTorch's allocator (tests/fake_gpu); an eager one keeps the inputs
-of norms in fp32, which makes up to 12% more. A trial
+of norms in fp32, which makes up to 12% more. An eager GPT-2 XL, sharded and recomputed, took a fifth more. A trial
 (`--micro_batch_size 0`) measures the rest: dropout masks, fp16, what is not compiled. The device's context (0.5 GB on
 CUDA) is not counted; 5% are left for it and for fragmentation.
 
@@ -176,12 +177,15 @@ def needs(shape: GPTConfig, layout: Layout, n_sequences: int) -> dict[str, int]:
     a_block = (2 * r + 14 * e) * C  # of each token
     if shape.attention == "naive":
         a_block += e * (shape.n_head * T + C)
-    kept = L * r * C + a_block if layout.checkpointing else L * a_block
     n_tokens = n_sequences * T
-    activations = n_tokens * kept
+    activations = n_tokens * L * (r * C if layout.checkpointing else a_block)
     n_positions = min(n_tokens, chunk_size(n_tokens, V, layout.device))
     logits = (e if on_gpu else 8) * n_positions * V
     loss = logits + 8 * V * C + n_tokens * (4 + 2 * e) * C
+    if layout.checkpointing and layout.shard == "none":
+        loss = max(loss, n_tokens * a_block)
+    elif layout.checkpointing:
+        activations += n_tokens * a_block
     found = resident | dict(activations=activations, loss=loss)
     if layout.ranks == 1:
         found["loss"] = max(loss, 4 * N - activations)
