@@ -338,7 +338,7 @@ def evaluate(
     )
     training = model.training
     model.eval()
-    with rt.autocast(), bar:
+    with rt.autocast(cache=True), bar:
         for batch in batches(packed, batch_tokens):
             inputs, scored = collate(batch)
             logit_positions, targets, ending_ids = scored

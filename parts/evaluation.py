@@ -28,7 +28,7 @@ def validate(
     # sums over millions of tokens need fp64, which MPS does not have
     device = "cpu" if rt.device.type == "mps" else rt.device
     totals = torch.zeros(3, dtype=torch.float64, device=device)
-    with torch.no_grad(), rt.autocast():
+    with torch.no_grad(), rt.autocast(cache=True):
         for micro_batch in batches:
             targets = micro_batch[1]
             nats = module(*micro_batch, n_targets=1)  # the sum, not the mean
@@ -51,7 +51,7 @@ def complete(model, tokenizer, prompts: list[str], max_tokens: int, rt: Runtime,
     generator = torch.Generator(rt.device).manual_seed(seed)
     ids = [tokenizer.encode_ordinary(prompt) or [eot or 0] for prompt in prompts]
     options |= dict(stop_token=eot, suppress_tokens=tokenizer.unused_ids(model.config.vocab_size))
-    with rt.autocast():
+    with rt.autocast(cache=True):
         steps = generate(model, ids, max_tokens, generator=generator, **options)
         try:
             texts = list(zip(*steps, strict=True))  # from the tokens of each step to those of each prompt

@@ -14,8 +14,7 @@ products, else 4. In bytes, with AdamW:
     activations  B T L C (2 r + 14 e). For its backward pass a block keeps of each token the inputs of two norms (2 r);
                  those of four matrices (1 + 1 + 1 + 4), q, k and v (3), and the input of GELU (4). Naive attention
                  keeps B T L (H T e + C e) more. With --activation_checkpointing a block keeps its input alone,
-                 B T L C r; one block at a time has all of this, after the loss. The larger of both counts, and the
-                 sum of both if the model is sharded: then weights are gathered and gradients scattered meanwhile
+                 B T L C r; one block at a time has all of this, after the loss, so that the larger of both counts
     loss         of the n positions whose logits exist at once (parts/loss.py): e n V on a GPU, 8 n V elsewhere; 8 V C
                  for the gradient of the table, which is scaled in a copy; B T C (4 + 2 e) for the last hidden states.
                  On one rank activations and this are 4 N at least, since a compiled backward pass has the gradients of
@@ -24,7 +23,7 @@ products, else 4. In bytes, with AdamW:
                  where this is more than the forward and backward pass take
 
 The sum is the peak of a compiled run, within 10% of PyTorch's allocator (tests/fake_gpu); an eager one keeps the inputs
-of norms in fp32, which makes up to 12% more. An eager GPT-2 XL, sharded and recomputed, took a fifth more. A trial
+of norms in fp32, which makes up to 12% more. A model is whole on each rank, 4 N, before it is sharded. A trial
 (`--micro_batch_size 0`) measures the rest: dropout masks, fp16, what is not compiled. The device's context (0.5 GB on
 CUDA) is not counted; 5% are left for it and for fragmentation.
 
@@ -182,10 +181,8 @@ def needs(shape: GPTConfig, layout: Layout, n_sequences: int) -> dict[str, int]:
     n_positions = min(n_tokens, chunk_size(n_tokens, V, layout.device))
     logits = (e if on_gpu else 8) * n_positions * V
     loss = logits + 8 * V * C + n_tokens * (4 + 2 * e) * C
-    if layout.checkpointing and layout.shard == "none":
+    if layout.checkpointing:
         loss = max(loss, n_tokens * a_block)
-    elif layout.checkpointing:
-        activations += n_tokens * a_block
     found = resident | dict(activations=activations, loss=loss)
     if layout.ranks == 1:
         found["loss"] = max(loss, 4 * N - activations)

@@ -93,10 +93,15 @@ class Runtime:
 
     # ---- the forward pass
 
-    def autocast(self):
+    def autocast(self, cache: bool = False):
         """The context of every forward pass: matrix products in `dtype`. LayerNorm stays in fp32, softmax on a GPU too;
-        on a CPU it is in `dtype`. For the residual stream see `residual_dtype` in model.py."""
-        return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
+        on a CPU it is in `dtype`. For the residual stream see `residual_dtype` in model.py.
+
+        `cache` keeps the weights in `dtype` until the context ends, for evaluations, which take many forward passes in
+        one. A training step casts each weight once: the copies would only take memory (3 GB for GPT-2 XL).
+        """
+        on = self.dtype != torch.float32
+        return torch.autocast(self.device.type, dtype=self.dtype, enabled=on, cache_enabled=cache)
 
     def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
         """The module as a loop calls it: on several ranks in DDP, which averages gradients over them."""
