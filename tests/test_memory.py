@@ -177,6 +177,19 @@ def test_a_block_keeps_what_the_formula_says_of_each_token(itemsize):
     assert found == pytest.approx(wanted, rel=0.05)
 
 
+def test_a_step_that_recomputes_keeps_no_16_bit_copy_of_a_weight():
+    rt = Runtime.setup("cpu", "bfloat16")
+    model = GPT(GPTConfig(**NARROW))
+    checkpoint_activations(model.transformer.h)
+    idx = torch.arange(4)[None]  # so few tokens that their activations are small
+    with LiveBytes(model.parameters()) as memory, rt.autocast():
+        before = memory.live
+        x = model.hidden(idx)
+        kept = memory.live - before
+    assert x.requires_grad
+    assert kept < model.transformer.h[0].mlp.c_fc.weight.numel() * 2
+
+
 def test_parameters_are_counted_as_the_model_has_them():
     with torch.device("meta"):
         model = GPT(GPTConfig(**M30))
