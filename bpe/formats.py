@@ -20,6 +20,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Collection, Iterable
+from functools import lru_cache
 from itertools import permutations
 from pathlib import Path
 
@@ -62,14 +63,22 @@ def save(tok, path: str | os.PathLike, model_max_length: int | None = None) -> N
         if model_max_length:
             config["model_max_length"] = model_max_length
         files[path.with_name("tokenizer_config.json")] = json.dumps(config, indent=2) + "\n"
-    files[path] = to_tokenizers(tok).to_str(pretty=True) + "\n"
-    with contextlib.suppress(ValueError):  # tiktoken has no form for these ids
-        lines = [f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in to_ranks(tok).items()]
-        files[path.with_suffix(".tiktoken")] = "".join(lines)
+    files |= zip((path, path.with_suffix(".tiktoken")), contents(tok), strict=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".tiktoken").unlink(missing_ok=True)  # an older one would belong to another tokenizer
     for file, content in files.items():
         file.write_text(content, encoding="utf-8", newline="\n")
+
+
+@lru_cache(maxsize=1)
+def contents(tok) -> list[str]:
+    """Of tokenizer.json and .tiktoken; of the first alone if tiktoken has no form for these ids. Remembered, since that
+    of GPT-2 takes a second, and every checkpoint has it."""
+    texts = [to_tokenizers(tok).to_str(pretty=True) + "\n"]
+    with contextlib.suppress(ValueError):
+        lines = [f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in to_ranks(tok).items()]
+        texts.append("".join(lines))
+    return texts
 
 
 # ---- tokenizer.json

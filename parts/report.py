@@ -45,6 +45,7 @@ class Report:
         self.rt = directory.rt
         self.config = config
         self.run_info = run_info
+        self._peak_flops = self.rt.peak_flops()
         self.name = self.out_dir.resolve().name
         self.records: Records = []
         self._report = self._close_tracker = None
@@ -116,8 +117,9 @@ class Report:
             return
         rate = n_targets / seconds
         skipped = (old["skipped_steps"] for old in reversed(self.records) if "skipped_steps" in old)  # newest first
-        peak = self.rt.peak_flops()
-        mfu = rate * self.run_info.get("flops_per_token", 0) / peak if peak else 0
+        mfu = 0
+        if self._peak_flops:
+            mfu = rate * self.run_info.get("flops_per_token", 0) / self._peak_flops
         record = {
             "step": step,
             "kind": "train",

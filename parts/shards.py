@@ -149,7 +149,7 @@ def data_tokenizer(directory: Path, tokenizer: str) -> Tokenizer:
     name = tokenizer_of(directory, tokenizer)
     tok = load_tokenizer(name)
     own = directory / "tokenizer.json"
-    beside = load_tokenizer(str(own)) if own.exists() else tok
+    beside = load_tokenizer(str(own)) if own.exists() and name != str(own) else tok
     written = read_manifest(directory).get("tokenizer") or beside.fingerprint
     # one with further special tokens, such as [PAD], has the same ids for every text
     if tok.fingerprint == written or beside.fingerprint == written and beside.same_ids(tok):
