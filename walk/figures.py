@@ -11,19 +11,24 @@ of everything that it shows, for walk/run.py to compare with those of the pictur
 models, only of numbers.
 """
 
+import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from xml.sax.saxutils import escape
 
 import numpy as np
 from matplotlib.figure import Figure
 from PIL import Image, PngImagePlugin
 
-from bpe.try_tokenizer import draw_svg, split_up
+from bpe import try_tokenizer
 from parts.curves import CHANCE, COLORS, PUBLISHED, draw
 from walk.run import PICTURES
 
 WIDTH = 9  # inches, at 100 dots
+COLUMNS = 96  # of tokens.svg: Latin letters in a row
+COLUMN = 9  # pixels of a letter
+ROW = 24  # pixels of a row
 GREYS = ("#1b4f72", "#e69f00", "#b7d7ea", "#7f7f7f", "#f4e3b5")  # dark and light in turn, so that grey tells them apart
 
 
@@ -171,8 +176,43 @@ def boxes(axes, title: str, places: dict[str, tuple], arrows: list[tuple]) -> No
 
 def tokens(tokenizers: dict, sentences: tuple[str, ...]) -> None:
     """The tokens of each sentence in each tokenizer {name: tokenizer}, as an SVG."""
-    rows = [split_up(name, tok, sentence) for sentence in sentences for name, tok in tokenizers.items()]
-    draw_svg(rows, asset("tokens.svg"))
+    rows = []
+    for sentence in sentences:
+        for name, tok in tokenizers.items():
+            rows.append(try_tokenizer.split_up(name, tok, sentence))
+    asset("tokens.svg").write_text(svg_of(rows), encoding="utf-8")
+
+
+def svg_of(results: list[tuple[str, list[str]]]) -> str:
+    """Tokens as coloured boxes. The viewer's own fonts draw the letters, so none has to be installed here."""
+    colors = try_tokenizer.COLORS
+    parts = []
+    y = 20  # the baseline of a line of text
+    for title, pieces in results:
+        parts.append(f'<text x="0" y="{y}" font-weight="bold" font-family="sans-serif">{escape(title)}</text>')
+        x = 0
+        y += 26
+        for i, piece in enumerate(pieces):
+            w = width(piece) * COLUMN
+            if x and x + w > COLUMNS * COLUMN:
+                x = 0
+                y += ROW
+            box = f'x="{x}" y="{y - 16}" width="{w}" height="{ROW - 2}" fill="{colors[i % len(colors)]}" stroke="#fff"'
+            # textLength: East Asian fonts are not exactly two columns wide
+            fit = f'x="{x}" y="{y}" textLength="{w}" lengthAdjust="spacingAndGlyphs"'
+            parts.append(f"<rect {box}/><text {fit}>{escape(piece)}</text>")
+            x += w
+        y += 40
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-10 -4 {COLUMNS * COLUMN + 20} {y - 20}"'
+    style = 'width="900" font-family="monospace" font-size="15" style="background:#fff" xml:space="preserve">'
+    # as well as xml:space: some browsers follow only one of the two and would drop the space that a token begins with
+    lines = [f"{head} {style}", "<style>text { white-space: pre }</style>", *parts, "</svg>\n"]
+    return "\n".join(lines)
+
+
+def width(text: str) -> int:
+    """Columns of a text in a fixed-width font, in which East Asian characters take two."""
+    return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
 
 
 def vocabulary(lines: dict[str, tuple]) -> None:
@@ -206,8 +246,8 @@ def run(log: list[dict]) -> None:
     runs("run", "The curve of a run: in its first epoch training and validation are one line", {"tiny": log})
 
 
-def changed_runs(lines: dict[str, tuple]) -> None:
-    title = "More epochs gain more than any other change here"
+def epochs(lines: dict[str, tuple]) -> None:
+    title = "Two and four epochs end lower than one"
     curves("runs", title, "step", "validation loss (nats per token)", lines)
 
 
