@@ -32,7 +32,7 @@ from parts.data import (
     summary,
 )
 from parts.documents import decode, documents, readable
-from parts.files import exclusive_lock, flush, sha256, write_atomically
+from parts.files import errors_name, exclusive_lock, flush, sha256, write_atomically
 
 TRAIN_FRACTION = 0.9  # of a text's characters; the rest is the validation split
 LARGEST_TEXT = 10**9  # bytes of a .txt; its tokens take ten times as many, as Python's numbers
@@ -328,7 +328,7 @@ class Writer:
         split = "train" if shards else "val"
         path = self.out_dir / f"{shard_name(self.out_dir)}_{split}_{len(shards):06d}.npy"
         part = path.with_name(f".{path.name}.tmp")
-        with open(part, "wb") as f:
+        with errors_name(path), open(part, "wb") as f:
             np.save(f, tokens)
         flush(part)
         shards.append(dict(file=path.name, tokens=len(tokens), sha256=sha256(part)))
