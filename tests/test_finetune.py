@@ -17,12 +17,13 @@ from bpe.tokenizer import Tokenizer
 from parts import chat
 from parts.checkpoint import load_model, save_model, set_newer_aside
 from parts.conversations import Example, encode_rows, messages_of, micro_batches
-from parts.lora import TARGETS, load_adapter
+from parts.lora import TARGETS, load_adapter, read_adapter, weights_sha256
 from tests.conftest import Door
 from tests.finetuning import ROWS, adapted, distance, said, small_gpt
 from tests.helpers import (
     arguments,
     assert_changes_take_effect,
+    assert_refused,
     column,
     files_of,
     log_of,
@@ -134,6 +135,16 @@ def test_finetuning_lowers_the_validation_loss_and_leaves_what_it_should(finetun
     if r:
         loaded = [load_adapter(load_model(str(base / "base")), path) for path in (run_dir, run_dir / "adapter")]
         assert distance(*loaded) == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_adapter_knows_its_base_and_refuses_another_of_the_same_shapes(finetune, base, run_dir, dtype):
+    """In whichever precision the base was frozen."""
+    finetune(max_steps=1, eval_interval=0, dtype=dtype)
+    own = weights_sha256(load_model(str(base / "base")))
+    for adapter in (run_dir / "step_000001", run_dir / "adapter"):
+        assert read_adapter(adapter).base_sha256 == own
+        assert_refused("on another base", load_adapter, small_gpt(seed=1, n_positions=128), adapter)
 
 
 @pytest.mark.parametrize("options", [dict(), dict(lora_dim=0), dict(lora_dropout=0.2)])
