@@ -14,12 +14,14 @@ from torch.nn import functional as F
 
 import lora_finetune as lf
 from bpe.tokenizer import Tokenizer
+from model import GPT
 from parts import chat
 from parts.checkpoint import load_model, save_model, set_newer_aside
 from parts.conversations import Example, encode_rows, messages_of, micro_batches
 from parts.lora import TARGETS, load_adapter, read_adapter, weights_sha256
 from tests.conftest import Door
-from tests.finetuning import ROWS, adapted, distance, said, small_gpt
+from tests.finetuning import ROWS, adapted, distance, said, save_adapter, small_gpt
+from tests.finetuning import logits as logits_of
 from tests.helpers import (
     arguments,
     assert_changes_take_effect,
@@ -184,6 +186,23 @@ def test_a_merged_directory_is_a_plain_model_for_transformers(finetune, base, tm
     result = finetune(adapter=run_dir, merge=tmp_path / "again", lora_dim=None)
     assert "logits differ by at most" in result.stdout
     assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "merged/model.safetensors").read_bytes()
+
+
+def test_the_difference_that_a_merge_prints_is_that_of_the_written_model(finetune, base, tmp_path, monkeypatch):
+    """From base and adapter, on the ids that the script compares them on."""
+    model = adapted(load_model(str(base / "base")))
+    adapter = save_adapter(model, tmp_path / "adapter")
+    compared = []
+    forward = GPT.forward
+    monkeypatch.setattr(GPT, "forward", lambda self, idx: compared.append(idx) or forward(self, idx))
+    result = finetune(adapter=adapter, merge=tmp_path / "merged", lora_dim=None)
+    [idx, again] = compared
+    assert torch.equal(idx, again)
+    merged = load_model(str(tmp_path / "merged"))
+    difference = (logits_of(merged, idx) - logits_of(model, idx)).abs().max().item()
+    assert 0 < difference < 1e-4
+    [printed] = re.findall(r"logits differ by at most (\S+)", result.stdout)
+    assert float(printed) == pytest.approx(difference, rel=0.05)  # two digits
 
 
 def test_what_is_written_is_spoken_to_in_the_form_that_was_trained(finetune, tmp_path, small_tokenizer):
