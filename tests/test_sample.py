@@ -18,13 +18,17 @@ from tests.helpers import arguments, assert_user_error
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory, small_tokenizer):
-    """A model directory, and an adapter for it."""
+    """A model directory, an adapter for it, and the model padded with ids that are no token and likelier than any."""
     path = tmp_path_factory.mktemp("base")
     model = small_gpt(n_positions=128)
     embedding = model.transformer.wte.weight.data
     embedding *= 10  # as after training: some tokens are much likelier than others
     model.transformer.ln_f.bias.data += 1.2 * embedding[small_tokenizer.eot_token]  # some texts end early
     save_model(path / "base", model, small_tokenizer)
+    padded = small_gpt(n_positions=128, vocab_size=len(small_tokenizer) + 64)
+    rows = torch.cat([embedding, 9 * embedding[:64]])
+    padded.load_state_dict(model.state_dict() | {"transformer.wte.weight": rows, "lm_head.weight": rows})
+    save_model(path / "padded", padded, small_tokenizer)
     save_adapter(adapted(model), path / "adapter")
     return path
 
@@ -33,11 +37,11 @@ def base(tmp_path_factory, small_tokenizer):
 def run(base, inline, monkeypatch):
     """Call the script in this process: run("a prompt", temperature=0, ...)."""
 
-    def call(*words, stdin: bytes | None = None, **options):
+    def call(*words, model: str = "base", stdin: bytes | None = None, **options):
         options = dict(max_new_tokens=8, dtype="float32", device="cpu") | options
         if stdin is not None:
             monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        return inline(sample.main, base / "base", *arguments(**options), *words)
+        return inline(sample.main, base / model, *arguments(**options), *words)
 
     return call
 
@@ -162,6 +166,15 @@ def test_a_terminal_shows_control_characters_and_does_not_obey_them(run, monkeyp
         run(prompt, max_new_tokens=0, num_samples=number)
         assert "a\\x1b[2Jb\n\tc\n" in terminal.getvalue()
         assert "\x1b" not in terminal.getvalue()
+
+
+@pytest.mark.parametrize("way", [dict(), dict(num_samples=2), dict(chat=True, stdin=b"\n")], ids=str)
+def test_an_id_without_a_token_is_never_printed_however_likely(run, base, small_tokenizer, way):
+    ids = torch.tensor([small_tokenizer.encode("The sea")])
+    assert GPT.from_pretrained(str(base / "padded"))(ids)[0, -1].argmax() >= len(small_tokenizer)
+    expected = run("The sea", temperature=0, **way).stdout
+    assert run("The sea", model="padded", temperature=0, **way).stdout == expected
+    assert run("The sea", model="padded", top_k=0, **way).returncode == 0
 
 
 def test_a_model_that_overflows_is_one_line(base, tmp_path, small_tokenizer, inline):
