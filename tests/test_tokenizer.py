@@ -9,6 +9,7 @@ import pickle
 import random
 import subprocess
 import sys
+import tracemalloc
 from collections import Counter
 from itertools import chain, pairwise
 
@@ -141,6 +142,22 @@ def test_processes_count_what_one_process_counts(monkeypatch):
     assert merges[0] == merges[1] == merges[2]
     assert gc.isenabled()
     assert [process.returncode for process in started] == [0, 0]  # besides this one; and they have ended
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_memory_does_not_grow_with_the_number_of_texts_that_hold_the_same_words(workers):
+    words = [" " + "".join(random.Random(n).choices("abcdefghij", k=60)) for n in range(50)]
+
+    def peak(n_texts: int) -> int:
+        texts = ("".join(words[n % 50 :] + words[: n % 50]) * 14 for n in range(n_texts))  # 43 kB each
+        tracemalloc.start()
+        try:
+            Tokenizer.train(texts, 300, workers=workers, block=10_000)
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    assert peak(100) < 1.5 * peak(10)
 
 
 def test_a_quarter_of_a_million_letters_without_a_space():
