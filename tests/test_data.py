@@ -3,6 +3,9 @@ that change while they are read."""
 
 import errno
 import os
+import tracemalloc
+from collections import deque
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -123,6 +126,22 @@ def test_what_is_read_is_no_memory_of_the_process(tmp_path):
     stream = open_stream(tmp_path)
     list(training_batches(Batches(stream, 1024, 1, True), 8, 0, 256, 8))
     assert "x_train_000000.npy" not in Path("/proc/self/maps").read_text()
+
+
+def test_many_batches_take_no_more_memory_than_a_few(tmp_path):
+    write_shards(tmp_path, (40_000, 20_000))
+    batches = Batches(open_stream(tmp_path), T, 1, True)
+    steps = training_batches(batches, 64, 0, 400, 16)  # almost seven epochs
+    tracemalloc.start()
+    try:
+        size = sum(windows.nbytes for windows in next(steps))
+        deque(islice(steps, 2 * batches.n_windows // 64 - 1), maxlen=0)  # two epochs, whose orders are kept
+        before = tracemalloc.get_traced_memory()[0]
+        deque(steps, maxlen=0)
+        grown = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert grown < size
 
 
 # --------------------------------------------------------------------------------------- a file that changes under us
