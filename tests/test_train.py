@@ -15,6 +15,7 @@ import torch
 
 import hellaswag
 import train_gpt2
+from bpe.formats import ENDOFTEXT
 from bpe.tokenizer import Tokenizer
 from hellaswag import LOGGED
 from model import GPT
@@ -31,6 +32,7 @@ from tests.helpers import (
     log_of,
     losses,
     n_logged,
+    prose,
     read_json,
     read_lines,
     slow,
@@ -77,6 +79,21 @@ def test_a_run_learns_and_leaves_everything_that_it_should(finished):
     memory = float(re.search(r" ([\d.]+) GiB at the peak", result.stdout)[1])
     assert memory == pytest.approx(train[-1]["memory_gib"], rel=0.3)
     assert subprocess.run(["sha256sum", "-c", "--quiet", SUMS], cwd=run / "step_000040").returncode == 0
+
+
+def test_a_checkpoint_of_a_run_opens_in_transformers_with_the_same_ids_and_logits(train, run_dir):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    train(max_steps=2, eval_interval=0, sample_interval=0)
+    checkpoint = run_dir / "step_000002"
+    text = f"{ENDOFTEXT}x  = 1\n中文 👍🏽 {prose(40)}"
+    ids = Tokenizer.load(checkpoint).encode(text, allowed_special="all")
+    assert AutoTokenizer.from_pretrained(checkpoint)(text)["input_ids"] == ids
+    idx = torch.tensor([ids[:32], ids[-32:]])
+    with torch.no_grad():
+        ours = GPT.from_pretrained(checkpoint).eval()(idx)
+        theirs = AutoModelForCausalLM.from_pretrained(checkpoint).eval()(idx).logits
+    assert (ours - theirs).abs().max() < 1e-4
 
 
 def test_bits_per_byte_is_the_loss_of_the_whole_text_over_its_bytes(finished):
