@@ -232,10 +232,20 @@ def test_a_step_with_a_non_finite_gradient_changes_no_weight(train, run_dir, mon
     assert column(run_dir, "train", "skipped") == [None, None, True]
 
 
-def test_a_batch_has_the_same_loss_and_gradient_in_micro_batches_of_any_size(train, tmp_path):
+def test_a_batch_has_the_same_loss_and_gradient_in_micro_batches_of_any_size(train, tmp_path, monkeypatch):
     options = dict(max_steps=3, eval_interval=0, sample_interval=0, checkpoint_interval=0)
+    gradients = []
+    measure = torch.nn.utils.get_total_norm
+
+    def noted(grads):
+        gradients.append(torch.cat([grad.flatten() for grad in grads]))
+        return measure(grads)
+
+    monkeypatch.setattr(torch.nn.utils, "get_total_norm", noted)
     for size in (1, 8):
         train(out=f"micro-{size}", micro_batch_size=size, **options)
+    for one, eight in zip(gradients[:3], gradients[3:], strict=True):  # of the three steps
+        assert (one - eight).norm() < 1e-5 * eight.norm()
     for name in ("loss", "grad_norm"):
         one, eight = (column(tmp_path / f"micro-{size}", "train", name) for size in (1, 8))
         assert one == pytest.approx(eight, rel=1e-5)
