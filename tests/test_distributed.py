@@ -115,6 +115,8 @@ def assert_as_alone(folder, n: int, name: str) -> None:
     ranks = ranks_of(folder / f"{n}-{name}")
     assert len({rank["checksum"] for rank in ranks}) == 1
     assert len({seed for rank in ranks for seed in rank["seeds"]}) == 10 * n  # dropout of every step and rank differs
+    tokens = [step * STEP["total_batch_size"] for step in range(1, 11)]  # of all ranks
+    assert column(folder / f"{n}-{name}", "train", "tokens") == tokens
 
 
 # ---- one process, two and three ranks
