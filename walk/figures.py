@@ -386,12 +386,6 @@ def peak(speeds: dict[str, float], percent: dict[str, float]) -> None:
         panels[1].set(xlabel="of the format's peak (%)", yticklabels=[])
 
 
-def ladder(speeds: dict[str, float]) -> None:
-    title = "On two cores of a Xeon without instructions for bf16, bf16 is a quarter as fast as fp32"
-    with picture("ladder", title, "times the speed of fp32 by hand") as axes:
-        bars(axes, speeds)
-
-
 def undone(over: dict[str, list]) -> None:
     """Two panels, with the points {change: [(early, late) of each seed]} and a bar at their mean."""
     title = "By the end of an epoch only shuffling still matters much (a circle is a seed)"
