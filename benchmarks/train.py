@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice, product
 from pathlib import Path
 
 import numpy as np
@@ -76,9 +77,11 @@ def recipes(rt: Runtime) -> list[Rung]:
 
 
 def write_random_shards(folder: Path, shape: dict, batch_size: int) -> None:
-    """Shards of random tokens, and a tokenizer that needs no download: nothing decodes them."""
+    """Shards of random tokens, and a tokenizer with as many, which needs no download: nothing encodes or decodes."""
     rng = np.random.default_rng(0)
     n_tokens = batch_size * shape["n_positions"] + 1
     for name in ("random_val_000000.npy", "random_train_000001.npy"):
         np.save(folder / name, rng.integers(shape["vocab_size"], size=n_tokens, dtype=np.uint16))
-    Tokenizer.train(["no merges"], 257).save(folder / "tokenizer.json")
+    single = [bytes([i]) for i in range(256)]
+    n_merges = shape["vocab_size"] - 257  # besides the bytes and <|endoftext|>
+    Tokenizer(list(islice(product(single, single), n_merges))).save(folder / "tokenizer.json")
