@@ -23,9 +23,10 @@ products, else 4. In bytes, with AdamW:
                  where this is more than the forward and backward pass take
 
 The sum is the peak of a compiled run, within 10% of PyTorch's allocator (tests/fake_gpu); an eager one keeps the inputs
-of norms in fp32, which makes up to 12% more. A model is whole on each rank, 4 N, before it is sharded. A trial
-(`--micro_batch_size 0`) measures the rest: dropout masks, fp16, what is not compiled. The device's context (0.5 GB on
-CUDA) is not counted; 5% are left for it and for fragmentation.
+of norms in fp32, which makes up to 12% more, or, recomputed on one rank, up to a sixth less, since its gradients are
+added one by one. A model is whole on each rank, 4 N, before it is sharded. A trial (`--micro_batch_size 0`) measures
+the rest: dropout masks, fp16, what is not compiled. The device's context (0.5 GB on CUDA) is not counted; 5% are left
+for it and for fragmentation.
 
 This file runs no training and opens no run: it computes without a device, and reads only the sizes of data and disk.
 """
