@@ -262,8 +262,16 @@ def difference_of_pictures(drawn: Path, how: tuple[str, ...]) -> str:
         return "" if drawn.read_bytes() == kept.read_bytes() else f"another walk/{drawn.name} was drawn"
     old = Image.open(kept).text
     new = Image.open(drawn).text
-    problem = difference(*(f"{text['Title']}\n{text['Data']}" for text in (old, new)), how)
+    texts = [f"{text['Title']}\n{text['Data']}" for text in (old, new)]
+    if "within" in how and "%" not in how[-1]:  # an absolute tolerance is one of values, not of fractions of a scale
+        texts = [re.sub(r"(\S+) x \((.*?)\)", scaled, text) for text in texts]
+    problem = difference(*texts, how)
     return problem and f"in walk/{drawn.name} {problem}"
+
+
+def scaled(found: re.Match) -> str:
+    """`-1.00 0.50` of `2 x (-0.5, 0.25)`."""
+    return " ".join(f"{float(found[1]) * float(fraction):.5f}" for fraction in found[2].split(","))
 
 
 if __name__ == "__main__":
