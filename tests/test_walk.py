@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 from tests.helpers import ROOT
 from walk import figures, run
@@ -105,6 +105,20 @@ def test_numbers_agree_within_what_processors_differ_by_and_the_page_says_what_m
 @pytest.mark.parametrize("how, shown, printed", DIFFERENT)
 def test_what_differs_by_more_is_named(how, shown, printed):
     assert run.difference(shown, printed, tuple(how.split())) != ""
+
+
+@pytest.mark.parametrize("drawn, same", [("0.018 x (0.2, 1.0)", True), ("0.5 x (0.7, 1.0)", False)])
+def test_an_absolute_tolerance_of_a_picture_is_one_of_its_values(tmp_path, monkeypatch, drawn, same):
+    """Noise changes the fractions of a small scale, and no value by more than the tolerance."""
+    monkeypatch.setattr(run, "KEPT", tmp_path / "kept")
+    for folder, data in ("kept", "0.02 x (0.7, 1.0)"), ("drawn", drawn):
+        (tmp_path / folder).mkdir()
+        info = PngImagePlugin.PngInfo()
+        info.add_text("Title", "a title")
+        info.add_text("Data", data)
+        Image.new("L", (1, 1)).save(tmp_path / folder / "x.png", pnginfo=info)
+    found = run.difference_of_pictures(tmp_path / "drawn/x.png", ("within", "0.2"))
+    assert (found == "") == same
 
 
 @pytest.fixture
