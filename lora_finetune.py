@@ -72,6 +72,7 @@ class Config:
     overwrite: bool = False  # rename an existing out_dir or --merge directory to DIR.1, or the next free number
     adapter: str = ""  # adapter to start from, ours or peft's; it sets rank, alpha, scaling and targets
     merge: str = ""  # directory for base and adapter merged into a plain model; with --adapter, merge without training
+    ignore_keys: tuple[str, ...] = ()  # keys of rows or messages that may mark some of them, and are not read
     # adapter
     lora_dim: Count = 8  # rank r of the adapter; 0 trains all weights instead
     lora_alpha: NonNegative = 0.0  # scale the adapter's output by alpha / r; 0 for alpha = 2 r
@@ -227,7 +228,7 @@ def open_data(config: Config, shape: GPTConfig, rt: Runtime) -> Data:
             f"{config.base} has a context of {shape.n_positions} tokens, less than --sequence_length {T}; "
             f"give {shape.n_positions} or less"
         )
-    rows = rt.broadcast_from_main(lambda: load_rows(config.data))
+    rows, not_read = rt.broadcast_from_main(lambda: load_rows(config.data, config.ignore_keys))
     train_rows, val_rows = split_rows(rows, config.val_rows, config.seed)
     train_set, counts = encode_rows(train_rows, tokenizer, T)
     val_set, counts_val = encode_rows(val_rows, tokenizer, T)
@@ -237,6 +238,8 @@ def open_data(config: Config, shape: GPTConfig, rt: Runtime) -> Data:
             f"correct the rows, or give a larger --sequence_length than {T}"
         )
     rt.print(f"data: {len(rows):,} rows: {len(train_set):,} examples to train on, {len(val_set):,} to validate")
+    if not_read:
+        rt.print(f"  not read: {not_read}")
     if n_empty := counts["empty"] + counts_val["empty"]:
         rt.print(f"  {counted(n_empty, 'row')} with an empty message or no answer, skipped")
     if n_long := counts["long"] + counts_val["long"]:

@@ -80,7 +80,8 @@ def choose_rows(data: str, tokenizer: Tokenizer, max_length: int) -> tuple[list[
     """The first rows, in a random order, that become one example each, and these examples."""
     rows = []
     examples = []
-    shuffled, _ = split_rows(load_rows(data)[:2000], 0, 0)
+    conversations, _ = load_rows(data)
+    shuffled, _ = split_rows(conversations[:2000], 0, 0)
     for row in shuffled:
         found, _ = encode_rows([row], tokenizer, max_length)
         if len(found) == 1:

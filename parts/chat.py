@@ -31,19 +31,6 @@ from parts.files import read_json
 START = "BEGINNING OF CONVERSATION: "
 USER = "USER: "
 ASSISTANT = " ASSISTANT:"
-ROLES = ("system", "user", "assistant")
-
-
-def check_messages(messages: list, where: str) -> None:
-    """Raises UserError for anything but a conversation."""
-    before = None
-    for message in messages if isinstance(messages, list) else [None]:
-        fine = isinstance(message, dict) and isinstance(message.get("content"), str)
-        if not fine or message.get("role") not in ROLES:
-            raise UserError(f"{where}: each message needs a role ({', '.join(ROLES)}) and content that is text")
-        if message["role"] == "assistant" and before != "user":
-            raise UserError(f"{where}: the assistant speaks after {before or 'nobody'}; it can only answer the user")
-        before = message["role"]
 
 
 def check_tokenizer(tokenizer: Tokenizer, base: str) -> None:

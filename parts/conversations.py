@@ -2,9 +2,8 @@
 
     row -> messages -> tokens, and which of them are answers -> examples of at most T tokens -> micro-batches
 
-- a row has instruction, input and output, or a chat as `messages`; add another format in `messages_of`. What else a
-  row says to a model is refused by name, in whichever of SAYS_MORE it stands: trained on without it, the row would
-  mean something else. Other keys, such as id, source or score, are nobody's words
+- a row has instruction, input and output, or a chat as `messages`; add another format in `messages_of`. Other keys are
+  counted, and a key that marks some rows or messages and not others is refused until a person says that it may be
 - an example is a conversation, or a window of a long one; only its answers are targets
 - a micro-batch holds examples of about one length, so that few of its tokens are padding
 - the global batch of a step is a function of seed and step, whatever the number of ranks and of interruptions
@@ -15,37 +14,42 @@ This file knows nothing of torch, models or devices. parts/chat.py defines how a
 import math
 import os
 import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from parts.chat import check_messages, clean, pieces
-from parts.cli import UserError
+from parts.chat import clean, pieces
+from parts.cli import UserError, counted
 from parts.data import IGNORED, permutation
 from parts.documents import file_rows, hub_rows
 
-# Keys of public formats that hold what somebody says: in rows (Alpaca with a system prompt and a history, ShareGPT,
-# preferences, questions with a context, calls of tools), and in a single message.
-SAYS_MORE = set(
-    "instruction input output messages system system_prompt history context knowledge conversation conversations "
-    "dialog dialogue turns prompt completion question query answer response chosen rejected tools functions images "
-    "image audio video thinking reasoning thought inputs targets target".split()
-)
-MESSAGE_SAYS_MORE = set(
-    "tool_calls tool_call_id function_call thinking reasoning reasoning_content images image audio video from value "
-    "text prefix".split()
-)
-COUNTS_LESS = {"weight", "train", "loss"}  # as numbers: 0 or false to read an answer and not to train on it
-WITHOUT_EFFECT = (None, "", [], {}, True, 1)  # as a value of such a key
+ROLES = ("system", "user", "assistant")
+INSTRUCTION = ("instruction", "input", "output")
 
 # -------------------------------------------------------------------------------------------------- rows to messages
 
 
-def load_rows(data: str) -> list[list[dict]]:
-    """The conversations of --data: a file, or the split `train` of a dataset on the hub. Raises UserError."""
+def load_rows(data: str, ignore_keys: Collection[str] = ()) -> tuple[list[list[dict]], str]:
+    """The conversations of --data, a file or the split `train` of a dataset on the hub; and which keys are not read,
+    "" if all are. Raises UserError, also for a key that `refuse_marks` finds."""
     rows = hub_rows(data, "train") if on_hub(data) else file_rows(data)
-    return [messages_of(row, f"row {number} of {data}") for number, row in enumerate(rows, start=1)]
+    conversations = [messages_of(row, f"row {number} of {data}") for number, row in enumerate(rows, start=1)]
+    unread = []
+    messages = {role: [] for role in ROLES}
+    for row in rows:
+        is_chat = row.get("messages") is not None
+        unread.append(without(row, ("messages",) if is_chat else INSTRUCTION))
+        for message in row["messages"] if is_chat else ():
+            messages[message["role"]].append(without(message, ("role", "content")))
+    refuse_marks(unread, "rows", data, ignore_keys)
+    for role, found in messages.items():
+        refuse_marks(found, f"messages of the {role}", data, ignore_keys)
+    of_rows = counts_of(unread, "row")
+    of_messages = counts_of(sum(messages.values(), []), "")
+    return conversations, "; ".join(filter(None, (of_rows, of_messages and f"in messages: {of_messages}")))
 
 
 def on_hub(data: str) -> bool:
@@ -55,38 +59,96 @@ def on_hub(data: str) -> bool:
 
 
 def messages_of(row, where: str) -> list[dict]:
-    """One row as messages. Raises UserError for a field that is missing or not text."""
+    """One row as messages of a role and content. Raises UserError for a field that is missing or not text."""
     if not isinstance(row, dict):
         raise UserError(f"{where} is a {type(row).__name__}; a row is an object with instruction, input and output")
     row = {field: value for field, value in row.items() if value is not None}  # null counts as absent
     if "messages" in row:
         check_messages(row["messages"], where)
-        for message in row["messages"]:
-            refuse_more(message, MESSAGE_SAYS_MORE, [], f"{where}: a message")
-        refuse_more(row, SAYS_MORE - {"messages"}, row["messages"], where)
-        return row["messages"]
+        return [dict(role=message["role"], content=message["content"]) for message in row["messages"]]
     said = {"input": ""} | row
-    fields = ("instruction", "input", "output")
-    for field in fields:
+    for field in INSTRUCTION:
         if not isinstance(said.get(field), str):
             raise UserError(f"{where}: {field} is missing or no text; rows have instruction, input, output or messages")
     user = " ".join(filter(None, (said["instruction"].strip(), said["input"].strip())))
-    messages = [dict(role="user", content=user), dict(role="assistant", content=said["output"])]
-    refuse_more(row, SAYS_MORE - {*fields}, messages, where)
-    return messages
+    return [dict(role="user", content=user), dict(role="assistant", content=said["output"])]
 
 
-def refuse_more(row: dict, keys: set[str], messages: list[dict], where: str) -> None:
-    """Raises UserError for one of `keys` in a row, unless it only repeats what is in the messages."""
-    repeated = [messages, *(message["content"].strip() for message in messages)]
-    for key, value in row.items():
-        said = value.strip() if isinstance(value, str) else value
-        matters = COUNTS_LESS if isinstance(value, int | float) else keys
-        if key.lower() in matters and said not in WITHOUT_EFFECT and said not in repeated:
+def check_messages(messages: list, where: str) -> None:
+    """Raises UserError for anything but a conversation."""
+    before = None
+    for message in messages if isinstance(messages, list) else [None]:
+        fine = isinstance(message, dict) and isinstance(message.get("content"), str)
+        if not fine or message.get("role") not in ROLES:
+            raise UserError(f"{where}: each message needs a role ({', '.join(ROLES)}) and content that is text")
+        if message["role"] == "assistant" and before != "user":
+            raise UserError(f"{where}: the assistant speaks after {before or 'nobody'}; it can only answer the user")
+        before = message["role"]
+
+
+# --------------------------------------------------------------------------------------------- keys that nothing reads
+
+
+def without(found: dict, read: tuple[str, ...]) -> dict:
+    """What a row or a message says besides the keys in `read`; an empty value says nothing."""
+    return {key: value for key, value in found.items() if key not in read and value not in (None, "", [], {})}
+
+
+def counts_of(unread: list[dict], unit: str) -> str:
+    """Such as "label in 300 rows, id in 12"."""
+    counts = Counter(key for found in unread for key in found)
+    parts = []
+    for key, n in counts.most_common():
+        always_off = n == len(unread) and all(parsed(found[key]) == 0 for found in unread)
+        number = f"{n:,}" if parts or not unit else counted(n, unit)
+        parts.append(f"{key} in {number}{' (false or 0 in all of them)' if always_off else ''}")
+    return ", ".join(parts)
+
+
+def refuse_marks(unread: list[dict], places: str, data: str, ignore_keys: Collection[str]) -> None:
+    """Raises UserError for a key in which some rows, or messages, differ from the others by true or false alone.
+
+    It may say which answers are bad, or not to be learned: `label`, `train`, `loss_weight` and many more. No list of
+    names would be complete, so the values tell: false or 0 in one place and true or 1 in another, or only one of them,
+    and nothing in other places. A key whose values all differ counts the rows: 0, 1, 2, ...
+    """
+    values = defaultdict(Counter)
+    present = Counter()
+    for found in unread:
+        pairs = [(path, parsed(value)) for path, value in leaves("", found)]
+        present.update({path for path, _ in pairs})
+        for path, value in pairs:
+            values[path][value] += 1
+    for path, seen in values.items():
+        off, on = seen[False], seen[True]  # 0 and 0.0 are equal to False, 1 and 1.0 to True
+        absent = len(unread) - present[path]
+        counts_rows = len(seen) == seen.total() > 2
+        marks = (off and on and not counts_rows) or (absent and off + on == seen.total())
+        if marks and {path, path.partition(".")[0]}.isdisjoint(ignore_keys):
             raise UserError(
-                f"{where} has {key}, which training would not read; put it into `messages` (role and content), "
-                "or remove the key"
+                f"{data}: {path} is {off:,} times false or 0, {on:,} times true or 1, and absent from {absent:,} of "
+                f"{len(unread):,} {places}; training does not read it: remove what should not be learned, or pass "
+                f"--ignore_keys {path} to learn all of it"
             )
+
+
+def leaves(path: str, value) -> Iterator[tuple[str, object]]:
+    """The values in a row, or a message, each with its path, such as metadata.train; all of a list have one path."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from leaves(f"{path}.{key}" if path else key, inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from leaves(path, inner)
+    elif value is not None:
+        yield path, value
+
+
+def parsed(value):
+    """The number or truth value that a text stands for, as in "0" or "True"; any other value as it is."""
+    if isinstance(value, str) and re.fullmatch(r"\s*(true|false|[01](\.0*)?)\s*", value, re.IGNORECASE):
+        return value.strip().lower()[0] in "t1"
+    return value if isinstance(value, str | int | float) else type(value)  # an image of `datasets` has no hash
 
 
 # ------------------------------------------------------------------------------------------------ messages to examples

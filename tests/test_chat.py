@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from bpe.tokenizer import Tokenizer
 from parts import chat
+from parts.conversations import ROLES
 from tests.finetuning import said, written
 from tests.helpers import assert_refused, prose, read_json
 
@@ -63,7 +64,7 @@ contents = st.lists(atoms, max_size=6).map("".join)
 def conversations(draw):
     messages = []
     for _ in range(draw(st.integers(1, 6))):
-        allowed = chat.ROLES if messages and messages[-1]["role"] == "user" else chat.ROLES[:2]
+        allowed = ROLES if messages and messages[-1]["role"] == "user" else ROLES[:2]
         messages.append(dict(role=draw(st.sampled_from(allowed)), content=draw(contents)))
     return messages
 
@@ -133,12 +134,6 @@ DISORDERLY = [
     [dict(role="robot", content="x")], said("a: Hi"), said("u: Hi", "a: Ho", "a: Ho"),
     said("u: Hi", "s: Be kind.", "a: Ho"),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize("messages", ["x", [dict(role="user")], [dict(role="user", content=3)], *DISORDERLY])
-def test_anything_but_a_conversation_is_refused(messages):
-    words = r"row 3: (each message needs a role \(system, user, assistant\) and|the assistant speaks after \w+;)"
-    assert_refused(words, chat.check_messages, messages, "row 3")
 
 
 @pytest.mark.parametrize("messages", DISORDERLY)

@@ -336,6 +336,13 @@ def test_a_base_without_a_token_that_ends_an_answer_is_refused(finetune, tmp_pat
     finetune.error("base has no <|endoftext|>, which ends an answer; choose another base", base=tmp_path / "base")
 
 
+def test_rows_that_mark_some_answers_are_refused_and_what_is_not_read_is_printed(finetune, tmp_path):
+    rows = [r | dict(label=n % 2 == 0, id=f"row {n}") for n, r in enumerate(ROWS)]
+    options = dict(data=write_json(tmp_path / "rows.json", rows), max_steps=1, eval_interval=0, checkpoint_interval=0)
+    finetune.error("label is 30 times false or 0, 30 times true or 1", "--ignore_keys label", **options)
+    assert "\n  not read: label in 60 rows, id in 60\n" in finetune(ignore_keys="label", **options).stdout
+
+
 def test_an_example_for_each_rank_is_the_least(finetune, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     finetune.error("--batch_size 2 is less than one example per rank; give 3 or more", batch_size=2)

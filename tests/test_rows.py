@@ -1,6 +1,7 @@
 """Conversations, examples and micro-batches: what is a target, and in which order."""
 
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -145,84 +146,130 @@ def test_a_malformed_row_is_named_with_its_number(tmp_path, bad, words):
 
 CHAT = said("u: Hi there", "a: Ho")
 PLAIN = row("Hi", "Ho", "there")
-MORE = [
-    # what public formats say beside an instruction and an output
-    PLAIN | dict(system="Be kind."),
-    PLAIN | dict(system_prompt="Be kind."),
-    PLAIN | dict(history=[["Hi", "Ho"]]),
-    PLAIN | dict(context="It is late."),
-    PLAIN | dict(conversations=[{"from": "human", "value": "Hi"}]),
-    PLAIN | dict(rejected="Hm"),
-    PLAIN | dict(Response="Hm"),
-    PLAIN | dict(tools=[dict(name="clock")]),
-    PLAIN | dict(images=["a.png"]),
-    PLAIN | dict(weight=0),
-    # and beside messages
-    dict(messages=CHAT) | row("Say", "x"),
-    dict(messages=CHAT, output="Hm"),
-    dict(messages=CHAT, system="Be kind."),
-    dict(messages=CHAT, chosen=CHAT, rejected=said("u: Hi there", "a: Hm")),
-    dict(messages=CHAT, prompt="Another one"),
-    dict(messages=CHAT, tools=[dict(name="clock")]),
-    # and in a message
-    dict(messages=[CHAT[0], CHAT[1] | dict(tool_calls=[dict(name="clock")])]),
-    dict(messages=[CHAT[0], CHAT[1] | dict(reasoning_content="Hm")]),
-    dict(messages=[CHAT[0], CHAT[1] | dict(weight=0)]),
-    dict(messages=[CHAT[0], CHAT[1] | dict(train=False)]),
-]
 
 
-@pytest.mark.parametrize("more", MORE, ids=str)
-def test_what_else_a_row_says_is_refused_by_name(tmp_path, more):
-    path = write_json(tmp_path / "rows.json", [row("a", "b"), more])
-    assert_refused(r"row 2 of .*rows.json.* has \w+, which training would not read; put it into", load_rows, str(path))
+def answer(**more) -> dict:
+    """A row whose answer says more."""
+    return dict(messages=[CHAT[0], CHAT[1] | more])
 
 
-HARMLESS = [
-    PLAIN | dict(id=7, source="web", url="http://a", score=0.5, category="greeting", metadata=dict(lang="en")),
-    PLAIN | dict(text="BEGIN Hi there Ho END"),  # of Alpaca: the same in another form
-    PLAIN | dict(system="", history=[], tools=None, context=" ", weight=1, turns=2),
-    dict(messages=CHAT, prompt="Hi there", prompt_id="x", chosen=CHAT, output="Ho"),  # only repeats what is read
-    dict(messages=[message | dict(name="Ann", weight=1, tool_calls=None) for message in CHAT]),
-]
+def refused(tmp_path, rows: list[dict], key: str) -> None:
+    """The rows are refused for the key by name, and read with --ignore_keys."""
+    path = str(write_json(tmp_path / "rows.json", rows))
+    words = rf"rows.json: {re.escape(key)} is .*; training does not read it: .*--ignore_keys {key} "
+    assert_refused(words, load_rows, path)
+    conversations, not_read = load_rows(path, [key])
+    assert len(conversations) == len(rows)
+    assert key.split(".")[0] in not_read
 
 
-@pytest.mark.parametrize("harmless", HARMLESS, ids=str)
-def test_keys_that_say_nothing_more_may_stay(tmp_path, harmless):
-    [messages] = load_rows(str(write_json(tmp_path / "rows.json", [harmless])))
-    assert [message["role"] for message in messages] == ["user", "assistant"]
-    assert [message["content"] for message in messages] == ["Hi there", "Ho"]
+MARKS = [(False, True), (0, 1), (0.0, 1.0), ("0", "1"), ("0.0", "1.0"), ("False", "True"), ("false", True), (0, 0.5, 1)]
+PLACES = {
+    "a row with an instruction": (lambda key, value: PLAIN | {key: value}),
+    "a row with messages": (lambda key, value: dict(messages=CHAT) | {key: value}),
+    "an answer": (lambda key, value: answer(**{key: value})),
+    "a question": (lambda key, value: dict(messages=[CHAT[0] | {key: value}, CHAT[1]])),
+}
 
 
-# Rows as public datasets have them: what is read of each, or the key for which it is refused.
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("values", MARKS, ids=str)
+def test_a_key_that_marks_some_and_not_others_is_refused_whatever_its_name(tmp_path, values, place):
+    rows = [PLACES[place]("zzz", value) for value in values] * 2
+    refused(tmp_path, rows, "zzz")
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("value", [True, False, 0, "1"])
+def test_a_mark_on_some_alone_is_refused(tmp_path, value, place):
+    refused(tmp_path, [PLACES[place]("masked", value), PLAIN, dict(messages=CHAT)], "masked")
+
+
+def test_a_mark_in_an_object_or_a_list_is_refused_by_its_path(tmp_path):
+    refused(tmp_path, [PLAIN | dict(meta=dict(train=value)) for value in (True, False)], "meta.train")
+    refused(tmp_path, [PLAIN | dict(mask=[0, 1])], "mask")
+    path = str(write_json(tmp_path / "rows.json", [PLAIN | dict(meta=dict(train=value)) for value in (True, False)]))
+    assert load_rows(path, ["meta"])[1] == "meta in 2 rows"
+
+
+COUNTED = [
+    ([PLAIN | dict(id=n, source="web", score=0.5 + n, lang=dict(code="en")) for n in range(4)],
+     "id in 4 rows, source in 4, score in 4, lang in 4"),
+    ([PLAIN | dict(text="BEGIN Hi there Ho END", system="Be kind."), PLAIN | dict(system="")],
+     "text in 1 row, system in 1"),
+    ([PLAIN | dict(history=[], tools=None, context="", weight=1), PLAIN | dict(weight="1.0")], "weight in 2 rows"),
+    ([PLAIN | dict(label=False), PLAIN | dict(label="0")], "label in 2 rows (false or 0 in all of them)"),
+    ([dict(messages=CHAT, rejected=CHAT, images=["a.png"])], "rejected in 1 row, images in 1"),
+    ([dict(messages=[m | dict(name="Ann", weight=1) for m in CHAT])], "in messages: name in 2, weight in 2"),
+    # who asks is never learned, and who answers is
+    ([dict(messages=[CHAT[0] | dict(loss=0), CHAT[1] | dict(loss=1)], id="a")], "id in 1 row; in messages: loss in 2"),
+    ([answer(tool_calls=[dict(name="clock")])], "in messages: tool_calls in 1"),
+    ([dict(messages=CHAT) | PLAIN], "instruction in 1 row, input in 1, output in 1"),
+    ([PLAIN], ""),
+    ([dict(messages=CHAT)], ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rows, counts", COUNTED, ids=[counts for _, counts in COUNTED])
+def test_every_key_that_is_not_read_is_counted(tmp_path, rows, counts):
+    conversations, not_read = load_rows(str(write_json(tmp_path / "rows.json", rows)))
+    assert not_read == counts
+    assert conversations == [CHAT] * len(rows)
+
+
+# Rows as public datasets have them: what is read of each, or the word for which it is refused; and what is not read.
 PUBLIC = {
-    "Alpaca": (PLAIN | dict(text="BEGIN Hi there Ho"), CHAT),
-    "Alpaca with a system prompt and a history": (PLAIN | dict(system="Be kind.", history=[["a", "b"]]), "system"),
-    "Dolly": (dict(instruction="Hi", context="there", response="Ho", category="chat"), "output"),
-    "ShareGPT": (dict(conversations=[{"from": "human", "value": "Hi"}]), "instruction"),
-    "chats of OpenAI": (dict(messages=said("s: Be kind.", "u: Hi", "a: Ho")), said("s: Be kind.", "u: Hi", "a: Ho")),
-    "calls of tools": (dict(messages=[dict(role="tool", content="12:00")]), "role"),
-    "UltraChat": (dict(prompt="Hi there", prompt_id="0", messages=CHAT), CHAT),
-    "UltraFeedback": (dict(prompt="Hi there", messages=CHAT, chosen=CHAT, rejected=CHAT[:1]), "rejected"),
-    "questions": (dict(id=1, system_prompt="Be kind.", question="Hi", response="Ho"), "instruction"),
+    "Alpaca": (PLAIN | dict(text="BEGIN Hi there Ho"), CHAT, "text in 1 row"),
+    "Alpaca with a history": (PLAIN | dict(system="Hm", history=[["a", "b"]]), CHAT, "system in 1 row, history in 1"),
+    "Dolly": (dict(instruction="Hi", context="there", response="Ho", category="chat"), "output", ""),
+    "ShareGPT": (dict(conversations=[{"from": "human", "value": "Hi"}], tools="[]"), "instruction", ""),
+    "chats of OpenAI": (dict(messages=said("s: Be", "u: Hi", "a: Ho")), said("s: Be", "u: Hi", "a: Ho"), ""),
+    "calls of tools": (dict(messages=[dict(role="tool", content="12:00")]), "role", ""),
+    "parts of content": (dict(messages=[dict(role="user", content=[dict(type="text", value="Hi")])]), "content", ""),
+    "pictures": (dict(messages=CHAT, images=["1.jpg"]), CHAT, "images in 1 row"),
+    "sounds and films": (dict(messages=CHAT, videos=["4.mp4"], audios=["4.mp3"]), CHAT, "videos in 1 row, audios in 1"),
+    "UltraChat": (dict(prompt="Hi there", prompt_id="x", messages=CHAT), CHAT, "prompt in 1 row, prompt_id in 1"),
+    "preferences": (dict(conversations=[], chosen=dict(value="Ho"), rejected=dict(value="Hm")), "instruction", ""),
+    "questions": (dict(id=1, system_prompt="Be kind.", question="Hi", response="Ho"), "instruction", ""),
 }
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_rows_of_public_datasets_are_read_whole_or_refused_by_name(tmp_path, name):
-    public, expected = PUBLIC[name]
+def test_rows_of_public_datasets_are_read_or_refused_by_name(tmp_path, name):
+    public, expected, not_read = PUBLIC[name]
     path = str(write_json(tmp_path / "rows.json", [public]))
     if isinstance(expected, str):
         assert_refused(rf"row 1 of .*\b{expected}\b", load_rows, path)
     else:
-        assert load_rows(path) == [expected]
+        assert load_rows(path) == ([expected], not_read)
+
+
+def test_good_and_bad_answers_together_are_refused(tmp_path):
+    """Rows for KTO."""
+    rows = [dict(messages=CHAT, label=n % 2 == 0) for n in range(30)]
+    path = str(write_json(tmp_path / "rows.json", rows))
+    words = "label is 15 times false or 0, 15 times true or 1, and absent from 0 of 30 rows"
+    assert_refused(words, load_rows, path)
+    assert load_rows(path, ["label"])[1] == "label in 30 rows"
+
+
+DISORDERLY = [
+    "x", [dict(role="user")], [dict(role="user", content=3)], [dict(role="robot", content="x")], said("a: Hi"),
+    said("u: Hi", "a: Ho", "a: Ho"), said("u: Hi", "s: Be kind.", "a: Ho"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("messages", DISORDERLY, ids=str)
+def test_anything_but_a_conversation_is_refused(messages):
+    words = r"row 3: (each message needs a role \(system, user, assistant\) and|the assistant speaks after \w+;)"
+    assert_refused(words, messages_of, dict(messages=messages), "row 3")
 
 
 def test_instructions_and_messages_are_read_alike(tmp_path):
     rows = [row("Hi", "Ho", "there"), row("Say", "x"), dict(instruction="Hm", input=None, output="y", messages=None)]
     messages = [dict(messages=messages_of(r, "")) for r in rows]
-    plain = load_rows(str(write_json(tmp_path / "rows.json", rows)))
-    chats = load_rows(str(write_json(tmp_path / "messages.json", messages)))
+    plain, _ = load_rows(str(write_json(tmp_path / "rows.json", rows)))
+    chats, _ = load_rows(str(write_json(tmp_path / "messages.json", messages)))
     assert plain == chats
     assert plain[0] == said("u: Hi there", "a: Ho")
 
@@ -231,7 +278,7 @@ def test_alpaca_comes_from_the_hub(monkeypatch, tmp_path):
     hub = {("tatsu-lab/alpaca", "train"): [row("Hi", "Ho", "there") | dict(text="...")]}
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("parts.conversations.hub_rows", lambda *asked: hub[asked])
-    assert load_rows("tatsu-lab/alpaca") == [said("u: Hi there", "a: Ho")]
+    assert load_rows("tatsu-lab/alpaca") == ([said("u: Hi there", "a: Ho")], "text in 1 row")
 
 
 LOCAL = ["absent.json", "folder/absent.json", "folder/absent.jsonl", "absent", "a/b/c", "./absent", "x" * 300]
