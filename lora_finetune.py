@@ -45,7 +45,16 @@ from parts.checkpoint import (
     model_tokenizer,
     save_model,
 )
-from parts.conversations import Example, encode_rows, global_batch, load_rows, micro_batches, on_hub, split_rows
+from parts.conversations import (
+    Example,
+    count_targets,
+    encode_rows,
+    global_batch,
+    load_rows,
+    micro_batches,
+    on_hub,
+    split_rows,
+)
 from parts.directory import RunDirectory, with_constants_of_run
 from parts.evaluation import complete, validate
 from parts.files import set_aside, write_atomically
@@ -167,7 +176,7 @@ def train(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, optimizer:
             # micro-batch's loss is its sum over targets divided by n_targets / world_size. Added up on a rank and
             # averaged over ranks, as DDP does with gradients, that is the sum over all targets divided by n_targets:
             # the loss of the whole batch.
-            n_targets = rt.sum(sum((targets >= 0).sum() for _, targets, _ in micro_batches))
+            n_targets = count_targets(global_batch(data.train, step - 1, config.batch_size, config.seed))
             loss = torch.zeros((), device=rt.device)
             for i, (idx, targets, logit_positions) in enumerate(micro_batches):  # (B, T), (1, M), (1, M)
                 is_last = i == len(micro_batches) - 1

@@ -224,6 +224,11 @@ def global_batch(examples: list[Example], step: int, batch_size: int, seed: int)
     return batch
 
 
+def count_targets(examples: list[Example]) -> int:
+    """How many answer tokens a batch has, which is known without asking the other ranks: all have the whole batch."""
+    return sum(int((example.targets >= 0).sum()) for example in examples)
+
+
 def micro_batches(examples: list[Example], limit: int, cost: int, rank: int = 0, world_size: int = 1) -> list[tuple]:
     """One rank's share of a global batch, in micro-batches of at most `limit` tokens, unless a single example has more.
 
