@@ -244,7 +244,16 @@ class AdapterFiles:
         """As peft reads them."""
         (path / "adapter_config.json").write_text(json.dumps(self.settings, indent=2) + "\n")
         # not save_file, which makes a file that only its owner may read
-        (path / "adapter_model.safetensors").write_bytes(save(self.tensors, self.metadata))
+        (path / "adapter_model.safetensors").write_bytes(in_order(save(self.tensors, self.metadata)))
+
+
+def in_order(file: bytes) -> bytes:
+    """The same safetensors file with its metadata in order: the library writes them in any, and equal adapters are to be
+    equal files."""
+    end = 8 + int.from_bytes(file[:8], "little")
+    header = json.loads(file[8:end])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    return file[:8] + json.dumps(header, separators=(",", ":")).encode().ljust(end - 8) + file[end:]
 
 
 def factors(model: GPT) -> dict[str, nn.Parameter]:

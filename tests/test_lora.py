@@ -230,6 +230,11 @@ def test_the_file_holds_the_adapter_bit_for_bit_and_nothing_else(tmp_path):
     assert not any(p.requires_grad for n, p in loaded.named_parameters() if "lora" not in n)
 
 
+def test_equal_adapters_are_equal_files(tmp_path):
+    files = [save_adapter(adapted(small_gpt()), tmp_path / name, "f" * 64) / TENSORS for name in "abcdefgh"]
+    assert len({file.read_bytes() for file in files}) == 1
+
+
 def test_the_copy_of_an_adapter_does_not_change_with_the_model():
     model = adapted(small_gpt())
     files = AdapterFiles(model, "", "").copy()
