@@ -35,7 +35,7 @@ from bpe.tokenizer import Tokenizer
 from model import GPT, GPTConfig, GPTWithLoss
 from parts import lora
 from parts.card import write_card
-from parts.chat import check_tokenizer, prompt_of, save_chat_files
+from parts.chat import Chat, our_chat, own_template, save_chat_files, template
 from parts.checkpoint import (
     ModelFiles,
     checkpoint_steps,
@@ -208,7 +208,7 @@ def evaluate_if_due(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, 
     if run.due(config.sample_interval, "sample"):
         text = ""  # of the other ranks
         if rt.is_main:
-            prompt = prompt_of(config.sample_prompt, data.tokenizer)
+            prompt = data.chat.prompt([dict(role="user", content=config.sample_prompt)])
             seed = config.seed + run.step
             answers = complete(model, data.tokenizer, [prompt], config.sample_tokens, rt, seed, top_k=50)
             text = prompt + answers[0]
@@ -220,6 +220,7 @@ def evaluate_if_due(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, 
 
 class Data(NamedTuple):
     tokenizer: Tokenizer
+    chat: Chat
     train: list[Example]
     val: list[Example]
     sequence_length: int  # tokens of an example, at most
@@ -231,7 +232,7 @@ def open_data(config: Config, shape: GPTConfig, rt: Runtime) -> Data:
     """The rows, which the first rank reads, as examples. Raises UserError."""
     tokenizer = model_tokenizer(config.base)
     T = config.sequence_length or shape.n_positions
-    check_tokenizer(tokenizer, config.base)
+    chat = our_chat(tokenizer, config.base)
     if T > shape.n_positions:
         raise UserError(
             f"{config.base} has a context of {shape.n_positions} tokens, less than --sequence_length {T}; "
@@ -239,13 +240,15 @@ def open_data(config: Config, shape: GPTConfig, rt: Runtime) -> Data:
         )
     rows, not_read = rt.broadcast_from_main(lambda: load_rows(config.data, config.ignore_keys))
     train_rows, val_rows = split_rows(rows, config.val_rows, config.seed)
-    train_set, counts = encode_rows(train_rows, tokenizer, T)
-    val_set, counts_val = encode_rows(val_rows, tokenizer, T)
+    train_set, counts = encode_rows(train_rows, chat, T)
+    val_set, counts_val = encode_rows(val_rows, chat, T)
     if not train_set:
         raise UserError(
             f"{config.data} has {len(rows)} rows, none with an instruction and an answer to train on; "
             f"correct the rows, or give a larger --sequence_length than {T}"
         )
+    if rt.is_main and own_template(lora.folders_of(config.base)[0]) not in ("", template(tokenizer)):
+        print(f"{config.base} has a chat template of its own, which this run replaces by ours (parts/chat.py)")
     rt.print(f"data: {len(rows):,} rows: {len(train_set):,} examples to train on, {len(val_set):,} to validate")
     if not_read:
         rt.print(f"  not read: {not_read}")
@@ -255,7 +258,7 @@ def open_data(config: Config, shape: GPTConfig, rt: Runtime) -> Data:
         rt.print(f"  {counted(n_long, 'row')} longer than {T} tokens, read in windows")
     token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(rt.device)
     sha256 = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
-    return Data(tokenizer, train_set, val_set, T, sha256, token_bytes)
+    return Data(tokenizer, chat, train_set, val_set, T, sha256, token_bytes)
 
 
 def to_micro_batches(examples: list[Example], config: Config, rt: Runtime) -> list[tuple]:

@@ -8,7 +8,9 @@
     python sample.py gpt2 -- "- milk"                                # a prompt that begins with a dash
 
 A single text appears as it is generated, never splitting a character; several are generated together and appear once
-all are done. A text ends at `<|endoftext|>` or after --max_new_tokens. Standard input loses its last line end.
+all are done. A text ends at `<|endoftext|>`, at another token that the model's files name as its end, or after
+--max_new_tokens. Standard input loses its last line end. --chat speaks to a model in the form of its chat template, or
+of its adapter's, and where it has none in ours (parts/chat.py).
 """
 
 # imported first, so that Ctrl-C while torch loads does not print a traceback
@@ -16,7 +18,7 @@ from parts.cli import Count, NonNegative, Positive, Seed, UserError, parse_args,
 
 # isort: split
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,11 +27,11 @@ from typing import Annotated, Literal
 import torch
 from tyro.conf import Positional, arg
 
-from parts.chat import chat_ids, check_tokenizer
+from parts.chat import Chat, chat_of, end_tokens
 from parts.checkpoint import load_model, model_tokenizer
 from parts.files import errors_name
 from parts.generation import generate
-from parts.lora import load_adapter, merge, remove_lora
+from parts.lora import folders_of, load_adapter, merge, remove_lora
 from parts.runtime import Runtime
 
 BATCH = 64  # texts to generate at once, at most: each needs memory for its keys and values
@@ -74,17 +76,19 @@ def write_texts(config: Config) -> None:
         model = remove_lora(merge(load_adapter(model, config.adapter)))
     model.to(rt.device, rt.dtype)
     generator = torch.Generator(rt.device).manual_seed(config.seed)
+    folders = folders_of(config.model, config.adapter)
+    ends = end_tokens(folders, tokenizer)
     generate_more = partial(
-        generate, model, stop_token=tokenizer.eot_token, suppress_tokens=tokenizer.unused_ids(model.config.vocab_size),
+        generate, model, stop_tokens=ends, suppress_tokens=tokenizer.unused_ids(model.config.vocab_size),
         temperature=config.temperature, top_k=config.top_k, top_p=config.top_p, generator=generator,
     )  # fmt: skip
     ids = tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token or 0]  # no prompt: start a document
     if config.chat:
-        check_tokenizer(tokenizer, config.model)
-        converse(generate_more, tokenizer, model.config.n_positions, config.max_new_tokens, prompt)
+        chat = chat_of(folders, tokenizer, config.model)
+        converse(generate_more, chat, tokenizer, model.config.n_positions, config.max_new_tokens, prompt)
     elif config.num_samples == 1:
         show(prompt)
-        for text in stream(generate_more([ids], config.max_new_tokens), tokenizer):
+        for text in stream(generate_more([ids], config.max_new_tokens), tokenizer, ends):
             show(text)
         print()
     else:
@@ -92,7 +96,7 @@ def write_texts(config: Config) -> None:
             n = min(BATCH, config.num_samples - start)
             steps = list(generate_more([ids] * n, config.max_new_tokens))  # of n tokens each
             for i in range(n):
-                new = [step[i] for step in steps if step[i] != tokenizer.eot_token]
+                new = [step[i] for step in steps if step[i] not in ends]
                 show(f"--- sample {start + i + 1}\n{prompt}{tokenizer.decode(new)}\n")
 
 
@@ -102,34 +106,35 @@ def show(text: str) -> None:
     print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
-def stream(steps: Iterator[list[int]], tokenizer) -> Iterator[str]:
-    """A text that is being generated, in pieces of whole characters, up to `<|endoftext|>`."""
+def stream(steps: Iterator[list[int]], tokenizer, ends: Collection[int]) -> Iterator[str]:
+    """A text that is being generated, in pieces of whole characters, up to one of the tokens in `ends`."""
     decoder = tokenizer.stream_decoder()
     for (token,) in steps:
-        if token != tokenizer.eot_token:
+        if token not in ends:
             yield decoder.push([token])
     yield decoder.flush()
 
 
-def converse(generate_more: Callable, tokenizer, n_positions: int, max_new_tokens: int, said: str) -> None:
-    """A conversation in the form that lora_finetune.py trains on; an empty line or Ctrl-D ends it.
+def converse(generate_more: Callable, chat: Chat, tokenizer, n_positions: int, max_new_tokens: int, said: str) -> None:
+    """A conversation in the form that the model was trained on; an empty line or Ctrl-D ends it.
 
     Earlier turns stay in the context as long as they fit; then the oldest is dropped. An answer gets at most a third of
     the context: another third is for the previous answer, and the last third for the two messages of the user.
     """
     most = min(max_new_tokens, n_positions // 3)
     messages = []
+    whose = f"that of {chat.whose}" if chat.whose else "ours, as the model has none"
+    print(f"chat template: {whose}", file=sys.stderr)
     print(f"Say something; an empty line ends the conversation. An answer has at most {most} tokens.", file=sys.stderr)
     while said := said.strip() or read_line().strip():
         messages.append(dict(role="user", content=said))
-        while len(messages) > 1 and len(chat_ids(tokenizer, messages)) > n_positions - most:
+        while len(ids := chat.prompt_ids(messages)) > n_positions - most and len(messages) > 1:
             del messages[:2]
+        steps = generate_more([ids], most, stop_tokens=chat.end_tokens)
         answer = ""
-        for text in stream(generate_more([chat_ids(tokenizer, messages)], most), tokenizer):
-            if not answer:
-                text = text.lstrip()  # a space after the colon belongs to the format
+        for text in stream(steps, tokenizer, chat.end_tokens):
+            show(text if answer.strip() else text.lstrip())  # a space after the colon belongs to our format
             answer += text
-            show(text)
         print()
         messages.append(dict(role="assistant", content=answer))
         said = ""

@@ -21,6 +21,7 @@ from benchmarks.steps import Step, in_own_process, measure_door, measure_step, s
 from bpe.tokenizer import Tokenizer
 from lora_finetune import Config as Finetuning
 from model import GPT, GPTConfig
+from parts.chat import our_chat
 from parts.checkpoint import save_model
 from parts.cli import Positive
 from parts.conversations import Example, encode_rows, load_rows, split_rows
@@ -80,10 +81,11 @@ def choose_rows(data: str, tokenizer: Tokenizer, max_length: int) -> tuple[list[
     """The first rows, in a random order, that become one example each, and these examples."""
     rows = []
     examples = []
+    chat = our_chat(tokenizer)
     conversations, _ = load_rows(data)
     shuffled, _ = split_rows(conversations[:2000], 0, 0)
     for row in shuffled:
-        found, _ = encode_rows([row], tokenizer, max_length)
+        found, _ = encode_rows([row], chat, max_length)
         if len(found) == 1:
             rows.append(dict(messages=row))
             examples += found

@@ -1,25 +1,24 @@
-"""The chat format, shared by finetuning, sampling and servers.
+"""The chat format, shared by finetuning, sampling and servers: a Jinja template that is saved with a model.
 
     BEGINNING OF CONVERSATION: USER: Hi ASSISTANT:Hello.<|endoftext|>USER: Bye ASSISTANT:Take care.<|endoftext|>
 
-- `pieces` writes a conversation in this form and marks the answers, which finetuning trains on; `chat_ids` returns its
-  tokens. A conversation is a list of dicts with `role` (system, user, assistant) and `content`
-- `template` is the same form in Jinja, which transformers, vLLM and web clients apply to a list of messages;
-  `save_chat_files` writes it into a model's directory. They tokenize its text as a whole, we piece by piece; both give
-  the same ids
+A conversation is a list of messages, dicts with `role` (system, user, assistant) and `content`. `Chat` renders it by
+transformers' `apply_chat_template`, as servers do: for training with a mask of the answers, for sampling up to where
+the model continues. A model that was finetuned elsewhere has a template of its own, which `chat_of` takes. In ours:
 
-That takes three rules, which both sides follow:
 - contents are stripped; a system message, and each message of a user who writes twice, joins the user's next turn
-- where the tokenizer would merge the colon of `ASSISTANT:` with the start of an answer, as in `:(`, a space separates
-  them. GPT-2's pattern never merges it with a letter or a digit, so most answers follow it directly
+- where the tokenizer could merge the colon of `ASSISTANT:` with the start of an answer, as in `:(`, a space separates
+  them, so that a prompt ends with the ids that it had in training
 - the first and last characters of a special token in a message become spaces: `<|endoftext|>` arrives as
-  ` |endoftext| `. So nobody can end a turn by writing it, not even on a server, which looks for special tokens anywhere
+  ` |endoftext| `. So nobody can end a turn by writing it: transformers looks for special tokens anywhere
 
 This file knows nothing of torch, models, or files of rows.
 """
 
 import json
 import string
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import regex
@@ -28,93 +27,21 @@ from bpe.tokenizer import ENDOFTEXT, Tokenizer
 from parts.cli import UserError
 from parts.files import read_json
 
-START = "BEGINNING OF CONVERSATION: "
-USER = "USER: "
-ASSISTANT = " ASSISTANT:"
-
-
-def check_tokenizer(tokenizer: Tokenizer, base: str) -> None:
-    """Raises UserError for a tokenizer that cannot express the chat format."""
-    if tokenizer.eot_token is None:
-        raise UserError(f"the tokenizer of {base} has no {ENDOFTEXT}, which ends an answer; choose another base")
-
-
-def pieces(messages: list[dict], tokenizer: Tokenizer) -> list[tuple[str, bool]]:
-    """A conversation as texts, each with a flag: True for an answer, which <|endoftext|> follows."""
-    texts = []
-    said = []  # what the assistant has not answered yet
-    for message in messages:
-        text = clean(message["content"], tokenizer)
-        if message["role"] != "assistant":
-            said.append(text)
-            continue
-        texts.append((turn(said, first=not texts), False))
-        gap = "" if text[:1] in follows_directly(tokenizer) else " "
-        texts.append((gap + text, True))
-        said = []
-    if said:  # the user spoke last: the text ends with `ASSISTANT:`, and the model continues from there
-        texts.append((turn(said, first=not texts), False))
-    return texts
-
-
-def turn(said: list[str], first: bool) -> str:
-    """What the user says, and the `ASSISTANT:` that the answer follows."""
-    return (START if first else "") + USER + " ".join(filter(None, said)) + ASSISTANT
-
-
-def clean(text: str, tokenizer: Tokenizer) -> str:
-    """A message's content as the model reads it: stripped, and without special tokens."""
-    for special in tokenizer.special_tokens:  # in any order: the spaces cannot complete another one
-        text = text.replace(special, neutralize(special))
-    return text.strip()
-
-
-def neutralize(special: str) -> str:
-    """Replace both ends, or an overlapping token would survive: `||` occurs three times in `||||`."""
-    return f" {special[1:-1]} "
-
-
-def follows_directly(tokenizer: Tokenizer) -> str:
-    """The characters that may follow the colon directly, because the pattern always splits there.
-
-    GPT-2's pattern does so before every letter and digit. ASCII is enough for us, and any Jinja can look it up. GPT-4's
-    pattern may take the colon as the start of a word, so there a space precedes every answer.
-    """
-    # merges never cross a split, so both sides get the ids that they have as separate texts
-    apart = regex.findall(tokenizer.pattern, ":A1") == [":", "A", "1"]
-    return string.ascii_letters + string.digits if apart else ""
-
-
-def chat_ids(tokenizer: Tokenizer, messages: list[dict]) -> list[int]:
-    """The tokens of a conversation. If the user spoke last, the model's answer comes next."""
-    ids = []
-    for text, is_answer in pieces(messages, tokenizer):
-        ids += tokenizer.encode_ordinary(text)
-        if is_answer:
-            ids.append(tokenizer.eot_token)
-    return ids
-
-
-def prompt_of(text: str, tokenizer: Tokenizer) -> str:
-    """What the model reads before it answers `text`, the first message."""
-    return turn([clean(text, tokenizer)], first=True)
-
-
-# ------------------------------------------------------------------------------------------------ the same in Jinja
+AT_ONCE = 1000  # conversations to render: what the library keeps about each token takes a hundred times its id's memory
 
 # The dashes in each tag remove the white space of this layout. `template` fills in the words in capitals. Only filters,
 # slices and `in`: a Jinja in C++ or JavaScript may lack the methods of Python's str. `generation` is an extension of
-# transformers that marks what a model writes, for training elsewhere (assistant_only_loss of TRL); the engines of
-# llama.cpp, vLLM and transformers.js take it.
+# transformers that marks what a model writes, for training here and elsewhere (assistant_only_loss of TRL); the engines
+# of llama.cpp, vLLM and transformers.js take it.
 TEMPLATE = """\
-{%- set ns = namespace(start=START, said='', before='nobody') -%}
+{%- set ns = namespace(start='BEGINNING OF CONVERSATION: ', said='', before='nobody') -%}
 {%- for message in messages -%}
     {%- set text = message['content'] CLEAN | trim -%}
     {%- if message['role'] == 'assistant' -%}
         {%- if ns.before != 'user' -%}
             {{- raise_exception('the assistant speaks after ' + ns.before + ', and can only answer the user') -}}
         {%- endif -%}
-        {{- ns.start + USER + ns.said + ASSISTANT -}}
+        {{- ns.start + 'USER: ' + ns.said + ' ASSISTANT:' -}}
         {%- generation -%}
             {{- ('' if text[:1] in DIRECTLY else ' ') + text + ENDOFTEXT -}}
         {%- endgeneration -%}
@@ -128,25 +55,140 @@ TEMPLATE = """\
     {%- set ns.before = message['role'] -%}
 {%- endfor -%}
 {%- if ns.before == 'user' or ns.before == 'system' -%}
-    {{- ns.start + USER + ns.said -}}
+    {{- ns.start + 'USER: ' + ns.said -}}
     {%- if add_generation_prompt -%}
-        {{- ASSISTANT -}}
+        {{- ' ASSISTANT:' -}}
     {%- endif -%}
 {%- endif -%}
 """
 
 
 def template(tokenizer: Tokenizer) -> str:
-    """The chat template of a model that was finetuned with this tokenizer."""
-    words = dict(START=START, USER=USER, ASSISTANT=ASSISTANT, ENDOFTEXT=ENDOFTEXT, DIRECTLY=follows_directly(tokenizer))
-    words = {name: repr(value) for name, value in words.items()}
-    # repr escapes quotes and backslashes in a special token, and its quotes contain any braces
-    words["CLEAN"] = " ".join(f"| replace({s!r}, {neutralize(s)!r})" for s in tokenizer.special_tokens)
-    return regex.sub("|".join(words), lambda match: words[match[0]], TEMPLATE)
+    """Our chat template, for a model with this tokenizer."""
+    words = dict(ENDOFTEXT=repr(ENDOFTEXT), DIRECTLY=repr(follows_directly(tokenizer)))
+    # Both ends are replaced, or an overlapping token would survive: `||` occurs three times in `||||`. repr escapes
+    # quotes and backslashes in a special token, and its quotes contain any braces.
+    cleaned = [f"| replace({special!r}, {f' {special[1:-1]} '!r})" for special in tokenizer.special_tokens]
+    words["CLEAN"] = " ".join(cleaned)
+    return regex.sub(r"\b(CLEAN|DIRECTLY|ENDOFTEXT)\b", lambda match: words[match[0]], TEMPLATE)
+
+
+def follows_directly(tokenizer: Tokenizer) -> str:
+    """The characters that may follow the colon directly: ASCII letters and digits, unless a token joins them.
+
+    None of GPT-2's does, since its split pattern starts a new word there. GPT-4's may take the colon as the start of a
+    word, so that with such a vocabulary a space precedes every answer.
+    """
+    merged = any(regex.search(rb":[A-Za-z0-9]", token) for token in tokenizer.vocab.values())
+    return "" if merged else string.ascii_letters + string.digits
+
+
+# ---------------------------------------------------------------------------------------------------------- rendering
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Conversations as the tokens of one model."""
+
+    reader: object  # a tokenizer of transformers, with the chat template
+    end_tokens: set[int]  # ids that end an answer
+    whose: str = ""  # the directory that the template comes from; "" for ours
+
+    def encode(self, conversations: list[list[dict]]) -> tuple[list[list[int]], list[list[int]]]:
+        """Ids of each conversation, and as many marks: 1 in an answer and its end, else 0."""
+        ids = []
+        marks = []
+        options = dict(return_dict=True, return_assistant_tokens_mask=True)
+        for start in range(0, len(conversations), AT_ONCE):
+            found = self.reader.apply_chat_template(conversations[start : start + AT_ONCE], **options)
+            ids += found["input_ids"]
+            marks += found["assistant_masks"]
+        return ids, marks
+
+    def prompt(self, messages: list[dict]) -> str:
+        """What the model reads before it answers. Raises UserError for messages that the template refuses."""
+        from jinja2 import TemplateError
+
+        try:
+            return self.reader.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except TemplateError as e:
+            raise UserError(
+                f"the chat template of {self.whose or 'this project'} refuses these messages: {e}"
+            ) from None
+
+    def prompt_ids(self, messages: list[dict]) -> list[int]:
+        return self.reader(self.prompt(messages), add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def our_chat(tokenizer: Tokenizer, model: str = "the model") -> Chat:
+    """Our format. Raises UserError for a tokenizer that cannot express it."""
+    if tokenizer.eot_token is None:
+        raise UserError(f"the tokenizer of {model} has no {ENDOFTEXT}, which ends an answer; choose another model")
+    reader = tokenizer.to_transformers()
+    reader.chat_template = template(tokenizer)
+    return Chat(reader, {tokenizer.eot_token})
+
+
+def chat_of(folders: list[Path], tokenizer: Tokenizer, model: str) -> Chat:
+    """The chat of the first of these directories that has a template; else ours. An answer also ends at every token
+    that the files of one of them name as an end."""
+    ends = end_tokens(folders, tokenizer)
+    home = next((folder for folder in folders if own_template(folder)), None)
+    if home is None:
+        return replace(our_chat(tokenizer, model), end_tokens=ends)
+    from transformers import AutoTokenizer
+
+    # an adapter may come without a tokenizer
+    files = home if (home / "tokenizer.json").is_file() else folders[-1]
+    reader = AutoTokenizer.from_pretrained(files, trust_remote_code=False, local_files_only=True)
+    reader.chat_template = own_template(home)
+    return Chat(reader, ends | end_of_turn(reader, tokenizer), str(home))
+
+
+def own_template(folder: Path) -> str:
+    """The chat template in a model's directory, in either place where transformers looks; "" if there is none."""
+    if (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    found = settings_of(folder, "tokenizer_config.json").get("chat_template") or ""
+    if isinstance(found, list):  # several, of which one is for conversations
+        found = {named["name"]: named["template"] for named in found}.get("default", "")
+    return found
+
+
+def end_tokens(folders: list[Path], tokenizer: Tokenizer) -> set[int]:
+    """The ids that these directories' files name as the end of what a model writes."""
+    ids = {tokenizer.eot_token}
+    for folder in folders:
+        named = (settings_of(folder, "generation_config.json") or settings_of(folder, "config.json")).get(
+            "eos_token_id"
+        )
+        ids.update(named if isinstance(named, list) else [named])
+        token = settings_of(folder, "tokenizer_config.json").get("eos_token")
+        ids.add(tokenizer.special_tokens.get(token["content"] if isinstance(token, dict) else token))
+    return ids & tokenizer.vocab.keys()
+
+
+def end_of_turn(reader, tokenizer: Tokenizer) -> set[int]:
+    """The special token that a template writes right after an answer: it ends the answer, whatever the files name."""
+    from jinja2 import TemplateError
+
+    answer = "Xyzzy"
+    messages = [dict(role="user", content="Hi"), dict(role="assistant", content=answer)]
+    after = ""
+    with suppress(TemplateError):  # it may want other messages
+        after = reader.apply_chat_template(messages, tokenize=False).rpartition(answer)[2]
+    return {i for special, i in tokenizer.special_tokens.items() if after.startswith(special)}
+
+
+def settings_of(folder: Path, name: str) -> dict:
+    return read_json(folder / name) if (folder / name).is_file() else {}
+
+
+# ---------------------------------------------------------------------------------------------------------- writing
 
 
 def save_chat_files(path: Path, tokenizer: Tokenizer) -> None:
-    """Write what a chat needs besides weights: tokenizer, template, and the token that ends an answer."""
+    """Write what a chat in our format needs besides weights: tokenizer, template, and the token that ends an answer."""
     if not (path / "tokenizer.json").exists():  # beside a model it is there
         tokenizer.save(path)
     (path / "chat_template.jinja").write_text(template(tokenizer), encoding="utf-8")

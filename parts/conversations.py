@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from parts.chat import clean, pieces
+from parts.chat import Chat
 from parts.cli import UserError, counted
 from parts.data import IGNORED, permutation
 from parts.documents import file_rows, hub_rows
@@ -161,38 +161,28 @@ class Example(NamedTuple):
     targets: np.ndarray  # (T,) int32
 
 
-def encode_rows(rows: list[list[dict]], tokenizer, sequence_length: int) -> tuple[list[Example], dict[str, int]]:
+def encode_rows(rows: list[list[dict]], chat: Chat, sequence_length: int) -> tuple[list[Example], dict[str, int]]:
     """Examples of all rows that ask and answer something, and how many rows were empty or long.
 
     A row longer than `sequence_length` becomes windows that overlap by half; each of its answer tokens is a target in
     exactly one of them.
     """
-    full = [pieces(row, tokenizer) for row in rows if asks_and_answers(row, tokenizer)]
-    # all texts in one call, which spreads them over threads; `clean` has removed every special token
-    ids = iter(tokenizer.encode_batch([text for row in full for text, _ in row], disallowed_special=()))
+    full = [row for row in rows if asks_and_answers(row)]
     examples = []
     counts = dict(empty=len(rows) - len(full), long=0)
-    for row in full:
-        tokens = []
-        scored = []
-        for _, is_answer in row:
-            part = next(ids)
-            if is_answer:
-                part = [*part, tokenizer.eot_token]
-            tokens += part
-            scored += [is_answer] * len(part)
-        tokens = np.array(tokens, dtype=np.int32)
-        targets = np.where(scored, tokens, IGNORED)[1:].astype(np.int32)  # shifted: the next token of each
+    for ids, marks in zip(*chat.encode(full), strict=True):
+        tokens = np.array(ids, dtype=np.int32)
+        targets = np.where(marks, tokens, IGNORED)[1:].astype(np.int32)  # shifted: the next token of each
         counts["long"] += len(targets) > sequence_length
         examples += windows(tokens[:-1], targets, sequence_length)
     return examples, counts
 
 
-def asks_and_answers(messages: list[dict], tokenizer) -> bool:
+def asks_and_answers(messages: list[dict]) -> bool:
     """Whether somebody answers, and no turn is empty; an empty system message says nothing, and is left out."""
     turns = [message for message in messages if message["role"] != "system"]
     answered = any(message["role"] == "assistant" for message in turns)
-    return answered and all(clean(message["content"], tokenizer) for message in turns)
+    return answered and all(message["content"].strip() for message in turns)
 
 
 def windows(idx: np.ndarray, targets: np.ndarray, T: int) -> list[Example]:

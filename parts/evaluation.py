@@ -50,7 +50,7 @@ def complete(model, tokenizer, prompts: list[str], max_tokens: int, rt: Runtime,
     eot = tokenizer.eot_token
     generator = torch.Generator(rt.device).manual_seed(seed)
     ids = [tokenizer.encode_ordinary(prompt) or [eot or 0] for prompt in prompts]
-    options |= dict(stop_token=eot, suppress_tokens=tokenizer.unused_ids(model.config.vocab_size))
+    options |= dict(stop_tokens={eot}, suppress_tokens=tokenizer.unused_ids(model.config.vocab_size))
     with rt.autocast(cache=True):
         steps = generate(model, ids, max_tokens, generator=generator, **options)
         try:

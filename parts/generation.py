@@ -16,7 +16,7 @@ This file knows nothing of tokenizers, files or devices. The tests compare its t
 Shapes in comments: B sequences, T tokens, H heads, D channels of a head, V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -33,16 +33,17 @@ def generate(
     prompts: list[list[int]],
     max_new_tokens: int,
     *,
-    stop_token: int | None = None,
+    stop_tokens: Collection[int] = (),
     suppress_tokens: Sequence[int] = (),
     generator: torch.Generator | None = None,
     **sampling,
 ) -> Iterator[list[int]]:
     """Continue several prompts, of any lengths, at once; yields the next token id of every sequence, step by step.
 
-    `sampling` is what `sample_tokens` takes: temperature, top_k, top_p. A sequence that has produced `stop_token` keeps
-    yielding it; the generator ends when all have. The ids in `suppress_tokens`, such as those that are no token, are
-    never chosen. Raises ValueError for an empty prompt, UserError if the model's logits are not finite.
+    `sampling` is what `sample_tokens` takes: temperature, top_k, top_p. A sequence that has produced one of the
+    `stop_tokens` keeps yielding it; the generator ends when all have. The ids in `suppress_tokens`, such as those that
+    are no token, are never chosen. Raises ValueError for an empty prompt, UserError if the model's logits are not
+    finite.
     """
     if not prompts or not all(prompts):
         raise ValueError("a prompt needs at least one token")
@@ -60,8 +61,8 @@ def generate(
         logits.index_fill_(1, suppressed, float("-inf"))
         chosen = sample_tokens(logits, generator=generator, **sampling).tolist()
         for i, sequence in enumerate(sequences):
-            sequence.append(stop_token if ended[i] else chosen[i])
-            ended[i] = ended[i] or sequence[-1] == stop_token
+            sequence.append(sequence[-1] if ended[i] else chosen[i])
+            ended[i] = sequence[-1] in stop_tokens
         yield [sequence[-1] for sequence in sequences]
         if all(ended):
             break

@@ -24,8 +24,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch.nn import functional as F
 
-from model import GPT
-from parts.checkpoint import SUMS, find_damage, newest_intact
+from model import GPT, local_directory
+from parts.checkpoint import SUMS, find_damage, find_model, newest_intact
 from parts.cli import UserError
 from parts.files import read_json
 
@@ -248,7 +248,7 @@ class AdapterFiles:
 
 
 def in_order(file: bytes) -> bytes:
-    """The same safetensors file with its metadata in order: the library writes them in any, and equal adapters are to be
+    """The same safetensors file with its metadata in order: the library's order changes, and equal adapters are to be
     equal files."""
     end = 8 + int.from_bytes(file[:8], "little")
     header = json.loads(file[8:end])
@@ -281,6 +281,12 @@ def find_adapter(adapter: str | Path) -> Path:
         if (directory / "adapter_config.json").is_file():
             return directory
     raise UserError(f"{adapter} holds no adapter; give a directory with adapter_config.json, such as out/lora/adapter")
+
+
+def folders_of(model: str, adapter: str = "") -> list[Path]:
+    """The directories of an adapter, if there is one, and of its base: their files say how it is spoken to."""
+    base = local_directory(find_model(model), ["*.json", "*.jinja"])
+    return [find_adapter(adapter), base] if adapter else [base]
 
 
 def read_adapter(adapter: str | Path) -> Adapter:

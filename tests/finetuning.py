@@ -57,7 +57,8 @@ def said(*turns) -> list[dict]:
 
 
 def written(messages, tokenizer) -> str:
-    return "".join(text + "<|endoftext|>" * is_answer for text, is_answer in chat.pieces(messages, tokenizer))
+    """A conversation in our format, as text."""
+    return chat.our_chat(tokenizer).prompt(messages) if messages else ""
 
 
 WORDS = "sea tide boat gull sand wind rope sail reef moon star fish".split()

@@ -44,15 +44,6 @@ def test_the_form(turns, text):
     assert written(said(*turns), Tokenizer(())) == "BEGINNING OF CONVERSATION: USER: " + text
 
 
-def test_no_turns_are_no_text():
-    assert written([], Tokenizer(())) == ""
-
-
-def test_a_prompt_is_a_first_message():
-    tokenizer = Tokenizer(())
-    assert chat.prompt_of(" Hi\n", tokenizer) == written(said("u: Hi"), tokenizer)
-
-
 atoms = st.sampled_from(
     ["Hi", "(a)", ":)", " ", "\n", "\t", "\x85", "\u2028", "'s", "1", "中文", "😀", "e\u0301", "\\", "{{", "%}", '"']
     + ["é", "'", "USER:", " ASSISTANT:", "<|endo", "ftext|>", "|", "<|", *SPECIALS]
@@ -71,39 +62,65 @@ def conversations(draw):
 
 @settings(max_examples=150, deadline=None)
 @given(messages=conversations())
-@example(messages=said("u: What does <|endoftext|> mean?", "a: The end.", "u: <|endo<|endoftext|>ftext|>"))
-@example(messages=said("u: |||| ☃☃", "a: (a) |||", "u: <|pad|><|pad|>"))
-def test_transformers_renders_the_ids_that_training_uses(pair, messages):
-    ours, theirs = pair
-    ids = chat.chat_ids(ours, messages)  # of encode_ordinary: nobody can end a turn by writing the token's name
-    rendered = theirs.apply_chat_template(messages, add_generation_prompt=True, return_assistant_tokens_mask=True)
-    assert ids == rendered["input_ids"]
-    trained_on = []
-    for text, is_answer in chat.pieces(messages, ours):
-        trained_on += [is_answer] * (len(ours.encode_ordinary(text)) + is_answer)
-    assert rendered["assistant_masks"] == trained_on
+@example(messages=said("u: What does <|endoftext|> mean?", "a: The end.", "u: <|endo<|endoftext|>ftext|>", "a: Hm"))
+@example(messages=said("u: |||| ☃☃", "a: (a) |||", "u: <|pad|><|pad|>", "a: \n"))
+def test_what_is_trained_on_are_the_answers_and_each_follows_the_prompt_that_sampling_writes(pair, messages):
+    """And nobody can end a turn by writing the token's name: the only ends are those of answers."""
+    tokenizer, theirs = pair
+    ours = chat.our_chat(tokenizer)
+    [ids], [marks] = ours.encode([messages])
+    found = []
+    for n, message in enumerate(messages):
+        if message["role"] == "assistant":
+            prompt = ours.prompt_ids(messages[:n])
+            end = ids.index(tokenizer.eot_token, len(prompt)) + 1
+            assert ids[: len(prompt)] == prompt
+            found += [0] * (len(prompt) - len(found)) + [1] * (end - len(prompt))
+            content = messages[n]["content"]
+            for special in SPECIALS if len(tokenizer.special_tokens) > 1 else SPECIALS[:1]:
+                content = content.replace(special, f" {special[1:-1]} ")
+            assert tokenizer.decode(ids[len(prompt) : end - 1]).strip() == content.strip()
+    assert marks == found + [0] * (len(ids) - len(found))
+    assert ids.count(tokenizer.eot_token) == sum(message["role"] == "assistant" for message in messages)
+    assert not {*ids} & {*tokenizer.special_tokens.values()} - {tokenizer.eot_token}
+    # a server reads the files, and tokenizes the text as a whole
+    served = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert served == ours.prompt_ids(messages)
+
+
+def test_many_conversations_are_those_of_each_alone(pair, monkeypatch):
+    ours = chat.our_chat(pair[0])
+    several = [said("u: Hi", "a: Ho"), said("s: Be kind.", "u: A", "a: B", "u: C", "a: :)"), said("u: 1", "a: 2")]
+    alone = [ours.encode([messages]) for messages in several]
+    monkeypatch.setattr(chat, "AT_ONCE", 2)
+    ids, marks = ours.encode(several)
+    assert (ids, marks) == ([one[0][0] for one in alone], [one[1][0] for one in alone])
+    assert ours.encode([]) == ([], [])
 
 
 def test_without_a_prompt_for_the_answer_and_in_the_middle_of_one(pair):
-    ours, theirs = pair
+    tokenizer, theirs = pair
+    ours = chat.our_chat(tokenizer)
     messages = said("s: Be kind.", "u: Hi (you)")
     ids = theirs.apply_chat_template(messages, add_generation_prompt=False, return_dict=False)
-    whole = chat.chat_ids(ours, messages)
+    whole = ours.prompt_ids(messages)
     assert whole[: len(ids)] == ids
-    assert ours.decode(whole[len(ids) :]) == " ASSISTANT:"
+    assert tokenizer.decode(whole[len(ids) :]) == " ASSISTANT:"
     messages = said("u: Hi", "a: Once upon")
     ids = theirs.apply_chat_template(messages, continue_final_message=True, return_dict=False)
-    assert ids == chat.chat_ids(ours, messages)[:-1]
+    assert ids == ours.encode([messages])[0][0][:-1]
 
 
-def test_the_characters_that_follow_directly_do_so_in_every_text(pair):
+def test_whatever_begins_an_answer_leaves_the_ids_of_its_prompt(pair):
     """The rule looks at one character; the pattern may look at all of them."""
-    ours, _ = pair
-    for first in map(chr, [*range(33, 0x250), *range(0x250, 0x3000, 53)]):
-        for rest in ("", "a", " a", "'s", "1"):
-            messages = said("u: Hi", "a: " + first + rest)
-            whole = ours.encode(written(messages, ours), allowed_special="all")
-            assert whole == chat.chat_ids(ours, messages), (first, rest)
+    ours = chat.our_chat(pair[0])
+    starts = map(chr, [*range(33, 0x250), *range(0x250, 0x3000, 53)])
+    answers = [first + rest for first in starts for rest in ("", "a", " a", "'s", "1")]
+    prompt = ours.prompt_ids(said("u: Hi"))
+    ids, marks = ours.encode([said("u: Hi", "a: " + answer) for answer in answers])
+    for answer, found, marked in zip(answers, ids, marks, strict=True):
+        assert found[: len(prompt)] == prompt, answer
+        assert sum(marked) == len(found) - len(prompt), answer
 
 
 def test_answers_end_where_the_template_ends_them(pair, tmp_path):
@@ -145,4 +162,4 @@ def test_the_template_refuses_the_same_orders_and_roles(pair, messages):
 
 
 def test_a_tokenizer_without_an_end_is_refused():
-    assert_refused("no <|endoftext|>", chat.check_tokenizer, Tokenizer((), special_tokens=("<|pad|>",)), "base")
+    assert_refused("of base has no <|endoftext|>", chat.our_chat, Tokenizer((), special_tokens=("<|pad|>",)), "base")

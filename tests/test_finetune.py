@@ -43,7 +43,7 @@ from tests.helpers import (
 @pytest.mark.parametrize("dropped", [None, "attn.c_proj"])
 def test_a_batch_gives_the_loss_and_gradients_of_its_examples_one_by_one(small_tokenizer, dropped):
     """Micro-batches of several lengths, padded, with the loss at answers only, against the plain forward pass."""
-    examples, _ = encode_rows([messages_of(r, "") for r in ROWS[:13]], small_tokenizer, 1000)
+    examples, _ = encode_rows([messages_of(r, "") for r in ROWS[:13]], chat.our_chat(small_tokenizer), 1000)
     model = adapted(small_gpt(n_positions=256), [t for t in TARGETS if t != dropped])
     n_targets = sum(int((e.targets >= 0).sum()) for e in examples)
     micros = [tuple(map(torch.from_numpy, micro)) for micro in micro_batches(examples, 300, 20)]
@@ -215,8 +215,18 @@ def test_what_is_written_is_spoken_to_in_the_form_that_was_trained(finetune, tmp
     for path in ("run/adapter", "run/step_000001", "merged", "full/step_000001"):
         theirs = AutoTokenizer.from_pretrained(tmp_path / path)
         ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        assert ids == chat.chat_ids(small_tokenizer, messages)
+        assert ids == chat.our_chat(small_tokenizer).prompt_ids(messages)
         assert GenerationConfig.from_pretrained(tmp_path / path).eos_token_id == small_tokenizer.eot_token
+
+
+def test_a_base_with_a_template_of_its_own_is_told_that_it_gets_ours(finetune, base, tmp_path, small_tokenizer):
+    short = dict(max_steps=1, eval_interval=0, checkpoint_interval=0)
+    shutil.copytree(base / "base", tmp_path / "base")
+    (tmp_path / "base/chat_template.jinja").write_text("{{ messages }}")
+    words = f"{tmp_path / 'base'} has a chat template of its own, which this run replaces by ours"
+    assert words in finetune(base=tmp_path / "base", **short).stdout
+    chat.save_chat_files(tmp_path / "base", small_tokenizer)
+    assert "template" not in finetune(base=tmp_path / "base", overwrite=True, **short).stdout
 
 
 def test_what_is_overwritten_is_renamed_and_never_lost(finetune, base, tmp_path, run_dir):
@@ -333,7 +343,7 @@ def test_wrong_usage_is_one_clear_line(finetune, run_dir, changes, words):
 def test_a_base_without_a_token_that_ends_an_answer_is_refused(finetune, tmp_path):
     tokenizer = Tokenizer.train([prose(20_000)], 320, special_tokens=("<|pad|>",))
     save_model(tmp_path / "base", small_gpt(), tokenizer)
-    finetune.error("base has no <|endoftext|>, which ends an answer; choose another base", base=tmp_path / "base")
+    finetune.error("base has no <|endoftext|>, which ends an answer; choose another model", base=tmp_path / "base")
 
 
 def test_rows_that_mark_some_answers_are_refused_and_what_is_not_read_is_printed(finetune, tmp_path):

@@ -138,12 +138,12 @@ def test_a_row_that_has_ended_keeps_its_stop_token_and_the_others_continue():
 
     free = draw()
     stop = free[2][0]
-    steps = draw(stop_token=stop)
+    steps = draw(stop_tokens={stop})
     assert len(steps) > 4
     assert [step[0] for step in steps[2:]] == [stop] * (len(steps) - 2)
     assert [step[1:] for step in steps[:6]] == [step[1:] for step in free[:6]]
     first = next(generate(lively(), PROMPTS[:1], 1, temperature=0))
-    assert list(generate(lively(), PROMPTS[:1], 9, temperature=0, stop_token=first[0])) == [first]  # all have ended
+    assert list(generate(lively(), PROMPTS[:1], 9, temperature=0, stop_tokens={first[0]})) == [first]  # all have ended
 
 
 def test_the_seed_decides_the_samples_of_training(small_tokenizer, rt):
@@ -166,7 +166,7 @@ def test_a_completion_starts_a_document_if_the_prompt_is_empty_and_ends_with_it(
     assert texts == [small_tokenizer.decode(ids) for ids in ([65], [66, 67])]
     [(prompts, options)] = asked
     assert prompts == [[eot], small_tokenizer.encode_ordinary("A")]
-    assert options["stop_token"] == eot
+    assert options["stop_tokens"] == {eot}
     assert options["suppress_tokens"] == list(range(320, 384))
     complete(model, Tokenizer((), special_tokens={"x": eot}), [""], 3, rt, 0)
     assert asked[1][0] == [[0]]

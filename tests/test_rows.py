@@ -26,7 +26,7 @@ from tests.helpers import assert_refused, write_json
 
 
 def encode(rows: list[dict], tokenizer, sequence_length=1000):
-    return encode_rows([messages_of(r, "") for r in rows], tokenizer, sequence_length)
+    return encode_rows([messages_of(r, "") for r in rows], chat.our_chat(tokenizer), sequence_length)
 
 
 def test_the_places_of_a_micro_batch_are_where_its_targets_are_predicted():
@@ -43,7 +43,7 @@ def test_every_answer_and_its_end_are_targets_and_nothing_else_is(small_tokenize
     text = "BEGINNING OF CONVERSATION: USER: Be Hi ASSISTANT:Ho<|endoftext|>"
     text += "USER: A  |endoftext| ! ASSISTANT:Bye<|endoftext|>"
     ids = small_tokenizer.encode(text, allowed_special="all")
-    assert [*example.idx, example.targets[-1]] == ids == chat.chat_ids(small_tokenizer, messages)
+    assert [*example.idx, example.targets[-1]] == ids
     assert all(target in (IGNORED, i) for target, i in zip(example.targets, ids[1:], strict=True))
     scored = example.targets[example.targets >= 0].tolist()
     assert small_tokenizer.decode(scored) == "Ho<|endoftext|>Bye<|endoftext|>"

@@ -129,12 +129,13 @@ def test_a_chat_continues_the_form_that_was_trained_and_forgets_the_oldest_turns
     stdin = "\n".join(said[1:]).encode()
     result = run(said[0], adapter=base / "adapter", chat=True, temperature=0, max_new_tokens=asked, stdin=stdin)
     model = load_adapter(GPT.from_pretrained(str(base / "base")), base / "adapter").eval()
+    ours = chat.our_chat(small_tokenizer)
     messages = []
     answers = []
     expected = []
     for text in said:
         messages.append(dict(role="user", content=text))
-        while len(ids := chat.chat_ids(small_tokenizer, messages)) > 128 - given and len(messages) > 1:
+        while len(ids := ours.prompt_ids(messages)) > 128 - given and len(messages) > 1:
             messages = messages[2:]
         expected.append((ids, given))
         answers.append(greedy(model, small_tokenizer, ids, given).lstrip())
