@@ -15,7 +15,9 @@ end adapter/, which peft opens. Tokens in the log are answer tokens. parts/lora.
 """
 
 # imported first, so that Ctrl-C while torch loads does not print a traceback
-from parts.cli import Count, Fraction, NonNegative, Positive, Probability, Seed, UserError, counted, parse_args, script
+from parts.cli import (
+    Count, Fraction, NonNegative, Positive, Probability, Seed, UserError, counted, flags_set, parse_args, script
+)  # fmt: skip
 
 # isort: split
 import hashlib
@@ -23,9 +25,9 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -34,17 +36,8 @@ import torch
 from bpe.tokenizer import Tokenizer
 from model import GPT, GPTConfig, GPTWithLoss
 from parts import lora
-from parts.card import write_card
 from parts.chat import Chat, our_chat, own_template, save_chat_files, template
-from parts.checkpoint import (
-    ModelFiles,
-    checkpoint_steps,
-    find_model,
-    load_model,
-    load_shape,
-    model_tokenizer,
-    save_model,
-)
+from parts.checkpoint import find_model, load_model, load_shape, model_tokenizer, save_model
 from parts.conversations import (
     Example,
     count_targets,
@@ -55,14 +48,12 @@ from parts.conversations import (
     on_hub,
     split_rows,
 )
-from parts.directory import RunDirectory, with_constants_of_run
 from parts.evaluation import complete, validate
-from parts.files import set_aside, write_atomically
-from parts.log import read_log
-from parts.lora import TARGETS, AdapterFiles, LoRAConfig
+from parts.files import write_atomically
+from parts.lora import TARGETS, LoRAConfig
 from parts.optim import Optimizer, learning_rate, make_optimizer
 from parts.report import import_tracker
-from parts.run import Run
+from parts.run import Run, RunDirectory, continue_constants, settled_threads
 from parts.runtime import Runtime, checkpoint_activations, prefetch, ranks_of_environment
 from parts.trials import choose_attention, find_micro_batch_size
 
@@ -108,7 +99,6 @@ class Config:
     eps: NonNegative = 1e-8  # AdamW: added to the denominator
     grad_clip: NonNegative = 1.0  # clip the norm of the gradient to this; 0 for no clipping
     max_bad_steps: Positive = 20  # stop after this many steps in a row with a loss or gradient that is not finite
-    spike_threshold: NonNegative = 2.0  # stop if the loss stays this far above its running median; 0 for never
     dropout: Probability = 0.0  # of the base: on embeddings, attention and residual branches
     seed: Seed = 1337  # of the adapter, the split, the data order, dropout and the samples
     # evaluation and checkpoints; intervals in steps, 0 for never
@@ -127,29 +117,34 @@ class Config:
     report_to: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # tracker to report to, besides log.jsonl
 
 
-# --resume refuses to change these: the model or the data order depends on them (docs/lora.md lists all constants)
-FIXED = ("adapter", "lora_dim", "lora_alpha", "targets", "rslora", "sequence_length", "val_rows", "batch_size", "seed")
+# --resume refuses to change these: the weights or the order of the data depend on them (docs/lora.md)
+FIXED = ("base", "adapter", "lora_dim", "lora_alpha", "targets", "rslora", "sequence_length", "val_rows", "batch_size",
+         "seed")  # fmt: skip
+# with these values the script chooses
+AUTOMATIC = dict(micro_batch_size=0, threads=0, sequence_length=0, lora_alpha=0.0, max_steps=0, warmup_steps=0, max_lr=0.0,
+                 eval_interval=-1)  # fmt: skip
 
 
 def main() -> None:
-    requested = read_command_line(sys.argv[1:])
-    if requested.merge and requested.adapter and not requested.resume:
-        return write_merged(requested, requested.adapter)
-    rt = Runtime.setup(requested.device, requested.dtype, requested.compile, threads=requested.threads)
-    directory = RunDirectory(requested, rt, FIXED)
-    data = open_data(requested, load_shape(requested.base), rt)
-    config = resolve_config(requested, directory.checkpoint, data, rt)
+    config, flags = read_command_line(sys.argv[1:])
+    if config.merge and config.adapter and not config.resume:
+        return write_merged(config, config.adapter)
+    rt = Runtime.setup(config.device, config.dtype, config.compile, threads=settled_threads(config))
+    directory = RunDirectory(config, rt)
+    config = settle_model(config, flags, directory)
+    data = open_data(config, load_shape(config.base), rt)
+    config = settle_schedule(config, data, rt)
     base = load_model(config.base, config.dropout, choose_attention("auto", rt, config.sequence_length))
     data_fingerprint = dict(base=lora.weights_sha256(base), tokenizer=data.tokenizer.fingerprint, data=data.sha256)
     run_info = run_info_of(config, base, data)
     model = adapt(base, config, directory.checkpoint, rt).to(rt.device)
     config, loss_fn = distribute(config, model, data, rt)
     optimizer = make_optimizer(model, config, rt)
-    files = files_of_run(config, model, data, data_fingerprint["base"])
-    run = Run(directory, config, files, optimizer, data_fingerprint, run_info)
+    save_weights = partial(save_finetuned, config, model, data.tokenizer, data_fingerprint["base"])
+    run = Run(directory, config, save_weights, optimizer, data_fingerprint, run_info)
     train(config, run, model, loss_fn, optimizer, data)
     if rt.is_main:
-        write_results(config, run, files)
+        write_results(config, run, save_weights)
         print_summary(config, run)
 
 
@@ -161,9 +156,11 @@ def train(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, optimizer:
     loss in nats, summed over the targets and divided by `n_targets`; perhaps compiled and distributed. Its parameters
     are those of `model`."""
     rt = run.rt
-    with run, closing(prefetch(micro_batches_from(run.step, config, data, rt), rt.device)) as batches:
+    batches = prefetch(micro_batches_from(run.step, config, data, rt), rt.device)  # reads them one step ahead
+    with run:  # opens the log, and closes it whatever happens
         evaluate_if_due(config, run, model, loss_fn, data)  # the base, or evaluations that an interruption skipped
-        for step, micro_batches in run.steps(batches):
+        for step in run.steps():  # 1, 2, ... max_steps, or until a signal
+            micro_batches = next(batches)
             # ┌──────────────────────────────────── one optimizer step ────────────────────────────────────┐
             # dropout differs in every step and on every rank; with as many ranks and the same micro_batch_size a resume
             # draws the same again
@@ -190,7 +187,7 @@ def train(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, optimizer:
             # nan or inf on one rank makes the mean nan or inf on all of them, and then step() changes nothing
             loss, grad_norm = rt.mean(torch.stack([loss, grad_norm]))
             optimizer.step(finite=(loss + grad_norm).isfinite())
-            optimizer.zero_grad()  # now, so that evaluations have their memory
+            optimizer.zero_grad()
             run.log(loss, grad_norm, lr, n_targets)
             # └────────────────────────────────────────────────────────────────────────────────────────────┘
 
@@ -276,10 +273,11 @@ def micro_batches_from(first: int, config: Config, data: Data, rt: Runtime) -> I
 # ----------------------------------------------------------------------------------------------------------- constants
 
 
-def read_command_line(args: list[str]) -> Config:
-    """The constants as a person wrote them. Raises UserError for those that contradict each other."""
+def read_command_line(args: list[str]) -> tuple[Config, set[str]]:
+    """The constants of script and command line, and the names of those that the latter sets. Raises UserError for those
+    that contradict each other."""
     config = parse_args(Config, args, description=__doc__)
-    config = with_constants_of_run(replace(config, out_dir=config.out_dir or "out/lora"), args)
+    config = replace(config, out_dir=config.out_dir or "out/lora")
     import_tracker(config.report_to)  # fail now: a rank that fails later would keep the others waiting
     n_ranks = ranks_of_environment()[1]
     if config.batch_size < n_ranks:
@@ -297,7 +295,7 @@ def read_command_line(args: list[str]) -> Config:
                 f"--merge {config.merge} already exists; pass --overwrite to rename it, or choose another name"
             )
         refuse_to_rename("--merge", config.merge, (*used, f"{config.out_dir}/adapter", "."))
-    return config
+    return config, flags_set(Config, args)
 
 
 def refuse_to_rename(flag: str, directory: str, used: tuple[str, ...]) -> None:
@@ -308,38 +306,45 @@ def refuse_to_rename(flag: str, directory: str, used: tuple[str, ...]) -> None:
             raise UserError(f"{flag} {directory} is or contains {path}, which is in use; choose another directory")
 
 
-def resolve_config(requested: Config, checkpoint: Path | None, data: Data, rt: Runtime) -> Config:
-    """What a person wrote, completed from base, adapter and rows."""
-    if checkpoint and not (checkpoint / "adapter_config.json").exists():
-        adapter = dict(lora_dim=0)
-    elif source := checkpoint or requested.adapter:
-        found = lora.read_adapter(source).config
-        adapter = dict(lora_dim=found.r, lora_alpha=found.alpha, targets=found.targets, rslora=found.rslora)
-        for name, value in adapter.items():
-            asked = getattr(requested, name)
-            if not checkpoint and asked not in (value, getattr(Config, name)):
-                raise UserError(f"the adapter {source} has {name} {value}, not {asked}; leave out --{name}")
-    else:
-        adapter = dict(lora_dim=requested.lora_dim, lora_alpha=requested.lora_alpha or 2.0 * requested.lora_dim)
-    max_steps = requested.max_steps
+def settle_model(config: Config, flags: set[str], directory: RunDirectory) -> Config:
+    """The constants with those that an adapter or the run to resume decides. Raises UserError."""
+    base = directory.constants.get("base", "")
+    if Path(base).parent != Path(config.base):  # else the run has a checkpoint of it, and there may be newer ones
+        base = directory.rt.broadcast_from_main(lambda: find_model(config.base))
+    config = replace(config, base=base)
+    if config.adapter:
+        found = lora.read_adapter(config.adapter).config
+        own = dict(lora_dim=found.r, lora_alpha=found.alpha, targets=found.targets, rslora=found.rslora)
+        for name, value in own.items():
+            if name in flags and getattr(config, name) != value:
+                raise UserError(
+                    f"the adapter {config.adapter} has {name} {value}, not {getattr(config, name)}; leave out --{name}"
+                )
+        config = replace(config, **own)
+    if directory.checkpoint:
+        config = continue_constants(config, flags, directory, FIXED, AUTOMATIC)
+    return replace(config, lora_alpha=config.lora_alpha or 2.0 * config.lora_dim)
+
+
+def settle_schedule(config: Config, data: Data, rt: Runtime) -> Config:
+    """The constants with those that follow from the rows. Raises UserError."""
+    max_steps = config.max_steps
     if not max_steps:
-        max_steps = max(round(requested.epochs * len(data.train) / requested.batch_size), 1)
-    eval_interval = requested.eval_interval
+        max_steps = max(round(config.epochs * len(data.train) / config.batch_size), 1)
+    eval_interval = config.eval_interval
     if eval_interval < 0:
         eval_interval = max(max_steps // 10, 1)
-    max_lr = requested.max_lr or (1e-3 if adapter["lora_dim"] else 1e-4)
-    if requested.min_lr > max_lr:
-        raise UserError(f"--min_lr {requested.min_lr} is above --max_lr {max_lr}; the schedule ends at min_lr")
+    max_lr = config.max_lr or (1e-3 if config.lora_dim else 1e-4)
+    if config.min_lr > max_lr:
+        raise UserError(f"--min_lr {config.min_lr} is above --max_lr {max_lr}; the schedule ends at min_lr")
     return replace(
-        requested,
-        **adapter,
-        base=rt.broadcast_from_main(lambda: find_model(requested.base)),  # of a run directory: its newest checkpoint
+        config,
         sequence_length=data.sequence_length,
         max_steps=max_steps,
-        warmup_steps=min(requested.warmup_steps or math.ceil(0.03 * max_steps), max_steps),
+        warmup_steps=config.warmup_steps or math.ceil(0.03 * max_steps),
         eval_interval=eval_interval,
         max_lr=max_lr,
-        threads=torch.get_num_threads() if rt.device.type == "cpu" else requested.threads,
+        threads=torch.get_num_threads() if rt.device.type == "cpu" else config.threads,
     )
 
 
@@ -358,7 +363,9 @@ def adapt(base: GPT, config: Config, checkpoint: Path | None, rt: Runtime) -> GP
         if rt.dtype != torch.float32:
             lora.cast_frozen(model, rt.dtype)
     else:
-        model = load_model(str(checkpoint), config.dropout, base.config.attention) if checkpoint else base
+        model = base
+        if checkpoint:
+            model = load_model(str(checkpoint), config.dropout, base.config.attention, checked=True)
     if config.activation_checkpointing:
         checkpoint_activations(model.transformer.h)
     return model
@@ -394,34 +401,20 @@ def run_info_of(config: Config, base: GPT, data: Data) -> dict:
 # ------------------------------------------------------------------------------------------------------------ the files
 
 
-@dataclass(frozen=True)
-class ChatFiles:
-    """The weights, as `weights` writes them, together with what a chat needs."""
-
-    weights: AdapterFiles | ModelFiles
-    tokenizer: Tokenizer
-
-    def copy(self) -> "ChatFiles":
-        return ChatFiles(self.weights.copy(), self.tokenizer)
-
-    def write(self, directory: Path) -> None:
-        self.weights.write(directory)
-        save_chat_files(directory, self.tokenizer)
-
-
-def files_of_run(config: Config, model: GPT, data: Data, base_sha256: str) -> ChatFiles:
-    weights = ModelFiles(model, data.tokenizer)
+def save_finetuned(config: Config, model: GPT, tokenizer: Tokenizer, base_sha256: str, directory: Path) -> None:
+    """The adapter, or all weights, and what a chat needs besides them."""
     if config.lora_dim:
-        weights = AdapterFiles(model, config.base, base_sha256)
-    return ChatFiles(weights, data.tokenizer)
+        lora.save_adapter(directory, model, config.base, base_sha256)
+    else:
+        save_model(directory, model, tokenizer)
+    save_chat_files(directory, tokenizer)
 
 
-def write_results(config: Config, run: Run, files: ChatFiles) -> None:
+def write_results(config: Config, run: Run, save_weights: Callable[[Path], None]) -> None:
     """OUT_DIR/adapter, and with --merge a plain model."""
     adapter = Path(config.out_dir) / "adapter"
     if config.lora_dim:
-        write_atomically(adapter, files.copy().write)
-        write_card(adapter, run.report.name, run.report.records)
+        write_atomically(adapter, save_weights)
     if config.merge:
         write_merged(config, str(adapter))
 
@@ -429,7 +422,6 @@ def write_results(config: Config, run: Run, files: ChatFiles) -> None:
 def write_merged(config: Config, adapter: str) -> None:
     """Write base and adapter as one plain model, merged in fp32, and print how much that changes its logits."""
     out = Path(config.merge)
-    found = lora.find_adapter(adapter)
     tokenizer = model_tokenizer(config.base)
     model = lora.load_adapter(load_model(config.base), adapter).eval()
     idx = torch.randint(len(tokenizer), (4, min(64, model.config.n_positions)))
@@ -437,19 +429,11 @@ def write_merged(config: Config, adapter: str) -> None:
         before = model(idx)
         model = lora.remove_lora(lora.merge(model))
         difference = (model(idx) - before).abs().max()
-    log = found.parent / "log.jsonl"  # of the adapter's run: of a checkpoint up to its step, of adapter/ all of it
-    records = read_log(log) if log.exists() else []
-    last = {path: step for step, path in checkpoint_steps(found.parent)}.get(found, math.inf)
-    records = [record for record in records if record["step"] <= last]
 
     def write(path: Path) -> None:
         save_model(path, model, tokenizer)
         save_chat_files(path, tokenizer)
-        if records:  # else the adapter was made elsewhere
-            write_card(path, out.name, records)
 
-    if out.exists():
-        print(f"the earlier {out} is now {set_aside(out)}")
     write_atomically(out, write)
     print(f"wrote {out}: {config.base} with {adapter} merged in; logits differ by at most {difference:.1e}")
 

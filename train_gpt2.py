@@ -21,7 +21,6 @@ import math
 import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -30,17 +29,15 @@ import torch
 
 import hellaswag
 from model import GPT, GPTConfig, GPTWithLoss
-from parts.checkpoint import ModelFiles, find_model, load_model, load_shape, model_tokenizer, unsharded_copy
-from parts.cli import counted, parse_args
+from parts.checkpoint import find_model, load_model, load_shape, model_tokenizer, save_model
+from parts.cli import counted, flags_set, parse_args
 from parts.data import Batches, to_inputs, training_batches, validation_batches
-from parts.directory import RunDirectory, flags_set, with_constants_of_run
 from parts.evaluation import complete, validate
 from parts.optim import Optimizer, learning_rate, make_optimizer, muon_lr_fraction
 from parts.plan import print_plan
 from parts.report import import_tracker
-from parts.run import Run
+from parts.run import Run, RunDirectory, continue_constants, settled_threads
 from parts.runtime import Runtime, checkpoint_activations, prefetch
-from parts.sharding import shard
 from parts.shards import Shards, open_shards
 from parts.trials import choose_attention, find_micro_batch_size
 
@@ -69,6 +66,7 @@ class Config:
     micro_batch_size: Count = 0  # sequences per forward pass on each rank; 0 finds the largest that fits
     max_steps: Positive = 19_073  # optimizer steps; 19,073 steps of 524,288 tokens are one epoch of 10B
     target_loss: NonNegative = 0.0  # stop at the first validation loss at or below this; 0 to train all steps
+    stop_at: Count = 0  # stop after this step, on the schedule of max_steps; 0 to train all steps
     warmup_steps: Count = 715  # steps of linear warmup; 715 are 375M tokens, as for GPT-3; 0 for none
     max_lr: PositiveFloat = 6e-4  # peak learning rate of AdamW; Muon has muon_lr
     min_lr: NonNegative = 6e-5  # learning rate at the last step
@@ -84,7 +82,6 @@ class Config:
     eps: PositiveFloat = 1e-8  # AdamW: added to the denominator
     grad_clip: NonNegative = 1.0  # clip the norm of the gradient to this; 0 for no clipping
     max_bad_steps: Positive = 20  # stop after this many steps in a row with a loss or gradient that is not finite
-    spike_threshold: NonNegative = 1.0  # stop if the loss stays this far above its running median; 0 for never
     seed: Seed = 1337  # of weights, data order, dropout and samples
     shuffle: bool = True  # permute the windows of every epoch; --no_shuffle reads them in file order
     # evaluation and checkpoints; intervals in steps, 0 for never
@@ -101,7 +98,6 @@ class Config:
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: cuda, else mps, else cpu
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of matmuls; weights stay fp32; float32: no TF32
     compile: Literal["auto", "on", "off"] = "auto"  # use torch.compile; auto: on CUDA only
-    shard: Literal["none", "optimizer", "full"] = "none"  # what to shard across ranks; see parts/sharding.py
     activation_checkpointing: bool = False  # recompute activations: less memory, a third more time
     threads: Count = 0  # CPU threads; 0 tries several numbers for a second and takes the fastest
     report_to: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # tracker to report to, besides log.jsonl
@@ -128,22 +124,23 @@ RECIPES = {
     ),
 }  # fmt: skip
 
-# --resume refuses to change these: the model, the data order or the optimizer depends on them (docs/run.md)
-FIXED = ("n_layer", "n_head", "n_embd", "sequence_length", "vocab_size", "total_batch_size", "optimizer", "seed",
-         "shuffle")  # fmt: skip
-SIZES = ("n_layer", "n_head", "n_embd", "vocab_size")  # --init_from and --resume take these from the checkpoint
+# --resume refuses to change these: the weights or the order of the data depend on them (docs/run.md)
+FIXED = ("init_from", "n_layer", "n_head", "n_embd", "sequence_length", "vocab_size", "total_batch_size", "optimizer",
+         "seed", "shuffle")  # fmt: skip
+AUTOMATIC = dict(micro_batch_size=0, threads=0, attention="auto")  # with these values the script chooses
+SIZES = ("n_layer", "n_head", "n_embd", "vocab_size")  # --init_from takes these from the checkpoint
 
 
 def main() -> None:
-    requested, cli_overrides = read_command_line(sys.argv[1:])
-    rt = Runtime.setup(requested.device, requested.dtype, requested.compile, requested.shard, requested.threads)
-    if requested.dry_run:
-        return print_plan(*resolve_config(requested, cli_overrides, None, rt), rt)
-    directory = RunDirectory(requested, rt, FIXED)
-    config, shape = resolve_config(requested, cli_overrides, directory.checkpoint, rt)
+    config, flags = read_command_line(sys.argv[1:])
+    rt = Runtime.setup(config.device, config.dtype, config.compile, threads=settled_threads(config))
+    if config.dry_run:
+        return print_plan(*settle(config, flags, None, rt), rt)
+    directory = RunDirectory(config, rt)
+    config, shape = settle(config, flags, directory, rt)
     data = open_data(config, shape, directory.checkpoint, rt)
     model = build_model(config, shape, directory.checkpoint).to(rt.device)
-    config, loss_fn = distribute(config, model, rt)  # settles micro_batch_size; --shard shards `model` in place
+    config, loss_fn = distribute(config, model, rt)  # finds a micro_batch_size
     optimizer = make_optimizer(model, config, rt)
     run = open_run(directory, config, model, optimizer, data)
     train(config, run, model, loss_fn, optimizer, data)
@@ -160,9 +157,11 @@ def train(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, optimizer:
     n_sequences = config.total_batch_size // config.sequence_length
     n_steps = config.max_steps - run.step
     step_batches = training_batches(data.train, n_sequences, run.step, n_steps, config.micro_batch_size)
-    with run, closing(prefetch(step_batches, rt.device)) as batches:  # run catches signals, and waits for the last save
-        evaluate_if_due(config, run, model, loss_fn, data)  # after a resume: those that the interruption skipped
-        for step, micro_batches in run.steps(batches):  # sets run.step: 1, 2, ... max_steps
+    batches = prefetch(step_batches, rt.device)  # reads them one step ahead
+    with run:  # opens the log, and closes it whatever happens
+        evaluate_if_due(config, run, model, loss_fn, data)  # of --init_from, or those that an interruption skipped
+        for step in run.steps():  # 1, 2, ... max_steps, or until a signal
+            micro_batches = next(batches)
             # ┌──────────────────────────────────── one optimizer step ────────────────────────────────────┐
             # dropout differs in every step and on every rank; with as many ranks and the same micro_batch_size a resume
             # draws the same again
@@ -177,7 +176,7 @@ def train(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, optimizer:
                 idx = tokens[:, :-1]  # (B, T)
                 targets = tokens[:, 1:]  # (B, T), one token ahead
                 is_last = i == len(micro_batches) - 1
-                rt.set_gradient_sync(loss_fn, is_last)  # ranks average in the last backward(); --shard full: in each
+                rt.set_gradient_sync(loss_fn, is_last)  # ranks average their gradients in the last backward()
                 with rt.autocast():
                     micro_loss = loss_fn(idx, targets) / len(micro_batches)
                 optimizer.scale(micro_loss).backward()  # scaled in fp16 only; clip_grad_norm unscales
@@ -187,8 +186,8 @@ def train(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, optimizer:
             # nan or inf on one rank makes the mean nan or inf on all of them, and then step() changes nothing
             loss, grad_norm = rt.mean(torch.stack([loss, grad_norm]))
             optimizer.step(finite=(loss + grad_norm).isfinite())
-            optimizer.zero_grad()  # now, so that evaluations have their memory
-            run.log(loss, grad_norm, lr, config.total_batch_size)  # on a GPU a step late; notices spikes, signals
+            optimizer.zero_grad()
+            run.log(loss, grad_norm, lr, config.total_batch_size)  # on a GPU it reads these a step late
             # └────────────────────────────────────────────────────────────────────────────────────────────┘
 
             if run.due(config.checkpoint_interval):
@@ -199,23 +198,19 @@ def train(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, optimizer:
 def evaluate_if_due(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, data: "Data") -> None:
     """The evaluations of this step that the log does not have yet."""
     rt = run.rt
-    if run.due(config.eval_interval, "val"):
-        if rt.mesh:  # sharded: one gathered copy for all batches, as FSDP would gather for each
-            whole = unsharded_copy(model)
-            loss_fn = GPTWithLoss(whole, rt.compiled(whole.hidden))
+    if run.due(config.eval_interval, "val", at_start=bool(config.init_from)):
         run.record("val", **validate(loss_fn, validation_inputs(config, data, rt), data.token_bytes, rt))
     if config.target_loss and run.val_loss <= config.target_loss:
         run.end_here()  # saves this step as the last one; all evaluations below are due
     if data.hellaswag and run.due(config.hellaswag_interval, "hellaswag"):
-        scores = hellaswag.evaluate(unsharded_copy(model), data.hellaswag, rt)
+        scores = hellaswag.evaluate(model, data.hellaswag, rt)
         run.record("hellaswag", **{name: scores[name] for name in hellaswag.LOGGED})
     if run.due(config.sample_interval, "sample"):
-        whole = unsharded_copy(model)
-        text = ""  # of the other ranks, which only help to gather a sharded model
+        text = ""  # of the other ranks
         if rt.is_main:
             prompt = config.sample_prompt
             seed = config.seed + run.step
-            texts = complete(whole, data.shards.tokenizer, [prompt], config.sample_tokens, rt, seed, top_k=50)
+            texts = complete(model, data.shards.tokenizer, [prompt], config.sample_tokens, rt, seed, top_k=50)
             text = prompt + texts[0]
         run.record("sample", text=text)
 
@@ -286,35 +281,36 @@ def read_command_line(argv: list[str]) -> tuple[Config, set[str]]:
         raise UserError(f"{recipe} is not a recipe; they are {', '.join(RECIPES)}")
     about = f"{__doc__}\nRecipes: {', '.join(RECIPES)}."
     config = parse_args(Config, args, RECIPES[recipe], f"train_gpt2.py {recipe}", about)
-    config = with_constants_of_run(replace(config, out_dir=config.out_dir or f"out/{recipe}"), args)
     import_tracker(config.report_to)  # fail now: a rank that fails later would keep the others waiting
-    return config, flags_set(args)
+    return replace(config, out_dir=config.out_dir or f"out/{recipe}"), flags_set(Config, args)
 
 
-def resolve_config(
-    requested: Config, cli_overrides: set[str], checkpoint: Path | None, rt: Runtime
-) -> tuple[Config, GPTConfig]:
-    """The constants of the run from those that a person wrote, and the shape of its model.
-
-    A run that resumes or starts from a checkpoint takes its sizes. Only a micro_batch_size of 0 stays open, because
-    finding one needs the model. Raises UserError.
-    """
-    sizes = {name: getattr(requested, name) for name in SIZES}
-    n_positions = requested.sequence_length
-    if source := str(checkpoint or requested.init_from):
+def settle(config: Config, flags: set[str], directory: RunDirectory | None, rt: Runtime) -> tuple[Config, GPTConfig]:
+    """The constants of the run from those of recipe and command line, and the shape of its model; both do not change
+    any more, but that a micro_batch_size of 0 waits for the model. Raises UserError."""
+    checkpoint = directory and directory.checkpoint
+    n_positions = config.sequence_length
+    if source := str(checkpoint or config.init_from):
         base = load_shape(source)
         n_positions = base.n_positions
-        if requested.sequence_length > n_positions:
+        if config.sequence_length > n_positions:
             raise UserError(f"{source} has a context of {n_positions} tokens; --sequence_length must not exceed it")
-        for name, wanted in sizes.items():
-            sizes[name] = getattr(base, name)
-            if name in cli_overrides and wanted != sizes[name]:  # a size of the recipe gives way, a flag does not
-                raise UserError(f"{source} has {name} {sizes[name]}, not {wanted}; leave out --{name}")
-    warmup = min(requested.warmup_steps, requested.max_steps)
-    attention = choose_attention(requested.attention, rt, requested.sequence_length)
-    threads = torch.get_num_threads() if rt.device.type == "cpu" else requested.threads
-    config = replace(requested, **sizes, warmup_steps=warmup, attention=attention, threads=threads)
+        if config.init_from:  # a size of the recipe gives way, a flag does not
+            for name in SIZES:
+                stored = getattr(base, name)
+                if name in flags and getattr(config, name) != stored:
+                    raise UserError(f"{source} has {name} {stored}, not {getattr(config, name)}; leave out --{name}")
+                config = replace(config, **{name: stored})
+    if checkpoint:
+        config = continue_constants(config, flags, directory, FIXED, AUTOMATIC)
+        per_rank = config.total_batch_size // config.sequence_length // rt.world_size
+        if "micro_batch_size" not in flags and per_rank % max(config.micro_batch_size, 1):  # of another number of ranks
+            config = replace(config, micro_batch_size=0)
+    if rt.device.type == "cpu":
+        config = replace(config, threads=torch.get_num_threads())
     validate_config(config, rt)
+    attention = choose_attention(config.attention, rt, config.sequence_length)
+    sizes = {name: getattr(config, name) for name in SIZES}
     try:
         return config, GPTConfig(n_positions=n_positions, **sizes, dropout=config.dropout, attention=attention)
     except ValueError as e:
@@ -328,16 +324,21 @@ def validate_config(config: Config, rt: Runtime) -> None:
         raise UserError(f"--min_lr {config.min_lr} is above --max_lr {config.max_lr}; the schedule ends at min_lr")
     if config.target_loss and not config.eval_interval:
         raise UserError(f"--target_loss {config.target_loss} needs evaluations; give an --eval_interval above 0")
-    if rt.shard == "full" and rt.device.type == "cuda" and not config.micro_batch_size:
-        raise UserError("--shard full needs a --micro_batch_size: a trial would take the memory of the whole model")
-    micro_batch = max(config.micro_batch_size, 1)
-    unit = T * micro_batch * rt.world_size
-    if config.total_batch_size % unit:
-        nearest = max(config.total_batch_size // unit, 1) * unit
+    if config.total_batch_size % T:
+        nearest = max(config.total_batch_size // T, 1) * T
         raise UserError(
-            f"--total_batch_size {config.total_batch_size} is not divisible by {unit} = sequence_length {T} x "
-            f"micro_batch_size {micro_batch} x {counted(rt.world_size, 'rank')}; "
-            f"give {nearest}, or another --micro_batch_size"
+            f"--total_batch_size {config.total_batch_size} is not divisible by --sequence_length {T}; give {nearest}"
+        )
+    n_sequences = config.total_batch_size // T
+    if n_sequences % rt.world_size:
+        possible = [str(n) for n in range(1, n_sequences + 1) if n_sequences % n == 0]
+        raise UserError(f"{n_sequences} sequences a step need {', '.join(possible[:9])} ranks, not {rt.world_size}")
+    per_rank = n_sequences // rt.world_size
+    if per_rank % max(config.micro_batch_size, 1):
+        nearest = max(n for n in range(1, config.micro_batch_size) if per_rank % n == 0)
+        raise UserError(
+            f"each rank has {per_rank} sequences a step, which --micro_batch_size {config.micro_batch_size} does not "
+            f"divide; give {nearest}"
         )
 
 
@@ -348,26 +349,25 @@ def build_model(config: Config, shape: GPTConfig, checkpoint: Path | None) -> GP
     """Random weights, or those of the checkpoint to resume or start from."""
     torch.manual_seed(config.seed)
     source = checkpoint or config.init_from
-    model = load_model(str(source), shape.dropout, shape.attention) if source else GPT(shape)
+    if source:
+        model = load_model(str(source), shape.dropout, shape.attention, checked=checkpoint is not None)
+    else:
+        model = GPT(shape)
     if config.activation_checkpointing:
         checkpoint_activations(model.transformer.h)
     return model
 
 
 def distribute(config: Config, model: GPT, rt: Runtime) -> tuple[Config, GPTWithLoss]:
-    """The model with its loss as the loop calls it: compiled, and in DDP or FSDP on several ranks. A micro_batch_size
-    of 0 becomes the largest that fits."""
+    """The model with its loss as the loop calls it: compiled, and in DDP on several ranks. A micro_batch_size of 0
+    becomes the largest that fits."""
     rt.print(f"{config.out_dir}: {model.num_params():,} parameters on {rt.description}")
     n_sequences = config.total_batch_size // config.sequence_length
-    if not config.micro_batch_size:  # before sharding, as the trial needs the whole model
+    if not config.micro_batch_size:
         trial = (config.sequence_length, config.vocab_size)
         size = find_micro_batch_size(GPTWithLoss(model), n_sequences // rt.world_size, trial, rt)
         config = replace(config, micro_batch_size=size)
-    if rt.mesh:
-        loss_fn = GPTWithLoss(model)
-        shard(loss_fn, model.transformer.h, rt)  # compiles each block by itself
-    else:  # --shard none, or one rank
-        loss_fn = rt.wrap(GPTWithLoss(model, rt.compiled(model.hidden)))
+    loss_fn = rt.wrap(GPTWithLoss(model, rt.compiled(model.hidden)))
     ranks = counted(rt.world_size, "rank")
     rt.print(f"{n_sequences} sequences per step, {config.micro_batch_size} at a time on each of {ranks}")
     return config, loss_fn
@@ -376,7 +376,6 @@ def distribute(config: Config, model: GPT, rt: Runtime) -> tuple[Config, GPTWith
 def open_run(directory: RunDirectory, config: Config, model: GPT, optimizer: Optimizer, data: Data) -> Run:
     """Start the run, or continue it with its optimizer and counters. Raises UserError."""
     shards = data.shards
-    files = ModelFiles(model, shards.tokenizer, directory.rt.is_main)
     data_fingerprint = dict(
         tokenizer=shards.tokenizer.fingerprint,
         data=shards.train.digest(),
@@ -389,7 +388,11 @@ def open_run(directory: RunDirectory, config: Config, model: GPT, optimizer: Opt
         data=shards.origin,
         base=config.init_from,
     )
-    return Run(directory, config, files, optimizer, data_fingerprint, run_info)
+
+    def save_weights(path: Path) -> None:
+        save_model(path, model, shards.tokenizer)
+
+    return Run(directory, config, save_weights, optimizer, data_fingerprint, run_info)
 
 
 def print_summary(config: Config, run: Run) -> None:

@@ -217,3 +217,9 @@ def first_sentence(box: str) -> str:
     meant = re.search(r"Perhaps you meant:[\s│]+(--[\w-]+)", box)
     hint = f"did you mean {meant[1]}?" if meant else "see --help"
     return f"{message}; {hint}"
+
+
+def flags_set(config_type, args: list[str]) -> set[str]:
+    """The names of the constants that the words of a command line set."""
+    options = (word[2:].partition("=")[0].replace("-", "_") for word in args if word.startswith("--"))
+    return {name.removeprefix("no_") for name in options}

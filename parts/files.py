@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
 def write_atomically(path: Path, fill: Callable[[Path], None]) -> None:
     """Make the directory `path` atomically: fill a hidden one next to it, flush it to the disk, and rename it.
 
-    An older one is set aside first. Whatever interrupts this, the old one stays complete and `path` is never partial.
+    An older one is set aside first, unless it has the same files already: then it stays. Whatever interrupts this, the old one stays complete and `path` is never partial.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -98,6 +99,8 @@ def write_atomically(path: Path, fill: Callable[[Path], None]) -> None:
         with errors_name(path):
             temporary.mkdir(parents=True)
             fill(temporary)
+            if contents(path) == contents(temporary):
+                return
             for file in temporary.iterdir():
                 flush(file)
             flush(temporary)
@@ -109,8 +112,13 @@ def write_atomically(path: Path, fill: Callable[[Path], None]) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def set_aside(path: Path) -> Path:
-    """Rename a file or directory to PATH.1, or to the next number that is free, and return its new name.
+def contents(directory: Path) -> dict[str, str]:
+    """{name: sha256} of the files in a directory, which may not be there."""
+    return {file.name: sha256(file) for file in directory.glob("*") if file.is_file()}
+
+
+def set_aside(path: Path, name: Path | None = None) -> Path:
+    """Rename a file or directory to `name`, by default PATH.1, or to the next number that is free; returns the new name.
 
     This is all that `--overwrite` does to old work: one rename, so that no interruption can lose a part of it, and
     nothing is deleted. Raises UserError for a directory that holds the current one, which would move under our feet.
@@ -119,9 +127,22 @@ def set_aside(path: Path) -> Path:
     if path.resolve() in (here, *here.parents):
         raise UserError(f"cannot rename {path.resolve()}, which holds the current directory; choose another one")
     n = 1
-    while os.path.lexists(f"{path}.{n}"):
+    target = name or Path(f"{path}.1")
+    while os.path.lexists(target):
         n += 1
-    return path.rename(Path(f"{path}.{n}"))
+        target = Path(f"{name or path}.{n}")
+    return path.rename(target)
+
+
+def remove_leftovers(directory: Path, *names: str) -> None:
+    """Remove what a killed process left of files and directories that it was writing there; `names` may be globs."""
+    for name in names:
+        for leftover in directory.glob(f".{name}.*.tmp"):
+            if leftover.suffixes[-2][1:].isdigit():  # the number of the process; else somebody's own
+                if leftover.is_dir() and not leftover.is_symlink():
+                    shutil.rmtree(leftover)
+                else:
+                    leftover.unlink()
 
 
 def read_json(path: Path) -> Any:
@@ -135,21 +156,25 @@ def read_json(path: Path) -> Any:
 
 
 @contextlib.contextmanager
-def exclusive_lock(lock: Path, what: str, seconds: float | None = None) -> Iterator[None]:
+def exclusive_lock(lock: Path, what: str, seconds: float = LOCK_SECONDS) -> Iterator[None]:
     """Hold a lock file while the block runs, so that two processes do not write to one place.
 
     A killed process frees its lock, and we wait for one that is about to exit. Raises UserError if another process
-    keeps it: `what` names the place, for instance "run directory out/tiny".
+    keeps it: `what` names the place, for instance "run directory out/tiny". Where the file system has no locks, the
+    file itself is the lock, and one that a killed process left behind on another host has to be deleted by hand.
     """
     from filelock import FileLock, Timeout
 
     try:
         with errors_name(lock):
-            held = FileLock(lock, timeout=seconds or LOCK_SECONDS).acquire()
-    except Timeout:  # FileLock takes the "permission denied" of a file system without locks for a lock that is held
+            held = FileLock(lock, timeout=seconds).acquire()
+    except Timeout:
+        owner = " ".join(lock.read_text(errors="replace").split()) or "unknown"
         raise UserError(
-            f"another process is writing to the {what}, or its file system grants no locks; "
-            "wait until that process ends, or use another directory"
+            f"another process is writing to the {what} (process and host: {owner}); wait until it ends, or use another "
+            f"directory; if that process is gone, delete {lock}"
         ) from None
     with held:
+        if str(os.getpid()) not in lock.read_text().split():  # without locks of the system, the library wrote it
+            lock.write_text(f"{os.getpid()}\n{socket.gethostname()}\n")
         yield

@@ -11,7 +11,6 @@ can replace in * out of them. Only they need gradients and optimizer state, and 
 This file knows nothing of training or conversations, and of the command line only the flag --targets.
 """
 
-import copy
 import hashlib
 import json
 import math
@@ -221,30 +220,18 @@ class Adapter:
     base_sha256: str | None  # of the base's weights, see `weights_sha256`
 
 
-class AdapterFiles:
-    """The adapter of `model` as files, for a run to save."""
-
-    def __init__(self, model: GPT, base: str, base_sha256: str):
-        self.model = model
-        self.tensors = {name: p.detach() for name, p in factors(model).items()}  # they share its memory
-        self.metadata = dict(format="pt", base_sha256=base_sha256)  # peft ignores the latter
-        self.settings = dict(
-            peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=base, r=model.lora.r,
-            lora_alpha=model.lora.alpha, lora_dropout=model.lora.dropout, target_modules=list(model.lora.targets),
-            fan_in_fan_out=True, bias="none", use_rslora=model.lora.rslora, inference_mode=True,
-        )  # fmt: skip
-
-    def copy(self) -> "AdapterFiles":
-        """The same files of A and B as they are now, copied to host memory."""
-        copied = copy.copy(self)
-        copied.tensors = {name: p.to("cpu", torch.float32, copy=True) for name, p in self.tensors.items()}
-        return copied
-
-    def write(self, path: Path) -> None:
-        """As peft reads them."""
-        (path / "adapter_config.json").write_text(json.dumps(self.settings, indent=2) + "\n")
-        # not save_file, which makes a file that only its owner may read
-        (path / "adapter_model.safetensors").write_bytes(in_order(save(self.tensors, self.metadata)))
+def save_adapter(path: Path, model: GPT, base: str, base_sha256: str) -> None:
+    """Write the adapter of `model` as peft reads it. `base` names the model that it was trained on."""
+    settings = dict(
+        peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=base, r=model.lora.r,
+        lora_alpha=model.lora.alpha, lora_dropout=model.lora.dropout, target_modules=list(model.lora.targets),
+        fan_in_fan_out=True, bias="none", use_rslora=model.lora.rslora, inference_mode=True,
+    )  # fmt: skip
+    (path / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    tensors = {name: p.detach().to("cpu", torch.float32) for name, p in factors(model).items()}
+    metadata = dict(format="pt", base_sha256=base_sha256)  # peft ignores the latter
+    # not save_file, which makes a file that only its owner may read
+    (path / "adapter_model.safetensors").write_bytes(in_order(save(tensors, metadata)))
 
 
 def in_order(file: bytes) -> bytes:

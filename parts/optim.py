@@ -29,10 +29,10 @@ def learning_rate(step: int, config) -> float:
 
     Reads max_steps, warmup_steps, max_lr, min_lr, lr_schedule and decay_fraction of `config`.
     """
-    if step <= config.warmup_steps:  # AdamW's moments still average only a few gradients: mostly noise
-        return config.max_lr * step / config.warmup_steps
-    n_steps = config.max_steps - config.warmup_steps
-    progress = (step - config.warmup_steps) / n_steps  # 0 .. 1
+    warmup_steps = min(config.warmup_steps, config.max_steps)
+    if step <= warmup_steps:  # AdamW's moments still average only a few gradients: mostly noise
+        return config.max_lr * step / warmup_steps
+    progress = (step - warmup_steps) / (config.max_steps - warmup_steps)  # 0 .. 1
     if config.lr_schedule == "cosine":
         height = 0.5 * (1 + math.cos(math.pi * progress))
     else:  # wsd, four_phases
@@ -49,9 +49,10 @@ def muon_lr_fraction(step: int, config) -> float | None:
     """
     if config.lr_schedule != "four_phases":
         return None
-    if step <= config.warmup_steps:
-        return step / config.warmup_steps
-    progress = (step - config.warmup_steps) / (config.max_steps - config.warmup_steps)
+    warmup_steps = min(config.warmup_steps, config.max_steps)
+    if step <= warmup_steps:
+        return step / warmup_steps
+    progress = (step - warmup_steps) / (config.max_steps - warmup_steps)
     fast = 1 - 0.8 * (max(0.0, progress - 0.04) / 0.52) ** 0.6
     slow = 0.2 * (1 - progress) / 0.44
     return max(fast, slow)  # they meet at 56%

@@ -83,7 +83,7 @@ def print_plan(config, shape: GPTConfig, rt: Runtime) -> None:
     shape = replace(shape, attention=attention)
     layout = Layout(
         sequence_length=T,
-        shard=config.shard,
+        shard="none",
         optimizer=config.optimizer,
         itemsize=itemsize,
         device=device,

@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -26,7 +27,6 @@ from tqdm import tqdm
 
 from parts.cli import UserError, explain
 from parts.curves import draw
-from parts.directory import RunDirectory
 from parts.files import errors_name, replace_file
 from parts.log import Records, of_kind, read_log
 from parts.runtime import Runtime
@@ -39,28 +39,30 @@ LINE_SECONDS = 30  # between progress lines, where there is no terminal for a pr
 class Report:
     """`records` are the lines of log.jsonl. Nothing is written before `open`."""
 
-    def __init__(self, directory: RunDirectory, config, run_info: dict):
-        self.directory = directory
-        self.out_dir = directory.path
-        self.rt = directory.rt
+    def __init__(self, out_dir: Path, config, rt: Runtime, run_info: dict):
+        self.out_dir = out_dir
+        self.rt = rt
         self.config = config
         self.run_info = run_info
-        self._peak_flops = self.rt.peak_flops()
-        self.name = self.out_dir.resolve().name
+        self._peak_flops = rt.peak_flops()
+        self.name = out_dir.resolve().name
         self.records: Records = []
-        self._report = self._close_tracker = None
+        self._skipped_steps = 0
+        self._tracked = -1  # the last step that an earlier process has reported to the tracker
+        self._track = self._close_tracker = None
 
     def open(self, step: int) -> None:
         """Continue the log from `step`; start the tracker and the progress bar. Only the first rank calls this."""
+        self._read_until(step)
         tracker = import_tracker(self.config.report_to)
         if tracker:
             try:
-                self._report, self._close_tracker = start_tracker(tracker, self.config, self.name, step)
+                self._track, self._close_tracker = start_tracker(tracker, self.config, self.name, step)
             except Exception as e:  # each tracker raises its own
                 raise UserError(f"--report_to {self.config.report_to}: {e}; log in there, or leave it out") from e
-        self._read_until(step)
         trained = of_kind(self.records, "train")
         self._lr_before = trained[-1].get("lr") if trained else None
+        self._skipped_steps = (trained[-1].get("skipped_steps") or 0) if trained else 0
         self._bar = tqdm(
             total=self.config.max_steps,
             initial=step,
@@ -74,6 +76,7 @@ class Report:
         """Keep what was logged up to `step`: steps that a killed run took after its checkpoint will be taken again."""
         path = self.out_dir / "log.jsonl"
         earlier = read_log(path) if path.exists() else []
+        self._tracked = max((record["step"] for record in earlier), default=-1)
         self.records = [as_json(record) for record in earlier if record["step"] <= step]
         replace_file(path, "".join(json.dumps(record) + "\n" for record in self.records))
         samples = map(sample_entry, of_kind(self.records, "sample"))
@@ -83,16 +86,17 @@ class Report:
         """Add a line to the log, and its numbers to the tracker, which draws no text and no lists."""
         if not self.rt.is_main:
             return
-        self.directory.check()
         record = as_json(record)
         self.records.append(record)
         add_text(self.out_dir / "log.jsonl", json.dumps(record) + "\n")
-        if self._report and record["kind"] != "run":
+        # TensorBoard forgets what it has of later steps; the others would have the steps of a resume twice
+        is_new = record["step"] > self._tracked or self.config.report_to == "tensorboard"
+        if self._track and record["kind"] != "run" and is_new:
             numbers = {}
             for key, value in record.items():
                 if key != "step" and type(value) in (int, float):
                     numbers[f"{record['kind']}/{key}"] = value
-            self._ask_tracker(self._report, numbers, record["step"])
+            self._ask_tracker(self._track, numbers, record["step"])
 
     def _ask_tracker(self, call: Callable, *args) -> None:
         """A lost server is no reason to end a run: log.jsonl has everything."""
@@ -100,7 +104,7 @@ class Report:
             call(*args)
         except Exception as e:
             self.rt.print(f"warning: {self.config.report_to} has stopped: {type(e).__name__}: {e}", file=sys.stderr)
-            self._report = None
+            self._track = None
 
     def evaluation(self, step: int, kind: str, metrics: dict) -> None:
         """Log an evaluation or a sample, and print it."""
@@ -116,7 +120,6 @@ class Report:
         if not self.rt.is_main:
             return
         rate = n_targets / seconds
-        skipped = (old["skipped_steps"] for old in reversed(self.records) if "skipped_steps" in old)  # newest first
         mfu = 0
         if self._peak_flops:
             mfu = rate * self.run_info.get("flops_per_token", 0) / self._peak_flops
@@ -128,10 +131,11 @@ class Report:
             "tokens_per_sec": round(rate, 1),
             "mfu": round(mfu, 4) or None,
             "memory_gib": round(self.rt.peak_memory() / 2**30, 3),
-            "skipped_steps": next(skipped, 0) or 0,
         }
-        if not math.isfinite(metrics["loss"] + metrics["grad_norm"]):
-            record["skipped_steps"] += 1
+        finite = math.isfinite(metrics["loss"] + metrics["grad_norm"])
+        self._skipped_steps += not finite
+        record["skipped_steps"] = self._skipped_steps
+        if not finite:
             record["skipped"] = True
         self.append(record)
         self._compare(step, metrics)
@@ -174,7 +178,6 @@ class Report:
         """Draw learning_curve.png. This takes half a second, in which nothing is launched: not in a thread, which would
         hold the interpreter for as long, in the middle of a step."""
         try:
-            self.directory.check()
             draw({self.name: self.records}, self.out_dir / "learning_curve.png")
         except Exception as e:  # no picture is a reason to end a run, or to hide the error that ended it
             self.rt.print(f"warning: learning_curve.png is not drawn: {explain(e) or repr(e)}")
@@ -264,9 +267,11 @@ def start_tracker(tracker, config, name: str, step: int) -> tuple[Callable, Call
                 writer.add_scalar(name, number, step)
 
         return report, writer.close
-    if config.report_to == "wandb":
-        own = dict(dir=config.out_dir)
-    else:
-        own = dict(resume="allow" if config.resume else "never")
+    own = dict(resume="allow" if step else "never")
+    if config.report_to == "wandb":  # which knows a run by an id of its own: keep it with the run
+        file = Path(config.out_dir) / "wandb_id"
+        if not (step and file.exists()):
+            replace_file(file, uuid.uuid4().hex)
+        own |= dict(dir=config.out_dir, id=file.read_text())
     tracker.init(project="gpt2", name=name, config=asdict(config), **own)
     return lambda numbers, step: tracker.log(numbers, step=step), tracker.finish
