@@ -31,7 +31,7 @@ from tyro.conf import Positional, arg
 from benchmarks.measure import ROOT
 from parts.cli import Positive, UserError
 from parts.curves import measured_on
-from parts.directory import flags_set
+from parts.cli import flags_set
 from parts.log import Records, newest_start, of_kind, read_log
 
 SCRIPTS = ("train_gpt2.py", "lora_finetune.py")

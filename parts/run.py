@@ -67,6 +67,7 @@ def continue_constants(config, flags: set[str], directory: "RunDirectory", fixed
         if name in NOT_RESUMED or not hasattr(config, name):
             continue
         now = getattr(config, name)
+        before = as_stored(before)
         if as_stored(now) == before:
             continue
         if name in automatic and now == automatic[name]:
