@@ -226,7 +226,7 @@ def test_a_base_with_a_template_of_its_own_is_told_that_it_gets_ours(finetune, b
     words = f"{tmp_path / 'base'} has a chat template of its own, which this run replaces by ours"
     assert words in finetune(base=tmp_path / "base", **short).stdout
     chat.save_chat_files(tmp_path / "base", small_tokenizer)
-    assert "template" not in finetune(base=tmp_path / "base", overwrite=True, **short).stdout
+    assert "replaces by ours" not in finetune(base=tmp_path / "base", overwrite=True, **short).stdout
 
 
 def test_what_is_overwritten_is_renamed_and_never_lost(finetune, base, tmp_path, run_dir):
