@@ -28,6 +28,7 @@ from parts.checkpoint import SUMS, find_damage, find_model, newest_intact
 from parts.cli import UserError
 from parts.files import read_json
 
+SETTINGS = "adapter_config.json"
 TARGETS = ("c_attn", "attn.c_proj", "c_fc", "mlp.c_proj")  # all projections of a block
 
 
@@ -42,9 +43,8 @@ class LoRAConfig:
     rslora: bool = False  # scale by alpha / sqrt(r), so that a large r does not shrink the update (Kalajdzievski 2023)
 
     def __post_init__(self):
-        """Raises UserError for what `read_adapter` would refuse later."""
-        check_limits("--lora_dim", "r", self.r)
-        check_limits("--lora_alpha", "lora_alpha", self.alpha)
+        if not (self.r >= 1 and 0 < self.scale < math.inf):
+            raise UserError(f"rank {self.r} and alpha {self.alpha:g} make no scale; give both above 0")
 
     @property
     def scale(self) -> float:
@@ -161,14 +161,15 @@ def unmerge(model: GPT) -> GPT:
 
 
 def remove_lora(model: GPT) -> GPT:
-    """Turn the adapted modules back into plain nn.Linear, with their present weights, merged or not."""
+    """Turn the adapted modules back into plain nn.Linear, with their present weights, merged or not: a plain model that
+    can be trained. (Autocast keeps its casts of such weights alone, and would cast frozen ones in every pass.)"""
     for name, module in lora_modules(model).items():
         n_out, n_in = module.weight.shape
         linear = nn.Linear(n_in, n_out, device="meta")  # no memory for weights that are about to be replaced
         linear.weight = module.weight
         linear.bias = module.bias
         model.set_submodule(name, linear)
-    return model
+    return model.requires_grad_(True)
 
 
 def cast_frozen(model: GPT, dtype: torch.dtype) -> None:
@@ -195,18 +196,12 @@ def trainable_parameters(model: GPT, targets: tuple[str, ...], r: int) -> tuple[
 
 # ------------------------------------------------------------------------------------------------------ adapter files
 
-# What adapter_config.json may say. A setting that is off (None, False, empty) changes nothing, keys in IGNORED do not
-# describe the computation, and the values in KNOWN compute the picture above. Anything else, of later versions of peft
-# too, may change the base's weights (pissa, olora) or the forward pass (alora), and is refused.
-LIMITS = dict(r=(1, 2**12), lora_alpha=(1e-9, 1e9), lora_dropout=(0.0, 0.9999))
-KNOWN = dict(peft_type=("LORA",), task_type=("CAUSAL_LM",), bias=("none",), init_lora_weights=(True, "gaussian"),
-             use_rslora=(True,))  # fmt: skip
-IGNORED = (
-    "base_model_name_or_path", "revision", "auto_mapping", "peft_version", "inference_mode",
-    "target_modules",  # the tensors' names say it
-    "fan_in_fan_out",  # whether the base stores (in, out), which peft finds out itself
-    "megatron_core", "qalora_group_size",  # options of features that are off
-)  # fmt: skip
+# Keys of adapter_config.json that do not say what an adapter computes: where it comes from and how it began, what the
+# tensors' names and shapes say, and options of features that are off by themselves.
+NOT_COMPUTED = set(
+    "base_model_name_or_path revision auto_mapping peft_version inference_mode lora_dropout target_modules "
+    "fan_in_fan_out megatron_core qalora_group_size".split()
+)
 
 
 @dataclass(frozen=True)
@@ -222,16 +217,20 @@ class Adapter:
 
 def save_adapter(path: Path, model: GPT, base: str, base_sha256: str) -> None:
     """Write the adapter of `model` as peft reads it. `base` names the model that it was trained on."""
-    settings = dict(
-        peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=base, r=model.lora.r,
-        lora_alpha=model.lora.alpha, lora_dropout=model.lora.dropout, target_modules=list(model.lora.targets),
-        fan_in_fan_out=True, bias="none", use_rslora=model.lora.rslora, inference_mode=True,
-    )  # fmt: skip
-    (path / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    (path / SETTINGS).write_text(json.dumps(settings_of(model.lora, base), indent=2) + "\n")
     tensors = {name: p.detach().to("cpu", torch.float32) for name, p in factors(model).items()}
     metadata = dict(format="pt", base_sha256=base_sha256)  # peft ignores the latter
     # not save_file, which makes a file that only its owner may read
     (path / "adapter_model.safetensors").write_bytes(in_order(save(tensors, metadata)))
+
+
+def settings_of(config: LoRAConfig, base: str = "") -> dict:
+    """The adapter_config.json of an adapter that computes the picture above."""
+    return dict(
+        peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=base, r=config.r, lora_alpha=config.alpha,
+        lora_dropout=config.dropout, target_modules=list(config.targets), fan_in_fan_out=True, bias="none",
+        use_rslora=config.rslora, inference_mode=True,
+    )  # fmt: skip
 
 
 def in_order(file: bytes) -> bytes:
@@ -265,7 +264,7 @@ def find_adapter(adapter: str | Path) -> Path:
     path = Path(adapter)
     newest = newest_intact(path)  # adapter/ is older than the checkpoints of a resumed run
     for directory in (path, newest or path, path / "adapter"):
-        if (directory / "adapter_config.json").is_file():
+        if (directory / SETTINGS).is_file():
             return directory
     raise UserError(f"{adapter} holds no adapter; give a directory with adapter_config.json, such as out/lora/adapter")
 
@@ -284,7 +283,9 @@ def read_adapter(adapter: str | Path) -> Adapter:
     path = find_adapter(adapter)
     if (path / SUMS).exists() and (problem := find_damage(path)):
         raise UserError(f"{path} is damaged: {problem}; take an earlier checkpoint of its run")
-    settings = read_settings(path / "adapter_config.json")
+    settings = read_json(path / SETTINGS)
+    if not isinstance(settings, dict):
+        raise UserError(f"{path}/{SETTINGS} is damaged: it is not an object; write or download it again")
     try:
         with safe_open(path / "adapter_model.safetensors", "pt") as f:
             tensors = {name: f.get_tensor(name) for name in f.keys()}
@@ -298,51 +299,33 @@ def read_adapter(adapter: str | Path) -> Adapter:
         ) from None
     except (ValueError, OSError, RuntimeError, SafetensorError) as e:
         raise UserError(f"{path}/adapter_model.safetensors is damaged: {e}; write or download it again") from None
-    # target_modules may be a regular expression; the tensors say what was adapted
-    targets = tuple(target for target in TARGETS if any(f".{target}.lora_A" in name for name in tensors))
-    if not targets:
-        raise UserError(f"the adapter {path} has no tensors for {', '.join(TARGETS)}; train it again")
-    config = LoRAConfig(
-        r=settings["r"],
-        alpha=float(settings["lora_alpha"]),
-        dropout=float(settings["lora_dropout"]),
-        targets=targets,
-        rslora=bool(settings.get("use_rslora")),
-    )
+    config = config_of(settings, tensors, path)
     return Adapter(path, config, tensors, settings.get("base_model_name_or_path"), metadata.get("base_sha256"))
 
 
-def read_settings(file: Path) -> dict:
-    """The content of an adapter_config.json. Raises UserError for any setting not known to be harmless."""
-    settings = read_json(file)
-    if not isinstance(settings, dict):
-        raise UserError(f"{file} is damaged: it is not an object; write or download it again")
+def config_of(settings: dict, tensors: dict[str, torch.Tensor], path: Path) -> LoRAConfig:
+    """What an adapter computes. Raises UserError for any setting that is on and that we would not write for it: it may
+    change the base's weights (pissa, olora), or the forward pass (alora), or be of a later version of peft."""
+    # target_modules may be a regular expression; the tensors say what was adapted, and at which rank
+    targets = tuple(target for target in TARGETS if any(f".{target}.lora_A" in name for name in tensors))
+    if not targets:
+        raise UserError(f"the adapter {path} has no tensors for {', '.join(TARGETS)}; train it again")
+    r = next(tensor.shape[0] for name, tensor in tensors.items() if ".lora_A" in name)
+    alpha = settings.get("lora_alpha")
+    if type(alpha) not in (int, float) or not 0 < alpha < math.inf:
+        raise UserError(f"{path}/{SETTINGS} is damaged: lora_alpha is {alpha!r:.80}; write or download it again")
+    dropout = settings.get("lora_dropout") or 0.0
+    config = LoRAConfig(r, float(alpha), dropout, targets, settings.get("use_rslora") is True)
+    ours = settings_of(config) | dict(init_lora_weights=True)
     for key, value in settings.items():
-        if key not in (*LIMITS, *IGNORED) and value not in (None, False, "", [], {}, *KNOWN.get(key, ())):
+        is_off = value is None or value is False or value in ("", [], {})
+        began = key == "init_lora_weights" and value == "gaussian"  # another start, of the same computation
+        if key not in NOT_COMPUTED and not is_off and not began and value != ours.get(key):
             raise UserError(
-                f"{file}: this code cannot compute an adapter whose {key} is {value!r:.80}; "
+                f"{path}/{SETTINGS}: this code cannot compute an adapter whose {key} is {value!r:.80}; "
                 "merge it with peft, or train one without it"
             )
-    settings = {"lora_dropout": 0.0} | settings
-    for key in LIMITS:
-        if not within_limits(key, settings.get(key)):
-            raise UserError(
-                f"{file} is damaged: {key} is {settings.get(key)!r:.80}; write or download the adapter again"
-            )
-    return settings
-
-
-def check_limits(flag: str, key: str, value: float) -> None:
-    """Raises UserError, with the name of the flag that set it, for a value that `within_limits` refuses."""
-    if not within_limits(key, value):
-        low, high = LIMITS[key]
-        raise UserError(f"{flag} must be in [{low:g}, {high:g}], not {value:g}")
-
-
-def within_limits(key: str, value) -> bool:
-    low, high = LIMITS[key]
-    kinds = (int,) if key == "r" else (int, float)
-    return type(value) in kinds and low <= value <= high
+    return config
 
 
 def load_adapter(model: GPT, adapter: str | Path, dropout: float = 0.0) -> GPT:
