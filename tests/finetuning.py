@@ -6,7 +6,7 @@ import torch
 
 from model import GPT, GPTConfig
 from parts import chat, lora
-from parts.lora import TARGETS, AdapterFiles, LoRAConfig
+from parts.lora import TARGETS, LoRAConfig
 from tests.helpers import seeded
 
 
@@ -31,7 +31,7 @@ def tokens(*shape) -> torch.Tensor:
 def save_adapter(model: GPT, path: Path, sha256="") -> Path:
     """The adapter that `adapted` makes, as files."""
     path.mkdir()
-    AdapterFiles(model, "base", sha256).write(path)
+    lora.save_adapter(path, model, "base", sha256)
     return path
 
 
