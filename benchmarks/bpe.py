@@ -3,13 +3,11 @@
 All train on the same texts to the same number of tokens, split by GPT-2's pattern; the benchmark checks and prints
 whether ours finds the same merges. Ours and `tokenizers` train on all cores; one more row is ours in one process. All
 encode those texts with the trained vocabulary, one text after the other, on one core unless the row says threads.
-transformers caches chunks as we do, so ours has two rows: with chunks seen before, and with nothing cached. Peak memory
-is that of all processes of a training that streams the texts.
+Peak memory is that of all processes of a training that streams the texts.
 """
 
 import json
 import os
-import pickle
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -34,7 +32,7 @@ def run(config: Config, rt) -> Iterator[dict]:
     tok = Tokenizer.train(texts, vocab_size)
     same = same_merges(tok, contestants["training: tokenizers"]())
     print(f"the same merges as tokenizers: {'yes' if same else 'NO'}", flush=True)
-    contestants = encoders(tok, texts, config.repeats)
+    contestants = encoders(tok, texts)
     yield from rates(contestants, config.repeats, rt, megabytes, "MB/s")
     for name, code in MEMORY.items():
         peak = training_memory(code, config.data, vocab_size)
@@ -70,24 +68,17 @@ def merges_of(tokenizer) -> list:
     return json.loads(tokenizer.to_str())["model"]["merges"]
 
 
-def encoders(tok: Tokenizer, texts: list[str], repeats: int) -> dict[str, Callable]:
+def encoders(tok: Tokenizer, texts: list[str]) -> dict[str, Callable]:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tiktoken = tok.to_tiktoken()
     transformers = tok.to_transformers()
-    # one for each run: the cache of an unpickled tokenizer is empty
-    unused = [pickle.loads(pickle.dumps(tok)) for _ in range(repeats + 1)]
     return {
         "encoding: tiktoken": lambda: [tiktoken.encode_ordinary(text) for text in texts],
         "encoding: transformers, fast": lambda: [transformers(text)["input_ids"] for text in texts],
-        "encoding: this project, nothing cached": lambda: encode_all(unused.pop(), texts),
-        "encoding: this project": lambda: encode_all(tok, texts),
+        "encoding: this project": lambda: [tok.encode_ordinary(text) for text in texts],
+        "encoding: this project, arrays": lambda: [tok.encode_to_numpy(text) for text in texts],
         "encoding: this project, encode_batch in threads": lambda: tok.encode_batch(texts, disallowed_special=()),
     }
-
-
-def encode_all(tok: Tokenizer, texts: list[str]) -> None:
-    for text in texts:
-        tok.encode_ordinary(text)
 
 
 MEMORY = {  # `texts` and `vocab_size` are there already

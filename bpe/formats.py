@@ -2,14 +2,13 @@
 
 | | what it holds | read, written by |
 |---|---|---|
-| tokenizer.json | everything (Hugging Face) | `read_json`, `to_tokenizers` |
-| vocab.json, merges.txt | ids and merges, as OpenAI published GPT-2's | `read_vocab` alone |
+| tokenizer.json | everything (Hugging Face) | `read`, `to_tokenizers` |
+| vocab.json, merges.txt | ids and merges, as OpenAI published GPT-2's, for older readers | `read`, `contents` |
 | .tiktoken | the tokens in order, without pattern and special tokens | tiktoken alone, `to_ranks` |
 
-A tokenizer.json can ask for much that is not byte-level BPE. So it is also opened with the `tokenizers` library, which
-defines the format, and refused if PROBES get other chunks or ids there: a model whose prompts are tokenized differently
-from its training data is silently wrong. Readers return the arguments of Tokenizer, and raise ValueError. This file
-knows nothing of training.
+A tokenizer.json can ask for much that is not byte-level BPE. `parts_of` takes it apart if it is byte-level BPE and
+nothing else. With any other, the `tokenizers` library has to encode, which defines the format, and `bytes_of_tokens`
+says which bytes its ids stand for. All errors are ValueErrors. This file knows nothing of training.
 """
 
 import base64
@@ -17,16 +16,22 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import tempfile
 import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from functools import lru_cache
-from itertools import permutations
+from itertools import pairwise, permutations
 from pathlib import Path
 
-from bpe.chunks import BYTE_ORDER, KNOWN, PATTERNS, PRINTABLE, SINGLE_BYTES, merge_chunk, splitter
+import tiktoken
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from bpe.chunks import BYTE_ORDER, BYTE_TO_RANK, KNOWN, PATTERNS, PRINTABLE, SINGLE_BYTES, by_pattern, full_pattern
 
 ENDOFTEXT = "<|endoftext|>"
+HIGHEST_ID = 2**24  # tables are as long as the highest id: a damaged file must not fill the memory
+TOKENIZER_FILES = ["tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json", "added_tokens.json"]
 Merges = list[tuple[bytes, bytes]]
 Specials = Collection[str] | dict[str, int]
 Parts = tuple[Merges, str, Specials, dict[bytes, int]]  # merges, pattern, special tokens, ids of the others
@@ -44,182 +49,155 @@ GPT2_FILES = {
 }
 
 
-# ---- files
+# ---- writing
 
 
 def save(tok, path: str | os.PathLike, model_max_length: int | None = None) -> None:
-    """Write `path`, a Hugging Face tokenizer.json that holds everything, and a .tiktoken file beside it.
+    """Write `path`, a Hugging Face tokenizer.json that holds everything, and beside it what else `contents` has.
 
-    A directory gets tokenizer.json, tokenizer.tiktoken and tokenizer_config.json, and is what
-    transformers.AutoTokenizer.from_pretrained reads; `model_max_length`, the context of a model, goes there, too.
-    Raises ValueError, before anything is written, for special tokens that would have other ids there; warns of a split
-    pattern that `tokenizers` reads differently.
+    A directory is what transformers.AutoTokenizer.from_pretrained reads: it gets tokenizer.json, a .tiktoken file,
+    tokenizer_config.json with `model_max_length`, the context of a model, and vocab.json and merges.txt for older
+    readers.
     """
     path = Path(path)
-    files = {}
-    if path.suffix != ".json" or path.is_dir():
+    in_folder = path.suffix != ".json" or path.is_dir()
+    if in_folder:
         path = path / "tokenizer.json"
+    found = tok.contents
+    files = {path: found["tokenizer.json"], path.with_suffix(".tiktoken"): found.get("tokenizer.tiktoken")}
+    if in_folder:
         config = dict(tokenizer_class="PreTrainedTokenizerFast") | transformers_options(tok)
         if model_max_length:
             config["model_max_length"] = model_max_length
         files[path.with_name("tokenizer_config.json")] = json.dumps(config, indent=2) + "\n"
-    files |= zip((path, path.with_suffix(".tiktoken")), contents(tok), strict=False)
+        for name in ("vocab.json", "merges.txt"):
+            files[path.with_name(name)] = found.get(name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".tiktoken").unlink(missing_ok=True)  # an older one would belong to another tokenizer
     for file, content in files.items():
-        file.write_text(content, encoding="utf-8", newline="\n")
+        if content is None:
+            file.unlink(missing_ok=True)  # an older one would belong to another tokenizer
+        else:
+            file.write_text(content, encoding="utf-8", newline="\n")
 
 
-@lru_cache(maxsize=1)
-def contents(tok) -> list[str]:
-    """Of tokenizer.json and .tiktoken; of the first alone if tiktoken has no form for these ids. Remembered, since that
-    of GPT-2 takes a second, and every checkpoint has it."""
-    texts = [to_tokenizers(tok).to_str(pretty=True) + "\n"]
+def contents(tok) -> dict[str, str]:
+    """{file name: content}. There is no .tiktoken if tiktoken has no form for these ids, and vocab.json and merges.txt,
+    which do not say how text is split, are only there if GPT-2's pattern splits it."""
+    theirs = to_tokenizers(tok)
+    files = {"tokenizer.json": theirs.to_str(pretty=True) + "\n"}
     with contextlib.suppress(ValueError):
         lines = [f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in to_ranks(tok).items()]
-        texts.append("".join(lines))
-    return texts
+        files["tokenizer.tiktoken"] = "".join(lines)
+    if tok.pattern == PATTERNS["gpt2"][0]:
+        files["vocab.json"] = json.dumps(theirs.get_vocab(), ensure_ascii=False) + "\n"
+        merges = [f"{show(a)} {show(b)}\n" for a, b in tok.merges]
+        files["merges.txt"] = "".join(["#version: 0.2\n", *merges])
+    return files
 
 
-# ---- tokenizer.json
-
-# What tokenizers differ in: spaces at both ends, apostrophes, cases, accents, digits, line ends, code, scripts without
-# spaces, emoji, control characters.
-PROBES = (
-    "  It's what THEY'VE said, isn't it?   'tis naïve, cafe\u0301 ﬁve ½² Ⅷ ٣ ʕ ",
-    "1 23 456 7890 3.14 1,000,000 x2y 12345678901\n",
-    "def f(x, *a):\r\n\tif x_1 != 0:\n        return {'k': [x ** 2, \"s\"]}  # <a&b> @c ~d `e` \\n\n\n\n  ",
-    "研究生院门前有一棵石榴树。全角　空格，中文English混排 ひらがな カタカナ 한국어 Привет, мир! עברית हिन्दी",
-    "👩‍👩‍👧‍👦🏳️‍🌈 👍🏽🇨🇳 \u200b\ufeff\x00\x1c\x85\xa0\u2028\ufffd aaaaaaaaaaaaaaaa ================ \t ",
-)
-WITHOUT_EFFECT = {"type", "vocab", "merges", "unk_token", "fuse_unk"}  # nothing is unknown if all bytes are tokens
-
-
-def check_ids(tok, theirs) -> None:
-    """Raises ValueError if a tokenizers.Tokenizer cuts PROBES into other chunks, or gives them other ids."""
-    for text in (*PROBES, *(f"a {s} b{s}{s}x \n{s}." for s in tok.special_tokens)):
-        chunks = [text[start:end] for _, (start, end) in theirs.pre_tokenizer.pre_tokenize_str(text)]
-        same_ids = tok.encode(text, allowed_special="all") == theirs.encode(text).ids
-        if not same_ids or chunks != splitter(tok.pattern).split(text):
-            raise ValueError(f"the tokenizers library has other ids for it than we have, for instance for {text!r}")
-
-
-def to_tokenizers(tok):
-    """A tokenizers.Tokenizer with the same ids. Raises ValueError for special tokens that it would take for bytes, and
-    for a split pattern that it cannot compile; warns if it reads the pattern differently."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-
+def to_tokenizers(tok) -> Tokenizer:
+    """A tokenizers.Tokenizer with the same ids."""
     vocab = {show(token): i for token, i in tok.ordinary.items()}
-    for special in tok.special_tokens:
-        if special in vocab or not special.isascii() and set(special) <= CHAR_TO_BYTE.keys():
-            raise ValueError(f"Hugging Face would take the special token {special!r} for bytes; choose another name")
     merges = [(show(a), show(b)) for a, b in tok.merges]
     theirs = Tokenizer(models.BPE(vocab | tok.special_tokens, merges))
     theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     if tok.pattern != PATTERNS["gpt2"][0]:
-        try:
-            split = pre_tokenizers.Split(Regex(tok.pattern), "isolated")
-        except Exception as e:  # it raises no other type
-            raise ValueError(f"tokenizers cannot compile the split pattern {tok.pattern}: {e}") from None
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        theirs.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+        theirs.pre_tokenizer = pre_tokenizers.Sequence([by_pattern(tok.pattern), byte_level])
     theirs.decoder = decoders.ByteLevel()
     theirs.add_special_tokens([*tok.special_tokens])
-    if tok.pattern not in KNOWN:
-        try:
-            check_ids(tok, theirs)
-        except ValueError as e:
-            warnings.warn(f"the split pattern {tok.pattern} is kept as it is, but {e}", stacklevel=3)
     return theirs
-
-
-def read_json(file: Path) -> tuple:
-    """Parts, and the tokenizers.Tokenizer. Raises ValueError for what is not BPE as here but may not show in PROBES."""
-    from tokenizers import Tokenizer
-
-    text = file.read_text(encoding="utf-8")
-    content = json.loads(text)
-    model = content["model"]
-    if content["pre_tokenizer"] is None:
-        raise ValueError("it is not byte-level BPE")
-    for key, value in model.items():
-        if value and key not in WITHOUT_EFFECT:
-            raise ValueError(f"it uses {key}, which this byte-level BPE does not have")
-    theirs = Tokenizer.from_str(text)  # after these checks, since a prefix that is too long ends it in a panic of Rust
-    theirs.no_truncation()  # these belong to a call and not to a vocabulary: transformers sets them each time
-    theirs.no_padding()
-    added = theirs.get_added_tokens_decoder()
-    special = {}
-    for i, token in added.items():
-        if not token.special:
-            raise ValueError(f"the added token {token.content!r} is not special")
-        special[token.content] = i
-    merges = []
-    for pair in model["merges"]:
-        a, b = pair.split(" ") if isinstance(pair, str) else pair
-        merges.append((unshow(a), unshow(b)))
-    ids = {unshow(token): i for token, i in model["vocab"].items() if token not in special}
-    first = content["pre_tokenizer"]
-    if "pretokenizers" in first:
-        first = first["pretokenizers"][0]
-    pattern = first["pattern"]["Regex"] if first["type"] == "Split" else "gpt2"
-    return (merges, pattern, special, ids), theirs
-
-
-TOKENIZER_FILES = ["tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json", "added_tokens.json"]
-
-
-def has_vocab(folder: Path) -> bool:
-    return all((folder / name).is_file() for name in ("vocab.json", "merges.txt"))
-
-
-def read_vocab(folder: Path) -> tuple:
-    """As `read_json`, from the vocab.json and merges.txt of a GPT-2. They do not say how text is split, so files of
-    another model are refused."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    def content(name: str) -> dict:
-        return json.loads((folder / name).read_bytes()) if (folder / name).is_file() else {}
-
-    settings = content("tokenizer_config.json")
-    kind = settings.get("tokenizer_class") or content("config.json").get("model_type") or "gpt2"
-    unusual = [name for name in ("add_prefix_space", "add_bos_token", "add_eos_token") if settings.get(name)]
-    unusual += [token["content"] for token in settings.get("added_tokens_decoder", {}).values() if not token["special"]]
-    if kind not in ("gpt2", "GPT2Tokenizer", "GPT2TokenizerFast") or unusual:
-        raise ValueError(
-            f"only a tokenizer.json says how {' '.join([kind, *unusual])} splits text; write one with transformers: "
-            f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
-        )
-    vocab = content("vocab.json")
-    special = {token: i for token, i in vocab.items() if token == ENDOFTEXT} | content("added_tokens.json")
-    special = dict(sorted(special.items(), key=lambda item: item[1]))
-    lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
-    pairs = [line.split(" ") for line in lines if line.strip() and not line.startswith("#version")]
-    merges = [(unshow(a), unshow(b)) for a, b in pairs]
-    ids = {unshow(token): i for token, i in vocab.items() if token not in special}
-    if lost := ids.keys() - {*SINGLE_BYTES, *(a + b for a, b in merges)}:
-        raise ValueError(f"merges.txt is cut short: vocab.json has {min(lost)!r}, and no merge makes it")
-    theirs = Tokenizer(models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt")))
-    theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    theirs.add_special_tokens([*special])
-    return (merges, "gpt2", special, ids), theirs
-
-
-def gpt2_of_transformers() -> Path | None:
-    """The folder of GPT-2's files in the cache of the hub, which transformers fills; None without them."""
-    from huggingface_hub import try_to_load_from_cache
-
-    for repo in ("openai-community/gpt2", "gpt2"):
-        for name in ("tokenizer.json", "vocab.json"):
-            found = try_to_load_from_cache(repo, name)
-            if isinstance(found, str) and (name == "tokenizer.json" or has_vocab(Path(found).parent)):
-                return Path(found).parent
-    return None
 
 
 def show(token: bytes) -> str:
     """Bytes in GPT-2's printable characters."""
     return "".join(map(BYTE_TO_CHAR.__getitem__, token))
+
+
+# ---- reading
+
+
+def is_readable(folder: Path) -> bool:
+    there = {name for name in TOKENIZER_FILES if (folder / name).is_file()}
+    return "tokenizer.json" in there or {"vocab.json", "merges.txt"} <= there
+
+
+def read(path: Path) -> str:
+    """The tokenizer.json of a file, or of a folder, or of the vocab.json and merges.txt there, as transformers reads
+    them: it knows the models that have such files."""
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    if (path / "tokenizer.json").is_file():
+        return (path / "tokenizer.json").read_text(encoding="utf-8")
+    from transformers import AutoTokenizer, GPT2TokenizerFast
+
+    named = any((path / name).is_file() for name in ("config.json", "tokenizer_config.json"))
+    text = (AutoTokenizer if named else GPT2TokenizerFast).from_pretrained(path).backend_tokenizer.to_str()
+    content = json.loads(text)
+    made = {a + b for a, b in content["model"]["merges"]} | {token["content"] for token in content["added_tokens"]}
+    lost = [token for token in content["model"]["vocab"] if len(token) > 1 and token not in made]
+    if lost:
+        raise ValueError(f"merges.txt may be cut short: vocab.json has {lost[0]!r}, and no merge makes it")
+    return text
+
+
+def open_tokenizers(text: str) -> Tokenizer:
+    """The tokenizers.Tokenizer of a tokenizer.json. Raises ValueError if its ids are not the same every time, or if its
+    tokens hold more than text."""
+    model = json.loads(text)["model"]
+    for key in ("continuing_subword_prefix", "end_of_word_suffix", "dropout"):
+        if model.get(key):  # a prefix that is too long would end `tokenizers` in a panic of Rust
+            raise ValueError(f"it uses {key}, which byte-level BPE does not have")
+    theirs = Tokenizer.from_str(text)
+    check_ids([*theirs.get_vocab().values()])
+    theirs.no_truncation()  # these belong to a call and not to a vocabulary: transformers sets them each time
+    theirs.no_padding()
+    return theirs
+
+
+def check_ids(ids: list[int]) -> None:
+    """Raises ValueError for an id that is not a whole number in range, or that occurs twice."""
+    for i in ids:
+        if type(i) is not int or not 0 <= i <= HIGHEST_ID:
+            raise ValueError(f"an id is {i!r}, and not a whole number from 0 to {HIGHEST_ID:,}")
+    if len(set(ids)) < len(ids):
+        raise ValueError("two tokens have the same id")
+
+
+# Settings that change no id: nothing is unknown if all bytes are tokens, and offsets are no ids.
+WITHOUT_EFFECT = {"type", "vocab", "merges", "unk_token", "fuse_unk"}
+BYTE_LEVEL = dict(type="ByteLevel", add_prefix_space=False, use_regex=True)
+
+
+def parts_of(theirs: Tokenizer) -> Parts:
+    """Raises ValueError for everything but byte-level BPE with nothing around it."""
+    content = json.loads(theirs.to_str())
+    model = content["model"]
+    plain = model["type"] == "BPE" and not content["normalizer"]
+    plain = plain and not any(value for key, value in model.items() if key not in WITHOUT_EFFECT)
+    added = content["added_tokens"]
+    plain = plain and all(token["special"] for token in added) and len({t["normalized"] for t in added}) < 2
+    plain = plain and not any(token[flag] for token in added for flag in ("single_word", "lstrip", "rstrip"))
+    pattern = split_pattern(content["pre_tokenizer"])
+    if not plain or pattern is None:
+        raise ValueError("it is not byte-level BPE and nothing else")
+    special = {token["content"]: token["id"] for token in added}
+    merges = [(unshow(a), unshow(b)) for a, b in model["merges"]]
+    ids = {unshow(token): i for token, i in model["vocab"].items() if token not in special}
+    return merges, full_pattern(pattern), special, ids
+
+
+def split_pattern(pre_tokenizer: dict | None) -> str | None:
+    """The pattern by which a byte-level pre-tokenizer splits text; None for what does anything else."""
+    steps = (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer])
+    last = {key: value for key, value in (steps[-1] or {}).items() if key != "trim_offsets"}
+    if len(steps) == 1 and last == BYTE_LEVEL:
+        return "gpt2"
+    if len(steps) == 2 and last == BYTE_LEVEL | dict(use_regex=False):
+        pattern = steps[0].get("pattern", {}).get("Regex")
+        if steps[0] == dict(type="Split", pattern=dict(Regex=pattern), behavior="Isolated", invert=False):
+            return pattern
+    return None
 
 
 def unshow(token: str) -> bytes:
@@ -229,62 +207,108 @@ def unshow(token: str) -> bytes:
         raise ValueError(f"the token {token!r} is not written in GPT-2's characters for bytes") from None
 
 
+def bytes_of_tokens(theirs: Tokenizer) -> dict[int, bytes]:
+    """id -> bytes, of a BPE that writes bytes in GPT-2's characters, or those that it has no token for as <0x0A>.
+    Raises ValueError for any other."""
+    content = json.loads(theirs.to_str())
+    model = content["model"]
+    byte_level = '"ByteLevel"' in json.dumps([content["pre_tokenizer"], content["decoder"]])
+    if model["type"] != "BPE" or not (byte_level or model["byte_fallback"] and theirs.decoder):
+        raise ValueError(f"its {model['type']} is not on bytes: which bytes of a text a token stands for is not known")
+    added = theirs.get_added_tokens_decoder()
+    vocab = {}
+    for token, i in theirs.get_vocab().items():
+        one_byte = model["byte_fallback"] and re.fullmatch("<0x([0-9A-F]{2})>", token)
+        if i in added:
+            vocab[i] = added[i].content.encode()
+        elif one_byte:
+            vocab[i] = bytes.fromhex(one_byte[1])
+        elif not byte_level:
+            vocab[i] = theirs.decoder.decode(["a", token])[1:].encode()  # the first token may lose its space
+        elif set(token) <= CHAR_TO_BYTE.keys():
+            vocab[i] = unshow(token)
+        else:
+            vocab[i] = token.encode()  # as the decoder takes it
+    missing = set(SINGLE_BYTES) - set(vocab.values())
+    if missing:
+        raise ValueError(f"it has no token for the byte {min(missing)!r}, so that it would lose some texts")
+    return vocab
+
+
 # ---- tiktoken
 
+LONGEST = 512  # bytes of a token; GPT-2's longest has 128
 
-def merges_of(tokens: Iterable[bytes]) -> Merges:
-    """The merges that make `tokens`, in their order: the halves of each are what earlier merges leave of it."""
+
+@lru_cache(maxsize=2)
+def merges_of(tokens: tuple[bytes, ...]) -> Merges:
+    """The merges by which tiktoken makes `tokens`, in their order: the halves of each are what earlier ones leave."""
     made = list(SINGLE_BYTES)
     merges = []
     rank_of = {}
+    never = len(tokens) + 256
     for token in tokens:
-        halves = merge_chunk(token, rank_of)
-        if len(halves) != 2:
+        parts = list(token.translate(BYTE_TO_RANK))
+        while len(parts) > 2:
+            ranks = [rank_of.get(pair, never) for pair in pairwise(parts)]
+            new = min(ranks)
+            if new == never:
+                break
+            i = ranks.index(new)
+            parts[i : i + 2] = [new]
+        if len(parts) != 2 or tuple(parts) in rank_of:
             raise ValueError(f"the token {token!r} is not made of two earlier tokens")
-        rank_of[tuple(halves)] = len(made)
-        a, b = halves
+        rank_of[tuple(parts)] = len(made)
+        a, b = parts
         merges.append((made[a], made[b]))
         made.append(token)
     return merges
 
 
-def read_encoding(encoding) -> Parts:
-    """From a tiktoken.Encoding, in which the order of the tokens implies the merges."""
+def read_encoding(encoding: tiktoken.Encoding) -> Parts:
+    """From a tiktoken.Encoding, in which the order of the tokens implies the merges. Warns of an unknown pattern."""
     ranks = encoding._mergeable_ranks
-    merges = merges_of(sorted((token for token in ranks if len(token) > 1), key=ranks.get))
-    return merges, encoding._pat_str, dict(encoding._special_tokens), ranks
+    tokens = sorted((token for token in ranks if len(token) > 1), key=ranks.get)
+    merges = merges_of(tuple(tokens))
+    pattern = full_pattern(encoding._pat_str.replace("{1,3}+", "{1,3}"))  # tokenizers repeats what tiktoken possesses
+    if pattern not in KNOWN:
+        warnings.warn(f"tokenizers may read the split pattern {pattern} differently; compare some ids", stacklevel=3)
+    return merges, pattern, dict(encoding._special_tokens), ranks
 
 
 def to_ranks(tok) -> dict[bytes, int]:
     """token -> id, as tiktoken has it. Raises ValueError if its order does not imply the same merges."""
     tokens = [a + b for a, b in tok.merges]
     ids = {token: tok.ordinary[token] for token in SINGLE_BYTES + tokens}
-    if sorted(tokens, key=ids.get) != tokens or merges_of(tokens) != tok.merges:
+    if max(map(len, tokens), default=0) > LONGEST:
+        raise ValueError(f"whether tiktoken merges alike takes too long to find out for tokens of over {LONGEST} bytes")
+    if sorted(tokens, key=ids.get) != tokens or merges_of(tuple(tokens)) != tok.merges:
         raise ValueError("tiktoken merges in the order of ids, which this tokenizer does not")
     return ids
 
 
-def to_tiktoken(tok):
-    """A tiktoken.Encoding with the same ids. Raises ValueError if there is none; warns of an unknown pattern."""
-    import tiktoken
+def encoding_of(tok, special_tokens: dict[str, int]) -> tiktoken.Encoding:
+    """A tiktoken.Encoding. Raises ValueError for merges that it would do in another order."""
+    return tiktoken.Encoding(
+        "bpe",
+        pat_str=tok.pattern,
+        mergeable_ranks=to_ranks(tok),
+        special_tokens=special_tokens,
+    )
 
+
+def to_tiktoken(tok) -> tiktoken.Encoding:
+    """A tiktoken.Encoding with the same ids. Raises ValueError if there is none; warns of an unknown pattern."""
     for a, b in permutations(tok.special_tokens, 2):
         if b.startswith(a):
             raise ValueError(f"the special token {a!r} begins another one, and tiktoken may take either")
     if tok.pattern not in KNOWN:
         warnings.warn(f"tiktoken may read the split pattern {tok.pattern} differently; compare some ids", stacklevel=2)
-    return tiktoken.Encoding(
-        "bpe",
-        pat_str=tok.pattern,
-        mergeable_ranks=to_ranks(tok),
-        special_tokens=tok.special_tokens,
-    )
+    return encoding_of(tok, tok.special_tokens)
 
 
-def get_encoding(name: str):
+def get_encoding(name: str) -> tiktoken.Encoding:
     """tiktoken's encoding, or a ValueError that says which file is missing and where it belongs."""
-    import tiktoken
-
     try:
         return tiktoken.get_encoding(name)
     except Exception as e:  # of requests, of the checksum, of the file system: the file is not available
@@ -314,8 +338,8 @@ def transformers_options(tok) -> dict:
 
 
 def to_transformers(tok):
-    """A transformers.PreTrainedTokenizerFast with the same ids, which allows every special token in a text.
-    Raises ValueError and warns as `save`."""
+    """A transformers.PreTrainedTokenizerFast with the same ids, which allows every special token in a text."""
     from transformers import PreTrainedTokenizerFast
 
-    return PreTrainedTokenizerFast(tokenizer_object=to_tokenizers(tok), **transformers_options(tok))
+    theirs = open_tokenizers(tok.contents["tokenizer.json"])
+    return PreTrainedTokenizerFast(tokenizer_object=theirs, **transformers_options(tok))

@@ -1,4 +1,4 @@
-"""Byte-level byte-pair encoding (Sennrich et al. 2016; the byte-level form of Radford et al. 2019), exact and fast.
+"""Byte-level byte-pair encoding (Sennrich et al. 2016; the byte-level form of Radford et al. 2019).
 
     tok = Tokenizer.train(open("input.txt"), vocab_size=1024)
     ids = tok.encode("Hello, world")            # a special token in the text raises, unless it is allowed
@@ -7,9 +7,10 @@
     tok = Tokenizer.load("out/tokenizer")       # or a tokenizer.json, or "gpt2"
     tok.to_tiktoken(), tok.to_transformers()    # the same ids from other libraries
 
-The algorithm on one page is minimal.py; this computes the same, only faster. Training is in training.py, splitting text
-and merging bytes in chunks.py, file formats in formats.py; this file is the API. All errors are ValueErrors. It knows
-nothing of models, shards or command lines.
+The algorithm on one page is minimal.py. Training is in training.py, splitting text in chunks.py, file formats in
+formats.py; this file is the API. tiktoken encodes with GPT-2's vocabulary and with ours, and the `tokenizers` library
+with all that tiktoken would encode otherwise. All errors are ValueErrors. It knows nothing of models, shards or command
+lines.
 """
 
 import codecs
@@ -18,40 +19,22 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
-from functools import cached_property
-from itertools import chain
+from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, partial
 from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
 
 from bpe import formats
-from bpe.chunks import BLOCK, KNOWN, SINGLE_BYTES, any_of, full_pattern, merge_chunk, splitter, valid_unicode
-from bpe.formats import ENDOFTEXT, Specials
+from bpe.chunks import BLOCK, KNOWN, SINGLE_BYTES, any_of, full_pattern, splitter, valid_unicode
+from bpe.formats import CHAR_TO_BYTE, ENDOFTEXT, Specials
 from bpe.training import TIE_BREAKS, Options, learn
 from bpe.training import cpu_count as cpu_count  # other folders take it from here
 
-CACHED_CHUNKS = 2**18  # distinct chunks whose ids the encoder remembers
-CACHED_LENGTH = 64  # characters of the longest chunk that it remembers
 SIGNS = str.maketrans(" \n\t", "␣⏎⇥")
-HIGHEST_ID = 2**24  # tables are as long as the highest id: a damaged file must not fill the memory
 Names = str | Collection[str]  # of special tokens
-
-
-class ChunkCache(dict):
-    """chunk -> its ids, computed on the first look-up. Words repeat: most chunks of a text are found here."""
-
-    def __init__(self, encode_chunk: Callable[[str], list[int]]):
-        self.encode_chunk = encode_chunk
-
-    def __missing__(self, chunk: str) -> list[int]:
-        ids = self.encode_chunk(chunk)
-        if len(chunk) <= CACHED_LENGTH:
-            if len(self) >= CACHED_CHUNKS:
-                self.clear()
-            self[chunk] = ids
-        return ids
 
 
 class Tokenizer:
@@ -74,39 +57,26 @@ class Tokenizer:
         """
         self.merges = [(a, b) for a, b in merges]
         self.pattern = full_pattern(pattern)
-        tokens = SINGLE_BYTES + [a + b for a, b in self.merges]
-        rank = {token: i for i, token in enumerate(tokens)}
-        if len(rank) < len(tokens):
-            raise ValueError("two merges make the same token")
-        try:
-            self._rank_of_pair = {(rank[a], rank[b]): rank[a + b] for a, b in self.merges}
-        except KeyError as e:
-            raise ValueError(f"a merge uses the token {e}, which is neither a byte nor made by a merge") from None
-        if ids is None:
-            ids = rank
-        for token in tokens:
-            if token not in ids:
-                raise ValueError(f"the token {token!r} is not in the vocabulary")
-        self._ids = [ids[token] for token in tokens]  # rank -> id; None where they are the same
-        if self._ids == list(range(len(tokens))):
-            self._ids = None
+        splitter(self.pattern)  # raises if it does not compile
+        rank_of = {token: i for i, token in enumerate(SINGLE_BYTES)}
+        for a, b in self.merges:
+            if a not in rank_of or b not in rank_of or a + b in rank_of:
+                raise ValueError(f"a merge needs two earlier tokens and makes a new one, but {a!r} and {b!r} do not")
+            rank_of[a + b] = len(rank_of)
+        self.ordinary = dict(ids or rank_of)
+        if lost := rank_of.keys() - self.ordinary.keys():
+            raise ValueError(f"the token {min(lost)!r} is not in the vocabulary")
         if isinstance(special_tokens, str):
             special_tokens = (special_tokens,)
         if not isinstance(special_tokens, dict):
-            next_id = max(ids.values()) + 1
+            next_id = max(self.ordinary.values()) + 1
             special_tokens = {s: i for i, s in enumerate(dict.fromkeys(special_tokens), next_id)}
-        check_ids([*ids.values(), *special_tokens.values()])
-        if "" in special_tokens or b"" in ids:
-            raise ValueError("a token is empty")
-        self.ordinary = dict(ids)
+        check_special(special_tokens, self.ordinary)
+        formats.check_ids([*self.ordinary.values(), *special_tokens.values()])
         self.special_tokens = dict(sorted(special_tokens.items(), key=itemgetter(1)))
         self.vocab = {i: token for token, i in self.ordinary.items()}
         for special, i in self.special_tokens.items():
             self.vocab[i] = special.encode()
-        self.n_vocab = max(self.vocab) + 1
-        self.eot_token = self.special_tokens.get(ENDOFTEXT)
-        self._splitter = splitter(self.pattern)
-        self._cache = ChunkCache(self._encode_chunk)
 
     @classmethod
     def train(
@@ -150,24 +120,15 @@ class Tokenizer:
 
     def encode_ordinary(self, text: str) -> list[int]:
         """Ids of `text`; special tokens in it are text like any other."""
-        ids = []
-        for block in self._splitter.blocks(valid_unicode(text)):
-            chunks = self._splitter.split(block)
-            ids += chain.from_iterable(map(self._cache.__getitem__, chunks))
-        return ids
+        return self.encode_to_numpy(text).tolist()
 
     def encode_to_numpy(self, text: str) -> np.ndarray:
-        """`encode_ordinary` as an array (n,) uint32, by tiktoken where it gives the same ids: ten times as fast."""
-        blocks = []  # so that no list of ids is long
-        for block in self._splitter.blocks(valid_unicode(text)):
-            blocks.append(self._block_to_numpy(block))
-        return np.concatenate(blocks)
-
-    def _block_to_numpy(self, block: str) -> np.ndarray:
+        """`encode_ordinary` as an array (n,) uint32. tiktoken does not hold Python's lock meanwhile."""
         if self._tiktoken:
-            with contextlib.suppress(ValueError):  # its regular expressions give up on a million blanks
-                return self._tiktoken.encode_to_numpy(block, disallowed_special=())
-        return np.array(self.encode_ordinary(block), np.uint32)
+            with contextlib.suppress(ValueError):  # a lone surrogate, or a million blanks, on which it gives up
+                return self._tiktoken.encode_to_numpy(text, disallowed_special=())
+        found = self._tokenizers.encode_batch_fast([valid_unicode(text)], add_special_tokens=False)
+        return np.array(found[0].ids, np.uint32)
 
     def encode(self, text: str, *, allowed_special: Names = (), disallowed_special: Names = "all") -> list[int]:
         """Ids of `text`. Special tokens in `allowed_special` (a collection, or "all") become their ids.
@@ -175,9 +136,8 @@ class Tokenizer:
         Any other special token in the text raises ValueError, since a text from outside should not be able to end a
         document; with `disallowed_special=()` it is encoded as ordinary text. The rules are tiktoken's.
         """
-        allowed, disallowed = self._which_special(allowed_special, disallowed_special)
-        refuse_special(text, disallowed)
-        if not any(s in text for s in allowed):
+        allowed = self._allowed_in(text, allowed_special, disallowed_special)
+        if not allowed:
             return self.encode_ordinary(text)
         ids = []
         for part in any_of(allowed).split(text):  # text, special token, text, ..., text
@@ -187,63 +147,56 @@ class Tokenizer:
                 ids += self.encode_ordinary(part)
         return ids
 
+    def _allowed_in(self, text: str, allowed: Names, disallowed: Names) -> tuple[str, ...]:
+        """The special tokens in `text` that become ids. Raises ValueError for those that may not be there."""
+        found = [special for special in self.special_tokens if special in text]
+        allowed = found if allowed == "all" else set(as_names(allowed)).intersection(found)
+        disallowed = set(found) - set(allowed) if disallowed == "all" else as_names(disallowed)
+        for special in disallowed:
+            if special in text:
+                raise ValueError(
+                    f"the text holds the special token {special!r}; pass allowed_special={{{special!r}}}, "
+                    "or disallowed_special=() to encode it as ordinary text"
+                )
+        return tuple(allowed)
+
     def encode_batch(self, texts: Iterable[str], *, num_threads: int = 8, **special: Names) -> list[list[int]]:
-        """`encode` with its options for every text, in threads of tiktoken; here if tiktoken may give other ids."""
-        texts = list(texts)
-        allowed, disallowed = self._which_special(**special)
-        options = dict(allowed_special=set(allowed), disallowed_special=disallowed)
-        if self._tiktoken:
-            with contextlib.suppress(ValueError):  # its regular expressions give up on a million blanks
-                return self._tiktoken.encode_batch(texts, num_threads=num_threads, **options)
-        return [self.encode(text, **options) for text in texts]
+        """`encode` with its options for every text, in threads."""
+        with ThreadPoolExecutor(num_threads) as threads:
+            return list(threads.map(partial(self.encode, **special), texts))
 
     def encode_iterable(self, texts: Iterable[str], *, block: int = BLOCK, **special: Names) -> Iterator[int]:
         """The ids that `encode` with its options gives for all texts joined, such as the lines of an open file.
 
-        Holds about `block` characters at a time if the pattern is gpt2 or cl100k; otherwise the whole text.
+        Holds about `block` characters at a time if the pattern is gpt2 or cl100k, and no special token has a space in
+        it, where the text may be cut; otherwise the whole text.
         """
-        allowed, disallowed = self._which_special(**special)
-        waiting = []
-        size = 0
+        cut = splitter(self.pattern).last_cut if self.pattern else None
+        if any(s.split() != [s] for s in self.special_tokens):
+            cut = None
+        waiting = ""
+        enough = block
         for text in texts:
-            waiting.append(text)
-            size += len(text)
-            if size >= block and self._splitter.cut:
-                joined = "".join(waiting)
-                refuse_special(joined, disallowed)
-                cut = self._settled(joined, allowed, disallowed)
-                yield from self.encode(joined[:cut], allowed_special=allowed, disallowed_special=())
-                waiting = [joined[cut:]]
-                size = 0
-        yield from self.encode("".join(waiting), allowed_special=allowed, disallowed_special=disallowed)
+            waiting += text
+            if cut and len(waiting) >= enough:
+                if place := cut.search(waiting):
+                    yield from self.encode(waiting[: place.start()], **special)
+                    waiting = waiting[place.start() :]
+                enough = len(waiting) + block
+        yield from self.encode(waiting, **special)
 
-    def _settled(self, text: str, allowed: Names, disallowed: Names) -> int:
-        """Length of the part of `text` whose ids do not depend on what may follow, and that can be encoded alone."""
-        # the last characters may be the beginning of a special token, or of a longer one: they wait for the rest
-        end = len(text) - max(map(len, allowed + disallowed), default=0)
-        # text starts afresh after an allowed one; a cut within it would lose it
-        found = any_of(allowed).finditer(text) if allowed else ()
-        start = max((m.end() for m in found if m.start() < end), default=0)
-        cut = self._splitter.last_cut.search(text, start, max(start, end))
-        return cut.start() if cut else start
+    @cached_property
+    def _tiktoken(self):
+        """None where tiktoken would split text, or merge, in another way."""
+        if self.pattern in KNOWN:
+            with contextlib.suppress(ValueError):
+                return formats.encoding_of(self, special_tokens={})
 
-    def _which_special(self, allowed_special: Names = (), disallowed_special: Names = "all") -> tuple[tuple, tuple]:
-        """Both as names: "all" is every special token for the first, and every one not allowed for the second."""
-        allowed = as_set(allowed_special)
-        if allowed == {"all"}:
-            allowed = self.special_tokens.keys()
-        else:
-            allowed &= self.special_tokens.keys()
-        disallowed = as_set(disallowed_special)
-        if disallowed == {"all"}:
-            disallowed = self.special_tokens.keys() - allowed
-        return tuple(allowed), tuple(disallowed)
-
-    def _encode_chunk(self, chunk: str) -> list[int]:
-        ranks = merge_chunk(chunk.encode(), self._rank_of_pair)
-        if self._ids is None:
-            return ranks
-        return [self._ids[rank] for rank in ranks]
+    @cached_property
+    def _tokenizers(self):
+        theirs = formats.to_tokenizers(self)
+        theirs.encode_special_tokens = True  # as ordinary text
+        return theirs
 
     # ---- decoding
 
@@ -263,24 +216,39 @@ class Tokenizer:
 
     # ---- properties
 
+    @cached_property
+    def n_vocab(self) -> int:
+        return max(self.vocab) + 1
+
     def __len__(self) -> int:
         return self.n_vocab
 
+    @property
+    def eot_token(self) -> int | None:
+        return self.special_tokens.get(ENDOFTEXT)
+
     def __reduce__(self):
-        """For pickle and copy: without the cache, and without objects of other libraries."""
+        """For pickle and copy: without objects of other libraries."""
         return Tokenizer, (self.merges, self.pattern, self.special_tokens, self.ordinary)
 
     @cached_property
     def fingerprint(self) -> str:
         """sha256 over pattern, merges, ids and special tokens; equal fingerprints, equal ids."""
         merges = [(a.hex(), b.hex()) for a, b in self.merges]
-        content = [self.pattern, merges, self._ids, list(self.special_tokens.items())]
+        ids = [self.ordinary[token] for token in SINGLE_BYTES + [a + b for a, b in self.merges]]
+        if ids == list(range(len(ids))):
+            ids = None
+        content = [self.pattern, merges, ids, list(self.special_tokens.items())]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def same_ids(self, other: "Tokenizer") -> bool:
         """Whether both give every text, and its end, the same ids; further special tokens may differ."""
-        ours, theirs = ((tok.pattern, tok.merges, tok.ordinary, tok.eot_token) for tok in (self, other))
-        return ours == theirs
+        return self._rules == other._rules and self.eot_token == other.eot_token
+
+    @property
+    def _rules(self):
+        """What decides the ids of ordinary text."""
+        return self.pattern, self.merges, self.ordinary
 
     def unused_ids(self, vocab_size: int) -> list[int]:
         """The ids below `vocab_size` that are no token: gaps in a vocabulary, and the padding of a model's. Nothing can
@@ -290,59 +258,58 @@ class Tokenizer:
     def token_bytes(self) -> np.ndarray:
         """(n_vocab,) int64: how many bytes of text each id encodes, 0 for special tokens."""
         lengths = np.zeros(self.n_vocab, np.int64)
-        for token, i in self.ordinary.items():
+        for i, token in self.vocab.items():
             lengths[i] = len(token)
+        lengths[list(self.special_tokens.values())] = 0
         return lengths
 
     # ---- files and other libraries: formats.py
 
     save = formats.save
+    contents = cached_property(formats.contents)  # kept, since every checkpoint has them
     to_tiktoken = formats.to_tiktoken
     to_transformers = formats.to_transformers
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Tokenizer":
-        """Read a tokenizer.json (ours, or any byte-level BPE of Hugging Face), the one in a directory, else GPT-2's
-        vocab.json and merges.txt there, or "gpt2".
+        """Read a tokenizer.json, the one in a directory, else the vocab.json and merges.txt there, or "gpt2".
 
-        Raises ValueError for a file that is missing or damaged, or that gives other ids in the `tokenizers` library.
+        What is not byte-level BPE alone becomes a ForeignTokenizer. Raises ValueError for a file that is missing or
+        damaged, or whose tokens cannot be counted in bytes.
         """
-        file = path
-        read = formats.read_json
-        if os.path.isdir(path):
-            file = os.path.join(path, "tokenizer.json")
-            if not os.path.isfile(file) and formats.has_vocab(Path(path)):
-                file = path
-                read = formats.read_vocab
-            elif not os.path.isfile(file):
-                raise ValueError(
-                    f"no tokenizer at {path}: neither tokenizer.json nor vocab.json and merges.txt; copy those of its "
-                    f"model there, or write them: AutoTokenizer.from_pretrained(MODEL).save_pretrained('{path}')"
-                )
-        elif not os.path.isfile(file):  # False for a name that no file can have, too
+        if not os.path.exists(path):
             if str(path) == "gpt2":
                 return cls._gpt2()
             raise ValueError(
                 f"no tokenizer at {path or 'an empty name'}; "
                 "give gpt2, a tokenizer.json, or the OUT of python bpe/train.py"
             )
+        if os.path.isdir(path) and not formats.is_readable(Path(path)):
+            raise ValueError(
+                f"no tokenizer at {path}: neither tokenizer.json nor vocab.json and merges.txt; copy those of its "
+                f"model there, or write them: AutoTokenizer.from_pretrained(MODEL).save_pretrained('{path}')"
+            )
         try:
-            parts, theirs = read(Path(file))
-            tok = cls(*parts)
-            formats.check_ids(tok, theirs)
+            text = formats.read(Path(path))
+            theirs = formats.open_tokenizers(text)
+            with contextlib.suppress(ValueError):
+                return cls(*formats.parts_of(theirs))
+            return ForeignTokenizer(text)
         except Exception as e:  # `tokenizers` raises nothing more specific
-            reason = f"it has no {e}" if isinstance(e, KeyError) else e
-            raise ValueError(f"cannot use the tokenizer {file}: {reason}; download or train it again") from None
-        return tok
+            reason = f"it has no {e}" if isinstance(e, KeyError) else str(e).partition("\n")[0]
+            raise ValueError(f"cannot use the tokenizer {path}: {reason}; choose another, or get it again") from None
 
     @classmethod
     def _gpt2(cls) -> "Tokenizer":
-        """GPT-2's, of tiktoken, or of transformers if it has the files and tiktoken cannot get them."""
+        """GPT-2's, of tiktoken, or from the cache of the hub if tiktoken cannot get it."""
         try:
             return cls.from_tiktoken("gpt2")
         except ValueError:
-            if folder := formats.gpt2_of_transformers():
-                return cls.load(folder)
+            from huggingface_hub import hf_hub_download
+
+            for repo in ("openai-community/gpt2", "gpt2"):
+                with contextlib.suppress(Exception):  # whatever it raises, the file is not there
+                    return cls.load(hf_hub_download(repo, "tokenizer.json", local_files_only=True))
             raise
 
     @classmethod
@@ -352,11 +319,66 @@ class Tokenizer:
             encoding = formats.get_encoding(encoding)
         return cls(*formats.read_encoding(encoding))
 
+
+class ForeignTokenizer(Tokenizer):
+    """Any other tokenizer.json: whatever it asks for, its ids are those of the `tokenizers` library.
+
+    It has no `merges` and no `pattern`. The beginning and end that its post-processor adds to a text are not part of
+    `encode`. `decode`, and `token_bytes`, mean the text as its normalizer writes it: often with a space in front.
+    """
+
+    def __init__(self, text: str):
+        """Of the content of a tokenizer.json. Raises ValueError if its tokens cannot be counted in bytes."""
+        self.text = text
+        self.merges = []
+        self.pattern = None
+        self._marked = formats.open_tokenizers(text)
+        self.vocab = formats.bytes_of_tokens(self._marked)
+        added = self._marked.get_added_tokens_decoder()
+        self.special_tokens = {token.content: i for i, token in sorted(added.items()) if token.special}
+
+    def encode(self, text: str, *, allowed_special: Names = (), disallowed_special: Names = "all") -> list[int]:
+        """As `Tokenizer.encode`, but of the special tokens in a text either all become ids or none."""
+        allowed = self._allowed_in(text, allowed_special, disallowed_special)
+        if not allowed and allowed_special != "all":
+            return self.encode_ordinary(text)
+        for special in self.special_tokens.keys() - set(allowed):
+            if special in text:
+                raise ValueError(f"the text holds {allowed[0]!r} and {special!r}: allow both special tokens, or none")
+        return self._marked.encode(valid_unicode(text), add_special_tokens=False).ids
+
     @cached_property
     def _tiktoken(self):
-        if self.pattern in KNOWN:
-            with contextlib.suppress(ValueError):
-                return self.to_tiktoken()
+        return None
+
+    @cached_property
+    def _tokenizers(self):
+        theirs = formats.open_tokenizers(self.text)
+        theirs.encode_special_tokens = True
+        return theirs
+
+    def __reduce__(self):
+        return ForeignTokenizer, (self.text,)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 over all of the file that decides ids."""
+        content = json.loads(self.text)
+        decisive = {key: content.get(key) for key in ("normalizer", "pre_tokenizer", "model", "added_tokens")}
+        return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def _rules(self):
+        content = json.loads(self.text)
+        added = [token for token in content.get("added_tokens", []) if not token["special"]]
+        return [content.get("normalizer"), content["pre_tokenizer"], content["model"], added]
+
+    @property
+    def contents(self) -> dict[str, str]:
+        return {"tokenizer.json": self.text}
+
+    def to_tiktoken(self):
+        raise ValueError("tiktoken has no form for a tokenizer that is not byte-level BPE alone")
 
 
 class StreamDecoder:
@@ -374,26 +396,17 @@ class StreamDecoder:
         return self.utf8.decode(b"", final=True)
 
 
-def check_ids(ids: list[int]) -> None:
-    """Raises ValueError for an id that is not a whole number in range, or that occurs twice."""
-    for i in ids:
-        if type(i) is not int or not 0 <= i <= HIGHEST_ID:
-            raise ValueError(f"an id is {i!r}, and not a whole number from 0 to {HIGHEST_ID:,}")
-    if len(set(ids)) < len(ids):
-        raise ValueError("two tokens have the same id")
+def check_special(names: Iterable[str], ordinary: Collection[bytes]) -> None:
+    """Raises ValueError for a special token that Hugging Face, in whose files bytes are characters, would misread."""
+    for name in names:
+        if not name:
+            raise ValueError("a special token is empty; give it a name")
+        if set(name) <= CHAR_TO_BYTE.keys() and (not name.isascii() or name.encode() in ordinary):
+            raise ValueError(f"Hugging Face would take the special token {name!r} for bytes; choose another name")
 
 
-def as_set(names: Names) -> set[str]:
-    return {names} if isinstance(names, str) else set(names)
-
-
-def refuse_special(text: str, disallowed: Iterable[str]) -> None:
-    for special in disallowed:
-        if special in text:
-            raise ValueError(
-                f"the text holds the special token {special!r}; pass allowed_special={{{special!r}}}, "
-                "or disallowed_special=() to encode it as ordinary text"
-            )
+def as_names(names: Names) -> Collection[str]:
+    return (names,) if isinstance(names, str) else names
 
 
 def visible(token: bytes) -> str:

@@ -15,7 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bpe.tokenizer import Tokenizer, valid_unicode
+from bpe.chunks import valid_unicode
+from bpe.tokenizer import Tokenizer
 from parts.cli import UserError, parse_args, script
 
 ENGLISH = (

@@ -227,11 +227,18 @@ def test_special_tokens_follow_the_rules_of_tiktoken(tok):
 
 def test_encode_batch_is_encode_for_each(tok):
     texts = [text[:2000] for texts in TEXTS.values() for text in texts] + ["", ENDOFTEXT, "\ud800 lone surrogate"]
-    texts += ["x" + " " * 10**6 + "y"]  # tiktoken's regular expressions give up on it
     expected = [tok.encode(text, allowed_special="all") for text in texts]
     assert tok.encode_batch(texts, allowed_special="all", num_threads=3) == expected
     with pytest.raises(ValueError):
         tok.encode_batch(texts)
+
+
+def test_ids_do_not_depend_on_which_library_encodes(tok):
+    """tiktoken gives up on a million blanks, and takes no lone surrogates; the texts are tokenizers' then."""
+    eight = tok.encode(" " * 8)
+    assert tok.encode(f"x{' ' * 10**6} y") == [*tok.encode("x"), *eight * 125_000, *tok.encode(" y")]
+    assert tok.encode("中\ud800文") == tok.encode("中\ufffd文")
+    assert tok.encode("\ud83d\ude00") == tok.encode("😀")
 
 
 def test_encode_iterable_streams(tok):
@@ -243,13 +250,6 @@ def test_encode_iterable_streams(tok):
 
     ids = tok.encode_iterable(endless())
     assert tok.decode([next(ids) for _ in range(100)]) in TEXTS["english"][0]
-
-
-def test_the_cache_of_chunks_starts_again_when_it_is_full(monkeypatch):
-    monkeypatch.setattr(tokenizer, "CACHED_CHUNKS", 3)
-    cache = tokenizer.ChunkCache(lambda chunk: [len(chunk)])
-    assert [cache["a" * n] for n in (1, 2, 3, 4, 2, 65)] == [[1], [2], [3], [4], [2], [65]]
-    assert list(cache) == ["aaaa", "aa"]  # and nothing that is too long
 
 
 # ---- decoding
@@ -312,7 +312,7 @@ def test_a_tokenizer_survives_pickle_and_a_new_process(tok):
 
 IMPOSSIBLE = [
     lambda: Tokenizer.train(["some text"], 300, tie_break="random"),
-    lambda: Tokenizer.train(["some text"], 300, r"\w+"),  # loses the spaces
+    lambda: Tokenizer.train(["some text"], 300, "("),
     lambda: Tokenizer.train("some text", 300),  # would be taken for texts of one character
     lambda: Tokenizer([(b"ab", b"c")]),  # nothing makes ab
     lambda: Tokenizer([(b"a", b"b"), (b"a", b"b")]),

@@ -1,7 +1,8 @@
-"""What other libraries would read otherwise is refused, and damaged files are one ValueError that names the file."""
+"""Other people's tokenizer.json: its ids are those of `tokenizers`, or it is refused by name; and damaged files."""
 
 import copy
 import json
+import pickle
 import random
 import re
 from pathlib import Path
@@ -9,15 +10,17 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HFTokenizer
 from transformers import AutoTokenizer
 
-from bpe.tokenizer import ENDOFTEXT, Tokenizer
+from bpe import try_tokenizer
+from bpe.tokenizer import ENDOFTEXT, ForeignTokenizer, Tokenizer
 from tests.helpers import assert_invalid, prose, read_json, slow, write_json
 
 pytestmark = pytest.mark.filterwarnings("ignore:the corpus has no more pairs")  # small corpora have few
-TEXT = prose(3000) + "中文 naïve 1234 👍🏽"
-TEXTS = [TEXT, f"<|user|>a b{ENDOFTEXT} c<|user|><|user|>", "abcabcab  ab\n\n c!", "#A the§é<|us", ""]
+TEXT = prose(3000) + "中文 naïve ﬁve ½² 1234 👍🏽"
+TEXTS = [TEXT, f"<|user|>a b{ENDOFTEXT} c<|user|><|user|>", "abcabcab  ab\n\n c!", "#A the§é<|us", "Ａ１ [PAD]", ""]
 TOK = Tokenizer.train([TEXT], 300, special_tokens=(ENDOFTEXT, "<|user|>"))
 
 
@@ -34,14 +37,144 @@ def load(content: dict, folder: Path) -> Tokenizer:
     return Tokenizer.load(file)
 
 
-def same_in_tokenizers(tok: Tokenizer, content: dict) -> bool:
+def assert_ids_of_tokenizers(tok: Tokenizer, content: dict, texts=TEXTS) -> None:
+    """With special tokens as ids, and as text."""
     theirs = HFTokenizer.from_str(json.dumps(content))
     theirs.no_truncation()
     theirs.no_padding()
-    return all(theirs.encode(text).ids == tok.encode(text, allowed_special="all") for text in TEXTS)
+    for as_text in (False, True):
+        theirs.encode_special_tokens = as_text
+        for text in texts:
+            ids = tok.encode_ordinary(text) if as_text else tok.encode(text, allowed_special="all")
+            assert ids == theirs.encode(text, add_special_tokens=False).ids
 
 
-# ---- a tokenizer.json that gives other ids in tokenizers
+# ---- whole tokenizers of other kinds
+
+BYTES = [f"<0x{b:02X}>" for b in range(256)]
+
+
+def trained(model, normalizer, pre_tokenizer, decoder, **options) -> dict:
+    theirs = HFTokenizer(model)
+    theirs.normalizer = normalizer
+    theirs.pre_tokenizer = pre_tokenizer
+    theirs.decoder = decoder
+    kind = {models.BPE: trainers.BpeTrainer, models.WordPiece: trainers.WordPieceTrainer}[type(model)]
+    theirs.train_from_iterator([TEXT], kind(vocab_size=700, show_progress=False, **options))
+    theirs.add_special_tokens(["[PAD]", AddedToken("<|user|>", lstrip=True), ENDOFTEXT])
+    theirs.add_tokens([AddedToken("c!", normalized=False)])
+    content = json.loads(theirs.to_str())
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] not in BYTES]
+    return content
+
+
+ALPHABET = dict(initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+LLAMA_DECODER = decoders.Sequence(
+    [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+)
+KINDS = {
+    "as Llama 2": lambda: trained(
+        models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"),
+        normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
+        None,
+        LLAMA_DECODER,
+        special_tokens=["<unk>", "<s>", "</s>", *BYTES],
+    ),
+    "SentencePiece with Metaspace": lambda: trained(
+        models.BPE(byte_fallback=True),
+        None,
+        pre_tokenizers.Metaspace(),
+        decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]),
+        special_tokens=BYTES,
+    ),
+    "NFKC, lower case and a space in front": lambda: trained(
+        models.BPE(),
+        normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()]),
+        pre_tokenizers.ByteLevel(add_prefix_space=True),
+        decoders.ByteLevel(),
+        **ALPHABET,
+    ),
+    "single digits": lambda: trained(
+        models.BPE(ignore_merges=True),
+        None,
+        pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)]),
+        decoders.ByteLevel(),
+        **ALPHABET,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_tokenizer_of_another_kind_has_the_ids_of_tokenizers_wherever_it_goes(name, tmp_path):
+    content = KINDS[name]()
+    tok = load(content, tmp_path)
+    assert_ids_of_tokenizers(tok, content)
+    tok.save(tmp_path / "saved", 64)
+    assert (tmp_path / "saved/tokenizer.json").read_text() == (tmp_path / "changed.json").read_text()
+    assert {file.name for file in (tmp_path / "saved").iterdir()} == {"tokenizer.json", "tokenizer_config.json"}
+    for other in (Tokenizer.load(tmp_path / "saved"), pickle.loads(pickle.dumps(tok))):
+        assert other.fingerprint == tok.fingerprint
+        assert other.same_ids(tok)
+        assert_ids_of_tokenizers(other, content)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    for text in TEXTS:
+        assert tok.encode(text, allowed_special="all") == theirs.encode(text, add_special_tokens=False)
+        assert tok.encode_batch([text], disallowed_special=()) == [tok.encode_ordinary(text)]
+        assert list(tok.encode_iterable([text[:5], text[5:]], disallowed_special=())) == tok.encode_ordinary(text)
+        # the text as the normalizer writes it, with a space in front where it adds one
+        normalizer = theirs.backend_tokenizer.normalizer
+        written = normalizer.normalize_str(text).replace("▁", " ") if normalizer else text
+        decoder = tok.stream_decoder()
+        ids = tok.encode_ordinary(text)
+        shown = "".join(decoder.push([i]) for i in ids) + decoder.flush()
+        assert shown == tok.decode(ids)
+        assert shown.removeprefix(" ") == written.removeprefix(" ")
+        assert tok.token_bytes()[ids].sum() == len(shown.encode())
+    assert try_tokenizer.split_up("x", tok, "naïve 中文")[1]
+    assert_invalid("tiktoken has no form", tok.to_tiktoken)
+
+
+def test_special_tokens_of_another_kind_become_ids_all_or_none(tmp_path):
+    tok = load(KINDS["single digits"](), tmp_path)
+    assert tok.token_bytes()[tok.eot_token] == 0
+    assert_invalid("holds the special token", tok.encode, "a[PAD]")
+    text = f"a[PAD]{ENDOFTEXT}"
+    assert_invalid("allow both", tok.encode, text, allowed_special={ENDOFTEXT}, disallowed_special=())
+    both = tok.encode(text, allowed_special={ENDOFTEXT, "[PAD]"})
+    assert both == tok.encode(text, allowed_special="all")
+    assert both[1:] == [tok.special_tokens["[PAD]"], tok.eot_token]
+
+
+UNCOUNTABLE = {
+    "continuing_subword_prefix": lambda: trained(
+        models.WordPiece(unk_token="[UNK]"), normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer(), None
+    ),
+    "not on bytes": lambda: trained(models.BPE(unk_token="[UNK]"), None, pre_tokenizers.Whitespace(), None),
+    "no token for the byte b'": lambda: trained(
+        models.BPE(), None, pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    ),
+}
+
+
+@pytest.mark.parametrize("words", UNCOUNTABLE)
+def test_tokens_that_cannot_be_counted_in_bytes_are_refused_by_name(words, tmp_path):
+    assert_invalid(f"cannot use the tokenizer .*changed.json: .*{words}", load, UNCOUNTABLE[words](), tmp_path)
+
+
+def test_a_fingerprint_tells_what_decides_ids(tmp_path):
+    content = KINDS["single digits"]()
+    tok = load(content, tmp_path)
+    assert load(content | dict(decoder=None, post_processor=BYTE_LEVEL), tmp_path).fingerprint == tok.fingerprint
+    for change in (dict(normalizer=dict(type="NFC")), dict(added_tokens=content["added_tokens"][:-1])):
+        other = load(content | change, tmp_path)
+        assert other.fingerprint != tok.fingerprint
+        assert not other.same_ids(tok)
+    padded = copy.deepcopy(content)
+    add_token("<|more|>", len(tok))(padded)
+    assert load(padded, tmp_path).same_ids(tok)
+
+
+# ---- changes of a file of ours
 
 
 def set_(*path):
@@ -99,18 +232,13 @@ PADDING = dict(
     strategy="BatchLongest", direction="Right", pad_to_multiple_of=8, pad_id=0, pad_type_id=0, pad_token="!"
 )  # fmt: skip
 
-REFUSED = {
+FOREIGN = {
     "single_word": set_("added_tokens", 1, "single_word", True),
     "lstrip": set_("added_tokens", 1, "lstrip", True),
     "an added token that is not special": set_("added_tokens", 1, "special", False),
     "a normalizer": set_("normalizer", dict(type="Lowercase")),
-    "a negative id": set_("model", "vocab", "zz", -1),
-    "dropout": set_("model", "dropout", 1.0),
     "ignore_merges": set_("model", "ignore_merges", True),
-    "a suffix": set_("model", "end_of_word_suffix", "</w>"),
     "a prefix space": set_("pre_tokenizer", "add_prefix_space", True),
-    "a post-processor that begins with <bos>": set_("post_processor", template(1, 0)),
-    "a post-processor that ends with <eos>": set_("post_processor", template(0, 1)),
     "a special token that is normalized beside one that is not": all_(
         set_("added_tokens", 0, "normalized", True), set_("added_tokens", 0, "content", "<|user|>x")
     ),
@@ -120,9 +248,18 @@ REFUSED = {
         "pre_tokenizer", dict(type="Sequence", pretokenizers=[dict(type="Whitespace"), BYTE_LEVEL])
     ),
     "what is split off is dropped": set_("pre_tokenizer", split(r"\s+|\S+", "Removed")),
-    "digits that Ruby counts otherwise": set_("pre_tokenizer", split(r"\p{N}{1,3}+|\P{N}+")),
+}
+REFUSED = {
+    "a negative id": set_("model", "vocab", "zz", -1),
+    "dropout": set_("model", "dropout", 1.0),
+    "a suffix": set_("model", "end_of_word_suffix", "</w>"),
+    "two tokens with one id": set_("model", "vocab", "zz", 290),
+    "an id that would fill the memory": set_("model", "vocab", "zz", 2**31),
 }
 HARMLESS = {
+    "digits that Ruby counts otherwise": set_("pre_tokenizer", split(r"\p{N}{1,3}+|\P{N}+")),
+    "a post-processor that ends with <eos>": set_("post_processor", template(0, 1)),
+    "a post-processor that begins with <bos>": set_("post_processor", template(1, 0)),
     "no decoder": set_("decoder", None),
     "an unknown token": set_("model", "unk_token", "<|endoftext|>"),
     "unknown tokens in a row as one": set_("model", "fuse_unk", True),
@@ -148,15 +285,26 @@ HARMLESS = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_file_that_gives_other_ids_in_tokenizers_is_refused(name, content, tmp_path):
+def test_what_is_not_the_same_every_time_or_cannot_be_counted_is_refused(name, content, tmp_path):
     REFUSED[name](changed := copy.deepcopy(content))
     assert_invalid(r"cannot use the tokenizer .*changed\.json: ", load, changed, tmp_path)
 
 
-def test_what_changes_no_id_is_accepted(content, tmp_path):
-    for name, change in HARMLESS.items():
-        change(changed := copy.deepcopy(content))
-        assert same_in_tokenizers(load(changed, tmp_path), changed), name
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_tiktoken_would_encode_otherwise_is_left_to_tokenizers(name, content, tmp_path):
+    FOREIGN[name](changed := copy.deepcopy(content))
+    tok = load(changed, tmp_path)
+    assert type(tok) is ForeignTokenizer
+    assert_ids_of_tokenizers(tok, changed)
+    assert tok.fingerprint != TOK.fingerprint
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_changes_no_id_leaves_a_tokenizer_of_ours(name, content, tmp_path):
+    HARMLESS[name](changed := copy.deepcopy(content))
+    tok = load(changed, tmp_path)
+    assert type(tok) is Tokenizer
+    assert_ids_of_tokenizers(tok, changed)
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -191,12 +339,8 @@ def test_a_special_token_of_any_name_keeps_its_id_in_transformers(special, tmp_p
 
 
 @pytest.mark.parametrize("special", ["§", "é", "Ġ", "<|é|>", "#", "A"])
-def test_a_special_token_that_hugging_face_takes_for_bytes_is_refused_when_saved(special, tmp_path):
-    tok = Tokenizer.train([TEXT], 300, special_tokens=(ENDOFTEXT, special))
-    assert tok.encode(special, allowed_special="all") == [299]
-    for save in (tok.to_transformers, lambda: tok.save(tmp_path / "out")):
-        assert_invalid(special, save)
-    assert not (tmp_path / "out").exists()
+def test_a_special_token_that_hugging_face_takes_for_bytes_is_refused(special):
+    assert_invalid(special, Tokenizer, (), special_tokens=(ENDOFTEXT, special))
 
 
 NAMES = ("<a>", "<a>b", "b c", "|>")
@@ -213,7 +357,7 @@ SOME = st.sampled_from(["all", (), NAMES[:1], NAMES[1:], NAMES[::2]])
 )
 @example(pieces=["b ", "c"], allowed="all", disallowed=(), pattern="gpt2", block=1)
 def test_encode_iterable_is_encode_for_any_special_tokens(pieces, allowed, disallowed, pattern, block):
-    tok = Tokenizer([(b"<", b"a"), (b"<a", b">"), (b">", b"!"), (b" ", b"c"), (b"|", b">")], pattern, NAMES)
+    tok = Tokenizer([(b"<", b"a"), (b">", b"!"), (b" ", b"c")], pattern, NAMES)
     options = dict(allowed_special=allowed, disallowed_special=disallowed)
     try:
         whole = tok.encode("".join(pieces), **options)
@@ -234,6 +378,9 @@ def test_merges_that_tiktoken_would_do_in_another_order_are_refused_for_it(tmp_p
     assert len(tok.encode("abc")) == 2
     assert_invalid("tiktoken merges in the order of ids", tok.to_tiktoken)
     assert tok.encode_batch(["abc"]) == [tok.encode("abc")] == [tok.to_transformers()("abc")["input_ids"]]
+    swapped = Tokenizer([(b"a", b"b"), (b"b", b"c")], ids=TOK.ordinary | {b"ab": 300, b"bc": 299})
+    assert [swapped.vocab[i] for i in swapped.encode("abc")] == [b"ab", b"c"]
+    assert swapped.encode("abc") == swapped.to_transformers()("abc")["input_ids"]
     assert_invalid(
         "begins another", Tokenizer((), special_tokens=("<|a|>", "<|a|><|b|>")).to_tiktoken
     )  # it takes the first one that fits, we the longest
@@ -255,10 +402,8 @@ def check_reading(file: Path) -> None:
         assert re.search(r"(cannot use the|no) tokenizer ", str(e))
         assert str(file.parent) in str(e)
         return
-    ids = tok.encode(TEXT, disallowed_special=())
-    assert tok.decode(ids) == TEXT
     assert len(tok.token_bytes()) == len(tok)
-    assert same_in_tokenizers(tok, read_json(file))
+    assert_ids_of_tokenizers(tok, read_json(file))
 
 
 @pytest.mark.parametrize("n", [12, slow(1000)])
@@ -274,7 +419,7 @@ def test_a_file_that_is_cut_or_flipped_or_of_another_kind_is_one_error_or_works(
         file.write_bytes(content)
         check_reading(file)
     file.write_bytes(b"{}")
-    assert_invalid("it has no 'model'; download", Tokenizer.load, file)
+    assert_invalid("it has no 'model'; choose", Tokenizer.load, file)
 
 
 @pytest.mark.parametrize("path", ["x" * 5000, "a\0b", "", "no/such/place", "con\udcffused"])
