@@ -36,7 +36,7 @@ import torch
 from bpe.tokenizer import Tokenizer
 from model import GPT, GPTConfig, GPTWithLoss
 from parts import lora
-from parts.chat import Chat, our_chat, own_template, save_chat_files, template
+from parts.chat import Chat, copy_chat_files, our_chat, own_template, save_chat_files, template
 from parts.checkpoint import find_model, load_model, load_shape, model_tokenizer, save_model
 from parts.conversations import (
     Example,
@@ -82,6 +82,7 @@ class Config:
     # data
     sequence_length: Count = 0  # tokens of an example, at most; longer rows become windows; 0 for the base's context
     val_rows: Count = 1000  # rows to hold out for validation, chosen by the seed; at most a tenth of the data
+    val_share: Fraction = 0.2  # of the time for validation, at most, by reading fewer of these rows; 1 for all of them
     # batch and schedule
     batch_size: Positive = 32  # examples per optimizer step, summed over ranks and micro-batches
     micro_batch_size: Count = 0  # full-length examples per forward pass; 0 finds the largest that fits
@@ -103,7 +104,7 @@ class Config:
     seed: Seed = 1337  # of the adapter, the split, the data order, dropout and the samples
     # evaluation and checkpoints; intervals in steps, 0 for never
     eval_interval: int = -1  # compute the validation loss; -1 for ten times in the run
-    sample_interval: Count = 0  # generate an answer to sample_prompt
+    sample_interval: Count = 0  # generate an answer to sample_prompt; 0 for the end alone
     sample_prompt: str = "Give three tips for a good meal."  # the question that samples answer
     sample_tokens: Positive = 128  # tokens of that answer, at most
     checkpoint_interval: Count = 500  # write a checkpoint, also after the last step; Ctrl-C always does
@@ -134,6 +135,7 @@ def main() -> None:
     config = settle_model(config, flags, directory)
     data = open_data(config, load_shape(config.base), rt)
     config = settle_schedule(config, data, rt)
+    data = within_val_share(data, config, rt)
     base = load_model(config.base, config.dropout, choose_attention("auto", rt, config.sequence_length))
     data_fingerprint = dict(base=lora.weights_sha256(base), tokenizer=data.tokenizer.fingerprint, data=data.sha256)
     run_info = run_info_of(config, base, data)
@@ -145,7 +147,7 @@ def main() -> None:
     train(config, run, model, loss_fn, optimizer, data)
     if rt.is_main:
         write_results(config, run, save_weights)
-        print_summary(config, run)
+        print_summary(config, run, run_info["parameters"])
 
 
 # ------------------------------------------------------------------------------------------------------ the loop
@@ -202,7 +204,7 @@ def evaluate_if_due(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, 
     if data.val and run.due(config.eval_interval, "val", at_start=True):
         inputs = prefetch(iter(to_micro_batches(data.val, config, rt)), rt.device)
         run.record("val", **validate(loss_fn, inputs, data.token_bytes, rt))
-    if run.due(config.sample_interval, "sample"):
+    if run.due(config.sample_interval or config.max_steps, "sample"):
         text = ""  # of the other ranks
         if rt.is_main:
             prompt = data.chat.prompt([dict(role="user", content=config.sample_prompt)])
@@ -348,6 +350,24 @@ def settle_schedule(config: Config, data: Data, rt: Runtime) -> Config:
     )
 
 
+def within_val_share(data: Data, config: Config, rt: Runtime) -> Data:
+    """The data with so many of its validation examples that reading them takes `val_share` of the time."""
+    if config.val_share == 1 or not config.eval_interval:
+        return data
+    n_evals = 1 + math.ceil(config.max_steps / config.eval_interval)
+    # A training step computes the gradients of activations, too, and without LoRA those of the weights: each of them
+    # takes about as long as the forward pass alone, which is all that validation needs.
+    passes = config.max_steps * config.batch_size * (2 if config.lora_dim else 3)
+    n = int(passes * config.val_share / (1 - config.val_share) / n_evals)
+    n = max(n, 16)  # fewer say nothing
+    if n < len(data.val):
+        rt.print(
+            f"validation reads {n:,} of its {len(data.val):,} examples, {config.val_share:.0%} of the time; "
+            "--val_share 1 reads all"
+        )
+    return data._replace(val=data.val[:n])
+
+
 # ------------------------------------------------------------------------------------------------------------ the model
 
 
@@ -432,13 +452,24 @@ def write_merged(config: Config, adapter: str) -> None:
 
     def write(path: Path) -> None:
         save_model(path, model, tokenizer)
-        save_chat_files(path, tokenizer)
+        if not copy_chat_files(lora.folders_of(config.base, adapter), path, tokenizer):
+            print("neither adapter nor base has a chat template: servers will take no messages for the merged model")
 
     write_atomically(out, write)
     print(f"wrote {out}: {config.base} with {adapter} merged in; logits differ by at most {difference:.1e}")
 
 
-def print_summary(config: Config, run: Run) -> None:
+def what_to_expect(n_params: int) -> str:
+    """What a base of this size can learn from instructions (docs/lora.md)."""
+    size = f"{n_params / 1e6:.3g}M" if n_params < 1e9 else f"{n_params / 1e9:.2g}B"
+    if n_params < 50e6:
+        return f"A base of {size} parameters learns the form of an answer, and not what to answer: try gpt2 (124M)."
+    if n_params < 1e9:
+        return f"A base of {size} parameters answers in whole sentences, often wrong ones: gpt2-xl (1.5B) does better."
+    return f"A base of {size} parameters follows simple instructions; do not rely on its facts."
+
+
+def print_summary(config: Config, run: Run, n_params: int) -> None:
     losses = list(run.report.val_losses().values())
     before = losses[0] if losses else math.inf
     if losses:
@@ -448,6 +479,7 @@ def print_summary(config: Config, run: Run) -> None:
     if not run.report.last_loss() < before + 1:
         print(f"\nthe run diverged: --max_lr {config.max_lr} is most likely too high, try a tenth")
         return
+    print(f"\n{what_to_expect(n_params)}")
     model = shlex.quote(str(Path(config.out_dir)))
     if config.lora_dim:
         model = f"{shlex.quote(config.base)} --adapter {shlex.quote(str(Path(config.out_dir) / 'adapter'))}"

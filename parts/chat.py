@@ -191,13 +191,32 @@ def save_chat_files(path: Path, tokenizer: Tokenizer) -> None:
     """Write what a chat in our format needs besides weights: tokenizer, template, and the token that ends an answer."""
     if not (path / "tokenizer.json").exists():  # beside a model it is there
         tokenizer.save(path)
-    (path / "chat_template.jinja").write_text(template(tokenizer), encoding="utf-8")
-    # transformers.js and older servers look for the template here only; transformers prefers the file
-    file = path / "tokenizer_config.json"
-    content = read_json(file) | dict(chat_template=template(tokenizer))
-    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_template(path, template(tokenizer))
     settings = path / "generation_config.json"
     if not settings.exists():  # a model has its own, with the same settings
         eot = tokenizer.eot_token
         content = dict(do_sample=True, top_k=50, bos_token_id=eot, eos_token_id=eot)
         settings.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def write_template(path: Path, text: str, tokens: dict | None = None) -> None:
+    (path / "chat_template.jinja").write_text(text, encoding="utf-8")
+    # transformers.js and older servers look for the template here only; transformers prefers the file
+    file = path / "tokenizer_config.json"
+    content = read_json(file) | (tokens or {}) | dict(chat_template=text)
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def copy_chat_files(folders: list[Path], path: Path, tokenizer: Tokenizer) -> bool:
+    """Give the model in `path` the template of the first of `folders` that has one, with the tokens that it may name,
+    and all ends that they name. Returns whether there is one."""
+    home = next((folder for folder in folders if own_template(folder)), None)
+    if home is None:
+        return False
+    named = settings_of(home, "tokenizer_config.json")
+    write_template(path, own_template(home), {key: value for key, value in named.items() if key.endswith("_token")})
+    ends = sorted(chat_of(folders, tokenizer, str(home)).end_tokens)
+    settings = path / "generation_config.json"
+    content = read_json(settings) | dict(eos_token_id=ends if len(ends) > 1 else ends[0])
+    settings.write_text(json.dumps(content, indent=2) + "\n")
+    return True

@@ -91,7 +91,8 @@ def replace_file(path: Path, content: str | bytes) -> None:
 def write_atomically(path: Path, fill: Callable[[Path], None]) -> None:
     """Make the directory `path` atomically: fill a hidden one next to it, flush it to the disk, and rename it.
 
-    An older one is set aside first, unless it has the same files already: then it stays. Whatever interrupts this, the old one stays complete and `path` is never partial.
+    An older one is set aside first, unless it has the same files already: then it stays. Whatever interrupts this, the
+    old one stays complete and `path` is never partial.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -105,7 +106,7 @@ def write_atomically(path: Path, fill: Callable[[Path], None]) -> None:
                 flush(file)
             flush(temporary)
         if path.exists():
-            set_aside(path)
+            print(f"the earlier {path} is now {set_aside(path)}")
         temporary.rename(path)
         flush(path.parent)
     finally:

@@ -5,7 +5,6 @@ import re
 import shutil
 import statistics
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ import lora_finetune as lf
 from bpe.tokenizer import Tokenizer
 from model import GPT
 from parts import chat
-from parts.checkpoint import load_model, save_model, set_newer_aside
+from parts.checkpoint import load_model, save_model
 from parts.conversations import Example, encode_rows, messages_of, micro_batches
 from parts.lora import TARGETS, load_adapter, read_adapter, weights_sha256
 from tests.conftest import Door
@@ -32,6 +31,7 @@ from tests.helpers import (
     losses,
     prose,
     read_json,
+    remove_after,
     steps_of,
     succeed,
     write_json,
@@ -59,24 +59,6 @@ def test_a_batch_gives_the_loss_and_gradients_of_its_examples_one_by_one(small_t
         found.append([sum(parts), *torch.autograd.grad(sum(parts), factors)])
     assert all((a - b).abs().max() < 1e-5 for a, b in zip(*found, strict=True))
     assert found[0][1].abs().max() > 1e-4  # gradients that could differ
-
-
-# ---- constants
-
-
-def test_constants_follow_from_the_rows_and_the_rank_unless_they_are_given(base, rt):
-    derived = ("max_steps", "warmup_steps", "eval_interval", "lora_alpha", "max_lr")
-    data = SimpleNamespace(train=range(54), sequence_length=128)
-    for constants, expected in (
-        (dict(epochs=60), (202, 7, 20, 16, 1e-3)),  # of 54 examples, 16 a step; 3%, a tenth, 2 r
-        (dict(lora_dim=0, epochs=1e-6, warmup_steps=9), (1, 1, 1, 0, 1e-4)),
-        (found := dict(zip(derived, (2, 1, 0, 5.0, 0.01), strict=True)), tuple(found.values())),
-    ):
-        requested = lf.Config(base=str(base / "base"), batch_size=16, **constants)
-        config = lf.resolve_config(requested, None, data, rt)
-        assert tuple(getattr(config, name) for name in derived) == expected
-        assert config.sequence_length == 128
-        assert config.threads == torch.get_num_threads()
 
 
 # ---- runs
@@ -112,6 +94,23 @@ def finetune(base, tmp_path, inline):
     return Door(run)
 
 
+@pytest.mark.parametrize(
+    "constants, expected",
+    [
+        (dict(epochs=6, batch_size=16), (20, 1, 2, 16, 1e-3)),  # of 54 examples; 3%, a tenth, 2 r
+        (dict(lora_dim=0, epochs=1e-6, warmup_steps=9), (1, 9, 1, 0, 1e-4)),
+        (given := dict(max_steps=2, warmup_steps=1, eval_interval=0, lora_alpha=5.0, max_lr=0.01), (*given.values(),)),
+    ],
+)
+def test_constants_follow_from_the_rows_and_the_rank_unless_they_are_given(finetune, run_dir, constants, expected):
+    left_out = dict.fromkeys(("max_steps", "eval_interval", "max_lr", "lora_dim", "batch_size"))
+    finetune(**left_out | constants)
+    config = read_json(run_dir / "config.json")
+    assert tuple(config[name] for name in given) == expected
+    assert config["sequence_length"] == 128
+    assert config["threads"] == torch.get_num_threads()
+
+
 @pytest.mark.parametrize("r,options", [(4, {}), (0, {}), (4, dict(dtype="bfloat16", lora_dropout=0.1))])
 def test_finetuning_lowers_the_validation_loss_and_leaves_what_it_should(finetune, base, run_dir, r, options):
     result = finetune(lora_dim=r, sample_interval=6, **options)
@@ -122,6 +121,7 @@ def test_finetuning_lowers_the_validation_loss_and_leaves_what_it_should(finetun
     assert result.stdout.endswith(
         f"\nvalidation loss {val[0]:.4f} before, {val[-1]:.4f} after, {min(val):.4f} at best (nats per token)\n"
         f"{rate:,.0f} answer tokens/s\n"
+        "\nA base of 0.0398M parameters learns the form of an answer, and not what to answer: try gpt2 (124M).\n"
         f"\nNow try:\n  python sample.py {model} --chat\n  {run_dir}/learning_curve.png    # the loss curve\n"
     )
     assert log_of(run_dir, "val")[0].keys() == {"step", "kind", "loss", "bpb"}
@@ -153,7 +153,7 @@ def test_an_adapter_knows_its_base_and_refuses_another_of_the_same_shapes(finetu
 def test_an_interrupted_run_continues_bit_for_bit(finetune, tmp_path, run_dir, options):
     finetune(**options)
     shutil.copytree(run_dir, tmp_path / "other")
-    set_newer_aside(tmp_path / "other", 4, "lost")
+    remove_after(tmp_path / "other", 4)
     finetune(out="other", resume=True, **options)
     assert losses(tmp_path / "other") == losses(run_dir)
     (weights,) = (run_dir / "step_000012").glob("*.safetensors")
@@ -241,10 +241,40 @@ def test_what_is_overwritten_is_renamed_and_never_lost(finetune, base, tmp_path,
     for target in (base / "base", base, run_dir, tmp_path, run_dir / "adapter", Path.cwd(), "/"):
         finetune.error("--merge", merge=target, adapter=run_dir / "adapter", overwrite=True)
     (run_dir / "adapter" / "notes.txt").write_text("mine")  # and the run continues
-    finetune(max_steps=2, resume=True, merge=merged)
+    finetune(max_steps=3, resume=True, merge=merged)
     assert (run_dir / "adapter.1" / "notes.txt").read_text() == "mine"
     assert (tmp_path / "merged.2" / "model.safetensors").exists()
-    assert (run_dir / "step_000002").exists()
+    assert (run_dir / "step_000003").exists()
+
+
+@pytest.mark.parametrize("r, n", [(4, 48), (0, 72)])
+def test_validation_takes_its_share_of_the_time_with_fewer_rows_where_needed(finetune, base, tmp_path, run_dir, r, n):
+    """2 steps of 144 examples take as long as reading 576 without gradients, or 864 if all weights are trained; a quarter
+    of that is left for 3 evaluations."""
+    rows = write_json(tmp_path / "rows.json", ROWS * 20)
+    options = dict(data=rows, max_steps=2, batch_size=144, lora_dim=r, eval_interval=1, checkpoint_interval=1)
+    result = finetune(**options)
+    assert f"validation reads {n} of its 120 examples, 20% of the time; --val_share 1 reads all\n" in result.stdout
+    few = column(run_dir, "val", "loss")
+    assert "validation reads" not in finetune(out="all", val_share=1, **options).stdout
+    assert column(tmp_path / "all", "train", "loss") == column(run_dir, "train", "loss")
+    assert column(tmp_path / "all", "val", "loss") == pytest.approx(few, rel=0.1)
+    assert column(tmp_path / "all", "val", "loss") != few
+
+
+def test_a_run_ends_with_a_sample(finetune, run_dir):
+    finetune(max_steps=3, eval_interval=0)
+    [sample] = log_of(run_dir, "sample")
+    assert sample["step"] == 3
+    assert sample["text"].startswith("BEGINNING OF CONVERSATION: USER: Give three tips for a good meal. ASSISTANT:")
+
+
+SIZES = [(1.07e6, "1.07M .* not what to answer"), (124e6, "124M .* often wrong"), (1557.6e6, "1.6B .* simple instruct")]
+
+
+@pytest.mark.parametrize("n_params, words", SIZES)
+def test_what_a_base_can_learn_depends_on_its_size(n_params, words):
+    assert re.search(words, lf.what_to_expect(int(n_params)))
 
 
 def test_without_an_interval_there_are_no_checkpoints_but_an_adapter(finetune, run_dir):
@@ -269,7 +299,7 @@ OTHER = dict(
     adapter="elsewhere", lora_dim=2, lora_alpha=5.0, targets="c_fc", rslora=True, sequence_length=64, val_rows=3,
     batch_size=8, seed=7, lora_dropout=0.1, micro_batch_size=2, epochs=2.0, max_steps=4, warmup_steps=2, max_lr=0.002,
     min_lr=0.0001, lr_schedule="wsd", decay_fraction=0.3, weight_decay=0.2, beta1=0.8, beta2=0.99, eps=1e-7,
-    grad_clip=0.5, max_bad_steps=3, spike_threshold=1.0, dropout=0.1, eval_interval=2, sample_interval=3,
+    grad_clip=0.5, max_bad_steps=3, val_share=0.5, dropout=0.1, eval_interval=2, sample_interval=3,
     sample_prompt="A", sample_tokens=4, checkpoint_interval=3, keep_checkpoints=5,
 )  # fmt: skip
 SHORT = dict(max_steps=2, eval_interval=0, checkpoint_interval=2)
@@ -300,10 +330,12 @@ def test_another_base_and_other_rows_are_refused(finetune, base, tmp_path, run_d
     finetune(**SHORT, resume=True, data=write_json(tmp_path / "moved.json", ROWS))
 
 
-def test_recomputed_activations_change_no_figure_and_a_bare_resume_continues(finetune, tmp_path, inline):
+def test_recomputed_activations_change_no_figure_and_a_resume_names_them(finetune, tmp_path):
     finetune(max_steps=6, warmup_steps=1)
-    finetune(out="again", max_steps=4, activation_checkpointing=True, warmup_steps=1, lora_dim=4)
-    assert inline(lf.main, "--resume", "--out_dir", tmp_path / "again", "--max_steps", 6).returncode == 0
+    finetune(out="again", max_steps=4, activation_checkpointing=True, warmup_steps=1)
+    options = dict(out="again", resume=True, max_steps=6, warmup_steps=1)
+    finetune.error("activation_checkpointing True and now has False", **options)
+    finetune(activation_checkpointing=True, **options)
     one = column(tmp_path / "run", "train", "loss")
     other = column(tmp_path / "again", "train", "loss")
     assert other[:2] == pytest.approx(one[:2], rel=1e-6)

@@ -3,10 +3,13 @@
 import io
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
+import lora_finetune as lf
 import sample
 from bpe.tokenizer import Tokenizer
 from model import GPT
@@ -27,7 +30,7 @@ LONGEST = 30  # tokens of an answer
 def chatml(tmp_path_factory) -> Path:
     """A GPT-2 as transformers saves it after such a finetuning: ChatML's tokens, its template, and an end among others.
     The weights are random, and such that answers differ, can be read, and end by themselves or are cut."""
-    from transformers import AutoTokenizer, GPT2LMHeadModel
+    from transformers import GPT2LMHeadModel
 
     path = tmp_path_factory.mktemp("chatml")
     tokenizer = Tokenizer.train([prose(60_000)], 320, special_tokens=("<|endoftext|>", "<|im_start|>", "<|im_end|>"))
@@ -62,7 +65,7 @@ def converse(inline, monkeypatch):
 
 def expected(path: Path, ends: list[int] | None = None) -> tuple[str, list[int]]:
     """The same conversation held by transformers alone, and the number of tokens of each answer."""
-    from transformers import AutoTokenizer, GPT2LMHeadModel
+    from transformers import GPT2LMHeadModel
 
     reader = AutoTokenizer.from_pretrained(path)
     model = GPT2LMHeadModel.from_pretrained(path)
@@ -147,6 +150,32 @@ def test_the_template_of_an_adapter_comes_before_that_of_its_base(chatml, conver
     messages = said("s: Be", "u: Hi")
     found = chat.chat_of(lora.folders_of(str(chatml), str(adapter)), tokenizer, "")
     assert found.prompt(messages) == written(messages, tokenizer)
+
+
+def test_a_merged_model_keeps_the_template_and_the_ends_of_its_adapter_or_its_base(chatml, converse, tmp_path):
+    """As transformers then speaks to it; an adapter of TRL has the files of a tokenizer."""
+    adapter = save_adapter(adapted(GPT.from_pretrained(str(chatml))), tmp_path / "adapter")
+    config = lf.Config(base=str(chatml), adapter=str(adapter), merge=str(tmp_path / "merged"))
+    lf.write_merged(config, str(adapter))
+    of_both = converse(chatml, adapter=adapter).stdout
+    printed, lengths = expected(tmp_path / "merged")
+    assert converse(tmp_path / "merged").stdout == printed == of_both
+    assert min(lengths) < LONGEST
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(chatml / name, adapter)
+    (adapter / "chat_template.jinja").write_text(CHATML.replace("assistant", "model"))
+    config = replace(config, base=str(chatml.parent / "ours"), merge=str(tmp_path / "other"))
+    lf.write_merged(config, str(adapter))
+    assert "<|im_start|>model" in AutoTokenizer.from_pretrained(tmp_path / "other").chat_template
+    assert converse(tmp_path / "other").stdout == expected(tmp_path / "other")[0]
+
+
+def test_a_model_merged_from_files_without_a_template_gets_none(chatml, tmp_path, capsys):
+    adapter = save_adapter(adapted(GPT.from_pretrained(str(chatml))), tmp_path / "adapter")
+    base = str(chatml.parent / "ours")
+    lf.write_merged(lf.Config(base=base, merge=str(tmp_path / "merged")), str(adapter))
+    assert "neither adapter nor base has a chat template" in capsys.readouterr().out
+    assert not chat.own_template(tmp_path / "merged")
 
 
 def test_messages_that_a_template_refuses_are_one_line(chatml, converse, tmp_path):
