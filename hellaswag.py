@@ -67,9 +67,9 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from parts.checkpoint import find_model, load_model, model_tokenizer
-from parts.documents import file_rows, hub_rows
 from parts.lora import load_adapter, merge, remove_lora
 from parts.runtime import Runtime
+from parts.texts import rows_of
 
 HUB = "Rowan/hellaswag"  # of which the split `validation` is scored
 # padded tokens in a batch: what fits a CPU's caches, what keeps a GPU busy
@@ -147,13 +147,9 @@ def main() -> None:
 
 
 def load_rows(data: str, rt: Runtime, option: str = "--data") -> list[dict]:
-    """The rows of a local file, or else of the hub, which the first rank reads. Raises UserError, on all ranks alike;
+    """The rows of `data`, or else of the hub, which the first rank reads. Raises UserError, on all ranks alike;
     `option` is the flag that takes the file."""
-
-    def read() -> list:
-        return file_rows(data, option) if data else hub_rows(HUB, "validation", option)
-
-    rows = rt.broadcast_from_main(read)
+    rows = rt.broadcast_from_main(lambda: rows_of(data or HUB, "validation", option))
     return [parse_row(row, f"row {i} of {data or HUB}") for i, row in enumerate(rows, start=1)]
 
 

@@ -1,12 +1,14 @@
-"""parts/documents.py: whole datasets, of files and, through the real `datasets`, of the hub."""
+"""rows_of of parts/texts.py: whole small datasets, of files, folders and the hub."""
 
+import gzip
 import json
 
 import pyarrow as pa
+import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 import pytest
 
-from parts.documents import file_rows, hub_rows
+from parts.texts import rows_of
 from tests.helpers import assert_refused
 
 ROWS = [dict(instruction=f"count to {n}", input="", output=" ".join(map(str, range(n)))) for n in range(5)]
@@ -21,7 +23,7 @@ def test_json_and_jsonl_hold_the_same_rows(tmp_path):
     contents = [json.dumps(rows, indent=1), "\n".join(lines), "\ufeff" + "\r\n\n".join(lines)]
     for content in contents:
         (tmp_path / "rows").write_bytes(content.encode())
-        assert file_rows(str(tmp_path / "rows")) == rows
+        assert rows_of(str(tmp_path / "rows")) == rows
 
 
 GOOD = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
@@ -37,7 +39,7 @@ FOREIGN = {
 @pytest.mark.parametrize("what", FOREIGN)
 def test_a_file_without_rows_is_one_error(tmp_path, what):
     (tmp_path / "rows.jsonl").write_bytes(FOREIGN[what])
-    assert_refused(r"rows\.jsonl .*(; --data takes a|; correct it there)", file_rows, str(tmp_path / "rows.jsonl"))
+    assert_refused(r"rows\.jsonl .*(; --data takes a|; correct it there)", rows_of, str(tmp_path / "rows.jsonl"))
 
 
 @pytest.mark.parametrize(
@@ -45,7 +47,7 @@ def test_a_file_without_rows_is_one_error(tmp_path, what):
 )
 def test_the_line_that_is_not_json_is_named(tmp_path, content, line):
     (tmp_path / "rows").write_text(content)
-    assert_refused(f"line {line}:", file_rows, str(tmp_path / "rows"))
+    assert_refused(f"line {line}:", rows_of, str(tmp_path / "rows"))
 
 
 @pytest.mark.parametrize("key", ["data", "rows", "train"])
@@ -53,46 +55,78 @@ def test_the_line_that_is_not_json_is_named(tmp_path, content, line):
 def test_an_object_around_the_rows_is_named_with_its_keys(tmp_path, key, indent):
     (tmp_path / "rows.json").write_text(json.dumps(dict(version="1.0") | {key: ROWS}, indent=indent))
     words = rf"rows.json is one object \(version, {key}\) and not a list of rows; save the list alone"
-    assert_refused(words, file_rows, str(tmp_path / "rows.json"))
+    assert_refused(words, rows_of, str(tmp_path / "rows.json"))
 
 
 @pytest.mark.parametrize("form", ["{}", "[{}]"])
 def test_a_key_that_is_there_twice_is_refused(tmp_path, form):
     """JSON leaves open which of the two counts."""
     (tmp_path / "rows.jsonl").write_text(form.format('{"instruction": "a", "output": "b", "output": "c"}'))
-    assert_refused("an object has the key 'output' twice", file_rows, str(tmp_path / "rows.jsonl"))
+    assert_refused("an object has the key 'output' twice", rows_of, str(tmp_path / "rows.jsonl"))
 
 
 def test_a_single_row_of_lines_is_a_row(tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[2]))
-    assert file_rows(str(tmp_path / "rows.jsonl")) == [ROWS[2]]
+    assert rows_of(str(tmp_path / "rows.jsonl")) == [ROWS[2]]
 
 
 @pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
 def test_each_line_may_have_a_byte_order_mark(tmp_path, name):
     """As where files are joined, and as fineweb.py reads it."""
     (tmp_path / name).write_text("".join(f"\ufeff{json.dumps(row)}\r\n" for row in ROWS))
-    assert file_rows(str(tmp_path / name)) == ROWS
+    assert rows_of(str(tmp_path / name)) == ROWS
 
 
 @pytest.mark.parametrize("name", ["absent.json", "", "x" * 300])
 def test_what_is_not_a_file_names_the_option(tmp_path, name):
-    assert_refused("--my_rows", file_rows, str(tmp_path / name), "--my_rows")
+    assert_refused("--my_rows", rows_of, str(tmp_path / name), "train", "--my_rows")
 
 
-# ---- the hub
+@pytest.mark.parametrize("name", ["rows.csv", "rows.parquet", "rows.jsonl.gz", "rows.arrow"])
+def test_other_kinds_hold_the_same_rows(tmp_path, name):
+    table = pa.Table.from_pylist(ROWS)
+    with pa.output_stream(tmp_path / name) as file:  # compressed if the name says so
+        if name == "rows.csv":
+            pa_csv.write_csv(table, file)
+        elif name == "rows.parquet":
+            pq.write_table(table, file)
+        elif name == "rows.arrow":
+            with pa.ipc.new_file(file, table.schema) as writer:
+                writer.write_table(table)
+        else:
+            file.write(GOOD)
+    rows = rows_of(str(tmp_path / name))
+    assert [{key: value or "" for key, value in row.items()} for row in rows] == ROWS  # a CSV has no empty text
 
 
-def test_a_split_is_read_through_datasets(tmp_path):
-    """`datasets` takes a folder for a repository: the same library, without a network."""
+def test_a_number_stays_a_number_beside_texts(tmp_path):
+    rows = [dict(ROWS[1], weight=0), dict(ROWS[2], weight="0"), dict(ROWS[3], weight=None), ROWS[4]]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    assert rows_of(str(tmp_path / "rows.json")) == rows
+
+
+@pytest.mark.parametrize(
+    "content, kind",
+    [(gzip.compress(GOOD), "gzip"), (b"PAR1" + bytes(100), "parquet"), (GOOD.decode().encode("utf-16"), "UTF-16"),
+     (b"<!DOCTYPE html><p>", "a web page"), (b"version https://git-lfs.github.com/spec/v1\n", "a pointer of Git LFS")],
+)  # fmt: skip
+def test_another_kind_of_file_is_named_by_its_first_bytes(tmp_path, content, kind):
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    assert_refused(f"rows.jsonl .*is {kind}", rows_of, str(tmp_path / "rows.jsonl"))
+
+
+# ---- folders and the hub
+
+
+def test_a_folder_means_its_split_as_datasets_does(tmp_path):
     (tmp_path / "data").mkdir()
     for split, rows in dict(train=ROWS, validation=ROWS[:2]).items():
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / "data" / f"{split}-00000-of-00001.parquet")
-    assert hub_rows(str(tmp_path), "train") == ROWS
-    assert hub_rows(str(tmp_path), "validation") == ROWS[:2]
-    assert_refused("nowhere.*with --data", hub_rows, str(tmp_path), "nowhere")
+    assert rows_of(str(tmp_path), "train") == ROWS
+    assert rows_of(str(tmp_path), "validation") == ROWS[:2]
+    assert_refused("nowhere.*with --data", rows_of, str(tmp_path), "nowhere")
 
 
 def test_without_a_network_the_error_says_what_to_do(monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    assert_refused("some/rows.*network.*HF_ENDPOINT.*--my_rows", hub_rows, "some/rows", "train", "--my_rows")
+    assert_refused("some/rows.*network.*HF_ENDPOINT.*--my_rows", rows_of, "some/rows", "train", "--my_rows")
