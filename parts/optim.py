@@ -1,8 +1,6 @@
 r"""Optimizers as the training loop sees them: schedules, AdamW, Muon, and a step that can be skipped.
 
 This file knows nothing of the model but the names and shapes of its parameters, and nothing of data or run directories.
-Where ranks shard a model, its parameters are DTensors: parts/sharding.py explains `local`, `all_gather` and
-`sharded_as`, which return every other tensor as it is.
 
 The schedules, with warmup_steps W and max_steps S. Cosine (Loshchilov and Hutter 2017) has to know S from the start;
 wsd (warmup, stable, decay; Hu et al. 2024, section 4) can continue from any checkpoint of its plateau to a later end;
@@ -21,7 +19,6 @@ import torch
 from torch import Tensor
 
 from parts.runtime import Runtime
-from parts.sharding import all_gather, local, sharded_as
 
 
 def learning_rate(step: int, config) -> float:
@@ -64,8 +61,8 @@ def muon_lr_fraction(step: int, config) -> float | None:
 def make_optimizer(model, config, rt: Runtime) -> "Optimizer":
     """The optimizer of a training run over the trainable parameters of `model`.
 
-    Reads optimizer (adamw if it has none), max_lr, muon_lr, weight_decay, beta1, beta2 and eps of `config`. Shard the
-    model before this. To add an optimizer, add it here and to MOMENTS.
+    Reads optimizer (adamw if it has none), max_lr, muon_lr, weight_decay, beta1, beta2 and eps of `config`. To
+    add an optimizer, add it here and to MOMENTS.
     """
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     matrices = {}
@@ -150,15 +147,12 @@ class Optimizer:
         2013); 0 only measures. Returns the norm before, a scalar on the device."""
         params = [p for group in self.param_groups() for p in group["params"]]
         grads = [p.grad for p in params if p.grad is not None]
-        local_grads = [local(grad) for grad in grads]
         if self.loss_scale:
-            torch._foreach_mul_(local_grads, 1 / self.loss_scale.scale)
+            torch._foreach_mul_(grads, 1 / self.loss_scale.scale)
         norm = torch.nn.utils.get_total_norm(grads)
-        if hasattr(norm, "full_tensor"):  # squares add up over the rows of all ranks
-            norm = norm.full_tensor()
         if max_norm:
             factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_(local_grads, factor)
+            torch._foreach_mul_(grads, factor)
         return norm
 
     def step(self, finite: Tensor) -> None:
@@ -178,17 +172,18 @@ class Optimizer:
             self.loss_scale.update(finite)
 
     def zero_grad(self) -> None:
-        """Free the gradients: the next backward pass would add to them."""
+        """Clear the gradients: the next backward pass adds to them. On several ranks they stay views of the buckets that
+        ranks exchange; a new tensor, made by the next backward pass, would be a second copy of each."""
         for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad(set_to_none=self.rt.world_size == 1)
 
     def state_dict(self) -> dict:
-        """What a checkpoint needs. Moments are sharded over the ranks as their parameters are."""
+        """What a checkpoint needs."""
         states = [optimizer.state_dict() for optimizer in self.optimizers]
         return dict(optimizers=states, scaler=self.loss_scale.state_dict() if self.loss_scale else {})
 
     def load_state_dict(self, state: dict, step: int = 0) -> None:
-        """Restore the moments, which every rank passes as whole tensors, and the loss scale. Learning rates, betas, eps
+        """Restore the moments and the loss scale. Learning rates, betas, eps
         and weight decay stay as they are now.
 
         Raises ValueError for the state of other parameters, and for one without moments after the first `step`.
@@ -224,7 +219,7 @@ def own_moments(optimizer: torch.optim.Optimizer, moments: dict) -> dict:
             if value.shape != like.shape or value.dtype != like.dtype:
                 now = f"{like.dtype} {tuple(like.shape)}"
                 raise ValueError(f"{name} of parameter {i} is {value.dtype} {tuple(value.shape)}, not {now}")
-            own[i][name] = torch.empty_like(like, requires_grad=False).copy_(sharded_as(like, value))
+            own[i][name] = torch.empty_like(like, requires_grad=False).copy_(value)
     return own
 
 
@@ -309,33 +304,28 @@ class Muon(torch.optim.Optimizer):
                 self._step_together(params, group)
 
     def _step_together(self, params: list, group: dict) -> None:
-        """One step of N matrices of one shape. Where ranks shard them, this one has r of their rows."""
+        """One step of N matrices of one shape."""
         for p in params:
             if "momentum_buffer" not in self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        weights = [local(p) for p in params]
-        momenta = [local(self.state[p]["momentum_buffer"]) for p in params]
-        good = 1.0 - getattr(self, "found_inf", weights[0].new_zeros(()))  # 1 or 0
+        momenta = [self.state[p]["momentum_buffer"] for p in params]
+        good = 1.0 - getattr(self, "found_inf", params[0].new_zeros(()))  # 1 or 0
 
         # as vectors (N r columns,): one compiled graph then serves all shapes, and one of squares would not
-        grad = torch.cat([local(p.grad).flatten() for p in params])
+        grad = torch.cat([p.grad.flatten() for p in params])
         momentum = torch.cat([tensor.flatten() for tensor in momenta])
         update = self._nesterov(grad, momentum, group["momentum"], good)
-        shape = (len(params), *weights[0].shape)  # (N, r, columns)
+        shape = (len(params), *params[0].shape)  # (N, r, columns)
         torch._foreach_copy_(momenta, list(momentum.view(shape)))
 
-        # singular values depend on every row: each rank gathers all rows of all matrices (1.6 TFLOP of work at 124M)
-        matrices = torch.stack([all_gather(p, mine) for p, mine in zip(params, update.view(shape), strict=True)])
-        rows = matrices.size(1) // group["n_stacked"]
-        columns = matrices.size(2)
-        step = orthogonalized(matrices.view(-1, rows, columns), group["dtype"])
-        step = step.view(matrices.shape).to(update.dtype)
+        rows = shape[1] // group["n_stacked"]
+        columns = shape[2]
+        step = orthogonalized(update.view(-1, rows, columns), group["dtype"]).view(shape).to(update.dtype)
 
         lr = group["lr"] * good
         step *= lr * math.sqrt(max(1, rows / columns))
-        steps = [local(sharded_as(p, whole)) for p, whole in zip(params, step, strict=True)]
-        torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
-        torch._foreach_sub_(weights, steps)
+        torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
+        torch._foreach_sub_(params, list(step))
 
 
 def nesterov(grads, momenta, beta: float, good):

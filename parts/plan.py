@@ -202,7 +202,7 @@ def memory_table(shape: GPTConfig, asked: Layout, batch: int, micro_batch: int) 
     sizes = "".join(f"{f'B={size}':>9}" for size in columns)
     devices = "".join(f"{f'{gb} GB':>8}" for gb in DEVICES)
     lines = [f"ranks  --shard    activations{sizes}    largest B on{devices}"]
-    ways = ("none", "optimizer", "full") if asked.shard == "none" else (asked.shard,)
+    ways = (asked.shard,)
     for ranks, way, recomputed in product(RANKS, ways, (False, True)):
         if (ranks == 1 and way != ways[0]) or (asked.checkpointing and not recomputed):
             continue

@@ -57,11 +57,10 @@ def largest_that_fits(loss_fn, sizes: list[int], shape: tuple[int, int], rt: Run
 def has_memory_for(size: int, shape: tuple[int, int], loss_fn, rt: Runtime) -> bool:
     """Try one forward and backward pass of `size` sequences, with memory for the optimizer's state set aside."""
     T, V = shape
-    n_shards = rt.world_size if rt.mesh else 1  # of the optimizer's state, if it is sharded
     try:
         idx = torch.randint(V, (size, T), device=rt.device)
         trained = [p for p in loss_fn.parameters() if p.requires_grad]
-        moments = [torch.empty(2 * p.numel() // n_shards, device=rt.device) for p in trained]
+        moments = [torch.empty(2 * p.numel(), device=rt.device) for p in trained]
         for p in trained:
             p.grad = torch.zeros_like(p)  # as earlier micro-batches leave them
         if rt.device.type == "cuda":  # 5% for fragmentation and NCCL's buffers

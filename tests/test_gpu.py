@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch._inductor import metrics
 from torch._inductor.utils import fresh_cache
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,7 +32,6 @@ from parts.graphs import BiasGradients
 from parts.optim import make_optimizer
 from parts.run import Run
 from parts.runtime import Runtime
-from parts.sharding import shard
 from tests.helpers import log_of, seeded
 from train_gpt2 import RECIPES
 
@@ -198,16 +196,12 @@ def one_rank():
 def four_steps(way: str, optimizer: str, seed: int = 0) -> list[float]:
     """Losses of two steps, a checkpoint of the optimizer, and two more."""
     rt = Runtime.setup(DEVICE, "auto")
-    if way == "fully_shard":
-        rt = replace(rt, shard="optimizer", mesh=init_device_mesh(DEVICE, (1,), mesh_dim_names=("shard",)))
     config = replace(RECIPES["tiny"], optimizer=optimizer)
     torch.manual_seed(seed)
     model = GPT(SHAPE).to(rt.device)
     forward = GPTWithLoss(model)
     if way == "DDP":
         forward = DistributedDataParallel(forward, [0] if CUDA else None)
-    elif way == "fully_shard":
-        shard(forward, model.transformer.h, rt)
     generator = seeded()
     idx, targets = to_inputs(torch.randint(50, (8, SHAPE.n_positions + 1), generator=generator).to(rt.device))
     losses = []
@@ -228,12 +222,11 @@ def four_steps(way: str, optimizer: str, seed: int = 0) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("way", ["DDP", "fully_shard"])
-def test_a_group_of_one_rank_makes_the_steps_of_a_process_alone(one_rank, way, optimizer):
+def test_a_group_of_one_rank_makes_the_steps_of_a_process_alone(one_rank, optimizer):
     """To a fifth of what another seed changes, which rounding alone does not reach in so few steps."""
     alone = np.array(four_steps("alone", optimizer))
     other_seed = np.array(four_steps("alone", optimizer, seed=1))
-    found = np.array(four_steps(way, optimizer))
+    found = np.array(four_steps("DDP", optimizer))
     assert np.abs(found - alone).max() <= np.abs(other_seed - alone).max() / 5
 
 
@@ -279,16 +272,9 @@ def graphs(monkeypatch) -> list[int]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("divided", [False, True])
-def test_the_loop_waits_for_nothing_and_is_compiled_once(train, graphs, optimizer, divided, request, monkeypatch):
-    if divided:  # as on several ranks: blocks are compiled each by itself
-        request.getfixturevalue("one_rank")
-        real = Runtime.setup
-        mesh = init_device_mesh(DEVICE, (1,))
-        monkeypatch.setattr(Runtime, "setup", lambda *args: replace(real(*args), shard="optimizer", mesh=mesh))
-        monkeypatch.setattr("parts.cli.exit_now", lambda: None)  # the tests go on after this rank
+def test_the_loop_waits_for_nothing_and_is_compiled_once(train, graphs, optimizer):
     train(**RUN | dict(optimizer=optimizer, compile="on", micro_batch_size=8))
     assert not counters["graph_break"]
     assert len(graphs) == 6
-    assert graphs[1] - graphs[0] == 1 + (optimizer == "muon")  # the hidden states, or a block; Muon's momentum
+    assert graphs[1] - graphs[0] == 1 + (optimizer == "muon")  # the hidden states; Muon's momentum
     assert graphs[-1] - graphs[1] == 1  # of validation
