@@ -249,7 +249,7 @@ def test_what_is_overwritten_is_renamed_and_never_lost(finetune, base, tmp_path,
 
 @pytest.mark.parametrize("r, n", [(4, 48), (0, 72)])
 def test_validation_takes_its_share_of_the_time_with_fewer_rows_where_needed(finetune, base, tmp_path, run_dir, r, n):
-    """2 steps of 144 examples take as long as reading 576 without gradients, or 864 if all weights are trained; a quarter
+    """2 steps of 144 examples take as long as reading 576 without gradients, or 864 if all weights learn; a quarter
     of that is left for 3 evaluations."""
     rows = write_json(tmp_path / "rows.json", ROWS * 20)
     options = dict(data=rows, max_steps=2, batch_size=144, lora_dim=r, eval_interval=1, checkpoint_interval=1)
