@@ -190,7 +190,8 @@ class Tokenizer:
         """None where tiktoken would split text, or merge, in another way."""
         if self.pattern in KNOWN:
             with contextlib.suppress(ValueError):
-                return formats.encoding_of(self, special_tokens={})
+                # all are disallowed, and so ordinary text; where there is none, tiktoken would look for it everywhere
+                return formats.encoding_of(self, self.special_tokens or {ENDOFTEXT: self.n_vocab})
 
     @cached_property
     def _tokenizers(self):

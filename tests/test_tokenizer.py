@@ -48,8 +48,8 @@ TEXTS = {
 def naive_merges(texts: list[str], n_merges: int, tie_break: str) -> list[tuple[bytes, bytes]]:
     """minimal.py's trainer; for greatest_bytes its loop with the other choice."""
     if tie_break == "lowest_id":
-        return minimal.train(texts, n_merges)
-    chunks = [chunk for text in texts for chunk in minimal.split(text)]
+        return minimal.train(texts, n_merges, minimal.words, minimal.GPT2_ORDER)
+    chunks = [chunk for text in texts for chunk in minimal.as_bytes(minimal.words(text))]
     merges = []
     while len(merges) < n_merges and (counts := Counter(pair for chunk in chunks for pair in pairwise(chunk))):
         merges.append(max(counts, key=lambda pair: (counts[pair], pair)))
@@ -205,7 +205,7 @@ def test_ids_are_those_of_a_naive_encoder(tok):
     texts = ["".join(random.Random(n).choices("the ans", k=n)).replace(" ", "e") for n in range(1, 90)]
     texts += [text[:3000] for texts in TEXTS.values() for text in texts]
     for text in texts + ["中文没有空格" * 30, "a" * 65, "=" * 127, "ab" * 40]:
-        assert tok.encode(text) == minimal.encode(text, tok.merges)
+        assert tok.encode(text) == minimal.encode(text, tok.merges, minimal.words, minimal.GPT2_ORDER)
 
 
 def test_special_tokens_follow_the_rules_of_tiktoken(tok):
