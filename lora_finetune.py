@@ -16,7 +16,17 @@ end adapter/, which peft opens. Tokens in the log are answer tokens. parts/lora.
 
 # imported first, so that Ctrl-C while torch loads does not print a traceback
 from parts.cli import (
-    Count, Fraction, NonNegative, Positive, Probability, Seed, UserError, counted, flags_set, parse_args, script
+    Count,
+    Fraction,
+    NonNegative,
+    Positive,
+    Probability,
+    Seed,
+    UserError,
+    counted,
+    flags_set,
+    parse_args,
+    script,
 )  # fmt: skip
 
 # isort: split
@@ -122,8 +132,10 @@ class Config:
 FIXED = ("adapter", "lora_dim", "lora_alpha", "targets", "rslora", "sequence_length", "val_rows", "batch_size",
          "seed")  # fmt: skip
 # with these values the script chooses
-AUTOMATIC = dict(micro_batch_size=0, threads=0, sequence_length=0, lora_alpha=0.0, max_steps=0, warmup_steps=0, max_lr=0.0,
-                 eval_interval=-1)  # fmt: skip
+AUTOMATIC = dict(
+    micro_batch_size=0, threads=0, sequence_length=0, lora_alpha=0.0, max_steps=0, warmup_steps=0, max_lr=0.0,
+    eval_interval=-1,
+)  # fmt: skip
 
 
 def main() -> None:

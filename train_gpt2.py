@@ -244,6 +244,10 @@ def open_data(config: Config, shape: GPTConfig, checkpoint: Path | None, rt: Run
     passes = config.max_steps * config.total_batch_size / config.sequence_length / batches.n_windows
     about = f"data: {len(shards.train):,} training tokens, read {passes:.2g} times"
     rt.print(f"{about}; {len(shards.val):,} to validate")
+    if passes > 20:
+        rt.print(f"note: a text that is read {passes:.0f} times is memorized; give more text, or fewer --max_steps")
+    if batches.n_windows < 100:
+        rt.print(f"note: the text has {batches.n_windows} windows of {config.sequence_length} tokens; give a longer one")
     return Data(shards, batches, token_bytes, task)
 
 
@@ -278,6 +282,8 @@ def read_command_line(argv: list[str]) -> tuple[Config, set[str]]:
     if argv and not argv[0].startswith("-"):
         recipe, *args = argv
     if recipe not in RECIPES:
+        if Path(recipe).exists():
+            raise UserError(f"{recipe} is not a recipe; did you mean: python train_gpt2.py tiny --data {recipe}")
         raise UserError(f"{recipe} is not a recipe; they are {', '.join(RECIPES)}")
     about = f"{__doc__}\nRecipes: {', '.join(RECIPES)}."
     config = parse_args(Config, args, RECIPES[recipe], f"train_gpt2.py {recipe}", about)
@@ -324,21 +330,18 @@ def validate_config(config: Config, rt: Runtime) -> None:
         raise UserError(f"--min_lr {config.min_lr} is above --max_lr {config.max_lr}; the schedule ends at min_lr")
     if config.target_loss and not config.eval_interval:
         raise UserError(f"--target_loss {config.target_loss} needs evaluations; give an --eval_interval above 0")
-    if config.total_batch_size % T:
-        nearest = max(config.total_batch_size // T, 1) * T
-        raise UserError(
-            f"--total_batch_size {config.total_batch_size} is not divisible by --sequence_length {T}; give {nearest}"
-        )
     n_sequences = config.total_batch_size // T
-    if n_sequences % rt.world_size:
+    if config.total_batch_size % T == 0 and n_sequences % rt.world_size:
         possible = [str(n) for n in range(1, n_sequences + 1) if n_sequences % n == 0]
         raise UserError(f"{n_sequences} sequences a step need {', '.join(possible[:9])} ranks, not {rt.world_size}")
-    per_rank = n_sequences // rt.world_size
-    if per_rank % max(config.micro_batch_size, 1):
-        nearest = max(n for n in range(1, config.micro_batch_size) if per_rank % n == 0)
+    micro_batch = max(config.micro_batch_size, 1)
+    unit = T * micro_batch * rt.world_size
+    if config.total_batch_size % unit:
+        nearest = max(config.total_batch_size // unit, 1) * unit
         raise UserError(
-            f"each rank has {per_rank} sequences a step, which --micro_batch_size {config.micro_batch_size} does not "
-            f"divide; give {nearest}"
+            f"--total_batch_size {config.total_batch_size} is not divisible by {unit} = sequence_length {T} x "
+            f"micro_batch_size {micro_batch} x {counted(rt.world_size, 'rank')}; "
+            f"give {nearest}, or another --micro_batch_size"
         )
 
 
@@ -385,6 +388,7 @@ def open_run(directory: RunDirectory, config: Config, model: GPT, optimizer: Opt
         parameters=model.num_params(),
         flops_per_token=model.estimate_flops(config.sequence_length),
         uniform_loss=math.log(config.vocab_size),  # of a uniform guess; random weights start slightly above
+        training_tokens=len(shards.train),
         data=shards.origin,
         base=config.init_from,
     )
@@ -411,7 +415,9 @@ def print_summary(config: Config, run: Run) -> None:
         print(
             f"\nNow try:\n  python sample.py {where} --num_samples 3    # more text\n"
             f"  {where}/learning_curve.png    # the loss curve\n"
-            f"  python bpe/try_tokenizer.py --tokenizer {where}/step_{run.step:06d}    # the tokens that it reads"
+            f"  python bpe/try_tokenizer.py --tokenizer {where}/step_{run.step:06d}    # the tokens that it reads\n"
+            f"  python train_gpt2.py tiny --data YOUR.txt --out_dir out/yours    # a text of your own\n"
+            f"  python lora_finetune.py --base {where}    # make it answer questions"
         )
 
 

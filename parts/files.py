@@ -92,7 +92,7 @@ def write_atomically(path: Path, fill: Callable[[Path], None]) -> None:
     """Make the directory `path` atomically: fill a hidden one next to it, flush it to the disk, and rename it.
 
     An older one is set aside first, unless it has the same files already: then it stays. Whatever interrupts this, the
-    old one stays complete and `path` is never partial.
+    old one stays complete, and `path` is never partial.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -119,7 +119,7 @@ def contents(directory: Path) -> dict[str, str]:
 
 
 def set_aside(path: Path, name: Path | None = None) -> Path:
-    """Rename a file or directory to `name`, by default PATH.1, or to the next number that is free; returns the new name.
+    """Rename a file or directory to `name`, by default PATH.1, or the next number that is free; returns the new name.
 
     This is all that `--overwrite` does to old work: one rename, so that no interruption can lose a part of it, and
     nothing is deleted. Raises UserError for a directory that holds the current one, which would move under our feet.
@@ -127,8 +127,8 @@ def set_aside(path: Path, name: Path | None = None) -> Path:
     here = Path.cwd()
     if path.resolve() in (here, *here.parents):
         raise UserError(f"cannot rename {path.resolve()}, which holds the current directory; choose another one")
-    n = 1
-    target = name or Path(f"{path}.1")
+    n = 0
+    target = name or path
     while os.path.lexists(target):
         n += 1
         target = Path(f"{name or path}.{n}")

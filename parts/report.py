@@ -53,13 +53,13 @@ class Report:
 
     def open(self, step: int) -> None:
         """Continue the log from `step`; start the tracker and the progress bar. Only the first rank calls this."""
-        self._read_until(step)
         tracker = import_tracker(self.config.report_to)
         if tracker:
             try:
                 self._track, self._close_tracker = start_tracker(tracker, self.config, self.name, step)
             except Exception as e:  # each tracker raises its own
                 raise UserError(f"--report_to {self.config.report_to}: {e}; log in there, or leave it out") from e
+        self._read_until(step)
         trained = of_kind(self.records, "train")
         self._lr_before = trained[-1].get("lr") if trained else None
         self._skipped_steps = (trained[-1].get("skipped_steps") or 0) if trained else 0
@@ -71,6 +71,8 @@ class Report:
             dynamic_ncols=True,
         )
         self._line_due = 0.0
+        self._opened = time.monotonic()
+        self._first = step
 
     def _read_until(self, step: int) -> None:
         """Keep what was logged up to `step`: steps that a killed run took after its checkpoint will be taken again."""
@@ -165,7 +167,8 @@ class Report:
             self._bar.update(step - self._bar.n)  # the run outlives its terminal: tqdm drops what that refuses
         elif time.monotonic() > self._line_due or step == self._bar.total:
             self._line_due = time.monotonic() + LINE_SECONDS
-            self.rt.print(f"step {step} of {self._bar.total}: {text}")
+            seconds_left = (time.monotonic() - self._opened) / (step - self._first) * (self._bar.total - step)
+            self.rt.print(f"step {step} of {self._bar.total}: {text}, {tqdm.format_interval(seconds_left)} left")
 
     def close(self) -> None:
         if self.rt.is_main:
@@ -193,18 +196,51 @@ class Report:
         return math.nan if loss is None else loss
 
     def print_results(self) -> None:
-        """The last validation losses, what was read, and the speed."""
+        """The last losses, what was read, the speed, and what follows from them."""
+        trained = of_kind(self.records, "train")
+        if not trained:
+            return
+        tokens = trained[-1].get("tokens") or 0
+        read = f"{tokens:,} tokens in {trained[-1]['step']:,} steps"
+        if n := self.run_info.get("training_tokens"):
+            read += f", the training text {tokens / n:.2g} times"
+        speed = f"{self.median_rate():,.0f} tokens/s, {self.rt.peak_memory() / 2**30:.2f} GiB at the peak"
+        losses = [record["loss"] for record in trained[-max(len(trained) // 20, 1) :] if record["loss"] is not None]
+        loss = statistics.fmean(losses) if losses else math.nan
+        self.rt.print(f"\n{read}; {speed}\ntraining loss {loss:.4f} nats per token, over the last {len(losses)} steps")
         measured = [val for val in of_kind(self.records, "val") if None not in (val["loss"], val.get("bpb"))]
-        for val in measured[-1:]:
-            self.rt.print(f"\nvalidation loss {val['loss']:.4f} nats per token, {val['bpb']:.4f} bits per byte")
-        for step in of_kind(self.records, "train")[-1:]:
-            speed = f"{self.median_rate():,.0f} tokens/s, {self.rt.peak_memory() / 2**30:.2f} GiB at the peak"
-            self.rt.print(f"{step.get('tokens') or 0:,} tokens in {step['step']:,} steps, {speed}")
+        if measured:
+            val = measured[-1]
+            self.rt.print(
+                f"validation loss {val['loss']:.4f}, {val['loss'] - loss:+.4f} to training, {val['bpb']:.4f} bits per "
+                f"byte, at step {val['step']}"
+            )
+            self.rt.print(verdict(self.val_losses(), trained[-1]["step"]))
 
     def median_rate(self) -> float:
         """Tokens per second; nan before the first step."""
         rates = [step["tokens_per_sec"] for step in of_kind(self.records, "train") if step.get("tokens_per_sec")]
         return statistics.median(rates) if rates else math.nan
+
+
+def verdict(val_losses: dict[int, float], step: int) -> str:
+    """What the validation losses, {step: loss}, say at the end of a run, in words. A difference below NOISE is none."""
+    NOISE = 0.005
+    *_, last = val_losses
+    best = min(val_losses, key=val_losses.get)
+    if last < step:
+        return f"the steps after {last} have no validation; give an --eval_interval to see what they did"
+    if len(val_losses) < 2:
+        return "one validation loss alone does not say whether more steps help; give a smaller --eval_interval"
+    if val_losses[last] > val_losses[best] + NOISE:
+        return (
+            f"validation rose after step {best} ({val_losses[best]:.4f}): the model memorizes its text; take the "
+            f"checkpoint of that step, or train with more text, --dropout 0.1, or fewer steps"
+        )
+    *_, before, _ = val_losses.values()
+    if val_losses[last] < before - NOISE:
+        return "validation still fell at the end: more steps help"
+    return "validation no longer falls: more text or a larger model helps, more steps do not"
 
 
 def as_json(record: dict) -> dict:

@@ -13,9 +13,9 @@ The loop is in the script, as `train` in train_gpt2.py, and needs six words of a
             if run.due(eval_interval, "val"):
                 run.record("val", loss=...)     # or run.end_here(), to make this step the last one
 
-A run has one dict of constants, those that it computes with: in config.json for people, in every checkpoint for a resume.
-On a GPU metrics are read one step late, so that it never waits for the host. Every rank makes the same decisions,
-because all of them follow from sums over the ranks. This file never computes a loss or a gradient.
+A run has one dict of constants, those that it computes with: in config.json for people, in every checkpoint for a
+resume. On a GPU metrics are read one step late, so that it never waits for the host. Every rank makes the same
+decisions, because all of them follow from sums over the ranks. This file never computes a loss or a gradient.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -62,7 +62,7 @@ def continue_constants(config, flags: set[str], directory: "RunDirectory", fixed
     value in `automatic` was left to the script, and stays what it was in the run. Raises UserError.
     """
     silent = []  # (name, in the run, now)
-    changed = []
+    changed = {}
     for name, before in directory.constants.items():
         if name in NOT_RESUMED or not hasattr(config, name):
             continue
@@ -80,7 +80,7 @@ def continue_constants(config, flags: set[str], directory: "RunDirectory", fixed
                 "the order of its data depend on it; choose another --out_dir"
             )
         else:
-            changed.append(f"{name} {before} is now {now}")
+            changed[name] = [before, as_stored(now)]
     if silent:
         kept = " ".join(flag(name, before) for name, before, _ in silent)
         new = " ".join(flag(name, now) for name, _, now in silent if name not in fixed)
@@ -121,7 +121,7 @@ class RunDirectory:
         self.path = Path(config.out_dir)
         self.rt = rt
         self.overwrite = config.overwrite
-        self.changed: list[str] = []  # constants, in words
+        self.changed: dict[str, list] = {}  # constants, in the run and now
         self.locks = ExitStack()  # held until the end of the run
         constants = asdict(config)
         self.checkpoint, of_main = rt.broadcast_from_main(lambda: (self._claim(config), constants))
@@ -175,6 +175,9 @@ class RunDirectory:
         """In a directory without a run: a file that a run would replace, or a subdirectory, as in / or a project."""
         if not self.path.is_dir() or self.holds_run():
             return ""
+        with suppress(UserError, OSError, TypeError):
+            if "out_dir" in read_json(self.path / "config.json"):  # ours: the run was killed before it began its log
+                return ""
         for name in (*FILES, MODEL_FILES[0], ADAPTER_FILES[0]):
             if (self.path / name).exists():
                 return name
@@ -240,7 +243,9 @@ class Pending(NamedTuple):
 class Run:
     """A run in progress. `step` is the one under way, or the last one taken."""
 
-    def __init__(self, directory: RunDirectory, config, save_weights, optimizer, data_fingerprint: dict, run_info: dict):
+    def __init__(
+        self, directory: RunDirectory, config, save_weights, optimizer, data_fingerprint: dict, run_info: dict
+    ):
         """A new run, or one that continues from `directory.checkpoint`, with its optimizer and counters. Nothing is
         written before `with`.
 
@@ -354,7 +359,8 @@ class Run:
             for step, path in reversed(checkpoint_steps(out_dir)):
                 if step > self.step:  # damaged: the resume skipped it, and its step will be taken again
                     set_aside(path, path.with_name(f"damaged_{path.name}"))
-            self.rt.print("; ".join([f"resuming from {self.directory.checkpoint}", *self.directory.changed]))
+            notes = [f"; --{name} {old} is now {new}" for name, (old, new) in self.directory.changed.items()]
+            self.rt.print(f"resuming from {self.directory.checkpoint}{''.join(notes)}")
             if self.step == self.max_steps:
                 self.rt.print(f"the run has taken all of its {self.max_steps} steps; a larger --max_steps continues it")
         elif log.exists():

@@ -247,15 +247,10 @@ def stamps(directory: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in directory.iterdir()}
 
 
-class NoWeights:
-    """The files of a model that has no weights."""
-
-    def copy(self):
-        return self
-
-    def write(self, directory: Path) -> None:
-        for name in ("model.safetensors", "config.json"):
-            (directory / name).write_text(name)
+def no_weights(directory: Path) -> None:
+    """Write the files of a model that has no weights."""
+    for name in ("model.safetensors", "config.json"):
+        (directory / name).write_text(name)
 
 
 def seeded(seed: int = 0):

@@ -12,9 +12,8 @@ import torch
 
 from parts import report
 from parts.checkpoint import checkpoint_steps
-from parts.directory import RunDirectory
-from parts.run import Run
-from tests.helpers import NoWeights, arguments, column, log_of
+from parts.run import Run, RunDirectory, continue_constants
+from tests.helpers import arguments, column, log_of, no_weights
 from train_gpt2 import Config
 
 
@@ -55,17 +54,19 @@ def test_a_run_logs_saves_and_evaluates_when_it_should(rt, run_dir, monkeypatch,
     monkeypatch.setattr(report, "draw", lambda *_: None)
     monkeypatch.setattr(type(rt), "mark_time", lambda rt: next(seconds) ** 2)
     monkeypatch.chdir(run_dir.parent)
-    for changes in (dict(max_steps=4), dict(max_steps=6, resume=True, sample_prompt="it's two  words")):
+    for changes in (dict(max_steps=4), dict(max_steps=6, resume=True, out_dir="two  words")):
         monkeypatch.setattr(sys, "argv", ["house/train_gpt2.py", *arguments(**changes)])
-        config = Config(out_dir="run", **changes)
+        config = Config(**changes | dict(out_dir="run"))
+        directory = RunDirectory(config, rt)
+        config = continue_constants(config, {*changes}, directory, (), {})
         optimizer = SimpleNamespace(state_dict=dict, load_state_dict=lambda *_: None)
         run_info = dict(flops_per_token=2.0, uniform_loss=6.5)
-        run = Run(RunDirectory(config, rt), config, NoWeights(), optimizer, dict(tokenizer="t"), run_info)
+        run = Run(directory, config, no_weights, optimizer, dict(tokenizer="t"), run_info)
         with run:
-            for step, batch in chain([(0, 0)], run.steps(iter(range(run.step + 1, 99)))):
-                loss = torch.tensor(losses[batch])
+            for step in chain([0], run.steps()):
+                loss = torch.tensor(losses[step])
                 if step:
-                    run.log(loss, loss / (batch != 2), 0.1 + 0.15 * (batch > 4), torch.tensor(n_targets))
+                    run.log(loss, loss / (step != 2), 0.1 + 0.15 * (step > 4), n_targets)
                 if run.due(3):
                     run.save()
                 if run.due(2, "val", at_start=True):
@@ -86,9 +87,9 @@ def test_a_run_logs_saves_and_evaluates_when_it_should(rt, run_dir, monkeypatch,
     assert "the learning rate rises from 0.1 at step 4 to 0.25, because the schedule now spans 6 steps" in said
     first, second = log_of(run_dir, "run")
     assert first["machine"] == f"{platform.machine()}, {rt.description}"
-    assert second["command"] == "train_gpt2.py --max_steps 6 --resume --sample_prompt 'it'\"'\"'s two  words'"
+    assert second["command"] == "train_gpt2.py --max_steps 6 --resume --out_dir 'two  words'"
     assert second["resumed_from"] == "run/step_000004"
-    assert second["changed"]["max_steps"] == [4, 6]
+    assert second["changed"] == dict(max_steps=[4, 6])
 
 
 def test_a_step_s_time_leaves_out_evaluations_and_saves(rt, run_dir, monkeypatch):
@@ -98,9 +99,9 @@ def test_a_step_s_time_leaves_out_evaluations_and_saves(rt, run_dir, monkeypatch
     monkeypatch.setattr(type(rt), "mark_time", lambda rt: next(ticks))
     config = Config(out_dir=str(run_dir), max_steps=3)
     optimizer = SimpleNamespace(state_dict=dict, load_state_dict=lambda *_: None)
-    run = Run(RunDirectory(config, rt), config, NoWeights(), optimizer, {}, {})
+    run = Run(RunDirectory(config, rt), config, no_weights, optimizer, {}, {})
     with run:
-        for _ in run.steps(iter([None] * 3)):
+        for _ in run.steps():
             run.log(torch.tensor(1.0), torch.tensor(1.0), 0.1, 1)
             next(ticks)  # an evaluation
     assert column(run_dir, "train", "dt_ms") == [1000, 1000, 1000]

@@ -7,10 +7,11 @@ from pathlib import Path
 from subprocess import PIPE
 
 import pytest
+import torch
 
 import train_gpt2
 from parts import files
-from parts.checkpoint import ModelFiles, find_damage
+from parts.checkpoint import find_damage
 from parts.cli import UserError
 from parts.run import Run
 from tests.corpora import wait_until
@@ -138,14 +139,14 @@ def test_a_signal_in_an_evaluation_ends_the_run_after_it_and_a_resume_makes_up_f
 
 
 def test_a_signal_in_the_last_save_waits_for_it(short, run_dir, monkeypatch):
-    real = ModelFiles.copy
+    real = torch.save
 
-    def copy(self):
+    def save(*args):
         signal.raise_signal(signal.SIGINT)
-        return real(self)
+        return real(*args)
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell ignores it
-    monkeypatch.setattr(ModelFiles, "copy", copy)
+    monkeypatch.setattr(torch, "save", save)
     assert short.result(checkpoint_interval=3, max_steps=3).returncode == 130
     assert steps_of(run_dir) == [3]
     assert find_damage(run_dir / "step_000003") is None

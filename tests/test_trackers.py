@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from parts import report
-from tests.helpers import log_of, spoil_gradients, steps_of
+from tests.helpers import log_of, remove_after, spoil_gradients, steps_of
 
 SHORT = dict(max_steps=4, eval_interval=2, eval_steps=1, checkpoint_interval=2, sample_interval=2)
 
@@ -53,6 +53,24 @@ def test_a_tracker_gets_the_constants_and_every_number(train, run_dir, monkeypat
     assert tracker.options[own] == dict(wandb=str(run_dir), trackio="never")[name]
 
 
+def test_a_resume_continues_the_tracker_s_run_and_tells_it_no_step_twice(train, run_dir, monkeypatch):
+    calls = []
+
+    class Calls(Tracker):
+        def log(self, numbers, step):
+            calls.append(step)
+
+    trackers = [Calls("wandb"), Calls("wandb")]
+    for tracker, changes in zip(trackers, (dict(max_steps=4), dict(max_steps=5, resume=True)), strict=True):
+        monkeypatch.setitem(sys.modules, "wandb", tracker)
+        train(**SHORT | dict(eval_interval=0, sample_interval=0) | changes, report_to="wandb")
+        if not changes.get("resume"):
+            remove_after(run_dir, 2)  # as after a kill: steps 3 and 4 are in the log, and are taken again
+    assert calls == [1, 2, 3, 4, 5]
+    assert trackers[0].options["id"] == trackers[1].options["id"]
+    assert (trackers[0].options["resume"], trackers[1].options["resume"]) == ("never", "allow")
+
+
 def test_tensorboard_holds_the_figures_and_forgets_the_steps_that_come_again(train, run_dir, monkeypatch):
     module = types.ModuleType("torch.utils.tensorboard")
     made = []
@@ -92,9 +110,8 @@ def test_a_picture_that_fails_hides_no_other_error(train, monkeypatch):
 
 def test_a_step_is_logged_and_shown_in_the_units_of_its_names(tmp_path, monkeypatch, capsys):
     rt = types.SimpleNamespace(is_main=True, peak_flops=lambda: 1e12, peak_memory=lambda: 3 * 2**29, print=print)
-    directory = types.SimpleNamespace(path=tmp_path, rt=rt, check=lambda: None)
     config = types.SimpleNamespace(report_to="none", max_steps=3)
-    run_log = report.Report(directory, config, dict(flops_per_token=5.0001e7))
+    run_log = report.Report(tmp_path, config, rt, dict(flops_per_token=5.0001e7))
     run_log.open(0)
     metrics = dict(loss=2.0, lr=1e-3, grad_norm=1.0, tokens=4096)
     run_log.train_step(1, metrics, seconds=0.5, n_targets=4096)
@@ -103,7 +120,7 @@ def test_a_step_is_logged_and_shown_in_the_units_of_its_names(tmp_path, monkeypa
     assert log_of(tmp_path, "train") == [dict(step=1, kind="train", **metrics, **units, skipped_steps=0)]
     assert run_log.median_rate() == 8192
     assert run_log.last_loss() == 2.0
-    assert capsys.readouterr().out == "step 1 of 3: loss 2.000, 8,192 tok/s, MFU 41%\n"
+    assert capsys.readouterr().out == "step 1 of 3: loss 2.000, 8,192 tok/s, MFU 41%, 00:00 left\n"
     assert report.describe("sample", dict(text=" a\nb" + "c" * 400)) == f"sample: a\n    b{'c' * 297}"
     terminal = io.StringIO()
     terminal.isatty = lambda: True

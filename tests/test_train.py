@@ -35,6 +35,7 @@ from tests.helpers import (
     prose,
     read_json,
     read_lines,
+    run_script,
     slow,
     small_args,
     spoil_gradients,
@@ -69,10 +70,13 @@ def test_a_run_learns_and_leaves_everything_that_it_should(finished):
     assert steps_of(run) == [20, 40]
     assert [p.name for p in run.glob(".*")] == [".lock"]  # nothing half written
     rate = statistics.median(column(run, "train", "tokens_per_sec"))
+    last_losses = column(run, "train", "loss")[-2:]
     for said in (
-        f"validation loss {val[-1]['loss']:.4f} nats per token, {val[-1]['bpb']:.4f} bits per byte\n",
+        f"\nvalidation loss {val[-1]['loss']:.4f}, {val[-1]['loss'] - statistics.fmean(last_losses):+.4f} to training, ",
+        "validation still fell at the end: more steps help\n",
         f"\nstep 40: val loss {val[-1]['loss']:.4f}, bpb {val[-1]['bpb']:.4f}\n",
-        f"10,240 tokens in 40 steps, {rate:,.0f} tokens/s, ",
+        "10,240 tokens in 40 steps, the training text ",
+        f"; {rate:,.0f} tokens/s, ",
         f"python sample.py {run} ", f"\n  {run}/learning_curve.png ", f" --tokenizer {run}/step_000040 ",
     ):  # fmt: skip
         assert said in result.stdout, said
@@ -150,7 +154,7 @@ ADVICE = {math.nan: "diverged", 1.0: "diverged", 0.99: "", -0.01: "Now try"}  # 
 def test_a_run_that_diverges_is_told_why_and_one_that_does_not_what_to_try_next(train, run_dir, monkeypatch, above):
     monkeypatch.setattr(train_gpt2, "validate", lambda *_: dict(loss=math.log(384) + above, bpb=1.0))
     result = train(max_steps=1, max_lr=50)
-    assert log_of(run_dir, "run")[0]["config"]["warmup_steps"] == 1  # not 4: no longer than the run
+    assert column(run_dir, "train", "lr") == [50]  # 4 steps of warmup are no longer than the run
     words = re.findall("diverged|Now try", result.stdout)
     assert "".join(words) == ADVICE[above]
     assert ("--max_lr 50" in result.stdout) == (words == ["diverged"])
@@ -226,10 +230,11 @@ def test_figures_that_are_read_a_step_later_change_nothing(train, tmp_path, monk
 def test_a_step_with_a_non_finite_gradient_changes_no_weight(train, run_dir, monkeypatch, optimizer, ahead):
     monkeypatch.setattr(runtime.Runtime, "steps_ahead", ahead)
     spoil_gradients(monkeypatch, lambda step: step == 3, math.inf)
-    train(max_steps=3, checkpoint_interval=1, optimizer=optimizer)
-    one, two, three = (weights(run_dir, step) for step in (1, 2, 3))
-    assert one != two == three
-    assert column(run_dir, "train", "skipped") == [None, None, True]
+    train(max_steps=4, checkpoint_interval=1, keep_checkpoints=0, optimizer=optimizer)
+    one, two, three = (weights(run_dir, step) for step in (1, 2, 4))
+    assert one != two
+    assert column(run_dir, "train", "skipped") == [None, None, True, None]
+    assert steps_of(run_dir) == [1, 2, 4]  # none after a step that was not finite
 
 
 def test_a_batch_has_the_same_loss_and_gradient_in_micro_batches_of_any_size(train, tmp_path, monkeypatch):
@@ -327,3 +332,36 @@ def test_compiled_training_evaluates_scores_and_samples_without_recompiling(trai
     train(out="eager", **options)
     eager = column(tmp_path / "eager", "train", "loss")
     assert column(tmp_path / "compiled", "train", "loss") == pytest.approx(eager, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "losses, step, said",
+    [
+        ({10: 5.0, 20: 4.0}, 20, "more steps help"),
+        ({10: 4.0, 20: 3.9, 30: 4.2}, 30, "rose after step 20 (3.9000)"),
+        ({10: 4.0, 20: 3.999}, 20, "no longer falls"),
+        ({10: 4.0}, 10, "one validation loss alone"),
+        ({10: 5.0, 20: 4.0}, 30, "the steps after 20 have no validation"),
+    ],
+)
+def test_the_end_of_a_run_says_what_its_validation_losses_mean(losses, step, said):
+    assert said in runlog.verdict(losses, step)
+
+
+@pytest.mark.slow
+def test_a_number_of_ranks_that_the_batch_does_not_allow_is_named_with_those_that_it_does(tmp_path):
+    result = run_script("train_gpt2.py", *small_args(tmp_path), ranks=3)
+    assert "8 sequences a step need 1, 2, 4, 8 ranks, not 3" in result.stderr
+
+
+def test_a_job_that_is_started_again_continues_what_it_began_and_overwrites_nothing_twice(short, run_dir, monkeypatch):
+    short()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    for restart, resumed in (("0", False), ("1", True)):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
+        assert ("resuming from" in short(overwrite=True).stdout) == resumed
+    assert (run_dir.parent / "run.1").exists()
+    assert not (run_dir.parent / "run.2").exists()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another job, whose first start died early")
+    assert "resuming from" not in short(overwrite=True).stdout
+    assert (run_dir.parent / "run.2").exists()
