@@ -9,11 +9,6 @@ Each benchmark is a file of benchmarks/ with a Config and a `run(config, rt)` th
 the rows that it has. This file knows nothing of what is measured.
 """
 
-# imported first, so that Ctrl-C while torch loads does not print a traceback
-from parts.cli import UserError, parse_args, script
-from parts.files import replace_file
-
-# isort: split
 import importlib
 import json
 import sys
@@ -21,6 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.measure import machine, markdown_table
+from parts.cli import UserError, parse_args, script
+from parts.files import replace_file
 from parts.runtime import Runtime
 
 # Read, not imported: some benchmarks import packages that may not be installed.

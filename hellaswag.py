@@ -44,11 +44,6 @@ A training loop imports this file too, which knows nothing of training. Of a mod
 `config`, as GPT in model.py has them.
 """
 
-# imported first, so that Ctrl-C while torch loads does not print a traceback
-from parts.cli import Count, UserError, parse_args, script
-from parts.files import replace_file, set_aside
-
-# isort: split
 import json
 import math
 import os
@@ -61,12 +56,13 @@ from typing import Annotated, Literal
 
 import numpy as np
 import torch
-import tyro
 from torch import nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
 from parts.checkpoint import find_model, load_model, model_tokenizer
+from parts.cli import Count, Positional, UserError, parse_args, script
+from parts.files import replace_file, set_aside
 from parts.lora import load_adapter, merge, remove_lora
 from parts.runtime import Runtime
 from parts.texts import rows_of
@@ -80,7 +76,7 @@ Ids = list[int]  # of tokens
 
 @dataclass(frozen=True)
 class Config:
-    model: Annotated[str, tyro.conf.Positional]  # checkpoint directory, run directory, or hub id such as gpt2
+    model: Annotated[str, Positional]  # checkpoint directory, run directory, or hub id such as gpt2
     data: str = ""  # a local .jsonl in HellaSwag's format; empty: Rowan/hellaswag from the hub, downloaded once
     limit: Count = 0  # score only this many rows, from the first; 0 for all
     style: Literal["both", "completion", "harness"] = "both"  # how to turn a row into text, see above

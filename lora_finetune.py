@@ -14,22 +14,6 @@ Writes OUT_DIR (out/lora): config.json, log.jsonl, learning_curve.png, samples.t
 end adapter/, which peft opens. Tokens in the log are answer tokens. parts/lora.py explains the method.
 """
 
-# imported first, so that Ctrl-C while torch loads does not print a traceback
-from parts.cli import (
-    Count,
-    Fraction,
-    NonNegative,
-    Positive,
-    Probability,
-    Seed,
-    UserError,
-    counted,
-    flags_set,
-    parse_args,
-    script,
-)  # fmt: skip
-
-# isort: split
 import hashlib
 import json
 import math
@@ -48,6 +32,19 @@ from model import GPT, GPTConfig, GPTWithLoss
 from parts import lora
 from parts.chat import Chat, copy_chat_files, our_chat, own_template, save_chat_files, template
 from parts.checkpoint import find_model, load_model, load_shape, model_tokenizer, save_model
+from parts.cli import (
+    Count,
+    Fraction,
+    NonNegative,
+    Positive,
+    Probability,
+    Seed,
+    UserError,
+    counted,
+    flags_set,
+    parse_args,
+    script,
+)
 from parts.conversations import (
     Example,
     count_targets,

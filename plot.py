@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from tyro.conf import Positional, arg
-
-from parts.cli import UserError, parse_args, script
+from parts.cli import Positional, UserError, parse_args, script
 from parts.curves import curves_of, draw, has_loss
 from parts.files import errors_name, set_aside
 from parts.log import Records, read_log
@@ -23,7 +21,7 @@ from parts.log import Records, read_log
 
 @dataclass(frozen=True)
 class Config:
-    runs: Annotated[tuple[str, ...], Positional, arg(metavar="RUN [RUN ...]")]  # run directories, or log.jsonl files
+    runs: Annotated[tuple[str, ...], Positional]  # run directories, or log.jsonl files
     x: Literal["steps", "tokens", "seconds"] = "steps"  # the x axis
     y: Literal["loss", "bpb"] = "loss"  # loss in nats per token, or in bits per byte
     out: str = "plot.png"  # picture to write: .png, .svg or .pdf; an existing one is renamed

@@ -13,10 +13,6 @@ all are done. A text ends at `<|endoftext|>`, at another token that the model's 
 of its adapter's, and where it has none in ours (parts/chat.py).
 """
 
-# imported first, so that Ctrl-C while torch loads does not print a traceback
-from parts.cli import Count, NonNegative, Positive, Seed, UserError, parse_args, printable, script
-
-# isort: split
 import sys
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -25,10 +21,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
-from tyro.conf import Positional, arg
 
 from parts.chat import Chat, chat_of, end_tokens
 from parts.checkpoint import load_model, model_tokenizer
+from parts.cli import Count, NonNegative, Positional, Positive, Seed, UserError, parse_args, printable, script
 from parts.files import errors_name
 from parts.generation import generate
 from parts.lora import folders_of, load_adapter, merge, remove_lora
@@ -39,8 +35,8 @@ BATCH = 64  # texts to generate at once, at most: each needs memory for its keys
 
 @dataclass(frozen=True)
 class Config:
-    model: Annotated[str, Positional, arg(metavar="MODEL")]  # checkpoint directory, run directory, or hub id (gpt2)
-    prompt: Annotated[str, Positional, arg(metavar="PROMPT")] = ""  # start of the text; - reads it from stdin
+    model: Annotated[str, Positional]  # checkpoint directory, run directory, or hub id (gpt2)
+    prompt: Annotated[str, Positional] = ""  # start of the text; - reads it from stdin
     num_samples: Positive = 1  # texts to generate
     max_new_tokens: Count = 200  # tokens to generate, at most
     temperature: NonNegative = 1.0  # 0 always takes the likeliest token; higher is more random

@@ -13,10 +13,6 @@ schedules and optimizers in optim.py, the order of the data in data.py, what is 
 files of a checkpoint in checkpoint.py, device, precision (TF32, bf16, fp16) and ranks in runtime.py.
 """
 
-# imported first, so that Ctrl-C while torch loads does not print a traceback
-from parts.cli import Count, Fraction, NonNegative, Positive, PositiveFloat, Probability, Seed, UserError, script
-
-# isort: split
 import math
 import shlex
 import sys
@@ -30,7 +26,20 @@ import torch
 import hellaswag
 from model import GPT, GPTConfig, GPTWithLoss
 from parts.checkpoint import find_model, load_model, load_shape, model_tokenizer, save_model
-from parts.cli import counted, flags_set, parse_args
+from parts.cli import (
+    Count,
+    Fraction,
+    NonNegative,
+    Positive,
+    PositiveFloat,
+    Probability,
+    Seed,
+    UserError,
+    counted,
+    flags_set,
+    parse_args,
+    script,
+)
 from parts.data import Batches, to_inputs, training_batches, validation_batches
 from parts.evaluation import complete, validate
 from parts.optim import Optimizer, learning_rate, make_optimizer, muon_lr_fraction
@@ -83,7 +92,7 @@ class Config:
     grad_clip: NonNegative = 1.0  # clip the norm of the gradient to this; 0 for no clipping
     max_bad_steps: Positive = 20  # stop after this many steps in a row with a loss or gradient that is not finite
     seed: Seed = 1337  # of weights, data order, dropout and samples
-    shuffle: bool = True  # permute the windows of every epoch; --no_shuffle reads them in file order
+    shuffle: bool = True  # permute the windows of every epoch
     # evaluation and checkpoints; intervals in steps, 0 for never
     eval_interval: Count = 250  # compute the validation loss
     eval_steps: Count = 20  # validation batches, of total_batch_size tokens each; 0 for the whole split

@@ -26,12 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from tyro.conf import Positional, arg
-
 from benchmarks.measure import ROOT
-from parts.cli import Positive, UserError
+from parts.cli import Positional, Positive, UserError, with_underscores
 from parts.curves import measured_on
-from parts.cli import flags_set
 from parts.log import Records, newest_start, of_kind, read_log
 
 SCRIPTS = ("train_gpt2.py", "lora_finetune.py")
@@ -40,8 +37,8 @@ OURS = {"seed", "out_dir", "resume", "overwrite"}  # the flags that every run ge
 
 @dataclass(frozen=True)
 class Config:
-    a: Annotated[str, Positional, arg(metavar="A")]  # a command
-    b: Annotated[str, Positional, arg(metavar="B")]  # the command to compare it with
+    a: Annotated[str, Positional]  # a command
+    b: Annotated[str, Positional]  # the command to compare it with
     seeds: Positive = 4  # runs of each, with the seeds 1, 2, 3, ...
     out_dir: str = "out/compare"  # directory of the runs
     json: str = ""  # write the figures to this file
@@ -75,7 +72,7 @@ def words_of(command: str) -> list[str]:
         script = ROOT / script
     if script.name not in SCRIPTS or not script.is_file():
         raise UserError(f"{command!r} names no training script that is here; begin it with a recipe or a path to one")
-    if given := flags_set(words) & OURS:
+    if given := {with_underscores(word).partition("=")[0].removeprefix("--") for word in words} & OURS:
         raise UserError(f"{command!r} has --{min(given)}, which compare sets itself; leave it out")
     return [str(script), *words[1:]]
 

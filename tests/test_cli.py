@@ -82,7 +82,7 @@ def test_files_and_directories_are_on_the_disk_before_they_have_their_name(tmp_p
     assert events == [f"flush .file.{me}.tmp", "name file", f"flush {tmp_path.name}"]
     for n in range(2):
         events.clear()
-        write_atomically(tmp_path / "dir", lambda path: (path / "a").write_text("x"))
+        write_atomically(tmp_path / "dir", lambda path, n=n: (path / "a").write_text(f"x{n}"))
         old = ["name dir.1"] * n
         assert events == ["flush a", f"flush .dir.{me}.tmp", *old, "name dir", f"flush {tmp_path.name}"]
 
@@ -158,18 +158,17 @@ def test_what_cannot_be_written_is_named_by_its_path(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("code, words", [(errno.ENOLCK, "No locks available"), (errno.EACCES, "grants no locks")])
-def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, code, words):
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
     import fcntl
 
     def no_locks(*args):
-        raise OSError(code, os.strerror(code))
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    with monkeypatch.context() as context, pytest.raises((OSError, UserError)) as e:
+    with monkeypatch.context() as context, pytest.raises(OSError) as e:
         context.setattr(fcntl, "flock", no_locks)
         with exclusive_lock(tmp_path / "lock", str(tmp_path), seconds=0.2):
             pass
-    assert words in cli.explain(e.value)
+    assert "No locks available" in cli.explain(e.value)
     assert str(tmp_path) in cli.explain(e.value)
 
 
@@ -213,7 +212,6 @@ ENDS = [
       for name in ("DistBackendError", "DistNetworkError", "DistStoreError")),
     (RuntimeError("[Gloo] x"), 2, "another rank has ended or cannot be reached ([Gloo] x); then --resume continues"),
 ]  # fmt: skip
-MISTAKES_OF_OURS = [RuntimeError("a mistake of ours"), OSError("a mistake of ours")]
 
 
 @pytest.fixture
@@ -276,16 +274,10 @@ def test_no_rank_leaves_before_the_last_one_has_ended(tmp_path):
     assert [rank.communicate()[0] for rank in ranks] == ["True\n", "True\n"]
 
 
-def test_nothing_but_an_interrupt_is_hidden_before_a_script_begins(capsys):
-    for error in (KeyboardInterrupt("hidden"), ValueError("shown")):
-        cli.hide_interrupts(type(error), error, None)
-    assert capsys.readouterr().err == "ValueError: shown\n"
-
-
-@pytest.mark.parametrize("raised", MISTAKES_OF_OURS)
-def test_a_mistake_of_ours_keeps_its_traceback(ends, raised):
-    with pytest.raises(type(raised), match="a mistake of ours"):
-        ends(raised)
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError, KeyError])
+def test_a_mistake_of_ours_keeps_its_traceback(ends, kind):
+    with pytest.raises(kind, match="a mistake of ours"):
+        ends(kind("a mistake of ours"))
 
 
 @pytest.mark.parametrize("targets", [None, [1], "c_attn", (1,), (("c_attn",),)])

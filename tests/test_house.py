@@ -3,7 +3,6 @@
 import ast
 import importlib
 import re
-import signal
 import subprocess
 import sys
 from dataclasses import is_dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT, environment, run_script
+from tests.helpers import ROOT
 
 DOORS = {"train_gpt2", "fineweb", "hellaswag", "lora_finetune", "sample", "plot", "bench"}
 PARTS = sorted(ROOT.glob("parts/*.py"))
@@ -164,7 +163,7 @@ def test_a_worker_process_imports_no_library_of_the_hub(module):
 
 def test_the_order_of_the_data_needs_no_tokenizer():
     needed = {name.split(".")[0] for name in modules_after("import parts.data")}
-    assert not needed & {"bpe", "tiktoken", "regex", "pyarrow", "tyro"}
+    assert not needed & {"bpe", "tiktoken", "regex", "pyarrow"}
 
 
 def test_plot_imports_matplotlib_only_when_it_draws():
@@ -174,14 +173,6 @@ def test_plot_imports_matplotlib_only_when_it_draws():
 def test_the_model_brings_at_most_two_files_of_ours():
     ours = {name for name in modules_after("import model") if name.startswith(("parts.", "bpe."))}
     assert len(ours) <= 2, sorted(ours)
-
-
-@pytest.mark.parametrize("door", ["train_gpt2", "lora_finetune", "hellaswag", "sample", "bench"])
-def test_ctrl_c_while_torch_is_imported_is_not_a_traceback(door, tmp_path):
-    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
-    result = run_script(f"{door}.py", env=environment(PYTHONPATH=str(tmp_path)))
-    assert result.returncode == -signal.SIGINT
-    assert not result.stderr
 
 
 @pytest.mark.parametrize("module", [*sorted(DOORS), "model", *(f"parts.{path.stem}" for path in PARTS)])

@@ -99,20 +99,6 @@ def test_ranks_end_with_a_checkpoint_when_their_launcher_is_stopped_or_killed(lo
     assert step == log_of(run, "train")[-1]["step"] > 20
 
 
-@pytest.mark.slow
-def test_ranks_end_when_their_launcher_is_killed_before_they_have_met(long_run):
-    """Each would wait for the store of the launcher."""
-    process = torchrun(long_run, "launcher-early", *TWO, **LONG)
-    ranks = []
-    while not (len(ranks) == 2 and all("libtorch" in Path(f"/proc/{pid}/maps").read_text() for pid in ranks)):
-        assert process.poll() is None, process.communicate()[0][-3000:]
-        ranks = workers(process)
-    process.kill()
-    process.stdout.close()
-    process.wait()
-    wait_for_end(ranks)
-
-
 def wait_for_end(ranks: list[int]) -> None:
     deadline = time.monotonic() + 60
     while any(Path(f"/proc/{pid}").exists() for pid in ranks):

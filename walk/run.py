@@ -36,14 +36,13 @@ import traceback
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # before docs/, where `run` would be this file
 
-from tyro.conf import Positional
-
-from parts.cli import UserError, parse_args, script
+from parts.cli import Positional, UserError, parse_args, script
 from parts.files import replace_file
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,8 +59,8 @@ NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 
 @dataclass(frozen=True)
 class Config:
-    page: Positional[str] = "walk/walk.md"  # a Markdown file
-    station: Positional[str] = ""  # the number of a station; empty for all
+    page: Annotated[str, Positional] = "walk/walk.md"  # a Markdown file
+    station: Annotated[str, Positional] = ""  # the number of a station; empty for all
     slow: bool = False  # also run the blocks that take minutes
     write: bool = False  # record outputs in the page and pictures in walk/, instead of comparing them
 
