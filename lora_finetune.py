@@ -52,7 +52,6 @@ from parts.conversations import (
     global_batch,
     load_rows,
     micro_batches,
-    on_hub,
     split_rows,
 )
 from parts.evaluation import complete, validate
@@ -62,6 +61,7 @@ from parts.optim import Optimizer, learning_rate, make_optimizer
 from parts.report import import_tracker
 from parts.run import Run, RunDirectory, continue_constants, settled_threads
 from parts.runtime import Runtime, checkpoint_activations, prefetch, ranks_of_environment
+from parts.texts import on_hub
 from parts.trials import choose_attention, find_micro_batch_size
 
 # One more micro-batch costs as much as this many tokens of padding: it reads all weights again (which dominates on a
@@ -73,7 +73,7 @@ MICRO_BATCH_COST = {"cpu": 64, "mps": 1024, "cuda": 4096}
 class Config:
     # input and output
     base: str = "gpt2"  # model to finetune: checkpoint directory, run directory or hub id
-    data: str = "tatsu-lab/alpaca"  # hub dataset, .json or .jsonl; rows have instruction, input, output, or messages
+    data: str = "tatsu-lab/alpaca"  # hub dataset, file or folder; rows have instruction, input, output, or messages
     out_dir: str = ""  # run directory; out/lora if empty
     resume: bool = False  # continue from the newest intact checkpoint in out_dir; start from step 0 if there is none
     overwrite: bool = False  # rename an existing out_dir or --merge directory to DIR.1, or the next free number

@@ -12,11 +12,9 @@ This file knows nothing of torch, models or devices. parts/chat.py defines how a
 """
 
 import math
-import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +22,7 @@ import numpy as np
 from parts.chat import Chat
 from parts.cli import UserError, counted
 from parts.data import IGNORED, permutation
-from parts.documents import file_rows, hub_rows
+from parts.texts import rows_of
 
 ROLES = ("system", "user", "assistant")
 INSTRUCTION = ("instruction", "input", "output")
@@ -33,9 +31,9 @@ INSTRUCTION = ("instruction", "input", "output")
 
 
 def load_rows(data: str, ignore_keys: Collection[str] = ()) -> tuple[list[list[dict]], str]:
-    """The conversations of --data, a file or the split `train` of a dataset on the hub; and which keys are not read,
-    "" if all are. Raises UserError, also for a key that `refuse_marks` finds."""
-    rows = hub_rows(data, "train") if on_hub(data) else file_rows(data)
+    """The conversations of --data, a file, a folder or the split `train` of a dataset of the hub; and which keys are
+    not read, "" if all are. Raises UserError, also for a key that `refuse_marks` finds."""
+    rows = rows_of(data)
     conversations = [messages_of(row, f"row {number} of {data}") for number, row in enumerate(rows, start=1)]
     unread = []
     messages = {role: [] for role in ROLES}
@@ -50,12 +48,6 @@ def load_rows(data: str, ignore_keys: Collection[str] = ()) -> tuple[list[list[d
     of_rows = counts_of(unread, "row")
     of_messages = counts_of(sum(messages.values(), []), "")
     return conversations, "; ".join(filter(None, (of_rows, of_messages and f"in messages: {of_messages}")))
-
-
-def on_hub(data: str) -> bool:
-    """True for OWNER/NAME, unless a local file has that name."""
-    is_name = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", data) and Path(data).suffix not in (".json", ".jsonl")
-    return bool(is_name) and not os.path.exists(data)
 
 
 def messages_of(row, where: str) -> list[dict]:
@@ -125,10 +117,10 @@ def refuse_marks(unread: list[dict], places: str, data: str, ignore_keys: Collec
         counts_rows = len(seen) == seen.total() > 2
         marks = (off and on and not counts_rows) or (absent and off + on == seen.total())
         if marks and {path, path.partition(".")[0]}.isdisjoint(ignore_keys):
+            found = f"{counted(off, 'time')} false or 0, {counted(on, 'time')} true or 1"
             raise UserError(
-                f"{data}: {path} is {off:,} times false or 0, {on:,} times true or 1, and absent from {absent:,} of "
-                f"{len(unread):,} {places}; training does not read it: remove what should not be learned, or pass "
-                f"--ignore_keys {path} to learn all of it"
+                f"{data}: {path} is {found}, and absent from {absent:,} of {len(unread):,} {places}; training does not "
+                f"read it: remove what should not be learned, or pass --ignore_keys {path} to learn all of it"
             )
 
 

@@ -1,8 +1,10 @@
 """Conversations, examples and micro-batches: what is a target, and in which order."""
 
 import itertools
+import json
 import re
 
+import datasets
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -274,11 +276,34 @@ def test_instructions_and_messages_are_read_alike(tmp_path):
     assert plain[0] == said("u: Hi there", "a: Ho")
 
 
-def test_alpaca_comes_from_the_hub(monkeypatch, tmp_path):
-    hub = {("tatsu-lab/alpaca", "train"): [row("Hi", "Ho", "there") | dict(text="...")]}
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("parts.conversations.hub_rows", lambda *asked: hub[asked])
-    assert load_rows("tatsu-lab/alpaca") == ([said("u: Hi there", "a: Ho")], "text in 1 row")
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "rows.csv", "folder"])
+def test_rows_of_other_files_are_the_same_and_so_are_their_marks(tmp_path, name):
+    rows = [row("Hi", "Ho", "there") | dict(label=n % 2 == 0, id=f"n{n}", none=None) for n in range(4)]
+    table = datasets.Dataset.from_list(rows)
+    path = tmp_path / name
+    if name == "rows.jsonl":
+        path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    elif name == "rows.csv":
+        table.to_csv(path)
+    else:
+        path = path / "train.parquet" if name == "folder" else path
+        path.parent.mkdir(exist_ok=True)
+        table.to_parquet(path)
+    assert_refused("label is 2 times false or 0, 2 times true or 1", load_rows, str(tmp_path / name))
+    conversations, not_read = load_rows(str(tmp_path / name), ["label"])
+    assert conversations == [CHAT] * 4
+    assert not_read == "label in 4 rows, id in 4"
+
+
+def test_messages_in_a_parquet_file_are_read_with_their_marks(tmp_path):
+    """Whose messages all have the keys that one of them has, with null in the others."""
+    rows = [answer(weight=n, name="Ann") if n < 2 else dict(messages=CHAT) for n in range(4)]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    words = "weight is 1 time false or 0, 1 time true or 1, and absent from 2 of 4 messages of the assistant"
+    assert_refused(words, load_rows, str(tmp_path / "rows.parquet"))
+    conversations, not_read = load_rows(str(tmp_path / "rows.parquet"), ["weight"])
+    assert conversations == [CHAT] * 4
+    assert not_read == "in messages: weight in 2, name in 2"
 
 
 LOCAL = ["absent.json", "folder/absent.json", "folder/absent.jsonl", "absent", "a/b/c", "./absent", "x" * 300]
