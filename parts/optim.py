@@ -12,12 +12,16 @@ four_phases is wsd for AdamW, while Muon's rate falls from the start (`muon_lr_f
             0  W         S                      0  W             S
 """
 
+import io
 import math
 from collections import defaultdict
+from copy import deepcopy
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
+from parts.cli import UserError
 from parts.runtime import Runtime
 
 
@@ -27,13 +31,15 @@ def learning_rate(step: int, config) -> float:
     Reads max_steps, warmup_steps, max_lr, min_lr, lr_schedule and decay_fraction of `config`.
     """
     warmup_steps = min(config.warmup_steps, config.max_steps)
-    if step <= warmup_steps:  # AdamW's moments still average only a few gradients: mostly noise
-        return config.max_lr * step / warmup_steps
-    progress = (step - warmup_steps) / (config.max_steps - warmup_steps)  # 0 .. 1
+    progress = (step - warmup_steps) / max(1, config.max_steps - warmup_steps)  # 0 .. 1 after the warmup
     if config.lr_schedule == "cosine":
         height = 0.5 * (1 + math.cos(math.pi * progress))
-    else:  # wsd, four_phases
+    elif config.lr_schedule in ("wsd", "four_phases"):
         height = min(1.0, (1 - progress) / config.decay_fraction)
+    else:
+        raise UserError(f"lr_schedule {config.lr_schedule}: add it to learning_rate in parts/optim.py")
+    if step <= warmup_steps:  # AdamW's moments still average only a few gradients: mostly noise
+        return config.max_lr * step / warmup_steps
     return config.min_lr + height * (config.max_lr - config.min_lr)
 
 
@@ -61,28 +67,45 @@ def muon_lr_fraction(step: int, config) -> float | None:
 def make_optimizer(model, config, rt: Runtime) -> "Optimizer":
     """The optimizer of a training run over the trainable parameters of `model`.
 
-    Reads optimizer (adamw if it has none), max_lr, muon_lr, weight_decay, beta1, beta2 and eps of `config`. To
-    add an optimizer, add it here and to MOMENTS.
+    Reads optimizer (adamw if it has none), max_lr, muon_lr, weight_decay, beta1, beta2 and eps of `config`. To add an
+    optimizer, add it here: any of torch.optim will do, and any with its interface. Raises UserError for another name.
     """
-    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    matrices = {}
-    if getattr(config, "optimizer", "adamw") == "muon":
-        # Muon is for matrices that map one hidden space into another. In `wpe` each row is on its own, and `wte` is
-        # both table and classifier: for embeddings and heads AdamW was found better (Jordan 2024)
-        matrices = {name: p for name, p in params.items() if ".h." in name and p.dim() == 2}
-    rest = [p for name, p in params.items() if name not in matrices]
-    optimizers: list = [adamw(decay_groups(rest, config.weight_decay), config)]
-    if matrices:
-        # c_attn holds Q, K and V: orthogonalized as one matrix, the largest gradient of the three would get most of it
-        qkv = [p for name, p in matrices.items() if name.endswith("c_attn.weight")]
-        others = [p for name, p in matrices.items() if not name.endswith("c_attn.weight")]
-        groups = [dict(params=others), dict(params=qkv, n_stacked=3)]
+    name = getattr(config, "optimizer", "adamw")
+    params = [p for p in model.parameters() if p.requires_grad]
+    if name == "adamw":
+        optimizers = [adamw(decay_groups(params, config.weight_decay), config)]
+    elif name == "muon":
+        groups = muon_groups(model)
+        matrices = {id(p) for group in groups for p in group["params"]}
+        rest = [p for p in params if id(p) not in matrices]
         muon = Muon(groups, config.muon_lr, config.weight_decay, dtype=rt.dtype, compile=rt.compile)
-        optimizers.append(muon)
+        optimizers = [adamw(decay_groups(rest, config.weight_decay), config), muon]
+    else:
+        raise UserError(f"optimizer {name}: add it to make_optimizer in parts/optim.py")
     return Optimizer(optimizers, config.max_lr, rt)
 
 
-MOMENTS = {"adamw": 2, "muon": 1}  # numbers that an optimizer keeps for each number of a block's matrices
+def muon_groups(model) -> list[dict]:
+    """The trainable matrices of the blocks: those that map one hidden space into another. In `wpe` each row is on its
+    own, and `wte` is both table and classifier: for embeddings and heads AdamW was found better (Jordan 2024).
+
+    A module whose weight is several matrices, one above the other, says so: `stacked` are the rows of each, as in
+    model.py's c_attn. Orthogonalized as one matrix, the largest gradient of Q, K and V would get most of it.
+    """
+    stacked = {}  # by the name of a weight: rows of its matrices
+    for name, module in model.named_modules():
+        if rows := getattr(module, "stacked", ()):
+            stacked[f"{name}.weight"] = tuple(rows)
+            if sum(rows) != len(module.weight):
+                raise UserError(
+                    f"{name} in model.py says that it stacks matrices of {rows} rows, and has {len(module.weight)}; "
+                    "give its `stacked` the rows of each"
+                )
+    groups = {(): []}
+    for name, p in model.named_parameters():
+        if ".h." in name and p.dim() == 2 and p.requires_grad:
+            groups.setdefault(stacked.get(name, ()), []).append(p)
+    return [dict(params=params, stacked=rows) for rows, params in groups.items()]
 
 
 def decay_groups(params, weight_decay: float) -> list[dict]:
@@ -127,6 +150,7 @@ class Optimizer:
         self.loss_scale = LossScale(rt.device) if rt.dtype == torch.float16 else None
         for group in self.param_groups():
             group.setdefault("initial_lr", group["lr"])
+        self.constants = [[settings(group) for group in optimizer.param_groups] for optimizer in optimizers]
 
     def param_groups(self) -> list[dict]:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
@@ -172,55 +196,101 @@ class Optimizer:
             self.loss_scale.update(finite)
 
     def zero_grad(self) -> None:
-        """Clear the gradients: the next backward pass adds to them. On several ranks they stay views of the buckets that
-        ranks exchange; a new tensor, made by the next backward pass, would be a second copy of each."""
+        """Clear the gradients: the next backward pass adds to them. On several ranks they stay views of the buckets
+        that ranks exchange; a new tensor, made by the next backward pass, would be a second copy of each."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=self.rt.world_size == 1)
 
     def state_dict(self) -> dict:
-        """What a checkpoint needs."""
-        states = [optimizer.state_dict() for optimizer in self.optimizers]
+        """What a checkpoint needs. `written` names the entries of each group that the optimizer has changed since it
+        was made, such as the counters of a schedule-free one: these are state, the others constants."""
+        states = []
+        for optimizer, constants in zip(self.optimizers, self.constants, strict=True):
+            written = []
+            for group, made in zip(optimizer.param_groups, constants, strict=True):
+                now = settings(group)
+                written.append([key for key in now if key not in made or not equal(now[key], made[key])])
+            states.append(optimizer.state_dict() | dict(written=written))
         return dict(optimizers=states, scaler=self.loss_scale.state_dict() if self.loss_scale else {})
 
-    def load_state_dict(self, state: dict, step: int = 0) -> None:
-        """Restore the moments and the loss scale. Learning rates, betas, eps
-        and weight decay stay as they are now.
-
-        Raises ValueError for the state of other parameters, and for one without moments after the first `step`.
+    def load_state_dict(self, state: dict) -> None:
+        """Restore the optimizers' own state and the loss scale. Learning rates, betas, eps, weight decay and all else
+        that `make_optimizer` has given them stay as they are now. Raises ValueError for the state of other parameters.
         """
         if len(state["optimizers"]) != len(self.optimizers):
             raise ValueError(f"it is of {len(state['optimizers'])} optimizers, not {len(self.optimizers)}")
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            moments = {}
-            if saved["state"] or step:
-                moments = own_moments(optimizer, saved["state"])
-            optimizer.load_state_dict(optimizer.state_dict() | dict(state=moments))
+            load_own_state(optimizer, saved)
         if self.loss_scale and state["scaler"] != {}:  # {}: the run was not in fp16 then
             self.loss_scale.load_state_dict(state["scaler"])
 
+    def check_resumable(self) -> None:
+        """Pass the state through a file and `load_state_dict`, in memory: what a resume would not bring back should end
+        a run after its first step, and not the next one. Raises UserError.
 
-MOMENT_NAMES = {"AdamW": {"step", "exp_avg", "exp_avg_sq"}, "Muon": {"momentum_buffer"}}
+        The state of one parameter of each group and number of dimensions tells, and takes no memory.
+        """
+        for optimizer, state in zip(self.optimizers, self.state_dict()["optimizers"], strict=True):
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            examples = {}
+            for i_group, group in enumerate(state["param_groups"]):
+                examples |= {(i_group, params[i].dim()): i for i in group["params"]}
+            for i in set(range(len(params))) - set(examples.values()):
+                state["state"].pop(i, None)
+            copy = object.__new__(type(optimizer))
+            copy.__dict__ = dict(optimizer.__dict__)  # of which load_state_dict replaces `state` and `param_groups`
+            try:
+                file = io.BytesIO()
+                torch.save(state, file)
+                file.seek(0)
+                load_own_state(copy, torch.load(file, map_location="cpu", weights_only=True))
+                again = copy.state_dict()
+                differ = [key for key in ("state", "param_groups") if not equal(again[key], state[key])]
+                problem = f"its {differ[0]} would come back with other values or types" if differ else ""
+            except Exception as e:  # whatever its state is made of
+                problem = (str(e).splitlines() or [type(e).__name__])[0]
+            if problem:
+                raise UserError(
+                    f"{type(optimizer).__name__} could not be resumed: {problem}; mend its state_dict and "
+                    "load_state_dict, or train without checkpoints: --checkpoint_interval 0"
+                )
 
 
-def own_moments(optimizer: torch.optim.Optimizer, moments: dict) -> dict:
-    """Moments from a file, {number of a parameter: {name: tensor}}, in memory of their own, because tensors in a file
-    may share theirs. Raises ValueError unless they fit the parameters of `optimizer`: its fused kernels trust their
-    sizes, and would write past the end of a smaller one."""
+def settings(group: dict) -> dict:
+    """A copy of what a group holds besides its parameters, and the learning rate, which follows the schedule."""
+    return {key: deepcopy(value) for key, value in group.items() if key not in ("params", "lr")}
+
+
+def equal(a, b) -> bool:
+    """Of two values, or nestings of them, tensors among them."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(equal, a, b))
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and bool(((a == b) | (a != a) & (b != b)).all())
+    return type(a) is type(b) and (a == b or a != a and b != b)  # nan, too
+
+
+def load_own_state(optimizer: torch.optim.Optimizer, saved: dict) -> None:
+    """Load what the optimizer has written, and keep the constants that it has now. Raises ValueError."""
+    now = optimizer.state_dict()
+    if [len(group["params"]) for group in saved["param_groups"]] != [len(g["params"]) for g in now["param_groups"]]:
+        raise ValueError("it is of other parameters")
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    if moments.keys() != set(range(len(params))):
-        raise ValueError(f"it has moments of {len(moments)} parameters, and not of these {len(params)}")
-    names = MOMENT_NAMES.get(type(optimizer).__name__, moments[0].keys())  # of another optimizer: one and the same
-    own = defaultdict(dict)
-    for i, p in enumerate(params):
-        if moments[i].keys() != names:
-            raise ValueError(f"parameter {i} has the moments {list(moments[i])!r:.80}, not {sorted(names)}")
-        for name, value in moments[i].items():
-            like = torch.zeros(()) if name == "step" else p
-            if value.shape != like.shape or value.dtype != like.dtype:
-                now = f"{like.dtype} {tuple(like.shape)}"
-                raise ValueError(f"{name} of parameter {i} is {value.dtype} {tuple(value.shape)}, not {now}")
-            own[i][name] = torch.empty_like(like, requires_grad=False).copy_(value)
-    return own
+    for i, values in saved["state"].items():
+        for name, value in values.items() if optimizer.defaults.get("fused") else ():
+            # fused kernels trust these sizes, and would write past the end of a smaller tensor
+            if value.shape not in (torch.Size(), params[i].shape):
+                raise ValueError(f"{name} of parameter {i} is {tuple(value.shape)}, not {tuple(params[i].shape)}")
+    written = saved.get("written", [[] for _ in now["param_groups"]])  # of earlier versions: AdamW and Muon have none
+    groups = []
+    for group, before, keys in zip(now["param_groups"], saved["param_groups"], written, strict=True):
+        groups.append(group | {key: before[key] for key in keys})
+    state = saved["state"]
+    if any(p.device.type == "cpu" for p in params):  # train in memory, not in a file that is mapped there
+        state = tree_map_only(Tensor, torch.clone, state)
+    optimizer.load_state_dict(dict(state=state, param_groups=groups))
 
 
 class LossScale:
@@ -249,11 +319,6 @@ class LossScale:
         return dict(scale=self.scale.item(), good_steps=int(self.good_steps.item()))
 
     def load_state_dict(self, state: dict) -> None:
-        """Raises ValueError for what no run of fp16 can have had."""
-        if not 2.0**-149 <= state["scale"] <= 2.0**127:  # the range of fp32
-            raise ValueError(f"the loss scale is {state['scale']}")
-        if not 0 <= state["good_steps"] < self.GROW_AFTER:
-            raise ValueError(f"the loss scale has seen {state['good_steps']} good steps")
         self.scale.fill_(state["scale"])
         self.good_steps.fill_(state["good_steps"])
 
@@ -270,8 +335,8 @@ class Muon(torch.optim.Optimizer):
     all that move no output by more than a fixed length, for inputs of length 1 (Bernstein and Newhouse 2024, "Old
     optimizer, new norm").
 
-    A matrix with more rows than columns gets sqrt(rows / columns) times the learning rate. A group with `n_stacked` n
-    treats each of its matrices as n matrices stacked vertically. `found_inf`, a scalar tensor, is 1 for a step that
+    A matrix with more rows than columns gets sqrt(rows / columns) times the learning rate. The matrices of a
+    group with `stacked` are cut into matrices of so many rows each. `found_inf`, a scalar tensor, is 1 for a step that
     must change nothing, as in torch's fused AdamW; hence `fused` in the defaults.
 
     torch.optim.Muon computes the same, one matrix after the other and always in bf16. Here matrices of one shape go
@@ -280,13 +345,13 @@ class Muon(torch.optim.Optimizer):
     is spread over ranks, into a difference in the fourth digit of the loss after 20 steps.
     """
 
-    def __init__(self, params, lr, weight_decay, momentum=0.95, n_stacked=1, dtype=torch.bfloat16, compile=False):
+    def __init__(self, params, lr, weight_decay, momentum=0.95, stacked=(), dtype=torch.bfloat16, compile=False):
         defaults = dict(
             kind="muon",
             lr=lr,
             weight_decay=weight_decay,
             momentum=momentum,
-            n_stacked=n_stacked,
+            stacked=stacked,
             dtype=dtype,
             fused=True,
         )
@@ -318,14 +383,21 @@ class Muon(torch.optim.Optimizer):
         shape = (len(params), *params[0].shape)  # (N, r, columns)
         torch._foreach_copy_(momenta, list(momentum.view(shape)))
 
-        rows = shape[1] // group["n_stacked"]
-        columns = shape[2]
-        step = orthogonalized(update.view(-1, rows, columns), group["dtype"]).view(shape).to(update.dtype)
+        rows = group["stacked"] or shape[1:2]
+        if len(set(rows)) == 1:  # all at once
+            step = self._direction(update.view(-1, rows[0], shape[2]), group["dtype"]).view(shape)
+        else:
+            parts = update.view(shape).split(rows, dim=1)
+            step = torch.cat([self._direction(part, group["dtype"]) for part in parts], dim=1)
 
         lr = group["lr"] * good
-        step *= lr * math.sqrt(max(1, rows / columns))
+        step *= lr
         torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
         torch._foreach_sub_(params, list(step))
+
+    def _direction(self, matrices: Tensor, dtype: torch.dtype) -> Tensor:
+        rows, columns = matrices.shape[1:]
+        return orthogonalized(matrices, dtype).to(matrices.dtype) * math.sqrt(max(1, rows / columns))
 
 
 def nesterov(grads, momenta, beta: float, good):

@@ -41,10 +41,10 @@ from parts.cards import peaks
 from parts.cli import UserError, counted, explain
 from parts.files import free_bytes
 from parts.loss import chunk_size
-from parts.optim import MOMENTS
 from parts.runtime import Runtime
 from parts.shards import open_shards
 
+MOMENTS = {"adamw": 2, "muon": 1}  # numbers kept for each number of a block's matrices
 CARDS = ("B200", "H200", "H100", "A100", "L40S", "RTX 4090", "RTX 3090")
 DEVICES = (16, 24, 40, 80, 141)  # GB that GPUs come with
 USABLE = 0.95  # of them

@@ -326,7 +326,7 @@ class Run:
                     raise UserError(
                         f"{checkpoint} was trained with another {name}; give that one, or another --out_dir"
                     )
-            self.optimizer.load_state_dict(state["optimizer"], state["step"])
+            self.optimizer.load_state_dict(state["optimizer"])
             self.step = int(state["step"])
             self.tokens = int(state["tokens"])
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as e:

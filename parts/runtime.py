@@ -28,7 +28,7 @@ from tqdm import tqdm
 from parts.cards import peaks
 from parts.cli import UserError, counted, printable
 
-STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
 
 # How long a rank waits for the others, which may be compiling or writing a checkpoint. torchrun notices at once when a
 # process dies; one that hangs, or whose machine loses its network, ends the others only after this time.
@@ -251,7 +251,7 @@ def _choose_device(device: str, local_rank: int) -> torch.device:
     found = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
     if device == "auto":
         device = next(name for name in found if found[name])
-    if not found[device]:
+    if not found.get(device):
         raise UserError(f"--device {device}: PyTorch {torch.__version__} sees no such GPU here; use --device cpu")
     if device == "cuda" and local_rank >= torch.cuda.device_count():
         raise UserError(f"there are {torch.cuda.device_count()} GPUs here; start torchrun with as many processes")
@@ -353,6 +353,8 @@ def _choose_dtype(dtype: str, device: torch.device) -> tuple[torch.dtype, str]:
     if dtype != "auto":
         if dtype == "float32":
             torch.set_float32_matmul_precision("highest")  # someone who asks for fp32 does not want TF32
+        if dtype not in ("bfloat16", "float16", "float32"):
+            raise UserError(f"dtype {dtype}: add it to _choose_dtype in parts/runtime.py")
         return getattr(torch, dtype), dtype
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
@@ -369,6 +371,8 @@ def _choose_dtype(dtype: str, device: torch.device) -> tuple[torch.dtype, str]:
 def _choose_compile(compile: str, device: torch.device) -> tuple[bool, str]:
     """On a GPU unless something that torch.compile needs is missing; on a CPU only when asked for."""
     # on a CPU it costs half a minute and gains little over bf16; on MPS it has given NaN (pytorch 171764)
+    if compile not in ("auto", "on", "off"):
+        raise UserError(f"compile {compile}: add it to _choose_compile in parts/runtime.py")
     if compile == "off" or (compile == "auto" and device.type != "cuda"):
         return False, "compile off"
     missing = _missing_for_compile(device)

@@ -20,8 +20,10 @@ def choose_attention(attention: str, rt: Runtime, sequence_length: int) -> str:
     On CPUs PyTorch's fused kernel has no fast backward pass in 16 bits: it takes three times as long as the formula at
     64 tokens, and 1.6 times at 1024, where the formula starts to cost memory.
     """
-    if attention != "auto":
+    if attention in ("flash", "naive"):
         return attention
+    if attention != "auto":
+        raise UserError(f"attention {attention}: add it to choose_attention in parts/trials.py, and to model.py")
     return "naive" if rt.device.type == "cpu" and rt.dtype.itemsize == 2 and sequence_length <= 1024 else "flash"
 
 
