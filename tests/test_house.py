@@ -62,13 +62,13 @@ def modules_after(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_at_the_root_are_the_doors_and_the_model():
+def test_at_the_root_are_the_doors_the_model_and_all_of_it_on_one_page():
     """Of what is in git: a reader's own script at the root is welcome."""
     git = ["git", "-C", str(ROOT), "ls-files", "*.py"]
     files = subprocess.run(git, capture_output=True, text=True).stdout.split()
     if not files:
         pytest.skip("this is no git checkout")
-    assert {file.removesuffix(".py") for file in files if "/" not in file} == DOORS | {"model"}
+    assert {file.removesuffix(".py") for file in files if "/" not in file} == DOORS | {"model", "minimal"}
 
 
 def test_the_parts_lie_flat_in_one_folder():

@@ -1,0 +1,124 @@
+"""minimal.py as the oracle: train_gpt2.py has its losses, transformers its logits."""
+
+import ast
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import minimal
+from bpe.tokenizer import Tokenizer
+from model import GPT, GPTConfig
+from tests.helpers import ROOT, TORCHRUN, column, environment, prose, run_script, small_args
+
+SIZES = dict(vocab_size=320, n_layer=2, n_head=2, n_embd=32, sequence_length=32)
+STEPS = dict(total_batch_size=512, micro_batch_size=8, max_steps=20, warmup_steps=4, max_lr=3e-3, min_lr=3e-4)
+SMALL = minimal.Config(**SIZES, **STEPS, device="cpu", bf16=False, compile=False)
+PLAIN = dict(optimizer="adamw", lr_schedule="cosine", weight_decay=0.1, no_shuffle=True, eval_interval=0)
+NEVER = dict(sample_interval=0, checkpoint_interval=0)
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    """A folder of shards that 20 steps read more than once; none of them is a multiple of a window."""
+    folder = tmp_path_factory.mktemp("shards")
+    tokenizer = Tokenizer.train([prose(60_000)], SIZES["vocab_size"])
+    tokenizer.save(folder / "tokenizer.json")
+    ids = np.array(tokenizer.encode_ordinary(prose(20_000)), np.uint16)
+    np.save(folder / "x_val_000000.npy", ids[:1001])
+    for i, part in enumerate(np.split(ids[1001:], [2003, 2501])):
+        np.save(folder / f"x_train_{i + 1:06d}.npy", part)
+    return folder
+
+
+def losses_of(output: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"^step +\d+  loss (\S+)", output, re.MULTILINE)]
+
+
+def difference(ours: list[float], minimals: list[float]) -> float:
+    assert len(ours) == len(minimals) == STEPS["max_steps"]
+    return max(abs(a - b) for a, b in zip(ours, minimals, strict=True))
+
+
+@pytest.mark.parametrize(
+    "changes, dtype, limit",
+    [
+        (dict(), "float32", 2e-6),  # minimal.py prints six digits
+        (dict(micro_batch_size=2), "float32", 2e-6),
+        (dict(bf16=True), "bfloat16", 3e-3),
+    ],
+    ids=["one micro-batch a rank", "accumulation", "bf16"],
+)
+def test_train_gpt2_has_the_same_losses(train, run_dir, shards, capsys, changes, dtype, limit):
+    config = replace(SMALL, data=str(shards), **changes)
+    capsys.readouterr()
+    minimal.train(config)
+    expected = losses_of(capsys.readouterr().out)
+    sizes = SIZES | STEPS | dict(micro_batch_size=config.micro_batch_size, dtype=dtype)
+    train(data=shards, tokenizer=shards / "tokenizer.json", **sizes, **PLAIN, **NEVER)
+    assert difference(column(run_dir, "train", "loss"), expected) < limit
+    assert expected[-1] < expected[0] - 0.5
+
+
+@pytest.mark.slow
+def test_train_gpt2_has_the_same_losses_on_two_ranks(tmp_path, shards):
+    source = (ROOT / "minimal.py").read_text()
+    constants = SIZES | STEPS | dict(data=str(shards), device="cpu", bf16=False, compile=False)
+    for name, value in constants.items():  # as a person edits them
+        source, n = re.subn(rf"(?m)^(    {name}: \w+ = )[^#\n]+", rf"\g<1>{value!r}  ", source)
+        assert n == 1, name
+    (tmp_path / "minimal.py").write_text(source)
+    two = [*TORCHRUN, "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run([*two, str(tmp_path / "minimal.py")], capture_output=True, text=True, env=environment())
+    assert done.returncode == 0, done.stderr[-2000:]
+    sizes = SIZES | STEPS | PLAIN | NEVER | dict(data=shards, tokenizer=shards / "tokenizer.json", total_batch_size=512)
+    ours = run_script("train_gpt2.py", *small_args(tmp_path, **sizes), ranks=2)
+    assert ours.returncode == 0, ours.stderr[-2000:]
+    assert difference(column(tmp_path / "run", "train", "loss"), losses_of(done.stdout)) < 2e-6
+
+
+def test_transformers_computes_the_same_logits():
+    torch.manual_seed(0)
+    model = minimal.GPT(SMALL)
+    sizes = dict(n_layer=2, n_head=2, n_embd=32, n_positions=32, vocab_size=320)
+    theirs = GPT2LMHeadModel(GPT2Config(**sizes)).eval()
+    state = model.state_dict()
+    for name in state:  # their Conv1D keeps (in, out)
+        if re.search(r"c_(attn|fc|proj)\.weight$", name):
+            state[name] = state[name].T
+    theirs.load_state_dict(state)
+    idx = torch.arange(64).view(2, 32) * 7 % 320
+    with torch.no_grad():
+        torch.testing.assert_close(model(idx), theirs(idx).logits, rtol=0, atol=1e-5)
+
+
+def test_the_first_weights_are_those_of_model_py():
+    torch.manual_seed(5)
+    expected = minimal.GPT(SMALL).state_dict()
+    torch.manual_seed(5)
+    found = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, n_positions=32, vocab_size=320)).state_dict()
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_it_writes_text_after_it_has_learned(tmp_path):
+    text = tmp_path / "abc.txt"
+    text.write_text("abc" * 1000)
+    config = replace(SMALL, data=str(text), vocab_size=256, max_steps=60, max_lr=1e-2)
+    model = minimal.train(config)
+    assert bytes(minimal.sample(model, list(b"ab"), 40, config.sequence_length)).count(b"abc") > 10
+
+
+def test_it_imports_torch_and_numpy_alone():
+    names = set()
+    for node in ast.walk(ast.parse((ROOT / "minimal.py").read_text())):
+        if isinstance(node, ast.Import):
+            names |= {name.name.split(".")[0] for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module.split(".")[0])
+    assert names - sys.stdlib_module_names == {"torch", "numpy"}
