@@ -117,28 +117,21 @@ def show(token: bytes) -> str:
 # ---- reading
 
 
-def is_readable(folder: Path) -> bool:
-    there = {name for name in TOKENIZER_FILES if (folder / name).is_file()}
-    return "tokenizer.json" in there or {"vocab.json", "merges.txt"} <= there
-
-
 def read(path: Path) -> str:
-    """The tokenizer.json of a file, or of a folder, or of the vocab.json and merges.txt there, as transformers reads
-    them: it knows the models that have such files."""
+    """The tokenizer.json of a file, or of a folder; where it has only vocab.json, as transformers reads the folder: it
+    knows the models that have such files."""
+    if (path / "tokenizer.json").is_file():
+        path = path / "tokenizer.json"
     if path.is_file():
         return path.read_text(encoding="utf-8")
-    if (path / "tokenizer.json").is_file():
-        return (path / "tokenizer.json").read_text(encoding="utf-8")
-    from transformers import AutoTokenizer, GPT2TokenizerFast
+    if not (path / "vocab.json").is_file():
+        raise ValueError(
+            "it has neither tokenizer.json nor vocab.json and merges.txt, which belong beside the weights of a model; "
+            f"AutoTokenizer.from_pretrained(MODEL).save_pretrained({str(path)!r}) writes them"
+        )
+    from transformers import AutoTokenizer
 
-    named = any((path / name).is_file() for name in ("config.json", "tokenizer_config.json"))
-    text = (AutoTokenizer if named else GPT2TokenizerFast).from_pretrained(path).backend_tokenizer.to_str()
-    content = json.loads(text)
-    made = {a + b for a, b in content["model"]["merges"]} | {token["content"] for token in content["added_tokens"]}
-    lost = [token for token in content["model"]["vocab"] if len(token) > 1 and token not in made]
-    if lost:
-        raise ValueError(f"merges.txt may be cut short: vocab.json has {lost[0]!r}, and no merge makes it")
-    return text
+    return AutoTokenizer.from_pretrained(path).backend_tokenizer.to_str()
 
 
 def open_tokenizers(text: str) -> Tokenizer:
@@ -299,6 +292,8 @@ def encoding_of(tok, special_tokens: dict[str, int]) -> tiktoken.Encoding:
 
 def to_tiktoken(tok) -> tiktoken.Encoding:
     """A tiktoken.Encoding with the same ids. Raises ValueError if there is none; warns of an unknown pattern."""
+    if tok.pattern is None:
+        raise ValueError("tiktoken has no form for a tokenizer that is more than byte-level BPE")
     for a, b in permutations(tok.special_tokens, 2):
         if b.startswith(a):
             raise ValueError(f"the special token {a!r} begins another one, and tiktoken may take either")

@@ -120,15 +120,17 @@ class Tokenizer:
 
     def encode_ordinary(self, text: str) -> list[int]:
         """Ids of `text`; special tokens in it are text like any other."""
-        return self.encode_to_numpy(text).tolist()
+        if self._tiktoken:
+            with contextlib.suppress(ValueError):  # a million blanks, on which it gives up
+                return self._tiktoken.encode(text, disallowed_special=())
+        return self._tokenizers.encode_batch_fast([valid_unicode(text)], add_special_tokens=False)[0].ids
 
     def encode_to_numpy(self, text: str) -> np.ndarray:
         """`encode_ordinary` as an array (n,) uint32. tiktoken does not hold Python's lock meanwhile."""
         if self._tiktoken:
-            with contextlib.suppress(ValueError):  # a lone surrogate, or a million blanks, on which it gives up
+            with contextlib.suppress(ValueError):  # a million blanks, or a lone surrogate
                 return self._tiktoken.encode_to_numpy(text, disallowed_special=())
-        found = self._tokenizers.encode_batch_fast([valid_unicode(text)], add_special_tokens=False)
-        return np.array(found[0].ids, np.uint32)
+        return np.array(self.encode_ordinary(text), np.uint32)
 
     def encode(self, text: str, *, allowed_special: Names = (), disallowed_special: Names = "all") -> list[int]:
         """Ids of `text`. Special tokens in `allowed_special` (a collection, or "all") become their ids.
@@ -168,21 +170,16 @@ class Tokenizer:
     def encode_iterable(self, texts: Iterable[str], *, block: int = BLOCK, **special: Names) -> Iterator[int]:
         """The ids that `encode` with its options gives for all texts joined, such as the lines of an open file.
 
-        Holds about `block` characters at a time if the pattern is gpt2 or cl100k, and no special token has a space in
-        it, where the text may be cut; otherwise the whole text.
+        Holds about `block` characters at a time if the pattern is gpt2 or cl100k, which say where text may be cut, and
+        no special token has a space in it; otherwise the whole text.
         """
-        cut = splitter(self.pattern).last_cut if self.pattern else None
-        if any(s.split() != [s] for s in self.special_tokens):
-            cut = None
+        cuttable = self.pattern in KNOWN and all(s.split() == [s] for s in self.special_tokens)
         waiting = ""
-        enough = block
         for text in texts:
             waiting += text
-            if cut and len(waiting) >= enough:
-                if place := cut.search(waiting):
-                    yield from self.encode(waiting[: place.start()], **special)
-                    waiting = waiting[place.start() :]
-                enough = len(waiting) + block
+            if len(waiting) >= block and cuttable and (cut := splitter(self.pattern).last_cut.search(waiting)):
+                yield from self.encode(waiting[: cut.start()], **special)
+                waiting = waiting[cut.start() :]
         yield from self.encode(waiting, **special)
 
     @cached_property
@@ -195,7 +192,7 @@ class Tokenizer:
 
     @cached_property
     def _tokenizers(self):
-        theirs = formats.to_tokenizers(self)
+        theirs = formats.open_tokenizers(self.contents["tokenizer.json"])
         theirs.encode_special_tokens = True  # as ordinary text
         return theirs
 
@@ -244,12 +241,8 @@ class Tokenizer:
 
     def same_ids(self, other: "Tokenizer") -> bool:
         """Whether both give every text, and its end, the same ids; further special tokens may differ."""
-        return self._rules == other._rules and self.eot_token == other.eot_token
-
-    @property
-    def _rules(self):
-        """What decides the ids of ordinary text."""
-        return self.pattern, self.merges, self.ordinary
+        ours, theirs = ((tok.pattern, tok.merges, tok.ordinary, tok.eot_token) for tok in (self, other))
+        return ours == theirs
 
     def unused_ids(self, vocab_size: int) -> list[int]:
         """The ids below `vocab_size` that are no token: gaps in a vocabulary, and the padding of a model's. Nothing can
@@ -278,17 +271,12 @@ class Tokenizer:
         What is not byte-level BPE alone becomes a ForeignTokenizer. Raises ValueError for a file that is missing or
         damaged, or whose tokens cannot be counted in bytes.
         """
+        if str(path) == "gpt2" and not os.path.exists(path):
+            return cls._gpt2()
         if not os.path.exists(path):
-            if str(path) == "gpt2":
-                return cls._gpt2()
             raise ValueError(
                 f"no tokenizer at {path or 'an empty name'}; "
                 "give gpt2, a tokenizer.json, or the OUT of python bpe/train.py"
-            )
-        if os.path.isdir(path) and not formats.is_readable(Path(path)):
-            raise ValueError(
-                f"no tokenizer at {path}: neither tokenizer.json nor vocab.json and merges.txt; copy those of its "
-                f"model there, or write them: AutoTokenizer.from_pretrained(MODEL).save_pretrained('{path}')"
             )
         try:
             text = formats.read(Path(path))
@@ -324,15 +312,14 @@ class Tokenizer:
 class ForeignTokenizer(Tokenizer):
     """Any other tokenizer.json: whatever it asks for, its ids are those of the `tokenizers` library.
 
-    It has no `merges` and no `pattern`. The beginning and end that its post-processor adds to a text are not part of
-    `encode`. `decode`, and `token_bytes`, mean the text as its normalizer writes it: often with a space in front.
+    It has no `merges` and no `pattern`. What its post-processor adds before and after a text is not part of `encode`.
+    `decode` and `token_bytes` mean the text as its normalizer writes it: often with a space in front.
     """
 
     def __init__(self, text: str):
         """Of the content of a tokenizer.json. Raises ValueError if its tokens cannot be counted in bytes."""
-        self.text = text
-        self.merges = []
-        self.pattern = None
+        self.merges = self.pattern = self.ordinary = None
+        self.contents = {"tokenizer.json": text}
         self._marked = formats.open_tokenizers(text)
         self.vocab = formats.bytes_of_tokens(self._marked)
         added = self._marked.get_added_tokens_decoder()
@@ -348,38 +335,18 @@ class ForeignTokenizer(Tokenizer):
                 raise ValueError(f"the text holds {allowed[0]!r} and {special!r}: allow both special tokens, or none")
         return self._marked.encode(valid_unicode(text), add_special_tokens=False).ids
 
-    @cached_property
-    def _tiktoken(self):
-        return None
-
-    @cached_property
-    def _tokenizers(self):
-        theirs = formats.open_tokenizers(self.text)
-        theirs.encode_special_tokens = True
-        return theirs
-
     def __reduce__(self):
-        return ForeignTokenizer, (self.text,)
+        return ForeignTokenizer, (self.contents["tokenizer.json"],)
 
     @cached_property
     def fingerprint(self) -> str:
         """sha256 over all of the file that decides ids."""
-        content = json.loads(self.text)
-        decisive = {key: content.get(key) for key in ("normalizer", "pre_tokenizer", "model", "added_tokens")}
+        content = json.loads(self.contents["tokenizer.json"])
+        decisive = [content.get(key) for key in ("normalizer", "pre_tokenizer", "model", "added_tokens")]
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
-    @property
-    def _rules(self):
-        content = json.loads(self.text)
-        added = [token for token in content.get("added_tokens", []) if not token["special"]]
-        return [content.get("normalizer"), content["pre_tokenizer"], content["model"], added]
-
-    @property
-    def contents(self) -> dict[str, str]:
-        return {"tokenizer.json": self.text}
-
-    def to_tiktoken(self):
-        raise ValueError("tiktoken has no form for a tokenizer that is not byte-level BPE alone")
+    def same_ids(self, other: Tokenizer) -> bool:
+        return self.fingerprint == other.fingerprint
 
 
 class StreamDecoder:
