@@ -1,0 +1,31 @@
+"""The three files that say what to install say the same."""
+
+import re
+import tomllib
+
+from tests.helpers import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+LOCK = tomllib.loads((ROOT / "uv.lock").read_text(encoding="utf-8"))
+
+
+def test_pip_and_uv_install_the_same_packages():
+    text = (ROOT / "requirements.txt").read_text(encoding="utf-8")
+    for_running, for_tests = (
+        [line for line in part.splitlines() if line and not line.startswith("#")]
+        for part in text.split("# for the tests\n")
+    )
+    assert for_running == PROJECT["project"]["dependencies"]
+    assert for_tests == PROJECT["dependency-groups"]["test"]
+
+
+def test_the_lock_file_is_of_these_versions():
+    locked = {package["name"]: package["version"] for package in LOCK["package"]}
+    for requirement in PROJECT["project"]["dependencies"] + PROJECT["dependency-groups"]["test"]:
+        name, version = requirement.split("==")
+        assert locked[name.lower().replace("_", "-")] == version
+
+
+def test_the_lock_file_names_no_server_but_pypi():
+    text = (ROOT / "uv.lock").read_text(encoding="utf-8")
+    assert set(re.findall(r"https?://([^/\"]+)", text)) == {"pypi.org", "files.pythonhosted.org"}
