@@ -268,7 +268,7 @@ def open_data(config: Config, shape: GPTConfig, checkpoint: Path | None, rt: Run
     if passes > 20:
         rt.print(f"note: a text that is read {passes:.0f} times is memorized; give more text, or fewer --max_steps")
     if batches.n_windows < 100:
-        rt.print(f"note: the text has {batches.n_windows} windows of {config.sequence_length} tokens; give a longer one")
+        rt.print(f"note: the text has {batches.n_windows} windows of {config.sequence_length} tokens; give more of it")
     return Data(shards, batches, token_bytes, task)
 
 
