@@ -14,13 +14,19 @@ import os
 import re
 import signal
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 
 class UserError(Exception):
     """A mistake in what the user gave: ends a script with one line, `error: what; what to do`, and exit code 2."""
+
+
+class TemporaryError(UserError):
+    """One that may be gone when the same command is given again, as of a network or a lock."""
 
 
 class Stopped(Exception):
@@ -36,6 +42,11 @@ def script(main: Callable[[], None]) -> None:
             setattr(sys, name, open(os.devnull, "w"))
         with contextlib.suppress(AttributeError, ValueError, OSError):  # a terminal without UTF-8 still shows the rest
             getattr(sys, name).reconfigure(errors="backslashreplace")
+    note = note_of_job()
+    if note and note.exists():
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+            fail(note.read_text())  # what ended the last start would end this one
+        note.unlink()
     try:
         main()
         sys.stdout.flush()  # now, while an error still becomes one line
@@ -58,7 +69,15 @@ def script(main: Callable[[], None]) -> None:
     except Exception as e:
         if (message := explain(e)) is None:
             raise
+        if note and isinstance(e, UserError) and not isinstance(e, TemporaryError):
+            note.write_text(message)
         fail(message)
+
+
+def note_of_job() -> Path | None:
+    """Under torchrun, which starts a script again when it fails: the file in which one start tells the next why."""
+    job = os.environ.get("TORCHELASTIC_RUN_ID")
+    return Path(tempfile.gettempdir(), f"error-of-{job}-{os.getppid()}") if job else None
 
 
 def explain(e: BaseException) -> str | None:

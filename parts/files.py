@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from parts.cli import UserError
+from parts.cli import TemporaryError, UserError
 
 LOCK_SECONDS = 10  # how long to wait for a process that is about to exit
 
@@ -171,7 +171,7 @@ def exclusive_lock(lock: Path, what: str, seconds: float = LOCK_SECONDS) -> Iter
             held = FileLock(lock, timeout=seconds).acquire()
     except Timeout:
         owner = " ".join(lock.read_text(errors="replace").split()) or "unknown"
-        raise UserError(
+        raise TemporaryError(
             f"another process is writing to the {what} (process and host: {owner}); wait until it ends, or use another "
             f"directory; if that process is gone, delete {lock}"
         ) from None

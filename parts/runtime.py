@@ -148,11 +148,11 @@ class Runtime:
             try:
                 found[0] = work()
             except UserError as e:
-                found[1] = str(e)
+                found[1] = e
         if self.world_size > 1:
             dist.broadcast_object_list(found, src=0)
         if found[1] is not None:
-            raise UserError(found[1])
+            raise found[1]
         return found[0]
 
     # ---- the device's clock and memory

@@ -17,7 +17,7 @@ import pytest
 import train_gpt2
 from model import GPT
 from parts import cli
-from parts.cli import UserError, parse_args
+from parts.cli import TemporaryError, UserError, parse_args
 from parts.files import exclusive_lock, read_json, replace_file, set_aside, write_atomically
 from tests.finetuning import distance, small_gpt
 from tests.helpers import ROOT, assert_refused, environment, resume_table, run_script
@@ -286,3 +286,29 @@ def test_a_list_of_texts_holds_texts(targets):
 
     with pytest.raises(UserError, match="targets is .*; it must be a list of texts"):
         cli.check_constants(lora_finetune.Config, dict(targets=targets))
+
+
+def test_an_error_that_no_retry_can_mend_ends_the_next_start_of_a_job_at_once(inline, monkeypatch, tmp_path):
+    """As torchrun starts a script: with the name of the job, and the number of starts before."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    starts = []
+
+    def fail(error):
+        def main():
+            starts.append(error)
+            raise error
+
+        return main
+
+    wrong = fail(UserError("--data nope does not exist"))
+    busy = fail(TemporaryError("another process is writing there"))
+    for main, restart in ((busy, "0"), (busy, "1"), (wrong, "2"), (wrong, "3")):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
+        result = inline(main)
+        assert result.returncode == 2
+    assert "--data nope does not exist" in result.stderr  # said again
+    assert len(starts) == 3  # and not tried again
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert inline(lambda: None).returncode == 0  # another job forgets it
