@@ -69,7 +69,8 @@ def script(main: Callable[[], None]) -> None:
     except Exception as e:
         if (message := explain(e)) is None:
             raise
-        if note and isinstance(e, UserError) and not isinstance(e, TemporaryError):
+        wrong_path = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+        if note and isinstance(e, (UserError, *wrong_path)) and not isinstance(e, TemporaryError):
             note.write_text(message)
         fail(message)
 
