@@ -53,12 +53,7 @@ def script(main: Callable[[], None]) -> None:
         if (distributed := sys.modules.get("torch.distributed")) and distributed.is_initialized():
             distributed.barrier()  # Gloo still sends its last tensors
             distributed.destroy_process_group()
-            # Gloo's threads outlive the process group, and one that requests the GIL while Python shuts down aborts the
-            # process: leave without shutting down
-            atexit._run_exitfuncs()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(0)
+            leave(0)
     except Stopped as e:
         sys.exit(128 + e.args[0])
     except KeyboardInterrupt:
@@ -73,6 +68,15 @@ def script(main: Callable[[], None]) -> None:
         if note and isinstance(e, (UserError, *wrong_path)) and not isinstance(e, TemporaryError):
             note.write_text(message)
         fail(message)
+
+
+def leave(code: int) -> None:
+    """End a rank without shutting Python down: Gloo's threads outlive the process group, and one that requests the GIL
+    meanwhile aborts the process."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def note_of_job() -> Path | None:
@@ -107,6 +111,8 @@ def fail(message: str) -> None:
     rank = os.environ.get("RANK", "0")
     who = "" if rank == "0" else f"rank {rank}: "
     print(f"error: {who}" + printable(" ".join(message.split())), file=sys.stderr, flush=True)
+    if (distributed := sys.modules.get("torch.distributed")) and distributed.is_initialized():
+        leave(2)
     sys.exit(2)
 
 
