@@ -293,7 +293,7 @@ def test_whatever_a_file_asks_for_its_ids_are_those_of_tokenizers(name, content,
     assert_ids_of_tokenizers(tok, changed)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(merges=st.lists(st.tuples(*[st.sampled_from(["a", "b", "c", "ab", "bc", "ca", "abc", "bca"])] * 2), max_size=9))
 def test_whatever_merges_are_accepted_give_the_same_ids_in_tokenizers(merges, content, tmp_path):
     changed = copy.deepcopy(content)
@@ -333,7 +333,7 @@ NAMES = ("<a>", "<a>b", "b c", "|>")
 SOME = st.sampled_from(["all", (), NAMES[:1], NAMES[1:], NAMES[::2]])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     pieces=st.lists(st.sampled_from([*NAMES, "<", "a", "b", " c", ">", "!", "\n ", "é"]), max_size=14),
     allowed=SOME,
