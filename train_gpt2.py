@@ -119,8 +119,8 @@ RECIPES = {
     "gpt2-large": Config(n_layer=36, n_head=20, n_embd=1280, max_lr=2.5e-4, min_lr=2.5e-5),
     "gpt2-xl": Config(n_layer=48, n_head=25, n_embd=1600, max_lr=2e-4, min_lr=2e-5, total_batch_size=1_048_576,
                       max_steps=9_536, warmup_steps=358),
-    # gpt2 on 6.4B tokens: three times the rate, held, then a line to 0 in the last sixth. Two public runs reached llm.c's
-    # loss so on 72% of its tokens, with other norms and without biases (docs/speedrun.md); untried here
+    # gpt2 on 6.4B tokens: three times the rate, held, then a line to 0 in the last sixth. Two public runs came to the
+    # loss of llm.c's so on 72% of its tokens, with other norms and without biases (docs/speedrun.md); untried here
     "gpt2-tuned": Config(max_lr=1.8e-3, min_lr=0.0, lr_schedule="wsd", decay_fraction=0.17, warmup_steps=256,
                          max_steps=12_288),
     # the same GPT-2 with Muon for hidden matrices, at a rate that falls to 0 from the warmup on, for half of gpt2's
