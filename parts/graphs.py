@@ -20,16 +20,17 @@ class BiasGradients(CustomGraphPass):
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         for total in graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):
-            rows, dims = total.args[:2]
-            if dims != [0] or rows.target is not aten.reshape.default:
+            rows, dims, *keepdim = total.args
+            if dims != [0] or keepdim != [True] or rows.target is not aten.reshape.default:
                 continue
             gradient = rows.args[0]
-            if gradient.meta["val"].dim() != 3:  # (B, T, C)
-                continue
+            shape = gradient.meta["val"].shape  # (B, T, C)
+            if len(shape) != 3 or tuple(rows.meta["val"].shape) != (shape[0] * shape[1], shape[2]):
+                continue  # a sum of something else: over other rows than those of the tokens
             with graph.inserting_before(total):
                 by_sequence = graph.call_function(aten.sum.dim_IntList, (gradient, [1]), total.kwargs)  # (B, C)
-                found = graph.call_function(aten.sum.dim_IntList, (by_sequence, [0], True), total.kwargs)  # (1, C)
-            total.replace_all_uses_with(found)
+                by_both = graph.call_function(aten.sum.dim_IntList, (by_sequence, [0], True), total.kwargs)  # (1, C)
+            total.replace_all_uses_with(by_both)
             graph.erase_node(total)
 
     def uuid(self) -> bytes:
