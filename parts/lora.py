@@ -21,6 +21,7 @@ import torch
 import torch.nn as nn
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from model import GPT, local_directory
@@ -69,6 +70,7 @@ class LowRankLinear(torch.autograd.Function):
         return F.linear(x, weight, bias).addmm_(h, B.T, alpha=scale)  # (N, out)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_y):  # (N, out)
         x, weight, A, B, h = ctx.saved_tensors
         # the chain rule on y = x W^T + s h B^T and h = x A^T; W and b are frozen, which saves the largest product

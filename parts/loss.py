@@ -12,8 +12,10 @@ once. So the forward pass takes a chunk of positions, computes their logits, the
 of the loss. No product is computed twice, so this costs no time, unlike activation checkpointing. (The same idea: Hsu
 et al. 2024, Liger Kernel; Wijmans et al. 2024, "Cut your losses".)
 
-On a GPU one kernel turns the logits of a chunk into their gradient (parts/loss_kernel.py). Nothing of this is compiled:
-torch.compile keeps the logits of several chunks alive, and was no faster.
+`cross_entropy_` overwrites the logits of a chunk with their gradient: on a GPU as one kernel (parts/loss_kernel.py).
+Nothing of this is compiled: torch.compile keeps the logits of several chunks alive, and was no faster. PyTorch 2.13 has
+`F.linear_cross_entropy`: it was tried, and was off by 5.8e-3 in bf16 where this is off by 9.7e-6, and took 2.2 to 2.9
+times as long in fp32.
 
 This file knows nothing of GPT-2 or ranks, and decides no precision: it obeys the autocast under which it is called.
 
@@ -25,9 +27,11 @@ import sys
 from collections.abc import Callable
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 LOGITS = {"cpu": 2**19, "cuda": 2**30}  # alive at once, at most: on a CPU what its caches hold, on a GPU 2 GB in bf16
+ALIGNED = 64  # rows of 128 bytes in 16 bits
 TILE = 256  # a chunk is a multiple of this: tensor cores multiply whole tiles
 
 
@@ -46,13 +50,69 @@ def linear_cross_entropy(x, weight, targets) -> torch.Tensor:
     device = x.device.type
     if torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
-    chunk = chunk_size(len(x), len(weight), device)
+    if not torch.is_grad_enabled():  # which a Function cannot see: inside it grad mode is always off
+        x = x.detach()
+        weight = weight.detach()
     with torch.autocast(device, enabled=False):
-        # grad mode is always off inside a Function, so it is passed in
-        need_grad = torch.is_grad_enabled()
-        if device == "cuda" and (kernel := loss_kernel(len(weight), x.dtype)):
-            return KernelCrossEntropy.apply(x, weight, targets, chunk, need_grad, kernel)
-        return LinearCrossEntropy.apply(x, weight, targets, chunk, need_grad)
+        return LinearCrossEntropy.apply(x, weight, targets, chunk_size(len(x), len(weight), device))
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, targets, chunk: int):
+        vocab_size = len(weight)
+        cross_entropy_ = loss_of_rows(x.device.type, vocab_size, x.dtype)
+        w = product_weight(weight, x)  # (V, C), or more rows
+        need_grad = any(ctx.needs_input_grad)
+        losses = []
+        grad_x = torch.empty_like(x)
+        grad_w = None
+        if need_grad and ctx.needs_input_grad[1]:
+            grad_w = torch.zeros(w.shape, dtype=weight.dtype, device=w.device)
+        for xc, tc, grad_xc in zip(x.split(chunk), targets.split(chunk), grad_x.split(chunk), strict=True):
+            logits = xc @ w.T  # (chunk, V)
+            losses.append(cross_entropy_(logits, tc, vocab_size, need_grad))  # (chunk,)
+            if not need_grad:
+                continue
+            dlogits = logits  # (chunk, V), by now
+            torch.mm(dlogits, w, out=grad_xc)  # (chunk, C)
+            if grad_w is not None:
+                grad_w = accumulate_matmul(grad_w, dlogits.T, xc)
+            del logits, dlogits  # before the next chunk has its logits
+        if need_grad:
+            ctx.save_for_backward(grad_x, grad_w)
+            ctx.vocab_size = vocab_size
+        return torch.cat(losses).sum()
+
+    @staticmethod
+    @once_differentiable  # these gradients are numbers: a gradient of them raises, rather than be wrong
+    def backward(ctx, grad_loss):
+        # scaled only here, by 1 / n_targets and the loss scale together: the first alone would underflow in fp16
+        grad_x, grad_w = ctx.saved_tensors
+        if grad_w is not None:
+            grad_w = grad_w[: ctx.vocab_size] * grad_loss
+        return grad_x * grad_loss, grad_w, None, None
+
+
+def cross_entropy_(logits, targets, vocab_size: int, need_gradient: bool = True) -> torch.Tensor:
+    """The loss of each row in nats, (N,), of logits (N, V or more columns) against targets (N,) int64; 0 where the
+    target is negative. Overwrites `logits` with the gradients of these losses, 0 in columns past the vocabulary."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)  # of the softmax
+    unscored = targets[:, None] < 0  # (N, 1)
+    safe = targets[:, None].clamp(min=0)  # an unscored target looks up token 0, and its result is masked
+    log_probs = F.log_softmax(logits[:, :vocab_size].to(dtype), dim=-1)  # (N, V)
+    losses = -log_probs.gather(1, safe).masked_fill(unscored, 0.0)[:, 0]
+    if need_gradient:
+        logits[:, vocab_size:] = 0
+        gradient = softmax_minus_one_hot(log_probs, safe).masked_fill_(unscored, 0.0)
+        logits[:, :vocab_size] = gradient
+    return losses
+
+
+def loss_of_rows(device: str, vocab_size: int, dtype: torch.dtype) -> Callable:
+    """The `cross_entropy_` for these logits: the kernel's on a GPU, if it can have one, else the one above."""
+    kernel = loss_kernel(vocab_size, dtype) if device == "cuda" else None
+    return kernel or cross_entropy_
 
 
 @functools.cache
@@ -60,13 +120,33 @@ def loss_kernel(vocab_size: int, dtype: torch.dtype) -> Callable | None:
     """`cross_entropy_` of parts/loss_kernel.py, or None where there is no Triton (Windows), no C compiler, which Triton
     needs, or a GPU for which it cannot compile the kernel: one row shows it."""
     try:
-        from parts.loss_kernel import cross_entropy_
+        from parts import loss_kernel
 
-        cross_entropy_(torch.zeros(1, vocab_size, dtype=dtype, device="cuda"), torch.zeros(1, dtype=int, device="cuda"))
+        row = torch.zeros(1, vocab_size, dtype=dtype, device="cuda")
+        loss_kernel.cross_entropy_(row, torch.zeros(1, dtype=int, device="cuda"), vocab_size)
     except Exception as e:
+        if "out of memory" in str(e):  # as a trial of micro-batches may be: it says nothing about the kernel
+            raise
         print(f"note: the loss does without its kernel: {' '.join(str(e).split())[:120]}", file=sys.stderr)
         return None
-    return cross_entropy_
+    return loss_kernel.cross_entropy_
+
+
+def describe_loss(device: str, vocab_size: int, dtype: torch.dtype) -> str:
+    """How the loss is computed, for the log."""
+    return "chunked, PyTorch" if loss_of_rows(device, vocab_size, dtype) is cross_entropy_ else "chunked, Triton kernel"
+
+
+def product_weight(weight, x) -> torch.Tensor:
+    """`weight` (V, C) in the dtype of x. It is cast here, so that the gradient's sum over chunks is not rounded to 16
+    bits. On a GPU this copy gets rows of zeros up to a multiple of 64: with GPT-2's 50,257 tokens a row of logits would
+    begin anywhere, and tensor cores and the kernel read 16 bytes at once. These columns are no logits."""
+    if x.dtype == weight.dtype or x.device.type != "cuda":
+        return weight.to(x.dtype)
+    n_rows = -(-len(weight) // ALIGNED) * ALIGNED
+    padded = torch.zeros(n_rows, weight.size(1), dtype=x.dtype, device=x.device)
+    padded[: len(weight)] = weight
+    return padded
 
 
 def chunk_size(n_positions: int, vocab_size: int, device: str) -> int:
@@ -78,71 +158,6 @@ def chunk_size(n_positions: int, vocab_size: int, device: str) -> int:
     if n_chunks > 1:
         most = -(-n_tiles // n_chunks)
     return most * TILE
-
-
-class LinearCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, targets, chunk: int, need_grad: bool):
-        w = weight.to(x.dtype)  # cast here, so that the gradient's sum over chunks is not rounded to 16 bits
-        dtype = torch.promote_types(x.dtype, torch.float32)  # of the softmax
-        log_likelihoods = []
-        grad_x = []
-        grad_w = None
-        if need_grad and ctx.needs_input_grad[1]:
-            grad_w = torch.zeros_like(weight)
-        for xc, tc in zip(x.split(chunk), targets.split(chunk), strict=True):
-            tc = tc[:, None]  # (chunk, 1)
-            valid = tc >= 0
-            safe = tc.clamp(min=0)  # an unscored target looks up token 0, and `valid` masks the result
-            # no name for the 16-bit logits, so that they are freed before the softmax
-            log_probs = F.log_softmax((xc @ w.T).to(dtype), dim=-1)  # (chunk, V)
-            log_likelihoods.append(torch.where(valid, log_probs.gather(1, safe), 0.0))
-            if not need_grad:
-                continue
-            dlogits = softmax_minus_one_hot(log_probs, safe).to(x.dtype)  # (chunk, V)
-            del log_probs
-            grad_x.append(dlogits @ w * valid)  # (chunk, C)
-            if grad_w is not None:
-                grad_w = accumulate_matmul(grad_w, dlogits.T, xc * valid)
-            del dlogits  # before the next chunk has its logits
-        if need_grad:
-            ctx.save_for_backward(torch.cat(grad_x), grad_w)
-        return -torch.cat(log_likelihoods).sum()
-
-    @staticmethod
-    def backward(ctx, grad_loss):
-        # scaled only here, by 1 / n_targets and the loss scale together: the first alone would underflow in fp16
-        grad_x, grad_w = ctx.saved_tensors
-        grad_x = grad_x * grad_loss
-        if grad_w is not None:
-            grad_w = grad_w * grad_loss
-        return grad_x, grad_w, None, None, None, None  # the last one is of KernelCrossEntropy's `kernel`
-
-
-class KernelCrossEntropy(LinearCrossEntropy):
-    """The same on a GPU, where a kernel overwrites the logits of a chunk with their gradient."""
-
-    @staticmethod
-    def forward(ctx, x, weight, targets, chunk: int, need_grad: bool, kernel: Callable):
-        w = weight.to(x.dtype)
-        losses = []
-        grad_x = torch.empty_like(x)
-        grad_w = None
-        if need_grad and ctx.needs_input_grad[1]:
-            grad_w = torch.zeros_like(weight)
-        for xc, tc, grad_xc in zip(x.split(chunk), targets.split(chunk), grad_x.split(chunk), strict=True):
-            logits = xc @ w.T  # (chunk, V)
-            losses.append(kernel(logits, tc, need_grad))  # (chunk,)
-            if not need_grad:
-                continue
-            dlogits = logits  # (chunk, V), by now
-            torch.mm(dlogits, w, out=grad_xc)  # (chunk, C)
-            if grad_w is not None:
-                grad_w = accumulate_matmul(grad_w, dlogits.T, xc)
-            del logits, dlogits  # before the next chunk has its logits
-        if need_grad:
-            ctx.save_for_backward(grad_x, grad_w)
-        return torch.cat(losses).sum()
 
 
 def accumulate_matmul(total, a, b) -> torch.Tensor:

@@ -18,14 +18,18 @@ LOG_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _kernel(logits, targets, losses, V: tl.constexpr, need_gradient: tl.constexpr, BLOCK: tl.constexpr):
+def _kernel(
+    logits, targets, losses, V: tl.constexpr, stride: tl.constexpr, need_gradient: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)  # 64 bits: a chunk may have more than 2^31 logits
-    logits += row * V
+    logits += row * stride
     columns = tl.arange(0, BLOCK)
     target = tl.load(targets + row)
     if target >= 0:
         at_target = tl.load(logits + target).to(tl.float32) * LOG2_E
-        x = tl.load(logits + columns, mask=columns < V, other=-float("inf"))
+        # all columns of the row, in loads of 16 bytes if it is aligned; those past the vocabulary do not count
+        x = tl.load(logits + columns, mask=columns < stride, other=-float("inf"))
+        x = tl.where(columns < V, x.to(tl.float32), -float("inf")).to(x.dtype)
         highest = tl.max(x, axis=0).to(tl.float32) * LOG2_E
         exponentials = tl.exp2(x.to(tl.float32) * LOG2_E - highest)
         total = tl.sum(exponentials, axis=0)  # in fp32, whatever the logits are in
@@ -33,21 +37,21 @@ def _kernel(logits, targets, losses, V: tl.constexpr, need_gradient: tl.constexp
         log_total = highest + tl.log2(total)
         tl.store(losses + row, (log_total - at_target) * LOG_2)
         if need_gradient:
-            tl.store(logits + columns, exponentials.to(tl.float32) * (1 / total), mask=columns < V)
+            tl.store(logits + columns, exponentials.to(tl.float32) * (1 / total), mask=columns < stride)
             tl.debug_barrier()  # another thread may have written the one below
             tl.store(logits + target, tl.exp2(at_target - log_total) - 1)
     else:
         tl.store(losses + row, 0.0)
         if need_gradient:
-            tl.store(logits + columns, tl.zeros((BLOCK,), tl.float32), mask=columns < V)
+            tl.store(logits + columns, tl.zeros((BLOCK,), tl.float32), mask=columns < stride)
 
 
-def cross_entropy_(logits, targets, need_gradient: bool = True) -> torch.Tensor:
-    """The loss of each row in nats, (N,) in fp32, of logits (N, V) against targets (N,) int64, 0 where the target is
-    negative. Overwrites `logits` with the gradients of these losses."""
-    n_rows, vocab_size = logits.shape
+def cross_entropy_(logits, targets, vocab_size: int, need_gradient: bool = True) -> torch.Tensor:
+    """The loss of each row in nats, (N,) in fp32, of logits (N, V or more columns) against targets (N,) int64; 0 where
+    the target is negative. Overwrites `logits` with the gradients of these losses, 0 in columns past the vocabulary."""
+    n_rows, stride = logits.shape
     losses = torch.empty(n_rows, dtype=torch.float32, device=logits.device)
-    block = triton.next_power_of_2(vocab_size)
+    block = triton.next_power_of_2(stride)
     n_warps = min(max(block // LOGITS_PER_WARP, 1), 32)
-    _kernel[(n_rows,)](logits, targets, losses, vocab_size, need_gradient, block, num_warps=n_warps)
+    _kernel[(n_rows,)](logits, targets, losses, vocab_size, stride, need_gradient, block, num_warps=n_warps)
     return losses

@@ -23,7 +23,7 @@ from tests.helpers import ROOT, environment
 
 def linear_cross_entropy(ours, x, weight, *args):
     leaves = [tensor.clone().requires_grad_() for tensor in (x, weight)]
-    mean = ours.apply(*leaves, *args, True) / len(x)
+    mean = ours.apply(*leaves, *args) / len(x)
     return mean.detach(), *torch.autograd.grad(mean, leaves)
 
 
@@ -62,10 +62,15 @@ MISTAKES = [  # (function, words of ours, what a mistake has there, words of the
     ("attention", ".tril()", ".tril(1)", "tokens after t"),
     ("attention", "dim=-1", "dim=-2", "add up to 1"),
     ("attention", "bias =", "return F.scaled_dot_product_attention(q, k, v, is_causal=True); bias =", "with products"),
-    ("linear_cross_entropy", "softmax_minus_one_hot(log_probs, safe)", "log_probs.exp()", "one_hot"),
+    ("linear_cross_entropy", "torch.mm(dlogits, w, out=grad_xc)", "torch.mm(-dlogits, w, out=grad_xc)", "wrong sign"),
     ("linear_cross_entropy", "accumulate_matmul(grad_w,", "accumulate_matmul(0 * grad_w,", "of the last chunk"),
-    ("linear_cross_entropy", "zip(x.split(chunk), targets.split(chunk), strict=True)", "[(x, targets)]", "N x V"),
-    ("linear_cross_entropy", "del log_probs", 'x.kept = [*getattr(x, "kept", []), log_probs.clone()]', "N x V"),
+    (
+        "linear_cross_entropy",
+        "zip(x.split(chunk), targets.split(chunk), grad_x.split(chunk), strict=True)",
+        "[(x, targets, grad_x)]",
+        "N x V",
+    ),
+    ("linear_cross_entropy", "del logits, dlogits", 'x.kept = [*getattr(x, "kept", []), logits.clone()]', "N x V"),
     ("learning_rate", "max_lr * step", "max_lr * (step - 1)", "warmup is a line"),
     ("learning_rate", "progress))", "step / config.max_steps))", "begins at step warmup_steps"),
     (

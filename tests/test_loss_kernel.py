@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from parts.data import IGNORED
-from parts.loss import KernelCrossEntropy, LinearCrossEntropy, plain_cross_entropy
+from parts.loss import LinearCrossEntropy, cross_entropy_, plain_cross_entropy
 from tests.helpers import seeded
 
 if find_spec("triton") is None:
@@ -31,19 +31,20 @@ def interpreted():
             yield lambda function, *args: process.submit(function, *args).result()
 
 
-def call_kernel(logits, targets, need_gradient=True) -> tuple[torch.Tensor, torch.Tensor]:
+def call_kernel(logits, targets, vocab_size=0, need_gradient=True) -> tuple[torch.Tensor, torch.Tensor]:
     """The losses, and what is in the place of the logits then."""
     from parts.loss_kernel import cross_entropy_
 
-    return cross_entropy_(logits, targets, need_gradient), logits
+    return cross_entropy_(logits, targets, vocab_size or logits.size(1), need_gradient), logits
 
 
 def loss_and_gradients(x, weight, targets, scale: float) -> tuple[torch.Tensor, ...]:
     """Of chunks of 256 positions: as a GPU computes them."""
-    from parts.loss_kernel import cross_entropy_
+    from parts import loss, loss_kernel
 
-    loss = KernelCrossEntropy.apply(x, weight, targets, 256, True, cross_entropy_)
-    return loss.detach(), *torch.autograd.grad(scale * loss, (x, weight))
+    loss.cross_entropy_ = loss_kernel.cross_entropy_  # this process is for the kernel alone
+    total = LinearCrossEntropy.apply(x, weight, targets, 256)
+    return total.detach(), *torch.autograd.grad(scale * total, (x, weight))
 
 
 def rows(n_rows: int, vocab_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,9 +72,26 @@ def test_the_kernel_has_the_losses_and_the_gradients_of_each_row(interpreted, n_
 
 def test_without_a_gradient_the_logits_stay_as_they_are(interpreted):
     logits, targets = rows(5, 300, torch.float32)
-    losses, after = interpreted(call_kernel, logits, targets, False)
+    losses, after = interpreted(call_kernel, logits, targets, 0, False)
     assert torch.equal(after, logits)
     assert torch.equal(losses, interpreted(call_kernel, logits, targets)[0])
+
+
+@pytest.mark.parametrize("where", ["kernel", "PyTorch"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_columns_past_the_vocabulary_are_no_logits(interpreted, dtype, where):
+    """Whatever they hold: a copy of 50,257 rows of weights has 50,304, for aligned products."""
+    logits, targets = rows(5, 300, dtype)
+    padded = F.pad(logits, (0, 20), value=7.0)
+    if where == "kernel":
+        losses, overwritten = interpreted(call_kernel, padded, targets, 300)
+        expected, gradient = interpreted(call_kernel, logits, targets)
+    else:
+        losses, overwritten = cross_entropy_(padded, targets, 300), padded
+        expected, gradient = cross_entropy_(logits, targets, 300), logits
+    torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(overwritten[:, :300], gradient)
+    assert not overwritten[:, 300:].any()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -98,7 +116,7 @@ def test_the_loss_of_a_gpu_is_as_near_to_the_formula_as_the_one_without_a_kernel
     expected = plain_cross_entropy(exact, weight, targets)
     expected_gradients = torch.autograd.grad(scale * expected, (exact, weight))
     loss, *gradients = interpreted(loss_and_gradients, x, weight, targets, scale)
-    plain = LinearCrossEntropy.apply(x, weight, targets, 256, True)
+    plain = LinearCrossEntropy.apply(x, weight, targets, 256)
     plain_gradients = torch.autograd.grad(scale * plain, (x, weight))
     assert loss.item() == pytest.approx(expected.item(), rel=10 * EPS[dtype])
     assert [gradient.dtype for gradient in gradients] == [dtype, torch.float32]

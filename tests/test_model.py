@@ -277,13 +277,21 @@ def loss_case(n=64, channels=16, vocab=50, dtype=torch.float64):
 @pytest.mark.parametrize("chunk", [1, 7, 64, 1000])
 def test_chunked_loss_and_gradients_equal_cross_entropy(chunk):
     x, weight, targets = loss_case()
-    loss = LinearCrossEntropy.apply(x, weight, targets, chunk, True)
+    loss = LinearCrossEntropy.apply(x, weight, targets, chunk)
     grads = torch.autograd.grad(3 * loss, (x, weight))
     expected = plain_cross_entropy(x, weight, targets)
     expected_grads = torch.autograd.grad(3 * expected, (x, weight))
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     for grad, want in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(grad, want, rtol=1e-12, atol=1e-12)
+
+
+def test_a_gradient_of_the_gradients_raises_rather_than_be_wrong():
+    """Of a Hessian-vector product, say: the loss keeps its gradients as numbers."""
+    x, weight, targets = loss_case()
+    [grad] = torch.autograd.grad(linear_cross_entropy(x, weight, targets) ** 2, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
 
 
 def test_the_gradient_of_fp32_weights_is_summed_in_fp32(monkeypatch):
@@ -298,7 +306,7 @@ def test_the_gradient_of_fp32_weights_is_summed_in_fp32(monkeypatch):
 def test_a_sum_over_many_positions_does_not_overflow_in_fp16():
     x = torch.full((2560, 16), 26.0)
     weight = torch.zeros(300, 16, requires_grad=True)
-    loss = LinearCrossEntropy.apply(x.half(), weight, torch.zeros(2560, dtype=torch.long), 2560, True)
+    loss = LinearCrossEntropy.apply(x.half(), weight, torch.zeros(2560, dtype=torch.long), 2560)
     [grad] = torch.autograd.grad(loss, weight)  # 2560 times (softmax - one_hot) x: 66,338 is above fp16's 65,504
     torch.testing.assert_close(grad[0], torch.full((16,), 2560 * 26.0 * (1 / 300 - 1)), rtol=1e-3, atol=0)
 
