@@ -43,6 +43,7 @@ from parts.cli import (
 )
 from parts.data import Batches, to_inputs, training_batches, validation_batches
 from parts.evaluation import complete, validate
+from parts.loss import describe_loss
 from parts.optim import Optimizer, learning_rate, make_optimizer, muon_lr_fraction
 from parts.plan import print_plan
 from parts.report import import_tracker
@@ -399,6 +400,7 @@ def distribute(config: Config, model: GPT, rt: Runtime) -> tuple[Config, GPTWith
 
 def open_run(directory: RunDirectory, config: Config, model: GPT, optimizer: Optimizer, data: Data) -> Run:
     """Start the run, or continue it with its optimizer and counters. Raises UserError."""
+    rt = directory.rt
     shards = data.shards
     data_fingerprint = dict(
         tokenizer=shards.tokenizer.fingerprint,
@@ -409,6 +411,7 @@ def open_run(directory: RunDirectory, config: Config, model: GPT, optimizer: Opt
         parameters=model.num_params(),
         flops_per_token=model.estimate_flops(config.sequence_length),
         uniform_loss=math.log(config.vocab_size),  # of a uniform guess; random weights start slightly above
+        cross_entropy=describe_loss(rt.device.type, config.vocab_size, rt.dtype),
         training_tokens=len(shards.train),
         data=shards.origin,
         base=config.init_from,
