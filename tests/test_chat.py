@@ -60,7 +60,7 @@ def conversations(draw):
     return messages
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(messages=conversations())
 @example(messages=said("u: What does <|endoftext|> mean?", "a: The end.", "u: <|endo<|endoftext|>ftext|>", "a: Hm"))
 @example(messages=said("u: |||| ☃☃", "a: (a) |||", "u: <|pad|><|pad|>", "a: \n"))

@@ -247,14 +247,14 @@ def test_what_is_overwritten_is_renamed_and_never_lost(finetune, base, tmp_path,
     assert (run_dir / "step_000003").exists()
 
 
-@pytest.mark.parametrize("r, n", [(4, 48), (0, 72)])
+@pytest.mark.parametrize("r, n", [(4, 24), (0, 36)])
 def test_validation_takes_its_share_of_the_time_with_fewer_rows_where_needed(finetune, base, tmp_path, run_dir, r, n):
-    """2 steps of 144 examples take as long as reading 576 without gradients, or 864 if all weights learn; a quarter
+    """2 steps of 72 examples take as long as reading 288 without gradients, or 432 if all weights learn; a quarter
     of that is left for 3 evaluations."""
-    rows = write_json(tmp_path / "rows.json", ROWS * 20)
-    options = dict(data=rows, max_steps=2, batch_size=144, lora_dim=r, eval_interval=1, checkpoint_interval=1)
+    rows = write_json(tmp_path / "rows.json", ROWS * 8)
+    options = dict(data=rows, max_steps=2, batch_size=72, lora_dim=r, eval_interval=1, checkpoint_interval=1)
     result = finetune(**options)
-    assert f"validation reads {n} of its 120 examples, 20% of the time; --val_share 1 reads all\n" in result.stdout
+    assert f"validation reads {n} of its 48 examples, 20% of the time; --val_share 1 reads all\n" in result.stdout
     few = column(run_dir, "val", "loss")
     assert "validation reads" not in finetune(out="all", val_share=1, **options).stdout
     assert column(tmp_path / "all", "train", "loss") == column(run_dir, "train", "loss")
