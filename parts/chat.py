@@ -111,7 +111,7 @@ class Chat:
 
         try:
             return self.reader.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except TemplateError as e:
+        except (TemplateError, TypeError, ValueError) as e:  # the last two are of what a template computes
             raise UserError(
                 f"the chat template of {self.whose or 'this project'} refuses these messages: {e}"
             ) from None
@@ -140,7 +140,10 @@ def chat_of(folders: list[Path], tokenizer: Tokenizer, model: str) -> Chat:
 
     # an adapter may come without a tokenizer
     files = home if (home / "tokenizer.json").is_file() else folders[-1]
-    reader = AutoTokenizer.from_pretrained(files, trust_remote_code=False, local_files_only=True)
+    try:
+        reader = AutoTokenizer.from_pretrained(files, trust_remote_code=False, local_files_only=True)
+    except Exception as e:  # of each kind of tokenizer its own
+        raise UserError(f"transformers cannot read the tokenizer of {files}, which has a chat template: {e}") from e
     reader.chat_template = own_template(home)
     return Chat(reader, ends | end_of_turn(reader, tokenizer), str(home))
 
@@ -162,9 +165,10 @@ def end_tokens(folders: list[Path], tokenizer: Tokenizer) -> set[int]:
         named = (settings_of(folder, "generation_config.json") or settings_of(folder, "config.json")).get(
             "eos_token_id"
         )
-        ids.update(named if isinstance(named, list) else [named])
+        ids.update(i for i in (named if isinstance(named, list) else [named]) if isinstance(i, int))
         token = settings_of(folder, "tokenizer_config.json").get("eos_token")
-        ids.add(tokenizer.special_tokens.get(token["content"] if isinstance(token, dict) else token))
+        name = token.get("content") if isinstance(token, dict) else token
+        ids.add(tokenizer.special_tokens.get(str(name)))
     return ids & tokenizer.vocab.keys()
 
 
@@ -175,13 +179,14 @@ def end_of_turn(reader, tokenizer: Tokenizer) -> set[int]:
     answer = "Xyzzy"
     messages = [dict(role="user", content="Hi"), dict(role="assistant", content=answer)]
     after = ""
-    with suppress(TemplateError):  # it may want other messages
+    with suppress(TemplateError, TypeError, ValueError):  # it may want other messages
         after = reader.apply_chat_template(messages, tokenize=False).rpartition(answer)[2]
     return {i for special, i in tokenizer.special_tokens.items() if after.startswith(special)}
 
 
 def settings_of(folder: Path, name: str) -> dict:
-    return read_json(folder / name) if (folder / name).is_file() else {}
+    found = read_json(folder / name) if (folder / name).is_file() else {}
+    return found if isinstance(found, dict) else {}
 
 
 # ---------------------------------------------------------------------------------------------------------- writing

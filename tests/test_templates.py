@@ -182,5 +182,9 @@ def test_messages_that_a_template_refuses_are_one_line(chatml, converse, tmp_pat
     model = copy_of(chatml, tmp_path / "model")
     (model / "chat_template.jinja").write_text("{{ raise_exception('not today') }}")
     assert_user_error(converse(model), f"chat template of {model}", "not today")
-    (model / "chat_template.jinja").write_text("{% for %}")
-    assert_user_error(converse(model), f"chat template of {model}")
+    for wrong in ("{% for %}", "{{ 1 + messages }}", "{{ nothing.at.all }}"):
+        (model / "chat_template.jinja").write_text(wrong)
+        assert_user_error(converse(model), f"chat template of {model}")
+    for wrong in (dict(eos_token=3), dict(added_tokens_decoder=3), []):
+        write_json(model / "tokenizer_config.json", wrong)
+        assert_user_error(converse(model), f"{model}")
