@@ -154,17 +154,16 @@ def own_template(folder: Path) -> str:
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
     found = settings_of(folder, "tokenizer_config.json").get("chat_template") or ""
     if isinstance(found, list):  # several, of which one is for conversations
-        found = {named["name"]: named["template"] for named in found}.get("default", "")
-    return found
+        found = {named.get("name"): named.get("template") for named in found}.get("default")
+    return found if isinstance(found, str) else ""
 
 
 def end_tokens(folders: list[Path], tokenizer: Tokenizer) -> set[int]:
     """The ids that these directories' files name as the end of what a model writes."""
     ids = {tokenizer.eot_token}
     for folder in folders:
-        named = (settings_of(folder, "generation_config.json") or settings_of(folder, "config.json")).get(
-            "eos_token_id"
-        )
+        settings = settings_of(folder, "generation_config.json") or settings_of(folder, "config.json")
+        named = settings.get("eos_token_id")
         ids.update(i for i in (named if isinstance(named, list) else [named]) if isinstance(i, int))
         token = settings_of(folder, "tokenizer_config.json").get("eos_token")
         name = token.get("content") if isinstance(token, dict) else token

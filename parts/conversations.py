@@ -102,7 +102,7 @@ def refuse_marks(unread: list[dict], places: str, data: str, ignore_keys: Collec
 
     It may say which answers are bad, or not to be learned: `label`, `train`, `loss_weight` and many more. No list of
     names would be complete, so the values tell: false or 0 in one place and true or 1 in another, or only one of them,
-    and nothing in other places. A key whose values all differ counts the rows: 0, 1, 2, ...
+    and nothing in other places. Whole numbers that all differ count the rows: 0, 1, 2, ...
     """
     values = defaultdict(Counter)
     present = Counter()
@@ -114,7 +114,7 @@ def refuse_marks(unread: list[dict], places: str, data: str, ignore_keys: Collec
     for path, seen in values.items():
         off, on = seen[False], seen[True]  # 0 and 0.0 are equal to False, 1 and 1.0 to True
         absent = len(unread) - present[path]
-        counts_rows = len(seen) == seen.total() > 2
+        counts_rows = len(seen) == seen.total() > 2 and all(str(value).isdigit() for value in seen)
         marks = (off and on and not counts_rows) or (absent and off + on == seen.total())
         if marks and {path, path.partition(".")[0]}.isdisjoint(ignore_keys):
             found = f"{counted(off, 'time')} false or 0, {counted(on, 'time')} true or 1"
@@ -139,7 +139,8 @@ def leaves(path: str, value) -> Iterator[tuple[str, object]]:
 def parsed(value):
     """The number or truth value that a text stands for, as in "0" or "True"; any other value as it is."""
     if isinstance(value, str) and re.fullmatch(r"\s*(true|false|[01](\.0*)?)\s*", value, re.IGNORECASE):
-        return value.strip().lower()[0] in "t1"
+        text = value.strip().lower()
+        return int(text) if text.isdigit() else text[0] in "t1"
     return value if isinstance(value, str | int | float) else type(value)  # an image of `datasets` has no hash
 
 

@@ -223,7 +223,7 @@ def save_adapter(path: Path, model: GPT, base: str, base_sha256: str) -> None:
     tensors = {name: p.detach().to("cpu", torch.float32) for name, p in factors(model).items()}
     metadata = dict(format="pt", base_sha256=base_sha256)  # peft ignores the latter
     # not save_file, which makes a file that only its owner may read
-    (path / "adapter_model.safetensors").write_bytes(in_order(save(tensors, metadata)))
+    (path / "adapter_model.safetensors").write_bytes(in_order(save(tensors, metadata), metadata))
 
 
 def settings_of(config: LoRAConfig, base: str = "") -> dict:
@@ -235,12 +235,11 @@ def settings_of(config: LoRAConfig, base: str = "") -> dict:
     )  # fmt: skip
 
 
-def in_order(file: bytes) -> bytes:
-    """The same safetensors file with its metadata in order: the library's order changes, and equal adapters are to be
+def in_order(file: bytes, metadata: dict[str, str]) -> bytes:
+    """The same safetensors file with its metadata in this order: the library's changes, and equal adapters are to be
     equal files."""
     end = 8 + int.from_bytes(file[:8], "little")
-    header = json.loads(file[8:end])
-    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    header = json.loads(file[8:end]) | {"__metadata__": metadata}
     return file[:8] + json.dumps(header, separators=(",", ":")).encode().ljust(end - 8) + file[end:]
 
 

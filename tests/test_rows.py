@@ -181,6 +181,17 @@ def test_a_key_that_marks_some_and_not_others_is_refused_whatever_its_name(tmp_p
     refused(tmp_path, rows, "zzz")
 
 
+@pytest.mark.parametrize("values", MARKS, ids=str)
+def test_a_mark_needs_no_value_twice(tmp_path, values):
+    refused(tmp_path, [PLAIN | dict(zzz=value) for value in values], "zzz")
+
+
+@pytest.mark.parametrize("numbers", [range(5), "01234", [0, 1, 7], ["1", "0", "12"]], ids=str)
+def test_numbers_of_rows_are_no_marks(tmp_path, numbers):
+    rows = [PLAIN | dict(id=number) for number in numbers]
+    assert load_rows(str(write_json(tmp_path / "rows.json", rows)))[1] == f"id in {len(rows)} rows"
+
+
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("value", [True, False, 0, "1"])
 def test_a_mark_on_some_alone_is_refused(tmp_path, value, place):
