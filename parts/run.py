@@ -42,7 +42,7 @@ from parts.checkpoint import (
     prune,
     write_checkpoint,
 )
-from parts.cli import Stopped, UserError
+from parts.cli import Stopped, UserError, counted
 from parts.files import exclusive_lock, read_json, remove_leftovers, replace_file, set_aside
 from parts.log import of_kind, read_log
 from parts.report import Report, about_machine
@@ -309,8 +309,8 @@ class Run:
         n_others = self.rt.sum(torch.tensor(float(sums.item() != of_main), device=self.rt.device)).item()
         if n_others:
             raise UserError(
-                f"{n_others:.0f} ranks have other weights or moments than rank 0 at step {self.step}; check that all "
-                "nodes have the same files and no faulty memory, then --resume from the newest checkpoint"
+                f"{counted(int(n_others), 'rank')} with other weights or moments than rank 0 at step {self.step}; check that "
+                "all nodes have the same files and no faulty memory, then --resume from the newest checkpoint"
             )
 
     def _restore(self, checkpoint: Path) -> None:

@@ -23,13 +23,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_gpt2
 from model import GPT, GPTConfig, GPTWithLoss
 from parts import report
-from parts.cli import script
+from parts.cli import UserError, script
 from parts.loss import LinearCrossEntropy
 from parts.runtime import Runtime
 from parts.trials import largest_that_fits
 from tests.helpers import draw_nothing, remove_after, seeded, spoil_gradients, write_json
 
 FAULT_STEP = 3
+OTHER_WEIGHTS = "other weights"  # on the last rank, from FAULT_STEP on, as faulty memory gives it
 
 
 def inf_before_exchange(patch, steps: list) -> None:
@@ -145,6 +146,8 @@ def run(args: list[str], fault: str | None = None, start: str | None = None, ste
     def learning_rate(step, config):
         steps.append(step)
         observer.seeds.append(torch.initial_seed())  # of the step's dropout
+        if fault == OTHER_WEIGHTS and step == FAULT_STEP and rank == world_size - 1:
+            next(observer.model.parameters()).data += 1e-3
         return real_rate(step, config)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -152,12 +155,16 @@ def run(args: list[str], fault: str | None = None, start: str | None = None, ste
         patch.setattr(train_gpt2, "train", train)
         patch.setattr(train_gpt2, "learning_rate", learning_rate)
         patch.setattr(sys, "argv", ["train_gpt2.py", *args])
-        if fault and rank == world_size - 1:
+        if fault in FAULTS and rank == world_size - 1:
             FAULTS[fault](patch, steps)
         dist.barrier()  # wait for the copy
-        train_gpt2.main()
+        error = ""
+        try:
+            train_gpt2.main()
+        except UserError as e:
+            error = str(e)
     ranks = [None] * world_size
-    dist.all_gather_object(ranks, observer.end())
+    dist.all_gather_object(ranks, observer.end() | dict(error=error))
     if rank == 0:
         write_json(out_dir / "ranks.json", ranks)
 

@@ -11,7 +11,7 @@ import train_gpt2
 from model import GPT
 from parts.checkpoint import checkpoint_steps
 from tests.helpers import SMALL, arguments, column, log_of, quietly, read_json, run_script, text_file
-from tests.ranks import FAULTS, OUT_OF_MEMORY, copy_of_run
+from tests.ranks import FAULTS, OTHER_WEIGHTS, OUT_OF_MEMORY, copy_of_run
 
 # 24 sequences a step: 6, 3 and 2 micro-steps on 1, 2 and 3 ranks
 STEP = SMALL | dict(optimizer="adamw", total_batch_size=768, micro_batch_size=4, max_steps=10, eval_interval=10,
@@ -97,7 +97,7 @@ def folder(tmp_path_factory):
 def two_ranks(folder):
     faulty = dict(max_steps=4, checkpoint_interval=1, eval_interval=1)
     jobs = [dict(args=args(folder, f"2-{name}", **changes)) for name, changes in RUNS.items()]
-    jobs += [dict(args=args(folder, fault, **faulty), fault=fault) for fault in FAULTS]
+    jobs += [dict(args=args(folder, fault, **faulty), fault=fault) for fault in (*FAULTS, OTHER_WEIGHTS)]
     jobs += [dict(args=args(folder, f"{source}-to-{target}", resume=True, **TARGETS[target]),
                   start=str(folder / source), step=5) for source, target in WAYS if target != "1-plain"]  # fmt: skip
     jobs += [dict(kind=kind, file=str(folder / f"{kind}.json")) for kind in OUT_OF_MEMORY]
@@ -175,6 +175,14 @@ def test_an_infinite_gradient_on_one_rank_changes_no_weight_on_any(two_ranks, fa
 
 
 # ---- what ranks have to agree on
+
+
+def test_a_rank_with_other_weights_ends_the_run_on_all_ranks_before_a_checkpoint_is_written(two_ranks):
+    run = two_ranks / OTHER_WEIGHTS
+    assert [rank["error"].partition(";")[0] for rank in ranks_of(run)] == [
+        "1 rank with other weights or moments than rank 0 at step 3"
+    ] * 2
+    assert [step for step, _ in checkpoint_steps(run)] == [1, 2]
 
 
 @pytest.mark.parametrize("kind", OUT_OF_MEMORY)
