@@ -309,8 +309,8 @@ class Run:
         n_others = self.rt.sum(torch.tensor(float(sums.item() != of_main), device=self.rt.device)).item()
         if n_others:
             raise UserError(
-                f"{counted(int(n_others), 'rank')} with other weights or moments than rank 0 at step {self.step}; check that "
-                "all nodes have the same files and no faulty memory, then --resume from the newest checkpoint"
+                f"{counted(int(n_others), 'rank')} with other weights or moments than rank 0 at step {self.step}; "
+                "check that all nodes have the same files and no faulty memory, then --resume from the newest checkpoint"
             )
 
     def _restore(self, checkpoint: Path) -> None:
@@ -393,6 +393,7 @@ class Run:
     def steps(self) -> Iterator[int]:
         """The steps until `max_steps`, or until a signal: then it saves, and raises Stopped."""
         first = self.step + 1
+        checked = False
         last = self.max_steps
         if getattr(self.config, "stop_at", 0):
             last = min(last, self.config.stop_at)
@@ -404,6 +405,11 @@ class Run:
             yield self.step
             if self.step == first:
                 self._hear_signals()
+            if not checked:
+                self._read_pending()
+                checked = not self._bad_steps  # a bad step has left no state
+                if checked:
+                    self.optimizer.check_resumable()  # now, and not after the night
             if self.step == last:
                 self._read_pending()
             if self._stop:

@@ -59,7 +59,7 @@ def test_a_run_logs_saves_and_evaluates_when_it_should(rt, run_dir, monkeypatch,
         config = Config(**changes | dict(out_dir="run"))
         directory = RunDirectory(config, rt)
         config = continue_constants(config, {*changes}, directory, (), {})
-        optimizer = SimpleNamespace(state_dict=dict, load_state_dict=lambda *_: None)
+        optimizer = SimpleNamespace(state_dict=dict, load_state_dict=print, check_resumable=print)
         run_info = dict(flops_per_token=2.0, uniform_loss=6.5)
         run = Run(directory, config, no_weights, optimizer, dict(tokenizer="t"), run_info)
         with run:
@@ -98,7 +98,7 @@ def test_a_step_s_time_leaves_out_evaluations_and_saves(rt, run_dir, monkeypatch
     ticks = count()
     monkeypatch.setattr(type(rt), "mark_time", lambda rt: next(ticks))
     config = Config(out_dir=str(run_dir), max_steps=3)
-    optimizer = SimpleNamespace(state_dict=dict, load_state_dict=lambda *_: None)
+    optimizer = SimpleNamespace(state_dict=dict, load_state_dict=print, check_resumable=print)
     run = Run(RunDirectory(config, rt), config, no_weights, optimizer, {}, {})
     with run:
         for _ in run.steps():
