@@ -165,6 +165,7 @@ def test_a_quarter_of_a_million_letters_without_a_space():
     tok = Tokenizer.train([text], 300)
     assert [len(a + b) for a, b in tok.merges[:17]] == [2**n for n in range(1, 18)]
     assert Tokenizer(tok.merges[:4]).encode(text) == [259] * 2**14
+    assert tok.decode_bytes(tok.encode(text)[:1]) == text.encode()
 
 
 def test_a_long_line_is_worked_on_in_blocks_whose_chunks_are_those_of_the_whole():

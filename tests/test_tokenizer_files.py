@@ -75,6 +75,15 @@ def test_from_tiktoken_and_back_loses_nothing(tok):
         assert_same(tok, spelled)
 
 
+def test_patterns_of_tiktoken_that_tokenizers_reads_otherwise_are_translated_or_warned_of(tok):
+    theirs = tok.to_tiktoken()
+    possessive = tok.pattern.replace("{1,3}", "{1,3}+")
+    options = dict(mergeable_ranks=theirs._mergeable_ranks, special_tokens=theirs._special_tokens)
+    assert_same(tok, Tokenizer.from_tiktoken(tiktoken.Encoding("x", pat_str=possessive, **options)))
+    with pytest.warns(UserWarning, match=r"may read the split pattern \\S\+"):
+        Tokenizer.from_tiktoken(tiktoken.Encoding("x", pat_str=r"\S+|\s+", **options))
+
+
 # ---- transformers
 
 
