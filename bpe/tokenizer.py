@@ -77,6 +77,12 @@ class Tokenizer:
         self.vocab = {i: token for token, i in self.ordinary.items()}
         for special, i in self.special_tokens.items():
             self.vocab[i] = special.encode()
+        self._tiktoken = None  # where it would split text, or merge, in another way
+        if self.pattern in KNOWN:
+            with contextlib.suppress(ValueError):
+                # all are disallowed, and so ordinary text; where there is none, tiktoken would look for it everywhere
+                some_special = self.special_tokens or {ENDOFTEXT: self.n_vocab}
+                self._tiktoken = formats.encoding_of(self, some_special)
 
     @classmethod
     def train(
@@ -181,14 +187,6 @@ class Tokenizer:
                 yield from self.encode(waiting[: cut.start()], **special)
                 waiting = waiting[cut.start() :]
         yield from self.encode(waiting, **special)
-
-    @cached_property
-    def _tiktoken(self):
-        """None where tiktoken would split text, or merge, in another way."""
-        if self.pattern in KNOWN:
-            with contextlib.suppress(ValueError):
-                # all are disallowed, and so ordinary text; where there is none, tiktoken would look for it everywhere
-                return formats.encoding_of(self, self.special_tokens or {ENDOFTEXT: self.n_vocab})
 
     @cached_property
     def _tokenizers(self):
@@ -318,7 +316,7 @@ class ForeignTokenizer(Tokenizer):
 
     def __init__(self, text: str):
         """Of the content of a tokenizer.json. Raises ValueError if its tokens cannot be counted in bytes."""
-        self.merges = self.pattern = self.ordinary = None
+        self.merges = self.pattern = self.ordinary = self._tiktoken = None
         self.contents = {"tokenizer.json": text}
         self._marked = formats.open_tokenizers(text)
         self.vocab = formats.bytes_of_tokens(self._marked)
