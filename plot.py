@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from parts.cli import Positional, UserError, parse_args, script
-from parts.curves import curves_of, draw, has_loss
+from parts.curves import draw, has_loss
 from parts.files import errors_name, set_aside
 from parts.log import Records, read_log
 
@@ -32,8 +32,8 @@ def main() -> None:
     out = Path(config.out)
     if out.suffix not in (".png", ".svg", ".pdf") or out.is_dir():
         raise UserError(f"--out {out} is not the name of a picture; give one that ends in .png, .svg or .pdf")
-    if not config.runs or "" in config.runs:
-        raise UserError("no run was given, or an empty name; give the directory of a run, or its log.jsonl")
+    if "" in config.runs:
+        raise UserError("the name of a run is empty; give the directory of a run, or its log.jsonl")
     if not out.parent.is_dir():
         raise UserError(f"{out} would be in a directory that does not exist; create it, or give another --out")
     runs = dict(map(named_log, config.runs))
@@ -51,7 +51,7 @@ def named_log(name: str) -> tuple[str, Records]:
     if path.is_dir():
         path /= "log.jsonl"
     records = read_log(path)
-    if not has_loss(curves_of(records)):
+    if not has_loss(records):
         raise UserError(f"{path} has no loss to draw; is it the log of a training run?")
     return name.removesuffix("/log.jsonl").rstrip("/") or name, records
 

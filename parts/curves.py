@@ -6,35 +6,34 @@ text. This file knows nothing of torch or models: it sees only the records of a 
 
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from parts.cli import UserError
 from parts.files import replace_file
-from parts.log import Records, newest_start
-
-Curve = tuple[np.ndarray, np.ndarray]  # x and y: at first steps and values
-Curves = dict[tuple[str, str], Curve]  # of a run: {(kind, key): curve}
-Runs = dict[str, Curves]  # {label: curves}
+from parts.log import Records, newest_start, of_kind
 
 POINTS = 800  # about the width of a panel in pixels: more points would not show
-# Okabe and Ito (2008): distinguishable by the colour-blind
+# Okabe and Ito (2008): distinguishable by the colour-blind; marks and dashes tell runs apart in greyscale
 COLORS = ("#0072B2", "#E69F00", "#000000", "#D55E00", "#56B4E9", "#009E73", "#CC79A7")
+MARKS = "osD^vPX"
+DASHES = ("-", "--", "-.", ":")
 LEGEND = dict(fontsize=8.5, title_fontsize=8.5, framealpha=0.85)
 EACH_STEP = dict(color=COLORS[0], alpha=0.25, linewidth=0.8)
 REFERENCE_LINE = dict(color="gray", linestyle="--", linewidth=0.8)
-DRAWN = {
-    "run": ("parameters", "uniform_loss"),
-    "train": ("loss", "grad_norm", "lr", "tokens", "dt_ms", "skipped"),
-    "val": ("loss", "bpb"),
-    "hellaswag": ("acc_norm", "acc_norm_stderr", "gold_bpb", "gold_bpb_stderr"),
-}
+X_LABELS = dict(steps="step", tokens="millions of tokens", seconds="minutes of training")
+RIVALS = dict(loss="thin: training; marked: validation", bpb=None)
 LOSS_IN = {"loss": "nats per token", "bpb": "bits per byte"}
 SCORES = {  # key in a log: height of its panel in inches, title, factor, unit
-    "acc_norm": (2.1, "how often the right ending of four is the likeliest, lengths normalised", 100, "accuracy (%)"),
-    "gold_bpb": (1.5, "what the right ending costs", 1, "bits per byte"),
+    "acc_norm": (
+        2.1,
+        "HellaSwag: how often the right ending of four is the likeliest, lengths normalised, ± standard error",
+        100,
+        "accuracy (%)",
+    ),
+    "gold_bpb": (1.5, "HellaSwag: what the right ending costs, ± standard error", 1, "bits per byte"),
 }
 CHANCE = 0.25  # HellaSwag has four endings
 # Name, parameters, accuracy with lengths normalised. GPT-2: the released weights as `hellaswag.py --style completion`
@@ -47,95 +46,96 @@ PUBLISHED = (
     ("GPT-3 Large", 760e6, 0.510),
     ("GPT-3 XL", 1300e6, 0.547),
 )
+Curve = tuple[np.ndarray, np.ndarray]  # x and y
 
 
-def curves_of(records: Records) -> Curves:
-    """The values to draw, ordered by step, without null (a skipped step has no loss), nan and infinity.
+def draw(runs: dict[str, Records], path: Path, x: str = "steps", y: str = "loss") -> None:
+    """Draw {label: records} and replace `path` in one step; do nothing before the first loss.
 
-    If a log has a step twice, the later record counts.
+    Any thread may call this: it uses Figure itself, since pyplot's figures are global. Raises UserError for logs that
+    lack what `x` or `y` needs.
     """
-    newest = {(record["kind"], record["step"]): record for record in records}
-    points = {(kind, key): [] for kind, keys in DRAWN.items() for key in keys}
-    for kind, step in sorted(newest):
-        for key in DRAWN.get(kind, ()):
-            value = newest[kind, step].get(key)
-            if isinstance(value, int | float) and abs(value) < 1e30:  # more than matplotlib draws
-                points[kind, key].append((step, value))
-    return {what: np.array(found, float).reshape(-1, 2).T for what, found in points.items()}
+    from matplotlib.figure import Figure  # a slow import (0.5 s), which --help and the start of a run do not need
+
+    if not any(map(has_loss, runs.values())):
+        return
+    heights = {"loss": 3.5}  # of the rows, in inches
+    for key, (height, *_) in SCORES.items():
+        if any(len(curve(records, "hellaswag", key)[0]) for records in runs.values()):
+            heights[key] = height
+    heights["norm"] = 1.6
+    rows = [[name, name] for name in heights]
+    rows[-1] = ["norm", "rate"]  # side by side
+    size = (9, sum(heights.values()) + 0.7 * len(rows))  # with titles and labels
+    figure = Figure(size, dpi=100, layout="constrained")
+    panels = figure.subplot_mosaic(rows, height_ratios=list(heights.values()))
+    alone = len(runs) == 1
+    labels = []
+    for look, (name, records) in zip(looks(len(runs)), runs.items(), strict=True):
+        label = escape_label(name)
+        labels.append(f"{label} ({len(labels) + 1})" if label in labels else label)
+        if y == "bpb" and not len(curve(records, "val", y)[0]):
+            raise UserError(f'--y bpb: the log of {name} has no "bpb" in its val records; use --y loss')
+        at = x_axis(records, x, name)
+        if alone:
+            draw_loss(panels["loss"], records, at, y)
+        else:
+            draw_rival(panels["loss"], records, at, y, dict(label=labels[-1], **look))
+        for key in SCORES.keys() & panels.keys():
+            draw_score(panels[key], records, at, key, dict(label=labels[-1], **look))
+        if alone:
+            panels["norm"].plot(*curve(records, "train", "grad_norm", at), **EACH_STEP)
+        draw_norm_and_rate(panels["norm"], panels["rate"], records, at, look)
+    if "acc_norm" in panels:
+        draw_published(panels["acc_norm"], [newest_start(records).get("parameters") for records in runs.values()])
+    skipped = sum(len(curve(records, "train", "skipped")[0]) for records in runs.values())
+    titles = {key: (title, unit) for key, (_, title, _, unit) in SCORES.items()}
+    titles["loss"] = f"Validation loss: {verdict(runs, labels, y)}", f"loss ({LOSS_IN[y]})"
+    titles["norm"] = "Gradient norm before clipping" + (f"; {skipped:,} steps skipped" if skipped else ""), "norm (log)"
+    titles["rate"] = "Learning rate", ""
+    for key, axes in panels.items():
+        label_axes(axes, *titles[key], X_LABELS[x])
+    scale_axes(panels, alone)
+    panels["loss"].legend(loc="upper right", title=None if alone else RIVALS[y], **LEGEND)
+    picture = io.BytesIO()
+    figure.savefig(picture, format=path.suffix[1:])
+    replace_file(path, picture.getvalue())
 
 
-def has(run: Curves, kind: str, key: str) -> bool:
-    return run[kind, key][0].size > 0
+# ----------------------------------------------------------------------------------------------- from logs to points
 
 
-def has_loss(run: Curves) -> bool:
-    return has(run, "train", "loss") or has(run, "val", "loss")
+def curve(records: Records, kind: str, key: str, at: Callable = lambda steps: steps) -> Curve:
+    """`at(steps)` and the values of a key in a log, ordered by step, without null (a skipped step has no loss), nan and
+    infinity. If a log has a step twice, the later record counts."""
+    newest = {record["step"]: record.get(key) for record in of_kind(records, kind)}
+    points = []
+    for step, value in sorted(newest.items()):
+        if is_number(value):
+            points.append((step, value))
+    steps, values = np.array(points, float).reshape(-1, 2).T
+    return at(steps), values
 
 
-def last(run: Curves, kind: str, key: str) -> float | None:
-    """The newest value of a curve, None if it has no points."""
-    return run[kind, key][1][-1] if has(run, kind, key) else None
+def is_number(value) -> bool:
+    return isinstance(value, int | float) and abs(value) < 1e30  # matplotlib draws no more
 
 
-def measured_on(records: Records, y: str) -> str:
-    """The text that a run validates on, and for y = "loss" its tokenizer: only runs with the same can be compared."""
-    start = newest_start(records)
-    data = start.get("data")
-    if y == "bpb" and isinstance(data, dict):
-        return repr([data.get(key) for key in ("source", "bytes", "examples")])  # no tokenizer changes these
-    return repr((data, start.get("tokenizer")))
+def has_loss(records: Records) -> bool:
+    return any(curve(records, kind, "loss")[0].size for kind in ("train", "val"))
 
 
-# ------------------------------------------------------------------------------------------------ the units of the axes
-
-
-def in_units(runs: Runs, x: str, y: str) -> tuple[Runs, str]:
-    """The runs in the units of both axes, and the label of the x axis.
-
-    Raises UserError if a log lacks what they need.
-    """
-    if y == "bpb":
-        runs = {label: in_bits(run, label) for label, run in runs.items()}
+def x_axis(records: Records, x: str, name: str) -> Callable:
+    """The function from steps to places on the x axis. Raises UserError if the log does not say it."""
     if x == "steps":
-        return runs, "step"
-    runs = {label: with_x_axis(run, x, label) for label, run in runs.items()}
-    if x == "tokens":
-        return {label: with_x(run, lambda tokens: tokens / 1e6) for label, run in runs.items()}, "millions of tokens"
-    return {label: with_x(run, lambda seconds: seconds / 60) for label, run in runs.items()}, "minutes of training"
-
-
-def with_x(run: Curves, change) -> Curves:
-    """The run with change(x) in place of every x."""
-    return {what: (change(x), values) for what, (x, values) in run.items()}
-
-
-def in_bits(run: Curves, label: str) -> Curves:
-    """The run with validation losses in bits per byte, and no others."""
-    if not has(run, "val", "bpb"):
-        raise UserError(f'--y bpb: the log of {label} has no "bpb" in its val records; use --y loss')
-    nothing = np.zeros(0)
-    return run | {
-        ("val", "loss"): run["val", "bpb"],
-        ("train", "loss"): (nothing, nothing),
-    }
-
-
-def with_x_axis(run: Curves, x: str, label: str) -> Curves:
-    """The run with tokens or seconds on the x axis in place of steps."""
+        return lambda steps: steps
     key = "dt_ms" if x == "seconds" else "tokens"
-    steps, reached = run["train", key]
+    steps, reached = curve(records, "train", key)
     if not len(steps):
-        raise UserError(f'--x {x}: the log of {label} lacks "{key}" in its train records; use --x steps')
-    if x == "seconds":
-        reached = np.cumsum(reached) / 1e3  # of the steps: without the pauses of a run that was stopped and resumed
-    steps = np.append(0, steps)
-    reached = np.append(0, reached)
-    return with_x(run, lambda at: np.interp(at, steps, reached))
-
-
-def end_of(runs: Runs) -> float:
-    """The largest x."""
-    return max(x.max(initial=0.0) for run in runs.values() for x, _ in run.values())
+        raise UserError(f'--x {x}: the log of {name} lacks "{key}" in its train records; use --x steps')
+    # seconds are those of the steps: without the pauses of a run that was stopped and resumed
+    reached = np.cumsum(reached) / 6e4 if x == "seconds" else reached / 1e6
+    return lambda at: np.interp(at, np.append(0, steps), np.append(0, reached))
 
 
 def smoothed(x: np.ndarray, y: np.ndarray) -> Curve:
@@ -153,52 +153,23 @@ def smoothed(x: np.ndarray, y: np.ndarray) -> Curve:
     return np.array([x[group[0]] for group in groups]), np.array(smooth)
 
 
-# ------------------------------------------------------------------------------------------------------- the picture
+def passes(records: Records) -> np.ndarray:
+    """The steps after which the training text had been read as a whole once, twice, ...; none if the log does not say
+    how long it is, or after fifty, which would hide the curves."""
+    size = newest_start(records).get("training_tokens")
+    steps, tokens = curve(records, "train", "tokens")
+    if not (is_number(size) and size > 0 and len(tokens)) or tokens[-1] > 50 * size:
+        return np.zeros(0)
+    return np.interp(size * np.arange(1, tokens[-1] // size + 1), np.append(0, tokens), np.append(0, steps))
 
 
-def draw(runs: dict[str, Records], path: Path, x: str = "steps", y: str = "loss") -> None:
-    """Draw {label: records} and replace `path` in one step; do nothing before the first loss.
-
-    Any thread may call this: it uses Figure itself, since pyplot's figures are global. Raises UserError for logs that
-    lack what `x` or `y` needs.
-    """
-    from matplotlib.figure import Figure  # a slow import (0.5 s), which --help and the start of a run do not need
-
-    validated_on = {measured_on(records, y) for records in runs.values()}
-    curves = {}
-    for label, records in runs.items():
-        drawn = escape_label(label)
-        curves[f"{drawn} ({len(curves) + 1})" if drawn in curves else drawn] = curves_of(records)
-    if not any(map(has_loss, curves.values())):
-        return
-    curves, x_label = in_units(curves, x, y)
-
-    scored = [key for key in SCORES if any(has(run, "hellaswag", key) for run in curves.values())]
-    heights = {"loss": 3.5}  # of each row, in inches
-    for key in scored:
-        heights[key] = SCORES[key][0]
-    heights["norm"] = 1.6
-    height = sum(heights.values()) + 0.7 * len(heights)  # with titles and labels
-    figure = Figure(figsize=(9, height), dpi=100, layout="constrained")
-    mosaic = [[name, name] for name in heights]
-    mosaic[-1] = ["norm", "rate"]  # side by side
-    panels = figure.subplot_mosaic(mosaic, height_ratios=list(heights.values()))
-    draw_loss(panels["loss"], curves, y, comparable=len(validated_on) == 1)
-    title = "thin: training; marked: validation" if len(curves) > 1 and y == "loss" else None
-    panels["loss"].legend(loc="upper right", title=title, **LEGEND)
-    for key in scored:
-        draw_scores(panels[key], curves, key)
-    draw_norm_and_rate(panels["norm"], panels["rate"], curves)
-    end = end_of(curves)
-    for axes in panels.values():
-        axes.set_xlim(-0.01 * end, 1.01 * max(end, 1e-9))
-        axes.xaxis.set(major_formatter="{x:,.10g}")
-        axes.set_xlabel(x_label, fontsize=9)
-        axes.grid(alpha=0.3)
-        axes.tick_params(labelsize=8.5)
-    picture = io.BytesIO()
-    figure.savefig(picture, format=path.suffix[1:])
-    replace_file(path, picture.getvalue())
+def measured_on(records: Records, y: str) -> str:
+    """The text that a run validates on, and for y = "loss" its tokenizer: only runs with the same can be compared."""
+    start = newest_start(records)
+    data = start.get("data")
+    if y == "bpb" and isinstance(data, dict):
+        return repr([data.get(key) for key in ("source", "bytes", "examples")])  # no tokenizer changes these
+    return repr((data, start.get("tokenizer")))
 
 
 def escape_label(label: str) -> str:
@@ -207,160 +178,132 @@ def escape_label(label: str) -> str:
     return " ".join(valid.split()).lstrip("_").replace("$", r"\$")
 
 
-def with_colors(runs: Runs) -> Iterator[tuple]:
-    """(colour, label, curves) of each run: in all panels the same colour, and no two runs have one."""
-    from matplotlib import colormaps  # a slow import, as in `draw`
+def looks(n: int) -> list[dict]:
+    """Colour, mark and dashes of n runs, the same in all panels."""
+    from matplotlib import colormaps  # slow, as in `draw`
 
-    colors = COLORS
-    if len(runs) > len(COLORS):
-        colors = colormaps["turbo"](np.linspace(0.05, 0.95, len(runs)))
-    for color, (label, run) in zip(colors, runs.items(), strict=False):
-        yield color, label, run
-
-
-def line_style(color, n_points: int) -> dict:
-    """Of a curve with marks, at 25 of its points at most."""
-    return dict(color=color, marker="o", markersize=4.5, markevery=max(n_points // 25, 1))
-
-
-def label_axes(axes, title: str, unit: str) -> None:
-    for line in axes.lines:
-        if len(line.get_xdata()) == 1 and line.get_marker() == "None":
-            line.set_marker(".")  # or a run of one step would show nothing
-    axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
-    axes.set_ylabel(unit, fontsize=9)
+    colors = COLORS if n <= len(COLORS) else colormaps["turbo"](np.linspace(0.05, 0.95, n))
+    return [dict(color=colors[i], marker=MARKS[i % 7], linestyle=DASHES[i % 4]) for i in range(n)]
 
 
 # -------------------------------------------------------------------------------------------------------- the panels
 
 
-def draw_loss(axes, runs: Runs, y: str, comparable: bool) -> None:
-    """Smoothed training loss, over that of every step if there is only one run; validation loss with marks. The title
-    names the best run if all were validated on the same data."""
-    alone = len(runs) == 1
-    ends = {}  # {name: the last validation loss}
-    tails = []  # the losses that the axis is scaled to
-    for color, name, run in with_colors(runs):
-        training = smoothed(*run["train", "loss"])
-        validation = run["val", "loss"]
-        style = line_style(color, len(validation[0]))
-        if alone:
-            axes.plot(*run["train", "loss"], **EACH_STEP, label="training, each step")
-            axes.plot(*training, linewidth=1.5, color=COLORS[0], label="training, smoothed")
-            style["color"] = COLORS[2]  # unlike its own training loss
-        else:
-            axes.plot(*training, linewidth=0.8, color=color)
-        label = "validation" if alone else name
-        end = last(run, "val", "loss")
-        if end is not None:
-            ends[name] = end
-            label += f": {end:.3f} at the end"
-        axes.plot(*validation, linewidth=1.6, label=label, **style)
-        tails.extend(tail_of(*training))
-        tails.extend(tail_of(*validation))
-    low, high = min(tails), max(tails)
-    margin = 0.05 * (high - low) or 0.1
-    axes.set_ylim(low - margin, high + margin)
-    label_axes(axes, f"Validation loss: {verdict(ends, alone, comparable)}", f"loss ({LOSS_IN[y]})")
-    if alone and has(run, "train", "loss"):
-        draw_start(axes, run)
+def marked(points: np.ndarray) -> dict:
+    return dict(markersize=4.5, markevery=len(points) // 25 + 1)
 
 
-def tail_of(x: np.ndarray, losses: np.ndarray) -> np.ndarray:
-    """What follows the first 5%: all runs begin with the same steep fall, and differ after it. Keeps a loss
-    that was measured before the first step (x = 0), as finetuning has."""
-    if not len(x):
-        return losses
-    return losses[(x >= 0.95 * x[0] + 0.05 * x[-1]) | (x == 0)]
+def draw_loss(axes, records: Records, at: Callable, y: str) -> None:
+    """The losses of a run alone, from where it starts, on a logarithmic axis if the log says what a guess costs."""
+    x, training = curve(records, "train", "loss", at)
+    if y == "loss" and len(training):
+        axes.plot(x, training, **EACH_STEP, label="training, each step")
+        axes.plot(*smoothed(x, training), linewidth=1.5, color=COLORS[0], label="training, smoothed")
+    steps, losses = curve(records, "val", y)
+    if len(losses):
+        label = f"validation: {losses[-1]:.3f} at the end"
+        axes.plot(at(steps), losses, "o-", color=COLORS[2], linewidth=1.6, **marked(losses), label=label)
+        best = losses.argmin()
+        label = f"lowest: {losses[best]:.3f} at step {steps[best]:,.0f}"
+        axes.plot(at(steps[best]), losses[best], "o", color=COLORS[3], markersize=11, fillstyle="none", label=label)
+    label = "the training text, read once more"
+    for step in passes(records):
+        axes.axvline(at(step), color="gray", linestyle=":", linewidth=1, label=label)
+        label = None
+    uniform = newest_start(records).get("uniform_loss")
+    if y == "loss" and len(training) and is_number(uniform) and uniform > 0:
+        axes.axhline(uniform, **REFERENCE_LINE)
+        label = f"before the first step: {training[0]:.2f} (ln V is {uniform:.2f})"
+        axes.plot(0, training[0], "D", color=COLORS[3], label=label)
+        axes.set_yscale("log")  # runs differ in their ends
+        axes.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
 
 
-def verdict(ends: dict[str, float], alone: bool, comparable: bool) -> str:
-    if not comparable:
+def draw_rival(axes, records: Records, at: Callable, y: str, look: dict) -> None:
+    """The losses of one of several runs."""
+    if y == "loss":
+        axes.plot(*smoothed(*curve(records, "train", "loss", at)), linewidth=0.8, color=look["color"])
+    x, losses = curve(records, "val", y, at)
+    end = f": {losses[-1]:.3f} at the end" if len(losses) else ""
+    axes.plot(x, losses, linewidth=1.6, **marked(losses), **look | dict(label=look["label"] + end))
+
+
+def verdict(runs: dict[str, Records], labels: list[str], y: str) -> str:
+    if len({measured_on(records, y) for records in runs.values()}) > 1:
         return "on different data or tokens, not comparable"
+    ends = [(losses[-1], i) for i, records in enumerate(runs.values()) if len(losses := curve(records, "val", y)[1])]
     if not ends:
         return "not measured yet"
-    best = min(ends, key=ends.get)
-    return f"{ends[best]:.3f}" if alone else f"{ends[best]:.3f}, reached by {best}"
+    loss, best = min(ends)
+    return f"{loss:.3f}" if len(runs) == 1 else f"{loss:.3f}, reached by {labels[best]}"
 
 
-def draw_start(axes, run: Curves) -> None:
-    """Mark where a run starts: ln V, the loss of a uniform guess, and the loss of the first batch, before training."""
-    from matplotlib.ticker import MaxNLocator
-
-    uniform = last(run, "run", "uniform_loss")
-    lowest = axes.get_ylim()[0]
-    if uniform is None or lowest <= 0:
-        return
-    first = run["train", "loss"][1][0]
-    axes.axhline(uniform, **REFERENCE_LINE)
-    label = f"before the first step: {first:.2f} (ln V is {uniform:.2f})"
-    axes.plot(0, first, "D", color=COLORS[3], label=label)
-    axes.set_yscale("log")  # runs differ in their ends
-    axes.set_ylim(lowest, 1.05 * max(first, uniform))
-    axes.yaxis.set_major_locator(MaxNLocator(9, steps=(1, 2, 5, 10)))
-    axes.yaxis.set(major_formatter="{x:g}", minor_formatter="")
+def draw_score(axes, records: Records, at: Callable, key: str, look: dict) -> None:
+    """A score of HellaSwag with its standard error."""
+    scale = SCORES[key][2]
+    steps, scores = curve(records, "hellaswag", key)
+    known = dict(zip(*curve(records, "hellaswag", f"{key}_stderr"), strict=True))
+    errors = np.array([abs(known.get(step, 0)) for step in steps])
+    if len(steps):
+        label = f"{look['label']}: {scale * scores[-1]:.4g} ± {scale * errors[-1]:.2g} at the end"
+        style = look | marked(scores) | dict(label=label)
+        axes.errorbar(at(steps), scale * scores, scale * errors, elinewidth=0.8, **style)
+        place = dict(bbox_to_anchor=(0.16, 1)) if key == "acc_norm" else {}  # accuracies rise, bits fall
+        axes.legend(loc="upper left" if place else "upper right", **place, **LEGEND)
 
 
-def draw_scores(axes, runs: Runs, key: str) -> None:
-    """A score of HellaSwag with its standard error; for accuracies also chance and published models."""
-    _, title, scale, unit = SCORES[key]
-    for color, label, run in with_colors(runs):
-        x, score = run["hellaswag", key]
-        error = scale * np.abs(run["hellaswag", f"{key}_stderr"][1])
-        if len(error) != len(x):
-            error = 0 * x
-        score = scale * score
-        if len(x):
-            label += f": {score[-1]:.4g} ± {error[-1]:.2g} at the end"
-        axes.errorbar(x, score, error, elinewidth=0.8, label=label, **line_style(color, len(x)))
-    if key == "acc_norm":
-        # Curves start near chance on the left and end above it on the right: names go where curves do not.
-        for name, accuracy in published(runs):
-            draw_accuracy(axes, name, accuracy, x=0.005, ha="left", va="bottom")
-        draw_accuracy(axes, "chance", CHANCE, x=0.995, ha="right", va="top")
-    axes.margins(y=0.12)
-    label_axes(axes, f"HellaSwag: {title}, ± standard error", unit)
-    axes.legend(loc="upper left", bbox_to_anchor=(0.16, 1), **LEGEND)
+def draw_published(axes, parameters: list) -> None:
+    """Lines of chance and of the published models about as large as one of the runs. Curves start near chance on the
+    left and end above it on the right: names go where curves do not."""
+    sizes = list(filter(is_number, parameters))
+    lines = [(name, p, 0.005, "left", "bottom") for name, n, p in PUBLISHED if any(0.8 <= s / n <= 1.25 for s in sizes)]
+    for name, p, x, ha, va in [*lines, ("chance", CHANCE, 0.995, "right", "top")]:
+        axes.axhline(100 * p, **REFERENCE_LINE)
+        place = dict(transform=axes.get_yaxis_transform(), ha=ha, va=va)  # x in parts of the width, y in percent
+        axes.text(x, 100 * p, f"{name} {100 * p:.4g}%", fontsize=8, **place)
 
 
-def published(runs: Runs) -> list[tuple[str, float]]:
-    """(name, accuracy) of the published models that are about as large as one of the runs."""
-    sizes = [last(run, "run", "parameters") or 0 for run in runs.values()]
-    return [(name, accuracy) for name, n, accuracy in PUBLISHED if any(0.8 <= size / n <= 1.25 for size in sizes)]
+def draw_norm_and_rate(norm, rate, records: Records, at: Callable, look: dict) -> None:
+    style = dict(color=look["color"], linestyle=look["linestyle"], linewidth=1.2)
+    x, norms = curve(records, "train", "grad_norm", at)
+    x, norms = x[norms > 0], norms[norms > 0]
+    norm.plot(*smoothed(x, norms), **style)
+    rate.plot(*curve(records, "train", "lr", at), **style)
 
 
-def draw_accuracy(axes, name: str, accuracy: float, **place) -> None:
-    """A line across the panel, with its name."""
-    percent = 100 * accuracy
-    axes.axhline(percent, **REFERENCE_LINE)
-    axes.text(
-        y=percent,
-        s=f"{name} {percent:.4g}%",
-        fontsize=8,
-        transform=axes.get_yaxis_transform(),  # x in parts of the width, y in percent
-        **place,
-    )
+def label_axes(axes, title: str, unit: str, x_label: str) -> None:
+    for line in axes.lines:
+        if len(line.get_xdata()) == 1 and line.get_marker() == "None":
+            line.set_marker(".")  # or a run of one step would show nothing
+    axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
+    axes.set_ylabel(unit, fontsize=9)
+    axes.set_xlabel(x_label, fontsize=9)
+    axes.xaxis.set(major_formatter="{x:,.10g}")
+    axes.grid(alpha=0.3)
+    axes.tick_params(labelsize=8.5)
 
 
-def draw_norm_and_rate(norm, rate, runs: Runs) -> None:
-    """The norm on a logarithmic axis, so that a spike shows and the rest stays readable."""
-    skipped = 0
-    for color, _, run in with_colors(runs):
-        x, norms = run["train", "grad_norm"]
-        x = x[norms > 0]
-        norms = norms[norms > 0]
-        if len(runs) == 1:
-            norm.plot(x, norms, **EACH_STEP)
-        norm.plot(*smoothed(x, norms), linewidth=1.2, color=color)
-        rate.plot(*run["train", "lr"], linewidth=1.2, color=color)
-        skipped += len(run["train", "skipped"][0])
+def scale_axes(panels: dict, alone: bool) -> None:
+    """One x axis for all; the norm on a logarithmic axis, so that a spike shows and the rest stays readable."""
+    panels["loss"].margins(x=0.01)
+    for axes in panels.values():
+        axes.set_xlim(panels["loss"].get_xlim())
+    for key in SCORES.keys() & panels.keys():
+        panels[key].margins(y=0.12)
+    if not alone:
+        show_ends(panels["loss"])
+    norm = panels["norm"]
     if norm.dataLim.height > 0:
         norm.set_yscale("log")
         norm.yaxis.get_major_locator().set_params(subs=(1, 1.5, 2, 3, 5, 7))
         norm.yaxis.set(major_formatter="{x:g}", minor_formatter="")
-    rate.set_ylim(bottom=0)
-    title = "Gradient norm before clipping"
-    if skipped:
-        title += f"; {skipped:,} steps skipped"
-    label_axes(norm, title, "norm (log)")
-    label_axes(rate, "Learning rate", "")
+    panels["rate"].set_ylim(bottom=0)
+
+
+def show_ends(axes) -> None:
+    """Scale the losses of several runs to what follows the first 5%: all begin with the same steep fall, and differ
+    after it. Keeps a loss that was measured before the first step, as finetuning has."""
+    lines = [(x, losses) for x, losses in (line.get_data() for line in axes.lines) if len(x)]
+    tails = np.concatenate([losses[(x >= 0.95 * x[0] + 0.05 * x[-1]) | (x == 0)] for x, losses in lines])
+    margin = 0.05 * np.ptp(tails) or 0.1
+    axes.set_ylim(tails.min() - margin, tails.max() + margin)
