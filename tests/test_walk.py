@@ -4,6 +4,8 @@
 """
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -135,6 +137,36 @@ def test_a_page_that_says_something_else_ends_with_exit_code_1_and_the_line(tmp_
     assert "LINE 6 DIFFERS" in result.stdout
     assert result.stdout.splitlines()[-1] == f"FAIL: 1 of 1 blocks differ from {page}"
     assert check(page, "7").returncode == 2
+
+
+def test_what_differs_below_a_line_that_a_reader_changed_is_no_failure(tmp_path, check):
+    page = tmp_path / "mine.md"
+    text = PAGE.read_text(encoding="utf-8")
+    line = text[: text.index("triu(1), -math")].count("\n") + 1
+    page.write_text(text.replace("triu(1), -math", "triu(2), -math"), encoding="utf-8")
+    result = check(page, "3")
+    assert result.returncode == 0, result.stdout
+    assert f"differs, as you changed line {line}:" in result.stdout
+    assert result.stdout.splitlines()[-1].startswith("PASS")
+    assert "drawn: out/pictures/blocks.png" in result.stdout
+
+
+def test_a_change_of_what_the_page_shows_is_a_failure_above_the_changed_line(tmp_path, check):
+    page = tmp_path / "mine.md"
+    text = PAGE.read_text(encoding="utf-8").replace("loss 6.9189, by model.loss", "loss 5.9189, by model.loss")
+    page.write_text(text.replace("triu(1), -math", "triu(2), -math"), encoding="utf-8")
+    assert check(page, "3").returncode == 1
+
+
+def test_a_block_shows_what_it_prints_before_it_ends(tmp_path):
+    page = page_of(tmp_path, "print('first')\nopen('seen', 'w').close()\nwhile True: pass", "first")
+    child = subprocess.Popen([sys.executable, ROOT / "walk/run.py", page], stdout=subprocess.PIPE, text=True)
+    try:
+        assert "first\n" in iter(child.stdout.readline, "")
+    finally:
+        child.kill()
+        child.wait()
+        child.stdout.close()
 
 
 def test_write_records_what_a_block_prints(tmp_path, check):
