@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Collection
 from functools import lru_cache
 from itertools import pairwise, permutations
+from operator import itemgetter
 from pathlib import Path
 
 import tiktoken
@@ -89,7 +90,8 @@ def contents(tok) -> dict[str, str]:
         lines = [f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in to_ranks(tok).items()]
         files["tokenizer.tiktoken"] = "".join(lines)
     if tok.pattern == PATTERNS["gpt2"][0]:
-        files["vocab.json"] = json.dumps(theirs.get_vocab(), ensure_ascii=False) + "\n"
+        by_id = dict(sorted(theirs.get_vocab().items(), key=itemgetter(1)))  # or equal vocabularies make other files
+        files["vocab.json"] = json.dumps(by_id, ensure_ascii=False) + "\n"
         merges = [f"{show(a)} {show(b)}\n" for a, b in tok.merges]
         files["merges.txt"] = "".join(["#version: 0.2\n", *merges])
     return files

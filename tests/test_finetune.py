@@ -247,6 +247,15 @@ def test_what_is_overwritten_is_renamed_and_never_lost(finetune, base, tmp_path,
     assert (run_dir / "step_000003").exists()
 
 
+def test_a_finished_run_that_is_resumed_leaves_its_results_alone(finetune, tmp_path, run_dir):
+    options = dict(max_steps=2, eval_interval=0, merge=tmp_path / "merged")
+    finetune(**options)
+    before = files_of(run_dir / "adapter") | files_of(tmp_path / "merged")
+    finetune(resume=True, **options)
+    assert files_of(run_dir / "adapter") | files_of(tmp_path / "merged") == before
+    assert not list(tmp_path.glob("*/adapter.*")) + list(tmp_path.glob("merged.*"))
+
+
 @pytest.mark.parametrize("r, n", [(4, 24), (0, 36)])
 def test_validation_takes_its_share_of_the_time_with_fewer_rows_where_needed(finetune, base, tmp_path, run_dir, r, n):
     """2 steps of 72 examples take as long as reading 288 without gradients, or 432 if all weights learn; a quarter
