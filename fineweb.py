@@ -3,65 +3,64 @@
     python fineweb.py                                          # FineWeb-Edu sample-10BT -> edu_fineweb10B/
     python fineweb.py --dry_run                                # what that reads, writes and needs
     python fineweb.py --verify                                 # compare every shard with its checksum
-    python fineweb.py --source roneneldan/TinyStories --out_dir stories       # a dataset: OWNER/NAME[/FOLDER or /GLOB]
+    python fineweb.py --source roneneldan/TinyStories --out_dir stories       # a dataset, as load_dataset takes it
+    python fineweb.py --source wikimedia/wikipedia --subset 20231101.simple --out_dir simple_wikipedia
     python fineweb.py --source "texts/*.jsonl.gz" --tokenizer tokenizer.json --out_dir text_shards    # local files
 
 The idea is one line, ids = [eot, *encode(text)], for one document after the other, cut into shards of equal length
-(`tokenize`). Everything else makes it fast and safe to interrupt:
+(`tokens_of`). tiktoken encodes without Python's lock, so threads keep all cores busy:
 
-    source -> files -> units (row groups, or lines of a few MB) -> tokens, by workers -> shards, by one writer
+    source -> files -> batches of documents -> tokens, by threads -> shards, by one writer
 
 Writes OUT_DIR: NAME_val_000000.npy, NAME_train_000001.npy, ..., manifest.json, tokenizer.json and .tiktoken. Documents
-keep the order of the source, whatever the number of workers. However a run ends, the same command resumes after the
+keep the order of the source, whatever the number of threads. However a run ends, the same command resumes after the
 last complete shard, and the shards come out byte for byte the same.
 
 All of it runs on one machine. For a corpus that needs more, use datatrove: training reads its files as they are.
 This file knows nothing of models, training or torch.
 """
 
-import multiprocessing
-import re
 import shutil
 import signal
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
-from multiprocessing.connection import Connection
 from pathlib import Path
-from queue import SimpleQueue
 
 import numpy as np
 from tqdm import tqdm
 
-from bpe.tokenizer import Tokenizer, cpu_count, splitter
-from parts.cli import Count, Positive, Stopped, Tokens, UserError, counted, parse_args, script
+from bpe.tokenizer import Tokenizer, cpu_count
+from parts.cli import Count, Stopped, Tokens, UserError, counted, parse_args, script
 from parts.data import new_manifest, read_manifest, summary
-from parts.documents import Unit, documents_of, text_size, units_of
 from parts.files import exclusive_lock, free_bytes
 from parts.shards import Writer, load_tokenizer, shard_dtype, shard_name, verify
-from parts.sources import Source, arriving, discard, find_source, left_out
+from parts.texts import AHEAD, Texts, discard, open_texts
 
-UNITS_AHEAD = 3  # per worker: one that it tokenizes, the others queued or waiting for their turn to be written
-TOKENS_PER_BYTE = 0.23  # of English text; for the plan, the progress bar and the default size of shards
+BATCHES_AHEAD = 4  # per thread: memory must not grow when writing is slower than encoding
+SAMPLED = 10**6  # characters of the first documents, to see how many tokens a byte makes
 RESUME = "give the same command again to resume"
 
 
 @dataclass(frozen=True)
 class Config:
-    source: tuple[str, ...] = ("HuggingFaceFW/fineweb-edu/sample/10BT",)  # a hub dataset, or files, folders, globs
+    # what to read; source, subset, split and revision are those of datasets.load_dataset
+    source: tuple[str, ...] = ("HuggingFaceFW/fineweb-edu",)  # a hub dataset, or files, folders, globs
+    subset: str = ""  # subset of a dataset; empty for its default, or sample-10BT of FineWeb-Edu
+    split: str = "train"  # split of a dataset
     revision: str = "main"  # branch, tag or commit of the hub dataset
     text_field: str = "text"  # column or JSON key that holds the text; in a .txt, two blank lines end a document
+    limit_tokens: Tokens = 0  # stop after this many tokens; 0 for the whole source
+    # what to write
     tokenizer: str = "gpt2"  # gpt2, or a tokenizer.json
     out_dir: str = "edu_fineweb10B"  # directory for the shards
     shard_size: Count = 0  # tokens per shard; the first is for validation; 0 for 100M, or a tenth of a small source
-    limit_tokens: Tokens = 0  # stop after this many tokens; 0 for the whole source
-    workers: Count = 0  # processes that read and tokenize; 0 for one per core
-    downloads: Positive = 2  # files to download at the same time
+    workers: Count = 0  # threads that encode; 0 for one per core
+    # instead of writing
     verify: bool = False  # check the shards in out_dir against their manifest, and write nothing
     dry_run: bool = False  # print what would be read and written, then stop
 
@@ -90,20 +89,20 @@ def make_shards(config: Config, out_dir: Path) -> None:
         print(f"{out_dir} is complete, and the source is not read again: {summary(manifest)}")
         return
     # later shards come from the commit of the first ones
-    source = find_source(config.source, manifest.get("commit") or config.revision)
-    text_bytes = sum(text_size(file.name, file.bytes, config.text_field) for file in source.files)
-    expected = min(int(text_bytes * TOKENS_PER_BYTE), config.limit_tokens)
+    revision = manifest.get("commit") or config.revision
+    texts = open_texts(config.source, config.text_field, config.subset, config.split, revision)
+    expected = expected_tokens(texts, tok, config.limit_tokens)
     # by default leave most of a small source to train on
     config = replace(config, shard_size=manifest["shard_size"] or min(max(expected // 10, 1000), 100_000_000))
-    print_plan(config, source, with_files(manifest, source, out_dir), expected)
+    print_plan(config, texts, with_files(manifest, texts, out_dir), expected)
     if config.dry_run:
         return
     out_dir.mkdir(parents=True, exist_ok=True)
     try:
         with exclusive_lock(out_dir / ".lock", f"shard directory {out_dir}"):
-            manifest = with_files(open_manifest(config, out_dir, tok), source, out_dir)  # nobody else changes it now
+            manifest = with_files(open_manifest(config, out_dir, tok), texts, out_dir)  # nobody else changes it now
             if "next" in manifest:  # else another process completed it while this one waited
-                write_shards(config, source, manifest, tok, expected)
+                write_shards(config, texts, manifest, tok, expected)
     except (KeyboardInterrupt, Stopped):
         print(f"stopped after {len(manifest['shards'])} complete shards; {RESUME}", file=sys.stderr)
         raise
@@ -115,143 +114,91 @@ def resolve_config(config: Config, tok: Tokenizer, out_dir: Path) -> Config:
     that contradict each other."""
     if not config.out_dir:
         raise UserError("--out_dir is empty; give a directory")
-    if config.source != Config.source and config.out_dir == Config.out_dir:
+    if not config.source:
+        raise UserError("--source names nothing; give files, a folder, a quoted glob, or OWNER/NAME of the hub")
+    of_fineweb = config.source == Config.source
+    if not of_fineweb and config.out_dir == Config.out_dir:
         raise UserError(f"{out_dir} is for FineWeb-Edu; give an --out_dir for the shards of {config.source[0]}")
     if tok.eot_token is None:
         raise UserError(f"{config.tokenizer} has no <|endoftext|> to put before documents; train one with it")
     return replace(
         config,
+        subset=config.subset or ("sample-10BT" if of_fineweb else ""),
         limit_tokens=config.limit_tokens or sys.maxsize,
         workers=config.workers or cpu_count(),
     )
 
 
-def write_shards(config: Config, source: Source, manifest: dict, tok: Tokenizer, expected: int) -> None:
-    """The pipeline: files -> units -> tokens -> shards. Fills in `manifest`."""
+def write_shards(config: Config, texts: Texts, manifest: dict, tok: Tokenizer, expected: int) -> None:
+    """The pipeline: documents -> tokens -> shards. Fills in `manifest`."""
     out_dir = Path(config.out_dir)
     downloads = out_dir / ".downloads"
-    begin = manifest["next"]
     shards = manifest["shards"]
+    n_notes = len(texts.notes)
     writer = Writer(out_dir, manifest, tok, config.shard_size, config.limit_tokens)
     if not shards:  # else others may be reading it
         tok.save(out_dir / "tokenizer.json")
     bar = tqdm(total=expected, initial=writer.n_tokens, unit="tok", unit_scale=True, disable=None, dynamic_ncols=True)
-    with start_workers(config, tok) as submit, bar:
-        paths = arriving(source, downloads, begin["file"], config.downloads - 1)
-        units = units_from(begin, paths, config.text_field, splitter(tok.pattern).cut)
-        for place, tokens, skipped in tokenized(units, submit, config.workers * UNITS_AHEAD):
+    with bar:
+        batches = texts.batches(manifest["next"], downloads)
+        for place, tokens, skipped in encoded(batches, tok, config.workers):
             n_complete = len(shards)
             writer.write(place, tokens, skipped)
             bar.update(writer.n_tokens - bar.n)
             if len(shards) > n_complete:
                 tqdm.write(f"{len(shards)} shards, {manifest['tokens']:,} tokens are on the disk")
-                discard(source, downloads, manifest["next"]["file"])
+                discard(texts.files[: manifest["next"]["file"]], downloads)
+                if not n_complete and len(config.source) > 1:
+                    tqdm.write(validation_note(texts, manifest["next"]["file"]))
             if writer.n_tokens == config.limit_tokens:
                 break
         writer.end()
+    for note in texts.notes[n_notes:]:
+        print(f"note    {note}")
     shutil.rmtree(downloads, ignore_errors=True)
 
 
-# ------------------------------------------------------------------------------------------------ units -> tokens
+def validation_note(texts: Texts, last: int) -> str:
+    """What the first shard holds of several sources, whose documents are not mixed."""
+    names = [file.path for file in texts.files[: last + 1]]
+    return (
+        f"note    the validation shard holds documents of {', '.join(names[:3])}{' and more' if len(names) > 3 else ''} "
+        f"alone, {len(names)} of {counted(len(texts.files), 'file')}; to validate on every source, give one file whose "
+        "documents are shuffled"
+    )
 
 
-def tokenize(unit: Unit, text_field: str, tok: Tokenizer) -> tuple[np.ndarray, Counter]:
-    """tokens = [eot, *encode(text)] for one document after the other of a unit, as one array (n,); and how many were
-    skipped, for which reason."""
-    tokens = []  # of arrays: in a list, an id would take eight bytes
-    skipped = Counter()
-    for text, reason in documents_of(unit, text_field):
-        if text is None:
-            skipped[reason] += 1
-        else:
-            tokens += [[tok.eot_token], tok.encode_to_numpy(text)]
-    if unit.continued:  # its first document began in the unit before, with an eot there
-        del tokens[0]
-    return np.concatenate([[], *tokens], dtype=shard_dtype(len(tok)), casting="unsafe"), skipped
+# ------------------------------------------------------------------------------------------- documents -> tokens
 
 
-def units_from(begin: dict, paths: Iterator[Path], field: str, cut: re.Pattern | None) -> Iterator[tuple[dict, Unit]]:
-    """(place, unit) of all units from the place `begin` on; `paths` starts with the file there.
+def encoded(batches: Iterator[tuple], tok: Tokenizer, n_threads: int) -> Iterator[tuple[dict, np.ndarray, Counter]]:
+    """(place, tokens (n,), skipped documents) in the order of the batches.
 
-    A place is a file and the number of a unit in it. Units are cut the same way every time, and those written before
-    an interruption are cheap to skip: they are not tokenized.
-    """
-    for file, path in enumerate(paths, begin["file"]):
-        for number, unit in enumerate(units_of(path, field, cut)):
-            if file > begin["file"] or number >= begin["unit"]:
-                yield dict(file=file, unit=number), unit
-
-
-def tokenized(units: Iterator, submit: Callable[[Unit], Future], ahead: int) -> Iterator[tuple]:
-    """(place, tokens (n,), skipped documents) in the order of the units.
-
-    At most `ahead` of them are under way: memory must not grow when writing is slower than tokenizing.
+    A task is a whole batch: one for each document would cost the main thread a fifth of the time of its encoding.
     """
     pending = deque()
-    for place, unit in units:
-        pending.append((place, submit(unit)))
-        if len(pending) == ahead:
-            place, result = pending.popleft()
-            yield place, *result.result()
-    for place, result in pending:
-        yield place, *result.result()
-
-
-@contextmanager
-def start_workers(config: Config, tok: Tokenizer) -> Iterator[Callable[[Unit], Future]]:
-    """Start the worker processes; yields a function that submits a unit to the next free one.
-
-    Every process has its own pipe, and a thread that waits for its answers. The queues of ProcessPoolExecutor are
-    shared: a process that is killed while writing to one never releases its lock, and the others hang.
-    """
-    context = multiprocessing.get_context("spawn")
-    processes = []
-    free = SimpleQueue()  # our ends of the pipes to workers that have nothing to do
-    for _ in range(config.workers):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=work, args=(theirs, tok, config), daemon=True)
-        process.start()
-        processes.append(process)
-        theirs.close()
-        free.put(ours)
-
-    def ask(unit):
-        connection = free.get()
-        try:
-            connection.send(unit)
-            answer = connection.recv()
-        except (EOFError, OSError):
-            raise UserError(
-                f"one of {config.workers} worker processes was killed, perhaps by the out-of-memory killer; "
-                f"{RESUME}, with fewer --workers if memory was short"
-            ) from None
-        finally:
-            free.put(connection)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    threads = ThreadPoolExecutor(config.workers)
+    pool = ThreadPoolExecutor(n_threads)
     try:
-        yield partial(threads.submit, ask)
+        for place, texts in batches:
+            pending.append((place, pool.submit(tokens_of, texts, tok)))
+            if len(pending) == BATCHES_AHEAD * n_threads:
+                place, result = pending.popleft()
+                yield place, *result.result()
+        for place, result in pending:
+            yield place, *result.result()
     finally:
-        threads.shutdown(wait=False, cancel_futures=True)
-        for process in processes:  # they hold no state, and their work is no longer needed
-            process.kill()
-            process.join()
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
-def work(connection: Connection, tok: Tokenizer, config: Config) -> None:
-    """A worker process: units in, tokens out, until the main process is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process decides what a Ctrl-C means
-    with suppress(EOFError, OSError):
-        while True:
-            unit = connection.recv()
-            try:
-                answer = tokenize(unit, config.text_field, tok)
-            except Exception as e:
-                answer = e
-            connection.send(answer)
+def tokens_of(texts: list[str | None], tok: Tokenizer) -> tuple[np.ndarray, Counter]:
+    """tokens = [eot, *encode(text)] for one document after the other, as one array (n,); and how many were skipped, for
+    which reason."""
+    tokens = []  # of arrays: in a list, an id would take eight bytes
+    for text in texts:
+        if text is not None:
+            tokens += [[tok.eot_token], tok.encode_to_numpy(text)]
+    skipped = Counter({"no text": len(texts) - len(tokens) // 2})
+    return np.concatenate([[], *tokens], dtype=shard_dtype(len(tok)), casting="unsafe"), +skipped
 
 
 # ------------------------------------------------------------------------------------------------ the manifest
@@ -260,7 +207,8 @@ def work(connection: Connection, tok: Tokenizer, config: Config) -> None:
 def open_manifest(config: Config, out_dir: Path, tok: Tokenizer) -> dict:
     """The manifest of an earlier run, or a new one. Raises UserError if `out_dir` holds something else.
 
-    `next` is where the next shard begins: number of the file, number of the unit, tokens of it in the shard before.
+    `next` is where the next shard begins: a place in the stream of documents, and how many tokens of the batch there
+    are in the shard before.
     """
     manifest = read_manifest(out_dir)
     found = [*out_dir.glob(f"{shard_name(out_dir)}_*.npy"), *out_dir.glob("tokenizer.json")]
@@ -270,6 +218,8 @@ def open_manifest(config: Config, out_dir: Path, tok: Tokenizer) -> dict:
         manifest = {}
     constants = dict(
         source=" ".join(config.source),
+        subset=config.subset,
+        split=config.split,
         revision=config.revision,
         text_field=config.text_field,
         tokenizer=tok.fingerprint,
@@ -278,7 +228,7 @@ def open_manifest(config: Config, out_dir: Path, tok: Tokenizer) -> dict:
         limit_tokens=config.limit_tokens if config.limit_tokens < sys.maxsize else 0,
     )
     if not manifest:
-        return new_manifest(**constants) | dict(next=dict(file=0, unit=0, skip=0))
+        return new_manifest(**constants) | dict(next=dict(file=0, state=None, lines=0, skip=0))
     for key, value in constants.items():
         if manifest.get(key) != value:
             raise UserError(
@@ -288,10 +238,10 @@ def open_manifest(config: Config, out_dir: Path, tok: Tokenizer) -> dict:
     return manifest
 
 
-def with_files(manifest: dict, source: Source, out_dir: Path) -> dict:
+def with_files(manifest: dict, texts: Texts, out_dir: Path) -> dict:
     """The manifest with the files of the source. Raises UserError if a file that shards were made of has changed since,
     or another one comes before it: two versions of a source must not mix. Later files may still change."""
-    files = [file._asdict() for file in source.files]
+    files = texts.identities()
     if manifest["shards"] and "next" in manifest:
         used = manifest["files"][: manifest["next"]["file"] + 1]
         for then, now in zip_longest(used, files[: len(used)]):
@@ -300,20 +250,28 @@ def with_files(manifest: dict, source: Source, out_dir: Path) -> dict:
                     f"{then['name']} has changed since shards in {out_dir} were made, or a file before it was added "
                     f"or removed; restore it, or remove {out_dir} to start over"
                 )
-    return manifest | dict(commit=source.commit, files=files)
+    return manifest | dict(commit=texts.commit(), files=files)
 
 
 # ------------------------------------------------------------------------------------------------ the plan
 
 
-def print_plan(config: Config, source: Source, manifest: dict, tokens: int) -> None:
+def expected_tokens(texts: Texts, tok: Tokenizer, limit: int) -> int:
+    """About how many tokens the source has, by the size of its files and the tokens of its first documents."""
+    sample = "".join(text[:SAMPLED] for text in texts.first_documents() if text)[:SAMPLED]
+    tokens_per_byte = len(tok.encode_to_numpy(sample)) / max(len(sample.encode("utf-8", "replace")), 1)
+    return min(int(texts.text_bytes() * tokens_per_byte), limit)
+
+
+def print_plan(config: Config, texts: Texts, manifest: dict, tokens: int) -> None:
     """Print what will be read and written, and the disk space it needs. Raises UserError if there is too little."""
     size = partial(tqdm.format_sizeof, suffix="B")
     out_dir = Path(config.out_dir)
-    sizes = sorted(file.bytes for file in source.files)
-    print(f"source  {manifest['source']}: {counted(len(sizes), 'file')}, {size(sum(sizes))}")
-    if source.left_out:
-        print(f"without {left_out(source)}")
+    sizes = texts.sizes()
+    subset = f" {config.subset}" if config.subset else ""
+    print(f"source  {manifest['source']}{subset}, {config.split}: {counted(len(sizes), 'file')}, {size(sum(sizes))}")
+    for note in texts.notes:
+        print(f"note    {note}")
     print(
         f"target  {out_dir}: about {tqdm.format_sizeof(tokens)} tokens, "
         f"in shards of {config.shard_size:,} {manifest['dtype']}"
@@ -321,9 +279,10 @@ def print_plan(config: Config, source: Source, manifest: dict, tokens: int) -> N
     if 0 < tokens <= config.shard_size:
         print(f"note    all of it would be validation; give --shard_size {-(-tokens // 10)} to leave some to train on")
     for_shards = max(tokens - manifest["tokens"], 0) * np.dtype(manifest["dtype"]).itemsize
-    for_files = 0
-    if source.repo:
-        for_files = sum(sizes[-config.downloads - 1 :])  # the largest: one is being read, others ahead
+    of_hub = [n for n, file in zip(sizes, texts.files, strict=True) if file.on_hub]
+    for_files = sum(
+        sorted(of_hub)[-AHEAD - 2 :]
+    )  # the largest: one is being read, one waits for its shard, others ahead
     free = free_bytes(out_dir)
     print(f"disk    {size(for_shards)} for shards, {size(for_files)} for files under way; {size(free)} are free")
     if manifest["shards"]:

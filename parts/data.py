@@ -422,7 +422,7 @@ FORM = dict(
     shards=[dict(file=str, tokens=int, sha256=str)],
 )
 UNFINISHED = dict(
-    next=dict(file=int, unit=int, skip=int),
+    next=dict(file=int, lines=int, skip=int),
     files=[dict(name=str)],
     shard_size=int,
 )

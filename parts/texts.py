@@ -1,8 +1,8 @@
 """Text to train on: documents of files, folders and datasets of the Hugging Face hub, and the rows of a small dataset.
 
-`datasets` reads all of it, as a stream: parquet, JSON lines or arrays, .txt, CSV, Arrow, plain or compressed, from a disk
-or from the hub. A folder means what the hub's dataset with these files would: its training split, one of its subsets. A
-place in the stream is a small dict, from which another process continues.
+`datasets` reads all of it, as a stream: parquet, JSON lines or arrays, .txt, CSV, Arrow, plain or compressed, from a
+disk or from the hub. A folder means what the hub's dataset with these files would: its training split, one of its
+subsets. A place in the stream is a small dict, from which another process continues.
 
 In a .txt two blank lines, or <|endoftext|> on a line of its own, end a document.
 This file knows nothing of tokens, shards, models or torch.
@@ -30,9 +30,11 @@ KINDS = {
 }  # fmt: skip  # and what `datasets` calls them
 COMPRESSED = re.compile(r"\.(gz|zst|zstd|bz2|xz)$")
 BATCH = 64  # documents that are read, encoded and written together: enough to keep the main thread idle
+LONG = 100_000  # characters: a longer .txt most likely holds several documents
 LINES = 4096  # of a .txt, read together
 AHEAD = 2  # files of the hub that are downloaded while one is read
 ENDOFTEXT = "<|endoftext|>"
+COMPRESSION = 3  # bytes of text in a byte of a compressed file, about
 LARGEST = 2**30  # characters of a document, or bytes of text in a row group, which is in memory as a whole
 MAGIC = {
     b"PAR1": "parquet", b"ARROW1": "Arrow", b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2",
@@ -47,6 +49,7 @@ MAGIC = {
 class TextFile(NamedTuple):
     builder: Any  # of `datasets`, which reads it
     path: str  # on this disk, or hf://datasets/OWNER/NAME@COMMIT/PATH
+    read_in_place: bool = False  # a file of the hub: not downloaded as a whole
 
     @property
     def kind(self) -> str:
@@ -204,7 +207,7 @@ class Texts(NamedTuple):
 
     files: list[TextFile]
     text_field: str
-    notes: list[str]  # what is left out
+    notes: list[str]  # what a person should know: what is left out, a .txt that is one document
 
     def batches(
         self, place: dict | None = None, downloads: Path | None = None
@@ -220,10 +223,65 @@ class Texts(NamedTuple):
             stream = stream_of(file, path, self.text_field).with_format("arrow")
             if place["state"]:
                 stream.load_state_dict(place["state"])
-            batches = batches_of_lines if file.kind == "text" else batches_of_rows
-            for state, lines, batch in batches(stream, path, self.text_field, place["lines"]):
+            if file.kind == "text":
+                batches = batches_of_lines(stream, path, place["lines"], self.notes)
+            else:
+                batches = batches_of_rows(stream, path, self.text_field)
+            for state, lines, batch in batches:
                 yield dict(file=number, state=state, lines=lines), batch
             place = dict(state=None, lines=0)
+
+    def first_documents(self) -> list[str | None]:
+        """A batch of the first file, of which no more is downloaded than that takes."""
+        first = self._replace(files=[file._replace(read_in_place=True) for file in self.files[:1]])
+        return next(first.batches(), ({}, []))[1]
+
+    def sizes(self) -> list[int]:
+        """Bytes of each file."""
+        return [size_of(file.path) for file in self.files]
+
+    def text_bytes(self) -> int:
+        """About how many bytes of text the files hold: as much as the first .parquet has, else by their names."""
+        total = 0
+        ratio = None
+        for file, size in zip(self.files, self.sizes(), strict=True):
+            if file.kind == "parquet":
+                ratio = ratio or parquet_ratio(file.path, self.text_field, size)
+                total += size * ratio
+            else:
+                total += size * (COMPRESSION if COMPRESSED.search(file.path) else 1)
+        return int(total)
+
+    def identities(self) -> list[dict]:
+        """For each file its name and what changes with its content."""
+        stats = [None if file.on_hub else os.stat(file.path) for file in self.files]  # a file of a commit never changes
+        return [
+            dict(name=file.path) | (dict(bytes=stat.st_size, version=str(stat.st_mtime_ns)) if stat else {})
+            for file, stat in zip(self.files, stats, strict=True)
+        ]
+
+    def commit(self) -> str:
+        """The commit of a dataset of the hub; "" for anything else."""
+        commits = {in_hub(file)[1] if file.on_hub else "" for file in self.files}
+        return commits.pop() if len(commits) == 1 else ""
+
+
+def size_of(path: str) -> int:
+    import fsspec
+
+    with readable(path):
+        return fsspec.url_to_fs(path)[0].size(path) if "://" in path else os.path.getsize(path)
+
+
+def parquet_ratio(path: str, column: str, size: int) -> float:
+    """Bytes of text for each byte of a .parquet, of which only the list of its row groups is read."""
+    import fsspec
+    import pyarrow.parquet as pq
+
+    with readable(path), fsspec.open(path) as f, pq.ParquetFile(f) as file:
+        number = [file.schema.column(i).path for i in range(len(file.schema))].index(column)
+        groups = [file.metadata.row_group(group).column(number) for group in range(file.num_row_groups)]
+        return sum(group.total_uncompressed_size for group in groups) / size
 
 
 def open_texts(
@@ -261,7 +319,7 @@ def stream_of(file: TextFile, path: str, column: str = ""):
     return file.builder.as_streaming_dataset(split="train")
 
 
-def batches_of_rows(stream, path: str, text_field: str, _) -> Iterator[tuple[dict, int, list[str | None]]]:
+def batches_of_rows(stream, path: str, text_field: str) -> Iterator[tuple[dict, int, list[str | None]]]:
     """(state of the stream, 0, the texts of up to BATCH rows)."""
     rows = 0
     state = stream.state_dict()
@@ -277,7 +335,7 @@ def batches_of_rows(stream, path: str, text_field: str, _) -> Iterator[tuple[dic
         state = stream.state_dict()
 
 
-def batches_of_lines(stream, path: str, _, skip: int) -> Iterator[tuple[dict, int, list[str]]]:
+def batches_of_lines(stream, path: str, skip: int, notes: list[str]) -> Iterator[tuple[dict, int, list[str]]]:
     """(state of the stream and the lines to skip from there, up to BATCH documents) of a .txt."""
     starts = deque()  # (number of a line, state of the stream before it) of the lines that were read together
 
@@ -297,7 +355,8 @@ def batches_of_lines(stream, path: str, _, skip: int) -> Iterator[tuple[dict, in
             state = stream.state_dict()
 
     batch = []
-    for first, text in documents(lines(), skip):
+    n = 0
+    for n, (first, text) in enumerate(documents(lines(), skip), start=1):
         if len(text) > LARGEST:
             raise UserError(
                 f"{path} has a document of more than {LARGEST / 1e9:.1f} GB; split it, or leave the file out"
@@ -312,17 +371,20 @@ def batches_of_lines(stream, path: str, _, skip: int) -> Iterator[tuple[dict, in
             batch = []
     if batch:
         yield *place, batch
+    if n == 1 and len(text) > LONG and skip == 0:
+        notes.append(one_document(path))
 
 
-def documents(lines: Iterable[str], number: int = 0) -> Iterator[tuple[int, str]]:
-    """(number of its first line, document) of the lines of a text, which end with \\n; their first one is `number`.
+def documents(lines: Iterable[str], start: int = 0) -> Iterator[tuple[int, str]]:
+    """(number of its first line, document) of the lines of a text, which end with \\n; their first one is `start`.
 
     A document ends with two or more lines that are blank, which are a part of it, or before <|endoftext|> on a line of
     its own, which is not. It begins with a line that is not blank.
     """
     document = []
+    first = start
     blank = 0  # lines in a row
-    for number, line in enumerate(lines, number):
+    for number, line in enumerate(lines, start):
         word = line.strip()
         if word and (blank >= 2 or word == ENDOFTEXT) and document:
             yield first, "".join(document)
@@ -334,6 +396,10 @@ def documents(lines: Iterable[str], number: int = 0) -> Iterator[tuple[int, str]
             document.append(line)
     if document:
         yield first, "".join(document)
+
+
+def one_document(path: str) -> str:
+    return f"{path} is one document; to end documents in it, write two blank lines or {ENDOFTEXT} on a line of its own"
 
 
 def texts_of(text: str) -> list[str]:
@@ -360,7 +426,7 @@ def arriving(files: list[TextFile], folder: Path | None) -> Iterator[str]:
 
 
 def downloaded(file: TextFile, folder: Path | None) -> str:
-    if not file.on_hub:
+    if not file.on_hub or file.read_in_place:
         return file.path
     from huggingface_hub import hf_hub_download
     from huggingface_hub.utils import disable_progress_bars
