@@ -160,11 +160,10 @@ def write_shards(config: Config, texts: Texts, manifest: dict, tok: Tokenizer, e
 
 def validation_note(texts: Texts, last: int) -> str:
     """What the first shard holds of several sources, whose documents are not mixed."""
-    names = [file.path for file in texts.files[: last + 1]]
+    names = ", ".join(file.path for file in texts.files[: last + 1][:3])
     return (
-        f"note    the validation shard holds documents of {', '.join(names[:3])}{' and more' if len(names) > 3 else ''} "
-        f"alone, {len(names)} of {counted(len(texts.files), 'file')}; to validate on every source, give one file whose "
-        "documents are shuffled"
+        f"note    the validation shard holds documents of the first {last + 1} of {counted(len(texts.files), 'file')} "
+        f"alone ({names}{', ...' if last > 2 else ''}); to validate on all, mix them first"
     )
 
 

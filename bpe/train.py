@@ -3,7 +3,7 @@
     python bpe/train.py                                               # 1024 tokens on bpe/manual.txt, a second
     python bpe/train.py --input input.txt bpe/manual.txt --vocab_size 4096 --out out/bpe4k
     python bpe/train.py --input "texts/*.parquet" --vocab_size 32768 --max_bytes 2_000_000_000 --out out/bpe32k
-    python bpe/train.py --input HuggingFaceFW/fineweb-edu/sample/10BT --vocab_size 50257 --max_bytes 1_000_000_000
+    python bpe/train.py --input HuggingFaceFW/fineweb-edu --subset sample-10BT --max_bytes 1_000_000_000
 
 Prints merges as it finds them, how well the vocabulary compresses text that it was not trained on, and its longest
 tokens. Writes OUT: tokenizer.json, and the same in other forms, for `--tokenizer OUT` of the other
@@ -12,7 +12,6 @@ scripts and for transformers.AutoTokenizer. This file knows nothing of models, s
 
 import contextlib
 import itertools
-import re
 import shutil
 import sys
 import warnings
@@ -29,14 +28,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bpe.tokenizer import ENDOFTEXT, Tokenizer, visible
 from parts.cli import Count, Positive, Tokens, UserError, parse_args, script
-from parts.documents import documents_of, is_txt, units_of
 from parts.files import set_aside
-from parts.sources import Source, arriving, discard, find_source, left_out, on_hub
+from parts.texts import discard, open_texts
 
 
 @dataclass(frozen=True)
 class Config:
     input: tuple[str, ...] = ()  # .txt, .jsonl, .parquet, folders, globs, hub datasets; if empty, bpe/manual.txt
+    subset: str = ""  # subset of a dataset; empty for its default
+    split: str = "train"  # split of a dataset
     text_field: str = "text"  # column or JSON key that holds the text
     max_bytes: Tokens = 0  # stop reading after this many bytes of text; 0 reads everything
     vocab_size: Positive = 1024  # 256 bytes, the merges and the special tokens
@@ -49,7 +49,7 @@ class Config:
 
 
 HELD_OUT = 2**20  # characters to measure compression on; the last text is taken whole
-LINE_END = re.compile("\n")
+BLOCK = 2**22  # characters of a .txt that are counted together
 DOWNLOADS = ".downloads"  # folder in OUT for files of the hub, until they have been read
 
 
@@ -78,8 +78,8 @@ def main() -> None:
     renamed = f"renamed the old {out} to {set_aside(out)}\n" if holds_files(out) else ""
     tok.save(out)
     print(f"\n{len(tok):,} tokens from {texts.train_bytes:,} bytes")
-    if skipped:
-        print("skipped documents: " + ", ".join(f"{n:,} ({reason})" for reason, n in sorted(skipped.items())))
+    if n := skipped["no text"]:
+        print(f"skipped documents: {n:,} (no text)")
     report(tok, texts.held_out)
     print(
         f"\n{renamed}wrote {out}: tokenizer.json, and the same in other forms\n"
@@ -110,35 +110,32 @@ def holds_files(out: Path) -> bool:
 
 
 def read_texts(config: Config, skipped: Counter | None = None) -> Iterator[str]:
-    """All texts of all inputs, each file once; a .txt comes in blocks of whole lines. Counts in `skipped` the documents
+    """All texts of all inputs, each file once; a .txt comes in blocks of documents. Counts in `skipped` the documents
     that are left out, by reason. Raises UserError."""
     skipped = Counter() if skipped is None else skipped
     folder = Path(config.out) / DOWNLOADS
-    for source in sources_of(config.input or (str(Path(__file__).with_name("manual.txt")),)):
-        if source.left_out:
-            tqdm.write(f"without {left_out(source)}")
-        folder.mkdir(parents=True, exist_ok=True)  # if OUT cannot be written, fail before the training
-        for n_files, path in enumerate(arriving(source, folder), 1):
-            for unit in units_of(path, config.text_field, LINE_END):
-                found = list(documents_of(unit, config.text_field))
-                skipped.update(reason for _, reason in found if reason)
-                texts = [text for text, _ in found if text]
-                if is_txt(path):
-                    texts = ["".join(texts)]
-                yield from texts
-            discard(source, folder, n_files)
-
-
-def sources_of(inputs: tuple[str, ...]) -> list[Source]:
-    """Local inputs as one source, as two of them may name one file, and each dataset of the hub. Raises UserError."""
-    datasets = [(name,) for name in inputs if on_hub(name)]
-    local = tuple(name for name in inputs if (name,) not in datasets)
-    sources = [find_source(names) for names in [local, *datasets] if names]
-    files = Counter((source.repo, file.name) for source in sources for file in source.files)
-    for (repo, name), n in files.items():
-        if n > 1:
-            raise UserError(f"{name} of {repo} is in several of --input, and would be read {n} times; name it once")
-    return sources
+    source = config.input or (str(Path(__file__).with_name("manual.txt")),)
+    texts = open_texts(source, config.text_field, config.subset, config.split)
+    for note in texts.notes:
+        tqdm.write(f"note: {note}")
+    folder.mkdir(parents=True, exist_ok=True)  # if OUT cannot be written, fail before the training
+    number = 0
+    block = []  # of a .txt, whose documents are most often small
+    for place, batch in texts.batches(downloads=folder):
+        if block and (place["file"] != number or sum(map(len, block)) >= BLOCK):
+            yield "".join(block)
+            block = []
+        if place["file"] != number:
+            number = place["file"]
+            discard(texts.files[:number], folder)
+        found = [text for text in batch if text]
+        skipped["no text"] += batch.count(None)
+        if texts.files[number].kind == "text":
+            block += found
+        else:
+            yield from found
+    if block:
+        yield "".join(block)
 
 
 def limit(texts: Iterator[str], max_bytes: int) -> Iterator[str]:

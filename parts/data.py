@@ -53,8 +53,9 @@ def find_shards(data: str, split: str) -> list[Path]:
         )
     if glob.glob(data):
         raise UserError(
-            f"--data {data} holds no *_{split}_*.npy, .bin or .ds shard; give a folder of shards, or a plain text "
-            f"as .txt; to make shards of .parquet, .jsonl or .txt: python fineweb.py --source '{data}' --out_dir FOLDER"
+            f"--data {data} holds no *_{split}_*.npy, .bin or .ds shard; give a folder of shards, a plain text as "
+            ".txt, or, with --tokenizer train, a folder of plain texts; to make shards of .parquet, .jsonl or .txt: "
+            f"python fineweb.py --source '{data}' --out_dir FOLDER"
         )
     remedy = "write shards with fineweb.py, or start with one that needs no other data: python train_gpt2.py tiny"
     if data == "fineweb10B":  # the public speed record's, see docs/speedrun.md
@@ -65,20 +66,17 @@ def find_shards(data: str, split: str) -> list[Path]:
 def shards_by_split(data: str) -> dict[str, list[Path]]:
     """The files of tokens in a directory or a glob: those of "train", of "val", and of "neither".
 
-    The last _train or _val in the name of a file decides. datatrove's .ds files have no such names: the first one is
+    A name has _train_ or _val_, or is train or val alone. datatrove's .ds files have no such names: the first one is
     then "val", and the others are "train".
     """
     pattern = f"{glob.escape(data)}/*" if os.path.isdir(data) else data
-    shards = dict(train=[], val=[], neither=[])
-    for path in sorted(map(Path, glob.glob(pattern))):
-        if path.suffix in LAYOUTS:
-            named = re.findall(r"_(train|val)(?=_|$)", path.stem)
-            shards[named[-1] if named else "neither"].append(path)
-    if not shards["train"] and not shards["val"]:
-        unnamed = [path for path in shards["neither"] if path.suffix == ".ds"]
-        others = [path for path in shards["neither"] if path.suffix != ".ds"]
-        shards = dict(train=unnamed[1:], val=unnamed[:1], neither=others)
-    return shards
+    paths = [path for path in sorted(map(Path, glob.glob(pattern))) if path.suffix in LAYOUTS]
+    train = [path for path in paths if "_train_" in f"_{path.stem}_" and "_val_" not in f"_{path.stem}_"]
+    val = [path for path in paths if "_val_" in f"_{path.stem}_" and "_train_" not in f"_{path.stem}_"]
+    if not train and not val:
+        unnamed = [path for path in paths if path.suffix == ".ds"]
+        val, train = unnamed[:1], unnamed[1:]
+    return dict(train=train, val=val, neither=[path for path in paths if path not in train + val])
 
 
 def refuse_doubles(data: str, paths: list[Path]) -> None:
@@ -141,6 +139,10 @@ def npy_layout(path: Path) -> Layout:
 
 def bin_layout(path: Path) -> Layout:
     header = np.fromfile(path, "<i4", BIN_HEADER)  # fewer if the file is shorter
+    if header[:1].tolist() != [BIN_MAGIC] and path.stem in ("train", "val"):  # nanoGPT's: tokens alone
+        if path.with_name("meta.pkl").exists():
+            raise ValueError("nanoGPT's meta.pkl says that its tokens are characters; give --data the text, as .txt")
+        return np.dtype("<u2"), 0, (path.stat().st_size // 2,)
     if header[:2].tolist() != [BIN_MAGIC, 1]:
         raise ValueError(f"its header does not start with {BIN_MAGIC} and version 1")
     return np.dtype("<u2"), header.nbytes, (int(header[2]),)

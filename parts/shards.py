@@ -2,12 +2,13 @@
 
 - `verify` compares the files of a directory with its manifest
 - tokenizers by name, and the one that belongs to given shards
-- `prepare_text` turns a .txt file into shards, once, for training on a text of your own
+- `prepare_text` turns a .txt file, or a folder of plain texts, into shards, once, for training on a text of your own
 
 This file knows nothing of torch, models or training.
 """
 
 import hashlib
+import json
 import os
 import re
 from collections import Counter
@@ -31,8 +32,8 @@ from parts.data import (
     shards_by_split,
     summary,
 )
-from parts.documents import decode, documents, readable
 from parts.files import errors_name, exclusive_lock, flush, sha256, write_atomically
+from parts.texts import LONG, kind_inside, one_document, plain_texts, texts_of
 
 TRAIN_FRACTION = 0.9  # of a text's characters; the rest is the validation split
 LARGEST_TEXT = 10**9  # bytes of a .txt; its tokens take ten times as many, as Python's numbers
@@ -88,28 +89,29 @@ class Shards(NamedTuple):
 
 
 def open_shards(data: str, tokenizer: str, vocab_size: int, cache: Path) -> Shards:
-    """Open a directory or glob of shards, or a .txt file, which becomes shards below `cache` first. Raises UserError.
+    """Open a directory or glob of shards, or a .txt file, which becomes shards below `cache` first; with the tokenizer
+    `train` any other file or folder of plain text, too. Raises UserError.
 
-    Under torchrun all ranks call this: one makes the shards of a .txt, and the others wait for its file lock, since a
+    Under torchrun all ranks call this: one makes the shards of a text, and the others wait for its file lock, since a
     collective would time out.
     """
     place = Path(data)
-    if data.endswith(".txt"):
-        place = prepare_text(data, tokenizer, vocab_size, cache)
+    warnings = []
+    is_text = tokenizer == "train" and place.exists() and not any(shards_by_split(data).values())
+    if data.endswith(".txt") or is_text:
+        place, warnings = prepare_text(data, tokenizer, vocab_size, cache)
     train_paths = find_shards(str(place), "train")
     val_paths = find_shards(str(place), "val")
     folder = train_paths[0].parent
     if any(path.parent != folder for path in train_paths + val_paths):
         raise UserError(f"--data {data} has shards in several folders; put them, and one tokenizer.json, into one")
-    tok = data_tokenizer(folder, tokenizer)
-    named = tokenizer_of(folder, tokenizer)
+    tok, named = data_tokenizer(folder, tokenizer)
     padded = -(-len(tok) // 128) * 128  # as the tensor cores like it
     if len(tok) > vocab_size:
         raise UserError(f"the tokenizer has {len(tok)} tokens, more than --vocab_size {vocab_size}; give {padded}")
     unused = tok.unused_ids(len(tok))  # the model may be padded to more ids, which no token has
     val = TokenStream(val_paths, len(tok), unused, named)
     train = TokenStream(train_paths, len(tok), unused, named)
-    warnings = []
     if left_out := shards_by_split(str(place))["neither"]:
         names = ", ".join(path.name for path in left_out[:3])
         warnings.append(
@@ -141,28 +143,21 @@ def load_tokenizer(name: str) -> Tokenizer:
         raise UserError(str(e)) from e
 
 
-def data_tokenizer(directory: Path, tokenizer: str) -> Tokenizer:
-    """The tokenizer of a directory of shards: the one beside them, else `tokenizer`.
-
-    Raises UserError if the shards were written with another one than asked for.
-    """
-    name = tokenizer_of(directory, tokenizer)
+def data_tokenizer(directory: Path, tokenizer: str) -> tuple[Tokenizer, str]:
+    """The tokenizer of a directory of shards, and its name: the one beside them, which one that `tokenizer` names must
+    equal, or else that one, or GPT-2's. Raises UserError if the shards were written with another one."""
+    own = directory / "tokenizer.json"
+    beside = load_tokenizer(str(own)) if own.exists() else None
+    name = tokenizer
+    if tokenizer in ("gpt2", "train"):
+        name = str(own) if beside else ds_tokenizer(directory)
     tok = load_tokenizer(name)
-    own = directory / "tokenizer.json"
-    beside = load_tokenizer(str(own)) if own.exists() and name != str(own) else tok
-    written = read_manifest(directory).get("tokenizer") or beside.fingerprint
+    source = beside or tok
+    written = read_manifest(directory).get("tokenizer") or source.fingerprint
     # one with further special tokens, such as [PAD], has the same ids for every text
-    if tok.fingerprint == written or beside.fingerprint == written and beside.same_ids(tok):
-        return tok
-    raise UserError(f"{directory} was written with another tokenizer than {name}; use {own} or write it again")
-
-
-def tokenizer_of(directory: Path, tokenizer: str) -> str:
-    """The name of the tokenizer of a directory of shards. Raises UserError for one that is not here."""
-    own = directory / "tokenizer.json"
-    if tokenizer not in ("gpt2", "train"):
-        return tokenizer
-    return str(own) if own.exists() else ds_tokenizer(directory)
+    if source.fingerprint != written or not source.same_ids(tok):
+        raise UserError(f"{directory} was written with another tokenizer than {name}; use {own} or write it again")
+    return tok, name
 
 
 def ds_tokenizer(directory: Path) -> str:
@@ -187,36 +182,42 @@ def ds_tokenizer(directory: Path) -> str:
 # ------------------------------------------------------------------------------------------------- a text as shards
 
 
-def prepare_text(text_file: str, tokenizer: str, vocab_size: int, cache: Path) -> Path:
-    """Shards of a text file, the first part of it to train on and the rest to validate. Raises UserError.
+def prepare_text(source: str, tokenizer: str, vocab_size: int, cache: Path) -> tuple[Path, list[str]]:
+    """Shards of a text file, or of a folder of them: the first part of each to train on and the rest to validate; and
+    what a person should know. Raises UserError.
 
     `tokenizer` is `train`, for a BPE of `vocab_size` tokens trained on the training part, or as in `load_tokenizer`.
-    Returns the shard directory below `cache`, which also holds `tokenizer.json` and `manifest.json`. It is made once:
-    later runs use it as long as it is intact, and if several runs need it at the same time, one of them makes it.
+    The shard directory below `cache` also holds `tokenizer.json` and `manifest.json`. It is made once: later runs use
+    it as long as it is intact, and if several runs need it at the same time, one of them makes it.
     """
-    text = read_text(text_file)
+    place = Path(source)
+    texts, notes = plain_texts(source) if place.is_dir() else ([read_text(place)], [])
+    splits = [int(len(text) * TRAIN_FRACTION) for text in texts]  # by characters: the same for every tokenizer
+    parts = dict(
+        val=[document for text, split in zip(texts, splits, strict=True) for document in texts_of(text[split:])],
+        train=[document for text, split in zip(texts, splits, strict=True) for document in texts_of(text[:split])],
+    )
+    if len(texts) == 1 and len(parts["train"]) == 1 and len(texts[0]) > LONG:
+        notes.append(one_document(source))
     tok = None if tokenizer == "train" else load_tokenizer(tokenizer)
     if tok and tok.eot_token is None:
         raise UserError(f"--tokenizer {tokenizer} has no <|endoftext|> to start documents with; train one that has")
     wanted = tok.fingerprint if tok else f"train:{vocab_size}"
     # everything that decides the shards, so that a change to any of it makes others
-    key = hashlib.sha256(f"{TRAIN_FRACTION} {wanted} {text}".encode()).hexdigest()[:16]
-    source = Path(text_file)
-    directory = cache / f"{source.stem[:60]}-{key}"  # a name has 255 bytes at most, a character up to 4
+    key = hashlib.sha256(f"{TRAIN_FRACTION} {wanted} {json.dumps(parts)}".encode()).hexdigest()[:16]
+    directory = cache / f"{place.resolve().stem[:60]}-{key}"  # a name has 255 bytes at most, a character up to 4
     if is_intact(directory):  # before the lock: an intact cache may be read-only, and all ranks come here at once
-        return directory
+        return directory, notes
     cache.mkdir(parents=True, exist_ok=True)
     with exclusive_lock(cache / f".{directory.name}.lock", f"cached tokens {directory}", seconds=3600):  # others wait
         if is_intact(directory):  # another run has made it
-            return directory
-        split = int(len(text) * TRAIN_FRACTION)  # by characters, so that it is the same for every tokenizer
+            return directory, notes
         try:
-            tok = tok or Tokenizer.train([text[:split]], vocab_size)
+            tok = tok or Tokenizer.train([text[:split] for text, split in zip(texts, splits, strict=True)], vocab_size)
         except ValueError as e:
             raise UserError(f"--tokenizer train --vocab_size {vocab_size}: {e}") from e
-        parts = dict(val=text[split:], train=text[:split])
-        write_atomically(directory, partial(write_text_shards, parts=parts, tok=tok, source=source.name))
-    return directory
+        write_atomically(directory, partial(write_text_shards, parts=parts, tok=tok, source=place.name))
+    return directory, notes
 
 
 def is_intact(directory: Path) -> bool:
@@ -227,35 +228,38 @@ def is_intact(directory: Path) -> bool:
     return True
 
 
-def read_text(text_file: str) -> str:
-    path = Path(text_file)
+def read_text(path: Path) -> str:
     if path.is_file() and path.stat().st_size > LARGEST_TEXT:
         raise UserError(
             f"{path} has more than {LARGEST_TEXT / 1e9:g} GB, too much to tokenize at once; make shards of it: "
             f"python fineweb.py --source '{path}' --out_dir FOLDER, then --data FOLDER"
         )
     content = path.read_bytes()
-    with readable(path):
-        text = decode(content)
+    if found := kind_inside(content):
+        raise UserError(f"{path} is {found}, and not text; save it as UTF-8")
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as e:
+        near = e.object[: e.start + 4][-30:]
+        raise UserError(f"{path} is not UTF-8 at {near!r}; save it as UTF-8, or leave it out") from e
     if not text.strip():
         raise UserError(f"{path} is empty; give a text with more than a few hundred words")
     return text
 
 
-def write_text_shards(directory: Path, parts: dict[str, str], tok: Tokenizer, source: str) -> None:
-    """A shard for each of `parts`, {split: text}, tokenizer.json and manifest.json."""
+def write_text_shards(directory: Path, parts: dict[str, list[str]], tok: Tokenizer, source: str) -> None:
+    """A shard for each of `parts`, {split: documents}, tokenizer.json and manifest.json."""
     manifest = new_manifest(source=source, tokenizer=tok.fingerprint)
-    for number, (split, part) in enumerate(parts.items()):
-        texts = documents(part)
-        ids = []
-        for text in texts:
-            ids += [tok.eot_token, *tok.encode_ordinary(text)]
+    for number, (split, texts) in enumerate(parts.items()):
+        tokens = [ids for text in texts for ids in ([tok.eot_token], tok.encode_to_numpy(text))]
         file = directory / f"text_{split}_{number:06d}.npy"
-        np.save(file, np.array(ids, dtype=shard_dtype(len(tok))))
-        manifest["shards"].append(dict(file=file.name, tokens=len(ids), sha256=sha256(file)))
-        manifest["tokens"] += len(ids)
+        tokens = np.concatenate([[], *tokens], dtype=shard_dtype(len(tok)), casting="unsafe")
+        with errors_name(file):
+            np.save(file, tokens)
+        manifest["shards"].append(dict(file=file.name, tokens=len(tokens), sha256=sha256(file)))
+        manifest["tokens"] += len(tokens)
         manifest["documents"] += len(texts)
-        manifest["bytes"] += len(part.encode())
+        manifest["bytes"] += sum(len(text.encode()) for text in texts)
     tok.save(directory / "tokenizer.json")
     save_manifest(directory, manifest)
 

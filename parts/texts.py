@@ -355,8 +355,9 @@ def batches_of_lines(stream, path: str, skip: int, notes: list[str]) -> Iterator
             state = stream.state_dict()
 
     batch = []
-    n = 0
-    for n, (first, text) in enumerate(documents(lines(), skip), start=1):
+    n = 0  # documents
+    for first, text in documents(lines(), skip):
+        n += 1
         if len(text) > LARGEST:
             raise UserError(
                 f"{path} has a document of more than {LARGEST / 1e9:.1f} GB; split it, or leave the file out"
@@ -378,23 +379,31 @@ def batches_of_lines(stream, path: str, skip: int, notes: list[str]) -> Iterator
 def documents(lines: Iterable[str], start: int = 0) -> Iterator[tuple[int, str]]:
     """(number of its first line, document) of the lines of a text, which end with \\n; their first one is `start`.
 
-    A document ends with two or more lines that are blank, which are a part of it, or before <|endoftext|> on a line of
-    its own, which is not. It begins with a line that is not blank.
+    A document ends with two or more blank lines, which are a part of it, or before <|endoftext|> on a line of its own,
+    which is not. Blank lines alone are no document.
     """
     document = []
     first = start
     blank = 0  # lines in a row
+    has_text = False
+    after_end = False
     for number, line in enumerate(lines, start):
         word = line.strip()
-        if word and (blank >= 2 or word == ENDOFTEXT) and document:
-            yield first, "".join(document)
+        if word and blank >= 2 or word == ENDOFTEXT:
+            if has_text:
+                yield first, "".join(document)
             document = []
+            has_text = False
         blank = 0 if word else blank + 1
-        if document or word and word != ENDOFTEXT:
-            if not document:
-                first = number
-            document.append(line)
-    if document:
+        if word == ENDOFTEXT or after_end and not word:
+            after_end = True
+            continue
+        after_end = False
+        if not document:
+            first = number
+        document.append(line)
+        has_text = has_text or bool(word)
+    if has_text:
         yield first, "".join(document)
 
 
@@ -407,6 +416,25 @@ def texts_of(text: str) -> list[str]:
     if "\n" not in text:
         text = text.replace("\r", "\n")
     return [document for _, document in documents(StringIO(text, newline="\n"))]
+
+
+def plain_texts(folder: str) -> tuple[list[str], list[str]]:
+    """The texts of all files below a folder that are UTF-8, whatever their names; and lines that say what is read and
+    what is left out. Raises UserError if there are none."""
+    texts = {}
+    for here, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for path in (Path(here, name) for name in sorted(names) if not name.startswith(".")):
+            with suppress(UnicodeDecodeError):
+                content = path.read_bytes() if path.is_file() else b""
+                if not kind_inside(content) and (text := content.decode("utf-8-sig")).strip():
+                    texts[path] = text
+    if not texts:
+        raise UserError(f"{folder} holds no file of plain text (UTF-8); give a folder that has some")
+    kinds = Counter(path.suffix or path.name for path in texts)
+    read = ", ".join(f"{n} {kind}" for kind, n in kinds.most_common(9))
+    notes = [f"{folder}: {counted(len(texts), 'file')} read as text ({read})"]
+    return [*texts.values()], notes + left_out(folder, set(map(os.path.realpath, texts)))
 
 
 # ------------------------------------------------------------------------------------------------ files on this disk
