@@ -76,6 +76,12 @@ def find_files(source: tuple[str, ...], subset: str, split: str, revision: str) 
         found = named_files(name, paths, split)
         for folder in filter(os.path.isdir, paths):
             of_folder = files_of(load_builder(folder, name=subset or None), folder, split)
+            if of_folder[0].kind not in KINDS.values():
+                known = sorted(filter(kind_of, glob(f"{folder}/**", recursive=True)))
+                raise UserError(
+                    f"{folder} would be read as {of_folder[0].kind}; give a glob of its texts, such as "
+                    f"'{known[0] if known else 'FOLDER/*.jsonl'}'"
+                )
             notes += left_out(folder, {os.path.realpath(file.path) for file in of_folder})
             found += of_folder
         if not found:
@@ -462,7 +468,8 @@ def downloaded(file: TextFile, folder: Path | None) -> str:
     disable_progress_bars()  # they would garble ours
     repo, commit, name = in_hub(file)
     with readable(file.path):
-        return hf_hub_download(repo, name, repo_type="dataset", revision=commit, local_dir=folder)
+        local_dir = folder and folder / repo
+        return hf_hub_download(repo, name, repo_type="dataset", revision=commit, local_dir=local_dir)
 
 
 def in_hub(file: TextFile) -> tuple[str, ...]:
@@ -474,7 +481,8 @@ def discard(files: list[TextFile], folder: Path) -> None:
     """Delete what was downloaded of these files."""
     for file in files:
         if file.on_hub:
-            (folder / in_hub(file)[2]).unlink(missing_ok=True)
+            repo, _, name = in_hub(file)
+            (folder / repo / name).unlink(missing_ok=True)
 
 
 def refuse_foreign(kind: str, path: str, text_field: str) -> None:

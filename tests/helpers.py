@@ -76,10 +76,10 @@ def run_script(script: str, *args, cwd=None, timeout=240, env=None, **kwargs) ->
     )
 
 
-def start_script(script: str, *args, **kwargs) -> subprocess.Popen:
+def start_script(script: str, *args, env=None, **kwargs) -> subprocess.Popen:
     """Start a script of the project, with its output in pipes."""
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    return subprocess.Popen(command(script, *args, **kwargs), env=environment(), **pipes)
+    return subprocess.Popen(command(script, *args, **kwargs), env=env or environment(), **pipes)
 
 
 def children_of(pid: int) -> list[int]:

@@ -2,49 +2,52 @@
 
 import http.server
 import json
-import socket
 import threading
 import time
 from pathlib import Path
+from urllib.parse import parse_qs, unquote, urlsplit
 
 from parts.files import sha256
 from tests.helpers import environment
 
 
 class Hub(http.server.ThreadingHTTPServer):
-    """As much of the hub's protocol as a download of a dataset needs, with the hub's moods.
+    """As much of the hub's protocol as `datasets` and a download need, with the hub's moods.
 
-    The files are below `folder`, and behind a redirect, as on the real hub. The first `busy` requests are answered with
-    429 and a Retry-After of 2 seconds; `hasty` counts requests that come earlier. `moods` says what happens to the
-    first download of a file: `cut` ends it half-way, with the connection, `stall` sends three quarters and no more.
+    Each folder in `folder` is the dataset some/NAME of one commit. Files are behind a redirect, as on the real hub. The
+    first `busy` requests are answered with 429 and a Retry-After of 2 seconds; `hasty` counts those that come earlier.
+    The first download of a file in `cut` ends half-way, with the connection. Each answer takes `delay` seconds.
     """
 
     COMMIT = "0123456789abcdef0123456789abcdef01234567"
     daemon_threads = True
 
-    def __init__(self, folder: Path, busy: int = 0, moods: dict[str, str] | None = None):
+    def __init__(self, folder: Path, busy: int = 0, cut: tuple[str, ...] = (), delay: float = 0.0):
         super().__init__(("127.0.0.1", 0), HubRequest)
         self.folder = folder
         self.busy = busy
-        self.moods = moods or {}
-        self.requests: list[tuple[str, str | None, int]] = []  # path, Range, status
-        self.now = self.most = self.hasty = 0
+        self.cut = cut
+        self.delay = delay
+        self.requests: list[tuple[str, str, str | None, int]] = []  # method, path, Range, status
+        self.now = self.most = self.hasty = 0  # downloads at this moment, the most at one
         self.quiet_until = 0.0
         self.lock = threading.Lock()
-        self.over = threading.Event()
 
     def __enter__(self):
         threading.Thread(target=self.serve_forever, daemon=True).start()
         return self
 
     def __exit__(self, *exc):
-        self.over.set()
         self.shutdown()
         self.server_close()
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
+
+    def downloads(self) -> list[str]:
+        """The path of each file that was sent, DATASET/PATH."""
+        return [path.removeprefix("/blob/") for method, path, _, _ in self.requests if path.startswith("/blob/")]
 
 
 class HubRequest(http.server.BaseHTTPRequestHandler):
@@ -54,17 +57,20 @@ class HubRequest(http.server.BaseHTTPRequestHandler):
         pass
 
     def answer(self, status: int, body: bytes = b"", **headers) -> None:
-        self.server.requests.append((self.path, self.headers.get("Range"), status))
+        self.server.requests.append((self.command, self.path, self.headers.get("Range"), status))
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name.replace("_", "-"), value)
         if "Content_Length" not in headers:
             self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
     def do_GET(self):
         hub = self.server
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
+        time.sleep(hub.delay)
         with hub.lock:
             hub.busy -= 1
             hub.hasty += time.monotonic() < hub.quiet_until
@@ -72,51 +78,78 @@ class HubRequest(http.server.BaseHTTPRequestHandler):
                 hub.quiet_until = time.monotonic() + 2
         if busy:
             return self.answer(429, b"slow down", Retry_After="2")
-        if self.path.startswith(
-            ("/api/datasets/some/corpus/revision/main", f"/api/datasets/some/corpus/revision/{hub.COMMIT}")
-        ):
-            files = sorted(path for path in hub.folder.rglob("*") if path.is_file())
-            siblings = [
-                dict(rfilename=str(path.relative_to(hub.folder)), size=path.stat().st_size, blobId="0",
-                     lfs=dict(sha256=sha256(path)))
-                for path in files
-            ]  # fmt: skip
-            body = json.dumps(dict(sha=hub.COMMIT, siblings=siblings)).encode()
-            return self.answer(200, body)
-        prefix = f"/datasets/some/corpus/resolve/{hub.COMMIT}/"
-        if self.path.startswith(prefix):
-            return self.answer(302, Location=f"{hub.url}/blob/{self.path.removeprefix(prefix)}")
-        if self.path.startswith("/blob/"):
-            return self.send_file(hub.folder / self.path.removeprefix("/blob/"))
-        self.answer(404, X_Error_Code="RepoNotFound")
+        parts = unquote(urlsplit(self.path).path).strip("/").split("/")
+        match parts:
+            case ["api", "datasets", "some", name, *what] if (hub.folder / name).is_dir():
+                self.answer_json(self.about(hub.folder / name, what, body))
+            case ["datasets", "some", name, "resolve", _, *path]:
+                self.resolve(hub.folder / name, "/".join(path))
+            case ["blob", *path]:
+                self.send_file(hub.folder / "/".join(path))
+            case _:
+                self.answer(404, X_Error_Code="RepoNotFound")
+
+    do_HEAD = do_POST = do_GET
+
+    def answer_json(self, content) -> None:
+        self.answer(200, json.dumps(content).encode(), Content_Type="application/json")
+
+    def about(self, folder: Path, what: list[str], body: str):
+        paths = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*"))}
+        if what[:1] == ["paths-info"]:
+            wanted = json.loads(body)["paths"] if body.startswith("{") else parse_qs(body)["paths"]
+            return [entry(name, paths[name]) for name in wanted if name in paths]
+        if what[:1] == ["tree"]:
+            below = folder / "/".join(what[2:])
+            deep = "recursive=true" in self.path.lower()
+            found = [path for path in paths.values() if below in (path.parents if deep else [path.parent])]
+            return [entry(str(path.relative_to(folder)), path) for path in found]
+        siblings = [dict(rfilename=name) for name, path in paths.items() if path.is_file()]
+        return dict(id=f"some/{folder.name}", sha=self.server.COMMIT, siblings=siblings, private=False, gated=False)
+
+    def resolve(self, folder: Path, name: str) -> None:
+        path = folder / name
+        commit = dict(X_Repo_Commit=self.server.COMMIT)
+        if not folder.is_dir():
+            return self.answer(404, X_Error_Code="RepoNotFound")
+        if not path.is_file():
+            return self.answer(404, X_Error_Code="EntryNotFound", **commit)
+        size = str(path.stat().st_size)
+        # another host, as on the real hub
+        place = f"http://localhost:{self.server.server_port}/blob/{folder.name}/{name}"
+        etag = f'"{sha256(path)}"'
+        self.answer(302, Location=place, ETag=etag, X_Linked_Etag=etag, X_Linked_Size=size, **commit)
 
     def send_file(self, path: Path) -> None:
         hub = self.server
         data = path.read_bytes()
-        span = self.headers.get("Range")
-        start = int(span.removeprefix("bytes=").split("-")[0]) if span else 0
+        first, last = 0, len(data) - 1
+        if span := self.headers.get("Range"):
+            begin, _, end = span.removeprefix("bytes=").partition("-")
+            first, last = int(begin), min(int(end or last), last)
+        body = data[first : last + 1]
         with hub.lock:
-            first = not any(p == self.path for p, _, _ in hub.requests)
+            cut = path.name in hub.cut and not any(path == self.path for _, path, _, _ in hub.requests)
             hub.now += 1
             hub.most = max(hub.most, hub.now)
         try:
-            body = data[start:]
-            mood = hub.moods.get(path.name) if first else None
-            sent = body[: int(len(body) * dict(cut=0.5, stall=0.75).get(mood, 1))]
-            headers = dict(Content_Range=f"bytes {start}-{len(data) - 1}/{len(data)}") if span else {}
-            headers |= dict(Content_Length=str(len(body)))
-            self.answer(206 if span else 200, sent, **headers)
-            if mood == "stall":
-                hub.over.wait()
-            if len(sent) < len(body):
-                self.close_connection = True
-                self.connection.shutdown(socket.SHUT_RDWR)
-            time.sleep(0.02)
+            headers = dict(Content_Range=f"bytes {first}-{last}/{len(data)}") if span else {}
+            headers |= dict(Content_Length=str(len(body)), ETag=f'"{sha256(path)}"')
+            self.answer(206 if span else 200, body[: len(body) // 2] if cut else body, **headers)
+            self.close_connection = cut
         except OSError:
             pass  # the client was killed
         finally:
             with hub.lock:
                 hub.now -= 1
+
+
+def entry(name: str, path: Path) -> dict:
+    if path.is_dir():
+        return dict(type="directory", path=name, oid="0")
+    digest = sha256(path)
+    lfs = dict(oid=digest, size=path.stat().st_size, pointerSize=100)
+    return dict(type="file", path=name, size=path.stat().st_size, oid=digest[:40], lfs=lfs)
 
 
 def hub_environment(hub_url: str, home: Path) -> dict:

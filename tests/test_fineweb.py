@@ -4,9 +4,7 @@ import gzip
 import hashlib
 import json
 import shutil
-from concurrent.futures import Future
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +14,6 @@ from tqdm import tqdm
 
 import fineweb
 from bpe.tokenizer import Tokenizer
-from parts import documents, sources
 from parts.data import find_shards, read_manifest, save_manifest
 from parts.shards import shard_dtype, verify
 from tests.corpora import (
@@ -32,7 +29,6 @@ from tests.helpers import (
     assert_refused,
     assert_user_error,
     files_of,
-    prose,
     run_script,
     succeed,
     text_file,
@@ -76,47 +72,30 @@ def tokens_of(out_dir: Path) -> list[int]:
     return np.concatenate([np.load(out_dir / entry["file"]) for entry in read_manifest(out_dir)["shards"]]).tolist()
 
 
-def test_all_formats_in_one_folder(tokenizer, tmp_path, monkeypatch):
-    """Rows, row groups, lines and texts travel to the workers in different ways."""
-    monkeypatch.setattr(documents, "UNIT_BYTES", 20_000)
+def test_all_kinds_in_one_run_are_the_tokens_of_their_documents(tokenizer, tmp_path):
     docs = [" ".join(doc.split()) + "." for doc in make_documents(120)]
-    folder = tmp_path / "docs"
-    write_parquet(folder / "a.parquet", docs[:30], rows=5)
-    write_parquet(folder / "b.parquet", docs[30:60], rows=1000)
-    docs[60] = "a lone \ud800 surrogate"
+    write_parquet(tmp_path / "a.parquet", docs[:30], rows=5)
+    write_parquet(tmp_path / "b.parquet", docs[30:60], rows=1000)
     lines = "".join(json.dumps({"text": doc}) + "\n" for doc in docs[60:90])
-    docs[60] = "a lone \ufffd surrogate"
-    (folder / "c.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-    (folder / "d.txt").write_text("\n\n\n".join(docs[90:]))
-    run_here(folder, tmp_path / "shards", tokenizer, shard_size=10_000)
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (tmp_path / "d.txt").write_text("\n\n\n".join(docs[90:]))
+    files = tuple(map(str, sorted(tmp_path.glob("[a-d].*"))))
+    run_here(files, tmp_path / "shards", tokenizer, shard_size=10_000)
     docs[90:-1] = [doc + "\n\n\n" for doc in docs[90:-1]]
     assert tokens_of(tmp_path / "shards") == plain_tokens(docs, Tokenizer.load(tokenizer))
 
 
-@pytest.mark.parametrize("continued", [0, 1])
-def test_a_unit_is_its_documents_each_after_the_token_that_ends_one(tokenizer, continued):
+def test_a_batch_is_its_documents_each_after_the_token_that_ends_one(tokenizer):
     tok = Tokenizer.load(tokenizer)
-    unit = documents.Unit(Path("x"), ["one", None, "two"], continued=continued)
-    tokens, skipped = fineweb.tokenize(unit, "text", tok)
-    assert tokens.tolist() == plain_tokens(["one", "two"], tok)[continued:]
+    tokens, skipped = fineweb.tokens_of(["one", None, "", "two"], tok)
+    assert tokens.tolist() == plain_tokens(["one", "", "two"], tok)
     assert skipped == {"no text": 1}
 
 
-@pytest.mark.parametrize("pattern", ["gpt2", "cl100k", r"\S+|\s+"])
-@pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_a_long_text_has_the_tokens_that_it_has_as_a_whole(tmp_path, monkeypatch, pattern, end):
-    """Whether its documents are shorter than a unit or longer."""
-    monkeypatch.setattr(documents, "UNIT_BYTES", 3000)
-    english = prose(40_000)
-    chinese = "中文也一样，\u3000没有空格的句子很长。\n\n\n" * 100
-    text = english + "\n\n\n\n" + chinese + english[:9000] + "\n" * 5000 + "the end  \n"
-    docs = documents.documents(text.replace("\n", end))
-    tok = Tokenizer.train(docs, 400, pattern)
-    tok.save(tmp_path / "tokenizer.json")
-    (tmp_path / "long.txt").write_bytes("".join(docs).encode())
-    manifest = run_here(tmp_path / "long.txt", tmp_path / "shards", tmp_path / "tokenizer.json", shard_size=5000)
-    assert tokens_of(tmp_path / "shards") == plain_tokens(docs, tok)
-    assert manifest["documents"] == len(docs) > 100
+def test_what_validation_holds_of_several_sources_is_said(corpus, tokenizer, tmp_path, capsys):
+    source = tuple(str(corpus[0] / f"part_{n:02d}.parquet") for n in range(3))
+    run_here(source, tmp_path / "shards", tokenizer, shard_size=3000)
+    assert "the validation shard holds documents of the first 1 of 3 files alone (" in capsys.readouterr().out
 
 
 # --------------------------------------------------------------------------------------------- what is wrong, in a line
@@ -147,8 +126,10 @@ def test_a_source_without_documents(tokenizer, tmp_path):
     assert not (tmp_path / "missing_parquet").exists()
     (tmp_path / "x.txt").touch()
     refused("no document in .*x.txt; skipped: none", tmp_path / "x.txt")
-    (tmp_path / "x.jsonl").write_text('{"text": null}\n{"text": 7}\n')
-    refused("{'no text': 2}; name .* --text_field", tmp_path / "x.jsonl")
+    (tmp_path / "x.jsonl").write_text('{"text": null}\n' * 2)
+    refused("x.jsonl has no 'text' of text; give another file", tmp_path / "x.jsonl")
+    write_parquet(tmp_path / "x.parquet", [None, None])
+    refused("{'no text': 2}; name .* --text_field", tmp_path / "x.parquet")
 
 
 @pytest.mark.parametrize("change", [dict(shard_size=10_000), dict(text_field="id"), dict(limit_tokens=5), "tokenizer"])
@@ -177,6 +158,7 @@ WRONG = [
     (dict(shard_size=-1), ["--shard_size must be in [0,"]),
     (dict(tokenizer="train"), ["no tokenizer at train; give gpt2, a tokenizer.json, or the OUT of python"]),
     (dict(source="a.txt"), ["give an --out_dir"]),
+    (dict(source="."), ["give an --out_dir"]),
     (dict(tokenizer="nowhere.json"), ["nowhere.json"]),
     (dict(out_dir=""), ["is empty; give a directory"]),
     (dict(source="a.txt", out_dir="a.txt"), ["Not a directory; fix that, or give another path"]),
@@ -196,7 +178,7 @@ def test_dry_run_says_what_it_needs_and_writes_nothing(corpus, tokenizer, tmp_pa
     result = succeed("fineweb.py", **words)
     size = tqdm.format_sizeof(sum(file.stat().st_size for file in corpus[0].iterdir()), "B")
     for said in (
-        f"{corpus[0]}: 12 files, {size}\n",
+        f"{corpus[0]}, train: 12 files, {size}\n",
         "about 12.3k tokens, in shards of 10,000,000 uint16\n",
         "24.7kB for shards, 0.00B for files under way",
         "are free",
@@ -206,169 +188,24 @@ def test_dry_run_says_what_it_needs_and_writes_nothing(corpus, tokenizer, tmp_pa
     assert not (tmp_path / "shards").exists()
 
 
-def test_compressed_parquet_is_estimated_by_its_text_and_a_small_corpus_is_mostly_for_training(tokenizer, tmp_path):
+@pytest.mark.parametrize("alphabet", ["english", "bytes"])
+def test_a_small_corpus_is_mostly_for_training_by_the_tokens_of_its_first_documents(tokenizer, tmp_path, alphabet):
+    """A tokenizer of other text makes many more of a byte."""
     docs = make_documents(100)
+    if alphabet == "bytes":
+        Tokenizer([]).save(tmp_path / "bytes.json")
+        tokenizer = tmp_path / "bytes.json"
     pq.write_table(pa.table({"text": docs, "n": range(100)}), tmp_path / "docs.parquet", compression="zstd")
-    [file] = sources.find_source((str(tmp_path / "docs.parquet"),)).files
-    n_bytes = sum(len(doc.encode()) for doc in docs)
-    assert documents.text_size(file.name, file.bytes, "text") == pytest.approx(n_bytes, rel=0.05)
-    assert documents.text_size(file.name, file.bytes, "absent") > 0, "an estimate; the error comes with its turn"
-    manifest = run_here(tmp_path, tmp_path / "shards", tokenizer, shard_size=0)
-    expected = int(documents.text_size(file.name, file.bytes, "text") * fineweb.TOKENS_PER_BYTE)
-    assert manifest["shards"][0]["tokens"] == manifest["shard_size"] == expected // 10
-    assert run_here(tmp_path, tmp_path / "shards", tokenizer, shard_size=0) == manifest
+    manifest = run_here(tmp_path / "docs.parquet", tmp_path / "shards", tokenizer, shard_size=0)
+    expected = len(plain_tokens(docs, Tokenizer.load(tokenizer)))
+    assert manifest["shards"][0]["tokens"] == manifest["shard_size"] == pytest.approx(expected / 10, rel=0.15)
+    assert run_here(tmp_path / "docs.parquet", tmp_path / "shards", tokenizer, shard_size=0) == manifest
 
 
 def test_a_million_blanks_have_their_ids_where_tiktoken_gives_up(tokenizer):
     tok = Tokenizer.load(tokenizer)
     text = "x" + " " * 10**6 + "y"
     assert tok.encode_to_numpy(text).tolist() == tok.encode(text)
-
-
-# ----------------------------------------------------------------------------------------- documents in, documents out
-
-
-def lines(*docs, key: str = "text") -> bytes:
-    return "".join(json.dumps({"id": n, key: doc}, ensure_ascii=False) + "\n" for n, doc in enumerate(docs)).encode()
-
-
-def parquet(docs: list, key: str = "text", **options) -> bytes:
-    buffer = pa.BufferOutputStream()
-    pq.write_table(pa.table({"id": range(len(docs)), key: docs}), buffer, **options)
-    return buffer.getvalue().to_pybytes()
-
-
-def zst(data: bytes) -> bytes:
-    return pa.compress(data, codec="zstd", asbytes=True)
-
-
-class Link(NamedTuple):
-    to: str
-
-
-A = lines("one", "two", "three")
-B = lines("four", "five")
-ARRAY = json.dumps([{"text": "one"}, {"text": "two"}])
-OVER_LINES = json.dumps({"text": "one"}, indent=1) + "\n"
-WORDS = pa.array(["one", "two", "one", None]).dictionary_encode()
-HIDDEN = {"a.jsonl": (A, 3), ".b.jsonl": (B, 2), ".git/c.jsonl": (B, 2)}
-SUFFIXES = {"a.jsonl": (A, 3), "b.csv": (b"text\none\n", 1), "c.JSONL": (B, 2), "d.ndjson": (B, 2)}
-NESTED = {"a.jsonl": (A, 3), "x/b.jsonl": (B, 2), "x/y/c.jsonl": (B, 2)}
-LINKED = {"x/a.jsonl": (A, 3), "../elsewhere/b.jsonl": (B, 2), "y": (Link("../elsewhere"), 0)}
-OTHER_KEY = {"a.jsonl": (A, 3), "b.jsonl": (lines("one", key="body"), 1)}
-TWINS = {"a.jsonl": (A, 3), "a.jsonl.gz": (gzip.compress(A), 3)}
-KINDS = {"a.jsonl": (A, 3), "b.parquet": (parquet(["x"]), 1), "c.txt": (b"x\n\n\ny", 2)}
-
-# {what: (files, expected)}: {file: (its content, or a link, and how many documents are in it)}, and how many come out,
-# or the words of the error
-INPUTS = {
-    "other suffixes": (SUFFIXES, 3),
-    "hidden files and folders": (HIDDEN, 3),
-    "a link to a file": ({"a.jsonl": (A, 3), "b.jsonl": (Link("a.jsonl"), 3)}, 3),
-    "a link to a folder": (LINKED, 5),
-    "a link that leads nowhere": ({"a.jsonl": (A, 3), "b.jsonl": (Link("nowhere"), 0)}, 3),
-    "an array": ({"a.jsonl": (ARRAY.encode(), 2)}, "a.jsonl begins with"),
-    "an array over lines": ({"a.jsonl": (ARRAY.replace("}, ", "},\n").encode(), 2)}, "a.jsonl begins with"),
-    "commas after objects": ({"a.jsonl": (A.replace(b"\n", b",\n"), 3)}, "a.jsonl has a comma .* line 1;"),
-    "objects over lines": ({"a.jsonl": (OVER_LINES.encode() * 2, 2)}, "a.jsonl has 6 broken lines and 0 documents"),
-    "an object around rows": ({"a.jsonl": (f'{{"data": {ARRAY}}}'.encode(), 2)}, "a.jsonl has no key 'text'"),
-    "a byte order mark": ({"a.jsonl": (b"\xef\xbb\xbf" + A, 3)}, 3),
-    "a mark in each line": ({"a.jsonl": (A.replace(b"{", b"\xef\xbb\xbf{"), 3)}, 3),
-    "line ends of Windows": ({"a.jsonl": (A.replace(b"\n", b"\r\n"), 3)}, 3),
-    "blank lines, no last end": ({"a.jsonl": (A.replace(b"\n", b"\n \n").rstrip(), 3)}, 3),
-    "other line separators": ({"a.jsonl": (lines("a\u2028b\x85c", "d\x0ce"), 2)}, 2),
-    "gzip of many members": ({"a.jsonl.gz": (gzip.compress(A) + gzip.compress(B), 5)}, 5),
-    "zstd of many frames": ({"a.jsonl.zst": (zst(A) + zst(B), 5)}, 5),
-    "gzip cut short": ({"a.jsonl.gz": (gzip.compress(A)[:-5], 3)}, "a.jsonl.gz: Truncated"),
-    "nulls and numbers": ({"a.jsonl": (lines("one", None, 5), 3)}, 1),
-    "nulls in parquet": ({"a.parquet": (parquet(["one", None, "two"]), 3)}, 2),
-    "numbers of words": ({"a.parquet": (parquet(WORDS), 4)}, 3),
-    "groups of rows": ({"a.parquet": (parquet(["one"] * 50, row_group_size=3), 50)}, 50),
-    "empty texts": ({"a.jsonl": (lines("", "one", " "), 3), "b.jsonl": (b"", 0)}, 3),
-    "special tokens in texts": ({"a.jsonl": (lines("a<|endoftext|>b", "<|endoftext|>"), 2)}, 2),
-    "mixed keys": ({"a.jsonl": (lines("one") + lines("two", key="body"), 2)}, 1),
-    "another key": (OTHER_KEY, "b.jsonl has no key 'text'"),
-    "another column": ({"a.parquet": (parquet(["one"], "body"), 1)}, "a.parquet has no column 'text'"),
-    "some broken lines": ({"a.jsonl": (A + b"{\n" + B + b'{"text": "cut', 7)}, 5),
-    "mostly broken lines": ({"a.jsonl": (A + b"{\n" * 4, 7)}, "4 broken lines and 3 documents .* is line 4;"),
-    "a text in two formats": (TWINS, "a.jsonl and .*a.jsonl.gz may hold the same documents"),
-    "many formats": (KINDS, 6),
-    "paragraphs of Windows": ({"a.txt": (b"x\r\n\r\ny\r\n\r\n\r\nz", 2)}, 2),
-    "UTF-16": ({"a.txt": ("one two".encode("utf-16"), 1)}, "a.txt is not UTF-8"),
-    "C4": ({"c4-train.00000.json.gz": (gzip.compress(lines("one", "two")), 2)}, 2),
-    "the Pile": ({"00.jsonl.zst": (zst(b'{"text": "one", "meta": {"set": "x"}}\n'), 1)}, 1),
-}
-
-
-class Inline:
-    """A worker in this process."""
-
-    def __init__(self, config: fineweb.Config, tok: Tokenizer):
-        self.config = config
-        self.tok = tok
-
-    def __enter__(self):
-        return self.submit
-
-    def __exit__(self, *_):
-        pass
-
-    def submit(self, unit: documents.Unit) -> Future:
-        done = Future()
-        done.set_result(fineweb.tokenize(unit, self.config.text_field, self.tok))
-        return done
-
-
-@pytest.fixture
-def shards_of(tokenizer, tmp_path, monkeypatch):
-    """shards_of(files, patterns) writes the files to a folder, and shards of what the patterns name there; returns the
-    manifest, and how many documents are in files that are named as left out."""
-    monkeypatch.setattr(fineweb, "start_workers", Inline)
-    folder = tmp_path / "folder"
-
-    def make(files: dict, patterns=("",)) -> tuple[dict, int]:
-        for name, (content, _) in files.items():
-            path = folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if isinstance(content, Link):
-                path.symlink_to(content.to)
-            else:
-                path.write_bytes(content)
-        source = tuple(f"{folder}/{pattern}" for pattern in patterns)
-        manifest = run_here(source, tmp_path / "shards", tokenizer)
-        named = [name for name, _ in sources.find_source(source).left_out]
-        return manifest, sum(n for name, (_, n) in files.items() if any(map((folder / name).is_relative_to, named)))
-
-    return make
-
-
-@pytest.mark.parametrize("what", INPUTS)
-def test_documents_come_out_or_are_named_as_left_out(shards_of, what):
-    """Each is in the shards, or counted by reason, or in a file that is named; or the error names its file."""
-    files, expected = INPUTS[what]
-    if isinstance(expected, str):
-        assert_refused(expected, shards_of, files)
-        return
-    manifest, in_files_left_out = shards_of(files)
-    documents_in = sum(n for _, n in files.values())
-    assert manifest["documents"] == expected
-    assert documents_in == expected + sum(manifest["skipped"].values()) + in_files_left_out
-
-
-PATTERNS = [[""], ["**"], ["*"], ["**/*"], ["x/b.jsonl", "", "x"], ["*.jsonl", "*/*"]]
-
-
-@pytest.mark.parametrize("patterns", PATTERNS, ids=str)
-def test_nested_documents_come_out_once_whatever_the_patterns(shards_of, patterns):
-    manifest, _ = shards_of(NESTED, patterns)
-    assert manifest["documents"] == 7
-
-
-def test_what_is_left_out_is_printed(shards_of, capsys):
-    shards_of(HIDDEN | SUFFIXES)
-    printed = capsys.readouterr().out
-    for name in [".b.jsonl", ".git", "b.csv", "c.JSONL", "d.ndjson"]:
-        assert f"/{name}" in printed
 
 
 # ------------------------------------------------------------------------------------------------------------- --verify

@@ -140,7 +140,7 @@ def test_a_function_fits_on_one_screen_with_at_most_six_parameters(path):
         assert function.end_lineno - function.lineno < LINES_OF_A_SCREEN, name
 
 
-WORKERS = {"parts.cli", "parts.files", "parts.data", "parts.shards", "parts.sources", "parts.documents", "parts.texts", "fineweb"}
+WORKERS = {"parts.cli", "parts.files", "parts.data", "parts.shards", "parts.texts", "fineweb"}
 
 
 def says_it_knows_no_torch(path: Path) -> bool:
@@ -156,7 +156,7 @@ def test_what_a_worker_process_imports_is_free_of_torch_and_so_is_what_says_so(m
     assert "torch" not in modules_after(f"import {module}")
 
 
-@pytest.mark.parametrize("module", ["fineweb", "parts.sources", "parts.documents", "parts.texts", "parts.shards"])
+@pytest.mark.parametrize("module", ["fineweb", "parts.texts", "parts.shards"])
 def test_a_worker_process_imports_no_library_of_the_hub(module):
     assert not {"datasets", "huggingface_hub", "transformers"} & modules_after(f"import {module}")
 
