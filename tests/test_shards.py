@@ -102,7 +102,7 @@ def test_prepared_once_and_again_for_another_text_or_tokenizer(tmp_path, prepare
     monkeypatch.setattr("parts.shards.is_intact", lambda _: next(answers, True))
     assert prepare() == first
     assert stamps(first) == before
-    assert first.name == "story-50bed00377f7245e"
+    assert first.name == "story-6c6aea4530325678"
     others = {prepare_text(str(text), *wanted, cache)[0] for wanted in (("train", 290), (str(byte_tokenizer), 300))}
     text.write_text(TEXT + "More.\n")
     assert len({first, *others, prepare()}) == 4
