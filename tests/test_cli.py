@@ -8,16 +8,17 @@ import signal
 import stat
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
+from typing import Annotated, Literal
 
 import pytest
 
 import train_gpt2
 from model import GPT
 from parts import cli
-from parts.cli import TemporaryError, UserError, parse_args
+from parts.cli import NonNegative, Positional, Positive, TemporaryError, UserError, parse_args
 from parts.files import exclusive_lock, read_json, replace_file, set_aside, write_atomically
 from tests.finetuning import distance, small_gpt
 from tests.helpers import ROOT, assert_refused, environment, resume_table, run_script
@@ -51,17 +52,143 @@ def test_a_page_says_of_every_constant_what_a_resume_does_with_another_value(pag
     assert {name for name in table if table[name] == "refused"} == set(DOORS[door].FIXED)
 
 
-def test_help_shows_each_constant_with_its_comment_and_the_default_of_the_recipe(monkeypatch, capsys):
+@dataclass(frozen=True)
+class Base:
+    place: Annotated[str, Positional]  # where to go
+    depth: Positive = 3  # how deep
+
+
+@dataclass(frozen=True)
+class Example(Base):
+    # food and drink
+    soup: str = "50% leek"  # 100% vegetables
+    # hot or cold, or either
+    served: Literal["hot", "cold", "either"] = "hot"
+    salt: NonNegative = 0.5  # grams
+    # the kitchen
+    guests: tuple[str, ...] = ("Ann", "Bob")  # who comes
+    clean: bool = True  # wash the dishes
+    book: bool = False  # reserve a table
+    note: Annotated[str, Positional] = ""  # what to say
+
+
+def read(*words: str) -> Example:
+    return parse_args(Example, list(words), prog="x.py")
+
+
+def help_of(config_type, capsys, monkeypatch, default=None) -> str:
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit) as end:
-        parse_args(train_gpt2.Config, ["--help"], train_gpt2.RECIPES["tiny"], prog="x.py", description="Some words.")
-    text = capsys.readouterr().out
+        parse_args(config_type, ["--help"], default, prog="x.py", description="Some words.")
     assert not end.value.code
-    assert "usage: x.py" in text
-    assert "Some words." in text
-    assert re.search(r"--max_steps INT +optimizer steps; .*\(default: 1200\)", text)
-    flags = ("no_shuffle" if name == "shuffle" else name for name in train_gpt2.Config.__dataclass_fields__)
-    assert all(f"--{flag}" in text for flag in flags)
+    return capsys.readouterr().out
+
+
+def test_help_has_the_comments_of_a_config_in_the_groups_that_it_names(capsys, monkeypatch):
+    text = help_of(Example, capsys, monkeypatch)
+    parts = re.split(r"^(?=\S)", text.partition("Some words.")[2], flags=re.M)[1:]
+    groups = {part.partition(":\n")[0]: " ".join(part.split()) for part in parts}
+    assert text.startswith("usage: x.py PLACE [NOTE] [--FLAG VALUE ...]\n")
+    assert list(groups) == ["options", "food and drink", "the kitchen"]
+    assert "--depth INT how deep (default: 3)" in groups["options"]
+    assert "PLACE where to go" in groups["options"]
+    assert "--soup STR 100% vegetables (default: 50% leek)" in groups["food and drink"]
+    assert "--served {hot,cold,either} hot or cold, or either (default: hot)" in groups["food and drink"]
+    assert "--guests [STR ...] who comes (default: Ann Bob)" in groups["the kitchen"]
+    assert "--no_clean do not wash the dishes" in groups["the kitchen"]
+    assert "--book reserve a table" in groups["the kitchen"]
+    assert "--clean" not in text
+    assert "--no_book" not in text
+
+
+@pytest.mark.parametrize("recipe", train_gpt2.RECIPES)
+def test_help_shows_each_constant_with_the_value_of_the_recipe(recipe, monkeypatch, capsys):
+    config = train_gpt2.RECIPES[recipe]
+    text = help_of(train_gpt2.Config, capsys, monkeypatch, config)
+    assert re.search(rf"--max_steps INT +optimizer steps; .*\(default: {config.max_steps}\)", text)
+    for name, value in vars(config).items():
+        assert f"--no_{name} " if value is True else f"--{name} " in text
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_every_constant_of_a_door_has_a_comment(door):
+    comments = {}
+    for group in cli.comments_of(DOORS[door].Config).values():
+        comments |= group
+    assert list(comments) == [field.name for field in fields(DOORS[door].Config)]
+    assert all(comments.values())
+
+
+READ = [  # words, and what differs from the defaults
+    ("Rome", {}),
+    ("--depth 4 Rome", dict(depth=4)),
+    ("Rome --depth=4 now", dict(depth=4, note="now")),
+    ("Rome now --salt 1", dict(salt=1.0, note="now")),
+    ("Rome --no-clean --book", dict(clean=False, book=True)),
+    ("Rome --no_clean --clean --no_book", {}),
+    ("--guests Cy --depth 4 Rome", dict(guests=("Cy",), depth=4)),
+    ("--depth 4 -- Rome --book", dict(depth=4, note="--book")),
+    ("Rome -", dict(note="-")),
+    ("Rome -5", dict(note="-5")),
+    ("Rome --soup=--a-b", dict(soup="--a-b")),
+    ("--depth 1_000 Rome", dict(depth=1000)),
+    ("Rome --guests", dict(guests=())),
+]
+
+
+@pytest.mark.parametrize("words, changes", READ)
+def test_words_become_constants(words, changes):
+    assert read(*words.split()) == Example(**dict(place="Rome") | changes)
+    assert cli.flags_set(Example, words.partition(" -- ")[0].split()) >= changes.keys() - {"note"}
+
+
+def test_text_with_spaces_may_begin_with_a_dash():
+    assert read("Rome", "- milk", "--soup", "- leek").note == "- milk"
+
+
+REFUSED = [
+    ("", "PLACE is missing; usage: x.py PLACE"),
+    ("Rome now then", "'then' is not expected here; put quotes"),
+    ("Rome --depht 3", "no --depht; did you mean --depth?"),
+    ("Rome --dep 3", "no --dep; did you mean --depth?"),
+    ("Rome -depth 3", "no -depth; did you mean --depth?"),
+    ("Rome --zebra", "no --zebra; see --help"),
+    ("--note hello Rome", "NOTE is given by its place, without --note"),
+    ("Rome --salt", "--salt needs a value"),
+    ("Rome --salt -1e-4", "--salt needs a value; .*--salt="),
+    ("Rome -milk", "-milk is not a flag; .* after a lone -- as NOTE"),
+    ("Rome --book=True", "--book takes no value; leave out =True"),
+    ("Rome --depth 0", r"--depth must be in \[1, "),
+    ("Rome --depth 2.5", "depth is '2.5'; it must be a whole number"),
+    ("Rome --salt nan", "--salt must be in"),
+    ("Rome --salt inf", "--salt must be in"),
+    ("Rome --salt much", "salt is 'much'; it must be a number"),
+    ("Rome --served warm", "served is 'warm'; it must be one of 'hot', 'cold', 'either'"),
+]
+
+
+@pytest.mark.parametrize("words, message", REFUSED)
+def test_what_means_nothing_is_refused_with_what_was_perhaps_meant(words, message):
+    assert_refused(message, read, *words.split())
+
+
+@pytest.mark.parametrize("words", ["--learning_rate 1", "--batch_size 8", "--block_size=64", "--max-iters 3"])
+def test_a_flag_of_nanogpt_is_called_by_its_name_here(words):
+    with pytest.raises(UserError, match=r"is called --(\w+) here") as e:
+        parse_args(train_gpt2.Config, words.split())
+    name = re.search(r"is called --(\w+)", str(e.value))[1]
+    assert name in train_gpt2.Config.__dataclass_fields__
+
+
+def test_a_name_of_nanogpt_that_exists_here_is_our_own():
+    import lora_finetune
+
+    assert parse_args(lora_finetune.Config, ["--batch_size", "8"]).batch_size == 8
+
+
+def test_every_name_beside_nanogpts_is_a_constant_of_a_door():
+    ours = {field.name for door in DOORS.values() for field in fields(door.Config)}
+    assert not set(cli.NANOGPT.values()) - ours
 
 
 def test_files_and_directories_are_on_the_disk_before_they_have_their_name(tmp_path, monkeypatch):
