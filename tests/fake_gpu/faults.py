@@ -1,9 +1,9 @@
-"""Defects that somebody could put into the training loop, for the checks to find; and one accident, a loss spike."""
+"""Defects that somebody could put into the training loop, for the checks to find."""
 
 import torch
 import torch.distributed as dist
 
-from parts.run import LossWatch, Run
+from parts.run import Run
 
 
 def at_the_end_of_step_3(action) -> None:
@@ -29,8 +29,3 @@ def lonely_collective() -> None:
 def recompiles() -> None:
     """As an evaluation would cause that leaves a global setting changed."""
     at_the_end_of_step_3(lambda run, loss: torch.set_float32_matmul_precision("highest"))
-
-
-def loss_spike() -> None:
-    """The sixth loss looks like one."""
-    LossWatch.is_spike = property(lambda watch: len(watch.losses) == 6)

@@ -74,9 +74,9 @@ class Trainer:
         import train_gpt2 as script
         from parts.runtime import Runtime
 
-        requested, overrides = script.read_command_line([*words, "--device", "cuda"])
-        self.rt = Runtime.setup("cuda", requested.dtype, requested.compile, requested.shard)
-        self.config, self.shape = script.resolve_config(requested, overrides, None, self.rt)
+        config, flags = script.read_command_line([*words, "--device", "cuda"])
+        self.rt = Runtime.setup("cuda", config.dtype, config.compile)
+        self.config, self.shape = script.settle(config, flags, None, self.rt)
         with torch.device("cuda"):
             self.model = script.build_model(self.config, self.shape, None)
         _, self.loss_fn = script.distribute(self.config, self.model, self.rt)
