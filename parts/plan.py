@@ -1,109 +1,86 @@
 """The plan of a run: the memory, disk, time and money that it needs, before a device is rented (`--dry_run`).
 
-`print_plan` prints the page that a person reads; the rest are formulas.
+Memory and FLOPs are those of the model and optimizer as they are, also if somebody has changed them: one sequence goes
+through them on tensors without data, which count what a backward pass will need and what the optimizer keeps. In bytes,
+with N parameters, micro-batches of B sequences of T tokens, C channels, V tokens in the vocabulary, and e bytes per
+number in matrix products, 2 or 4:
 
-L layers, C channels, H heads, V tokens in the vocabulary, N parameters; B sequences of T tokens in a micro-batch; W
-ranks; e bytes per number in matrix products, 2 or 4, and r in the residual stream (model.py): 2 on a GPU with 16-bit
-products, else 4. In bytes, with AdamW:
+    weights      4 N, and, unless activations are recomputed, the blocks' matrices once more in 16 bits
+    gradients    4 N, on one rank as on several
+    moments      what the optimizer has after a step: 8 N for AdamW, less with Muon
+    activations  e for each number that is saved for the backward pass: 16 T C a block of GPT-2. With
+                 --activation_checkpointing one block at a time has them, and the others T C
+    loss         e V for each position whose logits exist at once (parts/loss.py), 8 V C for the gradient of the table,
+                 B T C (4 + 2 e) for the last hidden states; at least what one rank's compiled backward pass holds back,
+                 the gradients of all weights
 
-    weights      4 N. With --shard 4 N / W, and what is gathered: all of them (optimizer), or the embeddings and two
-                 blocks, this one and the next (full). And, unless activations are recomputed, the blocks' matrices
-                 once more in 16 bits, 12 L C^2 e
-    gradients    4 N; on several ranks 8 N, with DDP's buckets. With --shard full 4 N / W
-    optimizer    8 N; with --shard 8 N / W. Muon has one moment of each matrix, not two: 48 L C^2 less
-    activations  B T L C (2 r + 14 e). For its backward pass a block keeps of each token the inputs of two norms (2 r);
-                 those of four matrices (1 + 1 + 1 + 4), q, k and v (3), and the input of GELU (4). Naive attention
-                 keeps B T L (H T e + C e) more. With --activation_checkpointing a block keeps its input alone,
-                 B T L C r; one block at a time has all of this, after the loss, so that the larger of both counts
-    loss         of the n positions whose logits exist at once (parts/loss.py): e n V on a GPU, 8 n V elsewhere; 8 V C
-                 for the gradient of the table, which is scaled in a copy; B T C (4 + 2 e) for the last hidden states.
-                 On one rank activations and this are 4 N at least, since a compiled backward pass has the gradients of
-                 all weights before it adds them
-    muon         a step has its largest stack of matrices of one shape, 16 L C^2, several times: MUON_STACKS. Counted
-                 where this is more than the forward and backward pass take
-
-The sum is the peak of a compiled run, within 10% of PyTorch's allocator (tests/fake_gpu); an eager one keeps the inputs
-of norms in fp32, which makes up to 12% more, or, recomputed on one rank, up to a sixth less, since its gradients are
-added one by one. A model is whole on each rank, 4 N, before it is sharded. A trial (`--micro_batch_size 0`) measures
-the rest: dropout masks, fp16, what is not compiled. The device's context (0.5 GB on CUDA) is not counted; 5% are left
-for it and for fragmentation.
-
-This file runs no training and opens no run: it computes without a device, and reads only the sizes of data and disk.
+The sum is within 10% of the peak of PyTorch's allocator in a compiled run (tests/fake_gpu). It leaves out the step of
+Muon, which needs several matrices at once, and the context of CUDA, 0.5 GB; `--micro_batch_size 0` measures what fits.
 """
 
 import os
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
 
-from model import GPTConfig
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from model import GPT, GPTConfig, GPTWithLoss
 from parts.cards import peaks
 from parts.cli import UserError, counted, explain
 from parts.files import free_bytes
 from parts.loss import chunk_size
-from parts.runtime import Runtime
+from parts.optim import Optimizer, make_optimizer
+from parts.runtime import Runtime, checkpoint_activations
 from parts.shards import open_shards
+from parts.trials import find_micro_batch_size
 
-MOMENTS = {"adamw": 2, "muon": 1}  # numbers kept for each number of a block's matrices
-CARDS = ("B200", "H200", "H100", "A100", "L40S", "RTX 4090", "RTX 3090")
-DEVICES = (16, 24, 40, 80, 141)  # GB that GPUs come with
-USABLE = 0.95  # of them
-MICRO_BATCHES = (1, 8, 64)
-RANKS = (1, 2, 4, 8)
-MUON_STACKS = (2.5, 3)  # whole ones, and ones that are sharded over the ranks
+DEVICES = (16, 24, 40, 80)  # GB that GPUs come with
+USABLE = 0.95  # of them; the rest is for the context and for fragmentation
+# Tokens/s of GPT-2 124M in public runs, lowest and highest (docs/gpu.md); of others nothing is known but data sheets
+PUBLIC = {
+    "A100": (140_000, 200_000),
+    "L40S": (105_000, 125_000),
+    "RTX 4090": (106_000, 110_500),
+    "RTX 3090": (60_000, 63_100),
+}
+CARDS = ("B200", "H200", "H100", *PUBLIC)
+IN_PRODUCTS = 123_689_472  # parameters of that model in matrix products
 # Fractions of the data sheets' peaks that a step of 124M reached on an H100, by the kernels of its profile
 # (docs/benchmarks.md): of 16-bit products, and of memory's bandwidth by all the rest of the step, gaps included.
 EFFICIENCY = dict(products=0.71, attention=0.23, memory=0.67)
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How a model is trained: on how many ranks, what they shard, and in which precision."""
-
-    sequence_length: int  # tokens of a sequence in a step; the model may have more positions
-    ranks: int = 1
-    shard: str = "none"  # as it is on one rank
-    optimizer: str = "adamw"
-    itemsize: int = 2  # bytes per number in matrix products
-    device: str = "cuda"
-    checkpointing: bool = False
-
-
 def print_plan(config, shape: GPTConfig, rt: Runtime) -> None:
-    """Print what a run will do and need, for GPUs unless --device is cpu. Raises UserError if it would be refused.
+    """Print what a run will do and need on a GPU, and how long it takes here. Raises UserError if it would be refused.
 
-    `config` is the resolved Config of train_gpt2.py. Nothing is written.
+    `config` is the settled Config of train_gpt2.py. Nothing is written.
     """
     T = config.sequence_length
-    tokens = config.max_steps * config.total_batch_size
-    if config.device == "cpu":
-        device, itemsize, attention = "cpu", rt.dtype.itemsize, config.attention
-    else:  # what a GPU would choose, not this machine
-        device, itemsize, attention = "cuda", 4 if config.dtype == "float32" else 2, "flash"
-    shape = replace(shape, attention=attention)
-    layout = Layout(
-        sequence_length=T,
-        shard="none",
-        optimizer=config.optimizer,
-        itemsize=itemsize,
-        device=device,
-        checkpointing=config.activation_checkpointing,
-    )
+    n_tokens = config.max_steps * config.total_batch_size
     data, no_data = about_data(config)
-    disk, no_room = about_disk(config, 4 * n_parameters(shape) + moments(shape, config.optimizer))
-    lines = [
-        f"model   {n_parameters(shape):,} parameters",
-        f"steps   {config.max_steps:,} of {config.total_batch_size:,} tokens, {tokens:,} in all",
-        f"data    {data}",
-        f"disk    {disk}",
-        f"memory  GB on each rank, {config.optimizer}, {8 * itemsize}-bit products, micro-batches of B sequences;",
-        "        a formula, within 10%; --micro_batch_size 0 measures what fits\n",
-        *memory_table(shape, layout, config.total_batch_size // T, config.micro_batch_size),
-        "\ntime    estimated from data sheets and the profile of one H100; without the gradient exchange",
-        "        between ranks, evaluations and checkpoints\n",
-        *time_table(shape, T, tokens, config.price),
-    ]
-    rt.print("\n".join(lines))
+    needs = measure_needs(config, shape)
+    disk, no_room = about_disk(config, 4 * needs.parameters + needs.moments)
+    rt.print(
+        f"model   {needs.parameters:,} parameters\n"
+        f"steps   {config.max_steps:,} of {config.total_batch_size:,} tokens, {n_tokens:,} in all\n"
+        f"data    {data}\n"
+        f"disk    {disk}\n"
+        f"memory  {about_memory(config, needs)}\n"
+        "\ntime    without evaluations, checkpoints and the exchange of gradients between ranks\n"
+    )
+    header = f"{'':<15}{'tokens/s':>10}{'MFU':>8}{'hours on 1':>13}{'on 8':>9}"
+    rt.print(header + (f"   dollars on 1 or 8, at {config.price:g} an hour of one" if config.price else ""))
+    rate = rate_here(config, shape, rt, needs) if rt.is_main else None
+    here = "this machine"
+    if rate:
+        hours = n_tokens / rate / 3600
+        rt.print(f"{here:<15}{rate:>10,.0f}{'':>8}{hours:>13,.2f}{'':>9}   timed, three steps")
+    else:
+        rt.print(f"{here:<15}{'-':>10}   has too little memory")
+    for card in CARDS:
+        rt.print(time_row(card, needs, shape, T, n_tokens, config.price))
     if problem := no_data or no_room:
         raise UserError(f"this run would fail: {problem}")
 
@@ -141,100 +118,146 @@ def about_disk(config, n_bytes: int) -> tuple[str, str]:
 # ------------------------------------------------------------------------------------------------------------ memory
 
 
-def n_parameters(shape: GPTConfig) -> int:
-    outside = (shape.vocab_size + shape.n_positions + 2) * shape.n_embd
-    return outside + shape.n_layer * block_parameters(shape)
+@dataclass(frozen=True)
+class Needs:
+    """What a model and its optimizer hold on a GPU: numbers of parameters, and bytes."""
+
+    parameters: int
+    in_products: int  # of them in matrix products
+    moments: int
+    copies: int  # of weights in 16 bits
+    sequence: int  # activations of a sequence
+    itemsize: int
+    shape: GPTConfig
+    T: int
+
+    def by_kind(self, n_sequences: int) -> dict[str, int]:
+        """Bytes with micro-batches of `n_sequences`; their sum is the peak. See the top."""
+        C, V, e = self.shape.n_embd, self.shape.vocab_size, self.itemsize
+        n_tokens = n_sequences * self.T
+        activations = n_sequences * self.sequence
+        n_positions = min(n_tokens, chunk_size(n_tokens, V, "cuda"))
+        loss = e * n_positions * V + 8 * V * C + n_tokens * (4 + 2 * e) * C
+        return dict(
+            weights=4 * self.parameters + self.copies,
+            gradients=4 * self.parameters,
+            moments=self.moments,
+            activations=activations,
+            loss=max(loss, 4 * self.parameters - activations),
+        )
+
+    def peak(self, n_sequences: int) -> int:
+        return sum(self.by_kind(n_sequences).values())
 
 
-def block_parameters(shape: GPTConfig) -> int:
-    return 12 * shape.n_embd**2 + 13 * shape.n_embd
+def measure_needs(config, shape: GPTConfig) -> Needs:
+    """Let one sequence and one step of the optimizer pass through tensors without data."""
+    T = config.sequence_length
+    attention = "naive" if config.attention == "naive" else "flash"  # what a GPU would choose, not this machine
+    saved = {}  # bytes of each storage, in fp32
+    with FakeTensorMode():
+        model = GPT(replace(shape, attention=attention))
+        weights = {p.untyped_storage()._cdata for p in model.parameters()}
+
+        def count(tensor):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in weights:
+                saved[storage._cdata] = (storage, storage.nbytes())  # the storage, so that no other gets its address
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            model.hidden(torch.zeros(1, T, dtype=torch.long))
+        plain = Runtime(torch.device("cpu"), torch.float32, False, 0, 1, "")
+        optimizer = make_optimizer(model, config, plain)
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        for each in optimizer.optimizers:
+            each.step()
+        states = tree_leaves([each.state_dict()["state"] for each in optimizer.optimizers])
+        moments = sum(state.nbytes for state in states if isinstance(state, torch.Tensor))
+        parameters = model.num_params()
+        sizes = {name: p.numel() for name, p in model.named_parameters()}
+        matrices = sum(p.numel() for name, p in model.named_parameters() if ".h." in name and p.dim() == 2)
+    e = 4 if config.dtype == "float32" else 2
+    sequence = sum(n_bytes for _, n_bytes in saved.values()) * e // 4
+    copies = matrices * e if e == 2 else 0
+    if config.activation_checkpointing:
+        sequence = sequence // shape.n_layer + e * T * shape.n_embd * shape.n_layer
+        copies = 0
+    in_products = sum(size for name, size in sizes.items() if "wpe" not in name)
+    return Needs(parameters, in_products, moments, copies, sequence, e, shape, T)
 
 
-def moments(shape: GPTConfig, optimizer: str) -> int:
-    """Bytes of the optimizer's state."""
-    matrices = 12 * shape.n_layer * shape.n_embd**2
-    return 8 * n_parameters(shape) - 4 * (2 - MOMENTS[optimizer]) * matrices
-
-
-def needs(shape: GPTConfig, layout: Layout, n_sequences: int) -> dict[str, int]:
-    """Bytes of each rank by kind, for micro-batches of `n_sequences`; their sum is the peak. See the top."""
-    L, C, V, N = shape.n_layer, shape.n_embd, shape.vocab_size, n_parameters(shape)
-    e, T, W = layout.itemsize, layout.sequence_length, layout.ranks
-    on_gpu = layout.device == "cuda"
-    r = 2 if on_gpu and e == 2 else 4
-
-    gathered = dict(none=0, optimizer=N, full=N - max(L - 2, 0) * block_parameters(shape))[layout.shard]
-    gradients = dict(none=N * min(W, 2), optimizer=N, full=N // W)[layout.shard]
-    if layout.shard == "none":
-        W = 1
-    copies = 0 if e == 4 or layout.checkpointing else 12 * L * C**2 * e
-    resident = dict(
-        weights=4 * (N // W + gathered) + copies,
-        gradients=4 * gradients,
-        optimizer=moments(shape, layout.optimizer) // W,
-    )
-
-    a_block = (2 * r + 14 * e) * C  # of each token
-    if shape.attention == "naive":
-        a_block += e * (shape.n_head * T + C)
-    n_tokens = n_sequences * T
-    activations = n_tokens * L * (r * C if layout.checkpointing else a_block)
-    n_positions = min(n_tokens, chunk_size(n_tokens, V, layout.device))
-    logits = (e if on_gpu else 8) * n_positions * V
-    loss = logits + 8 * V * C + n_tokens * (4 + 2 * e) * C
-    if layout.checkpointing:
-        loss = max(loss, n_tokens * a_block)
-    found = resident | dict(activations=activations, loss=loss)
-    if layout.ranks == 1:
-        found["loss"] = max(loss, 4 * N - activations)
-
-    if layout.optimizer == "muon":
-        whole, sharded = MUON_STACKS
-        step = 8 * N // W + resident["optimizer"] + int(16 * L * C**2 * (whole + sharded / W))
-        found["muon"] = max(0, step - sum(found.values()))
-    return found
-
-
-def memory_table(shape: GPTConfig, asked: Layout, batch: int, micro_batch: int) -> list[str]:
-    """Lines: what a rank needs, by number of ranks, --shard and --activation_checkpointing, as far as `asked` leaves
-    them open. `batch` is the sequences of a step, `micro_batch` those at a time, 0 for a choice of sizes."""
-    columns = [micro_batch] if micro_batch else [size for size in MICRO_BATCHES if size <= batch]
-    sizes = "".join(f"{f'B={size}':>9}" for size in columns)
-    devices = "".join(f"{f'{gb} GB':>8}" for gb in DEVICES)
-    lines = [f"ranks  --shard    activations{sizes}    largest B on{devices}"]
-    ways = (asked.shard,)
-    for ranks, way, recomputed in product(RANKS, ways, (False, True)):
-        if (ranks == 1 and way != ways[0]) or (asked.checkpointing and not recomputed):
-            continue
-        shard = way if ranks > 1 else "none"
-        layout = replace(asked, ranks=ranks, shard=shard, checkpointing=recomputed)
-        possible = [size for size in {*columns, *(2**i for i in range(11))} if size * ranks <= batch]
-        peak = {size: sum(needs(shape, layout, size).values()) for size in possible}
-        line = f"{ranks:>5}  {shard:<11}{'recomputed' if recomputed else 'kept':<11}"
-        for size in columns:
-            cell = f"{peak[size] / 1e9:.2f}" if size in peak else "-"
-            line += f"{cell:>9}"
-        line += " " * 16
-        for gb in DEVICES:
-            fitting = [size for size in peak if peak[size] <= USABLE * 1e9 * gb]
-            line += f"{max(fitting, default='-'):>8}"
-        lines.append(line)
-    return lines
+def about_memory(config, needs: Needs) -> str:
+    """What this recipe takes, and the largest micro-batch on each size of card."""
+    batch = config.total_batch_size // config.sequence_length
+    sizes = [size for size in range(1, min(batch, 1024) + 1) if batch % size == 0]
+    B = config.micro_batch_size or 1
+    parts = ", ".join(f"{kind} {n_bytes / 1e9:.2f}" for kind, n_bytes in needs.by_kind(B).items())
+    fits = []
+    for gb in DEVICES:
+        fitting = [size for size in sizes if needs.peak(size) <= USABLE * 1e9 * gb]
+        fits.append(f"{max(fitting, default='none')} on {gb}")
+    total = f"{needs.peak(B) / 1e9:.2f} GB on each rank at B = {B}, in {8 * needs.itemsize} bits: {parts}"
+    return f"{total}\n        largest B in GB: {', '.join(fits)}"
 
 
 # -------------------------------------------------------------------------------------------------------------- time
 
 
-def token_flops(shape: GPTConfig, T: int) -> int:
-    """Operations of a token, forward and backward, as `GPT.estimate_flops` counts them."""
-    return 6 * (n_parameters(shape) - shape.n_positions * shape.n_embd) + 12 * shape.n_layer * shape.n_embd * T
+def rate_here(config, shape: GPTConfig, rt: Runtime, needs: Needs) -> float | None:
+    """Tokens/s of this machine with random weights; None if it has not the memory."""
+    if rt.device.type == "cpu" and hasattr(os, "sysconf"):
+        has = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if needs.peak(1) > 0.8 * has:
+            return None
+    try:
+        model = GPT(shape).to(rt.device)
+        if config.activation_checkpointing:
+            checkpoint_activations(model.transformer.h)
+        per_rank = config.total_batch_size // config.sequence_length // rt.world_size
+        size = config.micro_batch_size
+        if not size:
+            alone = replace(rt, world_size=1)  # the other ranks are not asked
+            trial = (config.sequence_length, config.vocab_size)
+            size = find_micro_batch_size(GPTWithLoss(model), per_rank, trial, alone)
+        loss_fn = GPTWithLoss(model, rt.compiled(model.hidden))
+        optimizer = make_optimizer(model, config, rt)
+        idx = torch.randint(config.vocab_size, (size, config.sequence_length), device=rt.device)
+        return rt.world_size * time_steps(lambda: loss_fn(idx, idx), optimizer, idx.numel(), per_rank // size, rt)
+    except (UserError, torch.OutOfMemoryError):
+        return None
 
 
-def token_seconds(shape: GPTConfig, T: int, flops: float, bandwidth: float) -> float:
-    """Of a token on a card with these peaks: compiled, in bf16, in micro-batches of 64 sequences."""
+def time_steps(loss_fn, optimizer: Optimizer, n_tokens: int, n_micro_batches: int, rt: Runtime, n_steps=3) -> float:
+    """Tokens/s of steps of `n_micro_batches`, of `n_tokens` tokens each, whose loss is `loss_fn()`.
+
+    One micro-batch of each step is run and counted `n_micro_batches` times. The first step makes buffers and compiles,
+    and counts only if it takes longer than anybody wants to wait for the others.
+    """
+    steps = []
+    for _ in range(1 + n_steps):
+        begun = rt.mark_time()
+        with rt.autocast():
+            loss = loss_fn()
+        optimizer.scale(loss).backward()
+        ended = rt.mark_time()
+        optimizer.step(finite=optimizer.clip_grad_norm(1.0).isfinite())
+        optimizer.zero_grad()
+        updated = rt.mark_time()
+        rt.synchronize()
+        steps.append(n_micro_batches * rt.seconds_between(begun, ended) + rt.seconds_between(ended, updated))
+        if rt.device.type == "cpu" and rt.seconds_between(begun, updated) > 10:
+            break
+    return n_micro_batches * n_tokens / min(steps[1:] or steps)
+
+
+def token_seconds(shape: GPTConfig, T: int, n_products: int, flops: float, bandwidth: float) -> float:
+    """Of a token on a card with these peaks: compiled, in bf16, in micro-batches of 64 sequences. `n_products` are the
+    parameters that take part in matrix products."""
     L, C, V = shape.n_layer, shape.n_embd, shape.vocab_size
     # 2 operations a weight and token forward, 4 backward
-    products = 6 * (12 * L * C + V) * C
+    products = 6 * n_products
     # 2 products forward, 5 backward, of T C operations each: half of the square is masked
     attention = 7 * L * C * T
     # Bytes that a block moves for each channel. Two norms and additions: residual and branch are read, sum and norm are
@@ -250,22 +273,27 @@ def token_seconds(shape: GPTConfig, T: int, flops: float, bandwidth: float) -> f
     )
 
 
-def time_table(shape: GPTConfig, T: int, tokens: int, price: float) -> list[str]:
-    """Lines: tokens/s of each card, the hours that `tokens` take, and the cost if an hour of one card costs `price`.
+def time_row(card: str, needs: Needs, shape: GPTConfig, T: int, n_tokens: int, price: float) -> str:
+    """Tokens/s of a card, the hours that `n_tokens` take, and the cost if an hour of one card costs `price`: eight
+    cards cost eight times as much an hour, and take an eighth of the hours.
 
-    Eight cards cost eight times as much an hour, and take an eighth of the hours: there is one cost.
+    From data sheets and the profile of one H100; where 124M has public runs, in proportion to their rates.
     """
-    header = f"{'card':<10}{'tokens/s':>10}{'MFU':>8}{'hours on 1':>13}{'on 8':>9}"
+    flops, bandwidth = peaks(card)
+    seconds = token_seconds(shape, T, needs.in_products, flops, bandwidth)
+    rates = [1 / seconds]
+    source = "estimated from its data sheet"
+    if card == "H100":
+        source = "estimated; measured for 124M: 548,050"
+    if card in PUBLIC:
+        small = GPTConfig(vocab_size=50304)
+        estimate = 1 / token_seconds(small, 1024, IN_PRODUCTS, flops, bandwidth)
+        rates = [rate / estimate / seconds for rate in PUBLIC[card]]
+        source = f"from public runs of 124M: {rates[0]:,.0f} to {rates[1]:,.0f}"
+    rate = sum(rates) / len(rates)
+    hours = n_tokens / rate / 3600
+    per_token = 6 * needs.in_products + 12 * shape.n_layer * shape.n_embd * T
+    row = f"{card:<15}{rate:>10,.0f}{per_token * rate / flops:>8.1%}{hours:>13,.2f}{hours / 8:>9,.2f}"
     if price:
-        header += f"   dollars on 1 or 8, if an hour of one card costs {price:g}"
-    lines = [header]
-    for card in CARDS:
-        flops, bandwidth = peaks(card)
-        rate = 1 / token_seconds(shape, T, flops, bandwidth)
-        hours = tokens / rate / 3600
-        mfu = token_flops(shape, T) * rate / flops
-        line = f"{card:<10}{rate:>10,.0f}{mfu:>8.1%}{hours:>13,.2f}{hours / 8:>9,.2f}"
-        if price:
-            line += f"{hours * price:>11,.0f}"
-        lines.append(line)
-    return lines
+        row += f"{hours * price:>9,.0f}"
+    return f"{row}   {source}"
