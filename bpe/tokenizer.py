@@ -157,10 +157,9 @@ class Tokenizer:
 
     def _allowed_in(self, text: str, allowed: Names, disallowed: Names) -> tuple[str, ...]:
         """The special tokens in `text` that become ids. Raises ValueError for those that may not be there."""
-        found = [special for special in self.special_tokens if special in text]
-        allowed = found if allowed == "all" else set(as_names(allowed)).intersection(found)
-        disallowed = set(found) - set(allowed) if disallowed == "all" else as_names(disallowed)
-        for special in disallowed:
+        found = {special for special in self.special_tokens if special in text}
+        allowed = found if allowed == "all" else found.intersection(as_names(allowed))
+        for special in found - allowed if disallowed == "all" else as_names(disallowed):
             if special in text:
                 raise ValueError(
                     f"the text holds the special token {special!r}; pass allowed_special={{{special!r}}}, "
