@@ -17,14 +17,16 @@ Shapes in comments: B batch, T tokens, C n_embd, H n_head, D = C / H, V vocab_si
 """
 
 import contextlib
+import functools
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from parts.loss import linear_cross_entropy
 
@@ -34,7 +36,7 @@ LARGEST = 2**20  # upper bound for any size, so that a corrupt config cannot mak
 @dataclass(frozen=True)
 class GPTConfig:
     """The sizes of a model. Raises ValueError, which begins with the name of the size, for one that no model can have:
-    what this takes can be built, saved and loaded again."""
+    what this takes can be built, saved and loaded again. A field that you add, with a default, is saved, too."""
 
     n_positions: int = 1024  # the longest context; a training step may use a shorter one
     vocab_size: int = 50257
@@ -258,42 +260,111 @@ class GPT(nn.Module):
     def estimate_flops(self, sequence_length: int) -> int:
         """Floating-point operations per token, forward and backward: 6 N + 12 L C T (PaLM, appendix B).
 
-        N counts the parameters that take part in a matrix product: all but the position embedding (`wte` is the
-        output projection). Biases and LayerNorm gains (0.1%) are counted too. The attention term counts the whole
-        T x T square, the convention of nanoGPT and PaLM.
+        N counts the parameters that take part in a matrix product: all but embeddings that are only looked up (`wte` is
+        the output projection, too). Biases and LayerNorm gains (0.1%) are counted as well. The attention term counts
+        the whole T x T square, the convention of nanoGPT and PaLM.
         """
-        N = self.num_params() - self.transformer.wpe.weight.numel()
+        multiplied = {id(module.weight) for module in self.modules() if isinstance(module, nn.Linear)}
+        tables = {module.weight for module in self.modules() if isinstance(module, nn.Embedding)}
+        looked_up = sum(table.numel() for table in tables if id(table) not in multiplied)
+        N = self.num_params() - looked_up
         return 6 * N + 12 * self.config.n_layer * self.config.n_embd * sequence_length
+
+    # ---- what it is
+
+    @torch.no_grad()
+    def answer(self, ids: list[int]) -> torch.Tensor:
+        """The logits (T,) of `ids` (T) after the row `ids`, in fp32 and without dropout, on the CPU: what two models
+        that compute the same agree about."""
+        training = self.training
+        precision = torch.get_float32_matmul_precision()
+        idx = torch.tensor(ids, device=self.lm_head.weight.device)
+        torch.set_float32_matmul_precision("highest")
+        try:
+            with torch.autocast(idx.device.type, enabled=False):
+                return self.eval()(idx[None])[0, -1, idx].float().cpu()
+        finally:
+            self.train(training)
+            torch.set_float32_matmul_precision(precision)
+
+    @functools.cached_property
+    def is_gpt2(self) -> bool:
+        """Whether this is the model of minimal.py: it has the same tensors, and computes the same.
+
+        It is asked twice: with its own weights, about a few tokens; and with large random ones, in which nothing
+        vanishes, about a whole context. For the second a narrow model of as many layers and heads is enough.
+        """
+        import minimal
+
+        def asked(config: GPTConfig):
+            sizes = dict(sequence_length=config.n_positions, vocab_size=config.vocab_size)
+            sizes |= dict(n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd)
+            return minimal.GPT(minimal.Config(**sizes))
+
+        with torch.device("meta"):
+            theirs = asked(self.config)
+        state = self.state_dict()
+        if {n: p.shape for n, p in state.items()} != {n: p.shape for n, p in theirs.state_dict().items()}:
+            return False
+        theirs.load_state_dict(state, assign=True)
+        theirs.answer = functools.partial(GPT.answer, theirs)
+        ids = question(self.config)
+        tolerance = 1e-4 if self.lm_head.weight.dtype == torch.float32 else 0.05
+        if not agree(self.answer(ids), theirs.answer(ids), tolerance):
+            return False
+        n_embd = min(8 * self.config.n_head, self.config.n_embd)
+        n_positions = min(self.config.n_positions, 1024)
+        vocab_size = min(self.config.vocab_size, 64)
+        narrow = replace(self.config, n_embd=n_embd, n_positions=n_positions, vocab_size=vocab_size, dropout=0.0)
+        with torch.random.fork_rng([]):
+            torch.manual_seed(0)
+            try:
+                ours = type(self)(narrow).eval()
+                theirs = asked(narrow)
+                with torch.no_grad():
+                    for p in ours.parameters():
+                        p.add_(torch.randn_like(p), alpha=3 / math.sqrt(p.size(-1)) if p.dim() > 1 else 0.5)
+                    theirs.load_state_dict(ours.state_dict())
+                    idx = torch.randint(vocab_size, (1, n_positions))
+                    return agree(ours(idx), theirs(idx), 1e-4)
+            except Exception:  # GPT-2 has all sizes, so that a model that has not is another one
+                return False
 
     # ---- files
 
     def save_pretrained(self, path, eos_token_id: int | None = None, suppress_tokens: list[int] | None = None) -> None:
-        """Write `config.json`, `generation_config.json` and `model.safetensors` (fp32), which transformers reads as
-        GPT2LMHeadModel. `suppress_tokens` are the ids that nobody should generate, as they are no token."""
+        """Write `config.json`, `generation_config.json` and `model.safetensors` (fp32). transformers reads a GPT-2 as
+        GPT2LMHeadModel, and refuses any other model by its model_type. `suppress_tokens` are the ids that nobody should
+        generate, as they are no token."""
         from safetensors.torch import save_file
 
         path = Path(path)
         path.mkdir(parents=True, exist_ok=True)
         tokens = dict(bos_token_id=eos_token_id, eos_token_id=eos_token_id)
-        sizes = {name: getattr(self.config, name) for name in SIZE_NAMES}
-        config = dict(
-            architectures=["GPT2LMHeadModel"],
-            **HF_CONFIG,
-            **sizes,
-            n_ctx=self.config.n_positions,  # what llama.cpp's converter reads
-            **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), self.config.dropout),
-            **tokens,
-            dtype="float32",
-        )
+        tensors = {}
+        for name, tensor in self.hf_state_dict().items():
+            dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+            tensors[name] = tensor.detach().to("cpu", dtype).contiguous()
+        config = dict(CHANGED)
+        if self.is_gpt2:
+            config = dict(
+                architectures=["GPT2LMHeadModel"],
+                **HF_CONFIG,
+                n_ctx=self.config.n_positions,  # what llama.cpp's converter reads
+                **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), self.config.dropout),
+            )
+        config |= {name: getattr(self.config, name) for name in stored_fields()}
+        config |= dict(**tokens, dtype="float32")
+        ids = question(self.config)
+        answer = self.answer(ids)
+        if torch.equal(answer, self.answer(ids)):  # else it draws random numbers, and nobody could compare
+            config["question"] = dict(ids=ids, logits=answer.tolist(), sum_of_weights=sum_of(tensors))
         generation = dict(do_sample=True, top_k=50, **tokens)
         if suppress_tokens:
             generation["suppress_tokens"] = suppress_tokens
         (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         (path / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
         weights = path / "model.safetensors"
-        tensors = {}
-        for name, tensor in self.hf_state_dict().items():
-            tensors[name] = tensor.detach().float().contiguous()
         save_file(tensors, weights, metadata={"format": "pt"})
         # safetensors writes mode 0600; use the mode of the files next to it
         with contextlib.suppress(OSError):  # a file system may have no modes, or let nobody change them
@@ -301,13 +372,17 @@ class GPT(nn.Module):
 
     def hf_state_dict(self) -> dict[str, torch.Tensor]:
         """The weights under Hugging Face's names and in its orientation, without a copy: `Conv1D` keeps a projection as
-        (in, out), the transpose of nn.Linear's weight. The tied head is stored once, as `wte`."""
+        (in, out), the transpose of nn.Linear's weight. A tensor with two names, as the tied head, is there once, as
+        `wte`."""
         conv1d = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
-        state = self.state_dict()
-        del state["lm_head.weight"]
-        for name, p in state.items():
-            if name.endswith(conv1d):
-                state[name] = p.t()
+        state = {}
+        seen = set()
+        for name, p in self.state_dict(keep_vars=True).items():
+            if id(p) in seen:
+                continue
+            seen.add(id(p))
+            p = p.detach()
+            state[name] = p.t() if name.endswith(conv1d) and p.dim() == 2 else p
         return state
 
     @classmethod
@@ -315,30 +390,54 @@ class GPT(nn.Module):
         """Read a checkpoint directory of ours or of transformers, or a GPT-2 from the hub ("gpt2", "gpt2-xl", ...).
 
         Weights become fp32. Raises ValueError, which names the file, if something is missing or unreadable, is not a
-        GPT-2, or does not hold exactly the tensors that its config calls for, all of them finite.
+        model of this file, does not hold exactly the tensors that its config calls for, all of them finite, or answers
+        the question in its config.json in another way than when it was saved.
         """
         path = local_directory(model, ["*.json", "model*.safetensors"])
         config = read_config(path, dropout, attention)
-        state = read_tensors(path)
-        if 12 * config.n_layer > len(state):  # before we make that many layers
-            raise ValueError(f"{path}/config.json has {config.n_layer} layers, the weights only {len(state)} tensors")
-        with torch.device("meta"):  # names and shapes only: no memory, no wasted initialization
+        tensors = read_tensors(path)
+        if config.n_layer > max(len(tensors), 1000):  # before we make that many layers
+            raise ValueError(f"{path}/config.json has {config.n_layer} layers, the weights only {len(tensors)} tensors")
+        gpt = cls.from_tensors(config, tensors, str(path))
+        check_answer(gpt, tensors, path)
+        return gpt
+
+    @classmethod
+    def from_tensors(cls, config: GPTConfig, tensors: dict, origin: str) -> "GPT":
+        """A model with the weights that `hf_state_dict` names, or the hub's files. Raises ValueError, which names
+        `origin`, unless they are exactly those of this model, and finite."""
+        with torch.device("meta"):  # names and shapes only: no memory for a model that does not fit
             gpt = cls(config)
-        expected = {name: p.shape for name, p in gpt.hf_state_dict().items()}
-        found = {}
-        for name, tensor in state.items():
-            found[name] = tensor.shape if tensor.is_floating_point() else tensor.dtype
-        wrong = [name for name in expected | found if expected.get(name) != found.get(name)]
+        expected = gpt.hf_state_dict()
+        state = own_names(tensors, gpt, expected.keys(), origin)
+        wrong = [name for name in expected | state if kind_of(expected.get(name)) != kind_of(state.get(name))]
         if wrong:
-            raise ValueError(f"{path} does not match its config.json: {len(wrong)} tensors, {wrong[0]} among them")
-        gpt.to_empty(device="cpu")
-        gpt.lm_head.weight = gpt.transformer.wte.weight  # to_empty() untied them
+            raise ValueError(f"{origin} does not match its config.json: {len(wrong)} tensors, {wrong[0]} among them")
+        with WithoutRandomNumbers():  # built again, as the model may have tensors that are not saved
+            gpt = cls(config)
+        parameters = {name for name, _ in gpt.named_parameters()}
         with torch.no_grad():
             for name, p in gpt.hf_state_dict().items():  # views of the parameters: this fills the model
                 p.copy_(state[name])
-                if not p.isfinite().all():
-                    raise ValueError(f"{path}: {name} has numbers that are not finite; the file is damaged")
+                if name in parameters and not p.isfinite().all():
+                    raise ValueError(f"{origin}: {name} has numbers that are not finite; the file is damaged")
         return gpt
+
+
+def kind_of(tensor: torch.Tensor | None) -> tuple:
+    """What a tensor of a file and one of a model have to share; fractions may have any precision."""
+    if tensor is None:
+        return ()
+    return tensor.shape, "fractions" if tensor.is_floating_point() else tensor.dtype
+
+
+class WithoutRandomNumbers(TorchDispatchMode):
+    """While it is on, nothing is drawn: initializing a model whose weights are read costs more than reading them."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default):
+            return args[0]
+        return function(*args, **(kwargs or {}))
 
 
 class GPTWithLoss(nn.Module):
@@ -368,6 +467,9 @@ HF_CONFIG = dict(
     scale_attn_by_inverse_layer_idx=False,
     add_cross_attention=False,
 )
+# The same of a model that minimal.py does not compute. No program knows the name, so that none takes it for a GPT-2.
+CHANGED = dict(architectures=["ChangedGPT2"], model_type="changed-gpt2")
+OF_A_RUN = ("dropout", "attention")  # fields of GPTConfig that belong to whoever loads a model, not to its files
 SIZE_NAMES = {  # ours, and what transformers calls them, too
     "n_positions": "max_position_embeddings",
     "vocab_size": "vocab_size",
@@ -394,22 +496,32 @@ def read_config(model, dropout: float = 0.0, attention: str = "flash") -> GPTCon
     file = local_directory(model, ["config.json"]) / "config.json"
     hf = read_json_object(file)
     found = HF_CONFIG | dict(model_type=None) | hf
-    for key, value in HF_CONFIG.items():
+    for key, value in HF_CONFIG.items() if found["model_type"] != CHANGED["model_type"] else ():
         if found[key] != value and key != "n_inner":
             raise ValueError(
                 f"{file} does not describe a GPT-2 as computed here: {key} is {found[key]!r}, not {value!r}"
             )
-    sizes = {name: hf.get(name) for name in SIZE_NAMES}
+    stored = {name: hf.get(name) for name in SIZE_NAMES}
+    for field in fields(GPTConfig):
+        if field.name in stored_fields() - SIZE_NAMES.keys() and field.name in hf:
+            stored[field.name] = hf[field.name]
+            if type(hf[field.name]) is not type(field.default):
+                raise ValueError(f"{file}: {field.name} is {hf[field.name]!r}, not like {field.default!r}")
     try:
-        config = GPTConfig(**sizes, dropout=dropout, attention=attention)
+        config = GPTConfig(**stored, dropout=dropout, attention=attention)
     except ValueError as e:
         raise ValueError(f"{file}: {e}") from e
     for name, theirs in SIZE_NAMES.items():
-        if hf.get(theirs, sizes[name]) != sizes[name]:
-            raise ValueError(f"{file} has {name} {sizes[name]} and {theirs} {hf[theirs]}; remove the wrong one")
+        if hf.get(theirs, stored[name]) != stored[name]:
+            raise ValueError(f"{file} has {name} {stored[name]} and {theirs} {hf[theirs]}; remove the wrong one")
     if found["n_inner"] not in (None, 4 * config.n_embd):
         raise ValueError(f"{file}: n_inner is {found['n_inner']!r}, and this code computes 4 n_embd only")
     return config
+
+
+def stored_fields() -> set[str]:
+    """The fields of GPTConfig that config.json holds."""
+    return {field.name for field in fields(GPTConfig)} - {*OF_A_RUN}
 
 
 def read_json_object(file: Path) -> dict:
@@ -430,14 +542,81 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
             state |= load_file(file)
         except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as e:
             raise ValueError(f"{file} cannot be read ({e}); it is damaged, or not a safetensors file") from e
-    # the hub's files leave the prefix out, and some hold the causal masks and a copy of the tied head
-    state = {name.removeprefix("transformer."): tensor for name, tensor in state.items()}
-    wte = state.get("wte.weight", torch.empty(0))
-    head = state.pop("lm_head.weight", wte)
-    if head is not wte and not torch.equal(head.float(), wte.float()):
-        raise ValueError(f"{path}: lm_head.weight is not wte.weight, but GPT-2's head is tied to its embedding")
-    masks = (".attn.bias", ".attn.masked_bias")
-    return {f"transformer.{name}": tensor for name, tensor in state.items() if not name.endswith(masks)}
+    return state
+
+
+def own_names(tensors: dict, gpt: GPT, expected, origin: str) -> dict[str, torch.Tensor]:
+    """Tensors of a file under the names that this model has for them; those it has no name for keep theirs.
+
+    The hub's files leave the prefix out, and some hold the causal masks and a copy of the tied head. Raises ValueError
+    for a copy that is none.
+    """
+    known = gpt.state_dict(keep_vars=True)
+    first_name = {}
+    for name, p in known.items():
+        first_name.setdefault(id(p), name)
+    state = {}
+    copies = {}
+    for name, tensor in tensors.items():
+        own = name if name in known or "transformer." + name not in known else "transformer." + name
+        if own in expected:
+            state[own] = tensor
+        elif own in known:
+            copies[own] = tensor
+        elif not name.endswith((".attn.bias", ".attn.masked_bias")):
+            state[own] = tensor
+    for name, tensor in copies.items():
+        tied = first_name[id(known[name])]
+        if tied not in state or not torch.equal(tensor.float(), state[tied].float()):
+            raise ValueError(f"{origin}: {name} is not {tied}, but in this model.py they are tied")
+    return state
+
+
+# --------------------------------------------------------------------------------------- a question and its answer
+
+
+def question(config: GPTConfig) -> list[int]:
+    """A short row of tokens."""
+    return [7919 * i % config.vocab_size for i in range(1, 1 + min(16, config.n_positions))]
+
+
+def agree(logits, expected, tolerance: float) -> bool:
+    """Whether logits differ by rounding alone, relative to the largest."""
+    return bool((logits - expected).abs().max() <= tolerance * expected.abs().max() + 1e-6)
+
+
+def sum_of(tensors: dict[str, torch.Tensor]) -> float:
+    return sum(tensor.sum(dtype=torch.float64).item() for tensor in tensors.values() if tensor.is_floating_point())
+
+
+def check_answer(gpt: GPT, tensors: dict, path: Path) -> None:
+    """Compare a model with the answer in its config.json, if there is one. Raises ValueError."""
+    file = path / "config.json"
+    config = read_json_object(file)
+    stored = config.get("question")
+    if stored is None:
+        return
+    try:
+        ids = [int(i) for i in stored["ids"]]
+        expected = torch.tensor(stored["logits"], dtype=torch.float32)
+        total = float(stored["sum_of_weights"])
+        if not 0 < len(ids) == len(expected) <= gpt.config.n_positions or min(ids) < 0:
+            raise ValueError("ids and logits of one row are wanted")
+        found = gpt.answer(ids)
+    except (LookupError, TypeError, ValueError, OverflowError, RuntimeError) as e:
+        raise ValueError(f"{file}: question is damaged ({e}); remove it") from e
+    accept = f"to use it all the same, remove `question` from {file}"
+    exact = all(tensor.dtype == torch.float32 for tensor in tensors.values() if tensor.is_floating_point())
+    if exact and not math.isclose(sum_of(gpt.hf_state_dict()), total, rel_tol=1e-6, abs_tol=1e-6):
+        if "transformers_version" in config:  # it keeps what it does not know when it saves a model that it has trained
+            return
+        raise ValueError(f"{path} does not hold the weights that were saved with its config.json: averaged? {accept}")
+    if not agree(found, expected, 1e-4 if exact else 0.05):
+        difference = (found - expected).abs().max()
+        raise ValueError(
+            f"this model.py computes something else than the one that wrote {path}: logits differ by {difference:.2g}; "
+            f"take that model.py, or, {accept}"
+        )
 
 
 def weight_files(path: Path) -> list[Path]:

@@ -112,17 +112,9 @@ class KVCache:
     """
 
     def __init__(self, model, batch_size: int, capacity: int):
-        config = model.config
-        weight = model.lm_head.weight
-        device = weight.device
-        dtype = weight.dtype
-        if torch.is_autocast_enabled(device.type):
-            dtype = torch.get_autocast_dtype(device.type)
-        D = config.n_embd // config.n_head
-        shape = (config.n_layer, batch_size, config.n_head, capacity, D)
-        self.k = torch.zeros(shape, device=device, dtype=dtype)
-        self.v = torch.zeros(shape, device=device, dtype=dtype)
-        self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
+        self.k: dict[int, Tensor] = {}  # made when a layer has its first keys, which say how many heads there are
+        self.v: dict[int, Tensor] = {}
+        self.lengths = torch.zeros(batch_size, dtype=torch.long, device=model.lm_head.weight.device)
         self.capacity = capacity
         self.is_empty = True
 
@@ -133,9 +125,9 @@ class KVCache:
         per sequence, stored at the sequence's own position, which attends to all of (B, H, capacity, D) under `mask`.
         """
         if self.is_empty:
-            T = k.size(2)
-            self.k[layer][:, :, :T] = k
-            self.v[layer][:, :, :T] = v
+            room = (0, 0, 0, self.capacity - k.size(2))
+            self.k[layer] = F.pad(k, room)
+            self.v[layer] = F.pad(v, room)
             return k, v
         index = self.lengths[:, None, None, None].expand_as(k)
         self.k[layer].scatter_(2, index, k)  # one launch, where [batch, :, lengths] = k takes several

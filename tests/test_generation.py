@@ -168,5 +168,5 @@ def test_a_completion_starts_a_document_if_the_prompt_is_empty_and_ends_with_it(
     assert prompts == [[eot], small_tokenizer.encode_ordinary("A")]
     assert options["stop_tokens"] == {eot}
     assert options["suppress_tokens"] == list(range(320, 384))
-    complete(model, Tokenizer((), special_tokens={"x": eot}), [""], 3, rt, 0)
+    complete(model, Tokenizer((), special_tokens={"<x>": eot}), [""], 3, rt, 0)
     assert asked[1][0] == [[0]]
