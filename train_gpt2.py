@@ -26,7 +26,7 @@ import torch
 
 import hellaswag
 from model import GPT, GPTConfig, GPTWithLoss
-from parts.checkpoint import find_model, load_model, load_shape, model_tokenizer, save_model
+from parts.checkpoint import find_model, load_model, load_shape, model_tokenizer, notes_on, save_model
 from parts.cli import (
     Count,
     Fraction,
@@ -162,6 +162,8 @@ def main() -> None:
     config, shape = settle(config, flags, directory, rt)
     data = open_data(config, shape, directory.checkpoint, rt)
     model = build_model(config, shape, directory.checkpoint).to(rt.device)
+    for note in rt.broadcast_from_main(lambda: notes_on(model)):
+        rt.print(f"note: {note}", file=sys.stderr)
     config, loss_fn = distribute(config, model, rt)  # finds a micro_batch_size
     optimizer = make_optimizer(model, config, rt)
     run = open_run(directory, config, model, optimizer, data)

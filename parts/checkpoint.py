@@ -23,9 +23,10 @@ import torch
 
 from bpe.formats import TOKENIZER_FILES
 from bpe.tokenizer import Tokenizer
-from model import GPT, GPTConfig, local_directory, read_config
+from model import GPT, GPTConfig, agree, local_directory, question, read_config
 from parts.cli import TemporaryError, UserError
 from parts.files import replace_file, sha256, write_atomically
+from parts.generation import KVCache, next_logits
 
 MODEL_FILES = ("model.safetensors", "config.json")
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
@@ -120,6 +121,51 @@ def prune(run_dir: Path, keep: int, val_losses: dict[int, float]) -> None:
 def save_model(directory: Path, model: GPT, tokenizer: Tokenizer) -> None:
     model.save_pretrained(directory, tokenizer.eot_token, tokenizer.unused_ids(model.config.vocab_size))
     tokenizer.save(directory, model.config.n_positions)
+
+
+@torch.no_grad()
+def notes_on(model: GPT) -> list[str]:
+    """What is to be known about a model, perhaps a changed one, before it trains: nothing of a GPT-2.
+
+    All of it is asked, a few tokens each, and takes a second. Raises UserError for a model whose checkpoints would load
+    as another one.
+    """
+    ids = question(model.config)
+    answer = model.answer(ids)
+    if not torch.equal(answer, model.answer(ids)):
+        return ["the model draws random numbers in evaluations, too: nobody can check what its checkpoints compute"]
+    remedy = "GPT(config) in model.py must build all of the model"
+    try:
+        copies = {name: tensor.cpu() for name, tensor in model.hf_state_dict().items()}
+        loaded = GPT.from_tensors(model.config, copies, "a checkpoint of this model").answer(ids)
+    except (ValueError, RuntimeError) as e:
+        raise UserError(f"a checkpoint of this model could not be loaded: {str(e).splitlines()[0]}; {remedy}") from e
+    if not agree(loaded, answer, 1e-4):
+        difference = (loaded - answer).abs().max()
+        raise UserError(
+            f"a checkpoint of this model would load as another: logits differ by {difference:.2g}; {remedy}"
+        )
+    notes = []
+    idx = torch.tensor([ids], device=model.lm_head.weight.device)
+    logits = model.eval()(idx)
+    hidden = model.hidden(idx)
+    if not agree(model.lm_head(hidden), logits, 0.01):
+        notes.append("forward() is not lm_head(hidden()), which is what samples and HellaSwag take")
+    expected = torch.nn.functional.cross_entropy(logits[0].float(), idx[0])
+    if not agree(model.loss_of_hidden(hidden, idx), expected, 0.01):
+        notes.append("the loss is not the cross-entropy of the logits: it is trained on, validated on and reported")
+    if len(ids) > 1:
+        cache = KVCache(model, 1, len(ids))
+        next_logits(model, [ids[:-1]], cache)
+        if not agree(next_logits(model, [ids], cache)[0, ids].cpu(), answer, 0.01):
+            notes.append("with the cache of generation it computes something else: samples are not the model's")
+    model.train()
+    if not model.is_gpt2:
+        notes.append(
+            "this is not a GPT-2: its checkpoints load, resume, sample and score with this model.py; transformers, "
+            "vLLM and llama.cpp will refuse them by name"
+        )
+    return notes
 
 
 # ---------------------------------------------------------------------------------------------------------- reading

@@ -224,6 +224,53 @@ def test_pickled_weights_are_not_read_and_the_remedy_is_named(saved):
     assert_refused("pytorch_model.bin.*safe_serialization", load_model, str(saved))
 
 
+# ---- a question and its answer
+
+
+def edit_question(folder, **changes):
+    config = read_json(folder / "config.json")
+    write_json(folder / "config.json", config | dict(question=config["question"] | changes))
+
+
+def test_another_answer_than_the_saved_one_is_refused(saved):
+    logits = read_json(saved / "config.json")["question"]["logits"]
+    edit_question(saved, logits=[*logits[:-1], logits[-1] + 0.01])
+    assert_invalid(
+        "computes something else than the one that wrote .*: logits differ by 0.01;", GPT.from_pretrained, saved
+    )
+
+
+def test_edited_weights_are_refused_and_accepted_once_the_question_is_gone(saved):
+    state = load_file(saved / "model.safetensors")
+    state["transformer.wte.weight"][200, 3] += 0.01  # of a token that the question has not
+    save_file(state, saved / "model.safetensors")
+    assert_invalid("does not hold the weights that were saved .*remove `question`", GPT.from_pretrained, saved)
+    config = read_json(saved / "config.json")
+    del config["question"]
+    write_json(saved / "config.json", config)
+    assert torch.equal(GPT.from_pretrained(saved).transformer.wte.weight, state["transformer.wte.weight"])
+
+
+def test_what_transformers_has_trained_on_and_saved_is_loaded(saved, tmp_path):
+    theirs = AutoModelForCausalLM.from_pretrained(saved)
+    with torch.no_grad():
+        theirs.transformer.h[0].mlp.c_fc.weight.mul_(1.5)
+    theirs.save_pretrained(tmp_path / "theirs")
+    idx = tokens(1, 8)
+    with torch.no_grad():
+        found = GPT.from_pretrained(tmp_path / "theirs").eval()(idx)
+        torch.testing.assert_close(found, theirs.eval()(idx).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("wrong", [[], 3, dict(ids=[]), dict(ids=[999]), dict(ids=["x"]), dict(logits=[1.0])], ids=str)
+def test_a_damaged_question_is_refused_by_name(saved, wrong):
+    if isinstance(wrong, dict):
+        edit_question(saved, **wrong)
+    else:
+        write_json(saved / "config.json", read_json(saved / "config.json") | dict(question=wrong))
+    assert_invalid("question is damaged", GPT.from_pretrained, saved)
+
+
 # ---- numbers that are known
 
 
