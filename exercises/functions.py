@@ -1,4 +1,4 @@
-"""Eight functions and a class of this project for you to write, as README.md says.
+"""Twelve functions and a class of this project for you to write, as README.md says.
 
 Tensors are float32, ids and targets int64. Shapes: B batch, H heads, T tokens, D channels of a head, C channels, V
 tokens of the vocabulary, N positions.
@@ -34,6 +34,25 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     raise NotImplementedError
 
 
+def block(x: Tensor, weights: dict[str, Tensor], n_head: int) -> Tensor:
+    """A block of GPT-2, from x (B, T, C) to (B, T, C): attention, then an MLP, each added to what it reads by a norm.
+
+    `weights` has ln_1, attn.c_attn, attn.c_proj, ln_2, mlp.c_fc and mlp.c_proj, each with .weight and .bias; the weight
+    of a matrix is (out, in), and c_attn's rows are those of all queries, all keys, all values. LayerNorm has an epsilon
+    of 1e-5, GELU is the tanh form (Radford et al. 2019, section 2.3). Use F.layer_norm, F.linear, F.gelu, `attention`.
+    """
+    raise NotImplementedError
+
+
+def gpt(idx: Tensor, weights: dict[str, Tensor], n_layer: int, n_head: int) -> Tensor:
+    """GPT-2: logits (B, T, V) of the tokens idx (B, T).
+
+    `weights` has wte.weight (V, C), which is the head, too, wpe.weight (N, C), ln_f.weight and .bias, and the names of
+    `block` after h.0., h.1., ...
+    """
+    raise NotImplementedError
+
+
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
     """The mean over N positions of -log softmax(x @ weight.T)[target], and its gradients: (loss, grad_x, grad_weight).
 
@@ -49,6 +68,25 @@ def learning_rate(step: int, max_steps: int, warmup_steps: int, max_lr: float, m
 
     It is max_lr at step `warmup_steps`, which may be 0, and min_lr at step `max_steps` (Loshchilov and Hutter 2017,
     "SGDR").
+    """
+    raise NotImplementedError
+
+
+def adamw(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, step: int, lr, beta1, beta2, eps, weight_decay) -> None:
+    """Step 1, 2, ... of AdamW: changes the weights p and the moments m and v in place (Loshchilov and Hutter 2019,
+    "Decoupled weight decay regularization", algorithm 2, with a schedule of lr).
+
+    m and v are the running means of the gradient and of its square, and begin at 0; divide them by 1 - beta^step. p
+    decays by lr * weight_decay of itself, then moves by lr * m / (sqrt(v) + eps).
+    """
+    raise NotImplementedError
+
+
+def training_step(model, optimizer, micro_batches: list[tuple[Tensor, Tensor]], max_norm: float) -> Tensor:
+    """One optimizer step on all micro-batches together; returns the mean loss, a scalar without a graph.
+
+    model(idx, targets) is the mean loss of one, and all have one size. Clip the norm of the whole gradient to max_norm,
+    and leave no gradients to the next step. It is the step that one large batch would take.
     """
     raise NotImplementedError
 

@@ -178,6 +178,88 @@ def test_attention():
         wrong("no gradient reaches q, k and v: they are to be trained, so leave out no_grad, detach and .data")
 
 
+def small_gpt() -> tuple[dict, int, int, int]:
+    """(weights of random numbers, layers, heads, channels)"""
+    C, V, N = 8, 11, 6
+    shapes = {"wte.weight": (V, C), "wpe.weight": (N, C), "ln_f.weight": (C,), "ln_f.bias": (C,)}
+    for i in range(2):
+        for name, rows in ("attn.c_attn", 3 * C), ("attn.c_proj", C), ("mlp.c_fc", 4 * C):
+            shapes |= {f"h.{i}.{name}.weight": (rows, C), f"h.{i}.{name}.bias": (rows,)}
+        shapes |= {f"h.{i}.mlp.c_proj.weight": (C, 4 * C), f"h.{i}.mlp.c_proj.bias": (C,)}
+        for name in ("ln_1", "ln_2"):
+            shapes |= {f"h.{i}.{name}.{kind}": (C,) for kind in ("weight", "bias")}
+    generator = torch.Generator().manual_seed(5)
+    return {name: 0.7 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}, 2, 2, C
+
+
+def right_block(x, w, n_head, pre_norm=True, residual=1, approximate="tanh", mask=True, sum_first=True):
+    def norm(x, name):
+        return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"])
+
+    def linear(x, name):
+        return F.linear(x, w[f"{name}.weight"], w[f"{name}.bias"])
+
+    def attend(y):
+        B, T, C = y.shape
+        q, k, v = (z.view(B, T, n_head, -1).transpose(1, 2) for z in linear(y, "attn.c_attn").split(C, dim=2))
+        z = F.scaled_dot_product_attention(q, k, v, is_causal=mask)
+        return linear(z.transpose(1, 2).reshape(B, T, C), "attn.c_proj")
+
+    def mlp(y):
+        return linear(F.gelu(linear(y, "mlp.c_fc"), approximate=approximate), "mlp.c_proj")
+
+    if not pre_norm:
+        x = norm(x + attend(x), "ln_1")
+        return norm(x + mlp(x), "ln_2")
+    y = residual * x + attend(norm(x, "ln_1"))
+    return residual * y + mlp(norm(y if sum_first else x, "ln_2"))
+
+
+def test_block():
+    weights, _, n_head, C = small_gpt()
+    w = {name.removeprefix("h.0."): tensor for name, tensor in weights.items() if name.startswith("h.0.")}
+    x = random(2, 5, C)
+    right = right_block(x, w, n_head)
+    mistakes = {
+        "the branches do not add to the stream: x = x + branch(norm(x))": right_block(x, w, n_head, residual=0),
+        "the norm is after the sum; GPT-2's is before the branch": right_block(x, w, n_head, pre_norm=False),
+        "that is the exact GELU; GPT-2 has the tanh form": right_block(x, w, n_head, approximate="none"),
+        "a position reads later ones: attention is causal": right_block(x, w, n_head, mask=False),
+        "there is one head: split the channels into n_head": right_block(x, w, 1),
+        "the MLP reads what the block read: it reads the stream after attention": right_block(
+            x, w, n_head, sum_first=False
+        ),
+    }
+    with hint(f"x {tuple(x.shape)} becomes a tensor of the same shape"):
+        got = functions.block(x.clone(), w, n_head)
+    compare(got, right, mistakes, "another function: compare your branches one by one")
+
+
+def test_gpt():
+    weights, n_layer, n_head, _ = small_gpt()
+    idx = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
+
+    def logits(positions=True, last_norm=True, layers=range(n_layer)):
+        x = weights["wte.weight"][idx] + positions * weights["wpe.weight"][: idx.size(1)]
+        for i in layers:
+            own = {k.removeprefix(f"h.{i}."): tensor for k, tensor in weights.items() if k.startswith(f"h.{i}.")}
+            x = right_block(x, own, n_head)
+        if last_norm:
+            x = F.layer_norm(x, x.shape[-1:], weights["ln_f.weight"], weights["ln_f.bias"])
+        return x @ weights["wte.weight"].T
+
+    mistakes = {
+        "positions are missing: add the rows 0 to T - 1 of wpe": logits(positions=False),
+        "the last norm is missing: ln_f comes before the head": logits(last_norm=False),
+        "every layer has the weights of h.0": logits(layers=[0] * n_layer),
+        "the blocks run in reverse order": logits(layers=reversed(range(n_layer))),
+        "only the first block runs": logits(layers=[0]),
+    }
+    with hint("idx (2, 5) becomes logits (2, 5, V)"):
+        got = functions.gpt(idx, weights, n_layer, n_head)
+    compare(got, logits(), mistakes, "other logits, although `block` may be right: look at what is around the blocks")
+
+
 def test_linear_cross_entropy():
     N, C, V, chunk = 66, 3, 100, 4  # the last chunk has 2 positions
     x, weight, targets = random(N, C), random(V, C), torch.arange(N) * 7 % V
@@ -281,6 +363,94 @@ def test_learning_rate():
     with hint(without):
         rates = rates_of(0)
     compare(rates, cosine(steps / S), {}, f"{without}: {cosine(steps / S)}, not {rates}")
+
+
+def test_adamw():
+    lr, beta1, beta2, eps, decay = 0.1, 0.9, 0.95, 1e-3, 0.5
+
+    def steps(corrected=True, decoupled=True, eps_outside=True, decayed=True):
+        p, m, v = random(3, 4), torch.zeros(3, 4), torch.zeros(3, 4)
+        for step in (1, 2, 3):
+            grad = random(3, 4, step)[..., 0]
+            if decoupled:
+                p = p - decayed * lr * decay * p
+            else:
+                grad = grad + decay * p
+            m = beta1 * m + (1 - beta1) * grad
+            v = beta2 * v + (1 - beta2) * grad**2
+            m_hat, v_hat = (m / (1 - beta1**step), v / (1 - beta2**step)) if corrected else (m, v)
+            p = p - lr * m_hat / (v_hat.sqrt() + eps if eps_outside else (v_hat + eps).sqrt())
+        return p
+
+    mistakes = {
+        "the moments begin at 0, so the first ones are too small: divide by 1 - beta^step": steps(corrected=False),
+        "that is Adam with L2: the decay must not go through the moments": steps(decoupled=False),
+        "nothing decays": steps(decayed=False),
+        "eps is added to the root, not under it": steps(eps_outside=False),
+    }
+    p, m, v = random(3, 4), torch.zeros(3, 4), torch.zeros(3, 4)
+    given = p
+    for step in (1, 2, 3):
+        grad = random(3, 4, step)[..., 0]
+        with hint("p, grad, m and v have one shape, and three steps are taken"):
+            functions.adamw(p, grad, m, v, step, lr, beta1, beta2, eps, decay)
+        if not same(grad, random(3, 4, step)[..., 0]):
+            wrong("the gradient that was passed has changed")
+    if same(given, random(3, 4)):
+        wrong("p is as before: change it in place, for example with p.sub_")
+    if same(m, torch.zeros(3, 4)) or same(v, torch.zeros(3, 4)):
+        wrong("m or v is 0 after three steps: change both in place")
+    compare(p, steps(), mistakes, "another update: compare with the docstring, term by term")
+
+
+def test_training_step():
+    idx, targets = torch.arange(48).view(8, 6) % 7, torch.arange(48).view(8, 6) % 5
+    micro_batches = list(zip(idx.split(2), targets.split(2), strict=True))
+
+    class Bigrams(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = torch.nn.Parameter(random(7, 5))
+
+        def forward(self, idx, targets):
+            return F.cross_entropy(self.table[idx].flatten(0, 1), targets.flatten())
+
+    def after(batches, max_norm, scale=1.0, n_steps=1):
+        model = Bigrams()
+        for _ in range(n_steps):
+            loss = sum(model(*batch) for batch in batches) * scale
+            (grad,) = torch.autograd.grad(loss, [model.table])
+            grad = grad * (max_norm / grad.norm()).clamp(max=1)
+            model.table = torch.nn.Parameter((model.table - grad).detach())
+        return model.table.detach()
+
+    every, last, n = micro_batches, micro_batches[-1:], len(micro_batches)
+    for max_norm in (100.0, 0.01):
+        model = Bigrams()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with hint("four micro-batches of (2, 6) tokens, one step"):
+            loss = functions.training_step(model, optimizer, every, max_norm)
+        mistakes = {
+            "nothing has moved: call optimizer.step()": Bigrams().table.detach(),
+            "the gradient is the sum of four means: divide each loss by their number": after(every, max_norm),
+            "only the last micro-batch counts: clear gradients after the step, not between": after(last, max_norm),
+            "and it was divided by four: clear gradients after the step, not between": after(last, max_norm, 1 / n),
+            "the gradient is not clipped": after(every, 1e9, 1 / n),
+        }
+        right = after(every, max_norm, 1 / n)
+        compare(model.table.detach(), right, mistakes, "another step: look at the order of lines")
+        whole = Bigrams()(idx, targets).detach()
+        of_last = Bigrams()(*every[-1]).detach()
+        lost = {
+            "the loss is the sum of four means": n * whole,
+            "it is the loss of the last one": of_last,
+            "it is the loss of the last one, divided by four": of_last / n,
+        }
+        compare(loss, whole, lost, "the mean of the losses before the step is expected")
+        if loss.requires_grad:
+            wrong("the loss keeps the graph of the step alive: detach it")
+        if model.table.grad is not None and model.table.grad.any():
+            wrong("gradients are left, and the next step would add to them: optimizer.zero_grad()")
 
 
 def test_clip():

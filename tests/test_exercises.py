@@ -12,7 +12,9 @@ from unittest.mock import Mock
 import numpy
 import pytest
 import torch
+from torch.func import functional_call
 
+import minimal as gpt2
 from bpe import minimal
 from exercises import functions, test_functions
 from model import GPT, naive_attention
@@ -36,11 +38,50 @@ def generate(ours, logits_of, idx, n, context, **sampling):
     return ours(Mock(side_effect=logits_of, config=Mock(n_positions=context)), idx, n, **sampling)
 
 
+def call_block(ours, x, weights, n_head):
+    config = gpt2.Config(n_embd=x.size(-1), n_head=n_head)
+    return functional_call(ours(config), weights, x)
+
+
+def call_gpt(ours, idx, weights, n_layer, n_head):
+    (V, C), N = weights["wte.weight"].shape, len(weights["wpe.weight"])
+    config = gpt2.Config(n_layer=n_layer, n_head=n_head, n_embd=C, vocab_size=V, sequence_length=N)
+    named = {f"transformer.{name}": tensor for name, tensor in weights.items()}
+    return functional_call(ours(config), named, idx)
+
+
+def call_adamw(ours, p, grad, m, v, step, lr, beta1, beta2, eps, weight_decay):
+    p.grad = grad.clone()
+    optimizer = ours([p], lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay)
+    if step > 1:
+        optimizer.state[p] = dict(step=torch.tensor(step - 1.0), exp_avg=m, exp_avg_sq=v)
+    optimizer.step()
+    m.copy_(optimizer.state[p]["exp_avg"])
+    v.copy_(optimizer.state[p]["exp_avg_sq"])
+
+
+def step_of_the_loop(model, optimizer, micro_batches, max_norm):
+    """As in minimal.py and train_gpt2.py."""
+    loss = torch.zeros(())
+    for idx, targets in micro_batches:
+        micro_loss = model(idx, targets) / len(micro_batches)
+        micro_loss.backward()
+        loss += micro_loss.detach()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
 Schedule = namedtuple("Schedule", "max_steps warmup_steps max_lr min_lr lr_schedule", defaults=["cosine"])
 OURS = {  # our function, and how to call it as the exercise is called
     "merge": (minimal.merge, lambda ours, *args: ours(*args)),
     "encode": (minimal.encode, lambda ours, *args: [minimal.vocabulary(args[1])[i] for i in ours(*args)]),
     "attention": (naive_attention, lambda ours, *args: ours(*args)),
+    "block": (gpt2.Block, call_block),
+    "gpt": (gpt2.GPT, call_gpt),
+    "adamw": (torch.optim.AdamW, call_adamw),
+    "training_step": (step_of_the_loop, lambda ours, *args: ours(*args)),
     "linear_cross_entropy": (loss.LinearCrossEntropy, linear_cross_entropy),
     "learning_rate": (optim.learning_rate, lambda ours, step, *args: ours(step, Schedule(*args))),
     "clip": (optim.Optimizer.clip_grad_norm, clip),
@@ -49,6 +90,17 @@ OURS = {  # our function, and how to call it as the exercise is called
     "LoRALinear": (LoRALinear, lambda ours, linear, *args: ours(linear.requires_grad_(False), LoRAConfig(*args))),
 }
 MISTAKES = [  # (function, words of ours, what a mistake has there, words of the sentence that it gets)
+    ("block", "x = x + self.attn", "x = self.attn", "compare your branches"),
+    ("gpt", "+ self.transformer.wpe(positions)", "", "positions are missing"),
+    ("gpt", "return self.transformer.ln_f(x)", "return x", "the last norm is missing"),
+    ("gpt", "in self.transformer.h:", "in reversed(self.transformer.h):", "reverse order"),
+    ("gpt", "in self.transformer.h:", "in self.transformer.h[:1]:", "only the first block"),
+    ("training_step", " / len(micro_batches)", "", "sum of four means"),
+    ("training_step", "micro_loss.backward()", "optimizer.zero_grad(); micro_loss.backward()", "divided by four"),
+    ("training_step", "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)", "", "not clipped"),
+    ("training_step", "optimizer.step()", "", "nothing has moved"),
+    ("training_step", "optimizer.zero_grad()", "", "gradients are left"),
+    ("training_step", "loss += micro_loss.detach()", "loss = loss + micro_loss", "detach it"),
     ("merge", "merged[-1] += token", "merged[-1:] = [merged[-1] + token, token]", "two tokens further"),
     ("merge", "== pair", "== pair and len(merged) == 1", "only the first pair"),
     ("merge", "return merged", "return merged[:-1]", "last token is lost"),
@@ -83,7 +135,7 @@ MISTAKES = [  # (function, words of ours, what a mistake has there, words of the
     (
         "clip",
         "(max_norm / (norm + 1e-6)).clamp(max=1.0)",
-        "[max_norm / g.norm() for g in local_grads]",
+        "[max_norm / g.norm() for g in grads]",
         "one norm of all",
     ),
     ("clip", ".clamp(max=1.0)", "", "1 at most"),
@@ -228,7 +280,28 @@ def divided_by_warmup(step, max_steps, warmup_steps, max_lr, min_lr):
     return warmup * (min_lr + (max_lr - min_lr) * 0.5 * (1 + numpy.cos(numpy.pi * progress)))
 
 
+def wrong_adamw(p, grad, m, v, step, lr, beta1, beta2, eps, weight_decay, mistake=""):
+    if mistake == "L2":
+        grad = grad + weight_decay * p
+    else:
+        p.mul_(1 - lr * weight_decay)
+    m.lerp_(grad, 1 - beta1)
+    v.lerp_(grad**2, 1 - beta2)
+    m_hat, v_hat = (m, v) if mistake == "uncorrected" else (m / (1 - beta1**step), v / (1 - beta2**step))
+    p.sub_(lr * m_hat / ((v_hat + eps).sqrt() if mistake == "eps" else v_hat.sqrt() + eps))
+
+
 WRONG = [  # (function, a wrong answer, words of the sentence that it gets)
+    ("block", partial(test_functions.right_block, residual=0), "do not add to the stream"),
+    ("block", partial(test_functions.right_block, pre_norm=False), "the norm is after the sum"),
+    ("block", partial(test_functions.right_block, approximate="none"), "the exact GELU"),
+    ("block", partial(test_functions.right_block, mask=False), "attention is causal"),
+    ("block", lambda x, w, n_head: test_functions.right_block(x, w, 1), "there is one head"),
+    ("block", partial(test_functions.right_block, sum_first=False), "after attention"),
+    ("adamw", partial(wrong_adamw, mistake="L2"), "Adam with L2"),
+    ("adamw", partial(wrong_adamw, mistake="uncorrected"), "divide by 1 - beta"),
+    ("adamw", partial(wrong_adamw, mistake="eps"), "not under it"),
+    ("adamw", lambda p, *args: wrong_adamw(p.clone(), *args), "p is as before"),
     ("merge", merge_two_further, "by one token, not by two"),
     ("encode", encode_one_of_each, "each merge joins one pair"),
     ("encode", encode_by_joined_bytes, "look up the two tokens"),
