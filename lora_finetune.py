@@ -89,7 +89,7 @@ class Config:
     # data
     sequence_length: Count = 0  # tokens of an example, at most; longer rows become windows; 0 for the base's context
     val_rows: Count = 1000  # rows to hold out for validation, chosen by the seed; at most a tenth of the data
-    val_share: Fraction = 0.2  # of the time for validation, at most, by reading fewer of these rows; 1 for all of them
+    val_examples: Count = 0  # validate on this many examples of these rows; 0 for what a fifth of the time allows
     # batch and schedule
     batch_size: Positive = 32  # examples per optimizer step, summed over ranks and micro-batches
     micro_batch_size: Count = 0  # full-length examples per forward pass; 0 finds the largest that fits
@@ -131,7 +131,7 @@ FIXED = ("adapter", "lora_dim", "lora_alpha", "targets", "rslora", "sequence_len
 # with these values the script chooses
 AUTOMATIC = dict(
     micro_batch_size=0, threads=0, sequence_length=0, lora_alpha=0.0, max_steps=0, warmup_steps=0, max_lr=0.0,
-    eval_interval=-1,
+    eval_interval=-1, val_examples=0,
 )  # fmt: skip
 
 
@@ -144,7 +144,7 @@ def main() -> None:
     config = settle_model(config, flags, directory)
     data = open_data(config, load_shape(config.base), rt)
     config = settle_schedule(config, data, rt)
-    data = within_val_share(data, config, rt)
+    data = data._replace(val=data.val[: config.val_examples])
     base = load_model(config.base, config.dropout, choose_attention("auto", rt, config.sequence_length))
     data_fingerprint = dict(base=lora.weights_sha256(base), tokenizer=data.tokenizer.fingerprint, data=data.sha256)
     run_info = run_info_of(config, base, data)
@@ -333,6 +333,8 @@ def settle_model(config: Config, flags: set[str], directory: RunDirectory) -> Co
                 )
         config = replace(config, **own)
     if directory.checkpoint:
+        if "val_examples" not in directory.constants and not config.val_examples:
+            config = replace(config, val_examples=2**30)  # all of them, as in the version that began the run
         config = continue_constants(config, flags, directory, FIXED, AUTOMATIC)
     return replace(config, lora_alpha=config.lora_alpha or 2.0 * config.lora_dim)
 
@@ -348,7 +350,7 @@ def settle_schedule(config: Config, data: Data, rt: Runtime) -> Config:
     max_lr = config.max_lr or (1e-3 if config.lora_dim else 1e-4)
     if config.min_lr > max_lr:
         raise UserError(f"--min_lr {config.min_lr} is above --max_lr {max_lr}; the schedule ends at min_lr")
-    return replace(
+    config = replace(
         config,
         sequence_length=data.sequence_length,
         max_steps=max_steps,
@@ -357,24 +359,23 @@ def settle_schedule(config: Config, data: Data, rt: Runtime) -> Config:
         max_lr=max_lr,
         threads=torch.get_num_threads() if rt.device.type == "cpu" else config.threads,
     )
+    return settle_val_examples(config, len(data.val), rt)
 
 
-def within_val_share(data: Data, config: Config, rt: Runtime) -> Data:
-    """The data with so many of its validation examples that reading them takes `val_share` of the time."""
-    if config.val_share == 1 or not config.eval_interval:
-        return data
+def settle_val_examples(config: Config, n: int, rt: Runtime) -> Config:
+    """The constants, with how many of `n` examples are validated on, so that this takes a fifth of the time at most."""
+    if config.val_examples or not config.eval_interval:
+        return replace(config, val_examples=config.val_examples or n)
     n_evals = 1 + math.ceil(config.max_steps / config.eval_interval)
     # A training step computes the gradients of activations, too, and without LoRA those of the weights: each of them
     # takes about as long as the forward pass alone, which is all that validation needs.
     passes = config.max_steps * config.batch_size * (2 if config.lora_dim else 3)
-    n = int(passes * config.val_share / (1 - config.val_share) / n_evals)
-    n = max(n, 16)  # fewer say nothing
-    if n < len(data.val):
+    allowed = max(passes // 4 // n_evals, 16)  # fewer examples say nothing
+    if allowed < n:
         rt.print(
-            f"validation reads {n:,} of its {len(data.val):,} examples, {config.val_share:.0%} of the time; "
-            "--val_share 1 reads all"
+            f"validation reads {allowed:,} of its {n:,} examples, a fifth of the time; --val_examples {n} reads all"
         )
-    return data._replace(val=data.val[:n])
+    return replace(config, val_examples=min(allowed, n))
 
 
 # ------------------------------------------------------------------------------------------------------------ the model

@@ -263,12 +263,17 @@ def test_validation_takes_its_share_of_the_time_with_fewer_rows_where_needed(fin
     rows = write_json(tmp_path / "rows.json", ROWS * 8)
     options = dict(data=rows, max_steps=2, batch_size=72, lora_dim=r, eval_interval=1, checkpoint_interval=1)
     result = finetune(**options)
-    assert f"validation reads {n} of its 48 examples, 20% of the time; --val_share 1 reads all\n" in result.stdout
+    assert (
+        f"validation reads {n} of its 48 examples, a fifth of the time; --val_examples 48 reads all\n" in result.stdout
+    )
     few = column(run_dir, "val", "loss")
-    assert "validation reads" not in finetune(out="all", val_share=1, **options).stdout
+    assert "validation reads" not in finetune(out="all", val_examples=48, **options).stdout
     assert column(tmp_path / "all", "train", "loss") == column(run_dir, "train", "loss")
     assert column(tmp_path / "all", "val", "loss") == pytest.approx(few, rel=0.1)
     assert column(tmp_path / "all", "val", "loss") != few
+    again = finetune(**options | dict(max_steps=4, resume=True))  # on the same examples, although it may read more now
+    assert "validation reads" not in again.stdout
+    assert read_json(run_dir / "config.json")["val_examples"] == n
 
 
 def test_a_run_ends_with_a_sample(finetune, run_dir):
@@ -308,7 +313,7 @@ OTHER = dict(
     adapter="elsewhere", lora_dim=2, lora_alpha=5.0, targets="c_fc", rslora=True, sequence_length=64, val_rows=3,
     batch_size=8, seed=7, lora_dropout=0.1, micro_batch_size=2, epochs=2.0, max_steps=4, warmup_steps=2, max_lr=0.002,
     min_lr=0.0001, lr_schedule="wsd", decay_fraction=0.3, weight_decay=0.2, beta1=0.8, beta2=0.99, eps=1e-7,
-    grad_clip=0.5, max_bad_steps=3, val_share=0.5, dropout=0.1, eval_interval=2, sample_interval=3,
+    grad_clip=0.5, max_bad_steps=3, val_examples=4, dropout=0.1, eval_interval=2, sample_interval=3,
     sample_prompt="A", sample_tokens=4, checkpoint_interval=3, keep_checkpoints=5,
 )  # fmt: skip
 SHORT = dict(max_steps=2, eval_interval=0, checkpoint_interval=2)
