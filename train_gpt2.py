@@ -114,6 +114,7 @@ class Config:
     report_to: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # tracker to report to, besides log.jsonl
 
 
+# What a recipe names here replaces the constant in Config: to change the max_lr of tiny, edit it in its recipe.
 RECIPES = {
     "gpt2": Config(),  # Radford et al. 2019 in size, Brown et al. 2020 (table 2.1) in hyperparameters
     "gpt2-medium": Config(n_layer=24, n_head=16, n_embd=1024, max_lr=3e-4, min_lr=3e-5),
