@@ -17,6 +17,7 @@ files of a checkpoint in checkpoint.py, device, precision (TF32, bf16, fp16) and
 import math
 import shlex
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -395,10 +396,26 @@ def distribute(config: Config, model: GPT, rt: Runtime) -> tuple[Config, GPTWith
         trial = (config.sequence_length, config.vocab_size)
         size = find_micro_batch_size(GPTWithLoss(model), n_sequences // rt.world_size, trial, rt)
         config = replace(config, micro_batch_size=size)
+    if rt.device.type == "cpu" and rt.is_main:
+        warn_of_days(config, GPTWithLoss(model), rt)
     loss_fn = rt.wrap(GPTWithLoss(model, rt.compiled(model.hidden)))
     ranks = counted(rt.world_size, "rank")
     rt.print(f"{n_sequences} sequences per step, {config.micro_batch_size} at a time on each of {ranks}")
     return config, loss_fn
+
+
+def warn_of_days(config: Config, loss_fn: GPTWithLoss, rt: Runtime) -> None:
+    """Say how long a run takes that will need more than a day, by the time of one sequence."""
+    idx = torch.zeros(1, config.sequence_length, dtype=torch.long)
+    begun = time.perf_counter()
+    with rt.autocast():
+        loss = loss_fn(idx, idx)
+    loss.backward()
+    loss_fn.zero_grad(set_to_none=True)
+    n_sequences = config.max_steps * config.total_batch_size / config.sequence_length / rt.world_size
+    days = n_sequences * (time.perf_counter() - begun) / 86400
+    if days > 1:
+        rt.print(f"note: this takes about {days:,.0f} days here; for minutes on a CPU: python train_gpt2.py tiny")
 
 
 def open_run(directory: RunDirectory, config: Config, model: GPT, optimizer: Optimizer, data: Data) -> Run:
