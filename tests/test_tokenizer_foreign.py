@@ -131,6 +131,8 @@ def test_a_tokenizer_of_another_kind_has_the_ids_of_tokenizers_wherever_it_goes(
         assert shown.removeprefix(" ") == written.removeprefix(" ")
         assert tok.token_bytes()[ids].sum() == len(shown.encode())
     assert try_tokenizer.split_up("x", tok, "naïve 中文")[1]
+    for special in ((), "all"):
+        assert tok.encode("a\ud800", allowed_special=special) == tok.encode("a\ufffd", allowed_special=special)
     assert_invalid("tiktoken has no form", tok.to_tiktoken)
 
 
