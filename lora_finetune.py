@@ -415,7 +415,8 @@ def distribute(config: Config, model: GPT, data: Data, rt: Runtime) -> tuple[Con
     loss_fn = rt.wrap(GPTWithLoss(model, rt.compiled(model.hidden, dynamic=True)))
     if not config.micro_batch_size:
         shape = (config.sequence_length, len(data.tokenizer))
-        found = find_micro_batch_size(GPTWithLoss(model), config.batch_size // rt.world_size, shape, rt)
+        optimizer = partial(make_optimizer, model, config, rt)
+        found = find_micro_batch_size(GPTWithLoss(model), config.batch_size // rt.world_size, shape, rt, optimizer)
         config = replace(config, micro_batch_size=found)
     return config, loss_fn
 

@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -394,7 +395,8 @@ def distribute(config: Config, model: GPT, rt: Runtime) -> tuple[Config, GPTWith
     n_sequences = config.total_batch_size // config.sequence_length
     if not config.micro_batch_size:
         trial = (config.sequence_length, config.vocab_size)
-        size = find_micro_batch_size(GPTWithLoss(model), n_sequences // rt.world_size, trial, rt)
+        optimizer = partial(make_optimizer, model, config, rt)
+        size = find_micro_batch_size(GPTWithLoss(model), n_sequences // rt.world_size, trial, rt, optimizer)
         config = replace(config, micro_batch_size=size)
     if rt.device.type == "cpu" and rt.is_main:
         warn_of_days(config, GPTWithLoss(model), rt)

@@ -20,6 +20,7 @@ Muon, which needs several matrices at once, and the context of CUDA, 0.5 GB; `--
 
 import os
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -220,7 +221,8 @@ def rate_here(config, shape: GPTConfig, rt: Runtime, needs: Needs) -> float | No
         if not size:
             alone = replace(rt, world_size=1)  # the other ranks are not asked
             trial = (config.sequence_length, config.vocab_size)
-            size = find_micro_batch_size(GPTWithLoss(model), per_rank, trial, alone)
+            optimizer = partial(make_optimizer, model, config, rt)
+            size = find_micro_batch_size(GPTWithLoss(model), per_rank, trial, alone, optimizer)
         loss_fn = GPTWithLoss(model, rt.compiled(model.hidden))
         optimizer = make_optimizer(model, config, rt)
         idx = torch.randint(config.vocab_size, (size, config.sequence_length), device=rt.device)

@@ -1,7 +1,7 @@
 """Choices made before a run: the kind of attention, and the largest micro-batch that fits into memory.
 
-On a GPU memory is measured, and all ranks agree on the outcome; on a CPU fixed rules follow earlier measurements. This
-file knows nothing of GPT-2 beyond the shapes that it is given, and nothing of data or checkpoints.
+On a GPU memory is measured by training steps, and all ranks agree on the outcome; on a CPU fixed rules follow earlier
+measurements. This file knows nothing of GPT-2 beyond the shapes that it is given, and nothing of data or checkpoints.
 """
 
 import re
@@ -30,25 +30,32 @@ def choose_attention(attention: str, rt: Runtime, sequence_length: int) -> str:
 # ------------------------------------------------------------------------------------------------------------ memory
 
 
-def find_micro_batch_size(loss_fn, sequences: int, shape: tuple[int, int], rt: Runtime) -> int:
-    """The largest divisor of `sequences`, those of a rank's step, whose forward and backward pass fit into memory.
+def find_micro_batch_size(loss_fn, sequences: int, shape: tuple[int, int], rt: Runtime, make_optimizer) -> int:
+    """The largest divisor of `sequences`, those of a rank's step, whose training step fits into memory.
 
-    `shape` is (T, V): tokens per sequence and size of the vocabulary. `loss_fn` is neither compiled, as compiling each
-    size would take a minute, and what fits without also fits compiled; nor in DDP, as the backward pass of its module
-    would have a rank that is out of memory keep the others waiting. On a CPU, where memory is not the limit, it is
-    the size that keeps about 4096 tokens in the caches. Raises UserError if not even one sequence fits.
+    `shape` is (T, V): tokens per sequence and size of the vocabulary; `make_optimizer()` is called for each trial,
+    which takes real steps, and weights are put back afterwards. `loss_fn` is neither compiled, as compiling each size
+    would take a minute, and what fits without also fits compiled; nor in DDP, as the backward pass of its module would
+    have a rank that is out of memory keep the others waiting. On a CPU, where memory is not the limit, it is the size that
+    keeps about 4096 tokens in the caches. Raises UserError if not even one sequence fits.
     """
     sizes = [n for n in range(min(sequences, 256), 0, -1) if sequences % n == 0]
     if rt.device.type == "cpu":
         return next((n for n in sizes if n * shape[0] <= 4096), 1)
-    return largest_that_fits(loss_fn, sizes, shape, rt)
+    return largest_that_fits(loss_fn, sizes, shape, rt, make_optimizer)
 
 
-def largest_that_fits(loss_fn, sizes: list[int], shape: tuple[int, int], rt: Runtime) -> int:
+def largest_that_fits(loss_fn, sizes: list[int], shape: tuple[int, int], rt: Runtime, make_optimizer) -> int:
     """The first of `sizes`, which descend, for which every rank has the memory. Raises UserError on all ranks alike."""
+    trained = [p for p in loss_fn.parameters() if p.requires_grad]
+    before = [p.detach().to("cpu", copy=True) for p in trained]
     for size in sizes:
         rt.reset_peak_memory()
-        fits = torch.tensor(has_memory_for(size, shape, loss_fn, rt), dtype=torch.int64, device=rt.device)
+        fits = has_memory_for(size, shape, loss_fn, rt, make_optimizer)
+        with torch.no_grad():
+            for p, weight in zip(trained, before, strict=True):
+                p.copy_(weight)
+        fits = torch.tensor(fits, dtype=torch.int64, device=rt.device)
         if rt.sum(fits).item() == rt.world_size:  # all ranks leave the trial together, whoever failed
             rt.print(f"micro_batch_size {size} fits: {rt.peak_memory() / 2**30:.1f} GiB at its peak")
             rt.reset_peak_memory()  # the log tells the peak of the run
@@ -56,22 +63,30 @@ def largest_that_fits(loss_fn, sizes: list[int], shape: tuple[int, int], rt: Run
     raise UserError("not even one sequence fits into the memory; use a smaller model or --sequence_length")
 
 
-def has_memory_for(size: int, shape: tuple[int, int], loss_fn, rt: Runtime) -> bool:
-    """Try one forward and backward pass of `size` sequences, with memory for the optimizer's state set aside."""
+def has_memory_for(size: int, shape: tuple[int, int], loss_fn, rt: Runtime, make_optimizer) -> bool:
+    """Try a step of one micro-batch of `size` sequences, as it is from the second step on."""
     T, V = shape
+    trained = [p for p in loss_fn.parameters() if p.requires_grad]
+    yes = torch.ones((), dtype=torch.bool, device=rt.device)
     try:
         idx = torch.randint(V, (size, T), device=rt.device)
-        trained = [p for p in loss_fn.parameters() if p.requires_grad]
-        moments = [torch.empty(2 * p.numel(), device=rt.device) for p in trained]
-        for p in trained:
-            p.grad = torch.zeros_like(p)  # as earlier micro-batches leave them
+        kept = []
         if rt.device.type == "cuda":  # 5% for fragmentation and NCCL's buffers
             total = torch.cuda.get_device_properties(rt.device).total_memory
-            moments.append(torch.empty(total // 20, dtype=torch.uint8, device=rt.device))
+            kept.append(torch.empty(total // 20, dtype=torch.uint8, device=rt.device))
+        for p in trained:
+            p.grad = torch.zeros_like(p)
+        optimizer = make_optimizer()
+        optimizer.step(finite=yes)  # makes what it keeps
+        if rt.world_size > 1:  # DDP makes new buckets before the second step, and moves the gradients there
+            buckets = [torch.empty_like(p) for p in trained]
+            del buckets
         with rt.autocast():
             loss = loss_fn(idx, idx)
-        loss.backward()
-        del loss, moments
+        optimizer.scale(loss).backward()
+        del loss
+        optimizer.clip_grad_norm(1.0)
+        optimizer.step(finite=yes)  # Muon works on many matrices at once
         return True
     except RuntimeError as e:  # the allocator raises its own type; cuBLAS and Triton raise plain RuntimeErrors
         if isinstance(e, torch.OutOfMemoryError) or re.search(r"out of memory|ALLOC_FAILED|out of resource", str(e)):
@@ -79,4 +94,5 @@ def has_memory_for(size: int, shape: tuple[int, int], loss_fn, rt: Runtime) -> b
         raise
     finally:
         loss_fn.zero_grad()
+        optimizer = kept = None
         torch.cuda.empty_cache()  # of a process that uses CUDA

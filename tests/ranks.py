@@ -25,6 +25,7 @@ from model import GPT, GPTConfig, GPTWithLoss
 from parts import report
 from parts.cli import UserError, script
 from parts.loss import LinearCrossEntropy
+from parts.optim import Optimizer
 from parts.runtime import Runtime
 from parts.trials import largest_that_fits
 from tests.helpers import draw_nothing, remove_after, seeded, spoil_gradients, write_json
@@ -76,7 +77,8 @@ def probe(kind: str, file: str) -> None:
             output.register_hook(raise_above_4)
 
     model.transformer.h[0].register_forward_hook(watch)
-    size = largest_that_fits(GPTWithLoss(model), [16, 8, 4, 2], (16, 64), rt)
+    adamw = torch.optim.AdamW(model.parameters(), 0.1)
+    size = largest_that_fits(GPTWithLoss(model), [16, 8, 4, 2], (16, 64), rt, lambda: Optimizer([adamw], 0.1, rt))
     idx = torch.randint(64, (size, 16), generator=seeded(rt.rank))
     rt.set_gradient_sync(forward, now=True)
     forward(idx, idx).backward()

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,7 +21,8 @@ from model import GPT, GPTConfig, GPTWithLoss
 from parts import runtime, trials
 from parts.checkpoint import checkpoint_steps, load_train_state
 from parts.data import to_inputs
-from parts.optim import learning_rate
+from parts.optim import Optimizer as LoopOptimizer
+from parts.optim import learning_rate, make_optimizer
 from tests.helpers import assert_refused, column, losses, read_json, seeded, slow, spoil_gradients, weights
 from tests.test_model import small
 from train_gpt2 import Config
@@ -151,37 +153,55 @@ def test_attention_follows_from_the_precision_on_a_processor(dtype, length, expe
 
 
 def test_a_micro_batch_on_a_processor_has_at_most_4096_tokens(rt):
-    assert [trials.find_micro_batch_size(None, 64, (T, 384), rt) for T in (64, 65, 5000)] == [64, 32, 1]
+    assert [trials.find_micro_batch_size(None, 64, (T, 384), rt, None) for T in (64, 65, 5000)] == [64, 32, 1]
 
 
-def test_a_micro_batch_on_a_gpu_is_the_largest_divisor_of_at_most_256_that_fits(h100, rt, monkeypatch):
-    monkeypatch.setattr(trials, "has_memory_for", lambda size, *_: size <= 100)
-    with monkeypatch.context() as context:
-        context.setattr(trials, "largest_that_fits", lambda _, sizes, *others: sizes)
-        sizes = trials.find_micro_batch_size(None, 768, (1024, 384), h100)
-    assert f"{sizes}" == "[256, 192, 128, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1]"
-    assert trials.largest_that_fits(None, sizes, (1024, 384), rt) == 96
-    assert_refused("not even one sequence fits", trials.largest_that_fits, None, [128], (1024, 384), rt)
+class Scarce(torch.nn.Module):
+    """A model on a card that is full above `limit` sequences."""
+
+    def __init__(self, limit: int):
+        super().__init__()
+        self.gpt = small()
+        self.limit = limit
+        self.sizes = []
+        self.kept = []  # gradients and moments, during the forward pass
+
+    def make_optimizer(self):
+        self.optimizer = make_optimizer(self.gpt, Config(), runtime.Runtime.setup("cpu", "float32"))
+        return self.optimizer
+
+    def forward(self, idx, targets):
+        self.sizes.append(len(idx))
+        params = list(self.gpt.parameters())
+        self.kept.append((all(p.grad is not None for p in params), len(self.optimizer.optimizers[0].state)))
+        if len(idx) > self.limit:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return self.gpt.loss(idx, targets)
 
 
-def test_a_trial_holds_two_moments_and_the_gradients_of_earlier_micro_batches(rt, monkeypatch):
-    model = small()
-    params = list(model.parameters())
-    has_gradients = []
-    sizes = []
-    real = torch.empty
+def test_a_micro_batch_on_a_gpu_is_the_largest_divisor_of_at_most_256_that_fits(rt):
+    model = Scarce(limit=10)
+    before = [p.clone() for p in model.parameters()]
+    sizes = [256, 192, 128, 96, 64, 48, 32, 24, 16, 12, 8, 6]
+    assert trials.largest_that_fits(model, sizes, (16, 200), rt, model.make_optimizer) == 8
+    assert model.sizes == sizes[:-1]
+    assert set(model.kept) == {(True, len(before))}
+    assert all(map(torch.equal, model.parameters(), before))  # the steps of the trials leave no trace
+    assert all(p.grad is None for p in model.parameters())
+    arguments = (model, [128], (16, 200), rt, model.make_optimizer)
+    assert_refused("not even one sequence fits", trials.largest_that_fits, *arguments)
 
-    def empty(n, **options):
-        sizes.append(n)
-        return real(n, **options)
 
-    block = model.transformer.h[0]
-    block.register_forward_pre_hook(lambda *_: has_gradients.append(all(p.grad is not None for p in params)))
-    monkeypatch.setattr(torch, "empty", empty)
-    assert trials.has_memory_for(2, (16, 200), GPTWithLoss(model), replace(rt, world_size=2))  # which share nothing
-    assert has_gradients == [True]
-    assert all(p.grad is None for p in params)
-    assert sizes == [2 * p.numel() for p in params]
+def test_a_step_that_takes_more_memory_than_its_backward_pass_does_not_fit(rt):
+    class Large(torch.optim.SGD):
+        def step(self):
+            if all(p.grad.any() for p in self.param_groups[0]["params"][:1]):
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model = GPTWithLoss(small())
+    for kind, fits in ((torch.optim.SGD, True), (Large, False)):
+        make = partial(LoopOptimizer, [kind(model.parameters(), 0.1)], 0.1, rt)
+        assert trials.has_memory_for(2, (16, 200), model, rt, make) == fits
 
 
 def test_activation_checkpointing_changes_no_number(train, tmp_path):
