@@ -1,6 +1,6 @@
 """Text to shards, and shards to batches.
 
-Sharding compares, with GPT-2's tokens and two processes each: the loop that everybody writes (`Pool(2).imap` over
+Sharding compares, with GPT-2's tokens and two processes or threads: the loop that everybody writes (`Pool(2).imap` over
 load_dataset, into an array, without files and checksums); calling tiktoken and discarding the tokens; and fineweb.py
 from start to end, with files, checksums and manifest. The text is that of --data, eight times over under different
 names.
@@ -83,7 +83,7 @@ def parquet_files(source: str, folder: Path) -> list[str]:
     for i in range(8):
         for file in files:
             copy = folder / f"copy_{i}_{file.name}"
-            copy.symlink_to(file.resolve())
+            shutil.copy(file, copy)  # a link would be the same file, which is read once
             copies.append(str(copy))
     return copies
 
