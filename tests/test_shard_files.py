@@ -299,3 +299,13 @@ def test_what_is_not_there_or_too_short(tmp_path, monkeypatch):
     assert len(open_stream(tmp_path)) == 2
     write_shards(tmp_path, (T,))
     assert_refused("has 16 tokens, fewer than sequence_length \\+ 1 = 17", Batches, open_stream(tmp_path), T, 1, True)
+
+
+def test_tokens_of_nanogpt_are_read_by_their_names_but_for_characters(tmp_path):
+    tokens = np.arange(1000, dtype=np.uint16)
+    for name in ("train", "val"):
+        tokens.tofile(tmp_path / f"{name}.bin")
+        [path] = find_shards(str(tmp_path), name)
+        assert Shard(path).read(0, 1000).tolist() == tokens.tolist()
+    (tmp_path / "meta.pkl").touch()
+    assert_refused("meta.pkl says that its tokens are characters; give --data the text", Shard, tmp_path / "val.bin")

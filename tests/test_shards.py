@@ -13,7 +13,7 @@ from bpe.tokenizer import Tokenizer
 from model import GPT, GPTConfig
 from parts import files
 from parts.checkpoint import save_model
-from parts.cli import UserError
+from parts.cli import UserError, explain
 from parts.data import Shard, find_shards, new_manifest, read_manifest, summary
 from parts.files import sha256
 from parts.shards import (
@@ -176,6 +176,32 @@ def test_texts_that_cannot_be_used(tmp_path):
     refused("--vocab_size 5", vocab_size=5)
     refused("nowhere.json", tokenizer=tmp_path / "nowhere.json")
     refused("has no <|endoftext|>", tokenizer=plain)
+
+
+def test_a_folder_of_plain_texts_validates_on_the_end_of_each(tmp_path):
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    for name in "abc":
+        (notes / f"{name}.md").write_text(f"{name} " * 900 + f"{name.upper()} " * 100)
+    (notes / "d.png").write_bytes(b"\x89PNG\xff" * 9999)
+    shards = open_shards(str(notes), "train", 300, tmp_path / "cache")
+    folder = shards.train.paths[0].parent
+    assert decoded(folder, "val").split("<|endoftext|>")[1:] == [f"{name} " * 100 for name in "ABC"]
+    assert decoded(folder, "train").split("<|endoftext|>")[1:] == [f"{name} " * 900 for name in "abc"]
+    said = "; ".join(shards.warnings)
+    assert "3 files read as text (3 .md)" in said
+    assert "without most of its bytes: 1 file (1 .png)" in said
+    assert_refused("with --tokenizer train, a folder of plain texts", open_shards, str(notes), "gpt2", 300, tmp_path)
+
+
+def test_a_full_disk_is_named_also_where_numpy_says_no_number(tmp_path, prepare, monkeypatch):
+    def save(file, tokens):
+        raise OSError("500 requested and 300 written")
+
+    monkeypatch.setattr(np, "save", save)
+    with pytest.raises(OSError, match="No space left on device.*story") as error:
+        prepare()
+    assert "no space left on the disk of" in explain(error.value)
 
 
 # -------------------------------------------------------------------------------------------------- tokenizers by name
