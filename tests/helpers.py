@@ -222,7 +222,7 @@ def assert_changes_take_effect(train, run: Path, page: str, constants: dict, oth
     effective = [name for name, said in resume_table(page).items() if said == "takes effect"]
     changes = {name: other[name] for name in effective if name in other}
     train(**constants | changes | dict(resume=True))
-    assert {words.split()[0] for words in log_of(run, "run")[-1]["changed"]} == changes.keys()
+    assert {name: new for name, (_, new) in log_of(run, "run")[-1]["changed"].items()} == changes
     config = read_json(run / "config.json")
     assert {name: config[name] for name in changes} == changes
     return changes

@@ -5,6 +5,7 @@ skipped. Sums on a GPU are not repeatable to the last bit, so that losses have t
 can be equal: the fast way may be twice as far from fp32 as the plain way in bf16 is.
 """
 
+import copy
 import shutil
 import time
 from dataclasses import replace
@@ -26,13 +27,12 @@ from bpe.tokenizer import Tokenizer
 from hellaswag import evaluate, prepare
 from model import GPT, GPTConfig, GPTWithLoss
 from parts import loss, runtime
-from parts.checkpoint import copy_to_host, set_newer_aside
 from parts.data import IGNORED, to_inputs
 from parts.graphs import BiasGradients
 from parts.optim import make_optimizer
 from parts.run import Run
 from parts.runtime import Runtime
-from tests.helpers import log_of, seeded
+from tests.helpers import log_of, remove_after, seeded
 from train_gpt2 import RECIPES
 
 pytestmark = pytest.mark.gpu
@@ -176,7 +176,7 @@ def test_sums_of_hellaswag_are_those_of_one_row_at_a_time(dtype, limit):
 def test_a_resumed_run_has_the_losses_of_one_that_was_not_interrupted(train, tmp_path, optimizer):
     train(out="whole", optimizer=optimizer, **RUN)
     shutil.copytree(tmp_path / "whole", tmp_path / "parts")
-    set_newer_aside(tmp_path / "parts", step=3, why="spoilt")  # as if it had been killed after that
+    remove_after(tmp_path / "parts", 3)  # as if it had been killed after that
     train(out="parts", optimizer=optimizer, resume=True, **RUN)
     assert far(losses_by_step(tmp_path / "parts"), losses_by_step(tmp_path / "whole")) < 1e-3
 
@@ -218,7 +218,7 @@ def four_steps(way: str, optimizer: str, seed: int = 0) -> list[float]:
             found.step(finite=found.clip_grad_norm(1.0).isfinite())
             found.zero_grad()
             losses.append(loss.item())
-        state = copy_to_host(found.state_dict())
+        state = copy.deepcopy(found.state_dict())
     return losses
 
 

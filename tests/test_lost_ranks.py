@@ -69,12 +69,12 @@ TWO = ("--standalone", "--nproc_per_node=2", "--max-restarts=3")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "rank, moment, shard",
-    [(0, "a step", "none"), (1, "a step", "full"), (0, "a save", "full"), (1, "an evaluation", "full")],
+    "rank, moment",
+    [(0, "a step"), (1, "a step"), (0, "a save"), (1, "an evaluation")],
 )
-def test_torchrun_restarts_ranks_of_which_one_is_killed_and_nothing_is_lost(long_run, rank, moment, shard):
+def test_torchrun_restarts_ranks_of_which_one_is_killed_and_nothing_is_lost(long_run, rank, moment):
     run = long_run / f"{rank} killed in {moment}"
-    process = torchrun(long_run, run.name, *TWO, resume=True, shard=shard, **LONG)
+    process = torchrun(long_run, run.name, *TWO, resume=True, **LONG)
     MOMENTS[moment](run, process)
     os.kill(workers(process)[rank], signal.SIGKILL)
     out, _ = process.communicate(timeout=400)
@@ -87,7 +87,7 @@ def test_torchrun_restarts_ranks_of_which_one_is_killed_and_nothing_is_lost(long
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_ranks_end_with_a_checkpoint_when_their_launcher_is_stopped_or_killed(long_run, signum):
     run = long_run / f"launcher-{signum}"
-    process = torchrun(long_run, run.name, *TWO, shard="optimizer", **LONG | dict(max_steps=10**6))
+    process = torchrun(long_run, run.name, *TWO, **LONG | dict(max_steps=10**6))
     wait_for_steps(run, 25, process)
     ranks = workers(process)
     process.stdout.close()
@@ -151,17 +151,17 @@ def end_well(run: Path, processes: list[subprocess.Popen]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed, shard", [(1, "none"), (1, "full"), (0, "optimizer")])
-def test_a_node_that_is_killed_and_comes_back_continues_with_the_other(long_run, two_nodes, killed, shard):
+@pytest.mark.parametrize("killed", [1, 0])
+def test_a_node_that_is_killed_and_comes_back_continues_with_the_other(long_run, two_nodes, killed):
     """Without the first node, where they meet, the second ends too, and both are started again."""
-    run = long_run / f"node-{killed}-killed-{shard}"
+    run = long_run / f"node-{killed}-killed"
     head = two_nodes[0][2]
-    nodes = [start_node(long_run, run.name, node, head, shard=shard) for node in two_nodes]
+    nodes = [start_node(long_run, run.name, node, head) for node in two_nodes]
     wait_for_steps(run, 25, nodes[1 - killed])
     kill(nodes[killed])
     if killed == 0:
         assert nodes[1].communicate(timeout=60)
         assert nodes[1].returncode == 1
-        nodes[1] = start_node(long_run, run.name, two_nodes[1], head, shard=shard)
-    nodes[killed] = start_node(long_run, run.name, two_nodes[killed], head, shard=shard)
+        nodes[1] = start_node(long_run, run.name, two_nodes[1], head)
+    nodes[killed] = start_node(long_run, run.name, two_nodes[killed], head)
     end_well(run, nodes)

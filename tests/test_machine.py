@@ -8,11 +8,8 @@ import pytest
 import torch
 
 import train_gpt2
-from bpe.tokenizer import Tokenizer
-from model import GPT, GPTConfig
 from parts import runtime
 from parts.cards import CARDS, peaks
-from parts.checkpoint import CheckpointWriter, ModelFiles, copy_to_host, find_damage, state_dict_without_head
 from parts.cli import UserError
 from parts.runtime import Runtime
 from tests.helpers import assert_refused
@@ -184,20 +181,6 @@ def test_cpu_means_that_no_gpu_is_asked_for(monkeypatch):
     for name in ("is_available", "device_count", "set_device", "current_device"):
         monkeypatch.setattr(torch.cuda, name, None)
     assert Runtime.setup("cpu", "float32").device.type == "cpu"
-
-
-def test_the_thread_that_writes_a_checkpoint_asks_nothing_of_a_gpu(tmp_path, monkeypatch):
-    """What it writes was copied before; so it needs no GPU to be chosen in that thread."""
-    model = GPT(GPTConfig(n_positions=8, vocab_size=260, n_layer=1, n_head=1, n_embd=8))
-    assert "lm_head.weight" not in state_dict_without_head(model)  # which is the embedding
-    files = ModelFiles(model, Tokenizer.train(["a"], 257)).copy()
-    state = copy_to_host(dict(moment=torch.ones(3)))
-    for name in ("_lazy_init", "set_device", "current_device", "current_stream", "synchronize", "mem_get_info"):
-        monkeypatch.setattr(torch.cuda, name, None)  # a question opens a context on GPU 0
-    writer = CheckpointWriter(tmp_path, keep=1)
-    writer.save(tmp_path / "step_000001", files, state, {})
-    writer.wait()
-    assert find_damage(tmp_path / "step_000001") is None
 
 
 def test_an_error_of_the_first_rank_is_raised_with_its_sentence(rt):
