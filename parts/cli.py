@@ -250,7 +250,6 @@ def make_parser(config_type, values: dict, prog: str, description) -> argparse.A
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=32),
         argument_default=argparse.SUPPRESS,  # what is not given is not found
         add_help=False,
-        allow_abbrev=False,
         exit_on_error=False,
     )
     parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)

@@ -153,6 +153,7 @@ REFUSED = [
     ("Rome --dep 3", "no --dep; did you mean --depth?"),
     ("Rome -depth 3", "no -depth; did you mean --depth?"),
     ("Rome --zebra", "no --zebra; see --help"),
+    ("Rome --learning_rate 3", "no --learning_rate; see --help"),  # nothing of the kind here
     ("--note hello Rome", "NOTE is given by its place, without --note"),
     ("Rome --salt", "--salt needs a value"),
     ("Rome --salt -1e-4", "--salt needs a value; .*--salt="),
@@ -329,6 +330,8 @@ ENDS = [
     (OSError(errno.EDQUOT, "Full"), 2,
      "no space left on the disk of the output; free some, then give the same command again"),
     (OSError(errno.EACCES, "Permission denied", "a"), 2, "a: Permission denied; fix that, or give another path"),
+    (OSError("9 requested and 1 written"), 2,
+     "the output: 9 requested and 1 written; free some space if its disk is full, or give another path"),
     (MemoryError(), 2, "out of memory (in Python); use a smaller model or batch"),
     (OutOfMemoryError("a GB\nmore"), 2, "out of memory (a GB); use a smaller model or batch"),
     (RuntimeError("can't allocate memory"), 2, "out of memory (can't allocate memory); use a smaller model or batch"),
