@@ -268,7 +268,8 @@ def equal(a, b) -> bool:
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return len(a) == len(b) and all(map(equal, a, b))
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and bool(((a == b) | (a != a) & (b != b)).all())
+        a, b = a.cpu(), b.cpu()
+        return a.dtype == b.dtype and a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
     return type(a) is type(b) and (a == b or a != a and b != b)  # nan, too
 
 

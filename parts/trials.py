@@ -36,8 +36,8 @@ def find_micro_batch_size(loss_fn, sequences: int, shape: tuple[int, int], rt: R
     `shape` is (T, V): tokens per sequence and size of the vocabulary; `make_optimizer()` is called for each trial,
     which takes real steps, and weights are put back afterwards. `loss_fn` is neither compiled, as compiling each size
     would take a minute, and what fits without also fits compiled; nor in DDP, as the backward pass of its module would
-    have a rank that is out of memory keep the others waiting. On a CPU, where memory is not the limit, it is the size that
-    keeps about 4096 tokens in the caches. Raises UserError if not even one sequence fits.
+    have a rank that is out of memory keep the others waiting. On a CPU, where memory is not the limit, it is the size
+    that keeps about 4096 tokens in the caches. Raises UserError if not even one sequence fits.
     """
     sizes = [n for n in range(min(sequences, 256), 0, -1) if sequences % n == 0]
     if rt.device.type == "cpu":
