@@ -191,7 +191,8 @@ def parse_args(config_type, args: list[str] | None = None, default=None, prog: s
     rest += words[end + 1 :]
     for name in places:
         if get_origin(kinds[name]) is tuple:
-            values[name], rest = tuple(rest), []
+            values[name] = tuple(rest)
+            rest = []
         elif rest:
             values[name] = rest.pop(0)
         if values[name] in (MISSING, ()):
@@ -300,7 +301,7 @@ def comments_of(config_type) -> dict[str, dict[str, str]]:
 
 
 def refuse_unknown(options: list[str], kinds: dict, places: list[str]) -> None:
-    """Raises UserError for the first word that looks like a flag but is not one, with the flag that was perhaps meant."""
+    """Raises UserError for the first word that looks like a flag but is none, with the flag that was perhaps meant."""
     flags = [f"--{name}" for name in kinds if name not in places]
     switches = [flag for flag in flags if kinds[flag[2:]] is bool]
     switches += [f"--no_{flag[2:]}" for flag in switches]

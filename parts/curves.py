@@ -231,11 +231,15 @@ def draw_rival(axes, records: Records, at: Callable, y: str, look: dict) -> None
 def verdict(runs: dict[str, Records], labels: list[str], y: str) -> str:
     if len({measured_on(records, y) for records in runs.values()}) > 1:
         return "on different data or tokens, not comparable"
-    ends = [(losses[-1], i) for i, records in enumerate(runs.values()) if len(losses := curve(records, "val", y)[1])]
+    ends = {}  # {label: the last validation loss}
+    for label, records in zip(labels, runs.values(), strict=True):
+        losses = curve(records, "val", y)[1]
+        if len(losses):
+            ends[label] = losses[-1]
     if not ends:
         return "not measured yet"
-    loss, best = min(ends)
-    return f"{loss:.3f}" if len(runs) == 1 else f"{loss:.3f}, reached by {labels[best]}"
+    best = min(ends, key=ends.get)
+    return f"{ends[best]:.3f}" if len(runs) == 1 else f"{ends[best]:.3f}, reached by {best}"
 
 
 def draw_score(axes, records: Records, at: Callable, key: str, look: dict) -> None:
