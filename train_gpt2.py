@@ -50,7 +50,7 @@ from parts.optim import Optimizer, learning_rate, make_optimizer, muon_lr_fracti
 from parts.plan import print_plan
 from parts.report import import_tracker
 from parts.run import Run, RunDirectory, continue_constants, settled_threads
-from parts.runtime import Runtime, checkpoint_activations, prefetch
+from parts.runtime import Runtime, checkpoint_activations, make_deterministic, prefetch, profiled
 from parts.shards import Shards, open_shards
 from parts.trials import choose_attention, find_micro_batch_size
 
@@ -112,6 +112,8 @@ class Config:
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of matmuls; weights stay fp32; float32: no TF32
     compile: Literal["auto", "on", "off"] = "auto"  # use torch.compile; auto: on CUDA only
     activation_checkpointing: bool = False  # recompute activations: less memory, a third more time
+    deterministic: bool = False  # the same bits in every run on one machine; slower on a GPU
+    profile: Count = 0  # watch so many steps, from the third on: a table by kernel, and OUT_DIR/profile.json
     threads: Count = 0  # CPU threads; 0 tries several numbers for a second and takes the fastest
     report_to: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # tracker to report to, besides log.jsonl
 
@@ -158,6 +160,8 @@ SIZES = ("n_layer", "n_head", "n_embd", "vocab_size")  # --init_from takes these
 
 def main() -> None:
     config, flags = read_command_line(sys.argv[1:])
+    if config.deterministic:
+        make_deterministic()
     rt = Runtime.setup(config.device, config.dtype, config.compile, threads=settled_threads(config))
     if config.dry_run:
         return print_plan(*settle(config, flags, None, rt), rt)
@@ -185,9 +189,10 @@ def train(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, optimizer:
     n_steps = config.max_steps - run.step
     step_batches = training_batches(data.train, n_sequences, run.step, n_steps, config.micro_batch_size)
     batches = prefetch(step_batches, rt.device)  # reads them one step ahead
+    trace = Path(config.out_dir, "profile.json")
     with run:  # opens the log, and closes it whatever happens
         evaluate_if_due(config, run, model, loss_fn, data)  # of --init_from, or those that an interruption skipped
-        for step in run.steps():  # 1, 2, ... max_steps, or until a signal
+        for step in profiled(run.steps(), config.profile, trace, rt):  # 1, 2, ... max_steps, or until a signal
             micro_batches = next(batches)
             # ┌──────────────────────────────────── one optimizer step ────────────────────────────────────┐
             # dropout differs in every step and on every rank; with as many ranks and the same micro_batch_size a resume

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -30,14 +31,14 @@ from parts.cli import UserError, counted, printable
 
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
 
-# How long a rank waits for the others, which may be compiling or writing a checkpoint. torchrun notices at once when a
-# process dies; one that hangs, or whose machine loses its network, ends the others only after this time.
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+# How long a rank waits for the others, which may be compiling, or for the first one, which writes a checkpoint: the
+# 19 GB of GPT-2 XL take over six minutes on a disk of 50 MB/s, and are read again for their sums. torchrun notices at
+# once when a process dies; one that hangs, or whose machine loses its network, ends the others only after this time.
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 # How long a rank looks for the store of torchrun, which is there before any rank, unless torchrun has been killed
 STORE_TIMEOUT = timedelta(minutes=1)
 
-# M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD: the numbers of these options of mallopt are in malloc.h
-MALLOC = {-3: 2**30, -1: 2**30, -2: 2**26}
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # options of mallopt, as malloc.h numbers them
 
 
 @dataclass(frozen=True)
@@ -309,8 +310,9 @@ def _keep_freed_memory() -> None:
     to a fifth of a training step. Without glibc this does nothing."""
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-        for option, size in MALLOC.items():
-            mallopt(option, size)
+        mallopt(M_MMAP_THRESHOLD, 2**30)
+        mallopt(M_TRIM_THRESHOLD, 2**30)
+        mallopt(M_TOP_PAD, 2**26)
 
 
 def _set_threads(asked: int | None, most: int) -> None:
@@ -446,6 +448,30 @@ def checkpoint_activations(blocks: Iterable[torch.nn.Module]) -> None:
     """Keep only the input of each block; the backward pass recomputes the rest (Chen et al. 2016)."""
     for block in blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def make_deterministic() -> None:
+    """Let PyTorch choose kernels that give the same bits in every run on one machine. Call it before anything else."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    print("warning: deterministic kernels are slower on a GPU, and a kernel that has no such form only warns")
+
+
+def profiled(steps: Iterator[int], n_steps: int, file: Path, rt: Runtime) -> Iterator[int]:
+    """`steps`, of which torch.profiler watches `n_steps` after the first two, which compile. Prints a table by kernel,
+    and writes a trace for ui.perfetto.dev; the first rank only."""
+    device = "cpu" if rt.device.type == "cpu" else "device"
+    for i, step in enumerate(steps):
+        if i == 2 and n_steps and rt.is_main:
+            profiler = torch.profiler.profile()
+            profiler.start()
+        yield step
+        if i == 1 + n_steps and n_steps and rt.is_main:
+            rt.synchronize()
+            profiler.stop()
+            rt.print(profiler.key_averages().table(sort_by=f"self_{device}_time_total", row_limit=20))
+            profiler.export_chrome_trace(str(file))
+            rt.print(f"wrote {file}")
 
 
 # ------------------------------------------------------------------------------------------------ batches to the device

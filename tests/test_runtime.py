@@ -1,5 +1,6 @@
 """The machine as a run sees it: batches on their way to the device."""
 
+import json
 import signal
 import socket
 import threading
@@ -83,3 +84,11 @@ def test_a_signal_while_the_compile_workers_start_comes_afterwards(monkeypatch):
     finally:
         signal.signal(signal.SIGINT, before)
     assert started
+
+
+def test_a_profile_has_the_operators_of_the_steps_that_were_asked_for(train, run_dir):
+    result = train(max_steps=4, profile=1)
+    trace = json.loads((run_dir / "profile.json").read_text())
+    assert "aten::addmm" in result.stdout
+    n_forward = len([event for event in trace["traceEvents"] if event.get("name") == "aten::embedding"])
+    assert n_forward == 2  # of wte and wpe: the third step has one micro-batch
