@@ -1,0 +1,144 @@
+"""The changes of docs/change.md: each applies, trains, resumes to the same losses, and samples; transformers gives the
+same logits, or refuses."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.helpers import (
+    ROOT,
+    SHORT,
+    SMALL,
+    TORCHRUN,
+    arguments,
+    column,
+    environment,
+    log_of,
+    read_json,
+    slow,
+    text_file,
+    write_lines,
+)
+
+PAGE = (ROOT / "docs/change.md").read_text(encoding="utf-8")
+DIFFS = dict(re.findall(r"### ([^\n]+)\n(?:(?!\n##).)*?```diff\n(.*?)```", PAGE, re.DOTALL))
+CHANGED = {"RMSNorm", "No biases", "ReLU²", "SwiGLU", "Rotary positions", "Grouped-query attention"}
+FLAGS = {
+    "Inverse square root": dict(lr_schedule="rsqrt"),
+    "Lion": dict(optimizer="lion", max_lr=1e-4),
+    "NAdam, or another of torch.optim": dict(optimizer="nadam"),
+    "An evaluation": dict(eval_interval=2, eval_steps=1),
+    "A value for each layer": dict(eval_interval=2, eval_steps=1),
+}
+FAST = ("ReLU²", "Grouped-query attention", "Lion")
+RUNS = [title for title in DIFFS if title not in ("A longer context", "A format of finetuning rows")]
+
+
+def apply(diff: str, folder: Path) -> None:
+    for part in re.split(r"(?m)^\+\+\+ ", diff)[1:]:
+        name, _, hunks = part.partition("\n")
+        file = folder / name
+        for hunk in re.split(r"(?m)^@@\n", hunks):
+            lines = hunk.splitlines()
+            before = "".join(f"{line[1:]}\n" for line in lines if line[:1] != "+")
+            after = "".join(f"{line[1:]}\n" for line in lines if line[:1] != "-")
+            text = file.read_text(encoding="utf-8") if before else ""
+            assert before == "" or text.count(before) == 1, f"{name} has this {text.count(before)} times:\n{before}"
+            file.write_text(text.replace(before, after) if before else after, encoding="utf-8")
+
+
+@pytest.fixture
+def copy(tmp_path) -> Path:
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    for path in [*ROOT.glob("*.py"), ROOT / "parts", ROOT / "bpe"]:
+        (shutil.copytree if path.is_dir() else shutil.copy)(path, folder / path.name)
+    return folder
+
+
+def run(folder: Path, script: str, *words, ranks: int = 1, **flags) -> str:
+    torchrun = [*TORCHRUN, "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else [sys.executable]
+    command = [*torchrun, script, *map(str, words), *arguments(**flags)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment(), timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout + done.stderr
+
+
+def test_the_page_has_the_changes_that_it_promises():
+    assert len(DIFFS) == 13
+    for title, diff in DIFFS.items():
+        assert len(re.findall(r"(?m)^\+(?!\+\+ )", diff)) <= 15, title
+
+
+CASES = [(title, 1) if title in FAST else slow(title, 1) for title in RUNS] + [slow(title, 2) for title in RUNS]
+
+
+@pytest.mark.parametrize("title, ranks", CASES)
+def test_a_change_trains_resumes_to_the_same_losses_and_samples(copy, tmp_path, title, ranks):
+    apply(DIFFS[title], copy)
+    flags = SMALL | SHORT | dict(data=text_file(tmp_path / "text.txt"), threads=1) | FLAGS.get(title, {})
+    if title in CHANGED and ranks == 2:
+        flags["optimizer"] = "adamw"  # on one rank it is Muon, as in the recipe
+    said = run(copy, "train_gpt2.py", "tiny", out_dir=tmp_path / "whole", ranks=ranks, **flags)
+    assert ("this is not a GPT-2" in said) == (title in CHANGED)
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+    for step in ("step_000004", "step_000006"):
+        shutil.rmtree(tmp_path / "parts" / step)
+    run(copy, "train_gpt2.py", "tiny", "--resume", out_dir=tmp_path / "parts", ranks=ranks, **flags)
+    losses = column(tmp_path / "whole", "train", "loss")
+    assert column(tmp_path / "parts", "train", "loss")[-4:] == losses[-4:]
+    assert len(set(losses)) == 6
+    assert len(run(copy, "sample.py", tmp_path / "whole", "The", max_new_tokens=8, device="cpu")) > 3
+    path = tmp_path / "whole/step_000006"
+    assert (read_json(path / "config.json")["model_type"] == "changed-gpt2") == (title in CHANGED)
+    if title in CHANGED:
+        with pytest.raises(ValueError, match="changed-gpt2"):
+            AutoModelForCausalLM.from_pretrained(path)
+    else:
+        AutoModelForCausalLM.from_pretrained(path)
+    for kind in dict.fromkeys(re.findall(r'run\.record\("(\w+)"', DIFFS[title])):
+        assert [record["step"] for record in log_of(tmp_path / "whole", kind)] == [2, 4, 6]
+
+
+@pytest.mark.slow
+def test_a_model_with_a_longer_context_is_the_same_in_its_first_half(copy, tmp_path):
+    apply(DIFFS["A longer context"], copy)
+    flags = SMALL | SHORT | dict(data=text_file(tmp_path / "text.txt"), threads=1)
+    run(copy, "train_gpt2.py", "tiny", out_dir=tmp_path / "short", **flags)
+    run(copy, "longer.py", tmp_path / "short/step_000006", tmp_path / "long")
+    short, longer = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("short/step_000006", "long"))
+    idx = torch.arange(32)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(longer(idx).logits, short(idx).logits)
+    flags |= dict(sequence_length=64, init_from=tmp_path / "long", tokenizer=tmp_path / "long")
+    run(copy, "train_gpt2.py", "tiny", out_dir=tmp_path / "more", **flags)
+    assert len(column(tmp_path / "more", "train", "loss")) == 6
+
+
+@pytest.mark.slow
+def test_a_format_of_rows_is_read(copy, tmp_path):
+    apply(DIFFS["A format of finetuning rows"], copy)
+    rows = [dict(prompt=f"Say {i}.", completion=f"{i}") for i in range(40)]
+    flags = SMALL | SHORT | dict(data=text_file(tmp_path / "text.txt"), threads=1)
+    run(copy, "train_gpt2.py", "tiny", out_dir=tmp_path / "base", **flags)
+    finetune = dict(base=tmp_path / "base", data=write_lines(tmp_path / "rows.jsonl", rows), max_steps=2, device="cpu")
+    said = run(copy, "lora_finetune.py", out_dir=tmp_path / "tuned", threads=1, **finetune)
+    assert "not read" not in said
+    assert len(column(tmp_path / "tuned", "train", "loss")) == 2
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_another_model_py_is_refused_by_how_much_it_differs(copy, tmp_path):
+    flags = SMALL | SHORT | dict(data=text_file(tmp_path / "text.txt"), threads=1)
+    run(copy, "train_gpt2.py", "tiny", out_dir=tmp_path / "run", **flags)
+    apply(DIFFS["ReLU²"], copy)
+    command = [sys.executable, "sample.py", str(tmp_path / "run"), "The", "--device", "cpu"]
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, env=environment())
+    assert done.returncode == 2
+    assert re.search(r"error: this model.py computes something else .*logits differ by \d", done.stderr)
