@@ -162,7 +162,7 @@ def test_a_dry_run_says_what_a_run_does_and_needs_and_leaves_nothing_behind(trai
 
 def test_a_plan_times_this_machine_first_and_tells_measured_public_and_estimated_rates_apart(train, tmp_path):
     """On shards."""
-    data = prepare_text(str(text_file(tmp_path / "text.txt")), "train", 300, tmp_path / "cache")
+    data, _ = prepare_text(str(text_file(tmp_path / "text.txt")), "train", 300, tmp_path / "cache")
     words = dict(data=data, price=2.5, max_steps=10**7, checkpoint_interval=1, keep_checkpoints=0, n_embd=64)
     result = train.result(dry_run=True, **words)
     assert "NOT ENOUGH" in result.stdout

@@ -132,7 +132,7 @@ def train_gpt2_in_small(seed: int, change: Callable = lambda model: None, **cons
     """Validation loss after 200 steps, and after 718, an epoch of input.txt. `change` is called with the untrained
     model; `constants` replace those of IN_SMALL."""
     config = replace(IN_SMALL, seed=seed, **constants)
-    folder = prepare_text("input.txt", "train", 1024, Path("out/cache"))
+    folder, _ = prepare_text("input.txt", "train", 1024, Path("out/cache"))
     stream, val = (TokenStream(find_shards(str(folder), split), vocab_size=1024) for split in ("train", "val"))
     torch.manual_seed(seed)
     model = GPT(GPTConfig(**SIZES, n_positions=32))
