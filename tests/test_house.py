@@ -133,7 +133,7 @@ def test_the_loop_is_in_the_door(path):
 
 
 LINES_OF_A_SCREEN = 60
-LIKE_TORCH = {"Muon.__init__"}  # takes what torch's optimizers take
+LIKE_TORCH = {"Muon.__init__", "_kernel"}  # take what optimizers of torch take, and what a kernel knows of its tensors
 
 
 @pytest.mark.parametrize("path", [*PRODUCT, *BENCHMARKS], ids=name_of)
