@@ -459,6 +459,8 @@ def print_summary(config: Config, run: Run) -> None:
     if not loss < guess + 1:  # or nan; random weights start slightly above a guess
         rates = f"--max_lr {config.max_lr} (with Muon also --muon_lr {config.muon_lr})"
         print(f"\nthe run diverged: guessing has a loss of {guess:.2f}; {rates} is most likely too high, try a tenth")
+    elif run.step == config.stop_at < config.max_steps:
+        print("\nstopped as --stop_at says; to continue, add --resume")
     elif run.step < config.max_steps:
         print(f"\n--target_loss {config.target_loss} is reached; to continue, add --resume --target_loss 0")
     if loss < guess and config.checkpoint_interval:

@@ -49,7 +49,8 @@ from parts.report import Report, about_machine
 from parts.runtime import STOP_SIGNALS, Runtime
 
 FILES = ("config.json", "log.jsonl", "samples.txt", "learning_curve.png")  # besides checkpoints
-NOT_RESUMED = {"resume", "overwrite", "out_dir", "dry_run", "price", "merge", "profile"}  # belong to one command, not to the run
+# belong to one command, not to the run
+NOT_RESUMED = {"resume", "overwrite", "out_dir", "dry_run", "price", "merge", "stop_at", "profile"}
 
 
 # ------------------------------------------------------------------------------------------------------- constants

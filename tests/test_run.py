@@ -280,9 +280,9 @@ def test_max_steps_that_are_taken_already_are_an_error_and_a_finished_run_says_s
 
 def test_stop_at_ends_on_the_schedule_of_all_steps(short, tmp_path, run_dir):
     short(out="whole")
-    short(stop_at=3)
+    assert "target_loss" not in short(stop_at=3).stdout
     assert steps_of(run_dir) == [2, 3]
-    short(stop_at=0, resume=True)
+    short(resume=True)
     assert weights(run_dir, 6) == weights(tmp_path / "whole", 6)
 
 
@@ -335,7 +335,6 @@ OTHER = dict(  # another valid value for every constant
     micro_batch_size=4,
     max_steps=9,
     target_loss=0.1,
-    stop_at=9,
     warmup_steps=3,
     max_lr=0.001,
     min_lr=0.0001,
