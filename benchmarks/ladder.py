@@ -9,16 +9,19 @@ The order decides how much of the gain a rung gets: with bf16 before TF32, TF32 
 """
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import minimal
 from benchmarks.measure import Common, Size, model_sizes
 from benchmarks.steps import Step, in_own_process, measure_step, step_rates
 from model import GPT, GPTConfig
 from parts.cli import Count, Positive
+from parts.loss import linear_cross_entropy
 from parts.runtime import Runtime
 
 
@@ -103,22 +106,26 @@ def plain(rung: Rung, shape: dict, batch_size: int, repeats: int, rt: Runtime) -
 
 
 def plain_step(rung: Rung, shape: dict, batch_size: int, rt: Runtime) -> Step:
-    """A step as a plain script has it."""
+    """A step as a plain script has it: model, loss and optimizer of minimal.py."""
     torch.set_float32_matmul_precision("high" if rung.tf32 else "highest")
     torch.backends.cuda.enable_cudnn_sdp(True)  # PyTorch's default, which our Runtime has changed
-    config = GPTConfig(**shape, attention=rung.attention)
+    config = GPTConfig(**shape)
     if rung.padded:
         config = replace(config, vocab_size=padded(config.vocab_size))
-    model = GPT(config).to(rt.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=rung.fused, foreach=not rung.fused)
+    sizes = dict(vocab_size=config.vocab_size, n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd)
+    constants = minimal.Config(sequence_length=config.n_positions, max_lr=3e-4, **sizes)
+    model = minimal.GPT(constants).to(rt.device)
+    optimizer = minimal.make_optimizer(model, constants)
+    if not rung.fused:
+        optimizer = torch.optim.AdamW(optimizer.param_groups, foreach=True)
     # which tokens they are does not affect the speed of a step
     tokens = torch.randint(shape["vocab_size"], (batch_size, shape["n_positions"] + 1), device=rt.device)  # (B, T + 1)
 
     def loss_of(idx, targets):
         if rung.chunked:
-            return model.loss(idx, targets)
-        logits = model(idx)  # (B, T, V)
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+            hidden = model.hidden(idx).flatten(0, 1)  # (B * T, C)
+            return linear_cross_entropy(hidden, model.lm_head.weight, targets.flatten()) / targets.numel()
+        return model(idx, targets)
 
     if rung.compile:
         loss_of = torch.compile(loss_of)
@@ -128,7 +135,8 @@ def plain_step(rung: Rung, shape: dict, batch_size: int, rt: Runtime) -> Step:
         for windows in tokens.chunk(n_micro):
             idx = windows[:, :-1].contiguous()
             targets = windows[:, 1:].contiguous()
-            with torch.autocast(rt.device.type, dtype=torch.bfloat16, enabled=rung.bf16):
+            by_hand = sdpa_kernel(SDPBackend.MATH) if rung.attention == "naive" else nullcontext()
+            with torch.autocast(rt.device.type, dtype=torch.bfloat16, enabled=rung.bf16), by_hand:
                 loss = loss_of(idx, targets) / n_micro
             loss.backward()
             total += loss.detach()
@@ -137,4 +145,6 @@ def plain_step(rung: Rung, shape: dict, batch_size: int, rt: Runtime) -> Step:
         optimizer.zero_grad(set_to_none=True)
         return total
 
-    return step, model.estimate_flops(shape["n_positions"])
+    with torch.device("meta"):
+        flops = GPT(config).estimate_flops(shape["n_positions"])
+    return step, flops

@@ -1,9 +1,10 @@
 """A training step of train_gpt2.py against the plain recipe, eager and compiled: tokens/s, MFU, memory.
 
-The plain recipe is what a short script does: PyTorch's fused attention, all logits at once in fp32, AdamW, the
-vocabulary padded to a multiple of 128; on a GPU with TF32, bf16 autocast and fused AdamW, on a CPU in fp32 and again in
-bf16. "this project" is train_gpt2.py itself on shards of random tokens, with its choices for this device: precision,
-torch.compile, attention, micro-batches, loss. It times its steps in its log, and they include loading and logging.
+The plain recipe is what a short script does, with the model and the optimizer of minimal.py: PyTorch's fused attention,
+all logits at once in fp32, AdamW, the vocabulary padded to a multiple of 128; on a GPU with TF32, bf16 autocast and
+fused AdamW, on a CPU in fp32 and again in bf16. "this project" is train_gpt2.py itself on shards of random tokens, with
+its choices for this device: precision, torch.compile, attention, micro-batches, loss. It times its steps in its log,
+and they include loading and logging.
 
 All train models of one size on as many random tokens a step. Each contestant runs in a new process, --turns times. A
 plain step that does not fit into memory is split into as few micro-batches as possible, and the row says so. A GPU runs
