@@ -509,7 +509,7 @@ def read_config(model, dropout: float = 0.0, attention: str = "flash") -> GPTCon
             )
     stored = {name: hf.get(name) for name in SIZE_NAMES}
     for field in fields(GPTConfig):
-        if field.name in stored_fields() - SIZE_NAMES.keys() and field.name in hf:
+        if field.name in hf and field.name not in (*OF_A_RUN, *SIZE_NAMES):
             stored[field.name] = hf[field.name]
             if type(hf[field.name]) is not type(field.default):
                 raise ValueError(f"{file}: {field.name} is {hf[field.name]!r}, not like {field.default!r}")
@@ -525,9 +525,9 @@ def read_config(model, dropout: float = 0.0, attention: str = "flash") -> GPTCon
     return config
 
 
-def stored_fields() -> set[str]:
+def stored_fields() -> list[str]:
     """The fields of GPTConfig that config.json holds."""
-    return {field.name for field in fields(GPTConfig)} - {*OF_A_RUN}
+    return [field.name for field in fields(GPTConfig) if field.name not in OF_A_RUN]
 
 
 def read_json_object(file: Path) -> dict:
