@@ -116,7 +116,7 @@ def test_a_model_with_a_longer_context_is_the_same_in_its_first_half(copy, tmp_p
     idx = torch.arange(32)[None]
     with torch.no_grad():
         torch.testing.assert_close(longer(idx).logits, short(idx).logits)
-    flags |= dict(sequence_length=64, init_from=tmp_path / "long", tokenizer=tmp_path / "long")
+    flags |= dict(sequence_length=64, micro_batch_size=4, init_from=tmp_path / "long", tokenizer=tmp_path / "long")
     run(copy, "train_gpt2.py", "tiny", out_dir=tmp_path / "more", **flags)
     assert len(column(tmp_path / "more", "train", "loss")) == 6
 
