@@ -118,7 +118,7 @@ class GPT(nn.Module):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
-        if isinstance(module, Block):  # 2 n_layer branches add up to the scale of one
+        if isinstance(module, Block):  # after its layers: 2 n_layer branches add up to the scale of one
             std = 0.02 / math.sqrt(2 * len(self.transformer.h))
             nn.init.normal_(module.attn.c_proj.weight, std=std)
             nn.init.normal_(module.mlp.c_proj.weight, std=std)
@@ -168,7 +168,7 @@ def read(tokens: list[np.ndarray], start: int, n: int) -> np.ndarray:
     """n tokens from `start` on, of all shards in a row."""
     parts = []
     for shard in tokens:
-        parts.append(shard[max(start, 0) : max(start + n, 0)])
+        parts.append(shard[max(start, 0) : max(start + n, 0)])  # empty, unless the n tokens reach into this shard
         start -= len(shard)
     return np.concatenate(parts).astype(np.int64)
 
@@ -192,8 +192,9 @@ def train(config: Config) -> GPT:
     tokens = open_tokens(config.data)
     T = config.sequence_length
     B = config.micro_batch_size
-    n_windows = (sum(map(len, tokens)) - 1) // T  # of an epoch
+    n_windows = (sum(map(len, tokens)) - 1) // T  # of an epoch; the last one needs a target after its T tokens
     n_micro = config.total_batch_size // (B * T * world_size)
+    assert n_micro * B * T * world_size == config.total_batch_size, "total_batch_size is not whole micro-batches"
     model = GPT(config).to(device)
     optimizer = make_optimizer(model, config)
     loss_fn = torch.compile(model) if config.compile else model
@@ -223,9 +224,9 @@ def train(config: Config) -> GPT:
         optimizer.step()
         optimizer.zero_grad()
         if rank == 0:
-            loss = mean_loss.item() / world_size  # waits for the GPU
+            step_loss = mean_loss.item() / world_size  # waits for the GPU
             seconds = time.perf_counter() - began
-            print(f"step {step:5d}  loss {loss:.6f}  norm {norm:.3f}  {1000 * seconds:.1f} ms", flush=True)
+            print(f"step {step:5d}  loss {step_loss:.6f}  norm {norm:.3f}  {1000 * seconds:.1f} ms", flush=True)
     if world_size > 1:
         dist.destroy_process_group()
     return model
