@@ -447,7 +447,7 @@ class WithoutRandomNumbers(TorchDispatchMode):
 
 
 class GPTWithLoss(nn.Module):
-    """A GPT whose forward pass is its loss: what DDP and FSDP hook. `hidden` may be a compiled `gpt.hidden`; the loss
+    """A GPT whose forward pass is its loss: what DDP hooks. `hidden` may be a compiled `gpt.hidden`; the loss
     itself is not compiled (parts/loss.py says why)."""
 
     def __init__(self, gpt: GPT, hidden=None):
