@@ -64,7 +64,7 @@ def errors_name(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as e:
-        if e.errno is None:  # NumPy says only how much it could not write
+        if e.errno is None and not isinstance(e, TimeoutError):  # NumPy says only how much it could not write
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from e
         if not e.filename or str(e.filename).endswith(".tmp"):
             e.filename = str(path)

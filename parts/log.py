@@ -28,7 +28,7 @@ def read_log(path: Path) -> Records:
             if not line.strip():
                 continue
             try:
-                record = json.loads(line.decode("utf-8-sig"))
+                record = json.loads(line.decode("utf-8-sig"), parse_int=whole_number)
                 if type(record["step"]) is not int or type(record["kind"]) is not str:
                     raise TypeError
                 records.append(record)
@@ -38,6 +38,12 @@ def read_log(path: Path) -> Records:
         lines = ", ".join(damaged[:5]) + (", ..." if len(damaged) > 5 else "")
         print(f"warning: {path}: skipped {counted(len(damaged), 'damaged line')}: {lines}", file=sys.stderr, flush=True)
     return records
+
+
+def whole_number(digits: str) -> int:
+    if len(digits) > 300:
+        raise ValueError("more than a float can hold")
+    return int(digits)
 
 
 def of_kind(records: Records, kind: str) -> Records:

@@ -81,7 +81,7 @@ class Report:
         self._tracked = max((record["step"] for record in earlier), default=-1)
         self.records = [as_json(record) for record in earlier if record["step"] <= step]
         replace_file(path, "".join(json.dumps(record) + "\n" for record in self.records))
-        samples = map(sample_entry, of_kind(self.records, "sample"))
+        samples = [sample_entry(record) for record in of_kind(self.records, "sample") if "text" in record]
         replace_file(self.out_dir / "samples.txt", "".join(samples))
 
     def append(self, record: dict) -> None:
@@ -187,12 +187,12 @@ class Report:
 
     def val_losses(self) -> dict[int, float]:
         """{step: validation loss}"""
-        return {val["step"]: val["loss"] for val in of_kind(self.records, "val") if val["loss"] is not None}
+        return {val["step"]: val["loss"] for val in of_kind(self.records, "val") if val.get("loss") is not None}
 
     def last_loss(self) -> float:
         """The newest validation loss, else that of the last training step; nan for one that was not finite."""
         measured = of_kind(self.records, "val") or of_kind(self.records, "train")
-        loss = measured[-1]["loss"] if measured else None
+        loss = measured[-1].get("loss") if measured else None
         return math.nan if loss is None else loss
 
     def print_results(self) -> None:
@@ -205,10 +205,10 @@ class Report:
         if n := self.run_info.get("training_tokens"):
             read += f", the training text {tokens / n:.2g} times"
         speed = f"{self.median_rate():,.0f} tokens/s, {self.rt.peak_memory() / 2**30:.2f} GiB at the peak"
-        losses = [record["loss"] for record in trained[-max(len(trained) // 20, 1) :] if record["loss"] is not None]
+        losses = [record["loss"] for record in trained[-max(len(trained) // 20, 1) :] if record.get("loss") is not None]
         loss = statistics.fmean(losses) if losses else math.nan
         self.rt.print(f"\n{read}; {speed}\ntraining loss {loss:.4f} nats per token, over the last {len(losses)} steps")
-        measured = [val for val in of_kind(self.records, "val") if None not in (val["loss"], val.get("bpb"))]
+        measured = [val for val in of_kind(self.records, "val") if None not in (val.get("loss"), val.get("bpb"))]
         if measured:
             val = measured[-1]
             self.rt.print(

@@ -132,7 +132,9 @@ class RunDirectory:
                 f"give all nodes the same command, and a disk on which they all see {self.path}"
             )
         self.state = load_train_state(self.checkpoint) if self.checkpoint else {}
-        self.constants = dict(self.state.get("config", {}))
+        self.constants = self.state.get("config") if self.checkpoint else {}
+        if type(self.constants) is not dict:
+            raise UserError(f"{self.checkpoint}/train_state.pt holds no constants of a run; resume from another")
 
     def _claim(self, config) -> Path | None:
         """Lock OUT_DIR; if the run is to continue, return its newest intact checkpoint. The first rank only."""
@@ -311,7 +313,7 @@ class Run:
         if n_others:
             raise UserError(
                 f"{counted(int(n_others), 'rank')} with other weights or moments than rank 0 at step {self.step}; "
-                "check that all nodes have the same files and no faulty memory, then --resume from the newest checkpoint"
+                "check that all nodes have the same files and no faulty memory, then --resume from the newest one"
             )
 
     def _restore(self, checkpoint: Path) -> None:

@@ -196,7 +196,7 @@ def test_the_difference_that_a_merge_prints_is_that_of_the_written_model(finetun
     forward = GPT.forward
     monkeypatch.setattr(GPT, "forward", lambda self, idx: compared.append(idx) or forward(self, idx))
     result = finetune(adapter=adapter, merge=tmp_path / "merged", lora_dim=None)
-    [idx, again] = (idx for idx in compared if idx.shape != (1, 16))  # a checkpoint's question is a row of 16
+    [idx, again] = (idx for idx in compared if len(idx) > 1)  # a checkpoint's question is one row
     assert torch.equal(idx, again)
     merged = load_model(str(tmp_path / "merged"))
     difference = (logits_of(merged, idx) - logits_of(model, idx)).abs().max().item()

@@ -12,7 +12,6 @@ import shutil
 import signal
 import sys
 import typing
-import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -343,27 +342,14 @@ def change_state(change: Callable) -> Callable:
     return harm
 
 
-def cut_a_storage(path: Path) -> None:
-    """The tensor still says how many numbers it has."""
-    with zipfile.ZipFile(path) as archive:
-        files = {name: archive.read(name) for name in archive.namelist()}
-    longest = max((name for name in files if "/data/" in name), key=lambda name: len(files[name]))
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, content in files.items():
-            archive.writestr(name, content[:64] if name == longest else content)
-
-
 FORGED = {
     "a moment of one number": change_state(lambda state: first_moments(state).update(exp_avg=torch.zeros(1))),
-    "moments of no parameter": change_state(lambda state: state["optimizer"]["optimizers"][0].update(state={})),
     "optimizers that are a number": change_state(lambda state: state["optimizer"].update(optimizers=7)),
-    "a storage that is too short": cut_a_storage,
     "a list": lambda path: torch.save([1, 2], path),
     "a tensor": lambda path: torch.save(torch.ones(3), path),
     "a step of two numbers": change_state(lambda state: state.update(step=torch.tensor([2, 2]))),
     "another step": change_state(lambda state: state.update(step=1)),
     "infinitely many tokens": change_state(lambda state: state.update(tokens=float("inf"))),
-    "losses that are words": change_state(lambda state: state["spikes"].update(losses=["a"])),
 }
 
 
@@ -379,17 +365,16 @@ def test_a_forged_state_with_a_sum_of_its_own_is_refused_in_one_line(harm, folde
 
 
 NO_CONSTANTS = {
-    "no constants": change_state(lambda state: state.pop("requested")),
-    "constants in a list": change_state(lambda state: state.update(requested=[1])),
-    "settled constants that are a word": change_state(lambda state: state.update(config="x")),
+    "no constants": change_state(lambda state: state.pop("config")),
+    "constants in a list": change_state(lambda state: state.update(config=[1])),
+    "constants that are a word": change_state(lambda state: state.update(config="x")),
 }
 
 
 @pytest.mark.parametrize("harm", NO_CONSTANTS.values(), ids=NO_CONSTANTS)
 def test_constants_that_a_state_does_not_hold_are_missed_in_one_line(harm, folder, tmp_path, inline):
-    """A resume takes them from there if config.json is missing."""
+    """A resume compares with them."""
     shutil.copytree(folder / "run", tmp_path / "run")
-    (tmp_path / "run/config.json").unlink()
     path = tmp_path / "run/step_000002/train_state.pt"
     harm(path)
     write_sum_again(path)

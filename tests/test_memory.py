@@ -124,8 +124,8 @@ def test_gpt2_xl_fits_on_a_card_of_40_gb_next_to_seven_others():
     assert needs.by_kind(1)["gradients"] == 4 * needs.parameters  # once
 
 
-def test_the_loss_keeps_8_bytes_of_each_logit_on_a_processor():
-    """One copy in fp32 and the softmax: nothing of the chunk before, and no 16-bit logits any more."""
+def test_the_loss_keeps_10_bytes_of_each_logit_on_a_processor():
+    """The 16-bit logits, which become gradients, a copy in fp32 and the softmax; nothing of the chunk before."""
     n_positions = 4096
     vocab_size = 1024
     x = torch.randn(n_positions, 8)
@@ -135,7 +135,7 @@ def test_the_loss_keeps_8_bytes_of_each_logit_on_a_processor():
     with LiveBytes([x, weight, targets]) as memory, torch.autocast("cpu", torch.bfloat16):
         linear_cross_entropy(x, weight, targets).backward()
     assert a_chunk < n_positions * vocab_size
-    assert memory.peak == pytest.approx(8 * a_chunk, rel=0.15)
+    assert memory.peak == pytest.approx(10 * a_chunk, rel=0.15)
 
 
 def test_a_step_that_recomputes_keeps_no_16_bit_copy_of_a_weight():
