@@ -37,7 +37,7 @@ from tqdm import tqdm
 from bpe.tokenizer import Tokenizer, cpu_count
 from parts.cli import Count, Stopped, Tokens, UserError, counted, parse_args, script
 from parts.data import new_manifest, read_manifest, summary
-from parts.files import exclusive_lock, free_bytes
+from parts.files import exclusive_lock, free_bytes, remove_leftovers
 from parts.shards import Writer, load_tokenizer, shard_dtype, shard_name, verify
 from parts.texts import AHEAD, Texts, discard, open_texts
 
@@ -100,6 +100,7 @@ def make_shards(config: Config, out_dir: Path) -> None:
     out_dir.mkdir(parents=True, exist_ok=True)
     try:
         with exclusive_lock(out_dir / ".lock", f"shard directory {out_dir}"):
+            remove_leftovers(out_dir, "*.npy", "manifest.json", "tokenizer*")  # of a kill
             manifest = with_files(open_manifest(config, out_dir, tok), texts, out_dir)  # nobody else changes it now
             if "next" in manifest:  # else another process completed it while this one waited
                 write_shards(config, texts, manifest, tok, expected)
