@@ -148,6 +148,8 @@ def test_what_differs_below_a_line_that_a_reader_changed_is_no_failure(tmp_path,
     assert result.returncode == 0, result.stdout
     assert f"differs, as you changed line {line}:" in result.stdout
     assert result.stdout.splitlines()[-1].startswith("PASS")
+    drawn = [line for line in result.stdout.splitlines() if line.startswith("drawn: ")]
+    assert [Path(line).name for line in drawn] == ["blocks.png"]  # where it is, other tests change
 
 
 def test_a_change_of_what_the_page_shows_is_a_failure_above_the_changed_line(tmp_path, check):
