@@ -30,7 +30,6 @@ from typing import Annotated
 
 from benchmarks.measure import ROOT
 from parts.cli import Positional, Positive, UserError, with_underscores
-from parts.curves import measured_on
 from parts.log import Records, newest_start, of_kind, read_log
 
 SCRIPTS = ("train_gpt2.py", "lora_finetune.py")
@@ -140,3 +139,12 @@ def losses(runs: list[Records]) -> list[float]:
                 raise UserError("a run has diverged: its last validation loss is not finite; lower its --max_lr")
             return found
     raise UserError("the two commands validate on different texts; give both the same --data")
+
+
+def measured_on(records: Records, y: str) -> str:
+    """The text that a run validates on, and for y = "loss" its tokenizer: only runs with the same can be compared."""
+    start = newest_start(records)
+    data = start.get("data")
+    if y == "bpb" and isinstance(data, dict):
+        return repr([data.get(key) for key in ("source", "bytes", "examples")])  # no tokenizer changes these
+    return repr((data, start.get("tokenizer")))

@@ -22,13 +22,16 @@ from matplotlib.figure import Figure
 from PIL import Image, PngImagePlugin
 
 from bpe import try_tokenizer
-from parts.curves import CHANCE, COLORS, PUBLISHED, draw
+from parts.curves import COLORS, draw
 from walk.run import PICTURES
 
 WIDTH = 9  # inches, at 100 dots
 COLUMNS = 96  # of tokens.svg: Latin letters in a row
 COLUMN = 9  # pixels of a letter
 ROW = 24  # pixels of a row
+# Accuracy on HellaSwag, lengths normalised. GPT-2: as `hellaswag.py --style completion` scores the released weights.
+# GPT-3: Brown et al. 2020, table H.1, zero-shot.
+PUBLISHED = {"GPT-2 124M": 0.2955, "GPT-2 XL": 0.4893, "GPT-3 Small": 0.337}
 GREYS = ("#1b4f72", "#e69f00", "#b7d7ea", "#7f7f7f", "#f4e3b5")  # dark and light in turn, so that grey tells them apart
 
 
@@ -413,8 +416,8 @@ def muon(values: dict[str, np.ndarray]) -> None:
 def hellaswag_errors(rows: np.ndarray) -> None:
     title = "Two standard errors: 500 rows hardly tell GPT-2 124M from GPT-3 Small; all 10,042 do"
     with picture("error", title, "rows of HellaSwag (log)", "accuracy (%)") as axes:
-        axes.axhline(100 * CHANCE, color="black", linestyle=":", label="chance")
-        for i, (name, _, p) in enumerate(PUBLISHED[:3]):
+        axes.axhline(25, color="black", linestyle=":", label="chance")
+        for i, (name, p) in enumerate(PUBLISHED.items()):
             error = 200 * np.sqrt(p * (1 - p) / rows)
             at = rows * (0.97 + 0.03 * i)
             axes.errorbar(at, [100 * p] * len(rows), error, capsize=4, label=name, **line_style(i, 7))
