@@ -4,7 +4,8 @@
 
 After each run it writes `ranks.json` into the run directory: what `Observer` has seen on every rank. `fault` is
 something that goes wrong on the last rank, in step FAULT_STEP; `start` is a run of which a copy, up to step `step`, is
-made before. A job with a `kind` is no run, but a search for the micro-batch: see `probe`.
+made before; with `copies` each gradient is a tensor beside the bucket that ranks exchange. A job with a `kind` is no
+run, but a search for the micro-batch: see `probe`.
 """
 
 import hashlib
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_gpt2
@@ -125,12 +127,22 @@ class Observer:
         return dict(checksum=checksum(self.model), held=self.held, seeds=self.seeds)
 
 
+def keep_copies(patch) -> None:
+    """Gradients are not views of DDP's buckets."""
+    real = DistributedDataParallel.__init__
+
+    def make(self, *args, gradient_as_bucket_view, **options):
+        real(self, *args, **options)
+
+    patch.setattr(DistributedDataParallel, "__init__", make)
+
+
 def copy_of_run(start: str, out_dir: Path, step=10) -> None:
     shutil.copytree(start, out_dir)
     remove_after(out_dir, step)
 
 
-def run(args: list[str], fault: str | None = None, start: str | None = None, step=10) -> None:
+def run(args: list[str], fault: str | None = None, start: str | None = None, step=10, copies=False) -> None:
     rank = int(os.environ["RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
     out_dir = Path(args[args.index("--out_dir") + 1])
@@ -157,6 +169,8 @@ def run(args: list[str], fault: str | None = None, start: str | None = None, ste
         patch.setattr(train_gpt2, "train", train)
         patch.setattr(train_gpt2, "learning_rate", learning_rate)
         patch.setattr(sys, "argv", ["train_gpt2.py", *args])
+        if copies:
+            keep_copies(patch)
         if fault in FAULTS and rank == world_size - 1:
             FAULTS[fault](patch, steps)
         dist.barrier()  # wait for the copy

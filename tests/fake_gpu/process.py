@@ -122,8 +122,10 @@ def watch_steps() -> None:
         graphs = counters["stats"]["unique_graphs"]
         new = [f"{b - a} {kind}" for kind, a, b in zip(KINDS, before["launches"], launches(), strict=True)]
         peak = torch.cuda.max_memory_allocated() / 1e9
+        pieces = counters["aot_autograd"]["total"]  # DDP cuts a graph where a bucket ends
         breaks = sum(counters["graph_break"].values())
-        print(f"[fake] step {run.step}: {', '.join(new)}; peak {peak:.2f} GB; {graphs} graphs, {breaks} breaks")
+        compiled = f"{graphs} graphs in {pieces} pieces, {breaks} breaks"
+        print(f"[fake] step {run.step}: {', '.join(new)}; peak {peak:.2f} GB; {compiled}")
         if run.step >= 3 and graphs > before["graphs"]:
             raise AssertionError(f"step {run.step} compiled {graphs - before['graphs']} more graphs")
 
