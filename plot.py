@@ -4,7 +4,7 @@
     python plot.py out/gpt2 out/speedrun --x tokens          # which of them needs fewer tokens
     python plot.py out/gpt2 out/bpe4k --y bpb                # with different tokenizers, compare bits per byte
 
-RUN is a run directory or its log.jsonl. Training draws its learning_curve.png with the same function, which is in
+RUNS are run directories, or their log.jsonl. Training draws its learning_curve.png with the same function, which is in
 parts/curves.py. This file knows nothing of torch or models.
 """
 

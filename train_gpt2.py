@@ -83,8 +83,7 @@ class Config:
     warmup_steps: Count = 715  # steps of linear warmup; 715 are 375M tokens, as for GPT-3; 0 for none
     max_lr: PositiveFloat = 6e-4  # peak learning rate of AdamW; Muon has muon_lr
     min_lr: NonNegative = 6e-5  # learning rate at the last step
-    # wsd: warmup, stable, linear decay; four_phases: the same for AdamW, while Muon's rate falls soon after warmup
-    lr_schedule: Literal["cosine", "wsd", "four_phases"] = "cosine"
+    lr_schedule: Literal["cosine", "wsd", "four_phases"] = "cosine"  # wsd: linear decay at the end; four_phases: Muon's
     decay_fraction: Fraction = 0.5  # fraction of the steps after warmup in which wsd decays
     # optimizer
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for the blocks' matrices, AdamW for the rest

@@ -15,8 +15,8 @@ import re
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
@@ -35,13 +35,9 @@ class Stopped(Exception):
 
 def script(main: Callable[[], None]) -> None:
     """Run `main` and end the process: 0 done, 2 for bad usage or input, 128 + n after signal n."""
-    if sys.stdin is None:  # the caller closed it: there is nothing to read
-        sys.stdin = open(os.devnull)
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # the caller closed it: discard what we print
-            setattr(sys, name, open(os.devnull, "w"))
+    for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError, OSError):  # a terminal without UTF-8 still shows the rest
-            getattr(sys, name).reconfigure(errors="backslashreplace")
+            stream.reconfigure(errors="backslashreplace")
     note = note_of_job()
     if note and note.exists():
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
@@ -166,56 +162,99 @@ NANOGPT = dict(  # flags that people bring from nanoGPT and its relatives, and w
 )  # fmt: skip
 
 
-def parse_args(config_type, args: list[str] | None = None, default=None, prog: str | None = None, description=None):
+def parse_args(config_type, args: list[str] | None = None, default=None, prog=None, description: str = ""):
     """Fill the dataclass `config_type` from the words of a command line.
 
     `default` is an instance whose values replace the dataclass's own. Raises UserError for a word that means nothing,
     and for a constant of the wrong type or out of range.
     """
     words = sys.argv[1:] if args is None else args
-    kinds = {name: kind_of(hint) for name, hint in get_type_hints(config_type, include_extras=True).items()}
-    places = positionals(config_type)
     values = {field.name: getattr(default, field.name, field.default) for field in fields(config_type)}
     check_constants(config_type, values)  # a person may have edited them
+    places = {name: kind for name, kind, limits in constants(config_type) if Positional in limits}
     parser = make_parser(config_type, values, prog or os.path.basename(sys.argv[0]), description)
     end = words.index("--") if "--" in words else len(words)
-    options = [with_underscores(word) for word in words[:end]]
-    refuse_unknown(options, kinds, places)
-    try:
-        found, rest = parser.parse_known_args(options)
-    except argparse.ArgumentError as e:
-        flag = e.argument_name
-        raise UserError(f"{flag} needs a value; one that begins with a dash is written {flag}=VALUE") from None
-    values |= {name: converted(value, kinds[name]) for name, value in vars(found).items()}
-    check_constants(config_type, values)
+    found, rest = parser.parse_known_args([with_underscores(word) for word in words[:end]])
+    for word in rest:
+        if re.match(r"--?[^\W\d]\S*$", word):  # no number, and no text with spaces
+            raise UserError(about_unknown(word.partition("=")[0], list(values), places))
     rest += words[end + 1 :]
-    for name in places:
-        if get_origin(kinds[name]) is tuple:
+    values |= {name: tuple(value) if isinstance(value, list) else value for name, value in vars(found).items()}
+    for name, kind in places.items():
+        if get_origin(kind) is tuple:
             values[name] = tuple(rest)
             rest = []
         elif rest:
             values[name] = rest.pop(0)
         if values[name] in (MISSING, ()):
-            raise UserError(f"{metavar(name)} is missing; {parser.format_usage()}")
+            parser.error(f"{name.upper()} is missing")
     if rest:
-        quotes = "put quotes around text that has spaces; " if places else ""
-        raise UserError(f"{rest[0]!r} is not expected here; {quotes}{parser.format_usage()}")
+        parser.error(f"{rest[0]!r} is not expected here; put quotes around text that has spaces")
+    check_constants(config_type, values)
     return config_type(**values)
 
 
-def kind_of(hint):
-    """The type of a constant, without its annotations."""
-    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
+def constants(config_type) -> Iterator[tuple]:
+    """The name of each constant, its type, and what its annotation says besides."""
+    for name, hint in get_type_hints(config_type, include_extras=True).items():
+        kind, *limits = get_args(hint) if get_origin(hint) is Annotated else [hint]
+        yield name, kind, limits
 
 
-def positionals(config_type) -> list[str]:
-    """The names of the constants that are given by their place."""
-    hints = get_type_hints(config_type, include_extras=True)
-    return [name for name, hint in hints.items() if Positional in get_args(hint)]
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise UserError(f"{message}; see --help")
 
 
-def metavar(name: str) -> str:
-    return name.upper().removesuffix("S")
+def make_parser(config_type, values: dict, prog: str, description: str) -> Parser:
+    """The flags of a dataclass, with its comments as help, in groups that its comments on lines of their own name."""
+    kinds = {name: kind for name, kind, limits in constants(config_type) if Positional not in limits}
+    places = [name.upper() if values[name] is MISSING else f"[{name.upper()}]" for name in values if name not in kinds]
+    group = parser = Parser(
+        usage=" ".join([prog, *places, "[--FLAG VALUE ...]"]),
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,  # what is not given is not found
+        allow_abbrev=False,
+    )
+    for cls in reversed(config_type.__mro__[:-1]):
+        for line in inspect.getsource(cls).splitlines():
+            if heading := re.match(" {4}# (.*)", line):
+                group = parser.add_argument_group(heading[1])
+            elif constant := re.match(r" {4}(\w+): .*?(?:  # (.*))?$", line):
+                name, comment = constant.groups(default="")
+                if name in kinds:
+                    add_flag(group, name, kinds[name], values[name], comment.replace("%", "%%"))
+                else:
+                    parser.description += f"\n{name.upper()}: {comment}"
+    return parser
+
+
+def add_flag(group, name: str, kind, default, comment: str) -> None:
+    if kind is bool:  # two switches, of which the help shows the one that changes something
+        on, off = (argparse.SUPPRESS, f"do not {comment}") if default else (comment, argparse.SUPPRESS)
+        group.add_argument(f"--{name}", action="store_true", help=on)
+        group.add_argument(f"--no_{name}", action="store_false", dest=name, help=off)
+        return
+    options = dict(type=kind, metavar=kind.__name__.upper())
+    if get_origin(kind) is Literal:
+        options = dict(choices=get_args(kind))
+    if get_origin(kind) is tuple:
+        options = dict(nargs="*", metavar="STR")
+        default = " ".join(default)
+    shown = str(default).replace("%", "%%")
+    group.add_argument(f"--{name}", help=f"{comment} (default: {shown})" if shown else comment, **options)
+
+
+def about_unknown(flag: str, names: list[str], places: Collection[str]) -> str:
+    """The message about a flag that is none, with the one that was perhaps meant."""
+    name = flag.lstrip("-")
+    if name in places:
+        return f"{name.upper()} is given by its place, without {flag}; see --help"
+    if NANOGPT.get(name) in names:
+        return f"{flag} is called --{NANOGPT[name]} here; see --help"
+    near = difflib.get_close_matches(name, names, 1)
+    return f"there is no {flag}; did you mean --{near[0]}?" if near else f"there is no {flag}; see --help"
 
 
 def with_underscores(word: str) -> str:
@@ -224,131 +263,22 @@ def with_underscores(word: str) -> str:
     return name.replace("-", "_").replace("__", "--", 1) + equals + value if name.startswith("--") else word
 
 
-def converted(value: str | list[str] | bool, kind):
-    """The words of a flag as a value of its kind; if they are none, as they are, for `check_constants` to refuse."""
-    if isinstance(value, list):
-        return tuple(value)
-    if get_origin(kind) is Literal:
-        return next((choice for choice in get_args(kind) if str(choice) == value), value)
-    try:
-        return kind(value)
-    except ValueError:
-        return value
-
-
-def make_parser(config_type, values: dict, prog: str, description) -> argparse.ArgumentParser:
-    """The flags of a dataclass, with its comments as help. No value is checked here."""
-    kinds = {name: kind_of(hint) for name, hint in get_type_hints(config_type, include_extras=True).items()}
-    places = positionals(config_type)
-    usage = [prog]
-    for name in places:
-        word = metavar(name)
-        word = f"{word} [{word} ...]" if get_origin(kinds[name]) is tuple else word
-        usage.append(word if values[name] is MISSING else f"[{word}]")
-    parser = argparse.ArgumentParser(
-        usage=" ".join([*usage, "[--FLAG VALUE ...]"]).replace("%", "%%"),
-        description=description,
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=32),
-        argument_default=argparse.SUPPRESS,  # what is not given is not found
-        add_help=False,
-        exit_on_error=False,
-    )
-    parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
-    for heading, comments in comments_of(config_type).items():
-        about = "\n".join(f"{metavar(name):<8}{comments[name]}" for name in places if name in comments)
-        group = parser.add_argument_group(heading, about or None)
-        for name, comment in comments.items():
-            if name not in places:
-                add_flag(group, name, kinds[name], values[name], comment.replace("%", "%%"))
-    return parser
-
-
-def add_flag(group, name: str, kind, default, comment: str) -> None:
-    if kind is bool:  # two switches, of which the help shows the one that changes something
-        for value in (True, False):
-            words = comment if value else f"do not {comment}"
-            flag = f"--{name}" if value else f"--no_{name}"
-            shown = words if value != default else argparse.SUPPRESS
-            group.add_argument(flag, dest=name, action="store_const", const=value, help=shown)
-        return
-    is_list = get_origin(kind) is tuple
-    shown = " ".join(default) if is_list else str(default).replace("%", "%%")
-    options = dict(help=f"{comment} (default: {shown})" if shown else comment)
-    if get_origin(kind) is Literal:
-        options["metavar"] = "{" + ",".join(map(str, get_args(kind))) + "}"
-    else:
-        options["metavar"] = "STR" if is_list else kind.__name__.upper()
-    group.add_argument(f"--{name}", nargs="*" if is_list else None, **options)
-
-
-def comments_of(config_type) -> dict[str, dict[str, str]]:
-    """{heading: {constant: comment}}. A comment on lines of its own is a heading of the constants below it; above a
-    constant without a comment on the same line it is that constant's."""
-    groups: dict[str, dict[str, str]] = {}
-    heading = "options"
-    for cls in reversed([cls for cls in config_type.__mro__ if is_dataclass(cls)]):
-        above = []
-        for line in inspect.getsource(cls).splitlines():
-            code, _, comment = line.rpartition("  # ")
-            if alone := re.match(" {4}# (.*)", line):
-                above.append(alone[1])
-            elif name := re.match(r" {4}(\w+): ", line):
-                if above and code:
-                    heading = " ".join(above)
-                groups.setdefault(heading, {})[name[1]] = comment if code else " ".join(above)
-                above = []
-    return groups
-
-
-def refuse_unknown(options: list[str], kinds: dict, places: list[str]) -> None:
-    """Raises UserError for the first word that looks like a flag but is none, with the flag that was perhaps meant."""
-    flags = [f"--{name}" for name in kinds if name not in places]
-    switches = [flag for flag in flags if kinds[flag[2:]] is bool]
-    switches += [f"--no_{flag[2:]}" for flag in switches]
-    for word in options:
-        flag, equals, value = word.partition("=")
-        name = flag.lstrip("-").replace("-", "_")
-        if not re.match(r"--?[^\W\d]\S*$", flag) or word in ("-h", "--help"):  # a value, a number, or a text
-            continue
-        if flag in switches and equals:
-            raise UserError(f"{flag} takes no value; leave out ={value}, or the flag")
-        if flag in flags + switches:
-            continue
-        if name in places:
-            raise UserError(f"{metavar(name)} is given by its place, without {flag}; see --help")
-        if NANOGPT.get(name) in kinds:
-            raise UserError(f"{flag} is called --{NANOGPT[name]} here; see --help")
-        near = [known for known in flags if known.startswith(f"--{name}")]
-        if flag.startswith("--"):
-            near += difflib.get_close_matches(flag, flags + switches, 1)
-        if near:
-            raise UserError(f"there is no {flag}; did you mean {near[0]}?")
-        if flag.startswith("--"):
-            raise UserError(f"there is no {flag}; see --help")
-        place = f", or comes after a lone -- as {metavar(places[-1])}" if places else ""
-        raise UserError(f"{flag} is not a flag; a value that begins with a dash is written --FLAG={word}{place}")
-
-
 def check_constants(config_type, values: dict) -> None:
     """Raises UserError for a value of the wrong type or out of range."""
-    for name, hint in get_type_hints(config_type, include_extras=True).items():
-        kind = kind_of(hint)
+    for name, kind, limits in constants(config_type):
         value = values.get(name, MISSING)
         if value is MISSING:
             continue
-        if get_origin(kind) is Literal and value not in get_args(kind):
-            raise UserError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, get_args(kind)))}")
-        allowed = (int, float) if kind is float else (kind,)
-        if kind in KINDS and type(value) not in allowed:
-            raise UserError(f"{name} is {value!r}; it must be {KINDS[kind]}")
-        if get_origin(kind) is tuple and not (type(value) is tuple and all(type(item) is str for item in value)):
-            raise UserError(f"{name} is {value!r}; it must be a list of texts")
-        for limit in get_args(hint):
+        if get_origin(kind) is Literal:
+            if value not in get_args(kind):
+                raise UserError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, get_args(kind)))}")
+            continue
+        allowed = (int, float) if kind is float else get_origin(kind) or kind
+        if not isinstance(value, allowed):
+            raise UserError(f"{name} is {value!r}; it must be of the type {kind.__name__}")
+        for limit in limits:
             if isinstance(limit, Range) and not limit.low <= value <= limit.high:
                 raise UserError(f"--{name} must be in [{limit.low:,g}, {limit.high:,g}], not {value}")
-
-
-KINDS = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "True or False"}
 
 
 def flags_set(config_type, args: list[str]) -> set[str]:

@@ -27,11 +27,11 @@ DOORS = {
     name: import_module(name) for name in "train_gpt2 lora_finetune fineweb hellaswag sample plot bpe.train".split()
 }
 EDITED = [
-    (dict(max_steps="1200"), "max_steps is '1200'; it must be a whole number"),
-    (dict(max_steps=12.5), "max_steps is 12.5; it must be a whole number"),
-    (dict(max_lr="6e-4"), "max_lr is '6e-4'; it must be a number"),
+    (dict(max_steps="1200"), "max_steps is '1200'; it must be of the type int"),
+    (dict(max_steps=12.5), "max_steps is 12.5; it must be of the type int"),
+    (dict(max_lr="6e-4"), "max_lr is '6e-4'; it must be of the type float"),
     (dict(optimizer="adam"), "optimizer is 'adam'; it must be one of 'adamw', 'muon'"),
-    (dict(shuffle="no"), "shuffle is 'no'; it must be True or False"),
+    (dict(shuffle="no"), "shuffle is 'no'; it must be of the type bool"),
     (dict(beta1=1.0), "--beta1 must be in"),
 ]
 
@@ -62,13 +62,13 @@ class Base:
 class Example(Base):
     # food and drink
     soup: str = "50% leek"  # 100% vegetables
-    # hot or cold, or either
-    served: Literal["hot", "cold", "either"] = "hot"
+    served: Literal["hot", "cold", "either"] = "hot"  # of the two
     salt: NonNegative = 0.5  # grams
     # the kitchen
     guests: tuple[str, ...] = ("Ann", "Bob")  # who comes
     clean: bool = True  # wash the dishes
     book: bool = False  # reserve a table
+    chairs: int = 4
     note: Annotated[str, Positional] = ""  # what to say
 
 
@@ -86,17 +86,19 @@ def help_of(config_type, capsys, monkeypatch, default=None) -> str:
 
 def test_help_has_the_comments_of_a_config_in_the_groups_that_it_names(capsys, monkeypatch):
     text = help_of(Example, capsys, monkeypatch)
-    parts = re.split(r"^(?=\S)", text.partition("Some words.")[2], flags=re.M)[1:]
-    groups = {part.partition(":\n")[0]: " ".join(part.split()) for part in parts}
-    assert text.startswith("usage: x.py PLACE [NOTE] [--FLAG VALUE ...]\n")
-    assert list(groups) == ["options", "food and drink", "the kitchen"]
+    parts = re.split(r"^(?=\S)", text, flags=re.M)[1:]
+    groups = {part.partition(":")[0]: " ".join(part.split()) for part in parts}
+    assert text.startswith("usage: x.py PLACE [NOTE] [--FLAG VALUE ...]\n\nSome words.\n")
+    assert groups["PLACE"] == "PLACE: where to go"
+    assert groups["NOTE"] == "NOTE: what to say"
+    assert list(groups)[-3:] == ["options", "food and drink", "the kitchen"]
     assert "--depth INT how deep (default: 3)" in groups["options"]
-    assert "PLACE where to go" in groups["options"]
     assert "--soup STR 100% vegetables (default: 50% leek)" in groups["food and drink"]
-    assert "--served {hot,cold,either} hot or cold, or either (default: hot)" in groups["food and drink"]
+    assert "--served {hot,cold,either} of the two (default: hot)" in groups["food and drink"]
     assert "--guests [STR ...] who comes (default: Ann Bob)" in groups["the kitchen"]
     assert "--no_clean do not wash the dishes" in groups["the kitchen"]
     assert "--book reserve a table" in groups["the kitchen"]
+    assert "--chairs INT (default: 4)" in groups["the kitchen"]
     assert "--clean" not in text
     assert "--no_book" not in text
 
@@ -104,25 +106,25 @@ def test_help_has_the_comments_of_a_config_in_the_groups_that_it_names(capsys, m
 @pytest.mark.parametrize("recipe", train_gpt2.RECIPES)
 def test_help_shows_each_constant_with_the_value_of_the_recipe(recipe, monkeypatch, capsys):
     config = train_gpt2.RECIPES[recipe]
-    text = help_of(train_gpt2.Config, capsys, monkeypatch, config)
+    text = " ".join(help_of(train_gpt2.Config, capsys, monkeypatch, config).split())
     assert re.search(rf"--max_steps INT +optimizer steps; .*\(default: {config.max_steps}\)", text)
     for name, value in vars(config).items():
         assert f"--no_{name} " if value is True else f"--{name} " in text
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_every_constant_of_a_door_has_a_comment(door):
-    comments = {}
-    for group in cli.comments_of(DOORS[door].Config).values():
-        comments |= group
-    assert list(comments) == [field.name for field in fields(DOORS[door].Config)]
-    assert all(comments.values())
+def test_every_constant_of_a_door_is_in_its_help_with_a_comment(door, capsys, monkeypatch):
+    text = " ".join(help_of(DOORS[door].Config, capsys, monkeypatch).split())
+    for name in DOORS[door].Config.__dataclass_fields__:
+        assert re.search(rf"--(no_)?{name} |{name.upper()}: \w", text), name
+    assert not re.findall(r"--\w+ (?:\(default|--)|--\w+ (?:[A-Z]+|{\S+}|\[STR ...\]) (?:\(default|--)", text)
 
 
 READ = [  # words, and what differs from the defaults
     ("Rome", {}),
     ("--depth 4 Rome", dict(depth=4)),
     ("Rome --depth=4 now", dict(depth=4, note="now")),
+    ("Rome --chairs 5", dict(chairs=5)),
     ("Rome now --salt 1", dict(salt=1.0, note="now")),
     ("Rome --no-clean --book", dict(clean=False, book=True)),
     ("Rome --no_clean --clean --no_book", {}),
@@ -147,7 +149,7 @@ def test_text_with_spaces_may_begin_with_a_dash():
 
 
 REFUSED = [
-    ("", "PLACE is missing; usage: x.py PLACE"),
+    ("", "PLACE is missing; see --help"),
     ("Rome now then", "'then' is not expected here; put quotes"),
     ("Rome --depht 3", "no --depht; did you mean --depth?"),
     ("Rome --dep 3", "no --dep; did you mean --depth?"),
@@ -155,16 +157,15 @@ REFUSED = [
     ("Rome --zebra", "no --zebra; see --help"),
     ("Rome --learning_rate 3", "no --learning_rate; see --help"),  # nothing of the kind here
     ("--note hello Rome", "NOTE is given by its place, without --note"),
-    ("Rome --salt", "--salt needs a value"),
-    ("Rome --salt -1e-4", "--salt needs a value; .*--salt="),
-    ("Rome -milk", "-milk is not a flag; .* after a lone -- as NOTE"),
-    ("Rome --book=True", "--book takes no value; leave out =True"),
+    ("Rome --salt", "--salt: expected one argument"),
+    ("Rome -milk", "no -milk; see --help"),
+    ("Rome --book=True", "--book: ignored explicit argument"),
     ("Rome --depth 0", r"--depth must be in \[1, "),
-    ("Rome --depth 2.5", "depth is '2.5'; it must be a whole number"),
+    ("Rome --depth 2.5", "--depth: invalid int value: '2.5'"),
     ("Rome --salt nan", "--salt must be in"),
     ("Rome --salt inf", "--salt must be in"),
-    ("Rome --salt much", "salt is 'much'; it must be a number"),
-    ("Rome --served warm", "served is 'warm'; it must be one of 'hot', 'cold', 'either'"),
+    ("Rome --salt much", "--salt: invalid float value: 'much'"),
+    ("Rome --served warm", "--served: invalid choice: 'warm'"),
 ]
 
 
@@ -309,13 +310,6 @@ def test_a_terminal_without_utf8_gets_the_same_line():
     assert "hours" in errors[0]
 
 
-def test_a_closed_standard_input_is_an_empty_one(monkeypatch):
-    monkeypatch.setattr(sys, "stdin", None)
-    read = []
-    cli.script(lambda: read.append((sys.stdin.buffer.read(), sys.stdin.read())))
-    assert read == [(b"", "")]
-
-
 class OutOfMemoryError(RuntimeError):
     """As CUDA's allocator raises."""
 
@@ -410,11 +404,11 @@ def test_a_mistake_of_ours_keeps_its_traceback(ends, kind):
         ends(kind("a mistake of ours"))
 
 
-@pytest.mark.parametrize("targets", [None, [1], "c_attn", (1,), (("c_attn",),)])
-def test_a_list_of_texts_holds_texts(targets):
+@pytest.mark.parametrize("targets", [None, [1], "c_attn"])
+def test_a_list_of_texts_is_a_tuple(targets):
     import lora_finetune
 
-    with pytest.raises(UserError, match="targets is .*; it must be a list of texts"):
+    with pytest.raises(UserError, match="targets is .*; it must be of the type tuple"):
         cli.check_constants(lora_finetune.Config, dict(targets=targets))
 
 

@@ -380,7 +380,7 @@ def test_a_log_that_does_not_say_what_an_axis_needs_is_refused_in_one_line(door,
 
 
 WRONG = [
-    ("", "RUN is missing; usage:"),
+    ("", "RUNS is missing; see --help"),
     ("absent", "absent does not exist"),
     ("empty", "no loss"),
     ("a", "a directory, not a log"),
