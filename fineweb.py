@@ -39,7 +39,7 @@ from parts.cli import Count, Stopped, Tokens, UserError, counted, parse_args, sc
 from parts.data import new_manifest, read_manifest, summary
 from parts.files import exclusive_lock, free_bytes, remove_leftovers
 from parts.shards import Writer, load_tokenizer, shard_dtype, shard_name, verify
-from parts.texts import AHEAD, Texts, discard, open_texts
+from parts.texts import AHEAD, START, Texts, discard, open_texts
 
 BATCHES_AHEAD = 4  # per thread: memory must not grow when writing is slower than encoding
 SAMPLED = 10**6  # characters of the first documents, to see how many tokens a byte makes
@@ -83,7 +83,7 @@ def stop(signum, frame) -> None:
 def make_shards(config: Config, out_dir: Path) -> None:
     """Write the shards of `config.source`, or those that are missing. Raises UserError."""
     tok = load_tokenizer(config.tokenizer)
-    config = resolve_config(config, tok, out_dir)
+    config = resolve_config(config, tok)
     manifest = open_manifest(config, out_dir, tok)
     if "next" not in manifest:
         print(f"{out_dir} is complete, and the source is not read again: {summary(manifest)}")
@@ -91,18 +91,20 @@ def make_shards(config: Config, out_dir: Path) -> None:
     # later shards come from the commit of the first ones
     revision = manifest.get("commit") or config.revision
     texts = open_texts(config.source, config.text_field, config.subset, config.split, revision)
-    expected = expected_tokens(texts, tok, config.limit_tokens)
+    sizes = texts.sizes()
+    expected = expected_tokens(texts, sizes, tok, config.limit_tokens)
     # by default leave most of a small source to train on
     config = replace(config, shard_size=manifest["shard_size"] or min(max(expected // 10, 1000), 100_000_000))
-    print_plan(config, texts, with_files(manifest, texts, out_dir), expected)
+    print_plan(config, texts, sizes, manifest, expected)
     if config.dry_run:
         return
     out_dir.mkdir(parents=True, exist_ok=True)
     try:
         with exclusive_lock(out_dir / ".lock", f"shard directory {out_dir}"):
             remove_leftovers(out_dir, "*.npy", "manifest.json", "tokenizer*")  # of a kill
-            manifest = with_files(open_manifest(config, out_dir, tok), texts, out_dir)  # nobody else changes it now
+            manifest = open_manifest(config, out_dir, tok)  # nobody else changes it now
             if "next" in manifest:  # else another process completed it while this one waited
+                manifest |= dict(commit=texts.commit(), files=same_files(manifest, texts, sizes))
                 write_shards(config, texts, manifest, tok, expected)
     except (KeyboardInterrupt, Stopped):
         print(f"stopped after {len(manifest['shards'])} complete shards; {RESUME}", file=sys.stderr)
@@ -110,16 +112,14 @@ def make_shards(config: Config, out_dir: Path) -> None:
     print(f"{out_dir}: {summary(manifest)}")
 
 
-def resolve_config(config: Config, tok: Tokenizer, out_dir: Path) -> Config:
+def resolve_config(config: Config, tok: Tokenizer) -> Config:
     """Fill in the constants that are 0, except for the shard_size of a new directory. Raises UserError for constants
     that contradict each other."""
     if not config.out_dir:
         raise UserError("--out_dir is empty; give a directory")
-    if not config.source:
-        raise UserError("--source names nothing; give files, a folder, a quoted glob, or OWNER/NAME of the hub")
     of_fineweb = config.source == Config.source
     if not of_fineweb and config.out_dir == Config.out_dir:
-        raise UserError(f"{out_dir} is for FineWeb-Edu; give an --out_dir for the shards of {config.source[0]}")
+        raise UserError(f"{Config.out_dir} is for FineWeb-Edu; give an --out_dir for the shards of another --source")
     if tok.eot_token is None:
         raise UserError(f"{config.tokenizer} has no <|endoftext|> to put before documents; train one with it")
     return replace(
@@ -149,23 +149,17 @@ def write_shards(config: Config, texts: Texts, manifest: dict, tok: Tokenizer, e
             if len(shards) > n_complete:
                 tqdm.write(f"{len(shards)} shards, {manifest['tokens']:,} tokens are on the disk")
                 discard(texts.files[: manifest["next"]["file"]], downloads)
-                if not n_complete and len(config.source) > 1:
-                    tqdm.write(validation_note(texts, manifest["next"]["file"]))
+                if not n_complete and len(config.source) > 1:  # documents are not mixed
+                    tqdm.write(
+                        f"note    the validation shard holds documents of the first {manifest['next']['file'] + 1} of "
+                        f"{counted(len(texts.files), 'file')} alone; to validate on all, mix them first"
+                    )
             if writer.n_tokens == config.limit_tokens:
                 break
         writer.end()
     for note in texts.notes[n_notes:]:
         print(f"note    {note}")
     shutil.rmtree(downloads, ignore_errors=True)
-
-
-def validation_note(texts: Texts, last: int) -> str:
-    """What the first shard holds of several sources, whose documents are not mixed."""
-    names = ", ".join(file.path for file in texts.files[: last + 1][:3])
-    return (
-        f"note    the validation shard holds documents of the first {last + 1} of {counted(len(texts.files), 'file')} "
-        f"alone ({names}{', ...' if last > 2 else ''}); to validate on all, mix them first"
-    )
 
 
 # ------------------------------------------------------------------------------------------- documents -> tokens
@@ -228,7 +222,7 @@ def open_manifest(config: Config, out_dir: Path, tok: Tokenizer) -> dict:
         limit_tokens=config.limit_tokens if config.limit_tokens < sys.maxsize else 0,
     )
     if not manifest:
-        return new_manifest(**constants) | dict(next=dict(file=0, state=None, lines=0, skip=0))
+        return new_manifest(**constants) | dict(next=START | dict(skip=0))
     for key, value in constants.items():
         if manifest.get(key) != value:
             raise UserError(
@@ -238,36 +232,34 @@ def open_manifest(config: Config, out_dir: Path, tok: Tokenizer) -> dict:
     return manifest
 
 
-def with_files(manifest: dict, texts: Texts, out_dir: Path) -> dict:
-    """The manifest with the files of the source. Raises UserError if a file that shards were made of has changed since,
-    or another one comes before it: two versions of a source must not mix. Later files may still change."""
-    files = texts.identities()
-    if manifest["shards"] and "next" in manifest:
-        used = manifest["files"][: manifest["next"]["file"] + 1]
-        for then, now in zip_longest(used, files[: len(used)]):
-            if then != now:
-                raise UserError(
-                    f"{then['name']} has changed since shards in {out_dir} were made, or a file before it was added "
-                    f"or removed; restore it, or remove {out_dir} to start over"
-                )
-    return manifest | dict(commit=texts.commit(), files=files)
+def same_files(manifest: dict, texts: Texts, sizes: list[int]) -> list[dict]:
+    """The files of the source. Raises UserError if one that shards were made of has another size since, or another one
+    comes before it: two versions of a source must not mix. Later files may still change."""
+    files = [dict(name=file.path, bytes=size) for file, size in zip(texts.files, sizes, strict=True)]
+    used = manifest["files"][: manifest["next"]["file"] + 1] if manifest["shards"] else []
+    for then, now in zip_longest(used, files[: len(used)]):
+        if then != now:
+            raise UserError(
+                f"{then['name']} has changed since shards were made of it, or a file before it was added or removed; "
+                "restore it, or start over in another --out_dir"
+            )
+    return files
 
 
 # ------------------------------------------------------------------------------------------------ the plan
 
 
-def expected_tokens(texts: Texts, tok: Tokenizer, limit: int) -> int:
+def expected_tokens(texts: Texts, sizes: list[int], tok: Tokenizer, limit: int) -> int:
     """About how many tokens the source has, by the size of its files and the tokens of its first documents."""
     sample = "".join(text[:SAMPLED] for text in texts.first_documents() if text)[:SAMPLED]
     tokens_per_byte = len(tok.encode_to_numpy(sample)) / max(len(sample.encode("utf-8", "replace")), 1)
-    return min(int(texts.text_bytes() * tokens_per_byte), limit)
+    return min(int(texts.text_bytes(sizes) * tokens_per_byte), limit)
 
 
-def print_plan(config: Config, texts: Texts, manifest: dict, tokens: int) -> None:
+def print_plan(config: Config, texts: Texts, sizes: list[int], manifest: dict, tokens: int) -> None:
     """Print what will be read and written, and the disk space it needs. Raises UserError if there is too little."""
     size = partial(tqdm.format_sizeof, suffix="B")
     out_dir = Path(config.out_dir)
-    sizes = texts.sizes()
     subset = f" {config.subset}" if config.subset else ""
     print(f"source  {manifest['source']}{subset}, {config.split}: {counted(len(sizes), 'file')}, {size(sum(sizes))}")
     for note in texts.notes:
@@ -280,9 +272,7 @@ def print_plan(config: Config, texts: Texts, manifest: dict, tokens: int) -> Non
         print(f"note    all of it would be validation; give --shard_size {-(-tokens // 10)} to leave some to train on")
     for_shards = max(tokens - manifest["tokens"], 0) * np.dtype(manifest["dtype"]).itemsize
     of_hub = [n for n, file in zip(sizes, texts.files, strict=True) if file.on_hub]
-    for_files = sum(
-        sorted(of_hub)[-AHEAD - 2 :]
-    )  # the largest: one is being read, one waits for its shard, others ahead
+    for_files = sum(sorted(of_hub)[-AHEAD - 2 :])  # one is being read, one waits for its shard, others are ahead
     free = free_bytes(out_dir)
     print(f"disk    {size(for_shards)} for shards, {size(for_files)} for files under way; {size(free)} are free")
     if manifest["shards"]:

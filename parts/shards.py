@@ -33,7 +33,7 @@ from parts.data import (
     summary,
 )
 from parts.files import errors_name, exclusive_lock, flush, sha256, write_atomically
-from parts.texts import LONG, kind_inside, one_document, plain_texts, texts_of
+from parts.texts import LONG, one_document, plain_texts, readable, refuse_foreign, texts_of
 
 TRAIN_FRACTION = 0.9  # of a text's characters; the rest is the validation split
 LARGEST_TEXT = 10**9  # bytes of a .txt; its tokens take ten times as many, as Python's numbers
@@ -234,14 +234,9 @@ def read_text(path: Path) -> str:
             f"{path} has more than {LARGEST_TEXT / 1e9:g} GB, too much to tokenize at once; make shards of it: "
             f"python fineweb.py --source '{path}' --out_dir FOLDER, then --data FOLDER"
         )
-    content = path.read_bytes()
-    if found := kind_inside(content):
-        raise UserError(f"{path} is {found}, and not text; save it as UTF-8")
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as e:
-        near = e.object[: e.start + 4][-30:]
-        raise UserError(f"{path} is not UTF-8 at {near!r}; save it as UTF-8, or leave it out") from e
+    refuse_foreign("text", str(path))
+    with readable(str(path)):
+        text = path.read_text(encoding="utf-8-sig")
     if not text.strip():
         raise UserError(f"{path} is empty; give a text with more than a few hundred words")
     return text

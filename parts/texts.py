@@ -1,10 +1,10 @@
 """Text to train on: documents of files, folders and datasets of the Hugging Face hub, and the rows of a small dataset.
 
-`datasets` reads all of it, as a stream: parquet, JSON lines or arrays, .txt, CSV, Arrow, plain or compressed, from a
-disk or from the hub. A folder means what the hub's dataset with these files would: its training split, one of its
-subsets. A place in the stream is a small dict, from which another process continues.
+`datasets` reads all of it but plain text, as a stream: parquet, JSON lines or arrays, CSV, Arrow, plain or compressed,
+from a disk or from the hub. A folder means what the hub's dataset with these files would: its training split, one of
+its subsets. A place in the stream is a small dict, from which another process continues.
 
-In a .txt two blank lines, or <|endoftext|> on a line of its own, end a document.
+In a .txt two blank lines, or <|endoftext|> on a line of its own, end a document; its line ends become \n.
 This file knows nothing of tokens, shards, models or torch.
 """
 
@@ -12,33 +12,33 @@ import errno
 import json
 import os
 import re
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from glob import glob, has_magic
-from io import BufferedReader, StringIO
+from io import StringIO
+from itertools import chain, islice
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from parts.cli import UserError, counted
+from parts.cli import Stopped, UserError, counted
 from parts.files import identity
 
 KINDS = {
     ".parquet": "parquet", ".jsonl": "json", ".ndjson": "json", ".jsonlines": "json", ".json": "json", ".txt": "text",
-    ".csv": "csv", ".tsv": "csv", ".arrow": "arrow",
-}  # fmt: skip  # and what `datasets` calls them
+    ".csv": "csv", ".tsv": "tsv", ".arrow": "arrow",
+}  # fmt: skip  # and what `datasets` calls them, but for tsv
 COMPRESSED = re.compile(r"\.(gz|zst|zstd|bz2|xz)$")
 BATCH = 64  # documents that are read, encoded and written together: enough to keep the main thread idle
 LONG = 100_000  # characters: a longer .txt most likely holds several documents
-LINES = 4096  # of a .txt, read together
 AHEAD = 2  # files of the hub that are downloaded while one is read
 ENDOFTEXT = "<|endoftext|>"
 COMPRESSION = 3  # bytes of text in a byte of a compressed file, about
-LARGEST = 2**30  # characters of a document, or bytes of text in a row group, which is in memory as a whole
+LARGEST = 2**30  # bytes of text in a row group, which is in memory as a whole
+START = dict(file=0, state=None, lines=0)  # the place where a stream begins
 MAGIC = {
-    b"PAR1": "parquet", b"ARROW1": "Arrow", b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2",
-    b"\xfd7zXZ": "xz", b"PK\x03\x04": "a zip archive", b"%PDF": "PDF", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16",
+    b"PAR1": "parquet", b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16",
     b"<!doctype html": "a web page", b"<html": "a web page", b"version https://git-lfs": "a pointer of Git LFS",
 }  # fmt: skip
 
@@ -49,7 +49,6 @@ MAGIC = {
 class TextFile(NamedTuple):
     builder: Any  # of `datasets`, which reads it
     path: str  # on this disk, or hf://datasets/OWNER/NAME@COMMIT/PATH
-    read_in_place: bool = False  # a file of the hub: not downloaded as a whole
 
     @property
     def kind(self) -> str:
@@ -62,34 +61,36 @@ class TextFile(NamedTuple):
 
 def find_files(source: tuple[str, ...], subset: str, split: str, revision: str) -> tuple[list[TextFile], list[str]]:
     """The files of all sources, in order, each once; and lines that say what is left out. Raises UserError."""
-    if not source:
-        raise UserError(
-            "no source is named; give files, a folder, a quoted glob, or OWNER/NAME of a dataset of the hub"
-        )
     files = []
     notes = []
-    for name in source:
+    for name in source or ("",):
         if on_hub(name):
             files += files_of(load_builder(**hub_dataset(name, subset), revision=revision), name, split)
             continue
         paths = [name] if os.path.exists(name) else sorted(glob(os.path.expanduser(name), recursive=True))
-        found = named_files(name, paths, split)
-        for folder in filter(os.path.isdir, paths):
-            of_folder = files_of(load_builder(folder, name=subset or None), folder, split)
-            if of_folder[0].kind not in KINDS.values():
-                known = sorted(filter(kind_of, glob(f"{folder}/**", recursive=True)))
-                raise UserError(
-                    f"{folder} would be read as {of_folder[0].kind}; give a glob of its texts, such as "
-                    f"'{known[0] if known else 'FOLDER/*.jsonl'}'"
-                )
-            notes += left_out(folder, {os.path.realpath(file.path) for file in of_folder})
-            found += of_folder
-        if not found:
+        folders = [path for path in paths if os.path.isdir(path)]
+        named = [path for path in paths if os.path.isfile(path) and kind_of(path)]
+        if not folders and not named:
             raise UserError(
                 f"{name or 'the empty name'}: no such file, or none whose name ends in {', '.join(KINDS)}; give files, "
                 "a folder, a quoted glob, or OWNER/NAME of a dataset of the hub"
             )
-        files += found
+        by_kind = {kind_of(path): path for path in named}
+        if len(by_kind) > 1:  # they may hold the same documents
+            examples = ", ".join(by_kind.values())
+            raise UserError(f"{name} has files of several kinds, such as {examples}; give a name or glob of one kind")
+        for kind in by_kind:
+            options = dict(path="csv", sep="\t") if kind == "tsv" else dict(path=kind)
+            builder = load_builder(**options, data_files={split: named})
+            files += [TextFile(builder, path) for path in named]
+        for folder in folders:
+            of_folder = files_of(load_builder(folder, subset), folder, split)
+            if of_folder[0].kind not in KINDS.values():
+                raise UserError(
+                    f"{folder} would be read as {of_folder[0].kind}; give a glob of its texts, as '{folder}/*.jsonl'"
+                )
+            notes += left_out(folder, [file.path for file in of_folder])
+            files += of_folder
     once = {file.path if file.on_hub else identity(Path(file.path)): file for file in reversed(files)}
     if len(once) < len(files):
         notes.append(f"{counted(len(files) - len(once), 'file')} named more than once, and read once")
@@ -105,11 +106,11 @@ def on_hub(name: str) -> bool:
 def hub_dataset(name: str, subset: str = "") -> dict:
     """OWNER/NAME[/FOLDER or /GLOB] as arguments of load_dataset."""
     owner, dataset, *inside = name.strip("/").split("/")
-    inside = "/".join(inside)
-    where = {}
+    where = dict(path=f"{owner}/{dataset}", name=subset or None)
     if inside:
-        where = dict(data_files=inside) if has_magic(inside) or kind_of(inside) else dict(data_dir=inside)
-    return dict(path=f"{owner}/{dataset}", name=subset or None) | where
+        path = "/".join(inside)
+        where["data_files" if has_magic(path) or kind_of(path) else "data_dir"] = path
+    return where
 
 
 def kind_of(name: str) -> str:
@@ -120,24 +121,23 @@ def load_builder(path: str, name: str | None = None, **options):
     """What `datasets.load_dataset` would read. Raises UserError for what is not there, and for a dataset of several
     subsets of which none is named."""
     import datasets  # a slow import, which --help does not need
-    import fsspec.compression
     import pyarrow as pa
+    from fsspec.compression import register_compression
 
     datasets.config.TORCH_AVAILABLE = False  # else it imports torch, to ask which worker it is
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL + 1)  # it raises what it would say
-    fsspec.compression.compr.setdefault("zstd", lambda file, **_: pa.CompressedInputStream(pa.PythonFile(file), "zstd"))
+    register_compression(
+        "zstd", lambda file, **_: pa.CompressedInputStream(pa.PythonFile(file), "zstd"), ["zst", "zstd"], force=True
+    )
     with readable(path):
         try:
-            builder = datasets.load_dataset_builder(path, name, **options)
+            return datasets.load_dataset_builder(path, name or None, **options)
         except ValueError as e:
             names = re.search(r"available configs: \[(.*?)\]", str(e))
             if names is None:
                 raise
             raise UserError(f"{path} has several subsets; give --subset one of {names[1]}") from e
-    if hasattr(builder.config, "sample_by"):  # a .txt: lines, from which `documents` are made
-        vars(builder.config).update(sample_by="line", keep_linebreaks=True, encoding="utf-8-sig")
-    return builder
 
 
 def files_of(builder, name: str, split: str) -> list[TextFile]:
@@ -148,53 +148,33 @@ def files_of(builder, name: str, split: str) -> list[TextFile]:
     return [TextFile(builder, file) for part in split.split("+") for file in found[part]]
 
 
-def named_files(name: str, paths: list[str], split: str) -> list[TextFile]:
-    """The files that a name or a glob stands for. Raises UserError for files of several kinds, which may hold the same
-    documents."""
-    by_kind = defaultdict(list)
-    for path in paths:
-        if os.path.isfile(path) and kind_of(path):
-            by_kind[kind_of(path), path.lower().endswith(".tsv")].append(path)
-    if len(by_kind) > 1:
-        examples = ", ".join(paths[0] for paths in by_kind.values())
-        raise UserError(f"{name} has files of several kinds, such as {examples}; give a name or glob of one kind")
-    return [
-        TextFile(load_builder(kind, data_files={split: paths}, **(dict(sep="\t") if tabs else {})), path)
-        for (kind, tabs), paths in by_kind.items()
-        for path in paths
-    ]
+def left_out(folder: str, read: Iterable[str]) -> list[str]:
+    """A line that says which files of a folder are not read, by their endings."""
+    real = set(map(os.path.realpath, read))
+    paths = [Path(path) for path in files_below(folder) if os.path.realpath(path) not in real]
+    kinds = Counter(path.suffix or path.name for path in paths)
+    found = ", ".join(f"{n} {kind}" for kind, n in kinds.most_common(9))
+    return [f"{folder} without {counted(kinds.total(), 'file')} ({found})"] if kinds else []
 
 
-def left_out(folder: str, read: set[str]) -> list[str]:
-    """Lines that say which files of a folder are not read, by their kind."""
-    by_reason = Counter()
-    sizes = Counter()
+def files_below(folder: str) -> Iterator[str]:
+    """All files in a folder and its folders but hidden ones."""
     for here, folders, names in os.walk(folder, followlinks=True):
-        hidden = [name for name in [*folders, *names] if name.startswith(".")]
-        by_reason["hidden"] += len(hidden)
-        folders[:] = sorted(set(folders) - set(hidden))
-        for path in (os.path.join(here, name) for name in sorted(set(names) - set(hidden))):
-            is_read = os.path.realpath(path) in read
-            sizes[is_read] += os.path.getsize(path) if os.path.exists(path) else 0
-            by_reason[Path(path).suffix or Path(path).name] += not is_read
-    parts = [f"{n} {reason}" for reason, n in by_reason.items() if n]
-    most = "most of its bytes: " if sizes[False] > sizes[True] else ""
-    return [f"{folder} without {most}{counted(by_reason.total(), 'file')} ({', '.join(parts[:9])})"] if parts else []
+        folders[:] = sorted(name for name in folders if name[0] != ".")
+        yield from (f"{here}/{name}" for name in sorted(names) if name[0] != "." and os.path.isfile(f"{here}/{name}"))
 
 
 @contextmanager
-def readable(what: str, rows: int | None = None) -> Iterator[None]:
+def readable(what: str, rows: int = 0) -> Iterator[None]:
     """Turn any error of the library, the network or a file into a UserError; each has its own classes."""
     try:
         yield
-    except (UserError, KeyboardInterrupt):
+    except (UserError, Stopped):
         raise
     except Exception as e:
         if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
         reason = " ".join(str(e or type(e).__name__).split())[:300]
-        if kind_of(what) == "json" and os.path.isfile(what):
-            reason = json_problem(what) or reason
         where = f"{what} after row {rows:,}" if rows else what
         if on_hub(what) or what.startswith("hf://"):
             remedy = (
@@ -220,51 +200,60 @@ class Texts(NamedTuple):
     ) -> Iterator[tuple[dict, list[str | None]]]:
         """(the place where it begins, up to BATCH documents), from `place` on; None is a row without text.
 
-        A place is the number of a file, the state of its stream, and the lines to skip from there. Raises UserError.
+        A place is the number of a file, and the state of its stream or the first line in a .txt. Raises UserError.
         """
-        place = place or dict(file=0, state=None, lines=0)
-        paths = arriving(self.files[place["file"] :], downloads)
-        for number, path in enumerate(paths, place["file"]):
-            file = self.files[number]
-            stream = stream_of(file, path, self.text_field).with_format("arrow")
-            if place["state"]:
-                stream.load_state_dict(place["state"])
-            if file.kind == "text":
-                batches = batches_of_lines(stream, path, place["lines"], self.notes)
-            else:
-                batches = batches_of_rows(stream, path, self.text_field)
-            for state, lines, batch in batches:
-                yield dict(file=number, state=state, lines=lines), batch
-            place = dict(state=None, lines=0)
+        place = place or START
+        first = place["file"]
+        for number, path in enumerate(arriving(self.files[first:], downloads), first):
+            for within, batch in self.batches_of(self.files[number], path, place):
+                yield START | dict(file=number) | within, batch
+            place = START
+
+    def batches_of(self, file: TextFile, path: str, place: dict) -> Iterator[tuple[dict, list[str | None]]]:
+        """(its place in the file, a batch) of a file that is now at `path`."""
+        if file.kind == "text":
+            found = documents_of_file(path, place["lines"])
+            while batch := list(islice(found, BATCH)):
+                (line, text), *others = batch
+                yield dict(lines=line), [text for _, text in batch]
+                if not line and not others and len(text) > LONG:
+                    self.notes.append(one_document(path))
+            return
+        rows = 0
+        stream = stream_of(file, path, self.text_field).with_format("arrow")
+        if place["state"]:
+            stream.load_state_dict(place["state"])
+        state = stream.state_dict()
+        tables = stream.iter(BATCH)
+        while True:
+            with readable(path, rows):
+                table = next(tables, None)
+                if table is None:
+                    return
+                texts = [text if isinstance(text, str) else None for text in table[self.text_field].to_pylist()]
+            yield dict(state=state), texts
+            rows += len(texts)
+            state = stream.state_dict()
 
     def first_documents(self) -> list[str | None]:
         """A batch of the first file, of which no more is downloaded than that takes."""
-        first = self._replace(files=[file._replace(read_in_place=True) for file in self.files[:1]])
-        return next(first.batches(), ({}, []))[1]
+        return next(self.batches_of(self.files[0], self.files[0].path, START), ({}, []))[1]
 
     def sizes(self) -> list[int]:
         """Bytes of each file."""
         return [size_of(file.path) for file in self.files]
 
-    def text_bytes(self) -> int:
-        """About how many bytes of text the files hold: as much as the first .parquet has, else by their names."""
+    def text_bytes(self, sizes: list[int]) -> int:
+        """About how many bytes of text files of these sizes hold: as many as the first .parquet has, or by the names."""
         total = 0
         ratio = None
-        for file, size in zip(self.files, self.sizes(), strict=True):
+        for file, size in zip(self.files, sizes, strict=True):
             if file.kind == "parquet":
                 ratio = ratio or parquet_ratio(file.path, self.text_field, size)
                 total += size * ratio
             else:
                 total += size * (COMPRESSION if COMPRESSED.search(file.path) else 1)
         return int(total)
-
-    def identities(self) -> list[dict]:
-        """For each file its name and what changes with its content."""
-        stats = [None if file.on_hub else os.stat(file.path) for file in self.files]  # a file of a commit never changes
-        return [
-            dict(name=file.path) | (dict(bytes=stat.st_size, version=str(stat.st_mtime_ns)) if stat else {})
-            for file, stat in zip(self.files, stats, strict=True)
-        ]
 
     def commit(self) -> str:
         """The commit of a dataset of the hub; "" for anything else."""
@@ -285,7 +274,7 @@ def parquet_ratio(path: str, column: str, size: int) -> float:
     import pyarrow.parquet as pq
 
     with readable(path), fsspec.open(path) as f, pq.ParquetFile(f) as file:
-        number = [file.schema.column(i).path for i in range(len(file.schema))].index(column)
+        number = file.schema.names.index(column)
         groups = [file.metadata.row_group(group).column(number) for group in range(file.num_row_groups)]
         return sum(group.total_uncompressed_size for group in groups) / size
 
@@ -325,65 +314,56 @@ def stream_of(file: TextFile, path: str, column: str = ""):
     return file.builder.as_streaming_dataset(split="train")
 
 
-def batches_of_rows(stream, path: str, text_field: str) -> Iterator[tuple[dict, int, list[str | None]]]:
-    """(state of the stream, 0, the texts of up to BATCH rows)."""
-    rows = 0
-    state = stream.state_dict()
-    tables = stream.iter(BATCH)
-    while True:
-        with readable(path, rows):
-            table = next(tables, None)
-            if table is None:
-                return
-            texts = [text if isinstance(text, str) else None for text in table[text_field].to_pylist()]
-        yield state, 0, texts
-        rows += len(texts)
-        state = stream.state_dict()
+def refuse_foreign(kind: str, path: str, column: str = "") -> None:
+    """Raises UserError for a file that is not what its name says, and for one with more text in a row group than fits
+    into memory."""
+    with readable(path), open(path, "rb") as f:
+        found = kind_inside(f.read(1000))
+    if found and found != kind and kind != "arrow" and not COMPRESSED.search(path):
+        raise UserError(f"{path} is {found}, and not what its name says; rename it, convert it or leave it out")
+    if kind == "parquet" and column and (size := largest_group(path, column)) > LARGEST:
+        raise UserError(
+            f"{path} has {size / 1e9:.1f} GB of text in one row group, and the most is {LARGEST / 1e9:.1f}; "
+            "write it with smaller row groups, or leave it out"
+        )
 
 
-def batches_of_lines(stream, path: str, skip: int, notes: list[str]) -> Iterator[tuple[dict, int, list[str]]]:
-    """(state of the stream and the lines to skip from there, up to BATCH documents) of a .txt."""
-    starts = deque()  # (number of a line, state of the stream before it) of the lines that were read together
+def kind_inside(content: bytes) -> str:
+    """What the first bytes of a file say that it is; "" for plain text."""
+    for magic, kind in MAGIC.items():
+        if content[:30].lower().startswith(magic.lower()):
+            return kind
+    return "UTF-16, or not text" if content.count(0, 0, 1000) > len(content[:1000]) // 10 else ""
 
-    def lines() -> Iterator[str]:
-        number = 0
-        state = stream.state_dict()
-        tables = stream.iter(LINES)
-        while True:
-            with readable(path, number):
-                table = next(tables, None)
-                if table is None:
-                    return
-                texts = table["text"].to_pylist()
-            starts.append((number, state))
-            yield from texts if number else texts[skip:]
-            number += len(texts)
-            state = stream.state_dict()
 
-    batch = []
-    n = 0  # documents
-    for first, text in documents(lines(), skip):
-        n += 1
-        if len(text) > LARGEST:
-            raise UserError(
-                f"{path} has a document of more than {LARGEST / 1e9:.1f} GB; split it, or leave the file out"
-            )
-        if not batch:
-            while len(starts) > 1 and starts[1][0] <= first:
-                starts.popleft()
-            place = starts[0][1], first - starts[0][0]
-        batch.append(text)
-        if len(batch) == BATCH:
-            yield *place, batch
-            batch = []
-    if batch:
-        yield *place, batch
-    if n == 1 and len(text) > LONG and skip == 0:
-        notes.append(one_document(path))
+def largest_group(path: str, column: str) -> float:
+    """Bytes of text in the largest row group of a .parquet, in which a text that repeats is stored once; as its first
+    rows are, or counted where these are too long."""
+    import pyarrow.parquet as pq
+
+    with readable(path), pq.ParquetFile(path) as file:
+        groups = range(file.num_row_groups)
+        n_rows, group = max(((file.metadata.row_group(group).num_rows, group) for group in groups), default=(0, 0))
+        sizes = []
+        for batch in file.iter_batches(BATCH, [group] if n_rows else [], [column]):
+            sizes.append(batch.nbytes)
+            if len(sizes) == 1 and batch.nbytes * n_rows / len(batch) <= LARGEST:
+                break
+        return sum(sizes)
+
+
+def documents_of_file(path: str, skip: int) -> Iterator[tuple[int, str]]:
+    """`documents` of a .txt, from a line on."""
+    import fsspec
+
+    if os.path.exists(path):
+        refuse_foreign("text", path)
+    with readable(path), fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as lines:
+        yield from documents(islice(lines, skip, None), skip)
 
 
 def documents(lines: Iterable[str], start: int = 0) -> Iterator[tuple[int, str]]:
-    """(number of its first line, document) of the lines of a text, which end with \\n; their first one is `start`.
+    """(number of its first line, document) of the lines of a text, which end with \n; their first one is `start`.
 
     A document ends with two or more blank lines, which are a part of it, or before <|endoftext|> on a line of its own,
     which is not. Blank lines alone are no document.
@@ -391,26 +371,20 @@ def documents(lines: Iterable[str], start: int = 0) -> Iterator[tuple[int, str]]
     document = []
     first = start
     blank = 0  # lines in a row
-    has_text = False
     after_end = False
-    for number, line in enumerate(lines, start):
+    for number, line in enumerate(chain(lines, [ENDOFTEXT]), start):
         word = line.strip()
         if word and blank >= 2 or word == ENDOFTEXT:
-            if has_text:
-                yield first, "".join(document)
+            text = "".join(document)
+            if text.strip():
+                yield first, text
             document = []
-            has_text = False
         blank = 0 if word else blank + 1
-        if word == ENDOFTEXT or after_end and not word:
-            after_end = True
-            continue
-        after_end = False
-        if not document:
-            first = number
-        document.append(line)
-        has_text = has_text or bool(word)
-    if has_text:
-        yield first, "".join(document)
+        after_end = word == ENDOFTEXT or after_end and not word
+        if not after_end:
+            if not document:
+                first = number
+            document.append(line)
 
 
 def one_document(path: str) -> str:
@@ -418,29 +392,25 @@ def one_document(path: str) -> str:
 
 
 def texts_of(text: str) -> list[str]:
-    """The documents of a text, whose lines end with \\n, \\r\\n or, if all do, with \\r."""
-    if "\n" not in text:
-        text = text.replace("\r", "\n")
-    return [document for _, document in documents(StringIO(text, newline="\n"))]
+    """The documents of a text."""
+    return [document for _, document in documents(StringIO(text))]
 
 
 def plain_texts(folder: str) -> tuple[list[str], list[str]]:
     """The texts of all files below a folder that are UTF-8, whatever their names; and lines that say what is read and
     what is left out. Raises UserError if there are none."""
     texts = {}
-    for here, folders, names in os.walk(folder, followlinks=True):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for path in (Path(here, name) for name in sorted(names) if not name.startswith(".")):
-            with suppress(UnicodeDecodeError):
-                content = path.read_bytes() if path.is_file() else b""
-                if not kind_inside(content) and (text := content.decode("utf-8-sig")).strip():
-                    texts[path] = text
+    for path in map(Path, files_below(folder)):
+        with suppress(UnicodeDecodeError):
+            text = path.read_text(encoding="utf-8-sig")
+            if text.strip() and not kind_inside(path.read_bytes()):
+                texts[path] = text
     if not texts:
         raise UserError(f"{folder} holds no file of plain text (UTF-8); give a folder that has some")
     kinds = Counter(path.suffix or path.name for path in texts)
     read = ", ".join(f"{n} {kind}" for kind, n in kinds.most_common(9))
     notes = [f"{folder}: {counted(len(texts), 'file')} read as text ({read})"]
-    return [*texts.values()], notes + left_out(folder, set(map(os.path.realpath, texts)))
+    return [*texts.values()], notes + left_out(folder, texts)
 
 
 # ------------------------------------------------------------------------------------------------ files on this disk
@@ -460,7 +430,7 @@ def arriving(files: list[TextFile], folder: Path | None) -> Iterator[str]:
 
 
 def downloaded(file: TextFile, folder: Path | None) -> str:
-    if not file.on_hub or file.read_in_place:
+    if not file.on_hub:
         return file.path
     from huggingface_hub import hf_hub_download
     from huggingface_hub.utils import disable_progress_bars
@@ -485,146 +455,42 @@ def discard(files: list[TextFile], folder: Path) -> None:
             (folder / repo / name).unlink(missing_ok=True)
 
 
-def refuse_foreign(kind: str, path: str, text_field: str) -> None:
-    """Raises UserError for a file that is not what its name says, and for one with more text in a row group than fits
-    into memory."""
-    with readable(path), open(path, "rb") as f:
-        found = kind_inside(f.read(1000))
-    if found.lower() != kind and found and not COMPRESSED.search(path):
-        raise UserError(f"{path} is {found}, and not what its name says; rename it, convert it or leave it out")
-    if kind == "parquet" and (size := largest_group(path, text_field)) > LARGEST:
-        raise UserError(
-            f"{path} has {size / 1e9:.1f} GB of text in one row group, and the most is {LARGEST / 1e9:.1f}; "
-            "write it with smaller row groups, or leave it out"
-        )
-
-
-def kind_inside(content: bytes) -> str:
-    """What the first bytes of a file say that it is; "" for plain text."""
-    for magic, kind in MAGIC.items():
-        if content[:30].lower().startswith(magic.lower()):
-            return kind
-    start = content[:1000]
-    return "UTF-16, or not text" if start.count(0) > len(start) // 10 and not start.startswith(b"\xff\xff") else ""
-
-
-def largest_group(path: str, column: str) -> int:
-    """Bytes of text in the largest row group of a .parquet. A text that repeats is stored once, so a group whose rows
-    take less than 6 bytes each is read to see."""
-    import pyarrow.compute as pc
-    import pyarrow.parquet as pq
-
-    largest = 0
-    with readable(path), pq.ParquetFile(path) as file:
-        names = [file.schema.column(i).path for i in range(len(file.schema))]
-        for group in range(file.num_row_groups if column in names else 0):
-            chunk = file.metadata.row_group(group).column(names.index(column))
-            size = chunk.total_uncompressed_size
-            texts = chunk.data_page_offset - (chunk.dictionary_page_offset or chunk.data_page_offset)
-            if chunk.num_values * size > LARGEST and chunk.total_compressed_size - texts < 6 * chunk.num_values:
-                with pq.ParquetFile(path, read_dictionary=[column]) as numbers:
-                    batches = numbers.iter_batches(2**16, row_groups=[group], columns=[column])
-                    rows = [batch.column(0) for batch in batches]
-                size = sum(pc.sum(pc.binary_length(row.dictionary).take(row.indices)).as_py() or 0 for row in rows)
-            largest = max(largest, size)
-    return largest
-
-
 # ---------------------------------------------------------------------------------------- rows of a small dataset
 
 
 def rows_of(data: str, split: str = "train", option: str = "--data") -> list[dict]:
-    """All rows of a file, a folder or a dataset of the hub; at least one. Raises UserError, which names the option.
+    """All rows of a file, a folder or a dataset of the hub; at least one. Raises UserError, which names the option."""
+    try:
+        with readable(data):
+            if on_hub(data):
+                load_builder(**hub_dataset(data))  # or a line that names the subsets
+                import datasets
 
-    A file of JSON is read here and not by `datasets`, which needs one type for a key: it would turn 0 into "0" where
-    other rows have a text, and take the last of two values of a key.
-    """
-    if not on_hub(data) and not os.path.isdir(data) and kind_of(data) in ("", "json") and not COMPRESSED.search(data):
-        rows = json_rows(data, option)
-    else:
-        rows = rows_of_library(data, split, option)
-    if not rows:
-        raise UserError(f"{data} has no rows; {option} takes a file, a folder or OWNER/NAME of the hub, with rows")
+                rows = datasets.load_dataset(**hub_dataset(data), split=split).to_list()  # keeps a copy in its cache
+            elif os.path.isdir(data) or kind_of(data) not in ("", "json") or COMPRESSED.search(data):
+                files, _ = find_files((data,), "", split, "main")
+                rows = [row for file in files for row in stream_of(file, file.path)]
+            else:
+                rows = json_rows(data)
+            if not rows:
+                raise UserError(f"{data} has no rows; give a file, a folder or OWNER/NAME of the hub")
+    except UserError as e:
+        raise UserError(f"{option}: {e}") from e
     return rows
 
 
-def rows_of_library(data: str, split: str, option: str) -> list[dict]:
-    try:
-        if on_hub(data):
-            where = hub_dataset(data)
-            load_builder(**where)
-            import datasets
-
-            return datasets.load_dataset(**where, split=split).to_list()  # keeps a copy in its cache
-        files, _ = find_files((data,), "", split, "main")
-        return [row for file in files for row in stream_of(file, file.path)]
-    except Exception as e:  # of the network, the hub, the library or the data: each has its own classes
-        reason = " ".join(str(e).split())[:300]
-        remedy = f"check the network, set HF_ENDPOINT to a mirror, or give a local file with {option}"
-        raise UserError(f"cannot load the split {split} of {data}: {reason}; {remedy}") from e
-
-
-def json_rows(path: str, option: str) -> list[dict]:
-    """The rows of a .json file, which holds a list, or of a .jsonl file, one a line. Raises UserError, which names the
-    line that is not JSON."""
-    remedy = f"{option} takes a file of rows, such as .json, .jsonl, .csv or .parquet"
-    try:
-        content = Path(path).read_bytes()
-        text = content.decode("utf-8-sig")
-    except (ValueError, OSError) as e:  # ValueError: not UTF-8
-        foreign = kind_inside(content) if isinstance(e, UnicodeDecodeError) else ""
-        raise UserError(f"{path} cannot be read{foreign and f': it is {foreign}' or f': {e}'}; {remedy}") from None
+def json_rows(path: str) -> list[dict]:
+    """The rows of a .json file, which holds a list, or of a .jsonl file, one a line. `datasets` needs one type for a
+    key: it would turn 0 into "0" where other rows have a text."""
+    refuse_foreign("json", path)
+    text = Path(path).read_text(encoding="utf-8-sig")
+    if text.lstrip().startswith("["):
+        return json.loads(text)
     rows = []
-    number = 1  # of the line
-    try:
-        if foreign := kind_inside(content):
-            raise UserError(f"{path} is {foreign}; {remedy}")
-        if text.lstrip().startswith("["):
-            rows = parse(text)
-        elif path.endswith(".json") and (keys := keys_of(text)):
-            raise UserError(f"{path} is one object ({', '.join(keys[:5])}) and not a list of rows; save the list alone")
-        else:  # a line of .jsonl ends at \n alone: a JSON string may hold the other line separators of Unicode
-            for number, line in enumerate(text.split("\n"), start=1):  # noqa: B007 - the error below names the line
-                if line := line.strip().removeprefix("\ufeff"):  # each line may have a mark, as from files joined
-                    rows.append(parse(line))
-    except (ValueError, RecursionError) as e:
-        number += getattr(e, "lineno", 1) - 1
-        raise UserError(f"{path} is not JSON in line {number}: {getattr(e, 'msg', e)}; correct it there") from None
-    return rows
-
-
-def json_problem(path: str) -> str:
-    """The first line of a .jsonl that is not JSON, and why; "" if there is none."""
-    import pyarrow as pa
-
-    with suppress(OSError, pa.ArrowException), BufferedReader(pa.input_stream(path)) as lines:
-        for number, line in enumerate(lines, start=1):
-            if number == 1 and line.lstrip(b"\xef\xbb\xbf ").startswith(b"["):
-                return ""
+    for number, line in enumerate(text.split("\n"), start=1):  # a JSON string may hold other ends of lines
+        if line := line.strip().removeprefix("\ufeff"):  # each line may have a mark, as from files joined
             try:
-                json.loads(line or "null")
-            except (ValueError, RecursionError) as e:
-                return f"line {number} is not JSON, {e}"
-    return ""
-
-
-def keys_of(text: str) -> list[str]:
-    """The keys of a text that is one JSON object; [] for any other text, such as objects in lines."""
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):
-        return []
-    return [*content] if isinstance(content, dict) else []
-
-
-def parse(text: str):
-    """json.loads, which takes the last of two values of a key. Raises ValueError for these, too."""
-    return json.loads(text, object_pairs_hook=unique)
-
-
-def unique(pairs: list[tuple[str, object]]) -> dict:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"an object has the key {max(keys, key=keys.count)!r} twice")
-    return found
+                rows.append(json.loads(line))
+            except ValueError as e:
+                raise UserError(f"{path} is not JSON in line {number}: {e}; correct it there") from None
+    return rows

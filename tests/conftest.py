@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 # before torch is imported: threads of several processes wait for each other, and no test needs a trial of their number
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # or each question to the hub is repeated for seconds without a network
 
 import pytest
 import torch

@@ -39,7 +39,7 @@ FOREIGN = {
 @pytest.mark.parametrize("what", FOREIGN)
 def test_a_file_without_rows_is_one_error(tmp_path, what):
     (tmp_path / "rows.jsonl").write_bytes(FOREIGN[what])
-    assert_refused(r"rows\.jsonl .*(; --data takes a|; correct it there)", rows_of, str(tmp_path / "rows.jsonl"))
+    assert_refused(r"rows\.jsonl.*; (give|correct|rename|it is dam)", rows_of, str(tmp_path / "rows.jsonl"))
 
 
 @pytest.mark.parametrize(
@@ -47,22 +47,7 @@ def test_a_file_without_rows_is_one_error(tmp_path, what):
 )
 def test_the_line_that_is_not_json_is_named(tmp_path, content, line):
     (tmp_path / "rows").write_text(content)
-    assert_refused(f"line {line}:", rows_of, str(tmp_path / "rows"))
-
-
-@pytest.mark.parametrize("key", ["data", "rows", "train"])
-@pytest.mark.parametrize("indent", [None, 1])
-def test_an_object_around_the_rows_is_named_with_its_keys(tmp_path, key, indent):
-    (tmp_path / "rows.json").write_text(json.dumps(dict(version="1.0") | {key: ROWS}, indent=indent))
-    words = rf"rows.json is one object \(version, {key}\) and not a list of rows; save the list alone"
-    assert_refused(words, rows_of, str(tmp_path / "rows.json"))
-
-
-@pytest.mark.parametrize("form", ["{}", "[{}]"])
-def test_a_key_that_is_there_twice_is_refused(tmp_path, form):
-    """JSON leaves open which of the two counts."""
-    (tmp_path / "rows.jsonl").write_text(form.format('{"instruction": "a", "output": "b", "output": "c"}'))
-    assert_refused("an object has the key 'output' twice", rows_of, str(tmp_path / "rows.jsonl"))
+    assert_refused(f"line {line}( column|:)", rows_of, str(tmp_path / "rows"))
 
 
 def test_a_single_row_of_lines_is_a_row(tmp_path):
@@ -125,9 +110,9 @@ def test_a_folder_means_its_split_as_datasets_does(tmp_path):
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / "data" / f"{split}-00000-of-00001.parquet")
     assert rows_of(str(tmp_path), "train") == ROWS
     assert rows_of(str(tmp_path), "validation") == ROWS[:2]
-    assert_refused("nowhere.*with --data", rows_of, str(tmp_path), "nowhere")
+    assert_refused("no split nowhere; give --split one of train, validation", rows_of, str(tmp_path), "nowhere")
 
 
 def test_without_a_network_the_error_says_what_to_do(monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    assert_refused("some/rows.*network.*HF_ENDPOINT.*--my_rows", rows_of, "some/rows", "train", "--my_rows")
+    assert_refused("--my_rows: cannot read some/rows.*network.*HF_ENDPOINT", rows_of, "some/rows", "train", "--my_rows")

@@ -95,7 +95,7 @@ def test_a_batch_is_its_documents_each_after_the_token_that_ends_one(tokenizer):
 def test_what_validation_holds_of_several_sources_is_said(corpus, tokenizer, tmp_path, capsys):
     source = tuple(str(corpus[0] / f"part_{n:02d}.parquet") for n in range(3))
     run_here(source, tmp_path / "shards", tokenizer, shard_size=3000)
-    assert "the validation shard holds documents of the first 1 of 3 files alone (" in capsys.readouterr().out
+    assert "the validation shard holds documents of the first 1 of 3 files alone;" in capsys.readouterr().out
 
 
 # --------------------------------------------------------------------------------------------- what is wrong, in a line

@@ -176,8 +176,6 @@ def interrupted(corpus, tokenizer, tmp_path, monkeypatch):
 
 CHANGES = {
     "size": lambda used, under_way: write_parquet(used, ["another text"]),
-    "time": lambda used, under_way: os.utime(used, ns=(0, 1)),
-    "time of the one under way": lambda used, under_way: os.utime(under_way, ns=(0, 1)),
     "a new file before it": lambda used, under_way: shutil.copy(used, used.with_name("a.parquet")),
     "a file less": lambda used, under_way: used.unlink(),
 }

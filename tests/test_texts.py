@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -126,6 +125,8 @@ def by_hub_id(tmp_path_factory) -> dict:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_folder_means_what_the_hubs_dataset_means_and_what_datasets_reads(tmp_path, by_hub_id, layout):
     """Its training split, one subset, one kind of files."""
+    import datasets
+
     folder = write(tmp_path / layout, LAYOUTS[layout])
     read_here = read(folder, subset=SUBSET.get(layout, ""))
     rows = datasets.load_dataset(str(folder), SUBSET.get(layout), split="train", streaming=True)
@@ -163,8 +164,8 @@ INPUTS = {
     "hidden files and folders": (HIDDEN, 3),
     "a link to a file": ({"a.jsonl": A, "b.jsonl": LINK}, 3),
     "an array": ({"a.json": ARRAY.encode()}, 2),
-    "commas after objects": ({"a.jsonl": A.replace(b"\n", b",\n")}, "a.jsonl: line 1 is not JSON"),
-    "objects over lines": ({"a.jsonl": A + b'{"text":\n"one"\n'}, "a.jsonl: line 4 is not JSON"),
+    "commas after objects": ({"a.jsonl": A.replace(b"\n", b",\n")}, "cannot read .*a.jsonl: JSON parse error"),
+    "objects over lines": ({"a.jsonl": A + b'{"text":\n"one"\n'}, "cannot read .*a.jsonl: JSON .* in row 3"),
     "a byte order mark": ({"a.jsonl": b"\xef\xbb\xbf" + A}, 3),
     "line ends of Windows": ({"a.jsonl": A.replace(b"\n", b"\r\n")}, 3),
     "other line separators": ({"a.jsonl": lines("a\u2028b\x85c", "d\x0ce")}, 2),
@@ -178,8 +179,8 @@ INPUTS = {
     "another key": ({"a.jsonl": lines("one", key="body")}, "no 'text' of text; give --text_field one of body"),
     "another column": ({"a.parquet": parquet(["one"], "body")}, "a.parquet has no 'text' of text; .* one of body$"),
     "numbers": ({"a.parquet": parquet([1, 2])}, "a.parquet has no 'text' of text; give another file"),
-    "a broken line": ({"a.jsonl": A + b"{\n" + B}, "a.jsonl: line 4 is not JSON"),
-    "a file that was cut short": ({"a.jsonl": A + b'{"text": "cut'}, "a.jsonl: line 4 is not JSON"),
+    "a broken line": ({"a.jsonl": A + b"{\n" + B}, "cannot read .*a.jsonl: JSON .* in row 3"),
+    "a file that was cut short": ({"a.jsonl": A + b'{"text": "cut'}, "cannot read .*a.jsonl: JSON .* in row 3"),
     "paragraphs of Windows": ({"a.txt": b"x\r\n\r\ny\r\n\r\n\r\nz"}, 2),
     "UTF-16": ({"a.txt": UTF_16}, "a.txt is UTF-16"),
     "UTF-16 without a mark": ({"a.txt": UTF_16[2:]}, "a.txt is UTF-16, or not text"),
@@ -238,13 +239,11 @@ def test_a_glob_of_several_kinds_is_refused_with_an_example_of_each(tmp_path):
 
 def test_what_is_left_out_is_counted_by_kind(tmp_path):
     write(tmp_path, HIDDEN | {"b.md": b"x", "c.md": b"y", "LICENSE": b"MIT" * 9999})
-    assert_refused("would be read as harbor; give a glob of its texts, such as '.*/a.jsonl'", read, tmp_path)
+    assert_refused("would be read as harbor; give a glob of its texts", read, tmp_path)
     (tmp_path / "d.jsonl").write_bytes(B)
     (tmp_path / "e.jsonl").write_bytes(B)
     [note] = open_texts((str(tmp_path),)).notes
-    assert f"{tmp_path} without most of its bytes: 5 files" in note
-    for said in ("2 hidden", "2 .md", "1 LICENSE"):
-        assert said in note
+    assert note == f"{tmp_path} without 3 files (2 .md, 1 LICENSE)"
     write(tmp_path / "x", {"a.jsonl": A})
     assert open_texts((str(tmp_path / "x"), str(tmp_path / "x/a.jsonl"))).notes == [
         "1 file named more than once, and read once"
@@ -313,7 +312,7 @@ TEXTS = {
     "blank lines at the start": ("\n\n\na", ["a"]),
     "a blank line at the start": ("\na", ["\na"]),
     "nothing but blank lines": ("\n \n\n", []),
-    "line ends of Windows": ("a\r\n\r\n\r\nb\r\n", ["a\r\n\r\n\r\n", "b\r\n"]),
+    "line ends of Windows": ("a\r\n\r\n\r\nb\r\n", ["a\n\n\n", "b\n"]),
     "CR alone": ("a\r\r\rb\r", ["a\n\n\n", "b\n"]),
     "<|endoftext|> on a line": ("a\n<|endoftext|>\nb\n <|endoftext|> \r\n\nc", ["a\n", "b\n", "c"]),
     "<|endoftext|> first and last": ("<|endoftext|>\na\n<|endoftext|>", ["a\n"]),
@@ -324,10 +323,9 @@ TEXTS = {
 @pytest.mark.parametrize("what", TEXTS)
 def test_documents_of_a_text_are_the_same_for_training_and_for_shards(tmp_path, what):
     text, expected = TEXTS[what]
-    assert texts_of(text) == expected
     (tmp_path / "a.txt").write_bytes(text.encode())
-    translated = [re.sub("\r\n?", "\n", document) for document in expected]  # as Python reads text
-    assert read(tmp_path / "a.txt") == translated
+    assert texts_of((tmp_path / "a.txt").read_text(encoding="utf-8")) == expected
+    assert read(tmp_path / "a.txt") == expected
 
 
 @given(st.text(alphabet="a \n\u3000中", max_size=60))
@@ -365,6 +363,6 @@ def test_a_folder_of_plain_texts_is_read_but_for_what_is_hidden_or_no_text(tmp_p
     assert texts == ["# Notes", "<p>hi", "marked", "print()"]
     read, left_out = notes
     assert "4 files read as text (1 .md, 1 .html, 1 e, 1 .py)" in read
-    assert "without most of its bytes: 4 files (2 hidden, 1 .png, 1 .txt)" in left_out
+    assert "without 2 files (1 .png, 1 .txt)" in left_out
     (tmp_path / "empty").mkdir()
     assert_refused("no file of plain text", plain_texts, str(tmp_path / "empty"))
