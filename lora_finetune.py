@@ -19,7 +19,7 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -59,9 +59,8 @@ from parts.files import write_atomically
 from parts.lora import TARGETS, LoRAConfig
 from parts.optim import Optimizer, learning_rate, make_optimizer
 from parts.report import import_tracker
-from parts.run import Run, RunDirectory, continue_constants, settled_threads
-from parts.runtime import Runtime, checkpoint_activations, prefetch, ranks_of_environment
-from parts.texts import on_hub
+from parts.run import Run, RunDirectory, continue_constants
+from parts.runtime import Runtime, checkpoint_activations, prefetch, ranks_of_environment, set_threads
 from parts.trials import choose_attention, find_micro_batch_size
 
 # One more micro-batch costs as much as this many tokens of padding: it reads all weights again (which dominates on a
@@ -139,7 +138,7 @@ def main() -> None:
     config, flags = read_command_line(sys.argv[1:])
     if config.merge and config.adapter and not config.resume:
         return write_merged(config, config.adapter)
-    rt = Runtime.setup(config.device, config.dtype, config.compile, threads=settled_threads(config))
+    rt = Runtime.setup(config.device, config.dtype, config.compile)
     directory = RunDirectory(config, rt)
     config = settle_model(config, flags, directory)
     data = open_data(config, load_shape(config.base), rt)
@@ -147,7 +146,8 @@ def main() -> None:
     data = data._replace(val=data.val[: config.val_examples])
     base = load_model(config.base, config.dropout, choose_attention("auto", rt, config.sequence_length))
     data_fingerprint = dict(base=lora.weights_sha256(base), tokenizer=data.tokenizer.fingerprint, data=data.sha256)
-    run_info = run_info_of(config, base, data)
+    rows = dict(source=config.data, examples=len(data.train), validation=len(data.val), sha256=data.sha256)
+    run_info = dict(parameters=base.num_params(), data=rows, base=config.base)
     model = adapt(base, config, directory.checkpoint, rt).to(rt.device)
     config, loss_fn = distribute(config, model, data, rt)
     optimizer = make_optimizer(model, config, rt)
@@ -155,7 +155,11 @@ def main() -> None:
     run = Run(directory, config, save_weights, optimizer, data_fingerprint, run_info)
     train(config, run, model, loss_fn, optimizer, data)
     if rt.is_main:
-        write_results(config, run, save_weights)
+        adapter = Path(config.out_dir) / "adapter"
+        if config.lora_dim:
+            write_atomically(adapter, save_weights)
+        if config.merge:
+            write_merged(config, str(adapter))
         print_summary(config, run, run_info["parameters"])
 
 
@@ -319,7 +323,7 @@ def refuse_to_rename(flag: str, directory: str, used: tuple[str, ...]) -> None:
 
 def settle_model(config: Config, flags: set[str], directory: RunDirectory) -> Config:
     """The constants with those that an adapter or the run to resume decides. Raises UserError."""
-    base = directory.constants.get("base", "")
+    base = directory.state.get("config", {}).get("base", "")
     if Path(base).parent != Path(config.base):  # else the run has a checkpoint of it, and there may be newer ones
         base = directory.rt.broadcast_from_main(lambda: find_model(config.base))
     config = replace(config, base=base)
@@ -333,9 +337,9 @@ def settle_model(config: Config, flags: set[str], directory: RunDirectory) -> Co
                 )
         config = replace(config, **own)
     if directory.checkpoint:
-        if "val_examples" not in directory.constants and not config.val_examples:
-            config = replace(config, val_examples=2**30)  # all of them, as in the version that began the run
         config = continue_constants(config, flags, directory, FIXED, AUTOMATIC)
+    if directory.rt.device.type == "cpu":
+        config = replace(config, threads=set_threads(config.threads, "threads" in flags))
     return replace(config, lora_alpha=config.lora_alpha or 2.0 * config.lora_dim)
 
 
@@ -350,32 +354,28 @@ def settle_schedule(config: Config, data: Data, rt: Runtime) -> Config:
     max_lr = config.max_lr or (1e-3 if config.lora_dim else 1e-4)
     if config.min_lr > max_lr:
         raise UserError(f"--min_lr {config.min_lr} is above --max_lr {max_lr}; the schedule ends at min_lr")
-    config = replace(
+    n_val = len(data.val)
+    val_examples = config.val_examples or n_val
+    if eval_interval and not config.val_examples:
+        n_evals = 1 + math.ceil(max_steps / eval_interval)
+        # Take a fifth of the time at most. A training step computes the gradients of activations, too, and without LoRA
+        # those of the weights: each of them takes about as long as the forward pass, which is all of validation.
+        passes = max_steps * config.batch_size * (2 if config.lora_dim else 3)
+        val_examples = min(max(passes // 4 // n_evals, 16), n_val)  # fewer examples say nothing
+        if val_examples < n_val:
+            rt.print(
+                f"validation reads {val_examples:,} of its {n_val:,} examples, a fifth of the time; "
+                f"--val_examples {n_val} reads all"
+            )
+    return replace(
         config,
         sequence_length=data.sequence_length,
         max_steps=max_steps,
         warmup_steps=config.warmup_steps or math.ceil(0.03 * max_steps),
         eval_interval=eval_interval,
         max_lr=max_lr,
-        threads=torch.get_num_threads() if rt.device.type == "cpu" else config.threads,
+        val_examples=val_examples,
     )
-    return settle_val_examples(config, len(data.val), rt)
-
-
-def settle_val_examples(config: Config, n: int, rt: Runtime) -> Config:
-    """The constants, with how many of `n` examples are validated on, so that this takes a fifth of the time at most."""
-    if config.val_examples or not config.eval_interval:
-        return replace(config, val_examples=config.val_examples or n)
-    n_evals = 1 + math.ceil(config.max_steps / config.eval_interval)
-    # A training step computes the gradients of activations, too, and without LoRA those of the weights: each of them
-    # takes about as long as the forward pass alone, which is all that validation needs.
-    passes = config.max_steps * config.batch_size * (2 if config.lora_dim else 3)
-    allowed = max(passes // 4 // n_evals, 16)  # fewer examples say nothing
-    if allowed < n:
-        rt.print(
-            f"validation reads {allowed:,} of its {n:,} examples, a fifth of the time; --val_examples {n} reads all"
-        )
-    return replace(config, val_examples=min(allowed, n))
 
 
 # ------------------------------------------------------------------------------------------------------------ the model
@@ -388,25 +388,21 @@ def adapt(base: GPT, config: Config, checkpoint: Path | None, rt: Runtime) -> GP
         f"{config.base}: {base.num_params():,} parameters on {rt.description}\n"
         f"training {trainable:,} parameters ({fraction:.3%})"
     )
+    model = base
     if config.lora_dim:
-        model = with_adapter(base, config, checkpoint)
+        if source := checkpoint or config.adapter:
+            model = lora.load_adapter(base, source, config.lora_dropout)
+        else:
+            torch.manual_seed(config.seed)
+            new = LoRAConfig(config.lora_dim, config.lora_alpha, config.lora_dropout, config.targets, config.rslora)
+            model = lora.add_lora(base, new)
         if rt.dtype != torch.float32:
             lora.cast_frozen(model, rt.dtype)
-    else:
-        model = base
-        if checkpoint:
-            model = load_model(str(checkpoint), config.dropout, base.config.attention, checked=True)
+    elif checkpoint:
+        model = load_model(str(checkpoint), config.dropout, base.config.attention, checked=True)
     if config.activation_checkpointing:
         checkpoint_activations(model.transformer.h)
     return model
-
-
-def with_adapter(base: GPT, config: Config, checkpoint: Path | None) -> GPT:
-    if source := checkpoint or config.adapter:
-        return lora.load_adapter(base, source, config.lora_dropout)
-    torch.manual_seed(config.seed)
-    new = LoRAConfig(config.lora_dim, config.lora_alpha, config.lora_dropout, config.targets, config.rslora)
-    return lora.add_lora(base, new)
 
 
 def distribute(config: Config, model: GPT, data: Data, rt: Runtime) -> tuple[Config, GPTWithLoss]:
@@ -421,14 +417,6 @@ def distribute(config: Config, model: GPT, data: Data, rt: Runtime) -> tuple[Con
     return config, loss_fn
 
 
-def run_info_of(config: Config, base: GPT, data: Data) -> dict:
-    """What the log's first record says about base and data."""
-    about = dict(source=config.data, examples=len(data.train), validation=len(data.val), sha256=data.sha256)
-    if on_hub(config.data):
-        about["dataset"] = config.data
-    return dict(parameters=base.num_params(), data=about, base=config.base)
-
-
 # ------------------------------------------------------------------------------------------------------------ the files
 
 
@@ -439,15 +427,6 @@ def save_finetuned(config: Config, model: GPT, tokenizer: Tokenizer, base_sha256
     else:
         save_model(directory, model, tokenizer)
     save_chat_files(directory, tokenizer)
-
-
-def write_results(config: Config, run: Run, save_weights: Callable[[Path], None]) -> None:
-    """OUT_DIR/adapter, and with --merge a plain model."""
-    adapter = Path(config.out_dir) / "adapter"
-    if config.lora_dim:
-        write_atomically(adapter, save_weights)
-    if config.merge:
-        write_merged(config, str(adapter))
 
 
 def write_merged(config: Config, adapter: str) -> None:

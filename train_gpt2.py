@@ -49,8 +49,8 @@ from parts.loss import describe_loss
 from parts.optim import Optimizer, learning_rate, make_optimizer, muon_lr_fraction
 from parts.plan import print_plan
 from parts.report import import_tracker
-from parts.run import Run, RunDirectory, continue_constants, settled_threads
-from parts.runtime import Runtime, checkpoint_activations, make_deterministic, prefetch, profiled
+from parts.run import Run, RunDirectory, continue_constants
+from parts.runtime import Runtime, checkpoint_activations, make_deterministic, prefetch, profiled, set_threads
 from parts.shards import Shards, open_shards
 from parts.trials import choose_attention, find_micro_batch_size
 
@@ -161,7 +161,7 @@ def main() -> None:
     config, flags = read_command_line(sys.argv[1:])
     if config.deterministic:
         make_deterministic()
-    rt = Runtime.setup(config.device, config.dtype, config.compile, threads=settled_threads(config))
+    rt = Runtime.setup(config.device, config.dtype, config.compile)
     if config.dry_run:
         return print_plan(*settle(config, flags, None, rt), rt)
     directory = RunDirectory(config, rt)
@@ -344,7 +344,7 @@ def settle(config: Config, flags: set[str], directory: RunDirectory | None, rt: 
         if "micro_batch_size" not in flags and per_rank % max(config.micro_batch_size, 1):  # of another number of ranks
             config = replace(config, micro_batch_size=0)
     if rt.device.type == "cpu":
-        config = replace(config, threads=torch.get_num_threads())
+        config = replace(config, threads=set_threads(config.threads, "threads" in flags))
     validate_config(config, rt)
     attention = choose_attention(config.attention, rt, config.sequence_length)
     sizes = {name: getattr(config, name) for name in SIZES}

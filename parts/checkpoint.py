@@ -102,15 +102,11 @@ def write_checkpoint(path: Path, save_weights: Callable[[Path], None], state: di
 
 
 def prune(run_dir: Path, keep: int, val_losses: dict[int, float]) -> None:
-    """Remove checkpoints but for the newest `keep` and the one with the lowest validation loss; 0 keeps all.
-    `val_losses` is {step: loss}; a checkpoint has the loss of its step, or of the last one before it."""
+    """Remove checkpoints but for the newest `keep` and the one with the lowest of `val_losses`, {step: loss}; 0 keeps
+    all."""
     checkpoints = checkpoint_steps(run_dir)
-    losses = {}
-    for step, path in checkpoints:
-        measured = [at for at in val_losses if at <= step]
-        if measured:
-            losses[path] = val_losses[max(measured)]
-    best = min(losses, key=losses.get, default=None)  # several may share one loss: the oldest was measured
+    measured = {path: val_losses[step] for step, path in checkpoints if step in val_losses}
+    best = min(measured, key=measured.get, default=None)
     for _, path in checkpoints[:-keep] if keep else []:
         if path != best:
             with suppress(OSError):  # on Windows another program may have it open: no reason to end a run

@@ -28,22 +28,16 @@ def read_log(path: Path) -> Records:
             if not line.strip():
                 continue
             try:
-                record = json.loads(line.decode("utf-8-sig"), parse_int=whole_number)
+                record = json.loads(line.decode("utf-8-sig"))
                 if type(record["step"]) is not int or type(record["kind"]) is not str:
                     raise TypeError
                 records.append(record)
-            except (ValueError, TypeError, KeyError, RecursionError):
+            except (ValueError, TypeError, KeyError):
                 damaged.append(str(number))
     if damaged:
         lines = ", ".join(damaged[:5]) + (", ..." if len(damaged) > 5 else "")
         print(f"warning: {path}: skipped {counted(len(damaged), 'damaged line')}: {lines}", file=sys.stderr, flush=True)
     return records
-
-
-def whole_number(digits: str) -> int:
-    if len(digits) > 300:
-        raise ValueError("more than a float can hold")
-    return int(digits)
 
 
 def of_kind(records: Records, kind: str) -> Records:

@@ -150,7 +150,7 @@ class Optimizer:
         self.loss_scale = LossScale(rt.device) if rt.dtype == torch.float16 else None
         for group in self.param_groups():
             group.setdefault("initial_lr", group["lr"])
-        self.constants = [[settings(group) for group in optimizer.param_groups] for optimizer in optimizers]
+        self.made = [deepcopy(optimizer.state_dict()["param_groups"]) for optimizer in optimizers]
 
     def param_groups(self) -> list[dict]:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
@@ -202,15 +202,13 @@ class Optimizer:
             optimizer.zero_grad(set_to_none=self.rt.world_size == 1)
 
     def state_dict(self) -> dict:
-        """What a checkpoint needs. `written` names the entries of each group that the optimizer has changed since it
-        was made, such as the counters of a schedule-free one: these are state, the others constants."""
-        states = []
-        for optimizer, constants in zip(self.optimizers, self.constants, strict=True):
-            written = []
-            for group, made in zip(optimizer.param_groups, constants, strict=True):
-                now = settings(group)
-                written.append([key for key in now if key not in made or not equal(now[key], made[key])])
-            states.append(optimizer.state_dict() | dict(written=written))
+        """What a checkpoint needs. `written` names the entries of a group that the optimizer has changed since it was
+        made, such as the counters of a schedule-free one: these are state, the others constants."""
+        states = [optimizer.state_dict() for optimizer in self.optimizers]
+        for state, groups in zip(states, self.made, strict=True):
+            for group, made in zip(state["param_groups"], groups, strict=True):
+                changed = [key for key in group if key not in made or not equal(group[key], made[key])]
+                group["written"] = [key for key in changed if key != "lr"]  # which follows the schedule
         return dict(optimizers=states, scaler=self.loss_scale.state_dict() if self.loss_scale else {})
 
     def load_state_dict(self, state: dict) -> None:
@@ -225,30 +223,27 @@ class Optimizer:
             self.loss_scale.load_state_dict(state["scaler"])
 
     def check_resumable(self) -> None:
-        """Pass the state through a file and `load_state_dict`, in memory: what a resume would not bring back should end
-        a run after its first step, and not the next one. Raises UserError.
+        """Pass the state through a file and a resume, in memory: what would not come back should end a run after its
+        first step, and not the next one. Raises UserError.
 
-        The state of one parameter of each group and number of dimensions tells, and takes no memory.
+        The state of one parameter of each number of dimensions tells, and takes no memory.
         """
         for optimizer, state in zip(self.optimizers, self.state_dict()["optimizers"], strict=True):
             params = [p for group in optimizer.param_groups for p in group["params"]]
-            examples = {}
-            for i_group, group in enumerate(state["param_groups"]):
-                examples |= {(i_group, params[i].dim()): i for i in group["params"]}
-            for i in set(range(len(params))) - set(examples.values()):
-                state["state"].pop(i, None)
+            examples = {p.dim(): i for i, p in enumerate(params)}.values()
+            state["state"] = {i: of_one for i, of_one in state["state"].items() if i in examples}
             copy = object.__new__(type(optimizer))
             copy.__dict__ = dict(optimizer.__dict__)  # of which load_state_dict replaces `state` and `param_groups`
+            problem = ""
             try:
                 file = io.BytesIO()
                 torch.save(state, file)
                 file.seek(0)
                 load_own_state(copy, torch.load(file, map_location="cpu", weights_only=True))
-                again = copy.state_dict()
-                differ = [key for key in ("state", "param_groups") if not equal(again[key], state[key])]
-                problem = f"its {differ[0]} would come back with other values or types" if differ else ""
+                if not equal(copy.state_dict()["state"], state["state"]):
+                    problem = "its state would come back with other values or types"
             except Exception as e:  # whatever its state is made of
-                problem = (str(e).splitlines() or [type(e).__name__])[0]
+                problem = str(e).partition("\n")[0] or type(e).__name__
             if problem:
                 raise UserError(
                     f"{type(optimizer).__name__} could not be resumed: {problem}; mend its state_dict and "
@@ -256,27 +251,23 @@ class Optimizer:
                 )
 
 
-def settings(group: dict) -> dict:
-    """A copy of what a group holds besides its parameters, and the learning rate, which follows the schedule."""
-    return {key: deepcopy(value) for key, value in group.items() if key not in ("params", "lr")}
-
-
 def equal(a, b) -> bool:
     """Of two values, or nestings of them, tensors among them."""
-    if isinstance(a, dict) and isinstance(b, dict):
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
         return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+    if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(equal, a, b))
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        a, b = a.cpu(), b.cpu()
-        return a.dtype == b.dtype and a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
-    return type(a) is type(b) and (a == b or a != a and b != b)  # nan, too
+    if isinstance(a, Tensor):
+        return a.dtype == b.dtype and torch.equal(a.cpu(), b.cpu())
+    return a == b
 
 
 def load_own_state(optimizer: torch.optim.Optimizer, saved: dict) -> None:
     """Load what the optimizer has written, and keep the constants that it has now. Raises ValueError."""
-    now = optimizer.state_dict()
-    if [len(group["params"]) for group in saved["param_groups"]] != [len(g["params"]) for g in now["param_groups"]]:
+    now = optimizer.state_dict()["param_groups"]
+    if [len(group["params"]) for group in saved["param_groups"]] != [len(group["params"]) for group in now]:
         raise ValueError("it is of other parameters")
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for i, values in saved["state"].items():
@@ -284,14 +275,12 @@ def load_own_state(optimizer: torch.optim.Optimizer, saved: dict) -> None:
             # fused kernels trust these sizes, and would write past the end of a smaller tensor
             if value.shape not in (torch.Size(), params[i].shape):
                 raise ValueError(f"{name} of parameter {i} is {tuple(value.shape)}, not {tuple(params[i].shape)}")
-    written = saved.get("written", [[] for _ in now["param_groups"]])  # of earlier versions: AdamW and Muon have none
-    groups = []
-    for group, before, keys in zip(now["param_groups"], saved["param_groups"], written, strict=True):
-        groups.append(group | {key: before[key] for key in keys})
+    for group, before in zip(now, saved["param_groups"], strict=True):
+        group |= {key: before[key] for key in before.get("written", ())}  # early versions have AdamW and Muon alone
     state = saved["state"]
     if any(p.device.type == "cpu" for p in params):  # train in memory, not in a file that is mapped there
         state = tree_map_only(Tensor, torch.clone, state)
-    optimizer.load_state_dict(dict(state=state, param_groups=groups))
+    optimizer.load_state_dict(dict(state=state, param_groups=now))
 
 
 class LossScale:

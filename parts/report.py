@@ -28,7 +28,7 @@ from tqdm import tqdm
 from parts.cli import UserError, explain
 from parts.curves import draw
 from parts.files import errors_name, replace_file
-from parts.log import Records, of_kind, read_log
+from parts.log import Records, newest_start, of_kind, read_log
 from parts.runtime import Runtime
 
 # each is imported only when asked for
@@ -44,45 +44,37 @@ class Report:
         self.rt = rt
         self.config = config
         self.run_info = run_info
-        self._peak_flops = rt.peak_flops()
         self.name = out_dir.resolve().name
+        self._peak_flops = rt.peak_flops()
         self.records: Records = []
-        self._skipped_steps = 0
-        self._tracked = -1  # the last step that an earlier process has reported to the tracker
         self._track = self._close_tracker = None
 
     def open(self, step: int) -> None:
-        """Continue the log from `step`; start the tracker and the progress bar. Only the first rank calls this."""
-        tracker = import_tracker(self.config.report_to)
-        if tracker:
+        """Continue the log from `step`: steps that a killed run took after its checkpoint will be taken again. Start
+        the tracker and the progress bar. Only the first rank calls this."""
+        log = self.out_dir / "log.jsonl"
+        earlier = read_log(log) if log.exists() else []
+        self.records = [as_json(record) for record in earlier if record["step"] <= step]
+        # TensorBoard forgets what it has of later steps; the others would have the steps of a resume twice
+        again = [] if self.config.report_to == "tensorboard" else earlier
+        self._tracked = max((record["step"] for record in again), default=-1)
+        # the trackers' name for this run, from start to start
+        self.run_info["id"] = newest_start(self.records).get("id") or uuid.uuid4().hex
+        if self.config.report_to != "none":
             try:
-                self._track, self._close_tracker = start_tracker(tracker, self.config, self.name, step)
+                self._track, self._close_tracker = start_tracker(self.config, self.name, self.run_info["id"], step)
             except Exception as e:  # each tracker raises its own
                 raise UserError(f"--report_to {self.config.report_to}: {e}; log in there, or leave it out") from e
-        self._read_until(step)
+        replace_file(log, "".join(json.dumps(record) + "\n" for record in self.records))
+        samples = [sample_entry(record) for record in of_kind(self.records, "sample") if "text" in record]
+        replace_file(self.out_dir / "samples.txt", "".join(samples))
         trained = of_kind(self.records, "train")
-        self._lr_before = trained[-1].get("lr") if trained else None
-        self._skipped_steps = (trained[-1].get("skipped_steps") or 0) if trained else 0
-        self._bar = tqdm(
-            total=self.config.max_steps,
-            initial=step,
-            unit="step",
-            disable=None,  # unless stderr is a terminal
-            dynamic_ncols=True,
-        )
+        self._skipped_steps = trained[-1].get("skipped_steps", 0) if trained else 0
+        # a line now and then where stderr is no terminal
+        self._bar = tqdm(total=self.config.max_steps, initial=step, unit="step", disable=None, dynamic_ncols=True)
         self._line_due = 0.0
         self._opened = time.monotonic()
         self._first = step
-
-    def _read_until(self, step: int) -> None:
-        """Keep what was logged up to `step`: steps that a killed run took after its checkpoint will be taken again."""
-        path = self.out_dir / "log.jsonl"
-        earlier = read_log(path) if path.exists() else []
-        self._tracked = max((record["step"] for record in earlier), default=-1)
-        self.records = [as_json(record) for record in earlier if record["step"] <= step]
-        replace_file(path, "".join(json.dumps(record) + "\n" for record in self.records))
-        samples = [sample_entry(record) for record in of_kind(self.records, "sample") if "text" in record]
-        replace_file(self.out_dir / "samples.txt", "".join(samples))
 
     def append(self, record: dict) -> None:
         """Add a line to the log, and its numbers to the tracker, which draws no text and no lists."""
@@ -91,13 +83,8 @@ class Report:
         record = as_json(record)
         self.records.append(record)
         add_text(self.out_dir / "log.jsonl", json.dumps(record) + "\n")
-        # TensorBoard forgets what it has of later steps; the others would have the steps of a resume twice
-        is_new = record["step"] > self._tracked or self.config.report_to == "tensorboard"
-        if self._track and record["kind"] != "run" and is_new:
-            numbers = {}
-            for key, value in record.items():
-                if key != "step" and type(value) in (int, float):
-                    numbers[f"{record['kind']}/{key}"] = value
+        if self._track and record["kind"] != "run" and record["step"] > self._tracked:
+            numbers = {f"{record['kind']}/{key}": value for key, value in record.items() if type(value) in (int, float)}
             self._ask_tracker(self._track, numbers, record["step"])
 
     def _ask_tracker(self, call: Callable, *args) -> None:
@@ -125,6 +112,8 @@ class Report:
         mfu = 0
         if self._peak_flops:
             mfu = rate * self.run_info.get("flops_per_token", 0) / self._peak_flops
+        finite = math.isfinite(metrics["loss"] + metrics["grad_norm"])
+        self._skipped_steps += not finite
         record = {
             "step": step,
             "kind": "train",
@@ -133,57 +122,33 @@ class Report:
             "tokens_per_sec": round(rate, 1),
             "mfu": round(mfu, 4) or None,
             "memory_gib": round(self.rt.peak_memory() / 2**30, 3),
+            "skipped_steps": self._skipped_steps,
         }
-        finite = math.isfinite(metrics["loss"] + metrics["grad_norm"])
-        self._skipped_steps += not finite
-        record["skipped_steps"] = self._skipped_steps
-        if not finite:
-            record["skipped"] = True
-        self.append(record)
-        self._compare(step, metrics)
-        shown = f"loss {metrics['loss']:.3f}, {rate:,.0f} tok/s"
-        if mfu:
-            shown += f", MFU {mfu:.0%}"
-        self._show(step, shown)
-
-    def _compare(self, step: int, metrics: dict) -> None:
-        """The first loss with that of a guess; the first rate after a resume with the last one before it: a longer
-        --max_steps stretches the schedule, and may raise a rate that had fallen."""
+        self.append(record if finite else record | dict(skipped=True))
         if step == 1 and "uniform_loss" in self.run_info:
             guess = self.run_info["uniform_loss"]
             self.rt.print(f"first loss {metrics['loss']:.3f}; if all tokens are equally likely, {guess:.3f}")
-        before = self._lr_before
-        self._lr_before = None
-        if before is not None and metrics["lr"] > 2 * before:
-            self.rt.print(
-                f"the learning rate rises from {before:.3g} at step {step - 1} to {metrics['lr']:.3g}, "
-                f"because the schedule now spans {self.config.max_steps} steps (docs/run.md)"
-            )
-
-    def _show(self, step: int, text: str) -> None:
-        """The progress bar, or a line now and then where there is no terminal."""
+        shown = f"loss {metrics['loss']:.3f}, {rate:,.0f} tok/s" + (f", MFU {mfu:.0%}" if mfu else "")
         if not self._bar.disable:
-            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.set_postfix_str(shown, refresh=False)
             self._bar.update(step - self._bar.n)  # the run outlives its terminal: tqdm drops what that refuses
         elif time.monotonic() > self._line_due or step == self._bar.total:
             self._line_due = time.monotonic() + LINE_SECONDS
-            seconds_left = (time.monotonic() - self._opened) / (step - self._first) * (self._bar.total - step)
-            self.rt.print(f"step {step} of {self._bar.total}: {text}, {tqdm.format_interval(seconds_left)} left")
+            steps_left = (self._bar.total - step) / (step - self._first)
+            left = tqdm.format_interval((time.monotonic() - self._opened) * steps_left)
+            self.rt.print(f"step {step} of {self._bar.total}: {shown}, {left} left")
 
     def close(self) -> None:
-        if self.rt.is_main:
-            self._bar.close()
-            self.draw()
-            if self._close_tracker:
-                self._ask_tracker(self._close_tracker)
-
-    def draw(self) -> None:
-        """Draw learning_curve.png. This takes half a second, in which nothing is launched: not in a thread, which would
-        hold the interpreter for as long, in the middle of a step."""
+        """Draw learning_curve.png, and end the tracker."""
+        if not self.rt.is_main:
+            return
+        self._bar.close()
         try:
             draw({self.name: self.records}, self.out_dir / "learning_curve.png")
-        except Exception as e:  # no picture is a reason to end a run, or to hide the error that ended it
+        except Exception as e:  # no picture is a reason to hide the error that ended a run
             self.rt.print(f"warning: learning_curve.png is not drawn: {explain(e) or repr(e)}")
+        if self._close_tracker:
+            self._ask_tracker(self._close_tracker)
 
     def val_losses(self) -> dict[int, float]:
         """{step: validation loss}"""
@@ -215,7 +180,7 @@ class Report:
                 f"validation loss {val['loss']:.4f}, {val['loss'] - loss:+.4f} to training, {val['bpb']:.4f} bits per "
                 f"byte, at step {val['step']}"
             )
-            self.rt.print(verdict(self.val_losses(), trained[-1]["step"]))
+            self.rt.print(advice(self.val_losses(), trained[-1]["step"]))
 
     def median_rate(self) -> float:
         """Tokens per second; nan before the first step."""
@@ -223,7 +188,7 @@ class Report:
         return statistics.median(rates) if rates else math.nan
 
 
-def verdict(val_losses: dict[int, float], step: int) -> str:
+def advice(val_losses: dict[int, float], step: int) -> str:
     """What the validation losses, {step: loss}, say at the end of a run, in words. A difference below NOISE is none."""
     NOISE = 0.005
     *_, last = val_losses
@@ -293,8 +258,9 @@ def import_tracker(report_to: str):
         raise UserError(f"--report_to {report_to}: {e}; pip install {report_to}") from e
 
 
-def start_tracker(tracker, config, name: str, step: int) -> tuple[Callable, Callable]:
+def start_tracker(config, name: str, run_id: str, step: int) -> tuple[Callable, Callable]:
     """Two functions: one reports {name: number} of a step, one ends this. Numbers after `step` will come again."""
+    tracker = import_tracker(config.report_to)
     if config.report_to == "tensorboard":
         writer = tracker.SummaryWriter(config.out_dir, purge_step=step + 1)
 
@@ -303,11 +269,6 @@ def start_tracker(tracker, config, name: str, step: int) -> tuple[Callable, Call
                 writer.add_scalar(name, number, step)
 
         return report, writer.close
-    own = dict(resume="allow" if step else "never")
-    if config.report_to == "wandb":  # which knows a run by an id of its own: keep it with the run
-        file = Path(config.out_dir) / "wandb_id"
-        if not (step and file.exists()):
-            replace_file(file, uuid.uuid4().hex)
-        own |= dict(dir=config.out_dir, id=file.read_text())
-    tracker.init(project="gpt2", name=name, config=asdict(config), **own)
+    own = dict(id=run_id, dir=config.out_dir) if config.report_to == "wandb" else {}
+    tracker.init(project="gpt2", name=name, config=asdict(config), resume="allow" if step else "never", **own)
     return lambda numbers, step: tracker.log(numbers, step=step), tracker.finish

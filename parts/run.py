@@ -25,13 +25,13 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from parts.checkpoint import (
     ADAPTER_FILES,
@@ -43,8 +43,8 @@ from parts.checkpoint import (
     write_checkpoint,
 )
 from parts.cli import Stopped, UserError, counted
-from parts.files import exclusive_lock, read_json, remove_leftovers, replace_file, set_aside
-from parts.log import of_kind, read_log
+from parts.files import exclusive_lock, remove_leftovers, replace_file, set_aside
+from parts.log import newest_start, of_kind, read_log
 from parts.report import Report, about_machine
 from parts.runtime import STOP_SIGNALS, Runtime
 
@@ -63,16 +63,17 @@ def continue_constants(config, flags: set[str], directory: "RunDirectory", fixed
     value in `automatic` was left to the script, and stays what it was in the run. Raises UserError.
     """
     silent = []  # (name, in the run, now)
-    changed = {}
-    for name, before in directory.constants.items():
-        if name in NOT_RESUMED or not hasattr(config, name):
+    notes = ""
+    unknown = []
+    for name, before in directory.state["config"].items():
+        before = tuple(before) if isinstance(before, list) else before
+        now = getattr(config, name, None)
+        if name in NOT_RESUMED or now == before:
             continue
-        now = getattr(config, name)
-        before = as_stored(before)
-        if as_stored(now) == before:
-            continue
-        if name in automatic and now == automatic[name]:
-            config = replace(config, **{name: tuple(before) if isinstance(before, list) else before})
+        if not hasattr(config, name):
+            unknown.append(f"{name} {before}")
+        elif name in automatic and now == automatic[name]:
+            config = replace(config, **{name: before})
         elif name not in flags:
             silent.append((name, before, now))
         elif name in fixed:
@@ -81,29 +82,24 @@ def continue_constants(config, flags: set[str], directory: "RunDirectory", fixed
                 "the order of its data depend on it; choose another --out_dir"
             )
         else:
-            changed[name] = [before, as_stored(now)]
+            notes += f"; --{name} {before} is now {now}"
     if silent:
         kept = " ".join(flag(name, before) for name, before, _ in silent)
         new = " ".join(flag(name, now) for name, _, now in silent if name not in fixed)
         what = ", ".join(f"{name} {before} and now has {now}" for name, before, now in silent)
         remedy = f"add {kept} to continue with the run's" + (f", {new} to change it" if new else "")
         raise UserError(f"the run in {directory.path} had {what}; {remedy}")
-    unknown = sorted(f"{name} {value}" for name, value in directory.constants.items() if not hasattr(config, name))
+    directory.rt.print(f"resuming from {directory.checkpoint}{notes}")
     if unknown:
-        directory.rt.print(f"note: this version has no constant for what the run had as {', '.join(unknown)}")
-    directory.changed = changed
+        directory.rt.print(f"note: this version has no constant for what the run had as {', '.join(sorted(unknown))}")
     return config
-
-
-def as_stored(value):
-    return list(value) if isinstance(value, tuple) else value
 
 
 def flag(name: str, value) -> str:
     """A constant as a word of the command line."""
     if isinstance(value, bool):
         return f"--{name}" if value else f"--no_{name}"
-    values = value if isinstance(value, list | tuple) else [value]
+    values = value if isinstance(value, tuple) else [value]
     return " ".join([f"--{name}", *(shlex.quote(str(item)) for item in values)])
 
 
@@ -111,39 +107,41 @@ def flag(name: str, value) -> str:
 
 
 class RunDirectory:
-    """OUT_DIR while this process holds its lock. `checkpoint` is the one to resume from, or None; `state` is what it
-    stores besides the weights, and `constants` those of its run.
+    """OUT_DIR while this process holds its lock. `checkpoint` is the one to resume from, or None, and `state` what it
+    stores besides the weights: the `config` of its run among it.
 
     Nothing but the lock file is written. Raises UserError rather than touch a run that nobody asked to resume or to
-    overwrite.
+    overwrite, and on a rank whose constants or code are not those of the first one.
     """
 
     def __init__(self, config, rt: Runtime):
         self.path = Path(config.out_dir)
         self.rt = rt
-        self.overwrite = config.overwrite
-        self.changed: dict[str, list] = {}  # constants, in the run and now
         self.locks = ExitStack()  # held until the end of the run
-        constants = asdict(config)
-        self.checkpoint, of_main = rt.broadcast_from_main(lambda: (self._claim(config), constants))
-        if constants != of_main:  # a different --max_lr would go unnoticed
-            raise UserError(
-                "the constants here are not those of rank 0; "
-                f"give all nodes the same command, and a disk on which they all see {self.path}"
-            )
+        self.overwrite = config.overwrite
+        self.checkpoint = rt.broadcast_from_main(lambda: self._claim(config))
+        settled = dict(dtype=str(rt.dtype), compile=rt.compile, torch=torch.__version__, code=sha256_of_code())
+        compare_with_rank_0(asdict(config) | settled, rt)
         self.state = load_train_state(self.checkpoint) if self.checkpoint else {}
-        self.constants = self.state.get("config") if self.checkpoint else {}
-        if type(self.constants) is not dict:
+        if self.checkpoint and type(self.state.get("config")) is not dict:
             raise UserError(f"{self.checkpoint}/train_state.pt holds no constants of a run; resume from another")
 
     def _claim(self, config) -> Path | None:
         """Lock OUT_DIR; if the run is to continue, return its newest intact checkpoint. The first rank only."""
         if config.resume and config.overwrite:
             raise UserError("--resume continues a run and --overwrite starts a new one; give one of them")
-        if unrelated := self._unrelated_file():
-            raise UserError(f"{self.path} contains {unrelated} but no run; choose another --out_dir to keep it safe")
+        if self.path.is_symlink() and not self.path.exists():
+            raise UserError(f"{self.path} links to {os.readlink(self.path)}, which does not exist; create it")
+        theirs = {path.name for path in self.path.glob("[!.]*") if path.is_dir()} - {"lost+found"}
+        theirs |= {name for name in (*FILES, MODEL_FILES[0], ADAPTER_FILES[0]) if (self.path / name).exists()}
+        # what a run would replace, or a directory, as in / or a project, unless a run was killed before its first line
+        began = "config.json" in theirs and '"out_dir"' in (self.path / "config.json").read_text(errors="replace")
+        if theirs and not began and not self.holds_run():
+            raise UserError(f"{self.path} contains {min(theirs)} but no run; choose another --out_dir to keep it safe")
         self._lock()  # what is found from here on must not change under us
-        if config.overwrite and job_restarted() and self._begun_by_this_job():
+        log = self.path / "log.jsonl"
+        restarted = any(os.environ.get(f"{name}_RESTART_COUNT", "0") != "0" for name in ("TORCHELASTIC", "SLURM"))
+        if config.overwrite and restarted and log.exists() and newest_start(read_log(log)).get("job") == job_id():
             self.overwrite = False  # the first start of this job has done that
         elif not config.resume:
             if self.holds_run() and not config.overwrite:
@@ -159,35 +157,13 @@ class RunDirectory:
         return newest
 
     def _lock(self) -> None:
-        if self.path.is_symlink() and not self.path.exists():
-            raise UserError(f"{self.path} links to {os.readlink(self.path)}, which does not exist; create it")
         self.path.mkdir(parents=True, exist_ok=True)
         # inside the directory, not next to it: containers may mount one disk under different names
         self.locks.enter_context(exclusive_lock(self.path / ".lock", f"run directory {self.path}"))
 
-    def _begun_by_this_job(self) -> bool:
-        log = self.path / "log.jsonl"
-        starts = of_kind(read_log(log), "run") if log.exists() else []
-        return bool(starts) and starts[-1].get("job") == job_id()
-
     def holds_run(self) -> bool:
         """A log alone counts as a run: if somebody deleted its checkpoints, its figures are all that is left."""
         return bool(checkpoint_steps(self.path)) or (self.path / "log.jsonl").exists()
-
-    def _unrelated_file(self) -> str:
-        """In a directory without a run: a file that a run would replace, or a subdirectory, as in / or a project."""
-        if not self.path.is_dir() or self.holds_run():
-            return ""
-        with suppress(UserError, OSError, TypeError):
-            if "out_dir" in read_json(self.path / "config.json"):  # ours: the run was killed before it began its log
-                return ""
-        for name in (*FILES, MODEL_FILES[0], ADAPTER_FILES[0]):
-            if (self.path / name).exists():
-                return name
-        for path in sorted(self.path.iterdir()):
-            if path.is_dir() and path.name != "lost+found" and not path.name.startswith("."):
-                return path.name
-        return ""
 
     def start_over(self) -> None:
         """Rename the old run OUT_DIR.1, or the next free number, and continue in an empty OUT_DIR.
@@ -206,23 +182,20 @@ class RunDirectory:
         self._lock()
 
 
-def settled_threads(config) -> int:
-    """The number of threads that the run in OUT_DIR computes with, to resume it; 0 if there is none to take. Another
-    number would change the last bits of every sum."""
-    file = Path(config.out_dir) / "config.json"
-    if config.threads or not config.resume or "OMP_NUM_THREADS" in os.environ or not file.exists():
-        return config.threads
-    try:
-        threads = int(read_json(file)["threads"])
-    except (UserError, LookupError, TypeError, ValueError):
-        return 0  # damaged: the constants themselves are in the checkpoint
-    return threads if 0 < threads <= (os.cpu_count() or 1) else 0
+def compare_with_rank_0(own: dict, rt: Runtime) -> None:
+    """Each rank has its constants, code and files from its own node. Raises UserError where they differ."""
+    for name, value in rt.broadcast_from_main(lambda: own).items():
+        if own[name] != value:
+            raise UserError(
+                f"{name} here is {own[name]}, and on rank 0 {value}; give all nodes the same command, code and files"
+            )
 
 
-def job_restarted() -> bool:
-    """Whether torchrun or SLURM has started this job before, and starts it again."""
-    counts = (os.environ.get(f"{launcher}_RESTART_COUNT", "0") for launcher in ("TORCHELASTIC", "SLURM"))
-    return any(count.isdigit() and int(count) for count in counts)
+def sha256_of_code() -> str:
+    """Of the Python files of this project: ranks on other nodes may have another copy."""
+    root = Path(__file__).resolve().parent.parent
+    files = sorted([*root.glob("*.py"), *root.glob("parts/*.py"), *root.glob("bpe/*.py")])
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 def job_id() -> str:
@@ -231,16 +204,6 @@ def job_id() -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------- the run
-
-
-class Pending(NamedTuple):
-    """A step whose metrics the device may still be computing."""
-
-    step: int
-    lr: float
-    n_targets: int
-    ended: object  # mark of the device's clock
-    read_metrics: Callable[[], list[float]]  # waits for loss, grad_norm and the number of ranks that got a signal
 
 
 class Run:
@@ -256,7 +219,7 @@ class Run:
         has loaded already, into a directory. `data_fingerprint` is what the order of the data depends on besides
         constants. `run_info` goes to the log: `parameters`, `data`, `base`; in pretraining also `flops_per_token`, for
         MFU, and `uniform_loss`, ln V, to compare the first loss with. Raises UserError if the fingerprint is not the
-        checkpoint's, and on a rank that differs from the first one in constants, code, data, weights or moments.
+        checkpoint's, and on a rank that differs from the first one in data, weights or moments.
         """
         self.directory = directory
         self.rt = directory.rt
@@ -268,36 +231,21 @@ class Run:
         self.step = 0
         self.tokens = 0
         self.val_loss = math.inf
-        self._compare_with_rank_0()
+        compare_with_rank_0(data_fingerprint, self.rt)
         if directory.checkpoint:
             self._restore(directory.checkpoint)
-            run_info = run_info | dict(resumed_from=str(directory.checkpoint), changed=directory.changed)
+            run_info = run_info | dict(resumed_from=str(directory.checkpoint))
+        if stop_at := getattr(config, "stop_at", 0):
+            self.max_steps = min(self.max_steps, max(stop_at, self.step))
         self._compare_weights()
         self.report = Report(directory.path, config, self.rt, run_info)
         self._done: list[str] = []  # the kinds of records that the log has of this step
         self._saved = self.step if directory.checkpoint else -1  # the last step with a checkpoint
         self._began = None  # mark of the clock, at the beginning of the first step that is not read yet
+        self._pending = None  # of the last step: its number, lr, targets, mark of its end, and what reads its metrics
         self._bad_steps = 0  # in a row, not finite
-        self._pending: Pending | None = None
         self._signum = 0  # of a signal to this rank
         self._stop = False  # all ranks know of a signal to any of them
-
-    def _compare_with_rank_0(self) -> None:
-        """Each rank has settled its constants and opened its files by itself, and on another node they may differ."""
-        own = dict(
-            constants=asdict(self.config) | dict(dtype=str(self.rt.dtype), compile=self.rt.compile),
-            data=self.data_fingerprint,
-            code=dict(torch=torch.__version__, sha256=sha256_of_code()),
-        )
-        del own["constants"]["threads"]
-        of_main = self.rt.broadcast_from_main(lambda: own)
-        for what, values in of_main.items():
-            for name, value in values.items():
-                if own[what][name] != value:
-                    raise UserError(
-                        f"the {what} here are not those of rank 0: {name} is {own[what][name]}, and there {value}; "
-                        "give constants that all ranks can use, and copy the same files to all nodes"
-                    )
 
     def _compare_weights(self) -> None:
         """Raises UserError, on all ranks alike, if one has other weights or moments than the first. Ranks that have
@@ -305,11 +253,11 @@ class Run:
         if self.rt.world_size == 1:
             return
         tensors = [p for group in self.optimizer.param_groups() for p in group["params"]]
-        tensors += [value for value in torch.utils._pytree.tree_leaves(self.optimizer.state_dict()) if is_float(value)]
-        device = "cpu" if self.rt.device.type == "mps" else self.rt.device
-        sums = torch.stack([tensor.detach().to(device).double().sum() for tensor in tensors]).sum()
-        of_main = self.rt.broadcast_from_main(lambda: sums.item())
-        n_others = self.rt.sum(torch.tensor(float(sums.item() != of_main), device=self.rt.device)).item()
+        state = tree_leaves(self.optimizer.state_dict())
+        tensors += [value for value in state if isinstance(value, torch.Tensor) and value.is_floating_point()]
+        total = sum(tensor.detach().double().sum().item() for tensor in tensors)
+        differs = total != self.rt.broadcast_from_main(lambda: total)
+        n_others = self.rt.sum(torch.tensor(float(differs), device=self.rt.device)).item()
         if n_others:
             raise UserError(
                 f"{counted(int(n_others), 'rank')} with other weights or moments than rank 0 at step {self.step}; "
@@ -321,22 +269,20 @@ class Run:
         run."""
         state = self.directory.state
         try:
-            if int(checkpoint.name.removeprefix("step_")) != state["step"]:
-                raise ValueError(f"it is of step {state['step']}")
+            self.step = int(state["step"])
+            self.tokens = int(state["tokens"])
+            if checkpoint.name != f"step_{self.step:06d}":
+                raise ValueError(f"it is of step {self.step}")
+            of_run = self.data_fingerprint | state["identity"]  # early versions stored less
             for name, value in self.data_fingerprint.items():
-                # earlier versions did not store the fingerprint of the validation data
-                if state["identity"].get(name, value if name == "validation" else None) != value:
+                if of_run[name] != value:
                     raise UserError(
                         f"{checkpoint} was trained with another {name}; give that one, or another --out_dir"
                     )
             self.optimizer.load_state_dict(state["optimizer"])
-            self.step = int(state["step"])
-            self.tokens = int(state["tokens"])
-        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as e:
-            reason = f"no {e}" if isinstance(e, KeyError) else str(e)
-            raise UserError(f"{checkpoint}/train_state.pt does not fit this run: {reason}; resume from another") from e
-        before = self.directory.constants.get("max_steps", self.max_steps)
-        if self.max_steps < self.step or self.max_steps == self.step != before:
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as e:
+            raise UserError(f"{checkpoint}/train_state.pt does not fit this run: {e}; resume from another") from e
+        if self.max_steps < self.step or self.max_steps == self.step != state["config"].get("max_steps", self.step):
             raise UserError(
                 f"--max_steps {self.max_steps} is not beyond step {self.step} of {checkpoint}; give a larger one"
             )
@@ -358,17 +304,14 @@ class Run:
             self.directory.start_over()
         remove_leftovers(out_dir, *FILES, "step_*")
         log = out_dir / "log.jsonl"
-        if self.directory.checkpoint:
-            for step, path in reversed(checkpoint_steps(out_dir)):
-                if step > self.step:  # damaged: the resume skipped it, and its step will be taken again
-                    set_aside(path, path.with_name(f"damaged_{path.name}"))
-            notes = [f"; --{name} {old} is now {new}" for name, (old, new) in self.directory.changed.items()]
-            self.rt.print(f"resuming from {self.directory.checkpoint}{''.join(notes)}")
-            if self.step == self.max_steps:
-                self.rt.print(f"the run has taken all of its {self.max_steps} steps; a larger --max_steps continues it")
-        elif log.exists():
+        for step, path in reversed(checkpoint_steps(out_dir)):
+            if step > self.step:  # damaged: the resume skipped it, and its step will be taken again
+                set_aside(path, path.with_name(f"damaged_{path.name}"))
+        if self.directory.checkpoint is None and log.exists():
             old = set_aside(log)  # its steps will be taken again: do not mix old and new metrics, and lose neither
             self.rt.print(f"{out_dir} holds no checkpoint: starting from step 0; the earlier log is now {old}")
+        elif self.step == self.config.max_steps:
+            self.rt.print(f"the run has taken all of its {self.step} steps; a larger --max_steps continues it")
         replace_file(out_dir / "config.json", json.dumps(asdict(self.config), indent=2) + "\n")
         self.report.open(self.step)
         start = dict(
@@ -396,11 +339,7 @@ class Run:
     def steps(self) -> Iterator[int]:
         """The steps until `max_steps`, or until a signal: then it saves, and raises Stopped."""
         first = self.step + 1
-        checked = False
-        last = self.max_steps
-        if getattr(self.config, "stop_at", 0):
-            last = min(last, self.config.stop_at)
-        while self.step < min(last, self.max_steps):
+        while self.step < self.max_steps:
             self.step += 1
             self._done = []
             if self._pending is None:  # a step's time begins here, after evaluations and saves, or where the last ended
@@ -408,12 +347,8 @@ class Run:
             yield self.step
             if self.step == first:
                 self._hear_signals()
-            if not checked:
-                self._read_pending()
-                checked = not self._bad_steps  # a bad step has left no state
-                if checked:
-                    self.optimizer.check_resumable()  # now, and not after the night
-            if self.step == last:
+                self.optimizer.check_resumable()  # now, and not after the night
+            if self.step == self.max_steps:
                 self._read_pending()
             if self._stop:
                 self.max_steps = self.step
@@ -421,9 +356,6 @@ class Run:
                 self.rt.barrier()  # torchrun ends every rank once one has ended
                 self.rt.print(f"stopped after step {self.step}; give the same command with --resume to continue")
                 raise Stopped(self._signum or signal.SIGTERM)
-        if self.step < self.max_steps:  # --stop_at
-            self.max_steps = self.step
-            self.save()
 
     def _hear_signals(self) -> None:
         """From the first finished step on: before it there is nothing to save, and the default ends the process."""
@@ -443,16 +375,16 @@ class Run:
         """
         # Reading a number now would let the GPU run dry: the host must be ahead, launching the kernels of the next step
         # while those of this one run.
-        metrics = torch.stack([loss, grad_norm, self._sum_of_signals()])
+        metrics = torch.stack([loss, grad_norm, self._n_signals()])
         # record the mark before the copies: when a copy has arrived, the device has passed the mark
         ended = self.rt.mark_time()
-        ours = Pending(self.step, lr, n_targets, ended, self.rt.read_later(metrics))
+        ours = (self.step, lr, n_targets, ended, self.rt.read_later(metrics))
         self._read_pending()
         self._pending = ours
         if not self.rt.steps_ahead:
             self._read_pending()
 
-    def _sum_of_signals(self) -> torch.Tensor:
+    def _n_signals(self) -> torch.Tensor:
         """The number of ranks that got a signal. All ranks call this together."""
         return self.rt.sum(torch.full((), float(self._signum != 0), device=self.rt.device))
 
@@ -504,19 +436,18 @@ class Run:
             tokens=self.tokens,
             optimizer=self.optimizer.state_dict(),
             identity=self.data_fingerprint,
-            config={name: as_stored(value) for name, value in asdict(self.config).items()},
+            config=asdict(self.config),
         )
         write_checkpoint(path, self.save_weights, state)
         self.rt.print(f"saved {path}")  # durable: from here on it survives a power failure
         # only now: at no moment are there fewer checkpoints than before
         prune(self.directory.path, self.config.keep_checkpoints, self.report.val_losses())
-        self.report.draw()
 
     def record(self, kind: str, **metrics) -> None:
         """Log an evaluation or a sample of this step, and print it. Waits for the metrics of all steps, so that the log
         has them first. All ranks call this together, because it sums their signals, as `log` does."""
         self._read_pending()
-        self._stop = self._stop or bool(self._sum_of_signals() > 0)
+        self._stop = self._stop or bool(self._n_signals() > 0)
         if kind == "val":
             self.val_loss = metrics["loss"]
         if kind in ("val", "hellaswag") and self.report.run_info.get("flops_per_token"):
@@ -532,14 +463,3 @@ class Run:
             flops_per_token = self.report.run_info.get("flops_per_token") or math.nan
             petaflop = self.tokens * flops_per_token / 1e15
             self.record("target", tokens=self.tokens, hours=seconds / 3600, petaflop=petaflop)
-
-
-def is_float(value) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def sha256_of_code() -> str:
-    """Of the Python files of this project: ranks on other nodes may have another copy."""
-    root = Path(__file__).resolve().parent.parent
-    files = sorted([*root.glob("*.py"), *root.glob("parts/*.py"), *root.glob("bpe/*.py")])
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]

@@ -6,7 +6,6 @@ This file knows nothing of GPT-2, shards, checkpoints or run directories.
 import contextlib
 import ctypes
 import os
-import re
 import signal
 import statistics
 import sys
@@ -38,7 +37,8 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 # How long a rank looks for the store of torchrun, which is there before any rank, unless torchrun has been killed
 STORE_TIMEOUT = timedelta(minutes=1)
 
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # options of mallopt, as malloc.h numbers them
+# options of mallopt, as malloc.h numbers them: M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD
+MALLOC = {-3: 2**30, -1: 2**30, -2: 2**26}
 
 
 @dataclass(frozen=True)
@@ -50,39 +50,42 @@ class Runtime:
     compile: bool
     rank: int
     world_size: int
-    description: str  # how device, dtype and compile were chosen, for the first line of a run
+    name: str  # of the device
+    why: str = ""  # how dtype and compile were chosen
 
     @classmethod
     def setup(cls, device="auto", dtype="auto", compile="off", threads: int | None = None) -> "Runtime":
         """Decide for this process, join the process group under torchrun, choose matmul precision.
 
-        `threads` of a CPU: None leaves PyTorch's number, 0 tries which one is fastest now. Raises UserError for a
-        device, a dtype or a compiler that is not there.
+        `threads` of a CPU: None leaves PyTorch's number, else see `set_threads`. Raises UserError for a device, a dtype
+        or a compiler that is not there.
         """
         rank, world_size, local_rank = ranks_of_environment()
         device = _choose_device(device, local_rank)
+        name = device.type
         if device.type == "cuda":
             torch.cuda.set_device(device)
-            _refuse_gpu_without_kernels(device)
+            name = torch.cuda.get_device_name(device)
+            _refuse_gpu_without_kernels(device, name)
             # cuDNN builds a plan for each new shape, which is slow for batches of changing shapes; see static_shapes
             torch.backends.cuda.enable_cudnn_sdp(False)
+        elif device.type == "cpu":
+            _keep_freed_memory()
+            if threads is not None:
+                set_threads(threads, threads > 0)
         if world_size > 1 and not dist.is_initialized():
             _join_ranks(device, rank, world_size)
         torch.set_float32_matmul_precision("high")  # TF32 for what is left in fp32
         dtype, why_dtype = _choose_dtype(dtype, device)
         compile_on, why_compile = _choose_compile(compile, device)
-        name = device.type
-        if device.type == "cuda":
-            name = torch.cuda.get_device_name(device)
-        elif device.type == "cpu":
-            _keep_freed_memory()
-            most = torch.get_num_threads()
-            _set_threads(threads, most)
-            name += f" with {_describe_threads(threads, most)}"
-        description = f"{name}, {why_dtype}, {why_compile}"
-        if world_size > 1:
-            description += f", {world_size} ranks"
-        return cls(device, dtype, compile_on, rank, world_size, description)
+        return cls(device, dtype, compile_on, rank, world_size, name, f"{why_dtype}, {why_compile}")
+
+    @property
+    def description(self) -> str:
+        """For the first line of a run."""
+        threads = f" with {counted(torch.get_num_threads(), 'thread')}" if self.device.type == "cpu" else ""
+        ranks = f", {self.world_size} ranks" if self.world_size > 1 else ""
+        return f"{self.name}{threads}, {self.why}{ranks}"
 
     @property
     def is_main(self) -> bool:
@@ -259,23 +262,16 @@ def _choose_device(device: str, local_rank: int) -> torch.device:
     return torch.device(f"cuda:{local_rank}" if device == "cuda" else device)
 
 
-def _refuse_gpu_without_kernels(device: torch.device) -> None:
-    """Raise UserError if this PyTorch has no code for the GPU, before the first kernel dies of it.
-
-    Binary code sm_XY runs on GPUs of the same X and at least this Y; compute_XY is compiled for any later GPU.
-    """
-    kernels = re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(torch.cuda.get_arch_list()))  # ROCm has gfx... instead
-    major, minor = torch.cuda.get_device_capability(device)
-    for kind, x, y in kernels:
-        oldest = (int(x), int(y))
-        if oldest <= (major, minor) and (kind == "compute" or oldest[0] == major):
-            return
-    if kernels:
-        remedy = "install its build for CUDA 12.6 (the package index cu126)" if major < 8 else "install a newer one"
+def _refuse_gpu_without_kernels(device: torch.device, name: str) -> None:
+    """Raise UserError if this PyTorch has no code for the GPU, or cannot use it now, by trying."""
+    try:
+        torch.ones((), device=device) + 1
+    except RuntimeError as e:
+        reason = str(e).partition("\n")[0]
         raise UserError(
-            f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}, and "
-            f"PyTorch {torch.__version__} has code for {', '.join(f'{x}.{y}' for _, x, y in kernels)}; {remedy}"
-        )
+            f"PyTorch {torch.__version__} cannot compute on {name} ({reason}); for an older card install its build for "
+            "CUDA 12.6 (the package index cu126), for a newer one a newer PyTorch"
+        ) from e
 
 
 def _join_ranks(device: torch.device, rank: int, world_size: int) -> None:
@@ -310,24 +306,19 @@ def _keep_freed_memory() -> None:
     to a fifth of a training step. Without glibc this does nothing."""
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(M_MMAP_THRESHOLD, 2**30)
-        mallopt(M_TRIM_THRESHOLD, 2**30)
-        mallopt(M_TOP_PAD, 2**26)
+        for option, size in MALLOC.items():
+            mallopt(option, size)
 
 
-def _set_threads(asked: int | None, most: int) -> None:
-    """Set what was asked for; OMP_NUM_THREADS, which torchrun sets, turns the trial of 0 off."""
-    if asked == 0 and "OMP_NUM_THREADS" not in os.environ:
-        asked = fastest_threads(most)
-    torch.set_num_threads(asked or most)
-
-
-def _describe_threads(asked: int | None, most: int) -> str:
-    n = torch.get_num_threads()
-    if n == most:
-        return counted(most, "thread")
-    why = "" if asked else " (something else uses this machine)"
-    return f"{n} of {counted(most, 'thread')}{why}"
+def set_threads(asked: int, by_flag: bool) -> int:
+    """Compute with `asked` threads of the CPU, and return their number. If no flag names one, OMP_NUM_THREADS, which
+    torchrun sets, comes first; 0, and more than there are processors, take the number that is fastest now."""
+    if not by_flag and "OMP_NUM_THREADS" in os.environ:
+        asked = torch.get_num_threads()
+    elif not by_flag and not 0 < asked <= (os.cpu_count() or 1):
+        asked = fastest_threads(torch.get_num_threads())
+    torch.set_num_threads(asked)
+    return asked
 
 
 def fastest_threads(most: int) -> int:

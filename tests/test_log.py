@@ -56,7 +56,8 @@ def test_a_run_logs_saves_and_evaluates_when_it_should(rt, run_dir, monkeypatch,
         monkeypatch.setattr(sys, "argv", ["house/train_gpt2.py", *arguments(**changes)])
         config = Config(**changes | dict(out_dir="run"))
         directory = RunDirectory(config, rt)
-        config = continue_constants(config, {*changes}, directory, (), {})
+        if directory.checkpoint:
+            config = continue_constants(config, {*changes}, directory, (), {})
         optimizer = SimpleNamespace(state_dict=dict, load_state_dict=print, check_resumable=print)
         run_info = dict(flops_per_token=2.0, uniform_loss=6.5)
         run = Run(directory, config, no_weights, optimizer, dict(tokenizer="t"), run_info)
@@ -82,12 +83,11 @@ def test_a_run_logs_saves_and_evaluates_when_it_should(rt, run_dir, monkeypatch,
     said = capsys.readouterr().out
     assert "first loss 9.000; if all tokens are equally likely, 6.500" in said
     assert "resuming from run/step_000004; --max_steps 4 is now 6" in said
-    assert "the learning rate rises from 0.1 at step 4 to 0.25, because the schedule now spans 6 steps" in said
     first, second = log_of(run_dir, "run")
     assert first["machine"] == f"{platform.machine()}, {rt.description}"
     assert second["command"] == "train_gpt2.py --max_steps 6 --resume --out_dir 'two  words'"
     assert second["resumed_from"] == "run/step_000004"
-    assert second["changed"] == dict(max_steps=[4, 6])
+    assert [start["config"]["max_steps"] for start in (first, second)] == [4, 6]
 
 
 def test_a_step_s_time_leaves_out_evaluations_and_saves(rt, run_dir, monkeypatch):
@@ -108,9 +108,6 @@ def test_a_step_s_time_leaves_out_evaluations_and_saves(rt, run_dir, monkeypatch
 @pytest.mark.parametrize(
     "record",
     [
-        dict(step=4, kind="train", loss=5.0, skipped_steps=None),
-        dict(step=4, kind="train", loss=5.0, tokens_per_sec=10**400),
-        dict(step=4, kind="val", loss=10**400, bpb=1.0),
         dict(step=4, kind="run", command=None),
         dict(step=4, kind="run"),
         dict(step=4, kind="run", command="x", base=7),

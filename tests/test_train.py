@@ -346,7 +346,7 @@ def test_compiled_training_evaluates_scores_and_samples_without_recompiling(trai
     ],
 )
 def test_the_end_of_a_run_says_what_its_validation_losses_mean(losses, step, said):
-    assert said in runlog.verdict(losses, step)
+    assert said in runlog.advice(losses, step)
 
 
 @pytest.mark.slow
