@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from parts.loss import linear_cross_entropy
 
@@ -270,10 +270,9 @@ class GPT(nn.Module):
         the output projection, too). Biases and LayerNorm gains (0.1%) are counted as well. The attention term counts
         the whole T x T square, the convention of nanoGPT and PaLM.
         """
-        multiplied = {id(module.weight) for module in self.modules() if isinstance(module, nn.Linear)}
         tables = {module.weight for module in self.modules() if isinstance(module, nn.Embedding)}
-        looked_up = sum(table.numel() for table in tables if id(table) not in multiplied)
-        N = self.num_params() - looked_up
+        multiplied = {module.weight for module in self.modules() if isinstance(module, nn.Linear)}
+        N = self.num_params() - sum(table.numel() for table in tables - multiplied)
         return 6 * N + 12 * self.config.n_layer * self.config.n_embd * sequence_length
 
     # ---- what it is
@@ -294,47 +293,32 @@ class GPT(nn.Module):
             torch.set_float32_matmul_precision(precision)
 
     @functools.cached_property
-    def is_gpt2(self) -> bool:
-        """Whether this is the model of minimal.py: it has the same tensors, and computes the same.
-
-        It is asked twice: with its own weights, about a few tokens; and with large random ones, in which nothing
-        vanishes, about a whole context. For the second a narrow model of as many layers and heads is enough.
-        """
-        import minimal
-
-        def asked(config: GPTConfig):
-            sizes = dict(sequence_length=config.n_positions, vocab_size=config.vocab_size)
-            sizes |= dict(n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd)
-            return minimal.GPT(minimal.Config(**sizes))
-
-        with torch.device("meta"):
-            theirs = asked(self.config)
-        state = self.state_dict()
-        if {n: p.shape for n, p in state.items()} != {n: p.shape for n, p in theirs.state_dict().items()}:
-            return False
-        theirs.load_state_dict(state, assign=True)
-        theirs.answer = functools.partial(GPT.answer, theirs)
-        ids = question(self.config)
-        tolerance = 1e-4 if self.lm_head.weight.dtype == torch.float32 else 0.05
-        if not agree(self.answer(ids), theirs.answer(ids), tolerance):
-            return False
+    def narrow(self) -> "GPT":
+        """The same code with few channels and tokens, and with large random weights, in which nothing vanishes: what is
+        asked of it is answered at once. The model itself, if its code has sizes of its own written into it."""
         n_embd = min(8 * self.config.n_head, self.config.n_embd)
         n_positions = min(self.config.n_positions, 1024)
         vocab_size = min(self.config.vocab_size, 64)
-        narrow = replace(self.config, n_embd=n_embd, n_positions=n_positions, vocab_size=vocab_size, dropout=0.0)
-        with torch.random.fork_rng([]):
+        config = replace(self.config, n_embd=n_embd, n_positions=n_positions, vocab_size=vocab_size)
+        with torch.random.fork_rng([]), torch.no_grad():
             torch.manual_seed(0)
             try:
-                ours = type(self)(narrow).eval()
-                theirs = asked(narrow)
-                with torch.no_grad():
-                    for p in ours.parameters():
-                        p.add_(torch.randn_like(p), alpha=3 / math.sqrt(p.size(-1)) if p.dim() > 1 else 0.5)
-                    theirs.load_state_dict(ours.state_dict())
-                    idx = torch.randint(vocab_size, (1, n_positions))
-                    return agree(ours(idx), theirs(idx), 1e-4)
-            except Exception:  # GPT-2 has all sizes, so that a model that has not is another one
-                return False
+                narrow = type(self)(config)
+                for p in narrow.parameters():
+                    p.add_(torch.randn_like(p), alpha=3 / math.sqrt(p.size(-1)) if p.dim() > 1 else 0.5)
+                narrow.answer(question(config))
+                return narrow
+            except Exception:  # whatever wrong sizes raise
+                return self
+
+    @functools.cached_property
+    def is_gpt2(self) -> bool:
+        """Whether this is the model of minimal.py: it has the same tensors, and computes the same, of a few tokens with
+        its own weights, and of a whole context when it is narrow."""
+        if self.narrow is self:
+            return False
+        context = question(self.narrow.config, 1024)
+        return has_answer_of_minimal(self, question(self.config, 2)) and has_answer_of_minimal(self.narrow, context)
 
     # ---- files
 
@@ -404,29 +388,19 @@ class GPT(nn.Module):
         tensors = read_tensors(path)
         if config.n_layer > max(len(tensors), 1000):  # before we make that many layers
             raise ValueError(f"{path}/config.json has {config.n_layer} layers, the weights only {len(tensors)} tensors")
-        gpt = cls.from_tensors(config, tensors, str(path))
-        check_answer(gpt, tensors, path)
-        return gpt
-
-    @classmethod
-    def from_tensors(cls, config: GPTConfig, tensors: dict, origin: str) -> "GPT":
-        """A model with the weights that `hf_state_dict` names, or the hub's files. Raises ValueError, which names
-        `origin`, unless they are exactly those of this model, and finite."""
-        with torch.device("meta"):  # names and shapes only: no memory for a model that does not fit
+        with WithoutWeights():
             gpt = cls(config)
-        expected = gpt.hf_state_dict()
-        state = own_names(tensors, gpt, expected.keys(), origin)
-        wrong = [name for name in expected | state if kind_of(expected.get(name)) != kind_of(state.get(name))]
+        expected = gpt.hf_state_dict()  # views of the parameters
+        found = own_names(tensors, gpt, path)
+        wrong = [name for name in expected | found if kind_of(expected.get(name)) != kind_of(found.get(name))]
         if wrong:
-            raise ValueError(f"{origin} does not match its config.json: {len(wrong)} tensors, {wrong[0]} among them")
-        with WithoutRandomNumbers():  # built again, as the model may have tensors that are not saved
-            gpt = cls(config)
-        parameters = {name for name, _ in gpt.named_parameters()}
-        with torch.no_grad():
-            for name, p in gpt.hf_state_dict().items():  # views of the parameters: this fills the model
-                p.copy_(state[name])
-                if name in parameters and not p.isfinite().all():
-                    raise ValueError(f"{origin}: {name} has numbers that are not finite; the file is damaged")
+            raise ValueError(f"{path} does not match its config.json: {len(wrong)} tensors, {wrong[0]} among them")
+        for name, p in expected.items():
+            p.copy_(found[name])
+        for name, p in gpt.named_parameters():
+            if not p.isfinite().all():
+                raise ValueError(f"{path}: {name} has numbers that are not finite; the file is damaged")
+        check_answer(gpt, tensors, path)
         return gpt
 
 
@@ -437,13 +411,13 @@ def kind_of(tensor: torch.Tensor | None) -> tuple:
     return tensor.shape, "fractions" if tensor.is_floating_point() else tensor.dtype
 
 
-class WithoutRandomNumbers(TorchDispatchMode):
-    """While it is on, nothing is drawn: initializing a model whose weights are read costs more than reading them."""
+class WithoutWeights(TorchFunctionMode):
+    """While it is on, models are built and not initialized: that costs more than reading weights does, and memory to
+    which nobody writes takes no room."""
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function in (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default):
-            return args[0]
-        return function(*args, **(kwargs or {}))
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if getattr(function, "__module__", None) != "torch.nn.init":
+            return function(*args, **(kwargs or {}))
 
 
 class GPTWithLoss(nn.Module):
@@ -466,7 +440,6 @@ class GPTWithLoss(nn.Module):
 HF_CONFIG = dict(
     model_type="gpt2",
     activation_function="gelu_new",
-    n_inner=None,
     layer_norm_epsilon=1e-5,
     tie_word_embeddings=True,
     scale_attn_weights=True,
@@ -476,13 +449,7 @@ HF_CONFIG = dict(
 # The same of a model that minimal.py does not compute. No program knows the name, so that none takes it for a GPT-2.
 CHANGED = dict(architectures=["ChangedGPT2"], model_type="changed-gpt2")
 OF_A_RUN = ("dropout", "attention")  # fields of GPTConfig that belong to whoever loads a model, not to its files
-SIZE_NAMES = {  # ours, and what transformers calls them, too
-    "n_positions": "max_position_embeddings",
-    "vocab_size": "vocab_size",
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "n_embd": "hidden_size",
-}
+SIZE_NAMES = ("n_positions", "vocab_size", "n_layer", "n_head", "n_embd")
 
 
 def local_directory(model, patterns: list[str]) -> Path:
@@ -501,28 +468,18 @@ def read_config(model, dropout: float = 0.0, attention: str = "flash") -> GPTCon
     """
     file = local_directory(model, ["config.json"]) / "config.json"
     hf = read_json_object(file)
-    found = HF_CONFIG | dict(model_type=None) | hf
-    for key, value in HF_CONFIG.items() if found["model_type"] != CHANGED["model_type"] else ():
-        if found[key] != value and key != "n_inner":
-            raise ValueError(
-                f"{file} does not describe a GPT-2 as computed here: {key} is {found[key]!r}, not {value!r}"
-            )
-    stored = {name: hf.get(name) for name in SIZE_NAMES}
-    for field in fields(GPTConfig):
-        if field.name in hf and field.name not in (*OF_A_RUN, *SIZE_NAMES):
-            stored[field.name] = hf[field.name]
-            if type(hf[field.name]) is not type(field.default):
-                raise ValueError(f"{file}: {field.name} is {hf[field.name]!r}, not like {field.default!r}")
+    if hf.get("model_type") != CHANGED["model_type"]:
+        found = HF_CONFIG | dict(model_type=None) | hf
+        for key, value in HF_CONFIG.items():
+            if found[key] != value:
+                raise ValueError(
+                    f"{file} does not describe a GPT-2 as computed here: {key} is {found[key]!r}, not {value!r}"
+                )
+    stored = dict.fromkeys(SIZE_NAMES) | {name: hf[name] for name in stored_fields() if name in hf}
     try:
-        config = GPTConfig(**stored, dropout=dropout, attention=attention)
+        return GPTConfig(**stored, dropout=dropout, attention=attention)
     except ValueError as e:
         raise ValueError(f"{file}: {e}") from e
-    for name, theirs in SIZE_NAMES.items():
-        if hf.get(theirs, stored[name]) != stored[name]:
-            raise ValueError(f"{file} has {name} {stored[name]} and {theirs} {hf[theirs]}; remove the wrong one")
-    if found["n_inner"] not in (None, 4 * config.n_embd):
-        raise ValueError(f"{file}: n_inner is {found['n_inner']!r}, and this code computes 4 n_embd only")
-    return config
 
 
 def stored_fields() -> list[str]:
@@ -538,52 +495,73 @@ def read_json_object(file: Path) -> dict:
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a directory's safetensors, under the names that `hf_state_dict` has. Raises ValueError."""
-    from safetensors import SafetensorError
+    """All tensors of a directory's safetensors: of one file, or of the parts of a large model, as its index lists them.
+    Any other file there, such as model_old.safetensors, is somebody's own. Raises ValueError."""
     from safetensors.torch import load_file
 
+    files = [path / "model.safetensors"]
+    index = path / "model.safetensors.index.json"
+    if index.exists() and not files[0].exists():
+        weight_map = read_json_object(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"{index} has no weight_map")
+        files = sorted({path / str(name) for name in weight_map.values()})
     state = {}
-    for file in weight_files(path):
+    for file in files:
         try:
             state |= load_file(file)
-        except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as e:
+        except FileNotFoundError as e:
+            raise ValueError(
+                f"{file} is missing, and pickled weights (pytorch_model.bin) are not read: "
+                "save the model again with safe_serialization=True"
+            ) from e
+        except Exception as e:  # safetensors and the system each raise their own
             raise ValueError(f"{file} cannot be read ({e}); it is damaged, or not a safetensors file") from e
     return state
 
 
-def own_names(tensors: dict, gpt: GPT, expected, origin: str) -> dict[str, torch.Tensor]:
-    """Tensors of a file under the names that this model has for them; those it has no name for keep theirs.
+def own_names(tensors: dict, gpt: GPT, path: Path) -> dict[str, torch.Tensor]:
+    """Tensors of a file under the names that `hf_state_dict` has for them; those it has no name for keep theirs.
 
     The hub's files leave the prefix out, and some hold the causal masks and a copy of the tied head. Raises ValueError
     for a copy that is none.
     """
-    known = gpt.state_dict(keep_vars=True)
-    first_name = {}
-    for name, p in known.items():
-        first_name.setdefault(id(p), name)
+    first_names = {}  # by tensor
+    own = {}  # by any name
+    for name, p in gpt.state_dict(keep_vars=True).items():
+        first_names.setdefault(id(p), name)
+        own[name] = own[name.removeprefix("transformer.")] = first_names[id(p)]
     state = {}
-    copies = {}
     for name, tensor in tensors.items():
-        own = name if name in known or "transformer." + name not in known else "transformer." + name
-        if own in expected:
-            state[own] = tensor
-        elif own in known:
-            copies[own] = tensor
-        elif not name.endswith((".attn.bias", ".attn.masked_bias")):
-            state[own] = tensor
-    for name, tensor in copies.items():
-        tied = first_name[id(known[name])]
-        if tied not in state or not torch.equal(tensor.float(), state[tied].float()):
-            raise ValueError(f"{origin}: {name} is not {tied}, but in this model.py they are tied")
+        if name.endswith((".attn.bias", ".attn.masked_bias")) and name not in own:
+            continue
+        first = own.get(name, name)
+        if first in state and not torch.equal(state[first].float(), tensor.float()):
+            raise ValueError(f"{path}: {name} and another copy of {first} differ, but in this model.py they are tied")
+        state[first] = tensor
     return state
 
 
 # --------------------------------------------------------------------------------------- a question and its answer
 
 
-def question(config: GPTConfig) -> list[int]:
-    """A short row of tokens."""
-    return [7919 * i % config.vocab_size for i in range(1, 1 + min(16, config.n_positions))]
+def question(config: GPTConfig, n: int = 16) -> list[int]:
+    """A row of at most n tokens."""
+    return [7919 * i % config.vocab_size for i in range(1, 1 + min(n, config.n_positions))]
+
+
+def has_answer_of_minimal(gpt: GPT, ids: list[int]) -> bool:
+    """Whether minimal.py computes the same of the same weights."""
+    import minimal
+
+    sizes = {name: getattr(gpt.config, name) for name in ("vocab_size", "n_layer", "n_head", "n_embd")}
+    with WithoutWeights():
+        theirs = minimal.GPT(minimal.Config(sequence_length=gpt.config.n_positions, **sizes))
+    try:
+        theirs.load_state_dict(gpt.state_dict(), assign=True)
+    except RuntimeError:  # other tensors
+        return False
+    return agree(gpt.answer(ids), GPT.answer(theirs, ids), 1e-4)
 
 
 def agree(logits, expected, tolerance: float) -> bool:
@@ -600,7 +578,8 @@ def check_answer(gpt: GPT, tensors: dict, path: Path) -> None:
     file = path / "config.json"
     config = read_json_object(file)
     stored = config.get("question")
-    if stored is None:
+    # transformers keeps what it does not know, also when it saves a model that it has trained
+    if stored is None or "transformers_version" in config:
         return
     try:
         ids = [int(i) for i in stored["ids"]]
@@ -614,8 +593,6 @@ def check_answer(gpt: GPT, tensors: dict, path: Path) -> None:
     accept = f"to use it all the same, remove `question` from {file}"
     exact = all(tensor.dtype == torch.float32 for tensor in tensors.values() if tensor.is_floating_point())
     if exact and not math.isclose(sum_of(gpt.hf_state_dict()), total, rel_tol=1e-6, abs_tol=1e-6):
-        if "transformers_version" in config:  # it keeps what it does not know when it saves a model that it has trained
-            return
         raise ValueError(f"{path} does not hold the weights that were saved with its config.json: averaged? {accept}")
     if not agree(found, expected, 1e-4 if exact else 0.05):
         difference = (found - expected).abs().max()
@@ -623,27 +600,3 @@ def check_answer(gpt: GPT, tensors: dict, path: Path) -> None:
             f"this model.py computes something else than the one that wrote {path}: logits differ by {difference:.2g}; "
             f"take that model.py, or, {accept}"
         )
-
-
-def weight_files(path: Path) -> list[Path]:
-    """The files that hold the weights: one, or the shards of a large model, as its index lists them. Any other file
-    there, such as model_old.safetensors, is somebody's own. Raises ValueError."""
-    whole = path / "model.safetensors"
-    if whole.exists():
-        return [whole]
-    index = path / "model.safetensors.index.json"
-    if index.exists():
-        weight_map = read_json_object(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ValueError(f"{index} has no weight_map")
-        return sorted({path / str(name) for name in weight_map.values()})
-    shards = sorted(path.glob("model-*-of-*.safetensors"))
-    models = {file.name.rpartition("-of-")[2] for file in shards}
-    if len(models) > 1:
-        raise ValueError(f"{path} has shards of two models, such as {shards[0].name}; remove those of the other one")
-    if not shards:
-        raise ValueError(
-            f"{path} has no model.safetensors, and pickled weights (pytorch_model.bin) are not read: "
-            "save the model again with safe_serialization=True"
-        )
-    return shards

@@ -23,7 +23,7 @@ import torch
 
 from bpe.formats import TOKENIZER_FILES
 from bpe.tokenizer import Tokenizer
-from model import GPT, GPTConfig, agree, local_directory, question, read_config
+from model import GPT, GPTConfig, WithoutWeights, agree, local_directory, question, read_config
 from parts.cli import TemporaryError, UserError
 from parts.files import replace_file, sha256, write_atomically
 from parts.generation import KVCache, next_logits
@@ -123,39 +123,44 @@ def save_model(directory: Path, model: GPT, tokenizer: Tokenizer) -> None:
 def notes_on(model: GPT) -> list[str]:
     """What is to be known about a model, perhaps a changed one, before it trains: nothing of a GPT-2.
 
-    All of it is asked, a few tokens each, and takes a second. Raises UserError for a model whose checkpoints would load
-    as another one.
+    What needs its weights is asked of the model, a few tokens; all else of a narrow one. Raises UserError for a model
+    whose checkpoints would load as another one.
     """
-    ids = question(model.config)
-    answer = model.answer(ids)
-    if not torch.equal(answer, model.answer(ids)):
+    narrow = model.narrow
+    ids = question(narrow.config)
+    answer = narrow.answer(ids)
+    if not torch.equal(answer, narrow.answer(ids)):
         return ["the model draws random numbers in evaluations, too: nobody can check what its checkpoints compute"]
     remedy = "GPT(config) in model.py must build all of the model"
+    with WithoutWeights():
+        loaded = GPT(model.config)
     try:
-        copies = {name: tensor.cpu() for name, tensor in model.hf_state_dict().items()}
-        loaded = GPT.from_tensors(model.config, copies, "a checkpoint of this model").answer(ids)
-    except (ValueError, RuntimeError) as e:
-        raise UserError(f"a checkpoint of this model could not be loaded: {str(e).splitlines()[0]}; {remedy}") from e
-    if not agree(loaded, answer, 1e-4):
-        difference = (loaded - answer).abs().max()
+        loaded.load_state_dict(model.state_dict(), assign=True)
+    except RuntimeError as e:
+        raise UserError(f"a checkpoint of this model could not be loaded: {' '.join(str(e).split())}; {remedy}") from e
+    row = question(model.config, 2)
+    expected = model.answer(row)
+    found = loaded.to(model.lm_head.weight.device).answer(row)
+    if not agree(found, expected, 1e-4):
+        difference = (found - expected).abs().max()
         raise UserError(
             f"a checkpoint of this model would load as another: logits differ by {difference:.2g}; {remedy}"
         )
     notes = []
-    idx = torch.tensor([ids], device=model.lm_head.weight.device)
-    logits = model.eval()(idx)
-    hidden = model.hidden(idx)
-    if not agree(model.lm_head(hidden), logits, 0.01):
+    idx = torch.tensor([ids], device=narrow.lm_head.weight.device)
+    logits = narrow.eval()(idx)
+    hidden = narrow.hidden(idx)
+    if not agree(narrow.lm_head(hidden), logits, 0.01):
         notes.append("forward() is not lm_head(hidden()), which is what samples and HellaSwag take")
     expected = torch.nn.functional.cross_entropy(logits[0].float(), idx[0])
-    if not agree(model.loss_of_hidden(hidden, idx), expected, 0.01):
+    if not agree(narrow.loss_of_hidden(hidden, idx), expected, 0.01):
         notes.append("the loss is not the cross-entropy of the logits: it is trained on, validated on and reported")
     if len(ids) > 1:
-        cache = KVCache(model, 1, len(ids))
-        next_logits(model, [ids[:-1]], cache)
-        if not agree(next_logits(model, [ids], cache)[0, ids].cpu(), answer, 0.01):
+        cache = KVCache(narrow, 1, len(ids))
+        next_logits(narrow, [ids[:-1]], cache)
+        if not agree(next_logits(narrow, [ids], cache)[0, ids].cpu(), answer, 0.01):
             notes.append("with the cache of generation it computes something else: samples are not the model's")
-    model.train()
+    narrow.train()
     if not model.is_gpt2:
         notes.append(
             "this is not a GPT-2: its checkpoints load, resume, sample and score with this model.py; transformers, "

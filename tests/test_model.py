@@ -14,10 +14,10 @@ from bpe.formats import TOKENIZER_FILES
 from bpe.tokenizer import Tokenizer
 from model import GPT, SIZES, GPTConfig, read_config
 from parts import loss as loss_module
-from parts.checkpoint import load_model, model_tokenizer
+from parts.checkpoint import load_model, model_tokenizer, notes_on
 from parts.data import IGNORED
 from parts.loss import LinearCrossEntropy, chunk_size, linear_cross_entropy, plain_cross_entropy
-from tests.helpers import assert_invalid, assert_refused, read_json, seeded, write_json
+from tests.helpers import assert_invalid, assert_refused, read_json, seeded, slow, write_json
 
 warnings.filterwarnings("ignore")
 
@@ -36,7 +36,7 @@ def tokens(*shape, seed=0, vocab=211):
 # ---- against transformers
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", ["gpt2", *map(slow, [name for name in SIZES if name != "gpt2"])])
 def test_logits_equal_those_of_transformers_in_both_directions(size, tmp_path):
     shape = SIZES[size] | {"n_layer": 2}
     torch.manual_seed(0)
@@ -64,7 +64,7 @@ def test_hub_files_without_prefix_and_with_masks_and_a_head_copy_are_read(tmp_pa
     assert torch.equal(GPT.from_pretrained(tmp_path)(idx), model(idx))
     state["lm_head.weight"][7, 7] += 1
     save_file(state, tmp_path / "model.safetensors")
-    assert_invalid("lm_head.weight", GPT.from_pretrained, tmp_path)
+    assert_invalid("copy of transformer.wte.weight differ", GPT.from_pretrained, tmp_path)
 
 
 @pytest.fixture
@@ -85,7 +85,6 @@ WRONG_VALUES = dict(
     n_head=[0, 3, "x"],
     vocab_size=[-5, 1e30],
     n_positions=[None, 0],
-    n_inner=[7, "x", [1]],
     model_type=["llama", None, 3],
     activation_function=["relu", None, []],
     layer_norm_epsilon=[1e-6, math.nan],
@@ -106,16 +105,10 @@ def test_a_malformed_config_is_refused_by_name(saved, kind):
         assert_invalid(f"config.json.*{key}", read, saved)
 
 
-@pytest.mark.parametrize("n_layer", [3, 1000, 2**20])
+@pytest.mark.parametrize("n_layer", [3, 2**20])
 def test_more_layers_than_the_weights_have_are_refused_at_once(saved, n_layer):
     write_json(saved / "config.json", CONFIG | dict(n_layer=n_layer))
     assert_invalid("config.json", GPT.from_pretrained, saved)
-
-
-@pytest.mark.parametrize("key", ["num_hidden_layers", "hidden_size", "num_attention_heads", "max_position_embeddings"])
-def test_a_size_that_transformers_finds_elsewhere_with_another_value_is_refused(saved, key):
-    write_json(saved / "config.json", CONFIG | {key: 1})
-    assert_invalid(f"{key} 1", read_config, saved)
 
 
 @pytest.mark.parametrize("size", ["n_positions", "vocab_size", "n_layer", "n_embd"])
@@ -173,8 +166,8 @@ def test_weights_that_are_no_finite_fractions_are_lost_or_unknown_are_refused(sa
 
 def test_weights_in_several_files_and_in_16_bits_are_read(saved):
     state = {k: v.bfloat16() for k, v in load_file(saved / "model.safetensors").items()}
-    (saved / "model.safetensors").unlink()
     shards(saved, state, 2)
+    (saved / "model.safetensors").unlink()
     read = GPT.from_pretrained(saved)
     for p, q in zip(read.parameters(), small().parameters(), strict=True):
         assert p.dtype == torch.float32
@@ -183,24 +176,27 @@ def test_weights_in_several_files_and_in_16_bits_are_read(saved):
 
 
 def shards(directory, state: dict, n: int) -> None:
-    """Write a state in n files, as transformers names them."""
+    """Write a state in n files and their index, as transformers does."""
     names = sorted(state)
+    weight_map = {}
     for i in range(n):
-        save_file({name: state[name] for name in names[i::n]}, directory / f"model-0000{i + 1}-of-0000{n}.safetensors")
+        file = f"model-0000{i + 1}-of-0000{n}.safetensors"
+        save_file({name: state[name] for name in names[i::n]}, directory / file)
+        weight_map |= dict.fromkeys(names[i::n], file)
+    write_json(directory / "model.safetensors.index.json", dict(weight_map=weight_map))
 
 
-def test_shards_of_another_model_are_not_mixed_in(saved):
+def test_shards_are_those_that_the_index_lists(saved):
     state = load_file(saved / "model.safetensors")
     (saved / "model.safetensors").unlink()
-    shards(saved, state, 2)
-    index = {name: f"model-0000{i % 2 + 1}-of-00002.safetensors" for i, name in enumerate(sorted(state))}
     shards(saved, {name: tensor + 1 for name, tensor in state.items()}, 3)
-    assert_invalid("shards of two models", GPT.from_pretrained, saved)
-    write_json(saved / "model.safetensors.index.json", dict(weight_map=index))
+    shards(saved, state, 2)
     assert torch.equal(GPT.from_pretrained(saved)(tokens(1, 8)), small()(tokens(1, 8)))
     for weight_map in ([], {"wte.weight": "gone"}):
         write_json(saved / "model.safetensors.index.json", dict(weight_map=weight_map))
         assert_invalid("index.json|gone", GPT.from_pretrained, saved)
+    (saved / "model.safetensors.index.json").unlink()
+    assert_invalid("model.safetensors is missing", GPT.from_pretrained, saved)
 
 
 def test_a_model_of_the_hub_is_downloaded_without_what_is_not_read(saved, monkeypatch):
@@ -269,6 +265,53 @@ def test_a_damaged_question_is_refused_by_name(saved, wrong):
     else:
         write_json(saved / "config.json", read_json(saved / "config.json") | dict(question=wrong))
     assert_invalid("question is damaged", GPT.from_pretrained, saved)
+
+
+# ---- what is a GPT-2
+
+
+class SoftCap(GPT):
+    """With weights as they are drawn its logits are too small to show it."""
+
+    def forward(self, idx):
+        return 30 * torch.tanh(super().forward(idx) / 30)
+
+
+class Window(GPT):
+    def hidden(self, idx, positions=None, mask=None, cache=None):
+        if mask is None:
+            mask = torch.ones(idx.size(1), idx.size(1), dtype=torch.bool).tril().triu(-300)
+        return super().hidden(idx, positions, mask, cache)
+
+
+class MoreTensors(GPT):
+    def __init__(self, config):
+        super().__init__(config)
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+
+class SizesOfItsOwn(GPT):
+    def hidden(self, idx, positions=None, mask=None, cache=None):
+        return super().hidden(idx, positions, mask, cache).unflatten(-1, (32, 3)).flatten(-2)
+
+
+@pytest.mark.parametrize("kind", [GPT, SoftCap, Window, MoreTensors, SizesOfItsOwn])
+def test_a_model_is_a_gpt2_if_it_computes_what_minimal_py_does(kind):
+    torch.manual_seed(0)
+    model = kind(GPTConfig(**SMALL | dict(n_positions=512, n_embd=96)))
+    drawn = torch.get_rng_state()
+    assert model.is_gpt2 == (kind is GPT)
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
+def test_a_model_that_its_config_does_not_build_is_refused_before_it_is_trained():
+    model = small()
+    assert notes_on(model) == []
+    model.transformer.h[0].ln_1.eps = 0.5
+    assert_refused("would load as another: logits differ by ", notes_on, model)
+    model.transformer.h[0].ln_3 = torch.nn.LayerNorm(32)
+    assert_refused("could not be loaded.*ln_3", notes_on, model)
 
 
 # ---- numbers that are known
