@@ -61,7 +61,7 @@ class Splitter:
 
     def __init__(self, pattern: str):
         """Raises ValueError for a regular expression that does not compile."""
-        self.cut = self.last_cut = None
+        self.cut = None
         if pattern not in KNOWN:
             self.theirs = by_pattern(pattern)
         for known, ascii_twin, cut in PATTERNS.values():
@@ -69,7 +69,6 @@ class Splitter:
                 self.find = regex.compile(pattern).findall
                 self.find_ascii = re.compile(ascii_twin).findall
                 self.cut = regex.compile(cut)
-                self.last_cut = regex.compile(cut, regex.REVERSE)
 
     def split(self, text: str) -> list[str]:
         if not self.cut:

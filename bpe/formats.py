@@ -32,6 +32,7 @@ from bpe.chunks import BYTE_ORDER, BYTE_TO_RANK, KNOWN, PATTERNS, PRINTABLE, SIN
 
 ENDOFTEXT = "<|endoftext|>"
 HIGHEST_ID = 2**24  # tables are as long as the highest id: a damaged file must not fill the memory
+CONTENTS = ("tokenizer.json", "tokenizer.tiktoken", "vocab.json", "merges.txt")
 TOKENIZER_FILES = ["tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json", "added_tokens.json"]
 Merges = list[tuple[bytes, bytes]]
 Specials = Collection[str] | dict[str, int]
@@ -54,36 +55,30 @@ GPT2_FILES = {
 
 
 def save(tok, path: str | os.PathLike, model_max_length: int | None = None) -> None:
-    """Write `path`, a Hugging Face tokenizer.json that holds everything, and beside it what else `contents` has.
+    """Write `path`, a Hugging Face tokenizer.json that holds everything, and a .tiktoken file beside it.
 
-    A directory is what transformers.AutoTokenizer.from_pretrained reads: it gets tokenizer.json, a .tiktoken file,
-    tokenizer_config.json with `model_max_length`, the context of a model, and vocab.json and merges.txt for older
-    readers.
+    A directory is what transformers.AutoTokenizer.from_pretrained reads: it gets all that `contents` has, and
+    tokenizer_config.json with `model_max_length`, the context of a model.
     """
     path = Path(path)
-    in_folder = path.suffix != ".json" or path.is_dir()
-    if in_folder:
-        path = path / "tokenizer.json"
-    found = tok.contents
-    files = {path: found["tokenizer.json"], path.with_suffix(".tiktoken"): found.get("tokenizer.tiktoken")}
-    if in_folder:
+    if path.suffix == ".json" and not path.is_dir():
+        files = {path.with_suffix(Path(name).suffix): tok.contents.get(name) for name in CONTENTS[:2]}
+    else:
         config = dict(tokenizer_class="PreTrainedTokenizerFast") | transformers_options(tok)
         if model_max_length:
             config["model_max_length"] = model_max_length
-        files[path.with_name("tokenizer_config.json")] = json.dumps(config, indent=2) + "\n"
-        for name in ("vocab.json", "merges.txt"):
-            files[path.with_name(name)] = found.get(name)
-    path.parent.mkdir(parents=True, exist_ok=True)
+        files = {path / name: tok.contents.get(name) for name in CONTENTS}
+        files[path / "tokenizer_config.json"] = json.dumps(config, indent=2) + "\n"
     for file, content in files.items():
-        if content is None:
-            file.unlink(missing_ok=True)  # an older one would belong to another tokenizer
-        else:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.unlink(missing_ok=True)  # an older one would belong to another tokenizer
+        if content is not None:
             file.write_text(content, encoding="utf-8", newline="\n")
 
 
 def contents(tok) -> dict[str, str]:
-    """{file name: content}. There is no .tiktoken if tiktoken has no form for these ids, and vocab.json and merges.txt,
-    which do not say how text is split, are only there if GPT-2's pattern splits it."""
+    """{name in CONTENTS: content}. There is no .tiktoken if tiktoken has no form for these ids, and vocab.json and
+    merges.txt, which do not say how text is split, are only there if GPT-2's pattern splits it."""
     theirs = to_tokenizers(tok)
     files = {"tokenizer.json": theirs.to_str(pretty=True) + "\n"}
     with contextlib.suppress(ValueError):
@@ -133,7 +128,11 @@ def read(path: Path) -> str:
         )
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(path).backend_tokenizer.to_str()
+    theirs = AutoTokenizer.from_pretrained(path).backend_tokenizer
+    merges = json.loads(theirs.to_str())["model"]["merges"]
+    if theirs.get_vocab_size() > 256 + len(merges) + len(theirs.get_added_tokens_decoder()):
+        raise ValueError(f"its merges.txt has {len(merges)} merges, fewer than vocab.json has tokens: it is cut short")
+    return theirs.to_str()
 
 
 def open_tokenizers(text: str) -> Tokenizer:
@@ -161,38 +160,32 @@ def check_ids(ids: list[int]) -> None:
 
 # Settings that change no id: nothing is unknown if all bytes are tokens, and offsets are no ids.
 WITHOUT_EFFECT = {"type", "vocab", "merges", "unk_token", "fuse_unk"}
-BYTE_LEVEL = dict(type="ByteLevel", add_prefix_space=False, use_regex=True)
 
 
 def parts_of(theirs: Tokenizer) -> Parts:
     """Raises ValueError for everything but byte-level BPE with nothing around it."""
     content = json.loads(theirs.to_str())
     model = content["model"]
-    plain = model["type"] == "BPE" and not content["normalizer"]
-    plain = plain and not any(value for key, value in model.items() if key not in WITHOUT_EFFECT)
     added = content["added_tokens"]
-    plain = plain and all(token["special"] for token in added) and len({t["normalized"] for t in added}) < 2
-    plain = plain and not any(token[flag] for token in added for flag in ("single_word", "lstrip", "rstrip"))
-    pattern = split_pattern(content["pre_tokenizer"])
-    if not plain or pattern is None:
+    first = content["pre_tokenizer"] or {}
+    *split, last = first.get("pretokenizers", [first])
+    pattern = split[0].get("pattern", {}).get("Regex") if split else "gpt2"
+    expected = [dict(type="Split", pattern=dict(Regex=pattern), behavior="Isolated", invert=False)] if split else []
+    expected.append(dict(type="ByteLevel", add_prefix_space=False, use_regex=not split))
+    last.pop("trim_offsets", None)
+    around = [
+        content["normalizer"],
+        *(value for key, value in model.items() if key not in WITHOUT_EFFECT),
+        *(token[flag] for token in added for flag in ("single_word", "lstrip", "rstrip")),
+        *(not token["special"] for token in added),
+        len({token["normalized"] for token in added}) > 1,
+    ]
+    if model["type"] != "BPE" or [*split, last] != expected or any(around):
         raise ValueError("it is not byte-level BPE and nothing else")
     special = {token["content"]: token["id"] for token in added}
     merges = [(unshow(a), unshow(b)) for a, b in model["merges"]]
     ids = {unshow(token): i for token, i in model["vocab"].items() if token not in special}
     return merges, full_pattern(pattern), special, ids
-
-
-def split_pattern(pre_tokenizer: dict | None) -> str | None:
-    """The pattern by which a byte-level pre-tokenizer splits text; None for what does anything else."""
-    steps = (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer])
-    last = {key: value for key, value in (steps[-1] or {}).items() if key != "trim_offsets"}
-    if len(steps) == 1 and last == BYTE_LEVEL:
-        return "gpt2"
-    if len(steps) == 2 and last == BYTE_LEVEL | dict(use_regex=False):
-        pattern = steps[0].get("pattern", {}).get("Regex")
-        if steps[0] == dict(type="Split", pattern=dict(Regex=pattern), behavior="Isolated", invert=False):
-            return pattern
-    return None
 
 
 def unshow(token: str) -> bytes:
@@ -220,10 +213,8 @@ def bytes_of_tokens(theirs: Tokenizer) -> dict[int, bytes]:
             vocab[i] = bytes.fromhex(one_byte[1])
         elif not byte_level:
             vocab[i] = theirs.decoder.decode(["a", token])[1:].encode()  # the first token may lose its space
-        elif set(token) <= CHAR_TO_BYTE.keys():
-            vocab[i] = unshow(token)
         else:
-            vocab[i] = token.encode()  # as the decoder takes it
+            vocab[i] = unshow(token)
     missing = set(SINGLE_BYTES) - set(vocab.values())
     if missing:
         raise ValueError(f"it has no token for the byte {min(missing)!r}, so that it would lose some texts")

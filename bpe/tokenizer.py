@@ -19,7 +19,7 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from operator import itemgetter
@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from bpe import formats
-from bpe.chunks import BLOCK, KNOWN, SINGLE_BYTES, any_of, full_pattern, splitter, valid_unicode
+from bpe.chunks import KNOWN, SINGLE_BYTES, any_of, full_pattern, splitter, valid_unicode
 from bpe.formats import CHAR_TO_BYTE, ENDOFTEXT, Specials
 from bpe.training import TIE_BREAKS, Options, learn
 from bpe.training import cpu_count as cpu_count  # other folders take it from here
@@ -144,9 +144,17 @@ class Tokenizer:
         Any other special token in the text raises ValueError, since a text from outside should not be able to end a
         document; with `disallowed_special=()` it is encoded as ordinary text. The rules are tiktoken's.
         """
-        allowed = self._allowed_in(text, allowed_special, disallowed_special)
-        if not allowed:
-            return self.encode_ordinary(text)
+        found = {special for special in self.special_tokens if special in text}
+        allowed = found if allowed_special == "all" else found & set(allowed_special)
+        for special in found - allowed if disallowed_special == "all" else disallowed_special:
+            if special in text:
+                raise ValueError(
+                    f"the text holds the special token {special!r}; pass allowed_special={{{special!r}}}, "
+                    "or disallowed_special=() to encode it as ordinary text"
+                )
+        return self._encode(text, tuple(allowed), found) if allowed else self.encode_ordinary(text)
+
+    def _encode(self, text: str, allowed: tuple[str, ...], found: set[str]) -> list[int]:
         ids = []
         for part in any_of(allowed).split(text):  # text, special token, text, ..., text
             if part in allowed:
@@ -155,43 +163,20 @@ class Tokenizer:
                 ids += self.encode_ordinary(part)
         return ids
 
-    def _allowed_in(self, text: str, allowed: Names, disallowed: Names) -> tuple[str, ...]:
-        """The special tokens in `text` that become ids. Raises ValueError for those that may not be there."""
-        found = {special for special in self.special_tokens if special in text}
-        allowed = found if allowed == "all" else found.intersection(as_names(allowed))
-        for special in found - allowed if disallowed == "all" else as_names(disallowed):
-            if special in text:
-                raise ValueError(
-                    f"the text holds the special token {special!r}; pass allowed_special={{{special!r}}}, "
-                    "or disallowed_special=() to encode it as ordinary text"
-                )
-        return tuple(allowed)
-
     def encode_batch(self, texts: Iterable[str], *, num_threads: int = 8, **special: Names) -> list[list[int]]:
         """`encode` with its options for every text, in threads."""
         with ThreadPoolExecutor(num_threads) as threads:
             return list(threads.map(partial(self.encode, **special), texts))
-
-    def encode_iterable(self, texts: Iterable[str], *, block: int = BLOCK, **special: Names) -> Iterator[int]:
-        """The ids that `encode` with its options gives for all texts joined, such as the lines of an open file.
-
-        Holds about `block` characters at a time if the pattern is gpt2 or cl100k, which say where text may be cut, and
-        no special token has a space in it; otherwise the whole text.
-        """
-        cuttable = self.pattern in KNOWN and all(s.split() == [s] for s in self.special_tokens)
-        waiting = ""
-        for text in texts:
-            waiting += text
-            if len(waiting) >= block and cuttable and (cut := splitter(self.pattern).last_cut.search(waiting)):
-                yield from self.encode(waiting[: cut.start()], **special)
-                waiting = waiting[cut.start() :]
-        yield from self.encode(waiting, **special)
 
     @cached_property
     def _tokenizers(self):
         theirs = formats.open_tokenizers(self.contents["tokenizer.json"])
         theirs.encode_special_tokens = True  # as ordinary text
         return theirs
+
+    def __getstate__(self) -> dict:
+        """For pickle and copy: `tokenizers` forgets there that special tokens are text."""
+        return {name: value for name, value in vars(self).items() if name != "_tokenizers"}
 
     # ---- decoding
 
@@ -221,10 +206,6 @@ class Tokenizer:
     @property
     def eot_token(self) -> int | None:
         return self.special_tokens.get(ENDOFTEXT)
-
-    def __reduce__(self):
-        """For pickle and copy: without objects of other libraries."""
-        return Tokenizer, (self.merges, self.pattern, self.special_tokens, self.ordinary)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -269,7 +250,7 @@ class Tokenizer:
         damaged, or whose tokens cannot be counted in bytes.
         """
         if str(path) == "gpt2" and not os.path.exists(path):
-            return cls._gpt2()
+            return cls.from_tiktoken("gpt2")
         if not os.path.exists(path):
             raise ValueError(
                 f"no tokenizer at {path or 'an empty name'}; "
@@ -284,19 +265,6 @@ class Tokenizer:
         except Exception as e:  # `tokenizers` raises nothing more specific
             reason = f"it has no {e}" if isinstance(e, KeyError) else str(e).partition("\n")[0]
             raise ValueError(f"cannot use the tokenizer {path}: {reason}; choose another, or get it again") from None
-
-    @classmethod
-    def _gpt2(cls) -> "Tokenizer":
-        """GPT-2's, of tiktoken, or from the cache of the hub if tiktoken cannot get it."""
-        try:
-            return cls.from_tiktoken("gpt2")
-        except ValueError:
-            from huggingface_hub import hf_hub_download
-
-            for repo in ("openai-community/gpt2", "gpt2"):
-                with contextlib.suppress(Exception):  # whatever it raises, the file is not there
-                    return cls.load(hf_hub_download(repo, "tokenizer.json", local_files_only=True))
-            raise
 
     @classmethod
     def from_tiktoken(cls, encoding) -> "Tokenizer":
@@ -322,18 +290,11 @@ class ForeignTokenizer(Tokenizer):
         added = self._marked.get_added_tokens_decoder()
         self.special_tokens = {token.content: i for i, token in sorted(added.items()) if token.special}
 
-    def encode(self, text: str, *, allowed_special: Names = (), disallowed_special: Names = "all") -> list[int]:
-        """As `Tokenizer.encode`, but of the special tokens in a text either all become ids or none."""
-        allowed = self._allowed_in(text, allowed_special, disallowed_special)
-        if not allowed and allowed_special != "all":
-            return self.encode_ordinary(text)
-        for special in self.special_tokens.keys() - set(allowed):
-            if special in text:
-                raise ValueError(f"the text holds {allowed[0]!r} and {special!r}: allow both special tokens, or none")
+    def _encode(self, text: str, allowed: tuple[str, ...], found: set[str]) -> list[int]:
+        """Of the special tokens in a text either all become ids or none."""
+        if len(allowed) < len(found):
+            raise ValueError(f"the text holds {', '.join(sorted(found))}: allow all of these special tokens, or none")
         return self._marked.encode(valid_unicode(text), add_special_tokens=False).ids
-
-    def __reduce__(self):
-        return ForeignTokenizer, (self.contents["tokenizer.json"],)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -368,10 +329,6 @@ def check_special(names: Iterable[str], ordinary: Collection[bytes]) -> None:
             raise ValueError("a special token is empty; give it a name")
         if set(name) <= CHAR_TO_BYTE.keys() and (not name.isascii() or name.encode() in ordinary):
             raise ValueError(f"Hugging Face would take the special token {name!r} for bytes; choose another name")
-
-
-def as_names(names: Names) -> Collection[str]:
-    return (names,) if isinstance(names, str) else names
 
 
 def visible(token: bytes) -> str:

@@ -12,7 +12,6 @@ scripts and for transformers.AutoTokenizer. This file knows nothing of models, s
 
 import contextlib
 import itertools
-import shutil
 import sys
 import warnings
 from collections import Counter
@@ -29,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bpe.tokenizer import ENDOFTEXT, Tokenizer, visible
 from parts.cli import Count, Positive, Tokens, UserError, parse_args, script
 from parts.files import set_aside
-from parts.texts import discard, open_texts
+from parts.texts import open_texts
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,6 @@ class Config:
 
 HELD_OUT = 2**20  # characters to measure compression on; the last text is taken whole
 BLOCK = 2**22  # characters of a .txt that are counted together
-DOWNLOADS = ".downloads"  # folder in OUT for files of the hub, until they have been read
 
 
 def main() -> None:
@@ -74,8 +72,7 @@ def main() -> None:
     except ValueError as e:  # too small a vocabulary, or a pattern that leaves out some of the text
         raise UserError(f"{e}; see --help") from None
     out = Path(config.out)  # written before anything is printed, because printing to `| head` may fail
-    shutil.rmtree(out / DOWNLOADS, ignore_errors=True)
-    renamed = f"renamed the old {out} to {set_aside(out)}\n" if holds_files(out) else ""
+    renamed = f"renamed the old {out} to {set_aside(out)}\n" if any(out.iterdir()) else ""
     tok.save(out)
     print(f"\n{len(tok):,} tokens from {texts.train_bytes:,} bytes")
     if n := skipped["no text"]:
@@ -94,7 +91,9 @@ def as_note(message, *_) -> str:
 
 def check(config: Config) -> None:
     """Catch bad options before hours of reading. Raises UserError."""
-    if holds_files(Path(config.out)) and not config.overwrite:
+    out = Path(config.out)
+    out.mkdir(parents=True, exist_ok=True)
+    if any(out.iterdir()) and not config.overwrite:
         raise UserError(f"--out {config.out} is not empty; pass --overwrite to rename it, or choose another directory")
     try:
         Tokenizer((), config.pattern, config.special_tokens)
@@ -102,40 +101,31 @@ def check(config: Config) -> None:
         raise UserError(f"{e}; see --help") from None
 
 
-def holds_files(out: Path) -> bool:
-    return any(file.name != DOWNLOADS for file in out.glob("*"))
-
-
 # ---- reading
 
 
 def read_texts(config: Config, skipped: Counter | None = None) -> Iterator[str]:
-    """All texts of all inputs, each file once; a .txt comes in blocks of documents. Counts in `skipped` the documents
-    that are left out, by reason. Raises UserError."""
+    """All texts of all inputs, each file once; a .txt comes in blocks of documents, which are most often small. Counts
+    in `skipped` the documents that are left out, by reason. Raises UserError."""
     skipped = Counter() if skipped is None else skipped
-    folder = Path(config.out) / DOWNLOADS
     source = config.input or (str(Path(__file__).with_name("manual.txt")),)
     texts = open_texts(source, config.text_field, config.subset, config.split)
     for note in texts.notes:
         tqdm.write(f"note: {note}")
-    folder.mkdir(parents=True, exist_ok=True)  # if OUT cannot be written, fail before the training
-    number = 0
-    block = []  # of a .txt, whose documents are most often small
-    for place, batch in texts.batches(downloads=folder):
-        if block and (place["file"] != number or sum(map(len, block)) >= BLOCK):
-            yield "".join(block)
-            block = []
-        if place["file"] != number:
-            number = place["file"]
-            discard(texts.files[:number], folder)
-        found = [text for text in batch if text]
-        skipped["no text"] += batch.count(None)
-        if texts.files[number].kind == "text":
+    for number, batches in itertools.groupby(texts.batches(), lambda batch: batch[0]["file"]):
+        block = []
+        for _, batch in batches:
+            skipped["no text"] += batch.count(None)
+            found = filter(None, batch)
+            if texts.files[number].kind != "text":
+                yield from found
+                continue
             block += found
-        else:
-            yield from found
-    if block:
-        yield "".join(block)
+            if sum(map(len, block)) >= BLOCK:
+                yield "".join(block)
+                block = []
+        if block:
+            yield "".join(block)
 
 
 def limit(texts: Iterator[str], max_bytes: int) -> Iterator[str]:

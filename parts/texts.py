@@ -244,7 +244,7 @@ class Texts(NamedTuple):
         return [size_of(file.path) for file in self.files]
 
     def text_bytes(self, sizes: list[int]) -> int:
-        """About how many bytes of text files of these sizes hold: as many as the first .parquet has, or by the names."""
+        """About how many bytes of text files of these sizes hold: as many as the first .parquet has, or by name."""
         total = 0
         ratio = None
         for file, size in zip(self.files, sizes, strict=True):

@@ -242,17 +242,6 @@ def test_ids_do_not_depend_on_which_library_encodes(tok):
     assert tok.encode("\ud83d\ude00") == tok.encode("😀")
 
 
-def test_encode_iterable_streams(tok):
-    """Ids come before the input has ended."""
-
-    def endless():
-        while True:
-            yield TEXTS["english"][0]
-
-    ids = tok.encode_iterable(endless())
-    assert tok.decode([next(ids) for _ in range(100)]) in TEXTS["english"][0]
-
-
 # ---- decoding
 
 

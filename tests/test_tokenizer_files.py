@@ -203,6 +203,13 @@ def test_damaged_files_of_gpt2_are_one_error(published, name, content):
     assert_invalid(f"cannot use the tokenizer {folder}: [^\n]*; choose", Tokenizer.load, folder)
 
 
+def test_merges_that_were_cut_between_two_lines_are_noticed(published):
+    folder = published[1]
+    lines = (folder / "merges.txt").read_text().splitlines(keepends=True)
+    (folder / "merges.txt").write_text("".join(lines[:-1]))
+    assert_invalid("fewer than vocab.json has tokens: it is cut short", Tokenizer.load, folder)
+
+
 def test_files_of_an_earlier_tokenizer_do_not_stay(published):
     """vocab.json does not say how text is split, so there is none for the pattern of GPT-4."""
     folder = published[1].parent / "whole"
@@ -215,21 +222,11 @@ def test_a_folder_without_a_tokenizer_is_told_how_to_get_one(tmp_path):
     assert_invalid(words, Tokenizer.load, tmp_path)
 
 
-def test_gpt2_is_found_where_transformers_keeps_it(published, offline):
-    """Without a network, and without tiktoken's files."""
-    tok, folder = published
-    snapshot = offline / "models--openai-community--gpt2/snapshots/abc"
-    shutil.copytree(folder.parent / "whole", snapshot)
-    (snapshot.parents[1] / "refs").mkdir()
-    (snapshot.parents[1] / "refs/main").write_text("abc")
-    assert_same(tok, Tokenizer.load("gpt2"))
-
-
 @pytest.mark.parametrize("model", ["gpt2", "openai-community/gpt2-xl"])
 def test_a_model_of_openai_whose_weights_alone_are_here_has_gpt2s_tokenizer(tmp_path, monkeypatch, model):
     monkeypatch.setattr(checkpoint, "local_directory", lambda *_: tmp_path)
     monkeypatch.setattr(checkpoint, "load_shape", lambda _: GPTConfig())
-    monkeypatch.setattr(Tokenizer, "_gpt2", lambda: Tokenizer(()))
+    monkeypatch.setattr(Tokenizer, "from_tiktoken", lambda _: Tokenizer(()))
     assert_same(checkpoint.model_tokenizer(model), Tokenizer(()))
     assert_refused("has neither", checkpoint.model_tokenizer, "somebody/gpt2")
 
