@@ -97,7 +97,7 @@ def write_atomically(path: Path, fill: Callable[[Path], None]) -> None:
     old one stays complete, and `path` is never partial.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
+    remove_leftovers(path.parent, path.name)
     try:
         with errors_name(path):
             temporary.mkdir(parents=True)

@@ -199,8 +199,12 @@ def sha256_of_code() -> str:
 
 
 def job_id() -> str:
-    """What torchrun or SLURM call all starts of one job; "" for a process that nobody restarts."""
-    return os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID", "")
+    """What SLURM or torchrun call all starts of one job; "" for a process that nobody restarts.
+
+    When SLURM starts a job again, its torchrun has another id. Without --rdzv_id, that of every torchrun is `none`.
+    """
+    job = os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return f"none of process {os.getppid()}" if job == "none" else job
 
 
 # ---------------------------------------------------------------------------------------------------------- the run
@@ -285,6 +289,10 @@ class Run:
         if self.max_steps < self.step or self.max_steps == self.step != state["config"].get("max_steps", self.step):
             raise UserError(
                 f"--max_steps {self.max_steps} is not beyond step {self.step} of {checkpoint}; give a larger one"
+            )
+        if 0 < getattr(self.config, "stop_at", 0) <= self.step < self.max_steps:
+            raise UserError(
+                f"--stop_at {self.config.stop_at} is not beyond step {self.step} of {checkpoint}; give a larger one"
             )
 
     # ---- the loop
