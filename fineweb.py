@@ -37,7 +37,7 @@ from tqdm import tqdm
 from bpe.tokenizer import Tokenizer, cpu_count
 from parts.cli import Count, Stopped, Tokens, UserError, counted, parse_args, script
 from parts.data import new_manifest, read_manifest, summary
-from parts.files import exclusive_lock, free_bytes, remove_leftovers
+from parts.files import errors_name, exclusive_lock, free_bytes, remove_leftovers
 from parts.shards import Writer, load_tokenizer, shard_dtype, shard_name, verify
 from parts.texts import AHEAD, START, Texts, discard, open_texts
 
@@ -138,7 +138,8 @@ def write_shards(config: Config, texts: Texts, manifest: dict, tok: Tokenizer, e
     n_notes = len(texts.notes)
     writer = Writer(out_dir, manifest, tok, config.shard_size, config.limit_tokens)
     if not shards:  # else others may be reading it
-        tok.save(out_dir / "tokenizer.json")
+        with errors_name(out_dir / "tokenizer.json"):
+            tok.save(out_dir / "tokenizer.json")
     bar = tqdm(total=expected, initial=writer.n_tokens, unit="tok", unit_scale=True, disable=None, dynamic_ncols=True)
     with bar:
         batches = texts.batches(manifest["next"], downloads)

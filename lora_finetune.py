@@ -442,7 +442,9 @@ def write_merged(config: Config, adapter: str) -> None:
 
     def write(path: Path) -> None:
         save_model(path, model, tokenizer)
-        if not copy_chat_files(lora.folders_of(config.base, adapter), path, tokenizer):
+        if home := copy_chat_files(lora.folders_of(config.base, adapter), path, tokenizer):
+            print(f"its chat template is that of {home}")
+        else:
             print("neither adapter nor base has a chat template: servers will take no messages for the merged model")
 
     write_atomically(out, write)

@@ -126,6 +126,9 @@ def converse(generate_more: Callable, chat: Chat, tokenizer, n_positions: int, m
         messages.append(dict(role="user", content=said))
         while len(ids := chat.prompt_ids(messages)) > n_positions - most and len(messages) > 1:
             del messages[:2]
+            print(f"note: a context of {n_positions} tokens is full; the oldest turn is dropped", file=sys.stderr)
+        if len(ids) > n_positions:
+            print(f"note: of these {len(ids):,} tokens the model reads the last {n_positions}", file=sys.stderr)
         steps = generate_more([ids], most, stop_tokens=chat.end_tokens)
         answer = ""
         for text in stream(steps, tokenizer, chat.end_tokens):

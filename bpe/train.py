@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bpe.tokenizer import ENDOFTEXT, Tokenizer, visible
 from parts.cli import Count, Positive, Tokens, UserError, parse_args, script
-from parts.files import set_aside
+from parts.files import errors_name, set_aside
 from parts.texts import open_texts
 
 
@@ -73,7 +73,13 @@ def main() -> None:
         raise UserError(f"{e}; see --help") from None
     out = Path(config.out)  # written before anything is printed, because printing to `| head` may fail
     renamed = f"renamed the old {out} to {set_aside(out)}\n" if any(out.iterdir()) else ""
-    tok.save(out)
+    try:
+        with errors_name(out):
+            tok.save(out)
+    except OSError:
+        for file in out.glob("*"):  # a part of a tokenizer would keep the same command from working
+            file.unlink()
+        raise
     print(f"\n{len(tok):,} tokens from {texts.train_bytes:,} bytes")
     if n := skipped["no text"]:
         print(f"skipped documents: {n:,} (no text)")
@@ -110,6 +116,7 @@ def read_texts(config: Config, skipped: Counter | None = None) -> Iterator[str]:
     skipped = Counter() if skipped is None else skipped
     source = config.input or (str(Path(__file__).with_name("manual.txt")),)
     texts = open_texts(source, config.text_field, config.subset, config.split)
+    n_notes = len(texts.notes)
     for note in texts.notes:
         tqdm.write(f"note: {note}")
     for number, batches in itertools.groupby(texts.batches(), lambda batch: batch[0]["file"]):
@@ -126,6 +133,8 @@ def read_texts(config: Config, skipped: Counter | None = None) -> Iterator[str]:
                 block = []
         if block:
             yield "".join(block)
+    for note in texts.notes[n_notes:]:
+        tqdm.write(f"note: {note}")
 
 
 def limit(texts: Iterator[str], max_bytes: int) -> Iterator[str]:

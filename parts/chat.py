@@ -110,7 +110,10 @@ class Chat:
         from jinja2 import TemplateError
 
         try:
-            return self.reader.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = self.reader.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            if not text:
+                raise ValueError("it writes nothing")
+            return text
         except (TemplateError, TypeError, ValueError) as e:  # the last two are of what a template computes
             raise UserError(
                 f"the chat template of {self.whose or 'this project'} refuses these messages: {e}"
@@ -172,14 +175,15 @@ def end_tokens(folders: list[Path], tokenizer: Tokenizer) -> set[int]:
 
 
 def end_of_turn(reader, tokenizer: Tokenizer) -> set[int]:
-    """The special token that a template writes right after an answer: it ends the answer, whatever the files name."""
+    """The special token that a template writes after an answer, perhaps after white space: it ends the answer, whatever
+    the files name."""
     from jinja2 import TemplateError
 
     answer = "Xyzzy"
     messages = [dict(role="user", content="Hi"), dict(role="assistant", content=answer)]
     after = ""
     with suppress(TemplateError, TypeError, ValueError):  # it may want other messages
-        after = reader.apply_chat_template(messages, tokenize=False).rpartition(answer)[2]
+        after = reader.apply_chat_template(messages, tokenize=False).rpartition(answer)[2].lstrip()
     return {i for special, i in tokenizer.special_tokens.items() if after.startswith(special)}
 
 
@@ -211,16 +215,16 @@ def write_template(path: Path, text: str, tokens: dict | None = None) -> None:
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def copy_chat_files(folders: list[Path], path: Path, tokenizer: Tokenizer) -> bool:
+def copy_chat_files(folders: list[Path], path: Path, tokenizer: Tokenizer) -> Path | None:
     """Give the model in `path` the template of the first of `folders` that has one, with the tokens that it may name,
-    and all ends that they name. Returns whether there is one."""
+    and all ends that they name. Returns that folder."""
     home = next((folder for folder in folders if own_template(folder)), None)
     if home is None:
-        return False
+        return None
     named = settings_of(home, "tokenizer_config.json")
     write_template(path, own_template(home), {key: value for key, value in named.items() if key.endswith("_token")})
     ends = sorted(chat_of(folders, tokenizer, str(home)).end_tokens)
     settings = path / "generation_config.json"
     content = read_json(settings) | dict(eos_token_id=ends if len(ends) > 1 else ends[0])
     settings.write_text(json.dumps(content, indent=2) + "\n")
-    return True
+    return home

@@ -91,7 +91,7 @@ def counts_of(unread: list[dict], unit: str) -> str:
     counts = Counter(key for found in unread for key in found)
     parts = []
     for key, n in counts.most_common():
-        always_off = n == len(unread) and all(parsed(found[key]) == 0 for found in unread)
+        always_off = all(parsed(found[key]) == 0 for found in unread if key in found)
         number = f"{n:,}" if parts or not unit else counted(n, unit)
         parts.append(f"{key} in {number}{' (false or 0 in all of them)' if always_off else ''}")
     return ", ".join(parts)

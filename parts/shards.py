@@ -33,7 +33,7 @@ from parts.data import (
     summary,
 )
 from parts.files import errors_name, exclusive_lock, flush, sha256, write_atomically
-from parts.texts import LONG, one_document, plain_texts, readable, refuse_foreign, texts_of
+from parts.texts import ENDOFTEXT, LONG, joined_documents, one_document, plain_texts, readable, refuse_foreign, texts_of
 
 TRAIN_FRACTION = 0.9  # of a text's characters; the rest is the validation split
 LARGEST_TEXT = 10**9  # bytes of a .txt; its tokens take ten times as many, as Python's numbers
@@ -199,6 +199,8 @@ def prepare_text(source: str, tokenizer: str, vocab_size: int, cache: Path) -> t
     )
     if len(texts) == 1 and len(parts["train"]) == 1 and len(texts[0]) > LONG:
         notes.append(one_document(source))
+    if any(ENDOFTEXT in document for documents in parts.values() for document in documents):
+        notes.append(joined_documents(source))
     tok = None if tokenizer == "train" else load_tokenizer(tokenizer)
     if tok and tok.eot_token is None:
         raise UserError(f"--tokenizer {tokenizer} has no <|endoftext|> to start documents with; train one that has")

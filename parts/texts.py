@@ -132,12 +132,15 @@ def load_builder(path: str, name: str | None = None, **options):
     )
     with readable(path):
         try:
-            return datasets.load_dataset_builder(path, name or None, **options)
+            builder = datasets.load_dataset_builder(path, name or None, **options)
         except ValueError as e:
             names = re.search(r"available configs: \[(.*?)\]", str(e))
             if names is None:
                 raise
             raise UserError(f"{path} has several subsets; give --subset one of {names[1]}") from e
+    if hasattr(builder.config, "keep_default_na"):  # a .csv: NA and None are words
+        vars(builder.config).update(keep_default_na=False, na_values=[""])
+    return builder
 
 
 def files_of(builder, name: str, split: str) -> list[TextFile]:
@@ -213,11 +216,15 @@ class Texts(NamedTuple):
         """(its place in the file, a batch) of a file that is now at `path`."""
         if file.kind == "text":
             found = documents_of_file(path, place["lines"])
+            joined = False
             while batch := list(islice(found, BATCH)):
                 (line, text), *others = batch
                 yield dict(lines=line), [text for _, text in batch]
                 if not line and not others and len(text) > LONG:
                     self.notes.append(one_document(path))
+                joined = joined or any(ENDOFTEXT in text for _, text in batch)
+            if joined:
+                self.notes.append(joined_documents(path))
             return
         rows = 0
         stream = stream_of(file, path, self.text_field).with_format("arrow")
@@ -391,6 +398,10 @@ def one_document(path: str) -> str:
     return f"{path} is one document; to end documents in it, write two blank lines or {ENDOFTEXT} on a line of its own"
 
 
+def joined_documents(path: str) -> str:
+    return f"{path} has {ENDOFTEXT} inside lines, where it is text; to end documents, put it on lines of its own"
+
+
 def texts_of(text: str) -> list[str]:
     """The documents of a text."""
     return [document for _, document in documents(StringIO(text))]
@@ -468,7 +479,8 @@ def rows_of(data: str, split: str = "train", option: str = "--data") -> list[dic
 
                 rows = datasets.load_dataset(**hub_dataset(data), split=split).to_list()  # keeps a copy in its cache
             elif os.path.isdir(data) or kind_of(data) not in ("", "json") or COMPRESSED.search(data):
-                files, _ = find_files((data,), "", split, "main")
+                files, notes = find_files((data,), "", split, "main")
+                print(*(f"note: {note}\n" for note in notes), sep="", end="")
                 rows = [row for file in files for row in stream_of(file, file.path)]
             else:
                 rows = json_rows(data)

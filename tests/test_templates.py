@@ -182,7 +182,7 @@ def test_messages_that_a_template_refuses_are_one_line(chatml, converse, tmp_pat
     model = copy_of(chatml, tmp_path / "model")
     (model / "chat_template.jinja").write_text("{{ raise_exception('not today') }}")
     assert_user_error(converse(model), f"chat template of {model}", "not today")
-    for wrong in ("{% for %}", "{{ 1 + messages }}", "{{ nothing.at.all }}"):
+    for wrong in ("{% for %}", "{{ 1 + messages }}", "{{ nothing.at.all }}", "{# nothing #}"):
         (model / "chat_template.jinja").write_text(wrong)
         assert_user_error(converse(model), f"chat template of {model}")
     for wrong in (dict(eos_token=3), dict(added_tokens_decoder=3), []):
