@@ -30,7 +30,7 @@ import torch
 from bpe.tokenizer import Tokenizer
 from model import GPT, GPTConfig, GPTWithLoss
 from parts import lora
-from parts.chat import Chat, copy_chat_files, our_chat, own_template, save_chat_files, template
+from parts.chat import Chat, chat_of, copy_chat_files, our_chat, save_chat_files
 from parts.checkpoint import find_model, load_model, load_shape, model_tokenizer, save_model
 from parts.cli import (
     Count,
@@ -259,8 +259,9 @@ def open_data(config: Config, shape: GPTConfig, rt: Runtime) -> Data:
             f"{config.data} has {len(rows)} rows, none with an instruction and an answer to train on; "
             f"correct the rows, or give a larger --sequence_length than {T}"
         )
-    if rt.is_main and own_template(lora.folders_of(config.base)[0]) not in ("", template(tokenizer)):
-        print(f"{config.base} has a chat template of its own, which this run replaces by ours (parts/chat.py)")
+    theirs = chat_of(lora.folders_of(config.base), tokenizer, config.base)
+    if theirs.reader.chat_template != chat.reader.chat_template:
+        rt.print(f"{config.base} has a chat template of its own, which this run replaces by ours (parts/chat.py)")
     rt.print(f"data: {len(rows):,} rows: {len(train_set):,} examples to train on, {len(val_set):,} to validate")
     if not_read:
         rt.print(f"  not read: {not_read}")

@@ -135,43 +135,36 @@ def our_chat(tokenizer: Tokenizer, model: str = "the model") -> Chat:
 def chat_of(folders: list[Path], tokenizer: Tokenizer, model: str) -> Chat:
     """The chat of the first of these directories that has a template; else ours. An answer also ends at every token
     that the files of one of them name as an end."""
-    ends = end_tokens(folders, tokenizer)
-    home = next((folder for folder in folders if own_template(folder)), None)
-    if home is None:
-        return replace(our_chat(tokenizer, model), end_tokens=ends)
     from transformers import AutoTokenizer
 
-    # an adapter may come without a tokenizer
-    files = home if (home / "tokenizer.json").is_file() else folders[-1]
-    try:
-        reader = AutoTokenizer.from_pretrained(files, trust_remote_code=False, local_files_only=True)
-    except Exception as e:  # of each kind of tokenizer its own
-        raise UserError(f"transformers cannot read the tokenizer of {files}, which has a chat template: {e}") from e
-    reader.chat_template = own_template(home)
-    return Chat(reader, ends | end_of_turn(reader, tokenizer), str(home))
-
-
-def own_template(folder: Path) -> str:
-    """The chat template in a model's directory, in either place where transformers looks; "" if there is none."""
-    if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    found = settings_of(folder, "tokenizer_config.json").get("chat_template") or ""
-    if isinstance(found, list):  # several, of which one is for conversations
-        found = {named.get("name"): named.get("template") for named in found}.get("default")
-    return found if isinstance(found, str) else ""
+    ends = end_tokens(folders, tokenizer)
+    for folder in folders:
+        if not (folder / "tokenizer_config.json").is_file():  # an adapter may come without a tokenizer
+            continue
+        try:
+            reader = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        except Exception as e:  # of each kind of tokenizer its own
+            raise UserError(f"transformers cannot read the tokenizer of {folder}: {e}; mend its files") from e
+        if reader.chat_template:
+            reader.chat_template = reader.get_chat_template()  # of several the one for conversations
+            return Chat(reader, ends | end_of_turn(reader, tokenizer), str(folder))
+    return replace(our_chat(tokenizer, model), end_tokens=ends)
 
 
 def end_tokens(folders: list[Path], tokenizer: Tokenizer) -> set[int]:
     """The ids that these directories' files name as the end of what a model writes."""
     ids = {tokenizer.eot_token}
     for folder in folders:
-        settings = settings_of(folder, "generation_config.json") or settings_of(folder, "config.json")
-        named = settings.get("eos_token_id")
-        ids.update(i for i in (named if isinstance(named, list) else [named]) if isinstance(i, int))
+        for name in ("generation_config.json", "config.json"):
+            named = settings_of(folder, name).get("eos_token_id")
+            ids.update(named if isinstance(named, list) else [named])
         token = settings_of(folder, "tokenizer_config.json").get("eos_token")
-        name = token.get("content") if isinstance(token, dict) else token
-        ids.add(tokenizer.special_tokens.get(str(name)))
+        ids.add(tokenizer.special_tokens.get(token["content"] if isinstance(token, dict) else token))
     return ids & tokenizer.vocab.keys()
+
+
+def settings_of(folder: Path, name: str) -> dict:
+    return read_json(folder / name) if (folder / name).is_file() else {}
 
 
 def end_of_turn(reader, tokenizer: Tokenizer) -> set[int]:
@@ -185,11 +178,6 @@ def end_of_turn(reader, tokenizer: Tokenizer) -> set[int]:
     with suppress(TemplateError, TypeError, ValueError):  # it may want other messages
         after = reader.apply_chat_template(messages, tokenize=False).rpartition(answer)[2].lstrip()
     return {i for special, i in tokenizer.special_tokens.items() if after.startswith(special)}
-
-
-def settings_of(folder: Path, name: str) -> dict:
-    found = read_json(folder / name) if (folder / name).is_file() else {}
-    return found if isinstance(found, dict) else {}
 
 
 # ---------------------------------------------------------------------------------------------------------- writing
@@ -215,16 +203,14 @@ def write_template(path: Path, text: str, tokens: dict | None = None) -> None:
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def copy_chat_files(folders: list[Path], path: Path, tokenizer: Tokenizer) -> Path | None:
+def copy_chat_files(folders: list[Path], path: Path, tokenizer: Tokenizer) -> str:
     """Give the model in `path` the template of the first of `folders` that has one, with the tokens that it may name,
-    and all ends that they name. Returns that folder."""
-    home = next((folder for folder in folders if own_template(folder)), None)
-    if home is None:
-        return None
-    named = settings_of(home, "tokenizer_config.json")
-    write_template(path, own_template(home), {key: value for key, value in named.items() if key.endswith("_token")})
-    ends = sorted(chat_of(folders, tokenizer, str(home)).end_tokens)
-    settings = path / "generation_config.json"
-    content = read_json(settings) | dict(eos_token_id=ends if len(ends) > 1 else ends[0])
-    settings.write_text(json.dumps(content, indent=2) + "\n")
-    return home
+    and all ends that they name. Returns that folder, "" if none has one."""
+    chat = chat_of(folders, tokenizer, str(path))
+    if chat.whose:
+        write_template(path, chat.reader.chat_template, chat.reader.special_tokens_map)
+        settings = path / "generation_config.json"
+        ends = sorted(chat.end_tokens)
+        content = read_json(settings) | dict(eos_token_id=ends if len(ends) > 1 else ends[0])
+        settings.write_text(json.dumps(content, indent=2) + "\n")
+    return chat.whose
