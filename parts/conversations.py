@@ -12,7 +12,6 @@ This file knows nothing of torch, models or devices. parts/chat.py defines how a
 """
 
 import math
-import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
@@ -20,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from parts.chat import Chat
-from parts.cli import UserError, counted
+from parts.cli import UserError
 from parts.data import IGNORED, permutation
 from parts.texts import rows_of
 
@@ -35,19 +34,21 @@ def load_rows(data: str, ignore_keys: Collection[str] = ()) -> tuple[list[list[d
     not read, "" if all are. Raises UserError, also for a key that `refuse_marks` finds."""
     rows = rows_of(data)
     conversations = [messages_of(row, f"row {number} of {data}") for number, row in enumerate(rows, start=1)]
-    unread = []
-    messages = {role: [] for role in ROLES}
+    unread = {"rows": []} | {f"messages of the {role}": [] for role in ROLES}
     for row in rows:
         is_chat = row.get("messages") is not None
-        unread.append(without(row, ("messages",) if is_chat else INSTRUCTION))
+        unread["rows"].append(without(row, ("messages",) if is_chat else INSTRUCTION))
         for message in row["messages"] if is_chat else ():
-            messages[message["role"]].append(without(message, ("role", "content")))
-    refuse_marks(unread, "rows", data, ignore_keys)
-    for role, found in messages.items():
-        refuse_marks(found, f"messages of the {role}", data, ignore_keys)
-    of_rows = counts_of(unread, "row")
-    of_messages = counts_of(sum(messages.values(), []), "")
-    return conversations, "; ".join(filter(None, (of_rows, of_messages and f"in messages: {of_messages}")))
+            unread[f"messages of the {message['role']}"].append(without(message, ("role", "content")))
+    counts = []
+    for places, found in unread.items():
+        refuse_marks(found, places, data, ignore_keys)
+        of_keys = Counter(key for said in found for key in said)
+        for key, n in of_keys.most_common():
+            always_off = all(truth(said.get(key, 0)) is False for said in found)
+            note = " (always false or 0)" if always_off else ""
+            counts.append(f"{key} in {n:,} of {len(found):,} {places}{note}")
+    return conversations, ", ".join(counts)
 
 
 def messages_of(row, where: str) -> list[dict]:
@@ -86,41 +87,31 @@ def without(found: dict, read: tuple[str, ...]) -> dict:
     return {key: value for key, value in found.items() if key not in read and value not in (None, "", [], {})}
 
 
-def counts_of(unread: list[dict], unit: str) -> str:
-    """Such as "label in 300 rows, id in 12"."""
-    counts = Counter(key for found in unread for key in found)
-    parts = []
-    for key, n in counts.most_common():
-        always_off = all(parsed(found[key]) == 0 for found in unread if key in found)
-        number = f"{n:,}" if parts or not unit else counted(n, unit)
-        parts.append(f"{key} in {number}{' (false or 0 in all of them)' if always_off else ''}")
-    return ", ".join(parts)
-
-
 def refuse_marks(unread: list[dict], places: str, data: str, ignore_keys: Collection[str]) -> None:
     """Raises UserError for a key in which some rows, or messages, differ from the others by true or false alone.
 
     It may say which answers are bad, or not to be learned: `label`, `train`, `loss_weight` and many more. No list of
     names would be complete, so the values tell: false or 0 in one place and true or 1 in another, or only one of them,
-    and nothing in other places. Whole numbers that all differ count the rows: 0, 1, 2, ...
+    and nothing in other places. Three values or more that all differ number the rows.
     """
     values = defaultdict(Counter)
     present = Counter()
     for found in unread:
-        pairs = [(path, parsed(value)) for path, value in leaves("", found)]
+        pairs = [(path, truth(value)) for path, value in leaves("", found)]
         present.update({path for path, _ in pairs})
         for path, value in pairs:
             values[path][value] += 1
     for path, seen in values.items():
-        off, on = seen[False], seen[True]  # 0 and 0.0 are equal to False, 1 and 1.0 to True
+        off = seen[False]
+        on = seen[True]
         absent = len(unread) - present[path]
-        counts_rows = len(seen) == seen.total() > 2 and all(str(value).isdigit() for value in seen)
-        marks = (off and on and not counts_rows) or (absent and off + on == seen.total())
+        numbers = len(seen) == seen.total() > 2
+        marks = (off and on and not numbers) or (absent and off + on == seen.total())
         if marks and {path, path.partition(".")[0]}.isdisjoint(ignore_keys):
-            found = f"{counted(off, 'time')} false or 0, {counted(on, 'time')} true or 1"
             raise UserError(
-                f"{data}: {path} is {found}, and absent from {absent:,} of {len(unread):,} {places}; training does not "
-                f"read it: remove what should not be learned, or pass --ignore_keys {path} to learn all of it"
+                f"{data}: of {len(unread):,} {places}, {path} is false or 0 in {off:,}, true or 1 in {on:,}, and "
+                f"absent in {absent:,}; training does not read it: remove what should not be learned, or pass "
+                f"--ignore_keys {path} to learn all of it"
             )
 
 
@@ -136,12 +127,10 @@ def leaves(path: str, value) -> Iterator[tuple[str, object]]:
         yield path, value
 
 
-def parsed(value):
-    """The number or truth value that a text stands for, as in "0" or "True"; any other value as it is."""
-    if isinstance(value, str) and re.fullmatch(r"\s*(true|false|[01](\.0*)?)\s*", value, re.IGNORECASE):
-        text = value.strip().lower()
-        return int(text) if text.isdigit() else text[0] in "t1"
-    return value if isinstance(value, str | int | float) else type(value)  # an image of `datasets` has no hash
+def truth(value) -> bool | str:
+    """The truth value that a number or a text stands for, as 0 or "True" do; any other value as a text."""
+    text = str(value).strip().lower()
+    return {"false": False, "0": False, "0.0": False, "true": True, "1": True, "1.0": True}.get(text, text)
 
 
 # ------------------------------------------------------------------------------------------------ messages to examples
