@@ -216,7 +216,8 @@ COUNTED = [
      "name in 2 of 2 messages of the assistant, weight in 2 of 2 messages of the assistant"),
     # who asks is never learned, and who answers is
     ([dict(messages=[CHAT[0] | dict(loss=0), CHAT[1] | dict(loss=1)], id="a")],
-     "id in 1 of 1 rows, loss in 1 of 1 messages of the user (always false or 0), loss in 1 of 1 messages of the assistant"),
+     "id in 1 of 1 rows, loss in 1 of 1 messages of the user (always false or 0), "
+     "loss in 1 of 1 messages of the assistant"),
     ([answer(tool_calls=[dict(name="clock")])], "tool_calls in 1 of 1 messages of the assistant"),
     ([dict(messages=CHAT) | PLAIN], "instruction in 1 of 1 rows, input in 1 of 1 rows, output in 1 of 1 rows"),
     ([PLAIN], ""),
