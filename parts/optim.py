@@ -19,7 +19,7 @@ from copy import deepcopy
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parts.cli import UserError
 from parts.runtime import Runtime
@@ -151,6 +151,7 @@ class Optimizer:
         for group in self.param_groups():
             group.setdefault("initial_lr", group["lr"])
         self.made = [deepcopy(optimizer.state_dict()["param_groups"]) for optimizer in optimizers]
+        self.own_numbers = [numbers_of(optimizer) for optimizer in optimizers]
 
     def param_groups(self) -> list[dict]:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
@@ -228,13 +229,17 @@ class Optimizer:
 
         The state of one parameter of each number of dimensions tells, and takes no memory.
         """
-        for optimizer, state in zip(self.optimizers, self.state_dict()["optimizers"], strict=True):
+        states = self.state_dict()["optimizers"]
+        for optimizer, state, own in zip(self.optimizers, states, self.own_numbers, strict=True):
             params = [p for group in optimizer.param_groups for p in group["params"]]
             examples = {p.dim(): i for i, p in enumerate(params)}.values()
             state["state"] = {i: of_one for i, of_one in state["state"].items() if i in examples}
             copy = object.__new__(type(optimizer))
             copy.__dict__ = dict(optimizer.__dict__)  # of which load_state_dict replaces `state` and `param_groups`
+            changed = [name for name, numbers in numbers_of(optimizer).items() if numbers != own.get(name)]
             problem = ""
+            if changed and state.keys() == {"state", "param_groups"}:
+                problem = f"its state_dict does not hold `{changed[0]}`, which has changed in a step"
             try:
                 file = io.BytesIO()
                 torch.save(state, file)
@@ -249,6 +254,16 @@ class Optimizer:
                     f"{type(optimizer).__name__} could not be resumed: {problem}; mend its state_dict and "
                     "load_state_dict, or train without checkpoints: --checkpoint_interval 0"
                 )
+
+
+def numbers_of(optimizer) -> dict[str, list]:
+    """What an optimizer keeps beside its state and its groups, by attribute: the numbers, and the sums of tensors."""
+    numbers = {}
+    for name, value in vars(optimizer).items():
+        if name not in ("state", "param_groups", "defaults", "found_inf") and not name.startswith("_"):
+            leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor | int | float)]
+            numbers[name] = [leaf.sum().item() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return numbers
 
 
 def equal(a, b) -> bool:
@@ -280,7 +295,7 @@ def load_own_state(optimizer: torch.optim.Optimizer, saved: dict) -> None:
     state = saved["state"]
     if any(p.device.type == "cpu" for p in params):  # train in memory, not in a file that is mapped there
         state = tree_map_only(Tensor, torch.clone, state)
-    optimizer.load_state_dict(dict(state=state, param_groups=now))
+    optimizer.load_state_dict(saved | dict(state=state, param_groups=now))
 
 
 class LossScale:

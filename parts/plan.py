@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from model import GPT, GPTConfig, GPTWithLoss
@@ -61,7 +61,13 @@ def print_plan(config, shape: GPTConfig, rt: Runtime) -> None:
     T = config.sequence_length
     n_tokens = config.max_steps * config.total_batch_size
     data, no_data = about_data(config)
-    needs = measure_needs(config, shape)
+    try:
+        needs = measure_needs(config, shape)
+    except (DataDependentOutputException, DynamicOutputShapeException) as e:  # as of experts, or Adafactor
+        raise UserError(
+            "there is no plan for a model or an optimizer that looks at numbers to decide what to compute; "
+            "train for --max_steps 3"
+        ) from e
     disk, no_room = about_disk(config, 4 * needs.parameters + needs.moments)
     rt.print(
         f"model   {needs.parameters:,} parameters\n"

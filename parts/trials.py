@@ -47,14 +47,14 @@ def find_micro_batch_size(loss_fn, sequences: int, shape: tuple[int, int], rt: R
 
 def largest_that_fits(loss_fn, sizes: list[int], shape: tuple[int, int], rt: Runtime, make_optimizer) -> int:
     """The first of `sizes`, which descend, for which every rank has the memory. Raises UserError on all ranks alike."""
-    trained = [p for p in loss_fn.parameters() if p.requires_grad]
-    before = [p.detach().to("cpu", copy=True) for p in trained]
+    tensors = [*(p for p in loss_fn.parameters() if p.requires_grad), *loss_fn.buffers()]  # what a step changes
+    before = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
     for size in sizes:
         rt.reset_peak_memory()
         fits = has_memory_for(size, shape, loss_fn, rt, make_optimizer)
         with torch.no_grad():
-            for p, weight in zip(trained, before, strict=True):
-                p.copy_(weight)
+            for tensor, value in zip(tensors, before, strict=True):
+                tensor.copy_(value)
         fits = torch.tensor(fits, dtype=torch.int64, device=rt.device)
         if rt.sum(fits).item() == rt.world_size:  # all ranks leave the trial together, whoever failed
             rt.print(f"micro_batch_size {size} fits: {rt.peak_memory() / 2**30:.1f} GiB at its peak")

@@ -17,6 +17,7 @@ from tests.helpers import (
     SMALL,
     TORCHRUN,
     arguments,
+    assert_user_error,
     column,
     environment,
     log_of,
@@ -28,7 +29,39 @@ from tests.helpers import (
 
 PAGE = (ROOT / "docs/change.md").read_text(encoding="utf-8")
 DIFFS = dict(re.findall(r"### ([^\n]+)\n(?:(?!\n##).)*?```diff\n(.*?)```", PAGE, re.DOTALL))
-CHANGED = {"RMSNorm", "No biases", "ReLU²", "SwiGLU", "Rotary positions", "Grouped-query attention"}
+OTHERS = {  # that are not on the page
+    "BatchNorm": """\
++++ model.py
+-                ln_f=nn.LayerNorm(config.n_embd, eps=1e-5),
++                ln_f=nn.BatchNorm1d(config.n_embd),
+@@
+-        return self.transformer.ln_f(x)
++        return self.transformer.ln_f(x.mT).mT
+""",
+    "Experts": """\
++++ model.py
+-        self.mlp = MLP(config)
++        self.mlp = Experts(config)
+@@
+-            nn.init.normal_(module.mlp.c_proj.weight, std=std)
+@@
++class Experts(nn.Module):
++    def __init__(self, config):
++        super().__init__()
++        self.router = nn.Linear(config.n_embd, 2, bias=False)
++        self.experts = nn.ModuleList(MLP(config) for _ in range(2))
++
++    def forward(self, x):
++        weight, chosen = self.router(x).softmax(dim=-1).max(dim=-1)
++        y = torch.zeros_like(x)
++        for i, expert in enumerate(self.experts):
++            y[chosen == i] = expert(x[chosen == i])
++        return weight[..., None] * y
++
+ class Block(nn.Module):
+""",
+}
+CHANGED = {*OTHERS, "RMSNorm", "No biases", "ReLU²", "SwiGLU", "Rotary positions", "Grouped-query attention"}
 FLAGS = {
     "Inverse square root": dict(lr_schedule="rsqrt"),
     "Lion": dict(optimizer="lion", max_lr=1e-4),
@@ -76,13 +109,16 @@ def test_the_page_has_the_changes_that_it_promises():
         assert len(re.findall(r"(?m)^\+(?!\+\+ )", diff)) <= 15, title
 
 
-CASES = [(title, 1) if title in FAST else slow(title, 1) for title in RUNS] + [slow(title, 2) for title in RUNS]
+CASES = [(title, 1) if title in FAST else slow(title, 1) for title in [*RUNS, *OTHERS]]
+CASES += [slow(title, 2) for title in [*RUNS, *OTHERS]]
 
 
 @pytest.mark.parametrize("title, ranks", CASES)
 def test_a_change_trains_resumes_to_the_same_losses_and_samples(copy, tmp_path, title, ranks):
-    apply(DIFFS[title], copy)
+    diff = (DIFFS | OTHERS)[title]
+    apply(diff, copy)
     flags = SMALL | SHORT | dict(data=text_file(tmp_path / "text.txt"), threads=1) | FLAGS.get(title, {})
+    flags["micro_batch_size"] = 8 // ranks
     if title in CHANGED and ranks == 2:
         flags["optimizer"] = "adamw"  # on one rank it is Muon, as in the recipe
     said = run(copy, "train_gpt2.py", "tiny", out_dir=tmp_path / "whole", ranks=ranks, **flags)
@@ -102,7 +138,7 @@ def test_a_change_trains_resumes_to_the_same_losses_and_samples(copy, tmp_path, 
             AutoModelForCausalLM.from_pretrained(path)
     else:
         AutoModelForCausalLM.from_pretrained(path)
-    for kind in dict.fromkeys(re.findall(r'run\.record\("(\w+)"', DIFFS[title])):
+    for kind in dict.fromkeys(re.findall(r'run\.record\("(\w+)"', diff)):
         assert [record["step"] for record in log_of(tmp_path / "whole", kind)] == [2, 4, 6]
 
 
@@ -142,3 +178,12 @@ def test_a_checkpoint_of_another_model_py_is_refused_by_how_much_it_differs(copy
     done = subprocess.run(command, cwd=copy, capture_output=True, text=True, env=environment())
     assert done.returncode == 2
     assert re.search(r"error: this model.py computes something else .*logits differ by \d", done.stderr)
+
+
+@pytest.mark.slow
+def test_there_is_no_plan_for_a_model_that_looks_at_numbers(copy, tmp_path):
+    apply(OTHERS["Experts"], copy)
+    flags = SMALL | SHORT | dict(data=text_file(tmp_path / "text.txt"), threads=1)
+    command = [sys.executable, "train_gpt2.py", "tiny", "--dry_run", *arguments(**flags)]
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, env=environment())
+    assert_user_error(done, "no plan for a model or an optimizer that looks at numbers")

@@ -233,6 +233,25 @@ class Averaging(torch.optim.Optimizer):
                 p.copy_(mean * (1 - group["lr"] * group["weight_decay"]) + group["first"])
 
 
+class Counting(Averaging):
+    """Keeps a number of its own, and forgets to save it."""
+
+    n = 0
+
+    def step(self):
+        self.n += 1
+        super().step()
+
+
+class CountingForGood(Counting):
+    def state_dict(self):
+        return super().state_dict() | dict(n=self.n)
+
+    def load_state_dict(self, state):
+        self.n = state["n"]
+        super().load_state_dict(state)
+
+
 def all_of_torch() -> dict:
     """{name: function that makes it}, with the variants that keep more or less state than the default."""
     needs_more = ("Optimizer", "LBFGS", "SparseAdam", "Muon")  # a closure; sparse gradients; matrices alone
@@ -243,6 +262,7 @@ def all_of_torch() -> dict:
         "fused amsgrad": partial(torch.optim.AdamW, lr=0.01, amsgrad=True, fused=True),
         "centered RMSprop": partial(torch.optim.RMSprop, lr=0.01, centered=True, momentum=0.9),
         "averaging": partial(Averaging, lr=0.01),
+        "counting": partial(CountingForGood, lr=0.01),
     }
 
 
@@ -294,7 +314,12 @@ class OfCode(Averaging):
 
 
 @pytest.mark.parametrize(
-    "kind, words", [(InHalves, "InHalves .* its state would come back with other"), (OfCode, "OfCode .*: .*eights")]
+    "kind, words",
+    [
+        (InHalves, "InHalves .* its state would come back with other"),
+        (OfCode, "OfCode .*: .*eights"),
+        (Counting, "Counting .* state_dict does not hold `n`"),
+    ],
 )
 def test_what_could_not_be_resumed_says_so_after_the_first_step(kind, words):
     model = small()

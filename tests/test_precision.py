@@ -163,6 +163,7 @@ class Scarce(torch.nn.Module):
         super().__init__()
         self.gpt = small()
         self.limit = limit
+        self.register_buffer("n_seen", torch.zeros(()))  # as a BatchNorm keeps
         self.sizes = []
         self.kept = []  # gradients and moments, during the forward pass
 
@@ -172,6 +173,7 @@ class Scarce(torch.nn.Module):
 
     def forward(self, idx, targets):
         self.sizes.append(len(idx))
+        self.n_seen += 1
         params = list(self.gpt.parameters())
         self.kept.append((all(p.grad is not None for p in params), len(self.optimizer.optimizers[0].state)))
         if len(idx) > self.limit:
@@ -187,6 +189,7 @@ def test_a_micro_batch_on_a_gpu_is_the_largest_divisor_of_at_most_256_that_fits(
     assert model.sizes == sizes[:-1]
     assert set(model.kept) == {(True, len(before))}
     assert all(map(torch.equal, model.parameters(), before))  # the steps of the trials leave no trace
+    assert model.n_seen == 0
     assert all(p.grad is None for p in model.parameters())
     arguments = (model, [128], (16, 200), rt, model.make_optimizer)
     assert_refused("not even one sequence fits", trials.largest_that_fits, *arguments)
