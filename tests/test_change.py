@@ -109,6 +109,13 @@ def test_the_page_has_the_changes_that_it_promises():
         assert len(re.findall(r"(?m)^\+(?!\+\+ )", diff)) <= 15, title
 
 
+@pytest.mark.parametrize("title", DIFFS)
+def test_a_change_applies_to_the_files_of_today(copy, title):
+    apply(DIFFS[title], copy)
+    for path in copy.glob("**/*.py"):
+        compile(path.read_text(encoding="utf-8"), path, "exec")
+
+
 CASES = [(title, 1) if title in FAST else slow(title, 1) for title in [*RUNS, *OTHERS]]
 CASES += [slow(title, 2) for title in [*RUNS, *OTHERS]]
 
