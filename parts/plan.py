@@ -18,6 +18,7 @@ The sum is within 10% of the peak of PyTorch's allocator in a compiled run (test
 Muon, which needs several matrices at once, and the context of CUDA, 0.5 GB; `--micro_batch_size 0` measures what fits.
 """
 
+import math
 import os
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,29 +29,28 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._pytree import tree_leaves
 
 from model import GPT, GPTConfig, GPTWithLoss
-from parts.cards import peaks
 from parts.cli import UserError, counted, explain
 from parts.files import free_bytes
 from parts.loss import chunk_size
-from parts.optim import Optimizer, make_optimizer
+from parts.optim import make_optimizer
 from parts.runtime import Runtime, checkpoint_activations
 from parts.shards import open_shards
 from parts.trials import find_micro_batch_size
 
 DEVICES = (16, 24, 40, 80)  # GB that GPUs come with
 USABLE = 0.95  # of them; the rest is for the context and for fragmentation
-# Tokens/s of GPT-2 124M in public runs, lowest and highest (docs/gpu.md); of others nothing is known but data sheets
-PUBLIC = {
-    "A100": (140_000, 200_000),
-    "L40S": (105_000, 125_000),
-    "RTX 4090": (106_000, 110_500),
-    "RTX 3090": (60_000, 63_100),
+# Tokens/s of GPT-2 124M on one card (docs/gpu.md); of public runs the middle. Other models in proportion to FLOPs: one
+# that is larger is up to 15% faster than that, a tiny one slower
+RATES = {
+    "B200": (1_269_000, "estimated from data sheets"),
+    "H200": (536_000, "measured"),
+    "H100": (548_000, "measured"),
+    "A100": (170_000, "public runs, 140,000 to 200,000"),
+    "L40S": (115_000, "public runs, 105,000 to 125,000"),
+    "RTX 4090": (108_000, "public runs, 106,000 to 110,500"),
+    "RTX 3090": (61_500, "public runs, 60,000 to 63,100"),
 }
-CARDS = ("B200", "H200", "H100", *PUBLIC)
-IN_PRODUCTS = 123_689_472  # parameters of that model in matrix products
-# Fractions of the data sheets' peaks that a step of 124M reached on an H100, by the kernels of its profile
-# (docs/benchmarks.md): of 16-bit products, and of memory's bandwidth by all the rest of the step, gaps included.
-EFFICIENCY = dict(products=0.71, attention=0.23, memory=0.67)
+FLOPS = 855_383_040  # per token, of that model with 1,024 tokens of context
 
 
 def print_plan(config, shape: GPTConfig, rt: Runtime) -> None:
@@ -58,7 +58,6 @@ def print_plan(config, shape: GPTConfig, rt: Runtime) -> None:
 
     `config` is the settled Config of train_gpt2.py. Nothing is written.
     """
-    T = config.sequence_length
     n_tokens = config.max_steps * config.total_batch_size
     data, no_data = about_data(config)
     try:
@@ -75,19 +74,18 @@ def print_plan(config, shape: GPTConfig, rt: Runtime) -> None:
         f"data    {data}\n"
         f"disk    {disk}\n"
         f"memory  {about_memory(config, needs)}\n"
-        "\ntime    without evaluations, checkpoints and the exchange of gradients between ranks\n"
+        "\ntime    of one card, without evaluations and checkpoints; eight take about an eighth, and cost the same\n"
     )
-    header = f"{'':<15}{'tokens/s':>10}{'MFU':>8}{'hours on 1':>13}{'on 8':>9}"
-    rt.print(header + (f"   dollars on 1 or 8, at {config.price:g} an hour of one" if config.price else ""))
-    rate = rate_here(config, shape, rt, needs) if rt.is_main else None
-    here = "this machine"
-    if rate:
-        hours = n_tokens / rate / 3600
-        rt.print(f"{here:<15}{rate:>10,.0f}{'':>8}{hours:>13,.2f}{'':>9}   timed, three steps")
-    else:
-        rt.print(f"{here:<15}{'-':>10}   has too little memory")
-    for card in CARDS:
-        rt.print(time_row(card, needs, shape, T, n_tokens, config.price))
+    header = f"{'':<15}{'tokens/s':>10}{'hours':>10}"
+    rt.print(header + (f"    dollars, at {config.price:g} an hour" if config.price else ""))
+    here = rate_here(config, shape, rt, needs) if rt.is_main else 0.0
+    rates = {"this machine": (here, "timed" if here else "has too little memory")}
+    for card, (rate, source) in RATES.items():
+        rates[card] = rate * FLOPS / needs.flops, f"124M: {source}"
+    for name, (rate, source) in rates.items():
+        hours = n_tokens / (rate or math.nan) / 3600
+        dollars = f"{hours * config.price:>11,.0f}" if config.price else ""
+        rt.print(f"{name:<15}{rate:>10,.0f}{hours:>10,.2f}{dollars}   {source}")
     if problem := no_data or no_room:
         raise UserError(f"this run would fail: {problem}")
 
@@ -127,10 +125,10 @@ def about_disk(config, n_bytes: int) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a model and its optimizer hold on a GPU: numbers of parameters, and bytes."""
+    """What a model and its optimizer hold on a GPU: numbers, and bytes."""
 
     parameters: int
-    in_products: int  # of them in matrix products
+    flops: int  # per token
     moments: int
     copies: int  # of weights in 16 bits
     sequence: int  # activations of a sequence
@@ -183,7 +181,7 @@ def measure_needs(config, shape: GPTConfig) -> Needs:
         states = tree_leaves([each.state_dict()["state"] for each in optimizer.optimizers])
         moments = sum(state.nbytes for state in states if isinstance(state, torch.Tensor))
         parameters = model.num_params()
-        sizes = {name: p.numel() for name, p in model.named_parameters()}
+        flops = model.estimate_flops(T)
         matrices = sum(p.numel() for name, p in model.named_parameters() if ".h." in name and p.dim() == 2)
     e = 4 if config.dtype == "float32" else 2
     sequence = sum(n_bytes for _, n_bytes in saved.values()) * e // 4
@@ -191,8 +189,7 @@ def measure_needs(config, shape: GPTConfig) -> Needs:
     if config.activation_checkpointing:
         sequence = sequence // shape.n_layer + e * T * shape.n_embd * shape.n_layer
         copies = 0
-    in_products = sum(size for name, size in sizes.items() if "wpe" not in name)
-    return Needs(parameters, in_products, moments, copies, sequence, e, shape, T)
+    return Needs(parameters, flops, moments, copies, sequence, e, shape, T)
 
 
 def about_memory(config, needs: Needs) -> str:
@@ -212,96 +209,45 @@ def about_memory(config, needs: Needs) -> str:
 # -------------------------------------------------------------------------------------------------------------- time
 
 
-def rate_here(config, shape: GPTConfig, rt: Runtime, needs: Needs) -> float | None:
-    """Tokens/s of this machine with random weights; None if it has not the memory."""
+def rate_here(config, shape: GPTConfig, rt: Runtime, needs: Needs) -> float:
+    """Tokens/s of this device with random weights; 0 if it has not the memory.
+
+    One micro-batch of each step is run, and counted as many times as the step has micro-batches.
+    """
+    rt = replace(rt, world_size=1)  # the other ranks are not asked
     if rt.device.type == "cpu" and hasattr(os, "sysconf"):
         has = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if needs.peak(1) > 0.8 * has:
-            return None
+            return 0.0
     try:
         model = GPT(shape).to(rt.device)
         if config.activation_checkpointing:
             checkpoint_activations(model.transformer.h)
-        per_rank = config.total_batch_size // config.sequence_length // rt.world_size
+        n_sequences = config.total_batch_size // config.sequence_length
         size = config.micro_batch_size
         if not size:
-            alone = replace(rt, world_size=1)  # the other ranks are not asked
             trial = (config.sequence_length, config.vocab_size)
             optimizer = partial(make_optimizer, model, config, rt)
-            size = find_micro_batch_size(GPTWithLoss(model), per_rank, trial, alone, optimizer)
+            size = find_micro_batch_size(GPTWithLoss(model), n_sequences, trial, rt, optimizer)
         loss_fn = GPTWithLoss(model, rt.compiled(model.hidden))
         optimizer = make_optimizer(model, config, rt)
         idx = torch.randint(config.vocab_size, (size, config.sequence_length), device=rt.device)
-        return rt.world_size * time_steps(lambda: loss_fn(idx, idx), optimizer, idx.numel(), per_rank // size, rt)
+        steps = []
+        for _ in range(4):
+            begun = rt.mark_time()
+            with rt.autocast():
+                loss = loss_fn(idx, idx)
+            optimizer.scale(loss).backward()
+            ended = rt.mark_time()
+            optimizer.step(finite=optimizer.clip_grad_norm(1.0).isfinite())
+            optimizer.zero_grad()
+            updated = rt.mark_time()
+            rt.synchronize()
+            seconds = rt.seconds_between(begun, ended)
+            steps.append(n_sequences // size * seconds + rt.seconds_between(ended, updated))
+            if rt.device.type == "cpu" and seconds > 10:
+                break
+        # the first one makes buffers and compiles: it counts alone where nobody wants to wait for the others
+        return config.total_batch_size / min(steps[1:] or steps)
     except (UserError, torch.OutOfMemoryError):
-        return None
-
-
-def time_steps(loss_fn, optimizer: Optimizer, n_tokens: int, n_micro_batches: int, rt: Runtime, n_steps=3) -> float:
-    """Tokens/s of steps of `n_micro_batches`, of `n_tokens` tokens each, whose loss is `loss_fn()`.
-
-    One micro-batch of each step is run and counted `n_micro_batches` times. The first step makes buffers and compiles,
-    and counts only if it takes longer than anybody wants to wait for the others.
-    """
-    steps = []
-    for _ in range(1 + n_steps):
-        begun = rt.mark_time()
-        with rt.autocast():
-            loss = loss_fn()
-        optimizer.scale(loss).backward()
-        ended = rt.mark_time()
-        optimizer.step(finite=optimizer.clip_grad_norm(1.0).isfinite())
-        optimizer.zero_grad()
-        updated = rt.mark_time()
-        rt.synchronize()
-        steps.append(n_micro_batches * rt.seconds_between(begun, ended) + rt.seconds_between(ended, updated))
-        if rt.device.type == "cpu" and rt.seconds_between(begun, updated) > 10:
-            break
-    return n_micro_batches * n_tokens / min(steps[1:] or steps)
-
-
-def token_seconds(shape: GPTConfig, T: int, n_products: int, flops: float, bandwidth: float) -> float:
-    """Of a token on a card with these peaks: compiled, in bf16, in micro-batches of 64 sequences. `n_products` are the
-    parameters that take part in matrix products."""
-    L, C, V = shape.n_layer, shape.n_embd, shape.vocab_size
-    # 2 operations a weight and token forward, 4 backward
-    products = 6 * n_products
-    # 2 products forward, 5 backward, of T C operations each: half of the square is masked
-    attention = 7 * L * C * T
-    # Bytes that a block moves for each channel. Two norms and additions: residual and branch are read, sum and norm are
-    # written, 2 (2 + 2 + 2 + 2); backward one more is read, 2 x 10. GELU, 4 C wide: read, write; backward two are
-    # read, 4 x 10. Gradients of q, k and v are put side by side, 3 (2 + 2). For the gradients of two biases the
-    # gradients of the residual are read again, 2 x 2; the other two are summed where they are computed. The loss reads
-    # each logit, and overwrites it with its gradient
-    memory = L * C * (16 + 20 + 40 + 12 + 4) + V * (2 + 2)
-    return (
-        products / (EFFICIENCY["products"] * flops)
-        + attention / (EFFICIENCY["attention"] * flops)
-        + memory / (EFFICIENCY["memory"] * bandwidth)
-    )
-
-
-def time_row(card: str, needs: Needs, shape: GPTConfig, T: int, n_tokens: int, price: float) -> str:
-    """Tokens/s of a card, the hours that `n_tokens` take, and the cost if an hour of one card costs `price`: eight
-    cards cost eight times as much an hour, and take an eighth of the hours.
-
-    From data sheets and the profile of one H100; where 124M has public runs, in proportion to their rates.
-    """
-    flops, bandwidth = peaks(card)
-    seconds = token_seconds(shape, T, needs.in_products, flops, bandwidth)
-    rates = [1 / seconds]
-    source = "estimated from its data sheet"
-    if card == "H100":
-        source = "estimated; measured for 124M: 548,050"
-    if card in PUBLIC:
-        small = GPTConfig(vocab_size=50304)
-        estimate = 1 / token_seconds(small, 1024, IN_PRODUCTS, flops, bandwidth)
-        rates = [rate / estimate / seconds for rate in PUBLIC[card]]
-        source = f"from public runs of 124M: {rates[0]:,.0f} to {rates[1]:,.0f}"
-    rate = sum(rates) / len(rates)
-    hours = n_tokens / rate / 3600
-    per_token = 6 * needs.in_products + 12 * shape.n_layer * shape.n_embd * T
-    row = f"{card:<15}{rate:>10,.0f}{per_token * rate / flops:>8.1%}{hours:>13,.2f}{hours / 8:>9,.2f}"
-    if price:
-        row += f"{hours * price:>9,.0f}"
-    return f"{row}   {source}"
+        return 0.0

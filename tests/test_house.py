@@ -116,7 +116,7 @@ def test_no_imports_run_in_a_circle():
 # they measure, and keep nothing of their steps
 TRIALS = {
     "parts.trials": {"has_memory_for"},
-    "parts.plan": {"time_steps"},
+    "parts.plan": {"rate_here"},
     "parts.runtime": {"fastest_threads"},
 }
 

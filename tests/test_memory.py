@@ -1,6 +1,6 @@
 """The formula for the memory of training, against every byte that tensors have while a model trains."""
 
-import time
+import re
 import weakref
 from dataclasses import replace
 
@@ -11,10 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from model import GPT, GPTConfig
-from parts.cards import peaks
 from parts.loss import chunk_size, linear_cross_entropy
-from parts.optim import Optimizer, make_optimizer
-from parts.plan import CARDS, IN_PRODUCTS, Needs, measure_needs, time_steps, token_seconds
+from parts.optim import make_optimizer
+from parts.plan import FLOPS, RATES, Needs, measure_needs, rate_here
 from parts.runtime import Runtime, checkpoint_activations
 from parts.shards import prepare_text
 from tests.helpers import text_file
@@ -79,7 +78,7 @@ def test_parameters_are_those_of_the_model(gpt2):
     with torch.device("meta"):
         model = GPT(GPTConfig(vocab_size=50304))
     assert gpt2.parameters == model.num_params()
-    assert 6 * gpt2.in_products + 12 * 12 * 768 * 1024 == model.estimate_flops(1024)
+    assert gpt2.flops == model.estimate_flops(1024)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -171,30 +170,27 @@ def test_a_plan_times_this_machine_first_and_tells_measured_public_and_estimated
     assert (
         f"data    {data}, {n:,} training tokens, read {1e7 * 256 / n:.2g} times; a tokenizer of 300\n" in result.stdout
     )
-    header, here, *cards = result.stdout.split("between ranks\n")[1].strip().splitlines()
+    header, here, *cards = result.stdout.split("cost the same\n")[1].strip().splitlines()
     assert here.startswith("this machine")
-    rate, hours = (float(word.replace(",", "")) for word in here.split()[2:4])
+    rate, hours, dollars = (float(word.replace(",", "")) for word in here.split()[2:5])
     assert hours == pytest.approx(1e7 * 256 / rate / 3600, rel=0.01)
-    assert [card.split("   ")[0] for card in cards] == list(CARDS)
-    sources = ["estimated", "estimated", "estimated; measured", "from public runs", "from public runs"]
+    assert dollars == pytest.approx(2.5 * hours, abs=0.6)
+    assert [re.split("  +", card)[0] for card in cards] == list(RATES)
+    sources = ["estimated", "measured", "measured", "public runs", "public runs"]
     assert all(source in card for source, card in zip(sources, cards[:5], strict=True))
 
 
+def test_rates_of_cards_are_those_of_the_model_that_was_measured(gpt2):
+    assert gpt2.flops == FLOPS
+
+
 def test_a_rate_counts_every_micro_batch_of_a_step(rt):
-    p = torch.nn.Parameter(torch.ones(1))
-
-    def loss():
-        time.sleep(0.02)
-        return p.sum()
-
-    optimizer = Optimizer([torch.optim.SGD([p], 0.1)], 0.1, rt)
-    assert time_steps(loss, optimizer, 100, 5, rt) == pytest.approx(100 / 0.02, rel=0.4)
-
-
-def test_the_estimated_rate_is_near_what_a_card_did():
-    """One H100 (docs/benchmarks.md)."""
-    found = token_seconds(GPTConfig(vocab_size=50304), 1024, IN_PRODUCTS, *peaks("H100"))
-    assert 1 / found == pytest.approx(552_666, rel=0.05)
+    """A step of 64 micro-batches takes about as long as 64 steps of one."""
+    shape = GPTConfig(**TINY)
+    config = replace(RECIPES["tiny"], vocab_size=1024, micro_batch_size=8)
+    needs = measure_needs(config, shape)
+    one, many = (rate_here(replace(config, total_batch_size=n * 1024), shape, rt, needs) for n in (1, 64))
+    assert many < 10 * one
 
 
 def test_a_dry_run_from_a_model_with_more_positions_counts_the_tokens_of_a_step(train, tmp_path):
