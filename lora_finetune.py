@@ -302,24 +302,9 @@ def read_command_line(args: list[str]) -> tuple[Config, set[str]]:
         raise UserError("--lora_dim 0 trains all weights and no adapter; leave out --adapter and --merge")
     if not config.lora_dim and not config.checkpoint_interval:
         raise UserError("--lora_dim 0 keeps its weights in checkpoints alone; give a --checkpoint_interval above 0")
-    used = (config.base, config.adapter)
-    if config.overwrite and not (config.merge and config.adapter):  # both: out_dir stays as it is
-        refuse_to_rename("--out_dir", config.out_dir, used)
-    if config.merge:
-        if Path(config.merge).exists() and not (config.overwrite or config.resume):
-            raise UserError(
-                f"--merge {config.merge} already exists; pass --overwrite to rename it, or choose another name"
-            )
-        refuse_to_rename("--merge", config.merge, (*used, f"{config.out_dir}/adapter", "."))
+    if config.merge and Path(config.merge).exists() and not (config.overwrite or config.resume):
+        raise UserError(f"--merge {config.merge} already exists; pass --overwrite to rename it, or choose another name")
     return config, flags_set(Config, args)
-
-
-def refuse_to_rename(flag: str, directory: str, used: tuple[str, ...]) -> None:
-    """Raises UserError, now and not after the training, for a directory that is or contains what is in use."""
-    for name in filter(None, used):
-        path = Path(name).resolve()
-        if Path(directory).resolve() in (path, *path.parents):
-            raise UserError(f"{flag} {directory} is or contains {path}, which is in use; choose another directory")
 
 
 def settle_model(config: Config, flags: set[str], directory: RunDirectory) -> Config:

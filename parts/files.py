@@ -140,12 +140,11 @@ def set_aside(path: Path, name: Path | None = None) -> Path:
 def remove_leftovers(directory: Path, *names: str) -> None:
     """Remove what a killed process left of files and directories that it was writing there; `names` may be globs."""
     for name in names:
-        for leftover in directory.glob(f".{name}.*.tmp"):
-            if leftover.suffixes[-2][1:].isdigit():  # the number of the process; else somebody's own
-                if leftover.is_dir() and not leftover.is_symlink():
-                    shutil.rmtree(leftover)
-                else:
-                    leftover.unlink()
+        for leftover in directory.glob(f".{name}.[0-9]*.tmp"):  # the number of the process; else somebody's own
+            if leftover.is_dir() and not leftover.is_symlink():
+                shutil.rmtree(leftover)
+            else:
+                leftover.unlink()
 
 
 def read_json(path: Path) -> Any:

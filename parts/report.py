@@ -180,7 +180,7 @@ class Report:
                 f"validation loss {val['loss']:.4f}, {val['loss'] - loss:+.4f} to training, {val['bpb']:.4f} bits per "
                 f"byte, at step {val['step']}"
             )
-            self.rt.print(advice(self.val_losses(), trained[-1]["step"]))
+            self.rt.print(advice(self.val_losses(), trained[-1]["step"], self.out_dir))
 
     def median_rate(self) -> float:
         """Tokens per second; nan before the first step."""
@@ -188,7 +188,7 @@ class Report:
         return statistics.median(rates) if rates else math.nan
 
 
-def advice(val_losses: dict[int, float], step: int) -> str:
+def advice(val_losses: dict[int, float], step: int, out_dir: Path) -> str:
     """What the validation losses, {step: loss}, say at the end of a run, in words. A difference below NOISE is none."""
     NOISE = 0.005
     *_, last = val_losses
@@ -198,9 +198,11 @@ def advice(val_losses: dict[int, float], step: int) -> str:
     if len(val_losses) < 2:
         return "one validation loss alone does not say whether more steps help; give a smaller --eval_interval"
     if val_losses[last] > val_losses[best] + NOISE:
+        checkpoint = out_dir / f"step_{best:06d}"
+        remedy = f"take {checkpoint}" if checkpoint.exists() else "no checkpoint was saved there"
         return (
-            f"validation rose after step {best} ({val_losses[best]:.4f}): the model memorizes its text; take the "
-            f"checkpoint of that step, or train with more text, --dropout 0.1, or fewer steps"
+            f"validation rose after step {best} ({val_losses[best]:.4f}): the model memorizes its text; {remedy}, or "
+            "train with more text, --dropout 0.1, or fewer steps"
         )
     *_, before, _ = val_losses.values()
     if val_losses[last] < before - NOISE:

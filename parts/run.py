@@ -120,7 +120,10 @@ class RunDirectory:
         self.locks = ExitStack()  # held until the end of the run
         self.overwrite = config.overwrite
         self.checkpoint = rt.broadcast_from_main(lambda: self._claim(config))
-        settled = dict(dtype=str(rt.dtype), compile=rt.compile, torch=torch.__version__, code=sha256_of_code())
+        root = Path(__file__).resolve().parent.parent
+        files = sorted(path for folder in (".", "parts", "bpe") for path in root.glob(f"{folder}/*.py"))
+        settled = dict(dtype=str(rt.dtype), compile=rt.compile, torch=torch.__version__)
+        settled["code"] = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
         compare_with_rank_0(asdict(config) | settled, rt)
         self.state = load_train_state(self.checkpoint) if self.checkpoint else {}
         if self.checkpoint and type(self.state.get("config")) is not dict:
@@ -189,13 +192,6 @@ def compare_with_rank_0(own: dict, rt: Runtime) -> None:
             raise UserError(
                 f"{name} here is {own[name]}, and on rank 0 {value}; give all nodes the same command, code and files"
             )
-
-
-def sha256_of_code() -> str:
-    """Of the Python files of this project: ranks on other nodes may have another copy."""
-    root = Path(__file__).resolve().parent.parent
-    files = sorted([*root.glob("*.py"), *root.glob("parts/*.py"), *root.glob("bpe/*.py")])
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 def job_id() -> str:
@@ -354,7 +350,10 @@ class Run:
                 self._began = self.rt.mark_time()
             yield self.step
             if self.step == first:
-                self._hear_signals()
+                # from here on: before, there is nothing to save, and the default ends the process
+                for signum in STOP_SIGNALS:
+                    if signal.getsignal(signum) != signal.SIG_IGN:  # as nohup ignores SIGHUP
+                        self.directory.locks.callback(signal.signal, signum, signal.signal(signum, self._on_signal))
                 self.optimizer.check_resumable()  # now, and not after the night
             if self.step == self.max_steps:
                 self._read_pending()
@@ -364,12 +363,6 @@ class Run:
                 self.rt.barrier()  # torchrun ends every rank once one has ended
                 self.rt.print(f"stopped after step {self.step}; give the same command with --resume to continue")
                 raise Stopped(self._signum or signal.SIGTERM)
-
-    def _hear_signals(self) -> None:
-        """From the first finished step on: before it there is nothing to save, and the default ends the process."""
-        for signum in STOP_SIGNALS:
-            if signal.getsignal(signum) != signal.SIG_IGN:  # as nohup ignores SIGHUP
-                self.directory.locks.callback(signal.signal, signum, signal.signal(signum, self._on_signal))
 
     def _on_signal(self, signum: int, frame) -> None:
         self._signum = signum  # ranks may get it in different steps: `log` makes them agree on one

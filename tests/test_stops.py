@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from subprocess import PIPE
 
@@ -52,8 +53,9 @@ def samples(run: Path) -> str:
 # ---- two processes, terminals, names
 
 
-@pytest.mark.parametrize("closed", [slow(["stdout"]), ["stdout", "stderr"]])
-def test_a_run_outlives_the_readers_of_its_output(tmp_path, run_dir, closed):
+@pytest.mark.slow
+@pytest.mark.parametrize("closed", [["stdout"], ["stdout", "stderr"]])
+def test_a_process_outlives_the_readers_of_its_output(tmp_path, run_dir, closed):
     process = start(tmp_path, max_steps=30, eval_interval=10, sample_interval=0, checkpoint_interval=10)
     wait_for_steps(run_dir, 2, process)
     for stream in closed:  # as `| head -1` does, and a terminal that goes away
@@ -63,6 +65,15 @@ def test_a_run_outlives_the_readers_of_its_output(tmp_path, run_dir, closed):
     assert process.wait(60) == 0
     assert len(log_of(run_dir, "train")) == 30
     assert steps_of(run_dir)[-1] == 30
+
+
+def test_a_run_outlives_the_readers_of_its_output(short, run_dir, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as stdout, monkeypatch.context() as context:
+        context.setattr(sys, "stdout", stdout)
+        short()
+    assert steps_of(run_dir)[-1] == 6
 
 
 def test_what_was_ignored_when_a_run_began_stays_ignored(short, run_dir, monkeypatch):
@@ -153,7 +164,8 @@ def test_a_signal_in_the_last_save_waits_for_it(short, run_dir, monkeypatch):
     assert find_damage(run_dir / "step_000003") is None
 
 
-@pytest.mark.parametrize("name", ["TERM", slow("INT")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["TERM", "INT"])
 def test_a_signal_to_the_group_before_the_first_step_ends_the_run_at_once(tmp_path, run_dir, name):
     """While it compiles: the workers that compile get the signal, too."""
     args = small_args(tmp_path, compile="on", n_layer=1)
@@ -226,6 +238,7 @@ def test_what_a_killed_run_was_writing_goes_and_nothing_else(short, run_dir):
     assert [name for name in names if (run_dir / name).exists()] == [".notes.123.tmp", ".log.jsonl.mine.tmp"]
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_its_first_checkpoint_starts_again(short, tmp_path, run_dir):
     process = start(tmp_path, **SHORT | dict(max_steps=100_000, checkpoint_interval=0))
     wait_for_steps(run_dir, 3, process)

@@ -340,13 +340,16 @@ def test_compiled_training_evaluates_scores_and_samples_without_recompiling(trai
     [
         ({10: 5.0, 20: 4.0}, 20, "more steps help"),
         ({10: 4.0, 20: 3.9, 30: 4.2}, 30, "rose after step 20 (3.9000)"),
+        ({10: 4.0, 20: 3.9, 30: 4.2}, 30, "no checkpoint was saved there, or train"),
+        ({10: 3.8, 20: 3.9}, 20, "step_000010, or train"),
         ({10: 4.0, 20: 3.999}, 20, "no longer falls"),
         ({10: 4.0}, 10, "one validation loss alone"),
         ({10: 5.0, 20: 4.0}, 30, "the steps after 20 have no validation"),
     ],
 )
-def test_the_end_of_a_run_says_what_its_validation_losses_mean(losses, step, said):
-    assert said in runlog.advice(losses, step)
+def test_the_end_of_a_run_says_what_its_validation_losses_mean(losses, step, said, tmp_path):
+    (tmp_path / "step_000010").mkdir()
+    assert said in runlog.advice(losses, step, tmp_path)
 
 
 @pytest.mark.slow
