@@ -218,12 +218,8 @@ def evaluate_if_due(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, 
         inputs = prefetch(iter(to_micro_batches(data.val, config, rt)), rt.device)
         run.record("val", **validate(loss_fn, inputs, data.token_bytes, rt))
     if run.due(config.sample_interval or config.max_steps, "sample"):
-        text = ""  # of the other ranks
-        if rt.is_main:
-            prompt = data.chat.prompt([dict(role="user", content=config.sample_prompt)])
-            seed = config.seed + run.step
-            answers = complete(model, data.tokenizer, [prompt], config.sample_tokens, rt, seed, top_k=50)
-            text = prompt + answers[0]
+        prompt = data.chat.prompt([dict(role="user", content=config.sample_prompt)])
+        text = complete(model, data.tokenizer, prompt, config.sample_tokens, rt, config.seed + run.step)
         run.record("sample", text=text)
 
 

@@ -17,7 +17,6 @@ files of a checkpoint in checkpoint.py, device, precision (TF32, bf16, fp16) and
 import math
 import shlex
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -237,12 +236,8 @@ def evaluate_if_due(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, 
         scores = hellaswag.evaluate(model, data.hellaswag, rt)
         run.record("hellaswag", **{name: scores[name] for name in hellaswag.LOGGED})
     if run.due(config.sample_interval, "sample"):
-        text = ""  # of the other ranks
-        if rt.is_main:
-            prompt = config.sample_prompt
-            seed = config.seed + run.step
-            texts = complete(model, data.shards.tokenizer, [prompt], config.sample_tokens, rt, seed, top_k=50)
-            text = prompt + texts[0]
+        seed = config.seed + run.step
+        text = complete(model, data.shards.tokenizer, config.sample_prompt, config.sample_tokens, rt, seed)
         run.record("sample", text=text)
 
 
@@ -265,10 +260,10 @@ def open_data(config: Config, shape: GPTConfig, checkpoint: Path | None, rt: Run
     if config.init_from and not checkpoint:
         if not model_tokenizer(config.init_from).same_ids(shards.tokenizer):
             base = find_model(config.init_from)
-            remedy = f"give --tokenizer {base}, too"
-            if Path(config.data, "tokenizer.json").exists():
-                remedy = f"write shards with its tokenizer: fineweb.py --tokenizer {base}"
-            raise UserError(f"{config.data} has other tokens than --init_from {base}; {remedy}")
+            raise UserError(
+                f"{config.data} has other tokens than --init_from {base}; give --tokenizer {base}, too, for a .txt, or "
+                f"write shards with it: fineweb.py --tokenizer {base}"
+            )
     batches = Batches(shards.train, config.sequence_length, config.seed, config.shuffle, rt.rank, rt.world_size)
     token_bytes = torch.from_numpy(shards.tokenizer.token_bytes()).to(rt.device)
     task = open_hellaswag(config.hellaswag_data, shards, shape, rt) if config.hellaswag_interval else None
@@ -402,26 +397,16 @@ def distribute(config: Config, model: GPT, rt: Runtime) -> tuple[Config, GPTWith
         optimizer = partial(make_optimizer, model, config, rt)
         size = find_micro_batch_size(GPTWithLoss(model), n_sequences // rt.world_size, trial, rt, optimizer)
         config = replace(config, micro_batch_size=size)
-    if rt.device.type == "cpu" and rt.is_main:
-        warn_of_days(config, GPTWithLoss(model), rt)
+    if rt.device.type == "cpu":
+        flops = model.estimate_flops(config.sequence_length) * config.max_steps * config.total_batch_size
+        days = flops / (1e11 * torch.get_num_threads() * rt.world_size) / 86400
+        if days > 1:
+            remedy = "for minutes on a CPU: python train_gpt2.py tiny"
+            rt.print(f"note: at 100 GFLOP/s a thread this takes about {days:,.0f} days; {remedy}")
     loss_fn = rt.wrap(GPTWithLoss(model, rt.compiled(model.hidden)))
     ranks = counted(rt.world_size, "rank")
     rt.print(f"{n_sequences} sequences per step, {config.micro_batch_size} at a time on each of {ranks}")
     return config, loss_fn
-
-
-def warn_of_days(config: Config, loss_fn: GPTWithLoss, rt: Runtime) -> None:
-    """Say how long a run takes that will need more than a day, by the time of one sequence."""
-    idx = torch.zeros(1, config.sequence_length, dtype=torch.long)
-    begun = time.perf_counter()
-    with rt.autocast():
-        loss = loss_fn(idx, idx)
-    loss.backward()
-    loss_fn.zero_grad(set_to_none=True)
-    n_sequences = config.max_steps * config.total_batch_size / config.sequence_length / rt.world_size
-    days = n_sequences * (time.perf_counter() - begun) / 86400
-    if days > 1:
-        rt.print(f"note: this takes about {days:,.0f} days here; for minutes on a CPU: python train_gpt2.py tiny")
 
 
 def open_run(directory: RunDirectory, config: Config, model: GPT, optimizer: Optimizer, data: Data) -> Run:

@@ -49,7 +49,7 @@ def checkpoint_steps(run_dir: Path) -> list[tuple[int, Path]]:
 
 def find_damage(path: Path) -> str | None:
     """What is wrong with a checkpoint's files: one is missing, or its checksum is not what was written. None if nothing
-    is. Raises UserError for any other error, of the disk, the network or permissions: the file may well be intact."""
+    is. Raises OSError for what is wrong with the disk, the network or permissions: the file may well be intact."""
     name = SUMS
     try:
         sums = {}
@@ -70,8 +70,6 @@ def find_damage(path: Path) -> str | None:
         return f"{name} is missing"
     except ValueError:  # not UTF-8, or a name that no file can have
         return f"{name} is unreadable"
-    except OSError as e:
-        raise UserError(f"{path / name} cannot be read now: {e.strerror}; fix that, or move it away") from e
     return None
 
 
@@ -252,10 +250,7 @@ def model_tokenizer(model: str) -> Tokenizer:
     model = find_model(model)
     with user_errors_of(model):
         folder = local_directory(model, TOKENIZER_FILES)
-        # somebody may have fetched the weights of OpenAI's models alone; all of these have one tokenizer
-        openai = re.fullmatch(r"(openai-community/)?gpt2(-medium|-large|-xl)?", model) and not os.path.isdir(model)
-        weights_alone = openai and not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json"))
-        tokenizer = Tokenizer.load("gpt2" if weights_alone else folder)
+        tokenizer = Tokenizer.load(folder)
     known = load_shape(model).vocab_size
     if len(tokenizer) > known:
         raise UserError(

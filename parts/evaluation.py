@@ -41,20 +41,25 @@ def validate(
     return dict(loss=nats / tokens, bpb=nats / math.log(2) / max(n_bytes, 1))
 
 
-def complete(model, tokenizer, prompts: list[str], max_tokens: int, rt: Runtime, seed: int, **options) -> list[str]:
-    """The text that `generate` with `options` adds to each prompt, up to `<|endoftext|>`; all prompts at once. Where
-    there is none, because training has diverged, the reason in brackets: the run goes on to its own error.
+def complete(model, tokenizer, prompt: str, max_tokens: int, rt: Runtime, seed: int) -> str:
+    """A prompt with the text that `generate` adds to it, up to `<|endoftext|>`; "" on all ranks but the first. Where
+    training has diverged, the reason in brackets: the run goes on to its own error.
 
     Uses a separate random number generator, so that sampling does not affect training.
     """
+    if not rt.is_main:
+        return ""
     eot = tokenizer.eot_token
-    generator = torch.Generator(rt.device).manual_seed(seed)
-    ids = [tokenizer.encode_ordinary(prompt) or [eot or 0] for prompt in prompts]
-    options |= dict(stop_tokens={eot}, suppress_tokens=tokenizer.unused_ids(model.config.vocab_size))
+    options = dict(
+        generator=torch.Generator(rt.device).manual_seed(seed),
+        top_k=50,
+        stop_tokens={eot},
+        suppress_tokens=tokenizer.unused_ids(model.config.vocab_size),
+    )
+    ids = tokenizer.encode_ordinary(prompt) or [eot or 0]
     with rt.autocast(cache=True):
-        steps = generate(model, ids, max_tokens, generator=generator, **options)
         try:
-            texts = list(zip(*steps, strict=True))  # from the tokens of each step to those of each prompt
+            tokens = [token for [token] in generate(model, [ids], max_tokens, **options)]
         except UserError as e:
-            return [f" [{e}]" for _ in prompts]
-    return [tokenizer.decode([token for token in text if token != eot]) for text in texts]
+            return f"{prompt} [{e}]"
+    return prompt + tokenizer.decode([token for token in tokens if token != eot])

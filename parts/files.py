@@ -21,7 +21,7 @@ LOCK_SECONDS = 10  # how long to wait for a process that is about to exit
 
 
 def sha256(path: Path) -> str:
-    with open(path, "rb") as f:
+    with errors_name(path), open(path, "rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 

@@ -81,8 +81,7 @@ def test_a_vocabulary_with_gaps_gives_text_from_a_model_that_would_choose_the_ga
     with torch.no_grad():
         model.transformer.wte.weight[257:] *= 50
         model.transformer.wte.weight[290] /= 50
-    [text] = complete(model, tok, ["A"], 20, rt, 0)
-    assert text
+    assert len(complete(model, tok, "A", 20, rt, 0)) > 1
 
 
 def test_texts_that_are_generated_in_turns_have_no_dropout_and_leave_the_model_in_training():
@@ -104,7 +103,7 @@ def test_logits_that_are_not_finite_are_said_and_a_sample_of_training_says_so(sm
     model = small(vocab_size=384)
     model.transformer.ln_f.bias.data[0] = torch.inf  # as after a step that was much too long
     assert_refused("logits are not finite", lambda: next(generate(model, [[1]], 1, temperature=0)))
-    assert complete(model, small_tokenizer, ["A"], 8, rt, 0)[0].startswith(" [the model's logits are not finite")
+    assert complete(model, small_tokenizer, "A", 8, rt, 0).startswith("A [the model's logits are not finite")
 
 
 @pytest.mark.parametrize("prompts", [[], [[1], []]])
@@ -149,8 +148,8 @@ def test_a_row_that_has_ended_keeps_its_stop_token_and_the_others_continue():
 def test_the_seed_decides_the_samples_of_training(small_tokenizer, rt):
     model = small(vocab_size=384)
 
-    def sample(seed: int) -> list[str]:
-        return complete(model, small_tokenizer, ["A"], 8, rt, seed)
+    def sample(seed: int) -> str:
+        return complete(model, small_tokenizer, "A", 8, rt, seed)
 
     assert sample(0) == sample(0)
     assert sample(0) != sample(1)
@@ -160,13 +159,13 @@ def test_a_completion_starts_a_document_if_the_prompt_is_empty_and_ends_with_it(
     asked = []
     eot = small_tokenizer.eot_token
     model = small(vocab_size=384)
-    steps = [[65, 66], [eot, 67], [eot, eot]]
+    steps = [[65], [67], [eot]]
     monkeypatch.setattr(evaluation, "generate", lambda *args, **options: asked.append((args[1], options)) or steps)
-    texts = complete(model, small_tokenizer, ["", "A"], 3, rt, 0)
-    assert texts == [small_tokenizer.decode(ids) for ids in ([65], [66, 67])]
-    [(prompts, options)] = asked
-    assert prompts == [[eot], small_tokenizer.encode_ordinary("A")]
+    for prompt in ("", "A"):
+        assert complete(model, small_tokenizer, prompt, 3, rt, 0) == prompt + small_tokenizer.decode([65, 67])
+    assert [prompts for prompts, _ in asked] == [[[eot]], [small_tokenizer.encode_ordinary("A")]]
+    options = asked[0][1]
     assert options["stop_tokens"] == {eot}
     assert options["suppress_tokens"] == list(range(320, 384))
-    complete(model, Tokenizer((), special_tokens={"<x>": eot}), [""], 3, rt, 0)
-    assert asked[1][0] == [[0]]
+    complete(model, Tokenizer((), special_tokens={"<x>": eot}), "", 3, rt, 0)
+    assert asked[2][0] == [[0]]

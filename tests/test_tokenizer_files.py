@@ -15,9 +15,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2Tokenizer
 from bpe.chunks import PATTERNS, SPELLINGS
 from bpe.formats import GPT2_FILES
 from bpe.tokenizer import ENDOFTEXT, Tokenizer
-from model import GPTConfig
-from parts import checkpoint
-from tests.helpers import ROOT, assert_invalid, assert_refused, needs_gpt2, prose, write_json
+from tests.helpers import ROOT, assert_invalid, needs_gpt2, prose, write_json
 
 TEXTS = [
     prose(20_000),
@@ -220,15 +218,6 @@ def test_files_of_an_earlier_tokenizer_do_not_stay(published):
 def test_a_folder_without_a_tokenizer_is_told_how_to_get_one(tmp_path):
     words = "neither tokenizer.json nor vocab.json and merges.txt.*AutoTokenizer.from_pretrained"
     assert_invalid(words, Tokenizer.load, tmp_path)
-
-
-@pytest.mark.parametrize("model", ["gpt2", "openai-community/gpt2-xl"])
-def test_a_model_of_openai_whose_weights_alone_are_here_has_gpt2s_tokenizer(tmp_path, monkeypatch, model):
-    monkeypatch.setattr(checkpoint, "local_directory", lambda *_: tmp_path)
-    monkeypatch.setattr(checkpoint, "load_shape", lambda _: GPTConfig())
-    monkeypatch.setattr(Tokenizer, "from_tiktoken", lambda _: Tokenizer(()))
-    assert_same(checkpoint.model_tokenizer(model), Tokenizer(()))
-    assert_refused("has neither", checkpoint.model_tokenizer, "somebody/gpt2")
 
 
 # ---- vocabularies with gaps
