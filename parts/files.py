@@ -158,7 +158,7 @@ def read_json(path: Path) -> Any:
 
 
 @contextlib.contextmanager
-def exclusive_lock(lock: Path, what: str, seconds: float = LOCK_SECONDS) -> Iterator[None]:
+def exclusive_lock(lock: Path, what: str, seconds: float | None = None) -> Iterator[None]:
     """Hold a lock file while the block runs, so that two processes do not write to one place.
 
     A killed process frees its lock, and we wait for one that is about to exit. Raises UserError if another process
@@ -169,7 +169,7 @@ def exclusive_lock(lock: Path, what: str, seconds: float = LOCK_SECONDS) -> Iter
 
     try:
         with errors_name(lock):
-            held = FileLock(lock, timeout=seconds).acquire()
+            held = FileLock(lock, timeout=LOCK_SECONDS if seconds is None else seconds).acquire()
     except Timeout:
         owner = " ".join(lock.read_text(errors="replace").split()) or "unknown"
         raise TemporaryError(

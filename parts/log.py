@@ -28,7 +28,7 @@ def read_log(path: Path) -> Records:
             if not line.strip():
                 continue
             try:
-                record = json.loads(line.decode("utf-8-sig"))
+                record = json.loads(line.decode("utf-8-sig"), parse_constant=lambda name: None)
                 if type(record["step"]) is not int or type(record["kind"]) is not str:
                     raise TypeError
                 records.append(record)

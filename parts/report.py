@@ -54,7 +54,7 @@ class Report:
         the tracker and the progress bar. Only the first rank calls this."""
         log = self.out_dir / "log.jsonl"
         earlier = read_log(log) if log.exists() else []
-        self.records = [as_json(record) for record in earlier if record["step"] <= step]
+        self.records = [record for record in earlier if record["step"] <= step]
         # TensorBoard forgets what it has of later steps; the others would have the steps of a resume twice
         again = [] if self.config.report_to == "tensorboard" else earlier
         self._tracked = max((record["step"] for record in again), default=-1)
@@ -80,7 +80,7 @@ class Report:
         """Add a line to the log, and its numbers to the tracker, which draws no text and no lists."""
         if not self.rt.is_main:
             return
-        record = as_json(record)
+        record = json.loads(json.dumps(record), parse_constant=lambda name: None)  # JSON has no NaN: it becomes null
         self.records.append(record)
         add_text(self.out_dir / "log.jsonl", json.dumps(record) + "\n")
         if self._track and record["kind"] != "run" and record["step"] > self._tracked:
@@ -208,12 +208,6 @@ def advice(val_losses: dict[int, float], step: int, out_dir: Path) -> str:
     if val_losses[last] < before - NOISE:
         return "validation still fell at the end: more steps help"
     return "validation no longer falls: more text or a larger model helps, more steps do not"
-
-
-def as_json(record: dict) -> dict:
-    """JSON has no NaN: a number that is not finite becomes null."""
-    strange = [key for key, value in record.items() if isinstance(value, float) and not math.isfinite(value)]
-    return record | dict.fromkeys(strange)
 
 
 def add_text(path: Path, text: str) -> None:

@@ -407,6 +407,7 @@ def test_a_run_that_diverges_is_told_so(finetune, monkeypatch, after, said):
     assert re.findall("diverged|Now try", finetune(max_steps=1).stdout) == [said]
 
 
+@pytest.mark.slow
 def test_two_ranks_finetune_as_one_process_does(base, tmp_path, finetune):
     """They count the targets of both of them, although these have different numbers."""
     constants = dict(max_steps=2, eval_interval=2, checkpoint_interval=0)

@@ -23,7 +23,6 @@ from tests.helpers import (
     environment,
     log_of,
     losses,
-    slow,
     small_args,
     start_script,
     steps_of,
@@ -96,18 +95,24 @@ def test_names_and_prompts_that_are_not_utf_8_end_no_run(train, tmp_path):
 # ---- signals
 
 
-@pytest.mark.parametrize(
-    "name, code",
-    [("TERM", 143), slow("HUP", 129), slow("INT", 130)],
-)
+def test_while_a_run_goes_on_no_other_enters_its_directory(train, run_dir, monkeypatch):
+    monkeypatch.setattr(files, "LOCK_SECONDS", 0.1)
+    run_dir.mkdir()
+    with files.exclusive_lock(run_dir / ".lock", "it"):
+        for word in ({}, dict(resume=True), dict(overwrite=True)):
+            train.error("another process", str(run_dir), **word)
+    assert [path.name for path in run_dir.iterdir()] == [".lock"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, code", [("TERM", 143), ("HUP", 129), ("INT", 130)])
 def test_a_signal_ends_the_run_with_a_checkpoint_and_until_then_no_other_process_enters(
     train, tmp_path, run_dir, monkeypatch, name, code
 ):
     process = start(tmp_path, max_steps=100_000, checkpoint_interval=0, eval_interval=0, sample_interval=0)
     wait_for_steps(run_dir, 3, process)
     monkeypatch.setattr(files, "LOCK_SECONDS", 0.1)
-    for word in ({}, dict(resume=True), dict(overwrite=True)):
-        train.error("another process", str(run_dir), **word)
+    train.error("another process", str(run_dir), resume=True)
     process.send_signal(signal.Signals[f"SIG{name}"])
     _, err = process.communicate(timeout=60)
     assert process.returncode == code
@@ -130,6 +135,7 @@ def test_no_evaluation_begins_after_a_signal(short, run_dir, monkeypatch):
     assert result.returncode == 143
     assert "give the same command with --resume to continue\n" in result.stdout
     assert steps_of(run_dir)[-1] == 4
+    assert find_damage(run_dir / "step_000004") is None
     assert not log_of(run_dir, "val")
     assert not log_of(run_dir, "sample")
 
