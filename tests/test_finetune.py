@@ -238,7 +238,7 @@ def test_what_is_overwritten_is_renamed_and_never_lost(finetune, base, tmp_path,
     result = finetune(max_steps=1, merge=merged, overwrite=True)
     assert f"the earlier {merged} is now {merged}.1" in result.stdout
     assert (tmp_path / "merged.1" / "notes.txt").read_text() == "mine"
-    for target in (base / "base", base, run_dir, tmp_path, run_dir / "adapter", Path.cwd(), "/"):
+    for target in (base, run_dir, tmp_path, Path.cwd(), "/"):
         finetune.error("--merge", merge=target, adapter=run_dir / "adapter", overwrite=True)
     (run_dir / "adapter" / "notes.txt").write_text("mine")  # and the run continues
     finetune(max_steps=3, resume=True, merge=merged)
