@@ -20,6 +20,7 @@ All of it runs on one machine. For a corpus that needs more, use datatrove: trai
 This file knows nothing of models, training or torch.
 """
 
+import os
 import shutil
 import signal
 import sys
@@ -38,7 +39,7 @@ from bpe.tokenizer import Tokenizer, cpu_count
 from parts.cli import Count, Stopped, Tokens, UserError, counted, parse_args, script
 from parts.data import new_manifest, read_manifest, summary
 from parts.files import errors_name, exclusive_lock, free_bytes, remove_leftovers
-from parts.shards import Writer, load_tokenizer, shard_dtype, shard_name, verify
+from parts.shards import Writer, load_tokenizer, shard_dtype, shard_name, tokens_of, verify
 from parts.texts import AHEAD, START, Texts, discard, open_texts
 
 BATCHES_AHEAD = 4  # per thread: memory must not grow when writing is slower than encoding
@@ -136,7 +137,7 @@ def write_shards(config: Config, texts: Texts, manifest: dict, tok: Tokenizer, e
     downloads = out_dir / ".downloads"
     shards = manifest["shards"]
     n_notes = len(texts.notes)
-    writer = Writer(out_dir, manifest, tok, config.shard_size, config.limit_tokens)
+    writer = Writer(out_dir, manifest, tok, config.shard_size, config.limit_tokens, shard_name(out_dir))
     if not shards:  # else others may be reading it
         with errors_name(out_dir / "tokenizer.json"):
             tok.save(out_dir / "tokenizer.json")
@@ -185,17 +186,6 @@ def encoded(batches: Iterator[tuple], tok: Tokenizer, n_threads: int) -> Iterato
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def tokens_of(texts: list[str | None], tok: Tokenizer) -> tuple[np.ndarray, Counter]:
-    """tokens = [eot, *encode(text)] for one document after the other, as one array (n,); and how many were skipped, for
-    which reason."""
-    tokens = []  # of arrays: in a list, an id would take eight bytes
-    for text in texts:
-        if text is not None:
-            tokens += [[tok.eot_token], tok.encode_to_numpy(text)]
-    skipped = Counter({"no text": len(texts) - len(tokens) // 2})
-    return np.concatenate([[], *tokens], dtype=shard_dtype(len(tok)), casting="unsafe"), +skipped
-
-
 # ------------------------------------------------------------------------------------------------ the manifest
 
 
@@ -234,10 +224,13 @@ def open_manifest(config: Config, out_dir: Path, tok: Tokenizer) -> dict:
 
 
 def same_files(manifest: dict, texts: Texts, sizes: list[int]) -> list[dict]:
-    """The files of the source. Raises UserError if one that shards were made of has another size since, or another one
-    comes before it: two versions of a source must not mix. Later files may still change."""
-    files = [dict(name=file.path, bytes=size) for file, size in zip(texts.files, sizes, strict=True)]
-    used = manifest["files"][: manifest["next"]["file"] + 1] if manifest["shards"] else []
+    """The files of the source. Raises UserError if one that shards were made of has changed since, or another one comes
+    before it: two versions of a source must not mix. Later files may still change."""
+    files = [dict(name=file.path) for file in texts.files]
+    for about, size in zip(files, sizes, strict=True):
+        if os.path.exists(about["name"]):  # a file of a commit of the hub never changes
+            about |= dict(bytes=size, version=str(os.stat(about["name"]).st_mtime_ns))
+    used = manifest.get("files", [])[: manifest["next"]["file"] + 1] if manifest["shards"] else []
     for then, now in zip_longest(used, files[: len(used)]):
         if then != now:
             raise UserError(

@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from parts.cli import UserError
-from parts.files import identity, read_json, replace_file
+from parts.files import errors_name, identity, read_json, replace_file
 
 IGNORED = -100  # a target that is not scored, as in PyTorch; pads the last windows of validation
 
@@ -46,11 +46,6 @@ def find_shards(data: str, split: str) -> list[Path]:
     refuse_doubles(data, shards["train"] + shards["val"])
     if shards[split]:
         return shards[split]
-    if [path.suffix for path in shards["val"]] == [".ds"]:
-        raise UserError(
-            f"--data {data} holds one .ds file, and the first one is for validation: training needs at least two; "
-            "let datatrove write more, with tasks=2"
-        )
     if glob.glob(data):
         raise UserError(
             f"--data {data} holds no *_{split}_*.npy, .bin or .ds shard; give a folder of shards, a plain text as "
@@ -66,17 +61,19 @@ def find_shards(data: str, split: str) -> list[Path]:
 def shards_by_split(data: str) -> dict[str, list[Path]]:
     """The files of tokens in a directory or a glob: those of "train", of "val", and of "neither".
 
-    A name has _train_ or _val_, or is train or val alone. datatrove's .ds files have no such names: the first one is
-    then "val", and the others are "train".
+    The last train or val between underscores in a name decides. datatrove's .ds files have no such names: the first one
+    is then "val", and the others are "train".
     """
     pattern = f"{glob.escape(data)}/*" if os.path.isdir(data) else data
-    paths = [path for path in sorted(map(Path, glob.glob(pattern))) if path.suffix in LAYOUTS]
-    train = [path for path in paths if "_train_" in f"_{path.stem}_" and "_val_" not in f"_{path.stem}_"]
-    val = [path for path in paths if "_val_" in f"_{path.stem}_" and "_train_" not in f"_{path.stem}_"]
-    if not train and not val:
-        unnamed = [path for path in paths if path.suffix == ".ds"]
-        val, train = unnamed[:1], unnamed[1:]
-    return dict(train=train, val=val, neither=[path for path in paths if path not in train + val])
+    shards = dict(train=[], val=[], neither=[])
+    for path in sorted(map(Path, glob.glob(pattern))):
+        if path.suffix in LAYOUTS:
+            named = re.findall(r"_(train|val)(?=_)", f"_{path.stem}_")
+            shards[named[-1] if named else "neither"].append(path)
+    unnamed = shards["neither"]
+    if len(unnamed) > 1 and not shards["train"] + shards["val"] and unnamed[0].suffix == ".ds":
+        return dict(train=unnamed[1:], val=unnamed[:1], neither=[])
+    return shards
 
 
 def refuse_doubles(data: str, paths: list[Path]) -> None:
@@ -121,12 +118,9 @@ class Shard:
         """The slice [start : start + n], fewer at the end of the shard. Raises UserError if the file has shrunk."""
         size = self.dtype.itemsize
         n_bytes = max(min(n, self.n_tokens - start), 0) * size
-        try:
+        with errors_name(self.path):
             self.file.seek(self.offset + start * size)
             content = self.file.read(n_bytes)
-        except OSError as e:  # of a disk that fails, which names no file
-            e.filename = str(self.path)
-            raise
         if len(content) < n_bytes:
             raise UserError(f"shard {self.path} was cut short while it was in use; write it again, then --resume")
         return np.frombuffer(content, self.dtype)
@@ -139,13 +133,13 @@ def npy_layout(path: Path) -> Layout:
 
 def bin_layout(path: Path) -> Layout:
     header = np.fromfile(path, "<i4", BIN_HEADER)  # fewer if the file is shorter
-    if header[:1].tolist() != [BIN_MAGIC] and path.stem in ("train", "val"):  # nanoGPT's: tokens alone
-        if path.with_name("meta.pkl").exists():
-            raise ValueError("nanoGPT's meta.pkl says that its tokens are characters; give --data the text, as .txt")
-        return np.dtype("<u2"), 0, (path.stat().st_size // 2,)
-    if header[:2].tolist() != [BIN_MAGIC, 1]:
+    if header[:2].tolist() == [BIN_MAGIC, 1]:
+        return np.dtype("<u2"), header.nbytes, (int(header[2]),)
+    if path.stem not in ("train", "val"):
         raise ValueError(f"its header does not start with {BIN_MAGIC} and version 1")
-    return np.dtype("<u2"), header.nbytes, (int(header[2]),)
+    if path.with_name("meta.pkl").exists():
+        raise ValueError("nanoGPT's meta.pkl says that its tokens are characters; give --data the text, as .txt")
+    return np.dtype("<u2"), 0, (path.stat().st_size // 2,)  # nanoGPT's: tokens alone
 
 
 def ds_layout(path: Path) -> Layout:
@@ -160,13 +154,15 @@ def ds_layout(path: Path) -> Layout:
 
 
 def ds_metadata(path: Path) -> tuple[str, int, int]:
-    """(name of its tokenizer, bytes of a token, number of tokens) of a .ds file. Raises ValueError, or OSError."""
+    """(name of its tokenizer, bytes of a token, number of tokens) of a .ds file. Raises UserError."""
     metadata = path.with_name(f"{path.name}.metadata")
-    if not metadata.exists():
-        raise ValueError(f"there is no {metadata.name}; let datatrove write it (save_final_metadata=True)")
-    match = re.match(r"(.*)\|([24])\n(\d{1,18})(\n|$)", metadata.read_text(encoding="utf-8"))
+    content = metadata.read_text(encoding="utf-8", errors="replace") if metadata.exists() else ""
+    match = re.match(r"(.*)\|([24])\n(\d{1,18})(\n|$)", content)
     if not match:
-        raise ValueError(f"{metadata.name} does not begin with the lines TOKENIZER|2, or |4, and NUMBER OF TOKENS")
+        raise UserError(
+            f"shard {path} cannot be read: {metadata.name} is missing, or does not begin with lines TOKENIZER|2 (or 4) "
+            "and NUMBER OF TOKENS; let datatrove write it (save_final_metadata=True)"
+        )
     return match[1], int(match[2]), int(match[3])
 
 
@@ -177,18 +173,16 @@ LAYOUTS = {".npy": npy_layout, ".bin": bin_layout, ".ds": ds_layout}
 
 
 class TokenStream:
-    """The shards of one split, all in one directory, as one long sequence of tokens, compared with the manifest and the
-    vocabulary: ids below `vocab_size`, but for `unused_ids`, of what `tokenizer` names.
+    """The shards of one split, all in one directory, as one long sequence of tokens.
 
     Raises UserError if a shard is damaged, missing or differs from `manifest.json`, and for a token that is not in the
-    vocabulary: at once in a split of up to SCANNED tokens and in the first 65,536 of each shard, else when it is read.
+    vocabulary of `tokenizer`, ids below `vocab_size` but for `unused_ids`: on a GPU it would surface only as a
+    device-side assert, or, if the model is padded to more ids, be trained on without a word. Compared are all tokens of
+    a split of up to SCANNED, and the first 65,536 of each shard of a larger one.
     """
 
     def __init__(self, paths: list[Path], vocab_size: int, unused_ids: Sequence[int] = (), tokenizer: str = "given"):
         self.paths = paths
-        self.vocab_size = vocab_size
-        self.unused_ids = list(unused_ids)
-        self.tokenizer = tokenizer
         self.shards = [Shard(path) for path in paths]
         self.starts = [0, *accumulate(map(len, self.shards))]  # of each shard, and the end
         if len(self) < 2:
@@ -197,7 +191,14 @@ class TokenStream:
         for shard in self.shards:
             n = len(shard) if len(self) <= SCANNED else 2**16  # another tokenizer shows in any stretch of text
             for start in range(0, n, 2**16):
-                self._refuse_foreign(shard.read(start, 2**16), shard.path)
+                tokens = shard.read(start, 2**16)
+                foreign = (tokens >= vocab_size) | np.isin(tokens, unused_ids)
+                if foreign.any():
+                    raise UserError(
+                        f"shard {shard.path} has token {tokens[foreign.argmax()]}, which is not one of the "
+                        f"{vocab_size} of the tokenizer {tokenizer}; was it written with another one? name that with "
+                        "--tokenizer, or remove the shard"
+                    )
 
     def __len__(self) -> int:
         return self.starts[-1]
@@ -221,10 +222,7 @@ class TokenStream:
         return self.read_windows([start], n)[0]
 
     def read_windows(self, starts: list[int], n: int) -> np.ndarray:
-        """The slice [start : start + n] for every start, as a new array (len(starts), n) int64.
-
-        Raises UserError for a token that is not in the vocabulary.
-        """
+        """The slice [start : start + n] for every start, as a new array (len(starts), n) int64."""
         out = np.empty((len(starts), n), np.int64)
         for row, start in zip(out, starts, strict=True):
             shard = bisect_right(self.starts, start) - 1  # the last one that begins at `start` or before
@@ -232,25 +230,11 @@ class TokenStream:
             done = 0
             while done < n:  # over more than two shards if one is shorter than a window
                 part = self.shards[shard].read(begin, n - done)
-                self._refuse_foreign(part, self.paths[shard])
                 row[done : done + len(part)] = part  # widened
                 done += len(part)
                 shard += 1
                 begin = 0
         return out
-
-    def _refuse_foreign(self, tokens: np.ndarray, path: Path) -> None:
-        """Raises UserError for a token without an entry in the vocabulary: on a GPU it would surface only as a
-        device-side assert, or, if the model is padded to more ids, be trained on without a word."""
-        if tokens.max(initial=0) < self.vocab_size and not self.unused_ids:  # as in nearly every vocabulary
-            return
-        foreign = (tokens >= self.vocab_size) | np.isin(tokens, self.unused_ids)
-        if foreign.any():
-            raise UserError(
-                f"shard {path} has token {tokens[foreign.argmax()]}, which is not one of the {self.vocab_size} of the "
-                f"tokenizer {self.tokenizer}; was it written with another one? name that with --tokenizer, or remove "
-                "the shard"
-            )
 
     def digest(self) -> str:
         """16 hexadecimal digits that identify these tokens in this order, wherever the shards are.
@@ -413,52 +397,30 @@ def to_inputs(windows):
 
 # ------------------------------------------------------------------------------------------------ manifest.json
 
-# a type for each value; a list has one form for all of its items
-FORM = dict(
-    source=str,
-    tokenizer=str,
-    tokens=int,
-    documents=int,
-    bytes=int,
-    skipped=dict,
-    shards=[dict(file=str, tokens=int, sha256=str)],
-)
-UNFINISHED = dict(
-    next=dict(file=int, lines=int, skip=int),
-    files=[dict(name=str)],
-    shard_size=int,
-)
-
 
 def new_manifest(**constants) -> dict:
     return constants | dict(tokens=0, documents=0, bytes=0, skipped={}, shards=[])
 
 
 def read_manifest(directory: Path) -> dict:
-    """`manifest.json` of a shard directory; {} if there is none. Raises UserError for a damaged one.
-
-    It has all that FORM says, and in a directory that fineweb.py is still writing what UNFINISHED says.
-    """
+    """`manifest.json` of a shard directory; {} if there is none. Raises UserError for a damaged one."""
     path = directory / "manifest.json"
     try:
         manifest = read_json(path)
     except FileNotFoundError:
         return {}
-    if type(manifest) is not dict:
-        manifest = {}
-    form = FORM | UNFINISHED if "next" in manifest else FORM
-    for key in form:
-        if not has_form(manifest.get(key), form[key]):
-            raise UserError(f"{path} is damaged: {key} is missing or of the wrong type; write the shards again")
+    wrong = misfits(manifest, new_manifest(source="", tokenizer=""))
+    if not wrong:
+        wrong = [key for shard in manifest["shards"] for key in misfits(shard, dict(file="", tokens=0, sha256=""))]
+    if wrong:
+        raise UserError(f"{path} is damaged: {wrong[0]} is missing or of the wrong type; write the shards again")
     return manifest
 
 
-def has_form(value: object, form: object) -> bool:
-    if type(form) is list:
-        return type(value) is list and all(has_form(item, form[0]) for item in value)
-    if type(form) is dict:
-        return type(value) is dict and all(has_form(value.get(key), form[key]) for key in form)
-    return type(value) is form  # not isinstance: to that a bool is an int
+def misfits(found: object, example: dict) -> list[str]:
+    """The keys of `example` that `found` does not have with a value of the same type."""
+    found = found if type(found) is dict else {}
+    return [key for key, value in example.items() if type(found.get(key)) is not type(value)]
 
 
 def save_manifest(directory: Path, manifest: dict) -> None:

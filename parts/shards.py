@@ -36,21 +36,16 @@ from parts.files import errors_name, exclusive_lock, flush, sha256, write_atomic
 from parts.texts import ENDOFTEXT, LONG, joined_documents, one_document, plain_texts, readable, refuse_foreign, texts_of
 
 TRAIN_FRACTION = 0.9  # of a text's characters; the rest is the validation split
-LARGEST_TEXT = 10**9  # bytes of a .txt; its tokens take ten times as many, as Python's numbers
+LARGEST_TEXT = 10**9  # bytes of a .txt, which is in memory as a whole
+COUNTED = 2**20  # tokens at a time, each of which takes eight bytes then
 FEW_TOKENS = 10_000  # to train on; the validation split of such a text is a page or two
 
 
 def origin(folder: Path) -> dict:
-    """For the log and the model card: what the manifest says about the source of the shards; {} without one."""
+    """For the log: what the manifest says about the source of the shards; {} without one."""
     manifest = read_manifest(folder)
-    if not manifest:
-        return {}
     keys = ("source", "commit", "tokens", "documents", "bytes", "tokenizer")
-    about = {key: manifest[key] for key in keys if manifest.get(key)}
-    about["manifest.json"] = sha256(folder / "manifest.json")
-    if "commit" in about:  # of a dataset on the hub, OWNER/NAME
-        about["dataset"] = "/".join(about["source"].split("/")[:2])
-    return about
+    return {key: manifest[key] for key in keys if manifest.get(key)}
 
 
 def verify(directory: Path) -> str:
@@ -165,16 +160,11 @@ def ds_tokenizer(directory: Path) -> str:
 
     Raises UserError for one that is not here: to read its tokens as GPT-2's would be silently wrong.
     """
-    try:
-        names = {ds_metadata(path)[0] for path in directory.glob("*.ds")} or {"gpt2"}
-    except (ValueError, OSError) as e:
-        raise UserError(f"the .ds files of {directory} cannot be used: {e}") from e
-    name, *others = sorted(names)
-    if others:
-        raise UserError(f"the .ds files of {directory} have different tokenizers, {name} and {others[0]}; keep one")
-    if name in ("gpt2", "openai-community/gpt2"):
-        return "gpt2"
-    if not os.path.exists(name):
+    names = {ds_metadata(path)[0].removeprefix("openai-community/") for path in directory.glob("*.ds")} or {"gpt2"}
+    if len(names) > 1:
+        raise UserError(f"the .ds files of {directory} have different tokenizers, {', '.join(sorted(names))}; keep one")
+    [name] = names
+    if name != "gpt2" and not os.path.exists(name):
         raise UserError(f"{directory} was tokenized with {name}; put its tokenizer.json there, or name it: --tokenizer")
     return name
 
@@ -246,19 +236,12 @@ def read_text(path: Path) -> str:
 
 def write_text_shards(directory: Path, parts: dict[str, list[str]], tok: Tokenizer, source: str) -> None:
     """A shard for each of `parts`, {split: documents}, tokenizer.json and manifest.json."""
-    manifest = new_manifest(source=source, tokenizer=tok.fingerprint)
-    for number, (split, texts) in enumerate(parts.items()):
-        tokens = [ids for text in texts for ids in ([tok.eot_token], tok.encode_to_numpy(text))]
-        file = directory / f"text_{split}_{number:06d}.npy"
-        tokens = np.concatenate([[], *tokens], dtype=shard_dtype(len(tok)), casting="unsafe")
-        with errors_name(file):
-            np.save(file, tokens)
-        manifest["shards"].append(dict(file=file.name, tokens=len(tokens), sha256=sha256(file)))
-        manifest["tokens"] += len(tokens)
-        manifest["documents"] += len(texts)
-        manifest["bytes"] += sum(len(text.encode()) for text in texts)
+    manifest = new_manifest(source=source, tokenizer=tok.fingerprint) | dict(next={})
+    writer = Writer(directory, manifest, tok, 0, 0, "text")
+    for texts in parts.values():
+        writer.complete(tokens_of(texts, tok)[0])
+    writer.end()
     tok.save(directory / "tokenizer.json")
-    save_manifest(directory, manifest)
 
 
 # -------------------------------------------------------------------------------------------- the writer of shards
@@ -268,11 +251,23 @@ def shard_dtype(n_vocab: int) -> type:
     return np.uint16 if n_vocab <= 2**16 else np.uint32
 
 
+def tokens_of(texts: list[str | None], tok: Tokenizer) -> tuple[np.ndarray, Counter]:
+    """tokens = [eot, *encode(text)] for one document after the other, as one array (n,); and how many were skipped, for
+    which reason."""
+    tokens = []  # of arrays: in a list, an id would take eight bytes
+    for text in texts:
+        if text is not None:
+            tokens += [[tok.eot_token], tok.encode_to_numpy(text)]
+    skipped = Counter({"no text": len(texts) - len(tokens) // 2})
+    return np.concatenate([[], *tokens], dtype=shard_dtype(len(tok)), casting="unsafe"), +skipped
+
+
 class Writer:
     """The only writer. It fills one shard in memory, and lists it in the manifest once it is complete and on the disk,
     with the place in the source where the next one begins. After an interruption, writing resumes from that place."""
 
-    def __init__(self, out_dir: Path, manifest: dict, tok: Tokenizer, shard_size: int, limit: int):
+    def __init__(self, out_dir: Path, manifest: dict, tok: Tokenizer, shard_size: int, limit: int, name: str):
+        self.name = name  # of each shard, before _val_ or _train_
         self.out_dir = out_dir
         self.manifest = manifest
         self.limit = limit  # of all tokens
@@ -280,7 +275,6 @@ class Writer:
         self.token_bytes = tok.token_bytes()
         self.shard = np.empty(min(shard_size, limit), shard_dtype(len(tok)))
         self.filled = 0  # tokens in it
-        self.counts = np.zeros(len(tok), np.int64)  # of each id in it
         self.skipped = Counter(manifest["skipped"])
         # tokens of the first unit that are in the previous shard; None once the end of that shard has been checked
         self.to_skip = manifest["next"]["skip"] if manifest["shards"] else None
@@ -301,11 +295,10 @@ class Writer:
         while done < len(tokens):
             part = tokens[done : done + len(self.shard) - self.filled]
             self.shard[self.filled : self.filled + len(part)] = part
-            self.counts += np.bincount(part, minlength=len(self.counts))
             self.filled += len(part)
             done += len(part)
             if self.filled == len(self.shard):
-                self._complete()
+                self.complete(self.shard)
                 self.manifest["next"] = place | dict(skip=done)  # where the next shard begins
                 self._save()
         self.skipped += skipped
@@ -322,12 +315,11 @@ class Writer:
                 f"the manifest is damaged, or the source has changed; remove {self.out_dir}"
             )
 
-    def _complete(self) -> None:
-        """Make the shard durable, then list it."""
-        tokens = self.shard[: self.filled]
+    def complete(self, tokens: np.ndarray) -> None:
+        """Make a shard durable, then list it."""
         shards = self.manifest["shards"]
         split = "train" if shards else "val"
-        path = self.out_dir / f"{shard_name(self.out_dir)}_{split}_{len(shards):06d}.npy"
+        path = self.out_dir / f"{self.name}_{split}_{len(shards):06d}.npy"
         part = path.with_name(f".{path.name}.tmp")
         with errors_name(path), open(part, "wb") as f:
             np.save(f, tokens)
@@ -335,11 +327,12 @@ class Writer:
         shards.append(dict(file=path.name, tokens=len(tokens), sha256=sha256(part)))
         part.rename(path)
         flush(self.out_dir)
-        self.manifest["tokens"] += self.filled
-        self.manifest["documents"] += int(self.counts[self.eot])
-        self.manifest["bytes"] += int(self.counts @ self.token_bytes)
+        self.manifest["tokens"] += len(tokens)
+        for start in range(0, len(tokens), COUNTED):
+            counts = np.bincount(tokens[start : start + COUNTED], minlength=len(self.token_bytes))
+            self.manifest["documents"] += int(counts[self.eot])
+            self.manifest["bytes"] += int(counts @ self.token_bytes)
         self.filled = 0
-        self.counts[:] = 0
 
     def _save(self) -> None:
         self.manifest["skipped"] = dict(sorted(self.skipped.items()))
@@ -350,7 +343,7 @@ class Writer:
         if self.to_skip is not None:  # no unit came: `next` is past the end of the source
             self._check_seam(np.zeros(0, int))
         if self.filled:
-            self._complete()
+            self.complete(self.shard[: self.filled])
         if not self.manifest["shards"]:
             raise UserError(
                 f"no document in {self.manifest['source']}; skipped: {dict(self.skipped) or 'none'}; "

@@ -497,12 +497,20 @@ def json_rows(path: str) -> list[dict]:
     refuse_foreign("json", path)
     text = Path(path).read_text(encoding="utf-8-sig")
     if text.lstrip().startswith("["):
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=unique)
     rows = []
     for number, line in enumerate(text.split("\n"), start=1):  # a JSON string may hold other ends of lines
         if line := line.strip().removeprefix("\ufeff"):  # each line may have a mark, as from files joined
             try:
-                rows.append(json.loads(line))
+                rows.append(json.loads(line, object_pairs_hook=unique))
             except ValueError as e:
                 raise UserError(f"{path} is not JSON in line {number}: {e}; correct it there") from None
     return rows
+
+
+def unique(pairs: list[tuple[str, object]]) -> dict:
+    """An object of JSON. Raises ValueError for a key that it has twice, of which `json` takes the last."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"an object has a key twice ({', '.join(key for key, _ in pairs)})")
+    return found

@@ -52,13 +52,13 @@ def test_a_batch_that_is_taken_up_again_ends_at_the_limit(tokenizer, tmp_path, m
 
     def begun() -> Writer:
         manifest = fineweb.open_manifest(fineweb.Config(shard_size=10), tmp_path, tok) | dict(files=[])
-        return Writer(tmp_path, manifest, tok, 10, 25)
+        return Writer(tmp_path, manifest, tok, 10, 25, "x")
 
     with monkeypatch.context() as patch, pytest.raises(TypeError):
         patch.setattr(Writer, "_save", None)
         begun().write(place, tokens, {})  # killed with a shard that is not yet listed
     begun().write(place, tokens, {})  # killed with two shards of three
-    writer = Writer(tmp_path, read_manifest(tmp_path), tok, 10, 25)
+    writer = Writer(tmp_path, read_manifest(tmp_path), tok, 10, 25, "x")
     writer.write(place, tokens, {})
     writer.end()
     assert np.concatenate([np.load(path) for path in shard_paths(tmp_path)]).tolist() == list(range(25))
@@ -176,6 +176,8 @@ def interrupted(corpus, tokenizer, tmp_path, monkeypatch):
 
 CHANGES = {
     "size": lambda used, under_way: write_parquet(used, ["another text"]),
+    "time": lambda used, under_way: os.utime(used, ns=(0, 1)),
+    "time of the one under way": lambda used, under_way: os.utime(under_way, ns=(0, 1)),
     "a new file before it": lambda used, under_way: shutil.copy(used, used.with_name("a.parquet")),
     "a file less": lambda used, under_way: used.unlink(),
 }
@@ -227,7 +229,7 @@ def test_a_damaged_manifest_is_one_error(interrupted):
     """Whatever is missing in it; tests/test_shard_files.py has values of other types."""
     _, out_dir, resume = interrupted
     intact = read_manifest(out_dir)
-    for lost in intact.keys() - {"next", "commit"}:
+    for lost in intact.keys() - {"next", "commit", "files"}:
         write_json(out_dir / "manifest.json", {key: intact[key] for key in intact if key != lost})
         with pytest.raises(UserError):
             resume(dry_run=True)

@@ -15,7 +15,6 @@ from parts import files
 from parts.checkpoint import save_model
 from parts.cli import UserError, explain
 from parts.data import Shard, find_shards, new_manifest, read_manifest, summary
-from parts.files import sha256
 from parts.shards import (
     data_tokenizer,
     ds_tokenizer,
@@ -333,13 +332,10 @@ def test_the_origin_of_shards_is_what_their_manifest_says(tmp_path):
     assert origin(tmp_path) == {}
     said = dict(source="some/corpus/sample", commit="abc", tokens=50, documents=7, bytes=170, tokenizer="none")
     with_manifest(tmp_path, **said, skipped={"no text": 1200, "broken line": 3})
-    of_manifest = {"manifest.json": sha256(tmp_path / "manifest.json")}
-    assert origin(tmp_path) == said | of_manifest | dict(dataset="some/corpus")
+    assert origin(tmp_path) == said
     assert summary(read_manifest(tmp_path)) == (
         "50 tokens in 1 shards, 7 documents, 3.40 bytes per token, skipped documents: 1,200 (no text), 3 (broken line)"
     )
-    with_manifest(tmp_path)
-    assert "dataset" not in origin(tmp_path)
     nothing = "0 tokens in 0 shards, 0 documents, 0.00 bytes per token, skipped documents: none"
     assert summary(new_manifest()) == nothing
 
@@ -364,7 +360,7 @@ def test_shards_of_datatrove_say_what_tokenized_them(tmp_path, byte_tokenizer):
         write_ds(tmp_path / f"{i:05d}.ds", tokens, str(byte_tokenizer))
     assert len(data_tokenizer(tmp_path, "gpt2")[0]) == 257, "a path that exists is used"
     write_ds(tmp_path / "00000.ds", tokens, "HuggingFaceTB/SmolLM2-135M")
-    assert_refused("different tokenizers, .*bytes.json and .*SmolLM2", data_tokenizer, tmp_path, "gpt2")
+    assert_refused("different tokenizers, .*SmolLM2", data_tokenizer, tmp_path, "gpt2")
     write_ds(tmp_path / "00001.ds", tokens, "HuggingFaceTB/SmolLM2-135M")
     words = "was tokenized with HuggingFaceTB/SmolLM2-135M; put its tokenizer.json there"
     assert_refused(words, data_tokenizer, tmp_path, "gpt2")
