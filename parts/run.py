@@ -355,6 +355,9 @@ class Run:
                     if signal.getsignal(signum) != signal.SIG_IGN:  # as nohup ignores SIGHUP
                         self.directory.locks.callback(signal.signal, signum, signal.signal(signum, self._on_signal))
                 self.optimizer.check_resumable()  # now, and not after the night
+                if self.rt.compile:
+                    bias_gradients = self.rt.bias_gradients()
+                    self.report.append(dict(step=self.step, kind="compiled", bias_gradients=bias_gradients))
             if self.step == self.max_steps:
                 self._read_pending()
             if self._stop:

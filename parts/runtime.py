@@ -121,6 +121,14 @@ class Runtime:
         backend = "inductor" if dynamic else static_shapes
         return torch.compile(function, dynamic=dynamic, backend=backend) if self.compile else function
 
+    def bias_gradients(self) -> int | str:
+        """How many are summed by sequence (parts/graphs.py), for the log, once there are graphs."""
+        if not self.compile or self.device.type != "cuda":
+            return "n/a"
+        from parts.graphs import BiasGradients
+
+        return BiasGradients.n_changed or "as in the cached graphs"
+
     def set_gradient_sync(self, loss_fn: torch.nn.Module, now: bool) -> None:
         """Set whether the next backward pass averages the gradients over the ranks; call it before the forward pass.
 
