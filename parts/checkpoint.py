@@ -175,12 +175,9 @@ def load_train_state(path: Path) -> dict:
     try:
         # weights_only: a pickle is a program, and a checkpoint may come from anywhere
         # mmap: ranks of one host share the pages, and read what they need
-        state = torch.load(path / TRAIN_STATE, map_location="cpu", weights_only=True, mmap=True)
-        if type(state) is not dict:
-            raise ValueError(f"it holds a {type(state).__name__}")
-        return state
+        return torch.load(path / TRAIN_STATE, map_location="cpu", weights_only=True, mmap=True)
     except Exception as e:  # a corrupt pickle can raise anything that its allowed classes can raise
-        reason = [*str(e).splitlines(), type(e).__name__][0]
+        reason = str(e).partition("\n")[0] or type(e).__name__
         raise UserError(f"{path}/{TRAIN_STATE} cannot be read: {reason}; resume from an earlier checkpoint") from e
 
 

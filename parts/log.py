@@ -17,10 +17,8 @@ def read_log(path: Path) -> Records:
 
     Skips damaged lines, with one warning on stderr that names them. Raises UserError if there is no such file.
     """
-    if path.is_dir():
-        raise UserError(f"{path} is a directory, not a log; move it away, or give another run")
     if not path.is_file():
-        raise UserError(f"{path} does not exist; give the directory of a run, or its log.jsonl")
+        raise UserError(f"{path} is no file; give the directory of a run, or its log.jsonl")
     records = []
     damaged = []
     with path.open("rb") as lines:  # bytes: a text of a sample may end lines in ways of its own

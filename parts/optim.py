@@ -216,8 +216,6 @@ class Optimizer:
         """Restore the optimizers' own state and the loss scale. Learning rates, betas, eps, weight decay and all else
         that `make_optimizer` has given them stay as they are now. Raises ValueError for the state of other parameters.
         """
-        if len(state["optimizers"]) != len(self.optimizers):
-            raise ValueError(f"it is of {len(state['optimizers'])} optimizers, not {len(self.optimizers)}")
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             load_own_state(optimizer, saved)
         if self.loss_scale and state["scaler"] != {}:  # {}: the run was not in fp16 then

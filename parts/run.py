@@ -126,15 +126,11 @@ class RunDirectory:
         settled["code"] = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
         compare_with_rank_0(asdict(config) | settled, rt)
         self.state = load_train_state(self.checkpoint) if self.checkpoint else {}
-        if self.checkpoint and type(self.state.get("config")) is not dict:
-            raise UserError(f"{self.checkpoint}/train_state.pt holds no constants of a run; resume from another")
 
     def _claim(self, config) -> Path | None:
         """Lock OUT_DIR; if the run is to continue, return its newest intact checkpoint. The first rank only."""
         if config.resume and config.overwrite:
             raise UserError("--resume continues a run and --overwrite starts a new one; give one of them")
-        if self.path.is_symlink() and not self.path.exists():
-            raise UserError(f"{self.path} links to {os.readlink(self.path)}, which does not exist; create it")
         theirs = {path.name for path in self.path.glob("[!.]*") if path.is_dir()} - {"lost+found"}
         theirs |= {name for name in (*FILES, MODEL_FILES[0], ADAPTER_FILES[0]) if (self.path / name).exists()}
         # what a run would replace, or a directory, as in / or a project, unless a run was killed before its first line
@@ -236,7 +232,7 @@ class Run:
             self._restore(directory.checkpoint)
             run_info = run_info | dict(resumed_from=str(directory.checkpoint))
         if stop_at := getattr(config, "stop_at", 0):
-            self.max_steps = min(self.max_steps, max(stop_at, self.step))
+            self.max_steps = min(self.max_steps, stop_at)
         self._compare_weights()
         self.report = Report(directory.path, config, self.rt, run_info)
         self._done: list[str] = []  # the kinds of records that the log has of this step
@@ -280,7 +276,7 @@ class Run:
                         f"{checkpoint} was trained with another {name}; give that one, or another --out_dir"
                     )
             self.optimizer.load_state_dict(state["optimizer"])
-        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as e:
+        except (LookupError, ValueError, RuntimeError) as e:
             raise UserError(f"{checkpoint}/train_state.pt does not fit this run: {e}; resume from another") from e
         if self.max_steps < self.step or self.max_steps == self.step != state["config"].get("max_steps", self.step):
             raise UserError(

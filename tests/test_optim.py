@@ -348,7 +348,7 @@ def lose_a_parameter(state: dict) -> None:
 HARMS = {
     "too few rows": (cut, "exp_avg of parameter 0 is .*, not"),
     "a parameter less": (lose_a_parameter, "other parameters"),
-    "an optimizer less": (lambda state: state["optimizers"].pop(), "1 optimizers, not 2"),
+    "an optimizer less": (lambda state: state["optimizers"].pop(), "shorter"),
 }
 
 

@@ -381,9 +381,9 @@ def test_a_log_that_does_not_say_what_an_axis_needs_is_refused_in_one_line(door,
 
 WRONG = [
     ("", "RUNS is missing; see --help"),
-    ("absent", "absent does not exist"),
+    ("absent", "absent is no file"),
     ("empty", "no loss"),
-    ("a", "a directory, not a log"),
+    ("a", "a/log.jsonl is no file"),
     ("run --out a.bmp", "a.bmp"),
     ("run --out dir.png", "dir.png"),
     ("run --out absent/a.png", "error: absent/a.png"),

@@ -183,7 +183,7 @@ def test_a_place_that_holds_other_things_or_does_not_exist_is_refused(train, sho
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     train.error("/ contains", out_dir="/")
     train.error("src", out="project")
-    train.error(str(tmp_path / "nowhere"), out="link")
+    train.error(str(tmp_path / "link"), out="link")
     assert [path.name for path in (tmp_path / "project").iterdir()] == ["src"]
 
 
