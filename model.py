@@ -281,16 +281,9 @@ class GPT(nn.Module):
     def answer(self, ids: list[int]) -> torch.Tensor:
         """The logits (T,) of `ids` (T) after the row `ids`, in fp32 and without dropout, on the CPU: what two models
         that compute the same agree about."""
-        training = self.training
-        precision = torch.get_float32_matmul_precision()
         idx = torch.tensor(ids, device=self.lm_head.weight.device)
-        torch.set_float32_matmul_precision("highest")
-        try:
-            with torch.autocast(idx.device.type, enabled=False):
-                return self.eval()(idx[None])[0, -1, idx].float().cpu()
-        finally:
-            self.train(training)
-            torch.set_float32_matmul_precision(precision)
+        with exactly(self):
+            return self(idx[None])[0, -1, idx].float().cpu()
 
     @functools.cached_property
     def narrow(self) -> "GPT":
@@ -349,6 +342,8 @@ class GPT(nn.Module):
         answer = self.answer(ids)
         if torch.equal(answer, self.answer(ids)):  # else it draws random numbers, and nobody could compare
             config["question"] = dict(ids=ids, logits=answer.tolist(), sum_of_weights=sum_of(tensors))
+            if self.narrow is not self:
+                config["question"]["of_narrow"] = answer_of_narrow(self).tolist()
         generation = dict(do_sample=True, top_k=50, **tokens)
         if suppress_tokens:
             generation["suppress_tokens"] = suppress_tokens
@@ -557,11 +552,34 @@ def has_answer_of_minimal(gpt: GPT, ids: list[int]) -> bool:
     sizes = {name: getattr(gpt.config, name) for name in ("vocab_size", "n_layer", "n_head", "n_embd")}
     with WithoutWeights():
         theirs = minimal.GPT(minimal.Config(sequence_length=gpt.config.n_positions, **sizes))
+    if gpt.hf_state_dict().keys() != GPT.hf_state_dict(theirs).keys():  # as of tied layers, which a file has once
+        return False
     try:
         theirs.load_state_dict(gpt.state_dict(), assign=True)
     except RuntimeError:  # other tensors
         return False
     return agree(gpt.answer(ids), GPT.answer(theirs, ids), 1e-4)
+
+
+def answer_of_narrow(gpt: GPT) -> torch.Tensor:
+    """What the code computes of a whole context and of large numbers, which a few tokens and young weights would not
+    show."""
+    return gpt.narrow.answer(question(gpt.narrow.config, 1024))[:16]
+
+
+@contextlib.contextmanager
+def exactly(model: nn.Module):
+    """In fp32, without dropout and gradients, while the block runs."""
+    training = model.training
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.no_grad(), torch.autocast(model.lm_head.weight.device.type, enabled=False):
+            model.eval()
+            yield
+    finally:
+        model.train(training)
+        torch.set_float32_matmul_precision(precision)
 
 
 def agree(logits, expected, tolerance: float) -> bool:
@@ -588,6 +606,7 @@ def check_answer(gpt: GPT, tensors: dict, path: Path) -> None:
         if not 0 < len(ids) == len(expected) <= gpt.config.n_positions or min(ids) < 0:
             raise ValueError("ids and logits of one row are wanted")
         found = gpt.answer(ids)
+        of_narrow = torch.tensor(stored.get("of_narrow", []), dtype=torch.float32)
     except (LookupError, TypeError, ValueError, OverflowError, RuntimeError) as e:
         raise ValueError(f"{file}: question is damaged ({e}); remove it") from e
     accept = f"to use it all the same, remove `question` from {file}"
@@ -599,4 +618,9 @@ def check_answer(gpt: GPT, tensors: dict, path: Path) -> None:
         raise ValueError(
             f"this model.py computes something else than the one that wrote {path}: logits differ by {difference:.2g}; "
             f"take that model.py, or, {accept}"
+        )
+    if len(of_narrow) and not (gpt.narrow is not gpt and agree(answer_of_narrow(gpt), of_narrow, 1e-3)):
+        raise ValueError(
+            f"this model.py computes something else than the one that wrote {path}, of a whole context and large "
+            f"weights; take that model.py, or, {accept}"
         )
