@@ -360,14 +360,12 @@ def validate_config(config: Config, rt: Runtime) -> None:
     if config.total_batch_size % T == 0 and n_sequences % rt.world_size:
         possible = [str(n) for n in range(1, n_sequences + 1) if n_sequences % n == 0]
         raise UserError(f"{n_sequences} sequences a step need {', '.join(possible[:9])} ranks, not {rt.world_size}")
-    micro_batch = max(config.micro_batch_size, 1)
-    unit = T * micro_batch * rt.world_size
+    unit = T * max(config.micro_batch_size, 1) * rt.world_size
     if config.total_batch_size % unit:
         nearest = max(config.total_batch_size // unit, 1) * unit
         raise UserError(
-            f"--total_batch_size {config.total_batch_size} is not divisible by {unit} = sequence_length {T} x "
-            f"micro_batch_size {micro_batch} x {counted(rt.world_size, 'rank')}; "
-            f"give {nearest}, or another --micro_batch_size"
+            f"--total_batch_size {config.total_batch_size} is not divisible by {unit}, the tokens of a micro-batch on "
+            f"each of {counted(rt.world_size, 'rank')}; give {nearest}, or another --micro_batch_size"
         )
 
 

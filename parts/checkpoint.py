@@ -41,12 +41,8 @@ SUMS = "SHA256SUMS"
 
 def checkpoint_steps(run_dir: Path) -> list[tuple[int, Path]]:
     """(step, directory) of every checkpoint of a run, oldest first."""
-    checkpoints = []
-    for path in run_dir.glob("step_*"):
-        match = re.fullmatch(r"step_(\d{1,18})", path.name)  # 18 digits fit into 64 bits; step_notes/ is not ours
-        if match and path.is_dir():
-            checkpoints.append((int(match[1]), path))
-    return sorted(checkpoints)
+    names = {path: path.name.removeprefix("step_") for path in run_dir.glob("step_*") if path.is_dir()}
+    return sorted((int(name), path) for path, name in names.items() if name.isdecimal())  # step_notes/ is not ours
 
 
 def find_damage(path: Path) -> str | None:

@@ -34,8 +34,6 @@ STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP"
 # 19 GB of GPT-2 XL take over six minutes on a disk of 50 MB/s, and are read again for their sums. torchrun notices at
 # once when a process dies; one that hangs, or whose machine loses its network, ends the others only after this time.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-# How long a rank looks for the store of torchrun, which is there before any rank, unless torchrun has been killed
-STORE_TIMEOUT = timedelta(minutes=1)
 
 # options of mallopt, as malloc.h numbers them: M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD
 MALLOC = {-3: 2**30, -1: 2**30, -2: 2**26}
@@ -289,11 +287,8 @@ def _join_ranks(device: torch.device, rank: int, world_size: int) -> None:
     one node each restart therefore gets its own part of it; several nodes do not count restarts alike, and need
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun.
     """
-    of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    limit = dict(timeout=STORE_TIMEOUT) if of_torchrun else {}  # else rank 0 makes the store, perhaps much later
     try:
-        store, _, _ = next(dist.rendezvous("env://", rank, world_size, **limit))
-        store.set_timeout(COLLECTIVE_TIMEOUT)
+        store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=COLLECTIVE_TIMEOUT))
     except (ValueError, RuntimeError) as e:  # the environment may have a WORLD_SIZE, but no launcher
         raise UserError(f"the {world_size} ranks of WORLD_SIZE do not find each other ({e}); use torchrun") from e
     if os.environ.get("GROUP_WORLD_SIZE") == "1":

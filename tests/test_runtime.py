@@ -2,10 +2,8 @@
 
 import json
 import signal
-import socket
 import threading
 import time
-from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -14,7 +12,7 @@ from torch._inductor.async_compile import AsyncCompile
 
 from parts import runtime
 from parts.cli import UserError
-from parts.runtime import Runtime, prefetch
+from parts.runtime import prefetch
 
 
 def batches_of(n):
@@ -55,18 +53,6 @@ def test_prefetch_is_one_batch_ahead_and_ends_with_its_reader():
     assert len(made) == 2
     reader.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
-
-
-def test_a_rank_whose_launcher_was_killed_at_once_does_not_wait_for_its_store(monkeypatch):
-    with socket.socket() as closed:
-        closed.bind(("localhost", 0))
-        port = closed.getsockname()[1]
-    found = dict(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", MASTER_ADDR="localhost", MASTER_PORT=str(port))
-    for name, value in (found | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(runtime, "STORE_TIMEOUT", timedelta(seconds=1))
-    with pytest.raises(UserError, match="the 2 ranks of WORLD_SIZE do not find each other"):
-        Runtime.setup("cpu", "float32")
 
 
 def test_a_signal_while_the_compile_workers_start_comes_afterwards(monkeypatch):

@@ -282,7 +282,7 @@ BAD = [
     (dict(data="nowhere"), ["nowhere", "fineweb.py"]),
     (
         dict(total_batch_size=250),
-        ["250 is not divisible by 256 = sequence_length 32 x micro_batch_size 8 x 1 rank; give 256"],
+        ["250 is not divisible by 256, the tokens of a micro-batch on each of 1 rank; give 256"],
     ),
     (dict(n_head=3), ["n_embd 32", "n_head 3", "; 30 is"]),
     (dict(vocab_size=1048704), ["vocab_size is 1048704, not a number from 1 to 1,048,576"]),
