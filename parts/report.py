@@ -173,7 +173,7 @@ class Report:
         losses = [record["loss"] for record in trained[-max(len(trained) // 20, 1) :] if record.get("loss") is not None]
         loss = statistics.fmean(losses) if losses else math.nan
         self.rt.print(f"\n{read}; {speed}\ntraining loss {loss:.4f} nats per token, over the last {len(losses)} steps")
-        measured = [val for val in of_kind(self.records, "val") if None not in (val.get("loss"), val.get("bpb"))]
+        measured = [val for val in of_kind(self.records, "val") if val.get("loss") is not None]
         if measured:
             val = measured[-1]
             self.rt.print(

@@ -450,7 +450,7 @@ class Run:
         self._stop = self._stop or bool(self._n_signals() > 0)
         if kind == "val":
             self.val_loss = metrics["loss"]
-        if kind in ("val", "hellaswag") and self.report.run_info.get("flops_per_token"):
+        if kind in ("val", "hellaswag") and "flops_per_token" in self.report.run_info:
             metrics["flops"] = self.tokens * self.report.run_info["flops_per_token"]
         self.report.evaluation(self.step, kind, metrics)
 
@@ -460,6 +460,5 @@ class Run:
         self.save()
         if "target" not in self._done:
             seconds = sum(record.get("dt_ms") or 0 for record in of_kind(self.report.records, "train")) / 1e3
-            flops_per_token = self.report.run_info.get("flops_per_token") or math.nan
-            petaflop = self.tokens * flops_per_token / 1e15
+            petaflop = self.tokens * self.report.run_info["flops_per_token"] / 1e15
             self.record("target", tokens=self.tokens, hours=seconds / 3600, petaflop=petaflop)
