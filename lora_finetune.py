@@ -323,7 +323,10 @@ def settle_model(config: Config, flags: set[str], directory: RunDirectory) -> Co
                 )
         config = replace(config, **own)
     if directory.checkpoint:
+        max_steps = config.max_steps
         config = continue_constants(config, flags, directory, FIXED, AUTOMATIC)
+        if "epochs" in flags:  # their steps, and not those of the run
+            config = replace(config, max_steps=max_steps)
     if directory.rt.device.type == "cpu":
         config = replace(config, threads=set_threads(config.threads, "threads" in flags))
     return replace(config, lora_alpha=config.lora_alpha or 2.0 * config.lora_dim)

@@ -176,5 +176,6 @@ def exclusive_lock(lock: Path, what: str, seconds: float | None = None) -> Itera
         ) from None
     with held:
         if str(os.getpid()) not in lock.read_text().split():  # without locks of the system, the library wrote it
-            lock.write_text(f"{os.getpid()}\n{socket.gethostname()}\n")
+            with errors_name(lock):
+                lock.write_text(f"{os.getpid()}\n{socket.gethostname()}\n")
         yield

@@ -334,6 +334,16 @@ def test_what_the_table_says_takes_effect_does_and_is_noted(finetune, run_dir):
     assert log_of(run_dir, "train")[-1]["lr"] == pytest.approx(1e-4)  # of the new schedule
 
 
+def test_a_resume_with_other_epochs_takes_their_steps(finetune, run_dir):
+    plain = dict(batch_size=18, eval_interval=0, checkpoint_interval=1, max_steps=None)
+    finetune(**plain | dict(max_steps=1))
+    finetune(**plain, epochs=1, resume=True)
+    assert len(log_of(run_dir, "train")) == 3  # of 54 examples
+    finetune(**plain, epochs=2, resume=True)
+    assert len(log_of(run_dir, "train")) == 6
+    finetune.error("not beyond step 6", **plain, epochs=1, resume=True)
+
+
 def test_another_base_and_other_rows_are_refused(finetune, base, tmp_path, run_dir):
     finetune(**SHORT)
     finetune.error("as --adapter", out="further", base=run_dir)
