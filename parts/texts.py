@@ -330,7 +330,7 @@ def refuse_foreign(kind: str, path: str, column: str = "") -> None:
         raise UserError(f"{path} is {found}, and not what its name says; rename it, convert it or leave it out")
     if kind == "parquet" and column and (size := largest_group(path, column)) > LARGEST:
         raise UserError(
-            f"{path} has {size / 1e9:.1f} GB of text in one row group, and the most is {LARGEST / 1e9:.1f}; "
+            f"{path} has about {size / 1e9:.1f} GB of text in one row group, and the most is {LARGEST / 1e9:.1f}; "
             "write it with smaller row groups, or leave it out"
         )
 
@@ -344,19 +344,15 @@ def kind_inside(content: bytes) -> str:
 
 
 def largest_group(path: str, column: str) -> float:
-    """Bytes of text in the largest row group of a .parquet, in which a text that repeats is stored once; as its first
-    rows are, or counted where these are too long."""
+    """About how many bytes of text the largest row group of a .parquet has, by its first rows: a text that repeats is
+    stored once, so that the size of the file says nothing."""
     import pyarrow.parquet as pq
 
     with readable(path), pq.ParquetFile(path) as file:
         groups = range(file.num_row_groups)
-        n_rows, group = max(((file.metadata.row_group(group).num_rows, group) for group in groups), default=(0, 0))
-        sizes = []
-        for batch in file.iter_batches(BATCH, [group] if n_rows else [], [column]):
-            sizes.append(batch.nbytes)
-            if len(sizes) == 1 and batch.nbytes * n_rows / len(batch) <= LARGEST:
-                break
-        return sum(sizes)
+        n_rows = max((file.metadata.row_group(group).num_rows for group in groups), default=0)
+        first = next(file.iter_batches(BATCH, columns=[column]), None)
+        return n_rows * first.nbytes / len(first) if n_rows else 0
 
 
 def documents_of_file(path: str, skip: int) -> Iterator[tuple[int, str]]:

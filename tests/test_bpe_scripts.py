@@ -61,6 +61,7 @@ def test_the_default_run_as_a_user_starts_it(tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "out/bpe")("研究生")["input_ids"] == tok.encode("研究生")
 
 
+@pytest.mark.slow
 def test_the_tokenizer_is_written_also_if_nobody_reads_to_the_end(tmp_path):
     with subprocess.Popen(command("bpe/train.py"), cwd=tmp_path, env=environment(), stdout=subprocess.PIPE) as run:
         run.stdout.readline()
@@ -189,6 +190,7 @@ def test_an_input_that_is_named_twice_is_read_once(run_train, tmp_path, monkeypa
     assert f"tokens from {n_bytes} bytes" in again
 
 
+@pytest.mark.slow
 def test_a_dataset_of_the_hub_is_downloaded_as_far_as_it_is_read(tmp_path):
     texts = MANUAL.split("\n\n")
     folder = tmp_path / "hub/corpus/some/folder"

@@ -43,6 +43,7 @@ def test_a_busy_hub_gives_the_same_shards_from_few_connections(corpus, hub_folde
     assert hub.most <= 3
 
 
+@pytest.mark.slow
 def test_a_broken_download_is_continued(corpus, hub_folder, tokenizer, tmp_path):
     cut = ("part_03.parquet", "part_08.parquet")
     with Hub(hub_folder, cut=cut) as hub:
@@ -56,6 +57,7 @@ def test_a_broken_download_is_continued(corpus, hub_folder, tokenizer, tmp_path)
         assert rest != "bytes=0-"
 
 
+@pytest.mark.slow
 def test_a_killed_run_keeps_the_files_that_it_needs_and_fetches_no_used_one_again(
     corpus, hub_folder, tokenizer, tmp_path
 ):

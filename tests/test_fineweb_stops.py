@@ -114,20 +114,20 @@ def start(long_corpus, tokenizer, tmp_path):
     return lambda: start_script("fineweb.py", **words), words
 
 
-def test_five_kills_at_random_moments_change_nothing(start, long_shards, tmp_path):
+def test_three_kills_at_random_moments_change_nothing(start, long_shards, tmp_path):
     out_dir = tmp_path / "shards"
     rng = random.Random(0)
     begin, words = start
-    for attempt in range(5):
+    for attempt in range(3):
         process = begin()
-        if attempt != 2:  # somewhere in the middle of the work, however fast the machine is; else while it starts
+        if attempt != 1:  # somewhere in the middle of the work, however fast the machine is; else while it starts
             wait_until(partial(has_more_shards, out_dir, count_shards(out_dir) + 3, process))
         time.sleep(rng.uniform(0, 0.1))
         process.kill()
         process.communicate()
     killed = count_shards(out_dir)
     succeed("fineweb.py", **words)
-    assert 16 <= killed < count_shards(out_dir), "the kills came before or after the work"
+    assert 8 <= killed < count_shards(out_dir), "the kills came before or after the work"
     assert_same_files(out_dir, long_shards)
 
 
@@ -149,6 +149,7 @@ def test_a_signal_ends_it_in_good_order(start, long_shards, tmp_path, signum, co
     assert stamps(out_dir) == before
 
 
+@pytest.mark.slow
 def test_two_runs_at_once_do_not_write_into_one_directory(corpus, tokenizer, tmp_path):
     """The second one waits, and finds the shards complete, or gives up."""
     words = command("fineweb.py", **options(corpus[0], tmp_path / "shards", tokenizer, workers=1))

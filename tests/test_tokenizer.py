@@ -90,7 +90,7 @@ few_letters = st.text(alphabet="ab  cé中\n'", max_size=40)  # a small alphabet
 any_letters = st.text(st.characters(exclude_categories=("Cs",)), max_size=60)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(few_letters, max_size=6), st.sampled_from(TIE_BREAKS))
 def test_merges_are_those_of_a_naive_trainer_on_generated_texts(texts, tie_break):
     ours = Tokenizer.train(texts, 300, special_tokens=(), tie_break=tie_break)

@@ -335,7 +335,7 @@ NAMES = ("<a>", "<a>b", "b c", "|>")
 SOME = st.sampled_from(["all", (), NAMES[:1], NAMES[1:], NAMES[::2]])
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     pieces=st.lists(st.sampled_from([*NAMES, "<", "a", "b", " c", ">", "!", "\n ", "é"]), max_size=14),
     allowed=SOME,
