@@ -386,7 +386,7 @@ WRONG = [
     ("a", "a/log.jsonl is no file"),
     ("run --out a.bmp", "a.bmp"),
     ("run --out dir.png", "dir.png"),
-    ("run --out absent/a.png", "error: absent/a.png"),
+    ("run --out absent/a.png", "error: absent/"),
 ]
 
 
