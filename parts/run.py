@@ -362,6 +362,8 @@ class Run:
                 self.rt.barrier()  # torchrun ends every rank once one has ended
                 self.rt.print(f"stopped after step {self.step}; give the same command with --resume to continue")
                 raise Stopped(self._signum or signal.SIGTERM)
+        if self.step < self.config.max_steps:  # --stop_at, to be continued
+            self.save()
 
     def _on_signal(self, signum: int, frame) -> None:
         self._signum = signum  # ranks may get it in different steps: `log` makes them agree on one
