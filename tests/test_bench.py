@@ -344,8 +344,9 @@ def test_a_comparison_trains_what_it_lacks_and_reads_the_rest(door, two_checkout
 
 
 @needs_proc
+@pytest.mark.slow
 def test_an_interrupted_run_saves_its_step_and_the_same_command_resumes_it(door, tmp_path, words):
-    n_steps = 200
+    n_steps = 100
     pair = [f"{words(n_steps)} --weight_decay 0.5"] * 2
     line = command("bench.py", "compare", *pair, seeds=1)
     process = subprocess.Popen(line, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)

@@ -110,6 +110,7 @@ def bias_gradients(changes: dict) -> tuple[torch.Tensor, torch.Tensor, int]:
 BY_SEQUENCE = {"post_grad_custom_pre_pass": BiasGradients()}
 
 
+@pytest.mark.slow
 def test_a_bias_gradient_that_is_summed_by_sequence_is_that_of_autograd():
     expected, found, _ = bias_gradients(BY_SEQUENCE)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
