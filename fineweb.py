@@ -83,8 +83,17 @@ def stop(signum, frame) -> None:
 
 def make_shards(config: Config, out_dir: Path) -> None:
     """Write the shards of `config.source`, or those that are missing. Raises UserError."""
+    if not config.out_dir:
+        raise UserError("--out_dir is empty; give a directory")
+    of_fineweb = config.source == Config.source
+    if not of_fineweb and config.out_dir == Config.out_dir:
+        raise UserError(f"{out_dir} is for FineWeb-Edu; give an --out_dir for the shards of another --source")
     tok = load_tokenizer(config.tokenizer)
-    config = resolve_config(config, tok)
+    if tok.eot_token is None:
+        raise UserError(f"{config.tokenizer} has no <|endoftext|> to put before documents; train one with it")
+    subset = config.subset or ("sample-10BT" if of_fineweb else "")
+    limit = config.limit_tokens or sys.maxsize
+    config = replace(config, subset=subset, limit_tokens=limit, workers=config.workers or cpu_count())
     manifest = open_manifest(config, out_dir, tok)
     if "next" not in manifest:
         print(f"{out_dir} is complete, and the source is not read again: {summary(manifest)}")
@@ -111,24 +120,6 @@ def make_shards(config: Config, out_dir: Path) -> None:
         print(f"stopped after {len(manifest['shards'])} complete shards; {RESUME}", file=sys.stderr)
         raise
     print(f"{out_dir}: {summary(manifest)}")
-
-
-def resolve_config(config: Config, tok: Tokenizer) -> Config:
-    """Fill in the constants that are 0, except for the shard_size of a new directory. Raises UserError for constants
-    that contradict each other."""
-    if not config.out_dir:
-        raise UserError("--out_dir is empty; give a directory")
-    of_fineweb = config.source == Config.source
-    if not of_fineweb and config.out_dir == Config.out_dir:
-        raise UserError(f"{Config.out_dir} is for FineWeb-Edu; give an --out_dir for the shards of another --source")
-    if tok.eot_token is None:
-        raise UserError(f"{config.tokenizer} has no <|endoftext|> to put before documents; train one with it")
-    return replace(
-        config,
-        subset=config.subset or ("sample-10BT" if of_fineweb else ""),
-        limit_tokens=config.limit_tokens or sys.maxsize,
-        workers=config.workers or cpu_count(),
-    )
 
 
 def write_shards(config: Config, texts: Texts, manifest: dict, tok: Tokenizer, expected: int) -> None:

@@ -248,7 +248,14 @@ class Texts(NamedTuple):
 
     def sizes(self) -> list[int]:
         """Bytes of each file."""
-        return [size_of(file.path) for file in self.files]
+        import fsspec
+
+        sizes = []
+        for file in self.files:
+            with readable(file.path):
+                fs = fsspec.filesystem("hf" if file.on_hub else "file")
+                sizes.append(fs.size(file.path))
+        return sizes
 
     def text_bytes(self, sizes: list[int]) -> int:
         """About how many bytes of text files of these sizes hold: as many as the first .parquet has, or by name."""
@@ -266,13 +273,6 @@ class Texts(NamedTuple):
         """The commit of a dataset of the hub; "" for anything else."""
         commits = {in_hub(file)[1] if file.on_hub else "" for file in self.files}
         return commits.pop() if len(commits) == 1 else ""
-
-
-def size_of(path: str) -> int:
-    import fsspec
-
-    with readable(path):
-        return fsspec.url_to_fs(path)[0].size(path) if "://" in path else os.path.getsize(path)
 
 
 def parquet_ratio(path: str, column: str, size: int) -> float:
@@ -300,15 +300,12 @@ def open_texts(
         with readable(file.path):
             stream = stream_of(file, file.path)
             columns = stream.column_names or list(next(iter(stream), {text_field: ""}))
-            texts = [name for name in columns if not stream.features or is_text(stream.features[name])]
+            types = {name: getattr(feature, "dtype", "") for name, feature in (stream.features or {}).items()}
+            texts = [name for name in columns if types.get(name, "string").endswith("string")]
         if text_field not in texts:
             remedy = f"--text_field one of {', '.join(texts)}" if texts else "another file"
             raise UserError(f"{file.path} has no {text_field!r} of text; give {remedy}")
     return Texts(files, text_field, notes)
-
-
-def is_text(feature) -> bool:
-    return getattr(feature, "dtype", "").endswith("string")
 
 
 def stream_of(file: TextFile, path: str, column: str = ""):
