@@ -1,11 +1,14 @@
 """Starts that are not the first: what a launcher starts again continues what its job began, and leftovers go."""
 
 import os
+import subprocess
+import sys
+import time
 
 import pytest
 
 from parts.files import write_atomically
-from tests.helpers import steps_of
+from tests.helpers import ROOT, gone, needs_proc, steps_of
 
 
 def restarts(monkeypatch, **environment) -> None:
@@ -54,3 +57,19 @@ def test_what_a_killed_process_was_writing_beside_a_directory_goes_and_nothing_e
         (tmp_path / name / "file").touch()
     write_atomically(tmp_path / "adapter", lambda path: (path / "file").write_text("x"))
     assert {path.name for path in tmp_path.iterdir()} == {"adapter", ".adapter.mine.tmp", ".other.4711.tmp"}
+
+
+@needs_proc
+def test_a_run_of_a_comparison_ends_when_the_comparison_is_killed():
+    child = "import os, time; print(os.getpid(), file=open(2, 'w', closefd=False), flush=True); time.sleep(100)"
+    code = (
+        f"import sys; from benchmarks.compare import run_to_its_end; run_to_its_end([sys.executable, '-c', {child!r}])"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    pid = int(process.stderr.readline())
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 30
+    while not gone(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert gone(pid)

@@ -105,7 +105,7 @@ def test_while_a_run_goes_on_no_other_enters_its_directory(train, run_dir, monke
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, code", [("TERM", 143), ("HUP", 129), ("INT", 130)])
+@pytest.mark.parametrize("name, code", [("TERM", 143), ("HUP", 129), ("INT", 130), ("USR1", 138)])
 def test_a_signal_ends_the_run_with_a_checkpoint_and_until_then_no_other_process_enters(
     train, tmp_path, run_dir, monkeypatch, name, code
 ):
