@@ -143,10 +143,11 @@ def chat_of(folders: list[Path], tokenizer: Tokenizer, model: str) -> Chat:
             continue
         try:
             reader = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+            if reader.chat_template:
+                reader.chat_template = reader.get_chat_template()  # of several the one for conversations
         except Exception as e:  # of each kind of tokenizer its own
             raise UserError(f"transformers cannot read the tokenizer of {folder}: {e}; mend its files") from e
         if reader.chat_template:
-            reader.chat_template = reader.get_chat_template()  # of several the one for conversations
             return Chat(reader, ends | end_of_turn(reader, tokenizer), str(folder))
     return replace(our_chat(tokenizer, model), end_tokens=ends)
 

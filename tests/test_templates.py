@@ -185,6 +185,8 @@ def test_messages_that_a_template_refuses_are_one_line(chatml, converse, tmp_pat
     for wrong in ("{% for %}", "{{ 1 + messages }}", "{{ nothing.at.all }}", "{# nothing #}"):
         (model / "chat_template.jinja").write_text(wrong)
         assert_user_error(converse(model), f"chat template of {model}")
-    for wrong in (dict(eos_token=3), dict(added_tokens_decoder=3)):
+    (model / "chat_template.jinja").unlink()
+    without_default = dict(chat_template=[dict(name="rag", template=CHATML)])
+    for wrong in (without_default, dict(eos_token=3), dict(added_tokens_decoder=3)):
         write_json(model / "tokenizer_config.json", wrong)
         assert_user_error(converse(model), f"{model}")
