@@ -343,6 +343,7 @@ def test_a_comparison_trains_what_it_lacks_and_reads_the_rest(door, two_checkout
     assert all(found[:2] == ["tiny", "--resume"] for found in words)
 
 
+@pytest.mark.slow
 @needs_proc
 @pytest.mark.slow
 def test_an_interrupted_run_saves_its_step_and_the_same_command_resumes_it(door, tmp_path, words):
@@ -384,6 +385,7 @@ def test_a_command_that_cannot_be_compared_is_refused_before_anything_is_trained
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_what_a_training_script_refuses_is_the_one_line_of_the_comparison(tmp_path):
     result = run_script("bench.py", "compare", "tiny --nonsense 1", "tiny", cwd=tmp_path)
     assert_user_error(result, "--nonsense")

@@ -361,6 +361,7 @@ def test_a_rate_may_be_any_number(number, monkeypatch):
     test_functions.test_learning_rate()
 
 
+@pytest.mark.slow
 def test_a_first_run_lists_what_is_to_write_and_what_was_raised(tmp_path):
     shutil.copytree(ROOT / "exercises", tmp_path / "exercises")
     broken = "def merge(tokens, pair):\n    return [][1]\n"

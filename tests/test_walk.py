@@ -42,6 +42,7 @@ def differences(station, opening, capsys, allowed=frozenset()) -> str:
     return capsys.readouterr().out if found["different"] else ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("station", STATIONS, ids=lambda station: station.number)
 def test_a_station_prints_what_the_page_shows(station, opening, pictures, capsys):
     assert differences(station, opening, capsys) == ""
