@@ -438,14 +438,16 @@ def print_summary(config: Config, run: Run) -> None:
     run.report.print_results()
     guess = run.report.run_info["uniform_loss"]
     loss = run.report.last_loss()
-    if not loss < guess + 1:  # or nan; random weights start slightly above a guess
+    memorizes = run.report.last_loss("train") < guess - 1
+    worst = math.inf if memorizes else guess  # of a text read many times, validation gets worse than a guess
+    if not loss < worst + 1:  # or nan; random weights start slightly above a guess
         rates = f"--max_lr {config.max_lr} (with Muon also --muon_lr {config.muon_lr})"
         print(f"\nthe run diverged: guessing has a loss of {guess:.2f}; {rates} is most likely too high, try a tenth")
     elif run.step == config.stop_at < config.max_steps:
         print("\nstopped as --stop_at says; to continue, add --resume")
     elif run.step < config.max_steps:
         print(f"\n--target_loss {config.target_loss} is reached; to continue, add --resume --target_loss 0")
-    if loss < guess and config.checkpoint_interval:
+    if loss < worst and config.checkpoint_interval:
         where = shlex.quote(config.out_dir)
         print(
             f"\nNow try:\n  python sample.py {where} --num_samples 3    # more text\n"

@@ -152,6 +152,9 @@ def draw_loss(axes, records: Records, at: Callable, y: str) -> None:
         label = None
     axes.set_yscale("log")
     axes.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
+    low, high = axes.get_ylim()
+    if high > 10 * low:  # all of 1 to 9 would overlap
+        axes.yaxis.get_minor_locator().set_params(subs=(2, 5))
 
 
 def draw_rival(axes, records: Records, at: Callable, y: str, style: dict) -> None:
@@ -188,7 +191,7 @@ def title_axes(panels: dict, x_label: str, unit: str) -> None:
         axes.margins(x=0.01)
         axes.grid(alpha=0.3)
         axes.tick_params(labelsize=8.5, labelbottom=True)
-    panels["loss"].legend(loc="upper right", fontsize=8.5, framealpha=0.85)
+    panels["loss"].legend(loc="best", fontsize=8.5, framealpha=0.85)
     panels["norm"].set_yscale("log")  # so that a spike shows and the rest stays readable
     panels["norm"].yaxis.get_major_locator().set_params(subs=(1, 1.5, 2, 3, 5, 7))
     panels["norm"].yaxis.set(major_formatter="{x:g}", minor_formatter="")

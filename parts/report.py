@@ -154,9 +154,9 @@ class Report:
         """{step: validation loss}"""
         return {val["step"]: val["loss"] for val in of_kind(self.records, "val") if val.get("loss") is not None}
 
-    def last_loss(self) -> float:
+    def last_loss(self, kind: str = "val") -> float:
         """The newest validation loss, else that of the last training step; nan for one that was not finite."""
-        measured = of_kind(self.records, "val") or of_kind(self.records, "train")
+        measured = of_kind(self.records, kind) or of_kind(self.records, "train")
         loss = measured[-1].get("loss") if measured else None
         return math.nan if loss is None else loss
 
@@ -199,9 +199,9 @@ def advice(val_losses: dict[int, float], step: int, out_dir: Path) -> str:
         return "one validation loss alone does not say whether more steps help; give a smaller --eval_interval"
     if val_losses[last] > val_losses[best] + NOISE:
         checkpoint = out_dir / f"step_{best:06d}"
-        remedy = f"take {checkpoint}" if checkpoint.exists() else "no checkpoint was saved there"
+        remedy = f"take {checkpoint}, or" if checkpoint.exists() else "no checkpoint was saved there;"
         return (
-            f"validation rose after step {best} ({val_losses[best]:.4f}): the model memorizes its text; {remedy}, or "
+            f"validation rose after step {best} ({val_losses[best]:.4f}): the model memorizes its text; {remedy} "
             "train with more text, --dropout 0.1, or fewer steps"
         )
     *_, before, _ = val_losses.values()

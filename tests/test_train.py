@@ -160,6 +160,12 @@ def test_a_run_that_diverges_is_told_why_and_one_that_does_not_what_to_try_next(
     assert ("--max_lr 50" in result.stdout) == (words == ["diverged"])
 
 
+def test_a_run_that_memorizes_its_text_is_not_said_to_diverge(train, monkeypatch):
+    monkeypatch.setattr(train_gpt2, "validate", lambda *_: dict(loss=math.log(384) + 2, bpb=1.0))
+    monkeypatch.setattr(runlog.Report, "last_loss", lambda self, kind="val": 0.1 if kind == "train" else 8.0)
+    assert re.findall("diverged|Now try", train(max_steps=1).stdout) == ["Now try"]
+
+
 def test_without_a_terminal_a_line_is_printed_as_soon_as_one_is_due(train, monkeypatch):
     monkeypatch.setattr(runlog, "LINE_SECONDS", 0)
     assert train(max_steps=9).stdout.count(" of 9: loss") == 9
@@ -341,7 +347,7 @@ def test_compiled_training_evaluates_scores_and_samples_without_recompiling(trai
     [
         ({10: 5.0, 20: 4.0}, 20, "more steps help"),
         ({10: 4.0, 20: 3.9, 30: 4.2}, 30, "rose after step 20 (3.9000)"),
-        ({10: 4.0, 20: 3.9, 30: 4.2}, 30, "no checkpoint was saved there, or train"),
+        ({10: 4.0, 20: 3.9, 30: 4.2}, 30, "no checkpoint was saved there; train"),
         ({10: 3.8, 20: 3.9}, 20, "step_000010, or train"),
         ({10: 4.0, 20: 3.999}, 20, "no longer falls"),
         ({10: 4.0}, 10, "one validation loss alone"),
