@@ -85,8 +85,9 @@ def adamw(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, step: int, lr, beta1, b
 def training_step(model, optimizer, micro_batches: list[tuple[Tensor, Tensor]], max_norm: float) -> Tensor:
     """One optimizer step on all micro-batches together; returns the mean loss, a scalar without a graph.
 
-    model(idx, targets) is the mean loss of one, and all have one size. Clip the norm of the whole gradient to max_norm,
-    and leave no gradients to the next step. It is the step that one large batch would take.
+    model(idx, targets) is the mean loss of one, and all have one size. Clip the norm of the whole gradient to max_norm
+    (by PyTorch, or by `clip` once you have written it), and leave no gradients to the next step. It is the step that
+    one large batch would take.
     """
     raise NotImplementedError
 

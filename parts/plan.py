@@ -76,7 +76,7 @@ def print_plan(config, shape: GPTConfig, rt: Runtime) -> None:
         f"memory  {about_memory(config, needs)}\n"
         "\ntime    of one card, without evaluations and checkpoints; eight take about an eighth, and cost the same\n"
     )
-    header = f"{'':<15}{'tokens/s':>10}{'hours':>10}"
+    header = f"{'':<15}{'tokens/s':>13}{'hours':>10}"
     rt.print(header + (f"    dollars, at {config.price:g} an hour" if config.price else ""))
     here = rate_here(config, shape, rt, needs) if rt.is_main else 0.0
     rates = {"this machine": (here, "timed" if here else "has too little memory")}
@@ -85,7 +85,7 @@ def print_plan(config, shape: GPTConfig, rt: Runtime) -> None:
     for name, (rate, source) in rates.items():
         hours = n_tokens / (rate or math.nan) / 3600
         dollars = f"{hours * config.price:>11,.0f}" if config.price else ""
-        rt.print(f"{name:<15}{rate:>10,.0f}{hours:>10,.2f}{dollars}   {source}")
+        rt.print(f"{name:<15}{rate:>13,.0f}{hours:>10,.2f}{dollars}   {source}")
     if problem := no_data or no_room:
         raise UserError(f"this run would fail: {problem}")
 
