@@ -46,7 +46,7 @@ def load_rows(data: str, ignore_keys: Collection[str] = ()) -> tuple[list[list[d
         of_keys = Counter(key for said in found for key in said)
         for key, n in of_keys.most_common():
             always_off = all(truth(said.get(key, 0)) is False for said in found)
-            note = " (always false or 0)" if always_off else ""
+            note = " (false or 0 in all of them)" if always_off else ""
             counts.append(f"{key} in {n:,} of {len(found):,} {places}{note}")
     return conversations, ", ".join(counts)
 

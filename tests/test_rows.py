@@ -210,13 +210,13 @@ COUNTED = [
     ([PLAIN | dict(text="BEGIN Hi there Ho END", system="Be kind."), PLAIN | dict(system="")],
      "text in 1 of 2 rows, system in 1 of 2 rows"),
     ([PLAIN | dict(history=[], tools=None, context="", weight=1), PLAIN | dict(weight="1.0")], "weight in 2 of 2 rows"),
-    ([PLAIN | dict(label=False), PLAIN | dict(label="0")], "label in 2 of 2 rows (always false or 0)"),
+    ([PLAIN | dict(label=False), PLAIN | dict(label="0")], "label in 2 of 2 rows (false or 0 in all of them)"),
     ([dict(messages=CHAT, rejected=CHAT, images=["a.png"])], "rejected in 1 of 1 rows, images in 1 of 1 rows"),
     ([dict(messages=[CHAT[0], CHAT[1] | dict(name="Ann", weight=1)])] * 2,
      "name in 2 of 2 messages of the assistant, weight in 2 of 2 messages of the assistant"),
     # who asks is never learned, and who answers is
     ([dict(messages=[CHAT[0] | dict(loss=0), CHAT[1] | dict(loss=1)], id="a")],
-     "id in 1 of 1 rows, loss in 1 of 1 messages of the user (always false or 0), "
+     "id in 1 of 1 rows, loss in 1 of 1 messages of the user (false or 0 in all of them), "
      "loss in 1 of 1 messages of the assistant"),
     ([answer(tool_calls=[dict(name="clock")])], "tool_calls in 1 of 1 messages of the assistant"),
     ([dict(messages=CHAT) | PLAIN], "instruction in 1 of 1 rows, input in 1 of 1 rows, output in 1 of 1 rows"),
