@@ -321,7 +321,7 @@ def test_a_base_with_an_added_token_is_trained_on_the_shards_of_its_vocabulary(t
 
 def test_a_base_of_another_vocabulary_is_told_to_write_other_shards(tmp_path, prepare, train):
     base = save_base(tmp_path / "base", Tokenizer([(b"a", b"b")]))
-    train.error(f"write shards with its tokenizer: fineweb.py --tokenizer {base}", data=prepare(), init_from=base)
+    train.error(f"write shards with it: fineweb.py --tokenizer {base}", data=prepare(), init_from=base)
 
 
 # ------------------------------------------------------------------------------------------------------- the manifest

@@ -129,7 +129,7 @@ def test_a_sample_is_drawn_from_the_50_likeliest_tokens_with_a_seed_of_its_step(
     train(max_steps=1, sample_tokens=300)  # enough that the 50th and the 51st would be drawn
     saved = run_dir / "step_000001"
     model = GPT.from_pretrained(saved)
-    texts = evaluate.complete(model, Tokenizer.load(saved), [""], 300, rt, seed=1337 + 1, top_k=50)
+    texts = [evaluate.complete(model, Tokenizer.load(saved), "", 300, rt, seed=1337 + 1)]
     assert column(run_dir, "sample", "text") == texts
 
 
