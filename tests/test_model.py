@@ -290,6 +290,11 @@ class MoreTensors(GPT):
         self.scale = torch.nn.Parameter(torch.ones(()))
 
 
+class SizesOfItsOwn(GPT):
+    def hidden(self, idx, positions=None, mask=None, cache=None):
+        return super().hidden(idx, positions, mask, cache).unflatten(-1, (32, 3)).flatten(-2)
+
+
 class UntiedHead(GPT):
     def __init__(self, config):
         super().__init__(config)
@@ -302,12 +307,7 @@ class TiedLayers(GPT):
         self.transformer.h[1] = self.transformer.h[0]
 
 
-class SizesOfItsOwn(GPT):
-    def hidden(self, idx, positions=None, mask=None, cache=None):
-        return super().hidden(idx, positions, mask, cache).unflatten(-1, (32, 3)).flatten(-2)
-
-
-@pytest.mark.parametrize("kind", [GPT, SoftCap, Window, MoreTensors, UntiedHead, TiedLayers, SizesOfItsOwn])
+@pytest.mark.parametrize("kind", [GPT, SoftCap, Window, MoreTensors, SizesOfItsOwn, UntiedHead, TiedLayers])
 def test_a_model_is_a_gpt2_if_it_computes_what_minimal_py_does(kind):
     torch.manual_seed(0)
     model = kind(GPTConfig(**SMALL | dict(n_positions=512, n_embd=96)))
@@ -324,6 +324,75 @@ def test_a_model_that_its_config_does_not_build_is_refused_before_it_is_trained(
     assert_refused("would load as another: logits differ by ", notes_on, model)
     model.transformer.h[0].ln_3 = torch.nn.LayerNorm(32)
     assert_refused("could not be loaded.*ln_3", notes_on, model)
+
+
+class ByIndex(GPT):
+    """Positions are counted, whatever the caller says."""
+
+    def hidden(self, idx, positions=None, mask=None, cache=None):
+        return super().hidden(idx, torch.arange(idx.size(1)) if cache is None else positions, mask, cache)
+
+
+class HeadWithBias(GPT):
+    def __init__(self, config):
+        super().__init__(config)
+        self.lm_head.bias = torch.nn.Parameter(torch.zeros(config.vocab_size))
+
+
+class ZLoss(GPT):
+    def loss_of_hidden(self, x, targets, *args):
+        z = self.lm_head(x).logsumexp(-1)
+        return super().loss_of_hidden(x, targets, *args) + 1e-4 * z.square().mean()
+
+
+class ZLossInTraining(ZLoss):
+    def loss_of_hidden(self, *args):
+        return (ZLoss if self.training else GPT).loss_of_hidden(self, *args)
+
+
+class WithoutMask(GPT):
+    def hidden(self, idx):
+        return super().hidden(idx)
+
+
+OTHERS = [
+    (SoftCap, ["forward() is not", "the loss is not", "the loss is not", "with the cache"]),
+    (Window, ["with the cache", "as HellaSwag packs them"]),
+    (ByIndex, ["as HellaSwag packs them"]),
+    (HeadWithBias, ["lm_head is not its weight alone", "the loss is not", "the loss is not"]),
+    (ZLoss, ["the loss is not the cross-entropy of the logits: it is valid", "the logits: it is trained"]),
+    (ZLossInTraining, ["the logits: it is trained"]),
+    (WithoutMask, ["samples are not the model's (TypeError", "`positions` and `mask` (TypeError"]),
+    (MoreTensors, []),
+]
+
+
+@pytest.mark.parametrize("kind, words", OTHERS, ids=[kind.__name__ for kind, _ in OTHERS])
+def test_what_the_project_computes_otherwise_is_noted_before_the_first_step(kind, words):
+    torch.manual_seed(0)
+    notes = notes_on(kind(GPTConfig(**SMALL | dict(n_positions=512))))
+    if kind not in (ZLoss, ZLossInTraining, ByIndex, WithoutMask):
+        assert "this is not a GPT-2" in notes.pop()
+    assert len(notes) == len(words), notes
+    for note, part in zip(notes, words, strict=True):
+        assert part in note
+
+
+def test_attention_that_is_changed_in_one_of_its_two_forms_is_noted(monkeypatch):
+    sdpa = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, *args, **kwargs: sdpa(q / 2, *args, **kwargs))
+    assert any("--attention flash and naive differ" in note for note in notes_on(small(attention="naive")))
+
+
+@pytest.mark.parametrize("kind", [SoftCap, Window])
+def test_a_checkpoint_of_other_code_is_refused_though_few_tokens_do_not_show_it(kind, tmp_path):
+    model = kind(GPTConfig(**SMALL | dict(n_positions=512)))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.1)
+    model.save_pretrained(tmp_path)
+    assert kind.from_pretrained(str(tmp_path)).config == model.config
+    assert_invalid("computes something else .* of a whole context and large weights", GPT.from_pretrained, tmp_path)
 
 
 # ---- numbers that are known
