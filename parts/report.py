@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from parts.cli import UserError, explain
+from parts.cli import UserError, counted, explain
 from parts.curves import draw
 from parts.files import errors_name, replace_file
 from parts.log import Records, newest_start, of_kind, read_log
@@ -172,7 +172,8 @@ class Report:
         speed = f"{self.median_rate():,.0f} tokens/s, {self.rt.peak_memory() / 2**30:.2f} GiB at the peak"
         losses = [record["loss"] for record in trained[-max(len(trained) // 20, 1) :] if record.get("loss") is not None]
         loss = statistics.fmean(losses) if losses else math.nan
-        self.rt.print(f"\n{read}; {speed}\ntraining loss {loss:.4f} nats per token, over the last {len(losses)} steps")
+        steps = counted(len(losses), "step")
+        self.rt.print(f"\n{read}; {speed}\ntraining loss {loss:.4f} nats per token, over the last {steps}")
         measured = [val for val in of_kind(self.records, "val") if val.get("loss") is not None]
         if measured:
             val = measured[-1]

@@ -1,9 +1,11 @@
 """lora_finetune.py: its loss and gradients, and runs as a user meets them."""
 
 import math
+import random
 import re
 import shutil
 import statistics
+import string
 from pathlib import Path
 
 import pytest
@@ -415,6 +417,15 @@ def test_a_run_that_diverges_is_told_so(finetune, monkeypatch, after, said):
     losses = iter((5.0, after))
     monkeypatch.setattr(lf, "validate", lambda *_: dict(loss=next(losses), bpb=1.0))
     assert re.findall("diverged|Now try", finetune(max_steps=1).stdout) == [said]
+
+
+def test_a_run_that_memorizes_its_rows_is_not_said_to_diverge(finetune, tmp_path):
+    letters = random.Random(0)
+    answers = ["".join(letters.choices(string.ascii_letters, k=12)) for _ in range(20)]
+    rows = [dict(instruction=f"{n}", input="", output=answer) for n, answer in enumerate(answers)]
+    options = dict(lora_dim=0, max_lr=3e-2, max_steps=80, batch_size=16, eval_interval=80)
+    result = finetune(data=write_json(tmp_path / "rows.json", rows), **options)
+    assert re.findall("diverged|Now try", result.stdout) == ["Now try"], result.stdout
 
 
 @pytest.mark.slow
