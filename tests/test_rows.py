@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parts import chat
+from parts.cli import UserError
 from parts.conversations import (
     IGNORED,
     Example,
@@ -344,3 +345,11 @@ LOCAL = ["absent.json", "folder/absent.json", "folder/absent.jsonl", "absent", "
 def test_a_name_that_is_not_a_dataset_of_the_hub_is_a_file(monkeypatch, name):
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: pytest.fail("asked the hub"))
     assert_refused(name[-10:], load_rows, name)
+
+
+@pytest.mark.parametrize("form", ["[{}]", "{}\n"], ids=["list", "lines"])
+def test_a_key_that_a_row_has_twice_is_refused(tmp_path, form):
+    path = tmp_path / "rows.json"
+    path.write_text(form.replace("{}", '{"instruction": "q", "output": "A", "output": "B"}'))
+    with pytest.raises(UserError, match="a key twice"):
+        load_rows(str(path))
