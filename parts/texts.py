@@ -177,6 +177,8 @@ def readable(what: str, rows: int = 0) -> Iterator[None]:
     except Exception as e:
         if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
+        if isinstance(e, OSError) and e.filename:  # the file system's own word: there is none, or no permission
+            raise UserError(f"cannot read {e.filename}: {e.strerror}; check the path") from e
         reason = " ".join(str(e or type(e).__name__).split())[:300]
         where = f"{what} after row {rows:,}" if rows else what
         if on_hub(what) or what.startswith("hf://"):
