@@ -193,7 +193,8 @@ def train(config: Config) -> GPT:
     T = config.sequence_length
     B = config.micro_batch_size
     n_windows = (sum(map(len, tokens)) - 1) // T  # of an epoch; the last one needs a target after its T tokens
-    n_micro = config.total_batch_size // (B * T * world_size)
+    per_rank = config.total_batch_size // (T * world_size)  # windows of a step
+    n_micro = per_rank // B
     assert n_micro * B * T * world_size == config.total_batch_size, "total_batch_size is not whole micro-batches"
     model = GPT(config).to(device)
     optimizer = make_optimizer(model, config)
@@ -206,12 +207,12 @@ def train(config: Config) -> GPT:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, config)
         mean_loss = torch.zeros((), device=device)
+        first = ((step - 1) * world_size + rank) * per_rank  # windows in the order of the files, a part for each rank
         for i in range(n_micro):
-            # windows in the order of the files; each rank takes its part of the step's, and predicts one token ahead
-            first = (((step - 1) * world_size + rank) * n_micro + i) * B
-            windows = [read(tokens, w % n_windows * T, T + 1) for w in range(first, first + B)]
+            numbers = range(first + i * B, first + (i + 1) * B)
+            windows = [read(tokens, number % n_windows * T, T + 1) for number in numbers]
             windows = torch.from_numpy(np.stack(windows)).to(device)  # (B, T + 1)
-            idx, targets = windows[:, :-1], windows[:, 1:]  # (B, T) each
+            idx, targets = windows[:, :-1], windows[:, 1:]  # (B, T) each; the next token is the target
             if world_size > 1:
                 loss_fn.require_backward_grad_sync = i == n_micro - 1  # ranks average their gradients once
             with torch.autocast(config.device, torch.bfloat16, enabled=config.bf16):
