@@ -25,7 +25,7 @@ from typing import Annotated, Literal
 import torch
 
 from model import SIZES
-from parts.cards import peaks
+from parts.cards import peak_of
 from parts.cli import Range
 from parts.runtime import Runtime
 
@@ -192,12 +192,12 @@ def processor() -> str:
 def about_gpu(rt, name: str) -> dict:
     """Memory, peak, and what nvidia-smi says: a card may be shared, capped or hot. {} if it does not answer."""
     free, total = torch.cuda.mem_get_info(rt.device)
-    known = peaks(name)
+    peak = peak_of(name)
     found = dict(
         cuda=torch.version.cuda,
         free_gib=round(free / 2**30, 1),
         total_gib=round(total / 2**30, 1),
-        peak_tflops=known and known[0] / 1e12,
+        peak_tflops=peak and peak / 1e12,
     )
     asked = "driver_version,power.limit,power.default_limit,clocks.sm,clocks.max.sm,temperature.gpu,compute_mode"
     uuid = str(torch.cuda.get_device_properties(rt.device).uuid).removeprefix("GPU-")  # despite CUDA_VISIBLE_DEVICES

@@ -18,8 +18,6 @@ class BiasGradients(CustomGraphPass):
     pass of GELU, and the one that puts the gradients of queries, keys and values side by side, each read once less.
     """
 
-    n_changed = 0  # in this process; a graph from the cache on the disk has been changed already
-
     def __call__(self, graph: torch.fx.Graph) -> None:
         for total in graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):
             rows, dims, *keepdim = total.args
@@ -34,7 +32,6 @@ class BiasGradients(CustomGraphPass):
                 by_both = graph.call_function(aten.sum.dim_IntList, (by_sequence, [0], True), total.kwargs)  # (1, C)
             total.replace_all_uses_with(by_both)
             graph.erase_node(total)
-            BiasGradients.n_changed += 1
 
     def uuid(self) -> bytes:
         """Part of the key of compiled graphs on the disk."""

@@ -40,7 +40,7 @@ from parts.trials import find_micro_batch_size
 DEVICES = (16, 24, 40, 80)  # GB that GPUs come with
 USABLE = 0.95  # of them; the rest is for the context and for fragmentation
 # Tokens/s of GPT-2 124M on one card (docs/gpu.md); of public runs the middle. Other models in proportion to FLOPs: one
-# that is larger is up to 15% faster than that, a tiny one slower
+# that is larger is up to 15% faster than that
 RATES = {
     "B200": (1_269_000, "estimated from data sheets"),
     "H200": (536_000, "measured"),
@@ -51,6 +51,7 @@ RATES = {
     "RTX 3090": (61_500, "public runs, 60,000 to 63,100"),
 }
 FLOPS = 855_383_040  # per token, of that model with 1,024 tokens of context
+LAUNCHES = 0.017  # seconds that a step takes at least, however small: those of `tiny` on an H100
 
 
 def print_plan(config, shape: GPTConfig, rt: Runtime) -> None:
@@ -78,10 +79,11 @@ def print_plan(config, shape: GPTConfig, rt: Runtime) -> None:
     )
     header = f"{'':<15}{'tokens/s':>13}{'hours':>10}"
     rt.print(header + (f"    dollars, at {config.price:g} an hour" if config.price else ""))
-    here = rate_here(config, shape, rt, needs) if rt.is_main else 0.0
+    here = rate_here(config, shape, rt, needs)
     rates = {"this machine": (here, "timed" if here else "has too little memory")}
     for card, (rate, source) in RATES.items():
-        rates[card] = rate * FLOPS / needs.flops, f"124M: {source}"
+        at_most = config.total_batch_size / LAUNCHES
+        rates[card] = min(rate * FLOPS / needs.flops, at_most), f"124M: {source}"
     for name, (rate, source) in rates.items():
         hours = n_tokens / (rate or math.nan) / 3600
         dollars = f"{hours * config.price:>11,.0f}" if config.price else ""
@@ -132,17 +134,18 @@ class Needs:
     moments: int
     copies: int  # of weights in 16 bits
     sequence: int  # activations of a sequence
-    itemsize: int
-    shape: GPTConfig
     T: int
+    C: int
+    V: int
+    e: int
 
     def by_kind(self, n_sequences: int) -> dict[str, int]:
         """Bytes with micro-batches of `n_sequences`; their sum is the peak. See the top."""
-        C, V, e = self.shape.n_embd, self.shape.vocab_size, self.itemsize
         n_tokens = n_sequences * self.T
         activations = n_sequences * self.sequence
-        n_positions = min(n_tokens, chunk_size(n_tokens, V, "cuda"))
-        loss = e * n_positions * V + 8 * V * C + n_tokens * (4 + 2 * e) * C
+        n_positions = min(n_tokens, chunk_size(n_tokens, self.V, "cuda"))
+        logits = self.e * n_positions * self.V
+        loss = logits + 8 * self.V * self.C + n_tokens * (4 + 2 * self.e) * self.C
         return dict(
             weights=4 * self.parameters + self.copies,
             gradients=4 * self.parameters,
@@ -189,7 +192,7 @@ def measure_needs(config, shape: GPTConfig) -> Needs:
     if config.activation_checkpointing:
         sequence = sequence // shape.n_layer + e * T * shape.n_embd * shape.n_layer
         copies = 0
-    return Needs(parameters, flops, moments, copies, sequence, e, shape, T)
+    return Needs(parameters, flops, moments, copies, sequence, T, shape.n_embd, shape.vocab_size, e)
 
 
 def about_memory(config, needs: Needs) -> str:
@@ -202,7 +205,7 @@ def about_memory(config, needs: Needs) -> str:
     for gb in DEVICES:
         fitting = [size for size in sizes if needs.peak(size) <= USABLE * 1e9 * gb]
         fits.append(f"{max(fitting, default='none')} on {gb}")
-    total = f"{needs.peak(B) / 1e9:.2f} GB on each rank at B = {B}, in {8 * needs.itemsize} bits: {parts}"
+    total = f"{needs.peak(B) / 1e9:.2f} GB on each rank at B = {B}, in {8 * needs.e} bits: {parts}"
     return f"{total}\n        largest B in GB: {', '.join(fits)}"
 
 
@@ -214,7 +217,6 @@ def rate_here(config, shape: GPTConfig, rt: Runtime, needs: Needs) -> float:
 
     One micro-batch of each step is run, and counted as many times as the step has micro-batches.
     """
-    rt = replace(rt, world_size=1)  # the other ranks are not asked
     if rt.device.type == "cpu" and hasattr(os, "sysconf"):
         has = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if needs.peak(1) > 0.8 * has:
@@ -242,7 +244,6 @@ def rate_here(config, shape: GPTConfig, rt: Runtime, needs: Needs) -> float:
             optimizer.step(finite=optimizer.clip_grad_norm(1.0).isfinite())
             optimizer.zero_grad()
             updated = rt.mark_time()
-            rt.synchronize()
             seconds = rt.seconds_between(begun, ended)
             steps.append(n_sequences // size * seconds + rt.seconds_between(ended, updated))
             if rt.device.type == "cpu" and seconds > 10:

@@ -238,7 +238,7 @@ class Run:
         self._done: list[str] = []  # the kinds of records that the log has of this step
         self._saved = self.step if directory.checkpoint else -1  # the last step with a checkpoint
         self._began = None  # mark of the clock, at the beginning of the first step that is not read yet
-        self._pending = None  # of the last step: its number, lr, targets, mark of its end, and what reads its metrics
+        self._pending = None  # of the last step: its number, lr, targets, metrics on the host, and mark of its end
         self._bad_steps = 0  # in a row, not finite
         self._signum = 0  # of a signal to this rank
         self._stop = False  # all ranks know of a signal to any of them
@@ -351,9 +351,6 @@ class Run:
                     if signal.getsignal(signum) != signal.SIG_IGN:  # as nohup ignores SIGHUP
                         self.directory.locks.callback(signal.signal, signum, signal.signal(signum, self._on_signal))
                 self.optimizer.check_resumable()  # now, and not after the night
-                if self.rt.compile:
-                    bias_gradients = self.rt.bias_gradients()
-                    self.report.append(dict(step=self.step, kind="compiled", bias_gradients=bias_gradients))
             if self.step == self.max_steps:
                 self._read_pending()
             if self._stop:
@@ -377,10 +374,8 @@ class Run:
         """
         # Reading a number now would let the GPU run dry: the host must be ahead, launching the kernels of the next step
         # while those of this one run.
-        metrics = torch.stack([loss, grad_norm, self._n_signals()])
-        # record the mark before the copies: when a copy has arrived, the device has passed the mark
-        ended = self.rt.mark_time()
-        ours = (self.step, lr, n_targets, ended, self.rt.read_later(metrics))
+        metrics = torch.stack([loss, grad_norm, self._n_signals()]).to("cpu", non_blocking=True)
+        ours = (self.step, lr, n_targets, metrics, self.rt.mark_time())  # when this mark is passed, they have arrived
         self._read_pending()
         self._pending = ours
         if not self.rt.steps_ahead:
@@ -394,11 +389,11 @@ class Run:
         """Wait for the metrics of the last step, and log them. Raises UserError after too many bad steps."""
         if self._pending is None:
             return
-        step, lr, n_targets, ended, read_metrics = self._pending
+        step, lr, n_targets, metrics, ended = self._pending
         self._pending = None
-        loss, grad_norm, n_signals = read_metrics()
         seconds = self.rt.seconds_between(self._began, ended)
         self._began = ended
+        loss, grad_norm, n_signals = metrics.tolist()
         self.tokens += n_targets
         self._stop = self._stop or n_signals > 0
         self._bad_steps = 0 if math.isfinite(loss + grad_norm) else self._bad_steps + 1

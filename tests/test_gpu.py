@@ -239,7 +239,6 @@ def test_the_time_between_two_marks_is_that_of_the_device_and_not_of_the_host():
     start = rt.mark_time()
     torch.cuda._sleep(10**9) if CUDA else time.sleep(0.3)  # cycles, for which the host does not wait
     end = rt.mark_time()
-    rt.synchronize()
     assert 0.25 < rt.seconds_between(start, end) < 2
 
 

@@ -32,10 +32,8 @@ def test_the_gradient_of_a_bias_is_summed_by_sequence_and_stays_what_it_was():
     def bias_gradient(x):
         return torch.autograd.grad(linear(x).sin().sum(), linear.bias)[0]
 
-    before = BiasGradients.n_changed
     module, more = changed(bias_gradient)
     assert more == 1
-    assert BiasGradients.n_changed == before + 1
     torch.testing.assert_close(module(X), bias_gradient(X), rtol=1e-12, atol=0)
 
 

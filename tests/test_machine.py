@@ -1,7 +1,6 @@
 """Decisions about the machine: device, ranks, compiler, threads, peaks."""
 
 import os
-import re
 import sys
 from types import SimpleNamespace
 
@@ -10,7 +9,7 @@ import torch
 
 import train_gpt2
 from parts import runtime
-from parts.cards import CARDS, peaks
+from parts.cards import peak_of
 from parts.cli import UserError
 from parts.runtime import Runtime
 from tests.helpers import assert_refused
@@ -19,17 +18,21 @@ from tests.helpers import assert_refused
 def test_the_peak_follows_from_the_name_of_the_gpu():
     for name, tflops in {
         "NVIDIA H100 80GB HBM3": 989,
-        "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition": 439,
+        "NVIDIA H100 PCIe": 756,
+        "NVIDIA A100-SXM4-80GB": 312,
+        "NVIDIA GeForce RTX 4090": 165,
     }.items():
-        assert peaks(name)[0] == tflops * 1e12
+        assert peak_of(name) == tflops * 1e12
     # another chip, a slice of one, an older one
     for name in (
         "NVIDIA GeForce RTX 4090 Laptop GPU",
         "A100 Mobile",
+        "NVIDIA GeForce RTX 4070 Ti SUPER",
+        "NVIDIA H100 NVL",
         "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
         "Quadro RTX 6000",
     ):
-        assert peaks(name) is None
+        assert peak_of(name) is None
 
 
 def test_memory_without_a_gpu_is_the_peak_of_the_process(rt, monkeypatch):
@@ -37,27 +40,6 @@ def test_memory_without_a_gpu_is_the_peak_of_the_process(rt, monkeypatch):
     for system, unit in (("linux", 1024), ("darwin", 1)):
         monkeypatch.setattr(sys, "platform", system)
         assert rt.peak_memory() == 3000 * unit
-
-
-@pytest.mark.parametrize("name", CARDS)
-def test_every_card_is_found_by_its_name_and_no_other_comes_before_it(name):
-    tflops, gigabytes = CARDS[name]
-    expected = (tflops * 1e12, gigabytes * 1e9) if tflops else None
-    assert peaks(f"NVIDIA {name}") == expected
-
-
-def test_cards_of_two_memory_sizes_are_told_apart():
-    assert peaks("NVIDIA A100-SXM4-40GB")[1] == 1555e9
-    assert peaks("NVIDIA A100-SXM4-80GB")[1] == 2039e9
-
-
-def test_a_gpu_without_code_in_this_pytorch_gives_one_line(monkeypatch):
-    def fail(*args, **kwargs):
-        raise RuntimeError("CUDA error: no kernel image is available for execution on the device\nMore lines follow")
-
-    monkeypatch.setattr(torch, "ones", fail)
-    words = "a card .CUDA error: no kernel image is available for execution on the device.; .* cu126"
-    assert_refused(words, runtime._refuse_gpu_without_kernels, torch.device("cuda"), "a card")
 
 
 def test_the_fastest_number_of_threads_is_taken_unless_somebody_has_chosen(monkeypatch):
@@ -95,11 +77,8 @@ def test_the_fastest_number_of_threads_is_taken_unless_somebody_has_chosen(monke
 
 
 STRAY = [  # (what the environment holds, words of the error)
-    (dict(RANK="1"), "RANK=1 WORLD_SIZE=1 LOCAL_RANK=0 in the environment are not valid ranks; .* torchrun"),
-    (dict(RANK="2", WORLD_SIZE="2"), "RANK=2 WORLD_SIZE=2 LOCAL_RANK=0 in"),
-    (dict(RANK="-1"), "RANK=-1 WORLD"),
-    (dict(WORLD_SIZE="0"), "RANK=0 WORLD_SIZE=0"),
-    (dict(WORLD_SIZE="abc"), "RANK=0 WORLD_SIZE=abc"),
+    (dict(RANK="1"), "RANK=1 WORLD_SIZE=1 in the environment: .* torchrun"),
+    (dict(RANK="2", WORLD_SIZE="2"), "RANK=2 WORLD_SIZE=2 in"),
     (dict(WORLD_SIZE="2"), "the 2 ranks of WORLD_SIZE do not find each other .*MASTER_ADDR.*torchrun"),
 ]
 
@@ -172,25 +151,15 @@ def test_an_error_of_the_first_rank_is_raised_with_its_sentence(rt):
     assert rt.broadcast_from_main(lambda: 3) == 3
 
 
-@pytest.mark.parametrize(
-    "raised, says",
-    [
-        ("InvalidCxxCompiler: No working C++ compiler found", "No working C\\+\\+ compiler"),
-        ("CalledProcessError: /usr/bin/ld: cannot find -lcuda: No such file or directory", "libcuda.*LIBRARY_PATH"),
-    ],
-)
-def test_what_a_compiler_lacks_is_named(monkeypatch, raised, says):
+def test_what_a_compiler_lacks_is_named(monkeypatch, capsys):
     def fail(*args):
-        raise RuntimeError(raised)
+        raise RuntimeError("CalledProcessError: /usr/bin/ld: cannot find -lcuda: No such file or directory")
 
     monkeypatch.setattr(torch, "compile", lambda function: fail)
-    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", fail)
-    assert_refused(f"--compile on: .*{says}", Runtime.setup, "cpu", "float32", "on")
+    assert_refused("--compile on: .*cannot find -lcuda", Runtime.setup, "cpu", "float32", "on")
     monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: None)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
-    on, why = runtime._choose_compile("auto", torch.device("cuda:0"))
-    assert not on  # training continues without
-    assert re.search(says, why)
+    assert not runtime._choose_compile("auto", torch.device("cuda:0"))  # training continues without
+    assert "cannot find -lcuda" in capsys.readouterr().err
 
 
 def test_wrong_numbers_are_refused():
@@ -198,8 +167,8 @@ def test_wrong_numbers_are_refused():
 
 
 def test_nothing_is_compiled_on_a_cpu_or_on_mps_unless_asked_for():
-    assert not runtime._choose_compile("auto", torch.device("cpu"))[0]
-    assert not runtime._choose_compile("auto", torch.device("mps"))[0]
+    assert not runtime._choose_compile("auto", torch.device("cpu"))
+    assert not runtime._choose_compile("auto", torch.device("mps"))
 
 
 def test_the_recipe_that_is_over_before_the_compiler_is_not_compiled():

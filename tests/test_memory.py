@@ -184,6 +184,12 @@ def test_rates_of_cards_are_those_of_the_model_that_was_measured(gpt2):
     assert gpt2.flops == FLOPS
 
 
+def test_a_small_model_is_no_faster_on_a_card_than_its_steps_are_launched(train):
+    """`tiny` takes 20 seconds on an H100, which no count of its FLOPs would say."""
+    [line] = [line for line in train.result(dry_run=True).stdout.splitlines() if line.startswith("H100")]
+    assert int(line.split()[1].replace(",", "")) == round(256 / 0.017)
+
+
 def test_a_rate_counts_every_micro_batch_of_a_step(rt):
     """A step of 64 micro-batches takes about as long as 64 steps of one."""
     shape = GPTConfig(**TINY)
