@@ -33,7 +33,7 @@ from parts.data import (
     summary,
 )
 from parts.files import errors_name, exclusive_lock, flush, sha256, write_atomically
-from parts.texts import ENDOFTEXT, LONG, joined_documents, one_document, plain_texts, readable, refuse_foreign, texts_of
+from parts.texts import notes_on, plain_texts, readable, refuse_no_text, texts_of
 
 TRAIN_FRACTION = 0.9  # of a text's characters; the rest is the validation split
 LARGEST_TEXT = 10**9  # bytes of a .txt, which is in memory as a whole
@@ -187,10 +187,7 @@ def prepare_text(source: str, tokenizer: str, vocab_size: int, cache: Path) -> t
         val=[document for text, split in zip(texts, splits, strict=True) for document in texts_of(text[split:])],
         train=[document for text, split in zip(texts, splits, strict=True) for document in texts_of(text[:split])],
     )
-    if len(texts) == 1 and len(parts["train"]) == 1 and len(texts[0]) > LONG:
-        notes.append(one_document(source))
-    if any(ENDOFTEXT in document for documents in parts.values() for document in documents):
-        notes.append(joined_documents(source))
+    notes += notes_on(source, parts["train"])
     tok = None if tokenizer == "train" else load_tokenizer(tokenizer)
     if tok and tok.eot_token is None:
         raise UserError(f"--tokenizer {tokenizer} has no <|endoftext|> to start documents with; train one that has")
@@ -226,9 +223,9 @@ def read_text(path: Path) -> str:
             f"{path} has more than {LARGEST_TEXT / 1e9:g} GB, too much to tokenize at once; make shards of it: "
             f"python fineweb.py --source '{path}' --out_dir FOLDER, then --data FOLDER"
         )
-    refuse_foreign("text", str(path))
     with readable(str(path)):
         text = path.read_text(encoding="utf-8-sig")
+    refuse_no_text(str(path), text)
     if not text.strip():
         raise UserError(f"{path} is empty; give a text with more than a few hundred words")
     return text

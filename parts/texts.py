@@ -8,7 +8,6 @@ In a .txt two blank lines, or <|endoftext|> on a line of its own, end a document
 This file knows nothing of tokens, shards, models or torch.
 """
 
-import errno
 import json
 import os
 import re
@@ -35,12 +34,9 @@ LONG = 100_000  # characters: a longer .txt most likely holds several documents
 AHEAD = 2  # files of the hub that are downloaded while one is read
 ENDOFTEXT = "<|endoftext|>"
 COMPRESSION = 3  # bytes of text in a byte of a compressed file, about
-LARGEST = 2**30  # bytes of text in a row group, which is in memory as a whole
 START = dict(file=0, state=None, lines=0)  # the place where a stream begins
-MAGIC = {
-    b"PAR1": "parquet", b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16",
-    b"<!doctype html": "a web page", b"<html": "a web page", b"version https://git-lfs": "a pointer of Git LFS",
-}  # fmt: skip
+# UTF-8, too, and yet no text: UTF-16 without a mark, a page that asks to log in, a file that Git LFS has not fetched
+NO_TEXT = re.compile(r".{0,999}\0|\s*<(!doctype )?html|version https://git-lfs", re.IGNORECASE | re.DOTALL)
 
 
 # ------------------------------------------------------------------------------------------------ sources -> files
@@ -85,10 +81,6 @@ def find_files(source: tuple[str, ...], subset: str, split: str, revision: str) 
             files += [TextFile(builder, path) for path in named]
         for folder in folders:
             of_folder = files_of(load_builder(folder, subset), folder, split)
-            if of_folder[0].kind not in KINDS.values():
-                raise UserError(
-                    f"{folder} would be read as {of_folder[0].kind}; give a glob of its texts, as '{folder}/*.jsonl'"
-                )
             notes += left_out(folder, [file.path for file in of_folder])
             files += of_folder
     once = {file.path if file.on_hub else identity(Path(file.path)): file for file in reversed(files)}
@@ -175,8 +167,6 @@ def readable(what: str, rows: int = 0) -> Iterator[None]:
     except (UserError, Stopped):
         raise
     except Exception as e:
-        if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise
         if isinstance(e, OSError) and e.filename:  # the file system's own word: there is none, or no permission
             raise UserError(f"cannot read {e.filename}: {e.strerror}; check the path") from e
         reason = " ".join(str(e or type(e).__name__).split())[:300]
@@ -218,15 +208,12 @@ class Texts(NamedTuple):
         """(its place in the file, a batch) of a file that is now at `path`."""
         if file.kind == "text":
             found = documents_of_file(path, place["lines"])
-            joined = False
             while batch := list(islice(found, BATCH)):
-                (line, text), *others = batch
-                yield dict(lines=line), [text for _, text in batch]
-                if not line and not others and len(text) > LONG:
-                    self.notes.append(one_document(path))
-                joined = joined or any(ENDOFTEXT in text for _, text in batch)
-            if joined:
-                self.notes.append(joined_documents(path))
+                line = batch[0][0]
+                texts = [text for _, text in batch]
+                if not line:
+                    self.notes.extend(note for note in notes_on(path, texts) if note not in self.notes)
+                yield dict(lines=line), texts
             return
         rows = 0
         stream = stream_of(file, path, self.text_field).with_format("arrow")
@@ -261,14 +248,21 @@ class Texts(NamedTuple):
 
     def text_bytes(self, sizes: list[int]) -> int:
         """About how many bytes of text files of these sizes hold: as many as the first .parquet has, or by name."""
+        import fsspec
+        import pyarrow.parquet as pq
+
         total = 0
         ratio = None
         for file, size in zip(self.files, sizes, strict=True):
-            if file.kind == "parquet":
-                ratio = ratio or parquet_ratio(file.path, self.text_field, size)
-                total += size * ratio
-            else:
+            if file.kind != "parquet":
                 total += size * (COMPRESSION if COMPRESSED.search(file.path) else 1)
+                continue
+            if ratio is None:  # by the list of its row groups
+                with readable(file.path), fsspec.open(file.path) as f, pq.ParquetFile(f) as content:
+                    number = content.schema.names.index(self.text_field)
+                    groups = [content.metadata.row_group(i).column(number) for i in range(content.num_row_groups)]
+                    ratio = sum(group.total_uncompressed_size for group in groups) / size
+            total += size * ratio
         return int(total)
 
     def commit(self) -> str:
@@ -277,91 +271,45 @@ class Texts(NamedTuple):
         return commits.pop() if len(commits) == 1 else ""
 
 
-def parquet_ratio(path: str, column: str, size: int) -> float:
-    """Bytes of text for each byte of a .parquet, of which only the list of its row groups is read."""
-    import fsspec
-    import pyarrow.parquet as pq
-
-    with readable(path), fsspec.open(path) as f, pq.ParquetFile(f) as file:
-        number = file.schema.names.index(column)
-        groups = [file.metadata.row_group(group).column(number) for group in range(file.num_row_groups)]
-        return sum(group.total_uncompressed_size for group in groups) / size
-
-
 def open_texts(
     source: tuple[str, ...], text_field: str = "text", subset: str = "", split: str = "train", revision: str = "main"
 ) -> Texts:
     """The documents of files, folders, globs or datasets of the hub, as `datasets.load_dataset` means subset, split and
     revision. Raises UserError for what is not there, has no such field, or is several subsets of a dataset."""
     files, notes = find_files(source, subset, split, revision)
-    checked = []
-    for file in files:
-        if file.kind == "text" or file.builder in checked:
+    for file in {id(file.builder): file for file in reversed(files)}.values():  # the first of each builder
+        if file.kind == "text":
             continue
-        checked.append(file.builder)
         with readable(file.path):
             stream = stream_of(file, file.path)
             columns = stream.column_names or list(next(iter(stream), {text_field: ""}))
-            types = {name: getattr(feature, "dtype", "") for name, feature in (stream.features or {}).items()}
-            texts = [name for name in columns if types.get(name, "string").endswith("string")]
-        if text_field not in texts:
-            remedy = f"--text_field one of {', '.join(texts)}" if texts else "another file"
-            raise UserError(f"{file.path} has no {text_field!r} of text; give {remedy}")
+        if text_field not in columns:
+            raise UserError(f"{file.path} has no {text_field!r}; give --text_field one of {', '.join(columns)}")
     return Texts(files, text_field, notes)
 
 
 def stream_of(file: TextFile, path: str, column: str = ""):
     """The rows of one file, which is now at `path`, as a datasets.IterableDataset."""
-    if os.path.exists(path):
-        refuse_foreign(file.kind, path, column)
     file.builder.config.data_files = {"train": [path]}
     if column and file.kind == "parquet":
         file.builder.config.columns = [column]
     return file.builder.as_streaming_dataset(split="train")
 
 
-def refuse_foreign(kind: str, path: str, column: str = "") -> None:
-    """Raises UserError for a file that is not what its name says, and for one with more text in a row group than fits
-    into memory."""
-    with readable(path), open(path, "rb") as f:
-        found = kind_inside(f.read(1000))
-    if found and found != kind and kind != "arrow" and not COMPRESSED.search(path):
-        raise UserError(f"{path} is {found}, and not what its name says; rename it, convert it or leave it out")
-    if kind == "parquet" and column and (size := largest_group(path, column)) > LARGEST:
-        raise UserError(
-            f"{path} has about {size / 1e9:.1f} GB of text in one row group, and the most is {LARGEST / 1e9:.1f}; "
-            "write it with smaller row groups, or leave it out"
-        )
-
-
-def kind_inside(content: bytes) -> str:
-    """What the first bytes of a file say that it is; "" for plain text."""
-    for magic, kind in MAGIC.items():
-        if content[:30].lower().startswith(magic.lower()):
-            return kind
-    return "UTF-16, or not text" if content.count(0, 0, 1000) > len(content[:1000]) // 10 else ""
-
-
-def largest_group(path: str, column: str) -> float:
-    """About how many bytes of text the largest row group of a .parquet has, by its first rows: a text that repeats is
-    stored once, so that the size of the file says nothing."""
-    import pyarrow.parquet as pq
-
-    with readable(path), pq.ParquetFile(path) as file:
-        groups = range(file.num_row_groups)
-        n_rows = max((file.metadata.row_group(group).num_rows for group in groups), default=0)
-        first = next(file.iter_batches(BATCH, columns=[column]), None)
-        return n_rows * first.nbytes / len(first) if n_rows else 0
-
-
 def documents_of_file(path: str, skip: int) -> Iterator[tuple[int, str]]:
     """`documents` of a .txt, from a line on."""
     import fsspec
 
-    if os.path.exists(path):
-        refuse_foreign("text", path)
     with readable(path), fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as lines:
-        yield from documents(islice(lines, skip, None), skip)
+        for number, text in documents(islice(lines, skip, None), skip):
+            if not number:
+                refuse_no_text(path, text)
+            yield number, text
+
+
+def refuse_no_text(path: str, text: str) -> None:
+    if NO_TEXT.match(text):
+        raise UserError(f"{path} begins with {text[:20]!r} and is no plain text; convert it, or leave it out")
 
 
 def documents(lines: Iterable[str], start: int = 0) -> Iterator[tuple[int, str]]:
@@ -389,12 +337,15 @@ def documents(lines: Iterable[str], start: int = 0) -> Iterator[tuple[int, str]]
             document.append(line)
 
 
-def one_document(path: str) -> str:
-    return f"{path} is one document; to end documents in it, write two blank lines or {ENDOFTEXT} on a line of its own"
-
-
-def joined_documents(path: str) -> str:
-    return f"{path} has {ENDOFTEXT} inside lines, where it is text; to end documents, put it on lines of its own"
+def notes_on(path: str, documents: list[str]) -> list[str]:
+    """What a person should know about the documents at the start of a .txt, or all of it."""
+    how = f"to end documents, write two blank lines or {ENDOFTEXT} on a line of its own"
+    notes = []
+    if len(documents) == 1 and len(documents[0]) > LONG:
+        notes.append(f"{path} is one document; {how}")
+    if any(ENDOFTEXT in document for document in documents):
+        notes.append(f"{path} has {ENDOFTEXT} inside lines, where it is text; {how}")
+    return notes
 
 
 def texts_of(text: str) -> list[str]:
@@ -409,7 +360,7 @@ def plain_texts(folder: str) -> tuple[list[str], list[str]]:
     for path in map(Path, files_below(folder)):
         with suppress(UnicodeDecodeError):
             text = path.read_text(encoding="utf-8-sig")
-            if text.strip() and not kind_inside(path.read_bytes()):
+            if text.strip() and not NO_TEXT.match(text):
                 texts[path] = text
     if not texts:
         raise UserError(f"{folder} holds no file of plain text (UTF-8); give a folder that has some")
@@ -489,7 +440,6 @@ def rows_of(data: str, split: str = "train", option: str = "--data") -> list[dic
 def json_rows(path: str) -> list[dict]:
     """The rows of a .json file, which holds a list, or of a .jsonl file, one a line. `datasets` needs one type for a
     key: it would turn 0 into "0" where other rows have a text."""
-    refuse_foreign("json", path)
     text = Path(path).read_text(encoding="utf-8-sig")
     if text.lstrip().startswith("["):
         return json.loads(text, object_pairs_hook=unique)

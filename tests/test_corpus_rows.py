@@ -90,17 +90,6 @@ def test_a_number_stays_a_number_beside_texts(tmp_path):
     assert rows_of(str(tmp_path / "rows.json")) == rows
 
 
-@pytest.mark.parametrize(
-    "content, kind",  # gzip writes the time into its file: the names of the cases are the kinds
-    [(gzip.compress(GOOD), "gzip"), (b"PAR1" + bytes(100), "parquet"), (GOOD.decode().encode("utf-16"), "UTF-16"),
-     (b"<!DOCTYPE html><p>", "a web page"), (b"version https://git-lfs.github.com/spec/v1\n", "a pointer of Git LFS")],
-    ids=["gzip", "parquet", "UTF-16", "html", "lfs"],
-)  # fmt: skip
-def test_another_kind_of_file_is_named_by_its_first_bytes(tmp_path, content, kind):
-    (tmp_path / "rows.jsonl").write_bytes(content)
-    assert_refused(f"rows.jsonl .*is {kind}", rows_of, str(tmp_path / "rows.jsonl"))
-
-
 # ---- folders and the hub
 
 

@@ -126,7 +126,7 @@ def test_a_source_without_documents(tokenizer, tmp_path):
     (tmp_path / "x.txt").touch()
     refused("no document in .*x.txt; skipped: none", tmp_path / "x.txt")
     (tmp_path / "x.jsonl").write_text('{"text": null}\n' * 2)
-    refused("x.jsonl has no 'text' of text; give another file", tmp_path / "x.jsonl")
+    refused("{'no text': 2}; name .* --text_field", tmp_path / "x.jsonl")
     write_parquet(tmp_path / "x.parquet", [None, None])
     refused("{'no text': 2}; name .* --text_field", tmp_path / "x.parquet")
 
