@@ -83,8 +83,6 @@ def stop(signum, frame) -> None:
 
 def make_shards(config: Config, out_dir: Path) -> None:
     """Write the shards of `config.source`, or those that are missing. Raises UserError."""
-    if not config.out_dir:
-        raise UserError("--out_dir is empty; give a directory")
     of_fineweb = config.source == Config.source
     if not of_fineweb and config.out_dir == Config.out_dir:
         raise UserError(f"{out_dir} is for FineWeb-Edu; give an --out_dir for the shards of another --source")
@@ -253,8 +251,6 @@ def print_plan(config: Config, texts: Texts, sizes: list[int], manifest: dict, t
         f"target  {out_dir}: about {tqdm.format_sizeof(tokens)} tokens, "
         f"in shards of {config.shard_size:,} {manifest['dtype']}"
     )
-    if 0 < tokens <= config.shard_size:
-        print(f"note    all of it would be validation; give --shard_size {-(-tokens // 10)} to leave some to train on")
     for_shards = max(tokens - manifest["tokens"], 0) * np.dtype(manifest["dtype"]).itemsize
     of_hub = [n for n, file in zip(sizes, texts.files, strict=True) if file.on_hub]
     for_files = sum(sorted(of_hub)[-AHEAD - 2 :])  # one is being read, one waits for its shard, others are ahead

@@ -38,7 +38,6 @@ from parts.texts import notes_on, plain_texts, readable, refuse_no_text, texts_o
 TRAIN_FRACTION = 0.9  # of a text's characters; the rest is the validation split
 LARGEST_TEXT = 10**9  # bytes of a .txt, which is in memory as a whole
 COUNTED = 2**20  # tokens at a time, each of which takes eight bytes then
-FEW_TOKENS = 10_000  # to train on; the validation split of such a text is a page or two
 
 
 def origin(folder: Path) -> dict:
@@ -98,8 +97,6 @@ def open_shards(data: str, tokenizer: str, vocab_size: int, cache: Path) -> Shar
     train_paths = find_shards(str(place), "train")
     val_paths = find_shards(str(place), "val")
     folder = train_paths[0].parent
-    if any(path.parent != folder for path in train_paths + val_paths):
-        raise UserError(f"--data {data} has shards in several folders; put them, and one tokenizer.json, into one")
     tok, named = data_tokenizer(folder, tokenizer)
     padded = -(-len(tok) // 128) * 128  # as the tensor cores like it
     if len(tok) > vocab_size:
@@ -120,10 +117,6 @@ def open_shards(data: str, tokenizer: str, vocab_size: int, cache: Path) -> Shar
             f"{1 - len(tok) / vocab_size:.0%} of the {vocab_size:,} embeddings have no token; "
             f"pass --vocab_size {padded}"
         )
-    if len(train) < FEW_TOKENS:
-        warnings.append(f"{data} has {len(train):,} tokens to train on, which a model memorizes; give it a longer text")
-    if len(val) > len(train) / 4:  # the last tenth of a text may have an eighth of the tokens
-        warnings.append(f"{data} has {len(val):,} tokens to validate and {len(train):,} to train on; move some shards")
     return Shards(train, val, tok, origin(folder), warnings)
 
 
@@ -144,8 +137,13 @@ def data_tokenizer(directory: Path, tokenizer: str) -> tuple[Tokenizer, str]:
     own = directory / "tokenizer.json"
     beside = load_tokenizer(str(own)) if own.exists() else None
     name = tokenizer
-    if tokenizer in ("gpt2", "train"):
-        name = str(own) if beside else ds_tokenizer(directory)
+    if beside and tokenizer in ("gpt2", "train"):
+        name = str(own)
+    elif tokenizer in ("gpt2", "train"):
+        names = {ds_metadata(path)[0].removeprefix("openai-community/") for path in directory.glob("*.ds")}
+        name = " and ".join(sorted(names)) or "gpt2"
+        if name != "gpt2" and not os.path.exists(name):  # as GPT-2's, these tokens would be silently wrong
+            raise UserError(f"{directory} was tokenized with {name}; put its tokenizer.json there, or name it: --tokenizer")
     tok = load_tokenizer(name)
     source = beside or tok
     written = read_manifest(directory).get("tokenizer") or source.fingerprint
@@ -153,20 +151,6 @@ def data_tokenizer(directory: Path, tokenizer: str) -> tuple[Tokenizer, str]:
     if source.fingerprint != written or not source.same_ids(tok):
         raise UserError(f"{directory} was written with another tokenizer than {name}; use {own} or write it again")
     return tok, name
-
-
-def ds_tokenizer(directory: Path) -> str:
-    """The tokenizer that datatrove used for the .ds files in a directory; `gpt2` if there are none.
-
-    Raises UserError for one that is not here: to read its tokens as GPT-2's would be silently wrong.
-    """
-    names = {ds_metadata(path)[0].removeprefix("openai-community/") for path in directory.glob("*.ds")} or {"gpt2"}
-    if len(names) > 1:
-        raise UserError(f"the .ds files of {directory} have different tokenizers, {', '.join(sorted(names))}; keep one")
-    [name] = names
-    if name != "gpt2" and not os.path.exists(name):
-        raise UserError(f"{directory} was tokenized with {name}; put its tokenizer.json there, or name it: --tokenizer")
-    return name
 
 
 # ------------------------------------------------------------------------------------------------- a text as shards
