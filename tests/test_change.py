@@ -4,22 +4,19 @@ same logits, or refuses."""
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.forks import fork_script
 from tests.helpers import (
     ROOT,
     SHORT,
     SMALL,
-    TORCHRUN,
-    arguments,
     assert_user_error,
     column,
-    environment,
     log_of,
     read_json,
     slow,
@@ -95,10 +92,12 @@ def copy(tmp_path) -> Path:
     return folder
 
 
-def run(folder: Path, script: str, *words, ranks: int = 1, **flags) -> str:
-    torchrun = [*TORCHRUN, "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else [sys.executable]
-    command = [*torchrun, script, *map(str, words), *arguments(**flags)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment(), timeout=300)
+def try_to_run(folder: Path, script: str, *words, **options) -> subprocess.CompletedProcess:
+    return fork_script(folder / script, *words, cwd=folder, **options)
+
+
+def run(*words, **options) -> str:
+    done = try_to_run(*words, **options)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout + done.stderr
 
@@ -181,8 +180,7 @@ def test_a_checkpoint_of_another_model_py_is_refused_by_how_much_it_differs(copy
     flags = SMALL | SHORT | dict(data=text_file(tmp_path / "text.txt"), threads=1)
     run(copy, "train_gpt2.py", "tiny", out_dir=tmp_path / "run", **flags)
     apply(DIFFS["ReLU²"], copy)
-    command = [sys.executable, "sample.py", str(tmp_path / "run"), "The", "--device", "cpu"]
-    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, env=environment())
+    done = try_to_run(copy, "sample.py", tmp_path / "run", "The", device="cpu")
     assert done.returncode == 2
     assert re.search(r"error: this model.py computes something else .*logits differ by \d", done.stderr)
 
@@ -191,6 +189,5 @@ def test_a_checkpoint_of_another_model_py_is_refused_by_how_much_it_differs(copy
 def test_there_is_no_plan_for_a_model_that_looks_at_numbers(copy, tmp_path):
     apply(OTHERS["Experts"], copy)
     flags = SMALL | SHORT | dict(data=text_file(tmp_path / "text.txt"), threads=1)
-    command = [sys.executable, "train_gpt2.py", "tiny", "--dry_run", *arguments(**flags)]
-    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, env=environment())
+    done = try_to_run(copy, "train_gpt2.py", "tiny", "--dry_run", **flags)
     assert_user_error(done, "no plan for a model or an optimizer that looks at numbers")

@@ -10,7 +10,8 @@ import torch
 import train_gpt2
 from model import GPT
 from parts.checkpoint import checkpoint_steps
-from tests.helpers import SMALL, arguments, column, log_of, quietly, read_json, run_script, text_file
+from tests.forks import fork_script
+from tests.helpers import SMALL, arguments, column, log_of, quietly, read_json, text_file
 from tests.ranks import FAULTS, OTHER_WEIGHTS, OUT_OF_MEMORY, copy_of_run
 
 # 24 sequences a step: 6, 3 and 2 micro-steps on 1, 2 and 3 ranks
@@ -24,7 +25,7 @@ def args(folder: Path, out: str, **changes) -> list[str]:
 
 def on_ranks(n: int, jobs: list[dict], timeout=400) -> None:
     """Run jobs one after the other on n ranks; see ranks.py."""
-    result = run_script("tests/ranks.py", json.dumps(jobs), ranks=n, timeout=timeout)
+    result = fork_script("tests/ranks.py", json.dumps(jobs), ranks=n, timeout=timeout)
     assert result.returncode == 0, re.sub(r"^.*?(?=Traceback|terminate)", "", result.stderr, flags=re.DOTALL)[:3000]
 
 

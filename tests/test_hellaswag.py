@@ -20,13 +20,13 @@ from model import GPT
 from parts.checkpoint import save_model
 from parts.runtime import Runtime
 from tests.finetuning import adapted, save_adapter, small_gpt
+from tests.forks import fork_script
 from tests.helpers import (
     ROOT,
     assert_user_error,
     prose,
     read_json,
     slow,
-    succeed,
     write_lines,
 )
 
@@ -429,7 +429,8 @@ def test_two_ranks_score_as_one(run, checkpoint, tmp_path, n):
     data = write_lines(tmp_path / "rows.jsonl", make_rows(n))
     assert run(data=data, json=tmp_path / "one.json").returncode == 0
     options = dict(data=data, device="cpu", dtype="float32", json=tmp_path / "two.json")
-    succeed("hellaswag.py", checkpoint, ranks=2, **options)
+    done = fork_script("hellaswag.py", checkpoint, ranks=2, **options)
+    assert done.returncode == 0, done.stderr[-2000:]
     one, two = (read_json(tmp_path / f"{name}.json")["styles"] for name in ("one", "two"))
     for style in STYLES:
         for name in ("log_likelihoods", "gold_bpb", "gold_bpb_stderr"):

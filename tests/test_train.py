@@ -23,11 +23,10 @@ from parts import evaluation as evaluate
 from parts import report as runlog
 from parts import runtime, shards
 from parts.checkpoint import SUMS, find_damage, newest_intact
+from tests.forks import start_fork
 from tests.helpers import (
     assert_user_error,
     column,
-    command,
-    environment,
     hellaswag_rows,
     log_of,
     losses,
@@ -206,14 +205,15 @@ def test_killed_and_resumed_equals_undisturbed_bit_for_bit(train, tmp_path, run_
     args = small_args(tmp_path, **options, resume=True)
     for i in range(kills):
         goal = n_logged(run_dir) + rng.randint(1, 7)
-        process = subprocess.Popen(command("train_gpt2.py", *args), env=environment(), stdout=subprocess.DEVNULL)
-        while process.poll() is None:
+        process = start_fork("train_gpt2.py", *args, out=f"{tmp_path}/{i}")
+        while process.exitcode is None:
             in_time = any(run_dir.glob(".step_*.tmp/*")) if i % 3 == 1 else n_logged(run_dir) >= goal
             if in_time:
                 break
             time.sleep(0.0005)
         process.kill()
-        assert process.wait() in (0, -signal.SIGKILL)
+        process.join()
+        assert process.exitcode in (0, -signal.SIGKILL)
         in_a_save += any(run_dir.glob(".step_*.tmp"))
     assert in_a_save >= 1
     train(**options, resume=True)
