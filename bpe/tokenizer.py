@@ -129,6 +129,7 @@ class Tokenizer:
         if self._tiktoken:
             with contextlib.suppress(ValueError):  # a million blanks, on which it gives up
                 return self._tiktoken.encode(text, disallowed_special=())
+        self._tokenizers.encode_special_tokens = True  # as ordinary text; a copy by pickle has forgotten it
         return self._tokenizers.encode_batch_fast([valid_unicode(text)], add_special_tokens=False)[0].ids
 
     def encode_to_numpy(self, text: str) -> np.ndarray:
@@ -152,11 +153,11 @@ class Tokenizer:
                     f"the text holds the special token {special!r}; pass allowed_special={{{special!r}}}, "
                     "or disallowed_special=() to encode it as ordinary text"
                 )
-        return self._encode(text, tuple(allowed), found) if allowed else self.encode_ordinary(text)
+        return self._encode(text, allowed, found) if allowed else self.encode_ordinary(text)
 
-    def _encode(self, text: str, allowed: tuple[str, ...], found: set[str]) -> list[int]:
+    def _encode(self, text: str, allowed: set[str], found: set[str]) -> list[int]:
         ids = []
-        for part in any_of(allowed).split(text):  # text, special token, text, ..., text
+        for part in any_of(tuple(allowed)).split(text):  # text, special token, text, ..., text
             if part in allowed:
                 ids.append(self.special_tokens[part])
             else:
@@ -170,13 +171,7 @@ class Tokenizer:
 
     @cached_property
     def _tokenizers(self):
-        theirs = formats.open_tokenizers(self.contents["tokenizer.json"])
-        theirs.encode_special_tokens = True  # as ordinary text
-        return theirs
-
-    def __getstate__(self) -> dict:
-        """For pickle and copy: `tokenizers` forgets there that special tokens are text."""
-        return {name: value for name, value in vars(self).items() if name != "_tokenizers"}
+        return formats.open_tokenizers(self.contents["tokenizer.json"])
 
     # ---- decoding
 
@@ -290,7 +285,7 @@ class ForeignTokenizer(Tokenizer):
         added = self._marked.get_added_tokens_decoder()
         self.special_tokens = {token.content: i for i, token in sorted(added.items()) if token.special}
 
-    def _encode(self, text: str, allowed: tuple[str, ...], found: set[str]) -> list[int]:
+    def _encode(self, text: str, allowed: set[str], found: set[str]) -> list[int]:
         """Of the special tokens in a text either all become ids or none."""
         if len(allowed) < len(found):
             raise ValueError(f"the text holds {', '.join(sorted(found))}: allow all of these special tokens, or none")

@@ -306,9 +306,7 @@ IMPOSSIBLE = [
     lambda: Tokenizer.train("some text", 300),  # would be taken for texts of one character
     lambda: Tokenizer([(b"ab", b"c")]),  # nothing makes ab
     lambda: Tokenizer([(b"a", b"b"), (b"a", b"b")]),
-    *(
-        lambda i=i: Tokenizer([], special_tokens={ENDOFTEXT: i}) for i in (5, -1, 2**24 + 1, 256.0)
-    ),  # 5 is that of a byte
+    lambda: Tokenizer([], special_tokens={ENDOFTEXT: 5}),  # the id of a byte
     lambda: Tokenizer([], special_tokens=("",)),
 ]
 

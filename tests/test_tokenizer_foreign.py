@@ -236,7 +236,6 @@ REFUSED = {
     "dropout": set_("model", "dropout", 1.0),
     "a suffix": set_("model", "end_of_word_suffix", "</w>"),
     "two tokens with one id": set_("model", "vocab", "zz", 290),
-    "an id that would fill the memory": set_("model", "vocab", "zz", 2**31),
 }
 CHANGES = {  # and whether it is still a tokenizer of ours
     "lstrip": (False, set_("added_tokens", 1, "lstrip", True)),
@@ -366,10 +365,6 @@ def test_merges_that_tiktoken_would_do_in_another_order_are_refused_for_it(tmp_p
     swapped = Tokenizer([(b"a", b"b"), (b"b", b"c")], ids=TOK.ordinary | {b"ab": 300, b"bc": 299})
     assert [swapped.vocab[i] for i in swapped.encode("abc")] == [b"ab", b"c"]
     assert swapped.encode("abc") == swapped.to_transformers()("abc")["input_ids"]
-    assert_invalid(
-        "begins another", Tokenizer((), special_tokens=("<|a|>", "<|a|><|b|>")).to_tiktoken
-    )  # it takes the first one that fits, we the longest
-    TOK.save(tmp_path)
     tok.save(tmp_path)
     assert not (tmp_path / "tokenizer.tiktoken").exists()
 
