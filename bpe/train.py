@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bpe.tokenizer import ENDOFTEXT, Tokenizer, visible
 from parts.cli import Count, Positive, Tokens, UserError, parse_args, script
-from parts.files import errors_name, set_aside
+from parts.files import write_atomically
 from parts.texts import open_texts
 
 
@@ -72,20 +72,13 @@ def main() -> None:
     except ValueError as e:  # too small a vocabulary, or a pattern that leaves out some of the text
         raise UserError(f"{e}; see --help") from None
     out = Path(config.out)  # written before anything is printed, because printing to `| head` may fail
-    renamed = f"renamed the old {out} to {set_aside(out)}\n" if any(out.iterdir()) else ""
-    try:
-        with errors_name(out):
-            tok.save(out)
-    except OSError:
-        for file in out.glob("*"):  # a part of a tokenizer would keep the same command from working
-            file.unlink()
-        raise
+    write_atomically(out, tok.save)
     print(f"\n{len(tok):,} tokens from {texts.train_bytes:,} bytes")
     if n := skipped["no text"]:
         print(f"skipped documents: {n:,} (no text)")
     report(tok, texts.held_out)
     print(
-        f"\n{renamed}wrote {out}: tokenizer.json, and the same in other forms\n"
+        f"\nwrote {out}: tokenizer.json, and the same in other forms\n"
         f"next: python bpe/try_tokenizer.py --tokenizer {out}"
     )
 
@@ -98,9 +91,11 @@ def as_note(message, *_) -> str:
 def check(config: Config) -> None:
     """Catch bad options before hours of reading. Raises UserError."""
     out = Path(config.out)
-    out.mkdir(parents=True, exist_ok=True)
-    if any(out.iterdir()) and not config.overwrite:
+    if any(out.glob("*")) and not config.overwrite:
         raise UserError(f"--out {config.out} is not empty; pass --overwrite to rename it, or choose another directory")
+    if not out.is_dir():
+        out.mkdir(parents=True)  # fails now, and not after hours
+        out.rmdir()
     try:
         Tokenizer((), config.pattern, config.special_tokens)
     except ValueError as e:

@@ -104,9 +104,9 @@ def test_an_old_tokenizer_is_renamed_and_never_deleted(run_train, tmp_path):
     (tmp_path / "a.txt").write_text("spring has come " * 50)
     words = ["--input", tmp_path / "a.txt", "--vocab_size"]
     assert run_train(*words, 262).returncode == 0
-    assert_user_error(run_train(*words, 263), "is not empty", "--overwrite")
+    assert_user_error(run_train(*words, 263), "is not empty; pass --overwrite")
     out = tmp_path / "out"
-    assert f"renamed the old {out} to {out}.1\n" in run_train(*words, 263, "--overwrite").stdout
+    assert f"the earlier {out} is now {out}.1\n" in run_train(*words, 263, "--overwrite").stdout
     assert [len(Tokenizer.load(tmp_path / name)) for name in ("out.1", "out")] == [262, 263]
 
 
@@ -146,10 +146,10 @@ WRONG = [
     (["--input", "empty.txt"], ["empty.txt holds no text"]),
     (["--input", "gb.txt"], ["cannot read gb.txt: 'utf-8' codec can't decode"]),
     (["--input", "bad.parquet"], ["cannot read", "bad.parquet"]),
-    (["--input", "null.jsonl"], ["null.jsonl has no 'text' of text"]),
+    (["--input", "null.jsonl"], ["null.jsonl holds no text to learn from"]),
     (["--input", "odd.jsonl"], ["cannot read odd.jsonl: JSON"]),
     (["--input", "commas.jsonl"], ["cannot read commas.jsonl: JSON"]),
-    (["--input", "other.jsonl"], ["other.jsonl has no 'text' of text; give --text_field one of body"]),
+    (["--input", "other.jsonl"], ["other.jsonl has no 'text'; give --text_field one of body"]),
     (["--input", "gb.txt", "--out", "gb.txt/x"], ["gb.txt/x: Not a directory"]),
     (["--vocab_size", "256"], ["vocab_size 256 is too small"]),
     (["--pattern", "("], ["does not compile"]),
