@@ -8,7 +8,6 @@ import argparse
 import atexit
 import contextlib
 import difflib
-import errno
 import inspect
 import os
 import re
@@ -60,8 +59,7 @@ def script(main: Callable[[], None]) -> None:
     except Exception as e:
         if (message := explain(e)) is None:
             raise
-        wrong_path = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
-        if note and isinstance(e, (UserError, *wrong_path)) and not isinstance(e, TemporaryError):
+        if note and isinstance(e, UserError) and not isinstance(e, TemporaryError):
             note.write_text(message)
         fail(message)
 
@@ -86,17 +84,9 @@ def explain(e: BaseException) -> str | None:
     if isinstance(e, UserError):
         return str(e)
     if isinstance(e, OSError):
-        place = e.filename or "the output"
-        reason = e.strerror or " ".join(map(str, e.args)) or type(e).__name__
-        if e.errno in (errno.ENOSPC, errno.EDQUOT):
-            return f"no space left on the disk of {place}; free some, then give the same command again"
-        if e.errno is None:  # of a library, which has not asked the system why
-            return f"{place}: {reason}; free some space if its disk is full, or give another path"
-        return f"{place}: {reason}; fix that, or give another path"
+        return f"{e.filename or 'the output'}: {e.strerror or e}; fix that, or give another path"
     if isinstance(e, MemoryError) or type(e).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(e):
         return f"out of memory ({str(e).splitlines()[0] if str(e) else 'in Python'}); use a smaller model or batch"
-    if "can't start new thread" in str(e):
-        return "the system grants no more threads; raise the limit (ulimit -u), or end other processes"
     if type(e).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError") or "gloo" in str(e).lower():
         return f"another rank has ended or cannot be reached ({str(e).splitlines()[0]}); then --resume continues"
     return None
@@ -170,7 +160,6 @@ def parse_args(config_type, args: list[str] | None = None, default=None, prog=No
     """
     words = sys.argv[1:] if args is None else args
     values = {field.name: getattr(default, field.name, field.default) for field in fields(config_type)}
-    check_constants(config_type, values)  # a person may have edited them
     places = {name: kind for name, kind, limits in constants(config_type) if Positional in limits}
     parser = make_parser(config_type, values, prog or os.path.basename(sys.argv[0]), description)
     end = words.index("--") if "--" in words else len(words)

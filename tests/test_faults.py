@@ -29,7 +29,7 @@ def small_disk(tmp_path):
 def test_a_full_disk_gives_one_line_and_loses_no_checkpoint(train, tmp_path, small_disk):
     run = small_disk / "run"
     result = train.result(out="disk/run", sample_interval=0, keep_checkpoints=0, checkpoint_interval=1, eval_interval=0)
-    assert_user_error(result, "no space left on the disk of")
+    assert_user_error(result, "No space left on device; fix that")
     steps = steps_of(run)
     assert steps == list(range(1, len(steps) + 1))
     assert steps
@@ -41,7 +41,7 @@ def test_a_full_disk_gives_one_line_and_loses_no_checkpoint(train, tmp_path, sma
     train(**options, resume=True)
     with suppress(OSError):  # now so full that not even a line fits into the log
         (small_disk / "ballast").write_bytes(bytes(60 * 2**20))
-    train.error("no space left on the disk of", **options, resume=True, max_steps=50)
+    train.error("No space left on device; fix that", **options, resume=True, max_steps=50)
     assert find_damage(run / "step_000040") is None
     for save in (save_file, torch.save):  # their own errors have no number
         with pytest.raises(OSError, match="No space left"), errors_name(run):
