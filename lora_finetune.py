@@ -298,12 +298,8 @@ def read_command_line(args: list[str]) -> tuple[Config, set[str]]:
         raise UserError("--lora_dim 0 trains all weights and no adapter; leave out --adapter and --merge")
     if not config.lora_dim and not config.checkpoint_interval:
         raise UserError("--lora_dim 0 keeps its weights in checkpoints alone; give a --checkpoint_interval above 0")
-    merged = Path(config.merge)
-    if config.merge and merged.exists():
-        if not (config.overwrite or config.resume):
-            raise UserError(f"--merge {merged} already exists; pass --overwrite to rename it, or choose another name")
-        if any(path.is_dir() for path in merged.iterdir()):  # as in / or out, which --overwrite would rename
-            raise UserError(f"--merge {merged} holds other directories; choose another name")
+    if config.merge and Path(config.merge).exists() and not (config.overwrite or config.resume):
+        raise UserError(f"--merge {config.merge} already exists; pass --overwrite to rename it, or choose another name")
     return config, flags_set(Config, args)
 
 

