@@ -405,22 +405,7 @@ def new_manifest(**constants) -> dict:
 def read_manifest(directory: Path) -> dict:
     """`manifest.json` of a shard directory; {} if there is none. Raises UserError for a damaged one."""
     path = directory / "manifest.json"
-    try:
-        manifest = read_json(path)
-    except FileNotFoundError:
-        return {}
-    wrong = misfits(manifest, new_manifest(source="", tokenizer=""))
-    if not wrong:
-        wrong = [key for shard in manifest["shards"] for key in misfits(shard, dict(file="", tokens=0, sha256=""))]
-    if wrong:
-        raise UserError(f"{path} is damaged: {wrong[0]} is missing or of the wrong type; write the shards again")
-    return manifest
-
-
-def misfits(found: object, example: dict) -> list[str]:
-    """The keys of `example` that `found` does not have with a value of the same type."""
-    found = found if type(found) is dict else {}
-    return [key for key, value in example.items() if type(found.get(key)) is not type(value)]
+    return read_json(path) if path.exists() else {}
 
 
 def save_manifest(directory: Path, manifest: dict) -> None:

@@ -143,7 +143,7 @@ def data_tokenizer(directory: Path, tokenizer: str) -> tuple[Tokenizer, str]:
         names = {ds_metadata(path)[0].removeprefix("openai-community/") for path in directory.glob("*.ds")}
         name = " and ".join(sorted(names)) or "gpt2"
         if name != "gpt2" and not os.path.exists(name):  # as GPT-2's, these tokens would be silently wrong
-            raise UserError(f"{directory} was tokenized with {name}; put its tokenizer.json there, or name it: --tokenizer")
+            raise UserError(f"{directory} was tokenized with {name}; put its tokenizer.json there, or give --tokenizer")
     tok = load_tokenizer(name)
     source = beside or tok
     written = read_manifest(directory).get("tokenizer") or source.fingerprint

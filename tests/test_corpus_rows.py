@@ -1,6 +1,5 @@
 """rows_of of parts/texts.py: whole small datasets, of files, folders and the hub."""
 
-import gzip
 import json
 
 import pyarrow as pa

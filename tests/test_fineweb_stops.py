@@ -14,7 +14,6 @@ import pytest
 
 import fineweb
 from bpe.tokenizer import Tokenizer
-from parts.cli import UserError
 from parts.data import read_manifest, save_manifest
 from parts.shards import Writer
 from tests.corpora import (
@@ -39,7 +38,6 @@ from tests.helpers import (
     stamps,
     start_script,
     succeed,
-    write_json,
 )
 
 # -------------------------------------------------------------------------------------------------------- interruptions
@@ -223,14 +221,3 @@ def test_a_wrong_place_to_resume_is_refused(interrupted, corpus, tokenizer):
     save_manifest(out_dir, intact | nothing)
     resume()
     assert_shards(out_dir, corpus[1], tokenizer)
-
-
-@needs_proc
-def test_a_damaged_manifest_is_one_error(interrupted):
-    """Whatever is missing in it; tests/test_shard_files.py has values of other types."""
-    _, out_dir, resume = interrupted
-    intact = read_manifest(out_dir)
-    for lost in intact.keys() - {"next", "commit", "files"}:
-        write_json(out_dir / "manifest.json", {key: intact[key] for key in intact if key != lost})
-        with pytest.raises(UserError):
-            resume(dry_run=True)

@@ -25,8 +25,8 @@ from parts.shards import (
     verify,
 )
 from tests.helpers import assert_refused, files_of, stamps
-from tests.test_shard_files import UNFINISHED, write_ds
-from tests.token_shards import with_manifest, write_shards
+from tests.test_shard_files import write_ds
+from tests.token_shards import UNFINISHED, with_manifest, write_shards
 
 TEXT = "One morning the clock stood still.\n\n\nThe second document, of two\n\nparagraphs.\n\n\n\nA third one.\n" * 40
 TEXT += "zig zag zig zag " * 30  # in the validation part
@@ -199,7 +199,7 @@ def test_a_full_disk_is_named_also_where_numpy_says_no_number(tmp_path, prepare,
     monkeypatch.setattr(np, "save", save)
     with pytest.raises(OSError, match="No space left on device.*story") as error:
         prepare()
-    assert "no space left on the disk of" in explain(error.value)
+    assert "story-" in explain(error.value)
 
 
 # -------------------------------------------------------------------------------------------------- tokenizers by name
