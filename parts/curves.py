@@ -5,7 +5,6 @@ text. This file knows nothing of torch or models: it sees only the records of a 
 """
 
 import io
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,12 +15,10 @@ from parts.files import replace_file
 from parts.log import Records, newest_start, of_kind
 
 POINTS = 800  # about the width of a panel in pixels: more points would not show
-# Okabe and Ito (2008): distinguishable by the colour-blind; marks and dashes tell runs apart in greyscale
+# Okabe and Ito (2008): distinguishable by the colour-blind; marks tell runs apart in greyscale
 COLORS = ("#0072B2", "#E69F00", "#000000", "#D55E00", "#56B4E9", "#009E73", "#CC79A7")
-MARKS = "osD^vPX"
-DASHES = ("-", "--", "-.", ":")
-EACH_STEP = dict(color=COLORS[0], alpha=0.25, linewidth=0.8)
-REFERENCE_LINE = dict(color="gray", linestyle="--", linewidth=0.8)
+MARKS = "osD^v"
+GRAY = dict(color="gray", linewidth=0.8)
 X_LABELS = dict(steps="step", tokens="millions of tokens", seconds="minutes of training")
 UNITS = dict(loss="nats per token", bpb="bits per byte")
 # On HellaSwag: there are four endings; the released weights as `hellaswag.py --style completion` scores them
@@ -48,21 +45,38 @@ def draw(runs: dict[str, Records], path: Path, x: str = "steps", y: str = "loss"
     panels = figure.subplot_mosaic(rows, sharex=True, height_ratios=list(heights.values()))
     for i, (name, records) in enumerate(runs.items()):
         color = COLORS[i % len(COLORS)]
-        line = dict(color=color, linestyle=DASHES[i % len(DASHES)], linewidth=1.2)
-        style = line | dict(marker=MARKS[i % len(MARKS)], markersize=4.5, label=readable(name))
+        label = name.lstrip("_").replace("$", r"\$")  # a leading _ would hide it, and $ begin a formula
+        marked = dict(color=color, marker=MARKS[i % len(MARKS)], markersize=4.5, linewidth=1.2, label=label)
         at = x_axis(records, x, name)
         if y == "bpb" and not len(curve(records, "val", y)[0]):
             raise UserError(f'--y bpb: the log of {name} has no "bpb" in its val records; use --y loss')
         if len(runs) == 1:
             draw_loss(panels["loss"], records, at, y)
-            panels["norm"].plot(*curve(records, "train", "grad_norm", at), **EACH_STEP)
         else:
-            draw_rival(panels["loss"], records, at, y, style)
+            draw_rival(panels["loss"], records, at, y, marked)
         if "score" in panels:
-            draw_score(panels["score"], records, at, style)
-        panels["norm"].plot(*smoothed(*curve(records, "train", "grad_norm", at)), **line)
-        panels["rate"].plot(*curve(records, "train", "lr", at), **line)
-    title_axes(panels, X_LABELS[x], UNITS[y])
+            draw_score(panels["score"], records, at, marked)
+        norms = curve(records, "train", "grad_norm", at)
+        panels["norm"].plot(*norms, color=color, alpha=0.25, linewidth=0.8)
+        panels["norm"].plot(*smoothed(*norms), color=color, linewidth=1.2)
+        panels["rate"].plot(*curve(records, "train", "lr", at), color=color, linewidth=1.2)
+    titles = dict(
+        loss=f"Loss ({UNITS[y]}); marked: validation",
+        score="HellaSwag: how often the right ending of four is the likeliest, lengths normalised (%, standard error)",
+        norm="Gradient norm before clipping (log)",
+        rate="Learning rate",
+    )
+    for name, axes in panels.items():
+        axes.set_title(titles[name], loc="left", fontsize=10, fontweight="bold")
+        axes.set_xlabel(X_LABELS[x], fontsize=9)
+        axes.xaxis.set(major_formatter="{x:,.10g}")
+        axes.grid(alpha=0.3)
+        axes.tick_params(labelsize=8.5, labelbottom=True)
+    panels["loss"].legend(fontsize=8.5, framealpha=0.85)
+    panels["norm"].set_yscale("log")  # so that a spike shows and the rest stays readable
+    panels["norm"].yaxis.get_major_locator().set_params(subs=(1, 1.5, 2, 3, 5, 7))
+    panels["norm"].yaxis.set(major_formatter="{x:g}", minor_formatter="")
+    panels["rate"].set_ylim(bottom=0)
     picture = io.BytesIO()
     figure.savefig(picture, format=path.suffix[1:])
     replace_file(path, picture.getvalue())
@@ -122,23 +136,17 @@ def passes(records: Records) -> np.ndarray:
     return np.interp(size * np.arange(1, tokens[-1] // size + 1), np.append(0, tokens), np.append(0, steps))
 
 
-def readable(name: str) -> str:
-    """A label that can be drawn: valid UTF-8, no leading _, which would hide it, and no $ of a formula."""
-    return os.fsencode(name).decode(errors="replace").lstrip("_").replace("$", r"\$")
-
-
 # -------------------------------------------------------------------------------------------------------- the panels
 
 
 def draw_loss(axes, records: Records, at: Callable, y: str) -> None:
     """The losses of a run alone, on a logarithmic axis from where it starts."""
-    x, losses = curve(records, "train", "loss", at)
-    uniform = newest_start(records).get("uniform_loss")
     if y == "loss":
-        axes.plot(x, losses, **EACH_STEP, label="training, each step")
-        axes.plot(*smoothed(x, losses), linewidth=1.5, color=COLORS[0], label="training, smoothed")
-        if uniform:
-            axes.axhline(uniform, **REFERENCE_LINE, label=f"if all tokens are equally likely: {uniform:.2f}")
+        x, losses = curve(records, "train", "loss", at)
+        axes.plot(x, losses, color=COLORS[0], alpha=0.25, linewidth=0.8, label="training, each step")
+        axes.plot(*smoothed(x, losses), color=COLORS[0], linewidth=1.5, label="training, smoothed")
+        if uniform := newest_start(records).get("uniform_loss"):
+            axes.axhline(uniform, **GRAY, ls="--", label=f"if all tokens are equally likely: {uniform:.2f}")
     steps, losses = curve(records, "val", y)
     if len(losses):
         label = f"validation: {losses[-1]:.3f} at the end"
@@ -148,56 +156,31 @@ def draw_loss(axes, records: Records, at: Callable, y: str) -> None:
         axes.plot(at(steps[best]), losses[best], "o", color=COLORS[3], markersize=11, fillstyle="none", label=label)
     label = "the training text, read once more"
     for step in passes(records):
-        axes.axvline(at(step), color="gray", linestyle=":", linewidth=1, label=label)
+        axes.axvline(at(step), **GRAY, ls=":", label=label)
         label = None
     axes.set_yscale("log")
     axes.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
-    low, high = axes.get_ylim()
-    if high > 10 * low:  # all of 1 to 9 would overlap
-        axes.yaxis.get_minor_locator().set_params(subs=(2, 5))
 
 
-def draw_rival(axes, records: Records, at: Callable, y: str, style: dict) -> None:
+def draw_rival(axes, records: Records, at: Callable, y: str, marked: dict) -> None:
     """The losses of one of several runs: thin of training, marked of validation."""
     if y == "loss":
         x, losses = smoothed(*curve(records, "train", "loss", at))
         start = len(x) // 20  # all begin with the same steep fall, next to which their differences would not show
-        axes.plot(x[start:], losses[start:], linewidth=0.8, color=style["color"])
+        axes.plot(x[start:], losses[start:], linewidth=0.8, color=marked["color"])
     x, losses = curve(records, "val", y, at)
     end = f": {losses[-1]:.3f} at the end" if len(losses) else ""
-    axes.plot(x, losses, **style | dict(label=style["label"] + end))
+    axes.plot(x, losses, **marked | dict(label=marked["label"] + end))
 
 
-def draw_score(axes, records: Records, at: Callable, style: dict) -> None:
-    """The accuracy on HellaSwag with its standard error."""
+def draw_score(axes, records: Records, at: Callable, marked: dict) -> None:
+    """The accuracy on HellaSwag with its standard error, beside those of ACCURACIES."""
+    for name, accuracy in ACCURACIES.items():
+        axes.axhline(100 * accuracy, **GRAY, ls="--")
+        axes.text(0, 100 * accuracy, f"{name} {100 * accuracy:.4g}%", fontsize=8, va="bottom")
     x, scores = curve(records, "hellaswag", "acc_norm", at)
     _, errors = curve(records, "hellaswag", "acc_norm_stderr")
     if len(x):
-        label = f"{style['label']}: {100 * scores[-1]:.4g} ± {100 * errors[-1]:.2g} at the end"
-        axes.errorbar(x, 100 * scores, 100 * errors, elinewidth=0.8, **style | dict(label=label))
-
-
-def title_axes(panels: dict, x_label: str, unit: str) -> None:
-    titles = dict(
-        loss=f"Loss ({unit}); marked: validation",
-        score="HellaSwag: how often the right ending of four is the likeliest, lengths normalised (%, standard error)",
-        norm="Gradient norm before clipping (log)",
-        rate="Learning rate",
-    )
-    for name, axes in panels.items():
-        axes.set_title(titles[name], loc="left", fontsize=10, fontweight="bold")
-        axes.set_xlabel(x_label, fontsize=9)
-        axes.xaxis.set(major_formatter="{x:,.10g}")
-        axes.margins(x=0.01)
-        axes.grid(alpha=0.3)
-        axes.tick_params(labelsize=8.5, labelbottom=True)
-    panels["loss"].legend(loc="best", fontsize=8.5, framealpha=0.85)
-    panels["norm"].set_yscale("log")  # so that a spike shows and the rest stays readable
-    panels["norm"].yaxis.get_major_locator().set_params(subs=(1, 1.5, 2, 3, 5, 7))
-    panels["norm"].yaxis.set(major_formatter="{x:g}", minor_formatter="")
-    panels["rate"].set_ylim(bottom=0)
-    if "score" in panels:
-        for name, accuracy in ACCURACIES.items():
-            panels["score"].axhline(100 * accuracy, **REFERENCE_LINE)
-            panels["score"].text(0, 100 * accuracy, f"{name} {100 * accuracy:.4g}%", fontsize=8, va="bottom")
-        panels["score"].legend(loc="upper left", bbox_to_anchor=(0.16, 1), fontsize=8.5, framealpha=0.85)
+        label = f"{marked['label']}: {100 * scores[-1]:.4g} ± {100 * errors[-1]:.2g} at the end"
+        axes.errorbar(x, 100 * scores, 100 * errors, elinewidth=0.8, **marked | dict(label=label))
+        axes.legend(loc="upper left", bbox_to_anchor=(0.16, 1), fontsize=8.5, framealpha=0.85)

@@ -178,7 +178,7 @@ class Runtime:
         return time.perf_counter()
 
     def seconds_between(self, a, b) -> float:
-        """The time from mark `a` to mark `b` of `mark_time`. Waits for the work before `b`, not for work launched since."""
+        """The time from mark `a` to mark `b` of `mark_time`, after the device has passed both."""
         if self.device.type != "cuda":
             return b - a
         b.synchronize()
