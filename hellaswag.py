@@ -44,11 +44,11 @@ A training loop imports this file too, which knows nothing of training. Of a mod
 `config`, as GPT in model.py has them.
 """
 
+import contextlib
 import json
 import math
 import os
 import re
-import reprlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -151,23 +151,16 @@ def load_rows(data: str, rt: Runtime, option: str = "--data") -> list[dict]:
 
 def parse_row(row, where: str) -> dict:
     """The row with its label as an int: on the hub it is a string. Raises UserError for a malformed row."""
-    problem = find_problem(row if isinstance(row, dict) else {})
-    if problem:
-        raise UserError(f"{where} is not in HellaSwag's format: {problem}; correct or remove it")
-    return row | {"label": int(row["label"])}
-
-
-def find_problem(row: dict) -> str | None:
-    for name in ("ctx", "ctx_a", "ctx_b", "activity_label"):
-        if not isinstance(row.get(name), str):
-            return f"{name} is not text"
-    endings = row.get("endings")
-    if not isinstance(endings, list) or len(endings) != 4 or not all(type(e) is str and e for e in endings):
-        return "endings is not a list of four texts"
-    label = row.get("label")
-    if isinstance(label, bool) or label not in (0, 1, 2, 3, "0", "1", "2", "3"):
-        return f"label is {reprlib.repr(label)}, not 0, 1, 2 or 3"
-    return None
+    with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
+        contexts = [row[name] for name in ("ctx", "ctx_a", "ctx_b", "activity_label")]
+        endings = row["endings"]
+        are_texts = all(isinstance(text, str) for text in contexts + endings)
+        if are_texts and all(endings) and len(endings) == 4:
+            return row | {"label": ["0", "1", "2", "3"].index(str(row["label"]))}
+    raise UserError(
+        f"{where} is not in HellaSwag's format: texts in ctx, ctx_a, ctx_b and activity_label, a list of four endings, "
+        "a label from 0 to 3; correct or remove it"
+    )
 
 
 def with_other_contexts(rows: list[dict]) -> list[dict]:

@@ -453,9 +453,7 @@ def print_summary(config: Config, run: Run, n_params: int) -> None:
         after = f"{losses[-1]:.4f} after, {min(losses):.4f} at best (nats per token)"
         print(f"\nvalidation loss {before:.4f} before, {after}")
     print(f"{run.report.median_rate():,.0f} answer tokens/s")
-    memorizes = run.report.last_loss("train") < before - 1
-    worst = math.inf if memorizes else before  # of rows read many times, validation gets worse than at the start
-    if not run.report.last_loss() < worst + 1:  # or nan
+    if not run.report.last_loss() < before + 1:  # or nan
         print(f"\nthe run diverged: --max_lr {config.max_lr} is most likely too high, try a tenth")
         return
     print(f"\n{what_to_expect(n_params)}")

@@ -44,7 +44,7 @@ from parts.cli import (
 )
 from parts.data import Batches, to_inputs, training_batches, validation_batches
 from parts.evaluation import complete, validate
-from parts.loss import describe_loss
+from parts.loss import loss_of_rows
 from parts.optim import Optimizer, learning_rate, make_optimizer, muon_lr_fraction
 from parts.plan import print_plan
 from parts.report import import_tracker
@@ -420,7 +420,7 @@ def open_run(directory: RunDirectory, config: Config, model: GPT, optimizer: Opt
         parameters=model.num_params(),
         flops_per_token=model.estimate_flops(config.sequence_length),
         uniform_loss=math.log(config.vocab_size),  # of a uniform guess; random weights start slightly above
-        cross_entropy=describe_loss(rt.device.type, config.vocab_size, rt.dtype),
+        cross_entropy=loss_of_rows(rt.device.type, config.vocab_size, rt.dtype).__module__,
         training_tokens=len(shards.train),
         data=shards.origin,
         base=config.init_from,
@@ -438,16 +438,10 @@ def print_summary(config: Config, run: Run) -> None:
     run.report.print_results()
     guess = run.report.run_info["uniform_loss"]
     loss = run.report.last_loss()
-    memorizes = run.report.last_loss("train") < guess - 1
-    worst = math.inf if memorizes else guess  # of a text read many times, validation gets worse than a guess
-    if not loss < worst + 1:  # or nan; random weights start slightly above a guess
+    if not loss < guess + 1:  # or nan; random weights start slightly above a guess
         rates = f"--max_lr {config.max_lr} (with Muon also --muon_lr {config.muon_lr})"
         print(f"\nthe run diverged: guessing has a loss of {guess:.2f}; {rates} is most likely too high, try a tenth")
-    elif run.step == config.stop_at < config.max_steps:
-        print("\nstopped as --stop_at says; to continue, add --resume")
-    elif run.step < config.max_steps:
-        print(f"\n--target_loss {config.target_loss} is reached; to continue, add --resume --target_loss 0")
-    if loss < worst and config.checkpoint_interval:
+    if loss < guess and config.checkpoint_interval:
         where = shlex.quote(config.out_dir)
         print(
             f"\nNow try:\n  python sample.py {where} --num_samples 3    # more text\n"

@@ -48,13 +48,9 @@ def checkpoint_steps(run_dir: Path) -> list[tuple[int, Path]]:
 def find_damage(path: Path) -> str | None:
     """What is wrong with a checkpoint's files: one is missing, or its checksum is not what was written. None if nothing
     is. Raises OSError for what is wrong with the disk, the network or permissions: the file may well be intact."""
-    name = SUMS
     try:
-        sums = {}
-        for line in (path / SUMS).read_text().splitlines():
-            digest, name = line.split("  ", 1)
-            sums[name] = digest
-        name = SUMS
+        lines = (line.split("  ", 1) for line in (path / SUMS).read_text().splitlines())
+        sums = {name: digest for digest, name in lines}
         weights = ADAPTER_FILES if ADAPTER_FILES[0] in sums else MODEL_FILES
         for name in (*weights, TRAIN_STATE):  # SHA256SUMS cut at a line break would look complete
             if name not in sums:
@@ -65,9 +61,9 @@ def find_damage(path: Path) -> str | None:
             if sha256(path / name) != digest:
                 return f"{name} is not what was written"
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        return f"{name} is missing"
+        return f"{SUMS} is missing"
     except ValueError:  # not UTF-8, or a name that no file can have
-        return f"{name} is unreadable"
+        return f"{SUMS} is unreadable"
     return None
 
 
@@ -274,9 +270,7 @@ def load_model(model: str, dropout: float = 0.0, attention: str = "flash", check
     path = Path(model)
     # models of the hub and of --merge have no sums
     if not checked and (path / SUMS).exists() and (damage := find_damage(path)):
-        newest = newest_intact(path.parent)
-        remedy = f"the newest intact one is {newest}" if newest else "write or download it again"
-        raise UserError(f"{path} is damaged: {damage}; {remedy}")
+        raise UserError(f"{path} is damaged: {damage}; take another checkpoint, or write or download it again")
     with user_errors_of(model):
         return GPT.from_pretrained(model, dropout=dropout, attention=attention)
 

@@ -104,21 +104,19 @@ def cross_entropy_(logits, targets, vocab_size: int, need_gradient: bool = True)
     losses = -log_probs.gather(1, safe).masked_fill(unscored, 0.0)[:, 0]
     if need_gradient:
         logits[:, vocab_size:] = 0
-        gradient = softmax_minus_one_hot(log_probs, safe).masked_fill_(unscored, 0.0)
-        logits[:, :vocab_size] = gradient
+        minus_one = torch.full_like(safe, -1, dtype=dtype)
+        gradient = log_probs.exp_().scatter_add_(1, safe, minus_one)  # passes over (N, V) are what costs
+        logits[:, :vocab_size] = gradient.masked_fill_(unscored, 0.0)
     return losses
 
 
-def loss_of_rows(device: str, vocab_size: int, dtype: torch.dtype) -> Callable:
-    """The `cross_entropy_` for these logits: the kernel's on a GPU, if it can have one, else the one above."""
-    kernel = loss_kernel(vocab_size, dtype) if device == "cuda" else None
-    return kernel or cross_entropy_
-
-
 @functools.cache
-def loss_kernel(vocab_size: int, dtype: torch.dtype) -> Callable | None:
-    """`cross_entropy_` of parts/loss_kernel.py, or None where there is no Triton (Windows), no C compiler, which Triton
-    needs, or a GPU for which it cannot compile the kernel: one row shows it."""
+def loss_of_rows(device: str, vocab_size: int, dtype: torch.dtype) -> Callable:
+    """The `cross_entropy_` for these logits: on a GPU that of parts/loss_kernel.py; else, and where there is no Triton
+    (Windows), no C compiler, which Triton needs, or a GPU for which it cannot compile the kernel, as one row shows, the
+    one above."""
+    if device != "cuda":
+        return cross_entropy_
     try:
         from parts import loss_kernel
 
@@ -128,13 +126,8 @@ def loss_kernel(vocab_size: int, dtype: torch.dtype) -> Callable | None:
         if "out of memory" in str(e):  # as a trial of micro-batches may be: it says nothing about the kernel
             raise
         print(f"note: the loss does without its kernel: {' '.join(str(e).split())[:120]}", file=sys.stderr)
-        return None
+        return cross_entropy_
     return loss_kernel.cross_entropy_
-
-
-def describe_loss(device: str, vocab_size: int, dtype: torch.dtype) -> str:
-    """How the loss is computed, for the log."""
-    return "chunked, PyTorch" if loss_of_rows(device, vocab_size, dtype) is cross_entropy_ else "chunked, Triton kernel"
 
 
 def product_weight(weight, x) -> torch.Tensor:
@@ -170,9 +163,3 @@ def accumulate_matmul(total, a, b) -> torch.Tensor:
     if a.dtype == torch.float16:  # on a CPU, where speed does not count
         return total.addmm_(a.float(), b.float())
     return total.add_(a @ b)
-
-
-def softmax_minus_one_hot(log_probs, targets):
-    """exp(log_probs) (N, V), less 1 at `targets` (N, 1); overwrites log_probs. Passes over (N, V) are what costs."""
-    minus_one = torch.full_like(targets, -1, dtype=log_probs.dtype)
-    return log_probs.exp_().scatter_add_(1, targets, minus_one)

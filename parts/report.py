@@ -154,11 +154,10 @@ class Report:
         """{step: validation loss}"""
         return {val["step"]: val["loss"] for val in of_kind(self.records, "val") if val.get("loss") is not None}
 
-    def last_loss(self, kind: str = "val") -> float:
-        """The newest validation loss, else that of the last training step; nan for one that was not finite."""
-        measured = of_kind(self.records, kind) or of_kind(self.records, "train")
-        loss = measured[-1].get("loss") if measured else None
-        return math.nan if loss is None else loss
+    def last_loss(self) -> float:
+        """The training loss of the newest step; nan if it was not finite."""
+        losses = [math.nan, *(step.get("loss") for step in of_kind(self.records, "train"))]
+        return math.nan if losses[-1] is None else losses[-1]
 
     def print_results(self) -> None:
         """The last losses, what was read, the speed, and what follows from them."""

@@ -131,12 +131,11 @@ class RunDirectory:
         """Lock OUT_DIR; if the run is to continue, return its newest intact checkpoint. The first rank only."""
         if config.resume and config.overwrite:
             raise UserError("--resume continues a run and --overwrite starts a new one; give one of them")
-        theirs = {path.name for path in self.path.glob("[!.]*") if path.is_dir()} - {"lost+found"}
-        theirs |= {name for name in (*FILES, MODEL_FILES[0], ADAPTER_FILES[0]) if (self.path / name).exists()}
-        # what a run would replace, or a directory, as in / or a project, unless a run was killed before its first line
+        theirs = [name for name in (*FILES, MODEL_FILES[0], ADAPTER_FILES[0]) if (self.path / name).exists()]
+        # what a run would replace, unless one was killed before its first line
         began = "config.json" in theirs and '"out_dir"' in (self.path / "config.json").read_text(errors="replace")
         if theirs and not began and not self.holds_run():
-            raise UserError(f"{self.path} contains {min(theirs)} but no run; choose another --out_dir to keep it safe")
+            raise UserError(f"{self.path} contains {theirs[0]} but no run; choose another --out_dir to keep it safe")
         self._lock()  # what is found from here on must not change under us
         log = self.path / "log.jsonl"
         restarted = any(os.environ.get(f"{name}_RESTART_COUNT", "0") != "0" for name in ("TORCHELASTIC", "SLURM"))
@@ -228,11 +227,11 @@ class Run:
         self.tokens = 0
         self.val_loss = math.inf
         compare_with_rank_0(data_fingerprint, self.rt)
+        if stop_at := getattr(config, "stop_at", 0):
+            self.max_steps = min(self.max_steps, stop_at)
         if directory.checkpoint:
             self._restore(directory.checkpoint)
             run_info = run_info | dict(resumed_from=str(directory.checkpoint))
-        if stop_at := getattr(config, "stop_at", 0):
-            self.max_steps = min(self.max_steps, stop_at)
         self._compare_weights()
         self.report = Report(directory.path, config, self.rt, run_info)
         self._done: list[str] = []  # the kinds of records that the log has of this step
@@ -267,8 +266,6 @@ class Run:
         try:
             self.step = int(state["step"])
             self.tokens = int(state["tokens"])
-            if checkpoint.name != f"step_{self.step:06d}":
-                raise ValueError(f"it is of step {self.step}")
             of_run = self.data_fingerprint | state["identity"]  # early versions stored less
             for name, value in self.data_fingerprint.items():
                 if of_run[name] != value:
@@ -278,13 +275,11 @@ class Run:
             self.optimizer.load_state_dict(state["optimizer"])
         except (LookupError, ValueError, RuntimeError) as e:
             raise UserError(f"{checkpoint}/train_state.pt does not fit this run: {e}; resume from another") from e
-        if self.max_steps < self.step or self.max_steps == self.step != state["config"].get("max_steps", self.step):
+        is_finished = self.step == self.config.max_steps == state["config"].get("max_steps", self.step)
+        if self.max_steps <= self.step and not is_finished:
             raise UserError(
-                f"--max_steps {self.max_steps} is not beyond step {self.step} of {checkpoint}; give a larger one"
-            )
-        if 0 < getattr(self.config, "stop_at", 0) <= self.step < self.max_steps:
-            raise UserError(
-                f"--stop_at {self.config.stop_at} is not beyond step {self.step} of {checkpoint}; give a larger one"
+                f"a run to step {self.max_steps} is not beyond step {self.step} of {checkpoint}; give a larger "
+                "--max_steps or --stop_at"
             )
 
     # ---- the loop

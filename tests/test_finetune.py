@@ -1,6 +1,5 @@
 """lora_finetune.py: its loss and gradients, and runs as a user meets them."""
 
-import math
 import random
 import re
 import shutil
@@ -410,11 +409,9 @@ def test_an_example_for_each_rank_is_the_least(finetune, monkeypatch):
     finetune.error("--batch_size 2 is less than one example per rank; give 3 or more", batch_size=2)
 
 
-@pytest.mark.parametrize("after, said", [(math.nan, "diverged"), (6.0, "diverged"), (5.9, "Now try")])
-def test_a_run_that_diverges_is_told_so(finetune, monkeypatch, after, said):
-    losses = iter((5.0, after))
-    monkeypatch.setattr(lf, "validate", lambda *_: dict(loss=next(losses), bpb=1.0))
-    assert re.findall("diverged|Now try", finetune(max_steps=1).stdout) == [said]
+def test_a_run_that_diverges_is_told_so(finetune):
+    result = finetune(max_steps=6, max_lr=50, lora_dim=0)
+    assert re.findall("diverged|Now try", result.stdout) == ["diverged"]
 
 
 def test_a_run_that_memorizes_its_rows_is_not_said_to_diverge(finetune, tmp_path):

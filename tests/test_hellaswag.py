@@ -342,33 +342,28 @@ def test_the_control_scores_the_endings_of_an_adapted_model_after_contexts_of_ot
 
 
 BAD = [
-    (dict(endings=["a", "b", "c"]), "four texts"),
-    (dict(endings=["a", "b", "c", ""]), "four texts"),
-    (dict(label=None), "label is None"),
-    (dict(label=4), "label is 4, not 0, 1, 2 or 3"),
-    (dict(label=True), "label is True"),
-    (dict(ctx=None), "ctx is not text"),
-    (dict(ctx_a=None), "ctx_a is not text"),
-    (dict(ctx_b=None), "ctx_b is not text"),
-    (dict(activity_label=None), "activity_label is not text"),
+    dict(endings=["a", "b", "c"]),
+    dict(endings=["a", "b", "c", ""]),
+    dict(endings="abcd"),
+    dict(label=None),
+    dict(label=4),
+    dict(label=True),
+    dict(ctx=None),
+    dict(ctx_b=None),
+    dict(activity_label=7),
 ]
 
 
-@pytest.mark.parametrize("change, words", BAD)
-def test_a_malformed_row_is_named_with_its_number(run, tmp_path, change, words):
+@pytest.mark.parametrize("change", [*BAD, []], ids=str)
+def test_a_malformed_row_is_named_with_its_number(run, tmp_path, change):
     [good] = make_rows(1)
-    data = write_lines(tmp_path / "rows.jsonl", [good, good | change])
-    assert_user_error(run(data=data), "row 2", words)
-
-
-def test_a_row_that_is_no_object_is_named_with_its_number(run, tmp_path):
-    data = write_lines(tmp_path / "rows.jsonl", [*make_rows(1), []])
-    assert_user_error(run(data=data), "row 2", "ctx is not text")
+    data = write_lines(tmp_path / "rows.jsonl", [good, good | change if change else change])
+    assert_user_error(run(data=data), "row 2", "a list of four endings")
 
 
 @pytest.mark.parametrize("label", [0, 1, 2, 3, "0", "1", "2", "3"])
 def test_a_label_is_a_number_or_its_digit(label):
-    assert not hellaswag.find_problem(make_rows(1)[0] | dict(label=label))
+    assert hellaswag.parse_row(make_rows(1)[0] | dict(label=label), "")["label"] == int(label)
 
 
 def test_what_is_not_there_is_one_line(run, tmp_path):

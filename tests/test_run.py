@@ -206,14 +206,6 @@ def test_a_file_of_others_that_a_run_would_replace_is_refused(short, run_dir, na
     assert (run_dir / name).read_text() == "mine"
 
 
-def test_a_checkpoint_under_the_name_of_another_step_is_refused(short, run_dir):
-    short()
-    (run_dir / "step_000006").rename(run_dir / "step_000007")
-    before = files_of(run_dir)
-    short.error("step_000007", "step 6", resume=True)
-    assert files_of(run_dir) == before
-
-
 @pytest.mark.parametrize("typo", ["out/tiyn", "./gpt2", "/nowhere", "out/tiyn/step_000600", ""])
 def test_a_path_that_does_not_exist_is_not_asked_of_the_hub(typo):
     assert_refused("is not a directory", find_model, typo)
@@ -272,9 +264,9 @@ def test_a_damaged_config_is_no_obstacle(short, tmp_path, run_dir):
 
 def test_max_steps_that_are_taken_already_are_an_error_and_a_finished_run_says_so(short, run_dir):
     short()
-    short.error("--max_steps 5 is not beyond step 6", resume=True, max_steps=5)
+    short.error("step 5 is not beyond step 6", resume=True, max_steps=5)
     short(max_steps=8, resume=True)
-    short.error("--max_steps 6 is not beyond step 8", resume=True)
+    short.error("step 6 is not beyond step 8", resume=True)
     assert "has taken all of its 8 steps" in short(max_steps=8, resume=True).stdout
 
 

@@ -44,7 +44,7 @@ def test_the_name_that_torchrun_gives_every_job_is_no_name_of_one(short, run_dir
 @pytest.mark.parametrize("stop_at", [3, 4])
 def test_a_stop_at_that_is_behind_the_run_is_an_error_that_names_both(short, run_dir, stop_at):
     short(stop_at=4)
-    short.error(f"--stop_at {stop_at} is not beyond step 4", resume=True, stop_at=stop_at)
+    short.error(f"step {stop_at} is not beyond step 4", resume=True, stop_at=stop_at)
     short(resume=True, stop_at=5)
     assert steps_of(run_dir) == [2, 4, 5]
     short(resume=True)
