@@ -87,6 +87,9 @@ def explain(e: BaseException) -> str | None:
         return f"{e.filename or 'the output'}: {e.strerror or e}; fix that, or give another path"
     if isinstance(e, MemoryError) or type(e).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(e):
         return f"out of memory ({str(e).splitlines()[0] if str(e) else 'in Python'}); use a smaller model or batch"
+    if "no kernel image is available" in str(e):
+        remedy = "for an older card install its build for CUDA 12.6 (the index cu126), for a newer one a newer PyTorch"
+        return f"this PyTorch has no code for this GPU; {remedy}"
     if type(e).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError") or "gloo" in str(e).lower():
         return f"another rank has ended or cannot be reached ({str(e).splitlines()[0]}); then --resume continues"
     return None

@@ -35,7 +35,7 @@ from parts.loss import chunk_size
 from parts.optim import make_optimizer
 from parts.runtime import Runtime, checkpoint_activations
 from parts.shards import open_shards
-from parts.trials import find_micro_batch_size
+from parts.trials import find_micro_batch_size, timed_step
 
 DEVICES = (16, 24, 40, 80)  # GB that GPUs come with
 USABLE = 0.95  # of them; the rest is for the context and for fragmentation
@@ -236,17 +236,10 @@ def rate_here(config, shape: GPTConfig, rt: Runtime, needs: Needs) -> float:
         idx = torch.randint(config.vocab_size, (size, config.sequence_length), device=rt.device)
         steps = []
         for _ in range(4):
-            begun = rt.mark_time()
-            with rt.autocast():
-                loss = loss_fn(idx, idx)
-            optimizer.scale(loss).backward()
-            ended = rt.mark_time()
-            optimizer.step(finite=optimizer.clip_grad_norm(1.0).isfinite())
+            passes, update = timed_step(loss_fn, idx, optimizer, rt)
             optimizer.zero_grad()
-            updated = rt.mark_time()
-            seconds = rt.seconds_between(begun, ended)
-            steps.append(n_sequences // size * seconds + rt.seconds_between(ended, updated))
-            if rt.device.type == "cpu" and seconds > 10:
+            steps.append(n_sequences // size * passes + update)
+            if rt.device.type == "cpu" and passes > 10:
                 break
         # the first one makes buffers and compiles: it counts alone where nobody wants to wait for the others
         return config.total_batch_size / min(steps[1:] or steps)

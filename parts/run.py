@@ -64,14 +64,13 @@ def continue_constants(config, flags: set[str], directory: "RunDirectory", fixed
     """
     silent = []  # (name, in the run, now)
     notes = ""
-    unknown = []
     for name, before in directory.state["config"].items():
         before = tuple(before) if isinstance(before, list) else before
         now = getattr(config, name, None)
         if name in NOT_RESUMED or now == before:
             continue
         if not hasattr(config, name):
-            unknown.append(f"{name} {before}")
+            notes += f"; {name} {before} is no constant of this version"
         elif name in automatic and now == automatic[name]:
             config = replace(config, **{name: before})
         elif name not in flags:
@@ -90,8 +89,6 @@ def continue_constants(config, flags: set[str], directory: "RunDirectory", fixed
         remedy = f"add {kept} to continue with the run's" + (f", {new} to change it" if new else "")
         raise UserError(f"the run in {directory.path} had {what}; {remedy}")
     directory.rt.print(f"resuming from {directory.checkpoint}{notes}")
-    if unknown:
-        directory.rt.print(f"note: this version has no constant for what the run had as {', '.join(sorted(unknown))}")
     return config
 
 
@@ -131,11 +128,12 @@ class RunDirectory:
         """Lock OUT_DIR; if the run is to continue, return its newest intact checkpoint. The first rank only."""
         if config.resume and config.overwrite:
             raise UserError("--resume continues a run and --overwrite starts a new one; give one of them")
-        theirs = [name for name in (*FILES, MODEL_FILES[0], ADAPTER_FILES[0]) if (self.path / name).exists()]
-        # what a run would replace, unless one was killed before its first line
+        theirs = {path.name for path in self.path.glob("[!.]*") if path.is_dir()} - {"lost+found"}
+        theirs |= {name for name in (*FILES, MODEL_FILES[0], ADAPTER_FILES[0]) if (self.path / name).exists()}
+        # what a run would replace, or a directory, as in / or a project, unless a run was killed before its first line
         began = "config.json" in theirs and '"out_dir"' in (self.path / "config.json").read_text(errors="replace")
         if theirs and not began and not self.holds_run():
-            raise UserError(f"{self.path} contains {theirs[0]} but no run; choose another --out_dir to keep it safe")
+            raise UserError(f"{self.path} contains {min(theirs)} but no run; choose another --out_dir to keep it safe")
         self._lock()  # what is found from here on must not change under us
         log = self.path / "log.jsonl"
         restarted = any(os.environ.get(f"{name}_RESTART_COUNT", "0") != "0" for name in ("TORCHELASTIC", "SLURM"))

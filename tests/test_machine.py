@@ -10,7 +10,7 @@ import torch
 import train_gpt2
 from parts import runtime
 from parts.cards import peak_of
-from parts.cli import UserError
+from parts.cli import UserError, explain
 from parts.runtime import Runtime
 from tests.helpers import assert_refused
 
@@ -40,6 +40,11 @@ def test_memory_without_a_gpu_is_the_peak_of_the_process(rt, monkeypatch):
     for system, unit in (("linux", 1024), ("darwin", 1)):
         monkeypatch.setattr(sys, "platform", system)
         assert rt.peak_memory() == 3000 * unit
+
+
+def test_a_gpu_without_code_in_this_pytorch_gives_one_line():
+    e = RuntimeError("CUDA error: no kernel image is available for execution on the device\nMore lines follow")
+    assert "for an older card install its build for CUDA 12.6" in explain(e)
 
 
 def test_the_fastest_number_of_threads_is_taken_unless_somebody_has_chosen(monkeypatch):

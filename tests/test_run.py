@@ -301,7 +301,7 @@ def test_a_run_of_an_earlier_version_is_resumed_and_its_constants_that_are_gone_
     remove_after(run_dir, 6)
     as_of_ab4781e(run_dir)
     result = short(resume=True, max_steps=8)
-    assert "shard none, spike_threshold 1.0" in result.stdout
+    assert "; shard none is no constant of this version; spike_threshold 1.0 is no" in result.stdout
     assert weights(run_dir, 8) == weights(tmp_path / "whole", 8)
 
 
