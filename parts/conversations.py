@@ -31,7 +31,7 @@ INSTRUCTION = ("instruction", "input", "output")
 
 def load_rows(data: str, ignore_keys: Collection[str] = ()) -> tuple[list[list[dict]], str]:
     """The conversations of --data, a file, a folder or the split `train` of a dataset of the hub; and which keys are
-    not read, "" if all are. Raises UserError, also for a key that `refuse_marks` finds."""
+    not read, "" if all are. Raises UserError, also for a key that `count_keys` refuses."""
     rows = rows_of(data)
     conversations = [messages_of(row, f"row {number} of {data}") for number, row in enumerate(rows, start=1)]
     unread = {"rows": []} | {f"messages of the {role}": [] for role in ROLES}
@@ -42,12 +42,7 @@ def load_rows(data: str, ignore_keys: Collection[str] = ()) -> tuple[list[list[d
             unread[f"messages of the {message['role']}"].append(without(message, ("role", "content")))
     counts = []
     for places, found in unread.items():
-        refuse_marks(found, places, data, ignore_keys)
-        of_keys = Counter(key for said in found for key in said)
-        for key, n in of_keys.most_common():
-            always_off = all(truth(said.get(key, 0)) is False for said in found)
-            note = " (false or 0 in all of them)" if always_off else ""
-            counts.append(f"{key} in {n:,} of {len(found):,} {places}{note}")
+        counts += count_keys(found, places, data, ignore_keys)
     return conversations, ", ".join(counts)
 
 
@@ -83,28 +78,31 @@ def check_messages(messages: list, where: str) -> None:
 
 
 def without(found: dict, read: tuple[str, ...]) -> dict:
-    """What a row or a message says besides the keys in `read`; an empty value says nothing."""
-    return {key: value for key, value in found.items() if key not in read and value not in (None, "", [], {})}
+    """What a row or a message says besides the keys in `read`."""
+    return {key: value for key, value in found.items() if key not in read}
 
 
-def refuse_marks(unread: list[dict], places: str, data: str, ignore_keys: Collection[str]) -> None:
-    """Raises UserError for a key in which some rows, or messages, differ from the others by true or false alone.
+def count_keys(unread: list[dict], places: str, data: str, ignore_keys: Collection[str]) -> list[str]:
+    """In how many rows, or messages, each key is that training does not read.
 
-    It may say which answers are bad, or not to be learned: `label`, `train`, `loss_weight` and many more. No list of
-    names would be complete, so the values tell: false or 0 in one place and true or 1 in another, or only one of them,
-    and nothing in other places. Three values or more that all differ number the rows.
+    Raises UserError for one in which some differ from the others by true or false alone. It may say which answers are
+    bad, or not to be learned: `label`, `train`, `loss_weight` and many more. No list of names would be complete, so the
+    values tell: false or 0 in one place and true or 1 in another, or only one of them, and nothing in other places.
+    Three values or more that all differ number the rows.
     """
     values = defaultdict(Counter)
     present = Counter()
     for found in unread:
         pairs = [(path, truth(value)) for path, value in leaves("", found)]
-        present.update({path for path, _ in pairs})
+        present.update(dict(pairs).keys())
         for path, value in pairs:
             values[path][value] += 1
-    for path, seen in values.items():
+    counts = []
+    for path, n in present.most_common():
+        seen = values[path]
         off = seen[False]
         on = seen[True]
-        absent = len(unread) - present[path]
+        absent = len(unread) - n
         numbers = len(seen) == seen.total() > 2
         marks = (off and on and not numbers) or (absent and off + on == seen.total())
         if marks and {path, path.partition(".")[0]}.isdisjoint(ignore_keys):
@@ -113,6 +111,9 @@ def refuse_marks(unread: list[dict], places: str, data: str, ignore_keys: Collec
                 f"absent in {absent:,}; training does not read it: remove what should not be learned, or pass "
                 f"--ignore_keys {path} to learn all of it"
             )
+        note = " (false or 0 in all of them)" if off == seen.total() else ""
+        counts.append(f"{path} in {n:,} of {len(unread):,} {places}{note}")
+    return counts
 
 
 def leaves(path: str, value) -> Iterator[tuple[str, object]]:
@@ -123,7 +124,7 @@ def leaves(path: str, value) -> Iterator[tuple[str, object]]:
     elif isinstance(value, list):
         for inner in value:
             yield from leaves(path, inner)
-    elif value is not None:
+    elif value not in (None, ""):  # an empty value says nothing
         yield path, value
 
 
