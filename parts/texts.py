@@ -26,8 +26,8 @@ from parts.files import identity
 
 KINDS = {
     ".parquet": "parquet", ".jsonl": "json", ".ndjson": "json", ".jsonlines": "json", ".json": "json", ".txt": "text",
-    ".csv": "csv", ".tsv": "tsv", ".arrow": "arrow",
-}  # fmt: skip  # and what `datasets` calls them, but for tsv
+    ".csv": "csv", ".arrow": "arrow",
+}  # fmt: skip  # and what `datasets` calls them
 COMPRESSED = re.compile(r"\.(gz|zst|zstd|bz2|xz)$")
 BATCH = 64  # documents that are read, encoded and written together: enough to keep the main thread idle
 LONG = 100_000  # characters: a longer .txt most likely holds several documents
@@ -76,8 +76,7 @@ def find_files(source: tuple[str, ...], subset: str, split: str, revision: str) 
             examples = ", ".join(by_kind.values())
             raise UserError(f"{name} has files of several kinds, such as {examples}; give a name or glob of one kind")
         for kind in by_kind:
-            options = dict(path="csv", sep="\t") if kind == "tsv" else dict(path=kind)
-            builder = load_builder(**options, data_files={split: named})
+            builder = load_builder(kind, data_files={split: named})
             files += [TextFile(builder, path) for path in named]
         for folder in folders:
             of_folder = files_of(load_builder(folder, subset), folder, split)

@@ -205,9 +205,9 @@ def test_documents_come_out_or_the_error_names_the_file(tmp_path, what):
         assert len(read(folder)) == expected
 
 
-@pytest.mark.parametrize("kind", ["ndjson", "jsonlines", "jsonl.zstd", "tsv", "csv", "arrow"])
+@pytest.mark.parametrize("kind", ["ndjson", "jsonlines", "jsonl.zstd", "csv", "arrow"])
 def test_other_endings_are_read_where_a_file_is_named(tmp_path, kind):
-    content = dict(tsv=b"n\ttext\n1\tone\n2\ttwo\n", csv=b"n,text\n1,one\n2,two\n", arrow=arrow(["one", "two"]))
+    content = dict(csv=b"n,text\n1,one\n2,two\n", arrow=arrow(["one", "two"]))
     content["jsonl.zstd"] = zst(lines("one", "two"))
     path = tmp_path / f"a.{kind}"
     path.write_bytes(content.get(kind, lines("one", "two")))
