@@ -336,23 +336,16 @@ def load_adapter(model: GPT, adapter: str | Path, dropout: float = 0.0) -> GPT:
             f"and this one has {ours[:12]}; give that one"
         )
     add_lora(model, replace(found.config, dropout=dropout))
-    fill_factors(model, found)
-    return model
-
-
-@torch.no_grad()
-def fill_factors(model: GPT, adapter: Adapter) -> None:
-    """Put the A and B of an adapter into an adapted model. Raises UserError unless they are exactly those that it has:
-    a block without its own would silently stay the base's."""
     wanted = factors(model)
     needed = {name: tuple(factor.shape) for name, factor in wanted.items()}
-    found = {name: tuple(tensor.shape) for name, tensor in adapter.tensors.items()}
-    if wrong := [name for name in sorted(found | needed) if found.get(name) != needed.get(name)]:
-        name = wrong[0]
-        raise UserError(
-            f"the adapter {adapter.path} does not fit: "
-            f"{name} is {found.get(name, 'missing')}, and the base needs {needed.get(name, 'nothing')}; "
-            "give the base that it was trained on, or merge it with peft if it adapts some layers only"
-        )
+    shapes = {name: tuple(tensor.shape) for name, tensor in found.tensors.items()}
+    for name in sorted(shapes | needed):
+        if shapes.get(name) != needed.get(name):  # a block without its own would silently stay the base's
+            raise UserError(
+                f"the adapter {found.path} does not fit: "
+                f"{name} is {shapes.get(name, 'missing')}, and the base needs {needed.get(name, 'nothing')}; "
+                "give the base that it was trained on, or merge it with peft if it adapts some layers only"
+            )
     for name, factor in wanted.items():
-        factor.copy_(adapter.tensors[name])
+        factor.data.copy_(found.tensors[name])
+    return model
