@@ -40,7 +40,7 @@ from parts.cli import Count, Stopped, Tokens, UserError, counted, parse_args, sc
 from parts.data import new_manifest, read_manifest, summary
 from parts.files import errors_name, exclusive_lock, free_bytes, remove_leftovers
 from parts.shards import Writer, load_tokenizer, shard_dtype, shard_name, tokens_of, verify
-from parts.texts import AHEAD, START, Texts, discard, open_texts
+from parts.texts import START, Texts, discard, open_texts
 
 BATCHES_AHEAD = 4  # per thread: memory must not grow when writing is slower than encoding
 SAMPLED = 10**6  # characters of the first documents, to see how many tokens a byte makes
@@ -252,15 +252,13 @@ def print_plan(config: Config, texts: Texts, sizes: list[int], manifest: dict, t
         f"in shards of {config.shard_size:,} {manifest['dtype']}"
     )
     for_shards = max(tokens - manifest["tokens"], 0) * np.dtype(manifest["dtype"]).itemsize
-    of_hub = [n for n, file in zip(sizes, texts.files, strict=True) if file.on_hub]
-    for_files = sum(sorted(of_hub)[-AHEAD - 2 :])  # one is being read, one waits for its shard, others are ahead
     free = free_bytes(out_dir)
-    print(f"disk    {size(for_shards)} for shards, {size(for_files)} for files under way; {size(free)} are free")
+    print(f"disk    {size(for_shards)} for shards; {size(free)} are free")
     if manifest["shards"]:
         print(f"resume  after {len(manifest['shards'])} complete shards, {manifest['tokens']:,} tokens")
-    if for_shards + for_files > free:
+    if for_shards > free:
         raise UserError(
-            f"{out_dir} needs about {size(for_shards + for_files)}, and its disk has {size(free)} free; "
+            f"{out_dir} needs about {size(for_shards)}, and its disk has {size(free)} free; "
             "free some, give a smaller --limit_tokens, or an --out_dir on another disk"
         )
 

@@ -52,17 +52,13 @@ class Config:
 
 def main() -> None:
     config = parse_args(Config, description=__doc__)
-    try:
-        write_texts(config)
-    except UnicodeDecodeError as e:
-        raise UserError(f"standard input is not UTF-8 ({e.reason} at byte {e.start}); save it as UTF-8") from None
-
-
-def write_texts(config: Config) -> None:
     prompt = config.prompt
     if prompt == "-":  # without the line end that `echo` and editors put after the last line
-        with errors_name(Path("standard input")):
-            prompt = sys.stdin.buffer.read().decode().removesuffix("\n").removesuffix("\r")
+        try:
+            with errors_name(Path("standard input")):
+                prompt = sys.stdin.buffer.read().decode().removesuffix("\n").removesuffix("\r")
+        except UnicodeDecodeError as e:
+            raise UserError(f"standard input is not UTF-8 ({e.reason} at byte {e.start}); save it as UTF-8") from None
     rt = Runtime.setup(config.device, config.dtype, threads=config.threads)
     if config.dtype == "auto" and rt.device.type == "cpu":
         rt = Runtime.setup("cpu", "float32")  # one row is bound by memory, and 16 bits are partly emulated

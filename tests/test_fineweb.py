@@ -179,7 +179,7 @@ def test_dry_run_says_what_it_needs_and_writes_nothing(corpus, tokenizer, tmp_pa
     for said in (
         f"{corpus[0]}, train: 12 files, {size}\n",
         "about 12.3k tokens, in shards of 10,000,000 uint16\n",
-        "24.7kB for shards, 0.00B for files under way",
+        "24.7kB for shards; ",
         "are free",
     ):
         assert said in printed
