@@ -1,5 +1,6 @@
 """Fixtures that several test files share."""
 
+import gc
 import os
 import sys
 import traceback
@@ -25,6 +26,10 @@ def pytest_xdist_make_scheduler(config, log):
     from xdist.scheduler import LoadFileScheduling
 
     return LoadFileScheduling(config, log)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # a million objects of libraries, which no later search for garbage has to visit
 
 
 @pytest.fixture(scope="session", autouse=True)

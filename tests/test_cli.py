@@ -6,7 +6,6 @@ import re
 import resource
 import signal
 import stat
-import subprocess
 import sys
 from dataclasses import dataclass, fields
 from importlib import import_module
@@ -21,6 +20,7 @@ from parts import cli
 from parts.cli import NonNegative, Positional, Positive, TemporaryError, UserError, parse_args
 from parts.files import exclusive_lock, read_json, replace_file, set_aside, write_atomically
 from tests.finetuning import distance, small_gpt
+from tests.forks import start_fork
 from tests.helpers import ROOT, assert_refused, environment, resume_table, run_script
 
 DOORS = {
@@ -371,10 +371,11 @@ LAST_WORDS = """
 import atexit, sys, time
 from pathlib import Path
 import torch.distributed as dist
+sys.path.append({root!r})
 from parts.cli import script
 
 rank = int(sys.argv[1])
-folder = Path(sys.argv[2])
+folder = Path(__file__).parent
 dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
 
 def main():
@@ -388,9 +389,11 @@ script(main)
 
 def test_no_rank_leaves_before_the_last_one_has_ended(tmp_path):
     """Gloo may still be sending what the others wait for."""
-    words = [[sys.executable, "-c", LAST_WORDS, str(rank), str(tmp_path)] for rank in range(2)]
-    ranks = [subprocess.Popen(word, cwd=ROOT, stdout=subprocess.PIPE, text=True) for word in words]
-    assert [rank.communicate()[0] for rank in ranks] == ["True\n", "True\n"]
+    file = tmp_path / "ranks.py"
+    file.write_text(LAST_WORDS.replace("{root!r}", repr(str(ROOT))))
+    for rank in [start_fork(file, rank, out=f"{tmp_path}/{rank}") for rank in range(2)]:
+        rank.join()
+    assert [(tmp_path / f"{rank}.out").read_text() for rank in range(2)] == ["True\n", "True\n"]
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError, KeyError])

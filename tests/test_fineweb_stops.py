@@ -37,7 +37,6 @@ from tests.helpers import (
     slow,
     stamps,
     start_script,
-    succeed,
 )
 
 # -------------------------------------------------------------------------------------------------------- interruptions
@@ -82,11 +81,14 @@ def test_a_shard_and_its_name_are_on_the_disk_before_the_manifest_lists_it(corpu
         assert content < name < listed
 
 
+LONG_SHARD = 20_000  # tokens
+
+
 @pytest.fixture(scope="session")
 def long_corpus(tmp_path_factory) -> Path:
-    """Enough to be at work for some seconds: 20 files of half a million characters."""
+    """Enough to be at work for a second or two: 8 files of half a million characters."""
     folder = tmp_path_factory.mktemp("long")
-    for i in range(20):
+    for i in range(8):
         write_parquet(folder / f"part_{i:02d}.parquet", make_documents(250, seed=i))
     return folder
 
@@ -94,7 +96,7 @@ def long_corpus(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def long_shards(long_corpus, tokenizer, tmp_path_factory) -> Path:
     out_dir = tmp_path_factory.mktemp("long_shards") / "shards"
-    succeed("fineweb.py", **options(long_corpus, out_dir, tokenizer, shard_size=50_000))
+    run_here(long_corpus, out_dir, tokenizer, shard_size=LONG_SHARD)
     return out_dir
 
 
@@ -106,16 +108,22 @@ def assert_same_files(out_dir: Path, expected: Path) -> None:
 
 
 @pytest.fixture
-def start(long_corpus, tokenizer, tmp_path):
-    """A function that starts the sharding of the long corpus, and the words of its command line."""
-    words = options(long_corpus, tmp_path / "shards", tokenizer, shard_size=50_000)
-    return lambda: start_script("fineweb.py", **words), words
+def start(long_corpus, tokenizer, tmp_path, inline):
+    """A function that starts the sharding of the long corpus with two workers, and one that does the rest here."""
+    words = options(long_corpus, tmp_path / "shards", tokenizer, shard_size=LONG_SHARD)
+
+    def finish() -> str:
+        result = inline(fineweb.main, **words | dict(workers=1))
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    return lambda: start_script("fineweb.py", **words), finish
 
 
 def test_three_kills_at_random_moments_change_nothing(start, long_shards, tmp_path):
     out_dir = tmp_path / "shards"
     rng = random.Random(0)
-    begin, words = start
+    begin, finish = start
     for attempt in range(3):
         process = begin()
         if attempt != 1:  # somewhere in the middle of the work, however fast the machine is; else while it starts
@@ -124,7 +132,7 @@ def test_three_kills_at_random_moments_change_nothing(start, long_shards, tmp_pa
         process.kill()
         process.communicate()
     killed = count_shards(out_dir)
-    succeed("fineweb.py", **words)
+    finish()
     assert 8 <= killed < count_shards(out_dir), "the kills came before or after the work"
     assert_same_files(out_dir, long_shards)
 
@@ -132,7 +140,7 @@ def test_three_kills_at_random_moments_change_nothing(start, long_shards, tmp_pa
 @pytest.mark.parametrize("signum, code", [slow(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_it_in_good_order(start, long_shards, tmp_path, signum, code):
     out_dir = tmp_path / "shards"
-    begin, words = start
+    begin, finish = start
     process = begin()
     assert wait_until(partial(has_more_shards, out_dir, 1, process))
     process.send_signal(signum)
@@ -140,10 +148,10 @@ def test_a_signal_ends_it_in_good_order(start, long_shards, tmp_path, signum, co
     message = process.stderr.read()
     assert "the same command again to resume" in message
     assert "Traceback" not in message
-    assert "complete shards" in succeed("fineweb.py", **words).stdout
+    assert "complete shards" in finish()
     assert_same_files(out_dir, long_shards)
     before = stamps(out_dir)
-    assert "is complete" in succeed("fineweb.py", **words).stdout  # and is left alone
+    assert "is complete" in finish()  # and is left alone
     assert stamps(out_dir) == before
 
 

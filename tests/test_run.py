@@ -87,7 +87,7 @@ def test_a_list_of_checksums_that_was_cut_between_two_lines_is_damaged(short, ru
         assert (find_damage(path) is None) == ({"train_state.pt", "model.safetensors", "config.json"} <= listed), n
 
 
-@pytest.mark.parametrize("name", ["ESTALE", "EIO", "ENOMEM", "ENFILE", "EBUSY", "EAGAIN", "ENOTCONN", "ENODEV"])
+@pytest.mark.parametrize("name", ["ESTALE", "EIO", "ENOMEM"])
 def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_not_called_damaged(short, run_dir, monkeypatch, name):
     short()
     number = getattr(errno, name)
