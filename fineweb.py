@@ -40,7 +40,8 @@ from parts.cli import Count, Stopped, Tokens, UserError, counted, parse_args, sc
 from parts.data import new_manifest, read_manifest, summary
 from parts.files import errors_name, exclusive_lock, free_bytes, remove_leftovers
 from parts.shards import Writer, load_tokenizer, shard_dtype, shard_name, tokens_of, verify
-from parts.texts import START, Texts, discard, open_texts
+from parts.sources import discard
+from parts.texts import START, Texts, open_texts
 
 BATCHES_AHEAD = 4  # per thread: memory must not grow when writing is slower than encoding
 SAMPLED = 10**6  # characters of the first documents, to see how many tokens a byte makes

@@ -33,7 +33,8 @@ from parts.data import (
     summary,
 )
 from parts.files import errors_name, exclusive_lock, flush, sha256, write_atomically
-from parts.texts import notes_on, plain_texts, readable, refuse_no_text, texts_of
+from parts.sources import readable
+from parts.texts import notes_on, plain_texts, refuse_no_text, texts_of
 
 TRAIN_FRACTION = 0.9  # of a text's characters; the rest is the validation split
 LARGEST_TEXT = 10**9  # bytes of a .txt, which is in memory as a whole

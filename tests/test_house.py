@@ -143,7 +143,7 @@ def test_a_function_fits_on_one_screen_with_at_most_six_parameters():
             assert function.end_lineno - function.lineno < LINES_OF_A_SCREEN, (path, name)
 
 
-WORKERS = {"parts.cli", "parts.files", "parts.data", "parts.shards", "parts.texts", "fineweb"}
+WORKERS = {"parts.cli", "parts.files", "parts.data", "parts.shards", "parts.sources", "parts.texts", "fineweb"}
 
 
 def says_it_knows_no_torch(path: Path) -> bool:
