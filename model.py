@@ -52,10 +52,8 @@ class GPTConfig:
             if type(size) is not int or not 1 <= size <= LARGEST:
                 raise ValueError(f"{name} is {size!r}, not a number from 1 to {LARGEST:,}")
         if self.n_embd % self.n_head:
-            nearest = max(self.n_embd // self.n_head, 1) * self.n_head
             raise ValueError(
-                f"n_embd {self.n_embd} is not divisible by n_head {self.n_head}: "
-                f"every head gets n_embd / n_head channels; {nearest} is"
+                f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}: all heads are equally wide"
             )
 
 
@@ -505,13 +503,11 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     for file in files:
         try:
             state |= load_file(file)
-        except FileNotFoundError as e:
-            raise ValueError(
-                f"{file} is missing, and pickled weights (pytorch_model.bin) are not read: "
-                "save the model again with safe_serialization=True"
-            ) from e
         except Exception as e:  # safetensors and the system each raise their own
-            raise ValueError(f"{file} cannot be read ({e}); it is damaged, or not a safetensors file") from e
+            raise ValueError(
+                f"{file} cannot be read ({e}): missing or damaged; if the weights are in pytorch_model.bin, save the "
+                "model again with safe_serialization=True"
+            ) from e
     return state
 
 

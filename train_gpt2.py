@@ -356,16 +356,11 @@ def validate_config(config: Config, rt: Runtime) -> None:
         raise UserError(f"--min_lr {config.min_lr} is above --max_lr {config.max_lr}; the schedule ends at min_lr")
     if config.target_loss and not config.eval_interval:
         raise UserError(f"--target_loss {config.target_loss} needs evaluations; give an --eval_interval above 0")
-    n_sequences = config.total_batch_size // T
-    if config.total_batch_size % T == 0 and n_sequences % rt.world_size:
-        possible = [str(n) for n in range(1, n_sequences + 1) if n_sequences % n == 0]
-        raise UserError(f"{n_sequences} sequences a step need {', '.join(possible[:9])} ranks, not {rt.world_size}")
-    unit = T * max(config.micro_batch_size, 1) * rt.world_size
-    if config.total_batch_size % unit:
-        nearest = max(config.total_batch_size // unit, 1) * unit
+    B = max(config.micro_batch_size, 1)
+    if config.total_batch_size % (B * T * rt.world_size):
         raise UserError(
-            f"--total_batch_size {config.total_batch_size} is not divisible by {unit}, the tokens of a micro-batch on "
-            f"each of {counted(rt.world_size, 'rank')}; give {nearest}, or another --micro_batch_size"
+            f"--total_batch_size {config.total_batch_size} is not a multiple of micro_batch_size {B} x sequence_length "
+            f"{T} x {counted(rt.world_size, 'rank')}; change one of them"
         )
 
 

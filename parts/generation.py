@@ -17,7 +17,6 @@ Shapes in comments: B sequences, T tokens, H heads, D channels of a head, V voca
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -54,8 +53,12 @@ def generate(
     cache = KVCache(model, len(sequences), capacity)
     suppressed = torch.tensor(suppress_tokens, dtype=torch.long, device=model.lm_head.weight.device)
     for _ in range(max_new_tokens):
-        with evaluating(model):  # in each step: between two of them the caller may train, or begin another text
-            logits = next_logits(model, sequences, cache)  # (B, V)
+        training = model.training
+        if training:  # between two tokens the caller may train, or begin another text
+            model.eval()
+        logits = next_logits(model, sequences, cache)  # (B, V)
+        if training:
+            model.train()
         if not logits.isfinite().all():  # a GPU would abort the process when it samples from them
             raise UserError("the model's logits are not finite; use --dtype float32, or an earlier checkpoint")
         logits.index_fill_(1, suppressed, float("-inf"))
@@ -66,19 +69,6 @@ def generate(
         yield [sequence[-1] for sequence in sequences]
         if all(ended):
             break
-
-
-@contextmanager
-def evaluating(model) -> Iterator[None]:
-    """Without dropout while the block runs."""
-    training = model.training
-    if training:
-        model.eval()
-    try:
-        yield
-    finally:
-        if training:
-            model.train()
 
 
 def next_logits(model, sequences: list[list[int]], cache: "KVCache") -> Tensor:

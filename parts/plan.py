@@ -60,7 +60,12 @@ def print_plan(config, shape: GPTConfig, rt: Runtime) -> None:
     `config` is the settled Config of train_gpt2.py. Nothing is written.
     """
     n_tokens = config.max_steps * config.total_batch_size
-    data, no_data = about_data(config)
+    problem = ""
+    try:
+        data = about_data(config)
+    except (UserError, OSError) as e:
+        problem = explain(e)
+        data = f"unusable: {problem}"
     try:
         needs = measure_needs(config, shape)
     except (DataDependentOutputException, DynamicOutputShapeException) as e:  # as of experts, or Adafactor
@@ -68,12 +73,11 @@ def print_plan(config, shape: GPTConfig, rt: Runtime) -> None:
             "there is no plan for a model or an optimizer that looks at numbers to decide what to compute; "
             "train for --max_steps 3"
         ) from e
-    disk, no_room = about_disk(config, 4 * needs.parameters + needs.moments)
     rt.print(
         f"model   {needs.parameters:,} parameters\n"
         f"steps   {config.max_steps:,} of {config.total_batch_size:,} tokens, {n_tokens:,} in all\n"
         f"data    {data}\n"
-        f"disk    {disk}\n"
+        f"disk    {about_disk(config, 4 * needs.parameters + needs.moments)}\n"
         f"memory  {about_memory(config, needs)}\n"
         "\ntime    of one card, without evaluations and checkpoints; eight take about an eighth, and cost the same\n"
     )
@@ -88,38 +92,31 @@ def print_plan(config, shape: GPTConfig, rt: Runtime) -> None:
         hours = n_tokens / (rate or math.nan) / 3600
         dollars = f"{hours * config.price:>11,.0f}" if config.price else ""
         rt.print(f"{name:<15}{rate:>13,.0f}{hours:>10,.2f}{dollars}   {source}")
-    if problem := no_data or no_room:
+    if problem:
         raise UserError(f"this run would fail: {problem}")
 
 
-def about_data(config) -> tuple[str, str]:
-    """The training data and its tokenizer, and why they are unusable or ""; of a .txt only its size is read."""
-    try:
-        if config.data.endswith(".txt"):
-            return f"{config.data}, {os.path.getsize(config.data) / 1e6:,.1f} MB of text", ""
-        shards = open_shards(config.data, config.tokenizer, config.vocab_size, Path())
-    except (UserError, OSError) as e:
-        return f"unusable: {explain(e)}", explain(e)
+def about_data(config) -> str:
+    """The training data and its tokenizer; of a .txt only its size is read."""
+    if config.data.endswith(".txt"):
+        return f"{config.data}, {os.path.getsize(config.data) / 1e6:,.1f} MB of text"
+    shards = open_shards(config.data, config.tokenizer, config.vocab_size, Path())
     n_tokens = len(shards.train)
     passes = config.max_steps * config.total_batch_size / n_tokens
     about = f"{config.data}, {n_tokens:,} training tokens, read {passes:.2g} times"
-    return f"{about}; a tokenizer of {len(shards.tokenizer):,}", ""
+    return f"{about}; a tokenizer of {len(shards.tokenizer):,}"
 
 
-def about_disk(config, n_bytes: int) -> tuple[str, str]:
-    """The checkpoints of a run, each of `n_bytes`, with the room where OUT_DIR will be; and what is lacking, or ""."""
-    n_saved = 0
-    if config.checkpoint_interval:
-        n_saved = -(-config.max_steps // config.checkpoint_interval)
+def about_disk(config, n_bytes: int) -> str:
+    """The checkpoints of a run, each of `n_bytes`, with the room where OUT_DIR will be."""
+    n_saved = -(-config.max_steps // config.checkpoint_interval) if config.checkpoint_interval else 0
     n_kept = n_saved
     if config.keep_checkpoints:
         n_kept = min(n_saved, config.keep_checkpoints + 2)  # and the best one, and the one being written
     free = free_bytes(Path(config.out_dir))
-    needed = f"{n_kept * n_bytes / 1e9:.1f} of {free / 1e9:.1f} GB free"
-    about = f"{counted(n_saved, 'checkpoint')} of {n_bytes / 1e9:.3g} GB, {n_kept} at once: {needed}"
-    if n_kept * n_bytes <= free:
-        return about, ""
-    return f"{about}; NOT ENOUGH", f"the checkpoints take {needed}; keep fewer, or choose another --out_dir"
+    enough = "" if n_kept * n_bytes <= free else "; NOT ENOUGH"
+    needed = f"{n_kept * n_bytes / 1e9:.1f} of {free / 1e9:.1f} GB free{enough}"
+    return f"{counted(n_saved, 'checkpoint')} of {n_bytes / 1e9:.3g} GB, {n_kept} at once: {needed}"
 
 
 # ------------------------------------------------------------------------------------------------------------ memory
