@@ -13,7 +13,6 @@ import shutil
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from parts.cli import TemporaryError, UserError
 
@@ -147,10 +146,13 @@ def remove_leftovers(directory: Path, *names: str) -> None:
                 leftover.unlink()
 
 
-def read_json(path: Path) -> Any:
-    """The content of a JSON file. Raises OSError if it cannot be read, UserError if it is not JSON."""
+def read_json(path: Path) -> dict:
+    """The object in a JSON file. Raises OSError if it cannot be read, UserError if it is not one."""
     try:
-        return json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds a {type(content).__name__}, and no object")
+        return content
     except (ValueError, RecursionError) as e:  # ValueError: not Unicode, not JSON, or a number of 5,000 digits
         raise UserError(f"{path} cannot be read as JSON: {e}; it is damaged, or another kind of file") from None
 

@@ -265,8 +265,8 @@ def test_what_holds_the_current_directory_is_not_renamed(tmp_path, monkeypatch, 
 
 
 def test_json_may_begin_with_a_byte_order_mark(tmp_path):
-    (tmp_path / "a.json").write_text("[1]", encoding="utf-8-sig")
-    assert read_json(tmp_path / "a.json") == [1]
+    (tmp_path / "a.json").write_text('{"a": 1}', encoding="utf-8-sig")
+    assert read_json(tmp_path / "a.json") == {"a": 1}
 
 
 def test_what_cannot_be_written_is_named_by_its_path(tmp_path, monkeypatch):

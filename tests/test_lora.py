@@ -289,6 +289,7 @@ def tensors_with(change):
         ),
         (TENSORS, tensors_with(lambda found: {}), "has no tensors for c_attn"),
         (CONFIG, lambda file: file.write_text("{"), CONFIG),
+        (CONFIG, lambda file: file.write_text("[]"), CONFIG),
         (CONFIG, lambda file: file.unlink(), "holds no adapter"),
         (CONFIG, lambda file: settings_with(file.parent, r=2), "whose r is 2"),
     ],

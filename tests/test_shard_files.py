@@ -234,7 +234,7 @@ def test_shards_have_to_fit_the_manifest(tmp_path):
         assert path in refused(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[" * 100_000], ids=lambda content: str(content)[:9])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"7", b"[" * 100_000], ids=lambda content: str(content)[:9])
 def test_a_manifest_of_another_kind_is_named(tmp_path, content):
     write_shards(tmp_path, (50,))
     (tmp_path / "manifest.json").write_bytes(content)
