@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -167,11 +168,9 @@ def prepare_text(source: str, tokenizer: str, vocab_size: int, cache: Path) -> t
     """
     place = Path(source)
     texts, notes = plain_texts(source) if place.is_dir() else ([read_text(place)], [])
-    splits = [int(len(text) * TRAIN_FRACTION) for text in texts]  # by characters: the same for every tokenizer
-    parts = dict(
-        val=[document for text, split in zip(texts, splits, strict=True) for document in texts_of(text[split:])],
-        train=[document for text, split in zip(texts, splits, strict=True) for document in texts_of(text[:split])],
-    )
+    firsts = [text[: int(len(text) * TRAIN_FRACTION)] for text in texts]  # by characters: the same for every tokenizer
+    rests = [text[len(first) :] for text, first in zip(texts, firsts, strict=True)]
+    parts = {"val": list(chain(*map(texts_of, rests))), "train": list(chain(*map(texts_of, firsts)))}
     notes += notes_on(source, parts["train"])
     tok = None if tokenizer == "train" else load_tokenizer(tokenizer)
     if tok and tok.eot_token is None:
@@ -187,7 +186,7 @@ def prepare_text(source: str, tokenizer: str, vocab_size: int, cache: Path) -> t
         if is_intact(directory):  # another run has made it
             return directory, notes
         try:
-            tok = tok or Tokenizer.train([text[:split] for text, split in zip(texts, splits, strict=True)], vocab_size)
+            tok = tok or Tokenizer.train(firsts, vocab_size)
         except ValueError as e:
             raise UserError(f"--tokenizer train --vocab_size {vocab_size}: {e}") from e
         write_atomically(directory, partial(write_text_shards, parts=parts, tok=tok, source=place.name))
