@@ -443,7 +443,7 @@ def print_summary(config: Config, run: Run) -> None:
             f"  {where}/learning_curve.png    # the loss curve\n"
             f"  python bpe/try_tokenizer.py --tokenizer {where}/step_{run.step:06d}    # the tokens that it reads\n"
             f"  python train_gpt2.py tiny --data YOUR.txt --out_dir out/yours    # a text of your own\n"
-            f"  python lora_finetune.py --base {where}    # make it answer questions"
+            f"  python lora_finetune.py --base {where}    # questions and answers, from the hub: docs/lora.md"
         )
 
 

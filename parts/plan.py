@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._pytree import tree_leaves
+from tqdm import tqdm
 
 from model import GPT, GPTConfig, GPTWithLoss
 from parts.cli import UserError, counted, explain
@@ -34,7 +35,7 @@ from parts.files import free_bytes
 from parts.loss import chunk_size
 from parts.optim import make_optimizer
 from parts.runtime import Runtime, checkpoint_activations
-from parts.shards import open_shards
+from parts.shards import TRAIN_FRACTION, open_shards
 from parts.trials import find_micro_batch_size, timed_step
 
 DEVICES = (16, 24, 40, 80)  # GB that GPUs come with
@@ -81,17 +82,21 @@ def print_plan(config, shape: GPTConfig, rt: Runtime) -> None:
         f"memory  {about_memory(config, needs)}\n"
         "\ntime    of one card, without evaluations and checkpoints; eight take about an eighth, and cost the same\n"
     )
-    header = f"{'':<15}{'tokens/s':>13}{'hours':>10}"
+    header = f"{'':<15}{'tokens/s':>13}{'time':>12}"
     rt.print(header + (f"    dollars, at {config.price:g} an hour" if config.price else ""))
     here = rate_here(config, shape, rt, needs)
     rates = {"this machine": (here, "timed" if here else "has too little memory")}
+    at_most = config.total_batch_size / LAUNCHES
     for card, (rate, source) in RATES.items():
-        at_most = config.total_batch_size / LAUNCHES
-        rates[card] = min(rate * FLOPS / needs.flops, at_most), f"124M: {source}"
+        rate *= FLOPS / needs.flops
+        rates[card] = (
+            (rate, f"124M: {source}") if rate < at_most else (at_most, "at most: small steps wait for the host")
+        )
     for name, (rate, source) in rates.items():
         hours = n_tokens / (rate or math.nan) / 3600
-        dollars = f"{hours * config.price:>11,.0f}" if config.price else ""
-        rt.print(f"{name:<15}{rate:>13,.0f}{hours:>10,.2f}{dollars}   {source}")
+        time = f"{hours:,.2f} h  " if hours >= 1 else f"{60 * hours:,.1f} min"
+        dollars = f"{hours * config.price:>11,.2f}" if config.price else ""
+        rt.print(f"{name:<15}{rate:>13,.0f}{time:>12}{dollars}   {source}")
     if problem:
         raise UserError(f"this run would fail: {problem}")
 
@@ -99,7 +104,10 @@ def print_plan(config, shape: GPTConfig, rt: Runtime) -> None:
 def about_data(config) -> str:
     """The training data and its tokenizer; of a .txt only its size is read."""
     if config.data.endswith(".txt"):
-        return f"{config.data}, {os.path.getsize(config.data) / 1e6:,.1f} MB of text"
+        n_bytes = os.path.getsize(config.data)
+        bytes_per_token = 3 if config.tokenizer == "train" else 4.5  # of English, about; 4.5 are GPT-2's
+        passes = config.max_steps * config.total_batch_size / (TRAIN_FRACTION * n_bytes / bytes_per_token)
+        return f"{config.data}, {tqdm.format_sizeof(n_bytes)}B of text, read about {passes:.2g} times"
     shards = open_shards(config.data, config.tokenizer, config.vocab_size, Path())
     n_tokens = len(shards.train)
     passes = config.max_steps * config.total_batch_size / n_tokens
@@ -114,9 +122,10 @@ def about_disk(config, n_bytes: int) -> str:
     if config.keep_checkpoints:
         n_kept = min(n_saved, config.keep_checkpoints + 2)  # and the best one, and the one being written
     free = free_bytes(Path(config.out_dir))
-    enough = "" if n_kept * n_bytes <= free else "; NOT ENOUGH"
-    needed = f"{n_kept * n_bytes / 1e9:.1f} of {free / 1e9:.1f} GB free{enough}"
-    return f"{counted(n_saved, 'checkpoint')} of {n_bytes / 1e9:.3g} GB, {n_kept} at once: {needed}"
+    needed = n_kept * n_bytes
+    sizes = f"{tqdm.format_sizeof(n_bytes)}B, at most {n_kept} at a time: {tqdm.format_sizeof(needed)}B"
+    enough = "" if needed <= free else "; NOT ENOUGH"
+    return f"{counted(n_saved, 'checkpoint')} of {sizes}, where {tqdm.format_sizeof(free)}B are free{enough}"
 
 
 # ------------------------------------------------------------------------------------------------------------ memory
@@ -201,9 +210,9 @@ def about_memory(config, needs: Needs) -> str:
     fits = []
     for gb in DEVICES:
         fitting = [size for size in sizes if needs.peak(size) <= USABLE * 1e9 * gb]
-        fits.append(f"{max(fitting, default='none')} on {gb}")
+        fits.append(f"{max(fitting, default='none')} of {gb} GB")
     total = f"{needs.peak(B) / 1e9:.2f} GB on each rank at B = {B}, in {8 * needs.e} bits: {parts}"
-    return f"{total}\n        largest B in GB: {', '.join(fits)}"
+    return f"{total}\n        largest B on a card: {', '.join(fits)}"
 
 
 # -------------------------------------------------------------------------------------------------------------- time

@@ -176,11 +176,12 @@ class Report:
         measured = [val for val in of_kind(self.records, "val") if val.get("loss") is not None]
         if measured:
             val = measured[-1]
-            self.rt.print(
-                f"validation loss {val['loss']:.4f}, {val['loss'] - loss:+.4f} to training, {val['bpb']:.4f} bits per "
-                f"byte, at step {val['step']}"
-            )
-            self.rt.print(advice(self.val_losses(), trained[-1]["step"], self.out_dir))
+            gap = val["loss"] - loss
+            side = f"{abs(gap):.2f} {'above' if gap > 0 else 'below'} training"
+            bpb = f"{val['bpb']:.4f} bits per byte"
+            self.rt.print(f"validation loss {val['loss']:.4f} at step {val['step']}, {side}, {bpb}")
+            rates = {step["step"]: step["lr"] for step in trained if "lr" in step}
+            self.rt.print(advice(self.val_losses(), rates, gap, self.out_dir))
 
     def median_rate(self) -> float:
         """Tokens per second; nan before the first step."""
@@ -188,26 +189,30 @@ class Report:
         return statistics.median(rates) if rates else math.nan
 
 
-def advice(val_losses: dict[int, float], step: int, out_dir: Path) -> str:
-    """What the validation losses, {step: loss}, say at the end of a run, in words. A difference below NOISE is none."""
+def advice(val_losses: dict[int, float], rates: dict[int, float], gap: float, out_dir: Path) -> str:
+    """What the end of a run says, in words: `val_losses` and learning `rates` by step, and how far validation is above
+    training. A difference below NOISE is none."""
     NOISE = 0.005
     *_, last = val_losses
+    *_, step = rates
     best = min(val_losses, key=val_losses.get)
     if last < step:
         return f"the steps after {last} have no validation; give an --eval_interval to see what they did"
     if len(val_losses) < 2:
         return "one validation loss alone does not say whether more steps help; give a smaller --eval_interval"
     if val_losses[last] > val_losses[best] + NOISE:
+        rose = f"validation rose after step {best} ({val_losses[best]:.4f})"
+        if rates[last] > rates.get(best, math.inf):
+            return f"{rose}, and so did the learning rate, for added steps: judge when it has fallen again"
         checkpoint = out_dir / f"step_{best:06d}"
         remedy = f"take {checkpoint}, or" if checkpoint.exists() else "no checkpoint was saved there;"
-        return (
-            f"validation rose after step {best} ({val_losses[best]:.4f}): the model memorizes its text; {remedy} "
-            "train with more text, --dropout 0.1, or fewer steps"
-        )
+        return f"{rose}: the model memorizes its text; {remedy} train with more text, --dropout 0.1, or fewer steps"
     *_, before, _ = val_losses.values()
-    if val_losses[last] < before - NOISE:
-        return "validation still fell at the end: more steps help"
-    return "validation no longer falls: more text or a larger model helps, more steps do not"
+    if val_losses[last] > before - NOISE:
+        return "validation no longer falls: more text or a larger model helps, more steps do not"
+    if gap > 1:
+        return "validation still fell, far above training: more text, a smaller model or --dropout 0.1 may help"
+    return "validation still fell at the end: a new run with more steps may end lower"
 
 
 def add_text(path: Path, text: str) -> None:

@@ -172,9 +172,10 @@ def test_a_plan_times_this_machine_first_and_tells_measured_public_and_estimated
     )
     header, here, *cards = result.stdout.split("cost the same\n")[1].strip().splitlines()
     assert here.startswith("this machine")
-    rate, hours, dollars = (float(word.replace(",", "")) for word in here.split()[2:5])
-    assert hours == pytest.approx(1e7 * 256 / rate / 3600, rel=0.01)
-    assert dollars == pytest.approx(2.5 * hours, abs=0.6)
+    rate, hours, unit, dollars = here.replace(",", "").split()[2:6]
+    assert unit == "h"
+    assert float(hours) == pytest.approx(1e7 * 256 / float(rate) / 3600, rel=0.01)
+    assert float(dollars) == pytest.approx(2.5 * float(hours), rel=0.01)
     assert [re.split("  +", card)[0] for card in cards] == list(RATES)
     sources = ["estimated", "measured", "measured", "public runs", "public runs"]
     assert all(source in card for source, card in zip(sources, cards[:5], strict=True))
