@@ -82,7 +82,7 @@ def print_plan(config, shape: GPTConfig, rt: Runtime) -> None:
         f"memory  {about_memory(config, needs)}\n"
         "\ntime    of one card, without evaluations and checkpoints; eight take about an eighth, and cost the same\n"
     )
-    header = f"{'':<15}{'tokens/s':>13}{'time':>12}"
+    header = f"{'':<15}{'tokens/s':>13}{'time':>13}"
     rt.print(header + (f"    dollars, at {config.price:g} an hour" if config.price else ""))
     here = rate_here(config, shape, rt, needs)
     rates = {"this machine": (here, "timed" if here else "has too little memory")}
@@ -96,7 +96,7 @@ def print_plan(config, shape: GPTConfig, rt: Runtime) -> None:
         hours = n_tokens / (rate or math.nan) / 3600
         time = f"{hours:,.2f} h  " if hours >= 1 else f"{60 * hours:,.1f} min"
         dollars = f"{hours * config.price:>11,.2f}" if config.price else ""
-        rt.print(f"{name:<15}{rate:>13,.0f}{time:>12}{dollars}   {source}")
+        rt.print(f"{name:<15}{rate:>13,.0f} {time:>12}{dollars}   {source}")
     if problem:
         raise UserError(f"this run would fail: {problem}")
 

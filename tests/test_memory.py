@@ -169,7 +169,8 @@ def test_a_plan_times_this_machine_first_and_tells_measured_public_and_estimated
     assert result.returncode == 0  # the plan is for another machine, perhaps
     n = len(np.load(data / "text_train_000001.npy"))
     assert (
-        f"data    {data}, {n:,} training tokens, read {1e7 * 2**24 / n:.2g} times; a tokenizer of 300\n" in result.stdout
+        f"data    {data}, {n:,} training tokens, read {1e7 * 2**24 / n:.2g} times; a tokenizer of 300\n"
+        in result.stdout
     )
     header, here, *cards = result.stdout.split("cost the same\n")[1].strip().splitlines()
     assert here.startswith("this machine")
