@@ -153,6 +153,32 @@ def test_what_differs_below_a_line_that_a_reader_changed_is_no_failure(tmp_path,
     assert [Path(line).name for line in drawn] == ["blocks.png"]  # where it is, other tests change
 
 
+@pytest.mark.parametrize(
+    "station, old, new, sentence",
+    [
+        ("3", "[0, 4]])", "[0, 4.02]])", "differs, as you changed line {}, within the tolerance of this block (2%)"),
+        ("2", "batch_size=2)", "batch_size=1 + 1)", "prints the same, although you changed line {}"),
+    ],
+)
+def test_a_changed_block_says_if_it_differs_even_within_its_tolerance(tmp_path, check, station, old, new, sentence):
+    page = tmp_path / "mine.md"
+    text = PAGE.read_text(encoding="utf-8")
+    line = text[: text.index(old)].count("\n") + 1
+    page.write_text(text.replace(old, new, 1), encoding="utf-8")
+    result = check(page, station)
+    assert sentence.format(line) in result.stdout, result.stdout
+
+
+def test_a_block_that_a_reader_adds_is_no_failure(tmp_path, check):
+    page = tmp_path / "mine.md"
+    text = PAGE.read_text(encoding="utf-8")
+    added = "```python\nprint(starts)\n```\n"
+    page.write_text(text.replace("## 3 A forward pass", added + "\n## 3 A forward pass"), encoding="utf-8")
+    result = check(page, "2")
+    assert result.returncode == 0, result.stdout
+    assert "differs, as you changed" in result.stdout
+
+
 def test_a_change_of_what_the_page_shows_is_a_failure_above_the_changed_line(tmp_path, check):
     page = tmp_path / "mine.md"
     text = PAGE.read_text(encoding="utf-8").replace("loss 6.9189, by model.loss", "loss 5.9189, by model.loss")
@@ -161,7 +187,7 @@ def test_a_change_of_what_the_page_shows_is_a_failure_above_the_changed_line(tmp
 
 
 def test_a_block_shows_what_it_prints_before_it_ends(tmp_path):
-    page = page_of(tmp_path, "print('first')\nopen('seen', 'w').close()\nwhile True: pass", "first")
+    page = page_of(tmp_path, "print('first')\nwhile True: pass", "first")
     child = subprocess.Popen([sys.executable, ROOT / "walk/run.py", page], stdout=subprocess.PIPE, text=True)
     try:
         assert "first\n" in iter(child.stdout.readline, "")
