@@ -21,7 +21,7 @@ import tempfile
 import warnings
 from collections.abc import Collection
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, permutations
 from operator import itemgetter
 from pathlib import Path
 
@@ -62,12 +62,16 @@ def save(tok, path: str | os.PathLike, model_max_length: int | None = None) -> N
     if path.suffix == ".json" and not path.is_dir():
         named = {Path(name).suffix: content for name, content in tok.contents.items() if name.startswith("tokenizer.")}
         files = {path.with_suffix(suffix): content for suffix, content in named.items()}
+        earlier = [path.with_suffix(".tiktoken")]
     else:
         config = dict(tokenizer_class="PreTrainedTokenizerFast") | transformers_options(tok)
         if model_max_length:
             config["model_max_length"] = model_max_length
         files = {path / name: content for name, content in tok.contents.items()}
         files[path / "tokenizer_config.json"] = json.dumps(config, indent=2) + "\n"
+        earlier = [path / name for name in (*TOKENIZER_FILES, "tokenizer.tiktoken")]
+    for file in earlier:
+        file.unlink(missing_ok=True)
     for file, content in files.items():
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(content, encoding="utf-8", newline="\n")
@@ -122,7 +126,11 @@ def read(path: Path) -> str:
         raise ValueError("it has neither tokenizer.json nor vocab.json and merges.txt")
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(path).backend_tokenizer.to_str()
+    theirs = AutoTokenizer.from_pretrained(path).backend_tokenizer
+    merges = json.loads(theirs.to_str())["model"]["merges"]
+    if theirs.get_vocab_size() > 256 + len(merges) + len(theirs.get_added_tokens_decoder()):
+        raise ValueError(f"its merges.txt has {len(merges)} merges, fewer than vocab.json has tokens: it is cut short")
+    return theirs.to_str()
 
 
 def open_tokenizers(text: str) -> Tokenizer:
@@ -273,6 +281,9 @@ def to_tiktoken(tok) -> tiktoken.Encoding:
     """A tiktoken.Encoding with the same ids. Raises ValueError if there is none; warns of an unknown pattern."""
     if tok.pattern is None:
         raise ValueError("tiktoken has no form for a tokenizer that is more than byte-level BPE")
+    for a, b in permutations(tok.special_tokens, 2):
+        if b.startswith(a):
+            raise ValueError(f"the special token {a!r} begins another one, and tiktoken may take either")
     if tok.pattern not in KNOWN:
         warnings.warn(f"tiktoken may read the split pattern {tok.pattern} differently; compare some ids", stacklevel=2)
     return encoding_of(tok, tok.special_tokens)

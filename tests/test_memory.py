@@ -163,20 +163,20 @@ def test_a_plan_times_this_machine_first_and_tells_measured_public_and_estimated
     """On shards."""
     data, _ = prepare_text(str(text_file(tmp_path / "text.txt")), "train", 300, tmp_path / "cache")
     words = dict(data=data, price=2.5, max_steps=10**7, checkpoint_interval=1, keep_checkpoints=0, n_embd=64)
-    words |= dict(total_batch_size=2**24)  # a step takes longer than its launches
+    words |= dict(total_batch_size=2**25)  # a step takes longer than its launches
     result = train.result(dry_run=True, **words)
     assert "NOT ENOUGH" in result.stdout
     assert result.returncode == 0  # the plan is for another machine, perhaps
     n = len(np.load(data / "text_train_000001.npy"))
     assert (
-        f"data    {data}, {n:,} training tokens, read {1e7 * 2**24 / n:.2g} times; a tokenizer of 300\n"
+        f"data    {data}, {n:,} training tokens, read {1e7 * 2**25 / n:.2g} times; a tokenizer of 300\n"
         in result.stdout
     )
     header, here, *cards = result.stdout.split("cost the same\n")[1].strip().splitlines()
     assert here.startswith("this machine")
     rate, hours, unit, dollars = here.replace(",", "").split()[2:6]
     assert unit == "h"
-    assert float(hours) == pytest.approx(1e7 * 2**24 / float(rate) / 3600, rel=0.01)
+    assert float(hours) == pytest.approx(1e7 * 2**25 / float(rate) / 3600, rel=0.01)
     assert float(dollars) == pytest.approx(2.5 * float(hours), rel=0.01)
     assert [re.split("  +", card)[0] for card in cards] == list(RATES)
     sources = ["estimated", "measured", "measured", "public runs", "public runs"]

@@ -201,6 +201,20 @@ def test_damaged_files_of_gpt2_are_one_error(published, name, content):
     assert_invalid(f"cannot use the tokenizer {folder}: [^\n]*; choose", Tokenizer.load, folder)
 
 
+def test_merges_that_were_cut_between_two_lines_are_noticed(published):
+    folder = published[1]
+    lines = (folder / "merges.txt").read_text().splitlines(keepends=True)
+    (folder / "merges.txt").write_text("".join(lines[:-1]))
+    assert_invalid("fewer than vocab.json has tokens: it is cut short", Tokenizer.load, folder)
+
+
+def test_files_of_an_earlier_tokenizer_do_not_stay(published):
+    """vocab.json does not say how text is split, so there is none for the pattern of GPT-4."""
+    folder = published[1].parent / "whole"
+    Tokenizer.train(TEXTS, 300, "cl100k").save(folder)
+    assert {file.name for file in folder.iterdir()} == {"tokenizer.json", "tokenizer.tiktoken", "tokenizer_config.json"}
+
+
 def test_a_folder_without_a_tokenizer_is_told_what_it_lacks(tmp_path):
     assert_invalid("neither tokenizer.json nor vocab.json and merges.txt", Tokenizer.load, tmp_path)
 

@@ -365,6 +365,9 @@ def test_merges_that_tiktoken_would_do_in_another_order_are_refused_for_it(tmp_p
     swapped = Tokenizer([(b"a", b"b"), (b"b", b"c")], ids=TOK.ordinary | {b"ab": 300, b"bc": 299})
     assert [swapped.vocab[i] for i in swapped.encode("abc")] == [b"ab", b"c"]
     assert swapped.encode("abc") == swapped.to_transformers()("abc")["input_ids"]
+    alike = Tokenizer((), special_tokens=("<|a|>", "<|a|><|b|>"))  # tiktoken takes the first that fits, we the longest
+    assert_invalid("begins another", alike.to_tiktoken)
+    TOK.save(tmp_path)
     tok.save(tmp_path)
     assert not (tmp_path / "tokenizer.tiktoken").exists()
 
