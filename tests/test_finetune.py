@@ -33,6 +33,7 @@ from tests.helpers import (
     prose,
     read_json,
     remove_after,
+    slow,
     steps_of,
     succeed,
     write_json,
@@ -112,7 +113,7 @@ def test_constants_follow_from_the_rows_and_the_rank_unless_they_are_given(finet
     assert config["threads"] == torch.get_num_threads()
 
 
-@pytest.mark.parametrize("r,options", [(4, {}), (0, {}), (4, dict(dtype="bfloat16", lora_dropout=0.1))])
+@pytest.mark.parametrize("r,options", [(4, {}), (0, {}), slow(4, dict(dtype="bfloat16", lora_dropout=0.1))])
 def test_finetuning_lowers_the_validation_loss_and_leaves_what_it_should(finetune, base, run_dir, r, options):
     result = finetune(lora_dim=r, sample_interval=6, **options)
     assert "60 rows: 54 examples to train on, 6 to validate" in result.stdout
@@ -150,7 +151,7 @@ def test_an_adapter_knows_its_base_and_refuses_another_of_the_same_shapes(finetu
         assert_refused("on another base", load_adapter, small_gpt(seed=1, n_positions=128), adapter)
 
 
-@pytest.mark.parametrize("options", [dict(), dict(lora_dim=0), dict(lora_dropout=0.2)])
+@pytest.mark.parametrize("options", [dict(lora_dim=0), dict(lora_dropout=0.2)])
 def test_an_interrupted_run_continues_bit_for_bit(finetune, tmp_path, run_dir, options):
     finetune(**options)
     shutil.copytree(run_dir, tmp_path / "other")
@@ -255,7 +256,7 @@ def test_a_finished_run_that_is_resumed_leaves_its_results_alone(finetune, tmp_p
     assert not list(tmp_path.glob("*/adapter.*")) + list(tmp_path.glob("merged.*"))
 
 
-@pytest.mark.parametrize("r, n", [(4, 24), (0, 36)])
+@pytest.mark.parametrize("r, n", [(4, 24), slow(0, 36)])
 def test_validation_takes_its_share_of_the_time_with_fewer_rows_where_needed(finetune, base, tmp_path, run_dir, r, n):
     """2 steps of 72 examples take as long as reading 288 without gradients, or 432 if all weights learn; a quarter
     of that is left for 3 evaluations."""
@@ -414,6 +415,7 @@ def test_a_run_that_diverges_is_told_so(finetune):
     assert re.findall("diverged|Now try", result.stdout) == ["diverged"]
 
 
+@pytest.mark.slow
 def test_a_run_that_memorizes_its_rows_is_not_said_to_diverge(finetune, tmp_path):
     letters = random.Random(0)
     answers = ["".join(letters.choices(string.ascii_letters, k=12)) for _ in range(20)]

@@ -38,7 +38,7 @@ from tests.token_shards import UNFINISHED
 # ------------------------------------------------------------------------------------------------------- the same bytes
 
 
-@pytest.mark.parametrize("workers", [slow(1), 4])
+@pytest.mark.parametrize("workers", [slow(4), 2])
 def test_shards_are_those_of_the_plain_loop(corpus, tokenizer, tmp_path, workers):
     folder, docs = corpus
     out_dir = tmp_path / "shards"

@@ -304,12 +304,12 @@ def some(cases: list[tuple], n: int, seed: int) -> list:
 ALL_CONSTANTS = [(name, field) for name, door in CONSTANTS.items() for field in constants(door)]
 
 
-@pytest.mark.parametrize("name, field", some(ALL_CONSTANTS, 12, seed=1))
+@pytest.mark.parametrize("name, field", some(ALL_CONSTANTS, 8, seed=1))
 def test_constants_with_odd_values(name, field, folder, tmp_path, inline, monkeypatch):
     assert not constant_problems(name, field, folder, tmp_path, inline, monkeypatch)
 
 
-@pytest.mark.parametrize("name, file, how", some(FILE_CASES, 24, seed=1) + some(JSON_CASES, 12, seed=2))
+@pytest.mark.parametrize("name, file, how", some(FILE_CASES, 16, seed=1) + some(JSON_CASES, 8, seed=2))
 @pytest.mark.usefixtures("learning_curve")  # of a damaged log, too
 def test_files_that_are_damaged_or_hold_odd_values(name, file, how, folder, tmp_path, inline, monkeypatch):
     copy = tmp_path / "copy"

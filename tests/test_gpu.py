@@ -42,6 +42,8 @@ SHAPE = GPTConfig(n_layer=4, n_positions=512, vocab_size=50304) if CUDA else GPT
 COMPILE = "on" if CUDA else "off"  # the recipe tiny is not compiled
 RUN = dict(device=DEVICE, dtype="auto", compile=COMPILE, max_steps=6, checkpoint_interval=3, eval_interval=3)
 OPTIMIZERS = ["adamw", "muon"]
+# what other tests look at on a CPU
+slow_on_a_cpu = pytest.mark.gpu if CUDA else pytest.mark.slow
 WORDS = "A woman makes tea in a kitchen and then she drinks it while the rain falls on the roof of her house".split()
 
 
@@ -174,6 +176,7 @@ def test_sums_of_hellaswag_are_those_of_one_row_at_a_time(dtype, limit):
     assert np.abs(ours / plain - 1).max() < limit
 
 
+@slow_on_a_cpu
 def test_a_resumed_run_has_the_losses_of_one_that_was_not_interrupted(train, tmp_path, optimizer):
     train(out="whole", optimizer=optimizer, **RUN)
     shutil.copytree(tmp_path / "whole", tmp_path / "parts")
@@ -223,6 +226,7 @@ def four_steps(way: str, optimizer: str, seed: int = 0) -> list[float]:
     return losses
 
 
+@slow_on_a_cpu
 def test_a_group_of_one_rank_makes_the_steps_of_a_process_alone(one_rank, optimizer):
     """To a fifth of what another seed changes, which rounding alone does not reach in so few steps."""
     alone = np.array(four_steps("alone", optimizer))
@@ -272,6 +276,7 @@ def graphs(monkeypatch) -> list[int]:
     torch._dynamo.reset()
 
 
+@slow_on_a_cpu
 def test_the_loop_waits_for_nothing_and_is_compiled_once(train, graphs, optimizer):
     train(**RUN | dict(optimizer=optimizer, compile="on", micro_batch_size=8))
     assert not counters["graph_break"]

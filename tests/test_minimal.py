@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import minimal
 from bpe.tokenizer import Tokenizer
 from model import GPT, GPTConfig
-from tests.helpers import ROOT, TORCHRUN, column, environment, prose, run_script, small_args
+from tests.helpers import ROOT, TORCHRUN, column, environment, prose, run_script, slow, small_args
 
 SIZES = dict(vocab_size=320, n_layer=2, n_head=2, n_embd=32, sequence_length=32)
 STEPS = dict(total_batch_size=512, micro_batch_size=8, max_steps=20, warmup_steps=4, max_lr=3e-3, min_lr=3e-4)
@@ -50,7 +50,7 @@ def difference(ours: list[float], minimals: list[float]) -> float:
     [
         (dict(), "float32", 2e-6),  # minimal.py prints six digits
         (dict(micro_batch_size=2), "float32", 2e-6),
-        (dict(bf16=True), "bfloat16", 3e-3),
+        slow(dict(bf16=True), "bfloat16", 3e-3),
     ],
     ids=["one micro-batch a rank", "accumulation", "bf16"],
 )

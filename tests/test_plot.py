@@ -13,7 +13,7 @@ from matplotlib.text import Text
 import plot
 from parts import curves
 from parts.log import read_log
-from tests.helpers import assert_user_error, log_of, write_lines
+from tests.helpers import assert_user_error, log_of, slow, write_lines
 
 
 def train_records(n: int, **changes) -> list[dict]:
@@ -357,7 +357,7 @@ def test_nothing_is_drawn_where_there_is_no_loss(tmp_path):
 # -------------------------------------------------------------------------------------------------------- the door
 
 
-@pytest.mark.parametrize("suffix, start", [("png", b"\x89PNG"), ("pdf", b"%PDF"), ("svg", b"<?xml")])
+@pytest.mark.parametrize("suffix, start", [("png", b"\x89PNG"), slow("pdf", b"%PDF"), slow("svg", b"<?xml")])
 def test_a_directory_and_a_log_are_drawn_and_no_earlier_picture_is_lost(door, tmp_path, suffix, start):
     for name in ("one", "two"):
         write_log(tmp_path / name, train_records(20))

@@ -12,7 +12,6 @@ from tokenizers import Regex, pre_tokenizers
 
 from bpe.chunks import PATTERNS, SPELLINGS, splitter
 from bpe.tokenizer import Tokenizer
-from tests.helpers import slow
 
 pytestmark = pytest.mark.filterwarnings("ignore:the corpus has no more pairs")  # small corpora have few
 BYTES = {bytes([b]): b for b in range(256)}
@@ -33,7 +32,7 @@ def by_tiktoken(pattern: str, text: str) -> list[str]:
     return [token.decode() for token in encoding.decode_tokens_bytes(encoding.encode_ordinary(text))]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(texts)
 def test_every_form_of_a_known_pattern_splits_alike(text):
     for name, (pattern, ascii_twin, cut) in PATTERNS.items():
@@ -46,7 +45,7 @@ def test_every_form_of_a_known_pattern_splits_alike(text):
             assert splitter(pattern).split(text[:place]) + splitter(pattern).split(text[place:]) == chunks
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(texts)
 def test_all_libraries_split_by_the_known_patterns_alike(text):
     for pattern, *_ in PATTERNS.values():
@@ -55,7 +54,8 @@ def test_all_libraries_split_by_the_known_patterns_alike(text):
         assert splitter(PATTERNS[name][0]).split(text) == by_tiktoken(spelling, text) == by_tokenizers(spelling, text)
 
 
-@pytest.mark.parametrize("one", [r"\p{L}", slow(r"\p{N}"), slow(r"\s")])
+@pytest.mark.slow
+@pytest.mark.parametrize("one", [r"\p{L}", r"\p{N}", r"\s"])
 def test_tiktoken_and_tokenizers_agree_what_every_character_is(one):
     """They have their tables of Unicode compiled in: when one of them gets a newer one, ids differ."""
     codes = [c for c in range(0x110000) if not 0xD800 <= c < 0xE000]  # surrogates are no characters

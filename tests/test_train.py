@@ -220,7 +220,7 @@ def test_figures_that_are_read_a_step_later_change_nothing(train, tmp_path, monk
     records = []
     for ahead in (0, 1):
         monkeypatch.setattr(runtime.Runtime, "steps_ahead", ahead)
-        train(out=f"run-{ahead}", max_steps=20)
+        train(out=f"run-{ahead}", max_steps=11)
         log = read_lines(tmp_path / f"run-{ahead}" / "log.jsonl")
         records.append([(r["step"], r["kind"]) for r in log])
     assert records[0] == records[1]
