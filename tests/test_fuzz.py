@@ -173,10 +173,6 @@ JSON_KEYS = {  # what is read of each file, besides what only transformers or pe
         "model_type", "n_layer", "n_head", "n_embd", "n_positions", "vocab_size", "activation_function",
         "layer_norm_epsilon", "tie_word_embeddings", "dtype", "eos_token_id", "architectures",
     ],
-    "manifest.json": [
-        "source", "tokenizer", "tokens", "documents", "bytes", "skipped", "shards", "dtype", "shard_size", "next",
-        "files", "version",
-    ],
     "log.jsonl": ["step", "kind", "loss", "parameters", "config"],
     "tokenizer.json": [
         "version", "model", "added_tokens", "pre_tokenizer", "decoder", "post_processor", "normalizer", "truncation",
@@ -344,7 +340,6 @@ def change_state(change: Callable) -> Callable:
 
 FORGED = {
     "a moment of one number": change_state(lambda state: first_moments(state).update(exp_avg=torch.zeros(1))),
-    "another step": change_state(lambda state: state.update(step=1)),
 }
 
 
