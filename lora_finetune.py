@@ -23,9 +23,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal, NamedTuple
 
 import torch
+from tqdm import tqdm
 
 from bpe.tokenizer import Tokenizer
 from model import GPT, GPTConfig, GPTWithLoss
@@ -66,6 +68,7 @@ from parts.trials import choose_attention, find_micro_batch_size
 # One more micro-batch costs as much as this many tokens of padding: it reads all weights again (which dominates on a
 # CPU) and launches all kernels again (which dominates on a GPU).
 MICRO_BATCH_COST = {"cpu": 64, "mps": 1024, "cuda": 4096}
+FEW_STEPS = 20  # of which the warmup and a falling rate leave little
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ class Config:
     out_dir: str = ""  # run directory; out/lora if empty
     resume: bool = False  # continue from the newest intact checkpoint in out_dir; start from step 0 if there is none
     overwrite: bool = False  # rename an existing out_dir or --merge directory to DIR.1, or the next free number
+    dry_run: bool = False  # time three steps, print what all of them take on this machine, then stop
     adapter: str = ""  # adapter to start from, ours or peft's; it sets rank, alpha, scaling and targets
     merge: str = ""  # directory for base and adapter merged into a plain model; with --adapter, merge without training
     ignore_keys: tuple[str, ...] = ()  # keys of rows or messages that may mark some of them, and are not read
@@ -139,6 +143,9 @@ def main() -> None:
     if config.merge and config.adapter and not config.resume:
         return write_merged(config, config.adapter)
     rt = Runtime.setup(config.device, config.dtype, config.compile)
+    elsewhere = TemporaryDirectory()
+    if config.dry_run:
+        config = replace(config, out_dir=elsewhere.name, resume=False, overwrite=False)
     directory = RunDirectory(config, rt)
     config = settle_model(config, flags, directory)
     data = open_data(config, load_shape(config.base), rt)
@@ -151,6 +158,9 @@ def main() -> None:
     model = adapt(base, config, directory.checkpoint, rt).to(rt.device)
     config, loss_fn = distribute(config, model, data, rt)
     optimizer = make_optimizer(model, config, rt)
+    if config.dry_run:
+        print_plan(config, loss_fn, optimizer, data, rt)
+        return rt.print(what_to_expect(run_info["parameters"]))
     save_weights = partial(save_finetuned, config, model, data.tokenizer, data_fingerprint["base"])
     run = Run(directory, config, save_weights, optimizer, data_fingerprint, run_info)
     train(config, run, model, loss_fn, optimizer, data)
@@ -292,6 +302,8 @@ def read_command_line(args: list[str]) -> tuple[Config, set[str]]:
     config = replace(config, out_dir=config.out_dir or "out/lora")
     import_tracker(config.report_to)  # fail now: a rank that fails later would keep the others waiting
     n_ranks = ranks_of_environment()[1]
+    if config.dry_run and n_ranks > 1:
+        raise UserError("--dry_run times one process; start it without torchrun")
     if config.batch_size < n_ranks:
         raise UserError(f"--batch_size {config.batch_size} is less than one example per rank; give {n_ranks} or more")
     if not config.lora_dim and (config.adapter or config.merge):
@@ -333,6 +345,10 @@ def settle_schedule(config: Config, data: Data, rt: Runtime) -> Config:
     max_steps = config.max_steps
     if not max_steps:
         max_steps = max(round(config.epochs * len(data.train) / config.batch_size), 1)
+        if max_steps < FEW_STEPS:
+            rt.print(f"note: that is {counted(max_steps, 'step')}, too few to learn much; give --max_steps 100")
+    passes = max_steps * config.batch_size / len(data.train)
+    rt.print(f"{counted(max_steps, 'step')} of {config.batch_size} examples: each is read {passes:.2g} times")
     eval_interval = config.eval_interval
     if eval_interval < 0:
         eval_interval = max(max_steps // 10, 1)
@@ -345,8 +361,8 @@ def settle_schedule(config: Config, data: Data, rt: Runtime) -> Config:
         n_evals = 1 + math.ceil(max_steps / eval_interval)
         # Take a fifth of the time at most. A training step computes the gradients of activations, too, and without LoRA
         # those of the weights: each of them takes about as long as the forward pass, which is all of validation.
-        passes = max_steps * config.batch_size * (2 if config.lora_dim else 3)
-        val_examples = min(max(passes // 4 // n_evals, 16), n_val)  # fewer examples say nothing
+        forwards = max_steps * config.batch_size * (2 if config.lora_dim else 3)
+        val_examples = min(max(forwards // 4 // n_evals, 16), n_val)  # fewer examples say nothing
         if val_examples < n_val:
             rt.print(
                 f"validation reads {val_examples:,} of its {n_val:,} examples, a fifth of the time; "
@@ -434,6 +450,23 @@ def write_merged(config: Config, adapter: str) -> None:
 
     write_atomically(out, write)
     print(f"wrote {out}: {config.base} with {adapter} merged in; logits differ by at most {difference:.1e}")
+
+
+def print_plan(config: Config, loss_fn: GPTWithLoss, optimizer: Optimizer, data: Data, rt: Runtime) -> None:
+    """Take three steps, which nobody keeps, and print what all of them take here."""
+    seconds = []
+    for step in prefetch(micro_batches_from(0, replace(config, max_steps=3), data, rt), rt.device):
+        begun = rt.mark_time()
+        for idx, targets, logit_positions in step:
+            with rt.autocast():
+                loss = loss_fn(idx, targets, logit_positions)
+            optimizer.scale(loss).backward()
+        optimizer.step(finite=loss.isfinite())
+        optimizer.zero_grad()
+        seconds.append(rt.seconds_between(begun, rt.mark_time()))
+    mean = sum(seconds[1:]) / 2  # the first one makes buffers
+    time = tqdm.format_interval(config.max_steps * mean)
+    rt.print(f"{mean:.2f} s a step on this machine, {time} for all, and up to a quarter more for validation")
 
 
 def what_to_expect(n_params: int) -> str:

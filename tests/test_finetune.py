@@ -141,6 +141,20 @@ def test_finetuning_lowers_the_validation_loss_and_leaves_what_it_should(finetun
         assert distance(*loaded) == 0
 
 
+def test_a_dry_run_times_steps_says_what_to_expect_and_leaves_nothing(finetune, run_dir):
+    result = finetune(dry_run=True, max_steps=100, val_rows=0)
+    assert "\n100 steps of 16 examples: each is read 27 times\n" in result.stdout
+    seconds, time = re.search(r"\n([\d.]+) s a step on this machine, ([\d:]+) for all", result.stdout).groups()
+    assert abs(60 * int(time[:2]) + int(time[3:]) - 100 * float(seconds)) < 2
+    assert result.stdout.endswith("learns the form of an answer, and not what to answer: try gpt2 (124M).\n")
+    assert not run_dir.exists()
+
+
+def test_few_rows_are_told_that_they_make_few_steps(finetune):
+    result = finetune(max_steps=None, epochs=1, dry_run=True)
+    assert "note: that is 3 steps, too few to learn much; give --max_steps 100\n" in result.stdout
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_adapter_knows_its_base_and_refuses_another_of_the_same_shapes(finetune, base, run_dir, dtype):
     """In whichever precision the base was frozen."""
