@@ -54,6 +54,16 @@ def random(*shape) -> torch.Tensor:  # the same numbers in each run
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
+def check_first(test):
+    """Fail if a function that this one may call is wrong; one that is not written is not called."""
+    try:
+        test()
+    except NotImplementedError:
+        pass
+    except (Exception, pytest.fail.Exception):
+        wrong(f"`{test.__name__.removeprefix('test_')}` is not right yet: write it first")
+
+
 class Watch(TorchDispatchMode):
     """Collects the names of PyTorch's operations, and the most bytes of their results that were alive at once."""
 
@@ -192,26 +202,31 @@ def small_gpt() -> tuple[dict, int, int, int]:
     return {name: 0.7 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}, 2, 2, C
 
 
-def right_block(x, w, n_head, pre_norm=True, residual=1, approximate="tanh", mask=True, sum_first=True):
+def right_block(x, w, n_head, pre_norm=True, residual=1, approximate="tanh", mask=True, sum_first=True, **heads):
     def norm(x, name):
         return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"])
 
     def linear(x, name):
         return F.linear(x, w[f"{name}.weight"], w[f"{name}.bias"])
 
-    def attend(y):
+    def attend(y, order="qkv", split=True, join=True):
         B, T, C = y.shape
-        q, k, v = (z.view(B, T, n_head, -1).transpose(1, 2) for z in linear(y, "attn.c_attn").split(C, dim=2))
+        parts = linear(y, "attn.c_attn").split(C, dim=2)
+        if split:
+            parts = [part.view(B, T, n_head, -1).transpose(1, 2) for part in parts]  # (B, H, T, D) each
+        else:
+            parts = [part.reshape(B, n_head, T, -1) for part in parts]
+        q, k, v = (parts[order.index(name)] for name in "qkv")
         z = F.scaled_dot_product_attention(q, k, v, is_causal=mask)
-        return linear(z.transpose(1, 2).reshape(B, T, C), "attn.c_proj")
+        return linear((z.transpose(1, 2) if join else z).reshape(B, T, C), "attn.c_proj")
 
     def mlp(y):
         return linear(F.gelu(linear(y, "mlp.c_fc"), approximate=approximate), "mlp.c_proj")
 
     if not pre_norm:
-        x = norm(x + attend(x), "ln_1")
+        x = norm(x + attend(x, **heads), "ln_1")
         return norm(x + mlp(x), "ln_2")
-    y = residual * x + attend(norm(x, "ln_1"))
+    y = residual * x + attend(norm(x, "ln_1"), **heads)
     return residual * y + mlp(norm(y if sum_first else x, "ln_2"))
 
 
@@ -220,19 +235,37 @@ def test_block():
     w = {name.removeprefix("h.0."): tensor for name, tensor in weights.items() if name.startswith("h.0.")}
     x = random(2, 5, C)
     right = right_block(x, w, n_head)
+    answer = partial(right_block, x, w, n_head)
+    split = "split heads by view(B, T, H, D).transpose(1, 2); the other order mixes tokens with channels"
     mistakes = {
-        "the branches do not add to the stream: x = x + branch(norm(x))": right_block(x, w, n_head, residual=0),
-        "the norm is after the sum; GPT-2's is before the branch": right_block(x, w, n_head, pre_norm=False),
-        "that is the exact GELU; GPT-2 has the tanh form": right_block(x, w, n_head, approximate="none"),
-        "a position reads later ones: attention is causal": right_block(x, w, n_head, mask=False),
+        "the branches do not add to the stream: x = x + branch(norm(x))": answer(residual=0),
+        "the norm is after the sum; GPT-2's is before the branch": answer(pre_norm=False),
+        "that is the exact GELU; GPT-2 has the tanh form": answer(approximate="none"),
+        "a position reads later ones: attention is causal": answer(mask=False),
         "there is one head: split the channels into n_head": right_block(x, w, 1),
-        "the MLP reads what the block read: it reads the stream after attention": right_block(
-            x, w, n_head, sum_first=False
-        ),
+        "the MLP reads what the block read: it reads the stream after attention": answer(sum_first=False),
+        "heads are (B, H, T, D): transpose(1, 2) before the reshape to (B, T, C)": answer(join=False),
+        split: answer(split=False),
+        f"{split}, and transpose back": answer(split=False, join=False),
     }
+    for wrong_order in "qvk", "kqv", "kvq", "vqk", "vkq":
+        order = ", ".join(wrong_order)
+        mistakes[f"c_attn makes queries, keys, values, in this order, not {order}"] = answer(order=wrong_order)
     with hint(f"x {tuple(x.shape)} becomes a tensor of the same shape"):
         got = functions.block(x.clone(), w, n_head)
-    compare(got, right, mistakes, "another function: compare your branches one by one")
+    expect(got, right)
+    if not any(same(got, known) for known in (right, *mistakes.values())):
+        branches = {  # the branch that becomes 0: what is left of a block
+            "mlp": "x + attention(ln_1(x)), and yours is not: look at ln_1, c_attn, the heads and attn.c_proj",
+            "attn": "x + MLP(ln_2(x)), and yours is not: look at ln_2, c_fc, GELU and mlp.c_proj",
+        }
+        for other, formula in branches.items():
+            alone = {name: 0 * t if name.startswith(f"{other}.c_proj") else t for name, t in w.items()}
+            if not same(functions.block(x.clone(), alone, n_head), right_block(x, alone, n_head)):
+                if other == "mlp":
+                    check_first(test_attention)
+                wrong(f"with {other}.c_proj at 0 a block is {formula}")
+    compare(got, right, mistakes, "each branch alone is right, with the other at 0: look at how they are added up")
 
 
 def test_gpt():
@@ -257,7 +290,10 @@ def test_gpt():
     }
     with hint("idx (2, 5) becomes logits (2, 5, V)"):
         got = functions.gpt(idx, weights, n_layer, n_head)
-    compare(got, logits(), mistakes, "other logits, although `block` may be right: look at what is around the blocks")
+    expect(got, logits())
+    if not same(got, logits()):
+        check_first(test_block)
+    compare(got, logits(), mistakes, "other logits: look at what is around the blocks")
 
 
 def test_linear_cross_entropy():

@@ -1,6 +1,7 @@
 """exercises/: our own functions are right there, and a typical mistake in them gets the sentence that helps."""
 
 import inspect
+import re
 import shutil
 import subprocess
 import sys
@@ -90,7 +91,9 @@ OURS = {  # our function, and how to call it as the exercise is called
     "LoRALinear": (LoRALinear, lambda ours, linear, *args: ours(linear.requires_grad_(False), LoRAConfig(*args))),
 }
 MISTAKES = [  # (function, words of ours, what a mistake has there, words of the sentence that it gets)
-    ("block", "x = x + self.attn", "x = self.attn", "compare your branches"),
+    ("block", "x = x + self.attn", "x = self.attn", "x . attention.*look at ln_1"),
+    ("block", "self.ln_2(x)", "x", "x . MLP.*look at ln_2"),
+    ("block", "x = x + self.attn(self.ln_1(x))", "x = x - self.attn(self.ln_1(x))", "x . attention.*look at ln_1"),
     ("gpt", "+ self.transformer.wpe(positions)", "", "positions are missing"),
     ("gpt", "return self.transformer.ln_f(x)", "return x", "the last norm is missing"),
     ("gpt", "in self.transformer.h:", "in reversed(self.transformer.h):", "reverse order"),
@@ -298,6 +301,11 @@ WRONG = [  # (function, a wrong answer, words of the sentence that it gets)
     ("block", partial(test_functions.right_block, mask=False), "attention is causal"),
     ("block", lambda x, w, n_head: test_functions.right_block(x, w, 1), "there is one head"),
     ("block", partial(test_functions.right_block, sum_first=False), "after attention"),
+    ("block", partial(test_functions.right_block, join=False), "before the reshape"),
+    ("block", partial(test_functions.right_block, split=False), "split heads by"),
+    ("block", partial(test_functions.right_block, split=False, join=False), "and transpose back"),
+    ("block", partial(test_functions.right_block, order="qvk"), "not q, v, k"),
+    ("block", partial(test_functions.right_block, order="kqv"), "not k, q, v"),
     ("adamw", partial(wrong_adamw, mistake="L2"), "Adam with L2"),
     ("adamw", partial(wrong_adamw, mistake="uncorrected"), "divide by 1 - beta"),
     ("adamw", partial(wrong_adamw, mistake="eps"), "not under it"),
@@ -320,6 +328,26 @@ WRONG = [  # (function, a wrong answer, words of the sentence that it gets)
 @pytest.mark.parametrize("name, answer, sentence", WRONG)
 def test_a_wrong_answer_gets_its_sentence(name, answer, sentence, monkeypatch):
     monkeypatch.setattr(functions, name, answer)
+    with pytest.raises(pytest.fail.Exception, match=sentence):
+        getattr(test_functions, f"test_{name}")()
+
+
+@pytest.mark.parametrize(
+    "name, called, right, sentence",
+    [
+        ("block", "attention", False, "`attention` is not right yet: write it first"),
+        ("block", "attention", True, "look at ln_1"),
+        ("gpt", "block", False, "`block` is not right yet: write it first"),
+        ("gpt", "block", True, "around the blocks"),
+    ],
+)
+def test_a_wrong_answer_that_calls_another_function_is_sent_to_that_one_first(
+    name, called, right, sentence, monkeypatch
+):
+    ours, call = OURS[called]
+    monkeypatch.setattr(functions, called, partial(call, ours) if right else lambda x, *args: x + 1)
+    ours, call = OURS[name]
+    monkeypatch.setattr(functions, name, lambda *args: call(ours, *args) + 1)
     with pytest.raises(pytest.fail.Exception, match=sentence):
         getattr(test_functions, f"test_{name}")()
 
@@ -364,11 +392,23 @@ def test_a_rate_may_be_any_number(number, monkeypatch):
 @pytest.mark.slow
 def test_a_first_run_lists_what_is_to_write_and_what_was_raised(tmp_path):
     shutil.copytree(ROOT / "exercises", tmp_path / "exercises")
-    broken = "def merge(tokens, pair):\n    return [][1]\n"
-    (tmp_path / "exercises/functions.py").write_text(f"{broken}def __getattr__(name):\n    raise NotImplementedError\n")
+    path = tmp_path / "exercises/functions.py"
+    unwritten = "    raise NotImplementedError\n"
+    head, *parts = path.read_text("utf-8").split(unwritten)
+    parts[0] = f"    return [][1]\n{parts[0]}"  # merge
+    parts[1] = f"    return word\n{parts[1]}"  # encode
+    parts[3] = f"    return attention(x, x, x)\n{parts[3]}"  # block
+    written = [0, 1, 3]
+    text = head + "".join(part if i in written else unwritten + part for i, part in enumerate(parts))
+    path.write_text(text, "utf-8")
+    line = text[: text.index("return [][1]")].count("\n") + 1
     command = [sys.executable, "-m", "pytest", "exercises"]
     done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
     listed = done.stdout.partition("= exercises =")[2]
-    assert "functions.py:2: IndexError: list index out of range" in listed, done.stdout
-    assert listed.count("not written yet") == len(OURS) - 1, done.stdout
+    lines = dict(re.findall(r"^(\w+) +(.+)$", listed, re.M))
+    assert f"functions.py:{line}: IndexError: list index out of range" in lines["merge"], done.stdout
+    assert lines["encode"].startswith("a list is expected, this is 'hehe'"), done.stdout
+    assert lines["attention"] == "not written yet"
+    assert lines["block"].startswith("`attention` is not written yet")
+    assert list(lines.values()).count("not written yet") == len(OURS) - len(written), done.stdout
     assert done.returncode == 1, done.stdout
