@@ -1,7 +1,6 @@
 """What goes wrong in long runs: full disks, damage, failed writes; and what is logged."""
 
 import subprocess
-import threading
 from contextlib import suppress
 
 import pytest
@@ -46,11 +45,3 @@ def test_a_full_disk_gives_one_line_and_loses_no_checkpoint(train, tmp_path, sma
     for save in (save_file, torch.save):  # their own errors have no number
         with pytest.raises(OSError, match="No space left"), errors_name(run):
             save(dict(x=torch.zeros(2**20)), run / "x")
-
-
-def test_a_system_that_grants_no_more_threads_gives_one_line(train, monkeypatch):
-    def start(thread):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", start)
-    train.error("no more threads", "ulimit -u")

@@ -159,7 +159,7 @@ WRONG = [
     (dict(source="a.txt"), ["give an --out_dir"]),
     (dict(source="."), ["give an --out_dir"]),
     (dict(tokenizer="nowhere.json"), ["nowhere.json"]),
-    (dict(source="a.txt", out_dir="a.txt"), ["Not a directory; fix that, or give another path"]),
+    (dict(source="a.txt", out_dir="a.txt"), ["a.txt: ", "; fix that, or give another path"]),
     (dict(verify=True, out_dir="."), ["manifest.json"]),
 ]
 

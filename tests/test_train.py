@@ -275,7 +275,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(train, run_dir, 
         file.write_bytes(original)
     assert find_damage(newest) is None
     (newest / "model.safetensors").write_bytes((newest / "model.safetensors").read_bytes()[:-100])
-    assert_user_error(inline(sample.main, newest), "model.safetensors", "step_000005")
+    assert_user_error(inline(sample.main, newest), "model.safetensors")
     assert inline(sample.main, run_dir, "--max_new_tokens", 3).returncode == 0
 
 
@@ -327,8 +327,9 @@ def test_compiled_training_evaluates_scores_and_samples_without_recompiling(trai
     options = dict(n_layer=1, max_steps=8, eval_interval=2, sample_interval=2, hellaswag_interval=2)
     options |= dict(hellaswag_data=hellaswag_rows(tmp_path / "rows.jsonl"))
     train(out="compiled", compile="on", **options)
-    # one graph to train, one to evaluate, and one of Muon's momentum, whatever happens in between
-    assert counters["stats"]["unique_graphs"] == 3
+    # one graph of the trial whether anything compiles, one to train, one to evaluate, and one of Muon's momentum,
+    # whatever happens in between
+    assert counters["stats"]["unique_graphs"] == 4
     assert not counters["recompiles"]
     train(out="eager", **options)
     eager = column(tmp_path / "eager", "train", "loss")
