@@ -24,7 +24,7 @@ import torch
 
 from parts.chat import Chat, chat_of, end_tokens
 from parts.checkpoint import load_model, model_tokenizer
-from parts.cli import Count, NonNegative, Positional, Positive, Seed, UserError, parse_args, printable, script
+from parts.cli import Count, NonNegative, Positional, Positive, Seed, parse_args, printable, script
 from parts.files import errors_name
 from parts.generation import generate
 from parts.lora import folders_of, load_adapter, merge, remove_lora
@@ -54,11 +54,8 @@ def main() -> None:
     config = parse_args(Config, description=__doc__)
     prompt = config.prompt
     if prompt == "-":  # without the line end that `echo` and editors put after the last line
-        try:
-            with errors_name(Path("standard input")):
-                prompt = sys.stdin.buffer.read().decode().removesuffix("\n").removesuffix("\r")
-        except UnicodeDecodeError as e:
-            raise UserError(f"standard input is not UTF-8 ({e.reason} at byte {e.start}); save it as UTF-8") from None
+        with errors_name(Path("standard input")):
+            prompt = sys.stdin.buffer.read().decode().removesuffix("\n").removesuffix("\r")
     rt = Runtime.setup(config.device, config.dtype, threads=config.threads)
     if config.dtype == "auto" and rt.device.type == "cpu":
         rt = Runtime.setup("cpu", "float32")  # one row is bound by memory, and 16 bits are partly emulated

@@ -14,6 +14,7 @@ import re
 import signal
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -37,6 +38,7 @@ def script(main: Callable[[], None]) -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError, OSError):  # a terminal without UTF-8 still shows the rest
             stream.reconfigure(errors="backslashreplace")
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"  # without a line of our code
     note = note_of_job()
     if note and note.exists():
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
@@ -85,6 +87,8 @@ def explain(e: BaseException) -> str | None:
         return str(e)
     if isinstance(e, OSError):
         return f"{e.filename or 'the output'}: {e.strerror or e}; fix that, or give another path"
+    if isinstance(e, UnicodeDecodeError):
+        return f"a text is not UTF-8 ({e.reason} at byte {e.start}); save it as UTF-8"
     if isinstance(e, MemoryError) or type(e).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(e):
         return f"out of memory ({str(e).splitlines()[0] if str(e) else 'in Python'}); use a smaller model or batch"
     if "no kernel image is available" in str(e):

@@ -91,7 +91,7 @@ def test_a_dash_is_standard_input(run, stdin, prompt):
 
 
 def test_bytes_that_are_not_utf8_are_one_line(run):
-    assert_user_error(run("-", stdin=b"caf\xe9\n"), "standard input is not UTF-8")
+    assert_user_error(run("-", stdin=b"caf\xe9\n"), "not UTF-8")
     assert_user_error(run(chat=True, stdin=b"caf\xe9\n\n"), "not UTF-8")
     assert "caf" in run("caf\udce9").stdout
 
