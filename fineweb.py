@@ -84,6 +84,8 @@ def stop(signum, frame) -> None:
 
 def make_shards(config: Config, out_dir: Path) -> None:
     """Write the shards of `config.source`, or those that are missing. Raises UserError."""
+    if not config.out_dir:  # as an unset variable of a shell is
+        raise UserError("--out_dir is empty; give a directory")
     of_fineweb = config.source == Config.source
     if not of_fineweb and config.out_dir == Config.out_dir:
         raise UserError(f"{out_dir} is for FineWeb-Edu; give an --out_dir for the shards of another --source")

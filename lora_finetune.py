@@ -57,7 +57,7 @@ from parts.conversations import (
     split_rows,
 )
 from parts.evaluation import complete, validate
-from parts.files import write_atomically
+from parts.files import refuse_folders, write_atomically
 from parts.lora import TARGETS, LoRAConfig
 from parts.optim import Optimizer, learning_rate, make_optimizer
 from parts.report import import_tracker
@@ -140,7 +140,7 @@ AUTOMATIC = dict(
 
 def main() -> None:
     config, flags = read_command_line(sys.argv[1:])
-    if config.merge and config.adapter and not config.resume:
+    if config.merge and config.adapter and not (config.resume or config.dry_run):
         return write_merged(config, config.adapter)
     rt = Runtime.setup(config.device, config.dtype, config.compile)
     elsewhere = TemporaryDirectory()
@@ -312,6 +312,8 @@ def read_command_line(args: list[str]) -> tuple[Config, set[str]]:
         raise UserError("--lora_dim 0 keeps its weights in checkpoints alone; give a --checkpoint_interval above 0")
     if config.merge and Path(config.merge).exists() and not (config.overwrite or config.resume):
         raise UserError(f"--merge {config.merge} already exists; pass --overwrite to rename it, or choose another name")
+    if config.merge:
+        refuse_folders(Path(config.merge))
     return config, flags_set(Config, args)
 
 

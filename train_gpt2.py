@@ -1,7 +1,7 @@
 """Pretrain GPT-2: constants, then one loop that reads top to bottom.
 
     python train_gpt2.py tiny                                # a small GPT on input.txt, 1 to 5 minutes on 2 CPU cores
-    python train_gpt2.py small --data my.txt                 # 6M parameters on your own text, about an hour on 2 cores
+    python train_gpt2.py small --data my.txt                 # 6M parameters on your own text, in an hour or less
     python train_gpt2.py                                     # GPT-2 124M on FineWeb-Edu shards, one device
     torchrun --standalone --nproc_per_node=8 train_gpt2.py   # the same run on 8 GPUs
     python train_gpt2.py gpt2-medium --micro_batch_size 16   # another recipe, another constant
@@ -132,7 +132,7 @@ RECIPES = {
     # rates of both tuned at the first two, and before four_phases (docs/speedrun.md); 124M is untried
     "speedrun": Config(optimizer="muon", lr_schedule="four_phases", max_steps=9_537, warmup_steps=256, max_lr=3e-3,
                        min_lr=0.0),
-    # one's own text of 5 to 100 MB in about an hour on 2 CPU cores, or minutes on a GPU (docs/data.md)
+    # one's own text of 5 to 100 MB, in an hour or less on 2 CPU cores, or minutes on a GPU (docs/data.md)
     "small": Config(
         data="input.txt", tokenizer="train", vocab_size=4096, n_layer=6, n_head=4, n_embd=256, sequence_length=256,
         total_batch_size=4096, max_steps=1500, warmup_steps=40, max_lr=3e-3, min_lr=0.0, weight_decay=0.1,

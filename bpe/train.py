@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bpe.tokenizer import ENDOFTEXT, Tokenizer, visible
 from parts.cli import Count, Positive, Tokens, UserError, parse_args, script
-from parts.files import write_atomically
+from parts.files import refuse_folders, write_atomically
 from parts.texts import open_texts
 
 
@@ -91,6 +91,7 @@ def as_note(message, *_) -> str:
 def check(config: Config) -> None:
     """Catch bad options before hours of reading. Raises UserError."""
     out = Path(config.out)
+    refuse_folders(out)
     if any(out.glob("*")) and not config.overwrite:
         raise UserError(f"--out {config.out} is not empty; pass --overwrite to rename it, or choose another directory")
     if not out.is_dir():

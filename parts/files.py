@@ -114,6 +114,14 @@ def write_atomically(path: Path, fill: Callable[[Path], None]) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def refuse_folders(path: Path) -> None:
+    """Raises UserError for a directory that `write_atomically` should not replace: one that holds others, as `out`, or
+    the current one."""
+    here = Path.cwd()
+    if path.is_dir() and (path.resolve() in (here, *here.parents) or any(file.is_dir() for file in path.iterdir())):
+        raise UserError(f"{path} is the current directory or holds others; choose another name")
+
+
 def contents(directory: Path) -> dict[str, str]:
     """{name: sha256} of the files in a directory, which may not be there."""
     return {file.name: sha256(file) for file in directory.glob("*") if file.is_file()}

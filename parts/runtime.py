@@ -224,11 +224,11 @@ class Runtime:
 def ranks_of_environment() -> tuple[int, int, int]:
     """(rank, world size, rank on this node) as torchrun sets them, else (0, 1, 0). Raises UserError for a rank that, as
     the only process, would train to its end and write nothing."""
-    rank = int(os.environ.get("RANK", 0))
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    rank = int(os.environ.get("RANK") or 0)  # some job scripts set them to nothing
+    world_size = int(os.environ.get("WORLD_SIZE") or 1)
     if not 0 <= rank < world_size:
         raise UserError(f"RANK={rank} WORLD_SIZE={world_size} in the environment: unset them, or start with torchrun")
-    return rank, world_size, int(os.environ.get("LOCAL_RANK", 0))
+    return rank, world_size, int(os.environ.get("LOCAL_RANK") or 0)
 
 
 def _choose_device(device: str, local_rank: int) -> torch.device:

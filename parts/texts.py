@@ -74,8 +74,7 @@ class Texts(NamedTuple):
             while batch := list(islice(found, BATCH)):
                 line = batch[0][0]
                 texts = [text for _, text in batch]
-                if not line:
-                    self.notes.extend(note for note in notes_on(path, texts) if note not in self.notes)
+                self.notes.extend(note for note in notes_on(path, texts, line) if note not in self.notes)
                 yield dict(lines=line), texts
             return
         rows = 0
@@ -200,11 +199,11 @@ def documents(lines: Iterable[str], start: int = 0) -> Iterator[tuple[int, str]]
             document.append(line)
 
 
-def notes_on(path: str, documents: list[str]) -> list[str]:
-    """What a person should know about the documents at the start of a .txt, or all of it."""
+def notes_on(path: str, documents: list[str], line: int = 0) -> list[str]:
+    """What a person should know about the documents of a .txt from `line` on, some or all."""
     how = f"to end documents, write two blank lines or {ENDOFTEXT} on a line of its own"
     notes = []
-    if len(documents) == 1 and len(documents[0]) > LONG:
+    if not line and len(documents) == 1 and len(documents[0]) > LONG:
         notes.append(f"{path} is one document; {how}")
     if any(ENDOFTEXT in document for document in documents):
         notes.append(f"{path} has {ENDOFTEXT} inside lines, where it is text; {how}")

@@ -100,6 +100,14 @@ def test_of_many_texts_every_tenth_is_held_out_until_there_are_enough_and_of_few
     assert sum(map(len, split.held_out)) == train.HELD_OUT * held
 
 
+def test_no_directory_that_holds_others_becomes_a_tokenizer(tmp_path, run_train, monkeypatch):
+    (tmp_path / "out" / "of somebody").mkdir(parents=True)
+    assert_user_error(run_train("--overwrite"), "holds others; choose another name")
+    (tmp_path / "out" / "of somebody").rmdir()
+    monkeypatch.chdir(tmp_path / "out")
+    assert_user_error(run_train("--overwrite"), "is the current directory")
+
+
 def test_an_old_tokenizer_is_renamed_and_never_deleted(run_train, tmp_path):
     (tmp_path / "a.txt").write_text("spring has come " * 50)
     words = ["--input", tmp_path / "a.txt", "--vocab_size"]

@@ -245,6 +245,18 @@ def test_a_base_with_a_template_of_its_own_is_told_that_it_gets_ours(finetune, b
     assert "replaces by ours" not in finetune(base=tmp_path / "base", overwrite=True, **short).stdout
 
 
+def test_a_directory_of_runs_never_becomes_a_merged_model(finetune, tmp_path):
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    finetune.error("holds others; choose another name", merge=tmp_path / "runs", overwrite=True)
+    assert (tmp_path / "runs" / "first").is_dir()
+
+
+def test_a_dry_run_writes_no_merged_model(finetune, run_dir, tmp_path):
+    finetune(max_steps=1, eval_interval=0)
+    finetune(adapter=run_dir, merge=tmp_path / "merged", lora_dim=None, dry_run=True, out="other")
+    assert not (tmp_path / "merged").exists()
+
+
 def test_what_is_overwritten_is_renamed_and_never_lost(finetune, tmp_path, run_dir):
     merged = tmp_path / "merged"
     merged.mkdir()

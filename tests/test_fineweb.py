@@ -158,6 +158,7 @@ WRONG = [
     (dict(tokenizer="train"), ["no tokenizer at train; give gpt2, a tokenizer.json, or the OUT of python"]),
     (dict(source="a.txt"), ["give an --out_dir"]),
     (dict(source="."), ["give an --out_dir"]),
+    (dict(source="a.txt", out_dir=""), ["--out_dir is empty"]),
     (dict(tokenizer="nowhere.json"), ["nowhere.json"]),
     (dict(source="a.txt", out_dir="a.txt"), ["a.txt: ", "; fix that, or give another path"]),
     (dict(verify=True, out_dir="."), ["manifest.json"]),

@@ -96,6 +96,12 @@ def test_ranks_that_no_launcher_sets_are_refused(monkeypatch, found, words):
     assert_refused(words, Runtime.setup, "cpu", "float32")
 
 
+def test_empty_variables_of_ranks_are_as_if_unset(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "")
+    assert runtime.ranks_of_environment() == (0, 1, 0)
+
+
 def test_the_first_line_of_a_run_says_how_it_computes(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)

@@ -35,6 +35,14 @@ def test_an_end_of_text_inside_a_line_is_text_and_that_is_said(tmp_path, tokeniz
         assert [f"{path} has {ENDOFTEXT} inside lines" in note for note in notes] == [True] * n
 
 
+def test_an_end_of_text_after_many_documents_is_said_too(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("a word\n\n\n" * 80 + f"and {ENDOFTEXT} inside")
+    texts, notes = read(path)
+    assert len(texts) == 81
+    assert [note.split(" has ")[0] for note in notes] == [str(path)]
+
+
 def test_a_long_text_of_one_document_is_said_by_the_trainer_of_tokenizers_too(tmp_path, inline):
     (tmp_path / "a.txt").write_text(prose()[:50_000].replace("\n\n\n", "\n") * 3)
     result = inline(train.main, input=tmp_path / "a.txt", vocab_size=300, out=tmp_path / "out")
