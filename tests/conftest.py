@@ -4,6 +4,7 @@ import gc
 import os
 import sys
 import traceback
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +26,15 @@ def pytest_xdist_make_scheduler(config, log):
     """pytest -n: a file's tests go to one worker, or each would build what a file builds once for all of them."""
     from xdist.scheduler import LoadFileScheduling
 
+    config.option.loadscopereorder = False  # the order is that of the next function
     return LoadFileScheduling(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items) -> None:
+    """Files with few tests first: these start processes and take long, and one that came last would be waited for."""
+    n_tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: (n_tests[item.path], item.path))
 
 
 def pytest_collection_finish() -> None:

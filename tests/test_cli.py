@@ -387,6 +387,7 @@ script(main)
 """
 
 
+@pytest.mark.slow
 def test_no_rank_leaves_before_the_last_one_has_ended(tmp_path):
     """Gloo may still be sending what the others wait for."""
     file = tmp_path / "ranks.py"

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch._inductor.fx_passes.post_grad import view_to_reshape
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from parts.graphs import BiasGradients
@@ -14,6 +13,8 @@ X = torch.randn(B, T, C, generator=seeded(), dtype=torch.float64)
 
 def changed(function) -> tuple[torch.fx.GraphModule, int]:
     """The graph of a function as Inductor gets it, changed by the pass, and how many sums it has more than before."""
+    from torch._inductor.fx_passes.post_grad import view_to_reshape  # a slow import
+
     module = make_fx(function)(X)
     view_to_reshape(module)
     n_sums = len(sums(module))
