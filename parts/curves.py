@@ -160,6 +160,8 @@ def draw_loss(axes, records: Records, at: Callable, y: str) -> None:
         label = None
     axes.set_yscale("log")
     axes.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
+    if axes.get_ylim()[1] > 10 * axes.get_ylim()[0]:  # else the labels would touch
+        axes.yaxis.get_minor_locator().set_params(subs=(2, 5))
 
 
 def draw_rival(axes, records: Records, at: Callable, y: str, marked: dict) -> None:
