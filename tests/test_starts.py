@@ -8,7 +8,7 @@ import time
 import pytest
 
 from parts.files import write_atomically
-from tests.helpers import ROOT, gone, needs_proc, steps_of
+from tests.helpers import ROOT, gone, needs_proc, slow, steps_of
 
 
 def restarts(monkeypatch, **environment) -> None:
@@ -41,7 +41,7 @@ def test_the_name_that_torchrun_gives_every_job_is_no_name_of_one(short, run_dir
     assert (run_dir.parent / "run.1").exists()
 
 
-@pytest.mark.parametrize("stop_at", [3, 4])
+@pytest.mark.parametrize("stop_at", [slow(3), 4])
 def test_a_stop_at_that_is_behind_the_run_is_an_error_that_names_both(short, run_dir, stop_at):
     short(stop_at=4)
     short.error(f"step {stop_at} is not beyond step 4", resume=True, stop_at=stop_at)
