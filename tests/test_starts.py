@@ -59,6 +59,7 @@ def test_what_a_killed_process_was_writing_beside_a_directory_goes_and_nothing_e
     assert {path.name for path in tmp_path.iterdir()} == {"adapter", ".adapter.mine.tmp", ".other.4711.tmp"}
 
 
+@pytest.mark.slow
 @needs_proc
 def test_a_run_of_a_comparison_ends_when_the_comparison_is_killed():
     child = "import os, time; print(os.getpid(), file=open(2, 'w', closefd=False), flush=True); time.sleep(100)"
