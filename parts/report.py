@@ -181,7 +181,10 @@ class Report:
             bpb = f"{val['bpb']:.4f} bits per byte"
             self.rt.print(f"validation loss {val['loss']:.4f} at step {val['step']}, {side}, {bpb}")
             rates = {step["step"]: step["lr"] for step in trained if "lr" in step}
-            self.rt.print(advice(self.val_losses(), rates, gap, self.out_dir))
+            if trained[-1]["step"] < self.config.max_steps:
+                self.rt.print(f"these are {trained[-1]['step']:,} of {self.config.max_steps:,} steps: judge at the end")
+            elif loss < self.run_info["uniform_loss"] + 1:  # else the run has diverged
+                self.rt.print(advice(self.val_losses(), rates, gap, self.out_dir))
 
     def median_rate(self) -> float:
         """Tokens per second; nan before the first step."""

@@ -149,8 +149,10 @@ def test_hellaswag_is_scored_on_the_way_and_changes_nothing(train, inline, tmp_p
 
 @pytest.mark.parametrize("max_lr, words", [(50, ["diverged"]), (1e-6, [])])
 def test_a_run_that_diverges_is_told_why_and_one_that_has_learned_nothing_is_not_praised(train, max_lr, words):
-    result = train(max_steps=6, max_lr=max_lr, muon_lr=max_lr)
+    result = train(max_steps=6, max_lr=max_lr, muon_lr=max_lr, eval_interval=3)
     assert re.findall("diverged|Now try", result.stdout) == words
+    judged = result.stdout.partition("bits per byte\n")[2].startswith("validation ")
+    assert judged == (words == [])  # what validation did in a run that diverged means nothing
     assert ("--max_lr 50" in result.stdout) == (words == ["diverged"])
 
 
@@ -159,6 +161,11 @@ def test_a_run_that_memorizes_its_text_is_not_said_to_diverge(train, tmp_path):
     text.write_text("the cat sat on the mat. " * 600 + "0123456789" * 160)  # validation on characters of its own
     result = train(data=text, max_steps=60, max_lr=1e-2)
     assert re.findall("diverged|Now try", result.stdout) == ["Now try"], result.stdout
+
+
+def test_a_run_that_is_stopped_on_its_way_is_not_judged(train):
+    result = train(max_steps=6, stop_at=4, eval_interval=2)
+    assert "bits per byte\nthese are 4 of 6 steps: judge at the end\n\nNow try" in result.stdout
 
 
 def test_without_a_terminal_a_line_is_printed_as_soon_as_one_is_due(train, monkeypatch):
