@@ -43,6 +43,12 @@ def test_an_end_of_text_after_many_documents_is_said_too(tmp_path):
     assert [note.split(" has ")[0] for note in notes] == [str(path)]
 
 
+def test_a_long_document_after_others_is_not_said_to_be_the_only_one(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("a word\n\n\n" * 64 + "many words " * 20_000)
+    assert read(path)[1] == []
+
+
 def test_a_long_text_of_one_document_is_said_by_the_trainer_of_tokenizers_too(tmp_path, inline):
     (tmp_path / "a.txt").write_text(prose()[:50_000].replace("\n\n\n", "\n") * 3)
     result = inline(train.main, input=tmp_path / "a.txt", vocab_size=300, out=tmp_path / "out")
