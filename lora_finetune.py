@@ -143,8 +143,8 @@ def main() -> None:
     if config.merge and config.adapter and not (config.resume or config.dry_run):
         return write_merged(config, config.adapter)
     rt = Runtime.setup(config.device, config.dtype, config.compile)
-    elsewhere = TemporaryDirectory()
-    if config.dry_run:
+    if config.dry_run:  # which writes nothing to OUT_DIR
+        elsewhere = TemporaryDirectory()  # is removed with this variable
         config = replace(config, out_dir=elsewhere.name, resume=False, overwrite=False)
     directory = RunDirectory(config, rt)
     config = settle_model(config, flags, directory)
