@@ -86,7 +86,7 @@ class Config:
     json: str = ""  # write scores and log-likelihoods to this .json; an older one becomes FILE.1
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: cuda, else mps, else cpu
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto: 16 bits where the device has them
-    threads: Count = 0  # CPU threads; 0 tries several numbers for a second and takes the fastest
+    threads: Count = 0  # CPU threads; 0 for PyTorch's number, which heeds OMP_NUM_THREADS
 
 
 def main() -> None:

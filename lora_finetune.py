@@ -62,7 +62,7 @@ from parts.lora import TARGETS, LoRAConfig
 from parts.optim import Optimizer, learning_rate, make_optimizer
 from parts.report import import_tracker
 from parts.run import Run, RunDirectory, continue_constants
-from parts.runtime import Runtime, checkpoint_activations, prefetch, ranks_of_environment, set_threads
+from parts.runtime import Runtime, checkpoint_activations, prefetch, ranks_of_environment
 from parts.trials import choose_attention, find_micro_batch_size
 
 # One more micro-batch costs as much as this many tokens of padding: it reads all weights again (which dominates on a
@@ -124,7 +124,7 @@ class Config:
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of matrix products; trained weights are fp32
     compile: Literal["auto", "on", "off"] = "off"  # use torch.compile, with dynamic shapes; auto: on CUDA only
     activation_checkpointing: bool = False  # recompute activations: less memory, a third more time
-    threads: Count = 0  # CPU threads; 0 tries several numbers for a second and takes the fastest
+    threads: Count = 0  # CPU threads; 0 for PyTorch's number, which heeds OMP_NUM_THREADS
     report_to: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # tracker to report to, besides log.jsonl
 
 
@@ -133,7 +133,7 @@ FIXED = ("adapter", "lora_dim", "lora_alpha", "targets", "rslora", "sequence_len
          "seed")  # fmt: skip
 # with these values the script chooses
 AUTOMATIC = dict(
-    micro_batch_size=0, threads=0, sequence_length=0, lora_alpha=0.0, max_steps=0, warmup_steps=0, max_lr=0.0,
+    micro_batch_size=0, sequence_length=0, lora_alpha=0.0, max_steps=0, warmup_steps=0, max_lr=0.0,
     eval_interval=-1, val_examples=0,
 )  # fmt: skip
 
@@ -142,7 +142,7 @@ def main() -> None:
     config, flags = read_command_line(sys.argv[1:])
     if config.merge and config.adapter and not (config.resume or config.dry_run):
         return write_merged(config, config.adapter)
-    rt = Runtime.setup(config.device, config.dtype, config.compile)
+    rt = Runtime.setup(config.device, config.dtype, config.compile, config.threads)
     if config.dry_run:  # which writes nothing to OUT_DIR
         elsewhere = TemporaryDirectory()  # is removed with this variable
         config = replace(config, out_dir=elsewhere.name, resume=False, overwrite=False)
@@ -337,8 +337,6 @@ def settle_model(config: Config, flags: set[str], directory: RunDirectory) -> Co
         config = continue_constants(config, flags, directory, FIXED, AUTOMATIC)
         if "epochs" in flags:  # their steps, and not those of the run
             config = replace(config, max_steps=max_steps)
-    if directory.rt.device.type == "cpu":
-        config = replace(config, threads=set_threads(config.threads, "threads" in flags))
     return replace(config, lora_alpha=config.lora_alpha or 2.0 * config.lora_dim)
 
 

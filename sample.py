@@ -47,7 +47,7 @@ class Config:
     chat: bool = False  # hold a conversation in the terminal; PROMPT is the first message
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: cuda, else mps, else cpu
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of weights; auto: fp32 on a CPU, else 16 bits
-    threads: Count = 0  # CPU threads; 0 tries several numbers for a second and takes the fastest
+    threads: Count = 0  # CPU threads; 0 for PyTorch's number, which heeds OMP_NUM_THREADS
 
 
 def main() -> None:

@@ -49,7 +49,7 @@ from parts.optim import Optimizer, learning_rate, make_optimizer, muon_lr_fracti
 from parts.plan import print_plan
 from parts.report import import_tracker
 from parts.run import Run, RunDirectory, continue_constants
-from parts.runtime import Runtime, checkpoint_activations, make_deterministic, prefetch, profiled, set_threads
+from parts.runtime import Runtime, checkpoint_activations, make_deterministic, prefetch, profiled
 from parts.shards import Shards, open_shards
 from parts.trials import choose_attention, find_micro_batch_size
 
@@ -112,7 +112,7 @@ class Config:
     activation_checkpointing: bool = False  # recompute activations: less memory, a third more time
     deterministic: bool = False  # the same bits in every run on one machine; slower on a GPU
     profile: Count = 0  # watch so many steps, from the third on: a table by kernel, and OUT_DIR/profile.json
-    threads: Count = 0  # CPU threads; 0 tries several numbers for a second and takes the fastest
+    threads: Count = 0  # CPU threads; 0 for PyTorch's number, which heeds OMP_NUM_THREADS
     report_to: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # tracker to report to, besides log.jsonl
 
 
@@ -152,7 +152,7 @@ RECIPES = {
 # --resume refuses to change these: the weights or the order of the data depend on them (docs/run.md)
 FIXED = ("init_from", "n_layer", "n_head", "n_embd", "sequence_length", "vocab_size", "total_batch_size", "optimizer",
          "seed", "shuffle")  # fmt: skip
-AUTOMATIC = dict(micro_batch_size=0, threads=0, attention="auto")  # with these values the script chooses
+AUTOMATIC = dict(micro_batch_size=0, attention="auto")  # with these values the script chooses
 SIZES = ("n_layer", "n_head", "n_embd", "vocab_size")  # --init_from takes these from the checkpoint
 
 
@@ -160,7 +160,7 @@ def main() -> None:
     config, flags = read_command_line(sys.argv[1:])
     if config.deterministic:
         make_deterministic()
-    rt = Runtime.setup(config.device, config.dtype, config.compile)
+    rt = Runtime.setup(config.device, config.dtype, config.compile, config.threads)
     if config.dry_run:
         return print_plan(*settle(config, flags, None, rt), rt)
     directory = RunDirectory(config, rt)
@@ -338,8 +338,6 @@ def settle(config: Config, flags: set[str], directory: RunDirectory | None, rt: 
         per_rank = config.total_batch_size // config.sequence_length // rt.world_size
         if "micro_batch_size" not in flags and per_rank % max(config.micro_batch_size, 1):  # of another number of ranks
             config = replace(config, micro_batch_size=0)
-    if rt.device.type == "cpu":
-        config = replace(config, threads=set_threads(config.threads, "threads" in flags))
     validate_config(config, rt)
     attention = choose_attention(config.attention, rt, config.sequence_length)
     sizes = {name: getattr(config, name) for name in SIZES}

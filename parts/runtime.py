@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import os
 import signal
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -25,6 +24,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
+from bpe.training import cpu_count
 from parts.cards import peak_of
 from parts.cli import UserError, counted, printable
 
@@ -51,11 +51,11 @@ class Runtime:
     name: str  # of the device
 
     @classmethod
-    def setup(cls, device="auto", dtype="auto", compile="off", threads: int | None = None) -> "Runtime":
+    def setup(cls, device="auto", dtype="auto", compile="off", threads: int = 0) -> "Runtime":
         """Decide for this process, join the process group under torchrun, choose matmul precision.
 
-        `threads` of a CPU: None leaves PyTorch's number, else see `set_threads`. Raises UserError for a device, a dtype
-        or a compiler that is not there.
+        `threads` of a CPU: 0 for PyTorch's number, which heeds OMP_NUM_THREADS; never more than this process has cores.
+        Raises UserError for a missing device, dtype or compiler.
         """
         rank, world_size, local_rank = ranks_of_environment()
         device = _choose_device(device, local_rank)
@@ -67,8 +67,7 @@ class Runtime:
             torch.backends.cuda.enable_cudnn_sdp(False)
         elif device.type == "cpu":
             _keep_freed_memory()
-            if threads is not None:
-                set_threads(threads, threads > 0)
+            torch.set_num_threads(min(threads or torch.get_num_threads(), cpu_count()))
         if world_size > 1 and not dist.is_initialized():
             _join_ranks(device, rank, world_size)
         torch.set_float32_matmul_precision("high")  # TF32 for what is left in fp32
@@ -275,38 +274,6 @@ def _keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         for option, size in MALLOC.items():
             mallopt(option, size)
-
-
-def set_threads(asked: int, by_flag: bool) -> int:
-    """Compute with `asked` threads of the CPU, and return their number. If no flag names one, OMP_NUM_THREADS, which
-    torchrun sets, comes first; 0, and more than there are processors, take the number that is fastest now."""
-    if not by_flag and "OMP_NUM_THREADS" in os.environ:
-        asked = torch.get_num_threads()
-    elif not by_flag and not 0 < asked <= (os.cpu_count() or 1):
-        asked = fastest_threads(torch.get_num_threads())
-    torch.set_num_threads(asked)
-    return asked
-
-
-def fastest_threads(most: int) -> int:
-    """`most`, or a half, a quarter, ... of it: whichever computes a small network's gradients fastest at this moment.
-
-    The threads of an operator wait for each other, spinning. If another process takes one of two cores, our threads
-    spend their time waiting for the preempted one, and a single thread is faster. The candidates take turns for about
-    a second, with enough rows to keep all threads busy. No random state is touched.
-    """
-    seconds = {most >> i: [] for i in range(most.bit_length())}  # by the number of threads: of each turn
-    x = torch.full((512 * most, 128), 0.5)
-    w = torch.full((512, 128), 0.01, requires_grad=True)
-    end = time.perf_counter() + 1
-    while len(seconds[most]) < 3 or (len(seconds[most]) < 25 and time.perf_counter() < end):
-        for n in seconds:
-            torch.set_num_threads(n)
-            begun = time.perf_counter()
-            loss = ((torch.nn.functional.gelu(x @ w.T) @ w).softmax(-1) * x).sum()
-            torch.autograd.grad(loss, w)
-            seconds[n].append(time.perf_counter() - begun)
-    return min(seconds, key=lambda n: statistics.median(seconds[n][1:]))  # the first turn starts the threads
 
 
 def _choose_dtype(dtype: str, device: torch.device) -> torch.dtype:

@@ -110,7 +110,6 @@ def test_constants_follow_from_the_rows_and_the_rank_unless_they_are_given(finet
     config = read_json(run_dir / "config.json")
     assert tuple(config[name] for name in given) == expected
     assert config["sequence_length"] == 128
-    assert config["threads"] == torch.get_num_threads()
 
 
 @pytest.mark.parametrize("r,options", [(4, {}), (0, {}), slow(4, dict(dtype="bfloat16", lora_dropout=0.1))])

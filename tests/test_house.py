@@ -117,12 +117,11 @@ def test_no_imports_run_in_a_circle():
 # they measure, and keep nothing of their steps
 TRIALS = {
     "parts.trials": {"timed_step"},
-    "parts.runtime": {"fastest_threads"},
 }
 
 
 def test_the_loop_is_in_the_door():
-    """No part calls backward, but for trials of memory and threads."""
+    """No part calls backward, but for trials of memory."""
     for path in PARTS:
         for name, function in functions(path).items():
             calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]

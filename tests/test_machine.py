@@ -47,38 +47,14 @@ def test_a_gpu_without_code_in_this_pytorch_gives_one_line():
     assert "for an older card install its build for CUDA 12.6" in explain(e)
 
 
-def test_the_fastest_number_of_threads_is_taken_unless_somebody_has_chosen(monkeypatch):
-    now = [4]
-    gelu = torch.nn.functional.gelu
-    state = torch.get_rng_state()
-    clock = [0.0]
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: now[-1])
-    monkeypatch.setattr(torch, "set_num_threads", lambda n: now.append(n))
-    waits = {4: 0.02, 2: 0.001, 1: 0.01}  # seconds that so many threads wait for each other
-    monkeypatch.setattr(runtime.time, "perf_counter", lambda: clock[0])
-
-    def slow(x):
-        clock[0] += waits[now[-1]]
-        return gelu(x)
-
-    monkeypatch.setattr(torch.nn.functional, "gelu", slow)
-    for asked, by_flag, environment, chosen in (
-        (0, False, None, 2),
-        (3, True, None, 3),
-        (3, False, None, 3),  # of the run that is resumed
-        (9, False, None, 2),  # of one on a larger machine
-        (9, True, None, 9),
-        (0, False, "4", 4),
-        (3, False, "4", 4),
-        (3, True, "4", 3),
-    ):
-        if environment:
-            monkeypatch.setenv("OMP_NUM_THREADS", environment)
-        now[:] = [4]
-        assert runtime.set_threads(asked, by_flag) == now[-1] == chosen
-    assert torch.equal(state, torch.get_rng_state())
+@pytest.mark.parametrize("asked, default, cores, expected", [(0, 4, 8, 4), (3, 4, 8, 3), (0, 4, 1, 1), (9, 4, 8, 8)])
+def test_threads_are_those_asked_for_or_pytorchs_but_never_more_than_cores(monkeypatch, asked, default, cores, expected):
+    chosen = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: default)
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    Runtime.setup("cpu", "float32", threads=asked)
+    assert chosen == [expected]
 
 
 STRAY = [  # (what the environment holds, words of the error)
