@@ -1,4 +1,4 @@
-"""Finetune GPT-2 on instructions: LoRA (Hu et al. 2021), or all weights. Constants, then the loop, then what it reads.
+"""Finetune GPT-2 on instructions: LoRA (Hu et al. 2021), or all weights. Constants, then the loop, then the rows.
 
     python lora_finetune.py --base gpt2 --lora_dim 8            # adapters of rank 8, on Alpaca
     python lora_finetune.py --base out/tiny --data rows.json    # a checkpoint of ours, another file of rows
@@ -32,7 +32,7 @@ from tqdm import tqdm
 from bpe.tokenizer import Tokenizer
 from model import GPT, GPTConfig, GPTWithLoss
 from parts import lora
-from parts.chat import Chat, chat_of, copy_chat_files, our_chat, save_chat_files
+from parts.chat import Chat, chat_of, our_chat, save_chat_files
 from parts.checkpoint import find_model, load_model, load_shape, model_tokenizer, save_model
 from parts.cli import (
     Count,
@@ -58,17 +58,18 @@ from parts.conversations import (
 )
 from parts.evaluation import complete, validate
 from parts.files import refuse_folders, write_atomically
+from parts.log import of_kind
 from parts.lora import TARGETS, LoRAConfig
 from parts.optim import Optimizer, learning_rate, make_optimizer
 from parts.report import import_tracker
 from parts.run import Run, RunDirectory, continue_constants
 from parts.runtime import Runtime, checkpoint_activations, prefetch, ranks_of_environment
-from parts.trials import choose_attention, find_micro_batch_size
+from parts.trials import choose_attention, find_micro_batch_size, timed_step
 
 # One more micro-batch costs as much as this many tokens of padding: it reads all weights again (which dominates on a
 # CPU) and launches all kernels again (which dominates on a GPU).
 MICRO_BATCH_COST = {"cpu": 64, "mps": 1024, "cuda": 4096}
-FEW_STEPS = 20  # of which the warmup and a falling rate leave little
+FEW_STEPS = 20  # too few after warmup and decay
 
 
 @dataclass(frozen=True)
@@ -82,24 +83,23 @@ class Config:
     dry_run: bool = False  # time three steps, print what all of them take on this machine, then stop
     adapter: str = ""  # adapter to start from, ours or peft's; it sets rank, alpha, scaling and targets
     merge: str = ""  # directory for base and adapter merged into a plain model; with --adapter, merge without training
-    ignore_keys: tuple[str, ...] = ()  # keys of rows or messages that may mark some of them, and are not read
     # adapter
     lora_dim: Count = 8  # rank r of the adapter; 0 trains all weights instead
-    lora_alpha: NonNegative = 0.0  # scale the adapter's output by alpha / r; 0 for alpha = 2 r
+    lora_alpha: NonNegative = 0.0  # scale the adapter's output by alpha / r; 0 is 2 r
     lora_dropout: Probability = 0.0  # on the adapter's input
     targets: tuple[str, ...] = TARGETS  # projections of each block to adapt
     rslora: bool = False  # scale by alpha / sqrt(r) (Kalajdzievski 2023)
     # data
-    sequence_length: Count = 0  # tokens of an example, at most; longer rows become windows; 0 for the base's context
+    sequence_length: Count = 0  # longest example in tokens; longer rows become windows; 0 is the base's context
     val_rows: Count = 1000  # rows to hold out for validation, chosen by the seed; at most a tenth of the data
-    val_examples: Count = 0  # validate on this many examples of these rows; 0 for what a fifth of the time allows
+    val_examples: Positive = 200  # validate on the first of these rows' examples, at most this many
     # batch and schedule
     batch_size: Positive = 32  # examples per optimizer step, summed over ranks and micro-batches
-    micro_batch_size: Count = 0  # full-length examples per forward pass; 0 finds the largest that fits
+    micro_batch_size: Count = 0  # full-length examples per forward pass; 0 is the largest that fits
     epochs: NonNegative = 3.0  # passes over the training rows
-    max_steps: Count = 0  # optimizer steps; 0 for as many as the epochs take
-    warmup_steps: Count = 0  # steps of linear warmup; 0 for 3% of all steps
-    max_lr: NonNegative = 0.0  # peak learning rate; 0 for 1e-3 with LoRA, 1e-4 for all weights
+    max_steps: Count = 0  # optimizer steps; 0 is as many as the epochs take
+    warmup_steps: Count = 0  # steps of linear warmup; 0 is 3% of all steps
+    max_lr: NonNegative = 0.0  # peak learning rate; 0 is 1e-3 with LoRA, 1e-4 for all weights
     min_lr: NonNegative = 0.0  # learning rate at the last step
     lr_schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: warmup, stable, linear decay
     decay_fraction: Fraction = 0.5  # fraction of the steps after warmup in which wsd decays
@@ -113,8 +113,8 @@ class Config:
     dropout: Probability = 0.0  # of the base: on embeddings, attention and residual branches
     seed: Seed = 1337  # of the adapter, the split, the data order, dropout and the samples
     # evaluation and checkpoints; intervals in steps, 0 for never
-    eval_interval: int = -1  # compute the validation loss; -1 for ten times in the run
-    sample_interval: Count = 0  # generate an answer to sample_prompt; 0 for the end alone
+    eval_interval: Count = 50  # compute the validation loss, also before the first step and after the last
+    sample_interval: Count = 0  # generate an answer to sample_prompt; 0 is after the last step only
     sample_prompt: str = "Give three tips for a good meal."  # the question that samples answer
     sample_tokens: Positive = 128  # tokens of that answer, at most
     checkpoint_interval: Count = 500  # write a checkpoint, also after the last step; Ctrl-C always does
@@ -124,7 +124,7 @@ class Config:
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of matrix products; trained weights are fp32
     compile: Literal["auto", "on", "off"] = "off"  # use torch.compile, with dynamic shapes; auto: on CUDA only
     activation_checkpointing: bool = False  # recompute activations: less memory, a third more time
-    threads: Count = 0  # CPU threads; 0 for PyTorch's number, which heeds OMP_NUM_THREADS
+    threads: Count = 0  # CPU threads; 0 is PyTorch's number, which heeds OMP_NUM_THREADS
     report_to: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # tracker to report to, besides log.jsonl
 
 
@@ -132,25 +132,29 @@ class Config:
 FIXED = ("adapter", "lora_dim", "lora_alpha", "targets", "rslora", "sequence_length", "val_rows", "batch_size",
          "seed")  # fmt: skip
 # with these values the script chooses
-AUTOMATIC = dict(
-    micro_batch_size=0, sequence_length=0, lora_alpha=0.0, max_steps=0, warmup_steps=0, max_lr=0.0,
-    eval_interval=-1, val_examples=0,
-)  # fmt: skip
+AUTOMATIC = dict(micro_batch_size=0, sequence_length=0, lora_alpha=0.0, max_steps=0, warmup_steps=0,
+                 max_lr=0.0)  # fmt: skip
 
 
 def main() -> None:
     config, flags = read_command_line(sys.argv[1:])
     if config.merge and config.adapter and not (config.resume or config.dry_run):
-        return write_merged(config, config.adapter)
+        write_merged(config, config.adapter)
+    elif config.dry_run:
+        with TemporaryDirectory() as kept_by_nobody:
+            finetune(replace(config, out_dir=kept_by_nobody, resume=False, overwrite=False), flags)
+    else:
+        finetune(config, flags)
+
+
+def finetune(config: Config, flags: set[str]) -> None:
     rt = Runtime.setup(config.device, config.dtype, config.compile, config.threads)
-    if config.dry_run:  # which writes nothing to OUT_DIR
-        elsewhere = TemporaryDirectory()  # is removed with this variable
-        config = replace(config, out_dir=elsewhere.name, resume=False, overwrite=False)
     directory = RunDirectory(config, rt)
-    config = settle_model(config, flags, directory)
+    config = settle_base(config, directory)
+    config = settle_adapter(config, flags)
+    config = settle_resume(config, flags, directory)
     data = open_data(config, load_shape(config.base), rt)
     config = settle_schedule(config, data, rt)
-    data = data._replace(val=data.val[: config.val_examples])
     base = load_model(config.base, config.dropout, choose_attention("auto", rt, config.sequence_length))
     data_fingerprint = dict(base=lora.weights_sha256(base), tokenizer=data.tokenizer.fingerprint, data=data.sha256)
     rows = dict(source=config.data, examples=len(data.train), validation=len(data.val), sha256=data.sha256)
@@ -159,8 +163,7 @@ def main() -> None:
     config, loss_fn = distribute(config, model, data, rt)
     optimizer = make_optimizer(model, config, rt)
     if config.dry_run:
-        print_plan(config, loss_fn, optimizer, data, rt)
-        return rt.print(what_to_expect(run_info["parameters"]))
+        return print_plan(config, loss_fn, optimizer, data, rt)
     save_weights = partial(save_finetuned, config, model, data.tokenizer, data_fingerprint["base"])
     run = Run(directory, config, save_weights, optimizer, data_fingerprint, run_info)
     train(config, run, model, loss_fn, optimizer, data)
@@ -170,7 +173,7 @@ def main() -> None:
             write_atomically(adapter, save_weights)
         if config.merge:
             write_merged(config, str(adapter))
-        print_summary(config, run, run_info["parameters"])
+        print_summary(config, run)
 
 
 # ------------------------------------------------------------------------------------------------------ the loop
@@ -178,8 +181,7 @@ def main() -> None:
 
 def train(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, optimizer: Optimizer, data: "Data") -> None:
     """Take optimizer steps until `config.max_steps`. `loss_fn(idx, targets, logit_positions, n_targets)` is the model's
-    loss in nats, summed over the targets and divided by `n_targets`; perhaps compiled and distributed. Its parameters
-    are those of `model`."""
+    loss in nats, summed over the targets and divided by `n_targets`; perhaps compiled and distributed."""
     rt = run.rt
     batches = prefetch(micro_batches_from(run.step, config, data, rt), rt.device)  # reads them one step ahead
     with run:  # opens the log, and closes it whatever happens
@@ -222,7 +224,7 @@ def train(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, optimizer:
 
 
 def evaluate_if_due(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, data: "Data") -> None:
-    """The evaluations of this step that the log does not have yet."""
+    """Run this step's evaluations that are not in the log yet."""
     rt = run.rt
     if data.val and run.due(config.eval_interval, "val", at_start=True):
         inputs = prefetch(iter(to_micro_batches(data.val, config, rt)), rt.device)
@@ -247,47 +249,44 @@ class Data(NamedTuple):
 
 
 def open_data(config: Config, shape: GPTConfig, rt: Runtime) -> Data:
-    """The rows, which the first rank reads, as examples. Raises UserError."""
-    tokenizer = model_tokenizer(config.base)
+    """Read the rows, on the first rank, as examples. Raise UserError."""
     T = config.sequence_length or shape.n_positions
-    chat = our_chat(tokenizer, config.base)
     if T > shape.n_positions:
-        raise UserError(
-            f"{config.base} has a context of {shape.n_positions} tokens, less than --sequence_length {T}; "
-            f"give {shape.n_positions} or less"
-        )
-    rows, not_read = rt.broadcast_from_main(lambda: load_rows(config.data, config.ignore_keys))
+        raise UserError(f"{config.base} has a context of {shape.n_positions} tokens; lower --sequence_length {T} to that")
+    tokenizer = model_tokenizer(config.base)
+    chat = our_chat(tokenizer, config.base)
+    rows, unread = rt.broadcast_from_main(lambda: load_rows(config.data))
     train_rows, val_rows = split_rows(rows, config.val_rows, config.seed)
     train_set, counts = encode_rows(train_rows, chat, T)
     val_set, counts_val = encode_rows(val_rows, chat, T)
     if not train_set:
-        raise UserError(
-            f"{config.data} has {len(rows)} rows, none with an instruction and an answer to train on; "
-            f"correct the rows, or give a larger --sequence_length than {T}"
-        )
+        raise UserError(f"{config.data}: none of {len(rows)} rows has an answer to train on in {T} tokens; fix the rows")
+    rt.print(f"data: {len(rows):,} rows: {len(train_set):,} examples to train on, {len(val_set):,} to validate")
+    notes = [f"not read: {line}" for line in unread]
+    if n_equal := len(rows) - len(train_rows) - len(val_rows):
+        notes.append(f"{counted(n_equal, 'row')} to validate also in training, so left out of validation")
+    if n_empty := counts["empty"] + counts_val["empty"]:
+        notes.append(f"{counted(n_empty, 'row')} with an empty message or no answer, skipped")
+    if n_long := counts["long"] + counts_val["long"]:
+        notes.append(f"{counted(n_long, 'row')} longer than {T} tokens, read in windows")
     theirs = chat_of(lora.folders_of(config.base), tokenizer, config.base)
     if theirs.reader.chat_template != chat.reader.chat_template:
-        rt.print(f"{config.base} has a chat template of its own, which this run replaces by ours (parts/chat.py)")
-    rt.print(f"data: {len(rows):,} rows: {len(train_set):,} examples to train on, {len(val_set):,} to validate")
-    if not_read:
-        rt.print(f"  not read: {not_read}")
-    if n_empty := counts["empty"] + counts_val["empty"]:
-        rt.print(f"  {counted(n_empty, 'row')} with an empty message or no answer, skipped")
-    if n_long := counts["long"] + counts_val["long"]:
-        rt.print(f"  {counted(n_long, 'row')} longer than {T} tokens, read in windows")
+        notes.append(f"{config.base} has a chat template of its own; this run replaces it by ours (parts/chat.py)")
+    for note in notes:
+        rt.print(f"note: {note}")
     token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(rt.device)
     sha256 = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
-    return Data(tokenizer, chat, train_set, val_set, T, sha256, token_bytes)
+    return Data(tokenizer, chat, train_set, val_set[: config.val_examples], T, sha256, token_bytes)
 
 
 def to_micro_batches(examples: list[Example], config: Config, rt: Runtime) -> list[tuple]:
-    """This rank's micro-batches of some examples."""
+    """Divide this rank's share of some examples into micro-batches."""
     limit = config.sequence_length * config.micro_batch_size  # tokens
     return micro_batches(examples, limit, MICRO_BATCH_COST[rt.device.type], rt.rank, rt.world_size)
 
 
 def micro_batches_from(first: int, config: Config, data: Data, rt: Runtime) -> Iterator[list]:
-    """This rank's micro-batches of each step; steps count from 0 here."""
+    """Yield this rank's micro-batches of each step; steps count from 0 here."""
     for step in range(first, config.max_steps):
         yield to_micro_batches(global_batch(data.train, step, config.batch_size, config.seed), config, rt)
 
@@ -296,8 +295,7 @@ def micro_batches_from(first: int, config: Config, data: Data, rt: Runtime) -> I
 
 
 def read_command_line(args: list[str]) -> tuple[Config, set[str]]:
-    """The constants of script and command line, and the names of those that the latter sets. Raises UserError for those
-    that contradict each other."""
+    """Parse the command line; also return the names of the constants that it sets. Raise UserError for contradictions."""
     config = parse_args(Config, args, description=__doc__)
     config = replace(config, out_dir=config.out_dir or "out/lora")
     import_tracker(config.report_to)  # fail now: a rank that fails later would keep the others waiting
@@ -317,65 +315,55 @@ def read_command_line(args: list[str]) -> tuple[Config, set[str]]:
     return config, flags_set(Config, args)
 
 
-def settle_model(config: Config, flags: set[str], directory: RunDirectory) -> Config:
-    """The constants with those that an adapter or the run to resume decides. Raises UserError."""
+def settle_base(config: Config, directory: RunDirectory) -> Config:
+    """Resolve the base once: a run that resumes keeps its checkpoint, though a newer one may exist."""
     base = directory.state.get("config", {}).get("base", "")
-    if Path(base).parent != Path(config.base):  # else the run has a checkpoint of it, and there may be newer ones
+    if Path(base).parent != Path(config.base):
         base = directory.rt.broadcast_from_main(lambda: find_model(config.base))
-    config = replace(config, base=base)
+    return replace(config, base=base)
+
+
+def settle_adapter(config: Config, flags: set[str]) -> Config:
+    """Take the constants of the adapter to start from. Raise UserError if a flag contradicts them."""
     if config.adapter:
         found = lora.read_adapter(config.adapter).config
         own = dict(lora_dim=found.r, lora_alpha=found.alpha, targets=found.targets, rslora=found.rslora)
         for name, value in own.items():
             if name in flags and getattr(config, name) != value:
-                raise UserError(
-                    f"the adapter {config.adapter} has {name} {value}, not {getattr(config, name)}; leave out --{name}"
-                )
+                raise UserError(f"{config.adapter} has {name} {value}, not {getattr(config, name)}; remove --{name}")
         config = replace(config, **own)
-    if directory.checkpoint:
-        max_steps = config.max_steps
-        config = continue_constants(config, flags, directory, FIXED, AUTOMATIC)
-        if "epochs" in flags:  # their steps, and not those of the run
-            config = replace(config, max_steps=max_steps)
-    return replace(config, lora_alpha=config.lora_alpha or 2.0 * config.lora_dim)
+    return config
+
+
+def settle_resume(config: Config, flags: set[str], directory: RunDirectory) -> Config:
+    """Take the constants of the run to resume where the script left them open."""
+    if not directory.checkpoint:
+        return config
+    continued = continue_constants(config, flags, directory, FIXED, AUTOMATIC)
+    if "epochs" in flags:  # counts the steps again
+        continued = replace(continued, max_steps=config.max_steps)
+    return continued
 
 
 def settle_schedule(config: Config, data: Data, rt: Runtime) -> Config:
-    """The constants with those that follow from the rows. Raises UserError."""
+    """Fill in the constants that are still 0. Raise UserError for a schedule that rises."""
     max_steps = config.max_steps
     if not max_steps:
         max_steps = max(round(config.epochs * len(data.train) / config.batch_size), 1)
         if max_steps < FEW_STEPS:
-            rt.print(f"note: that is {counted(max_steps, 'step')}, too few to learn much; give --max_steps 100")
+            rt.print(f"note: {counted(max_steps, 'step')}: too few to learn much; raise --epochs or --max_steps")
     passes = max_steps * config.batch_size / len(data.train)
     rt.print(f"{counted(max_steps, 'step')} of {config.batch_size} examples: each is read {passes:.2g} times")
-    eval_interval = config.eval_interval
-    if eval_interval < 0:
-        eval_interval = max(max_steps // 10, 1)
     max_lr = config.max_lr or (1e-3 if config.lora_dim else 1e-4)
     if config.min_lr > max_lr:
-        raise UserError(f"--min_lr {config.min_lr} is above --max_lr {max_lr}; the schedule ends at min_lr")
-    n_val = len(data.val)
-    val_examples = config.val_examples or n_val
-    if eval_interval and not config.val_examples:
-        n_evals = 1 + math.ceil(max_steps / eval_interval)
-        # Take a fifth of the time at most. A training step computes the gradients of activations, too, and without LoRA
-        # those of the weights: each of them takes about as long as the forward pass, which is all of validation.
-        forwards = max_steps * config.batch_size * (2 if config.lora_dim else 3)
-        val_examples = min(max(forwards // 4 // n_evals, 16), n_val)  # fewer examples say nothing
-        if val_examples < n_val:
-            rt.print(
-                f"validation reads {val_examples:,} of its {n_val:,} examples, a fifth of the time; "
-                f"--val_examples {n_val} reads all"
-            )
+        raise UserError(f"--min_lr {config.min_lr} is above --max_lr {max_lr}; lower it: the schedule ends at min_lr")
     return replace(
         config,
         sequence_length=data.sequence_length,
+        lora_alpha=config.lora_alpha or 2.0 * config.lora_dim,
         max_steps=max_steps,
         warmup_steps=config.warmup_steps or math.ceil(0.03 * max_steps),
-        eval_interval=eval_interval,
         max_lr=max_lr,
-        val_examples=val_examples,
     )
 
 
@@ -383,7 +371,7 @@ def settle_schedule(config: Config, data: Data, rt: Runtime) -> Config:
 
 
 def adapt(base: GPT, config: Config, checkpoint: Path | None, rt: Runtime) -> GPT:
-    """The model to train: the base with a new or a loaded adapter, or all weights, of the base or of a checkpoint."""
+    """Return the model to train: the base with a new or a loaded adapter, or all weights of the base or a checkpoint."""
     trainable, fraction = lora.trainable_parameters(base, config.targets, config.lora_dim)
     rt.print(
         f"{config.base}: {base.num_params():,} parameters on {rt.description}\n"
@@ -407,8 +395,8 @@ def adapt(base: GPT, config: Config, checkpoint: Path | None, rt: Runtime) -> GP
 
 
 def distribute(config: Config, model: GPT, data: Data, rt: Runtime) -> tuple[Config, GPTWithLoss]:
-    """The model with its loss as the loop calls it: compiled, and in DDP on several ranks. A micro_batch_size of 0
-    becomes the largest that fits."""
+    """Wrap the model with its loss for the loop: compiled, and in DDP on several ranks. A micro_batch_size of 0 becomes
+    the largest that fits."""
     loss_fn = rt.wrap(GPTWithLoss(model, rt.compiled(model.hidden, dynamic=True)))
     if not config.micro_batch_size:
         shape = (config.sequence_length, len(data.tokenizer))
@@ -422,7 +410,7 @@ def distribute(config: Config, model: GPT, data: Data, rt: Runtime) -> tuple[Con
 
 
 def save_finetuned(config: Config, model: GPT, tokenizer: Tokenizer, base_sha256: str, directory: Path) -> None:
-    """The adapter, or all weights, and what a chat needs besides them."""
+    """Save the adapter or all weights, plus the chat files."""
     if config.lora_dim:
         lora.save_adapter(directory, model, config.base, base_sha256)
     else:
@@ -431,7 +419,7 @@ def save_finetuned(config: Config, model: GPT, tokenizer: Tokenizer, base_sha256
 
 
 def write_merged(config: Config, adapter: str) -> None:
-    """Write base and adapter as one plain model, merged in fp32, and print how much that changes its logits."""
+    """Merge base and adapter into one plain model, and print how much that changes its logits."""
     out = Path(config.merge)
     tokenizer = model_tokenizer(config.base)
     model = lora.load_adapter(load_model(config.base), adapter).eval()
@@ -443,59 +431,45 @@ def write_merged(config: Config, adapter: str) -> None:
 
     def write(path: Path) -> None:
         save_model(path, model, tokenizer)
-        if home := copy_chat_files(lora.folders_of(config.base, adapter), path, tokenizer):
-            print(f"its chat template is that of {home}")
+        chat = chat_of(lora.folders_of(config.base, adapter), tokenizer, config.base)
+        if chat.whose:
+            save_chat_files(path, tokenizer, chat)
         else:
-            print("neither adapter nor base has a chat template: servers will take no messages for the merged model")
+            print("note: neither adapter nor base has a chat template, so servers refuse messages to the merged model")
 
     write_atomically(out, write)
     print(f"wrote {out}: {config.base} with {adapter} merged in; logits differ by at most {difference:.1e}")
 
 
 def print_plan(config: Config, loss_fn: GPTWithLoss, optimizer: Optimizer, data: Data, rt: Runtime) -> None:
-    """Take three steps, which nobody keeps, and print what all of them take here."""
+    """Time three steps, and print what all of them take on this machine."""
     seconds = []
     for step in prefetch(micro_batches_from(0, replace(config, max_steps=3), data, rt), rt.device):
-        begun = rt.mark_time()
-        for idx, targets, logit_positions in step:
-            with rt.autocast():
-                loss = loss_fn(idx, targets, logit_positions)
-            optimizer.scale(loss).backward()
-        optimizer.step(finite=loss.isfinite())
-        optimizer.zero_grad()
-        seconds.append(rt.seconds_between(begun, rt.mark_time()))
+        times = [timed_step(loss_fn, micro_batch, optimizer, rt) for micro_batch in step]
+        seconds.append(sum(passes for passes, _ in times) + times[-1][1])  # one update a step
     mean = sum(seconds[1:]) / 2  # the first one makes buffers
     time = tqdm.format_interval(config.max_steps * mean)
-    rt.print(f"{mean:.2f} s a step on this machine, {time} for all, and up to a quarter more for validation")
+    rt.print(f"{mean:.2f} s a step on this machine, {time} for all, without validation")
 
 
-def what_to_expect(n_params: int) -> str:
-    """What a base of this size can learn from instructions (docs/lora.md)."""
-    size = f"{n_params / 1e6:.3g}M" if n_params < 1e9 else f"{n_params / 1e9:.2g}B"
-    if n_params < 50e6:
-        return f"A base of {size} parameters learns the form of an answer, and not what to answer: try gpt2 (124M)."
-    if n_params < 1e9:
-        return f"A base of {size} parameters answers in whole sentences, often wrong ones: gpt2-xl (1.5B) does better."
-    return f"A base of {size} parameters follows simple instructions; do not rely on its facts."
-
-
-def print_summary(config: Config, run: Run, n_params: int) -> None:
+def print_summary(config: Config, run: Run) -> None:
     losses = list(run.report.val_losses().values())
-    before = losses[0] if losses else math.inf
     if losses:
         after = f"{losses[-1]:.4f} after, {min(losses):.4f} at best (nats per token)"
-        print(f"\nvalidation loss {before:.4f} before, {after}")
+        print(f"\nvalidation loss {losses[0]:.4f} before, {after}")
     print(f"{run.report.median_rate():,.0f} answer tokens/s")
-    if not run.report.last_loss() < before + 1:  # or nan
-        print(f"\nthe run diverged: --max_lr {config.max_lr} is most likely too high, try a tenth")
+    first = of_kind(run.report.records, "train")[0].get("loss") or math.nan
+    last = run.report.last_loss()
+    if not last < first + 1:  # or nan
+        print(f"\nthe training loss rose from {first:.2f} to {last:.2f}: try a tenth of --max_lr {config.max_lr:g}")
         return
-    print(f"\n{what_to_expect(n_params)}")
-    model = shlex.quote(str(Path(config.out_dir)))
+    out = Path(config.out_dir)
+    model = shlex.quote(str(out))
     if config.lora_dim:
-        model = f"{shlex.quote(config.base)} --adapter {shlex.quote(str(Path(config.out_dir) / 'adapter'))}"
+        model = f"{shlex.quote(config.base)} --adapter {shlex.quote(str(out / 'adapter'))}"
     print(
         f"\nNow try:\n  python sample.py {model} --chat\n"
-        f"  {shlex.quote(str(Path(config.out_dir) / 'learning_curve.png'))}    # the loss curve"
+        f"  {shlex.quote(str(out / 'learning_curve.png'))}    # the loss curve"
     )
 
 

@@ -17,8 +17,7 @@ This file knows nothing of torch, models, or files of rows.
 
 import json
 import string
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import regex
@@ -27,6 +26,7 @@ from bpe.tokenizer import ENDOFTEXT, Tokenizer
 from parts.cli import UserError
 from parts.files import read_json
 
+TEMPLATE_FILE = "chat_template.jinja"
 AT_ONCE = 1000  # conversations to render: what the library keeps about each token takes a hundred times its id's memory
 
 # The dashes in each tag remove the white space of this layout. `template` fills in the words in capitals. Only filters,
@@ -95,7 +95,7 @@ class Chat:
     whose: str = ""  # the directory that the template comes from; "" for ours
 
     def encode(self, conversations: list[list[dict]]) -> tuple[list[list[int]], list[list[int]]]:
-        """Ids of each conversation, and as many marks: 1 in an answer and its end, else 0."""
+        """Return each conversation's ids, and as many marks: 1 in an answer and its end, else 0."""
         ids = []
         marks = []
         options = dict(return_dict=True, return_assistant_tokens_mask=True)
@@ -106,112 +106,87 @@ class Chat:
         return ids, marks
 
     def prompt(self, messages: list[dict]) -> str:
-        """What the model reads before it answers. Raises UserError for messages that the template refuses."""
+        """Return the text that the model reads before it answers. Raise UserError if the template refuses messages."""
         from jinja2 import TemplateError
 
         try:
-            text = self.reader.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            if not text:
-                raise ValueError("it writes nothing")
-            return text
-        except (TemplateError, TypeError, ValueError) as e:  # the last two are of what a template computes
-            raise UserError(
-                f"the chat template of {self.whose or 'this project'} refuses these messages: {e}"
-            ) from None
+            return self.reader.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except (TemplateError, TypeError, ValueError) as e:  # the last two from what a template computes
+            raise UserError(f"chat template of {self.whose or 'this project'}: {e}; change the messages or it") from None
 
     def prompt_ids(self, messages: list[dict]) -> list[int]:
         return self.reader(self.prompt(messages), add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def our_chat(tokenizer: Tokenizer, model: str = "the model") -> Chat:
-    """Our format. Raises UserError for a tokenizer that cannot express it."""
+    """Return the chat in our format. Raise UserError if the tokenizer cannot express it."""
     if tokenizer.eot_token is None:
         raise UserError(f"the tokenizer of {model} has no {ENDOFTEXT}, which ends an answer; choose another model")
     reader = tokenizer.to_transformers()
     reader.chat_template = template(tokenizer)
-    return Chat(reader, {tokenizer.eot_token})
+    return Chat(reader, answer_ends([], reader, tokenizer))
 
 
 def chat_of(folders: list[Path], tokenizer: Tokenizer, model: str) -> Chat:
-    """The chat of the first of these directories that has a template; else ours. An answer also ends at every token
-    that the files of one of them name as an end."""
+    """Return the chat of the first of these directories that has a template; else ours."""
+    for folder in folders:
+        reader = read_template(folder, tokenizer)
+        if reader.chat_template:
+            return Chat(reader, answer_ends(folders, reader, tokenizer), str(folder))
+    ours = our_chat(tokenizer, model)
+    return Chat(ours.reader, answer_ends(folders, ours.reader, tokenizer))
+
+
+def read_template(folder: Path, tokenizer: Tokenizer):
+    """Read a directory's tokenizer and chat template by transformers; an adapter may have a template alone."""
     from transformers import AutoTokenizer
 
-    ends = end_tokens(folders, tokenizer)
-    for folder in folders:
-        if not (folder / "tokenizer_config.json").is_file():  # an adapter may come without a tokenizer
-            continue
-        try:
-            reader = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-            if reader.chat_template:
-                reader.chat_template = reader.get_chat_template()  # of several the one for conversations
-        except Exception as e:  # of each kind of tokenizer its own
-            raise UserError(f"transformers cannot read the tokenizer of {folder}: {e}; mend its files") from e
-        if reader.chat_template:
-            return Chat(reader, ends | end_of_turn(reader, tokenizer), str(folder))
-    return replace(our_chat(tokenizer, model), end_tokens=ends)
+    if not (folder / "tokenizer_config.json").is_file():
+        reader = tokenizer.to_transformers()
+        if (folder / TEMPLATE_FILE).is_file():
+            reader.chat_template = (folder / TEMPLATE_FILE).read_text(encoding="utf-8")
+        return reader
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except Exception as e:  # each kind of tokenizer raises its own
+        raise UserError(f"transformers cannot read the tokenizer of {folder}: {e}; fix its files") from e
 
 
 def end_tokens(folders: list[Path], tokenizer: Tokenizer) -> set[int]:
-    """The ids that these directories' files name as the end of what a model writes."""
-    ids = {tokenizer.eot_token}
+    """Return the ids that end a text: `<|endoftext|>`, and the ends that generation settings name."""
+    ends = {tokenizer.eot_token}
     for folder in folders:
-        for name in ("generation_config.json", "config.json"):
-            named = settings_of(folder, name).get("eos_token_id")
-            ids.update(named if isinstance(named, list) else [named])
-        token = settings_of(folder, "tokenizer_config.json").get("eos_token")
-        ids.add(tokenizer.special_tokens.get(token["content"] if isinstance(token, dict) else token))
-    return ids & tokenizer.vocab.keys()
+        file = folder / "generation_config.json"
+        named = read_json(file).get("eos_token_id") if file.is_file() else None
+        ends.update(named if isinstance(named, list) else [named])
+    return ends - {None}
 
 
-def settings_of(folder: Path, name: str) -> dict:
-    return read_json(folder / name) if (folder / name).is_file() else {}
-
-
-def end_of_turn(reader, tokenizer: Tokenizer) -> set[int]:
-    """The special token that a template writes after an answer, perhaps after white space: it ends the answer, whatever
-    the files name."""
-    from jinja2 import TemplateError
-
-    answer = "Xyzzy"
-    messages = [dict(role="user", content="Hi"), dict(role="assistant", content=answer)]
-    after = ""
-    with suppress(TemplateError, TypeError, ValueError):  # it may want other messages
-        after = reader.apply_chat_template(messages, tokenize=False).rpartition(answer)[2].lstrip()
-    return {i for special, i in tokenizer.special_tokens.items() if after.startswith(special)}
+def answer_ends(folders: list[Path], reader, tokenizer: Tokenizer) -> set[int]:
+    """Return the ids that end an answer: those that end a text, the template's, and every other special token."""
+    ends = end_tokens(folders, tokenizer) | set(tokenizer.special_tokens.values())
+    return ends if reader.eos_token_id is None else ends | {reader.eos_token_id}
 
 
 # ---------------------------------------------------------------------------------------------------------- writing
 
 
-def save_chat_files(path: Path, tokenizer: Tokenizer) -> None:
-    """Write what a chat in our format needs besides weights: tokenizer, template, and the token that ends an answer."""
-    if not (path / "tokenizer.json").exists():  # beside a model it is there
+def save_chat_files(path: Path, tokenizer: Tokenizer, chat: Chat | None = None) -> None:
+    """Write what a chat, ours by default, needs besides weights: tokenizer, template, tokens that end an answer."""
+    chat = chat or our_chat(tokenizer)
+    if not (path / "tokenizer_config.json").exists():  # beside a model it exists
         tokenizer.save(path)
-    write_template(path, template(tokenizer))
-    settings = path / "generation_config.json"
-    if not settings.exists():  # a model has its own, with the same settings
-        eot = tokenizer.eot_token
-        content = dict(do_sample=True, top_k=50, bos_token_id=eot, eos_token_id=eot)
-        settings.write_text(json.dumps(content, indent=2) + "\n")
-
-
-def write_template(path: Path, text: str, tokens: dict | None = None) -> None:
-    (path / "chat_template.jinja").write_text(text, encoding="utf-8")
+    text = chat.reader.get_chat_template()
+    (path / TEMPLATE_FILE).write_text(text, encoding="utf-8")
     # transformers.js and older servers look for the template here only; transformers prefers the file
-    file = path / "tokenizer_config.json"
-    content = read_json(file) | (tokens or {}) | dict(chat_template=text)
-    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    update_json(path / "tokenizer_config.json", chat.reader.special_tokens_map | dict(chat_template=text))
+    ends = sorted(chat.end_tokens)
+    settings = dict(eos_token_id=ends if len(ends) > 1 else ends[0])
+    if not (path / "generation_config.json").exists():
+        settings = dict(do_sample=True, top_k=50, bos_token_id=tokenizer.eot_token) | settings
+    update_json(path / "generation_config.json", settings)
 
 
-def copy_chat_files(folders: list[Path], path: Path, tokenizer: Tokenizer) -> str:
-    """Give the model in `path` the template of the first of `folders` that has one, with the tokens that it may name,
-    and all ends that they name. Returns that folder, "" if none has one."""
-    chat = chat_of(folders, tokenizer, str(path))
-    if chat.whose:
-        write_template(path, chat.reader.chat_template, chat.reader.special_tokens_map)
-        settings = path / "generation_config.json"
-        ends = sorted(chat.end_tokens)
-        content = read_json(settings) | dict(eos_token_id=ends if len(ends) > 1 else ends[0])
-        settings.write_text(json.dumps(content, indent=2) + "\n")
-    return chat.whose
+def update_json(file: Path, changes: dict) -> None:
+    content = read_json(file) if file.exists() else {}
+    file.write_text(json.dumps(content | changes, indent=2) + "\n", encoding="utf-8")

@@ -3,7 +3,7 @@
     row -> messages -> tokens, and which of them are answers -> examples of at most T tokens -> micro-batches
 
 - a row has instruction, input and output, or a chat as `messages`; add another format in `messages_of`. Other keys are
-  counted, and a key that marks some rows or messages and not others is refused until a person says that it may be
+  counted and not read
 - an example is a conversation, or a window of a long one; only its answers are targets
 - a micro-batch holds examples of about one length, so that few of its tokens are padding
 - the global batch of a step is a function of seed and step, whatever the number of ranks and of interruptions
@@ -11,9 +11,9 @@
 This file knows nothing of torch, models or devices. parts/chat.py defines how a conversation is written.
 """
 
+import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -29,41 +29,31 @@ INSTRUCTION = ("instruction", "input", "output")
 # -------------------------------------------------------------------------------------------------- rows to messages
 
 
-def load_rows(data: str, ignore_keys: Collection[str] = ()) -> tuple[list[list[dict]], str]:
-    """The conversations of --data, a file, a folder or the split `train` of a dataset of the hub; and which keys are
-    not read, "" if all are. Raises UserError, also for a key that `count_keys` refuses."""
+def load_rows(data: str) -> tuple[list[list[dict]], list[str]]:
+    """Read the conversations of --data: a file, a folder or the split `train` of a hub dataset. Also return a line for
+    each key that is not read. Raise UserError for a row that is no conversation."""
     rows = rows_of(data)
     conversations = [messages_of(row, f"row {number} of {data}") for number, row in enumerate(rows, start=1)]
-    unread = {"rows": []} | {f"messages of the {role}": [] for role in ROLES}
-    for row in rows:
-        is_chat = row.get("messages") is not None
-        unread["rows"].append(without(row, ("messages",) if is_chat else INSTRUCTION))
-        for message in row["messages"] if is_chat else ():
-            unread[f"messages of the {message['role']}"].append(without(message, ("role", "content")))
-    counts = []
-    for places, found in unread.items():
-        counts += count_keys(found, places, data, ignore_keys)
-    return conversations, ", ".join(counts)
+    return conversations, unread_keys(rows)
 
 
 def messages_of(row, where: str) -> list[dict]:
-    """One row as messages of a role and content. Raises UserError for a field that is missing or not text."""
+    """Turn a row into messages of a role and content. Raise UserError for a field that is missing or not text."""
     if not isinstance(row, dict):
-        raise UserError(f"{where} is a {type(row).__name__}; a row is an object with instruction, input and output")
-    row = {field: value for field, value in row.items() if value is not None}  # null counts as absent
-    if "messages" in row:
+        raise UserError(f"{where} is a {type(row).__name__}; write an object with instruction, input and output")
+    if row.get("messages") is not None:
         check_messages(row["messages"], where)
         return [dict(role=message["role"], content=message["content"]) for message in row["messages"]]
-    said = {"input": ""} | row
-    for field in INSTRUCTION:
-        if not isinstance(said.get(field), str):
-            raise UserError(f"{where}: {field} is missing or no text; rows have instruction, input, output or messages")
+    said = {field: "" if field == "input" and row.get(field) is None else row.get(field) for field in INSTRUCTION}
+    for field, text in said.items():
+        if not isinstance(text, str):
+            raise UserError(f"{where}: {field} is missing or no text; write instruction, input, output or messages")
     user = " ".join(filter(None, (said["instruction"].strip(), said["input"].strip())))
     return [dict(role="user", content=user), dict(role="assistant", content=said["output"])]
 
 
 def check_messages(messages: list, where: str) -> None:
-    """Raises UserError for anything but a conversation."""
+    """Raise UserError for anything but a conversation."""
     before = None
     for message in messages if isinstance(messages, list) else [None]:
         fine = isinstance(message, dict) and isinstance(message.get("content"), str)
@@ -74,64 +64,27 @@ def check_messages(messages: list, where: str) -> None:
         before = message["role"]
 
 
-# --------------------------------------------------------------------------------------------- keys that nothing reads
-
-
-def without(found: dict, read: tuple[str, ...]) -> dict:
-    """What a row or a message says besides the keys in `read`."""
-    return {key: value for key, value in found.items() if key not in read}
-
-
-def count_keys(unread: list[dict], places: str, data: str, ignore_keys: Collection[str]) -> list[str]:
-    """In how many rows, or messages, each key is that training does not read.
-
-    Raises UserError for one in which some differ from the others by true or false alone. It may say which answers are
-    bad, or not to be learned: `label`, `train`, `loss_weight` and many more. No list of names would be complete, so the
-    values tell: false or 0 in one place and true or 1 in another, or only one of them, and nothing in other places.
-    Three values or more that all differ number the rows.
-    """
+def unread_keys(rows: list[dict]) -> list[str]:
+    """Describe each key that training does not read, with its values if they are few: it may mark bad answers."""
     values = defaultdict(Counter)
-    present = Counter()
-    for found in unread:
-        pairs = [(path, truth(value)) for path, value in leaves("", found)]
-        present.update(dict(pairs).keys())
-        for path, value in pairs:
-            values[path][value] += 1
-    counts = []
-    for path, n in present.most_common():
-        seen = values[path]
-        off = seen[False]
-        on = seen[True]
-        absent = len(unread) - n
-        numbers = len(seen) == seen.total() > 2
-        marks = (off and on and not numbers) or (absent and off + on == seen.total())
-        if marks and {path, path.partition(".")[0]}.isdisjoint(ignore_keys):
-            raise UserError(
-                f"{data}: of {len(unread):,} {places}, {path} is false or 0 in {off:,}, true or 1 in {on:,}, and "
-                f"absent in {absent:,}; training does not read it: remove what should not be learned, or pass "
-                f"--ignore_keys {path} to learn all of it"
-            )
-        note = " (false or 0 in all of them)" if off == seen.total() else ""
-        counts.append(f"{path} in {n:,} of {len(unread):,} {places}{note}")
-    return counts
 
+    def count(found: dict, read: tuple[str, ...], place: str = "") -> None:
+        for key, value in found.items():
+            if key not in read and value is not None:  # None where other rows of a table have the key
+                values[f"{place}{key}"][json.dumps(value, ensure_ascii=False, default=str)] += 1
 
-def leaves(path: str, value) -> Iterator[tuple[str, object]]:
-    """The values in a row, or a message, each with its path, such as metadata.train; all of a list have one path."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from leaves(f"{path}.{key}" if path else key, inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from leaves(path, inner)
-    elif value not in (None, ""):  # an empty value says nothing
-        yield path, value
-
-
-def truth(value) -> bool | str:
-    """The truth value that a number or a text stands for, as 0 or "True" do; any other value as a text."""
-    text = str(value).strip().lower()
-    return {"false": False, "0": False, "0.0": False, "true": True, "1": True, "1.0": True}.get(text, text)
+    for row in rows:
+        messages = row.get("messages")
+        count(row, INSTRUCTION if messages is None else ("messages",))
+        for message in messages or []:
+            count(message, ("role", "content"), f"{message['role']}'s ")
+    lines = []
+    for key, counts in values.items():
+        line = f"{key} in {counts.total():,}"
+        if len(counts) <= 3:
+            line += ": " + ", ".join(f"{value:.60} {n:,}" for value, n in counts.most_common())
+        lines.append(line)
+    return lines
 
 
 # ------------------------------------------------------------------------------------------------ messages to examples
@@ -145,7 +98,7 @@ class Example(NamedTuple):
 
 
 def encode_rows(rows: list[list[dict]], chat: Chat, sequence_length: int) -> tuple[list[Example], dict[str, int]]:
-    """Examples of all rows that ask and answer something, and how many rows were empty or long.
+    """Encode the rows that ask and answer something; also count the rows that are empty or long.
 
     A row longer than `sequence_length` becomes windows that overlap by half; each of its answer tokens is a target in
     exactly one of them.
@@ -162,14 +115,14 @@ def encode_rows(rows: list[list[dict]], chat: Chat, sequence_length: int) -> tup
 
 
 def asks_and_answers(messages: list[dict]) -> bool:
-    """Whether somebody answers, and no turn is empty; an empty system message says nothing, and is left out."""
+    """Return whether the user is answered and no turn is empty. An empty system message is ignored."""
     turns = [message for message in messages if message["role"] != "system"]
     answered = any(message["role"] == "assistant" for message in turns)
     return answered and all(message["content"].strip() for message in turns)
 
 
 def windows(idx: np.ndarray, targets: np.ndarray, T: int) -> list[Example]:
-    """Parts of at most T tokens, each half a window after the one before, that score every target once."""
+    """Cut a long row into parts of at most T tokens, half a window apart, that score every target once."""
     parts = [Example(idx[:T], targets[:T])]
     for end in range(T + T // 2, len(idx) + T // 2, max(T // 2, 1)):  # the last is up to half a window shorter
         part = targets[end - T : end].copy()
@@ -179,17 +132,20 @@ def windows(idx: np.ndarray, targets: np.ndarray, T: int) -> list[Example]:
 
 
 def split_rows(rows: list, val_rows: int, seed: int) -> tuple[list, list]:
-    """(training rows, validation rows), chosen by the seed alone; at most a tenth is held out."""
-    order = permutation(len(rows), seed, 2**31)  # of an epoch that training never reaches
+    """Split rows into (training, validation) by the seed; at most a tenth is held out. A held-out row that equals a
+    training row is left out: validation is on rows that training does not have."""
+    order = permutation(len(rows), seed, 2**31)  # an epoch that training never reaches
     n_val = min(val_rows, len(rows) // 10)
-    return [rows[i] for i in order[n_val:]], [rows[i] for i in order[:n_val]]
+    train = [rows[i] for i in order[n_val:]]
+    known = {json.dumps(row) for row in train}
+    return train, [rows[i] for i in order[:n_val] if json.dumps(rows[i]) not in known]
 
 
 # -------------------------------------------------------------------------------------------------- batches of examples
 
 
 def global_batch(examples: list[Example], step: int, batch_size: int, seed: int) -> list[Example]:
-    """The examples of step 0, 1, ..., a function of seed and step alone. Every epoch permutes all of them."""
+    """Return the examples of step 0, 1, ..., by seed and step alone. Every epoch permutes all examples."""
     batch = []
     for position in range(step * batch_size, (step + 1) * batch_size):
         epoch, at = divmod(position, len(examples))
@@ -198,14 +154,14 @@ def global_batch(examples: list[Example], step: int, batch_size: int, seed: int)
 
 
 def count_targets(examples: list[Example]) -> int:
-    """How many answer tokens a batch has, which is known without asking the other ranks: all have the whole batch."""
+    """Count the answer tokens of a batch. Every rank has the whole batch, so none has to ask the others."""
     return sum(int((example.targets >= 0).sum()) for example in examples)
 
 
 def micro_batches(examples: list[Example], limit: int, cost: int, rank: int = 0, world_size: int = 1) -> list[tuple]:
-    """One rank's share of a global batch, in micro-batches of at most `limit` tokens, unless a single example has more.
+    """Divide one rank's share of a global batch into micro-batches of at most `limit` tokens; a longer example is one.
 
-    A micro-batch costs as much as `cost` more tokens, so it is worth up to that many of padding, but no more.
+    Another micro-batch costs as much as `cost` tokens, so up to that much padding is cheaper, and no more.
     """
     # every world_size-th of the sorted ones: all ranks get about the same lengths and finish together
     mine = sorted(examples, key=lambda example: len(example.idx))[rank::world_size]
@@ -223,8 +179,8 @@ def micro_batches(examples: list[Example], limit: int, cost: int, rank: int = 0,
 
 
 def collate(examples: list[Example]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(idx (B, T), targets (1, M), logit_positions (1, M)), int64: padded inputs, the M targets, and where among the
-    B * T positions they are predicted. The 1 is the batch dimension that every input of a model has.
+    """Return (idx (B, T), targets (1, M), logit_positions (1, M)), int64: padded inputs, the M targets, and where among
+    the B * T positions they are predicted. The 1 is the batch dimension that every input of a model has.
 
     Padding is on the right, where the causal mask hides it from every real token.
     """

@@ -242,7 +242,7 @@ def rate_here(config, shape: GPTConfig, rt: Runtime, needs: Needs) -> float:
         idx = torch.randint(config.vocab_size, (size, config.sequence_length), device=rt.device)
         steps = []
         for _ in range(4):
-            passes, update = timed_step(loss_fn, idx, optimizer, rt)
+            passes, update = timed_step(loss_fn, (idx, idx), optimizer, rt)
             optimizer.zero_grad()
             steps.append(n_sequences // size * passes + update)
             if rt.device.type == "cpu" and passes > 10:

@@ -81,7 +81,7 @@ def has_memory_for(size: int, shape: tuple[int, int], loss_fn, rt: Runtime, make
         if rt.world_size > 1:  # DDP makes new buckets before the second step, and moves the gradients there
             buckets = [torch.empty_like(p) for p in trained]
             del buckets
-        timed_step(loss_fn, idx, optimizer, rt)  # Muon works on many matrices at once
+        timed_step(loss_fn, (idx, idx), optimizer, rt)  # Muon works on many matrices at once
         return True
     except RuntimeError as e:  # the allocator raises its own type; cuBLAS and Triton raise plain RuntimeErrors
         if isinstance(e, torch.OutOfMemoryError) or re.search(r"out of memory|ALLOC_FAILED|out of resource", str(e)):
@@ -93,11 +93,11 @@ def has_memory_for(size: int, shape: tuple[int, int], loss_fn, rt: Runtime, make
         torch.cuda.empty_cache()  # of a process that uses CUDA
 
 
-def timed_step(loss_fn, idx, optimizer, rt: Runtime) -> tuple[float, float]:
-    """A step that predicts idx (B, T) from itself: seconds of the forward and the backward pass, and of the update."""
+def timed_step(loss_fn, micro_batch: tuple, optimizer, rt: Runtime) -> tuple[float, float]:
+    """Take a step of one micro-batch: return seconds of the forward and backward pass, and of the update."""
     begun = rt.mark_time()
     with rt.autocast():
-        loss = loss_fn(idx, idx)
+        loss = loss_fn(*micro_batch)
     optimizer.scale(loss).backward()
     del loss
     passed = rt.mark_time()

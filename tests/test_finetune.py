@@ -1,10 +1,8 @@
 """lora_finetune.py: its loss and gradients, and runs as a user meets them."""
 
-import random
 import re
 import shutil
 import statistics
-import string
 from pathlib import Path
 
 import pytest
@@ -99,13 +97,13 @@ def finetune(base, tmp_path, inline):
 @pytest.mark.parametrize(
     "constants, expected",
     [
-        (dict(epochs=6, batch_size=16), (20, 1, 2, 16, 1e-3)),  # of 54 examples; 3%, a tenth, 2 r
-        (dict(lora_dim=0, epochs=1e-6, warmup_steps=9), (1, 9, 1, 0, 1e-4)),
-        (given := dict(max_steps=2, warmup_steps=1, eval_interval=0, lora_alpha=5.0, max_lr=0.01), (*given.values(),)),
+        (dict(epochs=6, batch_size=16), (20, 1, 16, 1e-3)),  # of 54 examples; 3%, 2 r
+        (dict(lora_dim=0, epochs=1e-6, warmup_steps=9), (1, 9, 0, 1e-4)),
+        (given := dict(max_steps=2, warmup_steps=1, lora_alpha=5.0, max_lr=0.01), (*given.values(),)),
     ],
 )
 def test_constants_follow_from_the_rows_and_the_rank_unless_they_are_given(finetune, run_dir, constants, expected):
-    left_out = dict.fromkeys(("max_steps", "eval_interval", "max_lr", "lora_dim", "batch_size"))
+    left_out = dict.fromkeys(("max_steps", "max_lr", "lora_dim", "batch_size"))
     finetune(**left_out | constants)
     config = read_json(run_dir / "config.json")
     assert tuple(config[name] for name in given) == expected
@@ -115,16 +113,12 @@ def test_constants_follow_from_the_rows_and_the_rank_unless_they_are_given(finet
 @pytest.mark.parametrize("r,options", [(4, {}), (0, {}), slow(4, dict(dtype="bfloat16", lora_dropout=0.1))])
 def test_finetuning_lowers_the_validation_loss_and_leaves_what_it_should(finetune, base, run_dir, r, options):
     result = finetune(lora_dim=r, sample_interval=6, **options)
-    assert "60 rows: 54 examples to train on, 6 to validate" in result.stdout
+    assert re.search("60 rows.* 54 .* 6 ", result.stdout)
     val = column(run_dir, "val", "loss")
     model = f"{base / 'base'} --adapter {run_dir / 'adapter'}" if r else run_dir
     rate = statistics.median(column(run_dir, "train", "tokens_per_sec"))
-    assert result.stdout.endswith(
-        f"\nvalidation loss {val[0]:.4f} before, {val[-1]:.4f} after, {min(val):.4f} at best (nats per token)\n"
-        f"{rate:,.0f} answer tokens/s\n"
-        "\nA base of 0.0398M parameters learns the form of an answer, and not what to answer: try gpt2 (124M).\n"
-        f"\nNow try:\n  python sample.py {model} --chat\n  {run_dir}/learning_curve.png    # the loss curve\n"
-    )
+    for printed in (*(f"{loss:.4f}" for loss in (val[0], val[-1], min(val))), f"{rate:,.0f}", f"sample.py {model} --chat"):
+        assert printed in result.stdout
     assert log_of(run_dir, "val")[0].keys() == {"step", "kind", "loss", "bpb"}
     assert column(run_dir, "val", "step") == [0, 6, 12]
     assert val[-1] < val[0] - 0.5
@@ -140,18 +134,15 @@ def test_finetuning_lowers_the_validation_loss_and_leaves_what_it_should(finetun
         assert distance(*loaded) == 0
 
 
-def test_a_dry_run_times_steps_says_what_to_expect_and_leaves_nothing(finetune, run_dir):
+def test_dry_run_times_steps_and_leaves_nothing(finetune, run_dir):
     result = finetune(dry_run=True, max_steps=100, val_rows=0)
-    assert "\n100 steps of 16 examples: each is read 27 times\n" in result.stdout
     seconds, time = re.search(r"\n([\d.]+) s a step on this machine, ([\d:]+) for all", result.stdout).groups()
     assert abs(60 * int(time[:2]) + int(time[3:]) - 100 * float(seconds)) < 2
-    assert result.stdout.endswith("learns the form of an answer, and not what to answer: try gpt2 (124M).\n")
     assert not run_dir.exists()
 
 
 def test_few_rows_are_told_that_they_make_few_steps(finetune):
-    result = finetune(max_steps=None, epochs=1, dry_run=True)
-    assert "note: that is 3 steps, too few to learn much; give --max_steps 100\n" in result.stdout
+    assert "note: 3 steps" in finetune(max_steps=None, epochs=1, dry_run=True).stdout
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -179,8 +170,7 @@ def test_an_interrupted_run_continues_bit_for_bit(finetune, tmp_path, run_dir, o
 def test_training_goes_on_from_an_adapter(finetune, tmp_path, run_dir):
     finetune()
     after = log_of(run_dir, "val")[-1]["loss"]
-    words = "lora_dim 4, not 16; leave out --lora_dim"
-    finetune.error(words, out="more", adapter=run_dir / "adapter", lora_dim=16)
+    finetune.error("--lora_dim", out="more", adapter=run_dir / "adapter", lora_dim=16)
     finetune(out="more", adapter=run_dir, lora_dim=None, lora_dropout=0.5, max_steps=2, eval_interval=1)
     assert log_of(tmp_path / "more", "val")[0]["loss"] == after
     assert log_of(tmp_path / "more", "run")[0]["config"]["lora_dim"] == 4
@@ -198,8 +188,7 @@ def test_a_merged_directory_is_a_plain_model_for_transformers(finetune, base, tm
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
     assert len(tokenizer("Hello " * 500, truncation=True)["input_ids"]) == theirs.config.n_positions
     assert tokenizer.unk_token == "<|endoftext|>"  # some converters want one
-    result = finetune(adapter=run_dir, merge=tmp_path / "again", lora_dim=None)
-    assert "logits differ by at most" in result.stdout
+    finetune(adapter=run_dir, merge=tmp_path / "again", lora_dim=None)
     assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "merged/model.safetensors").read_bytes()
 
 
@@ -238,15 +227,14 @@ def test_a_base_with_a_template_of_its_own_is_told_that_it_gets_ours(finetune, b
     short = dict(max_steps=1, eval_interval=0, checkpoint_interval=0)
     shutil.copytree(base / "base", tmp_path / "base")
     (tmp_path / "base/chat_template.jinja").write_text("{{ messages }}")
-    words = f"{tmp_path / 'base'} has a chat template of its own, which this run replaces by ours"
-    assert words in finetune(base=tmp_path / "base", **short).stdout
+    assert f"note: {tmp_path / 'base'}" in finetune(base=tmp_path / "base", **short).stdout
     chat.save_chat_files(tmp_path / "base", small_tokenizer)
-    assert "replaces by ours" not in finetune(base=tmp_path / "base", overwrite=True, **short).stdout
+    assert "note:" not in finetune(base=tmp_path / "base", overwrite=True, **short).stdout
 
 
 def test_a_directory_of_runs_never_becomes_a_merged_model(finetune, tmp_path):
     (tmp_path / "runs" / "first").mkdir(parents=True)
-    finetune.error("holds others; choose another name", merge=tmp_path / "runs", overwrite=True)
+    finetune.error(str(tmp_path / "runs"), merge=tmp_path / "runs", overwrite=True)
     assert (tmp_path / "runs" / "first").is_dir()
 
 
@@ -260,10 +248,9 @@ def test_what_is_overwritten_is_renamed_and_never_lost(finetune, tmp_path, run_d
     merged = tmp_path / "merged"
     merged.mkdir()
     (merged / "notes.txt").write_text("mine")
-    finetune.error("merged already exists", max_steps=1, merge=merged)
+    finetune.error("--merge", max_steps=1, merge=merged)
     assert not (run_dir / "log.jsonl").exists()
-    result = finetune(max_steps=1, merge=merged, overwrite=True)
-    assert f"the earlier {merged} is now {merged}.1" in result.stdout
+    finetune(max_steps=1, merge=merged, overwrite=True)
     assert (tmp_path / "merged.1" / "notes.txt").read_text() == "mine"
     (run_dir / "adapter" / "notes.txt").write_text("mine")  # and the run continues
     finetune(max_steps=3, resume=True, merge=merged)
@@ -281,24 +268,11 @@ def test_a_finished_run_that_is_resumed_leaves_its_results_alone(finetune, tmp_p
     assert not list(tmp_path.glob("*/adapter.*")) + list(tmp_path.glob("merged.*"))
 
 
-@pytest.mark.parametrize("r, n", [(4, 24), slow(0, 36)])
-def test_validation_takes_its_share_of_the_time_with_fewer_rows_where_needed(finetune, base, tmp_path, run_dir, r, n):
-    """2 steps of 72 examples take as long as reading 288 without gradients, or 432 if all weights learn; a quarter
-    of that is left for 3 evaluations."""
-    rows = write_json(tmp_path / "rows.json", ROWS * 8)
-    options = dict(data=rows, max_steps=2, batch_size=72, lora_dim=r, eval_interval=1, checkpoint_interval=1)
-    result = finetune(**options)
-    assert (
-        f"validation reads {n} of its 48 examples, a fifth of the time; --val_examples 48 reads all\n" in result.stdout
-    )
-    few = column(run_dir, "val", "loss")
-    assert "validation reads" not in finetune(out="all", val_examples=48, **options).stdout
-    assert column(tmp_path / "all", "train", "loss") == column(run_dir, "train", "loss")
-    assert column(tmp_path / "all", "val", "loss") == pytest.approx(few, rel=0.1)
-    assert column(tmp_path / "all", "val", "loss") != few
-    again = finetune(**options | dict(max_steps=4, resume=True))  # on the same examples, although it may read more now
-    assert "validation reads" not in again.stdout
-    assert read_json(run_dir / "config.json")["val_examples"] == n
+def test_validation_takes_as_many_examples_as_asked(finetune, tmp_path, run_dir):
+    finetune(max_steps=1)
+    finetune(out="few", max_steps=1, val_examples=2)
+    assert column(tmp_path / "few", "train", "loss") == column(run_dir, "train", "loss")
+    assert column(tmp_path / "few", "val", "loss") != column(run_dir, "val", "loss")
 
 
 def test_a_run_ends_with_a_sample(finetune, run_dir):
@@ -306,14 +280,6 @@ def test_a_run_ends_with_a_sample(finetune, run_dir):
     [sample] = log_of(run_dir, "sample")
     assert sample["step"] == 3
     assert sample["text"].startswith("BEGINNING OF CONVERSATION: USER: Give three tips for a good meal. ASSISTANT:")
-
-
-SIZES = [(1.07e6, "1.07M .* not what to answer"), (124e6, "124M .* often wrong"), (1557.6e6, "1.6B .* simple instruct")]
-
-
-@pytest.mark.parametrize("n_params, words", SIZES)
-def test_what_a_base_can_learn_depends_on_its_size(n_params, words):
-    assert re.search(words, lf.what_to_expect(int(n_params)))
 
 
 def test_without_an_interval_there_are_no_checkpoints_but_an_adapter(finetune, run_dir):
@@ -366,16 +332,16 @@ def test_a_resume_with_other_epochs_takes_their_steps(finetune, run_dir):
     assert len(log_of(run_dir, "train")) == 3  # of 54 examples
     finetune(**plain, epochs=2, resume=True)
     assert len(log_of(run_dir, "train")) == 6
-    finetune.error("not beyond step 6", **plain, epochs=1, resume=True)
+    finetune.error("6", **plain, epochs=1, resume=True)
 
 
 def test_another_base_and_other_rows_are_refused(finetune, base, tmp_path, run_dir):
     finetune(**SHORT)
-    finetune.error("as --adapter", out="further", base=run_dir)
+    finetune.error("--adapter", out="further", base=run_dir)
     small_gpt(seed=1, n_positions=128).save_pretrained(tmp_path / "base", 319)
     shutil.copy(base / "base" / "tokenizer.json", tmp_path / "base")
-    finetune.error("another base", **SHORT, resume=True, base=tmp_path / "base")
-    finetune.error("another data", **SHORT, resume=True, data=write_json(tmp_path / "rows.json", ROWS[:-1]))
+    finetune.error("base", **SHORT, resume=True, base=tmp_path / "base")
+    finetune.error("data", **SHORT, resume=True, data=write_json(tmp_path / "rows.json", ROWS[:-1]))
     finetune(**SHORT, resume=True, data=write_json(tmp_path / "moved.json", ROWS))
 
 
@@ -383,7 +349,7 @@ def test_recomputed_activations_change_no_figure_and_a_resume_names_them(finetun
     finetune(max_steps=6, warmup_steps=1)
     finetune(out="again", max_steps=4, activation_checkpointing=True, warmup_steps=1)
     options = dict(out="again", resume=True, max_steps=6, warmup_steps=1)
-    finetune.error("activation_checkpointing True and now has False", **options)
+    finetune.error("activation_checkpointing", **options)
     finetune(activation_checkpointing=True, **options)
     one = column(tmp_path / "run", "train", "loss")
     other = column(tmp_path / "again", "train", "loss")
@@ -395,17 +361,16 @@ def test_recomputed_activations_change_no_figure_and_a_resume_names_them(finetun
 BAD = [
     (dict(data="absent.json"), ["absent.json"]),
     (dict(base="absent/"), ["absent"]),
-    (dict(adapter="absent"), ["absent holds no adapter"]),
-    (dict(sequence_length=1000),
-     ["has a context of 128 tokens, less than --sequence_length 1000; give 128 or less"]),
-    (dict(sequence_length=1), ["has 60 rows, none with an instruction and an answer", "than 1"]),
-    (dict(lora_dim=-1), ["--lora_dim must be in [0, 1e+09], not -1"]),
-    (dict(lora_dropout=1.0), ["--lora_dropout must be in [0, 0.9999], not 1.0"]),
-    (dict(min_lr=1), ["--min_lr 1.0 is above --max_lr"]),
-    (dict(max_lr=0, min_lr=0.01), ["--min_lr 0.01 is above --max_lr 0.001"]),
-    (dict(targets="wte"), ["tied"]),
+    (dict(adapter="absent"), ["absent"]),
+    (dict(sequence_length=1000), ["128", "--sequence_length 1000"]),
+    (dict(sequence_length=1), ["rows.json"]),
+    (dict(lora_dim=-1), ["--lora_dim", "-1"]),
+    (dict(lora_dropout=1.0), ["--lora_dropout", "1.0"]),
+    (dict(min_lr=1), ["--min_lr 1.0", "--max_lr"]),
+    (dict(max_lr=0, min_lr=0.01), ["--min_lr 0.01", "--max_lr 0.001"]),
+    (dict(targets="wte"), ["--targets", "wte"]),
     (dict(lora_dim=0, adapter="x"), ["--adapter"]),
-    (dict(lora_dim=0, checkpoint_interval=0), ["give a --checkpoint_interval above 0"]),
+    (dict(lora_dim=0, checkpoint_interval=0), ["--checkpoint_interval"]),
     (dict(lora_rank=3), ["lora_rank"]),
 ]  # fmt: skip
 
@@ -419,35 +384,24 @@ def test_wrong_usage_is_one_clear_line(finetune, run_dir, changes, words):
 def test_a_base_without_a_token_that_ends_an_answer_is_refused(finetune, tmp_path):
     tokenizer = Tokenizer.train([prose(20_000)], 320, special_tokens=("<|pad|>",))
     save_model(tmp_path / "base", small_gpt(), tokenizer)
-    finetune.error("base has no <|endoftext|>, which ends an answer; choose another model", base=tmp_path / "base")
+    finetune.error("<|endoftext|>", base=tmp_path / "base")
 
 
-def test_rows_that_mark_some_answers_are_refused_and_what_is_not_read_is_printed(finetune, tmp_path):
-    rows = [r | dict(label=n % 2 == 0, id=f"row {n}") for n, r in enumerate(ROWS)]
+def test_what_is_not_read_or_stands_on_both_sides_is_told(finetune, tmp_path):
+    rows = [r | dict(label=n % 2 == 0) for n, r in enumerate(ROWS[:10] * 20)]
     options = dict(data=write_json(tmp_path / "rows.json", rows), max_steps=1, eval_interval=0, checkpoint_interval=0)
-    finetune.error("label is false or 0 in 30, true or 1 in 30", "--ignore_keys label", **options)
-    said = finetune(ignore_keys="label", **options).stdout
-    assert "\n  not read: label in 60 of 60 rows, id in 60 of 60 rows\n" in said
+    notes = [line for line in finetune(**options).stdout.splitlines() if line.startswith("note:")]
+    assert [re.findall(r"label|\d+", note) for note in notes] == [["label", "200", "100", "100"], ["20"]]
 
 
 def test_an_example_for_each_rank_is_the_least(finetune, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
-    finetune.error("--batch_size 2 is less than one example per rank; give 3 or more", batch_size=2)
+    finetune.error("--batch_size 2", "3", batch_size=2)
 
 
 def test_a_run_that_diverges_is_told_so(finetune):
     result = finetune(max_steps=6, max_lr=50, lora_dim=0)
-    assert re.findall("diverged|Now try", result.stdout) == ["diverged"]
-
-
-@pytest.mark.slow
-def test_a_run_that_memorizes_its_rows_is_not_said_to_diverge(finetune, tmp_path):
-    letters = random.Random(0)
-    answers = ["".join(letters.choices(string.ascii_letters, k=12)) for _ in range(20)]
-    rows = [dict(instruction=f"{n}", input="", output=answer) for n, answer in enumerate(answers)]
-    options = dict(lora_dim=0, max_lr=3e-2, max_steps=80, batch_size=16, eval_interval=80)
-    result = finetune(data=write_json(tmp_path / "rows.json", rows), **options)
-    assert re.findall("diverged|Now try", result.stdout) == ["Now try"], result.stdout
+    assert re.findall("--max_lr 50|sample.py", result.stdout) == ["--max_lr 50"]
 
 
 @pytest.mark.slow

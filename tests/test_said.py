@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from bpe import train
-from parts.chat import Chat, end_of_turn
+from parts.chat import Chat
 from parts.conversations import load_rows
 from parts.shards import prepare_text
 from parts.texts import open_texts, rows_of
 from sample import converse
-from tests.finetuning import row, said
+from tests.finetuning import row
 from tests.helpers import assert_user_error, prose, write_json
 
 ENDOFTEXT = "<|endoftext|>"
@@ -76,35 +76,17 @@ def test_files_of_a_folder_of_rows_that_are_not_read_are_counted(tmp_path, capsy
     assert "without 3 files (2 .json, 1 .csv)" in capsys.readouterr().out
 
 
-def test_a_mark_that_is_off_in_every_answer_is_said_whatever_the_questions_have(tmp_path):
-    question, answer = said("u: Hi", "a: Ho")
-    for marked in (question, question | dict(weight=0)):
-        rows = [dict(messages=[marked, answer | dict(weight="0")])] * 3
-        assert "(false or 0 in all of them)" in load_rows(str(write_json(tmp_path / "rows.json", rows)))[1]
-
-
 # ---- chats
 
 
 class Reader:
-    """A template that writes `after` behind an answer, and 9 tokens for each message."""
-
-    def __init__(self, after: str = ""):
-        self.after = after
+    """A template of contents alone, and a token for each letter."""
 
     def apply_chat_template(self, messages, **_) -> str:
-        return "".join(f"{message['content']}{self.after}" for message in messages)
+        return "".join(message["content"] for message in messages)
 
     def __call__(self, text, **_) -> dict:
         return dict(input_ids=[*text])
-
-
-@pytest.mark.parametrize("after", ["<|end|>", " <|end|>\n", "\n<|end|>"])
-def test_a_token_after_an_answer_ends_it_also_behind_white_space(after):
-    class Specials:
-        special_tokens = {"<|end|>": 7, "<|other|>": 8}
-
-    assert end_of_turn(Reader(after), Specials) == {7}
 
 
 LEFT_OUT = {"of these 40 tokens the model reads the last 30": "x" * 40, "oldest turn is dropped": "x" * 12, "": "x"}
