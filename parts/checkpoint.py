@@ -26,7 +26,7 @@ import torch
 from bpe.formats import TOKENIZER_FILES
 from bpe.tokenizer import Tokenizer
 from model import GPT, GPTConfig, WithoutWeights, agree, exactly, local_directory, question, read_config
-from parts.cli import TemporaryError, UserError
+from parts.cli import UserError
 from parts.files import replace_file, sha256, write_atomically
 from parts.generation import KVCache, next_logits
 
@@ -250,7 +250,7 @@ def user_errors_of(model: str) -> Iterator[None]:
     except Exception as e:  # the network, the hub's client and a broken server each raise their own
         if Path(model).is_dir() or isinstance(e, UserError):
             raise
-        raise TemporaryError(
+        raise UserError(
             f"{model} is not a local directory and could not be downloaded from the hub ({type(e).__name__}); "
             f"check the name, or download it where there is a network: hf download {model}"
         ) from e

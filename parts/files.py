@@ -1,6 +1,6 @@
 """Whole files: locks, atomic writes, checksums. A file or directory written here appears complete or not at all.
 
-This file imports no torch and knows nothing of what the files hold; a worker process that imports it stays small.
+This file imports no torch and knows nothing of what the files hold, so a worker process that imports it stays small.
 """
 
 import contextlib
@@ -8,13 +8,14 @@ import errno
 import hashlib
 import json
 import os
-import re
 import shutil
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from parts.cli import TemporaryError, UserError
+from safetensors import SafetensorError
+
+from parts.cli import UserError
 
 LOCK_SECONDS = 10  # how long to wait for a process that is about to exit
 
@@ -25,7 +26,7 @@ def sha256(path: Path) -> str:
 
 
 def identity(path: Path) -> tuple:
-    """The same for two names of one file, by links of either kind."""
+    """Return the same for two names of one file, by links of either kind."""
     try:
         stat = os.stat(path)
     except OSError:  # a link that leads nowhere
@@ -34,7 +35,7 @@ def identity(path: Path) -> tuple:
 
 
 def free_bytes(path: Path) -> int:
-    """The free space of the disk that `path` is on, or will be on."""
+    """Return the free space of the disk that `path` is on, or will be on."""
     nearest = next(p for p in (path, *path.resolve().parents) if p.exists())  # which may be a mount point
     return shutil.disk_usage(nearest).free
 
@@ -55,25 +56,19 @@ def flush(path: Path) -> None:
 
 @contextlib.contextmanager
 def errors_name(path: Path) -> Iterator[None]:
-    """Raise OSErrors with the path in them, also for the disk errors that safetensors and torch.save report as text.
+    """Name `path` in errors of the block: a failed write names nothing, or a temporary file that nobody typed.
 
-    A failed write, for example to a full disk, names nothing, and the name of a temporary file tells nobody what could
-    not be written.
+    On a full disk safetensors and torch.save raise errors of their own, which become OSErrors here.
     """
     try:
         yield
     except OSError as e:
-        if e.errno is None and not isinstance(e, TimeoutError):  # NumPy says only how much it could not write
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from e
-        if not e.filename or str(e.filename).endswith(".tmp"):
+        e.strerror = e.strerror or str(e)
+        if not e.filename or any(part.endswith(".tmp") for part in Path(str(e.filename)).parts):
             e.filename = str(path)
         raise
-    except Exception as e:
-        found = re.search(r"\(os error (\d+)\)|unexpected pos", str(e))
-        if found is None:
-            raise
-        number = int(found[1] or errno.ENOSPC)
-        raise OSError(number, os.strerror(number), str(path)) from e
+    except (RuntimeError, SafetensorError) as e:
+        raise OSError(None, str(e).splitlines()[0], str(path)) from e
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
@@ -115,27 +110,27 @@ def write_atomically(path: Path, fill: Callable[[Path], None]) -> None:
 
 
 def refuse_folders(path: Path) -> None:
-    """Raises UserError for a directory that `write_atomically` should not replace: one that holds others, as `out`, or
-    the current one."""
+    """Raise UserError for a directory that `write_atomically` should not replace: the current one, or one that holds
+    others, such as `out`."""
     here = Path.cwd()
     if path.is_dir() and (path.resolve() in (here, *here.parents) or any(file.is_dir() for file in path.iterdir())):
         raise UserError(f"{path} is the current directory or holds others; choose another name")
 
 
 def contents(directory: Path) -> dict[str, str]:
-    """{name: sha256} of the files in a directory, which may not be there."""
+    """Return {name: sha256} of a directory's files; {} if it is missing."""
     return {file.name: sha256(file) for file in directory.glob("*") if file.is_file()}
 
 
 def set_aside(path: Path, name: Path | None = None) -> Path:
     """Rename a file or directory to `name`, by default PATH.1, or the next number that is free; returns the new name.
 
-    This is all that `--overwrite` does to old work: one rename, so that no interruption can lose a part of it, and
-    nothing is deleted. Raises UserError for a directory that holds the current one, which would move under our feet.
+    This is all that `--overwrite` does to old work: one rename, so that no interruption loses a part of it. Raises
+    UserError for a directory that holds the current one.
     """
     here = Path.cwd()
     if path.resolve() in (here, *here.parents):
-        raise UserError(f"cannot rename {path.resolve()}, which holds the current directory; choose another one")
+        raise UserError(f"{path.resolve()} holds the current directory and cannot be renamed; choose another")
     n = 0
     target = name or path
     while os.path.lexists(target):
@@ -145,9 +140,9 @@ def set_aside(path: Path, name: Path | None = None) -> Path:
 
 
 def remove_leftovers(directory: Path, *names: str) -> None:
-    """Remove what a killed process left of files and directories that it was writing there; `names` may be globs."""
+    """Remove the unfinished files and directories of a killed process; `names` may be globs."""
     for name in names:
-        for leftover in directory.glob(f".{name}.[0-9]*.tmp"):  # the number of the process; else somebody's own
+        for leftover in directory.glob(f".{name}.[0-9]*.tmp"):  # the process's number; else it is somebody's own
             if leftover.is_dir() and not leftover.is_symlink():
                 shutil.rmtree(leftover)
             else:
@@ -155,14 +150,14 @@ def remove_leftovers(directory: Path, *names: str) -> None:
 
 
 def read_json(path: Path) -> dict:
-    """The object in a JSON file. Raises OSError if it cannot be read, UserError if it is not one."""
+    """Read the object in a JSON file. Raises OSError if it cannot be read, UserError if it is no object."""
     try:
         content = json.loads(path.read_bytes())
         if not isinstance(content, dict):
-            raise ValueError(f"it holds a {type(content).__name__}, and no object")
+            raise ValueError(f"it holds a {type(content).__name__}, not an object")
         return content
     except (ValueError, RecursionError) as e:  # ValueError: not Unicode, not JSON, or a number of 5,000 digits
-        raise UserError(f"{path} cannot be read as JSON: {e}; it is damaged, or another kind of file") from None
+        raise UserError(f"{path} is not JSON: {e}; pass another file") from None
 
 
 @contextlib.contextmanager
@@ -170,8 +165,8 @@ def exclusive_lock(lock: Path, what: str, seconds: float | None = None) -> Itera
     """Hold a lock file while the block runs, so that two processes do not write to one place.
 
     A killed process frees its lock, and we wait for one that is about to exit. Raises UserError if another process
-    keeps it: `what` names the place, for instance "run directory out/tiny". Where the file system has no locks, the
-    file itself is the lock, and one that a killed process left behind on another host has to be deleted by hand.
+    keeps it; `what` names the place, for instance "run directory out/tiny". Without locks in the file system the file
+    itself is the lock, and somebody has to remove the file of a process killed on another host.
     """
     from filelock import FileLock, Timeout
 
@@ -180,9 +175,9 @@ def exclusive_lock(lock: Path, what: str, seconds: float | None = None) -> Itera
             held = FileLock(lock, timeout=LOCK_SECONDS if seconds is None else seconds).acquire()
     except Timeout:
         owner = " ".join(lock.read_text(errors="replace").split()) or "unknown"
-        raise TemporaryError(
-            f"another process is writing to the {what} (process and host: {owner}); wait until it ends, or use another "
-            f"directory; if that process is gone, delete {lock}"
+        raise UserError(
+            f"another process is writing to the {what} (process and host: {owner}); wait, or choose another directory; "
+            f"if that process is gone, remove {lock}"
         ) from None
     with held:
         if str(os.getpid()) not in lock.read_text().split():  # without locks of the system, the library wrote it
