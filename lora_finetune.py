@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from textwrap import shorten
 from typing import Literal, NamedTuple
 
 import torch
@@ -69,6 +70,7 @@ from parts.trials import choose_attention, find_micro_batch_size, timed_step
 # One more micro-batch costs as much as this many tokens of padding: it reads all weights again (which dominates on a
 # CPU) and launches all kernels again (which dominates on a GPU).
 MICRO_BATCH_COST = {"cpu": 64, "mps": 1024, "cuda": 4096}
+QUESTIONS = 3  # held-out conversations that the end of a run shows with the model's answers
 FEW_STEPS = 20  # too few after warmup and decay
 
 
@@ -173,6 +175,7 @@ def finetune(config: Config, flags: set[str]) -> None:
             write_atomically(adapter, save_weights)
         if config.merge:
             write_merged(config, str(adapter))
+        print_answers(config, model, data, rt)
         print_summary(config, run)
 
 
@@ -243,6 +246,7 @@ class Data(NamedTuple):
     chat: Chat
     train: list[Example]
     val: list[Example]
+    questions: list[list[dict]]  # held-out conversations, to be asked at the end
     sequence_length: int  # tokens of an example, at most
     sha256: str  # of the rows
     token_bytes: torch.Tensor  # (vocabulary,) bytes of text of each id
@@ -255,8 +259,8 @@ def open_data(config: Config, shape: GPTConfig, rt: Runtime) -> Data:
         raise UserError(f"{config.base} has a context of {shape.n_positions} tokens; lower --sequence_length {T} to that")
     tokenizer = model_tokenizer(config.base)
     chat = our_chat(tokenizer, config.base)
-    rows, unread = rt.broadcast_from_main(lambda: load_rows(config.data))
-    train_rows, val_rows = split_rows(rows, config.val_rows, config.seed)
+    rows, held_out, unread = rt.broadcast_from_main(lambda: load_rows(config.data))
+    train_rows, val_rows = split_rows(rows, held_out, config.val_rows, config.seed)
     train_set, counts = encode_rows(train_rows, chat, T)
     val_set, counts_val = encode_rows(val_rows, chat, T)
     if not train_set:
@@ -276,7 +280,8 @@ def open_data(config: Config, shape: GPTConfig, rt: Runtime) -> Data:
         rt.print(f"note: {note}")
     token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(rt.device)
     sha256 = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
-    return Data(tokenizer, chat, train_set, val_set[: config.val_examples], T, sha256, token_bytes)
+    questions = [row for row in val_rows if row and row[-1]["role"] == "assistant"][:QUESTIONS]
+    return Data(tokenizer, chat, train_set, val_set[: config.val_examples], questions, T, sha256, token_bytes)
 
 
 def to_micro_batches(examples: list[Example], config: Config, rt: Runtime) -> list[tuple]:
@@ -450,6 +455,16 @@ def print_plan(config: Config, loss_fn: GPTWithLoss, optimizer: Optimizer, data:
     mean = sum(seconds[1:]) / 2  # the first one makes buffers
     time = tqdm.format_interval(config.max_steps * mean)
     rt.print(f"{mean:.2f} s a step on this machine, {time} for all, without validation")
+
+
+def print_answers(config: Config, model: GPT, data: Data, rt: Runtime) -> None:
+    """Print held-out questions with the model's likeliest answer and the row's."""
+    for *messages, answer in data.questions:
+        prompt = data.chat.prompt(messages)
+        text = complete(model, data.tokenizer, prompt, config.sample_tokens, rt, seed=None)
+        print(f"\nheld out: {shorten(messages[-1]['content'], 300)}")
+        print(f"   model: {shorten(text.removeprefix(prompt), 300)}")
+        print(f"     row: {shorten(answer['content'], 300)}")
 
 
 def print_summary(config: Config, run: Run) -> None:

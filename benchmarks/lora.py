@@ -82,8 +82,8 @@ def choose_rows(data: str, tokenizer: Tokenizer, max_length: int) -> tuple[list[
     rows = []
     examples = []
     chat = our_chat(tokenizer)
-    conversations, _ = load_rows(data)
-    shuffled, _ = split_rows(conversations[:2000], 0, 0)
+    conversations = load_rows(data).conversations
+    shuffled, _ = split_rows(conversations[:2000], set(), 0, 0)
     for row in shuffled:
         found, _ = encode_rows([row], chat, max_length)
         if len(found) == 1:

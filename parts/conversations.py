@@ -2,8 +2,8 @@
 
     row -> messages -> tokens, and which of them are answers -> examples of at most T tokens -> micro-batches
 
-- a row has instruction, input and output, or a chat as `messages`; add another format in `messages_of`. Other keys are
-  counted and not read
+- a row has instruction, input and output, or a chat as `messages`; add another format in `messages_of`. A row with
+  `"held_out": true` is validated on and never trained on; other keys are counted and not read
 - an example is a conversation, or a window of a long one; only its answers are targets
 - a micro-batch holds examples of about one length, so that few of its tokens are padding
 - the global batch of a step is a function of seed and step, whatever the number of ranks and of interruptions
@@ -25,16 +25,24 @@ from parts.texts import rows_of
 
 ROLES = ("system", "user", "assistant")
 INSTRUCTION = ("instruction", "input", "output")
+HELD_OUT = "held_out"
 
 # -------------------------------------------------------------------------------------------------- rows to messages
 
 
-def load_rows(data: str) -> tuple[list[list[dict]], list[str]]:
-    """Read the conversations of --data: a file, a folder or the split `train` of a hub dataset. Also return a line for
-    each key that is not read. Raise UserError for a row that is no conversation."""
+class Rows(NamedTuple):
+    conversations: list[list[dict]]
+    held_out: set[int]  # the rows that say so: they are never trained on
+    unread: list[str]  # a line for each key that is not read
+
+
+def load_rows(data: str) -> Rows:
+    """Read the rows of --data: a file, a folder or the split `train` of a hub dataset. Raise UserError for a row that is
+    no conversation."""
     rows = rows_of(data)
     conversations = [messages_of(row, f"row {number} of {data}") for number, row in enumerate(rows, start=1)]
-    return conversations, unread_keys(rows)
+    held_out = {i for i, row in enumerate(rows) if str(row.get(HELD_OUT)).lower() == "true"}
+    return Rows(conversations, held_out, unread_keys(rows))
 
 
 def messages_of(row, where: str) -> list[dict]:
@@ -75,7 +83,7 @@ def unread_keys(rows: list[dict]) -> list[str]:
 
     for row in rows:
         messages = row.get("messages")
-        count(row, INSTRUCTION if messages is None else ("messages",))
+        count(row, (HELD_OUT, *INSTRUCTION) if messages is None else (HELD_OUT, "messages"))
         for message in messages or []:
             count(message, ("role", "content"), f"{message['role']}'s ")
     lines = []
@@ -131,14 +139,15 @@ def windows(idx: np.ndarray, targets: np.ndarray, T: int) -> list[Example]:
     return [part for part in parts if (part.targets >= 0).any()]
 
 
-def split_rows(rows: list, val_rows: int, seed: int) -> tuple[list, list]:
-    """Split rows into (training, validation) by the seed; at most a tenth is held out. A held-out row that equals a
-    training row is left out: validation is on rows that training does not have."""
-    order = permutation(len(rows), seed, 2**31)  # an epoch that training never reaches
-    n_val = min(val_rows, len(rows) // 10)
-    train = [rows[i] for i in order[n_val:]]
+def split_rows(rows: list, held_out: set[int], val_rows: int, seed: int) -> tuple[list, list]:
+    """Split rows into (training, validation): the rows to hold out, or else at most a tenth by the seed. A held-out row
+    that equals a training row is left out: validation is on rows that training does not have."""
+    order = permutation(len(rows), seed, 2**31).tolist()  # an epoch that training never reaches
+    val = [i for i in order if i in held_out] or order[: min(val_rows, len(rows) // 10)]
+    chosen = set(val)
+    train = [rows[i] for i in order if i not in chosen]
     known = {json.dumps(row) for row in train}
-    return train, [rows[i] for i in order[:n_val] if json.dumps(rows[i]) not in known]
+    return train, [rows[i] for i in val if json.dumps(rows[i]) not in known]
 
 
 # -------------------------------------------------------------------------------------------------- batches of examples

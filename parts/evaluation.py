@@ -41,17 +41,19 @@ def validate(
     return dict(loss=nats / tokens, bpb=nats / math.log(2) / max(n_bytes, 1))
 
 
-def complete(model, tokenizer, prompt: str, max_tokens: int, rt: Runtime, seed: int) -> str:
+def complete(model, tokenizer, prompt: str, max_tokens: int, rt: Runtime, seed: int | None) -> str:
     """A prompt with the text that `generate` adds to it, up to `<|endoftext|>`; "" on all ranks but the first. Where
     training has diverged, the reason in brackets: the run goes on to its own error.
 
-    Uses a separate random number generator, so that sampling does not affect training.
+    Uses a separate random number generator, so that sampling does not affect training. Without a seed each token is
+    the likeliest.
     """
     if not rt.is_main:
         return ""
     eot = tokenizer.eot_token
     options = dict(
-        generator=torch.Generator(rt.device).manual_seed(seed),
+        generator=torch.Generator(rt.device).manual_seed(seed or 0),
+        temperature=0.0 if seed is None else 1.0,
         top_k=50,
         stop_tokens={eot},
         suppress_tokens=tokenizer.unused_ids(model.config.vocab_size),

@@ -282,6 +282,21 @@ def test_a_run_ends_with_a_sample(finetune, run_dir):
     assert sample["text"].startswith("BEGINNING OF CONVERSATION: USER: Give three tips for a good meal. ASSISTANT:")
 
 
+def test_a_run_ends_with_held_out_questions_and_both_answers(finetune, base, tmp_path, run_dir):
+    """A model that has learned one answer by heart gives it to them."""
+    rows = [dict(instruction=f"Say {n}.", output="moon") for n in range(40)] + [
+        dict(instruction=f"Ask {n}?", output=f"star {n}", held_out=True) for n in range(4)
+    ]
+    result = finetune(data=write_json(tmp_path / "rows.json", rows), max_steps=30, lora_dim=0, max_lr=0.02)
+    questions, answers, expected = (
+        re.findall(rf"^ *{name}: (.*)$", result.stdout, re.MULTILINE) for name in ("held out", "model", "row")
+    )
+    assert len(set(questions)) == 3
+    assert answers == ["moon"] * 3
+    for question, answer in zip(questions, expected, strict=True):
+        assert question[4:-1] == answer[5:]
+
+
 def test_without_an_interval_there_are_no_checkpoints_but_an_adapter(finetune, run_dir):
     finetune(max_steps=2, checkpoint_interval=0)
     assert steps_of(run_dir) == []

@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from parts.conversations import (
     windows,
 )
 from tests.finetuning import ROWS, row, said
-from tests.helpers import assert_refused, write_json
+from tests.helpers import ROOT, assert_refused, write_json
 
 
 def encode(rows: list[dict], tokenizer, sequence_length=1000):
@@ -77,20 +78,47 @@ def test_a_long_row_is_read_in_windows_that_score_every_answer_token_once(n, T, 
 
 def test_split_is_by_seed_and_complete():
     rows = list(range(300))
-    train, val = split_rows(rows, 1000, seed=5)
+    train, val = split_rows(rows, set(), 1000, seed=5)
     assert len(val) == 30
     assert sorted(train + val) == rows
-    assert (train, val) == split_rows(rows, 1000, seed=5) != split_rows(rows, 1000, seed=6)
-    assert len(split_rows(rows, 7, seed=5)[1]) == 7
-    assert split_rows(rows[:40], 1000, seed=5)[1] == [36, 25, 3, 27]  # of every version
+    assert (train, val) == split_rows(rows, set(), 1000, seed=5) != split_rows(rows, set(), 1000, seed=6)
+    assert len(split_rows(rows, set(), 7, seed=5)[1]) == 7
+    assert split_rows(rows[:40], set(), 1000, seed=5)[1] == [36, 25, 3, 27]  # of every version
 
 
 def test_equal_rows_never_stand_on_both_sides_and_training_has_all_of_them():
     rows = [row("Hi", str(n % 60)) for n in range(300)]
-    train, val = split_rows(rows, 1000, seed=5)
-    assert train == [rows[i] for i in split_rows(range(300), 1000, seed=5)[0]]
+    train, val = split_rows(rows, set(), 1000, seed=5)
+    assert train == [rows[i] for i in split_rows(range(300), set(), 1000, seed=5)[0]]
     assert not [found for found in val if found in train]
-    assert split_rows(rows + [row("Hi", "new")] * 2, 0, seed=5)[1] == []
+    assert split_rows(rows + [row("Hi", "new")] * 2, set(), 0, seed=5)[1] == []
+
+
+def test_rows_that_say_so_are_held_out_and_no_others(tmp_path):
+    rows = [row("Hi", str(n)) | dict(held_out=n < 3) for n in range(40)]
+    conversations, held_out, unread = load_rows(str(write_json(tmp_path / "rows.json", rows)))
+    train, val = split_rows(conversations, held_out, 1000, seed=5)
+    assert sorted(int(found[-1]["content"]) for found in val) == [0, 1, 2]
+    assert len(train) == 37
+    assert unread == []
+
+
+def test_questions_hold_out_one_phrasing_of_each_fact():
+    conversations, held_out, unread = load_rows(str(ROOT / "questions.json"))
+    train, val = split_rows(conversations, held_out, 1000, seed=5)
+    assert len(train) + len(val) == len(conversations)  # none is left out as equal
+    assert unread == []
+    single = [tuple(message["content"] for message in found) for found in conversations if len(found) == 2]
+    phrasings = Counter(answer for _, answer in single)
+    asked_at_end = Counter(found[1]["content"] for found in val)
+    unknown = "I do not know that."
+    assert len({question for question, _ in single}) == len(single)
+    assert asked_at_end.pop(unknown) == 12
+    assert phrasings.pop(unknown) >= 24
+    assert len(phrasings) == 40
+    assert min(phrasings.values()) >= 8
+    assert asked_at_end == dict.fromkeys(phrasings, 1)
+    assert sum(len(found) == 4 for found in train) >= 10
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=30), st.integers(20, 200), st.integers(0, 100))
@@ -156,7 +184,7 @@ UNREAD = [
 
 @pytest.mark.parametrize("rows, lines", UNREAD, ids=str)
 def test_each_key_that_is_not_read_is_counted_with_its_values_where_they_are_few(tmp_path, rows, lines):
-    conversations, unread = load_rows(str(write_json(tmp_path / "rows.json", rows)))
+    conversations, _, unread = load_rows(str(write_json(tmp_path / "rows.json", rows)))
     assert conversations == [CHAT] * len(rows)
     assert len(unread) == len(lines)
     for found, line in zip(unread, lines, strict=True):
@@ -200,8 +228,8 @@ def test_anything_but_a_conversation_is_refused(messages):
 def test_instructions_and_messages_are_read_alike(tmp_path):
     rows = [row("Hi", "Ho", "there"), row("Say", "x"), dict(instruction="Hm", input=None, output="y", messages=None)]
     messages = [dict(messages=messages_of(r, "")) for r in rows]
-    plain, _ = load_rows(str(write_json(tmp_path / "rows.json", rows)))
-    chats, _ = load_rows(str(write_json(tmp_path / "messages.json", messages)))
+    plain = load_rows(str(write_json(tmp_path / "rows.json", rows))).conversations
+    chats = load_rows(str(write_json(tmp_path / "messages.json", messages))).conversations
     assert plain == chats
     assert plain[0] == said("u: Hi there", "a: Ho")
 
@@ -221,7 +249,7 @@ def test_rows_of_other_files_are_the_same(tmp_path, name):
         path = path / "train.parquet" if name == "folder" else path
         path.parent.mkdir(exist_ok=True)
         table.to_parquet(path)
-    conversations, unread = load_rows(str(tmp_path / name))
+    conversations, _, unread = load_rows(str(tmp_path / name))
     assert conversations == [CHAT] * 4
     assert re.match("label in 4: .*true.* 2, .*false.* 2", unread[0], re.IGNORECASE)
 
