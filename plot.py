@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from parts.cli import Positional, UserError, parse_args, script
-from parts.curves import draw, has_loss
-from parts.files import errors_name, set_aside
+from parts.curves import has_loss, picture
+from parts.files import replace_file, set_aside
 from parts.log import Records, read_log
 
 
@@ -31,24 +31,22 @@ def main() -> None:
     config = parse_args(Config, description=__doc__)
     out = Path(config.out)
     if out.suffix not in (".png", ".svg", ".pdf") or out.is_dir():
-        raise UserError(f"--out {out} is not the name of a picture; give one that ends in .png, .svg or .pdf")
+        raise UserError(f"--out {out} is not a picture; choose a name that ends in .png, .svg or .pdf")
     runs = dict(map(named_log, config.runs))
-    new = out.with_name(f".{os.getpid()}.{out.name}")
-    with errors_name(out):
-        draw(runs, new, config.x, config.y)  # first, as it may refuse the runs
+    content = picture(runs, out.suffix[1:], config.x, config.y)
     aside = f"; the earlier one is now {set_aside(out)}" if os.path.lexists(out) else ""
-    new.rename(out)
-    print(f"drawn in {out}{aside}")
+    replace_file(out, content)
+    print(f"wrote {out}{aside}")
 
 
 def named_log(name: str) -> tuple[str, Records]:
-    """The label and the records of a run. Raises UserError if it has no loss to draw."""
+    """Return the label and the records of a run. Raises UserError if it has no loss to draw."""
     path = Path(name)
     if path.is_dir():
         path /= "log.jsonl"
     records = read_log(path)
     if not has_loss(records):
-        raise UserError(f"{path} has no loss to draw; is it the log of a training run?")
+        raise UserError(f"{path} has no loss to draw; pass a training run")
     return name.removesuffix("/log.jsonl").rstrip("/") or name, records
 
 

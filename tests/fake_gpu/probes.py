@@ -99,7 +99,7 @@ class Trainer:
 
 def memory(sizes: str, batches: str, *words: str) -> str:
     """The allocator's peak against the table of --dry_run. Sizes and batches are lists with commas between."""
-    from parts.plan import measure_needs
+    from parts.plan import memory_by_kind
 
     ratios = []
     for size in sizes.split(","):
@@ -113,7 +113,7 @@ def memory(sizes: str, batches: str, *words: str) -> str:
                 trainer.step()
                 time.sleep(0.5)  # NCCL's watchdog lets go of a step's buckets when it sees that the step is over
             config, rt = trainer.config, trainer.rt
-            table = measure_needs(config, trainer.shape).peak(int(rows)) / 1e9
+            table = sum(memory_by_kind(config, trainer.model, int(rows)).values()) / 1e9
             peak = torch.cuda.max_memory_allocated() / 1e9
             print(f"{size} B={rows} {' '.join(words)}: peak {peak:.2f} GB, table {table:.2f}, {table / peak:.3f}")
             ratios.append(table / peak)
