@@ -3,24 +3,21 @@
 | | what it holds | read, written by |
 |---|---|---|
 | tokenizer.json | everything (Hugging Face) | `read`, `to_tokenizers` |
-| vocab.json, merges.txt | ids and merges, as OpenAI published GPT-2's, for older readers | `read`, `contents` |
-| .tiktoken | the tokens in order, without pattern and special tokens | tiktoken alone, `to_ranks` |
+| vocab.json, merges.txt | ids and merges, as OpenAI published GPT-2's, for older readers | transformers, `contents` |
+| .tiktoken | the tokens in order, without pattern and special tokens | tiktoken, `contents` |
 
-A tokenizer.json can ask for much that is not byte-level BPE. `parts_of` takes it apart if it is byte-level BPE and
-nothing else. With any other, the `tokenizers` library has to encode, which defines the format, and `bytes_of_tokens`
-says which bytes its ids stand for. All errors are ValueErrors. This file knows nothing of training.
+A tokenizer.json can ask for much that is not byte-level BPE, and the files beside it for more. What a file means,
+`tokenizers` says, and what another model's folder means, transformers. `parts_of` takes apart what is byte-level BPE
+with GPT-2's ids, as our own files and GPT-2's are. All errors are ValueErrors. This file knows nothing of training.
 """
 
 import base64
-import contextlib
 import hashlib
 import json
 import os
 import re
 import tempfile
 import warnings
-from collections.abc import Collection
-from functools import lru_cache
 from itertools import pairwise, permutations
 from operator import itemgetter
 from pathlib import Path
@@ -28,13 +25,19 @@ from pathlib import Path
 import tiktoken
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from bpe.chunks import BYTE_ORDER, BYTE_TO_RANK, KNOWN, PATTERNS, PRINTABLE, SINGLE_BYTES, by_pattern, full_pattern
+from bpe.chunks import BYTE_ORDER, KNOWN, PATTERNS, PRINTABLE, SINGLE_BYTES, by_pattern, full_pattern
 
 ENDOFTEXT = "<|endoftext|>"
-TOKENIZER_FILES = ["tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json", "added_tokens.json"]
+TOKENIZER_FILES = [
+    "tokenizer.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer_config.json",
+    "added_tokens.json",
+    "special_tokens_map.json",
+]
 Merges = list[tuple[bytes, bytes]]
-Specials = Collection[str] | dict[str, int]
-Parts = tuple[Merges, str, Specials, dict[bytes, int]]  # merges, pattern, special tokens, ids of the others
+Parts = tuple[Merges, str, dict[str, int]]  # merges, pattern, special tokens
 
 # GPT-2's characters for bytes: the printable ones of Latin-1 as themselves, the others as U+0100, U+0101, ...
 CODE_POINTS = [*PRINTABLE, *range(256, 512 - len(PRINTABLE))]
@@ -78,13 +81,11 @@ def save(tok, path: str | os.PathLike, model_max_length: int | None = None) -> N
 
 
 def contents(tok) -> dict[str, str]:
-    """{name: content}. There is no .tiktoken if tiktoken has no form for these ids, and vocab.json and
-    merges.txt, which do not say how text is split, are only there if GPT-2's pattern splits it."""
+    """{name: content}. vocab.json and merges.txt, which do not say how text is split, are only there if GPT-2's pattern
+    splits it."""
+    lines = [f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in tok.ranks.items()]
     theirs = to_tokenizers(tok)
-    files = {"tokenizer.json": theirs.to_str(pretty=True) + "\n"}
-    with contextlib.suppress(ValueError):
-        lines = [f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in to_ranks(tok).items()]
-        files["tokenizer.tiktoken"] = "".join(lines)
+    files = {"tokenizer.json": theirs.to_str(pretty=True) + "\n", "tokenizer.tiktoken": "".join(lines)}
     if tok.pattern == PATTERNS["gpt2"][0]:
         by_id = dict(sorted(theirs.get_vocab().items(), key=itemgetter(1)))  # or equal vocabularies make other files
         files["vocab.json"] = json.dumps(by_id, ensure_ascii=False) + "\n"
@@ -95,16 +96,20 @@ def contents(tok) -> dict[str, str]:
 
 def to_tokenizers(tok) -> Tokenizer:
     """A tokenizers.Tokenizer with the same ids."""
-    vocab = {show(token): i for token, i in tok.ordinary.items()}
+    vocab = {show(token): i for token, i in tok.ranks.items()}
     merges = [(show(a), show(b)) for a, b in tok.merges]
     theirs = Tokenizer(models.BPE(vocab | tok.special_tokens, merges))
-    theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if tok.pattern != PATTERNS["gpt2"][0]:
-        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        theirs.pre_tokenizer = pre_tokenizers.Sequence([by_pattern(tok.pattern), byte_level])
+    theirs.pre_tokenizer = pre_tokenizer("gpt2" if tok.pattern == PATTERNS["gpt2"][0] else tok.pattern)
     theirs.decoder = decoders.ByteLevel()
     theirs.add_special_tokens([*tok.special_tokens])
     return theirs
+
+
+def pre_tokenizer(pattern: str) -> pre_tokenizers.PreTokenizer:
+    if pattern == "gpt2":
+        return pre_tokenizers.ByteLevel(add_prefix_space=False)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([by_pattern(pattern), byte_level])
 
 
 def show(token: bytes) -> str:
@@ -115,166 +120,111 @@ def show(token: bytes) -> str:
 # ---- reading
 
 
-def read(path: Path) -> str:
-    """The tokenizer.json of a file, or of a folder; where it has none, as transformers reads the folder: it knows the
-    models that have vocab.json and merges.txt."""
-    if (path / "tokenizer.json").is_file():
-        path = path / "tokenizer.json"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    if not (path / "vocab.json").is_file():
-        raise ValueError("it has neither tokenizer.json nor vocab.json and merges.txt")
+def read(path: Path) -> tuple[Tokenizer, dict]:
+    """The tokenizers.Tokenizer of a file or a folder, and its settings for transformers.
+
+    In a folder of ours, which has a .tiktoken, the file is all there is to read. Any other folder is read by
+    transformers, since what stands beside the file may change its ids.
+    """
+    file = path / "tokenizer.json" if path.is_dir() else path
+    ours = file.with_name("tokenizer.tiktoken").exists()
+    if file.is_file() and (ours or not file.with_name("tokenizer_config.json").exists()):
+        return open_text(file.read_text(encoding="utf-8")), {}
     from transformers import AutoTokenizer
 
-    theirs = AutoTokenizer.from_pretrained(path).backend_tokenizer
-    merges = json.loads(theirs.to_str())["model"]["merges"]
-    if theirs.get_vocab_size() > 256 + len(merges) + len(theirs.get_added_tokens_decoder()):
-        raise ValueError(f"its merges.txt has {len(merges)} merges, fewer than vocab.json has tokens: it is cut short")
-    return theirs.to_str()
+    theirs = AutoTokenizer.from_pretrained(file.parent, local_files_only=True, trust_remote_code=False)
+    names = {"tokenizer.json", *theirs.vocab_files_names.values()}
+    if not any(file.with_name(name).exists() for name in names):  # transformers has made an empty one
+        raise ValueError(f"it has none of {', '.join(sorted(names))}")
+    settings = dict(theirs.special_tokens_map)
+    if theirs.split_special_tokens:
+        settings["split_special_tokens"] = True
+    return open_text(theirs.backend_tokenizer.to_str()), settings
 
 
-def open_tokenizers(text: str) -> Tokenizer:
-    """The tokenizers.Tokenizer of a tokenizer.json. Raises ValueError if its ids are not the same every time, or if its
-    tokens hold more than text."""
-    model = json.loads(text)["model"]
-    for key in ("continuing_subword_prefix", "end_of_word_suffix", "dropout"):
-        if model.get(key):  # a prefix that is too long would end `tokenizers` in a panic of Rust
-            raise ValueError(f"it uses {key}, which byte-level BPE does not have")
+def open_text(text: str) -> Tokenizer:
+    """The tokenizers.Tokenizer of a tokenizer.json. Raises ValueError if it draws ids at random."""
     theirs = Tokenizer.from_str(text)
-    check_ids([*theirs.get_vocab().values()])
+    if getattr(theirs.model, "dropout", None):
+        raise ValueError("its dropout gives a text other ids every time")
     theirs.no_truncation()  # these belong to a call and not to a vocabulary: transformers sets them each time
     theirs.no_padding()
     return theirs
 
 
-def check_ids(ids: list[int]) -> None:
-    if len(set(ids)) < len(ids):
-        raise ValueError("two tokens have the same id")
-
-
-# Settings that change no id: nothing is unknown if all bytes are tokens, and offsets are no ids.
-WITHOUT_EFFECT = {"type", "vocab", "merges", "unk_token", "fuse_unk"}
-
-
 def parts_of(theirs: Tokenizer) -> Parts:
-    """Raises ValueError for everything but byte-level BPE with nothing around it."""
+    """Raises ValueError for everything but byte-level BPE with GPT-2's ids and nothing around it."""
     content = json.loads(theirs.to_str())
     model = content["model"]
+    merges = model.pop("merges", [])
+    vocab = model.pop("vocab")
     added = content["added_tokens"]
-    first = content["pre_tokenizer"] or {}
-    *split, last = first.get("pretokenizers", [first])
-    pattern = split[0].get("pattern", {}).get("Regex") if split else "gpt2"
-    expected = [dict(type="Split", pattern=dict(Regex=pattern), behavior="Isolated", invert=False)] if split else []
-    expected.append(dict(type="ByteLevel", add_prefix_space=False, use_regex=not split))
-    last.pop("trim_offsets", None)
-    around = [
-        content["normalizer"],
-        *(value for key, value in model.items() if key not in WITHOUT_EFFECT),
-        *(token[flag] for token in added for flag in ("single_word", "lstrip", "rstrip")),
-        *(not token["special"] for token in added),
-        len({token["normalized"] for token in added}) > 1,
-    ]
-    if model["type"] != "BPE" or [*split, last] != expected or any(around):
-        raise ValueError("it is not byte-level BPE and nothing else")
     special = {token["content"]: token["id"] for token in added}
-    merges = [(unshow(a), unshow(b)) for a, b in model["merges"]]
-    ids = {unshow(token): i for token, i in model["vocab"].items() if token not in special}
-    return merges, full_pattern(pattern), special, ids
+    by_rank = {token: i for i, token in enumerate([*CHAR_TO_BYTE, *(a + b for a, b in merges)])}
+    split = (content["pre_tokenizer"] or {}).get("pretokenizers")
+    pattern = split[0].get("pattern", {}).get("Regex", "") if split else "gpt2"
+    plain_tokens = all(
+        token["special"] and not (token["single_word"] or token["lstrip"] or token["rstrip"]) for token in added
+    )
+    if (
+        [value for value in model.values() if value] != ["BPE"]  # and no other setting
+        or vocab | special != by_rank | special
+        or content["pre_tokenizer"] != json.loads(pre_tokenizer(pattern).__getstate__())
+        or content["normalizer"]
+        or not plain_tokens
+    ):
+        raise ValueError("it is not byte-level BPE with GPT-2's ids and nothing else")
+    return [(unshow(a), unshow(b)) for a, b in merges], pattern, special
 
 
 def unshow(token: str) -> bytes:
-    try:
-        return bytes(map(CHAR_TO_BYTE.__getitem__, token))
-    except KeyError:
-        raise ValueError(f"the token {token!r} is not written in GPT-2's characters for bytes") from None
+    return bytes(map(CHAR_TO_BYTE.__getitem__, token))
 
 
-def bytes_of_tokens(theirs: Tokenizer) -> dict[int, bytes]:
-    """id -> bytes, of a BPE that writes bytes in GPT-2's characters, or those that it has no token for as <0x0A>.
-    Raises ValueError for any other."""
+def token_bytes(theirs: Tokenizer) -> dict[int, int]:
+    """id -> bytes of text, where tokens are written in GPT-2's characters for bytes, or some as <0x0A>; else {}."""
     content = json.loads(theirs.to_str())
-    model = content["model"]
-    byte_level = '"ByteLevel"' in json.dumps([content["pre_tokenizer"], content["decoder"]])
-    if model["type"] != "BPE" or not (byte_level or model["byte_fallback"] and theirs.decoder):
-        raise ValueError(f"its {model['type']} is not on bytes: which bytes of a text a token stands for is not known")
-    added = theirs.get_added_tokens_decoder()
-    vocab = {}
-    for token, i in theirs.get_vocab().items():
-        one_byte = model["byte_fallback"] and re.fullmatch("<0x([0-9A-F]{2})>", token)
-        if i in added:
-            vocab[i] = added[i].content.encode()
-        elif one_byte:
-            vocab[i] = bytes.fromhex(one_byte[1])
-        elif not byte_level:
-            vocab[i] = theirs.decoder.decode(["a", token])[1:].encode()  # the first token may lose its space
-        else:
-            vocab[i] = unshow(token)
-    missing = set(SINGLE_BYTES) - set(vocab.values())
-    if missing:
-        raise ValueError(f"it has no token for the byte {min(missing)!r}, so that it would lose some texts")
-    return vocab
+    byte_level = '"ByteLevel"' in json.dumps([content["normalizer"], content["pre_tokenizer"]])
+    lengths = {}
+    if byte_level or content["model"].get("byte_fallback"):
+        for token, i in theirs.get_vocab().items():
+            if byte_level:
+                lengths[i] = len(token if CHAR_TO_BYTE.keys() >= set(token) else token.encode())
+            elif re.fullmatch("<0x[0-9A-F]{2}>", token):
+                lengths[i] = 1
+            else:  # after another token, as the first of a text may lose its space
+                lengths[i] = len(theirs.decoder.decode(["a", token])[1:].encode())
+    return lengths
 
 
 # ---- tiktoken
 
-LONGEST = 512  # bytes of a token; GPT-2's longest has 128
-
-
-@lru_cache(maxsize=2)
-def merges_of(tokens: tuple[bytes, ...]) -> Merges:
-    """The merges by which tiktoken makes `tokens`, in their order: the halves of each are what earlier ones leave."""
-    made = list(SINGLE_BYTES)
-    merges = []
-    rank_of = {}
-    never = len(tokens) + 256
-    for token in tokens:
-        parts = list(token.translate(BYTE_TO_RANK))
-        while len(parts) > 2:
-            ranks = [rank_of.get(pair, never) for pair in pairwise(parts)]
-            new = min(ranks)
-            if new == never:
-                break
-            i = ranks.index(new)
-            parts[i : i + 2] = [new]
-        if len(parts) != 2 or tuple(parts) in rank_of:
-            raise ValueError(f"the token {token!r} is not made of two earlier tokens")
-        rank_of[tuple(parts)] = len(made)
-        a, b = parts
-        merges.append((made[a], made[b]))
-        made.append(token)
-    return merges
-
 
 def read_encoding(encoding: tiktoken.Encoding) -> Parts:
-    """From a tiktoken.Encoding, in which the order of the tokens implies the merges. Warns of an unknown pattern."""
+    """From a tiktoken.Encoding. Raises ValueError for ids that are not GPT-2's; warns of an unknown pattern."""
     ranks = encoding._mergeable_ranks
-    tokens = sorted((token for token in ranks if len(token) > 1), key=ranks.get)
-    merges = merges_of(tuple(tokens))
+    tokens = sorted(ranks, key=ranks.get)
+    if tokens[:256] != SINGLE_BYTES or ranks[tokens[-1]] != len(tokens) - 1:
+        raise ValueError(f"the ids of {encoding.name} are not GPT-2's bytes and then its merges")
     pattern = full_pattern(encoding._pat_str.replace("{1,3}+", "{1,3}"))  # tokenizers repeats what tiktoken possesses
     if pattern not in KNOWN:
         warnings.warn(f"tokenizers may read the split pattern {pattern} differently; compare some ids", stacklevel=3)
-    return merges, pattern, dict(encoding._special_tokens), ranks
+    return [last_merge(token, ranks) for token in tokens[256:]], pattern, dict(encoding._special_tokens)
 
 
-def to_ranks(tok) -> dict[bytes, int]:
-    """token -> id, as tiktoken has it. Raises ValueError if its order does not imply the same merges."""
-    tokens = [a + b for a, b in tok.merges]
-    ids = {token: tok.ordinary[token] for token in SINGLE_BYTES + tokens}
-    if max(map(len, tokens), default=0) > LONGEST:
-        raise ValueError(f"whether tiktoken merges alike takes too long to find out for tokens of over {LONGEST} bytes")
-    if sorted(tokens, key=ids.get) != tokens or merges_of(tuple(tokens)) != tok.merges:
-        raise ValueError("tiktoken merges in the order of ids, which this tokenizer does not")
-    return ids
+def last_merge(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
+    """The halves that tiktoken joins last in `token`: it joins those neighbours first whose union has the lowest rank."""
+    parts = [token[i : i + 1] for i in range(len(token))]
+    while len(parts) > 2:
+        unions = [ranks.get(a + b, len(ranks)) for a, b in pairwise(parts)]
+        i = unions.index(min(unions))
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    return tuple(parts)
 
 
 def encoding_of(tok, special_tokens: dict[str, int]) -> tiktoken.Encoding:
-    """A tiktoken.Encoding. Raises ValueError for merges that it would do in another order."""
-    return tiktoken.Encoding(
-        "bpe",
-        pat_str=tok.pattern,
-        mergeable_ranks=to_ranks(tok),
-        special_tokens=special_tokens,
-    )
+    """A tiktoken.Encoding, which merges in the order of ids, as training found them."""
+    return tiktoken.Encoding("bpe", pat_str=tok.pattern, mergeable_ranks=tok.ranks, special_tokens=special_tokens)
 
 
 def to_tiktoken(tok) -> tiktoken.Encoding:
@@ -316,12 +266,12 @@ def transformers_options(tok) -> dict:
     options = dict(clean_up_tokenization_spaces=False)
     if tok.eot_token is not None:  # the three as in OpenAI's files; no text needs the unknown token
         options |= dict(bos_token=ENDOFTEXT, eos_token=ENDOFTEXT, unk_token=ENDOFTEXT)
-    return options
+    return options | tok.settings
 
 
 def to_transformers(tok):
     """A transformers.PreTrainedTokenizerFast with the same ids, which allows every special token in a text."""
     from transformers import PreTrainedTokenizerFast
 
-    theirs = open_tokenizers(tok.contents["tokenizer.json"])
+    theirs = open_text(tok.contents["tokenizer.json"])
     return PreTrainedTokenizerFast(tokenizer_object=theirs, **transformers_options(tok))

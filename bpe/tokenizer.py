@@ -4,16 +4,14 @@
     ids = tok.encode("Hello, world")            # a special token in the text raises, unless it is allowed
     tok.decode(ids)                             # "Hello, world"
     tok.save("out/tokenizer")                   # a directory for transformers.AutoTokenizer, with a .tiktoken in it
-    tok = Tokenizer.load("out/tokenizer")       # or a tokenizer.json, or "gpt2"
+    tok = Tokenizer.load("out/tokenizer")       # or a tokenizer.json, another model's directory, or "gpt2"
     tok.to_tiktoken(), tok.to_transformers()    # the same ids from other libraries
 
 The algorithm on one page is minimal.py. Training is in training.py, splitting text in chunks.py, file formats in
-formats.py; this file is the API. tiktoken encodes with GPT-2's vocabulary and with ours, and the `tokenizers` library
-with all that tiktoken would encode otherwise. All errors are ValueErrors. It knows nothing of models, shards or command
-lines.
+formats.py; this file is the API. tiktoken encodes with GPT-2's vocabulary and with ours, the `tokenizers` library with
+all others. All errors are ValueErrors. This file knows nothing of models, shards or command lines.
 """
 
-import codecs
 import contextlib
 import hashlib
 import json
@@ -29,7 +27,7 @@ import numpy as np
 
 from bpe import formats
 from bpe.chunks import KNOWN, SINGLE_BYTES, any_of, full_pattern, splitter, valid_unicode
-from bpe.formats import CHAR_TO_BYTE, ENDOFTEXT, Specials
+from bpe.formats import CHAR_TO_BYTE, ENDOFTEXT
 from bpe.training import TIE_BREAKS, Options, learn
 from bpe.training import cpu_count as cpu_count  # other folders take it from here
 
@@ -40,8 +38,8 @@ Names = str | Collection[str]  # of special tokens
 class Tokenizer:
     """A byte-level BPE tokenizer: merges, a split pattern and special tokens.
 
-    Attributes: `merges`, pairs of byte strings in order; `vocab`, id -> bytes, special tokens included;
-    `special_tokens`, name -> id; `ordinary`, bytes -> id of the others; `pattern`, a regular expression; `n_vocab`, one
+    Attributes: `merges`, pairs of byte strings in order; `ranks`, bytes -> id, as in GPT-2: the 256 bytes, then the
+    merges; `special_tokens`, name -> id; `vocab`, id -> bytes of both; `pattern`, a regular expression; `n_vocab`, one
     more than the highest id; `eot_token`, the id of <|endoftext|>, or None.
     """
 
@@ -49,40 +47,29 @@ class Tokenizer:
         self,
         merges: Iterable[tuple[bytes, bytes]],
         pattern: str = "gpt2",
-        special_tokens: Specials = (ENDOFTEXT,),
-        ids: dict[bytes, int] | None = None,
+        special_tokens: Collection[str] | dict[str, int] = (ENDOFTEXT,),
     ):
-        """By default ids are laid out as GPT-2's: bytes, merges, special tokens. `ids` gives other ones to the tokens
-        that are not special. Raises ValueError for impossible merges and for ids that clash.
+        """Special tokens get the ids after the merges, or those of a dict. Raises ValueError for impossible merges,
+        and for ids that clash.
         """
         self.merges = [(a, b) for a, b in merges]
         self.pattern = full_pattern(pattern)
         splitter(self.pattern)  # raises if it does not compile
-        rank_of = {token: i for i, token in enumerate(SINGLE_BYTES)}
+        self.ranks = {token: i for i, token in enumerate(SINGLE_BYTES)}
         for a, b in self.merges:
-            if a not in rank_of or b not in rank_of or a + b in rank_of:
+            if a not in self.ranks or b not in self.ranks or a + b in self.ranks:
                 raise ValueError(f"a merge needs two earlier tokens and makes a new one, but {a!r} and {b!r} do not")
-            rank_of[a + b] = len(rank_of)
-        self.ordinary = dict(ids or rank_of)
-        if lost := rank_of.keys() - self.ordinary.keys():
-            raise ValueError(f"the token {min(lost)!r} is not in the vocabulary")
-        if isinstance(special_tokens, str):
-            special_tokens = (special_tokens,)
+            self.ranks[a + b] = len(self.ranks)
         if not isinstance(special_tokens, dict):
-            next_id = max(self.ordinary.values()) + 1
-            special_tokens = {s: i for i, s in enumerate(dict.fromkeys(special_tokens), next_id)}
-        check_special(special_tokens, self.ordinary)
-        formats.check_ids([*self.ordinary.values(), *special_tokens.values()])
+            special_tokens = {s: i for i, s in enumerate(dict.fromkeys(special_tokens), len(self.ranks))}
+        check_special(special_tokens, self.ranks)
         self.special_tokens = dict(sorted(special_tokens.items(), key=itemgetter(1)))
-        self.vocab = {i: token for token, i in self.ordinary.items()}
+        self.vocab = dict(enumerate(self.ranks))
+        self.lengths = {i: len(token) for token, i in self.ranks.items()}
         for special, i in self.special_tokens.items():
+            if i in self.vocab:
+                raise ValueError(f"the special token {special!r} has the id {i}, which {self.vocab[i]!r} has already")
             self.vocab[i] = special.encode()
-        self._tiktoken = None  # where it would split text, or merge, in another way
-        if self.pattern in KNOWN:
-            with contextlib.suppress(ValueError):
-                # all are disallowed, and so ordinary text; where there is none, tiktoken would look for it everywhere
-                some_special = self.special_tokens or {ENDOFTEXT: self.n_vocab}
-                self._tiktoken = formats.encoding_of(self, some_special)
 
     @classmethod
     def train(
@@ -123,6 +110,17 @@ class Tokenizer:
         return cls(merges, empty.pattern, specials)
 
     # ---- encoding
+
+    @cached_property
+    def _tiktoken(self):
+        """None where it would split text in another way."""
+        # without a special token tiktoken would look for it everywhere
+        special_tokens = self.special_tokens or {ENDOFTEXT: self.n_vocab}
+        return formats.encoding_of(self, special_tokens) if self.pattern in KNOWN else None
+
+    @cached_property
+    def _tokenizers(self):
+        return formats.open_text(self.contents["tokenizer.json"])
 
     def encode_ordinary(self, text: str) -> list[int]:
         """Ids of `text`; special tokens in it are text like any other."""
@@ -169,22 +167,16 @@ class Tokenizer:
         with ThreadPoolExecutor(num_threads) as threads:
             return list(threads.map(partial(self.encode, **special), texts))
 
-    @cached_property
-    def _tokenizers(self):
-        return formats.open_tokenizers(self.contents["tokenizer.json"])
-
     # ---- decoding
 
-    def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """Raises ValueError for an id that is not in the vocabulary."""
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`; what is not UTF-8 becomes U+FFFD. Raises ValueError for an id that is not in the
+        vocabulary."""
         try:
-            return b"".join(map(self.vocab.__getitem__, map(int, ids)))
+            tokens = [self.vocab[int(i)] for i in ids]
         except KeyError as e:
             raise ValueError(f"id {e} is not in this vocabulary of {self.n_vocab} tokens") from None
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`; what is not UTF-8 becomes U+FFFD."""
-        return self.decode_bytes(ids).decode("utf-8", "replace")
+        return b"".join(tokens).decode("utf-8", "replace")
 
     def stream_decoder(self) -> "StreamDecoder":
         return StreamDecoder(self)
@@ -204,17 +196,14 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 over pattern, merges, ids and special tokens; equal fingerprints, equal ids."""
+        """sha256 over pattern, merges and special tokens; equal fingerprints, equal ids."""
         merges = [(a.hex(), b.hex()) for a, b in self.merges]
-        ids = [self.ordinary[token] for token in SINGLE_BYTES + [a + b for a, b in self.merges]]
-        if ids == list(range(len(ids))):
-            ids = None
-        content = [self.pattern, merges, ids, list(self.special_tokens.items())]
+        content = [self.pattern, merges, None, list(self.special_tokens.items())]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def same_ids(self, other: "Tokenizer") -> bool:
         """Whether both give every text, and its end, the same ids; further special tokens may differ."""
-        ours, theirs = ((tok.pattern, tok.merges, tok.ordinary, tok.eot_token) for tok in (self, other))
+        ours, theirs = ((tok.pattern, tok.merges, tok.eot_token) for tok in (self, other))
         return ours == theirs
 
     def unused_ids(self, vocab_size: int) -> list[int]:
@@ -223,15 +212,14 @@ class Tokenizer:
         return [i for i in range(vocab_size) if i not in self.vocab]
 
     def token_bytes(self) -> np.ndarray:
-        """(n_vocab,) int64: how many bytes of text each id encodes, 0 for special tokens."""
-        lengths = np.zeros(self.n_vocab, np.int64)
-        for i, token in self.vocab.items():
-            lengths[i] = len(token)
-        lengths[list(self.special_tokens.values())] = 0
-        return lengths
+        """(n_vocab,) int64: how many bytes of text each id encodes, 0 for special tokens; all 0 where a token's bytes
+        cannot be told from its name."""
+        lengths = self.lengths | dict.fromkeys(self.special_tokens.values(), 0)
+        return np.array([lengths.get(i, 0) for i in range(self.n_vocab)], np.int64)
 
     # ---- files and other libraries: formats.py
 
+    settings = {}  # for transformers, of ForeignTokenizer
     save = formats.save
     contents = cached_property(formats.contents)  # kept, since every checkpoint has them
     to_tiktoken = formats.to_tiktoken
@@ -239,63 +227,71 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Tokenizer":
-        """Read a tokenizer.json, the one in a directory, else the vocab.json and merges.txt there, or "gpt2".
+        """Read a tokenizer.json, a directory of ours or of another model, or "gpt2".
 
-        What is not byte-level BPE alone becomes a ForeignTokenizer. Raises ValueError for a file that is missing or
-        damaged, or whose tokens cannot be counted in bytes.
+        What is not byte-level BPE as in GPT-2 becomes a ForeignTokenizer. Raises ValueError for a file that is missing
+        or damaged.
         """
         if str(path) == "gpt2" and not os.path.exists(path):
             return cls.from_tiktoken("gpt2")
         if not os.path.exists(path):
             raise ValueError(
                 f"no tokenizer at {path or 'an empty name'}; "
-                "give gpt2, a tokenizer.json, or the OUT of python bpe/train.py"
+                "pass gpt2, a tokenizer.json, or the OUT of python bpe/train.py"
             )
         try:
-            text = formats.read(Path(path))
-            theirs = formats.open_tokenizers(text)
+            theirs, settings = formats.read(Path(path))
             with contextlib.suppress(ValueError):
                 return cls(*formats.parts_of(theirs))
-            return ForeignTokenizer(text)
+            return ForeignTokenizer(theirs, settings)
         except Exception as e:  # `tokenizers` raises nothing more specific
-            reason = f"it has no {e}" if isinstance(e, KeyError) else str(e).partition("\n")[0]
+            reason = str(e).partition("\n")[0].rstrip(" :")
             raise ValueError(f"cannot use the tokenizer {path}: {reason}; choose another, or get it again") from None
 
     @classmethod
     def from_tiktoken(cls, encoding) -> "Tokenizer":
-        """From a tiktoken.Encoding, or its name. Raises ValueError if its files cannot be downloaded."""
+        """From a tiktoken.Encoding, or its name. Raises ValueError if its files cannot be downloaded, or for ids in
+        another order than GPT-2's."""
         if isinstance(encoding, str):
             encoding = formats.get_encoding(encoding)
         return cls(*formats.read_encoding(encoding))
 
 
 class ForeignTokenizer(Tokenizer):
-    """Any other tokenizer.json: whatever it asks for, its ids are those of the `tokenizers` library.
+    """Any other tokenizer: the `tokenizers` library encodes and decodes.
 
-    It has no `merges` and no `pattern`. What its post-processor adds before and after a text is not part of `encode`.
-    `decode` and `token_bytes` mean the text as its normalizer writes it: often with a space in front.
+    It has no `merges` and no `pattern`, and `vocab` holds its tokens as its file writes them. What its post-processor
+    adds before and after a text is not part of `encode`.
     """
 
-    def __init__(self, text: str):
-        """Of the content of a tokenizer.json. Raises ValueError if its tokens cannot be counted in bytes."""
-        self.merges = self.pattern = self.ordinary = self._tiktoken = None
-        self.contents = {"tokenizer.json": text}
-        self._marked = formats.open_tokenizers(text)
-        self.vocab = formats.bytes_of_tokens(self._marked)
-        added = self._marked.get_added_tokens_decoder()
+    def __init__(self, theirs, settings: dict):
+        """Of a tokenizers.Tokenizer, and `settings` of transformers."""
+        self.merges = self.pattern = self._tiktoken = None
+        self._marked = theirs  # finds special tokens, unlike _tokenizers
+        self.contents = {"tokenizer.json": theirs.to_str(pretty=True) + "\n"}
+        self._tokenizers = formats.open_text(self.contents["tokenizer.json"])
+        self.settings = settings
+        self.vocab = {i: token.encode() for token, i in theirs.get_vocab().items()}
+        self.lengths = formats.token_bytes(theirs)
+        added = theirs.get_added_tokens_decoder()
         self.special_tokens = {token.content: i for i, token in sorted(added.items()) if token.special}
 
     def _encode(self, text: str, allowed: set[str], found: set[str]) -> list[int]:
         """Of the special tokens in a text either all become ids or none."""
         if len(allowed) < len(found):
             raise ValueError(f"the text holds {', '.join(sorted(found))}: allow all of these special tokens, or none")
+        if self.settings.get("split_special_tokens"):
+            return self.encode_ordinary(text)
         return self._marked.encode(valid_unicode(text), add_special_tokens=False).ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._marked.decode([int(i) for i in ids], skip_special_tokens=False)
 
     @cached_property
     def fingerprint(self) -> str:
         """sha256 over all of the file that decides ids."""
         content = json.loads(self.contents["tokenizer.json"])
-        decisive = [content.get(key) for key in ("normalizer", "pre_tokenizer", "model", "added_tokens")]
+        decisive = [content[key] for key in ("normalizer", "pre_tokenizer", "model", "added_tokens")]
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
     def same_ids(self, other: Tokenizer) -> bool:
@@ -303,18 +299,25 @@ class ForeignTokenizer(Tokenizer):
 
 
 class StreamDecoder:
-    """Decodes ids as they come; the bytes of an unfinished character wait for the rest of it."""
+    """Decodes ids as they come; an unfinished character waits for the rest of it."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
-        self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self.ids = []
+        self.shown = 0  # characters
 
     def push(self, ids: Iterable[int]) -> str:
-        return self.utf8.decode(self.tokenizer.decode_bytes(ids))
+        self.ids += ids
+        return self._new(self.tokenizer.decode(self.ids).rstrip("\ufffd"))
 
     def flush(self) -> str:
         """What is left at the end: "", or U+FFFD for a character that was never finished."""
-        return self.utf8.decode(b"", final=True)
+        return self._new(self.tokenizer.decode(self.ids))
+
+    def _new(self, text: str) -> str:
+        new = text[self.shown :]
+        self.shown = max(self.shown, len(text))
+        return new
 
 
 def check_special(names: Iterable[str], ordinary: Collection[bytes]) -> None:

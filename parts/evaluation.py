@@ -20,7 +20,7 @@ def validate(
 
     `batches` yields what `loss_fn` takes, on the device, the targets second; a negative target is not scored.
     `token_bytes` (vocabulary,) says how many bytes of text each id encodes, so that bits per byte compare across
-    tokenizers, as nats per token do not.
+    tokenizers, as nats per token do not. Where a tokenizer cannot say it, all are 0, and bits per byte are left out.
     """
     module = getattr(loss_fn, "module", loss_fn)  # without DDP, which has nothing to exchange here
     was_training = module.training
@@ -38,7 +38,10 @@ def validate(
             totals += torch.stack([value.to(totals) for value in found])
     module.train(was_training)
     nats, tokens, n_bytes = rt.sum(totals).tolist()
-    return dict(loss=nats / tokens, bpb=nats / math.log(2) / max(n_bytes, 1))
+    found = dict(loss=nats / tokens)
+    if n_bytes:
+        found["bpb"] = nats / math.log(2) / n_bytes
+    return found
 
 
 def complete(model, tokenizer, prompt: str, max_tokens: int, rt: Runtime, seed: int | None) -> str:

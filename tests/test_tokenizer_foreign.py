@@ -1,21 +1,17 @@
-"""Other people's tokenizer.json: its ids are those of `tokenizers`, or it is refused by name; and damaged files."""
+"""Other people's tokenizers: ids and text are those of `tokenizers`, and of transformers for a folder; damaged files."""
 
 import copy
 import json
 import pickle
 import random
-import re
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HFTokenizer
 from transformers import AutoTokenizer
 
-from bpe import try_tokenizer
-from bpe.tokenizer import ENDOFTEXT, ForeignTokenizer, Tokenizer
+from bpe.tokenizer import ENDOFTEXT, Tokenizer
 from tests.helpers import assert_invalid, prose, read_json, slow, write_json
 
 pytestmark = pytest.mark.filterwarnings("ignore:the corpus has no more pairs")  # small corpora have few
@@ -37,14 +33,14 @@ def load(content: dict, folder: Path) -> Tokenizer:
     return Tokenizer.load(file)
 
 
-def assert_ids_of_tokenizers(tok: Tokenizer, content: dict, texts=TEXTS) -> None:
+def assert_ids_of_tokenizers(tok: Tokenizer, content: dict) -> None:
     """With special tokens as ids, and as text."""
     theirs = HFTokenizer.from_str(json.dumps(content))
     theirs.no_truncation()
     theirs.no_padding()
     for as_text in (False, True):
         theirs.encode_special_tokens = as_text
-        for text in texts:
+        for text in TEXTS:
             ids = tok.encode_ordinary(text) if as_text else tok.encode(text, allowed_special="all")
             assert ids == theirs.encode(text, add_special_tokens=False).ids
 
@@ -54,7 +50,7 @@ def assert_ids_of_tokenizers(tok: Tokenizer, content: dict, texts=TEXTS) -> None
 BYTES = [f"<0x{b:02X}>" for b in range(256)]
 
 
-def trained(model, normalizer, pre_tokenizer, decoder, **options) -> dict:
+def trained(model, normalizer, pre_tokenizer, decoder, added=(), **options) -> dict:
     theirs = HFTokenizer(model)
     theirs.normalizer = normalizer
     theirs.pre_tokenizer = pre_tokenizer
@@ -62,12 +58,13 @@ def trained(model, normalizer, pre_tokenizer, decoder, **options) -> dict:
     kind = {models.BPE: trainers.BpeTrainer, models.WordPiece: trainers.WordPieceTrainer}[type(model)]
     theirs.train_from_iterator([TEXT], kind(vocab_size=700, show_progress=False, **options))
     theirs.add_special_tokens(["[PAD]", AddedToken("<|user|>", lstrip=True), ENDOFTEXT])
-    theirs.add_tokens([AddedToken("c!", normalized=False)])
+    theirs.add_tokens([AddedToken("c!", normalized=False), *added])
     content = json.loads(theirs.to_str())
     content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] not in BYTES]
     return content
 
 
+GEMMA_DECODER = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
 ALPHABET = dict(initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
 LLAMA_DECODER = decoders.Sequence(
     [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -80,12 +77,13 @@ KINDS = {
         LLAMA_DECODER,
         special_tokens=["<unk>", "<s>", "</s>", *BYTES],
     ),
-    "SentencePiece with Metaspace": lambda: trained(
-        models.BPE(byte_fallback=True),
-        None,
-        pre_tokenizers.Metaspace(),
-        decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]),
+    "as Gemma": lambda: trained(
+        models.BPE(byte_fallback=True, fuse_unk=True),
+        normalizers.Replace(" ", "▁"),
+        pre_tokenizers.Split(" ", "merged_with_previous"),
+        GEMMA_DECODER,
         special_tokens=BYTES,
+        added=["▁▁", "▁▁▁"],
     ),
     "NFKC, lower case and a space in front": lambda: trained(
         models.BPE(),
@@ -101,76 +99,126 @@ KINDS = {
         decoders.ByteLevel(),
         **ALPHABET,
     ),
+    "WordPiece, which is not on bytes": lambda: trained(
+        models.WordPiece(unk_token="[UNK]"),
+        normalizers.BertNormalizer(),
+        pre_tokenizers.BertPreTokenizer(),
+        decoders.WordPiece(),
+        special_tokens=["[UNK]"],
+    ),
 }
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_a_tokenizer_of_another_kind_has_the_ids_of_tokenizers_wherever_it_goes(name, tmp_path):
-    content = KINDS[name]()
-    tok = load(content, tmp_path)
-    assert_ids_of_tokenizers(tok, content)
+@pytest.fixture(params=KINDS)
+def another(request, tmp_path) -> tuple[Tokenizer, dict]:
+    """A tokenizer of another kind, and its tokenizer.json."""
+    content = KINDS[request.param]()
+    return load(content, tmp_path), content
+
+
+def test_a_tokenizer_of_another_kind_has_the_ids_of_tokenizers_wherever_it_goes(another, tmp_path):
+    tok, content = another
     tok.save(tmp_path / "saved", 64)
-    assert (tmp_path / "saved/tokenizer.json").read_text() == (tmp_path / "changed.json").read_text()
-    assert {file.name for file in (tmp_path / "saved").iterdir()} == {"tokenizer.json", "tokenizer_config.json"}
-    for other in (Tokenizer.load(tmp_path / "saved"), pickle.loads(pickle.dumps(tok))):
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert theirs.model_max_length == 64
+    for other in (tok, Tokenizer.load(tmp_path / "saved"), pickle.loads(pickle.dumps(tok))):
+        assert_ids_of_tokenizers(other, content)
         assert other.fingerprint == tok.fingerprint
         assert other.same_ids(tok)
-        assert_ids_of_tokenizers(other, content)
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "saved")
     for text in TEXTS:
         assert tok.encode(text, allowed_special="all") == theirs.encode(text, add_special_tokens=False)
         assert tok.encode_batch([text], disallowed_special=()) == [tok.encode_ordinary(text)]
-        # the text as the normalizer writes it, with a space in front where it adds one
-        normalizer = theirs.backend_tokenizer.normalizer
-        written = normalizer.normalize_str(text).replace("▁", " ") if normalizer else text
-        decoder = tok.stream_decoder()
+    assert tok.encode("a\ud800") == tok.encode("a\ufffd")
+
+
+def test_a_tokenizer_of_another_kind_decodes_as_tokenizers_does_also_as_ids_come(another):
+    tok, content = another
+    theirs = HFTokenizer.from_str(json.dumps(content))
+    for text in TEXTS:
         ids = tok.encode_ordinary(text)
+        decoder = tok.stream_decoder()
         shown = "".join(decoder.push([i]) for i in ids) + decoder.flush()
-        assert shown == tok.decode(ids)
-        assert shown.removeprefix(" ") == written.removeprefix(" ")
-        assert tok.token_bytes()[ids].sum() == len(shown.encode())
-    assert try_tokenizer.split_up("x", tok, "naïve 中文")[1]
-    for special in ((), "all"):
-        assert tok.encode("a\ud800", allowed_special=special) == tok.encode("a\ufffd", allowed_special=special)
-    assert_invalid("tiktoken has no form", tok.to_tiktoken)
+        assert shown == tok.decode(ids) == theirs.decode(ids, skip_special_tokens=False)
+
+
+def test_tokens_count_the_bytes_of_the_text_that_they_decode_to(another):
+    """After another token, since the first one of a text may lose its space; none of a kind that is not on bytes."""
+    tok, content = another
+    n_bytes = tok.token_bytes()
+    assert len(n_bytes) == len(tok)
+    first = tok.encode_ordinary("a")
+    for text in TEXTS:
+        ids = tok.encode_ordinary(text)
+        decoded = tok.decode(first + ids).removeprefix(tok.decode(first))
+        assert n_bytes[ids].sum() == (content["model"]["type"] == "BPE" and len(decoded.encode()))
 
 
 def test_special_tokens_of_another_kind_become_ids_all_or_none(tmp_path):
-    """Those of the text alone, whatever its post-processor puts in front."""
-    tok = load(KINDS["single digits"]() | dict(post_processor=template(1, 0)), tmp_path)
+    tok = load(KINDS["single digits"](), tmp_path)
     assert tok.token_bytes()[tok.eot_token] == 0
-    assert_invalid("holds the special token", tok.encode, "a[PAD]")
     text = f"a[PAD]{ENDOFTEXT}"
-    assert_invalid("allow all of these", tok.encode, text, allowed_special={ENDOFTEXT}, disallowed_special=())
+    for allowed in ((), {ENDOFTEXT}):
+        with pytest.raises(ValueError):
+            tok.encode(text, allowed_special=allowed)
     both = tok.encode(text, allowed_special={ENDOFTEXT, "[PAD]"})
     assert both == tok.encode(text, allowed_special="all")
     assert both == [*tok.encode("a"), tok.special_tokens["[PAD]"], tok.eot_token]
 
 
-UNCOUNTABLE = {
-    "continuing_subword_prefix": lambda: trained(
-        models.WordPiece(unk_token="[UNK]"), normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer(), None
-    ),
-    "not on bytes": lambda: trained(models.BPE(unk_token="[UNK]"), None, pre_tokenizers.Whitespace(), None),
-    "no token for the byte b'": lambda: trained(
-        models.BPE(), None, pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    ),
-}
-
-
-@pytest.mark.parametrize("words", UNCOUNTABLE)
-def test_tokens_that_cannot_be_counted_in_bytes_are_refused_by_name(words, tmp_path):
-    assert_invalid(f"cannot use the tokenizer .*changed.json: .*{words}", load, UNCOUNTABLE[words](), tmp_path)
-
-
 def test_a_fingerprint_tells_what_decides_ids(tmp_path):
     content = KINDS["single digits"]()
     tok = load(content, tmp_path)
-    assert load(content | dict(decoder=None, post_processor=BYTE_LEVEL), tmp_path).fingerprint == tok.fingerprint
+    assert load(content | dict(decoder=None), tmp_path).fingerprint == tok.fingerprint
     for change in (dict(normalizer=dict(type="NFC")), dict(added_tokens=content["added_tokens"][:-1])):
         other = load(content | change, tmp_path)
         assert other.fingerprint != tok.fingerprint
         assert not other.same_ids(tok)
+
+
+# ---- folders of other models
+
+BESIDE = {
+    "nothing else": dict(tokenizer_class="PreTrainedTokenizerFast"),
+    "a space in front": dict(tokenizer_class="GPT2Tokenizer", add_prefix_space=True),
+    "as Llama 2": dict(tokenizer_class="LlamaTokenizer", legacy=False, add_prefix_space=False),
+    "added tokens": dict(
+        tokenizer_class="PreTrainedTokenizerFast",
+        added_tokens_decoder={
+            "800": dict(content="the", special=False, normalized=False, lstrip=False, rstrip=False, single_word=False),
+            "801": dict(content="<|us", special=True, normalized=False, lstrip=True, rstrip=False, single_word=False),
+        },
+    ),
+    "special tokens as text": dict(tokenizer_class="PreTrainedTokenizerFast", split_special_tokens=True),
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+@pytest.mark.parametrize("kind", ["as Llama 2", "as Gemma", "single digits"])
+def test_a_folder_means_what_transformers_says(kind, beside, tmp_path):
+    """Also as its tokenizer.json, and in a checkpoint that takes it over."""
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    write_json(theirs / "tokenizer.json", KINDS[kind]())
+    write_json(theirs / "tokenizer_config.json", BESIDE[beside])
+    reader = AutoTokenizer.from_pretrained(theirs)
+    tok = Tokenizer.load(theirs)
+    assert Tokenizer.load(theirs / "tokenizer.json").fingerprint == tok.fingerprint
+    tok.save(tmp_path / "checkpoint")
+    tok.save(tmp_path / "shards/tokenizer.json")
+    for folder in ("checkpoint", "shards"):
+        assert Tokenizer.load(tmp_path / folder).fingerprint == tok.fingerprint
+    saved = AutoTokenizer.from_pretrained(tmp_path / "checkpoint")
+    assert saved.eos_token == (reader.eos_token or ENDOFTEXT)
+    for text in TEXTS:
+        ids = reader.encode(text, add_special_tokens=False)
+        assert tok.encode(text, allowed_special="all") == saved.encode(text, add_special_tokens=False) == ids
+        assert tok.decode(ids) == reader.decode(ids)
+
+
+def test_a_folder_of_ours_that_transformers_saved_stays_ours(tmp_path):
+    TOK.save(tmp_path / "ours")
+    AutoTokenizer.from_pretrained(tmp_path / "ours").save_pretrained(tmp_path / "theirs")
+    assert Tokenizer.load(tmp_path / "theirs").fingerprint == TOK.fingerprint
 
 
 # ---- changes of a file of ours
@@ -183,130 +231,55 @@ def set_(*path):
         *keys, last, value = path
         for key in keys:
             content = content[key]
-        content[last] = copy.deepcopy(value)
+        content[last] = value
 
     return change
 
 
-def add_merges(*merges):
-    def change(content: dict) -> None:
-        content["model"]["merges"] += [list(merge) for merge in merges]
-        vocab = content["model"]["vocab"]
-        for a, b in merges:
-            vocab.setdefault(a + b, len(vocab))
-
-    return change
+def add_merges(content: dict) -> None:
+    """With two ways to make abc."""
+    for a, b in (("b", "c"), ("a", "bc"), ("a", "b"), ("ab", "c")):
+        content["model"]["merges"].append([a, b])
+        content["model"]["vocab"].setdefault(a + b, len(content["model"]["vocab"]))
 
 
-def add_token(name: str, i: int, **flags):
-    token = dict(id=i, content=name, single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
-    return lambda content: content["added_tokens"].append(token | flags)
-
-
-def take_from_vocab(name: str):
-    return lambda content: content["model"]["vocab"].pop(name)
-
-
-def all_(*changes):
-    return lambda content: [change(content) for change in changes]
-
-
-def template(*single):
-    pieces = [{"SpecialToken": {"id": ENDOFTEXT, "type_id": 0}} if s else TEXT_ALONE for s in single]
-    special = {ENDOFTEXT: dict(id=ENDOFTEXT, ids=[298], tokens=[ENDOFTEXT])}
-    return dict(type="TemplateProcessing", single=pieces, pair=[TEXT_ALONE], special_tokens=special)
-
-
-TEXT_ALONE = {"Sequence": {"id": "A", "type_id": 0}}
 BYTE_LEVEL = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
-
-
-def split(pattern: str, behavior: str = "Isolated") -> dict:
-    by_pattern = dict(type="Split", pattern=dict(Regex=pattern), behavior=behavior, invert=False)
-    return dict(type="Sequence", pretokenizers=[by_pattern, BYTE_LEVEL | dict(use_regex=False)])
-
-
-TRUNCATION = dict(max_length=4, strategy="LongestFirst", stride=0, direction="Right")
-PADDING = dict(
-    strategy="BatchLongest", direction="Right", pad_to_multiple_of=8, pad_id=0, pad_type_id=0, pad_token="!"
-)  # fmt: skip
-
-REFUSED = {
-    "a negative id": set_("model", "vocab", "zz", -1),
-    "dropout": set_("model", "dropout", 1.0),
-    "a suffix": set_("model", "end_of_word_suffix", "</w>"),
-    "two tokens with one id": set_("model", "vocab", "zz", 290),
+WORDS = dict(type="Split", pattern=dict(Regex=r"\s+|\S+"), behavior="Removed", invert=False)
+DROPPED = dict(type="Sequence", pretokenizers=[WORDS, BYTE_LEVEL | dict(use_regex=False)])
+CHANGES = {
+    "lstrip": set_("added_tokens", 1, "lstrip", True),
+    "an added token that is not special": set_("added_tokens", 1, "special", False),
+    "a normalizer": set_("normalizer", dict(type="Lowercase")),
+    "ignore_merges": set_("model", "ignore_merges", True),
+    "a prefix space": set_("pre_tokenizer", "add_prefix_space", True),
+    "words that are dropped": set_("pre_tokenizer", DROPPED),
+    "another order of merges": lambda content: content["model"]["merges"].reverse(),
+    "a second merge for a token": add_merges,
+    "a token that no merge makes": set_("model", "vocab", "zz", 300),
 }
-CHANGES = {  # and whether it is still a tokenizer of ours
-    "lstrip": (False, set_("added_tokens", 1, "lstrip", True)),
-    "an added token that is not special": (False, set_("added_tokens", 1, "special", False)),
-    "a normalizer": (False, set_("normalizer", dict(type="Lowercase"))),
-    "ignore_merges": (False, set_("model", "ignore_merges", True)),
-    "a prefix space": (False, set_("pre_tokenizer", "add_prefix_space", True)),
-    "a special token that is normalized beside one that is not": (
-        False,
-        all_(set_("added_tokens", 0, "normalized", True), set_("added_tokens", 0, "content", "<|user|>x")),
-    ),
-    "an added token with the name of a token": (
-        False,
-        all_(add_token("the", 300), add_merges(("t", "h"), ("th", "e"))),
-    ),
-    "a second merge for a token": (False, add_merges(("b", "c"), ("a", "bc"), ("a", "b"), ("ab", "c"))),
-    "words that are split again": (
-        False,
-        set_("pre_tokenizer", dict(type="Sequence", pretokenizers=[dict(type="Whitespace"), BYTE_LEVEL])),
-    ),
-    "what is split off is dropped": (False, set_("pre_tokenizer", split(r"\s+|\S+", "Removed"))),
-    "digits that Ruby counts otherwise": (True, set_("pre_tokenizer", split(r"\p{N}{1,3}+|\P{N}+"))),
-    "a post-processor": (True, set_("post_processor", template(1, 0))),
-    "a post-processor for offsets": (True, set_("post_processor", BYTE_LEVEL | dict(trim_offsets=False))),
-    "no decoder": (True, set_("decoder", None)),
-    "an unknown token": (True, set_("model", "unk_token", "<|endoftext|>")),
-    "a token that no merge makes": (True, set_("model", "vocab", "zz", 300)),
-    "truncation": (True, set_("truncation", TRUNCATION)),
-    "padding": (True, set_("padding", PADDING)),
-    "an old file without type": (True, lambda content: content["model"].pop("type")),
-    "the older form of merges": (
-        True,
-        lambda content: content["model"].update(merges=[" ".join(pair) for pair in content["model"]["merges"]]),
-    ),
-    "all special tokens normalized": (True, all_(*(set_("added_tokens", i, "normalized", True) for i in (0, 1)))),
-    "a special token that begins another one": (True, add_token("<|user|><|user|>", 300)),
-    "an id of an added token that is not the next one": (
-        True,
-        all_(take_from_vocab("<|user|>"), set_("added_tokens", 1, "id", 310)),
+WITHOUT_EFFECT = {
+    "a post-processor": set_("post_processor", BYTE_LEVEL),
+    "no decoder": set_("decoder", None),
+    "truncation": set_("truncation", dict(max_length=4, strategy="LongestFirst", stride=0, direction="Right")),
+    "the older form of merges": lambda content: content["model"].update(
+        merges=[" ".join(pair) for pair in content["model"]["merges"]]
     ),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_the_same_every_time_or_cannot_be_counted_is_refused(name, content, tmp_path):
-    REFUSED[name](changed := copy.deepcopy(content))
-    assert_invalid(r"cannot use the tokenizer .*changed\.json: ", load, changed, tmp_path)
-
-
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", CHANGES | WITHOUT_EFFECT)
 def test_whatever_a_file_asks_for_its_ids_are_those_of_tokenizers(name, content, tmp_path):
-    is_ours, change = CHANGES[name]
-    change(changed := copy.deepcopy(content))
+    changed = copy.deepcopy(content)
+    (CHANGES | WITHOUT_EFFECT)[name](changed)
     tok = load(changed, tmp_path)
-    assert type(tok) is (Tokenizer if is_ours else ForeignTokenizer)
+    assert (tok.fingerprint == TOK.fingerprint) == (name in WITHOUT_EFFECT)
     assert_ids_of_tokenizers(tok, changed)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(merges=st.lists(st.tuples(*[st.sampled_from(["a", "b", "c", "ab", "bc", "ca", "abc", "bca"])] * 2), max_size=9))
-def test_whatever_merges_are_accepted_give_the_same_ids_in_tokenizers(merges, content, tmp_path):
+def test_a_file_that_gives_a_text_other_ids_each_time_is_refused(content, tmp_path):
     changed = copy.deepcopy(content)
-    changed["model"]["merges"] = []
-    add_merges(*merges)(changed)
-    try:
-        tok = load(changed, tmp_path)
-    except ValueError:
-        return
-    theirs = HFTokenizer.from_str(json.dumps(changed))
-    for text in ("abc", "abcabc", "bcabca", "cabcab", "aabbcc", "abcbca" * 20):
-        assert tok.encode(text) == theirs.encode(text).ids == tok.encode_batch([text])[0]
+    set_("model", "dropout", 0.5)(changed)
+    assert_invalid("changed.json", load, changed, tmp_path)
 
 
 # ---- special tokens
@@ -330,67 +303,13 @@ def test_a_special_token_that_hugging_face_takes_for_bytes_is_refused(special):
     assert_invalid(special, Tokenizer, (), special_tokens=(ENDOFTEXT, special))
 
 
-NAMES = ("<a>", "<a>b", "b c", "|>")
-SOME = st.sampled_from(["all", (), NAMES[:1], NAMES[1:], NAMES[::2]])
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    pieces=st.lists(st.sampled_from([*NAMES, "<", "a", "b", " c", ">", "!", "\n ", "é"]), max_size=14),
-    allowed=SOME,
-    disallowed=SOME,
-    pattern=st.sampled_from(["gpt2", "cl100k", r"\s+|\S+"]),
-)
-def test_encode_batch_is_encode_for_any_special_tokens(pieces, allowed, disallowed, pattern):
-    tok = Tokenizer([(b"<", b"a"), (b">", b"!"), (b" ", b"c")], pattern, NAMES)
-    options = dict(allowed_special=allowed, disallowed_special=disallowed)
-    try:
-        whole = tok.encode("".join(pieces), **options)
-    except ValueError:
-        with pytest.raises(ValueError, match="holds the special token"):
-            tok.encode_batch(["".join(pieces)], **options)
-        return
-    assert tok.encode_batch(["".join(pieces)], **options) == [whole]
-
-
-# ---- tiktoken
-
-
-def test_merges_that_tiktoken_would_do_in_another_order_are_refused_for_it(tmp_path):
-    """It merges whatever makes a token, and not only the pairs on the list."""
-    tok = Tokenizer([(b"b", b"c"), (b"a", b"b"), (b"ab", b"c")])  # the last one never happens: b is merged with c
-    assert len(tok.encode("abc")) == 2
-    assert_invalid("tiktoken merges in the order of ids", tok.to_tiktoken)
-    assert tok.encode_batch(["abc"]) == [tok.encode("abc")] == [tok.to_transformers()("abc")["input_ids"]]
-    swapped = Tokenizer([(b"a", b"b"), (b"b", b"c")], ids=TOK.ordinary | {b"ab": 300, b"bc": 299})
-    assert [swapped.vocab[i] for i in swapped.encode("abc")] == [b"ab", b"c"]
-    assert swapped.encode("abc") == swapped.to_transformers()("abc")["input_ids"]
-    alike = Tokenizer((), special_tokens=("<|a|>", "<|a|><|b|>"))  # tiktoken takes the first that fits, we the longest
-    assert_invalid("begins another", alike.to_tiktoken)
-    TOK.save(tmp_path)
-    tok.save(tmp_path)
-    assert not (tmp_path / "tokenizer.tiktoken").exists()
-
-
 # ---- damaged files
 
-OTHER = [b"", b"NaN", b"[" * 200_000, b'{"a":' * 100_000, b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"]
-
-
-def check_reading(file: Path) -> None:
-    """One ValueError that names the file, or a tokenizer that works, with the ids of tokenizers."""
-    try:
-        tok = Tokenizer.load(file)
-    except ValueError as e:
-        assert re.search(r"(cannot use the|no) tokenizer ", str(e))
-        assert str(file.parent) in str(e)
-        return
-    assert len(tok.token_bytes()) == len(tok)
-    assert_ids_of_tokenizers(tok, read_json(file))
+OTHER = [b"", b"{}", b"NaN", b"[" * 200_000, b'{"a":' * 100_000, b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"]
 
 
 @pytest.mark.parametrize("n", [12, slow(1000)])
-def test_a_file_that_is_cut_or_flipped_or_of_another_kind_is_one_error_or_works(tmp_path, n):
+def test_a_damaged_file_is_one_error_that_names_it_or_works_with_the_ids_of_tokenizers(tmp_path, n):
     TOK.save(tmp_path)
     file = tmp_path / "tokenizer.json"
     rng = random.Random(n)
@@ -400,9 +319,13 @@ def test_a_file_that_is_cut_or_flipped_or_of_another_kind_is_one_error_or_works(
         damaged += [data[:i], data[:i] + bytes([data[i] ^ 1 << rng.randrange(8)]) + data[i + 1 :]]
     for content in damaged:
         file.write_bytes(content)
-        check_reading(file)
-    file.write_bytes(b"{}")
-    assert_invalid("it has no 'model'; choose", Tokenizer.load, file)
+        try:
+            tok = Tokenizer.load(file)
+        except ValueError as e:
+            assert str(file) in str(e)
+            assert "\n" not in str(e)
+        else:
+            assert_ids_of_tokenizers(tok, read_json(file))
 
 
 @pytest.mark.parametrize("path", ["x" * 5000, "a\0b", "", "no/such/place", "con\udcffused"])
