@@ -178,8 +178,8 @@ class Report:
             val = measured[-1]
             gap = val["loss"] - loss
             side = f"{abs(gap):.2f} {'above' if gap > 0 else 'below'} training"
-            bpb = f"{val['bpb']:.4f} bits per byte"
-            self.rt.print(f"validation loss {val['loss']:.4f} at step {val['step']}, {side}, {bpb}")
+            bpb = f", {val['bpb']:.4f} bits per byte" if "bpb" in val else ""
+            self.rt.print(f"validation loss {val['loss']:.4f} at step {val['step']}, {side}{bpb}")
             rates = {step["step"]: step["lr"] for step in trained if "lr" in step}
             if trained[-1]["step"] < self.config.max_steps:
                 self.rt.print(f"these are {trained[-1]['step']:,} of {self.config.max_steps:,} steps: judge at the end")
