@@ -103,7 +103,7 @@ class Runtime:
 
         A gradient is a view of the bucket that it is exchanged in, and exists once (see Optimizer.zero_grad). Dynamo
         cuts a compiled graph where a bucket ends: the 498 MB of GPT-2 124M are 13 graphs with DDP's buckets of 25 MB,
-        and 5 with those of 100. The kernels stay the same (tests/fake_gpu), so that larger buckets save launches,
+        and 5 with those of 100. The kernels stay the same (tools/fake_gpu), so that larger buckets save launches,
         compilation and exchanges; one bucket would leave no backward pass to hide its exchange behind. Which size is
         fastest, only eight cards can tell.
         """

@@ -63,7 +63,7 @@ def plan_of(config, n_sequences: int = 1, shape: GPTConfig | None = None) -> dic
 TINY = dict(n_positions=128, vocab_size=1024, n_layer=4, n_head=2, n_embd=128)
 NARROW = TINY | dict(n_embd=64)  # for 16 bits, which many processors emulate
 # GPT-2 124M compiled, in bf16 with AdamW: sequences of a micro-batch, and the peak of the allocator on the emulated
-# card (tests/fake_gpu)
+# card (tools/fake_gpu)
 PEAKS = [(1, 2.91), (8, 5.80), (64, 24.01), (256, 84.04)]
 
 

@@ -1,8 +1,8 @@
-"""Run this project's CUDA code on a machine without a GPU: python tests/fake_gpu [CHECK ...]
+"""Run this project's CUDA code on a machine without a GPU: python tools/fake_gpu [CHECK ...]
 
-    python tests/fake_gpu              # the checks of checks.ini that are not slow
-    python tests/fake_gpu h100 ddp-8   # these
-    python tests/fake_gpu all          # all of them
+    python tools/fake_gpu              # the checks of checks.ini that are not slow
+    python tools/fake_gpu h100 ddp-8   # these
+    python tools/fake_gpu all          # all of them
 
 Prints a row per check: what was launched in its last optimizer step, the allocator's peak, compiled graphs. The exit
 status is 1 if one failed. Logs and compiled kernels stay in a folder of the temporary directory. README.md, beside this

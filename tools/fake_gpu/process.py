@@ -92,7 +92,7 @@ def meet_nobody(n_ranks: int) -> None:
         objects[:] = pickle.loads(file.read_bytes())
         library.fake_note(b"broadcast of objects")
 
-    dist.rendezvous = lambda url, rank, world_size: iter([(store, rank, world_size)])
+    dist.rendezvous = lambda url, rank, world_size, **options: iter([(store, rank, world_size)])
     dist.broadcast_object_list = broadcast_objects
 
 
