@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
+from tqdm import tqdm
 
 import hellaswag
 from model import GPT, GPTConfig, GPTWithLoss
@@ -51,7 +52,7 @@ from parts.report import import_tracker
 from parts.run import Run, RunDirectory, continue_constants
 from parts.runtime import Runtime, checkpoint_activations, make_deterministic, prefetch, profiled
 from parts.shards import Shards, open_shards
-from parts.trials import choose_attention, find_micro_batch_size
+from parts.trials import choose_attention, find_micro_batch_size, timed_passes
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,8 @@ def main() -> None:
     if config.deterministic:
         make_deterministic()
     rt = Runtime.setup(config.device, config.dtype, config.compile, config.threads)
+    if rt.device.type == "cpu" and not (config.dry_run or sys.argv[1:2] and sys.argv[1] in RECIPES):
+        raise UserError("without a GPU, name a recipe: tiny, small, or gpt2 (124M: months on a CPU)")
     if config.dry_run:
         return print_plan(*settle(config, flags, None, rt), rt)
     directory = RunDirectory(config, rt)
@@ -389,11 +392,14 @@ def distribute(config: Config, model: GPT, rt: Runtime) -> tuple[Config, GPTWith
         size = find_micro_batch_size(GPTWithLoss(model), n_sequences // rt.world_size, trial, rt, optimizer)
         config = replace(config, micro_batch_size=size)
     if rt.device.type == "cpu":
-        flops = model.estimate_flops(config.sequence_length) * config.max_steps * config.total_batch_size
-        days = flops / (1e11 * torch.get_num_threads() * rt.world_size) / 86400
-        if days > 1:
-            remedy = "for minutes on a CPU: python train_gpt2.py tiny"
-            rt.print(f"note: at 100 GFLOP/s a thread this takes about {days:,.0f} days; {remedy}")
+        idx = torch.zeros(config.micro_batch_size, config.sequence_length, dtype=torch.long)
+        n_passes = n_sequences // config.micro_batch_size // rt.world_size
+        seconds = n_passes * timed_passes(GPTWithLoss(model), (idx, idx), rt)
+        model.zero_grad()
+        total = config.max_steps * seconds
+        remedy = "; recipes for a CPU: tiny, small" if total > 3600 else ""
+        duration = tqdm.format_interval(total) + remedy
+        rt.print(f"a step takes about {seconds:.2g} s here, all {config.max_steps:,} take {duration}")
     loss_fn = rt.wrap(GPTWithLoss(model, rt.compiled(model.hidden)))
     ranks = counted(rt.world_size, "rank")
     rt.print(f"{n_sequences} sequences per step, {config.micro_batch_size} at a time on each of {ranks}")

@@ -235,7 +235,7 @@ def type_of_word(name: str, kind) -> type:
     if len(found) == 1 and found <= {int, float, str}:
         return found.pop()
     raise UserError(
-        f"{name} is of the type {kind}; choose bool, int, float, str, Literal of one type, int | None, or tuple[int, ...]"
+        f"{name} is of the type {kind}; choose bool, int, float, str, Literal, int | None or tuple[int, ...]"
     )
 
 

@@ -62,14 +62,15 @@ def picture(runs: dict[str, Records], kind: str, x: str = "steps", y: str = "los
             raise UserError(f'--y bpb: the log of {name} has no "bpb" in its val records; pass --y loss')
         if len(losses):
             best = losses.argmin()
-            label_of_loss = f"{label}: {losses[-1]:.3f} at the end, lowest {losses[best]:.3f} at step {steps[best]:,.0f}"
-            panels["loss"].plot(at(steps), losses, label=label_of_loss, **marked)
+            values = f"{losses[-1]:.3f} at the end, lowest {losses[best]:.3f} at step {steps[best]:,.0f}"
+            panels["loss"].plot(at(steps), losses, label=f"{label}: {values}", **marked)
         if y == "loss":
             each = curve(records, "train", "loss", at)
             places, losses = smoothed(*each)
             start = 0 if alone else len(places) // 20  # the first steep fall would hide how several runs differ
             panels["loss"].plot(places[start:], losses[start:], color=color, linewidth=0.8)
             if alone:
+                panels["loss"].set_yscale("log")
                 panels["loss"].plot(*each, color=color, linewidth=0.8, alpha=0.25)
         if alone:
             mark_references(panels["loss"], records, at, y)
@@ -78,10 +79,19 @@ def picture(runs: dict[str, Records], kind: str, x: str = "steps", y: str = "los
             places, scores = curve(records, "hellaswag", "acc_norm", at)
             _, errors = curve(records, "hellaswag", "acc_norm_stderr")
             panels["score"].errorbar(places, 100 * scores, 100 * errors, elinewidth=0.8, **marked)
+        panels["norm"].set_yscale("log")  # the rest stays readable beside a spike
         norms = curve(records, "train", "grad_norm", at)
         panels["norm"].plot(*norms, color=color, linewidth=0.8, alpha=0.25)
         panels["norm"].plot(*smoothed(*norms), color=color, linewidth=1)
         panels["rate"].plot(*curve(records, "train", "lr", at), color=color, linewidth=1)
+    label_panels(panels, x, y)
+    content = io.BytesIO()
+    figure.savefig(content, format=kind)
+    return content.getvalue()
+
+
+def label_panels(panels: dict, x: str, y: str) -> None:
+    """Give the panels their titles, axes and legend, and HellaSwag its references."""
     if "score" in panels:
         for name, accuracy in ACCURACIES.items():
             panels["score"].axhline(100 * accuracy, color="gray", linewidth=0.8, ls="--")
@@ -93,17 +103,12 @@ def picture(runs: dict[str, Records], kind: str, x: str = "steps", y: str = "los
         axes.xaxis.set(major_formatter="{x:,.10g}")
         axes.grid(alpha=0.3)
         axes.tick_params(labelsize=8.5, labelbottom=True)
-    logarithmic = ["norm", "loss"] if alone and y == "loss" else ["norm"]  # readable beside a spike or a steep fall
-    for name in logarithmic:
-        panels[name].set_yscale("log")
-        panels[name].yaxis.get_major_locator().set_params(subs=(1, 1.5, 2, 3, 5, 7))
-        panels[name].yaxis.set(major_formatter="{x:g}", minor_formatter="")
+        if axes.get_yscale() == "log":
+            axes.yaxis.get_major_locator().set_params(subs=(1, 1.5, 2, 3, 5, 7))
+            axes.yaxis.set(major_formatter="{x:g}", minor_formatter="")
     if panels["loss"].get_legend_handles_labels()[1]:
         panels["loss"].legend(fontsize=8.5, framealpha=0.85)
     panels["rate"].set_ylim(bottom=0)
-    content = io.BytesIO()
-    figure.savefig(content, format=kind)
-    return content.getvalue()
 
 
 def mark_references(axes, records: Records, at: Callable, y: str) -> None:

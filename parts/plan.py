@@ -1,7 +1,7 @@
 """The plan of a run: the memory, disk, time and money that it needs, before a device is rented (`--dry_run`).
 
-Memory in bytes, with N parameters, M of them in the blocks' matrices, micro-batches of B sequences of T tokens, L blocks
-of H heads and C channels, V tokens in the vocabulary, and e bytes per number in matrix products, 2 or 4:
+Memory in bytes, with N parameters, M of them in the blocks' matrices, micro-batches of B sequences of T tokens, L
+blocks of H heads and C channels, V tokens in the vocabulary, and e bytes per number in matrix products, 2 or 4:
 
     weights      4 N, and M once more in 16 bits, unless activations are recomputed
     gradients    4 N, on one rank as on several

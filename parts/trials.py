@@ -95,13 +95,17 @@ def has_memory_for(size: int, shape: tuple[int, int], loss_fn, rt: Runtime, make
 
 def timed_step(loss_fn, micro_batch: tuple, optimizer, rt: Runtime) -> tuple[float, float]:
     """Take a step of one micro-batch: return seconds of the forward and backward pass, and of the update."""
+    passes = timed_passes(loss_fn, micro_batch, rt, optimizer.scale)
+    begun = rt.mark_time()
+    optimizer.clip_grad_norm(1.0)
+    optimizer.step(finite=torch.ones((), dtype=torch.bool, device=rt.device))  # whatever random tokens gave
+    return passes, rt.seconds_between(begun, rt.mark_time())
+
+
+def timed_passes(loss_fn, micro_batch: tuple, rt: Runtime, scale=lambda loss: loss) -> float:
+    """Return seconds of one micro-batch's forward and backward pass; its gradients are added to the others."""
     begun = rt.mark_time()
     with rt.autocast():
         loss = loss_fn(*micro_batch)
-    optimizer.scale(loss).backward()
-    del loss
-    passed = rt.mark_time()
-    optimizer.clip_grad_norm(1.0)
-    optimizer.step(finite=torch.ones((), dtype=torch.bool, device=rt.device))  # whatever random tokens gave
-    ended = rt.mark_time()
-    return rt.seconds_between(begun, passed), rt.seconds_between(passed, ended)
+    scale(loss).backward()
+    return rt.seconds_between(begun, rt.mark_time())

@@ -142,7 +142,7 @@ def test_text_with_spaces_may_begin_with_a_dash():
 REFUSED = [  # words, and those of them that the error names
     ("", "PLACE"), ("Rome now then", "then"), ("Rome --depht 3", "--depht --depth"), ("Rome --dep 3", "--dep --depth"),
     ("Rome -depth 3", "--depth"), ("Rome --zebra", "--zebra"), ("--note hello Rome", "--note"),
-    ("Rome --salt", "--salt"), ("Rome -milk", "milk"), ("Rome --book=True", "--book True"), ("Rome --depth 0", "--depth 0"),
+    ("Rome --salt", "--salt"), ("Rome -milk", "milk"), ("Rome --book=True", "--book"), ("Rome --depth 0", "--depth 0"),
     ("Rome --depth 2.5", "--depth 2.5"), ("Rome --salt nan", "--salt nan"), ("Rome --salt inf", "--salt inf"),
     ("Rome --salt much", "--salt much"), ("Rome --served warm", "--served warm"), ("Rome --rows 3", "--rows 3"),
     ("Rome --hours 3", "--hours"), ("Rome --window x", "--window x"),

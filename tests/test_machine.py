@@ -48,7 +48,7 @@ def test_a_gpu_without_code_in_this_pytorch_gives_one_line():
 
 
 @pytest.mark.parametrize("asked, default, cores, expected", [(0, 4, 8, 4), (3, 4, 8, 3), (0, 4, 1, 1), (9, 4, 8, 8)])
-def test_threads_are_those_asked_for_or_pytorchs_but_never_more_than_cores(monkeypatch, asked, default, cores, expected):
+def test_threads_are_never_more_than_cores(monkeypatch, asked, default, cores, expected):
     chosen = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     monkeypatch.setattr(torch, "get_num_threads", lambda: default)

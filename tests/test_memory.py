@@ -163,7 +163,7 @@ def test_a_plan_times_this_machine_and_lists_cards(train, tmp_path):
 
 
 def test_hours_are_those_of_steps_validation_and_checkpoints(monkeypatch, capsys, rt, tmp_path):
-    """The run of 124M on an H100: 5.07 h of steps, 77 x 20 forward passes of a third of a step, 20 checkpoints of 4.3 s."""
+    """The run of 124M on an H100: 5.07 h of steps, 77 x 20 forward passes of a third of a step, 20 of 4.3 s."""
     monkeypatch.setattr("parts.plan.rate_here", lambda *_: 0.0)
     config = replace(RECIPES["gpt2"], out_dir=str(tmp_path), data=str(tmp_path))
     assert_refused(str(tmp_path), print_plan, config, GPTConfig(vocab_size=50304), rt)
