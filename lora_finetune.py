@@ -196,7 +196,7 @@ def train(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, optimizer:
             # draws the same again
             torch.manual_seed(config.seed + step * rt.world_size + rt.rank)
             lr = learning_rate(step, config)
-            optimizer.set_lr(lr)
+            optimizer.set_lr(lr / config.max_lr)
 
             # Divide by all targets of the batch, times world_size for DDP's mean. Every answer token has the same
             # weight, whatever its row, its micro-batch and its rank, so a row with a long answer counts for more. Each

@@ -72,7 +72,6 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # Q, K and V for all heads in one matmul
-        self.c_attn.stacked = 3 * (config.n_embd,)  # rows of each, for Muon
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
         self.layer = layer
         self.n_head = config.n_head

@@ -1,10 +1,10 @@
 r"""Optimizers as the training loop sees them: schedules, AdamW, Muon, and a step that can be skipped.
 
-This file knows nothing of the model but the names and shapes of its parameters, and nothing of data or run directories.
+Of the model this file knows where its blocks are and what kinds of modules they have; of data and run directories nothing.
 
 The schedules, with warmup_steps W and max_steps S. Cosine (Loshchilov and Hutter 2017) has to know S from the start;
 wsd (warmup, stable, decay; Hu et al. 2024, section 4) can continue from any checkpoint of its plateau to a later end;
-four_phases is wsd for AdamW, while Muon's rate falls from the start (`muon_lr_fraction`):
+four_phases is wsd for AdamW, while Muon's rate falls from the start (`muon_height`):
 
     max_lr     .-._                     max_lr     .-----------.
               /    `-.                            /             \
@@ -12,17 +12,19 @@ four_phases is wsd for AdamW, while Muon's rate falls from the start (`muon_lr_f
             0  W         S                      0  W             S
 """
 
-import io
 import math
 from collections import defaultdict
-from copy import deepcopy
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from parts.cli import UserError
 from parts.runtime import Runtime
+
+# entries of a group that a resume takes from Config and the machine; all others, such as an optimizer's own counters,
+# are state
+CONSTANTS = ("peak", "lr", "betas", "eps", "weight_decay", "momentum", "dtype")
 
 
 def learning_rate(step: int, config) -> float:
@@ -43,18 +45,23 @@ def learning_rate(step: int, config) -> float:
     return config.min_lr + height * (config.max_lr - config.min_lr)
 
 
-def muon_lr_fraction(step: int, config) -> float | None:
-    """Muon's learning rate as a fraction of muon_lr, in step 1 .. max_steps of `four_phases`. None for the other
-    schedules, where it has the shape of AdamW's.
+def plateau_end(config) -> float:
+    """The last step of the plateau of `wsd`, from which another decay can begin; 0 for schedules without one."""
+    if config.lr_schedule != "wsd":
+        return 0
+    return config.max_steps - config.decay_fraction * (config.max_steps - min(config.warmup_steps, config.max_steps))
 
-    The phases are the warmup, a plateau until 4% of the steps after it, a fast decay to a fifth until 56%, and a slow
+
+def muon_height(step: int, config) -> float:
+    """Muon's learning rate as a fraction of muon_lr, in step 1 .. max_steps: the shape of AdamW's, except in
+    `four_phases`.
+
+    Its phases are the warmup, a plateau until 4% of the steps after it, a fast decay to a fifth until 56%, and a slow
     one to 0. The constants are those of modded-nanogpt, track 3, PR 351.
     """
-    if config.lr_schedule != "four_phases":
-        return None
     warmup_steps = min(config.warmup_steps, config.max_steps)
-    if step <= warmup_steps:
-        return step / warmup_steps
+    if config.lr_schedule != "four_phases" or step <= warmup_steps:
+        return learning_rate(step, config) / config.max_lr
     progress = (step - warmup_steps) / (config.max_steps - warmup_steps)
     fast = 1 - 0.8 * (max(0.0, progress - 0.04) / 0.52) ** 0.6
     slow = 0.2 * (1 - progress) / 0.44
@@ -82,29 +89,25 @@ def make_optimizer(model, config, rt: Runtime) -> "Optimizer":
         optimizers = [adamw(decay_groups(rest, config.weight_decay), config), muon]
     else:
         raise UserError(f"optimizer {name}: add it to make_optimizer in parts/optim.py")
-    return Optimizer(optimizers, config.max_lr, rt)
+    return Optimizer(optimizers, rt)
 
 
 def muon_groups(model) -> list[dict]:
-    """The trainable matrices of the blocks: those that map one hidden space into another. In `wpe` each row is on its
-    own, and `wte` is both table and classifier: for embeddings and heads AdamW was found better (Jordan 2024).
+    """Group the trainable weights of the blocks' linear layers, which map one hidden space into another.
 
-    A module whose weight is several matrices, one above the other, says so: `stacked` are the rows of each, as in
-    model.py's c_attn. Orthogonalized as one matrix, the largest gradient of Q, K and V would get most of it.
+    All else is AdamW's: in an embedding each row is on its own, also in one inside a block, and the head is a
+    classifier (Jordan 2024). c_attn stacks the matrices of Q, K and V; orthogonalized as one matrix, the largest
+    gradient of the three would get most of it. So each is its own: Q has as many rows as columns, K and V share the
+    rest.
     """
-    stacked = {}  # by the name of a weight: rows of its matrices
-    for name, module in model.named_modules():
-        if rows := getattr(module, "stacked", ()):
-            stacked[f"{name}.weight"] = tuple(rows)
-            if sum(rows) != len(module.weight):
-                raise UserError(
-                    f"{name} in model.py says that it stacks matrices of {rows} rows, and has {len(module.weight)}; "
-                    "give its `stacked` the rows of each"
-                )
-    groups = {(): []}
-    for name, p in model.named_parameters():
-        if ".h." in name and p.dim() == 2 and p.requires_grad:
-            groups.setdefault(stacked.get(name, ()), []).append(p)
+    groups = {(): []}  # by the rows of each matrix in a weight; () is a single one
+    for name, module in model.transformer.h.named_modules():
+        if isinstance(module, nn.Linear) and module.weight.requires_grad:
+            rows = ()
+            if name.endswith("c_attn"):
+                shared = module.out_features - module.in_features
+                rows = (module.in_features, shared // 2, shared // 2)
+            groups.setdefault(rows, []).append(module.weight)
     return [dict(params=params, stacked=rows) for rows, params in groups.items()]
 
 
@@ -140,28 +143,29 @@ class Optimizer:
     """One or two torch optimizers, and the loss scale of fp16, as the loop sees them.
 
     `Muon` and torch's fused optimizers skip a bad step on their own, on the device. Any other torch optimizer works
-    too, at the price of a host that waits for the device in every step. A group's initial learning rate is its peak.
+    too, at the price of a host that waits for the device in every step. A group's `peak` is the learning rate that it
+    was made with.
     """
 
-    def __init__(self, optimizers: list[torch.optim.Optimizer], max_lr: float, rt: Runtime):
+    def __init__(self, optimizers: list[torch.optim.Optimizer], rt: Runtime):
         self.optimizers = optimizers
-        self.max_lr = max_lr
         self.rt = rt
         self.loss_scale = LossScale(rt.device) if rt.dtype == torch.float16 else None
         for group in self.param_groups():
-            group.setdefault("initial_lr", group["lr"])
-        self.made = [deepcopy(optimizer.state_dict()["param_groups"]) for optimizer in optimizers]
-        self.own_numbers = [numbers_of(optimizer) for optimizer in optimizers]
+            group["peak"] = group["lr"]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{type(o).__name__} for {count_params(o):,} parameters" for o in self.optimizers)
 
     def param_groups(self) -> list[dict]:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
-    def set_lr(self, lr: float, for_muon: float | None = None) -> None:
-        """Scale the peak of every group by lr / max_lr, but those of Muon by `for_muon` if it is given."""
-        for group in self.param_groups():
-            group["lr"] = group["initial_lr"] * lr / self.max_lr
-            if for_muon is not None and group.get("kind") == "muon":
-                group["lr"] = group["initial_lr"] * for_muon
+    def set_lr(self, height: float, muon_height: float | None = None) -> None:
+        """Set each group's learning rate to a fraction of its peak: `height`, or `muon_height` for Muon, from 0 to 1."""
+        for optimizer in self.optimizers:
+            own = muon_height if isinstance(optimizer, Muon) and muon_height is not None else height
+            for group in optimizer.param_groups:
+                group["lr"] = group["peak"] * own
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss to call `.backward()` on: in fp16 multiplied by the loss scale, else as it is."""
@@ -203,97 +207,36 @@ class Optimizer:
             optimizer.zero_grad(set_to_none=self.rt.world_size == 1)
 
     def state_dict(self) -> dict:
-        """What a checkpoint needs. `written` names the entries of a group that the optimizer has changed since it was
-        made, such as the counters of a schedule-free one: these are state, the others constants."""
+        """The state to checkpoint."""
         states = [optimizer.state_dict() for optimizer in self.optimizers]
-        for state, groups in zip(states, self.made, strict=True):
-            for group, made in zip(state["param_groups"], groups, strict=True):
-                changed = [key for key in group if key not in made or not equal(group[key], made[key])]
-                group["written"] = [key for key in changed if key != "lr"]  # which follows the schedule
         return dict(optimizers=states, scaler=self.loss_scale.state_dict() if self.loss_scale else {})
 
     def load_state_dict(self, state: dict) -> None:
-        """Restore the optimizers' own state and the loss scale. Learning rates, betas, eps, weight decay and all else
-        that `make_optimizer` has given them stay as they are now. Raises ValueError for the state of other parameters.
-        """
+        """Restore the optimizers' state and the loss scale; CONSTANTS stay as they are now. Raises ValueError for the
+        state of other parameters."""
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            load_own_state(optimizer, saved)
-        if self.loss_scale and state["scaler"] != {}:  # {}: the run was not in fp16 then
+            check_sizes(optimizer, saved)
+            now = [{key: group[key] for key in CONSTANTS if key in group} for group in optimizer.param_groups]
+            if self.rt.device.type == "cpu":  # train in memory, not in a file that is mapped there
+                saved = tree_map_only(Tensor, torch.clone, saved)
+            optimizer.load_state_dict(saved)
+            for group, constants in zip(optimizer.param_groups, now, strict=True):
+                group.update(constants)
+        if self.loss_scale and state["scaler"]:  # {}: the run was not in fp16 then
             self.loss_scale.load_state_dict(state["scaler"])
 
-    def check_resumable(self) -> None:
-        """Pass the state through a file and a resume, in memory: what would not come back should end a run after its
-        first step, and not the next one. Raises UserError.
 
-        The state of one parameter of each number of dimensions tells, and takes no memory.
-        """
-        states = self.state_dict()["optimizers"]
-        for optimizer, state, own in zip(self.optimizers, states, self.own_numbers, strict=True):
-            params = [p for group in optimizer.param_groups for p in group["params"]]
-            examples = {p.dim(): i for i, p in enumerate(params)}.values()
-            state["state"] = {i: of_one for i, of_one in state["state"].items() if i in examples}
-            copy = object.__new__(type(optimizer))
-            copy.__dict__ = dict(optimizer.__dict__)  # of which load_state_dict replaces `state` and `param_groups`
-            changed = [name for name, numbers in numbers_of(optimizer).items() if numbers != own.get(name)]
-            problem = ""
-            if changed and state.keys() == {"state", "param_groups"}:
-                problem = f"its state_dict does not hold `{changed[0]}`, which has changed in a step"
-            try:
-                file = io.BytesIO()
-                torch.save(state, file)
-                file.seek(0)
-                load_own_state(copy, torch.load(file, map_location="cpu", weights_only=True))
-                if not equal(copy.state_dict()["state"], state["state"]):
-                    problem = "its state would come back with other values or types"
-            except Exception as e:  # whatever its state is made of
-                problem = str(e).partition("\n")[0] or type(e).__name__
-            if problem:
-                raise UserError(
-                    f"{type(optimizer).__name__} could not be resumed: {problem}; mend its state_dict and "
-                    "load_state_dict, or train without checkpoints: --checkpoint_interval 0"
-                )
+def count_params(optimizer: torch.optim.Optimizer) -> int:
+    return sum(p.numel() for group in optimizer.param_groups for p in group["params"])
 
 
-def numbers_of(optimizer) -> dict[str, list]:
-    """What an optimizer keeps beside its state and its groups, by attribute: the numbers, and the sums of tensors."""
-    numbers = {}
-    for name, value in vars(optimizer).items():
-        if name not in ("state", "param_groups", "defaults", "found_inf") and not name.startswith("_"):
-            leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor | int | float)]
-            numbers[name] = [leaf.sum().item() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return numbers
-
-
-def equal(a, b) -> bool:
-    """Of two values, or nestings of them, tensors among them."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(equal, a, b))
-    if isinstance(a, Tensor):
-        return a.dtype == b.dtype and torch.equal(a.cpu(), b.cpu())
-    return a == b
-
-
-def load_own_state(optimizer: torch.optim.Optimizer, saved: dict) -> None:
-    """Load what the optimizer has written, and keep the constants that it has now. Raises ValueError."""
-    now = optimizer.state_dict()["param_groups"]
-    if [len(group["params"]) for group in saved["param_groups"]] != [len(group["params"]) for group in now]:
-        raise ValueError("it is of other parameters")
+def check_sizes(optimizer: torch.optim.Optimizer, saved: dict) -> None:
+    """Raise ValueError for moments of other sizes: a fused kernel would write past the end of a smaller tensor."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    for i, values in saved["state"].items():
-        for name, value in values.items() if optimizer.defaults.get("fused") else ():
-            # fused kernels trust these sizes, and would write past the end of a smaller tensor
-            if value.shape not in (torch.Size(), params[i].shape):
-                raise ValueError(f"{name} of parameter {i} is {tuple(value.shape)}, not {tuple(params[i].shape)}")
-    for group, before in zip(now, saved["param_groups"], strict=True):
-        group |= {key: before[key] for key in before.get("written", ())}  # early versions have AdamW and Muon alone
-    state = saved["state"]
-    if any(p.device.type == "cpu" for p in params):  # train in memory, not in a file that is mapped there
-        state = tree_map_only(Tensor, torch.clone, state)
-    optimizer.load_state_dict(saved | dict(state=state, param_groups=now))
+    for i, moments in saved["state"].items() if optimizer.defaults.get("fused") else ():
+        for name, moment in moments.items():
+            if moment.shape not in (torch.Size(), params[i].shape):
+                raise ValueError(f"{name} of parameter {i} is {tuple(moment.shape)}, not {tuple(params[i].shape)}")
 
 
 class LossScale:
@@ -350,7 +293,6 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(self, params, lr, weight_decay, momentum=0.95, stacked=(), dtype=torch.bfloat16, compile=False):
         defaults = dict(
-            kind="muon",
             lr=lr,
             weight_decay=weight_decay,
             momentum=momentum,

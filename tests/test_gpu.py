@@ -215,7 +215,7 @@ def four_steps(way: str, optimizer: str, seed: int = 0) -> list[float]:
         if state is not None:
             found.load_state_dict(state)
         for _ in range(2):
-            found.set_lr(config.max_lr)
+            found.set_lr(1.0)
             with rt.autocast():
                 loss = forward(idx, targets)
             found.scale(loss).backward()

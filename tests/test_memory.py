@@ -186,7 +186,7 @@ def test_a_small_model_is_no_faster_on_a_card_than_its_steps_are_launched(train)
 def test_a_trial_takes_its_step_even_where_a_gradient_overflows(rt):
     """As in fp16 at the first loss scale: without it, what the optimizer keeps would not be counted."""
     w = torch.nn.Parameter(torch.ones(2, 2))
-    optimizer = Optimizer([torch.optim.SGD([w], lr=0.1, momentum=0.9)], 0.1, rt)
+    optimizer = Optimizer([torch.optim.SGD([w], lr=0.1, momentum=0.9)], rt)
     timed_step(lambda idx, targets: (w * math.inf).sum(), (torch.zeros(1, 2),) * 2, optimizer, rt)
     assert optimizer.optimizers[0].state
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from model import GPT, GPTConfig
-from parts.optim import LossScale, Muon, decay_groups, learning_rate, make_optimizer, muon_lr_fraction, orthogonalized
+from parts.optim import LossScale, Muon, decay_groups, learning_rate, make_optimizer, muon_height, orthogonalized
 from parts.optim import Optimizer as LoopOptimizer
-from tests.helpers import assert_invalid, assert_refused, seeded
+from tests.helpers import assert_refused, seeded
 from train_gpt2 import Config
 
 CONSTANTS = dict(max_lr=1e-3, min_lr=1e-4, max_steps=110, warmup_steps=10, decay_fraction=0.4)
@@ -39,7 +39,7 @@ def batch(seed: int) -> torch.Tensor:
 def train(model: GPT, optimizer: LoopOptimizer, steps: range, finite: bool = True) -> None:
     for step in steps:
         idx = batch(step)
-        optimizer.set_lr(1e-3 / step)
+        optimizer.set_lr(1 / step)
         optimizer.scale(model.loss(idx, idx)).backward()
         optimizer.clip_grad_norm(1.0)
         if not finite:
@@ -104,9 +104,9 @@ def test_the_constants_reach_both_optimizers():
 
 def test_every_group_follows_the_schedule_scaled_to_its_own_peak():
     optimizer = make_optimizer(small(), Settings(max_lr=1e-3, muon_lr=0.02), Machine())
-    optimizer.set_lr(0.25e-3)
+    optimizer.set_lr(0.25)
     assert [g["lr"] for g in optimizer.param_groups()] == pytest.approx([0.25e-3, 0.25e-3, 0.005, 0.005])
-    optimizer.set_lr(1e-3)
+    optimizer.set_lr(1.0)
     assert [g["lr"] for g in optimizer.param_groups()] == pytest.approx([1e-3, 1e-3, 0.02, 0.02])
 
 
@@ -115,15 +115,15 @@ def test_the_schedules_at_their_corners():
     assert [learning_rate(s, cosine) for s in (1, 10, 60, 110)] == pytest.approx([0.1, 1.0, 0.55, 0.1])
     wsd = replace(cosine, min_lr=0.0, warmup_steps=0, max_steps=100, lr_schedule="wsd")
     assert [learning_rate(s, wsd) for s in (1, 30, 60, 80, 100)] == pytest.approx([1.0, 1.0, 1.0, 0.5, 0.0])
-    assert muon_lr_fraction(1, wsd) is None
+    assert muon_height(80, wsd) == learning_rate(80, wsd) / wsd.max_lr
 
 
 def test_four_phases_are_those_of_muon_while_adamw_has_a_plateau():
     config = Settings(max_lr=1e-3, min_lr=0.0, warmup_steps=10, max_steps=1010, lr_schedule="four_phases")
-    parts = [muon_lr_fraction(step, config) for step in (5, 10, 50, 310, 569, 571, 790, 1010)]
+    parts = [muon_height(step, config) for step in (5, 10, 50, 310, 569, 571, 790, 1010)]
     assert parts == pytest.approx([0.5, 1.0, 1.0, 0.4722, 0.2, 0.2, 0.1, 0.0], abs=2e-3)
     optimizer = make_optimizer(small(), config, Machine())
-    optimizer.set_lr(learning_rate(310, config), muon_lr_fraction(310, config))
+    optimizer.set_lr(learning_rate(310, config) / config.max_lr, muon_height(310, config))
     assert [g["lr"] for g in optimizer.param_groups()] == pytest.approx([1e-3, 1e-3, 0.009444, 0.009444], rel=1e-4)
 
 
@@ -160,7 +160,7 @@ def test_a_step_that_is_not_finite_leaves_no_trace_not_even_as_the_first(name, d
     for bad_steps in (0, 1):
         model = small()
         if name == "sgd":
-            optimizer = LoopOptimizer([torch.optim.SGD(model.parameters(), 0.1, 0.9)], 0.1, Machine(dtype))
+            optimizer = LoopOptimizer([torch.optim.SGD(model.parameters(), 0.1, 0.9)], Machine(dtype))
         else:
             optimizer = make_optimizer(model, Settings(optimizer=name), Machine(dtype))
         train(model, optimizer, range(1, 1 + before))
@@ -233,25 +233,6 @@ class Averaging(torch.optim.Optimizer):
                 p.copy_(mean * (1 - group["lr"] * group["weight_decay"]) + group["first"])
 
 
-class Counting(Averaging):
-    """Keeps a number of its own, and forgets to save it."""
-
-    n = 0
-
-    def step(self):
-        self.n += 1
-        super().step()
-
-
-class CountingForGood(Counting):
-    def state_dict(self):
-        return super().state_dict() | dict(n=self.n)
-
-    def load_state_dict(self, state):
-        self.n = state["n"]
-        super().load_state_dict(state)
-
-
 def all_of_torch() -> dict:
     """{name: function that makes it}, with the variants that keep more or less state than the default."""
     needs_more = ("Optimizer", "LBFGS", "SparseAdam", "Muon")  # a closure; sparse gradients; matrices alone
@@ -262,7 +243,6 @@ def all_of_torch() -> dict:
         "fused amsgrad": partial(torch.optim.AdamW, lr=0.01, amsgrad=True, fused=True),
         "centered RMSprop": partial(torch.optim.RMSprop, lr=0.01, centered=True, momentum=0.9),
         "averaging": partial(Averaging, lr=0.01),
-        "counting": partial(CountingForGood, lr=0.01),
     }
 
 
@@ -271,13 +251,11 @@ def test_any_optimizer_is_resumed_bit_for_bit(make):
     runs = []
     for interrupted in (False, True):
         model = small()
-        optimizer = LoopOptimizer([make(model.parameters())], 1e-3, Machine())
-        train(model, optimizer, range(1, 2))
-        optimizer.check_resumable()
-        train(model, optimizer, range(2, 4))
+        optimizer = LoopOptimizer([make(model.parameters())], Machine())
+        train(model, optimizer, range(1, 4))
         if interrupted:
             state = through_a_file(optimizer.state_dict())
-            optimizer = LoopOptimizer([make(model.parameters())], 1e-3, Machine())
+            optimizer = LoopOptimizer([make(model.parameters())], Machine())
             optimizer.load_state_dict(state)
         train(model, optimizer, range(4, 7))
         runs.append(model.state_dict())
@@ -287,53 +265,21 @@ def test_any_optimizer_is_resumed_bit_for_bit(make):
 @pytest.mark.parametrize("make", [torch.optim.AdamW, Averaging])
 def test_a_resume_takes_constants_from_the_script_and_state_from_the_checkpoint(make):
     model = small()
-    optimizer = LoopOptimizer([make(model.parameters(), lr=0.01, weight_decay=0.1)], 1e-3, Machine())
+    optimizer = LoopOptimizer([make(model.parameters(), lr=0.01, weight_decay=0.1)], Machine())
     train(model, optimizer, range(1, 4))
     state = through_a_file(optimizer.state_dict())
-    other = LoopOptimizer([make(model.parameters(), lr=0.02, weight_decay=0.3)], 1e-3, Machine())
+    other = LoopOptimizer([make(model.parameters(), lr=0.02, weight_decay=0.3)], Machine())
     other.load_state_dict(state)
     [group] = other.param_groups()
-    assert (group["weight_decay"], group["initial_lr"]) == (0.3, 0.02)
+    assert (group["weight_decay"], group["lr"]) == (0.3, 0.02)
     if make is Averaging:
         assert (group["k"], group["largest"], group["first"]) == (3, 0.01, 0.01)
 
 
-class InHalves(Averaging):
-    """Torch restores all tensors in the precision of their parameters."""
-
-    def step(self):
-        super().step()
-        for state in self.state.values():
-            state["halves"] = state["mean"].bfloat16()
-
-
-class OfCode(Averaging):
-    def step(self):
-        super().step()
-        self.param_groups[0]["rule"] = LossScale
-
-
-@pytest.mark.parametrize(
-    "kind, words",
-    [
-        (InHalves, "InHalves .* its state would come back with other"),
-        (OfCode, "OfCode .*: .*eights"),
-        (Counting, "Counting .* state_dict does not hold `n`"),
-    ],
-)
-def test_what_could_not_be_resumed_says_so_after_the_first_step(kind, words):
-    model = small()
-    optimizer = LoopOptimizer([kind(model.parameters(), lr=0.01)], 1e-3, Machine())
-    train(model, optimizer, range(1, 2))
-    before = deepcopy(optimizer.optimizers[0].state_dict()["state"])
-    assert_refused(words, optimizer.check_resumable)
-    assert equal(before, optimizer.optimizers[0].state_dict()["state"])  # nothing was replaced
-
-
 def test_a_name_that_nobody_has_added_names_the_function_to_extend():
     config = Settings(lr_schedule="rsqrt", optimizer="lion", warmup_steps=10)
-    assert_refused("lr_schedule rsqrt: .* learning_rate in", learning_rate, 1, config)  # not after the warmup
-    assert_refused("optimizer lion: .* make_optimizer in", make_optimizer, small(), config, Machine())
+    assert_refused("rsqrt.* learning_rate ", learning_rate, 1, config)  # not after the warmup
+    assert_refused("lion.* make_optimizer ", make_optimizer, small(), config, Machine())
 
 
 def cut(state: dict) -> None:
@@ -345,15 +291,12 @@ def lose_a_parameter(state: dict) -> None:
     state["optimizers"][0]["param_groups"][0]["params"].pop()
 
 
-HARMS = {
-    "too few rows": (cut, "exp_avg of parameter 0 is .*, not"),
-    "a parameter less": (lose_a_parameter, "other parameters"),
-    "an optimizer less": (lambda state: state["optimizers"].pop(), "shorter"),
-}
+def lose_an_optimizer(state: dict) -> None:
+    state["optimizers"].pop()
 
 
-@pytest.mark.parametrize("harm, words", HARMS.values(), ids=HARMS)
-def test_a_state_of_another_model_is_refused(harm, words):
+@pytest.mark.parametrize("harm", [cut, lose_a_parameter, lose_an_optimizer])
+def test_a_state_of_another_model_is_refused(harm):
     """The fused kernels trust what they are given: they would write past the end of a smaller moment."""
     model = small()
     optimizer = make_optimizer(model, Settings(), Machine())
@@ -361,7 +304,8 @@ def test_a_state_of_another_model_is_refused(harm, words):
     state = through_a_file(optimizer.state_dict())
     harm(state)
     other = make_optimizer(small(), Settings(), Machine())
-    assert_invalid(words, other.load_state_dict, through_a_file(state))
+    with pytest.raises(ValueError):
+        other.load_state_dict(through_a_file(state))
 
 
 # ---- Muon
@@ -417,14 +361,24 @@ def test_unequal_parts_of_a_stack_equal_separate_matrices():
     torch.testing.assert_close(fused, torch.cat(apart), rtol=1e-5, atol=1e-6)
 
 
-def test_another_split_of_a_stack_is_refused_until_the_module_says_it():
+def test_muon_takes_linear_layers_of_blocks_alone():
+    """By kind, and not by name or dimension: of value embeddings in a block each row is on its own."""
     model = small()
-    attention = model.transformer.h[1].attn
-    attention.c_attn = torch.nn.Linear(32, 64)
-    make_optimizer(model, Settings(), Machine())
-    attention.c_attn.stacked = (32, 32, 32)
-    assert_refused("h.1.attn.c_attn .* has 64; .*`stacked`", make_optimizer, model, Settings(), Machine())
-    make_optimizer(model, Settings(optimizer="adamw"), Machine())
+    model.transformer.h[0].values = torch.nn.Embedding(61, 32)
+    model.transformer.h[0].gate = torch.nn.Linear(32, 2)
+    model.transformer.extra = torch.nn.Linear(32, 32)
+    _, muon = make_optimizer(model, Settings(), Machine()).optimizers
+    taken = {id(p) for group in muon.param_groups for p in group["params"]}
+    names = {name for name, p in model.named_parameters() if id(p) in taken}
+    assert "transformer.h.0.gate.weight" in names
+    assert not names & {"transformer.h.0.values.weight", "transformer.extra.weight", "transformer.wte.weight"}
+
+
+def test_queries_keys_and_values_of_fewer_heads_are_stepped_apart():
+    model = small()
+    model.transformer.h[1].attn.c_attn = torch.nn.Linear(32, 64)  # 32 rows of queries, 16 of keys, 16 of values
+    _, muon = make_optimizer(model, Settings(), Machine()).optimizers
+    assert {group["stacked"] for group in muon.param_groups} == {(), (32, 32, 32), (32, 16, 16)}
 
 
 @every_dtype

@@ -199,7 +199,7 @@ def test_a_step_that_takes_more_memory_than_its_backward_pass_does_not_fit(rt):
 
     model = GPTWithLoss(small())
     for kind, fits in ((torch.optim.SGD, True), (Large, False)):
-        make = partial(LoopOptimizer, [kind(model.parameters(), 0.1)], 0.1, rt)
+        make = partial(LoopOptimizer, [kind(model.parameters(), 0.1)], rt)
         assert trials.has_memory_for(2, (16, 200), model, rt, make) == fits
 
 

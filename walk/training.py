@@ -144,7 +144,7 @@ def train_gpt2_in_small(seed: int, change: Callable = lambda model: None, **cons
         windows = torch.from_numpy(next(order.micro_batches(16 * (step - 1), 16, 16)))
         model.loss(*to_inputs(windows)).backward()
         norm = optimizer.clip_grad_norm(config.grad_clip)
-        optimizer.set_lr(learning_rate(step, config))
+        optimizer.set_lr(learning_rate(step, config) / config.max_lr)
         optimizer.step(finite=norm.isfinite())
         optimizer.zero_grad()
         if step in (200, 718):

@@ -96,7 +96,7 @@ class Trainer:
         self.optimizer.scale(loss).backward()
 
     def step(self) -> None:
-        self.optimizer.set_lr(self.config.max_lr)
+        self.optimizer.set_lr(1.0)
         norm = self.optimizer.clip_grad_norm(self.config.grad_clip)
         self.optimizer.step(finite=norm.isfinite())
         self.optimizer.zero_grad()
