@@ -93,14 +93,10 @@ def write_checkpoint(path: Path, save_weights: Callable[[Path], None], state: di
     write_atomically(path, fill)
 
 
-def prune(run_dir: Path, keep: int, val_losses: dict[int, float]) -> None:
-    """Remove checkpoints but for the newest `keep` and the one with the lowest of `val_losses`, {step: loss}; 0 keeps
-    all."""
-    checkpoints = checkpoint_steps(run_dir)
-    measured = {path: val_losses[step] for step, path in checkpoints if step in val_losses}
-    best = min(measured, key=measured.get, default=None)
-    for _, path in checkpoints[:-keep] if keep else []:
-        if path != best:
+def prune(run_dir: Path, keep: int, steps: set[int]) -> None:
+    """Remove checkpoints except the newest `keep` and those of `steps`; 0 keeps all."""
+    for step, path in checkpoint_steps(run_dir)[:-keep] if keep else []:
+        if step not in steps:
             with suppress(OSError):  # on Windows another program may have it open: no reason to end a run
                 # hidden first, so that a kill leaves a leftover and not a damaged checkpoint
                 shutil.rmtree(path.rename(path.with_name(f".{path.name}.{os.getpid()}.tmp")))

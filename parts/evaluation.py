@@ -16,7 +16,7 @@ from parts.runtime import Runtime
 def validate(
     loss_fn: torch.nn.Module, batches: Iterable[tuple], token_bytes: torch.Tensor, rt: Runtime
 ) -> dict[str, float]:
-    """Mean loss in nats per token, and bits per byte of text, over the micro-batches of all ranks.
+    """Mean loss in nats per token, bits per byte of text, and the number of tokens, over the micro-batches of all ranks.
 
     `batches` yields what `loss_fn` takes, on the device, the targets second; a negative target is not scored.
     `token_bytes` (vocabulary,) says how many bytes of text each id encodes, so that bits per byte compare across
@@ -38,7 +38,7 @@ def validate(
             totals += torch.stack([value.to(totals) for value in found])
     module.train(was_training)
     nats, tokens, n_bytes = rt.sum(totals).tolist()
-    found = dict(loss=nats / tokens)
+    found = dict(loss=nats / tokens, tokens=int(tokens))
     if n_bytes:
         found["bpb"] = nats / math.log(2) / n_bytes
     return found

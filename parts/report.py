@@ -2,7 +2,7 @@
 
     {"step": 0, "kind": "run", "command": "train_gpt2.py", "parameters": 124475904, "versions": {...}, ...}
     {"step": 10, "kind": "train", "loss": 9.91, "lr": 8.4e-6, "grad_norm": 1.4, "dt_ms": 93.1, "tokens": 5242880, ...}
-    {"step": 250, "kind": "val", "loss": 5.02, "bpb": 1.61, "flops": 1.1e17}
+    {"step": 250, "kind": "val", "loss": 5.02, "bpb": 1.61, "tokens": 10485760, "sequence_length": 1024, ...}
     {"step": 9750, "kind": "target", "tokens": 4865392640, "hours": 1.43, "petaflop": 4163.1}  # --target_loss
 
 The first rank writes; on the others every method does nothing. This file knows nothing of models, optimizers or data.
@@ -34,6 +34,7 @@ from parts.runtime import Runtime
 # each is imported only when asked for
 TRACKERS = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
 LINE_SECONDS = 30  # between progress lines, where there is no terminal for a progress bar
+NOISE = 0.005  # nats: a smaller difference of two validation losses means nothing
 
 
 class Report:
@@ -55,9 +56,6 @@ class Report:
         log = self.out_dir / "log.jsonl"
         earlier = read_log(log) if log.exists() else []
         self.records = [record for record in earlier if record["step"] <= step]
-        # TensorBoard forgets what it has of later steps; the others would have the steps of a resume twice
-        again = [] if self.config.report_to == "tensorboard" else earlier
-        self._tracked = max((record["step"] for record in again), default=-1)
         # the trackers' name for this run, from start to start
         self.run_info["id"] = newest_start(self.records).get("id") or uuid.uuid4().hex
         if self.config.report_to != "none":
@@ -66,10 +64,10 @@ class Report:
             except Exception as e:  # each tracker raises its own
                 raise UserError(f"--report_to {self.config.report_to}: {e}; log in there, or leave it out") from e
         replace_file(log, "".join(json.dumps(record) + "\n" for record in self.records))
-        samples = [sample_entry(record) for record in of_kind(self.records, "sample") if "text" in record]
+        samples = [sample_entry(record) for record in of_kind(self.records, "sample")]
         replace_file(self.out_dir / "samples.txt", "".join(samples))
         trained = of_kind(self.records, "train")
-        self._skipped_steps = trained[-1].get("skipped_steps", 0) if trained else 0
+        self._skipped_steps = trained[-1]["skipped_steps"] if trained else 0
         # a line now and then where stderr is no terminal
         self._bar = tqdm(total=self.config.max_steps, initial=step, unit="step", disable=None, dynamic_ncols=True)
         self._line_due = 0.0
@@ -83,16 +81,16 @@ class Report:
         record = json.loads(json.dumps(record), parse_constant=lambda name: None)  # JSON has no NaN: it becomes null
         self.records.append(record)
         add_text(self.out_dir / "log.jsonl", json.dumps(record) + "\n")
-        if self._track and record["kind"] != "run" and record["step"] > self._tracked:
+        if self._track and record["kind"] != "run":
             numbers = {f"{record['kind']}/{key}": value for key, value in record.items() if type(value) in (int, float)}
             self._ask_tracker(self._track, numbers, record["step"])
 
     def _ask_tracker(self, call: Callable, *args) -> None:
-        """A lost server is no reason to end a run: log.jsonl has everything."""
+        """Call a tracker. A lost server is no reason to end a run: log.jsonl has everything."""
         try:
             call(*args)
         except Exception as e:
-            self.rt.print(f"warning: {self.config.report_to} has stopped: {type(e).__name__}: {e}", file=sys.stderr)
+            self.rt.print(f"note: {self.config.report_to} has stopped: {type(e).__name__}: {e}", file=sys.stderr)
             self._track = None
 
     def evaluation(self, step: int, kind: str, metrics: dict) -> None:
@@ -151,71 +149,66 @@ class Report:
             self._ask_tracker(self._close_tracker)
 
     def val_losses(self) -> dict[int, float]:
-        """{step: validation loss}"""
-        return {val["step"]: val["loss"] for val in of_kind(self.records, "val") if val.get("loss") is not None}
+        """{step: validation loss} of those measured like the newest one"""
+        *_, newest = [{}, *self._by_measure().values()]
+        return newest
+
+    def best_steps(self, steps: list[int]) -> set[int]:
+        """Of `steps`, those with the lowest validation loss: one for each way of measuring it."""
+        measured = [{step: losses[step] for step in steps if step in losses} for losses in self._by_measure().values()]
+        return {min(losses, key=losses.get) for losses in measured if losses}
+
+    def _by_measure(self) -> dict[tuple, dict[int, float]]:
+        """{(tokens, sequence_length): {step: validation loss}}, the newest measure last. On other tokens, or in
+        contexts of another length, the same weights have another loss."""
+        found = {}
+        for val in of_kind(self.records, "val"):
+            if val.get("loss") is not None:
+                measure = (val.get("tokens"), val.get("sequence_length"))
+                found[measure] = found.pop(measure, {}) | {val["step"]: val["loss"]}
+        return found
 
     def last_loss(self) -> float:
-        """The training loss of the newest step; nan if it was not finite."""
-        losses = [math.nan, *(step.get("loss") for step in of_kind(self.records, "train"))]
-        return math.nan if losses[-1] is None else losses[-1]
+        """The lower one of the newest training and validation losses: what is trained on may be a sum with another loss,
+        and the validation of a memorized text is high. nan if neither is finite."""
+        newest = [of_kind(self.records, kind)[-1:] for kind in ("train", "val")]
+        losses = [record["loss"] for records in newest for record in records if record.get("loss") is not None]
+        return min(losses, default=math.nan)
 
     def print_results(self) -> None:
-        """The last losses, what was read, the speed, and what follows from them."""
+        """Print the final losses, the tokens read, the speed, and where validation was lowest."""
         trained = of_kind(self.records, "train")
         if not trained:
             return
-        tokens = trained[-1].get("tokens") or 0
+        tokens = trained[-1]["tokens"]
         read = f"{tokens:,} tokens in {trained[-1]['step']:,} steps"
         if n := self.run_info.get("training_tokens"):
-            read += f", the training text {tokens / n:.2g} times"
+            read += f", {tokens / n:.2g} epochs"
         speed = f"{self.median_rate():,.0f} tokens/s, {self.rt.peak_memory() / 2**30:.2f} GiB at the peak"
-        losses = [record["loss"] for record in trained[-max(len(trained) // 20, 1) :] if record.get("loss") is not None]
+        losses = [record["loss"] for record in trained[-max(len(trained) // 20, 1) :] if record["loss"] is not None]
         loss = statistics.fmean(losses) if losses else math.nan
         steps = counted(len(losses), "step")
         self.rt.print(f"\n{read}; {speed}\ntraining loss {loss:.4f} nats per token, over the last {steps}")
-        measured = [val for val in of_kind(self.records, "val") if val.get("loss") is not None]
-        if measured:
-            val = measured[-1]
-            gap = val["loss"] - loss
-            side = f"{abs(gap):.2f} {'above' if gap > 0 else 'below'} training"
-            bpb = f", {val['bpb']:.4f} bits per byte" if "bpb" in val else ""
-            self.rt.print(f"validation loss {val['loss']:.4f} at step {val['step']}, {side}{bpb}")
-            rates = {step["step"]: step["lr"] for step in trained if "lr" in step}
-            if trained[-1]["step"] < self.config.max_steps:
-                self.rt.print(f"these are {trained[-1]['step']:,} of {self.config.max_steps:,} steps: judge at the end")
-            elif loss < self.run_info["uniform_loss"] + 1:  # else the run has diverged
-                self.rt.print(advice(self.val_losses(), rates, gap, self.out_dir))
+        if val_losses := self.val_losses():
+            self._print_validation(val_losses, loss)
+
+    def _print_validation(self, val_losses: dict[int, float], train_loss: float) -> None:
+        *_, last = val_losses
+        gap = val_losses[last] - train_loss
+        side = f"{abs(gap):.2f} {'above' if gap > 0 else 'below'} training"
+        val = of_kind(self.records, "val")[-1]
+        bpb = f", {val['bpb']:.4f} bits per byte" if "bpb" in val else ""
+        self.rt.print(f"validation loss {val_losses[last]:.4f} at step {last}, {side}{bpb}")
+        best = min(val_losses, key=val_losses.get)
+        if val_losses[last] > val_losses[best] + NOISE:
+            checkpoint = self.out_dir / f"step_{best:06d}"
+            take = f"; take {checkpoint}" if checkpoint.exists() else ""
+            self.rt.print(f"validation rose after step {best} ({val_losses[best]:.4f}){take}")
 
     def median_rate(self) -> float:
         """Tokens per second; nan before the first step."""
-        rates = [step["tokens_per_sec"] for step in of_kind(self.records, "train") if step.get("tokens_per_sec")]
+        rates = [step["tokens_per_sec"] for step in of_kind(self.records, "train")]
         return statistics.median(rates) if rates else math.nan
-
-
-def advice(val_losses: dict[int, float], rates: dict[int, float], gap: float, out_dir: Path) -> str:
-    """What the end of a run says, in words: `val_losses` and learning `rates` by step, and how far validation is above
-    training. A difference below NOISE is none."""
-    NOISE = 0.005
-    *_, last = val_losses
-    *_, step = rates
-    best = min(val_losses, key=val_losses.get)
-    if last < step:
-        return f"the steps after {last} have no validation; give an --eval_interval to see what they did"
-    if len(val_losses) < 2:
-        return "one validation loss alone does not say whether more steps help; give a smaller --eval_interval"
-    if val_losses[last] > val_losses[best] + NOISE:
-        rose = f"validation rose after step {best} ({val_losses[best]:.4f})"
-        if rates[last] > rates.get(best, math.inf):
-            return f"{rose}, and so did the learning rate, for added steps: judge when it has fallen again"
-        checkpoint = out_dir / f"step_{best:06d}"
-        remedy = f"take {checkpoint}, or" if checkpoint.exists() else "no checkpoint was saved there;"
-        return f"{rose}: the model memorizes its text; {remedy} train with more text, --dropout 0.1, or fewer steps"
-    *_, before, _ = val_losses.values()
-    if val_losses[last] > before - NOISE:
-        return "validation no longer falls: more text or a larger model helps, more steps do not"
-    if gap > 1:
-        return "validation still fell, far above training: more text, a smaller model or --dropout 0.1 may help"
-    return "validation still fell at the end: a new run with more steps may end lower"
 
 
 def add_text(path: Path, text: str) -> None:
@@ -233,7 +226,7 @@ def describe(kind: str, metrics: dict) -> str:
         return "sample: " + metrics["text"].strip()[:300].replace("\n", "\n    ")
     words = []
     for name, value in metrics.items():
-        if name != "flops":
+        if name not in ("tokens", "sequence_length", "flops"):  # which say how it was measured
             words.append(f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}")
     return f"{kind} {', '.join(words)}"
 
@@ -263,10 +256,10 @@ def import_tracker(report_to: str):
 
 
 def start_tracker(config, name: str, run_id: str, step: int) -> tuple[Callable, Callable]:
-    """Two functions: one reports {name: number} of a step, one ends this. Numbers after `step` will come again."""
+    """Return two functions: one reports {name: number} of a step, one ends this."""
     tracker = import_tracker(config.report_to)
     if config.report_to == "tensorboard":
-        writer = tracker.SummaryWriter(config.out_dir, purge_step=step + 1)
+        writer = tracker.SummaryWriter(config.out_dir)
 
         def report(numbers: dict, step: int) -> None:
             for name, number in numbers.items():
