@@ -18,7 +18,7 @@ import math
 import shlex
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -46,7 +46,7 @@ from parts.cli import (
 from parts.data import Batches, to_inputs, training_batches, validation_batches
 from parts.evaluation import complete, validate
 from parts.loss import loss_of_rows
-from parts.optim import Optimizer, learning_rate, make_optimizer, muon_lr_fraction
+from parts.optim import Optimizer, learning_rate, make_optimizer, muon_height
 from parts.plan import print_plan
 from parts.report import import_tracker
 from parts.run import Run, RunDirectory, continue_constants
@@ -117,44 +117,112 @@ class Config:
     report_to: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # tracker to report to, besides log.jsonl
 
 
-# What a recipe names here replaces the constant in Config: to change the max_lr of tiny, edit it in its recipe.
+# A recipe's values override Config: to change the max_lr of tiny, edit it here.
 RECIPES = {
     "gpt2": Config(),  # Radford et al. 2019 in size, Brown et al. 2020 (table 2.1) in hyperparameters
-    "gpt2-medium": Config(n_layer=24, n_head=16, n_embd=1024, max_lr=3e-4, min_lr=3e-5),
-    "gpt2-large": Config(n_layer=36, n_head=20, n_embd=1280, max_lr=2.5e-4, min_lr=2.5e-5),
-    "gpt2-xl": Config(n_layer=48, n_head=25, n_embd=1600, max_lr=2e-4, min_lr=2e-5, total_batch_size=1_048_576,
-                      max_steps=9_536, warmup_steps=358),
+    "gpt2-medium": Config(
+        n_layer=24,
+        n_head=16,
+        n_embd=1024,
+        max_lr=3e-4,
+        min_lr=3e-5,
+    ),
+    "gpt2-large": Config(
+        n_layer=36,
+        n_head=20,
+        n_embd=1280,
+        max_lr=2.5e-4,
+        min_lr=2.5e-5,
+    ),
+    "gpt2-xl": Config(
+        n_layer=48,
+        n_head=25,
+        n_embd=1600,
+        total_batch_size=1_048_576,
+        max_steps=9_536,
+        warmup_steps=358,
+        max_lr=2e-4,
+        min_lr=2e-5,
+    ),
     # gpt2 on 6.4B tokens: three times the rate, held, then a line to 0 in the last sixth. Two public runs came to the
     # loss of llm.c's so on 72% of its tokens, with other norms and without biases (docs/speedrun.md); untried here
-    "gpt2-tuned": Config(max_lr=1.8e-3, min_lr=0.0, lr_schedule="wsd", decay_fraction=0.17, warmup_steps=256,
-                         max_steps=12_288),
+    "gpt2-tuned": Config(
+        max_steps=12_288,
+        warmup_steps=256,
+        max_lr=1.8e-3,
+        min_lr=0.0,
+        lr_schedule="wsd",
+        decay_fraction=0.17,
+    ),
     # the same GPT-2 with Muon for hidden matrices, at a rate that falls to 0 from the warmup on, for half of gpt2's
     # tokens: at 80 tokens a parameter, models of 0.12M, 0.34M and 0.66M needed about half for the same loss, with the
     # rates of both tuned at the first two, and before four_phases (docs/speedrun.md); 124M is untried
-    "speedrun": Config(optimizer="muon", lr_schedule="four_phases", max_steps=9_537, warmup_steps=256, max_lr=3e-3,
-                       min_lr=0.0),
-    # one's own text of 5 to 100 MB, in an hour or less on 2 CPU cores, or minutes on a GPU (docs/data.md)
+    "speedrun": Config(
+        max_steps=9_537,
+        warmup_steps=256,
+        max_lr=3e-3,
+        min_lr=0.0,
+        lr_schedule="four_phases",
+        optimizer="muon",
+    ),
+    # your own text, 5 to 100 MB, in an hour or less on 2 CPU cores, or minutes on a GPU (docs/data.md)
     "small": Config(
-        data="input.txt", tokenizer="train", vocab_size=4096, n_layer=6, n_head=4, n_embd=256, sequence_length=256,
-        total_batch_size=4096, max_steps=1500, warmup_steps=40, max_lr=3e-3, min_lr=0.0, weight_decay=0.1,
-        lr_schedule="wsd", decay_fraction=0.4, optimizer="muon", eval_interval=250, eval_steps=25, hellaswag_interval=0,
-        sample_interval=500, sample_prompt="", checkpoint_interval=500,
+        data="input.txt",
+        tokenizer="train",
+        n_layer=6,
+        n_head=4,
+        n_embd=256,
+        sequence_length=256,
+        vocab_size=4096,
+        total_batch_size=4096,
+        max_steps=1500,
+        warmup_steps=40,
+        max_lr=3e-3,
+        min_lr=0.0,
+        lr_schedule="wsd",
+        decay_fraction=0.4,
+        optimizer="muon",
+        eval_interval=250,
+        eval_steps=25,
+        hellaswag_interval=0,
+        sample_interval=500,
+        sample_prompt="",
+        checkpoint_interval=500,
     ),
     # tuned by measurement for one to five minutes on 2 CPU cores
     "tiny": Config(
-        data="input.txt", tokenizer="train", vocab_size=2048, n_layer=4, n_head=2, n_embd=128, sequence_length=128,
-        total_batch_size=2048, max_steps=1200, warmup_steps=20, max_lr=3e-3, min_lr=0.0, weight_decay=0.15,
-        lr_schedule="wsd", decay_fraction=0.4, optimizer="muon", eval_interval=200, eval_steps=0, hellaswag_interval=0,
-        sample_interval=600, sample_prompt="", checkpoint_interval=600,
+        data="input.txt",
+        tokenizer="train",
+        n_layer=4,
+        n_head=2,
+        n_embd=128,
+        sequence_length=128,
+        vocab_size=2048,
+        total_batch_size=2048,
+        max_steps=1200,
+        warmup_steps=20,
+        max_lr=3e-3,
+        min_lr=0.0,
+        lr_schedule="wsd",
+        decay_fraction=0.4,
+        optimizer="muon",
+        weight_decay=0.15,
+        eval_interval=200,
+        eval_steps=0,
+        hellaswag_interval=0,
+        sample_interval=600,
+        sample_prompt="",
+        checkpoint_interval=600,
         compile="off",  # on a GPU the run takes 20 seconds, and compiling 30
     ),
-}  # fmt: skip
+}
 
 # --resume refuses to change these: the weights or the order of the data depend on them (docs/run.md)
 FIXED = ("init_from", "n_layer", "n_head", "n_embd", "sequence_length", "vocab_size", "total_batch_size", "optimizer",
          "seed", "shuffle")  # fmt: skip
 AUTOMATIC = dict(micro_batch_size=0, attention="auto")  # with these values the script chooses
 SIZES = ("n_layer", "n_head", "n_embd", "vocab_size")  # --init_from takes these from the checkpoint
+CONSTANTS = [field.name for field in fields(Config)]
 
 
 def main() -> None:
@@ -174,6 +242,7 @@ def main() -> None:
         rt.print(f"note: {note}", file=sys.stderr)
     config, loss_fn = distribute(config, model, rt)  # finds a micro_batch_size
     optimizer = make_optimizer(model, config, rt)
+    rt.print(f"optimizer: {optimizer}")
     run = open_run(directory, config, model, optimizer, data)
     train(config, run, model, loss_fn, optimizer, data)
     print_summary(config, run)
@@ -190,17 +259,17 @@ def train(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, optimizer:
     n_steps = config.max_steps - run.step
     step_batches = training_batches(data.train, n_sequences, run.step, n_steps, config.micro_batch_size)
     batches = prefetch(step_batches, rt.device)  # reads them one step ahead
-    trace = Path(config.out_dir, "profile.json")
+    steps = profiled(run.steps(), config.profile, Path(config.out_dir, "profile.json"), rt)
     with run:  # opens the log, and closes it whatever happens
-        evaluate_if_due(config, run, model, loss_fn, data)  # of --init_from, or those that an interruption skipped
-        for step in profiled(run.steps(), config.profile, trace, rt):  # 1, 2, ... max_steps, or until a signal
-            micro_batches = next(batches)
+        if evaluate_if_due(config, run, model, loss_fn, data):  # --init_from, or what an interruption skipped
+            run.end()
+        for step, micro_batches in zip(steps, batches, strict=False):  # 1, 2, ... max_steps, or until a signal
             # ┌──────────────────────────────────── one optimizer step ────────────────────────────────────┐
             # dropout differs in every step and on every rank; with as many ranks and the same micro_batch_size a resume
             # draws the same again
             torch.manual_seed(config.seed + step * rt.world_size + rt.rank)
             lr = learning_rate(step, config)
-            optimizer.set_lr(lr, muon_lr_fraction(step, config))
+            optimizer.set_lr(lr / config.max_lr, muon_height(step, config))
 
             # Each backward() adds to the gradients, which the last step's zero_grad() has cleared. All micro-batches
             # have one size on all ranks, so the mean of their mean losses is the mean over all tokens of the batch.
@@ -216,32 +285,37 @@ def train(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, optimizer:
                 loss += micro_loss.detach()
 
             grad_norm = optimizer.clip_grad_norm(config.grad_clip)
-            # nan or inf on one rank makes the mean nan or inf on all of them, and then step() changes nothing
             loss, grad_norm = rt.mean(torch.stack([loss, grad_norm]))
-            optimizer.step(finite=(loss + grad_norm).isfinite())
+            finite = (loss + grad_norm).isfinite()  # on all ranks alike: nan or inf on one makes the mean nan or inf
+            optimizer.step(finite)  # else it changes nothing
             optimizer.zero_grad()
             run.log(loss, grad_norm, lr, config.total_batch_size)  # on a GPU it reads these a step late
             # └────────────────────────────────────────────────────────────────────────────────────────────┘
 
             if run.due(config.checkpoint_interval):
                 run.save()  # before evaluations, which may fail
-            evaluate_if_due(config, run, model, loss_fn, data)
+            if evaluate_if_due(config, run, model, loss_fn, data):
+                run.end()
 
 
-def evaluate_if_due(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, data: "Data") -> None:
-    """The evaluations of this step that the log does not have yet."""
+def evaluate_if_due(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, data: "Data") -> bool:
+    """Run this step's evaluations that the log lacks. Return whether validation has reached target_loss; the step is
+    then saved before its other evaluations, which are those of a last step."""
     rt = run.rt
     if run.due(config.eval_interval, "val", at_start=bool(config.init_from)):
-        run.record("val", **validate(loss_fn, validation_inputs(config, data, rt), data.token_bytes, rt))
-    if config.target_loss and run.val_loss <= config.target_loss:
-        run.end_here()  # saves this step as the last one; all evaluations below are due
-    if data.hellaswag and run.due(config.hellaswag_interval, "hellaswag"):
+        found = validate(loss_fn, validation_inputs(config, data, rt), data.token_bytes, rt)
+        run.record("val", **found, sequence_length=config.sequence_length)
+    reached = config.target_loss > 0 and run.val_loss <= config.target_loss
+    if reached:
+        run.save()
+    if data.hellaswag and run.due(config.hellaswag_interval, "hellaswag", is_last=reached):
         scores = hellaswag.evaluate(model, data.hellaswag, rt)
         run.record("hellaswag", **{name: scores[name] for name in hellaswag.LOGGED})
-    if run.due(config.sample_interval, "sample"):
+    if run.due(config.sample_interval, "sample", is_last=reached):
         seed = config.seed + run.step
         text = complete(model, data.shards.tokenizer, config.sample_prompt, config.sample_tokens, rt, seed)
         run.record("sample", text=text)
+    return reached
 
 
 # ------------------------------------------------------------------------------------------------- what it reads
@@ -321,33 +395,46 @@ def read_command_line(argv: list[str]) -> tuple[Config, set[str]]:
 
 
 def settle(config: Config, flags: set[str], directory: RunDirectory | None, rt: Runtime) -> tuple[Config, GPTConfig]:
-    """The constants of the run from those of recipe and command line, and the shape of its model; both do not change
-    any more, but that a micro_batch_size of 0 waits for the model. Raises UserError."""
+    """Return the constants of the run and the shape of its model, which do not change any more; a micro_batch_size of 0
+    waits for the model. Raises UserError."""
     checkpoint = directory and directory.checkpoint
     n_positions = config.sequence_length
     if source := str(checkpoint or config.init_from):
         base = load_shape(source)
         n_positions = base.n_positions
-        if config.sequence_length > n_positions:
-            raise UserError(f"{source} has a context of {n_positions} tokens; --sequence_length must not exceed it")
-        if config.init_from:  # a size of the recipe gives way, a flag does not
-            for name in SIZES:
-                stored = getattr(base, name)
-                if name in flags and getattr(config, name) != stored:
-                    raise UserError(f"{source} has {name} {stored}, not {getattr(config, name)}; leave out --{name}")
-                config = replace(config, **{name: stored})
+        config = settle_sizes(config, flags, source, base)
     if checkpoint:
         config = continue_constants(config, flags, directory, FIXED, AUTOMATIC)
-        per_rank = config.total_batch_size // config.sequence_length // rt.world_size
-        if "micro_batch_size" not in flags and per_rank % max(config.micro_batch_size, 1):  # of another number of ranks
-            config = replace(config, micro_batch_size=0)
+        config = settle_machine(config, flags, rt)
     validate_config(config, rt)
-    attention = choose_attention(config.attention, rt, config.sequence_length)
-    sizes = {name: getattr(config, name) for name in SIZES}
+    of_model = {field.name: getattr(config, field.name) for field in fields(GPTConfig) if field.name in CONSTANTS}
+    of_model["attention"] = choose_attention(config.attention, rt, config.sequence_length)
     try:
-        return config, GPTConfig(n_positions=n_positions, **sizes, dropout=config.dropout, attention=attention)
+        return config, GPTConfig(n_positions=n_positions, **of_model)
     except ValueError as e:
         raise UserError(str(e)) from e
+
+
+def settle_sizes(config: Config, flags: set[str], source: str, base: GPTConfig) -> Config:
+    """Take the sizes of the model in `source`, if weights start there: the recipe's give way, a flag does not."""
+    if config.sequence_length > base.n_positions:
+        raise UserError(f"{source} has a context of {base.n_positions} tokens; --sequence_length must not exceed it")
+    if not config.init_from:
+        return config
+    for name in SIZES:
+        stored = getattr(base, name)
+        if name in flags and getattr(config, name) != stored:
+            raise UserError(f"{source} has {name} {stored}, not {getattr(config, name)}; leave out --{name}")
+        config = replace(config, **{name: stored})
+    return config
+
+
+def settle_machine(config: Config, flags: set[str], rt: Runtime) -> Config:
+    """Find a new micro_batch_size where the run's does not fit this number of ranks."""
+    per_rank = config.total_batch_size // config.sequence_length // rt.world_size
+    if "micro_batch_size" not in flags and per_rank % max(config.micro_batch_size, 1):
+        config = replace(config, micro_batch_size=0)
+    return config
 
 
 def validate_config(config: Config, rt: Runtime) -> None:
@@ -369,11 +456,16 @@ def validate_config(config: Config, rt: Runtime) -> None:
 
 
 def build_model(config: Config, shape: GPTConfig, checkpoint: Path | None) -> GPT:
-    """Random weights, or those of the checkpoint to resume or start from."""
+    """Make random weights, or load those of the checkpoint to resume or start from. Raises UserError for a checkpoint
+    of another shape: a constant that you add to a model is part of its shape, too."""
     torch.manual_seed(config.seed)
     source = checkpoint or config.init_from
     if source:
         model = load_model(str(source), shape.dropout, shape.attention, checked=checkpoint is not None)
+        for name, value in vars(shape).items():
+            if getattr(model.config, name) != value:
+                stored = getattr(model.config, name)
+                raise UserError(f"{source} has {name} {stored}, not {value}; pass --{name} {stored}")
     else:
         model = GPT(shape)
     if config.activation_checkpointing:
@@ -436,11 +528,10 @@ def print_summary(config: Config, run: Run) -> None:
         return
     run.report.print_results()
     guess = run.report.run_info["uniform_loss"]
-    loss = run.report.last_loss()
-    if not loss < guess + 1:  # or nan; random weights start slightly above a guess
+    if not run.report.last_loss() < guess + 1:  # or nan; random weights start slightly above a guess
         rates = f"--max_lr {config.max_lr} (with Muon also --muon_lr {config.muon_lr})"
-        print(f"\nthe run diverged: guessing has a loss of {guess:.2f}; {rates} is most likely too high, try a tenth")
-    if loss < guess and config.checkpoint_interval:
+        print(f"\nthe run diverged: a uniform guess scores {guess:.2f}; lower {rates}, to a tenth at first")
+    elif config.checkpoint_interval:
         where = shlex.quote(config.out_dir)
         print(
             f"\nNow try:\n  python sample.py {where} --num_samples 3    # more text\n"

@@ -11,14 +11,21 @@ The loop is in the script, as `train` in train_gpt2.py, and needs six words of a
             if run.due(checkpoint_interval):
                 run.save()
             if run.due(eval_interval, "val"):
-                run.record("val", loss=...)     # or run.end_here(), to make this step the last one
+                run.record("val", loss=...)
+            if ...:
+                run.end()               # this step is the last one
 
-A run has one dict of constants, those that it computes with: in config.json for people, in every checkpoint for a
-resume. On a GPU metrics are read one step late, so that it never waits for the host. Every rank makes the same
-decisions, because all of them follow from sums over the ranks. This file never computes a loss or a gradient.
+The life of step 7 on a GPU, which never waits for the host (on a CPU `log` reads its own step at once):
+
+    host    launch 7 - log(7): copies 7's metrics, reads 6's - launch 8 - log(8): copies 8's metrics, reads 7's
+    GPU          ... step 6 ...| ........ step 7 ........ | ........ step 8 ........
+
+`save` and `record` read first what is not read yet. What was read is in log.jsonl, and decides: after 20 steps in a row
+that were not finite, UserError; after a signal to any rank nothing is due any more, and `steps` saves and raises
+Stopped. All ranks decide alike, because all decisions follow from sums over the ranks. This file never computes a loss
+or a gradient.
 """
 
-import hashlib
 import json
 import math
 import os
@@ -33,18 +40,11 @@ from pathlib import Path
 import torch
 from torch.utils._pytree import tree_leaves
 
-from parts.checkpoint import (
-    ADAPTER_FILES,
-    MODEL_FILES,
-    checkpoint_steps,
-    load_train_state,
-    newest_intact,
-    prune,
-    write_checkpoint,
-)
-from parts.cli import Stopped, UserError, counted
+from parts.checkpoint import checkpoint_steps, load_train_state, newest_intact, prune, write_checkpoint
+from parts.cli import Stopped, UserError
 from parts.files import exclusive_lock, remove_leftovers, replace_file, set_aside
-from parts.log import newest_start, of_kind, read_log
+from parts.log import newest_start, of_kind
+from parts.optim import plateau_end
 from parts.report import Report, about_machine
 from parts.runtime import STOP_SIGNALS, Runtime
 
@@ -57,28 +57,26 @@ NOT_RESUMED = {"resume", "overwrite", "out_dir", "dry_run", "price", "merge", "s
 
 
 def continue_constants(config, flags: set[str], directory: "RunDirectory", fixed: tuple, automatic: dict):
-    """The constants to continue a run with: those of the script and of the command as they are now, in `config`.
+    """Return the constants to continue a run with: `config`, those of the script and the command as they are now.
 
-    Where one differs from the run's, a flag has to name it, and `fixed` ones may not differ at all. One that has the
-    value in `automatic` was left to the script, and stays what it was in the run. Raises UserError.
+    A changed constant needs a flag; `fixed` constants may never change. A constant with its value in `automatic` was
+    left to the script, and stays what it was in the run. Raises UserError.
     """
     silent = []  # (name, in the run, now)
     notes = ""
     for name, before in directory.state["config"].items():
         before = tuple(before) if isinstance(before, list) else before
-        now = getattr(config, name, None)
+        now = getattr(config, name, before)  # a constant that was removed changes nothing
         if name in NOT_RESUMED or now == before:
             continue
-        if not hasattr(config, name):
-            notes += f"; {name} {before} is no constant of this version"
-        elif name in automatic and now == automatic[name]:
+        if name in automatic and now == automatic[name]:
             config = replace(config, **{name: before})
         elif name not in flags:
             silent.append((name, before, now))
         elif name in fixed:
             raise UserError(
-                f"{directory.checkpoint} was trained with {flag(name, before)}, not {flag(name, now)}: its weights or "
-                "the order of its data depend on it; choose another --out_dir"
+                f"{directory.checkpoint} was trained with {flag(name, before)}, not {flag(name, now)}; "
+                "choose another --out_dir"
             )
         else:
             notes += f"; --{name} {before} is now {now}"
@@ -86,7 +84,7 @@ def continue_constants(config, flags: set[str], directory: "RunDirectory", fixed
         kept = " ".join(flag(name, before) for name, before, _ in silent)
         new = " ".join(flag(name, now) for name, _, now in silent if name not in fixed)
         what = ", ".join(f"{name} {before} and now has {now}" for name, before, now in silent)
-        remedy = f"add {kept} to continue with the run's" + (f", {new} to change it" if new else "")
+        remedy = f"pass {kept} to continue with the run's" + (f", {new} to change it" if new else "")
         raise UserError(f"the run in {directory.path} had {what}; {remedy}")
     directory.rt.print(f"resuming from {directory.checkpoint}{notes}")
     return config
@@ -104,11 +102,10 @@ def flag(name: str, value) -> str:
 
 
 class RunDirectory:
-    """OUT_DIR while this process holds its lock. `checkpoint` is the one to resume from, or None, and `state` what it
-    stores besides the weights: the `config` of its run among it.
+    """OUT_DIR while this process holds its lock. `checkpoint` is the one to resume from, or None, and `state` its
+    contents besides the weights: the `config` of its run among it.
 
-    Nothing but the lock file is written. Raises UserError rather than touch a run that nobody asked to resume or to
-    overwrite, and on a rank whose constants or code are not those of the first one.
+    Nothing but the lock file is written. Raises UserError rather than touch a run without --resume or --overwrite.
     """
 
     def __init__(self, config, rt: Runtime):
@@ -117,39 +114,28 @@ class RunDirectory:
         self.locks = ExitStack()  # held until the end of the run
         self.overwrite = config.overwrite
         self.checkpoint = rt.broadcast_from_main(lambda: self._claim(config))
-        root = Path(__file__).resolve().parent.parent
-        files = sorted(path for folder in (".", "parts", "bpe") for path in root.glob(f"{folder}/*.py"))
-        settled = dict(dtype=str(rt.dtype), compile=rt.compile, torch=torch.__version__)
-        settled["code"] = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-        compare_with_rank_0(asdict(config) | settled, rt)
         self.state = load_train_state(self.checkpoint) if self.checkpoint else {}
 
     def _claim(self, config) -> Path | None:
         """Lock OUT_DIR; if the run is to continue, return its newest intact checkpoint. The first rank only."""
         if config.resume and config.overwrite:
-            raise UserError("--resume continues a run and --overwrite starts a new one; give one of them")
-        theirs = {path.name for path in self.path.glob("[!.]*") if path.is_dir()} - {"lost+found"}
-        theirs |= {name for name in (*FILES, MODEL_FILES[0], ADAPTER_FILES[0]) if (self.path / name).exists()}
-        # what a run would replace, or a directory, as in / or a project, unless a run was killed before its first line
-        began = "config.json" in theirs and '"out_dir"' in (self.path / "config.json").read_text(errors="replace")
-        if theirs and not began and not self.holds_run():
-            raise UserError(f"{self.path} contains {min(theirs)} but no run; choose another --out_dir to keep it safe")
+            raise UserError("--resume continues a run and --overwrite starts a new one; pass one of them")
+        # what a run would replace, or a directory, as in / or a project
+        theirs = sorted(path.name for path in self.path.glob("[!.]*") if path.is_dir() or path.name in FILES)
+        if theirs and not self.holds_run():
+            raise UserError(f"{self.path} contains {theirs[0]} but no run; choose another --out_dir")
         self._lock()  # what is found from here on must not change under us
-        log = self.path / "log.jsonl"
-        restarted = any(os.environ.get(f"{name}_RESTART_COUNT", "0") != "0" for name in ("TORCHELASTIC", "SLURM"))
-        if config.overwrite and restarted and log.exists() and newest_start(read_log(log)).get("job") == job_id():
-            self.overwrite = False  # the first start of this job has done that
-        elif not config.resume:
-            if self.holds_run() and not config.overwrite:
-                raise UserError(
-                    f"{self.path} already holds a run; pass --resume to continue it, "
-                    "--overwrite to rename it and start again, or choose another --out_dir"
-                )
+        if self.holds_run() and not config.resume and not config.overwrite:
+            raise UserError(
+                f"{self.path} already holds a run; pass --resume to continue it, "
+                "--overwrite to rename it and start again, or choose another --out_dir"
+            )
+        if not config.resume:
             return None
         newest = newest_intact(self.path)
         # a run that has not begun is no error: a cluster can start and restart it with the same command
         if newest is None and checkpoint_steps(self.path):
-            raise UserError(f"every checkpoint in {self.path} is damaged; pass --overwrite instead to start again")
+            raise UserError(f"every checkpoint in {self.path} is damaged; pass --overwrite to start again")
         return newest
 
     def _lock(self) -> None:
@@ -158,8 +144,8 @@ class RunDirectory:
         self.locks.enter_context(exclusive_lock(self.path / ".lock", f"run directory {self.path}"))
 
     def holds_run(self) -> bool:
-        """A log alone counts as a run: if somebody deleted its checkpoints, its figures are all that is left."""
-        return bool(checkpoint_steps(self.path)) or (self.path / "log.jsonl").exists()
+        """A log alone counts as a run, also one that was set aside: its figures may be all that is left."""
+        return bool(checkpoint_steps(self.path)) or any(self.path.glob("log.jsonl*"))
 
     def start_over(self) -> None:
         """Rename the old run OUT_DIR.1, or the next free number, and continue in an empty OUT_DIR.
@@ -178,24 +164,6 @@ class RunDirectory:
         self._lock()
 
 
-def compare_with_rank_0(own: dict, rt: Runtime) -> None:
-    """Each rank has its constants, code and files from its own node. Raises UserError where they differ."""
-    for name, value in rt.broadcast_from_main(lambda: own).items():
-        if own[name] != value:
-            raise UserError(
-                f"{name} here is {own[name]}, and on rank 0 {value}; give all nodes the same command, code and files"
-            )
-
-
-def job_id() -> str:
-    """What SLURM or torchrun call all starts of one job; "" for a process that nobody restarts.
-
-    When SLURM starts a job again, its torchrun has another id. Without --rdzv_id, that of every torchrun is `none`.
-    """
-    job = os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID", "")
-    return f"none of process {os.getppid()}" if job == "none" else job
-
-
 # ---------------------------------------------------------------------------------------------------------- the run
 
 
@@ -205,14 +173,14 @@ class Run:
     def __init__(
         self, directory: RunDirectory, config, save_weights, optimizer, data_fingerprint: dict, run_info: dict
     ):
-        """A new run, or one that continues from `directory.checkpoint`, with its optimizer and counters. Nothing is
-        written before `with`.
+        """Make a new run, or continue from `directory.checkpoint` with its optimizer and counters. Nothing is written
+        before `with`.
 
         `config` has the constants that the run computes with. `save_weights(path)` writes the weights, which the caller
-        has loaded already, into a directory. `data_fingerprint` is what the order of the data depends on besides
-        constants. `run_info` goes to the log: `parameters`, `data`, `base`; in pretraining also `flops_per_token`, for
-        MFU, and `uniform_loss`, ln V, to compare the first loss with. Raises UserError if the fingerprint is not the
-        checkpoint's, and on a rank that differs from the first one in data, weights or moments.
+        has loaded already, into a directory. The order of the data depends on `data_fingerprint` and on constants.
+        `run_info` goes to the log: `parameters`, `data`, `base`; in pretraining also `flops_per_token`, for MFU, and
+        `uniform_loss`, ln V, to compare the first loss with. Raises UserError if the fingerprint is not the
+        checkpoint's, and on all ranks if one has other weights or moments than the first.
         """
         self.directory = directory
         self.rt = directory.rt
@@ -220,19 +188,16 @@ class Run:
         self.save_weights = save_weights
         self.optimizer = optimizer
         self.data_fingerprint = data_fingerprint
-        self.max_steps = config.max_steps
+        self.max_steps = min(config.max_steps, getattr(config, "stop_at", 0) or config.max_steps)
         self.step = 0
         self.tokens = 0
-        self.val_loss = math.inf
-        compare_with_rank_0(data_fingerprint, self.rt)
-        if stop_at := getattr(config, "stop_at", 0):
-            self.max_steps = min(self.max_steps, stop_at)
+        self.val_loss = math.inf  # of this step, or the last one that was validated since the run went on
         if directory.checkpoint:
             self._restore(directory.checkpoint)
             run_info = run_info | dict(resumed_from=str(directory.checkpoint))
-        self._compare_weights()
+        self._compare_ranks()
         self.report = Report(directory.path, config, self.rt, run_info)
-        self._done: list[str] = []  # the kinds of records that the log has of this step
+        self._done: list[str] = []  # kinds of records that the log has of this step
         self._saved = self.step if directory.checkpoint else -1  # the last step with a checkpoint
         self._began = None  # mark of the clock, at the beginning of the first step that is not read yet
         self._pending = None  # of the last step: its number, lr, targets, metrics on the host, and mark of its end
@@ -240,44 +205,34 @@ class Run:
         self._signum = 0  # of a signal to this rank
         self._stop = False  # all ranks know of a signal to any of them
 
-    def _compare_weights(self) -> None:
-        """Raises UserError, on all ranks alike, if one has other weights or moments than the first. Ranks that have
-        drifted apart would train on, and average gradients that belong to different models."""
-        if self.rt.world_size == 1:
-            return
-        tensors = [p for group in self.optimizer.param_groups() for p in group["params"]]
-        state = tree_leaves(self.optimizer.state_dict())
-        tensors += [value for value in state if isinstance(value, torch.Tensor) and value.is_floating_point()]
-        total = sum(tensor.detach().double().sum().item() for tensor in tensors)
-        differs = total != self.rt.broadcast_from_main(lambda: total)
-        n_others = self.rt.sum(torch.tensor(float(differs), device=self.rt.device)).item()
-        if n_others:
-            raise UserError(
-                f"{counted(int(n_others), 'rank')} with other weights or moments than rank 0 at step {self.step}; "
-                "check that all nodes have the same files and no faulty memory, then --resume from the newest one"
-            )
+    def _compare_ranks(self) -> None:
+        """Compare one sum of weights and moments with rank 0's. Ranks that have drifted apart would train on, and
+        average gradients of different models."""
+
+        def tensors() -> list[torch.Tensor]:
+            leaves = tree_leaves([self.optimizer.param_groups(), self.optimizer.state_dict()])
+            return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+
+        self.rt.check_same(tensors, f"weights or moments at step {self.step}")
 
     def _restore(self, checkpoint: Path) -> None:
-        """Everything but the weights, as `save` stored it. Raises UserError for a state that is damaged, or of another
-        run."""
+        """Restore everything but the weights. Raises UserError for a damaged state, or one of another run."""
         state = self.directory.state
         try:
-            self.step = int(state["step"])
-            self.tokens = int(state["tokens"])
-            of_run = self.data_fingerprint | state["identity"]  # early versions stored less
+            self.step = state["step"]
+            self.tokens = state["tokens"]
             for name, value in self.data_fingerprint.items():
-                if of_run[name] != value:
+                if state["identity"][name] != value:
                     raise UserError(
-                        f"{checkpoint} was trained with another {name}; give that one, or another --out_dir"
+                        f"{checkpoint} was trained with another {name}; pass that one, or another --out_dir"
                     )
             self.optimizer.load_state_dict(state["optimizer"])
         except (LookupError, ValueError, RuntimeError) as e:
             raise UserError(f"{checkpoint}/train_state.pt does not fit this run: {e}; resume from another") from e
-        is_finished = self.step == self.config.max_steps == state["config"].get("max_steps", self.step)
-        if self.max_steps <= self.step and not is_finished:
+        if self.max_steps < self.step or self.max_steps == self.step < self.config.max_steps:
             raise UserError(
-                f"a run to step {self.max_steps} is not beyond step {self.step} of {checkpoint}; give a larger "
-                "--max_steps or --stop_at"
+                f"step {self.max_steps} is not beyond step {self.step} of {checkpoint}; pass a larger --max_steps or "
+                "--stop_at"
             )
 
     # ---- the loop
@@ -288,7 +243,7 @@ class Run:
         return self
 
     def _prepare_directory(self) -> tuple[list[str], float]:
-        """config.json, log.jsonl and samples.txt as they have to be before the first step; the first rank only.
+        """Prepare log.jsonl, samples.txt and config.json for the first step; the first rank only.
 
         Returns the kinds of records that the log has of the step that was resumed, and its validation loss.
         """
@@ -296,30 +251,31 @@ class Run:
         if self.directory.overwrite and self.directory.holds_run():
             self.directory.start_over()
         remove_leftovers(out_dir, *FILES, "step_*")
+        for step, path in checkpoint_steps(out_dir):
+            if step > self.step:  # damaged: the resume passed over it, and its step will be taken again
+                self.rt.print(f"the damaged {path} is now {set_aside(path)}")
         log = out_dir / "log.jsonl"
-        for step, path in reversed(checkpoint_steps(out_dir)):
-            if step > self.step:  # damaged: the resume skipped it, and its step will be taken again
-                set_aside(path, path.with_name(f"damaged_{path.name}"))
         if self.directory.checkpoint is None and log.exists():
             old = set_aside(log)  # its steps will be taken again: do not mix old and new metrics, and lose neither
             self.rt.print(f"{out_dir} holds no checkpoint: starting from step 0; the earlier log is now {old}")
         elif self.step == self.config.max_steps:
-            self.rt.print(f"the run has taken all of its {self.step} steps; a larger --max_steps continues it")
+            self.rt.print(f"the run is complete at step {self.step}; raise --max_steps to continue")
+        self.report.open(self.step)  # before config.json, which alone would not be known as a run
         replace_file(out_dir / "config.json", json.dumps(asdict(self.config), indent=2) + "\n")
-        self.report.open(self.step)
+        before = newest_start(self.report.records).get("config", {})
+        alike = before.get("eval_steps") == getattr(self.config, "eval_steps", None)  # else on other tokens
+        val_loss = self.report.val_losses().get(self.step, math.inf) if alike else math.inf
         start = dict(
             step=self.step,
             kind="run",
             command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-            job=job_id(),
             **self.report.run_info,
             config=asdict(self.config),
             **about_machine(self.rt),
             tokenizer=self.data_fingerprint.get("tokenizer"),
         )
         self.report.append(start)
-        done = [record["kind"] for record in self.report.records if record["step"] == self.step]
-        return done, self.report.val_losses().get(self.step, math.inf)
+        return [record["kind"] for record in self.report.records if record["step"] == self.step], val_loss
 
     def __exit__(self, error_type, error, _) -> None:
         try:
@@ -339,11 +295,10 @@ class Run:
                 self._began = self.rt.mark_time()
             yield self.step
             if self.step == first:
-                # from here on: before, there is nothing to save, and the default ends the process
+                # before, there is nothing to save, and the default ends the process
                 for signum in STOP_SIGNALS:
                     if signal.getsignal(signum) != signal.SIG_IGN:  # as nohup ignores SIGHUP
                         self.directory.locks.callback(signal.signal, signum, signal.signal(signum, self._on_signal))
-                self.optimizer.check_resumable()  # now, and not after the night
             if self.step == self.max_steps:
                 self._read_pending()
             if self._stop:
@@ -395,17 +350,18 @@ class Run:
         if self._bad_steps == self.config.max_bad_steps:
             raise UserError(
                 f"no finite loss or gradient in {self._bad_steps} steps, up to step {step}; "
-                "lower --max_lr, or use --dtype float32, and --resume from the newest checkpoint"
+                "lower --max_lr, or pass --dtype float32, and --resume"
             )
 
-    def due(self, interval: int, kind: str = "", at_start: bool = False) -> bool:
-        """Whether a save or an evaluation is due: every `interval` steps and at the end, with `at_start` also before
-        the first; never for 0. False if the log already has a record of this `kind`, and once the run is to stop."""
+    def due(self, interval: int, kind: str = "", at_start: bool = False, is_last: bool = False) -> bool:
+        """Whether a save or an evaluation is due: every `interval` steps and at the end, which `is_last` says too, with
+        `at_start` also before the first; never for 0. False if the log already has a record of this `kind`, and once
+        the run is to stop."""
         if interval == 0 or kind in self._done or self._stop:
             return False
         if self.step == 0:
             return at_start
-        return self.step % interval == 0 or self.step == self.max_steps
+        return is_last or self.step % interval == 0 or self.step == self.max_steps
 
     def save(self) -> None:
         """Write a checkpoint of this step: everything that the next one depends on. It is on the disk when this
@@ -416,7 +372,7 @@ class Run:
         if self._bad_steps:
             self.rt.print(f"step {self.step}: no checkpoint after a step that was not finite")
             return
-        self._compare_weights()
+        self._compare_ranks()
         self._saved = self.step
         if not self.rt.is_main:
             return
@@ -430,8 +386,11 @@ class Run:
         )
         write_checkpoint(path, self.save_weights, state)
         self.rt.print(f"saved {path}")  # durable: from here on it survives a power failure
-        # only now: at no moment are there fewer checkpoints than before
-        prune(self.directory.path, self.config.keep_checkpoints, self.report.val_losses())
+        steps = [step for step, _ in checkpoint_steps(self.directory.path)]
+        keep = self.report.best_steps(steps)
+        if plateau := [step for step in steps if step <= plateau_end(self.config)]:
+            keep.add(plateau[-1])  # another decay can begin there
+        prune(self.directory.path, self.config.keep_checkpoints, keep)  # only now: there are never fewer than before
 
     def record(self, kind: str, **metrics) -> None:
         """Log an evaluation or a sample of this step, and print it. Waits for the metrics of all steps, so that the log
@@ -444,7 +403,7 @@ class Run:
             metrics["flops"] = self.tokens * self.report.run_info["flops_per_token"]
         self.report.evaluation(self.step, kind, metrics)
 
-    def end_here(self) -> None:
+    def end(self) -> None:
         """Make this step the last one: save it, and log what it took to get here."""
         self.max_steps = self.step
         self.save()

@@ -154,6 +154,19 @@ class Runtime:
             raise found[1]
         return found[0]
 
+    def check_same(self, tensors: Callable[[], list[torch.Tensor]], what: str) -> None:
+        """Raise UserError, on all ranks alike, if the sum of `tensors()` differs between them."""
+        if self.world_size == 1:
+            return
+        total = sum(tensor.detach().double().sum().item() for tensor in tensors())
+        differs = total != self.broadcast_from_main(lambda: total)
+        n_others = int(self.sum(torch.tensor(float(differs), device=self.device)).item())
+        if n_others:
+            raise UserError(
+                f"{counted(n_others, 'rank')} with other {what} than rank 0; check that all nodes have the same files "
+                "and intact memory, then --resume"
+            )
+
     # ---- the device's clock and memory
 
     @property

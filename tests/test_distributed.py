@@ -190,9 +190,9 @@ def test_an_infinite_gradient_on_one_rank_changes_no_weight_on_any(two_ranks, fa
 
 def test_a_rank_with_other_weights_ends_the_run_on_all_ranks_before_a_checkpoint_is_written(two_ranks):
     run = two_ranks / OTHER_WEIGHTS
-    assert [rank["error"].partition(";")[0] for rank in ranks_of(run)] == [
-        "1 rank with other weights or moments than rank 0 at step 3"
-    ] * 2
+    one, two = (rank["error"] for rank in ranks_of(run))
+    assert one == two
+    assert "step 3" in one
     assert [step for step, _ in checkpoint_steps(run)] == [1, 2]
 
 

@@ -17,12 +17,9 @@ from parts.checkpoint import (
     find_damage,
     find_model,
     load_train_state,
-    prune,
     user_errors_of,
-    write_checkpoint,
 )
 from parts.files import sha256
-from parts.run import FILES
 from tests.helpers import (
     SHORT,
     SMALL,
@@ -32,7 +29,6 @@ from tests.helpers import (
     column,
     files_of,
     log_of,
-    no_weights,
     read_json,
     remove_after,
     spoil_gradients,
@@ -50,31 +46,37 @@ def damage_weights(checkpoint: Path) -> None:
 # ---- checkpoints that stay
 
 
-LOSSES = {1: 3.0, 2: 2.0, 4: 2.5}  # the checkpoint of step 3 inherits the loss of step 2 without being better
+def test_the_newest_checkpoints_stay_and_the_one_of_the_lowest_loss(train, run_dir, monkeypatch):
+    losses = iter([4.0, 2.0, 2.5, 3.0])  # of steps 2, 4, 6, 8
+
+    def validate(*args):
+        return dict(loss=next(losses), bpb=1.0, tokens=9)
+
+    monkeypatch.setattr(train_gpt2, "validate", validate)
+    options = dict(eval_interval=2, checkpoint_interval=2, sample_interval=0, lr_schedule="cosine")
+    train(max_steps=6, keep_checkpoints=0, **options)
+    assert steps_of(run_dir) == [2, 4, 6]
+    train(max_steps=8, keep_checkpoints=1, resume=True, **options)
+    assert steps_of(run_dir) == [4, 8]
 
 
-@pytest.mark.parametrize(
-    "keep, val_losses, left",
-    [(0, {}, [1, 2, 3, 4, 5]), (2, {}, [4, 5]), (1, LOSSES, [2, 5]), (1, {1: 2.0}, [1, 5])],
-)
-def test_the_newest_checkpoints_stay_and_the_one_of_the_lowest_loss(tmp_path, keep, val_losses, left):
-    for step in (1, 2, 3, 4, 5):
-        write_checkpoint(tmp_path / f"step_{step:06d}", no_weights, {})
-    prune(tmp_path, keep, val_losses)
-    assert steps_of(tmp_path) == left
+def test_the_last_checkpoint_before_the_decay_stays(short, run_dir):
+    """From it another decay can begin; that of wsd takes the last half of the steps here."""
+    short(max_steps=10, warmup_steps=0, decay_fraction=0.5, keep_checkpoints=1)
+    assert steps_of(run_dir) == [4, 10]
 
 
-def test_damaged_checkpoints_that_a_resume_skips_are_set_aside(short, run_dir):
+def test_damaged_checkpoints_that_a_resume_skips_are_kept_and_block_nothing(short, run_dir):
     short(checkpoint_interval=4, max_steps=12)
     for step in (8, 12):
         damage_weights(run_dir / f"step_{step:06d}")
-    (run_dir / "damaged_step_000008").mkdir()  # of an earlier resume
-    assert "step_000012" in short(max_steps=7, checkpoint_interval=50, keep_checkpoints=2, resume=True).stderr
-    assert steps_of(run_dir) == [4, 7]
-    assert find_damage(run_dir / "step_000007") is None
-    damaged = {path.name.removeprefix("damaged_step_0000") for path in run_dir.glob("damaged_*")}
-    assert damaged == {"08", "08.1", "12"}
-    assert find_damage(run_dir / "damaged_step_000008")
+    damaged = {step: files_of(run_dir / f"step_{step:06d}") for step in (8, 12)}
+    result = short(max_steps=9, checkpoint_interval=8, keep_checkpoints=2, resume=True)
+    for step in (8, 12):
+        assert f"step_{step:06d}" in result.stderr
+        assert files_of(run_dir / f"step_{step:06d}.1") == damaged[step]
+    assert steps_of(run_dir) == [4, 8, 9]
+    assert find_damage(run_dir / "step_000008") is None
 
 
 def test_a_list_of_checksums_that_was_cut_between_two_lines_is_damaged(short, run_dir):
@@ -163,10 +165,10 @@ def test_runs_stay_on_the_disk_that_out_dir_links_to(short, tmp_path, run_dir):
 
 
 def test_a_checkpoint_that_is_a_link_is_pruned_and_what_it_links_to_stays(short, tmp_path, run_dir):
-    short()
+    short(lr_schedule="cosine")
     moved = (run_dir / "step_000004").rename(tmp_path / "elsewhere")
     (run_dir / "step_000004").symlink_to(moved)
-    short(max_steps=7, keep_checkpoints=1, resume=True)
+    short(max_steps=7, keep_checkpoints=1, resume=True, lr_schedule="cosine")
     assert steps_of(run_dir) == [7]
     assert find_damage(moved) is None
 
@@ -198,12 +200,14 @@ def test_what_goes_wrong_with_a_local_model_is_not_put_down_to_the_hub(tmp_path)
         raise OSError("no memory")
 
 
-@pytest.mark.parametrize("name", sorted({*FILES, "model.safetensors", "adapter_model.safetensors"} - {"log.jsonl"}))
+@pytest.mark.parametrize("name", ["config.json", "samples.txt", "learning_curve.png"])
 def test_a_file_of_others_that_a_run_would_replace_is_refused(short, run_dir, name):
     run_dir.mkdir()
     (run_dir / name).write_text("mine")
-    short.error(f"contains {name} but no run")
+    short.error(str(run_dir), name)
     assert (run_dir / name).read_text() == "mine"
+    (run_dir / name).rename(run_dir / "train.log")  # as of `> out/run/train.log`
+    short(max_steps=1)
 
 
 @pytest.mark.parametrize("typo", ["out/tiyn", "./gpt2", "/nowhere", "out/tiyn/step_000600", ""])
@@ -218,8 +222,8 @@ def test_a_path_that_does_not_exist_is_not_asked_of_the_hub(typo):
 def test_a_constant_that_differs_and_that_no_flag_names_ends_the_command_with_both_values(short, run_dir, inline):
     short(max_lr=1e-3, beta1=0.8)
     before = files_of(run_dir)
-    short.error("beta1 0.8 and now has 0.9", "add --beta1 0.8 to", "--beta1 0.9 to change it", resume=True, max_lr=1e-3)
-    short.error("max_lr 0.001 and now has 0.003", "beta1 0.8 and now has 0.9", resume=True)
+    short.error("--beta1 0.8", "--beta1 0.9", resume=True, max_lr=1e-3)
+    short.error("--max_lr 0.001", "--max_lr 0.003", "--beta1 0.8", "--beta1 0.9", resume=True)
     short.error("--no_shuffle", resume=True, max_lr=1e-3, beta1=0.8, **{"no-shuffle": True})
     assert files_of(run_dir) == before
     short(resume=True, max_lr=1e-3, beta1=0.8)
@@ -230,7 +234,7 @@ def test_a_constant_that_was_edited_in_the_script_is_not_ignored(short, run_dir,
     short()
     edited = replace(train_gpt2.RECIPES["tiny"], weight_decay=0.9)
     monkeypatch.setitem(train_gpt2.RECIPES, "tiny", edited)
-    short.error("weight_decay 0.15 and now has 0.9", "--weight_decay 0.9 to change it", resume=True, **options)
+    short.error("--weight_decay 0.15", "--weight_decay 0.9", resume=True, **options)
     result = short(resume=True, **options | dict(weight_decay=0.9, max_steps=8))
     assert "--weight_decay 0.15 is now 0.9" in result.stdout
 
@@ -263,10 +267,10 @@ def test_a_damaged_config_is_no_obstacle(short, tmp_path, run_dir):
 
 def test_max_steps_that_are_taken_already_are_an_error_and_a_finished_run_says_so(short, run_dir):
     short()
-    short.error("step 5 is not beyond step 6", resume=True, max_steps=5)
+    short.error("step 5", "step 6", resume=True, max_steps=5)
     short(max_steps=8, resume=True)
-    short.error("step 6 is not beyond step 8", resume=True)
-    assert "has taken all of its 8 steps" in short(max_steps=8, resume=True).stdout
+    short.error("step 6", "step 8", resume=True)
+    assert "step 8" in short(max_steps=8, resume=True).stdout
 
 
 def test_stop_at_ends_on_the_schedule_of_all_steps(short, tmp_path, run_dir):
@@ -279,29 +283,20 @@ def test_stop_at_ends_on_the_schedule_of_all_steps(short, tmp_path, run_dir):
 
 def test_no_checkpoint_is_written_after_a_step_that_was_not_finite(short, run_dir, monkeypatch):
     spoil_gradients(monkeypatch, lambda step: step == 4, float("nan"))
-    assert "step 4: no checkpoint" in short().stdout
+    short()
     assert steps_of(run_dir) == [2, 6]
 
 
-def as_of_ab4781e(run: Path) -> None:
-    """Turn the checkpoints of a run into what earlier versions wrote."""
-    for path in run.glob("step_*"):
-        state = load_train_state(path)
-        state = state | dict(config=state["config"] | dict(attention="flash", shard="none", spike_threshold=1.0))
-        torch.save(state, path / "new.pt")
-        (path / "new.pt").replace(path / "train_state.pt")
-        files = [file for file in sorted(path.iterdir()) if file.name != SUMS]
-        (path / SUMS).write_text("".join(f"{sha256(file)}  {file.name}\n" for file in files))
-
-
-def test_a_run_of_an_earlier_version_is_resumed_and_its_constants_that_are_gone_are_named(short, tmp_path, run_dir):
-    short(out="whole", max_steps=8)
-    short(max_steps=8)
-    remove_after(run_dir, 6)
-    as_of_ab4781e(run_dir)
-    result = short(resume=True, max_steps=8)
-    assert "; shard none is no constant of this version; spike_threshold 1.0 is no" in result.stdout
-    assert weights(run_dir, 8) == weights(tmp_path / "whole", 8)
+def test_a_constant_that_no_longer_exists_is_no_obstacle(short, run_dir):
+    short()
+    path = run_dir / "step_000006"
+    state = load_train_state(path)
+    torch.save(state | dict(config=state["config"] | dict(shard="none")), path / "new.pt")
+    (path / "new.pt").replace(path / "train_state.pt")
+    sums = [f"{sha256(file)}  {file.name}\n" for file in path.iterdir() if file.name != SUMS]
+    (path / SUMS).write_text("".join(sums))
+    short(resume=True, max_steps=7)
+    assert steps_of(run_dir)[-1] == 7
 
 
 def test_another_validation_split_is_refused(short, run_dir, tmp_path):
@@ -311,7 +306,7 @@ def test_another_validation_split_is_refused(short, run_dir, tmp_path):
     options = dict(data=tmp_path / "shards", eval_interval=3)
     short(**options)
     write_shards(tmp_path / "shards", [800], "val", vocab_size=257)
-    short.error("trained with another validation", resume=True, max_steps=7, **options)
+    short.error("validation", resume=True, max_steps=7, **options)
 
 
 OTHER = dict(  # another valid value for every constant
@@ -370,7 +365,7 @@ def test_what_the_table_says_takes_effect_does_and_is_noted(train, short, run_di
     assert decayed["betas"] == (0.8, 0.9)
     assert decayed["eps"] == 1e-7
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.2, 0.0)
-    assert (decayed["initial_lr"], muon["param_groups"][0]["initial_lr"]) == (1e-3, 0.01)
+    assert (decayed["peak"], muon["param_groups"][0]["peak"]) == (1e-3, 0.01)
     assert column(run_dir, "val", "step") == [6, 9]  # the first, due by now, is made up for
 
 
@@ -379,10 +374,10 @@ def test_other_data_or_another_tokenizer_is_refused_and_moved_data_is_not(short,
     shutil.copy(tmp_path / "text.txt", tmp_path / "moved.txt")
     short(max_steps=7, data=tmp_path / "moved.txt", resume=True)
     (tmp_path / "other.txt").write_text((tmp_path / "text.txt").read_text().replace("e", "a"))
-    short.error("another tokenizer", data=tmp_path / "other.txt", resume=True)
+    short.error("tokenizer", data=tmp_path / "other.txt", resume=True)
     tokenizer = tmp_path / "run/step_000006/tokenizer.json"
-    short.error("another data", data=tmp_path / "other.txt", tokenizer=tokenizer, resume=True)
-    short.error("fewer than sequence_length", overwrite=True, sequence_length=40_000, total_batch_size=320_000)
+    short.error("data", data=tmp_path / "other.txt", tokenizer=tokenizer, resume=True)
+    short.error("sequence_length", overwrite=True, sequence_length=40_000, total_batch_size=320_000)
 
 
 def test_a_run_that_began_with_another_model_s_sizes_is_resumed_by_the_same_line(short, tmp_path, inline):

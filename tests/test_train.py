@@ -70,17 +70,19 @@ def test_a_run_learns_and_leaves_everything_that_it_should(finished):
     assert [p.name for p in run.glob(".*")] == [".lock"]  # nothing half written
     rate = statistics.median(column(run, "train", "tokens_per_sec"))
     gap = val[-1]["loss"] - statistics.fmean(column(run, "train", "loss")[-2:])
-    side = f"{abs(gap):.2f} {'above' if gap > 0 else 'below'} training"
+    assert (val[-1]["tokens"], val[-1]["sequence_length"]) == (512, 32)
     for said in (
-        f"\nvalidation loss {val[-1]['loss']:.4f} at step 40, {side}, ",
-        "validation still fell at the end: a new run with more steps may end lower\n",
-        f"\nstep 40: val loss {val[-1]['loss']:.4f}, bpb {val[-1]['bpb']:.4f}\n",
-        "10,240 tokens in 40 steps, the training text ",
-        f"; {rate:,.0f} tokens/s, ",
-        f"python sample.py {run} ", f"\n  {run}/learning_curve.png ", f" --tokenizer {run}/step_000040 ",
-    ):  # fmt: skip
+        f"{val[-1]['loss']:.4f}",
+        f"{val[-1]['bpb']:.4f}",
+        f" {abs(gap):.2f} ",
+        "10,240 ",
+        f" {rate:,.0f} ",
+        f"python sample.py {run} ",
+        f" {run}/learning_curve.png ",
+        f" --tokenizer {run}/step_000040 ",
+    ):
         assert said in result.stdout, said
-    memory = float(re.search(r" ([\d.]+) GiB at the peak", result.stdout)[1])
+    memory = float(re.search(r" ([\d.]+) GiB", result.stdout)[1])
     assert memory == pytest.approx(train[-1]["memory_gib"], rel=0.3)
     assert subprocess.run(["sha256sum", "-c", "--quiet", SUMS], cwd=run / "step_000040").returncode == 0
 
@@ -122,7 +124,7 @@ def test_targets_that_do_not_count_add_neither_loss_nor_bytes(rt):
 
     targets = torch.tensor([[0, -1], [3, -1]])
     found = evaluate.validate(SevenNats(), [(None, targets)] * 2, torch.tensor([2, 8, 8, 4]), rt)
-    assert found == dict(loss=3.5, bpb=14 / math.log(2) / 12)
+    assert found == dict(loss=3.5, bpb=14 / math.log(2) / 12, tokens=4)
 
 
 def test_a_sample_is_drawn_from_the_50_likeliest_tokens_with_a_seed_of_its_step(train, run_dir, rt):
@@ -147,25 +149,44 @@ def test_hellaswag_is_scored_on_the_way_and_changes_nothing(train, inline, tmp_p
     assert losses(tmp_path / "with") == losses(tmp_path / "without")
 
 
-@pytest.mark.parametrize("max_lr, words", [(50, ["diverged"]), (1e-6, [])])
-def test_a_run_that_diverges_is_told_why_and_one_that_has_learned_nothing_is_not_praised(train, max_lr, words):
+@pytest.mark.parametrize("max_lr, diverged", [(50, True), (1e-6, False)])
+def test_a_run_that_diverges_is_told_why_and_one_that_has_learned_nothing_is_not(train, max_lr, diverged):
     result = train(max_steps=6, max_lr=max_lr, muon_lr=max_lr, eval_interval=3)
-    assert re.findall("diverged|Now try", result.stdout) == words
-    judged = result.stdout.partition("bits per byte\n")[2].startswith("validation ")
-    assert judged == (words == [])  # what validation did in a run that diverged means nothing
-    assert ("--max_lr 50" in result.stdout) == (words == ["diverged"])
+    assert ("--max_lr 50" in result.stdout) == diverged
+    assert ("sample.py" in result.stdout) != diverged
 
 
 def test_a_run_that_memorizes_its_text_is_not_said_to_diverge(train, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on the mat. " * 600 + "0123456789" * 160)  # validation on characters of its own
     result = train(data=text, max_steps=60, max_lr=1e-2)
-    assert re.findall("diverged|Now try", result.stdout) == ["Now try"], result.stdout
+    assert "--max_lr" not in result.stdout
+    assert "sample.py" in result.stdout
 
 
-def test_a_run_that_is_stopped_on_its_way_is_not_judged(train):
-    result = train(max_steps=6, stop_at=4, eval_interval=2)
-    assert "bits per byte\nthese are 4 of 6 steps: judge at the end\n\nNow try" in result.stdout
+def test_a_loss_with_another_one_added_is_not_said_to_diverge(train, monkeypatch):
+    """As that of a second head: training has a loss far above a guess, and validation has not."""
+    real = GPT.loss_of_hidden
+
+    def with_another(self, *args, **options):
+        return real(self, *args, **options) + (12.0 if self.training else 0.0)
+
+    monkeypatch.setattr(GPT, "loss_of_hidden", with_another)
+    assert "--max_lr" not in train(max_steps=20).stdout
+
+
+def test_a_rise_of_validation_names_the_best_checkpoint(train, run_dir, monkeypatch):
+    """Among those measured on as many tokens: the first, on fewer, was lower still."""
+    found = iter([(1.0, 512), (3.0, 999), (2.0, 999), (4.0, 999)])
+
+    def validate(*args):
+        loss, tokens = next(found)
+        return dict(loss=loss, bpb=1.0, tokens=tokens)
+
+    monkeypatch.setattr(train_gpt2, "validate", validate)
+    result = train(max_steps=8, eval_interval=2, checkpoint_interval=2, keep_checkpoints=1, sample_interval=0)
+    assert f"{run_dir}/step_000006" in result.stdout
+    assert steps_of(run_dir) == [2, 6, 8]  # the best of each way of measuring
 
 
 def test_without_a_terminal_a_line_is_printed_as_soon_as_one_is_due(train, monkeypatch):
@@ -343,43 +364,10 @@ def test_compiled_training_evaluates_scores_and_samples_without_recompiling(trai
     assert column(tmp_path / "compiled", "train", "loss") == pytest.approx(eager, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "losses, rates, gap, said",
-    [
-        ({10: 5.0, 20: 4.0}, {10: 2, 20: 1}, 0.3, "a new run with more steps may end lower"),
-        ({10: 5.0, 20: 4.0}, {10: 2, 20: 1}, 1.3, "more text, a smaller model or --dropout 0.1 may help"),
-        ({10: 4.0, 20: 3.9, 30: 4.2}, {20: 2, 30: 1}, 0.3, "rose after step 20 (3.9000): the model memorizes"),
-        ({10: 4.0, 20: 3.9, 30: 4.2}, {20: 2, 30: 1}, 0.3, "no checkpoint was saved there; train"),
-        ({10: 3.8, 20: 3.9}, {10: 2, 20: 1}, 0.3, "step_000010, or train"),
-        ({10: 3.8, 20: 3.9}, {10: 0, 20: 1}, 0.3, "and so did the learning rate"),
-        ({0: 3.8, 20: 3.9}, {20: 1}, 0.3, "the model memorizes"),
-        ({10: 4.0, 20: 3.999}, {10: 2, 20: 1}, 0.3, "no longer falls"),
-        ({10: 4.0}, {10: 1}, 0.3, "one validation loss alone"),
-        ({10: 5.0, 20: 4.0}, {20: 2, 30: 1}, 0.3, "the steps after 20 have no validation"),
-    ],
-)
-def test_the_end_of_a_run_says_what_its_validation_losses_mean(losses, rates, gap, said, tmp_path):
-    (tmp_path / "step_000010").mkdir()
-    assert said in runlog.advice(losses, rates, gap, tmp_path)
-
-
 @pytest.mark.slow
 def test_a_number_of_ranks_that_the_batch_does_not_allow_is_refused(tmp_path):
     result = run_script("train_gpt2.py", *small_args(tmp_path), ranks=3)
     assert "256 is not a multiple of micro_batch_size 8 x sequence_length 32 x 3 ranks; change one" in result.stderr
-
-
-def test_a_job_that_is_started_again_continues_what_it_began_and_overwrites_nothing_twice(short, run_dir, monkeypatch):
-    short()
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
-    for restart, resumed in (("0", False), ("1", True)):
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
-        assert ("resuming from" in short(overwrite=True).stdout) == resumed
-    assert (run_dir.parent / "run.1").exists()
-    assert not (run_dir.parent / "run.2").exists()
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another job, whose first start died early")
-    assert "resuming from" not in short(overwrite=True).stdout
-    assert (run_dir.parent / "run.2").exists()
 
 
 @pytest.mark.parametrize("words", ["", "--data my.txt", "--max_steps 10"])
