@@ -1,6 +1,5 @@
-"""The machine: device, precision, ranks, torch.compile, moving batches to the device. One place for each decision.
-
-This file knows nothing of GPT-2, shards, checkpoints or run directories.
+"""The machine: device, precision, torch.compile, batches on their way to the device; and the ranks. One place for each
+decision. This file knows nothing of GPT-2, shards, checkpoints or run directories.
 """
 
 import contextlib
@@ -34,6 +33,8 @@ STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP"
 # 19 GB of GPT-2 XL take over six minutes on a disk of 50 MB/s, and are read again for their sums. torchrun notices at
 # once when a process dies; one that hangs, or whose machine loses its network, ends the others only after this time.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # the best first
 
 # options of mallopt, as malloc.h numbers them: M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD
 MALLOC = {-3: 2**30, -1: 2**30, -2: 2**26}
@@ -76,7 +77,7 @@ class Runtime:
 
     @property
     def description(self) -> str:
-        """For the first line of a run."""
+        """Describe this machine on the first line of a run."""
         threads = f" with {counted(torch.get_num_threads(), 'thread')}" if self.device.type == "cpu" else ""
         ranks = f", {self.world_size} ranks" if self.world_size > 1 else ""
         dtype = str(self.dtype).removeprefix("torch.")
@@ -89,7 +90,7 @@ class Runtime:
     # ---- the forward pass
 
     def autocast(self, cache: bool = False):
-        """The context of every forward pass: matrix products in `dtype`. LayerNorm stays in fp32, softmax on a GPU too;
+        """Return the context of every forward pass: matrix products in `dtype`. LayerNorm stays in fp32, softmax on a GPU too;
         on a CPU it is in `dtype`. For the residual stream see `residual_dtype` in model.py.
 
         `cache` keeps the weights in `dtype` until the context ends, for evaluations, which take many forward passes in
@@ -99,7 +100,7 @@ class Runtime:
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=on, cache_enabled=cache)
 
     def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
-        """The module as a loop calls it: on several ranks in DDP, which averages gradients over them.
+        """Return the module as a loop calls it: on several ranks in DDP, which averages gradients over them.
 
         A gradient is a view of the bucket that it is exchanged in, and exists once (see Optimizer.zero_grad). Dynamo
         cuts a compiled graph where a bucket ends: the 498 MB of GPT-2 124M are 13 graphs with DDP's buckets of 25 MB,
@@ -112,7 +113,7 @@ class Runtime:
         return DistributedDataParallel(module, gradient_as_bucket_view=True, bucket_cap_mb=100)
 
     def compiled(self, function: Callable, dynamic: bool = False) -> Callable:
-        """The function, compiled if this run compiles. Shapes change only if `dynamic`."""
+        """Return the function, compiled if this run compiles; its shapes may change only if `dynamic`."""
         backend = "inductor" if dynamic else static_shapes
         return torch.compile(function, dynamic=dynamic, backend=backend) if self.compile else function
 
@@ -127,13 +128,14 @@ class Runtime:
     # ---- what ranks say to each other
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor`, on the device or the host, summed over all ranks. Gloo has no AVG, so a mean is a sum, divided."""
+        """Sum `tensor`, on the device or the host, over all ranks."""
         if self.world_size > 1:
             tensor = tensor.to(self.device)
             dist.all_reduce(tensor)  # its default is the sum
         return tensor
 
     def mean(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Average over all ranks; Gloo has no AVG."""
         return self.sum(tensor) / self.world_size
 
     def barrier(self) -> None:
@@ -141,7 +143,7 @@ class Runtime:
             dist.barrier()
 
     def broadcast_from_main(self, work: Callable[[], object]) -> object:
-        """`work()` on the first rank, its result on all. A UserError is raised on every rank, so that none waits."""
+        """Run `work()` on the first rank, and return its result on all. All ranks raise its UserError: none waits."""
         found = [None, None]
         if self.is_main:
             try:
@@ -180,8 +182,8 @@ class Runtime:
         getattr(torch, self.device.type).synchronize()
 
     def mark_time(self) -> "torch.cuda.Event | float":
-        """The moment at which the device will have finished all work launched so far. The host's clock would not tell:
-        the host is up to a step ahead, or waits until it may launch more."""
+        """Mark the moment at which the device finishes all work launched so far. The host's clock would not tell: the
+        host is up to a step ahead, or waits until it may launch more."""
         if self.device.type == "cuda":
             mark = torch.cuda.Event(enable_timing=True)
             mark.record()
@@ -190,14 +192,14 @@ class Runtime:
         return time.perf_counter()
 
     def seconds_between(self, a, b) -> float:
-        """The time from mark `a` to mark `b` of `mark_time`, after the device has passed both."""
+        """Return the time from mark `a` to mark `b` of `mark_time`; wait for both."""
         if self.device.type != "cuda":
             return b - a
         b.synchronize()
         return a.elapsed_time(b) / 1e3
 
     def peak_memory(self) -> int:
-        """Peak bytes: of the GPU's allocator, else resident memory of the process."""
+        """Return peak bytes: of the GPU's allocator, else resident memory of the process."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         try:
@@ -213,34 +215,20 @@ class Runtime:
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def peak_flops(self) -> float | None:
-        """Of all ranks together; None where it is unknown, so that MFU is n/a."""
+        """Return the peak of all ranks together; None where it is unknown, so that MFU is n/a."""
         peak = peak_of(self.name)
         return peak and peak * self.world_size
 
     def print(self, text: str, **options) -> None:
-        """print, on the first rank only and without garbling a progress bar. A run outlives the reader of its output,
-        such as `| head`: what nobody reads any more is dropped."""
-        if not self.is_main:
-            return
-        try:
-            tqdm.write(printable(text), **options)
-            sys.stdout.flush()
-        except (OSError, ValueError):  # the reader or the terminal went away, the disk is full, the file was closed
+        """Print on the first rank only, beside a progress bar. A run outlives the reader of its output, such as
+        `| head`."""
+        if self.is_main:
             with contextlib.suppress(OSError, ValueError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                tqdm.write(printable(text), **options)
+                sys.stdout.flush()
 
 
-# ------------------------------------------------------------------------------------------------- setup, in its order
-
-
-def ranks_of_environment() -> tuple[int, int, int]:
-    """(rank, world size, rank on this node) as torchrun sets them, else (0, 1, 0). Raises UserError for a rank that, as
-    the only process, would train to its end and write nothing."""
-    rank = int(os.environ.get("RANK") or 0)  # some job scripts set them to nothing
-    world_size = int(os.environ.get("WORLD_SIZE") or 1)
-    if not 0 <= rank < world_size:
-        raise UserError(f"RANK={rank} WORLD_SIZE={world_size} in the environment: unset them, or start with torchrun")
-    return rank, world_size, int(os.environ.get("LOCAL_RANK") or 0)
+# ----------------------------------------------------------------------------------------------------------- the device
 
 
 def _choose_device(device: str, local_rank: int) -> torch.device:
@@ -250,43 +238,10 @@ def _choose_device(device: str, local_rank: int) -> torch.device:
     if device == "auto":
         device = next(name for name in found if found[name])
     if not found.get(device):
-        raise UserError(f"--device {device}: PyTorch {torch.__version__} sees no such GPU here; use --device cpu")
+        raise UserError(f"--device {device}: PyTorch {torch.__version__} sees no such GPU here; pass --device cpu")
     if device == "cuda" and local_rank >= torch.cuda.device_count():
         raise UserError(f"there are {torch.cuda.device_count()} GPUs here; start torchrun with as many processes")
     return torch.device(f"cuda:{local_rank}" if device == "cuda" else device)
-
-
-def _join_ranks(device: torch.device, rank: int, world_size: int) -> None:
-    """Make the process group: NCCL between GPUs, Gloo between CPUs.
-
-    torchrun keeps one store for all its restarts, where ranks could find the addresses of those that were killed. On
-    one node each restart therefore gets its own part of it; several nodes do not count restarts alike, and need
-    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun.
-    """
-    try:
-        store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=COLLECTIVE_TIMEOUT))
-    except (ValueError, RuntimeError) as e:  # the environment may have a WORLD_SIZE, but no launcher
-        raise UserError(f"the {world_size} ranks of WORLD_SIZE do not find each other ({e}); use torchrun") from e
-    if os.environ.get("GROUP_WORLD_SIZE") == "1":
-        store = dist.PrefixStore("restart " + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    on_gpu = device.type == "cuda"
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=COLLECTIVE_TIMEOUT,
-        device_id=device if on_gpu else None,
-    )
-
-
-def _keep_freed_memory() -> None:
-    """Let glibc reuse large blocks. By default it maps each activation from the system again, and page faults take up
-    to a fifth of a training step. Without glibc this does nothing."""
-    with contextlib.suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        for option, size in MALLOC.items():
-            mallopt(option, size)
 
 
 def _choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
@@ -304,14 +259,14 @@ def _choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def _choose_compile(compile: str, device: torch.device) -> bool:
-    """On a GPU unless something that torch.compile needs is missing, as a trial shows; on a CPU only when asked for."""
-    # on a CPU it costs half a minute and gains little over bf16
+    """Compile on a GPU, unless a trial shows that something is missing; on a CPU only when asked for, because it costs
+    half a minute there and gains little over bf16."""
     if compile not in ("auto", "on", "off"):
         raise UserError(f"compile {compile}: add it to _choose_compile in parts/runtime.py")
     if compile == "off" or (compile == "auto" and device.type != "cuda"):
         return False
     if device.type == "mps":
-        raise UserError("--compile on: it has given wrong numbers on mps (pytorch 171764); use --compile off")
+        raise UserError("--compile on: it has given wrong numbers on mps (pytorch 171764); pass --compile off")
     _start_compile_workers()
     try:
         torch.compile(lambda x: x + 1)(torch.zeros(8, device=device))
@@ -319,7 +274,7 @@ def _choose_compile(compile: str, device: torch.device) -> bool:
     except Exception as e:  # of Triton, of a C compiler, of its linker
         problem = f"torch.compile fails here ({' '.join(str(e).split())[:300]})"
         if compile == "on":
-            raise UserError(f"--compile on: {problem}; use --compile off") from e
+            raise UserError(f"--compile on: {problem}; pass --compile off") from e
         print(f"warning: {problem}; the run is slower without, and as correct (docs/run.md)", file=sys.stderr)
         return False
 
@@ -339,12 +294,9 @@ def _start_compile_workers() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # the best first
-
-
 def static_shapes(graph: torch.fx.GraphModule, inputs: list) -> Callable:
-    """torch.compile's backend for code whose shapes never change: Inductor, with the best attention kernels first, and
-    with a cache on the disk, which makes the second start fast (with DDP it holds a part of the graphs).
+    """Compile code whose shapes never change, as a backend of torch.compile: Inductor, with the best attention kernels
+    first, and a cache on the disk, which makes the second start fast (with DDP it holds a part of the graphs).
 
     On Hopper (compute capability 9) and B200 (10) cuDNN's attention is the fastest, but it builds a plan for each new
     shape, which takes longer than a batch of finetuning, HellaSwag or sampling: these run without it.
@@ -363,6 +315,15 @@ def static_shapes(graph: torch.fx.GraphModule, inputs: list) -> Callable:
         return compile_fx(graph, inputs, config_patches=changes)
 
 
+def _keep_freed_memory() -> None:
+    """Let glibc reuse large blocks. By default it maps each activation from the system again, and page faults take up
+    to a fifth of a training step. Without glibc this does nothing."""
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        for option, size in MALLOC.items():
+            mallopt(option, size)
+
+
 def checkpoint_activations(blocks: Iterable[torch.nn.Module]) -> None:
     """Keep only the input of each block; the backward pass recomputes the rest (Chen et al. 2016)."""
     for block in blocks:
@@ -377,8 +338,8 @@ def make_deterministic() -> None:
 
 
 def profiled(steps: Iterator[int], n_steps: int, file: Path, rt: Runtime) -> Iterator[int]:
-    """`steps`, of which torch.profiler watches `n_steps` after the first two, which compile. Prints a table by kernel,
-    and writes a trace for ui.perfetto.dev; the first rank only."""
+    """Yield `steps`, and watch `n_steps` of them with torch.profiler after the first two, which compile. Prints a table
+    by kernel and writes a trace for ui.perfetto.dev, on the first rank only."""
     device = "cpu" if rt.device.type == "cpu" else "device"
     for i, step in enumerate(steps):
         if i == 2 and n_steps and rt.is_main:
@@ -391,9 +352,6 @@ def profiled(steps: Iterator[int], n_steps: int, file: Path, rt: Runtime) -> Ite
             rt.print(profiler.key_averages().table(sort_by=f"self_{device}_time_total", row_limit=20))
             profiler.export_chrome_trace(str(file))
             rt.print(f"wrote {file}")
-
-
-# ------------------------------------------------------------------------------------------------ batches to the device
 
 
 def prefetch(batches: Iterator, device: torch.device) -> Iterator:
@@ -419,3 +377,40 @@ def prefetch(batches: Iterator, device: torch.device) -> Iterator:
         while (batch := coming.result()) is not None:
             coming = thread.submit(load)  # the next one, while this one is used
             yield tree_map(lambda tensor: tensor.to(device, non_blocking=on_gpu), batch)
+
+
+# ------------------------------------------------------------------------------------------------------------ the ranks
+
+
+def ranks_of_environment() -> tuple[int, int, int]:
+    """Return (rank, world size, rank on this node) as torchrun sets them, else (0, 1, 0). Raises UserError for a rank
+    that, as the only process, would train to its end and write nothing."""
+    rank = int(os.environ.get("RANK") or 0)  # some job scripts set them to nothing
+    world_size = int(os.environ.get("WORLD_SIZE") or 1)
+    if not 0 <= rank < world_size:
+        raise UserError(f"RANK={rank} WORLD_SIZE={world_size} in the environment: unset them, or start with torchrun")
+    return rank, world_size, int(os.environ.get("LOCAL_RANK") or 0)
+
+
+def _join_ranks(device: torch.device, rank: int, world_size: int) -> None:
+    """Make the process group: NCCL between GPUs, Gloo between CPUs.
+
+    torchrun keeps one store for all its restarts, where ranks could find the addresses of those that were killed. On
+    one node each restart therefore gets its own part of it; several nodes do not count restarts alike, and need
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun.
+    """
+    try:
+        store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=COLLECTIVE_TIMEOUT))
+    except (ValueError, RuntimeError) as e:  # the environment may have a WORLD_SIZE, but no launcher
+        raise UserError(f"the {world_size} ranks of WORLD_SIZE do not find each other ({e}); start with torchrun") from e
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":
+        store = dist.PrefixStore("restart " + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    on_gpu = device.type == "cuda"
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=COLLECTIVE_TIMEOUT,
+        device_id=device if on_gpu else None,
+    )

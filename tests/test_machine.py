@@ -10,7 +10,7 @@ import torch
 import train_gpt2
 from parts import runtime
 from parts.cards import peak_of
-from parts.cli import UserError, explain
+from parts.cli import UserError
 from parts.runtime import Runtime
 from tests.helpers import assert_refused
 
@@ -42,11 +42,6 @@ def test_memory_without_a_gpu_is_the_peak_of_the_process(rt, monkeypatch):
         assert rt.peak_memory() == 3000 * unit
 
 
-def test_a_gpu_without_code_in_this_pytorch_gives_one_line():
-    e = RuntimeError("CUDA error: no kernel image is available for execution on the device\nMore lines follow")
-    assert "for an older card install its build for CUDA 12.6" in explain(e)
-
-
 @pytest.mark.parametrize("asked, default, cores, expected", [(0, 4, 8, 4), (3, 4, 8, 3), (0, 4, 1, 1), (9, 4, 8, 8)])
 def test_threads_are_never_more_than_cores(monkeypatch, asked, default, cores, expected):
     chosen = []
@@ -57,31 +52,25 @@ def test_threads_are_never_more_than_cores(monkeypatch, asked, default, cores, e
     assert chosen == [expected]
 
 
-STRAY = [  # (what the environment holds, words of the error)
-    (dict(RANK="1"), "RANK=1 WORLD_SIZE=1 in the environment: .* torchrun"),
-    (dict(RANK="2", WORLD_SIZE="2"), "RANK=2 WORLD_SIZE=2 in"),
-    (dict(WORLD_SIZE="2"), "the 2 ranks of WORLD_SIZE do not find each other .*MASTER_ADDR.*torchrun"),
+STRAY = [  # (what the environment holds, names in the error)
+    (dict(RANK="1"), "RANK=1 WORLD_SIZE=1"),
+    (dict(RANK="2", WORLD_SIZE="2"), "RANK=2 WORLD_SIZE=2"),
+    (dict(WORLD_SIZE="2"), "WORLD_SIZE.*MASTER_ADDR"),
 ]
 
 
-@pytest.mark.parametrize("found, words", STRAY)
-def test_ranks_that_no_launcher_sets_are_refused(monkeypatch, found, words):
+@pytest.mark.parametrize("found, names", STRAY)
+def test_ranks_that_no_launcher_sets_are_refused(monkeypatch, found, names):
     """As the only process, one of a rank above 0 would train to its end and write nothing."""
     for name, value in found.items():
         monkeypatch.setenv(name, value)
-    assert_refused(words, Runtime.setup, "cpu", "float32")
+    assert_refused(names, Runtime.setup, "cpu", "float32")
 
 
 def test_empty_variables_of_ranks_are_as_if_unset(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.setenv(name, "")
     assert runtime.ranks_of_environment() == (0, 1, 0)
-
-
-def test_the_first_line_of_a_run_says_how_it_computes(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    assert Runtime.setup("cpu", "float32", threads=1).description.endswith("1 thread, float32, compile off, 2 ranks")
 
 
 @pytest.fixture
@@ -113,9 +102,9 @@ def test_a_device_is_the_best_one_or_the_one_that_was_asked_for(gpus_here, asked
 @pytest.mark.parametrize(
     "asked, cuda, mps, local_rank, words",
     [
-        ("cuda", False, True, 0, "--device cuda: .* sees no such GPU here"),
-        ("mps", True, False, 0, "--device mps: .* sees no such GPU here"),
-        ("cuda", True, False, 1, "there are 1 GPUs here"),
+        ("cuda", False, True, 0, "--device cuda"),
+        ("mps", True, False, 0, "--device mps"),
+        ("cuda", True, False, 1, " 1 GPU"),
     ],
 )
 def test_a_device_that_is_not_here_is_refused(gpus_here, asked, cuda, mps, local_rank, words):
@@ -138,19 +127,19 @@ def test_an_error_of_the_first_rank_is_raised_with_its_sentence(rt):
     assert rt.broadcast_from_main(lambda: 3) == 3
 
 
-def test_what_a_compiler_lacks_is_named(monkeypatch, capsys):
+def test_a_missing_compiler_is_named(monkeypatch, capsys):
     def fail(*args):
         raise RuntimeError("CalledProcessError: /usr/bin/ld: cannot find -lcuda: No such file or directory")
 
     monkeypatch.setattr(torch, "compile", lambda function: fail)
-    assert_refused("--compile on: .*cannot find -lcuda", Runtime.setup, "cpu", "float32", "on")
+    assert_refused("--compile on.*cannot find -lcuda", Runtime.setup, "cpu", "float32", "on")
     monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: None)
     assert not runtime._choose_compile("auto", torch.device("cuda:0"))  # training continues without
     assert "cannot find -lcuda" in capsys.readouterr().err
 
 
-def test_wrong_numbers_are_refused():
-    assert_refused("--compile on: .* wrong numbers on mps", runtime._choose_compile, "on", torch.device("mps"))
+def test_compiling_on_mps_is_refused():
+    assert_refused("--compile on.* mps", runtime._choose_compile, "on", torch.device("mps"))
 
 
 def test_nothing_is_compiled_on_a_cpu_or_on_mps_unless_asked_for():
