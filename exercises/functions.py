@@ -1,4 +1,4 @@
-"""Twelve functions and a class of this project for you to write, as README.md says.
+"""Sixteen functions and a class of this project for you to write, as README.md says.
 
 Tensors are float32, ids and targets int64. Shapes: B batch, H heads, T tokens, D channels of a head, C channels, V
 tokens of the vocabulary, N positions.
@@ -16,11 +16,28 @@ def merge(tokens: list[bytes], pair: tuple[bytes, bytes]) -> list[bytes]:
     raise NotImplementedError
 
 
+def train(words: list[list[bytes]], n_merges: int) -> list[tuple[bytes, bytes]]:
+    """Learn merges from words, each a list of single bytes: the most frequent pair of neighbours becomes a token.
+
+    Repeat with the new tokens until there are `n_merges`, or no neighbours are left. No pair crosses two words. Of
+    equally frequent pairs take the smallest, by Python's order of pairs (Sennrich et al. 2016, algorithm 1).
+    """
+    raise NotImplementedError
+
+
 def encode(word: str, merges: list[tuple[bytes, bytes]]) -> list[bytes]:
     """The tokens of one word: begin with the single bytes of its UTF-8, and join until no neighbours are in `merges`.
 
     `merges` is in the order in which training found them; each time, join the earliest of those that are left. (h, e)
     and (t, he) turn `then` into the, n (Radford et al. 2019, "Language models are unsupervised multitask learners").
+    """
+    raise NotImplementedError
+
+
+def batch(tokens: Tensor, starts: list[int], T: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, each (B, T), from one long row of tokens (N,): a row of the batch for each start.
+
+    A row's inputs are T tokens from its start; the target of a token is the one that comes after it.
     """
     raise NotImplementedError
 
@@ -107,6 +124,25 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     Divide by a norm, so that all singular values are at most 1, but leave `matrix` as it is; then do five times
     X <- a X + b A X + c A A X with A = X X^T and (a, b, c) = (3.4445, -4.7750, 2.0315) (Jordan 2024, "Muon: an
     optimizer for hidden layers").
+    """
+    raise NotImplementedError
+
+
+def top_p(logits: Tensor, p: float) -> Tensor:
+    """Logits (B, V) in which only the likeliest tokens of each row are left, and all others are -inf.
+
+    Keep the fewest whose probabilities add up to p or more, so always the likeliest (Holtzman et al. 2020, "The curious
+    case of neural text degeneration", section 3.1).
+    """
+    raise NotImplementedError
+
+
+def cached_attention(q: Tensor, k: Tensor, v: Tensor, cache: tuple[Tensor, Tensor] | None):
+    """Causal attention of new tokens, q, k, v (B, H, n, D), to themselves and to earlier ones.
+
+    `cache` has the keys and values (B, H, t, D) of the t earlier tokens, or is None. Returns the outputs (B, H, n, D)
+    and the cache for the next call, with the new keys and values at its end. Fed token by token, it computes what
+    `attention` computes of all tokens at once.
     """
     raise NotImplementedError
 

@@ -2,7 +2,7 @@
 
 import math
 import traceback
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -48,6 +48,12 @@ def hint(sentence: str):
         lines = [frame.lineno for frame in frames if frame.filename == functions.__file__]
         place = f"functions.py:{lines[-1]}: " if lines else ""
         wrong(f"{sentence} ({place}{type(error).__name__}: {error})")
+
+
+def becomes(*shapes: tuple, named: str, into: str):
+    """A hint for a call with tensors: the shapes that go in and the ones that come out."""
+    given = ", ".join(str(tuple(shape)) for shape in shapes)
+    return hint(f"{named} {given} becomes {into}")
 
 
 def random(*shape) -> torch.Tensor:  # the same numbers in each run
@@ -115,6 +121,28 @@ def test_merge():
             wrong("the list that was passed has changed: build a new one")
 
 
+def test_train():
+    a, b, c, d, ab = b"a", b"b", b"c", b"d", b"ab"
+    crossing = "a pair crosses two words: count the neighbours within each word"
+    again = "the new token is not counted: merge it in every word before you count again"
+    ties = "of equally frequent pairs take the smallest, min(pair): not the first that comes"
+    cases = [
+        ([[a, b], [a, b], [c, d]], 1, [(a, b)], {"the rarest pair is taken: take the most frequent": [(c, d)]}),
+        ([[a], [b], [a], [b], [c, d]], 1, [(c, d)], {crossing: [(a, b)]}),
+        ([[a, b, c]] * 2, 2, [(a, b), (ab, c)], {again: [(a, b), (b, c)], again + " ": [(a, b), (a, b)]}),
+        ([[c, d], [a, b]], 1, [(a, b)], {ties: [(c, d)]}),
+        ([[a, b], [a, b, c, d], [d, b, c], [b, c]], 2, [(b, c), (a, b)], {}),
+        ([[a, b]], 5, [(a, b)], {}),
+    ]
+    for words, n_merges, right, mistakes in cases:
+        given = [list(word) for word in words]
+        with hint(f"{n_merges} merges of {words} are {right}; do you stop where no neighbours are left?"):
+            got = functions.train(given, n_merges)
+        compare(got, right, mistakes, f"{n_merges} merges of {words} are {right}, these are {got}")
+        if given != words:
+            wrong("the list of words has changed: build a new one")
+
+
 def test_encode():
     h, e, n, t, th, he = b"h", b"e", b"n", b"t", b"th", b"he"
     once = "each merge joins one pair of neighbours: join all of them, or look again"
@@ -154,10 +182,30 @@ def test_encode():
             wrong("the list of merges has changed: it is needed for the next word")
 
 
+def test_batch():
+    tokens = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6, 5, 8])
+    starts, T = [5, 0], 4
+    with hint("tokens (10,), two starts and T = 4 become inputs (2, 4) and targets (2, 4)"):
+        got = functions.batch(tokens, starts, T)
+    expect(got, (None, None))
+    if len(got) != 2:
+        wrong(f"inputs and targets are expected, these are {len(got)}")
+    inputs = torch.tensor([[9, 2, 6, 5], [3, 1, 4, 1]])
+    targets = torch.tensor([[2, 6, 5, 8], [1, 4, 1, 5]])
+    swapped = "the rows are in another order than `starts`"
+    compare(got[0], inputs, {swapped: inputs.flip(0)}, f"the inputs are {inputs.tolist()}, not {got[0].tolist()}")
+    mistakes = {
+        "a target is the input itself: it is the token after it": inputs,
+        "a target is the token before its input: it is the one after it": torch.tensor([[5, 9, 2, 6], [8, 3, 1, 4]]),
+        "the last target of a row is its first input: read T + 1 tokens": inputs.roll(-1, dims=1),
+    }
+    compare(got[1], targets, mistakes, f"the targets are {targets.tolist()}, not {got[1].tolist()}")
+
+
 def test_attention():
     q, k, v = (random(2, 3, 5, 16).roll(i) for i in range(3))  # T = 5, D = 16
     given = [tensor.clone() for tensor in (q, k, v)]
-    with Watch() as watch:
+    with Watch() as watch, becomes(*3 * [q.shape], named="q, k, v", into=f"a tensor {tuple(q.shape)}"):
         got = functions.attention(*given)
     expect(got, q)
     if "scaled_dot_product" in watch.names:
@@ -300,7 +348,9 @@ def test_linear_cross_entropy():
     N, C, V, chunk = 66, 3, 100, 4  # the last chunk has 2 positions
     x, weight, targets = random(N, C), random(V, C), torch.arange(N) * 7 % V
     given = [x.clone(), weight.clone(), targets.clone()]
-    with Watch() as watch:
+    into = f"a scalar, grad_x ({N}, {C}) and grad_weight ({V}, {C})"
+    shapes = becomes(x.shape, weight.shape, targets.shape, named="x, weight, targets", into=into)
+    with Watch() as watch, shapes:
         answer = functions.linear_cross_entropy(*given, chunk)
     expect(answer, (None, None, None))
     answer = tuple(part.detach() if torch.is_tensor(part) else part for part in answer)
@@ -356,7 +406,9 @@ def test_learning_rate():
             wrong("a rate is expected in every step, this is None; is a return missing?")
         return torch.tensor([float(rate) for rate in rates])
 
-    rates, steps = rates_of(W), torch.arange(1, S + 1)
+    with hint("a step, of 1 to max_steps, becomes a rate"):
+        rates = rates_of(W)
+    steps = torch.arange(1, S + 1)
 
     def cosine(progress):
         return low + (high - low) * 0.5 * (1 + torch.cos(math.pi * progress))
@@ -492,7 +544,8 @@ def test_training_step():
 def test_clip():
     before, got = 3 * random(7), 3 * random(7)
     grads = [got[:3], got[3:].view(2, 2)]  # they share the memory of `got`
-    norm = functions.clip(grads, 2.0)
+    with becomes((3,), (2, 2), named="two gradients,", into="their norm, a scalar ()"):
+        norm = functions.clip(grads, 2.0)
     parts = before.split([3, 4])
     norms = torch.stack([part.norm() for part in parts])
     one_by_one = 2 * torch.cat([F.normalize(part, dim=0) for part in parts])
@@ -533,7 +586,8 @@ def test_orthogonalize():
         f"{wanted}; the first term is missing": lambda s: b * s**3 + c * s**5,
         f"{wanted}; the last term is missing": lambda s: a * s + b * s**3,
     }
-    one = functions.orthogonalize(3 * torch.eye(1, 2))  # whose norm is 3, whichever it is
+    with becomes((1, 2), named="matrix", into="a matrix (1, 2)"):
+        one = functions.orthogonalize(3 * torch.eye(1, 2))  # whose norm is 3, whichever it is
     expect(one, torch.eye(1, 2))
     for sentence, step in mistakes.items():
         value = 1.0
@@ -545,7 +599,8 @@ def test_orthogonalize():
         U, V = torch.linalg.qr(random(rows, 8)).Q, torch.linalg.qr(random(columns, 8)).Q
         matrix = U * torch.logspace(1, -1.5, 8) @ V.T  # singular values from 10 to 0.03
         given = matrix.clone()
-        got = functions.orthogonalize(given)
+        with becomes(matrix.shape, named="matrix", into=f"a matrix {tuple(matrix.shape)}"):
+            got = functions.orthogonalize(given)
         expect(got, matrix)
         if not given.equal(matrix):
             wrong("the matrix that was passed has changed: X = X / norm makes a new one, X /= norm does not")
@@ -565,6 +620,64 @@ def test_orthogonalize():
     compare(one[0, 0], torch.tensor(0.69644), {}, f"{five}; this is {one[0, 0]:.4f}")
 
 
+def test_top_p():
+    logits = torch.tensor([[0.5, 0.25, 0.15, 0.1], [0.1, 0.15, 0.05, 0.7]]).log()
+    given = logits.clone()
+    with becomes(logits.shape, named="logits", into="logits (2, 4)"):
+        got = functions.top_p(given, 0.7)
+    expect(got, logits)
+
+    def only(*rows):
+        return logits.where(torch.tensor(rows, dtype=torch.bool), -math.inf)
+
+    right = only([1, 1, 0, 0], [0, 0, 0, 1])
+    mistakes = {
+        "one token too few is kept: the one that reaches p stays": only([1, 0, 0, 0], [0, 0, 0, 0]),
+        "the sum of all rows is taken: each row has its own": only([1, 0, 0, 0], [0, 0, 0, 1]),
+        "the least likely tokens are kept: begin with the likeliest": only([0, 1, 1, 1], [1, 1, 1, 1]),
+        "the logits stay in sorted order: put each back at its id": only([1, 1, 0, 0], [1, 0, 0, 0]),
+        "others become 0, and exp(0) is 1: set them to -inf": right.where(right.isfinite(), 0.0),
+    }
+    kept = [row.isfinite().nonzero().flatten().tolist() for row in got]
+    compare(got, right, mistakes, f"of the two rows the tokens [[0, 1], [3]] are kept, not {kept}")
+    if not given.equal(logits):
+        wrong("the logits that were passed have changed: make new ones")
+    first = only([1, 0, 0, 0], [0, 0, 0, 1])
+    compare(functions.top_p(given, 0.01), first, {}, "with a small p the likeliest token alone is kept")
+    compare(functions.top_p(given, 1.0), logits, {}, "with p = 1 all tokens are kept")
+    if not same(functions.top_p(logits + 3, 0.7), right + 3):
+        wrong("logits are no probabilities: take the softmax before you add them up")
+
+
+def test_cached_attention():
+    q, k, v = (random(2, 3, 6, 4).roll(i) for i in range(3))
+    whole = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    cache = None
+    begin = 0
+    for n in (3, 2, 1):  # a prompt of three tokens, then two at once, then one
+        end = begin + n
+        new = [x[:, :, begin:end].clone() for x in (q, k, v)]
+        with becomes(*3 * [new[0].shape], named="q, k, v", into=f"outputs (2, 3, {n}, 4) and a cache"):
+            answer = functions.cached_attention(*new, cache)
+        expect(answer, (None, None))
+        got, cache = answer
+        expect(cache, (None, None))
+        for name, kept, right in (("keys", cache[0], k), ("values", cache[1], v)):
+            if kept.shape[2:3] != (end,):
+                wrong(f"the cache has {name} {tuple(kept.shape)} after {end} tokens, not (2, 3, {end}, 4)")
+            compare(kept, right[:, :, :end], {}, f"the {name} of the cache are not those of all tokens, in their order")
+        alone = F.scaled_dot_product_attention(*new, is_causal=True)
+        seen = F.scaled_dot_product_attention(new[0], k[:, :, :end], v[:, :, :end])
+        early = F.scaled_dot_product_attention(new[0], k[:, :, :end], v[:, :, :end], is_causal=True)
+        mistakes = {
+            "new tokens do not read the cache: their keys and values are the cached ones and their own": alone,
+            "a new token reads later ones: token i of n new ones sees all but the last n - 1 - i keys": seen,
+            "row 0 of the mask is token 0: with a cache the first row is the first new token": early,
+        }
+        compare(got, whole[:, :, begin:end], mistakes, "the outputs are not those of `attention` for all tokens")
+        begin = end
+
+
 def test_generate():
     V, context = 6, 4
 
@@ -580,8 +693,10 @@ def test_generate():
     }
     for temperature in (1.0, 0):
         lengths = []
-        divided = hint("at temperature 0 take the likeliest token, and do not divide by it")
-        with divided if temperature == 0 else nullcontext():
+        sentence = "idx (1, 2) becomes (1, 7), from logits (1, T, 6) of a model that reads up to 4 tokens"
+        if temperature == 0:
+            sentence = "at temperature 0 take the likeliest token, and do not divide by it"
+        with hint(sentence):
             got = functions.generate(count, torch.tensor([[0, 1]]), 5, context, temperature=temperature)
         if torch.is_tensor(got) and got.shape == (1, 5):
             wrong("only the new tokens are returned: return idx with them after it")
@@ -650,17 +765,20 @@ def test_LoRALinear():
     r, alpha, x, A, B = 2, 5.0, random(2, 3, 6), random(2, 6), random(4, 2)
     linear = torch.nn.Linear(6, 4)
     base = linear(x).detach()
-    layer = functions.LoRALinear(linear, r, alpha)
+    with hint("LoRALinear(linear, r, alpha) makes a layer"):
+        layer = functions.LoRALinear(linear, r, alpha)
     trained = sorted(name for name, p in layer.named_parameters() if p.requires_grad)
     both = "lora_A and lora_B alone, each an nn.Parameter of the layer: freeze `linear`"
     compare(trained, ["lora_A", "lora_B"], {}, f"{trained} are trained, not {both}")
     if layer.lora_B.any():
         wrong("lora_B starts at 0, so that the layer begins as `linear`; lora_A starts random")
-    compare(layer(x).detach(), base, {}, "the layer does not begin as `linear` with its bias: scale the bypass alone")
-    if layer.lora_A[0].equal(layer.lora_A[1]):
-        wrong("the rows of lora_A are equal, learn the same and stay equal, or 0: lora_A starts random")
     expect(layer.lora_A.data, A)
     expect(layer.lora_B.data, B)
+    with becomes(x.shape, named="x", into="(2, 3, 4), with lora_A (2, 6) and lora_B (4, 2)"):
+        begin = layer(x).detach()
+    compare(begin, base, {}, "the layer does not begin as `linear` with its bias: scale the bypass alone")
+    if layer.lora_A[0].equal(layer.lora_A[1]):
+        wrong("the rows of lora_A are equal, learn the same and stay equal, or 0: lora_A starts random")
     layer.lora_A.data, layer.lora_B.data = A, B
     bypass = x @ A.T @ B.T
     mistakes = {
