@@ -27,7 +27,7 @@ import torch
 from tqdm import tqdm
 
 import hellaswag
-from model import GPT, GPTConfig, GPTWithLoss
+from model import RESIDUAL_IN_BF16, GPT, GPTConfig, GPTWithLoss
 from parts.checkpoint import find_model, load_model, load_shape, model_tokenizer, notes_on, save_model
 from parts.cli import (
     Count,
@@ -222,7 +222,6 @@ FIXED = ("init_from", "n_layer", "n_head", "n_embd", "sequence_length", "vocab_s
          "seed", "shuffle")  # fmt: skip
 AUTOMATIC = dict(micro_batch_size=0, attention="auto")  # with these values the script chooses
 SIZES = ("n_layer", "n_head", "n_embd", "vocab_size")  # --init_from takes these from the checkpoint
-CONSTANTS = [field.name for field in fields(Config)]
 
 
 def main() -> None:
@@ -407,7 +406,7 @@ def settle(config: Config, flags: set[str], directory: RunDirectory | None, rt: 
         config = continue_constants(config, flags, directory, FIXED, AUTOMATIC)
         config = settle_machine(config, flags, rt)
     validate_config(config, rt)
-    of_model = {field.name: getattr(config, field.name) for field in fields(GPTConfig) if field.name in CONSTANTS}
+    of_model = {field.name: getattr(config, field.name) for field in fields(GPTConfig) if hasattr(config, field.name)}
     of_model["attention"] = choose_attention(config.attention, rt, config.sequence_length)
     try:
         return config, GPTConfig(n_positions=n_positions, **of_model)
@@ -462,10 +461,9 @@ def build_model(config: Config, shape: GPTConfig, checkpoint: Path | None) -> GP
     source = checkpoint or config.init_from
     if source:
         model = load_model(str(source), shape.dropout, shape.attention, checked=checkpoint is not None)
-        for name, value in vars(shape).items():
-            if getattr(model.config, name) != value:
-                stored = getattr(model.config, name)
-                raise UserError(f"{source} has {name} {stored}, not {value}; pass --{name} {stored}")
+        for name, stored in vars(model.config).items():
+            if stored != getattr(shape, name):
+                raise UserError(f"{source} has {name} {stored}, not {getattr(shape, name)}; pass --{name} {stored}")
     else:
         model = GPT(shape)
     if config.activation_checkpointing:
@@ -511,7 +509,9 @@ def open_run(directory: RunDirectory, config: Config, model: GPT, optimizer: Opt
         parameters=model.num_params(),
         flops_per_token=model.estimate_flops(config.sequence_length),
         uniform_loss=math.log(config.vocab_size),  # of a uniform guess; random weights start slightly above
+        attention=model.config.attention,
         cross_entropy=loss_of_rows(rt.device.type, config.vocab_size, rt.dtype).__module__,
+        residual_in_bf16=RESIDUAL_IN_BF16,
         training_tokens=len(shards.train),
         data=shards.origin,
         base=config.init_from,

@@ -58,8 +58,10 @@ OTHERS = {  # that are not on the page
  class Block(nn.Module):
 """,
 }
-CHANGED = {*OTHERS, "RMSNorm", "No biases", "ReLU²", "SwiGLU", "Rotary positions", "Grouped-query attention"}
+CHANGED = {*OTHERS, "RMSNorm", "No biases", "ReLU²", "SwiGLU", "Rotary positions", "Grouped-query attention",
+           "A constant of the model as a flag"}  # fmt: skip
 FLAGS = {
+    "A constant of the model as a flag": dict(mlp_ratio=2),
     "Inverse square root": dict(lr_schedule="rsqrt"),
     "Lion": dict(optimizer="lion", max_lr=1e-4),
     "NAdam, or another of torch.optim": dict(optimizer="nadam"),
@@ -103,7 +105,7 @@ def run(*words, **options) -> str:
 
 
 def test_the_page_has_the_changes_that_it_promises():
-    assert len(DIFFS) == 13
+    assert len(DIFFS) == 14
     for title, diff in DIFFS.items():
         assert len(re.findall(r"(?m)^\+(?!\+\+ )", diff)) <= 15, title
 
@@ -161,6 +163,16 @@ def test_a_model_with_a_longer_context_is_the_same_in_its_first_half(copy, tmp_p
     flags |= dict(sequence_length=64, micro_batch_size=4, init_from=tmp_path / "long", tokenizer=tmp_path / "long")
     run(copy, "train_gpt2.py", "tiny", out_dir=tmp_path / "more", **flags)
     assert len(column(tmp_path / "more", "train", "loss")) == 6
+
+
+@pytest.mark.slow
+def test_a_resume_with_another_constant_of_the_model_is_refused(copy, tmp_path):
+    apply(DIFFS["A constant of the model as a flag"], copy)
+    flags = SMALL | SHORT | dict(data=text_file(tmp_path / "text.txt"), threads=1, out_dir=tmp_path / "run")
+    run(copy, "train_gpt2.py", "tiny", mlp_ratio=2, **flags)
+    for word in ([], ["--mlp_ratio", 3]):  # the recipe's 4, and a flag
+        done = try_to_run(copy, "train_gpt2.py", "tiny", "--resume", *word, **flags | dict(max_steps=8))
+        assert_user_error(done, "mlp_ratio 2", str(word[-1] if word else 4))
 
 
 @pytest.mark.slow

@@ -66,6 +66,17 @@ def test_the_last_checkpoint_before_the_decay_stays(short, run_dir):
     assert steps_of(run_dir) == [4, 10]
 
 
+def test_a_plateau_has_two_decays(short, tmp_path, run_dir):
+    options = dict(warmup_steps=0, decay_fraction=0.5)
+    short(max_steps=10, **options)
+    for out, max_steps in (("same", 10), ("early", 8)):
+        shutil.copytree(run_dir / "step_000004", tmp_path / out / "step_000004")
+        short(out=out, max_steps=max_steps, resume=True, **options)
+    assert weights(tmp_path / "same", 10) == weights(run_dir, 10)
+    assert column(tmp_path / "early", "train", "lr")[-1] == 0
+    assert steps_of(tmp_path / "early") == [4, 6, 8]
+
+
 def test_damaged_checkpoints_that_a_resume_skips_are_kept_and_block_nothing(short, run_dir):
     short(checkpoint_interval=4, max_steps=12)
     for step in (8, 12):
