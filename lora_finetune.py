@@ -79,7 +79,7 @@ class Config:
     # input and output
     base: str = "gpt2"  # model to finetune: checkpoint directory, run directory or hub id
     data: str = "tatsu-lab/alpaca"  # hub dataset, file or folder; rows have instruction, input, output, or messages
-    out_dir: str = ""  # run directory; out/lora if empty
+    out_dir: str = "out/lora"  # run directory
     resume: bool = False  # continue from the newest intact checkpoint in out_dir; start from step 0 if there is none
     overwrite: bool = False  # rename an existing out_dir or --merge directory to DIR.1, or the next free number
     dry_run: bool = False  # time three steps, print what all of them take on this machine, then stop
@@ -152,7 +152,7 @@ def main() -> None:
 def finetune(config: Config, flags: set[str]) -> None:
     rt = Runtime.setup(config.device, config.dtype, config.compile, config.threads)
     directory = RunDirectory(config, rt)
-    config = settle_base(config, directory)
+    config = replace(config, base=rt.broadcast_from_main(lambda: find_model(config.base)))
     config = settle_adapter(config, flags)
     config = settle_resume(config, flags, directory)
     data = open_data(config, load_shape(config.base), rt)
@@ -279,7 +279,7 @@ def open_data(config: Config, shape: GPTConfig, rt: Runtime) -> Data:
     for note in notes:
         rt.print(f"note: {note}")
     token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(rt.device)
-    sha256 = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+    sha256 = hashlib.sha256(json.dumps([train_rows, val_rows]).encode()).hexdigest()
     questions = [row for row in val_rows if row and row[-1]["role"] == "assistant"][:QUESTIONS]
     return Data(tokenizer, chat, train_set, val_set[: config.val_examples], questions, T, sha256, token_bytes)
 
@@ -302,7 +302,6 @@ def micro_batches_from(first: int, config: Config, data: Data, rt: Runtime) -> I
 def read_command_line(args: list[str]) -> tuple[Config, set[str]]:
     """Parse the command line; also return the names of the constants that it sets. Raise UserError for contradictions."""
     config = parse_args(Config, args, description=__doc__)
-    config = replace(config, out_dir=config.out_dir or "out/lora")
     import_tracker(config.report_to)  # fail now: a rank that fails later would keep the others waiting
     n_ranks = ranks_of_environment()[1]
     if config.dry_run and n_ranks > 1:
@@ -318,14 +317,6 @@ def read_command_line(args: list[str]) -> tuple[Config, set[str]]:
     if config.merge:
         refuse_folders(Path(config.merge))
     return config, flags_set(Config, args)
-
-
-def settle_base(config: Config, directory: RunDirectory) -> Config:
-    """Resolve the base once: a run that resumes keeps its checkpoint, though a newer one may exist."""
-    base = directory.state.get("config", {}).get("base", "")
-    if Path(base).parent != Path(config.base):
-        base = directory.rt.broadcast_from_main(lambda: find_model(config.base))
-    return replace(config, base=base)
 
 
 def settle_adapter(config: Config, flags: set[str]) -> Config:

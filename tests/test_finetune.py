@@ -119,7 +119,7 @@ def test_finetuning_lowers_the_validation_loss_and_leaves_what_it_should(finetun
     rate = statistics.median(column(run_dir, "train", "tokens_per_sec"))
     for printed in (*(f"{loss:.4f}" for loss in (val[0], val[-1], min(val))), f"{rate:,.0f}", f"sample.py {model} --chat"):
         assert printed in result.stdout
-    assert log_of(run_dir, "val")[0].keys() == {"step", "kind", "loss", "bpb"}
+    assert {"step", "kind", "loss", "bpb"} <= log_of(run_dir, "val")[0].keys()
     assert column(run_dir, "val", "step") == [0, 6, 12]
     assert val[-1] < val[0] - 0.5
     assert column(run_dir, "train", "step") == list(range(1, 13))
