@@ -410,7 +410,7 @@ def settle(config: Config, flags: set[str], directory: RunDirectory | None, rt: 
     of_model["attention"] = choose_attention(config.attention, rt, config.sequence_length)
     try:
         return config, GPTConfig(n_positions=n_positions, **of_model)
-    except ValueError as e:
+    except (ValueError, AssertionError) as e:
         raise UserError(str(e)) from e
 
 

@@ -18,7 +18,7 @@ import train_gpt2
 from bpe.formats import ENDOFTEXT
 from bpe.tokenizer import Tokenizer
 from hellaswag import LOGGED
-from model import GPT
+from model import GPT, GPTConfig
 from parts import evaluation as evaluate
 from parts import report as runlog
 from parts import runtime, shards
@@ -378,3 +378,11 @@ def test_without_a_gpu_a_recipe_has_to_be_named(inline, words):
 def test_a_run_on_a_cpu_says_before_its_first_step_how_long_it_takes(train):
     said = train(max_steps=3).stdout
     assert re.search(r"a step .* s here, all 3 take 00:0\d", said[: said.index("step 1")])
+
+
+def test_an_assert_on_sizes_is_one_line(train, monkeypatch):
+    def check(config):
+        assert config.n_embd != 32, "32 channels are few"
+
+    monkeypatch.setattr(GPTConfig, "__post_init__", check)
+    train.error("32 channels are few")
