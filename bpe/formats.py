@@ -36,6 +36,7 @@ TOKENIZER_FILES = [
     "added_tokens.json",
     "special_tokens_map.json",
 ]
+TIKTOKEN = "tokenizer.tiktoken"  # only ours have it
 Merges = list[tuple[bytes, bytes]]
 Parts = tuple[Merges, str, dict[str, int]]  # merges, pattern, special tokens
 
@@ -63,21 +64,21 @@ def save(tok, path: str | os.PathLike, model_max_length: int | None = None) -> N
     """
     path = Path(path)
     if path.suffix == ".json" and not path.is_dir():
-        named = {Path(name).suffix: content for name, content in tok.contents.items() if name.startswith("tokenizer.")}
-        files = {path.with_suffix(suffix): content for suffix, content in named.items()}
-        earlier = [path.with_suffix(".tiktoken")]
+        folder = path.parent
+        files = {path.name: tok.contents["tokenizer.json"], f"{path.stem}.tiktoken": tok.contents.get(TIKTOKEN)}
     else:
+        folder = path
         config = dict(tokenizer_class="PreTrainedTokenizerFast") | transformers_options(tok)
         if model_max_length:
             config["model_max_length"] = model_max_length
-        files = {path / name: content for name, content in tok.contents.items()}
-        files[path / "tokenizer_config.json"] = json.dumps(config, indent=2) + "\n"
-        earlier = [path / name for name in (*TOKENIZER_FILES, "tokenizer.tiktoken")]
-    for file in earlier:
-        file.unlink(missing_ok=True)
-    for file, content in files.items():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(content, encoding="utf-8", newline="\n")
+        files = dict.fromkeys([*TOKENIZER_FILES, TIKTOKEN]) | tok.contents
+        files["tokenizer_config.json"] = json.dumps(config, indent=2) + "\n"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        if content is None:  # of an earlier tokenizer
+            (folder / name).unlink(missing_ok=True)
+        else:
+            (folder / name).write_text(content, encoding="utf-8", newline="\n")
 
 
 def contents(tok) -> dict[str, str]:
@@ -85,7 +86,7 @@ def contents(tok) -> dict[str, str]:
     splits it."""
     lines = [f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in tok.ranks.items()]
     theirs = to_tokenizers(tok)
-    files = {"tokenizer.json": theirs.to_str(pretty=True) + "\n", "tokenizer.tiktoken": "".join(lines)}
+    files = {"tokenizer.json": theirs.to_str(pretty=True) + "\n", TIKTOKEN: "".join(lines)}
     if tok.pattern == PATTERNS["gpt2"][0]:
         by_id = dict(sorted(theirs.get_vocab().items(), key=itemgetter(1)))  # or equal vocabularies make other files
         files["vocab.json"] = json.dumps(by_id, ensure_ascii=False) + "\n"
@@ -127,7 +128,7 @@ def read(path: Path) -> tuple[Tokenizer, dict]:
     transformers, since what stands beside the file may change its ids.
     """
     file = path / "tokenizer.json" if path.is_dir() else path
-    ours = file.with_name("tokenizer.tiktoken").exists()
+    ours = file.with_name(TIKTOKEN).exists()
     if file.is_file() and (ours or not file.with_name("tokenizer_config.json").exists()):
         return open_text(file.read_text(encoding="utf-8")), {}
     from transformers import AutoTokenizer
@@ -163,15 +164,13 @@ def parts_of(theirs: Tokenizer) -> Parts:
     by_rank = {token: i for i, token in enumerate([*CHAR_TO_BYTE, *(a + b for a, b in merges)])}
     split = (content["pre_tokenizer"] or {}).get("pretokenizers")
     pattern = split[0].get("pattern", {}).get("Regex", "") if split else "gpt2"
-    plain_tokens = all(
-        token["special"] and not (token["single_word"] or token["lstrip"] or token["rstrip"]) for token in added
-    )
+    flags = [{key for key, value in token.items() if value is True} - {"normalized"} for token in added]
     if (
         [value for value in model.values() if value] != ["BPE"]  # and no other setting
         or vocab | special != by_rank | special
         or content["pre_tokenizer"] != json.loads(pre_tokenizer(pattern).__getstate__())
         or content["normalizer"]
-        or not plain_tokens
+        or any(names != {"special"} for names in flags)
     ):
         raise ValueError("it is not byte-level BPE with GPT-2's ids and nothing else")
     return [(unshow(a), unshow(b)) for a, b in merges], pattern, special

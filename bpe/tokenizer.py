@@ -303,20 +303,20 @@ class StreamDecoder:
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
-        self.ids = []
-        self.shown = 0  # characters
+        self.shown = []  # the ids that were shown last: without an id before it, one may lose its space
+        self.waiting = []
 
     def push(self, ids: Iterable[int]) -> str:
-        self.ids += ids
-        return self._new(self.tokenizer.decode(self.ids).rstrip("\ufffd"))
+        self.waiting += ids
+        unfinished = self.tokenizer.decode(self.waiting).endswith("\ufffd")
+        return "" if unfinished or not self.waiting else self.flush()
 
     def flush(self) -> str:
         """What is left at the end: "", or U+FFFD for a character that was never finished."""
-        return self._new(self.tokenizer.decode(self.ids))
-
-    def _new(self, text: str) -> str:
-        new = text[self.shown :]
-        self.shown = max(self.shown, len(text))
+        text = self.tokenizer.decode(self.shown + self.waiting)
+        new = text[len(self.tokenizer.decode(self.shown)) :]
+        self.shown = self.waiting
+        self.waiting = []
         return new
 
 

@@ -33,7 +33,7 @@ def script(main: Callable[[], None]) -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError, OSError):  # a terminal without UTF-8 still shows the rest
             stream.reconfigure(errors="backslashreplace")
-    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"  # without a line of our code
+    warnings.formatwarning = lambda message, *_, **__: f"note: {message}\n"  # without a line of our code
     try:
         main()
         sys.stdout.flush()  # now, while an error still becomes one line
