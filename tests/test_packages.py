@@ -1,4 +1,4 @@
-"""The three files that say what to install say the same."""
+"""The files that say what to install say the same."""
 
 import re
 import tomllib
@@ -9,14 +9,14 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 LOCK = tomllib.loads((ROOT / "uv.lock").read_text(encoding="utf-8"))
 
 
+def packages(file: str) -> list[str]:
+    lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line and not line.startswith(("#", "-r "))]
+
+
 def test_pip_and_uv_install_the_same_packages():
-    text = (ROOT / "requirements.txt").read_text(encoding="utf-8")
-    for_running, for_tests = (
-        [line for line in part.splitlines() if line and not line.startswith("#")]
-        for part in text.split("# for the tests\n")
-    )
-    assert for_running == PROJECT["project"]["dependencies"]
-    assert for_tests == PROJECT["dependency-groups"]["test"]
+    assert packages("requirements.txt") == PROJECT["project"]["dependencies"]
+    assert packages("requirements-test.txt") == PROJECT["dependency-groups"]["test"]
 
 
 def test_the_lock_file_is_of_these_versions():
