@@ -247,12 +247,6 @@ def stamps(directory: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in directory.iterdir()}
 
 
-def no_weights(directory: Path) -> None:
-    """Write the files of a model that has no weights."""
-    for name in ("model.safetensors", "config.json"):
-        (directory / name).write_text(name)
-
-
 def seeded(seed: int = 0):
     """Random numbers of PyTorch."""
     import torch

@@ -133,7 +133,7 @@ DOORS = {
 # doors whose constants are tried; the others differ from them in files only
 TRIED = ["train", "hellaswag", "lora", "sample", "plot", "fineweb", "bench", "bpe/train", "bpe/try"]
 POSITIONAL = {"model": 0, "runs": 0, "prompt": 1}
-WAYS = [*damaged(b"ab"), "a directory"]
+WAYS = ["empty", "one byte", "cut in half", "a picture", "utf-16", "a directory"]
 ODD_JSON = {"null": None, "a list": [], "a number": -1}
 
 
