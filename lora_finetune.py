@@ -256,7 +256,7 @@ def open_data(config: Config, shape: GPTConfig, rt: Runtime) -> Data:
     """Read the rows, on the first rank, as examples. Raise UserError."""
     T = config.sequence_length or shape.n_positions
     if T > shape.n_positions:
-        raise UserError(f"{config.base} has a context of {shape.n_positions} tokens; lower --sequence_length {T} to that")
+        raise UserError(f"{config.base} has a context of {shape.n_positions}; lower --sequence_length {T} to that")
     tokenizer = model_tokenizer(config.base)
     chat = our_chat(tokenizer, config.base)
     rows, held_out, unread = rt.broadcast_from_main(lambda: load_rows(config.data))
@@ -264,7 +264,7 @@ def open_data(config: Config, shape: GPTConfig, rt: Runtime) -> Data:
     train_set, counts = encode_rows(train_rows, chat, T)
     val_set, counts_val = encode_rows(val_rows, chat, T)
     if not train_set:
-        raise UserError(f"{config.data}: none of {len(rows)} rows has an answer to train on in {T} tokens; fix the rows")
+        raise UserError(f"{config.data}: none of {len(rows)} rows has an answer within {T} tokens; fix the rows")
     rt.print(f"data: {len(rows):,} rows: {len(train_set):,} examples to train on, {len(val_set):,} to validate")
     notes = [f"not read: {line}" for line in unread]
     if n_equal := len(rows) - len(train_rows) - len(val_rows):
@@ -300,7 +300,7 @@ def micro_batches_from(first: int, config: Config, data: Data, rt: Runtime) -> I
 
 
 def read_command_line(args: list[str]) -> tuple[Config, set[str]]:
-    """Parse the command line; also return the names of the constants that it sets. Raise UserError for contradictions."""
+    """Parse the command line; also return the names of the constants that it sets. Raise UserError if they conflict."""
     config = parse_args(Config, args, description=__doc__)
     import_tracker(config.report_to)  # fail now: a rank that fails later would keep the others waiting
     n_ranks = ranks_of_environment()[1]
@@ -367,7 +367,7 @@ def settle_schedule(config: Config, data: Data, rt: Runtime) -> Config:
 
 
 def adapt(base: GPT, config: Config, checkpoint: Path | None, rt: Runtime) -> GPT:
-    """Return the model to train: the base with a new or a loaded adapter, or all weights of the base or a checkpoint."""
+    """Return the model to train: the base with a new or loaded adapter, or all weights of the base or a checkpoint."""
     trainable, fraction = lora.trainable_parameters(base, config.targets, config.lora_dim)
     rt.print(
         f"{config.base}: {base.num_params():,} parameters on {rt.description}\n"

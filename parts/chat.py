@@ -112,7 +112,8 @@ class Chat:
         try:
             return self.reader.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except (TemplateError, TypeError, ValueError) as e:  # the last two from what a template computes
-            raise UserError(f"chat template of {self.whose or 'this project'}: {e}; change the messages or it") from None
+            whose = self.whose or "this project"
+            raise UserError(f"chat template of {whose}: {e}; change it, or the messages") from None
 
     def prompt_ids(self, messages: list[dict]) -> list[int]:
         return self.reader(self.prompt(messages), add_special_tokens=False, verbose=False)["input_ids"]

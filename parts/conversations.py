@@ -13,6 +13,7 @@ This file knows nothing of torch, models or devices. parts/chat.py defines how a
 
 import json
 import math
+import re
 from collections import Counter, defaultdict
 from typing import NamedTuple
 
@@ -37,8 +38,8 @@ class Rows(NamedTuple):
 
 
 def load_rows(data: str) -> Rows:
-    """Read the rows of --data: a file, a folder or the split `train` of a hub dataset. Raise UserError for a row that is
-    no conversation."""
+    """Read the rows of --data: a file, a folder or the split `train` of a hub dataset. Raise UserError for a row that
+    is no conversation."""
     rows = rows_of(data)
     conversations = [messages_of(row, f"row {number} of {data}") for number, row in enumerate(rows, start=1)]
     held_out = {i for i, row in enumerate(rows) if str(row.get(HELD_OUT)).lower() == "true"}
@@ -54,7 +55,7 @@ def messages_of(row, where: str) -> list[dict]:
         return [dict(role=message["role"], content=message["content"]) for message in row["messages"]]
     said = {field: "" if field == "input" and row.get(field) is None else row.get(field) for field in INSTRUCTION}
     for field, text in said.items():
-        if not isinstance(text, str):
+        if not is_text(text):
             raise UserError(f"{where}: {field} is missing or no text; write instruction, input, output or messages")
     user = " ".join(filter(None, (said["instruction"].strip(), said["input"].strip())))
     return [dict(role="user", content=user), dict(role="assistant", content=said["output"])]
@@ -64,12 +65,17 @@ def check_messages(messages: list, where: str) -> None:
     """Raise UserError for anything but a conversation."""
     before = None
     for message in messages if isinstance(messages, list) else [None]:
-        fine = isinstance(message, dict) and isinstance(message.get("content"), str)
+        fine = isinstance(message, dict) and is_text(message.get("content"))
         if not fine or message.get("role") not in ROLES:
             raise UserError(f"{where}: each message needs a role ({', '.join(ROLES)}) and content that is text")
         if message["role"] == "assistant" and before != "user":
             raise UserError(f"{where}: the assistant speaks after {before or 'nobody'}; it can only answer the user")
         before = message["role"]
+
+
+def is_text(value) -> bool:
+    """Return whether this is a str that UTF-8 can hold: JSON can write half a character."""
+    return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)
 
 
 def unread_keys(rows: list[dict]) -> list[str]:

@@ -1,9 +1,12 @@
 """The chat format: what is written, and that transformers makes the same ids from the template saved with a model."""
 
+import re
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import sample
 from bpe.tokenizer import Tokenizer
 from parts import chat
 from parts.conversations import ROLES
@@ -162,3 +165,35 @@ def test_the_template_refuses_the_same_orders_and_roles(pair, messages):
 
 def test_a_tokenizer_without_an_end_is_refused():
     assert_refused("of base has no <|endoftext|>", chat.our_chat, Tokenizer((), special_tokens=("<|pad|>",)), "base")
+
+
+class Reader:
+    """A template of contents alone, and a token for each letter."""
+
+    def apply_chat_template(self, messages, **_) -> str:
+        return "".join(message["content"] for message in messages)
+
+    def __call__(self, text, **_) -> dict:
+        return dict(input_ids=[*text])
+
+
+@pytest.mark.parametrize("turns, numbers", [([40], "40 30"), ([12, 12], "30"), ([1], "")])
+def test_chat_says_what_leaves_its_context(monkeypatch, capsys, turns, numbers):
+    """A context of 30 tokens, of which an answer takes 10."""
+    said, *later = ["x" * length for length in turns]
+    lines = iter([*later, ""])
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+
+    class Letters:
+        def stream_decoder(self):
+            return self
+
+        def push(self, tokens):
+            return "".join(tokens)
+
+        def flush(self):
+            return ""
+
+    sample.converse(lambda *_, **__: iter([["z"]]), chat.Chat(Reader(), set()), Letters(), 30, 10, said)
+    notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note:")]
+    assert [" ".join(re.findall(r"\d+", note)) for note in notes] == [numbers] * bool(numbers)

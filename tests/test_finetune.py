@@ -117,7 +117,8 @@ def test_finetuning_lowers_the_validation_loss_and_leaves_what_it_should(finetun
     val = column(run_dir, "val", "loss")
     model = f"{base / 'base'} --adapter {run_dir / 'adapter'}" if r else run_dir
     rate = statistics.median(column(run_dir, "train", "tokens_per_sec"))
-    for printed in (*(f"{loss:.4f}" for loss in (val[0], val[-1], min(val))), f"{rate:,.0f}", f"sample.py {model} --chat"):
+    figures = [f"{loss:.4f}" for loss in (val[0], val[-1], min(val))]
+    for printed in (*figures, f"{rate:,.0f}", f"sample.py {model} --chat"):
         assert printed in result.stdout
     assert {"step", "kind", "loss", "bpb"} <= log_of(run_dir, "val")[0].keys()
     assert column(run_dir, "val", "step") == [0, 6, 12]

@@ -160,8 +160,20 @@ def test_every_epoch_has_each_example_once_in_another_order():
     assert sum(across, []) == sum(first + second, [])
 
 
-BAD = [dict(instruction="a"), dict(output="b"), row("a", 3), row("a", float("nan")), row("a", "b", 3), "a", 3, None,
-       [[]], dict(messages=None), dict(messages=[dict(role="assistant", content="x")])]  # fmt: skip
+BAD = [
+    dict(instruction="a"),
+    dict(output="b"),
+    dict(messages=None),
+    dict(messages=[dict(role="assistant", content="x")]),
+    row("a", 3),
+    row("a", float("nan")),
+    row("a", "\ud800"),
+    row("a", "b", 3),
+    "a",
+    3,
+    None,
+    [[]],
+]
 
 
 @pytest.mark.parametrize("bad", BAD, ids=str)

@@ -1,4 +1,4 @@
-"""What is left out, read otherwise than it may be meant, or cut off is said: texts, rows, chats, tokenizers."""
+"""What is left out, read otherwise than it may be meant, or cut off is said: texts, rows, tokenizers."""
 
 import errno
 import os
@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 
 from bpe import train
-from parts.chat import Chat
 from parts.conversations import load_rows
 from parts.shards import prepare_text
 from parts.texts import open_texts, rows_of
-from sample import converse
 from tests.finetuning import row
 from tests.helpers import assert_user_error, prose, write_json
 
@@ -74,43 +72,6 @@ def test_files_of_a_folder_of_rows_that_are_not_read_are_counted(tmp_path, capsy
     (tmp_path / "notes.csv").write_text("instruction,output\nHi,Ho\n")
     assert len(load_rows(str(tmp_path))[0]) == 1
     assert "without 3 files (2 .json, 1 .csv)" in capsys.readouterr().out
-
-
-# ---- chats
-
-
-class Reader:
-    """A template of contents alone, and a token for each letter."""
-
-    def apply_chat_template(self, messages, **_) -> str:
-        return "".join(message["content"] for message in messages)
-
-    def __call__(self, text, **_) -> dict:
-        return dict(input_ids=[*text])
-
-
-LEFT_OUT = {"of these 40 tokens the model reads the last 30": "x" * 40, "oldest turn is dropped": "x" * 12, "": "x"}
-
-
-@pytest.mark.parametrize("words", LEFT_OUT)
-def test_what_a_chat_leaves_out_of_its_context_is_said(monkeypatch, capsys, words):
-    lines = iter(["y" * 12, ""] if words.startswith("oldest") else [""])
-    monkeypatch.setattr("builtins.input", lambda _: next(lines))
-
-    class Letters:
-        def stream_decoder(self):
-            return self
-
-        def push(self, tokens):
-            return "".join(tokens)
-
-        def flush(self):
-            return ""
-
-    converse(lambda *_, **__: iter([["z"]]), Chat(Reader(), set()), Letters(), 30, 10, LEFT_OUT[words])
-    printed = capsys.readouterr().err
-    assert words in printed
-    assert ("note:" in printed) == bool(words)
 
 
 # ---- tokenizers
