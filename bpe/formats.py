@@ -12,13 +12,11 @@ with GPT-2's ids, as our own files and GPT-2's are. All errors are ValueErrors. 
 """
 
 import base64
-import hashlib
 import json
 import os
 import re
-import tempfile
 import warnings
-from itertools import pairwise, permutations
+from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 
@@ -44,13 +42,6 @@ Parts = tuple[Merges, str, dict[str, int]]  # merges, pattern, special tokens
 CODE_POINTS = [*PRINTABLE, *range(256, 512 - len(PRINTABLE))]
 BYTE_TO_CHAR = dict(zip(BYTE_ORDER, map(chr, CODE_POINTS), strict=True))
 CHAR_TO_BYTE = {c: b for b, c in BYTE_TO_CHAR.items()}
-
-# What tiktoken downloads for GPT-2, and its sha256 (tiktoken_ext/openai_public.py).
-GPT2_ADDRESS = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
-GPT2_FILES = {
-    GPT2_ADDRESS + "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-    GPT2_ADDRESS + "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-}
 
 
 # ---- writing
@@ -230,31 +221,20 @@ def to_tiktoken(tok) -> tiktoken.Encoding:
     """A tiktoken.Encoding with the same ids. Raises ValueError if there is none; warns of an unknown pattern."""
     if tok.pattern is None:
         raise ValueError("tiktoken has no form for a tokenizer that is more than byte-level BPE")
-    for a, b in permutations(tok.special_tokens, 2):
-        if b.startswith(a):
-            raise ValueError(f"the special token {a!r} begins another one, and tiktoken may take either")
     if tok.pattern not in KNOWN:
         warnings.warn(f"tiktoken may read the split pattern {tok.pattern} differently; compare some ids", stacklevel=2)
     return encoding_of(tok, tok.special_tokens)
 
 
 def get_encoding(name: str) -> tiktoken.Encoding:
-    """tiktoken's encoding, or a ValueError that says which file is missing and where it belongs."""
+    """tiktoken's encoding. Raises ValueError for one that it neither has in its cache nor can download."""
     try:
         return tiktoken.get_encoding(name)
-    except Exception as e:  # of requests, of the checksum, of the file system: the file is not available
-        if name != "gpt2":
-            raise ValueError(f"tiktoken has no encoding {name!r} in its cache, and cannot download it: {e}") from None
-        default = os.path.join(tempfile.gettempdir(), "data-gym-cache")
-        folder = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or default)
-        files = []
-        for address, checksum in GPT2_FILES.items():
-            name = hashlib.sha1(address.encode()).hexdigest()
-            files.append(f"{address} (sha256 {checksum}) as {folder / name}")
+    except Exception as e:  # of requests, of the checksum, of the file system
+        reason = str(e).partition("\n")[0]
         raise ValueError(
-            f"GPT-2's vocabulary is not in tiktoken's cache and could not be downloaded ({type(e).__name__}); "
-            f"fetch it elsewhere, store {' and '.join(files)}, and set TIKTOKEN_CACHE_DIR={folder}; "
-            "or use a tokenizer.json, which needs no network"
+            f"tiktoken cannot load {name}: {reason}; without a network set TIKTOKEN_CACHE_DIR as docs/data.md says, "
+            "or pass a tokenizer.json"
         ) from None
 
 

@@ -39,8 +39,8 @@ class Tokenizer:
     """A byte-level BPE tokenizer: merges, a split pattern and special tokens.
 
     Attributes: `merges`, pairs of byte strings in order; `ranks`, bytes -> id, as in GPT-2: the 256 bytes, then the
-    merges; `special_tokens`, name -> id; `vocab`, id -> bytes of both; `pattern`, a regular expression; `n_vocab`, one
-    more than the highest id; `eot_token`, the id of <|endoftext|>, or None.
+    merges; `special_tokens`, name -> id; `vocab`, id -> bytes of both; `pattern`, a regular expression; `eot_token`,
+    the id of <|endoftext|>, or None. Its length is one more than the highest id.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Tokenizer:
     def _tiktoken(self):
         """None where it would split text in another way."""
         # without a special token tiktoken would look for it everywhere
-        special_tokens = self.special_tokens or {ENDOFTEXT: self.n_vocab}
+        special_tokens = self.special_tokens or {ENDOFTEXT: len(self)}
         return formats.encoding_of(self, special_tokens) if self.pattern in KNOWN else None
 
     @cached_property
@@ -175,7 +175,7 @@ class Tokenizer:
         try:
             tokens = [self.vocab[int(i)] for i in ids]
         except KeyError as e:
-            raise ValueError(f"id {e} is not in this vocabulary of {self.n_vocab} tokens") from None
+            raise ValueError(f"id {e} is not in this vocabulary of {len(self)} tokens") from None
         return b"".join(tokens).decode("utf-8", "replace")
 
     def stream_decoder(self) -> "StreamDecoder":
@@ -183,12 +183,8 @@ class Tokenizer:
 
     # ---- properties
 
-    @cached_property
-    def n_vocab(self) -> int:
-        return max(self.vocab) + 1
-
     def __len__(self) -> int:
-        return self.n_vocab
+        return max(self.vocab) + 1
 
     @property
     def eot_token(self) -> int | None:
@@ -203,8 +199,7 @@ class Tokenizer:
 
     def same_ids(self, other: "Tokenizer") -> bool:
         """Whether both give every text, and its end, the same ids; further special tokens may differ."""
-        ours, theirs = ((tok.pattern, tok.merges, tok.eot_token) for tok in (self, other))
-        return ours == theirs
+        return (self.pattern, self.merges, self.eot_token) == (other.pattern, other.merges, other.eot_token)
 
     def unused_ids(self, vocab_size: int) -> list[int]:
         """The ids below `vocab_size` that are no token: gaps in a vocabulary, and the padding of a model's. Nothing can
@@ -212,10 +207,10 @@ class Tokenizer:
         return [i for i in range(vocab_size) if i not in self.vocab]
 
     def token_bytes(self) -> np.ndarray:
-        """(n_vocab,) int64: how many bytes of text each id encodes, 0 for special tokens; all 0 where a token's bytes
+        """(len(self),) int64: how many bytes of text each id encodes, 0 for special tokens; all 0 where a token's bytes
         cannot be told from its name."""
         lengths = self.lengths | dict.fromkeys(self.special_tokens.values(), 0)
-        return np.array([lengths.get(i, 0) for i in range(self.n_vocab)], np.int64)
+        return np.array([lengths.get(i, 0) for i in range(len(self))], np.int64)
 
     # ---- files and other libraries: formats.py
 

@@ -45,16 +45,15 @@ is one, a Chinese character three), and becomes longer: more to compute, and les
 def main() -> None:
     config = parse_args(Config, description=__doc__)
     tokenizers = load_both(config)
-    texts = [valid_unicode(text) for text in (config.english, config.chinese) if text]
-    results = []
-    for text in texts:
-        for name, tok in tokenizers.items():
-            results.append(split_up(name, tok, text))
     in_color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     codes = ["\x1b[48;2;{};{};{}m\x1b[30m".format(*bytes.fromhex(color[1:])) for color in COLORS]
-    for title, pieces in results:
-        colored = "".join(f"{codes[i % len(codes)]}{piece}\x1b[0m" for i, piece in enumerate(pieces))
-        print(f"{title}\n{colored if in_color else '|'.join(pieces)}\n")
+    for text in filter(None, (config.english, config.chinese)):
+        for name, tok in tokenizers.items():
+            title, pieces = split_up(name, tok, valid_unicode(text))
+            shown = "|".join(pieces)
+            if in_color:
+                shown = "".join(f"{codes[i % len(codes)]}{piece}\x1b[0m" for i, piece in enumerate(pieces))
+            print(f"{title}\n{shown}\n")
     print(f"· is a token that ends in the middle of a character.\n{REASON}")
 
 

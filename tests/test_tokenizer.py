@@ -101,7 +101,7 @@ def test_special_tokens_come_last_and_take_no_part_in_merges():
     texts = [ENDOFTEXT.join(["one two"] * 50), "<|my token|>" * 50]
     tok = Tokenizer.train(texts, 262, special_tokens=(ENDOFTEXT, "<|my token|>"))
     assert tok.special_tokens == {ENDOFTEXT: 260, "<|my token|>": 261}
-    assert tok.n_vocab == len(tok.vocab) == 262
+    assert len(tok) == len(tok.vocab) == 262
     assert tok.merges == Tokenizer.train(["one two"] * 50, 260, special_tokens=()).merges
 
 
