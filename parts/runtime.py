@@ -107,10 +107,15 @@ class Runtime:
         and 5 with those of 100. The kernels stay the same (tools/fake_gpu), so that larger buckets save launches,
         compilation and exchanges; one bucket would leave no backward pass to hide its exchange behind. Which size is
         fastest, only eight cards can tell.
+
+        A parameter without a use, or a block that one rank leaves out, would make the others wait for its gradient.
+        find_unused_parameters looks for them, for 1 ms of the host a step and a warning of PyTorch that all are used.
         """
         if self.world_size == 1:
             return module
-        return DistributedDataParallel(module, gradient_as_bucket_view=True, bucket_cap_mb=100)
+        return DistributedDataParallel(
+            module, gradient_as_bucket_view=True, bucket_cap_mb=100, find_unused_parameters=True
+        )
 
     def compiled(self, function: Callable, dynamic: bool = False) -> Callable:
         """Return the function, compiled if this run compiles; its shapes may change only if `dynamic`."""

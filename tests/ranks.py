@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_gpt2
-from model import GPT, GPTConfig, GPTWithLoss
+from model import GPT, Block, GPTConfig, GPTWithLoss
 from parts import report
 from parts.cli import UserError, script
 from parts.loss import LinearCrossEntropy
@@ -34,6 +34,7 @@ from tests.helpers import draw_nothing, remove_after, seeded, spoil_gradients, w
 
 FAULT_STEP = 3
 OTHER_WEIGHTS = "other weights"  # on the last rank, from FAULT_STEP on, as faulty memory gives it
+RANDOM_DEPTH = "random depth"  # each rank leaves out blocks of its own, which then have no gradient
 
 
 def inf_before_exchange(patch, steps: list) -> None:
@@ -89,6 +90,15 @@ def probe(kind: str, file: str) -> None:
     dist.all_gather_object(found, dict(size=size, norm=norm.item()))
     if rt.is_main:
         write_json(Path(file), found)
+
+
+def leave_out_blocks(patch) -> None:
+    real = Block.forward
+
+    def forward(self, x, *args, **options):
+        return x if self.training and torch.rand(()) < 0.5 else real(self, x, *args, **options)
+
+    patch.setattr(Block, "forward", forward)
 
 
 FAULTS = {"inf before exchange": inf_before_exchange, "inf after exchange": inf_after_exchange}
@@ -171,6 +181,8 @@ def run(args: list[str], fault: str | None = None, start: str | None = None, ste
         patch.setattr(sys, "argv", ["train_gpt2.py", *args])
         if copies:
             keep_copies(patch)
+        if fault == RANDOM_DEPTH:
+            leave_out_blocks(patch)
         if fault in FAULTS and rank == world_size - 1:
             FAULTS[fault](patch, steps)
         dist.barrier()  # wait for the copy

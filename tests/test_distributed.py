@@ -12,7 +12,7 @@ from model import GPT
 from parts.checkpoint import checkpoint_steps
 from tests.forks import fork_script
 from tests.helpers import SMALL, arguments, column, log_of, quietly, read_json, text_file
-from tests.ranks import FAULTS, OTHER_WEIGHTS, OUT_OF_MEMORY, copy_of_run
+from tests.ranks import FAULTS, OTHER_WEIGHTS, OUT_OF_MEMORY, RANDOM_DEPTH, copy_of_run
 
 # 24 sequences a step: 6, 3 and 2 micro-steps on 1, 2 and 3 ranks
 STEP = SMALL | dict(optimizer="adamw", total_batch_size=768, micro_batch_size=4, max_steps=10, eval_interval=10,
@@ -98,7 +98,7 @@ def folder(tmp_path_factory):
 def two_ranks(folder):
     faulty = dict(max_steps=4, checkpoint_interval=1, eval_interval=1)
     jobs = [dict(args=args(folder, f"2-{name}", **changes)) for name, changes in RUNS.items()]
-    jobs += [dict(args=args(folder, fault, **faulty), fault=fault) for fault in (*FAULTS, OTHER_WEIGHTS)]
+    jobs += [dict(args=args(folder, fault, **faulty), fault=fault) for fault in (*FAULTS, OTHER_WEIGHTS, RANDOM_DEPTH)]
     jobs += [dict(args=args(folder, f"{source}-to-{target}", resume=True, **TARGETS[target]),
                   start=str(folder / source), step=5) for source, target in WAYS if target != "1-plain"]  # fmt: skip
     jobs += [dict(kind=kind, file=str(folder / f"{kind}.json")) for kind in OUT_OF_MEMORY]
@@ -194,6 +194,12 @@ def test_a_rank_with_other_weights_ends_the_run_on_all_ranks_before_a_checkpoint
     assert one == two
     assert "step 3" in one
     assert [step for step, _ in checkpoint_steps(run)] == [1, 2]
+
+
+def test_a_model_of_which_ranks_leave_out_parts_trains(two_ranks):
+    run = two_ranks / RANDOM_DEPTH
+    assert [step for step, _ in checkpoint_steps(run)] == [1, 2, 3, 4]
+    assert len({rank["checksum"] for rank in ranks_of(run)}) == 1
 
 
 @pytest.mark.parametrize("kind", OUT_OF_MEMORY)
