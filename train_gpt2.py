@@ -112,7 +112,7 @@ class Config:
     compile: Literal["auto", "on", "off"] = "auto"  # use torch.compile; auto: on CUDA only
     activation_checkpointing: bool = False  # recompute activations: less memory, a third more time
     deterministic: bool = False  # the same bits in every run on one machine; slower on a GPU
-    profile: Count = 0  # watch so many steps, from the third on: a table by kernel, and OUT_DIR/profile.json
+    profile: Count = 0  # profile this many steps, from the third: a table by kernel, and OUT_DIR/profile.json
     threads: Count = 0  # CPU threads; 0 for PyTorch's number, which heeds OMP_NUM_THREADS
     report_to: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # tracker to report to, besides log.jsonl
 
@@ -328,45 +328,44 @@ class Data(NamedTuple):
 
 
 def open_data(config: Config, shape: GPTConfig, checkpoint: Path | None, rt: Runtime) -> Data:
-    """The shards of a directory, or of a .txt that is tokenized first. Raises UserError."""
+    """Open the shards of a directory, or of a .txt that is tokenized first. Raises UserError."""
     cache = Path(config.out_dir).parent / "cache"
     shards = open_shards(config.data, config.tokenizer, config.vocab_size, cache)
     for warning in shards.warnings:
-        rt.print(f"warning: {warning}", file=sys.stderr)
+        rt.print(f"note: {warning}", file=sys.stderr)
     if config.init_from and not checkpoint:
         if not model_tokenizer(config.init_from).same_ids(shards.tokenizer):
             base = find_model(config.init_from)
             raise UserError(
-                f"{config.data} has other tokens than --init_from {base}; give --tokenizer {base}, too, for a .txt, or "
-                f"write shards with it: fineweb.py --tokenizer {base}"
+                f"{config.data} has other tokens than --init_from {base}; for a .txt pass --tokenizer {base}, "
+                f"else write shards with it: fineweb.py --tokenizer {base}"
             )
     batches = Batches(shards.train, config.sequence_length, config.seed, config.shuffle, rt.rank, rt.world_size)
     token_bytes = torch.from_numpy(shards.tokenizer.token_bytes()).to(rt.device)
     task = open_hellaswag(config.hellaswag_data, shards, shape, rt) if config.hellaswag_interval else None
     passes = config.max_steps * config.total_batch_size / config.sequence_length / batches.n_windows
-    about = f"data: {len(shards.train):,} training tokens, read {passes:.2g} times"
-    rt.print(f"{about}; {len(shards.val):,} to validate")
+    rt.print(f"data: {len(shards.train):,} training tokens, {passes:.2g} epochs; {len(shards.val):,} to validate")
     if passes > 20:
-        rt.print(f"note: a text that is read {passes:.0f} times is memorized; give more text, or fewer --max_steps")
+        rt.print(f"note: {passes:.0f} passes memorize a text; add text, or lower --max_steps")
     if batches.n_windows < 100:
-        rt.print(f"note: the text has {batches.n_windows} windows of {config.sequence_length} tokens; give more of it")
+        rt.print(f"note: the text has {batches.n_windows} windows of {config.sequence_length} tokens; add text")
     return Data(shards, batches, token_bytes, task)
 
 
 def open_hellaswag(data: str, shards: Shards, shape: GPTConfig, rt: Runtime) -> hellaswag.Task | None:
-    """The task to score; None, after one warning, without a file and without a network to get it from."""
+    """Prepare the task to score; None, after one note, without a file and without a network to get it from."""
     try:
         rows = hellaswag.load_rows(data, rt, "--hellaswag_data")
     except UserError as e:
         if data:
             raise
-        rt.print(f"warning: training continues without HellaSwag: {e}", file=sys.stderr)
+        rt.print(f"note: training continues without HellaSwag: {e}", file=sys.stderr)
         return None
     return hellaswag.prepare(rows, shards.tokenizer, shape, "completion")
 
 
 def validation_inputs(config: Config, data: Data, rt: Runtime) -> Iterator[tuple]:
-    """(idx, targets) on the device, of the windows that this rank validates on."""
+    """Yield (idx, targets) on the device, of the windows that this rank validates on."""
     limit = config.eval_steps * config.total_batch_size
     windows = validation_batches(
         data.shards.val, config.sequence_length, config.micro_batch_size, limit, rt.rank, rt.world_size
@@ -378,15 +377,15 @@ def validation_inputs(config: Config, data: Data, rt: Runtime) -> Iterator[tuple
 
 
 def read_command_line(argv: list[str]) -> tuple[Config, set[str]]:
-    """The recipe that the first word names, with the constants that the other words change, and the names of these."""
+    """Parse the recipe and its overrides; also return the overridden names."""
     recipe = "gpt2"
     args = argv
     if argv and not argv[0].startswith("-"):
         recipe, *args = argv
     if recipe not in RECIPES:
         if Path(recipe).exists():
-            raise UserError(f"{recipe} is not a recipe; did you mean: python train_gpt2.py tiny --data {recipe}")
-        raise UserError(f"{recipe} is not a recipe; they are {', '.join(RECIPES)}")
+            raise UserError(f"{recipe} is not a recipe; pass it as data: python train_gpt2.py tiny --data {recipe}")
+        raise UserError(f"unknown recipe {recipe}; choose from {', '.join(RECIPES)}")
     about = f"{__doc__}\nRecipes: {', '.join(RECIPES)}."
     config = parse_args(Config, args, RECIPES[recipe], f"train_gpt2.py {recipe}", about)
     import_tracker(config.report_to)  # fail now: a rank that fails later would keep the others waiting
@@ -442,7 +441,7 @@ def validate_config(config: Config, rt: Runtime) -> None:
     if config.min_lr > config.max_lr:
         raise UserError(f"--min_lr {config.min_lr} is above --max_lr {config.max_lr}; the schedule ends at min_lr")
     if config.target_loss and not config.eval_interval:
-        raise UserError(f"--target_loss {config.target_loss} needs evaluations; give an --eval_interval above 0")
+        raise UserError(f"--target_loss {config.target_loss} needs evaluations; pass an --eval_interval above 0")
     B = max(config.micro_batch_size, 1)
     if config.total_batch_size % (B * T * rt.world_size):
         raise UserError(
@@ -472,8 +471,8 @@ def build_model(config: Config, shape: GPTConfig, checkpoint: Path | None) -> GP
 
 
 def distribute(config: Config, model: GPT, rt: Runtime) -> tuple[Config, GPTWithLoss]:
-    """The model with its loss as the loop calls it: compiled, and in DDP on several ranks. A micro_batch_size of 0
-    becomes the largest that fits."""
+    """Return the model with its loss as the loop calls it: compiled, and in DDP on several ranks. A micro_batch_size of
+    0 becomes the largest that fits."""
     rt.print(f"{config.out_dir}: {model.num_params():,} parameters on {rt.description}")
     n_sequences = config.total_batch_size // config.sequence_length
     if not config.micro_batch_size:

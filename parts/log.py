@@ -13,8 +13,8 @@ Records = list[dict]
 
 
 def read_log(path: Path) -> Records:
-    """Read the records of a log.jsonl in file order. A line that is not JSON, such as one that a kill cut off, is skipped
-    with a note. Raises UserError if there is no such file."""
+    """Read the records of a log.jsonl in file order. Lines that are not JSON, such as one that a kill cut off, are
+    skipped with a note. Raises UserError if there is no such file."""
     if not path.is_file():
         raise UserError(f"{path} is not a file; pass a run directory, or its log.jsonl")
     records = []

@@ -1,6 +1,7 @@
 r"""Optimizers as the training loop sees them: schedules, AdamW, Muon, and a step that can be skipped.
 
-Of the model this file knows where its blocks are and what kinds of modules they have; of data and run directories nothing.
+Of the model this file knows where its blocks are and what kinds of modules they hold; of data and run directories
+nothing.
 
 The schedules, with warmup_steps W and max_steps S. Cosine (Loshchilov and Hutter 2017) has to know S from the start;
 wsd (warmup, stable, decay; Hu et al. 2024, section 4) can continue from any checkpoint of its plateau to a later end;
@@ -28,7 +29,7 @@ CONSTANTS = ("peak", "lr", "betas", "eps", "weight_decay", "momentum", "dtype")
 
 
 def learning_rate(step: int, config) -> float:
-    """The learning rate of step 1 .. max_steps.
+    """Return the learning rate of step 1 .. max_steps.
 
     Reads max_steps, warmup_steps, max_lr, min_lr, lr_schedule and decay_fraction of `config`.
     """
@@ -46,14 +47,14 @@ def learning_rate(step: int, config) -> float:
 
 
 def plateau_end(config) -> float:
-    """The last step of the plateau of `wsd`, from which another decay can begin; 0 for schedules without one."""
+    """Return the last step of the plateau of `wsd`, from which another decay can begin; 0 for schedules without one."""
     if config.lr_schedule != "wsd":
         return 0
     return config.max_steps - config.decay_fraction * (config.max_steps - min(config.warmup_steps, config.max_steps))
 
 
 def muon_height(step: int, config) -> float:
-    """Muon's learning rate as a fraction of muon_lr, in step 1 .. max_steps: the shape of AdamW's, except in
+    """Return Muon's learning rate as a fraction of muon_lr, in step 1 .. max_steps: the shape of AdamW's, except in
     `four_phases`.
 
     Its phases are the warmup, a plateau until 4% of the steps after it, a fast decay to a fifth until 56%, and a slow
@@ -72,7 +73,7 @@ def muon_height(step: int, config) -> float:
 
 
 def make_optimizer(model, config, rt: Runtime) -> "Optimizer":
-    """The optimizer of a training run over the trainable parameters of `model`.
+    """Make the optimizer of a training run over the trainable parameters of `model`.
 
     Reads optimizer (adamw if it has none), max_lr, muon_lr, weight_decay, beta1, beta2 and eps of `config`. To add an
     optimizer, add it here: any of torch.optim will do, and any with its interface. Raises UserError for another name.
@@ -112,7 +113,7 @@ def muon_groups(model) -> list[dict]:
 
 
 def decay_groups(params, weight_decay: float) -> list[dict]:
-    """[group with weight decay, group without], for torch.optim.
+    """Return [group with weight decay, group without], for torch.optim.
 
     Tensors of two dimensions, which multiply activations or are looked up, are decayed: without decay weights grow for
     as long as training lasts, and a step of the same length turns them less and less. Biases and LayerNorm gains are
@@ -126,7 +127,7 @@ def decay_groups(params, weight_decay: float) -> list[dict]:
 
 
 def adamw(groups: list[dict], config) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter 2019) with max_lr, beta1, beta2 and eps of `config`.
+    """Make AdamW (Loshchilov and Hutter 2019) with max_lr, beta1, beta2 and eps of `config`.
 
     Each number steps by the mean of its recent gradients over the root of their mean square, so it moves by about the
     learning rate, however large its gradient is. beta2 0.95, as in GPT-3, remembers about 20 gradients; torch's
@@ -161,14 +162,14 @@ class Optimizer:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def set_lr(self, height: float, muon_height: float | None = None) -> None:
-        """Set each group's learning rate to a fraction of its peak: `height`, or `muon_height` for Muon, from 0 to 1."""
+        """Set each group's learning rate to a fraction of its peak, 0 to 1: `height`, or `muon_height` for Muon."""
         for optimizer in self.optimizers:
             own = muon_height if isinstance(optimizer, Muon) and muon_height is not None else height
             for group in optimizer.param_groups:
                 group["lr"] = group["peak"] * own
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss to call `.backward()` on: in fp16 multiplied by the loss scale, else as it is."""
+        """Return the loss to call `.backward()` on: in fp16 multiplied by the loss scale, else as it is."""
         return self.loss_scale.scale * loss if self.loss_scale else loss
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
@@ -356,7 +357,7 @@ def nesterov(grads, momenta, beta: float, good):
 
 
 def orthogonalized(matrices: Tensor, dtype: torch.dtype = torch.bfloat16, steps: int = 5) -> Tensor:
-    """U V^T, nearly, for each U S V^T of `matrices` (N, rows, columns); products are in `dtype`, as is the result.
+    """Return U V^T, nearly, for each U S V^T of `matrices` (N, rows, columns); products and result are in `dtype`.
 
     The singular value decomposition itself is slow on a GPU. But an odd polynomial of a matrix,
 

@@ -62,7 +62,7 @@ class Report:
             try:
                 self._track, self._close_tracker = start_tracker(self.config, self.name, self.run_info["id"], step)
             except Exception as e:  # each tracker raises its own
-                raise UserError(f"--report_to {self.config.report_to}: {e}; log in there, or leave it out") from e
+                raise UserError(f"--report_to {self.config.report_to}: {e}; log in, or pass --report_to none") from e
         replace_file(log, "".join(json.dumps(record) + "\n" for record in self.records))
         samples = [sample_entry(record) for record in of_kind(self.records, "sample")]
         replace_file(self.out_dir / "samples.txt", "".join(samples))
@@ -103,7 +103,7 @@ class Report:
         self.rt.print(f"step {step}: {describe(kind, metrics)}")
 
     def train_step(self, step: int, metrics: dict, seconds: float, n_targets: int) -> None:
-        """A training step in the log and the progress bar. `metrics`: loss, lr, grad_norm, tokens."""
+        """Log a training step, and move the progress bar. `metrics`: loss, lr, grad_norm, tokens."""
         if not self.rt.is_main:
             return
         rate = n_targets / seconds
@@ -125,7 +125,7 @@ class Report:
         self.append(record if finite else record | dict(skipped=True))
         if step == 1 and "uniform_loss" in self.run_info:
             guess = self.run_info["uniform_loss"]
-            self.rt.print(f"first loss {metrics['loss']:.3f}; if all tokens are equally likely, {guess:.3f}")
+            self.rt.print(f"first loss {metrics['loss']:.3f}; a uniform guess scores {guess:.3f}")
         shown = f"loss {metrics['loss']:.3f}, {rate:,.0f} tok/s" + (f", MFU {mfu:.0%}" if mfu else "")
         if not self._bar.disable:
             self._bar.set_postfix_str(shown, refresh=False)
@@ -144,22 +144,22 @@ class Report:
         try:
             draw({self.name: self.records}, self.out_dir / "learning_curve.png")
         except Exception as e:  # no picture is a reason to hide the error that ended a run
-            self.rt.print(f"warning: learning_curve.png is not drawn: {explain(e) or repr(e)}")
+            self.rt.print(f"note: learning_curve.png is not drawn: {explain(e) or repr(e)}")
         if self._close_tracker:
             self._ask_tracker(self._close_tracker)
 
     def val_losses(self) -> dict[int, float]:
-        """{step: validation loss} of those measured like the newest one"""
+        """Return {step: validation loss} of the validations measured like the newest one."""
         *_, newest = [{}, *self._by_measure().values()]
         return newest
 
     def best_steps(self, steps: list[int]) -> set[int]:
-        """Of `steps`, those with the lowest validation loss: one for each way of measuring it."""
+        """Pick, of `steps`, those with the lowest validation loss: one for each way of measuring it."""
         measured = [{step: losses[step] for step in steps if step in losses} for losses in self._by_measure().values()]
         return {min(losses, key=losses.get) for losses in measured if losses}
 
     def _by_measure(self) -> dict[tuple, dict[int, float]]:
-        """{(tokens, sequence_length): {step: validation loss}}, the newest measure last. On other tokens, or in
+        """Return {(tokens, sequence_length): {step: validation loss}}, the newest measure last. On other tokens, or in
         contexts of another length, the same weights have another loss."""
         found = {}
         for val in of_kind(self.records, "val"):
@@ -169,8 +169,8 @@ class Report:
         return found
 
     def last_loss(self) -> float:
-        """The lower one of the newest training and validation losses: what is trained on may be a sum with another loss,
-        and the validation of a memorized text is high. nan if neither is finite."""
+        """Return the lower one of the newest training and validation losses: a training loss may be a sum with others,
+        and that of validation is high for a memorized text. nan if neither is finite."""
         newest = [of_kind(self.records, kind)[-1:] for kind in ("train", "val")]
         losses = [record["loss"] for records in newest for record in records if record.get("loss") is not None]
         return min(losses, default=math.nan)
@@ -206,7 +206,7 @@ class Report:
             self.rt.print(f"validation rose after step {best} ({val_losses[best]:.4f}){take}")
 
     def median_rate(self) -> float:
-        """Tokens per second; nan before the first step."""
+        """Return the median of tokens per second; nan before the first step."""
         rates = [step["tokens_per_sec"] for step in of_kind(self.records, "train")]
         return statistics.median(rates) if rates else math.nan
 
@@ -232,7 +232,7 @@ def describe(kind: str, metrics: dict) -> str:
 
 
 def about_machine(rt: Runtime) -> dict:
-    """What the metrics of a run depend on besides its constants."""
+    """Describe what the metrics of a run depend on besides its constants."""
     commit = None
     with contextlib.suppress(OSError, subprocess.SubprocessError):  # no git, or a download without its history
         git = ["git", "-C", str(Path(__file__).resolve().parent), "describe", "--always", "--dirty"]
@@ -246,7 +246,7 @@ def about_machine(rt: Runtime) -> dict:
 
 
 def import_tracker(report_to: str):
-    """The module of a tracker, None for "none". Raises UserError if it is not installed."""
+    """Import a tracker; None for "none". Raises UserError if it is not installed."""
     if report_to not in TRACKERS:
         return None
     try:

@@ -286,7 +286,7 @@ class Run:
             raise Stopped(self._signum) from error  # of a compiler, for instance, that got the signal, too
 
     def steps(self) -> Iterator[int]:
-        """The steps until `max_steps`, or until a signal: then it saves, and raises Stopped."""
+        """Yield the steps until `max_steps`, or until a signal: then save, and raise Stopped."""
         first = self.step + 1
         while self.step < self.max_steps:
             self.step += 1
@@ -305,7 +305,7 @@ class Run:
                 self.max_steps = self.step
                 self.save()
                 self.rt.barrier()  # torchrun ends every rank once one has ended
-                self.rt.print(f"stopped after step {self.step}; give the same command with --resume to continue")
+                self.rt.print(f"stopped after step {self.step}; pass --resume to continue")
                 raise Stopped(self._signum or signal.SIGTERM)
         if self.step < self.config.max_steps:  # --stop_at, to be continued
             self.save()
@@ -330,7 +330,7 @@ class Run:
             self._read_pending()
 
     def _n_signals(self) -> torch.Tensor:
-        """The number of ranks that got a signal. All ranks call this together."""
+        """Count the ranks that got a signal. All ranks call this together."""
         return self.rt.sum(torch.full((), float(self._signum != 0), device=self.rt.device))
 
     def _read_pending(self) -> None:
@@ -354,9 +354,9 @@ class Run:
             )
 
     def due(self, interval: int, kind: str = "", at_start: bool = False, is_last: bool = False) -> bool:
-        """Whether a save or an evaluation is due: every `interval` steps and at the end, which `is_last` says too, with
-        `at_start` also before the first; never for 0. False if the log already has a record of this `kind`, and once
-        the run is to stop."""
+        """Say whether a save or an evaluation is due: every `interval` steps and at the end, which `is_last` says too;
+        with `at_start` also before the first; never for 0. False if the log already has a record of this `kind`, and
+        once the run is to stop."""
         if interval == 0 or kind in self._done or self._stop:
             return False
         if self.step == 0:

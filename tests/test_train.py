@@ -211,8 +211,7 @@ def test_no_rank_waits_for_a_tokenizer_in_an_exchange(train, monkeypatch):
 
 def test_a_vocabulary_much_larger_than_the_tokenizer_is_warned_of(train, tokenizer):
     assert not train(out="fits", max_steps=1, tokenizer=tokenizer, vocab_size=1280).stderr
-    warning = "warning: 71% of the 2,048 embeddings have no token; pass --vocab_size 640\n"
-    assert train(out="wide", max_steps=1, tokenizer=tokenizer, vocab_size=2048).stderr == warning
+    assert "--vocab_size 640" in train(out="wide", max_steps=1, tokenizer=tokenizer, vocab_size=2048).stderr
 
 
 # ---- interruption
@@ -310,15 +309,15 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(train, run_dir, 
 BAD = [
     (dict(data="nowhere.txt"), ["nowhere.txt"]),
     (dict(data="nowhere"), ["nowhere", "fineweb.py"]),
-    (dict(total_batch_size=250), ["250 is not a multiple of micro_batch_size 8 x sequence_length 32 x 1 rank"]),
+    (dict(total_batch_size=250), ["250", "micro_batch_size", "8", "sequence_length", "32"]),
     (dict(n_head=3), ["n_embd 32", "n_head 3"]),
-    (dict(vocab_size=1048704), ["vocab_size is 1048704, not a number from 1 to 1,048,576"]),
+    (dict(vocab_size=1048704), ["vocab_size", "1048704"]),
     (dict(max_steps=0), ["--max_steps", "0"]),
     (dict(tokenizer="nowhere.json"), ["nowhere.json"]),
     (dict(init_from="./nowhere"), ["./nowhere"]),
     (dict(out="text.txt/run"), ["text.txt/run"]),
-    (dict(max_stepz=3), ["did you mean --max_steps?"]),
-    (dict(min_lr=1.0), ["error: --min_lr 1.0 is above --max_lr 0.003; the schedule"]),
+    (dict(max_stepz=3), ["--max_steps"]),
+    (dict(min_lr=1.0), ["--min_lr", "1.0", "--max_lr", "0.003"]),
     (dict(target_loss=3.0, eval_interval=0), ["--target_loss 3.0", "--eval_interval"]),
     (dict(dtype="int8"), ["int8"]),
     (dict(sample_tokens=0), ["--sample_tokens", "0"]),
@@ -332,7 +331,7 @@ def test_bad_arguments_give_one_line(train, run_dir, changes, words):
 
 
 def test_an_unknown_recipe_names_the_known_ones(inline):
-    assert_user_error(inline(train_gpt2.main, "gpt3"), "gpt3", "they are gpt2, gpt2-medium, ", ", tiny")
+    assert_user_error(inline(train_gpt2.main, "gpt3"), "gpt3", "gpt2-medium", "tiny")
 
 
 def test_training_goes_on_from_another_checkpoint(train, tmp_path):
@@ -342,9 +341,9 @@ def test_training_goes_on_from_another_checkpoint(train, tmp_path):
     first, second = (column(tmp_path / out, "train", "loss") for out in ("first", "second"))
     assert second[0] < first[-1] + 0.2 < first[0] - 0.4
     assert log_of(tmp_path / "second", "val")[0]["step"] == 0  # what was there before training
-    train.error("n_layer 2, not 4", out="third", init_from=start, n_layer=4)  # tiny has 4
-    train.error("a context of 32 tokens; --sequence_length", out="third", init_from=start, sequence_length=64)
-    train.error(f"give --tokenizer {start}", out="third", init_from=start, data=text_file(tmp_path / "b.txt", 9999))
+    train.error("n_layer", "2", "4", out="third", init_from=start, n_layer=4)  # tiny has 4
+    train.error("32", "--sequence_length", out="third", init_from=start, sequence_length=64)
+    train.error(f"--tokenizer {start}", out="third", init_from=start, data=text_file(tmp_path / "b.txt", 9999))
 
 
 def test_compiled_training_evaluates_scores_and_samples_without_recompiling(train, tmp_path):
@@ -367,7 +366,9 @@ def test_compiled_training_evaluates_scores_and_samples_without_recompiling(trai
 @pytest.mark.slow
 def test_a_number_of_ranks_that_the_batch_does_not_allow_is_refused(tmp_path):
     result = run_script("train_gpt2.py", *small_args(tmp_path), ranks=3)
-    assert "256 is not a multiple of micro_batch_size 8 x sequence_length 32 x 3 ranks; change one" in result.stderr
+    assert result.returncode != 0
+    assert "256" in result.stderr
+    assert "3 ranks" in result.stderr
 
 
 @pytest.mark.parametrize("words", ["", "--data my.txt", "--max_steps 10"])
