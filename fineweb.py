@@ -20,7 +20,6 @@ All of it runs on one machine. For a corpus that needs more, use datatrove: trai
 This file knows nothing of models, training or torch.
 """
 
-import os
 import shutil
 import signal
 import sys
@@ -29,7 +28,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +38,7 @@ from parts.cli import Count, Stopped, Tokens, UserError, counted, parse_args, sc
 from parts.data import new_manifest, read_manifest, summary
 from parts.files import errors_name, exclusive_lock, free_bytes, remove_leftovers
 from parts.shards import Writer, load_tokenizer, shard_dtype, shard_name, tokens_of, verify
-from parts.sources import discard
+from parts.sources import TextFile, discard
 from parts.texts import START, Texts, open_texts
 
 BATCHES_AHEAD = 4  # per thread: memory must not grow when writing is slower than encoding
@@ -115,7 +113,8 @@ def make_shards(config: Config, out_dir: Path) -> None:
             remove_leftovers(out_dir, "*.npy", "manifest.json", "tokenizer*")  # of a kill
             manifest = open_manifest(config, out_dir, tok)  # nobody else changes it now
             if "next" in manifest:  # else another process completed it while this one waited
-                manifest |= dict(commit=texts.commit(), files=same_files(manifest, texts, sizes))
+                texts = texts._replace(files=in_order(texts.files, manifest))
+                manifest |= dict(commit=texts.commit(), files=[file.path for file in texts.files])
                 write_shards(config, texts, manifest, tok, expected)
     except (KeyboardInterrupt, Stopped):
         print(f"stopped after {len(manifest['shards'])} complete shards; {RESUME}", file=sys.stderr)
@@ -143,10 +142,11 @@ def write_shards(config: Config, texts: Texts, manifest: dict, tok: Tokenizer, e
             if len(shards) > n_complete:
                 tqdm.write(f"{len(shards)} shards, {manifest['tokens']:,} tokens are on the disk")
                 discard(texts.files[: manifest["next"]["file"]], downloads)
-                if not n_complete and len(config.source) > 1:  # documents are not mixed
+                n_validate = manifest["next"]["file"] + 1
+                if not n_complete and len(config.source) > 1 and n_validate < len(texts.files):
                     tqdm.write(
-                        f"note    the validation shard holds documents of the first {manifest['next']['file'] + 1} of "
-                        f"{counted(len(texts.files), 'file')} alone; to validate on all, mix them first"
+                        f"note    the validation shard holds documents of {n_validate} of {len(texts.files)} files; "
+                        "to validate on all, mix them first"
                     )
             if writer.n_tokens == config.limit_tokens:
                 break
@@ -215,21 +215,15 @@ def open_manifest(config: Config, out_dir: Path, tok: Tokenizer) -> dict:
     return manifest
 
 
-def same_files(manifest: dict, texts: Texts, sizes: list[int]) -> list[dict]:
-    """The files of the source. Raises UserError if one that shards were made of has changed since, or another one comes
-    before it: two versions of a source must not mix. Later files may still change."""
-    files = [dict(name=file.path) for file in texts.files]
-    for about, size in zip(files, sizes, strict=True):
-        if os.path.exists(about["name"]):  # a file of a commit of the hub never changes
-            about |= dict(bytes=size, version=str(os.stat(about["name"]).st_mtime_ns))
-    used = manifest.get("files", [])[: manifest["next"]["file"] + 1] if manifest["shards"] else []
-    for then, now in zip_longest(used, files[: len(used)]):
-        if then != now:
-            raise UserError(
-                f"{then['name']} has changed since shards were made of it, or a file before it was added or removed; "
-                "restore it, or start over in another --out_dir"
-            )
-    return files
+def in_order(files: list[TextFile], manifest: dict) -> list[TextFile]:
+    """Order the files of a source: those in shards, which are not read again, the one under way, then all others. So a
+    source may be mended: shards stay, and only a file that is under way has to keep its rows up to the place."""
+    place = manifest["next"]
+    begun = [TextFile(path) for path in manifest.get("files", [])[: place["file"] + 1]]
+    if begun and begun[-1] not in files:
+        print(f"note    {begun[-1].path} is gone; going on without it")
+        place |= dict(file=len(begun), row=0)
+    return begun + [file for file in files if file not in begun]
 
 
 # ------------------------------------------------------------------------------------------------ the plan
@@ -237,7 +231,7 @@ def same_files(manifest: dict, texts: Texts, sizes: list[int]) -> list[dict]:
 
 def expected_tokens(texts: Texts, sizes: list[int], tok: Tokenizer, limit: int) -> int:
     """About how many tokens the source has, by the size of its files and the tokens of its first documents."""
-    sample = "".join(text[:SAMPLED] for text in texts.first_documents() if text)[:SAMPLED]
+    sample = "".join(text[:SAMPLED] for text in texts.first)[:SAMPLED]
     tokens_per_byte = len(tok.encode_to_numpy(sample)) / max(len(sample.encode("utf-8", "replace")), 1)
     return min(int(texts.text_bytes(sizes) * tokens_per_byte), limit)
 

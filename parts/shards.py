@@ -209,7 +209,7 @@ def read_text(path: Path) -> str:
         )
     with readable(str(path)):
         text = path.read_text(encoding="utf-8-sig")
-    refuse_no_text(str(path), text)
+        refuse_no_text(text)
     if not text.strip():
         raise UserError(f"{path} is empty; give a text with more than a few hundred words")
     return text
@@ -269,8 +269,11 @@ class Writer:
         """Append the tokens of the unit at `place`, up to the limit, and complete the shards that they fill."""
         done = 0
         if self.to_skip is not None:
-            self._check_seam(tokens)
-            done = self.to_skip
+            if self._fits(tokens):
+                done = self.to_skip
+            else:
+                where = f"row {place['row'] + 1:,} of {self.manifest['files'][place['file']]}"
+                print(f"note    the source has changed since the last shard; the next one begins at {where}")
             self.to_skip = None
         tokens = tokens[: done + self.limit - self.n_tokens]
         while done < len(tokens):
@@ -284,17 +287,12 @@ class Writer:
                 self._save()
         self.skipped += skipped
 
-    def _check_seam(self, tokens: np.ndarray) -> None:
-        """Raises UserError unless the last shard ends with the first `to_skip` of `tokens`, the unit at `next`: the
-        manifest may be damaged, or the source edited."""
+    def _fits(self, tokens: np.ndarray) -> bool:
+        """Tell whether the last shard ends with the first `to_skip` of `tokens`, the unit at `next`: else the source
+        has changed there."""
         last = Shard(self.out_dir / self.manifest["shards"][-1]["file"])
         held = tokens[: self.to_skip][-len(last) :]
-        end = last.read(len(last) - len(held), len(held))
-        if not 0 < self.to_skip <= len(tokens) or not np.array_equal(held, end):
-            raise UserError(
-                f"the last shard of {self.out_dir} does not end where `next` in manifest.json says: "
-                f"the manifest is damaged, or the source has changed; remove {self.out_dir}"
-            )
+        return self.to_skip <= len(tokens) and np.array_equal(held, last.read(len(last) - len(held), len(held)))
 
     def complete(self, tokens: np.ndarray) -> None:
         """Make a shard durable, then list it."""
@@ -321,8 +319,6 @@ class Writer:
 
     def end(self) -> None:
         """Complete the last shard, and the manifest. Raises UserError if there is nothing in them."""
-        if self.to_skip is not None:  # no unit came: `next` is past the end of the source
-            self._check_seam(np.zeros(0, int))
         if self.filled:
             self.complete(self.shard[: self.filled])
         if not self.manifest["shards"]:

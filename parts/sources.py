@@ -1,210 +1,258 @@
-"""Sources of text: which files a name, a folder, a glob or a dataset of the Hugging Face hub means, and their way to
-this disk.
+"""Which files a source means, and their way to this disk: files, folders, globs, datasets of the Hugging Face hub.
 
 A folder means what the hub's dataset with these files would: its training split, one of its subsets. `datasets` says
-so, and its builder, which a TextFile keeps, reads the file later. Files of the hub are downloaded
-while others are read.
+so; it reads none of them. Files of the hub are downloaded while others are read.
 
-This file knows nothing of documents, tokens, models or torch.
+One rule for links: a link to a file is read, a link to a folder is not followed, and no file is read twice.
+This file knows nothing of what files hold.
 """
 
 import os
 import re
-from collections import Counter, deque
+import shutil
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from glob import glob, has_magic
-from multiprocessing.pool import ThreadPool
+from glob import has_magic
 from pathlib import Path
-from typing import Any, NamedTuple
+from queue import Queue
+from tempfile import TemporaryDirectory
+from threading import Thread
+from typing import NamedTuple
 
 from parts.cli import Stopped, UserError, counted
 from parts.files import identity
 
 KINDS = {
     ".parquet": "parquet", ".jsonl": "json", ".ndjson": "json", ".jsonlines": "json", ".json": "json", ".txt": "text",
-    ".csv": "csv", ".arrow": "arrow",
-}  # fmt: skip  # and what `datasets` calls them
+    ".csv": "csv", ".tsv": "tsv", ".arrow": "arrow",
+}  # fmt: skip
 COMPRESSED = re.compile(r"\.(gz|zst|zstd|bz2|xz)$")
-AHEAD = 2  # files of the hub that are downloaded while one is read
 
 
 # ------------------------------------------------------------------------------------------------ sources -> files
 
 
 class TextFile(NamedTuple):
-    builder: Any  # of `datasets`, which reads it
     path: str  # on this disk, or hf://datasets/OWNER/NAME@COMMIT/PATH
 
     @property
     def kind(self) -> str:
-        return type(self.builder).__module__.split(".")[-1]
+        return kind_of(self.path)
 
     @property
     def on_hub(self) -> bool:
         return self.path.startswith("hf://")
 
 
-def find_files(source: tuple[str, ...], subset: str, split: str, revision: str) -> tuple[list[TextFile], list[str]]:
-    """The files of all sources, in order, each once; and lines that say what is left out. Raises UserError."""
-    files = []
+def find_files(
+    source: tuple[str, ...], subset: str = "", split: str = "train", revision: str = "main"
+) -> tuple[list[TextFile], list[str]]:
+    """Find the files of all sources, in order, each once; also return notes. Raises UserError."""
+    paths = []
     notes = []
     for name in source or ("",):
         if on_hub(name):
-            files += files_of(load_builder(**hub_dataset(name, subset), revision=revision), name, split)
+            with readable(name):
+                paths += files_of(hub_dataset(name), name, subset, split, revision)
             continue
-        paths = [name] if os.path.exists(name) else sorted(glob(os.path.expanduser(name), recursive=True))
-        folders = [path for path in paths if os.path.isdir(path)]
-        named = [path for path in paths if os.path.isfile(path) and kind_of(path)]
-        if not folders and not named:
+        found = expand(name)
+        files = [path for path in found if os.path.isfile(path) and kind_of(path)]
+        folders = [path for path in found if os.path.isdir(path) and (path == name or not os.path.islink(path))]
+        if not files and not folders:
             raise UserError(
-                f"{name or 'the empty name'}: no such file, or none whose name ends in {', '.join(KINDS)}; give files, "
-                "a folder, a quoted glob, or OWNER/NAME of a dataset of the hub"
+                f"{name or 'the empty name'}: no such file, or none whose name ends in {', '.join(KINDS)}; pass files, "
+                "a folder, a quoted glob, or OWNER/NAME of a hub dataset"
             )
-        by_kind = {kind_of(path): path for path in named}
-        if len(by_kind) > 1:  # they may hold the same documents
-            examples = ", ".join(by_kind.values())
-            raise UserError(f"{name} has files of several kinds, such as {examples}; give a name or glob of one kind")
-        for kind in by_kind:
-            builder = load_builder(kind, data_files={split: named})
-            files += [TextFile(builder, path) for path in named]
+        paths += files
+        kinds = sorted({kind_of(path) for path in files})
+        if len(kinds) > 1:
+            notes.append(f"{name} names files of several kinds, and all are read: {', '.join(kinds)}")
+        notes += left_out(name, [path for path in found if path not in files + folders])
         for folder in folders:
-            of_folder = files_of(load_builder(folder, subset), folder, split)
-            notes += left_out(folder, [file.path for file in of_folder])
-            files += of_folder
-    once = {file.path if file.on_hub else identity(Path(file.path)): file for file in reversed(files)}
-    if len(once) < len(files):
-        notes.append(f"{counted(len(files) - len(once), 'file')} named more than once, and read once")
-    return [*reversed(once.values())], notes
+            below, links = files_below(folder)
+            chosen = files_of_folder(folder, below, subset, split)
+            real = {*map(identity, map(Path, chosen))}
+            notes += links + left_out(folder, [path for path in below if identity(Path(path)) not in real])
+            paths += chosen
+    files = [TextFile(path) for path in once(paths)]
+    if len(files) < len(paths):
+        notes.append(f"{counted(len(paths) - len(files), 'file')} named more than once, and read once")
+    return files, notes
 
 
 def on_hub(name: str) -> bool:
     """True for OWNER/NAME, perhaps with more after it, unless a local file or folder has that name."""
     found = re.match(r"[\w-][\w.-]*/[\w-][\w.-]*(?=/|$)", name)
-    return found is not None and not kind_of(found[0]) and not os.path.exists(name) and not glob(name)
-
-
-def hub_dataset(name: str, subset: str = "") -> dict:
-    """OWNER/NAME[/FOLDER or /GLOB] as arguments of load_dataset."""
-    owner, dataset, *inside = name.strip("/").split("/")
-    where = dict(path=f"{owner}/{dataset}", name=subset or None)
-    if inside:
-        path = "/".join(inside)
-        where["data_files" if has_magic(path) or kind_of(path) else "data_dir"] = path
-    return where
+    return found is not None and not kind_of(found[0]) and not expand(name)
 
 
 def kind_of(name: str) -> str:
     return KINDS.get(Path(COMPRESSED.sub("", name)).suffix.lower(), "")
 
 
-def load_builder(path: str, name: str | None = None, **options):
-    """What `datasets.load_dataset` would read. Raises UserError for what is not there, and for a dataset of several
-    subsets of which none is named."""
-    import datasets  # a slow import, which --help does not need
-    import pyarrow as pa
-    from fsspec.compression import register_compression
+def expand(name: str) -> list[str]:
+    """List what a path or a glob names, except hidden files; ** follows no links to folders."""
+    if os.path.lexists(name) or not has_magic(name):
+        return [name] if name and os.path.lexists(name) else []
+    pattern = Path(name).expanduser()
+    found = Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor)))
+    typed = set(pattern.parts)
+    return sorted(str(path) for path in found if not any(part[0] == "." and part not in typed for part in path.parts))
 
-    datasets.config.TORCH_AVAILABLE = False  # else it imports torch, to ask which worker it is
+
+def once(paths: Iterable[str]) -> list[str]:
+    """Drop other names of files that come before, also by links of either kind."""
+    first = {}
+    for path in paths:
+        first.setdefault(identity(Path(path)), path)
+    return [*first.values()]
+
+
+def hub_dataset(name: str) -> dict:
+    """Turn OWNER/NAME[/FOLDER or /GLOB] into arguments of load_dataset."""
+    owner, dataset, *inside = name.strip("/").split("/")
+    where = dict(path=f"{owner}/{dataset}")
+    if inside:
+        path = "/".join(inside)
+        where["data_files" if has_magic(path) or kind_of(path) else "data_dir"] = path
+    return where
+
+
+def files_of(where: dict, name: str, subset: str, split: str, revision: str | None = None) -> list[str]:
+    """Ask `datasets` for the files of a split. Raises UserError where a subset or split has to be chosen."""
+    import datasets  # a slow import, which files that are named do not need
+
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL + 1)  # it raises what it would say
-    register_compression(
-        "zstd", lambda file, **_: pa.CompressedInputStream(pa.PythonFile(file), "zstd"), ["zst", "zstd"], force=True
-    )
-    with readable(path):
+    with TemporaryDirectory() as cache:  # it makes one, and nothing comes into it
         try:
-            builder = datasets.load_dataset_builder(path, name or None, **options)
+            builder = datasets.load_dataset_builder(**where, name=subset or None, revision=revision, cache_dir=cache)
         except ValueError as e:
             names = re.search(r"available configs: \[(.*?)\]", str(e))
             if names is None:
                 raise
-            raise UserError(f"{path} has several subsets; give --subset one of {names[1]}") from e
-    if hasattr(builder.config, "keep_default_na"):  # a .csv: NA and None are words
-        vars(builder.config).update(keep_default_na=False, na_values=[""])
-    return builder
-
-
-def files_of(builder, name: str, split: str) -> list[TextFile]:
-    """The files of a split. Raises UserError for one that is not there."""
+            raise UserError(f"{name} has several subsets; pass --subset, or the files of one: {names[1]}") from e
     found = {str(key): files for key, files in builder.config.data_files.items()}
     if any(part not in found for part in split.split("+")):
-        raise UserError(f"{name} has no split {split}; give --split one of {', '.join(found)}")
-    return [TextFile(builder, file) for part in split.split("+") for file in found[part]]
+        raise UserError(f"{name} has no split {split}; choose from {', '.join(found)}")
+    return [file for part in split.split("+") for file in found[part]]
 
 
-def left_out(folder: str, read: Iterable[str]) -> list[str]:
-    """A line that says which files of a folder are not read, by their endings."""
-    real = set(map(os.path.realpath, read))
-    paths = [Path(path) for path in files_below(folder) if os.path.realpath(path) not in real]
-    kinds = Counter(path.suffix or path.name for path in paths)
-    found = ", ".join(f"{n} {kind}" for kind, n in kinds.most_common(9))
-    return [f"{folder} without {counted(kinds.total(), 'file')} ({found})"] if kinds else []
+def files_of_folder(folder: str, below: list[str], subset: str, split: str) -> list[str]:
+    """Ask `datasets` which of the files below a folder are meant.
+
+    It sees a folder of empty files with these names, as it would follow links without end, and read [ and * in the
+    folder's own name as a pattern.
+    """
+    with readable(folder), TemporaryDirectory() as names:
+        for path in below:
+            name = Path(names, os.path.relpath(path, folder))
+            name.parent.mkdir(parents=True, exist_ok=True)
+            if name.name == "README.md":  # the card lists subsets and splits
+                shutil.copyfile(path, name)
+            else:
+                name.touch()
+        chosen = files_of(dict(path=names), folder, subset, split)
+        return [os.path.join(folder, os.path.relpath(path, os.path.realpath(names))) for path in chosen]
 
 
-def files_below(folder: str) -> Iterator[str]:
-    """All files in a folder and its folders but hidden ones."""
-    for here, folders, names in os.walk(folder, followlinks=True):
+def files_below(folder: str) -> tuple[list[str], list[str]]:
+    """List all files in a folder and its folders except hidden ones; also notes on links that are not read."""
+    files = []
+    notes = []
+    for here, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name[0] != ".")
-        yield from (f"{here}/{name}" for name in sorted(names) if name[0] != "." and os.path.isfile(f"{here}/{name}"))
+        links = [name for name in folders if os.path.islink(f"{here}/{name}")]
+        notes += [f"{here}/{name} is a link to a folder, and not followed" for name in links]
+        for path in (f"{here}/{name}" for name in sorted(names) if name[0] != "."):
+            if os.path.isfile(path):
+                files.append(path)
+            elif os.path.islink(path):
+                notes.append(f"{path} is a link that leads nowhere")
+    return files, notes
+
+
+def left_out(name: str, paths: list[str]) -> list[str]:
+    """Say which files of a folder or glob are not read, by their endings."""
+    kinds = Counter(Path(path).suffix or Path(path).name for path in paths)
+    found = ", ".join(f"{n} {kind}" for kind, n in kinds.most_common(9))
+    return [f"{name} without {counted(kinds.total(), 'file')} ({found})"] if kinds else []
 
 
 @contextmanager
-def readable(what: str, rows: int = 0) -> Iterator[None]:
-    """Turn any error of the library, the network or a file into a UserError; each has its own classes."""
+def readable(what: str) -> Iterator[None]:
+    """Turn any error of a library, the network or a file into a UserError; each has its own classes."""
     try:
         yield
     except (UserError, Stopped):
         raise
     except Exception as e:
-        if isinstance(e, OSError) and e.filename:  # the file system's own word: there is none, or no permission
-            raise UserError(f"cannot read {e.filename}: {e.strerror}; check the path") from e
-        reason = " ".join(str(e or type(e).__name__).split())[:300]
-        where = f"{what} after row {rows:,}" if rows else what
-        if on_hub(what) or what.startswith("hf://"):
-            remedy = (
-                "check name and network, log in with `hf auth login`, set HF_ENDPOINT to a mirror, or give local files"
-            )
-        else:
-            remedy = "it is damaged, cut short or of another kind: get it again, or leave it out"
-        raise UserError(f"cannot read {where}: {reason}; {remedy}") from e
+        raise unreadable(what, e) from e
+
+
+def unreadable(what: str, e: Exception, row: int = 0) -> UserError:
+    """Say in a line what cannot be read, and from which row on."""
+    reason = " ".join(str(e or type(e).__name__).split())[:300]
+    if isinstance(e, OSError) and e.filename:
+        what = str(e.filename)
+        reason = e.strerror
+    if isinstance(e, OSError) and (on_hub(what) or what.startswith("hf://")):
+        remedy = "check name and network, log in with `hf auth login`, set HF_ENDPOINT to a mirror, or pass local files"
+    elif isinstance(e, PermissionError) and "/.cache" in what:
+        remedy = "set HF_HOME to a folder that you may write"
+    else:
+        remedy = "check the path, get the file again, or leave it out"
+    where = f"row {row:,} of {what}" if row else what
+    return UserError(f"cannot read {where}: {reason}; {remedy}")
 
 
 # ------------------------------------------------------------------------------------------------ files on this disk
 
 
-def arriving(files: list[TextFile], folder: Path | None) -> Iterator[str]:
-    """The paths of the files, each as soon as it is on this disk. Those of the hub are downloaded to `folder`, or to
-    its cache: the one that is asked for, and meanwhile AHEAD that follow."""
-    pool = ThreadPool(AHEAD + 1)  # daemon threads: a script that is stopped does not wait for them
-    coming = deque()
-    for file in files:
-        coming.append(pool.apply_async(downloaded, (file, folder)))
-        if len(coming) > AHEAD:
-            yield coming.popleft().get()
-    while coming:
-        yield coming.popleft().get()
+def arriving(files: list[TextFile], folder: Path | None = None) -> Iterator[str]:
+    """Yield the path of each file once it is on this disk. Files of the hub are downloaded to `folder`, or to the
+    hub's cache, by one thread that is up to two files ahead."""
+    if not any(file.on_hub for file in files):
+        yield from (file.path for file in files)
+        return
+    arrived = Queue(maxsize=1)
+
+    def download() -> None:
+        for file in files:
+            try:
+                arrived.put(downloaded(file, folder))
+            except UserError as e:
+                arrived.put(e)
+
+    Thread(target=download, daemon=True).start()  # a script that is stopped does not wait for it
+    for _ in files:
+        path = arrived.get()
+        if isinstance(path, UserError):
+            raise path
+        yield path
 
 
 def downloaded(file: TextFile, folder: Path | None) -> str:
     if not file.on_hub:
         return file.path
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.utils import disable_progress_bars
-
-    disable_progress_bars()  # they would garble ours
-    repo, commit, name = in_hub(file)
     with readable(file.path):
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.utils import disable_progress_bars
+
+        disable_progress_bars()  # they would garble ours
+        repo, commit, name = in_hub(file)
         local_dir = folder and folder / repo
         return hf_hub_download(repo, name, repo_type="dataset", revision=commit, local_dir=local_dir)
 
 
 def in_hub(file: TextFile) -> tuple[str, ...]:
-    """(OWNER/NAME, commit, name in it) of a file of the hub."""
+    """Return (OWNER/NAME, commit, name in it) of a file of the hub."""
     return re.fullmatch(r"hf://datasets/([^@]+)@([^/]+)/(.*)", file.path).groups()
 
 
 def discard(files: list[TextFile], folder: Path) -> None:
-    """Delete what was downloaded of these files."""
+    """Delete the downloads of these files."""
     for file in files:
         if file.on_hub:
             repo, _, name = in_hub(file)

@@ -1,49 +1,170 @@
-"""Text to train on: documents of files (parts/sources.py finds them), and the rows of a small dataset.
+"""Text to train on: rows of files, the documents in them, and all rows of a small dataset.
 
-`datasets` reads all of it but plain text, as a stream: parquet, JSON lines or arrays, CSV, Arrow, plain or compressed.
-A place in the stream is a small dict, from which another process continues.
+    files (parts/sources.py finds them) -> rows, by the reader of each format -> documents
+
+A reader yields the rows of one file and looks at nothing in them. A place in the stream is a file and a row, from which
+another process continues: it reads the file again up to there, which costs little beside encoding.
 
 In a .txt two blank lines, or <|endoftext|> on a line of its own, end a document; its line ends become \n.
 This file knows nothing of tokens, shards, models or torch.
 """
 
+import csv
 import json
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from io import StringIO
+from io import BufferedReader, StringIO, TextIOWrapper
 from itertools import chain, islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
-from parts.cli import UserError, counted
+from parts.cli import Stopped, UserError, counted
 from parts.sources import (
     COMPRESSED,
     TextFile,
     arriving,
     files_below,
     find_files,
-    hub_dataset,
     in_hub,
     kind_of,
     left_out,
-    load_builder,
-    on_hub,
+    once,
     readable,
+    unreadable,
 )
 
 BATCH = 64  # documents that are read, encoded and written together: enough to keep the main thread idle
 LONG = 100_000  # characters: a longer .txt most likely holds several documents
 ENDOFTEXT = "<|endoftext|>"
 COMPRESSION = 3  # bytes of text in a byte of a compressed file, about
-START = dict(file=0, state=None, lines=0)  # the place where a stream begins
+BOM = b"\xef\xbb\xbf"  # Windows' mark of UTF-8; each line has one where files were joined
+START = dict(file=0, row=0)  # the place where a stream begins
 # UTF-8, too, and yet no text: UTF-16 without a mark, a page that asks to log in, a file that Git LFS has not fetched
 NO_TEXT = re.compile(r".{0,999}\0|\s*<(!doctype )?html|version https://git-lfs", re.IGNORECASE | re.DOTALL)
 
 
-# ------------------------------------------------------------------------------------------------ files -> documents
+# ----------------------------------------------------------------------------------------------------- files -> rows
+
+
+class Broken(str):
+    """A row that cannot be read, while the rows after it can: the reason."""
+
+
+def rows_in(path: str, column: str = "") -> Iterator:
+    """Yield all rows of a file, with this column alone where others cost time. Raises UserError with file and row."""
+    number = 0
+    try:
+        with opened(path) as file:
+            for number, row in enumerate(READERS[kind_of(path) or "json"](file, column), start=1):
+                yield row
+    except (UserError, Stopped):
+        raise
+    except Exception as e:
+        raise unreadable(path, e, number + 1) from e
+
+
+def opened(path: str):
+    """Open a file of this disk or the hub for reading bytes, decompressed by its name."""
+    import fsspec
+    import pyarrow as pa
+    from fsspec.compression import register_compression
+
+    def zstd(file, **_):
+        return BufferedReader(pa.CompressedInputStream(pa.PythonFile(file), "zstd"))
+
+    register_compression("zstd", zstd, ["zst", "zstd"], force=True)
+    return fsspec.open(path, "rb", compression="infer")
+
+
+def parquet_rows(file: BinaryIO, column: str) -> Iterator[dict]:
+    import pyarrow.parquet as pq
+
+    if not file.read(1):  # an empty file has no rows
+        return
+    with pq.ParquetFile(file) as content:
+        for batch in content.iter_batches(BATCH, columns=[column] if column else None, use_threads=False):
+            yield from batch.to_pylist()
+
+
+def arrow_rows(file: BinaryIO, column: str) -> Iterator[dict]:
+    """Read either form of Arrow's files, that of streams and that of random access."""
+    import pyarrow as pa
+
+    magic = file.read(6)
+    if not magic:  # an empty file has no rows
+        return
+    if magic == b"ARROW1":
+        content = pa.ipc.open_file(file)
+        batches = map(content.get_batch, range(content.num_record_batches))
+    else:
+        file.seek(0)
+        batches = pa.ipc.open_stream(file)
+    for batch in batches:
+        if column:
+            batch = batch.select([name for name in batch.schema.names if name == column])
+        yield from batch.to_pylist()
+
+
+def json_rows(file: BinaryIO, column: str) -> Iterator:
+    """Read an array, or a row from each line. A line that is not JSON is Broken, unless it is the first one."""
+    first = next((line for line in file if line.removeprefix(BOM).strip()), b"")
+    if first.removeprefix(BOM).lstrip().startswith(b"["):
+        yield from parse(first + file.read())
+        return
+    read = 0
+    for line in chain([first], file):  # they end at \n alone: a string may hold Unicode's other ends of lines
+        if line.removeprefix(BOM).strip():
+            try:
+                row = parse(line)
+            except (ValueError, RecursionError):
+                if not read:
+                    raise
+                row = Broken("not JSON")
+            yield row
+            read += 1
+
+
+def parse(text: bytes):
+    return json.loads(text.decode("utf-8-sig"), object_pairs_hook=unambiguous)
+
+
+def unambiguous(pairs: list[tuple[str, object]]) -> dict:
+    """Make an object of JSON, without a key that it has twice: which value is meant would be a guess."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        found = {key: value for key, value in pairs if counts[key] == 1}
+    return found
+
+
+def csv_rows(file: BinaryIO, column: str, delimiter: str = ",") -> Iterator:
+    csv.field_size_limit(sys.maxsize)
+    lines = csv.reader(TextIOWrapper(file, "utf-8-sig", newline=""), delimiter=delimiter, strict=True)
+    names = next(lines, [])
+    for fields in filter(None, lines):  # a blank line is no row
+        many = len(fields) > len(names)
+        yield Broken("more fields than columns") if many else dict(zip(names, fields))
+
+
+def tsv_rows(file: BinaryIO, column: str) -> Iterator:
+    return csv_rows(file, column, "\t")
+
+
+def text_rows(file: BinaryIO, column: str) -> Iterator[dict]:
+    for number, text in enumerate(documents(TextIOWrapper(file, "utf-8-sig"))):
+        if not number:
+            refuse_no_text(text)
+        yield {column or "text": text}
+
+
+READERS = dict(parquet=parquet_rows, arrow=arrow_rows, json=json_rows, csv=csv_rows, tsv=tsv_rows, text=text_rows)
+
+
+# ------------------------------------------------------------------------------------------------- rows -> documents
 
 
 class Texts(NamedTuple):
@@ -51,54 +172,48 @@ class Texts(NamedTuple):
 
     files: list[TextFile]
     text_field: str
-    notes: list[str]  # what a person should know: what is left out, a .txt that is one document
+    first: list[str]  # documents of the first file
+    said: list[str]  # notes on what is left out, and on a .txt that is one document
+    left: Counter[str]  # rows that are left out, by reason
+    where: dict[str, str]  # the first of them
 
     def batches(
         self, place: dict | None = None, downloads: Path | None = None
     ) -> Iterator[tuple[dict, list[str | None]]]:
-        """(the place where it begins, up to BATCH documents), from `place` on; None is a row without text.
+        """Yield (the place where it begins, up to BATCH documents) from `place` on; None is a row without text.
 
-        A place is the number of a file, and the state of its stream or the first line in a .txt. Raises UserError.
+        A place is the number of a file, and of a row in it. Raises UserError.
         """
         place = place or START
-        first = place["file"]
-        for number, path in enumerate(arriving(self.files[first:], downloads), first):
-            for within, batch in self.batches_of(self.files[number], path, place):
-                yield START | dict(file=number) | within, batch
-            place = START
+        skipped = place["row"]
+        for number, path in enumerate(arriving(self.files[place["file"] :], downloads), place["file"]):
+            rows = islice(enumerate(rows_in(path, self.text_field)), skipped, None)
+            skipped = 0
+            while batch := list(islice(rows, BATCH)):
+                first = batch[0][0]
+                texts = [self.text_of(row, f"row {n + 1:,} of {path}") for n, row in batch]
+                if kind_of(path) == "text":
+                    self.said.extend(note for note in notes_on(path, texts, first) if note not in self.said)
+                yield dict(file=number, row=first), texts
 
-    def batches_of(self, file: TextFile, path: str, place: dict) -> Iterator[tuple[dict, list[str | None]]]:
-        """(its place in the file, a batch) of a file that is now at `path`."""
-        if file.kind == "text":
-            found = documents_of_file(path, place["lines"])
-            while batch := list(islice(found, BATCH)):
-                line = batch[0][0]
-                texts = [text for _, text in batch]
-                self.notes.extend(note for note in notes_on(path, texts, line) if note not in self.notes)
-                yield dict(lines=line), texts
-            return
-        rows = 0
-        stream = stream_of(file, path, self.text_field).with_format("arrow")
-        if place["state"]:
-            stream.load_state_dict(place["state"])
-        state = stream.state_dict()
-        tables = stream.iter(BATCH)
-        while True:
-            with readable(path, rows):
-                table = next(tables, None)
-                if table is None:
-                    return
-                texts = [text if isinstance(text, str) else None for text in table[self.text_field].to_pylist()]
-            yield dict(state=state), texts
-            rows += len(texts)
-            state = stream.state_dict()
+    def text_of(self, row, place: str) -> str | None:
+        """Return the text of a row; count a row without text, and return None."""
+        text = row.get(self.text_field) if isinstance(row, dict) else None
+        if is_text(text):
+            return text
+        reason = row if isinstance(row, Broken) else "no text"
+        self.left[reason] += 1
+        self.where.setdefault(reason, place)
+        return None
 
-    def first_documents(self) -> list[str | None]:
-        """A batch of the first file, of which no more is downloaded than that takes."""
-        return next(self.batches_of(self.files[0], self.files[0].path, START), ({}, []))[1]
+    @property
+    def notes(self) -> list[str]:
+        """What a person should know, as far as it has been read."""
+        left = [f"{counted(n, 'row')} left out ({why}), the first: {self.where[why]}" for why, n in self.left.items()]
+        return self.said + left
 
     def sizes(self) -> list[int]:
-        """Bytes of each file."""
+        """Return the bytes of each file."""
         import fsspec
 
         sizes = []
@@ -109,18 +224,17 @@ class Texts(NamedTuple):
         return sizes
 
     def text_bytes(self, sizes: list[int]) -> int:
-        """About how many bytes of text files of these sizes hold: as many as the first .parquet has, or by name."""
-        import fsspec
+        """Estimate the bytes of text in files of these sizes: by name, or as many as the first .parquet has."""
         import pyarrow.parquet as pq
 
         total = 0
         ratio = None
         for file, size in zip(self.files, sizes, strict=True):
-            if file.kind != "parquet":
+            if file.kind != "parquet" or not size:
                 total += size * (COMPRESSION if COMPRESSED.search(file.path) else 1)
                 continue
             if ratio is None:  # by the list of its row groups
-                with readable(file.path), fsspec.open(file.path) as f, pq.ParquetFile(f) as content:
+                with readable(file.path), opened(file.path) as f, pq.ParquetFile(f) as content:
                     number = content.schema.names.index(self.text_field)
                     groups = [content.metadata.row_group(i).column(number) for i in range(content.num_row_groups)]
                     ratio = sum(group.total_uncompressed_size for group in groups) / size
@@ -128,7 +242,7 @@ class Texts(NamedTuple):
         return int(total)
 
     def commit(self) -> str:
-        """The commit of a dataset of the hub; "" for anything else."""
+        """Return the commit of a dataset of the hub; "" for anything else."""
         commits = {in_hub(file)[1] if file.on_hub else "" for file in self.files}
         return commits.pop() if len(commits) == 1 else ""
 
@@ -136,74 +250,63 @@ class Texts(NamedTuple):
 def open_texts(
     source: tuple[str, ...], text_field: str = "text", subset: str = "", split: str = "train", revision: str = "main"
 ) -> Texts:
-    """The documents of files, folders, globs or datasets of the hub, as `datasets.load_dataset` means subset, split and
-    revision. Raises UserError for what is not there, has no such field, or is several subsets of a dataset."""
+    """Open the documents of files, folders, globs or hub datasets, as `datasets.load_dataset` means subset, split and
+    revision. Raises UserError for a missing source or field, and for several subsets of a dataset."""
     files, notes = find_files(source, subset, split, revision)
-    for file in {id(file.builder): file for file in reversed(files)}.values():  # the first of each builder
-        if file.kind == "text":
-            continue
-        with readable(file.path):
-            stream = stream_of(file, file.path)
-            columns = stream.column_names or list(next(iter(stream), {text_field: ""}))
-        if text_field not in columns:
-            raise UserError(f"{file.path} has no {text_field!r}; give --text_field one of {', '.join(columns)}")
-    return Texts(files, text_field, notes)
+    rows = []
+    for file in files:
+        if rows := list(islice(rows_in(file.path, text_field), BATCH)):
+            break
+    if rows and not any(isinstance(row, dict) and text_field in row for row in rows):
+        keys = {key: 0 for row in islice(rows_in(file.path), BATCH) if isinstance(row, dict) for key in row}
+        raise UserError(f"{file.path} has no {text_field!r}; pass --text_field one of {', '.join(keys)}")
+    texts = [row.get(text_field) if isinstance(row, dict) else None for row in rows]
+    return Texts(files, text_field, list(filter(is_text, texts)), notes, Counter(), {})
 
 
-def stream_of(file: TextFile, path: str, column: str = ""):
-    """The rows of one file, which is now at `path`, as a datasets.IterableDataset."""
-    file.builder.config.data_files = {"train": [path]}
-    if column and file.kind == "parquet":
-        file.builder.config.columns = [column]
-    return file.builder.as_streaming_dataset(split="train")
+def is_text(value) -> bool:
+    """Tell whether a value is text that UTF-8 can write: JSON may hold half a character."""
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
 
 
-def documents_of_file(path: str, skip: int) -> Iterator[tuple[int, str]]:
-    """`documents` of a .txt, from a line on."""
-    import fsspec
-
-    with readable(path), fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as lines:
-        for number, text in documents(islice(lines, skip, None), skip):
-            if not number:
-                refuse_no_text(path, text)
-            yield number, text
+# ------------------------------------------------------------------------------------------------------- plain text
 
 
-def refuse_no_text(path: str, text: str) -> None:
+def refuse_no_text(text: str) -> None:
     if NO_TEXT.match(text):
-        raise UserError(f"{path} begins with {text[:20]!r} and is no plain text; convert it, or leave it out")
+        raise ValueError(f"it begins with {text[:20]!r} and is no plain text")
 
 
-def documents(lines: Iterable[str], start: int = 0) -> Iterator[tuple[int, str]]:
-    """(number of its first line, document) of the lines of a text, which end with \n; their first one is `start`.
+def documents(lines: Iterable[str]) -> Iterator[str]:
+    """Split the lines of a text, which end with \n, into documents.
 
     A document ends with two or more blank lines, which are a part of it, or before <|endoftext|> on a line of its own,
     which is not. Blank lines alone are no document.
     """
     document = []
-    first = start
     blank = 0  # lines in a row
     after_end = False
-    for number, line in enumerate(chain(lines, [ENDOFTEXT]), start):
+    for line in chain(lines, [ENDOFTEXT]):
         word = line.strip()
         if word and blank >= 2 or word == ENDOFTEXT:
             text = "".join(document)
             if text.strip():
-                yield first, text
+                yield text
             document = []
         blank = 0 if word else blank + 1
         after_end = word == ENDOFTEXT or after_end and not word
         if not after_end:
-            if not document:
-                first = number
             document.append(line)
 
 
-def notes_on(path: str, documents: list[str], line: int = 0) -> list[str]:
-    """What a person should know about the documents of a .txt from `line` on, some or all."""
+def notes_on(path: str, documents: list[str], before: int = 0) -> list[str]:
+    """Say what a person should know about documents of a .txt; `before` counts those that precede them."""
     how = f"to end documents, write two blank lines or {ENDOFTEXT} on a line of its own"
     notes = []
-    if not line and len(documents) == 1 and len(documents[0]) > LONG:
+    if not before and len(documents) == 1 and len(documents[0]) > LONG:
         notes.append(f"{path} is one document; {how}")
     if any(ENDOFTEXT in document for document in documents):
         notes.append(f"{path} has {ENDOFTEXT} inside lines, where it is text; {how}")
@@ -211,71 +314,46 @@ def notes_on(path: str, documents: list[str], line: int = 0) -> list[str]:
 
 
 def texts_of(text: str) -> list[str]:
-    """The documents of a text."""
-    return [document for _, document in documents(StringIO(text))]
+    """Split a text into its documents."""
+    return [*documents(StringIO(text))]
 
 
 def plain_texts(folder: str) -> tuple[list[str], list[str]]:
-    """The texts of all files below a folder that are UTF-8, whatever their names; and lines that say what is read and
-    what is left out. Raises UserError if there are none."""
+    """Read all files below a folder that are UTF-8, whatever their names; also say what is read and what is left out.
+    Raises UserError if there are none."""
     texts = {}
-    for path in map(Path, files_below(folder)):
+    paths, notes = files_below(folder)
+    paths = once(paths)
+    for path in paths:
         with suppress(UnicodeDecodeError):
-            text = path.read_text(encoding="utf-8-sig")
+            text = Path(path).read_text(encoding="utf-8-sig")
             if text.strip() and not NO_TEXT.match(text):
                 texts[path] = text
     if not texts:
-        raise UserError(f"{folder} holds no file of plain text (UTF-8); give a folder that has some")
-    kinds = Counter(path.suffix or path.name for path in texts)
+        raise UserError(f"{folder} holds no file of plain text (UTF-8); pass a folder that has some")
+    kinds = Counter(Path(path).suffix or Path(path).name for path in texts)
     read = ", ".join(f"{n} {kind}" for kind, n in kinds.most_common(9))
-    notes = [f"{folder}: {counted(len(texts), 'file')} read as text ({read})"]
-    return [*texts.values()], notes + left_out(folder, texts)
+    notes.append(f"{folder}: {counted(len(texts), 'file')} read as text ({read})")
+    return [*texts.values()], notes + left_out(folder, [path for path in paths if path not in texts])
 
 
 # ---------------------------------------------------------------------------------------- rows of a small dataset
 
 
-def rows_of(data: str, split: str = "train", option: str = "--data") -> list[dict]:
-    """All rows of a file, a folder or a dataset of the hub; at least one. Raises UserError, which names the option."""
+def rows_of(data: str, split: str = "train", option: str = "--data") -> list:
+    """Read all rows of a file, a folder or a dataset of the hub; at least one. Raises UserError, which names the
+    option."""
     try:
-        with readable(data):
-            if on_hub(data):
-                load_builder(**hub_dataset(data))  # or a line that names the subsets
-                import datasets
-
-                rows = datasets.load_dataset(**hub_dataset(data), split=split).to_list()  # keeps a copy in its cache
-            elif os.path.isdir(data) or kind_of(data) not in ("", "json") or COMPRESSED.search(data):
-                files, notes = find_files((data,), "", split, "main")
-                print(*(f"note: {note}\n" for note in notes), sep="", end="")
-                rows = [row for file in files for row in stream_of(file, file.path)]
-            else:
-                rows = json_rows(data)
-            if not rows:
-                raise UserError(f"{data} has no rows; give a file, a folder or OWNER/NAME of the hub")
+        if os.path.isfile(data):  # of any name
+            files, notes = [TextFile(data)], []
+        else:
+            files, notes = find_files((data,), split=split)
+        rows = [(path, number, row) for path in arriving(files) for number, row in enumerate(rows_in(path), start=1)]
+        notes += [f"row {n:,} of {path} left out ({row})" for path, n, row in rows if isinstance(row, Broken)]
+        rows = [row for _, _, row in rows if not isinstance(row, Broken)]
+        print(*(f"note: {note}\n" for note in notes), sep="", end="")
+        if not rows:
+            raise UserError(f"{data} has no rows; pass a file, a folder or OWNER/NAME of the hub")
     except UserError as e:
         raise UserError(f"{option}: {e}") from e
     return rows
-
-
-def json_rows(path: str) -> list[dict]:
-    """The rows of a .json file, which holds a list, or of a .jsonl file, one a line. `datasets` needs one type for a
-    key: it would turn 0 into "0" where other rows have a text."""
-    text = Path(path).read_text(encoding="utf-8-sig")
-    if text.lstrip().startswith("["):
-        return json.loads(text, object_pairs_hook=unique)
-    rows = []
-    for number, line in enumerate(text.split("\n"), start=1):  # a JSON string may hold other ends of lines
-        if line := line.strip().removeprefix("\ufeff"):  # each line may have a mark, as from files joined
-            try:
-                rows.append(json.loads(line, object_pairs_hook=unique))
-            except ValueError as e:
-                raise UserError(f"{path} is not JSON in line {number}: {e}; correct it there") from None
-    return rows
-
-
-def unique(pairs: list[tuple[str, object]]) -> dict:
-    """An object of JSON. Raises ValueError for a key that it has twice, of which `json` takes the last."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError(f"an object has a key twice ({', '.join(key for key, _ in pairs)})")
-    return found

@@ -56,11 +56,11 @@ def test_a_long_text_of_one_document_is_said_by_the_trainer_of_tokenizers_too(tm
 def test_words_of_a_table_that_look_like_nothing_are_words(tmp_path):
     words = ["NA", "None", "null", "nan", "n/a", "#N/A"]
     (tmp_path / "a.csv").write_text("id,text\n" + "".join(f"{n},{word}\n" for n, word in enumerate(words)) + "7,\n")
-    assert read(tmp_path / "a.csv")[0] == [*words, None]
-    assert [found["text"] for found in rows_of(str(tmp_path / "a.csv"))] == [*words, None]
+    assert read(tmp_path / "a.csv")[0] == [*words, ""]
+    assert [found["text"] for found in rows_of(str(tmp_path / "a.csv"))] == [*words, ""]
     (tmp_path / "folder").mkdir()
     (tmp_path / "a.csv").rename(tmp_path / "folder/a.csv")
-    assert read(tmp_path / "folder")[0] == [*words, None]
+    assert read(tmp_path / "folder")[0] == [*words, ""]
 
 
 # ---- rows

@@ -10,7 +10,7 @@ from parts.files import sha256
 VOCAB = 1000
 T = 16
 SIZES = (1003, 517, 16, 5, 0, 1459)  # tokens of the shards: no multiple of T, and some shorter than a window
-UNFINISHED = dict(next=dict(file=0, state=None, lines=0, skip=0), files=[], shard_size=50)  # of a manifest
+UNFINISHED = dict(next=dict(file=0, row=0, skip=0), files=[], shard_size=50)  # of a manifest
 
 
 def write_shards(folder: Path, sizes=SIZES, split: str = "train", dtype=np.uint16, vocab_size=VOCAB) -> np.ndarray:
