@@ -1,22 +1,23 @@
-"""GPT-2 and its training on one page: the model, the loss, AdamW, the schedule and the loop, in PyTorch alone.
+"""GPT-2 and its training on one page, in PyTorch alone.
 
-    python minimal.py                                      # a small GPT that reads input.txt by bytes, on a CPU
-    torchrun --standalone --nproc_per_node=8 minimal.py    # one process for each GPU
+    python minimal.py                                      # a small GPT on input.txt, byte by byte, on a CPU
+    torchrun --standalone --nproc_per_node=8 minimal.py    # one process per GPU
+    python -m pytest tests/test_minimal.py                 # train_gpt2.py has the same losses, to six digits
 
-Nothing else of this project is imported: read it first, or copy it and begin something of your own. There are no flags:
-edit the constants. For GPT-2 124M write shards (`python fineweb.py`) and take the values in brackets. It saves nothing.
+It imports nothing else of this project: read it first, or fork it. There are no flags: edit the constants. For GPT-2
+124M write token shards (`python fineweb.py`) and take the values in brackets. `train_gpt2.py` adds what a long run
+needs: shuffled data, checkpoints that transformers opens, HellaSwag, flags, a loss that takes less memory.
 
-`train_gpt2.py --no_shuffle --optimizer adamw` has the same losses, and adds what a long run needs: checkpoints, exact
-resumes, shuffled data, evaluations, a loss that takes less memory. Wherever this project says that a model is a GPT-2,
-it computes what the class GPT below computes.
-
-Shapes in comments: B sequences, T tokens, C n_embd, H n_head, D = C / H channels of a head, V vocab_size.
+Shapes: B sequences, T tokens, C n_embd, H n_head, D = C / H channels per head, V vocab_size.
 """
 
 import math
 import os
+import sys
 import time
-from dataclasses import dataclass
+from bisect import bisect_right
+from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 @dataclass
 class Config:
-    data: str = "input.txt"  # a .txt, read by bytes, or a folder of token shards [edu_fineweb10B]
+    data: str = "input.txt"  # a .txt, read byte by byte, or a folder of token shards [edu_fineweb10B]
+    checkpoint: str = "out/minimal.pt"
+    resume: bool = False  # continue from the checkpoint
     # model
     vocab_size: int = 256  # [50304: 50257 tokens, padded to a multiple of 128 for the tensor cores]
     n_layer: int = 4  # [12]
@@ -49,9 +52,12 @@ class Config:
     eps: float = 1e-8
     grad_clip: float = 1.0
     seed: int = 1337
+    # validation and checkpoints
+    eval_interval: int = 100  # steps between validations and checkpoints [250]
+    eval_steps: int = 20  # micro-batches of a validation
     # machine
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
-    bf16: bool = device == "cuda"  # matrix products in bf16; a GPU older than Ampere has to do without
+    bf16: bool = device == "cuda"  # matrix products in bf16; needs Ampere or newer
     compile: bool = device == "cuda"
 
 
@@ -123,17 +129,13 @@ class GPT(nn.Module):
             nn.init.normal_(module.attn.c_proj.weight, std=std)
             nn.init.normal_(module.mlp.c_proj.weight, std=std)
 
-    def hidden(self, idx):
-        """What the head turns into logits: (B, T, C) of the tokens idx (B, T)."""
+    def forward(self, idx, targets=None):
+        """Logits (B, T, V) of idx (B, T), or their mean cross-entropy in nats against targets (B, T)."""
         positions = torch.arange(idx.size(1), device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
         for block in self.transformer.h:
             x = block(x)
-        return self.transformer.ln_f(x)
-
-    def forward(self, idx, targets=None):
-        """Logits (B, T, V), or their mean cross-entropy in nats against targets (B, T)."""
-        logits = self.lm_head(self.hidden(idx))
+        logits = self.lm_head(self.transformer.ln_f(x))  # (B, T, V)
         return logits if targets is None else F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
@@ -157,20 +159,38 @@ def learning_rate(step: int, config: Config) -> float:
     return config.min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (config.max_lr - config.min_lr)
 
 
-def open_tokens(data: str) -> list[np.ndarray]:
-    """The bytes of a .txt, or the training shards of a folder, which stay on the disk."""
+class Tokens:
+    """One long sequence of tokens, in one or more arrays."""
+
+    def __init__(self, shards: list[np.ndarray]):
+        self.shards = shards
+        self.ends = list(accumulate(map(len, shards)))  # the number of tokens up to the end of each shard
+
+    def read(self, start: int, n: int) -> np.ndarray:
+        """The n tokens from `start` on, (n,) int64."""
+        i = bisect_right(self.ends, start)  # the shard with the first of them
+        begin = start - self.ends[i] + len(self.shards[i])  # within this shard
+        tokens = self.shards[i][begin : begin + n]
+        if len(tokens) < n:  # the rest is in the next shard
+            tokens = np.concatenate([tokens, self.shards[i + 1][: n - len(tokens)]])
+        return tokens.astype(np.int64)
+
+    def windows(self, numbers: range, T: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and targets, (B, T) each, of B windows. Window i starts at token i * T, and so on around the end."""
+        n_windows = (self.ends[-1] - 1) // T  # the last input needs a target, too
+        starts = [(number % n_windows) * T for number in numbers]
+        tokens = torch.from_numpy(np.stack([self.read(start, T + 1) for start in starts]))  # (B, T + 1)
+        return tokens[:, :-1], tokens[:, 1:]  # each target is the token after its input
+
+
+def open_tokens(data: str, split: str) -> Tokens:
+    """The split `train` or `val`: nine tenths of the bytes of a .txt, or the last tenth; or the shards of a folder."""
     if data.endswith(".txt"):
-        return [np.fromfile(data, np.uint8)]
-    return [np.asarray(np.load(file, mmap_mode="r")) for file in sorted(Path(data).glob("*_train_*.npy"))]
-
-
-def read(tokens: list[np.ndarray], start: int, n: int) -> np.ndarray:
-    """n tokens from `start` on, of all shards in a row."""
-    parts = []
-    for shard in tokens:
-        parts.append(shard[max(start, 0) : max(start + n, 0)])  # empty, unless the n tokens reach into this shard
-        start -= len(shard)
-    return np.concatenate(parts).astype(np.int64)
+        text = np.fromfile(data, np.uint8)
+        n_train = len(text) * 9 // 10
+        return Tokens([text[:n_train] if split == "train" else text[n_train:]])
+    files = sorted(Path(data).glob(f"*_{split}_*.npy"))
+    return Tokens([np.load(file, mmap_mode="r") for file in files])  # they stay on the disk
 
 
 # --------------------------------------------------------------------------------------------------------- training
@@ -180,43 +200,50 @@ def train(config: Config) -> GPT:
     rank = int(os.environ.get("RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     device = config.device
+    checkpoint = Path(config.checkpoint)
+    checkpoint.parent.mkdir(parents=True, exist_ok=True)
+    if checkpoint.exists() and not config.resume:
+        print(f"error: {checkpoint} exists; set resume = True, or another checkpoint", file=sys.stderr)
+        sys.exit(2)
     if world_size > 1:  # torchrun has started us
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
         if device == "cuda":
             device = f"cuda:{os.environ['LOCAL_RANK']}"
             torch.cuda.set_device(device)
     torch.manual_seed(config.seed)  # the same weights on all ranks
-    if config.bf16:
-        torch.set_float32_matmul_precision("high")  # TF32 for what is not in bf16
+    torch.set_float32_matmul_precision("high" if config.bf16 else "highest")  # TF32 for what is not in bf16
 
-    tokens = open_tokens(config.data)
-    T = config.sequence_length
-    B = config.micro_batch_size
-    n_windows = (sum(map(len, tokens)) - 1) // T  # of an epoch; the last one needs a target after its T tokens
-    per_rank = config.total_batch_size // (T * world_size)  # windows of a step
-    n_micro = per_rank // B
-    assert n_micro * B * T * world_size == config.total_batch_size, "total_batch_size is not whole micro-batches"
+    tokens = open_tokens(config.data, "train")
     model = GPT(config).to(device)
     optimizer = make_optimizer(model, config)
+    first_step = 1
+    if config.resume and checkpoint.exists():
+        state = torch.load(checkpoint, map_location=device, weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        first_step = state["step"] + 1
     loss_fn = torch.compile(model) if config.compile else model
     if world_size > 1:
         loss_fn = DistributedDataParallel(loss_fn)
 
-    for step in range(1, config.max_steps + 1):
+    B = config.micro_batch_size
+    T = config.sequence_length
+    n_windows = config.total_batch_size // T  # of a step
+    n_micro = n_windows // (B * world_size)  # micro-batches of a step on this rank
+    assert n_micro * B * T * world_size == config.total_batch_size, "total_batch_size is not whole micro-batches"
+
+    for step in range(first_step, config.max_steps + 1):
         began = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, config)
         mean_loss = torch.zeros((), device=device)
-        first = ((step - 1) * world_size + rank) * per_rank  # windows in the order of the files, a part for each rank
+        # windows come in the order of the files; the ranks share those of a step
+        first = (step - 1) * n_windows + rank * n_micro * B
         for i in range(n_micro):
-            numbers = range(first + i * B, first + (i + 1) * B)
-            windows = [read(tokens, number % n_windows * T, T + 1) for number in numbers]
-            windows = torch.from_numpy(np.stack(windows)).to(device)  # (B, T + 1)
-            idx, targets = windows[:, :-1], windows[:, 1:]  # (B, T) each; the next token is the target
-            if world_size > 1:
-                loss_fn.require_backward_grad_sync = i == n_micro - 1  # ranks average their gradients once
+            idx, targets = tokens.windows(range(first + i * B, first + (i + 1) * B), T)  # (B, T) each
+            loss_fn.require_backward_grad_sync = i == n_micro - 1  # DDP: ranks average their gradients once
             with torch.autocast(config.device, torch.bfloat16, enabled=config.bf16):
-                loss = loss_fn(idx, targets) / n_micro
+                loss = loss_fn(idx.to(device), targets.to(device)) / n_micro
             loss.backward()  # adds to the gradients
             mean_loss += loss.detach()
         if world_size > 1:
@@ -224,18 +251,37 @@ def train(config: Config) -> GPT:
         norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
-        if rank == 0:
-            step_loss = mean_loss.item() / world_size  # waits for the GPU
-            seconds = time.perf_counter() - began
-            print(f"step {step:5d}  loss {step_loss:.6f}  norm {norm:.3f}  {1000 * seconds:.1f} ms", flush=True)
+        if rank > 0:
+            continue
+        step_loss = mean_loss.item() / world_size  # waits for the GPU
+        ms = 1000 * (time.perf_counter() - began)
+        print(f"step {step:5d}  loss {step_loss:.6f}  norm {norm:.3f}  {ms:.1f} ms", flush=True)
+        if step % config.eval_interval == 0 or step == config.max_steps:
+            print(f"step {step:5d}  validation loss {validate(model, config, device):.4f}", flush=True)
+            state = dict(step=step, config=asdict(config), model=model.state_dict(), optimizer=optimizer.state_dict())
+            torch.save(state, f"{checkpoint}.tmp")
+            os.replace(f"{checkpoint}.tmp", checkpoint)  # a kill leaves the old one or the new one
     if world_size > 1:
         dist.destroy_process_group()
     return model
 
 
 @torch.no_grad()
+def validate(model: GPT, config: Config, device: str) -> float:
+    """The mean loss of the first windows of the validation split, in nats per token."""
+    tokens = open_tokens(config.data, "val")
+    B = config.micro_batch_size
+    total = 0.0
+    for i in range(config.eval_steps):
+        idx, targets = tokens.windows(range(i * B, (i + 1) * B), config.sequence_length)
+        with torch.autocast(config.device, torch.bfloat16, enabled=config.bf16):
+            total += model(idx.to(device), targets.to(device)).item()
+    return total / config.eval_steps
+
+
+@torch.no_grad()
 def sample(model: GPT, idx: list[int], n: int, n_positions: int) -> list[int]:
-    """n tokens after idx, each drawn from what the model expects next."""
+    """Append n tokens to idx, each drawn from the model's distribution of the next one."""
     for _ in range(n):
         context = torch.tensor([idx[-n_positions:]], device=model.lm_head.weight.device)  # (1, T)
         probs = F.softmax(model(context)[0, -1], dim=-1)  # (V,)
@@ -247,6 +293,6 @@ if __name__ == "__main__":
     config = Config()
     model = train(config)
     if int(os.environ.get("RANK", 0)) == 0:
-        start = read(open_tokens(config.data), 0, 16).tolist()
+        start = open_tokens(config.data, "val").read(0, 16).tolist()
         text = sample(model, start, 300, config.sequence_length)
         print(bytes(text).decode(errors="replace") if config.data.endswith(".txt") else text)

@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -54,8 +55,8 @@ def difference(ours: list[float], minimals: list[float]) -> float:
     ],
     ids=["one micro-batch a rank", "accumulation", "bf16"],
 )
-def test_train_gpt2_has_the_same_losses(train, run_dir, shards, capsys, changes, dtype, limit):
-    config = replace(SMALL, data=str(shards), **changes)
+def test_train_gpt2_has_the_same_losses(train, run_dir, shards, tmp_path, capsys, changes, dtype, limit):
+    config = replace(SMALL, data=str(shards), checkpoint=str(tmp_path / "minimal.pt"), **changes)
     capsys.readouterr()
     minimal.train(config)
     expected = losses_of(capsys.readouterr().out)
@@ -69,6 +70,7 @@ def test_train_gpt2_has_the_same_losses(train, run_dir, shards, capsys, changes,
 def test_train_gpt2_has_the_same_losses_on_two_ranks(tmp_path, shards):
     source = (ROOT / "minimal.py").read_text()
     constants = SIZES | STEPS | dict(data=str(shards), device="cpu", bf16=False, compile=False)
+    constants["checkpoint"] = str(tmp_path / "minimal.pt")
     for name, value in constants.items():  # as a person edits them
         source, n = re.subn(rf"(?m)^(    {name}: \w+ = )[^#\n]+", rf"\g<1>{value!r}  ", source)
         assert n == 1, name
@@ -109,9 +111,56 @@ def test_the_first_weights_are_those_of_model_py():
 def test_it_writes_text_after_it_has_learned(tmp_path):
     text = tmp_path / "abc.txt"
     text.write_text("abc" * 1000)
-    config = replace(SMALL, data=str(text), vocab_size=256, max_steps=60, max_lr=1e-2)
+    checkpoint = str(tmp_path / "minimal.pt")
+    config = replace(SMALL, data=str(text), checkpoint=checkpoint, vocab_size=256, max_steps=60, max_lr=1e-2)
     model = minimal.train(config)
     assert bytes(minimal.sample(model, list(b"ab"), 40, config.sequence_length)).count(b"abc") > 10
+
+
+def test_a_resume_continues_to_the_same_weights(tmp_path, shards, monkeypatch):
+    whole = replace(SMALL, data=str(shards), checkpoint=str(tmp_path / "whole.pt"), eval_interval=8)
+    expected = minimal.train(whole).state_dict()
+    halves = replace(whole, checkpoint=str(tmp_path / "halves.pt"))
+    clock = time.perf_counter
+    steps = iter(range(2 * 18))
+    with monkeypatch.context() as patch, pytest.raises(StopIteration):  # a step reads it twice: stops in step 19
+        patch.setattr(time, "perf_counter", lambda: next(steps) and clock())
+        minimal.train(halves)
+    state = torch.load(tmp_path / "halves.pt", weights_only=True)
+    assert state["step"] == 16
+    found = minimal.train(replace(halves, resume=True)).state_dict()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_it_validates_on_the_last_tenth_of_a_text(tmp_path, capsys):
+    text = tmp_path / "ab.txt"
+    text.write_bytes(b"a" * 9000 + b"b" * 1000)
+    config = replace(SMALL, data=str(text), checkpoint=str(tmp_path / "minimal.pt"), vocab_size=256, eval_steps=3)
+    model = minimal.train(config)
+    [loss] = re.findall(r"step +20  validation loss (\S+)", capsys.readouterr().out)
+    idx = torch.full((1, 32), ord("b"))
+    with torch.no_grad():
+        assert abs(float(loss) - model(idx, idx).item()) < 1e-3
+
+
+def test_an_existing_checkpoint_is_not_overwritten(tmp_path, shards, capsys):
+    config = replace(SMALL, data=str(shards), checkpoint=str(tmp_path / "minimal.pt"), max_steps=1)
+    minimal.train(config)
+    before = (tmp_path / "minimal.pt").read_bytes()
+    with pytest.raises(SystemExit) as end:
+        minimal.train(config)
+    assert end.value.code == 2
+    assert "minimal.pt" in capsys.readouterr().err
+    assert (tmp_path / "minimal.pt").read_bytes() == before
+
+
+def test_a_window_may_reach_into_the_next_shard():
+    tokens = minimal.Tokens([np.arange(10), np.arange(10, 17), np.arange(17, 40)])
+    for start in range(30):
+        assert tokens.read(start, 6).tolist() == list(range(start, start + 6))
+    idx, targets = tokens.windows(range(6, 9), 5)  # of seven windows; then the first one again
+    assert idx[:, 0].tolist() == [30, 0, 5]
+    assert torch.equal(targets, idx + 1)
 
 
 def test_it_imports_torch_and_numpy_alone():
