@@ -21,10 +21,12 @@ MARKS = "osD^v"
 X_LABELS = dict(steps="step", tokens="millions of tokens", seconds="minutes of training")
 UNITS = dict(loss="nats per token", bpb="bits per byte")
 # On HellaSwag: there are four endings; the released weights as `hellaswag.py --style completion` scores them
-ACCURACIES = {"chance": 0.25, "GPT-2 124M": 0.2955}
+ACCURACIES = {"chance": 25, "GPT-2 124M": 29.55}
+GRAY = dict(color="gray", linewidth=0.8)
 TITLES = dict(
+    loss="Loss; marked: validation",
     score="HellaSwag: how often the right ending of four is the likeliest, lengths normalised (%, standard error)",
-    norm="Gradient norm before clipping (log)",
+    norm="Gradient norm before clipping",
     rate="Learning rate",
 )
 Curve = tuple[np.ndarray, np.ndarray]  # x and y
@@ -43,18 +45,18 @@ def picture(runs: dict[str, Records], kind: str, x: str = "steps", y: str = "los
     """
     from matplotlib.figure import Figure  # slow to import (0.5 s)
 
-    heights = dict(loss=3.5, score=2.1, norm=1.6)  # of the rows, in inches
-    if not any(of_kind(records, "hellaswag") for records in runs.values()):
-        del heights["score"]
-    rows = [[name, name] for name in heights]
-    rows[-1] = ["norm", "rate"]  # side by side
-    figure = Figure((9, sum(heights.values()) + 0.7 * len(rows)), dpi=100, layout="constrained")
-    panels = figure.subplot_mosaic(rows, sharex=True, height_ratios=list(heights.values()))
+    rows = [["loss", "loss"], ["norm", "rate"]]
+    heights = [4, 2]  # in inches
+    if any(of_kind(records, "hellaswag") for records in runs.values()):
+        rows.insert(1, ["score", "score"])
+        heights.insert(1, 3)
+    figure = Figure((9, sum(heights)), layout="constrained")
+    panels = figure.subplot_mosaic(rows, sharex=True, height_ratios=heights)
     alone = len(runs) == 1
     for i, (name, records) in enumerate(runs.items()):
-        color = COLORS[i % len(COLORS)]
+        thin = dict(color=COLORS[i % len(COLORS)], linewidth=0.8)
+        marked = thin | dict(marker=MARKS[i % len(MARKS)], markersize=4.5)
         label = name.lstrip("_").replace("$", r"\$")  # a leading _ would hide it, and $ begin a formula
-        marked = dict(color=color, marker=MARKS[i % len(MARKS)], markersize=4.5, linewidth=1.2)
         at = x_axis(records, x, name)
 
         steps, losses = curve(records, "val", y)
@@ -65,25 +67,20 @@ def picture(runs: dict[str, Records], kind: str, x: str = "steps", y: str = "los
             values = f"{losses[-1]:.3f} at the end, lowest {losses[best]:.3f} at step {steps[best]:,.0f}"
             panels["loss"].plot(at(steps), losses, label=f"{label}: {values}", **marked)
         if y == "loss":
-            each = curve(records, "train", "loss", at)
-            places, losses = smoothed(*each)
+            places, losses = smoothed(*curve(records, "train", "loss", at))
             start = 0 if alone else len(places) // 20  # the first steep fall would hide how several runs differ
-            panels["loss"].plot(places[start:], losses[start:], color=color, linewidth=0.8)
-            if alone:
-                panels["loss"].set_yscale("log")
-                panels["loss"].plot(*each, color=color, linewidth=0.8, alpha=0.25)
+            panels["loss"].plot(places[start:], losses[start:], **thin)
         if alone:
             mark_references(panels["loss"], records, at, y)
 
         if "score" in panels:
             places, scores = curve(records, "hellaswag", "acc_norm", at)
             _, errors = curve(records, "hellaswag", "acc_norm_stderr")
-            panels["score"].errorbar(places, 100 * scores, 100 * errors, elinewidth=0.8, **marked)
-        panels["norm"].set_yscale("log")  # the rest stays readable beside a spike
+            panels["score"].errorbar(places, 100 * scores, 100 * errors, **marked)
         norms = curve(records, "train", "grad_norm", at)
-        panels["norm"].plot(*norms, color=color, linewidth=0.8, alpha=0.25)
-        panels["norm"].plot(*smoothed(*norms), color=color, linewidth=1)
-        panels["rate"].plot(*curve(records, "train", "lr", at), color=color, linewidth=1)
+        panels["norm"].plot(*norms, **thin, alpha=0.25)
+        panels["norm"].plot(*smoothed(*norms), **thin)
+        panels["rate"].plot(*curve(records, "train", "lr", at), **thin)
     label_panels(panels, x, y)
     content = io.BytesIO()
     figure.savefig(content, format=kind)
@@ -92,22 +89,24 @@ def picture(runs: dict[str, Records], kind: str, x: str = "steps", y: str = "los
 
 def label_panels(panels: dict, x: str, y: str) -> None:
     """Give the panels their titles, axes and legend, and HellaSwag its references."""
-    if "score" in panels:
-        for name, accuracy in ACCURACIES.items():
-            panels["score"].axhline(100 * accuracy, color="gray", linewidth=0.8, ls="--")
-            panels["score"].text(0, 100 * accuracy, f"{name} {100 * accuracy:.4g}%", fontsize=8, va="bottom")
+    from matplotlib.ticker import AutoLocator, LogLocator, NullLocator
+
+    for name, accuracy in ACCURACIES.items() if "score" in panels else ():
+        panels["score"].axhline(accuracy, **GRAY, ls="--")
+        panels["score"].text(0, accuracy, f"{name} {accuracy}%", va="bottom")
     for name, axes in panels.items():
-        title = TITLES.get(name, f"Loss ({UNITS[y]}); marked: validation")
-        axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
-        axes.set_xlabel(X_LABELS[x], fontsize=9)
+        axes.set_title(TITLES[name], loc="left", fontsize=10, fontweight="bold")
+        axes.set_xlabel(X_LABELS[x])
         axes.xaxis.set(major_formatter="{x:,.10g}")
         axes.grid(alpha=0.3)
-        axes.tick_params(labelsize=8.5, labelbottom=True)
-        if axes.get_yscale() == "log":
-            axes.yaxis.get_major_locator().set_params(subs=(1, 1.5, 2, 3, 5, 7))
-            axes.yaxis.set(major_formatter="{x:g}", minor_formatter="")
+        axes.tick_params(labelbottom=True)
+    panels["loss"].set_ylabel(UNITS[y])
+    # on a logarithmic axis the rest stays readable beside a spike or a steep fall
+    for name, locator in dict(loss=AutoLocator(), norm=LogLocator(subs=(1, 2, 5))).items():
+        panels[name].set_yscale("log")
+        panels[name].yaxis.set(major_locator=locator, minor_locator=NullLocator(), major_formatter="{x:g}")
     if panels["loss"].get_legend_handles_labels()[1]:
-        panels["loss"].legend(fontsize=8.5, framealpha=0.85)
+        panels["loss"].legend(fontsize=9)
     panels["rate"].set_ylim(bottom=0)
 
 
@@ -116,14 +115,14 @@ def mark_references(axes, records: Records, at: Callable, y: str) -> None:
     start = newest_start(records)
     if y == "loss" and (uniform := start.get("uniform_loss")):
         label = f"if all tokens are equally likely: {uniform:.2f}"
-        axes.axhline(uniform, color="gray", linewidth=0.8, ls="--", label=label)
+        axes.axhline(uniform, **GRAY, ls="--", label=label)
     size = start.get("training_tokens")
     steps, tokens = curve(records, "train", "tokens")
     if size and len(tokens) and tokens[-1] <= 50 * size:
         ends = size * np.arange(1, tokens[-1] // size + 1)
         label = "the training text, read once more"
         for end in np.interp(ends, np.append(0, tokens), np.append(0, steps)):
-            axes.axvline(at(end), color="gray", linewidth=0.8, ls=":", label=label)
+            axes.axvline(at(end), **GRAY, ls=":", label=label)
             label = None
 
 
