@@ -62,8 +62,7 @@ def continue_constants(config, flags: set[str], directory: "RunDirectory", fixed
     A changed constant needs a flag; `fixed` constants may never change. A constant with its value in `automatic` was
     left to the script, and stays what it was in the run. Raises UserError.
     """
-    silent = []  # (name, in the run, now)
-    notes = ""
+    notes = kept = new = ""
     for name, before in directory.state["config"].items():
         before = tuple(before) if isinstance(before, list) else before
         now = getattr(config, name, before)  # a constant that was removed changes nothing
@@ -71,27 +70,24 @@ def continue_constants(config, flags: set[str], directory: "RunDirectory", fixed
             continue
         if name in automatic and now == automatic[name]:
             config = replace(config, **{name: before})
-        elif name not in flags:
-            silent.append((name, before, now))
         elif name in fixed:
             raise UserError(
                 f"{directory.checkpoint} was trained with {flag(name, before)}, not {flag(name, now)}; "
-                "choose another --out_dir"
+                "pass that, or another --out_dir"
             )
+        elif name not in flags:
+            kept += f" {flag(name, before)}"
+            new += f" {flag(name, now)}"
         else:
             notes += f"; --{name} {before} is now {now}"
-    if silent:
-        kept = " ".join(flag(name, before) for name, before, _ in silent)
-        new = " ".join(flag(name, now) for name, _, now in silent if name not in fixed)
-        what = ", ".join(f"{name} {before} and now has {now}" for name, before, now in silent)
-        remedy = f"pass {kept} to continue with the run's" + (f", {new} to change it" if new else "")
-        raise UserError(f"the run in {directory.path} had {what}; {remedy}")
+    if kept:
+        raise UserError(f"the run in {directory.path} had{kept}; pass that to continue with it, or{new} to change it")
     directory.rt.print(f"resuming from {directory.checkpoint}{notes}")
     return config
 
 
 def flag(name: str, value) -> str:
-    """A constant as a word of the command line."""
+    """Return a constant as a word of the command line."""
     if isinstance(value, bool):
         return f"--{name}" if value else f"--no_{name}"
     values = value if isinstance(value, tuple) else [value]

@@ -14,7 +14,6 @@ import train_gpt2
 from parts import files
 from parts.checkpoint import find_damage
 from parts.cli import UserError
-from parts.run import Run
 from tests.corpora import wait_until
 from tests.helpers import (
     SHORT,
@@ -24,6 +23,7 @@ from tests.helpers import (
     log_of,
     losses,
     small_args,
+    spoil_gradients,
     start_script,
     steps_of,
     text_file,
@@ -100,7 +100,7 @@ def test_while_a_run_goes_on_no_other_enters_its_directory(train, run_dir, monke
     run_dir.mkdir()
     with files.exclusive_lock(run_dir / ".lock", "it"):
         for word in ({}, dict(resume=True), dict(overwrite=True)):
-            train.error("another process", str(run_dir), **word)
+            train.error(str(run_dir), **word)
     assert [path.name for path in run_dir.iterdir()] == [".lock"]
 
 
@@ -112,7 +112,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_until_then_no_other_process
     process = start(tmp_path, max_steps=100_000, checkpoint_interval=0, eval_interval=0, sample_interval=0)
     wait_for_steps(run_dir, 3, process)
     monkeypatch.setattr(files, "LOCK_SECONDS", 0.1)
-    train.error("another process", str(run_dir), resume=True)
+    train.error(str(run_dir), resume=True)
     process.send_signal(signal.Signals[f"SIG{name}"])
     _, err = process.communicate(timeout=60)
     assert process.returncode == code
@@ -123,17 +123,10 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_until_then_no_other_process
 
 
 def test_no_evaluation_begins_after_a_signal(short, run_dir, monkeypatch):
-    real = Run.log
-
-    def log(self, *metrics):
-        if self.step == 4:
-            signal.raise_signal(signal.SIGTERM)
-        real(self, *metrics)
-
-    monkeypatch.setattr(Run, "log", log)
+    spoil_gradients(monkeypatch, lambda step: step == 4 and signal.raise_signal(signal.SIGTERM), 0.0)
     result = short.result(eval_interval=4, sample_interval=4)
     assert result.returncode == 143
-    assert "give the same command with --resume to continue\n" in result.stdout
+    assert "--resume" in result.stdout
     assert steps_of(run_dir)[-1] == 4
     assert find_damage(run_dir / "step_000004") is None
     assert not log_of(run_dir, "val")
@@ -159,8 +152,7 @@ def test_a_signal_in_the_last_save_waits_for_it(short, run_dir, monkeypatch):
     real = torch.save
 
     def save(state, file):
-        if isinstance(file, Path):  # and not in memory
-            signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         return real(state, file)
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell ignores it
@@ -249,7 +241,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(short, tmp_path, 
     process = start(tmp_path, **SHORT | dict(max_steps=100_000, checkpoint_interval=0))
     wait_for_steps(run_dir, 3, process)
     process.kill()
-    assert "step 1 of" in process.communicate()[0]  # written when it was printed
+    process.communicate()
     short(resume=True)
     short(out="undisturbed")
     assert losses(run_dir) == losses(tmp_path / "undisturbed")
