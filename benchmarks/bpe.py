@@ -1,19 +1,22 @@
-"""Tokenizers: training against `tokenizers` (Rust), encoding against tiktoken and transformers.
+"""Tokenizers: training against `tokenizers` and `rustbpe` (Rust), encoding against tiktoken and transformers.
 
 All train on the same texts to the same number of tokens, split by GPT-2's pattern; the benchmark checks and prints
-whether ours finds the same merges. Ours and `tokenizers` train on all cores; one more row is ours in one process. All
-encode those texts with the trained vocabulary, one text after the other, on one core unless the row says threads.
-Peak memory is that of all processes of a training that streams the texts.
+whether ours finds the same merges; `rustbpe` takes part where it is installed. Ours and `tokenizers` train on all
+cores; one more row is ours in one process. All encode those texts with the trained vocabulary, one text after the
+other, on one core unless the row says threads. Peak memory is that of all processes of a training that streams the
+texts.
 """
 
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from benchmarks.measure import ROOT, Common, peak_memory, rates
 from bpe import train
+from bpe.chunks import PATTERNS
 from bpe.tokenizer import Tokenizer
 
 
@@ -41,11 +44,17 @@ def run(config: Config, rt) -> Iterator[dict]:
 
 def trainers(texts: list[str], vocab_size: int) -> dict[str, Callable]:
     """{name: function that trains}; `vocab_size` counts <|endoftext|>, which only ours has from the start."""
-    return {
+    found = {
         "training: tokenizers": lambda: train_theirs(texts, vocab_size - 1),
         "training: this project, one process": lambda: Tokenizer.train(texts, vocab_size, workers=1),
         "training: this project": lambda: Tokenizer.train(texts, vocab_size),
     }
+    with suppress(ImportError):  # where somebody has installed it
+        import rustbpe
+
+        options = dict(vocab_size=vocab_size - 1, pattern=PATTERNS["gpt2"][0])
+        found["training: rustbpe"] = lambda: rustbpe.Tokenizer().train_from_iterator(iter(texts), **options)
+    return found
 
 
 def train_theirs(texts: list[str], vocab_size: int):
