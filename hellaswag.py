@@ -40,7 +40,7 @@ scored but predicts nothing, so it is not an input, and d has no input at all:
     position       0  1  2  3  4 |  5  6 |  5 |  5 |
     segment id     0  0  0  0  0 |  1  1 |  2 |  3 |
 
-A training loop imports this file too, which knows nothing of training. Of a model it uses `hidden`, `lm_head` and
+A training loop imports this file too, which knows nothing of training. Of a model it uses `hidden`, `logits` and
 `config`, as GPT in model.py has them.
 """
 
@@ -60,10 +60,11 @@ from torch import nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from parts.checkpoint import find_model, load_model, model_tokenizer
+from parts.checkpoint import find_adapter, find_model, open_model
 from parts.cli import Count, Positional, UserError, parse_args, script
 from parts.files import replace_file, set_aside
-from parts.lora import load_adapter, merge, remove_lora
+from parts.huggingface import load_adapter
+from parts.lora import merge, remove_lora
 from parts.runtime import Runtime
 from parts.texts import rows_of
 
@@ -99,14 +100,12 @@ def main() -> None:
             )
     rt = Runtime.setup(config.device, config.dtype, threads=config.threads)
     # the first rank chooses for all: a run that is still training may write a newer checkpoint at any moment
-    config = replace(config, model=rt.broadcast_from_main(lambda: find_model(config.model)))
-    model = load_model(config.model)
-    tokenizer = model_tokenizer(config.model)
+    model, tokenizer, folder = open_model(rt.broadcast_from_main(lambda: find_model(config.model)))
     if config.adapter:
-        model = remove_lora(merge(load_adapter(model, config.adapter)))
+        model = remove_lora(merge(load_adapter(model, find_adapter(config.adapter))))
     model.to(rt.device)
     rows = load_rows(config.data, rt)[: config.limit or None]
-    rt.print(f"{config.model}: {model.num_params():,} parameters on {rt.description}; {len(rows):,} rows")
+    rt.print(f"{folder}: {model.num_params():,} parameters on {rt.description}; {len(rows):,} rows")
 
     variants = {"": rows}
     if config.control:
@@ -128,7 +127,7 @@ def main() -> None:
         rt.print(f"{name:<19} {summary(result)}")
     if config.json and rt.is_main:
         scores = dict(
-            model=config.model,
+            model=str(folder),
             adapter=config.adapter,
             data=config.data or HUB,
             dtype=str(rt.dtype).removeprefix("torch."),
@@ -380,7 +379,7 @@ def log_likelihoods(model: nn.Module, inputs, logit_positions, targets) -> torch
     torch.set_float32_matmul_precision("highest")  # not TF32, to which a GPU may round: it keeps 11 of their 24 bits
     with torch.autocast(device.type, enabled=False):
         for xc, tc in zip(x.split(chunk), targets.split(chunk), strict=True):
-            logits = F.linear(xc, model.lm_head.weight)  # (chunk, V)
+            logits = model.logits(xc)  # (chunk, V)
             losses.append(F.cross_entropy(logits, tc, reduction="none"))
     torch.set_float32_matmul_precision(precision)
     return -torch.cat(losses)

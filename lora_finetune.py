@@ -28,13 +28,14 @@ from textwrap import shorten
 from typing import Literal, NamedTuple
 
 import torch
+from torch import nn
 from tqdm import tqdm
 
 from bpe.tokenizer import Tokenizer
-from model import GPT, GPTConfig, GPTWithLoss
+from model import GPT
 from parts import lora
 from parts.chat import Chat, chat_of, our_chat, save_chat_files
-from parts.checkpoint import find_model, load_model, load_shape, model_tokenizer, save_model
+from parts.checkpoint import find_adapter, find_model, read_tokenizer, save_model
 from parts.cli import (
     Count,
     Fraction,
@@ -59,6 +60,7 @@ from parts.conversations import (
 )
 from parts.evaluation import complete, validate
 from parts.files import refuse_folders, write_atomically
+from parts.huggingface import load_adapter, read_adapter, read_config, read_model, save_adapter, weights_sha256
 from parts.log import of_kind
 from parts.lora import TARGETS, LoRAConfig
 from parts.optim import Optimizer, learning_rate, make_optimizer
@@ -141,7 +143,7 @@ AUTOMATIC = dict(micro_batch_size=0, sequence_length=0, lora_alpha=0.0, max_step
 def main() -> None:
     config, flags = read_command_line(sys.argv[1:])
     if config.merge and config.adapter and not (config.resume or config.dry_run):
-        write_merged(config, config.adapter)
+        write_merged(config, find_model(config.base), find_adapter(config.adapter))
     elif config.dry_run:
         with TemporaryDirectory() as kept_by_nobody:
             finetune(replace(config, out_dir=kept_by_nobody, resume=False, overwrite=False), flags)
@@ -152,13 +154,15 @@ def main() -> None:
 def finetune(config: Config, flags: set[str]) -> None:
     rt = Runtime.setup(config.device, config.dtype, config.compile, config.threads)
     directory = RunDirectory(config, rt)
-    config = replace(config, base=rt.broadcast_from_main(lambda: find_model(config.base)))
+    folder = rt.broadcast_from_main(lambda: find_model(config.base))
+    if Path(config.base).is_dir():  # of a run the newest checkpoint; a hub id stays one
+        config = replace(config, base=str(folder))
     config = settle_adapter(config, flags)
     config = settle_resume(config, flags, directory)
-    data = open_data(config, load_shape(config.base), rt)
+    data = open_data(config, folder, rt)
     config = settle_schedule(config, data, rt)
-    base = load_model(config.base, config.dropout, choose_attention("auto", rt, config.sequence_length))
-    data_fingerprint = dict(base=lora.weights_sha256(base), tokenizer=data.tokenizer.fingerprint, data=data.sha256)
+    base = read_model(folder, config.dropout, choose_attention("auto", rt, config.sequence_length))
+    data_fingerprint = dict(base=weights_sha256(base), tokenizer=data.tokenizer.fingerprint, data=data.sha256)
     rows = dict(source=config.data, examples=len(data.train), validation=len(data.val), sha256=data.sha256)
     run_info = dict(parameters=base.num_params(), data=rows, base=config.base)
     model = adapt(base, config, directory.checkpoint, rt).to(rt.device)
@@ -166,7 +170,7 @@ def finetune(config: Config, flags: set[str]) -> None:
     optimizer = make_optimizer(model, config, rt)
     if config.dry_run:
         return print_plan(config, loss_fn, optimizer, data, rt)
-    save_weights = partial(save_finetuned, config, model, data.tokenizer, data_fingerprint["base"])
+    save_weights = partial(save_finetuned, config, model, data, data_fingerprint["base"])
     run = Run(directory, config, save_weights, optimizer, data_fingerprint, run_info)
     train(config, run, model, loss_fn, optimizer, data)
     if rt.is_main:
@@ -174,7 +178,7 @@ def finetune(config: Config, flags: set[str]) -> None:
         if config.lora_dim:
             write_atomically(adapter, save_weights)
         if config.merge:
-            write_merged(config, str(adapter))
+            write_merged(config, folder, adapter)
         print_answers(config, model, data, rt)
         print_summary(config, run)
 
@@ -182,7 +186,7 @@ def finetune(config: Config, flags: set[str]) -> None:
 # ------------------------------------------------------------------------------------------------------ the loop
 
 
-def train(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, optimizer: Optimizer, data: "Data") -> None:
+def train(config: Config, run: Run, model: GPT, loss_fn: nn.Module, optimizer: Optimizer, data: "Data") -> None:
     """Take optimizer steps until `config.max_steps`. `loss_fn(idx, targets, logit_positions, n_targets)` is the model's
     loss in nats, summed over the targets and divided by `n_targets`; perhaps compiled and distributed."""
     rt = run.rt
@@ -226,7 +230,7 @@ def train(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, optimizer:
             evaluate_if_due(config, run, model, loss_fn, data)
 
 
-def evaluate_if_due(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, data: "Data") -> None:
+def evaluate_if_due(config: Config, run: Run, model: GPT, loss_fn: nn.Module, data: "Data") -> None:
     """Run this step's evaluations that are not in the log yet."""
     rt = run.rt
     if data.val and run.due(config.eval_interval, "val", at_start=True):
@@ -252,12 +256,13 @@ class Data(NamedTuple):
     token_bytes: torch.Tensor  # (vocabulary,) bytes of text of each id
 
 
-def open_data(config: Config, shape: GPTConfig, rt: Runtime) -> Data:
-    """Read the rows, on the first rank, as examples. Raise UserError."""
+def open_data(config: Config, folder: Path, rt: Runtime) -> Data:
+    """Read the rows, on the first rank, as examples for the model in `folder`. Raise UserError."""
+    shape = read_config(folder)
     T = config.sequence_length or shape.n_positions
     if T > shape.n_positions:
         raise UserError(f"{config.base} has a context of {shape.n_positions}; lower --sequence_length {T} to that")
-    tokenizer = model_tokenizer(config.base)
+    tokenizer = read_tokenizer(folder)
     chat = our_chat(tokenizer, config.base)
     rows, held_out, unread = rt.broadcast_from_main(lambda: load_rows(config.data))
     train_rows, val_rows = split_rows(rows, held_out, config.val_rows, config.seed)
@@ -273,7 +278,7 @@ def open_data(config: Config, shape: GPTConfig, rt: Runtime) -> Data:
         notes.append(f"{counted(n_empty, 'row')} with an empty message or no answer, skipped")
     if n_long := counts["long"] + counts_val["long"]:
         notes.append(f"{counted(n_long, 'row')} longer than {T} tokens, read in windows")
-    theirs = chat_of(lora.folders_of(config.base), tokenizer, config.base)
+    theirs = chat_of([folder], tokenizer, config.base)
     if theirs.reader.chat_template != chat.reader.chat_template:
         notes.append(f"{config.base} has a chat template of its own; this run replaces it by ours (parts/chat.py)")
     for note in notes:
@@ -322,7 +327,7 @@ def read_command_line(args: list[str]) -> tuple[Config, set[str]]:
 def settle_adapter(config: Config, flags: set[str]) -> Config:
     """Take the constants of the adapter to start from. Raise UserError if a flag contradicts them."""
     if config.adapter:
-        found = lora.read_adapter(config.adapter).config
+        found, _, _ = read_adapter(find_adapter(config.adapter))
         own = dict(lora_dim=found.r, lora_alpha=found.alpha, targets=found.targets, rslora=found.rslora)
         for name, value in own.items():
             if name in flags and getattr(config, name) != value:
@@ -376,7 +381,7 @@ def adapt(base: GPT, config: Config, checkpoint: Path | None, rt: Runtime) -> GP
     model = base
     if config.lora_dim:
         if source := checkpoint or config.adapter:
-            model = lora.load_adapter(base, source, config.lora_dropout)
+            model = load_adapter(base, find_adapter(source), config.lora_dropout)
         else:
             torch.manual_seed(config.seed)
             new = LoRAConfig(config.lora_dim, config.lora_alpha, config.lora_dropout, config.targets, config.rslora)
@@ -384,20 +389,20 @@ def adapt(base: GPT, config: Config, checkpoint: Path | None, rt: Runtime) -> GP
         if rt.dtype != torch.float32:
             lora.cast_frozen(model, rt.dtype)
     elif checkpoint:
-        model = load_model(str(checkpoint), config.dropout, base.config.attention, checked=True)
+        model = read_model(checkpoint, config.dropout, base.config.attention)
     if config.activation_checkpointing:
         checkpoint_activations(model.transformer.h)
     return model
 
 
-def distribute(config: Config, model: GPT, data: Data, rt: Runtime) -> tuple[Config, GPTWithLoss]:
+def distribute(config: Config, model: GPT, data: Data, rt: Runtime) -> tuple[Config, nn.Module]:
     """Wrap the model with its loss for the loop: compiled, and in DDP on several ranks. A micro_batch_size of 0 becomes
     the largest that fits."""
-    loss_fn = rt.wrap(GPTWithLoss(model, rt.compiled(model.hidden, dynamic=True)))
+    loss_fn = rt.wrap(rt.compiled(model, dynamic=True))
     if not config.micro_batch_size:
         shape = (config.sequence_length, len(data.tokenizer))
         optimizer = partial(make_optimizer, model, config, rt)
-        found = find_micro_batch_size(GPTWithLoss(model), config.batch_size // rt.world_size, shape, rt, optimizer)
+        found = find_micro_batch_size(model, config.batch_size // rt.world_size, shape, rt, optimizer)
         config = replace(config, micro_batch_size=found)
     return config, loss_fn
 
@@ -405,20 +410,20 @@ def distribute(config: Config, model: GPT, data: Data, rt: Runtime) -> tuple[Con
 # ------------------------------------------------------------------------------------------------------------ the files
 
 
-def save_finetuned(config: Config, model: GPT, tokenizer: Tokenizer, base_sha256: str, directory: Path) -> None:
+def save_finetuned(config: Config, model: GPT, data: Data, base_sha256: str, directory: Path) -> None:
     """Save the adapter or all weights, plus the chat files."""
     if config.lora_dim:
-        lora.save_adapter(directory, model, config.base, base_sha256)
+        save_adapter(directory, model, config.base, base_sha256)
     else:
-        save_model(directory, model, tokenizer)
-    save_chat_files(directory, tokenizer)
+        save_model(directory, model, data.tokenizer, tuple(data.train[0].idx.tolist()))
+    save_chat_files(directory, data.tokenizer)
 
 
-def write_merged(config: Config, adapter: str) -> None:
+def write_merged(config: Config, folder: Path, adapter: Path) -> None:
     """Merge base and adapter into one plain model, and print how much that changes its logits."""
     out = Path(config.merge)
-    tokenizer = model_tokenizer(config.base)
-    model = lora.load_adapter(load_model(config.base), adapter).eval()
+    tokenizer = read_tokenizer(folder)
+    model = load_adapter(read_model(folder), adapter).eval()
     idx = torch.randint(len(tokenizer), (4, min(64, model.config.n_positions)))
     with torch.no_grad():
         before = model(idx)
@@ -427,7 +432,7 @@ def write_merged(config: Config, adapter: str) -> None:
 
     def write(path: Path) -> None:
         save_model(path, model, tokenizer)
-        chat = chat_of(lora.folders_of(config.base, adapter), tokenizer, config.base)
+        chat = chat_of([adapter, folder], tokenizer, config.base)
         if chat.whose:
             save_chat_files(path, tokenizer, chat)
         else:
@@ -437,7 +442,7 @@ def write_merged(config: Config, adapter: str) -> None:
     print(f"wrote {out}: {config.base} with {adapter} merged in; logits differ by at most {difference:.1e}")
 
 
-def print_plan(config: Config, loss_fn: GPTWithLoss, optimizer: Optimizer, data: Data, rt: Runtime) -> None:
+def print_plan(config: Config, loss_fn: nn.Module, optimizer: Optimizer, data: Data, rt: Runtime) -> None:
     """Time three steps, and print what all of them take on this machine."""
     seconds = []
     for step in prefetch(micro_batches_from(0, replace(config, max_steps=3), data, rt), rt.device):

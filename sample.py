@@ -23,11 +23,12 @@ from typing import Annotated, Literal
 import torch
 
 from parts.chat import Chat, chat_of, end_tokens
-from parts.checkpoint import load_model, model_tokenizer
+from parts.checkpoint import find_adapter, open_model
 from parts.cli import Count, NonNegative, Positional, Positive, Seed, parse_args, printable, script
 from parts.files import errors_name
 from parts.generation import generate
-from parts.lora import folders_of, load_adapter, merge, remove_lora
+from parts.huggingface import load_adapter
+from parts.lora import merge, remove_lora
 from parts.runtime import Runtime
 
 BATCH = 64  # texts to generate at once, at most: each needs memory for its keys and values
@@ -59,13 +60,14 @@ def main() -> None:
     rt = Runtime.setup(config.device, config.dtype, threads=config.threads)
     if config.dtype == "auto" and rt.device.type == "cpu":
         rt = Runtime.setup("cpu", "float32")  # one row is bound by memory, and 16 bits are partly emulated
-    model = load_model(config.model)
-    tokenizer = model_tokenizer(config.model)
+    model, tokenizer, folder = open_model(config.model)
+    folders = [folder]  # their files say how the model is spoken to
     if config.adapter:
-        model = remove_lora(merge(load_adapter(model, config.adapter)))
+        adapter = find_adapter(config.adapter)
+        model = remove_lora(merge(load_adapter(model, adapter)))
+        folders = [adapter, folder]
     model.to(rt.device, rt.dtype)
     generator = torch.Generator(rt.device).manual_seed(config.seed)
-    folders = folders_of(config.model, config.adapter)
     ends = end_tokens(folders, tokenizer)
     generate_more = partial(
         generate, model, stop_tokens=ends, suppress_tokens=tokenizer.unused_ids(model.config.vocab_size),

@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
+from torch import nn
 from tqdm import tqdm
 
 import hellaswag
-from model import RESIDUAL_IN_BF16, GPT, GPTConfig, GPTWithLoss
-from parts.checkpoint import find_model, load_model, load_shape, model_tokenizer, notes_on, save_model
+from model import RESIDUAL_IN_BF16, GPT, GPTConfig
+from parts.checkpoint import find_model, read_tokenizer, save_model
 from parts.cli import (
     Count,
     Fraction,
@@ -44,7 +45,8 @@ from parts.cli import (
     script,
 )
 from parts.data import Batches, to_inputs, training_batches, validation_batches
-from parts.evaluation import complete, validate
+from parts.evaluation import complete, loss_is_of_logits, validate
+from parts.huggingface import read_config, read_model
 from parts.loss import loss_of_rows
 from parts.optim import Optimizer, learning_rate, make_optimizer, muon_height
 from parts.plan import print_plan
@@ -231,14 +233,17 @@ def main() -> None:
     rt = Runtime.setup(config.device, config.dtype, config.compile, config.threads)
     if rt.device.type == "cpu" and not (config.dry_run or sys.argv[1:2] and sys.argv[1] in RECIPES):
         raise UserError("without a GPU, name a recipe: tiny, small, or gpt2 (124M: months on a CPU)")
+    directory = None if config.dry_run else RunDirectory(config, rt)
+    source = directory and directory.checkpoint  # of the weights to begin with; None for random ones
+    if config.init_from and not source:
+        source = rt.broadcast_from_main(lambda: find_model(config.init_from))
+    config, shape = settle(config, flags, directory, source, rt)
     if config.dry_run:
-        return print_plan(*settle(config, flags, None, rt), rt)
-    directory = RunDirectory(config, rt)
-    config, shape = settle(config, flags, directory, rt)
-    data = open_data(config, shape, directory.checkpoint, rt)
-    model = build_model(config, shape, directory.checkpoint).to(rt.device)
-    for note in rt.broadcast_from_main(lambda: notes_on(model)):
-        rt.print(f"note: {note}", file=sys.stderr)
+        return print_plan(config, shape, rt)
+    data = open_data(config, shape, source, rt)
+    model = build_model(config, shape, source).to(rt.device)
+    if not loss_is_of_logits(model, data.shards.val.read(0, min(64, len(data.shards.val), shape.n_positions)).tolist()):
+        rt.print("note: the loss is not the cross-entropy of GPT.logits; if you changed them, set PLAIN_HEAD = False")
     config, loss_fn = distribute(config, model, rt)  # finds a micro_batch_size
     optimizer = make_optimizer(model, config, rt)
     rt.print(f"optimizer: {optimizer}")
@@ -250,7 +255,7 @@ def main() -> None:
 # ------------------------------------------------------------------------------------------------------ the loop
 
 
-def train(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, optimizer: Optimizer, data: "Data") -> None:
+def train(config: Config, run: Run, model: GPT, loss_fn: nn.Module, optimizer: Optimizer, data: "Data") -> None:
     """Take optimizer steps until `config.max_steps`. `loss_fn(idx, targets)` is the model's mean loss in nats per
     token, perhaps compiled and distributed; its parameters are those of `model`."""
     rt = run.rt
@@ -297,7 +302,7 @@ def train(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, optimizer:
                 run.end()
 
 
-def evaluate_if_due(config: Config, run: Run, model: GPT, loss_fn: GPTWithLoss, data: "Data") -> bool:
+def evaluate_if_due(config: Config, run: Run, model: GPT, loss_fn: nn.Module, data: "Data") -> bool:
     """Run this step's evaluations that the log lacks. Return whether validation has reached target_loss; the step is
     then saved before its other evaluations, which are those of a last step."""
     rt = run.rt
@@ -327,19 +332,17 @@ class Data(NamedTuple):
     hellaswag: hellaswag.Task | None
 
 
-def open_data(config: Config, shape: GPTConfig, checkpoint: Path | None, rt: Runtime) -> Data:
+def open_data(config: Config, shape: GPTConfig, source: Path | None, rt: Runtime) -> Data:
     """Open the shards of a directory, or of a .txt that is tokenized first. Raises UserError."""
     cache = Path(config.out_dir).parent / "cache"
     shards = open_shards(config.data, config.tokenizer, config.vocab_size, cache)
     for warning in shards.warnings:
         rt.print(f"note: {warning}", file=sys.stderr)
-    if config.init_from and not checkpoint:
-        if not model_tokenizer(config.init_from).same_ids(shards.tokenizer):
-            base = find_model(config.init_from)
-            raise UserError(
-                f"{config.data} has other tokens than --init_from {base}; for a .txt pass --tokenizer {base}, "
-                f"else write shards with it: fineweb.py --tokenizer {base}"
-            )
+    if config.init_from and not read_tokenizer(source).same_ids(shards.tokenizer):
+        raise UserError(
+            f"{config.data} has other tokens than {source}; for a .txt also pass --tokenizer {source}, else "
+            f"write shards with it: fineweb.py --tokenizer {source}"
+        )
     batches = Batches(shards.train, config.sequence_length, config.seed, config.shuffle, rt.rank, rt.world_size)
     token_bytes = torch.from_numpy(shards.tokenizer.token_bytes()).to(rt.device)
     task = open_hellaswag(config.hellaswag_data, shards, shape, rt) if config.hellaswag_interval else None
@@ -392,16 +395,17 @@ def read_command_line(argv: list[str]) -> tuple[Config, set[str]]:
     return replace(config, out_dir=config.out_dir or f"out/{recipe}"), flags_set(Config, args)
 
 
-def settle(config: Config, flags: set[str], directory: RunDirectory | None, rt: Runtime) -> tuple[Config, GPTConfig]:
+def settle(
+    config: Config, flags: set[str], directory: RunDirectory | None, source: Path | None, rt: Runtime
+) -> tuple[Config, GPTConfig]:
     """Return the constants of the run and the shape of its model, which do not change any more; a micro_batch_size of 0
     waits for the model. Raises UserError."""
-    checkpoint = directory and directory.checkpoint
     n_positions = config.sequence_length
-    if source := str(checkpoint or config.init_from):
-        base = load_shape(source)
+    if source:
+        base = read_config(source)
         n_positions = base.n_positions
         config = settle_sizes(config, flags, source, base)
-    if checkpoint:
+    if directory and directory.checkpoint:
         config = continue_constants(config, flags, directory, FIXED, AUTOMATIC)
         config = settle_machine(config, flags, rt)
     validate_config(config, rt)
@@ -413,7 +417,7 @@ def settle(config: Config, flags: set[str], directory: RunDirectory | None, rt: 
         raise UserError(str(e)) from e
 
 
-def settle_sizes(config: Config, flags: set[str], source: str, base: GPTConfig) -> Config:
+def settle_sizes(config: Config, flags: set[str], source: Path, base: GPTConfig) -> Config:
     """Take the sizes of the model in `source`, if weights start there: the recipe's give way, a flag does not."""
     if config.sequence_length > base.n_positions:
         raise UserError(f"{source} has a context of {base.n_positions} tokens; --sequence_length must not exceed it")
@@ -453,13 +457,12 @@ def validate_config(config: Config, rt: Runtime) -> None:
 # ------------------------------------------------------------------------------------------------- before and after
 
 
-def build_model(config: Config, shape: GPTConfig, checkpoint: Path | None) -> GPT:
+def build_model(config: Config, shape: GPTConfig, source: Path | None) -> GPT:
     """Make random weights, or load those of the checkpoint to resume or start from. Raises UserError for a checkpoint
     of another shape: a constant that you add to a model is part of its shape, too."""
     torch.manual_seed(config.seed)
-    source = checkpoint or config.init_from
     if source:
-        model = load_model(str(source), shape.dropout, shape.attention, checked=checkpoint is not None)
+        model = read_model(source, shape.dropout, shape.attention)
         for name, stored in vars(model.config).items():
             if stored != getattr(shape, name):
                 raise UserError(f"{source} has {name} {stored}, not {getattr(shape, name)}; pass --{name} {stored}")
@@ -470,7 +473,7 @@ def build_model(config: Config, shape: GPTConfig, checkpoint: Path | None) -> GP
     return model
 
 
-def distribute(config: Config, model: GPT, rt: Runtime) -> tuple[Config, GPTWithLoss]:
+def distribute(config: Config, model: GPT, rt: Runtime) -> tuple[Config, nn.Module]:
     """Return the model with its loss as the loop calls it: compiled, and in DDP on several ranks. A micro_batch_size of
     0 becomes the largest that fits."""
     rt.print(f"{config.out_dir}: {model.num_params():,} parameters on {rt.description}")
@@ -478,18 +481,18 @@ def distribute(config: Config, model: GPT, rt: Runtime) -> tuple[Config, GPTWith
     if not config.micro_batch_size:
         trial = (config.sequence_length, config.vocab_size)
         optimizer = partial(make_optimizer, model, config, rt)
-        size = find_micro_batch_size(GPTWithLoss(model), n_sequences // rt.world_size, trial, rt, optimizer)
+        size = find_micro_batch_size(model, n_sequences // rt.world_size, trial, rt, optimizer)
         config = replace(config, micro_batch_size=size)
     if rt.device.type == "cpu":
         idx = torch.zeros(config.micro_batch_size, config.sequence_length, dtype=torch.long)
         n_passes = n_sequences // config.micro_batch_size // rt.world_size
-        seconds = n_passes * timed_passes(GPTWithLoss(model), (idx, idx), rt)
+        seconds = n_passes * timed_passes(model, (idx, idx), rt)
         model.zero_grad()
         total = config.max_steps * seconds
         remedy = "; recipes for a CPU: tiny, small" if total > 3600 else ""
         duration = tqdm.format_interval(total) + remedy
         rt.print(f"a step takes about {seconds:.2g} s here, all {config.max_steps:,} take {duration}")
-    loss_fn = rt.wrap(GPTWithLoss(model, rt.compiled(model.hidden)))
+    loss_fn = rt.wrap(rt.compiled(model))
     ranks = counted(rt.world_size, "rank")
     rt.print(f"{n_sequences} sequences per step, {config.micro_batch_size} at a time on each of {ranks}")
     return config, loss_fn
@@ -516,8 +519,10 @@ def open_run(directory: RunDirectory, config: Config, model: GPT, optimizer: Opt
         base=config.init_from,
     )
 
+    window = tuple(shards.val.read(0, min(model.config.n_positions, len(shards.val))).tolist())
+
     def save_weights(path: Path) -> None:
-        save_model(path, model, shards.tokenizer)
+        save_model(path, model, shards.tokenizer, window)
 
     return Run(directory, config, save_weights, optimizer, data_fingerprint, run_info)
 

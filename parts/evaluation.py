@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable
 
 import torch
+from torch.nn import functional as F
 
 from parts.cli import UserError
 from parts.generation import generate
@@ -42,6 +43,18 @@ def validate(
     if n_bytes:
         found["bpb"] = nats / math.log(2) / n_bytes
     return found
+
+
+@torch.no_grad()
+def loss_is_of_logits(model, ids: list[int]) -> bool:
+    """Whether the model's loss is the cross-entropy of its logits, which samples and HellaSwag take."""
+    idx = torch.tensor([ids], device=model.lm_head.weight.device)  # (1, T)
+    training = model.training
+    model.eval()
+    loss = model(idx, idx)
+    plain = F.cross_entropy(model(idx)[0].float(), idx[0])
+    model.train(training)
+    return not (loss - plain).abs() > 0.01 * plain.abs()  # nan after a run diverged: nobody can say
 
 
 def complete(model, tokenizer, prompt: str, max_tokens: int, rt: Runtime, seed: int | None) -> str:

@@ -82,7 +82,7 @@ def next_logits(model, sequences: list[list[int]], cache: "KVCache") -> Tensor:
         positions = cache.lengths[:, None]
         x = model.hidden(idx, positions, cache.mask(), cache)  # (B, 1, C)
         cache.lengths += 1
-        return model.lm_head(x[:, 0]).float()
+        return model.logits(x[:, 0]).float()
     # padding on the right is harmless: under the causal mask no real token sees it
     idx = pad_sequence([torch.tensor(sequence) for sequence in sequences], batch_first=True)  # (B, T)
     lengths = torch.tensor([len(sequence) for sequence in sequences], device=device)
@@ -92,7 +92,7 @@ def next_logits(model, sequences: list[list[int]], cache: "KVCache") -> Tensor:
         cache.is_empty = False
     batch = torch.arange(len(sequences), device=device)
     last = x[batch, lengths - 1]  # (B, C)
-    return model.lm_head(last).float()
+    return model.logits(last).float()
 
 
 class KVCache:

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from model import GPT, GPTConfig, GPTWithLoss
+from model import GPT, GPTConfig
 from parts.cli import UserError, counted, explain
 from parts.files import free_bytes
 from parts.loss import chunk_size
@@ -188,8 +188,8 @@ def rate_here(config, shape: GPTConfig, rt: Runtime, n_bytes: int) -> float:
         if not size:
             trial = (config.sequence_length, config.vocab_size)
             optimizer = partial(make_optimizer, model, config, rt)
-            size = find_micro_batch_size(GPTWithLoss(model), n_sequences, trial, rt, optimizer)
-        loss_fn = GPTWithLoss(model, rt.compiled(model.hidden))
+            size = find_micro_batch_size(model, n_sequences, trial, rt, optimizer)
+        loss_fn = rt.compiled(model)
         optimizer = make_optimizer(model, config, rt)
         idx = torch.randint(config.vocab_size, (size, config.sequence_length), device=rt.device)
         steps = []

@@ -117,10 +117,13 @@ class Runtime:
             module, gradient_as_bucket_view=True, bucket_cap_mb=100, find_unused_parameters=True
         )
 
-    def compiled(self, function: Callable, dynamic: bool = False) -> Callable:
-        """Return the function, compiled if this run compiles; its shapes may change only if `dynamic`."""
-        backend = "inductor" if dynamic else static_shapes
-        return torch.compile(function, dynamic=dynamic, backend=backend) if self.compile else function
+    def compiled(self, model: torch.nn.Module, dynamic: bool = False) -> torch.nn.Module:
+        """Return the model, compiled if this run compiles, but for its loss (parts/loss.py says why); its shapes may
+        change only if `dynamic`."""
+        if not self.compile:
+            return model
+        model.loss = torch.compiler.disable(model.loss)
+        return torch.compile(model, dynamic=dynamic, backend="inductor" if dynamic else static_shapes)
 
     def set_gradient_sync(self, loss_fn: torch.nn.Module, now: bool) -> None:
         """Set whether the next backward pass averages the gradients over the ranks; call it before the forward pass.

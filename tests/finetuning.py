@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from model import GPT, GPTConfig
-from parts import chat, lora
+from parts import chat, huggingface, lora
 from parts.lora import TARGETS, LoRAConfig
 from tests.helpers import seeded
 
@@ -31,7 +31,7 @@ def tokens(*shape) -> torch.Tensor:
 def save_adapter(model: GPT, path: Path, sha256="") -> Path:
     """The adapter that `adapted` makes, as files."""
     path.mkdir()
-    lora.save_adapter(path, model, "base", sha256)
+    huggingface.save_adapter(path, model, "base", sha256)
     return path
 
 

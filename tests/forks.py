@@ -17,7 +17,9 @@ from pathlib import Path
 from tests.helpers import ROOT, arguments, environment
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["torch._dynamo", "tiktoken", "regex", "matplotlib.backends.backend_agg"])
+FORKS.set_forkserver_preload(
+    ["torch._dynamo", "tiktoken", "regex", "matplotlib.backends.backend_agg", "transformers.models.gpt2.modeling_gpt2"]
+)
 
 
 def become(script: Path, words: list[str], env: dict, cwd: Path, out: str) -> None:

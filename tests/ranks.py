@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_gpt2
-from model import GPT, Block, GPTConfig, GPTWithLoss
+from model import GPT, Block, GPTConfig
 from parts import report
 from parts.cli import UserError, script
 from parts.loss import LinearCrossEntropy
@@ -69,7 +69,7 @@ def probe(kind: str, file: str) -> None:
     rt = Runtime.setup("cpu", "float32")
     torch.manual_seed(0)
     model = GPT(GPTConfig(n_positions=16, vocab_size=64, n_layer=2, n_head=2, n_embd=16))
-    forward = rt.wrap(GPTWithLoss(model))
+    forward = rt.wrap(model)
 
     def raise_above_4(grad):
         if len(grad) > 4 and rt.rank == rt.world_size - 1:
@@ -81,7 +81,7 @@ def probe(kind: str, file: str) -> None:
 
     model.transformer.h[0].register_forward_hook(watch)
     adamw = torch.optim.AdamW(model.parameters(), 0.1)
-    size = largest_that_fits(GPTWithLoss(model), [16, 8, 4, 2], (16, 64), rt, lambda: Optimizer([adamw], rt))
+    size = largest_that_fits(model, [16, 8, 4, 2], (16, 64), rt, lambda: Optimizer([adamw], rt))
     idx = torch.randint(64, (size, 16), generator=seeded(rt.rank))
     rt.set_gradient_sync(forward, now=True)
     forward(idx, idx).backward()

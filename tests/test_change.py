@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 from tests.forks import fork_script
 from tests.helpers import (
@@ -130,7 +130,7 @@ def test_a_change_trains_resumes_to_the_same_losses_and_samples(copy, tmp_path, 
     if title in CHANGED and ranks == 2:
         flags["optimizer"] = "adamw"  # on one rank it is Muon, as in the recipe
     said = run(copy, "train_gpt2.py", "tiny", out_dir=tmp_path / "whole", ranks=ranks, **flags)
-    assert re.findall("note: (this is not a GPT-2)?", said) == ["this is not a GPT-2"] * (title in CHANGED)
+    assert said.count("note: ") == (title in CHANGED)
     shutil.copytree(tmp_path / "whole", tmp_path / "parts")
     for step in ("step_000004", "step_000006"):
         shutil.rmtree(tmp_path / "parts" / step)
@@ -187,14 +187,114 @@ def test_a_format_of_rows_is_read(copy, tmp_path):
     assert len(column(tmp_path / "tuned", "train", "loss")) == 2
 
 
+def after(line: str, *added: str) -> tuple[str, str]:
+    """An edit that adds lines to a function."""
+    return line, "\n        ".join([line, *added])
+
+
+MASK_IN_USE = ("attn_mask=mask, dropout_p=dropout_p, is_causal=mask is None", "attn_mask=self.bias[:, :, :T, :T]")
+HARMLESS = {  # edits of model.py, as (old, new), that change nothing of what it computes
+    "nothing": [],
+    "smaller weights": [("module.weight, std=0.02)", "module.weight, std=0.01)")],
+    "orthogonal weights": [("nn.init.normal_(module.weight, std=0.02)", "nn.init.orthogonal_(module.weight)")],
+    "the MLP is built first": [
+        ("self.attn = CausalSelfAttention(config, layer)", "self.mlp = MLP(config)"),
+        ("self.ln_2 = nn.LayerNorm(config.n_embd, eps=1e-5)\n        self.mlp = MLP(config)",
+         "self.ln_2 = nn.LayerNorm(config.n_embd, eps=1e-5)\n        self.attn = CausalSelfAttention(config, layer)"),
+    ],
+    "an assert": [after("T = idx.size(1)", "assert T <= self.config.n_positions")],
+    "a mask as a buffer": [
+        after("self.layer = layer", "n = config.n_positions", "mask = torch.ones(1, 1, n, n).tril().bool()",
+              "self.register_buffer('bias', mask)"),
+        MASK_IN_USE,
+    ],
+    "a mask that is not saved": [
+        after("self.layer = layer", "n = config.n_positions", "mask = torch.ones(1, 1, n, n).tril().bool()",
+              "self.register_buffer('bias', mask, persistent=False)"),
+        MASK_IN_USE,
+    ],
+    "an untied head": [("        self.lm_head.weight = self.transformer.wte.weight  # tied", "        # tied")],
+}  # fmt: skip
+HARMFUL = {  # and that change it
+    "ReLU squared": [('F.gelu(x, approximate="tanh")', "F.relu(x).square()")],
+    "another GELU in one layer": [
+        after("self.mlp = MLP(config)", 'self.mlp.form = "none" if layer else "tanh"'),
+        ('approximate="tanh"', "approximate=self.form"),
+    ],
+    "a window": [
+        after("x = self.transformer.drop(x)", "mask = torch.ones(T, T, dtype=torch.bool).tril().triu(-50)"),
+    ],
+    "documents apart": [
+        after("x = self.transformer.drop(x)", "document = (idx == 0).cumsum(-1)",
+              "mask = (document[:, None, :, None] == document[:, None, None]).tril()"),
+    ],
+    "capped logits": [
+        ("return self.lm_head(x)", "return 5 * torch.tanh(self.lm_head(x) / 5)"),
+        ("PLAIN_HEAD = True", "PLAIN_HEAD = False"),
+    ],
+    "a scale that is learnt": [after("self.layer = layer", "self.scale = nn.Parameter(torch.ones(()))")],
+    "tied layers": [after("self.lm_head.weight = self.transformer.wte.weight  # tied (Press and Wolf 2017)",
+                          "self.transformer.h[1] = self.transformer.h[0]")],
+    "queries of one length": [after("D = C // H", "q = F.normalize(q, dim=-1)")],
+    "branches side by side": [("self.mlp(self.ln_2(x))", "self.mlp(self.ln_1(x))")],
+}  # fmt: skip
+SAVE_AND_LOAD = """\
+import torch
+from model import GPT, GPTConfig
+
+torch.manual_seed(0)
+model = GPT(GPTConfig(n_positions=64, vocab_size=61, n_layer=2, n_head=2, n_embd=32)).eval()
+idx = torch.randint(61, (2, 64))
+with torch.no_grad():
+    for p in model.parameters():  # as large as after training
+        p.add_(torch.randn_like(p), alpha=0.3)
+    model.save_pretrained("saved")
+    loaded = GPT.from_pretrained("saved").eval()
+    assert torch.equal(loaded(idx), model(idx))
+    torch.testing.assert_close(model(idx, idx), torch.nn.functional.cross_entropy(model(idx).mT, idx))
+    torch.save((idx, model(idx)), "logits.pt")
+"""
+
+
+def save_and_load(copy: Path, edits: list[tuple[str, str]]) -> subprocess.CompletedProcess:
+    """Save and load a model of an edited model.py."""
+    text = (copy / "model.py").read_text(encoding="utf-8")
+    for old, new in edits:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    (copy / "model.py").write_text(text, encoding="utf-8")
+    (copy / "save_and_load.py").write_text(SAVE_AND_LOAD)
+    done = try_to_run(copy, "save_and_load.py")
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done
+
+
+@pytest.mark.parametrize("edits", HARMLESS.values(), ids=HARMLESS)
+def test_a_harmless_edit_is_a_gpt2_for_transformers_and_nothing_is_said(copy, edits):
+    done = save_and_load(copy, edits)
+    assert "note:" not in done.stderr
+    theirs = AutoModelForCausalLM.from_pretrained(copy / "saved").eval()
+    idx, logits = torch.load(copy / "logits.pt")
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(idx).logits, logits, rtol=0, atol=1e-4 * logits.abs().max().item())
+
+
+@pytest.mark.parametrize("edits", HARMFUL.values(), ids=HARMFUL)
+def test_another_model_is_said_to_be_one_and_transformers_refuses_it(copy, edits):
+    done = save_and_load(copy, edits)
+    assert done.stderr.count("note:") == 1
+    with pytest.raises(ValueError, match="changed-gpt2"):
+        AutoModelForCausalLM.from_pretrained(copy / "saved")
+    with pytest.raises(KeyError):  # its activation, where the type is not asked for
+        GPT2LMHeadModel.from_pretrained(copy / "saved")
+
+
 @pytest.mark.slow
-def test_a_checkpoint_of_another_model_py_is_refused_by_how_much_it_differs(copy, tmp_path):
-    flags = SMALL | SHORT | dict(data=text_file(tmp_path / "text.txt"), threads=1)
+def test_a_checkpoint_of_another_model_py_samples_with_one_note(copy, tmp_path):
+    flags = SMALL | SHORT | dict(data=text_file(tmp_path / "text.txt"), threads=1, max_lr=0.1)
     run(copy, "train_gpt2.py", "tiny", out_dir=tmp_path / "run", **flags)
     apply(DIFFS["ReLU²"], copy)
-    done = try_to_run(copy, "sample.py", tmp_path / "run", "The", device="cpu")
-    assert done.returncode == 2
-    assert re.search(r"error: this model.py computes something else .*logits differ by \d", done.stderr)
+    assert run(copy, "sample.py", tmp_path / "run", "The", device="cpu").count("note: ") == 1
 
 
 @pytest.mark.slow

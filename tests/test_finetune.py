@@ -14,9 +14,10 @@ import lora_finetune as lf
 from bpe.tokenizer import Tokenizer
 from model import GPT
 from parts import chat
-from parts.checkpoint import load_model, save_model
+from parts.checkpoint import find_adapter, save_model
 from parts.conversations import Example, encode_rows, messages_of, micro_batches
-from parts.lora import TARGETS, load_adapter, read_adapter, weights_sha256
+from parts.huggingface import load_adapter, read_adapter, weights_sha256
+from parts.lora import TARGETS
 from tests.conftest import Door
 from tests.finetuning import ROWS, adapted, distance, said, save_adapter, small_gpt
 from tests.finetuning import logits as logits_of
@@ -55,7 +56,7 @@ def test_a_batch_gives_the_loss_and_gradients_of_its_examples_one_by_one(small_t
 
     factors = [p for p in model.parameters() if p.requires_grad]
     found = []
-    for parts in ([model.loss(*micro, n_targets=n_targets) for micro in micros], list(map(alone, examples))):
+    for parts in ([model(*micro, n_targets=n_targets) for micro in micros], list(map(alone, examples))):
         found.append([sum(parts), *torch.autograd.grad(sum(parts), factors)])
     assert all((a - b).abs().max() < 1e-5 for a, b in zip(*found, strict=True))
     assert found[0][1].abs().max() > 1e-4  # gradients that could differ
@@ -131,7 +132,8 @@ def test_finetuning_lowers_the_validation_loss_and_leaves_what_it_should(finetun
     written = [path.name for path in (run_dir / "step_000012").glob("*.safetensors")]
     assert written == ["adapter_model.safetensors" if r else "model.safetensors"]
     if r:
-        loaded = [load_adapter(load_model(str(base / "base")), path) for path in (run_dir, run_dir / "adapter")]
+        paths = (find_adapter(run_dir), run_dir / "adapter")
+        loaded = [load_adapter(GPT.from_pretrained(base / "base"), path) for path in paths]
         assert distance(*loaded) == 0
 
 
@@ -150,10 +152,10 @@ def test_few_rows_are_told_that_they_make_few_steps(finetune):
 def test_an_adapter_knows_its_base_and_refuses_another_of_the_same_shapes(finetune, base, run_dir, dtype):
     """In whichever precision the base was frozen."""
     finetune(max_steps=1, eval_interval=0, dtype=dtype)
-    own = weights_sha256(load_model(str(base / "base")))
+    own = weights_sha256(GPT.from_pretrained(base / "base"))
     for adapter in (run_dir / "step_000001", run_dir / "adapter"):
-        assert read_adapter(adapter).base_sha256 == own
-        assert_refused("on another base", load_adapter, small_gpt(seed=1, n_positions=128), adapter)
+        assert read_adapter(adapter)[2]["base_sha256"] == own
+        assert_refused("base", load_adapter, small_gpt(seed=1, n_positions=128), adapter)
 
 
 @pytest.mark.parametrize("options", [dict(lora_dim=0), dict(lora_dropout=0.2)])
@@ -183,7 +185,7 @@ def test_a_merged_directory_is_a_plain_model_for_transformers(finetune, base, tm
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     finetune(merge=tmp_path / "merged")
-    ours = load_adapter(load_model(str(base / "base")), run_dir)
+    ours = load_adapter(GPT.from_pretrained(base / "base"), find_adapter(run_dir))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert distance(ours, theirs) < 1e-4
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
@@ -195,7 +197,7 @@ def test_a_merged_directory_is_a_plain_model_for_transformers(finetune, base, tm
 
 def test_the_difference_that_a_merge_prints_is_that_of_the_written_model(finetune, base, tmp_path, monkeypatch):
     """From base and adapter, on the ids that the script compares them on."""
-    model = adapted(load_model(str(base / "base")))
+    model = adapted(GPT.from_pretrained(base / "base"))
     adapter = save_adapter(model, tmp_path / "adapter")
     compared = []
     forward = GPT.forward
@@ -203,7 +205,7 @@ def test_the_difference_that_a_merge_prints_is_that_of_the_written_model(finetun
     result = finetune(adapter=adapter, merge=tmp_path / "merged", lora_dim=None)
     [idx, again] = (idx for idx in compared if len(idx) > 1)  # a checkpoint's question is one row
     assert torch.equal(idx, again)
-    merged = load_model(str(tmp_path / "merged"))
+    merged = GPT.from_pretrained(tmp_path / "merged")
     difference = (logits_of(merged, idx) - logits_of(model, idx)).abs().max().item()
     assert 0 < difference < 1e-4
     [printed] = re.findall(r"logits differ by at most (\S+)", result.stdout)
@@ -354,7 +356,7 @@ def test_a_resume_with_other_epochs_takes_their_steps(finetune, run_dir):
 def test_another_base_and_other_rows_are_refused(finetune, base, tmp_path, run_dir):
     finetune(**SHORT)
     finetune.error("--adapter", out="further", base=run_dir)
-    small_gpt(seed=1, n_positions=128).save_pretrained(tmp_path / "base", 319)
+    small_gpt(seed=1, n_positions=128).save_pretrained(tmp_path / "base")
     shutil.copy(base / "base" / "tokenizer.json", tmp_path / "base")
     finetune.error("base", **SHORT, resume=True, base=tmp_path / "base")
     finetune.error("data", **SHORT, resume=True, data=write_json(tmp_path / "rows.json", ROWS[:-1]))

@@ -25,7 +25,7 @@ import train_gpt2
 from benchmarks.hellaswag import score_one_by_one
 from bpe.tokenizer import Tokenizer
 from hellaswag import evaluate, prepare
-from model import GPT, GPTConfig, GPTWithLoss
+from model import GPT, GPTConfig
 from parts import loss, runtime
 from parts.data import IGNORED, to_inputs
 from parts.graphs import BiasGradients
@@ -73,7 +73,7 @@ def gradients(dtype: str, plain: bool, compile: str = "off") -> torch.Tensor:
     generator = seeded()
     windows = torch.randint(SHAPE.vocab_size, (4, SHAPE.n_positions + 1), generator=generator).to(rt.device)
     idx, targets = to_inputs(windows)
-    forward = model if plain else GPTWithLoss(model, rt.compiled(model.hidden))
+    forward = model if plain else rt.compiled(model)
     with rt.autocast():
         loss = forward(idx) if plain else forward(idx, targets)
     loss = F.cross_entropy(loss.float().flatten(0, 1), targets.flatten()) if plain else loss
@@ -203,7 +203,7 @@ def four_steps(way: str, optimizer: str, seed: int = 0) -> list[float]:
     config = replace(RECIPES["tiny"], optimizer=optimizer)
     torch.manual_seed(seed)
     model = GPT(SHAPE).to(rt.device)
-    forward = GPTWithLoss(model)
+    forward = model
     if way == "DDP":
         forward = DistributedDataParallel(forward, [0] if CUDA else None)
     generator = seeded()

@@ -70,6 +70,7 @@ def test_no_imports_run_in_a_circle():
     files = {f"parts.{path.stem}": path for path in PARTS} | {"model": ROOT / "model.py"}
     files |= {f"bpe.{path.stem}": path for path in ROOMS_OF_BPE}
     remaining = {name: imports(path) & files.keys() for name, path in files.items()}
+    remaining["model"].discard("parts.huggingface")  # which it asks for in functions
     while free := [name for name in remaining if not remaining[name] & remaining.keys()]:
         for name in free:
             del remaining[name]

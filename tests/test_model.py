@@ -10,12 +10,13 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from bpe.formats import TOKENIZER_FILES
 from bpe.tokenizer import Tokenizer
-from model import GPT, SIZES, GPTConfig, read_config
+from model import GPT, SIZES, GPTConfig
 from parts import loss as loss_module
-from parts.checkpoint import load_model, model_tokenizer, notes_on
+from parts.checkpoint import open_model, save_model
+from parts.cli import UserError
 from parts.data import IGNORED
+from parts.huggingface import read_config
 from parts.loss import LinearCrossEntropy, chunk_size, linear_cross_entropy, plain_cross_entropy
 from tests.helpers import assert_invalid, assert_refused, read_json, seeded, slow, write_json
 
@@ -47,7 +48,7 @@ def test_logits_equal_those_of_transformers_in_both_directions(size, tmp_path):
         ours = GPT.from_pretrained(tmp_path / "theirs").eval()
         assert (ours(idx) - theirs(idx).logits).abs().max() < 1e-4
         made = GPT(GPTConfig(n_positions=64, vocab_size=500, **shape)).eval()
-        made.save_pretrained(tmp_path / "ours", eos_token_id=1)
+        made.save_pretrained(tmp_path / "ours")
         read = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
         assert (made(idx) - read(idx).logits).abs().max() < 1e-4
 
@@ -64,7 +65,7 @@ def test_hub_files_without_prefix_and_with_masks_and_a_head_copy_are_read(tmp_pa
     assert torch.equal(GPT.from_pretrained(tmp_path)(idx), model(idx))
     state["lm_head.weight"][7, 7] += 1
     save_file(state, tmp_path / "model.safetensors")
-    assert_invalid("copy of transformer.wte.weight differ", GPT.from_pretrained, tmp_path)
+    assert_refused("wte.weight", GPT.from_pretrained, tmp_path)
 
 
 @pytest.fixture
@@ -78,7 +79,7 @@ MALFORMED = {
     "empty": b"", "one byte": b"{", "half": json.dumps(CONFIG).encode()[:40], "no JSON": b"\x89PNG\r\n\x1a\n",
     "not UTF-8": b'{"model_type": "\xff\xfe"}', "a list": b"[1, 2]", "a word": b'"gpt2"', "null": b"null",
     "deep": b"[" * 100_000, "deep inside": b'{"a":' * 100_000, "long number": b'{"n_layer": ' + b"9" * 5000 + b"}",
-} | {f"{key} absent": json.dumps({k: v for k, v in CONFIG.items() if k != key}).encode() for key in CONFIG}  # fmt: skip
+} | {"no model_type": b"{}"}  # fmt: skip
 WRONG_VALUES = dict(
     n_layer=[0, -1, 2**70, 10**12, 2.0, "2", None, [2], {}, True, math.nan, math.inf],
     n_embd=[0, 33, None, 10**12],
@@ -88,7 +89,6 @@ WRONG_VALUES = dict(
     model_type=["llama", None, 3],
     activation_function=["relu", None, []],
     layer_norm_epsilon=[1e-6, math.nan],
-    tie_word_embeddings=[False, None],
     scale_attn_weights=[False],
     scale_attn_by_inverse_layer_idx=[True],
     add_cross_attention=[True],
@@ -100,30 +100,28 @@ for key, values in WRONG_VALUES.items():
 @pytest.mark.parametrize("kind", MALFORMED)
 def test_a_malformed_config_is_refused_by_name(saved, kind):
     (saved / "config.json").write_bytes(MALFORMED[kind])
-    key = kind.split()[0] if "_" in kind else ""
     for read in (read_config, GPT.from_pretrained):
-        assert_invalid(f"config.json.*{key}", read, saved)
+        assert_refused("config.json", read, saved)
 
 
-@pytest.mark.parametrize("n_layer", [3, 2**20])
-def test_more_layers_than_the_weights_have_are_refused_at_once(saved, n_layer):
-    write_json(saved / "config.json", CONFIG | dict(n_layer=n_layer))
-    assert_invalid("config.json", GPT.from_pretrained, saved)
+def test_more_layers_than_the_weights_have_are_refused(saved):
+    write_json(saved / "config.json", CONFIG | dict(n_layer=3))
+    assert_refused(r"transformer\.h\.2\.", GPT.from_pretrained, saved)
 
 
 @pytest.mark.parametrize("size", ["n_positions", "vocab_size", "n_layer", "n_embd"])
 def test_no_model_is_made_that_could_not_be_loaded_again(size):
     assert GPTConfig(**SMALL | {size: 2**20})
     for value in (2**20 + 2, 0):
-        assert_invalid(f"^{size} is {value},", GPTConfig, **SMALL | {size: value})
+        assert_invalid(f"{size}.*{value}", GPTConfig, **SMALL | {size: value})
 
 
 def test_a_missing_or_unreadable_file_is_refused_by_name(saved):
     for name, read in {"model.safetensors": GPT.from_pretrained, "config.json": read_config}.items():
         (saved / name).unlink()
-        assert_invalid(name, read, saved)
+        assert_refused(name, read, saved, error=(UserError, OSError))
         (saved / name).mkdir()
-        assert_invalid(name, read, saved)
+        assert_refused(name, read, saved, error=(UserError, OSError))
         if name != "config.json":  # for which no weights are needed
             config = read_config(saved, dropout=0.1, attention="naive")
             assert config == GPTConfig(**SMALL, dropout=0.1, attention="naive")
@@ -148,20 +146,20 @@ BROKEN = {
 def test_broken_weights_are_refused_by_name(saved, damage):
     file = saved / "model.safetensors"
     file.write_bytes(damage(file.read_bytes()))
-    assert_invalid(r"model\.safetensors", GPT.from_pretrained, saved)
+    assert_refused(r"model\.safetensors", GPT.from_pretrained, saved)
 
 
 BIAS = "transformer.ln_f.bias"
-WRONG = dict(nan=torch.full((32,), math.nan), inf=torch.full((32,), math.inf), integers=torch.ones(32).int(), lost=None)
+WRONG = dict(integers=torch.ones(32).int(), short=torch.ones(31), lost=None)
 
 
 @pytest.mark.parametrize(
     "name, wrong", [*((BIAS, tensor) for tensor in WRONG.values()), ("_orig_mod.x", torch.ones(1))]
 )
-def test_weights_that_are_no_finite_fractions_are_lost_or_unknown_are_refused(saved, name, wrong):
+def test_tensors_that_do_not_fit_are_refused_by_name(saved, name, wrong):
     state = load_file(saved / "model.safetensors") | {name: wrong}
     save_file({key: tensor for key, tensor in state.items() if tensor is not None}, saved / "model.safetensors")
-    assert_invalid(name.removeprefix("transformer."), GPT.from_pretrained, saved)
+    assert_refused(name, GPT.from_pretrained, saved)
 
 
 def test_weights_in_several_files_and_in_16_bits_are_read(saved):
@@ -192,59 +190,50 @@ def test_shards_are_those_that_the_index_lists(saved):
     shards(saved, {name: tensor + 1 for name, tensor in state.items()}, 3)
     shards(saved, state, 2)
     assert torch.equal(GPT.from_pretrained(saved)(tokens(1, 8)), small()(tokens(1, 8)))
-    for weight_map in ([], {"wte.weight": "gone"}):
-        write_json(saved / "model.safetensors.index.json", dict(weight_map=weight_map))
-        assert_invalid("index.json|gone", GPT.from_pretrained, saved)
+    write_json(saved / "model.safetensors.index.json", dict(weight_map={"wte.weight": "gone"}))
+    assert_refused("gone", GPT.from_pretrained, saved)
     (saved / "model.safetensors.index.json").unlink()
-    assert_invalid("model.safetensors cannot be read .No such file", GPT.from_pretrained, saved)
+    assert_refused("model.safetensors", GPT.from_pretrained, saved)
 
 
-def test_a_model_of_the_hub_is_downloaded_without_what_is_not_read(saved, monkeypatch):
+def test_a_model_of_the_hub_is_downloaded_once(saved, monkeypatch):
     asked = []
 
     def download(name, allow_patterns):
-        asked.append((name, allow_patterns))
+        asked.append(name)
         return saved
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     Tokenizer(()).save(saved)
-    assert torch.equal(load_model("gpt2")(tokens(1, 8)), small()(tokens(1, 8)))
-    assert_refused("of gpt2 has 257 tokens and its model 211; copy", model_tokenizer, "gpt2")
-    assert asked == [("gpt2", read) for read in (["*.json", "model*.safetensors"], TOKENIZER_FILES, ["config.json"])]
+    assert_refused("257.*211", open_model, "gpt2")
+    assert asked == ["gpt2"]
     monkeypatch.setattr("huggingface_hub.snapshot_download", None)
-    assert_refused(r"gpt2 .*could not be downloaded from the hub \(TypeError\).*: hf download gpt2", load_model, "gpt2")
+    assert_refused("hf download gpt2", open_model, "gpt2")
 
 
 def test_pickled_weights_are_not_read_and_the_remedy_is_named(saved):
     (saved / "model.safetensors").rename(saved / "pytorch_model.bin")
-    assert_refused("pytorch_model.bin.*safe_serialization", load_model, str(saved))
+    assert_refused("model.safetensors", open_model, saved)
 
 
-# ---- a question and its answer
-
-
-def edit_question(folder, **changes):
-    config = read_json(folder / "config.json")
-    write_json(folder / "config.json", config | dict(question=config["question"] | changes))
-
-
-def test_another_answer_than_the_saved_one_is_refused(saved):
-    logits = read_json(saved / "config.json")["question"]["logits"]
-    edit_question(saved, logits=[*logits[:-1], logits[-1] + 0.01])
-    assert_invalid(
-        "computes something else than the one that wrote .*: logits differ by 0.01;", GPT.from_pretrained, saved
-    )
-
-
-def test_edited_weights_are_refused_and_accepted_once_the_question_is_gone(saved):
+@pytest.mark.parametrize("n", [3, math.nan])
+def test_edited_weights_and_those_of_a_run_that_diverged_are_read(saved, capsys, n):
+    """With a note where they compute other logits; of nan nothing can be said."""
     state = load_file(saved / "model.safetensors")
-    state["transformer.wte.weight"][200, 3] += 0.01  # of a token that the question has not
+    state["transformer.ln_f.weight"] *= n
     save_file(state, saved / "model.safetensors")
-    assert_invalid("does not hold the weights that were saved .*remove `question`", GPT.from_pretrained, saved)
-    config = read_json(saved / "config.json")
-    del config["question"]
-    write_json(saved / "config.json", config)
-    assert torch.equal(GPT.from_pretrained(saved).transformer.wte.weight, state["transformer.wte.weight"])
+    model = GPT.from_pretrained(saved)
+    torch.testing.assert_close(model.transformer.ln_f.weight, state["transformer.ln_f.weight"], equal_nan=True)
+    assert capsys.readouterr().err.count("note:") == (n == 3)
+    model.save_pretrained(saved)
+    assert read_json(saved / "config.json")["model_type"] == "gpt2"
+    GPT.from_pretrained(saved)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_config_without_what_only_we_write_is_enough(saved):
+    write_json(saved / "config.json", CONFIG)
+    assert torch.equal(GPT.from_pretrained(saved)(tokens(1, 8)), small()(tokens(1, 8)))
 
 
 def test_what_transformers_has_trained_on_and_saved_is_loaded(saved, tmp_path):
@@ -256,143 +245,6 @@ def test_what_transformers_has_trained_on_and_saved_is_loaded(saved, tmp_path):
     with torch.no_grad():
         found = GPT.from_pretrained(tmp_path / "theirs").eval()(idx)
         torch.testing.assert_close(found, theirs.eval()(idx).logits, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("wrong", [[], 3, dict(ids=[]), dict(ids=[999]), dict(ids=["x"]), dict(logits=[1.0])], ids=str)
-def test_a_damaged_question_is_refused_by_name(saved, wrong):
-    if isinstance(wrong, dict):
-        edit_question(saved, **wrong)
-    else:
-        write_json(saved / "config.json", read_json(saved / "config.json") | dict(question=wrong))
-    assert_invalid("question is damaged", GPT.from_pretrained, saved)
-
-
-# ---- what is a GPT-2
-
-
-class SoftCap(GPT):
-    """With weights as they are drawn its logits are too small to show it."""
-
-    def forward(self, idx):
-        return 30 * torch.tanh(super().forward(idx) / 30)
-
-
-class Window(GPT):
-    def hidden(self, idx, positions=None, mask=None, cache=None):
-        if mask is None:
-            mask = torch.ones(idx.size(1), idx.size(1), dtype=torch.bool).tril().triu(-300)
-        return super().hidden(idx, positions, mask, cache)
-
-
-class MoreTensors(GPT):
-    def __init__(self, config):
-        super().__init__(config)
-        self.scale = torch.nn.Parameter(torch.ones(()))
-
-
-class SizesOfItsOwn(GPT):
-    def hidden(self, idx, positions=None, mask=None, cache=None):
-        return super().hidden(idx, positions, mask, cache).unflatten(-1, (32, 3)).flatten(-2)
-
-
-class UntiedHead(GPT):
-    def __init__(self, config):
-        super().__init__(config)
-        self.lm_head.weight = torch.nn.Parameter(self.transformer.wte.weight.detach().clone())
-
-
-class TiedLayers(GPT):
-    def __init__(self, config):
-        super().__init__(config)
-        self.transformer.h[1] = self.transformer.h[0]
-
-
-@pytest.mark.parametrize("kind", [GPT, SoftCap, Window, MoreTensors, SizesOfItsOwn, UntiedHead, TiedLayers])
-def test_a_model_is_a_gpt2_if_it_computes_what_minimal_py_does(kind):
-    torch.manual_seed(0)
-    model = kind(GPTConfig(**SMALL | dict(n_positions=512, n_embd=96)))
-    drawn = torch.get_rng_state()
-    assert model.is_gpt2 == (kind is GPT)
-    assert model.training
-    assert torch.equal(torch.get_rng_state(), drawn)
-
-
-def test_a_model_that_its_config_does_not_build_is_refused_before_it_is_trained():
-    model = small()
-    assert notes_on(model) == []
-    model.transformer.h[0].ln_1.eps = 0.5
-    assert_refused("would load as another: logits differ by ", notes_on, model)
-    model.transformer.h[0].ln_3 = torch.nn.LayerNorm(32)
-    assert_refused("could not be loaded.*ln_3", notes_on, model)
-
-
-class ByIndex(GPT):
-    """Positions are counted, whatever the caller says."""
-
-    def hidden(self, idx, positions=None, mask=None, cache=None):
-        return super().hidden(idx, torch.arange(idx.size(1)) if cache is None else positions, mask, cache)
-
-
-class HeadWithBias(GPT):
-    def __init__(self, config):
-        super().__init__(config)
-        self.lm_head.bias = torch.nn.Parameter(torch.zeros(config.vocab_size))
-
-
-class ZLoss(GPT):
-    def loss_of_hidden(self, x, targets, *args):
-        z = self.lm_head(x).logsumexp(-1)
-        return super().loss_of_hidden(x, targets, *args) + 1e-4 * z.square().mean()
-
-
-class ZLossInTraining(ZLoss):
-    def loss_of_hidden(self, *args):
-        return (ZLoss if self.training else GPT).loss_of_hidden(self, *args)
-
-
-class WithoutMask(GPT):
-    def hidden(self, idx):
-        return super().hidden(idx)
-
-
-OTHERS = [
-    (SoftCap, ["forward() is not", "the loss is not", "the loss is not", "with the cache"]),
-    (Window, ["with the cache", "as HellaSwag packs them"]),
-    (ByIndex, ["as HellaSwag packs them"]),
-    (HeadWithBias, ["lm_head is not its weight alone", "the loss is not", "the loss is not"]),
-    (ZLoss, ["the loss is not the cross-entropy of the logits: it is valid", "the logits: it is trained"]),
-    (ZLossInTraining, ["the logits: it is trained"]),
-    (WithoutMask, ["samples are not the model's (TypeError", "`positions` and `mask` (TypeError"]),
-    (MoreTensors, []),
-]
-
-
-@pytest.mark.parametrize("kind, words", OTHERS, ids=[kind.__name__ for kind, _ in OTHERS])
-def test_what_the_project_computes_otherwise_is_noted_before_the_first_step(kind, words):
-    torch.manual_seed(0)
-    notes = notes_on(kind(GPTConfig(**SMALL | dict(n_positions=512))))
-    if kind not in (ZLoss, ZLossInTraining, ByIndex, WithoutMask):
-        assert "this is not a GPT-2" in notes.pop()
-    assert len(notes) == len(words), notes
-    for note, part in zip(notes, words, strict=True):
-        assert part in note
-
-
-def test_attention_that_is_changed_in_one_of_its_two_forms_is_noted(monkeypatch):
-    sdpa = F.scaled_dot_product_attention
-    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, *args, **kwargs: sdpa(q / 2, *args, **kwargs))
-    assert any("--attention flash and naive differ" in note for note in notes_on(small(attention="naive")))
-
-
-@pytest.mark.parametrize("kind", [SoftCap, Window])
-def test_a_checkpoint_of_other_code_is_refused_though_few_tokens_do_not_show_it(kind, tmp_path):
-    model = kind(GPTConfig(**SMALL | dict(n_positions=512)))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(0.1)
-    model.save_pretrained(tmp_path)
-    assert kind.from_pretrained(str(tmp_path)).config == model.config
-    assert_invalid("computes something else .* of a whole context and large weights", GPT.from_pretrained, tmp_path)
 
 
 # ---- numbers that are known
@@ -500,7 +352,7 @@ def test_ignored_targets_do_not_count():
     targets = tokens(1, 8, seed=1)
     targets[:, 3:] = IGNORED
     expected = F.cross_entropy(model(idx)[0, :3], targets[0, :3])
-    assert model.loss(idx, targets).item() == pytest.approx(expected.item(), rel=1e-6)
+    assert model(idx, targets).item() == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_more_tokens_than_the_context_holds_are_refused():
@@ -508,10 +360,11 @@ def test_more_tokens_than_the_context_holds_are_refused():
 
 
 def test_the_files_for_transformers_hold_sizes_dropout_tokens_and_the_padding_of_the_vocabulary(tmp_path):
-    small(dropout=0.1).save_pretrained(tmp_path, 5, [209, 210])
+    tokenizer = Tokenizer(())
+    save_model(tmp_path, small(dropout=0.1, vocab_size=259), tokenizer)
     config = read_json(tmp_path / "config.json")
     generation = read_json(tmp_path / "generation_config.json")
-    ends = dict(bos_token_id=5, eos_token_id=5)
+    ends = dict(bos_token_id=tokenizer.eot_token, eos_token_id=tokenizer.eot_token)
     dropout = dict(attn_pdrop=0.1, embd_pdrop=0.1, resid_pdrop=0.1)
-    assert config.items() >= (SMALL | ends | dropout | dict(n_ctx=SMALL["n_positions"])).items()
-    assert generation == ends | dict(do_sample=True, top_k=50, suppress_tokens=[209, 210])
+    assert config.items() >= (SMALL | ends | dropout | dict(vocab_size=259, n_ctx=SMALL["n_positions"])).items()
+    assert generation == ends | dict(do_sample=True, top_k=50, suppress_tokens=[257, 258])

@@ -40,7 +40,7 @@ def train(model: GPT, optimizer: LoopOptimizer, steps: range, finite: bool = Tru
     for step in steps:
         idx = batch(step)
         optimizer.set_lr(1 / step)
-        optimizer.scale(model.loss(idx, idx)).backward()
+        optimizer.scale(model(idx, idx)).backward()
         optimizer.clip_grad_norm(1.0)
         if not finite:
             for i, p in enumerate(model.parameters()):
@@ -138,7 +138,7 @@ def test_adamw_steps_as_torch_does():
     for step in range(1, 6):
         idx = batch(step)
         for model in (ours, theirs):
-            model.loss(idx, idx).backward()
+            model(idx, idx).backward()
         optimizer.clip_grad_norm(0.5)
         torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
         optimizer.step(torch.tensor(True))

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 import model as model_module
 import train_gpt2
 from benchmarks.steps import mfu
-from model import GPT, GPTConfig, GPTWithLoss
+from model import GPT, GPTConfig
 from parts import runtime, trials
 from parts.checkpoint import checkpoint_steps, load_train_state
 from parts.data import to_inputs
@@ -78,7 +78,7 @@ def gradients(dtype: torch.dtype, compile: str = "off") -> torch.Tensor:
     rt = runtime.Runtime.setup("cpu", str(dtype).removeprefix("torch."), compile)
     torch.manual_seed(0)
     model = GPT(GPTConfig(n_positions=64, vocab_size=300, n_layer=6, n_head=4, n_embd=64))
-    loss_fn = GPTWithLoss(model, rt.compiled(model.hidden))
+    loss_fn = rt.compiled(model)
     idx = torch.randint(300, (4, 64), generator=seeded())
     targets = torch.randint(300, (4, 64), generator=seeded(1))
     targets[:, ::7] = -1
@@ -174,7 +174,7 @@ class Scarce(torch.nn.Module):
         self.kept.append((all(p.grad is not None for p in params), len(self.optimizer.optimizers[0].state)))
         if len(idx) > self.limit:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return self.gpt.loss(idx, targets)
+        return self.gpt(idx, targets)
 
 
 def test_a_micro_batch_on_a_gpu_is_the_largest_divisor_of_at_most_256_that_fits(rt):
@@ -197,7 +197,7 @@ def test_a_step_that_takes_more_memory_than_its_backward_pass_does_not_fit(rt):
             if all(p.grad.any() for p in self.param_groups[0]["params"][:1]):
                 raise torch.OutOfMemoryError("CUDA out of memory")
 
-    model = GPTWithLoss(small())
+    model = small()
     for kind, fits in ((torch.optim.SGD, True), (Large, False)):
         make = partial(LoopOptimizer, [kind(model.parameters(), 0.1)], rt)
         assert trials.has_memory_for(2, (16, 200), model, rt, make) == fits
@@ -277,6 +277,6 @@ def test_a_second_start_takes_compiled_code_from_the_disk_if_nothing_that_it_dep
             monkeypatch.setattr(runtime, "ATTENTION", order)
             torch._dynamo.reset()
             counters.clear()
-            GPTWithLoss(model, rt.compiled(model.hidden))(idx, idx).backward()
+            rt.compiled(model)(idx, idx).backward()
             found.append(counters["aot_autograd"]["autograd_cache_hit"])
     assert found == [0, 1, 0]

@@ -11,7 +11,7 @@ from model import GPT
 from parts import chat
 from parts.checkpoint import save_model
 from parts.generation import generate
-from parts.lora import load_adapter
+from parts.huggingface import load_adapter
 from tests.finetuning import adapted, save_adapter, small_gpt
 from tests.helpers import arguments, assert_user_error
 

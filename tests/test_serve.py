@@ -37,7 +37,7 @@ def test_a_pipeline_of_transformers_gives_the_answers_of_sample_chat(tmp_path, s
     save_model(tmp_path / "base", base, small_tokenizer)
     adapter = save_adapter(adapted(base), tmp_path / "adapter")
     chat.save_chat_files(adapter, small_tokenizer)
-    lf.write_merged(lf.Config(base=str(tmp_path / "base"), merge=merged), str(adapter))
+    lf.write_merged(lf.Config(base=str(tmp_path / "base"), merge=merged), tmp_path / "base", adapter)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\n".join([*SAID[1:], "", ""]).encode())))
     options = dict(temperature=0, max_new_tokens=LONGEST, chat=True, dtype="float32", device="cpu")
     result = inline(sample.main, merged, SAID[0], **options)

@@ -12,8 +12,8 @@ import lora_finetune as lf
 import sample
 from bpe.tokenizer import Tokenizer
 from model import GPT
-from parts import chat, lora
-from parts.checkpoint import model_tokenizer, save_model
+from parts import chat
+from parts.checkpoint import read_tokenizer, save_model
 from tests.finetuning import adapted, said, save_adapter, small_gpt, written
 from tests.helpers import arguments, assert_user_error, prose, read_json, write_json
 
@@ -139,13 +139,13 @@ def test_a_model_without_a_template_is_spoken_to_in_ours_and_that_is_said(chatml
 
 
 def test_the_template_of_an_adapter_comes_before_that_of_its_base(chatml, converse, tmp_path):
-    tokenizer = model_tokenizer(str(chatml))
+    tokenizer = read_tokenizer(chatml)
     adapter = save_adapter(adapted(GPT.from_pretrained(str(chatml))), tmp_path / "adapter")
     assert f"that of {chatml}\n" in converse(chatml, adapter=adapter).stderr
     chat.save_chat_files(adapter, tokenizer)
     assert f"that of {adapter}\n" in converse(chatml, adapter=adapter).stderr
     messages = said("s: Be", "u: Hi")
-    found = chat.chat_of(lora.folders_of(str(chatml), str(adapter)), tokenizer, "")
+    found = chat.chat_of([adapter, chatml], tokenizer, "")
     assert found.prompt(messages) == written(messages, tokenizer)
 
 
@@ -153,7 +153,7 @@ def test_a_merged_model_keeps_the_template_and_the_ends_of_its_adapter_or_its_ba
     """As transformers then speaks to it; an adapter of TRL has the files of a tokenizer."""
     adapter = save_adapter(adapted(GPT.from_pretrained(str(chatml))), tmp_path / "adapter")
     config = lf.Config(base=str(chatml), adapter=str(adapter), merge=str(tmp_path / "merged"))
-    lf.write_merged(config, str(adapter))
+    lf.write_merged(config, chatml, adapter)
     of_both = converse(chatml, adapter=adapter).stdout
     printed, lengths = expected(tmp_path / "merged")
     assert converse(tmp_path / "merged").stdout == printed == of_both
@@ -162,8 +162,8 @@ def test_a_merged_model_keeps_the_template_and_the_ends_of_its_adapter_or_its_ba
 
 def test_a_model_merged_from_files_without_a_template_gets_none(chatml, tmp_path):
     adapter = save_adapter(adapted(GPT.from_pretrained(str(chatml))), tmp_path / "adapter")
-    base = str(chatml.parent / "ours")
-    lf.write_merged(lf.Config(base=base, merge=str(tmp_path / "merged")), str(adapter))
+    base = chatml.parent / "ours"
+    lf.write_merged(lf.Config(base=str(base), merge=str(tmp_path / "merged")), base, adapter)
     assert not AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template
 
 

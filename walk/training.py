@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from model import GPT, GPTConfig
-from parts.checkpoint import find_model, load_model
+from parts.checkpoint import open_model
 from parts.data import Batches, TokenStream, find_shards, to_inputs, validation_batches
 from parts.log import read_log
 from parts.optim import learning_rate, make_optimizer
@@ -74,7 +74,7 @@ def base_model() -> GPT:
     """The model of station 6, which others use, too."""
     if not (RUNS / "base").exists():
         train_tiny("base", "--max_steps 300")
-    return load_model(find_model(str(RUNS / "base")))
+    return open_model(RUNS / "base").model
 
 
 # ------------------------------------------------------------------------------------------------- rows of input.txt
@@ -142,7 +142,7 @@ def train_gpt2_in_small(seed: int, change: Callable = lambda model: None, **cons
     losses = {}
     for step in range(1, 719):
         windows = torch.from_numpy(next(order.micro_batches(16 * (step - 1), 16, 16)))
-        model.loss(*to_inputs(windows)).backward()
+        model(*to_inputs(windows)).backward()
         norm = optimizer.clip_grad_norm(config.grad_clip)
         optimizer.set_lr(learning_rate(step, config) / config.max_lr)
         optimizer.step(finite=norm.isfinite())
@@ -158,6 +158,6 @@ def validation_loss(model, stream: TokenStream) -> float:
     total, n_targets = 0.0, 0
     for rows in validation_batches(stream, 32, 64, 0):
         x, y = to_inputs(torch.from_numpy(rows))
-        total += model.loss(x, y, n_targets=1).item()
+        total += model(x, y, n_targets=1).item()
         n_targets += (y >= 0).sum().item()
     return total / n_targets

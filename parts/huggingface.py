@@ -1,0 +1,372 @@
+"""Hugging Face's files: GPT-2 checkpoints of transformers, and LoRA adapters of peft.
+
+transformers keeps a GPT-2 under the names of model.py, with two differences: the hub's files leave out the prefix
+`transformer.`, and `Conv1D` stores a projection as (in, out), the transpose of nn.Linear's weight.
+
+Whether a model is a GPT-2, transformers is asked (`is_gpt2`). Any other model is saved under a type and an activation
+that no other program knows, so that none takes it for a GPT-2; here it loads like any other.
+
+This file knows nothing of runs, tokenizers or training.
+"""
+
+import contextlib
+import functools
+import hashlib
+import json
+import math
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save, save_file
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from model import GPT, GPTConfig
+from parts.cli import UserError
+from parts.files import read_json
+from parts.lora import TARGETS, LoRAConfig, add_lora
+
+# ------------------------------------------------------------------------------------------------------------ models
+
+CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # transposed in the files
+GPT2 = dict(  # what a config.json says of the computation; a missing key means this value
+    activation_function="gelu_new",
+    layer_norm_epsilon=1e-5,
+    scale_attn_weights=True,
+    scale_attn_by_inverse_layer_idx=False,
+    add_cross_attention=False,
+)
+CHANGED = "changed-gpt2"
+OF_A_RUN = ("dropout", "attention")  # fields of GPTConfig that belong to whoever loads a model, not to its files
+HUB_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "model*.safetensors"]
+
+
+def snapshot(model: str) -> Path:
+    """The directory `model`, or else that of a hub model in the cache, downloaded once. Raises UserError."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=HUB_FILES))
+    except Exception as e:  # the network, the hub's client and a broken server each raise their own
+        raise UserError(
+            f"{model} is not a local directory and could not be downloaded ({type(e).__name__}); check the name, or "
+            f"download it elsewhere: hf download {model}"
+        ) from e
+
+
+def to_files(model: GPT) -> dict[str, Tensor]:
+    """The tensors of a model as the files have them, views and no copies. A tensor with two names, as the tied head, is
+    there once, under its first."""
+    tensors = {}
+    seen = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            transposed = name.endswith(CONV1D) and tensor.dim() == 2
+            tensors[name] = tensor.detach().t() if transposed else tensor.detach()
+    return tensors
+
+
+def config_of(model: GPT, gpt2: bool) -> dict:
+    """The config.json of a model."""
+    config = {name: getattr(model.config, name) for name in stored_fields()}
+    config["dtype"] = "float32"
+    if not gpt2:
+        return config | dict(architectures=["ChangedGPT2"], model_type=CHANGED, activation_function=CHANGED)
+    return config | GPT2 | dict(
+        architectures=["GPT2LMHeadModel"],
+        model_type="gpt2",
+        tie_word_embeddings=model.lm_head.weight is model.transformer.wte.weight,
+        n_ctx=model.config.n_positions,  # llama.cpp reads this name
+        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), model.config.dropout),
+    )
+
+
+def stored_fields() -> list[str]:
+    return [field.name for field in fields(GPTConfig) if field.name not in OF_A_RUN]
+
+
+@functools.cache  # asked once, at the first save of a process
+@torch.no_grad()
+def is_gpt2(model: GPT, ids: tuple[int, ...] | None = None) -> bool:
+    """Ask transformers whether it computes the same logits after every token of `ids`, by default of a whole context,
+    from these very tensors; one note says if not. It takes the time of two forward passes."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    device = model.lm_head.weight.device
+    n = model.config.n_positions
+    idx = torch.tensor([ids or fixed_row(model, n)], device=device)  # (1, T)
+    buffers = dict(model.named_buffers())  # transformers passes over those that it does not know, such as a mask
+    tensors = {name: tensor for name, tensor in to_files(model).items() if name not in buffers}
+    tensors.setdefault("lm_head.weight", tensors.get("transformer.wte.weight"))
+    try:
+        with torch.device("meta"):
+            config = GPT2Config(**config_of(model, True), bos_token_id=None, eos_token_id=None)
+            theirs = GPT2LMHeadModel(config).eval()
+        theirs.load_state_dict(tensors, assign=True)  # no copies
+        with exactly(model):
+            expected = theirs(idx).logits
+            tolerance = 2e-5 * expected.nan_to_num().abs().max().item() + 1e-6
+            same = torch.allclose(model(idx), expected, rtol=0, atol=tolerance, equal_nan=True)  # nan: it has diverged
+    except Exception:  # of a model with other tensors, or with other arguments
+        same = False
+    if not same:
+        print("note: transformers computes other logits: this model is saved as changed-gpt2", file=sys.stderr)
+    return same
+
+
+def fixed_row(model: GPT, n: int = 16) -> list[int]:
+    return [7919 * i % model.config.vocab_size for i in range(1, 1 + min(n, model.config.n_positions))]
+
+
+@torch.no_grad()
+def logits_of_fixed_row(model: GPT) -> list[float]:
+    """Up to 16 logits after a fixed row of up to 16 ids, which config.json keeps."""
+    ids = torch.tensor(fixed_row(model), device=model.lm_head.weight.device)
+    with exactly(model):
+        return model(ids[None])[0, -1, ids].float().tolist()
+
+
+@contextlib.contextmanager
+def exactly(model: GPT):
+    """Compute in fp32 and without dropout while the block runs."""
+    training = model.training
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.autocast(model.lm_head.weight.device.type, enabled=False):
+            model.eval()
+            yield
+    finally:
+        model.train(training)
+        torch.set_float32_matmul_precision(precision)
+
+
+def write_model(folder: str | Path, model: GPT, gpt2: bool, eos: int | None = None, suppress: list[int] = ()) -> None:
+    """Write config.json, generation_config.json and model.safetensors in fp32. `suppress` are ids that are no token."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokens = dict(bos_token_id=eos, eos_token_id=eos)
+    config = config_of(model, gpt2) | tokens
+    logits = logits_of_fixed_row(model)
+    if all(map(math.isfinite, logits)):  # JSON has no nan
+        config["logits_of_fixed_row"] = logits
+    generation = dict(do_sample=True, top_k=50, **tokens)
+    if suppress:
+        generation["suppress_tokens"] = suppress
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    tensors = {}
+    for name, tensor in to_files(model).items():
+        dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+        tensors[name] = tensor.to("cpu", dtype).contiguous()
+    weights = folder / "model.safetensors"
+    save_file(tensors, weights, metadata={"format": "pt"})
+    # safetensors writes mode 0600; use the mode of the files next to it
+    with contextlib.suppress(OSError):  # a file system may have no modes, or let nobody change them
+        weights.chmod((folder / "config.json").stat().st_mode)
+
+
+def read_config(folder: Path, dropout: float = 0.0, attention: str = "flash") -> GPTConfig:
+    """Read the sizes of a model. Raises UserError for a config.json that is damaged, or of another kind of model."""
+    file = folder / "config.json"
+    config = read_json(file)
+    if config.get("model_type") != CHANGED:
+        found = GPT2 | config
+        for key, value in dict(model_type="gpt2", **GPT2).items():
+            if found.get(key) != value:
+                raise UserError(f"{file}: {key} is {found.get(key)!r}, and a GPT-2 here has {value!r}; choose a GPT-2")
+    try:
+        return GPTConfig(
+            **{name: config[name] for name in stored_fields() if name in config}, dropout=dropout, attention=attention
+        )
+    except (AssertionError, TypeError, ValueError) as e:
+        raise UserError(f"{file}: {e}") from e
+
+
+class Uninitialized(TorchFunctionMode):
+    """Skip torch.nn.init while a model is built whose weights are read next: drawing them takes longer than reading.
+    `torch.device("meta")` would also leave buffers without values, such as a mask or a table of angles."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if getattr(function, "__module__", None) != "torch.nn.init":
+            return function(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def read_model(folder: Path, dropout: float = 0.0, attention: str = "flash") -> GPT:
+    """Read a model in fp32 on the CPU. One note says if it computes other logits than when it was saved.
+
+    Raises UserError for files that are missing or damaged, and for tensors that do not fit this model.py.
+    """
+    config = read_config(folder, dropout, attention)
+    tensors = read_tensors(folder)
+    with Uninitialized():
+        model = GPT(config)
+    wanted = to_files(model)  # views of the parameters: to copy there is to load
+    by_tensor = {}
+    first_names = {}  # by name: the first name of a tensor that model.py ties, such as the head
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        first_names[name] = by_tensor.setdefault(id(tensor), name)
+    found = {}
+    for name, tensor in tensors.items():
+        if name not in first_names and f"transformer.{name}" in first_names:
+            name = f"transformer.{name}"
+        elif name not in first_names and name.endswith((".attn.bias", ".attn.masked_bias")):
+            continue  # the causal masks that old files hold
+        first = first_names.get(name, name)
+        if first in found and not torch.equal(found[first], tensor):
+            raise UserError(f"{folder}: two copies of {first} differ, and model.py ties them; untie them there")
+        found[first] = tensor
+    if "lm_head.weight" in wanted:  # a model that unties its head, of a file that has it tied
+        found.setdefault("lm_head.weight", found.get("transformer.wte.weight"))
+    wrong = [name for name in wanted | found if shape_of(wanted.get(name)) != shape_of(found.get(name))]
+    if wrong:
+        raise UserError(f"{folder} does not fit model.py: {wrong[0]} and {len(wrong) - 1} more; choose its model.py")
+    for name, tensor in wanted.items():
+        tensor.copy_(found[name])
+    compare_logits(model, folder)
+    return model
+
+
+def shape_of(tensor: Tensor | None) -> tuple | None:
+    return None if tensor is None else (tuple(tensor.shape), tensor.is_floating_point())
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of model.safetensors, or of the parts of a large model as its index lists them. Raises UserError."""
+    index = folder / "model.safetensors.index.json"
+    files = [folder / "model.safetensors"]
+    if index.exists() and not files[0].exists():
+        files = sorted({folder / name for name in read_json(index)["weight_map"].values()})
+    tensors = {}
+    for file in files:
+        try:
+            tensors |= load_file(file)
+        except (OSError, SafetensorError) as e:
+            raise UserError(f"{file} cannot be read ({e}); download or write it again, as safetensors") from e
+    return tensors
+
+
+def compare_logits(model: GPT, folder: Path) -> None:
+    """Say in one note if a model computes other logits than its config.json keeps."""
+    kept = read_json(folder / "config.json").get("logits_of_fixed_row")
+    if not isinstance(kept, list):  # of another program
+        return
+    found = torch.tensor(logits_of_fixed_row(model))
+    expected = torch.tensor(kept, dtype=torch.float32)
+    if found.shape == expected.shape and (found - expected).abs().max() > 1e-3 * expected.abs().max():
+        print(f"note: {folder} was saved with other logits: its weights, or model.py, have changed", file=sys.stderr)
+
+
+# ---------------------------------------------------------------------------------------------------------- adapters
+
+SETTINGS = "adapter_config.json"
+FACTORS = "adapter_model.safetensors"
+# Keys of adapter_config.json that do not say what an adapter computes: where it comes from, how it began, what the
+# tensors' names and shapes say, and options of features that are off by themselves
+NOT_COMPUTED = set(
+    "base_model_name_or_path revision auto_mapping peft_version inference_mode lora_dropout target_modules r "
+    "lora_alpha use_rslora fan_in_fan_out init_lora_weights megatron_core qalora_group_size".split()
+)
+
+
+def save_adapter(folder: Path, model: GPT, base: str, base_sha256: str) -> None:
+    """Write the adapter of `model` as peft reads it. `base` names the model that it was trained on."""
+    config = model.lora
+    settings = dict(
+        peft_type="LORA",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+        r=config.r,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        target_modules=list(config.targets),
+        fan_in_fan_out=True,
+        bias="none",
+        use_rslora=config.rslora,
+        inference_mode=True,
+    )
+    (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
+    tensors = {name: p.detach().to("cpu", torch.float32) for name, p in factors(model).items()}
+    metadata = dict(format="pt", base_sha256=base_sha256)  # peft ignores the latter
+    # not save_file, which makes a file that only its owner may read
+    (folder / FACTORS).write_bytes(in_order(save(tensors, metadata), metadata))
+
+
+def in_order(file: bytes, metadata: dict[str, str]) -> bytes:
+    """The same safetensors file with its metadata in this order: the library's changes, and equal adapters are to be
+    equal files."""
+    end = 8 + int.from_bytes(file[:8], "little")
+    header = json.loads(file[8:end]) | {"__metadata__": metadata}
+    return file[:8] + json.dumps(header, separators=(",", ":")).encode().ljust(end - 8) + file[end:]
+
+
+def factors(model: GPT) -> dict[str, torch.nn.Parameter]:
+    """A and B of every adapted module, under peft's names."""
+    ours = (".lora_A", ".lora_B")
+    return {f"base_model.model.{name}.weight": p for name, p in model.named_parameters() if name.endswith(ours)}
+
+
+def weights_sha256(model: GPT) -> str:
+    """sha256 over names, shapes and fp32 values of a plain model: equal for equal weights, however they are stored."""
+    digest = hashlib.sha256()
+    # sorted and in fp32, so that neither the order in a file nor 16-bit storage of the same numbers changes it
+    for name, tensor in sorted(model.state_dict().items()):
+        if name != "lm_head.weight":  # tied
+            digest.update(f"{name} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().float().cpu().contiguous().numpy())
+    return digest.hexdigest()
+
+
+def read_adapter(folder: Path) -> tuple[LoRAConfig, dict[str, Tensor], dict]:
+    """Read an adapter's config, its tensors under peft's names, and where it says that it comes from: `base`, and its
+    `base_sha256`. Raises UserError for files that are missing or damaged, and for any setting that parts/lora.py does
+    not compute."""
+    file = folder / FACTORS
+    settings = read_json(folder / SETTINGS)
+    try:
+        with safe_open(file, "pt") as f:
+            tensors = {name: f.get_tensor(name) for name in f.keys()}
+            metadata = f.metadata() or {}
+    except (OSError, SafetensorError) as e:
+        raise UserError(f"{file} cannot be read ({e}); write or download it again, as safetensors") from None
+    known = dict(peft_type="LORA", task_type="CAUSAL_LM", bias="none")
+    for key, value in settings.items():
+        if key not in NOT_COMPUTED and value and value != known.get(key):
+            raise UserError(f"{folder / SETTINGS}: {key} {value!r:.80} is not computed here; merge it with peft")
+    if settings.get("init_lora_weights") not in (None, True, False, "gaussian"):  # others change the base's weights
+        raise UserError(f"{folder / SETTINGS}: init_lora_weights changed the base; merge the adapter with peft")
+    # target_modules may be a regular expression; the tensors say what was adapted, and at which rank
+    targets = tuple(target for target in TARGETS if any(f".{target}.lora_A" in name for name in tensors))
+    if not targets:
+        raise UserError(f"{file} adapts {', '.join(tensors)[:80]}; choose an adapter of {', '.join(TARGETS)}")
+    r = next(tensor.shape[0] for name, tensor in tensors.items() if ".lora_A" in name)
+    rslora = settings.get("use_rslora") is True
+    config = LoRAConfig(r, float(settings.get("lora_alpha") or 0), 0.0, targets, rslora)
+    origin = dict(base=settings.get("base_model_name_or_path"), base_sha256=metadata.get("base_sha256"))
+    return config, tensors, origin
+
+
+def load_adapter(model: GPT, folder: Path, dropout: float = 0.0) -> GPT:
+    """Add an adapter of ours or of peft to `model`, a plain base in fp32, in place; all but A and B is then frozen.
+
+    `dropout` is for further training. Raises UserError if the adapter cannot be read, does not fit the model, or was
+    trained on another base.
+    """
+    config, tensors, origin = read_adapter(folder)
+    if origin["base_sha256"] and origin["base_sha256"] != weights_sha256(model):
+        raise UserError(f"{folder} was trained on other weights, those of {origin['base']}; pass that base")
+    add_lora(model, replace(config, dropout=dropout))
+    wanted = factors(model)
+    for name in sorted(wanted.keys() | tensors.keys()):  # a block without its own would silently stay the base's
+        if shape_of(wanted.get(name)) != shape_of(tensors.get(name)):
+            raise UserError(f"{folder} does not fit this base: {name} differs; pass the base it was trained on")
+    for name, factor in wanted.items():
+        factor.data.copy_(tensors[name])
+    return model
