@@ -38,7 +38,7 @@ from parts.cli import Count, Stopped, Tokens, UserError, counted, parse_args, sc
 from parts.data import new_manifest, read_manifest, summary
 from parts.files import errors_name, exclusive_lock, free_bytes, remove_leftovers
 from parts.shards import Writer, load_tokenizer, shard_dtype, shard_name, tokens_of, verify
-from parts.sources import TextFile, discard
+from parts.sources import discard
 from parts.texts import START, Texts, open_texts
 
 BATCHES_AHEAD = 4  # per thread: memory must not grow when writing is slower than encoding
@@ -114,7 +114,7 @@ def make_shards(config: Config, out_dir: Path) -> None:
             manifest = open_manifest(config, out_dir, tok)  # nobody else changes it now
             if "next" in manifest:  # else another process completed it while this one waited
                 texts = texts._replace(files=in_order(texts.files, manifest))
-                manifest |= dict(commit=texts.commit(), files=[file.path for file in texts.files])
+                manifest |= dict(commit=texts.commit(), files=texts.files)
                 write_shards(config, texts, manifest, tok, expected)
     except (KeyboardInterrupt, Stopped):
         print(f"stopped after {len(manifest['shards'])} complete shards; {RESUME}", file=sys.stderr)
@@ -215,13 +215,13 @@ def open_manifest(config: Config, out_dir: Path, tok: Tokenizer) -> dict:
     return manifest
 
 
-def in_order(files: list[TextFile], manifest: dict) -> list[TextFile]:
+def in_order(files: list[str], manifest: dict) -> list[str]:
     """Order the files of a source: those in shards, which are not read again, the one under way, then all others. So a
     source may be mended: shards stay, and only a file that is under way has to keep its rows up to the place."""
     place = manifest["next"]
-    begun = [TextFile(path) for path in manifest.get("files", [])[: place["file"] + 1]]
+    begun = manifest.get("files", [])[: place["file"] + 1]
     if begun and begun[-1] not in files:
-        print(f"note    {begun[-1].path} is gone; going on without it")
+        print(f"note    {begun[-1]} is gone; going on without it")
         place |= dict(file=len(begun), row=0)
     return begun + [file for file in files if file not in begun]
 

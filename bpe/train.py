@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bpe.tokenizer import ENDOFTEXT, Tokenizer, visible
 from parts.cli import Count, Positive, Tokens, UserError, parse_args, script
 from parts.files import refuse_folders, write_atomically
+from parts.sources import kind_of
 from parts.texts import open_texts
 
 
@@ -108,7 +109,7 @@ def read_texts(config: Config, skipped: Counter | None = None) -> Iterator[str]:
         for _, batch in batches:
             skipped["no text"] += batch.count(None)
             found = filter(None, batch)
-            if texts.files[number].kind != "text":
+            if kind_of(texts.files[number]) != "text":
                 yield from found
                 continue
             block += found

@@ -109,7 +109,7 @@ class Shard:
                 raise ValueError(f"its header says {self.n_tokens} tokens of {size} bytes, but the file size differs")
             self.file = open(path, "rb", buffering=0)
         except Exception as e:  # a damaged header makes NumPy raise nearly anything, SyntaxError and TypeError included
-            raise UserError(f"shard {path} cannot be read: {e}; write it again, or raise ulimit -n") from e
+            raise UserError(f"shard {path} cannot be read: {e}") from e
 
     def __len__(self) -> int:
         return self.n_tokens
@@ -262,8 +262,9 @@ class TokenStream:
 def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
     """A permutation of 0 .. n-1 as (n,) uint32: 39 MB for the windows of 1024 of 10B tokens.
 
-    The numbers are sorted by random bits of PCG64, which are put above their own bits. NumPy guarantees the stream of
-    PCG64 forever, but not that of Generator.shuffle, which is also slower.
+    The numbers are sorted by random bits of PCG64, which are put above their own bits: `argsort` of these bits, which
+    has to be stable, takes twice as long (1.5 s for 10B tokens). NumPy guarantees the stream of PCG64 forever, but not
+    that of Generator.shuffle, which is also slower.
     """
     bits = (n - 1).bit_length()  # enough for a number below n
     keys = np.random.PCG64([seed, epoch]).random_raw(n)  # (n,) uint64

@@ -12,13 +12,11 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from glob import has_magic
 from pathlib import Path
-from queue import Queue
 from tempfile import TemporaryDirectory
 from threading import Thread
-from typing import NamedTuple
 
 from parts.cli import Stopped, UserError, counted
 from parts.files import identity
@@ -28,27 +26,17 @@ KINDS = {
     ".csv": "csv", ".tsv": "tsv", ".arrow": "arrow",
 }  # fmt: skip
 COMPRESSED = re.compile(r"\.(gz|zst|zstd|bz2|xz)$")
+AHEAD = 2  # files of the hub that are downloaded while one is read
 
 
 # ------------------------------------------------------------------------------------------------ sources -> files
 
 
-class TextFile(NamedTuple):
-    path: str  # on this disk, or hf://datasets/OWNER/NAME@COMMIT/PATH
-
-    @property
-    def kind(self) -> str:
-        return kind_of(self.path)
-
-    @property
-    def on_hub(self) -> bool:
-        return self.path.startswith("hf://")
-
-
 def find_files(
     source: tuple[str, ...], subset: str = "", split: str = "train", revision: str = "main"
-) -> tuple[list[TextFile], list[str]]:
-    """Find the files of all sources, in order, each once; also return notes. Raises UserError."""
+) -> tuple[list[str], list[str]]:
+    """Find the files of all sources, in order, each once: paths, or hf://datasets/OWNER/NAME@COMMIT/PATH. Also return
+    notes. Raises UserError."""
     paths = []
     notes = []
     for name in source or ("",):
@@ -64,18 +52,17 @@ def find_files(
                 f"{name or 'the empty name'}: no such file, or none whose name ends in {', '.join(KINDS)}; pass files, "
                 "a folder, a quoted glob, or OWNER/NAME of a hub dataset"
             )
-        paths += files
         kinds = sorted({kind_of(path) for path in files})
         if len(kinds) > 1:
             notes.append(f"{name} names files of several kinds, and all are read: {', '.join(kinds)}")
-        notes += left_out(name, [path for path in found if path not in files + folders])
+        notes += left_out(name, found, files + folders)
+        paths += files
         for folder in folders:
             below, links = files_below(folder)
             chosen = files_of_folder(folder, below, subset, split)
-            real = {*map(identity, map(Path, chosen))}
-            notes += links + left_out(folder, [path for path in below if identity(Path(path)) not in real])
+            notes += links + left_out(folder, below, chosen)
             paths += chosen
-    files = [TextFile(path) for path in once(paths)]
+    files = once(paths)
     if len(files) < len(paths):
         notes.append(f"{counted(len(paths) - len(files), 'file')} named more than once, and read once")
     return files, notes
@@ -173,11 +160,12 @@ def files_below(folder: str) -> tuple[list[str], list[str]]:
     return files, notes
 
 
-def left_out(name: str, paths: list[str]) -> list[str]:
+def left_out(name: str, found: list[str], read: list[str]) -> list[str]:
     """Say which files of a folder or glob are not read, by their endings."""
-    kinds = Counter(Path(path).suffix or Path(path).name for path in paths)
-    found = ", ".join(f"{n} {kind}" for kind, n in kinds.most_common(9))
-    return [f"{name} without {counted(kinds.total(), 'file')} ({found})"] if kinds else []
+    read = {*map(os.path.normpath, read)}
+    kinds = Counter(Path(path).suffix or Path(path).name for path in found if os.path.normpath(path) not in read)
+    said = ", ".join(f"{n} {kind}" for kind, n in kinds.most_common(9))
+    return [f"{name} without {counted(kinds.total(), 'file')} ({said})"] if kinds else []
 
 
 @contextmanager
@@ -192,51 +180,39 @@ def readable(what: str) -> Iterator[None]:
 
 
 def unreadable(what: str, e: Exception, row: int = 0) -> UserError:
-    """Say in a line what cannot be read, and from which row on."""
+    """Say in a line what cannot be read, and at which row."""
     reason = " ".join(str(e or type(e).__name__).split())[:300]
-    if isinstance(e, OSError) and e.filename:
-        what = str(e.filename)
-        reason = e.strerror
-    if isinstance(e, OSError) and (on_hub(what) or what.startswith("hf://")):
-        remedy = "check name and network, log in with `hf auth login`, set HF_ENDPOINT to a mirror, or pass local files"
-    elif isinstance(e, PermissionError) and "/.cache" in what:
-        remedy = "set HF_HOME to a folder that you may write"
-    else:
-        remedy = "check the path, get the file again, or leave it out"
     where = f"row {row:,} of {what}" if row else what
+    remedy = "check the path, get the file again, or leave it out"
+    if isinstance(e, OSError) and (what.startswith("hf://") or on_hub(what)):
+        remedy = "check name, network, HF_ENDPOINT and HF_HOME, log in with `hf auth login`, or pass local files"
     return UserError(f"cannot read {where}: {reason}; {remedy}")
 
 
 # ------------------------------------------------------------------------------------------------ files on this disk
 
 
-def arriving(files: list[TextFile], folder: Path | None = None) -> Iterator[str]:
+def arriving(files: list[str], folder: Path | None = None) -> Iterator[str]:
     """Yield the path of each file once it is on this disk. Files of the hub are downloaded to `folder`, or to the
-    hub's cache, by one thread that is up to two files ahead."""
-    if not any(file.on_hub for file in files):
-        yield from (file.path for file in files)
-        return
-    arrived = Queue(maxsize=1)
-
-    def download() -> None:
-        for file in files:
-            try:
-                arrived.put(downloaded(file, folder))
-            except UserError as e:
-                arrived.put(e)
-
-    Thread(target=download, daemon=True).start()  # a script that is stopped does not wait for it
-    for _ in files:
-        path = arrived.get()
-        if isinstance(path, UserError):
-            raise path
-        yield path
+    hub's cache, up to AHEAD of them while one is read."""
+    threads = []
+    for number, file in enumerate(files):
+        for ahead in files[len(threads) : number + AHEAD + 1]:
+            threads.append(Thread(target=fetch, args=(ahead, folder), daemon=True))  # a script that stops does not wait
+            threads[-1].start()
+        threads[number].join()
+        yield downloaded(file, folder)  # at once, or with the error
 
 
-def downloaded(file: TextFile, folder: Path | None) -> str:
-    if not file.on_hub:
-        return file.path
-    with readable(file.path):
+def fetch(file: str, folder: Path | None) -> None:
+    with suppress(UserError):
+        downloaded(file, folder)
+
+
+def downloaded(file: str, folder: Path | None) -> str:
+    if not in_hub(file):
+        return file
+    with readable(file):
         from huggingface_hub import hf_hub_download
         from huggingface_hub.utils import disable_progress_bars
 
@@ -246,14 +222,13 @@ def downloaded(file: TextFile, folder: Path | None) -> str:
         return hf_hub_download(repo, name, repo_type="dataset", revision=commit, local_dir=local_dir)
 
 
-def in_hub(file: TextFile) -> tuple[str, ...]:
-    """Return (OWNER/NAME, commit, name in it) of a file of the hub."""
-    return re.fullmatch(r"hf://datasets/([^@]+)@([^/]+)/(.*)", file.path).groups()
+def in_hub(file: str) -> tuple[str, ...]:
+    """Return (OWNER/NAME, commit, name in it) of a file of the hub; () for a local one."""
+    found = re.fullmatch(r"hf://datasets/([^@]+)@([^/]+)/(.*)", file)
+    return found.groups() if found else ()
 
 
-def discard(files: list[TextFile], folder: Path) -> None:
+def discard(files: list[str], folder: Path) -> None:
     """Delete the downloads of these files."""
-    for file in files:
-        if file.on_hub:
-            repo, _, name = in_hub(file)
-            (folder / repo / name).unlink(missing_ok=True)
+    for repo, _, name in filter(None, map(in_hub, files)):
+        (folder / repo / name).unlink(missing_ok=True)

@@ -25,7 +25,6 @@ from typing import BinaryIO, NamedTuple
 from parts.cli import Stopped, UserError, counted
 from parts.sources import (
     COMPRESSED,
-    TextFile,
     arriving,
     files_below,
     find_files,
@@ -170,12 +169,10 @@ READERS = dict(parquet=parquet_rows, arrow=arrow_rows, json=json_rows, csv=csv_r
 class Texts(NamedTuple):
     """A resumable stream of documents."""
 
-    files: list[TextFile]
+    files: list[str]
     text_field: str
     first: list[str]  # documents of the first file
-    said: list[str]  # notes on what is left out, and on a .txt that is one document
-    left: Counter[str]  # rows that are left out, by reason
-    where: dict[str, str]  # the first of them
+    notes: list[str]  # what a person should know: what is left out, a .txt that is one document
 
     def batches(
         self, place: dict | None = None, downloads: Path | None = None
@@ -193,24 +190,18 @@ class Texts(NamedTuple):
                 first = batch[0][0]
                 texts = [self.text_of(row, f"row {n + 1:,} of {path}") for n, row in batch]
                 if kind_of(path) == "text":
-                    self.said.extend(note for note in notes_on(path, texts, first) if note not in self.said)
+                    self.notes.extend(note for note in notes_on(path, texts, first) if note not in self.notes)
                 yield dict(file=number, row=first), texts
 
     def text_of(self, row, place: str) -> str | None:
-        """Return the text of a row; count a row without text, and return None."""
+        """Return the text of a row; None, and note the first place, for a row without text."""
         text = row.get(self.text_field) if isinstance(row, dict) else None
         if is_text(text):
             return text
         reason = row if isinstance(row, Broken) else "no text"
-        self.left[reason] += 1
-        self.where.setdefault(reason, place)
+        if not any(note.startswith(reason) for note in self.notes):
+            self.notes.append(f"{reason} in {place}; such rows are counted and left out")
         return None
-
-    @property
-    def notes(self) -> list[str]:
-        """What a person should know, as far as it has been read."""
-        left = [f"{counted(n, 'row')} left out ({why}), the first: {self.where[why]}" for why, n in self.left.items()]
-        return self.said + left
 
     def sizes(self) -> list[int]:
         """Return the bytes of each file."""
@@ -218,9 +209,9 @@ class Texts(NamedTuple):
 
         sizes = []
         for file in self.files:
-            with readable(file.path):
-                fs = fsspec.filesystem("hf" if file.on_hub else "file")
-                sizes.append(fs.size(file.path))
+            with readable(file):
+                fs = fsspec.filesystem("hf" if in_hub(file) else "file")
+                sizes.append(fs.size(file))
         return sizes
 
     def text_bytes(self, sizes: list[int]) -> int:
@@ -230,11 +221,11 @@ class Texts(NamedTuple):
         total = 0
         ratio = None
         for file, size in zip(self.files, sizes, strict=True):
-            if file.kind != "parquet" or not size:
-                total += size * (COMPRESSION if COMPRESSED.search(file.path) else 1)
+            if kind_of(file) != "parquet" or not size:
+                total += size * (COMPRESSION if COMPRESSED.search(file) else 1)
                 continue
             if ratio is None:  # by the list of its row groups
-                with readable(file.path), opened(file.path) as f, pq.ParquetFile(f) as content:
+                with readable(file), opened(file) as f, pq.ParquetFile(f) as content:
                     number = content.schema.names.index(self.text_field)
                     groups = [content.metadata.row_group(i).column(number) for i in range(content.num_row_groups)]
                     ratio = sum(group.total_uncompressed_size for group in groups) / size
@@ -243,8 +234,8 @@ class Texts(NamedTuple):
 
     def commit(self) -> str:
         """Return the commit of a dataset of the hub; "" for anything else."""
-        commits = {in_hub(file)[1] if file.on_hub else "" for file in self.files}
-        return commits.pop() if len(commits) == 1 else ""
+        commits = {in_hub(file)[1:2] for file in self.files}
+        return "".join(commits.pop()) if len(commits) == 1 else ""
 
 
 def open_texts(
@@ -255,13 +246,14 @@ def open_texts(
     files, notes = find_files(source, subset, split, revision)
     rows = []
     for file in files:
-        if rows := list(islice(rows_in(file.path, text_field), BATCH)):
+        if rows := list(islice(rows_in(file, text_field), BATCH)):
             break
-    if rows and not any(isinstance(row, dict) and text_field in row for row in rows):
-        keys = {key: 0 for row in islice(rows_in(file.path), BATCH) if isinstance(row, dict) for key in row}
-        raise UserError(f"{file.path} has no {text_field!r}; pass --text_field one of {', '.join(keys)}")
-    texts = [row.get(text_field) if isinstance(row, dict) else None for row in rows]
-    return Texts(files, text_field, list(filter(is_text, texts)), notes, Counter(), {})
+    rows = [row for row in rows if isinstance(row, dict)]
+    if rows and not any(text_field in row for row in rows):
+        keys = next(rows_in(file))
+        raise UserError(f"{file} has no {text_field!r}; pass --text_field one of {', '.join(keys)}")
+    texts = [row.get(text_field) for row in rows]
+    return Texts(files, text_field, list(filter(is_text, texts)), notes)
 
 
 def is_text(value) -> bool:
@@ -331,10 +323,8 @@ def plain_texts(folder: str) -> tuple[list[str], list[str]]:
                 texts[path] = text
     if not texts:
         raise UserError(f"{folder} holds no file of plain text (UTF-8); pass a folder that has some")
-    kinds = Counter(Path(path).suffix or Path(path).name for path in texts)
-    read = ", ".join(f"{n} {kind}" for kind, n in kinds.most_common(9))
-    notes.append(f"{folder}: {counted(len(texts), 'file')} read as text ({read})")
-    return [*texts.values()], notes + left_out(folder, [path for path in paths if path not in texts])
+    notes.append(f"{folder}: {len(texts):,} of {counted(len(paths), 'file')} read as text")
+    return [*texts.values()], notes + left_out(folder, paths, [*texts])
 
 
 # ---------------------------------------------------------------------------------------- rows of a small dataset
@@ -344,13 +334,16 @@ def rows_of(data: str, split: str = "train", option: str = "--data") -> list:
     """Read all rows of a file, a folder or a dataset of the hub; at least one. Raises UserError, which names the
     option."""
     try:
-        if os.path.isfile(data):  # of any name
-            files, notes = [TextFile(data)], []
-        else:
+        files, notes = [data], []  # of any name
+        if not os.path.isfile(data):
             files, notes = find_files((data,), split=split)
-        rows = [(path, number, row) for path in arriving(files) for number, row in enumerate(rows_in(path), start=1)]
-        notes += [f"row {n:,} of {path} left out ({row})" for path, n, row in rows if isinstance(row, Broken)]
-        rows = [row for _, _, row in rows if not isinstance(row, Broken)]
+        rows = []
+        for path in arriving(files):
+            for number, row in enumerate(rows_in(path), start=1):
+                if isinstance(row, Broken):
+                    notes.append(f"row {number:,} of {path} left out ({row})")
+                else:
+                    rows.append(row)
         print(*(f"note: {note}\n" for note in notes), sep="", end="")
         if not rows:
             raise UserError(f"{data} has no rows; pass a file, a folder or OWNER/NAME of the hub")

@@ -226,7 +226,6 @@ def test_rows_without_text_leave_their_neighbours_alone(tmp_path, kind, what):
     assert first == [docs[0], *[None] * len(odd), *docs[1:], None]
     assert second == docs
     [note] = [note for note in texts.notes if str(path) in note]
-    assert f"{len(odd) + 1} rows" in note
     assert "row 2 " in note
 
 
@@ -258,7 +257,7 @@ def test_a_line_that_is_not_json_is_left_out_and_named(tmp_path, end, after):
     texts = open_texts((str(path),))
     [(_, batch)] = texts.batches()
     assert batch == [*ONE, None, *(["four", "five"] if after else [])]
-    assert [note for note in texts.notes if "row 4 " in note and str(path) in note and "1 row" in note]
+    assert [note for note in texts.notes if "row 4 " in note and str(path) in note]
 
 
 def test_a_row_with_more_fields_than_columns_is_left_out_and_named(tmp_path):
@@ -484,7 +483,7 @@ def test_a_folder_of_plain_texts_is_read_but_for_what_is_hidden_or_no_text(tmp_p
     texts, notes = plain_texts(str(tmp_path))
     assert texts == ["# Notes", "<p>hi", "marked", "print()"]
     read, left_out = notes
-    assert "1 .md, 1 .html, 1 e, 1 .py" in read
+    assert "4 of 6 files" in read
     assert "1 .png, 1 .txt" in left_out
     (tmp_path / "empty").mkdir()
     assert_refused("empty", plain_texts, str(tmp_path / "empty"))
