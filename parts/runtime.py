@@ -34,7 +34,7 @@ STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP"
 # once when a process dies; one that hangs, or whose machine loses its network, ends the others only after this time.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
-ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # the best first
+ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 # options of mallopt, as malloc.h numbers them: M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD
 MALLOC = {-3: 2**30, -1: 2**30, -2: 2**26}
@@ -306,18 +306,16 @@ def static_shapes(graph: torch.fx.GraphModule, inputs: list) -> Callable:
     """Compile code whose shapes never change, as a backend of torch.compile: Inductor, with the best attention kernels
     first, and a cache on the disk, which makes the second start fast (with DDP it holds a part of the graphs).
 
-    On Hopper (compute capability 9) and B200 (10) cuDNN's attention is the fastest, but it builds a plan for each new
-    shape, which takes longer than a batch of finetuning, HellaSwag or sampling: these run without it.
+    PyTorch prefers cuDNN's attention on Hopper and B200, where it is the fastest. It builds a plan for each new shape,
+    which takes longer than a batch of finetuning, HellaSwag or sampling, so that it is allowed here alone.
     """
     from torch._inductor.compile_fx import compile_fx  # a slow import, only for runs that compile
 
     from parts.graphs import BiasGradients
 
     device = next(x.device for x in inputs if isinstance(x, torch.Tensor))
-    on_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
-    order = [SDPBackend.CUDNN_ATTENTION, *ATTENTION] if on_hopper else ATTENTION
-    key = torch.compiler.config.patch(cache_key_tag=f"{order}")  # which the cache's key lacks
-    with sdpa_kernel(order, set_priority=True), key:
+    key = torch.compiler.config.patch(cache_key_tag="cuDNN's attention")  # which the cache's key lacks
+    with sdpa_kernel(ATTENTION), key:
         # on a CPU nobody has measured it
         changes = {"post_grad_custom_pre_pass": BiasGradients()} if device.type == "cuda" else None
         return compile_fx(graph, inputs, config_patches=changes)
