@@ -132,7 +132,8 @@ def watch_steps() -> None:
         peak = torch.cuda.max_memory_allocated() / 1e9
         pieces = counters["aot_autograd"]["total"]  # DDP cuts a graph where a bucket ends
         breaks = sum(counters["graph_break"].values())
-        compiled = f"{graphs} graphs in {pieces} pieces, {breaks} breaks"
+        biases = counters["bias_gradients"]["by_sequence"]  # a cached graph does not count them
+        compiled = f"{graphs} graphs in {pieces} pieces, {breaks} breaks, {biases} biases"
         print(f"[fake] step {run.step}: {', '.join(new)}; peak {peak:.2f} GB; {compiled}")
         if run.step >= 3 and graphs > before["graphs"]:
             raise AssertionError(f"step {run.step} compiled {graphs - before['graphs']} more graphs")
