@@ -31,8 +31,6 @@ from parts.files import errors_name, replace_file
 from parts.log import Records, newest_start, of_kind, read_log
 from parts.runtime import Runtime
 
-# each is imported only when asked for
-TRACKERS = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
 LINE_SECONDS = 30  # between progress lines, where there is no terminal for a progress bar
 NOISE = 0.005  # nats: a smaller difference of two validation losses means nothing
 
@@ -200,7 +198,7 @@ class Report:
         bpb = f", {val['bpb']:.4f} bits per byte" if "bpb" in val else ""
         self.rt.print(f"validation loss {val_losses[last]:.4f} at step {last}, {side}{bpb}")
         best = min(val_losses, key=val_losses.get)
-        if val_losses[last] > val_losses[best] + NOISE:
+        if val_losses[best] + NOISE < min(val_losses[last], self.run_info["uniform_loss"]):  # else it has diverged
             checkpoint = self.out_dir / f"step_{best:06d}"
             take = f"; take {checkpoint}" if checkpoint.exists() else ""
             self.rt.print(f"validation rose after step {best} ({val_losses[best]:.4f}){take}")
@@ -226,7 +224,8 @@ def describe(kind: str, metrics: dict) -> str:
         return "sample: " + metrics["text"].strip()[:300].replace("\n", "\n    ")
     words = []
     for name, value in metrics.items():
-        if name not in ("tokens", "sequence_length", "flops"):  # which say how it was measured
+        is_measure = kind == "val" and name in ("tokens", "sequence_length")
+        if name != "flops" and not is_measure:
             words.append(f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}")
     return f"{kind} {', '.join(words)}"
 
@@ -247,10 +246,10 @@ def about_machine(rt: Runtime) -> dict:
 
 def import_tracker(report_to: str):
     """Import a tracker; None for "none". Raises UserError if it is not installed."""
-    if report_to not in TRACKERS:
+    if report_to == "none":
         return None
     try:
-        return importlib.import_module(TRACKERS[report_to])
+        return importlib.import_module("torch.utils.tensorboard" if report_to == "tensorboard" else report_to)
     except ImportError as e:
         raise UserError(f"--report_to {report_to}: {e}; pip install {report_to}") from e
 

@@ -187,7 +187,7 @@ class Run:
         self.max_steps = min(config.max_steps, getattr(config, "stop_at", 0) or config.max_steps)
         self.step = 0
         self.tokens = 0
-        self.val_loss = math.inf  # of this step, or the last one that was validated since the run went on
+        self.val_loss = math.inf  # the newest validation loss of this process, or the one logged at the resumed step
         if directory.checkpoint:
             self._restore(directory.checkpoint)
             run_info = run_info | dict(resumed_from=str(directory.checkpoint))
@@ -290,8 +290,7 @@ class Run:
             if self._pending is None:  # a step's time begins here, after evaluations and saves, or where the last ended
                 self._began = self.rt.mark_time()
             yield self.step
-            if self.step == first:
-                # before, there is nothing to save, and the default ends the process
+            if self.step == first:  # before, there is nothing to save, and the default ends the process
                 for signum in STOP_SIGNALS:
                     if signal.getsignal(signum) != signal.SIG_IGN:  # as nohup ignores SIGHUP
                         self.directory.locks.callback(signal.signal, signum, signal.signal(signum, self._on_signal))
