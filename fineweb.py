@@ -145,14 +145,14 @@ def write_shards(config: Config, texts: Texts, manifest: dict, tok: Tokenizer, e
                 n_validate = manifest["next"]["file"] + 1
                 if not n_complete and len(config.source) > 1 and n_validate < len(texts.files):
                     tqdm.write(
-                        f"note    the validation shard holds documents of {n_validate} of {len(texts.files)} files; "
+                        f"note: the validation shard holds documents of {n_validate} of {len(texts.files)} files; "
                         "to validate on all, mix them first"
                     )
             if writer.n_tokens == config.limit_tokens:
                 break
         writer.end()
     for note in texts.notes[n_notes:]:
-        print(f"note    {note}")
+        print(f"note: {note}")
     shutil.rmtree(downloads, ignore_errors=True)
 
 
@@ -221,7 +221,7 @@ def in_order(files: list[str], manifest: dict) -> list[str]:
     place = manifest["next"]
     begun = manifest.get("files", [])[: place["file"] + 1]
     if begun and begun[-1] not in files:
-        print(f"note    {begun[-1]} is gone; going on without it")
+        print(f"note: {begun[-1]} is gone; going on without it")
         place |= dict(file=len(begun), row=0)
     return begun + [file for file in files if file not in begun]
 
@@ -243,7 +243,7 @@ def print_plan(config: Config, texts: Texts, sizes: list[int], manifest: dict, t
     subset = f" {config.subset}" if config.subset else ""
     print(f"source  {manifest['source']}{subset}, {config.split}: {counted(len(sizes), 'file')}, {size(sum(sizes))}")
     for note in texts.notes:
-        print(f"note    {note}")
+        print(f"note: {note}")
     print(
         f"target  {out_dir}: about {tqdm.format_sizeof(tokens)} tokens, "
         f"in shards of {config.shard_size:,} {manifest['dtype']}"

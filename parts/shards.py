@@ -273,7 +273,7 @@ class Writer:
                 done = self.to_skip
             else:
                 where = f"row {place['row'] + 1:,} of {self.manifest['files'][place['file']]}"
-                print(f"note    the source has changed since the last shard; the next one begins at {where}")
+                print(f"note: the source has changed since the last shard; the next one begins at {where}")
             self.to_skip = None
         tokens = tokens[: done + self.limit - self.n_tokens]
         while done < len(tokens):
