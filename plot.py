@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from parts.cli import Positional, UserError, parse_args, script
-from parts.curves import has_loss, picture
+from parts.curves import picture
 from parts.files import replace_file, set_aside
 from parts.log import Records, read_log
 
@@ -40,14 +40,11 @@ def main() -> None:
 
 
 def named_log(name: str) -> tuple[str, Records]:
-    """Return the label and the records of a run. Raises UserError if it has no loss to draw."""
+    """Return the label and the records of a run."""
     path = Path(name)
     if path.is_dir():
         path /= "log.jsonl"
-    records = read_log(path)
-    if not has_loss(records):
-        raise UserError(f"{path} has no loss to draw; pass a training run")
-    return name.removesuffix("/log.jsonl").rstrip("/") or name, records
+    return name.removesuffix("/log.jsonl").rstrip("/"), read_log(path)
 
 
 if __name__ == "__main__":

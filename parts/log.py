@@ -13,16 +13,18 @@ Records = list[dict]
 
 
 def read_log(path: Path) -> Records:
-    """Read the records of a log.jsonl in file order. Lines that are not JSON, such as one that a kill cut off, are
-    skipped with a note. Raises UserError if there is no such file."""
+    """Read the records of a log.jsonl in file order. Lines that are not JSON, such as one that a kill cut off, or have
+    no step are skipped with a note. Raises UserError if there is no such file."""
     if not path.is_file():
         raise UserError(f"{path} is not a file; pass a run directory, or its log.jsonl")
     records = []
     damaged = 0
     for line in path.read_bytes().splitlines():
         try:
-            records.append(json.loads(line, parse_constant=lambda name: None))
-        except ValueError:
+            record = json.loads(line, parse_constant=lambda name: None)
+            record["step"] + 0  # a number
+            records.append(record)
+        except (ValueError, RecursionError, LookupError, TypeError):
             damaged += 1
     if damaged:
         print(f"note: {path}: skipped {counted(damaged, 'damaged line')}", file=sys.stderr, flush=True)
@@ -30,7 +32,7 @@ def read_log(path: Path) -> Records:
 
 
 def of_kind(records: Records, kind: str) -> Records:
-    return [record for record in records if record["kind"] == kind]
+    return [record for record in records if record.get("kind") == kind]
 
 
 def newest_start(records: Records) -> dict:

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from PIL import Image, PngImagePlugin
 
 from bpe import try_tokenizer
-from parts.curves import COLORS, draw
+from parts.curves import COLORS, picture as picture_of_runs
 from walk.run import PICTURES
 
 WIDTH = 9  # inches, at 100 dots
@@ -128,7 +128,7 @@ def side_by_side(name: str, title: str, x: str, units: dict[str, dict[str, tuple
 def runs(name: str, title: str, logs: dict[str, list], x: str = "steps") -> None:
     """Curves of training runs {label: records of its log}, as plot.py draws them, in a smaller file."""
     path = asset(f"{name}.png")
-    draw(logs, path, x)
+    path.write_bytes(picture_of_runs(logs, "png", x))
     lines = []
     for label, log in logs.items():
         for kind in ("train", "val"):
