@@ -21,6 +21,7 @@ from model import GPT, GPTConfig
 from parts import runtime, trials
 from parts.checkpoint import checkpoint_steps, load_train_state
 from parts.data import to_inputs
+from parts.loss import linear_cross_entropy, plain_cross_entropy
 from parts.optim import Optimizer as LoopOptimizer
 from parts.optim import learning_rate, make_optimizer
 from tests.helpers import assert_refused, column, losses, read_json, seeded, slow, spoil_gradients, weights
@@ -98,6 +99,21 @@ def test_a_residual_stream_in_bf16_costs_less_than_the_products_in_bf16(monkeypa
     products = error(gradients(torch.bfloat16, compile))
     monkeypatch.setattr(model_module, "residual_dtype", lambda x: torch.bfloat16)
     assert products < error(gradients(torch.bfloat16, compile)) < 2 * products
+
+
+def test_an_evaluation_does_not_round_logits_to_bf16():
+    """They are around -100, as GPT-2's are; a step, which rounds them, is far off."""
+    generator = seeded()
+    weight = torch.randn(500, 64, generator=generator) - 2
+    x = 0.2 * torch.randn(300, 64, generator=generator) + 0.8
+    targets = torch.randint(500, (300,), generator=generator)
+    exact = plain_cross_entropy(x, weight, targets).item()
+    with torch.autocast("cpu", torch.bfloat16):
+        step = linear_cross_entropy(x, weight.requires_grad_(), targets).item()
+        with torch.no_grad():
+            evaluation = linear_cross_entropy(x, weight, targets).item()
+    assert evaluation == pytest.approx(exact, rel=1e-6)
+    assert abs(step / exact - 1) > 1e-4
 
 
 def test_whoever_asks_for_fp32_does_not_get_tf32():
