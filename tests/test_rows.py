@@ -118,7 +118,9 @@ def test_questions_hold_out_one_phrasing_of_each_fact():
     assert len(phrasings) == 40
     assert min(phrasings.values()) >= 8
     assert asked_at_end == dict.fromkeys(phrasings, 1)
-    assert sum(len(found) == 4 for found in train) >= 10
+    asked = {message["content"] for found in train for message in found if message["role"] == "user"}
+    assert not asked & {found[0]["content"] for found in val}
+    assert sum(len(found) == 4 for found in train) >= 100
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=30), st.integers(20, 200), st.integers(0, 100))
