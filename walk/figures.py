@@ -285,18 +285,6 @@ def parameters(rows: dict[str, dict[str, float]]) -> None:
         stacked(axes, rows)
 
 
-def memory(gb: dict[str, dict[str, float]]) -> None:
-    """A bar for each model {name: {kind: GB}}, and a line for each size of card."""
-    title = "Memory to train the four sizes (AdamW, bf16, 8 sequences of 1,024 tokens)"
-    cards = (24, 40, 80)
-    with picture("memory", title, "GB on one GPU; dotted: the sizes of three cards", height=2.9) as axes:
-        stacked(axes, gb)
-        axes.set_xlim(0, 1.1 * max(cards))
-        for card in cards:
-            axes.axvline(card, color="black", linestyle=":")
-            axes.text(card + 0.5, 0, f"{card} GB", fontsize=9)
-
-
 def first_loss(stds: list[float], measured: list[float]) -> None:
     """The first loss less ln V, for standard deviations of the initial embedding."""
     title = "The first loss exceeds ln V by half the variance of the logits"
@@ -324,38 +312,6 @@ def schedules(rate: Callable, recipes: dict, lengths: dict) -> None:
     title = "The schedules of two recipes (left); four wsd runs share a plateau, and each ends from it (right)"
     units = {"learning rate over its peak": recipes, "rate over its peak, four runs of wsd": lengths}
     side_by_side("recipes", title, "steps, as a fraction of the run", units)
-
-
-def order_of_windows(runs: dict[str, np.ndarray], ranks: dict[str, list[int]]) -> None:
-    """The windows (steps, rows) that each run reads, as numbers; a shade for each rank, by the ranks of each step."""
-    title = "An epoch of 32 windows: every column has the same eight windows; shades are ranks"
-    with picture("order", title, "step", height=3.8, grid=(1, len(runs))) as panels:
-        for axes, (name, windows) in zip(panels, runs.items(), strict=True):
-            n_rows = windows.shape[1]
-            shades = np.array([np.arange(n_rows) * n // n_rows for n in ranks[name]])
-            axes.imshow(shades.T, aspect="auto", cmap="Blues", vmin=-1, vmax=6)
-            for step, row in np.ndindex(windows.shape):
-                axes.text(step, row, str(windows[step, row]), ha="center", va="center", fontsize=9.5)
-            axes.set_title(name, fontsize=10)
-            axes.set_xticks(range(len(windows)), range(1, len(windows) + 1))
-            axes.set_yticks([])
-            axes.grid(False)
-        panels[0].set_ylabel("windows of the batch, rank by rank", fontsize=10)
-
-
-def bits(formats: dict[str, tuple]) -> None:
-    """The bits of each format {name: (exponent, mantissa)}."""
-    title = "TF32 and BF16 have the range of FP32 (exponent); TF32 has the precision of FP16 (mantissa)"
-    with picture("bits", title, "bit: s sign, e exponent, m mantissa", height=2.9) as axes:
-        for row, (exponent, mantissa) in enumerate(formats.values()):
-            for at, letter in enumerate("s" + "e" * exponent + "m" * mantissa):
-                color = {"s": "black", "e": GREYS[0], "m": GREYS[2]}[letter]
-                axes.barh(row, 0.9, left=at, color=color, edgecolor="black", linewidth=0.5)
-                ink = "black" if letter == "m" else "white"
-                axes.text(at + 0.45, row, letter, ha="center", va="center", fontsize=9.5, color=ink)
-        axes.set_yticks(range(len(formats)), formats)
-        axes.invert_yaxis()
-        axes.grid(False)
 
 
 def gradients(values: np.ndarray, lost: dict[float, float]) -> None:
@@ -445,3 +401,17 @@ def overfitting(held_out: dict[str, tuple], trained: dict[str, tuple]) -> None:
 
 def chinese(log: list[dict]) -> None:
     runs("chinese", "40,000 characters, read five times: training falls below validation", {"bpe/manual.txt": log})
+
+
+def five_curves(found: dict[str, tuple]) -> None:
+    """A panel for each run {name: ([(step, training loss)], [(step, validation loss)])}."""
+    title = "Five runs, and what their two lines tell"
+    with picture("curves", title, "step", "loss (nats)", height=2.6, grid=(1, len(found))) as panels:
+        for axes, (name, (train, val)) in zip(panels, found.items(), strict=True):
+            axes.plot(*zip(*train, strict=True), color=GREYS[2], linewidth=1, label="training")
+            axes.plot(*zip(*val, strict=True), color=GREYS[0], linewidth=1.8, label="held out")
+            axes.set(xlim=(0, 200), ylim=(0, 8))
+            axes.set_title(name, fontsize=10)
+            axes.legend(fontsize=8)
+            if axes is not panels[0]:
+                axes.set_yticklabels([])

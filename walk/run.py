@@ -1,12 +1,14 @@
-"""Run the Python blocks of a Markdown page, and compare their output with the one that the page shows.
+"""Run the Python blocks of the walk's pages, and compare their output with the one that a page shows.
 
-    python walk/run.py                         # walk/walk.md, one to two minutes on two cores
-    python walk/run.py walk/walk.md 5          # one station of it
-    python walk/run.py walk/walk.md --slow     # include the blocks that train for minutes
-    python walk/run.py walk/walk.md 5 --write  # record what it prints in the page, and what it draws in walk/
+    python walk/run.py                          # the quick blocks of all pages, one to two minutes on two cores
+    python walk/run.py walk/1_it_works.md 5     # one station, with its slow blocks
+    python walk/run.py walk/1_it_works.md --slow    # a page, with the blocks that train for minutes
+    python walk/run.py walk/1_it_works.md 5 --write    # record what it prints in the page, and what it draws in walk/
+    python walk/run.py walk/1_it_works.md --notebook out/1.ipynb    # write the page as a notebook, and run nothing
 
 A station is everything under a heading `## 5 ...`. Its Python blocks share their names with each other, and all
-stations have those of the blocks marked `shared`, which run first. A block is followed by its output:
+stations of a page have those of its blocks marked `shared`, which run first. Before a block of which the page asks you
+to predict something, a terminal asks for your guess. A block is followed by its output, which may be folded:
 
     ```python              ```python slow      runs with --slow, or when its station is asked for
     print(1 / 3)           ```python out/a     runs if there is a file out/a
@@ -20,14 +22,16 @@ Integers must be equal; numbers with a decimal point within 2%, or one unit of t
 walk/: its title, and a few numbers of everything that it shows (the key Data of a PNG), with the tolerance of its
 block.
 
-In a copy of walk/walk.md, what differs below a line that you changed is listed, even within a tolerance, and is no
-failure. Only --write records outputs and pictures; without it nothing that git tracks changes. The last line says PASS
-or FAIL, how many blocks ran, and how many were left out and why. The exit code is 1 if anything else differs. This file
-knows nothing of what a page is about.
+In a copy of a page, what differs below lines that you changed is listed, even within a tolerance, and is no failure.
+Only --write records outputs and pictures; without it nothing that git tracks changes. The last line says PASS or FAIL,
+how many blocks ran, and how many were left out and why. The exit code is 1 if anything else differs. This file knows
+nothing of what a page is about.
 """
 
 import contextlib
+import difflib
 import io
+import json
 import math
 import os
 import re
@@ -36,7 +40,6 @@ import time
 import traceback
 from collections import Counter
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 from typing import Annotated
 
@@ -51,20 +54,31 @@ ROOT = Path(__file__).resolve().parent.parent
 PICTURES = ROOT / "out" / "pictures"  # where blocks draw
 KEPT = ROOT / "walk"  # where --write keeps what they drew
 TOLERANCE = 0.02  # of a number with a decimal point: what fp32 in another order of summation changes in a short run
+START = """import os
+import sys
+from pathlib import Path
+
+for folder in (Path.cwd(), *Path.cwd().parents):  # a notebook starts in its own folder
+    if (folder / "train_gpt2.py").exists():
+        os.chdir(folder)
+        break
+sys.path.insert(0, os.getcwd())"""
 FENCE = re.compile(
     r"^```python(?P<marks>[^\n]*)\n(?P<code>.*?)^```\n"
-    r"(?:\n*^```text(?P<how>[^\n]*)\n(?P<printed>.*?)^```$)?",
+    r"(?:\n*(?:<details>[^\n]*\n+)?^```text(?P<how>[^\n]*)\n(?P<printed>.*?)^```$)?",
     re.M | re.S,
 )
+PREDICT = re.compile(r"(?i)\*\*Predict\*\*((?:(?!\n\n|```).)*?):?\s*\Z", re.S)  # right before a block
 NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 
 
 @dataclass(frozen=True)
 class Config:
-    page: Annotated[str, Positional] = "walk/walk.md"  # a Markdown file
+    page: Annotated[str, Positional] = ""  # a Markdown file; empty for all pages of the walk
     station: Annotated[str, Positional] = ""  # the number of a station; empty for all
     slow: bool = False  # also run the blocks that take minutes
     write: bool = False  # record outputs in the page and pictures in walk/, instead of comparing them
+    notebook: str = ""  # write the page as this .ipynb, and run nothing
 
 
 @dataclass(frozen=True)
@@ -72,6 +86,7 @@ class Block:
     """Python, and what it prints."""
 
     code: str
+    question: str  # what the page asks to predict, "" if nothing
     line: int  # of the page, where the code begins
     marks: tuple[str, ...]  # words after ```python
     how: tuple[str, ...]  # words after ```text
@@ -88,35 +103,56 @@ class Station:
 
 def main() -> None:
     config = parse_args(Config, description=__doc__)
-    path = Path(config.page).resolve()
-    if not path.is_file():
-        raise UserError(f"there is no page {config.page}; give a Markdown file, such as walk/walk.md")
-    stations = read_page(path)
-    wanted = [station for station in stations if station.number and config.station in ("", station.number)]
-    if not wanted:
-        raise UserError(f"{config.page} has no station {config.station}; it has {len(stations) - 1}")
+    paths = [Path(config.page).resolve()] if config.page else walk_pages()
+    for path in paths:
+        if not path.is_file():
+            raise UserError(f"there is no page {config.page}; pass a Markdown file, such as walk/1_it_works.md")
+    if config.notebook:
+        if not config.page:
+            raise UserError("--notebook makes a notebook of one page; name it first")
+        target = Path(config.notebook)
+        replace_file(target, json.dumps(notebook(paths[0], target), ensure_ascii=False, indent=1) + "\n")
+        print(f"wrote {target}")
+        return
     os.chdir(ROOT)
-    allowed = {"slow"} if config.slow or config.station else set()
-    names = shared_names(stations, path, config)
     found = Counter()
-    for station in wanted:
-        found += run_station(station, dict(names), path, allowed, config)
+    for path in paths:
+        found += run_page(path, config)
     print("\n" + verdict(found, config))
     if found["different"]:
         sys.exit(1)
 
 
+def walk_pages() -> list[Path]:
+    return sorted((ROOT / "walk").glob("[0-9]_*.md"))
+
+
+def run_page(path: Path, config: Config) -> Counter:
+    """Run the stations of a page, or the one that is asked for; return how many blocks did what."""
+    stations = read_page(path)
+    wanted = [station for station in stations if station.number and config.station in ("", station.number)]
+    if not wanted:
+        numbers = ", ".join(station.number for station in stations if station.number)
+        raise UserError(f"{config.page} has no station {config.station}; choose from {numbers}")
+    allowed = {"slow"} if config.slow or config.station else set()
+    names = shared_names(stations, path, config)
+    found = Counter()
+    for station in wanted:
+        found += run_station(station, dict(names), path, allowed, config)
+    return found
+
+
 def verdict(found: Counter, config: Config) -> str:
     """One line: PASS or FAIL, and how many blocks did what."""
-    marks = {name.removeprefix("without "): n for name, n in found.items() if name.startswith("without ")}
-    left_out = ", ".join(f"{n} {mark}" for mark, n in marks.items())
-    left_out = f"; left out: {left_out}" if left_out else ""
+    page = config.page or "the pages"
+    left_out = [f"{n} {name.removeprefix('without ')}" for name, n in found.items() if name.startswith("without ")]
+    more = f"; left out: {', '.join(left_out)}" if left_out else ""
     if found["changed"]:
-        left_out = f"; {found['changed']} differ, as you changed them{left_out}"
+        more = f"; {found['changed']} differ, as you changed them{more}"
     if found["different"]:
-        return f"FAIL: {found['different']} of {found['ran']} blocks differ from {config.page}{left_out}"
+        return f"FAIL: {found['different']} of {found['ran']} blocks differ from {page}{more}"
     done = "were recorded in" if config.write else "ran as on"
-    return f"PASS: {found['ran'] - found['changed']} blocks {done} {config.page}{left_out}"
+    return f"PASS: {found['ran'] - found['changed']} blocks {done} {page}{more}"
 
 
 def shared_names(stations: list[Station], path: Path, config: Config) -> dict:
@@ -134,7 +170,7 @@ def run_station(station: Station, names: dict, path: Path, allowed: set, config:
     found, began = Counter(), time.perf_counter()
     if station.number:
         print(f"\n--- {station.number} {station.title}", flush=True)
-    changed = changed_line(station, path)
+    edits = changed_lines(station, path)
     for block in station.blocks:
         missing = [mark for mark in block.marks if mark not in allowed and not (ROOT / mark).exists()]
         if missing:
@@ -144,7 +180,10 @@ def run_station(station: Station, names: dict, path: Path, allowed: set, config:
             continue
         found["ran"] += 1
         drawn_before = pictures()
+        guess = ask(block.question)
         printed, raised = run_block(block, names, path)
+        if guess:
+            print(f"your guess: {guess}")
         drawn = [picture for picture, when in pictures().items() if drawn_before.get(picture) != when]
         if config.write and not raised:
             record(path, block, printed, drawn)
@@ -153,7 +192,10 @@ def run_station(station: Station, names: dict, path: Path, allowed: set, config:
         for picture in drawn:
             problem = problem or difference_of_pictures(picture, block.how)
             print(f"drawn: {os.path.relpath(picture, ROOT)}")
-        if 0 < changed < block.line + block.code.count("\n") and not raised:
+        end = block.line + block.code.count("\n")
+        changed = [line for line in edits if line < end]
+        if changed and not raised:
+            lines = f"line{'s' if len(changed) > 1 else ''} {' and '.join(map(str, changed))}"
             tolerated = ""
             if not problem:
                 exactly = ("varies",) if "varies" in block.how else ("within", "0")
@@ -161,15 +203,23 @@ def run_station(station: Station, names: dict, path: Path, allowed: set, config:
                 tolerated = f", within the tolerance of this block ({' '.join(block.how) or '2%'})"
             if problem:
                 found["changed"] += 1
-                print(f"line {block.line} differs, as you changed line {changed}{tolerated}: {problem}", flush=True)
-            elif changed >= block.line:
-                print(f"line {block.line} prints the same, although you changed line {changed}", flush=True)
+                print(f"line {block.line} differs, as you changed {lines}{tolerated}: {problem}", flush=True)
+            elif changed[-1] >= block.line:
+                print(f"line {block.line} prints the same, although you changed {lines}", flush=True)
         elif problem:
             found["different"] += 1
             print(f"LINE {block.line} DIFFERS: {problem}", flush=True)
     if station.number:
         print(f"({time.perf_counter() - began:.1f} s)", flush=True)
     return found
+
+
+def ask(question: str) -> str:
+    """The reader's guess, where there is a reader at a terminal."""
+    if not question or not sys.stdin.isatty():
+        return ""
+    print(f"\nPredict {question}")
+    return input("your guess: ").strip()
 
 
 # --------------------------------------------------------------------------------------------------------- the page
@@ -190,26 +240,63 @@ def read_page(path: Path) -> list[Station]:
 
 def make_block(found: re.Match, text: str) -> Block:
     line = text.count("\n", 0, found.start("code")) + 1
-    words = [tuple((found[name] or "").split()) for name in ("marks", "how")]
-    return Block(found["code"], line, *words, found["printed"], found.span("printed"))
+    asked = PREDICT.search(text, 0, found.start())
+    question = " ".join(asked[1].split()) if asked else ""
+    marks = tuple((found["marks"] or "").split())
+    how = tuple((found["how"] or "").split())
+    return Block(found["code"], question, line, marks, how, found["printed"], found.span("printed"))
 
 
-def changed_line(station: Station, path: Path) -> int:
-    """The first line of code that differs from the station of this title in walk/walk.md; 0 if none does."""
-    page = ROOT / "walk" / "walk.md"
-    if path == page or not station.number:
-        return 0
+def changed_lines(station: Station, path: Path) -> list[int]:
+    """The lines of code, the first of each edit, that differ from the station of this title in the walk."""
+    if path in walk_pages() or not station.number:
+        return []
     title = (station.number, station.title)
-    originals = [block for s in read_page(page) if (s.number, s.title) == title for block in s.blocks]
+    originals = [s for page in walk_pages() for s in read_page(page) if (s.number, s.title) == title]
     if not originals:
-        return 0
-    for i, block in enumerate(station.blocks):
-        code = originals[i].code if i < len(originals) else ""  # a block that was added has no original
-        if block.code != code:
-            pairs = zip(block.code.splitlines(), code.splitlines(), strict=False)
-            same = list(takewhile(lambda pair: pair[0] == pair[1], pairs))
-            return block.line + len(same)
-    return 0
+        return []
+    here = numbered_code(station)
+    before = [text for _, text in numbered_code(originals[0])]
+    matcher = difflib.SequenceMatcher(None, before, [text for _, text in here], autojunk=False)
+    edits = [start for kind, _, _, start, _ in matcher.get_opcodes() if kind != "equal"]
+    return [here[min(start, len(here) - 1)][0] for start in edits]
+
+
+def numbered_code(station: Station) -> list[tuple[int, str]]:
+    """[(line of the page, code)] of all blocks."""
+    lines = []
+    for block in station.blocks:
+        lines += enumerate(block.code.splitlines(), block.line)
+    return lines
+
+
+def notebook(path: Path, target: Path) -> dict:
+    """The page as the JSON of a notebook (nbformat 4): its Python blocks are cells, and so is the text between them."""
+    text = path.read_text(encoding="utf-8")
+    link = re.compile(r"\]\((?!https?:|#)([^)\s#]+)")
+
+    def from_target(found: re.Match) -> str:
+        return f"]({os.path.relpath(path.parent / found[1], target.resolve().parent)}"
+
+    cells = []
+    end = 0
+    for found in re.finditer(r"^```python[^\n]*\n(.*?)^```\n", text, re.M | re.S):
+        cells.append(cell("markdown", link.sub(from_target, text[end : found.start()])))
+        if len(cells) == 1:
+            cells.append(cell("code", START))
+        cells.append(cell("code", found[1]))
+        end = found.end()
+    cells.append(cell("markdown", link.sub(from_target, text[end:])))
+    python = dict(name="python3", display_name="Python 3", language="python")
+    cells = [dict(id=f"cell{i}", **content) for i, content in enumerate(cells) if content["source"]]
+    return dict(cells=cells, metadata=dict(kernelspec=python), nbformat=4, nbformat_minor=5)
+
+
+def cell(kind: str, text: str) -> dict:
+    content = dict(cell_type=kind, metadata={}, source=text.strip().splitlines(keepends=True))
+    if kind == "code":
+        content |= dict(execution_count=None, outputs=[])
+    return content
 
 
 def record(path: Path, block: Block, printed: str, drawn: list[Path]) -> None:
