@@ -19,6 +19,10 @@ from bpe.tokenizer import Tokenizer
 from parts import curves, report
 from tests.corpora import make_documents, write_parquet
 from tests.helpers import SHORT, arguments, assert_user_error, draw_nothing, prose, small_args
+from tests.reworded import reword_errors
+
+if os.environ.get("REWORD_ERRORS"):
+    reword_errors()
 
 
 @pytest.hookimpl(optionalhook=True)
