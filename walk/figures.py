@@ -218,11 +218,6 @@ def width(text: str) -> int:
     return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
 
 
-def vocabulary(lines: dict[str, tuple]) -> None:
-    title = "Each doubling of the vocabulary gains less, in English and in Chinese"
-    curves("vocabulary", title, "tokens in the vocabulary (log)", "bytes a token", lines, xscale="log")
-
-
 def blocks() -> None:
     """A block of GPT-2, and one of the first transformer."""
     title = "Each block adds to the stream twice; GPT-2 normalizes what a branch reads, not the sum"
@@ -247,11 +242,6 @@ def one_batch(good: list[float], bad: list[float]) -> None:
 
 def run(log: list[dict]) -> None:
     runs("run", "The curve of a run: in its first epoch training and validation are one line", {"tiny": log})
-
-
-def epochs(lines: dict[str, tuple]) -> None:
-    title = "Two and four epochs end lower than one"
-    curves("runs", title, "step", "validation loss (nats per token)", lines)
 
 
 def attention_maps(heads: dict[str, np.ndarray], found: dict[str, tuple], words: list[str]) -> None:
@@ -410,7 +400,7 @@ def five_curves(found: dict[str, tuple]) -> None:
         for axes, (name, (train, val)) in zip(panels, found.items(), strict=True):
             axes.plot(*zip(*train, strict=True), color=GREYS[2], linewidth=1, label="training")
             axes.plot(*zip(*val, strict=True), color=GREYS[0], linewidth=1.8, label="held out")
-            axes.set(xlim=(0, 200), ylim=(0, 8))
+            axes.set(xlim=(0, 120), ylim=(0, 8))
             axes.set_title(name, fontsize=10)
             axes.legend(fontsize=8)
             if axes is not panels[0]:
