@@ -2,6 +2,7 @@
 
 import sys
 import types
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,10 @@ def fail(*args, **options):
 
 class Tracker(types.ModuleType):
     """A stand-in for wandb and trackio."""
+
+    def __init__(self, name: str):
+        super().__init__(name)
+        self.__spec__ = ModuleSpec(name, None)  # accelerate asks for it
 
     def init(self, **options):
         self.options = options
