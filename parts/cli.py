@@ -14,10 +14,9 @@ import re
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
-from types import NoneType, UnionType
-from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 
 class UserError(Exception):
@@ -76,10 +75,8 @@ def explain(e: BaseException) -> str | None:
         return f"out of memory ({str(e).splitlines()[0] if str(e) else 'in Python'}); use a smaller model or batch"
     if "no kernel image is available" in str(e):
         return "PyTorch has no code for this GPU; install its build for CUDA 12.6 (older cards), or a newer PyTorch"
-    if type(e).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError"):
+    if type(e).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError") or "gloo" in str(e).lower():
         return f"another rank has ended or cannot be reached ({str(e).splitlines()[0]}); read its error first"
-    if "gloo" in str(e).lower():
-        return "another rank has ended; read its error first"
     return None
 
 
@@ -131,14 +128,6 @@ class Positional:
     """Marks a positional constant: `Annotated[str, Positional]`."""
 
 
-NANOGPT = dict(  # nanoGPT's flags, and their names here
-    batch_size="micro_batch_size", block_size="sequence_length", dataset="data", device_batch_size="micro_batch_size",
-    eval_iters="eval_steps", gradient_accumulation_steps="total_batch_size", learning_rate="max_lr", lr="max_lr",
-    lr_decay_iters="max_steps", max_iters="max_steps", max_seq_len="sequence_length", n_ctx="sequence_length",
-    num_iterations="max_steps", start="prompt", wandb_log="report_to", warmup_iters="warmup_steps",
-)  # fmt: skip
-
-
 def parse_args(config_type, args: list[str] | None = None, default=None, prog=None, description: str = ""):
     """Fill the dataclass `config_type` from the words of a command line.
 
@@ -148,51 +137,17 @@ def parse_args(config_type, args: list[str] | None = None, default=None, prog=No
     words = sys.argv[1:] if args is None else args
     values = {field.name: getattr(default, field.name, field.default) for field in fields(config_type)}
     parser = make_parser(config_type, values, prog or os.path.basename(sys.argv[0]), description)
-    end = words.index("--") if "--" in words else len(words)
-    flags, rest = parser.parse_known_args([with_underscores(word) for word in words[:end]])
-    for word in rest:
-        if re.match(r"--?[^\W\d]\S*$", word):  # neither a number nor a text with spaces
-            raise UserError(about_unknown(word.partition("=")[0].lstrip("-"), list(values)))
-    rest += words[end + 1 :]
-    values |= {name: tuple(value) if isinstance(value, list) else value for name, value in vars(flags).items()}
-    for name, kind, limits in constants(config_type):
-        if Positional in limits:
-            if get_origin(kind) is tuple:
-                values[name] = tuple(rest)
-                rest = []
-            elif rest:
-                values[name] = rest.pop(0)
-            if values[name] in (MISSING, ()):
-                parser.error(f"{name.upper()} is missing")
-    if rest:
-        parser.error(f"unexpected {rest[0]!r}; quote text that has spaces")
-    for name, kind, limits in constants(config_type):
-        check_constant(name, values[name], kind, limits)
+    given, unknown = parser.parse_known_intermixed_args([with_underscores(word) for word in words])
+    if unknown:
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], parser._option_string_actions, 1)
+        parser.error(f"unexpected {unknown[0]}" + (f"; did you mean {near[0]}?" if near else ""))
+    for name, value in vars(given).items():
+        values[name] = tuple(value) if isinstance(value, list) else value
+    for name, hint in get_type_hints(config_type, include_extras=True).items():
+        for limit in get_args(hint):
+            if isinstance(limit, Range) and not limit.low <= values[name] <= limit.high:
+                raise UserError(f"--{name} is {values[name]}; choose a value in [{limit.low:,g}, {limit.high:,g}]")
     return config_type(**values)
-
-
-def make_parser(config_type, values: dict, prog: str, description: str) -> argparse.ArgumentParser:
-    """Make the flags of a dataclass, with its comments as help, in the groups that its own lines of comment name."""
-    kinds = {name: kind for name, kind, limits in constants(config_type) if Positional not in limits}
-    places = [name.upper() if values[name] is MISSING else f"[{name.upper()}]" for name in values if name not in kinds]
-    group = parser = Parser(
-        usage=" ".join([prog, *places, "[--FLAG VALUE ...]"]),
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,  # the result holds given flags alone
-        allow_abbrev=False,
-    )
-    lines = [line for cls in reversed(config_type.__mro__[:-1]) for line in inspect.getsource(cls).splitlines()]
-    for line in lines:
-        if heading := re.match(" {4}# (.*)", line):
-            group = parser.add_argument_group(heading[1])
-        elif constant := re.match(r" {4}(\w+): .*?(?:  # (.*))?$", line):
-            name, comment = constant.groups(default="")
-            if name in kinds:
-                add_flag(group, name, kinds[name], values[name], comment.replace("%", "%%"))
-            else:
-                parser.description += f"\n{name.upper()}: {comment}"
-    return parser
 
 
 class Parser(argparse.ArgumentParser):
@@ -200,69 +155,60 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see --help")
 
 
-def constants(config_type) -> Iterator[tuple]:
-    """Yield each constant's name, its type, and the rest of its annotation."""
-    for name, hint in get_type_hints(config_type, include_extras=True).items():
-        kind, *limits = get_args(hint) if get_origin(hint) is Annotated else [hint]
-        yield name, kind, limits
+def make_parser(config_type, values: dict, prog: str, description: str) -> Parser:
+    """Make the flags of a dataclass, with its comments as help, in the groups that its own lines of comment name."""
+    hints = get_type_hints(config_type, include_extras=True)
+    places = []
+    for name, hint in hints.items():
+        if Positional in get_args(hint):
+            places.append(name.upper() if values[name] is MISSING else f"[{name.upper()}]")
+    group = parser = Parser(
+        usage=" ".join([prog, *places, "[--FLAG VALUE ...]"]),
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,  # the result holds given words alone
+        allow_abbrev=False,
+    )
+    for cls in reversed(config_type.__mro__[:-1]):
+        for line in inspect.getsource(cls).splitlines():
+            if heading := re.match(" {4}# (.*)", line):
+                group = parser.add_argument_group(heading[1])
+            elif constant := re.match(r" {4}(\w+): .*?(?:  # (.*))?$", line):
+                name, comment = constant.groups(default="")
+                add_argument(group, name, hints[name], values[name], comment.replace("%", "%%"))
+    return parser
 
 
-def add_flag(group, name: str, kind, default, comment: str) -> None:
+def add_argument(group, name: str, hint, default, comment: str) -> None:
+    kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     if kind is bool:  # two switches; the help shows the one that changes something
-        on, off = (argparse.SUPPRESS, f"do not {comment}") if default else (comment, argparse.SUPPRESS)
-        group.add_argument(f"--{name}", action="store_true", help=on)
+        group.add_argument(f"--{name}", action="store_true", help=argparse.SUPPRESS if default else comment)
+        off = f"do not {comment}" if default else argparse.SUPPRESS
         group.add_argument(f"--no_{name}", action="store_false", dest=name, help=off)
         return
-    word = type_of_word(name, kind)
-    options = dict(type=word, metavar=word.__name__.upper())
+    first = get_args(kind)[0] if get_args(kind) else kind  # of tuple[int, ...] and int | None the int
+    many = get_origin(kind) is tuple
+    if Positional in get_args(hint):
+        nargs = None if default is MISSING else "?"
+        if many:
+            nargs = "+"
+        group.add_argument(name, type=first, nargs=nargs, metavar=name.upper(), help=comment)
+        return
     if get_origin(kind) is Literal:
-        options = dict(type=word, choices=get_args(kind))
-    if get_origin(kind) is tuple:
-        options["nargs"] = "*" if ... in get_args(kind) else len(get_args(kind))
-        default = " ".join(map(str, default))
-    shown = str(default).replace("%", "%%")
-    group.add_argument(f"--{name}", help=f"{comment} (default: {shown})" if shown else comment, **options)
-
-
-def type_of_word(name: str, kind) -> type:
-    """Return the type of each word after a flag. Raises UserError for a constant that words cannot give."""
-    if get_origin(kind) is Literal:
-        found = {type(value) for value in get_args(kind)}
-    elif get_origin(kind) in (tuple, Union, UnionType):
-        found = {*get_args(kind)} - {..., NoneType}
+        options = dict(type=type(first), choices=get_args(kind))
     else:
-        found = {kind}
-    if len(found) == 1 and found <= {int, float, str}:
-        return found.pop()
-    raise UserError(
-        f"{name} is of the type {kind}; choose bool, int, float, str, Literal, int | None or tuple[int, ...]"
-    )
-
-
-def about_unknown(name: str, names: list[str]) -> str:
-    """Return the error for an unknown flag, with the closest match."""
-    if name in names:
-        return f"{name.upper()} is positional: drop --{name}; see --help"
-    if NANOGPT.get(name) in names:
-        return f"--{name} is called --{NANOGPT[name]} here; see --help"
-    near = difflib.get_close_matches(name, names, 1)
-    return f"unknown flag --{name}; " + (f"did you mean --{near[0]}?" if near else "see --help")
+        options = dict(type=first, metavar=first.__name__.upper())
+    if many:
+        options["nargs"] = "*"
+        default = " ".join(map(str, default))
+    shown = f" (default: {default})".replace("%", "%%") if default != "" else ""
+    group.add_argument(f"--{name}", help=comment + shown, **options)
 
 
 def with_underscores(word: str) -> str:
     """Return --max-steps=5 as --max_steps=5."""
     name, equals, value = word.partition("=")
     return name.replace("-", "_").replace("__", "--", 1) + equals + value if name.startswith("--") else word
-
-
-def check_constant(name: str, value, kind, limits: list) -> None:
-    """Raise UserError for a value of a wrong type or out of range."""
-    wrong = isinstance(kind, type) and not isinstance(value, (int, float) if kind is float else kind)
-    if wrong or (get_origin(kind) is Literal and value not in get_args(kind)):
-        raise UserError(f"{name} is {value!r}; choose a value of {kind}")
-    for limit in limits:
-        if isinstance(limit, Range) and not limit.low <= value <= limit.high:
-            raise UserError(f"--{name} is {value}; choose a value in [{limit.low:,g}, {limit.high:,g}]")
 
 
 def flags_set(config_type, args: list[str]) -> set[str]:
