@@ -9,7 +9,6 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from transformers import AutoTokenizer
 
 from bpe import train, try_tokenizer
 from bpe.tokenizer import Tokenizer, visible
@@ -46,6 +45,9 @@ def run_try(tmp_path, inline, monkeypatch):
 
 def test_the_default_run_as_a_user_starts_it(tmp_path):
     """In another directory, so that nothing depends on where it is started."""
+
+    from transformers import AutoTokenizer
+
     result = succeed("bpe/train.py", cwd=tmp_path)
     tok = Tokenizer.load(tmp_path / "out/bpe")
     assert len(tok) == 1024

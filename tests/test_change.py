@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 from tests.forks import fork_script
 from tests.helpers import (
@@ -123,6 +122,8 @@ CASES += [slow(title, 2) for title in [*RUNS, *OTHERS]]
 
 @pytest.mark.parametrize("title, ranks", CASES)
 def test_a_change_trains_resumes_to_the_same_losses_and_samples(copy, tmp_path, title, ranks):
+    from transformers import AutoModelForCausalLM
+
     diff = (DIFFS | OTHERS)[title]
     apply(diff, copy)
     flags = SMALL | SHORT | dict(data=text_file(tmp_path / "text.txt"), threads=1) | FLAGS.get(title, {})
@@ -152,6 +153,8 @@ def test_a_change_trains_resumes_to_the_same_losses_and_samples(copy, tmp_path, 
 
 @pytest.mark.slow
 def test_a_model_with_a_longer_context_is_the_same_in_its_first_half(copy, tmp_path):
+    from transformers import AutoModelForCausalLM
+
     apply(DIFFS["A longer context"], copy)
     flags = SMALL | SHORT | dict(data=text_file(tmp_path / "text.txt"), threads=1)
     run(copy, "train_gpt2.py", "tiny", out_dir=tmp_path / "short", **flags)
@@ -271,6 +274,8 @@ def save_and_load(copy: Path, edits: list[tuple[str, str]]) -> subprocess.Comple
 
 @pytest.mark.parametrize("edits", HARMLESS.values(), ids=HARMLESS)
 def test_a_harmless_edit_is_a_gpt2_for_transformers_and_nothing_is_said(copy, edits):
+    from transformers import AutoModelForCausalLM
+
     done = save_and_load(copy, edits)
     assert "note:" not in done.stderr
     theirs = AutoModelForCausalLM.from_pretrained(copy / "saved").eval()
@@ -281,6 +286,8 @@ def test_a_harmless_edit_is_a_gpt2_for_transformers_and_nothing_is_said(copy, ed
 
 @pytest.mark.parametrize("edits", HARMFUL.values(), ids=HARMFUL)
 def test_another_model_is_said_to_be_one_and_transformers_refuses_it(copy, edits):
+    from transformers import AutoModelForCausalLM, GPT2LMHeadModel
+
     done = save_and_load(copy, edits)
     assert done.stderr.count("note:") == 1
     with pytest.raises(ValueError, match="changed-gpt2"):

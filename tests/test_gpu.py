@@ -15,9 +15,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch._dynamo.utils import counters
-from torch._inductor import metrics
-from torch._inductor.utils import fresh_cache
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -91,6 +88,10 @@ def test_gradients_are_those_of_the_formula(dtype):
 
 def bias_gradients(changes: dict) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Of a linear layer before a GELU: by autograd, compiled with `changes`, and the number of the latter's kernels."""
+
+    from torch._inductor import metrics
+    from torch._inductor.utils import fresh_cache
+
     rt = Runtime.setup(DEVICE, "float32")
     torch.manual_seed(0)
     linear = torch.nn.Linear(32, 128).to(rt.device)
@@ -250,6 +251,9 @@ def test_the_time_between_two_marks_is_that_of_the_device_and_not_of_the_host():
 def graphs(monkeypatch) -> list[int]:
     """The number of compiled graphs at the start of each step. From step 3 on the body of the training loop runs with
     every operator that waits for the GPU an error; evaluations and checkpoints may wait."""
+
+    from torch._dynamo.utils import counters
+
     found = []
     real = train_gpt2.learning_rate
     real_log = Run.log
@@ -278,6 +282,8 @@ def graphs(monkeypatch) -> list[int]:
 
 @slow_on_a_cpu
 def test_the_loop_waits_for_nothing_and_is_compiled_once(train, graphs, optimizer):
+    from torch._dynamo.utils import counters
+
     train(**RUN | dict(optimizer=optimizer, compile="on", micro_batch_size=8))
     assert not counters["graph_break"]
     assert len(graphs) == 6

@@ -10,7 +10,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import minimal
 from bpe.tokenizer import Tokenizer
@@ -85,6 +84,8 @@ def test_train_gpt2_has_the_same_losses_on_two_ranks(tmp_path, shards):
 
 
 def test_transformers_computes_the_same_logits():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     torch.manual_seed(0)
     model = minimal.GPT(SMALL)
     sizes = dict(n_layer=2, n_head=2, n_embd=32, n_positions=32, vocab_size=320)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from bpe.tokenizer import Tokenizer
 from model import GPT, SIZES, GPTConfig
@@ -39,6 +38,8 @@ def tokens(*shape, seed=0, vocab=211):
 
 @pytest.mark.parametrize("size", ["gpt2", *map(slow, [name for name in SIZES if name != "gpt2"])])
 def test_logits_equal_those_of_transformers_in_both_directions(size, tmp_path):
+    from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
     shape = SIZES[size] | {"n_layer": 2}
     torch.manual_seed(0)
     theirs = GPT2LMHeadModel(GPT2Config(vocab_size=500, n_positions=64, bos_token_id=1, eos_token_id=1, **shape)).eval()
@@ -237,6 +238,8 @@ def test_a_config_without_what_only_we_write_is_enough(saved):
 
 
 def test_what_transformers_has_trained_on_and_saved_is_loaded(saved, tmp_path):
+    from transformers import AutoModelForCausalLM
+
     theirs = AutoModelForCausalLM.from_pretrained(saved)
     with torch.no_grad():
         theirs.transformer.h[0].mlp.c_fc.weight.mul_(1.5)

@@ -6,8 +6,6 @@ from statistics import median
 
 import pytest
 from matplotlib.axes import Axes
-from matplotlib.colors import to_hex
-from matplotlib.figure import Figure
 
 import plot
 from parts.log import read_log
@@ -42,6 +40,9 @@ def door(inline, monkeypatch, tmp_path):
 @pytest.fixture
 def panels(monkeypatch, door, tmp_path):
     """Draw {name: records} by plot.py, and return the panels by name."""
+
+    from matplotlib.figure import Figure
+
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda self, *args, **options: drawn.append(self))
 
@@ -139,6 +140,8 @@ def test_bits_per_byte_are_those_of_validation(panels):
 
 
 def test_runs_are_told_apart_by_colours_in_all_panels(panels):
+    from matplotlib.colors import to_hex
+
     drawn = panels({f"run{i}": train_records(9) + hellaswag_records(9) for i in range(7)})
     colors = [to_hex(line.get_color()) for line in drawn["rate"].lines]
     marked = [line for line in drawn["loss"].lines if line.get_marker() != "None"]

@@ -8,9 +8,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch._dynamo.utils import counters
-from torch._inductor import compile_fx
-from torch._inductor.utils import fresh_cache
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
@@ -135,6 +132,8 @@ def h100(monkeypatch):
 
 
 def test_cudnn_attends_only_in_steps_of_one_shape(h100, monkeypatch):
+    from torch._inductor import compile_fx
+
     found = []
     monkeypatch.setattr(compile_fx, "compile_fx", lambda *_, **__: found.extend(_cur_sdpa_kernel_backends()))
     with FakeTensorMode():
@@ -282,6 +281,9 @@ def test_faster_paths_have_the_loss_curve_of_the_plain_one(train, run_dir, monke
 
 @pytest.mark.slow
 def test_a_second_start_takes_compiled_code_from_the_disk_if_nothing_that_it_depends_on_has_changed(monkeypatch):
+    from torch._dynamo.utils import counters
+    from torch._inductor.utils import fresh_cache
+
     rt = runtime.Runtime.setup("cpu", "float32", "on")
     found = []
     idx = torch.zeros(2, 256, dtype=torch.long)

@@ -8,7 +8,6 @@ import time
 import numpy as np
 import pytest
 import torch
-from torch._inductor.async_compile import AsyncCompile
 
 from parts import runtime
 from parts.cli import UserError
@@ -56,6 +55,8 @@ def test_prefetch_is_one_batch_ahead_and_ends_with_its_reader():
 
 
 def test_a_signal_while_the_compile_workers_start_comes_afterwards(monkeypatch):
+    from torch._inductor.async_compile import AsyncCompile
+
     started = []
 
     def warm_pool():

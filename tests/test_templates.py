@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
 import lora_finetune as lf
 import sample
@@ -29,6 +28,8 @@ LONGEST = 30  # tokens of an answer
 def chatml(tmp_path_factory) -> Path:
     """A GPT-2 as transformers saves it after such a finetuning: ChatML's tokens, its template, and an end among others.
     The weights are random, and such that answers differ, can be read, and end by themselves or are cut."""
+
+    from transformers import AutoTokenizer
     from transformers import GPT2LMHeadModel
 
     path = tmp_path_factory.mktemp("chatml")
@@ -64,6 +65,8 @@ def converse(inline, monkeypatch):
 
 def expected(path: Path, ends: list[int] | None = None) -> tuple[str, list[int]]:
     """The same conversation held by transformers alone, and the number of tokens of each answer."""
+
+    from transformers import AutoTokenizer
     from transformers import GPT2LMHeadModel
 
     reader = AutoTokenizer.from_pretrained(path)
@@ -161,6 +164,8 @@ def test_a_merged_model_keeps_the_template_and_the_ends_of_its_adapter_or_its_ba
 
 
 def test_a_model_merged_from_files_without_a_template_gets_none(chatml, tmp_path):
+    from transformers import AutoTokenizer
+
     adapter = save_adapter(adapted(GPT.from_pretrained(str(chatml))), tmp_path / "adapter")
     base = chatml.parent / "ours"
     lf.write_merged(lf.Config(base=str(base), merge=str(tmp_path / "merged")), base, adapter)

@@ -12,7 +12,6 @@ from tiktoken.load import load_tiktoken_bpe
 from tiktoken_ext import openai_public
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, GPT2Config, GPT2Tokenizer
 
 from bpe.chunks import PATTERNS, SPELLINGS
 from bpe.tokenizer import ENDOFTEXT, Tokenizer
@@ -88,6 +87,8 @@ def test_patterns_of_tiktoken_that_tokenizers_reads_otherwise_are_translated_or_
 
 @pytest.mark.parametrize("beside_a_model", [False, True])
 def test_auto_tokenizer_reads_the_directory_with_the_same_ids(tok, tmp_path, beside_a_model):
+    from transformers import AutoTokenizer, GPT2Config
+
     tok.save(tmp_path, 77)
     if beside_a_model:  # in a checkpoint, config.json says gpt2
         GPT2Config().save_pretrained(tmp_path)
@@ -111,6 +112,8 @@ def test_to_transformers_saves_what_load_reads(tok, tmp_path):
 
 
 def test_without_endoftext_there_is_no_eos(tmp_path):
+    from transformers import AutoTokenizer
+
     tok = Tokenizer.train(TEXTS[:1], 300, special_tokens=("<|end|>",))
     tok.save(tmp_path)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
@@ -160,6 +163,8 @@ def published(tmp_path) -> tuple[Tokenizer, Path]:
 
 
 def test_the_files_of_gpt2_are_read_here_and_by_transformers(published):
+    from transformers import GPT2Tokenizer
+
     tok, folder = published
     assert_same(tok, Tokenizer.load(folder))
     theirs = GPT2Tokenizer.from_pretrained(folder)
@@ -180,6 +185,8 @@ BESIDE = {
 
 @pytest.mark.parametrize("name", BESIDE)
 def test_what_stands_beside_them_is_read_as_transformers_does(published, name):
+    from transformers import GPT2Tokenizer
+
     folder = published[1]
     file, content = BESIDE[name]
     write_json(folder / file, content)
@@ -243,6 +250,8 @@ def test_tokenizers_have_the_same_ids_if_only_further_special_tokens_differ():
 
 @needs_gpt2
 def test_gpt2_from_tiktoken_has_gpt2s_ids_and_saves_them_for_auto_tokenizer(tmp_path):
+    from transformers import AutoTokenizer
+
     theirs = tiktoken.get_encoding("gpt2")
     tok = Tokenizer.from_tiktoken("gpt2")
     assert len(tok) == 50257

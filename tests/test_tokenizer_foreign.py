@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HFTokenizer
-from transformers import AutoTokenizer
 
 from bpe.tokenizer import ENDOFTEXT, Tokenizer
 from tests.helpers import assert_invalid, prose, read_json, slow, write_json
@@ -117,6 +116,8 @@ def another(request, tmp_path) -> tuple[Tokenizer, dict]:
 
 
 def test_a_tokenizer_of_another_kind_has_the_ids_of_tokenizers_wherever_it_goes(another, tmp_path):
+    from transformers import AutoTokenizer
+
     tok, content = another
     tok.save(tmp_path / "saved", 64)
     theirs = AutoTokenizer.from_pretrained(tmp_path / "saved")
@@ -189,6 +190,9 @@ BESIDE = {
 @pytest.mark.parametrize("kind", ["as Llama 2", "as Gemma", "single digits"])
 def test_a_folder_means_what_transformers_says(kind, beside, tmp_path):
     """Also as its tokenizer.json, and in a checkpoint that takes it over."""
+
+    from transformers import AutoTokenizer
+
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     write_json(theirs / "tokenizer.json", KINDS[kind]())
@@ -209,6 +213,8 @@ def test_a_folder_means_what_transformers_says(kind, beside, tmp_path):
 
 
 def test_a_folder_of_ours_that_transformers_saved_stays_ours(tmp_path):
+    from transformers import AutoTokenizer
+
     TOK.save(tmp_path / "ours")
     AutoTokenizer.from_pretrained(tmp_path / "ours").save_pretrained(tmp_path / "theirs")
     assert Tokenizer.load(tmp_path / "theirs").fingerprint == TOK.fingerprint
@@ -277,6 +283,8 @@ def test_a_file_that_gives_a_text_other_ids_each_time_is_refused(content, tmp_pa
 
 @pytest.mark.parametrize("special", [" ", "\n", "中", "<|a|>", "😀"])
 def test_a_special_token_of_any_name_keeps_its_id_in_transformers(special, tmp_path):
+    from transformers import AutoTokenizer
+
     tok = Tokenizer.train([TEXT, "the then" * 99], 320, special_tokens=(ENDOFTEXT, special))
     tok.save(tmp_path)
     assert Tokenizer.load(tmp_path).fingerprint == tok.fingerprint
