@@ -2,14 +2,14 @@
 
     REWORD_ERRORS=1 python -m pytest -q        # the tests that fail then know our words
 
-Each plain word of an error is spelled backwards. Flags, paths, numbers, names with a sign in them and all words of the
-command stay. Errors of scripts in processes of their own keep their words.
+Each plain word of an error is spelled backwards. Flags, paths, numbers, names in capitals or with a sign in them and all
+words of the command stay. Errors of scripts in processes of their own keep their words.
 """
 
 import re
 import sys
 
-WORD = re.compile(r"(?<![\w./'\"`=-])[A-Za-z]{2,}(?![\w/'\"`=-]|\.\w)")
+WORD = re.compile(r"(?<![\w./'\"`=-])[A-Za-z]?[a-z]+(?![\w/'\"`=-]|\.\w)")
 
 
 def reword(message: str) -> str:

@@ -181,7 +181,7 @@ BAD = [
 @pytest.mark.parametrize("bad", BAD, ids=str)
 def test_malformed_row_is_named_with_its_number(tmp_path, bad):
     path = write_json(tmp_path / "rows.json", [row("a", "b"), bad])
-    assert_refused("row 2 of .*rows.json", load_rows, str(path))
+    assert_refused(r"\b2 .*rows.json", load_rows, str(path))
 
 
 CHAT = said("u: Hi there", "a: Ho")
@@ -223,7 +223,7 @@ def test_rows_of_public_datasets_are_read_or_refused_by_number(tmp_path, name):
     public, expected = PUBLIC[name]
     path = str(write_json(tmp_path / "rows.json", [PLAIN, public]))
     if expected is None:
-        assert_refused("row 2 of .*rows.json", load_rows, path)
+        assert_refused(r"\b2 .*rows.json", load_rows, path)
     else:
         assert load_rows(path)[0] == [CHAT, expected]
 
@@ -236,7 +236,7 @@ DISORDERLY = [
 
 @pytest.mark.parametrize("messages", DISORDERLY, ids=str)
 def test_anything_but_a_conversation_is_refused(messages):
-    assert_refused("row 3", messages_of, dict(messages=messages), "row 3")
+    assert_refused(r"\b3\b", messages_of, dict(messages=messages), "row 3")
 
 
 def test_instructions_and_messages_are_read_alike(tmp_path):
