@@ -4,7 +4,6 @@ This file imports no torch and knows nothing of what the files hold, so a worker
 """
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -42,16 +41,15 @@ def free_bytes(path: Path) -> int:
 
 def flush(path: Path) -> None:
     """Wait until a file, or the names in a directory, are on the disk."""
-    if os.name == "nt" and path.is_dir():  # Windows cannot open a directory
-        return
-    fd = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(fd)
-    except OSError as e:  # some file systems, of networks and of users, cannot flush a directory
-        if not (path.is_dir() and e.errno in (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)):
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError:  # Windows, and some file systems of networks and of users, cannot flush a directory
+        if not path.is_dir():
             raise
-    finally:
-        os.close(fd)
 
 
 @contextlib.contextmanager
@@ -112,8 +110,7 @@ def write_atomically(path: Path, fill: Callable[[Path], None]) -> None:
 def refuse_folders(path: Path) -> None:
     """Raise UserError for a directory that `write_atomically` should not replace: the current one, or one that holds
     others, such as `out`."""
-    here = Path.cwd()
-    if path.is_dir() and (path.resolve() in (here, *here.parents) or any(file.is_dir() for file in path.iterdir())):
+    if path.is_dir() and (Path.cwd().is_relative_to(path.resolve()) or any(file.is_dir() for file in path.iterdir())):
         raise UserError(f"{path} is the current directory or holds others; choose another name")
 
 
@@ -122,21 +119,18 @@ def contents(directory: Path) -> dict[str, str]:
     return {file.name: sha256(file) for file in directory.glob("*") if file.is_file()}
 
 
-def set_aside(path: Path, name: Path | None = None) -> Path:
-    """Rename a file or directory to `name`, by default PATH.1, or the next number that is free; returns the new name.
+def set_aside(path: Path) -> Path:
+    """Rename a file or directory to PATH.1, or the next number that is free; returns the new name.
 
     This is all that `--overwrite` does to old work: one rename, so that no interruption loses a part of it. Raises
-    UserError for a directory that holds the current one.
+    UserError for a directory that holds the current one: what is written to `.` would land in the old one.
     """
-    here = Path.cwd()
-    if path.resolve() in (here, *here.parents):
-        raise UserError(f"{path.resolve()} holds the current directory and cannot be renamed; choose another")
-    n = 0
-    target = name or path
-    while os.path.lexists(target):
+    if Path.cwd().is_relative_to(path.resolve()):
+        raise UserError(f"{path} holds the current directory; choose another")
+    n = 1
+    while os.path.lexists(f"{path}.{n}"):
         n += 1
-        target = Path(f"{name or path}.{n}")
-    return path.rename(target)
+    return path.rename(f"{path}.{n}")
 
 
 def remove_leftovers(directory: Path, *names: str) -> None:
@@ -153,11 +147,11 @@ def read_json(path: Path) -> dict:
     """Read the object in a JSON file. Raises OSError if it cannot be read, UserError if it is no object."""
     try:
         content = json.loads(path.read_bytes())
-        if not isinstance(content, dict):
-            raise ValueError(f"it holds a {type(content).__name__}, not an object")
-        return content
-    except (ValueError, RecursionError) as e:  # ValueError: not Unicode, not JSON, or a number of 5,000 digits
+    except (ValueError, RecursionError) as e:
         raise UserError(f"{path} is not JSON: {e}; pass another file") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds no JSON object; pass another file")
+    return content
 
 
 @contextlib.contextmanager
@@ -180,7 +174,6 @@ def exclusive_lock(lock: Path, what: str, seconds: float | None = None) -> Itera
             f"if that process is gone, remove {lock}"
         ) from None
     with held:
-        if str(os.getpid()) not in lock.read_text().split():  # without locks of the system, the library wrote it
-            with errors_name(lock):
-                lock.write_text(f"{os.getpid()}\n{socket.gethostname()}\n")
+        with errors_name(lock):
+            lock.write_text(f"{os.getpid()}\n{socket.gethostname()}\n")
         yield

@@ -169,7 +169,7 @@ def test_files_and_directories_are_on_the_disk_before_they_have_their_name(tmp_p
 
     monkeypatch.setattr(os, "fsync", lambda fd: (events.append(f"flush {place(fd)}"), fsync(fd)))
     for name, rename in real.items():
-        monkeypatch.setattr(Path, name, lambda a, b, rename=rename: (events.append(f"name {b.name}"), rename(a, b))[1])
+        monkeypatch.setattr(Path, name, lambda a, b, rename=rename: (events.append(f"name {Path(b).name}"), rename(a, b))[1])
     me = os.getpid()
     replace_file(tmp_path / "file", "text\ud800")
     assert (tmp_path / "file").read_text() == "text\\ud800"
@@ -196,14 +196,12 @@ def test_a_file_system_that_cannot_flush_directories_gets_files_all_the_same(tmp
     assert (tmp_path / "dir" / "a").read_text() == "x"
 
 
-@pytest.mark.parametrize("is_kind, code", [(stat.S_ISREG, errno.EINVAL), (stat.S_ISDIR, errno.EIO)])
-def test_any_other_failure_to_flush_is_an_error(tmp_path, monkeypatch, is_kind, code):
-    def fsync(fd):
-        if is_kind(os.fstat(fd).st_mode):
-            raise OSError(code, os.strerror(code))
+def test_a_file_that_cannot_be_flushed_is_an_error(tmp_path, monkeypatch):
+    def fsync(file):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(OSError, match=os.strerror(code)):
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
         replace_file(tmp_path / "file", "text")
 
 
@@ -211,7 +209,7 @@ def test_any_other_failure_to_flush_is_an_error(tmp_path, monkeypatch, is_kind, 
 def test_what_holds_the_current_directory_is_not_renamed(tmp_path, monkeypatch, place):
     (tmp_path / "a" / "b").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "a" / "b")
-    assert_refused("current", set_aside, Path(place))
+    assert_refused(re.escape(place), set_aside, Path(place))
     assert (tmp_path / "a" / "b").exists()
 
 
