@@ -17,7 +17,7 @@ import pytest
 import train_gpt2
 from parts import cli
 from parts.cli import NonNegative, Positional, Positive, UserError, parse_args
-from parts.files import exclusive_lock, read_json, replace_file, set_aside, write_atomically
+from parts.files import read_json, replace_file, set_aside, write_atomically
 from tests.forks import start_fork
 from tests.helpers import ROOT, assert_refused, environment, resume_table, run_script
 
@@ -130,10 +130,6 @@ def test_every_flag_of_training_reaches_its_constant():
         assert getattr(found, field.name) == (not before if type(before) is bool else value)
 
 
-def test_text_with_spaces_may_begin_with_a_dash():
-    assert read("Rome", "- milk", "--soup", "- leek").note == "- milk"
-
-
 REFUSED = [  # words, and those of them that the error names
     ("", "PLACE"), ("Rome now then", "then"), ("Rome --depht 3", "--depht --depth"), ("Rome --dep 3", "--dep --depth"),
     ("Rome --zebra", "--zebra"), ("--note hello Rome", "--note"), ("Rome --salt", "--salt"), ("Rome -milk", "milk"),
@@ -196,15 +192,6 @@ def test_a_file_system_that_cannot_flush_directories_gets_files_all_the_same(tmp
     assert (tmp_path / "dir" / "a").read_text() == "x"
 
 
-def test_a_file_that_cannot_be_flushed_is_an_error(tmp_path, monkeypatch):
-    def fsync(file):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
-        replace_file(tmp_path / "file", "text")
-
-
 @pytest.mark.parametrize("place", [".", "../.."])
 def test_what_holds_the_current_directory_is_not_renamed(tmp_path, monkeypatch, place):
     (tmp_path / "a" / "b").mkdir(parents=True)
@@ -236,20 +223,6 @@ def test_what_cannot_be_written_is_named_by_its_path(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
-    import fcntl
-
-    def no_locks(*args):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    with monkeypatch.context() as context, pytest.raises(OSError) as e:
-        context.setattr(fcntl, "flock", no_locks)
-        with exclusive_lock(tmp_path / "lock", str(tmp_path), seconds=0.2):
-            pass
-    assert os.strerror(errno.ENOLCK) in cli.explain(e.value)
-    assert str(tmp_path) in cli.explain(e.value)
-
-
 # ---- how a script ends
 
 
@@ -269,55 +242,60 @@ class DistNetworkError(RuntimeError):
     """As torch.distributed raises."""
 
 
-ENDS = [
-    (KeyboardInterrupt(), 130, None),
-    (cli.Stopped(signal.SIGTERM), 143, None),
-    (BrokenPipeError(), 0, None),
-    (UserError("one\n  two"), 2, "one two"),
-    (OSError(errno.ENOSPC, "Full", "a.png"), 2, "a.png: Full"),
-    (OSError("9 requested and 1 written"), 2, "9 requested and 1 written"),
-    (MemoryError(), 2, ""),
-    (OutOfMemoryError("a GB\nmore"), 2, "a GB"),
-    (RuntimeError("can't allocate memory"), 2, "can't allocate memory"),
-    (DistNetworkError("lost\nit"), 2, "lost"),
-    (RuntimeError("[Gloo] x"), 2, ""),
-    (RuntimeError("CUDA error: no kernel image is available for execution\nmore"), 2, "PyTorch"),
+SILENT = [(KeyboardInterrupt(), 130), (cli.Stopped(signal.SIGTERM), 143), (BrokenPipeError(), 0)]
+ONE_LINE = [  # an error, and what its line names
+    (UserError("one\n  two"), "one two"),
+    (OSError(errno.ENOSPC, "Full", "a.png"), "a.png: Full"),
+    (OSError("9 requested and 1 written"), "9 requested and 1 written"),
+    (MemoryError(), ""),
+    (OutOfMemoryError("a GB\nmore"), "a GB"),
+    (RuntimeError("can't allocate memory"), "can't allocate memory"),
+    (DistNetworkError("lost\nit"), "lost"),
+    (RuntimeError("[Gloo] x"), "x"),
+    (RuntimeError("CUDA error: no kernel image is available for execution\nmore"), "PyTorch"),
 ]
 
 
 @pytest.fixture
 def ends(monkeypatch):
-    """A script that ends with an exception."""
+    """A script that ends with an exception; returns its exit code."""
 
-    def run(raised, rank="0"):
+    def run(raised) -> int:
         def main():
             raise raised
 
-        monkeypatch.setenv("RANK", rank)
         monkeypatch.setattr(os, "dup2", lambda *_: None)
         monkeypatch.setattr(sys.stdout, "fileno", lambda: 1)
-        cli.script(main)
+        with pytest.raises(SystemExit) as end:
+            cli.script(main)
+        return end.value.code
 
     return run
 
 
-@pytest.mark.parametrize("rank, who", [("0", ""), ("1", "rank 1: ")])
-@pytest.mark.parametrize("raised, code, words", ENDS)
-def test_whatever_ends_a_script_has_its_exit_code_and_its_line(ends, capsys, raised, code, words, rank, who):
-    with pytest.raises(SystemExit) as end:
-        ends(raised, rank)
-    assert end.value.code == code
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == (words is not None)
-    for line in lines:
-        assert line.startswith(f"error: {who}")
-        assert words in line
+@pytest.mark.parametrize("raised, code", SILENT)
+def test_a_script_that_is_stopped_says_nothing(ends, capsys, raised, code):
+    assert ends(raised) == code
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("raised, words", ONE_LINE)
+def test_an_error_is_one_line_and_code_2(ends, capsys, raised, words):
+    assert ends(raised) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert words in line
+
+
+def test_an_error_of_another_rank_names_the_rank(ends, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    ends(UserError("one"))
+    assert capsys.readouterr().err == "error: rank 1: one\n"
 
 
 def test_a_name_cannot_write_escape_sequences_to_the_terminal(ends, capsys, rt):
     name = "a\x1b]0;title\x07\x9b2Jb é中"
-    with pytest.raises(SystemExit):
-        ends(UserError(name))
+    ends(UserError(name))
     assert capsys.readouterr().err == "error: a\\x1b]0;title\\x07\\x9b2Jb é中\n"
     rt.print(f"{name}\n\tline")
     assert capsys.readouterr().out == "a\\x1b]0;title\\x07\\x9b2Jb é中\n\tline\n"
