@@ -94,7 +94,7 @@ def write_atomically(path: Path, fill: Callable[[Path], None]) -> None:
         with errors_name(path):
             temporary.mkdir(parents=True)
             fill(temporary)
-            if contents(path) == contents(temporary):
+            if path.exists() and contents(path) == contents(temporary):
                 return
             for file in temporary.iterdir():
                 flush(file)
