@@ -113,7 +113,9 @@ def make_shards(config: Config, out_dir: Path) -> None:
             remove_leftovers(out_dir, "*.npy", "manifest.json", "tokenizer*")  # of a kill
             manifest = open_manifest(config, out_dir, tok)  # nobody else changes it now
             if "next" in manifest:  # else another process completed it while this one waited
-                texts = texts._replace(files=in_order(texts.files, manifest))
+                # those in shards, the one under way, then all others: a file may be added or mended
+                begun = manifest.get("files", [])[: manifest["next"]["file"] + 1]
+                texts = texts._replace(files=begun + [file for file in texts.files if file not in begun])
                 manifest |= dict(commit=texts.commit(), files=texts.files)
                 write_shards(config, texts, manifest, tok, expected)
     except (KeyboardInterrupt, Stopped):
@@ -127,7 +129,6 @@ def write_shards(config: Config, texts: Texts, manifest: dict, tok: Tokenizer, e
     out_dir = Path(config.out_dir)
     downloads = out_dir / ".downloads"
     shards = manifest["shards"]
-    n_notes = len(texts.notes)
     writer = Writer(out_dir, manifest, tok, config.shard_size, config.limit_tokens, shard_name(out_dir))
     if not shards:  # else others may be reading it
         with errors_name(out_dir / "tokenizer.json"):
@@ -142,17 +143,9 @@ def write_shards(config: Config, texts: Texts, manifest: dict, tok: Tokenizer, e
             if len(shards) > n_complete:
                 tqdm.write(f"{len(shards)} shards, {manifest['tokens']:,} tokens are on the disk")
                 discard(texts.files[: manifest["next"]["file"]], downloads)
-                n_validate = manifest["next"]["file"] + 1
-                if not n_complete and len(config.source) > 1 and n_validate < len(texts.files):
-                    tqdm.write(
-                        f"note: the validation shard holds documents of {n_validate} of {len(texts.files)} files; "
-                        "to validate on all, mix them first"
-                    )
             if writer.n_tokens == config.limit_tokens:
                 break
         writer.end()
-    for note in texts.notes[n_notes:]:
-        print(f"note: {note}")
     shutil.rmtree(downloads, ignore_errors=True)
 
 
@@ -215,17 +208,6 @@ def open_manifest(config: Config, out_dir: Path, tok: Tokenizer) -> dict:
     return manifest
 
 
-def in_order(files: list[str], manifest: dict) -> list[str]:
-    """Order the files of a source: those in shards, which are not read again, the one under way, then all others. So a
-    source may be mended: shards stay, and only a file that is under way has to keep its rows up to the place."""
-    place = manifest["next"]
-    begun = manifest.get("files", [])[: place["file"] + 1]
-    if begun and begun[-1] not in files:
-        print(f"note: {begun[-1]} is gone; going on without it")
-        place |= dict(file=len(begun), row=0)
-    return begun + [file for file in files if file not in begun]
-
-
 # ------------------------------------------------------------------------------------------------ the plan
 
 
@@ -242,8 +224,8 @@ def print_plan(config: Config, texts: Texts, sizes: list[int], manifest: dict, t
     out_dir = Path(config.out_dir)
     subset = f" {config.subset}" if config.subset else ""
     print(f"source  {manifest['source']}{subset}, {config.split}: {counted(len(sizes), 'file')}, {size(sum(sizes))}")
-    for note in texts.notes:
-        print(f"note: {note}")
+    if len(config.source) > 1:
+        print("note: sources follow one another, and the first shard validates; mix them to validate on all")
     print(
         f"target  {out_dir}: about {tqdm.format_sizeof(tokens)} tokens, "
         f"in shards of {config.shard_size:,} {manifest['dtype']}"

@@ -101,9 +101,6 @@ def read_texts(config: Config, skipped: Counter | None = None) -> Iterator[str]:
     skipped = Counter() if skipped is None else skipped
     source = config.input or (str(Path(__file__).with_name("manual.txt")),)
     texts = open_texts(source, config.text_field, config.subset, config.split)
-    n_notes = len(texts.notes)
-    for note in texts.notes:
-        tqdm.write(f"note: {note}")
     for number, batches in itertools.groupby(texts.batches(), lambda batch: batch[0]["file"]):
         block = []
         for _, batch in batches:
@@ -118,8 +115,6 @@ def read_texts(config: Config, skipped: Counter | None = None) -> Iterator[str]:
                 block = []
         if block:
             yield "".join(block)
-    for note in texts.notes[n_notes:]:
-        tqdm.write(f"note: {note}")
 
 
 def limit(texts: Iterator[str], max_bytes: int) -> Iterator[str]:

@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from parts.cli import UserError
-from parts.files import errors_name, identity, read_json, replace_file
+from parts.files import errors_name, read_json, replace_file
 
 IGNORED = -100  # a target that is not scored, as in PyTorch; pads the last windows of validation
 
@@ -40,12 +40,9 @@ SCANNED = 2**28  # tokens of a split that are all compared with the vocabulary a
 
 
 def find_shards(data: str, split: str) -> list[Path]:
-    """The shards of a split, "train" or "val", in a directory or a glob, in file order. Raises UserError without any,
-    and for a shard that would be read twice."""
-    shards = shards_by_split(data)
-    refuse_doubles(data, shards["train"] + shards["val"])
-    if shards[split]:
-        return shards[split]
+    """Return the shards of a split, "train" or "val", in a directory or a glob, in file order; at least one."""
+    if shards := shards_by_split(data)[split]:
+        return shards
     if glob.glob(data):
         raise UserError(
             f"--data {data} holds no *_{split}_*.npy, .bin or .ds shard; give a folder of shards, a plain text as "
@@ -74,19 +71,6 @@ def shards_by_split(data: str) -> dict[str, list[Path]]:
     if len(unnamed) > 1 and not shards["train"] + shards["val"] and unnamed[0].suffix == ".ds":
         return dict(train=unnamed[1:], val=unnamed[:1], neither=[])
     return shards
-
-
-def refuse_doubles(data: str, paths: list[Path]) -> None:
-    """Raises UserError for a shard that is there in two formats, or under two names."""
-    seen = {}
-    for path in paths:
-        for name in (path.stem, identity(path)):
-            twin = seen.setdefault(name, path)
-            if twin != path:
-                raise UserError(
-                    f"--data {data}: {twin} and {path.name} are one shard, and would be read twice; "
-                    f"remove one of them, or give a glob such as '{path.parent}/*{path.suffix}'"
-                )
 
 
 class Shard:
@@ -154,16 +138,14 @@ def ds_layout(path: Path) -> Layout:
 
 
 def ds_metadata(path: Path) -> tuple[str, int, int]:
-    """(name of its tokenizer, bytes of a token, number of tokens) of a .ds file. Raises UserError."""
+    """Return (name of its tokenizer, bytes of a token, number of tokens) of a .ds file. Raises UserError."""
     metadata = path.with_name(f"{path.name}.metadata")
-    content = metadata.read_text(encoding="utf-8", errors="replace") if metadata.exists() else ""
-    match = re.match(r"(.*)\|([24])\n(\d{1,18})(\n|$)", content)
-    if not match:
-        raise UserError(
-            f"shard {path} cannot be read: {metadata.name} is missing, or does not begin with lines TOKENIZER|2 (or 4) "
-            "and NUMBER OF TOKENS; let datatrove write it (save_final_metadata=True)"
-        )
-    return match[1], int(match[2]), int(match[3])
+    try:
+        first, n_tokens = metadata.read_text(encoding="utf-8").splitlines()[:2]
+        tokenizer, size = first.rsplit("|", 1)
+        return tokenizer, int(size), int(n_tokens)
+    except (OSError, ValueError) as e:
+        raise UserError(f"cannot read {metadata}: {e}; let datatrove write it (save_final_metadata=True)") from e
 
 
 LAYOUTS = {".npy": npy_layout, ".bin": bin_layout, ".ds": ds_layout}
@@ -175,7 +157,7 @@ LAYOUTS = {".npy": npy_layout, ".bin": bin_layout, ".ds": ds_layout}
 class TokenStream:
     """The shards of one split, all in one directory, as one long sequence of tokens.
 
-    Raises UserError if a shard is damaged, missing or differs from `manifest.json`, and for a token that is not in the
+    Raises UserError for a shard that is damaged, or is in manifest.json and missing, and for a token that is not in the
     vocabulary of `tokenizer`, ids below `vocab_size` but for `unused_ids`: on a GPU it would surface only as a
     device-side assert, or, if the model is padded to more ids, be trained on without a word. Compared are all tokens of
     a split of up to SCANNED, and the first 65,536 of each shard of a larger one.
@@ -187,7 +169,9 @@ class TokenStream:
         self.starts = [0, *accumulate(map(len, self.shards))]  # of each shard, and the end
         if len(self) < 2:
             raise UserError(f"{paths[0]} has {len(self)} tokens; a split needs at least two, an input and its target")
-        self._compare_with_manifest()
+        for path in listed_shards(paths[0].parent):
+            if not path.exists():
+                raise UserError(f"shard {path} is in manifest.json but missing; restore it, or write all again")
         for shard in self.shards:
             n = len(shard) if len(self) <= SCANNED else 2**16  # another tokenizer shows in any stretch of text
             for start in range(0, n, 2**16):
@@ -196,26 +180,11 @@ class TokenStream:
                 if foreign.any():
                     raise UserError(
                         f"shard {shard.path} has token {tokens[foreign.argmax()]}, which is not one of the "
-                        f"{vocab_size} of the tokenizer {tokenizer}; was it written with another one? name that with "
-                        "--tokenizer, or remove the shard"
+                        f"{vocab_size} of the tokenizer {tokenizer}; pass its --tokenizer, or remove the shard"
                     )
 
     def __len__(self) -> int:
         return self.starts[-1]
-
-    def _compare_with_manifest(self) -> None:
-        listed = listed_shards(self.paths[0].parent)
-        for path in listed:
-            if not os.path.exists(path):
-                raise UserError(f"shard {path} is listed in manifest.json but missing; write it again")
-        for path, shard in zip(self.paths, self.shards, strict=True):
-            expected = listed[path]["tokens"] if path in listed else None
-            if listed and expected != len(shard):  # without a manifest there is nothing to differ from
-                said = "does not list it" if expected is None else f"says {expected}"
-                raise UserError(
-                    f"shard {path} has {len(shard)} tokens, but manifest.json {said}; "
-                    "write it again with fineweb.py, or remove it"
-                )
 
     def read(self, start: int, n: int) -> np.ndarray:
         """The slice [start : start + n] as a new array (n,) int64."""
@@ -262,32 +231,22 @@ class TokenStream:
 def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
     """A permutation of 0 .. n-1 as (n,) uint32: 39 MB for the windows of 1024 of 10B tokens.
 
-    The numbers are sorted by random bits of PCG64, which are put above their own bits: `argsort` of these bits, which
-    has to be stable, takes twice as long (1.5 s for 10B tokens). NumPy guarantees the stream of PCG64 forever, but not
-    that of Generator.shuffle, which is also slower.
+    It is `argsort` of random numbers, of which NumPy guarantees those of PCG64 forever. Their high bits are sorted with
+    the numbers 0 .. n-1 in the low ones: 0.80 s for 10B tokens, where a stable argsort takes 1.53 s.
     """
     bits = (n - 1).bit_length()  # enough for a number below n
     keys = np.random.PCG64([seed, epoch]).random_raw(n)  # (n,) uint64
-    keys >>= np.uint64(bits)
-    keys <<= np.uint64(bits)  # the low bits are free
+    low = np.uint64(2**bits - 1)
+    keys &= ~low
     keys |= np.arange(n, dtype=np.uint64)
-    keys.sort()  # by the random bits; equal ones, which are rare, by number
-    keys &= np.uint64(2**bits - 1)
-    return keys.astype(np.uint32)
+    keys.sort()
+    return (keys & low).astype(np.uint32)
 
 
 class Batches:
     """The windows of a stream in their training order, and one rank's part of every global batch."""
 
-    def __init__(
-        self,
-        stream: TokenStream,
-        sequence_length: int,
-        seed: int,
-        shuffle: bool,
-        rank=0,
-        world_size=1,
-    ):
+    def __init__(self, stream: TokenStream, sequence_length: int, seed: int, shuffle: bool, rank=0, world_size=1):
         self.stream = stream
         self.T = sequence_length
         self.seed = seed
@@ -345,13 +304,9 @@ class Batches:
 
 
 def training_batches(
-    batches: Batches,
-    batch_size: int,
-    first_step: int,
-    n_steps: int,
-    micro_batch_size: int,
+    batches: Batches, batch_size: int, first_step: int, n_steps: int, micro_batch_size: int
 ) -> Iterator[list[np.ndarray]]:
-    """For each of `n_steps` steps the list of this rank's micro-batches, arrays of windows (micro_batch_size, T + 1).
+    """Yield for each of `n_steps` steps the list of this rank's micro-batches, (micro_batch_size, T + 1) int64 each.
 
     A step reads `batch_size` windows over all ranks, and steps count from 0: step s starts at window s * batch_size.
     """
@@ -360,12 +315,7 @@ def training_batches(
 
 
 def validation_batches(
-    stream: TokenStream,
-    sequence_length: int,
-    micro_batch_size: int,
-    limit: int,
-    rank=0,
-    world_size=1,
+    stream: TokenStream, sequence_length: int, micro_batch_size: int, limit: int, rank=0, world_size=1
 ) -> Iterator[np.ndarray]:
     """Every token of a split once, as a target, in windows dealt out to the ranks; at most `limit` tokens if it is > 0.
 

@@ -23,7 +23,6 @@ import numpy as np
 from bpe.tokenizer import Tokenizer
 from parts.cli import UserError, counted
 from parts.data import (
-    Shard,
     TokenStream,
     ds_metadata,
     find_shards,
@@ -61,9 +60,9 @@ def verify(directory: Path) -> str:
     if tok.fingerprint != manifest["tokenizer"]:
         raise UserError(f"{directory}/tokenizer.json is another tokenizer; {remedy}")
     written = {directory / entry["file"]: entry["sha256"] for entry in manifest["shards"]}
-    found = {*directory.glob("*_train_*.npy"), *directory.glob("*_val_*.npy")}
-    # refuses one that is missing, cut short, in no manifest, or of another tokenizer
-    TokenStream(sorted(found | written.keys()), len(tok), tok.unused_ids(len(tok)), f"{directory}/tokenizer.json")
+    for path in {*directory.glob("*_train_*.npy"), *directory.glob("*_val_*.npy")} - written.keys():
+        raise UserError(f"shard {path} is not in manifest.json; {remedy}")
+    TokenStream([*written], len(tok), tok.unused_ids(len(tok)), f"{directory}/tokenizer.json")
     with ThreadPoolExecutor() as pool:  # hashing releases the GIL
         for path, digest in zip(written, pool.map(sha256, written), strict=True):
             if digest != written[path]:
@@ -257,8 +256,7 @@ class Writer:
         self.shard = np.empty(min(shard_size, limit), shard_dtype(len(tok)))
         self.filled = 0  # tokens in it
         self.skipped = Counter(manifest["skipped"])
-        # tokens of the first unit that are in the previous shard; None once the end of that shard has been checked
-        self.to_skip = manifest["next"]["skip"] if manifest["shards"] else None
+        self.to_skip = manifest["next"].get("skip", 0)  # tokens of the first unit that are in the previous shard
         save_manifest(out_dir, manifest)
 
     @property
@@ -267,14 +265,8 @@ class Writer:
 
     def write(self, place: dict, tokens: np.ndarray, skipped: Counter) -> None:
         """Append the tokens of the unit at `place`, up to the limit, and complete the shards that they fill."""
-        done = 0
-        if self.to_skip is not None:
-            if self._fits(tokens):
-                done = self.to_skip
-            else:
-                where = f"row {place['row'] + 1:,} of {self.manifest['files'][place['file']]}"
-                print(f"note: the source has changed since the last shard; the next one begins at {where}")
-            self.to_skip = None
+        done = self.to_skip
+        self.to_skip = 0
         tokens = tokens[: done + self.limit - self.n_tokens]
         while done < len(tokens):
             part = tokens[done : done + len(self.shard) - self.filled]
@@ -286,13 +278,6 @@ class Writer:
                 self.manifest["next"] = place | dict(skip=done)  # where the next shard begins
                 self._save()
         self.skipped += skipped
-
-    def _fits(self, tokens: np.ndarray) -> bool:
-        """Tell whether the last shard ends with the first `to_skip` of `tokens`, the unit at `next`: else the source
-        has changed there."""
-        last = Shard(self.out_dir / self.manifest["shards"][-1]["file"])
-        held = tokens[: self.to_skip][-len(last) :]
-        return self.to_skip <= len(tokens) and np.array_equal(held, last.read(len(last) - len(held), len(held)))
 
     def complete(self, tokens: np.ndarray) -> None:
         """Make a shard durable, then list it."""

@@ -41,24 +41,9 @@ def test_a_file_without_rows_is_one_error(tmp_path, what):
     assert_refused(r"--my_rows.*rows\.jsonl", rows_of, str(tmp_path / "rows.jsonl"), "train", "--my_rows")
 
 
-def test_a_line_that_is_not_json_is_left_out_and_named(tmp_path, capsys):
-    (tmp_path / "rows.jsonl").write_text('{"a": 1}\n{"a": 1 "b"}\n{"a": 2}\n')
-    assert rows_of(str(tmp_path / "rows.jsonl")) == [dict(a=1), dict(a=2)]
-    [note] = capsys.readouterr().out.splitlines()
-    assert note.startswith("note:")
-    assert f"row 2 of {tmp_path / 'rows.jsonl'}" in note
-
-
 def test_a_single_row_of_lines_is_a_row(tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[2]))
     assert rows_of(str(tmp_path / "rows.jsonl")) == [ROWS[2]]
-
-
-@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
-def test_each_line_may_have_a_byte_order_mark(tmp_path, name):
-    """As where files are joined, and as fineweb.py reads it."""
-    (tmp_path / name).write_text("".join(f"\ufeff{json.dumps(row)}\r\n" for row in ROWS))
-    assert rows_of(str(tmp_path / name)) == ROWS
 
 
 @pytest.mark.parametrize("name", ["absent.json", "", "x" * 300])

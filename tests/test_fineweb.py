@@ -92,14 +92,6 @@ def test_a_batch_is_its_documents_each_after_the_token_that_ends_one(tokenizer):
     assert skipped == {"no text": 1}
 
 
-def test_what_validation_holds_of_several_sources_is_said(corpus, tokenizer, tmp_path, capsys):
-    source = tuple(str(corpus[0] / f"part_{n:02d}.parquet") for n in range(3))
-    run_here(source, tmp_path / "shards", tokenizer, shard_size=3000)
-    assert "1 of 3 files" in capsys.readouterr().out
-    run_here(source, tmp_path / "all", tokenizer, shard_size=10**6)
-    assert "of 3 files" not in capsys.readouterr().out, "it holds all of them"
-
-
 # --------------------------------------------------------------------------------------------- what is wrong, in a line
 
 
@@ -219,7 +211,7 @@ def flip(path: Path) -> None:
 DAMAGE = {
     "train_000001.npy.*": flip,
     "train_000001.npy": lambda path: path.unlink(),
-    "100 .* 5000": lambda path: np.save(path, np.load(path)[:100]),
+    "000001": lambda path: np.save(path, np.load(path)[:100]),
     "stray_train_000009.npy": lambda path: shutil.copy(path, path.with_name("stray_train_000009.npy")),
     "manifest.json": lambda path: path.with_name("manifest.json").write_text("{ cut"),
     "shards": lambda path: save_manifest(path.parent, read_manifest(path.parent) | UNFINISHED),

@@ -24,7 +24,6 @@ from tests.corpora import (
     has_more_shards,
     make_documents,
     options,
-    plain_tokens,
     run_here,
     shard_paths,
     wait_until,
@@ -33,7 +32,6 @@ from tests.corpora import (
 from tests.helpers import (
     command,
     environment,
-    files_of,
     needs_proc,
     slow,
     stamps,
@@ -226,25 +224,6 @@ def test_a_file_that_changed_before_it_was_read_may_and_a_new_one_may_follow(int
     docs[40 * number : 40 * number + 40] = changed
     docs += changed
     assert_shards(out_dir, docs, tokenizer)
-
-
-@needs_proc
-@pytest.mark.parametrize("mend", ["gone", "other rows"])
-def test_another_file_under_way_keeps_the_shards_and_goes_on_with_a_note(interrupted, tokenizer, mend, capsys):
-    """The document that the last shard ends in is left as it is."""
-    copy, out_dir, resume = interrupted
-    before = {path: path.read_bytes() for path in shard_paths(out_dir)}
-    number = read_manifest(out_dir)["next"]["file"]
-    path = copy / f"part_{number:02d}.parquet"
-    path.unlink() if mend == "gone" else write_parquet(path, make_documents(40, seed=7))
-    manifest = resume()
-    assert str(path) in capsys.readouterr().out
-    assert {path: path.read_bytes() for path in before} == before
-    tok = Tokenizer.load(tokenizer)
-    rest = [doc for file in sorted(copy.glob("part_*"))[number + (mend != "gone") :] for doc in docs_of(file)]
-    tokens = np.concatenate([np.load(out_dir / entry["file"]) for entry in manifest["shards"]]).tolist()
-    expected = plain_tokens(rest, tok)
-    assert tokens[-len(expected) :] == expected
 
 
 def docs_of(path: Path) -> list[str]:

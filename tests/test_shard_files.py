@@ -8,7 +8,7 @@ import pytest
 
 from parts import data as reading
 from parts.cli import UserError
-from parts.data import Batches, Shard, TokenStream, find_shards, read_manifest
+from parts.data import Batches, Shard, TokenStream, find_shards
 from parts.shards import verify
 from tests.helpers import assert_refused
 from tests.token_shards import SIZES, VOCAB, T, open_stream, with_manifest, write_shards
@@ -197,41 +197,15 @@ def test_in_a_large_split_a_token_at_the_start_of_a_shard_is_refused(tmp_path, m
     assert_refused("x_train_000000.npy.*5000", open_stream, tmp_path, 5000)
 
 
-# ---------------------------------------------------------------------------------------------------- one shard twice
-
-
-def test_a_shard_in_two_formats_is_refused_and_a_glob_chooses_one(tmp_path):
-    tokens = write_shards(tmp_path, (100, 100))
-    write_bin(tmp_path / "x_train_000001.bin", tokens[100:])
-    assert_refused(f"{tmp_path}/x_train_000001.bin .*x_train_000001.npy", find_shards, str(tmp_path), "train")
-    names = [path.name for path in find_shards(f"{tmp_path}/*.npy", "train")]
-    assert names == ["x_train_000000.npy", "x_train_000001.npy"]
-
-
-@pytest.mark.parametrize("link", [Path.symlink_to, Path.hardlink_to])
-@pytest.mark.parametrize("name", ["y_train_000000.npy", "x_val_000000.npy"])
-def test_a_shard_under_two_names_is_refused(tmp_path, link, name):
-    write_shards(tmp_path, (100,))
-    link(tmp_path / name, tmp_path / "x_train_000000.npy")
-    assert_refused(name, find_shards, str(tmp_path), "train")
-
-
 # ------------------------------------------------------------------------------------------------------- the manifest
 
 
-def test_shards_have_to_fit_the_manifest(tmp_path):
+def test_a_shard_of_the_manifest_that_is_missing_is_named(tmp_path):
     write_shards(tmp_path)
-    entries = read_manifest(with_manifest(tmp_path))["shards"]
+    with_manifest(tmp_path)
     open_stream(tmp_path)
-    for path, shards in {
-        "x_train_000002.npy": entries[:2] + [dict(entries[2], tokens=17)] + entries[3:],  # truncated
-        "x_train_000005.npy": entries[:-1],  # of another run
-        "x_train_000006.npy": entries + [dict(entries[0], file="x_train_000006.npy")],  # missing
-        "n" * 5000: [dict(entries[0], file="n" * 5000)],
-        "missing": [dict(entries[0], file="a\0b")],
-    }.items():
-        with_manifest(tmp_path, shards=shards)
-        assert path in refused(tmp_path)
+    (tmp_path / "x_train_000002.npy").unlink()
+    assert "x_train_000002.npy" in refused(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"7", b"[" * 100_000], ids=lambda content: str(content)[:9])

@@ -183,9 +183,7 @@ def test_a_folder_of_plain_texts_validates_on_the_end_of_each(tmp_path):
     folder = shards.train.paths[0].parent
     assert decoded(folder, "val").split("<|endoftext|>")[1:] == [f"{name} " * 100 for name in "ABC"]
     assert decoded(folder, "train").split("<|endoftext|>")[1:] == [f"{name} " * 900 for name in "abc"]
-    said = "; ".join(shards.warnings)
-    assert "3 of 4 files" in said
-    assert "1 .png" in said
+    assert "3 of 4 files" in shards.warnings[0]
     assert_refused(str(notes), open_shards, str(notes), "gpt2", 300, tmp_path)
 
 

@@ -83,7 +83,6 @@ LAYOUTS = {
     "folders": {"train/a.jsonl": lines(*DOCS), "test/b.jsonl": lines(*OTHERS), "README.md": b"# A dataset"},
     "kinds": {"docs.jsonl": lines(*DOCS), "docs.csv": b"text\nnot this\n", "docs.parquet": parquet(DOCS)},
     "arrow": {"data-00000-of-00001.arrow": arrow(DOCS, pa.ipc.new_stream)},
-    "zst": {"train.jsonl.zst": zst(lines(*DOCS[:9])) + zst(lines(*DOCS[9:])), "valid.jsonl.zst": zst(lines(*OTHERS))},
     "array": {"train.json": json.dumps([dict(text=doc) for doc in DOCS], indent=1).encode()},
     "delta": {f"{n}.parquet": parquet(docs, use_dictionary=False, column_encoding={"text": f"DELTA_{kind}BYTE_ARRAY"})
               for n, (docs, kind) in enumerate([(DOCS[:9], ""), (DOCS[9:], "LENGTH_")])},
@@ -91,7 +90,6 @@ LAYOUTS = {
              "tokens/train.jsonl": lines("t o k e n s")},
 }  # fmt: skip
 SUBSET = {"card": "raw"}
-ALL = {name: DOCS for name in LAYOUTS}
 STORIES = {"TinyStories-train.txt": b"One.\n\nDay.\n<|endoftext|>\nTwo.\n<|endoftext|>\n\nThree.\n",
            "TinyStories-valid.txt": b"Not this.\n"}  # fmt: skip
 BY_HUB_ID = """
@@ -158,62 +156,49 @@ def test_several_subsets_and_none_named_is_a_line_with_their_names(tmp_path):
 
 A = lines("one", "two", "three")
 B = lines("four", "five")
-LINK = Path("a.jsonl")
-ARRAY = json.dumps([{"text": "one"}, {"text": "two"}])
-UTF_16 = "one two three".encode("utf-16")
-HIDDEN = {"a.jsonl": A, ".b.jsonl": B, ".git/c.jsonl": B}
-# {what: (files, the documents that come out, or None for an error that names the file)}
 ONE = ["one", "two", "three"]
+ARRAY = json.dumps([{"text": "one"}, {"text": "two"}]).encode()
+# {what: (a file, its content, the documents that come out, or None for an error that names the file)}
 INPUTS = {
-    "hidden files and folders": (HIDDEN, ONE),
-    "a link to a file": ({"a.jsonl": A, "b.jsonl": LINK}, ONE),
-    "an array": ({"a.json": b"\xef\xbb\xbf\n" + ARRAY.encode()}, ["one", "two"]),
-    "an array that was cut short": ({"a.json": ARRAY[:-5].encode()}, None),
-    "commas after objects": ({"a.jsonl": A.replace(b"\n", b",\n")}, None),
-    "a byte order mark": ({"a.jsonl": b"\xef\xbb\xbf" + A}, ONE),
-    "line ends of Windows": ({"a.jsonl": A.replace(b"\n", b"\r\n")}, ONE),
-    "other line separators": ({"a.jsonl": lines("a\u2028b\x85c", "d\x0ce")}, ["a\u2028b\x85c", "d\x0ce"]),
-    "gzip of many members": ({"a.jsonl.gz": gzip.compress(A) + gzip.compress(B)}, [*ONE, "four", "five"]),
-    "gzip cut short": ({"a.jsonl.gz": gzip.compress(A * 999)[:-5]}, None),
-    "special tokens in texts": ({"a.jsonl": lines("a<|endoftext|>b", "<|endoftext|>")}, ["a<|endoftext|>b", "<|endoftext|>"]),
-    "another key": ({"a.jsonl": lines("one", key="body")}, None),
-    "another column": ({"a.parquet": parquet(["one"], "body")}, None),
-    "paragraphs of Windows": ({"a.txt": b"x\r\n\r\ny\r\n\r\n\r\nz"}, ["x\n\ny\n\n\n", "z"]),
-    "UTF-16": ({"a.txt": UTF_16}, None),
-    "UTF-16 without a mark": ({"a.txt": UTF_16[2:]}, None),
-    "another encoding": ({"a.txt": "研究生".encode("gb18030")}, None),
-    "gzip by another name": ({"a.jsonl": gzip.compress(A)}, None),
-    "parquet by another name": ({"a.jsonl": parquet(["one"])}, None),
-    "a web page": ({"a.txt": b"<!DOCTYPE html>\n<p>Log in"}, None),
-    "a pointer of LFS": ({"a.txt": b"version https://git-lfs.github.com/spec/v1\n"}, None),
-    "text by the name of parquet": ({"a.parquet": b"not parquet"}, None),
-    "a quote that is never closed": ({"a.csv": b'text\n"one\ntwo\n'}, None),
-    "C4": ({"c4-train.00000.json.gz": gzip.compress(lines("one", "two"))}, ["one", "two"]),
-    "the Pile": ({"00.jsonl.zst": zst(b'{"text": "one", "meta": {"set": "x"}}\n')}, ["one"]),
+    "an array": ("a.json", b"\xef\xbb\xbf" + ARRAY, ["one", "two"]),
+    "an array that was cut short": ("a.json", ARRAY[:-5], None),
+    "commas after objects": ("a.jsonl", A.replace(b"\n", b",\n"), None),
+    "byte order marks": ("a.jsonl", b"\xef\xbb\xbf" + A.replace(b"\n", b"\n\xef\xbb\xbf", 2), ONE),
+    "line ends of Windows": ("a.jsonl", A.replace(b"\n", b"\r\n"), ONE),
+    "other line separators": ("a.jsonl", lines("a\u2028b\x85c", "d\x0ce"), ["a\u2028b\x85c", "d\x0ce"]),
+    "gzip of many members": ("a.jsonl.gz", gzip.compress(A) + gzip.compress(B), [*ONE, "four", "five"]),
+    "zstd of many frames": ("a.jsonl.zst", zst(A) + zst(B), [*ONE, "four", "five"]),
+    "gzip cut short": ("a.jsonl.gz", gzip.compress(A * 999)[:-5], None),
+    "special tokens in texts": ("a.jsonl", lines("a<|endoftext|>b"), ["a<|endoftext|>b"]),
+    "another key": ("a.jsonl", lines("one", key="body"), None),
+    "another column": ("a.parquet", parquet(["one"], "body"), None),
+    "paragraphs of Windows": ("a.txt", b"x\r\n\r\ny\r\n\r\n\r\nz", ["x\n\ny\n\n\n", "z"]),
+    "UTF-16": ("a.txt", "one two".encode("utf-16"), None),
+    "another encoding": ("a.txt", "研究生".encode("gb18030"), None),
+    "parquet by another name": ("a.jsonl", parquet(["one"]), None),
+    "a web page": ("a.txt", b"<!DOCTYPE html>\n<p>Log in", None),
+    "a pointer of LFS": ("a.txt", b"version https://git-lfs.github.com/spec/v1\n", None),
+    "a quote that is never closed": ("a.csv", b'text\n"one\ntwo\n', None),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("what", INPUTS)
 def test_documents_come_out_or_the_error_names_the_file(tmp_path, what):
-    files, expected = INPUTS[what]
-    folder = write(tmp_path / "folder", files)
+    name, content, expected = INPUTS[what]
+    folder = write(tmp_path / "folder", {name: content})
     if expected is None:
-        assert_refused(re.escape([*files][0]), read, folder)
+        assert_refused(re.escape(name), read, folder)
     else:
         assert read(folder) == expected
 
 
 # ------------------------------------------------------------------------------------------------ rows without text
 
-ODD = {"numbers": [1, 2.5, True], "lists": [["x"], {"text": "x"}, None], "half a character": ["\ud83d", "a\udc00"]}
-
-
 @pytest.mark.parametrize("kind", ["json", "jsonl", "jsonl.gz"])
-@pytest.mark.parametrize("what", ODD)
-def test_rows_without_text_leave_their_neighbours_alone(tmp_path, kind, what):
+def test_rows_without_text_leave_their_neighbours_alone(tmp_path, kind):
     """With quotes, line ends and accents, which a reader of types writes otherwise where a column has two types."""
     docs = ['She said "naïve"\n\tand \\ left', "", " \u2028 ", "🙂"]
-    odd = ODD[what]
+    odd = [1, 2.5, True, ["x"], {"text": "x"}, None, "\ud83d", "a\udc00"]
     rows = [dict(text=docs[0]), *(dict(text=text) for text in odd), *(dict(text=doc) for doc in docs[1:]), dict(id=1)]
     separator = ",\n" if kind == "json" else "\n"
     content = separator.join(json.dumps(row) for row in rows)
@@ -222,11 +207,10 @@ def test_rows_without_text_leave_their_neighbours_alone(tmp_path, kind, what):
     path.write_bytes(gzip.compress(content.encode()) if kind.endswith("gz") else content.encode())
     (tmp_path / "b.jsonl").write_bytes(lines(*docs))
     texts = open_texts((str(path), str(tmp_path / "b.jsonl")))
-    [(_, first), (_, second)] = texts.batches()
+    with pytest.warns(UserWarning, match=f"row 2 of {path}"):
+        [(_, first), (_, second)] = texts.batches()
     assert first == [docs[0], *[None] * len(odd), *docs[1:], None]
     assert second == docs
-    [note] = [note for note in texts.notes if str(path) in note]
-    assert "row 2 " in note
 
 
 def test_columns_of_other_types_are_rows_without_text(tmp_path):
@@ -239,41 +223,37 @@ def test_columns_of_other_types_are_rows_without_text(tmp_path):
 
 
 def test_keys_that_nobody_reads_do_not_matter(tmp_path):
-    """Optional ones, dates, numbers of two types, a key twice."""
+    """Optional ones, dates, numbers of two types."""
     rows = [
         '{"text": "one", "score": 1}', '{"text": "two", "score": 1.5, "date": "2024-01-01"}',
-        '{"text": "three", "score": "high", "meta": {"a": [1]}}', '{"text": "four", "meta": [], "x": 1, "x": 2}',
-        '{"text": "five", "text": "or this"}',
+        '{"text": "three", "score": "high", "meta": {"a": [1]}}', '{"text": "four", "meta": []}',
     ]  # fmt: skip
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
-    assert read(tmp_path / "a.jsonl") == ["one", "two", "three", "four"], "of a text twice, none is taken"
+    assert read(tmp_path / "a.jsonl") == ["one", "two", "three", "four"]
 
 
-@pytest.mark.parametrize("end", ['{"text": "cut', "{", "\0\0", '{"text": "caf\xe9"}'])
+@pytest.mark.parametrize("end", ['{"text": "cut', "\0\0", '{"text": "caf\xe9"}'])
 @pytest.mark.parametrize("after", [b"", B], ids=["last", "middle"])
 def test_a_line_that_is_not_json_is_left_out_and_named(tmp_path, end, after):
     path = tmp_path / "a.jsonl"
     path.write_bytes(A + end.encode("latin1") + b"\n" * bool(after) + after)
-    texts = open_texts((str(path),))
-    [(_, batch)] = texts.batches()
+    with pytest.warns(UserWarning, match=f"row 4 of {path}"):
+        [(_, batch)] = open_texts((str(path),)).batches()
     assert batch == [*ONE, None, *(["four", "five"] if after else [])]
-    assert [note for note in texts.notes if "row 4 " in note and str(path) in note]
 
 
 def test_a_row_with_more_fields_than_columns_is_left_out_and_named(tmp_path):
     """Its text may go on in the next field."""
     path = tmp_path / "a.csv"
     path.write_text("id,text\n1,one\n2,two, or\n3\n\n4,four\n")
-    texts = open_texts((str(path),))
-    [(_, batch)] = texts.batches()
+    with pytest.warns(UserWarning, match=f"row 2 of {path}"):
+        [(_, batch)] = open_texts((str(path),)).batches()
     assert batch == ["one", None, None, "four"]
-    assert any("row 2 " in note for note in texts.notes)
 
 
 EMPTY = {
     "a.parquet": parquet(pa.array([], pa.string())), "0.parquet": b"", "a.jsonl": b"", "a.json": b"[]", "a.csv": b"",
-    "b.csv": b"text\n", "a.txt": b"", "a.arrow": b"", "b.arrow": arrow(pa.array([], pa.string())),
-    "a.jsonl.gz": gzip.compress(b""), "a.jsonl.zst": zst(b""), "a.tsv": b"\n",
+    "b.csv": b"text\n", "a.txt": b"", "a.arrow": arrow(pa.array([], pa.string())), "a.jsonl.gz": gzip.compress(b""), "a.tsv": b"\n",
 }  # fmt: skip
 
 
@@ -296,10 +276,10 @@ def table_of(docs: list[str], delimiter: str) -> bytes:
     return buffer.getvalue().encode()
 
 
-PACKED = [f"jsonl{pack}" for pack in (".gz", ".bz2", ".xz", ".zst", ".zstd")] + ["csv.gz", "tsv.zst", "txt.xz", "json.bz2"]
+PACKED = ["jsonl.gz", "jsonl.bz2", "jsonl.xz", "jsonl.zst", "csv.gz", "txt.xz"]
 
 
-@pytest.mark.parametrize("name", ["parquet", "arrow", "jsonl", "ndjson", "jsonlines", "json", "csv", "tsv", "txt", *PACKED])
+@pytest.mark.parametrize("name", ["parquet", "arrow", "jsonl", "json", "csv", "tsv", "txt", *PACKED])
 def test_all_formats_give_the_same_documents(tmp_path, name):
     kind, _, pack = name.partition(".")
     content = {
@@ -307,7 +287,7 @@ def test_all_formats_give_the_same_documents(tmp_path, name):
         "json": json.dumps([dict(text=word) for word in WORDS]).encode(), "tsv": table_of(WORDS, "\t"),
         "txt": f"\n{ENDOFTEXT}\n".join(WORDS).encode(),
     }.get(kind, lines(*WORDS))  # fmt: skip
-    packers = {"": bytes, "gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": zst, "zstd": zst}
+    packers = {"": bytes, "gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": zst}
     path = tmp_path / f"a.{name}"
     path.write_bytes(packers[pack](content))
     expected = [f"{word}\n" for word in WORDS if word.strip()] if kind == "txt" else WORDS
@@ -316,7 +296,7 @@ def test_all_formats_give_the_same_documents(tmp_path, name):
     assert read(path) == expected
 
 
-@pytest.mark.parametrize("name", ["a[b]c", "a*b", "what?", "[", "{x}", "數據 x"])
+@pytest.mark.parametrize("name", ["a[b]c", "a*b", "{x}", "數據 x"])
 def test_a_folder_may_have_any_name(tmp_path, name):
     folder = write(tmp_path / name, LAYOUTS["splits"])
     assert read(folder) == DOCS
@@ -331,65 +311,44 @@ def test_a_folder_may_have_any_name(tmp_path, name):
 def linked(tmp_path) -> Path:
     """A folder with a link to itself, two that cross, one to a folder elsewhere, links to files and one to nowhere."""
     write(tmp_path / "elsewhere", {"e.jsonl": lines("elsewhere"), "f.jsonl": lines("named")})
-    folder = write(tmp_path / "folder", {"a.jsonl": A, "x/b.jsonl": B, "y/c.jsonl": lines("six")})
+    files = {"a.jsonl": A, "x/b.jsonl": B, "y/c.jsonl": lines("six")}
     links = {"loop": ".", "x/y": "../y", "y/x": "../x", "far": "../elsewhere", "gone.jsonl": "nowhere"}
     links |= {"f.jsonl": "../elsewhere/f.jsonl", "x/twice.jsonl": "../a.jsonl"}
-    for name, target in links.items():
-        (folder / name).symlink_to(target)
+    folder = write(tmp_path / "folder", files | {name: Path(target) for name, target in links.items()})
     (folder / "y/hard.jsonl").hardlink_to(folder / "a.jsonl")
     return folder
 
 
 LINKED = [*ONE, "five", "four", "named", "six"]
-NOT_READ = ("loop", "x/y", "y/x", "far", "gone.jsonl")
 
 
 def test_links_to_files_are_read_once_and_links_to_folders_are_named(linked):
-    assert sorted(read(linked)) == sorted(read(f"{linked}/**/*.jsonl")) == sorted(LINKED)
-    said = "\n".join(open_texts((str(linked),)).notes)
-    for name in NOT_READ:
+    with pytest.warns(UserWarning) as notes:
+        assert sorted(read(linked)) == sorted(LINKED)
+        assert sorted(plain_texts(str(linked))[0]) == sorted(map(bytes.decode, [A, B, lines("six"), lines("named")]))
+    said = "\n".join(str(note.message) for note in notes)
+    for name in ("loop", "x/y", "y/x", "far", "gone.jsonl"):
         assert f"{linked}/{name} " in said
+    (linked / "gone.jsonl").unlink()
+    assert sorted(read(f"{linked}/**/*.jsonl")) == sorted(LINKED)
+    assert read(linked / "far") == ["elsewhere", "named"], "a linked folder that is named is read"
 
 
-def test_a_folder_of_plain_texts_has_the_same_rule_for_links(linked):
-    texts, notes = plain_texts(str(linked))
-    assert sorted(texts) == sorted([A.decode(), B.decode(), lines("six").decode(), lines("named").decode()])
-    assert all(f"{linked}/{name} " in "\n".join(notes) for name in NOT_READ)
-
-
-def test_a_linked_folder_that_is_named_is_read(linked):
-    assert read(linked / "far") == ["elsewhere", "named"]
-
-
-NESTED = {"a.jsonl": A, "x/b.jsonl": B, "x/y/c.jsonl": B}
+HIDDEN = {"a.jsonl": A, ".b.jsonl": B, ".git/c.jsonl": B, "x/b.jsonl": B, "x/y/c.jsonl": B}
 
 
 @pytest.mark.parametrize("patterns", [[""], ["**/*.jsonl"], ["x/b.jsonl", "", "x"], ["*.jsonl", "*/*.jsonl", "x"]])
 def test_nested_documents_come_out_once_whatever_the_patterns(tmp_path, patterns):
-    write(tmp_path, NESTED)
-    assert sorted(read(*(f"{tmp_path}/{pattern}" for pattern in patterns))) == sorted(read(tmp_path))
-    assert len(read(tmp_path)) == 7
+    write(tmp_path, HIDDEN)
+    assert sorted(read(*(f"{tmp_path}/{pattern}" for pattern in patterns))) == sorted([*ONE, *["five", "four"] * 2])
 
 
-def test_a_glob_of_several_kinds_is_read_and_that_is_said(tmp_path):
-    write(tmp_path, {"docs.jsonl": lines("one"), "docs.csv": b"text\ntwo\n", "docs.md": b"x"})
-    assert read(tmp_path / "docs.*") == ["two", "one"]
-    said = "\n".join(open_texts((f"{tmp_path}/docs.*",)).notes)
-    assert all(word in said for word in ("csv", "json", "1 .md"))
-
-
-def test_what_is_left_out_is_counted_by_kind(tmp_path):
-    write(tmp_path, {"b.jsonl": B, "c.jsonl": A, "b.md": b"x", "c.md": b"y", "LICENSE": b"MIT" * 9999, ".d.jsonl": B})
-    [note] = open_texts((str(tmp_path),)).notes
-    assert "3 files (2 .md, 1 LICENSE)" in note or "3 files (1 LICENSE, 2 .md)" in note
-
-
-@pytest.mark.parametrize("source", [(), ("",), ("absent.txt",), ("no/absent.jsonl",)])
+@pytest.mark.parametrize("source", [("",), ("absent.txt",), ("no/absent.jsonl",)])
 def test_a_source_that_names_nothing_is_one_line(source):
-    assert_refused(source[0] if source else "", open_texts, source)
+    assert_refused(source[0], open_texts, source)
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.jsonl.zst", "a.txt", "a.txt.gz", "a.arrow"])
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.jsonl.zst", "a.txt.gz", "a.arrow"])
 def test_a_stream_continues_from_each_of_its_places(tmp_path, name):
     docs = [f"{n} " + doc.replace("\r", "") + "\n\n\n" for n, doc in enumerate(make_documents(300))]
     if ".txt" in name:
@@ -410,7 +369,7 @@ def test_a_stream_continues_from_each_of_its_places(tmp_path, name):
         assert [batch for _, batch in again] == [batch for _, batch in batches[n:]]
 
 
-@pytest.mark.parametrize("kind", ["parquet", "jsonl", "jsonl.gz", "jsonl.zst", "txt", "txt.gz"])
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "jsonl.zst", "txt.gz"])
 def test_a_damaged_file_gives_documents_or_one_error_with_its_name(tmp_path, kind):
     docs = make_documents(20)
     content = parquet(docs) if kind == "parquet" else "\n\n\n".join(docs).encode() if "txt" in kind else lines(*docs)
@@ -467,23 +426,19 @@ def test_many_blank_lines_are_read_at_once():
     assert texts_of("a" + "\n" * 300_000 + "b") == ["a" + "\n" * 300_000, "b"]
 
 
-def test_a_long_text_of_one_document_is_said(tmp_path):
-    for text, n in (("a\n" * 60_000, 1), ("a\n" * 40_000, 0), ("a\n" * 60_000 + "\n\nb", 0)):
-        (tmp_path / "a.txt").write_text(text)
-        texts = open_texts((str(tmp_path / "a.txt"),))
-        list(texts.batches())
-        assert len(texts.notes) == n
-        assert all("a.txt " in note for note in texts.notes)
+@pytest.mark.parametrize("text", ["a\n" * 60_000, f"a {ENDOFTEXT} b"])
+def test_a_text_whose_documents_have_no_end_is_named(tmp_path, text):
+    (tmp_path / "a.txt").write_text(text)
+    with pytest.warns(UserWarning, match="a.txt "):
+        open_texts((str(tmp_path / "a.txt"),))
 
 
 def test_a_folder_of_plain_texts_is_read_but_for_what_is_hidden_or_no_text(tmp_path):
     files = {"b.md": b"# Notes", "a/x.py": b"print()", "c.html": b"<p>hi", "e": b"\xef\xbb\xbfmarked"}
     files |= {"d.png": b"\x89PNG\xff" * 99, ".f.txt": b"hidden", ".git/g.txt": b"hidden", "h.txt": b" \n"}
     write(tmp_path, files)
-    texts, notes = plain_texts(str(tmp_path))
+    texts, [note] = plain_texts(str(tmp_path))
     assert texts == ["# Notes", "<p>hi", "marked", "print()"]
-    read, left_out = notes
-    assert "4 of 6 files" in read
-    assert "1 .png, 1 .txt" in left_out
+    assert "4 of 6 files" in note
     (tmp_path / "empty").mkdir()
     assert_refused("empty", plain_texts, str(tmp_path / "empty"))
