@@ -356,7 +356,17 @@ def new_manifest(**constants) -> dict:
 def read_manifest(directory: Path) -> dict:
     """`manifest.json` of a shard directory; {} if there is none. Raises UserError for a damaged one."""
     path = directory / "manifest.json"
-    return read_json(path) if path.exists() else {}
+    manifest = read_json(path) if path.exists() else {}
+    if "shards" in manifest:  # else it is not ours
+        keys = {"file", "tokens", "sha256"}
+        try:
+            summary(manifest)
+            intact = "tokenizer" in manifest and all(keys <= entry.keys() for entry in manifest["shards"])
+        except (KeyError, TypeError, AttributeError):
+            intact = False
+        if not intact:
+            raise UserError(f"{path} is damaged; write the shards again")
+    return manifest
 
 
 def save_manifest(directory: Path, manifest: dict) -> None:

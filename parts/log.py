@@ -22,9 +22,9 @@ def read_log(path: Path) -> Records:
     for line in path.read_bytes().splitlines():
         try:
             record = json.loads(line, parse_constant=lambda name: None)
-            record["step"] + 0  # a number
+            record["step"] = int(record["step"])
             records.append(record)
-        except (ValueError, RecursionError, LookupError, TypeError):
+        except (ValueError, OverflowError, RecursionError, KeyError, TypeError):
             damaged += 1
     if damaged:
         print(f"note: {path}: skipped {counted(damaged, 'damaged line')}", file=sys.stderr, flush=True)

@@ -165,7 +165,12 @@ def test_files_and_directories_are_on_the_disk_before_they_have_their_name(tmp_p
 
     monkeypatch.setattr(os, "fsync", lambda fd: (events.append(f"flush {place(fd)}"), fsync(fd)))
     for name, rename in real.items():
-        monkeypatch.setattr(Path, name, lambda a, b, rename=rename: (events.append(f"name {Path(b).name}"), rename(a, b))[1])
+
+        def renamed(a, b, rename=rename):
+            events.append(f"name {Path(b).name}")
+            return rename(a, b)
+
+        monkeypatch.setattr(Path, name, renamed)
     me = os.getpid()
     replace_file(tmp_path / "file", "text\ud800")
     assert (tmp_path / "file").read_text() == "text\\ud800"

@@ -208,7 +208,10 @@ def test_a_shard_of_the_manifest_that_is_missing_is_named(tmp_path):
     assert "x_train_000002.npy" in refused(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"7", b"[" * 100_000], ids=lambda content: str(content)[:9])
+KINDS = [b"", b"{", b"[]", b"7", b"[" * 100_000, b'{"shards": 3}', b'{"shards": [{"file": "a"}]}']
+
+
+@pytest.mark.parametrize("content", KINDS, ids=lambda content: str(content)[:30])
 def test_a_manifest_of_another_kind_is_named(tmp_path, content):
     write_shards(tmp_path, (50,))
     (tmp_path / "manifest.json").write_bytes(content)
