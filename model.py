@@ -134,8 +134,6 @@ class Block(nn.Module):
 # -------------------------------------------------------------------------------------------------------- the model
 
 
-PLAIN_HEAD = True  # set it to False where you change GPT.logits, and the loss takes the plain formula
-
 # Where a GPU multiplies in bf16, the residual stream is bf16, too: norms, additions and their gradients then move half
 # the bytes, 7 of 132 ms on an H100. The price: with 48 layers the gradient is off by 1.7% instead of 0.6%. False keeps
 # fp32.
@@ -196,6 +194,8 @@ class GPT(nn.Module):
             x = block(x, mask, cache)
         return self.transformer.ln_f(x)
 
+    PLAIN_HEAD = True  # False where you change `logits`: the loss is then the plain formula
+
     def logits(self, x):
         """Logits (..., V) of final hidden states x (..., C): what the loss, generation and HellaSwag take."""
         return self.lm_head(x)
@@ -220,7 +220,7 @@ class GPT(nn.Module):
         targets = targets.flatten()
         if n_targets is None:
             n_targets = (targets >= 0).sum().clamp(min=1)
-        if PLAIN_HEAD:  # the next line in a fraction of the memory
+        if self.PLAIN_HEAD:  # the next line in a fraction of the memory
             return linear_cross_entropy(x, self.lm_head.weight, targets) / n_targets
         targets = targets.where(targets >= 0, -100)
         return F.cross_entropy(self.logits(x).float(), targets, ignore_index=-100, reduction="sum") / n_targets
