@@ -94,7 +94,11 @@ def prune(run_dir: Path, keep: int, steps: set[int]) -> None:
 
 
 def save_model(directory: Path, model: GPT, tokenizer: Tokenizer, ids: tuple[int, ...] | None = None) -> None:
-    """Write a model with its tokenizer. At the first time transformers is asked what it computes after `ids`."""
+    """Write a model with its tokenizer. At the first time transformers is asked what it computes after `ids`, in whose
+    middle a document ends: no other question tells a model that masks by document."""
+    if ids and tokenizer.eot_token is not None:
+        middle = len(ids) // 2
+        ids = (*ids[:middle], tokenizer.eot_token, *ids[middle + 1 :])
     unused = tokenizer.unused_ids(model.config.vocab_size)
     write_model(directory, model, is_gpt2(model, ids), tokenizer.eot_token, unused)
     tokenizer.save(directory, model.config.n_positions)
