@@ -116,7 +116,7 @@ def is_gpt2(model: GPT, ids: tuple[int, ...] | None = None) -> bool:
     except Exception:  # of a model with other tensors, or with other arguments
         same = False
     if not same:
-        print("note: to transformers this is no GPT-2 (other logits or tensors): it is saved as changed-gpt2", file=sys.stderr)
+        print("note: transformers has other logits or tensors: this model is saved as changed-gpt2", file=sys.stderr)
     return same
 
 

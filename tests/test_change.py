@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.forks import fork_script
 from tests.helpers import (
@@ -58,17 +59,24 @@ OTHERS = {  # that are not on the page
 """,
 }
 CHANGED = {*OTHERS, "RMSNorm", "No biases", "ReLU²", "SwiGLU", "Rotary positions", "Grouped-query attention",
-           "A constant of the model as a flag"}  # fmt: skip
+           "A constant of the model as a flag", "A soft cap on the logits", "A second head", "A sliding window",
+           "Documents apart"}  # fmt: skip
+SMALLER = {"A sliding window": ("256", "16"), "Documents apart": ("50256", "383")}  # for models of SMALL
+DIFFS |= {title: DIFFS[title].replace(*values) for title, values in SMALLER.items()}
 FLAGS = {
     "A constant of the model as a flag": dict(mlp_ratio=2),
     "Inverse square root": dict(lr_schedule="rsqrt"),
     "Lion": dict(optimizer="lion", max_lr=1e-4),
     "NAdam, or another of torch.optim": dict(optimizer="nadam"),
     "An evaluation": dict(eval_interval=2, eval_steps=1),
+    "A z-loss, logged by name": dict(eval_interval=2, eval_steps=1),
+    "Label smoothing": dict(eval_interval=2, eval_steps=1),
+    "An average of weights": dict(eval_interval=2, eval_steps=1),
     "A value for each layer": dict(eval_interval=2, eval_steps=1),
 }
-FAST = ("ReLU²",)  # test_optim.py resumes optimizers
-RUNS = [title for title in DIFFS if title not in ("A longer context", "A format of finetuning rows")]
+FAST = ("A soft cap on the logits", "An average of weights")
+FLEX = "Documents apart, with FlexAttention"
+RUNS = [title for title in DIFFS if title not in ("A longer context", "A format of finetuning rows", FLEX)]
 
 
 def apply(diff: str, folder: Path) -> None:
@@ -104,7 +112,7 @@ def run(*words, **options) -> str:
 
 
 def test_the_page_has_the_changes_that_it_promises():
-    assert len(DIFFS) == 14
+    assert len(DIFFS) == 24
     for title, diff in DIFFS.items():
         assert len(re.findall(r"(?m)^\+(?!\+\+ )", diff)) <= 15, title
 
@@ -149,6 +157,91 @@ def test_a_change_trains_resumes_to_the_same_losses_and_samples(copy, tmp_path, 
         AutoModelForCausalLM.from_pretrained(path)
     for kind in dict.fromkeys(re.findall(r'run\.record\("(\w+)"', diff)):
         assert [record["step"] for record in log_of(tmp_path / "whole", kind)] == [2, 4, 6]
+
+
+def test_flexattention_and_the_plain_mask_keep_documents_apart_alike(copy, tmp_path):
+    script = f"""\
+import torch
+from model import GPT, GPTConfig
+torch.manual_seed(0)
+model = GPT(GPTConfig(n_positions=32, vocab_size=384, n_layer=2, n_head=2, n_embd=32)).eval()
+idx = torch.randint(384, (2, 32))
+idx[:, 7:30:9] = 383
+with torch.no_grad():
+    torch.save(model(idx), {str(tmp_path / "logits.pt")!r})
+"""
+    (copy / "logits.py").write_text(script)
+    plain = (copy / "model.py").read_text(encoding="utf-8")
+    found = {}
+    for title in ("Documents apart", FLEX):
+        (copy / "model.py").write_text(plain, encoding="utf-8")
+        apply(DIFFS[title].replace("50256", "383"), copy)
+        run(copy, "logits.py")
+        found[title] = torch.load(tmp_path / "logits.pt")
+    torch.testing.assert_close(found[FLEX], found["Documents apart"])
+
+
+@pytest.mark.slow
+def test_the_saved_model_is_the_average_and_the_optimizer_keeps_the_weights_that_train(copy, tmp_path):
+    flags = SMALL | SHORT | dict(data=text_file(tmp_path / "text.txt"), threads=1, checkpoint_interval=1)
+    run(copy, "train_gpt2.py", "tiny", out_dir=tmp_path / "plain", **flags)
+    apply(DIFFS["An average of weights"], copy)
+    run(copy, "train_gpt2.py", "tiny", out_dir=tmp_path / "average", **flags)
+    assert column(tmp_path / "plain", "train", "loss") == column(tmp_path / "average", "train", "loss")
+    trained = [load_file(tmp_path / f"plain/step_00000{step}/model.safetensors") for step in range(1, 7)]
+    average = trained[0]
+    for weights in trained[1:]:
+        average = {name: 0.99 * average[name] + 0.01 * weights[name] for name in weights}
+    saved = load_file(tmp_path / "average/step_000006/model.safetensors")
+    torch.testing.assert_close(saved, average)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_two_ranks_train_as_one_where_a_rank_leaves_out_a_block_and_a_parameter_has_no_use(copy, tmp_path, optimizer):
+    text = (copy / "model.py").read_text(encoding="utf-8")
+    by_data = after("# every layer through additions alone", "if self.training and x[0, 0, 0] > 0:", "    return x")
+    for old, new in [by_data, after("self.layer = layer", "self.unused = nn.Linear(3, 3)")]:
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    (copy / "model.py").write_text(text, encoding="utf-8")
+    flags = SMALL | SHORT | dict(data=text_file(tmp_path / "text.txt"), threads=1, optimizer=optimizer)
+    flags["micro_batch_size"] = 2
+    said = {ranks: run(copy, "train_gpt2.py", "tiny", out_dir=tmp_path / str(ranks), ranks=ranks, **flags)
+            for ranks in (1, 2)}  # fmt: skip
+    assert "arning" not in said[2]
+    one, two = (column(tmp_path / str(ranks), "train", "loss") for ranks in (1, 2))
+    torch.testing.assert_close(torch.tensor(two), torch.tensor(one), rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_window_holds_for_the_cache_too(copy, tmp_path):
+    script = """\
+import torch
+from model import GPT, GPTConfig
+from parts.generation import generate
+torch.manual_seed(0)
+model = GPT(GPTConfig(n_positions=64, vocab_size=61, n_layer=2, n_head=2, n_embd=32)).eval()
+with torch.no_grad():
+    for p in model.parameters():
+        p.add_(torch.randn_like(p), alpha=0.3)
+idx = torch.randint(61, (1, 9))
+plain = model.generate(idx, 40, temperature=0)[0, 9:].tolist()
+assert [new for [new] in generate(model, [idx[0].tolist()], 40, temperature=0.0)] == plain
+"""
+    (copy / "cache.py").write_text(script)
+    apply(DIFFS["A sliding window"], copy)
+    run(copy, "cache.py")
+
+
+@pytest.mark.slow
+def test_characters_are_the_tokens_of_a_vocabulary_of_257(copy, tmp_path):
+    flags = SMALL | SHORT | dict(data=text_file(tmp_path / "text.txt", 20_000), threads=1, vocab_size=257)
+    run(copy, "train_gpt2.py", "tiny", out_dir=tmp_path / "run", **flags)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run/step_000006")
+    assert tokenizer.tokenize("A mill, é") == [*"AĠmill,ĠÃ©"]
 
 
 @pytest.mark.slow
