@@ -25,7 +25,6 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 import hellaswag
 from model import RESIDUAL_IN_BF16, GPT, GPTConfig
@@ -54,7 +53,7 @@ from parts.report import import_tracker
 from parts.run import Run, RunDirectory, continue_constants
 from parts.runtime import Runtime, checkpoint_activations, make_deterministic, prefetch, profiled
 from parts.shards import Shards, open_shards
-from parts.trials import choose_attention, find_micro_batch_size, timed_passes
+from parts.trials import choose_attention, find_micro_batch_size, print_duration
 
 
 @dataclass(frozen=True)
@@ -350,8 +349,6 @@ def open_data(config: Config, shape: GPTConfig, source: Path | None, rt: Runtime
     rt.print(f"data: {len(shards.train):,} training tokens, {passes:.2g} epochs; {len(shards.val):,} to validate")
     if passes > 20:
         rt.print(f"note: {passes:.0f} passes memorize a text; add text, or lower --max_steps")
-    if batches.n_windows < 100:
-        rt.print(f"note: the text has {batches.n_windows} windows of {config.sequence_length} tokens; add text")
     return Data(shards, batches, token_bytes, task)
 
 
@@ -407,7 +404,9 @@ def settle(
         config = settle_sizes(config, flags, source, base)
     if directory and directory.checkpoint:
         config = continue_constants(config, flags, directory, FIXED, AUTOMATIC)
-        config = settle_machine(config, flags, rt)
+        per_rank = config.total_batch_size // config.sequence_length // rt.world_size
+        if "micro_batch_size" not in flags and per_rank % max(config.micro_batch_size, 1):
+            config = replace(config, micro_batch_size=0)  # that of another number of ranks
     validate_config(config, rt)
     of_model = {field.name: getattr(config, field.name) for field in fields(GPTConfig) if hasattr(config, field.name)}
     of_model["attention"] = choose_attention(config.attention, rt, config.sequence_length)
@@ -428,14 +427,6 @@ def settle_sizes(config: Config, flags: set[str], source: Path, base: GPTConfig)
         if name in flags and getattr(config, name) != stored:
             raise UserError(f"{source} has {name} {stored}, not {getattr(config, name)}; leave out --{name}")
         config = replace(config, **{name: stored})
-    return config
-
-
-def settle_machine(config: Config, flags: set[str], rt: Runtime) -> Config:
-    """Find a new micro_batch_size where the run's does not fit this number of ranks."""
-    per_rank = config.total_batch_size // config.sequence_length // rt.world_size
-    if "micro_batch_size" not in flags and per_rank % max(config.micro_batch_size, 1):
-        config = replace(config, micro_batch_size=0)
     return config
 
 
@@ -484,18 +475,12 @@ def distribute(config: Config, model: GPT, rt: Runtime) -> tuple[Config, nn.Modu
         size = find_micro_batch_size(model, n_sequences // rt.world_size, trial, rt, optimizer)
         config = replace(config, micro_batch_size=size)
     if rt.device.type == "cpu":
-        idx = torch.zeros(config.micro_batch_size, config.sequence_length, dtype=torch.long)
         n_passes = n_sequences // config.micro_batch_size // rt.world_size
-        seconds = n_passes * timed_passes(model, (idx, idx), rt)
-        model.zero_grad()
-        total = config.max_steps * seconds
-        remedy = "; recipes for a CPU: tiny, small" if total > 3600 else ""
-        duration = tqdm.format_interval(total) + remedy
-        rt.print(f"a step takes about {seconds:.2g} s here, all {config.max_steps:,} take {duration}")
-    loss_fn = rt.wrap(rt.compiled(model))
+        shape = (config.micro_batch_size, config.sequence_length)
+        print_duration(model, shape, n_passes, config.max_steps, rt)
     ranks = counted(rt.world_size, "rank")
     rt.print(f"{n_sequences} sequences per step, {config.micro_batch_size} at a time on each of {ranks}")
-    return config, loss_fn
+    return config, rt.wrap(rt.compiled(model))
 
 
 def open_run(directory: RunDirectory, config: Config, model: GPT, optimizer: Optimizer, data: Data) -> Run:
@@ -533,16 +518,14 @@ def print_summary(config: Config, run: Run) -> None:
     run.report.print_results()
     guess = run.report.run_info["uniform_loss"]
     if not run.report.last_loss() < guess + 1:  # or nan; random weights start slightly above a guess
-        rates = f"--max_lr {config.max_lr} (with Muon also --muon_lr {config.muon_lr})"
-        print(f"\nthe run diverged: a uniform guess scores {guess:.2f}; lower {rates}, to a tenth at first")
+        print(f"\nthe run diverged: a uniform guess scores {guess:.2f}; lower --max_lr {config.max_lr} (and --muon_lr)")
     elif config.checkpoint_interval:
         where = shlex.quote(config.out_dir)
         print(
             f"\nNow try:\n  python sample.py {where} --num_samples 3    # more text\n"
             f"  {where}/learning_curve.png    # the loss curve\n"
-            f"  python bpe/try_tokenizer.py --tokenizer {where}/step_{run.step:06d}    # the tokens that it reads\n"
             f"  python train_gpt2.py tiny --data YOUR.txt --out_dir out/yours    # a text of your own\n"
-            f"  python lora_finetune.py --base {where}    # questions and answers, from the hub: docs/lora.md"
+            f"  python lora_finetune.py --base {where}    # questions and answers: docs/lora.md"
         )
 
 

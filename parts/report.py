@@ -3,7 +3,7 @@
     {"step": 0, "kind": "run", "command": "train_gpt2.py", "parameters": 124475904, "versions": {...}, ...}
     {"step": 10, "kind": "train", "loss": 9.91, "lr": 8.4e-6, "grad_norm": 1.4, "dt_ms": 93.1, "tokens": 5242880, ...}
     {"step": 250, "kind": "val", "loss": 5.02, "bpb": 1.61, "tokens": 10485760, "sequence_length": 1024, ...}
-    {"step": 9750, "kind": "target", "tokens": 4865392640, "hours": 1.43, "petaflop": 4163.1}  # --target_loss
+    {"step": 9750, "kind": "target", "tokens": 4865392640}  # --target_loss is reached
 
 The first rank writes; on the others every method does nothing. This file knows nothing of models, optimizers or data.
 """
@@ -62,15 +62,12 @@ class Report:
             except Exception as e:  # each tracker raises its own
                 raise UserError(f"--report_to {self.config.report_to}: {e}; log in, or pass --report_to none") from e
         replace_file(log, "".join(json.dumps(record) + "\n" for record in self.records))
-        samples = [sample_entry(record) for record in of_kind(self.records, "sample")]
-        replace_file(self.out_dir / "samples.txt", "".join(samples))
+        replace_file(self.out_dir / "samples.txt", "".join(map(sample_entry, of_kind(self.records, "sample"))))
         trained = of_kind(self.records, "train")
         self._skipped_steps = trained[-1]["skipped_steps"] if trained else 0
         # a line now and then where stderr is no terminal
         self._bar = tqdm(total=self.config.max_steps, initial=step, unit="step", disable=None, dynamic_ncols=True)
         self._line_due = 0.0
-        self._opened = time.monotonic()
-        self._first = step
 
     def append(self, record: dict) -> None:
         """Add a line to the log, and its numbers to the tracker, which draws no text and no lists."""
@@ -95,7 +92,7 @@ class Report:
         """Log an evaluation or a sample, and print it."""
         if not self.rt.is_main:
             return
-        self.append({"step": step, "kind": kind, **metrics})
+        self.append(dict(step=step, kind=kind, **metrics))
         if kind == "sample":
             add_text(self.out_dir / "samples.txt", sample_entry(self.records[-1]))
         self.rt.print(f"step {step}: {describe(kind, metrics)}")
@@ -105,22 +102,19 @@ class Report:
         if not self.rt.is_main:
             return
         rate = n_targets / seconds
-        mfu = 0
-        if self._peak_flops:
-            mfu = rate * self.run_info.get("flops_per_token", 0) / self._peak_flops
-        finite = math.isfinite(metrics["loss"] + metrics["grad_norm"])
-        self._skipped_steps += not finite
-        record = {
-            "step": step,
-            "kind": "train",
+        mfu = rate * self.run_info.get("flops_per_token", 0) / (self._peak_flops or math.inf)
+        self._skipped_steps += not math.isfinite(metrics["loss"] + metrics["grad_norm"])
+        record = dict(
+            step=step,
+            kind="train",
             **metrics,
-            "dt_ms": round(seconds * 1e3, 2),
-            "tokens_per_sec": round(rate, 1),
-            "mfu": round(mfu, 4) or None,
-            "memory_gib": round(self.rt.peak_memory() / 2**30, 3),
-            "skipped_steps": self._skipped_steps,
-        }
-        self.append(record if finite else record | dict(skipped=True))
+            dt_ms=round(seconds * 1e3, 2),
+            tokens_per_sec=round(rate, 1),
+            mfu=round(mfu, 4) or None,
+            memory_gib=round(self.rt.peak_memory() / 2**30, 3),
+            skipped_steps=self._skipped_steps,
+        )
+        self.append(record)
         if step == 1 and "uniform_loss" in self.run_info:
             guess = self.run_info["uniform_loss"]
             self.rt.print(f"first loss {metrics['loss']:.3f}; a uniform guess scores {guess:.3f}")
@@ -130,8 +124,7 @@ class Report:
             self._bar.update(step - self._bar.n)  # the run outlives its terminal: tqdm drops what that refuses
         elif time.monotonic() > self._line_due or step == self._bar.total:
             self._line_due = time.monotonic() + LINE_SECONDS
-            steps_left = (self._bar.total - step) / (step - self._first)
-            left = tqdm.format_interval((time.monotonic() - self._opened) * steps_left)
+            left = tqdm.format_interval((self._bar.total - step) * seconds)
             self.rt.print(f"step {step} of {self._bar.total}: {shown}, {left} left")
 
     def close(self) -> None:
@@ -147,31 +140,16 @@ class Report:
             self._ask_tracker(self._close_tracker)
 
     def val_losses(self) -> dict[int, float]:
-        """Return {step: validation loss} of the validations measured like the newest one."""
-        *_, newest = [{}, *self._by_measure().values()]
-        return newest
-
-    def best_steps(self, steps: list[int]) -> set[int]:
-        """Pick, of `steps`, those with the lowest validation loss: one for each way of measuring it."""
-        measured = [{step: losses[step] for step in steps if step in losses} for losses in self._by_measure().values()]
-        return {min(losses, key=losses.get) for losses in measured if losses}
-
-    def _by_measure(self) -> dict[tuple, dict[int, float]]:
-        """Return {(tokens, sequence_length): {step: validation loss}}, the newest measure last. On other tokens, or in
-        contexts of another length, the same weights have another loss."""
-        found = {}
-        for val in of_kind(self.records, "val"):
-            if val.get("loss") is not None:
-                measure = (val.get("tokens"), val.get("sequence_length"))
-                found[measure] = found.pop(measure, {}) | {val["step"]: val["loss"]}
-        return found
+        """Return {step: validation loss} of validations on as many tokens, in contexts of the same length, as the
+        newest one: on others the same weights have another loss."""
+        vals = [val for val in of_kind(self.records, "val") if val.get("loss") is not None]
+        return {val["step"]: val["loss"] for val in vals if measure(val) == measure(vals[-1])}
 
     def last_loss(self) -> float:
         """Return the lower one of the newest training and validation losses: a training loss may be a sum with others,
         and that of validation is high for a memorized text. nan if neither is finite."""
-        newest = [of_kind(self.records, kind)[-1:] for kind in ("train", "val")]
-        losses = [record["loss"] for records in newest for record in records if record.get("loss") is not None]
-        return min(losses, default=math.nan)
+        newest = of_kind(self.records, "train")[-1:] + of_kind(self.records, "val")[-1:]
+        return min((record["loss"] for record in newest if record.get("loss") is not None), default=math.nan)
 
     def print_results(self) -> None:
         """Print the final losses, the tokens read, the speed, and where validation was lowest."""
@@ -179,24 +157,18 @@ class Report:
         if not trained:
             return
         tokens = trained[-1]["tokens"]
-        read = f"{tokens:,} tokens in {trained[-1]['step']:,} steps"
-        if n := self.run_info.get("training_tokens"):
-            read += f", {tokens / n:.2g} epochs"
         speed = f"{self.median_rate():,.0f} tokens/s, {self.rt.peak_memory() / 2**30:.2f} GiB at the peak"
+        self.rt.print(f"\n{tokens:,} tokens in {trained[-1]['step']:,} steps; {speed}")
         losses = [record["loss"] for record in trained[-max(len(trained) // 20, 1) :] if record["loss"] is not None]
         loss = statistics.fmean(losses) if losses else math.nan
-        steps = counted(len(losses), "step")
-        self.rt.print(f"\n{read}; {speed}\ntraining loss {loss:.4f} nats per token, over the last {steps}")
+        self.rt.print(f"training loss {loss:.4f} nats per token, mean of {counted(len(losses), 'step')}")
         if val_losses := self.val_losses():
             self._print_validation(val_losses, loss)
 
     def _print_validation(self, val_losses: dict[int, float], train_loss: float) -> None:
         *_, last = val_losses
         gap = val_losses[last] - train_loss
-        side = f"{abs(gap):.2f} {'above' if gap > 0 else 'below'} training"
-        val = of_kind(self.records, "val")[-1]
-        bpb = f", {val['bpb']:.4f} bits per byte" if "bpb" in val else ""
-        self.rt.print(f"validation loss {val_losses[last]:.4f} at step {last}, {side}{bpb}")
+        self.rt.print(f"validation loss {val_losses[last]:.4f} at step {last}, {gap:+.2f} from training")
         best = min(val_losses, key=val_losses.get)
         if val_losses[best] + NOISE < min(val_losses[last], self.run_info["uniform_loss"]):  # else it has diverged
             checkpoint = self.out_dir / f"step_{best:06d}"
@@ -207,6 +179,10 @@ class Report:
         """Return the median of tokens per second; nan before the first step."""
         rates = [step["tokens_per_sec"] for step in of_kind(self.records, "train")]
         return statistics.median(rates) if rates else math.nan
+
+
+def measure(val: dict) -> tuple:
+    return val.get("tokens"), val.get("sequence_length")
 
 
 def add_text(path: Path, text: str) -> None:
@@ -222,11 +198,9 @@ def sample_entry(record: dict) -> str:
 def describe(kind: str, metrics: dict) -> str:
     if kind == "sample":
         return "sample: " + metrics["text"].strip()[:300].replace("\n", "\n    ")
-    words = []
-    for name, value in metrics.items():
-        is_measure = kind == "val" and name in ("tokens", "sequence_length")
-        if name != "flops" and not is_measure:
-            words.append(f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}")
+    if kind == "target":
+        return f"target reached after {metrics['tokens']:,} tokens"
+    words = [f"{name} {value:.4f}" for name, value in metrics.items() if isinstance(value, float) and name != "flops"]
     return f"{kind} {', '.join(words)}"
 
 
@@ -234,7 +208,7 @@ def about_machine(rt: Runtime) -> dict:
     """Describe what the metrics of a run depend on besides its constants."""
     commit = None
     with contextlib.suppress(OSError, subprocess.SubprocessError):  # no git, or a download without its history
-        git = ["git", "-C", str(Path(__file__).resolve().parent), "describe", "--always", "--dirty"]
+        git = ["git", "-C", Path(__file__).parent, "describe", "--always", "--dirty"]
         commit = subprocess.run(git, capture_output=True, text=True, timeout=10).stdout.strip() or None
     return dict(
         versions=dict(python=platform.python_version(), torch=torch.__version__),

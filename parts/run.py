@@ -43,7 +43,6 @@ from torch.utils._pytree import tree_leaves
 from parts.checkpoint import checkpoint_steps, load_train_state, newest_intact, prune, write_checkpoint
 from parts.cli import Stopped, UserError
 from parts.files import exclusive_lock, remove_leftovers, replace_file, set_aside
-from parts.log import newest_start, of_kind
 from parts.optim import plateau_end
 from parts.report import Report, about_machine
 from parts.runtime import STOP_SIGNALS, Runtime
@@ -258,9 +257,6 @@ class Run:
             self.rt.print(f"the run is complete at step {self.step}; raise --max_steps to continue")
         self.report.open(self.step)  # before config.json, which alone would not be known as a run
         replace_file(out_dir / "config.json", json.dumps(asdict(self.config), indent=2) + "\n")
-        before = newest_start(self.report.records).get("config", {})
-        alike = before.get("eval_steps") == getattr(self.config, "eval_steps", None)  # else on other tokens
-        val_loss = self.report.val_losses().get(self.step, math.inf) if alike else math.inf
         start = dict(
             step=self.step,
             kind="run",
@@ -271,7 +267,8 @@ class Run:
             tokenizer=self.data_fingerprint.get("tokenizer"),
         )
         self.report.append(start)
-        return [record["kind"] for record in self.report.records if record["step"] == self.step], val_loss
+        done = [record["kind"] for record in self.report.records if record["step"] == self.step]
+        return done, self.report.val_losses().get(self.step, math.inf)
 
     def __exit__(self, error_type, error, _) -> None:
         try:
@@ -365,7 +362,7 @@ class Run:
         if self.step == self._saved:
             return
         if self._bad_steps:
-            self.rt.print(f"step {self.step}: no checkpoint after a step that was not finite")
+            self.rt.print(f"note: step {self.step} was not finite: no checkpoint")
             return
         self._compare_ranks()
         self._saved = self.step
@@ -382,9 +379,10 @@ class Run:
         write_checkpoint(path, self.save_weights, state)
         self.rt.print(f"saved {path}")  # durable: from here on it survives a power failure
         steps = [step for step, _ in checkpoint_steps(self.directory.path)]
-        keep = self.report.best_steps(steps)
-        if plateau := [step for step in steps if step <= plateau_end(self.config)]:
-            keep.add(plateau[-1])  # another decay can begin there
+        losses = self.report.val_losses()
+        best = sorted((step for step in steps if step in losses), key=losses.get)[:1]
+        plateau = [step for step in steps if step <= plateau_end(self.config)][-1:]  # another decay can begin there
+        keep = {*best, *plateau}
         prune(self.directory.path, self.config.keep_checkpoints, keep)  # only now: there are never fewer than before
 
     def record(self, kind: str, **metrics) -> None:
@@ -399,10 +397,8 @@ class Run:
         self.report.evaluation(self.step, kind, metrics)
 
     def end(self) -> None:
-        """Make this step the last one: save it, and log what it took to get here."""
+        """Make this step the last one: save it, and log that the target is reached."""
         self.max_steps = self.step
         self.save()
         if "target" not in self._done:
-            seconds = sum(record.get("dt_ms") or 0 for record in of_kind(self.report.records, "train")) / 1e3
-            petaflop = self.tokens * self.report.run_info["flops_per_token"] / 1e15
-            self.record("target", tokens=self.tokens, hours=seconds / 3600, petaflop=petaflop)
+            self.record("target", tokens=self.tokens)

@@ -7,6 +7,7 @@ measurements. This file knows nothing of GPT-2 beyond the shapes that it is give
 import re
 
 import torch
+from tqdm import tqdm
 
 from parts.cli import UserError
 from parts.runtime import Runtime
@@ -91,6 +92,16 @@ def has_memory_for(size: int, shape: tuple[int, int], loss_fn, rt: Runtime, make
         loss_fn.zero_grad()
         optimizer = kept = None
         torch.cuda.empty_cache()  # of a process that uses CUDA
+
+
+def print_duration(loss_fn, micro_batch: tuple[int, int], n_passes: int, max_steps: int, rt: Runtime) -> None:
+    """Time a pass on a CPU, and say how long `max_steps` steps of `n_passes` take."""
+    idx = torch.zeros(micro_batch, dtype=torch.long)  # (B, T)
+    seconds = n_passes * timed_passes(loss_fn, (idx, idx), rt)
+    loss_fn.zero_grad()
+    total = max_steps * seconds
+    remedy = "; recipes for a CPU: tiny, small" if total > 3600 else ""
+    rt.print(f"a step takes about {seconds:.2g} s, all {max_steps:,} take {tqdm.format_interval(total)}{remedy}")
 
 
 def timed_step(loss_fn, micro_batch: tuple, optimizer, rt: Runtime) -> tuple[float, float]:

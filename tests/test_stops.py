@@ -268,10 +268,7 @@ def test_a_target_loss_ends_the_run_with_a_checkpoint(short, run_dir):
     assert column(run_dir, "sample", "step") == [last["step"]]  # as at any run's end
     [target] = log_of(run_dir, "target")  # what it took
     tokens = last["step"] * 256
-    operations = log_of(run_dir, "run")[0]["flops_per_token"]
     assert (target["step"], target["tokens"]) == (last["step"], tokens)
-    assert target["hours"] == pytest.approx(sum(column(run_dir, "train", "dt_ms")) / 3.6e6)
-    assert target["petaflop"] == pytest.approx(tokens * operations / 1e15)
 
 
 def test_a_run_that_has_reached_its_target_adds_nothing_when_it_is_resumed(train, run_dir):
