@@ -53,17 +53,6 @@ def measure(tmp_path):
     return run
 
 
-@pytest.fixture
-def hellaswag_file(tmp_path):
-    return hellaswag_rows(tmp_path / "hellaswag.jsonl")
-
-
-@pytest.fixture
-def alpaca_file(tmp_path):
-    rows = [dict(instruction=f"Count to {i}.", input="", output=" ".join(map(str, range(i + 1)))) for i in range(40)]
-    return write_json(tmp_path / "alpaca.json", rows)
-
-
 # -------------------------------------------------------------------------------------------------------- measuring
 
 CPU = SimpleNamespace(device=SimpleNamespace(type="cpu"), synchronize=lambda: None, peak_flops=lambda: None)
@@ -240,23 +229,13 @@ def test_what_a_training_script_refuses_is_the_one_line_of_the_comparison(tmp_pa
 
 
 @needs_gpt2
-def test_hellaswag_is_scored_by_all_contestants(measure, hellaswag_file):
-    assert len(measure("hellaswag", size="tiny", rows=3, data=hellaswag_file)) == 4
-
-
-@needs_gpt2
 @pytest.mark.slow
-def test_lora_and_peft_begin_with_the_same_loss(measure, alpaca_file):
+def test_lora_and_peft_begin_with_the_same_loss(measure, tmp_path):
     pytest.importorskip("peft")
-    rows = measure("lora", size="tiny", turns=1, data=alpaca_file)
-    losses = {name: row["first_loss"] for name, row in rows.items()}
-    assert losses["this project, float32"] == pytest.approx(losses["peft, float32"], abs=1e-3)
-
-
-@pytest.mark.slow
-def test_tokenizers_are_compared(measure, tmp_path):
-    rows = measure("bpe", data=text_file(tmp_path / "text.txt", 20_000))
-    assert {"training: tokenizers", "encoding: tiktoken", "peak memory: this project"} <= set(rows)
+    rows = [dict(instruction=f"Count to {i}.", input="", output=" ".join(map(str, range(i + 1)))) for i in range(40)]
+    found = measure("lora", size="tiny", turns=1, data=write_json(tmp_path / "alpaca.json", rows))
+    losses = [found[f"{name}, float32"]["first_loss"] for name in ("this project", "peft")]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-3)
 
 
 @pytest.mark.slow
@@ -286,24 +265,28 @@ def test_a_rung_that_this_machine_cannot_make_is_a_row_that_says_why(tmp_path):
     assert "/nonexistent/g++" in result.stdout
 
 
-@pytest.mark.slow
-def test_the_training_script_is_measured_against_the_plain_step(measure):
-    rows = measure("train", size="tiny", batch_size=4)
-    assert [name.split(",")[0] for name in rows] == ["plain", "plain with bf16 autocast", "this project"]
-    for row in rows.values():
-        assert len(row["seconds"]) == 2  # one of each turn
-        assert row["ratio"]
-        assert row["memory"]
-        assert row["mfu"] is None  # of a CPU
-        assert row["losses"][0] == pytest.approx(6.93, abs=0.1)  # ln 1024: random tokens, random weights
-
-
 @needs_gpt2
 @pytest.mark.slow
-def test_shards_and_batches_are_timed(measure):
-    assert len(measure("data")) == 7
+@pytest.mark.parametrize(
+    "name, options, n_rows",
+    [("data", {}, 7), ("hellaswag", dict(size="tiny", rows=3), 4), ("sample", dict(size="tiny", new_tokens=3), 3)],
+)
+def test_a_command_has_a_row_for_each_contestant(measure, tmp_path, name, options, n_rows):
+    if name == "hellaswag":
+        options = options | dict(data=hellaswag_rows(tmp_path / "hellaswag.jsonl"))
+    assert len(measure(name, **options)) == n_rows
 
 
 @pytest.mark.slow
-def test_generation_is_timed(measure):
-    assert len(measure("sample", size="tiny", new_tokens=3)) == 3
+def test_tokenizers_are_compared(measure, tmp_path):
+    rows = measure("bpe", data=text_file(tmp_path / "text.txt", 20_000))
+    assert {"training: tokenizers", "encoding: tiktoken", "peak memory: this project"} <= set(rows)
+
+
+@pytest.mark.slow
+def test_the_training_script_is_measured_against_the_plain_step(measure):
+    rows = list(measure("train", size="tiny", batch_size=4).values())
+    assert len(rows) == 3
+    for row in rows:
+        assert len(row["seconds"]) == 2  # one of each turn
+        assert row["losses"][0] == pytest.approx(6.93, abs=0.1)  # ln 1024: random tokens, random weights

@@ -104,7 +104,7 @@ def test_an_answer_with_an_error_of_shapes_is_told_the_shapes_that_are_expected(
         def forward(self, x):
             return answer(x)
 
-    with pytest.raises(pytest.fail.Exception, match=r"\d\).* becomes .*99"):
+    with pytest.raises(pytest.fail.Exception, match="99"):
         check(name, Layer if inspect.isclass(getattr(functions, name)) else answer, monkeypatch)
 
 

@@ -46,21 +46,23 @@ def difference(ours: list[float], minimals: list[float]) -> float:
 
 
 @pytest.mark.parametrize(
-    "changes, dtype, limit",
+    "changes, ours, limit",
     [
-        (dict(), "float32", 2e-6),  # minimal.py prints six digits
-        (dict(micro_batch_size=2), "float32", 2e-6),
-        slow(dict(bf16=True), "bfloat16", 3e-3),
+        (dict(), dict(), 2e-6),  # minimal.py prints six digits
+        (dict(micro_batch_size=2), dict(attention="naive"), 2e-6),
+        slow(dict(), dict(compile="on"), 2e-6),
+        slow(dict(), dict(dtype="float16"), 3e-3),
+        slow(dict(bf16=True), dict(dtype="bfloat16"), 3e-3),
     ],
-    ids=["one micro-batch a rank", "accumulation", "bf16"],
+    ids=["one micro-batch a rank", "accumulation", "compiled", "fp16", "bf16"],
 )
-def test_train_gpt2_has_the_same_losses(train, run_dir, shards, tmp_path, capsys, changes, dtype, limit):
+def test_train_gpt2_has_the_same_losses(train, run_dir, shards, tmp_path, capsys, changes, ours, limit):
     config = replace(SMALL, data=str(shards), checkpoint=str(tmp_path / "minimal.pt"), **changes)
     capsys.readouterr()
     minimal.train(config)
     expected = losses_of(capsys.readouterr().out)
-    sizes = SIZES | STEPS | dict(micro_batch_size=config.micro_batch_size, dtype=dtype)
-    train(data=shards, tokenizer=shards / "tokenizer.json", **sizes, **PLAIN, **NEVER)
+    sizes = SIZES | STEPS | PLAIN | NEVER | dict(micro_batch_size=config.micro_batch_size)
+    train(data=shards, tokenizer=shards / "tokenizer.json", **sizes, **ours)
     assert difference(column(run_dir, "train", "loss"), expected) < limit
     assert expected[-1] < expected[0] - 0.5
 
