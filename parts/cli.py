@@ -158,10 +158,7 @@ class Parser(argparse.ArgumentParser):
 def make_parser(config_type, values: dict, prog: str, description: str) -> Parser:
     """Make the flags of a dataclass, with its comments as help, in the groups that its own lines of comment name."""
     hints = get_type_hints(config_type, include_extras=True)
-    places = []
-    for name, hint in hints.items():
-        if Positional in get_args(hint):
-            places.append(name.upper() if values[name] is MISSING else f"[{name.upper()}]")
+    places = [name.upper() for name, hint in hints.items() if Positional in get_args(hint)]
     group = parser = Parser(
         usage=" ".join([prog, *places, "[--FLAG VALUE ...]"]),
         description=description,

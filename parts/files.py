@@ -137,7 +137,7 @@ def remove_leftovers(directory: Path, *names: str) -> None:
     """Remove the unfinished files and directories of a killed process; `names` may be globs."""
     for name in names:
         for leftover in directory.glob(f".{name}.[0-9]*.tmp"):  # the process's number; else it is somebody's own
-            if leftover.is_dir() and not leftover.is_symlink():
+            if leftover.is_dir():
                 shutil.rmtree(leftover)
             else:
                 leftover.unlink()
@@ -155,7 +155,7 @@ def read_json(path: Path) -> dict:
 
 
 @contextlib.contextmanager
-def exclusive_lock(lock: Path, what: str, seconds: float | None = None) -> Iterator[None]:
+def exclusive_lock(lock: Path, what: str, seconds: float = 0) -> Iterator[None]:
     """Hold a lock file while the block runs, so that two processes do not write to one place.
 
     A killed process frees its lock, and we wait for one that is about to exit. Raises UserError if another process
@@ -166,12 +166,12 @@ def exclusive_lock(lock: Path, what: str, seconds: float | None = None) -> Itera
 
     try:
         with errors_name(lock):
-            held = FileLock(lock, timeout=LOCK_SECONDS if seconds is None else seconds).acquire()
+            held = FileLock(lock, timeout=seconds or LOCK_SECONDS).acquire()
     except Timeout:
         owner = " ".join(lock.read_text(errors="replace").split()) or "unknown"
         raise UserError(
-            f"another process is writing to the {what} (process and host: {owner}); wait, or choose another directory; "
-            f"if that process is gone, remove {lock}"
+            f"another process writes to the {what} (process and host: {owner}); wait, choose another directory, "
+            f"or, if that process is gone, remove {lock}"
         ) from None
     with held:
         with errors_name(lock):

@@ -70,7 +70,7 @@ def help_of(config_type, capsys, monkeypatch, default=None) -> str:
     return " ".join(capsys.readouterr().out.split())
 
 
-SHOWN = ["x.py PLACE [NOTE]", "Some words.", "PLACE where to go", "--soup STR 100% vegetables (default: 50% leek)",
+SHOWN = ["x.py PLACE NOTE", "Some words.", "PLACE where to go", "--soup STR 100% vegetables (default: 50% leek)",
          "food and drink:", "--served {hot,cold,either} of the two (default: hot)", "(default: Ann Bob)",
          "--no_clean do not wash the dishes", "--book reserve a table", "--window INT at which one"]  # fmt: skip
 
