@@ -404,11 +404,3 @@ def test_a_checkpoint_of_another_model_py_samples_with_one_note(copy, tmp_path):
     run(copy, "train_gpt2.py", "tiny", out_dir=tmp_path / "run", **flags)
     apply(DIFFS["ReLU²"], copy)
     assert run(copy, "sample.py", tmp_path / "run", "The", device="cpu").count("note: ") == 1
-
-
-@pytest.mark.slow
-def test_there_is_no_plan_for_a_model_that_looks_at_numbers(copy, tmp_path):
-    apply(OTHERS["Experts"], copy)
-    flags = SMALL | SHORT | dict(data=text_file(tmp_path / "text.txt"), threads=1)
-    done = try_to_run(copy, "train_gpt2.py", "tiny", "--dry_run", **flags)
-    assert_user_error(done, "no plan for a model or an optimizer that looks at numbers")
