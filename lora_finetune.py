@@ -23,13 +23,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from textwrap import shorten
 from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from bpe.tokenizer import Tokenizer
 from model import GPT
@@ -51,6 +49,7 @@ from parts.cli import (
 )
 from parts.conversations import (
     Example,
+    asks_and_answers,
     count_targets,
     encode_rows,
     global_batch,
@@ -66,14 +65,12 @@ from parts.lora import TARGETS, LoRAConfig
 from parts.optim import Optimizer, learning_rate, make_optimizer
 from parts.report import import_tracker
 from parts.run import Run, RunDirectory, continue_constants
-from parts.runtime import Runtime, checkpoint_activations, prefetch, ranks_of_environment
-from parts.trials import choose_attention, find_micro_batch_size, timed_step
+from parts.runtime import Runtime, checkpoint_activations, prefetch
+from parts.trials import choose_attention, find_micro_batch_size
 
 # One more micro-batch costs as much as this many tokens of padding: it reads all weights again (which dominates on a
 # CPU) and launches all kernels again (which dominates on a GPU).
 MICRO_BATCH_COST = {"cpu": 64, "mps": 1024, "cuda": 4096}
-QUESTIONS = 3  # held-out conversations that the end of a run shows with the model's answers
-FEW_STEPS = 20  # too few after warmup and decay
 
 
 @dataclass(frozen=True)
@@ -83,8 +80,7 @@ class Config:
     data: str = "tatsu-lab/alpaca"  # hub dataset, file or folder; rows have instruction, input, output, or messages
     out_dir: str = "out/lora"  # run directory
     resume: bool = False  # continue from the newest intact checkpoint in out_dir; start from step 0 if there is none
-    overwrite: bool = False  # rename an existing out_dir or --merge directory to DIR.1, or the next free number
-    dry_run: bool = False  # time three steps, print what all of them take on this machine, then stop
+    overwrite: bool = False  # rename an existing out_dir to DIR.1, or the next free number
     adapter: str = ""  # adapter to start from, ours or peft's; it sets rank, alpha, scaling and targets
     merge: str = ""  # directory for base and adapter merged into a plain model; with --adapter, merge without training
     # adapter
@@ -142,11 +138,8 @@ AUTOMATIC = dict(micro_batch_size=0, sequence_length=0, lora_alpha=0.0, max_step
 
 def main() -> None:
     config, flags = read_command_line(sys.argv[1:])
-    if config.merge and config.adapter and not (config.resume or config.dry_run):
+    if config.merge and config.adapter and not config.resume:
         write_merged(config, find_model(config.base), find_adapter(config.adapter))
-    elif config.dry_run:
-        with TemporaryDirectory() as kept_by_nobody:
-            finetune(replace(config, out_dir=kept_by_nobody, resume=False, overwrite=False), flags)
     else:
         finetune(config, flags)
 
@@ -155,12 +148,9 @@ def finetune(config: Config, flags: set[str]) -> None:
     rt = Runtime.setup(config.device, config.dtype, config.compile, config.threads)
     directory = RunDirectory(config, rt)
     folder = rt.broadcast_from_main(lambda: find_model(config.base))
-    if Path(config.base).is_dir():  # of a run the newest checkpoint; a hub id stays one
-        config = replace(config, base=str(folder))
-    config = settle_adapter(config, flags)
-    config = settle_resume(config, flags, directory)
+    config = settle(config, flags, folder, directory)
     data = open_data(config, folder, rt)
-    config = settle_schedule(config, data, rt)
+    config = settle_schedule(config, len(data.train), rt)
     base = read_model(folder, config.dropout, choose_attention("auto", rt, config.sequence_length))
     data_fingerprint = dict(base=weights_sha256(base), tokenizer=data.tokenizer.fingerprint, data=data.sha256)
     rows = dict(source=config.data, examples=len(data.train), validation=len(data.val), sha256=data.sha256)
@@ -168,8 +158,6 @@ def finetune(config: Config, flags: set[str]) -> None:
     model = adapt(base, config, directory.checkpoint, rt).to(rt.device)
     config, loss_fn = distribute(config, model, data, rt)
     optimizer = make_optimizer(model, config, rt)
-    if config.dry_run:
-        return print_plan(config, loss_fn, optimizer, data, rt)
     save_weights = partial(save_finetuned, config, model, data, data_fingerprint["base"])
     run = Run(directory, config, save_weights, optimizer, data_fingerprint, run_info)
     train(config, run, model, loss_fn, optimizer, data)
@@ -251,42 +239,32 @@ class Data(NamedTuple):
     train: list[Example]
     val: list[Example]
     questions: list[list[dict]]  # held-out conversations, to be asked at the end
-    sequence_length: int  # tokens of an example, at most
     sha256: str  # of the rows
     token_bytes: torch.Tensor  # (vocabulary,) bytes of text of each id
 
 
 def open_data(config: Config, folder: Path, rt: Runtime) -> Data:
     """Read the rows, on the first rank, as examples for the model in `folder`. Raise UserError."""
-    shape = read_config(folder)
-    T = config.sequence_length or shape.n_positions
-    if T > shape.n_positions:
-        raise UserError(f"{config.base} has a context of {shape.n_positions}; lower --sequence_length {T} to that")
+    T = config.sequence_length
     tokenizer = read_tokenizer(folder)
     chat = our_chat(tokenizer, config.base)
-    rows, held_out, unread = rt.broadcast_from_main(lambda: load_rows(config.data))
+    rows, held_out = rt.broadcast_from_main(lambda: load_rows(config.data))
     train_rows, val_rows = split_rows(rows, held_out, config.val_rows, config.seed)
-    train_set, counts = encode_rows(train_rows, chat, T)
-    val_set, counts_val = encode_rows(val_rows, chat, T)
+    train_set = encode_rows(train_rows, chat, T)
+    val_set = encode_rows(val_rows, chat, T)
     if not train_set:
         raise UserError(f"{config.data}: none of {len(rows)} rows has an answer within {T} tokens; fix the rows")
     rt.print(f"data: {len(rows):,} rows: {len(train_set):,} examples to train on, {len(val_set):,} to validate")
-    notes = [f"not read: {line}" for line in unread]
     if n_equal := len(rows) - len(train_rows) - len(val_rows):
-        notes.append(f"{counted(n_equal, 'row')} to validate also in training, so left out of validation")
-    if n_empty := counts["empty"] + counts_val["empty"]:
-        notes.append(f"{counted(n_empty, 'row')} with an empty message or no answer, skipped")
-    if n_long := counts["long"] + counts_val["long"]:
-        notes.append(f"{counted(n_long, 'row')} longer than {T} tokens, read in windows")
-    theirs = chat_of([folder], tokenizer, config.base)
-    if theirs.reader.chat_template != chat.reader.chat_template:
-        notes.append(f"{config.base} has a chat template of its own; this run replaces it by ours (parts/chat.py)")
-    for note in notes:
-        rt.print(f"note: {note}")
+        rt.print(f"note: {counted(n_equal, 'row')} to validate also in training, so left out of validation")
+    if n_empty := sum(not asks_and_answers(row) for row in train_rows + val_rows):
+        rt.print(f"note: {counted(n_empty, 'row')} with an empty message or no answer, skipped")
+    if chat_of([folder], tokenizer, config.base).reader.chat_template != chat.reader.chat_template:
+        rt.print(f"note: {config.base} has its own chat template, replaced by ours here (parts/chat.py)")
     token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(rt.device)
     sha256 = hashlib.sha256(json.dumps([train_rows, val_rows]).encode()).hexdigest()
-    questions = [row for row in val_rows if row and row[-1]["role"] == "assistant"][:QUESTIONS]
-    return Data(tokenizer, chat, train_set, val_set[: config.val_examples], questions, T, sha256, token_bytes)
+    questions = [row for row in val_rows if asks_and_answers(row) and row[-1]["role"] == "assistant"]
+    return Data(tokenizer, chat, train_set, val_set[: config.val_examples], questions[:3], sha256, token_bytes)
 
 
 def to_micro_batches(examples: list[Example], config: Config, rt: Runtime) -> list[tuple]:
@@ -305,27 +283,22 @@ def micro_batches_from(first: int, config: Config, data: Data, rt: Runtime) -> I
 
 
 def read_command_line(args: list[str]) -> tuple[Config, set[str]]:
-    """Parse the command line; also return the names of the constants that it sets. Raise UserError if they conflict."""
+    """Parse the command line; also return the names of the constants that it sets. Raise UserError."""
     config = parse_args(Config, args, description=__doc__)
     import_tracker(config.report_to)  # fail now: a rank that fails later would keep the others waiting
-    n_ranks = ranks_of_environment()[1]
-    if config.dry_run and n_ranks > 1:
-        raise UserError("--dry_run times one process; start it without torchrun")
-    if config.batch_size < n_ranks:
-        raise UserError(f"--batch_size {config.batch_size} is less than one example per rank; give {n_ranks} or more")
-    if not config.lora_dim and (config.adapter or config.merge):
-        raise UserError("--lora_dim 0 trains all weights and no adapter; leave out --adapter and --merge")
+    if not config.lora_dim and config.merge:
+        raise UserError("--lora_dim 0 makes no adapter to merge; remove --merge")
     if not config.lora_dim and not config.checkpoint_interval:
-        raise UserError("--lora_dim 0 keeps its weights in checkpoints alone; give a --checkpoint_interval above 0")
-    if config.merge and Path(config.merge).exists() and not (config.overwrite or config.resume):
-        raise UserError(f"--merge {config.merge} already exists; pass --overwrite to rename it, or choose another name")
+        raise UserError("--lora_dim 0 keeps its weights in checkpoints alone; set --checkpoint_interval above 0")
     if config.merge:
         refuse_folders(Path(config.merge))
     return config, flags_set(Config, args)
 
 
-def settle_adapter(config: Config, flags: set[str]) -> Config:
-    """Take the constants of the adapter to start from. Raise UserError if a flag contradicts them."""
+def settle(config: Config, flags: set[str], folder: Path, directory: RunDirectory) -> Config:
+    """Fill in the constants that base, adapter and the run to resume determine. Raise UserError."""
+    if Path(config.base).is_dir():  # of a run the newest checkpoint; a hub id stays one
+        config = replace(config, base=str(folder))
     if config.adapter:
         found, _, _ = read_adapter(find_adapter(config.adapter))
         own = dict(lora_dim=found.r, lora_alpha=found.alpha, targets=found.targets, rslora=found.rslora)
@@ -333,39 +306,33 @@ def settle_adapter(config: Config, flags: set[str]) -> Config:
             if name in flags and getattr(config, name) != value:
                 raise UserError(f"{config.adapter} has {name} {value}, not {getattr(config, name)}; remove --{name}")
         config = replace(config, **own)
-    return config
-
-
-def settle_resume(config: Config, flags: set[str], directory: RunDirectory) -> Config:
-    """Take the constants of the run to resume where the script left them open."""
-    if not directory.checkpoint:
-        return config
-    continued = continue_constants(config, flags, directory, FIXED, AUTOMATIC)
-    if "epochs" in flags:  # counts the steps again
-        continued = replace(continued, max_steps=config.max_steps)
-    return continued
-
-
-def settle_schedule(config: Config, data: Data, rt: Runtime) -> Config:
-    """Fill in the constants that are still 0. Raise UserError for a schedule that rises."""
-    max_steps = config.max_steps
-    if not max_steps:
-        max_steps = max(round(config.epochs * len(data.train) / config.batch_size), 1)
-        if max_steps < FEW_STEPS:
-            rt.print(f"note: {counted(max_steps, 'step')}: too few to learn much; raise --epochs or --max_steps")
-    passes = max_steps * config.batch_size / len(data.train)
-    rt.print(f"{counted(max_steps, 'step')} of {config.batch_size} examples: each is read {passes:.2g} times")
-    max_lr = config.max_lr or (1e-3 if config.lora_dim else 1e-4)
-    if config.min_lr > max_lr:
-        raise UserError(f"--min_lr {config.min_lr} is above --max_lr {max_lr}; lower it: the schedule ends at min_lr")
+    if directory.checkpoint:
+        max_steps = config.max_steps
+        config = continue_constants(config, flags, directory, FIXED, AUTOMATIC)
+        if "epochs" in flags:  # counts the steps again
+            config = replace(config, max_steps=max_steps)
+    if config.batch_size < directory.rt.world_size:
+        raise UserError(f"--batch_size {config.batch_size} gives some ranks no example; raise it or start fewer ranks")
+    context = read_config(folder).n_positions
+    if config.sequence_length > context:
+        raise UserError(f"{config.base} has a context of {context}; lower --sequence_length {config.sequence_length}")
     return replace(
         config,
-        sequence_length=data.sequence_length,
+        sequence_length=config.sequence_length or context,
         lora_alpha=config.lora_alpha or 2.0 * config.lora_dim,
-        max_steps=max_steps,
-        warmup_steps=config.warmup_steps or math.ceil(0.03 * max_steps),
-        max_lr=max_lr,
+        max_lr=config.max_lr or (1e-3 if config.lora_dim else 1e-4),
     )
+
+
+def settle_schedule(config: Config, n_examples: int, rt: Runtime) -> Config:
+    """Fill in the steps and their warmup."""
+    max_steps = config.max_steps or max(round(config.epochs * n_examples / config.batch_size), 1)
+    passes = max_steps * config.batch_size / n_examples
+    rt.print(f"{counted(max_steps, 'step')} of {config.batch_size} examples: {passes:.2g} epochs")
+    if max_steps < 20 and not config.max_steps:
+        rt.print(f"note: {counted(max_steps, 'step')}: too few to learn much; raise --epochs or --max_steps")
+    warmup_steps = config.warmup_steps or math.ceil(0.03 * max_steps)
+    return replace(config, max_steps=max_steps, warmup_steps=warmup_steps)
 
 
 # ------------------------------------------------------------------------------------------------------------ the model
@@ -420,37 +387,18 @@ def save_finetuned(config: Config, model: GPT, data: Data, base_sha256: str, dir
 
 
 def write_merged(config: Config, folder: Path, adapter: Path) -> None:
-    """Merge base and adapter into one plain model, and print how much that changes its logits."""
-    out = Path(config.merge)
-    tokenizer = read_tokenizer(folder)
-    model = load_adapter(read_model(folder), adapter).eval()
-    idx = torch.randint(len(tokenizer), (4, min(64, model.config.n_positions)))
-    with torch.no_grad():
-        before = model(idx)
-        model = lora.remove_lora(lora.merge(model))
-        difference = (model(idx) - before).abs().max()
+    """Write base and adapter as one plain model."""
 
     def write(path: Path) -> None:
-        save_model(path, model, tokenizer)
+        tokenizer = read_tokenizer(folder)
+        model = load_adapter(read_model(folder), adapter)
+        save_model(path, lora.remove_lora(lora.merge(model)), tokenizer)
         chat = chat_of([adapter, folder], tokenizer, config.base)
-        if chat.whose:
+        if chat.whose:  # without a template servers refuse messages
             save_chat_files(path, tokenizer, chat)
-        else:
-            print("note: neither adapter nor base has a chat template, so servers refuse messages to the merged model")
 
-    write_atomically(out, write)
-    print(f"wrote {out}: {config.base} with {adapter} merged in; logits differ by at most {difference:.1e}")
-
-
-def print_plan(config: Config, loss_fn: nn.Module, optimizer: Optimizer, data: Data, rt: Runtime) -> None:
-    """Time three steps, and print what all of them take on this machine."""
-    seconds = []
-    for step in prefetch(micro_batches_from(0, replace(config, max_steps=3), data, rt), rt.device):
-        times = [timed_step(loss_fn, micro_batch, optimizer, rt) for micro_batch in step]
-        seconds.append(sum(passes for passes, _ in times) + times[-1][1])  # one update a step
-    mean = sum(seconds[1:]) / 2  # the first one makes buffers
-    time = tqdm.format_interval(config.max_steps * mean)
-    rt.print(f"{mean:.2f} s a step on this machine, {time} for all, without validation")
+    write_atomically(Path(config.merge), write)
+    print(f"wrote {config.merge}: {config.base} with {adapter} merged in")
 
 
 def print_answers(config: Config, model: GPT, data: Data, rt: Runtime) -> None:
@@ -464,6 +412,7 @@ def print_answers(config: Config, model: GPT, data: Data, rt: Runtime) -> None:
 
 
 def print_summary(config: Config, run: Run) -> None:
+    """Print the validation losses, the speed, and what to try next."""
     losses = list(run.report.val_losses().values())
     if losses:
         after = f"{losses[-1]:.4f} after, {min(losses):.4f} at best (nats per token)"
@@ -474,14 +423,10 @@ def print_summary(config: Config, run: Run) -> None:
     if not last < first + 1:  # or nan
         print(f"\nthe training loss rose from {first:.2f} to {last:.2f}: try a tenth of --max_lr {config.max_lr:g}")
         return
-    out = Path(config.out_dir)
-    model = shlex.quote(str(out))
+    model = shlex.quote(config.out_dir)
     if config.lora_dim:
-        model = f"{shlex.quote(config.base)} --adapter {shlex.quote(str(out / 'adapter'))}"
-    print(
-        f"\nNow try:\n  python sample.py {model} --chat\n"
-        f"  {shlex.quote(str(out / 'learning_curve.png'))}    # the loss curve"
-    )
+        model = f"{shlex.quote(config.base)} --adapter {shlex.quote(config.out_dir + '/adapter')}"
+    print(f"\nNow try:\n  python sample.py {model} --chat")
 
 
 if __name__ == "__main__":

@@ -82,10 +82,10 @@ def choose_rows(data: str, tokenizer: Tokenizer, max_length: int) -> tuple[list[
     rows = []
     examples = []
     chat = our_chat(tokenizer)
-    conversations = load_rows(data).conversations
+    conversations, _ = load_rows(data)
     shuffled, _ = split_rows(conversations[:2000], set(), 0, 0)
     for row in shuffled:
-        found, _ = encode_rows([row], chat, max_length)
+        found = encode_rows([row], chat, max_length)
         if len(found) == 1:
             rows.append(dict(messages=row))
             examples += found

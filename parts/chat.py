@@ -16,11 +16,11 @@ This file knows nothing of torch, models, or files of rows.
 """
 
 import json
+import re
 import string
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import regex
 
 from bpe.tokenizer import ENDOFTEXT, Tokenizer
 from parts.cli import UserError
@@ -37,10 +37,7 @@ TEMPLATE = """\
 {%- set ns = namespace(start='BEGINNING OF CONVERSATION: ', said='', before='nobody') -%}
 {%- for message in messages -%}
     {%- set text = message['content'] CLEAN | trim -%}
-    {%- if message['role'] == 'assistant' -%}
-        {%- if ns.before != 'user' -%}
-            {{- raise_exception('the assistant speaks after ' + ns.before + ', and can only answer the user') -}}
-        {%- endif -%}
+    {%- if message['role'] == 'assistant' and ns.before == 'user' -%}
         {{- ns.start + 'USER: ' + ns.said + ' ASSISTANT:' -}}
         {%- generation -%}
             {{- ('' if text[:1] in DIRECTLY else ' ') + text + ENDOFTEXT -}}
@@ -50,7 +47,7 @@ TEMPLATE = """\
     {%- elif message['role'] == 'user' or message['role'] == 'system' -%}
         {%- set ns.said = (ns.said + ' ' + text) | trim -%}
     {%- else -%}
-        {{- raise_exception('messages have the role system, user or assistant, not ' + message['role']) -}}
+        {{- raise_exception(message['role'] + ' after ' + ns.before + ': let an assistant answer a user') -}}
     {%- endif -%}
     {%- set ns.before = message['role'] -%}
 {%- endfor -%}
@@ -65,12 +62,11 @@ TEMPLATE = """\
 
 def template(tokenizer: Tokenizer) -> str:
     """Our chat template, for a model with this tokenizer."""
-    words = dict(ENDOFTEXT=repr(ENDOFTEXT), DIRECTLY=repr(follows_directly(tokenizer)))
     # Both ends are replaced, or an overlapping token would survive: `||` occurs three times in `||||`. repr escapes
     # quotes and backslashes in a special token, and its quotes contain any braces.
     cleaned = [f"| replace({special!r}, {f' {special[1:-1]} '!r})" for special in tokenizer.special_tokens]
-    words["CLEAN"] = " ".join(cleaned)
-    return regex.sub(r"\b(CLEAN|DIRECTLY|ENDOFTEXT)\b", lambda match: words[match[0]], TEMPLATE)
+    ours = TEMPLATE.replace("ENDOFTEXT", repr(ENDOFTEXT)).replace("DIRECTLY", repr(follows_directly(tokenizer)))
+    return ours.replace("CLEAN", " ".join(cleaned))
 
 
 def follows_directly(tokenizer: Tokenizer) -> str:
@@ -79,7 +75,7 @@ def follows_directly(tokenizer: Tokenizer) -> str:
     None of GPT-2's does, since its split pattern starts a new word there. GPT-4's may take the colon as the start of a
     word, so that with such a vocabulary a space precedes every answer.
     """
-    merged = any(regex.search(rb":[A-Za-z0-9]", token) for token in tokenizer.vocab.values())
+    merged = any(re.search(rb":[A-Za-z0-9]", token) for token in tokenizer.vocab.values())
     return "" if merged else string.ascii_letters + string.digits
 
 
@@ -94,16 +90,12 @@ class Chat:
     end_tokens: set[int]  # ids that end an answer
     whose: str = ""  # the directory that the template comes from; "" for ours
 
-    def encode(self, conversations: list[list[dict]]) -> tuple[list[list[int]], list[list[int]]]:
-        """Return each conversation's ids, and as many marks: 1 in an answer and its end, else 0."""
-        ids = []
-        marks = []
+    def encode(self, conversations: list[list[dict]]) -> Iterator[tuple[list[int], list[int]]]:
+        """Yield each conversation's ids, and as many marks: 1 in an answer and its end, else 0."""
         options = dict(return_dict=True, return_assistant_tokens_mask=True)
         for start in range(0, len(conversations), AT_ONCE):
             found = self.reader.apply_chat_template(conversations[start : start + AT_ONCE], **options)
-            ids += found["input_ids"]
-            marks += found["assistant_masks"]
-        return ids, marks
+            yield from zip(found["input_ids"], found["assistant_masks"], strict=True)
 
     def prompt(self, messages: list[dict]) -> str:
         """Return the text that the model reads before it answers. Raise UserError if the template refuses messages."""
@@ -112,48 +104,43 @@ class Chat:
         try:
             return self.reader.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except (TemplateError, TypeError, ValueError) as e:  # the last two from what a template computes
-            whose = self.whose or "this project"
-            raise UserError(f"chat template of {whose}: {e}; change it, or the messages") from None
+            raise UserError(f"chat template of {self.whose}: {e}; change it, or the messages") from None
 
     def prompt_ids(self, messages: list[dict]) -> list[int]:
         return self.reader(self.prompt(messages), add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def our_chat(tokenizer: Tokenizer, model: str = "the model") -> Chat:
+def our_chat(tokenizer: Tokenizer, model: str = "the model", folders: Sequence[Path] = ()) -> Chat:
     """Return the chat in our format. Raise UserError if the tokenizer cannot express it."""
     if tokenizer.eot_token is None:
         raise UserError(f"the tokenizer of {model} has no {ENDOFTEXT}, which ends an answer; choose another model")
     reader = tokenizer.to_transformers()
     reader.chat_template = template(tokenizer)
-    return Chat(reader, answer_ends([], reader, tokenizer))
+    return Chat(reader, answer_ends(folders, reader, tokenizer))
 
 
-def chat_of(folders: list[Path], tokenizer: Tokenizer, model: str) -> Chat:
+def chat_of(folders: Sequence[Path], tokenizer: Tokenizer, model: str) -> Chat:
     """Return the chat of the first of these directories that has a template; else ours."""
     for folder in folders:
         reader = read_template(folder, tokenizer)
         if reader.chat_template:
             return Chat(reader, answer_ends(folders, reader, tokenizer), str(folder))
-    ours = our_chat(tokenizer, model)
-    return Chat(ours.reader, answer_ends(folders, ours.reader, tokenizer))
+    return our_chat(tokenizer, model, folders)
 
 
 def read_template(folder: Path, tokenizer: Tokenizer):
     """Read a directory's tokenizer and chat template by transformers; an adapter may have a template alone."""
     from transformers import AutoTokenizer
 
-    if not (folder / "tokenizer_config.json").is_file():
-        reader = tokenizer.to_transformers()
-        if (folder / TEMPLATE_FILE).is_file():
-            reader.chat_template = (folder / TEMPLATE_FILE).read_text(encoding="utf-8")
-        return reader
-    try:
+    if (folder / "tokenizer_config.json").is_file():
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except Exception as e:  # each kind of tokenizer raises its own
-        raise UserError(f"transformers cannot read the tokenizer of {folder}: {e}; fix its files") from e
+    reader = tokenizer.to_transformers()
+    if (folder / TEMPLATE_FILE).is_file():
+        reader.chat_template = (folder / TEMPLATE_FILE).read_text(encoding="utf-8")
+    return reader
 
 
-def end_tokens(folders: list[Path], tokenizer: Tokenizer) -> set[int]:
+def end_tokens(folders: Sequence[Path], tokenizer: Tokenizer) -> set[int]:
     """Return the ids that end a text: `<|endoftext|>`, and the ends that generation settings name."""
     ends = {tokenizer.eot_token}
     for folder in folders:
@@ -163,10 +150,10 @@ def end_tokens(folders: list[Path], tokenizer: Tokenizer) -> set[int]:
     return ends - {None}
 
 
-def answer_ends(folders: list[Path], reader, tokenizer: Tokenizer) -> set[int]:
+def answer_ends(folders: Sequence[Path], reader, tokenizer: Tokenizer) -> set[int]:
     """Return the ids that end an answer: those that end a text, the template's, and every other special token."""
-    ends = end_tokens(folders, tokenizer) | set(tokenizer.special_tokens.values())
-    return ends if reader.eos_token_id is None else ends | {reader.eos_token_id}
+    of_template = {reader.eos_token_id} - {None}
+    return end_tokens(folders, tokenizer) | of_template | {*tokenizer.special_tokens.values()}
 
 
 # ---------------------------------------------------------------------------------------------------------- writing
@@ -182,10 +169,7 @@ def save_chat_files(path: Path, tokenizer: Tokenizer, chat: Chat | None = None) 
     # transformers.js and older servers look for the template here only; transformers prefers the file
     update_json(path / "tokenizer_config.json", chat.reader.special_tokens_map | dict(chat_template=text))
     ends = sorted(chat.end_tokens)
-    settings = dict(eos_token_id=ends if len(ends) > 1 else ends[0])
-    if not (path / "generation_config.json").exists():
-        settings = dict(do_sample=True, top_k=50, bos_token_id=tokenizer.eot_token) | settings
-    update_json(path / "generation_config.json", settings)
+    update_json(path / "generation_config.json", dict(eos_token_id=ends if len(ends) > 1 else ends[0]))
 
 
 def update_json(file: Path, changes: dict) -> None:

@@ -11,9 +11,9 @@
 This file knows nothing of torch, models or devices. parts/chat.py defines how a conversation is written.
 """
 
+import contextlib
 import json
 import math
-import re
 from collections import Counter, defaultdict
 from typing import NamedTuple
 
@@ -25,80 +25,62 @@ from parts.data import IGNORED, permutation
 from parts.texts import rows_of
 
 ROLES = ("system", "user", "assistant")
-INSTRUCTION = ("instruction", "input", "output")
-HELD_OUT = "held_out"
 
 # -------------------------------------------------------------------------------------------------- rows to messages
 
 
-class Rows(NamedTuple):
-    conversations: list[list[dict]]
-    held_out: set[int]  # the rows that say so: they are never trained on
-    unread: list[str]  # a line for each key that is not read
-
-
-def load_rows(data: str) -> Rows:
-    """Read the rows of --data: a file, a folder or the split `train` of a hub dataset. Raise UserError for a row that
-    is no conversation."""
+def load_rows(data: str) -> tuple[list[list[dict]], set[int]]:
+    """Read the conversations of --data: a file, a folder or the split `train` of a hub dataset; also return the numbers
+    of those that are held out. Raise UserError for a row that is no conversation."""
     rows = rows_of(data)
     conversations = [messages_of(row, f"row {number} of {data}") for number, row in enumerate(rows, start=1)]
-    held_out = {i for i, row in enumerate(rows) if str(row.get(HELD_OUT)).lower() == "true"}
-    return Rows(conversations, held_out, unread_keys(rows))
+    held_out = {i for i, row in enumerate(rows) if str(row.get("held_out")).lower() == "true"}
+    print_unread_keys(rows)
+    return conversations, held_out
 
 
 def messages_of(row, where: str) -> list[dict]:
-    """Turn a row into messages of a role and content. Raise UserError for a field that is missing or not text."""
-    if not isinstance(row, dict):
-        raise UserError(f"{where} is a {type(row).__name__}; write an object with instruction, input and output")
-    if row.get("messages") is not None:
-        check_messages(row["messages"], where)
-        return [dict(role=message["role"], content=message["content"]) for message in row["messages"]]
-    said = {field: "" if field == "input" and row.get(field) is None else row.get(field) for field in INSTRUCTION}
-    for field, text in said.items():
-        if not is_text(text):
-            raise UserError(f"{where}: {field} is missing or no text; write instruction, input, output or messages")
-    user = " ".join(filter(None, (said["instruction"].strip(), said["input"].strip())))
-    return [dict(role="user", content=user), dict(role="assistant", content=said["output"])]
-
-
-def check_messages(messages: list, where: str) -> None:
-    """Raise UserError for anything but a conversation."""
-    before = None
-    for message in messages if isinstance(messages, list) else [None]:
-        fine = isinstance(message, dict) and is_text(message.get("content"))
-        if not fine or message.get("role") not in ROLES:
-            raise UserError(f"{where}: each message needs a role ({', '.join(ROLES)}) and content that is text")
-        if message["role"] == "assistant" and before != "user":
-            raise UserError(f"{where}: the assistant speaks after {before or 'nobody'}; it can only answer the user")
-        before = message["role"]
-
-
-def is_text(value) -> bool:
-    """Return whether this is a str that UTF-8 can hold: JSON can write half a character."""
-    return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)
-
-
-def unread_keys(rows: list[dict]) -> list[str]:
-    """Describe each key that training does not read, with its values if they are few: it may mark bad answers."""
-    values = defaultdict(Counter)
-
-    def count(found: dict, read: tuple[str, ...], place: str = "") -> None:
-        for key, value in found.items():
-            if key not in read and value is not None:  # None where other rows of a table have the key
-                values[f"{place}{key}"][json.dumps(value, ensure_ascii=False, default=str)] += 1
-
-    for row in rows:
+    """Turn a row into messages of a role and content. Raise UserError for anything but a conversation."""
+    with contextlib.suppress(AttributeError, KeyError, TypeError):  # from a row of another form
         messages = row.get("messages")
-        count(row, (HELD_OUT, *INSTRUCTION) if messages is None else (HELD_OUT, "messages"))
-        for message in messages or []:
-            count(message, ("role", "content"), f"{message['role']}'s ")
-    lines = []
+        if messages is None:
+            question = f"{row['instruction'].strip()} {(row.get('input') or '').strip()}".strip()
+            messages = [dict(role="user", content=question), dict(role="assistant", content=row["output"])]
+        if is_conversation(messages):
+            return [dict(role=message["role"], content=message["content"]) for message in messages]
+    raise UserError(
+        f"{where}: write instruction, input and output, or messages with a role and content; "
+        "let an assistant answer a user"
+    )
+
+
+def is_conversation(messages: list[dict]) -> bool:
+    """Return whether each message has a known role and text, and each assistant answers a user."""
+    before = None
+    for message in messages:
+        role = message["role"]
+        if role not in ROLES or not isinstance(message["content"], str) or (role == "assistant" and before != "user"):
+            return False
+        before = role
+    return True
+
+
+def print_unread_keys(rows: list[dict]) -> None:
+    """Print each key that training does not read, with its values if they are few: it may mark bad answers."""
+    values = defaultdict(Counter)
+    for row in rows:
+        messages = row.get("messages") or []
+        read = {"held_out", "messages"} if messages else {"held_out", "instruction", "input", "output"}
+        for found in [row, *messages]:
+            for key, value in found.items():
+                if key not in read and value is not None:  # None where other rows of a table have the key
+                    values[key][json.dumps(value, ensure_ascii=False, default=str)] += 1
+            read = {"role", "content"}
     for key, counts in values.items():
-        line = f"{key} in {counts.total():,}"
+        line = f"note: not read: {key} in {counts.total():,}"
         if len(counts) <= 3:
             line += ": " + ", ".join(f"{value:.60} {n:,}" for value, n in counts.most_common())
-        lines.append(line)
-    return lines
+        print(line)
 
 
 # ------------------------------------------------------------------------------------------------ messages to examples
@@ -111,21 +93,15 @@ class Example(NamedTuple):
     targets: np.ndarray  # (T,) int32
 
 
-def encode_rows(rows: list[list[dict]], chat: Chat, sequence_length: int) -> tuple[list[Example], dict[str, int]]:
-    """Encode the rows that ask and answer something; also count the rows that are empty or long.
-
-    A row longer than `sequence_length` becomes windows that overlap by half; each of its answer tokens is a target in
-    exactly one of them.
-    """
-    full = [row for row in rows if asks_and_answers(row)]
+def encode_rows(rows: list[list[dict]], chat: Chat, sequence_length: int) -> list[Example]:
+    """Encode the rows that ask and answer something. A row longer than `sequence_length` becomes windows that overlap
+    by half; each of its answer tokens is a target in exactly one of them."""
     examples = []
-    counts = dict(empty=len(rows) - len(full), long=0)
-    for ids, marks in zip(*chat.encode(full), strict=True):
+    for ids, marks in chat.encode([row for row in rows if asks_and_answers(row)]):
         tokens = np.array(ids, dtype=np.int32)
         targets = np.where(marks, tokens, IGNORED)[1:].astype(np.int32)  # shifted: the next token of each
-        counts["long"] += len(targets) > sequence_length
         examples += windows(tokens[:-1], targets, sequence_length)
-    return examples, counts
+    return examples
 
 
 def asks_and_answers(messages: list[dict]) -> bool:

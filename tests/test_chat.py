@@ -11,7 +11,7 @@ from bpe.tokenizer import Tokenizer
 from parts import chat
 from parts.conversations import ROLES
 from tests.finetuning import said, written
-from tests.helpers import assert_refused, prose, read_json
+from tests.helpers import prose
 
 SPECIALS = ("<|endoftext|>", "<|pad|>", "||", "☃", ">U")
 
@@ -71,7 +71,7 @@ def test_what_is_trained_on_are_the_answers_and_each_follows_the_prompt_that_sam
     """And nobody can end a turn by writing the token's name: the only ends are those of answers."""
     tokenizer, theirs = pair
     ours = chat.our_chat(tokenizer)
-    [ids], [marks] = ours.encode([messages])
+    [(ids, marks)] = ours.encode([messages])
     found = []
     for n, message in enumerate(messages):
         if message["role"] == "assistant":
@@ -91,16 +91,6 @@ def test_what_is_trained_on_are_the_answers_and_each_follows_the_prompt_that_sam
     assert served == ours.prompt_ids(messages)
 
 
-def test_many_conversations_are_those_of_each_alone(pair, monkeypatch):
-    ours = chat.our_chat(pair[0])
-    several = [said("u: Hi", "a: Ho"), said("s: Be kind.", "u: A", "a: B", "u: C", "a: :)"), said("u: 1", "a: 2")]
-    alone = [ours.encode([messages]) for messages in several]
-    monkeypatch.setattr(chat, "AT_ONCE", 2)
-    ids, marks = ours.encode(several)
-    assert (ids, marks) == ([one[0][0] for one in alone], [one[1][0] for one in alone])
-    assert ours.encode([]) == ([], [])
-
-
 def test_without_a_prompt_for_the_answer_and_in_the_middle_of_one(pair):
     tokenizer, theirs = pair
     ours = chat.our_chat(tokenizer)
@@ -111,7 +101,8 @@ def test_without_a_prompt_for_the_answer_and_in_the_middle_of_one(pair):
     assert tokenizer.decode(whole[len(ids) :]) == " ASSISTANT:"
     messages = said("u: Hi", "a: Once upon")
     ids = theirs.apply_chat_template(messages, continue_final_message=True, return_dict=False)
-    assert ids == ours.encode([messages])[0][0][:-1]
+    [(whole, _)] = ours.encode([messages])
+    assert ids == whole[:-1]
 
 
 def test_whatever_begins_an_answer_leaves_the_ids_of_its_prompt(pair):
@@ -120,19 +111,10 @@ def test_whatever_begins_an_answer_leaves_the_ids_of_its_prompt(pair):
     starts = map(chr, [*range(33, 0x250), *range(0x250, 0x3000, 53)])
     answers = [first + rest for first in starts for rest in ("", "a", " a", "'s", "1")]
     prompt = ours.prompt_ids(said("u: Hi"))
-    ids, marks = ours.encode([said("u: Hi", "a: " + answer) for answer in answers])
-    for answer, found, marked in zip(answers, ids, marks, strict=True):
+    encoded = ours.encode([said("u: Hi", "a: " + answer) for answer in answers])  # more than are rendered at once
+    for answer, (found, marked) in zip(answers, encoded, strict=True):
         assert found[: len(prompt)] == prompt, answer
         assert sum(marked) == len(found) - len(prompt), answer
-
-
-def test_answers_end_where_the_template_ends_them(pair, tmp_path):
-    ours, _ = pair
-    chat.save_chat_files(tmp_path, ours)
-    content = read_json(tmp_path / "generation_config.json")
-    ends = [*ours.special_tokens.values()]
-    assert content.pop("eos_token_id") == (sorted(ends) if len(ends) > 1 else ours.eot_token)
-    assert content == dict(do_sample=True, top_k=50, bos_token_id=ours.eot_token)
 
 
 def test_a_client_that_reads_tokenizer_config_json_alone_gets_the_same_template(pair, tmp_path):
@@ -149,22 +131,12 @@ def test_a_client_that_reads_tokenizer_config_json_alone_gets_the_same_template(
     assert other.eos_token == "<|endoftext|>"  # what else the file says has stayed
 
 
-DISORDERLY = [
-    [dict(role="robot", content="x")], said("a: Hi"), said("u: Hi", "a: Ho", "a: Ho"),
-    said("u: Hi", "s: Be kind.", "a: Ho"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("messages", DISORDERLY)
-def test_the_template_refuses_the_same_orders_and_roles(pair, messages):
+@pytest.mark.parametrize("turns", [["a: Hi"], ["u: Hi", "a: Ho", "a: Ho"], ["u: Hi", "s: Be kind.", "a: Ho"]])
+def test_the_template_refuses_an_answer_to_nobody(pair, turns):
     from jinja2 import TemplateError
 
     with pytest.raises(TemplateError):
-        pair[1].apply_chat_template(messages, tokenize=False)
-
-
-def test_a_tokenizer_without_an_end_is_refused():
-    assert_refused("of base has no <|endoftext|>", chat.our_chat, Tokenizer((), special_tokens=("<|pad|>",)), "base")
+        pair[1].apply_chat_template(said(*turns), tokenize=False)
 
 
 class Reader:

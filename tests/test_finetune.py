@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import statistics
 from pathlib import Path
 
 import pytest
@@ -19,8 +18,7 @@ from parts.conversations import Example, encode_rows, messages_of, micro_batches
 from parts.huggingface import load_adapter, read_adapter, weights_sha256
 from parts.lora import TARGETS
 from tests.conftest import Door
-from tests.finetuning import ROWS, adapted, distance, said, save_adapter, small_gpt
-from tests.finetuning import logits as logits_of
+from tests.finetuning import ROWS, adapted, distance, said, small_gpt
 from tests.helpers import (
     arguments,
     assert_changes_take_effect,
@@ -44,7 +42,7 @@ from tests.helpers import (
 @pytest.mark.parametrize("dropped", [None, "attn.c_proj"])
 def test_a_batch_gives_the_loss_and_gradients_of_its_examples_one_by_one(small_tokenizer, dropped):
     """Micro-batches of several lengths, padded, with the loss at answers only, against the plain forward pass."""
-    examples, _ = encode_rows([messages_of(r, "") for r in ROWS[:13]], chat.our_chat(small_tokenizer), 1000)
+    examples = encode_rows([messages_of(r, "") for r in ROWS[:13]], chat.our_chat(small_tokenizer), 1000)
     model = adapted(small_gpt(n_positions=256), [t for t in TARGETS if t != dropped])
     n_targets = sum(int((e.targets >= 0).sum()) for e in examples)
     micros = [tuple(map(torch.from_numpy, micro)) for micro in micro_batches(examples, 300, 20)]
@@ -117,9 +115,7 @@ def test_finetuning_lowers_the_validation_loss_and_leaves_what_it_should(finetun
     assert re.search("60 rows.* 54 .* 6 ", result.stdout)
     val = column(run_dir, "val", "loss")
     model = f"{base / 'base'} --adapter {run_dir / 'adapter'}" if r else run_dir
-    rate = statistics.median(column(run_dir, "train", "tokens_per_sec"))
-    figures = [f"{loss:.4f}" for loss in (val[0], val[-1], min(val))]
-    for printed in (*figures, f"{rate:,.0f}", f"sample.py {model} --chat"):
+    for printed in (f"{val[0]:.4f}", f"{val[-1]:.4f}", f"sample.py {model} --chat"):
         assert printed in result.stdout
     assert {"step", "kind", "loss", "bpb"} <= log_of(run_dir, "val")[0].keys()
     assert column(run_dir, "val", "step") == [0, 6, 12]
@@ -137,21 +133,9 @@ def test_finetuning_lowers_the_validation_loss_and_leaves_what_it_should(finetun
         assert distance(*loaded) == 0
 
 
-def test_dry_run_times_steps_and_leaves_nothing(finetune, run_dir):
-    result = finetune(dry_run=True, max_steps=100, val_rows=0)
-    seconds, time = re.search(r"\n([\d.]+) s a step on this machine, ([\d:]+) for all", result.stdout).groups()
-    assert abs(60 * int(time[:2]) + int(time[3:]) - 100 * float(seconds)) < 2
-    assert not run_dir.exists()
-
-
-def test_few_rows_are_told_that_they_make_few_steps(finetune):
-    assert "note: 3 steps" in finetune(max_steps=None, epochs=1, dry_run=True).stdout
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_adapter_knows_its_base_and_refuses_another_of_the_same_shapes(finetune, base, run_dir, dtype):
-    """In whichever precision the base was frozen."""
-    finetune(max_steps=1, eval_interval=0, dtype=dtype)
+def test_an_adapter_knows_its_base_and_refuses_another_of_the_same_shapes(finetune, base, run_dir):
+    """Also of a base that was frozen in 16 bits."""
+    finetune(max_steps=1, eval_interval=0, dtype="bfloat16")
     own = weights_sha256(GPT.from_pretrained(base / "base"))
     for adapter in (run_dir / "step_000001", run_dir / "adapter"):
         assert read_adapter(adapter)[2]["base_sha256"] == own
@@ -195,23 +179,6 @@ def test_a_merged_directory_is_a_plain_model_for_transformers(finetune, base, tm
     assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "merged/model.safetensors").read_bytes()
 
 
-def test_the_difference_that_a_merge_prints_is_that_of_the_written_model(finetune, base, tmp_path, monkeypatch):
-    """From base and adapter, on the ids that the script compares them on."""
-    model = adapted(GPT.from_pretrained(base / "base"))
-    adapter = save_adapter(model, tmp_path / "adapter")
-    compared = []
-    forward = GPT.forward
-    monkeypatch.setattr(GPT, "forward", lambda self, idx: compared.append(idx) or forward(self, idx))
-    result = finetune(adapter=adapter, merge=tmp_path / "merged", lora_dim=None)
-    [idx, again] = (idx for idx in compared if len(idx) > 1)  # a checkpoint's question is one row
-    assert torch.equal(idx, again)
-    merged = GPT.from_pretrained(tmp_path / "merged")
-    difference = (logits_of(merged, idx) - logits_of(model, idx)).abs().max().item()
-    assert 0 < difference < 1e-4
-    [printed] = re.findall(r"logits differ by at most (\S+)", result.stdout)
-    assert float(printed) == pytest.approx(difference, rel=0.05)  # two digits
-
-
 def test_what_is_written_is_spoken_to_in_the_form_that_was_trained(finetune, tmp_path, small_tokenizer):
     from transformers import AutoTokenizer, GenerationConfig
 
@@ -241,19 +208,11 @@ def test_a_directory_of_runs_never_becomes_a_merged_model(finetune, tmp_path):
     assert (tmp_path / "runs" / "first").is_dir()
 
 
-def test_a_dry_run_writes_no_merged_model(finetune, run_dir, tmp_path):
-    finetune(max_steps=1, eval_interval=0)
-    finetune(adapter=run_dir, merge=tmp_path / "merged", lora_dim=None, dry_run=True, out="other")
-    assert not (tmp_path / "merged").exists()
-
-
 def test_what_is_overwritten_is_renamed_and_never_lost(finetune, tmp_path, run_dir):
     merged = tmp_path / "merged"
     merged.mkdir()
     (merged / "notes.txt").write_text("mine")
-    finetune.error("--merge", max_steps=1, merge=merged)
-    assert not (run_dir / "log.jsonl").exists()
-    finetune(max_steps=1, merge=merged, overwrite=True)
+    finetune(max_steps=1, merge=merged)
     assert (tmp_path / "merged.1" / "notes.txt").read_text() == "mine"
     (run_dir / "adapter" / "notes.txt").write_text("mine")  # and the run continues
     finetune(max_steps=3, resume=True, merge=merged)
@@ -271,15 +230,10 @@ def test_a_finished_run_that_is_resumed_leaves_its_results_alone(finetune, tmp_p
     assert not list(tmp_path.glob("*/adapter.*")) + list(tmp_path.glob("merged.*"))
 
 
-def test_validation_takes_as_many_examples_as_asked(finetune, tmp_path, run_dir):
-    finetune(max_steps=1)
-    finetune(out="few", max_steps=1, val_examples=2)
-    assert column(tmp_path / "few", "train", "loss") == column(run_dir, "train", "loss")
-    assert column(tmp_path / "few", "val", "loss") != column(run_dir, "val", "loss")
-
-
-def test_a_run_ends_with_a_sample(finetune, run_dir):
-    finetune(max_steps=3, eval_interval=0)
+def test_a_run_ends_with_a_sample_and_an_adapter(finetune, run_dir):
+    finetune(max_steps=3, eval_interval=0, checkpoint_interval=0)
+    assert steps_of(run_dir) == []
+    assert (run_dir / "adapter" / "adapter_model.safetensors").exists()
     [sample] = log_of(run_dir, "sample")
     assert sample["step"] == 3
     assert sample["text"].startswith("BEGINNING OF CONVERSATION: USER: Give three tips for a good meal. ASSISTANT:")
@@ -298,20 +252,6 @@ def test_a_run_ends_with_held_out_questions_and_both_answers(finetune, base, tmp
     assert answers == ["moon"] * 3
     for question, answer in zip(questions, expected, strict=True):
         assert question[4:-1] == answer[5:]
-
-
-def test_without_an_interval_there_are_no_checkpoints_but_an_adapter(finetune, run_dir):
-    finetune(max_steps=2, checkpoint_interval=0)
-    assert steps_of(run_dir) == []
-    assert (run_dir / "adapter" / "adapter_model.safetensors").exists()
-
-
-def test_the_gradient_norm_in_the_log_is_the_one_before_clipping(finetune, tmp_path):
-    for out, clip in ("free", 0.0), ("clipped", 1e-3):
-        finetune(out=out, grad_clip=clip, max_steps=1, eval_interval=0, checkpoint_interval=0)
-    [free] = column(tmp_path / "free", "train", "grad_norm")
-    [clipped] = column(tmp_path / "clipped", "train", "grad_norm")
-    assert clipped == free > 1e-2
 
 
 # ---- what a resume does with a changed constant: docs/lora.md
@@ -363,17 +303,12 @@ def test_another_base_and_other_rows_are_refused(finetune, base, tmp_path, run_d
     finetune(**SHORT, resume=True, data=write_json(tmp_path / "moved.json", ROWS))
 
 
-def test_recomputed_activations_change_no_figure_and_a_resume_names_them(finetune, tmp_path):
-    finetune(max_steps=6, warmup_steps=1)
-    finetune(out="again", max_steps=4, activation_checkpointing=True, warmup_steps=1)
-    options = dict(out="again", resume=True, max_steps=6, warmup_steps=1)
-    finetune.error("activation_checkpointing", **options)
-    finetune(activation_checkpointing=True, **options)
-    one = column(tmp_path / "run", "train", "loss")
-    other = column(tmp_path / "again", "train", "loss")
-    assert other[:2] == pytest.approx(one[:2], rel=1e-6)
-    assert len(other) == 6
-    assert read_json(tmp_path / "again/config.json")["targets"] == list(TARGETS)
+def test_recomputed_activations_change_no_figure(finetune, tmp_path):
+    losses_of = []
+    for out, changes in ("run", {}), ("again", dict(activation_checkpointing=True)):
+        finetune(out=out, max_steps=2, eval_interval=0, checkpoint_interval=0, **changes)
+        losses_of.append(column(tmp_path / out, "train", "loss"))
+    assert losses_of[1] == pytest.approx(losses_of[0], rel=1e-6)
 
 
 BAD = [
@@ -384,10 +319,8 @@ BAD = [
     (dict(sequence_length=1), ["rows.json"]),
     (dict(lora_dim=-1), ["--lora_dim", "-1"]),
     (dict(lora_dropout=1.0), ["--lora_dropout", "1.0"]),
-    (dict(min_lr=1), ["--min_lr 1.0", "--max_lr"]),
-    (dict(max_lr=0, min_lr=0.01), ["--min_lr 0.01", "--max_lr 0.001"]),
     (dict(targets="wte"), ["--targets", "wte"]),
-    (dict(lora_dim=0, adapter="x"), ["--adapter"]),
+    (dict(lora_dim=0, merge="x"), ["--merge"]),
     (dict(lora_dim=0, checkpoint_interval=0), ["--checkpoint_interval"]),
     (dict(lora_rank=3), ["lora_rank"]),
 ]  # fmt: skip
@@ -410,11 +343,6 @@ def test_what_is_not_read_or_stands_on_both_sides_is_told(finetune, tmp_path):
     options = dict(data=write_json(tmp_path / "rows.json", rows), max_steps=1, eval_interval=0, checkpoint_interval=0)
     notes = [line for line in finetune(**options).stdout.splitlines() if line.startswith("note:")]
     assert [re.findall(r"label|\d+", note) for note in notes] == [["label", "200", "100", "100"], ["20"]]
-
-
-def test_an_example_for_each_rank_is_the_least(finetune, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    finetune.error("--batch_size 2", "3", batch_size=2)
 
 
 def test_a_run_that_diverges_is_told_so(finetune):

@@ -27,7 +27,7 @@ from tests.finetuning import ROWS, row, said
 from tests.helpers import ROOT, assert_refused, write_json
 
 
-def encode(rows: list[dict], tokenizer, sequence_length=1000):
+def encode(rows: list[dict], tokenizer, sequence_length=1000) -> list[Example]:
     return encode_rows([messages_of(r, "") for r in rows], chat.our_chat(tokenizer), sequence_length)
 
 
@@ -41,7 +41,7 @@ def test_the_places_of_a_micro_batch_are_where_its_targets_are_predicted():
 def test_every_answer_and_its_end_are_targets_and_nothing_else_is(small_tokenizer):
     """And a special token in a row is text, without its ends."""
     messages = said("s: Be", "u: Hi", "a: Ho", "u: A <|endoftext|>!", "a: Bye")
-    (example,), _ = encode([dict(messages=messages)], small_tokenizer)
+    [example] = encode([dict(messages=messages)], small_tokenizer)
     text = "BEGINNING OF CONVERSATION: USER: Be Hi ASSISTANT:Ho<|endoftext|>"
     text += "USER: A  |endoftext| ! ASSISTANT:Bye<|endoftext|>"
     ids = small_tokenizer.encode(text, allowed_special="all")
@@ -49,16 +49,13 @@ def test_every_answer_and_its_end_are_targets_and_nothing_else_is(small_tokenize
     assert all(target in (IGNORED, i) for target, i in zip(example.targets, ids[1:], strict=True))
     scored = example.targets[example.targets >= 0].tolist()
     assert small_tokenizer.decode(scored) == "Ho<|endoftext|>Bye<|endoftext|>"
-    counts = [encode([dict(messages=messages)] * 2, small_tokenizer, len(ids) - n)[1] for n in (1, 2)]
-    assert counts == [dict(empty=0, long=0), dict(empty=0, long=2)]
 
 
-def test_empty_rows_are_counted_and_left_out_and_an_empty_system_message_is_nothing(small_tokenizer):
+def test_empty_rows_are_left_out_and_an_empty_system_message_is_nothing(small_tokenizer):
     messages = said("s:  ", "u: Hi", "a: Ho")
     empty = [row("Hi", " "), row("", "Ho"), dict(messages=[]), dict(messages=messages[:2])]
-    (one, other), counts = encode([row("Hi", "Ho"), *empty, dict(messages=messages)], small_tokenizer)
+    one, other = encode([row("Hi", "Ho"), *empty, dict(messages=messages)], small_tokenizer)
     assert one.idx.tolist() == other.idx.tolist()
-    assert counts["empty"] == 4
 
 
 @given(st.integers(1, 90), st.integers(2, 40), st.integers(0, 89))
@@ -86,28 +83,25 @@ def test_split_is_by_seed_and_complete():
     assert split_rows(rows[:40], set(), 1000, seed=5)[1] == [36, 25, 3, 27]  # of every version
 
 
-def test_equal_rows_never_stand_on_both_sides_and_training_has_all_of_them():
+def test_equal_rows_never_stand_on_both_sides():
     rows = [row("Hi", str(n % 60)) for n in range(300)]
     train, val = split_rows(rows, set(), 1000, seed=5)
-    assert train == [rows[i] for i in split_rows(range(300), set(), 1000, seed=5)[0]]
+    assert len(train) == 270
     assert not [found for found in val if found in train]
-    assert split_rows(rows + [row("Hi", "new")] * 2, set(), 0, seed=5)[1] == []
 
 
 def test_rows_that_say_so_are_held_out_and_no_others(tmp_path):
     rows = [row("Hi", str(n)) | dict(held_out=n < 3) for n in range(40)]
-    conversations, held_out, unread = load_rows(str(write_json(tmp_path / "rows.json", rows)))
+    conversations, held_out = load_rows(str(write_json(tmp_path / "rows.json", rows)))
     train, val = split_rows(conversations, held_out, 1000, seed=5)
     assert sorted(int(found[-1]["content"]) for found in val) == [0, 1, 2]
     assert len(train) == 37
-    assert unread == []
 
 
 def test_questions_hold_out_one_phrasing_of_each_fact():
-    conversations, held_out, unread = load_rows(str(ROOT / "questions.json"))
+    conversations, held_out = load_rows(str(ROOT / "questions.json"))
     train, val = split_rows(conversations, held_out, 1000, seed=5)
     assert len(train) + len(val) == len(conversations)  # none is left out as equal
-    assert unread == []
     single = [tuple(message["content"] for message in found) for found in conversations if len(found) == 2]
     phrasings = Counter(answer for _, answer in single)
     asked_at_end = Counter(found[1]["content"] for found in val)
@@ -141,7 +135,7 @@ def test_a_micro_batch_grows_until_the_limit_or_until_padding_costs_more_than_an
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_the_ranks_share_every_global_batch_whatever_their_number(small_tokenizer, world_size):
-    examples, _ = encode(ROWS[:21], small_tokenizer)
+    examples = encode(ROWS[:21], small_tokenizer)
 
     def targets_of(step, ranks):
         batch = global_batch(examples, step, 8, 3)
@@ -167,14 +161,14 @@ BAD = [
     dict(output="b"),
     dict(messages=None),
     dict(messages=[dict(role="assistant", content="x")]),
+    dict(messages=[dict(role="user", content=3)]),
+    dict(messages=[dict(role="tool", content="12:00")]),
+    dict(messages=said("u: Hi", "a: Ho", "a: Ho")),
+    dict(conversations=[{"from": "human", "value": "Hi"}]),
     row("a", 3),
-    row("a", float("nan")),
-    row("a", "\ud800"),
     row("a", "b", 3),
     "a",
-    3,
     None,
-    [[]],
 ]
 
 
@@ -187,63 +181,29 @@ def test_malformed_row_is_named_with_its_number(tmp_path, bad):
 CHAT = said("u: Hi there", "a: Ho")
 PLAIN = row("Hi", "Ho", "there")
 UNREAD = [
-    ([PLAIN | dict(label=n % 2 == 0) for n in range(6)], ["label in 6: true 3, false 3"]),
-    ([PLAIN | dict(score=0.5), PLAIN | dict(score="0"), PLAIN], ['score in 2: 0.5 1, "0" 1']),
-    ([PLAIN | dict(id=n) for n in range(4)], ["id in 4"]),
-    ([dict(messages=[CHAT[0], CHAT[1] | dict(weight=0)], tools=None)], ["assistant's weight in 1: 0 1"]),
-    ([dict(messages=CHAT) | PLAIN], ["instruction in 1", "input in 1", "output in 1"]),
+    ([PLAIN | dict(label=n % 2 == 0) for n in range(6)], [["label", "6", "true", "3", "false", "3"]]),
+    ([PLAIN | dict(score="low"), PLAIN], [["score", "1", "low", "1"]]),
+    ([PLAIN | dict(id=n) for n in range(4)], [["id", "4"]]),
+    ([dict(messages=[CHAT[0], CHAT[1] | dict(weight=0)], tools=None)], [["weight", "1", "0", "1"]]),
+    ([dict(messages=CHAT) | dict(output="Hm")], [["output", "1", "Hm", "1"]]),
     ([PLAIN], []),
 ]
 
 
-@pytest.mark.parametrize("rows, lines", UNREAD, ids=str)
-def test_each_key_that_is_not_read_is_counted_with_its_values_where_they_are_few(tmp_path, rows, lines):
-    conversations, _, unread = load_rows(str(write_json(tmp_path / "rows.json", rows)))
+@pytest.mark.parametrize("rows, expected", UNREAD, ids=str)
+def test_each_key_that_is_not_read_is_counted_with_its_values_where_they_are_few(tmp_path, capsys, rows, expected):
+    conversations, _ = load_rows(str(write_json(tmp_path / "rows.json", rows)))
     assert conversations == [CHAT] * len(rows)
-    assert len(unread) == len(lines)
-    for found, line in zip(unread, lines, strict=True):
-        assert found.startswith(line)
-
-
-# rows as public datasets have them: what is read of each, or None if it is refused
-PUBLIC = {
-    "Alpaca": (PLAIN | dict(text="BEGIN Hi there Ho"), CHAT),
-    "Dolly": (dict(instruction="Hi", context="there", response="Ho"), None),
-    "ShareGPT": (dict(conversations=[{"from": "human", "value": "Hi"}]), None),
-    "chats of OpenAI": (dict(messages=said("s: Be", "u: Hi", "a: Ho")), said("s: Be", "u: Hi", "a: Ho")),
-    "calls of tools": (dict(messages=[dict(role="tool", content="12:00")]), None),
-    "parts of content": (dict(messages=[dict(role="user", content=[dict(type="text", value="Hi")])]), None),
-    "UltraChat": (dict(prompt="Hi there", prompt_id="x", messages=CHAT), CHAT),
-    "preferences": (dict(conversations=[], chosen=dict(value="Ho"), rejected=dict(value="Hm")), None),
-}
-
-
-@pytest.mark.parametrize("name", PUBLIC)
-def test_rows_of_public_datasets_are_read_or_refused_by_number(tmp_path, name):
-    public, expected = PUBLIC[name]
-    path = str(write_json(tmp_path / "rows.json", [PLAIN, public]))
-    if expected is None:
-        assert_refused(r"\b2 .*rows.json", load_rows, path)
-    else:
-        assert load_rows(path)[0] == [CHAT, expected]
-
-
-DISORDERLY = [
-    "x", [dict(role="user")], [dict(role="user", content=3)], [dict(role="robot", content="x")], said("a: Hi"),
-    said("u: Hi", "a: Ho", "a: Ho"), said("u: Hi", "s: Be kind.", "a: Ho"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("messages", DISORDERLY, ids=str)
-def test_anything_but_a_conversation_is_refused(messages):
-    assert_refused(r"\b3\b", messages_of, dict(messages=messages), "row 3")
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note:")]
+    for note, words in zip(notes, expected, strict=True):
+        assert re.findall(r"\w+", note)[-len(words) - note.count(" in ") :] == [words[0], "in", *words[1:]]
 
 
 def test_instructions_and_messages_are_read_alike(tmp_path):
     rows = [row("Hi", "Ho", "there"), row("Say", "x"), dict(instruction="Hm", input=None, output="y", messages=None)]
     messages = [dict(messages=messages_of(r, "")) for r in rows]
-    plain = load_rows(str(write_json(tmp_path / "rows.json", rows))).conversations
-    chats = load_rows(str(write_json(tmp_path / "messages.json", messages))).conversations
+    plain, _ = load_rows(str(write_json(tmp_path / "rows.json", rows)))
+    chats, _ = load_rows(str(write_json(tmp_path / "messages.json", messages)))
     assert plain == chats
     assert plain[0] == said("u: Hi there", "a: Ho")
 
@@ -252,7 +212,7 @@ def test_instructions_and_messages_are_read_alike(tmp_path):
 def test_rows_of_other_files_are_the_same(tmp_path, name):
     import datasets  # slow, and not needed to collect the tests
 
-    rows = [PLAIN | dict(label=n % 2 == 0, none=None) for n in range(4)]
+    rows = [PLAIN | dict(held_out=n % 2 == 0, none=None) for n in range(4)]
     table = datasets.Dataset.from_list(rows)
     path = tmp_path / name
     if name == "rows.jsonl":
@@ -263,15 +223,4 @@ def test_rows_of_other_files_are_the_same(tmp_path, name):
         path = path / "train.parquet" if name == "folder" else path
         path.parent.mkdir(exist_ok=True)
         table.to_parquet(path)
-    conversations, _, unread = load_rows(str(tmp_path / name))
-    assert conversations == [CHAT] * 4
-    assert re.match("label in 4: .*true.* 2, .*false.* 2", unread[0], re.IGNORECASE)
-
-
-LOCAL = ["absent.json", "folder/absent.jsonl", "absent", "./absent", "x" * 300]
-
-
-@pytest.mark.parametrize("name", LOCAL)
-def test_name_that_is_not_a_dataset_of_the_hub_is_a_file(monkeypatch, name):
-    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: pytest.fail("asked the hub"))
-    assert_refused(name.removeprefix("./")[-10:], load_rows, name)
+    assert load_rows(str(tmp_path / name)) == ([CHAT] * 4, {0, 2})

@@ -78,14 +78,6 @@ def test_the_page_writes_conversations_as_chat_py_does(pattern):
     assert json.loads(out) == [written(messages, tokenizer) for messages in PROMPTS]
 
 
-@needs_node
-def test_the_page_knows_a_template_that_is_not_ours():
-    functions = PAGE[PAGE.index("const END") : PAGE.index("function make")]
-    call = f"{json.dumps(['', chat.template(Tokenizer(())), '{{ messages }}'])}.map(foreign)"
-    out = subprocess.check_output(["node", "-e", f"{functions} console.log(JSON.stringify({call}))"], text=True)
-    assert json.loads(out) == [False, False, True]
-
-
 # as much of a browser as a conversation needs; each answer is [status, bodies of the chunks]
 BROWSER = """
 const $ = id => ({ value: "" }), columns = new Map(), address = path => path, headers = () => ({});

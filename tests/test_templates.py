@@ -29,8 +29,7 @@ def chatml(tmp_path_factory) -> Path:
     """A GPT-2 as transformers saves it after such a finetuning: ChatML's tokens, its template, and an end among others.
     The weights are random, and such that answers differ, can be read, and end by themselves or are cut."""
 
-    from transformers import AutoTokenizer
-    from transformers import GPT2LMHeadModel
+    from transformers import AutoTokenizer, GPT2LMHeadModel
 
     path = tmp_path_factory.mktemp("chatml")
     tokenizer = Tokenizer.train([prose(60_000)], 320, special_tokens=("<|endoftext|>", "<|im_start|>", "<|im_end|>"))
@@ -66,8 +65,7 @@ def converse(inline, monkeypatch):
 def expected(path: Path, ends: list[int] | None = None) -> tuple[str, list[int]]:
     """The same conversation held by transformers alone, and the number of tokens of each answer."""
 
-    from transformers import AutoTokenizer
-    from transformers import GPT2LMHeadModel
+    from transformers import AutoTokenizer, GPT2LMHeadModel
 
     reader = AutoTokenizer.from_pretrained(path)
     model = GPT2LMHeadModel.from_pretrained(path)
@@ -103,7 +101,7 @@ def test_a_model_is_spoken_to_in_its_own_template_and_stops_at_its_own_end(chatm
     result = converse(chatml)
     printed, lengths = expected(chatml)
     assert result.stdout == printed, result.stderr
-    assert f"chat template: that of {chatml}\n" in result.stderr
+    assert str(chatml) in result.stderr
     assert 1 < min(lengths) < LONGEST == max(lengths)  # some end by themselves, others are cut
 
 
@@ -124,11 +122,6 @@ def test_an_answer_ends_at_any_special_token(chatml, converse, tmp_path):
     assert converse(model).stdout == expected(chatml)[0]
 
 
-def test_a_template_beside_no_settings_of_a_tokenizer_counts_too(chatml, converse, tmp_path):
-    model = copy_of(chatml, tmp_path / "model", tokenizer_config=None)
-    assert converse(model).stdout == expected(chatml)[0]
-
-
 def test_a_text_ends_there_too(chatml, inline):
     options = dict(temperature=0, max_new_tokens=40, dtype="float32", device="cpu")
     prompt = f"<|im_start|>user\n{SAID[0]}"
@@ -136,17 +129,12 @@ def test_a_text_ends_there_too(chatml, inline):
     assert "<|im_end|>" not in result.stdout.removeprefix(prompt)
 
 
-def test_a_model_without_a_template_is_spoken_to_in_ours_and_that_is_said(chatml, converse):
-    result = converse(chatml.parent / "ours")
-    assert "chat template: ours" in result.stderr
-
-
 def test_the_template_of_an_adapter_comes_before_that_of_its_base(chatml, converse, tmp_path):
     tokenizer = read_tokenizer(chatml)
     adapter = save_adapter(adapted(GPT.from_pretrained(str(chatml))), tmp_path / "adapter")
-    assert f"that of {chatml}\n" in converse(chatml, adapter=adapter).stderr
+    assert f"{chatml}\n" in converse(chatml, adapter=adapter).stderr
     chat.save_chat_files(adapter, tokenizer)
-    assert f"that of {adapter}\n" in converse(chatml, adapter=adapter).stderr
+    assert f"{adapter}\n" in converse(chatml, adapter=adapter).stderr
     messages = said("s: Be", "u: Hi")
     found = chat.chat_of([adapter, chatml], tokenizer, "")
     assert found.prompt(messages) == written(messages, tokenizer)
@@ -175,12 +163,7 @@ def test_a_model_merged_from_files_without_a_template_gets_none(chatml, tmp_path
 def test_messages_that_a_template_refuses_are_one_line(chatml, converse, tmp_path):
     model = copy_of(chatml, tmp_path / "model")
     (model / "chat_template.jinja").write_text("{{ raise_exception('not today') }}")
-    assert_user_error(converse(model), f"chat template of {model}", "not today")
+    assert_user_error(converse(model), str(model), "not today")
     for wrong in ("{% for %}", "{{ 1 + messages }}", "{{ nothing.at.all }}"):
         (model / "chat_template.jinja").write_text(wrong)
-        assert_user_error(converse(model), f"chat template of {model}")
-    (model / "chat_template.jinja").unlink()
-    without_default = dict(chat_template=[dict(name="rag", template=CHATML)])
-    for wrong in (without_default, dict(eos_token=3), dict(added_tokens_decoder=3)):
-        write_json(model / "tokenizer_config.json", wrong)
-        assert_user_error(converse(model), f"{model}")
+        assert_user_error(converse(model), str(model))
