@@ -23,7 +23,7 @@ This file knows nothing of models, training or torch.
 import shutil
 import signal
 import sys
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -82,8 +82,6 @@ def stop(signum, frame) -> None:
 
 def make_shards(config: Config, out_dir: Path) -> None:
     """Write the shards of `config.source`, or those that are missing. Raises UserError."""
-    if not config.out_dir:  # as an unset variable of a shell is
-        raise UserError("--out_dir is empty; give a directory")
     of_fineweb = config.source == Config.source
     if not of_fineweb and config.out_dir == Config.out_dir:
         raise UserError(f"{out_dir} is for FineWeb-Edu; give an --out_dir for the shards of another --source")
@@ -101,7 +99,7 @@ def make_shards(config: Config, out_dir: Path) -> None:
     revision = manifest.get("commit") or config.revision
     texts = open_texts(config.source, config.text_field, config.subset, config.split, revision)
     sizes = texts.sizes()
-    expected = expected_tokens(texts, sizes, tok, config.limit_tokens)
+    expected = min(expected_tokens(texts, sizes, tok), config.limit_tokens)
     # by default leave most of a small source to train on
     config = replace(config, shard_size=manifest["shard_size"] or min(max(expected // 10, 1000), 100_000_000))
     print_plan(config, texts, sizes, manifest, expected)
@@ -152,7 +150,7 @@ def write_shards(config: Config, texts: Texts, manifest: dict, tok: Tokenizer, e
 # ------------------------------------------------------------------------------------------- documents -> tokens
 
 
-def encoded(batches: Iterator[tuple], tok: Tokenizer, n_threads: int) -> Iterator[tuple[dict, np.ndarray, Counter]]:
+def encoded(batches: Iterator[tuple], tok: Tokenizer, n_threads: int) -> Iterator[tuple[dict, np.ndarray, int]]:
     """(place, tokens (n,), skipped documents) in the order of the batches.
 
     A task is a whole batch: one for each document would cost the main thread a fifth of the time of its encoding.
@@ -211,11 +209,11 @@ def open_manifest(config: Config, out_dir: Path, tok: Tokenizer) -> dict:
 # ------------------------------------------------------------------------------------------------ the plan
 
 
-def expected_tokens(texts: Texts, sizes: list[int], tok: Tokenizer, limit: int) -> int:
-    """About how many tokens the source has, by the size of its files and the tokens of its first documents."""
+def expected_tokens(texts: Texts, sizes: list[int], tok: Tokenizer) -> int:
+    """Estimate how many tokens the source has, by the size of its files and the tokens of its first documents."""
     sample = "".join(text[:SAMPLED] for text in texts.first)[:SAMPLED]
-    tokens_per_byte = len(tok.encode_to_numpy(sample)) / max(len(sample.encode("utf-8", "replace")), 1)
-    return min(int(texts.text_bytes(sizes) * tokens_per_byte), limit)
+    tokens_per_byte = len(tok.encode_to_numpy(sample)) / max(len(sample.encode()), 1)
+    return int(texts.text_bytes(sizes) * tokens_per_byte)
 
 
 def print_plan(config: Config, texts: Texts, sizes: list[int], manifest: dict, tokens: int) -> None:

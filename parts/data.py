@@ -43,33 +43,29 @@ def find_shards(data: str, split: str) -> list[Path]:
     """Return the shards of a split, "train" or "val", in a directory or a glob, in file order; at least one."""
     if shards := shards_by_split(data)[split]:
         return shards
-    if glob.glob(data):
-        raise UserError(
-            f"--data {data} holds no *_{split}_*.npy, .bin or .ds shard; give a folder of shards, a plain text as "
-            ".txt, or, with --tokenizer train, a folder of plain texts; to make shards of .parquet, .jsonl or .txt: "
-            f"python fineweb.py --source '{data}' --out_dir FOLDER"
-        )
-    remedy = "write shards with fineweb.py, or start with one that needs no other data: python train_gpt2.py tiny"
-    if data == "fineweb10B":  # the public speed record's, see docs/speedrun.md
-        remedy = "to get it: hf download kjj0/fineweb10B-gpt2 --repo-type dataset --local-dir fineweb10B (20 GB)"
-    raise UserError(f"--data {data} does not exist; {remedy}")
+    raise UserError(
+        f"--data {data} has no *_{split}_*.npy, .bin or .ds shard; write shards with fineweb.py, pass a .txt, or, with "
+        "--tokenizer train, a folder of texts; `train_gpt2.py tiny` needs no other data"
+    )
 
 
 def shards_by_split(data: str) -> dict[str, list[Path]]:
-    """The files of tokens in a directory or a glob: those of "train", of "val", and of "neither".
+    """Return the files of tokens in a directory or a glob, those of "train" and those of "val".
 
     The last train or val between underscores in a name decides. datatrove's .ds files have no such names: the first one
     is then "val", and the others are "train".
     """
     pattern = f"{glob.escape(data)}/*" if os.path.isdir(data) else data
-    shards = dict(train=[], val=[], neither=[])
+    shards = dict(train=[], val=[])
+    unnamed = []
     for path in sorted(map(Path, glob.glob(pattern))):
-        if path.suffix in LAYOUTS:
-            named = re.findall(r"_(train|val)(?=_)", f"_{path.stem}_")
-            shards[named[-1] if named else "neither"].append(path)
-    unnamed = shards["neither"]
-    if len(unnamed) > 1 and not shards["train"] + shards["val"] and unnamed[0].suffix == ".ds":
-        return dict(train=unnamed[1:], val=unnamed[:1], neither=[])
+        named = re.findall(r"_(train|val)(?=_)", f"_{path.stem}_")
+        if path.suffix in LAYOUTS and named:
+            shards[named[-1]].append(path)
+        elif path.suffix == ".ds":
+            unnamed.append(path)
+    if len(unnamed) > 1 and not any(shards.values()):
+        return dict(train=unnamed[1:], val=unnamed[:1])
     return shards
 
 
@@ -261,11 +257,10 @@ class Batches:
             )
 
     def shift(self, epoch: int) -> int:
-        """How many tokens later windows begin in this epoch, 0 .. T-1: 0 in the first one.
+        """Return how many tokens later windows begin in this epoch, 0 .. T-1: 0 in the first one.
 
-        The first target of a window is predicted from one token, the last one from T. Windows that were cut at the same
-        places in every epoch would give a target the same context length every time. The recipe `tiny` reads its text
-        several times, and gains 0.03 bits per byte from the shift.
+        A window's first target is predicted from one token, its last one from T: without the shift, a target would have
+        the same context length in every epoch. The recipe `tiny` gains 0.03 bits per byte from it.
         """
         if epoch == 0 or not self.shuffle:
             return 0
@@ -284,15 +279,11 @@ class Batches:
         return starts
 
     def micro_batches(self, position: int, batch_size: int, micro_batch_size: int) -> Iterator[np.ndarray]:
-        """This rank's part of that global batch, in arrays of one shape, (micro_batch_size, T + 1) int64.
+        """Yield this rank's part of that global batch, in arrays of one shape, (micro_batch_size, T + 1) int64.
 
         `batch_size` is a multiple of `micro_batch_size` times the number of ranks: all ranks take part in every
         exchange of gradients, so each of them needs as many micro-batches as the others.
         """
-        if batch_size % (micro_batch_size * self.world_size):
-            raise ValueError(
-                f"a batch of {batch_size} windows is not a multiple of {self.world_size} ranks x {micro_batch_size}"
-            )
         own = batch_size // self.world_size
         first = self.rank * own
         starts = self.global_batch(position, batch_size)[first : first + own]

@@ -9,9 +9,7 @@ This file knows nothing of torch, models or training.
 
 import hashlib
 import json
-import os
 import re
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
@@ -21,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bpe.tokenizer import Tokenizer
-from parts.cli import UserError, counted
+from parts.cli import UserError
 from parts.data import (
     TokenStream,
     ds_metadata,
@@ -56,13 +54,12 @@ def verify(directory: Path) -> str:
     if not manifest.get("shards"):
         raise UserError(f"{directory}/manifest.json is missing or lists no shard; write the shards with fineweb.py")
     remedy = f"remove {directory} and write it again, or restore the intact file"
-    tok = load_tokenizer(str(directory / "tokenizer.json"))
-    if tok.fingerprint != manifest["tokenizer"]:
+    if load_tokenizer(str(directory / "tokenizer.json")).fingerprint != manifest["tokenizer"]:
         raise UserError(f"{directory}/tokenizer.json is another tokenizer; {remedy}")
     written = {directory / entry["file"]: entry["sha256"] for entry in manifest["shards"]}
-    for path in {*directory.glob("*_train_*.npy"), *directory.glob("*_val_*.npy")} - written.keys():
-        raise UserError(f"shard {path} is not in manifest.json; {remedy}")
-    TokenStream([*written], len(tok), tok.unused_ids(len(tok)), f"{directory}/tokenizer.json")
+    found = {*directory.glob("*_train_*.npy"), *directory.glob("*_val_*.npy")}
+    for path in found ^ written.keys():
+        raise UserError(f"shard {path} is missing, or not in manifest.json; {remedy}")
     with ThreadPoolExecutor() as pool:  # hashing releases the GIL
         for path, digest in zip(written, pool.map(sha256, written), strict=True):
             if digest != written[path]:
@@ -105,12 +102,6 @@ def open_shards(data: str, tokenizer: str, vocab_size: int, cache: Path) -> Shar
     unused = tok.unused_ids(len(tok))  # the model may be padded to more ids, which no token has
     val = TokenStream(val_paths, len(tok), unused, named)
     train = TokenStream(train_paths, len(tok), unused, named)
-    if left_out := shards_by_split(str(place))["neither"]:
-        names = ", ".join(path.name for path in left_out[:3])
-        warnings.append(
-            f"{counted(len(left_out), 'file')} in {data} not read, as the names say neither _train_ nor "
-            f"_val_: {names}; rename or remove them"
-        )
     if "next" in read_manifest(folder):
         warnings.append(f"{place} is incomplete; training on what has been written so far")
     if vocab_size > 2 * padded:
@@ -133,18 +124,13 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def data_tokenizer(directory: Path, tokenizer: str) -> tuple[Tokenizer, str]:
-    """The tokenizer of a directory of shards, and its name: the one beside them, which one that `tokenizer` names must
-    equal, or else that one, or GPT-2's. Raises UserError if the shards were written with another one."""
+    """Return the tokenizer of a directory of shards, and its name: the one beside them, which one that `tokenizer`
+    names must equal, or else that one, or GPT-2's. Raises UserError if the shards were written with another one."""
     own = directory / "tokenizer.json"
     beside = load_tokenizer(str(own)) if own.exists() else None
     name = tokenizer
-    if beside and tokenizer in ("gpt2", "train"):
-        name = str(own)
-    elif tokenizer in ("gpt2", "train"):
-        names = {ds_metadata(path)[0].removeprefix("openai-community/") for path in directory.glob("*.ds")}
-        name = " and ".join(sorted(names)) or "gpt2"
-        if name != "gpt2" and not os.path.exists(name):  # as GPT-2's, these tokens would be silently wrong
-            raise UserError(f"{directory} was tokenized with {name}; put its tokenizer.json there, or give --tokenizer")
+    if tokenizer in ("gpt2", "train"):
+        name = str(own) if beside else ds_tokenizer(directory)
     tok = load_tokenizer(name)
     source = beside or tok
     written = read_manifest(directory).get("tokenizer") or source.fingerprint
@@ -152,6 +138,12 @@ def data_tokenizer(directory: Path, tokenizer: str) -> tuple[Tokenizer, str]:
     if source.fingerprint != written or not source.same_ids(tok):
         raise UserError(f"{directory} was written with another tokenizer than {name}; use {own} or write it again")
     return tok, name
+
+
+def ds_tokenizer(directory: Path) -> str:
+    """Return the name of the tokenizer in the metadata of datatrove's files; without any, GPT-2's."""
+    names = {ds_metadata(path)[0].removeprefix("openai-community/") for path in directory.glob("*.ds")}
+    return " and ".join(sorted(names)) or "gpt2"
 
 
 # ------------------------------------------------------------------------------------------------- a text as shards
@@ -231,15 +223,14 @@ def shard_dtype(n_vocab: int) -> type:
     return np.uint16 if n_vocab <= 2**16 else np.uint32
 
 
-def tokens_of(texts: list[str | None], tok: Tokenizer) -> tuple[np.ndarray, Counter]:
-    """tokens = [eot, *encode(text)] for one document after the other, as one array (n,); and how many were skipped, for
-    which reason."""
+def tokens_of(texts: list[str | None], tok: Tokenizer) -> tuple[np.ndarray, int]:
+    """Return tokens = [eot, *encode(text)] for one document after the other, as one array (n,); and how many documents
+    have no text."""
     tokens = []  # of arrays: in a list, an id would take eight bytes
     for text in texts:
         if text is not None:
             tokens += [[tok.eot_token], tok.encode_to_numpy(text)]
-    skipped = Counter({"no text": len(texts) - len(tokens) // 2})
-    return np.concatenate([[], *tokens], dtype=shard_dtype(len(tok)), casting="unsafe"), +skipped
+    return np.concatenate([[], *tokens], dtype=shard_dtype(len(tok)), casting="unsafe"), texts.count(None)
 
 
 class Writer:
@@ -255,7 +246,7 @@ class Writer:
         self.token_bytes = tok.token_bytes()
         self.shard = np.empty(min(shard_size, limit), shard_dtype(len(tok)))
         self.filled = 0  # tokens in it
-        self.skipped = Counter(manifest["skipped"])
+        self.skipped = manifest["skipped"].get("no text", 0)  # documents
         self.to_skip = manifest["next"].get("skip", 0)  # tokens of the first unit that are in the previous shard
         save_manifest(out_dir, manifest)
 
@@ -263,7 +254,7 @@ class Writer:
     def n_tokens(self) -> int:
         return self.manifest["tokens"] + self.filled
 
-    def write(self, place: dict, tokens: np.ndarray, skipped: Counter) -> None:
+    def write(self, place: dict, tokens: np.ndarray, skipped: int) -> None:
         """Append the tokens of the unit at `place`, up to the limit, and complete the shards that they fill."""
         done = self.to_skip
         self.to_skip = 0
@@ -299,7 +290,8 @@ class Writer:
         self.filled = 0
 
     def _save(self) -> None:
-        self.manifest["skipped"] = dict(sorted(self.skipped.items()))
+        if self.skipped:
+            self.manifest["skipped"] = {"no text": self.skipped}
         save_manifest(self.out_dir, self.manifest)
 
     def end(self) -> None:
@@ -308,8 +300,8 @@ class Writer:
             self.complete(self.shard[: self.filled])
         if not self.manifest["shards"]:
             raise UserError(
-                f"no document in {self.manifest['source']}; skipped: {dict(self.skipped) or 'none'}; "
-                "name the key of the text with --text_field, or give another --source"
+                f"no document in {self.manifest['source']}, {self.skipped} rows without text; pass --text_field or "
+                "another --source"
             )
         del self.manifest["next"]
         self._save()

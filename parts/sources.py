@@ -36,9 +36,8 @@ def find_files(source: tuple[str, ...], subset: str = "", split: str = "train", 
     found = []
     for name in source:
         files = []
-        for path in [name] if on_hub(name) else expand(name):
-            if on_hub(path) or os.path.isdir(path):
-                files_below(path)  # for its notes
+        for path in expand(name):
+            if not os.path.isfile(path):
                 files += files_of(path, subset, split, revision)
             elif kind_of(path):
                 files.append(path)
@@ -59,9 +58,11 @@ def kind_of(name: str) -> str:
 
 
 def expand(name: str) -> list[str]:
-    """List what a path or a glob names, except hidden files; ** follows no links to folders."""
-    if os.path.exists(name) or not has_magic(name):
-        return [name] if os.path.exists(name) else []
+    """List what a name means: itself, or the paths of a glob except hidden ones; ** follows no links to folders."""
+    if on_hub(name) or os.path.exists(name):
+        return [name]
+    if not has_magic(name):
+        return []
     pattern = Path(name)
     found = Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor)))
     return sorted(str(path) for path in found if not any(part[0] == "." for part in {*path.parts} - {*pattern.parts}))
@@ -81,6 +82,7 @@ def files_of(name: str, subset: str, split: str, revision: str) -> list[str]:
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
+    files_below(name)  # for its notes
     where = dict(path=os.path.abspath(name))
     if on_hub(name):
         path, inside = re.fullmatch("([^/]+/[^/]+)/?(.*)", name).groups()
@@ -121,9 +123,9 @@ def readable(what: str) -> Iterator[None]:
         raise
     except Exception as e:
         reason = " ".join([str(e) or type(e).__name__, *getattr(e, "__notes__", [])])
-        remedy = "remove it, or get it again"
-        if in_hub(what) or on_hub(what):
-            remedy = "check name, subset, network, HF_ENDPOINT and `hf auth login`, or pass local files"
+        remedy = "check name, subset, network, HF_ENDPOINT and `hf auth login`, or pass local files"
+        if os.path.isfile(what):
+            remedy = "remove it, or get it again"
         raise UserError(f"cannot read {what}: {reason[-300:]}; {remedy}") from e
 
 

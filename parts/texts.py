@@ -197,14 +197,15 @@ def open_texts(
     """Open the documents of files, folders, globs or hub datasets, as `datasets.load_dataset` means subset, split and
     revision. Raises UserError for a missing source or field, and for several subsets of a dataset."""
     files = find_files(source, subset, split, revision)
-    rows = []
     for file in files:
-        if rows := [row for row in islice(rows_in(file, text_field), BATCH) if isinstance(row, dict)]:
+        rows = [row for row in islice(rows_in(file, text_field), BATCH) if isinstance(row, dict)]
+        if rows:
             break
     if rows and not any(text_field in row for row in rows):
         raise UserError(f"{file} has no {text_field!r}; pass --text_field one of {', '.join(next(rows_in(file)))}")
-    first = [text for row in rows if (text := text_of(row, text_field)) is not None]
-    if files and kind_of(file) == "text":
+    texts = [text_of(row, text_field) for row in rows]
+    first = [text for text in texts if text is not None]
+    if kind_of(file) == "text":
         for note in notes_on(file, first):
             warnings.warn(note, stacklevel=2)
     return Texts(files, text_field, first)

@@ -78,12 +78,6 @@ def test_a_batch_is_a_slice_of_the_epochs_one_after_the_other(n, length, micro_r
     assert found == epochs[position : position + rows], "the ranks' parts, one after the other, are the global batch"
 
 
-@pytest.mark.parametrize("rows, micro_rows, world_size", [(7, 1, 2), (8, 3, 1), (8, 4, 4)])
-def test_a_batch_that_ranks_and_micro_batches_do_not_divide_drops_no_row_but_fails(rows, micro_rows, world_size):
-    with pytest.raises(ValueError):
-        next(Batches(Counting(101), 10, 0, True, 0, world_size).micro_batches(0, rows, micro_rows))
-
-
 def test_windows_are_cut_elsewhere_from_the_second_epoch_on_and_the_same_for_good():
     batches = Batches(Counting(50 * 16 + 9), 16, 1337, True)
     assert [batches.shift(epoch) for epoch in range(4)] == [0, 9, 13, 8], "older runs would resume with other data"

@@ -52,10 +52,10 @@ def test_a_batch_that_is_taken_up_again_ends_at_the_limit(tokenizer, tmp_path, m
 
     with monkeypatch.context() as patch, pytest.raises(TypeError):
         patch.setattr(Writer, "_save", None)
-        begun().write(place, tokens, {})  # killed with a shard that is not yet listed
-    begun().write(place, tokens, {})  # killed with two shards of three
+        begun().write(place, tokens, 0)  # killed with a shard that is not yet listed
+    begun().write(place, tokens, 0)  # killed with two shards of three
     writer = Writer(tmp_path, read_manifest(tmp_path), tok, 10, 25, "x")
-    writer.write(place, tokens, {})
+    writer.write(place, tokens, 0)
     writer.end()
     assert np.concatenate([np.load(path) for path in shard_paths(tmp_path)]).tolist() == list(range(25))
 

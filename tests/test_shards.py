@@ -258,13 +258,6 @@ def test_what_a_person_should_know_of_shards_is_a_warning(folder):
     assert any(str(folder) in warning for warning in opened(folder).warnings)
 
 
-def test_files_of_tokens_whose_names_say_no_split_are_named(folder):
-    for name in ("x_000001.npy", "x_test_000001.bin"):
-        (folder / name).touch()
-    [warning] = opened(folder).warnings
-    assert "x_000001.npy, x_test_000001.bin" in warning
-
-
 def test_a_tokenizer_with_further_special_tokens_reads_the_same_shards(folder):
     """As GPT-2's with a [PAD]; one with another text, or another end of it, does not."""
     own = Tokenizer.load(folder)
