@@ -38,7 +38,6 @@ from parts.cli import Count, Stopped, Tokens, UserError, counted, parse_args, sc
 from parts.data import new_manifest, read_manifest, summary
 from parts.files import errors_name, exclusive_lock, free_bytes, remove_leftovers
 from parts.shards import Writer, load_tokenizer, shard_dtype, shard_name, tokens_of, verify
-from parts.sources import discard
 from parts.texts import START, Texts, open_texts
 
 BATCHES_AHEAD = 4  # per thread: memory must not grow when writing is slower than encoding
@@ -111,9 +110,7 @@ def make_shards(config: Config, out_dir: Path) -> None:
             remove_leftovers(out_dir, "*.npy", "manifest.json", "tokenizer*")  # of a kill
             manifest = open_manifest(config, out_dir, tok)  # nobody else changes it now
             if "next" in manifest:  # else another process completed it while this one waited
-                # those in shards, the one under way, then all others: a file may be added or mended
-                begun = manifest.get("files", [])[: manifest["next"]["file"] + 1]
-                texts = texts._replace(files=begun + [file for file in texts.files if file not in begun])
+                texts = texts._replace(files=in_order(texts.files, manifest))
                 manifest |= dict(commit=texts.commit(), files=texts.files)
                 write_shards(config, texts, manifest, tok, expected)
     except (KeyboardInterrupt, Stopped):
@@ -126,21 +123,16 @@ def write_shards(config: Config, texts: Texts, manifest: dict, tok: Tokenizer, e
     """The pipeline: documents -> tokens -> shards. Fills in `manifest`."""
     out_dir = Path(config.out_dir)
     downloads = out_dir / ".downloads"
-    shards = manifest["shards"]
     writer = Writer(out_dir, manifest, tok, config.shard_size, config.limit_tokens, shard_name(out_dir))
-    if not shards:  # else others may be reading it
+    if not manifest["shards"]:  # else others may be reading it
         with errors_name(out_dir / "tokenizer.json"):
             tok.save(out_dir / "tokenizer.json")
     bar = tqdm(total=expected, initial=writer.n_tokens, unit="tok", unit_scale=True, disable=None, dynamic_ncols=True)
     with bar:
         batches = texts.batches(manifest["next"], downloads)
         for place, tokens, skipped in encoded(batches, tok, config.workers):
-            n_complete = len(shards)
             writer.write(place, tokens, skipped)
             bar.update(writer.n_tokens - bar.n)
-            if len(shards) > n_complete:
-                tqdm.write(f"{len(shards)} shards, {manifest['tokens']:,} tokens are on the disk")
-                discard(texts.files[: manifest["next"]["file"]], downloads)
             if writer.n_tokens == config.limit_tokens:
                 break
         writer.end()
@@ -204,6 +196,15 @@ def open_manifest(config: Config, out_dir: Path, tok: Tokenizer) -> dict:
                 "give another --out_dir, or remove that one"
             )
     return manifest
+
+
+def in_order(files: list[str], manifest: dict) -> list[str]:
+    """Order the files of a source: those in shards, the one under way, then all others, so that one may be added,
+    mended or removed."""
+    begun = manifest.get("files", [])[: manifest["next"]["file"] + 1]
+    if begun and begun[-1] not in files:
+        manifest["next"] = dict(file=len(begun), row=0, skip=0)
+    return begun + [file for file in files if file not in begun]
 
 
 # ------------------------------------------------------------------------------------------------ the plan

@@ -133,15 +133,18 @@ def readable(what: str) -> Iterator[None]:
 
 
 def arriving(files: list[str], folder: Path | None = None) -> Iterator[str]:
-    """Yield the path of each file once it is on this disk. Files of the hub are downloaded to `folder`, or to the
-    hub's cache, up to AHEAD of them while one is read."""
+    """Yield the path of each file once it is on this disk. Files of the hub are downloaded, up to AHEAD of them while
+    one is read: to the hub's cache, or to `folder`, where each is deleted once the next one is asked for."""
     threads = []
     for number, file in enumerate(files):
         for ahead in files[len(threads) : number + AHEAD + 1]:
             threads.append(Thread(target=fetch, args=(ahead, folder), daemon=True))  # a script that stops does not wait
             threads[-1].start()
         threads[number].join()
-        yield downloaded(file, folder)  # at once, or with the error
+        path = downloaded(file, folder)  # at once, or with the error
+        yield path
+        if folder and in_hub(file):
+            os.remove(path)
 
 
 def fetch(file: str, folder: Path | None) -> None:
@@ -166,9 +169,3 @@ def in_hub(file: str) -> tuple[str, ...]:
     """Return (OWNER/NAME, commit, name in it) of a file of the hub; () for a local one."""
     found = re.fullmatch(r"hf://datasets/([^@]+)@([^/]+)/(.*)", file)
     return found.groups() if found else ()
-
-
-def discard(files: list[str], folder: Path) -> None:
-    """Delete the downloads of these files."""
-    for repo, _, name in filter(None, map(in_hub, files)):
-        (folder / repo / name).unlink(missing_ok=True)

@@ -24,6 +24,7 @@ from tests.corpora import (
     has_more_shards,
     make_documents,
     options,
+    plain_tokens,
     run_here,
     shard_paths,
     wait_until,
@@ -224,6 +225,21 @@ def test_a_file_that_changed_before_it_was_read_may_and_a_new_one_may_follow(int
     docs[40 * number : 40 * number + 40] = changed
     docs += changed
     assert_shards(out_dir, docs, tokenizer)
+
+
+@needs_proc
+def test_a_damaged_file_may_be_removed_and_costs_no_shard(interrupted, tokenizer):
+    """The document that the last shard ends in is left as it is."""
+    copy, out_dir, resume = interrupted
+    before = {path: path.read_bytes() for path in shard_paths(out_dir)}
+    number = read_manifest(out_dir)["next"]["file"]
+    (copy / f"part_{number:02d}.parquet").unlink()
+    manifest = resume()
+    assert {path: path.read_bytes() for path in before} == before
+    rest = [doc for file in sorted(copy.glob("part_*"))[number:] for doc in docs_of(file)]
+    tokens = np.concatenate([np.load(out_dir / entry["file"]) for entry in manifest["shards"]]).tolist()
+    expected = plain_tokens(rest, Tokenizer.load(tokenizer))
+    assert tokens[-len(expected) :] == expected
 
 
 def docs_of(path: Path) -> list[str]:
