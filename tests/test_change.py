@@ -206,10 +206,10 @@ def test_two_ranks_train_as_one_where_a_rank_leaves_out_a_block_and_a_parameter_
         text = text.replace(old, new)
     (copy / "model.py").write_text(text, encoding="utf-8")
     flags = SMALL | SHORT | dict(data=text_file(tmp_path / "text.txt"), threads=1, optimizer=optimizer)
-    flags["micro_batch_size"] = 2
+    flags["micro_batch_size"] = 1  # else ranks group other sequences
     said = {ranks: run(copy, "train_gpt2.py", "tiny", out_dir=tmp_path / str(ranks), ranks=ranks, **flags)
             for ranks in (1, 2)}  # fmt: skip
-    assert "arning" not in said[2]
+    assert "Warning" not in said[2]
     one, two = (column(tmp_path / str(ranks), "train", "loss") for ranks in (1, 2))
     torch.testing.assert_close(torch.tensor(two), torch.tensor(one), rtol=0, atol=1e-4)
 
