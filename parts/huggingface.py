@@ -208,34 +208,38 @@ def read_model(folder: Path, dropout: float = 0.0, attention: str = "flash") -> 
     tensors = read_tensors(folder)
     with Uninitialized():
         model = GPT(config)
-    wanted = to_files(model)  # views of the parameters: to copy there is to load
-    by_tensor = {}
-    first_names = {}  # by name: the first name of a tensor that model.py ties, such as the head
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        first_names[name] = by_tensor.setdefault(id(tensor), name)
+    ours = model.state_dict(keep_vars=True)
     found = {}
     for name, tensor in tensors.items():
-        if name not in first_names and f"transformer.{name}" in first_names:
+        if name not in ours and f"transformer.{name}" in ours:
             name = f"transformer.{name}"
-        elif name not in first_names and name.endswith((".attn.bias", ".attn.masked_bias")):
-            continue  # the causal masks that old files hold
-        first = first_names.get(name, name)
-        if first in found and not torch.equal(found[first], tensor):
-            raise UserError(f"{folder}: two copies of {first} differ, and model.py ties them; untie them there")
-        found[first] = tensor
-    if "lm_head.weight" in wanted:  # a model that unties its head, of a file that has it tied
+        if name in ours or not name.endswith((".attn.bias", ".attn.masked_bias")):  # the causal masks of old files
+            found[name] = tensor
+    wanted = to_files(model)  # views of the parameters: to copy there is to load
+    if "lm_head.weight" in wanted:  # model.py unties the head, and the file may have it tied
         found.setdefault("lm_head.weight", found.get("transformer.wte.weight"))
-    wrong = [name for name in wanted | found if shape_of(wanted.get(name)) != shape_of(found.get(name))]
-    if wrong:
-        raise UserError(f"{folder} does not fit model.py: {wrong[0]} and {len(wrong) - 1} more; choose its model.py")
-    for name, tensor in wanted.items():
-        tensor.copy_(found[name])
+    elif "lm_head.weight" in found:
+        head = found.pop("lm_head.weight")
+        if not torch.equal(head, found.setdefault("transformer.wte.weight", head)):
+            raise UserError(f"{folder}: lm_head.weight is not wte.weight, and model.py ties them; untie them there")
+    copy_tensors(folder, wanted, found)
     compare_logits(model, folder)
     return model
 
 
-def shape_of(tensor: Tensor | None) -> tuple | None:
-    return None if tensor is None else (tuple(tensor.shape), tensor.is_floating_point())
+@torch.no_grad()
+def copy_tensors(folder: Path, wanted: dict[str, Tensor], found: dict[str, Tensor]) -> None:
+    """Copy what was found in the files of `folder` into the tensors of a model. Raises UserError if they differ in
+    name, shape or kind."""
+    for name in wanted | found:
+        if kind_of(wanted.get(name)) != kind_of(found.get(name)):
+            raise UserError(f"{folder}: {name} does not fit; choose the model.py, or the base, that it was written with")
+    for name, tensor in wanted.items():
+        tensor.copy_(found[name])
+
+
+def kind_of(tensor: Tensor | None) -> tuple | None:
+    return None if tensor is None else (tensor.shape, tensor.is_floating_point())
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -268,12 +272,13 @@ def compare_logits(model: GPT, folder: Path) -> None:
 
 SETTINGS = "adapter_config.json"
 FACTORS = "adapter_model.safetensors"
-# Keys of adapter_config.json that do not say what an adapter computes: where it comes from, how it began, what the
-# tensors' names and shapes say, and options of features that are off by themselves
-NOT_COMPUTED = set(
+# Keys of adapter_config.json that say nothing beyond the tensors' names and shapes, alpha and rslora
+PASSED_OVER = set(
     "base_model_name_or_path revision auto_mapping peft_version inference_mode lora_dropout target_modules r "
-    "lora_alpha use_rslora fan_in_fan_out init_lora_weights megatron_core qalora_group_size".split()
+    "lora_alpha use_rslora fan_in_fan_out megatron_core qalora_group_size".split()
 )
+# All other settings are off, or one of these: another initialization changes the base's weights
+COMPUTED = dict(peft_type=["LORA"], task_type=["CAUSAL_LM"], bias=["none"], init_lora_weights=[True, "gaussian"])
 
 
 def save_adapter(folder: Path, model: GPT, base: str, base_sha256: str) -> None:
@@ -294,17 +299,8 @@ def save_adapter(folder: Path, model: GPT, base: str, base_sha256: str) -> None:
     )
     (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
     tensors = {name: p.detach().to("cpu", torch.float32) for name, p in factors(model).items()}
-    metadata = dict(format="pt", base_sha256=base_sha256)  # peft ignores the latter
     # not save_file, which makes a file that only its owner may read
-    (folder / FACTORS).write_bytes(in_order(save(tensors, metadata), metadata))
-
-
-def in_order(file: bytes, metadata: dict[str, str]) -> bytes:
-    """The same safetensors file with its metadata in this order: the library's changes, and equal adapters are to be
-    equal files."""
-    end = 8 + int.from_bytes(file[:8], "little")
-    header = json.loads(file[8:end]) | {"__metadata__": metadata}
-    return file[:8] + json.dumps(header, separators=(",", ":")).encode().ljust(end - 8) + file[end:]
+    (folder / FACTORS).write_bytes(save(tensors, dict(base_sha256=base_sha256)))  # peft reads no metadata
 
 
 def factors(model: GPT) -> dict[str, torch.nn.Parameter]:
@@ -336,12 +332,9 @@ def read_adapter(folder: Path) -> tuple[LoRAConfig, dict[str, Tensor], dict]:
             metadata = f.metadata() or {}
     except (OSError, SafetensorError) as e:
         raise UserError(f"{file} cannot be read ({e}); write or download it again, as safetensors") from None
-    known = dict(peft_type="LORA", task_type="CAUSAL_LM", bias="none")
     for key, value in settings.items():
-        if key not in NOT_COMPUTED and value and value != known.get(key):
+        if key not in PASSED_OVER and value and value not in COMPUTED.get(key, []):
             raise UserError(f"{folder / SETTINGS}: {key} {value!r:.80} is not computed here; merge it with peft")
-    if settings.get("init_lora_weights") not in (None, True, False, "gaussian"):  # others change the base's weights
-        raise UserError(f"{folder / SETTINGS}: init_lora_weights changed the base; merge the adapter with peft")
     # target_modules may be a regular expression; the tensors say what was adapted, and at which rank
     targets = tuple(target for target in TARGETS if any(f".{target}.lora_A" in name for name in tensors))
     if not targets:
@@ -363,10 +356,5 @@ def load_adapter(model: GPT, folder: Path, dropout: float = 0.0) -> GPT:
     if origin["base_sha256"] and origin["base_sha256"] != weights_sha256(model):
         raise UserError(f"{folder} was trained on other weights, those of {origin['base']}; pass that base")
     add_lora(model, replace(config, dropout=dropout))
-    wanted = factors(model)
-    for name in sorted(wanted.keys() | tensors.keys()):  # a block without its own would silently stay the base's
-        if shape_of(wanted.get(name)) != shape_of(tensors.get(name)):
-            raise UserError(f"{folder} does not fit this base: {name} differs; pass the base it was trained on")
-    for name, factor in wanted.items():
-        factor.data.copy_(tensors[name])
+    copy_tensors(folder, factors(model), tensors)  # a block without its own would silently stay the base's
     return model
