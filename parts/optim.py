@@ -121,9 +121,9 @@ def decay_groups(params, weight_decay: float) -> list[dict]:
     and a gain that decays towards 0 shrinks the input of the next layer.
     """
     params = list(params)
-    decayed = [p for p in params if p.dim() >= 2]
-    others = [p for p in params if p.dim() < 2]
-    return [dict(params=decayed, weight_decay=weight_decay), dict(params=others, weight_decay=0.0)]
+    decayed = dict(params=[p for p in params if p.dim() >= 2], weight_decay=weight_decay)
+    others = dict(params=[p for p in params if p.dim() < 2], weight_decay=0.0)
+    return [decayed, others]
 
 
 def adamw(groups: list[dict], config) -> torch.optim.AdamW:
@@ -156,7 +156,11 @@ class Optimizer:
             group["peak"] = group["lr"]
 
     def __str__(self) -> str:
-        return ", ".join(f"{type(o).__name__} for {count_params(o):,} parameters" for o in self.optimizers)
+        words = []
+        for optimizer in self.optimizers:
+            n = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+            words.append(f"{type(optimizer).__name__} for {n:,} parameters")
+        return ", ".join(words)
 
     def param_groups(self) -> list[dict]:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
@@ -227,10 +231,6 @@ class Optimizer:
             self.loss_scale.load_state_dict(state["scaler"])
 
 
-def count_params(optimizer: torch.optim.Optimizer) -> int:
-    return sum(p.numel() for group in optimizer.param_groups for p in group["params"])
-
-
 def check_sizes(optimizer: torch.optim.Optimizer, saved: dict) -> None:
     """Raise ValueError for moments of other sizes: a fused kernel would write past the end of a smaller tensor."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -293,15 +293,8 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(self, params, lr, weight_decay, momentum=0.95, stacked=(), dtype=torch.bfloat16, compile=False):
-        defaults = dict(
-            lr=lr,
-            weight_decay=weight_decay,
-            momentum=momentum,
-            stacked=stacked,
-            dtype=dtype,
-            fused=True,
-        )
-        super().__init__(params, defaults)
+        constants = dict(lr=lr, weight_decay=weight_decay, momentum=momentum, dtype=dtype)
+        super().__init__(params, dict(**constants, stacked=stacked, fused=True))
         self._nesterov = torch.compile(nesterov, dynamic=True) if compile else nesterov
 
     @torch.no_grad()
@@ -317,7 +310,7 @@ class Muon(torch.optim.Optimizer):
     def _step_together(self, params: list, group: dict) -> None:
         """One step of N matrices of one shape."""
         for p in params:
-            if "momentum_buffer" not in self.state[p]:
+            if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         momenta = [self.state[p]["momentum_buffer"] for p in params]
         good = 1.0 - getattr(self, "found_inf", params[0].new_zeros(()))  # 1 or 0

@@ -211,23 +211,20 @@ class Run:
         self.rt.check_same(tensors, f"weights or moments at step {self.step}")
 
     def _restore(self, checkpoint: Path) -> None:
-        """Restore everything but the weights. Raises UserError for a damaged state, or one of another run."""
+        """Restore everything but the weights. Raises UserError for other data, another optimizer, or no steps left."""
         state = self.directory.state
+        self.step = state["step"]
+        self.tokens = state["tokens"]
+        for name, value in self.data_fingerprint.items():
+            if state["identity"][name] != value:
+                raise UserError(f"{checkpoint} was trained with another {name}; pass that, or another --out_dir")
         try:
-            self.step = state["step"]
-            self.tokens = state["tokens"]
-            for name, value in self.data_fingerprint.items():
-                if state["identity"][name] != value:
-                    raise UserError(
-                        f"{checkpoint} was trained with another {name}; pass that one, or another --out_dir"
-                    )
             self.optimizer.load_state_dict(state["optimizer"])
-        except (LookupError, ValueError, RuntimeError) as e:
-            raise UserError(f"{checkpoint}/train_state.pt does not fit this run: {e}; resume from another") from e
+        except (LookupError, ValueError, RuntimeError) as e:  # of an optimizer that was edited
+            raise UserError(f"{checkpoint}/train_state.pt does not fit this optimizer: {e}; restore it") from e
         if self.max_steps < self.step or self.max_steps == self.step < self.config.max_steps:
             raise UserError(
-                f"step {self.max_steps} is not beyond step {self.step} of {checkpoint}; pass a larger --max_steps or "
-                "--stop_at"
+                f"step {self.max_steps} is not after step {self.step} of {checkpoint}; raise --max_steps or --stop_at"
             )
 
     # ---- the loop
@@ -264,7 +261,7 @@ class Run:
             **self.report.run_info,
             config=asdict(self.config),
             **about_machine(self.rt),
-            tokenizer=self.data_fingerprint.get("tokenizer"),
+            tokenizer=self.data_fingerprint["tokenizer"],
         )
         self.report.append(start)
         done = [record["kind"] for record in self.report.records if record["step"] == self.step]
@@ -368,7 +365,8 @@ class Run:
         self._saved = self.step
         if not self.rt.is_main:
             return
-        path = self.directory.path / f"step_{self.step:06d}"
+        out_dir = self.directory.path
+        path = out_dir / f"step_{self.step:06d}"
         state = dict(
             step=self.step,
             tokens=self.tokens,
@@ -378,12 +376,12 @@ class Run:
         )
         write_checkpoint(path, self.save_weights, state)
         self.rt.print(f"saved {path}")  # durable: from here on it survives a power failure
-        steps = [step for step, _ in checkpoint_steps(self.directory.path)]
+        steps = [step for step, _ in checkpoint_steps(out_dir)]
         losses = self.report.val_losses()
         best = sorted((step for step in steps if step in losses), key=losses.get)[:1]
         plateau = [step for step in steps if step <= plateau_end(self.config)][-1:]  # another decay can begin there
         keep = {*best, *plateau}
-        prune(self.directory.path, self.config.keep_checkpoints, keep)  # only now: there are never fewer than before
+        prune(out_dir, self.config.keep_checkpoints, keep)  # only now: there are never fewer than before
 
     def record(self, kind: str, **metrics) -> None:
         """Log an evaluation or a sample of this step, and print it. Waits for the metrics of all steps, so that the log
