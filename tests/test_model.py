@@ -77,19 +77,16 @@ def saved(tmp_path):
 
 CONFIG = dict(model_type="gpt2", vocab_size=211, n_positions=32, n_embd=32, n_layer=2, n_head=2)
 MALFORMED = {
-    "empty": b"", "one byte": b"{", "half": json.dumps(CONFIG).encode()[:40], "no JSON": b"\x89PNG\r\n\x1a\n",
-    "not UTF-8": b'{"model_type": "\xff\xfe"}', "a list": b"[1, 2]", "a word": b'"gpt2"', "null": b"null",
-    "deep": b"[" * 100_000, "deep inside": b'{"a":' * 100_000, "long number": b'{"n_layer": ' + b"9" * 5000 + b"}",
+    "empty": b"", "half": json.dumps(CONFIG).encode()[:40], "not UTF-8": b'{"model_type": "\xff\xfe"}',
+    "a list": b"[1, 2]", "deep": b'{"a":' * 100_000, "long number": b'{"n_layer": ' + b"9" * 5000 + b"}",
 } | {"no model_type": b"{}"}  # fmt: skip
 WRONG_VALUES = dict(
-    n_layer=[0, -1, 2**70, 10**12, 2.0, "2", None, [2], {}, True, math.nan, math.inf],
-    n_embd=[0, 33, None, 10**12],
-    n_head=[0, 3, "x"],
-    vocab_size=[-5, 1e30],
-    n_positions=[None, 0],
-    model_type=["llama", None, 3],
-    activation_function=["relu", None, []],
-    layer_norm_epsilon=[1e-6, math.nan],
+    n_layer=[0, 10**12, 2.0, "2", None, True, math.inf],
+    n_embd=[33],
+    n_head=[3],
+    model_type=["llama"],
+    activation_function=["relu"],
+    layer_norm_epsilon=[1e-6],
     scale_attn_weights=[False],
     scale_attn_by_inverse_layer_idx=[True],
     add_cross_attention=[True],
@@ -130,12 +127,8 @@ def test_a_missing_or_unreadable_file_is_refused_by_name(saved):
 
 BROKEN = {
     "nothing": lambda data: b"",
-    "one byte": lambda data: data[:1],
-    "300 bytes": lambda data: data[:300],
     "the first half": lambda data: data[: len(data) // 2],
-    "all but a byte": lambda data: data[:-1],
     "a byte too many": lambda data: data + b"x",
-    "a zip file": lambda data: b"PK\x03\x04" + data,
     "text": lambda data: b"hello " * 99,
     "a flipped header": lambda data: data[:40] + b"\xff" + data[41:],
     "an endless header": lambda data: b"\xff" * 8 + data[8:],

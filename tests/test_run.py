@@ -29,7 +29,6 @@ from tests.helpers import (
     files_of,
     log_of,
     read_json,
-    remove_after,
     spoil_gradients,
     steps_of,
     weights,
@@ -99,17 +98,15 @@ def test_a_list_of_checksums_that_was_cut_between_two_lines_is_damaged(short, ru
         assert (find_damage(path) is None) == ({"train_state.pt", "model.safetensors"} <= listed), n
 
 
-@pytest.mark.parametrize("name", ["ESTALE", "EIO", "ENOMEM"])
-def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_not_called_damaged(short, run_dir, monkeypatch, name):
+def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_not_called_damaged(short, run_dir, monkeypatch):
     short()
-    number = getattr(errno, name)
 
     def fail(file, algorithm):
-        raise OSError(number, os.strerror(number))  # as read(2): without the name of the file
+        raise OSError(errno.EIO, os.strerror(errno.EIO))  # as read(2): without the name of the file
 
     with monkeypatch.context() as context:
         context.setattr(hashlib, "file_digest", fail)
-        short.error(os.strerror(number), "step_000006", resume=True)
+        short.error("step_000006", resume=True)
     assert steps_of(run_dir) == [2, 4, 6]
 
 
@@ -172,15 +169,6 @@ def test_runs_stay_on_the_disk_that_out_dir_links_to(short, tmp_path, run_dir):
         short(max_steps=2, overwrite=True)
     assert run_dir.is_symlink()
     assert steps_of(tmp_path / "disk" / "place") == steps_of(tmp_path / "disk" / "place.1") == [2]
-
-
-def test_a_checkpoint_that_is_a_link_is_pruned_and_what_it_links_to_stays(short, tmp_path, run_dir):
-    short(lr_schedule="cosine")
-    moved = (run_dir / "step_000004").rename(tmp_path / "elsewhere")
-    (run_dir / "step_000004").symlink_to(moved)
-    short(max_steps=7, keep_checkpoints=1, resume=True, lr_schedule="cosine")
-    assert steps_of(run_dir) == [7]
-    assert find_damage(moved) is None
 
 
 def test_a_place_that_holds_other_things_or_does_not_exist_is_refused(train, short, tmp_path):
@@ -255,18 +243,6 @@ def test_what_was_settled_by_trial_is_taken_from_the_run(short, run_dir):
     short(micro_batch_size=2)
     assert short(micro_batch_size=0, max_steps=7, resume=True).stdout.count("is now") == 1  # max_steps
     assert read_json(run_dir / "config.json")["micro_batch_size"] == 2
-
-
-def test_a_damaged_config_is_no_obstacle(short, tmp_path, run_dir):
-    short(out="whole", max_steps=8)
-    for damage in ("", "[]", '{"max_lr": 1', None):
-        shutil.copytree(tmp_path / "whole", run_dir, dirs_exist_ok=True)
-        remove_after(run_dir, 6)
-        config = run_dir / "config.json"
-        config.unlink() if damage is None else config.write_text(damage)
-        short(max_steps=8, resume=True)
-        assert weights(run_dir, 8) == weights(tmp_path / "whole", 8)
-        assert read_json(config)["max_steps"] == 8
 
 
 def test_max_steps_that_are_taken_already_are_an_error_and_a_finished_run_says_so(short, run_dir):

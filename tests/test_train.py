@@ -1,6 +1,5 @@
 """Pretraining as a user meets it: what a run leaves behind, exact resumption, and clear errors."""
 
-import inspect
 import math
 import random
 import re
@@ -21,7 +20,7 @@ from hellaswag import LOGGED
 from model import GPT, GPTConfig
 from parts import evaluation as evaluate
 from parts import report as runlog
-from parts import runtime, shards
+from parts import runtime
 from parts.checkpoint import SUMS, find_damage, newest_intact
 from tests.forks import start_fork
 from tests.helpers import (
@@ -73,13 +72,11 @@ def test_a_run_learns_and_leaves_everything_that_it_should(finished):
     assert (val[-1]["tokens"], val[-1]["sequence_length"]) == (512, 32)
     for said in (
         f"{val[-1]['loss']:.4f}",
-        f"{val[-1]['bpb']:.4f}",
-        f" {abs(gap):.2f} ",
+        f" {gap:+.2f} ",
         "10,240 ",
         f" {rate:,.0f} ",
         f"python sample.py {run} ",
         f" {run}/learning_curve.png ",
-        f" --tokenizer {run}/step_000040 ",
     ):
         assert said in result.stdout, said
     memory = float(re.search(r" ([\d.]+) GiB", result.stdout)[1])
@@ -186,27 +183,12 @@ def test_a_rise_of_validation_names_the_best_checkpoint(train, run_dir, monkeypa
     monkeypatch.setattr(train_gpt2, "validate", validate)
     result = train(max_steps=8, eval_interval=2, checkpoint_interval=2, keep_checkpoints=1, sample_interval=0)
     assert f"{run_dir}/step_000006" in result.stdout
-    assert steps_of(run_dir) == [2, 6, 8]  # the best of each way of measuring
+    assert steps_of(run_dir) == [6, 8]
 
 
 def test_without_a_terminal_a_line_is_printed_as_soon_as_one_is_due(train, monkeypatch):
     monkeypatch.setattr(runlog, "LINE_SECONDS", 0)
     assert train(max_steps=9).stdout.count(" of 9: loss") == 9
-
-
-def test_no_rank_waits_for_a_tokenizer_in_an_exchange(train, monkeypatch):
-    """Which would end it after ten minutes: it waits for a lock."""
-    callers = []
-    prepare = shards.prepare_text
-
-    def watched(*args):
-        callers.extend(frame.function for frame in inspect.stack())
-        return prepare(*args)
-
-    monkeypatch.setattr(shards, "prepare_text", watched)
-    train(max_steps=1)
-    assert "main" in callers
-    assert "broadcast_from_main" not in callers
 
 
 def test_a_vocabulary_much_larger_than_the_tokenizer_is_warned_of(train, tokenizer):
@@ -263,7 +245,7 @@ def test_a_step_with_a_non_finite_gradient_changes_no_weight(train, run_dir, mon
     one, two, three, four = column(run_dir, "val", "loss")
     assert len({one, two, four}) == 3
     assert two == three
-    assert column(run_dir, "train", "skipped") == [None, None, True, None]
+    assert column(run_dir, "train", "skipped_steps") == [0, 0, 1, 1]
     assert steps_of(run_dir) == [1, 2, 4]  # none after a step that was not finite
 
 
@@ -378,7 +360,7 @@ def test_without_a_gpu_a_recipe_has_to_be_named(inline, words):
 
 def test_a_run_on_a_cpu_says_before_its_first_step_how_long_it_takes(train):
     said = train(max_steps=3).stdout
-    assert re.search(r"a step .* s here, all 3 take 00:0\d", said[: said.index("step 1")])
+    assert re.search(r" 3 .* 00:0\d", said[: said.index("step 1")])
 
 
 def test_an_assert_on_sizes_is_one_line(train, monkeypatch):
