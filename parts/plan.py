@@ -49,20 +49,20 @@ def print_plan(config, shape: GPTConfig, rt: Runtime) -> None:
         f"memory  {sum(needs.values()) / 1e9:.2f} GB at B = {B}: {kinds}\n"
         f"        largest B: {fits}\n"
         f"disk    {(4 * model.num_params() + needs['moments']) / 1e9:.2f} GB a checkpoint\n"
-        f"time    {config.max_steps:,} steps of {config.total_batch_size:,} tokens, without evaluations and checkpoints"
+        f"time    {config.max_steps:,} steps of {config.total_batch_size:,} tokens, and 3% for evaluations and checkpoints"
     )
     for card, rate in RATES.items():
         rate *= FLOPS / model.estimate_flops(config.sequence_length)
         rt.print(about_time(config, card, min(rate, config.total_batch_size / LAUNCHES)))
     n_tokens = count_tokens(config)
     passes = config.max_steps * config.total_batch_size / n_tokens
-    rt.print(f"data    {config.data}, {n_tokens:,} training tokens, read {passes:.2g} times")
+    rt.print(f"data    {config.data}, {n_tokens:,} training tokens, {passes:,.2f} epochs")
     rt.print(about_time(config, "this machine", rate_here(config, shape, rt)))
 
 
 def about_time(config, name: str, rate: float) -> str:
     """Describe the steps of a run at `rate` tokens/s."""
-    seconds = config.max_steps * config.total_batch_size / rate
+    seconds = 1.03 * config.max_steps * config.total_batch_size / rate  # 3%: gpt2's evaluations and checkpoints on an H100
     dollars = f"{seconds / 3600 * config.price:>14,.2f} dollars" if config.price else ""
     return f"{name:<14}{rate:>12,.0f} tokens/s {tqdm.format_interval(seconds):>12}{dollars}"
 
