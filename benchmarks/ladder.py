@@ -118,13 +118,16 @@ def plain_step(rung: Rung, shape: dict, batch_size: int, rt: Runtime) -> Step:
     optimizer = minimal.make_optimizer(model, constants)
     if not rung.fused:
         optimizer = torch.optim.AdamW(optimizer.param_groups, foreach=True)
+    weight = model.lm_head.weight
+    if rung.chunked:
+        model.lm_head = torch.nn.Identity()  # the loss takes hidden states
     # which tokens they are does not affect the speed of a step
     tokens = torch.randint(shape["vocab_size"], (batch_size, shape["n_positions"] + 1), device=rt.device)  # (B, T + 1)
 
     def loss_of(idx, targets):
         if rung.chunked:
-            hidden = model.hidden(idx).flatten(0, 1)  # (B * T, C)
-            return linear_cross_entropy(hidden, model.lm_head.weight, targets.flatten()) / targets.numel()
+            hidden = model(idx).flatten(0, 1)  # (B * T, C)
+            return linear_cross_entropy(hidden, weight, targets.flatten()) / targets.numel()
         return model(idx, targets)
 
     if rung.compile:

@@ -109,10 +109,10 @@ def measure_step(make: Callable[[Runtime], Step], batch_size: int, repeats: int,
     )
 
 
-def measure_door(script: str, repeats: int, **constants) -> dict:
+def measure_door(script: str, repeats: int, *words: str, **constants) -> dict:
     """The same of a training script, which neither evaluates nor saves: it takes the steps and times them itself."""
     with tempfile.TemporaryDirectory() as out_dir:
-        command = [sys.executable, str(ROOT / script)]
+        command = [sys.executable, str(ROOT / script), *words]
         for name, value in (NEVER | constants | dict(max_steps=WARM_UPS + repeats, out_dir=out_dir)).items():
             command += [f"--{name}", str(value)]
         done = subprocess.run(command, capture_output=True, text=True)

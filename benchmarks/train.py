@@ -65,7 +65,8 @@ def compare(shape: dict, batch_size: int, shards: str, config: Config, rt: Runti
         hellaswag_interval=0,
         **sizes,
     )
-    contestants[f"this project, B = {batch_size}"] = partial(measure_door, "train_gpt2.py", repeats, **constants)
+    ours = partial(measure_door, "train_gpt2.py", repeats, "gpt2", **constants)
+    contestants[f"this project, B = {batch_size}"] = ours
     yield from step_rates(contestants, batch_size * sequence_length, "tokens/s", config.turns, rt)
 
 
