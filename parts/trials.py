@@ -4,6 +4,7 @@ On a GPU memory is measured by training steps, and all ranks agree on the outcom
 measurements. This file knows nothing of GPT-2 beyond the shapes that it is given, and nothing of data or checkpoints.
 """
 
+import copy
 import re
 
 import torch
@@ -96,8 +97,7 @@ def has_memory_for(size: int, shape: tuple[int, int], loss_fn, rt: Runtime, make
 def print_duration(loss_fn, micro_batch: tuple[int, int], n_passes: int, max_steps: int, rt: Runtime) -> None:
     """Time a pass on a CPU, and say how long `max_steps` steps of `n_passes` take."""
     idx = torch.zeros(micro_batch, dtype=torch.long)  # (B, T)
-    seconds = n_passes * timed_passes(loss_fn, (idx, idx), rt)
-    loss_fn.zero_grad()
+    seconds = n_passes * timed_passes(copy.deepcopy(loss_fn), (idx, idx), rt)  # buffers change in it, such as means
     total = max_steps * seconds
     remedy = "; recipes for a CPU: tiny, small" if total > 3600 else ""
     rt.print(f"a step takes about {seconds:.2g} s, all {max_steps:,} take {tqdm.format_interval(total)}{remedy}")

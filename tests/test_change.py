@@ -35,6 +35,16 @@ OTHERS = {  # that are not on the page
 -        return self.transformer.ln_f(x)
 +        return self.transformer.ln_f(x.mT).mT
 """,
+    "A mean of activations": """\
++++ model.py
+         self.apply(self._init_weights)
++        self.register_buffer("mean", torch.zeros(config.n_embd))
+@@
+-        return self.transformer.ln_f(x)
++        if self.training:
++            self.mean = self.mean.lerp(x.detach().float().mean((0, 1)), 0.1)
++        return self.transformer.ln_f(x - self.mean)
+""",
     "Experts": """\
 +++ model.py
 -        self.mlp = MLP(config)
