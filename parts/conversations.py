@@ -70,7 +70,9 @@ def print_unread_keys(rows: list[dict]) -> None:
     values = defaultdict(Counter)
     for row in rows:
         messages = row.get("messages") or []
-        read = {"held_out", "messages"} if messages else {"held_out", "instruction", "input", "output"}
+        read = {"held_out", "messages"}
+        if not messages:
+            read |= {"instruction", "input", "output"}
         for found in [row, *messages]:
             for key, value in found.items():
                 if key not in read and value is not None:  # None where other rows of a table have the key
