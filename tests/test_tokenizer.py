@@ -106,7 +106,7 @@ def test_special_tokens_come_last_and_take_no_part_in_merges():
 
 
 def test_a_vocabulary_that_the_corpus_cannot_reach_stops_and_says_where():
-    with pytest.warns(UserWarning, match="stops at 261 tokens, short of the 5000"):
+    with pytest.warns(UserWarning, match="261.*5000"):
         tok = Tokenizer.train(["abcd abcd"], 5000)
     assert [a + b for a, b in tok.merges] == [b"ab", b"cd", b"abcd", b" abcd"]
     assert tok.eot_token == 260

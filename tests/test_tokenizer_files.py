@@ -78,7 +78,7 @@ def test_patterns_of_tiktoken_that_tokenizers_reads_otherwise_are_translated_or_
     possessive = tok.pattern.replace("{1,3}", "{1,3}+")
     options = dict(mergeable_ranks=theirs._mergeable_ranks, special_tokens=theirs._special_tokens)
     assert_same(tok, Tokenizer.from_tiktoken(tiktoken.Encoding("x", pat_str=possessive, **options)))
-    with pytest.warns(UserWarning, match=r"may read the split pattern \\S\+"):
+    with pytest.warns(UserWarning, match=r"\\S\+"):
         Tokenizer.from_tiktoken(tiktoken.Encoding("x", pat_str=r"\S+|\s+", **options))
 
 

@@ -328,6 +328,7 @@ def test_training_goes_on_from_another_checkpoint(train, tmp_path):
     train.error(f"--tokenizer {start}", out="third", init_from=start, data=text_file(tmp_path / "b.txt", 9999))
 
 
+@pytest.mark.slow
 def test_compiled_training_evaluates_scores_and_samples_without_recompiling(train, tmp_path):
     from torch._dynamo.utils import counters
 
