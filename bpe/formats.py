@@ -3,7 +3,7 @@
 | | what it holds | read, written by |
 |---|---|---|
 | tokenizer.json | everything (Hugging Face) | `read`, `to_tokenizers` |
-| vocab.json, merges.txt | ids and merges, as OpenAI published GPT-2's, for older readers | transformers, `contents` |
+| vocab.json, merges.txt | ids and merges, as OpenAI published GPT-2's | transformers |
 | .tiktoken | the tokens in order, without pattern and special tokens | tiktoken, `contents` |
 
 A tokenizer.json can ask for much that is not byte-level BPE, and the files beside it for more. What a file means,
@@ -17,7 +17,6 @@ import os
 import re
 import warnings
 from itertools import pairwise
-from operator import itemgetter
 from pathlib import Path
 
 import tiktoken
@@ -73,17 +72,9 @@ def save(tok, path: str | os.PathLike, model_max_length: int | None = None) -> N
 
 
 def contents(tok) -> dict[str, str]:
-    """{name: content}. vocab.json and merges.txt, which do not say how text is split, are only there if GPT-2's pattern
-    splits it."""
+    """Return {name: content}."""
     lines = [f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in tok.ranks.items()]
-    theirs = to_tokenizers(tok)
-    files = {"tokenizer.json": theirs.to_str(pretty=True) + "\n", TIKTOKEN: "".join(lines)}
-    if tok.pattern == PATTERNS["gpt2"][0]:
-        by_id = dict(sorted(theirs.get_vocab().items(), key=itemgetter(1)))  # or equal vocabularies make other files
-        files["vocab.json"] = json.dumps(by_id, ensure_ascii=False) + "\n"
-        merges = [f"{show(a)} {show(b)}\n" for a, b in tok.merges]
-        files["merges.txt"] = "".join(["#version: 0.2\n", *merges])
-    return files
+    return {"tokenizer.json": to_tokenizers(tok).to_str(pretty=True) + "\n", TIKTOKEN: "".join(lines)}
 
 
 def to_tokenizers(tok) -> Tokenizer:
