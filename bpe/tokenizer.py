@@ -124,18 +124,16 @@ class Tokenizer:
 
     def encode_ordinary(self, text: str) -> list[int]:
         """Ids of `text`; special tokens in it are text like any other."""
-        if self._tiktoken:
-            with contextlib.suppress(ValueError):  # a million blanks, on which it gives up
-                return self._tiktoken.encode(text, disallowed_special=())
-        self._tokenizers.encode_special_tokens = True  # as ordinary text; a copy by pickle has forgotten it
-        return self._tokenizers.encode_batch_fast([valid_unicode(text)], add_special_tokens=False)[0].ids
+        return self.encode_to_numpy(text).tolist()
 
     def encode_to_numpy(self, text: str) -> np.ndarray:
         """`encode_ordinary` as an array (n,) uint32. tiktoken does not hold Python's lock meanwhile."""
         if self._tiktoken:
             with contextlib.suppress(ValueError):  # a million blanks, or a lone surrogate
                 return self._tiktoken.encode_to_numpy(text, disallowed_special=())
-        return np.array(self.encode_ordinary(text), np.uint32)
+        self._tokenizers.encode_special_tokens = True  # as ordinary text; a copy by pickle has forgotten it
+        encoding = self._tokenizers.encode_batch_fast([valid_unicode(text)], add_special_tokens=False)[0]
+        return np.array(encoding.ids, np.uint32)
 
     def encode(self, text: str, *, allowed_special: Names = (), disallowed_special: Names = "all") -> list[int]:
         """Ids of `text`. Special tokens in `allowed_special` (a collection, or "all") become their ids.
