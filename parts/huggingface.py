@@ -233,7 +233,7 @@ def copy_tensors(folder: Path, wanted: dict[str, Tensor], found: dict[str, Tenso
     name, shape or kind."""
     for name in wanted | found:
         if kind_of(wanted.get(name)) != kind_of(found.get(name)):
-            raise UserError(f"{folder}: {name} does not fit; choose the model.py, or the base, that it was written with")
+            raise UserError(f"{folder}: {name} does not fit; choose the model.py or the base that wrote it")
     for name, tensor in wanted.items():
         tensor.copy_(found[name])
 
