@@ -10,7 +10,7 @@ import os
 import re
 import sys
 
-WORD = re.compile(r"(?<![\w./'\"`=-])[A-Za-z]?[a-z]+(?![\w/'\"`=-]|\.\w)")
+WORD = re.compile(r"(?<![\w./'\"`=|-])[A-Za-z]?[a-z]+(?![\w/'\"`=|-]|\.\w)")
 
 
 def reword(message: str) -> str:

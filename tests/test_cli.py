@@ -294,16 +294,16 @@ def test_an_error_is_one_line_and_code_2(ends, capsys, raised, words):
 
 def test_an_error_of_another_rank_names_the_rank(ends, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    ends(UserError("one"))
-    assert capsys.readouterr().err == "error: rank 1: one\n"
+    ends(UserError("WHY"))
+    assert capsys.readouterr().err == "error: rank 1: WHY\n"
 
 
 def test_a_name_cannot_write_escape_sequences_to_the_terminal(ends, capsys, rt):
-    name = "a\x1b]0;title\x07\x9b2Jb é中"
+    name = "a\x1b]0;TITLE\x07\x9b2Jb é中"
     ends(UserError(name))
-    assert capsys.readouterr().err == "error: a\\x1b]0;title\\x07\\x9b2Jb é中\n"
+    assert capsys.readouterr().err == "error: a\\x1b]0;TITLE\\x07\\x9b2Jb é中\n"
     rt.print(f"{name}\n\tline")
-    assert capsys.readouterr().out == "a\\x1b]0;title\\x07\\x9b2Jb é中\n\tline\n"
+    assert capsys.readouterr().out == "a\\x1b]0;TITLE\\x07\\x9b2Jb é中\n\tline\n"
 
 
 LAST_WORDS = """

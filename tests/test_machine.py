@@ -117,9 +117,9 @@ def test_cpu_means_that_no_gpu_is_asked_for(monkeypatch):
 
 def test_an_error_of_the_first_rank_is_raised_with_its_sentence(rt):
     def fail():
-        raise UserError("the sentence")
+        raise UserError("WHY")
 
-    assert_refused("the sentence", rt.broadcast_from_main, fail)
+    assert_refused("WHY", rt.broadcast_from_main, fail)
     assert rt.broadcast_from_main(lambda: 3) == 3
 
 
@@ -128,14 +128,14 @@ def test_a_missing_compiler_is_named(monkeypatch, capsys):
         raise RuntimeError("CalledProcessError: /usr/bin/ld: cannot find -lcuda: No such file or directory")
 
     monkeypatch.setattr(torch, "compile", lambda function: fail)
-    assert_refused("--compile on.*cannot find -lcuda", Runtime.setup, "cpu", "float32", "on")
+    assert_refused("--compile.*-lcuda", Runtime.setup, "cpu", "float32", "on")
     monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: None)
     assert not runtime._choose_compile("auto", torch.device("cuda:0"))  # training continues without
     assert "cannot find -lcuda" in capsys.readouterr().err
 
 
 def test_compiling_on_mps_is_refused():
-    assert_refused("--compile on.* mps", runtime._choose_compile, "on", torch.device("mps"))
+    assert_refused("--compile", runtime._choose_compile, "on", torch.device("mps"))
 
 
 def test_the_recipe_that_is_over_before_the_compiler_is_not_compiled():

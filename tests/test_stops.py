@@ -216,12 +216,12 @@ def test_an_evaluation_that_was_cut_off_is_made_up_for_and_no_other_comes_twice(
     train(out="whole", **options)
 
     def crash(*args, **kwargs):
-        raise UserError("the evaluation failed")
+        raise UserError("EVALUATION")
 
     for cut_off in ("validate", "complete"):
         with monkeypatch.context() as context:
             context.setattr(train_gpt2, cut_off, crash)
-            train.error("the evaluation failed", out=cut_off, **options)
+            train.error("EVALUATION", out=cut_off, **options)
         train(out=cut_off, resume=True, **options)
         assert losses(tmp_path / cut_off) == losses(tmp_path / "whole")
         assert samples(tmp_path / cut_off) == samples(tmp_path / "whole")

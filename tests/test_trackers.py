@@ -23,7 +23,7 @@ def expected(run: Path) -> dict[tuple[str, int], float]:
 
 
 def fail(*args, **options):
-    raise RuntimeError("no server")
+    raise RuntimeError("NO SERVER")
 
 
 class Tracker(types.ModuleType):
@@ -96,9 +96,9 @@ def test_a_tracker_that_fails_ends_no_run(train, run_dir, monkeypatch, name):
     monkeypatch.setitem(sys.modules, "wandb", tracker)
     result = train(**SHORT, report_to="wandb")
     assert steps_of(run_dir)[-1] == 4
-    assert (result.stdout + result.stderr).count("no server") == 1
+    assert (result.stdout + result.stderr).count("NO SERVER") == 1
     tracker.init = fail
-    train.error("wandb", "no server", **SHORT, report_to="wandb", out="next")
+    train.error("wandb", "NO SERVER", **SHORT, report_to="wandb", out="next")
     train(**SHORT, out="next")
 
 

@@ -366,7 +366,7 @@ def test_a_run_on_a_cpu_says_before_its_first_step_how_long_it_takes(train):
 
 def test_an_assert_on_sizes_is_one_line(train, monkeypatch):
     def check(config):
-        assert config.n_embd != 32, "32 channels are few"
+        assert config.n_embd != 32, "32 CHANNELS"
 
     monkeypatch.setattr(GPTConfig, "__post_init__", check)
-    train.error("32 channels are few")
+    train.error("32 CHANNELS")
