@@ -5,8 +5,8 @@
     python -m pytest tests/test_minimal.py                 # train_gpt2.py has the same losses, to six digits
 
 It imports nothing else of this project: read it first, or fork it. There are no flags: edit the constants. For GPT-2
-124M write token shards (`python fineweb.py`) and take the values in brackets. `train_gpt2.py` adds what a long run
-needs: shuffled data, checkpoints that transformers opens, HellaSwag, flags, a loss that takes less memory.
+124M run `python fineweb.py` (shards: *_train_*.npy and *_val_*.npy, uint16) and take the values in brackets.
+`train_gpt2.py` adds shuffled data, checkpoints for transformers, HellaSwag, flags, and a loss that takes less memory.
 
 Shapes: B sequences, T tokens, C n_embd, H n_head, D = C / H channels per head, V vocab_size.
 """
@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 class Config:
     data: str = "input.txt"  # a .txt, read byte by byte, or a folder of token shards [edu_fineweb10B]
     checkpoint: str = "out/minimal.pt"
-    resume: bool = False  # continue from the checkpoint
+    resume: bool = False  # continue from the checkpoint; set it on a finished run to sample again
     # model
     vocab_size: int = 256  # [50304: 50257 tokens, padded to a multiple of 128 for the tensor cores]
     n_layer: int = 4  # [12]
@@ -77,7 +77,8 @@ class CausalSelfAttention(nn.Module):
         q = q.view(B, T, self.n_head, -1).transpose(1, 2)  # (B, H, T, D)
         k = k.view(B, T, self.n_head, -1).transpose(1, 2)  # (B, H, T, D)
         v = v.view(B, T, self.n_head, -1).transpose(1, 2)  # (B, H, T, D)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # softmax(q k^T / sqrt(D)) v, of earlier tokens
+        # softmax(QK^T / sqrt(D)) V; each token sees itself and earlier ones
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         y = y.transpose(1, 2).reshape(B, T, C)  # heads side by side again
         return self.c_proj(y)
 
@@ -108,13 +109,13 @@ class Block(nn.Module):
 class GPT(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
-        blocks = dict(  # under the names that OpenAI's weights have
+        modules = dict(  # under the names of OpenAI's weights
             wte=nn.Embedding(config.vocab_size, config.n_embd),
             wpe=nn.Embedding(config.sequence_length, config.n_embd),
             h=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
             ln_f=nn.LayerNorm(config.n_embd),
         )
-        self.transformer = nn.ModuleDict(blocks)
+        self.transformer = nn.ModuleDict(modules)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.lm_head.weight = self.transformer.wte.weight  # tied
         self.apply(self.init_weights)
@@ -124,13 +125,13 @@ class GPT(nn.Module):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
-        if isinstance(module, Block):  # after its layers: 2 n_layer branches add up to the scale of one
+        if isinstance(module, Block):  # apply() visits children first: this overrides 0.02; 2 n_layer branches add up
             std = 0.02 / math.sqrt(2 * len(self.transformer.h))
             nn.init.normal_(module.attn.c_proj.weight, std=std)
             nn.init.normal_(module.mlp.c_proj.weight, std=std)
 
     def forward(self, idx, targets=None):
-        """Logits (B, T, V) of idx (B, T), or their mean cross-entropy in nats against targets (B, T)."""
+        """Return logits (B, T, V) of idx (B, T), or their mean cross-entropy in nats against targets (B, T)."""
         positions = torch.arange(idx.size(1), device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
         for block in self.transformer.h:
@@ -143,16 +144,15 @@ class GPT(nn.Module):
 
 
 def make_optimizer(model: GPT, config: Config) -> torch.optim.AdamW:
-    """AdamW; only matrices and embeddings decay towards 0, biases and LayerNorm gains do not."""
+    """Make AdamW; only matrices and embeddings decay towards 0, biases and LayerNorm gains do not."""
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
     groups = [dict(params=matrices, weight_decay=config.weight_decay), dict(params=others, weight_decay=0.0)]
-    betas = (config.beta1, config.beta2)
-    return torch.optim.AdamW(groups, lr=config.max_lr, betas=betas, eps=config.eps, fused=True)
+    return torch.optim.AdamW(groups, lr=config.max_lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
 
 
 def learning_rate(step: int, config: Config) -> float:
-    """Linear warmup, then half a cosine down to min_lr in the last step; steps count from 1."""
+    """Warm up linearly, then follow half a cosine down to min_lr in the last step; steps count from 1."""
     if step <= config.warmup_steps:
         return config.max_lr * step / config.warmup_steps
     progress = (step - config.warmup_steps) / (config.max_steps - config.warmup_steps)
@@ -164,11 +164,11 @@ class Tokens:
 
     def __init__(self, shards: list[np.ndarray]):
         self.shards = shards
-        self.ends = list(accumulate(map(len, shards)))  # the number of tokens up to the end of each shard
+        self.ends = list(accumulate(map(len, shards)))  # tokens up to the end of each shard
 
     def read(self, start: int, n: int) -> np.ndarray:
-        """The n tokens from `start` on, (n,) int64."""
-        i = bisect_right(self.ends, start)  # the shard with the first of them
+        """Return the n tokens from `start` on, (n,) int64."""
+        i = bisect_right(self.ends, start)  # the first token's shard
         begin = start - self.ends[i] + len(self.shards[i])  # within this shard
         tokens = self.shards[i][begin : begin + n]
         if len(tokens) < n:  # the rest is in the next shard
@@ -176,21 +176,21 @@ class Tokens:
         return tokens.astype(np.int64)
 
     def windows(self, numbers: range, T: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets, (B, T) each, of B windows. Window i starts at token i * T, and so on around the end."""
-        n_windows = (self.ends[-1] - 1) // T  # the last input needs a target, too
+        """Return inputs and targets, (B, T) each, of B windows. Window i starts at token i * T; past the end, wrap."""
+        n_windows = (self.ends[-1] - 1) // T  # the last input also needs a target
         starts = [(number % n_windows) * T for number in numbers]
         tokens = torch.from_numpy(np.stack([self.read(start, T + 1) for start in starts]))  # (B, T + 1)
         return tokens[:, :-1], tokens[:, 1:]  # each target is the token after its input
 
 
 def open_tokens(data: str, split: str) -> Tokens:
-    """The split `train` or `val`: nine tenths of the bytes of a .txt, or the last tenth; or the shards of a folder."""
+    """Open the split `train` or `val`: a .txt's first nine tenths or its last tenth; or a folder's shards."""
     if data.endswith(".txt"):
         text = np.fromfile(data, np.uint8)
         n_train = len(text) * 9 // 10
         return Tokens([text[:n_train] if split == "train" else text[n_train:]])
     files = sorted(Path(data).glob(f"*_{split}_*.npy"))
-    return Tokens([np.load(file, mmap_mode="r") for file in files])  # they stay on the disk
+    return Tokens([np.load(file, mmap_mode="r") for file in files])  # stays on the disk
 
 
 # --------------------------------------------------------------------------------------------------------- training
@@ -199,28 +199,27 @@ def open_tokens(data: str, split: str) -> Tokens:
 def train(config: Config) -> GPT:
     rank = int(os.environ.get("RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    device = config.device
     checkpoint = Path(config.checkpoint)
     checkpoint.parent.mkdir(parents=True, exist_ok=True)
     if checkpoint.exists() and not config.resume:
-        print(f"error: {checkpoint} exists; set resume = True, or another checkpoint", file=sys.stderr)
+        print(f"error: {checkpoint} exists; remove it, set resume = True, or choose another", file=sys.stderr)
         sys.exit(2)
     if world_size > 1:  # torchrun has started us
-        dist.init_process_group("nccl" if device == "cuda" else "gloo")
-        if device == "cuda":
-            device = f"cuda:{os.environ['LOCAL_RANK']}"
-            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if config.device == "cuda" else "gloo")
+        if config.device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # "cuda" is this rank's GPU from here on
     torch.manual_seed(config.seed)  # the same weights on all ranks
     torch.set_float32_matmul_precision("high" if config.bf16 else "highest")  # TF32 for what is not in bf16
 
     tokens = open_tokens(config.data, "train")
-    model = GPT(config).to(device)
+    model = GPT(config).to(config.device)
     optimizer = make_optimizer(model, config)
     first_step = 1
     if config.resume and checkpoint.exists():
-        state = torch.load(checkpoint, map_location=device, weights_only=True)
+        state = torch.load(checkpoint, map_location=config.device, weights_only=True)
         model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        groups = optimizer.state_dict()["param_groups"]  # weight decay and betas are those above, not the file's
+        optimizer.load_state_dict(state["optimizer"] | dict(param_groups=groups))
         first_step = state["step"] + 1
     loss_fn = torch.compile(model) if config.compile else model
     if world_size > 1:
@@ -236,14 +235,14 @@ def train(config: Config) -> GPT:
         began = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, config)
-        mean_loss = torch.zeros((), device=device)
-        # windows come in the order of the files; the ranks share those of a step
+        mean_loss = torch.zeros((), device=config.device)
+        # windows come in file order, unshuffled; ranks share those of a step
         first = (step - 1) * n_windows + rank * n_micro * B
         for i in range(n_micro):
             idx, targets = tokens.windows(range(first + i * B, first + (i + 1) * B), T)  # (B, T) each
             loss_fn.require_backward_grad_sync = i == n_micro - 1  # DDP: ranks average their gradients once
             with torch.autocast(config.device, torch.bfloat16, enabled=config.bf16):
-                loss = loss_fn(idx.to(device), targets.to(device)) / n_micro
+                loss = loss_fn(idx.to(config.device), targets.to(config.device)) / n_micro
             loss.backward()  # adds to the gradients
             mean_loss += loss.detach()
         if world_size > 1:
@@ -257,7 +256,7 @@ def train(config: Config) -> GPT:
         ms = 1000 * (time.perf_counter() - began)
         print(f"step {step:5d}  loss {step_loss:.6f}  norm {norm:.3f}  {ms:.1f} ms", flush=True)
         if step % config.eval_interval == 0 or step == config.max_steps:
-            print(f"step {step:5d}  validation loss {validate(model, config, device):.4f}", flush=True)
+            print(f"step {step:5d}  validation loss {validate(model, config):.4f}", flush=True)
             state = dict(step=step, config=asdict(config), model=model.state_dict(), optimizer=optimizer.state_dict())
             torch.save(state, f"{checkpoint}.tmp")
             os.replace(f"{checkpoint}.tmp", checkpoint)  # a kill leaves the old one or the new one
@@ -267,21 +266,24 @@ def train(config: Config) -> GPT:
 
 
 @torch.no_grad()
-def validate(model: GPT, config: Config, device: str) -> float:
-    """The mean loss of the first windows of the validation split, in nats per token."""
+def validate(model: GPT, config: Config) -> float:
+    """Return the mean loss of the validation split's first windows, in nats per token."""
+    model.eval()  # turns off the dropout that you may add
     tokens = open_tokens(config.data, "val")
     B = config.micro_batch_size
     total = 0.0
     for i in range(config.eval_steps):
         idx, targets = tokens.windows(range(i * B, (i + 1) * B), config.sequence_length)
         with torch.autocast(config.device, torch.bfloat16, enabled=config.bf16):
-            total += model(idx.to(device), targets.to(device)).item()
+            total += model(idx.to(config.device), targets.to(config.device)).item()
+    model.train()
     return total / config.eval_steps
 
 
 @torch.no_grad()
 def sample(model: GPT, idx: list[int], n: int, n_positions: int) -> list[int]:
-    """Append n tokens to idx, each drawn from the model's distribution of the next one."""
+    """Append n tokens to idx, each drawn from the model's distribution of the next token."""
+    model.eval()
     for _ in range(n):
         context = torch.tensor([idx[-n_positions:]], device=model.lm_head.weight.device)  # (1, T)
         probs = F.softmax(model(context)[0, -1], dim=-1)  # (V,)
@@ -294,5 +296,5 @@ if __name__ == "__main__":
     model = train(config)
     if int(os.environ.get("RANK", 0)) == 0:
         start = open_tokens(config.data, "val").read(0, 16).tolist()
-        text = sample(model, start, 300, config.sequence_length)
+        text = sample(model, start, 300, config.sequence_length)  # GPT-2: tiktoken.get_encoding("gpt2").decode(text)
         print(bytes(text).decode(errors="replace") if config.data.endswith(".txt") else text)
