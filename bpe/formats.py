@@ -113,6 +113,8 @@ def read(path: Path) -> tuple[Tokenizer, dict]:
     ours = file.with_name(TIKTOKEN).exists()
     if file.is_file() and (ours or not file.with_name("tokenizer_config.json").exists()):
         return open_text(file.read_text(encoding="utf-8")), {}
+    if file.with_name("log.jsonl").exists():
+        raise ValueError("it is a run directory; pass one of its checkpoints")
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(file.parent, local_files_only=True, trust_remote_code=False)

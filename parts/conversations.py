@@ -41,7 +41,7 @@ def load_rows(data: str) -> tuple[list[list[dict]], set[int]]:
 
 def messages_of(row, where: str) -> list[dict]:
     """Turn a row into messages of a role and content. Raise UserError for anything but a conversation."""
-    with contextlib.suppress(AttributeError, KeyError, TypeError):  # from a row of another form
+    with contextlib.suppress(AttributeError, KeyError, TypeError, UnicodeEncodeError):  # from a row of another form
         messages = row.get("messages")
         if messages is None:
             question = f"{row['instruction'].strip()} {(row.get('input') or '').strip()}".strip()
@@ -50,7 +50,7 @@ def messages_of(row, where: str) -> list[dict]:
             return [dict(role=message["role"], content=message["content"]) for message in messages]
     raise UserError(
         f"{where}: write instruction, input and output, or messages with a role and content; "
-        "let an assistant answer a user"
+        "let an assistant answer a user, in valid Unicode"
     )
 
 
@@ -61,6 +61,7 @@ def is_conversation(messages: list[dict]) -> bool:
         role = message["role"]
         if role not in ROLES or not isinstance(message["content"], str) or (role == "assistant" and before != "user"):
             return False
+        message["content"].encode()  # raises for half a surrogate pair
         before = role
     return True
 

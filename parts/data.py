@@ -44,8 +44,8 @@ def find_shards(data: str, split: str) -> list[Path]:
     if shards := shards_by_split(data)[split]:
         return shards
     raise UserError(
-        f"--data {data} has no *_{split}_*.npy, .bin or .ds shard; write shards with fineweb.py, pass a .txt, or, with "
-        "--tokenizer train, a folder of texts; `train_gpt2.py tiny` needs no other data"
+        f"--data {data} has no *_{split}_*.npy, .bin or .ds shard; write shards with fineweb.py, or try "
+        "the included text: python train_gpt2.py tiny"
     )
 
 

@@ -42,7 +42,7 @@ def find_files(source: tuple[str, ...], subset: str = "", split: str = "train", 
             elif kind_of(path):
                 files.append(path)
         if not files:
-            raise UserError(f"{name!r}: no such {', '.join(KINDS)}; pass files, a folder, or OWNER/NAME of the hub")
+            raise UserError(f"{name!r} does not exist or holds no {', '.join(KINDS)}; check the path, or pass OWNER/NAME")
         found += files
     return once(found)
 
@@ -122,8 +122,10 @@ def readable(what: str) -> Iterator[None]:
     except (UserError, Stopped):
         raise
     except Exception as e:
+        if type(e) is FileNotFoundError:
+            raise UserError(f"{what} does not exist; check the path") from e
         reason = " ".join([str(e) or type(e).__name__, *getattr(e, "__notes__", [])])
-        remedy = "check name, subset, network, HF_ENDPOINT and `hf auth login`, or pass local files"
+        remedy = "check name, network and HF_ENDPOINT, or pass local files"
         if os.path.isfile(what):
             remedy = "remove it, or get it again"
         raise UserError(f"cannot read {what}: {reason[-300:]}; {remedy}") from e
