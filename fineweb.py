@@ -80,10 +80,10 @@ def stop(signum, frame) -> None:
 
 
 def make_shards(config: Config, out_dir: Path) -> None:
-    """Write the shards of `config.source`, or those that are missing. Raises UserError."""
+    """Write the missing shards of `config.source`. Raise UserError if they cannot be written."""
     of_fineweb = config.source == Config.source
     if not of_fineweb and config.out_dir == Config.out_dir:
-        raise UserError(f"{out_dir} is for FineWeb-Edu; give an --out_dir for the shards of another --source")
+        raise UserError(f"{out_dir} is for FineWeb-Edu; choose another --out_dir")
     tok = load_tokenizer(config.tokenizer)
     if tok.eot_token is None:
         raise UserError(f"{config.tokenizer} has no <|endoftext|> to put before documents; train one with it")
@@ -92,7 +92,7 @@ def make_shards(config: Config, out_dir: Path) -> None:
     config = replace(config, subset=subset, limit_tokens=limit, workers=config.workers or cpu_count())
     manifest = open_manifest(config, out_dir, tok)
     if "next" not in manifest:
-        print(f"{out_dir} is complete, and the source is not read again: {summary(manifest)}")
+        print(f"{out_dir} is already complete; source not read again: {summary(manifest)}")
         return
     # later shards come from the commit of the first ones
     revision = manifest.get("commit") or config.revision

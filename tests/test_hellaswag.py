@@ -346,7 +346,7 @@ def test_a_malformed_row_is_named_with_its_number(run, tmp_path, change):
     assert_user_error(run(data=data), "2", "rows.jsonl")
 
 
-def test_what_is_not_there_is_one_line(run, tmp_path):
+def test_missing_file_gives_one_line(run, tmp_path):
     absent = tmp_path / "absent.jsonl"
     assert_user_error(run(data=absent), "absent.jsonl")
     assert_user_error(run(data=absent, model=tmp_path / "nowhere"), "nowhere")  # before rows are downloaded

@@ -77,7 +77,7 @@ def test_no_imports_run_in_a_circle():
     assert not remaining
 
 
-def test_the_loop_is_in_the_door():
+def test_loop_is_in_the_script():
     """No part calls backward, except the trials of memory and time, which keep nothing of their steps."""
     calls = set()
     for path in PARTS:

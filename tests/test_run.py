@@ -240,7 +240,7 @@ def test_config_and_checkpoint_hold_one_dict_the_constants_that_the_run_computes
     assert log_of(run_dir, "run")[0]["config"] == config
 
 
-def test_what_was_settled_by_trial_is_taken_from_the_run(short, run_dir):
+def test_resume_keeps_trial_results(short, run_dir):
     short(micro_batch_size=2)
     assert short(micro_batch_size=0, max_steps=7, resume=True).stdout.count("is now") == 1  # max_steps
     assert read_json(run_dir / "config.json")["micro_batch_size"] == 2

@@ -211,7 +211,7 @@ def test_an_error_after_a_signal_is_put_down_to_the_signal(short, run_dir, monke
 # ---- what an interruption cut off
 
 
-def test_an_evaluation_that_was_cut_off_is_made_up_for_and_no_other_comes_twice(train, tmp_path, monkeypatch):
+def test_interrupted_evaluation_runs_once_on_resume(train, tmp_path, monkeypatch):
     options = SHORT | dict(eval_interval=2, sample_interval=2)
     train(out="whole", **options)
 
