@@ -1,7 +1,7 @@
 """Benchmarks: every figure in docs/benchmarks.md comes from one of these commands.
 
     python bench.py --help                # the benchmarks, one per line
-    python bench.py NAME --help           # what one of them compares, how fair that is, and its constants
+    python bench.py NAME --help           # one benchmark's comparison, its fairness and constants
     python bench.py NAME --json FILE      # prints a table, and keeps all figures with the machine's description
 
 Each benchmark is a file of benchmarks/ with a Config and a `run(config, rt)` that yields rows: a row is a dict with a
@@ -34,7 +34,7 @@ def main() -> None:
             print(f"    {name:<12}{title}")
         return
     if name not in NAMES:
-        raise UserError(f"{name!r} is not a benchmark; say what to measure: python bench.py {' | '.join(NAMES)}")
+        raise UserError(f"{name!r} is not a benchmark; choose one: python bench.py {' | '.join(NAMES)}")
     benchmark = importlib.import_module(f"benchmarks.{name}")
     config = parse_args(benchmark.Config, sys.argv[2:], prog=f"bench.py {name}", description=benchmark.__doc__)
     rt = Runtime.setup(getattr(config, "device", "cpu"), "float32")  # compare has none: its commands choose

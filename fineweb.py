@@ -40,25 +40,25 @@ from parts.files import errors_name, exclusive_lock, free_bytes, remove_leftover
 from parts.shards import Writer, load_tokenizer, shard_dtype, shard_name, tokens_of, verify
 from parts.texts import START, Texts, open_texts
 
-BATCHES_AHEAD = 4  # per thread: memory must not grow when writing is slower than encoding
-SAMPLED = 10**6  # characters of the first documents, to see how many tokens a byte makes
-RESUME = "give the same command again to resume"
+BATCHES_AHEAD = 4  # per thread; bounds memory when writing is slower than encoding
+SAMPLED = 10**6  # characters of the first documents, to estimate tokens per byte
+RESUME = "repeat the command to resume"
 
 
 @dataclass(frozen=True)
 class Config:
-    # what to read; source, subset, split and revision are those of datasets.load_dataset
+    # input; source, subset, split and revision mean what datasets.load_dataset means
     source: tuple[str, ...] = ("HuggingFaceFW/fineweb-edu",)  # a hub dataset, or files, folders, globs
     subset: str = ""  # subset of a dataset; empty for its default, or sample-10BT of FineWeb-Edu
     split: str = "train"  # split of a dataset
     revision: str = "main"  # branch, tag or commit of the hub dataset
-    text_field: str = "text"  # column or JSON key that holds the text; in a .txt, two blank lines end a document
+    text_field: str = "text"  # the text's column or JSON key; in a .txt, two blank lines end a document
     limit_tokens: Tokens = 0  # stop after this many tokens; 0 for the whole source
-    # what to write
+    # output
     tokenizer: str = "gpt2"  # gpt2, or a tokenizer.json
     out_dir: str = "edu_fineweb10B"  # directory for the shards
     shard_size: Count = 0  # tokens per shard; the first is for validation; 0 for 100M, or a tenth of a small source
-    workers: Count = 0  # threads that encode; 0 for one per core
+    workers: Count = 0  # encoding threads; 0 for one per core
     # instead of writing
     verify: bool = False  # check the shards in out_dir against their manifest, and write nothing
     dry_run: bool = False  # print what would be read and written, then stop
@@ -120,7 +120,7 @@ def make_shards(config: Config, out_dir: Path) -> None:
 
 
 def write_shards(config: Config, texts: Texts, manifest: dict, tok: Tokenizer, expected: int) -> None:
-    """The pipeline: documents -> tokens -> shards. Fills in `manifest`."""
+    """Run the pipeline documents -> tokens -> shards, and fill in `manifest`."""
     out_dir = Path(config.out_dir)
     downloads = out_dir / ".downloads"
     writer = Writer(out_dir, manifest, tok, config.shard_size, config.limit_tokens, shard_name(out_dir))
@@ -143,9 +143,9 @@ def write_shards(config: Config, texts: Texts, manifest: dict, tok: Tokenizer, e
 
 
 def encoded(batches: Iterator[tuple], tok: Tokenizer, n_threads: int) -> Iterator[tuple[dict, np.ndarray, int]]:
-    """(place, tokens (n,), skipped documents) in the order of the batches.
+    """Yield (place, tokens (n,), skipped documents) in the batches' order.
 
-    A task is a whole batch: one for each document would cost the main thread a fifth of the time of its encoding.
+    A task is a whole batch: a task per document would cost the main thread a fifth of the encoding time.
     """
     pending = deque()
     pool = ThreadPoolExecutor(n_threads)
@@ -165,15 +165,15 @@ def encoded(batches: Iterator[tuple], tok: Tokenizer, n_threads: int) -> Iterato
 
 
 def open_manifest(config: Config, out_dir: Path, tok: Tokenizer) -> dict:
-    """The manifest of an earlier run, or a new one. Raises UserError if `out_dir` holds something else.
+    """Return an earlier run's manifest, or a new one. Raise UserError if `out_dir` holds anything else.
 
-    `next` is where the next shard begins: a place in the stream of documents, and how many tokens of the batch there
-    are in the shard before.
+    `next` says where the next shard begins: a place in the stream of documents, and the number of that batch's tokens
+    in the shard before.
     """
     manifest = read_manifest(out_dir)
     found = [*out_dir.glob(f"{shard_name(out_dir)}_*.npy"), *out_dir.glob("tokenizer.json")]
     if found and not manifest:
-        raise UserError(f"{found[0]} is in no manifest.json; give another --out_dir, or remove it")
+        raise UserError(f"{found[0]} is in no manifest.json; choose another --out_dir, or remove it")
     if not manifest.get("shards"):  # nothing to continue, whatever the constants were
         manifest = {}
     constants = dict(
@@ -192,15 +192,15 @@ def open_manifest(config: Config, out_dir: Path, tok: Tokenizer) -> dict:
     for key, value in constants.items():
         if manifest.get(key) != value:
             raise UserError(
-                f"{out_dir} holds shards of a run with {key} {manifest.get(key)}, and now it is {value}; "
-                "give another --out_dir, or remove that one"
+                f"{out_dir} holds shards with {key} {manifest.get(key)}, not {value}; "
+                "choose another --out_dir, or remove that one"
             )
     return manifest
 
 
 def in_order(files: list[str], manifest: dict) -> list[str]:
-    """Order the files of a source: those in shards, the one under way, then all others, so that one may be added,
-    mended or removed."""
+    """Order a source's files: files in shards, the file under way, then all others, so that files may be added,
+    fixed or removed."""
     begun = manifest.get("files", [])[: manifest["next"]["file"] + 1]
     if begun and begun[-1] not in files:
         manifest["next"] = dict(file=len(begun), row=0, skip=0)
@@ -211,14 +211,14 @@ def in_order(files: list[str], manifest: dict) -> list[str]:
 
 
 def expected_tokens(texts: Texts, sizes: list[int], tok: Tokenizer) -> int:
-    """Estimate how many tokens the source has, by the size of its files and the tokens of its first documents."""
+    """Estimate how many tokens the source has, by file sizes and the tokens of its first documents."""
     sample = "".join(text[:SAMPLED] for text in texts.first)[:SAMPLED]
     tokens_per_byte = len(tok.encode_to_numpy(sample)) / max(len(sample.encode()), 1)
     return int(texts.text_bytes(sizes) * tokens_per_byte)
 
 
 def print_plan(config: Config, texts: Texts, sizes: list[int], manifest: dict, tokens: int) -> None:
-    """Print what will be read and written, and the disk space it needs. Raises UserError if there is too little."""
+    """Print source, target and disk space. Raise UserError if the disk is too small."""
     size = partial(tqdm.format_sizeof, suffix="B")
     out_dir = Path(config.out_dir)
     subset = f" {config.subset}" if config.subset else ""
@@ -237,7 +237,7 @@ def print_plan(config: Config, texts: Texts, sizes: list[int], manifest: dict, t
     if for_shards > free:
         raise UserError(
             f"{out_dir} needs about {size(for_shards)}, and its disk has {size(free)} free; "
-            "free some, give a smaller --limit_tokens, or an --out_dir on another disk"
+            "free some, lower --limit_tokens, or choose an --out_dir on another disk"
         )
 
 

@@ -1,10 +1,10 @@
 """Curves of one run, or of several in one picture: loss, HellaSwag, gradient norm, learning rate.
 
     python plot.py out/gpt2                                  # -> plot.png
-    python plot.py out/gpt2 out/speedrun --x tokens          # which of them needs fewer tokens
+    python plot.py out/gpt2 out/speedrun --x tokens          # which run needs fewer tokens
     python plot.py out/gpt2 out/bpe4k --y bpb                # with different tokenizers, compare bits per byte
 
-RUNS are run directories, or their log.jsonl. Training draws its learning_curve.png with the same function, which is in
+RUNS are run directories, or their log.jsonl. Training draws its learning_curve.png with the same function, in
 parts/curves.py. This file knows nothing of torch or models.
 """
 

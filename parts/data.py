@@ -36,7 +36,7 @@ IGNORED = -100  # a target that is not scored, as in PyTorch; pads the last wind
 BIN_MAGIC = 20240520  # of llm.c
 BIN_HEADER = 256  # int32: the magic number, version 1, the number of tokens, and zeros; uint16 tokens follow
 Layout = tuple[np.dtype, int, tuple[int, ...]]  # dtype, offset in bytes, shape
-SCANNED = 2**28  # tokens of a split that are all compared with the vocabulary at the start: a second, if on the disk
+SCANNED = 2**28  # splits up to this many tokens are wholly compared with the vocabulary at the start: a second
 
 
 def find_shards(data: str, split: str) -> list[Path]:
@@ -50,7 +50,7 @@ def find_shards(data: str, split: str) -> list[Path]:
 
 
 def shards_by_split(data: str) -> dict[str, list[Path]]:
-    """Return the files of tokens in a directory or a glob, those of "train" and those of "val".
+    """Return the token files in a directory or a glob, by split: "train" and "val".
 
     The last train or val between underscores in a name decides. datatrove's .ds files have no such names: the first one
     is then "val", and the others are "train".
@@ -77,7 +77,7 @@ class Shard:
     """
 
     def __init__(self, path: Path):
-        """Raises UserError for a damaged file, however NumPy or the system put it."""
+        """Open the file. Raise UserError for any damage."""
         self.path = path
         try:
             self.dtype, self.offset, shape = LAYOUTS[path.suffix](path)
@@ -95,14 +95,14 @@ class Shard:
         return self.n_tokens
 
     def read(self, start: int, n: int) -> np.ndarray:
-        """The slice [start : start + n], fewer at the end of the shard. Raises UserError if the file has shrunk."""
+        """Return the slice [start : start + n], fewer at the shard's end. Raise UserError if the file has shrunk."""
         size = self.dtype.itemsize
         n_bytes = max(min(n, self.n_tokens - start), 0) * size
         with errors_name(self.path):
             self.file.seek(self.offset + start * size)
             content = self.file.read(n_bytes)
         if len(content) < n_bytes:
-            raise UserError(f"shard {self.path} was cut short while it was in use; write it again, then --resume")
+            raise UserError(f"shard {self.path} was cut short while in use; write it again, then pass --resume")
         return np.frombuffer(content, self.dtype)
 
 
@@ -118,14 +118,14 @@ def bin_layout(path: Path) -> Layout:
     if path.stem not in ("train", "val"):
         raise ValueError(f"its header does not start with {BIN_MAGIC} and version 1")
     if path.with_name("meta.pkl").exists():
-        raise ValueError("nanoGPT's meta.pkl says that its tokens are characters; give --data the text, as .txt")
+        raise ValueError("nanoGPT's meta.pkl says that its tokens are characters; pass the .txt itself as --data")
     return np.dtype("<u2"), 0, (path.stat().st_size // 2,)  # nanoGPT's: tokens alone
 
 
 def ds_layout(path: Path) -> Layout:
-    """A .ds file holds nothing but tokens: X.ds.metadata says how many, and whether each takes 2 bytes or 4.
+    """Read a .ds file's layout: it holds only tokens; X.ds.metadata has their number and size, 2 or 4 bytes.
 
-    X.ds.index, the ends of documents, is not needed, as datatrove writes its `eos_token` there. It ends a document and
+    X.ds.index, the ends of documents, is not needed: datatrove writes its `eos_token` there. It ends a document and
     our <|endoftext|> begins one, which is the same in one long stream: there is one between any two documents, even
     across files. Only the very first document has none before it.
     """
@@ -153,10 +153,10 @@ LAYOUTS = {".npy": npy_layout, ".bin": bin_layout, ".ds": ds_layout}
 class TokenStream:
     """The shards of one split, all in one directory, as one long sequence of tokens.
 
-    Raises UserError for a shard that is damaged, or is in manifest.json and missing, and for a token that is not in the
-    vocabulary of `tokenizer`, ids below `vocab_size` but for `unused_ids`: on a GPU it would surface only as a
-    device-side assert, or, if the model is padded to more ids, be trained on without a word. Compared are all tokens of
-    a split of up to SCANNED, and the first 65,536 of each shard of a larger one.
+    Raises UserError for a shard that is damaged, or listed in manifest.json and missing, and for a token outside the
+    vocabulary of `tokenizer`, the ids below `vocab_size` except `unused_ids`: on a GPU it would surface only as a
+    device-side assert, or, if the model is padded to more ids, silently train. A split of up to SCANNED tokens is
+    compared wholly, a larger split by the first 65,536 tokens of each shard.
     """
 
     def __init__(self, paths: list[Path], vocab_size: int, unused_ids: Sequence[int] = (), tokenizer: str = "given"):
@@ -183,11 +183,11 @@ class TokenStream:
         return self.starts[-1]
 
     def read(self, start: int, n: int) -> np.ndarray:
-        """The slice [start : start + n] as a new array (n,) int64."""
+        """Return the slice [start : start + n] as a new array (n,) int64."""
         return self.read_windows([start], n)[0]
 
     def read_windows(self, starts: list[int], n: int) -> np.ndarray:
-        """The slice [start : start + n] for every start, as a new array (len(starts), n) int64."""
+        """Return the slice [start : start + n] for every start, as a new array (len(starts), n) int64."""
         out = np.empty((len(starts), n), np.int64)
         for row, start in zip(out, starts, strict=True):
             shard = bisect_right(self.starts, start) - 1  # the last one that begins at `start` or before
@@ -202,7 +202,7 @@ class TokenStream:
         return out
 
     def digest(self) -> str:
-        """16 hexadecimal digits that identify these tokens in this order, wherever the shards are.
+        """Return 16 hexadecimal digits that identify these tokens in this order, wherever the shards are.
 
         A run that resumes compares them, since other data would break its order. They hash the checksums in the
         manifest; of a shard without one, its length, first and last tokens, since reading 20 GB takes too long.
@@ -225,7 +225,7 @@ class TokenStream:
 
 @lru_cache(maxsize=2)  # a batch may span the end of one epoch and the beginning of the next
 def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
-    """A permutation of 0 .. n-1 as (n,) uint32: 39 MB for the windows of 1024 of 10B tokens.
+    """Return a permutation of 0 .. n-1 as (n,) uint32: 39 MB for the windows of 1024 of 10B tokens.
 
     It is `argsort` of random numbers, of which NumPy guarantees those of PCG64 forever. Their high bits are sorted with
     the numbers 0 .. n-1 in the low ones: 0.80 s for 10B tokens, where a stable argsort takes 1.53 s.
@@ -253,7 +253,7 @@ class Batches:
         if self.n_windows < 1:
             raise UserError(
                 f"{stream.paths[0]} has {len(stream)} tokens, fewer than "
-                f"sequence_length + 1 = {self.T + 1}; give more text, or a smaller --sequence_length"
+                f"sequence_length + 1 = {self.T + 1}; add text, or choose a smaller --sequence_length"
             )
 
     def shift(self, epoch: int) -> int:
@@ -267,7 +267,7 @@ class Batches:
         return int(np.random.PCG64([self.seed, epoch, 1]).random_raw()) % self.T
 
     def global_batch(self, position: int, batch_size: int) -> list[int]:
-        """Where in the stream the `batch_size` windows from number `position` on begin."""
+        """Return where the `batch_size` windows from number `position` on begin in the stream."""
         last = len(self.stream) - 1 - self.T  # where the last window that fits begins
         starts = []
         while len(starts) < batch_size:  # the end of an epoch and the beginning of the next may share a batch
@@ -288,7 +288,7 @@ class Batches:
         first = self.rank * own
         starts = self.global_batch(position, batch_size)[first : first + own]
         for i in range(0, own, micro_batch_size):
-            yield self.stream.read_windows(starts[i : i + micro_batch_size], self.T + 1)  # T + 1: the last target, too
+            yield self.stream.read_windows(starts[i : i + micro_batch_size], self.T + 1)  # + 1: the last target
 
 
 # -------------------------------------------------------------------------------------------------------- the batches
@@ -308,9 +308,9 @@ def training_batches(
 def validation_batches(
     stream: TokenStream, sequence_length: int, micro_batch_size: int, limit: int, rank=0, world_size=1
 ) -> Iterator[np.ndarray]:
-    """Every token of a split once, as a target, in windows dealt out to the ranks; at most `limit` tokens if it is > 0.
+    """Yield every token of a split once, as a target, in windows dealt to the ranks; at most `limit` tokens if > 0.
 
-    Yields micro-batches, all (micro_batch_size, T + 1) int64, so that compiled code sees one shape; short windows are
+    All micro-batches are (micro_batch_size, T + 1) int64, so that compiled code sees one shape; short windows are
     padded with IGNORED. The union over ranks is the same for every world size.
     """
     T = sequence_length
@@ -327,7 +327,7 @@ def validation_batches(
 
 
 def to_inputs(windows):
-    """(idx, targets), each (B, T), of windows (B, T + 1): a NumPy array, or a tensor on any device.
+    """Return (idx, targets), each (B, T), of windows (B, T + 1): a NumPy array, or a tensor on any device.
 
     Each target is the token after its input. As an input IGNORED becomes token 0: it needs an embedding, and changes
     nothing, because no position looks ahead at it (attention is causal) and as a target it is not scored.
@@ -345,7 +345,7 @@ def new_manifest(**constants) -> dict:
 
 
 def read_manifest(directory: Path) -> dict:
-    """`manifest.json` of a shard directory; {} if there is none. Raises UserError for a damaged one."""
+    """Read a shard directory's `manifest.json`; {} if there is none. Raise UserError if it is damaged."""
     path = directory / "manifest.json"
     manifest = read_json(path) if path.exists() else {}
     if "shards" in manifest:  # else it is not ours
@@ -374,5 +374,5 @@ def summary(manifest: dict) -> str:
 
 
 def listed_shards(directory: Path) -> dict[Path, dict]:
-    """{path: its entry} of all shards in the manifest of a directory; {} if there is none."""
+    """Return {path: its entry} of all shards in a directory's manifest; {} if there is none."""
     return {directory / entry["file"]: entry for entry in read_manifest(directory).get("shards", [])}

@@ -1,4 +1,4 @@
-"""What goes with token shards: a check of all files, the tokenizer that made them, and turning a text file into shards.
+"""Check token shards, find their tokenizer, turn a text file into shards, and write shards.
 
 - `verify` compares the files of a directory with its manifest
 - tokenizers by name, and the one that belongs to given shards
@@ -35,19 +35,19 @@ from parts.sources import readable
 from parts.texts import notes_on, plain_texts, refuse_no_text, texts_of
 
 TRAIN_FRACTION = 0.9  # of a text's characters; the rest is the validation split
-LARGEST_TEXT = 10**9  # bytes of a .txt, which is in memory as a whole
-COUNTED = 2**20  # tokens at a time, each of which takes eight bytes then
+LARGEST_TEXT = 10**9  # largest .txt in bytes; it is in memory as a whole
+COUNTED = 2**20  # tokens counted at a time, at eight bytes each
 
 
 def origin(folder: Path) -> dict:
-    """For the log: what the manifest says about the source of the shards; {} without one."""
+    """Return the shards' source for the log, from their manifest; {} without a manifest."""
     manifest = read_manifest(folder)
     keys = ("source", "commit", "tokens", "documents", "bytes", "tokenizer")
     return {key: manifest[key] for key in keys if manifest.get(key)}
 
 
 def verify(directory: Path) -> str:
-    """Compare shards and tokenizer with the manifest; returns its summary. Raises UserError for what differs."""
+    """Compare shards and tokenizer with the manifest; return its summary. Raise UserError for any difference."""
     manifest = read_manifest(directory)
     if "next" in manifest:  # where the command that writes it resumes; gone once it is done
         raise UserError(f"{directory} is not complete: {summary(manifest)}; repeat the command that started it")
@@ -55,7 +55,7 @@ def verify(directory: Path) -> str:
         raise UserError(f"{directory}/manifest.json is missing or lists no shard; write the shards with fineweb.py")
     remedy = f"remove {directory} and write it again, or restore the intact file"
     if load_tokenizer(str(directory / "tokenizer.json")).fingerprint != manifest["tokenizer"]:
-        raise UserError(f"{directory}/tokenizer.json is another tokenizer; {remedy}")
+        raise UserError(f"{directory}/tokenizer.json is not the shards' tokenizer; {remedy}")
     written = {directory / entry["file"]: entry["sha256"] for entry in manifest["shards"]}
     found = {*directory.glob("*_train_*.npy"), *directory.glob("*_val_*.npy")}
     for path in found ^ written.keys():
@@ -63,7 +63,7 @@ def verify(directory: Path) -> str:
     with ThreadPoolExecutor() as pool:  # hashing releases the GIL
         for path, digest in zip(written, pool.map(sha256, written), strict=True):
             if digest != written[path]:
-                raise UserError(f"shard {path} is not what was written: its sha256 differs; {remedy}")
+                raise UserError(f"shard {path} has changed: its sha256 differs; {remedy}")
     return summary(manifest)
 
 
@@ -71,18 +71,18 @@ def verify(directory: Path) -> str:
 
 
 class Shards(NamedTuple):
-    """What a training run reads: both splits, and the tokenizer that made them."""
+    """A training run's input: both splits, and their tokenizer."""
 
     train: TokenStream
     val: TokenStream
     tokenizer: Tokenizer
-    origin: dict  # where the tokens come from, as `origin` says it
-    warnings: list[str]  # what a person should know, and what to do about it
+    origin: dict  # the tokens' source, by `origin`
+    warnings: list[str]  # facts, each with its remedy
 
 
 def open_shards(data: str, tokenizer: str, vocab_size: int, cache: Path) -> Shards:
     """Open a directory or glob of shards, or a .txt file, which becomes shards below `cache` first; with the tokenizer
-    `train` any other file or folder of plain text, too. Raises UserError.
+    `train` also any other plain text. Raise UserError.
 
     Under torchrun all ranks call this: one makes the shards of a text, and the others wait for its file lock, since a
     collective would time out.
@@ -96,14 +96,14 @@ def open_shards(data: str, tokenizer: str, vocab_size: int, cache: Path) -> Shar
     val_paths = find_shards(str(place), "val")
     folder = train_paths[0].parent
     tok, named = data_tokenizer(folder, tokenizer)
-    padded = -(-len(tok) // 128) * 128  # as the tensor cores like it
+    padded = -(-len(tok) // 128) * 128  # a size that suits tensor cores
     if len(tok) > vocab_size:
-        raise UserError(f"the tokenizer has {len(tok)} tokens, more than --vocab_size {vocab_size}; give {padded}")
+        raise UserError(f"the tokenizer has {len(tok)} tokens, more than --vocab_size {vocab_size}; pass {padded}")
     unused = tok.unused_ids(len(tok))  # the model may be padded to more ids, which no token has
     val = TokenStream(val_paths, len(tok), unused, named)
     train = TokenStream(train_paths, len(tok), unused, named)
     if "next" in read_manifest(folder):
-        warnings.append(f"{place} is incomplete; training on what has been written so far")
+        warnings.append(f"{place} is incomplete; training on the shards written so far")
     if vocab_size > 2 * padded:
         warnings.append(
             f"{1 - len(tok) / vocab_size:.0%} of the {vocab_size:,} embeddings have no token; "
@@ -116,7 +116,7 @@ def open_shards(data: str, tokenizer: str, vocab_size: int, cache: Path) -> Shar
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """`gpt2`, or a tokenizer file or directory. Raises UserError."""
+    """Load `gpt2`, or a tokenizer file or directory. Raise UserError if it is not usable."""
     try:
         return Tokenizer.load(name)
     except ValueError as e:
@@ -136,7 +136,7 @@ def data_tokenizer(directory: Path, tokenizer: str) -> tuple[Tokenizer, str]:
     written = read_manifest(directory).get("tokenizer") or source.fingerprint
     # one with further special tokens, such as [PAD], has the same ids for every text
     if source.fingerprint != written or not source.same_ids(tok):
-        raise UserError(f"{directory} was written with another tokenizer than {name}; use {own} or write it again")
+        raise UserError(f"{directory} has another tokenizer than {name}; pass {own}, or write it again")
     return tok, name
 
 
@@ -150,8 +150,8 @@ def ds_tokenizer(directory: Path) -> str:
 
 
 def prepare_text(source: str, tokenizer: str, vocab_size: int, cache: Path) -> tuple[Path, list[str]]:
-    """Shards of a text file, or of a folder of them: the first part of each to train on and the rest to validate; and
-    what a person should know. Raises UserError.
+    """Make shards of a text file or a folder of them: the first part of each to train on, the rest to validate; also
+    return notes. Raise UserError.
 
     `tokenizer` is `train`, for a BPE of `vocab_size` tokens trained on the training part, or as in `load_tokenizer`.
     The shard directory below `cache` also holds `tokenizer.json` and `manifest.json`. It is made once: later runs use
@@ -165,7 +165,7 @@ def prepare_text(source: str, tokenizer: str, vocab_size: int, cache: Path) -> t
     notes += notes_on(source, parts["train"])
     tok = None if tokenizer == "train" else load_tokenizer(tokenizer)
     if tok and tok.eot_token is None:
-        raise UserError(f"--tokenizer {tokenizer} has no <|endoftext|> to start documents with; train one that has")
+        raise UserError(f"--tokenizer {tokenizer} has no <|endoftext|> to start documents; train one with it")
     wanted = tok.fingerprint if tok else f"train:{vocab_size}"
     # everything that decides the shards, so that a change to any of it makes others
     key = hashlib.sha256(f"{TRAIN_FRACTION} {wanted} {json.dumps(parts)}".encode()).hexdigest()[:16]
@@ -195,19 +195,19 @@ def is_intact(directory: Path) -> bool:
 def read_text(path: Path) -> str:
     if path.is_file() and path.stat().st_size > LARGEST_TEXT:
         raise UserError(
-            f"{path} has more than {LARGEST_TEXT / 1e9:g} GB, too much to tokenize at once; make shards of it: "
+            f"{path} has more than {LARGEST_TEXT / 1e9:g} GB, too much to tokenize at once; write shards: "
             f"python fineweb.py --source '{path}' --out_dir FOLDER, then --data FOLDER"
         )
     with readable(str(path)):
         text = path.read_text(encoding="utf-8-sig")
         refuse_no_text(text)
     if not text.strip():
-        raise UserError(f"{path} is empty; give a text with more than a few hundred words")
+        raise UserError(f"{path} is empty; pass a text of more than a few hundred words")
     return text
 
 
 def write_text_shards(directory: Path, parts: dict[str, list[str]], tok: Tokenizer, source: str) -> None:
-    """A shard for each of `parts`, {split: documents}, tokenizer.json and manifest.json."""
+    """Write a shard for each of `parts`, {split: documents}, tokenizer.json and manifest.json."""
     manifest = new_manifest(source=source, tokenizer=tok.fingerprint) | dict(next={})
     writer = Writer(directory, manifest, tok, 0, 0, "text")
     for texts in parts.values():
@@ -224,8 +224,8 @@ def shard_dtype(n_vocab: int) -> type:
 
 
 def tokens_of(texts: list[str | None], tok: Tokenizer) -> tuple[np.ndarray, int]:
-    """Return tokens = [eot, *encode(text)] for one document after the other, as one array (n,); and how many documents
-    have no text."""
+    """Return tokens = [eot, *encode(text)] for one document after the other, as one array (n,); and the number of
+    documents without text."""
     tokens = []  # of arrays: in a list, an id would take eight bytes
     for text in texts:
         if text is not None:
@@ -295,7 +295,7 @@ class Writer:
         save_manifest(self.out_dir, self.manifest)
 
     def end(self) -> None:
-        """Complete the last shard, and the manifest. Raises UserError if there is nothing in them."""
+        """Complete the last shard and the manifest. Raise UserError if both are empty."""
         if self.filled:
             self.complete(self.shard[: self.filled])
         if not self.manifest["shards"]:
@@ -308,7 +308,7 @@ class Writer:
 
 
 def shard_name(out_dir: Path) -> str:
-    """The part of a shard's name before _val_ or _train_, which cannot be mistaken for these."""
+    """Return the part of a shard's name before _val_ or _train_, never mistaken for either."""
     name = out_dir.resolve().name.removesuffix("_shards")
     name = re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.") or "text"
     return name.replace("edu-fineweb10B", "edufineweb")

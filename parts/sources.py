@@ -1,10 +1,10 @@
-"""Which files a source means, and their way to this disk: files, folders, globs, datasets of the Hugging Face hub.
+"""Find a source's files and bring them to this disk: files, folders, globs, datasets of the Hugging Face hub.
 
-A folder or a dataset of the hub means what `datasets.load_dataset` means by it: a split, a subset, one kind of files.
+A folder or hub dataset means the same as to `datasets.load_dataset`: a split, a subset, one kind of files.
 Files of the hub are downloaded while others are read.
 
 A link to a file is read, a link to a folder is not followed, and no file is read twice.
-This file knows nothing of what files hold.
+This file knows nothing of the files' contents.
 """
 
 import os
@@ -25,7 +25,7 @@ KINDS = {
     ".csv": "csv", ".tsv": "tsv", ".arrow": "arrow",
 }  # fmt: skip
 COMPRESSED = re.compile(r"\.(gz|zst|zstd|bz2|xz)$")
-AHEAD = 2  # files of the hub that are downloaded while one is read
+AHEAD = 2  # hub files downloaded while one is read
 
 
 # ------------------------------------------------------------------------------------------------ sources -> files
@@ -42,13 +42,13 @@ def find_files(source: tuple[str, ...], subset: str = "", split: str = "train", 
             elif kind_of(path):
                 files.append(path)
         if not files:
-            raise UserError(f"{name!r} does not exist or holds no {', '.join(KINDS)}; check the path, or pass OWNER/NAME")
+            raise UserError(f"{name!r} does not exist or holds no {', '.join(KINDS)}; check it, or pass OWNER/NAME")
         found += files
     return once(found)
 
 
 def on_hub(name: str) -> bool:
-    """True for OWNER/NAME, perhaps with more after it, unless a local file or folder has that name."""
+    """Return whether a name is OWNER/NAME, perhaps with more after it, and no local file or folder."""
     found = re.match(r"[\w-][\w.-]*/[\w-][\w.-]*(?=/|$)", name)
     return found is not None and not kind_of(found[0]) and not os.path.exists(found[0])
 
@@ -58,7 +58,7 @@ def kind_of(name: str) -> str:
 
 
 def expand(name: str) -> list[str]:
-    """List what a name means: itself, or the paths of a glob except hidden ones; ** follows no links to folders."""
+    """List a name's paths: itself, or a glob's except hidden paths; ** follows no links to folders."""
     if on_hub(name) or os.path.exists(name):
         return [name]
     if not has_magic(name):
@@ -69,7 +69,7 @@ def expand(name: str) -> list[str]:
 
 
 def once(paths: Iterable[str]) -> list[str]:
-    """Drop other names of files that come before, also by links of either kind."""
+    """Drop repeated files, also under other names or by links of either kind."""
     first = {}
     for path in paths:
         first.setdefault(identity(Path(path)), path)
@@ -78,7 +78,7 @@ def once(paths: Iterable[str]) -> list[str]:
 
 def files_of(name: str, subset: str, split: str, revision: str) -> list[str]:
     """Ask `datasets` for the files of a split of a folder or hub dataset; its errors name subsets to choose from."""
-    import datasets  # a slow import, which files that are named do not need
+    import datasets  # a slow import, not needed for named files
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
@@ -110,7 +110,7 @@ def files_below(folder: str) -> list[str]:
             if os.path.isfile(path):
                 files.append(path)
             elif os.path.islink(path):
-                warnings.warn(f"{path} is a link to a folder or to nothing, and not read", stacklevel=2)
+                warnings.warn(f"{path} is a link to a folder or to nothing; not read", stacklevel=2)
     return once(files)
 
 

@@ -30,7 +30,7 @@ LONG = 100_000  # characters: a longer .txt most likely holds several documents
 ENDOFTEXT = "<|endoftext|>"
 COMPRESSION = 3  # bytes of text in a byte of a compressed file, about
 START = dict(file=0, row=0)  # the place where a stream begins
-# UTF-8, too, and yet no text: UTF-16 without a mark, a page that asks to log in, a file that Git LFS has not fetched
+# UTF-8, and yet not text: UTF-16 without a mark, a login page, a file that Git LFS has not fetched
 NO_TEXT = re.compile(r".{0,999}\0|\s*<(!doctype )?html|version https://git-lfs", re.IGNORECASE | re.DOTALL)
 
 
@@ -38,7 +38,7 @@ NO_TEXT = re.compile(r".{0,999}\0|\s*<(!doctype )?html|version https://git-lfs",
 
 
 def rows_in(path: str, column: str = "") -> Iterator:
-    """Yield all rows of a file, with this column alone where others cost time. Raises UserError with file and row."""
+    """Yield all rows of a file, only this column where others cost time. Raise UserError with file and row."""
     number = 0
     with readable(path), opened(path) as file:
         try:
@@ -50,11 +50,11 @@ def rows_in(path: str, column: str = "") -> Iterator:
 
 
 def opened(path: str):
-    """Open a file of this disk or the hub for reading bytes, decompressed by its name."""
+    """Open a local or hub file for reading bytes, decompressed by its name."""
     import fsspec
     import pyarrow as pa
 
-    if path.endswith((".zst", ".zstd")):  # for which fsspec would need another package
+    if path.endswith((".zst", ".zstd")):  # fsspec would need another package
         return BufferedReader(pa.CompressedInputStream(pa.PythonFile(fsspec.open(path).open()), "zstd"))
     return fsspec.open(path, compression="infer")
 
@@ -70,7 +70,7 @@ def parquet_rows(file: BinaryIO, column: str) -> Iterator[dict]:
 
 
 def arrow_rows(file: BinaryIO, column: str) -> Iterator[dict]:
-    """Read either form of Arrow's files, that of random access and that of streams."""
+    """Read either of Arrow's formats, random access or stream."""
     import pyarrow as pa
 
     is_file = file.read(6) == b"ARROW1"
@@ -83,7 +83,7 @@ def arrow_rows(file: BinaryIO, column: str) -> Iterator[dict]:
 
 def json_rows(file: BinaryIO, column: str) -> Iterator:
     """Read an array, or a row from each line. A later line that is not JSON is a row of bytes."""
-    lines = (line for line in file if line.strip())  # they end at \n alone: a string may hold Unicode's other ends
+    lines = (line for line in file if line.strip())  # only \n ends a line: a string may hold Unicode's other ends
     first = next(lines, b"[]")
     if first.lstrip(b"\xef\xbb\xbf \t").startswith(b"["):
         yield from json.loads(first + file.read())
@@ -98,11 +98,11 @@ def json_rows(file: BinaryIO, column: str) -> Iterator:
 
 
 def csv_rows(file: BinaryIO, column: str, delimiter: str = ",") -> Iterator:
-    """Read a table. A row of more fields than there are columns stays a list: its text may go on in the next field."""
+    """Read a table. A row with more fields than columns stays a list: its text may continue in the next field."""
     csv.field_size_limit(sys.maxsize)
     lines = csv.reader(TextIOWrapper(file, "utf-8-sig", newline=""), delimiter=delimiter, strict=True)
     names = next(lines, [])
-    for fields in filter(None, lines):  # a blank line is no row
+    for fields in filter(None, lines):  # a blank line is not a row
         yield fields if len(fields) > len(names) else dict(zip(names, fields))
 
 
@@ -142,7 +142,7 @@ class Texts(NamedTuple):
             while texts := [text_of(found, self.text_field) for found in islice(rows, BATCH)]:
                 if None in texts and not noted:
                     where = f"row {row + texts.index(None) + 1:,} of {path}"
-                    warnings.warn(f"no text in {where}; such rows are counted and left out", stacklevel=2)
+                    warnings.warn(f"no text in {where}; such rows are counted and skipped", stacklevel=2)
                     noted = True
                 yield dict(file=number, row=row), texts
                 row += len(texts)
@@ -174,7 +174,7 @@ class Texts(NamedTuple):
 
 
 def text_of(row, field: str) -> str | None:
-    """Return the text of a row; None for anything else, and for half a character, which JSON may hold."""
+    """Return a row's text; None for anything else, and for half a surrogate pair, which JSON may hold."""
     text = row.get(field) if isinstance(row, dict) else None
     with suppress(AttributeError, UnicodeEncodeError):
         text.encode()
@@ -182,7 +182,7 @@ def text_of(row, field: str) -> str | None:
 
 
 def column_bytes(path: str, column: str) -> int:
-    """Return the uncompressed bytes of a column of a .parquet, by the list of its row groups."""
+    """Return the uncompressed bytes of a .parquet's column, by its row groups."""
     import pyarrow.parquet as pq
 
     with readable(path), opened(path) as file, pq.ParquetFile(file) as content:
@@ -195,7 +195,7 @@ def open_texts(
     source: tuple[str, ...], text_field: str = "text", subset: str = "", split: str = "train", revision: str = "main"
 ) -> Texts:
     """Open the documents of files, folders, globs or hub datasets, as `datasets.load_dataset` means subset, split and
-    revision. Raises UserError for a missing source or field, and for several subsets of a dataset."""
+    revision. Raise UserError for a missing source or field, and for a dataset's several subsets."""
     files = find_files(source, subset, split, revision)
     for file in files:
         rows = [row for row in islice(rows_in(file, text_field), BATCH) if isinstance(row, dict)]
@@ -216,14 +216,14 @@ def open_texts(
 
 def refuse_no_text(text: str) -> None:
     if NO_TEXT.match(text):
-        raise ValueError(f"it begins with {text[:20]!r} and is no plain text")
+        raise ValueError(f"it begins with {text[:20]!r} and is not plain text")
 
 
 def documents(lines: Iterable[str]) -> Iterator[str]:
     """Split the lines of a text, which end with \\n, into documents.
 
-    A document ends with two or more blank lines, which are a part of it, or before <|endoftext|> on a line of its own,
-    which is not. Blank lines alone are no document.
+    A document ends with two or more blank lines, which belong to it, or before <|endoftext|> on a line of its own,
+    which does not. Blank lines alone are not a document.
     """
     document = []
     blank = 0  # lines in a row
@@ -242,7 +242,7 @@ def documents(lines: Iterable[str]) -> Iterator[str]:
 
 
 def notes_on(path: str, documents: list[str]) -> list[str]:
-    """Say what a person should know about the documents of a .txt."""
+    """Return notes on the documents of a .txt."""
     how = f"to end documents, write two blank lines or {ENDOFTEXT} on a line of its own"
     notes = []
     if len(documents) == 1 and len(documents[0]) > LONG:
@@ -258,8 +258,8 @@ def texts_of(text: str) -> list[str]:
 
 
 def plain_texts(folder: str) -> tuple[list[str], list[str]]:
-    """Read all files below a folder that are UTF-8, whatever their names; also say how many. Raises UserError if there
-    are none."""
+    """Read all UTF-8 files below a folder, whatever their names; also return a note with their number. Raise UserError
+    if there are none."""
     texts = []
     paths = files_below(folder)
     for path in paths:
@@ -268,7 +268,7 @@ def plain_texts(folder: str) -> tuple[list[str], list[str]]:
             if text.strip() and not NO_TEXT.match(text):
                 texts.append(text)
     if not texts:
-        raise UserError(f"{folder} holds no file of plain text (UTF-8); pass a folder that has some")
+        raise UserError(f"{folder} holds no plain text (UTF-8); pass another folder")
     return texts, [f"{folder}: {len(texts):,} of {counted(len(paths), 'file')} read as text"]
 
 
@@ -276,13 +276,12 @@ def plain_texts(folder: str) -> tuple[list[str], list[str]]:
 
 
 def rows_of(data: str, split: str = "train", option: str = "--data") -> list:
-    """Read all rows of a file, a folder or a dataset of the hub; at least one. Raises UserError, which names the
-    option."""
+    """Read all rows of a file, a folder or a hub dataset; at least one. Raise UserError, which names the option."""
     try:
         files = [data] if os.path.isfile(data) else find_files((data,), split=split)  # a file of any name
         rows = [row for path in arriving(files) for row in rows_in(path)]
         if not rows:
-            raise UserError(f"{data} has no rows; pass a file, a folder or OWNER/NAME of the hub")
+            raise UserError(f"{data} has no rows; pass a file, a folder or OWNER/NAME")
     except UserError as e:
         raise UserError(f"{option}: {e}") from e
     return rows

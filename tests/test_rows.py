@@ -157,6 +157,7 @@ def test_every_epoch_has_each_example_once_in_another_order():
 
 
 BAD = [
+    dict(instruction="Say hi.", output="hi \ud83d"),  # half a surrogate pair
     dict(instruction="a"),
     dict(output="b"),
     dict(messages=None),
