@@ -67,7 +67,7 @@ from parts.lora import merge, remove_lora
 from parts.runtime import Runtime
 from parts.texts import rows_of
 
-HUB = "Rowan/hellaswag"  # of which the split `validation` is scored
+HUB = "Rowan/hellaswag"  # only its `validation` split is scored
 # padded tokens in a batch: what fits a CPU's caches, what keeps a GPU busy
 BATCH_TOKENS = {"cpu": 2**9, "mps": 2**13, "cuda": 2**15}
 CHUNK_LOGITS = 2**25  # logits in memory at once: 128 MB in fp32

@@ -131,7 +131,7 @@ class Config:
 # --resume refuses to change these: the weights or the order of the data depend on them (docs/lora.md)
 FIXED = ("adapter", "lora_dim", "lora_alpha", "targets", "rslora", "sequence_length", "val_rows", "batch_size",
          "seed")  # fmt: skip
-# with these values the script chooses
+# these values mean auto
 AUTOMATIC = dict(micro_batch_size=0, sequence_length=0, lora_alpha=0.0, max_steps=0, warmup_steps=0,
                  max_lr=0.0)  # fmt: skip
 

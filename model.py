@@ -4,7 +4,7 @@
 - fused QKV, `scaled_dot_product_attention`; `attention="naive"` spells the same thing out
 - a loss that never holds the logits of a large batch at once (parts/loss.py)
 
-This file knows nothing of files, ranks, optimizers, training loops, data or tokenizers.
+This file knows nothing of ranks, optimizers, training loops, data or tokenizers; files are parts/huggingface.py's.
 
     model = GPT(GPTConfig(n_layer=6, n_head=6, n_embd=384))
     model = GPT.from_pretrained("gpt2")              # the hub's weights (parts/huggingface.py)
@@ -61,7 +61,7 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # Q, K and V for all heads in one matmul
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
-        self.layer = layer
+        self.layer = layer  # its place in the KV cache
         self.n_head = config.n_head
         self.dropout = config.dropout
         self.attention = config.attention
@@ -93,11 +93,9 @@ def naive_attention(q, k, v, mask=None, dropout_p=0.0):
     if mask is None:
         mask = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device)  # (T, T)
         mask = mask.tril()
-    bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device)
-    bias.masked_fill_(~mask, float("-inf"))
     # a sum of D products has variance D; dividing by sqrt(D) keeps the softmax from saturating
     q = q / math.sqrt(q.size(-1))
-    scores = q @ k.transpose(-2, -1) + bias  # (B, H, T, S)
+    scores = (q @ k.transpose(-2, -1)).masked_fill(~mask, float("-inf"))  # (B, H, T, S)
     weights = F.softmax(scores, dim=-1)
     return F.dropout(weights, dropout_p) @ v.to(weights.dtype)  # (B, H, T, D)
 
@@ -134,20 +132,9 @@ class Block(nn.Module):
 # -------------------------------------------------------------------------------------------------------- the model
 
 
-# Where a GPU multiplies in bf16, the residual stream is bf16, too: norms, additions and their gradients then move half
-# the bytes, 7 of 132 ms on an H100. The price: with 48 layers the gradient is off by 1.7% instead of 0.6%. False keeps
-# fp32.
-RESIDUAL_IN_BF16 = True
-
-
-def residual_dtype(x) -> torch.dtype:
-    """The dtype of the residual stream that begins with the embeddings x."""
-    device = x.device.type  # on a CPU two runs with it in bf16 ended 0.002 and 0.005 nats higher; fp16 lacks the range
-    bf16 = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
-    return torch.bfloat16 if RESIDUAL_IN_BF16 and device == "cuda" and bf16 else x.dtype
-
-
 class GPT(nn.Module):
+    CHUNKED_LOSS = True  # the loss reads lm_head.weight itself, a chunk at a time; set False if you edit logits()
+
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
@@ -194,14 +181,12 @@ class GPT(nn.Module):
             x = block(x, mask, cache)
         return self.transformer.ln_f(x)
 
-    PLAIN_HEAD = True  # False where you change `logits`: the loss is then the plain formula
-
     def logits(self, x):
-        """Logits (..., V) of final hidden states x (..., C): what the loss, generation and HellaSwag take."""
+        """Compute logits (..., V) of final hidden states x (..., C), for the loss, generation and HellaSwag."""
         return self.lm_head(x)
 
     def forward(self, idx, targets=None, logit_positions=None, n_targets=None):
-        """Logits (B, T, V) of idx (B, T) int64, or, with targets, what `loss` makes of them."""
+        """Logits (B, T, V) of idx (B, T) int64; with targets the loss instead (nanoGPT returns both)."""
         x = self.hidden(idx)
         if targets is None:
             return self.logits(x)
@@ -220,10 +205,13 @@ class GPT(nn.Module):
         targets = targets.flatten()
         if n_targets is None:
             n_targets = (targets >= 0).sum().clamp(min=1)
-        if self.PLAIN_HEAD:  # the next line in a fraction of the memory
+        if self.CHUNKED_LOSS:  # the formula below in a fraction of the memory
             return linear_cross_entropy(x, self.lm_head.weight, targets) / n_targets
+        rounds = torch.is_grad_enabled() and torch.is_autocast_enabled(x.device.type)  # evaluations take fp32 logits
+        with torch.autocast(x.device.type, enabled=rounds):
+            logits = self.logits(x if rounds else x.to(self.lm_head.weight.dtype))
         targets = targets.where(targets >= 0, -100)
-        return F.cross_entropy(self.logits(x).float(), targets, ignore_index=-100, reduction="sum") / n_targets
+        return F.cross_entropy(logits.float(), targets, ignore_index=-100, reduction="sum") / n_targets
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None, generator=None):
@@ -233,7 +221,7 @@ class GPT(nn.Module):
             # crop: there is no embedding for a position beyond the context, so the oldest tokens drop out
             context = idx[:, -self.config.n_positions :]
             # every position predicts the token after it; only the last one's is not known yet
-            logits = self(context)[:, -1]  # (B, V)
+            logits = self.logits(self.hidden(context)[:, -1])  # (B, V)
             if temperature == 0:
                 new = logits.argmax(dim=-1, keepdim=True)  # (B, 1)
             else:
@@ -281,3 +269,17 @@ class GPT(nn.Module):
         from parts.huggingface import is_gpt2, write_model
 
         write_model(path, self, is_gpt2(self))
+
+
+# ---------------------------------------------------------------------------------------------- the residual stream
+
+# On a GPU that multiplies in bf16 the residual stream is also bf16: norms, additions and their gradients then move half
+# the bytes, 7 of 132 ms on an H100. The price: with 48 layers the gradient is off by 1.7% instead of 0.6%.
+RESIDUAL_IN_BF16 = True  # False keeps fp32
+
+
+def residual_dtype(x) -> torch.dtype:
+    """Choose the dtype of the residual stream that begins with the embeddings x."""
+    device = x.device.type  # on a CPU two runs with it in bf16 ended 0.002 and 0.005 nats higher; fp16 lacks the range
+    bf16 = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
+    return torch.bfloat16 if RESIDUAL_IN_BF16 and device == "cuda" and bf16 else x.dtype

@@ -60,7 +60,7 @@ from parts.trials import choose_attention, find_micro_batch_size, print_duration
 class Config:
     # input and output
     data: str = "edu_fineweb10B"  # directory of token shards (fineweb.py writes them), or a .txt file
-    tokenizer: str = "gpt2"  # gpt2, a tokenizer.json, or train: learn a BPE of vocab_size tokens from the .txt
+    tokenizer: str = "gpt2"  # gpt2, a tokenizer.json, or "train" to learn a BPE of vocab_size tokens from the .txt
     out_dir: str = ""  # run directory; out/RECIPE if empty
     resume: bool = False  # continue from the newest intact checkpoint in out_dir; start from step 0 if there is none
     overwrite: bool = False  # rename the run in out_dir to OUT_DIR.1, or the next free number, and start a new one
@@ -88,15 +88,15 @@ class Config:
     decay_fraction: Fraction = 0.5  # fraction of the steps after warmup in which wsd decays
     # optimizer
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for the blocks' matrices, AdamW for the rest
-    muon_lr: NonNegative = 0.02  # peak learning rate of Muon
+    muon_lr: NonNegative = 0.02  # Muon's peak learning rate
     weight_decay: NonNegative = 0.1  # on matrices and embeddings, not on biases and LayerNorm gains
     beta1: Probability = 0.9  # AdamW: decay rate of the mean of gradients
     beta2: Probability = 0.95  # AdamW: decay rate of the mean of squared gradients
     eps: PositiveFloat = 1e-8  # AdamW: added to the denominator
     grad_clip: NonNegative = 1.0  # clip the norm of the gradient to this; 0 for no clipping
     max_bad_steps: Positive = 20  # stop after this many steps in a row with a loss or gradient that is not finite
-    seed: Seed = 1337  # of weights, data order, dropout and samples
-    shuffle: bool = True  # permute the windows of every epoch
+    seed: Seed = 1337  # seeds weights, data order, dropout and samples
+    shuffle: bool = True  # shuffle the windows of every epoch
     # evaluation and checkpoints; intervals in steps, 0 for never
     eval_interval: Count = 250  # compute the validation loss
     eval_steps: Count = 20  # validation batches, of total_batch_size tokens each; 0 for the whole split
@@ -221,28 +221,29 @@ RECIPES = {
 # --resume refuses to change these: the weights or the order of the data depend on them (docs/run.md)
 FIXED = ("init_from", "n_layer", "n_head", "n_embd", "sequence_length", "vocab_size", "total_batch_size", "optimizer",
          "seed", "shuffle")  # fmt: skip
-AUTOMATIC = dict(micro_batch_size=0, attention="auto")  # with these values the script chooses
+AUTOMATIC = dict(micro_batch_size=0, attention="auto")  # these values mean auto
 SIZES = ("n_layer", "n_head", "n_embd", "vocab_size")  # --init_from takes these from the checkpoint
 
 
 def main() -> None:
-    config, flags = read_command_line(sys.argv[1:])
+    config, flags, recipe_named = read_command_line(sys.argv[1:])
     if config.deterministic:
         make_deterministic()
     rt = Runtime.setup(config.device, config.dtype, config.compile, config.threads)
-    if rt.device.type == "cpu" and not (config.dry_run or sys.argv[1:2] and sys.argv[1] in RECIPES):
+    if rt.device.type == "cpu" and not (config.dry_run or recipe_named):
         raise UserError("without a GPU, name a recipe: tiny, small, or gpt2 (124M: months on a CPU)")
     directory = None if config.dry_run else RunDirectory(config, rt)
-    source = directory and directory.checkpoint  # of the weights to begin with; None for random ones
-    if config.init_from and not source:
-        source = rt.broadcast_from_main(lambda: find_model(config.init_from))
-    config, shape = settle(config, flags, directory, source, rt)
+    start_from = directory and directory.checkpoint  # directory of the first weights; None for random ones
+    if config.init_from and not start_from:
+        start_from = rt.broadcast_from_main(lambda: find_model(config.init_from))
+    config, shape = settle(config, flags, directory, start_from, rt)
     if config.dry_run:
         return print_plan(config, shape, rt)
-    data = open_data(config, shape, source, rt)
-    model = build_model(config, shape, source).to(rt.device)
-    if not loss_is_of_logits(model, data.shards.val.read(0, min(64, len(data.shards.val), shape.n_positions)).tolist()):
-        rt.print("note: the loss is not the cross-entropy of GPT.logits; if you changed them, set PLAIN_HEAD = False")
+    data = open_data(config, shape, start_from, rt)
+    model = build_model(config, shape, start_from).to(rt.device)
+    if not loss_is_of_logits(model, data.first_ids(min(64, shape.n_positions))):
+        remedy = "set CHUNKED_LOSS = False in model.py (unless the loss differs on purpose)"
+        rt.print(f"note: training ignores your GPT.logits: {remedy}", file=sys.stderr)
     config, loss_fn = distribute(config, model, rt)  # finds a micro_batch_size
     optimizer = make_optimizer(model, config, rt)
     rt.print(f"optimizer: {optimizer}")
@@ -290,7 +291,7 @@ def train(config: Config, run: Run, model: GPT, loss_fn: nn.Module, optimizer: O
             grad_norm = optimizer.clip_grad_norm(config.grad_clip)
             loss, grad_norm = rt.mean(torch.stack([loss, grad_norm]))
             finite = (loss + grad_norm).isfinite()  # on all ranks alike: nan or inf on one makes the mean nan or inf
-            optimizer.step(finite)  # else it changes nothing
+            optimizer.step(finite)  # skipped if not finite
             optimizer.zero_grad()
             run.log(loss, grad_norm, lr, config.total_batch_size)  # on a GPU it reads these a step late
             # └────────────────────────────────────────────────────────────────────────────────────────────┘
@@ -330,6 +331,10 @@ class Data(NamedTuple):
     token_bytes: torch.Tensor  # (vocabulary,) bytes of text that each id encodes
     hellaswag: hellaswag.Task | None
 
+    def first_ids(self, n: int) -> list[int]:
+        """Return the first `n` ids of validation, or all if it has fewer."""
+        return self.shards.val.read(0, min(n, len(self.shards.val))).tolist()
+
 
 def open_data(config: Config, shape: GPTConfig, source: Path | None, rt: Runtime) -> Data:
     """Open the shards of a directory, or of a .txt that is tokenized first. Raises UserError."""
@@ -346,7 +351,7 @@ def open_data(config: Config, shape: GPTConfig, source: Path | None, rt: Runtime
     token_bytes = torch.from_numpy(shards.tokenizer.token_bytes()).to(rt.device)
     task = open_hellaswag(config.hellaswag_data, shards, shape, rt) if config.hellaswag_interval else None
     passes = config.max_steps * config.total_batch_size / config.sequence_length / batches.n_windows
-    rt.print(f"data: {len(shards.train):,} training tokens, {passes:.2g} epochs; {len(shards.val):,} to validate")
+    rt.print(f"data: {len(shards.train):,} training tokens ({passes:.2g} epochs), {len(shards.val):,} validation tokens")
     if passes > 20:
         rt.print(f"note: {passes:.0f} passes memorize a text; add text, or lower --max_steps")
     return Data(shards, batches, token_bytes, task)
@@ -376,20 +381,22 @@ def validation_inputs(config: Config, data: Data, rt: Runtime) -> Iterator[tuple
 # ---------------------------------------------------------------------------------------------------- constants
 
 
-def read_command_line(argv: list[str]) -> tuple[Config, set[str]]:
-    """Parse the recipe and its overrides; also return the overridden names."""
+def read_command_line(argv: list[str]) -> tuple[Config, set[str], bool]:
+    """Parse the recipe and its overrides; also return the overridden names, and whether a recipe was named."""
     recipe = "gpt2"
     args = argv
-    if argv and not argv[0].startswith("-"):
+    recipe_named = bool(argv) and not argv[0].startswith("-")
+    if recipe_named:
         recipe, *args = argv
     if recipe not in RECIPES:
         if Path(recipe).exists():
             raise UserError(f"{recipe} is not a recipe; pass it as data: python train_gpt2.py tiny --data {recipe}")
         raise UserError(f"unknown recipe {recipe}; choose from {', '.join(RECIPES)}")
-    about = f"{__doc__}\nRecipes: {', '.join(RECIPES)}."
-    config = parse_args(Config, args, RECIPES[recipe], f"train_gpt2.py {recipe}", about)
+    about = f"{__doc__}\nRecipes: {', '.join(RECIPES)}. The defaults below are {recipe}'s."
+    config = parse_args(Config, args, RECIPES[recipe], "train_gpt2.py [RECIPE]", about)
     import_tracker(config.report_to)  # fail now: a rank that fails later would keep the others waiting
-    return replace(config, out_dir=config.out_dir or f"out/{recipe}"), flags_set(Config, args)
+    config = replace(config, out_dir=config.out_dir or f"out/{recipe}")
+    return config, flags_set(Config, args), recipe_named
 
 
 def settle(
@@ -478,8 +485,9 @@ def distribute(config: Config, model: GPT, rt: Runtime) -> tuple[Config, nn.Modu
         n_passes = n_sequences // config.micro_batch_size // rt.world_size
         shape = (config.micro_batch_size, config.sequence_length)
         print_duration(model, shape, n_passes, config.max_steps, rt)
-    ranks = counted(rt.world_size, "rank")
-    rt.print(f"{n_sequences} sequences per step, {config.micro_batch_size} at a time on each of {ranks}")
+    where = f" on each of {rt.world_size} ranks" if rt.world_size > 1 else ""
+    T = config.sequence_length
+    rt.print(f"a step: {n_sequences} sequences of {T}, {config.micro_batch_size} at a time{where}")
     return config, rt.wrap(rt.compiled(model))
 
 
@@ -504,7 +512,7 @@ def open_run(directory: RunDirectory, config: Config, model: GPT, optimizer: Opt
         base=config.init_from,
     )
 
-    window = tuple(shards.val.read(0, min(model.config.n_positions, len(shards.val))).tolist())
+    window = tuple(data.first_ids(model.config.n_positions))
 
     def save_weights(path: Path) -> None:
         save_model(path, model, shards.tokenizer, window)
@@ -522,8 +530,8 @@ def print_summary(config: Config, run: Run) -> None:
     elif config.checkpoint_interval:
         where = shlex.quote(config.out_dir)
         print(
+            f"\nthe loss curve: {where}/learning_curve.png\n"
             f"\nNow try:\n  python sample.py {where} --num_samples 3    # more text\n"
-            f"  {where}/learning_curve.png    # the loss curve\n"
             f"  python train_gpt2.py tiny --data YOUR.txt --out_dir out/yours    # a text of your own\n"
             f"  python lora_finetune.py --base {where}    # questions and answers: docs/lora.md"
         )

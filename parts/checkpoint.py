@@ -94,8 +94,8 @@ def prune(run_dir: Path, keep: int, steps: set[int]) -> None:
 
 
 def save_model(directory: Path, model: GPT, tokenizer: Tokenizer, ids: tuple[int, ...] | None = None) -> None:
-    """Write a model with its tokenizer. At the first time transformers is asked what it computes after `ids`, in whose
-    middle a document ends: no other question tells a model that masks by document."""
+    """Write a model with its tokenizer. `ids` are what is_gpt2 compares on; a document end in the middle exposes models
+    that mask by document."""
     if ids and tokenizer.eot_token is not None:
         middle = len(ids) // 2
         ids = (*ids[:middle], tokenizer.eot_token, *ids[middle + 1 :])
@@ -140,7 +140,9 @@ def find_model(model: str) -> Path:
         for folder in candidates:
             if (folder / "config.json").is_file() and any(folder.glob("model*.safetensors")):
                 return folder
-        raise UserError(f"{path} holds no model: no config.json with model.safetensors; pass an adapter as --adapter")
+        raise UserError(
+            f"{path} holds no checkpoint yet and no model.safetensors; pass a run or checkpoint directory (an adapter: --adapter)"
+        )
     # a typo in a path must not become a request to the hub, where anybody could own that name; the pattern takes one
     # slash at most, and none in front
     local = path.exists() or model.startswith((".", "out/"))

@@ -139,8 +139,7 @@ def parse_args(config_type, args: list[str] | None = None, default=None, prog=No
     parser = make_parser(config_type, values, prog or os.path.basename(sys.argv[0]), description)
     given, unknown = parser.parse_known_intermixed_args([with_underscores(word) for word in words])
     if unknown:
-        near = difflib.get_close_matches(unknown[0].partition("=")[0], parser._option_string_actions, 1)
-        parser.error(f"unexpected {unknown[0]}" + (f"; did you mean {near[0]}?" if near else ""))
+        raise UserError(about_unknown(unknown[0].partition("=")[0], list(parser._option_string_actions)))
     for name, value in vars(given).items():
         values[name] = tuple(value) if isinstance(value, list) else value
     for name, hint in get_type_hints(config_type, include_extras=True).items():
@@ -148,6 +147,25 @@ def parse_args(config_type, args: list[str] | None = None, default=None, prog=No
             if isinstance(limit, Range) and not limit.low <= values[name] <= limit.high:
                 raise UserError(f"--{name} is {values[name]}; choose a value in [{limit.low:,g}, {limit.high:,g}]")
     return config_type(**values)
+
+
+# names of other scripts, such as nanoGPT's
+OTHER_NAMES = {
+    "--lr": "--max_lr",
+    "--learning_rate": "--max_lr",
+    "--batch_size": "--micro_batch_size",
+    "--block_size": "--sequence_length",
+    "--max_iters": "--max_steps",
+}
+
+
+def about_unknown(word: str, flags: list[str]) -> str:
+    """Write the error for an unknown word, with the closest flag."""
+    if not word.startswith("-"):
+        return f"unexpected {word!r}; quote text that has spaces, or see --help"
+    name = OTHER_NAMES.get(word)
+    near = [name] if name in flags else difflib.get_close_matches(word, flags, 1)
+    return f"unknown flag {word}; did you mean {near[0]}?" if near else f"unknown flag {word}; see --help"
 
 
 class Parser(argparse.ArgumentParser):

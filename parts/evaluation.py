@@ -48,10 +48,12 @@ def validate(
 
 @torch.no_grad()
 def loss_is_of_logits(model, ids: list[int]) -> bool:
-    """Whether the model's loss is the cross-entropy of its logits, which samples and HellaSwag take."""
+    """Say whether the model's loss is the cross-entropy of its logits, which samples and HellaSwag take."""
     idx = torch.tensor([ids], device=model.lm_head.weight.device)  # (1, T)
     with exactly(model):
         loss = model(idx, idx)
+        if not isinstance(loss, torch.Tensor):
+            raise UserError("GPT.forward returned a tuple; return logits, and with targets the loss alone")
         plain = F.cross_entropy(model(idx)[0], idx[0])
     return not (loss - plain).abs() > 1e-4 * plain.abs()  # of nan nobody can say
 

@@ -10,7 +10,6 @@ This file knows nothing of runs, tokenizers or training.
 """
 
 import contextlib
-import functools
 import hashlib
 import json
 import math
@@ -91,11 +90,12 @@ def stored_fields() -> list[str]:
     return [field.name for field in fields(GPTConfig) if field.name not in OF_A_RUN]
 
 
-@functools.cache  # asked once, at the first save of a process
 @torch.no_grad()
 def is_gpt2(model: GPT, ids: tuple[int, ...] | None = None) -> bool:
     """Ask transformers whether it computes the same logits after every token of `ids`, by default of a whole context,
     from these very tensors; one note says if not. It takes the time of two forward passes."""
+    if getattr(model, "is_changed", False):
+        return False  # found at an earlier save, and said then
     from transformers import GPT2Config, GPT2LMHeadModel
 
     device = model.lm_head.weight.device
@@ -116,6 +116,7 @@ def is_gpt2(model: GPT, ids: tuple[int, ...] | None = None) -> bool:
     except Exception:  # of a model with other tensors, or with other arguments
         same = False
     if not same:
+        model.is_changed = True
         print("note: transformers has other logits or tensors: this model is saved as changed-gpt2", file=sys.stderr)
     return same
 
@@ -153,9 +154,10 @@ def write_model(folder: str | Path, model: GPT, gpt2: bool, eos: int | None = No
     folder.mkdir(parents=True, exist_ok=True)
     tokens = dict(bos_token_id=eos, eos_token_id=eos)
     config = config_of(model, gpt2) | tokens
-    logits = logits_of_fixed_row(model)
-    if all(map(math.isfinite, logits)):  # JSON has no nan
-        config["logits_of_fixed_row"] = logits
+    with contextlib.suppress(Exception):  # an edited model may refuse 16 ids
+        logits = logits_of_fixed_row(model)
+        if all(map(math.isfinite, logits)):  # JSON has no nan
+            config["logits_of_fixed_row"] = logits
     generation = dict(do_sample=True, top_k=50, **tokens)
     if suppress:
         generation["suppress_tokens"] = suppress
@@ -196,6 +198,7 @@ class Uninitialized(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if getattr(function, "__module__", None) != "torch.nn.init":
             return function(*args, **(kwargs or {}))
+        return args[0] if args else kwargs["tensor"]  # as these functions do
 
 
 @torch.no_grad()

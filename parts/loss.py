@@ -2,7 +2,7 @@
 
     loss = linear_cross_entropy(x, weight, targets)    # sum over targets >= 0 of -log softmax(x @ weight.T)[target]
 
-`plain_cross_entropy` is the formula that everybody knows; the other one computes the same in a fraction of the memory.
+`plain_cross_entropy` is the textbook formula; `linear_cross_entropy` computes the same in a fraction of the memory.
 
 GPT-2 turns 768 channels into 50,257 logits. For 64 x 1024 tokens those are 13 GB in fp32, and their gradients are as
 many again: together more than all blocks keep for the backward pass. Both are needed for a moment only: the loss of a
@@ -13,9 +13,8 @@ of the loss. No product is computed twice, so this costs no time, unlike activat
 et al. 2024, Liger Kernel; Wijmans et al. 2024, "Cut your losses".)
 
 `cross_entropy_` overwrites the logits of a chunk with their gradient: on a GPU as one kernel (parts/loss_kernel.py).
-Nothing of this is compiled: torch.compile keeps the logits of several chunks alive, and was no faster. PyTorch 2.13 has
-`F.linear_cross_entropy`: it was tried, and was off by 5.8e-3 in bf16 where this is off by 9.7e-6, and took 2.2 to 2.9
-times as long in fp32.
+Nothing of this is compiled: torch.compile keeps the logits of several chunks alive, and was no faster. PyTorch 2.13's
+`F.linear_cross_entropy` was less exact in bf16 (error 5.8e-3, here 9.7e-6) and 2.2 to 2.9 times slower in fp32.
 
 This file knows nothing of GPT-2 or ranks. A training step's precision is that of the autocast under which it is called.
 
@@ -36,7 +35,7 @@ TILE = 256  # a chunk is a multiple of this: tensor cores multiply whole tiles
 
 
 def plain_cross_entropy(x, weight, targets) -> torch.Tensor:
-    """The oracle of `linear_cross_entropy`: all logits at once, and PyTorch's loss."""
+    """Compute all logits at once, and PyTorch's loss: the oracle of `linear_cross_entropy`."""
     logits = x @ weight.T  # (N, V)
     targets = targets.where(targets >= 0, -100)
     return F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
@@ -114,9 +113,8 @@ def cross_entropy_(logits, targets, vocab_size: int, need_gradient: bool = True)
 
 @functools.cache
 def loss_of_rows(device: str, vocab_size: int, dtype: torch.dtype) -> Callable:
-    """The `cross_entropy_` for these logits: on a GPU that of parts/loss_kernel.py; else, and where there is no Triton
-    (Windows), no C compiler, which Triton needs, or a GPU for which it cannot compile the kernel, as one row shows, the
-    one above."""
+    """Choose the `cross_entropy_` for these logits: on a GPU that of parts/loss_kernel.py, if one row shows that it
+    works: it needs Triton (not on Windows), a C compiler, and a GPU that Triton compiles for. Else the one above."""
     if device != "cuda":
         return cross_entropy_
     try:
@@ -127,7 +125,7 @@ def loss_of_rows(device: str, vocab_size: int, dtype: torch.dtype) -> Callable:
     except Exception as e:
         if "out of memory" in str(e):  # as a trial of micro-batches may be: it says nothing about the kernel
             raise
-        print(f"note: the loss does without its kernel: {' '.join(str(e).split())[:120]}", file=sys.stderr)
+        print(f"note: the loss kernel is unavailable: {' '.join(str(e).split())[:120]}", file=sys.stderr)
         return cross_entropy_
     return loss_kernel.cross_entropy_
 

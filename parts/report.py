@@ -168,7 +168,8 @@ class Report:
     def _print_validation(self, val_losses: dict[int, float], train_loss: float) -> None:
         *_, last = val_losses
         gap = val_losses[last] - train_loss
-        self.rt.print(f"validation loss {val_losses[last]:.4f} at step {last}, {gap:+.2f} from training")
+        side = "below" if gap < 0 else "above"
+        self.rt.print(f"validation loss {val_losses[last]:.4f} at step {last}, {abs(gap):.2f} {side} training")
         best = min(val_losses, key=val_losses.get)
         if val_losses[best] + NOISE < min(val_losses[last], self.run_info["uniform_loss"]):  # else it has diverged
             checkpoint = self.out_dir / f"step_{best:06d}"

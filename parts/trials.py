@@ -95,12 +95,12 @@ def has_memory_for(size: int, shape: tuple[int, int], loss_fn, rt: Runtime, make
 
 
 def print_duration(loss_fn, micro_batch: tuple[int, int], n_passes: int, max_steps: int, rt: Runtime) -> None:
-    """Time a pass on a CPU, and say how long `max_steps` steps of `n_passes` take."""
+    """Time a pass on a CPU, and print how long `max_steps` steps of `n_passes` take."""
     idx = torch.zeros(micro_batch, dtype=torch.long)  # (B, T)
     seconds = n_passes * timed_passes(copy.deepcopy(loss_fn), (idx, idx), rt)  # buffers change in it, such as means
     total = max_steps * seconds
     remedy = "; recipes for a CPU: tiny, small" if total > 3600 else ""
-    rt.print(f"a step takes about {seconds:.2g} s, all {max_steps:,} take {tqdm.format_interval(total)}{remedy}")
+    rt.print(f"a step takes about {seconds:.2g} s; {max_steps:,} from the start take {tqdm.format_interval(total)}{remedy}")
 
 
 def timed_step(loss_fn, micro_batch: tuple, optimizer, rt: Runtime) -> tuple[float, float]:

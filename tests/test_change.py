@@ -336,7 +336,7 @@ HARMFUL = {  # and that change it
     ],
     "capped logits": [
         ("return self.lm_head(x)", "return 5 * torch.tanh(self.lm_head(x) / 5)"),
-        ("PLAIN_HEAD = True", "PLAIN_HEAD = False"),
+        ("CHUNKED_LOSS = True", "CHUNKED_LOSS = False"),
     ],
     "a scale that is learnt": [after("self.layer = layer", "self.scale = nn.Parameter(torch.ones(()))")],
     "tied layers": [after("self.lm_head.weight = self.transformer.wte.weight  # tied (Press and Wolf 2017)",

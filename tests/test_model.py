@@ -225,6 +225,44 @@ def test_edited_weights_and_those_of_a_run_that_diverged_are_read(saved, capsys,
     assert capsys.readouterr().err == ""
 
 
+def test_a_change_that_only_large_logits_show_is_found_at_a_later_save(tmp_path, capsys):
+    model = small()
+    plain = model.logits
+    model.logits = lambda x: plain(x).clamp(-6, 6)
+    for scale, kind in ((1, "gpt2"), (100, "changed-gpt2"), (1, "changed-gpt2")):
+        with torch.no_grad():
+            model.transformer.ln_f.weight.fill_(scale)
+        model.save_pretrained(tmp_path)
+        assert read_json(tmp_path / "config.json")["model_type"] == kind
+    assert capsys.readouterr().err.count("note:") == 1
+
+
+def test_a_model_that_refuses_a_short_row_is_saved(tmp_path):
+    model = small()
+    plain = model.hidden
+
+    def hidden(idx, *args, **kwargs):
+        assert idx.size(1) % 32 == 0
+        return plain(idx, *args, **kwargs)
+
+    model.hidden = hidden
+    model.save_pretrained(tmp_path)
+    assert torch.equal(GPT.from_pretrained(tmp_path)(tokens(1, 32)), small()(tokens(1, 32)))
+
+
+def test_a_parameter_made_of_what_an_initialization_returns_is_loaded(saved, monkeypatch):
+    plain = GPT.__init__
+
+    def with_shift(self, config):
+        plain(self, config)
+        self.shift = torch.nn.Parameter(torch.nn.init.normal_(torch.empty(config.n_embd), std=0.02))
+
+    monkeypatch.setattr(GPT, "__init__", with_shift)
+    model = small()
+    model.save_pretrained(saved)
+    assert torch.equal(GPT.from_pretrained(saved).shift, model.shift)
+
+
 def test_a_config_without_what_only_we_write_is_enough(saved):
     write_json(saved / "config.json", CONFIG)
     assert torch.equal(GPT.from_pretrained(saved)(tokens(1, 8)), small()(tokens(1, 8)))

@@ -121,6 +121,17 @@ def test_an_evaluation_does_not_round_logits_to_bf16():
     assert abs(step / exact - 1) > 1e-4
 
 
+def test_the_plain_loss_does_not_round_the_logits_of_an_evaluation_either(monkeypatch):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_positions=8, vocab_size=500, n_layer=1, n_head=1, n_embd=64))
+    x = torch.randn(1, 8, 64)
+    targets = torch.randint(500, (1, 8), generator=seeded())
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        chunked = model.loss(x, targets).item()
+        monkeypatch.setattr(GPT, "CHUNKED_LOSS", False)
+        assert model.loss(x, targets).item() == pytest.approx(chunked, rel=1e-6)
+
+
 def test_whoever_asks_for_fp32_does_not_get_tf32():
     found = {}
     for dtype in ("float32", "bfloat16"):
