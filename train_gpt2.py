@@ -351,7 +351,8 @@ def open_data(config: Config, shape: GPTConfig, source: Path | None, rt: Runtime
     token_bytes = torch.from_numpy(shards.tokenizer.token_bytes()).to(rt.device)
     task = open_hellaswag(config.hellaswag_data, shards, shape, rt) if config.hellaswag_interval else None
     passes = config.max_steps * config.total_batch_size / config.sequence_length / batches.n_windows
-    rt.print(f"data: {len(shards.train):,} training tokens ({passes:.2g} epochs), {len(shards.val):,} validation tokens")
+    n_train, n_val = len(shards.train), len(shards.val)
+    rt.print(f"data: {n_train:,} training tokens ({passes:.2g} epochs), {n_val:,} validation tokens")
     if passes > 20:
         rt.print(f"note: {passes:.0f} passes memorize a text; add text, or lower --max_steps")
     return Data(shards, batches, token_bytes, task)

@@ -141,7 +141,8 @@ def find_model(model: str) -> Path:
             if (folder / "config.json").is_file() and any(folder.glob("model*.safetensors")):
                 return folder
         raise UserError(
-            f"{path} holds no checkpoint yet and no model.safetensors; pass a run or checkpoint directory (an adapter: --adapter)"
+            f"{path} holds no checkpoint yet and no model.safetensors; pass a run or checkpoint directory "
+            "(an adapter: --adapter)"
         )
     # a typo in a path must not become a request to the hub, where anybody could own that name; the pattern takes one
     # slash at most, and none in front

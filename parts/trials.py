@@ -100,7 +100,8 @@ def print_duration(loss_fn, micro_batch: tuple[int, int], n_passes: int, max_ste
     seconds = n_passes * timed_passes(copy.deepcopy(loss_fn), (idx, idx), rt)  # buffers change in it, such as means
     total = max_steps * seconds
     remedy = "; recipes for a CPU: tiny, small" if total > 3600 else ""
-    rt.print(f"a step takes about {seconds:.2g} s; {max_steps:,} from the start take {tqdm.format_interval(total)}{remedy}")
+    whole = f"{max_steps:,} from the start take {tqdm.format_interval(total)}"
+    rt.print(f"a step takes about {seconds:.2g} s; {whole}{remedy}")
 
 
 def timed_step(loss_fn, micro_batch: tuple, optimizer, rt: Runtime) -> tuple[float, float]:
