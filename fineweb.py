@@ -1,7 +1,7 @@
 """Turn text into shards of tokens: FineWeb-Edu, another dataset of the Hugging Face hub, or local files.
 
     python fineweb.py                                          # FineWeb-Edu sample-10BT -> edu_fineweb10B/
-    python fineweb.py --dry_run                                # what that reads, writes and needs
+    python fineweb.py --dry_run                                # its input, output and disk space
     python fineweb.py --verify                                 # compare every shard with its checksum
     python fineweb.py --source roneneldan/TinyStories --out_dir stories       # a dataset, as load_dataset takes it
     python fineweb.py --source wikimedia/wikipedia --subset 20231101.simple --out_dir simple_wikipedia
@@ -60,8 +60,8 @@ class Config:
     shard_size: Count = 0  # tokens per shard; the first is for validation; 0 for 100M, or a tenth of a small source
     workers: Count = 0  # encoding threads; 0 for one per core
     # instead of writing
-    verify: bool = False  # check the shards in out_dir against their manifest, and write nothing
-    dry_run: bool = False  # print what would be read and written, then stop
+    verify: bool = False  # check the shards in out_dir against their manifest; write nothing
+    dry_run: bool = False  # print the plan, then stop
 
 
 def main() -> None:
@@ -86,7 +86,7 @@ def make_shards(config: Config, out_dir: Path) -> None:
         raise UserError(f"{out_dir} is for FineWeb-Edu; choose another --out_dir")
     tok = load_tokenizer(config.tokenizer)
     if tok.eot_token is None:
-        raise UserError(f"{config.tokenizer} has no <|endoftext|> to put before documents; train one with it")
+        raise UserError(f"{config.tokenizer} has no <|endoftext|> to start documents; train one with it")
     subset = config.subset or ("sample-10BT" if of_fineweb else "")
     limit = config.limit_tokens or sys.maxsize
     config = replace(config, subset=subset, limit_tokens=limit, workers=config.workers or cpu_count())
@@ -211,7 +211,7 @@ def in_order(files: list[str], manifest: dict) -> list[str]:
 
 
 def expected_tokens(texts: Texts, sizes: list[int], tok: Tokenizer) -> int:
-    """Estimate how many tokens the source has, by file sizes and the tokens of its first documents."""
+    """Estimate the source's number of tokens, by file sizes and the tokens of its first documents."""
     sample = "".join(text[:SAMPLED] for text in texts.first)[:SAMPLED]
     tokens_per_byte = len(tok.encode_to_numpy(sample)) / max(len(sample.encode()), 1)
     return int(texts.text_bytes(sizes) * tokens_per_byte)

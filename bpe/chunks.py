@@ -1,6 +1,6 @@
-"""From text to chunks (" word", "'s", " 42", "!!"), which no token ever crosses; and the order of the 256 bytes.
+"""Split text into chunks (" word", "'s", " 42", "!!"), which no token ever crosses; and order the 256 bytes.
 
-This is what training, encoding and file formats have in common. A rank is the place of a token in the order in which
+Training, encoding and file formats share this file. A rank is the place of a token in the order in which
 BPE makes them: the 256 bytes first, then one for each merge. Most tokenizers use the ranks as ids. This file knows
 nothing of ids, of vocabularies, or of files.
 """
@@ -12,7 +12,7 @@ from functools import lru_cache
 import regex
 from tokenizers import Regex, pre_tokenizers
 
-BLOCK = 2**20  # characters that are split, counted or sent to a process at a time
+BLOCK = 2**20  # characters split, counted or sent to a process at a time
 
 # GPT-2 shows bytes as characters that can be printed and are not spaces, and numbers them in the order of those
 # characters: first printable Latin-1 as itself, then the other bytes as U+0100, U+0101, ...
@@ -49,17 +49,17 @@ SPELLINGS = {
 
 
 def full_pattern(pattern: str) -> str:
-    """The regular expression that a name or another spelling stands for, otherwise `pattern` itself."""
+    """Return the regular expression of a name or another spelling, otherwise `pattern` itself."""
     name = SPELLINGS.get(pattern, pattern)
     return PATTERNS[name][0] if name in PATTERNS else pattern
 
 
 class Splitter:
-    """Cuts text into chunks. A pattern that is not one of PATTERNS is read by `tokenizers`: what it does not match is a
-    chunk of its own, and `cut` is None."""
+    """Cuts text into chunks. `tokenizers` reads any pattern outside PATTERNS: unmatched text is a chunk of its own, and
+    `cut` is None."""
 
     def __init__(self, pattern: str):
-        """Raises ValueError for a regular expression that does not compile."""
+        """Compile the pattern. Raise ValueError if it does not compile."""
         self.cut = None
         if pattern not in KNOWN:
             self.theirs = by_pattern(pattern)
@@ -75,7 +75,7 @@ class Splitter:
         return self.find_ascii(text) if text.isascii() else self.find(text)
 
     def blocks(self, text: str, size: int = BLOCK) -> Iterator[str]:
-        """Parts of about `size` characters that together have the chunks of `text`."""
+        """Yield parts of about `size` characters that together have the chunks of `text`."""
         start = 0
         while self.cut and len(text) - start > size:
             cut = self.cut.search(text, start + size)
@@ -92,7 +92,7 @@ def splitter(pattern: str) -> Splitter:
 
 
 def by_pattern(pattern: str) -> pre_tokenizers.Split:
-    """A pattern as `tokenizers` reads it. Raises ValueError if it does not compile."""
+    """Compile a pattern by `tokenizers`. Raise ValueError if it does not compile."""
     try:
         return pre_tokenizers.Split(Regex(pattern), "isolated")
     except Exception as e:  # it raises no other type
@@ -101,11 +101,11 @@ def by_pattern(pattern: str) -> pre_tokenizers.Split:
 
 @lru_cache
 def any_of(specials: tuple[str, ...]) -> re.Pattern:
-    """Matches one of `specials`, the longest if one begins another."""
+    """Match one of `specials`, the longest if one begins another."""
     longest_first = sorted(specials, key=len, reverse=True)
     return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
 
 def valid_unicode(text: str) -> str:
-    """`text`, with U+FFFD for lone surrogates, which have no UTF-8 form."""
+    """Replace lone surrogates, which have no UTF-8 form, by U+FFFD."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -1,14 +1,14 @@
-"""The files of a tokenizer, and the same ids in other libraries.
+"""Read and write a tokenizer's files, and give other libraries the same ids.
 
-| | what it holds | read, written by |
+| | contents | read, written by |
 |---|---|---|
 | tokenizer.json | everything (Hugging Face) | `read`, `to_tokenizers` |
 | vocab.json, merges.txt | ids and merges, as OpenAI published GPT-2's | transformers |
 | .tiktoken | the tokens in order, without pattern and special tokens | tiktoken, `contents` |
 
-A tokenizer.json can ask for much that is not byte-level BPE, and the files beside it for more. What a file means,
-`tokenizers` says, and what another model's folder means, transformers. `parts_of` takes apart what is byte-level BPE
-with GPT-2's ids, as our own files and GPT-2's are. All errors are ValueErrors. This file knows nothing of training.
+A tokenizer.json can ask for much more than byte-level BPE, and so can the files beside it. `tokenizers` reads a file,
+and transformers another model's folder. `parts_of` takes apart byte-level BPE with GPT-2's ids, such as our own files
+and GPT-2's. All errors are ValueErrors. This file knows nothing of training.
 """
 
 import base64
@@ -78,7 +78,7 @@ def contents(tok) -> dict[str, str]:
 
 
 def to_tokenizers(tok) -> Tokenizer:
-    """A tokenizers.Tokenizer with the same ids."""
+    """Return a tokenizers.Tokenizer with the same ids."""
     vocab = {show(token): i for token, i in tok.ranks.items()}
     merges = [(show(a), show(b)) for a, b in tok.merges]
     theirs = Tokenizer(models.BPE(vocab | tok.special_tokens, merges))
@@ -96,7 +96,7 @@ def pre_tokenizer(pattern: str) -> pre_tokenizers.PreTokenizer:
 
 
 def show(token: bytes) -> str:
-    """Bytes in GPT-2's printable characters."""
+    """Write bytes in GPT-2's printable characters."""
     return "".join(map(BYTE_TO_CHAR.__getitem__, token))
 
 
@@ -104,10 +104,10 @@ def show(token: bytes) -> str:
 
 
 def read(path: Path) -> tuple[Tokenizer, dict]:
-    """The tokenizers.Tokenizer of a file or a folder, and its settings for transformers.
+    """Open the tokenizers.Tokenizer of a file or a folder; also return its settings for transformers.
 
-    In a folder of ours, which has a .tiktoken, the file is all there is to read. Any other folder is read by
-    transformers, since what stands beside the file may change its ids.
+    In a folder of ours, which has a .tiktoken, only the file is read. transformers reads any other folder,
+    because files beside the tokenizer.json may change its ids.
     """
     file = path / "tokenizer.json" if path.is_dir() else path
     ours = file.with_name(TIKTOKEN).exists()
@@ -128,7 +128,7 @@ def read(path: Path) -> tuple[Tokenizer, dict]:
 
 
 def open_text(text: str) -> Tokenizer:
-    """The tokenizers.Tokenizer of a tokenizer.json. Raises ValueError if it draws ids at random."""
+    """Open a tokenizer.json's content by `tokenizers`. Raise ValueError if it draws ids at random."""
     theirs = Tokenizer.from_str(text)
     if getattr(theirs.model, "dropout", None):
         raise ValueError("its dropout gives a text other ids every time")
@@ -138,7 +138,7 @@ def open_text(text: str) -> Tokenizer:
 
 
 def parts_of(theirs: Tokenizer) -> Parts:
-    """Raises ValueError for everything but byte-level BPE with GPT-2's ids and nothing around it."""
+    """Take a tokenizer apart. Raise ValueError except for byte-level BPE with GPT-2's ids and nothing around it."""
     content = json.loads(theirs.to_str())
     model = content["model"]
     merges = model.pop("merges", [])
@@ -165,7 +165,7 @@ def unshow(token: str) -> bytes:
 
 
 def token_bytes(theirs: Tokenizer) -> dict[int, int]:
-    """id -> bytes of text, where tokens are written in GPT-2's characters for bytes, or some as <0x0A>; else {}."""
+    """Return id -> bytes of text, if tokens are in GPT-2's characters for bytes, or some as <0x0A>; else {}."""
     content = json.loads(theirs.to_str())
     byte_level = '"ByteLevel"' in json.dumps([content["normalizer"], content["pre_tokenizer"]])
     lengths = {}
@@ -175,7 +175,7 @@ def token_bytes(theirs: Tokenizer) -> dict[int, int]:
                 lengths[i] = len(token if CHAR_TO_BYTE.keys() >= set(token) else token.encode())
             elif re.fullmatch("<0x[0-9A-F]{2}>", token):
                 lengths[i] = 1
-            else:  # after another token, as the first of a text may lose its space
+            else:  # after another token, because a text's first may lose its space
                 lengths[i] = len(theirs.decoder.decode(["a", token])[1:].encode())
     return lengths
 
@@ -184,7 +184,7 @@ def token_bytes(theirs: Tokenizer) -> dict[int, int]:
 
 
 def read_encoding(encoding: tiktoken.Encoding) -> Parts:
-    """From a tiktoken.Encoding. Raises ValueError for ids that are not GPT-2's; warns of an unknown pattern."""
+    """Take a tiktoken.Encoding apart. Raise ValueError for ids other than GPT-2's; warn of an unknown pattern."""
     ranks = encoding._mergeable_ranks
     tokens = sorted(ranks, key=ranks.get)
     if tokens[:256] != SINGLE_BYTES or ranks[tokens[-1]] != len(tokens) - 1:
@@ -196,7 +196,7 @@ def read_encoding(encoding: tiktoken.Encoding) -> Parts:
 
 
 def last_merge(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
-    """The halves that tiktoken joins last in `token`: it joins those neighbours first whose union has the lowest rank."""
+    """Return the halves that tiktoken joins last in `token`: neighbours whose union has the lowest rank come first."""
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
         unions = [ranks.get(a + b, len(ranks)) for a, b in pairwise(parts)]
@@ -206,12 +206,12 @@ def last_merge(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
 
 
 def encoding_of(tok, special_tokens: dict[str, int]) -> tiktoken.Encoding:
-    """A tiktoken.Encoding, which merges in the order of ids, as training found them."""
+    """Make a tiktoken.Encoding, which merges in the order of ids, the order of training."""
     return tiktoken.Encoding("bpe", pat_str=tok.pattern, mergeable_ranks=tok.ranks, special_tokens=special_tokens)
 
 
 def to_tiktoken(tok) -> tiktoken.Encoding:
-    """A tiktoken.Encoding with the same ids. Raises ValueError if there is none; warns of an unknown pattern."""
+    """Make a tiktoken.Encoding with the same ids. Raise ValueError if impossible; warn of an unknown pattern."""
     if tok.pattern is None:
         raise ValueError("tiktoken has no form for a tokenizer that is more than byte-level BPE")
     if tok.pattern not in KNOWN:
@@ -220,7 +220,7 @@ def to_tiktoken(tok) -> tiktoken.Encoding:
 
 
 def get_encoding(name: str) -> tiktoken.Encoding:
-    """tiktoken's encoding. Raises ValueError for one that it neither has in its cache nor can download."""
+    """Get tiktoken's encoding. Raise ValueError if it is neither in the cache nor downloadable."""
     try:
         return tiktoken.get_encoding(name)
     except Exception as e:  # of requests, of the checksum, of the file system
@@ -242,7 +242,7 @@ def transformers_options(tok) -> dict:
 
 
 def to_transformers(tok):
-    """A transformers.PreTrainedTokenizerFast with the same ids, which allows every special token in a text."""
+    """Make a transformers.PreTrainedTokenizerFast with the same ids, which allows every special token in a text."""
     from transformers import PreTrainedTokenizerFast
 
     theirs = open_text(tok.contents["tokenizer.json"])

@@ -32,7 +32,7 @@ BYTES = [bytes([b]) for b in range(256)]
 
 
 def whole(text: str) -> list[str]:
-    """A text that is not split."""
+    """Return a text unsplit."""
     return [text]
 
 
@@ -70,7 +70,7 @@ def as_bytes(chunks: list[str]) -> list[list[Token]]:
 
 
 def vocabulary(merges: list[Merge], order: list[Token] = BYTES) -> list[Token]:
-    """id -> token: the bytes, then one token for each merge."""
+    """Return id -> token: the bytes, then a token for each merge."""
     return order + [a + b for a, b in merges]
 
 
@@ -80,7 +80,7 @@ def encode(text: str, merges: list[Merge], split: Split = whole, order: list[Tok
     found = {pair: i for i, pair in enumerate(merges)}
     encoded = []
     for chunk in as_bytes(split(text)):
-        while pairs := found.keys() & pairwise(chunk):  # those pairs of neighbours that training has merged
+        while pairs := found.keys() & pairwise(chunk):  # neighbours that training has merged
             earliest = min(pairs, key=found.get)
             chunk = merge(chunk, earliest)
         encoded += [ids[token] for token in chunk]
@@ -88,7 +88,7 @@ def encode(text: str, merges: list[Merge], split: Split = whole, order: list[Tok
 
 
 def decode(ids: Iterable[int], merges: list[Merge], order: list[Token] = BYTES) -> str:
-    """Join the bytes. A token may end in the middle of a character; what is not valid UTF-8 becomes U+FFFD."""
+    """Join the bytes. A token may end in the middle of a character; invalid UTF-8 becomes U+FFFD."""
     tokens = vocabulary(merges, order)
     data = b"".join(tokens[i] for i in ids)
     return data.decode("utf-8", errors="replace")

@@ -49,9 +49,8 @@ class Tokenizer:
         pattern: str = "gpt2",
         special_tokens: Collection[str] | dict[str, int] = (ENDOFTEXT,),
     ):
-        """Special tokens get the ids after the merges, or those of a dict. Raises ValueError for impossible merges,
-        and for ids that clash.
-        """
+        """Give special tokens the ids after the merges, or a dict's. Raise ValueError for impossible merges or clashing
+        ids."""
         self.merges = [(a, b) for a, b in merges]
         self.pattern = full_pattern(pattern)
         splitter(self.pattern)  # raises if it does not compile
@@ -113,7 +112,7 @@ class Tokenizer:
 
     @cached_property
     def _tiktoken(self):
-        """None where it would split text in another way."""
+        """Make tiktoken's encoding; None where it would split text in another way."""
         # without a special token tiktoken would look for it everywhere
         special_tokens = self.special_tokens or {ENDOFTEXT: len(self)}
         return formats.encoding_of(self, special_tokens) if self.pattern in KNOWN else None
@@ -123,11 +122,11 @@ class Tokenizer:
         return formats.open_text(self.contents["tokenizer.json"])
 
     def encode_ordinary(self, text: str) -> list[int]:
-        """Ids of `text`; special tokens in it are text like any other."""
+        """Encode `text`; special tokens in it are ordinary text."""
         return self.encode_to_numpy(text).tolist()
 
     def encode_to_numpy(self, text: str) -> np.ndarray:
-        """`encode_ordinary` as an array (n,) uint32. tiktoken does not hold Python's lock meanwhile."""
+        """Encode like `encode_ordinary`, to an array (n,) uint32. tiktoken releases Python's lock meanwhile."""
         if self._tiktoken:
             with contextlib.suppress(ValueError):  # a million blanks, or a lone surrogate
                 return self._tiktoken.encode_to_numpy(text, disallowed_special=())
@@ -136,9 +135,9 @@ class Tokenizer:
         return np.array(encoding.ids, np.uint32)
 
     def encode(self, text: str, *, allowed_special: Names = (), disallowed_special: Names = "all") -> list[int]:
-        """Ids of `text`. Special tokens in `allowed_special` (a collection, or "all") become their ids.
+        """Encode `text`. Special tokens in `allowed_special` (a collection, or "all") become their ids.
 
-        Any other special token in the text raises ValueError, since a text from outside should not be able to end a
+        Any other special token in the text raises ValueError, because a text from outside should not be able to end a
         document; with `disallowed_special=()` it is encoded as ordinary text. The rules are tiktoken's.
         """
         found = {special for special in self.special_tokens if special in text}
@@ -161,15 +160,14 @@ class Tokenizer:
         return ids
 
     def encode_batch(self, texts: Iterable[str], *, num_threads: int = 8, **special: Names) -> list[list[int]]:
-        """`encode` with its options for every text, in threads."""
+        """Encode every text in threads, with the options of `encode`."""
         with ThreadPoolExecutor(num_threads) as threads:
             return list(threads.map(partial(self.encode, **special), texts))
 
     # ---- decoding
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`; what is not UTF-8 becomes U+FFFD. Raises ValueError for an id that is not in the
-        vocabulary."""
+        """Return the text of `ids`; invalid UTF-8 becomes U+FFFD. Raise ValueError for an id outside the vocabulary."""
         try:
             tokens = [self.vocab[int(i)] for i in ids]
         except KeyError as e:
@@ -190,23 +188,23 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 over pattern, merges and special tokens; equal fingerprints, equal ids."""
+        """Hash pattern, merges and special tokens by sha256; equal fingerprints, equal ids."""
         merges = [(a.hex(), b.hex()) for a, b in self.merges]
         content = [self.pattern, merges, None, list(self.special_tokens.items())]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def same_ids(self, other: "Tokenizer") -> bool:
-        """Whether both give every text, and its end, the same ids; further special tokens may differ."""
+        """Return whether both give every text, and its end, the same ids; further special tokens may differ."""
         return (self.pattern, self.merges, self.eot_token) == (other.pattern, other.merges, other.eot_token)
 
     def unused_ids(self, vocab_size: int) -> list[int]:
-        """The ids below `vocab_size` that are no token: gaps in a vocabulary, and the padding of a model's. Nothing can
-        be decoded from them, and a model must not choose them."""
+        """Return the ids below `vocab_size` without a token: gaps in a vocabulary, and a model's padding. They cannot
+        be decoded, and a model must not choose them."""
         return [i for i in range(vocab_size) if i not in self.vocab]
 
     def token_bytes(self) -> np.ndarray:
-        """(len(self),) int64: how many bytes of text each id encodes, 0 for special tokens; all 0 where a token's bytes
-        cannot be told from its name."""
+        """Return (len(self),) int64: the bytes of text that each id encodes, 0 for special tokens; all 0 where
+        a token's name does not determine its bytes."""
         lengths = self.lengths | dict.fromkeys(self.special_tokens.values(), 0)
         return np.array([lengths.get(i, 0) for i in range(len(self))], np.int64)
 
@@ -222,8 +220,8 @@ class Tokenizer:
     def load(cls, path: str | os.PathLike) -> "Tokenizer":
         """Read a tokenizer.json, a directory of ours or of another model, or "gpt2".
 
-        What is not byte-level BPE as in GPT-2 becomes a ForeignTokenizer. Raises ValueError for a file that is missing
-        or damaged.
+        Anything except GPT-2's byte-level BPE becomes a ForeignTokenizer. Raise ValueError for a missing or damaged
+        file.
         """
         if str(path) == "gpt2" and not os.path.exists(path):
             return cls.from_tiktoken("gpt2")
@@ -243,8 +241,8 @@ class Tokenizer:
 
     @classmethod
     def from_tiktoken(cls, encoding) -> "Tokenizer":
-        """From a tiktoken.Encoding, or its name. Raises ValueError if its files cannot be downloaded, or for ids in
-        another order than GPT-2's."""
+        """Make ours from a tiktoken.Encoding, or its name. Raise ValueError if its files cannot be downloaded, or
+        for ids in another order than GPT-2's."""
         if isinstance(encoding, str):
             encoding = formats.get_encoding(encoding)
         return cls(*formats.read_encoding(encoding))
@@ -258,7 +256,7 @@ class ForeignTokenizer(Tokenizer):
     """
 
     def __init__(self, theirs, settings: dict):
-        """Of a tokenizers.Tokenizer, and `settings` of transformers."""
+        """Wrap a tokenizers.Tokenizer, with `settings` of transformers."""
         self.merges = self.pattern = self._tiktoken = None
         self._marked = theirs  # finds special tokens, unlike _tokenizers
         self.contents = {"tokenizer.json": theirs.to_str(pretty=True) + "\n"}
@@ -270,7 +268,7 @@ class ForeignTokenizer(Tokenizer):
         self.special_tokens = {token.content: i for i, token in sorted(added.items()) if token.special}
 
     def _encode(self, text: str, allowed: set[str], found: set[str]) -> list[int]:
-        """Of the special tokens in a text either all become ids or none."""
+        """Encode a text whose special tokens all become ids, or none."""
         if len(allowed) < len(found):
             raise ValueError(f"the text holds {', '.join(sorted(found))}: allow all of these special tokens, or none")
         if self.settings.get("split_special_tokens"):
@@ -282,7 +280,7 @@ class ForeignTokenizer(Tokenizer):
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 over all of the file that decides ids."""
+        """Hash by sha256 all of the file that decides ids."""
         content = json.loads(self.contents["tokenizer.json"])
         decisive = [content[key] for key in ("normalizer", "pre_tokenizer", "model", "added_tokens")]
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
@@ -296,7 +294,7 @@ class StreamDecoder:
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
-        self.shown = []  # the ids that were shown last: without an id before it, one may lose its space
+        self.shown = []  # the ids shown last: without an id before it, a token may lose its space
         self.waiting = []
 
     def push(self, ids: Iterable[int]) -> str:
@@ -305,7 +303,7 @@ class StreamDecoder:
         return "" if unfinished or not self.waiting else self.flush()
 
     def flush(self) -> str:
-        """What is left at the end: "", or U+FFFD for a character that was never finished."""
+        """Return the rest at the end: "", or U+FFFD for an unfinished character."""
         text = self.tokenizer.decode(self.shown + self.waiting)
         new = text[len(self.tokenizer.decode(self.shown)) :]
         self.shown = self.waiting
@@ -314,15 +312,15 @@ class StreamDecoder:
 
 
 def check_special(names: Iterable[str], ordinary: Collection[bytes]) -> None:
-    """Raises ValueError for a special token that Hugging Face, in whose files bytes are characters, would misread."""
+    """Raise ValueError for a special token that Hugging Face, whose files write bytes as characters, would misread."""
     for name in names:
         if not name:
-            raise ValueError("a special token is empty; give it a name")
+            raise ValueError("a special token is empty; choose a name")
         if set(name) <= CHAR_TO_BYTE.keys() and (not name.isascii() or name.encode() in ordinary):
             raise ValueError(f"Hugging Face would take the special token {name!r} for bytes; choose another name")
 
 
 def visible(token: bytes) -> str:
-    """A token for people to read: spaces and line ends as signs, bytes of incomplete characters as \\x escapes."""
+    """Return a token to read: spaces and line ends as signs, bytes of incomplete characters as \\x escapes."""
     text = token.decode("utf-8", "backslashreplace").translate(SIGNS)
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

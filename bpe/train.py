@@ -1,13 +1,13 @@
-"""Train a byte-pair tokenizer and look at what it has learned.
+"""Train a byte-pair tokenizer and look at its tokens.
 
     python bpe/train.py                                               # 1024 tokens on bpe/manual.txt, a second
     python bpe/train.py --input input.txt bpe/manual.txt --vocab_size 4096 --out out/bpe4k
     python bpe/train.py --input "texts/*.parquet" --vocab_size 32768 --max_bytes 2_000_000_000 --out out/bpe32k
     python bpe/train.py --input HuggingFaceFW/fineweb-edu --subset sample-10BT --max_bytes 1_000_000_000
 
-Prints merges as it finds them, how well the vocabulary compresses text that it was not trained on, and its longest
-tokens. Writes OUT: tokenizer.json, and the same in other forms, for `--tokenizer OUT` of the other
-scripts and for transformers.AutoTokenizer. This file knows nothing of models, shards or torch.
+Prints merges as it finds them, the vocabulary's compression of held-out text, and its longest tokens.
+Writes OUT: tokenizer.json, and the same in other forms, for `--tokenizer OUT` of the other scripts and for
+transformers.AutoTokenizer. This file knows nothing of models, shards or torch.
 """
 
 import contextlib
@@ -40,16 +40,16 @@ class Config:
     text_field: str = "text"  # column or JSON key that holds the text
     max_bytes: Tokens = 0  # stop reading after this many bytes of text; 0 reads everything
     vocab_size: Positive = 1024  # 256 bytes, the merges and the special tokens
-    pattern: str = "gpt2"  # how text is split first: gpt2, cl100k (GPT-4), or a regular expression
+    pattern: str = "gpt2"  # splits text first: gpt2, cl100k (GPT-4), or a regular expression
     special_tokens: tuple[str, ...] = (ENDOFTEXT,)  # they get the last ids and are never merged
-    tie_break: Literal["lowest_id", "greatest_bytes"] = "lowest_id"  # which of two equally frequent pairs is merged
+    tie_break: Literal["lowest_id", "greatest_bytes"] = "lowest_id"  # the pair to merge among equally frequent pairs
     workers: Count = 0  # processes that count words; 0 for one per core
     out: str = "out/bpe"  # directory for the tokenizer
     overwrite: bool = False  # rename an existing OUT to OUT.1, or the next free number
 
 
-HELD_OUT = 2**20  # characters to measure compression on; the last text is taken whole
-BLOCK = 2**22  # characters of a .txt that are counted together
+HELD_OUT = 2**20  # characters to measure compression on; the last text counts whole
+BLOCK = 2**22  # characters of a .txt counted together
 
 
 def main() -> None:
@@ -88,7 +88,7 @@ def check(config: Config) -> None:
     if any(out.glob("*")) and not config.overwrite:
         raise UserError(f"--out {config.out} is not empty; pass --overwrite to rename it, or choose another directory")
     if not out.is_dir():
-        out.mkdir(parents=True)  # fails now, and not after hours
+        out.mkdir(parents=True)  # fails now, not hours later
         out.rmdir()
 
 
@@ -96,8 +96,8 @@ def check(config: Config) -> None:
 
 
 def read_texts(config: Config, skipped: Counter | None = None) -> Iterator[str]:
-    """All texts of all inputs, each file once; a .txt comes in blocks of documents, which are most often small. Counts
-    in `skipped` the documents that are left out, by reason. Raises UserError."""
+    """Yield all texts of all inputs, each file once; a .txt comes in blocks of documents, which are most often small.
+    Count the skipped documents in `skipped`, by reason. Raise UserError for an unusable input."""
     skipped = Counter() if skipped is None else skipped
     source = config.input or (str(Path(__file__).with_name("manual.txt")),)
     texts = open_texts(source, config.text_field, config.subset, config.split)
@@ -118,7 +118,7 @@ def read_texts(config: Config, skipped: Counter | None = None) -> Iterator[str]:
 
 
 def limit(texts: Iterator[str], max_bytes: int) -> Iterator[str]:
-    """Texts up to `max_bytes` bytes in all, the last one cut; 0 for all."""
+    """Yield texts up to `max_bytes` bytes in all, the last text cut; 0 for all."""
     left = max_bytes or sys.maxsize
     for text in texts:
         data = text.encode("utf-8", "replace")
@@ -158,7 +158,7 @@ class Split:
                 self.train_bytes += len(text.encode("utf-8", "replace"))
                 yield text
         if not self.train_bytes:
-            raise UserError(f"{self.source} holds no text to learn from; change --input, --text_field or --max_bytes")
+            raise UserError(f"{self.source} holds no text to learn from; set --input, --text_field or --max_bytes")
 
 
 # ---- reporting
@@ -183,7 +183,7 @@ def report(tok: Tokenizer, held_out: list[str]) -> None:
 
 
 def compression(tok: Tokenizer, texts: list[str]) -> Iterator[tuple[int, float, float]]:
-    """(vocabulary size, bytes per token, characters per token) of the first merges of `tok`, doubling each time."""
+    """Yield (vocabulary size, bytes per token, characters per token) of the first merges, doubling each time."""
     n_chars = sum(map(len, texts))
     n_bytes = sum(len(text.encode("utf-8", "replace")) for text in texts)
     whole = 256 + len(tok.merges)

@@ -1,4 +1,4 @@
-"""Fast BPE training: `learn` finds the merges that the slow trainer of minimal.py finds, in the same order.
+"""Train BPE fast: `learn` finds the merges of minimal.py's slow trainer, in the same order.
 
 minimal.py counts every pair of the whole corpus again for each merge. This file is faster because:
 
@@ -38,12 +38,12 @@ TIE_BREAKS = ("lowest_id", "greatest_bytes")
 
 @dataclass(frozen=True)
 class Options:
-    """How to train, as opposed to what: none of these changes the merges."""
+    """Options of speed and display; they never change the merges."""
 
     workers: int = 0  # processes that count chunks; 0 for one per core
     progress: bool = False  # show bars
     on_merge: Callable[[bytes, bytes, int], None] | None = None  # called with each merge and the count of its pair
-    block: int = BLOCK  # characters that are counted or sent to a process at a time
+    block: int = BLOCK  # characters counted or sent to a process at a time
 
 
 def cpu_count() -> int:
@@ -60,7 +60,7 @@ def learn(
     tie_break: str,
     options: Options,
 ) -> list[tuple[bytes, bytes]]:
-    """The first `n_merges` merges, or all there are. Texts are read once; special tokens in them are left out."""
+    """Find the first `n_merges` merges, or all possible ones. Texts are read once, without their special tokens."""
     gc.disable()  # training makes millions of lists, none of them in a cycle; looking for cycles takes a fifth of it
     try:
         counts = count_in_parallel(texts, pattern, specials, options)
@@ -85,13 +85,13 @@ def learn(
 
 
 def count_chunks(texts: list[str], pattern: str) -> Counter[str]:
-    """How often each chunk occurs."""
+    """Count each chunk."""
     chunks = map(splitter(pattern).split, texts)
     return Counter(chain.from_iterable(chunks))
 
 
 def batches(texts: Iterable[str], pattern: str, specials: tuple[str, ...], size: int) -> Iterator[list[str]]:
-    """Lists of about `size` characters of text; long texts are cut between chunks, special tokens left out."""
+    """Yield lists of about `size` characters of text; long texts are cut between chunks, special tokens left out."""
     batch = []
     n = 0
     for text in map(valid_unicode, texts):
@@ -110,7 +110,7 @@ def batches(texts: Iterable[str], pattern: str, specials: tuple[str, ...], size:
 
 
 def counting_process() -> subprocess.Popen:
-    """A process that answers JSON with JSON: [texts, pattern] with `count_chunks` of them, a line each.
+    """Start a process that answers JSON with JSON: [texts, pattern] with `count_chunks` of them, a line each.
 
     multiprocessing would do, but its children run the main script again before they start: in a training script that
     imports torch this takes longer than most of the counting, and one without a main guard would train in each child.
@@ -121,7 +121,7 @@ def counting_process() -> subprocess.Popen:
 
 
 def answer_counts() -> None:
-    """The main loop of a counting process; it ends with its input, and so with the process that started it."""
+    """Run the main loop of a counting process; it ends with its input, and so with the process that started it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for that process to handle
     for line in sys.stdin.buffer:
         counts = count_chunks(*json.loads(line))
@@ -129,7 +129,7 @@ def answer_counts() -> None:
 
 
 def count_in_parallel(texts: Iterable[str], pattern: str, specials: tuple[str, ...], options: Options) -> Counter[str]:
-    """`count_chunks` over all texts.
+    """Count the chunks of all texts, by `count_chunks`.
 
     This process counts the first batches, so that a small corpus starts no other. Then `workers - 1` processes get up
     to two batches each, and this one counts the rest, so that only a few batches are in memory.
@@ -208,7 +208,7 @@ class Corpus:
         symbols[at] = np.frombuffer(b"".join(chunks).translate(BYTE_TO_RANK), np.uint8)
         counts = np.zeros(size, np.int64)
         counts[at] = np.repeat(np.array(list(chunks.values()), np.int64), lengths)
-        # all places, sorted by their pair of bytes; stable, as a merge goes through its places from left to right
+        # all places, sorted by their pair of bytes; stable, because a merge goes from left to right
         places = np.flatnonzero((symbols[:-1] >= 0) & (symbols[1:] >= 0))  # of the first symbol of each pair
         pairs = (symbols[places] << 8 | symbols[places + 1]).astype(np.uint16)
         order = np.argsort(pairs, kind="stable")
@@ -226,7 +226,7 @@ class Corpus:
         self.previous = [0, *numbers[: size - 1]]
 
     def merge(self, pair: int, new: int) -> list[int]:
-        """Replace `pair` by the symbol `new` everywhere, from left to right; returns the pairs with `new` in them."""
+        """Replace `pair` by the symbol `new` everywhere, from left to right; return the pairs with `new` in them."""
         a = pair >> PAIR_SHIFT
         b = pair & PAIR_MASK
         symbols = self.symbols
@@ -275,7 +275,7 @@ class Corpus:
 
 
 def find_merges(chunks: dict[bytes, int], tie_break: str) -> Iterator[tuple[int, int, int]]:
-    """Yields (rank, rank, count) of one merge after the other, while there are pairs; merge i makes rank 256 + i.
+    """Yield (rank, rank, count) of each merge in turn, while there are pairs; merge i makes rank 256 + i.
 
     The heap holds (-count, order among equal counts, pair). Once a pair exists, its count can only fall, because merges
     only remove its symbols. So an outdated entry is too high in the heap, never too low, and can wait until it reaches

@@ -1,10 +1,10 @@
-"""See what a tokenizer does to an English and a Chinese text, side by side with GPT-2's.
+"""Compare a tokenizer's tokens of an English and a Chinese text with GPT-2's.
 
     python bpe/try_tokenizer.py                                      # out/bpe, which bpe/train.py writes
     python bpe/try_tokenizer.py --tokenizer out/bpe4k --chinese "我喜欢吃苹果。"
     python bpe/try_tokenizer.py --compare out/bpe4k                  # instead of GPT-2's
 
-Prints the tokens in colour, how many there are and bytes per token.
+Prints the tokens in colour, their number and bytes per token.
 This file knows nothing of training.
 """
 
@@ -34,7 +34,7 @@ class Config:
     chinese: str = CHINESE  # the second text
 
 
-# light and darker in turn, so that neighbours differ in grey, too
+# light and darker in turn, so that neighbours also differ in grey
 COLORS = ("#fbe6c8", "#93cba0", "#dcebfb", "#ee9fae", "#efe6f8", "#d8c25c")
 REASON = """\
 A pair is merged if it is frequent in the training text, as long as the vocabulary has room. So a tokenizer spends its
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def load_both(config: Config) -> dict[str, Tokenizer]:
-    """The tokenizers by name; without GPT-2's vocabulary only one of them. Raises UserError."""
+    """Load the tokenizers by name; without GPT-2's vocabulary only the first. Raise UserError."""
     found = {}
     for name in (config.tokenizer, config.compare):
         try:
@@ -66,12 +66,12 @@ def load_both(config: Config) -> dict[str, Tokenizer]:
         except ValueError as e:
             if name == config.tokenizer or config.compare != Config.compare:
                 raise UserError(str(e)) from None
-            print(f"note: without GPT-2's tokenizer, since {e}\n")
+            print(f"note: without GPT-2's tokenizer, because {e}\n")
     return found
 
 
 def split_up(name: str, tok: Tokenizer, text: str) -> tuple[str, list[str]]:
-    """A title, and each token as text. A token that ends in the middle of a character is a dot; the token that
+    """Return a title, and each token as text. A token that ends in the middle of a character is a dot; the token that
     completes the character shows it."""
     decoder = tok.stream_decoder()
     pieces = [decoder.push([i]) or "·" for i in tok.encode_ordinary(text)]

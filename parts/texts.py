@@ -156,7 +156,7 @@ class Texts(NamedTuple):
             return [fsspec.filesystem("hf" if in_hub(file) else "file").size(file) for file in self.files]
 
     def text_bytes(self, sizes: list[int]) -> int:
-        """Estimate the bytes of text in files of these sizes: by name, or as many as the first .parquet has."""
+        """Estimate the bytes of text in files of these sizes: by name, or by the first .parquet's ratio."""
         total = 0
         ratio = 0.0
         for file, size in zip(self.files, sizes, strict=True):

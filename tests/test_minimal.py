@@ -111,6 +111,15 @@ def test_the_first_weights_are_those_of_model_py():
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+def test_resume_takes_edited_decay_and_betas(shards, tmp_path):
+    config = replace(SMALL, data=str(shards), checkpoint=str(tmp_path / "minimal.pt"), max_steps=2, warmup_steps=1)
+    minimal.train(config)
+    minimal.train(replace(config, resume=True, max_steps=3, weight_decay=0.5, beta1=0.8, eps=1e-6))
+    matrices, others = torch.load(config.checkpoint)["optimizer"]["param_groups"]
+    assert (matrices["weight_decay"], others["weight_decay"]) == (0.5, 0.0)
+    assert [(group["betas"], group["eps"]) for group in (matrices, others)] == [((0.8, 0.95), 1e-6)] * 2
+
+
 def test_it_writes_text_after_it_has_learned(tmp_path):
     text = tmp_path / "abc.txt"
     text.write_text("abc" * 1000)
