@@ -135,14 +135,14 @@ def main() -> None:
 
 
 def load_rows(data: str, rt: Runtime, option: str = "--data") -> list[dict]:
-    """The rows of `data`, or else of the hub, which the first rank reads. Raises UserError, on all ranks alike;
+    """Read the rows of `data`, or else of the hub, which the first rank reads. Raises UserError, on all ranks alike;
     `option` is the flag that takes the file."""
     rows = rt.broadcast_from_main(lambda: rows_of(data or HUB, "validation", option))
     return [parse_row(row, f"row {i} of {data or HUB}") for i, row in enumerate(rows, start=1)]
 
 
 def parse_row(row, where: str) -> dict:
-    """The row with its label as an int: on the hub it is a string. Raises UserError for a malformed row."""
+    """Return a row with its label as an int: on the hub it is a string. Raises UserError for a malformed row."""
     with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
         contexts = [row[name] for name in ("ctx", "ctx_a", "ctx_b", "activity_label")]
         endings = row["endings"]
@@ -156,7 +156,7 @@ def parse_row(row, where: str) -> dict:
 
 
 def with_other_contexts(rows: list[dict]) -> list[dict]:
-    """The rows, each with the context of the row half a list away: neighbours may come from one article."""
+    """Give each row the context of the row half a list away: neighbours may come from one article."""
     half = len(rows) // 2
     others = rows[half:] + rows[:half]
     return [other | dict(endings=row["endings"], label=row["label"]) for row, other in zip(rows, others, strict=True)]
@@ -170,7 +170,7 @@ def completion(row: dict) -> tuple[str, list[str]]:
 
 
 def harness(row: dict) -> tuple[str, list[str]]:
-    """The text of lm-evaluation-harness, task hellaswag, version 1."""
+    """Write the text of lm-evaluation-harness, task hellaswag, version 1."""
     context = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
     return without_brackets(context), [without_brackets(ending) for ending in row["endings"]]
 
@@ -260,7 +260,7 @@ def fit(context: Ids, endings: list[Ids], first: int, window: int) -> list[Packe
 
 
 def pack(context: Ids, endings: list[Ids], first: int) -> Packed:
-    """A context and its endings side by side, as in the picture at the top."""
+    """Put a context and its endings side by side, as in the picture at the top."""
     n = len(context)
     tokens = list(context)
     positions = list(range(n))
@@ -325,7 +325,7 @@ def evaluate(
 
 
 def batches(packed: list[Packed], batch_tokens: int) -> Iterator[list[Packed]]:
-    """Consecutive rows, which have similar lengths, in batches of at most `batch_tokens` tokens, padding included."""
+    """Yield consecutive rows, of similar lengths, in batches of at most `batch_tokens` tokens, padding included."""
     start = 0
     while start < len(packed):
         stop = start + max(batch_tokens // len(packed[start]), 1)  # the longest comes first
@@ -407,14 +407,14 @@ def score(task: Task, sums: np.ndarray) -> dict:
 
 
 def summary(result: dict) -> str:
-    """The three scores, each with its standard error."""
+    """Describe the three scores, each with its standard error."""
     units = dict(acc="", acc_norm=f" (per {result['normalized_by']})", gold_bpb="")
     scores = [f"{name} {result[name]:.4f} ± {result[name + '_stderr']:.4f}{unit}" for name, unit in units.items()]
     return "   ".join([*scores, f"N {result['n']:,}"])
 
 
 def row_with_losses(task: Task, result: dict, number: int) -> str:
-    """A row with the loss of each ending, total and per unit of length; > marks the prediction, * the right one."""
+    """Show a row with each ending's loss, total and per unit of length; > marks the prediction, * the right one."""
     context, endings = task.texts[number]
     lines = [f"\n{task.style}, row {number + 1}: {context}", f"    sum     per {result['normalized_by']}"]
     for k, ending in enumerate(endings):

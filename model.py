@@ -89,7 +89,7 @@ class CausalSelfAttention(nn.Module):
 
 
 def naive_attention(q, k, v, mask=None, dropout_p=0.0):
-    """softmax(QK^T / sqrt(D)) V of Vaswani et al. 2017 (section 3.2.1), causal unless a bool mask is given."""
+    """Compute softmax(QK^T / sqrt(D)) V of Vaswani et al. 2017 (section 3.2.1), causal unless a bool mask is given."""
     if mask is None:
         mask = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device)  # (T, T)
         mask = mask.tril()
@@ -164,7 +164,7 @@ class GPT(nn.Module):
             nn.init.normal_(module.mlp.c_proj.weight, std=std)
 
     def hidden(self, idx, positions=None, mask=None, cache=None):
-        """The final hidden states, after `ln_f`.
+        """Compute the final hidden states, after `ln_f`.
 
         idx (B, T) int64; positions (T,) or (B, T) int64, by default 0 .. T-1, which must fit; mask broadcastable to
         (B, H, T, S) bool, True where a query may look, by default causal. Returns (B, T, C).
@@ -193,8 +193,8 @@ class GPT(nn.Module):
         return self.loss(x, targets, logit_positions, n_targets)
 
     def loss(self, x, targets, logit_positions=None, n_targets=None):
-        """The cross-entropy of hidden states x (B, T, C) against targets (B, T) int64 in nats per token, a scalar in
-        fp32: the sum over all targets >= 0, divided by `n_targets`, by default their number.
+        """Compute the cross-entropy of hidden states x (B, T, C) against targets (B, T) int64 in nats per token, an
+        fp32 scalar: the sum over all targets >= 0, divided by `n_targets`, by default their number.
 
         With gradient accumulation pass the number in the whole batch, so that the losses of its micro-batches add up.
         Where few positions are scored, `logit_positions` (M,) names them among the B * T, and `targets` is (M,).
@@ -244,7 +244,7 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def estimate_flops(self, sequence_length: int) -> int:
-        """Floating-point operations per token, forward and backward: 6 N + 12 L C T (PaLM, appendix B).
+        """Count floating-point operations per token, forward and backward: 6 N + 12 L C T (PaLM, appendix B).
 
         N counts the parameters that take part in a matrix product: all but embeddings that are only looked up (`wte` is
         the output projection, too). Biases and LayerNorm gains (0.1%) are counted as well. The attention term counts

@@ -98,7 +98,7 @@ def show(text: str) -> None:
 
 
 def stream(steps: Iterator[list[int]], tokenizer, ends: Collection[int]) -> Iterator[str]:
-    """A text that is being generated, in pieces of whole characters, up to one of the tokens in `ends`."""
+    """Yield a text as it is generated, in pieces of whole characters, up to one of the tokens in `ends`."""
     decoder = tokenizer.stream_decoder()
     for (token,) in steps:
         if token not in ends:
@@ -107,7 +107,7 @@ def stream(steps: Iterator[list[int]], tokenizer, ends: Collection[int]) -> Iter
 
 
 def converse(generate_more: Callable, chat: Chat, tokenizer, n_positions: int, max_new_tokens: int, said: str) -> None:
-    """A conversation in the form that the model was trained on; an empty line or Ctrl-D ends it.
+    """Hold a conversation in the form of the model's training; an empty line or Ctrl-D ends it.
 
     Earlier turns stay in the context as long as they fit; then the oldest is dropped. An answer gets at most a third of
     the context: another third is for the previous answer, and the last third for the two messages of the user.

@@ -48,7 +48,7 @@ LAUNCHES = 0.017  # seconds that a step takes at least, however small: those of 
 
 
 def peak_of(device_name: str) -> float | None:
-    """Dense 16-bit FLOP/s of a GPU by its name; None if it is unknown."""
+    """Return the dense 16-bit FLOP/s of a GPU by its name; None if it is unknown."""
     if not re.search(rf"\b({OTHERS})\b", device_name):
         for card, tflops in CARDS.items():  # the first that matches
             if re.search(rf"\b{card}\b", device_name):

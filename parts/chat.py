@@ -61,7 +61,7 @@ TEMPLATE = """\
 
 
 def template(tokenizer: Tokenizer) -> str:
-    """Our chat template, for a model with this tokenizer."""
+    """Write our chat template, for a model with this tokenizer."""
     # Both ends are replaced, or an overlapping token would survive: `||` occurs three times in `||||`. repr escapes
     # quotes and backslashes in a special token, and its quotes contain any braces.
     cleaned = [f"| replace({special!r}, {f' {special[1:-1]} '!r})" for special in tokenizer.special_tokens]
@@ -70,7 +70,7 @@ def template(tokenizer: Tokenizer) -> str:
 
 
 def follows_directly(tokenizer: Tokenizer) -> str:
-    """The characters that may follow the colon directly: ASCII letters and digits, unless a token joins them.
+    """Return the characters that may follow the colon directly: ASCII letters and digits, unless a token joins them.
 
     None of GPT-2's does, since its split pattern starts a new word there. GPT-4's may take the colon as the start of a
     word, so that with such a vocabulary a space precedes every answer.

@@ -32,18 +32,18 @@ TRAIN_STATE = "train_state.pt"  # what a resume needs besides the weights
 SUMS = "SHA256SUMS"
 
 
-# ------------------------------------------------------------------------------------------ which checkpoints there are
+# ---------------------------------------------------------------------------------------------------------- finding
 
 
 def checkpoint_steps(run_dir: Path) -> list[tuple[int, Path]]:
-    """(step, directory) of every checkpoint of a run, oldest first."""
+    """Return (step, directory) of every checkpoint of a run, oldest first."""
     names = {path: path.name.removeprefix("step_") for path in run_dir.glob("step_*") if path.is_dir()}
     return sorted((int(name), path) for path, name in names.items() if name.isdecimal())  # step_notes/ is not ours
 
 
 def find_damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint: a file is missing, or its sum is not what was written. None if nothing is.
-    Raises OSError for what is wrong with the disk or the network: the file may well be intact."""
+    """Return a checkpoint's damage: a missing file, or one whose sum has changed; None if it is intact. Raises OSError
+    for errors of the disk or the network: the file may well be intact."""
     try:
         lines = [line.split("  ", 1) for line in (path / SUMS).read_text().splitlines()]
         sums = {name: digest for digest, name in lines}
@@ -59,12 +59,12 @@ def find_damage(path: Path) -> str | None:
 
 
 def newest_intact(run_dir: Path) -> Path | None:
-    """The newest intact checkpoint of a run; says on stderr which ones it skips."""
+    """Return a run's newest intact checkpoint; one note names each that it skips."""
     for _, path in reversed(checkpoint_steps(run_dir)):
         damage = find_damage(path)
         if damage is None:
             return path
-        print(f"warning: skipping the damaged checkpoint {path}: {damage}", file=sys.stderr)
+        print(f"note: skipping the damaged checkpoint {path}: {damage}", file=sys.stderr)
     return None
 
 
@@ -108,7 +108,7 @@ def save_model(directory: Path, model: GPT, tokenizer: Tokenizer, ids: tuple[int
 
 
 def load_train_state(path: Path) -> dict:
-    """`train_state.pt` of a checkpoint: tensors and plain containers only, on the CPU. Raises UserError."""
+    """Read `train_state.pt` of a checkpoint: tensors and plain containers only, on the CPU. Raises UserError."""
     try:
         # weights_only: a pickle is a program, and a checkpoint may come from anywhere
         # mmap: ranks of one host share the pages, and read what they need
@@ -132,8 +132,8 @@ def open_model(model: str | Path, dropout: float = 0.0, attention: str = "flash"
 
 
 def find_model(model: str) -> Path:
-    """The directory of a MODEL: of the newest checkpoint of a run, or of the hub's files, which are downloaded once.
-    Raises UserError."""
+    """Find the directory of a MODEL: a run's newest checkpoint, or the hub's files, which are downloaded once. Raises
+    UserError."""
     path = Path(model)
     if model and path.is_dir():
         candidates = [path, *(checkpoint for _, checkpoint in reversed(checkpoint_steps(path)))]
@@ -153,7 +153,7 @@ def find_model(model: str) -> Path:
 
 
 def find_adapter(adapter: str) -> Path:
-    """The directory with an adapter: the one given; or the newest checkpoint of a run, or else its adapter/, which is
+    """Find an adapter's directory: the one given; or the newest checkpoint of a run, or else its adapter/, which is
     older than the checkpoints of a resumed run. Raises UserError."""
     path = Path(adapter)
     for folder in (path, *(checkpoint for _, checkpoint in reversed(checkpoint_steps(path))), path / "adapter"):
@@ -163,7 +163,7 @@ def find_adapter(adapter: str) -> Path:
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a model's directory. Raises UserError, also for one with more tokens than the model knows."""
+    """Read the tokenizer of a model's directory. Raises UserError, also for more tokens than the model has."""
     try:
         tokenizer = Tokenizer.load(folder)
     except ValueError as e:

@@ -72,7 +72,7 @@ def explain(e: BaseException) -> str | None:
     if isinstance(e, UnicodeDecodeError):
         return f"a text is not UTF-8 ({e.reason} at byte {e.start}); save it as UTF-8"
     if isinstance(e, MemoryError) or type(e).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(e):
-        return f"out of memory ({str(e).splitlines()[0] if str(e) else 'in Python'}); use a smaller model or batch"
+        return f"out of memory ({str(e).splitlines()[0] if str(e) else 'in Python'}); choose a smaller model or batch"
     if "no kernel image is available" in str(e):
         return "PyTorch has no code for this GPU; install its build for CUDA 12.6 (older cards), or a newer PyTorch"
     if type(e).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError") or "gloo" in str(e).lower():
@@ -125,7 +125,7 @@ PositiveFloat = Annotated[float, Range(1e-30, 1e9)]
 
 
 class Positional:
-    """Marks a positional constant: `Annotated[str, Positional]`."""
+    """Mark a positional constant: `Annotated[str, Positional]`."""
 
 
 def parse_args(config_type, args: list[str] | None = None, default=None, prog=None, description: str = ""):

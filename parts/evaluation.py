@@ -18,7 +18,7 @@ from parts.runtime import Runtime
 def validate(
     loss_fn: torch.nn.Module, batches: Iterable[tuple], token_bytes: torch.Tensor, rt: Runtime
 ) -> dict[str, float]:
-    """Mean loss in nats per token, bits per byte of text, and the number of tokens, over the micro-batches of all ranks.
+    """Compute the mean loss in nats per token, bits per byte of text, and the number of tokens, over all ranks.
 
     `batches` yields what `loss_fn` takes, on the device, the targets second; a negative target is not scored.
     `token_bytes` (vocabulary,) says how many bytes of text each id encodes, so that bits per byte compare across
@@ -59,7 +59,7 @@ def loss_is_of_logits(model, ids: list[int]) -> bool:
 
 
 def complete(model, tokenizer, prompt: str, max_tokens: int, rt: Runtime, seed: int | None) -> str:
-    """A prompt with the text that `generate` adds to it, up to `<|endoftext|>`; "" on all ranks but the first. Where
+    """Return a prompt with the text that `generate` adds, up to `<|endoftext|>`; "" on all ranks but the first. Where
     training has diverged, the reason in brackets: the run goes on to its own error.
 
     Uses a separate random number generator, so that sampling does not affect training. Without a seed each token is

@@ -72,7 +72,7 @@ def generate(
 
 
 def next_logits(model, sequences: list[list[int]], cache: "KVCache") -> Tensor:
-    """Logits (B, V) of the token after each sequence, in the dtype of the weights or of autocast, returned in fp32."""
+    """Compute logits (B, V) of the token after each sequence, in the dtype of the weights or autocast, as fp32."""
     device = model.lm_head.weight.device
     if max(map(len, sequences)) > cache.capacity:  # recompute
         sequences = [sequence[-model.config.n_positions :] for sequence in sequences]
@@ -125,15 +125,15 @@ class KVCache:
         return self.k[layer], self.v[layer]
 
     def mask(self) -> Tensor:
-        """(B, 1, 1, capacity) bool: each sequence's own past, and the token that is being decoded."""
+        """Return (B, 1, 1, capacity) bool: each sequence's own past, and the token that is being decoded."""
         positions = torch.arange(self.capacity, device=self.lengths.device)
         visible = positions <= self.lengths[:, None]  # (B, capacity)
         return visible[:, None, None]
 
 
 def sample_tokens(logits, temperature=1.0, top_k=None, top_p=1.0, generator=None):
-    """One id (B,) int64 for each row of logits (B, V): greedy for temperature 0, else drawn from the `top_k` likeliest
-    and the smallest set of ids with probability `top_p` or more (Holtzman et al. 2020, section 3.1)."""
+    """Choose an id (B,) int64 for each row of logits (B, V): greedy for temperature 0, else drawn from the `top_k`
+    likeliest and the smallest set of ids with probability `top_p` or more (Holtzman et al. 2020, section 3.1)."""
     if temperature < 1e-3:  # dividing could overflow, and the likeliest id has all of the probability
         return logits.argmax(dim=-1)
     logits = logits / temperature

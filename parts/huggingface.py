@@ -44,7 +44,7 @@ HUB_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "model*.safe
 
 
 def snapshot(model: str) -> Path:
-    """The directory `model`, or else that of a hub model in the cache, downloaded once. Raises UserError."""
+    """Return the directory `model`, or else that of a hub model in the cache, downloaded once. Raises UserError."""
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download
@@ -59,8 +59,8 @@ def snapshot(model: str) -> Path:
 
 
 def to_files(model: GPT) -> dict[str, Tensor]:
-    """The tensors of a model as the files have them, views and no copies. A tensor with two names, as the tied head, is
-    there once, under its first."""
+    """Return a model's tensors as the files have them, as views. A tensor with two names, as the tied head, is there
+    once, under its first."""
     tensors = {}
     seen = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -72,7 +72,7 @@ def to_files(model: GPT) -> dict[str, Tensor]:
 
 
 def config_of(model: GPT, gpt2: bool) -> dict:
-    """The config.json of a model."""
+    """Return a model's config.json."""
     config = {name: getattr(model.config, name) for name in stored_fields()}
     config["dtype"] = "float32"
     if not gpt2:
@@ -127,7 +127,7 @@ def fixed_row(model: GPT, n: int = 16) -> list[int]:
 
 @torch.no_grad()
 def logits_of_fixed_row(model: GPT) -> list[float]:
-    """Up to 16 logits after a fixed row of up to 16 ids, which config.json keeps."""
+    """Compute up to 16 logits after a fixed row of up to 16 ids, which config.json keeps."""
     ids = torch.tensor(fixed_row(model), device=model.lm_head.weight.device)
     with exactly(model):
         return model(ids[None])[0, -1, ids].float().tolist()
@@ -182,7 +182,7 @@ def read_config(folder: Path, dropout: float = 0.0, attention: str = "flash") ->
         found = GPT2 | config
         for key, value in dict(model_type="gpt2", **GPT2).items():
             if found.get(key) != value:
-                raise UserError(f"{file}: {key} is {found.get(key)!r}, and a GPT-2 here has {value!r}; choose a GPT-2")
+                raise UserError(f"{file}: {key} is {found.get(key)!r}, not GPT-2's {value!r}; choose a GPT-2")
     try:
         return GPTConfig(
             **{name: config[name] for name in stored_fields() if name in config}, dropout=dropout, attention=attention
@@ -224,7 +224,7 @@ def read_model(folder: Path, dropout: float = 0.0, attention: str = "flash") -> 
     elif "lm_head.weight" in found:
         head = found.pop("lm_head.weight")
         if not torch.equal(head, found.setdefault("transformer.wte.weight", head)):
-            raise UserError(f"{folder}: lm_head.weight is not wte.weight, and model.py ties them; untie them there")
+            raise UserError(f"{folder}: lm_head.weight is not wte.weight, but model.py ties them; remove that line")
     copy_tensors(folder, wanted, found)
     compare_logits(model, folder)
     return model
@@ -246,7 +246,7 @@ def kind_of(tensor: Tensor | None) -> tuple | None:
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of model.safetensors, or of the parts of a large model as its index lists them. Raises UserError."""
+    """Read all tensors of model.safetensors, or of the parts that its index lists. Raises UserError."""
     index = folder / "model.safetensors.index.json"
     files = [folder / "model.safetensors"]
     if index.exists() and not files[0].exists():
@@ -261,7 +261,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def compare_logits(model: GPT, folder: Path) -> None:
-    """Say in one note if a model computes other logits than its config.json keeps."""
+    """Print one note if a model computes other logits than its config.json keeps."""
     kept = read_json(folder / "config.json").get("logits_of_fixed_row")
     if not isinstance(kept, list):  # of another program
         return
@@ -307,13 +307,13 @@ def save_adapter(folder: Path, model: GPT, base: str, base_sha256: str) -> None:
 
 
 def factors(model: GPT) -> dict[str, torch.nn.Parameter]:
-    """A and B of every adapted module, under peft's names."""
+    """Return A and B of every adapted module, under peft's names."""
     ours = (".lora_A", ".lora_B")
     return {f"base_model.model.{name}.weight": p for name, p in model.named_parameters() if name.endswith(ours)}
 
 
 def weights_sha256(model: GPT) -> str:
-    """sha256 over names, shapes and fp32 values of a plain model: equal for equal weights, however they are stored."""
+    """Return a sha256 over a plain model's names, shapes and fp32 values: equal for equal weights in any storage."""
     digest = hashlib.sha256()
     # sorted and in fp32, so that neither the order in a file nor 16-bit storage of the same numbers changes it
     for name, tensor in sorted(model.state_dict().items()):

@@ -27,7 +27,7 @@ TARGETS = ("c_attn", "attn.c_proj", "c_fc", "mlp.c_proj")  # all projections of 
 
 @dataclass(frozen=True)
 class LoRAConfig:
-    """What defines an adapted model besides A and B."""
+    """The settings of an adapted model."""
 
     r: int
     alpha: float
@@ -37,7 +37,7 @@ class LoRAConfig:
 
     def __post_init__(self):
         if not (self.r >= 1 and 0 < self.scale < math.inf):
-            raise UserError(f"rank {self.r} and alpha {self.alpha:g} make no scale; give both above 0")
+            raise UserError(f"rank {self.r} and alpha {self.alpha:g} make no scale; set both above 0")
 
     @property
     def scale(self) -> float:
@@ -117,7 +117,7 @@ class LoRALinear(nn.Module):
 
 
 def target_names(model: GPT, targets) -> list[str]:
-    """The names of the modules to adapt, in every block. Raises UserError for what cannot be adapted."""
+    """Return the names of the modules to adapt, in every block. Raises UserError for others."""
     if not targets or not set(targets) <= set(TARGETS):
         raise UserError(
             f"--targets {' '.join(targets)!r:.80}: choose from {', '.join(TARGETS)} "
@@ -180,7 +180,7 @@ def cast_frozen(model: GPT, dtype: torch.dtype) -> None:
 
 
 def trainable_parameters(model: GPT, targets: tuple[str, ...], r: int) -> tuple[int, float]:
-    """(number at rank r, fraction of base and adapter together), for a plain model; rank 0 is full finetuning."""
+    """Count (number at rank r, fraction of base and adapter together), for a plain model; rank 0 is full finetuning."""
     total = model.num_params()
     if not r:
         return total, 1.0

@@ -42,7 +42,7 @@ def plain_cross_entropy(x, weight, targets) -> torch.Tensor:
 
 
 def linear_cross_entropy(x, weight, targets) -> torch.Tensor:
-    """Summed cross-entropy, an fp32 scalar in nats, of x (N, C) @ weight (V, C).T against targets (N,) int64.
+    """Sum the cross-entropy, an fp32 scalar in nats, of x (N, C) @ weight (V, C).T against targets (N,) int64.
 
     Negative targets are not scored. Products of a training step are in autocast's dtype, the gradient of `weight` is in
     its own. An evaluation computes its logits in that dtype, too: GPT-2's are around -100, where neighbouring bf16
@@ -96,7 +96,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def cross_entropy_(logits, targets, vocab_size: int, need_gradient: bool = True) -> torch.Tensor:
-    """The loss of each row in nats, (N,), of logits (N, V or more columns) against targets (N,) int64; 0 where the
+    """Compute each row's loss in nats, (N,), of logits (N, V or more columns) against targets (N,) int64; 0 where the
     target is negative. Overwrites `logits` with the gradients of these losses, 0 in columns past the vocabulary."""
     dtype = torch.promote_types(logits.dtype, torch.float32)  # of the softmax
     unscored = targets[:, None] < 0  # (N, 1)
@@ -131,8 +131,8 @@ def loss_of_rows(device: str, vocab_size: int, dtype: torch.dtype) -> Callable:
 
 
 def product_weight(weight, x) -> torch.Tensor:
-    """`weight` (V, C) in the dtype of x. It is cast here, so that the gradient's sum over chunks is not rounded to 16
-    bits. On a GPU this copy gets rows of zeros up to a multiple of 64: with GPT-2's 50,257 tokens a row of logits would
+    """Return `weight` (V, C) in the dtype of x. Cast here, it leaves the gradient's sum over chunks in its own dtype,
+    not in 16 bits. On a GPU this copy gets rows of zeros up to a multiple of 64: with GPT-2's 50,257 tokens a row of logits would
     begin anywhere, and tensor cores and the kernel read 16 bytes at once. These columns are no logits."""
     if x.dtype == weight.dtype or x.device.type != "cuda":
         return weight.to(x.dtype)
@@ -143,8 +143,8 @@ def product_weight(weight, x) -> torch.Tensor:
 
 
 def chunk_size(n_positions: int, vocab_size: int, device: str) -> int:
-    """Positions whose logits are alive at once: whole tiles of the tensor cores. Chunks are as few as LOGITS allows,
-    since each adds a gradient of the size of `weight` to the sum, and about equally large."""
+    """Count the positions whose logits are alive at once: whole tiles of the tensor cores. Chunks are as few as LOGITS
+    allows, since each adds a gradient of the size of `weight` to the sum, and about equally large."""
     most = max(LOGITS.get(device, 2**25) // vocab_size // TILE, 1)
     n_tiles = -(-n_positions // TILE)  # rounded up
     n_chunks = -(-n_tiles // most)
@@ -154,8 +154,8 @@ def chunk_size(n_positions: int, vocab_size: int, device: str) -> int:
 
 
 def accumulate_matmul(total, a, b) -> torch.Tensor:
-    """total (V, C) + a (V, N) @ b (N, C), added up in the dtype of `total`, which it may overwrite: over thousands of
-    positions, and before any loss scale, a sum in fp16 would pass 65,504."""
+    """Return total (V, C) + a (V, N) @ b (N, C), added up in the dtype of `total`, which it may overwrite: over
+    thousands of positions, and before any loss scale, a sum in fp16 would pass 65,504."""
     if a.dtype == total.dtype:
         return total.addmm_(a, b)
     if a.device.type == "cuda":  # tensor cores add up in fp32 anyway

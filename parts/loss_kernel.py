@@ -47,8 +47,8 @@ def _kernel(
 
 
 def cross_entropy_(logits, targets, vocab_size: int, need_gradient: bool = True) -> torch.Tensor:
-    """The loss of each row in nats, (N,) in fp32, of logits (N, V or more columns) against targets (N,) int64; 0 where
-    the target is negative. Overwrites `logits` with the gradients of these losses, 0 in columns past the vocabulary."""
+    """Compute each row's loss in nats, (N,) in fp32, of logits (N, V or more columns) against targets (N,) int64; 0
+    for a negative target. Overwrites `logits` with the gradients of these losses, 0 in columns past the vocabulary."""
     n_rows, stride = logits.shape
     losses = torch.empty(n_rows, dtype=torch.float32, device=logits.device)
     block = triton.next_power_of_2(stride)

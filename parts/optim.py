@@ -212,7 +212,7 @@ class Optimizer:
             optimizer.zero_grad(set_to_none=self.rt.world_size == 1)
 
     def state_dict(self) -> dict:
-        """The state to checkpoint."""
+        """Return the state to checkpoint."""
         states = [optimizer.state_dict() for optimizer in self.optimizers]
         return dict(optimizers=states, scaler=self.loss_scale.state_dict() if self.loss_scale else {})
 
@@ -308,7 +308,7 @@ class Muon(torch.optim.Optimizer):
                 self._step_together(params, group)
 
     def _step_together(self, params: list, group: dict) -> None:
-        """One step of N matrices of one shape."""
+        """Take one step of N matrices of one shape."""
         for p in params:
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)

@@ -139,7 +139,7 @@ class RunDirectory:
         self.locks.enter_context(exclusive_lock(self.path / ".lock", f"run directory {self.path}"))
 
     def holds_run(self) -> bool:
-        """A log alone counts as a run, also one that was set aside: its figures may be all that is left."""
+        """Say whether a run is here: a log alone counts, also one set aside, as its figures may be all that is left."""
         return bool(checkpoint_steps(self.path)) or any(self.path.glob("log.jsonl*"))
 
     def start_over(self) -> None:

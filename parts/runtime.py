@@ -90,8 +90,8 @@ class Runtime:
     # ---- the forward pass
 
     def autocast(self, cache: bool = False):
-        """Return the context of every forward pass: matrix products in `dtype`. LayerNorm stays in fp32, softmax on a GPU too;
-        on a CPU it is in `dtype`. For the residual stream see `residual_dtype` in model.py.
+        """Return the context of every forward pass: matrix products in `dtype`. LayerNorm stays in fp32, on a GPU also
+        softmax, which on a CPU is in `dtype`. For the residual stream see `residual_dtype` in model.py.
 
         `cache` keeps the weights in `dtype` until the context ends, for evaluations, which take many forward passes in
         one. A training step casts each weight once: the copies would only take memory (3 GB for GPT-2 XL).
@@ -248,7 +248,8 @@ def _choose_device(device: str, local_rank: int) -> torch.device:
     if not found.get(device):
         raise UserError(f"--device {device}: PyTorch {torch.__version__} sees no such GPU here; pass --device cpu")
     if device == "cuda" and local_rank >= torch.cuda.device_count():
-        raise UserError(f"there are {torch.cuda.device_count()} GPUs here; start torchrun with as many processes")
+        n = torch.cuda.device_count()
+        raise UserError(f"only {counted(n, 'GPU')} here; pass torchrun --nproc_per_node={n}")
     return torch.device(f"cuda:{local_rank}" if device == "cuda" else device)
 
 
@@ -281,7 +282,7 @@ def _choose_compile(compile: str, device: torch.device) -> bool:
         problem = f"torch.compile fails here ({' '.join(str(e).split())[:300]})"
         if compile == "on":
             raise UserError(f"--compile on: {problem}; pass --compile off") from e
-        print(f"warning: {problem}; the run is slower without, and as correct (docs/run.md)", file=sys.stderr)
+        print(f"note: {problem}; the run is slower without, and as correct (docs/run.md)", file=sys.stderr)
         return False
 
 
@@ -338,7 +339,7 @@ def make_deterministic() -> None:
     """Let PyTorch choose kernels that give the same bits in every run on one machine. Call it before anything else."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     torch.use_deterministic_algorithms(True, warn_only=True)
-    print("warning: deterministic kernels are slower on a GPU, and a kernel that has no such form only warns")
+    print("note: deterministic kernels are slower on a GPU, and a kernel that has no such form only warns")
 
 
 def profiled(steps: Iterator[int], n_steps: int, file: Path, rt: Runtime) -> Iterator[int]:
@@ -406,7 +407,7 @@ def _join_ranks(device: torch.device, rank: int, world_size: int) -> None:
     try:
         store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=COLLECTIVE_TIMEOUT))
     except (ValueError, RuntimeError) as e:  # the environment may have a WORLD_SIZE, but no launcher
-        raise UserError(f"the {world_size} ranks of WORLD_SIZE do not find each other ({e}); start with torchrun") from e
+        raise UserError(f"the {world_size} ranks of WORLD_SIZE cannot connect ({e}); start them with torchrun") from e
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
         store = dist.PrefixStore("restart " + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     on_gpu = device.type == "cuda"

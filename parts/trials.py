@@ -33,7 +33,7 @@ def choose_attention(attention: str, rt: Runtime, sequence_length: int) -> str:
 
 
 def find_micro_batch_size(loss_fn, sequences: int, shape: tuple[int, int], rt: Runtime, make_optimizer) -> int:
-    """The largest divisor of `sequences`, those of a rank's step, whose training step fits into memory.
+    """Find the largest divisor of `sequences`, those of a rank's step, whose training step fits into memory.
 
     `shape` is (T, V): tokens per sequence and size of the vocabulary; `make_optimizer()` is called for each trial,
     which takes real steps, and weights are put back afterwards. `loss_fn` is neither compiled, as compiling each size
@@ -48,7 +48,7 @@ def find_micro_batch_size(loss_fn, sequences: int, shape: tuple[int, int], rt: R
 
 
 def largest_that_fits(loss_fn, sizes: list[int], shape: tuple[int, int], rt: Runtime, make_optimizer) -> int:
-    """The first of `sizes`, which descend, for which every rank has the memory. Raises UserError on all ranks alike."""
+    """Find the first of `sizes`, which descend, that fits on every rank. Raises UserError on all ranks alike."""
     tensors = [*(p for p in loss_fn.parameters() if p.requires_grad), *loss_fn.buffers()]  # what a step changes
     before = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
     for size in sizes:
@@ -62,7 +62,7 @@ def largest_that_fits(loss_fn, sizes: list[int], shape: tuple[int, int], rt: Run
             rt.print(f"micro_batch_size {size} fits: {rt.peak_memory() / 2**30:.1f} GiB at its peak")
             rt.reset_peak_memory()  # the log tells the peak of the run
             return size
-    raise UserError("not even one sequence fits into the memory; use a smaller model or --sequence_length")
+    raise UserError("not even one sequence fits into memory; choose a smaller model or --sequence_length")
 
 
 def has_memory_for(size: int, shape: tuple[int, int], loss_fn, rt: Runtime, make_optimizer) -> bool:
