@@ -131,9 +131,9 @@ def loss_of_rows(device: str, vocab_size: int, dtype: torch.dtype) -> Callable:
 
 
 def product_weight(weight, x) -> torch.Tensor:
-    """Return `weight` (V, C) in the dtype of x. Cast here, it leaves the gradient's sum over chunks in its own dtype,
-    not in 16 bits. On a GPU this copy gets rows of zeros up to a multiple of 64: with GPT-2's 50,257 tokens a row of logits would
-    begin anywhere, and tensor cores and the kernel read 16 bytes at once. These columns are no logits."""
+    """Return `weight` (V, C) in the dtype of x. It is cast here, so that the gradient's sum over chunks is not rounded
+    to 16 bits. On a GPU this copy gets rows of zeros up to a multiple of 64: with GPT-2's 50,257 tokens a row of logits
+    would begin anywhere, and tensor cores and the kernel read 16 bytes at once. These columns are not logits."""
     if x.dtype == weight.dtype or x.device.type != "cuda":
         return weight.to(x.dtype)
     n_rows = -(-len(weight) // ALIGNED) * ALIGNED

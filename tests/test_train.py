@@ -72,11 +72,11 @@ def test_a_run_learns_and_leaves_everything_that_it_should(finished):
     assert (val[-1]["tokens"], val[-1]["sequence_length"]) == (512, 32)
     for said in (
         f"{val[-1]['loss']:.4f}",
-        f" {gap:+.2f} ",
+        f" {abs(gap):.2f} ",
         "10,240 ",
         f" {rate:,.0f} ",
         f"python sample.py {run} ",
-        f" {run}/learning_curve.png ",
+        f" {run}/learning_curve.png\n",
     ):
         assert said in result.stdout, said
     memory = float(re.search(r" ([\d.]+) GiB", result.stdout)[1])
