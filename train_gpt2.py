@@ -421,7 +421,7 @@ def settle(
     try:
         return config, GPTConfig(n_positions=n_positions, **of_model)
     except (ValueError, AssertionError) as e:
-        raise UserError(str(e)) from e
+        raise UserError(str(e) or "an assert of GPTConfig refuses these constants; change them") from e
 
 
 def settle_sizes(config: Config, flags: set[str], source: Path, base: GPTConfig) -> Config:

@@ -203,6 +203,8 @@ def add_argument(group, name: str, hint, default, comment: str) -> None:
         return
     first = get_args(kind)[0] if get_args(kind) else kind  # of tuple[int, ...] and int | None the int
     many = get_origin(kind) is tuple
+    if get_origin(kind) is not Literal and first not in (str, int, float):
+        raise UserError(f"--{name}: choose its type: bool, Literal, str, int, float, tuple[int, ...] or int | None")
     if Positional in get_args(hint):
         nargs = None if default is MISSING else "?"
         if many:

@@ -151,6 +151,15 @@ def test_a_constant_edited_to_a_value_out_of_range_is_named():
     assert_refused("beta1.* 1.0", parse_args, train_gpt2.Config, [], train_gpt2.Config(beta1=1.0))
 
 
+@dataclass(frozen=True)
+class WithPath:
+    folder: Path = Path("kitchen")  # config.json holds no Path
+
+
+def test_a_constant_of_a_type_that_config_json_does_not_hold_is_named():
+    assert_refused("--folder", parse_args, WithPath, [], prog="x.py")
+
+
 # ---- files
 
 
