@@ -100,6 +100,7 @@ def main() -> None:
     if config.adapter:
         model = remove_lora(merge(load_adapter(model, find_adapter(config.adapter))))
     model.to(rt.device)
+    rt.check_same(lambda: [*model.parameters()], f"weights of {folder}")
     rows = load_rows(config.data, rt)[: config.limit or None]
     rt.print(f"{folder}: {model.num_params():,} parameters on {rt.description}; {len(rows):,} rows")
 

@@ -32,6 +32,7 @@ import os
 import shlex
 import signal
 import sys
+import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -190,6 +191,8 @@ class Run:
         if directory.checkpoint:
             self._restore(directory.checkpoint)
             run_info = run_info | dict(resumed_from=str(directory.checkpoint))
+        digest = torch.tensor(zlib.crc32(json.dumps(data_fingerprint).encode()))
+        self.rt.check_same(lambda: [digest], "data or tokenizer")
         self._compare_ranks()
         self.report = Report(directory.path, config, self.rt, run_info)
         self._done: list[str] = []  # kinds of records that the log has of this step

@@ -174,7 +174,7 @@ class Runtime:
         if n_others:
             raise UserError(
                 f"{counted(n_others, 'rank')} with other {what} than rank 0; check that all nodes have the same files "
-                "and intact memory, then --resume"
+                "and intact memory"
             )
 
     # ---- the device's clock and memory
