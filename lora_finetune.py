@@ -111,7 +111,7 @@ class Config:
     grad_clip: NonNegative = 1.0  # clip the norm of the gradient to this; 0 for no clipping
     max_bad_steps: Positive = 20  # stop after this many steps in a row with a loss or gradient that is not finite
     dropout: Probability = 0.0  # of the base: on embeddings, attention and residual branches
-    seed: Seed = 1337  # of the adapter, the split, the data order, dropout and the samples
+    seed: Seed = 1337  # seeds the adapter, the split, the data order, dropout and the samples
     # evaluation and checkpoints; intervals in steps, 0 for never
     eval_interval: Count = 50  # compute the validation loss, also before the first step and after the last
     sample_interval: Count = 0  # generate an answer to sample_prompt; 0 is after the last step only

@@ -43,7 +43,7 @@ class Config:
     temperature: NonNegative = 1.0  # 0 always takes the likeliest token; higher is more random
     top_k: Count = 50  # draw from the k likeliest tokens; 0 for all
     top_p: NonNegative = 1.0  # draw from the likeliest tokens that together have this probability
-    seed: Seed = 1337  # of the random draws: another seed, another text
+    seed: Seed = 1337  # seeds the random draws: another seed, another text
     adapter: str = ""  # directory of a LoRA adapter for this model
     chat: bool = False  # hold a conversation in the terminal; PROMPT is the first message
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: cuda, else mps, else cpu
