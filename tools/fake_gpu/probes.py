@@ -81,7 +81,7 @@ class Trainer:
 
         config, flags, _ = script.read_command_line([*words, "--device", "cuda"])
         self.rt = Runtime.setup("cuda", config.dtype, config.compile)
-        self.config, self.shape = script.settle(config, flags, None, self.rt)
+        self.config, self.shape = script.settle(config, flags, None, None, self.rt)
         with torch.device("cuda"):
             self.model = script.build_model(self.config, self.shape, None)
         _, self.loss_fn = script.distribute(self.config, self.model, self.rt)
