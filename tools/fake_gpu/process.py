@@ -25,7 +25,7 @@ sys.path.insert(0, os.getcwd())
 import faults
 import probes
 
-from parts import evaluation, huggingface
+from parts import checkpoint, evaluation, huggingface
 from parts.run import Run
 from parts.runtime import Runtime
 
@@ -42,7 +42,7 @@ def main(words: list[str]) -> int:
         getattr(faults, fault)()
     Runtime.check_same = lambda *args: None  # nor are weights, whose sums no kernel has computed
     let_logits_be_finite()
-    huggingface.is_gpt2 = lambda *args: True  # no number means anything: transformers cannot be asked
+    checkpoint.is_gpt2 = lambda *args: True  # no number means anything: transformers cannot be asked
     huggingface.compare_logits = lambda *args: None
     evaluation.loss_is_of_logits = lambda *args: True
     watch_steps()
