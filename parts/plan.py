@@ -56,7 +56,7 @@ def print_plan(config, shape: GPTConfig, rt: Runtime) -> None:
         rt.print(about_time(config, card, min(rate, config.total_batch_size / LAUNCHES)))
     n_tokens = count_tokens(config)
     passes = config.max_steps * config.total_batch_size / n_tokens
-    rt.print(f"data    {config.data}, {n_tokens:,} training tokens, {passes:,.2f} epochs")
+    rt.print(f"data    {config.data}, about {n_tokens:,} training tokens, {passes:,.2f} epochs")
     rt.print(about_time(config, "this machine", rate_here(config, shape, rt)))
 
 
