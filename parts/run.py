@@ -220,7 +220,7 @@ class Run:
         self.tokens = state["tokens"]
         for name, value in self.data_fingerprint.items():
             if state["identity"][name] != value:
-                raise UserError(f"{checkpoint} was trained with another {name}; pass the run's --data or a new --out_dir")
+                raise UserError(f"{checkpoint} was trained with another {name}; pass its --data, or a new --out_dir")
         try:
             self.optimizer.load_state_dict(state["optimizer"])
         except (LookupError, ValueError, RuntimeError) as e:  # of an optimizer that was edited
