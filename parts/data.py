@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 
@@ -88,6 +89,7 @@ class Shard:
             if path.stat().st_size != self.offset + self.n_tokens * size:
                 raise ValueError(f"its header says {self.n_tokens} tokens of {size} bytes, but the file size differs")
             self.file = open(path, "rb", buffering=0)
+            self.lock = Lock()
         except Exception as e:  # a damaged header makes NumPy raise nearly anything, SyntaxError and TypeError included
             raise UserError(f"shard {path} cannot be read: {e}") from e
 
@@ -98,7 +100,7 @@ class Shard:
         """Return the slice [start : start + n], fewer at the shard's end. Raise UserError if the file has shrunk."""
         size = self.dtype.itemsize
         n_bytes = max(min(n, self.n_tokens - start), 0) * size
-        with errors_name(self.path):
+        with errors_name(self.path), self.lock:  # a loop may read beside the thread of `prefetch`
             self.file.seek(self.offset + start * size)
             content = self.file.read(n_bytes)
         if len(content) < n_bytes:
