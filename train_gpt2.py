@@ -231,7 +231,7 @@ def main() -> None:
         make_deterministic()
     rt = Runtime.setup(config.device, config.dtype, config.compile, config.threads)
     if rt.device.type == "cpu" and not (config.dry_run or recipe_named):
-        raise UserError("without a GPU, name a recipe: tiny, small, or gpt2 (124M: months on a CPU)")
+        raise UserError("without a GPU, name a recipe: tiny, small, or gpt2 (124M)")
     directory = None if config.dry_run else RunDirectory(config, rt)
     start_from = directory and directory.checkpoint  # directory of the first weights; None for random ones
     if config.init_from and not start_from:
