@@ -146,7 +146,7 @@ def test_a_signal_ends_it_in_good_order(start, long_shards, tmp_path, signum, co
     process.send_signal(signum)
     assert process.wait(timeout=200) == code
     message = process.stderr.read()
-    assert "the same command again to resume" in message
+    assert message.count("\n") == 1
     assert "Traceback" not in message
     assert "complete shards" in finish()
     assert_same_files(out_dir, long_shards)
