@@ -285,7 +285,8 @@ def test_the_loop_waits_for_nothing_and_is_compiled_once(train, graphs, optimize
     from torch._dynamo.utils import counters
 
     train(**RUN | dict(optimizer=optimizer, compile="on", micro_batch_size=8))
-    assert not counters["graph_break"]
+    breaks = [reason for reason in counters["graph_break"] if "compiler.disable" not in reason]  # of the loss alone
+    assert not breaks
     assert len(graphs) == 6
     assert graphs[1] - graphs[0] == 1 + (optimizer == "muon")  # the hidden states; Muon's momentum
     assert graphs[-1] - graphs[1] == 1  # of validation
