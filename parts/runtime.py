@@ -109,7 +109,7 @@ class Runtime:
         fastest, only eight cards can tell.
 
         A parameter without a use, or a block that one rank leaves out, would make the others wait for its gradient.
-        find_unused_parameters looks for them, for 1 ms of the host a step and a warning of PyTorch that all are used.
+        find_unused_parameters looks for them, for 0.5 ms of the host a step and a warning of PyTorch that all are used.
         """
         if self.world_size == 1:
             return module
