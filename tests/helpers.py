@@ -269,6 +269,36 @@ def spoil_gradients(monkeypatch, when, value: float) -> None:
     monkeypatch.setattr(torch.nn.utils, "get_total_norm", get_total_norm)
 
 
+def during_validation(monkeypatch, action) -> None:
+    """Call `action` whenever a model computes the loss of a batch without gradients."""
+    import torch
+
+    real = torch.nn.Module.__call__
+
+    def call(module, *args, **options):
+        if len(args) == 2 and args[0] is not args[1] and not torch.is_grad_enabled():
+            action()
+        return real(module, *args, **options)
+
+    monkeypatch.setattr(torch.nn.Module, "__call__", call)
+
+
+def impatient(monkeypatch) -> list[float]:
+    """Locks are waited for a moment; returns for how many seconds each was to be waited for."""
+    import filelock
+
+    real = filelock.BaseFileLock.acquire
+    patience = []
+
+    def acquire(lock, *args, **options):
+        patience.append(lock.timeout)
+        lock.timeout = 0.1
+        return real(lock, *args, **options)
+
+    monkeypatch.setattr(filelock.BaseFileLock, "acquire", acquire)
+    return patience
+
+
 def steps_of(run: Path) -> list[int]:
     """The steps of the checkpoints of a run, in their order."""
     return sorted(int(path.name.removeprefix("step_")) for path in run.glob("step_" + "[0-9]" * 6))

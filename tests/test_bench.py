@@ -2,34 +2,23 @@
 
 import importlib
 import shlex
-import signal
 import statistics
-import subprocess
 import sys
-import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import bench
 from tests.helpers import (
-    SMALL,
-    arguments,
     assert_user_error,
-    column,
-    command,
-    environment,
     hellaswag_rows,
     log_of,
-    n_logged,
     needs_gpt2,
     needs_proc,
     read_json,
     run_script,
     succeed,
     text_file,
-    wait_for_steps,
     write_json,
 )
 
@@ -39,13 +28,9 @@ def measure(tmp_path):
     """Run a benchmark on a CPU in small, in another process, and return the rows that it wrote to --json, by name."""
 
     def run(name: str, **kwargs) -> dict[str, dict]:
-        import torch
-
         options = dict(repeats=1, device="cpu", json=tmp_path / "figures.json") | kwargs
         result = succeed("bench.py", name, cwd=tmp_path, timeout=600, **options)
-        content = read_json(tmp_path / "figures.json")
-        assert content["machine"]["torch"] == torch.__version__
-        rows = {row["name"]: row for row in content["rows"]}
+        rows = {row["name"]: row for row in read_json(tmp_path / "figures.json")["rows"]}
         assert all(f" {name} |" in result.stdout for name in rows)
         assert not [row["error"] for row in rows.values() if "error" in row]
         return rows
@@ -98,19 +83,12 @@ def door(inline, monkeypatch, tmp_path):
 
 
 WRONG = {
-    "": [],
     "racing": ["racing"],
-    "bpe --repeats 0": ["--repeats", "0"],
-    "bpe --size tiny": ["--size"],
     "bpe --json no/such/file.json": ["no/such/file.json"],
-    "ladder --batch_size -1": ["--batch_size", "-1"],
     "bpe --data absent.txt": ["absent.txt"],
-    "compare tiny": ["B"],
-    "compare tiny tiny --seeds 0": ["--seeds", "0"],
     "compare tiny 'tiny --seed 3'": ["--seed"],
     "compare tiny 'tiny --out_dir x'": ["--out_dir"],
     "compare tiny 'sample.py tiny'": ["sample.py"],
-    "compare tiny 'absent/train_gpt2.py tiny'": ["absent/train_gpt2.py"],
 }
 
 
@@ -122,9 +100,7 @@ def test_wrong_usage_is_one_line(door, tmp_path, line, words):
 
 def test_every_command_explains_itself(door):
     for name in bench.NAMES:
-        result = door(name, "--help")
-        assert result.returncode == 0
-        assert "--json" in result.stdout
+        assert "--json" in door(name, "--help").stdout
 
 
 # ------------------------------------------------------------------------------------------- two commands over seeds
@@ -191,34 +167,6 @@ def test_a_comparison_trains_what_it_lacks_and_reads_the_rest(door, checkout, tm
     assert sorted(found[found.index("--seed") + 1] for found in words) == ["1", "1", "2", "2"]
 
 
-def runs_of(folder: Path) -> list[Path]:
-    return sorted(path.parent for path in folder.glob("out/compare/*/log.jsonl"))
-
-
-@pytest.mark.slow
-@needs_proc
-def test_an_interrupted_run_saves_its_step_and_the_same_command_resumes_it(door, tmp_path):
-    n_steps = 100
-    changes = dict(max_steps=n_steps, eval_interval=n_steps, checkpoint_interval=0, sample_interval=0)
-    words = " ".join(["tiny", *arguments(**SMALL | changes | dict(data=text_file(tmp_path / "text.txt")))])
-    line = command("bench.py", "compare", words, words, seeds=1)
-    process = subprocess.Popen(line, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    while not runs_of(tmp_path):
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
-    [run] = runs_of(tmp_path)
-    wait_for_steps(run, 2, process)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(90) == 128 + signal.SIGTERM
-    taken = n_logged(run)
-    assert 2 <= taken < n_steps
-    process.communicate()
-    result = door("compare", words, words, "--seeds", 1)
-    assert f"{column(run, 'val', 'loss')[-1]:.4f}" in result.stdout
-    assert [start["step"] for start in log_of(run, "run")] == [0, taken]
-    assert column(run, "train", "step") == list(range(1, n_steps + 1))
-
-
 @pytest.mark.slow
 def test_what_a_training_script_refuses_is_the_one_line_of_the_comparison(tmp_path):
     result = run_script("bench.py", "compare", "tiny --nonsense 1", "tiny", cwd=tmp_path)
@@ -253,16 +201,6 @@ def test_every_rung_computes_the_same(measure):
     losses = [row["loss"] for row in rows]
     assert losses == pytest.approx([losses[0]] * 8, abs=0.05)
     assert all(row["over_first"] and row["over_before"] for row in rows)
-
-
-@pytest.mark.slow
-def test_a_rung_that_this_machine_cannot_make_is_a_row_that_says_why(tmp_path):
-    options = dict(size="tiny", batch_size=4, sequence_length=16, repeats=1, device="cpu", json=tmp_path / "rows.json")
-    result = succeed("bench.py", "ladder", cwd=tmp_path, env=environment(CXX="/nonexistent/g++"), **options)
-    *others, last = read_json(tmp_path / "rows.json")["rows"]
-    assert "/nonexistent/g++" in last["error"]
-    assert len([row["over_first"] for row in others]) == 7
-    assert "/nonexistent/g++" in result.stdout
 
 
 @needs_gpt2

@@ -2,14 +2,11 @@
 
 import json
 import platform
-import shutil
 from itertools import count
+from types import SimpleNamespace
 
-import pytest
-
-from parts.checkpoint import checkpoint_steps
-from parts.runtime import Runtime
-from tests.helpers import column, log_of, spoil_gradients, steps_of
+from parts.cards import CARDS
+from tests.helpers import column, during_validation, log_of, remove_after, spoil_gradients, steps_of
 
 
 def test_damaged_lines_in_the_log_cost_those_lines_alone(short, run_dir):
@@ -28,8 +25,7 @@ def test_damaged_lines_in_the_log_cost_those_lines_alone(short, run_dir):
 def test_a_log_without_checkpoints_is_kept_when_the_run_starts_again(short, run_dir):
     short()
     before = (run_dir / "log.jsonl").read_bytes()
-    for _, path in checkpoint_steps(run_dir):
-        shutil.rmtree(path)
+    remove_after(run_dir, 0)
     short(resume=True)
     assert (run_dir / "log.jsonl.1").read_bytes() == before
     assert column(run_dir, "train", "step") == [1, 2, 3, 4, 5, 6]
@@ -55,28 +51,25 @@ def test_a_run_that_is_stopped_and_resumed_logs_every_step_once(short, run_dir, 
     assert [start["config"]["stop_at"] for start in (first, second)] == [3, 0]
 
 
-def test_a_step_s_time_leaves_out_evaluations_and_saves(short, run_dir, monkeypatch):
+def test_a_step_is_logged_in_the_units_of_its_names_without_the_time_of_evaluations(short, run_dir, monkeypatch):
     """The clock ticks once whenever it is looked at: at the start of a step that nothing is under way before, and at
     the end of each. An evaluation takes ten ticks."""
-    import train_gpt2
-
     ticks = count()
-    monkeypatch.setattr(Runtime, "mark_time", lambda rt: next(ticks))
-
-    def validate(*args):
-        for _ in range(10):
-            next(ticks)
-        return dict(loss=1.0, bpb=1.0, tokens=1)
-
-    monkeypatch.setattr(train_gpt2, "validate", validate)
+    monkeypatch.setattr("time.perf_counter", lambda: next(ticks))
+    monkeypatch.setattr("resource.getrusage", lambda who: SimpleNamespace(ru_maxrss=3 * 2**19))
+    monkeypatch.setitem(CARDS, "cpu", 1e-6)  # a peak of a million operations a second
+    during_validation(monkeypatch, lambda: [next(ticks) for _ in range(10)])
     short(max_steps=3, eval_interval=1, checkpoint_interval=1)
-    assert column(run_dir, "train", "dt_ms") == [1000, 1000, 1000]
+    [start] = log_of(run_dir, "run")
+    mfu = round(256 * start["flops_per_token"] / 1e6, 4)
+    for record in log_of(run_dir, "train"):
+        assert (record["dt_ms"], record["tokens_per_sec"], record["mfu"], record["memory_gib"]) == (1000, 256, mfu, 1.5)
 
 
-@pytest.mark.parametrize("record", [dict(step=4, kind="run", command=None), dict(step=4, kind="note", text="mine")])
-def test_no_odd_record_of_a_log_ends_a_run_that_resumes(short, run_dir, record):
+def test_no_odd_record_of_a_log_ends_a_run_that_resumes(short, run_dir):
     short()
     with open(run_dir / "log.jsonl", "a") as log:
-        log.write(json.dumps(record) + "\n")
+        for record in (dict(step=4, kind="run", command=None), dict(step=4, kind="note", text="mine")):
+            log.write(json.dumps(record) + "\n")
     short(resume=True, max_steps=7)
     assert column(run_dir, "train", "step") == [1, 2, 3, 4, 5, 6, 7]

@@ -8,18 +8,15 @@ import pytest
 import torch
 
 import train_gpt2
-from parts import runtime
 from parts.cards import peak_of
 from parts.cli import UserError
+from parts.optim import make_optimizer
 from parts.runtime import Runtime
 from tests.helpers import assert_refused
-
 
 PEAKS = {
     "NVIDIA H100 80GB HBM3": 989e12,
     "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA GeForce RTX 4090": 165e12,
     "NVIDIA GeForce RTX 4070 Ti SUPER": None,  # another chip
     "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None,  # a slice of one
     "Quadro RTX 6000": None,  # an older one
@@ -38,7 +35,7 @@ def test_memory_without_a_gpu_is_the_peak_of_the_process(rt, monkeypatch):
         assert rt.peak_memory() == 3000 * unit
 
 
-@pytest.mark.parametrize("asked, default, cores, expected", [(0, 4, 8, 4), (3, 4, 8, 3), (0, 4, 1, 1), (9, 4, 8, 8)])
+@pytest.mark.parametrize("asked, default, cores, expected", [(0, 4, 8, 4), (3, 4, 8, 3), (9, 4, 8, 8)])
 def test_threads_are_never_more_than_cores(monkeypatch, asked, default, cores, expected):
     chosen = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
@@ -50,7 +47,6 @@ def test_threads_are_never_more_than_cores(monkeypatch, asked, default, cores, e
 
 STRAY = [  # (what the environment holds, names in the error)
     (dict(RANK="1"), "RANK=1 WORLD_SIZE=1"),
-    (dict(RANK="2", WORLD_SIZE="2"), "RANK=2 WORLD_SIZE=2"),
     (dict(WORLD_SIZE="2"), "WORLD_SIZE.*MASTER_ADDR"),
 ]
 
@@ -66,46 +62,57 @@ def test_ranks_that_no_launcher_sets_are_refused(monkeypatch, found, names):
 def test_empty_variables_of_ranks_are_as_if_unset(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.setenv(name, "")
-    assert runtime.ranks_of_environment() == (0, 1, 0)
+    rt = Runtime.setup("cpu", "float32")
+    assert (rt.rank, rt.world_size) == (0, 1)
 
 
 @pytest.fixture
 def gpus_here(monkeypatch):
-    """gpus_here(cuda=True, mps=False): which kinds of GPU there are; of cuda one."""
+    """gpus_here(cuda=True, mps=False): which kinds of GPU there are; of cuda one, an H100."""
 
     def make(cuda: bool, mps: bool) -> None:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+        facts = dict(is_available=cuda, device_count=1, set_device=None, get_device_capability=(9, 0))
+        for name, fact in (facts | dict(get_device_name="NVIDIA H100 PCIe")).items():
+            monkeypatch.setattr(torch.cuda, name, lambda *_, fact=fact: fact)
 
-    return make
+    yield make
+    torch.backends.cuda.enable_cudnn_sdp(True)
 
 
-@pytest.mark.parametrize(
-    "asked, cuda, mps, chosen",
-    [
-        ("auto", True, True, "cuda:0"),
-        ("auto", False, True, "mps"),
-        ("auto", False, False, "cpu"),
-        ("cpu", True, True, "cpu"),
-    ],
-)
+DEVICES = [  # (what is asked for, is there CUDA, is there MPS, what is chosen)
+    ("auto", True, True, "cuda:0"),
+    ("auto", False, True, "mps"),
+    ("auto", False, False, "cpu"),
+    ("cpu", True, True, "cpu"),
+]
+
+
+@pytest.mark.parametrize("asked, cuda, mps, chosen", DEVICES)
 def test_a_device_is_the_best_one_or_the_one_that_was_asked_for(gpus_here, asked, cuda, mps, chosen):
     gpus_here(cuda, mps)
-    assert str(runtime._choose_device(asked, 0)) == chosen
+    assert str(Runtime.setup(asked).device) == chosen
 
 
-@pytest.mark.parametrize(
-    "asked, cuda, mps, local_rank, words",
-    [
-        ("cuda", False, True, 0, "--device cuda"),
-        ("mps", True, False, 0, "--device mps"),
-        ("cuda", True, False, 1, " 1 GPU"),
-    ],
-)
-def test_a_device_that_is_not_here_is_refused(gpus_here, asked, cuda, mps, local_rank, words):
-    gpus_here(cuda, mps)
-    assert_refused(words, runtime._choose_device, asked, local_rank)
+@pytest.mark.parametrize("asked, local_rank", [("cuda", "0"), ("mps", "0"), ("cuda", "1")])
+def test_a_device_that_is_not_here_is_refused(gpus_here, monkeypatch, asked, local_rank):
+    gpus_here(cuda=local_rank == "1", mps=False)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    assert_refused("1" if local_rank == "1" else f"--device {asked}", Runtime.setup, asked)
+
+
+def test_a_card_is_known_by_its_type_whatever_its_number(gpus_here):
+    """A comparison of "cuda:0" with "cuda" turned the fused AdamW off (build-nanogpt PR 96)."""
+    gpus_here(cuda=True, mps=False)
+    rt = Runtime.setup("auto", compile="off")
+    assert (str(rt.device), rt.dtype, rt.steps_ahead) == ("cuda:0", torch.bfloat16, 1)
+    [adamw] = make_optimizer(torch.nn.Linear(2, 2), train_gpt2.Config(), rt).optimizers
+    assert adamw.defaults["fused"]
+
+
+def test_compiling_on_mps_is_refused(gpus_here):
+    gpus_here(cuda=False, mps=True)
+    assert_refused("--compile", Runtime.setup, "mps", compile="on")
 
 
 def test_cpu_means_that_no_gpu_is_asked_for(monkeypatch):
@@ -123,21 +130,13 @@ def test_an_error_of_the_first_rank_is_raised_with_its_sentence(rt):
     assert rt.broadcast_from_main(lambda: 3) == 3
 
 
-def test_a_missing_compiler_is_named(monkeypatch, capsys):
+def test_a_missing_compiler_is_named(gpus_here, monkeypatch, capsys):
     def fail(*args):
         raise RuntimeError("CalledProcessError: /usr/bin/ld: cannot find -lcuda: No such file or directory")
 
     monkeypatch.setattr(torch, "compile", lambda function: fail)
     assert_refused("--compile.*-lcuda", Runtime.setup, "cpu", "float32", "on")
+    gpus_here(cuda=True, mps=False)
     monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: None)
-    assert not runtime._choose_compile("auto", torch.device("cuda:0"))  # training continues without
+    Runtime.setup("auto", "auto", "auto")  # training continues without
     assert "cannot find -lcuda" in capsys.readouterr().err
-
-
-def test_compiling_on_mps_is_refused():
-    assert_refused("--compile", runtime._choose_compile, "on", torch.device("mps"))
-
-
-def test_the_recipe_that_is_over_before_the_compiler_is_not_compiled():
-    assert train_gpt2.RECIPES["tiny"].compile == "off"
-    assert train_gpt2.RECIPES["gpt2"].compile == "auto"

@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as HFTokenizer
 
 from bpe.tokenizer import ENDOFTEXT, Tokenizer
-from tests.helpers import assert_invalid, prose, read_json, slow, write_json
+from tests.helpers import assert_invalid, damaged, prose, read_json, slow, write_json
 
 pytestmark = pytest.mark.filterwarnings("ignore:the corpus has no more pairs")  # small corpora have few
 TEXT = prose(3000) + "中文 naïve ﬁve ½² 1234 👍🏽"
@@ -98,7 +99,7 @@ KINDS = {
         decoders.ByteLevel(),
         **ALPHABET,
     ),
-    "WordPiece, which is not on bytes": lambda: trained(
+    "WordPiece, not on bytes": lambda: trained(
         models.WordPiece(unk_token="[UNK]"),
         normalizers.BertNormalizer(),
         pre_tokenizers.BertPreTokenizer(),
@@ -162,24 +163,20 @@ def test_special_tokens_of_another_kind_become_ids_all_or_none(tmp_path):
 def test_a_fingerprint_tells_what_decides_ids(tmp_path):
     content = KINDS["single digits"]()
     tok = load(content, tmp_path)
-    assert load(content | dict(decoder=None), tmp_path).fingerprint == tok.fingerprint
+    assert load(content | dict(decoder=None), tmp_path).same_ids(tok)
     for change in (dict(normalizer=dict(type="NFC")), dict(added_tokens=content["added_tokens"][:-1])):
-        other = load(content | change, tmp_path)
-        assert other.fingerprint != tok.fingerprint
-        assert not other.same_ids(tok)
+        assert not load(content | change, tmp_path).same_ids(tok)
 
 
 # ---- folders of other models
 
 BESIDE = {
-    "nothing else": dict(tokenizer_class="PreTrainedTokenizerFast"),
     "a space in front": dict(tokenizer_class="GPT2Tokenizer", add_prefix_space=True),
     "as Llama 2": dict(tokenizer_class="LlamaTokenizer", legacy=False, add_prefix_space=False),
     "added tokens": dict(
         tokenizer_class="PreTrainedTokenizerFast",
         added_tokens_decoder={
             "800": dict(content="the", special=False, normalized=False, lstrip=False, rstrip=False, single_word=False),
-            "801": dict(content="<|us", special=True, normalized=False, lstrip=True, rstrip=False, single_word=False),
         },
     ),
     "special tokens as text": dict(tokenizer_class="PreTrainedTokenizerFast", split_special_tokens=True),
@@ -187,10 +184,9 @@ BESIDE = {
 
 
 @pytest.mark.parametrize("beside", BESIDE)
-@pytest.mark.parametrize("kind", ["as Llama 2", "as Gemma", "single digits"])
+@pytest.mark.parametrize("kind", ["as Llama 2", "single digits"])
 def test_a_folder_means_what_transformers_says(kind, beside, tmp_path):
     """Also as its tokenizer.json, and in a checkpoint that takes it over."""
-
     from transformers import AutoTokenizer
 
     theirs = tmp_path / "theirs"
@@ -235,14 +231,6 @@ def set_(*path):
     return change
 
 
-def add_merges(content: dict) -> None:
-    """With two ways to make abc."""
-    for a, b in (("b", "c"), ("a", "bc"), ("a", "b"), ("ab", "c")):
-        content["model"]["merges"].append([a, b])
-        content["model"]["vocab"].setdefault(a + b, len(content["model"]["vocab"]))
-
-
-BYTE_LEVEL = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
 CHANGES = {
     "lstrip": set_("added_tokens", 1, "lstrip", True),
     "an added token that is not special": set_("added_tokens", 1, "special", False),
@@ -250,16 +238,10 @@ CHANGES = {
     "ignore_merges": set_("model", "ignore_merges", True),
     "a prefix space": set_("pre_tokenizer", "add_prefix_space", True),
     "another order of merges": lambda content: content["model"]["merges"].reverse(),
-    "a second merge for a token": add_merges,
     "a token that no merge makes": set_("model", "vocab", "zz", 300),
 }
 WITHOUT_EFFECT = {
-    "a post-processor": set_("post_processor", BYTE_LEVEL),
-    "no decoder": set_("decoder", None),
     "truncation": set_("truncation", dict(max_length=4, strategy="LongestFirst", stride=0, direction="Right")),
-    "the older form of merges": lambda content: content["model"].update(
-        merges=[" ".join(pair) for pair in content["model"]["merges"]]
-    ),
 }
 
 
@@ -281,7 +263,7 @@ def test_a_file_that_gives_a_text_other_ids_each_time_is_refused(content, tmp_pa
 # ---- special tokens
 
 
-@pytest.mark.parametrize("special", [" ", "\n", "中", "<|a|>", "😀"])
+@pytest.mark.parametrize("special", [" ", "中"])
 def test_a_special_token_of_any_name_keeps_its_id_in_transformers(special, tmp_path):
     from transformers import AutoTokenizer
 
@@ -296,14 +278,12 @@ def test_a_special_token_of_any_name_keeps_its_id_in_transformers(special, tmp_p
             assert theirs.decode(ids) == text
 
 
-@pytest.mark.parametrize("special", ["§", "é", "Ġ", "<|é|>", "#", "A"])
+@pytest.mark.parametrize("special", ["§", "#"])
 def test_a_special_token_that_hugging_face_takes_for_bytes_is_refused(special):
     assert_invalid(special, Tokenizer, (), special_tokens=(ENDOFTEXT, special))
 
 
 # ---- damaged files
-
-OTHER = [b"", b"{}", b"NaN", b"[" * 200_000, b'{"a":' * 100_000, b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"]
 
 
 @pytest.mark.parametrize("n", [12, slow(1000)])
@@ -312,10 +292,10 @@ def test_a_damaged_file_is_one_error_that_names_it_or_works_with_the_ids_of_toke
     file = tmp_path / "tokenizer.json"
     rng = random.Random(n)
     data = file.read_bytes()
-    damaged = [*OTHER, *(file.read_text("utf-8").encode(e) for e in ("utf-16", "utf-8-sig"))]
+    others = [*damaged(data).values(), b"\xef\xbb\xbf" + data]
     for i in rng.choices(range(len(data)), k=n):
-        damaged += [data[:i], data[:i] + bytes([data[i] ^ 1 << rng.randrange(8)]) + data[i + 1 :]]
-    for content in damaged:
+        others += [data[:i], data[:i] + bytes([data[i] ^ 1 << rng.randrange(8)]) + data[i + 1 :]]
+    for content in others:
         file.write_bytes(content)
         try:
             tok = Tokenizer.load(file)
@@ -326,7 +306,6 @@ def test_a_damaged_file_is_one_error_that_names_it_or_works_with_the_ids_of_toke
             assert_ids_of_tokenizers(tok, read_json(file))
 
 
-@pytest.mark.parametrize("path", ["x" * 5000, "a\0b", "", "no/such/place", "con\udcffused"])
-def test_a_path_that_cannot_be_is_one_error(path, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert_invalid("no tokenizer at", Tokenizer.load, path)
+@pytest.mark.parametrize("path", ["x" * 5000, "a\0b", "no/such/place"])
+def test_a_path_that_cannot_be_is_one_error(path):
+    assert_invalid(re.escape(path), Tokenizer.load, path)
