@@ -1,10 +1,11 @@
 """The small runs of the walk, of about a minute each. Whatever they write is in out/walk/.
 
+    tokenizer, stream = input_text()                   # input.txt in the tokens that tiny learns from it
     log = train_tiny("base", "--max_steps 300")        # the recipe tiny with an even smaller model; its log
     model = base_model()                               # the model of that run, trained if it is not there yet
     python("sample.py out/walk/base --device cpu")     # what a script prints
     kill_tiny("killed", "--max_steps 300", step=150)   # a run that is killed
-    val, train, answer = finetune("r8", "--lora_dim 8")
+    val, train = finetune("r8", "--lora_dim 8")
     train_gpt2_in_small(seed=0, grad_clip=0.0)         # the recipe gpt2 with a quarter of a million parameters
 
 Each runs a door in a process of its own, as a user does, but for the last, which has to change the model.
@@ -24,6 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from bpe.tokenizer import Tokenizer
 from model import GPT, GPTConfig
 from parts.checkpoint import open_model
 from parts.data import Batches, TokenStream, find_shards, to_inputs, validation_batches
@@ -77,7 +79,12 @@ def base_model() -> GPT:
     return open_model(RUNS / "base").model
 
 
-# ------------------------------------------------------------------------------------------------- rows of input.txt
+# ---------------------------------------------------------------------------------------------- input.txt, and its rows
+
+
+def input_text(split: str = "train") -> tuple[Tokenizer, TokenStream]:
+    folder, _ = prepare_text("input.txt", "train", 1024, Path("out/cache"))
+    return Tokenizer.load(folder), TokenStream(find_shards(str(folder), split), vocab_size=1024)
 
 
 def write_endings(path: str, n_rows: int = 400) -> None:
@@ -106,19 +113,18 @@ def write_instructions(path: str, n_rows: int = 400) -> None:
     Path(path).write_text(json.dumps(rows), encoding="utf-8")
 
 
-def finetune(name: str, words: str) -> tuple[list, list, str]:
-    """[(epoch, loss)] of validation and, as means of an epoch, of training, and the last answer to a prompt.
+def finetune(name: str, words: str) -> tuple[list, list]:
+    """[(epoch, loss)] of validation and, as means of an epoch, of training.
 
     The base is out/walk/base128 and the rows are out/walk/rows.json: 360 to train on, and 40 held out."""
     files = f"--base {RUNS}/base128 --data {RUNS}/rows.json --out_dir {RUNS / name} --overwrite"
-    samples = "--sample_interval 330 --sample_prompt 'Why do people sleep?' --sample_tokens 32"
-    python(f"lora_finetune.py {files} --batch_size 16 --dtype float32 --device cpu --threads 1 {words} {samples}")
+    words += " --batch_size 16 --dtype float32 --device cpu --threads 1 --sample_interval 0"
+    python(f"lora_finetune.py {files} {words}")
     log = read_log(RUNS / name / "log.jsonl")
     val = [(r["step"] * 16 / 360, r["loss"]) for r in log if r["kind"] == "val"]
     train = [(r["step"] * 16 / 360, r["loss"]) for r in log if r["kind"] == "train"]
     means = [(train[i][0], np.mean([loss for _, loss in train[i - 22 : i]])) for i in range(22, len(train))]
-    answer = [r["text"] for r in log if r["kind"] == "sample"][-1].partition("ASSISTANT:")[2]
-    return val, means, " ".join(answer.split())
+    return val, means
 
 
 # ---------------------------------------------------------------------------------------------- the recipe in small
@@ -132,8 +138,7 @@ def train_gpt2_in_small(seed: int, change: Callable = lambda model: None, **cons
     """Validation loss after 200 steps, and after 718, an epoch of input.txt. `change` is called with the untrained
     model; `constants` replace those of IN_SMALL."""
     config = replace(IN_SMALL, seed=seed, **constants)
-    folder, _ = prepare_text("input.txt", "train", 1024, Path("out/cache"))
-    stream, val = (TokenStream(find_shards(str(folder), split), vocab_size=1024) for split in ("train", "val"))
+    (_, stream), (_, val) = input_text("train"), input_text("val")
     torch.manual_seed(seed)
     model = GPT(GPTConfig(**SIZES, n_positions=32))
     change(model)
