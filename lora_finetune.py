@@ -43,8 +43,7 @@ from parts.cli import (
     Seed,
     UserError,
     counted,
-    flags_set,
-    parse_args,
+    parse_words,
     script,
 )
 from parts.conversations import (
@@ -284,7 +283,7 @@ def micro_batches_from(first: int, config: Config, data: Data, rt: Runtime) -> I
 
 def read_command_line(args: list[str]) -> tuple[Config, set[str]]:
     """Parse the command line; also return the names of the constants that it sets. Raise UserError."""
-    config = parse_args(Config, args, description=__doc__)
+    config, flags = parse_words(Config, args, description=__doc__)
     import_tracker(config.report_to)  # fail now: a rank that fails later would keep the others waiting
     if not config.lora_dim and config.merge:
         raise UserError("--lora_dim 0 makes no adapter to merge; remove --merge")
@@ -292,7 +291,7 @@ def read_command_line(args: list[str]) -> tuple[Config, set[str]]:
         raise UserError("--lora_dim 0 keeps its weights in checkpoints alone; set --checkpoint_interval above 0")
     if config.merge:
         refuse_folders(Path(config.merge))
-    return config, flags_set(Config, args)
+    return config, flags
 
 
 def settle(config: Config, flags: set[str], folder: Path, directory: RunDirectory) -> Config:

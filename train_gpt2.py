@@ -39,8 +39,7 @@ from parts.cli import (
     Seed,
     UserError,
     counted,
-    flags_set,
-    parse_args,
+    parse_words,
     script,
 )
 from parts.data import Batches, to_inputs, training_batches, validation_batches
@@ -394,10 +393,10 @@ def read_command_line(argv: list[str]) -> tuple[Config, set[str], bool]:
             raise UserError(f"{recipe} is not a recipe; pass it as data: python train_gpt2.py tiny --data {recipe}")
         raise UserError(f"unknown recipe {recipe}; choose from {', '.join(RECIPES)}")
     about = f"{__doc__}\nRecipes: {', '.join(RECIPES)}. The defaults below are {recipe}'s."
-    config = parse_args(Config, args, RECIPES[recipe], "train_gpt2.py [RECIPE]", about)
+    config, flags = parse_words(Config, args, RECIPES[recipe], "train_gpt2.py [RECIPE]", about)
     import_tracker(config.report_to)  # fail now: a rank that fails later would keep the others waiting
     config = replace(config, out_dir=config.out_dir or f"out/{recipe}")
-    return config, flags_set(Config, args), recipe_named
+    return config, flags, recipe_named
 
 
 def settle(

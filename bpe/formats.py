@@ -25,14 +25,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from bpe.chunks import BYTE_ORDER, KNOWN, PATTERNS, PRINTABLE, SINGLE_BYTES, by_pattern, full_pattern
 
 ENDOFTEXT = "<|endoftext|>"
-TOKENIZER_FILES = [
-    "tokenizer.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer_config.json",
-    "added_tokens.json",
-    "special_tokens_map.json",
-]
 TIKTOKEN = "tokenizer.tiktoken"  # only ours have it
 Merges = list[tuple[bytes, bytes]]
 Parts = tuple[Merges, str, dict[str, int]]  # merges, pattern, special tokens
@@ -49,26 +41,21 @@ CHAR_TO_BYTE = {c: b for b, c in BYTE_TO_CHAR.items()}
 def save(tok, path: str | os.PathLike, model_max_length: int | None = None) -> None:
     """Write `path`, a Hugging Face tokenizer.json that holds everything, and a .tiktoken file beside it.
 
-    A directory is what transformers.AutoTokenizer.from_pretrained reads: it gets all that `contents` has, and
-    tokenizer_config.json with `model_max_length`, the context of a model.
+    A directory is what transformers.AutoTokenizer.from_pretrained reads: it also gets a tokenizer_config.json with
+    `model_max_length`, the context of a model.
     """
     path = Path(path)
     if path.suffix == ".json" and not path.is_dir():
-        folder = path.parent
-        files = {path.name: tok.contents["tokenizer.json"], f"{path.stem}.tiktoken": tok.contents.get(TIKTOKEN)}
+        files = {path.with_suffix(Path(name).suffix): content for name, content in tok.contents.items()}
     else:
-        folder = path
         config = dict(tokenizer_class="PreTrainedTokenizerFast") | transformers_options(tok)
         if model_max_length:
             config["model_max_length"] = model_max_length
-        files = dict.fromkeys([*TOKENIZER_FILES, TIKTOKEN]) | tok.contents
-        files["tokenizer_config.json"] = json.dumps(config, indent=2) + "\n"
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        if content is None:  # of an earlier tokenizer
-            (folder / name).unlink(missing_ok=True)
-        else:
-            (folder / name).write_text(content, encoding="utf-8", newline="\n")
+        files = {path / name: content for name, content in tok.contents.items()}
+        files[path / "tokenizer_config.json"] = json.dumps(config, indent=2) + "\n"
+    for file, content in files.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content, encoding="utf-8", newline="\n")
 
 
 def contents(tok) -> dict[str, str]:
@@ -113,8 +100,6 @@ def read(path: Path) -> tuple[Tokenizer, dict]:
     ours = file.with_name(TIKTOKEN).exists()
     if file.is_file() and (ours or not file.with_name("tokenizer_config.json").exists()):
         return open_text(file.read_text(encoding="utf-8")), {}
-    if file.with_name("log.jsonl").exists():
-        raise ValueError("it is a run directory; pass one of its checkpoints")
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(file.parent, local_files_only=True, trust_remote_code=False)
@@ -128,10 +113,8 @@ def read(path: Path) -> tuple[Tokenizer, dict]:
 
 
 def open_text(text: str) -> Tokenizer:
-    """Open a tokenizer.json's content by `tokenizers`. Raise ValueError if it draws ids at random."""
+    """Open a tokenizer.json's content by `tokenizers`."""
     theirs = Tokenizer.from_str(text)
-    if getattr(theirs.model, "dropout", None):
-        raise ValueError("its dropout gives a text other ids every time")
     theirs.no_truncation()  # these belong to a call and not to a vocabulary: transformers sets them each time
     theirs.no_padding()
     return theirs

@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from bpe import formats
-from bpe.chunks import KNOWN, SINGLE_BYTES, any_of, full_pattern, splitter, valid_unicode
+from bpe.chunks import KNOWN, SINGLE_BYTES, any_of, full_pattern, valid_unicode
 from bpe.formats import CHAR_TO_BYTE, ENDOFTEXT
 from bpe.training import TIE_BREAKS, Options, learn
 from bpe.training import cpu_count as cpu_count  # other folders take it from here
@@ -49,25 +49,19 @@ class Tokenizer:
         pattern: str = "gpt2",
         special_tokens: Collection[str] | dict[str, int] = (ENDOFTEXT,),
     ):
-        """Give special tokens the ids after the merges, or a dict's. Raise ValueError for impossible merges or clashing
-        ids."""
+        """Give special tokens the ids after the merges, or a dict's. Raise ValueError for a special token, or its id,
+        that an ordinary token has."""
         self.merges = [(a, b) for a, b in merges]
         self.pattern = full_pattern(pattern)
-        splitter(self.pattern)  # raises if it does not compile
-        self.ranks = {token: i for i, token in enumerate(SINGLE_BYTES)}
-        for a, b in self.merges:
-            if a not in self.ranks or b not in self.ranks or a + b in self.ranks:
-                raise ValueError(f"a merge needs two earlier tokens and makes a new one, but {a!r} and {b!r} do not")
-            self.ranks[a + b] = len(self.ranks)
+        tokens = [*SINGLE_BYTES, *(a + b for a, b in self.merges)]
+        self.ranks = {token: i for i, token in enumerate(tokens)}
         if not isinstance(special_tokens, dict):
-            special_tokens = {s: i for i, s in enumerate(dict.fromkeys(special_tokens), len(self.ranks))}
-        check_special(special_tokens, self.ranks)
+            special_tokens = {s: i for i, s in enumerate(dict.fromkeys(special_tokens), len(tokens))}
         self.special_tokens = dict(sorted(special_tokens.items(), key=itemgetter(1)))
-        self.vocab = dict(enumerate(self.ranks))
-        self.lengths = {i: len(token) for token, i in self.ranks.items()}
+        self.vocab = dict(enumerate(tokens))
         for special, i in self.special_tokens.items():
-            if i in self.vocab:
-                raise ValueError(f"the special token {special!r} has the id {i}, which {self.vocab[i]!r} has already")
+            if i in self.vocab or special in ("", *CHAR_TO_BYTE):  # tokenizer.json writes bytes as such characters
+                raise ValueError(f"the special token {special!r} or its id {i} is taken; choose another")
             self.vocab[i] = special.encode()
 
     @classmethod
@@ -203,10 +197,11 @@ class Tokenizer:
         return [i for i in range(vocab_size) if i not in self.vocab]
 
     def token_bytes(self) -> np.ndarray:
-        """Return (len(self),) int64: the bytes of text that each id encodes, 0 for special tokens; all 0 where
-        a token's name does not determine its bytes."""
-        lengths = self.lengths | dict.fromkeys(self.special_tokens.values(), 0)
-        return np.array([lengths.get(i, 0) for i in range(len(self))], np.int64)
+        """Return (len(self),) int64: the bytes of text that each id encodes, 0 for special tokens."""
+        lengths = np.zeros(len(self), np.int64)
+        for token, i in self.ranks.items():
+            lengths[i] = len(token)
+        return lengths
 
     # ---- files and other libraries: formats.py
 
@@ -223,9 +218,9 @@ class Tokenizer:
         Anything except GPT-2's byte-level BPE becomes a ForeignTokenizer. Raise ValueError for a missing or damaged
         file.
         """
-        if str(path) == "gpt2" and not os.path.exists(path):
-            return cls.from_tiktoken("gpt2")
         if not os.path.exists(path):
+            if str(path) == "gpt2":
+                return cls.from_tiktoken("gpt2")
             raise ValueError(
                 f"no tokenizer at {path or 'an empty name'}; "
                 "pass gpt2, a tokenizer.json, or the OUT of python bpe/train.py"
@@ -236,7 +231,7 @@ class Tokenizer:
                 return cls(*formats.parts_of(theirs))
             return ForeignTokenizer(theirs, settings)
         except Exception as e:  # `tokenizers` raises nothing more specific
-            reason = str(e).partition("\n")[0].rstrip(" :")
+            reason = " ".join(str(e).split())[:100]
             raise ValueError(f"cannot use the tokenizer {path}: {reason}; choose another, or get it again") from None
 
     @classmethod
@@ -263,7 +258,6 @@ class ForeignTokenizer(Tokenizer):
         self._tokenizers = formats.open_text(self.contents["tokenizer.json"])
         self.settings = settings
         self.vocab = {i: token.encode() for token, i in theirs.get_vocab().items()}
-        self.lengths = formats.token_bytes(theirs)
         added = theirs.get_added_tokens_decoder()
         self.special_tokens = {token.content: i for i, token in sorted(added.items()) if token.special}
 
@@ -288,6 +282,11 @@ class ForeignTokenizer(Tokenizer):
     def same_ids(self, other: Tokenizer) -> bool:
         return self.fingerprint == other.fingerprint
 
+    def token_bytes(self) -> np.ndarray:
+        """Count as Tokenizer does; all 0 where a token's name does not determine its bytes."""
+        lengths = formats.token_bytes(self._tokenizers) | dict.fromkeys(self.special_tokens.values(), 0)
+        return np.array([lengths.get(i, 0) for i in range(len(self))], np.int64)
+
 
 class StreamDecoder:
     """Decodes ids as they come; an unfinished character waits for the rest of it."""
@@ -309,15 +308,6 @@ class StreamDecoder:
         self.shown = self.waiting
         self.waiting = []
         return new
-
-
-def check_special(names: Iterable[str], ordinary: Collection[bytes]) -> None:
-    """Raise ValueError for a special token that Hugging Face, whose files write bytes as characters, would misread."""
-    for name in names:
-        if not name:
-            raise ValueError("a special token is empty; choose a name")
-        if set(name) <= CHAR_TO_BYTE.keys() and (not name.isascii() or name.encode() in ordinary):
-            raise ValueError(f"Hugging Face would take the special token {name!r} for bytes; choose another name")
 
 
 def visible(token: bytes) -> str:

@@ -129,7 +129,13 @@ class Positional:
 
 
 def parse_args(config_type, args: list[str] | None = None, default=None, prog=None, description: str = ""):
-    """Fill the dataclass `config_type` from the words of a command line.
+    """Fill the dataclass `config_type` from the words of a command line, as `parse_words` does."""
+    config, _ = parse_words(config_type, args, default, prog, description)
+    return config
+
+
+def parse_words(config_type, args: list[str] | None = None, default=None, prog=None, description: str = ""):
+    """Fill the dataclass `config_type` from the words of a command line; also return the names that they set.
 
     `default` is an instance whose values replace the dataclass's own. Raises UserError for an unknown word, and for a
     constant of a wrong type or out of range.
@@ -146,7 +152,7 @@ def parse_args(config_type, args: list[str] | None = None, default=None, prog=No
         for limit in get_args(hint):
             if isinstance(limit, Range) and not limit.low <= values[name] <= limit.high:
                 raise UserError(f"--{name} is {values[name]}; choose a value in [{limit.low:,g}, {limit.high:,g}]")
-    return config_type(**values)
+    return config_type(**values), vars(given).keys()
 
 
 # names of other scripts, such as nanoGPT's
@@ -226,10 +232,3 @@ def with_underscores(word: str) -> str:
     """Return --max-steps=5 as --max_steps=5."""
     name, equals, value = word.partition("=")
     return name.replace("-", "_").replace("__", "--", 1) + equals + value if name.startswith("--") else word
-
-
-def flags_set(config_type, args: list[str]) -> set[str]:
-    """Return the names of the constants that the words of a command line set."""
-    given = {word.partition("=")[0] for word in map(with_underscores, args)}
-    names = (field.name for field in fields(config_type))
-    return {name for name in names if given & {f"--{name}", f"--no_{name}"}}

@@ -66,9 +66,13 @@ def to_files(model: GPT) -> dict[str, Tensor]:
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            transposed = name.endswith(CONV1D) and tensor.dim() == 2
-            tensors[name] = tensor.detach().t() if transposed else tensor.detach()
+            tensors[name] = transposed(name, tensor.detach())
     return tensors
+
+
+def transposed(name: str, tensor: Tensor) -> Tensor:
+    """Turn nn.Linear's weight into Conv1D's, or back; leave other tensors as they are."""
+    return tensor.t() if name.endswith(CONV1D) and tensor.dim() == 2 else tensor
 
 
 def config_of(model: GPT, gpt2: bool) -> dict:
@@ -201,55 +205,37 @@ class Uninitialized(TorchFunctionMode):
         return args[0] if args else kwargs["tensor"]  # as these functions do
 
 
-@torch.no_grad()
 def read_model(folder: Path, dropout: float = 0.0, attention: str = "flash") -> GPT:
     """Read a model in fp32 on the CPU. One note says if it computes other logits than when it was saved.
 
     Raises UserError for files that are missing or damaged, and for tensors that do not fit this model.py.
     """
-    config = read_config(folder, dropout, attention)
-    tensors = read_tensors(folder)
     with Uninitialized():
-        model = GPT(config)
-    ours = model.state_dict(keep_vars=True)
+        model = GPT(read_config(folder, dropout, attention))
+    ours = model.state_dict()
     found = {}
-    for name, tensor in tensors.items():
-        if name not in ours and f"transformer.{name}" in ours:
+    for name, tensor in read_tensors(folder).items():
+        if f"transformer.{name}" in ours:
             name = f"transformer.{name}"
         if name in ours or not name.endswith((".attn.bias", ".attn.masked_bias")):  # the causal masks of old files
-            found[name] = tensor
-    wanted = to_files(model)  # views of the parameters: to copy there is to load
-    if "lm_head.weight" in wanted:  # model.py unties the head, and the file may have it tied
-        found.setdefault("lm_head.weight", found.get("transformer.wte.weight"))
-    elif "lm_head.weight" in found:
-        head = found.pop("lm_head.weight")
-        if not torch.equal(head, found.setdefault("transformer.wte.weight", head)):
-            raise UserError(f"{folder}: lm_head.weight is not wte.weight, but model.py ties them; remove that line")
-    copy_tensors(folder, wanted, found)
+            found[name] = transposed(name, tensor)
+    table = found.get("transformer.wte.weight")
+    head = found.setdefault("lm_head.weight", table)  # a file has a tied matrix once
+    if model.lm_head.weight is model.transformer.wte.weight and head is not table and not torch.equal(head, table):
+        raise UserError(f"{folder}: lm_head.weight is not wte.weight, but model.py ties them; remove that line")
+    try:
+        model.load_state_dict(found)
+    except RuntimeError as e:
+        raise UserError(f"{folder} does not fit ({str(e):.200}); choose the model.py that wrote it") from e
     compare_logits(model, folder)
     return model
-
-
-@torch.no_grad()
-def copy_tensors(folder: Path, wanted: dict[str, Tensor], found: dict[str, Tensor]) -> None:
-    """Copy what was found in the files of `folder` into the tensors of a model. Raises UserError if they differ in
-    name, shape or kind."""
-    for name in wanted | found:
-        if kind_of(wanted.get(name)) != kind_of(found.get(name)):
-            raise UserError(f"{folder}: {name} does not fit; choose the model.py or the base that wrote it")
-    for name, tensor in wanted.items():
-        tensor.copy_(found[name])
-
-
-def kind_of(tensor: Tensor | None) -> tuple | None:
-    return None if tensor is None else (tensor.shape, tensor.is_floating_point())
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     """Read all tensors of model.safetensors, or of the parts that its index lists. Raises UserError."""
     index = folder / "model.safetensors.index.json"
     files = [folder / "model.safetensors"]
-    if index.exists() and not files[0].exists():
+    if index.exists():
         files = sorted({folder / name for name in read_json(index)["weight_map"].values()})
     tensors = {}
     for file in files:
@@ -263,11 +249,11 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 def compare_logits(model: GPT, folder: Path) -> None:
     """Print one note if a model computes other logits than its config.json keeps."""
     kept = read_json(folder / "config.json").get("logits_of_fixed_row")
-    if not isinstance(kept, list):  # of another program
+    if not kept:  # of another program
         return
     found = torch.tensor(logits_of_fixed_row(model))
     expected = torch.tensor(kept, dtype=torch.float32)
-    if found.shape == expected.shape and (found - expected).abs().max() > 1e-3 * expected.abs().max():
+    if (found - expected).abs().max() > 1e-3 * expected.abs().max():
         print(f"note: {folder} was saved with other logits: its weights, or model.py, have changed", file=sys.stderr)
 
 
@@ -337,7 +323,7 @@ def read_adapter(folder: Path) -> tuple[LoRAConfig, dict[str, Tensor], dict]:
         raise UserError(f"{file} cannot be read ({e}); write or download it again, as safetensors") from None
     for key, value in settings.items():
         if key not in PASSED_OVER and value and value not in COMPUTED.get(key, []):
-            raise UserError(f"{folder / SETTINGS}: {key} {value!r:.80} is not computed here; merge it with peft")
+            raise UserError(f"{folder / SETTINGS}: {key} {value!r:.80} is not computed here; use it in peft")
     # target_modules may be a regular expression; the tensors say what was adapted, and at which rank
     targets = tuple(target for target in TARGETS if any(f".{target}.lora_A" in name for name in tensors))
     if not targets:
@@ -359,5 +345,9 @@ def load_adapter(model: GPT, folder: Path, dropout: float = 0.0) -> GPT:
     if origin["base_sha256"] and origin["base_sha256"] != weights_sha256(model):
         raise UserError(f"{folder} was trained on other weights, those of {origin['base']}; pass that base")
     add_lora(model, replace(config, dropout=dropout))
-    copy_tensors(folder, factors(model), tensors)  # a block without its own would silently stay the base's
+    wanted = factors(model)
+    for name in wanted | tensors:  # a block without its own would silently stay the base's
+        if name not in wanted or name not in tensors or wanted[name].shape != tensors[name].shape:
+            raise UserError(f"{folder}: {name} does not fit; pass its own base, or use the adapter in peft")
+        wanted[name].data.copy_(tensors[name])
     return model

@@ -18,7 +18,6 @@ from collections import defaultdict
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from parts.cli import UserError
 from parts.runtime import Runtime
@@ -222,8 +221,6 @@ class Optimizer:
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             check_sizes(optimizer, saved)
             now = [{key: group[key] for key in CONSTANTS if key in group} for group in optimizer.param_groups]
-            if self.rt.device.type == "cpu":  # train in memory, not in a file that is mapped there
-                saved = tree_map_only(Tensor, torch.clone, saved)
             optimizer.load_state_dict(saved)
             for group, constants in zip(optimizer.param_groups, now, strict=True):
                 group.update(constants)

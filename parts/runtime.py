@@ -168,10 +168,9 @@ class Runtime:
         """Raise UserError, on all ranks alike, if the sum of `tensors()` differs between them."""
         if self.world_size == 1:
             return
-        total = sum(tensor.detach().double().sum().item() for tensor in tensors())
-        differs = total != self.broadcast_from_main(lambda: total)
-        n_others = int(self.sum(torch.tensor(float(differs), device=self.device)).item())
-        if n_others:
+        totals = [0.0] * self.world_size
+        dist.all_gather_object(totals, sum(tensor.detach().double().sum().item() for tensor in tensors()))
+        if n_others := sum(total != totals[0] for total in totals):
             raise UserError(
                 f"{counted(n_others, 'rank')} with other {what} than rank 0; check that all nodes have the same files "
                 "and intact memory"

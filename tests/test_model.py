@@ -144,7 +144,7 @@ def test_broken_weights_are_refused_by_name(saved, damage):
 
 
 BIAS = "transformer.ln_f.bias"
-WRONG = dict(integers=torch.ones(32).int(), short=torch.ones(31), lost=None)
+WRONG = dict(short=torch.ones(31), lost=None)
 
 
 @pytest.mark.parametrize(

@@ -208,7 +208,7 @@ def test_a_shard_of_the_manifest_that_is_missing_is_named(tmp_path):
     assert "x_train_000002.npy" in refused(tmp_path)
 
 
-KINDS = [b"", b"{", b"[]", b"7", b"[" * 100_000, b'{"shards": 3}', b'{"shards": [{"file": "a"}]}']
+KINDS = [b"", b"{", b"[]", b"7", b"[" * 100_000]
 
 
 @pytest.mark.parametrize("content", KINDS, ids=lambda content: str(content)[:30])

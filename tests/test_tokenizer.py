@@ -283,8 +283,6 @@ def test_a_tokenizer_survives_pickle_and_a_new_process(tok):
 IMPOSSIBLE = [
     lambda: Tokenizer.train(["some text"], 300, tie_break="random"),
     lambda: Tokenizer.train("some text", 300),  # would be taken for texts of one character
-    lambda: Tokenizer([(b"ab", b"c")]),  # nothing makes ab
-    lambda: Tokenizer([(b"a", b"b"), (b"a", b"b")]),
     lambda: Tokenizer([], special_tokens={ENDOFTEXT: 5}),  # the id of a byte
     lambda: Tokenizer([], special_tokens=("",)),
 ]

@@ -199,13 +199,6 @@ def test_damaged_files_of_gpt2_are_one_error(published, name):
         assert_invalid(f"{folder}[^\n]*$", Tokenizer.load, folder)
 
 
-def test_files_of_an_earlier_tokenizer_do_not_stay(published):
-    folder = published[1]
-    (folder / "config.json").unlink()
-    Tokenizer.train(TEXTS, 300, "cl100k").save(folder)
-    assert {file.name for file in folder.iterdir()} == {"tokenizer.json", "tokenizer.tiktoken", "tokenizer_config.json"}
-
-
 def test_a_folder_without_a_tokenizer_is_one_error(tmp_path):
     write_json(tmp_path / "config.json", dict(model_type="gpt2"))
     assert_invalid(str(tmp_path), Tokenizer.load, tmp_path)
