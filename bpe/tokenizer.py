@@ -28,7 +28,7 @@ import numpy as np
 from bpe import formats
 from bpe.chunks import KNOWN, SINGLE_BYTES, any_of, full_pattern, valid_unicode
 from bpe.formats import CHAR_TO_BYTE, ENDOFTEXT
-from bpe.training import TIE_BREAKS, Options, learn
+from bpe.training import TIE_BREAKS, learn
 from bpe.training import cpu_count as cpu_count  # other folders take it from here
 
 SIGNS = str.maketrans(" \n\t", "␣⏎⇥")
@@ -79,7 +79,7 @@ class Tokenizer:
         `vocab_size` counts the 256 bytes, the merges and the special tokens, which get the last ids and are cut out of
         the texts. `pattern` is "gpt2", "cl100k" (GPT-4) or a regular expression. Of equally frequent pairs,
         `tie_break="lowest_id"` takes the one with the lowest ids, as the `tokenizers` library does, and
-        `"greatest_bytes"` the lexicographically greatest pair of byte strings. Other options: `training.Options`. If
+        `"greatest_bytes"` the lexicographically greatest pair of byte strings. Other options: `training.learn`. If
         the corpus has too few pairs, the vocabulary is smaller, with a warning. Raises ValueError for a vocabulary
         that has no room for the bytes.
         """
@@ -92,7 +92,7 @@ class Tokenizer:
         smallest = len(empty.vocab)
         if vocab_size < smallest:
             raise ValueError(f"vocab_size {vocab_size} is too small; the bytes and special tokens alone are {smallest}")
-        merges = learn(texts, vocab_size - smallest, empty.pattern, specials, tie_break, Options(**options))
+        merges = learn(texts, vocab_size - smallest, empty.pattern, specials, tie_break, **options)
         size = smallest + len(merges)
         if size < vocab_size:
             warnings.warn(

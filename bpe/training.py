@@ -24,7 +24,6 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 
@@ -34,16 +33,6 @@ from tqdm import tqdm
 from bpe.chunks import BLOCK, BYTE_ORDER, BYTE_TO_RANK, SINGLE_BYTES, any_of, splitter, valid_unicode
 
 TIE_BREAKS = ("lowest_id", "greatest_bytes")
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options of speed and display; they never change the merges."""
-
-    workers: int = 0  # processes that count chunks; 0 for one per core
-    progress: bool = False  # show bars
-    on_merge: Callable[[bytes, bytes, int], None] | None = None  # called with each merge and the count of its pair
-    block: int = BLOCK  # characters counted or sent to a process at a time
 
 
 def cpu_count() -> int:
@@ -58,24 +47,32 @@ def learn(
     pattern: str,
     specials: tuple[str, ...],
     tie_break: str,
-    options: Options,
+    workers: int = 0,
+    progress: bool = False,
+    on_merge: Callable[[bytes, bytes, int], None] | None = None,
+    block: int = BLOCK,
 ) -> list[tuple[bytes, bytes]]:
-    """Find the first `n_merges` merges, or all possible ones. Texts are read once, without their special tokens."""
+    """Find the first `n_merges` merges, or all possible ones. Texts are read once, without their special tokens.
+
+    `workers` processes count chunks (0 for one per core), `block` characters at a time; `progress` shows bars;
+    `on_merge` is called with each merge and the count of its pair. None of these changes a merge.
+    """
     gc.disable()  # training makes millions of lists, none of them in a cycle; looking for cycles takes a fifth of it
     try:
-        counts = count_in_parallel(texts, pattern, specials, options)
+        blocks = batches(texts, pattern, specials, block)
+        counts = count_in_parallel(blocks, pattern, workers or cpu_count(), progress)
         # as bytes, in an order that does not depend on which process counted them
         chunks = {chunk.encode(): counts[chunk] for chunk in sorted(counts)}
         found = islice(find_merges(chunks, tie_break), n_merges)
         tokens = list(SINGLE_BYTES)
         merges = []
-        for i, j, count in tqdm(found, "merge", n_merges, disable=not options.progress, leave=False):
+        for i, j, count in tqdm(found, "merge", n_merges, disable=not progress, leave=False):
             a = tokens[i]
             b = tokens[j]
             merges.append((a, b))
             tokens.append(a + b)
-            if options.on_merge:
-                options.on_merge(a, b, count)
+            if on_merge:
+                on_merge(a, b, count)
     finally:
         gc.enable()
     return merges
@@ -128,13 +125,13 @@ def answer_counts() -> None:
         print(json.dumps(counts), flush=True)
 
 
-def count_in_parallel(texts: Iterable[str], pattern: str, specials: tuple[str, ...], options: Options) -> Counter[str]:
+def count_in_parallel(blocks: Iterable[list[str]], pattern: str, workers: int, progress: bool) -> Counter[str]:
     """Count the chunks of all texts, by `count_chunks`.
 
     This process counts the first batches, so that a small corpus starts no other. Then `workers - 1` processes get up
     to two batches each, and this one counts the rest, so that only a few batches are in memory.
     """
-    n_helpers = (options.workers or cpu_count()) - 1
+    n_helpers = workers - 1
     counts = Counter()
     pending = deque()
     processes = []
@@ -153,10 +150,10 @@ def count_in_parallel(texts: Iterable[str], pattern: str, specials: tuple[str, .
         except (OSError, ValueError):  # it has died: counting here is slower, but no reason to stop
             return count_chunks(batch, pattern)
 
-    bar = tqdm(desc="count chunks", unit="char", unit_scale=True, disable=not options.progress, leave=False)
+    bar = tqdm(desc="count chunks", unit="char", unit_scale=True, disable=not progress, leave=False)
     threads = ThreadPoolExecutor(max(n_helpers, 1), initializer=start)  # each only waits for its process
     try:
-        for n, batch in enumerate(batches(texts, pattern, specials, options.block)):
+        for n, batch in enumerate(blocks):
             if n >= 2 and len(pending) < 2 * n_helpers:
                 pending.append(threads.submit(count_elsewhere, batch))
             else:

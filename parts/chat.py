@@ -152,8 +152,7 @@ def end_tokens(folders: Sequence[Path], tokenizer: Tokenizer) -> set[int]:
 
 def answer_ends(folders: Sequence[Path], reader, tokenizer: Tokenizer) -> set[int]:
     """Return the ids that end an answer: those that end a text, the template's, and every other special token."""
-    of_template = {reader.eos_token_id} - {None}
-    return end_tokens(folders, tokenizer) | of_template | {*tokenizer.special_tokens.values()}
+    return {*end_tokens(folders, tokenizer), reader.eos_token_id, *tokenizer.special_tokens.values()} - {None}
 
 
 # ---------------------------------------------------------------------------------------------------------- writing
@@ -168,8 +167,7 @@ def save_chat_files(path: Path, tokenizer: Tokenizer, chat: Chat | None = None) 
     (path / TEMPLATE_FILE).write_text(text, encoding="utf-8")
     # transformers.js and older servers look for the template here only; transformers prefers the file
     update_json(path / "tokenizer_config.json", chat.reader.special_tokens_map | dict(chat_template=text))
-    ends = sorted(chat.end_tokens)
-    update_json(path / "generation_config.json", dict(eos_token_id=ends if len(ends) > 1 else ends[0]))
+    update_json(path / "generation_config.json", dict(eos_token_id=sorted(chat.end_tokens)))
 
 
 def update_json(file: Path, changes: dict) -> None:
