@@ -478,7 +478,8 @@ def distribute(config: Config, model: GPT, rt: Runtime) -> tuple[Config, nn.Modu
     n_sequences = config.total_batch_size // config.sequence_length
     if not config.micro_batch_size:
         trial = (config.sequence_length, config.vocab_size)
-        optimizer = partial(make_optimizer, model, config, rt)
+        alone = replace(rt, rank=0, world_size=1)  # a trial waits for no other rank
+        optimizer = partial(make_optimizer, model, config, alone)
         size = find_micro_batch_size(model, n_sequences // rt.world_size, trial, rt, optimizer)
         config = replace(config, micro_batch_size=size)
     if rt.device.type == "cpu":

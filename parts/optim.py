@@ -17,6 +17,8 @@ import math
 from collections import defaultdict
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parts.cli import UserError
@@ -85,7 +87,8 @@ def make_optimizer(model, config, rt: Runtime) -> "Optimizer":
         groups = muon_groups(model)
         matrices = {id(p) for group in groups for p in group["params"]}
         rest = [p for p in params if id(p) not in matrices]
-        muon = Muon(groups, config.muon_lr, config.weight_decay, dtype=rt.dtype, compile=rt.compile)
+        settings = dict(dtype=rt.dtype, compile=rt.compile, rank=rt.rank, world_size=rt.world_size)
+        muon = Muon(groups, config.muon_lr, config.weight_decay, **settings)
         optimizers = [adamw(decay_groups(rest, config.weight_decay), config), muon]
     else:
         raise UserError(f"optimizer {name}: add it to make_optimizer in parts/optim.py")
@@ -284,14 +287,28 @@ class Muon(torch.optim.Optimizer):
     must change nothing, as in torch's fused AdamW; hence `fused` in the defaults.
 
     torch.optim.Muon computes the same, one matrix after the other and always in bf16. Here matrices of one shape go
-    through together, because a GPU that multiplies one matrix of 768 x 768 at a time is mostly idle. And products are
-    in `dtype`: in an fp32 run, rounding to bf16 would turn the last bit of a gradient, which depends on how the batch
-    is spread over ranks, into a difference in the fourth digit of the loss after 20 steps.
+    through together, because a GPU that multiplies one matrix of 768 x 768 at a time is mostly idle; several ranks
+    share them out. And products are in `dtype`: in an fp32 run, rounding to bf16 would turn the last bit of a gradient,
+    which depends on how the batch is spread over ranks, into a difference in the fourth digit of the loss after 20
+    steps.
     """
 
-    def __init__(self, params, lr, weight_decay, momentum=0.95, stacked=(), dtype=torch.bfloat16, compile=False):
+    def __init__(
+        self,
+        params,
+        lr,
+        weight_decay,
+        momentum=0.95,
+        stacked=(),
+        dtype=torch.bfloat16,
+        compile=False,
+        rank=0,
+        world_size=1,
+    ):
         constants = dict(lr=lr, weight_decay=weight_decay, momentum=momentum, dtype=dtype)
         super().__init__(params, dict(**constants, stacked=stacked, fused=True))
+        self.rank = rank
+        self.world_size = world_size
         self._nesterov = torch.compile(nesterov, dynamic=True) if compile else nesterov
 
     @torch.no_grad()
@@ -332,8 +349,21 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_sub_(params, list(step))
 
     def _direction(self, matrices: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the steps (M, rows, columns) of M matrices of momentum."""
         rows, columns = matrices.shape[1:]
-        return orthogonalized(matrices, dtype).to(matrices.dtype) * math.sqrt(max(1, rows / columns))
+        step = orthogonalized(matrices, dtype) if self.world_size == 1 else self._shared_out(matrices, dtype)
+        return step.to(matrices.dtype) * math.sqrt(max(1, rows / columns))
+
+    def _shared_out(self, matrices: Tensor, dtype: torch.dtype) -> Tensor:
+        """Orthogonalize an equal share of M matrices on each rank, and exchange the results."""
+        M = len(matrices)
+        share = math.ceil(M / self.world_size)
+        mine = matrices[self.rank * share :][:share]
+        mine = F.pad(mine, (0, 0, 0, 0, 0, share - len(mine)))  # with matrices of zeros
+        mine = orthogonalized(mine, dtype)
+        steps = mine.new_empty(share * self.world_size, *mine.shape[1:])
+        dist.all_gather_into_tensor(steps, mine)
+        return steps[:M]
 
 
 def nesterov(grads, momenta, beta: float, good):

@@ -24,6 +24,7 @@ class Machine:
     dtype: torch.dtype = torch.float32
     device: torch.device = torch.device("cpu")
     compile: bool = False
+    rank: int = 0
     world_size: int = 1
 
 
