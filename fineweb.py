@@ -16,7 +16,7 @@ Writes OUT_DIR: NAME_val_000000.npy, NAME_train_000001.npy, ..., manifest.json, 
 keep the order of the source, whatever the number of threads. However a run ends, the same command resumes after the
 last complete shard, and the shards come out byte for byte the same.
 
-All of it runs on one machine. For a corpus that needs more, use datatrove: training reads its files as they are.
+It runs on one machine. For larger corpora use datatrove: training reads its files unchanged.
 This file knows nothing of models, training or torch.
 """
 
@@ -173,7 +173,7 @@ def open_manifest(config: Config, out_dir: Path, tok: Tokenizer) -> dict:
     manifest = read_manifest(out_dir)
     found = [*out_dir.glob(f"{shard_name(out_dir)}_*.npy"), *out_dir.glob("tokenizer.json")]
     if found and not manifest:
-        raise UserError(f"{found[0]} is in no manifest.json; choose another --out_dir, or remove it")
+        raise UserError(f"{found[0]} is not in a manifest.json; choose another --out_dir, or remove it")
     if not manifest.get("shards"):  # nothing to continue, whatever the constants were
         manifest = {}
     constants = dict(

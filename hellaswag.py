@@ -1,4 +1,4 @@
-"""HellaSwag (Zellers et al. 2019): which of four endings does a model find likeliest? Accuracy and bits.
+"""Score a model on HellaSwag (Zellers et al. 2019): which of four endings does it find likeliest?
 
     python hellaswag.py gpt2                            # MODEL: a checkpoint, a run directory (its newest), a hub id
     python hellaswag.py out/gpt2/step_019073 --limit 500 --show 3
@@ -19,9 +19,9 @@ more than 95% of the rows, guessing on 25%. A language model does not see the fo
 one is after the context, the sum of log p(token | everything before it) over the ending's tokens. acc takes the ending
 with the largest sum; acc_norm divides the sums by lengths first, because each further token costs probability.
 
-There are two common ways to turn a row into text and to measure lengths, and they give different numbers:
+Two common ways to turn a row into text and to measure lengths give different numbers:
 
-- completion: context + " " + ending, lengths in tokens; what nanoGPT-style scripts report
+- completion: context + " " + ending, lengths in tokens; as in nanoGPT-style scripts
 - harness: EleutherAI's lm-evaluation-harness: activity label, no brackets, lengths in characters
 
 GPT-2 124M scores 0.2859 and 0.2955 as completion, 0.2892 and 0.3114 in the harness.
@@ -40,8 +40,8 @@ scored but predicts nothing, so it is not an input, and d has no input at all:
     position       0  1  2  3  4 |  5  6 |  5 |  5 |
     segment id     0  0  0  0  0 |  1  1 |  2 |  3 |
 
-A training loop imports this file too, which knows nothing of training. Of a model it uses `hidden`, `logits` and
-`config`, as GPT in model.py has them.
+Training loops import this file, which knows nothing of training. It uses a model's `hidden`, `logits` and `config`, as
+in model.py.
 """
 
 import contextlib
@@ -335,7 +335,7 @@ def batches(packed: list[Packed], batch_tokens: int) -> Iterator[list[Packed]]:
 
 
 def collate(batch: list[Packed]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens, positions and segment ids of all rows (3, B, T), and what is scored (3, S), with positions in the
+    """Return tokens, positions and segment ids of all rows (3, B, T), and what is scored (3, S), with positions in the
     flattened batch. Padding has segment id -1, which no other segment sees."""
     T = max(map(len, batch))
     inputs = torch.zeros(3, len(batch), T, dtype=torch.long)
@@ -349,7 +349,7 @@ def collate(batch: list[Packed]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def log_likelihoods(model: nn.Module, inputs, logit_positions, targets) -> torch.Tensor:
-    """Log-likelihoods (S,), in fp32, of the tokens to score, from what `collate` returns: inputs (3, B, T),
+    """Compute the fp32 log-likelihoods (S,) of the tokens to score, from what `collate` returns: inputs (3, B, T),
     logit_positions (S,) and targets (S,)."""
     device = model.lm_head.weight.device
     idx, positions, segment_ids = inputs.to(device)  # (B, T) each
@@ -377,8 +377,8 @@ def log_likelihoods(model: nn.Module, inputs, logit_positions, targets) -> torch
 
 
 def score(task: Task, sums: np.ndarray) -> dict:
-    """acc, acc_norm and gold_bpb with their standard errors, the number of rows n, and for each row the log-likelihoods
-    of its endings and both predictions. The means are None if a log-likelihood is not finite."""
+    """Return acc, acc_norm and gold_bpb with their standard errors, the number of rows n, and each row's
+    log-likelihoods and two predictions. The means are None if a log-likelihood is not finite."""
     sums = sums.reshape(-1, 4)  # (N, 4)
     with np.errstate(divide="ignore", invalid="ignore"):  # an ending may be nothing but brackets
         normalized = sums / task.lengths

@@ -85,13 +85,13 @@ class Config:
     # adapter
     lora_dim: Count = 8  # rank r of the adapter; 0 trains all weights instead
     lora_alpha: NonNegative = 0.0  # scale the adapter's output by alpha / r; 0 is 2 r
-    lora_dropout: Probability = 0.0  # on the adapter's input
+    lora_dropout: Probability = 0.0  # dropout on the adapter's input
     targets: tuple[str, ...] = TARGETS  # projections of each block to adapt
     rslora: bool = False  # scale by alpha / sqrt(r) (Kalajdzievski 2023)
     # data
     sequence_length: Count = 0  # longest example in tokens; longer rows become windows; 0 is the base's context
     val_rows: Count = 1000  # rows to hold out for validation, chosen by the seed; at most a tenth of the data
-    val_examples: Positive = 200  # validate on the first of these rows' examples, at most this many
+    val_examples: Positive = 200  # validate on at most this many of their examples, from the first
     # batch and schedule
     batch_size: Positive = 32  # examples per optimizer step, summed over ranks and micro-batches
     micro_batch_size: Count = 0  # full-length examples per forward pass; 0 is the largest that fits
@@ -109,13 +109,13 @@ class Config:
     eps: NonNegative = 1e-8  # AdamW: added to the denominator
     grad_clip: NonNegative = 1.0  # clip the norm of the gradient to this; 0 for no clipping
     max_bad_steps: Positive = 20  # stop after this many steps in a row with a loss or gradient that is not finite
-    dropout: Probability = 0.0  # of the base: on embeddings, attention and residual branches
+    dropout: Probability = 0.0  # the base's dropout: on embeddings, attention and residual branches
     seed: Seed = 1337  # seeds the adapter, the split, the data order, dropout and the samples
     # evaluation and checkpoints; intervals in steps, 0 for never
     eval_interval: Count = 50  # compute the validation loss, also before the first step and after the last
     sample_interval: Count = 0  # generate an answer to sample_prompt; 0 is after the last step only
     sample_prompt: str = "Give three tips for a good meal."  # the question that samples answer
-    sample_tokens: Positive = 128  # tokens of that answer, at most
+    sample_tokens: Positive = 128  # longest answer, in tokens
     checkpoint_interval: Count = 500  # write a checkpoint, also after the last step; Ctrl-C always does
     keep_checkpoints: Count = 2  # keep this many of the newest, plus the one with the lowest validation loss; 0 for all
     # machine
@@ -255,9 +255,9 @@ def open_data(config: Config, folder: Path, rt: Runtime) -> Data:
         raise UserError(f"{config.data}: none of {len(rows)} rows has an answer within {T} tokens; fix the rows")
     rt.print(f"data: {len(rows):,} rows: {len(train_set):,} examples to train on, {len(val_set):,} to validate")
     if n_equal := len(rows) - len(train_rows) - len(val_rows):
-        rt.print(f"note: {counted(n_equal, 'row')} to validate also in training, so left out of validation")
+        rt.print(f"note: left out {counted(n_equal, 'validation row')} that training also has")
     if n_empty := sum(not asks_and_answers(row) for row in train_rows + val_rows):
-        rt.print(f"note: {counted(n_empty, 'row')} with an empty message or no answer, skipped")
+        rt.print(f"note: skipped {counted(n_empty, 'row')} with an empty message or no answer")
     if chat_of([folder], tokenizer, config.base).reader.chat_template != chat.reader.chat_template:
         rt.print(f"note: {config.base} has its own chat template, replaced by ours here (parts/chat.py)")
     token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(rt.device)

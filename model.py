@@ -186,7 +186,7 @@ class GPT(nn.Module):
         return self.lm_head(x)
 
     def forward(self, idx, targets=None, logit_positions=None, n_targets=None):
-        """Logits (B, T, V) of idx (B, T) int64; with targets the loss instead (nanoGPT returns both)."""
+        """Return logits (B, T, V) of idx (B, T) int64, or with targets the loss (nanoGPT returns both)."""
         x = self.hidden(idx)
         if targets is None:
             return self.logits(x)
@@ -215,7 +215,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None, generator=None):
-        """Sample `max_new_tokens` tokens after idx (B, T), computing the whole context for each of them.
+        """Sample `max_new_tokens` tokens after idx (B, T), recomputing the whole context for each.
         parts/generation.py writes the same tokens with a cache."""
         for _ in range(max_new_tokens):
             # crop: there is no embedding for a position beyond the context, so the oldest tokens drop out
@@ -246,9 +246,9 @@ class GPT(nn.Module):
     def estimate_flops(self, sequence_length: int) -> int:
         """Count floating-point operations per token, forward and backward: 6 N + 12 L C T (PaLM, appendix B).
 
-        N counts the parameters that take part in a matrix product: all but embeddings that are only looked up (`wte` is
-        the output projection, too). Biases and LayerNorm gains (0.1%) are counted as well. The attention term counts
-        the whole T x T square, the convention of nanoGPT and PaLM.
+        N counts the parameters that take part in a matrix product: all except embeddings that are only looked up
+        (`wte` is also the output projection). Biases and LayerNorm gains (0.1%) are counted as well. The attention term
+        counts the whole T x T square, the convention of nanoGPT and PaLM.
         """
         tables = {module.weight for module in self.modules() if isinstance(module, nn.Embedding)}
         multiplied = {module.weight for module in self.modules() if isinstance(module, nn.Linear)}

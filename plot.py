@@ -1,4 +1,4 @@
-"""Curves of one run, or of several in one picture: loss, HellaSwag, gradient norm, learning rate.
+"""Draw the curves of one run, or of several in one picture: loss, HellaSwag, gradient norm, learning rate.
 
     python plot.py out/gpt2                                  # -> plot.png
     python plot.py out/gpt2 out/speedrun --x tokens          # which run needs fewer tokens

@@ -1,4 +1,4 @@
-"""Text from any checkpoint: MODEL is a checkpoint directory, a run directory (its newest checkpoint) or a hub id.
+"""Generate text: MODEL is a checkpoint directory, a run directory (its newest checkpoint) or a hub id.
 
     python sample.py out/tiny                                        # a document from its start
     python sample.py out/gpt2/step_019073 "Hello, I'm a language model,"
@@ -7,10 +7,9 @@
     python sample.py gpt2 - < prompt.txt                             # the prompt from a file or a pipe
     python sample.py gpt2 -- "- milk"                                # a prompt that begins with a dash
 
-A single text appears as it is generated, never splitting a character; several are generated together and appear once
-all are done. A text ends at `<|endoftext|>`, at another token that the model's files name as its end, or after
---max_new_tokens. Standard input loses its last line end. --chat speaks to a model in the form of its chat template, or
-of its adapter's, and where it has none in ours (parts/chat.py).
+A single text appears as it is generated, in whole characters; several appear together, once all are done. A text
+ends at `<|endoftext|>`, at another end that the model's files name, or after --max_new_tokens. Standard input loses its
+last line end. --chat uses the adapter's chat template, else the model's, else ours (parts/chat.py).
 """
 
 import sys
@@ -39,7 +38,7 @@ class Config:
     model: Annotated[str, Positional]  # checkpoint directory, run directory, or hub id (gpt2)
     prompt: Annotated[str, Positional] = ""  # start of the text; - reads it from stdin
     num_samples: Positive = 1  # texts to generate
-    max_new_tokens: Count = 200  # tokens to generate, at most
+    max_new_tokens: Count = 200  # most tokens to generate
     temperature: NonNegative = 1.0  # 0 always takes the likeliest token; higher is more random
     top_k: Count = 50  # draw from the k likeliest tokens; 0 for all
     top_p: NonNegative = 1.0  # draw from the likeliest tokens that together have this probability

@@ -8,10 +8,10 @@
     python train_gpt2.py --resume                            # continue from the newest intact checkpoint
     python train_gpt2.py gpt2-xl --dry_run                   # print the plan: memory, disk, hours, money
 
-Writes OUT_DIR (out/RECIPE): config.json, log.jsonl, learning_curve.png, samples.txt, and checkpoints step_NNNNNN/ that
-transformers opens as they are. The model is in model.py, what a step needs besides it in parts/: the loss in loss.py,
-schedules and optimizers in optim.py, the order of the data in data.py, what is logged, saved and resumed in run.py, the
-files of a checkpoint in checkpoint.py, device, precision (TF32, bf16, fp16) and ranks in runtime.py.
+Writes OUT_DIR (out/RECIPE): config.json, log.jsonl, learning_curve.png, samples.txt, and checkpoints step_NNNNNN/,
+which transformers opens unchanged. model.py has the model, parts/ the rest: loss.py the loss, optim.py schedules and
+optimizers, data.py the order of the data, run.py logs, saves and resumes, checkpoint.py a checkpoint's files,
+runtime.py device, precision (TF32, bf16, fp16) and ranks.
 """
 
 import math
@@ -103,7 +103,7 @@ class Config:
     hellaswag_data: str = ""  # local .jsonl with the validation split of HellaSwag; downloaded once if empty
     sample_interval: Count = 1000  # generate a sample of text on the first rank, while the others wait
     sample_prompt: str = "Hello, I'm a language model,"  # the sample's prompt; empty for the start of a document
-    sample_tokens: Positive = 128  # tokens of the sample, at most
+    sample_tokens: Positive = 128  # longest sample, in tokens
     checkpoint_interval: Count = 1000  # write a checkpoint, also after the last step; Ctrl-C and target_loss always do
     keep_checkpoints: Count = 3  # keep this many of the newest, plus the one with the lowest validation loss; 0 for all
     # machine
@@ -144,8 +144,8 @@ RECIPES = {
         max_lr=2e-4,
         min_lr=2e-5,
     ),
-    # gpt2 on 6.4B tokens: three times the rate, held, then a line to 0 in the last sixth. Two public runs came to the
-    # loss of llm.c's so on 72% of its tokens, with other norms and without biases (docs/speedrun.md); untried here
+    # gpt2 on 6.4B tokens: three times the rate, held, then a line to 0 in the last sixth. Two public runs reached
+    # llm.c's loss this way on 72% of its tokens, with other norms and without biases (docs/speedrun.md); untried here
     "gpt2-tuned": Config(
         max_steps=12_288,
         warmup_steps=256,
@@ -154,9 +154,9 @@ RECIPES = {
         lr_schedule="wsd",
         decay_fraction=0.17,
     ),
-    # the same GPT-2 with Muon for hidden matrices, at a rate that falls to 0 from the warmup on, for half of gpt2's
-    # tokens: at 80 tokens a parameter, models of 0.12M, 0.34M and 0.66M needed about half for the same loss, with the
-    # rates of both tuned at the first two, and before four_phases (docs/speedrun.md); 124M is untried
+    # the same GPT-2 on half of gpt2's tokens: Muon for hidden matrices, at a rate that falls to 0 from the warmup on.
+    # At 80 tokens a parameter, models of 0.12M, 0.34M and 0.66M needed about half for the same loss, with the rates of
+    # both tuned at the first two, and before four_phases (docs/speedrun.md). 124M is untried
     "speedrun": Config(
         max_steps=9_537,
         warmup_steps=256,
@@ -268,8 +268,8 @@ def train(config: Config, run: Run, model: GPT, loss_fn: nn.Module, optimizer: O
             run.end()
         for step, micro_batches in zip(steps, batches, strict=False):  # 1, 2, ... max_steps, or until a signal
             # ┌──────────────────────────────────── one optimizer step ────────────────────────────────────┐
-            # dropout differs in every step and on every rank; with as many ranks and the same micro_batch_size a resume
-            # draws the same again
+            # new dropout in every step and on every rank; a resume with as many ranks and the same micro_batch_size
+            # repeats it
             torch.manual_seed(config.seed + step * rt.world_size + rt.rank)
             lr = learning_rate(step, config)
             optimizer.set_lr(lr / config.max_lr, muon_height(step, config))
@@ -302,8 +302,8 @@ def train(config: Config, run: Run, model: GPT, loss_fn: nn.Module, optimizer: O
 
 
 def evaluate_if_due(config: Config, run: Run, model: GPT, loss_fn: nn.Module, data: "Data") -> bool:
-    """Run this step's evaluations that the log lacks. Return whether validation has reached target_loss; the step is
-    then saved before its other evaluations, which are those of a last step."""
+    """Run this step's evaluations that the log lacks. Return whether validation has reached target_loss: the step is
+    then saved at once, and evaluated as the last one."""
     rt = run.rt
     if run.due(config.eval_interval, "val", at_start=bool(config.init_from)):
         found = validate(loss_fn, validation_inputs(config, data, rt), data.token_bytes, rt)
@@ -326,7 +326,7 @@ def evaluate_if_due(config: Config, run: Run, model: GPT, loss_fn: nn.Module, da
 
 class Data(NamedTuple):
     shards: Shards  # tokens of both splits, and the tokenizer that made them
-    train: Batches  # the windows of the training split in their order
+    train: Batches  # training windows, in order
     token_bytes: torch.Tensor  # (vocabulary,) bytes of text that each id encodes
     hellaswag: hellaswag.Task | None
 
@@ -358,7 +358,7 @@ def open_data(config: Config, shape: GPTConfig, source: Path | None, rt: Runtime
 
 
 def open_hellaswag(data: str, shards: Shards, shape: GPTConfig, rt: Runtime) -> hellaswag.Task | None:
-    """Prepare the task to score; None, after one note, without a file and without a network to get it from."""
+    """Prepare the task to score. Return None, after one note, if no file is given and the download fails."""
     try:
         rows = hellaswag.load_rows(data, rt, "--hellaswag_data")
     except UserError as e:
@@ -402,8 +402,8 @@ def read_command_line(argv: list[str]) -> tuple[Config, set[str], bool]:
 def settle(
     config: Config, flags: set[str], directory: RunDirectory | None, source: Path | None, rt: Runtime
 ) -> tuple[Config, GPTConfig]:
-    """Return the constants of the run and the shape of its model, which do not change any more; a micro_batch_size of 0
-    waits for the model. Raises UserError."""
+    """Return the run's final constants and its model's shape; a micro_batch_size of 0 waits for the model. Raises
+    UserError."""
     n_positions = config.sequence_length
     if source:
         base = read_config(source)
@@ -413,7 +413,7 @@ def settle(
         config = continue_constants(config, flags, directory, FIXED, AUTOMATIC)
         per_rank = config.total_batch_size // config.sequence_length // rt.world_size
         if "micro_batch_size" not in flags and per_rank % max(config.micro_batch_size, 1):
-            config = replace(config, micro_batch_size=0)  # that of another number of ranks
+            config = replace(config, micro_batch_size=0)  # it fitted another number of ranks
     validate_config(config, rt)
     of_model = {field.name: getattr(config, field.name) for field in fields(GPTConfig) if hasattr(config, field.name)}
     of_model["attention"] = choose_attention(config.attention, rt, config.sequence_length)
@@ -424,7 +424,7 @@ def settle(
 
 
 def settle_sizes(config: Config, flags: set[str], source: Path, base: GPTConfig) -> Config:
-    """Take the sizes of the model in `source`, if weights start there: the recipe's give way, a flag does not."""
+    """With init_from, take the sizes of the model in `source`: they override the recipe's, not a flag's."""
     if config.sequence_length > base.n_positions:
         raise UserError(f"{source} has a context of {base.n_positions} tokens; --sequence_length must not exceed it")
     if not config.init_from:
@@ -441,7 +441,7 @@ def validate_config(config: Config, rt: Runtime) -> None:
     """Raise UserError for resolved constants that contradict each other."""
     T = config.sequence_length
     if config.min_lr > config.max_lr:
-        raise UserError(f"--min_lr {config.min_lr} is above --max_lr {config.max_lr}; the schedule ends at min_lr")
+        raise UserError(f"--min_lr {config.min_lr} is above --max_lr {config.max_lr}; set a lower --min_lr")
     if config.target_loss and not config.eval_interval:
         raise UserError(f"--target_loss {config.target_loss} needs evaluations; pass an --eval_interval above 0")
     B = max(config.micro_batch_size, 1)
@@ -457,7 +457,7 @@ def validate_config(config: Config, rt: Runtime) -> None:
 
 def build_model(config: Config, shape: GPTConfig, source: Path | None) -> GPT:
     """Make random weights, or load those of the checkpoint to resume or start from. Raises UserError for a checkpoint
-    of another shape: a constant that you add to a model is part of its shape, too."""
+    of another shape, which includes constants that you add to a model."""
     torch.manual_seed(config.seed)
     if source:
         model = read_model(source, shape.dropout, shape.attention)

@@ -97,7 +97,7 @@ class Tokenizer:
         if size < vocab_size:
             warnings.warn(
                 "the corpus has no more pairs to merge: "
-                f"the vocabulary stops at {size} tokens, short of the {vocab_size} asked for",
+                f"the vocabulary stops at {size} of {vocab_size} tokens",
                 stacklevel=2,
             )
         return cls(merges, empty.pattern, specials)

@@ -49,8 +49,8 @@ def messages_of(row, where: str) -> list[dict]:
         if is_conversation(messages):
             return [dict(role=message["role"], content=message["content"]) for message in messages]
     raise UserError(
-        f"{where}: write instruction, input and output, or messages with a role and content; "
-        "let an assistant answer a user, in valid Unicode"
+        f"{where} is not a conversation; write instruction, input and output, or messages with role and content, "
+        "where an assistant answers a user, in valid Unicode"
     )
 
 

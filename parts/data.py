@@ -177,8 +177,8 @@ class TokenStream:
                 foreign = (tokens >= vocab_size) | np.isin(tokens, unused_ids)
                 if foreign.any():
                     raise UserError(
-                        f"shard {shard.path} has token {tokens[foreign.argmax()]}, which is not one of the "
-                        f"{vocab_size} of the tokenizer {tokenizer}; pass its --tokenizer, or remove the shard"
+                        f"shard {shard.path} has token {tokens[foreign.argmax()]}, but tokenizer {tokenizer} has "
+                        f"{vocab_size} tokens; pass the shard's --tokenizer, or remove the shard"
                     )
 
     def __len__(self) -> int:

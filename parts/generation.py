@@ -60,7 +60,7 @@ def generate(
         if training:
             model.train()
         if not logits.isfinite().all():  # a GPU would abort the process when it samples from them
-            raise UserError("the model's logits are not finite; use --dtype float32, or an earlier checkpoint")
+            raise UserError("the model's logits are not finite; pass --dtype float32, or an earlier checkpoint")
         logits.index_fill_(1, suppressed, float("-inf"))
         chosen = sample_tokens(logits, generator=generator, **sampling).tolist()
         for i, sequence in enumerate(sequences):

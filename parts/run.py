@@ -20,10 +20,9 @@ The life of step 7 on a GPU, which never waits for the host (on a CPU `log` read
     host    launch 7 - log(7): copies 7's metrics, reads 6's - launch 8 - log(8): copies 8's metrics, reads 7's
     GPU          ... step 6 ...| ........ step 7 ........ | ........ step 8 ........
 
-`save` and `record` read first what is not read yet. What was read is in log.jsonl, and decides: after 20 steps in a row
-that were not finite, UserError; after a signal to any rank nothing is due any more, and `steps` saves and raises
-Stopped. All ranks decide alike, because all decisions follow from sums over the ranks. This file never computes a loss
-or a gradient.
+`save` and `record` first read what is left. What was read is in log.jsonl, and decides: 20 steps in a row that were not
+finite raise UserError; after a signal to any rank nothing more is due, and `steps` saves and raises Stopped. All ranks
+decide alike, from sums over the ranks. This file never computes a loss or a gradient.
 """
 
 import json
@@ -98,10 +97,10 @@ def flag(name: str, value) -> str:
 
 
 class RunDirectory:
-    """OUT_DIR while this process holds its lock. `checkpoint` is the one to resume from, or None, and `state` its
-    contents besides the weights: the `config` of its run among it.
+    """OUT_DIR while this process holds its lock. `checkpoint` is the one to resume from, or None; `state` is its
+    train_state.pt, with the run's `config`.
 
-    Nothing but the lock file is written. Raises UserError rather than touch a run without --resume or --overwrite.
+    It writes the lock file alone. Raises UserError rather than touch a run without --resume or --overwrite.
     """
 
     def __init__(self, config, rt: Runtime):
