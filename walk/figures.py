@@ -1,4 +1,4 @@
-"""The figures of the walk: 900 pixels wide, with a title that says what to see, with units, legible in greyscale.
+"""The walk's figures: 900 pixels wide, with units and a title that says what to see, legible in greyscale.
 
     with picture("clock", "what to see", "x (unit)", "y (unit)") as axes:
         axes.plot(...)
@@ -37,7 +37,7 @@ GREYS = ("#1b4f72", "#e69f00", "#b7d7ea", "#7f7f7f", "#f4e3b5")  # dark and ligh
 
 @contextmanager
 def picture(name: str, title: str, x: str = "", y: str = "", height: float = 3.6, grid: tuple = (1, 1)) -> Iterator:
-    """One Axes, or a list of them in `grid` rows and columns, which is written at the end."""
+    """Yield one Axes, or a list of them in `grid` rows and columns; write the picture at the end."""
     figure = Figure(figsize=(WIDTH, height), dpi=100, layout="constrained")
     panels = figure.subplots(*grid, squeeze=False).flatten().tolist()
     if len(title) > 100:
@@ -58,13 +58,13 @@ def picture(name: str, title: str, x: str = "", y: str = "", height: float = 3.6
 
 
 def asset(name: str) -> Path:
-    """The path of a picture."""
+    """Return a picture's path."""
     PICTURES.mkdir(parents=True, exist_ok=True)
     return PICTURES / name
 
 
 def data_of(figure: Figure) -> str:
-    """A line for each curve, map and set of bars of a figure, with a few of its numbers, and all its texts."""
+    """Describe a figure: a line with a few numbers for each curve, map and set of bars, and all texts."""
     lines = []
     for axes in figure.axes:
         for curve in axes.lines:
@@ -82,7 +82,7 @@ def data_of(figure: Figure) -> str:
 
 
 def in_brief(values) -> str:
-    """The largest size among numbers; as fractions of it the first, the last, the mean, and the mean size."""
+    """Return the largest size among numbers; as fractions of it the first, the last, the mean, and the mean size."""
     values = np.asarray(values, float).flatten()
     size = np.abs(values).max(initial=0)
     parts = values / (size or 1)
@@ -91,14 +91,14 @@ def in_brief(values) -> str:
 
 
 def plain_ticks(axes, values) -> None:
-    """A logarithmic x axis with these values on it, in plain numbers."""
+    """Make the x axis logarithmic, with these values in plain numbers."""
     axes.set_xscale("log")
     axes.set_xticks(values, [f"{value:,}" for value in values])
     axes.minorticks_off()
 
 
 def line_style(i: int, n: int) -> dict:
-    """Of line number `i`, whose `n` points get marks if they are few."""
+    """Return the style of line number `i`; its `n` points get marks if they are few."""
     style = dict(color=COLORS[i % len(COLORS)], linestyle="-" if i < len(COLORS) else "--")
     if n < 60:
         style |= dict(marker="o", markersize=4.5, markevery=max(n // 25, 1))
@@ -106,7 +106,7 @@ def line_style(i: int, n: int) -> dict:
 
 
 def curves(name: str, title: str, x: str, y: str, lines: dict[str, tuple], **scales) -> None:
-    """Lines {label: (xs, ys)} with marks; `scales` as Axes.set takes them, such as yscale="log"."""
+    """Draw lines {label: (xs, ys)}; `scales` go to Axes.set, such as yscale="log"."""
     with picture(name, title, x, y) as axes:
         for i, (label, (xs, ys)) in enumerate(lines.items()):
             axes.plot(xs, ys, label=label, linewidth=1.5, **line_style(i, len(xs)))
@@ -116,7 +116,7 @@ def curves(name: str, title: str, x: str, y: str, lines: dict[str, tuple], **sca
 
 
 def side_by_side(name: str, title: str, x: str, units: dict[str, dict[str, tuple]]) -> None:
-    """A panel for each unit of y, with its lines {label: (xs, ys)}."""
+    """Draw a panel for each unit of y, with its lines {label: (xs, ys)}."""
     with picture(name, title, x, grid=(1, len(units))) as panels:
         for axes, (unit, lines) in zip(panels, units.items(), strict=True):
             for i, (label, (xs, ys)) in enumerate(lines.items()):
@@ -126,7 +126,7 @@ def side_by_side(name: str, title: str, x: str, units: dict[str, dict[str, tuple
 
 
 def runs(name: str, title: str, logs: dict[str, list], x: str = "steps") -> None:
-    """Curves of training runs {label: records of its log}, as plot.py draws them, in a smaller file."""
+    """Draw training runs {label: records of its log} as plot.py does, in a smaller file."""
     path = asset(f"{name}.png")
     path.write_bytes(picture_of_runs(logs, "png", x))
     lines = []

@@ -1,4 +1,4 @@
-"""What the parts of a model read and return in a forward pass, for the stations that look inside one.
+"""Look inside a model: what its parts read and return in a forward pass.
 
     with recorded(model) as seen:
         model(idx)
@@ -27,7 +27,7 @@ class Seen(NamedTuple):
 
 @contextmanager
 def recorded(model) -> Iterator[dict[str, Seen]]:
-    """{part of the model: what it read and returned in its last call}, filled while `with` lasts."""
+    """Yield {part of the model: what it read and returned in its last call}, filled while `with` lasts."""
     seen = {}
 
     def hook(name: str):  # PyTorch calls a hook with what a module has read and returned
@@ -44,8 +44,8 @@ def recorded(model) -> Iterator[dict[str, Seen]]:
 
 @torch.no_grad()
 def attention_weights(model, tokens: list[int]) -> dict[str, torch.Tensor]:
-    """The weights (T, T) of every head, a row for each query. They are computed from the queries and keys that the
-    model has used, since its fused kernel never has all of them at once."""
+    """Return the weights (T, T) of every head, a row for each query, from the queries and keys that the model used:
+    its fused kernel never has all weights at once."""
     T, n_head = len(tokens), model.config.n_head
     with recorded(model) as seen:
         model(torch.tensor([tokens]))
@@ -61,7 +61,7 @@ def attention_weights(model, tokens: list[int]) -> dict[str, torch.Tensor]:
 
 
 def strongest_heads(heads: dict[str, torch.Tensor], words: list[str]) -> dict[str, tuple]:
-    """{kind of token: (the head that attends most to it, the share it gets, its share in uniform attention)}
+    """Return {kind of token: (the head that attends most to it, the share it gets, its share in uniform attention)}.
 
     The first four tokens do not count as queries: they have too few to choose from.
     """
@@ -82,11 +82,11 @@ def strongest_heads(heads: dict[str, torch.Tensor], words: list[str]) -> dict[st
 
 
 def kept_for_backward(function: Callable, *args) -> tuple[float, torch.Tensor]:
-    """(MiB of the tensors that autograd keeps for the backward pass of function(*args), what it returns)"""
+    """Return the MiB that autograd keeps for the backward pass of function(*args), and what the function returns."""
     sizes = {}
 
     def keep(tensor):
-        sizes[tensor.data_ptr()] = tensor.nbytes  # a tensor that is kept twice counts once
+        sizes[tensor.data_ptr()] = tensor.nbytes  # a tensor kept twice counts once
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):

@@ -1,14 +1,14 @@
-"""The small runs of the walk, of about a minute each. Whatever they write is in out/walk/.
+"""The walk's small runs, of about a minute each, in out/walk/.
 
     tokenizer, stream = input_text()                   # input.txt in the tokens that tiny learns from it
     log = train_tiny("base", "--max_steps 300")        # the recipe tiny with an even smaller model; its log
-    model = base_model()                               # the model of that run, trained if it is not there yet
+    model = base_model()                               # that run's model, trained if missing
     python("sample.py out/walk/base --device cpu")     # what a script prints
     kill_tiny("killed", "--max_steps 300", step=150)   # a run that is killed
     val, train = finetune("r8", "--lora_dim 8")
     train_gpt2_in_small(seed=0, grad_clip=0.0)         # the recipe gpt2 with a quarter of a million parameters
 
-Each runs a door in a process of its own, as a user does, but for the last, which has to change the model.
+Each runs a script in its own process, as a user does, except the last, which has to change the model.
 """
 
 import json
@@ -41,24 +41,24 @@ TINY += " --eval_interval 50 --sample_interval 0 --dtype float32 --device cpu --
 
 
 def python(words: str) -> str:
-    """What `python words` prints."""
+    """Return what `python words` prints."""
     RUNS.mkdir(parents=True, exist_ok=True)
     return subprocess.run([sys.executable, *shlex.split(words)], check=True, capture_output=True, text=True).stdout
 
 
 def tiny(name: str, words: str) -> str:
-    """The command of a run of the recipe tiny, made smaller still, in out/walk/NAME; `words` change its constants."""
+    """Return the command of a run of tiny, smaller still, in out/walk/NAME; `words` change its constants."""
     return f"train_gpt2.py tiny --out_dir {RUNS / name} {TINY} {words}"
 
 
 def train_tiny(name: str, words: str, start: str = "--overwrite") -> list[dict]:
-    """The log of such a run."""
+    """Train such a run and return its log."""
     python(f"{tiny(name, words)} {start}")
     return read_log(RUNS / name / "log.jsonl")
 
 
 def kill_tiny(name: str, words: str, step: int) -> int:
-    """Start such a run, kill it once its log has `step`, and return the last step that the log has then."""
+    """Start such a run, kill it once its log has `step`, and return the log's last step."""
     path = RUNS / name / "log.jsonl"
     path.unlink(missing_ok=True)  # of an earlier try
     command = [sys.executable, *shlex.split(tiny(name, words)), "--overwrite"]
@@ -73,7 +73,7 @@ def kill_tiny(name: str, words: str, step: int) -> int:
 
 
 def base_model() -> GPT:
-    """The model of station 6, which others use, too."""
+    """Return the model of station 6, which other stations also use."""
     if not (RUNS / "base").exists():
         train_tiny("base", "--max_steps 300")
     return open_model(RUNS / "base").model
@@ -83,13 +83,14 @@ def base_model() -> GPT:
 
 
 def input_text(split: str = "train") -> tuple[Tokenizer, TokenStream]:
+    """Return the 1,024 tokens that tiny learns from input.txt, and its text in these tokens."""
     folder, _ = prepare_text("input.txt", "train", 1024, Path("out/cache"))
     return Tokenizer.load(folder), TokenStream(find_shards(str(folder), split), vocab_size=1024)
 
 
 def write_endings(path: str, n_rows: int = 400) -> None:
-    """Rows in HellaSwag's format from the last tenth of input.txt, on which no model here trains: the start of a
-    sentence, its ending, and those of three others."""
+    """Write rows in HellaSwag's format from the last tenth of input.txt, on which no model here trains: the start of
+    a sentence, its ending, and those of three others."""
     english = Path("input.txt").read_text(encoding="utf-8")
     held_out = " ".join(english[len(english) * 9 // 10 :].split())
     sentences = [s.split(" ") for s in re.findall(r"[A-Z][^.?!:]{50,110}[.?!]", held_out)][:n_rows]
@@ -106,7 +107,7 @@ def write_endings(path: str, n_rows: int = 400) -> None:
 
 
 def write_instructions(path: str, n_rows: int = 400) -> None:
-    """Rows to finetune on: the first words of a sentence of input.txt, and the rest of it as the answer."""
+    """Write rows to finetune on: the first words of a sentence of input.txt, and its rest as the answer."""
     text = " ".join(Path("input.txt").read_text(encoding="utf-8").split())
     sentences = [sentence.split(" ") for sentence in re.findall(r"[A-Z][^.?!]{60,160}[.?!]", text)[:n_rows]]
     rows = [dict(instruction="Go on.", input=" ".join(w[:5]), output=" ".join(w[5:])) for w in sentences]
@@ -114,7 +115,7 @@ def write_instructions(path: str, n_rows: int = 400) -> None:
 
 
 def finetune(name: str, words: str) -> tuple[list, list]:
-    """[(epoch, loss)] of validation and, as means of an epoch, of training.
+    """Return [(epoch, loss)] of validation and, as means of an epoch, of training.
 
     The base is out/walk/base128 and the rows are out/walk/rows.json: 360 to train on, and 40 held out."""
     files = f"--base {RUNS}/base128 --data {RUNS}/rows.json --out_dir {RUNS / name} --overwrite"
@@ -135,7 +136,7 @@ IN_SMALL = replace(IN_SMALL, max_lr=3e-3, min_lr=3e-4)
 
 
 def train_gpt2_in_small(seed: int, change: Callable = lambda model: None, **constants) -> tuple[float, float]:
-    """Validation loss after 200 steps, and after 718, an epoch of input.txt. `change` is called with the untrained
+    """Return the validation loss after 200 steps and after 718, an epoch of input.txt. `change` edits the untrained
     model; `constants` replace those of IN_SMALL."""
     config = replace(IN_SMALL, seed=seed, **constants)
     (_, stream), (_, val) = input_text("train"), input_text("val")
@@ -159,7 +160,7 @@ def train_gpt2_in_small(seed: int, change: Callable = lambda model: None, **cons
 
 @torch.no_grad()
 def validation_loss(model, stream: TokenStream) -> float:
-    """In nats per token of the whole split."""
+    """Return nats per token of the whole split."""
     total, n_targets = 0.0, 0
     for rows in validation_batches(stream, 32, 64, 0):
         x, y = to_inputs(torch.from_numpy(rows))
